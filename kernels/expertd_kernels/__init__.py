@@ -1,0 +1,74 @@
+"""The arithmetic of expertd: quantized expert layers, tensors in, tensors out.  Knows nothing of RPC.
+
+    decision = decide(problem_of(weights, detect_device()))
+    experts = build(decision, weights)
+    out = experts(hidden_states, topk_ids, topk_weights)        # [M, H]
+
+Names that need torch are imported on first use, so that `decide` can be asked without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from expertd_kernels.activation import Activation, ActivationKind
+from expertd_kernels.oracle import Backend, Decision, NoBackendError, Refused, Verdict, decide
+from expertd_kernels.problem import NAMED_DEVICES, Device, Package, Problem
+from expertd_kernels.scheme import ActivationQuant, Element, ScaleType, Scheme
+
+if TYPE_CHECKING:
+    from expertd_kernels.backends.protocol import Experts, Packed
+    from expertd_kernels.builder import build, problem_of
+    from expertd_kernels.canonical import QuantTensor, Weights
+    from expertd_kernels.float32 import reference
+    from expertd_kernels.numerics import relative_error, tolerance
+    from expertd_kernels.probe import detect_device
+
+__all__ = [
+    "Activation",
+    "ActivationKind",
+    "ActivationQuant",
+    "Backend",
+    "Decision",
+    "Device",
+    "Element",
+    "Experts",
+    "NAMED_DEVICES",
+    "NoBackendError",
+    "Package",
+    "Packed",
+    "Problem",
+    "QuantTensor",
+    "Refused",
+    "ScaleType",
+    "Scheme",
+    "Verdict",
+    "Weights",
+    "build",
+    "decide",
+    "detect_device",
+    "problem_of",
+    "reference",
+    "relative_error",
+    "tolerance",
+]
+
+_LAZY = {
+    "Experts": "backends.protocol",
+    "Packed": "backends.protocol",
+    "QuantTensor": "canonical",
+    "Weights": "canonical",
+    "build": "builder",
+    "detect_device": "probe",
+    "problem_of": "builder",
+    "reference": "float32",
+    "relative_error": "numerics",
+    "tolerance": "numerics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -1,0 +1,52 @@
+"""Backend `reference`: float32 on dequantized weights, any device, any scheme.  Its layout is the canonical one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.canonical import Weights
+from expertd_kernels.float32 import reference
+from expertd_kernels.problem import Problem
+from expertd_kernels.serial import weights_from_tensors, weights_to_tensors
+
+__all__ = ["experts", "pack", "unpack"]
+
+
+class ReferenceExperts:
+    """Computes in float32 whatever the problem's compute dtype is; answers in the input's dtype."""
+
+    backend = "reference"
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        y = reference(
+            self.weights, hidden_states, topk_ids, topk_weights, router_weight_on_input=router_weight_on_input
+        )
+        if out is None:
+            out = torch.empty_like(hidden_states)
+        return out.copy_(y)
+
+
+def pack(weights: Weights, problem: Problem) -> Packed:
+    tensors, meta = weights_to_tensors(weights)
+    return Packed("reference", tensors, meta)
+
+
+def unpack(packed: Packed) -> Weights:
+    return weights_from_tensors(packed.tensors, packed.meta)
+
+
+def experts(packed: Packed, problem: Problem) -> ReferenceExperts:
+    return ReferenceExperts(unpack(packed))

@@ -1,0 +1,53 @@
+"""From a decision and canonical weights to experts that compute."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from expertd_kernels.backends.protocol import BackendModule, Experts
+from expertd_kernels.canonical import Weights
+from expertd_kernels.oracle import Decision, load
+from expertd_kernels.problem import Device, Package, Problem
+from expertd_kernels.scheme import ActivationQuant
+
+__all__ = ["build", "problem_of"]
+
+
+def problem_of(
+    weights: Weights,
+    device: Device,
+    *,
+    top_k: int = 1,
+    compute_dtype: str = "bf16",
+    activation_quant: ActivationQuant = ActivationQuant.NONE,
+    router_weight_on_input: bool = False,
+    grouped_rows: bool = False,
+    deterministic: bool = False,
+    packages: dict[str, Package] | None = None,
+) -> Problem:
+    """The problem that these weights pose on `device`.  Features are read from the tensors, never guessed."""
+    return Problem(
+        device=device,
+        w13=weights.w13.scheme,
+        w2=weights.w2.scheme,
+        num_experts=weights.num_experts,
+        hidden_size=weights.hidden_size,
+        intermediate_size=weights.intermediate_size,
+        top_k=top_k,
+        activation=weights.activation,
+        bias=weights.w13.bias is not None or weights.w2.bias is not None,
+        act_order=weights.w13.columns is not None or weights.w2.columns is not None,
+        router_weight_on_input=router_weight_on_input,
+        grouped_rows=grouped_rows,
+        activation_quant=activation_quant,
+        checkpoint_activation=weights.checkpoint_activation,
+        compute_dtype=compute_dtype,
+        deterministic=deterministic,
+        packages=packages or {},
+    )
+
+
+def build(decision: Decision, weights: Weights) -> Experts:
+    """Pack `weights` for the chosen backend and make its experts.  Raises NoBackendError, Refused or ImportError."""
+    module = cast(BackendModule, load(decision.require()))
+    return module.experts(module.pack(weights, decision.problem), decision.problem)

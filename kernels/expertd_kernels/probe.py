@@ -1,0 +1,120 @@
+"""What this machine has: its device and the distributions that backends need.  The impure half of the oracle."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from expertd_kernels.oracle import Backend
+from expertd_kernels.problem import Device, Package
+
+__all__ = ["assumed_packages", "detect_device", "installed_packages"]
+
+_CPU_FLAGS = frozenset(
+    [
+        "avx2",
+        "fma",
+        "f16c",
+        "avx512f",
+        "avx512bw",
+        "avx512vl",
+        "avx512dq",
+        "avx512_bf16",
+        "avx512_vnni",
+        "amx_tile",
+        "amx_bf16",
+        "amx_int8",
+    ]
+)
+IMPORT_NAME = {
+    "flashinfer-python": "flashinfer",
+    "vllm-xpu-kernels": "vllm_xpu_kernels",
+    "amd-aiter": "aiter",
+}
+"""Distribution -> module, where the names differ."""
+
+
+@cache
+def _cpu() -> Device:
+    arch = platform.machine()
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    words: set[str] = set()
+    for line in text.splitlines():
+        if line.startswith(("flags", "Features")):
+            words = set(line.split(":", 1)[1].split())
+            break
+    features = {w for w in words if w in _CPU_FLAGS} | ({"neon"} if "asimd" in words else set())
+    return Device("cpu", arch, features=frozenset(features))
+
+
+def detect_device(name: str = "auto") -> Device:
+    """The device called "auto", "cpu", "cuda", "cuda:1" or "xpu" on this machine.  auto: the first accelerator, else the
+    CPU.  RuntimeError where it is not there."""
+    kind, _, index = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda", "xpu"):
+        raise ValueError(f"device {name!r}: want auto, cpu, cuda[:N] or xpu[:N]")
+    if kind == "cpu":
+        return _cpu()
+    import torch
+
+    i = int(index or 0)
+    if kind in ("auto", "cuda") and torch.cuda.is_available():
+        if torch.version.hip:
+            gfx = torch.cuda.get_device_properties(i).gcnArchName.split(":")[0]
+            major, minor = gfx.removeprefix("gfx")[:-2], gfx[-2:]
+            return Device("rocm", gfx, (int(major), int(minor, 16) if not minor.isdigit() else int(minor)))
+        cap = torch.cuda.get_device_capability(i)
+        return Device("cuda", f"sm{cap[0]}{cap[1]}", cap)
+    if kind in ("auto", "xpu") and torch.xpu.is_available():
+        return Device("xpu", _xe(torch.xpu.get_device_properties(i).name), (2, 0))
+    if kind == "auto":
+        return _cpu()
+    raise RuntimeError(f"device {name!r} is not on this machine; --device cpu always is")
+
+
+def _xe(name: str) -> str:
+    """Architecture from an Intel device name: Battlemage (B-series) is Xe2, Panther Lake and later Xe3."""
+    return (
+        "xe3"
+        if "Xe3" in name or "Panther" in name
+        else "xe2"
+        if "B5" in name or "B6" in name or "Xe2" in name
+        else "xe"
+    )
+
+
+def _wanted(backends: Sequence[Backend]) -> Iterable[str]:
+    return dict.fromkeys(name for b in backends for name in b.needs)
+
+
+def installed_packages(backends: Sequence[Backend], probe_imports: bool = False) -> dict[str, Package]:
+    """The distributions that rows of the table need and that are installed here.  probe_imports: import each and
+    record the error of one that is broken."""
+    out: dict[str, Package] = {}
+    for name in _wanted(backends):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        error = ""
+        if probe_imports:
+            try:
+                importlib.import_module(IMPORT_NAME.get(name, name.replace("-", "_")))
+            except Exception as e:
+                error = f"{type(e).__name__}: {e}"
+        out[name] = Package(version, error)
+    return out
+
+
+def assumed_packages(backends: Sequence[Backend]) -> Mapping[str, Package]:
+    """Each needed distribution at a version that its row accepts: for asking about hardware that is not here."""
+    return {
+        name: Package(want.split(",")[0].lstrip("><=~!") or "0") for b in backends for name, want in b.needs.items()
+    }
