@@ -1,0 +1,65 @@
+# The commands of this repository.  `make demo` and `make test` need only Python 3.10+ and make; they set up .venv first.
+
+PYTHON     ?= python3
+CHECKPOINT ?= tests/fixtures/gptq-w4-g128-sym-descact-false-qwen3moe1l
+PIP_ARGS   ?=
+TEST_ARGS  ?=
+BUF        := @bufbuild/buf@1.75.0
+
+BIN   := .venv/bin
+STAMP := .venv/setup-done
+NATIVE := $(wildcard kernels/expertd_kernels/csrc/*.cpp kernels/expertd_kernels/csrc/*.h)
+
+.PHONY: help setup demo test check lint format proto golden docs bench clean
+
+help:           ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP) ## .venv with everything pinned by constraints.txt, the package editable, the native kernel compiled
+
+# torch comes first and alone: a later resolver run then keeps the CPU build instead of fetching CUDA packages.
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[test]'
+	touch $(STAMP)
+
+# buf speaks to the server over reflection in one test and lints the contract; without npm that test says so and is skipped.
+node_modules/.bin/buf:
+	@if command -v npm >/dev/null; then npm install --silent --no-save --no-package-lock --no-fund --no-audit $(BUF); \
+	else echo "npm is not installed: buf lint and the buf curl test are left out"; fi
+
+demo: $(STAMP)  ## serve a small GPTQ checkpoint, call it, check every answer: make demo [CHECKPOINT=DIR]
+	$(BIN)/python deploy/demo.py --checkpoint $(CHECKPOINT)
+
+test: $(STAMP) node_modules/.bin/buf ## the whole test suite
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+check: lint test ## what CI runs
+
+lint: $(STAMP) node_modules/.bin/buf ## ruff, mypy, pyright, import-linter, buf lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/pyright --warnings
+	if test -x node_modules/.bin/buf; then node_modules/.bin/buf lint proto; fi
+
+format: $(STAMP) ## apply the formatter and the fixes that are safe
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(STAMP) ## regenerate the stubs from the contract
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto --grpc_python_out=proto \
+	  proto/expertd/v1/expert_service.proto
+
+docs: $(STAMP)  ## regenerate the tables in docs/ from the code
+	$(BIN)/python -m expertd_kernels.tables docs
+
+bench: $(STAMP) ## kernel benchmark of this machine's CPU
+	$(BIN)/python -m expertd_kernels.bench --device cpu
+
+clean:          ## remove .venv and everything built
+	rm -rf .venv node_modules build dist
+	find . -name '*.so' -path '*expertd_kernels*' -delete
