@@ -9,7 +9,7 @@ and one expert computes  y = w2 @ act(w13 @ x + b13) + b2.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ SCALE_DTYPE = {
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """[..., K] codes 0..15 (any integer dtype) -> [..., ceil(K/2)] u8, low nibble = even k; odd K: last high nibble 0."""
+    """[..., K] codes 0..15 (any integer dtype) -> [..., ceil(K/2)] u8, low nibble = even k; odd K: last nibble 0."""
     codes = codes.to(torch.uint8)
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
@@ -58,7 +58,7 @@ class QuantTensor:
     """One quantized matrix for each of E experts, [E, N, K] logical.
 
     codes          [E, N, K] int8 | e4m3 | bf16 | f16 | f32, or [E, N, ceil(K/2)] u8 with two 4-bit codes a byte
-    scales         [E, *scheme.scale_shape(N, K, segments)] in the scheme's scale type (e8m0 as u8); None if unquantized.
+    scales         [E, *scheme.scale_shape(N, K, segments)] in the scheme's scale type (e8m0: u8); None if unquantized.
                    Rows of scales follow the segments: each segment starts a new block, also where its rows are no
                    multiple of the block's.  May be negative or zero, never NaN or infinite.
     zeros          as scales, u8 for int4 (0..15), int8 for int8; None = symmetric (int4: 8, int8: 0)
@@ -193,7 +193,7 @@ class Weights:
 
     w13: QuantTensor
     w2: QuantTensor
-    activation: Activation = Activation()
+    activation: Activation = field(default_factory=Activation)
     checkpoint_activation: ActivationQuant = ActivationQuant.NONE
     input_scales: Tensor | None = None
 

@@ -88,7 +88,8 @@ class SchemeSupport:
                 known = ", ".join("channel" if g == WHOLE else str(g) for g in sorted(self.groups))
                 return f"group size {'channel' if s.cols == WHOLE else s.cols} (has: {known or 'none'})"
         elif self.blocks is not None and (s.rows, s.cols) not in self.blocks:
-            return f"scale blocks of {_block(s.rows, s.cols)} (has: {', '.join(_block(*b) for b in sorted(self.blocks)) or 'none'})"
+            known = ", ".join(_block(*b) for b in sorted(self.blocks)) or "none"
+            return f"scale blocks of {_block(s.rows, s.cols)} (has: {known})"
         return None
 
 
@@ -319,7 +320,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def order_for(device: Device, backends: Sequence[Backend], order: Mapping[str, Sequence[str]]) -> list[Backend]:
-    """The rows in the order of preference on `device`: the names of order[arch], else order[kind], then the rest as they stand."""
+    """The rows in the order of preference on `device`: the names of order[arch], else order[kind], then the rest."""
     names = list(order.get(device.arch, order.get(device.kind, ())))
     by_name = {b.name: b for b in backends}
     first = [by_name[n] for n in names if n in by_name]

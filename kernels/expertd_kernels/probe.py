@@ -55,8 +55,8 @@ def _cpu() -> Device:
 
 
 def detect_device(name: str = "auto") -> Device:
-    """The device called "auto", "cpu", "cuda", "cuda:1" or "xpu" on this machine.  auto: the first accelerator, else the
-    CPU.  RuntimeError where it is not there."""
+    """The device called "auto", "cpu", "cuda", "cuda:1" or "xpu" on this machine.  auto: the first accelerator, else
+    the CPU.  RuntimeError where it is not there."""
     kind, _, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda", "xpu"):
         raise ValueError(f"device {name!r}: want auto, cpu, cuda[:N] or xpu[:N]")

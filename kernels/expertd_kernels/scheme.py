@@ -150,7 +150,7 @@ class Scheme:
             return cls(Element.E2M1 if name == "mxfp4" else Element.E4M3, 1, 32, ScaleType.E8M0)
         if name == "nvfp4":
             return cls(Element.E2M1, 1, 16, ScaleType.E4M3, global_scale=True)
-        m = re.fullmatch(r"(int4|int8|e4m3)(?:_(channel|tensor|g(\d+)|block(\d+)(?:x(\d+))?))?(_zp)?", name)
+        m = re.fullmatch(r"(int4|int8|e4m3)_(channel|tensor|g(\d+)|block(\d+)(?:x(\d+))?)(_zp)?", name)
         if m is None:
             raise ValueError(
                 f"scheme {name!r}: want int4|int8 with _gN or _channel and optional _zp, e4m3_channel|tensor|block128,"
