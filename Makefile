@@ -55,7 +55,7 @@ proto: $(STAMP) ## regenerate the stubs from the contract
 	  proto/expertd/v1/expert_service.proto
 
 docs: $(STAMP)  ## regenerate the tables in docs/ from the code
-	$(BIN)/python -m expertd_kernels.tables docs
+	$(BIN)/python -m expertd_kernels.docs
 
 bench: $(STAMP) ## kernel benchmark of this machine's CPU
 	$(BIN)/python -m expertd_kernels.bench --device cpu
