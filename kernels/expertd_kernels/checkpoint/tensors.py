@@ -149,7 +149,7 @@ class Shard:
 
     def pread(self, out: Tensor, offset: int, subject: str) -> None:
         """Fill a contiguous u8 tensor from `offset` on."""
-        view = memoryview(out.numpy())
+        view = memoryview(out.numpy())  # type: ignore[arg-type]  # numpy's stubs deny the buffer protocol
         done = 0
         while done < len(view):
             try:
