@@ -1,0 +1,129 @@
+"""The tournament: broken backends are refused with their figure, the plan is a pure function of the times."""
+
+import pytest
+import torch
+
+from expertd_kernels import Device, decide, problem_of, reference
+from expertd_kernels.backends.reference import ReferenceExperts
+from expertd_kernels.oracle import Backend, DeviceRange, SchemeSupport
+from expertd_kernels.scheme import Element
+from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.tournament import BucketedExperts, Remembered, Result, choose, measure, with_results
+
+CPU = Device("cpu", "x86_64")
+
+
+def row(name):
+    return Backend(
+        name, "nowhere", (DeviceRange("cpu"),), (SchemeSupport(Element.INT4, None, None, zeros=True),), summary=""
+    )
+
+
+ROWS = (row("wrong"), row("raises"), row("unwritten"), row("right"), row("elsewhere"))
+WEIGHTS = random_weights("int4_g32", 4, 64, 32)
+
+
+class Wrong(ReferenceExperts):
+    def __call__(self, *args, out=None, **kwargs):
+        return super().__call__(*args, out=out, **kwargs).mul_(1.05)
+
+
+class Unwritten(ReferenceExperts):
+    def __call__(self, hidden_states, *args, out=None, **kwargs):
+        y = super().__call__(hidden_states, *args, **kwargs)
+        out[:, :-1] = y[:, :-1]  # the last column stays as it was: poisoned
+        return out
+
+
+def build(backend, weights, problem):
+    if backend.name == "raises":
+        raise ImportError("libfast.so: cannot open")
+    return {"wrong": Wrong, "unwritten": Unwritten, "right": ReferenceExperts}[backend.name](weights)
+
+
+def test_what_is_broken_is_refused_and_the_next_one_wins():
+    rows = (*ROWS[:4], Backend("elsewhere", "nowhere", (DeviceRange("cuda"),), ROWS[0].schemes, summary=""))
+    decision = decide(problem_of(WEIGHTS, CPU, top_k=2), rows, order={})
+    assert decision.chosen.name == "wrong"  # by order alone the broken one would be taken
+    results = measure(WEIGHTS, decision, rows, grid=(1, 4), build=build)
+    said = {r.backend: r.refusal for r in results}
+    assert said["right"] == ""
+    assert said["wrong"].startswith(("relative error 4.9", "relative error 5.0"))
+    assert "tolerance 1e-02" in said["wrong"]
+    assert said["unwritten"].startswith("relative error inf")
+    assert said["raises"] == "failed when measured: ImportError: libfast.so: cannot open"
+    assert "runs on cuda" in said["elsewhere"]
+    measured = with_results(decision, results, rows)
+    assert measured.chosen.name == "right"
+    right = next(v for v in measured.verdicts if v.backend == "right")
+    assert right.microseconds > 0
+    assert right.relative_error < 1e-2
+    assert [v.backend for v in measured.verdicts if v.eligible] == ["right"]
+
+
+def result(name, *us):
+    return Result(name, "", 1e-3, dict(zip((1, 8, 64, 512), us, strict=True)))
+
+
+def test_the_plan_is_the_least_geometric_mean():
+    assert choose([result("a", 10, 10, 10, 10), result("b", 5, 5, 5, 70)]) == [(None, "b")]
+    assert choose([]) == []
+    assert choose([Result("a", "refused")]) == []
+
+
+def test_a_second_copy_must_be_worth_it():
+    small, large = result("small", 5, 6, 100, 1000), result("large", 9, 10, 50, 300)
+    assert choose([small, large], copies=2) == [(22, "small"), (None, "large")]
+    nearly = [result("small", 8.9, 10, 100, 1000), result("large", 9, 10, 50, 300)]
+    assert choose(nearly, copies=2) == [(None, "large")]
+
+
+def test_pinning_a_backend_is_the_same_experts():
+    decision = decide(problem_of(WEIGHTS, CPU, top_k=2), ROWS, pin="right", order={})
+    assert decision.chosen.name == "right"
+    results = measure(WEIGHTS, decision, ROWS, grid=(1,), build=build)
+    assert choose(results) == [(None, "right")]
+
+
+def test_buckets_dispatch_by_tokens():
+    used = []
+
+    class Noting(ReferenceExperts):
+        def __init__(self, name):
+            super().__init__(WEIGHTS)
+            self.backend = name
+
+        def __call__(self, *args, **kwargs):
+            used.append(self.backend)
+            return super().__call__(*args, **kwargs)
+
+    experts = BucketedExperts([(4, Noting("small")), (None, Noting("large"))])
+    assert experts.backend == "small+large"
+    for m in (1, 4, 5, 100):
+        x, ids, w = random_inputs(m, 64, 4, 2, dtype=torch.float32)
+        assert torch.allclose(experts(x, ids, w), reference(WEIGHTS, x, ids, w), atol=1e-6)
+    assert used == ["small", "small", "large", "large"]
+
+
+def test_results_are_remembered_by_device_versions_and_shapes(tmp_path):
+    p = problem_of(WEIGHTS, CPU, top_k=2)
+    memory = Remembered(tmp_path)
+    path = memory.path(p, "cpu x", "1")
+    assert memory.load(path) is None
+    results = [result("a", 1, 2, 3, 4), Result("b", "failed when measured: x")]
+    memory.store(path, results)
+    assert memory.load(path) == results
+    others = [
+        memory.path(p, "cpu y", "1"),
+        memory.path(p, "cpu x", "2"),
+        memory.path(problem_of(WEIGHTS, CPU, top_k=3), "cpu x", "1"),
+    ]
+    assert len({path, *others}) == 4
+    path.write_text("{")
+    assert memory.load(path) is None
+
+
+@pytest.mark.parametrize("bad", [[], [(4, None)]])
+def test_a_plan_without_an_end_is_refused(bad):
+    with pytest.raises(AssertionError, match="plan"):
+        BucketedExperts(bad)

@@ -1,0 +1,116 @@
+"""Every command and every example in README.md runs as it stands there, with the address of a test server."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+ADDRESS = "127.0.0.1:50051"
+BOOT_TIMEOUT_S = 240
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.S)
+
+
+def commands() -> list[str]:
+    """Each command of the sh blocks as one line, without comments."""
+    lines: list[str] = []
+    for block in blocks("sh"):
+        joined = re.sub(r"\n +", " ", block)
+        lines += [re.sub(r"\s+#.*", "", line) for line in joined.splitlines() if line.strip()]
+    return lines
+
+
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": os.pathsep.join(
+        [str(Path(sys.executable).parent), str(ROOT / "node_modules" / ".bin"), os.environ.get("PATH", "")]
+    ),
+}
+
+
+def start(command: list[str]) -> tuple[subprocess.Popen[str], str]:
+    """A server started with `command`, and its address once it serves."""
+    process = subprocess.Popen(
+        [*command, "--listen", "127.0.0.1:0"], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    )
+    log = []
+    for line in process.stdout:
+        log.append(line)
+        if found := re.search(r"serving on (\S+)", line):
+            return process, found[1]
+    pytest.fail(f"{shlex.join(command)} exited with {process.wait()}:\n{''.join(log)}")
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    process.stdout.close()
+
+
+SERVES = [c for c in commands() if c.startswith("expertd serve")]
+CALLS = [c for c in commands() if ADDRESS in c]
+LOCAL = [c for c in commands() if c.startswith("expertd explain")]
+
+
+@pytest.fixture(scope="module")
+def address():
+    process, where = start(shlex.split(SERVES[0]))
+    yield where
+    stop(process)
+
+
+def test_the_readme_has_what_these_tests_run():
+    assert len(SERVES) == 2
+    assert len(CALLS) == 3
+    assert len(LOCAL) == 1
+    assert len(blocks("python")) == 2
+    known = ("make ", "expertd ", "expertctl ", "buf curl", ". .venv")
+    assert all(c.startswith(known) for c in commands()), commands()
+    assert README.index("make demo") < README.index("make test") < 2000
+
+
+@pytest.mark.parametrize("command", LOCAL + CALLS)
+def test_command(command, address):
+    if command.startswith("buf") and shutil.which("buf", path=ENVIRONMENT["PATH"]) is None:
+        pytest.skip("buf is not installed: make test installs it where npm is")
+    words = [w.replace(ADDRESS, address) for w in shlex.split(command)]
+    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_the_synthetic_server_serves_real_sizes():
+    words = shlex.split(SERVES[1])
+    words[words.index("0-3")] = "0-0"  # one layer: the same code, a quarter of the memory
+    process, _ = start(words)
+    stop(process)
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_python_example(number, address, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    torch.manual_seed(0)
+    names = {
+        "hidden_states": torch.randn(5, 256).bfloat16(),
+        "topk_ids": torch.stack([torch.randperm(8)[:4] for _ in range(5)]).int(),
+        "topk_weights": torch.rand(5, 4),
+    }
+    exec(blocks("python")[number].replace(ADDRESS, address), names)
+    out = names["out"] if "out" in names else names["answer"].output
+    assert out.shape == (5, 256)
+    assert torch.isfinite(out.float()).all()
+    assert float(out.float().abs().max()) > 0
+    if "answer" in names:
+        assert names["answer"].routes_computed == 20
