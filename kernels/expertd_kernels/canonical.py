@@ -67,6 +67,9 @@ class QuantTensor:
                    None = natural order.  Groups of scales run along code columns.
     bias           [E, N] f32 or None
     segments       projections side by side along N, each N / segments rows
+    global_exact   [E, segments] f64: the multiplier in f64, where the checkpoint stores its reciprocal and divides;
+                   global_scales is it rounded to f32.  With it scales_f32() gives the bits of the division; kernels
+                   use global_scales, at most one unit in the last place of f32 away
     """
 
     scheme: Scheme
@@ -78,6 +81,7 @@ class QuantTensor:
     columns: Tensor | None = None
     bias: Tensor | None = None
     segments: int = 1
+    global_exact: Tensor | None = None
 
     def __post_init__(self) -> None:
         s, (E, N, K) = self.scheme, self.shape
@@ -89,6 +93,8 @@ class QuantTensor:
         _expect("scales", self.scales, scale_shape, SCALE_DTYPE.get(s.scale), s.element.quantized)
         _expect("zeros", self.zeros, scale_shape, CODE_DTYPE[s.element], s.zeros)
         _expect("global_scales", self.global_scales, (E, self.segments), torch.float32, s.global_scale)
+        if self.global_exact is not None:
+            _expect("global_exact", self.global_exact, (E, self.segments), torch.float64, s.global_scale)
         if self.columns is not None:
             _expect("columns", self.columns, (E, K), torch.int32)
         if self.bias is not None:
@@ -104,7 +110,7 @@ class QuantTensor:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(field name, tensor) of every tensor that is present."""
-        for name in ("codes", "scales", "zeros", "global_scales", "columns", "bias"):
+        for name in ("codes", "scales", "zeros", "global_scales", "columns", "bias", "global_exact"):
             t = getattr(self, name)
             if t is not None:
                 yield name, t
@@ -126,9 +132,10 @@ class QuantTensor:
         assert self.scales is not None, "unquantized weights have no scales"
         s = self.scales
         out = torch.exp2(s.float() - 127.0) if self.scheme.scale is ScaleType.E8M0 else s.float()
-        if self.global_scales is not None:
-            per_row = self.global_scales.repeat_interleave(out.shape[1] // self.segments, dim=1)
-            out = out * per_row[:, :, None]
+        second = self.global_scales if self.global_exact is None else self.global_exact
+        if second is not None:
+            per_row = second.repeat_interleave(out.shape[1] // self.segments, dim=1)
+            out = (out * per_row[:, :, None]).float()
         return out
 
     def codes_f32(self) -> Tensor:

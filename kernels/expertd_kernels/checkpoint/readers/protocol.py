@@ -136,7 +136,8 @@ class Part:
                   hold the same bytes are fine too ([n, k/8] int32, little-endian): assembly copies bytes
     scales        [*scheme.scale_shape(n, k)] in the scheme's scale type (e8m0 as u8); None if unquantized
     zeros         as scales, u8 for int4, int8 for int8; None = symmetric
-    global_scale  f32, one number (any shape with one element), a MULTIPLIER; for gate_up also two (gate, up)
+    global_scale  f32, one number (any shape with one element), a MULTIPLIER; for gate_up also two (gate, up).  f64 where
+                  it is the reciprocal of a stored divisor: assembly rounds it to f32 and keeps it as global_exact
     columns       [k] int32: code column j multiplies input column columns[j]; None = natural order
     bias          [n], any float type
     input_scale   f32, one number, a MULTIPLIER: x ~ q * input_scale
