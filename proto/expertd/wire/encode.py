@@ -1,0 +1,208 @@
+"""Values to bytes: what the generated classes would write, with each tensor copied once.
+
+A message is the join of small headers and the tensors' own buffers: one allocation of the final size.  Fields stand in
+the order of their numbers and defaults are left out, as in every protobuf serializer.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire.values import (
+    Buffer,
+    ForwardRequestView,
+    ForwardResponseView,
+    ScalesView,
+    Spelling,
+    StreamRequestView,
+    StreamResponseView,
+    TensorView,
+)
+
+__all__ = [
+    "encode_forward_request",
+    "encode_forward_response",
+    "encode_stream_request",
+    "encode_stream_response",
+]
+
+
+def encode_forward_request(request: ForwardRequestView) -> bytes:
+    """A ForwardRequest.  Raises ValueError for a number that its field cannot hold, BufferError for a tensor whose
+    memory is not contiguous."""
+    return b"".join(_request(request)[0])
+
+
+def encode_forward_response(response: ForwardResponseView) -> bytes:
+    """A ForwardResponse.  Raises as above."""
+    return b"".join(_response(response)[0])
+
+
+def encode_stream_request(value: StreamRequestView) -> bytes:
+    """A StreamForwardRequest that holds `value`.  Raises as above."""
+    if isinstance(value, ForwardRequestView):
+        parts, size = _request(value)
+        parts[0] = b"\x0a" + _varint(size)
+        return b"".join(parts)
+    if isinstance(value, pb.CancelRequest):
+        return pb.StreamForwardRequest(cancel=value).SerializeToString()
+    return pb.StreamForwardRequest(session=value).SerializeToString()
+
+
+def encode_stream_response(value: StreamResponseView) -> bytes:
+    """A StreamForwardResponse that holds `value`.  Raises as above."""
+    if isinstance(value, ForwardResponseView):
+        parts, size = _response(value)
+        parts[0] = b"\x0a" + _varint(size)
+        return b"".join(parts)
+    if isinstance(value, pb.RequestError):
+        return pb.StreamForwardResponse(error=value).SerializeToString()
+    if isinstance(value, pb.SessionAnswer):
+        return pb.StreamForwardResponse(session=value).SerializeToString()
+    return pb.StreamForwardResponse(load=value).SerializeToString()
+
+
+def _request(r: ForwardRequestView) -> tuple[list[Buffer], int]:
+    """(parts, their bytes); the first part is empty: the place of a wrapper's header."""
+    head = bytearray()
+    _scalar(head, 0x08, r.request_id, 64)
+    _scalar(head, 0x10, r.layer, 32)
+    parts: list[Buffer] = [b"", head]
+    size = len(head)
+    if r.hidden_states is not None:
+        size += _tensor(parts, 0x1A, r.hidden_states)
+    if r.topk_ids is not None:
+        size += _tensor(parts, 0x22, r.topk_ids)
+    if r.topk_weights is not None:
+        size += _tensor(parts, 0x2A, r.topk_weights)
+    tail = bytearray()
+    if r.grouped is not None:
+        _message(tail, 0x32, r.grouped)
+    _scalar(tail, 0x38, r.timeout_us, 64)
+    _enum(tail, 0x40, r.output_dtype)
+    _enum(tail, 0x48, r.output_form)
+    if r.traceparent:
+        text = r.traceparent.encode()
+        tail.append(0x52)
+        tail += _varint(len(text)) + text
+    if r.router_weight_on_input:
+        tail += b"\x58\x01"
+    parts.append(tail)
+    return parts, size + len(tail)
+
+
+def _response(r: ForwardResponseView) -> tuple[list[Buffer], int]:
+    """As _request."""
+    head = bytearray()
+    _scalar(head, 0x08, r.request_id, 64)
+    parts: list[Buffer] = [b"", head]
+    size = len(head)
+    if r.output is not None:
+        size += _tensor(parts, 0x12, r.output)
+    tail = bytearray()
+    if r.digest is not None:
+        _message(tail, 0x1A, r.digest)
+    _scalar(tail, 0x20, r.routes_computed, 64)
+    if r.timing is not None:
+        _message(tail, 0x2A, r.timing)
+    if r.load is not None:
+        _message(tail, 0x32, r.load)
+    _scalar(tail, 0x38, r.placement_epoch, 64)
+    parts.append(tail)
+    return parts, size + len(tail)
+
+
+def _tensor(parts: list[Buffer], tag: int, t: TensorView) -> int:
+    """Appends a Tensor field to parts; returns its bytes, tag and size included."""
+    data: Buffer = t.data
+    if t.spelling == Spelling.RAW:
+        data_size = len(data) if isinstance(data, bytes) else memoryview(data).nbytes
+    elif t.spelling == Spelling.NONE:
+        data, data_size = b"", 0
+    else:
+        data = data.SerializeToString()
+        data_size = len(data)
+    scales = b"" if t.scales is None else _scales(t.scales)
+    head = _tensor_head(tag, t.dtype, t.shape, t.spelling, data_size, len(scales))
+    parts.append(head)
+    parts.append(data)
+    if scales:
+        parts.append(scales)
+    return len(head) + data_size + len(scales)
+
+
+@lru_cache(maxsize=1024)
+def _tensor_head(
+    tag: int, dtype: int, shape: tuple[int, ...], spelling: int, data_size: int, scales_size: int
+) -> bytes:
+    """What stands before the data: tag and size of the tensor, dtype, shape, tag and size of the data.  Cached: the
+    tensors that one caller sends hardly differ."""
+    body = bytearray()
+    _enum(body, 0x08, dtype)
+    if shape:
+        packed = b"".join([_varint(_checked(extent, 32)) for extent in shape])
+        body.append(0x12)
+        body += _varint(len(packed)) + packed
+    if spelling != Spelling.NONE:
+        body.append(spelling << 3 | 2)
+        body += _varint(data_size)
+    return bytes((tag,)) + _varint(len(body) + data_size + scales_size) + bytes(body)
+
+
+def _scales(s: ScalesView) -> bytes:
+    raw = bytes(s.raw)
+    body = bytearray()
+    _scalar(body, 0x08, s.block, 32)
+    if raw:
+        body.append(0x12)
+        body += _varint(len(raw)) + raw
+    return b"\x3a" + _varint(len(body)) + bytes(body)
+
+
+def _scalar(out: bytearray, tag: int, value: int, bits: int) -> None:
+    if value:
+        out.append(tag)
+        if 0 < value < 0x80:
+            out.append(value)
+        else:
+            out += _varint(_checked(value, bits))
+
+
+def _enum(out: bytearray, tag: int, value: int) -> None:
+    if value:
+        out.append(tag)
+        if 0 < value < 0x80:
+            out.append(value)
+        elif -(1 << 31) <= value < 1 << 31:
+            out += _varint(value & 0xFFFFFFFFFFFFFFFF)  # negative numbers of 32 bits travel as 64
+        else:
+            raise ValueError(f"enum value: got {value}, want a signed number of 32 bits")
+
+
+def _message(out: bytearray, tag: int, message: Any) -> None:
+    data = message.SerializeToString()
+    out.append(tag)
+    out += _varint(len(data)) + data
+
+
+def _checked(value: int, bits: int) -> int:
+    if 0 <= value < 1 << bits:
+        return value
+    raise ValueError(f"field value: got {value}, want a number from 0 to 2^{bits} - 1")
+
+
+def _varint(value: int) -> bytes:
+    """value >= 0 as a varint."""
+    if value < 0x80:
+        return _ONE_BYTE[value]
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+_ONE_BYTE = [bytes((value,)) for value in range(0x80)]
