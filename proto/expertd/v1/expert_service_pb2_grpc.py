@@ -64,7 +64,8 @@ class ExpertServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamForward(self, request_iterator, context):
-        """Any number of requests in flight, answered as they finish, matched by request_id. A bad request fails alone: its error is a message.
+        """Any number of requests in flight, answered as they finish, matched by request_id. A bad request fails alone: its
+        error is a message. The caller ends the stream by half-closing; what is in flight is still answered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
