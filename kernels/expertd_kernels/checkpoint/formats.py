@@ -6,12 +6,21 @@ row must match; several or none is an error that shows the config and the rows t
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
+from typing import cast
 
-from expertd_kernels.checkpoint.readers.protocol import Unit
+from expertd_kernels.checkpoint.errors import CheckpointError
+from expertd_kernels.checkpoint.readers.protocol import Reader, Unit
 
-__all__ = ["Format"]
+__all__ = ["READERS", "Format", "detect", "formats", "reader_of"]
+
+
+def _always(unit: Unit) -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Format:
     methods: frozenset[str]
     tensors: Mapping[str, str]
     absent: frozenset[str] = frozenset()
-    rule: Callable[[Unit], str | None] = field(default=lambda unit: None)
+    rule: Callable[[Unit], str | None] = _always
     refusal: str = ""
     detected_by: str = ""
     packing: str = ""
@@ -44,3 +53,67 @@ class Format:
     activation: str = "none"
     since: str = "0.1"
     fixture: str = ""
+
+    def misses(self, unit: Unit) -> list[str]:
+        """Why the row does not fit the unit; empty if it does."""
+        method = unit.quant.get("quant_method", "")
+        out = []
+        if method not in self.methods and "*" not in self.methods:
+            out.append(f"quant_method is {method or 'absent'!r}, want {' or '.join(m or 'none' for m in self.methods)}")
+        for suffix, dtypes in self.tensors.items():
+            if not unit.has(suffix):
+                out.append(f"tensor {suffix!r} is missing")
+            elif unit.tensors[suffix].dtype not in dtypes.split():
+                out.append(f"{suffix!r} is {unit.tensors[suffix].dtype}, want {' or '.join(dtypes.split())}")
+        out += [f"tensor {suffix!r} is there" for suffix in sorted(self.absent) if unit.has(suffix)]
+        if not out:
+            reason = self.rule(unit)
+            out += [reason] if reason else []
+        return out
+
+
+READERS = ("plain", "gptq", "awq", "compressed_tensors", "fp8", "gptoss_mxfp4", "modelopt")
+"""Modules of readers/, in the order of the docs table."""
+
+
+@cache
+def formats() -> tuple[Format, ...]:
+    """The whole table: the FORMATS of every reader module."""
+    there = [n for n in READERS if importlib.util.find_spec(f"expertd_kernels.checkpoint.readers.{n}")]
+    rows = tuple(row for name in there for row in _module(name).FORMATS)
+    names = [row.name for row in rows]
+    assert len(set(names)) == len(names), f"two formats of one name: {sorted(names)}"
+    return rows
+
+
+def _module(name: str):  # type: ignore[no-untyped-def]  # a module: what it holds is checked by the callers' casts
+    return importlib.import_module(f"expertd_kernels.checkpoint.readers.{name}")
+
+
+@cache
+def reader_of(row: Format) -> Reader:
+    return cast(Reader, _module(row.reader))
+
+
+def detect(unit: Unit) -> Format:
+    """The one row that fits the unit.  CheckpointError if there is none, if several fit, or if it is a refused one."""
+    judged = [(row, row.misses(unit)) for row in formats()]
+    matches = [row for row, misses in judged if not misses]
+    if len(matches) == 1:
+        if matches[0].refusal:
+            raise CheckpointError(f"{unit.name}: {matches[0].name}: {matches[0].refusal}")
+        return matches[0]
+    if matches:
+        names = ", ".join(row.name for row in matches)
+        raise CheckpointError(f"{unit.name}: fits several formats ({names}); found {_found(unit)}")
+    near = sorted((len(misses), row.name, misses) for row, misses in judged)
+    close = "; ".join(f"{name} ({', '.join(misses)})" for n, name, misses in near if n == near[0][0])
+    raise CheckpointError(f"{unit.name}: fits no known format; found {_found(unit)}; closest: {close}")
+
+
+def _found(unit: Unit) -> str:
+    """The config and the tensors in one line, for errors."""
+    keys = ("quant_method", "quant_algo", "format", "checkpoint_format", "packing_format", "version", "bits")
+    config = ", ".join(f"{k} {unit.quant[k]!r}" for k in keys if unit.quant.get(k) is not None)
+    tensors = ", ".join(f"{s or 'weight'} {t.dtype} {list(t.shape)}" for s, t in sorted(unit.tensors.items()))
+    return f"{config or 'no quantization_config'} in config.json and tensors {tensors or 'none'}"

@@ -90,9 +90,7 @@ class Stored:
         if not self.shape or not 0 <= index < self.shape[0]:
             raise CheckpointError(f"{self.name}: no element {index} in shape {list(self.shape)}")
         size = self.nbytes // self.shape[0]
-        return Stored(
-            f"{self.name}[{index}]", self.dtype, self.shape[1:], self.shard, self.offset + index * size, size
-        )
+        return Stored(f"{self.name}[{index}]", self.dtype, self.shape[1:], self.shard, self.offset + index * size, size)
 
     def rows(self, start: int, stop: int) -> Stored:
         """The tensor [start:stop] of this one."""

@@ -112,7 +112,8 @@ class Layout:
     scheme       of the codes, [n, k] logical, as one segment
     n, k         logical rows and columns as the tensors have them (assembly compares them with the config)
     bias         whether a bias comes with it
-    act_order    whether `columns` comes with it (or may come)
+    columns      [k] int32 activation order (see order.py), None = natural.  The one thing for which layout may read a
+                 tensor: whether gate and up share an order decides how w13 is stored
     input_scale  whether a static activation scale comes with it
     activation   how the checkpoint wants activations rounded
     notes        sentences for the user
@@ -122,7 +123,7 @@ class Layout:
     n: int
     k: int
     bias: bool = False
-    act_order: bool = False
+    columns: Tensor | None = field(default=None, compare=False)
     input_scale: bool = False
     activation: ActivationQuant = ActivationQuant.NONE
     notes: tuple[str, ...] = ()
@@ -133,17 +134,19 @@ class Part:
     """One projection of one expert in canonical form; any strides.
 
     codes         [n, k] int8 | e4m3 | bf16 | f16 | f32, or [n, ceil(k/2)] u8 low nibble = even k.  Integer words that
-                  hold the same bytes are fine too ([n, k/8] int32, little-endian): assembly copies bytes
+                  hold the same bytes are fine too ([n, k/8] int32, little-endian): assembly copies bytes.
+                  A Stored (unit.stored(...), unread) whose bytes are the canonical ones is best: they go from the file
+                  into the layer's matrix without a stop
     scales        [*scheme.scale_shape(n, k)] in the scheme's scale type (e8m0 as u8); None if unquantized
     zeros         as scales, u8 for int4, int8 for int8; None = symmetric
-    global_scale  f32, one number (any shape with one element), a MULTIPLIER; for gate_up also two (gate, up).  f64 where
-                  it is the reciprocal of a stored divisor: assembly rounds it to f32 and keeps it as global_exact
+    global_scale  f32, one number (any shape with one element), a MULTIPLIER; for gate_up also two (gate, up).  f64
+                  where it is the reciprocal of a stored divisor: assembly rounds it to f32 and keeps it as global_exact
     columns       [k] int32: code column j multiplies input column columns[j]; None = natural order
     bias          [n], any float type
     input_scale   f32, one number, a MULTIPLIER: x ~ q * input_scale
     """
 
-    codes: Tensor
+    codes: Tensor | Stored
     scales: Tensor | None = None
     zeros: Tensor | None = None
     global_scale: Tensor | None = None

@@ -1,0 +1,37 @@
+"""Activation order: from a group index for each input column to canonical `columns`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["UNEQUAL", "columns_of", "is_natural"]
+
+UNEQUAL = "groups of unequal size"
+
+
+def is_natural(g_idx: Tensor, group_size: int) -> bool:
+    """Whether [K] g_idx is 0, 0, ..., 1, 1, ...: column k in group k // group_size."""
+    return bool(torch.equal(g_idx, torch.arange(g_idx.numel(), dtype=g_idx.dtype) // group_size))
+
+
+def columns_of(g_idx: Tensor, groups: int, group_size: int) -> Tensor | None:
+    """[K] group of each input column -> [K] int32 code columns in group order; None = natural order.
+
+    Code column j then multiplies input column columns[j], and its group is j // group_size.  That needs groups of
+    group_size columns each (the last may be shorter): otherwise ValueError(UNEQUAL).  A group outside 0 .. groups - 1
+    is a ValueError, too.
+
+    >>> columns_of(torch.tensor([1, 0, 1, 0]), groups=2, group_size=2).tolist()
+    [1, 3, 0, 2]
+    """
+    K = g_idx.numel()
+    if K and (int(g_idx.min()) < 0 or int(g_idx.max()) >= groups):
+        raise ValueError(f"group {int(g_idx.min())} to {int(g_idx.max())}, but there are {groups} groups of scales")
+    if is_natural(g_idx, group_size):
+        return None
+    want = torch.full((groups,), group_size)
+    want[-1] = K - group_size * (groups - 1)
+    if not torch.equal(torch.bincount(g_idx.long(), minlength=groups), want):
+        raise ValueError(UNEQUAL)
+    return torch.argsort(g_idx, stable=True).to(torch.int32)
