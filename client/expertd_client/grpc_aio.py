@@ -1,0 +1,192 @@
+"""gRPC for AsyncExpertClient: grpc.aio, a task that reads the stream, another while there is something to write.
+
+Everything here runs in the event loop that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from expertd.errors import ExpertdError, InternalError, MalformedMessageError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import (
+    ForwardRequestView,
+    StreamRequestView,
+    decode_forward_response,
+    decode_stream_response,
+    encode_forward_request,
+    encode_stream_request,
+)
+from expertd_client import grpc_common as common
+from expertd_client.transport import Closed, Connection, Deliver, Waiter
+
+__all__ = ["AioGrpcTransport"]
+
+
+class AioGrpcTransport:
+    """GrpcTransport's twin in an event loop; the arguments are the same."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        unary: bool = False,
+        credentials: grpc.ChannelCredentials | None = None,
+        options: common.ChannelOptions = (),
+    ) -> None:
+        self.target = target
+        self._unary = unary
+        self._tasks = _Tasks()
+        opts = common.channel_options(options)
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, opts)
+        else:
+            self._channel = grpc.aio.secure_channel(target, credentials, opts)
+        self._stream_forward = self._channel.stream_stream(common.STREAM_FORWARD)
+        self._forward = self._channel.unary_unary(common.FORWARD)
+        self._describe = self._channel.unary_unary(
+            common.DESCRIBE,
+            request_serializer=pb.DescribeRequest.SerializeToString,
+            response_deserializer=pb.DescribeResponse.FromString,
+        )
+
+    def connect(self, deliver: Deliver, closed: Closed) -> Connection:
+        if self._unary:
+            return _Calls(self._forward, self.target, self._tasks, deliver, closed)
+        return _Stream(self._stream_forward(), self.target, self._tasks, deliver, closed)
+
+    def describe(
+        self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
+    ) -> None:
+        async def ask() -> None:
+            try:
+                answer = await self._describe(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            except grpc.RpcError as error:
+                waiter.fail(common.call_failed(error, self.target))
+            else:
+                waiter.answer(answer)
+
+        self._tasks.start(ask())
+
+    def close(self) -> None:
+        self._tasks.start(self._channel.close())
+
+    async def wait_closed(self) -> None:
+        """Returns when channel and tasks are gone."""
+        await self._tasks.wait()
+
+
+class _Tasks:
+    """The tasks of one transport: kept from the garbage collector, and waited for at its end."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def wait(self) -> None:
+        while self._running:
+            await asyncio.wait(list(self._running))
+
+
+class _Stream:
+    """StreamForward.  gRPC takes one write at a time, so messages wait in an outbox while one is under way."""
+
+    def __init__(self, call: Any, target: str, tasks: _Tasks, deliver: Deliver, closed: Closed) -> None:
+        self._call = call
+        self._target = target
+        self._tasks = tasks
+        self._deliver = deliver
+        self._closed = closed
+        self._closing = False
+        self._writing = False
+        self._outbox: deque[bytes] = deque()
+        tasks.start(self._read())
+
+    def send(self, message: StreamRequestView) -> None:
+        self._outbox.append(encode_stream_request(message))
+        if not self._writing:
+            self._writing = True
+            self._tasks.start(self._write())
+
+    def close(self) -> None:
+        self._closing = True
+        self._call.cancel()
+
+    async def _write(self) -> None:
+        try:
+            while self._outbox:
+                await self._call.write(self._outbox.popleft())
+        except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+            self._outbox.clear()  # the stream is over: the reader gets to know why, and says so
+        finally:
+            self._writing = False
+
+    async def _read(self) -> None:
+        error: ExpertdError = InternalError(f"{self._target}: the task that reads the stream died")
+        try:
+            while (data := await self._call.read()) is not grpc.aio.EOF:
+                message = decode_stream_response(data)
+                if message is not None:  # None: of a kind that only a newer client asks for
+                    self._deliver(message)
+            error = common.stream_ended(None, self._target, self._closing)
+        except grpc.RpcError as broken:  # also where the status is not OK at the end
+            error = common.stream_ended(broken, self._target, self._closing)
+        except asyncio.CancelledError:
+            error = common.stream_ended(None, self._target, closing=True)
+        except MalformedMessageError as bad:
+            self._call.cancel()
+            error = common.bad_answer(bad, self._target)
+        finally:
+            self._closed(error)
+
+
+class _Calls:
+    """Forward: a unary call for each request, as many at once as there are."""
+
+    def __init__(self, forward: Any, target: str, tasks: _Tasks, deliver: Deliver, closed: Closed) -> None:
+        self._forward = forward
+        self._target = target
+        self._tasks = tasks
+        self._deliver = deliver
+        self._closed = closed
+        self._calls: dict[int, Any] = {}
+
+    def send(self, message: StreamRequestView) -> None:
+        if isinstance(message, ForwardRequestView):
+            call = self._forward(encode_forward_request(message), timeout=common.unary_timeout_s(message))
+            self._calls[message.request_id] = call
+            self._tasks.start(self._finish(message.request_id, call))
+        elif isinstance(message, pb.CancelRequest):
+            call = self._calls.get(message.request_id)
+            if call is not None:
+                call.cancel()
+
+    def close(self) -> None:
+        for call in list(self._calls.values()):
+            call.cancel()
+        self._closed(common.stream_ended(None, self._target, closing=True))
+
+    async def _finish(self, request_id: int, call: Any) -> None:
+        try:
+            answer = decode_forward_response(await call)
+            answer.request_id = request_id
+            self._deliver(answer)
+        except asyncio.CancelledError:
+            return  # by this client, which waits for no answer
+        except grpc.RpcError as error:
+            self._deliver(common.call_failed(error, self._target).to_request_error(request_id))
+        except MalformedMessageError as error:
+            self._deliver(common.bad_answer(error, self._target).to_request_error(request_id))
+        finally:
+            self._calls.pop(request_id, None)

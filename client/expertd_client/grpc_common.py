@@ -1,0 +1,92 @@
+"""What both gRPC transports share: method paths, channel options, and how the end of a call reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from expertd.errors import (
+    BadResponseError,
+    ExpertdError,
+    MalformedMessageError,
+    RequestCancelledError,
+    UnavailableError,
+    from_rpc_error,
+)
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import ForwardRequestView
+
+__all__ = [
+    "DESCRIBE",
+    "FORWARD",
+    "STREAM_FORWARD",
+    "ChannelOptions",
+    "bad_answer",
+    "call_failed",
+    "channel_options",
+    "stream_ended",
+    "unary_timeout_s",
+]
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
+FORWARD = f"/{_SERVICE}/Forward"
+STREAM_FORWARD = f"/{_SERVICE}/StreamForward"
+DESCRIBE = f"/{_SERVICE}/Describe"
+
+ChannelOptions = Sequence[tuple[str, Any]]
+
+_OPTIONS: dict[str, Any] = {
+    # The server's limit holds (Describe tells it); gRPC's own 4 MiB is less than 512 tokens of a usual model.
+    "grpc.max_send_message_length": -1,
+    "grpc.max_receive_message_length": -1,
+    # A server that comes back is found within a second; gRPC's own largest pause is two minutes.
+    "grpc.initial_reconnect_backoff_ms": 50,
+    "grpc.max_reconnect_backoff_ms": 1000,
+    # One TCP connection for each client: by default gRPC lets all channels of a process to one address share one.
+    "grpc.use_local_subchannel_pool": 1,
+}
+
+
+def channel_options(extra: ChannelOptions = ()) -> list[tuple[str, Any]]:
+    """The options of a channel; those in `extra` win."""
+    return list({**_OPTIONS, **dict(extra)}.items())
+
+
+def call_failed(error: grpc.RpcError, target: str) -> ExpertdError:
+    """The row of the error table behind a failed call; its text begins with the server's address."""
+    row = from_rpc_error(error)
+    row.args = (f"{target}: {row.message}",)
+    row.__cause__ = error
+    return row
+
+
+def stream_ended(error: grpc.RpcError | None, target: str, closing: bool) -> ExpertdError:
+    """Why a stream ended.
+
+    error      what grpcio raised; None = the server ended it in order
+    closing    whether this client ended it
+    """
+    if closing:
+        return RequestCancelledError(f"{target}: this client was closed before the answer came")
+    if error is None:
+        return UnavailableError(f"{target}: the server ended the stream; send again, or to another replica")
+    row = call_failed(error, target)
+    if isinstance(row, RequestCancelledError):  # nobody here cancelled it: a server or proxy that went away
+        gone = UnavailableError(f"{target}: the other side cancelled the stream; send again, or to another replica")
+        gone.__cause__ = error
+        return gone
+    return row
+
+
+def bad_answer(error: MalformedMessageError, target: str) -> BadResponseError:
+    """An answer that is no message of this contract."""
+    bad = BadResponseError(f"{target}: {error.message}", request_id=error.request_id)
+    bad.__cause__ = error
+    return bad
+
+
+def unary_timeout_s(request: ForwardRequestView) -> float | None:
+    """The gRPC deadline of a unary Forward: the request's own timeout; None = none."""
+    return request.timeout_us * 1e-6 if request.timeout_us else None

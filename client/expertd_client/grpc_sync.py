@@ -1,0 +1,161 @@
+"""gRPC for ExpertClient: the synchronous channel, one thread that reads a stream.
+
+Measured beside the alternatives on two busy cores, 128-byte echo on one stream, median: this 0.50-0.57 ms; read by the
+calling thread 0.53-0.58 ms (and then only one caller can wait); an asyncio loop in a background thread 0.64-0.72 ms;
+unary calls 0.80-0.91 ms; grpc.aio alone 0.46-0.49 ms.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+
+from expertd.errors import ExpertdError, InternalError, MalformedMessageError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import (
+    ForwardRequestView,
+    StreamRequestView,
+    decode_forward_response,
+    decode_stream_response,
+    encode_forward_request,
+    encode_stream_request,
+)
+from expertd_client import grpc_common as common
+from expertd_client.transport import Closed, Connection, Deliver, Waiter
+
+__all__ = ["GrpcTransport"]
+
+
+class GrpcTransport:
+    """A server behind a gRPC target ("host:port", "unix:/path", "dns:///name:port").
+
+    unary         each request is a call of its own (Forward), not a message on a stream: slower, but what proxies that
+                  balance single calls need
+    credentials   TLS; None = plain text
+    options       gRPC channel options that replace this client's
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        unary: bool = False,
+        credentials: grpc.ChannelCredentials | None = None,
+        options: common.ChannelOptions = (),
+    ) -> None:
+        self.target = target
+        self._unary = unary
+        opts = common.channel_options(options)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(target, opts)
+        else:
+            self._channel = grpc.secure_channel(target, credentials, opts)
+        self._stream_forward = self._channel.stream_stream(common.STREAM_FORWARD)  # bytes in, bytes out
+        self._forward = self._channel.unary_unary(common.FORWARD)
+        self._describe = self._channel.unary_unary(
+            common.DESCRIBE,
+            request_serializer=pb.DescribeRequest.SerializeToString,
+            response_deserializer=pb.DescribeResponse.FromString,
+        )
+
+    def connect(self, deliver: Deliver, closed: Closed) -> Connection:
+        if self._unary:
+            return _Calls(self._forward, self.target, deliver, closed)
+        return _Stream(self._stream_forward, self.target, deliver, closed)
+
+    def describe(
+        self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
+    ) -> None:
+        try:
+            answer = self._describe(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+        except grpc.RpcError as error:
+            waiter.fail(common.call_failed(error, self.target))
+        else:
+            waiter.answer(answer)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class _Stream:
+    """StreamForward: gRPC's own thread takes messages from the outbox, ours reads."""
+
+    def __init__(self, stream_forward: Callable[..., Any], target: str, deliver: Deliver, closed: Closed) -> None:
+        self._target = target
+        self._deliver = deliver
+        self._closed = closed
+        self._closing = False
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._call = stream_forward(iter(self._outbox.get, None))
+        self._reader = threading.Thread(target=self._read, name=f"expertd-read-{target}", daemon=True)
+        self._reader.start()
+
+    def send(self, message: StreamRequestView) -> None:
+        self._outbox.put(encode_stream_request(message))
+
+    def close(self) -> None:
+        self._closing = True
+        self._call.cancel()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+
+    def _read(self) -> None:
+        error: ExpertdError = InternalError(f"{self._target}: the thread that reads the stream died")
+        try:
+            for data in self._call:
+                message = decode_stream_response(data)
+                if message is not None:  # None: of a kind that only a newer client asks for
+                    self._deliver(message)
+            error = common.stream_ended(None, self._target, self._closing)
+        except grpc.RpcError as broken:
+            error = common.stream_ended(broken, self._target, self._closing)
+        except MalformedMessageError as bad:
+            self._call.cancel()
+            error = common.bad_answer(bad, self._target)
+        finally:
+            self._outbox.put(None)
+            self._closed(error)
+
+
+class _Calls:
+    """Forward: a unary call for each request, as many at once as there are."""
+
+    def __init__(self, forward: Any, target: str, deliver: Deliver, closed: Closed) -> None:
+        self._forward = forward
+        self._target = target
+        self._deliver = deliver
+        self._closed = closed
+        self._calls: dict[int, Any] = {}
+
+    def send(self, message: StreamRequestView) -> None:
+        if isinstance(message, ForwardRequestView):
+            call = self._forward.future(encode_forward_request(message), timeout=common.unary_timeout_s(message))
+            request_id = message.request_id
+            self._calls[request_id] = call
+            call.add_done_callback(lambda done: self._done(request_id, done))
+        elif isinstance(message, pb.CancelRequest):
+            call = self._calls.get(message.request_id)
+            if call is not None:
+                call.cancel()
+
+    def close(self) -> None:
+        for call in list(self._calls.values()):
+            call.cancel()
+        self._closed(common.stream_ended(None, self._target, closing=True))
+
+    def _done(self, request_id: int, call: Any) -> None:
+        self._calls.pop(request_id, None)
+        try:
+            answer = decode_forward_response(call.result())
+            answer.request_id = request_id
+            self._deliver(answer)
+        except grpc.FutureCancelledError:
+            return  # by this client, which waits for no answer
+        except grpc.RpcError as error:
+            self._deliver(common.call_failed(error, self._target).to_request_error(request_id))
+        except MalformedMessageError as error:
+            self._deliver(common.bad_answer(error, self._target).to_request_error(request_id))

@@ -1,0 +1,208 @@
+"""Arrays of the caller <-> tensors on the wire, without copies where the memory allows it.
+
+    numpy    float32, float16, bfloat16 (ml_dtypes), int32, int64
+    torch    the same dtypes, on any device; the answer goes back to the device of hidden_states
+    Synthetic    nothing is sent: the server draws the values
+
+A contiguous little-endian array in host memory is sent as it lies; anything else is copied once.  What comes back is a
+view of the message that it came in, and may be written to: the client hands the message over and keeps nothing of it.
+torch is never imported here: whoever passes a torch tensor has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from expertd.errors import BadDtypeError, BadResponseError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import Spelling, TensorView
+
+__all__ = ["DTYPE_NAMES", "Like", "Synthetic", "dtype_name", "from_wire", "like", "to_wire", "wire_dtype"]
+
+DTYPE_NAMES: dict[str, int] = {
+    "f32": pb.DATA_TYPE_F32,
+    "f16": pb.DATA_TYPE_F16,
+    "bf16": pb.DATA_TYPE_BF16,
+    "i32": pb.DATA_TYPE_I32,
+    "i64": pb.DATA_TYPE_I64,
+}
+"""The project's word for each dtype that travels, and its DataType."""
+
+_NUMPY: dict[int, np.dtype[Any]] = {
+    pb.DATA_TYPE_F32: np.dtype("<f4"),
+    pb.DATA_TYPE_F16: np.dtype("<f2"),
+    pb.DATA_TYPE_BF16: np.dtype(ml_dtypes.bfloat16),
+    pb.DATA_TYPE_I32: np.dtype("<i4"),
+    pb.DATA_TYPE_I64: np.dtype("<i8"),
+}
+_BY_NUMPY = {dtype: number for number, dtype in _NUMPY.items()}
+_TORCH_NAMES: dict[int, str] = {
+    pb.DATA_TYPE_F32: "float32",
+    pb.DATA_TYPE_F16: "float16",
+    pb.DATA_TYPE_BF16: "bfloat16",
+    pb.DATA_TYPE_I32: "int32",
+    pb.DATA_TYPE_I64: "int64",
+}
+_FLOATS = (pb.DATA_TYPE_F32, pb.DATA_TYPE_F16, pb.DATA_TYPE_BF16)
+
+
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """A tensor that the server draws: the same seed gives the same values.
+
+    shape           of the tensor, e.g. [M, H]
+    seed            any number below 2^64
+    dtype           "bf16", "f16" or "f32" for hidden states and weights, "i32" or "i64" for ids
+    zipf_exponent   ids only: popularity of the experts, 0 = uniform
+    """
+
+    shape: tuple[int, ...]
+    seed: int
+    dtype: str = "bf16"
+    zipf_exponent: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """What an answer should be: that of the request's hidden_states.
+
+    shape     [M, H]
+    dtype     DataType of the request
+    device    the torch device that it came from; None = numpy
+    """
+
+    shape: tuple[int, ...]
+    dtype: int
+    device: Any = None
+
+
+def to_wire(x: Any, name: str) -> TensorView:
+    """`x` as a tensor on the wire; `name` is what errors call it.  Raises BadDtypeError."""
+    if isinstance(x, np.ndarray):
+        return _from_numpy(x, name)
+    if _is_torch(x):
+        return _from_torch(x, name)
+    if isinstance(x, Synthetic):
+        values = pb.SyntheticValues(seed=x.seed, zipf_exponent=x.zipf_exponent)
+        return TensorView(wire_dtype(x.dtype), x.shape, Spelling.SYNTHETIC, values)
+    raise BadDtypeError.about(
+        name,
+        got=type(x).__name__,
+        want="a numpy array, a torch tensor or Synthetic",
+        remedy="convert it with numpy.asarray(x, dtype=...)",
+    )
+
+
+def like(x: Any, view: TensorView) -> Like:
+    """What the answer to a request with the hidden states `x` (on the wire: `view`) should be."""
+    dtype = view.dtype if view.dtype in _FLOATS else pb.DATA_TYPE_BF16
+    return Like(view.shape, dtype, x.device if _is_torch(x) else None)
+
+
+def from_wire(view: TensorView, want: Like) -> Any:
+    """The array behind `view`: numpy, or torch on `want.device`; writable, and a view of the message where its elements
+    are aligned.  Raises BadResponseError where dtype, shape and bytes do not fit each other or the request."""
+    dtype = _NUMPY.get(view.dtype)
+    if dtype is None or view.spelling != Spelling.RAW or view.dtype not in _FLOATS:
+        got = f"dtype {dtype_name(view.dtype)} as field {view.spelling}"
+        raise BadResponseError.about("output", got=got, want="raw bytes of f32, f16 or bf16")
+    if view.shape != want.shape:
+        raise BadResponseError.about("output", got=f"shape {list(view.shape)}", want=list(want.shape))
+    count = int(np.prod(view.shape, dtype=np.int64)) * dtype.itemsize
+    if len(view.raw) != count:
+        raise BadResponseError.about(f"output {list(view.shape)}", got=f"{len(view.raw)} bytes", want=count)
+    raw = _writable(view.raw, dtype.itemsize)
+    if want.device is None:
+        return raw.view(dtype).reshape(view.shape)
+    torch = sys.modules["torch"]
+    tensor = torch.from_numpy(raw).view(getattr(torch, _TORCH_NAMES[view.dtype])).reshape(view.shape)
+    return tensor if want.device.type == "cpu" else tensor.to(want.device)
+
+
+def wire_dtype(dtype: Any) -> int:
+    """The DataType of a name ("bf16"), a numpy dtype or a torch dtype.  Raises BadDtypeError."""
+    number: int | None = None
+    if isinstance(dtype, str):
+        number = DTYPE_NAMES.get(dtype)
+    torch = sys.modules.get("torch")
+    if number is None and torch is not None and isinstance(dtype, torch.dtype):
+        number = _by_torch().get(dtype)
+    elif number is None:
+        try:
+            number = _BY_NUMPY.get(np.dtype(dtype))
+        except TypeError:
+            number = None
+    if number is None:
+        raise BadDtypeError.about("dtype", got=repr(dtype), want="one of " + ", ".join(DTYPE_NAMES))
+    return number
+
+
+def dtype_name(number: int) -> str:
+    """The project's word for a DataType; its number where there is none."""
+    return next((name for name, n in DTYPE_NAMES.items() if n == number), str(number))
+
+
+def _is_torch(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def _from_numpy(x: NDArray[Any], name: str) -> TensorView:
+    number = _BY_NUMPY.get(x.dtype)
+    if number is None:
+        number = _BY_NUMPY.get(x.dtype.newbyteorder("<"))
+        if number is None:
+            raise _refused(x.dtype, name)
+        x = x.astype(x.dtype.newbyteorder("<"))
+    flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return TensorView.of_raw(number, x.shape, flat)
+
+
+def _from_torch(x: Any, name: str) -> TensorView:
+    number = _by_torch().get(x.dtype)
+    if number is None:
+        raise _refused(x.dtype, name)
+    torch = sys.modules["torch"]
+    flat = x.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+    return TensorView.of_raw(number, tuple(x.shape), flat.numpy())
+
+
+def _refused(dtype: Any, name: str) -> BadDtypeError:
+    return BadDtypeError.about(
+        name, got=f"dtype {dtype}", want="one of " + ", ".join(DTYPE_NAMES), remedy="cast it before the call"
+    )
+
+
+@lru_cache(maxsize=1)
+def _by_torch() -> dict[Any, int]:
+    torch = sys.modules["torch"]
+    return {getattr(torch, name): number for number, name in _TORCH_NAMES.items()}
+
+
+class _Memory:
+    """Lends the bytes of a message to numpy as memory that may be written to.
+
+    The message was made by the transport for this one answer, so nobody else can see the writes; that it is a `bytes`
+    object is only what the transport's interface gives."""
+
+    __slots__ = ("__array_interface__", "_message")
+
+    def __init__(self, message: Any, address: int, size: int) -> None:
+        self._message = message
+        self.__array_interface__ = {"version": 3, "shape": (size,), "typestr": "|u1", "data": (address, False)}
+
+
+def _writable(data: Any, itemsize: int) -> NDArray[np.uint8]:
+    """[n] u8 over `data`; a copy where elements of `itemsize` bytes would not be aligned."""
+    raw: NDArray[np.uint8] = np.frombuffer(data, np.uint8)
+    if raw.flags.writeable or raw.size == 0:
+        return raw if raw.size else np.empty(0, np.uint8)
+    address = raw.ctypes.data
+    return raw.copy() if address % itemsize else np.asarray(_Memory(data, address, raw.size))
