@@ -1,0 +1,279 @@
+"""Which server holds which experts of which layers: a frozen value and its JSON.
+
+Experts may have several holders (replicas); a placement is complete when each has at least one.  The JSON:
+
+    {"version": 1, "epoch": 3, "fingerprint": "8f2c...", "num_experts": {"0-23": 128},
+     "servers": [{"address": "10.0.0.1:7070", "layers": {"0-23": "0-63"}},
+                 {"address": "10.0.0.2:7070", "layers": {"0-11": "64-127", "12-23": "64-126,127"}}]}
+
+Layers and experts are ranges, ends included.  Unknown keys are refused: a word that is misspelt must not be ignored.
+
+epoch         counts the placements of one model; a larger one replaces a smaller one; 0 = unnumbered
+fingerprint   of the model (Model.fingerprint); "" = not checked
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from expertd.errors import PlacementError
+from expertd.v1 import expert_service_pb2 as pb
+
+__all__ = ["Placement", "Server", "format_ranges", "parse_ranges"]
+
+VERSION = 1
+"""Of the JSON."""
+
+MAX_ID = 1 << 20
+"""Above every layer index and expert id: keeps "0-99999999999" from filling the memory."""
+
+
+def parse_ranges(text: str) -> tuple[int, ...]:
+    """ "0-3,7" -> (0, 1, 2, 3, 7); "" -> ().  Ascending, without repeats.  Raises PlacementError."""
+    found: list[int] = []
+    for part in text.split(",") if text.strip() else ():
+        match = re.fullmatch(r"\s*([0-9]{1,7})\s*(?:-\s*([0-9]{1,7})\s*)?", part)
+        if match is None:
+            raise PlacementError.about("ranges", got=repr(text), want='numbers and ranges like "0-63,70"')
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last >= MAX_ID:
+            raise PlacementError.about("ranges", got=repr(part), want=f"first <= last < {MAX_ID}")
+        if found and first <= found[-1]:
+            raise PlacementError.about("ranges", got=repr(text), want="ascending numbers, each once")
+        found.extend(range(first, last + 1))
+    return tuple(found)
+
+
+def format_ranges(ids: Iterable[int]) -> str:
+    """The inverse, with the fewest ranges: (0, 1, 2, 3, 7) -> "0-3,7"."""
+    runs: list[list[int]] = []
+    for i in sorted(set(ids)):
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server.  address: as gRPC takes it; layers: the expert ids it holds by layer, ascending, never empty."""
+
+    address: str
+    layers: Mapping[int, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        if not self.address or self.address.split() != [self.address]:
+            raise PlacementError.about("server address", got=repr(self.address), want='"host:port"')
+        for layer, experts in self.layers.items():
+            if layer < 0 or not experts or list(experts) != sorted(set(experts)) or experts[0] < 0:
+                raise PlacementError.about(
+                    f"{self.address}: experts of layer {layer}", got=list(experts), want="at least one, ascending, >= 0"
+                )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """See the module's text.  num_experts: how many experts each layer of the model has, held or not."""
+
+    servers: tuple[Server, ...]
+    num_experts: Mapping[int, int]
+    epoch: int = 0
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        if self.epoch < 0:
+            raise PlacementError.about("epoch", got=repr(self.epoch), want="a number >= 0")
+        seen: set[str] = set()
+        for server in self.servers:
+            if server.address in seen:
+                raise PlacementError.about("servers", got=f"{server.address} twice", want="each address once")
+            seen.add(server.address)
+            for layer, experts in server.layers.items():
+                if experts[-1] >= self.num_experts.get(layer, 0):
+                    raise PlacementError.about(
+                        f"{server.address}: layer {layer}",
+                        got=f"expert {experts[-1]}",
+                        want=f"ids below {self.num_experts[layer]}"
+                        if layer in self.num_experts
+                        else "a layer of num_experts",
+                    )
+
+    @cached_property
+    def _holders(self) -> Mapping[int, list[tuple[str, ...]]]:
+        """By layer, then by expert id: the addresses of its holders, in the order of `servers`."""
+        table: dict[int, list[tuple[str, ...]]] = {layer: [()] * n for layer, n in self.num_experts.items()}
+        for server in self.servers:
+            for layer, experts in server.layers.items():
+                row = table[layer]
+                for expert in experts:
+                    row[expert] += (server.address,)
+        return table
+
+    def holders(self, layer: int, expert: int) -> tuple[str, ...]:
+        """Addresses of the servers that hold it; () = nobody.  Raises PlacementError for what the model has not."""
+        row = self._holders.get(layer)
+        if row is None or not 0 <= expert < len(row):
+            raise PlacementError.about(
+                "placement",
+                got=f"layer {layer}, expert {expert}",
+                want=f"layers {format_ranges(self.num_experts)}" if row is None else f"experts 0-{len(row) - 1}",
+            )
+        return row[expert]
+
+    def missing(self) -> dict[int, tuple[int, ...]]:
+        """Experts that nobody holds, by layer; {} = complete."""
+        gaps = {layer: tuple(e for e, h in enumerate(row) if not h) for layer, row in self._holders.items()}
+        return {layer: gap for layer, gap in gaps.items() if gap}
+
+    def check_complete(self) -> None:
+        """Raises PlacementError that names what nobody holds."""
+        missing = self.missing()
+        if missing:
+            text = "; ".join(f"layers {k}: experts {v}" for k, v in _fold(missing).items())
+            raise PlacementError.about(
+                "placement",
+                got=f"nobody holds {text}",
+                want="a holder for every expert",
+                remedy="start servers for them",
+            )
+
+    def to_json(self) -> str:
+        """The JSON, a line a server."""
+        servers = [json.dumps({"address": s.address, "layers": _fold(s.layers)}) for s in self.servers]
+        by_count: dict[int, tuple[int, ...]] = {layer: (n,) for layer, n in self.num_experts.items()}
+        counts = {layers: int(n) for layers, n in _fold(by_count).items()}
+        head = json.dumps(
+            {"version": VERSION, "epoch": self.epoch, "fingerprint": self.fingerprint, "num_experts": counts}
+        )
+        return head[:-1] + ', "servers": [' + ",".join(f"\n  {line}" for line in servers) + "\n]}\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Placement:
+        """The inverse.  Raises PlacementError that names the key and what was expected there."""
+        try:
+            top = json.loads(text, object_pairs_hook=_unique)
+        except ValueError as error:
+            raise PlacementError(f"placement: not JSON: {error}; want the object that to_json writes") from error
+        _keys("placement", top, {"version": int, "num_experts": dict, "servers": list}, epoch=int, fingerprint=str)
+        if top["version"] != VERSION:
+            raise PlacementError.about(
+                "placement version", got=top["version"], want=VERSION, remedy="use an expertd that knows it"
+            )
+        num_experts: dict[int, int] = {}
+        for layers, n in top["num_experts"].items():
+            if type(n) is not int or not 0 < n <= MAX_ID:
+                raise PlacementError.about(f"num_experts of layers {layers}", got=repr(n), want=f"1 to {MAX_ID}")
+            _unfold(num_experts, layers, n)
+        servers = tuple(_server(s) for s in top["servers"])
+        return cls(servers, num_experts, top.get("epoch", 0), top.get("fingerprint", ""))
+
+    @classmethod
+    def from_describe(cls, answers: Mapping[str, pb.DescribeResponse]) -> Placement:
+        """What the servers at these addresses say that they hold; epoch: the largest among them.  Raises
+        PlacementError where they do not serve the same model."""
+        num_experts: dict[int, int] = {}
+        servers = []
+        first: tuple[str, pb.DescribeResponse] | None = None
+        for address, answer in answers.items():
+            if first is None:
+                first = (address, answer)
+            elif answer.model != first[1].model:
+                raise PlacementError.about(
+                    f"model of {address}",
+                    got=_model(answer),
+                    want=f"that of {first[0]}, {_model(first[1])}",
+                    remedy="their partial sums must not be added",
+                )
+            layers: dict[int, tuple[int, ...]] = {}
+            for held in answer.layers:
+                if num_experts.setdefault(held.layer, held.num_experts) != held.num_experts:
+                    raise PlacementError.about(
+                        f"experts of layer {held.layer}",
+                        got=f"{held.num_experts} at {address}",
+                        want=num_experts[held.layer],
+                    )
+                experts = _held(address, held)
+                if experts:
+                    layers[held.layer] = experts
+            servers.append(Server(address, layers))
+        fingerprint = "" if first is None else first[1].model.fingerprint
+        return cls(
+            tuple(servers), num_experts, max((a.placement_epoch for a in answers.values()), default=0), fingerprint
+        )
+
+
+def _held(address: str, layer: pb.Layer) -> tuple[int, ...]:
+    experts: list[int] = []
+    for r in layer.held:
+        if r.first + r.count > min(layer.num_experts, MAX_ID):
+            raise PlacementError.about(
+                f"{address}: layer {layer.layer}",
+                got=f"experts {r.first} to {r.first + r.count - 1}",
+                want=f"ids below {min(layer.num_experts, MAX_ID)}",
+            )
+        experts.extend(range(r.first, r.first + r.count))
+    return tuple(sorted(set(experts)))
+
+
+def _model(answer: pb.DescribeResponse) -> str:
+    m = answer.model
+    return f"{m.family or 'unnamed'} with hidden size {m.hidden_size}, fingerprint {m.fingerprint or 'unknown'}"
+
+
+def _fold(by_layer: Mapping[int, tuple[int, ...]]) -> dict[str, str]:
+    """{layer: ids} -> {"0-11": "0-63"}: layers with the same ids share a key."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for layer in sorted(by_layer):
+        groups.setdefault(by_layer[layer], []).append(layer)
+    return {format_ranges(layers): format_ranges(ids) for ids, layers in groups.items()}
+
+
+_T = TypeVar("_T")
+
+
+def _unfold(into: dict[int, _T], layers: str, value: _T) -> None:
+    for layer in parse_ranges(layers):
+        if layer in into:
+            raise PlacementError.about("layers", got=f"layer {layer} under two keys", want="each layer once")
+        into[layer] = value
+
+
+def _server(entry: object) -> Server:
+    _keys("servers", entry, {"address": str, "layers": dict})
+    assert isinstance(entry, dict)
+    layers: dict[int, tuple[int, ...]] = {}
+    for key, experts in entry["layers"].items():
+        if not isinstance(experts, str):
+            raise PlacementError.about(
+                f"{entry['address']}: layers {key}", got=repr(experts), want='a string like "0-63"'
+            )
+        _unfold(layers, key, parse_ranges(experts))
+    return Server(entry["address"], layers)
+
+
+def _keys(where: str, value: object, required: Mapping[str, type], **optional: type) -> None:
+    """Checks that value is an object with these keys of these types and no others."""
+    known = {**required, **optional}
+    if not isinstance(value, dict):
+        raise PlacementError.about(where, got=type(value).__name__, want=f"an object with {', '.join(known)}")
+    for key, item in value.items():
+        if key not in known:
+            raise PlacementError.about(f"{where}: key", got=repr(key), want=f"one of {', '.join(known)}")
+        if type(item) is not known[key]:
+            raise PlacementError.about(f"{where}: {key}", got=repr(item), want=f"a value of type {known[key].__name__}")
+    absent = [key for key in required if key not in value]
+    if absent:
+        raise PlacementError.about(f"{where}: key {absent[0]}", got="none", want="it, because it is required")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
