@@ -1,0 +1,46 @@
+"""The `expertd` command.  One row of COMMANDS and one module in commands/ each, imported when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Mapping, Sequence
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: Mapping[str, str] = {
+    "serve": "load experts and answer calls over gRPC",
+    "explain": "print which backend would serve each layer, and why not the others",
+    "verify": "check a checkpoint's experts against the float32 reference",
+    "quantize": "write a quantized copy of an unquantized checkpoint",
+}
+"""Command -> what --help says.  Its module is expertd_server.commands.NAME: add_parser(subparsers), run(args) -> int."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code (2 for a wrong command line, as argparse does)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="expertd", description="Serves the experts of quantized MoE models over gRPC."
+    )
+    parser.add_argument("--version", action="version", version=f"expertd {importlib.metadata.version('expertd')}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    named = next((a for a in argv if not a.startswith("-")), None)
+    modules = {}
+    for name, text in COMMANDS.items():
+        if name == named:
+            modules[name] = importlib.import_module(f"expertd_server.commands.{name}")
+            modules[name].add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=text)
+    args = parser.parse_args(argv)
+    try:
+        return int(modules[args.command].run(args))
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

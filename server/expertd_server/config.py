@@ -1,0 +1,330 @@
+"""The configuration of `expertd serve`: frozen, printable, from four places.  Imports no torch.
+
+    flag  >  environment EXPERTD_*  >  file (--config, TOML)  >  default
+
+One table (`OPTIONS`) makes the flags, the variables, the file's keys and their checks; a key that is not in it is
+refused with the nearest one that is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "Address",
+    "ConfigError",
+    "OPTIONS",
+    "Option",
+    "Ranges",
+    "ServeConfig",
+    "Shard",
+    "add_flags",
+    "parse_backend",
+    "resolve",
+]
+
+
+class ConfigError(Exception):
+    """An option that cannot be used.  The text says which, from where, what was got and what is wanted."""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Numbers written as "0-3,7": both ends included."""
+
+    text: str
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Ranges:
+        out: list[int] = []
+        for part in text.split(","):
+            m = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+            if m is None or int(m[2] or m[1]) < int(m[1]):
+                raise ValueError(f"got {text!r}, want numbers and ranges as 0-3,7")
+            if int(m[2] or m[1]) >= 1 << 20:
+                raise ValueError(f"got {text!r}, want numbers below 2^20")
+            out.extend(range(int(m[1]), int(m[2] or m[1]) + 1))
+        return cls(text, tuple(sorted(set(out))))
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `rank` of `count` equal parts of the experts of each layer, "2/8".  Ranks start at 0, as in
+    torch.distributed; the first E mod count parts hold one expert more."""
+
+    rank: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        m = re.fullmatch(r"(\d+)/(\d+)", text)
+        if m is None or int(m[2]) < 1 or int(m[1]) >= int(m[2]):
+            raise ValueError(
+                f"got {text!r}, want RANK/COUNT with RANK from 0 to COUNT - 1, as 2/8 for the third of eight"
+            )
+        return cls(int(m[1]), int(m[2]))
+
+    def experts(self, num_experts: int) -> range:
+        """Global ids of this part of `num_experts`."""
+        each, more = divmod(num_experts, self.count)
+        first = self.rank * each + min(self.rank, more)
+        return range(first, first + each + (self.rank < more))
+
+    def __str__(self) -> str:
+        return f"{self.rank}/{self.count}"
+
+
+@dataclass(frozen=True)
+class Address:
+    """HOST:PORT; an IPv6 host in brackets.  Port 0 = a free one."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        m = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+)):(\d+)", text)
+        if m is None or int(m[3]) > 65535:
+            raise ValueError(f"got {text!r}, want HOST:PORT as 127.0.0.1:50051 or [::1]:50051")
+        return cls(m[1] or m[2], int(m[3]))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_backend(text: str) -> Callable[[int], str | None]:
+    """A pin: layer -> backend's name, None = the oracle's choice.
+
+    "NAME" pins every layer; "layers.0-2=triton,layers.7=cpu,*=auto" pins by layer, the first match wins, layers without
+    a match are the oracle's.  Raises ValueError.
+    """
+    if "=" not in text:
+        only = _pin(text)
+        return lambda layer: only
+    rules: list[tuple[frozenset[int] | None, str | None]] = []
+    for part in re.split(r",(?=\s*(?:layers\.|\*))", text):
+        where, sep, name = part.strip().partition("=")
+        if not sep or not (where == "*" or where.startswith("layers.")):
+            raise ValueError(f"got {part.strip()!r}, want NAME, or layers.0-2=NAME,...,*=NAME (NAME or auto)")
+        layers = None if where == "*" else frozenset(Ranges.parse(where.removeprefix("layers.")).numbers)
+        rules.append((layers, _pin(name)))
+
+    def pin(layer: int) -> str | None:
+        return next((name for layers, name in rules if layers is None or layer in layers), None)
+
+    return pin
+
+
+def _pin(name: str) -> str | None:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise ValueError(f"got {name!r}, want a backend's name or auto; expertd explain lists them")
+    return None if name == "auto" else name
+
+
+def _backend(text: str) -> str:
+    parse_backend(text)
+    return text
+
+
+def _choice(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"got {text!r}, want {' or '.join(names)}")
+        return text
+
+    return parse
+
+
+def _int(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?\d+", text) or int(text) < least:
+            raise ValueError(f"got {text!r}, want a whole number >= {least}")
+        return int(text)
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        raise ValueError(f"got {text!r}, want seconds >= 0")
+    return float(text)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: its name as a field of ServeConfig, how its text is read, and what --help says."""
+
+    name: str
+    parse: Callable[[str], Any]
+    metavar: str
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "EXPERTD_" + self.name.upper()
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """What `expertd serve` does.  Every field is an option of the same name; see OPTIONS for what each means."""
+
+    checkpoint: Path | None = None
+    synthetic: str | None = None
+    layer_template: str | None = None
+    quantize: str | None = None
+    layers: Ranges | None = None
+    experts: Ranges | None = None
+    shard: Shard | None = None
+    device: str = "auto"
+    backend: str = "auto"
+    compute_dtype: str = "bf16"
+    activations: str = "weight-only"
+    threads: int = 0
+    listen: Address = Address("127.0.0.1", 50051)
+    metrics_listen: Address | None = None
+    max_tokens: int = 4096
+    max_message_bytes: int = 0
+    max_in_flight: int = 1024
+    max_queue_tokens: int = 1 << 17
+    max_queue_requests: int = 4096
+    max_wait_us: int = 0
+    grace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (self.synthetic is None):
+            got = "both" if self.checkpoint else "neither"
+            raise ConfigError(f"--checkpoint and --synthetic: got {got}, want one of them: a folder, or MODEL:SCHEME")
+        if self.experts is not None and self.shard is not None:
+            raise ConfigError("--experts and --shard: got both, want at most one: each says which experts are held")
+        if self.layer_template is not None and self.checkpoint is None:
+            raise ConfigError("--layer-template: got it without --checkpoint, which it describes")
+
+    @property
+    def compute(self) -> str:
+        """The compute dtype as kernels spell it."""
+        return "f32" if self.compute_dtype == "float32" else "bf16"
+
+    def pin(self, layer: int) -> str | None:
+        """The backend that the user demands for `layer`; None = the oracle's choice."""
+        return parse_backend(self.backend)(layer)
+
+    def __str__(self) -> str:
+        """Every option that is set, one a line, as the file would say it."""
+        lines = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not None:
+                number = isinstance(value, (int, float))
+                lines.append(f"{f.name.replace('_', '-')} = {value if number else chr(34) + str(value) + chr(34)}")
+        return "\n".join(lines)
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("checkpoint", Path, "DIR", "folder with config.json and safetensors files"),
+    Option("synthetic", str, "MODEL:SCHEME", "random weights of a public model's shape, as qwen3-30b-a3b:int4_g128"),
+    Option("layer_template", str, "TEMPLATE", "names of the expert tensors of a family that is not known"),
+    Option("quantize", str, "SCHEME", "quantize unquantized weights while loading, as int4_g128 or mxfp4"),
+    Option("layers", Ranges.parse, "0-3,7", "layers to hold; default: all that have experts"),
+    Option("experts", Ranges.parse, "0-63", "global ids of the experts to hold in each layer; default: all"),
+    Option("shard", Shard.parse, "RANK/COUNT", "hold part RANK (from 0) of COUNT equal parts of the experts"),
+    Option("device", str, "NAME", "auto, cpu, cuda[:N] or xpu[:N]"),
+    Option("backend", _backend, "NAME", 'pin the kernel backend: NAME, or by layer "layers.0-2=triton,*=auto"'),
+    Option("compute_dtype", _choice("bf16", "float32"), "DTYPE", "bf16 or float32: element type inside the kernels"),
+    Option(
+        "activations",
+        _choice("weight-only", "checkpoint"),
+        "HOW",
+        "weight-only: activations stay in the compute dtype; checkpoint: rounded as the checkpoint asks",
+    ),
+    Option("threads", _int(0), "N", "CPU threads of the kernels; 0 = torch's default"),
+    Option("listen", Address.parse, "HOST:PORT", "where to serve gRPC; port 0 = a free one"),
+    Option(
+        "metrics_listen", Address.parse, "HOST:PORT", "where to serve Prometheus metrics over HTTP; default: nowhere"
+    ),
+    Option("max_tokens", _int(1), "N", "most tokens of a request and of a joined batch"),
+    Option("max_message_bytes", _int(0), "N", "largest message taken; 0 = what max-tokens tokens in f32 need"),
+    Option("max_in_flight", _int(1), "N", "most requests in flight on one stream"),
+    Option("max_queue_tokens", _int(1), "N", "most tokens that wait; beyond it requests are refused"),
+    Option("max_queue_requests", _int(1), "N", "most requests that wait; beyond it requests are refused"),
+    Option("max_wait_us", _int(0), "US", "how long a request may wait for company while the engine is idle"),
+    Option("grace_s", _seconds, "S", "after SIGTERM, the time to finish what was taken"),
+)
+"""In the order of --help."""
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
+    """The options as flags (some of them where `names` are given), and --config.  What is not given stays None."""
+    defaults = {f.name: f.default for f in fields(ServeConfig)}
+    for o in OPTIONS:
+        if names is None or o.name in names:
+            default = defaults[o.name]
+            text = o.help + (f" (default {default})" if default is not None else "")
+            parser.add_argument(o.flag, metavar=o.metavar, help=text.replace("%", "%%"))
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with the same names as keys; flags and EXPERTD_* go before it"
+    )
+
+
+def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> ServeConfig:
+    """The configuration from parsed flags, the environment and --config's file.  Raises ConfigError."""
+    environ = os.environ if environ is None else environ
+    path = getattr(args, "config", None) or environ.get("EXPERTD_CONFIG")
+    file = _read(Path(path)) if path else {}
+    values: dict[str, Any] = {}
+    for o in OPTIONS:
+        flag = getattr(args, o.name, None)
+        if flag is not None:
+            where, text = o.flag, flag
+        elif environ.get(o.variable):
+            where, text = o.variable, environ[o.variable]
+        elif o.name in file:
+            where, text = f"{path}: {o.name}", file[o.name]
+        else:
+            continue
+        try:
+            values[o.name] = o.parse(text)
+        except ValueError as e:
+            raise ConfigError(f"{where}: {e}") from None
+    return ServeConfig(**values)
+
+
+def _read(path: Path) -> dict[str, str]:
+    """The file's keys as option names, its values as the text of a flag."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"--config {path}: cannot be read: {e.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--config {path}: is no TOML: {e}") from None
+    known = {o.name: o for o in OPTIONS}
+    out: dict[str, str] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; the nearest is {near[0].replace('_', '-')}" if near else ""
+            raise ConfigError(f"{path}: got the key {key!r}, want one of the options of expertd serve{hint}")
+        if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+            raise ConfigError(f"{path}: {key}: got {value!r}, want a string or a number")
+        out[name] = str(value)
+    return out

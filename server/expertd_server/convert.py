@@ -1,0 +1,59 @@
+"""Between the dtypes of the wire and those of the kernels, with plain numpy arrays on one side.
+
+Received arrays are read-only views of messages and maybe unaligned.  numpy copies such arrays as they are; torch, which
+rounds to bf16, wants writable and aligned memory, hence the copy before it.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertd_server.request import STORAGE, Array, Operand
+
+__all__ = ["bits_of", "digest", "load_floats", "output_array", "round_floats"]
+
+_TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def bits_of(t: Tensor) -> Array:
+    """A host tensor [...] as a numpy array of the same shape and memory; bf16 as its bits, u2."""
+    return t.view(torch.uint16).numpy() if t.dtype is torch.bfloat16 else t.numpy()
+
+
+def round_floats(values: Array, dtype: str) -> Array:
+    """f32 [n] -> STORAGE[dtype] [n], rounded to nearest even.  May share memory."""
+    if dtype == "f32":
+        return values
+    return bits_of(torch.from_numpy(np.array(values, dtype=np.float32)).to(_TORCH[dtype]))
+
+
+def load_floats(into: Array, dtype: str, operand: Operand) -> None:
+    """Write `operand` to `into`, flat and of as many elements, which stores `dtype` ("bf16" or "f32")."""
+    values = operand.values
+    if operand.dtype == dtype:
+        np.copyto(into, values)
+    elif dtype == "bf16":
+        np.copyto(into, round_floats(values, "bf16"))
+    elif operand.dtype == "bf16":  # f32 has the same exponent: the bits move up
+        np.left_shift(values, 16, out=into.view(np.uint32), dtype=np.uint32)
+    else:
+        np.copyto(into, values, casting="unsafe")
+
+
+def output_array(out: Tensor, dtype: str) -> Array:
+    """Rows [m, H] of a kernel's output -> flat STORAGE[dtype]; shares memory where nothing has to be converted."""
+    return bits_of(out.reshape(-1).to(_TORCH[dtype]))
+
+
+def digest(output: Array, dtype: str) -> tuple[float, float, int]:
+    """(sum, sum of squares, both in float64; zlib CRC-32 of the bytes) of an output in STORAGE[dtype]."""
+    if dtype == "bf16":
+        wide = np.left_shift(output, 16, dtype=np.uint32).view(np.float32).astype(np.float64)
+    else:
+        wide = output.astype(np.float64)
+    raw = np.ascontiguousarray(output, dtype=STORAGE[dtype])
+    return float(wide.sum()), float(np.dot(wide, wide)), zlib.crc32(raw.view(np.uint8).data)

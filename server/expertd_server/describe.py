@@ -1,0 +1,83 @@
+"""What the server says of itself: the answer of Describe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_kernels.oracle import Decision
+from expertd_kernels.source import LayerInfo
+from expertd_server.engine import ServedLayer
+from expertd_server.intake import DTYPE_NUMBER
+from expertd_server.request import FLOAT_DTYPES
+from expertd_server.service import Limits
+
+__all__ = ["describe_layer", "describe_server", "ranges"]
+
+
+def ranges(ids: Iterable[int]) -> list[pb.ExpertRange]:
+    """Runs of consecutive ids: {0, 1, 2, 7} -> (0, 3), (7, 1)."""
+    out = []
+    for _, run in groupby(enumerate(sorted(ids)), key=lambda pair: pair[1] - pair[0]):
+        members = [i for _, i in run]
+        out.append(pb.ExpertRange(first=members[0], count=len(members)))
+    return out
+
+
+def describe_layer(served: ServedLayer, info: LayerInfo, decision: Decision, relative_error: float) -> pb.Layer:
+    """relative_error: of the self-check of the chosen backend; it stands in that backend's verdict."""
+    return pb.Layer(
+        layer=served.layer,
+        num_experts=served.num_experts,
+        held=ranges(served.held),
+        top_k=served.top_k,
+        intermediate_size=served.intermediate_size,
+        weight_scheme=decision.problem.scheme_name,
+        activation_scheme=decision.problem.activation_quant.value,
+        checkpoint_activation_scheme=info.checkpoint_activation.value,
+        activation=info.activation.name,
+        backend=served.backend,
+        verdicts=[
+            pb.BackendVerdict(
+                backend=v.backend,
+                eligible=v.eligible,
+                refusals=v.refusals,
+                microseconds=v.microseconds or 0.0,
+                relative_error=relative_error if v.backend == served.backend else v.relative_error or 0.0,
+            )
+            for v in decision.verdicts
+        ],
+    )
+
+
+def describe_server(
+    *,
+    instance_id: str,
+    version: str,
+    family: str,
+    fingerprint: str,
+    hidden_size: int,
+    layers: Sequence[pb.Layer],
+    limits: Limits,
+) -> Mapping[bool, pb.DescribeResponse]:
+    """The answer without (False) and with (True) the verdicts of the oracle; the load is filled in for each answer."""
+    full = pb.DescribeResponse(
+        instance_id=instance_id,
+        version=version,
+        model=pb.Model(family=family, fingerprint=fingerprint, hidden_size=hidden_size),
+        layers=layers,
+        limits=pb.Limits(
+            max_tokens=limits.max_tokens,
+            max_message_bytes=limits.max_message_bytes,
+            max_requests_in_flight=limits.max_in_flight,
+        ),
+        input_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
+        output_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
+        transports=["inline"],
+    )
+    brief = pb.DescribeResponse()
+    brief.CopyFrom(full)
+    for layer in brief.layers:
+        layer.ClearField("verdicts")
+    return {False: brief, True: full}

@@ -1,0 +1,396 @@
+"""The engine: one thread that owns the device.  Requests come in from any thread; outcomes go out through `reply`.
+
+    submit(request)   admit it or raise the row of the error table that says why not
+    loop              cut -> fill a lane -> launch -> collect -> answer each request
+
+Nothing here knows of messages or transports.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertd.errors import (
+    BackendFailedError,
+    DeadlineExceededError,
+    DrainingError,
+    ExpertdError,
+    ExpertIdOutOfRangeError,
+    InternalError,
+    LayerNotHeldError,
+    NonFiniteWeightsError,
+    QueueFullError,
+)
+from expertd_kernels.backends.protocol import Experts
+from expertd_server.convert import digest, load_floats, output_array
+from expertd_server.lane import Inputs, Lane, lanes
+from expertd_server.request import Answer, Array, Outcome, Request, Stages
+from expertd_server.scheduler import Policy, Waiting, cut, wake_at
+
+__all__ = ["BatchReport", "Engine", "LoadNow", "ServedLayer"]
+
+log = logging.getLogger(__name__)
+
+_SMOOTHING = 0.2
+"""Weight of the newest batch in the moving average of the service time a token."""
+
+
+@dataclass(frozen=True, eq=False)
+class ServedLayer:
+    """A layer that is ready to compute.
+
+    num_experts   of the whole model; held: global ids of the experts here, in the order of their slots
+    experts       the backend's; backend: its name
+    input_weights whether the backend takes the router weight on the input
+    """
+
+    layer: int
+    num_experts: int
+    held: Sequence[int]
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    experts: Experts
+    backend: str
+    input_weights: bool = True
+    slot_of: Array = field(init=False, repr=False)
+    """[num_experts + 1] int32: slot of each global id, -1 = not here; the last entry answers for the id -1."""
+
+    def __post_init__(self) -> None:
+        table = np.full(self.num_experts + 1, -1, dtype=np.int32)
+        table[np.asarray(self.held, dtype=np.int64)] = np.arange(len(self.held), dtype=np.int32)
+        object.__setattr__(self, "slot_of", table)
+
+
+class LoadNow(NamedTuple):
+    """What a caller needs to choose between replicas.  token_ns: recent service time a token."""
+
+    queued_tokens: int
+    queued_requests: int
+    token_ns: float
+    draining: bool
+
+
+class BatchReport(NamedTuple):
+    """One computed batch, for metrics.  expert_tokens: [experts held] int64, routes that each slot served."""
+
+    layer: ServedLayer
+    tokens: int
+    requests: Sequence[Request]
+    queue_ns: Sequence[int]
+    stages: Stages
+    expert_tokens: Array
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A batch under way.  rows[i]: first row of request i; errors: of requests that failed alone."""
+
+    layer: ServedLayer
+    requests: tuple[Request, ...]
+    rows: list[int]
+    tokens: int
+    cut_ns: int
+    fill_ns: int = 0
+    errors: dict[int, ExpertdError] = field(default_factory=dict)
+    routes: Array | None = None
+    expert_tokens: Array | None = None
+
+
+class Engine:
+    """Computes requests in batches on one device.
+
+    max_queue_tokens, max_queue_requests: beyond them submit() refuses; an empty queue takes any single request
+    observe: called on the engine's thread after each batch
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, ServedLayer],
+        device: torch.device,
+        *,
+        compute_dtype: str = "bf16",
+        policy: Policy,
+        max_queue_tokens: int = 1 << 17,
+        max_queue_requests: int = 4096,
+        observe: Callable[[BatchReport], None] | None = None,
+    ) -> None:
+        self.layers = dict(layers)
+        self.policy = policy
+        self._dtype = compute_dtype
+        self._limits = (max_queue_tokens, max_queue_requests)
+        self._observe = observe
+        self._lanes = deque(lanes(device, compute_dtype))
+        self._under_way: deque[tuple[Lane, _Batch]] = deque()
+        self._waiting = Waiting()
+        self._changed = threading.Condition(threading.Lock())
+        self._draining = self._stopping = False
+        self._busy_tokens = self._busy_requests = self._unanswered = 0
+        self._token_ns = 0.0
+        self._thread = threading.Thread(target=self._run, name="expertd-engine", daemon=True)
+
+    # ---- any thread ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, r: Request) -> None:
+        """Put `r` into its line.  Raises DrainingError, LayerNotHeldError, QueueFullError or DeadlineExceededError."""
+        if r.layer not in self.layers:
+            held = ", ".join(map(str, self.layers))
+            raise LayerNotHeldError.about("layer", got=r.layer, want=f"one of those held here: {held}")
+        with self._changed:
+            if self._draining:
+                raise DrainingError("server: it drains and takes no new requests; ask another replica")
+            expired = self._make_room(r)
+            self._waiting.push(r)
+            self._changed.notify()
+        self._answer_expired(expired)
+
+    def load(self) -> LoadNow:
+        w = self._waiting
+        return LoadNow(w.tokens + self._busy_tokens, w.requests + self._busy_requests, self._token_ns, self._draining)
+
+    def drain(self) -> None:
+        """From now on submit() refuses; what was admitted is computed."""
+        with self._changed:
+            self._draining = True
+            self._changed.notify()
+
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing is under way."""
+        return self._waiting.requests == 0 and self._unanswered == 0
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Drain, wait for the thread, and end it.  What still waits after timeout_s is answered with DrainingError."""
+        with self._changed:
+            self._draining = self._stopping = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        with self._changed:
+            left = self._waiting.clear()
+        for r in left:
+            self._reply(r, DrainingError("server: it stopped before this request's turn came; ask another replica"))
+
+    def _make_room(self, r: Request) -> list[Request]:
+        """Check the bounds of the queue for `r`.  Returns expired requests that were taken out, to be answered."""
+        w, (max_tokens, max_requests) = self._waiting, self._limits
+
+        def full() -> bool:
+            return w.requests > 0 and (w.tokens + r.tokens > max_tokens or w.requests >= max_requests)
+
+        now = time.monotonic_ns()
+        if r.expired(now):
+            raise DeadlineExceededError("request: its deadline had passed when it came; want time left to compute it")
+        expired = w.sweep(now) if full() else []
+        if full():
+            raise QueueFullError.about(
+                "queue",
+                got=f"{w.requests} requests of {w.tokens} tokens waiting and one of {r.tokens} more",
+                want=f"at most {max_requests} requests of {max_tokens} tokens",
+                remedy="try again after retry_after_us, or another replica",
+                retry_after_us=max(1, int(w.tokens * self._token_ns / 1000)),
+            )
+        return expired
+
+    # ---- the engine's thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while True:
+                batch = self._next()
+                if batch is not None:
+                    self._begin(batch)
+                elif self._under_way:
+                    self._finish()
+                else:
+                    return
+                if not self._lanes:
+                    self._finish()
+
+    def _next(self) -> _Batch | None:
+        """The next batch.  None: stopped, or nothing to do while batches are under way."""
+        while True:
+            now = time.monotonic_ns()
+            with self._changed:
+                c = cut(self._waiting.lines, now, self.policy)
+                if c is None:
+                    if self._under_way or (self._stopping and not self._waiting.lines):
+                        return None
+                    at = wake_at(self._waiting.lines, self.policy)
+                    self._changed.wait(None if at is None else max(0.0, (at - now) / 1e9))
+                    continue
+                self._busy_requests += len(c.run)
+                self._unanswered += len(c.run)
+                tokens = sum(r.tokens for r in c.run)
+                self._busy_tokens += tokens
+                self._waiting.remove(c)
+            self._answer_expired(c.expired)
+            if c.run:
+                rows = [0]
+                for r in c.run:
+                    rows.append(rows[-1] + r.tokens)
+                return _Batch(self.layers[c.line.layer], c.run, rows, tokens, now)
+
+    def _begin(self, b: _Batch) -> None:
+        """Fill a free lane and launch; a failure answers the batch's requests."""
+        lane = self._lanes.popleft()
+        start = time.perf_counter_ns()
+        try:
+            top_k = max(r.top_k for r in b.requests)
+            inputs = lane.open(b.tokens, top_k, b.layer.hidden_size)
+            self._fill(b, inputs)
+            b.fill_ns = time.perf_counter_ns() - start
+            lane.launch(b.layer.experts, router_weight_on_input=b.requests[0].router_weight_on_input)
+        except Exception as e:
+            self._fail(lane, b, e)
+        else:
+            self._under_way.append((lane, b))
+
+    def _fill(self, b: _Batch, into: Inputs) -> None:
+        """Copy the requests of `b` side by side, global ids turned into slots.  A request whose ids or weights are bad
+        gets its error and routes of -1; the others do not notice."""
+        layer, k = b.layer, into.slots.shape[1]
+        for i, r in enumerate(b.requests):
+            rows = slice(b.rows[i], b.rows[i + 1])
+            load_floats(into.hidden[rows].reshape(-1), self._dtype, r.hidden)
+            slots, weights = into.slots[rows, : r.top_k], into.weights[rows, : r.top_k]
+            ids = r.ids.values.reshape(slots.shape)
+            if r.tokens and (int(ids.min()) < -1 or int(ids.max()) >= layer.num_experts):
+                b.errors[i] = _bad_id(ids, layer)
+                slots[...] = -1
+            else:
+                slots[...] = layer.slot_of[ids]
+            if r.weights is None:
+                weights[...] = 1.0
+            elif r.top_k == k:
+                load_floats(weights.reshape(-1), "f32", r.weights)
+            else:
+                narrow = np.empty(weights.size, np.float32)
+                load_floats(narrow, "f32", r.weights)
+                weights[...] = narrow.reshape(weights.shape)
+            if r.top_k < k:
+                into.slots[rows, r.top_k :] = -1
+                into.weights[rows, r.top_k :] = 0.0
+        if not np.isfinite(into.weights).all():
+            self._find_bad_weights(b, into)
+        here = into.slots >= 0
+        b.routes = np.add.reduceat(here.sum(axis=1), b.rows[:-1])
+        b.expert_tokens = np.bincount(into.slots[here], minlength=len(layer.held))
+
+    def _find_bad_weights(self, b: _Batch, into: Inputs) -> None:
+        for i in range(len(b.requests)):
+            rows = slice(b.rows[i], b.rows[i + 1])
+            bad = np.argwhere(~np.isfinite(into.weights[rows]))
+            if len(bad):
+                t, j = map(int, bad[0])
+                b.errors.setdefault(
+                    i,
+                    NonFiniteWeightsError.about(
+                        f"topk_weights[{t}, {j}]",
+                        got=float(into.weights[rows][t, j]),
+                        want="a finite number",
+                        remedy=f"{len(bad)} of {into.weights[rows].size} weights are not finite",
+                    ),
+                )
+                into.slots[rows] = -1
+                into.weights[rows] = 0.0
+
+    def _finish(self) -> None:
+        """Wait for the oldest batch under way and answer its requests."""
+        lane, b = self._under_way.popleft()
+        try:
+            out, stages = lane.collect()
+        except Exception as e:
+            self._fail(lane, b, e)
+            return
+        stages = stages._replace(copy_in_ns=stages.copy_in_ns + b.fill_ns)
+        spent = stages.copy_in_ns + stages.kernel_ns + stages.copy_out_ns
+        token_ns = spent / max(1, b.tokens)
+        self._token_ns = token_ns if not self._token_ns else self._token_ns + _SMOOTHING * (token_ns - self._token_ns)
+        queue_ns = [max(0, b.cut_ns - r.arrival_ns) for r in b.requests]
+        self._leave(b)
+        for i, r in enumerate(b.requests):
+            self._reply(r, b.errors.get(i) or self._answer(b, i, out, queue_ns[i], stages))
+            self._unanswered -= 1
+        self._lanes.append(lane)
+        if self._observe is not None:
+            assert b.expert_tokens is not None
+            self._observe(BatchReport(b.layer, b.tokens, b.requests, queue_ns, stages, b.expert_tokens))
+
+    def _answer(self, b: _Batch, i: int, out: Tensor, queue_ns: int, stages: Stages) -> Outcome:
+        assert b.routes is not None
+        r = b.requests[i]
+        start = time.perf_counter_ns()
+        try:
+            values = output_array(out[b.rows[i] : b.rows[i + 1]], r.output_dtype)
+            summary = digest(values, r.output_dtype) if r.digest else None
+        except Exception as e:
+            log.exception("layer %d: an output could not be converted", r.layer)
+            return InternalError(f"output of layer {r.layer} to {r.output_dtype}: {type(e).__name__}: {e}")
+        return Answer(
+            values,
+            summary,
+            int(b.routes[i]),
+            queue_ns,
+            time.perf_counter_ns() - start,
+            stages,
+            b.tokens,
+            len(b.requests),
+            b.layer.backend,
+        )
+
+    def _fail(self, lane: Lane, b: _Batch, e: Exception) -> None:
+        """Answer every request of `b` with the failure; the engine goes on."""
+        log.exception("layer %d, backend %s: a batch of %d tokens failed", b.layer.layer, b.layer.backend, b.tokens)
+        text = f"backend {b.layer.backend}, layer {b.layer.layer}, {b.tokens} tokens: {type(e).__name__}: {e}"
+        self._leave(b)
+        for i, r in enumerate(b.requests):
+            self._reply(r, b.errors.get(i) or BackendFailedError(text))
+            self._unanswered -= 1
+        self._lanes.append(lane)
+
+    def _leave(self, b: _Batch) -> None:
+        """`b` is computed: it counts no longer when its answers say what the load is."""
+        self._busy_tokens -= b.tokens
+        self._busy_requests -= len(b.requests)
+
+    def _answer_expired(self, requests: Sequence[Request]) -> None:
+        for r in requests:
+            waited_ms = (time.monotonic_ns() - r.arrival_ns) / 1e6
+            self._reply(
+                r,
+                DeadlineExceededError(
+                    f"request of {r.tokens} tokens for layer {r.layer}: its deadline passed while it waited"
+                    f" {waited_ms:.1f} ms in the queue; it was not computed"
+                ),
+            )
+
+    def _reply(self, r: Request, outcome: Outcome) -> None:
+        try:
+            r.reply(r, outcome)
+        except Exception as e:  # a transport's fault must not end the engine, nor leave its caller waiting
+            log.exception("layer %d: an outcome could not be handed over", r.layer)
+            if not isinstance(outcome, ExpertdError):
+                self._reply(r, InternalError(f"answer of layer {r.layer}: {type(e).__name__}: {e}"))
+
+
+def _bad_id(ids: Array, layer: ServedLayer) -> ExpertIdOutOfRangeError:
+    """The error that names the first id outside -1..num_experts-1.  ids [M, top_k]."""
+    t, j = map(int, np.argwhere((ids < -1) | (ids >= layer.num_experts))[0])
+    return ExpertIdOutOfRangeError.about(
+        f"topk_ids[{t}, {j}] of layer {layer.layer}",
+        got=int(ids[t, j]),
+        want=f"0 to {layer.num_experts - 1}, or -1 for a route that nobody computes here",
+    )

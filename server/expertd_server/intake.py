@@ -1,0 +1,225 @@
+"""From a decoded message to a request of the engine: every check that needs no look at the elements.
+
+Raises the row of the error table that fits; the engine itself checks ids and weights, for a whole batch at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from expertd.errors import (
+    BadByteCountError,
+    BadDtypeError,
+    BadShapeError,
+    BadTensorSpellingError,
+    LayerNotHeldError,
+    MalformedMessageError,
+    OutputDtypeUnsupportedError,
+    OutputFormUnknownError,
+    ScalesUnsupportedError,
+    TooManyTokensError,
+    UnsupportedCombinationError,
+)
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import ForwardRequestView, Spelling, TensorView
+from expertd_server.convert import round_floats
+from expertd_server.draw import Drawer
+from expertd_server.request import FLOAT_DTYPES, INT_DTYPES, STORAGE, Array, Operand
+
+if TYPE_CHECKING:
+    from expertd_server.engine import ServedLayer
+
+__all__ = ["DTYPE_NAME", "DTYPE_NUMBER", "Intake", "Parts", "draws_much"]
+
+DTYPE_NUMBER = {
+    "f32": pb.DATA_TYPE_F32,
+    "f16": pb.DATA_TYPE_F16,
+    "bf16": pb.DATA_TYPE_BF16,
+    "i32": pb.DATA_TYPE_I32,
+    "i64": pb.DATA_TYPE_I64,
+}
+DTYPE_NAME: dict[int, str] = {number: name for name, number in DTYPE_NUMBER.items()}
+
+_OUTPUT_FORMS = frozenset(pb.OutputForm.values())
+
+_DRAW_INLINE = 1 << 14
+"""Elements that may be drawn on the event loop: about 0.2 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A checked request without its transport.  Fields as in Request; weights None = rows grouped by expert."""
+
+    layer: int
+    tokens: int
+    top_k: int
+    hidden: Operand
+    ids: Operand
+    weights: Operand | None
+    router_weight_on_input: bool
+    output_dtype: str
+    digest: bool
+
+
+def draws_much(v: ForwardRequestView) -> bool:
+    """Whether the server has to draw so many elements that the event loop should not do it."""
+    tensors = (v.hidden_states, v.topk_ids, v.topk_weights)
+    return any(t and t.spelling == Spelling.SYNTHETIC and math.prod(t.shape) > _DRAW_INLINE for t in tensors)
+
+
+class Intake:
+    """Checks requests against what is served.  max_tokens: largest M."""
+
+    def __init__(self, layers: Mapping[int, ServedLayer], max_tokens: int) -> None:
+        self.layers = layers
+        self.max_tokens = max_tokens
+        self._drawer = Drawer()
+
+    def check(self, v: ForwardRequestView) -> Parts:
+        """Raises an InvalidRequestError."""
+        layer = self.layers.get(v.layer)
+        if layer is None:
+            held = ", ".join(map(str, self.layers))
+            raise LayerNotHeldError.about(
+                "layer", got=v.layer, want=f"one of those held here: {held}", remedy="Describe lists them"
+            )
+        x = v.hidden_states
+        if x is None:
+            raise MalformedMessageError("hidden_states: absent, want a Tensor [M, H]")
+        dtype = _dtype("hidden_states", x, FLOAT_DTYPES)
+        if len(x.shape) != 2 or x.shape[1] != layer.hidden_size:
+            raise BadShapeError.about("hidden_states", got=list(x.shape), want=f"[M, {layer.hidden_size}]")
+        M, H = x.shape
+        if self.max_tokens < M:
+            raise TooManyTokensError.about(
+                "hidden_states", got=f"{M} tokens", want=f"at most {self.max_tokens}", remedy="split the batch"
+            )
+        output_dtype, digest = _output(v)
+        ids, weights, top_k = self._routes(v, layer, M)
+        hidden = _operand("hidden_states", x, dtype, M * H)
+        if hidden is None:
+            hidden = self._drawer.hidden(x.synthetic.seed, M, H, dtype)
+        return Parts(v.layer, M, top_k, hidden, ids, weights, v.router_weight_on_input, output_dtype, digest)
+
+    def _routes(self, v: ForwardRequestView, layer: ServedLayer, M: int) -> tuple[Operand, Operand | None, int]:
+        """(ids, weights, top_k)."""
+        if v.grouped is not None:
+            if v.topk_ids is not None or v.topk_weights is not None or v.router_weight_on_input:
+                raise UnsupportedCombinationError(
+                    "grouped: given together with topk_ids, topk_weights or router_weight_on_input; want one way to"
+                    " route: rows grouped by expert have weight 1"
+                )
+            return _grouped(v.grouped, M), None, 1
+        if v.topk_ids is None or v.topk_weights is None:
+            missing = "topk_ids" if v.topk_ids is None else "topk_weights"
+            raise MalformedMessageError(f"{missing}: absent, want topk_ids and topk_weights [M, top_k], or grouped")
+        id_dtype = _dtype("topk_ids", v.topk_ids, INT_DTYPES)
+        weight_dtype = _dtype("topk_weights", v.topk_weights, FLOAT_DTYPES)
+        shape = v.topk_ids.shape
+        if len(shape) != 2 or shape[0] != M or not 1 <= shape[1] <= layer.num_experts:
+            raise BadShapeError.about(
+                "topk_ids", got=list(shape), want=f"[{M}, top_k] with top_k from 1 to {layer.num_experts}"
+            )
+        if v.topk_weights.shape != shape:
+            raise BadShapeError.about(
+                "topk_weights", got=list(v.topk_weights.shape), want=f"the shape of topk_ids, {list(shape)}"
+            )
+        k = shape[1]
+        if v.router_weight_on_input and k != 1:
+            raise UnsupportedCombinationError.about(
+                "router_weight_on_input",
+                got=f"top_k {k}",
+                want="top_k 1",
+                remedy="with more routes a token has no single input weight",
+            )
+        if v.router_weight_on_input and not layer.input_weights:
+            raise UnsupportedCombinationError(
+                f"router_weight_on_input: backend {layer.backend} of layer {layer.layer} does not take it; serve the"
+                " layer with another --backend"
+            )
+        ids = _operand("topk_ids", v.topk_ids, id_dtype, M * k)
+        if ids is None:
+            s = v.topk_ids.synthetic
+            if not 0.0 <= s.zipf_exponent <= 100.0:
+                raise BadTensorSpellingError.about("topk_ids.zipf_exponent", got=s.zipf_exponent, want="0 to 100")
+            ids = self._drawer.ids(s.seed, M, k, layer.num_experts, s.zipf_exponent, id_dtype)
+        weights = _operand("topk_weights", v.topk_weights, weight_dtype, M * k)
+        if weights is None:
+            weights = self._drawer.weights(v.topk_weights.synthetic.seed, M, k, weight_dtype)
+        return ids, weights, k
+
+
+def _dtype(name: str, t: TensorView, allowed: tuple[str, ...]) -> str:
+    if t.scales is not None or t.dtype == pb.DATA_TYPE_E4M3:
+        raise ScalesUnsupportedError(
+            f"{name}: got E4M3 elements or block scales, want one of {', '.join(allowed)} without scales; this server"
+            " does not take quantized activations on the wire"
+        )
+    dtype = DTYPE_NAME.get(t.dtype)
+    if dtype not in allowed:
+        known = t.dtype in pb.DataType.values()
+        got = pb.DataType.Name(t.dtype).removeprefix("DATA_TYPE_") if known else t.dtype
+        raise BadDtypeError.about(f"{name}.dtype", got=got, want=" or ".join(d.upper() for d in allowed))
+    return dtype
+
+
+def _operand(name: str, t: TensorView, dtype: str, count: int) -> Operand | None:
+    """The tensor's elements in whatever spelling; None = to be drawn."""
+    storage = STORAGE[dtype]
+    if t.spelling == Spelling.RAW:
+        raw = t.raw
+        size = raw.nbytes if isinstance(raw, memoryview) else len(raw)
+        if size != count * storage.itemsize:
+            raise BadByteCountError.about(
+                f"{name}.raw",
+                got=f"{size} bytes",
+                want=f"{count * storage.itemsize} for {list(t.shape)} {dtype}",
+            )
+        return Operand(dtype, np.frombuffer(raw, storage))
+    if t.spelling == Spelling.SYNTHETIC:
+        return None
+    if t.spelling == Spelling.NONE:
+        if count == 0:
+            return Operand(dtype, np.empty(0, storage))
+        raise BadTensorSpellingError(f"{name}: has no data, want raw, typed values or synthetic")
+    integer = dtype in INT_DTYPES
+    if (t.spelling == Spelling.INTS) != integer:
+        want = "ints" if integer else "floats"
+        raise BadTensorSpellingError.about(
+            f"{name}: typed values of {dtype.upper()}",
+            got="floats" if integer else "ints",
+            want=f"{want}, raw or synthetic",
+        )
+    values: Array = np.array(t.ints, np.int64) if integer else np.array(t.floats, np.float32)
+    if values.size != count:
+        raise BadByteCountError.about(f"{name}: typed values", got=values.size, want=f"{count} for {list(t.shape)}")
+    # Ids stay wide: one beyond i32 is then refused as out of range, by the same check as in any other spelling.
+    return Operand("i64", values) if integer else Operand(dtype, round_floats(values, dtype))
+
+
+def _grouped(g: pb.GroupedRows, M: int) -> Operand:
+    """ids [M, 1] of rows that come grouped by expert."""
+    if len(g.expert_ids) != len(g.row_counts):
+        raise BadShapeError.about(
+            "grouped", got=f"{len(g.expert_ids)} expert_ids and {len(g.row_counts)} row_counts", want="as many of each"
+        )
+    rows = sum(g.row_counts)
+    if rows != M:
+        raise BadShapeError.about("grouped.row_counts", got=f"{rows} rows", want=f"the {M} of hidden_states")
+    return Operand("i64", np.repeat(np.array(g.expert_ids, np.int64), np.array(g.row_counts, np.int64)))
+
+
+def _output(v: ForwardRequestView) -> tuple[str, bool]:
+    """(dtype of the output, whether a digest is asked instead of it)."""
+    number = v.output_dtype or pb.DATA_TYPE_BF16
+    dtype = DTYPE_NAME.get(number, "")
+    if dtype not in FLOAT_DTYPES:
+        raise OutputDtypeUnsupportedError.about("output_dtype", got=v.output_dtype, want="BF16 (or 0), F16 or F32")
+    if v.output_form not in _OUTPUT_FORMS:
+        raise OutputFormUnknownError.about("output_form", got=v.output_form, want="TENSOR (1, or 0) or DIGEST (2)")
+    return dtype, v.output_form == pb.OUTPUT_FORM_DIGEST

@@ -1,0 +1,155 @@
+"""Where a batch's tensors live while it is computed: reused host buffers, and on an accelerator device buffers, streams
+and events, so that copying one batch overlaps with computing another.
+
+    lane.open(M, top_k, H)      numpy views to fill: hidden [M, H], slots [M, top_k] int32, weights [M, top_k] f32
+    lane.launch(experts, ...)   starts copy in, kernel, copy out; returns at once where the device allows it
+    lane.collect()              waits; the output [M, H] on the host and the time of each stage
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from expertd_kernels.backends.protocol import Experts
+from expertd_server.request import Array, Stages
+
+__all__ = ["COMPUTE_DTYPE", "Inputs", "Lane", "lanes"]
+
+COMPUTE_DTYPE = {"bf16": torch.bfloat16, "f32": torch.float32}
+_BITS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
+
+
+class Inputs(NamedTuple):
+    """What the engine fills.  hidden: bf16 as its bits (u2); slots: local positions of experts, -1 = not here."""
+
+    hidden: Array
+    slots: Array
+    weights: Array
+
+
+class Lane(Protocol):
+    """One batch's place.  Used by the engine's thread only."""
+
+    def open(self, tokens: int, top_k: int, hidden_size: int) -> Inputs: ...
+
+    def launch(self, experts: Experts, *, router_weight_on_input: bool) -> None: ...
+
+    def collect(self) -> tuple[Tensor, Stages]: ...
+
+
+class _Store:
+    """A flat buffer that grows to a power of two and never shrinks."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> None:
+        self.dtype, self.device, self.pinned = dtype, device, pinned
+        self.tensor = torch.empty(0, dtype=dtype, device=device)
+
+    def get(self, *shape: int) -> Tensor:
+        n = 1
+        for x in shape:
+            n *= x
+        if n > self.tensor.numel():
+            size = 1 << (n - 1).bit_length()
+            self.tensor = torch.empty(size, dtype=self.dtype, device=self.device, pin_memory=self.pinned)
+        return self.tensor[:n].view(shape)
+
+
+class _Host:
+    """The inputs and the output of one batch in host memory; pinned where a device copies from it."""
+
+    def __init__(self, dtype: torch.dtype, pinned: bool) -> None:
+        cpu = torch.device("cpu")
+        self.bits = _BITS[dtype]
+        self._hidden = _Store(dtype, cpu, pinned)
+        self._slots = _Store(torch.int32, cpu, pinned)
+        self._weights = _Store(torch.float32, cpu, pinned)
+        self._out = _Store(dtype, cpu, pinned)
+
+    def open(self, tokens: int, top_k: int, hidden_size: int) -> Inputs:
+        self.hidden = self._hidden.get(tokens, hidden_size)
+        self.slots = self._slots.get(tokens, top_k)
+        self.weights = self._weights.get(tokens, top_k)
+        self.out = self._out.get(tokens, hidden_size)
+        return Inputs(self.hidden.view(self.bits).numpy(), self.slots.numpy(), self.weights.numpy())
+
+
+class CpuLane:
+    """The kernel reads and writes the host buffers themselves; launch() is the computation."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._host = _Host(dtype, pinned=False)
+        self._kernel_ns = 0
+
+    def open(self, tokens: int, top_k: int, hidden_size: int) -> Inputs:
+        return self._host.open(tokens, top_k, hidden_size)
+
+    def launch(self, experts: Experts, *, router_weight_on_input: bool) -> None:
+        h = self._host
+        start = time.perf_counter_ns()
+        experts(h.hidden, h.slots, h.weights, router_weight_on_input=router_weight_on_input, out=h.out)
+        self._kernel_ns = time.perf_counter_ns() - start
+
+    def collect(self) -> tuple[Tensor, Stages]:
+        return self._host.out, Stages(0, self._kernel_ns, 0)
+
+
+class DeviceLane:
+    """Pinned host buffers, device buffers, and three streams: copy in, compute, copy out.  All lanes share the streams:
+    experts may keep workspaces between calls."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, api: Any, streams: tuple[Any, Any, Any]) -> None:
+        self._host = _Host(dtype, pinned=True)
+        self._api = api
+        self._in, self._compute, self._back = streams
+        self._hidden = _Store(dtype, device)
+        self._slots = _Store(torch.int32, device)
+        self._weights = _Store(torch.float32, device)
+        self._out = _Store(dtype, device)
+        # begin, inputs copied, kernel begun, kernel done, output copy begun, output copied
+        self._marks = [api.Event(enable_timing=True) for _ in range(6)]
+
+    def open(self, tokens: int, top_k: int, hidden_size: int) -> Inputs:
+        return self._host.open(tokens, top_k, hidden_size)
+
+    def launch(self, experts: Experts, *, router_weight_on_input: bool) -> None:
+        h, m = self._host, self._marks
+        hidden = self._hidden.get(*h.hidden.shape)
+        slots = self._slots.get(*h.slots.shape)
+        weights = self._weights.get(*h.weights.shape)
+        out = self._out.get(*h.out.shape)
+        with self._api.stream(self._in):
+            m[0].record()
+            hidden.copy_(h.hidden, non_blocking=True)
+            slots.copy_(h.slots, non_blocking=True)
+            weights.copy_(h.weights, non_blocking=True)
+            m[1].record()
+        with self._api.stream(self._compute):
+            self._compute.wait_event(m[1])
+            m[2].record()
+            experts(hidden, slots, weights, router_weight_on_input=router_weight_on_input, out=out)
+            m[3].record()
+        with self._api.stream(self._back):
+            self._back.wait_event(m[3])
+            m[4].record()
+            h.out.copy_(out, non_blocking=True)
+            m[5].record()
+
+    def collect(self) -> tuple[Tensor, Stages]:
+        m = self._marks
+        m[5].synchronize()
+        return self._host.out, Stages(*(int(m[i].elapsed_time(m[i + 1]) * 1e6) for i in (0, 2, 4)))
+
+
+def lanes(device: torch.device, compute_dtype: str) -> tuple[Lane, ...]:
+    """The lanes of an engine: one on a CPU, where computing and copying compete for the same cores; two on an
+    accelerator, so that one batch is filled and copied while another is computed."""
+    dtype = COMPUTE_DTYPE[compute_dtype]
+    if device.type == "cpu":
+        return (CpuLane(dtype),)
+    api = getattr(torch, device.type)  # torch.cuda and torch.xpu have the same Stream, Event and stream()
+    streams = (api.Stream(device), api.Stream(device), api.Stream(device))
+    return tuple(DeviceLane(dtype, device, api, streams) for _ in range(2))

@@ -1,0 +1,59 @@
+"""Progress of loading: a bar on a terminal, a line for each layer elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich import progress as rich_progress
+from rich.console import Console
+
+from expertd_server.boot import Booted
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """with Progress(console, layers) as p: ... p.done(booted) after each layer."""
+
+    def __init__(self, console: Console, layers: int) -> None:
+        self._console, self._layers, self._count = console, layers, 0
+        self._bar: rich_progress.Progress | None = None
+        if console.is_terminal:
+            self._bar = rich_progress.Progress(
+                rich_progress.TextColumn("loading"),
+                rich_progress.BarColumn(),
+                rich_progress.MofNCompleteColumn(),
+                rich_progress.TextColumn("{task.description}"),
+                rich_progress.TimeElapsedColumn(),
+                console=console,
+                transient=True,
+            )
+
+    def __enter__(self) -> Progress:
+        self._start = time.perf_counter()
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._layers)
+        return self
+
+    def done(self, b: Booted) -> None:
+        self._count += 1
+        text = (
+            f"layer {b.served.layer} on {b.served.backend}: self-check error {b.error:.1e}"
+            f" (tolerance {b.tolerance:.0e}), {b.seconds:.2f} s"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1, description=text)
+        else:
+            self._line(f"[{self._count}/{self._layers}] {text}")
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if kind is None:
+            self._line(f"loaded {self._count} layers in {time.perf_counter() - self._start:.1f} s")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()

@@ -1,0 +1,101 @@
+"""What the engine is asked and what it answers.  It sees requests, never transports: where bytes came from and where
+the answer goes is known to `Request.reply` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from expertd.errors import ExpertdError
+
+__all__ = ["Answer", "Array", "FLOAT_DTYPES", "INT_DTYPES", "Operand", "Outcome", "Request", "STORAGE", "Stages"]
+
+Array = NDArray[Any]
+
+STORAGE: dict[str, np.dtype[Any]] = {
+    "f32": np.dtype("<f4"),
+    "f16": np.dtype("<f2"),
+    "bf16": np.dtype("<u2"),  # numpy has no bfloat16: its bits
+    "i32": np.dtype("<i4"),
+    "i64": np.dtype("<i8"),
+}
+"""How the elements of each dtype on the wire are stored in a numpy array."""
+FLOAT_DTYPES = ("f32", "f16", "bf16")
+INT_DTYPES = ("i32", "i64")
+
+
+class Operand(NamedTuple):
+    """One tensor of a request: its dtype ("bf16", ...) and its elements, flat, in STORAGE[dtype]; often a view of the
+    message it came in, so maybe unaligned and always read-only."""
+
+    dtype: str
+    values: Array
+
+
+class Stages(NamedTuple):
+    """Nanoseconds that a batch spent in each stage."""
+
+    copy_in_ns: int
+    kernel_ns: int
+    copy_out_ns: int
+
+
+class Answer(NamedTuple):
+    """A computed request.
+
+    output           [M, H] flat, STORAGE[output_dtype]; valid only while `reply` runs (the buffer is reused)
+    digest           (sum, sum of squares, zlib CRC-32 of the output's bytes), when the request asked for one
+    routes_computed  routes of this request that experts held here served
+    queue_ns         from arrival to the cut of its batch; encode_ns: for the output's conversion and digest
+    """
+
+    output: Array
+    digest: tuple[float, float, int] | None
+    routes_computed: int
+    queue_ns: int
+    encode_ns: int
+    stages: Stages
+    batch_tokens: int
+    batch_requests: int
+    backend: str
+
+
+Outcome = Union[Answer, "ExpertdError"]
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One layer, one batch of M tokens.
+
+    hidden       [M, H] float
+    ids          [M, top_k] int, global expert ids, -1 = nobody's
+    weights      [M, top_k] float; None = all ones (rows grouped by expert)
+    arrival_ns   time.monotonic_ns() when it came
+    deadline_ns  on the same clock; 0 = none
+    reply        called once, on the engine's thread, with the outcome; it must not block.  Not called for a request
+                 that was cancelled before its batch was cut.  If it raises on an answer, it is called with the error.
+    tag          the transport's own: the engine does not look at it
+    """
+
+    layer: int
+    tokens: int
+    top_k: int
+    hidden: Operand
+    ids: Operand
+    weights: Operand | None
+    reply: Callable[[Request, Outcome], None]
+    arrival_ns: int
+    deadline_ns: int = 0
+    router_weight_on_input: bool = False
+    output_dtype: str = "bf16"
+    digest: bool = False
+    tag: Any = None
+    cancelled: bool = field(default=False)
+
+    def expired(self, now_ns: int) -> bool:
+        return self.deadline_ns != 0 and now_ns >= self.deadline_ns

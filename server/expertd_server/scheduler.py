@@ -1,0 +1,141 @@
+"""What runs next: a pure function of the waiting requests, the time and a policy.
+
+Requests wait in lines, one for each (layer, router weight on input): those of one line can be computed as one batch,
+whichever client they came from and whatever their top_k and dtypes are (narrower rows are padded with routes of -1).
+The engine cuts a batch whenever it is free; so with a wait of 0 requests only ever wait while it is busy, and the
+busier it is the larger the batches get.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from expertd_server.request import Request
+
+__all__ = ["Cut", "Line", "Policy", "Waiting", "cut", "wake_at"]
+
+
+class Line(NamedTuple):
+    """Requests that fit into one batch."""
+
+    layer: int
+    router_weight_on_input: bool
+
+
+@dataclass(frozen=True)
+class Policy:
+    """max_tokens: of a batch (one larger request makes a batch alone).  max_wait_ns: how long a request may wait for
+    company while the engine is idle; 0 = never."""
+
+    max_tokens: int
+    max_wait_ns: int = 0
+
+
+class Cut(NamedTuple):
+    """The first `taken` requests leave `line`: `run` are computed together, `expired` are answered with an error, and
+    cancelled ones, which were answered already, are forgotten."""
+
+    line: Line
+    taken: int
+    run: tuple[Request, ...]
+    expired: tuple[Request, ...]
+
+
+def cut(lines: Mapping[Line, Sequence[Request]], now_ns: int, policy: Policy) -> Cut | None:
+    """The batch to run now: from the line whose first request came first, in order of arrival, as many as fit.  None
+    when nothing waits, or nothing has waited long enough.  Empty lines are not allowed.
+
+    Fair: a request is overtaken only by requests of a line whose head came before it, so it waits for at most as many
+    batches as there are older requests.
+    """
+    order = sorted(lines, key=lambda line: lines[line][0].arrival_ns) if len(lines) > 1 else lines
+    for line in order:
+        run: list[Request] = []
+        expired: list[Request] = []
+        taken = tokens = 0
+        full = False
+        for r in lines[line]:
+            if r.cancelled:
+                pass
+            elif r.expired(now_ns):
+                expired.append(r)
+            elif run and tokens + r.tokens > policy.max_tokens:
+                full = True
+                break
+            else:
+                run.append(r)
+                tokens += r.tokens
+            taken += 1
+        full = full or tokens >= policy.max_tokens
+        if full or not run or now_ns - run[0].arrival_ns >= policy.max_wait_ns:
+            return Cut(line, taken, tuple(run), tuple(expired))
+    return None
+
+
+def wake_at(lines: Mapping[Line, Sequence[Request]], policy: Policy) -> int | None:
+    """When `cut` will next have something although nothing else happens, in ns; None = never."""
+    heads = [q[0].arrival_ns for q in lines.values()]
+    return min(heads) + policy.max_wait_ns if heads else None
+
+
+class Waiting:
+    """The lines and their totals.  Not thread-safe: the engine holds its lock around each call.
+
+    tokens, requests: all that stand in a line, cancelled ones included until they are cut or swept.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[Line, deque[Request]] = {}
+        self.tokens = 0
+        self.requests = 0
+
+    def push(self, r: Request) -> None:
+        line = Line(r.layer, r.router_weight_on_input)
+        q = self.lines.get(line)
+        if q is None:
+            q = self.lines[line] = deque()
+        q.append(r)
+        self.tokens += r.tokens
+        self.requests += 1
+
+    def remove(self, c: Cut) -> None:
+        """Take out what `cut` chose."""
+        q = self.lines[c.line]
+        for r in islice(q, c.taken):
+            self.tokens -= r.tokens
+        self.requests -= c.taken
+        if c.taken == len(q):
+            del self.lines[c.line]
+        else:
+            for _ in range(c.taken):
+                q.popleft()
+
+    def sweep(self, now_ns: int) -> list[Request]:
+        """Take out every cancelled and expired request; the expired ones are returned, to be answered."""
+        expired: list[Request] = []
+        for line, q in list(self.lines.items()):
+            alive: deque[Request] = deque()
+            for r in q:
+                if r.cancelled or r.expired(now_ns):
+                    self.tokens -= r.tokens
+                    self.requests -= 1
+                    if not r.cancelled:
+                        expired.append(r)
+                else:
+                    alive.append(r)
+            if alive:
+                self.lines[line] = alive
+            else:
+                del self.lines[line]
+        return expired
+
+    def clear(self) -> list[Request]:
+        """Take out everything; returned are those not cancelled."""
+        out = [r for q in self.lines.values() for r in q if not r.cancelled]
+        self.lines.clear()
+        self.tokens = self.requests = 0
+        return out
