@@ -11,6 +11,7 @@ torch is never imported here: whoever passes a torch tensor has imported it.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
@@ -115,7 +116,7 @@ def from_wire(view: TensorView, want: Like) -> Any:
         raise BadResponseError.about("output", got=got, want="raw bytes of f32, f16 or bf16")
     if view.shape != want.shape:
         raise BadResponseError.about("output", got=f"shape {list(view.shape)}", want=list(want.shape))
-    count = int(np.prod(view.shape, dtype=np.int64)) * dtype.itemsize
+    count = math.prod(view.shape) * dtype.itemsize
     if len(view.raw) != count:
         raise BadResponseError.about(f"output {list(view.shape)}", got=f"{len(view.raw)} bytes", want=count)
     raw = _writable(view.raw, dtype.itemsize)
@@ -170,8 +171,11 @@ def _from_torch(x: Any, name: str) -> TensorView:
     if number is None:
         raise _refused(x.dtype, name)
     torch = sys.modules["torch"]
-    flat = x.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-    return TensorView.of_raw(number, tuple(x.shape), flat.numpy())
+    host = x.detach() if x.requires_grad else x
+    if host.device.type != "cpu":
+        host = host.cpu()
+    flat = host.contiguous().view(-1).view(torch.uint8).numpy()
+    return TensorView.of_raw(number, tuple(x.shape), flat)
 
 
 def _refused(dtype: Any, name: str) -> BadDtypeError:
@@ -204,5 +208,5 @@ def _writable(data: Any, itemsize: int) -> NDArray[np.uint8]:
     raw: NDArray[np.uint8] = np.frombuffer(data, np.uint8)
     if raw.flags.writeable or raw.size == 0:
         return raw if raw.size else np.empty(0, np.uint8)
-    address = raw.ctypes.data
+    address: int = raw.__array_interface__["data"][0]
     return raw.copy() if address % itemsize else np.asarray(_Memory(data, address, raw.size))

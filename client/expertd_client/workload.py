@@ -1,0 +1,102 @@
+"""What a load generator sends: requests for one layer after the other, drawn or left to the server to draw.
+
+Both kinds have the same distributions (expert_service.proto, SyntheticValues): hidden states normal(0, 1), top_k
+different experts a token where expert e has the weight 1 / (e + 1) ** zipf, weights softmax of normal(0, 1).  The
+values differ: the server's generator is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.tensors import Synthetic
+
+__all__ = ["POOL", "Inputs", "LayerShape", "drawn", "layer_shapes", "requests", "routes", "synthetic"]
+
+POOL = 16
+"""Different requests that are sent in turn: enough that those in one batch differ, few enough that whoever draws them,
+this process or the server, draws each only once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What must be known of a layer to call it."""
+
+    layer: int
+    hidden_size: int
+    num_experts: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Arguments of one forward."""
+
+    layer: int
+    hidden_states: Any
+    topk_ids: Any
+    topk_weights: Any
+
+
+def layer_shapes(described: pb.DescribeResponse, layers: Sequence[int] | None, top_k: int | None) -> list[LayerShape]:
+    """The shapes of `layers` (None = all that the server holds), with the model's top_k unless another one is given.
+    Raises ValueError for a layer that the server does not hold."""
+    held = {layer.layer: layer for layer in described.layers}
+    wanted = sorted(held) if layers is None else list(layers)
+    missing = [n for n in wanted if n not in held]
+    if missing or not wanted:
+        raise ValueError(f"layers: got {missing or 'none'}, want some of those that the server holds: {sorted(held)}")
+    hidden = described.model.hidden_size
+    shapes = [LayerShape(n, hidden, held[n].num_experts, top_k or held[n].top_k) for n in wanted]
+    for s in shapes:
+        if not 1 <= s.top_k <= s.num_experts:
+            raise ValueError(f"top_k: got {s.top_k}, want 1 to {s.num_experts}, the experts of layer {s.layer}")
+    return shapes
+
+
+def routes(rng: np.random.Generator, tokens: int, shape: LayerShape, zipf: float) -> NDArray[np.int32]:
+    """[tokens, top_k] i32: different experts for each token, expert e with the weight 1 / (e + 1) ** zipf.
+
+    Sampling without replacement by the Gumbel trick: the top_k largest of log weight + Gumbel noise."""
+    log_weight = -zipf * np.log(np.arange(1, shape.num_experts + 1))
+    keys = log_weight + rng.gumbel(size=(tokens, shape.num_experts))
+    return np.argsort(-keys, axis=1)[:, : shape.top_k].astype(np.int32)
+
+
+def drawn(rng: np.random.Generator, tokens: int, shape: LayerShape, zipf: float) -> Inputs:
+    """A request with its tensors: bf16 hidden states, i32 ids, f32 weights."""
+    logits = np.exp(rng.standard_normal((tokens, shape.top_k), dtype=np.float32))
+    return Inputs(
+        shape.layer,
+        rng.standard_normal((tokens, shape.hidden_size), dtype=np.float32).astype(ml_dtypes.bfloat16),
+        routes(rng, tokens, shape, zipf),
+        logits / logits.sum(axis=1, keepdims=True, dtype=np.float32),
+    )
+
+
+def synthetic(seed: int, tokens: int, shape: LayerShape, zipf: float) -> Inputs:
+    """The same request for the server to draw: about 60 bytes on the wire."""
+    return Inputs(
+        shape.layer,
+        Synthetic((tokens, shape.hidden_size), seed, "bf16"),
+        Synthetic((tokens, shape.top_k), seed, "i32", zipf),
+        Synthetic((tokens, shape.top_k), seed, "f32"),
+    )
+
+
+def requests(shapes: Sequence[LayerShape], tokens: int, zipf: float, on_the_wire: bool, seed: int) -> Iterator[Inputs]:
+    """Endless: the layers in turn, POOL different ones over and over.  on_the_wire: with their tensors, otherwise
+    synthetic."""
+    if on_the_wire:
+        rng = np.random.default_rng(seed)
+        pool = [drawn(rng, tokens, shapes[n % len(shapes)], zipf) for n in range(max(POOL, len(shapes)))]
+        pool = pool[: len(pool) // len(shapes) * len(shapes)]  # whole turns, so that the layers stay in order
+        return (pool[n % len(pool)] for n in count())
+    return (synthetic(seed + n % POOL, tokens, shapes[n % len(shapes)], zipf) for n in count())
