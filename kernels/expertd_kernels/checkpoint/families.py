@@ -281,8 +281,8 @@ def unknown_family(config: Config, template: str | None) -> ModelConfig:
             f"config.json: model_type {kind!r} is no known family; known are {known}; for another one say where its"
             ' experts are: --layer-template "model.layers.{layer}.mlp.experts.{expert}.{proj}"'
         )
-    inner: Config = next((config[k] for k in ("text_config", "language_config") if isinstance(config.get(k), Mapping)), {})
-    merged = {**config, **inner}
+    nested = [config[k] for k in ("text_config", "language_config") if isinstance(config.get(k), Mapping)]
+    merged = {**config, **(nested[0] if nested else {})}
     hidden_act = merged.get("hidden_act") or merged.get("mlp_hidden_act") or merged.get("hidden_activation")
     act = _BY_HIDDEN_ACT.get(str(hidden_act))
     if act is None:

@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 from typing import cast
 
 from expertd_kernels.checkpoint.errors import CheckpointError
@@ -54,11 +55,15 @@ class Format:
     since: str = "0.1"
     fixture: str = ""
 
+    def of_method(self, unit: Unit) -> bool:
+        """Whether the row belongs to the checkpoint's quant_method."""
+        return "*" in self.methods or unit.quant.get("quant_method", "") in self.methods
+
     def misses(self, unit: Unit) -> list[str]:
         """Why the row does not fit the unit; empty if it does."""
-        method = unit.quant.get("quant_method", "")
         out = []
-        if method not in self.methods and "*" not in self.methods:
+        if not self.of_method(unit):
+            method = unit.quant.get("quant_method", "")
             out.append(f"quant_method is {method or 'absent'!r}, want {' or '.join(m or 'none' for m in self.methods)}")
         for suffix, dtypes in self.tensors.items():
             if not unit.has(suffix):
@@ -86,11 +91,11 @@ def formats() -> tuple[Format, ...]:
     return rows
 
 
-def _module(name: str):  # type: ignore[no-untyped-def]  # a module: what it holds is checked by the callers' casts
+@cache
+def _module(name: str) -> ModuleType:
     return importlib.import_module(f"expertd_kernels.checkpoint.readers.{name}")
 
 
-@cache
 def reader_of(row: Format) -> Reader:
     return cast(Reader, _module(row.reader))
 
@@ -106,8 +111,8 @@ def detect(unit: Unit) -> Format:
     if matches:
         names = ", ".join(row.name for row in matches)
         raise CheckpointError(f"{unit.name}: fits several formats ({names}); found {_found(unit)}")
-    near = sorted((len(misses), row.name, misses) for row, misses in judged)
-    close = "; ".join(f"{name} ({', '.join(misses)})" for n, name, misses in near if n == near[0][0])
+    near = sorted((not row.of_method(unit), len(misses), row.name, misses) for row, misses in judged)
+    close = "; ".join(f"{name} ({', '.join(misses)})" for *far, name, misses in near if far == list(near[0][:2]))
     raise CheckpointError(f"{unit.name}: fits no known format; found {_found(unit)}; closest: {close}")
 
 

@@ -115,6 +115,17 @@ class Stored:
         self.read_into(out)
         return out
 
+    def prefetch(self) -> None:
+        """Ask the kernel to have these bytes ready; a hint, no promise."""
+        self.shard.prefetch(self.offset, self.nbytes)
+
+    def head(self, nbytes: int) -> bytes:
+        """The first bytes, as they lie in the file."""
+        out = torch.empty(min(nbytes, self.nbytes), dtype=torch.uint8)
+        if out.numel():
+            self.shard.pread(out, self.offset, self.name)
+        return out.numpy().tobytes()
+
     def read_into(self, out: Tensor) -> None:
         """Fill a contiguous tensor of the same number of bytes."""
         if out.numel() * out.element_size() != self.nbytes or not out.is_contiguous():
@@ -160,6 +171,10 @@ class Shard:
                 )
             done += got
         self.counter.add(done)
+
+    def prefetch(self, offset: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):  # Linux
+            os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def _parse(self) -> dict[str, Stored]:
         name = self.path.name

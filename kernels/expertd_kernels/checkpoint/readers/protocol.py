@@ -21,7 +21,7 @@ Nothing that `read` returns may alias something that is written to later; views 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -93,6 +93,16 @@ class Unit:
     def read(self, suffix: str) -> Tensor:
         """The tensor's values: contiguous, the dtype's torch type; F8_E8M0 comes as uint8.  Do not write to it."""
         return self.stored(suffix).read()
+
+    def needed(self) -> Iterator[Stored]:
+        """Every tensor (or cut of one) that may be read for this unit."""
+        yield from self.tensors.values()
+        yield from self.siblings.values()
+
+    def prefetch(self) -> None:
+        """Ask the kernel to read ahead what this unit will need."""
+        for t in self.needed():
+            t.prefetch()
 
     def setting(self, key: str, default: Any = None) -> Any:
         """A key of the quantization config, the override for this projection first."""

@@ -1,0 +1,175 @@
+"""From a layer's plan to canonical weights: each part is read, checked, brought to the matrix's scheme, put in place.
+
+The matrices are allocated once; beside them only the parts of one expert are in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from expertd_kernels.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
+from expertd_kernels.checkpoint.errors import CheckpointError
+from expertd_kernels.checkpoint.fit import convert, join_halves, split, split_layout
+from expertd_kernels.checkpoint.plan import LayerPlan, MatrixPlan, Piece
+from expertd_kernels.checkpoint.readers.protocol import Layout, Part
+from expertd_kernels.checkpoint.tensors import Stored
+from expertd_kernels.scheme import ScaleType
+
+__all__ = ["assemble"]
+
+
+def assemble(plan: LayerPlan, experts: Sequence[int]) -> Weights:
+    """Canonical weights of these experts, in this order.  CheckpointError names the tensor that is wrong."""
+    seg, H, I = plan.activation.segments, plan.hidden_size, plan.intermediate_size
+    w13 = _Matrix("w13", plan.w13, len(experts), seg * I, H, seg)
+    w2 = _Matrix("w2", plan.w2, len(experts), H, I, 1)
+    input_scales = torch.ones(len(experts), 2) if plan.input_scale else None
+    for e in experts:
+        for piece in plan.pieces[e].values():
+            piece.unit.prefetch()
+    for slot, e in enumerate(experts):
+        parts = _parts(plan, e)
+        for segment, (part, layout) in enumerate(parts[:-1]):
+            w13.put(slot, segment, part, layout)
+        w2.put(slot, 0, *parts[-1])
+        if input_scales is not None:
+            input_scales[slot, 0] = torch.stack([_number(p.input_scale) for p, _ in parts[:-1]]).max()
+            input_scales[slot, 1] = _number(parts[-1][0].input_scale)
+    _check_finite(w13, plan, experts, ("gate", "up", "gate_up"))
+    _check_finite(w2, plan, experts, ("down",))
+    return Weights(w13.tensor(), w2.tensor(), plan.activation, plan.checkpoint_activation, input_scales)
+
+
+def _parts(plan: LayerPlan, expert: int) -> list[tuple[Part, Layout]]:
+    """(part, layout) of gate, up and down (up and down for an activation without mul)."""
+    pieces = plan.pieces[expert]
+    read = {name: _read(piece) for name, piece in pieces.items()}
+    down = (read["down"], pieces["down"].layout)
+    if "gate_up" in pieces:
+        whole, interleaved = pieces["gate_up"].layout, pieces["gate_up"].unit.interleaved
+        half = split_layout(whole, interleaved)
+        gate, up = split(read["gate_up"], whole, interleaved)
+        return [(gate, half), (up, half), down]
+    if plan.mixed_rows:
+        half = pieces["gate"].layout
+        whole = replace(half, n=2 * half.n)
+        gate, up = split(join_halves(read["gate"], read["up"]), whole, interleaved=True)
+        return [(gate, half), (up, half), down]
+    return [(read[n], pieces[n].layout) for n in ("gate", "up") if n in read] + [down]
+
+
+def _read(piece: Piece) -> Part:
+    """The part, with the shapes that its layout promised."""
+    part, layout = piece.reader.read(piece.unit), piece.layout
+    scheme, n, k = layout.scheme, layout.n, layout.k
+    if scheme.element.quantized:
+        want = scheme.scale_shape(n, k)
+        for name, t, there in (("scales", part.scales, True), ("zeros", part.zeros, scheme.zeros)):
+            if (t is not None) != there or (t is not None and tuple(t.shape) != want):
+                got = "none" if t is None else list(t.shape)
+                raise piece.unit.error(f"{name} {got}", f"{list(want) if there else 'none'} for {scheme.name} {n}x{k}")
+    return part
+
+
+def _number(t: Tensor | None) -> Tensor:
+    assert t is not None, "the plan promised an input scale"
+    return t.reshape(()).float()
+
+
+@dataclass
+class _Matrix:
+    """A canonical matrix being filled."""
+
+    name: str
+    plan: MatrixPlan
+    experts: int
+    n: int
+    k: int
+    segments: int
+    exact: bool = False
+    t: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        s, E, n, k = self.plan.scheme, self.experts, self.n, self.k
+        scale_shape = (E, *s.scale_shape(n, k, self.segments))
+        codes = CODE_DTYPE[s.element]
+        self.t["codes"] = torch.empty(E, n, -(-k // 2) if s.element.packed else k, dtype=codes)
+        if s.scale is not ScaleType.NONE:
+            self.t["scales"] = torch.empty(scale_shape, dtype=SCALE_DTYPE[s.scale])
+        if s.zeros:
+            self.t["zeros"] = torch.empty(scale_shape, dtype=codes)
+        if s.global_scale:
+            self.t["global_exact"] = torch.empty(E, self.segments, dtype=torch.float64)
+        if self.plan.columns:
+            self.t["columns"] = torch.arange(k, dtype=torch.int32).repeat(E, 1)
+        if self.plan.bias:
+            self.t["bias"] = torch.empty(E, n)
+
+    def put(self, slot: int, segment: int, part: Part, layout: Layout) -> None:
+        """Copy one projection of one expert to its rows."""
+        part = convert(part, layout.scheme, self.plan.scheme, layout.n, layout.k)
+        self._put_codes(self._rows("codes", slot, segment), part.codes)
+        for name, value in (("scales", part.scales), ("zeros", part.zeros), ("bias", part.bias)):
+            if name in self.t:
+                assert value is not None
+                self._rows(name, slot, segment).copy_(value)
+        if "global_exact" in self.t:
+            assert part.global_scale is not None
+            self.exact |= part.global_scale.dtype is torch.float64
+            self.t["global_exact"][slot, segment] = part.global_scale.reshape(()).double()
+        if "columns" in self.t and part.columns is not None:
+            self.t["columns"][slot] = part.columns
+
+    def _rows(self, name: str, slot: int, segment: int) -> Tensor:
+        whole = self.t[name][slot]
+        rows = whole.shape[0] // self.segments
+        return whole[segment * rows : (segment + 1) * rows]
+
+    @staticmethod
+    def _put_codes(out: Tensor, codes: Tensor | Stored) -> None:
+        if isinstance(codes, Stored):
+            codes.read_into(out)
+        elif codes.dtype == out.dtype:
+            out.copy_(codes)
+        elif codes.element_size() == out.element_size():
+            out.copy_(codes.view(out.dtype))
+        else:
+            out.view(codes.dtype).copy_(codes)
+
+    def tensor(self) -> QuantTensor:
+        fields = dict(self.t)
+        exact = fields.pop("global_exact", None)
+        if exact is not None:
+            fields["global_scales"] = exact.float()
+            if self.exact:
+                fields["global_exact"] = exact
+        return QuantTensor(self.plan.scheme, (self.experts, self.n, self.k), segments=self.segments, **fields)
+
+
+def _check_finite(matrix: _Matrix, plan: LayerPlan, experts: Sequence[int], projections: tuple[str, ...]) -> None:
+    """No scale, bias or second-level scale may be NaN or infinite."""
+    for name in ("scales", "global_exact", "bias"):
+        t = matrix.t.get(name)
+        if t is None:
+            continue
+        bad = _not_finite(t, matrix.plan.scheme.scale)
+        if bool(bad.any()):
+            slot, row = (int(i) for i in bad.nonzero()[0][:2])
+            pieces = plan.pieces[experts[slot]]
+            names = [p for p in projections if p in pieces]
+            unit = pieces[names[min(len(names) - 1, row * len(names) // t.shape[1])]].unit
+            word = "bias" if name == "bias" else "scale"
+            tensors = [x.name for s, x in sorted(unit.tensors.items()) if word in s] or [unit.name]
+            raise CheckpointError(f"{' or '.join(tensors)}: a {word} is NaN or infinite; want finite numbers")
+
+
+def _not_finite(t: Tensor, scale: ScaleType) -> Tensor:
+    if t.dtype is torch.float8_e4m3fn:
+        return (t.view(torch.uint8) & 0x7F) == 0x7F
+    if t.dtype is torch.uint8:
+        return t == 0xFF if scale is ScaleType.E8M0 else torch.zeros_like(t, dtype=torch.bool)
+    return ~torch.isfinite(t)

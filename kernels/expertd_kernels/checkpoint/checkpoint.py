@@ -1,0 +1,185 @@
+"""A checkpoint folder as an ExpertSource: which layers have experts, what they are, their canonical weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from expertd_kernels.canonical import Weights
+from expertd_kernels.checkpoint.assembly import assemble
+from expertd_kernels.checkpoint.errors import CheckpointError
+from expertd_kernels.checkpoint.families import ModelConfig, find_family, unknown_family
+from expertd_kernels.checkpoint.files import read_json, shard_files
+from expertd_kernels.checkpoint.names import LayerTensors, family_naming, group_by_layer, template_naming
+from expertd_kernels.checkpoint.plan import LayerPlan, plan_layer
+from expertd_kernels.checkpoint.quant_config import read_quant_config
+from expertd_kernels.checkpoint.tensors import Counter, Shard, Stored
+from expertd_kernels.source import LayerInfo
+
+__all__ = ["Checkpoint", "open_checkpoint"]
+
+_SAMPLE_BYTES = 64
+"""Of two tensors of each layer, for the fingerprint: two fine-tunes of one model differ only in their weights."""
+
+
+def open_checkpoint(path: str | Path, layer_template: str | None = None) -> Checkpoint:
+    """Open a folder with config.json and safetensors files; reads headers only.
+
+    layer_template: where the experts are, for a family that is not in the table, or to overrule it.
+    CheckpointError says what is wrong with the folder.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise CheckpointError(f"{root}: is no folder; want one with config.json and safetensors files")
+    config = read_json(root / "config.json", root)
+    model = find_family(config) or unknown_family(config, layer_template)
+    quant = read_quant_config(root, config)
+    counter = Counter()
+    tensors = _open_shards(root, counter)
+    naming = template_naming(layer_template, model.family) if layer_template else family_naming(model.family)
+    layers = group_by_layer(tensors, naming)
+    if not layers:
+        raise CheckpointError(
+            f"{root}: no experts among its {len(tensors)} tensors (as {next(iter(tensors), 'none')}); family"
+            f" {model.family.name} has them at {naming.template}; say where they are with --layer-template"
+        )
+    return Checkpoint(root, model, quant, layers, counter)
+
+
+def _open_shards(root: Path, counter: Counter) -> dict[str, Stored]:
+    """Every tensor of the checkpoint.  Each stands in exactly one file, and where the index says."""
+    weight_map, files = shard_files(root)
+    tensors: dict[str, Stored] = {}
+    for file in files:
+        for name, t in Shard(root / file, root, counter).tensors.items():
+            if name in tensors:
+                raise CheckpointError(f"{name}: stands in {tensors[name].file} and in {file}; want it once")
+            tensors[name] = t
+    for name, file in (weight_map or {}).items():
+        if name not in tensors or tensors[name].shard.path.name != Path(file).name:
+            raise CheckpointError(f"{name}: the index says it is in {file}, but that file does not hold it")
+    return tensors
+
+
+class Checkpoint:
+    """See source.ExpertSource.  Safe to use from many threads: nothing changes after opening but the counter."""
+
+    def __init__(
+        self,
+        root: Path,
+        model: ModelConfig,
+        quant: Mapping[str, Any],
+        tensors: Mapping[int, LayerTensors],
+        counter: Counter,
+    ) -> None:
+        self.root = root
+        self.quant = quant
+        self.counter = counter
+        self._model = model
+        self._infos: dict[int, LayerInfo] = {}
+        depth = model.num_layers()
+        self._tensors = {n: tensors[n] for n in sorted(tensors) if not depth or n < depth}
+        beyond = sorted(set(tensors) - set(self._tensors))
+        if not self._tensors:
+            raise CheckpointError(f"{root}: experts in layers {beyond}, but config.json says {depth} layers")
+        self._notes = tuple(self._general_notes(beyond))
+
+    @property
+    def family(self) -> str:
+        return self._model.family.name
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self._tensors)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read from disk so far, headers not counted."""
+        return self.counter.bytes
+
+    def plan(self, layer: int) -> LayerPlan:
+        """How the layer will be read: formats, schemes, shapes of every projection of every expert."""
+        if layer not in self._tensors:
+            raise KeyError(f"layer {layer}: this checkpoint has experts in layers {_ranges(self.layers)}")
+        return plan_layer(self._model, self.quant, self._tensors[layer])
+
+    def info(self, layer: int) -> LayerInfo:
+        if layer not in self._infos:
+            self._infos[layer] = self._describe(self.plan(layer))
+        return self._infos[layer]
+
+    def load(self, layer: int, experts: Sequence[int] | None = None) -> Weights:
+        plan = self.plan(layer)
+        held = range(len(plan.pieces)) if experts is None else experts
+        for e in held:
+            if not 0 <= e < len(plan.pieces):
+                raise KeyError(f"expert {e} of layer {layer}: it has experts 0 to {len(plan.pieces) - 1}")
+        return assemble(plan, list(held))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the configuration, of names, dtypes and shapes of the expert tensors, and of the first bytes of
+        two large tensors of each layer.  Not of file names: the same model in other shards is the same model."""
+        digest = hashlib.sha256()
+        config = {k: v for k, v in self._model.raw.items() if k not in ("_name_or_path", "transformers_version")}
+        digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+        for layer in self._tensors.values():
+            found = sorted(_all_tensors(layer), key=lambda t: t.name)
+            for t in found:
+                digest.update(f"{t.name} {t.dtype} {t.shape}\n".encode())
+            for t in (max(found[: len(found) // 2 + 1], key=lambda t: t.nbytes), max(found, key=lambda t: t.nbytes)):
+                digest.update(t.head(_SAMPLE_BYTES))
+        return digest.hexdigest()
+
+    def expert_bytes(self, layer: int, experts: Sequence[int] | None = None) -> int:
+        """Bytes on disk of what load(layer, experts) has to read."""
+        pieces = self.plan(layer).pieces
+        held = range(len(pieces)) if experts is None else experts
+        needed = {(t.file, t.offset): t for e in held for p in pieces[e].values() for t in p.unit.needed()}
+        return sum(t.nbytes for t in needed.values())
+
+    def _describe(self, plan: LayerPlan) -> LayerInfo:
+        return LayerInfo(
+            plan.layer,
+            len(plan.pieces),
+            plan.top_k,
+            plan.hidden_size,
+            plan.intermediate_size,
+            plan.w13.scheme,
+            plan.w2.scheme,
+            plan.activation,
+            bias=plan.w13.bias or plan.w2.bias,
+            act_order=plan.w13.columns or plan.w2.columns,
+            checkpoint_activation=plan.checkpoint_activation,
+            notes=(*plan.notes, *self._notes),
+        )
+
+    def _general_notes(self, beyond: list[int]) -> list[str]:
+        notes = [f"left alone: attention, norms, {self._model.family.left_alone}"]
+        if beyond:
+            notes.append(f"left alone: experts of layers {_ranges(beyond)}, beyond the model's own (token prediction)")
+        expected = self._model.sparse_layers()
+        missing = sorted(set(expected or ()) - set(self._tensors))
+        if missing:
+            notes.append(f"config.json says that layers {_ranges(missing)} have experts too: they are not in the files")
+        return notes
+
+
+def _all_tensors(layer: LayerTensors) -> list[Stored]:
+    apart = [t for expert in layer.apart.values() for found in expert.values() for t in found.values()]
+    return apart + [t for found in layer.fused.values() for t in found.values()]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """ "3-60" or "1, 3, 5-7"."""
+    out: list[list[int]] = []
+    for n in sorted(numbers):
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
