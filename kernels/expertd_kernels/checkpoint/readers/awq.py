@@ -1,0 +1,181 @@
+"""AWQ: int32 words packed along N (GEMM) or along K (GEMV), zero points as they are.
+
+gemm  qweight [K, N/8] I32, nibble i of word c holds column 8c + ORDER[i]; qzeros [groups, N/8] likewise
+      scales  [groups, N]
+gemv  qweight [N, K/8] I32 in natural order: canonical bytes; scales [N, >= groups], qzeros [N, >= groups / 8]
+      padded to a multiple that depends on the group size
+weight[n, k] = (q - zero) * scale
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from expertd_kernels.checkpoint.bits import transpose_packed_rows, unpack_fields, words_for
+from expertd_kernels.checkpoint.formats import Format
+from expertd_kernels.checkpoint.readers.groups import GroupInfo, integer_scheme, scale_type
+from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
+from expertd_kernels.scheme import WHOLE
+
+__all__ = ["FORMATS", "layout", "read"]
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Column, within its eight, that nibble i of a word holds."""
+
+_PLACE = tuple(ORDER.index(i) for i in range(8))
+"""Nibble of a word that holds column i of its eight."""
+
+_FLOATS = ("F16", "BF16", "F32")
+
+
+def _info(unit: Unit) -> GroupInfo:
+    """Sizes by the shapes, checked against the group size and each other."""
+    if unit.setting("bits") != 4:
+        raise unit.error(f"bits {unit.setting('bits')!r} in the quantization config", "4: AWQ has no other")
+    q = unit.expect("qweight", None, "I32")
+    if len(q.shape) != 2:
+        raise unit.error(f"shape {list(q.shape)}", "two dimensions", "qweight")
+    n, k = (q.shape[0], q.shape[1] * 8) if _is_gemv(unit) else (q.shape[1] * 8, q.shape[0])
+    group = unit.setting("group_size", -1)
+    if type(group) is not int or group == 0 or group < -1:
+        raise unit.error(f"group_size {group!r} in the quantization config", "-1 or a number > 0")
+    groups = 1 if group == -1 else -(-k // group)
+    scales = unit.expect("scales", None, *_FLOATS)
+    zeros = unit.expect("qzeros", None, "I32")
+    if _is_gemv(unit):
+        fits = [s.shape[0] == n and s.shape[1] * f >= groups for s, f in ((scales, 1), (zeros, 8)) if len(s.shape) == 2]
+        if fits != [True, True]:
+            raise unit.error(f"scales {list(scales.shape)}, qzeros {list(zeros.shape)}", f"[{n}, >= {groups}] of both")
+    else:
+        unit.expect("scales", (groups, n), *_FLOATS)
+        unit.expect("qzeros", (groups, words_for(n, 4)), "I32")
+    if unit.has("bias"):
+        unit.expect("bias", (n,), *_FLOATS)
+    return GroupInfo(n, k, 4, WHOLE if group == -1 else group, groups, scale_type(scales), _symmetric(unit))
+
+
+def _symmetric(unit: Unit) -> bool:
+    """AutoAWQ says zero_point false, AutoRound sym true."""
+    return unit.setting("zero_point") is False or unit.setting("sym") is True
+
+
+def _is_gemv(unit: Unit) -> bool:
+    return _version(unit) == "gemv"
+
+
+def layout(unit: Unit) -> Layout:
+    info = _info(unit)
+    scheme, notes = integer_scheme(info)
+    return Layout(scheme, info.n, info.k, bias=unit.has("bias"), notes=notes)
+
+
+def read(unit: Unit) -> Part:
+    info = _info(unit)
+    if _is_gemv(unit):
+        codes = unit.read("qweight")
+        scales = unit.read("scales")[:, : info.groups]
+        zeros = unpack_fields(unit.read("qzeros"), 4, info.groups, dim=1)
+    else:
+        codes = _gemm_codes(unit.read("qweight"))
+        scales = unit.read("scales").t()
+        fields = unpack_fields(unit.read("qzeros"), 4, info.n, dim=1)
+        zeros = fields.view(info.groups, -1, 8)[:, :, list(_PLACE)].flatten(1).t()
+    if info.symmetric and not bool((zeros == 8).all()):
+        raise unit.error(
+            "zero points other than 8 though the quantization config says that there are none",
+            "8 everywhere, or zero_point true (sym false) in config.json",
+            "qzeros",
+        )
+    bias = unit.read("bias") if unit.has("bias") else None
+    return Part(codes, scales, None if info.symmetric else zeros, bias=bias)
+
+
+def _gemm_codes(words: Tensor) -> Tensor:
+    """[K, N/8] words along N -> [N, K/8] words along K, or [N, ceil(K/2)] bytes where K is no multiple of 8."""
+    K = words.shape[0]
+    if K % 8:
+        words = torch.nn.functional.pad(words, (0, 0, 0, -K % 8))
+    turned = transpose_packed_rows(words)[:, list(_PLACE)]
+    out = turned.transpose(1, 2).reshape(turned.shape[0], -1).t()
+    return out if K % 8 == 0 else out.contiguous().view(torch.uint8)[:, : -(-K // 2)]
+
+
+def _version(unit: Unit) -> str:
+    if unit.quant.get("quant_method") == "auto-round":
+        return "gemm"
+    return str(unit.quant.get("version") or unit.quant.get("format") or "gemm").lower()
+
+
+def _gemm_rule(unit: Unit) -> str | None:
+    return None if _version(unit) == "gemm" else f"version is {_version(unit)!r}, want 'gemm'"
+
+
+def _gemv_rule(unit: Unit) -> str | None:
+    return None if _is_gemv(unit) else f"version is {_version(unit)!r}, want 'gemv'"
+
+
+def _other_rule(unit: Unit) -> str | None:
+    return None if _version(unit) in ("gemv_fast", "llm-awq", "marlin") else f"version is {_version(unit)!r}"
+
+
+def _autoround_rule(unit: Unit) -> str | None:
+    packing = unit.quant.get("packing_format")
+    return None if packing in _PACKINGS else f"packing_format is {packing!r}, want {' or '.join(_PACKINGS)}"
+
+
+_PACKINGS = ("auto_round:auto_awq", "auto_round:awq")
+_TENSORS = {"qweight": "I32", "qzeros": "I32", "scales": " ".join(_FLOATS)}
+_GEMM_PACKING = "`qweight` I32 [K, N/8] along N, columns 0 2 4 6 1 3 5 7 of each eight"
+_ZEROS = "`qzeros` I32 in the same order, as they are"
+
+FORMATS = (
+    Format(
+        "awq_gemm",
+        "awq",
+        frozenset({"awq"}),
+        _TENSORS,
+        frozenset({"weight"}),
+        _gemm_rule,
+        detected_by="quant_method awq, version gemm or none",
+        packing=_GEMM_PACKING,
+        scales="`scales` F16 or BF16 [K/g, N]",
+        zero_points=_ZEROS,
+        fixture="awq-gemm-w4-g128-autoawq-mixtral",
+    ),
+    Format(
+        "awq_gemv",
+        "awq",
+        frozenset({"awq"}),
+        _TENSORS,
+        frozenset({"weight"}),
+        _gemv_rule,
+        detected_by="quant_method awq, version gemv",
+        packing="`qweight` I32 [N, K/8] along K",
+        scales="`scales` F16 [N, padded K/g]",
+        zero_points="`qzeros` I32 [N, padded K/g/8] along groups",
+    ),
+    Format(
+        "awq_other",
+        "awq",
+        frozenset({"awq"}),
+        {},
+        rule=_other_rule,
+        refusal="this version of AWQ's packing is not read; want version gemm (or gemv)",
+        detected_by="quant_method awq, version gemv_fast, llm-awq or marlin",
+        packing="refused",
+    ),
+    Format(
+        "autoround_awq",
+        "awq",
+        frozenset({"auto-round"}),
+        _TENSORS,
+        frozenset({"weight"}),
+        _autoround_rule,
+        detected_by="quant_method auto-round, packing_format auto_round:auto_awq",
+        packing=_GEMM_PACKING,
+        scales="`scales` F16 [K/g, N]",
+        zero_points=_ZEROS,
+        fixture="autoround-native-awqpack-w4-g64-asym-deepseekv3",
+    ),
+)

@@ -1,0 +1,241 @@
+"""GPTQ and AutoRound's GPTQ packings: int32 words packed along K, scales [groups, N].
+
+    qweight [K * bits / 32, N] I32   field k % (32 / bits) of word k * bits / 32, low bits first
+    qzeros  [groups, N * bits / 32]  packed along N; version 1 stores zero - 1, version 2 the zero point itself
+    scales  [groups, N] F16          g_idx [K] I32: group of each input column (may be absent: natural order)
+    weight[n, k] = (q - zero) * scale
+
+Transposing the words [K/8, N] -> [N, K/8] makes canonical bytes of them: eight codes along K in a little-endian word
+are four bytes with the low nibble first.  No nibble is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from expertd_kernels.canonical import pack_nibbles
+from expertd_kernels.checkpoint.bits import add_to_fields, int4_from_narrow, unpack_fields, words_for
+from expertd_kernels.checkpoint.formats import Format
+from expertd_kernels.checkpoint.order import UNEQUAL, columns_of, is_natural
+from expertd_kernels.checkpoint.readers.groups import GroupInfo, integer_scheme, scale_type
+from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
+from expertd_kernels.scheme import WHOLE, Element, Scheme
+
+__all__ = ["FORMATS", "layout", "read"]
+
+_BITS = (2, 3, 4, 8)
+_FLIP = -0x7F7F7F80  # 0x80808080 as int32: unsigned bytes minus 128
+
+
+def _info(unit: Unit) -> GroupInfo:
+    """Sizes by the shapes, checked against bits, group size and each other."""
+    bits = unit.setting("bits")
+    if bits not in _BITS:
+        raise unit.error(f"bits {bits!r} in the quantization config", "2, 3, 4 or 8")
+    q = unit.expect("qweight", None, "I32")
+    if len(q.shape) != 2:
+        raise unit.error(f"shape {list(q.shape)}", "[K * bits / 32, N]", "qweight")
+    n, k = q.shape[1], q.shape[0] * 32 // bits
+    if unit.k and words_for(unit.k, bits) == q.shape[0]:
+        k = unit.k  # 3 bits: the last word may have room to spare
+    group = unit.setting("group_size", -1)
+    if type(group) is not int or group == 0 or group < -1:
+        raise unit.error(f"group_size {group!r} in the quantization config", "-1 or a number > 0")
+    groups = 1 if group == -1 else -(-k // group)
+    scales = unit.expect("scales", (groups, n), "F16", "BF16", "F32")
+    unit.expect("qzeros", (groups, words_for(n, bits)), "I32")
+    if unit.has("g_idx"):
+        unit.expect("g_idx", (k,), "I32", "I64")
+    if unit.has("bias"):
+        unit.expect("bias", (n,), "F16", "BF16", "F32")
+    return GroupInfo(n, k, bits, WHOLE if group == -1 else group, groups, scale_type(scales), bool(unit.setting("sym")))
+
+
+def layout(unit: Unit) -> Layout:
+    info = _info(unit)
+    scheme, notes = integer_scheme(info)
+    columns = None
+    if unit.has("g_idx") and unit.setting("desc_act") is not False:
+        try:
+            columns = columns_of(unit.read("g_idx"), info.groups, info.cols or info.k)
+        except ValueError as e:
+            if str(e) != UNEQUAL:
+                raise unit.error(str(e), suffix="g_idx") from None
+            scheme = Scheme(Element.F32)
+            notes = (*notes, f"activation order with {UNEQUAL}: widened to f32 (exact)")
+    return Layout(scheme, info.n, info.k, bias=unit.has("bias"), columns=columns, notes=notes)
+
+
+def read(unit: Unit) -> Part:
+    info, plan = _info(unit), unit.layout or layout(unit)
+    scales = unit.read("scales").t()
+    zeros = _zeros(unit, info)
+    bias = unit.read("bias") if unit.has("bias") else None
+    words = unit.read("qweight")
+    if not plan.scheme.element.quantized:
+        return Part(_widened(unit, info, words, scales, zeros), bias=bias)
+    if unit.has("g_idx") and unit.setting("desc_act") is False:
+        _require_natural(unit, info)
+    return Part(
+        _codes(words, info, plan.columns), scales, zeros if plan.scheme.zeros else None, None, plan.columns, bias
+    )
+
+
+def _require_natural(unit: Unit, info: GroupInfo) -> None:
+    if not is_natural(unit.read("g_idx"), info.cols or info.k):
+        raise unit.error(
+            "columns are not in natural order though the quantization config says desc_act false",
+            "0, 0, ..., 1, 1, ..., or desc_act true in config.json",
+            "g_idx",
+        )
+
+
+def _zeros(unit: Unit, info: GroupInfo) -> Tensor:
+    """[N, groups] canonical zero points: u8 0..15 for codes held as int4, int8 for 8 bits."""
+    words = unit.read("qzeros")
+    if info.bits == 3:
+        raw = unpack_fields(words, 3, info.n, dim=1)
+        raw = raw if _raw_zeros(unit) else (raw + 1) & 7
+    else:
+        words = words if _raw_zeros(unit) else add_to_fields(words, info.bits)
+        raw = unpack_fields(words, info.bits, info.n, dim=1)
+    middle = 1 << (info.bits - 1)
+    if info.symmetric and not bool((raw == middle).all()):
+        raise unit.error(
+            f"zero points other than {middle} though the quantization config says sym true",
+            f"{middle} everywhere, or sym false in config.json",
+            "qzeros",
+        )
+    return (raw ^ 0x80).view(torch.int8).t() if info.bits == 8 else raw.t()
+
+
+def _raw_zeros(unit: Unit) -> bool:
+    """Whether zero points are stored as they are (version 2), and not minus 1."""
+    if unit.quant.get("quant_method") == "auto-round":
+        return unit.quant.get("packing_format") in _RAW_PACKINGS
+    return _version(unit) == "gptq_v2"
+
+
+def _codes(words: Tensor, info: GroupInfo, columns: Tensor | None) -> Tensor:
+    """Canonical codes of packed words [K * bits / 32, N], the columns brought into group order."""
+    if columns is None and info.bits == 4:
+        return words.t()
+    if columns is None and info.bits == 8:
+        return (words ^ _FLIP).t()
+    fields = unpack_fields(words, info.bits, info.k, dim=0)
+    if columns is not None:
+        fields = fields.index_select(0, columns)
+    if info.bits == 8:
+        return (fields ^ 0x80).view(torch.int8).t()
+    if info.bits < 4 and info.symmetric:
+        fields = int4_from_narrow(fields, info.bits)
+    return pack_nibbles(fields.t())
+
+
+def _widened(unit: Unit, info: GroupInfo, words: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """[N, K] f32 of groups that no permutation makes equal."""
+    group = unit.read("g_idx").long()
+    q = unpack_fields(words, info.bits, info.k, dim=0).t().float()
+    z = zeros.float() + (128 if info.bits == 8 else 0)
+    return (q - z[:, group]) * scales.float()[:, group]
+
+
+_RAW_PACKINGS = ("auto_round", "auto_round:gptqmodel")
+_V1_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptq")
+
+
+def _version(unit: Unit) -> str:
+    """checkpoint_format; tools that leave it out write version 1."""
+    return str(unit.quant.get("checkpoint_format") or unit.quant.get("format") or "gptq")
+
+
+def _is_v1(unit: Unit) -> str | None:
+    return None if _version(unit) == "gptq" else f"checkpoint_format is {_version(unit)!r}, want 'gptq' or none"
+
+
+def _is_v2(unit: Unit) -> str | None:
+    return None if _version(unit) == "gptq_v2" else f"checkpoint_format is {_version(unit)!r}, want 'gptq_v2'"
+
+
+def _is_repacked(unit: Unit) -> str | None:
+    marlin = unit.quant.get("is_marlin_format") or _version(unit) in ("marlin", "bitblas", "qqq")
+    return None if marlin else "no kernel's own layout"
+
+
+def _packs(names: tuple[str, ...]) -> Callable[[Unit], str | None]:
+    def rule(unit: Unit) -> str | None:
+        packing = unit.quant.get("packing_format", "auto_round:auto_gptq")
+        return None if packing in names else f"packing_format is {packing!r}, want {' or '.join(names)}"
+
+    return rule
+
+
+_TENSORS = {"qweight": "I32", "qzeros": "I32", "scales": "F16 BF16 F32"}
+_PACKING = "`qweight` I32 [K*b/32, N] along K, low bits first; 2, 3, 4 or 8 bits"
+_SCALES = "`scales` F16 [K/g, N]; any g, -1 = whole column; `g_idx`: activation order"
+
+
+def _row(name: str, method: str, rule: Callable[[Unit], str | None], detected: str, zeros: str, fixture: str) -> Format:
+    return Format(
+        name,
+        "gptq",
+        frozenset({method}),
+        _TENSORS,
+        frozenset({"weight"}),
+        rule,
+        detected_by=detected,
+        packing=_PACKING,
+        scales=_SCALES,
+        zero_points=zeros,
+        fixture=fixture,
+    )
+
+
+FORMATS = (
+    _row(
+        "gptq_v1",
+        "gptq",
+        _is_v1,
+        "quant_method gptq, checkpoint_format gptq or none",
+        "`qzeros` I32 along N, stored minus 1 with borrow; sym: the middle, checked",
+        "gptq-w4-g64-asym-v1-mixtral",
+    ),
+    _row(
+        "gptq_v2",
+        "gptq",
+        _is_v2,
+        "quant_method gptq, checkpoint_format gptq_v2",
+        "`qzeros` I32 along N, as they are",
+        "gptq-w4-g128-asym-v2-mixtral1l",
+    ),
+    _row(
+        "autoround_gptq",
+        "auto-round",
+        _packs(_V1_PACKINGS),
+        "quant_method auto-round, packing_format auto_round:auto_gptq",
+        "`qzeros` I32 along N, stored minus 1",
+        "autoround-native-w4-g128-sym-qwen3moe1l",
+    ),
+    _row(
+        "autoround_native",
+        "auto-round",
+        _packs(_RAW_PACKINGS),
+        "quant_method auto-round, packing_format auto_round or auto_round:gptqmodel",
+        "`qzeros` I32 along N, as they are",
+        "autoround-native-gptqmodelpack-w4-g128-asym-mixtral1l",
+    ),
+    Format(
+        "gptq_repacked",
+        "gptq",
+        frozenset({"gptq", "marlin"}),
+        {},
+        rule=_is_repacked,
+        refusal="weights in the layout of one kernel (Marlin, BitBLAS, QQQ) are not read; use the checkpoint in GPTQ's"
+        " own layout (checkpoint_format gptq or gptq_v2)",
+        detected_by="checkpoint_format marlin, bitblas or qqq, or is_marlin_format",
+        packing="refused",
+    ),
+)

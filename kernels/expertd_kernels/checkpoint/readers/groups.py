@@ -1,0 +1,39 @@
+"""What the readers of integer formats share: sizes, and the canonical scheme of a bit width."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from expertd_kernels.checkpoint.tensors import Stored
+from expertd_kernels.scheme import Element, ScaleType, Scheme
+
+__all__ = ["GroupInfo", "integer_scheme", "scale_type"]
+
+_SCALE_TYPES = {"F16": ScaleType.F16, "BF16": ScaleType.BF16, "F32": ScaleType.F32}
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """[n, k] codes of `bits` bits in `groups` groups of `cols` columns (0 = one group).
+
+    symmetric: the configuration says that every zero point is the middle of the range
+    """
+
+    n: int
+    k: int
+    bits: int
+    cols: int
+    groups: int
+    scale: ScaleType
+    symmetric: bool
+
+
+def scale_type(scales: Stored) -> ScaleType:
+    return _SCALE_TYPES[scales.dtype]
+
+
+def integer_scheme(info: GroupInfo) -> tuple[Scheme, tuple[str, ...]]:
+    """The canonical scheme, and what to tell the user: 2- and 3-bit codes are held as int4."""
+    element = Element.INT8 if info.bits == 8 else Element.INT4
+    notes = (f"{info.bits}-bit codes are held as int4 (exact)",) if info.bits < 4 else ()
+    return Scheme(element, 1, info.cols, info.scale, zeros=not info.symmetric), notes
