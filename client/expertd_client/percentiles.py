@@ -9,9 +9,9 @@ __all__ = ["Durations", "Summary", "percentile"]
 
 
 def percentile(ascending: array[float], percent: float) -> float:
-    """The nearest-rank percentile: the smallest value that at least `percent` % of the values do not exceed.  It is
-    always
-    one of the values; percent is > 0 and <= 100, `ascending` is not empty."""
+    """The nearest-rank percentile: the smallest value that at least `percent` % of the values do not exceed.
+
+    It is always one of the values.  percent is > 0 and <= 100; `ascending` is not empty."""
     if not ascending or not 0.0 < percent <= 100.0:
         raise ValueError(
             f"percentile: got {percent} % of {len(ascending)} values, want 0 < percent <= 100 of one at least"

@@ -1,0 +1,68 @@
+"""The `expertctl` command: asks a server, calls it, loads it.  One row of COMMANDS and one module in commands/ each,
+imported when it is called.
+
+Exit codes: 0 done; 1 the server refused, failed or could not be reached; 2 a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+from expertd.errors import ExpertdError
+from expertd.hostmem import tune_allocator
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: Mapping[str, str] = {
+    "describe": "what a server holds, accepts and chose",
+    "forward": "send one batch and show the answer",
+    "load": "send many, in a closed or an open loop, and report latency and throughput",
+    "bench": "measure parts of the client on this machine",
+}
+"""Command -> what --help says.  Module: expertd_client.commands.NAME, with add_parser(subparsers) and run(args)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="expertctl", description="Talks to an expertd server.")
+    parser.add_argument("--version", action="version", version=f"expertctl {importlib.metadata.version('expertd')}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    named = next((a for a in argv if not a.startswith("-")), None)
+    modules = {}
+    for name, text in COMMANDS.items():
+        if name == named:
+            modules[name] = importlib.import_module(f"expertd_client.commands.{name}")
+            modules[name].add_parser(subparsers, text)
+        else:
+            subparsers.add_parser(name, help=text)
+    args = parser.parse_args(argv)
+    tune_allocator()
+    try:
+        return int(modules[args.command].run(args))
+    except ExpertdError as error:
+        _complain(error, getattr(args, "json", False))
+        return 1
+    except ValueError as error:  # an argument that only the server's description, or a file, shows to be wrong
+        print(f"expertctl {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _complain(error: ExpertdError, as_json: bool) -> None:
+    """The error for people on stderr, for programs on stdout as {"error": {...}}."""
+    if as_json:
+        row = {"reason": error.reason, "code": error.code.name, "message": error.message, "retryable": error.retryable}
+        print(json.dumps({"error": row}))
+    else:
+        print(f"expertctl: {error.reason}: {error.message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

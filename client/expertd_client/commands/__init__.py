@@ -1,0 +1,1 @@
+"""The commands of `expertctl`, one module each: add_parser(subparsers, help) and run(args) -> exit code."""

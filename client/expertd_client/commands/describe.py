@@ -1,0 +1,137 @@
+"""`expertctl describe`: what a server holds, accepts and chose."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.client import ExpertClient
+from expertd_client.commands.options import add_common, console, span
+from expertd_client.tensors import dtype_name
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: Any, text: str) -> None:
+    parser = subparsers.add_parser("describe", help=text, description="Shows " + text + ".")
+    add_common(parser)
+    parser.add_argument("--decisions", action="store_true", help="with every backend's refusals")
+
+
+def run(args: argparse.Namespace) -> int:
+    with ExpertClient(args.address) as client:
+        answer = client.describe(include_decisions=args.decisions, timeout_s=args.timeout)
+    if args.json:
+        print(json.dumps(as_json(answer), indent=2))
+    else:
+        show(console(), args.address, answer)
+    return 0
+
+
+def as_json(answer: pb.DescribeResponse) -> dict[str, Any]:
+    """Protobuf's own JSON, with the field names of the contract (64-bit numbers are strings there)."""
+    out: dict[str, Any] = MessageToDict(
+        answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return out
+
+
+def show(out: Console, address: str, d: pb.DescribeResponse) -> None:
+    """The description for people."""
+    m, limits = d.model, d.limits
+    facts = {
+        "server": f"{address}, expertd {d.version}, instance {d.instance_id}",
+        "model": f"{m.family}, H {m.hidden_size}, fingerprint {m.fingerprint}",
+        "accepts": f"{_dtypes(d.input_dtypes)}; answers in {_dtypes(d.output_dtypes)}",
+        "limits": f"{limits.max_tokens} tokens, {limits.max_message_bytes / 2**20:,.1f} MiB a message,"
+        f" {limits.max_requests_in_flight} requests in flight on a stream",
+        "transports": ", ".join(d.transports) or "inline",
+        "load": f"{d.load.queued_requests} requests with {d.load.queued_tokens} tokens wait,"
+        f" {d.load.token_ns / 1e3:,.1f} us a token{', draining' if d.load.draining else ''}",
+    }
+    if d.placement_epoch:
+        facts["placement"] = f"epoch {d.placement_epoch}"
+    grid = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        grid.add_row(name, Text(value))
+    out.print(grid)
+    out.print()
+    out.print(_layers(d.layers))
+    for group in _alike(d.layers):
+        if group[0].verdicts:
+            out.print()
+            out.print(_verdicts(group))
+
+
+def _layers(layers: Iterable[pb.Layer]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    for name in ("layers", "experts held", "of", "top-k", "I", "weights", "activations", "function", "backend"):
+        table.add_column(name, justify="right" if name in ("of", "top-k", "I") else "left")
+    for group in _alike(layers):
+        x = group[0]
+        table.add_row(
+            span([layer.layer for layer in group]),
+            ",".join(f"{r.first}-{r.first + r.count - 1}" if r.count > 1 else str(r.first) for r in x.held) or "none",
+            str(x.num_experts),
+            str(x.top_k),
+            str(x.intermediate_size),
+            x.weight_scheme,
+            _activations(x),
+            x.activation,
+            Text(x.backend, "bold"),
+        )
+    return table
+
+
+def _activations(layer: pb.Layer) -> str:
+    does, wants = layer.activation_scheme, layer.checkpoint_activation_scheme
+    return does if wants in ("", does) else f"{does} (checkpoint: {wants})"
+
+
+def _verdicts(group: list[pb.Layer]) -> Table:
+    table = Table(
+        show_edge=False, pad_edge=False, title=f"layers {span([x.layer for x in group])}", title_justify="left"
+    )
+    table.add_column("backend", no_wrap=True)
+    table.add_column("verdict")
+    table.add_column("time", justify="right")
+    table.add_column("relative error", justify="right")
+    for v in group[0].verdicts:
+        chosen = v.backend == group[0].backend
+        verdict = Text("; ".join(v.refusals), "dim")
+        if v.eligible:
+            verdict = Text("chosen", "bold green") if chosen else Text("eligible")
+        table.add_row(
+            Text(v.backend, "bold" if chosen else ""),
+            verdict,
+            f"{v.microseconds:,.0f} us" if v.microseconds else "",
+            f"{v.relative_error:.1e}" if v.relative_error else "",
+        )
+    return table
+
+
+def _alike(layers: Iterable[pb.Layer]) -> list[list[pb.Layer]]:
+    """Runs of layers that differ in nothing but their number and what was measured of them."""
+
+    def key(layer: pb.Layer) -> bytes:
+        same = pb.Layer()
+        same.CopyFrom(layer)
+        same.layer = 0
+        for v in same.verdicts:
+            v.microseconds = v.relative_error = 0.0
+        return same.SerializeToString(deterministic=True)
+
+    return [list(run) for _, run in groupby(layers, key=key)]
+
+
+def _dtypes(dtypes: Iterable[int]) -> str:
+    return ", ".join(dtype_name(d) for d in dtypes)

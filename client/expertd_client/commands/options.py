@@ -1,0 +1,94 @@
+"""Options that several commands share, and how numbers are read and shown."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from rich.console import Console
+
+__all__ = ["add_common", "add_routing", "at_least", "console", "duration", "numbers", "positive", "span"]
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """ADDRESS, --timeout, --json."""
+    parser.add_argument("address", metavar="ADDRESS", help="a gRPC target: HOST:PORT, unix:/path")
+    parser.add_argument("--timeout", type=positive, default=30.0, metavar="S", help="of each request (default: 30)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def add_routing(parser: argparse.ArgumentParser) -> None:
+    """--m, --top-k, --zipf, --seed, --unary."""
+    parser.add_argument("--m", type=at_least(0), default=8, metavar="M", help="tokens of a request (default: 8)")
+    parser.add_argument("--top-k", type=at_least(1), metavar="K", help="routes a token; default: the model's")
+    parser.add_argument(
+        "--zipf",
+        type=at_least_0,
+        default=0.0,
+        metavar="S",
+        help="expert e with the weight 1/(e+1)^S; 0 = uniform (default)",
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of what is drawn (default: 0)")
+    parser.add_argument("--unary", action="store_true", help="a gRPC call for each request instead of one stream")
+
+
+def positive(text: str) -> float:
+    """A number > 0, as argparse's type."""
+    value = at_least_0(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want a number > 0")
+    return value
+
+
+def at_least_0(text: str) -> float:
+    """A number >= 0, as argparse's type."""
+    if not re.fullmatch(r"\d+(\.\d*)?(e[+-]?\d+)?|\.\d+", text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, want a number >= 0")
+    return float(text)
+
+
+class at_least:  # noqa: N801 - reads as the function that it is
+    """A whole number >= least, as argparse's type."""
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def __call__(self, text: str) -> int:
+        if not re.fullmatch(r"\d+", text) or int(text) < self._least:
+            raise argparse.ArgumentTypeError(f"got {text!r}, want a whole number >= {self._least}")
+        return int(text)
+
+
+def numbers(text: str) -> list[int]:
+    """ "0-3,7" -> [0, 1, 2, 3, 7], as argparse's type."""
+    out: list[int] = []
+    for part in text.split(","):
+        m = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
+        if m is None or int(m[2] or m[1]) < int(m[1]):
+            raise argparse.ArgumentTypeError(f"got {text!r}, want numbers and ranges as 0-3,7")
+        out.extend(range(int(m[1]), int(m[2] or m[1]) + 1))
+    return sorted(set(out))
+
+
+def span(ids: list[int]) -> str:
+    """[0, 1, 2, 3, 7] -> "0-3,7"."""
+    runs: list[list[int]] = []
+    for n in ids:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(f"{a}-{b}" if a != b else str(a) for a, b in runs)
+
+
+def duration(seconds: float) -> str:
+    """For people: "412 us", "3.21 ms", "1.04 s"."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1.0 else f"{seconds:.2f} s"
+
+
+def console() -> Console:
+    """Standard output; 120 columns where it is no terminal, so that a report in a file is not cut."""
+    plain = Console(highlight=False)
+    return plain if plain.is_terminal else Console(highlight=False, width=120)
