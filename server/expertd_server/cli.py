@@ -16,7 +16,7 @@ COMMANDS: Mapping[str, str] = {
     "verify": "check a checkpoint's experts against the float32 reference",
     "quantize": "write a quantized copy of an unquantized checkpoint",
 }
-"""Command -> what --help says.  Its module is expertd_server.commands.NAME: add_parser(subparsers), run(args) -> int."""
+"""Command -> what --help says.  Module: expertd_server.commands.NAME, with add_parser(subparsers) and run(args)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

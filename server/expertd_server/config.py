@@ -268,6 +268,10 @@ OPTIONS: tuple[Option, ...] = (
 """In the order of --help."""
 
 
+_ALTERNATIVES = (("checkpoint", "synthetic"), ("experts", "shard"))
+"""Options of which one at most may be set."""
+
+
 def add_flags(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
     """The options as flags (some of them where `names` are given), and --config.  What is not given stays None."""
     defaults = {f.name: f.default for f in fields(ServeConfig)}
@@ -287,20 +291,24 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
     path = getattr(args, "config", None) or environ.get("EXPERTD_CONFIG")
     file = _read(Path(path)) if path else {}
     values: dict[str, Any] = {}
+    rank: dict[str, int] = {}
     for o in OPTIONS:
-        flag = getattr(args, o.name, None)
-        if flag is not None:
-            where, text = o.flag, flag
-        elif environ.get(o.variable):
-            where, text = o.variable, environ[o.variable]
-        elif o.name in file:
-            where, text = f"{path}: {o.name}", file[o.name]
-        else:
-            continue
-        try:
-            values[o.name] = o.parse(text)
-        except ValueError as e:
-            raise ConfigError(f"{where}: {e}") from None
+        found = (
+            (o.flag, getattr(args, o.name, None)),
+            (o.variable, environ.get(o.variable) or None),
+            (f"{path}: {o.name}", file.get(o.name)),
+        )
+        for i, (where, text) in enumerate(found):
+            if text is None:
+                continue
+            try:
+                values[o.name], rank[o.name] = o.parse(text), i
+            except ValueError as e:
+                raise ConfigError(f"{where}: {e}") from None
+            break
+    for a, b in _ALTERNATIVES:  # a flag --synthetic goes before a file's checkpoint, too
+        if a in rank and b in rank and rank[a] != rank[b]:
+            del values[a if rank[a] > rank[b] else b]
     return ServeConfig(**values)
 
 

@@ -1,0 +1,135 @@
+"""Where options come from, what wins, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import pytest
+
+from expertd_server.config import (
+    OPTIONS,
+    Address,
+    ConfigError,
+    Ranges,
+    ServeConfig,
+    Shard,
+    add_flags,
+    parse_backend,
+    resolve,
+)
+
+
+def config(*flags: str, env: dict[str, str] | None = None) -> ServeConfig:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return resolve(parser.parse_args(flags), env or {})
+
+
+def test_the_table_and_the_class_have_the_same_options():
+    assert {o.name for o in OPTIONS} == {f.name for f in dataclasses.fields(ServeConfig)}
+
+
+def test_flag_before_environment_before_file_before_default(tmp_path):
+    file = tmp_path / "expertd.toml"
+    file.write_text('synthetic = "tiny:bf16"\nmax-tokens = 10\nmax_queue_tokens = 20\ngrace-s = 1.5\nthreads = 3\n')
+    env = {"EXPERTD_MAX_TOKENS": "11", "EXPERTD_THREADS": "4", "EXPERTD_CONFIG": str(file)}
+    c = config("--threads", "5", env=env)
+    assert (c.threads, c.max_tokens, c.max_queue_tokens, c.grace_s) == (5, 11, 20, 1.5)
+    assert c.max_wait_us == ServeConfig.max_wait_us == 0
+    assert c.listen == Address("127.0.0.1", 50051), "loopback unless told otherwise"
+
+
+def test_a_source_on_the_command_line_goes_before_one_in_the_environment(tmp_path):
+    c = config("--synthetic", "tiny:bf16", env={"EXPERTD_CHECKPOINT": str(tmp_path)})
+    assert (c.synthetic, c.checkpoint) == ("tiny:bf16", None)
+    c = config("--checkpoint", str(tmp_path), "--experts", "1", env={"EXPERTD_SYNTHETIC": "x", "EXPERTD_SHARD": "0/2"})
+    assert (c.synthetic, c.checkpoint, c.shard) == (None, tmp_path, None)
+
+
+def test_it_is_frozen_and_prints_itself_as_a_file_that_gives_the_same(tmp_path):
+    c = config(
+        "--synthetic", "tiny:bf16", "--shard", "2/8", "--layers", "0-3,7", "--listen", "[::1]:0", "--grace-s", "2.5"
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        c.threads = 1  # type: ignore[misc]
+    file = tmp_path / "printed.toml"
+    file.write_text(str(c))
+    assert config("--config", str(file)) == c
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "got neither"),
+        (("--synthetic", "a:b", "--checkpoint", "x"), "got both"),
+        (("--synthetic", "a:b", "--shard", "8/8"), "RANK from 0 to COUNT - 1"),
+        (("--synthetic", "a:b", "--shard", "1/2", "--experts", "0"), "--experts and --shard"),
+        (("--synthetic", "a:b", "--layers", "3-1"), "--layers: got '3-1'"),
+        (("--synthetic", "a:b", "--layers", "0-99999999999"), "below 2^20"),
+        (("--synthetic", "a:b", "--listen", "50051"), "want HOST:PORT"),
+        (("--synthetic", "a:b", "--listen", "h:70000"), "want HOST:PORT"),
+        (("--synthetic", "a:b", "--max-tokens", "0"), "whole number >= 1"),
+        (("--synthetic", "a:b", "--max-tokens", "many"), "got 'many'"),
+        (("--synthetic", "a:b", "--compute-dtype", "fp8"), "want bf16 or float32"),
+        (("--synthetic", "a:b", "--activations", "rounded"), "want weight-only or checkpoint"),
+        (("--synthetic", "a:b", "--grace-s", "-1"), "want seconds"),
+        (("--synthetic", "a:b", "--backend", "layers.0-2=cpu,layer.3=x"), "--backend: got"),
+        (("--synthetic", "a:b", "--layer-template", "t"), "--layer-template"),
+    ],
+)
+def test_refusals_name_the_option_what_was_got_and_what_is_wanted(flags, says):
+    with pytest.raises(ConfigError, match=r"want|which it describes") as e:
+        config(*flags)
+    assert says in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("max-token = 3", "the nearest is max-tokens"),
+        ("zebra = 3", "got the key 'zebra'"),
+        ("max-tokens = true", "want a string or a number"),
+        ("max-tokens = [1]", "want a string or a number"),
+        ("max-tokens = 0", "max_tokens: got '0'"),
+        ("max-tokens = ", "is no TOML"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused_and_named(tmp_path, text, says):
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as e:
+        config("--synthetic", "a:b", "--config", str(file))
+    assert says in str(e.value)
+    assert str(file) in str(e.value)
+
+
+def test_a_missing_file_is_refused():
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: cannot be read"):
+        config("--synthetic", "a:b", "--config", "nowhere.toml")
+
+
+def test_foreign_variables_do_no_harm():
+    """A Kubernetes service called expertd puts EXPERTD_PORT and the like into every container."""
+    assert config("--synthetic", "a:b", env={"EXPERTD_PORT": "tcp://10.0.0.1:80", "EXPERTD_SERVICE_HOST": "10.0.0.1"})
+
+
+def test_backend_pins():
+    pin = parse_backend("layers.0-2=triton,layers.5=cpu,*=auto")
+    assert [pin(n) for n in (0, 2, 3, 5)] == ["triton", "triton", None, "cpu"]
+    assert parse_backend("reference")(17) == "reference"
+    assert parse_backend("auto")(17) is None
+    assert parse_backend("layers.0-1,4=cpu")(4) == "cpu"
+    assert parse_backend("layers.0=cpu")(1) is None, "layers without a match are the oracle's"
+
+
+def test_shards_cover_every_expert_once_and_differ_by_one_at_most():
+    for experts in (7, 8, 60, 128):
+        for count in (1, 3, 8):
+            parts = [Shard(rank, count).experts(experts) for rank in range(count)]
+            assert [e for p in parts for e in p] == list(range(experts))
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_ranges_are_sorted_and_without_repeats():
+    assert Ranges.parse("7,0-3,2").numbers == (0, 1, 2, 3, 7)

@@ -1,0 +1,368 @@
+"""The engine with a backend that one can compute by hand: out[t] = sum over j of weight[t, j] * (slot + 1) * x[t]."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from expertd.errors import (
+    BackendFailedError,
+    DeadlineExceededError,
+    DrainingError,
+    ExpertdError,
+    ExpertIdOutOfRangeError,
+    InternalError,
+    LayerNotHeldError,
+    NonFiniteWeightsError,
+    QueueFullError,
+)
+from expertd_server.convert import bits_of
+from expertd_server.engine import BatchReport, Engine, ServedLayer
+from expertd_server.request import Answer, Operand, Request
+from expertd_server.scheduler import Policy
+
+H = 16
+NUM_EXPERTS = 8
+HELD = (2, 3, 5)
+ALONE = Policy(max_tokens=64)
+
+
+class FakeExperts:
+    """Poisons its output, records its calls, and waits for `gate` before each."""
+
+    backend = "fake"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, bool]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.error: Exception | None = None
+
+    def __call__(self, hidden_states, topk_ids, topk_weights, *, router_weight_on_input=False, out=None):
+        self.entered.set()
+        assert self.gate.wait(20)
+        self.calls.append((*topk_ids.shape, router_weight_on_input))
+        if self.error is not None:
+            raise self.error
+        assert topk_ids.dtype == torch.int32
+        assert topk_weights.dtype == torch.float32
+        assert torch.isfinite(topk_weights).all()
+        out.fill_(float("nan"))
+        factor = torch.where(topk_ids >= 0, (topk_ids + 1) * topk_weights, 0.0).sum(dim=1, keepdim=True)
+        return out.copy_(hidden_states.float() * factor)
+
+
+class Caller:
+    """Makes requests and collects their outcomes; outputs are copied, because they live only during reply."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[int, Answer | ExpertdError] = {}
+        self.outputs: dict[int, np.ndarray] = {}
+        self._done = threading.Condition()
+
+    def reply(self, r: Request, outcome) -> None:
+        with self._done:
+            assert r.tag not in self.outcomes, "answered once"
+            self.outcomes[r.tag] = outcome
+            if isinstance(outcome, Answer):
+                self.outputs[r.tag] = outcome.output.copy()
+            self._done.notify_all()
+
+    def wait(self, *tags: int) -> None:
+        with self._done:
+            assert self._done.wait_for(lambda: set(tags) <= set(self.outcomes), 20), f"{tags} of {self.outcomes}"
+
+    def request(self, tag, x, ids, weights, *, layer=0, hidden_dtype="f32", **more) -> Request:
+        """x [M, H] f32 tensor; ids [M, k] and weights [M, k] lists."""
+        ids = np.array(ids, more.pop("id_dtype", np.int32))
+        if weights is not None:
+            weights = Operand("f32", np.array(weights, np.float32).reshape(-1))
+        dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[hidden_dtype]
+        hidden = Operand(hidden_dtype, bits_of(x.to(dtype).reshape(-1)))
+        ids_operand = Operand("i64" if ids.dtype == np.int64 else "i32", ids.reshape(-1))
+        more = {"arrival_ns": time.monotonic_ns(), "output_dtype": "f32"} | more
+        return Request(layer, len(x), ids.shape[1], hidden, ids_operand, weights, self.reply, tag=tag, **more)
+
+
+class Setup:
+    def __init__(self, **engine) -> None:
+        self.fake = FakeExperts()
+        self.reports: list[BatchReport] = []
+        layers = {
+            n: ServedLayer(n, NUM_EXPERTS, HELD, 2, H, 32, self.fake, "fake") for n in engine.pop("layers", (0, 1))
+        }
+        engine = {"policy": ALONE, "compute_dtype": "f32", "observe": self.reports.append} | engine
+        self.engine = Engine(layers, torch.device("cpu"), **engine)
+        self.engine.start()
+        self.caller = Caller()
+
+    def block(self) -> None:
+        """Make the engine busy with a request (tag 0), so that everything after it waits."""
+        self.fake.gate.clear()
+        self.fake.entered.clear()
+        self.engine.submit(self.caller.request(0, inputs(1), [[2]], [[1.0]]))
+        assert self.fake.entered.wait(20)
+
+    def run(self, *requests: Request) -> None:
+        for r in requests:
+            self.engine.submit(r)
+        self.caller.wait(*(r.tag for r in requests))
+
+
+@pytest.fixture
+def make():
+    made: list[Setup] = []
+
+    def make(**engine) -> Setup:
+        made.append(Setup(**engine))
+        return made[-1]
+
+    yield make
+    for s in made:
+        s.fake.gate.set()
+        s.engine.stop(10)
+        assert not s.engine._thread.is_alive()
+
+
+def inputs(tokens: int, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(seed))
+    return torch.where(x == 0, 1.0, x)
+
+
+def test_global_ids_become_slots_and_absent_experts_count_nothing(make):
+    s = make()
+    x = inputs(3)
+    s.run(s.caller.request(1, x, [[2, 5], [0, 3], [-1, 7]], [[0.5, 2.0], [1.0, 1.0], [1.0, 1.0]]))
+    factor = torch.tensor([[0.5 * 1 + 2.0 * 3], [2.0], [0.0]])
+    assert torch.equal(torch.from_numpy(s.caller.outputs[1]).view(3, H), x * factor)
+    answer = s.caller.outcomes[1]
+    assert (answer.routes_computed, answer.batch_tokens, answer.batch_requests, answer.backend) == (3, 3, 1, "fake")
+    s.engine.stop(10)
+    assert s.reports[0].expert_tokens.tolist() == [1, 1, 1]
+
+
+def test_what_waits_for_one_layer_is_computed_as_one_batch_and_split_again(make):
+    s = make()
+    s.block()
+    xs = {tag: inputs(tag, seed=tag) for tag in (1, 2, 3)}
+    for tag, x in xs.items():
+        s.engine.submit(s.caller.request(tag, x, [[3]] * tag, [[float(tag)]] * tag))
+    assert s.engine.load().queued_tokens == 1 + 6
+    s.fake.gate.set()
+    s.caller.wait(1, 2, 3)
+    assert [c[0] for c in s.fake.calls] == [1, 6]
+    for tag, x in xs.items():
+        assert torch.equal(torch.from_numpy(s.caller.outputs[tag]).view(tag, H), x * 2 * tag)
+        assert s.caller.outcomes[tag].batch_tokens == 6
+        assert s.caller.outcomes[tag].batch_requests == 3
+        assert s.caller.outcomes[tag].queue_ns > 0
+    assert s.engine.idle()
+
+
+def test_a_batch_joins_different_dtypes_and_different_top_k(make):
+    s = make()
+    s.block()
+    x = inputs(2)
+    s.engine.submit(s.caller.request(1, x, [[2, 3, 5], [5, 3, 2]], [[1.0, 1.0, 1.0]] * 2))
+    s.engine.submit(s.caller.request(2, x, [[3], [5]], [[1.0], [1.0]], hidden_dtype="bf16", id_dtype=np.int64))
+    s.engine.submit(s.caller.request(3, x, [[3], [-1]], None, hidden_dtype="f16"))
+    s.fake.gate.set()
+    s.caller.wait(1, 2, 3)
+    assert s.fake.calls[1] == (6, 3, False), "narrower rows are padded"
+    out = {tag: torch.from_numpy(o).view(2, H) for tag, o in s.caller.outputs.items() if tag}
+    assert torch.equal(out[1], x * 6)
+    assert torch.equal(out[2], x.bfloat16().float() * torch.tensor([[2.0], [3.0]]))
+    assert torch.equal(out[3], x.half().float() * torch.tensor([[2.0], [0.0]]))
+    assert s.caller.outcomes[3].routes_computed == 1
+
+
+@pytest.mark.parametrize("output_dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("compute_dtype", ["f32", "bf16"])
+def test_output_dtypes_and_their_digests(make, compute_dtype, output_dtype):
+    s = make(compute_dtype=compute_dtype)
+    x = inputs(5).bfloat16().float()
+    plain = s.caller.request(1, x, [[2]] * 5, [[1.0]] * 5, output_dtype=output_dtype)
+    digest = s.caller.request(2, x, [[2]] * 5, [[1.0]] * 5, output_dtype=output_dtype, digest=True)
+    s.run(plain, digest)
+    dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[output_dtype]
+    want = x.to(dtype)
+    assert s.caller.outputs[1].tobytes() == bits_of(want).tobytes()
+    total, squares, crc = s.caller.outcomes[2].digest
+    assert total == pytest.approx(want.double().sum().item(), rel=1e-12)
+    assert squares == pytest.approx(want.double().square().sum().item(), rel=1e-12)
+    assert crc == zlib.crc32(bits_of(want).tobytes())
+    assert s.caller.outcomes[1].digest is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "error", "says"),
+    [
+        ([[2, 8]], [[1.0, 1.0]], ExpertIdOutOfRangeError, r"topk_ids\[0, 1\] of layer 0: got 8, want 0 to 7"),
+        ([[-2, 2]], [[1.0, 1.0]], ExpertIdOutOfRangeError, r"topk_ids\[0, 0\] of layer 0: got -2"),
+        ([[2, 3]], [[1.0, float("nan")]], NonFiniteWeightsError, r"topk_weights\[0, 1\]: got nan"),
+        ([[2, 3]], [[float("-inf"), 1.0]], NonFiniteWeightsError, r"topk_weights\[0, 0\]: got -inf"),
+    ],
+)
+def test_a_bad_request_fails_alone_in_its_batch(make, ids, weights, error, says):
+    s = make()
+    s.block()
+    x = inputs(1)
+    s.engine.submit(s.caller.request(1, x, [[2, 3]], [[1.0, 1.0]]))
+    s.engine.submit(s.caller.request(2, x, ids, weights))
+    s.engine.submit(s.caller.request(3, x, [[5, 3]], [[1.0, 1.0]]))
+    s.fake.gate.set()
+    s.caller.wait(1, 2, 3)
+    with pytest.raises(error, match=says):
+        raise s.caller.outcomes[2]
+    assert torch.equal(torch.from_numpy(s.caller.outputs[1]).view(1, H), x * 3)
+    assert torch.equal(torch.from_numpy(s.caller.outputs[3]).view(1, H), x * 5)
+
+
+def test_ids_beyond_32_bits_do_not_wrap_round(make):
+    s = make()
+    s.run(s.caller.request(1, inputs(1), [[(1 << 32) + 2]], [[1.0]], id_dtype=np.int64))
+    with pytest.raises(ExpertIdOutOfRangeError, match="got 4294967298"):
+        raise s.caller.outcomes[1]
+
+
+def test_a_backend_that_raises_fails_its_batch_and_the_next_works(make):
+    s = make()
+    s.fake.error = RuntimeError("out of registers")
+    s.run(s.caller.request(1, inputs(2), [[2]] * 2, [[1.0]] * 2))
+    with pytest.raises(BackendFailedError, match="backend fake, layer 0, 2 tokens: RuntimeError: out of registers"):
+        raise s.caller.outcomes[1]
+    s.fake.error = None
+    s.run(s.caller.request(2, inputs(2), [[2]] * 2, [[1.0]] * 2))
+    assert isinstance(s.caller.outcomes[2], Answer)
+
+
+def test_expired_and_cancelled_requests_never_reach_the_kernel(make):
+    s = make()
+    s.block()
+    now = time.monotonic_ns()
+    late = s.caller.request(1, inputs(1), [[2]], [[1.0]], deadline_ns=now + 20_000_000)
+    gone = s.caller.request(2, inputs(1), [[2]], [[1.0]])
+    good = s.caller.request(3, inputs(1), [[2]], [[1.0]], deadline_ns=now + 60_000_000_000)
+    for r in (late, gone, good):
+        s.engine.submit(r)
+    gone.cancelled = True
+    time.sleep(0.03)
+    s.fake.gate.set()
+    s.caller.wait(1, 3)
+    assert [c[0] for c in s.fake.calls] == [1, 1], "tag 0 and tag 3, one token each"
+    with pytest.raises(DeadlineExceededError, match="was not computed"):
+        raise s.caller.outcomes[1]
+    assert isinstance(s.caller.outcomes[3], Answer)
+    assert 2 not in s.caller.outcomes, "whoever cancelled has answered it"
+
+
+def test_a_deadline_that_has_passed_is_refused_at_the_door(make):
+    s = make()
+    with pytest.raises(DeadlineExceededError, match="had passed when it came"):
+        s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]], deadline_ns=time.monotonic_ns() - 1))
+    assert s.fake.calls == []
+
+
+def test_a_full_queue_refuses_clearly_and_says_when_to_come_again(make):
+    s = make(max_queue_tokens=8, max_queue_requests=3)
+    s.run(s.caller.request(9, inputs(4), [[2]] * 4, [[1.0]] * 4))  # so that the time of a token is known
+    s.block()
+    s.engine.submit(s.caller.request(1, inputs(6), [[2]] * 6, [[1.0]] * 6))
+    with pytest.raises(QueueFullError, match="got 1 requests of 6 tokens waiting and one of 3 more, want at most") as e:
+        s.engine.submit(s.caller.request(2, inputs(3), [[2]] * 3, [[1.0]] * 3))
+    assert e.value.retry_after_us >= 1
+    assert e.value.retryable
+    s.engine.submit(s.caller.request(3, inputs(1), [[2]], [[1.0]]))
+    s.engine.submit(s.caller.request(4, inputs(1), [[2]], [[1.0]]))
+    with pytest.raises(QueueFullError, match="got 3 requests"):
+        s.engine.submit(s.caller.request(5, inputs(1), [[2]], [[1.0]]))
+    s.fake.gate.set()
+    s.caller.wait(1, 3, 4)
+
+
+def test_requests_that_are_dead_make_room_in_a_full_queue(make):
+    s = make(max_queue_requests=2)
+    s.block()
+    late = s.caller.request(1, inputs(1), [[2]], [[1.0]], deadline_ns=time.monotonic_ns() + 10_000_000)
+    gone = s.caller.request(2, inputs(1), [[2]], [[1.0]])
+    s.engine.submit(late)
+    s.engine.submit(gone)
+    gone.cancelled = True
+    time.sleep(0.02)
+    s.engine.submit(s.caller.request(3, inputs(1), [[2]], [[1.0]]))
+    s.caller.wait(1)
+    assert isinstance(s.caller.outcomes[1], DeadlineExceededError)
+    s.fake.gate.set()
+    s.caller.wait(3)
+
+
+def test_an_empty_queue_takes_a_request_of_any_size(make):
+    s = make(max_queue_tokens=2)
+    s.run(s.caller.request(1, inputs(50), [[2]] * 50, [[1.0]] * 50))
+    assert isinstance(s.caller.outcomes[1], Answer)
+
+
+def test_drain_refuses_new_requests_and_finishes_those_taken(make):
+    s = make()
+    s.block()
+    s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+    s.engine.drain()
+    assert s.engine.load().draining
+    with pytest.raises(DrainingError):
+        s.engine.submit(s.caller.request(2, inputs(1), [[2]], [[1.0]]))
+    assert not s.engine.idle()
+    s.fake.gate.set()
+    s.caller.wait(0, 1)
+    assert isinstance(s.caller.outcomes[1], Answer)
+    s.engine.stop(10)
+    assert s.engine.idle()
+
+
+def test_stop_answers_what_it_could_not_compute(make):
+    s = make()
+    s.block()
+    s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+    s.engine.stop(0.05)
+    s.caller.wait(1)
+    assert isinstance(s.caller.outcomes[1], DrainingError)
+
+
+def test_a_layer_that_is_not_held_is_refused(make):
+    s = make()
+    with pytest.raises(LayerNotHeldError, match="layer: got 5, want one of those held here: 0, 1"):
+        s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]], layer=5))
+
+
+def test_a_transport_that_fails_gets_the_error_and_the_engine_goes_on(make):
+    s = make()
+    seen = []
+
+    def broken(r, outcome):
+        seen.append(outcome)
+        if isinstance(outcome, Answer):
+            raise ValueError("the pipe is gone")
+
+    r = s.caller.request(1, inputs(1), [[2]], [[1.0]])
+    r.reply = broken
+    s.engine.submit(r)
+    s.run(s.caller.request(2, inputs(1), [[2]], [[1.0]]))
+    assert isinstance(seen[0], Answer)
+    assert isinstance(seen[1], InternalError)
+    assert "the pipe is gone" in seen[1].message
+
+
+def test_layers_take_turns_by_their_oldest_request(make):
+    s = make()
+    s.block()
+    for tag, layer in ((1, 1), (2, 0), (3, 1)):
+        s.engine.submit(s.caller.request(tag, inputs(1), [[2]], [[1.0]], layer=layer))
+    s.fake.gate.set()
+    s.caller.wait(1, 2, 3)
+    s.engine.stop(10)
+    assert [(b.layer.layer, len(b.requests)) for b in s.reports] == [(0, 1), (1, 2), (0, 1)]

@@ -1,0 +1,173 @@
+"""cut(): what runs next, as properties of a pure function."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expertd_server.request import Operand, Request
+from expertd_server.scheduler import Line, Policy, Waiting, cut, wake_at
+
+NOTHING = Operand("bf16", np.empty(0, np.uint16))
+
+
+def request(layer=0, tokens=1, arrival=0, deadline=0, cancelled=False, on_input=False) -> Request:
+    r = Request(layer, tokens, 1, NOTHING, NOTHING, None, lambda *_: None, arrival, deadline, on_input)
+    r.cancelled = cancelled
+    return r
+
+
+@dataclass(frozen=True)
+class Spec:
+    layer: int
+    tokens: int
+    gap: int
+    deadline_after: int | None
+    cancelled: bool
+    on_input: bool
+
+
+specs = st.lists(
+    st.builds(
+        Spec,
+        st.integers(0, 3),
+        st.integers(1, 40),
+        st.integers(0, 5),
+        st.none() | st.integers(1, 60),
+        st.sampled_from([False, False, False, True]),
+        st.booleans(),
+    ),
+    max_size=40,
+)
+
+
+def fill(items: list[Spec]) -> tuple[Waiting, list[Request]]:
+    waiting, all_, now = Waiting(), [], 0
+    for s in items:
+        now += s.gap
+        deadline = 0 if s.deadline_after is None else now + s.deadline_after
+        r = request(s.layer, s.tokens, now, deadline, s.cancelled, s.on_input)
+        waiting.push(r)
+        all_.append(r)
+    return waiting, all_
+
+
+@given(specs, st.integers(1, 64), st.integers(0, 20))
+def test_every_request_leaves_once_and_batches_are_sound(items, max_tokens, step):
+    waiting, all_ = fill(items)
+    now = max((r.arrival_ns for r in all_), default=0)
+    policy = Policy(max_tokens)
+    ran: list[Request] = []
+    expired: list[Request] = []
+    cuts = 0
+    while (c := cut(waiting.lines, now, policy)) is not None:
+        heads = {line: q[0].arrival_ns for line, q in waiting.lines.items()}
+        assert heads[c.line] == min(heads.values()), "the line whose head is oldest comes first"
+        tokens = sum(r.tokens for r in c.run)
+        assert tokens <= max_tokens or len(c.run) == 1
+        assert all((r.layer, r.router_weight_on_input) == c.line for r in (*c.run, *c.expired))
+        assert not any(r.cancelled or r.expired(now) for r in c.run)
+        assert all(r.expired(now) and not r.cancelled for r in c.expired)
+        assert c.taken >= 1
+        waiting.remove(c)
+        ran += c.run
+        expired += c.expired
+        now += step
+        cuts += 1
+        assert cuts <= len(all_), "it ends"
+    assert waiting.requests == waiting.tokens == 0
+    assert not waiting.lines
+    alive = [r for r in all_ if not r.cancelled]
+    assert sorted(map(id, ran + expired)) == sorted(map(id, alive)), "each leaves exactly once"
+    for line in {Line(r.layer, r.router_weight_on_input) for r in all_}:
+        order = [r.arrival_ns for r in ran if (r.layer, r.router_weight_on_input) == line]
+        assert order == sorted(order), "in order of arrival within a line"
+
+
+@given(specs, st.integers(1, 64))
+def test_a_request_waits_for_at_most_as_many_batches_as_there_are_older_requests(items, max_tokens):
+    waiting, all_ = fill(items)
+    now = max((r.arrival_ns for r in all_), default=0)
+    number = 0
+    while (c := cut(waiting.lines, now, Policy(max_tokens))) is not None:
+        waiting.remove(c)
+        number += 1
+        for r in c.run:
+            assert number <= sum(other.arrival_ns <= r.arrival_ns for other in all_)
+
+
+@given(specs, st.integers(0, 100))
+def test_sweep_takes_the_dead_and_leaves_the_living_in_order(items, later):
+    waiting, all_ = fill(items)
+    now = max((r.arrival_ns for r in all_), default=0) + later
+    expired = waiting.sweep(now)
+    assert {id(r) for r in expired} == {id(r) for r in all_ if r.expired(now) and not r.cancelled}
+    left = [r for q in waiting.lines.values() for r in q]
+    assert {id(r) for r in left} == {id(r) for r in all_ if not r.expired(now) and not r.cancelled}
+    assert waiting.requests == len(left)
+    assert waiting.tokens == sum(r.tokens for r in left)
+    for q in waiting.lines.values():
+        assert [r.arrival_ns for r in q] == sorted(r.arrival_ns for r in q)
+
+
+def test_requests_of_all_clients_for_one_layer_make_one_batch():
+    lines = {Line(3, False): deque(request(3, 8, arrival=i) for i in range(8))}
+    c = cut(lines, 100, Policy(4096))
+    assert c is not None
+    assert len(c.run) == 8
+
+
+def test_router_weight_on_input_is_a_batch_of_its_own():
+    waiting = Waiting()
+    for i in range(4):
+        waiting.push(request(0, 1, arrival=i, on_input=i % 2 == 1))
+    c = cut(waiting.lines, 10, Policy(64))
+    assert c is not None
+    assert [r.arrival_ns for r in c.run] == [0, 2]
+
+
+def test_a_request_that_does_not_fit_waits_and_is_not_overtaken_in_its_line():
+    waiting = Waiting()
+    for i, tokens in enumerate((6, 6, 1)):
+        waiting.push(request(0, tokens, arrival=i))
+    c = cut(waiting.lines, 10, Policy(8))
+    assert c is not None
+    assert [r.tokens for r in c.run] == [6]
+    waiting.remove(c)
+    c = cut(waiting.lines, 10, Policy(8))
+    assert c is not None
+    assert [r.tokens for r in c.run] == [6, 1]
+
+
+def test_one_request_above_the_limit_makes_a_batch_alone():
+    lines = {Line(0, False): deque([request(0, 100), request(0, 1, arrival=1)])}
+    c = cut(lines, 5, Policy(8))
+    assert c is not None
+    assert [r.tokens for r in c.run] == [100]
+
+
+@pytest.mark.parametrize(("now", "runs"), [(10, False), (49, False), (50, True)])
+def test_waiting_for_company_ends_in_time(now, runs):
+    policy = Policy(64, max_wait_ns=50)
+    lines = {Line(0, False): deque([request(0, 4, arrival=0), request(0, 4, arrival=9)])}
+    c = cut(lines, now, policy)
+    assert (c is not None) == runs
+    assert wake_at(lines, policy) == 50
+
+
+def test_a_full_batch_does_not_wait_for_company():
+    policy = Policy(8, max_wait_ns=1000)
+    young = {Line(0, False): deque([request(0, 2)]), Line(1, False): deque([request(1, 8, arrival=1)])}
+    c = cut(young, 2, policy)
+    assert c is not None
+    assert c.line.layer == 1
+
+
+def test_nothing_waits():
+    assert cut({}, 0, Policy(8)) is None
+    assert wake_at({}, Policy(8)) is None
