@@ -111,20 +111,18 @@ def from_wire(view: TensorView, want: Like) -> Any:
     """The array behind `view`: numpy, or torch on `want.device`; writable, and a view of the message where its elements
     are aligned.  Raises BadResponseError where dtype, shape and bytes do not fit each other or the request."""
     dtype = _NUMPY.get(view.dtype)
-    if dtype is None or view.spelling != Spelling.RAW or view.dtype not in _FLOATS:
+    empty = view.spelling == Spelling.NONE and 0 in view.shape  # no element, so no data need be sent
+    if dtype is None or not (view.spelling == Spelling.RAW or empty) or view.dtype not in _FLOATS:
         got = f"dtype {dtype_name(view.dtype)} as field {view.spelling}"
         raise BadResponseError.about("output", got=got, want="raw bytes of f32, f16 or bf16")
     if view.shape != want.shape:
         raise BadResponseError.about("output", got=f"shape {list(view.shape)}", want=list(want.shape))
+    raw = b"" if empty else view.raw
     count = math.prod(view.shape) * dtype.itemsize
-    if len(view.raw) != count:
-        raise BadResponseError.about(f"output {list(view.shape)}", got=f"{len(view.raw)} bytes", want=count)
-    raw = _writable(view.raw, dtype.itemsize)
-    if want.device is None:
-        return raw.view(dtype).reshape(view.shape)
-    torch = sys.modules["torch"]
-    tensor = torch.from_numpy(raw).view(getattr(torch, _TORCH_NAMES[view.dtype])).reshape(view.shape)
-    return tensor if want.device.type == "cpu" else tensor.to(want.device)
+    if len(raw) != count:
+        raise BadResponseError.about(f"output {list(view.shape)}", got=f"{len(raw)} bytes", want=count)
+    array = _writable(raw, dtype.itemsize)
+    return array.view(dtype).reshape(view.shape) if want.device is None else _to_torch(array, view, want.device)
 
 
 def wire_dtype(dtype: Any) -> int:
@@ -176,6 +174,15 @@ def _from_torch(x: Any, name: str) -> TensorView:
         host = host.cpu()
     flat = host.contiguous().view(-1).view(torch.uint8).numpy()
     return TensorView.of_raw(number, tuple(x.shape), flat)
+
+
+def _to_torch(array: NDArray[np.uint8], view: TensorView, device: Any) -> Any:
+    torch = sys.modules["torch"]
+    dtype = getattr(torch, _TORCH_NAMES[view.dtype])
+    if not array.size:  # torch does not change the element size of nothing
+        return torch.empty(view.shape, dtype=dtype, device=device)
+    tensor = torch.from_numpy(array).view(dtype).reshape(view.shape)
+    return tensor if device.type == "cpu" else tensor.to(device)
 
 
 def _refused(dtype: Any, name: str) -> BadDtypeError:

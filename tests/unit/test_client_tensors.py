@@ -1,0 +1,139 @@
+"""Arrays of the caller <-> tensors on the wire: every dtype, without a copy where the memory allows it, and back."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from expertd.errors import BadDtypeError, BadResponseError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import Spelling, TensorView
+from expertd_client.tensors import Like, Synthetic, from_wire, like, to_wire, wire_dtype
+
+DTYPES = {
+    "f32": (np.float32, torch.float32, pb.DATA_TYPE_F32),
+    "f16": (np.float16, torch.float16, pb.DATA_TYPE_F16),
+    "bf16": (ml_dtypes.bfloat16, torch.bfloat16, pb.DATA_TYPE_BF16),
+    "i32": (np.int32, torch.int32, pb.DATA_TYPE_I32),
+    "i64": (np.int64, torch.int64, pb.DATA_TYPE_I64),
+}
+FLOATS = ("f32", "f16", "bf16")
+
+
+def numbers(name, shape=(3, 4)):
+    """1, 2, 3, ... in numpy and in torch."""
+    values = np.arange(1, math.prod(shape) + 1, dtype=np.float32).reshape(shape)
+    return values.astype(DTYPES[name][0]), torch.from_numpy(values).to(DTYPES[name][1])
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_numpy_and_torch_send_the_same_bytes(name):
+    array, tensor = numbers(name)
+    a, b = to_wire(array, "x"), to_wire(tensor, "x")
+    assert (a.dtype, a.shape, a.spelling) == (b.dtype, b.shape, b.spelling) == (DTYPES[name][2], (3, 4), Spelling.RAW)
+    assert bytes(a.raw) == bytes(b.raw) == array.tobytes()
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_contiguous_memory_is_sent_as_it_lies(name):
+    array, tensor = numbers(name)
+    for x, address in ((array, array.ctypes.data), (tensor, tensor.data_ptr())):
+        assert np.frombuffer(to_wire(x, "x").raw, np.uint8).ctypes.data == address
+
+
+def test_other_memory_is_brought_into_order():
+    array, tensor = numbers("bf16")
+    assert bytes(to_wire(array.T, "x").raw) == np.ascontiguousarray(array.T).tobytes()
+    assert bytes(to_wire(tensor.T, "x").raw) == np.ascontiguousarray(array.T).tobytes()
+    assert bytes(to_wire(array[:, ::2], "x").raw) == np.ascontiguousarray(array[:, ::2]).tobytes()
+    big_endian = np.arange(1, 5, dtype=">f4")
+    assert bytes(to_wire(big_endian, "x").raw) == big_endian.astype("<f4").tobytes()
+    assert to_wire(tensor.float().requires_grad_(), "x").shape == (3, 4)
+
+
+def test_empty_tensors_keep_their_shape():
+    for x in (np.empty((0, 8), ml_dtypes.bfloat16), torch.empty(0, 8, dtype=torch.bfloat16)):
+        view = to_wire(x, "x")
+        assert view.shape == (0, 8)
+        assert len(view.raw) == 0
+        for empty in (TensorView.of_raw(view.dtype, (0, 8), b""), TensorView(view.dtype, (0, 8))):
+            back = from_wire(empty, like(x, view))
+            assert type(back) is type(x)
+            assert tuple(back.shape) == (0, 8)
+            assert back.dtype == x.dtype
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", FLOATS)
+def test_an_answer_comes_back_as_what_was_sent(name, offset):
+    array, tensor = numbers(name)
+    message = bytes(offset) + array.tobytes() + b"tail"
+    view = TensorView.of_raw(DTYPES[name][2], (3, 4), memoryview(message)[offset : offset + array.nbytes])
+    out = from_wire(view, like(array, to_wire(array, "x")))
+    assert isinstance(out, np.ndarray)
+    assert out.dtype == array.dtype
+    assert out.flags.aligned
+    np.testing.assert_array_equal(out, array)
+    again = from_wire(view, like(tensor, to_wire(tensor, "x")))
+    assert isinstance(again, torch.Tensor)
+    assert again.dtype == tensor.dtype
+    assert torch.equal(again, tensor)
+
+
+def test_an_answer_may_be_written_to():
+    array, tensor = numbers("f32")
+    for x in (array, tensor):
+        message = bytes(bytearray(array.tobytes()))  # of its own, as a transport hands it over
+        out = from_wire(TensorView.of_raw(pb.DATA_TYPE_F32, (3, 4), memoryview(message)), like(x, to_wire(x, "x")))
+        out += 1
+        assert float(out[0, 0]) == 2.0
+
+
+def test_an_aligned_answer_is_a_view_that_keeps_its_message():
+    message = numbers("f32")[0].tobytes()
+    address = np.frombuffer(message, np.uint8).ctypes.data
+    out = from_wire(TensorView.of_raw(pb.DATA_TYPE_F32, (3, 4), memoryview(message)), Like((3, 4), pb.DATA_TYPE_F32))
+    del message
+    assert out.ctypes.data == address
+    assert out.ravel().tolist() == list(range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("view", "words"),
+    [
+        (TensorView.of_raw(pb.DATA_TYPE_F32, (4, 3), bytes(48)), "shape"),
+        (TensorView.of_raw(pb.DATA_TYPE_F32, (3, 4), bytes(47)), "47 bytes"),
+        (TensorView.of_raw(pb.DATA_TYPE_I32, (3, 4), bytes(48)), "dtype i32"),
+        (TensorView.of_raw(77, (3, 4), bytes(48)), "dtype 77"),
+        (TensorView(pb.DATA_TYPE_F32, (3, 4), Spelling.FLOATS, pb.FloatValues(values=[1] * 12)), "field 4"),
+    ],
+)
+def test_an_answer_that_does_not_fit_is_refused(view, words):
+    with pytest.raises(BadResponseError, match=words):
+        from_wire(view, Like((3, 4), pb.DATA_TYPE_F32))
+
+
+@pytest.mark.parametrize("bad", [np.zeros(2), np.zeros(2, np.int16), torch.zeros(2, dtype=torch.float64), [1.0], None])
+def test_what_cannot_travel_is_refused_by_name(bad):
+    with pytest.raises(BadDtypeError, match="topk_weights: got"):
+        to_wire(bad, "topk_weights")
+
+
+def test_a_synthetic_tensor_carries_its_seed_alone():
+    view = to_wire(Synthetic((5, 2), 7, "i32", 1.5), "topk_ids")
+    assert (view.dtype, view.shape) == (pb.DATA_TYPE_I32, (5, 2))
+    assert view.synthetic == pb.SyntheticValues(seed=7, zipf_exponent=1.5)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_dtype_has_three_names(name):
+    of_numpy, of_torch, number = DTYPES[name]
+    assert wire_dtype(name) == wire_dtype(of_numpy) == wire_dtype(np.dtype(of_numpy)) == wire_dtype(of_torch) == number
+
+
+@pytest.mark.parametrize("bad", ["fp8", "float8", np.float64, torch.float64, 3, object()])
+def test_an_unknown_dtype_is_refused(bad):
+    with pytest.raises(BadDtypeError, match="want one of f32"):
+        wire_dtype(bad)
