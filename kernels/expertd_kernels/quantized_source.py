@@ -31,6 +31,11 @@ class QuantizedSource:
         self.layers = source.layers
         self.fingerprint = hashlib.sha256(f"{source.fingerprint} quantized {self.scheme}".encode()).hexdigest()
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read from disk so far; 0 for a source that reads none."""
+        return int(getattr(self.source, "bytes_read", 0))
+
     def info(self, layer: int) -> LayerInfo:
         """Facts of one layer; ValueError where it is quantized already."""
         base = self.source.info(layer)

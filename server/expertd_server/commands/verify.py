@@ -1,0 +1,171 @@
+"""expertd verify: experts through the chosen backend, against the float32 reference and given answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from expertd_server.config import ConfigError, add_flags, resolve
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from expertd_server.verification import CaseResult, LayerResult
+
+__all__ = ["add_parser", "run"]
+
+_OPTIONS = (
+    "checkpoint", "synthetic", "layer_template", "quantize", "layers", "experts", "shard", "device", "backend",
+    "compute_dtype", "activations", "threads",
+)  # fmt: skip
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "verify",
+        help="check a checkpoint's experts against the float32 reference",
+        description="Loads each layer, runs the chosen backend and the float32 reference on random inputs with every"
+        " expert hit, and prints the relative error ||out - ref|| / ||ref||.  Where the checkpoint folder holds"
+        " expected.safetensors, its answers are compared, too.  Exit code 0 if every error is within its tolerance,"
+        " else 1.",
+    )
+    add_flags(parser, _OPTIONS)
+    parser.add_argument(
+        "--reference-experts",
+        type=int,
+        metavar="N",
+        help="compute the reference for N experts of each layer only; all are run (default: all are compared)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.compute_dtype == "f32":
+        args.compute_dtype = "float32"
+    try:
+        config = resolve(args)
+        if args.reference_experts is not None and args.reference_experts < 1:
+            raise ConfigError(f"--reference-experts: got {args.reference_experts}, want a whole number >= 1")
+    except ConfigError as e:
+        print(f"expertd verify: {e}", file=sys.stderr)
+        return 2
+    import torch
+
+    from expertd_kernels.probe import installed_packages
+    from expertd_kernels.table import BACKENDS
+    from expertd_server.boot import BootError, open_source, plan_layers, resolve_device
+    from expertd_server.verification import read_cases, verify_layers
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    try:
+        device, where = resolve_device(config.device)
+        source = open_source(config)
+        plans = plan_layers(config, source, device, installed_packages(BACKENDS))
+        cases = read_cases(config.checkpoint / "expected.safetensors") if config.checkpoint else []
+    except (BootError, ValueError) as e:
+        print(f"expertd verify: {e}", file=sys.stderr)
+        return 1
+    report = _Report(args.json, len(plans))
+    layers, compared = verify_layers(
+        plans, source, where, cases, reference_experts=args.reference_experts, done=report.done
+    )
+    if args.json:
+        print(json.dumps(_as_json(layers, compared), indent=2))
+    else:
+        _print(report.console, layers, compared)
+    if cases and not compared:
+        what = f"expected.safetensors is of layer {cases[0].layer}, which was not verified with all its experts"
+        print(f"expertd verify: {what}: not compared", file=sys.stderr)
+    return 0 if all(r.ok for r in layers) and all(c.ok for c in compared) else 1
+
+
+class _Report:
+    """A line on stderr for each layer as it is done, so that a long run is seen to move."""
+
+    def __init__(self, quiet: bool, layers: int) -> None:
+        from rich.console import Console
+
+        self.console = Console(width=None if sys.stdout.isatty() else 120)
+        self._count, self._layers, self._quiet = 0, layers, quiet or layers < 2
+
+    def done(self, r: LayerResult) -> None:
+        self._count += 1
+        if not self._quiet:
+            state = f"relative error {r.relative_error:.1e}" if r.ok else "FAILED"
+            print(
+                f"[{self._count}/{self._layers}] layer {r.layer}: {state}, {r.seconds:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _number(x: float) -> float | None:
+    """JSON has no infinity: null stands for an output that holds NaN, or for none at all."""
+    return x if math.isfinite(x) else None
+
+
+def _as_json(layers: Sequence[LayerResult], cases: Sequence[CaseResult]) -> dict[str, Any]:
+    return {
+        "layers": [
+            {
+                "layer": r.layer,
+                "scheme": r.scheme,
+                "backend": r.backend,
+                "relative_error": _number(r.relative_error),
+                "tolerance": r.tolerance,
+                "ok": r.ok,
+                "fault": r.fault,
+                "experts": r.experts,
+                "experts_compared": r.experts_compared,
+                "seconds": round(r.seconds, 4),
+                "bytes_read": r.bytes_read,
+            }
+            for r in layers
+        ],
+        "expected": [
+            {
+                "case": c.case,
+                "relative_error": _number(c.relative_error),
+                "layer": c.layer,
+                "against": c.against,
+                "tolerance": c.tolerance,
+                "ok": c.ok,
+            }
+            for c in cases
+        ],
+    }
+
+
+def _print(console: Console, layers: Sequence[LayerResult], cases: Sequence[CaseResult]) -> None:
+    from rich.table import Table
+
+    def row(error: float, limit: float, ok: bool) -> tuple[str, str, str]:
+        return f"{error:.2e}", f"{limit:.0e}", "[green]ok[/]" if ok else "[bold red]FAILED[/]"
+
+    table = Table(show_edge=False, pad_edge=False)
+    for name in ("layer", "scheme", "backend", "experts", "relative error", "tolerance", "", "MiB read", "s"):
+        numeric = name in ("layer", "relative error", "tolerance", "MiB read", "s")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=name == "backend")
+    for r in layers:
+        some = f"{r.experts_compared} of {r.experts}" if r.experts_compared < r.experts else str(r.experts)
+        table.add_row(
+            str(r.layer), r.scheme, r.backend or "none", some, *row(r.relative_error, r.tolerance, r.ok),
+            f"{r.bytes_read / 2**20:.1f}", f"{r.seconds:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    for r in layers:
+        if r.fault:
+            console.print(f"layer {r.layer}: {r.fault}", markup=False, highlight=False, soft_wrap=True)
+    if cases:
+        console.print()
+        table = Table(show_edge=False, pad_edge=False)
+        for name in ("case", "layer", "compared with", "relative error", "tolerance", ""):
+            table.add_column(name, justify="right" if name in ("layer", "relative error", "tolerance") else "left")
+        for c in cases:
+            table.add_row(c.case, str(c.layer), c.against, *row(c.relative_error, c.tolerance, c.ok))
+        console.print(table)
