@@ -5,14 +5,42 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from expertd_kernels.oracle import Backend, DeviceRange, SchemeSupport
-from expertd_kernels.scheme import Element
+from expertd_kernels.scheme import WHOLE, Element
 
 __all__ = ["BACKENDS", "ORDER"]
 
 _ANYWHERE = tuple(DeviceRange(kind) for kind in ("cpu", "cuda", "rocm", "xpu"))
 _EVERY_SCHEME = tuple(SchemeSupport(e, groups=None, blocks=None, zeros=e.integer, global_scale=True) for e in Element)
 
+_GROUPS = frozenset({32, 64, 128, WHOLE})
+
 BACKENDS: tuple[Backend, ...] = (
+    Backend(
+        name="gluon_sm90",
+        target="expertd_kernels.backends.gluon_sm90",
+        devices=(DeviceRange("cuda", (9, 0), (9, 0)),),
+        schemes=(
+            SchemeSupport(Element.INT4, groups=_GROUPS, zeros=True),
+            SchemeSupport(Element.INT8, groups=_GROUPS, zeros=True),
+            SchemeSupport(Element.E2M1, groups=frozenset({32})),
+            SchemeSupport(Element.E4M3, groups=_GROUPS, blocks=frozenset({(128, 128), (WHOLE, WHOLE)})),
+            SchemeSupport(Element.BF16),
+        ),
+        summary="weight-only, wgmma and bulk copies in Triton's Gluon dialect: for Hopper",
+        needs={"triton": ">=3.6,<3.7"},
+        hidden_multiple=8,
+        max_experts=512,
+    ),
+    Backend(
+        name="cpu",
+        target="expertd_kernels.backends.cpu",
+        devices=(DeviceRange("cpu"),),
+        schemes=_EVERY_SCHEME,
+        summary="weight-only C++ kernel on blocked weights; portable, AVX2 and AVX-512 levels chosen at run time",
+        needs={"expertd-cpu-kernel": ""},
+        compute_dtypes=frozenset({"bf16", "f32"}),
+        act_order=True,
+    ),
     Backend(
         name="reference",
         target="expertd_kernels.backends.reference",
@@ -27,5 +55,6 @@ BACKENDS: tuple[Backend, ...] = (
 ORDER: Mapping[str, Sequence[str]] = {
     "cpu": ("cpu", "reference"),
     "cuda": ("triton", "reference"),
+    "sm90": ("gluon_sm90", "triton", "reference"),
 }
 """Order of preference by arch or kind of device; rows not named follow in the order of the table."""

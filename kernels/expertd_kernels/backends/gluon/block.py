@@ -1,0 +1,159 @@
+# mypy: ignore-errors
+# (Gluon device code: its types are checked by Triton's compiler, not by mypy.)
+"""Kernel `block`: one tile a CTA, several CTAs an SM, a ring of stages; for few tokens an expert (M to about 1000)."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from expertd_kernels.backends.gluon.dequant import operand
+from expertd_kernels.backends.gluon.pieces import (
+    block_list,
+    copy_inputs,
+    copy_weights,
+    epilogue,
+    find_block,
+    input_rows,
+    load_bias,
+    route_weights,
+    routes,
+    stages,
+)
+
+
+@gluon.jit
+def _tile(
+    x,
+    wd,
+    ws,
+    bias,
+    lists,
+    tw,
+    out,
+    unscale,
+    e,
+    base,
+    n,
+    tile,
+    wb,
+    xs,
+    sb,
+    full,
+    N1: gl.constexpr,
+    N2: gl.constexpr,
+    C: gl.constexpr,
+):
+    """N1 (+ N2) routes x T row tiles.  The slot freed D stages ago is refilled.  SK = 1: one MMA in flight; SK > 1
+    (needs D = 1): those of a whole stage."""
+    P: gl.constexpr = C.ST - C.D
+    PARTS: gl.constexpr = C.S // C.SK
+    NN: gl.constexpr = N2 if N2 > 0 else N1
+    M1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.W, 1], [16, N1, 16])
+    M2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.W, 1], [16, NN, 16])
+    AL: gl.constexpr = gl.DotOperandLayout(0, M1, 2)
+    XL: gl.constexpr = gl.SliceLayout(1, C.LX)
+    L1: gl.constexpr = gl.BlockedLayout([1], [32], [C.W], [0])
+    row = e * C.gemm.rows + tile * C.T
+    if C.early:
+        for i0 in gl.static_range(P):
+            copy_weights(wd, ws, row, wb, sb, full, i0, i0, (n > 0) & (i0 < C.iterations), C)
+        gdc_wait()
+    f1 = input_rows(routes(lists, base, 0, n, N1, C, XL), C)
+    f2 = input_rows(routes(lists, base, N1, n, NN, C, XL), C)
+    r1 = routes(lists, base, 0, n, N1, C, L1)
+    r2 = routes(lists, base, N1, n, NN, C, L1)
+    w1 = route_weights(tw, r1, unscale, C)
+    w2 = route_weights(tw, r2, unscale, C)
+    b = load_bias(bias, row, C, M1)
+    for i1 in gl.static_range(P):
+        ok = (n > 0) & (i1 < C.iterations)
+        if not C.early:
+            copy_weights(wd, ws, row, wb, sb, full, i1, i1, ok, C)
+        copy_inputs(x, f1, xs.index(i1).slice(0, N1, 0), i1, ok, C)
+        if N2 > 0:
+            copy_inputs(x, f2, xs.index(i1).slice(N1, N2, 0), i1, ok, C)
+        async_copy.commit_group()
+    t1 = warpgroup_mma_init(gl.zeros([C.T * 64, N1], gl.float32, M1))
+    t2 = warpgroup_mma_init(gl.zeros([C.T * 64, NN], gl.float32, M2))
+    slot = 0
+    ns = P
+    ph = 0
+    for i in range(C.iterations):
+        async_copy.wait_group(P - 1)
+        fence_async_shared()
+        mbarrier.wait(full.index(slot), ph)
+        if C.D == 1:
+            t1, t2 = warpgroup_mma_wait(0, deps=[t1, t2])
+            t1 = warpgroup_mma_init(t1)
+            t2 = warpgroup_mma_init(t2)
+        gl.thread_barrier()
+        more = i + P < C.iterations
+        copy_weights(wd, ws, row, wb, sb, full, i + P, ns, more, C)
+        copy_inputs(x, f1, xs.index(ns).slice(0, N1, 0), i + P, more, C)
+        if N2 > 0:
+            copy_inputs(x, f2, xs.index(ns).slice(N1, N2, 0), i + P, more, C)
+        async_copy.commit_group()
+        for j in gl.static_range(PARTS):
+            a = operand(wb.index(slot), sb.index(slot), j, C, AL)
+            if C.SK == 1:
+                t1, t2 = warpgroup_mma_wait(0, deps=[t1, t2])
+                t1 = warpgroup_mma_init(t1)
+                t2 = warpgroup_mma_init(t2)
+            xj = xs.index(slot).slice(j * 64 * C.SK, 64 * C.SK, 1)
+            t1 = warpgroup_mma(a, xj.slice(0, N1, 0).permute((1, 0)), t1, is_async=True)
+            if N2 > 0:  # the same A registers: the layouts of the two operands agree
+                a2 = gl.convert_layout(a, gl.DotOperandLayout(0, M2, 2))
+                t2 = warpgroup_mma(a2, xj.slice(N1, N2, 0).permute((1, 0)), t2, is_async=True)
+        slot = gl.where(slot == C.ST - 1, 0, slot + 1)
+        ns = gl.where(ns == C.ST - 1, 0, ns + 1)
+        ph = gl.where(slot == 0, ph ^ 1, ph)
+    a1, a2 = warpgroup_mma_wait(0, deps=[t1, t2])
+    epilogue(a1, r1, w1, b, out, unscale, tile * C.T, C, N1, M1)
+    if N2 > 0:
+        epilogue(a2, r2, w2, gl.convert_layout(b, gl.SliceLayout(1, M2)), out, unscale, tile * C.T, C, NN, M2)
+
+
+@gluon.jit
+def block(x, wd, ws, bias, table, lists, tw, out, unscale, routes_in_all, C: gl.constexpr):
+    """out[route] = act(w13 x[token]) or w2 h[route], for one block of routes x T row tiles a CTA.
+
+    table: by mode, the ids [routes_in_all], the table of blocks, or the counts [E] of `lists`."""
+    if C.pdl:
+        if not C.early:
+            gdc_wait()
+        gdc_launch_dependents()
+    tile = gl.program_id(0) % C.column_tiles
+    blk = gl.program_id(0) // C.column_tiles
+    if C.mode == "ids":
+        e = gl.load(table + blk)
+        base = blk
+        n = gl.to_tensor(1)
+        e = gl.where(e < 0, C.gemm.experts, e)
+    elif C.mode == "table":
+        v = gl.load(table + blk)
+        e = v & 0xFFFF
+        base = blk * C.BM
+        n = v >> 16
+    else:
+        ie, cnt, nb, cum, _ = block_list(table, C, C.W)
+        e, base, n = find_block(ie, cnt, nb, cum, blk, C)
+    if e < C.gemm.experts:
+        wb, xs, sb, full = stages(C, ws.dtype.element_ty, 1)
+        B: gl.constexpr = C.BM
+        if C.V >= 1 and n <= B // 2:
+            if C.V >= 2 and n <= B // 4:
+                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, B // 4, 0, C)
+            else:
+                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, B // 2, 0, C)
+        elif C.V >= 3 and n <= B // 4 * 3:
+            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, B // 2, B // 4, C)
+        else:
+            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, B, 0, C)

@@ -1,0 +1,280 @@
+"""The layer on the GPU: workspace, launches.  Needs a Hopper GPU, torch with CUDA and Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from expertd_kernels.activation import Activation
+from expertd_kernels.backends.gluon.block import block
+from expertd_kernels.backends.gluon.codec import codec_of
+from expertd_kernels.backends.gluon.matrix import TILE, round_up
+from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan
+from expertd_kernels.backends.gluon.routing import combine, group_routes, table_routes
+from expertd_kernels.backends.gluon.specialized import ws
+from expertd_kernels.backends.gluon.tile import Gemm, Tile, tile
+from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.problem import Problem
+from expertd_kernels.serial import activation_from_json, scheme_from_json
+
+__all__ = ["GluonExperts"]
+
+MAX_TOKENS = 8192
+"""Tokens a launch at most; larger batches go in pieces."""
+MAX_OUTPUT_BYTES = 1 << 30
+"""Bytes of w2's results [M, top_k, H] at most; a smaller piece is taken where more would be needed."""
+FLOAT32_TOKENS = 128
+"""Up to here w2's results are f32: their traffic costs nothing yet."""
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """The packed tensors of w13 or w2 on the GPU, and the constants of its GEMM."""
+
+    gemm: Gemm
+    codes: Tensor  # [E, rows/64, units, 4, 32, 4] int32
+    scales: Tensor  # packed scales; codes where there are none (never read)
+    bias: Tensor  # [E, rows] f32; empty where there is none (never read)
+    unscale: float
+
+    def descriptor(self, t: Tile) -> TensorDescriptor:
+        """The bulk copy's view: [row tiles of all experts, units * 16, 32] words, a stage a box."""
+        E, T, units = self.codes.shape[:3]
+        return TensorDescriptor(
+            self.codes, [E * T, units * 16, 32], [units * 512, 32, 1], [t.T, 16 * t.stage_units, 32], t.SW
+        )
+
+
+@dataclass
+class _Workspace:
+    """Buffers for up to `tokens` tokens.  Kept for good: captured graphs hold their addresses."""
+
+    tokens: int
+    ints: Tensor
+    h: Tensor
+    y: Tensor
+    y32: Tensor
+
+
+def _gemms(packed: Packed, top_k: int, weight_on_input: bool) -> tuple[Gemm, Gemm]:
+    a: Activation = activation_from_json(packed.meta["activation"])
+    H, I = packed.meta["w2"]["shape"][1:]
+    E = packed.meta["w2"]["shape"][0]
+    Hp, Ip = round_up(H, TILE), round_up(I, TILE)
+    c13, c2 = (codec_of(scheme_from_json(packed.meta[n]["scheme"])) for n in ("w13", "w2"))
+    w13 = Gemm(
+        c13,
+        K=Hp,
+        rows=a.segments * Ip // TILE,
+        x_columns=H,
+        x_stride=H,
+        out_columns=Ip,
+        experts=E,
+        top_k=top_k,
+        first=True,
+        gated=a.gated,
+        weight=weight_on_input,
+        bias="w13.bias" in packed.tensors,
+        act=a.kind.value,
+        alpha=a.alpha,
+        beta=a.beta,
+        limit=a.limit or 0.0,
+        limited=a.limit is not None,
+    )
+    w2 = Gemm(
+        c2,
+        K=Ip,
+        rows=Hp // TILE,
+        x_columns=Ip,
+        x_stride=Ip,
+        out_columns=H,
+        experts=E,
+        top_k=top_k,
+        first=False,
+        gated=False,
+        weight=not weight_on_input,
+        bias="w2.bias" in packed.tensors,
+    )
+    return w13, w2
+
+
+class GluonExperts:
+    """The layer's experts.  Calls may come from one thread and one stream at a time: the workspace is shared.
+
+    The first call at a new size may allocate and compile; make it before capturing a CUDA graph."""
+
+    backend = "gluon_sm90"
+
+    def __init__(self, packed: Packed, problem: Problem, plans: Plans | None = None) -> None:
+        self.packed, self.device = packed, torch.device("cuda", torch.cuda.current_device())
+        self.top_k = problem.top_k
+        self.num_experts, self.hidden_size, self.intermediate_size = packed.meta["w2"]["shape"]
+        self.multiprocessors: int = torch.cuda.get_device_properties(self.device).multi_processor_count
+        tensors = {k: t.to(self.device) for k, t in packed.tensors.items() if not k.endswith("exact_scales")}
+        self._tensors = tensors
+        self._matrices: dict[tuple[int, bool], tuple[_Matrix, _Matrix]] = {}
+        self._spaces: dict[int, _Workspace] = {}
+        self._descriptors: dict[tuple[int, int, int], TensorDescriptor] = {}
+        self.plans = plans or Plans.for_layer(
+            torch.cuda.get_device_name(self.device),
+            codec_of(scheme_from_json(packed.meta["w13"]["scheme"])),
+            codec_of(scheme_from_json(packed.meta["w2"]["scheme"])),
+            (self.num_experts, self.top_k, self.hidden_size, self.intermediate_size),
+        )
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor | None = None,
+        plan: LayerPlan | None = None,
+    ) -> Tensor:
+        """As protocol.Experts.  hidden_states [M, H] bf16.  plan: instead of the one that the tokens' number picks."""
+        x, M = hidden_states.contiguous(), hidden_states.shape[0]
+        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
+        if (
+            x.dtype != torch.bfloat16
+            or x.shape[1] != self.hidden_size
+            or ids.shape != weights.shape
+            or ids.shape[0] != M
+        ):
+            raise ValueError(
+                f"gluon_sm90: hidden_states {x.dtype} {tuple(x.shape)}, topk_ids {tuple(ids.shape)}, topk_weights"
+                f" {tuple(weights.shape)}; want bf16 [M, {self.hidden_size}] and two [M, k]"
+            )
+        if out is None:
+            out = torch.empty_like(x)
+        piece = self._piece(ids.shape[1])
+        for at in range(0, M, piece):
+            part = slice(at, at + piece)
+            self._run(x[part], ids[part], weights[part], out[part], router_weight_on_input, plan)
+        return out
+
+    def _piece(self, top_k: int) -> int:
+        """Tokens a launch: a power of two."""
+        most: int = MAX_OUTPUT_BYTES // (top_k * self.hidden_size * 2)
+        return min(MAX_TOKENS, 1 << max(0, most.bit_length() - 1))
+
+    def _pair(self, top_k: int, weight_on_input: bool) -> tuple[_Matrix, _Matrix]:
+        key = (top_k, weight_on_input)
+        if key not in self._matrices:
+            t, found = self._tensors, []
+            for name, gemm in zip(("w13", "w2"), _gemms(self.packed, *key), strict=True):
+                codes = t[f"{name}.codes"]
+                shift = self.packed.meta[name]["shift"]
+                nothing = torch.zeros(64, dtype=torch.bfloat16, device=self.device)
+                found.append(
+                    _Matrix(
+                        gemm,
+                        codes,
+                        t.get(f"{name}.scales", nothing),
+                        t.get(f"{name}.bias", nothing.float()),
+                        2.0**shift,
+                    )
+                )
+            self._matrices[key] = (found[0], found[1])
+        return self._matrices[key]
+
+    def _space(self, M: int, top_k: int) -> _Workspace:
+        """Buffers for the next power of two of routes."""
+        n = triton.next_power_of_2(max(16, M)) * top_k
+        if n not in self._spaces:
+            E, d = self.num_experts, self.device
+            Ip = round_up(self.intermediate_size, TILE)
+
+            def empty(size: int, dtype: torch.dtype) -> Tensor:
+                return torch.empty(size, dtype=dtype, device=d)
+
+            self._spaces[n] = _Workspace(
+                n // top_k,
+                # table (at most n blocks, rounded up) and route lists (whole blocks of at most 64), or counts and lists
+                empty(2 * n + round_up(E, 16) + n + 64 * min(E, n) + 64, torch.int32),
+                empty(n * Ip, torch.bfloat16),
+                empty(n * self.hidden_size, torch.bfloat16),
+                empty(min(n, FLOAT32_TOKENS * top_k) * self.hidden_size, torch.float32),
+            )
+        return self._spaces[n]
+
+    def _run(
+        self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: LayerPlan | None
+    ) -> None:
+        M, top_k = ids.shape
+        n, E = M * top_k, self.num_experts
+        p = plan or self.plans.at(M)
+        w13, w2 = self._pair(top_k, on_input)
+        s = self._space(M, top_k)
+        y = s.y32 if M <= FLOAT32_TOKENS else s.y
+        split = round_up(2 * n + E, 16)
+        table, lists = s.ints[:split], s.ints[split:]
+        if p.mode == "ids":
+            table = lists = ids
+            blocks = n
+        elif p.mode == "table":
+            blocks = min(n, n // p.w13.BM + min(E, n))
+            table_routes[(E,)](
+                ids,
+                table,
+                lists,
+                n,
+                E,
+                triton.next_power_of_2(E),
+                triton.next_power_of_2(blocks),
+                p.w13.BM,
+                max(32, triton.next_power_of_2(n)),
+                True,
+                num_warps=4,
+                launch_pdl=True,
+            )
+        else:
+            blocks = 0
+            TH, CH, warps = (512, 16, 16)
+            if n <= 1024:
+                TH, CH, warps = (
+                    min(256, max(32, triton.next_power_of_2(n))),
+                    max(1, triton.next_power_of_2(n) // 256),
+                    4,
+                )
+            group_routes[(E,)](ids, table, lists, n, TH, CH, True, num_warps=warps, launch_pdl=True)
+        self._gemm(w13, p.w13, p.mode, blocks, x, table, lists, weights, s.h, n)
+        self._gemm(w2, p.w2, p.mode, blocks, s.h, table, lists, weights, y, n)
+        B, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
+        combine[(M, triton.cdiv(self.hidden_size, B))](
+            y, ids, out, self.hidden_size, E, top_k, B, True, num_warps=warps, launch_pdl=True
+        )
+
+    def _gemm(
+        self,
+        m: _Matrix,
+        p: TilePlan,
+        mode: str,
+        blocks: int,
+        x: Tensor,
+        table: Tensor,
+        lists: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        n: int,
+    ) -> None:
+        t = tile(m.gemm, p, mode, True)
+        key = (id(m), t.T, t.stage_units)
+        if key not in self._descriptors:
+            self._descriptors[key] = m.descriptor(t)
+        if not blocks:
+            blocks = min(n, n // p.BM + min(self.num_experts, n))
+        tiles = blocks * t.column_tiles
+        kernel: Any = block if p.kind == "block" else ws
+        options: dict[str, Any] = {"num_warps": p.W, "launch_pdl": True}
+        if p.R:
+            options["maxnreg"] = p.R
+        grid = (tiles if p.kind == "block" else min(tiles, self.multiprocessors),)
+        kernel[grid](
+            x, self._descriptors[key], m.scales, m.bias, table, lists, weights, out, m.unscale, n, t, **options
+        )

@@ -1,0 +1,186 @@
+# mypy: ignore-errors
+# (Gluon device code: its types are checked by Triton's compiler, not by mypy.)
+"""Device code that the GEMM kernels share: finding work, copying stages, epilogue.  `C` is a Tile."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+_ROW_MAJOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+"""The bulk tensor copy, under the name that this Triton gives it."""
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def block_list(counts, C: gl.constexpr, W: gl.constexpr):
+    """routes grouped by expert: (expert, its routes, its blocks, running sum of blocks, blocks in all), in each warp"""
+    L: gl.constexpr = gl.BlockedLayout([C.padded_experts // 32], [32], [W], [0])
+    ie = gl.arange(0, C.padded_experts, L)
+    cnt = gl.load(counts + ie, mask=ie < C.gemm.experts, other=0)
+    nb = (cnt + (C.BM - 1)) // C.BM
+    return ie, cnt, nb, gl.associative_scan(nb, 0, _add), gl.sum(nb, 0)
+
+
+@gluon.jit
+def find_block(ie, cnt, nb, cum, blk, C: gl.constexpr):
+    """block number -> (expert, first route of the block in the list, routes from there to the expert's end)"""
+    before = (cum <= blk).to(gl.int32)
+    e = gl.sum(before, 0)
+    b = blk - gl.sum(nb * before, 0)
+    return e, gl.sum(cnt * before, 0) + b * C.BM, gl.sum(gl.where(ie == e, cnt, 0), 0) - b * C.BM
+
+
+@gluon.jit
+def routes(lists, base, n0: gl.constexpr, n, N: gl.constexpr, C: gl.constexpr, L: gl.constexpr):
+    """routes (token * top_k + slot) n0 .. n0 + N of the block that starts at lists[base] and has n; -1 beyond"""
+    i = n0 + gl.arange(0, N, L)
+    if C.mode == "ids":  # the block is one route, its number is base
+        r = gl.where(i < n, base, -1)
+    elif C.mode == "table":  # the list is long enough: the load need not wait for n
+        r = gl.where(i < n, gl.load(lists + base + i), -1)
+    else:
+        r = gl.load(lists + base + i, mask=i < n, other=-1)
+    return r
+
+
+@gluon.jit
+def input_rows(r, C: gl.constexpr):
+    """route -> row of the GEMM's input: its token for w13, itself for w2"""
+    if C.gemm.first:
+        r = gl.where(r >= 0, r // C.gemm.top_k, -1)
+    return r
+
+
+@gluon.jit
+def route_weights(tw, r, unscale, C: gl.constexpr):
+    """what multiplies the columns of the result: 2**shift, times the router weight where this GEMM has it"""
+    if C.gemm.weight and not C.gemm.bias:
+        w = gl.load(tw + r, mask=r >= 0, other=0.0) * unscale
+    elif C.gemm.weight:
+        w = gl.load(tw + r, mask=r >= 0, other=0.0)
+    else:
+        w = gl.full([r.shape[0]], 1.0, gl.float32, r.type.layout)
+    return w
+
+
+@gluon.jit
+def copy_weights(wd, ws, row, wb, sb, full, i, slot, ok, C: gl.constexpr):
+    """stage i of row tiles row .. row + T into a slot; the part beyond K arrives as zeros"""
+    mbarrier.expect(full.index(slot), C.T * 2048 * C.stage_units, pred=ok)
+    copy_tile(wd, [row, i * (16 * C.stage_units), 0], full.index(slot), wb.index(slot), pred=ok)
+    if C.codec.kind != "plain":
+        t = gl.expand_dims(gl.arange(0, C.T, gl.SliceLayout(1, C.LC)), 1)
+        k = gl.expand_dims(gl.arange(0, C.stage_scales, gl.SliceLayout(0, C.LC)), 0)
+        p = ws + row.to(gl.int64) * C.expert_scales + i * C.stage_scales + (t * C.expert_scales + k)
+        m = ok
+        if C.expert_scales % C.stage_scales != 0:
+            m = m & (k < C.expert_scales - i * C.stage_scales)
+        if C.rows_masked:
+            m = m & (t < C.gemm.experts * C.gemm.rows - row)
+        async_copy.async_copy_global_to_shared(sb.index(slot), p, mask=m)
+
+
+@gluon.jit
+def copy_inputs(x, f, xb, i, ok, C: gl.constexpr):
+    """gather: stage i of rows f of x, zeros where f < 0 or beyond the last column"""
+    k = i * (64 * C.S) + gl.expand_dims(gl.arange(0, 64 * C.S, gl.SliceLayout(0, C.LX)), 0)
+    p = gl.expand_dims(gl.maximum(f, 0) * C.gemm.x_stride, 1) + k
+    m = gl.expand_dims(f >= 0, 1) & ok
+    if C.x_masked:
+        m = m & (k < C.gemm.x_columns)
+    async_copy.async_copy_global_to_shared(xb, x + p, mask=m)
+
+
+@gluon.jit
+def load_bias(bias, row, C: gl.constexpr, MMA: gl.constexpr):
+    """[TT * 64] f32 of row tiles row .. (a constant where there is no bias)"""
+    L: gl.constexpr = gl.SliceLayout(1, MMA)
+    n = gl.arange(0, C.TT * 64, L)
+    if C.gemm.bias:
+        b = gl.load(bias + row * 64 + n, mask=row * 64 + n < C.gemm.experts * C.gemm.rows * 64, other=0.0)
+    else:
+        b = gl.full([C.TT * 64], 0.0, gl.float32, L)
+    return b
+
+
+@gluon.jit
+def _sigmoid(v):
+    return 1.0 / (1.0 + gl.exp(-v))
+
+
+@gluon.jit
+def _act(g, u, C: gl.constexpr):
+    """act(gate) * up; the same formulas as expertd_kernels.float32.apply_activation"""
+    A: gl.constexpr = C.gemm.act
+    if C.gemm.limited:
+        g = gl.minimum(g, C.gemm.limit)
+        u = gl.maximum(gl.minimum(u, C.gemm.limit), -C.gemm.limit)
+    if A == "silu_and_mul":
+        y = g / (1.0 + gl.exp(-g)) * u
+    elif A == "swigluoai":
+        y = (u + C.gemm.beta) * g * _sigmoid(C.gemm.alpha * g)
+    elif A == "gelu_tanh_and_mul":  # 0.5 * (1 + tanh(v)) = sigmoid(2 v)
+        y = g * _sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g)) * u
+    else:
+        gl.static_assert(A == "gelu_and_mul")
+        y = 0.5 * g * (1.0 + gl.erf(g * 0.7071067811865476)) * u
+    return y
+
+
+@gluon.jit
+def epilogue(acc, r, wt, b, out, unscale, row, C: gl.constexpr, N: gl.constexpr, MMA: gl.constexpr):
+    """acc [TT * 64, N] of row tiles row .. -> out[route, column], bias, activation and router weight applied.
+
+    r, wt [N], b [TT * 64] were loaded before the main loop, so that their latency is hidden."""
+    R: gl.constexpr = C.TT * C.out_rows
+    if C.gemm.bias:
+        acc = acc * unscale
+        if C.gemm.first and C.gemm.weight:
+            acc = acc * gl.expand_dims(gl.convert_layout(wt, gl.SliceLayout(0, MMA)), 0)
+        acc = acc + gl.expand_dims(b, 1)
+        if not C.gemm.first and C.gemm.weight:
+            acc = acc * gl.expand_dims(gl.convert_layout(wt, gl.SliceLayout(0, MMA)), 0)
+    elif C.gemm.weight:
+        acc = acc * gl.expand_dims(gl.convert_layout(wt, gl.SliceLayout(0, MMA)), 0)
+    else:
+        acc = acc * unscale
+    if C.gemm.first and C.gemm.gated:
+        g, u = gl.split(acc.reshape([C.TT * 4, 2, 8, N]).permute((0, 2, 3, 1)))
+        acc = _act(g, u, C).reshape([R, N])
+    elif C.gemm.first:  # relu2
+        acc = gl.maximum(acc, 0.0)
+        acc = acc * acc
+    V: gl.constexpr = 8 if N >= 32 else 2
+    LN: gl.constexpr = min(R // V, 16)
+    LO: gl.constexpr = gl.BlockedLayout([V, 1], [LN, 32 // LN], [1, C.W], [0, 1])
+    y = gl.convert_layout(acc.to(out.dtype.element_ty), LO)
+    f = gl.expand_dims(gl.convert_layout(r, gl.SliceLayout(0, LO)), 0)
+    n = gl.expand_dims(row * C.out_rows + gl.arange(0, R, gl.SliceLayout(1, LO)), 1)
+    m = f >= 0
+    if C.out_masked:
+        m = m & (n < C.gemm.out_columns)
+    gl.store(out + gl.maximum(f, 0).to(gl.int64) * C.gemm.out_columns + n, y, mask=m)
+
+
+@gluon.jit
+def stages(C: gl.constexpr, scale_type: gl.constexpr, arrivals: gl.constexpr):
+    """shared memory of the ring: words, inputs, scales, barriers that fill"""
+    wb = gl.allocate_shared_memory(gl.int32, [C.ST, C.T, 16 * C.stage_units, 32], C.SW)
+    xs = gl.allocate_shared_memory(gl.bfloat16, [C.ST, C.BM, 64 * C.S], C.SX)
+    if C.codec.kind != "plain":
+        sb = gl.allocate_shared_memory(scale_type, [C.ST, C.T, C.stage_scales], _ROW_MAJOR)
+    else:
+        sb = wb
+    full = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
+    ST: gl.constexpr = C.ST
+    for i in gl.static_range(ST):
+        mbarrier.init(full.index(i), count=arrivals)
+    fence_async_shared()
+    return wb, xs, sb, full

@@ -1,0 +1,137 @@
+# mypy: ignore-errors
+# (Gluon device code: its types are checked by Triton's compiler, not by mypy.)
+"""Kernel `ws`: persistent and warp-specialised, for many tokens an expert (M from about 1000 on).
+
+Four producer warps gather inputs and fetch weights; two consumer warpgroups unpack and multiply.  Each consumer works
+on two halves of its rows with an accumulator each: while the tensor cores run on one, the other is unpacked.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from expertd_kernels.backends.gluon.dequant import operand
+from expertd_kernels.backends.gluon.pieces import (
+    _BARRIER,
+    block_list,
+    copy_inputs,
+    copy_weights,
+    epilogue,
+    find_block,
+    input_rows,
+    load_bias,
+    route_weights,
+    routes,
+    stages,
+)
+
+
+@gluon.jit
+def _producer(x, wd, ws, counts, lists, wb, xs, sb, full, empty, C: gl.constexpr):
+    ie, cnt, nb, cum, blocks = block_list(counts, C, 4)
+    slot = 0
+    ph = 1
+    for t in range(gl.program_id(0), blocks * C.column_tiles, gl.num_programs(0)):
+        e, base, n = find_block(ie, cnt, nb, cum, t // C.column_tiles, C)
+        f = input_rows(routes(lists, base, 0, n, C.BM, C, gl.SliceLayout(1, C.LX)), C)
+        row = e * C.gemm.rows + (t % C.column_tiles) * C.T
+        for i in range(C.iterations):
+            mbarrier.wait(empty.index(slot), ph)
+            copy_weights(wd, ws, row, wb, sb, full, i, slot, n > 0, C)
+            copy_inputs(x, f, xs.index(slot), i, n > 0, C)
+            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)  # each thread, once its copies landed
+            slot = gl.where(slot == C.ST - 1, 0, slot + 1)
+            ph = gl.where(slot == 0, ph ^ 1, ph)
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _half(acc, wb, xs, sb, slot, h: gl.constexpr, j: gl.constexpr, N: gl.constexpr, C: gl.constexpr, AL: gl.constexpr):
+    a = operand(wb.index(slot).slice(h * C.TT, C.TT, 0), sb.index(slot).slice(h * C.TT, C.TT, 0), j, C, AL)
+    x = xs.index(slot).slice(0, N, 0).slice(j * 64 * C.SK, 64 * C.SK, 1).permute((1, 0))
+    return warpgroup_mma(a, x, acc, is_async=True), a
+
+
+@gluon.jit
+def _tile(
+    bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, empty, slot, ph, N: gl.constexpr, C: gl.constexpr
+):
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.W, 1], [16, N, 16])
+    AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    PARTS: gl.constexpr = C.S // C.SK
+    r = routes(lists, base, 0, n, N, C, gl.BlockedLayout([1], [32], [C.W], [0]))
+    wt = route_weights(tw, r, unscale, C)
+    t0 = warpgroup_mma_init(gl.zeros([C.TT * 64, N], gl.float32, MMA))
+    t1 = warpgroup_mma_init(gl.zeros([C.TT * 64, N], gl.float32, MMA))
+    a1 = gl.zeros([C.TT * 64, 64 * C.SK], gl.bfloat16, AL)
+    for i in range(C.iterations):
+        mbarrier.wait(full.index(slot), ph)
+        fence_async_shared()
+        for j in gl.static_range(PARTS):
+            t0, a0 = _half(t0, wb, xs, sb, slot, 0, j, N, C, AL)
+            t1, a1 = warpgroup_mma_wait(1, deps=[t1, a1])
+            if j == 0:  # every MMA of the stage before is done: free it
+                mbarrier.arrive(empty.index(gl.where(slot == 0, C.ST - 1, slot - 1)), count=1, pred=i > 0)
+            t1, a1 = _half(warpgroup_mma_init(t1), wb, xs, sb, slot, 1, j, N, C, AL)
+            t0, a0 = warpgroup_mma_wait(1, deps=[t0, a0])
+            t0 = warpgroup_mma_init(t0)
+        slot = gl.where(slot == C.ST - 1, 0, slot + 1)
+        ph = gl.where(slot == 0, ph ^ 1, ph)
+    c0, c1, a1 = warpgroup_mma_wait(0, deps=[t0, t1, a1])
+    mbarrier.arrive(empty.index(gl.where(slot == 0, C.ST - 1, slot - 1)), count=1)
+    row = e * C.gemm.rows + tile * C.T
+    epilogue(c0, r, wt, load_bias(bias, row, C, MMA), out, unscale, tile * C.T, C, N, MMA)
+    epilogue(c1, r, wt, load_bias(bias, row + C.TT, C, MMA), out, unscale, tile * C.T + C.TT, C, N, MMA)
+    return slot, ph
+
+
+@gluon.jit
+def _consumer(bias, counts, lists, tw, out, unscale, wb, xs, sb, full, empty, C: gl.constexpr):
+    ie, cnt, nb, cum, blocks = block_list(counts, C, C.W)
+    slot = gl.to_tensor(0)
+    ph = gl.to_tensor(0)
+    B: gl.constexpr = C.BM
+    for t in range(gl.program_id(0), blocks * C.column_tiles, gl.num_programs(0)):
+        e, base, n = find_block(ie, cnt, nb, cum, t // C.column_tiles, C)
+        tile = t % C.column_tiles
+        if C.V >= 2 and n <= B // 4:
+            slot, ph = _tile(
+                bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, empty, slot, ph, B // 4, C
+            )
+        elif C.V >= 1 and n <= B // 2:
+            slot, ph = _tile(
+                bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, empty, slot, ph, B // 2, C
+            )
+        else:
+            slot, ph = _tile(bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, empty, slot, ph, B, C)
+
+
+@gluon.jit
+def ws(x, wd, sd, bias, counts, lists, tw, out, unscale, routes_in_all, C: gl.constexpr):
+    """out[route] = act(w13 x[token]) or w2 h[route]; routes grouped by expert: counts [E], lists [routes]."""
+    if C.pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+    wb, xs, sb, full = stages(C, sd.dtype.element_ty, 129)  # 128 producer threads (cp.async) + 1 (TMA bytes)
+    empty = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
+    ST: gl.constexpr = C.ST
+    for i in gl.static_range(ST):
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (_consumer, (bias, counts, lists, tw, out, unscale, wb, xs, sb, full, empty, C)),
+            (_producer, (x, wd, sd, counts, lists, wb, xs, sb, full, empty, C)),
+        ],
+        [4],
+        [56],
+    )

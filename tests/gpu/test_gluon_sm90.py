@@ -1,0 +1,203 @@
+"""Backend gluon_sm90 on a Hopper GPU, against the float32 reference: every scheme and feature of its row of the table,
+every kernel and mode, ragged sizes, skewed routing, poisoned outputs, repeatability, CUDA graphs."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from expertd_kernels import Activation, Scheme, decide, detect_device, reference, relative_error
+from expertd_kernels.builder import build, problem_of
+from expertd_kernels.oracle import NoBackendError
+from expertd_kernels.probe import installed_packages
+from expertd_kernels.scheme import ScaleType
+from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.table import BACKENDS
+
+pytestmark = pytest.mark.gpu
+LIMIT = 5e-3
+"""Relative error for bf16 operands and a bf16 intermediate on exact weights; tighter than the row's tolerance."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer.  Sizes are no multiples of a tile unless said."""
+
+    scheme: str
+    activation: str = "silu_and_mul"
+    bias: bool = False
+    experts: int = 8
+    top_k: int = 2
+    hidden: int = 1024
+    inner: int = 512
+    scale: ScaleType | None = None
+
+    def __str__(self) -> str:
+        return f"{self.scheme}-{self.activation}-{self.hidden}x{self.inner}-E{self.experts}" + ("-bias" * self.bias)
+
+
+SCHEMES = ["int4_g128", "int4_g64", "int4_g32", "int4_channel", "int4_g128_zp", "int4_g32_zp", "int8_channel",
+           "int8_g128", "int8_g32_zp", "mxfp4", "mxfp8", "e4m3_block128", "e4m3_channel", "e4m3_tensor", "bf16"]  # fmt: skip
+FEATURES = [
+    Case("int4_g128", experts=60, top_k=6, hidden=1000, inner=200),
+    Case("int4_g128", scale=ScaleType.F16),
+    Case("int4_g128_zp", scale=ScaleType.F16, hidden=2048),
+    Case("mxfp4", "swigluoai", True, hidden=2880, inner=2880, experts=5, top_k=4),
+    Case("int4_g128", "gelu_and_mul", experts=1, top_k=1),
+    Case("int4_g32", "gelu_tanh_and_mul", True, experts=3, inner=96),
+    Case("int8_channel", "relu2", True, inner=320),
+    Case("bf16", "silu_and_mul_limit1.5", experts=16, top_k=4, hidden=328, inner=72),
+    Case("e4m3_block128", "relu2", hidden=576, inner=192),
+    Case("mxfp8", "swigluoai", True, hidden=320, inner=192),
+    Case("int4_g128", experts=512, top_k=10, hidden=256, inner=128),
+]
+
+
+def layer(case: Case, seed: int = 0):
+    """(weights on the GPU, experts); skipped with the oracle's sentence where the row does not apply."""
+    scheme = Scheme.parse(case.scheme)
+    if case.scale is not None:
+        scheme = scheme.with_scale(case.scale)
+    device = detect_device("auto")
+    weights = random_weights(
+        scheme,
+        case.experts,
+        case.hidden,
+        case.inner,
+        activation=Activation.parse(case.activation),
+        bias=case.bias,
+        signed_scales=True,
+        seed=seed,
+        device="cuda" if device.kind == "cuda" else "cpu",
+    )
+    problem = problem_of(weights, device, top_k=case.top_k, packages=installed_packages(BACKENDS), deterministic=True)
+    try:
+        decision = decide(problem, pin="gluon_sm90")
+        decision.require()
+    except NoBackendError:
+        pytest.skip("; ".join(next(v for v in decision.verdicts if v.backend == "gluon_sm90").refusals))
+    return weights, build(decision, weights)
+
+
+def routed(case: Case, M: int, how: str):
+    """Inputs with uniform ("even"), skewed, single-expert or partly absent (-1) routes."""
+    x, ids, w = random_inputs(M, case.hidden, case.experts, case.top_k, seed=M + 1, device="cuda")
+    if how == "skewed":
+        ids = (ids.float() ** 2 / case.experts).int()  # repeats an expert within a token, too
+    elif how == "one":
+        ids = torch.full_like(ids, case.experts - 1)
+    elif how == "absent":
+        ids = torch.where(torch.rand(ids.shape, device="cuda") < 0.4, -1, ids).int()
+        ids[0] = -1
+    return x, ids, w
+
+
+def check(case, weights, experts, M, how, **more):
+    """Error of a poisoned output, and bit-identical repeats."""
+    x, ids, w = routed(case, M, how)
+    outs = []
+    for _ in range(2):
+        out = torch.full_like(x, float("nan"))
+        for space in experts._spaces.values():
+            for t in (space.h, space.y, space.y32):
+                t.fill_(float("nan"))
+        on_input = more.get("router_weight_on_input", False)
+        assert experts(x, ids, w, out=out, **more) is out
+        outs.append(out)
+    error = relative_error(outs[0], reference(weights, x, ids, w, router_weight_on_input=on_input))
+    assert error <= LIMIT, f"M = {M}, {how}, {more}: relative error {error:.2e}"
+    assert torch.equal(outs[0], outs[1]), f"M = {M}, {how}: two runs differ"
+    return error
+
+
+SIZES = ((1, "even"), (7, "even"), (33, "skewed"), (64, "absent"), (200, "one"), (1000, "even"), (4096, "skewed"))
+
+
+@pytest.mark.parametrize("case", [*[Case(s) for s in SCHEMES], *FEATURES], ids=str)
+def test_error_over_ragged_sizes_and_routings(case):
+    weights, experts = layer(case)
+    for M, how in (
+        (1, "even"),
+        (7, "even"),
+        (33, "skewed"),
+        (64, "absent"),
+        (200, "one"),
+        (1000, "even"),
+        (4096, "skewed"),
+    ):
+        check(case, weights, experts, M, how)
+    check(case, weights, experts, 9, "even", router_weight_on_input=True)
+
+
+PLANS = {
+    "ids": [("block BM8 S4 SK2", "block BM8 S2 SK2 P0"), ("block BM8 T2 S2", "block BM8 T1 S2")],
+    "table": [
+        ("block BM8 S2 SK2", "block BM8 S4 SK2"),
+        ("block BM16 T2 S2 V1", "block BM16 T2 S2 SK2"),
+        ("block BM32 T2 V1", "block BM32 T2 V1"),
+    ],  # fmt: skip
+    "lists": [
+        ("block BM8 S4 SK2", "block BM8 S4 SK2"),
+        ("block BM64 T4 W8 V3 D2 R128", "block BM64 T4 W8 V3 R128"),
+        ("ws BM128 T4 W8 ST4 V1", "ws BM128 T4 W8 ST4 V2"),
+        ("ws BM128 T4 W8 ST4", "ws BM128 T4 W8 ST4"),
+    ],  # fmt: skip
+}
+
+
+@pytest.mark.parametrize("mode", PLANS)
+@pytest.mark.parametrize("scheme", ["int4_g128", "mxfp4", "int4_g32_zp"])
+def test_every_kernel_and_mode(scheme, mode):
+    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+
+    case = Case(scheme)
+    weights, experts = layer(case)
+    for w13, w2 in PLANS[mode]:
+        plan = LayerPlan(0, mode, TilePlan.parse(w13), TilePlan.parse(w2))
+        for M, how in ((1, "even"), (5, "absent"), (37, "skewed"), (300, "even"), (2, "one")):
+            check(case, weights, experts, M, how, plan=plan)
+
+
+def test_graph_replays_follow_new_inputs():
+    case = Case("int4_g128", experts=32, top_k=4)
+    weights, experts = layer(case)
+    x, ids, w = routed(case, 48, "even")
+    out = torch.empty_like(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        experts(x, ids, w, out=out)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            experts(x, ids, w, out=out)
+    torch.cuda.synchronize()
+    x2, ids2, w2 = routed(replace(case), 48, "skewed")
+    x.copy_(x2), ids.copy_(ids2), w.copy_(w2), out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert relative_error(out, reference(weights, x, ids, w)) <= LIMIT
+
+
+def test_large_batches_go_in_pieces(monkeypatch):
+    from expertd_kernels.backends.gluon import layer as module
+
+    monkeypatch.setattr(module, "MAX_TOKENS", 256)
+    case = Case("int4_g128")
+    weights, experts = layer(case)
+    check(case, weights, experts, 1000, "even")
+
+
+def test_no_tokens_give_no_rows():
+    case = Case("int4_g128")
+    _, experts = layer(case)
+    x, ids, w = (t[:0] for t in routed(case, 4, "even"))
+    assert experts(x, ids, w).shape == (0, case.hidden)
+
+
+def test_inputs_of_another_shape_are_refused():
+    case = Case("int4_g128")
+    _, experts = layer(case)
+    x, ids, w = routed(case, 4, "even")
+    with pytest.raises(ValueError, match=r"want bf16 \[M, 1024\]"):
+        experts(x[:, :512], ids, w)
