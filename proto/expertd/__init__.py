@@ -1,0 +1,17 @@
+"""The contract of expertd: messages, wire codec, error table, placement.  Needs grpcio and protobuf, nothing else.
+
+expertd.v1          the generated classes of expertd.v1 (expert_service.proto)
+expertd.wire        bytes <-> values for the messages with tensors, without copies
+expertd.errors      every error that crosses the wire, one class a row
+expertd.placement   which server holds which experts
+expertd.hostmem     the C allocator, tuned for large messages
+"""
+
+from importlib.metadata import version
+
+from expertd.errors import ExpertdError
+from expertd.placement import Placement
+
+__all__ = ["ExpertdError", "Placement", "__version__"]
+
+__version__ = version("expertd")

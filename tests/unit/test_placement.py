@@ -39,7 +39,7 @@ def test_ranges_by_hand() -> None:
     "text", ["3-1", "1,1", "5,2", "a", "-1", "1-", "1,,2", "0-99999999999", "0-2000000", "1.5", "٣"]
 )
 def test_ranges_refused(text: str) -> None:
-    with pytest.raises(PlacementError, match="ranges: got .*, want"):
+    with pytest.raises(PlacementError, match=r"ranges: got .*, want"):
         parse_ranges(text)
 
 
