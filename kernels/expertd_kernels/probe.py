@@ -37,6 +37,9 @@ IMPORT_NAME = {
 }
 """Distribution -> module, where the names differ."""
 
+CPU_KERNEL = "expertd-cpu-kernel"
+"""What the `cpu` rows need: our own shared object, which an install without a compiler does not have."""
+
 
 @cache
 def _cpu() -> Device:
@@ -96,9 +99,13 @@ def _wanted(backends: Sequence[Backend]) -> Iterable[str]:
 
 def installed_packages(backends: Sequence[Backend], probe_imports: bool = False) -> dict[str, Package]:
     """The distributions that rows of the table need and that are installed here.  probe_imports: import each and
-    record the error of one that is broken."""
+    record the error of one that is broken.  The CPU kernel's shared object counts as one of them."""
     out: dict[str, Package] = {}
     for name in _wanted(backends):
+        if name == CPU_KERNEL:
+            native = importlib.import_module("expertd_kernels.backends.cpu_native")
+            out[name] = Package(str(native.ABI), native.kernel_error())
+            continue
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

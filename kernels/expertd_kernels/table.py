@@ -42,6 +42,15 @@ BACKENDS: tuple[Backend, ...] = (
         act_order=True,
     ),
     Backend(
+        name="cpu_torch",
+        target="expertd_kernels.backends.cpu_torch",
+        devices=(DeviceRange("cpu"),),
+        schemes=_EVERY_SCHEME,
+        summary="torch's own CPU operators, for machines without the compiled kernel: right, and slower than cpu",
+        compute_dtypes=frozenset({"bf16", "f32"}),
+        act_order=True,
+    ),
+    Backend(
         name="reference",
         target="expertd_kernels.backends.reference",
         devices=_ANYWHERE,
@@ -53,7 +62,7 @@ BACKENDS: tuple[Backend, ...] = (
 )
 
 ORDER: Mapping[str, Sequence[str]] = {
-    "cpu": ("cpu", "reference"),
+    "cpu": ("cpu", "cpu_torch", "reference"),
     "cuda": ("triton", "reference"),
     "sm90": ("gluon_sm90", "triton", "reference"),
 }

@@ -1,0 +1,255 @@
+"""Backend `cpu`: the C++ kernel on blocked weights; layout in csrc/layout.h.
+
+Activations meet int4, int8 and e2m1 weights as 16-bit fixed point with one power-of-two scale for at most 128 columns
+(an error of 3e-5, below bf16's 2e-3), other weights as f32; sums are exact integers, or f32.  With compute dtype f32
+everything is f32.  One packing serves every instruction-set level.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertd_kernels.activation import Activation, ActivationKind
+from expertd_kernels.backends import cpu_native as native
+from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
+from expertd_kernels.oracle import Refused
+from expertd_kernels.problem import Problem
+from expertd_kernels.scheme import ActivationQuant, Element, ScaleType, Scheme
+from expertd_kernels.serial import activation_from_json, activation_to_json, scheme_from_json, scheme_to_json
+
+__all__ = ["CpuExperts", "experts", "pack", "unpack"]
+
+LAYOUT = 1
+"""Version of the packed layout: a cache of another version is rebuilt."""
+
+ROWS = 16
+ELEMENTS = (Element.INT4, Element.INT8, Element.E4M3, Element.E2M1, Element.BF16, Element.F16, Element.F32)
+SCALES = (ScaleType.NONE, ScaleType.F32, ScaleType.F16, ScaleType.BF16, ScaleType.E8M0, ScaleType.E4M3)
+KINDS = (
+    ActivationKind.SILU_AND_MUL,
+    ActivationKind.GELU_AND_MUL,
+    ActivationKind.GELU_TANH_AND_MUL,
+    ActivationKind.SWIGLUOAI,
+    ActivationKind.RELU2,
+)
+COMPUTE = {"bf16": 0, "f32": 1}
+
+
+def spec_of(scheme: Scheme, shape: tuple[int, int, int], segments: int) -> native.Spec:
+    """The kernel's description of a matrix [E, N, K]."""
+    return native.Spec(
+        ELEMENTS.index(scheme.element),
+        SCALES.index(scheme.scale),
+        *shape,
+        segments,
+        scheme.rows,
+        scheme.cols,
+        scheme.zeros,
+        scheme.global_scale,
+    )
+
+
+def stream_size(spec: native.Spec) -> tuple[int, int, int]:
+    """(bytes, packed columns, blocks) of one expert.  Refused for a spec that the kernel does not know."""
+    kp, blocks = C.c_int32(), C.c_int32()
+    total: int = native.library().expertd_cpu_stream_bytes(C.byref(spec), C.byref(kp), C.byref(blocks))
+    if not total:
+        raise Refused(f"cpu: no layout for [{spec.experts}, {spec.n}, {spec.k}] in {spec.segments} segments")
+    return total // int(spec.experts), kp.value, blocks.value
+
+
+def _block_order(bias: Tensor, segments: int, blocks: int) -> Tensor:
+    """[E, N] f32 -> [E, blocks * 16]: 16 rows of each segment in turn, padded with zeros."""
+    E, N = bias.shape
+    rows = blocks // segments * ROWS
+    padded = torch.zeros(E, segments, rows)
+    padded[:, :, : N // segments] = bias.view(E, segments, -1)
+    return padded.view(E, segments, -1, ROWS).transpose(1, 2).reshape(E, -1).contiguous()
+
+
+def _row_order(packed: Tensor, segments: int, n: int) -> Tensor:
+    """The inverse of _block_order."""
+    E = packed.shape[0]
+    rows = packed.view(E, -1, segments, ROWS).transpose(1, 2).reshape(E, segments, -1)
+    return rows[:, :, : n // segments].reshape(E, n).contiguous()
+
+
+def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    spec = spec_of(q.scheme, q.shape, q.segments)
+    expert_bytes, _, blocks = stream_size(spec)
+    stream = native.allocate((q.num_experts, expert_bytes))
+    parts = [None if t is None else t.cpu().contiguous() for t in (q.codes, q.scales, q.zeros)]
+    source = native.Canonical(*(None if t is None else t.data_ptr() for t in parts))
+    ctx = native.context()
+    ctx.check(
+        native.library().expertd_cpu_pack(ctx.handle, C.byref(spec), C.byref(source), stream.data_ptr()), "packing"
+    )
+    out = {"stream": stream}
+    if q.bias is not None:
+        out["bias"] = _block_order(q.bias.cpu(), q.segments, blocks)
+    for name, t in (("global_scales", q.global_scales), ("columns", q.columns)):
+        if t is not None:
+            out[name] = t.cpu().contiguous()
+    return out, {"scheme": scheme_to_json(q.scheme), "shape": list(q.shape), "segments": q.segments}
+
+
+def _unpack_matrix(tensors: dict[str, Tensor], meta: dict[str, Any]) -> QuantTensor:
+    scheme, (E, N, K), segments = scheme_from_json(meta["scheme"]), meta["shape"], meta["segments"]
+    spec = spec_of(scheme, (E, N, K), segments)
+    codes = torch.empty(E, N, -(-K // 2) if scheme.element.packed else K, dtype=CODE_DTYPE[scheme.element])
+    scale_shape = (E, *scheme.scale_shape(N, K, segments))
+    scales = torch.empty(scale_shape, dtype=SCALE_DTYPE[scheme.scale]) if scheme.element.quantized else None
+    zeros = torch.empty(scale_shape, dtype=CODE_DTYPE[scheme.element]) if scheme.zeros else None
+    ctx = native.context()
+    pointers = [None if t is None else t.data_ptr() for t in (codes, scales, zeros)]
+    stream = tensors["stream"].contiguous()
+    ctx.check(native.library().expertd_cpu_unpack(ctx.handle, C.byref(spec), stream.data_ptr(), *pointers), "unpacking")
+    bias = tensors.get("bias")
+    return QuantTensor(
+        scheme,
+        (E, N, K),
+        codes,
+        scales,
+        zeros,
+        tensors.get("global_scales"),
+        tensors.get("columns"),
+        None if bias is None else _row_order(bias, segments, N),
+        segments,
+    )
+
+
+def pack(weights: Weights, problem: Problem) -> Packed:
+    """Canonical -> 16-row blocks, each one contiguous run."""
+    tensors: dict[str, Tensor] = {}
+    meta: dict[str, Any] = {
+        "layout": LAYOUT,
+        "activation": activation_to_json(weights.activation),
+        "checkpoint_activation": weights.checkpoint_activation.value,
+    }
+    for name, q in (("w13", weights.w13), ("w2", weights.w2)):
+        parts, meta[name] = _pack_matrix(q)
+        tensors.update({f"{name}.{part}": t for part, t in parts.items()})
+    if weights.input_scales is not None:
+        tensors["input_scales"] = weights.input_scales.cpu()
+    return Packed("cpu", tensors, meta)
+
+
+def _parts(packed: Packed, name: str) -> dict[str, Tensor]:
+    return {k.removeprefix(f"{name}."): t for k, t in packed.tensors.items() if k.startswith(f"{name}.")}
+
+
+def unpack(packed: Packed) -> Weights:
+    """The exact inverse of pack."""
+    return Weights(
+        _unpack_matrix(_parts(packed, "w13"), packed.meta["w13"]),
+        _unpack_matrix(_parts(packed, "w2"), packed.meta["w2"]),
+        activation_from_json(packed.meta["activation"]),
+        ActivationQuant(packed.meta["checkpoint_activation"]),
+        packed.tensors.get("input_scales"),
+    )
+
+
+def _column_map(scheme: Scheme, shape: tuple[int, int, int], kp: int, columns: Tensor | None) -> Tensor | None:
+    """[E, kp] int32: input column of each packed column, -1 where a group is padded; None where that is 0..K-1."""
+    E, _, K = shape
+    group = min(scheme.cols, K) if scheme.element.quantized and scheme.cols else K
+    padded = group < K and group % 8 != 0
+    if columns is None and not padded:
+        return None
+    source = torch.arange(K, dtype=torch.int32).expand(E, K) if columns is None else columns
+    k = torch.arange(K)
+    at = k // group * (-(-group // 8) * 8) + k % group if padded else k
+    out = torch.full((E, kp), -1, dtype=torch.int32)
+    out[:, at] = source
+    return out
+
+
+class CpuExperts:
+    """A layer's experts on the CPU kernel.  The library runs one call at a time; others wait."""
+
+    backend = "cpu"
+
+    def __init__(self, packed: Packed, problem: Problem, context: native.Context | None = None) -> None:
+        self.packed = packed
+        self.context = context or native.context()
+        self.hidden_size: int = packed.meta["w2"]["shape"][1]
+        self._kept: list[Tensor] = []
+        activation: Activation = activation_from_json(packed.meta["activation"])
+        self._layer = native.Layer(
+            self._matrix("w13"),
+            self._matrix("w2"),
+            KINDS.index(activation.kind),
+            activation.limit is not None,
+            activation.alpha,
+            activation.beta,
+            activation.limit or 0.0,
+            COMPUTE[problem.compute_dtype],
+        )
+
+    def _matrix(self, name: str) -> native.Matrix:
+        meta, parts = self.packed.meta[name], _parts(self.packed, name)
+        scheme, shape = scheme_from_json(meta["scheme"]), tuple(meta["shape"])
+        spec = spec_of(scheme, shape, meta["segments"])
+        expert_bytes, kp, _ = stream_size(spec)
+        stream = parts["stream"]
+        if tuple(stream.shape) != (shape[0], expert_bytes) or not stream.is_contiguous():
+            raise ValueError(
+                f"cpu: {name} stream is {tuple(stream.shape)}, want contiguous ({shape[0]}, {expert_bytes}):"
+                " packed by another version; pack again"
+            )
+        columns = _column_map(scheme, shape, kp, parts.get("columns"))
+        tensors = [stream, parts.get("bias"), parts.get("global_scales"), columns]
+        self._kept += [t for t in tensors if t is not None]
+        return native.Matrix(spec, *(None if t is None else t.data_ptr() for t in tensors))
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See protocol.Experts.  ValueError for shapes that do not fit and for ids outside -1..E-1."""
+        M, H = hidden_states.shape
+        if self.hidden_size != H or topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != M:
+            raise ValueError(
+                f"cpu: hidden_states {tuple(hidden_states.shape)}, topk_ids {tuple(topk_ids.shape)}, topk_weights"
+                f" {tuple(topk_weights.shape)}: want [M, {self.hidden_size}] and twice [M, k]"
+            )
+        if out is None:
+            out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        if topk_ids.shape[1] == 0 or M == 0:
+            return out.zero_()
+        x = hidden_states if hidden_states.dtype in (torch.bfloat16, torch.float32) else hidden_states.float()
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.float().contiguous()
+        direct = out.is_contiguous() and out.dtype in (torch.bfloat16, torch.float32) and out.shape == (M, H)
+        target = out if direct else torch.empty(M, H)
+        call = native.Call(
+            x.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            target.data_ptr(),
+            M,
+            max(x.stride(0), H),
+            ids.shape[1],
+            x.dtype == torch.float32,
+            target.dtype == torch.float32,
+            router_weight_on_input,
+        )
+        handle = self.context.handle
+        error = native.library().expertd_cpu_forward(handle, C.byref(self._layer), C.byref(call))
+        self.context.check(error, f"{M} tokens with ids in {int(ids.min())}..{int(ids.max())}" if error else "")
+        return out if direct else out.copy_(target)
+
+
+def experts(packed: Packed, problem: Problem) -> CpuExperts:
+    return CpuExperts(packed, problem)

@@ -1,0 +1,240 @@
+"""The CPU kernel's shared object, through ctypes: loading it, its structs, and one context for the process.
+
+Knows nothing of canonical weights.  Every function releases the GIL while it runs (ctypes does).
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import mmap
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from expertd_kernels.csrc import build as source
+
+__all__ = [
+    "Call",
+    "Canonical",
+    "Context",
+    "KernelMissingError",
+    "Layer",
+    "Matrix",
+    "Spec",
+    "allocate",
+    "context",
+    "kernel_error",
+    "levels",
+    "library",
+    "physical_cpus",
+]
+
+ABI = 1
+HUGE_PAGE = 2 << 20
+REMEDY = "run `python -m expertd_kernels.csrc.build` (needs a C++17 compiler, for instance g++)"
+
+
+class KernelMissingError(ImportError):
+    """The shared object is not there, does not load, or was built from other sources."""
+
+
+class Spec(C.Structure):
+    """expertd_spec of abi.h."""
+
+    _fields_ = [
+        (name, C.c_int32)
+        for name in (
+            "element",
+            "scale_type",
+            "experts",
+            "n",
+            "k",
+            "segments",
+            "rows",
+            "cols",
+            "zeros",
+            "global_scale",
+        )
+    ]
+
+
+class Canonical(C.Structure):
+    """expertd_canonical of abi.h."""
+
+    _fields_ = [(name, C.c_void_p) for name in ("codes", "scales", "zeros")]
+
+
+class Matrix(C.Structure):
+    """expertd_matrix of abi.h."""
+
+    _fields_ = [("spec", Spec), *((name, C.c_void_p) for name in ("stream", "bias", "global_scales", "columns"))]
+
+
+class Layer(C.Structure):
+    """expertd_layer of abi.h."""
+
+    _fields_ = [
+        ("w13", Matrix),
+        ("w2", Matrix),
+        ("activation", C.c_int32),
+        ("has_limit", C.c_int32),
+        ("alpha", C.c_float),
+        ("beta", C.c_float),
+        ("limit", C.c_float),
+        ("compute", C.c_int32),
+    ]
+
+
+class Call(C.Structure):
+    """expertd_call of abi.h."""
+
+    _fields_ = [
+        ("x", C.c_void_p),
+        ("ids", C.c_void_p),
+        ("weights", C.c_void_p),
+        ("out", C.c_void_p),
+        ("m", C.c_int64),
+        ("x_stride", C.c_int64),
+        ("top_k", C.c_int32),
+        ("x_f32", C.c_int32),
+        ("out_f32", C.c_int32),
+        ("weight_on_input", C.c_int32),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "expertd_cpu_abi": (C.c_int32, []),
+    "expertd_cpu_sources": (C.c_char_p, []),
+    "expertd_cpu_levels": (C.c_char_p, []),
+    "expertd_cpu_create": (C.c_int32, [C.c_char_p, C.c_int32, C.POINTER(C.c_int32), C.POINTER(C.c_void_p)]),
+    "expertd_cpu_destroy": (None, [C.c_void_p]),
+    "expertd_cpu_level": (C.c_char_p, [C.c_void_p]),
+    "expertd_cpu_stream_bytes": (C.c_int64, [C.POINTER(Spec), C.POINTER(C.c_int32), C.POINTER(C.c_int32)]),
+    "expertd_cpu_pack": (C.c_int32, [C.c_void_p, C.POINTER(Spec), C.POINTER(Canonical), C.c_void_p]),
+    "expertd_cpu_unpack": (
+        C.c_int32,
+        [C.c_void_p, C.POINTER(Spec), C.c_void_p, C.c_void_p, C.c_void_p, C.c_void_p],
+    ),
+    "expertd_cpu_forward": (C.c_int32, [C.c_void_p, C.POINTER(Layer), C.POINTER(Call)]),
+    "expertd_cpu_read_gb_s": (C.c_double, [C.c_void_p, C.c_void_p, C.c_int64]),
+    "expertd_cpu_peak": (C.c_double, [C.c_void_p, C.c_int32, C.c_double]),
+}
+
+
+def _open(path: Path) -> C.CDLL:
+    if not path.exists():
+        raise KernelMissingError(f"cpu kernel: {path.name} is not built; {REMEDY}")
+    try:
+        lib = C.CDLL(str(path))
+    except OSError as e:
+        raise KernelMissingError(f"cpu kernel: {path.name} does not load: {e}; {REMEDY}") from None
+    for name, (result, arguments) in _SIGNATURES.items():
+        if not hasattr(lib, name):
+            raise KernelMissingError(f"cpu kernel: {path.name} has no {name}: built from other sources; {REMEDY}")
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+@cache
+def library() -> C.CDLL:
+    """The loaded shared object: $EXPERTD_CPU_LIBRARY, else the one beside the sources.  KernelMissingError says why
+    there is none."""
+    path = os.environ.get("EXPERTD_CPU_LIBRARY")
+    lib = _open(Path(path) if path else source.HERE / source.LIBRARY)
+    built, here = lib.expertd_cpu_sources().decode(), source.sources_hash()
+    if lib.expertd_cpu_abi() != ABI or built != here:
+        raise KernelMissingError(
+            f"cpu kernel: the library was built from sources {built} (ABI {lib.expertd_cpu_abi()}), the sources here"
+            f" are {here} (ABI {ABI}); {REMEDY}"
+        )
+    return lib
+
+
+def kernel_error() -> str:
+    """Why the shared object cannot be used; "" if it can."""
+    try:
+        library()
+    except KernelMissingError as e:
+        return str(e)
+    return ""
+
+
+def levels() -> list[str]:
+    """Instruction-set levels that run on this machine, best first."""
+    text: bytes = library().expertd_cpu_levels()
+    return text.decode().split(",")
+
+
+@cache
+def physical_cpus() -> tuple[int, ...]:
+    """One CPU number for each physical core that this process may use, in ascending order."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    seen: set[str] = set()
+    out = []
+    for cpu in allowed:
+        try:
+            core = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+        except OSError:
+            core = str(cpu)
+        if core not in seen:
+            seen.add(core)
+            out.append(cpu)
+    return tuple(out)
+
+
+class Context:
+    """Threads and scratch memory.  One call at a time (the library holds a lock)."""
+
+    def __init__(self, level: str = "", threads: int = 0) -> None:
+        """level: "" = the best that runs here.  threads: 0 = one a physical core."""
+        cpus = physical_cpus()
+        threads = threads or len(cpus)
+        handle = C.c_void_p()
+        pins = (C.c_int32 * threads)(*(cpus[i] if threads <= len(cpus) else -1 for i in range(threads)))
+        error = library().expertd_cpu_create(level.encode(), threads, pins, C.byref(handle))
+        if error:
+            raise ValueError(
+                f"cpu kernel: level {level or 'auto'!r} with {threads} threads cannot be had (code {error}); levels"
+                f" here: {', '.join(levels())}"
+            )
+        self.handle = handle
+        self.threads = threads
+        self.level: str = library().expertd_cpu_level(handle).decode()
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            library().expertd_cpu_destroy(self.handle)
+
+    def check(self, error: int, what: str) -> None:
+        """Raises for an error code of the library."""
+        if error == 2:
+            raise MemoryError(f"cpu kernel: {what}: out of memory")
+        if error:
+            raise ValueError(f"cpu kernel: {what}: bad argument (sizes, ids outside 0..E-1, or missing tensors)")
+
+
+@cache
+def context(level: str | None = None, threads: int | None = None) -> Context:
+    """The process's context for a level and a number of threads; None = $EXPERTD_CPU_ISA, $EXPERTD_CPU_THREADS."""
+    if level is None or threads is None:
+        level = os.environ.get("EXPERTD_CPU_ISA", "") if level is None else level
+        threads = int(os.environ.get("EXPERTD_CPU_THREADS", "0")) if threads is None else threads
+        return context(level, threads)
+    return Context(level, threads)
+
+
+def allocate(shape: tuple[int, ...]) -> Tensor:
+    """An uninitialized u8 tensor, in huge pages where it is large enough to have them."""
+    count = 1
+    for size in shape:
+        count *= size
+    if count < 2 * HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=torch.uint8)
+    memory = mmap.mmap(-1, count + HUGE_PAGE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    start = C.addressof(C.c_char.from_buffer(memory))
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=-start % HUGE_PAGE, count=count).view(shape)

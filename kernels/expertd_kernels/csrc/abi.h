@@ -1,0 +1,86 @@
+// The C ABI of the CPU kernel: raw pointers and plain structs, no C++ and no Python types, so that ctypes is enough.
+// Sizes: M tokens, H hidden, I intermediate, E experts, K columns and N rows of a matrix. All memory belongs to the caller.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define EXPERTD_CPU_ABI 1
+#define EXPERTD_API __attribute__((visibility("default")))
+
+enum { EXPERTD_OK = 0, EXPERTD_BAD_ARGUMENT = 1, EXPERTD_NO_MEMORY = 2, EXPERTD_NO_LEVEL = 3 };
+enum { EXPERTD_INT4, EXPERTD_INT8, EXPERTD_E4M3, EXPERTD_E2M1, EXPERTD_BF16, EXPERTD_F16, EXPERTD_F32 };
+enum { EXPERTD_SCALE_NONE, EXPERTD_SCALE_F32, EXPERTD_SCALE_F16, EXPERTD_SCALE_BF16, EXPERTD_SCALE_E8M0, EXPERTD_SCALE_E4M3 };
+enum { EXPERTD_SILU, EXPERTD_GELU, EXPERTD_GELU_TANH, EXPERTD_SWIGLUOAI, EXPERTD_RELU2 };
+enum { EXPERTD_COMPUTE_BF16, EXPERTD_COMPUTE_F32, EXPERTD_COMPUTE_INT8 };
+
+// What one matrix [E, N, K] is. rows, cols: weights that share a scale, inside a segment; 0 = all of them.
+typedef struct {
+  int32_t element, scale_type;
+  int32_t experts, n, k, segments;
+  int32_t rows, cols;
+  int32_t zeros;         // 1: stored zero points
+  int32_t global_scale;  // 1: one more f32 multiplier for each expert and segment
+} expertd_spec;
+
+// A matrix in canonical form (see canonical.py), and the same in the packed layout (see layout.h).
+typedef struct {
+  const uint8_t* codes;  // [E, N, K], or [E, N, ceil(K/2)] for 4-bit elements
+  const uint8_t* scales;
+  const uint8_t* zeros;
+} expertd_canonical;
+
+typedef struct {
+  expertd_spec spec;
+  const uint8_t* stream;        // [E, expert_bytes], 64-byte aligned
+  const float* bias;            // [E, blocks * 16] in block order, padded with zeros; or NULL
+  const float* global_scales;   // [E, segments] or NULL
+  const int32_t* columns;       // [E, kp]: input column of each packed column, -1 = none (zero); or NULL = natural order
+} expertd_matrix;
+
+typedef struct {
+  expertd_matrix w13, w2;
+  int32_t activation;  // EXPERTD_SILU, ...
+  int32_t has_limit;
+  float alpha, beta, limit;
+  int32_t compute;  // EXPERTD_COMPUTE_*
+} expertd_layer;
+
+typedef struct {
+  const void* x;        // [M, H], rows x_stride elements apart
+  const int32_t* ids;   // [M, top_k] slots, -1 = not here
+  const float* weights; // [M, top_k]
+  void* out;            // [M, H] contiguous
+  int64_t m, x_stride;
+  int32_t top_k;
+  int32_t x_f32, out_f32;  // 1: f32, 0: bf16
+  int32_t weight_on_input;
+} expertd_call;
+
+typedef struct expertd_context expertd_context;
+
+EXPERTD_API int32_t expertd_cpu_abi(void);
+EXPERTD_API const char* expertd_cpu_sources(void);          // hash of the sources it was built from
+EXPERTD_API const char* expertd_cpu_levels(void);           // levels that run here, best first, comma-separated
+// level: "" = best. threads: >= 1. cpus: one CPU number a thread to pin workers to (entry 0, the caller's, is not used), or NULL.
+EXPERTD_API int32_t expertd_cpu_create(const char* level, int32_t threads, const int32_t* cpus, expertd_context** out);
+EXPERTD_API void expertd_cpu_destroy(expertd_context*);
+EXPERTD_API const char* expertd_cpu_level(const expertd_context*);
+
+// Bytes of the packed stream of all experts; 0 if the spec makes no sense. kp: packed columns. blocks: 16-row blocks of one expert.
+EXPERTD_API int64_t expertd_cpu_stream_bytes(const expertd_spec*, int32_t* kp, int32_t* blocks);
+EXPERTD_API int32_t expertd_cpu_pack(expertd_context*, const expertd_spec*, const expertd_canonical*, uint8_t* stream);
+EXPERTD_API int32_t expertd_cpu_unpack(expertd_context*, const expertd_spec*, const uint8_t* stream, uint8_t* codes, uint8_t* scales,
+                                       uint8_t* zeros);
+EXPERTD_API int32_t expertd_cpu_forward(expertd_context*, const expertd_layer*, const expertd_call*);
+
+// Ceilings of this machine, for the benchmark: GB/s of a plain read, GFLOP/s of f32 multiply-add or bf16 dot, Gop/s of int8 dot.
+EXPERTD_API double expertd_cpu_read_gb_s(expertd_context*, const uint8_t* data, int64_t bytes);
+EXPERTD_API double expertd_cpu_peak(expertd_context*, int32_t compute, double seconds);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,126 @@
+"""Compiles the CPU kernel: `python -m expertd_kernels.csrc.build`.  Standard library only, so that the package build
+can run it before anything is installed.
+
+Needs a C++17 compiler ($CXX, else c++, g++ or clang++ on the path).  Each instruction-set level is a source file of its
+own with its own flags; the level is chosen when the library is loaded, so one shared object serves every machine of an
+architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+__all__ = ["LIBRARY", "BuildError", "build", "find_compiler", "is_current", "sources_hash"]
+
+HERE = Path(__file__).resolve().parent
+LIBRARY = "libexpertd_cpu.so"
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi"]
+SANITIZE = ["-std=c++17", "-O1", "-g", "-fPIC", "-pthread", "-Wno-psabi", "-fno-omit-frame-pointer"]
+COMMON = ["layout", "pool", "pack", "layer", "context", "level_portable"]
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-Wno-maybe-uninitialized"]
+X86 = {
+    "level_avx2": ["-mavx2", "-mfma"],
+    "level_avx512": _AVX512,
+    "level_avx512_bf16": [*_AVX512, "-mavx512vnni", "-mavx512bf16"],
+}
+
+
+class BuildError(Exception):
+    """There is no compiler, or it failed; the text says which and what it said."""
+
+
+def sources_hash(folder: Path = HERE) -> str:
+    """16 hex digits of the C++ sources: the library carries them, so that a stale one is noticed."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.h"), *folder.glob("*.cpp")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def find_compiler() -> str:
+    """The C++ compiler's path.  BuildError where there is none."""
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    raise BuildError("no C++ compiler: want one of $CXX, c++, g++, clang++ on the path; install g++ (C++17) or set CXX")
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr.strip()[-4000:]}")
+
+
+def _units() -> dict[str, list[str]]:
+    """Source name -> extra flags, for this architecture."""
+    x86 = X86 if platform.machine() in ("x86_64", "AMD64") else {}
+    return {**{name: [] for name in COMMON}, **x86}
+
+
+def is_current(library: Path) -> bool:
+    """Whether the library exists and was built from the sources as they are."""
+    return library.exists() and sources_hash().encode() in library.read_bytes()
+
+
+def build(out: Path | None = None, *, sanitize: str = "", driver: bool = False, only_if_stale: bool = False) -> Path:
+    """Compiles and links; returns the library's path (default: beside the sources).
+
+    sanitize: "" or what -fsanitize= takes ("address,undefined").  driver: link the self-test program (driver.cpp)
+    instead of the library.  only_if_stale: nothing is done where the result is current.  The result is moved into place
+    whole, so that a process never loads half of one.
+    """
+    out = out or HERE / LIBRARY
+    if only_if_stale and is_current(out):
+        return out
+    compiler = find_compiler()
+    flags = [*SANITIZE, f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"] if sanitize else [*FLAGS]
+    flags.append(f'-DEXPERTD_SOURCES="{sources_hash()}"')
+    units = _units() | ({"driver": []} if driver else {})
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [Path(folder) / f"{name}.o" for name in units]
+        commands = [
+            [compiler, *flags, *extra, "-c", str(HERE / f"{name}.cpp"), "-o", str(obj)]
+            for (name, extra), obj in zip(units.items(), objects, strict=True)
+        ]
+        with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
+            list(pool.map(_run, commands))
+        made = Path(folder) / out.name
+        link = [compiler, *flags, *([] if driver else ["-shared"]), *map(str, objects), "-o", str(made)]
+        try:  # without the compiler's own libraries, the result also runs where they are older
+            _run([*link, "-static-libgcc", "-static-libstdc++"])
+        except BuildError:
+            _run(link)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        staged = out.with_name(f".{out.name}.{os.getpid()}")
+        shutil.copyfile(made, staged)
+        shutil.copymode(made, staged)
+        os.replace(staged, out)
+    return out
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m expertd_kernels.csrc.build", description="Compile the CPU kernel.")
+    parser.add_argument("--out", type=Path, help="where to put the result (default: beside the sources)")
+    parser.add_argument("--sanitize", default="", metavar="LIST", help="e.g. address,undefined")
+    parser.add_argument("--only-if-stale", action="store_true", help="do nothing where the result is current")
+    parser.add_argument("--driver", action="store_true", help="build the self-test program instead of the library")
+    args = parser.parse_args(argv)
+    try:
+        print(build(args.out, sanitize=args.sanitize, driver=args.driver, only_if_stale=args.only_if_stale))
+    except BuildError as e:
+        print(f"cpu kernel: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+// One expert layer for a batch of tokens:
+//   out[t] = sum over routes (t, e, w) of  w * (w2[e] @ act(w13[e] @ x[t] + b13[e]) + b2[e])
+// in four phases over the pool: input rows, w13 and activation, middle rows, w2 and weighted sum.
+#include <algorithm>
+#include <cstring>
+
+#include "context.h"
+
+namespace expertd {
+namespace {
+
+constexpr int kSlice = 96;                     // rows that a tile buffer holds: a multiple of every tile height
+constexpr int kSerial = 24 << 10;              // elements below which preparing rows is not worth waking threads
+constexpr size_t kPassBytes = size_t(96) << 20;  // middle rows of one pass over the layer; more tokens take more passes
+
+struct Routes {       // sorted by expert, then by token
+  int count, active;  // routes; experts that have any
+  int* token;         // [count]
+  float* weight;      // [count]
+  int* index;         // [count] 0, 1, 2, ...
+  int* expert;        // [active]
+  int* first;         // [active + 1]
+};
+
+struct Pass {
+  expertd_context& context;
+  const expertd_layer& layer;
+  const expertd_call& call;
+  Geometry g13, g2;
+  int m;             // tokens of this pass
+  const char* x;     // first row
+  char* out;
+  Routes routes;
+  Rows input, middle;
+  bool shared;       // one input row a token, not one a route
+  float* hidden;     // [routes][hidden_stride]
+  size_t hidden_stride;
+};
+
+bool integer_path(const expertd_layer& layer, int element) {
+  return layer.compute != EXPERTD_COMPUTE_F32 && is_integral(element);
+}
+
+Rows make_rows(RowBuffers& b, const Geometry& g, bool integer, int count) {
+  Rows r{};
+  r.stride = size_t(g.kp) * (integer ? 2 : 4) / 64 * 64 + 128;  // not a multiple of 4096: rows must not share cache sets
+  if (r.stride % 4096 == 0) r.stride += 64;
+  r.data = b.data.get<uint8_t>(r.stride * count);
+  r.pieces = g.pieces;
+  if (integer) {
+    r.scales = b.scales.get<float>(size_t(g.pieces) * count);
+    r.sums = b.sums.get<int32_t>(size_t(g.pieces) * count);
+  }
+  return r;
+}
+
+// Counting sort of the pass's routes by expert.
+Routes sort_routes(const Pass& p, const int32_t* ids, const float* weights) {
+  const int k = p.call.top_k, E = p.layer.w13.spec.experts, most = p.m * k;
+  int* memory = p.context.routes.get<int>(size_t(3) * most + 3 * size_t(E) + 2);
+  Routes r{};
+  r.token = memory;
+  r.weight = reinterpret_cast<float*>(memory + most);
+  r.index = memory + 2 * size_t(most);
+  r.expert = memory + 3 * size_t(most);
+  r.first = r.expert + E;
+  int* next = r.first + E + 1;
+  std::fill(next, next + E, 0);
+  for (int i = 0; i < most; i++)
+    if (ids[i] >= 0) next[ids[i]]++;
+  for (int e = 0; e < E; e++) {
+    const int n = next[e];
+    next[e] = r.count;
+    if (!n) continue;
+    r.expert[r.active] = e;
+    r.first[r.active++] = r.count;
+    r.count += n;
+  }
+  r.first[r.active] = r.count;
+  for (int i = 0; i < most; i++) {
+    if (ids[i] < 0) continue;
+    const int at = next[ids[i]]++;
+    r.token[at] = i / k;
+    r.weight[at] = weights[i];
+    r.index[at] = at;
+  }
+  return r;
+}
+
+// One row of a matrix's input: loaded, permuted, and rounded to fixed point where the kernel wants that.
+void make_row(Pass& p, const Geometry& g, const expertd_matrix& matrix, const Rows& rows, int row, int expert, const void* src,
+              bool f32, float factor, int thread) {
+  const Level& level = *p.context.level;
+  const int32_t* map = matrix.columns ? matrix.columns + size_t(expert) * g.kp : nullptr;
+  if (integer_path(p.layer, g.spec.element)) {
+    float* loaded = p.context.scratch[thread].row.get<float>(g.kp + 16);
+    level.load_row(src, f32, map, g.spec.k, g.kp, factor, loaded);
+    level.quantize_row(g, loaded, rows, row);
+  } else {
+    float* dst = reinterpret_cast<float*>(rows.data + size_t(row) * rows.stride);
+    level.load_row(src, f32, map, g.spec.k, g.kp, factor * input_factor(g.spec.element), dst);
+  }
+}
+
+template <class F>
+void for_rows(Pass& p, int rows, int columns, F&& f) {
+  if (int64_t(rows) * columns < kSerial) {
+    for (int i = 0; i < rows; i++) f(i, 0);
+  } else {
+    p.context.pool.run_even(rows, f);
+  }
+}
+
+int expert_of_route(const Routes& r, int route) {
+  return int(std::upper_bound(r.first, r.first + r.active, route) - r.first) - 1;
+}
+
+void input_rows(Pass& p) {
+  const size_t bytes = size_t(p.call.x_stride) * (p.call.x_f32 ? 4 : 2);
+  for_rows(p, p.shared ? p.m : p.routes.count, p.g13.kp, [&](int i, int thread) {
+    const int token = p.shared ? i : p.routes.token[i];
+    const int expert = p.shared ? 0 : p.routes.expert[expert_of_route(p.routes, i)];
+    const float factor = p.call.weight_on_input ? p.routes.weight[i] : 1.0f;
+    make_row(p, p.g13, p.layer.w13, p.input, i, expert, p.x + token * bytes, p.call.x_f32, factor, thread);
+  });
+}
+
+void middle_rows(Pass& p) {
+  for_rows(p, p.routes.count, p.g2.kp, [&](int i, int thread) {
+    const int expert = p.routes.expert[expert_of_route(p.routes, i)];
+    make_row(p, p.g2, p.layer.w2, p.middle, i, expert, p.hidden + i * p.hidden_stride, true, 1.0f, thread);
+  });
+}
+
+struct Tile {
+  BlockArgs args;
+  float* out;
+};
+
+// Scales of blocks b, b + 1 of an expert, ready for gemm().
+BlockArgs block_args(Pass& p, const Geometry& g, const expertd_matrix& matrix, const Rows& rows, int expert, int b, int nb, int thread) {
+  ThreadScratch& s = p.context.scratch[thread];
+  const size_t lanes = size_t(g.groups) * kRows;
+  float* scales = s.scales.get<float>(2 * lanes);
+  float* zeros = g.spec.zeros ? s.zeros.get<float>(2 * lanes) : nullptr;
+  BlockArgs a{&g, matrix.stream + expert * g.expert_bytes + b * g.block_bytes, nb, scales, zeros, &rows, nullptr, 0, nullptr};
+  for (int i = 0; i < nb; i++) {
+    const int segments = g.spec.segments;
+    const float global = matrix.global_scales ? matrix.global_scales[size_t(expert) * segments + (b + i) % segments] : 1.0f;
+    p.context.level->prepare(g, a.block + i * g.block_bytes, global, scales + i * lanes, zeros ? zeros + i * lanes : nullptr);
+  }
+  return a;
+}
+
+// Calls use(first row, rows, tile [rows][32]) for all rows [from, to) of an index list.
+template <class Use>
+void gemm(Pass& p, BlockArgs a, const int32_t* index, int from, int to, int thread, const Use& use) {
+  a.out = p.context.scratch[thread].tile.get<float>(kSlice * 2 * kRows);
+  for (int at = from; at < to; at += kSlice) {
+    a.n = std::min(kSlice, to - at);
+    a.index = index + at;
+    if (integer_path(p.layer, a.g->spec.element)) p.context.level->gemm_i16(a);
+    else p.context.level->gemm_f32(a);
+    use(at, a.n, a.out);
+  }
+}
+
+const float kNoBias[2 * kRows] = {};
+
+// Blocks (2 pair, 2 pair + 1) of one expert's w13 for all its rows: gate and up, or two neighbours where there is no mul.
+void up_pair(Pass& p, int active, int pair, int thread) {
+  const Geometry& g = p.g13;
+  const bool gated = g.spec.segments == 2;
+  const int expert = p.routes.expert[active], b = 2 * pair, nb = std::min(2, g.blocks - b);
+  const BlockArgs a = block_args(p, g, p.layer.w13, p.input, expert, b, nb, thread);
+  float bias[2 * kRows] = {};
+  if (p.layer.w13.bias) {
+    std::memcpy(bias, p.layer.w13.bias + (size_t(expert) * g.blocks + b) * kRows, sizeof(float) * kRows * nb);
+  }
+  const Activation act{p.layer.activation, p.layer.has_limit != 0, p.layer.alpha, p.layer.beta, p.layer.limit};
+  const int columns = gated ? kRows : 2 * kRows;
+  gemm(p, a, p.shared ? p.routes.token : p.routes.index, p.routes.first[active], p.routes.first[active + 1], thread,
+       [&](int row, int n, const float* tile) {
+         p.context.level->activate(act, tile, bias, n, gated, p.hidden + row * p.hidden_stride + pair * columns, p.hidden_stride);
+       });
+}
+
+// Units of `step` pairs, expert after expert: each thread's range is one run of memory. Ranges are cut by cost: a pair costs its
+// bytes, and arithmetic for each row.
+void up_phase(Pass& p) {
+  const int pairs = (p.g13.blocks + 1) / 2, step = 4, per_expert = (pairs + step - 1) / step;
+  const int n = p.routes.active * per_expert, threads = p.context.pool.threads();
+  std::vector<int> start(threads + 1, n);
+  const auto cost = [&](int a) { return 4.0 + (p.routes.first[a + 1] - p.routes.first[a]); };
+  double total = 0, done = 0;
+  for (int a = 0; a < p.routes.active; a++) total += cost(a) * per_expert;
+  for (int a = 0, t = 0; a < p.routes.active; a++) {
+    for (int i = 0; i < per_expert; i++, done += cost(a))
+      while (t < threads && done >= total * t / threads) start[t++] = a * per_expert + i;
+  }
+  auto unit = [&](int u, int thread) {
+    const int active = u / per_expert, from = u % per_expert * step;
+    for (int pair = from; pair < std::min(from + step, pairs); pair++) up_pair(p, active, pair, thread);
+  };
+  p.context.pool.run(n, start.data(), unit);
+}
+
+// Output columns of blocks [from, to) of w2, for all experts and tokens: experts are added in ascending order, so the answer does
+// not depend on the threads.
+void down_blocks(Pass& p, int from, int to, int thread) {
+  const Geometry& g = p.g2;
+  const int columns = (to - from) * kRows;
+  float* acc = p.context.scratch[thread].acc.get<float>(size_t(p.m) * columns);
+  std::memset(acc, 0, sizeof(float) * p.m * columns);
+  for (int active = 0; active < p.routes.active; active++) {
+    const int expert = p.routes.expert[active];
+    for (int b = from; b < to; b += 2) {
+      const int nb = std::min(2, to - b);
+      const BlockArgs a = block_args(p, g, p.layer.w2, p.middle, expert, b, nb, thread);
+      const float* bias = p.layer.w2.bias ? p.layer.w2.bias + (size_t(expert) * g.blocks + b) * kRows : kNoBias;
+      gemm(p, a, p.routes.index, p.routes.first[active], p.routes.first[active + 1], thread, [&](int row, int n, const float* tile) {
+        for (int i = 0; i < n; i++) {
+          const float weight = p.call.weight_on_input ? 1.0f : p.routes.weight[row + i];
+          float* to_row = acc + size_t(p.routes.token[row + i]) * columns + (b - from) * kRows;
+          p.context.level->combine(tile + i * 2 * kRows, bias, weight, nb * kRows, to_row);
+        }
+      });
+    }
+  }
+  const int H = g.spec.n, at = from * kRows, width = std::min(columns, H - at), size = p.call.out_f32 ? 4 : 2;
+  for (int t = 0; t < p.m; t++) {
+    p.context.level->store(acc + size_t(t) * columns, width, p.call.out_f32, p.out + (size_t(t) * H + at) * size);
+  }
+}
+
+void down_phase(Pass& p) {
+  const int blocks = p.g2.blocks, threads = p.context.pool.threads();
+  const int fit = std::max(1, (64 << 10) / (64 * p.m));  // blocks whose sums of all tokens stay in the cache
+  const int fair = std::max(1, blocks / (4 * threads));  // enough units to steal
+  const int step = std::max(4, std::min(fit, fair) & ~1);
+  p.context.pool.run_even((blocks + step - 1) / step, [&](int u, int thread) {
+    down_blocks(p, u * step, std::min((u + 1) * step, blocks), thread);
+  });
+}
+
+void run_pass(Pass& p, const int32_t* ids, const float* weights) {
+  p.routes = sort_routes(p, ids, weights);
+  const int rows = p.shared ? p.m : p.routes.count;
+  p.input = make_rows(p.context.input, p.g13, integer_path(p.layer, p.g13.spec.element), rows);
+  p.middle = make_rows(p.context.middle, p.g2, integer_path(p.layer, p.g2.spec.element), p.routes.count);
+  p.hidden_stride = size_t(p.g2.spec.k + 31) / 32 * 32 + 16;
+  p.hidden = p.context.hidden.get<float>(p.hidden_stride * p.routes.count);
+  input_rows(p);
+  up_phase(p);
+  middle_rows(p);
+  down_phase(p);
+}
+
+bool valid(const expertd_layer& layer, const expertd_call& call, Geometry& g13, Geometry& g2) {
+  if (!geometry_of(layer.w13.spec, g13) || !geometry_of(layer.w2.spec, g2)) return false;
+  const expertd_spec &a = layer.w13.spec, &b = layer.w2.spec;
+  const int segments = layer.activation == EXPERTD_RELU2 ? 1 : 2;
+  if (a.segments != segments || b.segments != 1 || a.experts != b.experts || a.k != b.n || a.n != segments * b.k) return false;
+  if (layer.activation < EXPERTD_SILU || layer.activation > EXPERTD_RELU2 || !layer.w13.stream || !layer.w2.stream) return false;
+  if (call.m < 0 || call.top_k < 1 || call.m > INT32_MAX / call.top_k / 4 || call.x_stride < a.k) return false;
+  for (int64_t i = 0; i < call.m * call.top_k; i++)
+    if (call.ids[i] < -1 || call.ids[i] >= a.experts) return false;
+  return true;
+}
+
+}  // namespace
+}  // namespace expertd
+
+using namespace expertd;
+
+extern "C" int32_t expertd_cpu_forward(expertd_context* context, const expertd_layer* layer, const expertd_call* call) {
+  Geometry g13, g2;
+  if (!context || !valid(*layer, *call, g13, g2)) return EXPERTD_BAD_ARGUMENT;
+  std::lock_guard<std::mutex> lock(context->busy);
+  const size_t route_bytes = size_t(g2.spec.k) * 8 + size_t(g13.kp) * (call->weight_on_input || layer->w13.columns ? 4 : 0) + 64;
+  const int64_t pass = std::max<int64_t>(1, std::min<int64_t>(4096, kPassBytes / (route_bytes * call->top_k)));
+  try {
+    for (int64_t at = 0; at < call->m; at += pass) {
+      const size_t x_row = size_t(call->x_stride) * (call->x_f32 ? 4 : 2), out_row = size_t(g2.spec.n) * (call->out_f32 ? 4 : 2);
+      Pass p{*context, *layer, *call, g13, g2, int(std::min(pass, call->m - at)), static_cast<const char*>(call->x) + at * x_row,
+             static_cast<char*>(call->out) + at * out_row, {}, {}, {}, !call->weight_on_input && !layer->w13.columns, nullptr, 0};
+      run_pass(p, call->ids + at * call->top_k, call->weights + at * call->top_k);
+    }
+  } catch (const std::bad_alloc&) {
+    return EXPERTD_NO_MEMORY;
+  }
+  return EXPERTD_OK;
+}

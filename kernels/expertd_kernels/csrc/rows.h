@@ -1,0 +1,210 @@
+// Activations on their way in and out: rows to f32, f32 to 16-bit fixed point, the function between the GEMMs, the weighted sum.
+// Templates over the vector type V of a level; included by kernels.h only.
+#pragma once
+#include "level.h"
+
+namespace expertd {
+namespace {
+
+inline float bf16_to_f32(uint16_t h) {
+  const uint32_t u = uint32_t(h) << 16;
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+
+inline uint16_t f32_to_bf16(float f) {  // round to nearest even; NaN stays NaN
+  uint32_t u;
+  __builtin_memcpy(&u, &f, 4);
+  const uint16_t rounded = uint16_t((u + 0x7FFFu + ((u >> 16) & 1)) >> 16);
+  return (u & 0x7FFFFFFFu) > 0x7F800000u ? uint16_t((u >> 16) | 0x40) : rounded;
+}
+
+template <class V>
+void load_row(const void* src, bool f32, const int32_t* map, int k, int kp, float factor, float* dst) {
+  const float* f = static_cast<const float*>(src);
+  const uint16_t* b = static_cast<const uint16_t*>(src);
+  if (map) {
+    for (int i = 0; i < kp; i++) dst[i] = map[i] < 0 ? 0.0f : factor * (f32 ? f[map[i]] : bf16_to_f32(b[map[i]]));
+    return;
+  }
+  if (f32) {
+    for (int i = 0; i < k; i++) dst[i] = f[i] * factor;
+  } else {
+    for (int i = 0; i < k; i++) dst[i] = bf16_to_f32(b[i]) * factor;
+  }
+  for (int i = k; i < kp; i++) dst[i] = 0.0f;
+}
+
+// The scale of a piece: the power of two that brings its largest magnitude into [2^14, 2^15). bf16 inputs within 2^7 of the largest
+// are then exact. NaN or infinity anywhere in the piece makes the scale NaN, so that the row's answer is NaN too.
+inline void piece_scale(int32_t largest_bits, float& scale, float& inverse) {
+  scale = inverse = 0.0f;
+  if (largest_bits >= 0x7F800000) {
+    scale = __builtin_nanf("");
+  } else if (largest_bits > 0) {
+    int e = (largest_bits >> 23) - 127;
+    e = e < -100 ? -100 : e;
+    const int32_t s = (127 + e - 14) << 23, i = (127 + 14 - e) << 23;
+    __builtin_memcpy(&scale, &s, 4);
+    __builtin_memcpy(&inverse, &i, 4);
+  }
+}
+
+// Fixed-point values of one piece in the order in which the kernels multiply them: each 32-bit word holds the pair that meets one
+// position of a lane. 4-bit codes: columns (i, i + 4) of each 8; 8-bit codes: (i, i + 2) of each 4.
+inline void store_pairs(const int32_t* q, int n, bool nibbles, int32_t* dst) {
+  if (nibbles) {
+    for (int c = 0; c < n; c += 8)
+      for (int i = 0; i < 4; i++) dst[c / 2 + i] = (q[c + i] & 0xFFFF) | int32_t(uint32_t(q[c + i + 4]) << 16);
+  } else {
+    for (int c = 0; c < n; c += 4)
+      for (int i = 0; i < 2; i++) dst[c / 2 + i] = (q[c + i] & 0xFFFF) | int32_t(uint32_t(q[c + i + 2]) << 16);
+  }
+}
+
+template <class V>
+void quantize_piece(const float* src, int n, bool nibbles, int32_t* dst, float& scale, int32_t& sum) {
+  alignas(64) float v[kMaxPiece + 16];
+  alignas(64) int32_t q[kMaxPiece + 16];
+  alignas(64) int32_t lanes[V::W];
+  __builtin_memcpy(v, src, sizeof(float) * n);
+  for (int i = 0; i < 8; i++) v[n + i] = 0.0f;  // n is a multiple of 8, a vector may be 16
+  typename V::I top = V::bcasti(0);
+  for (int i = 0; i < n; i += V::W) top = V::maxi(top, V::andi(V::bits(V::loadf(v + i)), V::bcasti(0x7FFFFFFF)));
+  V::storei(lanes, top);
+  int32_t largest = 0;
+  for (int i = 0; i < V::W; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+  float inverse;
+  piece_scale(largest, scale, inverse);
+  // Adding 1.5 * 2^23 rounds to the nearest integer (ties to even) and leaves it in the low bits.
+  const typename V::F inv = V::bcastf(inverse), magic = V::bcastf(12582912.0f), most = V::bcastf(32767.0f);
+  const typename V::I magic_bits = V::bcasti(-0x4B400000);
+  typename V::I total = V::bcasti(0);
+  for (int i = 0; i < n; i += V::W) {
+    const typename V::F scaled = V::min(V::mul(V::loadf(v + i), inv), most);
+    const typename V::I r = V::addi(V::bits(V::add(scaled, magic)), magic_bits);
+    total = V::addi(total, r);
+    V::storei(q + i, r);
+  }
+  if (largest >= 0x7F800000) {
+    for (int i = 0; i < n; i++) q[i] = 0;
+    total = V::bcasti(0);
+  }
+  V::storei(lanes, total);
+  sum = 0;
+  for (int i = 0; i < V::W; i++) sum += lanes[i];
+  store_pairs(q, n, nibbles, dst);
+}
+
+template <class V>
+void quantize_row(const Geometry& g, const float* src, const Rows& rows, int row) {
+  int32_t* dst = reinterpret_cast<int32_t*>(rows.data + size_t(row) * rows.stride);
+  float* scales = rows.scales + size_t(row) * rows.pieces;
+  int32_t* sums = rows.sums + size_t(row) * rows.pieces;
+  const bool nibbles = g.per_lane == 8;
+  for (int at = 0; at < g.kp; at += g.group) {
+    const int end = at + g.group < g.kp ? at + g.group : g.kp;
+    for (int k = at; k < end; k += g.piece) {
+      const int n = k + g.piece < end ? g.piece : end - k;
+      quantize_piece<V>(src + k, n, nibbles, dst + k / 2, *scales++, *sums++);
+    }
+  }
+}
+
+template <class V>
+typename V::F exponential(typename V::F x) {  // e^x for -87 <= x <= 88 (clamped), relative error 2e-7: Taylor on [-ln2/2, ln2/2]
+  using F = typename V::F;
+  x = V::max(V::min(x, V::bcastf(88.0f)), V::bcastf(-87.0f));
+  const F magic = V::bcastf(12582912.0f);
+  const F t = V::fma(x, V::bcastf(1.44269504f), magic), n = V::sub(t, magic);
+  F r = V::fma(n, V::bcastf(-0.693145752f), x);
+  r = V::fma(n, V::bcastf(-1.42860677e-6f), r);
+  F p = V::bcastf(1.0f / 5040);
+  p = V::fma(p, r, V::bcastf(1.0f / 720));
+  p = V::fma(p, r, V::bcastf(1.0f / 120));
+  p = V::fma(p, r, V::bcastf(1.0f / 24));
+  p = V::fma(p, r, V::bcastf(1.0f / 6));
+  p = V::fma(p, r, V::bcastf(0.5f));
+  p = V::fma(p, r, V::bcastf(1.0f));
+  p = V::fma(p, r, V::bcastf(1.0f));
+  return V::cast(V::addi(V::bits(p), V::template sll<23>(V::bits(t))));
+}
+
+template <class V>
+typename V::F sigmoid_times(typename V::F g, typename V::F z) {  // g / (1 + e^-z)
+  const typename V::F one = V::bcastf(1.0f);
+  return V::div(g, V::add(one, exponential<V>(V::sub(V::bcastf(0.0f), z))));
+}
+
+template <class V>
+typename V::F erf(typename V::F x) {  // Abramowitz and Stegun 7.1.26, absolute error 1.5e-7
+  using F = typename V::F;
+  const F ax = V::cast(V::andi(V::bits(x), V::bcasti(0x7FFFFFFF))), one = V::bcastf(1.0f);
+  const F t = V::div(one, V::fma(V::bcastf(0.3275911f), ax, one));
+  F p = V::bcastf(1.061405429f);
+  p = V::fma(p, t, V::bcastf(-1.453152027f));
+  p = V::fma(p, t, V::bcastf(1.421413741f));
+  p = V::fma(p, t, V::bcastf(-0.284496736f));
+  p = V::mul(V::fma(p, t, V::bcastf(0.254829592f)), t);
+  const F y = V::sub(one, V::mul(p, exponential<V>(V::mul(V::sub(V::bcastf(0.0f), ax), ax))));
+  return V::cast(V::ori(V::bits(y), V::andi(V::bits(x), V::bcasti(int32_t(0x80000000u)))));
+}
+
+template <class V>
+typename V::F activated(const Activation& a, typename V::F g, typename V::F u) {
+  using F = typename V::F;
+  if (a.limited) {  // the value comes second: min and max pass a NaN there on
+    g = V::min(V::bcastf(a.limit), g);
+    u = V::max(V::bcastf(-a.limit), V::min(V::bcastf(a.limit), u));
+  }
+  switch (a.kind) {
+    case EXPERTD_SILU: return V::mul(sigmoid_times<V>(g, g), u);
+    case EXPERTD_GELU: {
+      const F half = V::mul(g, V::bcastf(0.5f));
+      return V::mul(V::fma(half, erf<V>(V::mul(g, V::bcastf(0.707106781f))), half), u);
+    }
+    case EXPERTD_GELU_TANH: {  // (1 + tanh z) / 2 = 1 / (1 + e^-2z), z = sqrt(2 / pi) * (g + 0.044715 g^3)
+      const F cube = V::mul(V::mul(g, g), V::mul(g, V::bcastf(0.044715f)));
+      return V::mul(sigmoid_times<V>(g, V::mul(V::bcastf(1.59576912f), V::add(g, cube))), u);
+    }
+    default: return V::mul(sigmoid_times<V>(g, V::mul(V::bcastf(a.alpha), g)), V::add(u, V::bcastf(a.beta)));
+  }
+}
+
+template <class V>
+void activate(const Activation& a, const float* tile, const float* bias, int n, bool gated, float* h, size_t stride) {
+  using F = typename V::F;
+  for (int m = 0; m < n; m++, tile += 2 * kRows, h += stride) {
+    for (int i = 0; i < (gated ? kRows : 2 * kRows); i += V::W) {
+      const F g = V::add(V::loadf(tile + i), V::loadf(bias + i));
+      if (gated) {
+        V::storef(h + i, activated<V>(a, g, V::add(V::loadf(tile + kRows + i), V::loadf(bias + kRows + i))));
+      } else {
+        const F r = V::max(V::bcastf(0.0f), g);
+        V::storef(h + i, V::mul(r, r));
+      }
+    }
+  }
+}
+
+template <class V>
+void combine(const float* tile, const float* bias, float weight, int cols, float* acc) {
+  const typename V::F w = V::bcastf(weight);
+  for (int i = 0; i < cols; i += V::W) {
+    V::storef(acc + i, V::fma(w, V::add(V::loadf(tile + i), V::loadf(bias + i)), V::loadf(acc + i)));
+  }
+}
+
+template <class V>
+void store_row(const float* src, int n, bool f32, void* dst) {
+  if (f32) {
+    __builtin_memcpy(dst, src, sizeof(float) * n);
+    return;
+  }
+  uint16_t* out = static_cast<uint16_t*>(dst);
+  for (int i = 0; i < n; i++) out[i] = f32_to_bf16(src[i]);
+}
+
+}  // namespace
+}  // namespace expertd

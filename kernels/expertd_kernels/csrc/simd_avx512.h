@@ -1,0 +1,57 @@
+// 16 lanes of AVX-512 (F, BW, VL, DQ); with VNNI where the including file defines EXPERTD_VNNI.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace expertd {
+
+struct Avx512 {
+  static constexpr bool kRegister = true;  // a vector fits a register
+  static constexpr int W = 16, kTile1 = 12, kTile2 = 12, kChains = 8, kAhead = 4096;
+  using I = __m512i;
+  using F = __m512;
+
+  static I loadi(const void* p) { return _mm512_loadu_si512(p); }
+  static F loadf(const float* p) { return _mm512_loadu_ps(p); }
+  static void storef(float* p, F v) { _mm512_storeu_ps(p, v); }
+  static void storei(void* p, I v) { _mm512_storeu_si512(p, v); }
+  static I bcasti(int32_t x) { return _mm512_set1_epi32(x); }
+  static F bcastf(float x) { return _mm512_set1_ps(x); }
+  static I addi(I a, I b) { return _mm512_add_epi32(a, b); }
+  static I andi(I a, I b) { return _mm512_and_si512(a, b); }
+  static I ori(I a, I b) { return _mm512_or_si512(a, b); }
+  template <int N> static I sll(I a) { return N ? _mm512_slli_epi32(a, N) : a; }
+  template <int N> static I srl(I a) { return N ? _mm512_srli_epi32(a, N) : a; }
+  template <int N> static I sra(I a) { return N ? _mm512_srai_epi32(a, N) : a; }
+  template <int N> static I srl16(I a) { return N ? _mm512_srli_epi16(a, N) : a; }
+  static I dot16(I acc, I w, I x) {
+#ifdef EXPERTD_VNNI
+    return _mm512_dpwssd_epi32(acc, w, x);
+#else
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(w, x));
+#endif
+  }
+  static F cvt(I a) { return _mm512_cvtepi32_ps(a); }
+  static F cast(I a) { return _mm512_castsi512_ps(a); }
+  static I bits(F a) { return _mm512_castps_si512(a); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static I maxi(I a, I b) { return _mm512_max_epi32(a, b); }
+  static I e2m1_bytes(I nibbles) {
+    const I table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    return _mm512_shuffle_epi8(table, nibbles);
+  }
+  static F e2m1_twice(I code) {
+    const F table = _mm512_setr_ps(0.f, 1.f, 2.f, 3.f, 4.f, 6.f, 8.f, 12.f, -0.f, -1.f, -2.f, -3.f, -4.f, -6.f, -8.f, -12.f);
+    return _mm512_permutexvar_ps(code, table);
+  }
+  static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+};
+
+}  // namespace expertd
