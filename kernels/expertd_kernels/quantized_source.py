@@ -42,7 +42,7 @@ class QuantizedSource:
         for name, s in (("w13", base.w13), ("w2", base.w2)):
             if s.element.quantized:
                 raise ValueError(
-                    f"layer {layer}: {name} is {s.name} already; --quantize takes bf16, f16 or f32: leave it away"
+                    f"{name} is {s.name} already; --quantize takes bf16, f16 or f32 weights: leave it away"
                 )
         note = f"quantized at load from {base.w13.name} to {self.scheme.name}, round to nearest"
         return replace(base, w13=self.scheme, w2=self.scheme, notes=(*base.notes, note))
@@ -56,7 +56,7 @@ class QuantizedSource:
             try:
                 parts.append(quantize(self.source.load(layer, few), self.scheme))
             except ValueError as error:
-                raise ValueError(f"layer {layer}, of the experts {few}: {error}") from error
+                raise ValueError(f"of the experts {few[0]} to {few[-1]}: {error}") from error
         return replace(parts[0], w13=_join([p.w13 for p in parts]), w2=_join([p.w2 for p in parts]))
 
 
