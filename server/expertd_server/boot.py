@@ -10,21 +10,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from expertd_kernels.oracle import Decision, NoBackendError, Refused, decide
+from expertd_kernels.oracle import Backend, Decision, NoBackendError, Refused, decide
 from expertd_kernels.problem import Device, Package
 from expertd_kernels.scheme import ActivationQuant
 from expertd_kernels.source import ExpertSource, LayerInfo
+from expertd_kernels.table import BACKENDS
 from expertd_server.config import ServeConfig
 from expertd_server.engine import ServedLayer
 from expertd_server.render import span
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from expertd_kernels.backends.protocol import Experts
+    from expertd_kernels.canonical import Weights
 
 __all__ = [
     "Booted",
@@ -36,6 +40,7 @@ __all__ = [
     "open_source",
     "plan_layers",
     "resolve_device",
+    "without",
 ]
 
 log = logging.getLogger(__name__)
@@ -87,9 +92,8 @@ def open_source(config: ServeConfig) -> ExpertSource:
             source = open_checkpoint(config.checkpoint, layer_template=config.layer_template)
         if config.quantize is not None:
             from expertd_kernels.quantized_source import QuantizedSource
-            from expertd_kernels.scheme import Scheme
 
-            source = QuantizedSource(source, Scheme.parse(config.quantize))
+            source = QuantizedSource(source, config.quantize)
     except (ValueError, OSError) as e:
         raise BootError(str(e)) from e
     return source
@@ -161,27 +165,25 @@ def _held(config: ServeConfig, info: LayerInfo) -> tuple[int, ...]:
 def boot_layer(plan: LayerPlan, source: ExpertSource, device: torch.device) -> Booted:
     """Load, pack, check and warm up one layer.  The canonical weights are gone when it returns, so the peak of memory
     is the packed layers and one canonical one.  Raises BootError."""
-    from expertd_kernels.builder import build
-    from expertd_kernels.selfcheck import self_check
+    from expertd_kernels.selfcheck import boot_reference_experts, self_check
 
     start = time.perf_counter()
     info, n = plan.info, plan.info.layer
     try:
-        chosen = plan.decision.require()
         every = len(plan.held) == info.num_experts
-        weights = source.load(n, None if every else plan.held).to(device)
-        experts = build(plan.decision, weights)
-    except NoBackendError as e:
+        weights = source.load(n, None if every else plan.held)
+    except (ValueError, OSError) as e:
         raise BootError(f"layer {n}: {e}") from e
-    except Refused as e:
-        raise BootError(f"layer {n}: backend {plan.decision.require().name} refuses its weights: {e}") from e
-    except (ImportError, ValueError, OSError, RuntimeError) as e:
-        raise BootError(f"layer {n}: {type(e).__name__}: {e}") from e
-    check = self_check(experts, weights, plan.decision.problem)
+    weights = weights.to(device)
+    decision, experts = _build(plan.decision, weights, n)
+    chosen = decision.require()
+    check = self_check(
+        experts, weights, decision.problem, reference_experts=boot_reference_experts(weights), device=device
+    )
     if not check.ok:
         raise BootError(
-            f"layer {n}: self-check of backend {chosen.name}: got relative error {check.relative_error:.2e} against the"
-            f" float32 reference, want at most {check.tolerance:.0e}; choose another --backend, and report this"
+            f"layer {n}: self-check of backend {chosen.name} against the float32 reference: {check.fault}; choose"
+            " another --backend, and report this"
         )
     served = ServedLayer(
         layer=n,
@@ -194,8 +196,38 @@ def boot_layer(plan: LayerPlan, source: ExpertSource, device: torch.device) -> B
         backend=chosen.name,
         input_weights=chosen.router_weight_on_input,
     )
-    _warm_up(served, device, plan.decision.problem.compute_dtype)
+    _warm_up(served, device, decision.problem.compute_dtype)
+    plan = replace(plan, decision=decision)
     return Booted(plan, served, check.relative_error, check.tolerance, time.perf_counter() - start)
+
+
+def _build(decision: Decision, weights: Weights, layer: int) -> tuple[Decision, Experts]:
+    """Pack for the chosen backend.  Where the choice is the oracle's, a backend that refuses or fails gets that as its
+    verdict and the next eligible one is taken; a pinned one is taken or BootError raised."""
+    from expertd_kernels.builder import build
+
+    while True:
+        try:
+            return decision, build(decision, weights)
+        except NoBackendError as e:
+            raise BootError(f"layer {layer}: {e}") from e
+        except Exception as e:
+            name = decision.require().name
+            why = str(e) if isinstance(e, Refused) else f"{type(e).__name__}: {e}"
+            if decision.pinned:
+                raise BootError(f"layer {layer}: the pinned backend {name} cannot take the weights: {why}") from e
+            log.warning("layer %d: backend %s cannot take the weights: %s; the next one is tried", layer, name, why)
+            decision = without(decision, name, f"when packing: {why}", BACKENDS)
+
+
+def without(decision: Decision, backend: str, refusal: str, backends: Sequence[Backend]) -> Decision:
+    """The decision after `backend` turned out not to serve: its refusal in the table, the next eligible row chosen."""
+    verdicts = tuple(
+        replace(v, refusals=(*v.refusals, refusal)) if v.backend == backend else v for v in decision.verdicts
+    )
+    eligible = [v.backend for v in verdicts if v.eligible]
+    chosen = next((b for name in eligible for b in backends if b.name == name), None)
+    return replace(decision, verdicts=verdicts, chosen=chosen)
 
 
 def _warm_up(layer: ServedLayer, device: torch.device, compute_dtype: str) -> None:

@@ -112,6 +112,7 @@ class Engine:
 
     max_queue_tokens, max_queue_requests: beyond them submit() refuses; an empty queue takes any single request
     observe: called on the engine's thread after each batch
+    admitted: requests that submit() has taken so far
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Engine:
         self._draining = self._stopping = False
         self._busy_tokens = self._busy_requests = self._unanswered = 0
         self._token_ns = 0.0
+        self.admitted = 0
         self._thread = threading.Thread(target=self._run, name="expertd-engine", daemon=True)
 
     # ---- any thread ------------------------------------------------------------------------------------------------
@@ -154,6 +156,7 @@ class Engine:
                 raise DrainingError("server: it drains and takes no new requests; ask another replica")
             expired = self._make_room(r)
             self._waiting.push(r)
+            self.admitted += 1
             self._changed.notify()
         self._answer_expired(expired)
 

@@ -123,6 +123,11 @@ class ExpertServer:
         self.service.close()
         return done
 
+    async def close(self) -> None:
+        """Close at once, whatever is under way."""
+        await self._server.stop(0)
+        self.service.close()
+
     async def _report(self, status: Any) -> None:
         for name in (health.OVERALL_HEALTH, SERVICE):
             await self._health.set(name, status)
@@ -171,7 +176,6 @@ async def serve(config: ServeConfig, console: Console) -> int:
         booted = await _load(plans, source, torch_device, console, stop)
         if booted is None:
             _say(console, "stopped while loading")
-            await server.drain(0.1)
             return 0
         engine = _engine(config, booted, torch_device, metrics)
         intake = Intake(engine.layers, config.max_tokens)
@@ -181,9 +185,13 @@ async def serve(config: ServeConfig, console: Console) -> int:
         await stop.wait()
         _say(console, f"draining: {engine.load().queued_requests} requests under way")
         done = await server.drain(config.grace_s)
-        _say(console, "stopped: every request that was taken is answered" if done else _overdue(config))
+        _say(
+            console,
+            f"stopped: all {engine.admitted} requests that were taken are answered" if done else _overdue(config),
+        )
         return 0 if done else 1
     finally:
+        await server.close()
         if http is not None:
             http.close()
 

@@ -1,0 +1,225 @@
+"""A server that cannot start says why in one line on stderr, exits with a code other than 0, and shows no traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+
+from expertd_server.cli import main
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"
+TINY = ("--synthetic", "tiny:int4_g128", "--device", "cpu", "--backend", "reference")
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """A copy of the GPTQ checkpoint, to be spoilt."""
+    folder = tmp_path / "checkpoint"
+    ignore = shutil.ignore_patterns("expected.safetensors")
+    shutil.copytree(FIXTURE, folder, ignore=ignore, copy_function=shutil.copyfile)
+    folder.chmod(0o755)
+    return folder
+
+
+def refusal(capsys, *args: str, code: int = 1) -> str:
+    """The one line of `expertd serve` that refuses."""
+    assert main(["serve", "--listen", "127.0.0.1:0", *args]) == code
+    out = capsys.readouterr()
+    assert "Traceback" not in out.err
+    assert out.err.count("\n") == 1, out.err
+    assert out.err.startswith("expertd serve: ")
+    assert "serving on" not in out.out
+    return out.err
+
+
+def set_config(folder: Path, change) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def test_port_in_use(capsys):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        text = refusal(capsys, *TINY, "--listen", f"127.0.0.1:{port}")
+        assert f"--listen 127.0.0.1:{port}: cannot listen there: Address already in use" in text
+        text = refusal(capsys, *TINY, "--metrics-listen", f"127.0.0.1:{port}")
+        assert f"--metrics-listen 127.0.0.1:{port}: cannot listen there: Address already in use" in text
+
+
+def test_an_address_that_is_not_ours(capsys):
+    assert "cannot listen there" in refusal(capsys, *TINY, "--listen", "192.0.2.1:50051")
+
+
+def test_no_folder(capsys, tmp_path):
+    assert "nowhere" in refusal(capsys, "--checkpoint", str(tmp_path / "nowhere"))
+
+
+def test_no_config(capsys, checkpoint):
+    (checkpoint / "config.json").unlink()
+    assert "config.json" in refusal(capsys, "--checkpoint", str(checkpoint))
+
+
+def test_config_that_is_no_json(capsys, checkpoint):
+    (checkpoint / "config.json").write_text("{")
+    assert "config.json" in refusal(capsys, "--checkpoint", str(checkpoint))
+
+
+def test_missing_weights(capsys, checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    assert "safetensors" in refusal(capsys, "--checkpoint", str(checkpoint))
+
+
+def test_truncated_weights(capsys, checkpoint):
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert "model.safetensors" in refusal(capsys, "--checkpoint", str(checkpoint))
+
+
+def test_a_header_longer_than_the_file(capsys, checkpoint):
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", 1 << 40) + path.read_bytes()[8:])
+    assert "model.safetensors" in refusal(capsys, "--checkpoint", str(checkpoint))
+
+
+def test_a_header_that_lies_about_a_tensor(capsys, checkpoint):
+    path = checkpoint / "model.safetensors"
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    name = next(n for n in header if n.endswith("experts.3.up_proj.qweight"))
+    header[name]["shape"] = [2 * n for n in header[name]["shape"]]
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+    assert "experts.3.up_proj.qweight" in refusal(capsys, "--checkpoint", str(checkpoint))
+
+
+def test_unsupported_bits(capsys, checkpoint):
+    (checkpoint / "quantize_config.json").unlink(missing_ok=True)
+    set_config(checkpoint, lambda c: c["quantization_config"].update(bits=3))
+    assert "3" in refusal(capsys, "--checkpoint", str(checkpoint))
+
+
+def test_quantized_tensors_without_quantization_fields(capsys, checkpoint):
+    (checkpoint / "quantize_config.json").unlink(missing_ok=True)
+    set_config(checkpoint, lambda c: c.pop("quantization_config"))
+    assert "quantization" in refusal(capsys, "--checkpoint", str(checkpoint))
+
+
+def test_no_experts(capsys, checkpoint):
+    path = checkpoint / "model.safetensors"
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    text = data[8 : 8 + size].replace(b".experts.", b".exqerts.")
+    path.write_bytes(data[:8] + text + data[8 + size :])
+    assert "experts" in refusal(capsys, "--checkpoint", str(checkpoint))
+
+
+def test_an_unknown_family_lists_the_known_ones(capsys, checkpoint):
+    set_config(checkpoint, lambda c: c.update(model_type="zebra", architectures=["ZebraForCausalLM"]))
+    text = refusal(capsys, "--checkpoint", str(checkpoint))
+    assert "zebra" in text.lower()
+    assert "qwen3_moe" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "says", "code"),
+    [
+        (("--synthetic", "zebra:int4_g128"), "models: qwen3-30b-a3b", 1),
+        (("--synthetic", "tiny:int5"), "scheme 'int5'", 1),
+        ((*TINY, "--layers", "7"), "layer 7 has no experts; layers with experts: 0-1", 1),
+        ((*TINY, "--experts", "0-8"), "layer 0 has the experts 0 to 7", 1),
+        ((*TINY, "--shard", "8/9"), "too few for 9 parts", 1),
+        ((*TINY, "--backend", "zebra"), "backend 'zebra': known are", 1),
+        ((*TINY, "--device", "zebra"), "want auto, cpu, cuda[:N] or xpu[:N]", 1),
+        ((*TINY, "--quantize", "int4_g128"), "is int4_g128 already", 1),
+        ((*TINY, "--max-tokens", "none"), "--max-tokens: got 'none'", 2),
+        ((), "got neither, want one of them", 2),
+    ],
+)
+def test_wrong_options(capsys, args, says, code):
+    assert says in refusal(capsys, *args, code=code)
+
+
+def test_a_pinned_backend_that_does_not_serve_is_refused_and_the_table_says_why(capsys, monkeypatch):
+    from dataclasses import replace
+
+    from expertd_kernels import table
+
+    rows = [replace(b, activations=frozenset()) if b.name == "reference" else b for b in table.BACKENDS]
+    monkeypatch.setattr(table, "BACKENDS", tuple(rows))
+    assert main(["serve", *TINY, "--listen", "127.0.0.1:0"]) == 1
+    out = capsys.readouterr()
+    assert "--backend reference does not serve layer 0, int4_g128 on cpu" in out.err
+    assert "does not compute silu_and_mul" in out.out
+
+
+class Broken:
+    """A backend module whose experts compute something else."""
+
+    def __init__(self, module, how: str) -> None:
+        self.module, self.how = module, how
+
+    def pack(self, weights, problem):
+        if self.how == "pack":
+            raise RuntimeError("out of shared memory")
+        return self.module.pack(weights, problem)
+
+    def experts(self, packed, problem):
+        inner = self.module.experts(packed, problem)
+
+        def wrong(*args, **kwargs):
+            return inner(*args, **kwargs).mul_(1.05)
+
+        return wrong
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("wrong", "layer 0: self-check of backend reference against the float32 reference: relative error 0.05"),
+        ("pack", "layer 0: the pinned backend reference cannot take the weights: RuntimeError: out of shared memory"),
+    ],
+)
+def test_a_pinned_backend_that_is_broken_stops_the_boot(capsys, monkeypatch, how, says):
+    from expertd_kernels import builder
+    from expertd_kernels.backends import reference
+
+    monkeypatch.setattr(builder, "load", lambda row: Broken(reference, how))
+    assert says in refusal(capsys, *TINY)
+
+
+def test_a_broken_backend_that_the_oracle_chose_gives_way_to_the_next(monkeypatch):
+    from dataclasses import replace
+
+    import torch
+
+    from expertd_kernels import builder, oracle, table
+    from expertd_kernels.backends import reference
+    from expertd_kernels.probe import detect_device
+    from expertd_server import boot
+    from expertd_server.config import ServeConfig
+
+    row = next(b for b in table.BACKENDS if b.name == "reference")
+    rows = (replace(row, name="fragile"), row)
+    monkeypatch.setattr(table, "BACKENDS", rows)
+    monkeypatch.setattr(table, "ORDER", {})
+    monkeypatch.setattr(boot, "BACKENDS", rows)
+    broken = Broken(reference, "pack")
+    monkeypatch.setattr(builder, "load", lambda row: broken if row.name == "fragile" else oracle.load(row))
+    config = ServeConfig(synthetic="tiny:int4_g128")
+    source = boot.open_source(config)
+    plan = boot.plan_layers(config, source, detect_device("cpu"), {})[0]
+    assert plan.decision.require().name == "fragile"
+    booted = boot.boot_layer(plan, source, torch.device("cpu"))
+    assert booted.served.backend == "reference"
+    fragile, _ = booted.plan.decision.verdicts
+    assert fragile.refusals == ("when packing: RuntimeError: out of shared memory",)

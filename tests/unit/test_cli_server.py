@@ -1,0 +1,112 @@
+"""The `expertd` command: its table, `explain`, and how quickly it says what it can do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from expertd_kernels.problem import NAMED_DEVICES
+from expertd_kernels.table import BACKENDS
+from expertd_server.cli import COMMANDS, main
+
+TINY = ("explain", "--synthetic", "tiny:int4_g128")
+
+
+def explain(capsys, *args: str) -> dict:
+    assert main([*TINY, *args, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_help_lists_every_command_without_importing_torch():
+    code = (
+        "import sys; from expertd_server.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit as e: assert e.code == 0\n"
+        "print('torch' in sys.modules, 'grpc' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.endswith("False False\n")
+    assert all(f"    {name}" in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["serve", "explain"])
+def test_each_command_explains_itself(capsys, name):
+    with pytest.raises(SystemExit) as e:
+        main([name, "--help"])
+    assert e.value.code == 0
+    assert "--checkpoint DIR" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["zebra"], ["explain", "--zebra"]])
+def test_a_wrong_command_line_has_exit_code_2(capsys, argv):
+    with pytest.raises(SystemExit) as e:
+        main(argv)
+    assert e.value.code == 2
+    assert "usage: expertd" in capsys.readouterr().err
+
+
+def test_json_has_a_verdict_for_each_backend_of_each_layer(capsys):
+    found = explain(capsys, "--device", "cpu")
+    assert [layer["layer"] for layer in found["layers"]] == [0, 1]
+    for layer in found["layers"]:
+        assert layer["scheme"] == "int4_g128"
+        assert {v["backend"] for v in layer["verdicts"]} == {b.name for b in BACKENDS}
+        assert layer["chosen"] == next(v["backend"] for v in layer["verdicts"] if v["eligible"])
+        for v in layer["verdicts"]:
+            assert set(v) == {"backend", "eligible", "refusals"}
+            assert v["eligible"] == (v["refusals"] == [])
+
+
+@pytest.mark.parametrize("device", NAMED_DEVICES)
+def test_hardware_that_is_not_here_can_be_asked_about(capsys, device):
+    found = explain(capsys, "--device", device)
+    assert all(layer["device"] == str(NAMED_DEVICES[device]) for layer in found["layers"])
+    assert all(layer["chosen"] for layer in found["layers"])
+    refusals = [r for layer in found["layers"] for v in layer["verdicts"] for r in v["refusals"]]
+    assert not any("is not installed" in r for r in refusals), "packages are assumed for hardware that is not here"
+
+
+def test_a_pin_is_used_or_refused_never_replaced(capsys):
+    found = explain(capsys, "--device", "cpu", "--backend", "layers.0=reference,*=auto")
+    assert (found["layers"][0]["chosen"], found["layers"][0]["pinned"]) == ("reference", True)
+    assert found["layers"][1]["pinned"] is False
+    refused = next(b.name for b in BACKENDS if all(r.kind != "cpu" for r in b.devices))
+    found = explain(capsys, "--device", "cpu", "--backend", refused)
+    assert [layer["chosen"] for layer in found["layers"]] == [None, None]
+    verdict = next(v for v in found["layers"][0]["verdicts"] if v["backend"] == refused)
+    assert verdict["refusals"]
+
+
+def test_the_table_for_people_names_every_backend_and_reason(capsys):
+    assert main([*TINY, "--device", "cpu", "--shard", "1/4"]) == 0
+    out = capsys.readouterr().out
+    assert "layers 0-1: int4_g128, 2 of 8 experts, H 256, I 128, top-2, silu_and_mul, compute bf16, on cpu" in out
+    assert all(b.name in out for b in BACKENDS)
+    assert "chosen" in out
+
+
+def test_options_reach_the_oracle(capsys):
+    layer = explain(capsys, "--device", "cpu", "--layers", "1", "--experts", "0,3")["layers"][0]
+    assert (layer["layer"], layer["held_experts"], layer["num_experts"]) == (1, 2, 8)
+    assert main(["explain", "--synthetic", "tiny:bf16", "--quantize", "mxfp4", "--json"]) == 0
+    layer = json.loads(capsys.readouterr().out)["layers"][0]
+    assert layer["scheme"] == "mxfp4"
+    assert any("quantized at load" in note for note in layer["notes"])
+
+
+def test_what_cannot_be_explained_is_one_line(capsys, tmp_path):
+    assert main(["explain", "--checkpoint", str(tmp_path / "nowhere")]) == 1
+    assert capsys.readouterr().err.startswith("expertd explain: ")
+    assert main([*TINY, "--device", "sm1"]) == 1
+    assert "devices that need not be here: cpu-portable" in capsys.readouterr().err
+    assert main([*TINY, "--compute-dtype", "fp8"]) == 2
+
+
+def test_the_configuration_prints_itself(capsys):
+    assert main(["serve", "--synthetic", "tiny:bf16", "--shard", "1/2", "--print-config"]) == 0
+    out = capsys.readouterr().out
+    assert 'synthetic = "tiny:bf16"' in out
+    assert 'shard = "1/2"' in out
+    assert "max-tokens = 4096" in out
