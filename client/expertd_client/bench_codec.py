@@ -11,7 +11,7 @@ flight; a time is from before the request is encoded until the answer's tensor c
 message by message, so that whatever else the machine does hits all three; a cell is the median.  The bytes and the
 expertd stream are the same generic handlers and calls, and all three servers share a process, an event loop and a tuned
 allocator, so that nothing but the codec differs.  A request of ours and of protobuf carries the ids and weights of its
-tokens on top of the hidden states (3 % more bytes); the bare stream carries the hidden states alone.
+tokens on top of the hidden states (1.6 % more bytes); the bare stream carries the hidden states alone.
 """
 
 from __future__ import annotations

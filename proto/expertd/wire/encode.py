@@ -31,7 +31,7 @@ __all__ = [
 
 def encode_forward_request(request: ForwardRequestView) -> bytes:
     """A ForwardRequest.  Raises ValueError for a number that its field cannot hold, BufferError for a tensor whose
-    memory is not contiguous."""
+    memory is not contiguous or has a type that the buffer protocol does not know (numpy: view it as uint8)."""
     return b"".join(_request(request)[0])
 
 
@@ -118,7 +118,7 @@ def _tensor(parts: list[Buffer], tag: int, t: TensorView) -> int:
     """Appends a Tensor field to parts; returns its bytes, tag and size included."""
     data: Buffer = t.data
     if t.spelling == Spelling.RAW:
-        data_size = len(data) if isinstance(data, bytes) else memoryview(data).nbytes
+        data_size = len(data) if isinstance(data, bytes) else _nbytes(data)
     elif t.spelling == Spelling.NONE:
         data, data_size = b"", 0
     else:
@@ -131,6 +131,15 @@ def _tensor(parts: list[Buffer], tag: int, t: TensorView) -> int:
     if scales:
         parts.append(scales)
     return len(head) + data_size + len(scales)
+
+
+def _nbytes(data: Buffer) -> int:
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise BufferError(
+            f"tensor: got strides {view.strides} for shape {view.shape}, want contiguous row-major memory"
+        )
+    return view.nbytes
 
 
 @lru_cache(maxsize=1024)

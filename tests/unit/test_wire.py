@@ -1,0 +1,207 @@
+"""The wire codec by hand: what is zero-copy, what is refused and how, and the limits of nesting and number."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from expertd import wire
+from expertd.errors import MalformedMessageError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import decode
+from expertd.wire.scan import MAX_FIELDS, OddError
+
+
+def request(**changes: Any) -> wire.ForwardRequestView:
+    values: dict[str, Any] = {
+        "request_id": 300,
+        "layer": 3,
+        "hidden_states": wire.TensorView.of_raw(pb.DATA_TYPE_BF16, (2, 4), bytes(range(16))),
+        "topk_ids": wire.TensorView.of_raw(pb.DATA_TYPE_I32, (2, 1), bytes(8)),
+        "topk_weights": wire.TensorView.of_raw(pb.DATA_TYPE_F32, (2, 1), bytes(8)),
+        "timeout_us": 5000,
+    }
+    return wire.ForwardRequestView(**(values | changes))
+
+
+def scanned(scan: Callable[..., Any], data: bytes) -> bool:
+    """Whether the scanner reads it without the generated classes."""
+    try:
+        scan(data, memoryview(data), 0, len(data))
+    except OddError:
+        return False
+    return True
+
+
+def test_decoding_shares_the_memory_of_the_message() -> None:
+    data = bytearray(wire.encode_stream_request(request()))
+    got = wire.decode_stream_request(data)  # type: ignore[arg-type]
+    assert isinstance(got, wire.ForwardRequestView)
+    assert got.hidden_states is not None
+    at = data.index(bytes(range(16)))
+    data[at] = 99
+    assert got.hidden_states.raw[0] == 99
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [bytes(range(16)), bytearray(range(16)), memoryview(bytes(range(16))), array("B", range(16)), array("i", [7] * 4)],
+    ids=lambda b: type(b).__name__,
+)
+def test_encoding_takes_any_buffer(buffer: Any) -> None:
+    tensor = wire.TensorView.of_raw(pb.DATA_TYPE_BF16, (2, 4), buffer)
+    response = wire.ForwardResponseView(7, tensor, routes_computed=2)
+    message = pb.ForwardResponse.FromString(wire.encode_forward_response(response))
+    assert message.output.raw == bytes(buffer)
+    assert (message.request_id, message.routes_computed) == (7, 2)
+    got = wire.decode_forward_response(wire.encode_forward_response(response))
+    assert got.output is not None
+    assert bytes(got.output.raw) == bytes(buffer)
+
+
+def test_encoding_takes_numpy_and_refuses_what_is_not_contiguous() -> None:
+    numpy = pytest.importorskip("numpy")
+    x = numpy.arange(8, dtype=numpy.float32).reshape(2, 4)
+    data = wire.encode_forward_request(request(hidden_states=wire.TensorView.of_raw(pb.DATA_TYPE_F32, (2, 4), x)))
+    assert pb.ForwardRequest.FromString(data).hidden_states.raw == x.tobytes()
+    with pytest.raises(BufferError, match="want contiguous"):
+        wire.encode_forward_request(request(hidden_states=wire.TensorView.of_raw(pb.DATA_TYPE_F32, (4, 2), x.T)))
+
+
+def test_empty_request_and_empty_tensor() -> None:
+    assert wire.decode_forward_request(b"") == wire.ForwardRequestView()
+    assert wire.encode_forward_request(wire.ForwardRequestView()) == b""
+    empty = request(hidden_states=wire.TensorView.of_raw(pb.DATA_TYPE_BF16, (0, 4), b""))
+    got = wire.decode_forward_request(wire.encode_forward_request(empty))
+    assert got.hidden_states is not None
+    assert (got.hidden_states.spelling, got.hidden_states.shape) == (wire.Spelling.RAW, (0, 4))
+    none = wire.decode_forward_request(b"\x1a\x00")
+    assert none.hidden_states == wire.TensorView()
+
+
+def test_stream_message_without_a_kind() -> None:
+    assert wire.decode_stream_request(b"") is None
+    assert wire.decode_stream_response(b"") is None
+    assert wire.decode_stream_response(b"\xca\x3e\x01x") is None  # a kind that only a newer server knows
+
+
+def test_stream_kinds_are_told_apart_by_their_type() -> None:
+    requests = [request(), pb.CancelRequest(request_id=4), pb.SessionOffer(transports=["shm"])]
+    answers = [
+        wire.ForwardResponseView(1, timing=pb.Timing(kernel_ns=5), load=pb.Load(), digest=pb.Digest(crc32=1)),
+        pb.RequestError(request_id=1, reason="X"),
+        pb.SessionAnswer(token="t"),
+        pb.Load(draining=True),
+    ]
+    for value in requests:
+        assert wire.decode_stream_request(wire.encode_stream_request(value)) == value  # type: ignore[arg-type]
+    for value in answers:
+        assert wire.decode_stream_response(wire.encode_stream_response(value)) == value  # type: ignore[arg-type]
+
+
+def test_spellings() -> None:
+    floats = wire.TensorView(pb.DATA_TYPE_F32, (2,), wire.Spelling.FLOATS, pb.FloatValues(values=[1.0, 2.0]))
+    ints = wire.TensorView(pb.DATA_TYPE_I32, (2,), wire.Spelling.INTS, pb.IntValues(values=[1, -1]))
+    drawn = wire.TensorView(pb.DATA_TYPE_F32, (2,), wire.Spelling.SYNTHETIC, pb.SyntheticValues(seed=3))
+    got = wire.decode_forward_request(
+        wire.encode_forward_request(request(hidden_states=floats, topk_ids=ints, topk_weights=drawn))
+    )
+    assert got.hidden_states is not None
+    assert got.topk_ids is not None
+    assert got.topk_weights is not None
+    assert list(got.hidden_states.floats) == [1.0, 2.0]
+    assert list(got.topk_ids.ints) == [1, -1]
+    assert got.topk_weights.synthetic.seed == 3
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"\x08", "ends inside a field"),
+        (b"\x1a\x05\x08\x03", "5 bytes at byte 1, where 2 bytes are left"),
+        (b"\x1a\xff\xff\xff\xff\x0f", "where 0 bytes are left"),
+        (b"\x1a" + b"\xff" * 9 + b"\x01", "where"),
+        (b"\x08" + b"\xff" * 10 + b"\x01", "more than 10 bytes"),
+        (b"\x00\x01", "field number 0"),
+        (b"\x0f", "wire type 7"),
+        (b"\x0c", "wire type 4"),
+        (b"\x52\x02\xc3\x28", "can't decode"),
+        (b"\x1a\x02\x08\x80\x10\x00", "beyond the end"),  # a varint that reaches past its tensor
+    ],
+)
+def test_refusals_say_where(data: bytes, says: str) -> None:
+    with pytest.raises(MalformedMessageError, match=says) as caught:
+        wire.decode_forward_request(data)
+    assert str(caught.value).startswith(f"expertd.v1.ForwardRequest: got {len(data)} bytes")
+    assert caught.value.request_id == 0
+
+
+def test_a_broken_message_on_a_stream_still_tells_whose_it_is() -> None:
+    whole = wire.encode_stream_request(request())
+    for stop in range(6, len(whole)):
+        with pytest.raises(MalformedMessageError) as caught:
+            wire.decode_stream_request(whole[:stop])
+        assert caught.value.request_id == 300
+    assert wire.peek_request_id(wire.encode_forward_request(request()), stream=False) == 300
+    assert wire.peek_request_id(wire.encode_stream_request(pb.CancelRequest(request_id=9)), stream=True) == 9
+    assert wire.peek_request_id(b"\x1a\x05", stream=True) == 0
+
+
+@pytest.mark.parametrize(
+    "broken", [{"request_id": -1}, {"layer": 1 << 32}, {"timeout_us": 1 << 64}, {"output_dtype": 1 << 31}]
+)
+def test_numbers_that_do_not_fit_are_not_encoded(broken: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(broken.values())))):
+        wire.encode_forward_request(request(**broken))
+
+
+# ---- who reads what --------------------------------------------------------------------------------------------------
+
+
+def test_usual_messages_are_read_by_the_scanner() -> None:
+    assert scanned(decode._stream_request, wire.encode_stream_request(request()))
+    assert scanned(decode._stream_request, wire.encode_stream_request(pb.CancelRequest(request_id=1)))
+    assert scanned(decode._request, pb.ForwardRequest(grouped=pb.GroupedRows(expert_ids=[1])).SerializeToString())
+    response = wire.ForwardResponseView(1, request().hidden_states, None, 2, pb.Timing(), pb.Load(), 1)
+    assert scanned(decode._stream_response, wire.encode_stream_response(response))
+    assert scanned(decode._stream_response, wire.encode_stream_response(pb.RequestError(request_id=1)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x1a\x02\x08\x01\x1a\x02\x10\x05",  # hidden_states in two pieces
+        b"\x7b\x08\x01\x7c",  # an unknown group
+        b"\x08\x01" * (MAX_FIELDS + 1),  # the same field again and again
+        b"\x1a\x52\x08\x01\x12\x4e" + b"\x01" * 78,  # a tensor of rank 78
+    ],
+    ids=["pieces", "group", "many fields", "high rank"],
+)
+def test_what_nobody_sends_is_read_by_the_generated_classes(data: bytes) -> None:
+    """Legal, but not worth a scanner: and a flood of tiny fields must not keep the interpreter busy."""
+    assert not scanned(decode._request, data)
+    got = wire.decode_forward_request(data)
+    message = pb.ForwardRequest.FromString(data)
+    assert got.request_id == message.request_id
+    if message.HasField("hidden_states"):
+        assert got.hidden_states is not None
+        assert (got.hidden_states.dtype, got.hidden_states.shape) == (
+            message.hidden_states.dtype,
+            tuple(message.hidden_states.shape),
+        )
+
+
+@pytest.mark.parametrize("depth", [99, 100, 101, 100_000])
+def test_nested_groups_end_where_the_generated_classes_say(depth: int) -> None:
+    data = b"\x7b" * depth + b"\x7c" * depth
+    if depth <= 100:
+        assert wire.decode_forward_request(data) == wire.ForwardRequestView()
+    else:
+        with pytest.raises(MalformedMessageError):
+            wire.decode_forward_request(data)
