@@ -1,0 +1,399 @@
+"""The whole layer: route, GEMM 1 with activation, GEMM 2, combine.  No host synchronization and no allocation once the
+workspace has its size, so a call can be captured in a CUDA graph after one call of the same size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from expertd_kernels.activation import Activation, ActivationKind
+from expertd_kernels.backends.triton_kernels import combine as combining
+from expertd_kernels.backends.triton_kernels import gemm, rounded, route
+from expertd_kernels.backends.triton_kernels.layout import Layout
+from expertd_kernels.backends.triton_kernels.plan import Facts, Plan, Tile, make_plan
+from expertd_kernels.backends.triton_kernels.unpack import leftover
+from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
+from expertd_kernels.scheme import ActivationQuant
+
+__all__ = ["CHUNK_TOKENS", "Matrix", "TritonExperts"]
+
+CHUNK_TOKENS = 8192
+"""Tokens of one pass: more are computed in chunks, so that scratch memory is bounded; far beyond the number from which
+weights are read once for so many rows that reading them again costs nothing."""
+
+ACTIVATIONS = {
+    ActivationKind.SILU_AND_MUL: 0,
+    ActivationKind.GELU_AND_MUL: 1,
+    ActivationKind.GELU_TANH_AND_MUL: 2,
+    ActivationKind.SWIGLUOAI: 3,
+    ActivationKind.RELU2: 4,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """One packed matrix: its tensors by name (layout.pack_matrix), its layout and sizes.  n: rows of one segment."""
+
+    tensors: Mapping[str, Tensor]
+    layout: Layout
+    n: int
+    k: int
+    segments: int
+
+    def pointer(self, name: str) -> Tensor:
+        """The tensor, or any other where there is none: the kernel does not read it."""
+        return self.tensors.get(name, self.tensors["codes"])
+
+    def constants(self, tile: Tile, ptx: bool) -> dict[str, Any]:
+        lay = self.layout
+        integer = lay.elem in (0, 2)
+        weighted = lay.group > 0 and (lay.odd or (lay.foldable and (tile.weighted or not integer)))
+        ptx = ptx and not lay.odd
+        zeros = "zeros" in self.tensors
+        return {
+            "N": self.n,
+            "K": self.k,
+            "NP": -(-self.n // 16) * 16,
+            "SEGMENTS": self.segments,
+            "ELEM": lay.elem,
+            "P": lay.p,
+            "SW": lay.sw,
+            "G": lay.group,
+            "SPW": lay.spw,
+            "SBITS": lay.sbits,
+            "SKIND": lay.skind,
+            "ZSPW": lay.zspw,
+            "ROWS": lay.rows,
+            "ZEROS": zeros,
+            "WEIGHTED": weighted,
+            "PTX": ptx,
+            "ODD": lay.odd,
+            "LEFT": leftover(lay.elem, weighted, zeros, ptx),
+            "ROW_SCALE": "row_scales" in self.tensors,
+            "GLOBAL": "global_scales" in self.tensors,
+            "BIAS": "bias" in self.tensors,
+            "COLUMNS": "columns" in self.tensors,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One chunk's tensors: x [M, H], ids and weights [M, k], out [M, H], scratch by name, and its plan."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    out: Tensor
+    on_input: bool
+    plan: Plan
+    scratch: Mapping[str, Tensor]
+
+
+class TritonExperts:
+    """Experts of one layer on the device of the packed tensors.  planner: tokens -> Plan; default plan.make_plan."""
+
+    def __init__(
+        self,
+        backend: str,
+        w13: Matrix,
+        w2: Matrix,
+        activation: Activation,
+        activation_quant: ActivationQuant = ActivationQuant.NONE,
+        planner: Callable[[int], Plan] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.w13, self.w2, self.activation, self.activation_quant = w13, w2, activation, activation_quant
+        codes = w13.tensors["codes"]
+        self.device, self.num_experts = codes.device, codes.shape[0]
+        self.hidden_size, self.intermediate_size = w13.k, w2.k
+        self.rounded = activation_quant is not ActivationQuant.NONE
+        interpreted = isinstance(gemm.expert_gemm, triton.runtime.interpreter.InterpretedFunction)
+        nvidia = self.device.type == "cuda" and torch.version.hip is None and not interpreted
+        self.ptx = nvidia
+        self.soft = interpreted
+        self.pdl = nvidia and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self._planner = planner
+        self._plans: dict[tuple[int, int], Plan] = {}
+
+    def plan(self, tokens: int, top_k: int) -> Plan:
+        key = (tokens, top_k)
+        if key not in self._plans:
+            if self._planner is not None:
+                return self._planner(tokens)
+            self._plans[key] = make_plan(self._facts(top_k), tokens)
+        return self._plans[key]
+
+    def _facts(self, top_k: int) -> Facts:
+        w13, w2 = self.w13, self.w2
+        return Facts(
+            self.num_experts,
+            top_k,
+            w13.segments,
+            w13.layout,
+            w2.layout,
+            self.hidden_size,
+            self.intermediate_size,
+            self.rounded,
+            _shared_bytes(self.device),
+        )
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See backends/protocol.py.  Activations that are not bf16 are rounded to it first."""
+        M, k = topk_ids.shape
+        if hidden_states.shape != (M, self.hidden_size) or topk_weights.shape != (M, k):
+            raise ValueError(
+                f"experts: hidden_states {tuple(hidden_states.shape)}, topk_ids {tuple(topk_ids.shape)}, topk_weights"
+                f" {tuple(topk_weights.shape)}; want [M, {self.hidden_size}], [M, k], [M, k]"
+            )
+        if out is None:
+            out = torch.empty_like(hidden_states)
+        ids = topk_ids.to(torch.int32).contiguous()
+        weights = topk_weights.to(torch.float32).contiguous()
+        for at in range(0, M, CHUNK_TOKENS):
+            part = slice(at, min(at + CHUNK_TOKENS, M))
+            self._chunk(hidden_states[part], ids[part], weights[part], out[part], router_weight_on_input)
+        return out
+
+    def _chunk(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool) -> None:
+        plan = self.plan(x.shape[0], ids.shape[1])
+        places, nbytes = carve(shapes := self._scratch_shapes(x, ids, plan))
+        memory = scratch(self.device, nbytes)
+        parts = {
+            name: memory[at : at + size].view(shapes[name][1]).view(shapes[name][0])
+            for name, (at, size) in places.items()
+        }
+        if "x" in parts:
+            x = parts["x"].copy_(x)
+        call = _Call(x, ids, weights, out, on_input, plan, parts)
+        if not plan.direct:
+            self._route(call)
+        if self.rounded:
+            self._gemm_rounded(call, x, self.w13, plan.gemm1, first=True)
+            self._gemm_rounded(call, parts["h"], self.w2, plan.gemm2, first=False)
+        else:
+            self._gemm(call, x, self.w13, plan.gemm1, first=True)
+            self._gemm(call, parts["h"], self.w2, plan.gemm2, first=False)
+        self._combine(call)
+
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        """The one place where kernels start: the tuner's subclass compiles here instead."""
+        kernel[grid](*args, **constants)
+
+    def _scratch_shapes(self, x: Tensor, ids: Tensor, plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        M, k = ids.shape
+        R = M * k
+        i_padded = -(-self.intermediate_size // 64) * 64
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "h": ((R, i_padded), torch.bfloat16),
+            "y": ((R, self.hidden_size), torch.bfloat16),
+        }
+        if x.dtype != torch.bfloat16 or x.stride(1) != 1:
+            shapes["x"] = ((M, self.hidden_size), torch.bfloat16)
+        if not plan.direct:
+            chunks = -(-R // route.chunk_routes(R))
+            bins = route.expert_bins(self.num_experts)
+            shapes["slots"] = ((R,), torch.int32)
+            shapes["blocks"] = ((route.block_bound(R, self.num_experts, plan.bm), 4), torch.int32)
+            shapes["counts"] = ((chunks, bins), torch.int32)
+            shapes["base"] = ((chunks, bins), torch.int32)
+        if self.rounded:
+            for name, rows, m in (("xq", M, self.w13), ("hq", R, self.w2)):
+                padded = -(-m.k // m.layout.block) * m.layout.block
+                groups = -(-padded // rounded.GROUP) if self._grouped(m) else 1
+                shapes[name] = ((rows, padded), torch.float8_e4m3fn)
+                shapes[name + "_scale"] = ((rows, groups), torch.float32)
+        return shapes
+
+    def _route(self, call: _Call) -> None:
+        R, plan, parts = call.ids.numel(), call.plan, call.scratch
+        C = route.chunk_routes(R)
+        chunks, bins = parts["counts"].shape
+        fused = chunks <= route.FUSED_CHUNKS
+        sizes = {"E": self.num_experts, "EP": bins, "C": C}
+        if not fused:
+            self._launch(route.count, (chunks,), call.ids, parts["counts"], R, **sizes, num_warps=4)
+        self._launch(
+            route.place,
+            (chunks,),
+            call.ids,
+            parts["counts"],
+            parts["base"],
+            parts["slots"],
+            parts["blocks"],
+            R,
+            chunks,
+            parts["blocks"].shape[0],
+            **sizes,
+            BM=plan.bm,
+            FUSED=fused,
+            TILE=16 if bins <= 256 else 4,
+            SUB=min(C, 128),
+            PDL=self.pdl,
+            num_warps=4,
+        )
+
+    def _shared(self, call: _Call, m: Matrix, tile: Tile, first: bool) -> tuple[dict[str, Any], int, int]:
+        """Constants of both kinds of GEMM, blocks and programs."""
+        act = self.activation
+        tiles = -(-m.n // tile.bn)
+        blocks = call.ids.numel() if call.plan.direct else call.scratch["blocks"].shape[0]
+        consts = {
+            "E": self.num_experts,
+            "TOP_K": call.ids.shape[1],
+            "GATHER_X": first,
+            "SCATTER_OUT": not first,
+            "DIRECT": call.plan.direct,
+            "ROUTER": first and call.on_input,
+            "ACTIVATION": ACTIVATIONS[act.kind] if first else -1,
+            "LIMITED": first and act.limit is not None,
+            "BM": call.plan.bm,
+            "BN": tile.bn,
+            "GROUP_M": tile.group_m,
+            "SOFT": self.soft,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+        return consts, blocks, blocks * tiles
+
+    def _gemm(self, call: _Call, x: Tensor, m: Matrix, tile: Tile, first: bool) -> None:
+        parts, act = call.scratch, self.activation
+        consts, blocks, programs = self._shared(call, m, tile, first)
+        out = parts["h"] if first else parts["y"]
+        # the first kernel of a layer waits for everything before it, as usual
+        early = {"launch_pdl": True} if self.pdl and not (first and call.plan.direct) else {}
+        self._launch(
+            gemm.expert_gemm,
+            (programs,),
+            x,
+            m.tensors["codes"],
+            m.pointer("scales"),
+            m.pointer("zeros"),
+            m.pointer("row_scales"),
+            m.pointer("global_scales"),
+            m.pointer("bias"),
+            m.pointer("columns"),
+            call.weights,
+            parts.get("slots", call.ids),
+            parts.get("blocks", call.ids),
+            call.ids,
+            out,
+            blocks,
+            x.stride(0),
+            out.stride(0),
+            act.alpha,
+            act.beta,
+            0.0 if act.limit is None else act.limit,
+            **m.constants(tile, self.ptx),
+            **consts,
+            BC=tile.bc,
+            KPB=tile.kpb,
+            PDL=self.pdl,
+            **early,
+        )
+
+    def _grouped(self, m: Matrix) -> bool:
+        """Whether rows are rounded with a scale for each 128 columns; one group is the same as one scale a row."""
+        return self.activation_quant is ActivationQuant.E4M3_GROUP128 and m.layout.group > 0
+
+    def _gemm_rounded(self, call: _Call, x: Tensor, m: Matrix, tile: Tile, first: bool) -> None:
+        parts, act, lay = call.scratch, self.activation, m.layout
+        name = "xq" if first else "hq"
+        q, scale = parts[name], parts[name + "_scale"]
+        grouped = self._grouped(m)
+        width = min(1024, triton.next_power_of_2(q.shape[1])) if grouped else triton.next_power_of_2(q.shape[1])
+        width = max(width, rounded.GROUP)
+        self._launch(
+            rounded.round_rows,
+            (x.shape[0], -(-q.shape[1] // width)),
+            x,
+            q,
+            scale,
+            x.stride(0),
+            m.k,
+            q.shape[1],
+            lay.sw,
+            grouped,
+            width,
+            self.soft,
+            num_warps=4 if width <= 4096 else 8,
+        )
+        consts, blocks, programs = self._shared(call, m, tile, first)
+        out = parts["h"] if first else parts["y"]
+        self._launch(
+            rounded.expert_gemm_e4m3,
+            (programs,),
+            q,
+            scale,
+            m.tensors["codes"].view(torch.float8_e4m3fn),
+            m.pointer("scales"),
+            m.pointer("row_scales"),
+            m.pointer("global_scales"),
+            m.pointer("bias"),
+            call.weights,
+            parts.get("slots", call.ids),
+            parts.get("blocks", call.ids),
+            call.ids,
+            out,
+            blocks,
+            out.stride(0),
+            act.alpha,
+            act.beta,
+            0.0 if act.limit is None else act.limit,
+            N=m.n,
+            K=m.k,
+            NP=-(-m.n // 16) * 16,
+            SEGMENTS=m.segments,
+            SW=lay.sw,
+            ROWS=lay.rows,
+            SBITS=lay.sbits,
+            SKIND=lay.skind,
+            GROUPED=grouped,
+            GLOBAL="global_scales" in m.tensors,
+            BIAS="bias" in m.tensors,
+            **consts,
+        )
+
+    def _combine(self, call: _Call) -> None:
+        M, k = call.ids.shape
+        H = self.hidden_size
+        width = min(triton.next_power_of_2(H), 1024 if M >= 256 else 256)
+        early = {"launch_pdl": True} if self.pdl and not self.rounded else {}
+        self._launch(
+            combining.combine,
+            (-(-H // width), M),
+            call.scratch["y"],
+            call.ids,
+            call.weights,
+            call.out,
+            call.out.stride(0),
+            H=H,
+            E=self.num_experts,
+            TOP_K=k,
+            WEIGHTED=not call.on_input,
+            BH=width,
+            PDL=bool(early),
+            SOFT=self.soft,
+            num_warps=4 if width > 256 else 1,
+            **early,
+        )
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may use."""
+    if device.type == "cuda":
+        p = torch.cuda.get_device_properties(device)
+        return int(getattr(p, "shared_memory_per_block_optin", 64 * 1024))
+    return 64 * 1024

@@ -1,0 +1,165 @@
+# mypy: ignore-errors
+# (Triton device code: its types are checked by Triton's compiler, not by mypy.)
+"""Activations rounded to e4m3, and the GEMM of e4m3 weights with them (devices whose tensor cores multiply e4m3).
+
+Rows are rounded into the weights' column order (layout.py: two columns SW apart share a container), so the same packed
+bytes serve this GEMM and the weight-only one.  Scales: absolute maximum / 448, one a row, or one for each 128 columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from expertd_kernels.backends.triton_kernels.gemm import activate, find_block, finish, tile_of
+from expertd_kernels.backends.triton_kernels.unpack import decode_scale, to_bf16
+
+__all__ = ["GROUP", "expert_gemm_e4m3", "round_rows"]
+
+GROUP = 128
+LARGEST = tl.constexpr(448.0)
+
+
+@triton.jit
+def to_e4m3(v, SOFT: tl.constexpr):
+    """f32 in -448 .. 448 -> e4m3, to nearest even.  SOFT: rounded before, since Triton's interpreter loses carries."""
+    if SOFT:
+        bits = v.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        v = tl.where(tl.abs(v) < 2.0**-6, tl.floor(v * 512.0 + 0.5) / 512.0, normal)
+    return v.to(tl.float8e4nv)
+
+
+@triton.jit
+def round_rows(
+    x_ptr, q_ptr, scale_ptr, x_stride, K: tl.constexpr, KP: tl.constexpr, SW: tl.constexpr, GROUPED: tl.constexpr,
+    BK: tl.constexpr, SOFT: tl.constexpr,
+):  # fmt: skip
+    """x [rows, K] -> q [rows, KP] e4m3 in container order, scale [rows, KP / 128] or [rows] f32.
+
+    Program (row, BK columns); GROUPED: BK is a multiple of 128, else BK >= KP.  A row of zeros gets scale 1.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    p = tl.program_id(1) * BK + tl.arange(0, BK)
+    k = p // (2 * SW) * (2 * SW) + p % 2 * SW + p % (2 * SW) // 2
+    x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+    if GROUPED:
+        NG: tl.constexpr = BK // 128
+        x = tl.reshape(x, [NG, 128])
+        top = tl.max(tl.abs(x), 1)
+        scale = tl.where(top > 0.0, top / LARGEST, 1.0)
+        g = tl.program_id(1) * NG + tl.arange(0, NG)
+        GROUPS: tl.constexpr = (KP + 127) // 128
+        tl.store(scale_ptr + row * GROUPS + g, scale, mask=g < GROUPS)
+        q = tl.reshape(x / scale[:, None], [BK])
+    else:
+        top = tl.max(tl.abs(x), 0)
+        scale = tl.where(top > 0.0, top / LARGEST, 1.0)
+        tl.store(scale_ptr + row, scale)
+        q = x / scale
+    q = tl.minimum(tl.maximum(q, -LARGEST), LARGEST)
+    tl.store(q_ptr + row * KP + p, to_e4m3(q, SOFT), mask=p < KP)
+
+
+@triton.jit
+def rounded_loop(
+    acc, acc_u, x_rows_ptr, xs_rows_ptr, w_ptr, s_ptr, n, n_scale, m_mask,
+    K: tl.constexpr, SEGMENTS: tl.constexpr, W_SEG: tl.constexpr, S_SEG: tl.constexpr, SW: tl.constexpr,
+    NS: tl.constexpr, GROUPED: tl.constexpr, SBITS: tl.constexpr, SKIND: tl.constexpr,
+):  # fmt: skip
+    """One K block a step, its product in a fresh accumulator: the tensor core's own sums have few bits."""
+    KB: tl.constexpr = 2 * SW
+    NKB: tl.constexpr = (K + KB - 1) // KB
+    offs = tl.arange(0, KB)
+    x_ptrs = x_rows_ptr[:, None] + offs[None, :]
+    w_ptrs = w_ptr + (n // 16 * (NKB * 16 * KB) + n % 16 * KB)[:, None] + offs[None, :]
+    for kb in range(NKB):
+        xt = tl.trans(tl.load(x_ptrs + kb * KB, mask=m_mask[:, None], other=0.0))
+        part = tl.dot(tl.load(w_ptrs + kb * (16 * KB)), xt)
+        if SEGMENTS == 2:
+            part_u = tl.dot(tl.load(w_ptrs + (W_SEG + kb * (16 * KB))), xt)
+        if GROUPED:
+            g = kb * KB // 128
+            xs = tl.load(xs_rows_ptr + g, mask=m_mask, other=0.0)[None, :]
+            s = decode_scale(tl.load(s_ptr + (g * NS + n_scale)), 0, SBITS, SKIND)
+            acc += part * (s[:, None] * xs)
+            if SEGMENTS == 2:
+                s_u = decode_scale(tl.load(s_ptr + (S_SEG + g * NS + n_scale)), 0, SBITS, SKIND)
+                acc_u += part_u * (s_u[:, None] * xs)
+        else:
+            acc += part
+            if SEGMENTS == 2:
+                acc_u += part_u
+    return acc, acc_u
+
+
+@triton.jit(do_not_specialize=["n_blocks"])
+def expert_gemm_e4m3(
+    x_ptr, x_scale_ptr, w_ptr, s_ptr, row_scale_ptr, global_ptr, bias_ptr,
+    router_ptr, slots_ptr, blocks_ptr, ids_ptr, out_ptr,
+    n_blocks, out_stride, alpha, beta, limit,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NP: tl.constexpr, SEGMENTS: tl.constexpr, TOP_K: tl.constexpr,
+    GATHER_X: tl.constexpr, SCATTER_OUT: tl.constexpr, DIRECT: tl.constexpr,
+    SW: tl.constexpr, ROWS: tl.constexpr, SBITS: tl.constexpr, SKIND: tl.constexpr, GROUPED: tl.constexpr,
+    GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    ROUTER: tl.constexpr, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr, SOFT: tl.constexpr,
+):  # fmt: skip
+    """As gemm.expert_gemm; x [*, KP] e4m3 and x_scale from round_rows, w the packed containers seen as e4m3.
+    GROUPED: s [E, SEGMENTS, ceil(KP / 128), NS] int32 words; else row_scale [E, SEGMENTS, NS] f32."""
+    b, tile = tile_of(tl.program_id(0), n_blocks, (N + BN - 1) // BN, GROUP_M)
+    e, start, rows = find_block(blocks_ptr, ids_ptr, b, E, DIRECT)
+    if e < 0:
+        return
+    e = e.to(tl.int64)
+    KB: tl.constexpr = 2 * SW
+    KP: tl.constexpr = (K + KB - 1) // KB * KB
+    NS: tl.constexpr = N if ROWS == 1 else (1 if ROWS == 0 else (N + ROWS - 1) // ROWS)
+    X_GROUPS: tl.constexpr = (KP + 127) // 128 if GROUPED else 1
+    S_SEG: tl.constexpr = ((KP + 127) // 128) * NS
+    offs_m = tl.arange(0, BM)
+    m_mask = offs_m < rows
+    slots = start + offs_m
+    if not DIRECT:
+        slots = tl.load(slots_ptr + start + offs_m, mask=m_mask, other=0)
+    x_rows = start + offs_m
+    if GATHER_X:
+        x_rows = slots // TOP_K
+    x_rows = x_rows.to(tl.int64)
+    offs_n = tile * BN + tl.arange(0, BN)
+    n = tl.minimum(offs_n, N - 1)
+    n_scale = n
+    if ROWS == 0:
+        n_scale = n * 0
+    elif ROWS > 1:
+        n_scale = n // ROWS
+    acc = tl.zeros([BN, BM], tl.float32)
+    acc, acc_u = rounded_loop(
+        acc, acc, x_ptr + x_rows * KP, x_scale_ptr + x_rows * X_GROUPS, w_ptr + e * (SEGMENTS * NP * KP),
+        s_ptr + e * (SEGMENTS * S_SEG), n, n_scale, m_mask, K, SEGMENTS, NP * KP, S_SEG, SW, NS, GROUPED,
+        SBITS, SKIND,
+    )  # fmt: skip
+    router = m_mask.to(tl.float32)
+    if ROUTER:
+        router = tl.load(router_ptr + slots, mask=m_mask, other=0.0)
+    if not GROUPED:
+        router = router * tl.load(x_scale_ptr + x_rows, mask=m_mask, other=0.0)
+    row_scale_ptr += e * (SEGMENTS * NS)
+    global_ptr += e * SEGMENTS
+    bias_ptr += e * (SEGMENTS * N)
+    FACTOR: tl.constexpr = ROUTER or not GROUPED
+    acc = finish(
+        acc, row_scale_ptr, global_ptr, bias_ptr, router, n, n_scale, NS, N, 0, 1.0, not GROUPED, GLOBAL, BIAS, FACTOR
+    )
+    if SEGMENTS == 2:
+        acc_u = finish(
+            acc_u, row_scale_ptr, global_ptr, bias_ptr, router, n, n_scale, NS, N, 1, 1.0, not GROUPED, GLOBAL, BIAS,
+            FACTOR,
+        )  # fmt: skip
+    if ACTIVATION >= 0:
+        acc = activate(acc, acc_u, ACTIVATION, LIMITED, alpha, beta, limit)
+    out_rows = start + offs_m
+    if SCATTER_OUT:
+        out_rows = slots
+    out_ptrs = out_ptr + out_rows.to(tl.int64)[None, :] * out_stride + offs_n[:, None]
+    tl.store(out_ptrs, to_bf16(acc, SOFT), mask=m_mask[None, :] & (offs_n < N)[:, None])
