@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 LIBRARY = "libexpertd_cpu.so"
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi"]
 SANITIZE = ["-std=c++17", "-O1", "-g", "-fPIC", "-pthread", "-Wno-psabi", "-fno-omit-frame-pointer"]
-COMMON = ["layout", "pool", "pack", "layer", "context", "level_portable"]
+COMMON = ["layout", "pool", "pack", "layer", "context", "repack", "level_portable"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-Wno-maybe-uninitialized"]
 X86 = {
     "level_avx2": ["-mavx2", "-mfma"],

@@ -1,0 +1,208 @@
+// Checkpoint layouts of packed integers -> canonical codes, see abi.h. Fields only change places, nothing is computed with
+// them. The work goes in tiles of 16 x 16 words, so that whole cache lines are read and written.
+#include <string.h>
+
+#include <new>
+#include <vector>
+
+#include "abi.h"
+
+namespace {
+
+// GCC compiles the loops twice and takes the wider ones where the machine has them.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+#define CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define CLONES
+#endif
+#define INLINE inline __attribute__((always_inline))
+
+constexpr int TILE = 16;  // words: one cache line
+typedef uint32_t Tile[TILE][TILE];
+typedef uint32_t v4 __attribute__((vector_size(16)));
+typedef uint32_t v8 __attribute__((vector_size(32)));
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <class V>
+INLINE V load(const uint32_t* p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V>
+INLINE void store(uint32_t* p, V v) {
+  memcpy(p, &v, sizeof v);
+}
+
+template <int a, int b, int c, int d>
+INLINE v4 pick(v4 x, v4 y) {  // indices 0..3 of x, 4..7 of y
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(x, y, a, b, c, d);
+#else
+  return __builtin_shuffle(x, y, v4{a, b, c, d});
+#endif
+}
+
+INLINE void transpose4(v4& a, v4& b, v4& c, v4& d) {
+  const v4 ab = pick<0, 4, 1, 5>(a, b), ab2 = pick<2, 6, 3, 7>(a, b);
+  const v4 cd = pick<0, 4, 1, 5>(c, d), cd2 = pick<2, 6, 3, 7>(c, d);
+  a = pick<0, 1, 4, 5>(ab, cd);
+  b = pick<2, 3, 6, 7>(ab, cd);
+  c = pick<0, 1, 4, 5>(ab2, cd2);
+  d = pick<2, 3, 6, 7>(ab2, cd2);
+}
+
+INLINE void transpose16(const Tile& tile, uint32_t* out, int64_t stride) {
+  for (int r = 0; r < TILE; r += 4)
+    for (int c = 0; c < TILE; c += 4) {
+      v4 x0 = load<v4>(&tile[r][c]), x1 = load<v4>(&tile[r + 1][c]);
+      v4 x2 = load<v4>(&tile[r + 2][c]), x3 = load<v4>(&tile[r + 3][c]);
+      transpose4(x0, x1, x2, x3);
+      store(out + c * stride + r, x0);
+      store(out + (c + 1) * stride + r, x1);
+      store(out + (c + 2) * stride + r, x2);
+      store(out + (c + 3) * stride + r, x3);
+    }
+}
+
+// Writes the first height rows and width columns of a tile, transposed: column c to out + c * stride.
+INLINE void put(const Tile& tile, int64_t height, int64_t width, uint32_t* out, int64_t stride) {
+  if (height == TILE && width == TILE) return transpose16(tile, out, stride);
+  for (int64_t c = 0; c < width; c++)
+    for (int64_t r = 0; r < height; r++) out[c * stride + r] = tile[r][c];
+}
+
+// Transposes a [rows, cols] matrix of words that fill(r, c0, width, row) makes: words c0 .. c0 + width of row r.
+template <class Fill>
+INLINE void write_transposed(int64_t rows, int64_t cols, uint32_t* out, const Fill& fill) {
+  Tile tile;
+  for (int64_t c0 = 0; c0 < cols; c0 += TILE)
+    for (int64_t r0 = 0; r0 < rows; r0 += TILE) {
+      const int64_t height = least(TILE, rows - r0), width = least(TILE, cols - c0);
+      for (int64_t r = 0; r < height; r++) fill(r0 + r, c0, width, tile[r]);
+      put(tile, height, width, out + c0 * rows + r0, rows);
+    }
+}
+
+struct Flipped {
+  const uint32_t* in;
+  int64_t cols;
+  uint32_t flip;
+
+  INLINE void operator()(int64_t r, int64_t c0, int64_t width, uint32_t* row) const {
+    for (int64_t c = 0; c < width; c++) row[c] = in[r * cols + c0 + c] ^ flip;
+  }
+};
+
+// Words of a strip of 16 columns, made of the fields columns[r * per_word + i] of a matrix packed along its rows. The strip lies
+// in one piece: rows of the matrix itself are often a power of two apart, and would push each other out of the cache.
+template <int bits>
+struct Gathered {
+  const uint32_t* strip;  // [rows, 16]
+  const int32_t* columns;
+  uint32_t flip;
+
+  INLINE void operator()(int64_t r, int64_t, int64_t, uint32_t* row) const {
+    constexpr int per_word = 32 / bits;
+    constexpr uint32_t mask = (1u << bits) - 1;
+    v8 left = v8{} + flip, right = left;
+    for (int i = 0; i < per_word; i++) {
+      const int32_t from = columns[r * per_word + i];
+      const uint32_t* source = strip + from / per_word * TILE;
+      const int down = from % per_word * bits;
+      left ^= ((load<v8>(source) >> down) & mask) << (i * bits);
+      right ^= ((load<v8>(source + 8) >> down) & mask) << (i * bits);
+    }
+    store(row, left);
+    store(row + 8, right);
+  }
+};
+
+template <int bits>
+INLINE void gather(const uint32_t* in, int64_t rows, int64_t cols, const int32_t* columns, uint32_t flip, uint32_t* out) {
+  std::vector<uint32_t> strip(size_t(rows) * TILE);
+  for (int64_t c0 = 0; c0 < cols; c0 += TILE) {
+    const int64_t width = least(TILE, cols - c0);
+    for (int64_t r = 0; r < rows; r++) memcpy(&strip[size_t(r) * TILE], in + r * cols + c0, size_t(width) * sizeof(uint32_t));
+    write_transposed(rows, width, out + c0 * rows, Gathered<bits>{strip.data(), columns, flip});
+  }
+}
+
+// A step of transposing the 8 x 8 nibbles of eight words: swaps the off-diagonal blocks of `half` rows and nibbles.
+template <int half, uint32_t mask>
+INLINE void swap_blocks(v8& low, v8& high) {
+  const v8 l = low, h = high;
+  low = (l & mask) | ((h & mask) << (4 * half));
+  high = ((l >> (4 * half)) & mask) | (h & ~mask);
+}
+
+INLINE void transpose_nibbles(v8 (&w)[8]) {
+  for (int i = 0; i < 4; i++) swap_blocks<4, 0x0000FFFFu>(w[i], w[i + 4]);
+  for (int i = 0; i < 8; i++)
+    if (!(i & 2)) swap_blocks<2, 0x00FF00FFu>(w[i], w[i + 2]);
+  for (int i = 0; i < 8; i += 2) swap_blocks<1, 0x0F0F0F0Fu>(w[i], w[i + 1]);
+}
+
+// Tile i of `tiles` holds, at [r][c], the eight rows of word row r0 + r at column 8 (c0 + c) + i.
+INLINE void turn_columns(const uint32_t* in, int64_t cols, int64_t r0, int64_t height, int64_t c0, int64_t width, Tile (&tiles)[8]) {
+  for (int64_t r = 0; r < height; r++) {
+    const uint32_t* rows = in + (r0 + r) * 8 * cols + c0;
+    for (int half = 0; half < TILE; half += 8) {
+      v8 w[8] = {};
+      const int64_t count = least(8, width - half);
+      for (int i = 0; i < 8 && count > 0; i++) {
+        if (count == 8)
+          w[i] = load<v8>(rows + i * cols + half);
+        else
+          memcpy(&w[i], rows + i * cols + half, size_t(count) * sizeof(uint32_t));
+      }
+      transpose_nibbles(w);
+      for (int i = 0; i < 8; i++) store(&tiles[i][r][half], w[i]);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+CLONES int32_t expertd_repack_rows(const uint32_t* in, int64_t rows, int64_t cols, uint32_t flip, uint32_t* out) {
+  if (!in || !out || rows < 0 || cols < 0) return EXPERTD_BAD_ARGUMENT;
+  write_transposed(rows, cols, out, Flipped{in, cols, flip});
+  return EXPERTD_OK;
+}
+
+CLONES int32_t expertd_repack_gather(const uint32_t* in, int64_t k, int64_t n, int32_t bits, const int32_t* columns, uint32_t flip,
+                                     uint32_t* out) {
+  if (!in || !out || !columns || (bits != 4 && bits != 8) || k < 0 || n < 0 || k % (32 / bits)) return EXPERTD_BAD_ARGUMENT;
+  for (int64_t j = 0; j < k; j++)
+    if (columns[j] < 0 || columns[j] >= k) return EXPERTD_BAD_ARGUMENT;
+  try {
+    if (bits == 4)
+      gather<4>(in, k / 8, n, columns, flip, out);
+    else
+      gather<8>(in, k / 4, n, columns, flip, out);
+  } catch (const std::bad_alloc&) {
+    return EXPERTD_NO_MEMORY;
+  }
+  return EXPERTD_OK;
+}
+
+CLONES int32_t expertd_repack_columns(const uint32_t* in, int64_t k, int64_t cols, const uint8_t* order, uint32_t* out) {
+  if (!in || !out || !order || k < 0 || cols < 0 || k % 8) return EXPERTD_BAD_ARGUMENT;
+  for (int i = 0; i < 8; i++)
+    if (order[i] > 7) return EXPERTD_BAD_ARGUMENT;
+  const int64_t words = k / 8;
+  Tile tiles[8];
+  for (int64_t c0 = 0; c0 < cols; c0 += TILE)
+    for (int64_t r0 = 0; r0 < words; r0 += TILE) {
+      const int64_t height = least(TILE, words - r0), width = least(TILE, cols - c0);
+      turn_columns(in, cols, r0, height, c0, width, tiles);
+      for (int i = 0; i < 8; i++) put(tiles[i], height, width, out + (c0 * 8 + order[i]) * words + r0, 8 * words);
+    }
+  return EXPERTD_OK;
+}
+
+}  // extern "C"
