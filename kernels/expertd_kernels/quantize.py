@@ -46,7 +46,7 @@ def scheme_named(name: str) -> Scheme:
     full = "int8_channel" if name == "int8" else name
     scheme = Scheme.parse("e4m3_" + full.removeprefix("fp8_") if full.startswith("fp8_") else full)
     if not scheme.element.quantized:
-        raise ValueError(f"quantize: {name!r} is no quantized scheme; want int4_g128, int8, e4m3_block128, mxfp4, ...")
+        raise ValueError(f"scheme {name!r}: quantizes nothing; want int4_g128, int8, e4m3_block128, mxfp4, ...")
     return scheme
 
 
@@ -66,9 +66,9 @@ def quantize(weights: Weights, scheme: Scheme | str) -> Weights:
 def quantize_matrix(q: QuantTensor, scheme: Scheme, name: str = "matrix") -> QuantTensor:
     """One matrix for each expert, [E, N, K] bf16 | f16 | f32, in `scheme`.  Holds one expert in f32 at a time."""
     if q.scheme.element.quantized:
-        raise ValueError(f"quantize: {name} is {q.scheme.name} already; want bf16, f16 or f32 weights")
+        raise ValueError(f"{name} is {q.scheme.name} already; want bf16, f16 or f32 weights")
     if not scheme.element.quantized:
-        raise ValueError(f"quantize: {scheme.name} is no quantized scheme")
+        raise ValueError(f"scheme {scheme.name!r}: quantizes nothing")
     E, N, K = q.shape
     shape = (E, *scheme.scale_shape(N, K, q.segments))
     k_stored = -(-K // 2) if scheme.element.packed else K
@@ -100,7 +100,7 @@ def _largest(w: Tensor, what: str, first_row: int) -> float:
     if not (float(low) >= -torch.finfo(torch.float32).max and largest <= torch.finfo(torch.float32).max):
         row, col = (~torch.isfinite(w)).nonzero()[0].tolist()
         raise ValueError(
-            f"quantize: {what} holds {float(w[row, col])} at row {first_row + row}, column {col}; want finite weights"
+            f"{what} holds {float(w[row, col])} at row {first_row + row}, column {col}; want finite weights"
         )
     return largest
 
@@ -311,5 +311,5 @@ def _kind(scheme: Scheme) -> str:
     elif scheme.scale not in (ScaleType.E8M0, ScaleType.E4M3):
         return "int4" if scheme.element is Element.INT4 else "int8"
     raise ValueError(
-        f"quantize: {scheme.name} with {scheme.scale.value} scales; want int4, int8, e4m3, mxfp8, mxfp4 or nvfp4"
+        f"scheme {scheme.name!r} with {scheme.scale.value} scales; want int4, int8, e4m3, mxfp8, mxfp4 or nvfp4"
     )

@@ -210,6 +210,6 @@ def target_for(scheme: Scheme, gptoss: bool) -> Target:
         if (scheme.rows, scheme.cols) == (128, 128):
             return FORMATS["fp8"]
     raise ValueError(
-        f"quantize: no format that other tools read holds {scheme.name}; want int4_gN, int4_channel, int8_gN or"
+        f"scheme {scheme.name!r}: no format that other tools read holds it; want int4_gN, int4_channel, int8_gN or"
         " int8_channel (each also with _zp), e4m3_block128, e4m3_channel, mxfp8, mxfp4 or nvfp4"
     )
