@@ -6,6 +6,7 @@ The matrices are allocated once; beside them only the parts of one expert are in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,12 +15,15 @@ from torch import Tensor
 from expertd_kernels.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.fit import convert, join_halves, split, split_layout
+from expertd_kernels.checkpoint.memory import empty
 from expertd_kernels.checkpoint.plan import LayerPlan, MatrixPlan, Piece
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part
 from expertd_kernels.checkpoint.tensors import Stored
 from expertd_kernels.scheme import ScaleType
 
 __all__ = ["assemble"]
+
+MAX_WORKERS = 8
 
 
 def assemble(plan: LayerPlan, experts: Sequence[int]) -> Weights:
@@ -31,17 +35,26 @@ def assemble(plan: LayerPlan, experts: Sequence[int]) -> Weights:
     for e in experts:
         for piece in plan.pieces[e].values():
             piece.unit.prefetch()
-    for slot, e in enumerate(experts):
-        parts = _parts(plan, e)
+
+    def put(slot: int) -> None:
+        parts = _parts(plan, experts[slot])
         for segment, (part, layout) in enumerate(parts[:-1]):
             w13.put(slot, segment, part, layout)
         w2.put(slot, 0, *parts[-1])
         if input_scales is not None:
             input_scales[slot, 0] = torch.stack([_number(p.input_scale) for p, _ in parts[:-1]]).max()
             input_scales[slot, 1] = _number(parts[-1][0].input_scale)
+
+    with ThreadPoolExecutor(_workers(), "expertd-load") as pool:
+        list(pool.map(put, range(len(experts))))  # raises the error of the first expert that has one
     _check_finite(w13, plan, experts, ("gate", "up", "gate_up"))
     _check_finite(w2, plan, experts, ("down",))
     return Weights(w13.tensor(), w2.tensor(), plan.activation, plan.checkpoint_activation, input_scales)
+
+
+def _workers() -> int:
+    """Threads that read and place experts: reading waits for the disk, placing is bound by memory."""
+    return min(MAX_WORKERS, torch.get_num_threads())
 
 
 def _parts(plan: LayerPlan, expert: int) -> list[tuple[Part, Layout]]:
@@ -64,7 +77,7 @@ def _parts(plan: LayerPlan, expert: int) -> list[tuple[Part, Layout]]:
 
 def _read(piece: Piece) -> Part:
     """The part, with the shapes that its layout promised."""
-    part, layout = piece.reader.read(piece.unit), piece.layout
+    part, layout = piece.reader.read(replace(piece.unit, layout=piece.layout)), piece.layout
     scheme, n, k = layout.scheme, layout.n, layout.k
     if scheme.element.quantized:
         want = scheme.scale_shape(n, k)
@@ -97,11 +110,11 @@ class _Matrix:
         s, E, n, k = self.plan.scheme, self.experts, self.n, self.k
         scale_shape = (E, *s.scale_shape(n, k, self.segments))
         codes = CODE_DTYPE[s.element]
-        self.t["codes"] = torch.empty(E, n, -(-k // 2) if s.element.packed else k, dtype=codes)
+        self.t["codes"] = empty((E, n, -(-k // 2) if s.element.packed else k), codes)
         if s.scale is not ScaleType.NONE:
-            self.t["scales"] = torch.empty(scale_shape, dtype=SCALE_DTYPE[s.scale])
+            self.t["scales"] = empty(scale_shape, SCALE_DTYPE[s.scale])
         if s.zeros:
-            self.t["zeros"] = torch.empty(scale_shape, dtype=codes)
+            self.t["zeros"] = empty(scale_shape, codes)
         if s.global_scale:
             self.t["global_exact"] = torch.empty(E, self.segments, dtype=torch.float64)
         if self.plan.columns:

@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_to_fields", "int4_from_narrow", "transpose_packed_rows", "unpack_fields", "words_for"]
+__all__ = [
+    "add_to_fields",
+    "every_field",
+    "gather_fields",
+    "int4_from_narrow",
+    "transpose_packed_rows",
+    "unpack_fields",
+    "words_for",
+]
 
 
 def words_for(fields: int, bits: int) -> int:
@@ -20,15 +28,12 @@ def words_for(fields: int, bits: int) -> int:
 def unpack_fields(words: Tensor, bits: int, count: int, dim: int) -> Tensor:
     """[..., words, ...] int32 packed along `dim` -> u8 values 0 .. 2**bits - 1, `count` of them along `dim`."""
     words = words.movedim(dim, -1)
-    mask = (1 << bits) - 1
     if 32 % bits == 0:
-        per_word = 32 // bits
-        out = torch.empty(*words.shape, per_word, dtype=torch.uint8)
-        for i in range(per_word):
-            out[..., i] = (words >> (bits * i)) & mask
+        stream, mask = words.contiguous().view(torch.uint8), (1 << bits) - 1
+        out = stream if bits == 8 else torch.stack([(stream >> at) & mask for at in range(0, 8, bits)], -1).flatten(-2)
     else:
-        out = _unpack_straddling(words, bits)
-    return out.flatten(-2)[..., :count].movedim(-1, dim)
+        out = _unpack_straddling(words, bits).flatten(-2)
+    return out[..., :count].movedim(-1, dim)
 
 
 def _unpack_straddling(words: Tensor, bits: int) -> Tensor:
@@ -52,14 +57,33 @@ def add_to_fields(words: Tensor, bits: int) -> Tensor:
     The writers subtract 1 from every field by one 32-bit subtraction, so that a zero point of 0 borrows from its
     neighbour; adding the same constant with wrap-around is the exact inverse.  (bits 2, 4, 8.)
     """
-    one_each = sum(1 << (bits * i) for i in range(32 // bits))
-    signed = one_each - (1 << 32) if one_each >= 1 << 31 else one_each
-    return words + signed
+    return words + every_field(1, bits)
+
+
+def every_field(value: int, bits: int) -> int:
+    """The int32 word whose fields are all `value` (bits 2, 4, 8)."""
+    word = sum(value << at for at in range(0, 32, bits))
+    return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def int4_from_narrow(codes: Tensor, bits: int) -> Tensor:
     """Codes of 2 or 3 bits, symmetric around 2**(bits - 1), as codes of 4 bits symmetric around 8: exact."""
     return codes + (8 - (1 << (bits - 1)))
+
+
+def gather_fields(words: Tensor, columns: Tensor, bits: int) -> Tensor:
+    """[K * bits / 32, N] int32 packed along K -> the same with field j taken from field columns[j] (bits 4 or 8)."""
+    per_word = 32 // bits
+    index = columns.long().view(-1, per_word)
+    shift = (index % per_word * bits).to(torch.int32)
+    out = torch.zeros_like(words)
+    for i in range(per_word):
+        field = words.index_select(0, index[:, i] // per_word)
+        field >>= shift[:, i, None]
+        field &= (1 << bits) - 1
+        field <<= bits * i
+        out |= field
+    return out
 
 
 def transpose_packed_rows(words: Tensor) -> Tensor:

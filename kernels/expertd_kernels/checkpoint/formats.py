@@ -7,7 +7,6 @@ row must match; several or none is an error that shows the config and the rows t
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -84,8 +83,7 @@ READERS = ("plain", "gptq", "awq", "compressed_tensors", "fp8", "gptoss_mxfp4", 
 @cache
 def formats() -> tuple[Format, ...]:
     """The whole table: the FORMATS of every reader module."""
-    there = [n for n in READERS if importlib.util.find_spec(f"expertd_kernels.checkpoint.readers.{n}")]
-    rows = tuple(row for name in there for row in _module(name).FORMATS)
+    rows = tuple(row for name in READERS for row in _module(name).FORMATS)
     names = [row.name for row in rows]
     assert len(set(names)) == len(names), f"two formats of one name: {sorted(names)}"
     return rows

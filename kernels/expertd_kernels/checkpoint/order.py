@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,12 @@ UNEQUAL = "groups of unequal size"
 
 def is_natural(g_idx: Tensor, group_size: int) -> bool:
     """Whether [K] g_idx is 0, 0, ..., 1, 1, ...: column k in group k // group_size."""
-    return bool(torch.equal(g_idx, torch.arange(g_idx.numel(), dtype=g_idx.dtype) // group_size))
+    return torch.equal(g_idx.to(torch.int32), _natural(g_idx.numel(), group_size))
+
+
+@cache
+def _natural(k: int, group_size: int) -> Tensor:
+    return torch.arange(k, dtype=torch.int32) // group_size
 
 
 def columns_of(g_idx: Tensor, groups: int, group_size: int) -> Tensor | None:

@@ -72,6 +72,7 @@ class Stored:
     """A tensor in a file, or the part of one below an index of its first dimension.
 
     dtype  safetensors name ("I32"); shape; offset in the file; nbytes of these elements
+    whole  name of the tensor in the file that [index] was cut out of; "" and None for a whole one
     """
 
     name: str
@@ -80,6 +81,8 @@ class Stored:
     shard: Shard = field(repr=False)
     offset: int
     nbytes: int
+    whole: str = ""
+    index: int | None = None
 
     @property
     def file(self) -> str:
@@ -90,7 +93,8 @@ class Stored:
         if not self.shape or not 0 <= index < self.shape[0]:
             raise CheckpointError(f"{self.name}: no element {index} in shape {list(self.shape)}")
         size = self.nbytes // self.shape[0]
-        return Stored(f"{self.name}[{index}]", self.dtype, self.shape[1:], self.shard, self.offset + index * size, size)
+        name, offset = f"{self.name}[{index}]", self.offset + index * size
+        return Stored(name, self.dtype, self.shape[1:], self.shard, offset, size, self.name, index)
 
     def rows(self, start: int, stop: int) -> Stored:
         """The tensor [start:stop] of this one."""

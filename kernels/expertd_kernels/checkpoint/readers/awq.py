@@ -12,10 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from expertd_kernels.checkpoint.bits import transpose_packed_rows, unpack_fields, words_for
+from expertd_kernels.checkpoint.bits import unpack_fields, words_for
 from expertd_kernels.checkpoint.formats import Format
 from expertd_kernels.checkpoint.readers.groups import GroupInfo, integer_scheme, scale_type
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
+from expertd_kernels.checkpoint.repack import transpose_columns
 from expertd_kernels.scheme import WHOLE
 
 __all__ = ["FORMATS", "layout", "read"]
@@ -96,9 +97,8 @@ def _gemm_codes(words: Tensor) -> Tensor:
     K = words.shape[0]
     if K % 8:
         words = torch.nn.functional.pad(words, (0, 0, 0, -K % 8))
-    turned = transpose_packed_rows(words)[:, list(_PLACE)]
-    out = turned.transpose(1, 2).reshape(turned.shape[0], -1).t()
-    return out if K % 8 == 0 else out.contiguous().view(torch.uint8)[:, : -(-K // 2)]
+    out = transpose_columns(words, ORDER)
+    return out if K % 8 == 0 else out.view(torch.uint8)[:, : -(-K // 2)]
 
 
 def _version(unit: Unit) -> str:
@@ -160,6 +160,7 @@ FORMATS = (
         "awq",
         frozenset({"awq"}),
         {},
+        frozenset({"weight", ""}),
         rule=_other_rule,
         refusal="this version of AWQ's packing is not read; want version gemm (or gemv)",
         detected_by="quant_method awq, version gemv_fast, llm-awq or marlin",

@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.canonical import pack_nibbles
-from expertd_kernels.checkpoint.bits import add_to_fields, int4_from_narrow, unpack_fields, words_for
+from expertd_kernels.checkpoint.bits import (
+    add_to_fields,
+    every_field,
+    int4_from_narrow,
+    unpack_fields,
+    words_for,
+)
 from expertd_kernels.checkpoint.formats import Format
 from expertd_kernels.checkpoint.order import UNEQUAL, columns_of, is_natural
 from expertd_kernels.checkpoint.readers.groups import GroupInfo, integer_scheme, scale_type
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
+from expertd_kernels.checkpoint.repack import gather_rows, transpose_rows
 from expertd_kernels.scheme import WHOLE, Element, Scheme
 
 __all__ = ["FORMATS", "layout", "read"]
@@ -79,9 +86,8 @@ def read(unit: Unit) -> Part:
         return Part(_widened(unit, info, words, scales, zeros), bias=bias)
     if unit.has("g_idx") and unit.setting("desc_act") is False:
         _require_natural(unit, info)
-    return Part(
-        _codes(words, info, plan.columns), scales, zeros if plan.scheme.zeros else None, None, plan.columns, bias
-    )
+    codes = _codes(words, info, plan.columns)
+    return Part(codes, scales, zeros, columns=plan.columns, bias=bias)
 
 
 def _require_natural(unit: Unit, info: GroupInfo) -> None:
@@ -93,23 +99,25 @@ def _require_natural(unit: Unit, info: GroupInfo) -> None:
         )
 
 
-def _zeros(unit: Unit, info: GroupInfo) -> Tensor:
-    """[N, groups] canonical zero points: u8 0..15 for codes held as int4, int8 for 8 bits."""
-    words = unit.read("qzeros")
-    if info.bits == 3:
-        raw = unpack_fields(words, 3, info.n, dim=1)
-        raw = raw if _raw_zeros(unit) else (raw + 1) & 7
-    else:
+def _zeros(unit: Unit, info: GroupInfo) -> Tensor | None:
+    """[N, groups] canonical zero points: u8 0..15 for codes held as int4, int8 for 8 bits; None if symmetric."""
+    words, middle, straddling = unit.read("qzeros"), 1 << (info.bits - 1), info.bits == 3
+    if not straddling:
         words = words if _raw_zeros(unit) else add_to_fields(words, info.bits)
-        raw = unpack_fields(words, info.bits, info.n, dim=1)
-    middle = 1 << (info.bits - 1)
-    if info.symmetric and not bool((raw == middle).all()):
+        if info.symmetric and bool((words == every_field(middle, info.bits)).all()):
+            return None
+    raw = unpack_fields(words, info.bits, info.n, dim=1)
+    if straddling and not _raw_zeros(unit):
+        raw = (raw + 1) & 7
+    if not info.symmetric:
+        return (raw ^ 0x80).view(torch.int8).t() if info.bits == 8 else raw.t()
+    if not bool((raw == middle).all()):
         raise unit.error(
             f"zero points other than {middle} though the quantization config says sym true",
             f"{middle} everywhere, or sym false in config.json",
             "qzeros",
         )
-    return (raw ^ 0x80).view(torch.int8).t() if info.bits == 8 else raw.t()
+    return None
 
 
 def _raw_zeros(unit: Unit) -> bool:
@@ -121,26 +129,21 @@ def _raw_zeros(unit: Unit) -> bool:
 
 def _codes(words: Tensor, info: GroupInfo, columns: Tensor | None) -> Tensor:
     """Canonical codes of packed words [K * bits / 32, N], the columns brought into group order."""
-    if columns is None and info.bits == 4:
-        return words.t()
-    if columns is None and info.bits == 8:
-        return (words ^ _FLIP).t()
+    if info.bits >= 4:
+        flip = _FLIP if info.bits == 8 else 0
+        return transpose_rows(words, flip) if columns is None else gather_rows(words, columns, info.bits, flip)
     fields = unpack_fields(words, info.bits, info.k, dim=0)
-    if columns is not None:
-        fields = fields.index_select(0, columns)
-    if info.bits == 8:
-        return (fields ^ 0x80).view(torch.int8).t()
-    if info.bits < 4 and info.symmetric:
-        fields = int4_from_narrow(fields, info.bits)
-    return pack_nibbles(fields.t())
+    fields = fields if columns is None else fields.index_select(0, columns)
+    return pack_nibbles((int4_from_narrow(fields, info.bits) if info.symmetric else fields).t())
 
 
-def _widened(unit: Unit, info: GroupInfo, words: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+def _widened(unit: Unit, info: GroupInfo, words: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """[N, K] f32 of groups that no permutation makes equal."""
     group = unit.read("g_idx").long()
     q = unpack_fields(words, info.bits, info.k, dim=0).t().float()
-    z = zeros.float() + (128 if info.bits == 8 else 0)
-    return (q - z[:, group]) * scales.float()[:, group]
+    middle = 1 << (info.bits - 1)
+    z = float(middle) if zeros is None else (zeros.float() + (128 if info.bits == 8 else 0))[:, group]
+    return (q - z) * scales.float()[:, group]
 
 
 _RAW_PACKINGS = ("auto_round", "auto_round:gptqmodel")
@@ -232,6 +235,7 @@ FORMATS = (
         "gptq",
         frozenset({"gptq", "marlin"}),
         {},
+        frozenset({"weight", ""}),
         rule=_is_repacked,
         refusal="weights in the layout of one kernel (Marlin, BitBLAS, QQQ) are not read; use the checkpoint in GPTQ's"
         " own layout (checkpoint_format gptq or gptq_v2)",

@@ -53,6 +53,7 @@ class Unit:
     transposed  whether the family stores fused matrices input-first ([E, K, N]): decides only where shapes cannot
     interleaved whether rows of gate_up alternate gate, up, gate, up (assembly undoes it; a reader rarely cares)
     quant       the quantization config of config.json (or of the file beside it), {} if there is none
+    layout      what layout() said of this unit; set when read() is called
     overrides   what the quantization config says of this very projection (GPTQ `dynamic`, auto-round `extra_config`)
     """
 
@@ -69,6 +70,7 @@ class Unit:
     interleaved: bool = False
     quant: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    layout: Layout | None = None
 
     def has(self, suffix: str) -> bool:
         return suffix in self.tensors
