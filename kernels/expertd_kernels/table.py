@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from expertd_kernels.oracle import Backend, DeviceRange, SchemeSupport
-from expertd_kernels.scheme import WHOLE, Element
+from expertd_kernels.scheme import WHOLE, ActivationQuant, Element
 
 __all__ = ["BACKENDS", "ORDER"]
 
@@ -30,6 +30,39 @@ BACKENDS: tuple[Backend, ...] = (
         needs={"triton": ">=3.6,<3.7"},
         hidden_multiple=8,
         max_experts=512,
+    ),
+    Backend(
+        name="triton",
+        target="expertd_kernels.backends.triton",
+        devices=(DeviceRange("cuda", (8, 0)), DeviceRange("rocm"), DeviceRange("xpu")),
+        schemes=_EVERY_SCHEME,
+        summary="weight-only, portable Triton kernels for any scheme",
+        needs={"triton": ">=3.6"},
+        act_order=True,
+        max_experts=512,
+        hardware="run on SM90 only; on other devices not run on hardware",
+    ),
+    Backend(
+        name="triton_w8a8",
+        target="expertd_kernels.backends.triton_w8a8",
+        devices=(DeviceRange("cuda", (8, 9)),),
+        schemes=(
+            SchemeSupport(
+                Element.E4M3,
+                groups=frozenset({WHOLE}),
+                blocks=frozenset({(WHOLE, WHOLE)}),
+                activations=frozenset({ActivationQuant.E4M3_TOKEN}),
+            ),
+            SchemeSupport(
+                Element.E4M3,
+                blocks=frozenset({(128, 128)}),
+                activations=frozenset({ActivationQuant.E4M3_GROUP128}),
+            ),
+        ),
+        summary="the same kernels with activations rounded to e4m3, on tensor cores that multiply e4m3",
+        needs={"triton": ">=3.6"},
+        max_experts=512,
+        hardware="run on SM90 only; on other devices not run on hardware",
     ),
     Backend(
         name="cpu",
@@ -63,7 +96,9 @@ BACKENDS: tuple[Backend, ...] = (
 
 ORDER: Mapping[str, Sequence[str]] = {
     "cpu": ("cpu", "cpu_torch", "reference"),
-    "cuda": ("triton", "reference"),
-    "sm90": ("gluon_sm90", "triton", "reference"),
+    "cuda": ("triton", "triton_w8a8", "reference"),
+    "sm90": ("gluon_sm90", "triton", "triton_w8a8", "reference"),
+    "rocm": ("triton", "reference"),
+    "xpu": ("triton", "reference"),
 }
 """Order of preference by arch or kind of device; rows not named follow in the order of the table."""

@@ -59,11 +59,11 @@ def activate(g, u, KIND: tl.constexpr, LIMITED: tl.constexpr, alpha, beta, limit
 
 
 @triton.jit
-def find_block(blocks_ptr, ids_ptr, b, E: tl.constexpr, DIRECT: tl.constexpr):
+def find_block(blocks_ptr, ids_ptr, b, n_experts, DIRECT: tl.constexpr):
     """(expert or -1, first row, rows) of block b.  DIRECT: block b is route b."""
     if DIRECT:
         e = tl.load(ids_ptr + b)
-        e = tl.where(e < E, e, -1)
+        e = tl.where(e < n_experts, e, -1)
         start = b
         rows = 1
     else:
@@ -295,12 +295,12 @@ def finish(
     return acc
 
 
-@triton.jit(do_not_specialize=["n_blocks"])
+@triton.jit(do_not_specialize=["n_blocks", "n_experts"])
 def expert_gemm(
     x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, global_ptr, bias_ptr, columns_ptr,
     router_ptr, slots_ptr, blocks_ptr, ids_ptr, out_ptr,
-    n_blocks, x_stride, out_stride, alpha, beta, limit,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NP: tl.constexpr, SEGMENTS: tl.constexpr, TOP_K: tl.constexpr,
+    n_blocks, n_experts, x_stride, out_stride, alpha, beta, limit,
+    N: tl.constexpr, K: tl.constexpr, NP: tl.constexpr, SEGMENTS: tl.constexpr, TOP_K: tl.constexpr,
     GATHER_X: tl.constexpr, SCATTER_OUT: tl.constexpr, DIRECT: tl.constexpr,
     ELEM: tl.constexpr, P: tl.constexpr, SW: tl.constexpr, G: tl.constexpr, SPW: tl.constexpr, SBITS: tl.constexpr,
     SKIND: tl.constexpr, ZSPW: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -325,7 +325,7 @@ def expert_gemm(
         gdc_wait()
         gdc_launch_dependents()
     b, tile = tile_of(tl.program_id(0), n_blocks, (N + BN - 1) // BN, GROUP_M)
-    e, start, rows = find_block(blocks_ptr, ids_ptr, b, E, DIRECT)
+    e, start, rows = find_block(blocks_ptr, ids_ptr, b, n_experts, DIRECT)
     if e < 0:
         return
     e = e.to(tl.int64)

@@ -251,7 +251,6 @@ class TritonExperts:
         tiles = -(-m.n // tile.bn)
         blocks = call.ids.numel() if call.plan.direct else call.scratch["blocks"].shape[0]
         consts = {
-            "E": self.num_experts,
             "TOP_K": call.ids.shape[1],
             "GATHER_X": first,
             "SCATTER_OUT": not first,
@@ -291,6 +290,7 @@ class TritonExperts:
             call.ids,
             out,
             blocks,
+            self.num_experts,
             x.stride(0),
             out.stride(0),
             act.alpha,
@@ -348,6 +348,7 @@ class TritonExperts:
             call.ids,
             out,
             blocks,
+            self.num_experts,
             out.stride(0),
             act.alpha,
             act.beta,

@@ -15,8 +15,8 @@ __all__ = ["Facts", "Plan", "Tile", "fit", "make_plan"]
 
 @dataclass(frozen=True)
 class Tile:
-    """bn weight rows of each segment; bc containers a step, or kpb whole K blocks; group_m: blocks that share a row tile
-    in L2 at a time; weighted: scales on the operand (see gemm.py), ignored where the layout forbids or demands it."""
+    """bn weight rows of each segment; bc containers a step, or kpb whole K blocks; group_m: blocks that share a row
+    tile in L2 at a time; weighted: scales on the operand (gemm.py), ignored where the layout forbids or demands it."""
 
     bn: int
     bc: int

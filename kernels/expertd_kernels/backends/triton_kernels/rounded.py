@@ -93,12 +93,12 @@ def rounded_loop(
     return acc, acc_u
 
 
-@triton.jit(do_not_specialize=["n_blocks"])
+@triton.jit(do_not_specialize=["n_blocks", "n_experts"])
 def expert_gemm_e4m3(
     x_ptr, x_scale_ptr, w_ptr, s_ptr, row_scale_ptr, global_ptr, bias_ptr,
     router_ptr, slots_ptr, blocks_ptr, ids_ptr, out_ptr,
-    n_blocks, out_stride, alpha, beta, limit,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NP: tl.constexpr, SEGMENTS: tl.constexpr, TOP_K: tl.constexpr,
+    n_blocks, n_experts, out_stride, alpha, beta, limit,
+    N: tl.constexpr, K: tl.constexpr, NP: tl.constexpr, SEGMENTS: tl.constexpr, TOP_K: tl.constexpr,
     GATHER_X: tl.constexpr, SCATTER_OUT: tl.constexpr, DIRECT: tl.constexpr,
     SW: tl.constexpr, ROWS: tl.constexpr, SBITS: tl.constexpr, SKIND: tl.constexpr, GROUPED: tl.constexpr,
     GLOBAL: tl.constexpr, BIAS: tl.constexpr,
@@ -108,7 +108,7 @@ def expert_gemm_e4m3(
     """As gemm.expert_gemm; x [*, KP] e4m3 and x_scale from round_rows, w the packed containers seen as e4m3.
     GROUPED: s [E, SEGMENTS, ceil(KP / 128), NS] int32 words; else row_scale [E, SEGMENTS, NS] f32."""
     b, tile = tile_of(tl.program_id(0), n_blocks, (N + BN - 1) // BN, GROUP_M)
-    e, start, rows = find_block(blocks_ptr, ids_ptr, b, E, DIRECT)
+    e, start, rows = find_block(blocks_ptr, ids_ptr, b, n_experts, DIRECT)
     if e < 0:
         return
     e = e.to(tl.int64)

@@ -1,0 +1,93 @@
+"""The row `triton` on a GPU: the cases of tests/kernels/triton_cases.py and larger ones, graphs, steady state."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertd_kernels import decide, detect_device
+from expertd_kernels.backends import triton as backend
+from expertd_kernels.builder import problem_of
+from expertd_kernels.float32 import reference
+from expertd_kernels.numerics import relative_error
+from expertd_kernels.probe import installed_packages
+from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.table import BACKENDS
+
+CASES = Path(__file__).parents[1] / "kernels"
+sys.path.insert(0, str(CASES))
+try:
+    from triton_cases import LARGE, SMALL, run
+finally:
+    sys.path.remove(str(CASES))
+
+pytestmark = pytest.mark.gpu
+ALL = {**SMALL, **LARGE}
+DEVICE = detect_device()
+
+
+def row_of(case):
+    return "triton" if case.quant.value == "none" else "triton_w8a8"
+
+
+def skip_if_refused(case):
+    """With the oracle's own sentence."""
+    small = random_weights(case.scheme_value(), 1, 64, 64, activation=case.activation, act_order=case.act_order)
+    problem = problem_of(small, DEVICE, activation_quant=case.quant, packages=installed_packages(BACKENDS))
+    verdict = next(v for v in decide(problem).verdicts if v.backend == row_of(case))
+    if verdict.refusals:
+        pytest.skip("; ".join(verdict.refusals))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_layer_agrees_with_the_reference(name):
+    skip_if_refused(ALL[name])
+    answer = run(ALL[name], DEVICE.kind, DEVICE)
+    assert answer["unpacked"] == "", f"unpack(pack(w)) differs in {answer['unpacked']}"
+    assert answer["relative_error"] <= answer["tolerance"]
+    assert answer["repeated"], "a second call gave other bits"
+
+
+@pytest.fixture
+def layer():
+    """(weights, experts) of a small int4 layer on the GPU."""
+    skip_if_refused(SMALL["int4_g128"])
+    weights = random_weights("int4_g128", 16, 512, 256, device="cuda", signed_scales=True)
+    problem = problem_of(weights, DEVICE, top_k=4)
+    return weights, backend.experts(backend.pack(weights, problem), problem)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_a_captured_graph_follows_new_inputs_and_routes(layer, tokens):
+    weights, experts = layer
+    x, ids, w = random_inputs(tokens, 512, 16, 4, seed=1, device="cuda")
+    out = torch.full_like(x, float("nan"))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        experts(x, ids, w, out=out)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            experts(x, ids, w, out=out)
+    for seed in (2, 3):
+        others = random_inputs(tokens, 512, 16, 4, seed=seed, device="cuda")
+        for held, new in zip((x, ids, w), others, strict=True):
+            held.copy_(new)
+        ids[0, 0] = -1
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert relative_error(out, reference(weights, x, ids, w)) <= 1e-2
+
+
+def test_a_second_call_allocates_nothing(layer):
+    _, experts = layer
+    x, ids, w = random_inputs(300, 512, 16, 4, seed=1, device="cuda")
+    out = torch.empty_like(x)
+    experts(x, ids, w, out=out)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    experts(x, ids, w, out=out)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
