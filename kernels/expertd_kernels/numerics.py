@@ -11,7 +11,7 @@ __all__ = ["relative_error", "tolerance"]
 
 
 def relative_error(out: Tensor, ref: Tensor) -> float:
-    """||out - ref|| / ||ref|| in float64; inf when `out` has a NaN or an infinity, or ref is all zero and out is not."""
+    """||out - ref|| / ||ref|| in float64; inf when `out` is not finite, or ref is all zero and out is not."""
     o, r = out.double().cpu(), ref.double().cpu()
     if o.shape != r.shape or not torch.isfinite(o).all():
         return float("inf")

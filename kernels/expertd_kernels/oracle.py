@@ -340,11 +340,10 @@ def decide(
     backends, order: the table and the platform orders; default: expertd_kernels.table.
     pin: a backend's name: it is chosen if it is eligible, else nothing is.  ValueError for an unknown name.
     """
-    if backends is None or order is None:
-        table = importlib.import_module("expertd_kernels.table")
-        backends = table.BACKENDS if backends is None else backends
-        order = table.ORDER if order is None else order
-    rows = order_for(problem.device, backends, order)
+    table = importlib.import_module("expertd_kernels.table")
+    rows = order_for(
+        problem.device, table.BACKENDS if backends is None else backends, table.ORDER if order is None else order
+    )
     if pin is not None and pin not in {b.name for b in rows}:
         raise ValueError(f"backend {pin!r}: known are {', '.join(sorted(b.name for b in rows))}")
     verdicts = tuple(Verdict(b.name, tuple(r for rule in RULES if (r := rule(b, problem)))) for b in rows)
