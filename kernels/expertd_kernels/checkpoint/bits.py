@@ -29,7 +29,8 @@ def unpack_fields(words: Tensor, bits: int, count: int, dim: int) -> Tensor:
     """[..., words, ...] int32 packed along `dim` -> u8 values 0 .. 2**bits - 1, `count` of them along `dim`."""
     words = words.movedim(dim, -1)
     if 32 % bits == 0:
-        stream, mask = words.contiguous().view(torch.uint8), (1 << bits) - 1
+        # reshape: a last dimension of one word may have any stride, which view() of a narrower type refuses
+        stream, mask = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1), (1 << bits) - 1
         out = stream if bits == 8 else torch.stack([(stream >> at) & mask for at in range(0, 8, bits)], -1).flatten(-2)
     else:
         out = _unpack_straddling(words, bits).flatten(-2)
