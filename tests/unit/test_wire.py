@@ -166,6 +166,9 @@ def test_numbers_that_do_not_fit_are_not_encoded(broken: dict[str, int]) -> None
 
 def test_usual_messages_are_read_by_the_scanner() -> None:
     assert scanned(decode._stream_request, wire.encode_stream_request(request()))
+    for size in (0, 1, 127, 128, 16383, 16384, 100_000, 1 << 21, 3 << 20):  # sizes of one to four bytes
+        sized = request(hidden_states=wire.TensorView.of_raw(pb.DATA_TYPE_BF16, (1, size // 2), bytes(size)))
+        assert scanned(decode._stream_request, wire.encode_stream_request(sized))
     assert scanned(decode._stream_request, wire.encode_stream_request(pb.CancelRequest(request_id=1)))
     assert scanned(decode._request, pb.ForwardRequest(grouped=pb.GroupedRows(expert_ids=[1])).SerializeToString())
     response = wire.ForwardResponseView(1, request().hidden_states, None, 2, pb.Timing(), pb.Load(), 1)

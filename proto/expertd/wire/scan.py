@@ -99,8 +99,8 @@ def int32(value: int) -> int:
 def dtype_and_shape(data: bytes) -> tuple[int, tuple[int, ...]]:
     """The two values behind b"\x08" dtype b"\x12" size extents, which is how every serializer begins a Tensor.
     Cached: what one caller sends hardly differs."""
-    if data[1] >= 0x80 or data[3] != len(data) - 4:
-        raise OddError("an unusual dtype or shape")
+    if data[1] >= 0x80:  # then the byte after it is no tag; a size >= 0x80 is one that packed_uint32 does not take
+        raise OddError("an unusual dtype")
     return data[1], packed_uint32(data[4:])
 
 
