@@ -162,6 +162,12 @@ def _seconds(text: str) -> float:
     return float(text)
 
 
+def _part(text: str) -> float:
+    if not re.fullmatch(r"0(\.\d+)?|1(\.0+)?", text):
+        raise ValueError(f"got {text!r}, want a number from 0 to 1")
+    return float(text)
+
+
 @dataclass(frozen=True)
 class Option:
     """One option: its name as a field of ServeConfig, how its text is read, and what --help says."""
@@ -204,6 +210,7 @@ class ServeConfig:
     max_queue_tokens: int = 1 << 17
     max_queue_requests: int = 4096
     max_wait_us: int = 0
+    patience: float = 0.05
     grace_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -263,6 +270,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_queue_tokens", _int(1), "N", "most tokens that wait; beyond it requests are refused"),
     Option("max_queue_requests", _int(1), "N", "most requests that wait; beyond it requests are refused"),
     Option("max_wait_us", _int(0), "US", "how long a request may wait for company while the engine is idle"),
+    Option("patience", _part, "PART", "part of a joined batch's time to wait for the callers just answered; 0 = none"),
     Option("grace_s", _seconds, "S", "after SIGTERM, the time to finish what was taken"),
 )
 """In the order of --help."""

@@ -35,7 +35,7 @@ from expertd_kernels.backends.protocol import Experts
 from expertd_server.convert import digest, load_floats, output_array
 from expertd_server.lane import Inputs, Lane, lanes
 from expertd_server.request import Answer, Array, Outcome, Request, Stages
-from expertd_server.scheduler import Policy, Waiting, cut, wake_at
+from expertd_server.scheduler import LastBatch, Policy, Waiting, cut, wake_at
 
 __all__ = ["BatchReport", "Engine", "LoadNow", "ServedLayer"]
 
@@ -138,6 +138,7 @@ class Engine:
         self._draining = self._stopping = False
         self._busy_tokens = self._busy_requests = self._unanswered = 0
         self._token_ns = 0.0
+        self._last: LastBatch | None = None
         self.admitted = 0
         self._thread = threading.Thread(target=self._run, name="expertd-engine", daemon=True)
 
@@ -227,11 +228,11 @@ class Engine:
         while True:
             now = time.monotonic_ns()
             with self._changed:
-                c = cut(self._waiting.lines, now, self.policy)
+                c = cut(self._waiting.lines, now, self.policy, self._last)
                 if c is None:
                     if self._under_way or (self._stopping and not self._waiting.lines):
                         return None
-                    at = wake_at(self._waiting.lines, self.policy)
+                    at = wake_at(self._waiting.lines, self.policy, self._last)
                     self._changed.wait(None if at is None else max(0.0, (at - now) / 1e9))
                     continue
                 self._busy_requests += len(c.run)
@@ -328,6 +329,7 @@ class Engine:
             self._reply(r, b.errors.get(i) or self._answer(b, i, out, queue_ns[i], stages))
             self._unanswered -= 1
         self._lanes.append(lane)
+        self._last = LastBatch(time.monotonic_ns(), spent, len(b.requests))
         if self._observe is not None:
             assert b.expert_tokens is not None
             self._observe(BatchReport(b.layer, b.tokens, b.requests, queue_ns, stages, b.expert_tokens))

@@ -2,8 +2,10 @@
 
 Requests wait in lines, one for each (layer, router weight on input): those of one line can be computed as one batch,
 whichever client they came from and whatever their top_k and dtypes are (narrower rows are padded with routes of -1).
-The engine cuts a batch whenever it is free; so with a wait of 0 requests only ever wait while it is busy, and the
-busier it is the larger the batches get.
+The engine cuts a batch whenever it is free, so requests wait while it is busy, and the busier it is the larger the
+batches get.  One short wait is worth its price: callers that were just answered together come back one by one.  Were
+the first of them computed alone, 8 callers in a closed loop would alternate between batches of 1 and of 7 for ever.  So
+for a small part of the last batch's time (`patience`) the engine waits for as many requests as that batch had.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import NamedTuple
 
 from expertd_server.request import Request
 
-__all__ = ["Cut", "Line", "Policy", "Waiting", "cut", "wake_at"]
+__all__ = ["Cut", "Line", "LastBatch", "Policy", "Waiting", "cut", "wake_at"]
 
 
 class Line(NamedTuple):
@@ -29,10 +31,20 @@ class Line(NamedTuple):
 @dataclass(frozen=True)
 class Policy:
     """max_tokens: of a batch (one larger request makes a batch alone).  max_wait_ns: how long a request may wait for
-    company while the engine is idle; 0 = never."""
+    company while the engine is idle; 0 = not at all.  patience: part of the last batch's time that the engine waits for
+    the callers it has just answered; 0 = none."""
 
     max_tokens: int
     max_wait_ns: int = 0
+    patience: float = 0.0
+
+
+class LastBatch(NamedTuple):
+    """The batch that was finished last: when, how long it took, of how many requests."""
+
+    end_ns: int
+    service_ns: int
+    requests: int
 
 
 class Cut(NamedTuple):
@@ -45,7 +57,9 @@ class Cut(NamedTuple):
     expired: tuple[Request, ...]
 
 
-def cut(lines: Mapping[Line, Sequence[Request]], now_ns: int, policy: Policy) -> Cut | None:
+def cut(
+    lines: Mapping[Line, Sequence[Request]], now_ns: int, policy: Policy, last: LastBatch | None = None
+) -> Cut | None:
     """The batch to run now: from the line whose first request came first, in order of arrival, as many as fit.  None
     when nothing waits, or nothing has waited long enough.  Empty lines are not allowed.
 
@@ -53,6 +67,7 @@ def cut(lines: Mapping[Line, Sequence[Request]], now_ns: int, policy: Policy) ->
     batches as there are older requests.
     """
     order = sorted(lines, key=lambda line: lines[line][0].arrival_ns) if len(lines) > 1 else lines
+    company_ns = _company_until(lines, policy, last)
     for line in order:
         run: list[Request] = []
         expired: list[Request] = []
@@ -71,15 +86,24 @@ def cut(lines: Mapping[Line, Sequence[Request]], now_ns: int, policy: Policy) ->
                 tokens += r.tokens
             taken += 1
         full = full or tokens >= policy.max_tokens
-        if full or not run or now_ns - run[0].arrival_ns >= policy.max_wait_ns:
+        if full or not run or now_ns >= max(run[0].arrival_ns + policy.max_wait_ns, company_ns):
             return Cut(line, taken, tuple(run), tuple(expired))
     return None
 
 
-def wake_at(lines: Mapping[Line, Sequence[Request]], policy: Policy) -> int | None:
+def wake_at(lines: Mapping[Line, Sequence[Request]], policy: Policy, last: LastBatch | None = None) -> int | None:
     """When `cut` will next have something although nothing else happens, in ns; None = never."""
     heads = [q[0].arrival_ns for q in lines.values()]
-    return min(heads) + policy.max_wait_ns if heads else None
+    if not heads:
+        return None
+    return max(min(heads) + policy.max_wait_ns, _company_until(lines, policy, last))
+
+
+def _company_until(lines: Mapping[Line, Sequence[Request]], policy: Policy, last: LastBatch | None) -> int:
+    """Until when the callers of the last batch are waited for, in ns; 0 = they are back."""
+    if last is None or sum(map(len, lines.values())) >= last.requests:
+        return 0
+    return last.end_ns + int(policy.patience * last.service_ns)
 
 
 class Waiting:

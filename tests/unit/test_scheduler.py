@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertd_server.request import Operand, Request
-from expertd_server.scheduler import Line, Policy, Waiting, cut, wake_at
+from expertd_server.scheduler import LastBatch, Line, Policy, Waiting, cut, wake_at
 
 NOTHING = Operand("bf16", np.empty(0, np.uint16))
 
@@ -171,3 +171,28 @@ def test_a_full_batch_does_not_wait_for_company():
 def test_nothing_waits():
     assert cut({}, 0, Policy(8)) is None
     assert wake_at({}, Policy(8)) is None
+
+
+@pytest.mark.parametrize(
+    ("now", "waiting", "runs"),
+    [
+        (1000, 1, False),  # one of eight is back at once: the others are waited for
+        (1049, 7, False),
+        (1000, 8, True),  # all are back
+        (1050, 1, True),  # a twentieth of the last batch's time is over
+    ],
+)
+def test_callers_just_answered_are_waited_for_a_part_of_their_batch_s_time(now, waiting, runs):
+    policy = Policy(64, patience=0.05)
+    last = LastBatch(end_ns=1000, service_ns=1000, requests=8)
+    lines = {Line(0, False): deque(request(0, 1, arrival=999) for _ in range(waiting))}
+    c = cut(lines, now, policy, last)
+    assert (c is not None) == runs
+    if c is not None:
+        assert len(c.run) == waiting
+    assert wake_at(lines, policy, last) == (999 if waiting == 8 else 1050)
+
+
+def test_a_caller_alone_is_never_waited_with():
+    last = LastBatch(end_ns=1000, service_ns=1000, requests=1)
+    assert cut({Line(0, False): deque([request()])}, 1000, Policy(64, patience=1.0), last) is not None

@@ -38,9 +38,11 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
+    from expertd.hostmem import tune_allocator
     from expertd_server.boot import BootError
     from expertd_server.server import serve
 
+    tune_allocator()
     try:
         return asyncio.run(serve(config, Console(width=None if sys.stdout.isatty() else 120)))
     except BootError as e:
