@@ -123,7 +123,7 @@ class _Units:
             found = {s: _cut(x, expert, self.num_experts) for s, x in t.fused.get(projection, {}).items()}
             siblings: dict[str, Stored] = {}
         else:
-            name = t.names.get((expert, projection), f"{t.prefix}.{expert}.{projection}")
+            name = t.names.get((expert, projection)) or f"{t.prefix}.{expert}.{self._short(projection)}"
             found = t.apart.get(expert, {}).get(projection, {})
             siblings = self._siblings(expert)
         if not found:
@@ -144,6 +144,11 @@ class _Units:
             self.quant,
             overrides_for(self.quant, name.partition("[")[0]),
         )
+
+    def _short(self, projection: str) -> str:
+        """What another expert's tensors call this projection: "up_proj", "w3"."""
+        names = (name.rpartition(".")[2] for (_, p), name in self.tensors.names.items() if p == projection)
+        return next(names, projection)
 
     def _siblings(self, expert: int) -> dict[str, Stored]:
         t = self.tensors

@@ -1,0 +1,40 @@
+"""What all tests share: where the checkpoint fixtures are, and a line at the end that says which of them ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+OWN = Path(__file__).resolve().parent / "fixtures"
+"""One small checkpoint for each family of formats, written by other people's tools; in the repository."""
+
+SHARED = OWN.parents[2] / "shared" / "fixtures"
+"""All the others, beside the repository where somebody put them."""
+
+
+def _names(folder: Path) -> set[str]:
+    return {p.parent.name for p in folder.glob("*/config.json")}
+
+
+@pytest.fixture(scope="session")
+def checkpoint_folder() -> Callable[[str], Path]:
+    """name -> folder of a checkpoint fixture; skips the test where it is not on this machine."""
+
+    def find(name: str) -> Path:
+        for base in (OWN, SHARED):
+            if (base / name / "config.json").exists():
+                return base / name
+        pytest.skip(
+            f"fixture {name} is not in tests/fixtures; put the shared fixtures at ../shared/fixtures to run this"
+        )
+
+    return find
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    own, shared = _names(OWN), _names(SHARED)
+    there = f"{len(shared | own)} checkpoint fixtures: {len(own)} of tests/fixtures"
+    more = f"{len(shared - own)} more of ../shared/fixtures" if shared else "../shared/fixtures is not there"
+    terminalreporter.write_line(f"{there}, {more}")

@@ -1,0 +1,148 @@
+"""AWQ, GEMM and GEMV packings: against a writer of our own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
+
+PREFIX = "model.layers.0.mlp.experts"
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def pack_columns(codes: Tensor) -> Tensor:
+    """[rows, 8 C] codes -> [rows, C] int32, nibble i of a word from column 8c + ORDER[i]."""
+    out = torch.zeros(codes.shape[0], codes.shape[1] // 8, dtype=torch.int64)
+    for i, column in enumerate(ORDER):
+        out |= codes[:, column::8].long() << (4 * i)
+    return torch.where(out >= 1 << 31, out - (1 << 32), out).int()
+
+
+def projection(g: torch.Generator, pack: Any, n: int, k: int, group: int, zero_point: bool, version: str) -> Any:
+    """Tensors as AutoAWQ writes them, and the [n, k] f32 that they mean."""
+    of = torch.arange(k) // (k if group == -1 else group)
+    groups = int(of.max()) + 1
+    q = torch.randint(0, 16, (n, k), generator=g)
+    zeros = torch.randint(0, 16, (n, groups), generator=g) if zero_point else torch.full((n, groups), 8)
+    scales = (torch.randn(n, groups, generator=g) * 0.1).half()
+    if version == "gemm":
+        parts = {"qweight": pack_columns(q.t()), "qzeros": pack_columns(zeros.t()), "scales": scales.t()}
+    else:
+        spare = -groups % 8
+        padded = torch.nn.functional.pad(zeros, (0, spare))
+        parts = {
+            "qweight": pack(q.t(), 4).t(),
+            "qzeros": pack(padded.t(), 4).t(),
+            "scales": torch.nn.functional.pad(scales, (0, spare)),
+        }
+    return parts, (q - zeros[:, of]).float() * scales.float()[:, of]
+
+
+@pytest.fixture(scope="session")
+def make(write_checkpoint: Callable[..., Path], pack_stream: Any) -> Callable[..., dict[tuple[int, str], Tensor]]:
+    def run(
+        folder: Path,
+        *,
+        group: int = 32,
+        zero_point: bool = True,
+        version: str = "gemm",
+        experts: int = 2,
+        hidden: int = 64,
+        intermediate: int = 96,
+        seed: int = 0,
+        quant: dict[str, Any] | None = None,
+    ) -> dict[tuple[int, str], Tensor]:
+        g = torch.Generator().manual_seed(seed)
+        tensors: dict[str, Tensor] = {}
+        means: dict[tuple[int, str], Tensor] = {}
+        sizes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+        for e in range(experts):
+            for name, (n, k) in sizes.items():
+                parts, means[e, name] = projection(g, pack_stream, n, k, group, zero_point, version)
+                tensors |= {f"{PREFIX}.{e}.{name}_proj.{s}": t for s, t in parts.items()}
+        config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": zero_point, "version": version}
+        config |= quant or {}
+        write_checkpoint(folder, tensors, quant=config, experts=experts, hidden=hidden, intermediate=intermediate)
+        return means
+
+    return run
+
+
+def assert_means(folder: Path, means: dict[tuple[int, str], Tensor]) -> str:
+    w = open_checkpoint(folder).load(0)
+    gate, up = w.w13.dequantize().chunk(2, dim=1)
+    for (e, name), want in means.items():
+        assert torch.equal({"gate": gate, "up": up, "down": w.w2.dequantize()}[name][e], want), f"expert {e} {name}"
+    return w.w13.scheme.name
+
+
+@given(
+    group=st.sampled_from([-1, 8, 24, 32, 128]),
+    zero_point=st.booleans(),
+    experts=st.integers(1, 3),
+    hidden=st.sampled_from([8, 40, 64, 152]),
+    intermediate=st.sampled_from([8, 24, 96, 136]),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_shape_reads_exactly(make: Callable[..., Any], **options: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert_means(Path(folder), make(Path(folder), **options))
+
+
+@pytest.mark.parametrize(("zero_point", "name"), [(True, "int4_g32_zp"), (False, "int4_g32")])
+@pytest.mark.parametrize("version", ["gemm", "gemv"])
+def test_schemes(make: Callable[..., Any], tmp_path: Path, version: str, zero_point: bool, name: str) -> None:
+    assert assert_means(tmp_path, make(tmp_path, version=version, zero_point=zero_point)) == name
+
+
+def test_zero_points_that_the_config_denies_are_refused(make: Callable[..., Any], tmp_path: Path) -> None:
+    make(tmp_path, quant={"zero_point": False})
+    with pytest.raises(CheckpointError, match=r"qzeros: zero points other than 8"):
+        open_checkpoint(tmp_path).load(0)
+
+
+@pytest.mark.parametrize(
+    ("quant", "says"),
+    [
+        ({"version": "gemv_fast"}, r"awq_other: this version of AWQ's packing is not read"),
+        ({"version": "new"}, r"fits no known format; .*version 'new'"),
+        ({"bits": 8}, r"bits 8 .* want 4"),
+        ({"group_size": 64}, r"gate_proj\.scales: shape \[2, 96\], want \[1, 96\]"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(
+    make: Callable[..., Any], tmp_path: Path, quant: dict[str, Any], says: str
+) -> None:
+    make(tmp_path, quant=quant)
+    with pytest.raises(CheckpointError, match=says):
+        open_checkpoint(tmp_path).load(0)
+
+
+def test_the_library_and_torch_repack_alike() -> None:
+    """Without the C++ library the same bits come out of torch."""
+    from expertd_kernels.checkpoint import bits, repack
+
+    if not repack.uses_library():
+        pytest.skip("the C++ library is not built: run `python -m expertd_kernels.csrc.build`")
+    g = torch.Generator().manual_seed(1)
+    for rows, cols in ((8, 1), (16, 16), (40, 33), (64, 50), (8, 128)):
+        words = torch.randint(-(2**31), 2**31, (rows, cols), generator=g, dtype=torch.int32)
+        flip = -0x7F7F7F80
+        assert torch.equal(repack.transpose_rows(words, flip), (words ^ flip).t())
+        for width in (4, 8):
+            columns = torch.randperm(rows * 32 // width, generator=g).int()
+            want = (bits.gather_fields(words, columns, width) ^ flip).t()
+            assert torch.equal(repack.gather_rows(words, columns, width, flip), want)
+        turned = bits.transpose_packed_rows(words)
+        want = torch.stack([turned[:, ORDER.index(i)] for i in range(8)], 1).permute(2, 1, 0).flatten(0, 1)
+        assert torch.equal(repack.transpose_columns(words, ORDER), want)
