@@ -16,8 +16,7 @@ from expertd_kernels.checkpoint import open_checkpoint
 from expertd_kernels.float32 import apply_activation
 from expertd_kernels.quantize import round_e2m1
 
-TESTS = Path(__file__).resolve().parents[1]
-SHARED = TESTS.parents[1] / "shared" / "fixtures"
+Folder = Callable[[str], Path]
 
 SCHEMES = {
     "ct-fp8-block-deepseekv3": "e4m3_block128",
@@ -66,16 +65,8 @@ ROUNDED = {
 """Fixtures that carry answers with rounded activations, and the rounding that their configuration asks for."""
 
 
-def folder(name: str) -> Path:
-    for base in (TESTS / "fixtures", SHARED):
-        if (base / name).is_dir():
-            return base / name
-    pytest.skip(f"{name} is one of the shared fixtures; put them at ../shared/fixtures to run this")
-
-
-def load(name: str) -> tuple[Weights, dict[str, Tensor]]:
+def load(path: Path) -> tuple[Weights, dict[str, Tensor]]:
     """The layer that expected.safetensors is of, and its tensors."""
-    path = folder(name)
     with safe_open(path / "expected.safetensors", "pt") as f:
         given = {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118 - safe_open is no mapping
         layer = int(f.metadata()["layer"])
@@ -89,8 +80,8 @@ def projections(w: Weights) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_weights_are_exact_and_outputs_agree(name: str) -> None:
-    w, given = load(name)
+def test_weights_are_exact_and_outputs_agree(name: str, checkpoint_folder: Folder) -> None:
+    w, given = load(checkpoint_folder(name))
     assert {w.w13.scheme.name, w.w2.scheme.name} == {SCHEMES[name]}
     full = projections(w)
     slices = [k for k in given if k.startswith("dequant.E")]
@@ -108,8 +99,8 @@ def test_weights_are_exact_and_outputs_agree(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_reading_twice_and_reading_some_experts_give_the_same_bits(name: str) -> None:
-    path = folder(name)
+def test_reading_twice_and_reading_some_experts_give_the_same_bits(name: str, checkpoint_folder: Folder) -> None:
+    path = checkpoint_folder(name)
     source = open_checkpoint(path)
     layer = source.layers[-1]
     every, again, some = source.load(layer), open_checkpoint(path).load(layer), source.load(layer, [2, 0])
@@ -120,8 +111,8 @@ def test_reading_twice_and_reading_some_experts_give_the_same_bits(name: str) ->
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_info_tells_what_load_gives(name: str) -> None:
-    source = open_checkpoint(folder(name))
+def test_info_tells_what_load_gives(name: str, checkpoint_folder: Folder) -> None:
+    source = open_checkpoint(checkpoint_folder(name))
     info = source.info(source.layers[-1])
     w = source.load(source.layers[-1])
     assert (info.w13, info.w2) == (w.w13.scheme, w.w2.scheme)
@@ -169,9 +160,9 @@ def rounded(x: Tensor, how: ActivationQuant, static: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_rounded_activations_agree(name: str) -> None:
+def test_rounded_activations_agree(name: str, checkpoint_folder: Folder) -> None:
     """Static scales and the kind of rounding were read right: the answers with rounded activations come out."""
-    w, given = load(name)
+    w, given = load(checkpoint_folder(name))
     assert w.checkpoint_activation is ROUNDED[name]
     assert (w.input_scales is None) == (ROUNDED[name] not in (ActivationQuant.E4M3_TENSOR, ActivationQuant.NVFP4))
     how = w.checkpoint_activation
