@@ -234,6 +234,6 @@ def _widened(unit: Unit, codes: Tensor, scales: Tensor) -> Tensor:
     exponents = scales.float().sub_(127.0).repeat_interleave(MX_BLOCK, dim=0)[: codes.shape[0]]
     exact = codes.float() * torch.exp2(exponents)
     out = exact.to(torch.bfloat16)
-    if not torch.equal(out.float(), exact):
+    if not (torch.equal(out.float(), exact) and bool(torch.isfinite(exact).all())):
         raise unit.error("e4m3 times its e8m0 scale does not fit bf16", "weights of 2 ** -120 to 2 ** 120")
     return out
