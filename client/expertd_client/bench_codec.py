@@ -276,26 +276,40 @@ def _generic(handler: Any) -> grpc.aio.Server:
 
 
 async def _serve_expertd(_: AsyncIterator[bytes], context: Any) -> None:
-    while (data := await context.read()) is not _EOF:
-        request = wire.decode_stream_request(data)
-        assert isinstance(request, wire.ForwardRequestView)
-        await context.write(
-            wire.encode_stream_response(wire.ForwardResponseView(request.request_id, request.hidden_states))
-        )
+    while await _echoed(context, _expertd_answer):
+        pass
 
 
 async def _serve_bytes(_: AsyncIterator[bytes], context: Any) -> None:
-    while (data := await context.read()) is not _EOF:
-        await context.write(data)
+    while await _echoed(context, lambda data: data):
+        pass
+
+
+async def _echoed(context: Any, answer: Callable[[Any], Any]) -> bool:
+    """Answers one message; False = there was none.  Nothing of it is alive when the next one is read."""
+    data = await context.read()
+    if data is _EOF:
+        return False
+    await context.write(answer(data))
+    return True
+
+
+def _expertd_answer(data: bytes) -> bytes:
+    request = wire.decode_stream_request(data)
+    assert isinstance(request, wire.ForwardRequestView)
+    return wire.encode_stream_response(wire.ForwardResponseView(request.request_id, request.hidden_states))
+
+
+def _protobuf_answer(message: pb.StreamForwardRequest) -> pb.StreamForwardResponse:
+    x = message.forward.hidden_states
+    output = pb.Tensor(dtype=x.dtype, shape=x.shape, raw=x.raw)
+    return pb.StreamForwardResponse(forward=pb.ForwardResponse(request_id=message.forward.request_id, output=output))
 
 
 class _Stock(pb_grpc.ExpertServiceServicer):
     async def StreamForward(self, request_iterator: Any, context: Any) -> None:  # noqa: N802 - the contract's name
-        while (message := await context.read()) is not _EOF:
-            x = message.forward.hidden_states
-            output = pb.Tensor(dtype=x.dtype, shape=x.shape, raw=x.raw)
-            answer = pb.ForwardResponse(request_id=message.forward.request_id, output=output)
-            await context.write(pb.StreamForwardResponse(forward=answer))
+        while await _echoed(context, _protobuf_answer):
+            pass
 
 
 def main() -> int:
