@@ -40,7 +40,7 @@ struct ThreadScratch {
 };
 
 struct RowBuffers {
-  Buffer data, scales, sums;
+  Buffer data, scales, sums, starts;
 };
 
 // level: a name, or "" for the best that runs here; nullptr where it does not run.

@@ -16,28 +16,31 @@ struct Index {
   static constexpr int value = N;
 };
 
-constexpr int positions(int element) { return is_nibble(element) ? 4 : 2; }  // 16-bit pairs in a 32-bit lane
-constexpr int code_offset(int element, bool zeros) {  // what a stored integral code has on top of its number
-  return element == EXPERTD_E2M1 ? 12 : element == EXPERTD_INT8 ? 128 : zeros ? 0 : 8;
-}
+constexpr int kPanel = 100;  // as an element: codes that unpack() has decoded
 
-// Pairs (columns i, i + 4) of an int4 or e2m1 lane, (i, i + 2) of an int8 lane, as two unsigned 16-bit numbers each.
+constexpr int positions(int element) { return element == EXPERTD_INT8 ? 2 : 4; }  // pairs of columns in a step
+constexpr int step_bytes(int element) { return element == kPanel ? 4 * kVector : kVector; }
+// A step of one row vector: pairs of columns (i, i + 4) of 8 for int4 and e2m1, (i, i + 2) of 4 for int8, each as two unsigned
+// 16-bit numbers in a 32-bit lane.
 template <class V, int EL>
 struct Pairs {
-  typename V::I raw, low, high;
-  explicit Pairs(const void* p) : raw(V::loadi(p)), low(raw), high(raw) {
+  typename V::I low, high;  // e2m1 only: bytes of even, of odd columns
+  void load(const uint8_t* p) {
     if constexpr (EL == EXPERTD_E2M1) {
-      const typename V::I mask = V::bcasti(0x0F0F0F0F);
+      const typename V::I raw = V::loadi(p), mask = V::bcasti(0x0F0F0F0F);
       low = V::e2m1_bytes(V::andi(raw, mask));
       high = V::e2m1_bytes(V::andi(V::template srl16<4>(raw), mask));
     }
   }
-  template <int I> typename V::I get() const {
-    if constexpr (EL == EXPERTD_INT4) {
-      const typename V::I shifted = V::template srl16<4 * I>(raw);
+  template <int I>
+  typename V::I get(const uint8_t* from) const {
+    if constexpr (EL == kPanel) {
+      return V::loadi(from + I * kVector);
+    } else if constexpr (EL == EXPERTD_INT4) {
+      const typename V::I shifted = V::template srl16<4 * I>(V::loadi(from));
       return I == 3 ? shifted : V::andi(shifted, V::bcasti(0x000F000F));
     } else if constexpr (EL == EXPERTD_INT8) {
-      return I == 1 ? V::template srl16<8>(raw) : V::andi(raw, V::bcasti(0x00FF00FF));
+      return I == 1 ? V::template srl16<8>(V::loadi(from)) : V::andi(V::loadi(from), V::bcasti(0x00FF00FF));
     } else {
       const typename V::I both = I % 2 ? high : low;
       return I >= 2 ? V::template srl16<8>(both) : V::andi(both, V::bcasti(0x00FF00FF));
@@ -45,81 +48,192 @@ struct Pairs {
   }
 };
 
+// f(Index<0>), f(Index<1>), ... f(Index<N - 1>)
+template <int N, class F>
+inline __attribute__((always_inline)) void for_each_index(const F& f) {
+  if constexpr (N > 0) {
+    for_each_index<N - 1>(f);
+    f(Index<N - 1>{});
+  }
+}
+
+// Where a tile works: columns [from, to) of blocks `block`.., piece `piece` and group `group` being those of `from`. codes: of
+// these columns, NB blocks `stride` bytes apart. The sums of earlier columns are in `out` already where from > 0.
+struct Slice {
+  int block, from, to, piece, group;
+  const uint8_t* codes;
+  size_t stride;
+};
+
+// Calls f(k, columns, group, piece) for each piece of the slice.
+template <class F>
+inline __attribute__((always_inline)) void for_pieces(const Geometry& g, const Slice& s, const F& f) {
+  for (int k = s.from, group = s.group, piece = s.piece; k < s.to; piece++) {
+    const int group_end = (group + 1) * g.group < g.kp ? (group + 1) * g.group : g.kp;
+    const int n = k + g.piece < group_end ? g.piece : group_end - k;
+    f(k, n, group, piece);
+    k += n;
+    group += k == group_end;
+  }
+}
+
+// Sums over pieces live in the tile in memory: the registers are for the sums inside a piece.
+template <class V, int R, int MR>
+inline void zero_tile(float* out) {
+  for (int m = 0; m < MR; m++)
+    for (int r = 0; r < R; r++) V::storef(out + m * 2 * kRows + r * V::W, V::bcastf(0.0f));
+}
+
+// One row of activations against NB blocks: a row vector meets all positions of a step before the next one is loaded. int4 without
+// a fused dot product leaves odd positions where they are, 16 times too large, in sums of their own: one shift instead of three.
+template <class V, int EL, int NB>
+void tile_row_i16(const BlockArgs& a, const Slice& s, const int32_t* index, float* out) {
+  using I = typename V::I;
+  using F = typename V::F;
+  constexpr int VB = kRows / V::W, R = NB * VB, P = positions(EL);
+  constexpr bool kSplit = EL == EXPERTD_INT4 && V::kChains == 1;
+  constexpr int SUMS = kSplit ? 2 : R < V::kChains ? P : 1;
+  const Geometry& g = *a.g;
+  const size_t row = size_t(index[0]) * a.rows->pieces, stride = size_t(g.groups) * kRows;
+  const int32_t* x = reinterpret_cast<const int32_t*>(a.rows->data + size_t(index[0]) * a.rows->stride) + s.from / 2;
+  const float *xs = a.rows->scales + row, *sums = a.rows->sums + row, *ws = a.scales + s.block * stride;
+  const float* wz = a.minus_zeros ? a.minus_zeros + s.block * stride : nullptr;
+  const int32_t* starts = a.rows->starts + row;
+  const uint8_t* w[NB];
+  for (int b = 0; b < NB; b++) w[b] = s.codes + b * s.stride;
+  if (s.from == 0) zero_tile<V, R, 1>(out);
+  for_pieces(g, s, [&](int, int columns, int group, int p) {
+    I acc[R][SUMS];
+    const I start = V::bcasti(starts[p]), none = V::bcasti(0);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < SUMS; c++) acc[r][c] = c ? none : start;
+    for (const int32_t* last = x + columns / 2; x < last; x += P) {
+      I v[P];
+      for_each_index<P>([&](auto i) { v[decltype(i)::value] = V::bcasti(x[decltype(i)::value]); });
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        const uint8_t* from = w[r / VB] + (r % VB) * V::W * 4;
+        if constexpr (kSplit) {
+          const I raw = V::loadi(from), high = V::template srl16<8>(raw), mask = V::bcasti(0x000F000F), mask16 = V::bcasti(0x00F000F0);
+          acc[r][0] = V::dot16(acc[r][0], V::andi(raw, mask), v[0]);
+          acc[r][1] = V::dot16(acc[r][1], V::andi(raw, mask16), v[1]);
+          acc[r][0] = V::dot16(acc[r][0], V::andi(high, mask), v[2]);
+          acc[r][1] = V::dot16(acc[r][1], V::andi(high, mask16), v[3]);
+        } else {
+          Pairs<V, EL> codes;
+          codes.load(from);
+          for_each_index<P>([&](auto position) {
+            constexpr int i = decltype(position)::value;
+            acc[r][i % SUMS] = V::dot16(acc[r][i % SUMS], codes.template get<i>(from), v[i]);
+          });
+        }
+      }
+#pragma GCC unroll 2
+      for (int b = 0; b < NB; b++) {
+        if (EL != kPanel && V::kAhead) V::prefetch(w[b] + V::kAhead);
+        w[b] += step_bytes(EL);
+      }
+    }
+    const F scale = V::bcastf(xs[p]);
+    const float* at = ws + group * kRows;
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      I sum = acc[r][0];
+      if constexpr (kSplit) sum = V::addi(sum, V::template sra<4>(acc[r][1]));
+      else
+        for (int c = 1; c < SUMS; c++) sum = V::addi(sum, acc[r][c]);
+      F f = V::cvt(sum);
+      const size_t lane = (r / VB) * stride + (r % VB) * V::W;
+      if (wz) f = V::fma(V::loadf(wz + group * kRows + lane), V::bcastf(sums[p]), f);
+      V::storef(out + r * V::W, V::fma(f, V::mul(V::loadf(at + lane), scale), V::loadf(out + r * V::W)));
+    }
+  });
+}
+
 template <class V, int EL, int NB, int MR>
-void tile_i16(const BlockArgs& a, int block, const int32_t* index, float* out) {
+void tile_i16(const BlockArgs& a, const Slice& s, const int32_t* index, float* out) {
   using I = typename V::I;
   using F = typename V::F;
   constexpr int VB = kRows / V::W, R = NB * VB, P = positions(EL), CH = R * MR < V::kChains ? P : 1;
   const Geometry& g = *a.g;
   const Rows& rows = *a.rows;
+  const int32_t *x[MR], *starts[MR];
+  const size_t stride = size_t(g.groups) * kRows;
+  const float *xs[MR], *sums[MR], *ws = a.scales + s.block * stride;
+  const float* wz = a.minus_zeros ? a.minus_zeros + s.block * stride : nullptr;
   const uint8_t* w[NB];
-  const int32_t *x[MR], *sums[MR];
-  const float *xs[MR], *ws = a.scales + size_t(block) * g.groups * kRows;
-  const float* wz = a.minus_zeros ? a.minus_zeros + size_t(block) * g.groups * kRows : nullptr;
-  const int offset = code_offset(EL, g.spec.zeros);
-  for (int b = 0; b < NB; b++) w[b] = a.block + (block + b) * g.block_bytes + g.header_bytes;
+  for (int b = 0; b < NB; b++) w[b] = s.codes + b * s.stride;
   for (int m = 0; m < MR; m++) {
-    x[m] = reinterpret_cast<const int32_t*>(rows.data + size_t(index[m]) * rows.stride);
-    xs[m] = rows.scales + size_t(index[m]) * rows.pieces;
-    sums[m] = rows.sums + size_t(index[m]) * rows.pieces;
+    const size_t row = size_t(index[m]);
+    x[m] = reinterpret_cast<const int32_t*>(rows.data + row * rows.stride) + s.from / 2;
+    xs[m] = rows.scales + row * rows.pieces;
+    sums[m] = rows.sums + row * rows.pieces;
+    starts[m] = rows.starts + row * rows.pieces;
   }
-  F tot[R][MR];
-  for (int r = 0; r < R; r++)
-    for (int m = 0; m < MR; m++) tot[r][m] = V::bcastf(0.0f);
-  int pair = 0, p = 0;
-  for (int at = 0, gi = 0; at < g.kp; at += g.group, gi++) {
-    const int end = at + g.group < g.kp ? at + g.group : g.kp;
-    for (int k = at; k < end; k += g.piece, p++) {
-      const int vectors = ((k + g.piece < end ? g.piece : end - k)) / (2 * P);
-      I acc[R][MR][CH];
+  if (s.from == 0) zero_tile<V, R, MR>(out);
+  int pair = 0;
+  for_pieces(g, s, [&](int, int columns, int group, int p) {
+    I acc[MR][R][CH];
 #pragma GCC unroll 16
-      for (int m = 0; m < MR; m++) {
-        const I init = V::bcasti(-offset * sums[m][p]);
+    for (int m = 0; m < MR; m++) {
+      const I start = V::bcasti(starts[m][p]);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-          acc[r][m][0] = init;
-          for (int c = 1; c < CH; c++) acc[r][m][c] = V::bcasti(0);
-        }
-      }
-      for (int v = 0; v < vectors; v++, pair += P) {
+      for (int r = 0; r < R; r++)
+        for (int c = 0; c < CH; c++) acc[m][r][c] = c ? V::bcasti(0) : start;
+    }
+    for (const int last = pair + columns / 2; pair < last; pair += P) {
+      Pairs<V, EL> codes[R];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-          const Pairs<V, EL> codes(w[r / VB] + (r % VB) * V::W * 4);
-          auto step = [&](auto position) {
-            constexpr int i = decltype(position)::value;
-            const I q = codes.template get<i>();
-#pragma GCC unroll 16
-            for (int m = 0; m < MR; m++) acc[r][m][i % CH] = V::dot16(acc[r][m][i % CH], q, V::bcasti(x[m][pair + i]));
-          };
-          step(Index<0>{});
-          step(Index<1>{});
-          if constexpr (P == 4) {
-            step(Index<2>{});
-            step(Index<3>{});
-          }
-        }
-        for (int b = 0; b < NB; b++) {
-          V::prefetch(w[b] + V::kAhead);
-          w[b] += kVector;
-        }
-      }
+      for (int r = 0; r < R; r++) codes[r].load(w[r / VB] + (r % VB) * V::W * 4);
+      for_each_index<P>([&](auto position) {
+        constexpr int i = decltype(position)::value;
+        I q[R];
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++) {
-        const size_t lane = (size_t(r / VB) * g.groups + gi) * kRows + (r % VB) * V::W;
-        const F scale = V::loadf(ws + lane);
+        for (int r = 0; r < R; r++) q[r] = codes[r].template get<i>(w[r / VB] + (r % VB) * V::W * 4);
 #pragma GCC unroll 16
         for (int m = 0; m < MR; m++) {
-          I sum = acc[r][m][0];
-          for (int c = 1; c < CH; c++) sum = V::addi(sum, acc[r][m][c]);
-          F f = V::cvt(sum);
-          if (wz) f = V::fma(V::loadf(wz + lane), V::bcastf(float(sums[m][p])), f);
-          tot[r][m] = V::fma(f, V::mul(scale, V::bcastf(xs[m][p])), tot[r][m]);
+          const I v = V::bcasti(x[m][pair + i]);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; r++) acc[m][r][i % CH] = V::dot16(acc[m][r][i % CH], q[r], v);
         }
+      });
+#pragma GCC unroll 2
+      for (int b = 0; b < NB; b++) {
+        if (EL != kPanel && V::kAhead) V::prefetch(w[b] + V::kAhead);
+        w[b] += step_bytes(EL);
       }
     }
+    const float* at = ws + group * kRows;
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++) {
+      const F scale = V::bcastf(xs[m][p]);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        I sum = acc[m][r][0];
+        for (int c = 1; c < CH; c++) sum = V::addi(sum, acc[m][r][c]);
+        F f = V::cvt(sum);
+        const size_t lane = (r / VB) * stride + (r % VB) * V::W;
+        if (wz) f = V::fma(V::loadf(wz + group * kRows + lane), V::bcastf(sums[m][p]), f);
+        float* sums_of = out + m * 2 * kRows + r * V::W;
+        V::storef(sums_of, V::fma(f, V::mul(V::loadf(at + lane), scale), V::loadf(sums_of)));
+      }
+    }
+  });
+}
+
+// Integral codes of `columns` columns of a block, decoded for many rows: 4 * columns * 8 bytes.
+template <class V, int EL>
+void unpack_i16(const uint8_t* codes, int columns, uint8_t* panel) {
+  for (int k = 0; k < columns; k += 2 * positions(EL), codes += kVector) {
+    for (int r = 0; r < kVector; r += V::W * 4) {
+      Pairs<V, EL> pairs;
+      pairs.load(codes + r);
+      for_each_index<positions(EL)>([&](auto i) { V::storei(panel + decltype(i)::value * kVector + r, pairs.template get<decltype(i)::value>(codes + r)); });
+    }
+    panel += positions(EL) * kVector;
   }
-  for (int r = 0; r < R; r++)
-    for (int m = 0; m < MR; m++) V::storef(out + m * 2 * kRows + r * V::W, tot[r][m]);
 }
 
 // Column J of each lane as f32: twice the value for e2m1, value / input_factor^2 for e4m3 and f16 (see level.h); prepare() puts the
@@ -145,66 +259,67 @@ typename V::F value(typename V::I raw, typename V::F minus_zero) {
 }
 
 template <class V, int EL, int NB, int MR>
-void tile_f32(const BlockArgs& a, int block, const int32_t* index, float* out) {
+void tile_f32(const BlockArgs& a, const Slice& s, const int32_t* index, float* out) {
   using I = typename V::I;
   using F = typename V::F;
   constexpr int VB = kRows / V::W, R = NB * VB, L = 32 / element_bits(EL), CH = R * MR < 8 ? 2 : 1;
   const Geometry& g = *a.g;
   const uint8_t* w[NB];
-  const float *x[MR], *ws = a.scales + size_t(block) * g.groups * kRows;
-  const float* wz = a.minus_zeros ? a.minus_zeros + size_t(block) * g.groups * kRows : nullptr;
-  for (int b = 0; b < NB; b++) w[b] = a.block + (block + b) * g.block_bytes + g.header_bytes;
+  const float *x[MR], *ws = a.scales + size_t(s.block) * g.groups * kRows;
+  const float* wz = a.minus_zeros ? a.minus_zeros + size_t(s.block) * g.groups * kRows : nullptr;
+  for (int b = 0; b < NB; b++) w[b] = s.codes + b * s.stride;
   for (int m = 0; m < MR; m++) x[m] = reinterpret_cast<const float*>(a.rows->data + size_t(index[m]) * a.rows->stride);
-  F tot[R][MR];
-  for (int r = 0; r < R; r++)
-    for (int m = 0; m < MR; m++) tot[r][m] = V::bcastf(0.0f);
-  for (int at = 0, gi = 0; at < g.kp; at += g.group, gi++) {
-    const int end = at + g.group < g.kp ? at + g.group : g.kp;
-    F acc[R][MR][CH], minus_zero[R];
+  if (s.from == 0) zero_tile<V, R, MR>(out);
+  for_pieces(g, s, [&](int at, int columns, int group, int) {
+    F acc[MR][R][CH], minus_zero[R];
+#pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      const size_t lane = (size_t(r / VB) * g.groups + gi) * kRows + (r % VB) * V::W;
-      minus_zero[r] = wz ? V::loadf(wz + lane) : V::bcastf(-float(code_offset(EL, false)));
-      if (wz && EL == EXPERTD_INT8) minus_zero[r] = V::add(minus_zero[r], V::bcastf(-128.0f));
+      const size_t lane = (size_t(r / VB) * g.groups + group) * kRows + (r % VB) * V::W;
+      minus_zero[r] = V::bcastf(-float(code_offset(EL, wz != nullptr)));
+      if (wz) minus_zero[r] = V::add(minus_zero[r], V::loadf(wz + lane));
+#pragma GCC unroll 16
       for (int m = 0; m < MR; m++)
-        for (int c = 0; c < CH; c++) acc[r][m][c] = V::bcastf(0.0f);
+        for (int c = 0; c < CH; c++) acc[m][r][c] = V::bcastf(0.0f);
     }
-    for (int k = at; k < end; k += 8) {  // 8 columns are 8 / L vectors of codes
+    for (int k = at; k < at + columns; k += 8) {  // 8 columns are 8 / L vectors of codes
 #pragma GCC unroll 8
       for (int v = 0; v < 8 / L; v++) {
+        for_each_index<L>([&](auto column) {
+          constexpr int j = decltype(column)::value;
+            F q[R];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-          const I raw = V::loadi(w[r / VB] + v * kVector + (r % VB) * V::W * 4);
-          auto step = [&](auto column) {
-            constexpr int j = decltype(column)::value;
-            const F q = value<V, EL, j>(raw, minus_zero[r]);
+          for (int r = 0; r < R; r++) {
+            const I raw = V::loadi(w[r / VB] + v * kVector + (r % VB) * V::W * 4);
+            q[r] = value<V, EL, j>(raw, minus_zero[r]);
+          }
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; m++) {
-              F& sum = acc[r][m][L == 1 ? v % CH : j % CH];
-              sum = V::fma(q, V::bcastf(x[m][k + v * L + j]), sum);
+          for (int m = 0; m < MR; m++) {
+            const F b = V::bcastf(x[m][k + v * L + j]);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+              F& sum = acc[m][r][L == 1 ? v % CH : j % CH];
+              sum = V::fma(q[r], b, sum);
             }
-          };
-          step(Index<0>{});
-          if constexpr (L >= 2) step(Index<1>{});
-          if constexpr (L >= 4) step(Index<2>{}), step(Index<3>{});
-          if constexpr (L >= 8) step(Index<4>{}), step(Index<5>{}), step(Index<6>{}), step(Index<7>{});
-        }
+          }
+        });
       }
       for (int b = 0; b < NB; b++) {
-        for (int v = 0; v < 8 / L; v++) V::prefetch(w[b] + V::kAhead + v * kVector);
+        if (V::kAhead)
+          for (int v = 0; v < 8 / L; v++) V::prefetch(w[b] + V::kAhead + v * kVector);
         w[b] += 8 / L * kVector;
       }
     }
-    for (int r = 0; r < R; r++) {
-      const F scale = V::loadf(ws + (size_t(r / VB) * g.groups + gi) * kRows + (r % VB) * V::W);
-      for (int m = 0; m < MR; m++) {
-        F sum = acc[r][m][0];
-        if constexpr (CH == 2) sum = V::add(sum, acc[r][m][1]);
-        tot[r][m] = V::fma(sum, scale, tot[r][m]);
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        const F scale = V::loadf(ws + (size_t(r / VB) * g.groups + group) * kRows + (r % VB) * V::W);
+        F sum = acc[m][r][0];
+        if constexpr (CH == 2) sum = V::add(sum, acc[m][r][1]);
+        float* sums_of = out + m * 2 * kRows + r * V::W;
+        V::storef(sums_of, V::fma(sum, scale, V::loadf(sums_of)));
       }
-    }
-  }
-  for (int r = 0; r < R; r++)
-    for (int m = 0; m < MR; m++) V::storef(out + m * 2 * kRows + r * V::W, tot[r][m]);
+  });
 }
 
 }  // namespace

@@ -49,7 +49,8 @@ Rows make_rows(RowBuffers& b, const Geometry& g, bool integer, int count) {
   r.pieces = g.pieces;
   if (integer) {
     r.scales = b.scales.get<float>(size_t(g.pieces) * count);
-    r.sums = b.sums.get<int32_t>(size_t(g.pieces) * count);
+    r.sums = b.sums.get<float>(size_t(g.pieces) * count);
+    r.starts = b.starts.get<int32_t>(size_t(g.pieces) * count);
   }
   return r;
 }

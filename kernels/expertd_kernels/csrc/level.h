@@ -10,7 +10,8 @@ struct Rows {
   uint8_t* data;     // rows `stride` bytes apart: int16 in lane order (see lane_order in kernels.h), or f32 in column order
   size_t stride;
   float* scales;     // [row][pieces] (int16 rows)
-  int32_t* sums;     // [row][pieces] sum of the int16 values (int16 rows)
+  float* sums;       // [row][pieces] sum of the int16 values (int16 rows)
+  int32_t* starts;   // [row][pieces] - sum * what a stored code has on top of its number (int16 rows)
   int pieces;
 };
 
@@ -58,6 +59,11 @@ struct Level {
 // 2^-120 and 2^-112 too small; half of that is given back to the activations and half to the scales.
 constexpr float input_factor(int element) {
   return element == EXPERTD_E4M3 ? 0x1p60f : element == EXPERTD_F16 ? 0x1p56f : 1.0f;
+}
+
+// What a stored integral code has on top of its number (e2m1: on top of twice its number).
+constexpr int code_offset(int element, bool zeros) {
+  return element == EXPERTD_E2M1 ? 12 : element == EXPERTD_INT8 ? 128 : zeros ? 0 : 8;
 }
 
 extern const Level kPortable;

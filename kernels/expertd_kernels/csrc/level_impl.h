@@ -7,53 +7,46 @@
 namespace expertd {
 namespace {
 
-inline float e4m3_to_f32(uint8_t b) {  // no infinities; 0x7F is NaN and never a scale
-  const int e = (b >> 3) & 15, m = b & 7;
-  const float magnitude = e ? float(8 + m) * (e >= 10 ? float(1 << (e - 10)) : 1.0f / float(1 << (10 - e))) : float(m) / 512.0f;
-  return b & 0x80 ? -magnitude : magnitude;
-}
-
-inline float f16_to_f32(uint16_t h) {
-  const uint32_t bits = uint32_t(h & 0x7FFF) << 13;
-  float f;
-  __builtin_memcpy(&f, &bits, 4);
-  f *= 0x1p112f;
-  return h & 0x8000 ? -f : f;
-}
-
-inline float e8m0_to_f32(uint8_t b) {
-  const uint32_t bits = b ? uint32_t(b) << 23 : 0x00400000u;  // 2^-127 is subnormal
-  float f;
-  __builtin_memcpy(&f, &bits, 4);
-  return f;
-}
-
-template <int TYPE>
-inline float scale_at(const uint8_t* p, int i) {
+// V::W stored scales as f32, bit for bit; e8m0 code 0 is the subnormal 2^-127.
+template <class V, int TYPE>
+typename V::F load_scales(const uint8_t* p) {
+  using I = typename V::I;
   if constexpr (TYPE == EXPERTD_SCALE_F32) {
-    float f;
-    __builtin_memcpy(&f, p + 4 * i, 4);
-    return f;
-  } else if constexpr (TYPE == EXPERTD_SCALE_E8M0) {
-    return e8m0_to_f32(p[i]);
+    return V::cast(V::loadi(p));
+  } else if constexpr (TYPE == EXPERTD_SCALE_BF16) {
+    return V::cast(V::template sll<16>(V::load_u16(p)));
+  } else if constexpr (TYPE == EXPERTD_SCALE_F16) {
+    const I h = V::load_u16(p), sign = V::template sll<16>(V::andi(h, V::bcasti(0x8000)));
+    const I magnitude = V::bits(V::mul(V::cast(V::template sll<13>(V::andi(h, V::bcasti(0x7FFF)))), V::bcastf(0x1p112f)));
+    return V::cast(V::ori(magnitude, sign));
   } else if constexpr (TYPE == EXPERTD_SCALE_E4M3) {
-    return e4m3_to_f32(p[i]);
+    const I b = V::load_u8(p), sign = V::template sll<24>(V::andi(b, V::bcasti(0x80)));
+    const I magnitude = V::bits(V::mul(V::cast(V::template sll<20>(V::andi(b, V::bcasti(0x7F)))), V::bcastf(0x1p120f)));
+    return V::cast(V::ori(magnitude, sign));
   } else {
-    uint16_t h;
-    __builtin_memcpy(&h, p + 2 * i, 2);
-    return TYPE == EXPERTD_SCALE_BF16 ? bf16_to_f32(h) : f16_to_f32(h);
+    return V::cast(V::maxi(V::template sll<23>(V::load_u8(p)), V::bcasti(0x00400000)));
   }
 }
 
-template <int TYPE>
-void expand_scales(const Geometry& g, const uint8_t* p, float factor, float global, float* scales) {
-  if (g.lanes == kRows) {
-    for (int i = 0; i < g.groups * kRows; i++) scales[i] = scale_at<TYPE>(p, i) * global * factor;
-    return;
+// n scales, a multiple of 16, times global, then times factor.
+template <class V, int TYPE>
+void expand_scales(const uint8_t* p, int n, int bytes, float global, float factor, float* scales) {
+  const typename V::F f = V::bcastf(global), h = V::bcastf(factor);
+  if (global == 1.0f && factor == 1.0f) {
+    for (int i = 0; i < n; i += V::W) V::storef(scales + i, load_scales<V, TYPE>(p + size_t(i) * bytes));
+  } else {
+    for (int i = 0; i < n; i += V::W) V::storef(scales + i, V::mul(V::mul(load_scales<V, TYPE>(p + size_t(i) * bytes), f), h));
   }
-  for (int i = 0; i < g.groups; i++) {
-    const float s = scale_at<TYPE>(p, i) * global * factor;
-    for (int r = 0; r < kRows; r++) scales[i * kRows + r] = s;
+}
+
+template <class V>
+void stored_scales(int type, const uint8_t* p, int n, int bytes, float global, float factor, float* scales) {
+  switch (type) {
+    case EXPERTD_SCALE_F32: return expand_scales<V, EXPERTD_SCALE_F32>(p, n, bytes, global, factor, scales);
+    case EXPERTD_SCALE_F16: return expand_scales<V, EXPERTD_SCALE_F16>(p, n, bytes, global, factor, scales);
+    case EXPERTD_SCALE_BF16: return expand_scales<V, EXPERTD_SCALE_BF16>(p, n, bytes, global, factor, scales);
+    case EXPERTD_SCALE_E8M0: return expand_scales<V, EXPERTD_SCALE_E8M0>(p, n, bytes, global, factor, scales);
+    default: return expand_scales<V, EXPERTD_SCALE_E4M3>(p, n, bytes, global, factor, scales);
   }
 }
 
@@ -61,15 +54,20 @@ template <class V>
 void prepare(const Geometry& g, const uint8_t* block, float global, float* scales, float* minus_zeros) {
   const int element = g.spec.element, n = g.groups * kRows;
   const float factor = element == EXPERTD_E2M1 ? 0.5f : input_factor(element);
-  switch (g.spec.scale_type) {
-    case EXPERTD_SCALE_NONE:
-      for (int i = 0; i < n; i++) scales[i] = factor;
-      break;
-    case EXPERTD_SCALE_F32: expand_scales<EXPERTD_SCALE_F32>(g, block, factor, global, scales); break;
-    case EXPERTD_SCALE_F16: expand_scales<EXPERTD_SCALE_F16>(g, block, factor, global, scales); break;
-    case EXPERTD_SCALE_BF16: expand_scales<EXPERTD_SCALE_BF16>(g, block, factor, global, scales); break;
-    case EXPERTD_SCALE_E8M0: expand_scales<EXPERTD_SCALE_E8M0>(g, block, factor, global, scales); break;
-    default: expand_scales<EXPERTD_SCALE_E4M3>(g, block, factor, global, scales); break;
+  if (!g.scale_bytes) {
+    for (int i = 0; i < n; i++) scales[i] = factor;
+  } else if (g.lanes == kRows) {
+    stored_scales<V>(g.spec.scale_type, block, n, g.scale_bytes, global, factor, scales);
+  } else {  // one scale a group, into the front; then spread from the back
+    for (int i = 0; i < g.groups; i += kRows) {
+      uint8_t part[kRows * 4] = {};
+      const int left = g.groups - i < kRows ? g.groups - i : kRows;
+      __builtin_memcpy(part, block + size_t(i) * g.scale_bytes, size_t(left) * g.scale_bytes);
+      float values[kRows];
+      stored_scales<V>(g.spec.scale_type, part, kRows, g.scale_bytes, global, factor, values);
+      for (int c = 0; c < left; c++)
+        for (int r = 0; r < kRows; r += V::W) V::storef(scales + size_t(i + c) * kRows + r, V::bcastf(values[c]));
+    }
   }
   if (!g.spec.zeros) return;
   const uint8_t* z = block + size_t(g.groups) * g.lanes * g.scale_bytes;
@@ -80,13 +78,14 @@ void prepare(const Geometry& g, const uint8_t* block, float global, float* scale
   }
 }
 
-using TileFunction = void (*)(const BlockArgs&, int block, const int32_t* index, float* out);
+using TileFunction = void (*)(const BlockArgs&, const Slice&, const int32_t* index, float* out);
 
 // The tile function for NB blocks and `rows` rows of activations (1..MOST).
 template <class V, int EL, bool F32, int NB, int MOST>
 TileFunction tile_of(int rows) {
   if constexpr (MOST == 1) {
     if constexpr (F32) return tile_f32<V, EL, NB, 1>;
+    else if constexpr (EL == EXPERTD_INT4) return tile_row_i16<V, EL, NB>;
     else return tile_i16<V, EL, NB, 1>;
   } else {
     if (rows < MOST) return tile_of<V, EL, F32, NB, MOST - 1>(rows);
@@ -95,28 +94,63 @@ TileFunction tile_of(int rows) {
   }
 }
 
-// Rows in tiles of nearly equal height, at most `most` each.
-template <class Tile>
-void for_tiles(int n, int most, const Tile& tile) {
-  const int tiles = (n + most - 1) / most;
-  for (int t = 0; t < tiles; t++) {
-    const int from = int(int64_t(n) * t / tiles), to = int(int64_t(n) * (t + 1) / tiles);
-    tile(from, to - from);
+// All rows of a slice, in tiles of nearly equal height, at most MOST each.
+template <class V, int EL, bool F32, int NB, int MOST>
+void tiles(const BlockArgs& a, const Slice& s) {
+  const int count = (a.n + MOST - 1) / MOST;
+  for (int t = 0; t < count; t++) {
+    const int from = int(int64_t(a.n) * t / count), to = int(int64_t(a.n) * (t + 1) / count);
+    tile_of<V, EL, F32, NB, MOST>(to - from)(a, s, a.index + from, a.out + from * 2 * kRows + s.block * kRows);
   }
+}
+
+// Rows from which on codes are decoded once into the cache instead of once a tile; 0 = never. Only e2m1 takes so many operations that
+// it pays.
+template <class V, int EL, bool F32>
+constexpr int panel_rows() {
+  return EL == EXPERTD_E2M1 && !F32 ? V::kTile1 + 1 : 0;
+}
+
+// One block, many rows: some pieces at a time are decoded into the first-level cache and meet all rows there.
+template <class V, int EL>
+void gemm_panel(const BlockArgs& a, int block) {
+  constexpr int kColumns = 2 * kMaxPiece;
+  alignas(64) uint8_t panel[kColumns * 2 * kRows];
+  const Geometry& g = *a.g;
+  const uint8_t* codes = a.block + block * g.block_bytes + g.header_bytes;
+  Slice s{block, 0, 0, 0, 0, panel, 0};
+  const auto flush = [&](int next_piece, int next_group) {
+    unpack_i16<V, EL>(codes, s.to - s.from, panel);
+    codes += size_t(s.to - s.from) / g.per_lane * kVector;
+    tiles<V, kPanel, false, 1, V::kTile1>(a, s);
+    s.from = s.to;
+    s.piece = next_piece;
+    s.group = next_group;
+  };
+  const Slice all{block, 0, g.kp, 0, 0, nullptr, 0};
+  for_pieces(g, all, [&](int k, int columns, int group, int piece) {
+    if (k + columns - s.from > kColumns) flush(piece, group);
+    s.to = k + columns;
+  });
+  flush(0, 0);
 }
 
 template <class V, int EL, bool F32>
 void gemm_element(const BlockArgs& a) {
-  if (a.nb == 2 && (a.n <= V::kTile2 || V::kTile2 == V::kTile1)) {
-    for_tiles(a.n, V::kTile2, [&](int from, int rows) {
-      tile_of<V, EL, F32, 2, V::kTile2>(rows)(a, 0, a.index + from, a.out + from * 2 * kRows);
-    });
-    return;
+  // e2m1 takes many registers to decode: two blocks at once only for one row, where vectors are 8 wide.
+  constexpr int kTile2 = F32 ? V::kTile2F : EL == EXPERTD_E2M1 && V::kTile2 < V::kTile1 ? 1 : V::kTile2;
+  const Geometry& g = *a.g;
+  const uint8_t* codes = a.block + g.header_bytes;
+  if constexpr (panel_rows<V, EL, F32>() > 0) {
+    if (a.n >= panel_rows<V, EL, F32>()) {
+      for (int b = 0; b < a.nb; b++) gemm_panel<V, EL>(a, b);
+      return;
+    }
   }
-  for (int b = 0; b < a.nb; b++) {
-    for_tiles(a.n, V::kTile1, [&](int from, int rows) {
-      tile_of<V, EL, F32, 1, V::kTile1>(rows)(a, b, a.index + from, a.out + from * 2 * kRows + b * kRows);
-    });
+  if (a.nb == 2 && (a.n <= kTile2 || kTile2 == V::kTile1)) {
+    if constexpr (kTile2 > 0) tiles<V, EL, F32, 2, kTile2>(a, Slice{0, 0, g.kp, 0, 0, codes, g.block_bytes});
+  } else {
+    for (int b = 0; b < a.nb; b++) tiles<V, EL, F32, 1, V::kTile1>(a, Slice{b, 0, g.kp, 0, 0, codes + b * g.block_bytes, 0});
   }
 }
 

@@ -100,14 +100,17 @@ void quantize_piece(const float* src, int n, bool nibbles, int32_t* dst, float& 
 template <class V>
 void quantize_row(const Geometry& g, const float* src, const Rows& rows, int row) {
   int32_t* dst = reinterpret_cast<int32_t*>(rows.data + size_t(row) * rows.stride);
-  float* scales = rows.scales + size_t(row) * rows.pieces;
-  int32_t* sums = rows.sums + size_t(row) * rows.pieces;
+  size_t piece = size_t(row) * rows.pieces;
   const bool nibbles = g.per_lane == 8;
+  const int offset = code_offset(g.spec.element, g.spec.zeros);
   for (int at = 0; at < g.kp; at += g.group) {
     const int end = at + g.group < g.kp ? at + g.group : g.kp;
     for (int k = at; k < end; k += g.piece) {
       const int n = k + g.piece < end ? g.piece : end - k;
-      quantize_piece<V>(src + k, n, nibbles, dst + k / 2, *scales++, *sums++);
+      int32_t sum;
+      quantize_piece<V>(src + k, n, nibbles, dst + k / 2, rows.scales[piece], sum);
+      rows.sums[piece] = float(sum);
+      rows.starts[piece++] = -offset * sum;
     }
   }
 }

@@ -8,7 +8,7 @@ namespace expertd {
 
 struct Avx2 {
   static constexpr bool kRegister = true;  // a vector fits a register
-  static constexpr int W = 8, kTile1 = 6, kTile2 = 3, kChains = 1, kAhead = 2048;
+  static constexpr int W = 8, kTile1 = 6, kTile2 = 3, kTile2F = 2, kChains = 1, kAhead = 2048;
   using I = __m256i;
   using F = __m256;
 
@@ -25,7 +25,11 @@ struct Avx2 {
   template <int N> static I srl(I a) { return N ? _mm256_srli_epi32(a, N) : a; }
   template <int N> static I sra(I a) { return N ? _mm256_srai_epi32(a, N) : a; }
   template <int N> static I srl16(I a) { return N ? _mm256_srli_epi16(a, N) : a; }
-  static I dot16(I acc, I w, I x) { return _mm256_add_epi32(acc, _mm256_madd_epi16(w, x)); }
+  static I dot16(I acc, I w, I x) {
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w, x));
+    asm("" : "+x"(acc));  // or the compiler adds products of different steps first, and spills them
+    return acc;
+  }
   static F cvt(I a) { return _mm256_cvtepi32_ps(a); }
   static F cast(I a) { return _mm256_castsi256_ps(a); }
   static I bits(F a) { return _mm256_castps_si256(a); }
@@ -46,6 +50,8 @@ struct Avx2 {
     const F sign = cast(_mm256_slli_epi32(_mm256_srli_epi32(code, 3), 31));
     return _mm256_or_ps(_mm256_permutevar8x32_ps(table, code), sign);
   }
+  static I load_u16(const uint8_t* p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static I load_u8(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 };
 

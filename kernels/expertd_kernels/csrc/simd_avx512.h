@@ -8,7 +8,7 @@ namespace expertd {
 
 struct Avx512 {
   static constexpr bool kRegister = true;  // a vector fits a register
-  static constexpr int W = 16, kTile1 = 12, kTile2 = 12, kChains = 8, kAhead = 4096;
+  static constexpr int W = 16, kTile1 = 12, kTile2 = 12, kTile2F = 12, kChains = 8, kAhead = 4096;
   using I = __m512i;
   using F = __m512;
 
@@ -51,6 +51,8 @@ struct Avx512 {
     const F table = _mm512_setr_ps(0.f, 1.f, 2.f, 3.f, 4.f, 6.f, 8.f, 12.f, -0.f, -1.f, -2.f, -3.f, -4.f, -6.f, -8.f, -12.f);
     return _mm512_permutexvar_ps(code, table);
   }
+  static I load_u16(const uint8_t* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static I load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 };
 

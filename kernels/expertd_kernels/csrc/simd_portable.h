@@ -8,7 +8,7 @@ namespace expertd {
 
 struct Portable {
   static constexpr bool kRegister = false;  // a vector may take more than one register
-  static constexpr int W = 8, kTile1 = 4, kTile2 = 2, kChains = 1, kAhead = 0;
+  static constexpr int W = 8, kTile1 = 4, kTile2 = 2, kTile2F = 2, kChains = 1, kAhead = 0;
   typedef int32_t I __attribute__((vector_size(32)));
   typedef uint32_t U __attribute__((vector_size(32)));
   typedef float F __attribute__((vector_size(32)));
@@ -53,6 +53,12 @@ struct Portable {
   static F e2m1_twice(I code) {  // each lane 0..15 -> 2 * value
     return cvt(andi(e2m1_bytes(code), bcasti(255)) - bcasti(12));
   }
+  static I load_u16(const uint8_t* p) {
+    uint16_t h[8];
+    std::memcpy(h, p, sizeof h);
+    return I{h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]};
+  }
+  static I load_u8(const uint8_t* p) { return I{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}; }
   static void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 };
 
