@@ -44,7 +44,8 @@ lint: $(STAMP) node_modules/.bin/buf ## ruff, mypy, pyright, import-linter, buf 
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/pyright --warnings
-	if test -x node_modules/.bin/buf; then node_modules/.bin/buf lint proto; fi
+	if test -x node_modules/.bin/buf; then node_modules/.bin/buf lint proto && \
+	  node_modules/.bin/buf breaking proto --against tests/golden/wire_v1.binpb; fi
 
 format: $(STAMP) ## apply the formatter and the fixes that are safe
 	$(BIN)/ruff check --fix .

@@ -13,9 +13,10 @@ from itertools import groupby
 from pathlib import Path
 
 from expertd_kernels import matrix
+from expertd_kernels.activation import ActivationKind
 from expertd_kernels.oracle import Backend, DeviceRange, SchemeSupport
 from expertd_kernels.problem import NAMED_DEVICES
-from expertd_kernels.scheme import WHOLE, ActivationQuant
+from expertd_kernels.scheme import WHOLE, ActivationQuant, Element
 from expertd_kernels.table import BACKENDS, ORDER
 
 __all__ = ["PAGES", "main"]
@@ -32,7 +33,15 @@ def _device(r: DeviceRange) -> str:
     extra = [", ".join(sorted(r.arch))] if r.arch else []
     if r.kind == "cuda":
         least, most = (".".join(map(str, x)) for x in (r.least, r.most))
-        extra.append(f"{least}+" if r.most >= (99, 99) else least if least == most else f"{least} to {most}")
+        extra.append(
+            ""
+            if r.least == (0, 0)
+            else f"{least}+"
+            if r.most >= (99, 99)
+            else least
+            if least == most
+            else f"{least} to {most}"
+        )
     if r.features:
         extra.append("with " + ", ".join(sorted(r.features)))
     return f"{r.kind} {' '.join(extra)}".strip()
@@ -53,6 +62,17 @@ def _support(s: SchemeSupport) -> str:
     if s.activations != {ActivationQuant.NONE}:
         parts.append("activations " + ", ".join(sorted(a.value for a in s.activations)))
     return s.element.value + (f" ({'; '.join(parts)})" if parts else "")
+
+
+def _weights(b: Backend) -> str:
+    """The schemes of a row; "any" where it takes every element in every block."""
+    plain = {ActivationQuant.NONE}
+    anything = all(
+        s.groups is None and s.blocks is None and s.activations == plain for s in b.schemes if s.element.quantized
+    )
+    if anything and {s.element for s in b.schemes} == set(Element):
+        return "any scheme"
+    return "; ".join(map(_support, b.schemes))
 
 
 def _extent(n: int) -> str:
@@ -86,8 +106,8 @@ def backends_page() -> str:
             f"`{b.name}`",
             b.summary + (f" (**{b.hardware}**)" if b.hardware else ""),
             "; ".join(map(_device, b.devices)),
-            "; ".join(map(_support, b.schemes)),
-            ", ".join(sorted(a.value for a in b.activations)),
+            _weights(b),
+            "all" if b.activations == set(ActivationKind) else ", ".join(sorted(a.value for a in b.activations)),
             _features(b),
             _sizes(b),
             ", ".join(f"{n}{v}" for n, v in b.needs.items()),
@@ -129,7 +149,7 @@ def _refusal_table(b: Backend) -> str:
 
 
 def formats_page() -> str:
-    from expertd_kernels.checkpoint.formats import FORMATS
+    from expertd_kernels.checkpoint.formats import formats
 
     head = ("format", "detected by", "packing", "scales", "zero points", "bias", "activations", "since", "fixture")
     rows = [
@@ -144,7 +164,7 @@ def formats_page() -> str:
             f.since,
             f.fixture,
         )
-        for f in FORMATS
+        for f in formats()
     ]
     return f"""# Checkpoint formats
 
