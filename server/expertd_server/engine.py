@@ -103,7 +103,7 @@ class _Batch:
     cut_ns: int
     fill_ns: int = 0
     errors: dict[int, ExpertdError] = field(default_factory=dict)
-    routes: Array | None = None
+    routes: list[int] = field(default_factory=list)
     expert_tokens: Array | None = None
 
 
@@ -133,6 +133,7 @@ class Engine:
         self._observe = observe
         self._lanes = deque(lanes(device, compute_dtype))
         self._under_way: deque[tuple[Lane, _Batch]] = deque()
+        self._ids = _Ids()
         self._waiting = Waiting()
         self._changed = threading.Condition(threading.Lock())
         self._draining = self._stopping = False
@@ -253,8 +254,7 @@ class Engine:
         start = time.perf_counter_ns()
         try:
             top_k = max(r.top_k for r in b.requests)
-            inputs = lane.open(b.tokens, top_k, b.layer.hidden_size)
-            self._fill(b, inputs)
+            self._fill(b, lane.open(b.tokens, top_k, b.layer.hidden_size), top_k)
             b.fill_ns = time.perf_counter_ns() - start
             lane.launch(b.layer.experts, router_weight_on_input=b.requests[0].router_weight_on_input)
         except Exception as e:
@@ -262,54 +262,64 @@ class Engine:
         else:
             self._under_way.append((lane, b))
 
-    def _fill(self, b: _Batch, into: Inputs) -> None:
-        """Copy the requests of `b` side by side, global ids turned into slots.  A request whose ids or weights are bad
-        gets its error and routes of -1; the others do not notice."""
-        layer, k = b.layer, into.slots.shape[1]
+    def _fill(self, b: _Batch, into: Inputs, k: int) -> None:
+        """Copy the requests of `b` side by side, global ids turned into slots.  One whose ids or weights are bad gets its
+        error and routes of -1; the others do not notice.  k: routes of a row, the largest top_k of the batch."""
+        H = b.layer.hidden_size
+        ids = self._ids.get(b.tokens * k)
         for i, r in enumerate(b.requests):
-            rows = slice(b.rows[i], b.rows[i + 1])
-            load_floats(into.hidden[rows].reshape(-1), self._dtype, r.hidden)
-            slots, weights = into.slots[rows, : r.top_k], into.weights[rows, : r.top_k]
-            ids = r.ids.values.reshape(slots.shape)
-            if r.tokens and (int(ids.min()) < -1 or int(ids.max()) >= layer.num_experts):
-                b.errors[i] = _bad_id(ids, layer)
-                slots[...] = -1
+            a, z = b.rows[i], b.rows[i + 1]
+            load_floats(into.hidden[a * H : z * H], self._dtype, r.hidden)
+            mine, weights = ids[a * k : z * k], into.weights[a * k : z * k]
+            if r.top_k == k:
+                mine[:] = r.ids.values
+                _load_weights(weights, r)
             else:
-                slots[...] = layer.slot_of[ids]
-            if r.weights is None:
-                weights[...] = 1.0
-            elif r.top_k == k:
-                load_floats(weights.reshape(-1), "f32", r.weights)
-            else:
-                narrow = np.empty(weights.size, np.float32)
-                load_floats(narrow, "f32", r.weights)
-                weights[...] = narrow.reshape(weights.shape)
-            if r.top_k < k:
-                into.slots[rows, r.top_k :] = -1
-                into.weights[rows, r.top_k :] = 0.0
-        if not np.isfinite(into.weights).all():
-            self._find_bad_weights(b, into)
+                _load_narrow(mine, weights, r, k)
+        # As unsigned numbers ids below -1 are large: one comparison finds those out of range on either side.
+        if np.maximum.reduce((ids + 1).view(np.uint64)) > b.layer.num_experts:
+            self._find_bad_ids(b, ids, k)
+        np.take(b.layer.slot_of, ids, out=into.slots, mode="wrap")  # -1 wraps round to the last entry, which is -1
+        if not np.logical_and.reduce(np.isfinite(into.weights)):
+            self._find_bad_weights(b, into, k)
         here = into.slots >= 0
-        b.routes = np.add.reduceat(here.sum(axis=1), b.rows[:-1])
-        b.expert_tokens = np.bincount(into.slots[here], minlength=len(layer.held))
+        if len(b.requests) == 1:
+            b.routes = [int(np.count_nonzero(here))]
+        else:
+            b.routes = np.add.reduceat(here, [a * k for a in b.rows[:-1]], dtype=np.int64).tolist()
+        b.expert_tokens = np.bincount(into.slots[here], minlength=len(b.layer.held))
 
-    def _find_bad_weights(self, b: _Batch, into: Inputs) -> None:
+    def _find_bad_ids(self, b: _Batch, ids: Array, k: int) -> None:
+        """Give every request with an id out of range its error, and make its ids -1."""
         for i in range(len(b.requests)):
-            rows = slice(b.rows[i], b.rows[i + 1])
-            bad = np.argwhere(~np.isfinite(into.weights[rows]))
+            mine = ids[b.rows[i] * k : b.rows[i + 1] * k]
+            bad = np.flatnonzero((mine < -1) | (mine >= b.layer.num_experts))
             if len(bad):
-                t, j = map(int, bad[0])
-                b.errors.setdefault(
-                    i,
-                    NonFiniteWeightsError.about(
-                        f"topk_weights[{t}, {j}]",
-                        got=float(into.weights[rows][t, j]),
-                        want="a finite number",
-                        remedy=f"{len(bad)} of {into.weights[rows].size} weights are not finite",
-                    ),
+                t, j = divmod(int(bad[0]), k)
+                b.errors[i] = ExpertIdOutOfRangeError.about(
+                    f"topk_ids[{t}, {j}] of layer {b.layer.layer}",
+                    got=int(mine[bad[0]]),
+                    want=f"0 to {b.layer.num_experts - 1}, or -1 for a route that nobody computes here",
                 )
-                into.slots[rows] = -1
-                into.weights[rows] = 0.0
+                mine[:] = -1
+
+    def _find_bad_weights(self, b: _Batch, into: Inputs, k: int) -> None:
+        """Give every request with a weight that is not finite its error, and make its slots -1."""
+        for i, r in enumerate(b.requests):
+            mine = slice(b.rows[i] * k, b.rows[i + 1] * k)
+            weights = into.weights[mine]
+            bad = np.flatnonzero(~np.isfinite(weights))
+            if len(bad):
+                t, j = divmod(int(bad[0]), k)
+                error = NonFiniteWeightsError.about(
+                    f"topk_weights[{t}, {j}]",
+                    got=float(weights[bad[0]]),
+                    want="a finite number",
+                    remedy=f"{len(bad)} of {r.tokens * r.top_k} weights are not finite",
+                )
+                b.errors.setdefault(i, error)
+                into.slots[mine] = -1
+                weights[:] = 0.0
 
     def _finish(self) -> None:
         """Wait for the oldest batch under way and answer its requests."""
@@ -335,7 +345,6 @@ class Engine:
             self._observe(BatchReport(b.layer, b.tokens, b.requests, queue_ns, stages, b.expert_tokens))
 
     def _answer(self, b: _Batch, i: int, out: Tensor, queue_ns: int, stages: Stages) -> Outcome:
-        assert b.routes is not None
         r = b.requests[i]
         start = time.perf_counter_ns()
         try:
@@ -347,7 +356,7 @@ class Engine:
         return Answer(
             values,
             summary,
-            int(b.routes[i]),
+            b.routes[i],
             queue_ns,
             time.perf_counter_ns() - start,
             stages,
@@ -391,11 +400,32 @@ class Engine:
                 self._reply(r, InternalError(f"answer of layer {r.layer}: {type(e).__name__}: {e}"))
 
 
-def _bad_id(ids: Array, layer: ServedLayer) -> ExpertIdOutOfRangeError:
-    """The error that names the first id outside -1..num_experts-1.  ids [M, top_k]."""
-    t, j = map(int, np.argwhere((ids < -1) | (ids >= layer.num_experts))[0])
-    return ExpertIdOutOfRangeError.about(
-        f"topk_ids[{t}, {j}] of layer {layer.layer}",
-        got=int(ids[t, j]),
-        want=f"0 to {layer.num_experts - 1}, or -1 for a route that nobody computes here",
-    )
+def _load_weights(into: Array, r: Request) -> None:
+    """Write the router weights of `r`, f32, flat."""
+    if r.weights is None:
+        into[:] = 1.0
+    else:
+        load_floats(into, "f32", r.weights)
+
+
+def _load_narrow(ids: Array, weights: Array, r: Request, k: int) -> None:
+    """Write ids and weights of `r`, whose rows have fewer routes than the batch's k: -1 and 0 stand in the rest."""
+    narrow = np.empty(r.tokens * r.top_k, np.float32)
+    _load_weights(narrow, r)
+    rows, rest = ids.reshape(-1, k), weights.reshape(-1, k)
+    rows[:, : r.top_k] = r.ids.values.reshape(-1, r.top_k)
+    rest[:, : r.top_k] = narrow.reshape(-1, r.top_k)
+    rows[:, r.top_k :] = -1
+    rest[:, r.top_k :] = 0.0
+
+
+class _Ids:
+    """Reused room for a batch's global ids, int64: wide enough that no id wraps round."""
+
+    def __init__(self) -> None:
+        self._room = np.empty(0, np.int64)
+
+    def get(self, count: int) -> Array:
+        if count > len(self._room):
+            self._room = np.empty(1 << (count - 1).bit_length(), np.int64)
+        return self._room[:count]

@@ -1,7 +1,7 @@
 """Where a batch's tensors live while it is computed: reused host buffers, and on an accelerator device buffers, streams
 and events, so that copying one batch overlaps with computing another.
 
-    lane.open(M, top_k, H)      numpy views to fill: hidden [M, H], slots [M, top_k] int32, weights [M, top_k] f32
+    lane.open(M, top_k, H)      flat numpy views to fill: hidden, slots, weights
     lane.launch(experts, ...)   starts copy in, kernel, copy out; returns at once where the device allows it
     lane.collect()              waits; the output [M, H] on the host and the time of each stage
 """
@@ -20,11 +20,13 @@ from expertd_server.request import Array, Stages
 __all__ = ["COMPUTE_DTYPE", "Inputs", "Lane", "lanes"]
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "f32": torch.float32}
+_MOST_VIEWS = 1024
 _BITS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
 
 
 class Inputs(NamedTuple):
-    """What the engine fills.  hidden: bf16 as its bits (u2); slots: local positions of experts, -1 = not here."""
+    """What the engine fills, flat.  hidden [M * H], bf16 as its bits (u2); slots [M * top_k] int32: local positions of
+    experts, -1 = not here; weights [M * top_k] f32."""
 
     hidden: Array
     slots: Array
@@ -48,33 +50,58 @@ class _Store:
         self.dtype, self.device, self.pinned = dtype, device, pinned
         self.tensor = torch.empty(0, dtype=dtype, device=device)
 
-    def get(self, *shape: int) -> Tensor:
-        n = 1
-        for x in shape:
-            n *= x
+    def get(self, rows: int, columns: int) -> Tensor:
+        """[rows, columns], contiguous."""
+        n = rows * columns
         if n > self.tensor.numel():
             size = 1 << (n - 1).bit_length()
             self.tensor = torch.empty(size, dtype=self.dtype, device=self.device, pin_memory=self.pinned)
-        return self.tensor[:n].view(shape)
+        return self.tensor[:n].view(rows, columns)
+
+
+class _Views(NamedTuple):
+    """The buffers of a batch: inputs and output as torch sees them, inputs as numpy sees them."""
+
+    hidden: Tensor
+    slots: Tensor
+    weights: Tensor
+    out: Tensor
+    inputs: Inputs
 
 
 class _Host:
-    """The inputs and the output of one batch in host memory; pinned where a device copies from it."""
+    """The inputs and the output of one batch in host memory; pinned where a device copies from it.
+
+    Views are kept by shape: making them anew costs more than filling them for a batch of a few tokens.
+    """
 
     def __init__(self, dtype: torch.dtype, pinned: bool) -> None:
         cpu = torch.device("cpu")
-        self.bits = _BITS[dtype]
+        self._bits = _BITS[dtype]
         self._hidden = _Store(dtype, cpu, pinned)
         self._slots = _Store(torch.int32, cpu, pinned)
         self._weights = _Store(torch.float32, cpu, pinned)
         self._out = _Store(dtype, cpu, pinned)
+        self._views: dict[tuple[int, int, int], _Views] = {}
 
     def open(self, tokens: int, top_k: int, hidden_size: int) -> Inputs:
-        self.hidden = self._hidden.get(tokens, hidden_size)
-        self.slots = self._slots.get(tokens, top_k)
-        self.weights = self._weights.get(tokens, top_k)
-        self.out = self._out.get(tokens, hidden_size)
-        return Inputs(self.hidden.view(self.bits).numpy(), self.slots.numpy(), self.weights.numpy())
+        key = (tokens, top_k, hidden_size)
+        found = self._views.get(key)
+        if found is None:
+            found = self._make(*key)
+        self.now = found
+        return found.inputs
+
+    def _make(self, tokens: int, top_k: int, hidden_size: int) -> _Views:
+        stores = (self._hidden, self._slots, self._weights, self._out)
+        before = [s.tensor.numel() for s in stores]
+        hidden, slots = self._hidden.get(tokens, hidden_size), self._slots.get(tokens, top_k)
+        weights, out = self._weights.get(tokens, top_k), self._out.get(tokens, hidden_size)
+        inputs = Inputs(hidden.view(-1).view(self._bits).numpy(), slots.view(-1).numpy(), weights.view(-1).numpy())
+        if len(self._views) >= _MOST_VIEWS or before != [s.tensor.numel() for s in stores]:
+            self._views.clear()  # or views would keep the smaller buffers alive
+        found = self._views[tokens, top_k, hidden_size] = _Views(hidden, slots, weights, out, inputs)
+        return found
 
 
 class CpuLane:
@@ -88,13 +115,13 @@ class CpuLane:
         return self._host.open(tokens, top_k, hidden_size)
 
     def launch(self, experts: Experts, *, router_weight_on_input: bool) -> None:
-        h = self._host
+        h = self._host.now
         start = time.perf_counter_ns()
         experts(h.hidden, h.slots, h.weights, router_weight_on_input=router_weight_on_input, out=h.out)
         self._kernel_ns = time.perf_counter_ns() - start
 
     def collect(self) -> tuple[Tensor, Stages]:
-        return self._host.out, Stages(0, self._kernel_ns, 0)
+        return self._host.now.out, Stages(0, self._kernel_ns, 0)
 
 
 class DeviceLane:
@@ -116,7 +143,7 @@ class DeviceLane:
         return self._host.open(tokens, top_k, hidden_size)
 
     def launch(self, experts: Experts, *, router_weight_on_input: bool) -> None:
-        h, m = self._host, self._marks
+        h, m = self._host.now, self._marks
         hidden = self._hidden.get(*h.hidden.shape)
         slots = self._slots.get(*h.slots.shape)
         weights = self._weights.get(*h.weights.shape)
@@ -141,7 +168,7 @@ class DeviceLane:
     def collect(self) -> tuple[Tensor, Stages]:
         m = self._marks
         m[5].synchronize()
-        return self._host.out, Stages(*(int(m[i].elapsed_time(m[i + 1]) * 1e6) for i in (0, 2, 4)))
+        return self._host.now.out, Stages(*(int(m[i].elapsed_time(m[i + 1]) * 1e6) for i in (0, 2, 4)))
 
 
 def lanes(device: torch.device, compute_dtype: str) -> tuple[Lane, ...]:

@@ -6,17 +6,18 @@ bincount a batch, turned into samples only when somebody scrapes.
 
 from __future__ import annotations
 
-import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from expertd_server.engine import BatchReport, LoadNow, ServedLayer
+from expertd_server.engine import BatchReport, LoadNow
 from expertd_server.request import Array
 
 __all__ = ["BackendFacts", "Metrics", "MetricsHttp", "Rpc", "SERVICE"]
@@ -74,25 +75,7 @@ class Metrics:
             ("code", "reason"),
             registry=r,
         )
-        self.tokens = Counter("expertd_tokens", "Tokens computed.", ("layer",), registry=r)
         self.bytes = Counter("expertd_bytes", "Bytes of messages, in and out.", ("direction",), registry=r)
-        self.batch_tokens = Histogram("expertd_batch_tokens", "Tokens of a joined batch.", registry=r, buckets=_TOKENS)
-        self.batch_requests = Histogram(
-            "expertd_batch_requests", "Requests of a joined batch.", registry=r, buckets=_TOKENS[:11]
-        )
-        self.queue = Histogram(
-            "expertd_queue_seconds", "Time a request waited for its batch.", registry=r, buckets=_SECONDS
-        )
-        self.kernel = Histogram(
-            "expertd_kernel_seconds", "Time of a batch in the kernel.", ("backend",), registry=r, buckets=_SECONDS
-        )
-        self.copy = Histogram(
-            "expertd_copy_seconds",
-            "Time of a batch in copies, in or out.",
-            ("direction",),
-            registry=r,
-            buckets=_SECONDS,
-        )
         self.backend_info = Gauge(
             "expertd_backend_info",
             "1 for the backend that serves the layer.",
@@ -101,13 +84,12 @@ class Metrics:
         )
         self._state = Gauge("expertd_serving", "1 while the server takes requests.", registry=r)
         self._state.set(0)
-        self.experts = _ExpertTokens()
-        r.register(self.experts)
+        batches = _Batches()
+        r.register(batches)
+        self.batch: Callable[[BatchReport], None] = batches.add
         self._requests: dict[tuple[str, str], Callable[[], None]] = {}
-        self._tokens: dict[int, Callable[[float], None]] = {}
         self.bytes_in: Callable[[float], None] = self.bytes.labels("in").inc
         self.bytes_out: Callable[[float], None] = self.bytes.labels("out").inc
-        self._copy_in, self._copy_out = self.copy.labels("in"), self.copy.labels("out")
 
     def serving(self, yes: bool) -> None:
         self._state.set(1 if yes else 0)
@@ -131,46 +113,77 @@ class Metrics:
             inc = self._requests[code, reason] = self.requests.labels(code, reason).inc
         inc()
 
-    def batch(self, b: BatchReport) -> None:
-        """One batch was computed.  Called on the engine's thread."""
-        layer = b.layer.layer
-        inc = self._tokens.get(layer)
-        if inc is None:
-            inc = self._tokens[layer] = self.tokens.labels(str(layer)).inc
-        inc(b.tokens)
-        self.batch_tokens.observe(b.tokens)
-        self.batch_requests.observe(len(b.requests))
-        for ns in b.queue_ns:
-            self.queue.observe(ns * 1e-9)
-        self.kernel.labels(b.layer.backend).observe(b.stages.kernel_ns * 1e-9)
-        self._copy_in.observe(b.stages.copy_in_ns * 1e-9)
-        self._copy_out.observe(b.stages.copy_out_ns * 1e-9)
-        self.experts.add(b.layer, b.expert_tokens)
+
+class _Tally:
+    """A histogram with one writer: a tenth of the cost of one that locks.  A scrape may miss what is being added."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def into(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
+        so_far = list(accumulate(self._counts))
+        names = [*(f"{b:g}" for b in self._bounds), "+Inf"]
+        family.add_metric(labels, list(zip(names, so_far, strict=True)), self._sum)
 
 
-class _ExpertTokens(Collector):
-    """expertd_expert_tokens_total{layer, expert}: routes that each expert served."""
+class _Batches(Collector):
+    """What a batch adds to the metrics.  add() is called by the engine's thread alone, collect() by whoever scrapes."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[int, tuple[Sequence[int], Array]] = {}
+        self._batch_tokens, self._batch_requests = _Tally(_TOKENS), _Tally(_TOKENS[:11])
+        self._queue, self._copy_in, self._copy_out = _Tally(_SECONDS), _Tally(_SECONDS), _Tally(_SECONDS)
+        self._kernel: dict[str, _Tally] = {}
+        self._tokens: dict[int, int] = {}
+        self._experts: dict[int, tuple[Sequence[int], Array]] = {}
 
-    def add(self, layer: ServedLayer, tokens: Array) -> None:
-        with self._lock:
-            found = self._counts.get(layer.layer)
-            if found is None:
-                self._counts[layer.layer] = (layer.held, tokens.astype(np.int64))
-            else:
-                np.add(found[1], tokens, out=found[1])
+    def add(self, b: BatchReport) -> None:
+        """One batch was computed."""
+        layer, backend = b.layer.layer, b.layer.backend
+        if layer not in self._tokens:
+            self._experts[layer] = (b.layer.held, np.zeros(len(b.layer.held), np.int64))
+            self._tokens[layer] = 0
+        if backend not in self._kernel:
+            self._kernel[backend] = _Tally(_SECONDS)
+        counts = self._experts[layer][1]
+        self._tokens[layer] += b.tokens
+        np.add(counts, b.expert_tokens, out=counts)
+        self._batch_tokens.add(b.tokens)
+        self._batch_requests.add(len(b.requests))
+        for ns in b.queue_ns:
+            self._queue.add(ns * 1e-9)
+        self._kernel[backend].add(b.stages.kernel_ns * 1e-9)
+        self._copy_in.add(b.stages.copy_in_ns * 1e-9)
+        self._copy_out.add(b.stages.copy_out_ns * 1e-9)
 
     def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily("expertd_expert_tokens", "Routes served, by expert.", labels=("layer", "expert"))
-        with self._lock:
-            now = {layer: (held, counts.tolist()) for layer, (held, counts) in self._counts.items()}
-        for layer, (held, counts) in now.items():
-            for expert, n in zip(held, counts, strict=True):
-                family.add_metric((str(layer), str(expert)), n)
-        yield family
+        tokens = CounterMetricFamily("expertd_tokens", "Tokens computed.", labels=("layer",))
+        for layer, n in list(self._tokens.items()):
+            tokens.add_metric((str(layer),), n)
+        experts = CounterMetricFamily("expertd_expert_tokens", "Routes served, by expert.", labels=("layer", "expert"))
+        for layer, (held, counts) in list(self._experts.items()):
+            for expert, n in zip(held, counts.tolist(), strict=True):
+                experts.add_metric((str(layer), str(expert)), n)
+        kernel = HistogramMetricFamily("expertd_kernel_seconds", "Time of a batch in the kernel.", labels=("backend",))
+        for backend, tally in list(self._kernel.items()):
+            tally.into(kernel, (backend,))
+        copy = HistogramMetricFamily("expertd_copy_seconds", "Time of a batch in copies.", labels=("direction",))
+        self._copy_in.into(copy, ("in",))
+        self._copy_out.into(copy, ("out",))
+        yield from (tokens, experts, kernel, copy)
+        for name, text, tally in (
+            ("expertd_batch_tokens", "Tokens of a joined batch.", self._batch_tokens),
+            ("expertd_batch_requests", "Requests of a joined batch.", self._batch_requests),
+            ("expertd_queue_seconds", "Time a request waited for its batch.", self._queue),
+        ):
+            family = HistogramMetricFamily(name, text, labels=())
+            tally.into(family)
+            yield family
 
 
 class MetricsHttp:
