@@ -263,7 +263,7 @@ class Engine:
             self._under_way.append((lane, b))
 
     def _fill(self, b: _Batch, into: Inputs, k: int) -> None:
-        """Copy the requests of `b` side by side, global ids turned into slots.  One whose ids or weights are bad gets its
+        """Copy the requests of `b` side by side, global ids turned into slots.  One with bad ids or weights gets its
         error and routes of -1; the others do not notice.  k: routes of a row, the largest top_k of the batch."""
         H = b.layer.hidden_size
         ids = self._ids.get(b.tokens * k)
