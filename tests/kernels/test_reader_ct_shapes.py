@@ -174,6 +174,41 @@ def test_unused_g_idx_is_the_natural_order(tmp_path: Path) -> None:
     check(w, values)
 
 
+@pytest.mark.parametrize("form", ["packed", "plain"])
+def test_idle_zero_points_of_a_symmetric_group(tmp_path: Path, form: str) -> None:
+    """Older versions wrote them; they count only where the group is asymmetric, and may not be missing there."""
+    modules, values = layer(integers(8, 16, form), 1, 32, 16)
+    for tensors in modules.values():
+        tensors["weight_zero_point"] = torch.zeros(tensors["weight_scale"].shape, dtype=torch.int8)
+    write(tmp_path, modules, group_config(8, 16), 32, 16)
+    w = open_checkpoint(tmp_path).load(0)
+    assert w.w13.zeros is None
+    check(w, values)
+    modules["0.up_proj"]["weight_zero_point"][1, 1] = 3
+    write(tmp_path, modules, group_config(8, 16), 32, 16)
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight_zero_point: zero points, but the .* is symmetric"):
+        open_checkpoint(tmp_path).load(0)
+    del modules["0.gate_proj"]["weight_zero_point"]
+    write(tmp_path, modules, group_config(8, 16, "plain"), 32, 16)
+    with pytest.raises(CheckpointError, match="asymmetric, but weight_zero_point is missing"):
+        open_checkpoint(tmp_path).info(0)
+
+
+def test_fused_packed_integers(tmp_path: Path) -> None:
+    """All experts in one [E, ...] tensor under the fused names, gate rows first."""
+    E, H, I = 2, 64, 48
+    single, values = layer(integers(4, 16, "packed", "packed"), E, H, I)
+    fused: dict[str, dict[str, Tensor]] = {"gate_up_proj": {}, "down_proj": {}}
+    for suffix in ("weight_packed", "weight_scale", "weight_zero_point"):
+        both = [torch.cat([single[f"{e}.{p}_proj"][suffix] for p in ("gate", "up")]) for e in range(E)]
+        fused["gate_up_proj"][suffix] = torch.stack(both)
+        fused["down_proj"][suffix] = torch.stack([single[f"{e}.down_proj"][suffix] for e in range(E)])
+    fused["gate_up_proj"]["weight_shape"] = torch.tensor([E, 2 * I, H])
+    fused["down_proj"]["weight_shape"] = torch.tensor([E, H, I])
+    write(tmp_path, fused, group_config(4, 16, "packed"), H, I)
+    check(open_checkpoint(tmp_path).load(0), values)
+
+
 def e4m3(n: int, k: int, g: torch.Generator) -> Tensor:
     return (torch.randn(n, k, generator=g) * 64).to(torch.float8_e4m3fn)
 

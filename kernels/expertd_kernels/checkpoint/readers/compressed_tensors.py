@@ -35,7 +35,17 @@ def layout(unit: Unit) -> Layout:
 
 def read(unit: Unit) -> Part:
     floats = _floats(unit)
-    return _read_integers(unit) if floats is None else read_floats(unit, floats)
+    if floats is None:
+        return _read_integers(unit)
+    if unit.has("weight_zero_point"):
+        _refuse_zero_points(unit, not bool(unit.read("weight_zero_point").float().any()))
+    return read_floats(unit, floats)
+
+
+def _refuse_zero_points(unit: Unit, idle: bool) -> None:
+    """Older versions wrote zero points for symmetric schemes, too: they must do nothing."""
+    if not idle:
+        raise unit.error("zero points, but the config group is symmetric", "none, or zeros", "weight_zero_point")
 
 
 def _floats(unit: Unit) -> Floats | None:
@@ -103,7 +113,9 @@ class _Integers:
         if group is None:
             size = unit.setting("group_size", -1)
             strategy = "group" if size > 0 else "channel"
-            group = Group("", unit.setting("bits", 4), "int", strategy, max(size, 0) or None, None, True, None, ())
+            symmetric = not unit.has("weight_zero_point")
+            bits = unit.setting("bits", 4)
+            group = Group("", bits, "int", strategy, max(size, 0) or None, None, symmetric, None, ())
             if (reason := self._contradiction(unit, group, codes.shape[1], scale.shape)) is not None:
                 raise unit.error(reason, "tensors that agree with bits and group_size of the configuration")
         self.bits = group.bits
@@ -112,10 +124,11 @@ class _Integers:
         element = Element.INT4 if self.bits <= 4 else Element.INT8
         if self.bits not in (4, 8):
             self.notes += (f"{self.bits}-bit codes are held as {element.value} (exact)",)
-        self.scheme = Scheme(element, *_extent(group), SCALE_TYPES[scale.dtype], zeros=unit.has("weight_zero_point"))
-        for suffix in ("weight_shape", "weight_g_idx"):
-            if unit.has(suffix):
-                unit.expect(suffix, (2,) if suffix == "weight_shape" else (self.k,), "I64", "I32")
+        self.scheme = Scheme(element, *_extent(group), SCALE_TYPES[scale.dtype], zeros=not group.symmetric)
+        if unit.has("weight_g_idx"):
+            unit.expect("weight_g_idx", (self.k,), "I32", "I64")
+        if unit.has("weight_shape"):
+            unit.expect("weight_shape", (3,) if unit.fused else (2,), "I64", "I32")
         self.columns = _columns_of(unit, self.scheme.scale_shape(self.n, self.k)[1], self.scheme.cols or self.k)
 
     def _columns(self, unit: Unit, stored: int, bits: int) -> int:
@@ -130,6 +143,8 @@ class _Integers:
             return f"{g.kind}{g.bits}, the tensors hold integers"
         if not 2 <= g.bits <= 8:
             return f"{g.bits} bits, 2 to 8 are read"
+        if not g.symmetric and not unit.has("weight_zero_point"):
+            return "asymmetric, but weight_zero_point is missing"
         k = self._columns(unit, stored, g.bits)
         if unit.k and k != unit.k:
             return f"{g.bits} bits make {k} columns of {stored} stored ones, config.json says {unit.k}"
@@ -155,15 +170,19 @@ def _layout_integers(unit: Unit) -> Layout:
 
 def _read_integers(unit: Unit) -> Part:
     s = _Integers(unit)
-    if unit.has("weight_shape") and (shape := unit.read("weight_shape").tolist()) != [s.n, s.k]:
+    if unit.has("weight_shape") and (shape := unit.read("weight_shape").tolist()[-2:]) != [s.n, s.k]:
         raise unit.error(f"says {shape}", f"{[s.n, s.k]}, as weight_packed and config.json have it", "weight_shape")
+    zeros = _zeros(unit, s) if unit.has("weight_zero_point") else None
+    if zeros is not None and not s.scheme.zeros:
+        _refuse_zero_points(unit, bool((zeros == (8 if s.scheme.element is Element.INT4 else 0)).all()))
+        zeros = None
     codes = _packed_codes(unit, s) if s.packed else _plain_codes(unit, s)
     if s.columns is not None:
         codes = _permuted(codes.read() if isinstance(codes, Stored) else codes, s)
     return Part(
         codes,
         unit.read("weight_scale").reshape(s.scheme.scale_shape(s.n, s.k)),
-        _zeros(unit, s) if s.scheme.zeros else None,
+        zeros,
         columns=s.columns,
         bias=unit.read("bias") if unit.has("bias") else None,
     )

@@ -84,7 +84,7 @@ def _fused_scales(unit: Unit) -> str | None:
     return None if name in unit.siblings else f"{name or 'a fused scale'} does not stand beside the experts"
 
 
-_METHODS = frozenset({"fp8", "auto-round"})
+_METHODS = frozenset({"fp8", "fbgemm_fp8", "auto-round"})
 _FLOAT_SCALE = "F32 BF16 F16 F8_E8M0 U8"
 
 FORMATS = (
