@@ -41,9 +41,10 @@ def skip_if_refused(case):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_layer_agrees_with_the_reference(name):
+def test_a_layer_agrees_with_the_reference(name, record_property):
     skip_if_refused(ALL[name])
     answer = run(ALL[name], DEVICE.kind, DEVICE)
+    record_property("relative_error", answer["relative_error"])
     assert answer["unpacked"] == "", f"unpack(pack(w)) differs in {answer['unpacked']}"
     assert answer["relative_error"] <= answer["tolerance"]
     assert answer["repeated"], "a second call gave other bits"

@@ -10,7 +10,6 @@ several processes first; a candidate that does not compile or gives a wrong answ
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import os
@@ -52,41 +51,37 @@ class Job:
     plan: Plan
 
 
-def _tiles(rows: float, lay: Layout, segments: int) -> Iterator[Tile]:
-    """Tiles worth trying where an expert has `rows` rows."""
-    sizes: tuple[tuple[int, int], ...]
-    if rows <= 12:
-        sizes = ((16, 1), (32, 2), (64, 4), (128, 8))
-    elif rows <= 96:
-        sizes = ((64, 4), (128, 8))
-    else:
-        sizes = ((64, 4), (128, 8)) if segments == 2 else ((64, 4), (128, 8), (256, 8))
-    if lay.elem == FLOAT:
-        steps = [(128, 1), (64, 1)]
-    elif lay.sw > 32 and rows > 24:
-        steps = [(lay.sw, 1), (32, 1)]
-    else:
-        steps = [(lay.sw, 1), (lay.sw, 2)] if lay.p == 2 or lay.sw < 64 else [(lay.sw, 1)]
-    foldable = lay.group > 0 and lay.foldable and lay.elem in (0, 2)
-    for (bn, warps), (bc, kpb), stages in itertools.product(sizes, steps, (3, 5) if rows <= 4 else (2, 3, 4)):
-        for weighted in (False, True) if foldable and rows <= 96 else (foldable,):
-            yield Tile(bn, bc, warps, stages, 4 if rows > 96 else 1, weighted, kpb)
+def _tiles(tile: Tile, lay: Layout, segments: int) -> Iterator[Tile]:
+    """`tile` and those that differ from it in one way."""
+    yield tile
+    for bn, warps in {(16, 1): ((32, 2),), (32, 2): ((16, 1), (64, 4)), (64, 4): ((32, 2), (128, 8), (128, 4))}.get(
+        (tile.bn, tile.warps), ((64, 4), (128, 8) if segments == 2 else (256, 8))
+    ):
+        yield replace(tile, bn=bn, warps=warps)
+    for stages in (tile.stages - 1, tile.stages + 1):
+        if stages > 1:
+            yield replace(tile, stages=stages)
+    for bc in (tile.bc // 2, tile.bc * 2):
+        if 16 <= bc <= (128 if lay.elem == FLOAT else lay.sw):
+            yield replace(tile, bc=bc, kpb=1)
+    if lay.elem != FLOAT and tile.bc == lay.sw:
+        yield replace(tile, kpb=3 - tile.kpb)
+    for group_m in {1, 4, 16} - {tile.group_m}:
+        yield replace(tile, group_m=group_m)
+    if lay.fold == 2 or (lay.fold == 1 and lay.elem in (0, 2)):
+        yield replace(tile, weighted=not tile.weighted)
 
 
-def block_rows(rows: float) -> tuple[int, ...]:
-    """Rows a block to try."""
-    if rows <= 12:
-        return (16,)
-    return (32, 64) if rows <= 96 else (64, 128)
+def block_rows(bm: int) -> tuple[int, ...]:
+    """Rows a block to try where the heuristic takes bm."""
+    return (bm, bm // 2, bm * 2) if 16 <= bm <= 64 else (bm, 16) if bm == 8 else (bm, bm // 2)
 
 
-def candidates(experts: TritonExperts, tokens: int, top_k: int, gemm: int, base: Plan) -> list[Plan]:
+def candidates(experts: TritonExperts, gemm: int, base: Plan) -> list[Plan]:
     """Plans that differ from `base` in one GEMM's tile."""
     m = experts.w13 if gemm == 1 else experts.w2
-    routes = tokens * top_k
-    rows = routes / min(experts.num_experts, routes)
     out = []
-    for tile in _tiles(rows, m.layout, m.segments):
+    for tile in _tiles(base.gemm1 if gemm == 1 else base.gemm2, m.layout, m.segments):
         if tile.stages * stage_bytes(tile, base.bm, m.layout, m.segments, False) > SHARED_BYTES:
             continue
         if m.segments * tile.bn * base.bm > 128 * 32 * tile.warps:  # more accumulators than registers
@@ -194,6 +189,19 @@ class Layer:
         return graph_times([lambda i: self.experts(*sets[i], out=outs[i])], len(sets), budget_ms)[0], error
 
 
+def kernel_times(layer: Layer, tokens: int) -> dict[str, float]:
+    """Mean microseconds of each kernel of a layer, launched one by one, over the input sets of the last token count."""
+    sets = layer.inputs[tokens]
+    for s in sets:
+        layer.experts(*s)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for s in sets:
+            layer.experts(*s)
+        torch.cuda.synchronize()
+    totals = {e.key: e.device_time_total for e in found.key_averages()}
+    return {name: round(us / len(sets), 1) for name, us in totals.items() if us > 0}
+
+
 def tune(layer: Layer, tokens: int, out: Any, budget_ms: float, deadline: float) -> None:
     """Vary GEMM 1, then GEMM 2, for each number of rows a block; print the best."""
     e, k = layer.experts, layer.shape.top_k
@@ -201,10 +209,10 @@ def tune(layer: Layer, tokens: int, out: Any, budget_ms: float, deadline: float)
     start = e.plan(tokens, k)
     best: dict[str, tuple[float, Plan]] = {}
     first, _ = layer.time(tokens, start, budget_ms)
-    for bm in dict.fromkeys((start.bm, *_variants(e, tokens, k))):
+    for bm in block_rows(start.bm):
         here, us = replace(start, bm=bm), float("inf")
         for gemm in (1, 2):
-            for plan in candidates(e, tokens, k, gemm, here):
+            for plan in candidates(e, gemm, here):
                 if time.monotonic() > deadline:
                     break
                 record = {"shape": layer.name, "scheme": layer.scheme_name, "tokens": tokens, "gemm": gemm}
@@ -220,15 +228,12 @@ def tune(layer: Layer, tokens: int, out: Any, budget_ms: float, deadline: float)
                     here, us = plan, found
         best[f"bm{bm}"] = (us, here)
     us, plan = min(best.values(), key=lambda b: b[0])
+    e._planner = lambda _: plan
+    print(kernel_times(layer, tokens), flush=True)
     others = " ".join(f"{n}:{t:.1f}" for n, (t, _) in best.items())
     print(
         f"{layer.name} {layer.scheme_name} M {tokens}: start {first:.1f} best {us:.1f} us ({others}) {plan}", flush=True
     )
-
-
-def _variants(experts: TritonExperts, tokens: int, top_k: int) -> tuple[int, ...]:
-    routes = tokens * top_k
-    return block_rows(routes / min(experts.num_experts, routes))
 
 
 def _jobs(shape: str, scheme: str, tokens: Sequence[int]) -> list[Job]:
@@ -242,9 +247,9 @@ def _jobs(shape: str, scheme: str, tokens: Sequence[int]) -> list[Job]:
     for m in tokens:
         start = experts.plan(m, s.top_k)
         out += [Job(shape, scheme, m, g, start) for g in (1, 2)]
-        for bm in dict.fromkeys((start.bm, *_variants(experts, m, s.top_k))):
+        for bm in block_rows(start.bm):
             for gemm in (1, 2):
-                plans = candidates(experts, m, s.top_k, gemm, replace(start, bm=bm))
+                plans = candidates(experts, gemm, replace(start, bm=bm))
                 out += [Job(shape, scheme, m, gemm, p) for p in plans]
     return out
 

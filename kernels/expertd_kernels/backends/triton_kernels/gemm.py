@@ -9,8 +9,8 @@ core's tile and a few tokens its narrow side, and unpacked weights are the regis
 shared memory.  One program computes BN rows of each segment (gate and up, or one) for one block of at most BM rows of
 one expert, over all of K.
 
-Scales: constant along K -> in the epilogue; else WEIGHTED, on the operand (scales that are bf16 numbers), or on the
-accumulator of each group (any type of scale, exact).
+Scales: constant along K -> in the epilogue; else on the accumulator of each group (exact, but one multiplication for
+each accumulator and group), or WEIGHTED, on the operand (one rounding more; see unpack.FOLD_BF16 and FOLD_F32).
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class Matrix:
     def constants(self, tile: Tile, ptx: bool) -> dict[str, Any]:
         lay = self.layout
         integer = lay.elem in (0, 2)
-        weighted = lay.group > 0 and (lay.odd or (lay.foldable and (tile.weighted or not integer)))
+        always = lay.fold == 1 and not integer  # powers of two and the like: the product is exact
+        weighted = int(lay.odd) or (lay.fold if lay.group > 0 and (tile.weighted or always) else 0)
         ptx = ptx and not lay.odd
         zeros = "zeros" in self.tensors
         return {
@@ -112,19 +113,20 @@ class TritonExperts:
         self.device, self.num_experts = codes.device, codes.shape[0]
         self.hidden_size, self.intermediate_size = w13.k, w2.k
         self.rounded = activation_quant is not ActivationQuant.NONE
-        interpreted = isinstance(gemm.expert_gemm, triton.runtime.interpreter.InterpretedFunction)
+        interpreted = not isinstance(gemm.expert_gemm, triton.JITFunction)
         nvidia = self.device.type == "cuda" and torch.version.hip is None and not interpreted
         self.ptx = nvidia
         self.soft = interpreted
         self.pdl = nvidia and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self._planner = planner
         self._plans: dict[tuple[int, int], Plan] = {}
+        self._fewer_stages: dict[tuple[Any, ...], int] = {}
 
     def plan(self, tokens: int, top_k: int) -> Plan:
+        if self._planner is not None:
+            return self._planner(tokens)
         key = (tokens, top_k)
         if key not in self._plans:
-            if self._planner is not None:
-                return self._planner(tokens)
             self._plans[key] = make_plan(self._facts(top_k), tokens)
         return self._plans[key]
 
@@ -136,10 +138,9 @@ class TritonExperts:
             w13.segments,
             w13.layout,
             w2.layout,
-            self.hidden_size,
-            self.intermediate_size,
             self.rounded,
             _shared_bytes(self.device),
+            8 if self.ptx else 16,
         )
 
     def __call__(
@@ -189,8 +190,19 @@ class TritonExperts:
         self._combine(call)
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        """The one place where kernels start: the tuner's subclass compiles here instead."""
-        kernel[grid](*args, **constants)
+        """The one place where kernels start: the tuner's subclass compiles here instead.  A kernel that needs more
+        shared memory than the device has is tried with fewer stages: the plan only estimates."""
+        key = tuple(constants.get(name) for name in ("GATHER_X", "BM", "BN", "BC", "num_stages"))
+        if key in self._fewer_stages:
+            constants["num_stages"] = self._fewer_stages[key]
+        while True:
+            try:
+                kernel[grid](*args, **constants)
+                return
+            except triton.OutOfResources:
+                if constants.get("num_stages", 1) <= 1:
+                    raise
+                self._fewer_stages[key] = constants["num_stages"] = constants["num_stages"] - 1
 
     def _scratch_shapes(self, x: Tensor, ids: Tensor, plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         M, k = ids.shape

@@ -50,7 +50,8 @@ class Layout:
     zspw          zero point fields a word
     rows          rows of a segment that share a scale (1; 0 = all)
     odd           groups that no slice width divides: one word for each group, read for each weight
-    foldable      scales may be multiplied onto the operand: they are bf16 numbers of moderate size
+    fold          how scales may be multiplied onto the operand: 0 not at all (too large), 1 as the bf16 numbers that
+                  they are, 2 as f32 numbers
     """
 
     elem: int
@@ -63,7 +64,7 @@ class Layout:
     skind: int = 2
     zspw: int = 1
     odd: bool = False
-    foldable: bool = False
+    fold: int = 0
 
     @property
     def block(self) -> int:
@@ -89,8 +90,8 @@ def _slice_width(k: int, group: int, p: int) -> int:
     return next((w for w in widths if padded(w) * 20 <= k * 21), min(widths, key=padded))
 
 
-def layout_of(scheme: Scheme, n: int, k: int, segments: int, foldable: bool = True) -> Layout:
-    """The layout of an [n, k] matrix.  foldable: what the values of the scales allow (see Layout)."""
+def layout_of(scheme: Scheme, n: int, k: int, segments: int, moderate: bool = True) -> Layout:
+    """The layout of an [n, k] matrix.  moderate: no scale is above LARGEST_FOLDED."""
     if not scheme.element.quantized:
         return Layout(FLOAT, 1, 64)
     p = 16 // scheme.element.bits
@@ -116,7 +117,7 @@ def layout_of(scheme: Scheme, n: int, k: int, segments: int, foldable: bool = Tr
         bits,
         kind,
         2 if groups > 0 and groups % 2 == 0 else 1,
-        foldable=foldable and scheme.scale in EXACT_IN_BF16,
+        fold=0 if not moderate else 1 if scheme.scale in EXACT_IN_BF16 else 2,
     )
 
 
@@ -255,8 +256,8 @@ def pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], Layout]:
     if not s.element.quantized:
         return out | {"codes": q.codes.contiguous()}, layout_of(s, N, K, q.segments)
     assert q.scales is not None
-    foldable = all(bool(_numbers(one, s.scale).abs().max() <= LARGEST_FOLDED[s.element]) for one in q.scales)
-    lay = layout_of(s, N, K, q.segments, foldable)
+    moderate = all(bool(_numbers(one, s.scale).abs().max() <= LARGEST_FOLDED[s.element]) for one in q.scales)
+    lay = layout_of(s, N, K, q.segments, moderate)
     out["codes"] = _pack_codes(q, lay)
     if lay.group == 0:
         out["row_scales"] = _numbers(q.scales, s.scale).reshape(E, q.segments, -1).contiguous()

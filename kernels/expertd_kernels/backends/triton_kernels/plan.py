@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 
 from expertd_kernels.backends.triton_kernels.layout import FLOAT, Layout
 
-__all__ = ["Facts", "Plan", "Tile", "fit", "make_plan"]
+__all__ = ["Facts", "Plan", "Tile", "fit", "make_plan", "stage_bytes"]
+
+INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,58 @@ class Plan:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a plan depends on.  shared_bytes: shared memory a program may use; rounded: e4m3 activations."""
+    """What a plan depends on.  shared_bytes: shared memory a program may use; narrowest: fewest tokens of a tile that
+    the device multiplies; rounded: e4m3 activations."""
 
     num_experts: int
     top_k: int
     segments: int
     w13: Layout
     w2: Layout
-    hidden_size: int
-    intermediate_size: int
     rounded: bool = False
     shared_bytes: int = 227 * 1024
+    narrowest: int = 8
+
+
+# Rows an expert up to which a line holds -> (rows a block, tile of GEMM 1, tile of GEMM 2), by bits of a code.  Found
+# with bench/triton_tune on an H200 (Qwen3-30B-A3B, gpt-oss-120b); `fit` cuts the tiles to other layouts and devices.
+_FOUR = (
+    (4, 8, Tile(64, 64, 4, 3, 1, True), Tile(64, 64, 4, 3, 1, True)),
+    (12, 16, Tile(64, 64, 4, 3, 1, True), Tile(64, 64, 4, 3, 1, True)),
+    (24, 32, Tile(64, 32, 4, 3, 1, True), Tile(64, 32, 4, 3, 1, True)),
+    (96, 64, Tile(64, 32, 4, 3, 1, True), Tile(64, 32, 4, 2, 1, True)),
+    (INFINITE, 128, Tile(64, 32, 4, 3, 4, True), Tile(128, 32, 8, 2, 4, True)),
+)
+_EIGHT = (
+    (4, 8, Tile(64, 64, 4, 3), Tile(32, 64, 2, 3)),
+    (12, 16, Tile(64, 64, 4, 3), Tile(32, 64, 2, 3)),
+    (24, 32, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (96, 64, Tile(64, 64, 4, 3, 1, True), Tile(64, 64, 4, 3, 1, True)),
+    (256, 128, Tile(64, 32, 4, 3, 4, True), Tile(64, 32, 4, 3, 4, True)),
+    (INFINITE, 128, Tile(128, 64, 8, 3, 4, True), Tile(256, 32, 8, 3, 4, True)),
+)
+_SIXTEEN = (
+    (4, 8, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+    (12, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+    (24, 32, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (96, 64, Tile(64, 64, 4, 3), Tile(128, 64, 8, 4)),
+    (INFINITE, 128, Tile(128, 64, 8, 3, 4), Tile(128, 64, 8, 3, 4)),
+)
+_ROUNDED = (
+    (12, 16, Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
+    (24, 32, Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
+    (INFINITE, 64, Tile(64, 64, 4, 3, 4), Tile(128, 64, 4, 3, 4)),
+)
+_ONE_TOKEN = Tile(32, 64, 2, 3, 1, True)
+"""GEMM 1 of one token: few experts, so narrow row tiles to fill the device."""
+_ODD = Tile(32, 16, 4, 1, 1, True)
+"""Layouts that read a scale for each weight: right, not fast, and hungry for shared memory."""
+
+
+def _lines(lay: Layout, rounded: bool) -> tuple[tuple[float, int, Tile, Tile], ...]:
+    if rounded:
+        return _ROUNDED
+    return {1: _SIXTEEN, 2: _EIGHT, 4: _FOUR}[lay.p]
 
 
 def stage_bytes(tile: Tile, bm: int, lay: Layout, segments: int, rounded: bool) -> int:
@@ -62,9 +105,13 @@ def stage_bytes(tile: Tile, bm: int, lay: Layout, segments: int, rounded: bool) 
 
 def fit(tile: Tile, bm: int, lay: Layout, segments: int, facts: Facts) -> Tile:
     """The tile cut to the layout's slice width and to shared memory."""
+    if lay.odd:
+        return _ODD
     if lay.elem != FLOAT:
         tile = replace(tile, bc=min(tile.bc, lay.sw))
         tile = replace(tile, kpb=tile.kpb if tile.bc == lay.sw else 1)
+        if lay.fold == 2 and bm <= 16:  # with few accumulators it is cheaper to multiply those
+            tile = replace(tile, weighted=False)
     while tile.stages > 1 and tile.stages * stage_bytes(tile, bm, lay, segments, facts.rounded) > facts.shared_bytes:
         tile = replace(tile, stages=tile.stages - 1)
     return tile
@@ -74,18 +121,12 @@ def make_plan(facts: Facts, tokens: int) -> Plan:
     """The plan for `tokens` tokens."""
     routes = tokens * facts.top_k
     rows = routes / min(facts.num_experts, routes)
-    direct = routes * 4 <= facts.num_experts or tokens == 1
-    if rows <= 12:
-        bm, t1, t2 = 16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)
-    elif rows <= 24:
-        bm, t1, t2 = 32, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)
-    elif rows <= 96:
-        bm, t1, t2 = 64, Tile(64, 32, 4, 3, 1, True), Tile(128, 32, 8, 3, 1, True)
-    else:
-        bm, t1, t2 = 128, Tile(128, 32, 8, 3, 4, True), Tile(128, 32, 8, 3, 4, True)
-    return Plan(
-        bm,
-        fit(t1, bm, facts.w13, facts.segments, facts),
-        fit(t2, bm, facts.w2, 1, facts),
-        direct,
-    )
+    direct = tokens == 1 or routes * 4 <= facts.num_experts
+    bm, tile1 = next((bm, t) for most, bm, t, _ in _lines(facts.w13, facts.rounded) if rows <= most)
+    tile2 = next(t for most, _, _, t in _lines(facts.w2, facts.rounded) if rows <= most)
+    if tokens == 1 and not facts.rounded:
+        tile1 = replace(_ONE_TOKEN, bc=tile1.bc)
+    if facts.w13.odd or facts.w2.odd:
+        bm = 16
+    bm = max(bm, facts.narrowest)
+    return Plan(bm, fit(tile1, bm, facts.w13, facts.segments, facts), fit(tile2, bm, facts.w2, 1, facts), direct)

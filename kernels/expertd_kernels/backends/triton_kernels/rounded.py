@@ -63,11 +63,12 @@ def round_rows(
 
 @triton.jit
 def rounded_loop(
-    acc, acc_u, x_rows_ptr, xs_rows_ptr, w_ptr, s_ptr, n, n_scale, m_mask,
+    acc, acc_u, x_rows_ptr, xs_rows_ptr, w_ptr, s_ptr, n, s_row, m_mask,
     K: tl.constexpr, SEGMENTS: tl.constexpr, W_SEG: tl.constexpr, S_SEG: tl.constexpr, SW: tl.constexpr,
     NS: tl.constexpr, GROUPED: tl.constexpr, SBITS: tl.constexpr, SKIND: tl.constexpr,
 ):  # fmt: skip
-    """One K block a step, its product in a fresh accumulator: the tensor core's own sums have few bits."""
+    """One K block a step, its product in a fresh accumulator: the tensor core's own sums have few bits.
+    s_row: scale row of each weight row [BN, 1], or of all."""
     KB: tl.constexpr = 2 * SW
     NKB: tl.constexpr = (K + KB - 1) // KB
     offs = tl.arange(0, KB)
@@ -81,11 +82,9 @@ def rounded_loop(
         if GROUPED:
             g = kb * KB // 128
             xs = tl.load(xs_rows_ptr + g, mask=m_mask, other=0.0)[None, :]
-            s = decode_scale(tl.load(s_ptr + (g * NS + n_scale)), 0, SBITS, SKIND)
-            acc += part * (s[:, None] * xs)
+            acc += part * (decode_scale(tl.load(s_ptr + (g * NS + s_row)), 0, SBITS, SKIND) * xs)
             if SEGMENTS == 2:
-                s_u = decode_scale(tl.load(s_ptr + (S_SEG + g * NS + n_scale)), 0, SBITS, SKIND)
-                acc_u += part_u * (s_u[:, None] * xs)
+                acc_u += part_u * (decode_scale(tl.load(s_ptr + (S_SEG + g * NS + s_row)), 0, SBITS, SKIND) * xs)
         else:
             acc += part
             if SEGMENTS == 2:
@@ -133,10 +132,13 @@ def expert_gemm_e4m3(
         n_scale = n * 0
     elif ROWS > 1:
         n_scale = n // ROWS
+    s_row = n_scale[:, None]
+    if GROUPED and ROWS % BN == 0:
+        s_row = tile * BN // ROWS  # one scale for the whole tile
     acc = tl.zeros([BN, BM], tl.float32)
     acc, acc_u = rounded_loop(
         acc, acc, x_ptr + x_rows * KP, x_scale_ptr + x_rows * X_GROUPS, w_ptr + e * (SEGMENTS * NP * KP),
-        s_ptr + e * (SEGMENTS * S_SEG), n, n_scale, m_mask, K, SEGMENTS, NP * KP, S_SEG, SW, NS, GROUPED,
+        s_ptr + e * (SEGMENTS * S_SEG), n, s_row, m_mask, K, SEGMENTS, NP * KP, S_SEG, SW, NS, GROUPED,
         SBITS, SKIND,
     )  # fmt: skip
     router = m_mask.to(tl.float32)

@@ -27,6 +27,11 @@ INT8 = tl.constexpr(2)
 E4M3 = tl.constexpr(3)
 FLOAT = tl.constexpr(4)
 
+# How scales are multiplied onto the operand, as the kernels' WEIGHTED: not; as bf16 numbers; as f32 numbers.
+FOLD_NONE = tl.constexpr(0)
+FOLD_BF16 = tl.constexpr(1)
+FOLD_F32 = tl.constexpr(2)
+
 # Stored scales, as the kernels' SKIND.
 S_BF16 = tl.constexpr(0)
 S_F16 = tl.constexpr(1)
@@ -103,6 +108,18 @@ ASM_HIGH_ZERO = _fma(_pow2(122))
 ASM_E2M1_VALUE = _fma(_pow2(126), NEGATIVE)
 ASM_E4M3_VALUE = _fma(_pow2(120), NEGATIVE)
 ASM_FMA = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
+# both halves of a bf16 pair to f32, times $2 and $3, plus $4 and $5, rounded once to a bf16 pair
+ASM_FMA_F32 = tl.constexpr("""{
+.reg .b32 l, h;
+.reg .f32 a, b;
+shl.b32 l, $1, 16;
+and.b32 h, $1, 0xFFFF0000;
+mov.b32 a, l;
+mov.b32 b, h;
+fma.rn.f32 a, a, $2, $4;
+fma.rn.f32 b, b, $3, $5;
+cvt.rn.bf16x2.f32 $0, b, a;
+}""")
 # x * y as x * y + -0: mul.bf16x2 needs sm_90
 ASM_MUL = tl.constexpr("{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }")
 
@@ -169,13 +186,26 @@ def ptx_operand(
     raw, j: tl.constexpr, word, s, zero, SUB: tl.constexpr, ELEM: tl.constexpr, SKIND: tl.constexpr,
     WEIGHTED: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Slice j as an operand: (code - zero), times the scale if WEIGHTED, divided by `leftover`.
+    """Slice j as an operand: (code - zero), times the scale if WEIGHTED (rounded once), divided by `leftover`.
 
     raw [BN, C] bf16 from raw_codes; s [BN] f32, field SUB of word [BN], used if WEIGHTED; zero [BN] f32 of unsigned
     codes, used if ZEROS.
     """
     HIGH: tl.constexpr = ELEM == INT4 and j % 2 == 1
-    if ELEM == E2M1 or ELEM == E4M3:
+    if WEIGHTED == FOLD_F32:
+        if ELEM == E2M1 or ELEM == E4M3:
+            mul = s * (2.0**113 if ELEM == E2M1 else 2.0**107)
+            add = tl.zeros_like(s)
+        else:
+            mul = s * (2.0**116 if HIGH else 2.0**120)
+            if ZEROS:
+                add = s * zero * -(2.0**-13)
+            else:
+                add = s * (-(2.0**-10) if ELEM == INT4 else -(2.0**-6))
+        v = tl.inline_asm_elementwise(
+            ASM_FMA_F32, "=r,r,f,f,f,f", [raw, mul[:, None], add[:, None]], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif ELEM == E2M1 or ELEM == E4M3:
         if WEIGHTED:
             v = _asm2(ASM_MUL, raw, float_factor(word, s, SUB, ELEM, SKIND)[:, None])
         else:
@@ -262,10 +292,10 @@ def decode_scale(word, SUB: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr
     return s
 
 
-def leftover(elem: int, weighted: bool, zeros: bool, ptx: bool) -> float:
+def leftover(elem: int, weighted: int, zeros: bool, ptx: bool) -> float:
     """What ptx_operand's result has to be multiplied with."""
     if not ptx or elem == FLOAT.value:
         return 1.0
     if elem in (E2M1.value, E4M3.value):
         return 2.0**13 if weighted else 1.0
-    return 2.0**13 if weighted and not zeros else 2.0**7
+    return 2.0**13 if weighted and (weighted == FOLD_F32.value or not zeros) else 2.0**7
