@@ -59,6 +59,10 @@ def _support(s: SchemeSupport) -> str:
             parts += [f"block {blocks}"] if blocks else []
         parts += ["zero points"] if s.zeros else []
         parts += ["second-level scales"] if s.global_scale else []
+    parts += ["scales " + ", ".join(sorted(x.value for x in s.scales))] if s.scales is not None else []
+    sizes = [f"{n} % {m}" for n, m in (("H", s.hidden_multiple), ("I", s.intermediate_multiple)) if m > 1]
+    parts += sizes + (["whole blocks"] if s.whole_blocks else [])
+    parts += [", ".join(sorted(x.value for x in s.functions)) + " only"] if s.functions is not None else []
     if s.activations != {ActivationQuant.NONE}:
         parts.append("activations " + ", ".join(sorted(a.value for a in s.activations)))
     return s.element.value + (f" ({'; '.join(parts)})" if parts else "")

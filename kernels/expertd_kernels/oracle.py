@@ -8,6 +8,7 @@ platform's order; a pinned backend is used or refused, never replaced.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 from expertd_kernels.activation import ActivationKind
 from expertd_kernels.problem import Device, Problem
-from expertd_kernels.scheme import WHOLE, ActivationQuant, Element, Scheme
+from expertd_kernels.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
 
 __all__ = [
     "Backend",
@@ -65,6 +66,10 @@ class SchemeSupport:
     groups: columns a scale that work (of schemes with one scale row a weight row); WHOLE = channel; None = any.
     blocks: (rows, cols) of other blocks that work; None = any.
     activations: ways to round the activations with these weights.
+    scales: types of stored scales that work; None = any.
+    functions: functions between the GEMMs with these weights, where they are fewer than the row's; None = the row's.
+    whole_blocks: a block of scales that H or I cuts is not computed: blocks divide both.
+    hidden_multiple, intermediate_multiple: sizes needed with these weights, beyond the row's.
     """
 
     element: Element
@@ -74,6 +79,11 @@ class SchemeSupport:
     global_scale: bool = False
     activations: frozenset[ActivationQuant] = frozenset({ActivationQuant.NONE})
     biased: bool = True
+    scales: frozenset[ScaleType] | None = None
+    functions: frozenset[ActivationKind] | None = None
+    whole_blocks: bool = False
+    hidden_multiple: int = 1
+    intermediate_multiple: int = 1
 
     def refusal(self, s: Scheme) -> str | None:
         """Why scheme `s`, which has this element, is not covered; None if it is."""
@@ -83,6 +93,8 @@ class SchemeSupport:
             return "zero points are not computed"
         if s.global_scale and not self.global_scale:
             return "second-level scales are not computed"
+        if self.scales is not None and s.scale not in self.scales:
+            return f"scales of type {s.scale.value} (has: {', '.join(sorted(x.value for x in self.scales))})"
         if s.rows == 1:
             if self.groups is not None and s.cols not in self.groups:
                 known = ", ".join("channel" if g == WHOLE else str(g) for g in sorted(self.groups))
@@ -106,6 +118,7 @@ class Backend:
     devices         where it runs
     schemes         what it computes on
     activations     functions between the GEMMs
+    swigluoai       (alpha, beta, limit) that SWIGLUOAI is computed with, where they are fixed; None = any
     needs           distributions and version ranges, e.g. {"triton": ">=3.2"}
     compute_dtypes  "bf16", "f32"
     act_order, bias, clamp, router_weight_on_input, grouped_rows, deterministic: features computed, not dropped
@@ -121,6 +134,7 @@ class Backend:
     schemes: tuple[SchemeSupport, ...]
     summary: str
     activations: frozenset[ActivationKind] = frozenset(ActivationKind)
+    swigluoai: tuple[float, float, float] | None = None
     needs: Mapping[str, str] = field(default_factory=dict)
     compute_dtypes: frozenset[str] = frozenset({"bf16"})
     act_order: bool = False
@@ -241,8 +255,20 @@ def rule_activation_quant(b: Backend, p: Problem) -> str | None:
 
 
 def rule_activation(b: Backend, p: Problem) -> str | None:
-    if p.activation.kind not in b.activations:
-        return f"does not compute {p.activation.kind.value}"
+    a = p.activation
+    if a.kind not in b.activations:
+        return f"does not compute {a.kind.value}"
+    for s in p.schemes:
+        line = _support(b, s)[0]
+        if line is not None and line.functions is not None and a.kind not in line.functions:
+            return f"does not compute {a.kind.value} with {s.name} weights"
+    if a.kind is ActivationKind.SWIGLUOAI and b.swigluoai not in (None, (a.alpha, a.beta, a.limit)):
+        names = ("alpha", "beta", "limit")
+        have, want = (
+            ", ".join(f"{n} {v}" for n, v in zip(names, values, strict=True))
+            for values in (b.swigluoai or (), (a.alpha, a.beta, a.limit))
+        )
+        return f"computes swigluoai with {have} only, {want} is asked"
     return None
 
 
@@ -271,12 +297,28 @@ def rule_grouped_rows(b: Backend, p: Problem) -> str | None:
     return "does not take rows grouped by expert" if p.grouped_rows and not b.grouped_rows else None
 
 
+def _multiples(b: Backend, p: Problem) -> tuple[int, int]:
+    """Of H and of I: what the row needs, and what its lines for the two matrices need."""
+    hidden, intermediate = b.hidden_multiple, b.intermediate_multiple
+    for s, w13 in ((p.w13, True), (p.w2, False)):
+        line = _support(b, s)[0]
+        if line is None:
+            continue
+        hidden, intermediate = (
+            math.lcm(hidden, line.hidden_multiple),
+            math.lcm(intermediate, line.intermediate_multiple),
+        )
+        if line.whole_blocks and s.element.quantized:
+            along_n, along_k = max(s.rows, 1), max(s.cols, 1)
+            hidden = math.lcm(hidden, along_k if w13 else along_n)
+            intermediate = math.lcm(intermediate, along_n if w13 else along_k)
+    return hidden, intermediate
+
+
 def rule_sizes(b: Backend, p: Problem) -> str | None:
     out = []
-    for what, size, multiple in (
-        ("H", p.hidden_size, b.hidden_multiple),
-        ("I", p.intermediate_size, b.intermediate_multiple),
-    ):
+    hidden, intermediate = _multiples(b, p)
+    for what, size, multiple in (("H", p.hidden_size, hidden), ("I", p.intermediate_size, intermediate)):
         if size % multiple:
             padded = -(-size // multiple) * multiple
             out.append(

@@ -1,0 +1,89 @@
+"""Facts that belong to one line of a row: scale types, functions, block and size constraints with certain weights."""
+
+from dataclasses import replace
+
+import pytest
+
+from expertd_kernels import (
+    NAMED_DEVICES,
+    Activation,
+    ActivationKind,
+    Backend,
+    Element,
+    Problem,
+    ScaleType,
+    Scheme,
+    decide,
+)
+from expertd_kernels.oracle import DeviceRange, SchemeSupport
+from expertd_kernels.scheme import WHOLE
+
+SILU = frozenset({ActivationKind.SILU_AND_MUL})
+ROW = Backend(
+    name="row",
+    target="nowhere",
+    devices=(DeviceRange("cuda"),),
+    schemes=(
+        SchemeSupport(Element.INT4, groups=frozenset({64, WHOLE}), whole_blocks=True, intermediate_multiple=32),
+        SchemeSupport(Element.E2M1, groups=frozenset({32}), scales=frozenset({ScaleType.E8M0}), hidden_multiple=256),
+        SchemeSupport(Element.E4M3, blocks=frozenset({(128, 128)}), functions=SILU, whole_blocks=True),
+        SchemeSupport(Element.BF16),
+    ),
+    summary="",
+    swigluoai=(1.702, 1.0, 7.0),
+    hidden_multiple=8,
+)
+
+
+def refusals(scheme, hidden=2048, intermediate=768, w2=None, **more):
+    s13 = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
+    s2 = Scheme.parse(w2) if w2 else s13
+    p = Problem(NAMED_DEVICES["sm90"], s13, s2, 8, hidden, intermediate, 2, **more)
+    return decide(p, (ROW,), order={}).verdicts[0].refusals
+
+
+def test_a_layer_that_keeps_to_every_line_is_served():
+    for scheme in ("int4_g64", "int4_channel", "mxfp4", "e4m3_block128", "bf16"):
+        assert refusals(scheme) == ()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "hidden", "intermediate", "sentence"),
+    [
+        ("int4_g64", 2048 + 32, 768, "H = 2080 is no multiple of 64"),
+        ("int4_g64", 2048, 768 + 32, "I = 800 is no multiple of 64"),
+        ("int4_channel", 2048, 768 + 16, "I = 784 is no multiple of 32"),
+        ("mxfp4", 2048 + 128, 768, "H = 2176 is no multiple of 256"),
+        ("e4m3_block128", 2048, 768 + 64, "I = 832 is no multiple of 128"),
+        ("e4m3_block128", 2048 + 64, 768, "H = 2112 is no multiple of 128"),
+        ("bf16", 2044, 768, "H = 2044 is no multiple of 8"),
+    ],
+)
+def test_sizes_follow_the_weights(scheme, hidden, intermediate, sentence):
+    (found,) = refusals(scheme, hidden, intermediate)
+    assert found.startswith(sentence)
+
+
+def test_each_matrix_brings_its_own_multiples():
+    assert refusals("bf16", 2048 + 8, 832, w2="int4_g64") == ()  # I divided by 64; H of w2 is rows, not groups
+    (found,) = refusals("int4_g64", 2048 + 8, 832, w2="bf16")
+    assert found.startswith("H = 2056 is no multiple of 64")
+
+
+def test_the_type_of_scale_is_part_of_the_scheme():
+    (found,) = refusals(Scheme(Element.E2M1, 1, 32, ScaleType.BF16))
+    assert "scales of type bf16 (has: e8m0)" in found
+
+
+def test_functions_can_depend_on_the_weights():
+    gelu = Activation(ActivationKind.GELU_AND_MUL)
+    assert refusals("int4_g64", activation=gelu) == ()
+    assert refusals("e4m3_block128", activation=gelu) == ("does not compute gelu_and_mul with e4m3_block128 weights",)
+
+
+def test_fixed_swigluoai_constants_are_compared():
+    gpt_oss = Activation.parse("swigluoai")
+    assert refusals("mxfp4", activation=gpt_oss) == ()
+    for other in (replace(gpt_oss, limit=10.0), replace(gpt_oss, alpha=1.5), replace(gpt_oss, beta=0.0)):
+        (found,) = refusals("mxfp4", activation=other)
+        assert found.startswith("computes swigluoai with alpha 1.702, beta 1.0, limit 7.0 only")
