@@ -411,3 +411,41 @@ def test_sparse_and_rotated_checkpoints_are_refused_by_name(tmp_path: Path) -> N
     write(tmp_path, modules, {"g": {"weights": weights_args(num_bits=1)}}, 32, 16)
     with pytest.raises(CheckpointError, match="fits no config group"):
         open_checkpoint(tmp_path).info(0)
+
+
+WEIRD: list[Any] = [None, [], {}, "x", -1, 0, 1 << 40, 2.5, True, [128], ["a", "b"], [0, 0], {"a": 1}]
+
+
+def exact_or_refused(folder: Path, values: Mapping[str, Tensor]) -> None:
+    """Whatever stands in the configuration: the exact weights, or an error that names the module."""
+    refusal = ""
+    try:
+        check(open_checkpoint(folder).load(0), values)
+    except CheckpointError as e:
+        refusal = str(e)
+    assert not refusal or "gate_proj" in refusal
+
+
+@pytest.mark.parametrize("key", ["num_bits", "type", "symmetric", "strategy", "group_size", "block_structure"])
+@pytest.mark.parametrize("value", WEIRD, ids=repr)
+def test_weird_values_in_the_configuration(tmp_path: Path, key: str, value: Any) -> None:
+    modules, values = layer(integers(4, 16, "packed"), 1, 32, 16)
+    args = {**weights_args(group_size=16), key: value}
+    write(tmp_path, modules, {"g": {"targets": ["Linear"], "weights": args}}, 32, 16)
+    exact_or_refused(tmp_path, values)
+
+
+@pytest.mark.parametrize("value", WEIRD, ids=repr)
+def test_weird_groups_in_the_configuration(tmp_path: Path, value: Any) -> None:
+    modules, values = layer(float8("channel"), 1, 32, 16)
+    args = weights_args(num_bits=8, type="float", strategy="channel", group_size=None)
+    for groups in (
+        value,
+        {"g": value},
+        {"g": {"weights": value}},
+        {"g": {"weights": args, "input_activations": value}},
+        {"g": {"weights": args, "targets": value}},
+        {"g": {"weights": args, "targets": ["re:("]}, "h": {"weights": args}},
+    ):
+        write(tmp_path, modules, groups, 32, 16)
+        exact_or_refused(tmp_path, values)

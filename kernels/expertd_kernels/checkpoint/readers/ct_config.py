@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from expertd_kernels.checkpoint.readers.protocol import Unit
-from expertd_kernels.scheme import ActivationQuant
+from expertd_kernels.scheme import WHOLE, ActivationQuant
 
-__all__ = ["Group", "activation_of", "group_for", "refuse_transforms"]
+__all__ = ["Group", "activation_of", "bare_group", "group_for", "refuse_transforms", "refuse_zero_points"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,15 @@ class Group:
     symmetric: bool
     activations: Mapping[str, Any] | None
     targets: tuple[str, ...]
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """(rows, cols) of weights that share a scale."""
+        if self.strategy == "tensor":
+            return WHOLE, WHOLE
+        if self.strategy == "block" and self.block is not None:
+            return self.block
+        return 1, self.group_size or WHOLE
 
     def storage(self) -> tuple[object, ...]:
         """What decides how tensors are read; two groups that agree in it are interchangeable."""
@@ -67,7 +76,9 @@ def _group(name: str, raw: Mapping[str, Any]) -> Group | None:
     block = w.get("block_structure")
     if isinstance(block, str):
         block = [int(x) if x.isdigit() else 0 for x in block.split("x")]
-    pair = (int(block[0]), int(block[1])) if isinstance(block, list) and len(block) == 2 else None
+    pair = None
+    if isinstance(block, list) and len(block) == 2 and all(type(x) is int and x > 0 for x in block):
+        pair = (block[0], block[1])
     act = raw.get("input_activations")
     targets = raw.get("targets")
     return Group(
@@ -124,6 +135,14 @@ def group_for(unit: Unit, fits: Callable[[Group], str | None]) -> Group | None:
     return left[0]
 
 
+def bare_group(unit: Unit) -> Group:
+    """The group that a configuration without config_groups means: `bits` and `group_size` at its top (auto-round)."""
+    size = _integer(unit.setting("group_size"), -1) or -1
+    strategy = "group" if size > 0 else "channel"
+    bits = _integer(unit.setting("bits"), 4) or 4
+    return Group("", bits, "int", strategy, max(size, 0) or None, None, not unit.has("weight_zero_point"), None, ())
+
+
 def activation_of(group: Group | None) -> tuple[ActivationQuant, tuple[str, ...]]:
     """(how the group wants activations rounded, notes).  A way that no kernel here knows is NONE and a note."""
     a = None if group is None else group.activations
@@ -156,3 +175,9 @@ def refuse_transforms(unit: Unit) -> None:
     transforms = unit.quant.get("transform_config")
     if isinstance(transforms, Mapping) and transforms.get("config_groups"):
         raise unit.error("the checkpoint has a transform_config: rotations of activations are not computed", "none")
+
+
+def refuse_zero_points(unit: Unit, idle: bool) -> None:
+    """Older versions wrote zero points for symmetric schemes, too: they must do nothing."""
+    if not idle:
+        raise unit.error("zero points, but the config group is symmetric", "none, or zeros", "weight_zero_point")
