@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from expertd_kernels.activation import ActivationKind
 from expertd_kernels.oracle import Backend, DeviceRange, SchemeSupport
-from expertd_kernels.scheme import WHOLE, ActivationQuant, Element
+from expertd_kernels.scheme import WHOLE, ActivationQuant, Element, ScaleType
 
 __all__ = ["BACKENDS", "ORDER"]
 
@@ -13,6 +14,10 @@ _ANYWHERE = tuple(DeviceRange(kind) for kind in ("cpu", "cuda", "rocm", "xpu"))
 _EVERY_SCHEME = tuple(SchemeSupport(e, groups=None, blocks=None, zeros=e.integer, global_scale=True) for e in Element)
 
 _GROUPS = frozenset({32, 64, 128, WHOLE})
+_E8M0 = frozenset({ScaleType.E8M0})
+
+GPT_OSS = (1.702, 1.0, 7.0)
+"""alpha, beta and limit of gpt-oss's SWIGLUOAI, where a package has them built in."""
 
 BACKENDS: tuple[Backend, ...] = (
     Backend(
@@ -65,6 +70,35 @@ BACKENDS: tuple[Backend, ...] = (
         hardware="run on SM90 only; on other devices not run on hardware",
     ),
     Backend(
+        name="xpu",
+        target="expertd_kernels.backends.xpu",
+        devices=(DeviceRange("xpu", arch=frozenset({"xe2", "xe3"})),),
+        schemes=(
+            SchemeSupport(Element.INT4, groups=frozenset({32, 64, 128, 256}), whole_blocks=True),
+            SchemeSupport(Element.INT4, groups=frozenset({WHOLE}), hidden_multiple=32, intermediate_multiple=32),
+            SchemeSupport(Element.E2M1, groups=frozenset({32}), scales=_E8M0, whole_blocks=True),
+            SchemeSupport(Element.E4M3, groups=frozenset({32}), scales=_E8M0, whole_blocks=True),
+            SchemeSupport(
+                Element.E4M3,
+                blocks=frozenset({(128, 128)}),
+                scales=frozenset({ScaleType.F32, ScaleType.BF16, ScaleType.F16}),
+                functions=frozenset(ActivationKind) - {ActivationKind.SWIGLUOAI},
+                whole_blocks=True,
+            ),
+            SchemeSupport(Element.E4M3, blocks=frozenset({(WHOLE, WHOLE)})),
+            SchemeSupport(Element.BF16),
+        ),
+        summary="weight-only, Intel's grouped GEMM through vllm-xpu-kernels' XpuFusedMoe",
+        needs={"vllm-xpu-kernels": ">=0.1.16,<0.2"},
+        swigluoai=GPT_OSS,
+        hidden_multiple=8,
+        intermediate_multiple=8,
+        max_experts=1024,
+        mixed_schemes=False,
+        deterministic=False,
+        hardware="not run on hardware",
+    ),
+    Backend(
         name="cpu",
         target="expertd_kernels.backends.cpu",
         devices=(DeviceRange("cpu"),),
@@ -99,6 +133,6 @@ ORDER: Mapping[str, Sequence[str]] = {
     "cuda": ("triton", "triton_w8a8", "reference"),
     "sm90": ("gluon_sm90", "triton", "triton_w8a8", "reference"),
     "rocm": ("triton", "reference"),
-    "xpu": ("triton", "reference"),
+    "xpu": ("xpu", "triton", "reference"),
 }
 """Order of preference by arch or kind of device; rows not named follow in the order of the table."""

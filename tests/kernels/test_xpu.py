@@ -1,0 +1,335 @@
+"""The row `xpu`: layouts there and back, against the vendor's own dequantization, and whole layers through its class.
+
+The vendor's Python is run as it is; only the native operators that it calls are replaced, by their documented meaning
+in plain torch, whose weights come from the vendor's own dequant functions wherever it has one.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, decide, problem_of
+from expertd_kernels.backends import xpu as backend
+from expertd_kernels.backends.xpu_layout import GROUPS
+from expertd_kernels.float32 import apply_activation, reference
+from expertd_kernels.numerics import relative_error
+from expertd_kernels.oracle import Refused
+from expertd_kernels.probe import assumed_packages
+from expertd_kernels.problem import Device
+from expertd_kernels.scheme import Element, ScaleType, Scheme
+from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.table import BACKENDS
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+try:
+    from vendor import load_file, package_folder, stand_ins
+finally:
+    sys.path.remove(str(HERE))
+
+XE2 = NAMED_DEVICES["xpu-xe2"]
+ROW = next(b for b in BACKENDS if b.name == "xpu")
+SCHEMES = (
+    "int4_g32",
+    "int4_g64",
+    "int4_g128",
+    "int4_channel",
+    "mxfp4",
+    "mxfp8",
+    "e4m3_block128",
+    "e4m3_tensor",
+    "bf16",
+)
+KINDS = [Activation(), Activation(limit=0.5), Activation(ActivationKind.GELU_AND_MUL), Activation.parse("swigluoai"),
+         Activation(ActivationKind.GELU_TANH_AND_MUL), Activation(ActivationKind.RELU2)]  # fmt: skip
+
+
+def layer(scheme, E=3, H=256, I=128, **kw):
+    w = random_weights(scheme, E, H, I, **kw)
+    if scheme == "e4m3_tensor":  # one scale for gate and up, as most checkpoints have it
+        w = replace(w, w13=replace(w.w13, scales=w.w13.scales[:, :1].expand_as(w.w13.scales).contiguous()))
+    return w
+
+
+def problem(w, **kw):
+    return problem_of(w, XE2, top_k=2, packages=dict(assumed_packages(BACKENDS)), **kw)
+
+
+def verdict(w, **kw):
+    return next(v for v in decide(problem(w, **kw)).verdicts if v.backend == "xpu").refusals
+
+
+def same_bits(a, b):
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def bits(w):
+    return {
+        f"{m}.{name}": (t.dtype, t.reshape(-1).view(torch.uint8).tolist())
+        for m in ("w13", "w2")
+        for name, t in getattr(w, m).tensors()
+    }
+
+
+@pytest.mark.parametrize("activation", KINDS, ids=lambda a: a.name)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_unpacking_gives_back_every_bit_and_packing_again_the_same(scheme, activation):
+    w = layer(scheme, bias=True, activation=activation)
+    if verdict(w):
+        with pytest.raises(Refused, match="interleaved for swigluoai"):
+            backend.pack(w, problem(w))
+        return
+    before = bits(w)
+    packed = backend.pack(w, problem(w))
+    assert bits(w) == before
+    again = backend.unpack(packed)
+    assert bits(again) == before
+    assert again.activation == activation
+    twice = backend.pack(again, problem(w))
+    assert all(same_bits(t, packed.tensors[n]) for n, t in twice.tensors.items())
+    assert all(t.is_contiguous() for t in packed.tensors.values())
+
+
+def test_scales_that_bf16_does_not_hold_are_rounded_for_the_kernel_and_kept():
+    for kind in (ScaleType.F16, ScaleType.F32):
+        w = layer(Scheme.parse("int4_g64", kind))
+        packed = backend.pack(w, problem(w))
+        assert packed.tensors["w13.scales"].dtype == torch.bfloat16
+        assert "w13.exact_scales" in packed.tensors
+        assert bits(backend.unpack(packed)) == bits(w)
+
+
+def test_tensor_scales_that_differ_between_gate_and_up_become_blocks():
+    w = random_weights("e4m3_tensor", 2, 256, 128)
+    assert not torch.equal(w.w13.scales[:, 0], w.w13.scales[:, 1])
+    packed = backend.pack(w, problem(w))
+    assert packed.tensors["w13.scales"].shape == (2, 2, 2)
+    assert packed.tensors["w2.scales"].shape == (2, 1, 2), "the package knows one form for both matrices"
+    assert bits(backend.unpack(packed)) == bits(w)
+    w = random_weights("e4m3_tensor", 2, 256, 96)
+    with pytest.raises(Refused, match="blocks of 128 x 128 must divide"):
+        backend.pack(w, problem(w))
+
+
+def test_a_channel_scale_is_repeated_for_the_widest_group_that_fits():
+    w = layer("int4_channel", H=384, I=96)
+    packed = backend.pack(w, problem(w))
+    assert packed.tensors["w13.scales"].shape == (3, 192, 384 // 128)
+    assert packed.tensors["w2.scales"].shape == (3, 384, 96 // 32)
+    assert GROUPS[0] == 256
+
+
+REFUSED = {
+    "zero points": ({"scheme": "int4_g128_zp"}, "zero points are not computed"),
+    "activation order": ({"scheme": "int4_g128", "act_order": True}, "does not permute columns"),
+    "int8": ({"scheme": "int8_g128"}, "does not compute on int8 weights"),
+    "nvfp4": ({"scheme": "nvfp4"}, "second-level scales are not computed"),
+    "channel e4m3": ({"scheme": "e4m3_channel"}, "group size channel"),
+    "cut group": ({"scheme": "int4_g128", "I": 96}, "I = 96 is no multiple of 128"),
+    "cut block": ({"scheme": "e4m3_block128", "I": 192}, "I = 192 is no multiple of 128"),
+    "limit": ({"scheme": "mxfp4", "activation": Activation.parse("swigluoai_limit5")}, "computes swigluoai with alpha"),
+    "mixed": ({"scheme": "int4_g128", "w2_scheme": "bf16"}, "different schemes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_package_cannot_do_is_refused_before_packing(case):
+    facts, sentence = REFUSED[case]
+    found = verdict(layer(**facts))
+    assert any(sentence in r for r in found), found
+
+
+def test_other_intel_generations_and_a_missing_package_are_refused():
+    w = layer("int4_g128")
+    old = decide(problem_of(w, Device("xpu", "xe")), (ROW,), order={}).verdicts[0].refusals
+    assert any("runs on xe2, xe3" in r for r in old)
+    assert any("vllm-xpu-kernels>=0.1.16,<0.2 is not installed" in r for r in old)
+    assert "not run on hardware" in ROW.hardware
+
+
+def signed_nibbles(u8):
+    """[..., K/2] -> [..., K]: two's complement nibbles, low one first."""
+    n = torch.stack((u8 & 15, u8 >> 4), -1).flatten(-2).to(torch.int16)
+    return torch.where(n >= 8, n - 16, n).float()
+
+
+class Operators:
+    """The native operators, by their documented meaning; weights through the vendor's dequant functions."""
+
+    def __init__(self, utils):
+        self._C, self._moe_C, self._xpu_C, self.utils = self, self, self, utils
+        self.seen_ids = []
+
+    def remap_hidden_states(self, hidden_states, expert_map, rows_per_expert, topk_ids, total_experts_num, **kw):
+        self.seen_ids.append(topk_ids.clone())
+        assert int(topk_ids.min()) >= 0, "the package takes negative ids for expert 0"
+        assert int(topk_ids.max()) < total_experts_num == len(expert_map)
+        local = expert_map[topk_ids.long()]
+        place, kw_out = kw["unpermuted_row_to_permuted_row"], kw["remapped_hidden_states"]
+        place.fill_(-1)
+        kw_out.fill_(float("nan"))
+        at = 0
+        for e in range(len(rows_per_expert)):
+            for row, j in (local == e).nonzero().tolist():
+                place[row, j], kw_out[at], at = at, hidden_states[row], at + 1
+            rows_per_expert[e] = (local == e).sum()
+
+    def weight(self, b, scale, e):
+        """[N, K] f32 of expert e."""
+        if b.dtype == torch.int8:
+            w = signed_nibbles(b[e].view(torch.uint8))
+            return w * scale[e].float().repeat_interleave(w.shape[1] // scale.shape[2], dim=1)
+        if b.dtype == torch.float4_e2m1fn_x2:
+            return self.utils.dequant_wei(b[e].view(torch.uint8), scale[e], "mxfp4")
+        if b.dtype == torch.bfloat16:
+            return self.utils.dequant_wei(b[e], None, "bf16").float().t()
+        assert b.dtype == torch.float8_e4m3fn
+        recipe = {torch.uint8: "mxfp8", torch.float32: "fp8block" if scale.ndim == 3 else "fp8"}[scale.dtype]
+        return self.utils.dequant_wei(b[e], scale[e], recipe).t()
+
+    def cutlass_grouped_gemm_interface(
+        self, ptr_A, ptr_A_scale, ptr_B, ptr_B_scale, ptr_bias, ptr_D, rows_per_expert, N, K, num_experts
+    ):
+        assert ptr_A_scale is None
+        assert ptr_A.shape[1] == K
+        ptr_D.fill_(float("nan"))
+        at = 0
+        for e in range(num_experts):
+            rows = slice(at, at + int(rows_per_expert[e]))
+            y = ptr_A[rows].float() @ self.weight(ptr_B, ptr_B_scale, e).t()
+            ptr_D[rows] = (y if ptr_bias is None else y + ptr_bias[e].float()).to(ptr_D.dtype)
+            assert y.shape[1] == N
+            at = rows.stop
+
+    def moe_gather(self, output, gemm, weights, place, num_experts):
+        rows = torch.where((place < 0)[..., None], 0.0, gemm[place.long().clamp_min(0)].float())
+        output.copy_((rows.nan_to_num(nan=float("nan")) * weights[..., None]).sum(1))
+
+    def silu_and_mul(self, out, x):
+        out.copy_(apply_activation(x.float(), Activation()))
+
+    def gelu_and_mul(self, out, x):
+        out.copy_(apply_activation(x.float(), Activation(ActivationKind.GELU_AND_MUL)))
+
+    def gelu_tanh_and_mul(self, out, x):
+        out.copy_(apply_activation(x.float(), Activation(ActivationKind.GELU_TANH_AND_MUL)))
+
+    def swigluoai_and_mul(self, out, x, alpha=1.702, limit=7.0):
+        pairs = torch.cat((x[:, 0::2], x[:, 1::2]), dim=1).float()
+        out.copy_(apply_activation(pairs, Activation(ActivationKind.SWIGLUOAI, alpha, 1.0, limit)))
+
+    def relu2_no_mul(self, out, x):
+        out.copy_(apply_activation(x.float(), Activation(ActivationKind.RELU2)))
+
+
+@pytest.fixture(scope="module")
+def vendor():
+    """(its module fused_moe_interface on our operators, its module moe_utils)."""
+    folder = package_folder("vllm_xpu_kernels")
+    name = "vllm_xpu_kernels_under_test"
+    natives = [f"{name}.{n}" for n in ("_C", "_moe_C", "_xpu_C")]
+    with stand_ins(name, *natives):
+        parent = sys.modules[name]
+        parent.__path__ = [str(folder)]
+        for n in natives:
+            setattr(parent, n.rpartition(".")[2], sys.modules[n])
+        utils = load_file(folder / "moe_utils.py", f"{name}.moe_utils")
+        face = load_file(folder / "fused_moe_interface.py", f"{name}.fused_moe_interface")
+    ops = Operators(utils)
+    plain = torch
+
+    class Torch(ModuleType):
+        def __getattr__(self, attribute):
+            return getattr(plain, attribute)
+
+    face.torch = Torch("torch")
+    face.torch.ops = ops
+    assert face.FUSEDMOE_AVAILABLE
+    return SimpleNamespace(face=face, utils=utils, ops=ops)
+
+
+def test_signed_nibbles_are_what_the_vendors_own_conversion_makes(vendor):
+    w = layer("int4_g64")
+    packed = backend.pack(w, problem(w))
+    for name, q in (("w13", w.w13), ("w2", w.w2)):
+        assert torch.equal(packed.tensors[f"{name}.codes"], vendor.face.implement_zp(q.codes))
+
+
+DEQUANT = {"mxfp4": "mxfp4", "mxfp8": "mxfp8", "e4m3_block128": "fp8block", "e4m3_tensor": "fp8", "bf16": "bf16"}
+
+
+@pytest.mark.parametrize("scheme", DEQUANT)
+def test_the_vendors_dequantization_reads_our_layout(vendor, scheme):
+    w = layer(scheme)
+    packed = backend.pack(w, problem(w))
+    for name, q in (("w13", w.w13), ("w2", w.w2)):
+        codes, scales = packed.tensors[f"{name}.codes"], packed.tensors.get(f"{name}.scales")
+        for e in range(3):
+            got = vendor.utils.dequant_wei(codes[e], None if scales is None else scales[e], DEQUANT[scheme]).float()
+            want = q.dequantize()[e]
+            assert torch.equal(got if scheme == "mxfp4" else got.t(), want)
+
+
+@pytest.mark.parametrize("activation", KINDS, ids=lambda a: a.name)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_layer_through_the_vendors_class(vendor, scheme, activation):
+    w = layer(scheme, bias=True, activation=activation, seed=3)
+    if verdict(w):
+        pytest.skip("; ".join(verdict(w)))
+    packed = backend.pack(w, problem(w))
+    kept = {n: t.clone() for n, t in packed.tensors.items()}
+    x, ids, weights = random_inputs(9, 256, 3, 2, dtype=torch.bfloat16)
+    ids[4], ids[5, 1] = -1, -1
+    want = reference(w, x, ids, weights)
+    for _ in range(2):  # a second build from the same packed tensors is the same layer
+        run = backend.XpuExperts(packed, vendor.face, torch.device("cpu"))
+        out = torch.full_like(x, float("nan"))
+        assert run(x, ids, weights, out=out) is out
+        assert relative_error(out, want) < 1e-2
+        assert not out[4].any()
+    for n, t in packed.tensors.items():
+        assert t.dtype == kept[n].dtype
+        assert same_bits(t, kept[n]), f"{n} was changed by the package"
+
+
+@pytest.mark.parametrize("k", [1, 3, 5, 17])
+def test_any_number_of_routes(vendor, k):
+    w = layer("int4_g64", E=20)
+    run = backend.XpuExperts(backend.pack(w, problem(w)), vendor.face, torch.device("cpu"))
+    x, ids, weights = random_inputs(4, 256, 20, k, dtype=torch.bfloat16)
+    assert relative_error(run(x, ids, weights), reference(w, x, ids, weights)) < 1e-2
+
+
+def test_router_weight_on_the_input(vendor):
+    w = layer("mxfp4", bias=True, activation=Activation.parse("swigluoai"))
+    run = backend.XpuExperts(backend.pack(w, problem(w)), vendor.face, torch.device("cpu"))
+    x, ids, weights = random_inputs(4, 256, 3, 1, dtype=torch.bfloat16)
+    weights = weights * 0.5
+    want = reference(w, x, ids, weights, router_weight_on_input=True)
+    assert relative_error(run(x, ids, weights, router_weight_on_input=True), want) < 1e-2
+    assert relative_error(run(x, ids, weights), want) > 5e-2
+
+
+def test_missing_native_parts_are_an_import_error_with_the_packages_reason(monkeypatch):
+    broken = ModuleType("vllm_xpu_kernels.fused_moe_interface")
+    broken.FUSEDMOE_AVAILABLE, broken.FUSEDMOE_UNAVAILABLE_REASON = False, "libsycl.so.9: cannot open"
+    monkeypatch.setitem(sys.modules, "vllm_xpu_kernels", ModuleType("vllm_xpu_kernels"))
+    monkeypatch.setitem(sys.modules, "vllm_xpu_kernels.fused_moe_interface", broken)
+    w = layer("int4_g64")
+    packed = backend.pack(w, problem(w))
+    with pytest.raises(ImportError, match="libsycl"):
+        backend.experts(packed, problem(w))
+    stale = replace(packed, meta={**packed.meta, "layout_version": 0})
+    with pytest.raises(Refused, match="layout version 0, want 1"):
+        backend.experts(stale, problem(w))
+
+
+def test_only_what_the_row_claims_is_packed():
+    w = random_weights("e4m3_channel", 1, 64, 64)
+    with pytest.raises(Refused, match="no layout for e4m3_channel"):
+        backend.pack(w, problem(w))
+    assert {x.element for x in ROW.schemes} == {Element.INT4, Element.E2M1, Element.E4M3, Element.BF16}

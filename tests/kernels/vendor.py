@@ -1,0 +1,55 @@
+"""Python sources of kernel packages, for tests that compare with the package's own functions on a CPU.
+
+A package counts as there when it is installed, or when EXPERTD_TEST_WHEELS names a folder with unpacked wheels (each in
+a folder of its own, or all in one).  Nothing is imported as the package itself: its native parts are not needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def package_folder(name: str) -> Path:
+    """The folder of package `name`; skips the test with a sentence where there is none."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    root = os.environ.get("EXPERTD_TEST_WHEELS")
+    found = [*Path(root).glob(name), *Path(root).glob(f"*/{name}")] if root else []
+    if not found:
+        pytest.skip(f"package {name} is neither installed nor unpacked below EXPERTD_TEST_WHEELS")
+    return found[0]
+
+
+@contextmanager
+def stand_ins(*names: str):
+    """Empty modules under these names while something is imported; what was there comes back."""
+    before = {name: sys.modules.get(name) for name in names}
+    for name in names:
+        sys.modules[name] = ModuleType(name)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
+
+
+def load_file(path: Path, name: str) -> ModuleType:
+    """The module in `path` under `name`, which stays in sys.modules for what imports it relatively."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
