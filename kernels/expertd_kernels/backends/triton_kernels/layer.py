@@ -215,11 +215,12 @@ class TritonExperts:
         if x.dtype != torch.bfloat16 or x.stride(1) != 1:
             shapes["x"] = ((M, self.hidden_size), torch.bfloat16)
         if not plan.direct:
-            chunks = -(-R // route.chunk_routes(R))
+            chunks = -(-R // route.CHUNK)
             bins = route.expert_bins(self.num_experts)
             shapes["slots"] = ((R,), torch.int32)
             shapes["blocks"] = ((route.block_bound(R, self.num_experts, plan.bm), 4), torch.int32)
             shapes["counts"] = ((chunks, bins), torch.int32)
+            shapes["totals"] = ((bins,), torch.int32)
             shapes["base"] = ((chunks, bins), torch.int32)
         if self.rounded:
             for name, rows, m in (("xq", M, self.w13), ("hq", R, self.w2)):
@@ -230,29 +231,38 @@ class TritonExperts:
         return shapes
 
     def _route(self, call: _Call) -> None:
-        R, plan, parts = call.ids.numel(), call.plan, call.scratch
-        C = route.chunk_routes(R)
+        R, parts = call.ids.numel(), call.scratch
         chunks, bins = parts["counts"].shape
-        fused = chunks <= route.FUSED_CHUNKS
-        sizes = {"E": self.num_experts, "EP": bins, "C": C}
+        fused = R <= route.FUSED_ROUTES
+        sizes = {"E": self.num_experts, "EP": bins, "C": route.CHUNK}
         if not fused:
             self._launch(route.count, (chunks,), call.ids, parts["counts"], R, **sizes, num_warps=4)
+            self._launch(
+                route.scan,
+                (bins // route.SCAN_EXPERTS,),
+                parts["counts"],
+                parts["totals"],
+                chunks,
+                EP=bins,
+                BE=route.SCAN_EXPERTS,
+                BC=route.SCAN_CHUNKS,
+                num_warps=4,
+            )
+        every = max(route.CHUNK, triton.next_power_of_2(R)) if fused else 0
         self._launch(
             route.place,
             (chunks,),
             call.ids,
             parts["counts"],
+            parts["totals"],
             parts["base"],
             parts["slots"],
             parts["blocks"],
             R,
-            chunks,
             parts["blocks"].shape[0],
             **sizes,
-            BM=plan.bm,
-            FUSED=fused,
-            TILE=16 if bins <= 256 else 4,
-            SUB=min(C, 128),
+            BM=call.plan.bm,
+            ALL=every,
             PDL=self.pdl,
             num_warps=4,
         )

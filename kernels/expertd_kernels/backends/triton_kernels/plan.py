@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from expertd_kernels.backends.triton_kernels.layout import FLOAT, Layout
+from expertd_kernels.backends.triton_kernels.layout import ELEM, FLOAT, Layout
+from expertd_kernels.scheme import Element
 
 __all__ = ["Facts", "Plan", "Tile", "fit", "make_plan", "stage_bytes"]
 
 INFINITE = float("inf")
+E2M1 = ELEM[Element.E2M1]
 
 
 @dataclass(frozen=True)
@@ -54,28 +56,43 @@ class Facts:
     narrowest: int = 8
 
 
-# Rows an expert up to which a line holds -> (rows a block, tile of GEMM 1, tile of GEMM 2), by bits of a code.  Found
-# with bench/triton_tune on an H200 (Qwen3-30B-A3B, gpt-oss-120b); `fit` cuts the tiles to other layouts and devices.
-_FOUR = (
-    (4, 8, Tile(64, 64, 4, 3, 1, True), Tile(64, 64, 4, 3, 1, True)),
-    (12, 16, Tile(64, 64, 4, 3, 1, True), Tile(64, 64, 4, 3, 1, True)),
+# Rows an expert up to which a line holds, rows a block, tile of GEMM 1, tile of GEMM 2.  Found with bench/triton_tune
+# on an H200 (Qwen3-30B-A3B, gpt-oss-120b); `fit` cuts the tiles to other layouts and devices.
+_INT4 = (
+    (5, 8, Tile(64, 64, 4, 3, 1, True), Tile(128, 64, 4, 3, 1, True)),
+    (12, 16, Tile(64, 64, 4, 3, 1, True), Tile(128, 64, 4, 3, 1, True)),
     (24, 32, Tile(64, 32, 4, 3, 1, True), Tile(64, 32, 4, 3, 1, True)),
-    (96, 64, Tile(64, 32, 4, 3, 1, True), Tile(64, 32, 4, 2, 1, True)),
+    (96, 64, Tile(128, 32, 4, 3, 1, True), Tile(128, 32, 4, 2, 1, True)),
     (INFINITE, 128, Tile(64, 32, 4, 3, 4, True), Tile(128, 32, 8, 2, 4, True)),
 )
+_E2M1 = (
+    (5, 8, Tile(128, 64, 4, 3), Tile(128, 64, 4, 3)),
+    (12, 16, Tile(128, 64, 4, 3), Tile(128, 64, 4, 3)),
+    (24, 32, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3)),
+    (96, 64, Tile(64, 32, 4, 3), Tile(128, 32, 4, 2)),
+    (INFINITE, 128, Tile(64, 32, 4, 3, 4), Tile(128, 32, 8, 2, 4)),
+)
 _EIGHT = (
-    (4, 8, Tile(64, 64, 4, 3), Tile(32, 64, 2, 3)),
+    (5, 8, Tile(64, 64, 4, 3), Tile(32, 64, 2, 3)),
     (12, 16, Tile(64, 64, 4, 3), Tile(32, 64, 2, 3)),
-    (24, 32, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    (96, 64, Tile(64, 64, 4, 3, 1, True), Tile(64, 64, 4, 3, 1, True)),
-    (256, 128, Tile(64, 32, 4, 3, 4, True), Tile(64, 32, 4, 3, 4, True)),
+    (24, 32, Tile(64, 64, 4, 3, 1, True), Tile(64, 64, 4, 3, 1, True)),
+    (96, 64, Tile(64, 64, 4, 4, 1, True), Tile(128, 64, 8, 3, 1, True)),
+    (256, 128, Tile(64, 32, 4, 3, 4, True), Tile(128, 32, 4, 3, 4, True)),
     (INFINITE, 128, Tile(128, 64, 8, 3, 4, True), Tile(256, 32, 8, 3, 4, True)),
 )
-_SIXTEEN = (
-    (4, 8, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
-    (12, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+_EIGHT_F32 = (
+    (5, 8, Tile(32, 64, 2, 3), Tile(32, 64, 2, 3)),
+    (12, 16, Tile(64, 64, 4, 3), Tile(32, 64, 2, 3)),
+    (24, 32, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (256, 64, Tile(64, 64, 4, 3, 4), Tile(64, 64, 4, 3, 4)),
+    (INFINITE, 128, Tile(128, 64, 8, 3, 4, True), Tile(256, 32, 8, 3, 4, True)),
+)
+_FLOAT = (
+    (5, 16, Tile(32, 128, 2, 3), Tile(64, 128, 4, 3)),
+    (12, 16, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
     (24, 32, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
     (96, 64, Tile(64, 64, 4, 3), Tile(128, 64, 8, 4)),
+    (256, 128, Tile(128, 64, 8, 4, 4), Tile(128, 64, 8, 3, 4)),
     (INFINITE, 128, Tile(128, 64, 8, 3, 4), Tile(128, 64, 8, 3, 4)),
 )
 _ROUNDED = (
@@ -90,9 +107,14 @@ _ODD = Tile(32, 16, 4, 1, 1, True)
 
 
 def _lines(lay: Layout, rounded: bool) -> tuple[tuple[float, int, Tile, Tile], ...]:
+    """The table for a layout: by bits of a code, and by what its scales cost."""
     if rounded:
         return _ROUNDED
-    return {1: _SIXTEEN, 2: _EIGHT, 4: _FOUR}[lay.p]
+    if lay.elem == FLOAT:
+        return _FLOAT
+    if lay.p == 2:
+        return _EIGHT_F32 if lay.group > 0 and lay.fold != 1 else _EIGHT
+    return _E2M1 if lay.elem == E2M1 else _INT4
 
 
 def stage_bytes(tile: Tile, bm: int, lay: Layout, segments: int, rounded: bool) -> int:

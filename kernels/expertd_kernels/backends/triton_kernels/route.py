@@ -6,9 +6,10 @@ Route r = token * k + j.  `slots` lists the routes expert by expert, in ascendin
 counting sort); a *block* is at most BM neighbouring entries of one expert.  The number of blocks is data, so grids use
 `block_bound`, and blocks beyond the last hold expert -1.  Routes to -1 appear nowhere.
 
-Two launches, or one where few chunks of routes let every program count them all itself:
-    count   chunk of routes  -> histogram over experts
-    place   chunk of routes  -> its routes' places in `slots`; and a share of the block table
+    few routes    place                     every program counts all routes itself
+    many          count -> scan -> place    histogram of each chunk; sums over the chunks before; places
+
+Each program of place takes a chunk of CHUNK routes, and a share of the block table.
 """
 
 from __future__ import annotations
@@ -17,69 +18,52 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-__all__ = ["block_bound", "chunk_routes", "expert_bins"]
+__all__ = ["CHUNK", "FUSED_ROUTES", "block_bound", "expert_bins"]
 
-FUSED_CHUNKS = 8
+CHUNK = 128
+FUSED_ROUTES = 1024
+SCAN_EXPERTS = 16
+SCAN_CHUNKS = 64
 
 
 @triton.jit
-def chunk_histogram(ids_ptr, chunk, n_routes, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr):
-    """[EP] int32 routes of the chunk to each expert; bin E takes those to nowhere and beyond the end."""
+def known(ids, E: tl.constexpr):
+    """Ids as histogram bins: bin E takes those to nowhere."""
+    return tl.where((ids >= 0) & (ids < E), ids, E)
+
+
+@triton.jit
+def count(ids_ptr, counts_ptr, n_routes, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr):
+    """counts [chunks, EP] int32: routes of each chunk to each expert."""
+    chunk = tl.program_id(0)
     r = chunk * C + tl.arange(0, C)
     ids = tl.load(ids_ptr + r, mask=r < n_routes, other=-1)
-    return tl.histogram(tl.where((ids >= 0) & (ids < E), ids, E), EP)
-
-
-@triton.jit(do_not_specialize=["n_routes"])
-def count(ids_ptr, counts_ptr, n_routes, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr):
-    """counts [chunks, EP] int32."""
-    chunk = tl.program_id(0)
-    tl.store(counts_ptr + chunk * EP + tl.arange(0, EP), chunk_histogram(ids_ptr, chunk, n_routes, E, EP, C))
+    tl.store(counts_ptr + chunk * EP + tl.arange(0, EP), tl.histogram(known(ids, E), EP))
 
 
 @triton.jit
-def sum_chunks(ids_ptr, counts_ptr, chunk, n_chunks, n_routes, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr,
-               FUSED: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """([EP] routes of all chunks, [EP] routes of the chunks before `chunk`)."""
-    total = tl.zeros([EP], tl.int32)
-    before = tl.zeros([EP], tl.int32)
-    if FUSED:
-        for c in range(n_chunks):
-            h = chunk_histogram(ids_ptr, c, n_routes, E, EP, C)
-            total += h
-            before += tl.where(c < chunk, h, 0)
-    else:
-        for c0 in range(0, n_chunks, TILE):
-            c = c0 + tl.arange(0, TILE)
-            ptrs = counts_ptr + c[:, None] * EP + tl.arange(0, EP)[None, :]
-            h = tl.load(ptrs, mask=(c < n_chunks)[:, None], other=0)
-            total += tl.sum(h, 0)
-            before += tl.sum(tl.where((c < chunk)[:, None], h, 0), 0)
-    return total, before
+def scan(counts_ptr, totals_ptr, n_chunks, EP: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr):
+    """counts [chunks, EP] -> sums over the chunks before, in place; totals [EP].  Program: BE experts."""
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    before = tl.zeros([BE], tl.int32)
+    for c0 in range(0, n_chunks, BC):
+        c = c0 + tl.arange(0, BC)
+        ptrs = counts_ptr + c[:, None] * EP + e[None, :]
+        mask = (c < n_chunks)[:, None]
+        h = tl.load(ptrs, mask=mask, other=0)
+        tl.store(ptrs, tl.cumsum(h, 0) - h + before[None, :], mask=mask)
+        before += tl.sum(h, 0)
+    tl.store(totals_ptr + e, before)
 
 
-@triton.jit(do_not_specialize=["n_routes", "n_chunks", "n_blocks"])
-def place(
-    ids_ptr, counts_ptr, base_ptr, slots_ptr, blocks_ptr, n_routes, n_chunks, n_blocks,
-    E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, FUSED: tl.constexpr, TILE: tl.constexpr,
-    SUB: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """base [programs, EP] int32 scratch; slots [routes] int32; blocks [n_blocks, 4] int32 (expert, first, rows, -)."""
-    if PDL:
-        gdc_launch_dependents()
-    chunk = tl.program_id(0)
-    n_programs = tl.num_programs(0)
-    experts = tl.arange(0, EP)
-    total, before = sum_chunks(ids_ptr, counts_ptr, chunk, n_chunks, n_routes, E, EP, C, FUSED, TILE)
-    total = tl.where(experts < E, total, 0)
-    start = tl.cumsum(total, 0) - total
+@triton.jit
+def write_blocks(blocks_ptr, experts, total, start, n_blocks, BM: tl.constexpr, C: tl.constexpr):
+    """This program's share of the block table: block i of every expert at once, and the blocks beyond the last."""
+    program, n_programs = tl.program_id(0), tl.num_programs(0)
     blocks = (total + BM - 1) // BM
-    first_block = tl.cumsum(blocks, 0) - blocks
-    tl.store(base_ptr + chunk * EP + experts, start + before)
-
-    # block i of every expert at once; programs take turns
-    for i in range(chunk, tl.max(blocks, 0), n_programs):
-        at = blocks_ptr + (first_block + i) * 4
+    end = tl.cumsum(blocks, 0)
+    for i in range(program, tl.max(blocks, 0), n_programs):
+        at = blocks_ptr + (end - blocks + i) * 4
         mask = i < blocks
         tl.store(at, experts, mask=mask)
         tl.store(at + 1, start + i * BM, mask=mask)
@@ -87,36 +71,50 @@ def place(
     share = (n_blocks + n_programs - 1) // n_programs
     n_used = tl.sum(blocks, 0)
     for i in range(0, share, C):
-        b = chunk * share + i + tl.arange(0, C)
-        inside = (i + tl.arange(0, C) < share) & (b < n_blocks)
-        tl.store(blocks_ptr + b * 4, tl.full([C], -1, tl.int32), mask=inside & (b >= n_used))
+        b = program * share + i + tl.arange(0, C)
+        beyond = (i + tl.arange(0, C) < share) & (b < n_blocks) & (b >= n_used)
+        tl.store(blocks_ptr + b * 4, tl.full([C], -1, tl.int32), mask=beyond)
 
+
+@triton.jit(do_not_specialize=["n_routes", "n_blocks"])
+def place(
+    ids_ptr, counts_ptr, totals_ptr, base_ptr, slots_ptr, blocks_ptr, n_routes, n_blocks,
+    E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """slots [routes] int32; blocks [n_blocks, 4] int32 (expert, first, rows, -); base [chunks, EP] int32 is scratch.
+    ALL > 0: no counts and totals yet, ALL is a power of two of at least n_routes."""
+    if PDL:
+        gdc_launch_dependents()
+    chunk = tl.program_id(0)
+    experts = tl.arange(0, EP)
+    r = chunk * C + tl.arange(0, C)
+    ids = tl.load(ids_ptr + r, mask=r < n_routes, other=-1)
+    if ALL > 0:
+        every = tl.arange(0, ALL)
+        bins = known(tl.load(ids_ptr + every, mask=every < n_routes, other=-1), E)
+        total = tl.histogram(bins, EP)
+        before = tl.histogram(tl.where(every < chunk * C, bins, E), EP)
+    else:
+        total = tl.load(totals_ptr + experts)
+        before = tl.load(counts_ptr + chunk * EP + experts)
+    total = tl.where(experts < E, total, 0)
+    start = tl.cumsum(total, 0) - total
+    tl.store(base_ptr + chunk * EP + experts, start + before)
+    write_blocks(blocks_ptr, experts, total, start, n_blocks, BM, C)
+    # the same ids along the other axis; those of the chunk before r decide r's rank
+    others = tl.load(ids_ptr + r, mask=r < n_routes, other=-1)
+    earlier = (others[None, :] == ids[:, None]) & (r[None, :] < r[:, None])
+    rank = tl.sum(earlier.to(tl.int32), 1)
+    here = (ids >= 0) & (ids < E)
     tl.debug_barrier()  # base is read back by other lanes
-    for i in range(0, C, SUB):
-        r = chunk * C + i + tl.arange(0, SUB)
-        ids = tl.load(ids_ptr + r, mask=r < n_routes, other=-1)
-        rank = tl.zeros([SUB], tl.int32)
-        for k in range(0, i + SUB, SUB):
-            o = chunk * C + k + tl.arange(0, SUB)
-            others = tl.load(ids_ptr + o, mask=o < n_routes, other=-1)
-            earlier = (others[None, :] == ids[:, None]) & (o[None, :] < r[:, None])
-            rank += tl.sum(earlier.to(tl.int32), 1)
-        here = (ids >= 0) & (ids < E)
-        to = tl.load(base_ptr + chunk * EP + ids, mask=here, other=0) + rank
-        tl.store(slots_ptr + to, r, mask=here)
+    to = tl.load(base_ptr + chunk * EP + ids, mask=here, other=0) + rank
+    tl.store(slots_ptr + to, r, mask=here)
 
 
 def block_bound(routes: int, experts: int, bm: int) -> int:
     """Most blocks that any routing makes: sum of ceil(rows / bm) over the experts hit."""
     hit = min(routes, experts)
     return hit + (routes - hit) // bm
-
-
-def chunk_routes(routes: int) -> int:
-    """Routes a program places."""
-    if routes <= 128 * FUSED_CHUNKS:
-        return 128
-    return 256 if routes <= 8192 else 512
 
 
 def expert_bins(experts: int) -> int:
