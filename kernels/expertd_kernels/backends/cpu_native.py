@@ -147,12 +147,12 @@ def _open(path: Path) -> C.CDLL:
 
 @cache
 def library() -> C.CDLL:
-    """The loaded shared object: $EXPERTD_CPU_LIBRARY, else the one beside the sources.  KernelMissingError says why
-    there is none."""
+    """The loaded shared object: $EXPERTD_CPU_LIBRARY, else the one beside the sources, which must have been built from
+    them.  KernelMissingError says why there is none."""
     path = os.environ.get("EXPERTD_CPU_LIBRARY")
     lib = _open(Path(path) if path else source.HERE / source.LIBRARY)
     built, here = lib.expertd_cpu_sources().decode(), source.sources_hash()
-    if lib.expertd_cpu_abi() != ABI or built != here:
+    if lib.expertd_cpu_abi() != ABI or (path is None and built != here):
         raise KernelMissingError(
             f"cpu kernel: the library was built from sources {built} (ABI {lib.expertd_cpu_abi()}), the sources here"
             f" are {here} (ABI {ABI}); {REMEDY}"

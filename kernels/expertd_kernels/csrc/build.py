@@ -23,7 +23,9 @@ __all__ = ["LIBRARY", "BuildError", "build", "find_compiler", "is_current", "sou
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libexpertd_cpu.so"
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi"]
+CACHE = ".objects"
+"""Folder of compiled sources, so that a change of one file compiles one file.  May be deleted at any time."""
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi"]
 SANITIZE = ["-std=c++17", "-O1", "-g", "-fPIC", "-pthread", "-Wno-psabi", "-fno-omit-frame-pointer"]
 COMMON = ["layout", "pool", "pack", "layer", "context", "repack", "level_portable"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-Wno-maybe-uninitialized"]
@@ -83,16 +85,11 @@ def build(out: Path | None = None, *, sanitize: str = "", driver: bool = False, 
         return out
     compiler = find_compiler()
     flags = [*SANITIZE, f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"] if sanitize else [*FLAGS]
-    flags.append(f'-DEXPERTD_SOURCES="{sources_hash()}"')
     units = _units() | ({"driver": []} if driver else {})
-    with tempfile.TemporaryDirectory() as folder:
-        objects = [Path(folder) / f"{name}.o" for name in units]
-        commands = [
-            [compiler, *flags, *extra, "-c", str(HERE / f"{name}.cpp"), "-o", str(obj)]
-            for (name, extra), obj in zip(units.items(), objects, strict=True)
-        ]
-        with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
-            list(pool.map(_run, commands))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
+        objects = list(
+            pool.map(lambda unit: _compile(compiler, unit[0], [*flags, *unit[1]], Path(folder)), units.items())
+        )
         made = Path(folder) / out.name
         link = [compiler, *flags, *([] if driver else ["-shared"]), *map(str, objects), "-o", str(made)]
         try:  # without the compiler's own libraries, the result also runs where they are older
@@ -100,11 +97,36 @@ def build(out: Path | None = None, *, sanitize: str = "", driver: bool = False, 
         except BuildError:
             _run(link)
         out.parent.mkdir(parents=True, exist_ok=True)
-        staged = out.with_name(f".{out.name}.{os.getpid()}")
-        shutil.copyfile(made, staged)
-        shutil.copymode(made, staged)
-        os.replace(staged, out)
+        _move(made, out)
     return out
+
+
+def _compile(compiler: str, name: str, flags: list[str], folder: Path) -> Path:
+    """The object of one source: from the cache where its source, the headers and the flags are as they were."""
+    source = HERE / f"{name}.cpp"
+    if name == "context":  # it tells what the library was built from
+        flags = [*flags, f'-DEXPERTD_SOURCES="{sources_hash()}"']
+    digest = hashlib.sha256("\0".join([compiler, *flags]).encode() + source.read_bytes())
+    for header in sorted(HERE.glob("*.h")):
+        digest.update(header.read_bytes())
+    made, kept = folder / f"{name}.o", HERE / CACHE / f"{name}-{digest.hexdigest()[:16]}.o"
+    if kept.exists():
+        return kept
+    _run([compiler, *flags, "-c", str(source), "-o", str(made)])
+    try:
+        kept.parent.mkdir(exist_ok=True)
+        _move(made, kept)
+    except OSError:  # sources that we may not write to: no cache
+        return made
+    return kept
+
+
+def _move(made: Path, place: Path) -> None:
+    """Puts a finished file in its place in one step, also across file systems."""
+    staged = place.with_name(f".{place.name}.{os.getpid()}")
+    shutil.copyfile(made, staged)
+    shutil.copymode(made, staged)
+    os.replace(staged, place)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -71,10 +71,15 @@ void prepare(const Geometry& g, const uint8_t* block, float global, float* scale
   }
   if (!g.spec.zeros) return;
   const uint8_t* z = block + size_t(g.groups) * g.lanes * g.scale_bytes;
-  const bool is_signed = element == EXPERTD_INT8;
-  for (int i = 0; i < n; i++) {
-    const uint8_t code = z[g.lanes == kRows ? i : i / kRows];
-    minus_zeros[i] = is_signed ? -float(int8_t(code)) : -float(code);
+  for (int i = 0; i < n; i += V::W) {
+    if (g.lanes != kRows) {
+      const int code = z[i / kRows];
+      V::storef(minus_zeros + i, V::bcastf(-float(element == EXPERTD_INT8 ? int8_t(code) : code)));
+      continue;
+    }
+    typename V::I code = V::load_u8(z + i);
+    if (element == EXPERTD_INT8) code = V::template sra<24>(V::template sll<24>(code));
+    V::storef(minus_zeros + i, V::sub(V::bcastf(0.0f), V::cvt(code)));
   }
 }
 
@@ -105,10 +110,10 @@ void tiles(const BlockArgs& a, const Slice& s) {
 }
 
 // Rows from which on codes are decoded once into the cache instead of once a tile; 0 = never. Only e2m1 takes so many operations that
-// it pays.
+// it pays, and only where vectors are 8 wide (not measured elsewhere).
 template <class V, int EL, bool F32>
 constexpr int panel_rows() {
-  return EL == EXPERTD_E2M1 && !F32 ? V::kTile1 + 1 : 0;
+  return EL == EXPERTD_E2M1 && !F32 && V::W == 8 ? V::kTile1 + 1 : 0;
 }
 
 // One block, many rows: some pieces at a time are decoded into the first-level cache and meet all rows there.
@@ -135,10 +140,17 @@ void gemm_panel(const BlockArgs& a, int block) {
   flush(0, 0);
 }
 
+// Rows of a tile over two blocks; 0 = one block at a time. e2m1 takes many registers to decode: two blocks at once only for one row,
+// where vectors are 8 wide. Integral codes as f32 are for exactness, not for speed: fewer tiles to compile.
+template <class V, int EL, bool F32>
+constexpr int tile2_rows() {
+  if (F32) return is_integral(EL) ? 0 : V::kTile2F;
+  return EL == EXPERTD_E2M1 && V::W == 8 ? 1 : V::kTile2;
+}
+
 template <class V, int EL, bool F32>
 void gemm_element(const BlockArgs& a) {
-  // e2m1 takes many registers to decode: two blocks at once only for one row, where vectors are 8 wide.
-  constexpr int kTile2 = F32 ? V::kTile2F : EL == EXPERTD_E2M1 && V::kTile2 < V::kTile1 ? 1 : V::kTile2;
+  constexpr int kTile2 = tile2_rows<V, EL, F32>();
   const Geometry& g = *a.g;
   const uint8_t* codes = a.block + g.header_bytes;
   if constexpr (panel_rows<V, EL, F32>() > 0) {
@@ -147,11 +159,12 @@ void gemm_element(const BlockArgs& a) {
       return;
     }
   }
-  if (a.nb == 2 && (a.n <= kTile2 || kTile2 == V::kTile1)) {
-    if constexpr (kTile2 > 0) tiles<V, EL, F32, 2, kTile2>(a, Slice{0, 0, g.kp, 0, 0, codes, g.block_bytes});
-  } else {
-    for (int b = 0; b < a.nb; b++) tiles<V, EL, F32, 1, V::kTile1>(a, Slice{b, 0, g.kp, 0, 0, codes + b * g.block_bytes, 0});
+  if constexpr (kTile2 > 0) {
+    if (a.nb == 2 && (a.n <= kTile2 || kTile2 > V::kTile1)) {
+      return tiles<V, EL, F32, 2, kTile2>(a, Slice{0, 0, g.kp, 0, 0, codes, g.block_bytes});
+    }
   }
+  for (int b = 0; b < a.nb; b++) tiles<V, EL, F32, 1, V::kTile1>(a, Slice{b, 0, g.kp, 0, 0, codes + b * g.block_bytes, 0});
 }
 
 template <class V>

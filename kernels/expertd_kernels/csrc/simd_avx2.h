@@ -8,6 +8,7 @@ namespace expertd {
 
 struct Avx2 {
   static constexpr bool kRegister = true;  // a vector fits a register
+  // Rows of activations in a tile: of one block; of two blocks with integers, with f32. Sums must fit the registers.
   static constexpr int W = 8, kTile1 = 6, kTile2 = 3, kTile2F = 2, kChains = 1, kAhead = 2048;
   using I = __m256i;
   using F = __m256;

@@ -8,7 +8,7 @@ namespace expertd {
 
 struct Avx512 {
   static constexpr bool kRegister = true;  // a vector fits a register
-  static constexpr int W = 16, kTile1 = 12, kTile2 = 12, kTile2F = 12, kChains = 8, kAhead = 4096;
+  static constexpr int W = 16, kTile1 = 4, kTile2 = 12, kTile2F = 12, kChains = 8, kAhead = 4096;
   using I = __m512i;
   using F = __m512;
 
