@@ -29,9 +29,9 @@ class Grouped:
     row_counts: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForwardResult:
-    """The answer to one forward.
+    """The answer to one forward; the caller's own: `answer.output += shared_experts(x)` is fine.
 
     output            [M, H] in the dtype that was asked for, of the kind (numpy or torch, device) of hidden_states: the
                       sum over the routes that this server computed, times their weights; None where a digest was
