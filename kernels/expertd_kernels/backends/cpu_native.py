@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes as C
 import mmap
 import os
+import weakref
 from functools import cache
 from pathlib import Path
 
@@ -208,12 +209,9 @@ class Context:
                 f" here: {', '.join(levels())}"
             )
         self.handle = handle
+        weakref.finalize(self, library().expertd_cpu_destroy, handle)
         self.threads = threads
         self.level: str = library().expertd_cpu_level(handle).decode()
-
-    def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            library().expertd_cpu_destroy(self.handle)
 
     def check(self, error: int, what: str) -> None:
         """Raises for an error code of the library."""
