@@ -60,7 +60,7 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 SERVES = [c for c in commands() if c.startswith("expertd serve")]
 CALLS = [c for c in commands() if ADDRESS in c]
-LOCAL = [c for c in commands() if c.startswith("expertd explain")]
+LOCAL = [c for c in commands() if c.startswith(("expertd explain", "expertd verify", "expertd quantize"))]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def address():
 def test_the_readme_has_what_these_tests_run():
     assert len(SERVES) == 2
     assert len(CALLS) == 3
-    assert len(LOCAL) == 1
+    assert len(LOCAL) == 3
     assert len(blocks("python")) == 2
     known = ("make ", "expertd ", "expertctl ", "buf curl", ". .venv")
     assert all(c.startswith(known) for c in commands()), commands()
@@ -81,10 +81,11 @@ def test_the_readme_has_what_these_tests_run():
 
 
 @pytest.mark.parametrize("command", LOCAL + CALLS)
-def test_command(command, address):
+def test_command(command, address, tmp_path):
     if command.startswith("buf") and shutil.which("buf", path=ENVIRONMENT["PATH"]) is None:
         pytest.skip("buf is not installed: make test installs it where npm is")
-    words = [w.replace(ADDRESS, address) for w in shlex.split(command)]
+    command = command.replace(ADDRESS, address).replace("build/int4", str(tmp_path / "int4"))
+    words = shlex.split(command)
     done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip()
