@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # torch and grpc take a second to import: only now, when the options are known to be good.
     import asyncio
+    import faulthandler
+    import signal
 
     from rich.console import Console
 
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from expertd_server.server import serve
 
     tune_allocator()
+    faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints every thread's stack: what a server that hangs is doing
     try:
         return asyncio.run(serve(config, Console(width=None if sys.stdout.isatty() else 120)))
     except BootError as e:
