@@ -138,11 +138,11 @@ def test_the_library_and_torch_repack_alike() -> None:
     for rows, cols in ((8, 1), (16, 16), (40, 33), (64, 50), (8, 128)):
         words = torch.randint(-(2**31), 2**31, (rows, cols), generator=g, dtype=torch.int32)
         flip = -0x7F7F7F80
-        assert torch.equal(repack.transpose_rows(words, flip), (words ^ flip).t())
+        assert torch.equal(repack.transpose_rows(words, flip).read(), (words ^ flip).t())
         for width in (4, 8):
             columns = torch.randperm(rows * 32 // width, generator=g).int()
             want = (bits.gather_fields(words, columns, width) ^ flip).t()
-            assert torch.equal(repack.gather_rows(words, columns, width, flip), want)
+            assert torch.equal(repack.gather_rows(words, columns, width, flip).read(), want)
         turned = bits.transpose_packed_rows(words)
         want = torch.stack([turned[:, ORDER.index(i)] for i in range(8)], 1).permute(2, 1, 0).flatten(0, 1)
-        assert torch.equal(repack.transpose_columns(words, ORDER), want)
+        assert torch.equal(repack.transpose_columns(words, ORDER).read(), want)

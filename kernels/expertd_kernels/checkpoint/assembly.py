@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from expertd_kernels.checkpoint.fit import convert, join_halves, split, split_la
 from expertd_kernels.checkpoint.memory import empty
 from expertd_kernels.checkpoint.plan import LayerPlan, MatrixPlan, Piece
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part
+from expertd_kernels.checkpoint.repack import Repacked
 from expertd_kernels.checkpoint.tensors import Stored
 from expertd_kernels.scheme import ScaleType
 
@@ -77,7 +79,7 @@ def _parts(plan: LayerPlan, expert: int) -> list[tuple[Part, Layout]]:
 
 def _read(piece: Piece) -> Part:
     """The part, with the shapes that its layout promised."""
-    part, layout = piece.reader.read(replace(piece.unit, layout=piece.layout)), piece.layout
+    part, layout = piece.reader.read(piece.unit), piece.layout
     scheme, n, k = layout.scheme, layout.n, layout.k
     if scheme.element.quantized:
         want = scheme.scale_shape(n, k)
@@ -129,7 +131,7 @@ class _Matrix:
         for name, value in (("scales", part.scales), ("zeros", part.zeros), ("bias", part.bias)):
             if name in self.t:
                 assert value is not None
-                self._rows(name, slot, segment).copy_(value)
+                _copy(self._rows(name, slot, segment), value)
         if "global_exact" in self.t:
             assert part.global_scale is not None
             self.exact |= part.global_scale.dtype is torch.float64
@@ -143,15 +145,13 @@ class _Matrix:
         return whole[segment * rows : (segment + 1) * rows]
 
     @staticmethod
-    def _put_codes(out: Tensor, codes: Tensor | Stored) -> None:
-        if isinstance(codes, Stored):
+    def _put_codes(out: Tensor, codes: Tensor | Stored | Repacked) -> None:
+        if not isinstance(codes, Tensor):
             codes.read_into(out)
-        elif codes.dtype == out.dtype:
-            out.copy_(codes)
         elif codes.element_size() == out.element_size():
-            out.copy_(codes.view(out.dtype))
+            _copy(out, codes.view(out.dtype))
         else:
-            out.view(codes.dtype).copy_(codes)
+            _copy(out.view(codes.dtype), codes)
 
     def tensor(self) -> QuantTensor:
         fields = dict(self.t)
@@ -163,6 +163,18 @@ class _Matrix:
         return QuantTensor(self.plan.scheme, (self.experts, self.n, self.k), segments=self.segments, **fields)
 
 
+_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _copy(out: Tensor, t: Tensor) -> None:
+    """out.copy_(t) in this thread alone: torch would start threads of its own in each of the workers."""
+    if t.dtype == out.dtype:
+        word = _WORD[out.element_size()]
+        np.copyto(out.view(word).numpy(), t.view(word).numpy())
+    else:
+        out.copy_(t)
+
+
 def _check_finite(matrix: _Matrix, plan: LayerPlan, experts: Sequence[int], projections: tuple[str, ...]) -> None:
     """No scale, bias or second-level scale may be NaN or infinite."""
     for name in ("scales", "global_exact", "bias"):
@@ -170,7 +182,7 @@ def _check_finite(matrix: _Matrix, plan: LayerPlan, experts: Sequence[int], proj
         if t is None:
             continue
         bad = _not_finite(t, matrix.plan.scheme.scale)
-        if bool(bad.any()):
+        if bad is not None:
             slot, row = (int(i) for i in bad.nonzero()[0][:2])
             pieces = plan.pieces[experts[slot]]
             names = [p for p in projections if p in pieces]
@@ -180,9 +192,21 @@ def _check_finite(matrix: _Matrix, plan: LayerPlan, experts: Sequence[int], proj
             raise CheckpointError(f"{' or '.join(tensors)}: a {word} is NaN or infinite; want finite numbers")
 
 
-def _not_finite(t: Tensor, scale: ScaleType) -> Tensor:
-    if t.dtype is torch.float8_e4m3fn:
-        return (t.view(torch.uint8) & 0x7F) == 0x7F
+_EXPONENT = {
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+    torch.float8_e4m3fn: (torch.int8, 0x7F),
+}
+"""Integers of the same width, and the least magnitude, as an integer, of what is infinite or NaN."""
+
+
+def _not_finite(t: Tensor, scale: ScaleType) -> Tensor | None:
+    """A mask of what is NaN or infinite; None if nothing is.  Looks at the bits: a third of the time of isfinite."""
     if t.dtype is torch.uint8:
-        return t == 0xFF if scale is ScaleType.E8M0 else torch.zeros_like(t, dtype=torch.bool)
-    return ~torch.isfinite(t)
+        bad = t == 0xFF if scale is ScaleType.E8M0 else torch.zeros((), dtype=torch.bool)
+        return bad if bool(bad.any()) else None
+    kind, least = _EXPONENT[t.dtype]
+    magnitude = t.view(kind) & torch.iinfo(kind).max
+    return magnitude >= least if t.numel() and int(magnitude.max()) >= least else None

@@ -3,9 +3,9 @@
 python -m expertd_kernels.checkpoint.bench --checkpoint DIR [--layers 0-3] [--experts 0-63] [--json]
 python -m expertd_kernels.checkpoint.bench --synthetic gptq:1.0 [--json]     a random checkpoint of 1 GiB, removed after
 
-Per layer two things are timed, in turns, on files that were read once before (page cache warm: this measures the code,
-not the disk): `load` into canonical weights, and the safetensors library alone, which maps the same tensors and copies
-each of them once into memory of its own.
+Per layer two things are timed, on files that were read once before (page cache warm: this measures the code, not the
+disk): `load` into canonical weights, and the safetensors library alone reading the same tensors, both into memory that
+is kept until the layer is done.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from expertd_kernels.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from expertd_kernels.checkpoint.synthetic_files import KINDS, write_synthetic
@@ -114,15 +115,18 @@ def _by_file(checkpoint: Checkpoint, layer: int, experts: Sequence[int] | None) 
     return files
 
 
-def _read_alone(files: dict[Path, list[Stored]]) -> None:
-    """Read them with the safetensors library: map, and copy once, as a reader that keeps them has to."""
+def _read_alone(files: dict[Path, list[Stored]]) -> list[Tensor]:
+    """Read them with the safetensors library and keep them.
+
+    It maps the file, so a tensor that it gives is not read before somebody looks at it: each is copied once.
+    """
+    kept = []
     for path, tensors in files.items():
         with safe_open(path, framework="pt") as f:
             for t in tensors:
-                if t.index is None:
-                    f.get_tensor(t.name).clone()
-                else:
-                    f.get_slice(t.whole)[t.index].clone()
+                view = f.get_tensor(t.name) if t.index is None else f.get_slice(t.whole)[t.index]
+                kept.append(view.clone())
+    return kept
 
 
 def _status_bytes(key: str) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from expertd_kernels.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, unpack_nibbles
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part
+from expertd_kernels.checkpoint.repack import Repacked
 from expertd_kernels.checkpoint.tensors import Stored
 from expertd_kernels.scheme import WHOLE, Element, ScaleType, Scheme
 
@@ -95,15 +96,15 @@ def _dequantize(part: Part, codes: Tensor, scheme: Scheme, n: int, k: int) -> Te
     return q.dequantize()[0]
 
 
-def code_tensor(codes: Tensor | Stored, scheme: Scheme) -> Tensor:
+def code_tensor(codes: Tensor | Stored | Repacked, scheme: Scheme) -> Tensor:
     """A part's codes in the canonical dtype, [n, k] or [n, ceil(k/2)], contiguous."""
     t, want = read_codes(codes).contiguous(), CODE_DTYPE[scheme.element]
     return t if t.dtype == want else t.view(want)
 
 
-def read_codes(codes: Tensor | Stored) -> Tensor:
+def read_codes(codes: Tensor | Stored | Repacked) -> Tensor:
     """A part's codes as a matrix; a Stored one may have more dimensions ([n, blocks, bytes of a block])."""
-    t = codes.read() if isinstance(codes, Stored) else codes
+    t = codes if isinstance(codes, Tensor) else codes.read()
     return t.flatten(1)
 
 
@@ -158,7 +159,7 @@ def split_layout(layout: Layout, interleaved: bool) -> Layout:
 def split(part: Part, layout: Layout, interleaved: bool) -> tuple[Part, Part]:
     """A gate_up part as (gate, up), rows [0, n/2) and [n/2, n), or even and odd rows where they alternate."""
     n, copies = layout.n, _halves(layout.scheme, layout.n, interleaved).copies
-    codes = read_codes(part.codes) if interleaved else part.codes
+    codes = part.codes if isinstance(part.codes, Stored) and not interleaved else read_codes(part.codes)
 
     def cut(t: Tensor, which: int) -> Tensor:
         half = t.shape[0] // 2

@@ -169,6 +169,7 @@ class _Units:
         ordered = any(s.endswith("g_idx") for s in unit.tensors)
         layout = known[1] if known and not ordered else reader_of(row).layout(unit)
         self._seen[key] = (row, layout)
+        unit.layout = layout
         return Piece(unit, row, layout)
 
 

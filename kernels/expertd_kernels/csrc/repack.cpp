@@ -55,8 +55,8 @@ INLINE void transpose4(v4& a, v4& b, v4& c, v4& d) {
 }
 
 INLINE void transpose16(const Tile& tile, uint32_t* out, int64_t stride) {
-  for (int r = 0; r < TILE; r += 4)
-    for (int c = 0; c < TILE; c += 4) {
+  for (int c = 0; c < TILE; c += 4)  // outer: few lines of `out` at a time, they often fall into one set of the cache
+    for (int r = 0; r < TILE; r += 4) {
       v4 x0 = load<v4>(&tile[r][c]), x1 = load<v4>(&tile[r + 1][c]);
       v4 x2 = load<v4>(&tile[r + 2][c]), x3 = load<v4>(&tile[r + 3][c]);
       transpose4(x0, x1, x2, x3);

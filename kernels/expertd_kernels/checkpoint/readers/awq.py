@@ -16,7 +16,7 @@ from expertd_kernels.checkpoint.bits import unpack_fields, words_for
 from expertd_kernels.checkpoint.formats import Format
 from expertd_kernels.checkpoint.readers.groups import GroupInfo, integer_scheme, scale_type
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
-from expertd_kernels.checkpoint.repack import transpose_columns
+from expertd_kernels.checkpoint.repack import Repacked, transpose_columns
 from expertd_kernels.scheme import WHOLE
 
 __all__ = ["FORMATS", "layout", "read"]
@@ -72,33 +72,35 @@ def layout(unit: Unit) -> Layout:
 
 
 def read(unit: Unit) -> Part:
-    info = _info(unit)
+    plan = unit.layout or layout(unit)
+    symmetric, words, packed_zeros = not plan.scheme.zeros, unit.read("qweight"), unit.read("qzeros")
+    codes: Tensor | Repacked
     if _is_gemv(unit):
-        codes = unit.read("qweight")
-        scales = unit.read("scales")[:, : info.groups]
-        zeros = unpack_fields(unit.read("qzeros"), 4, info.groups, dim=1)
+        groups = plan.scheme.scale_shape(plan.n, plan.k)[1]
+        codes, scales = words, unit.read("scales")[:, :groups]
+        zeros = unpack_fields(packed_zeros, 4, groups, dim=1)
     else:
-        codes = _gemm_codes(unit.read("qweight"))
-        scales = unit.read("scales").t()
-        fields = unpack_fields(unit.read("qzeros"), 4, info.n, dim=1)
-        zeros = fields.view(info.groups, -1, 8)[:, :, list(_PLACE)].flatten(1).t()
-    if info.symmetric and not bool((zeros == 8).all()):
+        codes, scales = _gemm_codes(words), unit.read("scales").t()
+        fields = unpack_fields(packed_zeros, 4, plan.n, dim=1)
+        zeros = fields.view(-1, plan.n // 8, 8)[:, :, list(_PLACE)].flatten(1).t()
+    if symmetric and not bool((zeros == 8).all()):
         raise unit.error(
             "zero points other than 8 though the quantization config says that there are none",
             "8 everywhere, or zero_point true (sym false) in config.json",
             "qzeros",
         )
     bias = unit.read("bias") if unit.has("bias") else None
-    return Part(codes, scales, None if info.symmetric else zeros, bias=bias)
+    return Part(codes, scales, None if symmetric else zeros, bias=bias)
 
 
-def _gemm_codes(words: Tensor) -> Tensor:
+def _gemm_codes(words: Tensor) -> Tensor | Repacked:
     """[K, N/8] words along N -> [N, K/8] words along K, or [N, ceil(K/2)] bytes where K is no multiple of 8."""
     K = words.shape[0]
-    if K % 8:
-        words = torch.nn.functional.pad(words, (0, 0, 0, -K % 8))
-    out = transpose_columns(words, ORDER)
-    return out if K % 8 == 0 else out.view(torch.uint8)[:, : -(-K // 2)]
+    if K % 8 == 0:
+        return transpose_columns(words, ORDER)
+    out = transpose_columns(torch.nn.functional.pad(words, (0, 0, 0, -K % 8)), ORDER)
+    whole = out if isinstance(out, Tensor) else out.read()
+    return whole.view(torch.uint8)[:, : -(-K // 2)]
 
 
 def _version(unit: Unit) -> str:

@@ -28,7 +28,7 @@ from expertd_kernels.checkpoint.formats import Format
 from expertd_kernels.checkpoint.order import UNEQUAL, columns_of, is_natural
 from expertd_kernels.checkpoint.readers.groups import GroupInfo, integer_scheme, scale_type
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
-from expertd_kernels.checkpoint.repack import gather_rows, transpose_rows
+from expertd_kernels.checkpoint.repack import Repacked, gather_rows, transpose_rows
 from expertd_kernels.scheme import WHOLE, Element, Scheme
 
 __all__ = ["FORMATS", "layout", "read"]
@@ -58,7 +58,7 @@ def _info(unit: Unit) -> GroupInfo:
         unit.expect("g_idx", (k,), "I32", "I64")
     if unit.has("bias"):
         unit.expect("bias", (n,), "F16", "BF16", "F32")
-    return GroupInfo(n, k, bits, WHOLE if group == -1 else group, groups, scale_type(scales), bool(unit.setting("sym")))
+    return GroupInfo(n, k, bits, WHOLE if group == -1 else group, groups, scale_type(scales), _symmetric(unit))
 
 
 def layout(unit: Unit) -> Layout:
@@ -77,21 +77,20 @@ def layout(unit: Unit) -> Layout:
 
 
 def read(unit: Unit) -> Part:
-    info, plan = _info(unit), unit.layout or layout(unit)
+    plan, bits = unit.layout or layout(unit), int(unit.setting("bits"))
     scales = unit.read("scales").t()
-    zeros = _zeros(unit, info)
+    zeros = _zeros(unit, bits, plan.n)
     bias = unit.read("bias") if unit.has("bias") else None
     words = unit.read("qweight")
     if not plan.scheme.element.quantized:
-        return Part(_widened(unit, info, words, scales, zeros), bias=bias)
+        return Part(_widened(unit, bits, words, scales, zeros), bias=bias)
     if unit.has("g_idx") and unit.setting("desc_act") is False:
-        _require_natural(unit, info)
-    codes = _codes(words, info, plan.columns)
-    return Part(codes, scales, zeros, columns=plan.columns, bias=bias)
+        _require_natural(unit, plan)
+    return Part(_codes(words, bits, plan, zeros is None), scales, zeros, columns=plan.columns, bias=bias)
 
 
-def _require_natural(unit: Unit, info: GroupInfo) -> None:
-    if not is_natural(unit.read("g_idx"), info.cols or info.k):
+def _require_natural(unit: Unit, plan: Layout) -> None:
+    if not is_natural(unit.read("g_idx"), plan.scheme.cols or plan.k):
         raise unit.error(
             "columns are not in natural order though the quantization config says desc_act false",
             "0, 0, ..., 1, 1, ..., or desc_act true in config.json",
@@ -99,18 +98,20 @@ def _require_natural(unit: Unit, info: GroupInfo) -> None:
         )
 
 
-def _zeros(unit: Unit, info: GroupInfo) -> Tensor | None:
+def _zeros(unit: Unit, bits: int, n: int) -> Tensor | None:
     """[N, groups] canonical zero points: u8 0..15 for codes held as int4, int8 for 8 bits; None if symmetric."""
-    words, middle, straddling = unit.read("qzeros"), 1 << (info.bits - 1), info.bits == 3
-    if not straddling:
-        words = words if _raw_zeros(unit) else add_to_fields(words, info.bits)
-        if info.symmetric and bool((words == every_field(middle, info.bits)).all()):
+    words, middle, raw_stored, symmetric = unit.read("qzeros"), 1 << (bits - 1), _raw_zeros(unit), _symmetric(unit)
+    if symmetric and bits != 3:
+        usual = every_field(middle if raw_stored else middle - 1, bits)
+        if int(words.min()) == usual == int(words.max()):
             return None
-    raw = unpack_fields(words, info.bits, info.n, dim=1)
-    if straddling and not _raw_zeros(unit):
-        raw = (raw + 1) & 7
-    if not info.symmetric:
-        return (raw ^ 0x80).view(torch.int8).t() if info.bits == 8 else raw.t()
+    if bits == 3:
+        raw = unpack_fields(words, 3, n, dim=1)
+        raw = raw if raw_stored else (raw + 1) & 7
+    else:
+        raw = unpack_fields(words if raw_stored else add_to_fields(words, bits), bits, n, dim=1)
+    if not symmetric:
+        return (raw ^ 0x80).view(torch.int8).t() if bits == 8 else raw.t()
     if not bool((raw == middle).all()):
         raise unit.error(
             f"zero points other than {middle} though the quantization config says sym true",
@@ -120,6 +121,11 @@ def _zeros(unit: Unit, info: GroupInfo) -> Tensor | None:
     return None
 
 
+def _symmetric(unit: Unit) -> bool:
+    """Where the config does not say, zero points are read as they are."""
+    return bool(unit.setting("sym"))
+
+
 def _raw_zeros(unit: Unit) -> bool:
     """Whether zero points are stored as they are (version 2), and not minus 1."""
     if unit.quant.get("quant_method") == "auto-round":
@@ -127,22 +133,22 @@ def _raw_zeros(unit: Unit) -> bool:
     return _version(unit) == "gptq_v2"
 
 
-def _codes(words: Tensor, info: GroupInfo, columns: Tensor | None) -> Tensor:
+def _codes(words: Tensor, bits: int, plan: Layout, symmetric: bool) -> Tensor | Repacked:
     """Canonical codes of packed words [K * bits / 32, N], the columns brought into group order."""
-    if info.bits >= 4:
-        flip = _FLIP if info.bits == 8 else 0
-        return transpose_rows(words, flip) if columns is None else gather_rows(words, columns, info.bits, flip)
-    fields = unpack_fields(words, info.bits, info.k, dim=0)
+    columns = plan.columns
+    if bits >= 4:
+        flip = _FLIP if bits == 8 else 0
+        return transpose_rows(words, flip) if columns is None else gather_rows(words, columns, bits, flip)
+    fields = unpack_fields(words, bits, plan.k, dim=0)
     fields = fields if columns is None else fields.index_select(0, columns)
-    return pack_nibbles((int4_from_narrow(fields, info.bits) if info.symmetric else fields).t())
+    return pack_nibbles((int4_from_narrow(fields, bits) if symmetric else fields).t())
 
 
-def _widened(unit: Unit, info: GroupInfo, words: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+def _widened(unit: Unit, bits: int, words: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """[N, K] f32 of groups that no permutation makes equal."""
     group = unit.read("g_idx").long()
-    q = unpack_fields(words, info.bits, info.k, dim=0).t().float()
-    middle = 1 << (info.bits - 1)
-    z = float(middle) if zeros is None else (zeros.float() + (128 if info.bits == 8 else 0))[:, group]
+    q = unpack_fields(words, bits, group.numel(), dim=0).t().float()
+    z = float(1 << (bits - 1)) if zeros is None else (zeros.float() + (128 if bits == 8 else 0))[:, group]
     return (q - z) * scales.float()[:, group]
 
 

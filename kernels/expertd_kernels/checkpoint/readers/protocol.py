@@ -31,14 +31,15 @@ from expertd_kernels.scheme import ActivationQuant, Scheme
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from expertd_kernels.checkpoint.repack import Repacked
     from expertd_kernels.checkpoint.tensors import Stored
 
 __all__ = ["Layout", "Part", "Reader", "Unit"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Unit:
-    """One projection of one expert, as it lies in the checkpoint.
+    """One projection of one expert, as it lies in the checkpoint.  Readers do not change it.
 
     name        "model.layers.1.mlp.experts.0.gate_proj", or "model.layers.1.mlp.experts.gate_up_proj[0]" of a fused one
     projection  "gate", "up", "down" or "gate_up"
@@ -53,7 +54,7 @@ class Unit:
     transposed  whether the family stores fused matrices input-first ([E, K, N]): decides only where shapes cannot
     interleaved whether rows of gate_up alternate gate, up, gate, up (assembly undoes it; a reader rarely cares)
     quant       the quantization config of config.json (or of the file beside it), {} if there is none
-    layout      what layout() said of this unit; set when read() is called
+    layout      what layout() said of this unit (or of one just like it); set when read() is called
     overrides   what the quantization config says of this very projection (GPTQ `dynamic`, auto-round `extra_config`)
     """
 
@@ -148,7 +149,7 @@ class Part:
     codes         [n, k] int8 | e4m3 | bf16 | f16 | f32, or [n, ceil(k/2)] u8 low nibble = even k.  Integer words that
                   hold the same bytes are fine too ([n, k/8] int32, little-endian): assembly copies bytes.
                   A Stored (unit.stored(...), unread) whose bytes are the canonical ones is best: they go from the file
-                  into the layer's matrix without a stop
+                  into the layer's matrix without a stop.  A Repacked makes them there
     scales        [*scheme.scale_shape(n, k)] in the scheme's scale type (e8m0 as u8); None if unquantized
     zeros         as scales, u8 for int4, int8 for int8; None = symmetric
     global_scale  f32, one number (any shape with one element), a MULTIPLIER; for gate_up also two (gate, up).  f64
@@ -158,7 +159,7 @@ class Part:
     input_scale   f32, one number, a MULTIPLIER: x ~ q * input_scale
     """
 
-    codes: Tensor | Stored
+    codes: Tensor | Stored | Repacked
     scales: Tensor | None = None
     zeros: Tensor | None = None
     global_scale: Tensor | None = None
