@@ -14,23 +14,25 @@ from __future__ import annotations
 
 import asyncio
 import random
+import selectors
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, fields
 from itertools import count
+from typing import TypeVar
 
 from expertd.errors import ExpertdError
 from expertd_client.call import ForwardResult
 from expertd_client.percentiles import Durations, Summary
 from expertd_client.workload import Inputs
 
-__all__ = ["LoadPlan", "LoadReport", "Send", "ServerSide", "departures", "run_load"]
+__all__ = ["LoadPlan", "LoadReport", "Send", "ServerSide", "departures", "run_load", "run_precisely"]
+
+_T = TypeVar("_T")
 
 Send = Callable[[Inputs, int], Awaitable[ForwardResult]]
 """Sends a request; the number spreads requests over connections (modulo how many there are)."""
 
-_SPIN_S = 0.0015
-"""The event loop's timers are rounded up to a millisecond, so the last part of a wait is spent looking at the clock."""
 _FAILURE_PAUSE_S = 0.01
 """After a failed request a caller of the closed loop waits this long: a server that is gone is not asked at full
 speed."""
@@ -165,15 +167,22 @@ def _start_callers(plan: LoadPlan, inputs: Iterator[Inputs], send: Send, tally: 
 
 async def _depart(plan: LoadPlan, inputs: Iterator[Inputs], send: Send, tally: _Tally, flock: _Flock) -> None:
     for number, at_s in enumerate(departures(plan)):
-        if (wait_s := at_s - tally.elapsed_s() - _SPIN_S) > 0:
-            await asyncio.sleep(wait_s)
-        await asyncio.sleep(0)
-        while tally.elapsed_s() < at_s:
-            await asyncio.sleep(0)
+        await asyncio.sleep(max(0.0, at_s - tally.elapsed_s()))  # 0: the answers get their turn, too
         if flock.fault is not None:
             return
         tally.lateness.add(tally.elapsed_s() - at_s)
         flock.start(tally.measure(send(next(inputs), number), at_s))
+
+
+def run_precisely(work: Coroutine[object, object, _T]) -> _T:
+    """asyncio.run() with timers of microseconds: the usual selector rounds every wait up to a millisecond, by which a
+    request of the open loop would leave late; select() does not."""
+    loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 class _Flock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from collections.abc import Awaitable
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from expertd_client.commands.options import (
     positive,
     span,
 )
-from expertd_client.load import LoadPlan, LoadReport, run_load
+from expertd_client.load import LoadPlan, LoadReport, run_load, run_precisely
 from expertd_client.percentiles import Summary
 from expertd_client.workload import POOL, Inputs, layer_shapes, requests
 
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         warmup=args.warmup,
         seed=args.seed,
     )
-    layers, report = asyncio.run(_run(args, plan))
+    layers, report = run_precisely(_run(args, plan))
     if args.json:
         print(json.dumps(as_json(args.address, plan, layers, report), indent=2))
     else:

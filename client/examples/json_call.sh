@@ -1,0 +1,43 @@
+#!/bin/sh
+# A call typed by hand as JSON, over server reflection, with buf or grpcurl: whichever is installed.
+#
+#     sh client/examples/json_call.sh 127.0.0.1:50051
+set -eu
+address=$1
+
+call() {  # METHOD JSON
+    if command -v grpcurl >/dev/null; then
+        grpcurl -plaintext -d "$2" "$address" "expertd.v1.ExpertService/$1"
+    else
+        buf curl --protocol grpc --http2-prior-knowledge -d "$2" "http://$address/expertd.v1.ExpertService/$1"
+    fi
+}
+
+# The first number that follows "NAME": in JSON on standard input.
+number() {
+    tr -d ' \n"' | sed -n "s/.*$1:\([0-9]*\).*/\1/p"
+}
+
+hidden=$(call Describe '{}' | number hiddenSize)
+echo "hidden size $hidden"
+
+# Four tokens drawn by the server (the same seed gives the same values), answered by a digest instead of the output.
+drawn="{\"layer\": 0, \"outputForm\": \"OUTPUT_FORM_DIGEST\",
+  \"hiddenStates\": {\"dtype\": \"DATA_TYPE_BF16\", \"shape\": [4, $hidden], \"synthetic\": {\"seed\": 7}},
+  \"topkIds\":      {\"dtype\": \"DATA_TYPE_I32\",  \"shape\": [4, 2], \"synthetic\": {\"seed\": 7}},
+  \"topkWeights\":  {\"dtype\": \"DATA_TYPE_F32\",  \"shape\": [4, 2], \"synthetic\": {\"seed\": 7}}}"
+first=$(call Forward "$drawn")
+second=$(call Forward "$drawn")
+echo "$first"
+test "$(echo "$first" | number crc32)" = "$(echo "$second" | number crc32)"
+test "$(echo "$first" | number routesComputed)" = 8
+
+# One token typed as values: expert 1 alone, with a weight of 1; the second route goes nowhere.
+ones=$(yes 1 | head -n "$hidden" | paste -sd, -)
+typed="{\"layer\": 0, \"outputForm\": \"OUTPUT_FORM_DIGEST\",
+  \"hiddenStates\": {\"dtype\": \"DATA_TYPE_F32\", \"shape\": [1, $hidden], \"floats\": {\"values\": [$ones]}},
+  \"topkIds\":      {\"dtype\": \"DATA_TYPE_I32\", \"shape\": [1, 2], \"ints\": {\"values\": [1, -1]}},
+  \"topkWeights\":  {\"dtype\": \"DATA_TYPE_F32\", \"shape\": [1, 2], \"floats\": {\"values\": [1, 0.5]}}}"
+third=$(call Forward "$typed")
+echo "$third"
+test "$(echo "$third" | number routesComputed)" = 1
