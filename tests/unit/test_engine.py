@@ -91,14 +91,14 @@ class Caller:
 
 
 class Setup:
-    def __init__(self, **engine) -> None:
+    def __init__(self, device: str, **engine) -> None:
         self.fake = FakeExperts()
         self.reports: list[BatchReport] = []
         layers = {
             n: ServedLayer(n, NUM_EXPERTS, HELD, 2, H, 32, self.fake, "fake") for n in engine.pop("layers", (0, 1))
         }
         engine = {"policy": ALONE, "compute_dtype": "f32", "observe": self.reports.append} | engine
-        self.engine = Engine(layers, torch.device("cpu"), **engine)
+        self.engine = Engine(layers, torch.device(device), **engine)
         self.engine.start()
         self.caller = Caller()
 
@@ -115,12 +115,15 @@ class Setup:
         self.caller.wait(*(r.tag for r in requests))
 
 
-@pytest.fixture
-def make():
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=DEVICES)
+def make(request):
     made: list[Setup] = []
 
     def make(**engine) -> Setup:
-        made.append(Setup(**engine))
+        made.append(Setup(request.param, **engine))
         return made[-1]
 
     yield make
