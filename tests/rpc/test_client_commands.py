@@ -1,0 +1,182 @@
+"""expertctl and the examples against a real server, run as a user runs them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "client" / "examples").glob("*.py"))
+PATH = os.pathsep.join([str(Path(sys.executable).parent), str(ROOT / "node_modules" / ".bin"), os.environ["PATH"]])
+
+
+def run(*words, code=0):
+    """Runs a command; its standard output.  Warnings are errors in it, too."""
+    env = {**os.environ, "PATH": PATH, "PYTHONWARNINGS": "error", "COLUMNS": "120"}
+    done = subprocess.run(
+        [str(w) for w in words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stdout + done.stderr
+
+
+def expertctl(*words, code=0):
+    return run(sys.executable, "-m", "expertd_client.cli", *words, code=code)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+def test_python_example(example, tiny_server):
+    assert run(sys.executable, example, tiny_server).strip()
+
+
+def test_json_example(tiny_server):
+    if shutil.which("buf", path=PATH) is None and shutil.which("grpcurl", path=PATH) is None:
+        pytest.skip("neither buf nor grpcurl is installed: make test installs buf where npm is")
+    assert "crc32" in run("sh", ROOT / "client" / "examples" / "json_call.sh", tiny_server)
+
+
+def test_there_are_examples():
+    assert [p.name for p in EXAMPLES] == ["numpy_client.py", "raw_grpcio.py", "torch_client.py"]
+
+
+def test_describe(tiny_server):
+    table = expertctl("describe", tiny_server)
+    assert re.search(r"0-1\s+│\s+0-7\s+│\s+8 │\s+2 │\s+128 │\s+int4_g128", table), table
+    assert "H 256" in table
+    assert "verdict" not in table
+    decisions = expertctl("describe", tiny_server, "--decisions")
+    assert re.search(r"reference\s+│ eligible|reference\s+│ chosen", decisions), decisions
+    assert "chosen" in decisions
+    facts = json.loads(expertctl("describe", tiny_server, "--json"))
+    assert facts["model"]["hidden_size"] == 256
+    assert [layer["layer"] for layer in facts["layers"]] == [0, 1]
+    assert facts["layers"][0]["held"] == [{"first": 0, "count": 8}]
+    assert facts["layers"][0]["verdicts"] == []
+    refused = json.loads(expertctl("describe", tiny_server, "--json", "--decisions"))["layers"][0]["verdicts"]
+    assert any(v["refusals"] for v in refused)
+
+
+def test_forward_in_each_way_gives_the_same_answer(tiny_server):
+    def forward(*words):
+        return json.loads(expertctl("forward", tiny_server, "--json", "--layer", 1, "--m", 5, "--seed", 3, *words))
+
+    whole = forward("--synthetic")
+    assert (whole["layer"], whole["tokens"], whole["routes_computed"]) == (1, 5, 10)
+    assert whole["output"]["dtype"] == "bf16"
+    assert whole["output"]["shape"] == [5, 256]
+    assert whole["output"]["min"] < 0 < whole["output"]["max"]
+    assert whole["timing"]["batch_tokens"] == 5
+    for words in (["--digest"], ["--unary"], ["--digest", "--unary"]):
+        other = forward("--synthetic", *words)["output"]
+        assert other["crc32"] == whole["output"]["crc32"]
+        assert other["sum_of_squares"] == pytest.approx(whole["output"]["sum_of_squares"], rel=1e-6)
+    assert forward()["output"]["crc32"] == forward()["output"]["crc32"]  # drawn here: another draw, the same each time
+    assert "crc32" in expertctl("forward", tiny_server)
+
+
+def test_forward_of_files_and_into_a_file(tiny_server, tmp_path):
+    torch.manual_seed(1)
+    x, weights = torch.randn(3, 256).bfloat16(), torch.rand(3, 2)
+    ids = torch.tensor([[0, 1], [2, -1], [7, 3]])
+    tensors = tmp_path / "batch.safetensors"
+    save_file({"hidden_states": x, "topk_ids": ids, "topk_weights": weights}, tensors)
+    np.save(tmp_path / "x.npy", x.float().numpy().astype(ml_dtypes.bfloat16))
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    np.save(tmp_path / "w.npy", weights.numpy())
+    arrays = ["--hidden-states", tmp_path / "x.npy", "--topk-ids", tmp_path / "ids.npy"]
+    arrays += ["--topk-weights", tmp_path / "w.npy"]
+    one = json.loads(expertctl("forward", tiny_server, "--json", "--tensors", tensors))
+    two = json.loads(expertctl("forward", tiny_server, "--json", *arrays, "--save", tmp_path / "out.npy"))
+    assert one["output"] == two["output"]
+    assert one["routes_computed"] == 5
+    out = np.load(tmp_path / "out.npy")
+    assert out.shape == (3, 256)
+    assert out.sum() == pytest.approx(two["output"]["sum"], rel=1e-4)
+    again = json.loads(
+        expertctl("forward", tiny_server, "--json", "--hidden-states", tmp_path / "x.npy", "--output-dtype", "f32")
+    )
+    assert (again["tokens"], again["output"]["dtype"]) == (3, "f32")
+
+
+@pytest.mark.parametrize(("loop", "name"), [(["--concurrency", 3], "closed"), (["--rate", 200], "open")])
+@pytest.mark.parametrize("message", [[], ["--synthetic", "--digest", "--zipf", "1.1"], ["--unary", "--streams", 2]])
+def test_load(tiny_server, loop, name, message):
+    words = ["--m", 2, "--requests", 60, "--warmup", 4, *loop, *message]
+    report = json.loads(expertctl("load", tiny_server, "--json", *words))
+    assert (report["answered"], report["failed"], report["errors"]) == (60, 0, {})
+    assert report["routes_computed"] == 60 * 2 * 2
+    assert report["plan"]["loop"] == name
+    assert report["plan"]["layers"] == [0, 1]
+    latency = report["latency_us"]
+    assert latency["count"] == 60
+    assert 0 < latency["min"] <= latency["p50"] <= latency["p95"] <= latency["p99"] <= latency["max"]
+    assert (report["lateness_us"] is None) == (name == "closed")
+    assert report["tokens_per_s"] == pytest.approx(2 * report["requests_per_s"])
+    assert report["server"]["kernel_ns"] > 0
+    assert report["server"]["batch_tokens"] >= 2
+    assert sum(report["backends"].values()) == 60
+
+
+def test_load_for_people(tiny_server):
+    table = expertctl("load", tiny_server, "--requests", 20, "--layers", "1", "--concurrency", 2)
+    for word in ("p50", "p95", "p99", "tokens/s", "queue", "kernel", "closed loop, 2 callers", "layers 1"):
+        assert word in table, table
+    table = expertctl("load", tiny_server, "--duration", "0.3", "--rate", 50, "--arrivals", "fixed")
+    assert "lateness" in table
+    assert "fixed gaps" in table
+
+
+def test_what_the_server_refuses_is_a_reason(tiny_server):
+    assert "DEADLINE_EXCEEDED" in expertctl("forward", tiny_server, "--timeout", "1e-6", code=1)
+    with_json = expertctl("forward", tiny_server, "--json", "--m", 5000, code=1)
+    error = json.loads(with_json)["error"]
+    assert error["reason"] in ("TOO_MANY_TOKENS", "MESSAGE_TOO_LARGE")
+    assert (error["retryable"], bool(error["message"])) == (False, True)
+    report = json.loads(expertctl("load", tiny_server, "--json", "--m", 5000, "--requests", 3, "--warmup", 0, code=1))
+    assert report["answered"] == 0
+    assert report["errors"] == {error["reason"]: 3}
+
+
+@pytest.mark.parametrize("command", ["describe", "forward", "load"])
+def test_nobody_there(command):
+    text = expertctl(command, "127.0.0.1:1", code=1)
+    assert text.startswith("expertctl: UNAVAILABLE: 127.0.0.1:1: ")
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        (["load", "--layers", "7"], "layers: got [7]"),
+        (["load", "--layers", "3-1"], "0-3,7"),
+        (["load", "--top-k", "9"], "top_k: got 9"),
+        (["load", "--rate", "0"], "> 0"),
+        (["load", "--concurrency", "0"], ">= 1"),
+        (["forward", "--layer", "9"], "layers: got [9]"),
+        (["forward", "--synthetic", "--tensors", "x"], "--synthetic: got files"),
+        (["forward", "--digest", "--save", "x"], "--save: got --digest"),
+        (["forward", "--hidden-states", "no.npy"], "no.npy: cannot be read"),
+        (["forward", "--tensors", "README.md"], "README.md: got"),
+        (["forward", "--m", "-1"], ">= 0"),
+        (["no-such-command"], "invalid choice"),
+    ],
+)
+def test_a_wrong_command_line_is_told_what_is_right(tiny_server, words, want):
+    text = expertctl(words[0], tiny_server, *words[1:], code=2)
+    assert want in text
+    assert "Traceback" not in text
+
+
+def test_bench_codec_is_there():
+    rows = json.loads(expertctl("bench", "codec", "--json", "--sizes", "8192", "--seconds", "0.1"))["rows"]
+    assert rows[0]["bytes"] == 8192
+    assert rows[0]["expertd_us"] > 0
