@@ -24,10 +24,8 @@ def test_error_and_round_trip(scheme, compute, on_input):
     assert packed.meta["w13"]["int4"] is int4
     back = cpu_torch.unpack(packed)
     for a, b in ((weights.w13, back.w13), (weights.w2, back.w2)):
-        assert all(
-            torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-            for (_, x), (_, y) in zip(a.tensors(), b.tensors(), strict=True)
-        )
+        for (name, x), (_, y) in zip(a.tensors(), b.tensors(), strict=True):
+            assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), name
     dtype = torch.float32 if compute == "f32" else torch.bfloat16
     x, ids, w = random_inputs(9, 256, 4, k, dtype=dtype)
     ids[4] = -1

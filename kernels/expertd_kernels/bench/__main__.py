@@ -1,0 +1,63 @@
+"""`python -m expertd_kernels.bench`: one kernel benchmark for all devices."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+
+def _names(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in _names(text)]
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m expertd_kernels.bench",
+        description="Times whole expert layers beside ceilings measured in the same run; checks every answer first.",
+    )
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    p.add_argument("--shape", type=_names, metavar="LIST", help="models, or MODEL/EXPERTS for a slice")
+    p.add_argument("--scheme", type=_names, metavar="LIST", help="for instance int4_g128,mxfp4")
+    p.add_argument("--backend", type=_names, metavar="LIST", help="rows of the oracle's table")
+    p.add_argument("--m", type=_numbers, metavar="LIST", help="numbers of tokens")
+    p.add_argument("--threads", type=_numbers, metavar="LIST", help="cpu: numbers of threads (default 1,2)")
+    p.add_argument("--peers", action="store_true", help="cpu: other implementations, in turns with ours")
+    p.add_argument("--seconds", type=float, default=1.0, help="cpu: time for each row (default 1)")
+    p.add_argument("--routing", type=_names, metavar="LIST", help="cuda: uniform, zipf")
+    p.add_argument("--csv", metavar="FILE", help="cuda: one line a point")
+    p.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="print the result as JSON, or write it to a file"
+    )
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 1 where an answer was wrong (relative error above 5 %) or a name is unknown."""
+    args = parser().parse_args(argv)
+    target = args.json
+    args.json = None
+    if args.device == "cuda":  # that bench takes comma-separated lists
+        args.shape, args.scheme, args.backend, args.routing = (
+            value and ",".join(value) for value in (args.shape, args.scheme, args.backend, args.routing)
+        )
+    try:
+        result = importlib.import_module(f"expertd_kernels.bench.{args.device}").run(args)
+    except ValueError as e:
+        print(e, file=sys.stderr)
+        return 1
+    if target == "-":
+        print(json.dumps(result, indent=1))
+    elif target:
+        Path(target).write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(row["relative_error"] <= 0.05 for row in result["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Other CPU implementations of the same layer, for the benchmark.  Each is imported only when asked for.
+
+A peer is made from canonical int4 weights (symmetric, one bf16 scale for a group) with silu or swigluoai, and called
+like a backend.  Where it cannot be had, the text says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from expertd_kernels.activation import ActivationKind
+from expertd_kernels.backends import cpu_torch
+from expertd_kernels.builder import problem_of
+from expertd_kernels.canonical import Weights
+from expertd_kernels.float32 import apply_activation
+from expertd_kernels.probe import detect_device
+from expertd_kernels.scheme import Element
+
+__all__ = ["PEERS", "Call", "peer"]
+
+DENSE_WEIGHTS = 2_000_000_000
+"""Most weights that a peer holds as bf16."""
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x [M, H] bf16, ids [M, k] int32, weights [M, k] f32) -> [M, H]"""
+
+
+def _torch_int4(weights: Weights, top_k: int, threads: int) -> Call | str:
+    """torch's int4 operator in a loop over experts; needs bf16 scales and groups of 32 to 256."""
+    problem = problem_of(weights, detect_device("cpu"), top_k=top_k)
+    packed = cpu_torch.pack(weights, problem)
+    if not (packed.meta["w13"]["int4"] and packed.meta["w2"]["int4"]):
+        return "torch's int4 operator does not take this scheme"
+    experts = cpu_torch.experts(packed, problem)
+    return lambda x, ids, w: experts(x, ids, w)
+
+
+def _torch_bf16(weights: Weights, top_k: int, threads: int) -> Call | str:
+    """torch's bf16 linear in a loop over experts, on weights dequantized beforehand."""
+    E, H, I = weights.num_experts, weights.hidden_size, weights.intermediate_size
+    if E * H * I * (weights.activation.segments + 1) > DENSE_WEIGHTS:
+        return "bf16 weights would take more than 4 GB"
+    w13, w2 = (torch.cat([q.experts([e]).dequantize().bfloat16() for e in range(E)]) for q in (weights.w13, weights.w2))
+
+    def call(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        out = torch.zeros(x.shape)
+        for e in torch.unique(ids).tolist():
+            token, j = (ids == e).nonzero(as_tuple=True)
+            h = torch.nn.functional.linear(x[token], w13[e]).float()
+            if weights.w13.bias is not None:
+                h = h + weights.w13.bias[e]
+            h = apply_activation(h, weights.activation).bfloat16()
+            y = torch.nn.functional.linear(h, w2[e]).float()
+            if weights.w2.bias is not None:
+                y = y + weights.w2.bias[e]
+            out.index_add_(0, token, y * w[token, j][:, None])
+        return out.to(x.dtype)
+
+    return call
+
+
+def _onnxruntime(weights: Weights, top_k: int, threads: int) -> Call | str:
+    """ONNX Runtime's QMoE operator (com.microsoft), int4 blockwise, int8 activations inside (accuracy level 4)."""
+    if importlib.util.find_spec("onnxruntime") is None or importlib.util.find_spec("onnx") is None:
+        return "not installed (onnxruntime, onnx)"
+    if weights.w13.scheme.element is not Element.INT4 or weights.w13.scheme.zeros or weights.w13.columns is not None:
+        return "QMoE takes symmetric int4 in natural column order"
+    if weights.activation.kind is not ActivationKind.SILU_AND_MUL or weights.w13.bias is not None:
+        return "compared for silu_and_mul without bias only"
+    if weights.w13.scheme.group_size is None:
+        return "compared for groups only"
+    return _qmoe(weights, top_k, threads)
+
+
+def _interleaved(t: Tensor) -> Tensor:
+    """Gate rows and up rows in turns: QMoE's order of the first matrix."""
+    gate, up = t.chunk(2, dim=1)
+    return torch.stack((gate, up), dim=2).flatten(1, 2).contiguous()
+
+
+def _qmoe(weights: Weights, top_k: int, threads: int) -> Call | str:
+    onnx, ort = importlib.import_module("onnx"), importlib.import_module("onnxruntime")
+    h, t = onnx.helper, onnx.TensorProto
+    H, E = weights.hidden_size, weights.num_experts
+    assert weights.w13.scales is not None
+    assert weights.w2.scales is not None
+    tensors: Mapping[str, Tensor] = {
+        "w1": _interleaved(weights.w13.codes),
+        "s1": _interleaved(weights.w13.scales).float(),
+        "w2": weights.w2.codes,
+        "s2": weights.w2.scales.float(),
+    }
+    node = h.make_node(
+        "QMoE",
+        ["x", "router", "w1", "s1", "", "w2", "s2", "", ""],
+        ["y"],
+        domain="com.microsoft",
+        k=top_k,
+        activation_type="swiglu",
+        swiglu_fusion=1,
+        activation_alpha=1.0,
+        activation_beta=0.0,
+        swiglu_limit=1e30,
+        normalize_routing_weights=1,
+        expert_weight_bits=4,
+        block_size=weights.w13.scheme.group_size,
+    )
+    inputs = [h.make_tensor_value_info("x", t.FLOAT, ["m", H]), h.make_tensor_value_info("router", t.FLOAT, ["m", E])]
+    fixed = [
+        h.make_tensor(n, t.UINT8 if v.dtype == torch.uint8 else t.FLOAT, v.shape, v.numpy().tobytes(), raw=True)
+        for n, v in tensors.items()
+    ]
+    graph = h.make_graph([node], "layer", inputs, [h.make_tensor_value_info("y", t.FLOAT, ["m", H])], fixed)
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21), h.make_opsetid("com.microsoft", 1)])
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as e:
+        return f"onnxruntime {ort.__version__} refuses the model: {str(e)[:120]}"
+
+    def call(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        """It routes by itself: logits whose softmax over the top k is w."""
+        logits = torch.full((x.shape[0], E), -1e30)
+        logits.scatter_(1, ids.long(), w.log())
+        return torch.from_numpy(session.run(None, {"x": x.float().numpy(), "router": logits.numpy()})[0])
+
+    return call
+
+
+PEERS: Mapping[str, Callable[[Weights, int, int], Call | str]] = {
+    "torch_int4pack": _torch_int4,
+    "torch_bf16": _torch_bf16,
+    "onnxruntime_qmoe": _onnxruntime,
+}
+
+
+def peer(name: str, weights: Weights, top_k: int, threads: int) -> Call | str:
+    """The peer's call, or why there is none."""
+    try:
+        return PEERS[name](weights, top_k, threads)
+    except (RuntimeError, ValueError, ImportError) as e:
+        return f"{type(e).__name__}: {str(e)[:160]}"
