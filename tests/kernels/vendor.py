@@ -6,14 +6,17 @@ a folder of its own, or all in one).  Nothing is imported as the package itself:
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import sys
+import typing
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 
 def package_folder(name: str) -> Path:
@@ -53,3 +56,22 @@ def load_file(path: Path, name: str) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def functions(path: Path, names: set[str], into: ModuleType) -> ModuleType:
+    """Only these functions and constants of a source file, undecorated and run in module `into`: for files whose other
+    imports are not there.  AssertionError where the file does not have them all."""
+    tree = ast.parse(path.read_text())
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            node.decorator_list = []
+            found.append((node.name, node))
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) in names:
+            found.append((node.targets[0].id, node))
+    assert {name for name, _ in found} == names, f"{path.name} lacks {names - {n for n, _ in found}}"
+    for name, value in vars(typing).items():
+        into.__dict__.setdefault(name, value)
+    into.torch = torch
+    exec(compile(ast.Module([n for _, n in found], []), str(path), "exec"), into.__dict__)
+    return into

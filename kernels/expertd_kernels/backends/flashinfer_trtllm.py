@@ -1,0 +1,196 @@
+"""Backend `flashinfer_trtllm`: the TRTLLM-generated MoE kernels in FlashInfer, for SM100.
+
+Only the entry points that take routes are called, never those that choose experts from logits.  bf16, int4 in groups of
+32 ("mxint4") and mxfp4 are computed on bf16 activations; e4m3 in 128 x 128 blocks on activations that are rounded here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from expertd_kernels.activation import ActivationKind
+from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.backends.trtllm_layout import form_of, pack_matrix, unpack_matrix
+from expertd_kernels.canonical import Weights
+from expertd_kernels.oracle import Refused
+from expertd_kernels.problem import Problem
+from expertd_kernels.scheme import ActivationQuant
+from expertd_kernels.serial import activation_from_json, activation_to_json
+
+__all__ = ["TrtllmExperts", "experts", "pack", "round_groups", "unpack"]
+
+LAYOUT_VERSION = 1
+
+ROUNDING = {"block": ActivationQuant.E4M3_GROUP128}
+"""Forms whose kernels want rounded activations; the others compute on bf16."""
+
+SWIGLU, BLOCK_MAJOR_K, MAJOR_K = 3, 2, 0
+"""flashinfer.tllm_enums: ActivationType.Swiglu, WeightLayout.BlockMajorK and MajorK."""
+
+E4M3_MAX = 448.0
+
+
+def pack(weights: Weights, problem: Problem) -> Packed:
+    """Canonical weights in the package's layouts, on the weights' device, one matrix at a time."""
+    form = form_of(weights.w13)
+    if form_of(weights.w2) != form:
+        raise Refused("w13 and w2 have different schemes")
+    if problem.activation_quant is not ROUNDING.get(form, ActivationQuant.NONE):
+        raise Refused(f"{form} weights are not computed with activations {problem.activation_quant.value}")
+    tensors: dict[str, Tensor] = {}
+    meta: dict[str, Any] = {
+        "layout_version": LAYOUT_VERSION,
+        "activation": activation_to_json(weights.activation),
+        "checkpoint_activation": weights.checkpoint_activation.value,
+    }
+    for name, q in (("w13", weights.w13), ("w2", weights.w2)):
+        parts, meta[name] = pack_matrix(q, form)
+        tensors.update({f"{name}.{field}": t for field, t in parts.items()})
+    if weights.input_scales is not None:
+        tensors["input_scales"] = weights.input_scales
+    return Packed("flashinfer_trtllm", tensors, meta)
+
+
+def unpack(packed: Packed) -> Weights:
+    """The exact inverse of pack."""
+
+    def matrix(name: str) -> dict[str, Tensor]:
+        return {k.removeprefix(f"{name}."): t for k, t in packed.tensors.items() if k.startswith(f"{name}.")}
+
+    return Weights(
+        unpack_matrix(matrix("w13"), packed.meta["w13"]),
+        unpack_matrix(matrix("w2"), packed.meta["w2"]),
+        activation_from_json(packed.meta["activation"]),
+        ActivationQuant(packed.meta["checkpoint_activation"]),
+        packed.tensors.get("input_scales"),
+    )
+
+
+def experts(packed: Packed, problem: Problem) -> TrtllmExperts:
+    """Ready to compute on the current CUDA device.  Raises Refused for another layout version."""
+    version = packed.meta["layout_version"]
+    if version != LAYOUT_VERSION:
+        raise Refused(f"packed weights have layout version {version}, want {LAYOUT_VERSION}: pack them again")
+    return TrtllmExperts(packed, importlib.import_module("flashinfer.fused_moe"), torch.device("cuda"))
+
+
+def round_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[M, H] -> e4m3 [M, H], f32 [H / 128, M]: one scale for 128 columns of a row, largest value at 448."""
+    M, H = x.shape
+    groups = x.float().view(M, H // 128, 128)
+    scale = (groups.abs().amax(dim=2) / E4M3_MAX).clamp_min(1e-12)
+    codes = (groups / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.view(M, H), scale.t().contiguous()
+
+
+class TrtllmExperts:
+    """One layer.  vendor: the module flashinfer.fused_moe; device: where the packed tensors go."""
+
+    backend = "flashinfer_trtllm"
+
+    def __init__(self, packed: Packed, vendor: Any, device: torch.device) -> None:
+        self.tensors = {name: t.to(device) for name, t in packed.tensors.items() if ".exact_" not in name}
+        w13 = packed.meta["w13"]
+        self.form, self.hidden, self.padded = w13["form"], w13["shape"][2], w13["cols"]
+        self.num_experts = w13["shape"][0]
+        self.vendor = vendor
+        a = activation_from_json(packed.meta["activation"])
+        oai = a.kind is ActivationKind.SWIGLUOAI
+        self.alpha, self.beta, self.limit = (
+            None if value is None else torch.full((self.num_experts,), float(value), device=device)
+            for value in (a.alpha if oai else None, a.beta if oai else None, a.limit)
+        )
+        self.sizes = {
+            "num_experts": self.num_experts + 1,  # the last one is elsewhere: where absent routes go
+            "n_group": None,
+            "topk_group": None,
+            "intermediate_size": w13["rows"],
+            "local_expert_offset": 0,
+            "local_num_experts": self.num_experts,
+            "routed_scaling_factor": None,
+            "routing_method_type": 0,  # not used with given routes
+        }
+        self.curve = {
+            "gemm1_alpha": self.alpha,
+            "gemm1_beta": self.beta,
+            "gemm1_clamp_limit": self.limit,
+        }
+        self.matrices = {
+            f"gemm{i}_{ours}": self.tensors[f"{name}.{field}"]
+            for i, name in ((1, "w13"), (2, "w2"))
+            for ours, field in (("weights", "codes"), ("weights_scale", "scales"), ("bias", "bias"))
+            if f"{name}.{field}" in self.tensors
+        }
+
+    def _routed(self, x: Tensor, slots: Tensor, weights: Tensor) -> Any:
+        """x [M, padded H] bf16; slots [M, k] int32, num_experts = elsewhere; weights [M, k] f32."""
+        common: dict[str, Any] = {**self.sizes, **self.curve, "top_k": slots.shape[1]}
+        if self.form == "int4":  # this entry point takes routes only as 16 bits of id and 16 bits of bf16 weight
+            bits = weights.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
+            return self.vendor.trtllm_mxint4_block_scale_routed_moe(
+                topk_ids=(slots << 16) | bits, hidden_states=x, **self.matrices, **common
+            )
+        routes = (slots, weights)
+        if self.form == "bf16":
+            return self.vendor.trtllm_bf16_routed_moe(
+                topk_ids=routes,
+                hidden_states=x,
+                use_shuffled_weight=True,
+                weight_layout=BLOCK_MAJOR_K,
+                activation_type=SWIGLU,
+                **self.matrices,
+                **common,
+            )
+        if self.form == "block":
+            codes, scale = round_groups(x)
+            return self.vendor.trtllm_fp8_block_scale_routed_moe(
+                topk_ids=routes,
+                routing_bias=None,
+                hidden_states=codes,
+                hidden_states_scale=scale,
+                use_shuffled_weight=False,
+                weight_layout=MAJOR_K,
+                activation_type=SWIGLU,
+                **self.matrices,
+                **common,
+            )
+        scales = {k: t.view(torch.float8_e4m3fn) for k, t in self.matrices.items() if k.endswith("_scale")}
+        return self.vendor.trtllm_fp4_block_scale_routed_moe(
+            topk_ids=routes,
+            routing_bias=None,
+            hidden_states=x,
+            hidden_states_scale=None,
+            output1_scale_scalar=None,
+            output1_scale_gate_scalar=None,
+            output2_scale_scalar=None,
+            activation_type=SWIGLU,
+            **{"gemm1_bias": None, "gemm2_bias": None, **self.matrices, **scales},
+            **common,
+        )
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As Experts.__call__.  Absent routes go to an expert that the package is told lives elsewhere."""
+        out = torch.empty_like(hidden_states) if out is None else out
+        if hidden_states.shape[0] == 0:
+            return out
+        x, weights = hidden_states.to(torch.bfloat16), topk_weights.float()
+        if router_weight_on_input:
+            x, weights = (x * weights[:, :1]).to(torch.bfloat16), torch.ones_like(weights)
+        slots = torch.where(topk_ids < 0, self.num_experts, topk_ids).to(torch.int32).contiguous()
+        x = F.pad(x, (0, self.padded - self.hidden)).contiguous()
+        y = self._routed(x, slots, weights.contiguous())
+        y = y[0] if isinstance(y, (list, tuple)) else y
+        return out.copy_(y[:, : self.hidden])

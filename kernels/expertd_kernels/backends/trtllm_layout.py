@@ -1,0 +1,211 @@
+"""Layouts of FlashInfer's TRTLLM-generated MoE kernels, from and to canonical weights.  Needs no GPU.
+
+All of them want the up rows of w13 before the gate rows.  Three of four then want rows in the order in which the
+kernel's epilogue writes them, for tiles of 128 rows:
+
+    1. up and gate rows side by side: u0, g0, u1, g1, ...
+    2. in every 32 rows, row 4 * i + j of the source at 8 * j + i  (i < 8, j < 4)
+
+    bf16    steps 1 and 2, then blocks of 128 bytes along K:  [E, K / 64, N, 64]
+    int4    signed nibbles, steps 1 and 2, the same blocks:   [E, K / 256, N, 128] u8;  bf16 scales, swizzled
+    mxfp4   steps 1 and 2:  [E, N, K / 2] u8;  exponents swizzled;  f32 biases in the order of the rows
+    block   e4m3 [E, N, K], f32 [E, N / 128, K / 128]: up rows before gate rows and nothing else
+
+Swizzled scales [E, N, S]: tiles of 128 rows and 4 columns, row-major; (r, c) of one at 16 (r % 32) + 4 (r // 32) + c.
+
+H and I are padded with weights that are zero to multiples of the kernel's tiles; the logical sizes stay in the facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor
+from expertd_kernels.oracle import Refused
+from expertd_kernels.scheme import Element
+from expertd_kernels.serial import scheme_from_json, scheme_to_json
+
+__all__ = ["MULTIPLES", "form_of", "pack_matrix", "swizzle", "unpack_matrix"]
+
+MULTIPLES = {"bf16": 128, "int4": 256, "mxfp4": 256, "block": 128}
+"""H and I are padded to these (checks of the package: 128 rows a tile, 128 bytes a block, 4 scale columns a tile)."""
+
+BLOCK_BYTES = 128
+ROWS = 32
+SIGN_BITS = 0x88
+GROUP = 32
+ONE_E8M0 = 127
+
+
+def form_of(q: QuantTensor) -> str:
+    """The package's form for a matrix."""
+    s = q.scheme
+    if q.columns is not None or q.zeros is not None or q.global_scales is not None:
+        raise Refused("activation order, zero points and second-level scales are not computed")
+    if s.element is Element.BF16:
+        return "bf16"
+    if s.element is Element.INT4 and s.group_size == GROUP:
+        return "int4"
+    if s.name == "mxfp4":
+        return "mxfp4"
+    if s.element is Element.E4M3 and (s.rows, s.cols) == (128, 128):
+        return "block"
+    raise Refused(f"has no layout for {s.name} weights")
+
+
+def _row_order(rows: int, segments: int, shuffled: bool, device: torch.device) -> Tensor:
+    """[rows] int64: which canonical row (gate rows, then up rows) stands at each place."""
+    order = torch.arange(rows, device=device).view(segments, rows // segments).flip(0)
+    if not shuffled:
+        return order.flatten()
+    return order.t().reshape(-1, ROWS // 4, 4).transpose(1, 2).flatten()
+
+
+def swizzle(scales: Tensor) -> Tensor:
+    """[E, N, S], N a multiple of 128 and S of 4 -> the same shape, in tiles of 128 rows and 4 columns."""
+    E, N, S = scales.shape
+    return scales.reshape(E, N // 128, 4, 32, S // 4, 4).permute(0, 1, 4, 3, 2, 5).reshape(E, N, S)
+
+
+def _unswizzle(scales: Tensor) -> Tensor:
+    """The inverse of swizzle."""
+    E, N, S = scales.shape
+    return scales.reshape(E, N // 128, S // 4, 32, 4, 4).permute(0, 1, 4, 3, 2, 5).reshape(E, N, S)
+
+
+def _pad(t: Tensor, segments: int, rows: int, cols: int, value: float = 0) -> Tensor:
+    """[E, N, K] -> [E, segments * rows, cols]: each segment's rows and all columns filled up with `value`."""
+    E, N, K = t.shape
+    if rows * segments == N and cols == K:
+        return t
+    return F.pad(t.view(E, segments, N // segments, K), (0, cols - K, 0, rows - N // segments), value=value).flatten(
+        1, 2
+    )
+
+
+def _cut(t: Tensor, segments: int, rows: int, cols: int) -> Tensor:
+    """The inverse of _pad: the first `rows` of each segment and `cols` columns."""
+    E, N, K = t.shape
+    return t.view(E, segments, N // segments, K)[:, :, :rows, :cols].flatten(1, 2).contiguous()
+
+
+def _blocks(t: Tensor) -> Tensor:
+    """[E, N, bytes] u8 -> [E, bytes / 128, N, 128]."""
+    E, N, size = t.shape
+    return t.view(E, N, size // BLOCK_BYTES, BLOCK_BYTES).transpose(1, 2).contiguous()
+
+
+def _per_byte(form: str) -> tuple[int, int]:
+    """(columns, bytes) that belong together in the codes of a form."""
+    return {"bf16": (1, 2), "int4": (2, 1), "mxfp4": (2, 1), "block": (1, 1)}[form]
+
+
+def _bytes(q: QuantTensor, form: str, rows: int, cols: int) -> Tensor:
+    """[E, segments * rows, bytes of cols] u8: padded codes; int4 signed, so that its padding is zero, too."""
+    t = q.codes.contiguous().view(torch.uint8)
+    columns, size = _per_byte(form)
+    return _pad(t ^ SIGN_BITS if form == "int4" else t, q.segments, rows, cols * size // columns)
+
+
+def _scales(q: QuantTensor, form: str, rows: int, cols: int, order: Tensor, out: dict[str, Tensor]) -> Tensor:
+    assert q.scales is not None
+    if form == "block":
+        blocks = q.scales.float()
+        E, N, _ = blocks.shape
+        return blocks.view(E, q.segments, N // q.segments, -1).flip(1).flatten(1, 2)
+    scales, filler = q.scales, ONE_E8M0
+    if form == "int4":
+        scales, filler = q.scales.to(torch.bfloat16), 1
+        if not torch.equal(scales.to(q.scales.dtype), q.scales):
+            out["exact_scales"] = q.scales.contiguous()
+    return swizzle(_pad(scales, q.segments, rows, cols // GROUP, filler)[:, order])
+
+
+def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors codes, scales, bias (those that exist) and the facts that unpack needs.  form: form_of(q)."""
+    _, N, K = q.shape
+    multiple = MULTIPLES[form]
+    rows, cols = (-(-x // multiple) * multiple for x in (N // q.segments, K))
+    if form == "block" and (rows, cols) != (N // q.segments, K):
+        raise Refused(f"e4m3 [{N}, {K}] in {q.segments} segments: blocks of 128 x 128 must divide each")
+    if q.bias is not None and form != "mxfp4":
+        raise Refused(f"adds no biases to {q.scheme.name} weights")
+    order = _row_order(q.segments * rows, q.segments, form != "block", q.device)
+    out: dict[str, Tensor] = {}
+    codes = _bytes(q, form, rows, cols)[:, order]
+    if form == "bf16":
+        out["codes"] = _blocks(codes).view(torch.bfloat16)
+    elif form == "block":
+        out["codes"] = codes.view(torch.float8_e4m3fn)
+    else:
+        out["codes"] = _blocks(codes) if form == "int4" else codes
+    if q.scales is not None:
+        out["scales"] = _scales(q, form, rows, cols, order, out).contiguous()
+    if q.bias is not None:
+        out["bias"] = _pad(q.bias[..., None], q.segments, rows, 1)[:, order, 0].contiguous()
+    meta = {
+        "scheme": scheme_to_json(q.scheme),
+        "shape": list(q.shape),
+        "segments": q.segments,
+        "form": form,
+        "rows": rows,
+        "cols": cols,
+    }
+    return out, meta
+
+
+def _ordered_back(t: Tensor, meta: Mapping[str, Any]) -> Tensor:
+    """[E, N, ...] in canonical row order."""
+    order = _row_order(meta["segments"] * meta["rows"], meta["segments"], meta["form"] != "block", t.device)
+    out = torch.empty_like(t)
+    out[:, order] = t
+    return out
+
+
+def _codes_back(codes: Tensor, meta: Mapping[str, Any]) -> Tensor:
+    form, (_, N, K), segments = meta["form"], meta["shape"], meta["segments"]
+    t = codes.view(torch.uint8)
+    if form in ("bf16", "int4"):
+        t = t.transpose(1, 2).flatten(2)
+    columns, size = _per_byte(form)
+    t = _cut(_ordered_back(t.contiguous(), meta), segments, N // segments, -(-K // columns) * size)
+    if form == "int4":
+        return t ^ SIGN_BITS
+    return t.view({"bf16": torch.bfloat16, "block": torch.float8_e4m3fn, "mxfp4": torch.uint8}[form])
+
+
+def _scales_back(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Tensor | None:
+    form, (_, N, K), segments = meta["form"], meta["shape"], meta["segments"]
+    if form == "bf16":
+        return None
+    if "exact_scales" in tensors:
+        return tensors["exact_scales"]
+    scales = tensors["scales"]
+    dtype = SCALE_DTYPE[scheme_from_json(meta["scheme"]).scale]
+    if form == "block":
+        E, blocks, _ = scales.shape
+        return scales.view(E, segments, blocks // segments, -1).flip(1).flatten(1, 2).to(dtype)
+    natural = _ordered_back(_unswizzle(scales).contiguous(), meta)
+    return _cut(natural, segments, N // segments, -(-K // GROUP)).to(dtype)
+
+
+def unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> QuantTensor:
+    """The exact inverse of pack_matrix."""
+    E, N, K = meta["shape"]
+    segments = meta["segments"]
+    bias = None
+    if "bias" in tensors:
+        bias = _cut(_ordered_back(tensors["bias"][..., None].contiguous(), meta), segments, N // segments, 1)[..., 0]
+    return QuantTensor(
+        scheme_from_json(meta["scheme"]),
+        (E, N, K),
+        _codes_back(tensors["codes"], meta),
+        _scales_back(tensors, meta),
+        bias=bias,
+        segments=segments,
+    )

@@ -1,0 +1,326 @@
+"""The row `flashinfer_trtllm`: layouts there and back, against the package's own layout helpers, and whole layers
+through stand-ins for its entry points that read the weights with those helpers."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
+from expertd_kernels.backends import flashinfer_trtllm as backend
+from expertd_kernels.backends.trtllm_layout import MULTIPLES, swizzle
+from expertd_kernels.float32 import reference
+from expertd_kernels.numerics import relative_error, tolerance
+from expertd_kernels.oracle import Refused
+from expertd_kernels.probe import assumed_packages
+from expertd_kernels.scheme import ScaleType, Scheme
+from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.table import BACKENDS
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+try:
+    from vendor import functions, package_folder
+finally:
+    sys.path.remove(str(HERE))
+
+SM100 = NAMED_DEVICES["sm100"]
+NAME = "flashinfer_trtllm"
+ROUNDED = ActivationQuant.E4M3_GROUP128
+FORMS = {"bf16": "bf16", "int4_g32": "int4", "mxfp4": "mxfp4", "e4m3_block128": "block"}
+SIZES = [(256, 256), (384, 128)]
+
+
+def layer(scheme, H=256, I=128, E=3, **kw):
+    return random_weights(scheme, E, H, I, bias=kw.pop("bias", scheme == "mxfp4"), **kw)
+
+
+def problem(w, **kw):
+    rounding = ROUNDED if w.w13.scheme.name == "e4m3_block128" else ActivationQuant.NONE
+    return problem_of(
+        w, SM100, top_k=2, packages=dict(assumed_packages(BACKENDS)), **{"activation_quant": rounding, **kw}
+    )
+
+
+def refusals(w, **kw):
+    return next(v for v in decide(problem(w, **kw)).verdicts if v.backend == NAME).refusals
+
+
+def bits(w):
+    return {
+        f"{m}.{name}": (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist())
+        for m in ("w13", "w2")
+        for name, t in getattr(w, m).tensors()
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", FORMS)
+def test_unpacking_gives_back_every_bit(scheme, size):
+    w = layer(scheme, *size)
+    assert refusals(w) == ()
+    before = bits(w)
+    packed = backend.pack(w, problem(w))
+    assert bits(backend.unpack(packed)) == before == bits(w)
+    twice = backend.pack(backend.unpack(packed), problem(w))
+    for name, t in packed.tensors.items():
+        assert t.is_contiguous()
+        assert torch.equal(t.reshape(-1).view(torch.uint8), twice.tensors[name].reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int4_g32", "mxfp4"])
+def test_odd_sizes_are_padded_and_come_back(scheme):
+    w = layer(scheme, 2 * 96, 160)
+    packed = backend.pack(w, problem(w))
+    multiple = MULTIPLES[FORMS[scheme]]
+    assert packed.meta["w13"]["cols"] % multiple == packed.meta["w13"]["rows"] % multiple == 0
+    assert packed.meta["w13"]["shape"] == [3, 320, 192]
+    assert bits(backend.unpack(packed)) == bits(w)
+
+
+def test_scales_that_bf16_does_not_hold_are_kept():
+    w = layer(Scheme.parse("int4_g32", ScaleType.F32))
+    packed = backend.pack(w, problem(w))
+    assert packed.tensors["w13.scales"].dtype == torch.bfloat16
+    assert bits(backend.unpack(packed)) == bits(w)
+
+
+REFUSED = {
+    "SM90": (lambda: decide(problem_of(layer("bf16"), NAMED_DEVICES["sm90"])), "needs compute capability 10.0 to 10.9"),
+    "bias": (lambda: decide(problem(layer("bf16", bias=True))), "does not add expert biases"),
+    "zero points": (lambda: decide(problem(layer("int4_g32_zp"))), "zero points are not computed"),
+    "group": (lambda: decide(problem(layer("int4_g128"))), "group size 128 (has: 32)"),
+    "weight-only e4m3": (
+        lambda: decide(problem(layer("e4m3_block128"), activation_quant=ActivationQuant.NONE)),
+        "rounds activations (e4m3_group128); weight-only is asked",
+    ),
+    "gelu": (
+        lambda: decide(problem(layer("bf16", activation=Activation(ActivationKind.GELU_AND_MUL)))),
+        "does not compute gelu_and_mul",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_package_cannot_do_is_refused_before_packing(case):
+    ask, sentence = REFUSED[case]
+    found = next(v for v in ask().verdicts if v.backend == NAME).refusals
+    assert any(sentence in r for r in found), found
+
+
+def test_packing_refuses_by_itself_too():
+    w = layer("bf16", bias=True)
+    with pytest.raises(Refused, match="adds no biases"):
+        backend.pack(w, problem(w))
+    w = layer("mxfp4")
+    with pytest.raises(Refused, match="not computed with activations mxfp8"):
+        backend.pack(w, replace(problem(w), activation_quant=ActivationQuant.MXFP8))
+    packed = backend.pack(w, problem(w))
+    with pytest.raises(Refused, match="layout version 0, want 1"):
+        backend.experts(replace(packed, meta={**packed.meta, "layout_version": 0}), problem(w))
+
+
+@pytest.fixture(scope="module")
+def helpers():
+    """The package's own layout functions, from its sources."""
+    folder = package_folder("flashinfer")
+    utils = functions(
+        folder / "utils.py",
+        {
+            "srcToDstBlk16RowMap",
+            "srcToDstBlk32RowMap",
+            "get_shuffle_block_size",
+            "get_shuffle_matrix_a_row_indices",
+            "get_shuffle_matrix_sf_a_row_indices",
+        },
+        ModuleType("utils"),
+    )
+    names = {
+        "_maybe_get_cached_w3_w1_permute_indices",
+        "get_w2_permute_indices_with_cache",
+        "get_reorder_rows_for_gated_act_gemm_row_indices",
+        "convert_to_block_layout",
+    }
+    core = functions(folder / "fused_moe" / "core.py", names, utils)
+    return functions(folder / "fused_moe" / "prepare.py", {"_swizzle_cutile_fp4_scales"}, core)
+
+
+def vendor_rows(helpers, t, w13, scales=False):
+    """One expert's [N, bytes] in the package's order, from [up, gate] rows."""
+    more = {"num_elts_per_sf": 16} if scales else {}
+    if w13:
+        order = helpers._maybe_get_cached_w3_w1_permute_indices({}, t, 128, is_gated_act_gemm=True, **more)
+    else:
+        order = helpers.get_w2_permute_indices_with_cache({}, t, 128, **more)
+    return t[order].contiguous()
+
+
+def up_gate(t, w13):
+    return torch.cat(t.chunk(2)[::-1]) if w13 else t
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int4_g32", "mxfp4"])
+def test_codes_and_scales_are_where_the_packages_helpers_put_them(helpers, scheme):
+    w = layer(scheme, 512, 256)
+    packed = backend.pack(w, problem(w))
+    for name, q in (("w13", w.w13), ("w2", w.w2)):
+        w13 = name == "w13"
+        for e in range(3):
+            codes = up_gate(q.codes[e].view(torch.uint8), w13)
+            codes = vendor_rows(helpers, codes ^ 0x88 if scheme == "int4_g32" else codes, w13)
+            if scheme != "mxfp4":
+                codes = helpers.convert_to_block_layout(codes, 128)
+            assert torch.equal(packed.tensors[f"{name}.codes"][e].view(torch.uint8), codes)
+            if q.scales is None:
+                continue
+            scales = vendor_rows(helpers, up_gate(q.scales[e], w13), w13, scales=True)
+            tiled = helpers._swizzle_cutile_fp4_scales(scales[None], scale_block_size=32)
+            assert torch.equal(packed.tensors[f"{name}.scales"][e].flatten(), tiled.flatten())
+            if q.bias is not None:
+                bias = vendor_rows(helpers, up_gate(q.bias[e][:, None], w13), w13)
+                assert torch.equal(packed.tensors[f"{name}.bias"][e], bias[:, 0])
+
+
+def test_the_swizzle_is_the_documented_one():
+    s = torch.arange(2 * 256 * 8).view(2, 256, 8)
+    flat = swizzle(s).view(2, -1)
+    for r, c in ((0, 0), (1, 0), (31, 3), (32, 0), (127, 2), (128, 5), (200, 7)):
+        tile = (r // 128) * 2 + c // 4
+        place = tile * 512 + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4
+        assert flat[1, place] == s[1, r, c]
+
+
+class EntryPoints:
+    """Stand-ins for the package's functions: they undo its layout with its helpers and compute in f32."""
+
+    def __init__(self, helpers):
+        self.helpers = helpers
+
+    def _matrix(self, codes, scales, form, w13):
+        """[E, N, K] f32 in [up, gate] order."""
+        t = codes.view(torch.uint8)
+        t = t.permute(0, 2, 1, 3).flatten(2) if form in ("bf16", "int4") else t
+        out = []
+        for e in range(len(t)):
+            N = t.shape[1]
+            order = torch.arange(N)[:, None]
+            order = order if form == "block" else vendor_rows(self.helpers, order, w13)
+            natural = torch.empty_like(t[e])
+            natural[order[:, 0]] = t[e]
+            if form == "bf16":
+                out.append(natural.view(torch.bfloat16).float())
+                continue
+            if form == "block":
+                big = scales[e].repeat_interleave(128, 0).repeat_interleave(128, 1)
+                out.append(natural.view(torch.float8_e4m3fn).float() * big)
+                continue
+            n = torch.stack((natural & 15, natural >> 4), -1).flatten(-2).long()
+            values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+            number = torch.where(n >= 8, n - 16, n).float() if form == "int4" else values[n]
+            sf, S = scales[e].view(scales.dtype), number.shape[1] // 32
+            sf = sf.view(torch.uint8) if form == "mxfp4" else sf
+            sf = sf.reshape(N // 128, S // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(N, S)
+            sf = torch.exp2(sf.float() - 127) if form == "mxfp4" else sf.float()
+            placed = torch.empty_like(sf)
+            placed[order[:, 0]] = sf
+            out.append(number * placed.repeat_interleave(32, 1))
+        return torch.stack(out)
+
+    def _run(self, form, x, ids, weights, k):
+        E = k["local_num_experts"]
+        assert k["num_experts"] > E
+        assert k["local_expert_offset"] == 0
+        assert int(ids.min()) >= 0
+        assert int(ids.max()) < k["num_experts"]
+        w13 = self._matrix(k["gemm1_weights"], k.get("gemm1_weights_scale"), form, True)
+        w2 = self._matrix(k["gemm2_weights"], k.get("gemm2_weights_scale"), form, False)
+        assert w2.shape[2] == k["intermediate_size"]
+        out = torch.zeros(x.shape[0], w2.shape[1])
+        for row, j in (ids < E).nonzero().tolist():
+            e = int(ids[row, j])
+            h = w13[e] @ x[row].float()
+            if k.get("gemm1_bias") is not None:
+                h = h + self._bias(k["gemm1_bias"][e], True)
+            up, gate = h.chunk(2)
+            alpha, beta, limit = (k[n] for n in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"))
+            if limit is not None:
+                up, gate = up.clamp(-limit[e], limit[e]), gate.clamp(max=limit[e])
+            a, b = (1.0 if alpha is None else alpha[e]), (0.0 if beta is None else beta[e])
+            y = w2[e] @ (gate * torch.sigmoid(a * gate) * (up + b))
+            if k.get("gemm2_bias") is not None:
+                y = y + self._bias(k["gemm2_bias"][e], False)
+            out[row] += weights[row, j].float() * y
+        return out.to(torch.bfloat16)
+
+    def _bias(self, bias, w13):
+        order = vendor_rows(self.helpers, torch.arange(len(bias))[:, None], w13)[:, 0]
+        natural = torch.empty_like(bias)
+        natural[order] = bias
+        return natural
+
+    def trtllm_bf16_routed_moe(self, topk_ids, hidden_states, use_shuffled_weight, weight_layout, **k):
+        assert use_shuffled_weight
+        assert weight_layout == 2
+        return self._run("bf16", hidden_states, *topk_ids, k)
+
+    def trtllm_mxint4_block_scale_routed_moe(self, topk_ids, hidden_states, **k):
+        weights = (topk_ids & 0xFFFF).to(torch.int16).view(torch.bfloat16)
+        return [self._run("int4", hidden_states, topk_ids >> 16, weights, k)]
+
+    def trtllm_fp4_block_scale_routed_moe(self, topk_ids, hidden_states, hidden_states_scale, **k):
+        assert hidden_states_scale is None
+        assert k["gemm1_weights_scale"].dtype == torch.float8_e4m3fn
+        return [self._run("mxfp4", hidden_states, *topk_ids, k)]
+
+    def trtllm_fp8_block_scale_routed_moe(self, topk_ids, hidden_states, hidden_states_scale, **k):
+        assert k["weight_layout"] == 0
+        assert not k["use_shuffled_weight"]
+        x = hidden_states.float() * hidden_states_scale.t().repeat_interleave(128, 1)
+        return self._run("block", x, *topk_ids, k)
+
+
+ACTIVATIONS = [Activation(), Activation(limit=0.5), Activation.parse("swigluoai")]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.name)
+@pytest.mark.parametrize("scheme", FORMS)
+def test_a_layer_through_the_entry_points(helpers, scheme, activation):
+    w = layer(scheme, activation=activation, seed=5)
+    p = problem(w)
+    assert refusals(w) == ()
+    run = backend.TrtllmExperts(backend.pack(w, p), EntryPoints(helpers), torch.device("cpu"))
+    x, ids, weights = random_inputs(6, 256, 3, 2)
+    ids[2], ids[3, 0] = -1, -1
+    out = torch.full_like(x, float("nan"))
+    assert run(x, ids, weights, out=out) is out
+    assert relative_error(out, reference(w, x, ids, weights)) < tolerance("bf16", p.activation_quant)
+    assert not out[2].any()
+
+
+def test_padding_and_the_router_weight_on_the_input(helpers):
+    w = layer("mxfp4", 192, 160, activation=Activation.parse("swigluoai"))
+    run = backend.TrtllmExperts(backend.pack(w, problem(w)), EntryPoints(helpers), torch.device("cpu"))
+    x, ids, weights = random_inputs(5, 192, 3, 1)
+    weights = weights * 0.5
+    want = reference(w, x, ids, weights, router_weight_on_input=True)
+    assert relative_error(run(x, ids, weights, router_weight_on_input=True), want) < 1e-2
+    assert run(x[:0], ids[:0], weights[:0]).shape == (0, 192)
+
+
+def test_rounding_in_groups():
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    x[1] = 0
+    codes, scale = backend.round_groups(x)
+    assert codes.dtype == torch.float8_e4m3fn
+    assert scale.shape == (2, 5)
+    back = codes.float().view(5, 2, 128) * scale.t()[..., None]
+    assert relative_error(back.view(5, 256), x.float()) < 4e-2
+    assert float(codes.float().abs().max()) == 448.0
+    assert not back[1].any()
+
+
+def test_the_row_says_that_it_was_not_run_on_hardware():
+    assert next(b for b in BACKENDS if b.name == NAME).hardware == "not run on hardware"

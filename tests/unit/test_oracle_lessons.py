@@ -1,0 +1,348 @@
+"""Mistakes that serving engines have made with quantized experts, each as a test against this code, and what the oracle
+decides where their selectors were silent or wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from expertd_kernels import (
+    NAMED_DEVICES,
+    Activation,
+    ActivationQuant,
+    Problem,
+    Scheme,
+    decide,
+    problem_of,
+)
+from expertd_kernels.backends import cpu_torch, reference, xpu
+from expertd_kernels.backends import flashinfer_trtllm as trtllm
+from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
+from expertd_kernels.float32 import reference as compute
+from expertd_kernels.numerics import relative_error
+from expertd_kernels.oracle import RULES, Refused
+from expertd_kernels.probe import assumed_packages
+from expertd_kernels.problem import Device
+from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.table import BACKENDS
+
+H, I, GROUP = 64, 32, 32
+BLOCK = "model.layers.0.mlp.experts"
+PACKAGES = dict(assumed_packages(BACKENDS))
+CPU = Device("cpu", "x86_64")
+
+
+# Checkpoints: what the config says, and what the tensors say.
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """[8 * R, C] codes 0..15 -> [R, C] int32, eight along the first axis, low bits first."""
+    word = torch.zeros(codes.shape[0] // 8, codes.shape[1], dtype=torch.int64)
+    for i in range(8):
+        word |= codes[i::8].long() << (4 * i)
+    return torch.where(word >= 1 << 31, word - (1 << 32), word).int()
+
+
+def gptq(folder: Path, sym: bool = True, bias: bool = False, **quant) -> dict[str, torch.Tensor]:
+    """A GPTQ checkpoint (version 1) of two experts; what its projections mean, by name."""
+    g = torch.Generator().manual_seed(7)
+    tensors, means = {}, {}
+    for e in range(2):
+        for name, n, k in (("gate", I, H), ("up", I, H), ("down", H, I)):
+            q = torch.randint(0, 16, (n, k), generator=g)
+            zeros = torch.full((n, k // GROUP), 8) if sym else torch.randint(1, 16, (n, k // GROUP), generator=g)
+            scales = (torch.rand(k // GROUP, n, generator=g) * 0.1 + 0.01).half()
+            at = f"{BLOCK}.{e}.{name}_proj"
+            tensors[f"{at}.qweight"] = _words(q.t().contiguous())
+            tensors[f"{at}.qzeros"] = _words((zeros - 1).contiguous()).t().contiguous()
+            tensors[f"{at}.scales"] = scales
+            tensors[f"{at}.g_idx"] = (torch.arange(k) // GROUP).int()
+            if bias:
+                tensors[f"{at}.bias"] = torch.randn(n, generator=g).half()
+                means[f"{e}.{name}.bias"] = tensors[f"{at}.bias"].float()
+            spread = torch.arange(k) // GROUP
+            means[f"{e}.{name}"] = (q - zeros[:, spread]).float() * scales.t().float()[:, spread]
+    tensors["model.layers.0.mlp.gate.weight"] = torch.randn(2, H, generator=g).bfloat16()
+    tensors["model.layers.0.self_attn.q_proj.weight"] = torch.randn(H, H, generator=g).bfloat16()
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": H, "moe_intermediate_size": I, "num_experts": 2,
+        "num_experts_per_tok": 1, "num_hidden_layers": 1,
+        "quantization_config": {
+            "quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": sym, "desc_act": False, **quant,
+        },
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return means
+
+
+def check(folder: Path, means: dict[str, torch.Tensor]):
+    w = open_checkpoint(folder).load(0)
+    gate, up = w.w13.dequantize().chunk(2, dim=1)
+    for e in range(2):
+        for name, got in (("gate", gate[e]), ("up", up[e]), ("down", w.w2.dequantize()[e])):
+            assert torch.equal(got, means[f"{e}.{name}"]), name
+    return w
+
+
+@pytest.mark.parametrize("bits", [[4], [4, 8], "4", 4.5, None, True])
+def test_bits_that_are_a_list_or_no_number_are_refused_by_name(tmp_path, bits):
+    gptq(tmp_path, bits=bits)
+    with pytest.raises(CheckpointError, match=r"bits .* want 2, 3, 4 or 8"):
+        open_checkpoint(tmp_path).load(0)
+
+
+def test_zero_points_are_read_from_the_tensors_not_guessed_from_the_method(tmp_path):
+    w = check(tmp_path, gptq(tmp_path, sym=True))
+    assert w.w13.zeros is None
+    assert problem_of(w, CPU).w13.name == "int4_g32"
+
+
+def test_zero_points_that_are_there_make_the_scheme_asymmetric(tmp_path):
+    w = check(tmp_path, gptq(tmp_path, sym=False))
+    assert w.w13.zeros is not None
+    assert w.w13.scheme.name == "int4_g32_zp"
+    d = decide(problem_of(w, NAMED_DEVICES["xpu-xe2"], packages=PACKAGES))
+    assert "zero points are not computed" in str(next(v for v in d.verdicts if v.backend == "xpu").refusals)
+
+
+def test_zero_points_that_the_config_denies_are_an_error_not_a_choice(tmp_path):
+    gptq(tmp_path, sym=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["sym"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="zero points other than 8"):
+        open_checkpoint(tmp_path).load(0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"ignore": None},
+        {"dynamic": {}},
+        {"modules_to_not_convert": [["model.layers.0.mlp.gate"], ["lm_head", ["model.embed_tokens"]]]},
+        {"modules_to_not_convert": [[]], "ignore": [["re:.*gate"]]},
+    ],
+)
+def test_a_router_that_no_list_names_and_lists_in_lists_change_nothing(tmp_path, more):
+    """The router is told by its name and its tensors; lists of exceptions are not what decides."""
+    means = gptq(tmp_path, **more)
+    w = check(tmp_path, means)
+    assert w.num_experts == 2
+    assert w.hidden_size == H
+
+
+def test_a_bias_comes_into_the_bias_not_into_the_zero_points_and_each_matrix_has_its_own(tmp_path):
+    means = gptq(tmp_path, bias=True)
+    w = check(tmp_path, means)
+    assert w.w13.zeros is None
+    for e in range(2):
+        assert torch.equal(w.w13.bias[e], torch.cat([means[f"{e}.gate.bias"], means[f"{e}.up.bias"]]))
+        assert torch.equal(w.w2.bias[e], means[f"{e}.down.bias"])
+
+
+def test_two_quantizations_at_once_are_refused(tmp_path):
+    """A method that the tensors contradict: the error shows both."""
+    gptq(tmp_path, quant_method="fp8")
+    with pytest.raises(CheckpointError, match=r"fits no known format.*'fp8'.*qweight"):
+        open_checkpoint(tmp_path).info(0)
+    gptq(tmp_path, quant_method=["gptq", "awq"])
+    with pytest.raises(CheckpointError, match="fits no known format"):
+        open_checkpoint(tmp_path).info(0)
+
+
+# Backends: packing is a function of the weights.
+
+PACKERS = {
+    "reference": (reference, "cpu-portable", "int4_g32"),
+    "cpu_torch": (cpu_torch, "cpu-portable", "int4_g32"),
+    "xpu": (xpu, "xpu-xe2", "int4_g32"),
+    "flashinfer_trtllm": (trtllm, "sm100", "mxfp4"),
+}
+
+
+def case(name, **kw):
+    module, device, scheme = PACKERS[name]
+    w = random_weights(scheme, 2, 64, 32, **kw)
+    return module, w, problem_of(w, NAMED_DEVICES[device], packages=PACKAGES)
+
+
+def snapshot(tensors):
+    return {n: t.clone() for n, t in tensors}
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_weights_are_not_converted_twice_on_reload(name):
+    """Packing changes nothing that it was given, and packing what was unpacked gives the same bytes."""
+    module, w, p = case(name, bias=True)
+    given = snapshot([*w.w13.tensors(), *((f"2.{n}", t) for n, t in w.w2.tensors())])
+    first = module.pack(w, p)
+    kept = snapshot(first.tensors.items())
+    second = module.pack(module.unpack(first), p)
+    for n, t in kept.items():
+        assert torch.equal(first.tensors[n].view(torch.uint8), t.view(torch.uint8))
+        assert torch.equal(second.tensors[n].view(torch.uint8), t.view(torch.uint8))
+    after = dict([*w.w13.tensors(), *((f"2.{n}", t) for n, t in w.w2.tensors())])
+    assert all(torch.equal(after[n].view(torch.uint8), t.view(torch.uint8)) for n, t in given.items())
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_each_matrix_keeps_its_own_bias(name):
+    module, w, p = case(name, bias=True)
+    back = module.unpack(module.pack(w, p))
+    assert torch.equal(back.w13.bias, w.w13.bias)
+    assert torch.equal(back.w2.bias, w.w2.bias)
+    assert back.w13.zeros is None
+
+
+def test_the_bias_of_w2_moves_the_answer_by_itself():
+    """A kernel that adds w1's bias in place of w2's is seen: the two have different sizes and different effects."""
+    w = random_weights("int4_g32", 2, 64, 32, bias=True)
+    x, ids, weights = random_inputs(5, 64, 2, 1)
+    p = problem_of(w, CPU)
+    run = cpu_torch.experts(cpu_torch.pack(w, p), p)
+    right = compute(w, x, ids, weights)
+    assert relative_error(run(x, ids, weights), right) < 1e-2
+    for wrong in (
+        replace(w, w2=replace(w.w2, bias=None)),
+        replace(w, w13=replace(w.w13, bias=None)),
+        replace(w, w2=replace(w.w2, bias=w.w13.bias)),
+    ):
+        assert relative_error(compute(wrong, x, ids, weights), right) > 5e-2
+
+
+def test_no_backend_chooses_experts_by_itself():
+    """Every backend takes ids and weights: none has a parameter for logits or a routing method, and ids in an order
+    that no router would give are obeyed."""
+    w = random_weights("int4_g32", 4, 64, 32)
+    x, _, _ = random_inputs(3, 64, 4, 2)
+    ids = torch.tensor([[3, 3], [0, -1], [-1, 2]], dtype=torch.int32)
+    weights = torch.tensor([[-1.0, 2.5], [0.0, 9.0], [7.0, -0.5]])
+    p = problem_of(w, CPU, top_k=2)
+    for module in (reference, cpu_torch):
+        run = module.experts(module.pack(w, p), p)
+        assert relative_error(run(x, ids, weights), compute(w, x, ids, weights)) < 1e-2
+
+
+def test_rows_grouped_by_expert_keep_their_zero_points():
+    """The grouped form is the same call with one route a row, so there is no second path that could forget them."""
+    w = random_weights("int4_g32_zp", 3, 64, 32)
+    p = problem_of(w, CPU, grouped_rows=True)
+    x, _, _ = random_inputs(6, 64, 3, 1)
+    ids = torch.tensor([0, 0, 1, 2, 2, 2], dtype=torch.int32)[:, None]
+    ones = torch.ones(6, 1)
+    right = compute(w, x, ids, ones)
+    run = cpu_torch.experts(cpu_torch.pack(w, p), p)
+    assert relative_error(run(x, ids, ones), right) < 1e-2
+    middle = replace(w.w13, zeros=torch.full_like(w.w13.zeros, 8))
+    assert relative_error(compute(replace(w, w13=middle), x, ids, ones), right) > 5e-2
+
+
+def test_sizes_rounded_for_one_backend_are_not_left_so_for_the_next():
+    w = random_weights("mxfp4", 2, 96, 32, activation=Activation.parse("swigluoai"), bias=True)
+    p = problem_of(w, NAMED_DEVICES["sm100"], packages=PACKAGES)
+    padded = trtllm.pack(w, p)
+    assert padded.meta["w13"]["cols"] == padded.meta["w13"]["rows"] == 256
+    assert (w.hidden_size, w.intermediate_size) == (96, 32)
+    back = trtllm.unpack(padded)
+    assert (back.hidden_size, back.intermediate_size) == (96, 32)
+    cpu = problem_of(back, CPU)
+    again = cpu_torch.pack(back, cpu)
+    fresh = cpu_torch.pack(w, cpu)
+    assert {n: t.shape for n, t in again.tensors.items()} == {n: t.shape for n, t in fresh.tensors.items()}
+
+
+# Decisions: rows where engines were silent, wrong, or had no second choice.
+
+
+def ask(device, scheme, **more):
+    s = Scheme.parse(scheme)
+    return decide(Problem(NAMED_DEVICES[device], s, s, 128, 2048, 768, 8, packages=PACKAGES, **more))
+
+
+def why(decision, backend):
+    return "; ".join(next(v.refusals for v in decision.verdicts if v.backend == backend))
+
+
+def test_sm90_with_int4_zero_points():
+    d = ask("sm90", "int4_g128_zp")
+    assert d.chosen.name == "gluon_sm90"
+    assert "needs compute capability 10.0" in why(d, "flashinfer_trtllm")
+
+
+def test_sm90_without_the_hopper_kernels_falls_to_portable_ones_that_take_zero_points_and_bias():
+    d = ask("sm90", "int4_g128_zp", bias=True, act_order=True)
+    assert d.chosen.name == "triton"
+    assert why(d, "gluon_sm90") == "does not permute columns (activation order)"
+
+
+def test_xpu_with_gptq_int4_sym_g128():
+    d = ask("xpu-xe2", "int4_g128")
+    assert d.chosen.name == "xpu"
+    assert next(v for v in d.verdicts if v.backend == "triton").eligible, "there is a second choice"
+
+
+def test_xpu_with_awq_is_not_served_by_dropping_the_zero_points():
+    d = ask("xpu-xe2", "int4_g128_zp")
+    assert d.chosen.name == "triton"
+    assert why(d, "xpu") == "int4_g128_zp: zero points are not computed"
+
+
+def test_xpu_without_its_package_says_so_and_has_a_second_choice():
+    s = Scheme.parse("int4_g128")
+    some = {n: v for n, v in PACKAGES.items() if n != "vllm-xpu-kernels"}
+    d = decide(Problem(NAMED_DEVICES["xpu-xe2"], s, s, 128, 2048, 768, 8, packages=some))
+    assert d.chosen.name == "triton"
+    assert why(d, "xpu") == "package vllm-xpu-kernels>=0.1.16,<0.2 is not installed"
+
+
+def test_sm100_with_mxfp4_and_bias():
+    gpt_oss = {"activation": Activation.parse("swigluoai"), "bias": True}
+    d = ask("sm100", "mxfp4", **gpt_oss)
+    assert d.chosen.name == "flashinfer_trtllm"
+    s = Scheme.parse("mxfp4")
+    real = Problem(NAMED_DEVICES["sm100"], s, s, 128, 2880, 2880, 4, packages=PACKAGES, **gpt_oss)
+    assert decide(real).chosen.name == "flashinfer_trtllm", "2880 is padded, not refused"
+
+
+def test_gptq_with_bias_is_served_on_every_platform_with_the_bias():
+    for device in NAMED_DEVICES:
+        d = ask(device, "int4_g128", bias=True)
+        assert d.chosen is not None
+        assert d.chosen.bias
+        assert not [r for rule in RULES if (r := rule(d.chosen, d.problem))]
+
+
+def test_gptq_in_groups_of_32_with_bias_on_sm100_does_not_lose_the_bias():
+    d = ask("sm100", "int4_g32", bias=True)
+    assert d.chosen.name == "triton"
+    assert why(d, "flashinfer_trtllm") == "does not add expert biases"
+    assert ask("sm100", "int4_g32").chosen.name == "flashinfer_trtllm"
+
+
+def test_an_activation_quantized_checkpoint_is_not_served_weight_only_in_silence():
+    facts = {"checkpoint_activation": ActivationQuant.E4M3_GROUP128}
+    rounded = ask("sm100", "e4m3_block128", activation_quant=ActivationQuant.E4M3_GROUP128, **facts)
+    assert rounded.chosen.name == "flashinfer_trtllm"
+    plain = ask("sm100", "e4m3_block128", **facts)
+    assert plain.chosen.name == "triton"
+    assert "weight-only is asked" in why(plain, "flashinfer_trtllm")
+    assert plain.problem.checkpoint_activation is ActivationQuant.E4M3_GROUP128
+
+
+def test_packing_refuses_what_the_rules_refuse():
+    """A caller that goes past the oracle meets the same wall: nothing is dropped on the way into a layout."""
+    w = random_weights("int4_g32_zp", 2, 64, 32)
+    with pytest.raises(Refused, match="zero points"):
+        xpu.pack(w, problem_of(w, NAMED_DEVICES["xpu-xe2"]))
+    with pytest.raises(Refused, match="zero points"):
+        trtllm.pack(w, problem_of(w, NAMED_DEVICES["sm100"]))
+    w = random_weights("int4_g32", 2, 64, 32, bias=True)
+    with pytest.raises(Refused, match="adds no biases"):
+        trtllm.pack(w, problem_of(w, NAMED_DEVICES["sm100"]))
