@@ -112,7 +112,9 @@ class AsyncExpertClient:
 
     async def close(self) -> None:
         """Fails what is in flight with RequestCancelledError and gives back the connection."""
-        transport, exchange = self._open()
+        if self._opened is None:
+            return
+        transport, exchange = self._opened
         exchange.close()
         transport.close()
         if isinstance(transport, AioGrpcTransport):

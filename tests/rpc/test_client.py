@@ -23,7 +23,9 @@ from expertd.errors import (
     DeadlineExceededError,
     DrainingError,
     ExpertdError,
+    InternalError,
     MessageTooLargeError,
+    NotReadyError,
     QueueFullError,
     RequestCancelledError,
     UnavailableError,
@@ -41,6 +43,7 @@ from expertd_client import (
     Retry,
     Synthetic,
 )
+from expertd_client.servicer import ServicerTransport
 
 PATIENCE_S = 20.0
 """How long a test waits for what must happen."""
@@ -688,6 +691,53 @@ def test_a_function_can_stand_for_a_server(make):
             client.describe()
     with make(FunctionTransport(function, lambda r: pb.DescribeResponse(version="f"))) as client:
         assert client.describe().version == "f"
+
+
+class BytesServicer:
+    """A servicer as grpc.aio calls it without generated classes: echoes, but for layers 9 (ends), 10 (breaks), 11."""
+
+    async def stream_forward(self, _, context):
+        while (data := await context.read()) is not grpc.aio.EOF:
+            message = pb.StreamForwardRequest.FromString(data)
+            if message.forward.layer == 9:
+                error = DrainingError("it drains")
+                await context.abort(error.code.grpc, error.message, error.to_trailing_metadata())
+            if message.forward.layer == 10:
+                raise RuntimeError("a bug")
+            if message.forward.layer == 11:
+                continue
+            await context.write(pb.StreamForwardResponse(forward=echo(message.forward)).SerializeToString())
+
+    async def describe(self, data, context):
+        assert context.time_remaining() > 0
+        if pb.DescribeRequest.FromString(data).include_decisions:
+            error = NotReadyError("it loads")
+            await context.abort(error.code.grpc, error.message, error.to_trailing_metadata())
+        return pb.DescribeResponse(version="in-process").SerializeToString()
+
+
+async def test_a_servicer_in_this_process():
+    async with AsyncExpertClient(ServicerTransport(BytesServicer())) as client:
+        answers = await asyncio.gather(*(client.forward(*batch(float(n))) for n in range(20)))
+        assert [a.output[0, 0] for a in answers] == list(range(20))
+        assert (await client.describe()).version == "in-process"
+        with pytest.raises(NotReadyError):
+            await client.describe(include_decisions=True)
+        with pytest.raises(DrainingError):
+            await client.forward(9, *batch()[1:])
+        with pytest.raises(InternalError, match="a bug"):
+            await client.forward(10, *batch()[1:])
+        with pytest.raises(DeadlineExceededError):
+            await client.forward(11, *batch()[1:], timeout_s=0.05)
+        waiting = asyncio.create_task(client.forward(11, *batch()[1:]))
+        while not client.in_flight:
+            await asyncio.sleep(0)
+    with pytest.raises(RequestCancelledError):
+        await waiting
+
+
+async def test_a_client_that_was_never_used_closes():
+    await AsyncExpertClient("127.0.0.1:1").close()
 
 
 async def test_a_task_that_is_cancelled_takes_its_request_back(servicer, address):
