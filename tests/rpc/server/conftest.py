@@ -1,0 +1,74 @@
+"""A server for each test, called in process and over localhost with one body."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertd_kernels.probe import detect_device
+from expertd_server.boot import boot_layers, open_source, plan_layers
+from expertd_server.config import Address
+from expertd_server.describe import describe_layer, describe_server
+from expertd_server.engine import Engine
+from expertd_server.intake import Intake
+from expertd_server.metrics import Metrics
+from expertd_server.scheduler import Policy
+from expertd_server.server import ExpertServer
+from expertd_server.service import Limits
+from expertd_server.servicer import Servicer
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports test files without their folder
+
+from server_kit import CONFIG, IN_FLIGHT, MAX_BYTES, MAX_TOKENS, Gated, H, InProcess, Localhost, Served
+
+
+@pytest.fixture(scope="module")
+def booted():
+    source = open_source(CONFIG)
+    plans = plan_layers(CONFIG, source, detect_device("cpu"), {})
+    layers = boot_layers(plans, source, torch.device("cpu"), done=lambda b: None, stopped=lambda: False)
+    return source, layers
+
+
+@pytest.fixture(params=[InProcess, Localhost])
+async def served(request, booted):
+    source, layers = booted
+    gate, entered, kernels = threading.Event(), threading.Event(), []
+    gate.set()
+    limits = Limits(MAX_TOKENS, MAX_BYTES, IN_FLIGHT)
+    metrics = Metrics()
+    server = ExpertServer(metrics, limits)
+    address = await server.start(Address("127.0.0.1", 0))
+    ready = {}
+    for b in layers:
+        fields = {f: getattr(b.served, f) for f in b.served.__dataclass_fields__ if f not in ("slot_of", "experts")}
+        ready[b.served.layer] = type(b.served)(experts=Gated(b.served.experts, gate, entered, kernels), **fields)
+    engine = Engine(ready, torch.device("cpu"), policy=Policy(MAX_TOKENS), max_queue_requests=32, observe=metrics.batch)
+    metrics.watch_load(engine.load)
+    engine.start()
+    described = describe_server(
+        instance_id="test",
+        version="0",
+        family=source.family,
+        fingerprint=source.fingerprint,
+        hidden_size=H,
+        layers=[describe_layer(b.served, b.plan.info, b.plan.decision, b.error) for b in layers],
+        limits=limits,
+    )
+    await server.ready(engine, Intake(engine.layers, MAX_TOKENS), described.__getitem__)
+    call = request.param(Servicer(server.service), address)
+    yield Served(call, server, engine, metrics, gate, entered, kernels)
+    gate.set()
+    await call.close()
+    await server.drain(5)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    """Canonical weights of the experts 1..6 by layer."""
+    source = open_source(CONFIG)
+    return {n: source.load(n, range(1, 7)) for n in source.layers}
