@@ -35,11 +35,11 @@ class Case:
     scheme: str | Scheme
     scale: ScaleType | None = None
     w2_scheme: str | None = None
-    E: int = 4
+    E: int = 3
     H: int = 64
     I: int = 48
     k: int = 2
-    M: int = 5
+    M: int = 4
     activation: Activation = field(default_factory=Activation)
     bias: bool = False
     act_order: bool = False
@@ -95,14 +95,14 @@ SMALL: dict[str, Case] = {
     "int8_channel": Case("int8_channel", H=72, I=40),
     "int8_channel_zp": Case("int8_channel_zp", F32),
     "mxfp4": Case("mxfp4", H=128, I=96),
-    "mxfp4_two_blocks": Case("mxfp4", H=352, I=32, M=3, tile={"kpb": 2}),
+    "mxfp4_two_blocks": Case("mxfp4", H=352, I=32, E=2, M=2, tile={"kpb": 2}),
     "mxfp8": Case("mxfp8", H=96, I=32),
     "nvfp4": Case("nvfp4", H=64, I=48),
     "e4m3_tensor": Case("e4m3_tensor", H=72, I=40),
     "e4m3_channel": Case("e4m3_channel", BF16, H=72, I=40),
-    "e4m3_block32": Case("e4m3_block32", H=72, I=40, tile=ON_ACCUMULATOR),
-    "e4m3_block32_weighted": Case("e4m3_block32", H=72, I=40, tile=ON_OPERAND),
-    "e4m3_block128_ragged": Case("e4m3_block128", H=144, I=40),
+    "e4m3_block32": Case("e4m3_block32", H=72, I=40, E=2, M=2, tile=ON_ACCUMULATOR),
+    "e4m3_block32_weighted": Case("e4m3_block32", H=72, I=40, E=2, M=2, tile=ON_OPERAND),
+    "e4m3_block128_ragged": Case("e4m3_block128", H=144, I=40, E=2, M=2),
     "mixed": Case("int4_g32", w2_scheme="int8_channel", H=64, I=40),
     # features
     "bias": Case("int4_g32", H=64, I=32, bias=True),
@@ -116,7 +116,7 @@ SMALL: dict[str, Case] = {
     "one_token": Case("int4_g32", H=64, I=32, M=1, E=9),
     "one_token_nowhere": Case("bf16", H=32, I=32, M=1, E=9, k=3, routing="nowhere"),
     "many_routes": Case("bf16", H=16, I=16, E=5, k=4, M=70, tile={"bn": 16}),
-    "more_routes": Case("bf16", H=16, I=16, E=5, k=4, M=300, bm=64, tile={"bn": 16}),
+    "more_routes": Case("bf16", H=16, I=16, E=10, k=10, M=103, bm=64, tile={"bn": 16}),
     "f32_in": Case("bf16", H=32, I=32, dtype=torch.float32),
     "bm32_group": Case("bf16", H=32, I=32, E=2, M=40, bm=32, tile={"group_m": 2, "bn": 16}),
     # rounded activations

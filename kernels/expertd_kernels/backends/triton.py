@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from expertd_kernels.backends.protocol import Packed
-from expertd_kernels.backends.triton_kernels.layer import Matrix, TritonExperts
+from expertd_kernels.backends.triton_kernels.layer import TritonExperts
 from expertd_kernels.backends.triton_kernels.layout import Layout, pack_matrix, unpack_matrix
+from expertd_kernels.backends.triton_kernels.matrix import Matrix
 from expertd_kernels.canonical import QuantTensor, Weights
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem

@@ -14,13 +14,12 @@ from torch import Tensor
 from expertd_kernels.activation import Activation, ActivationKind
 from expertd_kernels.backends.triton_kernels import combine as combining
 from expertd_kernels.backends.triton_kernels import gemm, rounded, route
-from expertd_kernels.backends.triton_kernels.layout import Layout
+from expertd_kernels.backends.triton_kernels.matrix import Matrix
 from expertd_kernels.backends.triton_kernels.plan import Facts, Plan, Tile, make_plan
-from expertd_kernels.backends.triton_kernels.unpack import leftover
 from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
 from expertd_kernels.scheme import ActivationQuant
 
-__all__ = ["CHUNK_TOKENS", "Matrix", "TritonExperts"]
+__all__ = ["CHUNK_TOKENS", "TritonExperts"]
 
 CHUNK_TOKENS = 8192
 """Tokens of one pass: more are computed in chunks, so that scratch memory is bounded; far beyond the number from which
@@ -33,53 +32,6 @@ ACTIVATIONS = {
     ActivationKind.SWIGLUOAI: 3,
     ActivationKind.RELU2: 4,
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """One packed matrix: its tensors by name (layout.pack_matrix), its layout and sizes.  n: rows of one segment."""
-
-    tensors: Mapping[str, Tensor]
-    layout: Layout
-    n: int
-    k: int
-    segments: int
-
-    def pointer(self, name: str) -> Tensor:
-        """The tensor, or any other where there is none: the kernel does not read it."""
-        return self.tensors.get(name, self.tensors["codes"])
-
-    def constants(self, tile: Tile, ptx: bool) -> dict[str, Any]:
-        lay = self.layout
-        integer = lay.elem in (0, 2)
-        always = lay.fold == 1 and not integer  # powers of two and the like: the product is exact
-        weighted = int(lay.odd) or (lay.fold if lay.group > 0 and (tile.weighted or always) else 0)
-        ptx = ptx and not lay.odd
-        zeros = "zeros" in self.tensors
-        return {
-            "N": self.n,
-            "K": self.k,
-            "NP": -(-self.n // 16) * 16,
-            "SEGMENTS": self.segments,
-            "ELEM": lay.elem,
-            "P": lay.p,
-            "SW": lay.sw,
-            "G": lay.group,
-            "SPW": lay.spw,
-            "SBITS": lay.sbits,
-            "SKIND": lay.skind,
-            "ZSPW": lay.zspw,
-            "ROWS": lay.rows,
-            "ZEROS": zeros,
-            "WEIGHTED": weighted,
-            "PTX": ptx,
-            "ODD": lay.odd,
-            "LEFT": leftover(lay.elem, weighted, zeros, ptx),
-            "ROW_SCALE": "row_scales" in self.tensors,
-            "GLOBAL": "global_scales" in self.tensors,
-            "BIAS": "bias" in self.tensors,
-            "COLUMNS": "columns" in self.tensors,
-        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,99 +247,41 @@ class TritonExperts:
         out = parts["h"] if first else parts["y"]
         # the first kernel of a layer waits for everything before it, as usual
         early = {"launch_pdl": True} if self.pdl and not (first and call.plan.direct) else {}
+        t, p = m.tensors, m.pointer
         self._launch(
-            gemm.expert_gemm,
-            (programs,),
-            x,
-            m.tensors["codes"],
-            m.pointer("scales"),
-            m.pointer("zeros"),
-            m.pointer("row_scales"),
-            m.pointer("global_scales"),
-            m.pointer("bias"),
-            m.pointer("columns"),
-            call.weights,
-            parts.get("slots", call.ids),
-            parts.get("blocks", call.ids),
-            call.ids,
-            out,
-            blocks,
-            self.num_experts,
-            x.stride(0),
-            out.stride(0),
-            act.alpha,
-            act.beta,
-            0.0 if act.limit is None else act.limit,
-            **m.constants(tile, self.ptx),
-            **consts,
-            BC=tile.bc,
-            KPB=tile.kpb,
-            PDL=self.pdl,
-            **early,
-        )
+            gemm.expert_gemm, (programs,),
+            x, t["codes"], p("scales"), p("zeros"), p("row_scales"), p("global_scales"), p("bias"), p("columns"),
+            call.weights, parts.get("slots", call.ids), parts.get("blocks", call.ids), call.ids, out,
+            blocks, self.num_experts, x.stride(0), out.stride(0), act.alpha, act.beta, act.limit or 0.0,
+            **m.constants(tile, self.ptx), **consts, PDL=self.pdl, **early,
+        )  # fmt: skip
 
     def _grouped(self, m: Matrix) -> bool:
         """Whether rows are rounded with a scale for each 128 columns; one group is the same as one scale a row."""
         return self.activation_quant is ActivationQuant.E4M3_GROUP128 and m.layout.group > 0
 
     def _gemm_rounded(self, call: _Call, x: Tensor, m: Matrix, tile: Tile, first: bool) -> None:
-        parts, act, lay = call.scratch, self.activation, m.layout
+        parts, act = call.scratch, self.activation
         name = "xq" if first else "hq"
         q, scale = parts[name], parts[name + "_scale"]
         grouped = self._grouped(m)
         width = min(1024, triton.next_power_of_2(q.shape[1])) if grouped else triton.next_power_of_2(q.shape[1])
         width = max(width, rounded.GROUP)
         self._launch(
-            rounded.round_rows,
-            (x.shape[0], -(-q.shape[1] // width)),
-            x,
-            q,
-            scale,
-            x.stride(0),
-            m.k,
-            q.shape[1],
-            lay.sw,
-            grouped,
-            width,
-            self.soft,
+            rounded.round_rows, (x.shape[0], -(-q.shape[1] // width)),
+            x, q, scale, x.stride(0), m.k, q.shape[1], m.layout.sw, grouped, width, self.soft,
             num_warps=4 if width <= 4096 else 8,
-        )
+        )  # fmt: skip
         consts, blocks, programs = self._shared(call, m, tile, first)
         out = parts["h"] if first else parts["y"]
+        t, p = m.tensors, m.pointer
         self._launch(
-            rounded.expert_gemm_e4m3,
-            (programs,),
-            q,
-            scale,
-            m.tensors["codes"].view(torch.float8_e4m3fn),
-            m.pointer("scales"),
-            m.pointer("row_scales"),
-            m.pointer("global_scales"),
-            m.pointer("bias"),
-            call.weights,
-            parts.get("slots", call.ids),
-            parts.get("blocks", call.ids),
-            call.ids,
-            out,
-            blocks,
-            self.num_experts,
-            out.stride(0),
-            act.alpha,
-            act.beta,
-            0.0 if act.limit is None else act.limit,
-            N=m.n,
-            K=m.k,
-            NP=-(-m.n // 16) * 16,
-            SEGMENTS=m.segments,
-            SW=lay.sw,
-            ROWS=lay.rows,
-            SBITS=lay.sbits,
-            SKIND=lay.skind,
-            GROUPED=grouped,
-            GLOBAL="global_scales" in m.tensors,
-            BIAS="bias" in m.tensors,
-            **consts,
-        )
+            rounded.expert_gemm_e4m3, (programs,),
+            q, scale, t["codes"].view(torch.float8_e4m3fn), p("scales"), p("row_scales"), p("global_scales"), p("bias"),
+            call.weights, parts.get("slots", call.ids), parts.get("blocks", call.ids), call.ids, out,
+            blocks, self.num_experts, out.stride(0), act.alpha, act.beta, act.limit or 0.0,
+            **m.sizes(), **consts, GROUPED=grouped,
+        )  # fmt: skip
 
     def _combine(self, call: _Call) -> None:
         M, k = call.ids.shape

@@ -11,8 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertd_kernels.backends.triton_kernels.gemm import activate, find_block, finish, tile_of
-from expertd_kernels.backends.triton_kernels.unpack import decode_scale, to_bf16
+from expertd_kernels.backends.triton_kernels.gemm import (
+    find_block,
+    finish_segments,
+    rows_of_block,
+    scale_row,
+    tile_of,
+    write_rows,
+)
+from expertd_kernels.backends.triton_kernels.unpack import decode_scale
 
 __all__ = ["GROUP", "expert_gemm_e4m3", "round_rows"]
 
@@ -116,52 +123,27 @@ def expert_gemm_e4m3(
     NS: tl.constexpr = N if ROWS == 1 else (1 if ROWS == 0 else (N + ROWS - 1) // ROWS)
     X_GROUPS: tl.constexpr = (KP + 127) // 128 if GROUPED else 1
     S_SEG: tl.constexpr = ((KP + 127) // 128) * NS
-    offs_m = tl.arange(0, BM)
-    m_mask = offs_m < rows
-    slots = start + offs_m
-    if not DIRECT:
-        slots = tl.load(slots_ptr + start + offs_m, mask=m_mask, other=0)
-    x_rows = start + offs_m
-    if GATHER_X:
-        x_rows = slots // TOP_K
-    x_rows = x_rows.to(tl.int64)
+    mask, slots, x_rows, out_rows = rows_of_block(slots_ptr, start, rows, BM, TOP_K, GATHER_X, SCATTER_OUT, DIRECT)
     offs_n = tile * BN + tl.arange(0, BN)
     n = tl.minimum(offs_n, N - 1)
-    n_scale = n
-    if ROWS == 0:
-        n_scale = n * 0
-    elif ROWS > 1:
-        n_scale = n // ROWS
+    n_scale = scale_row(n, ROWS)
     s_row = n_scale[:, None]
     if GROUPED and ROWS % BN == 0:
         s_row = tile * BN // ROWS  # one scale for the whole tile
     acc = tl.zeros([BN, BM], tl.float32)
     acc, acc_u = rounded_loop(
         acc, acc, x_ptr + x_rows * KP, x_scale_ptr + x_rows * X_GROUPS, w_ptr + e * (SEGMENTS * NP * KP),
-        s_ptr + e * (SEGMENTS * S_SEG), n, s_row, m_mask, K, SEGMENTS, NP * KP, S_SEG, SW, NS, GROUPED,
-        SBITS, SKIND,
+        s_ptr + e * (SEGMENTS * S_SEG), n, s_row, mask, K, SEGMENTS, NP * KP, S_SEG, SW, NS, GROUPED, SBITS, SKIND,
     )  # fmt: skip
-    router = m_mask.to(tl.float32)
+    # what multiplies a row of x: the router weight on the input, the scale of a whole row
+    factor = mask.to(tl.float32)
     if ROUTER:
-        router = tl.load(router_ptr + slots, mask=m_mask, other=0.0)
+        factor = tl.load(router_ptr + slots, mask=mask, other=0.0)
     if not GROUPED:
-        router = router * tl.load(x_scale_ptr + x_rows, mask=m_mask, other=0.0)
-    row_scale_ptr += e * (SEGMENTS * NS)
-    global_ptr += e * SEGMENTS
-    bias_ptr += e * (SEGMENTS * N)
-    FACTOR: tl.constexpr = ROUTER or not GROUPED
-    acc = finish(
-        acc, row_scale_ptr, global_ptr, bias_ptr, router, n, n_scale, NS, N, 0, 1.0, not GROUPED, GLOBAL, BIAS, FACTOR
-    )
-    if SEGMENTS == 2:
-        acc_u = finish(
-            acc_u, row_scale_ptr, global_ptr, bias_ptr, router, n, n_scale, NS, N, 1, 1.0, not GROUPED, GLOBAL, BIAS,
-            FACTOR,
-        )  # fmt: skip
-    if ACTIVATION >= 0:
-        acc = activate(acc, acc_u, ACTIVATION, LIMITED, alpha, beta, limit)
-    out_rows = start + offs_m
-    if SCATTER_OUT:
-        out_rows = slots
-    out_ptrs = out_ptr + out_rows.to(tl.int64)[None, :] * out_stride + offs_n[:, None]
-    tl.store(out_ptrs, to_bf16(acc, SOFT), mask=m_mask[None, :] & (offs_n < N)[:, None])
+        factor = factor * tl.load(x_scale_ptr + x_rows, mask=mask, other=0.0)
+    acc = finish_segments(
+        acc, acc_u, row_scale_ptr + e * (SEGMENTS * NS), global_ptr + e * SEGMENTS, bias_ptr + e * (SEGMENTS * N),
+        factor, n, n_scale, alpha, beta, limit,
+        NS, N, SEGMENTS, 1.0, not GROUPED, GLOBAL, BIAS, ROUTER or not GROUPED, ACTIVATION, LIMITED,
+    )  # fmt: skip
+    write_rows(out_ptr, out_rows, out_stride, offs_n, acc, mask, N, SOFT)
