@@ -20,8 +20,8 @@ from expertd_kernels.problem import Device, Package
 from expertd_kernels.scheme import ActivationQuant
 from expertd_kernels.source import ExpertSource, LayerInfo
 from expertd_kernels.table import BACKENDS
+from expertd_server.batch import ServedLayer
 from expertd_server.config import ServeConfig
-from expertd_server.engine import ServedLayer
 from expertd_server.render import span
 
 if TYPE_CHECKING:

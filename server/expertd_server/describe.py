@@ -8,7 +8,7 @@ from itertools import groupby
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels.oracle import Decision
 from expertd_kernels.source import LayerInfo
-from expertd_server.engine import ServedLayer
+from expertd_server.batch import ServedLayer
 from expertd_server.intake import DTYPE_NUMBER
 from expertd_server.request import FLOAT_DTYPES
 from expertd_server.service import Limits

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -25,51 +24,22 @@ from expertd.errors import (
     DeadlineExceededError,
     DrainingError,
     ExpertdError,
-    ExpertIdOutOfRangeError,
     InternalError,
     LayerNotHeldError,
-    NonFiniteWeightsError,
     QueueFullError,
 )
-from expertd_kernels.backends.protocol import Experts
-from expertd_server.convert import digest, load_floats, output_array
-from expertd_server.lane import Inputs, Lane, lanes
+from expertd_server.batch import Batch, ServedLayer, fill
+from expertd_server.convert import digest, output_array
+from expertd_server.lane import Lane, lanes
 from expertd_server.request import Answer, Array, Outcome, Request, Stages
 from expertd_server.scheduler import LastBatch, Policy, Waiting, cut, wake_at
 
-__all__ = ["BatchReport", "Engine", "LoadNow", "ServedLayer"]
+__all__ = ["BatchReport", "Engine", "LoadNow"]
 
 log = logging.getLogger(__name__)
 
 _SMOOTHING = 0.2
 """Weight of the newest batch in the moving average of the service time a token."""
-
-
-@dataclass(frozen=True, eq=False)
-class ServedLayer:
-    """A layer that is ready to compute.
-
-    num_experts   of the whole model; held: global ids of the experts here, in the order of their slots
-    experts       the backend's; backend: its name
-    input_weights whether the backend takes the router weight on the input
-    """
-
-    layer: int
-    num_experts: int
-    held: Sequence[int]
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
-    experts: Experts
-    backend: str
-    input_weights: bool = True
-    slot_of: Array = field(init=False, repr=False)
-    """[num_experts + 1] int32: slot of each global id, -1 = not here; the last entry answers for the id -1."""
-
-    def __post_init__(self) -> None:
-        table = np.full(self.num_experts + 1, -1, dtype=np.int32)
-        table[np.asarray(self.held, dtype=np.int64)] = np.arange(len(self.held), dtype=np.int32)
-        object.__setattr__(self, "slot_of", table)
 
 
 class LoadNow(NamedTuple):
@@ -92,26 +62,12 @@ class BatchReport(NamedTuple):
     expert_tokens: Array
 
 
-@dataclass(slots=True)
-class _Batch:
-    """A batch under way.  rows[i]: first row of request i; errors: of requests that failed alone."""
-
-    layer: ServedLayer
-    requests: tuple[Request, ...]
-    rows: list[int]
-    tokens: int
-    cut_ns: int
-    fill_ns: int = 0
-    errors: dict[int, ExpertdError] = field(default_factory=dict)
-    routes: list[int] = field(default_factory=list)
-    expert_tokens: Array | None = None
-
-
 class Engine:
     """Computes requests in batches on one device.
 
     max_queue_tokens, max_queue_requests: beyond them submit() refuses; an empty queue takes any single request
     observe: called on the engine's thread after each batch
+    on_fault: called on the engine's thread if that thread ends on a fault of its own; nothing is computed after it
     admitted: requests that submit() has taken so far
     """
 
@@ -125,14 +81,16 @@ class Engine:
         max_queue_tokens: int = 1 << 17,
         max_queue_requests: int = 4096,
         observe: Callable[[BatchReport], None] | None = None,
+        on_fault: Callable[[], None] | None = None,
     ) -> None:
         self.layers = dict(layers)
         self.policy = policy
         self._dtype = compute_dtype
         self._limits = (max_queue_tokens, max_queue_requests)
         self._observe = observe
+        self._on_fault = on_fault
         self._lanes = deque(lanes(device, compute_dtype))
-        self._under_way: deque[tuple[Lane, _Batch]] = deque()
+        self._under_way: deque[tuple[Lane, Batch]] = deque()
         self._ids = _Ids()
         self._waiting = Waiting()
         self._changed = threading.Condition(threading.Lock())
@@ -212,19 +170,35 @@ class Engine:
     # ---- the engine's thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with torch.inference_mode():
-            while True:
-                batch = self._next()
-                if batch is not None:
-                    self._begin(batch)
-                elif self._under_way:
-                    self._finish()
-                else:
-                    return
-                if not self._lanes:
-                    self._finish()
+        try:
+            with torch.inference_mode():
+                self._loop()
+        except BaseException:
+            log.critical(
+                "the engine's thread ended on a fault of its own; the server takes no more requests", exc_info=True
+            )
+            with self._changed:
+                self._draining = True
+                left = [*self._waiting.clear(), *(r for _, b in self._under_way for r in b.requests)]
+            self._unanswered = 0
+            for r in left:
+                self._reply(r, InternalError("engine: it ended on a fault of its own; the server's log has the trace"))
+            if self._on_fault is not None:
+                self._on_fault()
 
-    def _next(self) -> _Batch | None:
+    def _loop(self) -> None:
+        while True:
+            batch = self._next()
+            if batch is not None:
+                self._begin(batch)
+            elif self._under_way:
+                self._finish()
+            else:
+                return
+            if not self._lanes:
+                self._finish()
+
+    def _next(self) -> Batch | None:
         """The next batch.  None: stopped, or nothing to do while batches are under way."""
         while True:
             now = time.monotonic_ns()
@@ -246,80 +220,22 @@ class Engine:
                 rows = [0]
                 for r in c.run:
                     rows.append(rows[-1] + r.tokens)
-                return _Batch(self.layers[c.line.layer], c.run, rows, tokens, now)
+                return Batch(self.layers[c.line.layer], c.run, rows, tokens, now)
 
-    def _begin(self, b: _Batch) -> None:
+    def _begin(self, b: Batch) -> None:
         """Fill a free lane and launch; a failure answers the batch's requests."""
         lane = self._lanes.popleft()
         start = time.perf_counter_ns()
         try:
             top_k = max(r.top_k for r in b.requests)
-            self._fill(b, lane.open(b.tokens, top_k, b.layer.hidden_size), top_k)
+            inputs = lane.open(b.tokens, top_k, b.layer.hidden_size)
+            fill(b, inputs, top_k, self._dtype, self._ids.get(b.tokens * top_k))
             b.fill_ns = time.perf_counter_ns() - start
             lane.launch(b.layer.experts, router_weight_on_input=b.requests[0].router_weight_on_input)
         except Exception as e:
             self._fail(lane, b, e)
         else:
             self._under_way.append((lane, b))
-
-    def _fill(self, b: _Batch, into: Inputs, k: int) -> None:
-        """Copy the requests of `b` side by side, global ids turned into slots.  One with bad ids or weights gets its
-        error and routes of -1; the others do not notice.  k: routes of a row, the largest top_k of the batch."""
-        H = b.layer.hidden_size
-        ids = self._ids.get(b.tokens * k)
-        for i, r in enumerate(b.requests):
-            a, z = b.rows[i], b.rows[i + 1]
-            load_floats(into.hidden[a * H : z * H], self._dtype, r.hidden)
-            mine, weights = ids[a * k : z * k], into.weights[a * k : z * k]
-            if r.top_k == k:
-                mine[:] = r.ids.values
-                _load_weights(weights, r)
-            else:
-                _load_narrow(mine, weights, r, k)
-        # As unsigned numbers ids below -1 are large: one comparison finds those out of range on either side.
-        if np.maximum.reduce((ids + 1).view(np.uint64)) > b.layer.num_experts:
-            self._find_bad_ids(b, ids, k)
-        np.take(b.layer.slot_of, ids, out=into.slots, mode="wrap")  # -1 wraps round to the last entry, which is -1
-        if not np.logical_and.reduce(np.isfinite(into.weights)):
-            self._find_bad_weights(b, into, k)
-        here = into.slots >= 0
-        if len(b.requests) == 1:
-            b.routes = [int(np.count_nonzero(here))]
-        else:
-            b.routes = np.add.reduceat(here, [a * k for a in b.rows[:-1]], dtype=np.int64).tolist()
-        b.expert_tokens = np.bincount(into.slots[here], minlength=len(b.layer.held))
-
-    def _find_bad_ids(self, b: _Batch, ids: Array, k: int) -> None:
-        """Give every request with an id out of range its error, and make its ids -1."""
-        for i in range(len(b.requests)):
-            mine = ids[b.rows[i] * k : b.rows[i + 1] * k]
-            bad = np.flatnonzero((mine < -1) | (mine >= b.layer.num_experts))
-            if len(bad):
-                t, j = divmod(int(bad[0]), k)
-                b.errors[i] = ExpertIdOutOfRangeError.about(
-                    f"topk_ids[{t}, {j}] of layer {b.layer.layer}",
-                    got=int(mine[bad[0]]),
-                    want=f"0 to {b.layer.num_experts - 1}, or -1 for a route that nobody computes here",
-                )
-                mine[:] = -1
-
-    def _find_bad_weights(self, b: _Batch, into: Inputs, k: int) -> None:
-        """Give every request with a weight that is not finite its error, and make its slots -1."""
-        for i, r in enumerate(b.requests):
-            mine = slice(b.rows[i] * k, b.rows[i + 1] * k)
-            weights = into.weights[mine]
-            bad = np.flatnonzero(~np.isfinite(weights))
-            if len(bad):
-                t, j = divmod(int(bad[0]), k)
-                error = NonFiniteWeightsError.about(
-                    f"topk_weights[{t}, {j}]",
-                    got=float(weights[bad[0]]),
-                    want="a finite number",
-                    remedy=f"{len(bad)} of {r.tokens * r.top_k} weights are not finite",
-                )
-                b.errors.setdefault(i, error)
-                into.slots[mine] = -1
-                weights[:] = 0.0
 
     def _finish(self) -> None:
         """Wait for the oldest batch under way and answer its requests."""
@@ -341,10 +257,12 @@ class Engine:
         self._lanes.append(lane)
         self._last = LastBatch(time.monotonic_ns(), spent, len(b.requests))
         if self._observe is not None:
-            assert b.expert_tokens is not None
-            self._observe(BatchReport(b.layer, b.tokens, b.requests, queue_ns, stages, b.expert_tokens))
+            try:
+                self._observe(BatchReport(b.layer, b.tokens, b.requests, queue_ns, stages, b.expert_tokens))
+            except Exception:  # counting must not end the computing
+                log.exception("layer %d: a batch could not be counted", b.layer.layer)
 
-    def _answer(self, b: _Batch, i: int, out: Tensor, queue_ns: int, stages: Stages) -> Outcome:
+    def _answer(self, b: Batch, i: int, out: Tensor, queue_ns: int, stages: Stages) -> Outcome:
         r = b.requests[i]
         start = time.perf_counter_ns()
         try:
@@ -365,7 +283,7 @@ class Engine:
             b.layer.backend,
         )
 
-    def _fail(self, lane: Lane, b: _Batch, e: Exception) -> None:
+    def _fail(self, lane: Lane, b: Batch, e: Exception) -> None:
         """Answer every request of `b` with the failure; the engine goes on."""
         log.exception("layer %d, backend %s: a batch of %d tokens failed", b.layer.layer, b.layer.backend, b.tokens)
         text = f"backend {b.layer.backend}, layer {b.layer.layer}, {b.tokens} tokens: {type(e).__name__}: {e}"
@@ -375,7 +293,7 @@ class Engine:
             self._unanswered -= 1
         self._lanes.append(lane)
 
-    def _leave(self, b: _Batch) -> None:
+    def _leave(self, b: Batch) -> None:
         """`b` is computed: it counts no longer when its answers say what the load is."""
         self._busy_tokens -= b.tokens
         self._busy_requests -= len(b.requests)
@@ -400,27 +318,8 @@ class Engine:
                 self._reply(r, InternalError(f"answer of layer {r.layer}: {type(e).__name__}: {e}"))
 
 
-def _load_weights(into: Array, r: Request) -> None:
-    """Write the router weights of `r`, f32, flat."""
-    if r.weights is None:
-        into[:] = 1.0
-    else:
-        load_floats(into, "f32", r.weights)
-
-
-def _load_narrow(ids: Array, weights: Array, r: Request, k: int) -> None:
-    """Write ids and weights of `r`, whose rows have fewer routes than the batch's k: -1 and 0 stand in the rest."""
-    narrow = np.empty(r.tokens * r.top_k, np.float32)
-    _load_weights(narrow, r)
-    rows, rest = ids.reshape(-1, k), weights.reshape(-1, k)
-    rows[:, : r.top_k] = r.ids.values.reshape(-1, r.top_k)
-    rest[:, : r.top_k] = narrow.reshape(-1, r.top_k)
-    rows[:, r.top_k :] = -1
-    rest[:, r.top_k :] = 0.0
-
-
 class _Ids:
-    """Reused room for a batch's global ids, int64: wide enough that no id wraps round."""
+    """Reused room for a batch's global ids."""
 
     def __init__(self) -> None:
         self._room = np.empty(0, np.int64)

@@ -32,7 +32,7 @@ from expertd_server.draw import Drawer
 from expertd_server.request import FLOAT_DTYPES, INT_DTYPES, STORAGE, Array, Operand
 
 if TYPE_CHECKING:
-    from expertd_server.engine import ServedLayer
+    from expertd_server.batch import ServedLayer
 
 __all__ = ["DTYPE_NAME", "DTYPE_NUMBER", "Intake", "Parts", "draws_much"]
 

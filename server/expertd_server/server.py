@@ -177,7 +177,8 @@ async def serve(config: ServeConfig, console: Console) -> int:
         if booted is None:
             _say(console, "stopped while loading")
             return 0
-        engine = _engine(config, booted, torch_device, metrics)
+        fault = asyncio.Event()
+        engine = _engine(config, booted, torch_device, metrics, lambda: _tell(loop, fault, stop))
         intake = Intake(engine.layers, config.max_tokens)
         await server.ready(engine, intake, _describer(server.service, source, booted, limits))
         _quiet_memory()
@@ -189,11 +190,17 @@ async def serve(config: ServeConfig, console: Console) -> int:
             console,
             f"stopped: all {engine.admitted} requests that were taken are answered" if done else _overdue(config),
         )
-        return 0 if done else 1
+        return 0 if done and not fault.is_set() else 1
     finally:
         await server.close()
         if http is not None:
             http.close()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, *events: asyncio.Event) -> None:
+    """Set the events, from any thread."""
+    for e in events:
+        loop.call_soon_threadsafe(e.set)
 
 
 def _overdue(config: ServeConfig) -> str:
@@ -248,7 +255,13 @@ async def _load(
         return None
 
 
-def _engine(config: ServeConfig, booted: Sequence[Booted], device: torch.device, metrics: Metrics) -> Engine:
+def _engine(
+    config: ServeConfig,
+    booted: Sequence[Booted],
+    device: torch.device,
+    metrics: Metrics,
+    on_fault: Callable[[], None],
+) -> Engine:
     for b in booted:
         p = b.plan.decision.problem
         metrics.backend(
@@ -262,6 +275,7 @@ def _engine(config: ServeConfig, booted: Sequence[Booted], device: torch.device,
         max_queue_tokens=config.max_queue_tokens,
         max_queue_requests=config.max_queue_requests,
         observe=metrics.batch,
+        on_fault=on_fault,
     )
     metrics.watch_load(engine.load)
     engine.start()

@@ -21,8 +21,9 @@ from expertd.errors import (
     NonFiniteWeightsError,
     QueueFullError,
 )
+from expertd_server.batch import ServedLayer
 from expertd_server.convert import bits_of
-from expertd_server.engine import BatchReport, Engine, ServedLayer
+from expertd_server.engine import BatchReport, Engine
 from expertd_server.request import Answer, Operand, Request
 from expertd_server.scheduler import Policy
 
@@ -369,3 +370,34 @@ def test_layers_take_turns_by_their_oldest_request(make):
     s.caller.wait(1, 2, 3)
     s.engine.stop(10)
     assert [(b.layer.layer, len(b.requests)) for b in s.reports] == [(0, 1), (1, 2), (0, 1)]
+
+
+def test_an_engine_that_ends_on_its_own_fault_answers_everybody_and_says_so(make, monkeypatch):
+    from expertd_server import engine as module
+
+    ended = threading.Event()
+    s = make(on_fault=ended.set)
+    s.block()
+    s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+
+    def broken(*args):
+        raise ZeroDivisionError("a fault in the scheduler")
+
+    monkeypatch.setattr(module, "cut", broken)
+    s.fake.gate.set()
+    s.caller.wait(0, 1)
+    assert isinstance(s.caller.outcomes[1], InternalError)
+    assert ended.wait(20)
+    with pytest.raises(DrainingError):
+        s.engine.submit(s.caller.request(2, inputs(1), [[2]], [[1.0]]))
+    assert s.engine.idle()
+
+
+def test_counting_that_fails_does_not_end_the_computing(make):
+    def broken(report):
+        raise KeyError("no such series")
+
+    s = make(observe=broken)
+    for tag in (1, 2):
+        s.run(s.caller.request(tag, inputs(1), [[2]], [[1.0]]))
+        assert isinstance(s.caller.outcomes[tag], Answer)

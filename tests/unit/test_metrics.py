@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from expertd_server.engine import BatchReport, LoadNow, ServedLayer
+from expertd_server.batch import ServedLayer
+from expertd_server.engine import BatchReport, LoadNow
 from expertd_server.metrics import BackendFacts, Metrics, MetricsHttp, Rpc
 from expertd_server.request import Stages
 

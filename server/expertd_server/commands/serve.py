@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from expertd_server.server import serve
 
     tune_allocator()
-    faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints every thread's stack: what a server that hangs is doing
+    # kill -USR1 prints every thread's stack: what a server that hangs is doing.
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     try:
         return asyncio.run(serve(config, Console(width=None if sys.stdout.isatty() else 120)))
     except BootError as e:

@@ -1,0 +1,142 @@
+"""A batch: requests of one layer side by side in the buffers of a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from expertd.errors import ExpertdError, ExpertIdOutOfRangeError, NonFiniteWeightsError
+from expertd_kernels.backends.protocol import Experts
+from expertd_server.convert import load_floats
+from expertd_server.lane import Inputs
+from expertd_server.request import Array, Request
+
+__all__ = ["Batch", "ServedLayer", "fill"]
+
+
+@dataclass(frozen=True, eq=False)
+class ServedLayer:
+    """A layer that is ready to compute.
+
+    num_experts   of the whole model; held: global ids of the experts here, in the order of their slots
+    experts       the backend's; backend: its name
+    input_weights whether the backend takes the router weight on the input
+    """
+
+    layer: int
+    num_experts: int
+    held: Sequence[int]
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    experts: Experts
+    backend: str
+    input_weights: bool = True
+    slot_of: Array = field(init=False, repr=False)
+    """[num_experts + 1] int32: slot of each global id, -1 = not here; the last entry answers for the id -1."""
+
+    def __post_init__(self) -> None:
+        table = np.full(self.num_experts + 1, -1, dtype=np.int32)
+        table[np.asarray(self.held, dtype=np.int64)] = np.arange(len(self.held), dtype=np.int32)
+        object.__setattr__(self, "slot_of", table)
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch under way.  rows[i]: first row of request i; errors: of requests that failed alone."""
+
+    layer: ServedLayer
+    requests: tuple[Request, ...]
+    rows: list[int]
+    tokens: int
+    cut_ns: int
+    fill_ns: int = 0
+    errors: dict[int, ExpertdError] = field(default_factory=dict)
+    routes: list[int] = field(default_factory=list)
+    expert_tokens: Array = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+def fill(b: Batch, into: Inputs, k: int, dtype: str, ids: Array) -> None:
+    """Copy the requests of `b` side by side, global ids turned into slots.  One with bad ids or weights gets its
+    error and routes of -1; the others do not notice.
+
+    k: routes of a row, the largest top_k of the batch.  dtype: "bf16" or "f32", of into.hidden.  ids: room for
+    [M * k] int64, wide enough that no id wraps round.
+    """
+    H = b.layer.hidden_size
+    for i, r in enumerate(b.requests):
+        a, z = b.rows[i], b.rows[i + 1]
+        load_floats(into.hidden[a * H : z * H], dtype, r.hidden)
+        mine, weights = ids[a * k : z * k], into.weights[a * k : z * k]
+        if r.top_k == k:
+            mine[:] = r.ids.values
+            _load_weights(weights, r)
+        else:
+            _load_narrow(mine, weights, r, k)
+    # As unsigned numbers ids below -1 are large: one comparison finds those out of range on either side.
+    if np.maximum.reduce((ids + 1).view(np.uint64)) > b.layer.num_experts:
+        _find_bad_ids(b, ids, k)
+    np.take(b.layer.slot_of, ids, out=into.slots, mode="wrap")  # -1 wraps round to the last entry, which is -1
+    if not np.logical_and.reduce(np.isfinite(into.weights)):
+        _find_bad_weights(b, into, k)
+    here = into.slots >= 0
+    if len(b.requests) == 1:
+        b.routes = [int(np.count_nonzero(here))]
+    else:
+        b.routes = np.add.reduceat(here, [a * k for a in b.rows[:-1]], dtype=np.int64).tolist()
+    b.expert_tokens = np.bincount(into.slots[here], minlength=len(b.layer.held))
+
+
+def _find_bad_ids(b: Batch, ids: Array, k: int) -> None:
+    """Give every request with an id out of range its error, and make its ids -1."""
+    for i in range(len(b.requests)):
+        mine = ids[b.rows[i] * k : b.rows[i + 1] * k]
+        bad = np.flatnonzero((mine < -1) | (mine >= b.layer.num_experts))
+        if len(bad):
+            t, j = divmod(int(bad[0]), k)
+            b.errors[i] = ExpertIdOutOfRangeError.about(
+                f"topk_ids[{t}, {j}] of layer {b.layer.layer}",
+                got=int(mine[bad[0]]),
+                want=f"0 to {b.layer.num_experts - 1}, or -1 for a route that nobody computes here",
+            )
+            mine[:] = -1
+
+
+def _find_bad_weights(b: Batch, into: Inputs, k: int) -> None:
+    """Give every request with a weight that is not finite its error, and make its slots -1."""
+    for i, r in enumerate(b.requests):
+        mine = slice(b.rows[i] * k, b.rows[i + 1] * k)
+        weights = into.weights[mine]
+        bad = np.flatnonzero(~np.isfinite(weights))
+        if len(bad):
+            t, j = divmod(int(bad[0]), k)
+            error = NonFiniteWeightsError.about(
+                f"topk_weights[{t}, {j}]",
+                got=float(weights[bad[0]]),
+                want="a finite number",
+                remedy=f"{len(bad)} of {r.tokens * r.top_k} weights are not finite",
+            )
+            b.errors.setdefault(i, error)
+            into.slots[mine] = -1
+            weights[:] = 0.0
+
+
+def _load_weights(into: Array, r: Request) -> None:
+    """Write the router weights of `r`, f32, flat."""
+    if r.weights is None:
+        into[:] = 1.0
+    else:
+        load_floats(into, "f32", r.weights)
+
+
+def _load_narrow(ids: Array, weights: Array, r: Request, k: int) -> None:
+    """Write ids and weights of `r`, whose rows have fewer routes than the batch's k: -1 and 0 stand in the rest."""
+    narrow = np.empty(r.tokens * r.top_k, np.float32)
+    _load_weights(narrow, r)
+    rows, rest = ids.reshape(-1, k), weights.reshape(-1, k)
+    rows[:, : r.top_k] = r.ids.values.reshape(-1, r.top_k)
+    rest[:, : r.top_k] = narrow.reshape(-1, r.top_k)
+    rows[:, r.top_k :] = -1
+    rest[:, r.top_k :] = 0.0
