@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from expertd.errors import BadResponseError, BadShapeError, DeadlineExceededError
@@ -116,7 +116,20 @@ def numbered(call: Call, request_id: int) -> ForwardRequestView:
     """The request of `call` as it is sent now: with its id and what is left of its time (whole microseconds, >= 1)."""
     left_s = call.left_s()
     timeout_us = 0 if left_s is None else min(_MAX_TIMEOUT_US, max(1, int(left_s * 1e6)))
-    return replace(call.request, request_id=request_id, timeout_us=timeout_us)
+    r = call.request  # field by field: dataclasses.replace() takes five times as long, on every request
+    return ForwardRequestView(
+        request_id,
+        r.layer,
+        r.hidden_states,
+        r.topk_ids,
+        r.topk_weights,
+        r.grouped,
+        timeout_us,
+        r.output_dtype,
+        r.output_form,
+        r.traceparent,
+        r.router_weight_on_input,
+    )
 
 
 def expired(call: Call, request_id: int) -> DeadlineExceededError:

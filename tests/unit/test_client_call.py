@@ -70,6 +70,15 @@ def test_a_timeout_is_a_positive_number(wrong):
         call(timeout_s=wrong)
 
 
+def test_a_number_and_a_time_are_all_that_is_added():
+    options = {"output_dtype": "bf16", "digest": True, "router_weight_on_input": True, "traceparent": "00-a-b-01"}
+    for c in (call(**options), call(ids=None, weights=None, grouped=Grouped([5, 7], [1, 2]))):
+        sent = numbered(c, 9)
+        assert sent is not c.request
+        sent.request_id = 0
+        assert sent == c.request
+
+
 def test_the_wire_carries_what_is_left_of_the_time():
     assert numbered(call(), 9).timeout_us == 0
     with_time = call(timeout_s=5.0)
