@@ -5,7 +5,6 @@ The matrices are allocated once; beside them only the parts of one expert are in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -28,18 +27,19 @@ __all__ = ["assemble"]
 MAX_WORKERS = 8
 
 
-def assemble(plan: LayerPlan, experts: Sequence[int]) -> Weights:
-    """Canonical weights of these experts, in this order.  CheckpointError names the tensor that is wrong."""
+def assemble(plan: LayerPlan) -> Weights:
+    """Canonical weights of the plan's experts, in its order.  CheckpointError names the tensor that is wrong."""
     seg, H, I = plan.activation.segments, plan.hidden_size, plan.intermediate_size
-    w13 = _Matrix("w13", plan.w13, len(experts), seg * I, H, seg)
-    w2 = _Matrix("w2", plan.w2, len(experts), H, I, 1)
-    input_scales = torch.ones(len(experts), 2) if plan.input_scale else None
-    for e in experts:
-        for piece in plan.pieces[e].values():
+    E = len(plan.experts)
+    w13 = _Matrix("w13", plan.w13, E, seg * I, H, seg)
+    w2 = _Matrix("w2", plan.w2, E, H, I, 1)
+    input_scales = torch.ones(E, 2) if plan.input_scale else None
+    for pieces in plan.pieces:
+        for piece in pieces.values():
             piece.unit.prefetch()
 
     def put(slot: int) -> None:
-        parts = _parts(plan, experts[slot])
+        parts = _parts(plan, slot)
         for segment, (part, layout) in enumerate(parts[:-1]):
             w13.put(slot, segment, part, layout)
         w2.put(slot, 0, *parts[-1])
@@ -48,9 +48,9 @@ def assemble(plan: LayerPlan, experts: Sequence[int]) -> Weights:
             input_scales[slot, 1] = _number(parts[-1][0].input_scale)
 
     with ThreadPoolExecutor(_workers(), "expertd-load") as pool:
-        list(pool.map(put, range(len(experts))))  # raises the error of the first expert that has one
-    _check_finite(w13, plan, experts, ("gate", "up", "gate_up"))
-    _check_finite(w2, plan, experts, ("down",))
+        list(pool.map(put, range(E)))  # raises the error of the first expert that has one
+    _check_finite(w13, plan, ("gate", "up", "gate_up"))
+    _check_finite(w2, plan, ("down",))
     return Weights(w13.tensor(), w2.tensor(), plan.activation, plan.checkpoint_activation, input_scales)
 
 
@@ -59,9 +59,9 @@ def _workers() -> int:
     return min(MAX_WORKERS, torch.get_num_threads())
 
 
-def _parts(plan: LayerPlan, expert: int) -> list[tuple[Part, Layout]]:
+def _parts(plan: LayerPlan, slot: int) -> list[tuple[Part, Layout]]:
     """(part, layout) of gate, up and down (up and down for an activation without mul)."""
-    pieces = plan.pieces[expert]
+    pieces = plan.pieces[slot]
     read = {name: _read(piece) for name, piece in pieces.items()}
     down = (read["down"], pieces["down"].layout)
     if "gate_up" in pieces:
@@ -136,7 +136,11 @@ class _Matrix:
             assert part.global_scale is not None
             self.exact |= part.global_scale.dtype is torch.float64
             self.t["global_exact"][slot, segment] = part.global_scale.reshape(()).double()
-        if "columns" in self.t and part.columns is not None:
+        if part.columns is not None:
+            if "columns" not in self.t:
+                raise CheckpointError(
+                    f"{self.name}: an activation order came up that the plan does not know; open anew"
+                )
             self.t["columns"][slot] = part.columns
 
     def _rows(self, name: str, slot: int, segment: int) -> Tensor:
@@ -175,7 +179,7 @@ def _copy(out: Tensor, t: Tensor) -> None:
         out.copy_(t)
 
 
-def _check_finite(matrix: _Matrix, plan: LayerPlan, experts: Sequence[int], projections: tuple[str, ...]) -> None:
+def _check_finite(matrix: _Matrix, plan: LayerPlan, projections: tuple[str, ...]) -> None:
     """No scale, bias or second-level scale may be NaN or infinite."""
     for name in ("scales", "global_exact", "bias"):
         t = matrix.t.get(name)
@@ -184,7 +188,7 @@ def _check_finite(matrix: _Matrix, plan: LayerPlan, experts: Sequence[int], proj
         bad = _not_finite(t, matrix.plan.scheme.scale)
         if bad is not None:
             slot, row = (int(i) for i in bad.nonzero()[0][:2])
-            pieces = plan.pieces[experts[slot]]
+            pieces = plan.pieces[slot]
             names = [p for p in projections if p in pieces]
             unit = pieces[names[min(len(names) - 1, row * len(names) // t.shape[1])]].unit
             word = "bias" if name == "bias" else "scale"

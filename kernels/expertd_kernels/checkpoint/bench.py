@@ -37,7 +37,7 @@ __all__ = ["Figures", "main", "measure"]
 class Figures:
     """Sums over the layers; times are the best of the repeats.
 
-    bytes_on_disk     what the shard's tensors take in the files; bytes_read: what load() read of them
+    bytes_on_disk     what the shard's tensors take in the files; bytes_read: what planning and load() read
     read_overhead     bytes_read / bytes_on_disk - 1
     ratio             our speed over that of safetensors alone
     largest_layer_bytes  canonical weights of the largest layer
@@ -73,7 +73,9 @@ def measure(
     chosen = checkpoint.layers if layers is None else tuple(layers)
     for layer in chosen:
         on_disk += checkpoint.expert_bytes(layer, experts)
-        resident, before = _reset_peak(), checkpoint.bytes_read
+        before = checkpoint.bytes_read
+        checkpoint.plan(layer)
+        resident = _reset_peak()
         largest = max(largest, checkpoint.load(layer, experts).nbytes)  # also warms the page cache
         peak, read = max(peak, _status_bytes("VmHWM") - resident), read + checkpoint.bytes_read - before
         ours = min(_seconds(partial(checkpoint.load, layer, experts)) for _ in range(repeats))
@@ -106,12 +108,9 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def _by_file(checkpoint: Checkpoint, layer: int, experts: Sequence[int] | None) -> dict[Path, list[Stored]]:
     """The tensors that load() reads, by file."""
-    pieces = checkpoint.plan(layer).pieces
     files: dict[Path, list[Stored]] = {}
-    for e in range(len(pieces)) if experts is None else experts:
-        for piece in pieces[e].values():
-            for t in piece.unit.needed():
-                files.setdefault(t.shard.path, []).append(t)
+    for t in checkpoint.needed(layer, experts):
+        files.setdefault(t.shard.path, []).append(t)
     return files
 
 

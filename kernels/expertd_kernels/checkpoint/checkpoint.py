@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.families import ModelConfig, find_family, unknown_family
 from expertd_kernels.checkpoint.files import read_json, shard_files
 from expertd_kernels.checkpoint.names import LayerTensors, family_naming, group_by_layer, template_naming
-from expertd_kernels.checkpoint.plan import LayerPlan, plan_layer
+from expertd_kernels.checkpoint.plan import LayerPlan, plan_experts, plan_layer
 from expertd_kernels.checkpoint.quant_config import read_quant_config
 from expertd_kernels.checkpoint.tensors import Counter, Shard, Stored
 from expertd_kernels.source import LayerInfo
@@ -80,7 +81,7 @@ class Checkpoint:
         self.quant = quant
         self.counter = counter
         self._model = model
-        self._infos: dict[int, LayerInfo] = {}
+        self._facts: dict[int, LayerPlan] = {}
         depth = model.num_layers()
         self._tensors = {n: tensors[n] for n in sorted(tensors) if not depth or n < depth}
         beyond = sorted(set(tensors) - set(self._tensors))
@@ -105,20 +106,29 @@ class Checkpoint:
         """How the layer will be read: formats, schemes, shapes of every projection of every expert."""
         if layer not in self._tensors:
             raise KeyError(f"layer {layer}: this checkpoint has experts in layers {_ranges(self.layers)}")
-        return plan_layer(self._model, self.quant, self._tensors[layer])
+        plan = plan_layer(self._model, self.quant, self._tensors[layer])
+        self._facts[layer] = replace(plan, experts=(), pieces=())  # the pieces of all layers would be much memory
+        return plan
 
     def info(self, layer: int) -> LayerInfo:
-        if layer not in self._infos:
-            self._infos[layer] = self._describe(self.plan(layer))
-        return self._infos[layer]
+        return self._describe(self._facts.get(layer) or self.plan(layer))
 
     def load(self, layer: int, experts: Sequence[int] | None = None) -> Weights:
-        plan = self.plan(layer)
-        held = range(len(plan.pieces)) if experts is None else experts
+        return assemble(self._plan_of(layer, experts))
+
+    def _plan_of(self, layer: int, experts: Sequence[int] | None) -> LayerPlan:
+        """The plan of these experts.  What holds for the whole layer is found once."""
+        facts = self._facts.get(layer)
+        if facts is None:
+            plan = self.plan(layer)
+            if experts is None:
+                return plan
+            facts = self._facts[layer]
+        held = range(facts.num_experts) if experts is None else experts
         for e in held:
-            if not 0 <= e < len(plan.pieces):
-                raise KeyError(f"expert {e} of layer {layer}: it has experts 0 to {len(plan.pieces) - 1}")
-        return assemble(plan, list(held))
+            if not 0 <= e < facts.num_experts:
+                raise KeyError(f"expert {e} of layer {layer}: it has experts 0 to {facts.num_experts - 1}")
+        return plan_experts(facts, self._model, self.quant, self._tensors[layer], held)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -131,21 +141,25 @@ class Checkpoint:
             found = sorted(_all_tensors(layer), key=lambda t: t.name)
             for t in found:
                 digest.update(f"{t.name} {t.dtype} {t.shape}\n".encode())
-            for t in (max(found[: len(found) // 2 + 1], key=lambda t: t.nbytes), max(found, key=lambda t: t.nbytes)):
-                digest.update(t.head(_SAMPLE_BYTES))
+            largest = max(t.nbytes for t in found)
+            big = [t for t in found if t.nbytes == largest]
+            digest.update(big[0].head(_SAMPLE_BYTES) + big[-1].head(_SAMPLE_BYTES))
         return digest.hexdigest()
 
     def expert_bytes(self, layer: int, experts: Sequence[int] | None = None) -> int:
         """Bytes on disk of what load(layer, experts) has to read."""
-        pieces = self.plan(layer).pieces
-        held = range(len(pieces)) if experts is None else experts
-        needed = {(t.file, t.offset): t for e in held for p in pieces[e].values() for t in p.unit.needed()}
-        return sum(t.nbytes for t in needed.values())
+        return sum(t.nbytes for t in self.needed(layer, experts))
+
+    def needed(self, layer: int, experts: Sequence[int] | None = None) -> list[Stored]:
+        """The tensors, or cuts of tensors, that load(layer, experts) has to read."""
+        pieces = self._plan_of(layer, experts).pieces
+        found = {(t.file, t.offset): t for one in pieces for p in one.values() for t in p.unit.needed()}
+        return list(found.values())
 
     def _describe(self, plan: LayerPlan) -> LayerInfo:
         return LayerInfo(
             plan.layer,
-            len(plan.pieces),
+            plan.num_experts,
             plan.top_k,
             plan.hidden_size,
             plan.intermediate_size,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from expertd_kernels.checkpoint.readers.protocol import Layout, Reader, Unit
 from expertd_kernels.checkpoint.tensors import Stored
 from expertd_kernels.scheme import ActivationQuant, Element, Scheme
 
-__all__ = ["LayerPlan", "MatrixPlan", "Piece", "plan_layer"]
+__all__ = ["LayerPlan", "MatrixPlan", "Piece", "plan_experts", "plan_layer"]
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,19 @@ class MatrixPlan:
 class LayerPlan:
     """How a layer will be read.
 
-    pieces       for each expert its pieces by projection
+    num_experts  of the whole layer; experts: those that pieces are for, in order
+    pieces       for each of these experts its pieces by projection
     mixed_rows   gate and up are the two halves of interleaved rows, see _mixed_rows
     input_scale  static activation scales come with every piece
     """
 
     layer: int
+    num_experts: int
     top_k: int
     hidden_size: int
     intermediate_size: int
     activation: Activation
+    experts: tuple[int, ...]
     pieces: tuple[Mapping[str, Piece], ...]
     w13: MatrixPlan
     w2: MatrixPlan
@@ -68,7 +71,8 @@ class LayerPlan:
 
 
 def plan_layer(model: ModelConfig, quant: Mapping[str, Any], tensors: LayerTensors) -> LayerPlan:
-    """CheckpointError names the first tensor that is missing, of an unknown format, or of a shape that does not fit."""
+    """The plan of all experts.  CheckpointError names the first tensor that is missing, of an unknown format, or of a
+    shape that does not fit."""
     activation = model.activation()
     units = _Units(model, quant, tensors)
     pieces = tuple(units.pieces(e) for e in range(units.num_experts))
@@ -81,10 +85,12 @@ def plan_layer(model: ModelConfig, quant: Mapping[str, Any], tensors: LayerTenso
     rounding, input_scale, notes_a = _activation_quant(everything)
     return LayerPlan(
         tensors.layer,
+        units.num_experts,
         model.top_k(tensors.layer) or 1,
         hidden,
         intermediate,
         activation,
+        tuple(range(units.num_experts)),
         pieces,
         w13,
         w2,
@@ -93,6 +99,14 @@ def plan_layer(model: ModelConfig, quant: Mapping[str, Any], tensors: LayerTenso
         mixed_rows,
         tuple(dict.fromkeys((*notes13, *notes2, *notes_a, *(n for p in everything for n in p.layout.notes)))),
     )
+
+
+def plan_experts(
+    whole: LayerPlan, model: ModelConfig, quant: Mapping[str, Any], tensors: LayerTensors, experts: Sequence[int]
+) -> LayerPlan:
+    """The plan of some experts, in this order: what `whole` says of the layer, with their pieces."""
+    units = _Units(model, quant, tensors)
+    return replace(whole, experts=tuple(experts), pieces=tuple(units.pieces(e) for e in experts))
 
 
 class _Units:

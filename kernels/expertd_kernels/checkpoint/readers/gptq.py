@@ -65,7 +65,7 @@ def layout(unit: Unit) -> Layout:
     info = _info(unit)
     scheme, notes = integer_scheme(info)
     columns = None
-    if unit.has("g_idx") and unit.setting("desc_act") is not False:
+    if unit.has("g_idx") and _may_be_ordered(unit):
         try:
             columns = columns_of(unit.read("g_idx"), info.groups, info.cols or info.k)
         except ValueError as e:
@@ -84,15 +84,21 @@ def read(unit: Unit) -> Part:
     words = unit.read("qweight")
     if not plan.scheme.element.quantized:
         return Part(_widened(unit, bits, words, scales, zeros), bias=bias)
-    if unit.has("g_idx") and unit.setting("desc_act") is False:
+    if unit.has("g_idx") and not _may_be_ordered(unit):
         _require_natural(unit, plan)
     return Part(_codes(words, bits, plan, zeros is None), scales, zeros, columns=plan.columns, bias=bias)
+
+
+def _may_be_ordered(unit: Unit) -> bool:
+    """Whether columns may be permuted.  AutoRound knows no activation order and has no key for it."""
+    default = unit.quant.get("quant_method") != "auto-round"
+    return bool(unit.setting("desc_act", default))
 
 
 def _require_natural(unit: Unit, plan: Layout) -> None:
     if not is_natural(unit.read("g_idx"), plan.scheme.cols or plan.k):
         raise unit.error(
-            "columns are not in natural order though the quantization config says desc_act false",
+            "columns are not in natural order, and the quantization config does not say desc_act true",
             "0, 0, ..., 1, 1, ..., or desc_act true in config.json",
             "g_idx",
         )
