@@ -2,6 +2,8 @@
 
     python -m expertd_kernels.bench.triton_tune --shape qwen3-30b-a3b --scheme int4_g128,mxfp4 --tokens 8,512 --out DIR
 
+--scheme may name the shape, as gpt-oss-120b:mxfp4; --compile-only fills the compiler's cache before a benchmark.
+
 One JSON line a candidate goes to DIR/triton_tune.jsonl as soon as it is timed, so that a run that is cut off loses
 nothing.  GEMM 1 is varied with the heuristic's GEMM 2, then GEMM 2 with the best GEMM 1.  Candidates are compiled by
 several processes first; a candidate that does not compile or gives a wrong answer is recorded as such and not timed.
@@ -237,7 +239,7 @@ def tune(layer: Layer, tokens: int, out: Any, budget_ms: float, deadline: float)
     )
 
 
-def _jobs(shape: str, scheme: str, tokens: Sequence[int]) -> list[Job]:
+def _jobs(shape: str, scheme: str, tokens: Sequence[int], vary: bool) -> list[Job]:
     s, sch = shape_of(shape), Scheme.parse(scheme)
     seg = s.activation.segments
     w13 = _empty(sch, replace(s, num_experts=1), seg * s.intermediate_size, s.hidden_size, seg)
@@ -248,15 +250,15 @@ def _jobs(shape: str, scheme: str, tokens: Sequence[int]) -> list[Job]:
     for m in tokens:
         start = experts.plan(m, s.top_k)
         out += [Job(shape, scheme, m, g, start) for g in (1, 2)]
-        for bm in block_rows(start.bm):
+        for bm in block_rows(start.bm) if vary else ():
             for gemm in (1, 2):
                 plans = candidates(experts, gemm, replace(start, bm=bm))
                 out += [Job(shape, scheme, m, gemm, p) for p in plans]
     return out
 
 
-def _plan_jobs(pairs: Sequence[tuple[str, str]], tokens: Sequence[int], queue: Any) -> None:
-    queue.put([job for shape, scheme in pairs for job in _jobs(shape, scheme, tokens)])
+def _plan_jobs(pairs: Sequence[tuple[str, str]], tokens: Sequence[int], vary: bool, queue: Any) -> None:
+    queue.put([job for shape, scheme in pairs for job in _jobs(shape, scheme, tokens, vary)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -267,18 +269,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--budget-ms", type=float, default=10.0, help="time of one candidate")
     parser.add_argument("--seconds", type=float, default=200.0, help="time of the whole run")
+    parser.add_argument("--compile-only", action="store_true", help="compile what the heuristic takes, time nothing")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     a = parser.parse_args(arguments)
     deadline = time.monotonic() + a.seconds
     tokens = [int(m) for m in a.tokens.split(",")]
-    pairs = [(shape, scheme) for shape in a.shape.split(",") for scheme in a.scheme.split(",")]
+    pairs = [
+        (s.split(":")[0], s.split(":")[1]) if ":" in s else (shape, s)
+        for shape in a.shape.split(",")
+        for s in a.scheme.split(",")
+    ]
     # CUDA must not be started here before the compiling processes fork
     queue: Any = multiprocessing.Queue()
-    planner = multiprocessing.Process(target=_plan_jobs, args=(pairs, tokens, queue))
+    planner = multiprocessing.Process(target=_plan_jobs, args=(pairs, tokens, not a.compile_only, queue))
     planner.start()
     jobs = queue.get()
     planner.join()
     precompile(jobs, a.processes)
+    if a.compile_only:
+        return
     print(machine(), ceilings(), f"{deadline - time.monotonic():.0f} s left", flush=True)
     with (a.out / "triton_tune.jsonl").open("a") as out:
         for shape, scheme in pairs:
