@@ -210,7 +210,9 @@ def _edit_quant(folder: Path, **changes: Any) -> None:
         ({"sym": True}, r"qzeros: zero points other than 8 .* sym true"),
         ({"checkpoint_format": "marlin"}, r"gptq_repacked: .*layout of one kernel"),
         ({"checkpoint_format": "gptq_v3"}, r"fits no known format; .*'gptq_v3'.*closest: .*gptq_v1"),
-        ({"quant_method": "hqq"}, r"fits no known format; .*quant_method 'hqq'"),
+        ({"quant_method": "hqq"}, r"gate_proj: other_methods: checkpoints of .*hqq.* are not read"),
+        ({"quant_method": "new"}, r"fits no known format; .*quant_method 'new'"),
+        ({"bits": 4.0}, r"bits 4\.0"),
         ({"dynamic": {"+:(": {}}}, r"dynamic '\(' is no regular expression"),
     ],
 )

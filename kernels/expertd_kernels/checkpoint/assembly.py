@@ -70,9 +70,10 @@ def _parts(plan: LayerPlan, slot: int) -> list[tuple[Part, Layout]]:
         gate, up = split(read["gate_up"], whole, interleaved)
         return [(gate, half), (up, half), down]
     if plan.mixed_rows:
-        half = pieces["gate"].layout
-        whole = replace(half, n=2 * half.n)
-        gate, up = split(join_halves(read["gate"], read["up"]), whole, interleaved=True)
+        target, n, k = plan.w13.scheme, plan.intermediate_size, plan.hidden_size
+        first, second = (convert(read[p], pieces[p].layout.scheme, target, n, k) for p in ("gate", "up"))
+        half = replace(pieces["gate"].layout, scheme=target)
+        gate, up = split(join_halves(first, second), replace(half, n=2 * n), interleaved=True)
         return [(gate, half), (up, half), down]
     return [(read[n], pieces[n].layout) for n in ("gate", "up") if n in read] + [down]
 

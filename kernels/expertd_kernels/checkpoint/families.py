@@ -9,6 +9,7 @@ experts (`mlp.shared_experts`) and attention are never taken for experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,20 +37,24 @@ def _relu2(config: Config) -> Activation:
     return Activation(ActivationKind.RELU2)
 
 
+def _number(config: Config, key: str, default: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        raise CheckpointError(f"config.json: {key} is {value!r}, want a number > 0")
+    return float(value)
+
+
 def _swigluoai(config: Config) -> Activation:
     """gpt-oss: the constants are in the model code; newer configs carry them as swiglu_alpha and swiglu_limit."""
-    alpha, limit = config.get("swiglu_alpha"), config.get("swiglu_limit")
-    return Activation(
-        ActivationKind.SWIGLUOAI,
-        alpha=1.702 if alpha is None else float(alpha),
-        limit=7.0 if limit is None else float(limit),
-    )
+    alpha, limit = _number(config, "swiglu_alpha", 1.702), _number(config, "swiglu_limit", 7.0)
+    return Activation(ActivationKind.SWIGLUOAI, alpha=alpha, limit=limit)
 
 
 def _silu_clamped(config: Config) -> Activation:
     """DeepSeek-V4: silu(gate) * up with both clamped at swiglu_limit (10.0 in its published configuration)."""
-    limit = config.get("swiglu_limit", 10.0)
-    return Activation(limit=None if limit is None else float(limit))
+    return Activation(limit=_number(config, "swiglu_limit", 10.0))
 
 
 @dataclass(frozen=True)
@@ -230,12 +235,12 @@ class ModelConfig:
     def sparse_layers(self) -> tuple[int, ...] | None:
         """Layers that have experts by the config; None where it does not say.  The tensors decide all the same."""
         layers, config = self.num_layers(), self.raw
-        keys = ("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step", "num_dense_layers")
-        if not layers or not any(k in config for k in keys):
+        first = [config.get(k) or 0 for k in ("first_k_dense_replace", "num_dense_layers")]
+        step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+        said = any(k in config for k in ("first_k_dense_replace", "num_dense_layers", "decoder_sparse_step"))
+        if not layers or not said or not isinstance(dense, list) or any(type(v) is not int for v in (*first, step)):
             return None
-        first = max(int(config.get(k) or 0) for k in ("first_k_dense_replace", "num_dense_layers"))
-        step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
-        return tuple(n for n in range(first, layers) if n not in dense and (n + 1) % step == 0)
+        return tuple(n for n in range(max(first), layers) if n not in dense and (n + 1) % step == 0)
 
 
 _NESTED = (("text_config",), ("language_config",), ("llm_config",), ("thinker_config", "text_config"))

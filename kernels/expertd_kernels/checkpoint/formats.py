@@ -76,7 +76,7 @@ class Format:
         return out
 
 
-READERS = ("plain", "gptq", "awq", "compressed_tensors", "fp8", "gptoss_mxfp4", "modelopt")
+READERS = ("plain", "gptq", "awq", "compressed_tensors", "fp8", "gptoss_mxfp4", "modelopt", "refused")
 """Modules of readers/, in the order of the docs table."""
 
 

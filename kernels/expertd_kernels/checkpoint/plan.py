@@ -83,6 +83,7 @@ def plan_layer(model: ModelConfig, quant: Mapping[str, Any], tensors: LayerTenso
     w2, notes2 = _matrix("w2", [(p["down"], p["down"].layout) for p in pieces], True)
     everything = [p for one in pieces for p in one.values()]
     rounding, input_scale, notes_a = _activation_quant(everything)
+    mixed = ["gate and up are stored as halves of alternating rows: put in order"] if mixed_rows else []
     return LayerPlan(
         tensors.layer,
         units.num_experts,
@@ -97,7 +98,7 @@ def plan_layer(model: ModelConfig, quant: Mapping[str, Any], tensors: LayerTenso
         rounding,
         input_scale,
         mixed_rows,
-        tuple(dict.fromkeys((*notes13, *notes2, *notes_a, *(n for p in everything for n in p.layout.notes)))),
+        tuple(dict.fromkeys((*notes13, *notes2, *notes_a, *(n for p in everything for n in p.layout.notes), *mixed))),
     )
 
 

@@ -40,7 +40,7 @@ _FLIP = -0x7F7F7F80  # 0x80808080 as int32: unsigned bytes minus 128
 def _info(unit: Unit) -> GroupInfo:
     """Sizes by the shapes, checked against bits, group size and each other."""
     bits = unit.setting("bits")
-    if bits not in _BITS:
+    if type(bits) is not int or bits not in _BITS:
         raise unit.error(f"bits {bits!r} in the quantization config", "2, 3, 4 or 8")
     q = unit.expect("qweight", None, "I32")
     if len(q.shape) != 2:
