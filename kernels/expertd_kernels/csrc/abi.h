@@ -17,6 +17,8 @@ enum { EXPERTD_SCALE_NONE, EXPERTD_SCALE_F32, EXPERTD_SCALE_F16, EXPERTD_SCALE_B
 enum { EXPERTD_SILU, EXPERTD_GELU, EXPERTD_GELU_TANH, EXPERTD_SWIGLUOAI, EXPERTD_RELU2 };
 enum { EXPERTD_COMPUTE_BF16, EXPERTD_COMPUTE_F32, EXPERTD_COMPUTE_INT8 };
 
+enum { EXPERTD_PEAK_BF16, EXPERTD_PEAK_F32, EXPERTD_PEAK_INT8, EXPERTD_PEAK_INT16 };
+
 // What one matrix [E, N, K] is. rows, cols: weights that share a scale, inside a segment; 0 = all of them.
 typedef struct {
   int32_t element, scale_type;
@@ -87,9 +89,10 @@ EXPERTD_API int32_t expertd_repack_gather(const uint32_t* in, int64_t k, int64_t
 // columns: in [k, cols], nibble i of word c in column 8 c + order[i] -> out [8 cols, k / 8]. k % 8 == 0.
 EXPERTD_API int32_t expertd_repack_columns(const uint32_t* in, int64_t k, int64_t cols, const uint8_t* order, uint32_t* out);
 
-// Ceilings of this machine, for the benchmark: GB/s of a plain read, GFLOP/s of f32 multiply-add or bf16 dot, Gop/s of int8 dot.
+// Ceilings of this machine, for the benchmark: GB/s of a plain read; 10^9 operations a second of multiply-adds, EXPERTD_PEAK_* (BF16: f32
+// where the level has no bf16 dot product).
 EXPERTD_API double expertd_cpu_read_gb_s(expertd_context*, const uint8_t* data, int64_t bytes);
-EXPERTD_API double expertd_cpu_peak(expertd_context*, int32_t compute, double seconds);
+EXPERTD_API double expertd_cpu_peak(expertd_context*, int32_t kind, double seconds);
 
 #ifdef __cplusplus
 }

@@ -72,10 +72,10 @@ double expertd_cpu_read_gb_s(expertd_context* context, const uint8_t* data, int6
   return n * double(kPart) / seconds / 1e9 + double(sum.load() & 1) * 1e-12;  // the sum must not be optimized away
 }
 
-double expertd_cpu_peak(expertd_context* context, int32_t compute, double seconds) {
+double expertd_cpu_peak(expertd_context* context, int32_t kind, double seconds) {
   std::lock_guard<std::mutex> lock(context->busy);
   std::vector<double> rates(context->pool.threads(), 0.0);
-  context->pool.run_even(context->pool.threads(), [&](int unit, int) { rates[unit] = context->level->peak(compute, seconds); });
+  context->pool.run_even(context->pool.threads(), [&](int unit, int) { rates[unit] = context->level->peak(kind, seconds); });
   double total = 0;
   for (double r : rates) total += r;
   return total / 1e9;

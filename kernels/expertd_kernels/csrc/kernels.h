@@ -236,6 +236,108 @@ void unpack_i16(const uint8_t* codes, int columns, uint8_t* panel) {
   }
 }
 
+// As Pairs, but two bf16 numbers in a lane; symmetric int4 without its offset, stored zero points still to be subtracted.
+template <class V, int EL>
+struct Bf16Pairs {
+  typename V::I table;
+  explicit Bf16Pairs(bool zeros) : table(V::bcasti(0)) {
+    static constexpr uint16_t kSigned[16] = {0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80,
+                                             0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};  // -8 .. 7
+    static constexpr uint16_t kUnsigned[16] = {0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
+                                               0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};  // 0 .. 15
+    static constexpr uint16_t kE2m1[16] = {0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40C0, 0x4100, 0x4140,
+                                           0x8000, 0xBF80, 0xC000, 0xC040, 0xC080, 0xC0C0, 0xC100, 0xC140};  // twice the value
+    if constexpr (EL == EXPERTD_INT4) table = V::table16(zeros ? kUnsigned : kSigned);
+    if constexpr (EL == EXPERTD_E2M1) table = V::table16(kE2m1);
+  }
+  template <int I>
+  typename V::I get(const uint8_t* from) const {
+    if constexpr (EL == kPanel || EL == EXPERTD_BF16) {
+      return V::loadi(from + I * kVector);
+    } else if constexpr (EL == EXPERTD_E4M3) {
+      return V::e4m3_to_bf16(I == 1 ? V::template srl16<8>(V::loadi(from)) : V::andi(V::loadi(from), V::bcasti(0x00FF00FF)));
+    } else {
+      return V::lookup16(table, V::template srl16<4 * I>(V::loadi(from)));
+    }
+  }
+};
+
+constexpr int bf16_positions(int element) { return element == EXPERTD_E4M3 ? 2 : 4; }
+constexpr int bf16_step_bytes(int element) { return element == kPanel || element == EXPERTD_BF16 ? 4 * kVector : kVector; }
+
+template <class V, int EL, int NB, int MR>
+void tile_bf16(const BlockArgs& a, const Slice& s, const int32_t* index, float* out) {
+  using I = typename V::I;
+  using F = typename V::F;
+  constexpr int VB = kRows / V::W, R = NB * VB, P = bf16_positions(EL), CH = R * MR < V::kChains ? P : 1;
+  const Geometry& g = *a.g;
+  const size_t stride = size_t(g.groups) * kRows;
+  const int32_t* x[MR];
+  const float *sums[MR], *ws = a.scales + s.block * stride;
+  const float* wz = a.minus_zeros ? a.minus_zeros + s.block * stride : nullptr;
+  const uint8_t* w[NB];
+  for (int b = 0; b < NB; b++) w[b] = s.codes + b * s.stride;
+  for (int m = 0; m < MR; m++) {
+    x[m] = reinterpret_cast<const int32_t*>(a.rows->data + size_t(index[m]) * a.rows->stride) + s.from / 2;
+    sums[m] = a.rows->sums + size_t(index[m]) * a.rows->pieces;
+  }
+  const Bf16Pairs<V, EL> codes(g.spec.zeros);
+  if (s.from == 0) zero_tile<V, R, MR>(out);
+  int pair = 0;
+  for_pieces(g, s, [&](int, int columns, int group, int p) {
+    F acc[MR][R][CH];
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++)
+        for (int c = 0; c < CH; c++) acc[m][r][c] = V::bcastf(0.0f);
+    for (const int last = pair + columns / 2; pair < last; pair += P) {
+      for_each_index<P>([&](auto position) {
+        constexpr int i = decltype(position)::value;
+        I q[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) q[r] = codes.template get<i>(w[r / VB] + (r % VB) * V::W * 4);
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; m++) {
+          const I v = V::bcasti(x[m][pair + i]);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; r++) acc[m][r][i % CH] = V::dot_bf16(acc[m][r][i % CH], q[r], v);
+        }
+      });
+#pragma GCC unroll 2
+      for (int b = 0; b < NB; b++) {
+        if (EL != kPanel && V::kAhead)
+          for (int i = 0; i < bf16_step_bytes(EL); i += kVector) V::prefetch(w[b] + V::kAhead + i);
+        w[b] += bf16_step_bytes(EL);
+      }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        const size_t lane = group * kRows + (r / VB) * stride + (r % VB) * V::W;
+        F sum = acc[m][r][0];
+        for (int c = 1; c < CH; c++) sum = V::add(sum, acc[m][r][c]);
+        if (wz) sum = V::fma(V::loadf(wz + lane), V::bcastf(sums[m][p]), sum);
+        float* sums_of = out + m * 2 * kRows + r * V::W;
+        V::storef(sums_of, V::fma(sum, V::loadf(ws + lane), V::loadf(sums_of)));
+      }
+  });
+}
+
+template <class V, int EL>
+void unpack_bf16(const uint8_t* codes, int columns, bool zeros, uint8_t* panel) {
+  const Bf16Pairs<V, EL> pairs(zeros);
+  for (int k = 0; k < columns; k += 2 * bf16_positions(EL), codes += bf16_step_bytes(EL)) {
+    for_each_index<bf16_positions(EL)>([&](auto i) {
+      for (int r = 0; r < kVector; r += V::W * 4) {
+        V::storei(panel + decltype(i)::value * kVector + r, pairs.template get<decltype(i)::value>(codes + r));
+      }
+    });
+    panel += bf16_positions(EL) * kVector;
+  }
+}
+
 // Column J of each lane as f32: twice the value for e2m1, value / input_factor^2 for e4m3 and f16 (see level.h); prepare() puts the
 // rest into the scales. minus_zero: only int4 and int8 have it.
 template <class V, int EL, int J>

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kSlice = 96;                     // rows that a tile buffer holds: a multiple of every tile height
 constexpr int kSerial = 24 << 10;              // elements below which preparing rows is not worth waking threads
+constexpr double kSerialUs = 40;               // phases shorter than this are not worth waking threads
 constexpr size_t kPassBytes = size_t(96) << 20;  // middle rows of one pass over the layer; more tokens take more passes
 
 struct Routes {       // sorted by expert, then by token
@@ -37,19 +38,17 @@ struct Pass {
   size_t hidden_stride;
 };
 
-bool integer_path(const expertd_layer& layer, int element) {
-  return layer.compute != EXPERTD_COMPUTE_F32 && is_integral(element);
-}
+Path path_of(const Pass& p, const Geometry& g) { return path_of(*p.context.level, p.layer.compute, g.spec.element); }
 
-Rows make_rows(RowBuffers& b, const Geometry& g, bool integer, int count) {
+Rows make_rows(RowBuffers& b, const Geometry& g, Path path, int count) {
   Rows r{};
-  r.stride = size_t(g.kp) * (integer ? 2 : 4) / 64 * 64 + 128;  // not a multiple of 4096: rows must not share cache sets
+  r.stride = size_t(g.kp) * (path == kF32 ? 4 : 2) / 64 * 64 + 128;  // not a multiple of 4096: rows must not share cache sets
   if (r.stride % 4096 == 0) r.stride += 64;
   r.data = b.data.get<uint8_t>(r.stride * count);
   r.pieces = g.pieces;
-  if (integer) {
+  if (path != kF32) r.sums = b.sums.get<float>(size_t(g.pieces) * count);
+  if (path == kI16) {
     r.scales = b.scales.get<float>(size_t(g.pieces) * count);
-    r.sums = b.sums.get<float>(size_t(g.pieces) * count);
     r.starts = b.starts.get<int32_t>(size_t(g.pieces) * count);
   }
   return r;
@@ -88,19 +87,16 @@ Routes sort_routes(const Pass& p, const int32_t* ids, const float* weights) {
   return r;
 }
 
-// One row of a matrix's input: loaded, permuted, and rounded to fixed point where the kernel wants that.
+// One row of a matrix's input: loaded, permuted, and rounded where the kernel wants that.
 void make_row(Pass& p, const Geometry& g, const expertd_matrix& matrix, const Rows& rows, int row, int expert, const void* src,
               bool f32, float factor, int thread) {
   const Level& level = *p.context.level;
+  const Path path = path_of(p, g);
   const int32_t* map = matrix.columns ? matrix.columns + size_t(expert) * g.kp : nullptr;
-  if (integer_path(p.layer, g.spec.element)) {
-    float* loaded = p.context.scratch[thread].row.get<float>(g.kp + 16);
-    level.load_row(src, f32, map, g.spec.k, g.kp, factor, loaded);
-    level.quantize_row(g, loaded, rows, row);
-  } else {
-    float* dst = reinterpret_cast<float*>(rows.data + size_t(row) * rows.stride);
-    level.load_row(src, f32, map, g.spec.k, g.kp, factor * input_factor(g.spec.element), dst);
-  }
+  float* loaded = path == kF32 ? reinterpret_cast<float*>(rows.data + size_t(row) * rows.stride)
+                               : p.context.scratch[thread].row.get<float>(g.kp + 16);
+  level.load_row(src, f32, map, g.spec.k, g.kp, factor * input_factor(path, g.spec.element), loaded);
+  if (path != kF32) level.round_row(path, g, loaded, rows, row);
 }
 
 template <class F>
@@ -110,6 +106,12 @@ void for_rows(Pass& p, int rows, int columns, F&& f) {
   } else {
     p.context.pool.run_even(rows, f);
   }
+}
+
+// Whether a phase that reads the active experts' part of a matrix takes long enough to share it: 20 GB/s, 50 multiply-adds a ns.
+bool worth_sharing(const Pass& p, const Geometry& g) {
+  const double bytes = double(g.expert_bytes) * p.routes.active, macs = double(p.routes.count) * g.spec.n * g.spec.k;
+  return bytes / 20e3 + macs / 50e3 > kSerialUs;
 }
 
 int expert_of_route(const Routes& r, int route) {
@@ -133,11 +135,6 @@ void middle_rows(Pass& p) {
   });
 }
 
-struct Tile {
-  BlockArgs args;
-  float* out;
-};
-
 // Scales of blocks b, b + 1 of an expert, ready for gemm().
 BlockArgs block_args(Pass& p, const Geometry& g, const expertd_matrix& matrix, const Rows& rows, int expert, int b, int nb, int thread) {
   ThreadScratch& s = p.context.scratch[thread];
@@ -148,7 +145,8 @@ BlockArgs block_args(Pass& p, const Geometry& g, const expertd_matrix& matrix, c
   for (int i = 0; i < nb; i++) {
     const int segments = g.spec.segments;
     const float global = matrix.global_scales ? matrix.global_scales[size_t(expert) * segments + (b + i) % segments] : 1.0f;
-    p.context.level->prepare(g, a.block + i * g.block_bytes, global, scales + i * lanes, zeros ? zeros + i * lanes : nullptr);
+    const float factor = scale_factor(path_of(p, g), g.spec.element);
+    p.context.level->prepare(g, a.block + i * g.block_bytes, global, factor, scales + i * lanes, zeros ? zeros + i * lanes : nullptr);
   }
   return a;
 }
@@ -160,8 +158,7 @@ void gemm(Pass& p, BlockArgs a, const int32_t* index, int from, int to, int thre
   for (int at = from; at < to; at += kSlice) {
     a.n = std::min(kSlice, to - at);
     a.index = index + at;
-    if (integer_path(p.layer, a.g->spec.element)) p.context.level->gemm_i16(a);
-    else p.context.level->gemm_f32(a);
+    p.context.level->gemm(path_of(p, *a.g), a);
     use(at, a.n, a.out);
   }
 }
@@ -203,7 +200,11 @@ void up_phase(Pass& p) {
     const int active = u / per_expert, from = u % per_expert * step;
     for (int pair = from; pair < std::min(from + step, pairs); pair++) up_pair(p, active, pair, thread);
   };
-  p.context.pool.run(n, start.data(), unit);
+  if (worth_sharing(p, p.g13)) {
+    p.context.pool.run(n, start.data(), unit);
+  } else {
+    for (int u = 0; u < n; u++) unit(u, 0);
+  }
 }
 
 // Output columns of blocks [from, to) of w2, for all experts and tokens: experts are added in ascending order, so the answer does
@@ -238,17 +239,20 @@ void down_phase(Pass& p) {
   const int blocks = p.g2.blocks, threads = p.context.pool.threads();
   const int fit = std::max(1, (64 << 10) / (64 * p.m));  // blocks whose sums of all tokens stay in the cache
   const int fair = std::max(1, blocks / (4 * threads));  // enough units to steal
-  const int step = std::max(4, std::min(fit, fair) & ~1);
-  p.context.pool.run_even((blocks + step - 1) / step, [&](int u, int thread) {
-    down_blocks(p, u * step, std::min((u + 1) * step, blocks), thread);
-  });
+  const int step = std::max(4, std::min(fit, fair) & ~1), units = (blocks + step - 1) / step;
+  auto unit = [&](int u, int thread) { down_blocks(p, u * step, std::min((u + 1) * step, blocks), thread); };
+  if (worth_sharing(p, p.g2)) {
+    p.context.pool.run_even(units, unit);
+  } else {
+    for (int u = 0; u < units; u++) unit(u, 0);
+  }
 }
 
 void run_pass(Pass& p, const int32_t* ids, const float* weights) {
   p.routes = sort_routes(p, ids, weights);
   const int rows = p.shared ? p.m : p.routes.count;
-  p.input = make_rows(p.context.input, p.g13, integer_path(p.layer, p.g13.spec.element), rows);
-  p.middle = make_rows(p.context.middle, p.g2, integer_path(p.layer, p.g2.spec.element), p.routes.count);
+  p.input = make_rows(p.context.input, p.g13, path_of(p, p.g13), rows);
+  p.middle = make_rows(p.context.middle, p.g2, path_of(p, p.g2), p.routes.count);
   p.hidden_stride = size_t(p.g2.spec.k + 31) / 32 * 32 + 16;
   p.hidden = p.context.hidden.get<float>(p.hidden_stride * p.routes.count);
   input_rows(p);

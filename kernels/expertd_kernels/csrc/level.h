@@ -5,13 +5,17 @@
 
 namespace expertd {
 
-// Rows of activations, ready for a matrix's kernel. Integral elements: 16-bit fixed point, one power-of-two scale a piece.
+// How weights and activations meet: as f32; as integers, activations in 16-bit fixed point with one power-of-two scale a piece; or as
+// bf16 pairs, where the processor multiplies those.
+enum Path { kF32, kI16, kBf16 };
+
+// Rows of activations, ready for a matrix's kernel.
 struct Rows {
-  uint8_t* data;     // rows `stride` bytes apart: int16 in lane order (see lane_order in kernels.h), or f32 in column order
+  uint8_t* data;     // rows `stride` bytes apart: f32 in column order, or pairs of 16 bits in lane order (store_pairs in rows.h)
   size_t stride;
-  float* scales;     // [row][pieces] (int16 rows)
-  float* sums;       // [row][pieces] sum of the int16 values (int16 rows)
-  int32_t* starts;   // [row][pieces] - sum * what a stored code has on top of its number (int16 rows)
+  float* scales;     // [row][pieces] (kI16)
+  float* sums;       // [row][pieces] sum of the 16-bit values (kI16, kBf16)
+  int32_t* starts;   // [row][pieces] - sum * what a stored code has on top of its number (kI16)
   int pieces;
 };
 
@@ -36,29 +40,37 @@ struct Activation {
 
 struct Level {
   const char* name;
+  bool has_bf16;  // a dot product of bf16 pairs
   bool (*runs)();
   // dst[0..kp) = factor * row of a matrix's input, as f32, columns permuted and padded by map (nullptr: natural order, zeros behind k).
   void (*load_row)(const void* src, bool f32, const int32_t* map, int k, int kp, float factor, float* dst);
-  // src [kp] f32 -> row `row` of rows.
-  void (*quantize_row)(const Geometry& g, const float* src, const Rows& rows, int row);
-  // Header of one block -> scales and minus_zeros [groups][16] f32; global multiplies the scales.
-  void (*prepare)(const Geometry& g, const uint8_t* block, float global, float* scales, float* minus_zeros);
-  void (*gemm_i16)(const BlockArgs&);
-  void (*gemm_f32)(const BlockArgs&);
+  // src [kp] f32 -> row `row` of rows, for kI16 and kBf16.
+  void (*round_row)(Path path, const Geometry& g, const float* src, const Rows& rows, int row);
+  // Header of one block -> scales and minus_zeros [groups][16] f32; global and factor multiply the scales.
+  void (*prepare)(const Geometry& g, const uint8_t* block, float global, float factor, float* scales, float* minus_zeros);
+  void (*gemm)(Path path, const BlockArgs&);
   // tile [n][32] (gate 16, up 16; or 16 without mul) + bias [32] -> h[m][0..16), rows `stride` floats apart.
   void (*activate)(const Activation&, const float* tile, const float* bias, int n, bool gated, float* h, size_t stride);
   // acc[cols] += weight * (tile[cols] + bias[cols]); cols a multiple of 16.
   void (*combine)(const float* tile, const float* bias, float weight, int cols, float* acc);
   void (*store)(const float* src, int n, bool f32, void* dst);
-  // One thread's arithmetic peak, in operations a second: f32 multiply-adds, the level's 16-bit or 8-bit integer dot, bf16 dot.
-  double (*peak)(int compute, double seconds);
+  double (*peak)(int kind, double seconds);  // one thread's arithmetic peak, EXPERTD_PEAK_*, in operations a second
   uint64_t (*read)(const uint8_t* data, size_t bytes);  // reads all of it, returns something that depends on it
 };
 
-// Factors of the float path that keep exponents in range: e4m3 and f16 bits are shifted into an f32 as they are, which leaves them
-// 2^-120 and 2^-112 too small; half of that is given back to the activations and half to the scales.
-constexpr float input_factor(int element) {
-  return element == EXPERTD_E4M3 ? 0x1p60f : element == EXPERTD_F16 ? 0x1p56f : 1.0f;
+inline Path path_of(const Level& level, int compute, int element) {
+  if (compute == EXPERTD_COMPUTE_F32 || element == EXPERTD_F16 || element == EXPERTD_F32) return kF32;
+  if (level.has_bf16 && element != EXPERTD_INT8) return kBf16;
+  return is_integral(element) ? kI16 : kF32;
+}
+
+// kF32 shifts the bits of e4m3 and f16 into an f32 as they are, which leaves them 2^-120 and 2^-112 too small. Half of that is given
+// back to the activations and half to the scales, so that no exponent leaves its range.
+constexpr float input_factor(Path path, int element) {
+  return path != kF32 ? 1.0f : element == EXPERTD_E4M3 ? 0x1p60f : element == EXPERTD_F16 ? 0x1p56f : 1.0f;
+}
+constexpr float scale_factor(Path path, int element) {  // e2m1 is computed with as twice its value, an integer
+  return element == EXPERTD_E2M1 ? 0.5f : input_factor(path, element);
 }
 
 // What a stored integral code has on top of its number (e2m1: on top of twice its number).

@@ -1,4 +1,4 @@
-#define EXPERTD_VNNI
+#define EXPERTD_AVX512_BF16
 #include "simd_avx512.h"
 
 #include "level_impl.h"

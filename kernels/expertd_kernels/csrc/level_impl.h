@@ -51,9 +51,8 @@ void stored_scales(int type, const uint8_t* p, int n, int bytes, float global, f
 }
 
 template <class V>
-void prepare(const Geometry& g, const uint8_t* block, float global, float* scales, float* minus_zeros) {
+void prepare(const Geometry& g, const uint8_t* block, float global, float factor, float* scales, float* minus_zeros) {
   const int element = g.spec.element, n = g.groups * kRows;
-  const float factor = element == EXPERTD_E2M1 ? 0.5f : input_factor(element);
   if (!g.scale_bytes) {
     for (int i = 0; i < n; i++) scales[i] = factor;
   } else if (g.lanes == kRows) {
@@ -85,49 +84,66 @@ void prepare(const Geometry& g, const uint8_t* block, float global, float* scale
 
 using TileFunction = void (*)(const BlockArgs&, const Slice&, const int32_t* index, float* out);
 
+template <class V, int EL, Path P, int NB, int MR>
+constexpr TileFunction tile() {
+  if constexpr (P == kF32) return tile_f32<V, EL, NB, MR>;
+  else if constexpr (P == kBf16) return tile_bf16<V, EL, NB, MR>;
+  else if constexpr (MR == 1 && EL == EXPERTD_INT4) return tile_row_i16<V, EL, NB>;
+  else return tile_i16<V, EL, NB, MR>;
+}
+
 // The tile function for NB blocks and `rows` rows of activations (1..MOST).
-template <class V, int EL, bool F32, int NB, int MOST>
+template <class V, int EL, Path P, int NB, int MOST>
 TileFunction tile_of(int rows) {
-  if constexpr (MOST == 1) {
-    if constexpr (F32) return tile_f32<V, EL, NB, 1>;
-    else if constexpr (EL == EXPERTD_INT4) return tile_row_i16<V, EL, NB>;
-    else return tile_i16<V, EL, NB, 1>;
-  } else {
-    if (rows < MOST) return tile_of<V, EL, F32, NB, MOST - 1>(rows);
-    if constexpr (F32) return tile_f32<V, EL, NB, MOST>;
-    else return tile_i16<V, EL, NB, MOST>;
+  if constexpr (MOST > 1) {
+    if (rows < MOST) return tile_of<V, EL, P, NB, MOST - 1>(rows);
   }
+  return tile<V, EL, P, NB, MOST>();
 }
 
 // All rows of a slice, in tiles of nearly equal height, at most MOST each.
-template <class V, int EL, bool F32, int NB, int MOST>
+template <class V, int EL, Path P, int NB, int MOST>
 void tiles(const BlockArgs& a, const Slice& s) {
   const int count = (a.n + MOST - 1) / MOST;
   for (int t = 0; t < count; t++) {
     const int from = int(int64_t(a.n) * t / count), to = int(int64_t(a.n) * (t + 1) / count);
-    tile_of<V, EL, F32, NB, MOST>(to - from)(a, s, a.index + from, a.out + from * 2 * kRows + s.block * kRows);
+    tile_of<V, EL, P, NB, MOST>(to - from)(a, s, a.index + from, a.out + from * 2 * kRows + s.block * kRows);
   }
 }
 
-// Rows from which on codes are decoded once into the cache instead of once a tile; 0 = never. Only e2m1 takes so many operations that
-// it pays, and only where vectors are 8 wide (not measured elsewhere).
-template <class V, int EL, bool F32>
-constexpr int panel_rows() {
-  return EL == EXPERTD_E2M1 && !F32 && V::W == 8 ? V::kTile1 + 1 : 0;
+// Rows of a tile over two blocks; 0 = one block at a time. e2m1 takes many registers to decode: two blocks at once only for one row,
+// where vectors are 8 wide. Integral codes as f32 are for exactness, not for speed: fewer tiles to compile.
+template <class V, int EL, Path P>
+constexpr int tile2_rows() {
+  if (P == kF32) return is_integral(EL) ? 0 : V::kTile2F;
+  return P == kI16 && EL == EXPERTD_E2M1 && V::W == 8 ? 1 : V::kTile2;
 }
 
-// One block, many rows: some pieces at a time are decoded into the first-level cache and meet all rows there.
-template <class V, int EL>
+// Rows from which on codes are decoded once into the cache instead of once a tile; 0 = never. As integers only e2m1 takes so many
+// operations that it pays (measured with AVX2); for bf16 pairs every element but bf16 itself.
+template <class V, int EL, Path P>
+constexpr int panel_rows() {
+  if (P == kBf16) return EL == EXPERTD_BF16 ? 0 : V::kTile2 + 1;
+  return P == kI16 && EL == EXPERTD_E2M1 && V::W == 8 ? V::kTile1 + 1 : 0;
+}
+
+// NB blocks, many rows: some pieces at a time are decoded into the first-level cache and meet all rows there.
+template <class V, int EL, Path P, int NB>
 void gemm_panel(const BlockArgs& a, int block) {
   constexpr int kColumns = 2 * kMaxPiece;
-  alignas(64) uint8_t panel[kColumns * 2 * kRows];
+  constexpr size_t kPanelBytes = kColumns * 2 * kRows;
+  alignas(64) uint8_t panel[NB * kPanelBytes];
   const Geometry& g = *a.g;
   const uint8_t* codes = a.block + block * g.block_bytes + g.header_bytes;
-  Slice s{block, 0, 0, 0, 0, panel, 0};
+  Slice s{block, 0, 0, 0, 0, panel, kPanelBytes};
   const auto flush = [&](int next_piece, int next_group) {
-    unpack_i16<V, EL>(codes, s.to - s.from, panel);
+    for (int b = 0; b < NB; b++) {
+      const uint8_t* from = codes + b * g.block_bytes;
+      if constexpr (P == kBf16) unpack_bf16<V, EL>(from, s.to - s.from, g.spec.zeros, panel + b * kPanelBytes);
+      else unpack_i16<V, EL>(from, s.to - s.from, panel + b * kPanelBytes);
+    }
     codes += size_t(s.to - s.from) / g.per_lane * kVector;
-    tiles<V, kPanel, false, 1, V::kTile1>(a, s);
+    tiles<V, kPanel, P, NB, NB == 2 ? V::kTile2 : V::kTile1>(a, s);
     s.from = s.to;
     s.piece = next_piece;
     s.group = next_group;
@@ -140,52 +156,52 @@ void gemm_panel(const BlockArgs& a, int block) {
   flush(0, 0);
 }
 
-// Rows of a tile over two blocks; 0 = one block at a time. e2m1 takes many registers to decode: two blocks at once only for one row,
-// where vectors are 8 wide. Integral codes as f32 are for exactness, not for speed: fewer tiles to compile.
-template <class V, int EL, bool F32>
-constexpr int tile2_rows() {
-  if (F32) return is_integral(EL) ? 0 : V::kTile2F;
-  return EL == EXPERTD_E2M1 && V::W == 8 ? 1 : V::kTile2;
-}
-
-template <class V, int EL, bool F32>
+template <class V, int EL, Path P>
 void gemm_element(const BlockArgs& a) {
-  constexpr int kTile2 = tile2_rows<V, EL, F32>();
+  constexpr int kTile2 = tile2_rows<V, EL, P>();
+  constexpr bool kPair = kTile2 > V::kTile1;  // two blocks make the better tile for any number of rows
   const Geometry& g = *a.g;
   const uint8_t* codes = a.block + g.header_bytes;
-  if constexpr (panel_rows<V, EL, F32>() > 0) {
-    if (a.n >= panel_rows<V, EL, F32>()) {
-      for (int b = 0; b < a.nb; b++) gemm_panel<V, EL>(a, b);
+  if constexpr (panel_rows<V, EL, P>() > 0) {
+    if (a.n >= panel_rows<V, EL, P>()) {
+      if (kPair && a.nb == 2) return gemm_panel<V, EL, P, kPair ? 2 : 1>(a, 0);
+      for (int b = 0; b < a.nb; b++) gemm_panel<V, EL, P, 1>(a, b);
       return;
     }
   }
   if constexpr (kTile2 > 0) {
-    if (a.nb == 2 && (a.n <= kTile2 || kTile2 > V::kTile1)) {
-      return tiles<V, EL, F32, 2, kTile2>(a, Slice{0, 0, g.kp, 0, 0, codes, g.block_bytes});
+    if (a.nb == 2 && (a.n <= kTile2 || kPair)) {
+      return tiles<V, EL, P, 2, kTile2>(a, Slice{0, 0, g.kp, 0, 0, codes, g.block_bytes});
     }
   }
-  for (int b = 0; b < a.nb; b++) tiles<V, EL, F32, 1, V::kTile1>(a, Slice{b, 0, g.kp, 0, 0, codes + b * g.block_bytes, 0});
+  for (int b = 0; b < a.nb; b++) tiles<V, EL, P, 1, V::kTile1>(a, Slice{b, 0, g.kp, 0, 0, codes + b * g.block_bytes, 0});
 }
 
 template <class V>
-void gemm_i16(const BlockArgs& a) {
-  switch (a.g->spec.element) {
-    case EXPERTD_INT4: return gemm_element<V, EXPERTD_INT4, false>(a);
-    case EXPERTD_INT8: return gemm_element<V, EXPERTD_INT8, false>(a);
-    default: return gemm_element<V, EXPERTD_E2M1, false>(a);
+void gemm(Path path, const BlockArgs& a) {
+  const int element = a.g->spec.element;
+  if (path == kI16) {
+    if (element == EXPERTD_INT8) return gemm_element<V, EXPERTD_INT8, kI16>(a);
+    if constexpr (!V::kBf16) return element == EXPERTD_INT4 ? gemm_element<V, EXPERTD_INT4, kI16>(a) : gemm_element<V, EXPERTD_E2M1, kI16>(a);
   }
-}
-
-template <class V>
-void gemm_f32(const BlockArgs& a) {
-  switch (a.g->spec.element) {
-    case EXPERTD_INT4: return gemm_element<V, EXPERTD_INT4, true>(a);
-    case EXPERTD_INT8: return gemm_element<V, EXPERTD_INT8, true>(a);
-    case EXPERTD_E4M3: return gemm_element<V, EXPERTD_E4M3, true>(a);
-    case EXPERTD_E2M1: return gemm_element<V, EXPERTD_E2M1, true>(a);
-    case EXPERTD_BF16: return gemm_element<V, EXPERTD_BF16, true>(a);
-    case EXPERTD_F16: return gemm_element<V, EXPERTD_F16, true>(a);
-    default: return gemm_element<V, EXPERTD_F32, true>(a);
+  if constexpr (V::kBf16) {
+    if (path == kBf16) {
+      switch (element) {
+        case EXPERTD_INT4: return gemm_element<V, EXPERTD_INT4, kBf16>(a);
+        case EXPERTD_E2M1: return gemm_element<V, EXPERTD_E2M1, kBf16>(a);
+        case EXPERTD_E4M3: return gemm_element<V, EXPERTD_E4M3, kBf16>(a);
+        default: return gemm_element<V, EXPERTD_BF16, kBf16>(a);
+      }
+    }
+  }
+  switch (element) {
+    case EXPERTD_INT4: return gemm_element<V, EXPERTD_INT4, kF32>(a);
+    case EXPERTD_INT8: return gemm_element<V, EXPERTD_INT8, kF32>(a);
+    case EXPERTD_E4M3: return gemm_element<V, EXPERTD_E4M3, kF32>(a);
+    case EXPERTD_E2M1: return gemm_element<V, EXPERTD_E2M1, kF32>(a);
+    case EXPERTD_BF16: return gemm_element<V, EXPERTD_BF16, kF32>(a);
+    case EXPERTD_F16: return gemm_element<V, EXPERTD_F16, kF32>(a);
+    default: return gemm_element<V, EXPERTD_F32, kF32>(a);
   }
 }
 
@@ -212,32 +228,38 @@ double rate(double seconds, double operations, const Step& step) {
   return done / elapsed;
 }
 
-template <class V>
-double peak(int compute, double seconds) {
+// `dot(acc, a, b)` on eight independent sums, `operations` of them in one.
+template <class V, class T, class Dot>
+double dot_rate(double seconds, double operations, T start, typename V::I a, typename V::I b, const Dot& dot) {
   constexpr int N = 8;
-  if (compute == EXPERTD_COMPUTE_F32) {
-    typename V::F acc[N], x = V::bcastf(1e-6f), y = V::bcastf(0.5f);
-    for (auto& v : acc) v = x;
-    return rate(seconds, 16.0 * N * V::W * 2, [&] {
-      for (int r = 0; r < 16; r++)
-#pragma GCC unroll 8
-        for (int i = 0; i < N; i++) {
-          acc[i] = V::fma(x, y, acc[i]);
-          keep<V>(acc[i]);
-        }
-    });
-  }
-  typename V::I acc[N], x = V::bcasti(3), y = V::bcasti(5);
-  for (auto& v : acc) v = x;
-  return rate(seconds, 16.0 * N * V::W * 4, [&] {
+  T acc[N];
+  for (auto& v : acc) v = start;
+  return rate(seconds, 16.0 * N * operations, [&] {
     for (int r = 0; r < 16; r++)
 #pragma GCC unroll 8
       for (int i = 0; i < N; i++) {
-        keep<V>(x);
-        acc[i] = V::dot16(acc[i], x, y);
+        keep<V>(a);
+        acc[i] = dot(acc[i], a, b);
         keep<V>(acc[i]);
       }
   });
+}
+
+template <class V>
+double peak(int kind, double seconds) {
+  using I = typename V::I;
+  using F = typename V::F;
+  const I ones = V::bcasti(0x01010101), half = V::bits(V::bcastf(0.5f)), tiny = V::bits(V::bcastf(1e-6f));
+  if constexpr (V::kBf16) {
+    if (kind == EXPERTD_PEAK_BF16) {
+      return dot_rate<V>(seconds, V::W * 4, V::bcastf(0.0f), half, tiny, [](F acc, I a, I b) { return V::dot_bf16(acc, a, b); });
+    }
+  }
+  switch (kind) {
+    case EXPERTD_PEAK_INT8: return dot_rate<V>(seconds, V::W * 8, V::bcasti(0), ones, ones, [](I acc, I a, I b) { return V::dot8(acc, a, b); });
+    case EXPERTD_PEAK_INT16: return dot_rate<V>(seconds, V::W * 4, V::bcasti(0), ones, ones, [](I acc, I a, I b) { return V::dot16(acc, a, b); });
+    default: return dot_rate<V>(seconds, V::W * 2, V::bcastf(0.0f), half, tiny, [](F acc, I a, I b) { return V::fma(V::cast(a), V::cast(b), acc); });
+  }
 }
 
 // Four streams side by side: what the memory gives one core at best, or nearly.
@@ -260,8 +282,8 @@ uint64_t read_all(const uint8_t* data, size_t bytes) {
 
 template <class V>
 constexpr Level level(const char* name, bool (*runs)()) {
-  return Level{name,        runs,        load_row<V>, quantize_row<V>, prepare<V>, gemm_i16<V>,
-               gemm_f32<V>, activate<V>, combine<V>,  store_row<V>,    peak<V>,    read_all<V>};
+  return Level{name,    V::kBf16,    runs,       load_row<V>,  round_row<V>, prepare<V>,
+               gemm<V>, activate<V>, combine<V>, store_row<V>, peak<V>,      read_all<V>};
 }
 
 }  // namespace

@@ -51,20 +51,22 @@ inline void piece_scale(int32_t largest_bits, float& scale, float& inverse) {
   }
 }
 
-// Fixed-point values of one piece in the order in which the kernels multiply them: each 32-bit word holds the pair that meets one
-// position of a lane. 4-bit codes: columns (i, i + 4) of each 8; 8-bit codes: (i, i + 2) of each 4.
-inline void store_pairs(const int32_t* q, int n, bool nibbles, int32_t* dst) {
-  if (nibbles) {
-    for (int c = 0; c < n; c += 8)
-      for (int i = 0; i < 4; i++) dst[c / 2 + i] = (q[c + i] & 0xFFFF) | int32_t(uint32_t(q[c + i + 4]) << 16);
-  } else {
-    for (int c = 0; c < n; c += 4)
-      for (int i = 0; i < 2; i++) dst[c / 2 + i] = (q[c + i] & 0xFFFF) | int32_t(uint32_t(q[c + i + 2]) << 16);
-  }
+// 16-bit values of one piece in the order in which the kernels multiply them: each 32-bit word holds the pair that meets one position
+// of a lane of L columns. L = 8: columns (i, i + 4); 4: (i, i + 2); 2: (0, 1).
+template <int L>
+inline void store_pairs_of(const int32_t* q, int n, int32_t* dst) {
+  for (int c = 0; c < n; c += L)
+    for (int i = 0; i < L / 2; i++) dst[c / 2 + i] = (q[c + i] & 0xFFFF) | int32_t(uint32_t(q[c + i + L / 2]) << 16);
+}
+
+inline void store_pairs(const int32_t* q, int n, int per_lane, int32_t* dst) {
+  if (per_lane == 8) store_pairs_of<8>(q, n, dst);
+  else if (per_lane == 4) store_pairs_of<4>(q, n, dst);
+  else store_pairs_of<2>(q, n, dst);
 }
 
 template <class V>
-void quantize_piece(const float* src, int n, bool nibbles, int32_t* dst, float& scale, int32_t& sum) {
+void quantize_piece(const float* src, int n, int per_lane, int32_t* dst, float& scale, int32_t& sum) {
   alignas(64) float v[kMaxPiece + 16];
   alignas(64) int32_t q[kMaxPiece + 16];
   alignas(64) int32_t lanes[V::W];
@@ -94,23 +96,35 @@ void quantize_piece(const float* src, int n, bool nibbles, int32_t* dst, float& 
   V::storei(lanes, total);
   sum = 0;
   for (int i = 0; i < V::W; i++) sum += lanes[i];
-  store_pairs(q, n, nibbles, dst);
+  store_pairs(q, n, per_lane, dst);
+}
+
+inline void bf16_piece(const float* src, int n, int per_lane, int32_t* dst, float& sum) {
+  int32_t q[kMaxPiece];
+  float total = 0.0f;
+  for (int i = 0; i < n; i++) q[i] = f32_to_bf16(src[i]);
+  for (int i = 0; i < n; i++) total += bf16_to_f32(uint16_t(q[i]));
+  sum = total;
+  store_pairs(q, n, per_lane, dst);
 }
 
 template <class V>
-void quantize_row(const Geometry& g, const float* src, const Rows& rows, int row) {
+void round_row(Path path, const Geometry& g, const float* src, const Rows& rows, int row) {
   int32_t* dst = reinterpret_cast<int32_t*>(rows.data + size_t(row) * rows.stride);
   size_t piece = size_t(row) * rows.pieces;
-  const bool nibbles = g.per_lane == 8;
   const int offset = code_offset(g.spec.element, g.spec.zeros);
   for (int at = 0; at < g.kp; at += g.group) {
     const int end = at + g.group < g.kp ? at + g.group : g.kp;
-    for (int k = at; k < end; k += g.piece) {
+    for (int k = at; k < end; k += g.piece, piece++) {
       const int n = k + g.piece < end ? g.piece : end - k;
+      if (path == kBf16) {
+        bf16_piece(src + k, n, g.per_lane, dst + k / 2, rows.sums[piece]);
+        continue;
+      }
       int32_t sum;
-      quantize_piece<V>(src + k, n, nibbles, dst + k / 2, rows.scales[piece], sum);
+      quantize_piece<V>(src + k, n, g.per_lane, dst + k / 2, rows.scales[piece], sum);
       rows.sums[piece] = float(sum);
-      rows.starts[piece++] = -offset * sum;
+      rows.starts[piece] = -offset * sum;
     }
   }
 }

@@ -1,4 +1,4 @@
-// 16 lanes of AVX-512 (F, BW, VL, DQ); with VNNI where the including file defines EXPERTD_VNNI.
+// 16 lanes of AVX-512 (F, BW, VL, DQ); with VNNI and BF16 where the including file defines EXPERTD_AVX512_BF16.
 #pragma once
 #include <immintrin.h>
 
@@ -8,6 +8,11 @@ namespace expertd {
 
 struct Avx512 {
   static constexpr bool kRegister = true;  // a vector fits a register
+#ifdef EXPERTD_AVX512_BF16
+  static constexpr bool kBf16 = true;
+#else
+  static constexpr bool kBf16 = false;
+#endif
   static constexpr int W = 16, kTile1 = 4, kTile2 = 12, kTile2F = 12, kChains = 8, kAhead = 4096;
   using I = __m512i;
   using F = __m512;
@@ -26,12 +31,32 @@ struct Avx512 {
   template <int N> static I sra(I a) { return N ? _mm512_srai_epi32(a, N) : a; }
   template <int N> static I srl16(I a) { return N ? _mm512_srli_epi16(a, N) : a; }
   static I dot16(I acc, I w, I x) {
-#ifdef EXPERTD_VNNI
+#ifdef EXPERTD_AVX512_BF16
     return _mm512_dpwssd_epi32(acc, w, x);
 #else
     return _mm512_add_epi32(acc, _mm512_madd_epi16(w, x));
 #endif
   }
+  static I dot8(I acc, I u, I s) {
+#ifdef EXPERTD_AVX512_BF16
+    return _mm512_dpbusd_epi32(acc, u, s);
+#else
+    return _mm512_add_epi16(acc, _mm512_maddubs_epi16(u, s));
+#endif
+  }
+#ifdef EXPERTD_AVX512_BF16
+  static F dot_bf16(F acc, I a, I b) { return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)); }
+  static I table16(const uint16_t* t) { return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(t))); }
+  static I lookup16(I table, I index) { return _mm512_permutexvar_epi16(index, table); }
+  static I e4m3_to_bf16(I bytes) {  // each 16-bit half: 0..255. Numbers below 2^-6 come from a table: bf16 subnormals would count as zero
+    static constexpr uint16_t kSmall[16] = {0x0000, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};
+    const I magnitude = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7F)), sign = _mm512_and_si512(bytes, _mm512_set1_epi16(0x80));
+    const I normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+    const __mmask32 small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+    const I value = _mm512_mask_permutexvar_epi16(normal, small, magnitude, table16(kSmall));
+    return _mm512_or_si512(value, _mm512_slli_epi16(sign, 8));
+  }
+#endif
   static F cvt(I a) { return _mm512_cvtepi32_ps(a); }
   static F cast(I a) { return _mm512_castsi512_ps(a); }
   static I bits(F a) { return _mm512_castps_si512(a); }

@@ -4,10 +4,15 @@
 #include <cstdint>
 #include <cstring>
 
+#ifndef EXPERTD_PORTABLE_BF16
+#define EXPERTD_PORTABLE_BF16 false
+#endif
+
 namespace expertd {
 
 struct Portable {
   static constexpr bool kRegister = false;  // a vector may take more than one register
+  static constexpr bool kBf16 = EXPERTD_PORTABLE_BF16;  // off: f32 is faster; on: to test the kernels of levels that have it
   static constexpr int W = 8, kTile1 = 4, kTile2 = 2, kTile2F = 2, kChains = 1, kAhead = 0;
   typedef int32_t I __attribute__((vector_size(32)));
   typedef uint32_t U __attribute__((vector_size(32)));
@@ -31,6 +36,36 @@ struct Portable {
   static I dot16(I acc, I w, I x) {  // acc + low half * low half + high half * high half, signed
     const I wl = sll<16>(w), xl = sll<16>(x);
     return acc + sra<16>(wl) * sra<16>(xl) + sra<16>(w) * sra<16>(x);
+  }
+  static F dot_bf16(F acc, I a, I b) {  // as dot16, bf16 halves
+    const I high = bcasti(int32_t(0xFFFF0000u));
+    return acc + (F)sll<16>(a) * (F)sll<16>(b) + (F)(a & high) * (F)(b & high);
+  }
+  static I dot8(I acc, I u, I s) {  // acc + sum of four unsigned * signed bytes
+    for (int i = 0; i < 4; i++) acc += (I)((U)u >> (8 * i) & (U)bcasti(255)) * (I)((I)((U)s << (24 - 8 * i)) >> 24);
+    return acc;
+  }
+  static I table16(const uint16_t* t) { return loadi(t); }
+  static I lookup16(I table, I index) {  // each 16-bit half: table[index & 15]
+    uint16_t t[16], i[16];
+    std::memcpy(t, &table, 32);
+    std::memcpy(i, &index, 32);
+    for (auto& x : i) x = t[x & 15];
+    return loadi(i);
+  }
+  static I e4m3_to_bf16(I bytes) {  // each 16-bit half: 0..255
+    uint16_t h[16];
+    std::memcpy(h, &bytes, 32);
+    for (auto& x : h) {
+      const uint32_t bits = uint32_t(x & 0x7F) << 20;
+      float f;
+      std::memcpy(&f, &bits, 4);
+      f *= 0x1p120f;
+      uint32_t u;
+      std::memcpy(&u, &f, 4);
+      x = uint16_t(u >> 16 | (x & 0x80) << 8);
+    }
+    return loadi(h);
   }
   static F cvt(I a) { return __builtin_convertvector(a, F); }
   static F cast(I a) { return (F)a; }
