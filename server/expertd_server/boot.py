@@ -45,8 +45,10 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-WARM_UP_TOKENS = (1, 32)
-"""Batch sizes that are run once before SERVING: kernels that compile or choose on first use do it then."""
+_WARM_UP_CPU = (1, 32)
+_WARM_UP_DEVICE = tuple(1 << i for i in range(11))
+"""Batch sizes that are run once before SERVING: kernels that compile or choose on first use do it then.  On a CPU
+nothing compiles; on an accelerator a size that is met first under load would hold up its callers for a compiler's run."""
 
 
 class BootError(Exception):
@@ -235,7 +237,7 @@ def _warm_up(layer: ServedLayer, device: torch.device, compute_dtype: str) -> No
 
     dtype = torch.float32 if compute_dtype == "f32" else torch.bfloat16
     held = len(layer.held)
-    for tokens in WARM_UP_TOKENS:
+    for tokens in _WARM_UP_CPU if device.type == "cpu" else _WARM_UP_DEVICE:
         x, ids, w = random_inputs(tokens, layer.hidden_size, held, min(layer.top_k, held), dtype=dtype, device=device)
         with torch.inference_mode():
             layer.experts(x, ids, w)

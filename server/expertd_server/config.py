@@ -210,7 +210,7 @@ class ServeConfig:
     max_queue_tokens: int = 1 << 17
     max_queue_requests: int = 4096
     max_wait_us: int = 0
-    patience: float = 0.05
+    patience: float = 0.25
     grace_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -270,7 +270,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_queue_tokens", _int(1), "N", "most tokens that wait; beyond it requests are refused"),
     Option("max_queue_requests", _int(1), "N", "most requests that wait; beyond it requests are refused"),
     Option("max_wait_us", _int(0), "US", "how long a request may wait for company while the engine is idle"),
-    Option("patience", _part, "PART", "part of a joined batch's time to wait for the callers just answered; 0 = none"),
+    Option(
+        "patience",
+        _part,
+        "PART",
+        "largest part of a joined batch's time to wait for the callers just answered; 0 = none",
+    ),
     Option("grace_s", _seconds, "S", "after SIGTERM, the time to finish what was taken"),
 )
 """In the order of --help."""

@@ -32,7 +32,7 @@ from expertd_server.batch import Batch, ServedLayer, fill
 from expertd_server.convert import digest, output_array
 from expertd_server.lane import Lane, lanes
 from expertd_server.request import Answer, Array, Outcome, Request, Stages
-from expertd_server.scheduler import LastBatch, Policy, Waiting, cut, wake_at
+from expertd_server.scheduler import LastBatch, Policy, Waiting, cut, trust_after, wake_at
 
 __all__ = ["BatchReport", "Engine", "LoadNow"]
 
@@ -98,6 +98,7 @@ class Engine:
         self._busy_tokens = self._busy_requests = self._unanswered = 0
         self._token_ns = 0.0
         self._last: LastBatch | None = None
+        self._trust = 1.0
         self.admitted = 0
         self._thread = threading.Thread(target=self._run, name="expertd-engine", daemon=True)
 
@@ -200,6 +201,7 @@ class Engine:
 
     def _next(self) -> Batch | None:
         """The next batch.  None: stopped, or nothing to do while batches are under way."""
+        waited = False
         while True:
             now = time.monotonic_ns()
             with self._changed:
@@ -207,9 +209,13 @@ class Engine:
                 if c is None:
                     if self._under_way or (self._stopping and not self._waiting.lines):
                         return None
+                    waited = bool(self._waiting.lines)
                     at = wake_at(self._waiting.lines, self.policy, self._last)
                     self._changed.wait(None if at is None else max(0.0, (at - now) / 1e9))
                     continue
+                if waited and self._last is not None:
+                    self._trust = trust_after(self._trust, self._waiting.requests, self._last.requests)
+                    waited = False
                 self._busy_requests += len(c.run)
                 self._unanswered += len(c.run)
                 tokens = sum(r.tokens for r in c.run)
@@ -255,7 +261,7 @@ class Engine:
             self._reply(r, b.errors.get(i) or self._answer(b, i, out, queue_ns[i], stages))
             self._unanswered -= 1
         self._lanes.append(lane)
-        self._last = LastBatch(time.monotonic_ns(), spent, len(b.requests))
+        self._last = LastBatch(time.monotonic_ns(), spent, len(b.requests), self._trust)
         if self._observe is not None:
             try:
                 self._observe(BatchReport(b.layer, b.tokens, b.requests, queue_ns, stages, b.expert_tokens))

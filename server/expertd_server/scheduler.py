@@ -5,7 +5,8 @@ whichever client they came from and whatever their top_k and dtypes are (narrowe
 The engine cuts a batch whenever it is free, so requests wait while it is busy, and the busier it is the larger the
 batches get.  One short wait is worth its price: callers that were just answered together come back one by one.  Were
 the first of them computed alone, 8 callers in a closed loop would alternate between batches of 1 and of 7 for ever.  So
-for a small part of the last batch's time (`patience`) the engine waits for as many requests as that batch had.
+for a part of the last batch's time (`patience`) the engine waits for as many requests as that batch had; whenever that
+was in vain the part is halved (`trust_after`), so callers that do not come back cost next to nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from typing import NamedTuple
 
 from expertd_server.request import Request
 
-__all__ = ["Cut", "Line", "LastBatch", "Policy", "Waiting", "cut", "wake_at"]
+__all__ = ["Cut", "LastBatch", "Line", "Policy", "Waiting", "cut", "trust_after", "wake_at"]
+
+_LEAST_TRUST = 1 / 16
+"""What is left of the patience with callers that never come back: enough to notice when they do again."""
 
 
 class Line(NamedTuple):
@@ -40,11 +44,13 @@ class Policy:
 
 
 class LastBatch(NamedTuple):
-    """The batch that was finished last: when, how long it took, of how many requests."""
+    """The batch that was finished last: when, how long it took, of how many requests.  trust: from 0 to 1, part of the
+    patience that its callers get."""
 
     end_ns: int
     service_ns: int
     requests: int
+    trust: float = 1.0
 
 
 class Cut(NamedTuple):
@@ -103,7 +109,12 @@ def _company_until(lines: Mapping[Line, Sequence[Request]], policy: Policy, last
     """Until when the callers of the last batch are waited for, in ns; 0 = they are back."""
     if last is None or sum(map(len, lines.values())) >= last.requests:
         return 0
-    return last.end_ns + int(policy.patience * last.service_ns)
+    return last.end_ns + int(policy.patience * last.trust * last.service_ns)
+
+
+def trust_after(trust: float, came: int, expected: int) -> float:
+    """The trust after a wait for `expected` requests of which `came`: doubled if all did, halved if not."""
+    return min(1.0, 2 * trust) if came >= expected else max(_LEAST_TRUST, trust / 2)
 
 
 class Waiting:

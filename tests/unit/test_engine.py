@@ -401,3 +401,17 @@ def test_counting_that_fails_does_not_end_the_computing(make):
     for tag in (1, 2):
         s.run(s.caller.request(tag, inputs(1), [[2]], [[1.0]]))
         assert isinstance(s.caller.outcomes[tag], Answer)
+
+
+def test_callers_answered_together_are_joined_again_when_they_come_back_one_by_one(make):
+    s = make(policy=Policy(64, patience=1000.0))
+    s.block()
+    for tag in (1, 2, 3):
+        s.engine.submit(s.caller.request(tag, inputs(1), [[2]], [[1.0]]))
+    s.fake.gate.set()
+    s.caller.wait(1, 2, 3)
+    for tag in (4, 5, 6):
+        time.sleep(0.01)
+        s.engine.submit(s.caller.request(tag, inputs(1), [[2]], [[1.0]]))
+    s.caller.wait(4, 5, 6)
+    assert [c[0] for c in s.fake.calls] == [1, 3, 3]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertd_server.request import Operand, Request
-from expertd_server.scheduler import LastBatch, Line, Policy, Waiting, cut, wake_at
+from expertd_server.scheduler import LastBatch, Line, Policy, Waiting, cut, trust_after, wake_at
 
 NOTHING = Operand("bf16", np.empty(0, np.uint16))
 
@@ -196,3 +196,16 @@ def test_callers_just_answered_are_waited_for_a_part_of_their_batch_s_time(now, 
 def test_a_caller_alone_is_never_waited_with():
     last = LastBatch(end_ns=1000, service_ns=1000, requests=1)
     assert cut({Line(0, False): deque([request()])}, 1000, Policy(64, patience=1.0), last) is not None
+
+
+def test_patience_shrinks_with_callers_that_do_not_come_back_and_grows_again():
+    trust = 1.0
+    for want in (0.5, 0.25, 0.125, 0.0625, 0.0625):
+        trust = trust_after(trust, came=1, expected=8)
+        assert trust == want
+    last = LastBatch(end_ns=1000, service_ns=1000, requests=8, trust=trust)
+    lines = {Line(0, False): deque([request(arrival=999)])}
+    assert wake_at(lines, Policy(64, patience=0.32), last) == 1020
+    for want in (0.125, 0.25, 0.5, 1.0, 1.0):
+        trust = trust_after(trust, came=8, expected=8)
+        assert trust == want

@@ -11,6 +11,10 @@ from expertd_server.config import ConfigError, add_flags, resolve
 
 __all__ = ["add_parser", "run"]
 
+_SWITCH_S = 0.0003
+"""How long the event loop and the engine's thread may keep Python's lock from each other.  At Python's default of 5 ms
+a round trip of one token took 855 us, at 0.3 ms 690 us (median, gRPC stream over loopback, empty kernel, 16 cores)."""
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -45,8 +49,9 @@ def run(args: argparse.Namespace) -> int:
     from expertd_server.server import serve
 
     tune_allocator()
+    sys.setswitchinterval(_SWITCH_S)
     # kill -USR1 prints every thread's stack: what a server that hangs is doing.
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    faulthandler.register(signal.SIGUSR1, file=2)
     try:
         return asyncio.run(serve(config, Console(width=None if sys.stdout.isatty() else 120)))
     except BootError as e:
