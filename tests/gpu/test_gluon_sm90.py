@@ -36,8 +36,10 @@ class Case:
         return f"{self.scheme}-{self.activation}-{self.hidden}x{self.inner}-E{self.experts}" + ("-bias" * self.bias)
 
 
-SCHEMES = ["int4_g128", "int4_g64", "int4_g32", "int4_channel", "int4_g128_zp", "int4_g32_zp", "int8_channel",
-           "int8_g128", "int8_g32_zp", "mxfp4", "mxfp8", "e4m3_block128", "e4m3_channel", "e4m3_tensor", "bf16"]  # fmt: skip
+SCHEMES = [
+    "int4_g128", "int4_g64", "int4_g32", "int4_channel", "int4_g128_zp", "int4_g32_zp", "int8_channel", "int8_g128",
+    "int8_g32_zp", "mxfp4", "mxfp8", "e4m3_block128", "e4m3_channel", "e4m3_tensor", "bf16",
+]  # fmt: skip
 FEATURES = [
     Case("int4_g128", experts=60, top_k=6, hidden=1000, inner=200),
     Case("int4_g128", scale=ScaleType.F16),
@@ -130,18 +132,23 @@ def test_error_over_ragged_sizes_and_routings(case):
 
 
 PLANS = {
-    "ids": [("block BM8 S4 SK2", "block BM8 S2 SK2 P0"), ("block BM8 T2 S2", "block BM8 T1 S2")],
+    "ids": [
+        ("block BM8 S4 SK2", "block BM8 S2 SK2 P0"),
+        ("block BM8 T2 S2", "block BM8 T1 S2"),
+        ("block BM16 T2 S2 SK2 V1", "block BM8 S4 SK2"),
+    ],
     "table": [
         ("block BM8 S2 SK2", "block BM8 S4 SK2"),
         ("block BM16 T2 S2 V1", "block BM16 T2 S2 SK2"),
         ("block BM32 T2 V1", "block BM32 T2 V1"),
-    ],  # fmt: skip
+    ],
     "lists": [
         ("block BM8 S4 SK2", "block BM8 S4 SK2"),
         ("block BM64 T4 W8 V3 D2 R128", "block BM64 T4 W8 V3 R128"),
+        ("ws BM64 T4 W8 S4 ST3 V2", "ws BM32 T4 S2 ST4 V1 R128 C2"),
         ("ws BM128 T4 W8 ST4 V1", "ws BM128 T4 W8 ST4 V2"),
         ("ws BM128 T4 W8 ST4", "ws BM128 T4 W8 ST4"),
-    ],  # fmt: skip
+    ],
 }
 
 
@@ -154,7 +161,9 @@ def test_every_kernel_and_mode(scheme, mode):
     weights, experts = layer(case)
     for w13, w2 in PLANS[mode]:
         plan = LayerPlan(0, mode, TilePlan.parse(w13), TilePlan.parse(w2))
-        for M, how in ((1, "even"), (5, "absent"), (37, "skewed"), (300, "even"), (2, "one")):
+        for M, how in ((1, "even"), (5, "absent"), (37, "skewed"), (64, "one"), (300, "even"), (2, "one")):
+            if mode == "ids" and M * case.top_k > 128:
+                continue
             check(case, weights, experts, M, how, plan=plan)
 
 

@@ -14,8 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from expertd_kernels.backends.gluon.dequant import operand
+from expertd_kernels.backends.gluon.dequant import load, unpack
 from expertd_kernels.backends.gluon.pieces import (
+    barrier,
     block_list,
     copy_inputs,
     copy_weights,
@@ -23,6 +24,7 @@ from expertd_kernels.backends.gluon.pieces import (
     find_block,
     input_rows,
     load_bias,
+    own_block,
     route_weights,
     routes,
     stages,
@@ -94,7 +96,7 @@ def _tile(
             t1, t2 = warpgroup_mma_wait(0, deps=[t1, t2])
             t1 = warpgroup_mma_init(t1)
             t2 = warpgroup_mma_init(t2)
-        gl.thread_barrier()
+        barrier()
         more = i + P < C.iterations
         copy_weights(wd, ws, row, wb, sb, full, i + P, ns, more, C)
         copy_inputs(x, f1, xs.index(ns).slice(0, N1, 0), i + P, more, C)
@@ -102,7 +104,8 @@ def _tile(
             copy_inputs(x, f2, xs.index(ns).slice(N1, N2, 0), i + P, more, C)
         async_copy.commit_group()
         for j in gl.static_range(PARTS):
-            a = operand(wb.index(slot), sb.index(slot), j, C, AL)
+            q, s = load(wb.index(slot), sb.index(slot), j, C)
+            a = unpack(q, s, C, AL)
             if C.SK == 1:
                 t1, t2 = warpgroup_mma_wait(0, deps=[t1, t2])
                 t1 = warpgroup_mma_init(t1)
@@ -125,18 +128,21 @@ def _tile(
 def block(x, wd, ws, bias, table, lists, tw, out, unscale, routes_in_all, C: gl.constexpr):
     """out[route] = act(w13 x[token]) or w2 h[route], for one block of routes x T row tiles a CTA.
 
-    table: by mode, the ids [routes_in_all], the table of blocks, or the counts [E] of `lists`."""
+    table: by mode, the ids [routes_in_all], the table of blocks, or the counts [E] of `lists`.  Mode "ids": a CTA a
+    route; with words = 0 each route is a block, else the first of an expert's stands for all."""
     if C.pdl:
         if not C.early:
             gdc_wait()
         gdc_launch_dependents()
     tile = gl.program_id(0) % C.column_tiles
     blk = gl.program_id(0) // C.column_tiles
-    if C.mode == "ids":
+    if C.mode == "ids" and C.words == 0:
         e = gl.load(table + blk)
         base = blk
-        n = gl.to_tensor(1)
+        n = (e >= 0).to(gl.int32)
         e = gl.where(e < 0, C.gemm.experts, e)
+    elif C.mode == "ids":
+        e, n, base = own_block(table, blk, routes_in_all, C)
     elif C.mode == "table":
         v = gl.load(table + blk)
         e = v & 0xFFFF

@@ -15,7 +15,8 @@ __all__ = ["Codec", "codec_of"]
 
 @dataclass(frozen=True)
 class Codec:
-    """kind: "int" (one FMA makes (q - 8) * s), "zero" (q - z, then * s), "float" (bits * s) or "plain" (bf16).
+    """kind: "int" (one FMA makes (q - 8) * s), "zero" (q - z, then * s), "float" (bits * s), "float2" (bits * s with s
+    as the sum of two bf16, for f32 scales) or "plain" (bf16).
 
     bits      of a code: 4, 8, 16
     group     columns a stored scale (channel, block and tensor scales are repeated every 128 columns)
@@ -34,8 +35,12 @@ class Codec:
 
     @property
     def planes(self) -> int:
-        """Numbers a row and group: the scale, then the zero point."""
-        return {"int": 1, "zero": 2, "float": 1, "plain": 0}[self.kind]
+        """Numbers a row and group: the scale, then the zero point or the rest of the scale."""
+        return {"int": 1, "zero": 2, "float": 1, "float2": 2, "plain": 0}[self.kind]
+
+    @property
+    def integer(self) -> bool:
+        return self.kind in ("int", "zero")
 
     @property
     def chunk(self) -> int:
@@ -71,5 +76,6 @@ def codec_of(scheme: Scheme) -> Codec:
     repeated = scheme.cols == WHOLE or scheme.cols % 128 == 0
     if e not in (Element.INT4, Element.INT8, Element.E2M1, Element.E4M3) or not (repeated or scheme.cols in (32, 64)):
         raise ValueError(f"scheme {scheme.name}: these kernels read no such weights")
-    kind = ("zero" if scheme.zeros else "int") if e.integer else "float"
+    exact = scheme.scale in (ScaleType.E8M0, ScaleType.BF16, ScaleType.E4M3)
+    kind = ("zero" if scheme.zeros else "int") if e.integer else "float" if exact else "float2"
     return Codec(kind, e.bits, 128 if repeated else scheme.cols, scheme.scale is ScaleType.E8M0)

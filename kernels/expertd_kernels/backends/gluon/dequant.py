@@ -8,6 +8,7 @@ turns packed codes into pairs of bf16, and one fused multiply-add applies offset
     int    (q - 8) * s   = q * s' + c        s' = s * 2**133, c = -8 * s  (int8: q = code + 128, c = -128 * s)
     zero   (q - z) * s   = (q * 2**127 + z') * s'      the inner sum is exact
     float  bits as they stand, exponent field and sign in place: e2m1 * 2**-126, e4m3 * 2**-120; then * s'
+    float2 the same, s' as the sum of two bf16: bits * s1 + (bits * s2)
     plain  nothing to do
 
 all times 2**-shift, which the epilogue undoes.  int4 rows of i0 = 1 are read as 16 * q: their s' is 16 times smaller.
@@ -70,6 +71,8 @@ SUB_MUL = gl.constexpr(
     "{\n.reg .b32 k, t;\nmov.b32 k, 0x7F007F00;\nfma.rn.bf16x2 t, $1, k, $3;\nmul.rn.bf16x2 $0, t, $2;\n}"
 )
 """(q * 2**127 + z') * s'."""
+MUL2 = gl.constexpr("{\n.reg .b32 t;\nmul.rn.bf16x2 t, $1, $3;\nfma.rn.bf16x2 $0, $1, $2, t;\n}")
+"""bits * s1 + bits * s2: the small product's rounding is 2**-8 of the sum's."""
 
 
 @gluon.jit
@@ -77,13 +80,13 @@ def _bits(q, C: gl.constexpr, U: gl.constexpr, AL: gl.constexpr):
     """packed words [TT, 512 * U] -> codes as bf16 [TT * 64, K] in the operand's layout; costs nothing but the masks"""
     if C.codec.bits == 4:
         o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
-            INT4 if C.codec.kind != "float" else E2M1, OUT8, [q], dtype=BF8, is_pure=True, pack=2
+            INT4 if C.codec.integer else E2M1, OUT8, [q], dtype=BF8, is_pure=True, pack=2
         )
         p = gl.join(gl.join(gl.join(o0, o1), gl.join(o2, o3)), gl.join(gl.join(o4, o5), gl.join(o6, o7)))
         p = p.reshape([C.TT, U, 4, 8, 4, 2, 2, 2, 2, 2]).permute((0, 2, 7, 3, 1, 5, 9, 8, 4, 6))
     elif C.codec.bits == 8:
         o0, o1, o2, o3 = gl.inline_asm_elementwise(
-            INT8 if C.codec.kind != "float" else E4M3, OUT4, [q], dtype=BF4, is_pure=True, pack=2
+            INT8 if C.codec.integer else E4M3, OUT4, [q], dtype=BF4, is_pure=True, pack=2
         )
         p = gl.join(gl.join(o0, o1), gl.join(o2, o3))
         p = p.reshape([C.TT, U, 4, 8, 4, 2, 2, 2, 2]).permute((0, 2, 7, 3, 1, 5, 8, 4, 6))
@@ -112,13 +115,14 @@ def _spread(s, C: gl.constexpr, L: gl.constexpr):
 @gluon.jit
 def _scaled(a, s, C: gl.constexpr, L: gl.constexpr):
     """codes [TT * 64, K] or [TT * 64, groups, K / groups] times their scales; s as loaded"""
-    if C.codec.kind == "zero":
+    if C.codec.planes == 2:
+        PAIR: gl.constexpr = SUB_MUL if C.codec.kind == "zero" else MUL2
         LOAD: gl.constexpr = C.codec.load_scales(C.SK)
         CHUNK: gl.constexpr = C.codec.chunk_scales
         s, z = gl.split(s.reshape([C.TT, LOAD // CHUNK, 2, CHUNK // 2]).permute((0, 1, 3, 2)))
         s = _spread(s.reshape([C.TT, LOAD // 2]), C, L)
         z = _spread(z.reshape([C.TT, LOAD // 2]), C, L)
-        w = gl.inline_asm_elementwise(SUB_MUL, "=&r,r,r,r", [a, s, z], dtype=gl.bfloat16, is_pure=True, pack=2)
+        w = gl.inline_asm_elementwise(PAIR, "=&r,r,r,r", [a, s, z], dtype=gl.bfloat16, is_pure=True, pack=2)
     elif C.codec.kind == "int":
         OFFSET: gl.constexpr = OFFSET4 if C.codec.bits == 4 else OFFSET8
         c = gl.inline_asm_elementwise(OFFSET, "=r,r", [s], dtype=gl.bfloat16, is_pure=True, pack=2)
@@ -131,15 +135,26 @@ def _scaled(a, s, C: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def operand(wb, sb, j: gl.constexpr, C: gl.constexpr, AL: gl.constexpr):
-    """columns 64 * SK * j .. of a stage (wb words, sb scales) -> bf16 A operand [TT * 64, 64 * SK] in registers"""
+def load(wb, sb, j: gl.constexpr, C: gl.constexpr):
+    """columns 64 * SK * j .. of a stage: (words, scales) in registers, as they are stored"""
     U: gl.constexpr = C.SK * C.codec.units
-    w = _bits(wb.slice(j * 16 * U, 16 * U, 1).load(C.LQ).reshape([C.TT, 512 * U]), C, U, AL)
+    q = wb.slice(j * 16 * U, 16 * U, 1).load(C.LQ)
     if C.codec.kind != "plain":
         AT: gl.constexpr = j * C.SK * 64 // C.codec.chunk * C.codec.chunk_scales
         LOAD: gl.constexpr = C.codec.load_scales(C.SK)
-        GS: gl.constexpr = C.codec.load_groups(C.SK)
         s = sb.slice(AT, LOAD, 1).load(C.LS)
+    else:
+        s = q
+    return q, s
+
+
+@gluon.jit
+def unpack(q, s, C: gl.constexpr, AL: gl.constexpr):
+    """what `load` gave -> bf16 A operand [TT * 64, 64 * SK] in registers"""
+    U: gl.constexpr = C.SK * C.codec.units
+    w = _bits(q.reshape([C.TT, 512 * U]), C, U, AL)
+    if C.codec.kind != "plain":
+        GS: gl.constexpr = C.codec.load_groups(C.SK)
         if C.codec.e8m0:
             s = gl.inline_asm_elementwise(E8M0, "=&r,=&r,r", [s], dtype=gl.bfloat16, is_pure=True, pack=4)
         if GS == 1:

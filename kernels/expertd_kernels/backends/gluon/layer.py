@@ -29,7 +29,7 @@ MAX_TOKENS = 8192
 MAX_OUTPUT_BYTES = 1 << 30
 """Bytes of w2's results [M, top_k, H] at most; a smaller piece is taken where more would be needed."""
 FLOAT32_TOKENS = 128
-"""Up to here w2's results are f32: their traffic costs nothing yet."""
+"""Up to here w2's results are f32: their traffic costs nothing yet (kernel `ws` has no shared memory for it)."""
 
 
 @dataclass(frozen=True)
@@ -211,12 +211,17 @@ class GluonExperts:
         p = plan or self.plans.at(M)
         w13, w2 = self._pair(top_k, on_input)
         s = self._space(M, top_k)
-        y = s.y32 if M <= FLOAT32_TOKENS else s.y
+        y = s.y32 if M <= FLOAT32_TOKENS and p.w2.kind == "block" else s.y
         split = round_up(2 * n + E, 16)
         table, lists = s.ints[:split], s.ints[split:]
+        words = 0
         if p.mode == "ids":
             table = lists = ids
             blocks = n
+            if M > 1:
+                words = triton.next_power_of_2(triton.cdiv(n, 32))
+            if words > 4:
+                raise ValueError(f"gluon_sm90: mode ids takes up to 128 routes, these are {n}")
         elif p.mode == "table":
             blocks = min(n, n // p.w13.BM + min(E, n))
             table_routes[(E,)](
@@ -243,8 +248,8 @@ class GluonExperts:
                     4,
                 )
             group_routes[(E,)](ids, table, lists, n, TH, CH, True, num_warps=warps, launch_pdl=True)
-        self._gemm(w13, p.w13, p.mode, blocks, x, table, lists, weights, s.h, n)
-        self._gemm(w2, p.w2, p.mode, blocks, s.h, table, lists, weights, y, n)
+        self._gemm(w13, p.w13, p.mode, blocks, x, table, lists, weights, s.h, n, words)
+        self._gemm(w2, p.w2, p.mode, blocks, s.h, table, lists, weights, y, n, words)
         B, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
         combine[(M, triton.cdiv(self.hidden_size, B))](
             y, ids, out, self.hidden_size, E, top_k, B, True, num_warps=warps, launch_pdl=True
@@ -262,8 +267,9 @@ class GluonExperts:
         weights: Tensor,
         out: Tensor,
         n: int,
+        words: int,
     ) -> None:
-        t = tile(m.gemm, p, mode, True)
+        t = tile(m.gemm, p, mode, True, words)
         key = (id(m), t.T, t.stage_units)
         if key not in self._descriptors:
             self._descriptors[key] = m.descriptor(t)
@@ -274,7 +280,7 @@ class GluonExperts:
         options: dict[str, Any] = {"num_warps": p.W, "launch_pdl": True}
         if p.R:
             options["maxnreg"] = p.R
-        grid = (tiles if p.kind == "block" else min(tiles, self.multiprocessors),)
+        grid = (tiles if p.kind == "block" else min(tiles, self.multiprocessors * p.C),)
         kernel[grid](
             x, self._descriptors[key], m.scales, m.bias, table, lists, weights, out, m.unscale, n, t, **options
         )

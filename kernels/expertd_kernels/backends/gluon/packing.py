@@ -175,6 +175,8 @@ def pack_scales(
             assert zeros is not None
             offset = 128.0 if element is Element.INT8 else 0.0
             planes.append(_rows(-(zeros + offset) * 2.0**-6, gated) / low)
+        elif codec.kind == "float2":
+            planes.append(planes[0] - planes[0].to(torch.bfloat16).float())
         planes = [p.to(torch.bfloat16) for p in planes]
     s = torch.stack(planes, -1)  # [E, T, warp, i0, l8, G, plane]
     E, T, G = s.shape[0], s.shape[1], s.shape[5]
@@ -194,7 +196,8 @@ def unpack_scales(
         b = torch.where(b == 0, 0, b - (_place(codec, element) - shift))
         return _unrows(b, gated).to(torch.uint8), None
     low = _row_factor(element, packed.device)
-    scales = _unrows(s[..., 0].float() / (2.0 ** (_place(codec, element) - shift)) / low, gated)
+    total = s.float().sum(-1) if codec.kind == "float2" else s[..., 0].float()
+    scales = _unrows(total / (2.0 ** (_place(codec, element) - shift)) / low, gated)
     if codec.kind != "zero":
         return scales, None
     offset = 128.0 if element is Element.INT8 else 0.0

@@ -10,7 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 _ROW_MAJOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-"""The bulk tensor copy, under the name that this Triton gives it."""
+copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""The bulk tensor copy, cp.async and the barrier of a CTA, under the names that this Triton gives them."""
 
 
 @gluon.jit
@@ -37,12 +39,66 @@ def find_block(ie, cnt, nb, cum, blk, C: gl.constexpr):
     return e, gl.sum(cnt * before, 0) + b * C.BM, gl.sum(gl.where(ie == e, cnt, 0), 0) - b * C.BM
 
 
+def _nth_bit(words):
+    """PTX: $0 = position of the $1-th set bit (from 0) of the words $2, $3, ... (words * 32 bits)."""
+    t = "{\n.reg .pred p;\n.reg .b32 t, m, c;\nmov.b32 t, $1;\nmov.b32 m, $2;\nmov.b32 $0, 0;\n"
+    for k in range(1, words):  # once the word is found, t < popc(m) stays true
+        t += "popc.b32 c, m;\nsetp.ge.s32 p, t, c;\n@p sub.s32 t, t, c;\n"
+        t += f"@p mov.b32 m, ${2 + k};\n@p mov.b32 $0, {32 * k};\n"
+    for w in (16, 8, 4, 2, 1):
+        t += f"and.b32 c, m, {(1 << w) - 1};\npopc.b32 c, c;\nsetp.ge.s32 p, t, c;\n"
+        t += f"@p sub.s32 t, t, c;\n@p shr.u32 m, m, {w};\n@p add.s32 $0, $0, {w};\n"
+    return t + "}", "=&r,r," + ",".join(["r"] * words)
+
+
+NTH_BIT1, NTH_BIT1_ARGS = (gl.constexpr(v) for v in _nth_bit(1))
+NTH_BIT2, NTH_BIT2_ARGS = (gl.constexpr(v) for v in _nth_bit(2))
+NTH_BIT4, NTH_BIT4_ARGS = (gl.constexpr(v) for v in _nth_bit(4))
+
+
+@gluon.jit
+def own_block(ids, route, n, C: gl.constexpr):
+    """No list of blocks: the block of `route` is its expert's routes from `route` on, if it is the first, or the
+    BM-th, ... of them, else empty.  (expert or E, routes, number of routes of the expert before it, one bit a route
+    of the expert in four words)"""
+    i = gl.arange(0, C.words * 32, C.LI)
+    e = gl.load(ids + route)
+    same = (gl.load(ids + i, mask=i < n, other=-1) == e).to(gl.int32)
+    both = gl.sum(same + gl.where(i < route, same << 16, 0), 0)
+    before = both >> 16
+    bit = same << (i % 32)
+    m0 = gl.sum(gl.where(i // 32 == 0, bit, 0), 0)
+    m1 = m0
+    m2 = m0
+    m3 = m0
+    if C.words >= 2:
+        m1 = gl.sum(gl.where(i // 32 == 1, bit, 0), 0)
+    if C.words >= 4:
+        m2 = gl.sum(gl.where(i // 32 == 2, bit, 0), 0)
+        m3 = gl.sum(gl.where(i // 32 == 3, bit, 0), 0)
+    first = (before % C.BM == 0) & (e >= 0)
+    return gl.where(first, e, C.gemm.experts), gl.minimum((both & 0xFFFF) - before, C.BM), (before, m0, m1, m2, m3)
+
+
 @gluon.jit
 def routes(lists, base, n0: gl.constexpr, n, N: gl.constexpr, C: gl.constexpr, L: gl.constexpr):
-    """routes (token * top_k + slot) n0 .. n0 + N of the block that starts at lists[base] and has n; -1 beyond"""
+    """routes (token * top_k + slot) n0 .. n0 + N of the block that starts at lists[base] and has n; -1 beyond.
+    Mode "ids": base is what own_block found, or the only route of the block"""
     i = n0 + gl.arange(0, N, L)
-    if C.mode == "ids":  # the block is one route, its number is base
+    if C.mode == "ids" and C.words == 0:
         r = gl.where(i < n, base, -1)
+    elif C.mode == "ids":
+        before, m0, m1, m2, m3 = base
+        t = i + before
+        if C.words == 1:
+            r = gl.inline_asm_elementwise(NTH_BIT1, NTH_BIT1_ARGS, [t, m0], dtype=gl.int32, is_pure=True, pack=1)
+        elif C.words == 2:
+            r = gl.inline_asm_elementwise(NTH_BIT2, NTH_BIT2_ARGS, [t, m0, m1], dtype=gl.int32, is_pure=True, pack=1)
+        else:
+            r = gl.inline_asm_elementwise(
+                NTH_BIT4, NTH_BIT4_ARGS, [t, m0, m1, m2, m3], dtype=gl.int32, is_pure=True, pack=1
+            )
+        r = gl.where(i < n, r, -1)
     elif C.mode == "table":  # the list is long enough: the load need not wait for n
         r = gl.where(i < n, gl.load(lists + base + i), -1)
     else:
@@ -84,7 +140,7 @@ def copy_weights(wd, ws, row, wb, sb, full, i, slot, ok, C: gl.constexpr):
             m = m & (k < C.expert_scales - i * C.stage_scales)
         if C.rows_masked:
             m = m & (t < C.gemm.experts * C.gemm.rows - row)
-        async_copy.async_copy_global_to_shared(sb.index(slot), p, mask=m)
+        copy_elements(sb.index(slot), p, mask=m)
 
 
 @gluon.jit
@@ -95,7 +151,7 @@ def copy_inputs(x, f, xb, i, ok, C: gl.constexpr):
     m = gl.expand_dims(f >= 0, 1) & ok
     if C.x_masked:
         m = m & (k < C.gemm.x_columns)
-    async_copy.async_copy_global_to_shared(xb, x + p, mask=m)
+    copy_elements(xb, x + p, mask=m)
 
 
 @gluon.jit

@@ -20,7 +20,8 @@ TABLE_ROUTES = 1024
 class TilePlan:
     """One GEMM's kernel.  kind "block": one tile a CTA; "ws": persistent, warp-specialised.  The letters: see Tile.
 
-    R: register cap (0: none).  P: whether w2's weights are fetched before w13's GEMM has ended.
+    R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  P: whether w2's weights are fetched before
+    w13's GEMM has ended.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class TilePlan:
     D: int = 1
     SK: int = 1
     R: int = 0
+    C: int = 1
     P: int = 1
 
     @property
@@ -65,13 +67,20 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A layer at up to `tokens` tokens.  mode "ids": every route is a block of its own; "table": blocks of routes
-    listed by one kernel (up to 1024 routes); "lists": routes grouped by expert."""
+    """A layer at up to `tokens` tokens.  mode "ids": no routing kernel (one token, or up to 128 routes); "table":
+    blocks of routes listed by one kernel (up to 1024 routes); "lists": routes grouped by expert."""
 
     tokens: int
     mode: str
     w13: TilePlan
     w2: TilePlan
+
+    def __post_init__(self) -> None:
+        both = (self.w13, self.w2)
+        if self.mode not in ("ids", "table", "lists") or (self.mode != "lists" and any(p.kind == "ws" for p in both)):
+            raise ValueError(f"layer plan {self}: want mode ids, table or lists, and lists for kernel ws")
+        if self.mode == "table" and (self.w13.BM != self.w2.BM or self.w13.BM > 64):
+            raise ValueError(f"layer plan {self}: with a table both GEMMs share one BM, at most 64")
 
 
 Shape = tuple[int, int, int, int]

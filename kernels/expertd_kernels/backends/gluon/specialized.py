@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 # (Gluon device code: its types are checked by Triton's compiler, not by mypy.)
-"""Kernel `ws`: persistent and warp-specialised, for many tokens an expert (M from about 1000 on).
+"""Kernel `ws`: persistent and warp-specialised, for many tokens an expert.
 
-Four producer warps gather inputs and fetch weights; two consumer warpgroups unpack and multiply.  Each consumer works
-on two halves of its rows with an accumulator each: while the tensor cores run on one, the other is unpacked.
+Four producer warps gather inputs and fetch weights into a ring of stages.  W consumer warps unpack and multiply, on two
+halves of their rows with an accumulator each: while the tensor cores run on one half, the other is unpacked.
 """
 
 from triton.experimental import gluon
@@ -18,9 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from expertd_kernels.backends.gluon.dequant import operand
+from expertd_kernels.backends.gluon.dequant import load, unpack
 from expertd_kernels.backends.gluon.pieces import (
     _BARRIER,
+    barrier,
     block_list,
     copy_inputs,
     copy_weights,
@@ -54,10 +55,62 @@ def _producer(x, wd, ws, counts, lists, wb, xs, sb, full, empty, C: gl.constexpr
 
 
 @gluon.jit
-def _half(acc, wb, xs, sb, slot, h: gl.constexpr, j: gl.constexpr, N: gl.constexpr, C: gl.constexpr, AL: gl.constexpr):
-    a = operand(wb.index(slot).slice(h * C.TT, C.TT, 0), sb.index(slot).slice(h * C.TT, C.TT, 0), j, C, AL)
+def _load(wb, sb, slot, t: gl.constexpr, j: gl.constexpr, C: gl.constexpr):
+    """row tiles t .. t + TT of a stage, columns 64 * SK * j .."""
+    return load(wb.index(slot).slice(t, C.TT, 0), sb.index(slot).slice(t, C.TT, 0), j, C)
+
+
+@gluon.jit
+def _multiply(acc, q, s, xs, slot, j: gl.constexpr, N: gl.constexpr, C: gl.constexpr, AL: gl.constexpr):
+    a = unpack(q, s, C, AL)
     x = xs.index(slot).slice(0, N, 0).slice(j * 64 * C.SK, 64 * C.SK, 1).permute((1, 0))
     return warpgroup_mma(a, x, acc, is_async=True), a
+
+
+@gluon.jit
+def _free(empty, slot, ok, C: gl.constexpr):
+    """the stage before `slot` has been read"""
+    mbarrier.arrive(empty.index(gl.where(slot == 0, C.ST - 1, slot - 1)), count=1, pred=ok)
+
+
+@gluon.jit
+def _two_halves(wb, xs, sb, full, empty, slot, ph, N: gl.constexpr, C: gl.constexpr):
+    """[TT * 64, N] twice: halves in turns.  The words of a half are fetched from shared memory before the wait for the
+    tensor cores, so that their latency is hidden, too."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.W, 1], [16, N, 16])
+    AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    PARTS: gl.constexpr = C.S // C.SK
+    t0 = warpgroup_mma_init(gl.zeros([C.TT * 64, N], gl.float32, MMA))
+    t1 = warpgroup_mma_init(gl.zeros([C.TT * 64, N], gl.float32, MMA))
+    a1 = gl.zeros([C.TT * 64, 64 * C.SK], gl.bfloat16, AL)
+    mbarrier.wait(full.index(slot), ph)
+    fence_async_shared()
+    q0, s0 = _load(wb, sb, slot, 0, 0, C)
+    for i in range(C.iterations):
+        last = i + 1 == C.iterations
+        ns = gl.where(slot == C.ST - 1, 0, slot + 1)
+        nph = gl.where(ns == 0, ph ^ 1, ph)
+        for j in gl.static_range(PARTS):
+            t0, a0 = _multiply(t0, q0, s0, xs, slot, j, N, C, AL)
+            q1, s1 = _load(wb, sb, slot, C.TT, j, C)
+            t1, a1 = warpgroup_mma_wait(1, deps=[t1, a1])
+            if j == 0:  # every MMA of the stage before is done
+                _free(empty, slot, i > 0, C)
+            t1, a1 = _multiply(warpgroup_mma_init(t1), q1, s1, xs, slot, j, N, C, AL)
+            if j == PARTS - 1:  # the next stage; after the last one, this stage again, unused
+                ls = gl.where(last, slot, ns)
+                mbarrier.wait(full.index(ls), gl.where(last, ph, nph))
+                fence_async_shared()
+                q0, s0 = _load(wb, sb, ls, 0, 0, C)
+            else:
+                q0, s0 = _load(wb, sb, slot, 0, j + 1, C)
+            t0, a0 = warpgroup_mma_wait(1, deps=[t0, a0])
+            t0 = warpgroup_mma_init(t0)
+        slot = ns
+        ph = nph
+    c0, c1, a1 = warpgroup_mma_wait(0, deps=[t0, t1, a1])
+    _free(empty, slot, True, C)
+    return c0, c1, slot, ph
 
 
 @gluon.jit
@@ -65,31 +118,13 @@ def _tile(
     bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, empty, slot, ph, N: gl.constexpr, C: gl.constexpr
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.W, 1], [16, N, 16])
-    AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    PARTS: gl.constexpr = C.S // C.SK
     r = routes(lists, base, 0, n, N, C, gl.BlockedLayout([1], [32], [C.W], [0]))
     wt = route_weights(tw, r, unscale, C)
-    t0 = warpgroup_mma_init(gl.zeros([C.TT * 64, N], gl.float32, MMA))
-    t1 = warpgroup_mma_init(gl.zeros([C.TT * 64, N], gl.float32, MMA))
-    a1 = gl.zeros([C.TT * 64, 64 * C.SK], gl.bfloat16, AL)
-    for i in range(C.iterations):
-        mbarrier.wait(full.index(slot), ph)
-        fence_async_shared()
-        for j in gl.static_range(PARTS):
-            t0, a0 = _half(t0, wb, xs, sb, slot, 0, j, N, C, AL)
-            t1, a1 = warpgroup_mma_wait(1, deps=[t1, a1])
-            if j == 0:  # every MMA of the stage before is done: free it
-                mbarrier.arrive(empty.index(gl.where(slot == 0, C.ST - 1, slot - 1)), count=1, pred=i > 0)
-            t1, a1 = _half(warpgroup_mma_init(t1), wb, xs, sb, slot, 1, j, N, C, AL)
-            t0, a0 = warpgroup_mma_wait(1, deps=[t0, a0])
-            t0 = warpgroup_mma_init(t0)
-        slot = gl.where(slot == C.ST - 1, 0, slot + 1)
-        ph = gl.where(slot == 0, ph ^ 1, ph)
-    c0, c1, a1 = warpgroup_mma_wait(0, deps=[t0, t1, a1])
-    mbarrier.arrive(empty.index(gl.where(slot == 0, C.ST - 1, slot - 1)), count=1)
-    row = e * C.gemm.rows + tile * C.T
-    epilogue(c0, r, wt, load_bias(bias, row, C, MMA), out, unscale, tile * C.T, C, N, MMA)
-    epilogue(c1, r, wt, load_bias(bias, row + C.TT, C, MMA), out, unscale, tile * C.T + C.TT, C, N, MMA)
+    c0, c1, slot, ph = _two_halves(wb, xs, sb, full, empty, slot, ph, N, C)
+    row = e * C.gemm.rows
+    t = tile * C.T
+    epilogue(c0, r, wt, load_bias(bias, row + t, C, MMA), out, unscale, t, C, N, MMA)
+    epilogue(c1, r, wt, load_bias(bias, row + t + C.TT, C, MMA), out, unscale, t + C.TT, C, N, MMA)
     return slot, ph
 
 
@@ -126,7 +161,7 @@ def ws(x, wd, sd, bias, counts, lists, tw, out, unscale, routes_in_all, C: gl.co
     for i in gl.static_range(ST):
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     gl.warp_specialize(
         [
             (_consumer, (bias, counts, lists, tw, out, unscale, wb, xs, sb, full, empty, C)),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from triton.experimental.gluon import language as gl
 
+from expertd_kernels.backends.gluon import codec as codec_module
 from expertd_kernels.backends.gluon.codec import Codec
 from expertd_kernels.backends.gluon.plan import TilePlan
 
@@ -50,12 +53,14 @@ class Tile:
 
     From the plan: BM tokens a block, T 64-row tiles a CTA, W consumer warps, stages of S 64-column blocks, ST stages,
     D stages between use and refill of a slot, SK 64-column blocks an MMA, V how far the last block narrows.
+    words: mode "ids": 32-bit words that hold a bit a route; 0: no two routes share an expert, or it does not matter.
     TT: 64-row tiles an A operand covers (T; half of it in the warp-specialised kernel).
     """
 
     gemm: Gemm
     codec: Codec
     mode: str
+    words: int
     BM: int
     T: int
     TT: int
@@ -67,10 +72,12 @@ class Tile:
     V: int
     pdl: bool
     early: bool
+    source: str
     LQ: Any
     LS: Any
     LX: Any
     LC: Any
+    LI: Any
     SX: Any
     SW: Any
 
@@ -121,6 +128,10 @@ class Tile:
         return -(-self.gemm.K // self.codec.chunk) * self.codec.chunk_scales
 
 
+_SOURCE = hashlib.sha256(Path(__file__).read_bytes() + Path(codec_module.__file__).read_bytes()).hexdigest()[:16]
+"""Part of each Tile: Triton's cache of compiled kernels keys on its text, not on what its properties compute."""
+
+
 def _register_layouts(codec: Codec, TT: int, W: int, SK: int) -> tuple[Any, Any]:
     """(LQ, LS): how registers hold SK 64-column blocks of weights [TT, 16 * units, 32] words, and their scales.
 
@@ -166,13 +177,23 @@ def _copy_layout(columns: int, vector: int, warps: int) -> Any:
     return gl.BlockedLayout([1, vector], [32 // n, n], [warps, 1], [1, 0])
 
 
+def _every_warp(n: int, warps: int) -> Any:
+    """[n], element i in lane i % 32 of each warp."""
+    lanes = [[1 << i] for i in range(5)]
+    return gl.DistributedLinearLayout(
+        [[32 << i] for i in range((n // 32).bit_length() - 1)], lanes, [[0]] * (warps.bit_length() - 1), [], [n]
+    )
+
+
 @cache
-def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool) -> Tile:
+def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0) -> Tile:
     """The constants of `plan` for `gemm`.  ValueError where they do not go together."""
     codec, c = gemm.codec, plan
     if (64 * c.S) % codec.chunk or ((64 * c.SK) % codec.group and codec.group % (64 * c.SK)):
         raise ValueError(f"plan {c}: a stage of {64 * c.S} columns does not hold whole groups of {codec.group}")
-    TT = c.T // 2 if c.kind == "ws" else c.T
+    TT = c.T
+    if c.kind == "ws":
+        TT = c.T // 2
     if TT < c.W // 4:
         raise ValueError(f"plan {c}: {c.W} warps need {c.W // 4} row tiles an operand, it has {TT}")
     LQ, LS = _register_layouts(codec, TT, c.W, c.SK)
@@ -182,6 +203,7 @@ def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool) -> Tile:
         gemm,
         codec,
         mode,
+        words,
         c.BM,
         c.T,
         TT,
@@ -193,10 +215,12 @@ def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool) -> Tile:
         c.V,
         pdl,
         pdl and c.early and not gemm.first,
+        _SOURCE,
         LQ,
         LS,
         _copy_layout(64 * c.S, 8, copiers),
         _copy_layout(scales, 16 // codec.scale_bytes, copiers) if codec.planes else None,
+        _every_warp(32 * words, c.W) if words else None,
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3),
     )

@@ -1,0 +1,104 @@
+"""The Gluon kernels compiled for sm_90 by Triton's offline target, no GPU needed: they compile, keep to their
+registers, spill little or nothing, and ptxas leaves their wgmma instructions asynchronous."""
+
+import re
+import subprocess
+
+import pytest
+
+triton = pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from expertd_kernels.backends.gluon.block import block  # noqa: E402
+from expertd_kernels.backends.gluon.codec import codec_of  # noqa: E402
+from expertd_kernels.backends.gluon.plan import TilePlan  # noqa: E402
+from expertd_kernels.backends.gluon.specialized import ws  # noqa: E402
+from expertd_kernels.backends.gluon.tile import Gemm, tile  # noqa: E402
+from expertd_kernels.scheme import Scheme  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+def gemm(scheme: str, first: bool, **more) -> Gemm:
+    """Qwen3-30B-A3B's w13 or w2."""
+    facts = (
+        {"K": 2048, "rows": 24, "x_columns": 2048, "x_stride": 2048, "out_columns": 768}
+        if first
+        else {"K": 768, "rows": 32, "x_columns": 768, "x_stride": 768, "out_columns": 2048}
+    )
+    facts |= {"experts": 128, "top_k": 8, "first": first, "gated": first, "weight": not first, "bias": False}
+    return Gemm(codec_of(Scheme.parse(scheme)), **(facts | more))
+
+
+def compiled(g: Gemm, plan: TilePlan, mode: str, words: int = 0):
+    """Triton's compiled kernel of this GEMM under this plan."""
+    c = tile(g, plan, mode, True, words)
+    kernel = ws if plan.kind == "ws" else block
+    words_type = f"tensordesc<i32[{c.T}, {16 * c.stage_units}, 32],{c.SW!r}>"
+    scale = "*u8" if c.codec.e8m0 else "*bf16"
+    types = ["*bf16", words_type, scale, "*fp32", "*i32", "*i32", "*fp32", "*bf16", "fp32", "i32", "constexpr"]
+    signature = dict(zip(kernel.arg_names, types, strict=True))
+    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
+    source = GluonASTSource(kernel, signature, {(len(types) - 1,): c}, aligned)
+    options = {"num_warps": plan.W, "launch_pdl": True} | ({"maxnreg": plan.R} if plan.R else {})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def resources(kernel, tmp_path) -> tuple[int, int, bool]:
+    """(registers a thread, bytes of spill stores, whether ptxas serialized wgmma: its message C7512 and kin)."""
+    ptx = tmp_path / "kernel.ptx"
+    ptx.write_text(kernel.asm["ptx"])
+    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", str(ptx), "-o", str(tmp_path / "kernel.cubin")]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    used, spilled = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes spill stores", text)
+    assert used, text
+    assert spilled, text
+    return int(used[1]), int(spilled[1]), "wgmma.mma_async instructions are serialized" in text
+
+
+CASES = [
+    # scheme, w13 or w2, plan, mode, words, most registers, most bytes spilled
+    ("int4_g128", True, "block BM8 S4 ST3 SK2", "table", 0, 96, 0),
+    ("int4_g128", False, "block BM8 S2 ST3 SK2", "ids", 2, 72, 0),
+    ("int4_g128", True, "block BM64 T4 W8 V3 D2 R128", "lists", 0, 128, 32),
+    ("int4_g128", True, "ws BM128 T4 W8 ST4 V1", "lists", 0, 168, 256),
+    ("int4_g32_zp", True, "block BM8 S4 ST3 SK2", "table", 0, 96, 0),
+    ("mxfp4", False, "block BM8 S4 ST3 SK2", "table", 0, 96, 0),
+    ("int8_channel", False, "block BM16 T2 SK2", "lists", 0, 128, 0),
+    ("e4m3_block128", True, "block BM8 S2 ST3 SK2", "table", 0, 80, 0),
+    ("bf16", True, "block BM8 S1 ST4", "table", 0, 72, 0),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{'w13' if c[1] else 'w2'}-{c[3]}-{c[2].split()[0]}")
+def test_it_compiles_within_its_registers_and_stays_asynchronous(case, tmp_path):
+    scheme, first, plan, mode, words, most_registers, most_spilled = case
+    kernel = compiled(gemm(scheme, first), TilePlan.parse(plan), mode, words)
+    registers, spilled, serialized = resources(kernel, tmp_path)
+    assert not serialized, "ptxas serialized wgmma: the plan needs more registers than it may have"
+    assert registers <= most_registers
+    assert spilled <= most_spilled
+    assert kernel.metadata.shared <= 232448
+
+
+def test_every_feature_compiles(tmp_path):
+    """Bias, swigluoai with limits, router weight on the input, padded K and output, a number of experts that is no
+    power of two."""
+    g = gemm("mxfp4", True, K=2880, rows=90, x_columns=2880, x_stride=2880, out_columns=2880, experts=60, bias=True,
+             weight=True, act="swigluoai", alpha=1.702, beta=1.0, limit=7.0, limited=True)  # fmt: skip
+    kernel = compiled(g, TilePlan.parse("block BM32 T4 W4 V1"), "lists")
+    _, _, serialized = resources(kernel, tmp_path)
+    assert not serialized
+
+
+def test_a_plan_that_splits_a_group_is_refused():
+    with pytest.raises(ValueError, match="does not hold whole groups"):
+        tile(gemm("int4_g128", True), TilePlan.parse("block BM8 S1"), "table", True)

@@ -1,0 +1,87 @@
+"""Plans of backend gluon_sm90: their text, the committed table, the heuristic on shapes that nobody tuned for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from expertd_kernels.backends import gluon
+from expertd_kernels.backends.gluon.codec import Codec, codec_of
+from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan, heuristic
+from expertd_kernels.scheme import Scheme
+
+SHARED_BYTES = 232448
+"""Shared memory that a CTA of an H100 or H200 may have (CUDA programming guide, compute capability 9.0)."""
+SHAPES = [
+    (128, 8, 2048, 768), (64, 8, 7168, 2048), (8, 2, 4096, 14336), (128, 4, 2880, 2880), (60, 6, 3584, 1280),
+    (16, 1, 5120, 8192), (512, 10, 2048, 512), (1, 1, 256, 128), (256, 8, 7168, 2048),
+]  # fmt: skip
+TOKENS = [1, 2, 3, 7, 8, 16, 33, 64, 100, 128, 256, 500, 512, 1000, 2048, 5000, 8192]
+
+
+def shared_bytes(plan: TilePlan, codec: Codec) -> int:
+    """The ring: weights, inputs, scales of each stage (epilogues reuse it or need little)."""
+    weights = plan.T * 2048 * plan.S * codec.units
+    scales = plan.T * (plan.S * 64 // codec.chunk) * codec.chunk_scales * codec.scale_bytes if codec.planes else 0
+    return plan.ST * (weights + plan.BM * 64 * plan.S * 2 + scales + 16)
+
+
+def check(plan: LayerPlan, codecs: tuple[Codec, Codec], routes: int) -> None:
+    for p, codec in zip((plan.w13, plan.w2), codecs, strict=True):
+        assert (64 * p.S) % codec.chunk == 0, p
+        assert p.S % p.SK == 0, p
+        assert p.SK == 1 or p.D == 1, p
+        assert p.ST > p.D, p
+        assert p.T * 4 >= p.W, p
+        assert shared_bytes(p, codec) <= SHARED_BYTES, p
+    assert plan.mode == "lists" or routes <= 1024
+    assert plan.mode != "ids" or routes <= 128 or routes == plan.tokens * routes
+
+
+def test_text_and_plan_are_inverse():
+    for text in ("block BM8 T1 W4 S4 ST3 SK2", "ws BM128 T4 W8 S2 ST4 V1", "block BM8 T1 W4 S2 ST3 SK2 R80 P0"):
+        assert str(TilePlan.parse(text)) == text
+    with pytest.raises(ValueError, match="unknown word 'X9'"):
+        TilePlan.parse("block BM8 X9")
+    with pytest.raises(ValueError, match="want block or ws, with BM"):
+        TilePlan.parse("block T2")
+
+
+def test_plans_that_do_not_go_together_are_refused():
+    a, b = TilePlan.parse("block BM8"), TilePlan.parse("block BM16 T2")
+    with pytest.raises(ValueError, match="share one BM"):
+        LayerPlan(8, "table", a, b)
+    with pytest.raises(ValueError, match="lists for kernel ws"):
+        LayerPlan(8, "table", TilePlan.parse("ws BM64 T4 W8"), TilePlan.parse("ws BM64 T4 W8"))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "mxfp4", "int8_channel", "e4m3_block128", "bf16"])
+def test_the_heuristic_fits_the_hardware(scheme, shape):
+    codec = codec_of(Scheme.parse(scheme))
+    for tokens in TOKENS:
+        check(heuristic((codec, codec), shape, tokens), (codec, codec), tokens * shape[1])
+
+
+def test_the_committed_tables_parse_and_fit():
+    files = list((Path(gluon.__file__).parent / "plans").glob("*.json"))
+    assert files
+    for file in files:
+        for row in json.loads(file.read_text())["layers"]:
+            codecs = tuple(next(c for c in map(codec_of, ALL) if c.name == n) for n in row["codecs"])
+            plans = Plans.for_layer("NVIDIA H200", *codecs, tuple(row["shape"]))
+            assert plans.tuned, row
+            for p in plans.tuned:
+                check(p, codecs, min(p.tokens, 8192) * row["shape"][1])
+
+
+ALL = [Scheme.parse(s) for s in ("int4_g128", "int4_g64", "int4_g32", "int4_g128_zp", "int8_channel", "mxfp4", "mxfp8",
+                                 "e4m3_block128", "bf16")]  # fmt: skip
+
+
+def test_tuned_plans_come_first_and_the_heuristic_fills_in():
+    c = codec_of(Scheme.parse("int4_g128"))
+    tuned = LayerPlan(16, "table", TilePlan.parse("block BM8"), TilePlan.parse("block BM8"))
+    plans = Plans((c, c), (128, 8, 2048, 768), [tuned])
+    assert plans.at(16) is tuned
+    assert plans.at(17) == heuristic((c, c), (128, 8, 2048, 768), 17)
