@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 _WARM_UP_CPU = (1, 32)
 _WARM_UP_DEVICE = tuple(1 << i for i in range(11))
 """Batch sizes that are run once before SERVING: kernels that compile or choose on first use do it then.  On a CPU
-nothing compiles; on an accelerator a size that is met first under load would hold up its callers for a compiler's run."""
+nothing compiles; on an accelerator a size met first under load would hold up its callers for a compiler's run."""
 
 
 class BootError(Exception):
