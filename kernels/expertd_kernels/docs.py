@@ -60,6 +60,7 @@ def _support(s: SchemeSupport) -> str:
         parts += ["zero points"] if s.zeros else []
         parts += ["second-level scales"] if s.global_scale else []
     parts += ["scales " + ", ".join(sorted(x.value for x in s.scales))] if s.scales is not None else []
+    parts += [" or ".join(map(_device, s.devices)) + " only"] if s.devices else []
     sizes = [f"{n} % {m}" for n, m in (("H", s.hidden_multiple), ("I", s.intermediate_multiple)) if m > 1]
     parts += sizes + (["whole blocks"] if s.whole_blocks else [])
     parts += [", ".join(sorted(x.value for x in s.functions)) + " only"] if s.functions is not None else []
@@ -94,6 +95,7 @@ def _features(b: Backend) -> str:
         "different schemes for w13 and w2": b.mixed_schemes,
     }
     missing = [name for name, there in has.items() if not there]
+    missing += [f"clamp before {kind.value}" for kind in sorted(b.unclamped, key=lambda k: k.value)]
     return "all" if not missing else "without " + ", ".join(missing)
 
 

@@ -68,6 +68,7 @@ class SchemeSupport:
     activations: ways to round the activations with these weights.
     scales: types of stored scales that work; None = any.
     functions: functions between the GEMMs with these weights, where they are fewer than the row's; None = the row's.
+    devices: where these weights work, if not wherever the row does.
     whole_blocks: a block of scales that H or I cuts is not computed: blocks divide both.
     hidden_multiple, intermediate_multiple: sizes needed with these weights, beyond the row's.
     """
@@ -81,6 +82,7 @@ class SchemeSupport:
     biased: bool = True
     scales: frozenset[ScaleType] | None = None
     functions: frozenset[ActivationKind] | None = None
+    devices: tuple[DeviceRange, ...] = ()
     whole_blocks: bool = False
     hidden_multiple: int = 1
     intermediate_multiple: int = 1
@@ -122,6 +124,7 @@ class Backend:
     needs           distributions and version ranges, e.g. {"triton": ">=3.2"}
     compute_dtypes  "bf16", "f32"
     act_order, bias, clamp, router_weight_on_input, grouped_rows, deterministic: features computed, not dropped
+    unclamped       functions before which it does not clamp, though before others it does
     hidden_multiple, intermediate_multiple: sizes it needs; 1 = any
     max_experts     0 = no limit
     hardware        "" or what its docs must say, e.g. "not run on hardware"
@@ -144,6 +147,7 @@ class Backend:
     grouped_rows: bool = True
     deterministic: bool = True
     mixed_schemes: bool = True
+    unclamped: frozenset[ActivationKind] = frozenset()
     hidden_multiple: int = 1
     intermediate_multiple: int = 1
     max_experts: int = 0
@@ -199,12 +203,18 @@ class Refused(Exception):  # noqa: N818 - a value with a reason that a backend r
 Rule = Callable[[Backend, Problem], "str | None"]
 
 
-def rule_device(b: Backend, p: Problem) -> str | None:
-    refusals = [r.refusal(p.device) for r in b.devices]
+def _elsewhere(devices: Sequence[DeviceRange], device: Device) -> str | None:
+    """Why `device` is in none of the ranges; None if it is in one, or there are none."""
+    refusals = [r.refusal(device) for r in devices]
     if not refusals or None in refusals:
         return None
-    kinds = [x for r, x in zip(b.devices, refusals, strict=True) if x and r.kind == p.device.kind]
-    return " or ".join(dict.fromkeys(kinds or [x for x in refusals if x])) + f", this is {p.device}"
+    kinds = [x for r, x in zip(devices, refusals, strict=True) if x and r.kind == device.kind]
+    return " or ".join(dict.fromkeys(kinds or [x for x in refusals if x]))
+
+
+def rule_device(b: Backend, p: Problem) -> str | None:
+    reason = _elsewhere(b.devices, p.device)
+    return f"{reason}, this is {p.device}" if reason else None
 
 
 def rule_packages(b: Backend, p: Problem) -> str | None:
@@ -236,6 +246,14 @@ def _support(b: Backend, s: Scheme) -> tuple[SchemeSupport | None, str | None]:
 
 def rule_scheme(b: Backend, p: Problem) -> str | None:
     return "; ".join(r for s in p.schemes if (r := _support(b, s)[1])) or None
+
+
+def rule_scheme_device(b: Backend, p: Problem) -> str | None:
+    for s in p.schemes:
+        line = _support(b, s)[0]
+        if line is not None and rule_device(b, p) is None and (r := _elsewhere(line.devices, p.device)):
+            return f"{s.name}: {r}, this is {p.device}"
+    return None
 
 
 def rule_mixed(b: Backend, p: Problem) -> str | None:
@@ -273,7 +291,10 @@ def rule_activation(b: Backend, p: Problem) -> str | None:
 
 
 def rule_clamp(b: Backend, p: Problem) -> str | None:
-    return "does not clamp before the activation" if p.activation.limit is not None and not b.clamp else None
+    a = p.activation
+    if a.limit is None or (b.clamp and a.kind not in b.unclamped):
+        return None
+    return "does not clamp before the activation" if not b.clamp else f"does not clamp before {a.kind.value}"
 
 
 def rule_bias(b: Backend, p: Problem) -> str | None:
@@ -348,6 +369,7 @@ RULES: tuple[Rule, ...] = (
     rule_device,
     rule_packages,
     rule_scheme,
+    rule_scheme_device,
     rule_mixed,
     rule_activation_quant,
     rule_activation,

@@ -34,6 +34,7 @@ IMPORT_NAME = {
     "flashinfer-python": "flashinfer",
     "vllm-xpu-kernels": "vllm_xpu_kernels",
     "amd-aiter": "aiter",
+    "humming-kernels": "humming",
 }
 """Distribution -> module, where the names differ."""
 

@@ -15,6 +15,7 @@ _EVERY_SCHEME = tuple(SchemeSupport(e, groups=None, blocks=None, zeros=e.integer
 
 _GROUPS = frozenset({32, 64, 128, WHOLE})
 _E8M0 = frozenset({ScaleType.E8M0})
+_SM90 = (DeviceRange("cuda", (9, 0), (9, 0)),)
 
 GPT_OSS = (1.702, 1.0, 7.0)
 """alpha, beta and limit of gpt-oss's SWIGLUOAI, where a package has them built in."""
@@ -94,6 +95,47 @@ BACKENDS: tuple[Backend, ...] = (
         hardware="not run on hardware",
     ),
     Backend(
+        name="flashinfer_cutlass",
+        target="expertd_kernels.backends.flashinfer_cutlass",
+        devices=(DeviceRange("cuda", (8, 9), (12, 9)),),
+        schemes=(
+            SchemeSupport(Element.E2M1, groups=frozenset({32}), scales=_E8M0, devices=_SM90),
+            SchemeSupport(
+                Element.E4M3,
+                blocks=frozenset({(128, 128)}),
+                activations=frozenset({ActivationQuant.E4M3_GROUP128}),
+                biased=False,
+                devices=_SM90,
+                whole_blocks=True,
+            ),
+            SchemeSupport(Element.BF16),
+        ),
+        summary="CUTLASS kernels in FlashInfer, routes given; pads H and I to 8 (mxfp4: 128)",
+        unclamped=frozenset({ActivationKind.GELU_AND_MUL, ActivationKind.GELU_TANH_AND_MUL}),
+        needs={"flashinfer-python": ">=0.7.2,<0.8"},
+        mixed_schemes=False,
+        deterministic=False,
+        hardware="not run on hardware",
+    ),
+    Backend(
+        name="humming",
+        target="expertd_kernels.backends.humming",
+        devices=(DeviceRange("cuda", (8, 0)),),
+        schemes=(
+            SchemeSupport(Element.INT4, groups=_GROUPS, zeros=True, whole_blocks=True),
+            SchemeSupport(Element.INT8, groups=_GROUPS, zeros=True, whole_blocks=True),
+            SchemeSupport(Element.E2M1, groups=frozenset({32}), scales=_E8M0, whole_blocks=True),
+            SchemeSupport(Element.E4M3, groups=frozenset({32}), scales=_E8M0, whole_blocks=True),
+            SchemeSupport(Element.E4M3, blocks=frozenset({(128, 128)}), whole_blocks=True),
+        ),
+        summary="weight-only grouped GEMMs of humming-kernels, compiled at first use (needs nvcc)",
+        needs={"humming-kernels": ">=0.1.19,<0.2"},
+        hidden_multiple=64,
+        intermediate_multiple=64,
+        deterministic=False,
+        hardware="not run on hardware",
+    ),
+    Backend(
         name="xpu",
         target="expertd_kernels.backends.xpu",
         devices=(DeviceRange("xpu", arch=frozenset({"xe2", "xe3"})),),
@@ -154,10 +196,10 @@ BACKENDS: tuple[Backend, ...] = (
 
 ORDER: Mapping[str, Sequence[str]] = {
     "cpu": ("cpu", "cpu_torch", "reference"),
-    "cuda": ("triton", "triton_w8a8", "reference"),
-    "sm90": ("gluon_sm90", "triton", "triton_w8a8", "reference"),
-    "sm100": ("flashinfer_trtllm", "triton", "triton_w8a8", "reference"),
-    "sm103": ("flashinfer_trtllm", "triton", "triton_w8a8", "reference"),
+    "cuda": ("triton", "triton_w8a8", "flashinfer_cutlass", "humming", "reference"),
+    "sm90": ("gluon_sm90", "triton", "triton_w8a8", "flashinfer_cutlass", "humming", "reference"),
+    "sm100": ("flashinfer_trtllm", "triton", "triton_w8a8", "flashinfer_cutlass", "humming", "reference"),
+    "sm103": ("flashinfer_trtllm", "triton", "triton_w8a8", "flashinfer_cutlass", "humming", "reference"),
     "rocm": ("triton", "reference"),
     "xpu": ("xpu", "triton", "reference"),
 }

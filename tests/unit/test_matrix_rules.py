@@ -28,9 +28,11 @@ ROW = Backend(
         SchemeSupport(Element.E2M1, groups=frozenset({32}), scales=frozenset({ScaleType.E8M0}), hidden_multiple=256),
         SchemeSupport(Element.E4M3, blocks=frozenset({(128, 128)}), functions=SILU, whole_blocks=True),
         SchemeSupport(Element.BF16),
+        SchemeSupport(Element.F16, devices=(DeviceRange("cuda", (10, 0), (10, 9)),)),
     ),
     summary="",
     swigluoai=(1.702, 1.0, 7.0),
+    unclamped=frozenset({ActivationKind.GELU_AND_MUL}),
     hidden_multiple=8,
 )
 
@@ -87,3 +89,19 @@ def test_fixed_swigluoai_constants_are_compared():
     for other in (replace(gpt_oss, limit=10.0), replace(gpt_oss, alpha=1.5), replace(gpt_oss, beta=0.0)):
         (found,) = refusals("mxfp4", activation=other)
         assert found.startswith("computes swigluoai with alpha 1.702, beta 1.0, limit 7.0 only")
+
+
+def test_weights_can_need_another_device_than_the_row():
+    assert refusals("f16") == ("f16: needs compute capability 10.0 to 10.9, this is cuda:sm90",)
+    s = Scheme.parse("f16")
+    blackwell = Problem(NAMED_DEVICES["sm100"], s, s, 8, 2048, 768, 2)
+    assert decide(blackwell, (ROW,), order={}).verdicts[0].eligible
+    elsewhere = Problem(NAMED_DEVICES["cpu-avx2"], s, s, 8, 2048, 768, 2)
+    assert decide(elsewhere, (ROW,), order={}).verdicts[0].refusals == ("runs on cuda, this is cpu:x86_64",)
+
+
+def test_clamping_can_depend_on_the_function():
+    assert refusals("bf16", activation=Activation(limit=5.0)) == ()
+    clamped = Activation(ActivationKind.GELU_AND_MUL, limit=5.0)
+    assert refusals("bf16", activation=clamped) == ("does not clamp before gelu_and_mul",)
+    assert refusals("bf16", activation=replace(clamped, limit=None)) == ()

@@ -30,7 +30,7 @@ from expertd_kernels.oracle import Refused
 from expertd_kernels.scheme import Element
 from expertd_kernels.serial import scheme_from_json, scheme_to_json
 
-__all__ = ["MULTIPLES", "form_of", "pack_matrix", "swizzle", "unpack_matrix"]
+__all__ = ["MULTIPLES", "cut_segments", "form_of", "pack_matrix", "pad_segments", "swizzle", "unpack_matrix"]
 
 MULTIPLES = {"bf16": 128, "int4": 256, "mxfp4": 256, "block": 128}
 """H and I are padded to these (checks of the package: 128 rows a tile, 128 bytes a block, 4 scale columns a tile)."""
@@ -78,7 +78,7 @@ def _unswizzle(scales: Tensor) -> Tensor:
     return scales.reshape(E, N // 128, S // 4, 32, 4, 4).permute(0, 1, 4, 3, 2, 5).reshape(E, N, S)
 
 
-def _pad(t: Tensor, segments: int, rows: int, cols: int, value: float = 0) -> Tensor:
+def pad_segments(t: Tensor, segments: int, rows: int, cols: int, value: float = 0) -> Tensor:
     """[E, N, K] -> [E, segments * rows, cols]: each segment's rows and all columns filled up with `value`."""
     E, N, K = t.shape
     if rows * segments == N and cols == K:
@@ -88,8 +88,8 @@ def _pad(t: Tensor, segments: int, rows: int, cols: int, value: float = 0) -> Te
     )
 
 
-def _cut(t: Tensor, segments: int, rows: int, cols: int) -> Tensor:
-    """The inverse of _pad: the first `rows` of each segment and `cols` columns."""
+def cut_segments(t: Tensor, segments: int, rows: int, cols: int) -> Tensor:
+    """The inverse of pad_segments: the first `rows` of each segment and `cols` columns."""
     E, N, K = t.shape
     return t.view(E, segments, N // segments, K)[:, :, :rows, :cols].flatten(1, 2).contiguous()
 
@@ -109,7 +109,7 @@ def _bytes(q: QuantTensor, form: str, rows: int, cols: int) -> Tensor:
     """[E, segments * rows, bytes of cols] u8: padded codes; int4 signed, so that its padding is zero, too."""
     t = q.codes.contiguous().view(torch.uint8)
     columns, size = _per_byte(form)
-    return _pad(t ^ SIGN_BITS if form == "int4" else t, q.segments, rows, cols * size // columns)
+    return pad_segments(t ^ SIGN_BITS if form == "int4" else t, q.segments, rows, cols * size // columns)
 
 
 def _scales(q: QuantTensor, form: str, rows: int, cols: int, order: Tensor, out: dict[str, Tensor]) -> Tensor:
@@ -123,7 +123,7 @@ def _scales(q: QuantTensor, form: str, rows: int, cols: int, order: Tensor, out:
         scales, filler = q.scales.to(torch.bfloat16), 1
         if not torch.equal(scales.to(q.scales.dtype), q.scales):
             out["exact_scales"] = q.scales.contiguous()
-    return swizzle(_pad(scales, q.segments, rows, cols // GROUP, filler)[:, order])
+    return swizzle(pad_segments(scales, q.segments, rows, cols // GROUP, filler)[:, order])
 
 
 def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -147,7 +147,7 @@ def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str,
     if q.scales is not None:
         out["scales"] = _scales(q, form, rows, cols, order, out).contiguous()
     if q.bias is not None:
-        out["bias"] = _pad(q.bias[..., None], q.segments, rows, 1)[:, order, 0].contiguous()
+        out["bias"] = pad_segments(q.bias[..., None], q.segments, rows, 1)[:, order, 0].contiguous()
     meta = {
         "scheme": scheme_to_json(q.scheme),
         "shape": list(q.shape),
@@ -173,7 +173,7 @@ def _codes_back(codes: Tensor, meta: Mapping[str, Any]) -> Tensor:
     if form in ("bf16", "int4"):
         t = t.transpose(1, 2).flatten(2)
     columns, size = _per_byte(form)
-    t = _cut(_ordered_back(t.contiguous(), meta), segments, N // segments, -(-K // columns) * size)
+    t = cut_segments(_ordered_back(t.contiguous(), meta), segments, N // segments, -(-K // columns) * size)
     if form == "int4":
         return t ^ SIGN_BITS
     return t.view({"bf16": torch.bfloat16, "block": torch.float8_e4m3fn, "mxfp4": torch.uint8}[form])
@@ -191,7 +191,7 @@ def _scales_back(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Tens
         E, blocks, _ = scales.shape
         return scales.view(E, segments, blocks // segments, -1).flip(1).flatten(1, 2).to(dtype)
     natural = _ordered_back(_unswizzle(scales).contiguous(), meta)
-    return _cut(natural, segments, N // segments, -(-K // GROUP)).to(dtype)
+    return cut_segments(natural, segments, N // segments, -(-K // GROUP)).to(dtype)
 
 
 def unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> QuantTensor:
@@ -200,7 +200,9 @@ def unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Qua
     segments = meta["segments"]
     bias = None
     if "bias" in tensors:
-        bias = _cut(_ordered_back(tensors["bias"][..., None].contiguous(), meta), segments, N // segments, 1)[..., 0]
+        bias = cut_segments(_ordered_back(tensors["bias"][..., None].contiguous(), meta), segments, N // segments, 1)[
+            ..., 0
+        ]
     return QuantTensor(
         scheme_from_json(meta["scheme"]),
         (E, N, K),

@@ -1,0 +1,167 @@
+"""Layouts of FlashInfer's CUTLASS MoE kernels, from and to canonical weights.  Needs no GPU.
+
+All of them want the up rows of w13 before the gate rows.
+
+    bf16    [E, N, K], H and I padded to multiples of 8
+    block   e4m3 [E, N, K] and f32 [E, N / 128, K / 128], in 128 x 128 blocks
+    mxfp4   u8 [E, N, K / 2] in the order of Hopper's mixed-input tiles, and exponents [E, N / 64, K / 128, 16, 16];
+            H and I padded to multiples of 128
+
+mxfp4 tiles: 16 rows and 64 columns (32 bytes).  Rows r and r + 8 and bytes l and l + 4 of an eight-byte piece share a
+32-bit word, whose bits BITS then spreads so that one shift and mask make two bf16 numbers:
+
+    byte (row 8 h + r, 8 m + 4 s + l)  ->  byte 2 s + h of the word at (row 8 (m % 2) + r, byte 16 (m // 2) + 4 l)
+    with h, s < 2, m < 4, l < 4, r < 8
+
+Exponents: the 64 x 4 of a 64-row and 128-column block, rows in four slices of 16: [row % 16][row // 16, column].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertd_kernels.backends.trtllm_layout import cut_segments, pad_segments
+from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor
+from expertd_kernels.oracle import Refused
+from expertd_kernels.scheme import Element
+from expertd_kernels.serial import scheme_from_json, scheme_to_json
+
+__all__ = ["BITS", "MULTIPLES", "form_of", "pack_matrix", "unpack_matrix"]
+
+MULTIPLES = {"bf16": 8, "mxfp4": 128, "block": 128}
+"""H and I are padded to these (the package's checks: 16 bytes of the narrower operand, 128 for mxfp4)."""
+
+BITS = (6, 7, 8, 15, 22, 23, 24, 31, 3, 4, 5, 12, 19, 20, 21, 28, 0, 1, 2, 9, 16, 17, 18, 25, 13, 10, 11, 14, 29, 26,
+        27, 30)  # fmt: skip
+"""Where bit i of a word of eight e2m1 codes goes."""
+
+GROUP = 32
+ONE_E8M0 = 127
+
+
+def form_of(q: QuantTensor) -> str:
+    """The package's form for a matrix."""
+    s = q.scheme
+    if q.columns is not None or q.zeros is not None or q.global_scales is not None:
+        raise Refused("activation order, zero points and second-level scales are not computed")
+    if s.element is Element.BF16:
+        return "bf16"
+    if s.name == "mxfp4":
+        return "mxfp4"
+    if s.element is Element.E4M3 and (s.rows, s.cols) == (128, 128):
+        return "block"
+    raise Refused(f"has no layout for {s.name} weights")
+
+
+def _flip(t: Tensor, segments: int) -> Tensor:
+    """[E, N, ...] gate rows, then up rows -> up rows, then gate rows; its own inverse."""
+    E, N = t.shape[:2]
+    return t.reshape(E, segments, N // segments, *t.shape[2:]).flip(1).reshape(t.shape)
+
+
+def _spread(words: Tensor, back: bool) -> Tensor:
+    """int32 words with bit i at BITS[i]; back: the inverse."""
+    out = torch.zeros_like(words)
+    for i, at in enumerate(BITS):
+        source, target = (at, i) if back else (i, at)
+        out |= ((words >> source) & 1) << target
+    return out
+
+
+def _tile(codes: Tensor) -> Tensor:
+    """[N, bytes] u8 of one expert -> the same shape in tile order."""
+    N, size = codes.shape
+    t = codes.view(N // 16, 2, 8, size // 32, 2, 2, 2, 4)  # block, h, r, piece, m // 2, m % 2, s, l
+    words = t.permute(0, 2, 3, 4, 5, 7, 6, 1).flatten(-2).contiguous().view(torch.int32)
+    words = _spread(words.view(N // 16, 8, size // 32, 2, 2, 4), back=False)
+    return words.permute(0, 4, 1, 2, 3, 5).contiguous().view(torch.uint8).view(N, size)
+
+
+def _untile(codes: Tensor) -> Tensor:
+    """The inverse of _tile."""
+    N, size = codes.shape
+    words = codes.contiguous().view(torch.int32).view(N // 16, 2, 8, size // 32, 2, 4)
+    words = _spread(words.permute(0, 2, 3, 4, 1, 5).contiguous(), back=True)
+    t = words.view(torch.uint8).view(N // 16, 8, size // 32, 2, 2, 4, 2, 2)
+    return t.permute(0, 7, 1, 2, 3, 4, 6, 5).reshape(N, size)
+
+
+def _fold(scales: Tensor) -> Tensor:
+    """[E, N, K / 32] u8 -> [E, N / 64, K / 128, 16, 16]."""
+    E, N, S = scales.shape
+    t = scales.reshape(E, N // 64, 4, 16, S // 4, 4).permute(0, 1, 4, 3, 2, 5)
+    return t.reshape(E, N // 64, S // 4, 16, 16)
+
+
+def _unfold(scales: Tensor) -> Tensor:
+    """The inverse of _fold."""
+    E, blocks, columns = scales.shape[:3]
+    t = scales.view(E, blocks, columns, 16, 4, 4).permute(0, 1, 4, 3, 2, 5)
+    return t.reshape(E, blocks * 64, columns * 4)
+
+
+def _bias(q: QuantTensor, rows: int, out: dict[str, Tensor]) -> None:
+    """bf16, as the kernel reads it; f32 beside it where bf16 does not hold it exactly."""
+    assert q.bias is not None
+    rounded = q.bias.to(torch.bfloat16)
+    if not torch.equal(rounded.float(), q.bias):
+        out["exact_bias"] = q.bias.contiguous()
+    out["bias"] = _flip(pad_segments(rounded[..., None], q.segments, rows, 1), q.segments)[..., 0].contiguous()
+
+
+def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors codes, scales, bias (those that exist) and the facts that unpack needs.  form: form_of(q)."""
+    _, N, K = q.shape
+    multiple = MULTIPLES[form]
+    rows, cols = (-(-x // multiple) * multiple for x in (N // q.segments, K))
+    out: dict[str, Tensor] = {}
+    if form == "block":
+        if (rows, cols) != (N // q.segments, K) or q.bias is not None:
+            raise Refused(f"e4m3 [{N}, {K}] in {q.segments} segments: want whole 128 x 128 blocks and no bias")
+        assert q.scales is not None
+        out["codes"] = _flip(q.codes.view(torch.uint8), q.segments).view(torch.float8_e4m3fn)
+        out["scales"] = _flip(q.scales.float(), q.segments)
+    elif form == "bf16":
+        out["codes"] = _flip(pad_segments(q.codes, q.segments, rows, cols), q.segments)
+    else:
+        assert q.scales is not None
+        codes = _flip(pad_segments(q.codes, q.segments, rows, cols // 2), q.segments)
+        out["codes"] = torch.stack([_tile(one) for one in codes.contiguous()])
+        out["scales"] = _fold(_flip(pad_segments(q.scales, q.segments, rows, cols // GROUP, ONE_E8M0), q.segments))
+    if q.bias is not None:
+        _bias(q, rows, out)
+    meta = {
+        "scheme": scheme_to_json(q.scheme),
+        "shape": list(q.shape),
+        "segments": q.segments,
+        "form": form,
+        "rows": rows,
+        "cols": cols,
+    }
+    return {name: t.clone() if t is q.codes else t.contiguous() for name, t in out.items()}, meta
+
+
+def unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> QuantTensor:
+    """The exact inverse of pack_matrix."""
+    (E, N, K), segments, form = meta["shape"], meta["segments"], meta["form"]
+    each, scheme = N // segments, scheme_from_json(meta["scheme"])
+    codes, scales = tensors["codes"], tensors.get("scales")
+    if form == "block":
+        assert scales is not None
+        codes = _flip(codes.view(torch.uint8), segments).view(torch.float8_e4m3fn)
+        scales = _flip(scales, segments).to(SCALE_DTYPE[scheme.scale])
+    elif form == "bf16":
+        codes = cut_segments(_flip(codes, segments), segments, each, K)
+    else:
+        assert scales is not None
+        natural = torch.stack([_untile(one) for one in codes])
+        codes = cut_segments(_flip(natural, segments), segments, each, -(-K // 2))
+        scales = cut_segments(_flip(_unfold(scales), segments), segments, each, -(-K // GROUP))
+    bias = tensors.get("exact_bias")
+    if bias is None and "bias" in tensors:
+        bias = cut_segments(_flip(tensors["bias"], segments)[..., None], segments, each, 1)[..., 0].float()
+    return QuantTensor(scheme, (E, N, K), codes.contiguous(), scales, bias=bias, segments=segments)

@@ -1,0 +1,166 @@
+"""Backend `flashinfer_cutlass`: FlashInfer's CUTLASS MoE kernels (cutlass_fused_moe), routes given.
+
+bf16 everywhere it runs; on Hopper also mxfp4 on bf16 activations and e4m3 in 128 x 128 blocks, whose activations the
+kernel rounds to e4m3 in groups of 128 columns.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from expertd_kernels.activation import ActivationKind
+from expertd_kernels.backends.cutlass_layout import form_of, pack_matrix, unpack_matrix
+from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.canonical import Weights
+from expertd_kernels.oracle import Refused
+from expertd_kernels.problem import Problem
+from expertd_kernels.scheme import ActivationQuant
+from expertd_kernels.serial import activation_from_json, activation_to_json
+
+__all__ = ["CutlassExperts", "experts", "pack", "unpack"]
+
+LAYOUT_VERSION = 1
+
+ROUNDING = {"block": ActivationQuant.E4M3_GROUP128}
+"""Forms whose kernels round activations; the others compute on bf16."""
+
+ACTIVATION_TYPE = {
+    ActivationKind.SILU_AND_MUL: "Swiglu",
+    ActivationKind.SWIGLUOAI: "Swiglu",
+    ActivationKind.GELU_AND_MUL: "Geglu",
+    ActivationKind.GELU_TANH_AND_MUL: "GegluTanh",
+    ActivationKind.RELU2: "Relu2",
+}
+"""Names in the package's ActivationType."""
+
+UNCLAMPED = frozenset({ActivationKind.GELU_AND_MUL, ActivationKind.GELU_TANH_AND_MUL})
+
+
+def pack(weights: Weights, problem: Problem) -> Packed:
+    """Canonical weights in the package's layouts, on the weights' device, one matrix at a time."""
+    form = form_of(weights.w13)
+    if form_of(weights.w2) != form:
+        raise Refused("w13 and w2 have different schemes")
+    a = weights.activation
+    if a.limit is not None and a.kind in UNCLAMPED:
+        raise Refused(f"does not clamp before {a.kind.value}")
+    if problem.activation_quant is not ROUNDING.get(form, ActivationQuant.NONE):
+        raise Refused(f"{form} weights are not computed with activations {problem.activation_quant.value}")
+    tensors: dict[str, Tensor] = {}
+    meta: dict[str, Any] = {
+        "layout_version": LAYOUT_VERSION,
+        "activation": activation_to_json(weights.activation),
+        "checkpoint_activation": weights.checkpoint_activation.value,
+    }
+    for name, q in (("w13", weights.w13), ("w2", weights.w2)):
+        parts, meta[name] = pack_matrix(q, form)
+        tensors.update({f"{name}.{field}": t for field, t in parts.items()})
+    if weights.input_scales is not None:
+        tensors["input_scales"] = weights.input_scales
+    return Packed("flashinfer_cutlass", tensors, meta)
+
+
+def unpack(packed: Packed) -> Weights:
+    """The exact inverse of pack."""
+
+    def matrix(name: str) -> dict[str, Tensor]:
+        return {k.removeprefix(f"{name}."): t for k, t in packed.tensors.items() if k.startswith(f"{name}.")}
+
+    return Weights(
+        unpack_matrix(matrix("w13"), packed.meta["w13"]),
+        unpack_matrix(matrix("w2"), packed.meta["w2"]),
+        activation_from_json(packed.meta["activation"]),
+        ActivationQuant(packed.meta["checkpoint_activation"]),
+        packed.tensors.get("input_scales"),
+    )
+
+
+def experts(packed: Packed, problem: Problem) -> CutlassExperts:
+    """Ready to compute on the current CUDA device.  Raises Refused for another layout version."""
+    version = packed.meta["layout_version"]
+    if version != LAYOUT_VERSION:
+        raise Refused(f"packed weights have layout version {version}, want {LAYOUT_VERSION}: pack them again")
+    return CutlassExperts(packed, importlib.import_module("flashinfer.fused_moe"), torch.device("cuda"))
+
+
+class CutlassExperts:
+    """One layer.  vendor: the module flashinfer.fused_moe; device: where the packed tensors go."""
+
+    backend = "flashinfer_cutlass"
+
+    def __init__(self, packed: Packed, vendor: Any, device: torch.device) -> None:
+        self.tensors = {name: t.to(device) for name, t in packed.tensors.items() if ".exact_" not in name}
+        w13 = packed.meta["w13"]
+        self.form, self.hidden, self.padded = w13["form"], w13["shape"][2], w13["cols"]
+        self.num_experts = w13["shape"][0]
+        self.vendor = vendor
+        a = activation_from_json(packed.meta["activation"])
+        self.activation_type = getattr(vendor.ActivationType, ACTIVATION_TYPE[a.kind])
+        oai = a.kind is ActivationKind.SWIGLUOAI
+        curve = (a.alpha, a.beta) if oai else (1.0, 0.0)
+        used = oai or (a.limit is not None and a.kind is ActivationKind.SILU_AND_MUL)
+        self.curve = {
+            f"swiglu_{name}": torch.full((self.num_experts,), float(value), device=device)
+            for name, value in zip(("alpha", "beta", "limit"), (*curve, a.limit), strict=True)
+            if used and value is not None
+        }
+        self.biases = self._biases()
+        self.scales = self._scales()
+
+    def _biases(self) -> dict[str, Tensor]:
+        """Both or none: the package reads them together."""
+        names = {"fc1_expert_biases": "w13", "fc2_expert_biases": "w2"}
+        if not any(f"{m}.bias" in self.tensors for m in names.values()):
+            return {}
+        out = {}
+        for name, m in names.items():
+            codes = self.tensors[f"{m}.codes"]
+            zero = torch.zeros(codes.shape[:2], dtype=torch.bfloat16, device=codes.device)
+            out[name] = self.tensors.get(f"{m}.bias", zero)
+        return out
+
+    def _scales(self) -> list[Tensor]:
+        scales = [self.tensors[f"{m}.scales"] for m in ("w13", "w2") if f"{m}.scales" in self.tensors]
+        return [s.view(torch.int32) for s in scales] if self.form == "mxfp4" else scales
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As Experts.__call__.  The package is told that this is rank 0 of 2, with as many experts elsewhere as here:
+        absent routes go to the first of those and are left out."""
+        out = torch.empty_like(hidden_states) if out is None else out
+        if hidden_states.shape[0] == 0:
+            return out
+        x, weights = hidden_states.to(torch.bfloat16), topk_weights.float()
+        if router_weight_on_input:
+            x, weights = (x * weights[:, :1]).to(torch.bfloat16), torch.ones_like(weights)
+        x = F.pad(x, (0, self.padded - self.hidden)).contiguous()
+        y = self.vendor.cutlass_fused_moe(
+            x,
+            torch.where(topk_ids < 0, self.num_experts, topk_ids).to(torch.int32).contiguous(),
+            weights.contiguous(),
+            self.tensors["w13.codes"],
+            self.tensors["w2.codes"],
+            torch.bfloat16,
+            quant_scales=self.scales,
+            ep_size=2,
+            ep_rank=0,
+            use_deepseek_fp8_block_scale=self.form == "block",
+            use_w4_group_scaling=self.form == "mxfp4",
+            activation_type=self.activation_type,
+            **self.biases,
+            **self.curve,
+        )
+        y = y[0] if isinstance(y, (list, tuple)) else y
+        return out.copy_(y[:, : self.hidden])

@@ -1,0 +1,282 @@
+"""The row `flashinfer_cutlass`: layouts there and back, against the package's own layout code, and whole layers through
+a stand-in for its entry point that undoes the layout as that code describes it."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
+from expertd_kernels.backends import flashinfer_cutlass as backend
+from expertd_kernels.backends.cutlass_layout import BITS
+from expertd_kernels.float32 import apply_activation, reference
+from expertd_kernels.numerics import relative_error
+from expertd_kernels.oracle import Refused
+from expertd_kernels.probe import assumed_packages
+from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.table import BACKENDS
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+try:
+    from vendor import functions, package_folder
+finally:
+    sys.path.remove(str(HERE))
+
+NAME = "flashinfer_cutlass"
+SM90 = NAMED_DEVICES["sm90"]
+SCHEMES = ("bf16", "mxfp4", "e4m3_block128")
+KINDS = [
+    Activation(),
+    Activation(limit=0.5),
+    Activation.parse("swigluoai"),
+    Activation(ActivationKind.GELU_AND_MUL),
+    Activation(ActivationKind.GELU_TANH_AND_MUL),
+    Activation(ActivationKind.RELU2),
+]
+
+
+def layer(scheme, H=256, I=128, E=3, **kw):
+    return random_weights(scheme, E, H, I, bias=kw.pop("bias", scheme != "e4m3_block128"), **kw)
+
+
+def problem(w, device=SM90):
+    rounded = w.w13.scheme.name == "e4m3_block128"
+    return problem_of(
+        w,
+        device,
+        top_k=2,
+        activation_quant=ActivationQuant.E4M3_GROUP128 if rounded else ActivationQuant.NONE,
+        packages=dict(assumed_packages(BACKENDS)),
+    )
+
+
+def refusals(w, device=SM90):
+    return next(v for v in decide(problem(w, device)).verdicts if v.backend == NAME).refusals
+
+
+def bits(w):
+    return {
+        f"{m}.{name}": (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist())
+        for m in ("w13", "w2")
+        for name, t in getattr(w, m).tensors()
+    }
+
+
+@pytest.mark.parametrize("activation", KINDS, ids=lambda a: a.name)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_unpacking_gives_back_every_bit(scheme, activation):
+    w = layer(scheme, activation=activation)
+    assert refusals(w) == ()
+    before = bits(w)
+    packed = backend.pack(w, problem(w))
+    assert bits(backend.unpack(packed)) == before == bits(w)
+    twice = backend.pack(backend.unpack(packed), problem(w))
+    for name, t in packed.tensors.items():
+        assert t.is_contiguous()
+        assert torch.equal(t.reshape(-1).view(torch.uint8), twice.tensors[name].reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize(("scheme", "H", "I", "multiple"), [("bf16", 100, 60, 8), ("mxfp4", 192, 96, 128)])
+def test_odd_sizes_are_padded_and_come_back(scheme, H, I, multiple):
+    w = layer(scheme, H, I)
+    packed = backend.pack(w, problem(w))
+    assert packed.meta["w13"]["cols"] % multiple == packed.meta["w13"]["rows"] % multiple == 0
+    assert bits(backend.unpack(packed)) == bits(w)
+
+
+REFUSED = {
+    "mxfp4 off Hopper": (
+        lambda: refusals(layer("mxfp4"), NAMED_DEVICES["sm100"]),
+        "mxfp4: needs compute capability 9.0 to 9.0, this is cuda:sm100",
+    ),
+    "sm80": (lambda: refusals(layer("bf16"), NAMED_DEVICES["sm80"]), "needs compute capability 8.9 to 12.9"),
+    "bias of e4m3": (lambda: refusals(layer("e4m3_block128", bias=True)), "does not add expert biases"),
+    "int4": (lambda: refusals(layer("int4_g128")), "does not compute on int4 weights"),
+    "clamped gelu": (
+        lambda: refusals(layer("bf16", activation=Activation(ActivationKind.GELU_AND_MUL, limit=3.0))),
+        "does not clamp before gelu_and_mul",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_package_cannot_do_is_refused_before_packing(case):
+    ask, sentence = REFUSED[case]
+    assert any(sentence in r for r in ask()), ask()
+
+
+def test_bf16_is_served_from_ada_to_blackwell():
+    for device in ("sm89", "sm90", "sm100", "sm103", "sm120"):
+        assert refusals(layer("bf16"), NAMED_DEVICES[device]) == ()
+
+
+def test_packing_refuses_by_itself_too():
+    w = layer("bf16", activation=Activation(ActivationKind.GELU_AND_MUL, limit=3.0))
+    with pytest.raises(Refused, match="does not clamp"):
+        backend.pack(w, problem(w))
+    w = layer("e4m3_block128", I=96)
+    with pytest.raises(Refused, match="whole 128 x 128 blocks"):
+        backend.pack(w, problem(w))
+    w = layer("mxfp4")
+    packed = backend.pack(w, problem(w))
+    with pytest.raises(Refused, match="layout version 0, want 1"):
+        backend.experts(replace(packed, meta={**packed.meta, "layout_version": 0}), problem(w))
+
+
+@pytest.fixture(scope="module")
+def sources():
+    folder = package_folder("flashinfer")
+    kernel = folder / "data/csrc/nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/moe_gemm_mixed_utils.cu"
+    if not kernel.is_file():
+        pytest.skip(f"{kernel.name} of the package flashinfer is not unpacked")
+    prepare = functions(
+        folder / "fused_moe" / "prepare.py", {"interleave_moe_scales_for_sm90_mixed_gemm"}, ModuleType("prepare")
+    )
+    return SimpleNamespace(kernel=kernel.read_text(), fold=prepare.interleave_moe_scales_for_sm90_mixed_gemm)
+
+
+def vendor_bits(text):
+    """Where each bit of a word goes, from the masks and shifts of the package's interleaving kernel."""
+    body = text.split("interleave_fp4_weights_for_sm90_mixed_gemm_kernel", 1)[1].split("__global__", 1)[0]
+    steps = re.findall(r"mask = 0b([01]{32});\s*fp4x8_interleaved \|= \(fp4x8_raw & mask\) (<<|>>) (\d+)", body)
+    assert len(steps) == 18
+    out = {}
+    for mask, way, by in steps:
+        for i in range(32):
+            if int(mask, 2) >> i & 1:
+                out[i] = i + int(by) if way == "<<" else i - int(by)
+    return tuple(out[i] for i in range(32))
+
+
+def tile_slowly(codes):
+    """[N, bytes] in the order of the kernel's threads: a block of 16 threads takes 64 codes of rows r and r + 8."""
+    N, size = codes.shape
+    out = torch.zeros_like(codes)
+    for block in range(N // 2):
+        row = block // 8 * 16 + block % 8
+        for part in range(size // 32):
+            for lane in range(16):
+                m, low = lane // 4, lane % 4
+                at = part * 32 + m * 8 + low
+                four = (codes[row, at], codes[row + 8, at], codes[row, at + 4], codes[row + 8, at + 4])
+                word = sum(int(b) << (8 * i) for i, b in enumerate(four))
+                spread = sum((word >> i & 1) << place for i, place in enumerate(BITS))
+                to = part * 32 + lane // 8 * 16 + low * 4
+                for i in range(4):
+                    out[row + m % 2 * 8, to + i] = spread >> (8 * i) & 255
+    return out
+
+
+def test_bits_of_a_word_go_where_the_packages_kernel_puts_them(sources):
+    assert vendor_bits(sources.kernel) == BITS
+    assert sorted(BITS) == list(range(32))
+
+
+def test_codes_are_in_the_order_of_the_packages_threads():
+    w = layer("mxfp4", 128, 128, E=1)
+    packed = backend.pack(w, problem(w))
+    for name, q in (("w13", w.w13), ("w2", w.w2)):
+        natural = torch.cat(q.codes[0].chunk(2)[::-1]) if name == "w13" else q.codes[0]
+        assert torch.equal(packed.tensors[f"{name}.codes"][0], tile_slowly(natural))
+
+
+def test_exponents_are_where_the_packages_function_puts_them(sources):
+    w = layer("mxfp4", 256, 128)
+    packed = backend.pack(w, problem(w))
+    for name, q in (("w13", w.w13), ("w2", w.w2)):
+        natural = torch.cat(q.scales.chunk(2, 1)[::-1], 1) if name == "w13" else q.scales
+        assert torch.equal(packed.tensors[f"{name}.scales"], sources.fold(natural.contiguous()))
+
+
+class EntryPoint:
+    """Stands in for flashinfer.fused_moe: its entry point in f32, with its activation numbers."""
+
+    ActivationType = SimpleNamespace(Swiglu=3, Geglu=4, Relu2=6, GegluTanh=8)
+
+    def __init__(self, w):
+        self.w = w  # only for the codes of mxfp4, whose order another test has shown
+
+    def _matrix(self, codes, scales, q, rows):
+        if codes.dtype == torch.bfloat16:
+            return codes.float()
+        if codes.dtype == torch.float8_e4m3fn:
+            return codes.float() * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        assert scales.dtype == torch.int32
+        natural = q.codes if rows == 1 else torch.cat(q.codes.chunk(2, 1)[::-1], 1)
+        assert torch.equal(codes[0], tile_slowly(natural[0]))
+        n = torch.stack((natural & 15, natural >> 4), -1).flatten(-2).long()
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        folded = scales.view(torch.uint8)
+        E, b, c = folded.shape[:3]
+        sf = folded.view(E, b, c, 16, 4, 4).permute(0, 1, 4, 3, 2, 5).reshape(E, b * 64, c * 4)
+        return values[n] * torch.exp2(sf.float() - 127).repeat_interleave(32, 2)
+
+    def cutlass_fused_moe(self, x, ids, weights, w13, w2, dtype, *, quant_scales, ep_size, ep_rank, **k):
+        E = w13.shape[0]
+        assert (ep_size, ep_rank) == (2, 0)
+        assert ids.dtype == torch.int32
+        assert int(ids.min()) >= 0
+        assert int(ids.max()) < 2 * E
+        s13, s2 = quant_scales or (None, None)
+        gated = k["activation_type"] != 6
+        m13 = self._matrix(w13, s13, self.w.w13, 2 if gated else 1)
+        m2 = self._matrix(w2, s2, self.w.w2, 1)
+        out = torch.zeros(x.shape[0], w2.shape[1])
+        for row, j in (ids < E).nonzero().tolist():
+            e = int(ids[row, j])
+            h = m13[e] @ x[row].float()
+            if "fc1_expert_biases" in k:
+                h = h + k["fc1_expert_biases"][e].float()
+            y = m2[e] @ self._between(h, e, k)
+            if "fc2_expert_biases" in k:
+                y = y + k["fc2_expert_biases"][e].float()
+            out[row] += weights[row, j] * y
+        return [out.to(dtype)]
+
+    def _between(self, h, e, k):
+        kind = k["activation_type"]
+        if kind == 6:
+            return apply_activation(h, Activation(ActivationKind.RELU2))
+        up, gate = h.chunk(2)
+        if kind in (4, 8):
+            name = ActivationKind.GELU_AND_MUL if kind == 4 else ActivationKind.GELU_TANH_AND_MUL
+            return apply_activation(torch.cat((gate, up)), Activation(name))
+        if "swiglu_limit" in k:
+            limit = k["swiglu_limit"][e]
+            up, gate = up.clamp(-limit, limit), gate.clamp(max=limit)
+        a = k["swiglu_alpha"][e] if "swiglu_alpha" in k else 1.0
+        b = k["swiglu_beta"][e] if "swiglu_beta" in k else 0.0
+        return gate * torch.sigmoid(a * gate) * (up + b)
+
+
+@pytest.mark.parametrize("activation", KINDS, ids=lambda a: a.name)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_layer_through_the_entry_point(scheme, activation):
+    w = layer(scheme, activation=activation, seed=5)
+    run = backend.CutlassExperts(backend.pack(w, problem(w)), EntryPoint(w), torch.device("cpu"))
+    x, ids, weights = random_inputs(5, 256, 3, 2)
+    ids[2], ids[3, 0] = -1, -1
+    out = torch.full_like(x, float("nan"))
+    assert run(x, ids, weights, out=out) is out
+    assert relative_error(out, reference(w, x, ids, weights)) < 1e-2
+    assert not out[2].any()
+
+
+def test_padding_one_bias_and_the_router_weight_on_the_input():
+    w = layer("bf16", 100, 60)
+    w = replace(w, w13=replace(w.w13, bias=None))
+    run = backend.CutlassExperts(backend.pack(w, problem(w)), EntryPoint(w), torch.device("cpu"))
+    x, ids, weights = random_inputs(5, 100, 3, 1)
+    weights = weights * 0.5
+    want = reference(w, x, ids, weights, router_weight_on_input=True)
+    assert relative_error(run(x, ids, weights, router_weight_on_input=True), want) < 1e-2
+    assert run(x[:0], ids[:0], weights[:0]).shape == (0, 100)
+
+
+def test_the_row_says_that_it_was_not_run_on_hardware():
+    assert next(b for b in BACKENDS if b.name == NAME).hardware == "not run on hardware"
