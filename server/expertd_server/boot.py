@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -91,7 +91,8 @@ def open_source(config: ServeConfig) -> ExpertSource:
             from expertd_kernels.checkpoint import open_checkpoint
 
             assert config.checkpoint is not None
-            source = open_checkpoint(config.checkpoint, layer_template=config.layer_template)
+            # pyright holds a cached_property apart from the str that the protocol's property gives.
+            source = cast("ExpertSource", open_checkpoint(config.checkpoint, layer_template=config.layer_template))
         if config.quantize is not None:
             from expertd_kernels.quantized_source import QuantizedSource
 
