@@ -92,3 +92,26 @@ def test_a_second_call_allocates_nothing(layer):
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     experts(x, ids, w, out=out)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_calls_of_one_kind_follow_their_own_tensors(layer, tokens):
+    weights, experts = layer
+    for seed in range(3):
+        x, ids, w = random_inputs(tokens, 512, 16, 4, seed=seed, device="cuda")
+        out = torch.full_like(x, float("nan"))
+        experts(x, ids, w, out=out)
+        assert relative_error(out, reference(weights, x, ids, w)) <= 1e-2
+
+
+def test_rows_that_start_anywhere(layer):
+    """After an aligned call of the same sizes: kernels compiled for aligned rows must not be taken."""
+    weights, experts = layer
+    x, ids, w = random_inputs(7, 512, 16, 4, seed=1, device="cuda")
+    experts(x, ids, w)
+    wide = torch.zeros(7, 520, dtype=torch.bfloat16, device="cuda")
+    wide[:, 1:513] = x
+    out = torch.full((7, 520), float("nan"), dtype=torch.bfloat16, device="cuda")
+    experts(wide[:, 1:513], ids, w, out=out[:, 3:515])
+    assert relative_error(out[:, 3:515], reference(weights, x, ids, w)) <= 1e-2
+    assert bool(torch.isnan(out[:, :3]).all() & torch.isnan(out[:, 515:]).all())

@@ -51,10 +51,10 @@ def launches(target, scheme, tokens):
     nvidia = target.startswith("sm")
     experts.ptx, experts.pdl, experts.soft = nvidia, target in ("sm90", "sm100"), False
     w13, w2 = experts.w13.layout, experts.w2.layout
-    facts = Facts(16, 4, 2, w13, w2, shared_bytes=SHARED[target] * 1024, narrowest=8 if nvidia else 16)
+    facts = Facts(16, 4, 2, w13, w2, 512, 256, shared_bytes=SHARED[target] * 1024, narrowest=8 if nvidia else 16)
     experts._planner = lambda n: make_plan(facts, n)
     seen = []
-    experts._launch = lambda kernel, grid, *args, **constants: seen.append((kernel, args, constants))
+    experts._launch = lambda call, kernel, grid, *args, **constants: seen.append((kernel, args, constants))
     x = torch.randn(tokens, 512).bfloat16()
     experts(x, torch.zeros(tokens, 4, dtype=torch.int32), torch.ones(tokens, 4))
     return [s for s in seen if s[0].__name__ == "place" or s[2].get("GATHER_X")]

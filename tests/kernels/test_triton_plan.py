@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from expertd_kernels.backends.triton_kernels.layout import FLOAT, layout_of, pack_matrix, unpack_matrix
 from expertd_kernels.backends.triton_kernels.plan import Facts, make_plan, stage_bytes
+from expertd_kernels.backends.triton_kernels.replay import Recording
 from expertd_kernels.backends.triton_kernels.route import block_bound, expert_bins
 from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
 from expertd_kernels.scheme import Element, ScaleType, Scheme
@@ -39,7 +40,7 @@ def test_every_plan_fits_its_layout_and_its_device(scheme, shared_kib, narrowest
     s = Scheme.parse(scheme)
     for hidden, inner, experts in ((2048, 768, 128), (2880, 2880, 32), (7168, 2048, 256)):
         w13, w2 = layout_of(s, 2 * inner, hidden, 2), layout_of(s, hidden, inner, 1)
-        facts = Facts(experts, 8, 2, w13, w2, shared_bytes=shared_kib * 1024, narrowest=narrowest)
+        facts = Facts(experts, 8, 2, w13, w2, hidden, inner, shared_bytes=shared_kib * 1024, narrowest=narrowest)
         for tokens in TOKENS:
             plan = make_plan(facts, tokens)
             assert plan.bm >= narrowest
@@ -111,3 +112,25 @@ def test_carved_parts_are_aligned_and_apart():
     places, total = carve({"a": ((3,), torch.int32), "b": ((5, 7), torch.bfloat16), "c": ((1,), torch.uint8)})
     assert places == {"a": (0, 12), "b": (256, 70), "c": (512, 1)}
     assert total == 768
+
+
+def test_a_recording_replays_with_other_tensors_and_keeps_none_of_them():
+    seen = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: seen.append((grid, args))
+
+    first, second = ([torch.full((2,), float(i)) for i in range(4)] for _ in range(2))
+    weights = torch.ones(1)
+    recording = Recording()
+    args = [first[0], weights, 5, first[3]]
+    recording.add(Compiled(), (7,), ["x", "w", "n", "out", "B", "A"], args, {"A": 1, "B": 2, "num_warps": 4}, first)
+    assert all(a is not t for launch in recording.launches for a in launch.arguments for t in first)
+    recording.run(*second)
+    ((grid, arguments),) = seen
+    assert grid == (7, 1, 1)
+    assert arguments[0] is second[0]
+    assert arguments[1] is weights
+    assert arguments[2:3] + arguments[4:] == (5, 2, 1)
+    assert arguments[3] is second[3]

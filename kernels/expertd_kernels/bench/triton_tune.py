@@ -98,7 +98,7 @@ class Compiling(TritonExperts):
 
     wanted = 1
 
-    def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def _launch(self, call: Any, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         if "GATHER_X" in constants and constants["GATHER_X"] == (self.wanted == 1):
             kernel.warmup(*args, grid=grid, **constants)
 

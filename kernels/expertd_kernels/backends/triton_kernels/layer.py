@@ -14,8 +14,10 @@ from torch import Tensor
 from expertd_kernels.activation import Activation, ActivationKind
 from expertd_kernels.backends.triton_kernels import combine as combining
 from expertd_kernels.backends.triton_kernels import gemm, rounded, route
+from expertd_kernels.backends.triton_kernels.device import multiprocessors, on, shared_bytes, stream_of
 from expertd_kernels.backends.triton_kernels.matrix import Matrix
 from expertd_kernels.backends.triton_kernels.plan import Facts, Plan, Tile, make_plan
+from expertd_kernels.backends.triton_kernels.replay import MOST_RECORDINGS, MOST_TOKENS, Recording, kind_of
 from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
 from expertd_kernels.scheme import ActivationQuant
 
@@ -45,6 +47,7 @@ class _Call:
     on_input: bool
     plan: Plan
     scratch: Mapping[str, Tensor]
+    recording: Recording | None
 
 
 class TritonExperts:
@@ -73,6 +76,7 @@ class TritonExperts:
         self._planner = planner
         self._plans: dict[tuple[int, int], Plan] = {}
         self._fewer_stages: dict[tuple[Any, ...], int] = {}
+        self._recordings: dict[tuple[Any, ...], Recording] = {}
 
     def plan(self, tokens: int, top_k: int) -> Plan:
         if self._planner is not None:
@@ -90,9 +94,12 @@ class TritonExperts:
             w13.segments,
             w13.layout,
             w2.layout,
+            self.hidden_size,
+            self.intermediate_size,
             self.rounded,
-            _shared_bytes(self.device),
+            shared_bytes(self.device),
             8 if self.ptx else 16,
+            multiprocessors(self.device),
         )
 
     def __call__(
@@ -115,13 +122,40 @@ class TritonExperts:
             out = torch.empty_like(hidden_states)
         ids = topk_ids.to(torch.int32).contiguous()
         weights = topk_weights.to(torch.float32).contiguous()
-        for at in range(0, M, CHUNK_TOKENS):
-            part = slice(at, min(at + CHUNK_TOKENS, M))
-            self._chunk(hidden_states[part], ids[part], weights[part], out[part], router_weight_on_input)
-        return out
+        target = out if out.stride(1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+        with on(self.device):
+            for at in range(0, M, CHUNK_TOKENS):
+                part = slice(at, min(at + CHUNK_TOKENS, M))
+                self._chunk(hidden_states[part], ids[part], weights[part], target[part], router_weight_on_input)
+        return out if target is out else out.copy_(target)
 
     def _chunk(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool) -> None:
+        """One pass; of a kind that was seen before, from its recording."""
         plan = self.plan(x.shape[0], ids.shape[1])
+        if not self.ptx or x.shape[0] > MOST_TOKENS:
+            self._compute(x, ids, weights, out, on_input, plan, None)
+            return
+        kind = kind_of(x, ids, weights, out, on_input, plan, stream_of(self.device))
+        found = self._recordings.get(kind)
+        if found is not None:
+            found.run(x, ids, weights, out)
+            return
+        recording = Recording()
+        self._compute(x, ids, weights, out, on_input, plan, recording)
+        if len(self._recordings) >= MOST_RECORDINGS:
+            del self._recordings[next(iter(self._recordings))]
+        self._recordings[kind] = recording
+
+    def _compute(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        on_input: bool,
+        plan: Plan,
+        recording: Recording | None,
+    ) -> None:
         places, nbytes = carve(shapes := self._scratch_shapes(x, ids, plan))
         memory = scratch(self.device, nbytes)
         parts = {
@@ -130,7 +164,9 @@ class TritonExperts:
         }
         if "x" in parts:
             x = parts["x"].copy_(x)
-        call = _Call(x, ids, weights, out, on_input, plan, parts)
+            if recording is not None:
+                recording.converted = x
+        call = _Call(x, ids, weights, out, on_input, plan, parts, recording)
         if not plan.direct:
             self._route(call)
         if self.rounded:
@@ -141,7 +177,7 @@ class TritonExperts:
             self._gemm(call, parts["h"], self.w2, plan.gemm2, first=False)
         self._combine(call)
 
-    def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def _launch(self, call: _Call, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         """The one place where kernels start: the tuner's subclass compiles here instead.  A kernel that needs more
         shared memory than the device has is tried with fewer stages: the plan only estimates."""
         key = tuple(constants.get(name) for name in ("GATHER_X", "BM", "BN", "BC", "num_stages"))
@@ -149,12 +185,15 @@ class TritonExperts:
             constants["num_stages"] = self._fewer_stages[key]
         while True:
             try:
-                kernel[grid](*args, **constants)
-                return
+                compiled = kernel[grid](*args, **constants)
+                break
             except triton.OutOfResources:
                 if constants.get("num_stages", 1) <= 1:
                     raise
                 self._fewer_stages[key] = constants["num_stages"] = constants["num_stages"] - 1
+        if call.recording is not None:
+            tensors = (call.x, call.ids, call.weights, call.out)
+            call.recording.add(compiled, grid, kernel.arg_names, args, constants, tensors)
 
     def _scratch_shapes(self, x: Tensor, ids: Tensor, plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         M, k = ids.shape
@@ -188,8 +227,9 @@ class TritonExperts:
         fused = R <= route.FUSED_ROUTES
         sizes = {"E": self.num_experts, "EP": bins, "C": route.CHUNK}
         if not fused:
-            self._launch(route.count, (chunks,), call.ids, parts["counts"], R, **sizes, num_warps=4)
+            self._launch(call, route.count, (chunks,), call.ids, parts["counts"], R, **sizes, num_warps=4)
             self._launch(
+                call,
                 route.scan,
                 (bins // route.SCAN_EXPERTS,),
                 parts["counts"],
@@ -202,6 +242,7 @@ class TritonExperts:
             )
         every = max(route.CHUNK, triton.next_power_of_2(R)) if fused else 0
         self._launch(
+            call,
             route.place,
             (chunks,),
             call.ids,
@@ -249,7 +290,7 @@ class TritonExperts:
         early = {"launch_pdl": True} if self.pdl and not (first and call.plan.direct) else {}
         t, p = m.tensors, m.pointer
         self._launch(
-            gemm.expert_gemm, (programs,),
+            call, gemm.expert_gemm, (programs,),
             x, t["codes"], p("scales"), p("zeros"), p("row_scales"), p("global_scales"), p("bias"), p("columns"),
             call.weights, parts.get("slots", call.ids), parts.get("blocks", call.ids), call.ids, out,
             blocks, self.num_experts, x.stride(0), out.stride(0), act.alpha, act.beta, act.limit or 0.0,
@@ -268,7 +309,7 @@ class TritonExperts:
         width = min(1024, triton.next_power_of_2(q.shape[1])) if grouped else triton.next_power_of_2(q.shape[1])
         width = max(width, rounded.GROUP)
         self._launch(
-            rounded.round_rows, (x.shape[0], -(-q.shape[1] // width)),
+            call, rounded.round_rows, (x.shape[0], -(-q.shape[1] // width)),
             x, q, scale, x.stride(0), m.k, q.shape[1], m.layout.sw, grouped, width, self.soft,
             num_warps=4 if width <= 4096 else 8,
         )  # fmt: skip
@@ -276,7 +317,7 @@ class TritonExperts:
         out = parts["h"] if first else parts["y"]
         t, p = m.tensors, m.pointer
         self._launch(
-            rounded.expert_gemm_e4m3, (programs,),
+            call, rounded.expert_gemm_e4m3, (programs,),
             q, scale, t["codes"].view(torch.float8_e4m3fn), p("scales"), p("row_scales"), p("global_scales"), p("bias"),
             call.weights, parts.get("slots", call.ids), parts.get("blocks", call.ids), call.ids, out,
             blocks, self.num_experts, out.stride(0), act.alpha, act.beta, act.limit or 0.0,
@@ -289,6 +330,7 @@ class TritonExperts:
         width = min(triton.next_power_of_2(H), 1024 if M >= 256 else 256)
         early = {"launch_pdl": True} if self.pdl and not self.rounded else {}
         self._launch(
+            call,
             combining.combine,
             (-(-H // width), M),
             call.scratch["y"],
@@ -306,11 +348,3 @@ class TritonExperts:
             num_warps=4 if width > 256 else 1,
             **early,
         )
-
-
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may use."""
-    if device.type == "cuda":
-        p = torch.cuda.get_device_properties(device)
-        return int(getattr(p, "shared_memory_per_block_optin", 64 * 1024))
-    return 64 * 1024

@@ -49,6 +49,7 @@ class Layout:
     spw, sbits, skind   scale fields a word, bits of a field, kind of number (unpack.py)
     zspw          zero point fields a word
     rows          rows of a segment that share a scale (1; 0 = all)
+    zeros         whether there are zero points
     odd           groups that no slice width divides: one word for each group, read for each weight
     fold          how scales may be multiplied onto the operand: 0 not at all (too large), 1 as the bf16 numbers that
                   they are, 2 as f32 numbers
@@ -63,6 +64,7 @@ class Layout:
     sbits: int = 32
     skind: int = 2
     zspw: int = 1
+    zeros: bool = False
     odd: bool = False
     fold: int = 0
 
@@ -98,9 +100,10 @@ def layout_of(scheme: Scheme, n: int, k: int, segments: int, moderate: bool = Tr
     group = 0 if scheme.cols == WHOLE or scheme.cols >= k else scheme.cols
     elem = ELEM[scheme.element]
     if group == 0:
-        return Layout(elem, p, _slice_width(k, 64, p), 0, scheme.rows)
+        return Layout(elem, p, _slice_width(k, 64, p), 0, scheme.rows, zeros=scheme.zeros)
     if group % 16:
-        return Layout(elem, p, 16, group, scheme.rows, 1, scheme.scale.bits, SKIND[scheme.scale], odd=True)
+        bits, kind = scheme.scale.bits, SKIND[scheme.scale]
+        return Layout(elem, p, 16, group, scheme.rows, 1, bits, kind, zeros=scheme.zeros, odd=True)
     sw = _slice_width(k, group, p)
     groups = p * sw // group if p * sw % group == 0 else 0
     bits, kind = scheme.scale.bits, SKIND[scheme.scale]
@@ -117,6 +120,7 @@ def layout_of(scheme: Scheme, n: int, k: int, segments: int, moderate: bool = Tr
         bits,
         kind,
         2 if groups > 0 and groups % 2 == 0 else 1,
+        scheme.zeros,
         fold=0 if not moderate else 1 if scheme.scale in EXACT_IN_BF16 else 2,
     )
 

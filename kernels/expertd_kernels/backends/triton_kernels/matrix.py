@@ -60,7 +60,7 @@ class Matrix:
 
     def constants(self, tile: Tile, ptx: bool) -> dict[str, Any]:
         """Constants of the weight-only GEMM."""
-        lay, zeros, weighted = self.layout, self.has("zeros"), self.weighted(tile)
+        lay, zeros, weighted = self.layout, self.layout.zeros, self.weighted(tile)
         ptx = ptx and not lay.odd
         return {
             **self.sizes(),

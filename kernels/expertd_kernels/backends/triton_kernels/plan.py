@@ -44,16 +44,19 @@ class Plan:
 @dataclass(frozen=True)
 class Facts:
     """What a plan depends on.  shared_bytes: shared memory a program may use; narrowest: fewest tokens of a tile that
-    the device multiplies; rounded: e4m3 activations."""
+    the device multiplies; multiprocessors: to be filled; rounded: e4m3 activations; hidden, inner: H and I."""
 
     num_experts: int
     top_k: int
     segments: int
     w13: Layout
     w2: Layout
+    hidden: int
+    inner: int
     rounded: bool = False
     shared_bytes: int = 227 * 1024
     narrowest: int = 8
+    multiprocessors: int = 132
 
 
 # Rows an expert up to which a line holds, rows a block, tile of GEMM 1, tile of GEMM 2.  Found with bench/triton_tune
@@ -100,8 +103,6 @@ _ROUNDED = (
     (24, 32, Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
     (INFINITE, 64, Tile(64, 64, 4, 3, 4), Tile(128, 64, 4, 3, 4)),
 )
-_ONE_TOKEN = Tile(32, 64, 2, 3, 1, True)
-"""GEMM 1 of one token: few experts, so narrow row tiles to fill the device."""
 _ODD = Tile(32, 16, 4, 1, 1, True)
 """Layouts that read a scale for each weight: right, not fast, and hungry for shared memory."""
 
@@ -132,10 +133,17 @@ def fit(tile: Tile, bm: int, lay: Layout, segments: int, facts: Facts) -> Tile:
     if lay.elem != FLOAT:
         tile = replace(tile, bc=min(tile.bc, lay.sw))
         tile = replace(tile, kpb=tile.kpb if tile.bc == lay.sw else 1)
-        if lay.fold == 2 and bm <= 16:  # with few accumulators it is cheaper to multiply those
+        if (lay.fold == 2 or lay.zeros) and bm <= 16:  # with few accumulators it is cheaper to multiply those
             tile = replace(tile, weighted=False)
     while tile.stages > 1 and tile.stages * stage_bytes(tile, bm, lay, segments, facts.rounded) > facts.shared_bytes:
         tile = replace(tile, stages=tile.stages - 1)
+    return tile
+
+
+def fill(tile: Tile, blocks: float, rows: int, facts: Facts) -> Tile:
+    """Narrower row tiles while `blocks` blocks of a matrix with `rows` rows leave multiprocessors without a program."""
+    while tile.bn > 16 and blocks * -(-rows // tile.bn) < 1.25 * facts.multiprocessors:
+        tile = replace(tile, bn=tile.bn // 2, warps=max(1, min(tile.warps, tile.bn // 32)))
     return tile
 
 
@@ -146,9 +154,10 @@ def make_plan(facts: Facts, tokens: int) -> Plan:
     direct = tokens == 1 or routes * 4 <= facts.num_experts
     bm, tile1 = next((bm, t) for most, bm, t, _ in _lines(facts.w13, facts.rounded) if rows <= most)
     tile2 = next(t for most, _, _, t in _lines(facts.w2, facts.rounded) if rows <= most)
-    if tokens == 1 and not facts.rounded:
-        tile1 = replace(_ONE_TOKEN, bc=tile1.bc)
     if facts.w13.odd or facts.w2.odd:
         bm = 16
     bm = max(bm, facts.narrowest)
+    if not facts.rounded:
+        blocks = min(facts.num_experts, routes) * max(1.0, rows / bm)
+        tile1, tile2 = fill(tile1, blocks, facts.inner, facts), fill(tile2, blocks, facts.hidden, facts)
     return Plan(bm, fit(tile1, bm, facts.w13, facts.segments, facts), fit(tile2, bm, facts.w2, 1, facts), direct)

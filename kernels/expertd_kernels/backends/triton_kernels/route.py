@@ -32,7 +32,7 @@ def known(ids, E: tl.constexpr):
     return tl.where((ids >= 0) & (ids < E), ids, E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_routes"])
 def count(ids_ptr, counts_ptr, n_routes, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr):
     """counts [chunks, EP] int32: routes of each chunk to each expert."""
     chunk = tl.program_id(0)
@@ -41,7 +41,7 @@ def count(ids_ptr, counts_ptr, n_routes, E: tl.constexpr, EP: tl.constexpr, C: t
     tl.store(counts_ptr + chunk * EP + tl.arange(0, EP), tl.histogram(known(ids, E), EP))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_chunks"])
 def scan(counts_ptr, totals_ptr, n_chunks, EP: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr):
     """counts [chunks, EP] -> sums over the chunks before, in place; totals [EP].  Program: BE experts."""
     e = tl.program_id(0) * BE + tl.arange(0, BE)

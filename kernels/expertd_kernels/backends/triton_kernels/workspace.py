@@ -6,23 +6,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from expertd_kernels.backends.triton_kernels.device import stream_of
+
 __all__ = ["carve", "scratch"]
 
 ALIGNMENT = 256
 _buffers: dict[tuple[str, int], list[Tensor]] = {}
 
 
-def _stream(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.current_stream(device).cuda_stream)
-    if device.type == "xpu":
-        return int(torch.xpu.current_stream(device).sycl_queue)
-    return 0
-
-
 def scratch(device: torch.device, nbytes: int) -> Tensor:
     """[>= nbytes] u8 on `device`, the same memory for every call on the current stream.  Grows by doubling."""
-    kept = _buffers.setdefault((str(device), _stream(device)), [])
+    kept = _buffers.setdefault((str(device), stream_of(device)), [])
     if not kept or kept[-1].numel() < nbytes:
         size = max(nbytes, 2 * kept[-1].numel() if kept else 1 << 20)
         kept.append(torch.empty(size, dtype=torch.uint8, device=device))

@@ -1,0 +1,69 @@
+"""A layer's launches, remembered.  Triton spends about 100 us of the host on each launch with this many constants; a
+call of a kind that was seen before (sizes, strides, alignments, plan, stream) launches the compiled kernels directly.
+
+`compiled[grid](*arguments)` takes all arguments in the order of the kernel's signature, constants included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["MOST_RECORDINGS", "MOST_TOKENS", "Recording", "kind_of"]
+
+MOST_TOKENS = 1024
+"""Beyond, a layer computes for longer than its launches take."""
+MOST_RECORDINGS = 64
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """arguments with holes: (position, which of the call's tensors)."""
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    arguments: list[Any]
+    holes: tuple[tuple[int, int], ...]
+
+
+@dataclass
+class Recording:
+    """Launches of one call.  converted: scratch for x where x has to be rounded to bf16 first, else None."""
+
+    converted: Tensor | None = None
+    launches: list[_Launch] = field(default_factory=list)
+
+    def add(
+        self,
+        compiled: Any,
+        grid: tuple[int, ...],
+        names: Sequence[str],
+        args: Sequence[Any],
+        constants: dict[str, Any],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        """names: of the kernel's parameters; args: the first of them; tensors: x, ids, weights, out of this call."""
+        arguments = [*args, *(constants[n] for n in names[len(args) :])]
+        holes = tuple((i, j) for i, a in enumerate(arguments) for j, t in enumerate(tensors) if a is t)
+        for i, _ in holes:
+            arguments[i] = None  # the caller's tensors are not kept
+        self.launches.append(_Launch(compiled, (*grid, 1, 1)[:3], arguments, holes))
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
+        if self.converted is not None:
+            x = self.converted.copy_(x)
+        tensors = (x, ids, weights, out)
+        for launch in self.launches:
+            arguments = launch.arguments.copy()
+            for position, which in launch.holes:
+                arguments[position] = tensors[which]
+            launch.compiled[launch.grid](*arguments)
+
+
+def kind_of(x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """What compiled kernels depend on: equal for two calls, the same launches serve both."""
+    aligned = [t.data_ptr() % 16 == 0 for t in (x, ids, weights, out)]
+    return (x.dtype, x.stride(), ids.shape, out.dtype, out.stride(), *aligned, *rest)
