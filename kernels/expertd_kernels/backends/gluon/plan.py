@@ -14,6 +14,10 @@ __all__ = ["LayerPlan", "Plans", "TilePlan", "heuristic"]
 
 TABLE_ROUTES = 1024
 """Routes up to which one program of the routing kernel looks at all of them at once."""
+FEW_ROUTES = 32
+"""Routes up to which each CTA of the GEMMs finds its block itself; beyond, the routing kernel is cheaper."""
+THIN = 512
+"""CTAs under which a GEMM does not fill an H100 or H200 (132 SMs with four CTAs each)."""
 
 
 @dataclass(frozen=True)
@@ -116,30 +120,57 @@ class Plans:
 
 
 def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPlan:
-    """By routes an expert that is hit (uniform routing): see docs/gpu-notes.md for the measurements behind it."""
+    """By routes an expert that is hit (uniform routing) and by how many CTAs there are to fill the GPU.  The
+    measurements behind each line: docs/gpu-notes.md."""
     E, top_k, H, I = shape
     hit = E * (1.0 - (1.0 - min(1.0, top_k / E)) ** tokens)
     each = tokens * top_k / hit
-    mode = "table" if tokens * top_k <= TABLE_ROUTES else "lists"
-    if tokens == 1:
-        mode = "ids"
-
-    def one(codec: Codec, K: int, first: bool) -> TilePlan:
-        """Stages of 16 to 32 KiB of weights; a stage of one operand where two do not pay."""
-        deep = 4 if codec.bits == 4 and K >= 1024 else 2 if codec.bits < 16 else 1
-        shallow = 2 if codec.bits < 16 else 1
-        if each <= 5:
-            return TilePlan("block", 8, 1, 4, deep, 3, SK=min(2, deep))
-        if each <= 12:
-            return TilePlan("block", 16, 2, 4, shallow, 3, SK=shallow)
-        if each <= 24:
-            return TilePlan("block", 32, 2, 4, shallow, 3, V=1)
-        if each <= 96:
-            return TilePlan("block", 64, 4, 8, shallow, 3, V=3, D=2 if first or K >= 1024 else 1, R=128)
-        stages = {4: 4, 8: 3, 16: 4}[codec.bits]
-        return TilePlan("ws", 128, 4, 8, shallow, stages, V=1 if each < 1000 else 0)
-
-    w13, w2 = one(codecs[0], H, True), one(codecs[1], I, False)
-    if mode == "table" and w13.kind == "ws":
+    rows = (-(-2 * I // 64), -(-H // 64))
+    w13, w2 = (_gemm_plan(codec, K, each, hit * r, tokens) for codec, K, r in zip(codecs, (H, I), rows, strict=True))
+    if "ws" in (w13.kind, w2.kind) or tokens * top_k > TABLE_ROUTES:
         mode = "lists"
+    else:
+        mode = "ids" if tokens * top_k <= FEW_ROUTES or tokens == 1 else "table"
     return LayerPlan(tokens, mode, w13, w2)
+
+
+def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int) -> TilePlan:
+    """row_tiles: 64-row tiles of all experts that are hit: the CTAs of a kernel with T = 1 and one block an expert."""
+    exact = codec.kind != "float2"
+    if tokens == 1:
+        return _one_token(codec, K, row_tiles)
+    if each <= 5:
+        if codec.bits == 4:
+            return TilePlan("block", 8, S=4 if K >= 1024 else 2, ST=3, SK=2)
+        return TilePlan("block", 8, S=2, ST=4 if codec.bits == 8 and exact else 3, SK=2)
+    deep = codec.bits < 16 and row_tiles <= 2 * THIN  # two row tiles a CTA: few CTAs need longer rings
+    S = 1 if codec.bits == 16 else 4 if deep else 2
+    if each <= 12:
+        return TilePlan("block", 16, T=2, S=S, SK=min(2, S))
+    if each <= 24:
+        if codec.bits == 4 and codec.integer and row_tiles >= 4 * THIN and K >= 2048:
+            return TilePlan("ws", 32, T=4, S=2, ST=4, V=1, R=128, C=2)
+        return TilePlan("block", 32, T=2, S=S, SK=2 if deep else 1, V=1)
+    if each <= 96:
+        if codec.bits > 4:
+            return TilePlan("ws", 64, T=4, W=8, S=2 if codec.bits == 8 else 1, ST=4, V=2)
+        if codec.integer and K >= 1024 and codec.group >= 64:
+            return TilePlan("ws", 64, T=4, W=8, S=4, ST=3, V=2)
+        return TilePlan("block", 64, T=4, W=8, S=2, ST=3, V=3, D=2 if K >= 1024 else 1, R=128)
+    stages = {4: 4, 8: 3, 16: 4}[codec.bits]
+    return TilePlan("ws", 128, T=4, W=8, S=2 if codec.bits < 16 else 1, ST=stages, V=1 if each < 1000 else 0)
+
+
+def _one_token(codec: Codec, K: int, row_tiles: float) -> TilePlan:
+    """Latency: the fewer the CTAs, the more each must have in flight."""
+    if codec.bits == 16:
+        return TilePlan("block", 8, S=2, ST=3, SK=2)
+    if codec.bits == 8:
+        return TilePlan("block", 8, S=2, ST=3, SK=2) if codec.kind == "float2" and K < 4096 else _ring(4, 4)
+    if row_tiles > 320:
+        return _ring(4, 4)
+    return _ring(8, 4 if row_tiles <= 132 or K >= 4096 else 3)
+
+
+def _ring(S: int, ST: int) -> TilePlan:
+    return TilePlan("block", 8, S=S, ST=ST, SK=2)
