@@ -76,7 +76,19 @@ BACKENDS: tuple[Backend, ...] = (
         devices=(DeviceRange("cuda", (10, 0), (10, 9)),),
         schemes=(
             SchemeSupport(Element.INT4, groups=frozenset({32}), biased=False),
-            SchemeSupport(Element.E2M1, groups=frozenset({32}), scales=_E8M0),
+            SchemeSupport(
+                Element.E2M1,
+                groups=frozenset({32}),
+                scales=_E8M0,
+                activations=frozenset({ActivationQuant.NONE, ActivationQuant.MXFP8}),
+            ),
+            SchemeSupport(
+                Element.E4M3,
+                groups=frozenset({32}),
+                scales=_E8M0,
+                activations=frozenset({ActivationQuant.MXFP8}),
+                biased=False,
+            ),
             SchemeSupport(
                 Element.E4M3,
                 blocks=frozenset({(128, 128)}),

@@ -29,8 +29,8 @@ finally:
 
 SM100 = NAMED_DEVICES["sm100"]
 NAME = "flashinfer_trtllm"
-ROUNDED = ActivationQuant.E4M3_GROUP128
-FORMS = {"bf16": "bf16", "int4_g32": "int4", "mxfp4": "mxfp4", "e4m3_block128": "block"}
+FORMS = {"bf16": "bf16", "int4_g32": "int4", "mxfp4": "mxfp4", "mxfp8": "mxfp8", "e4m3_block128": "block"}
+ROUNDED = {"e4m3_block128": ActivationQuant.E4M3_GROUP128, "mxfp8": ActivationQuant.MXFP8}
 SIZES = [(256, 256), (384, 128)]
 
 
@@ -39,7 +39,7 @@ def layer(scheme, H=256, I=128, E=3, **kw):
 
 
 def problem(w, **kw):
-    rounding = ROUNDED if w.w13.scheme.name == "e4m3_block128" else ActivationQuant.NONE
+    rounding = ROUNDED.get(w.w13.scheme.name, ActivationQuant.NONE)
     return problem_of(
         w, SM100, top_k=2, packages=dict(assumed_packages(BACKENDS)), **{"activation_quant": rounding, **kw}
     )
@@ -71,7 +71,7 @@ def test_unpacking_gives_back_every_bit(scheme, size):
         assert torch.equal(t.reshape(-1).view(torch.uint8), twice.tensors[name].reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "int4_g32", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["bf16", "int4_g32", "mxfp4", "mxfp8"])
 def test_odd_sizes_are_padded_and_come_back(scheme):
     w = layer(scheme, 2 * 96, 160)
     packed = backend.pack(w, problem(w))
@@ -116,8 +116,8 @@ def test_packing_refuses_by_itself_too():
     with pytest.raises(Refused, match="adds no biases"):
         backend.pack(w, problem(w))
     w = layer("mxfp4")
-    with pytest.raises(Refused, match="not computed with activations mxfp8"):
-        backend.pack(w, replace(problem(w), activation_quant=ActivationQuant.MXFP8))
+    with pytest.raises(Refused, match="not computed with activations nvfp4"):
+        backend.pack(w, replace(problem(w), activation_quant=ActivationQuant.NVFP4))
     packed = backend.pack(w, problem(w))
     with pytest.raises(Refused, match="layout version 0, want 1"):
         backend.experts(replace(packed, meta={**packed.meta, "layout_version": 0}), problem(w))
@@ -162,7 +162,7 @@ def up_gate(t, w13):
     return torch.cat(t.chunk(2)[::-1]) if w13 else t
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "int4_g32", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["bf16", "int4_g32", "mxfp4", "mxfp8"])
 def test_codes_and_scales_are_where_the_packages_helpers_put_them(helpers, scheme):
     w = layer(scheme, 512, 256)
     packed = backend.pack(w, problem(w))
@@ -171,7 +171,7 @@ def test_codes_and_scales_are_where_the_packages_helpers_put_them(helpers, schem
         for e in range(3):
             codes = up_gate(q.codes[e].view(torch.uint8), w13)
             codes = vendor_rows(helpers, codes ^ 0x88 if scheme == "int4_g32" else codes, w13)
-            if scheme != "mxfp4":
+            if scheme in ("bf16", "int4_g32"):
                 codes = helpers.convert_to_block_layout(codes, 128)
             assert torch.equal(packed.tensors[f"{name}.codes"][e].view(torch.uint8), codes)
             if q.scales is None:
@@ -220,10 +220,11 @@ class EntryPoints:
             n = torch.stack((natural & 15, natural >> 4), -1).flatten(-2).long()
             values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
             number = torch.where(n >= 8, n - 16, n).float() if form == "int4" else values[n]
-            sf, S = scales[e].view(scales.dtype), number.shape[1] // 32
-            sf = sf.view(torch.uint8) if form == "mxfp4" else sf
+            number = natural.view(torch.float8_e4m3fn).float() if form == "mxfp8" else number
+            sf, S = scales[e], number.shape[1] // 32
+            sf = sf.view(torch.uint8) if form != "int4" else sf
             sf = sf.reshape(N // 128, S // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(N, S)
-            sf = torch.exp2(sf.float() - 127) if form == "mxfp4" else sf.float()
+            sf = torch.exp2(sf.float() - 127) if form != "int4" else sf.float()
             placed = torch.empty_like(sf)
             placed[order[:, 0]] = sf
             out.append(number * placed.repeat_interleave(32, 1))
@@ -271,18 +272,38 @@ class EntryPoints:
         return [self._run("int4", hidden_states, topk_ids >> 16, weights, k)]
 
     def trtllm_fp4_block_scale_routed_moe(self, topk_ids, hidden_states, hidden_states_scale, **k):
-        assert hidden_states_scale is None
+        if hidden_states_scale is not None:
+            assert k["hidden_states_scale_layout"] == 2
+            assert hidden_states_scale.dtype == torch.float8_e4m3fn
+            hidden_states = self._mx(hidden_states, hidden_states_scale.view(torch.uint8))
         assert k["gemm1_weights_scale"].dtype == torch.float8_e4m3fn
         return [self._run("mxfp4", hidden_states, *topk_ids, k)]
 
     def trtllm_fp8_block_scale_routed_moe(self, topk_ids, hidden_states, hidden_states_scale, **k):
         assert k["weight_layout"] == 0
-        assert not k["use_shuffled_weight"]
+        assert k["use_shuffled_weight"] == (k["fp8_quantization_type"] == 2)
+        if k["fp8_quantization_type"] == 2:
+            return self._run("mxfp8", self._mx(hidden_states, hidden_states_scale), *topk_ids, k)
         x = hidden_states.float() * hidden_states_scale.t().repeat_interleave(128, 1)
         return self._run("block", x, *topk_ids, k)
 
+    def _mx(self, codes, exponents):
+        assert exponents.shape == (codes.shape[0], codes.shape[1] // 32)
+        return codes.float() * torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+
 
 ACTIVATIONS = [Activation(), Activation(limit=0.5), Activation.parse("swigluoai")]
+
+
+def rounded(x, how):
+    """x as the kernel multiplies it."""
+    if how is ActivationQuant.NONE:
+        return x
+    if how is ActivationQuant.MXFP8:
+        codes, exponents = backend.round_mx(x)
+        return codes.float() * torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+    codes, scale = backend.round_groups(x)
+    return codes.float() * scale.t().repeat_interleave(128, 1)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.name)
@@ -296,8 +317,33 @@ def test_a_layer_through_the_entry_points(helpers, scheme, activation):
     ids[2], ids[3, 0] = -1, -1
     out = torch.full_like(x, float("nan"))
     assert run(x, ids, weights, out=out) is out
-    assert relative_error(out, reference(w, x, ids, weights)) < tolerance("bf16", p.activation_quant)
+    assert relative_error(out, reference(w, rounded(x, p.activation_quant), ids, weights)) < 1e-2
+    if activation.limit is None:
+        assert relative_error(out, reference(w, x, ids, weights)) < tolerance("bf16", p.activation_quant)
     assert not out[2].any()
+
+
+def test_mxfp4_on_rounded_activations(helpers):
+    w = layer("mxfp4", activation=Activation.parse("swigluoai"), seed=6)
+    p = problem(w, activation_quant=ActivationQuant.MXFP8)
+    assert next(v for v in decide(p).verdicts if v.backend == NAME).eligible
+    run = backend.TrtllmExperts(backend.pack(w, p), EntryPoints(helpers), torch.device("cpu"))
+    x, ids, weights = random_inputs(6, 256, 3, 2)
+    error = relative_error(run(x, ids, weights), reference(w, x, ids, weights))
+    assert 5e-3 < error < tolerance("bf16", ActivationQuant.MXFP8), "the activations are rounded, and not too much"
+
+
+def test_rounding_to_mxfp8():
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    x[1], x[2, :32] = 0, 0
+    x[3, 0] = 448 * 4.0
+    codes, exponents = backend.round_mx(x)
+    assert exponents.dtype == torch.uint8
+    back = codes.float() * torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+    assert relative_error(back, x.float()) < 4e-2
+    assert float(back[3, 0]) == 448 * 4.0
+    assert int(exponents[3, 0]) == 127 + 2, "448 itself needs no larger scale"
+    assert not back[1].any()
 
 
 def test_padding_and_the_router_weight_on_the_input(helpers):

@@ -1,7 +1,8 @@
 """Backend `flashinfer_trtllm`: the TRTLLM-generated MoE kernels in FlashInfer, for SM100.
 
 Only the entry points that take routes are called, never those that choose experts from logits.  bf16, int4 in groups of
-32 ("mxint4") and mxfp4 are computed on bf16 activations; e4m3 in 128 x 128 blocks on activations that are rounded here.
+32 ("mxint4") and mxfp4 are computed on bf16 activations; mxfp8, again mxfp4, and e4m3 in 128 x 128 blocks are computed
+on activations that are rounded here.
 """
 
 from __future__ import annotations
@@ -22,15 +23,22 @@ from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant
 from expertd_kernels.serial import activation_from_json, activation_to_json
 
-__all__ = ["TrtllmExperts", "experts", "pack", "round_groups", "unpack"]
+__all__ = ["TrtllmExperts", "experts", "pack", "round_groups", "round_mx", "unpack"]
 
 LAYOUT_VERSION = 1
 
-ROUNDING = {"block": ActivationQuant.E4M3_GROUP128}
-"""Forms whose kernels want rounded activations; the others compute on bf16."""
+ROUNDING = {
+    "block": (ActivationQuant.E4M3_GROUP128,),
+    "mxfp8": (ActivationQuant.MXFP8,),
+    "mxfp4": (ActivationQuant.NONE, ActivationQuant.MXFP8),
+}
+"""How forms want activations rounded; those that are not listed compute on bf16."""
 
 SWIGLU, BLOCK_MAJOR_K, MAJOR_K = 3, 2, 0
-"""flashinfer.tllm_enums: ActivationType.Swiglu, WeightLayout.BlockMajorK and MajorK."""
+DEEPSEEK_FP8, MX_FP8 = 1, 2
+LINEAR = 2
+"""flashinfer.tllm_enums: ActivationType.Swiglu; WeightLayout.BlockMajorK and MajorK; Fp8QuantizationType.DeepSeekFp8
+and MxFp8; SfLayout.layout_linear."""
 
 E4M3_MAX = 448.0
 
@@ -40,11 +48,12 @@ def pack(weights: Weights, problem: Problem) -> Packed:
     form = form_of(weights.w13)
     if form_of(weights.w2) != form:
         raise Refused("w13 and w2 have different schemes")
-    if problem.activation_quant is not ROUNDING.get(form, ActivationQuant.NONE):
+    if problem.activation_quant not in ROUNDING.get(form, (ActivationQuant.NONE,)):
         raise Refused(f"{form} weights are not computed with activations {problem.activation_quant.value}")
     tensors: dict[str, Tensor] = {}
     meta: dict[str, Any] = {
         "layout_version": LAYOUT_VERSION,
+        "activation_quant": problem.activation_quant.value,
         "activation": activation_to_json(weights.activation),
         "checkpoint_activation": weights.checkpoint_activation.value,
     }
@@ -88,6 +97,17 @@ def round_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(M, H), scale.t().contiguous()
 
 
+def round_mx(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[M, H] -> e4m3 [M, H], u8 exponents [M, H / 32]: the smallest power of two under which nothing exceeds 448."""
+    M, H = x.shape
+    groups = x.float().view(M, H // 32, 32)
+    mantissa, exponent = torch.frexp(groups.abs().amax(dim=2) / E4M3_MAX)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    exponent = torch.where(mantissa == 0, 0, exponent).clamp(-127, 127)
+    codes = (groups * torch.exp2(-exponent.float())[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.view(M, H), (exponent + 127).to(torch.uint8)
+
+
 class TrtllmExperts:
     """One layer.  vendor: the module flashinfer.fused_moe; device: where the packed tensors go."""
 
@@ -98,6 +118,7 @@ class TrtllmExperts:
         w13 = packed.meta["w13"]
         self.form, self.hidden, self.padded = w13["form"], w13["shape"][2], w13["cols"]
         self.num_experts = w13["shape"][0]
+        self.rounding = ActivationQuant(packed.meta["activation_quant"])
         self.vendor = vendor
         a = activation_from_json(packed.meta["activation"])
         oai = a.kind is ActivationKind.SWIGLUOAI
@@ -146,29 +167,45 @@ class TrtllmExperts:
                 **self.matrices,
                 **common,
             )
-        if self.form == "block":
-            codes, scale = round_groups(x)
-            return self.vendor.trtllm_fp8_block_scale_routed_moe(
-                topk_ids=routes,
-                routing_bias=None,
-                hidden_states=codes,
-                hidden_states_scale=scale,
-                use_shuffled_weight=False,
-                weight_layout=MAJOR_K,
-                activation_type=SWIGLU,
-                **self.matrices,
-                **common,
-            )
+        if self.form in ("block", "mxfp8"):
+            return self._on_e4m3(x, routes, common)
+        return self._mxfp4(x, routes, common)
+
+    def _on_e4m3(self, x: Tensor, routes: tuple[Tensor, Tensor], common: dict[str, Any]) -> Any:
+        mx = self.form == "mxfp8"
+        codes, scale = round_mx(x) if mx else round_groups(x)
+        return self.vendor.trtllm_fp8_block_scale_routed_moe(
+            topk_ids=routes,
+            routing_bias=None,
+            hidden_states=codes,
+            hidden_states_scale=scale,
+            use_shuffled_weight=mx,
+            weight_layout=MAJOR_K,
+            fp8_quantization_type=MX_FP8 if mx else DEEPSEEK_FP8,
+            activation_type=SWIGLU,
+            **self.matrices,
+            **common,
+        )
+
+    def _mxfp4(self, x: Tensor, routes: tuple[Tensor, Tensor], common: dict[str, Any]) -> Any:
+        """The package wants every scale's bytes as e4m3, whatever they mean."""
         scales = {k: t.view(torch.float8_e4m3fn) for k, t in self.matrices.items() if k.endswith("_scale")}
+        given: dict[str, Any] = {"hidden_states": x, "hidden_states_scale": None}
+        if self.rounding is ActivationQuant.MXFP8:
+            codes, exponents = round_mx(x)
+            given = {
+                "hidden_states": codes,
+                "hidden_states_scale": exponents.view(torch.float8_e4m3fn),
+                "hidden_states_scale_layout": LINEAR,
+            }
         return self.vendor.trtllm_fp4_block_scale_routed_moe(
             topk_ids=routes,
             routing_bias=None,
-            hidden_states=x,
-            hidden_states_scale=None,
             output1_scale_scalar=None,
             output1_scale_gate_scalar=None,
             output2_scale_scalar=None,
             activation_type=SWIGLU,
+            **given,
             **{"gemm1_bias": None, "gemm2_bias": None, **self.matrices, **scales},
             **common,
         )

@@ -1,6 +1,6 @@
 """Layouts of FlashInfer's TRTLLM-generated MoE kernels, from and to canonical weights.  Needs no GPU.
 
-All of them want the up rows of w13 before the gate rows.  Three of four then want rows in the order in which the
+All of them want the up rows of w13 before the gate rows.  All but the last then want rows in the order in which the
 kernel's epilogue writes them, for tiles of 128 rows:
 
     1. up and gate rows side by side: u0, g0, u1, g1, ...
@@ -9,6 +9,7 @@ kernel's epilogue writes them, for tiles of 128 rows:
     bf16    steps 1 and 2, then blocks of 128 bytes along K:  [E, K / 64, N, 64]
     int4    signed nibbles, steps 1 and 2, the same blocks:   [E, K / 256, N, 128] u8;  bf16 scales, swizzled
     mxfp4   steps 1 and 2:  [E, N, K / 2] u8;  exponents swizzled;  f32 biases in the order of the rows
+    mxfp8   steps 1 and 2:  [E, N, K] e4m3;  exponents swizzled
     block   e4m3 [E, N, K], f32 [E, N / 128, K / 128]: up rows before gate rows and nothing else
 
 Swizzled scales [E, N, S]: tiles of 128 rows and 4 columns, row-major; (r, c) of one at 16 (r % 32) + 4 (r // 32) + c.
@@ -32,7 +33,7 @@ from expertd_kernels.serial import scheme_from_json, scheme_to_json
 
 __all__ = ["MULTIPLES", "cut_segments", "form_of", "pack_matrix", "pad_segments", "swizzle", "unpack_matrix"]
 
-MULTIPLES = {"bf16": 128, "int4": 256, "mxfp4": 256, "block": 128}
+MULTIPLES = {"bf16": 128, "int4": 256, "mxfp4": 256, "mxfp8": 128, "block": 128}
 """H and I are padded to these (checks of the package: 128 rows a tile, 128 bytes a block, 4 scale columns a tile)."""
 
 BLOCK_BYTES = 128
@@ -51,8 +52,8 @@ def form_of(q: QuantTensor) -> str:
         return "bf16"
     if s.element is Element.INT4 and s.group_size == GROUP:
         return "int4"
-    if s.name == "mxfp4":
-        return "mxfp4"
+    if s.name in ("mxfp4", "mxfp8"):
+        return s.name
     if s.element is Element.E4M3 and (s.rows, s.cols) == (128, 128):
         return "block"
     raise Refused(f"has no layout for {s.name} weights")
@@ -102,7 +103,7 @@ def _blocks(t: Tensor) -> Tensor:
 
 def _per_byte(form: str) -> tuple[int, int]:
     """(columns, bytes) that belong together in the codes of a form."""
-    return {"bf16": (1, 2), "int4": (2, 1), "mxfp4": (2, 1), "block": (1, 1)}[form]
+    return {"bf16": (1, 2), "int4": (2, 1), "mxfp4": (2, 1), "mxfp8": (1, 1), "block": (1, 1)}[form]
 
 
 def _bytes(q: QuantTensor, form: str, rows: int, cols: int) -> Tensor:
@@ -140,7 +141,7 @@ def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str,
     codes = _bytes(q, form, rows, cols)[:, order]
     if form == "bf16":
         out["codes"] = _blocks(codes).view(torch.bfloat16)
-    elif form == "block":
+    elif form in ("mxfp8", "block"):
         out["codes"] = codes.view(torch.float8_e4m3fn)
     else:
         out["codes"] = _blocks(codes) if form == "int4" else codes
@@ -176,7 +177,7 @@ def _codes_back(codes: Tensor, meta: Mapping[str, Any]) -> Tensor:
     t = cut_segments(_ordered_back(t.contiguous(), meta), segments, N // segments, -(-K // columns) * size)
     if form == "int4":
         return t ^ SIGN_BITS
-    return t.view({"bf16": torch.bfloat16, "block": torch.float8_e4m3fn, "mxfp4": torch.uint8}[form])
+    return t.view({"bf16": torch.bfloat16, "mxfp4": torch.uint8}.get(form, torch.float8_e4m3fn))
 
 
 def _scales_back(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Tensor | None:
