@@ -121,10 +121,8 @@ def backends_page() -> str:
         for b in BACKENDS
     ]
     head = ("backend", "what it is", "devices", "weights", "activations", "features", "sizes", "packages")
-    chosen = []
-    for device in NAMED_DEVICES:
-        plain = [d for d in matrix.decisions() if d[0] == device and d[2] == "plain"]
-        chosen.append((f"`{device}`", *(name for _, _, _, name in plain)))
+    plain = [d for d in matrix.decisions() if d[2] == "plain"]
+    chosen = [(f"`{device}`", *(d[3] for d in plain if d[0] == device)) for device in NAMED_DEVICES]
     orders = "\n".join(f"- {where}: {', '.join(names)}" for where, names in ORDER.items())
     refused = "\n\n".join(f"### `{b.name}`\n\n{_refusal_table(b)}" for b in BACKENDS)
     return f"""# Backends
