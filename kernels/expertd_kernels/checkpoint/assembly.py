@@ -5,6 +5,7 @@ The matrices are allocated once; beside them only the parts of one expert are in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -19,12 +20,14 @@ from expertd_kernels.checkpoint.memory import empty
 from expertd_kernels.checkpoint.plan import LayerPlan, MatrixPlan, Piece
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part
 from expertd_kernels.checkpoint.repack import Repacked
-from expertd_kernels.checkpoint.tensors import Stored
+from expertd_kernels.checkpoint.tensors import Stored, prefetch
 from expertd_kernels.scheme import ScaleType
 
 __all__ = ["assemble"]
 
 MAX_WORKERS = 8
+TASKS_PER_WORKER = 4
+"""Enough that no worker waits long for the last, few enough that handing over costs nothing."""
 
 
 def assemble(plan: LayerPlan) -> Weights:
@@ -34,9 +37,7 @@ def assemble(plan: LayerPlan) -> Weights:
     w13 = _Matrix("w13", plan.w13, E, seg * I, H, seg)
     w2 = _Matrix("w2", plan.w2, E, H, I, 1)
     input_scales = torch.ones(E, 2) if plan.input_scale else None
-    for pieces in plan.pieces:
-        for piece in pieces.values():
-            piece.unit.prefetch()
+    prefetch(t for pieces in plan.pieces for piece in pieces.values() for t in piece.unit.needed())
 
     def put(slot: int) -> None:
         parts = _parts(plan, slot)
@@ -47,16 +48,28 @@ def assemble(plan: LayerPlan) -> Weights:
             input_scales[slot, 0] = torch.stack([_number(p.input_scale) for p, _ in parts[:-1]]).max()
             input_scales[slot, 1] = _number(parts[-1][0].input_scale)
 
-    with ThreadPoolExecutor(_workers(), "expertd-load") as pool:
-        list(pool.map(put, range(E)))  # raises the error of the first expert that has one
+    _run(put, E)
     _check_finite(w13, plan, ("gate", "up", "gate_up"))
     _check_finite(w2, plan, ("down",))
     return Weights(w13.tensor(), w2.tensor(), plan.activation, plan.checkpoint_activation, input_scales)
 
 
-def _workers() -> int:
-    """Threads that read and place experts: reading waits for the disk, placing is bound by memory."""
-    return min(MAX_WORKERS, torch.get_num_threads())
+def _run(put: Callable[[int], None], slots: int) -> None:
+    """put(slot) for all slots, on several threads: reading waits for the disk, placing is bound by memory."""
+    workers = min(MAX_WORKERS, torch.get_num_threads(), slots)
+    if workers <= 1:
+        for slot in range(slots):
+            put(slot)
+        return
+
+    def run(part: range) -> None:
+        for slot in part:
+            put(slot)
+
+    step = -(-slots // (workers * TASKS_PER_WORKER))
+    with ThreadPoolExecutor(workers, "expertd-load") as pool:
+        parts = [range(first, min(first + step, slots)) for first in range(0, slots, step)]
+        list(pool.map(run, parts))  # raises the error of the first part that has one
 
 
 def _parts(plan: LayerPlan, slot: int) -> list[tuple[Part, Layout]]:

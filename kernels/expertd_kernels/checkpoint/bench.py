@@ -3,9 +3,9 @@
 python -m expertd_kernels.checkpoint.bench --checkpoint DIR [--layers 0-3] [--experts 0-63] [--json]
 python -m expertd_kernels.checkpoint.bench --synthetic gptq:1.0 [--json]     a random checkpoint of 1 GiB, removed after
 
-Per layer two things are timed, on files that were read once before (page cache warm: this measures the code, not the
-disk): `load` into canonical weights, and the safetensors library alone reading the same tensors, both into memory that
-is kept until the layer is done.
+Per layer two things are timed in turns, on files that were read once before (page cache warm: this measures the code,
+not the disk): `load` into canonical weights, and the safetensors library alone reading the same tensors, both into
+memory that is kept until the layer is done.
 """
 
 from __future__ import annotations
@@ -78,9 +78,11 @@ def measure(
         resident = _reset_peak()
         largest = max(largest, checkpoint.load(layer, experts).nbytes)  # also warms the page cache
         peak, read = max(peak, _status_bytes("VmHWM") - resident), read + checkpoint.bytes_read - before
-        ours = min(_seconds(partial(checkpoint.load, layer, experts)) for _ in range(repeats))
-        alone = min(_seconds(partial(_read_alone, _by_file(checkpoint, layer, experts))) for _ in range(repeats))
-        load_s, alone_s = load_s + ours, alone_s + alone
+        files, ours, alone = _by_file(checkpoint, layer, experts), [], []
+        for _ in range(repeats):  # in turns, so that whatever else the machine does hits both
+            ours.append(_seconds(partial(checkpoint.load, layer, experts)))
+            alone.append(_seconds(partial(_read_alone, files)))
+        load_s, alone_s = load_s + min(ours), alone_s + min(alone)
     return Figures(
         len(chosen),
         on_disk,

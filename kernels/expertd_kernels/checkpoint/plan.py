@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,11 +181,19 @@ class _Units:
         )
         known = self._seen.get(key)
         row = known[0] if known else detect(unit)
-        ordered = any(s.endswith("g_idx") for s in unit.tensors)
-        layout = known[1] if known and not ordered else reader_of(row).layout(unit)
+        reader = reader_of(row)
+        layout = known[1] if known and not _own_order(reader, unit) else reader.layout(unit)
         self._seen[key] = (row, layout)
         unit.layout = layout
         return Piece(unit, row, layout)
+
+
+def _own_order(reader: Reader, unit: Unit) -> bool:
+    """Whether the unit's layout cannot be taken over from one that looks alike: it may have an order of its own."""
+    if not any(s.endswith("g_idx") for s in unit.tensors):
+        return False
+    may: Callable[[Unit], bool] | None = getattr(reader, "may_be_ordered", None)
+    return may is None or may(unit)
 
 
 def _cut(t: Stored, expert: int, num_experts: int) -> Stored:

@@ -15,18 +15,20 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.files import inside, read_json_bytes
 
-__all__ = ["DTYPES", "Shard", "Stored"]
+__all__ = ["DTYPES", "Shard", "Stored", "prefetch"]
 
 DTYPES: Mapping[str, tuple[int, torch.dtype | None]] = {
     "BOOL": (1, torch.bool),
@@ -115,20 +117,17 @@ class Stored:
 
     def read(self) -> Tensor:
         """The values, in fresh contiguous memory."""
-        out = torch.empty(self.shape, dtype=self.torch_dtype)
-        self.read_into(out)
-        return out
-
-    def prefetch(self) -> None:
-        """Ask the kernel to have these bytes ready; a hint, no promise."""
-        self.shard.prefetch(self.offset, self.nbytes)
+        dtype, buffer = self.torch_dtype, np.empty(self.nbytes, np.uint8)
+        if not self.nbytes:
+            return torch.empty(self.shape, dtype=dtype)
+        self.shard.fill(buffer, self.offset, self.name)
+        return torch.from_numpy(buffer).view(dtype).view(self.shape)
 
     def head(self, nbytes: int) -> bytes:
         """The first bytes, as they lie in the file."""
-        out = torch.empty(min(nbytes, self.nbytes), dtype=torch.uint8)
-        if out.numel():
-            self.shard.pread(out, self.offset, self.name)
-        return out.numpy().tobytes()
+        out = np.empty(min(nbytes, self.nbytes), np.uint8)
+        self.shard.fill(out, self.offset, self.name)
+        return out.tobytes()
 
     def read_into(self, out: Tensor) -> None:
         """Fill a contiguous tensor of the same number of bytes."""
@@ -162,23 +161,34 @@ class Shard:
 
     def pread(self, out: Tensor, offset: int, subject: str) -> None:
         """Fill a contiguous u8 tensor from `offset` on."""
-        view = memoryview(out.numpy())  # type: ignore[arg-type]  # numpy's stubs deny the buffer protocol
-        done = 0
-        while done < len(view):
+        self.fill(out.numpy(), offset, subject)
+
+    def fill(self, out: NDArray[np.uint8], offset: int, subject: str) -> None:
+        """Fill a contiguous array from `offset` on."""
+        done, size = 0, out.nbytes
+        while done < size:
             try:
-                got = os.preadv(self._fd, [view[done:]], offset + done)
+                got = os.preadv(self._fd, [out.data[done:]], offset + done)
             except OSError as e:
                 raise CheckpointError(f"{subject}: reading {self.path.name} failed: {e.strerror}") from None
             if got == 0:
                 raise CheckpointError(
-                    f"{subject}: {self.path.name} ends {len(view) - done} bytes early; it was cut off while being read"
+                    f"{subject}: {self.path.name} ends {size - done} bytes early; it was cut off while being read"
                 )
             done += got
         self.counter.add(done)
 
-    def prefetch(self, offset: int, nbytes: int) -> None:
-        if hasattr(os, "posix_fadvise"):  # Linux
-            os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Ask the kernel to have these (begin, end) bytes ready; a hint, no promise."""
+        if not hasattr(os, "posix_fadvise"):  # not Linux
+            return
+        begin = end = 0
+        for first, last in [*sorted(ranges), (self.size + 1, self.size + 1)]:
+            if first > end:
+                if end > begin:
+                    os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+                begin = first
+            end = max(end, last)
 
     def _parse(self) -> dict[str, Stored]:
         name = self.path.name
@@ -231,3 +241,12 @@ class Shard:
 def _naturals(value: Any) -> TypeGuard[list[int]]:
     """Whether it is a list of integers >= 0 (booleans are none)."""
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def prefetch(tensors: Iterable[Stored]) -> None:
+    """Ask the kernel to read these ahead, neighbours in one go."""
+    ranges: dict[Shard, list[tuple[int, int]]] = {}
+    for t in tensors:
+        ranges.setdefault(t.shard, []).append((t.offset, t.offset + t.nbytes))
+    for shard, found in ranges.items():
+        shard.prefetch(found)

@@ -12,6 +12,7 @@ are four bytes with the low nibble first.  No nibble is touched.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.checkpoint.repack import Repacked, gather_rows, transpose_rows
 from expertd_kernels.scheme import WHOLE, Element, Scheme
 
-__all__ = ["FORMATS", "layout", "read"]
+__all__ = ["FORMATS", "layout", "may_be_ordered", "read"]
 
 _BITS = (2, 3, 4, 8)
 _FLIP = -0x7F7F7F80  # 0x80808080 as int32: unsigned bytes minus 128
@@ -65,7 +66,7 @@ def layout(unit: Unit) -> Layout:
     info = _info(unit)
     scheme, notes = integer_scheme(info)
     columns = None
-    if unit.has("g_idx") and _may_be_ordered(unit):
+    if unit.has("g_idx") and may_be_ordered(unit):
         try:
             columns = columns_of(unit.read("g_idx"), info.groups, info.cols or info.k)
         except ValueError as e:
@@ -84,12 +85,12 @@ def read(unit: Unit) -> Part:
     words = unit.read("qweight")
     if not plan.scheme.element.quantized:
         return Part(_widened(unit, bits, words, scales, zeros), bias=bias)
-    if unit.has("g_idx") and not _may_be_ordered(unit):
+    if unit.has("g_idx") and not may_be_ordered(unit):
         _require_natural(unit, plan)
     return Part(_codes(words, bits, plan, zeros is None), scales, zeros, columns=plan.columns, bias=bias)
 
 
-def _may_be_ordered(unit: Unit) -> bool:
+def may_be_ordered(unit: Unit) -> bool:
     """Whether columns may be permuted.  AutoRound knows no activation order and has no key for it."""
     default = unit.quant.get("quant_method") != "auto-round"
     return bool(unit.setting("desc_act", default))
@@ -109,7 +110,7 @@ def _zeros(unit: Unit, bits: int, n: int) -> Tensor | None:
     words, middle, raw_stored, symmetric = unit.read("qzeros"), 1 << (bits - 1), _raw_zeros(unit), _symmetric(unit)
     if symmetric and bits != 3:
         usual = every_field(middle if raw_stored else middle - 1, bits)
-        if int(words.min()) == usual == int(words.max()):
+        if words.numpy().tobytes() == _repeated(usual, words.numel()):
             return None
     if bits == 3:
         raw = unpack_fields(words, 3, n, dim=1)
@@ -125,6 +126,11 @@ def _zeros(unit: Unit, bits: int, n: int) -> Tensor | None:
             "qzeros",
         )
     return None
+
+
+@cache
+def _repeated(word: int, count: int) -> bytes:
+    return word.to_bytes(4, "little", signed=True) * count
 
 
 def _symmetric(unit: Unit) -> bool:

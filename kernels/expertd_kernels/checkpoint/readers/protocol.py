@@ -102,11 +102,6 @@ class Unit:
         yield from self.tensors.values()
         yield from self.siblings.values()
 
-    def prefetch(self) -> None:
-        """Ask the kernel to read ahead what this unit will need."""
-        for t in self.needed():
-            t.prefetch()
-
     def setting(self, key: str, default: Any = None) -> Any:
         """A key of the quantization config, the override for this projection first."""
         value = self.overrides.get(key, self.quant.get(key, default))
@@ -169,7 +164,11 @@ class Part:
 
 
 class Reader(Protocol):
-    """The shape of a module in readers/."""
+    """The shape of a module in readers/.
+
+    layout(unit) is asked once for all units that look alike (names, dtypes, shapes of their tensors), and of each unit
+    that has a `g_idx`.  A module may define `may_be_ordered(unit) -> bool` to say that a g_idx needs no look.
+    """
 
     def layout(self, unit: Unit) -> Layout: ...
 
