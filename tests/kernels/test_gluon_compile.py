@@ -11,11 +11,13 @@ pytest.importorskip("triton.experimental.gluon")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from expertd_kernels.backends.gluon.block import block  # noqa: E402
 from expertd_kernels.backends.gluon.codec import codec_of  # noqa: E402
 from expertd_kernels.backends.gluon.plan import TilePlan  # noqa: E402
+from expertd_kernels.backends.gluon.routing import combine, group_routes, table_routes  # noqa: E402
 from expertd_kernels.backends.gluon.specialized import ws  # noqa: E402
 from expertd_kernels.backends.gluon.tile import Gemm, tile  # noqa: E402
 from expertd_kernels.scheme import Scheme  # noqa: E402
@@ -97,6 +99,27 @@ def test_every_feature_compiles(tmp_path):
     kernel = compiled(g, TilePlan.parse("block BM32 T4 W4 V1"), "lists")
     _, _, serialized = resources(kernel, tmp_path)
     assert not serialized
+
+
+@pytest.mark.parametrize(
+    ("kernel", "types", "constants"),
+    [
+        (combine, ["*fp32", "*i32", "*bf16", "i32", "i32"], {"TOPK": 8, "SPLIT": 2, "B": 512, "PDL": True}),
+        (group_routes, ["*i32", "*i32", "*i32", "i32"], {"TH": 512, "CH": 16, "PDL": True}),
+        (
+            table_routes,
+            ["*i32", "*i32", "*i32", "i32"],
+            {"E": 60, "EP": 64, "MAXB": 128, "BM": 8, "B": 512, "PDL": True},
+        ),
+    ],
+    ids=["combine", "group_routes", "table_routes"],
+)
+def test_the_kernels_around_the_gemms_compile(kernel, types, constants):
+    names = kernel.arg_names
+    signature = dict(zip(names, types + ["constexpr"] * len(constants), strict=True))
+    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()})
+    out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    assert "griddepcontrol.wait" in out.asm["ptx"]
 
 
 def test_a_plan_that_splits_a_group_is_refused():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -38,6 +39,27 @@ from expertd_kernels.table import BACKENDS
 __all__ = ["Ceilings", "Row", "ceilings", "graph_times", "input_sets", "machine", "run", "shape_of"]
 
 DEFAULT_TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
+SUITE = (
+    ("qwen3-30b-a3b", "int4_g128", "uniform"),
+    ("qwen3-30b-a3b", "int4_g128", "zipf"),
+    ("qwen3-30b-a3b", "int4_g128_zp", "uniform"),
+    ("qwen3-30b-a3b", "mxfp4", "uniform"),
+    ("qwen3-30b-a3b", "int8_channel", "uniform"),
+    ("qwen3-30b-a3b", "e4m3_block128", "uniform"),
+    ("qwen3-30b-a3b", "bf16", "uniform"),
+    ("deepseek-v3/64", "int4_g128", "uniform"),
+    ("deepseek-v3/64", "e4m3_block128", "uniform"),
+    ("mixtral-8x7b", "int4_g128", "uniform"),
+    ("mixtral-8x7b", "int4_g128_zp", "uniform"),
+    ("mixtral-8x7b", "int8_channel", "uniform"),
+    ("mixtral-8x7b", "e4m3_block128", "uniform"),
+    ("gpt-oss-120b", "mxfp4", "uniform"),
+    ("gpt-oss-120b", "mxfp4", "zipf"),
+    ("gpt-oss-120b", "bf16", "uniform"),
+    ("E60-k6-H3584-I1280", "int4_g128", "uniform"),
+    ("E16-k1-H5120-I8192", "int4_g128", "uniform"),
+)
+"""Layers of the committed table, run when neither shape nor scheme is named.  Nobody tuned for the last two."""
 CHECK_ROWS = 16
 ZIPF_EXPONENT = 1.0
 WEIGHT_CYCLE_BYTES = 400_000_000
@@ -72,10 +94,16 @@ class Row:
 
 
 def shape_of(name: str) -> ModelShape:
-    """A model's name, or NAME/E for a slice with E experts.  ValueError lists the names."""
+    """A model's name, NAME/E for a slice with E experts, or "E60-k6-H3584-I1280".  ValueError lists the names."""
+    free = re.fullmatch(r"E(\d+)-k(\d+)-H(\d+)-I(\d+)", name)
+    if free:
+        E, k, H, I = (int(v) for v in free.groups())
+        return ModelShape(name, "free", E, k, H, I, (0,))
     base, _, experts = name.partition("/")
     if base not in MODELS or (experts and not experts.isdecimal()):
-        raise ValueError(f"shape {name!r}: want a model or MODEL/EXPERTS; models: {', '.join(MODELS)}")
+        raise ValueError(
+            f"shape {name!r}: want a model, MODEL/EXPERTS or E60-k6-H3584-I1280; models: {', '.join(MODELS)}"
+        )
     s = MODELS[base]
     return replace(s, name=name, num_experts=int(experts)) if experts else s
 
@@ -231,7 +259,7 @@ def points(
             us = found.get(name, float("nan"))
             gb_s, gflop_s = nbytes / us / 1e3, flop / us / 1e3
             rows.append(Row(shape.name, scheme.name, name, routing, M, us, gb_s, gflop_s, floor / us, errors[name]))
-            print(_line(rows[-1]), flush=True)
+            print(_line(rows[-1]), file=sys.stderr, flush=True)
         del sets
     return rows
 
@@ -249,22 +277,26 @@ def _line(r: Row) -> str:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """The bench's --device cuda.  args: shape, scheme, backend (comma-separated lists or None), m, routing, json, csv."""
+    """The bench's --device cuda.  args: shape, scheme, backend, routing (comma-separated or None: SUITE), m (numbers or
+    None), json, csv (paths or None)."""
 
     def listed(value: str | None, default: str) -> list[str]:
         return (value or default).split(",")
 
+    suite: Sequence[tuple[str, str, str]] = SUITE
+    if args.shape or args.scheme:
+        shapes, schemes = listed(args.shape, "qwen3-30b-a3b"), listed(args.scheme, "int4_g128")
+        suite = [(a, b, c) for a in shapes for b in schemes for c in listed(args.routing, "uniform")]
+    layers = [(shape_of(a), Scheme.parse(b), c) for a, b, c in suite]
     top = ceilings()
     facts = machine()
-    print(f"{facts}\nread {top.read_gb_s:.0f} GB/s, bf16 {top.bf16_tflop_s:.0f} TFLOP/s", flush=True)
+    print(f"{facts}\nread {top.read_gb_s:.0f} GB/s, bf16 {top.bf16_tflop_s:.0f} TFLOP/s", file=sys.stderr, flush=True)
     rows: list[Row] = []
-    for shape in listed(args.shape, "qwen3-30b-a3b,deepseek-v3/64,mixtral-8x7b"):
-        for scheme in listed(args.scheme, "int4_g128"):
-            tokens = [int(m) for m in args.m] if args.m else DEFAULT_TOKENS
-            names = args.backend.split(",") if args.backend else []
-            for routing in listed(args.routing, "uniform"):
-                rows += points(shape_of(shape), Scheme.parse(scheme), tokens, names, routing, top)
-                torch.cuda.empty_cache()
+    for shape, scheme, routing in layers:
+        tokens = [int(m) for m in args.m] if args.m else DEFAULT_TOKENS
+        names = args.backend.split(",") if args.backend else []
+        rows += points(shape, scheme, tokens, names, routing, top)
+        torch.cuda.empty_cache()
     result = {"machine": facts, "ceilings": asdict(top), "rows": [asdict(r) for r in rows]}
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")

@@ -220,8 +220,8 @@ class GluonExperts:
             blocks = n
             if M > 1:
                 words = triton.next_power_of_2(triton.cdiv(n, 32))
-            if words > 4:
-                raise ValueError(f"gluon_sm90: mode ids takes up to 128 routes, these are {n}")
+            if words > 4 or (words and p.w2.K > 1):
+                raise ValueError(f"gluon_sm90: plan {p} takes one token or up to 128 routes without splits, not {n}")
         elif p.mode == "table":
             blocks = min(n, n // p.w13.BM + min(E, n))
             table_routes[(E,)](
@@ -249,10 +249,10 @@ class GluonExperts:
                 )
             group_routes[(E,)](ids, table, lists, n, TH, CH, True, num_warps=warps, launch_pdl=True)
         self._gemm(w13, p.w13, p.mode, blocks, x, table, lists, weights, s.h, n, words)
-        self._gemm(w2, p.w2, p.mode, blocks, s.h, table, lists, weights, y, n, words)
+        self._gemm(w2, p.w2, p.mode, blocks * p.w2.K, s.h, table, lists, weights, y, n, words)
         B, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
         combine[(M, triton.cdiv(self.hidden_size, B))](
-            y, ids, out, self.hidden_size, E, top_k, B, True, num_warps=warps, launch_pdl=True
+            y, ids, out, self.hidden_size, E, top_k, p.w2.K, B, True, num_warps=warps, launch_pdl=True
         )
 
     def _gemm(

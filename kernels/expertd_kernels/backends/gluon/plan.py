@@ -15,7 +15,8 @@ __all__ = ["LayerPlan", "Plans", "TilePlan", "heuristic"]
 TABLE_ROUTES = 1024
 """Routes up to which one program of the routing kernel looks at all of them at once."""
 FEW_ROUTES = 32
-"""Routes up to which each CTA of the GEMMs finds its block itself; beyond, the routing kernel is cheaper."""
+"""Routes up to which each CTA of the GEMMs finds its block itself, if few share an expert; beyond, the routing
+kernel is cheaper."""
 THIN = 512
 """CTAs under which a GEMM does not fill an H100 or H200 (132 SMs with four CTAs each)."""
 
@@ -24,8 +25,8 @@ THIN = 512
 class TilePlan:
     """One GEMM's kernel.  kind "block": one tile a CTA; "ws": persistent, warp-specialised.  The letters: see Tile.
 
-    R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  P: whether w2's weights are fetched before
-    w13's GEMM has ended.
+    R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  K: parts of K, each a CTA's (w2 of one token).
+    P: whether w2's weights are fetched before w13's GEMM has ended.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class TilePlan:
     SK: int = 1
     R: int = 0
     C: int = 1
+    K: int = 1
     P: int = 1
 
     @property
@@ -83,6 +85,8 @@ class LayerPlan:
         both = (self.w13, self.w2)
         if self.mode not in ("ids", "table", "lists") or (self.mode != "lists" and any(p.kind == "ws" for p in both)):
             raise ValueError(f"layer plan {self}: want mode ids, table or lists, and lists for kernel ws")
+        if self.w13.K > 1 or (self.w2.K > 1 and (self.mode, self.tokens, self.w2.V) != ("ids", 1, 0)):
+            raise ValueError(f"layer plan {self}: only w2 of one token splits K")
         if self.mode == "table" and (self.w13.BM != self.w2.BM or self.w13.BM > 64):
             raise ValueError(f"layer plan {self}: with a table both GEMMs share one BM, at most 64")
 
@@ -130,7 +134,8 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPl
     if "ws" in (w13.kind, w2.kind) or tokens * top_k > TABLE_ROUTES:
         mode = "lists"
     else:
-        mode = "ids" if tokens * top_k <= FEW_ROUTES or tokens == 1 else "table"
+        alone = tokens * top_k <= FEW_ROUTES and hit >= 0.8 * tokens * top_k
+        mode = "ids" if alone or tokens == 1 else "table"
     return LayerPlan(tokens, mode, w13, w2)
 
 
