@@ -11,16 +11,20 @@
 namespace expertd {
 namespace {
 
-const Level* const kLevels[] = {  // best first
+// Levels of this architecture, best first.
+std::vector<const Level*> known() {
 #if defined(__x86_64__)
-    &kAvx512Bf16, &kAvx512, &kAvx2,
+  const bool amd = __builtin_cpu_is("amd");
+  return {amd ? &kAvx512Bf16 : &kAvx512Vnni, amd ? &kAvx512Vnni : &kAvx512Bf16, &kAvx512, &kAvx2, &kPortable};
+#else
+  return {&kPortable};
 #endif
-    &kPortable};
+}
 
 }  // namespace
 
 const Level* find_level(const char* name) {
-  for (const Level* l : kLevels)
+  for (const Level* l : known())
     if (l->runs() && (!*name || !std::strcmp(name, l->name))) return l;
   return nullptr;
 }
@@ -38,7 +42,7 @@ const char* expertd_cpu_sources(void) { return EXPERTD_SOURCES; }
 const char* expertd_cpu_levels(void) {
   static const std::string names = [] {
     std::string s;
-    for (const Level* l : kLevels)
+    for (const Level* l : known())
       if (l->runs()) s += (s.empty() ? "" : ",") + std::string(l->name);
     return s;
   }();

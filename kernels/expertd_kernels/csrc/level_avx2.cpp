@@ -4,6 +4,6 @@
 
 namespace expertd {
 
-const Level kAvx2 = level<Avx2>("avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); });
+const Level kAvx2 = level<Avx2>("avx2", false, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); });
 
 }  // namespace expertd

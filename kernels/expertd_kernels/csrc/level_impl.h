@@ -182,7 +182,7 @@ void gemm(Path path, const BlockArgs& a) {
   const int element = a.g->spec.element;
   if (path == kI16) {
     if (element == EXPERTD_INT8) return gemm_element<V, EXPERTD_INT8, kI16>(a);
-    if constexpr (!V::kBf16) return element == EXPERTD_INT4 ? gemm_element<V, EXPERTD_INT4, kI16>(a) : gemm_element<V, EXPERTD_E2M1, kI16>(a);
+    return element == EXPERTD_INT4 ? gemm_element<V, EXPERTD_INT4, kI16>(a) : gemm_element<V, EXPERTD_E2M1, kI16>(a);
   }
   if constexpr (V::kBf16) {
     if (path == kBf16) {
@@ -281,9 +281,9 @@ uint64_t read_all(const uint8_t* data, size_t bytes) {
 }
 
 template <class V>
-constexpr Level level(const char* name, bool (*runs)()) {
-  return Level{name,    V::kBf16,    runs,       load_row<V>,  round_row<V>, prepare<V>,
-               gemm<V>, activate<V>, combine<V>, store_row<V>, peak<V>,      read_all<V>};
+constexpr Level level(const char* name, bool bf16_codes, bool (*runs)()) {
+  return Level{name,       V::kBf16, bf16_codes,  runs, load_row<V>, round_row<V>,
+               prepare<V>, gemm<V>,  activate<V>, combine<V>, store_row<V>, peak<V>, read_all<V>};
 }
 
 }  // namespace

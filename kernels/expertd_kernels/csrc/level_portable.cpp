@@ -4,6 +4,6 @@
 
 namespace expertd {
 
-const Level kPortable = level<Portable>("portable", [] { return true; });
+const Level kPortable = level<Portable>("portable", Portable::kBf16, [] { return true; });
 
 }  // namespace expertd
