@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from expertd_kernels.backends.triton_kernels.layout import FLOAT, layout_of, pack_matrix, unpack_matrix
 from expertd_kernels.backends.triton_kernels.plan import Facts, make_plan, stage_bytes
-from expertd_kernels.backends.triton_kernels.replay import Recording
+from expertd_kernels.backends.triton_kernels.replay import Recording, proves
 from expertd_kernels.backends.triton_kernels.route import block_bound, expert_bins
 from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
 from expertd_kernels.scheme import Element, ScaleType, Scheme
@@ -134,3 +134,25 @@ def test_a_recording_replays_with_other_tensors_and_keeps_none_of_them():
     assert arguments[1] is weights
     assert arguments[2:3] + arguments[4:] == (5, 2, 1)
     assert arguments[3] is second[3]
+
+
+@pytest.mark.parametrize(("fault", "proven"), [(None, True), ("other result", False), ("raises", False)])
+def test_a_recording_that_does_not_repeat_its_call_is_not_used(fault, proven, caplog):
+    x, ids, weights, out = (torch.full((4, 2), 1.5) for _ in range(4))
+    out[0, 0] = float("nan")
+
+    class Compiled:
+        def __getitem__(self, grid):
+            def launch(x, out):
+                if fault == "raises":
+                    raise TypeError("function takes 61 arguments")
+                out.fill_(1.5)
+                out[0, 0] = float("nan")
+                out[3, 1] += fault is not None
+
+            return launch
+
+    recording = Recording()
+    recording.add(Compiled(), (1,), ["x", "out"], [x, out], {}, (x, ids, weights, out))
+    assert proves(recording, x, ids, weights, out) is proven
+    assert bool(caplog.records) is not proven

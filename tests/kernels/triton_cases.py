@@ -29,8 +29,12 @@ GROUP128, TOKEN = ActivationQuant.E4M3_GROUP128, ActivationQuant.E4M3_TOKEN
 
 @dataclass(frozen=True)
 class Case:
-    """One layer and one batch.  routing: "random", "nowhere" (a third of the routes is -1), "one" (all tokens to the
-    same experts), "none" (no route at all); tile: fields of the plan's tiles to override, bm: rows a block."""
+    """One layer and one batch.
+
+    routing     "random", "nowhere" (a third of the routes is -1), "one" (all tokens to the same experts), "none"
+    remembered  the second call is a replay, as on a GPU
+    bm, tile    rows a block, and fields of the plan's tiles, to override
+    """
 
     scheme: str | Scheme
     scale: ScaleType | None = None
@@ -48,6 +52,7 @@ class Case:
     routing: str = "random"
     dtype: torch.dtype = torch.bfloat16
     scale_factor: float = 1.0
+    remembered: bool = False
     bm: int | None = None
     tile: dict[str, Any] = field(default_factory=dict)
 
@@ -118,6 +123,9 @@ SMALL: dict[str, Case] = {
     "many_routes": Case("bf16", H=16, I=16, E=5, k=4, M=70, tile={"bn": 16}),
     "more_routes": Case("bf16", H=16, I=16, E=10, k=10, M=103, bm=64, tile={"bn": 16}),
     "f32_in": Case("bf16", H=32, I=32, dtype=torch.float32),
+    "remembered": Case("int4_g32", H=64, I=32, E=9, k=4, M=5, bias=True, remembered=True),
+    "remembered_f32": Case("bf16", H=32, I=32, dtype=torch.float32, remembered=True),
+    "remembered_w8a8": Case("e4m3_block128", H=144, I=32, E=2, M=2, quant=GROUP128, remembered=True),
     "bm32_group": Case("bf16", H=32, I=32, E=2, M=40, bm=32, tile={"group_m": 2, "bn": 16}),
     # rounded activations
     "w8a8_block128": Case("e4m3_block128", H=144, I=40, quant=GROUP128),
@@ -210,6 +218,24 @@ def same_bits(a: Weights, b: Weights) -> str:
     return "" if a.activation == b.activation else "activation"
 
 
+def remember(experts: Any) -> None:
+    """Let the interpreter's launches be recorded and replayed, with all arguments in the order of the signature."""
+
+    class Compiled:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments: self.kernel[grid](*arguments)
+
+    def launch(call: Any, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        kernel[grid](*args, **constants)
+        tensors = (call.x, call.ids, call.weights, call.out)
+        call.recording.add(Compiled(kernel), grid, kernel.arg_names, args, constants, tensors)
+
+    experts._replays, experts._launch = True, launch
+
+
 def run(c: Case, device: torch.device | str, kind: Device) -> dict[str, Any]:
     """relative_error, tolerance, unpacked ("" or what differs), repeated (a second call gives the same bits)."""
     from expertd_kernels.backends import triton as backend
@@ -223,12 +249,17 @@ def run(c: Case, device: torch.device | str, kind: Device) -> dict[str, Any]:
         tiles = {n: replace(getattr(plan, n), **c.tile) for n in ("gemm1", "gemm2")}
         changed = replace(plan, bm=c.bm or plan.bm, **tiles)
         experts.plan = lambda tokens, top_k: changed
+    if c.remembered and str(device) == "cpu":
+        remember(experts)
     x, ids, w = inputs_of(c, device)
     outs = []
-    for _ in range(2):
+    for again in (x, x.clone()):
         out = torch.full_like(x, float("nan"))
-        experts(x, ids, w, router_weight_on_input=c.on_input, out=out)
+        experts(again, ids, w, router_weight_on_input=c.on_input, out=out)
         outs.append(out)
+    if c.remembered:
+        assert experts._replays, "the replay did not repeat the first call"
+        assert len(experts._recordings) == 1
     rows = torch.linspace(0, c.M - 1, min(c.M, 64)).long().to(x.device)
     ref = reference(weights, x[rows], ids[rows], w[rows], router_weight_on_input=c.on_input)
     finite = bool(torch.isfinite(outs[0]).all())

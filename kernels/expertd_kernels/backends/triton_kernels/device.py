@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-__all__ = ["multiprocessors", "on", "shared_bytes", "stream_of"]
+__all__ = ["capturing", "multiprocessors", "on", "shared_bytes", "stream_of"]
 
 
 def stream_of(device: torch.device) -> int:
@@ -40,3 +40,8 @@ def multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return 64
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a graph is being captured: nothing may wait for the device then."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -14,10 +14,16 @@ from torch import Tensor
 from expertd_kernels.activation import Activation, ActivationKind
 from expertd_kernels.backends.triton_kernels import combine as combining
 from expertd_kernels.backends.triton_kernels import gemm, rounded, route
-from expertd_kernels.backends.triton_kernels.device import multiprocessors, on, shared_bytes, stream_of
+from expertd_kernels.backends.triton_kernels.device import capturing, multiprocessors, on, shared_bytes, stream_of
 from expertd_kernels.backends.triton_kernels.matrix import Matrix
 from expertd_kernels.backends.triton_kernels.plan import Facts, Plan, Tile, make_plan
-from expertd_kernels.backends.triton_kernels.replay import MOST_RECORDINGS, MOST_TOKENS, Recording, kind_of
+from expertd_kernels.backends.triton_kernels.replay import (
+    MOST_RECORDINGS,
+    MOST_TOKENS,
+    Recording,
+    kind_of,
+    proves,
+)
 from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
 from expertd_kernels.scheme import ActivationQuant
 
@@ -77,6 +83,7 @@ class TritonExperts:
         self._plans: dict[tuple[int, int], Plan] = {}
         self._fewer_stages: dict[tuple[Any, ...], int] = {}
         self._recordings: dict[tuple[Any, ...], Recording] = {}
+        self._replays = nvidia
 
     def plan(self, tokens: int, top_k: int) -> Plan:
         if self._planner is not None:
@@ -132,7 +139,7 @@ class TritonExperts:
     def _chunk(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool) -> None:
         """One pass; of a kind that was seen before, from its recording."""
         plan = self.plan(x.shape[0], ids.shape[1])
-        if not self.ptx or x.shape[0] > MOST_TOKENS:
+        if not self._replays or x.shape[0] > MOST_TOKENS:
             self._compute(x, ids, weights, out, on_input, plan, None)
             return
         kind = kind_of(x, ids, weights, out, on_input, plan, stream_of(self.device))
@@ -140,8 +147,13 @@ class TritonExperts:
         if found is not None:
             found.run(x, ids, weights, out)
             return
+        if capturing(self.device):  # the proof below would have to wait for the device
+            self._compute(x, ids, weights, out, on_input, plan, None)
+            return
         recording = Recording()
         self._compute(x, ids, weights, out, on_input, plan, recording)
+        if not self._recordings:
+            self._replays = proves(recording, x, ids, weights, out)
         if len(self._recordings) >= MOST_RECORDINGS:
             del self._recordings[next(iter(self._recordings))]
         self._recordings[kind] = recording

@@ -133,7 +133,7 @@ def fit(tile: Tile, bm: int, lay: Layout, segments: int, facts: Facts) -> Tile:
     if lay.elem != FLOAT:
         tile = replace(tile, bc=min(tile.bc, lay.sw))
         tile = replace(tile, kpb=tile.kpb if tile.bc == lay.sw else 1)
-        if (lay.fold == 2 or lay.zeros) and bm <= 16:  # with few accumulators it is cheaper to multiply those
+        if lay.fold == 2 and bm <= 16:  # with few accumulators it is cheaper to multiply those
             tile = replace(tile, weighted=False)
     while tile.stages > 1 and tile.stages * stage_bytes(tile, bm, lay, segments, facts.rounded) > facts.shared_bytes:
         tile = replace(tile, stages=tile.stages - 1)
