@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from expertd_kernels.activation import ActivationKind
-from expertd_kernels.oracle import Backend, DeviceRange, SchemeSupport
+from expertd_kernels.row import Backend, DeviceRange, SchemeSupport
 from expertd_kernels.scheme import WHOLE, ActivationQuant, Element, ScaleType
 
 __all__ = ["BACKENDS", "ORDER"]
