@@ -133,6 +133,10 @@ def test_the_sound_one_loads(sound: Path) -> None:
             rf"{VICTIM}\.scales: a scale is NaN or inf",
         ),
         (
+            lambda t: t.update({f"{VICTIM}.pre_quant_scale": torch.ones(H)}),
+            rf"{VICTIM}: fits no known format.*gptq_v1 \(tensor 'pre_quant_scale' is not known\)",
+        ),
+        (
             lambda t: t.update({f"{PREFIX}.gate_up_proj": torch.zeros(E, 2 * I, H)}),
             r"gate_up_proj: fused experts beside single ones",
         ),

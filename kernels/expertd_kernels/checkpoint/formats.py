@@ -33,6 +33,8 @@ class Format:
                it = any (unquantized projections of a quantized checkpoint)
     tensors    suffix -> dtypes (space separated) that the unit must have
     absent     suffixes that it must not have
+    optional   suffixes that it may have besides; any other is then a miss, for a tensor that nobody reads may matter.
+               None: not checked
     rule       a further condition; returns why the row does not apply, or None if it does
     refusal    set for a format that is recognised and deliberately not read: the sentence
     The rest are columns of the docs table.
@@ -43,6 +45,7 @@ class Format:
     methods: frozenset[str]
     tensors: Mapping[str, str]
     absent: frozenset[str] = frozenset()
+    optional: frozenset[str] | None = None
     rule: Callable[[Unit], str | None] = _always
     refusal: str = ""
     detected_by: str = ""
@@ -70,6 +73,9 @@ class Format:
             elif unit.tensors[suffix].dtype not in dtypes.split():
                 out.append(f"{suffix!r} is {unit.tensors[suffix].dtype}, want {' or '.join(dtypes.split())}")
         out += [f"tensor {suffix!r} is there" for suffix in sorted(self.absent) if unit.has(suffix)]
+        if self.optional is not None:
+            extra = sorted(set(unit.tensors) - set(self.tensors) - self.absent - self.optional)
+            out += [f"tensor {suffix!r} is not known" for suffix in extra]
         if not out:
             reason = self.rule(unit)
             out += [reason] if reason else []

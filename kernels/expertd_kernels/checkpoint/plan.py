@@ -83,6 +83,7 @@ def plan_layer(model: ModelConfig, quant: Mapping[str, Any], tensors: LayerTenso
     w2, notes2 = _matrix("w2", [(p["down"], p["down"].layout) for p in pieces], True)
     everything = [p for one in pieces for p in one.values()]
     rounding, input_scale, notes_a = _activation_quant(everything)
+    notes_a += [] if model.top_k(tensors.layer) else ["config.json does not say how many experts a token takes"]
     mixed = ["gate and up are stored as halves of alternating rows: put in order"] if mixed_rows else []
     return LayerPlan(
         tensors.layer,

@@ -206,6 +206,7 @@ def _row(name: str, method: str, rule: Callable[[Unit], str | None], detected: s
         frozenset({method}),
         _TENSORS,
         frozenset({"weight"}),
+        frozenset({"g_idx", "bias"}),
         rule,
         detected_by=detected,
         packing=_PACKING,
