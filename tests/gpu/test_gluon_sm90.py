@@ -167,19 +167,6 @@ def test_every_kernel_and_mode(scheme, mode):
             check(case, weights, experts, M, how, plan=plan)
 
 
-@pytest.mark.parametrize("case", [Case("int4_g128", inner=1024), Case("mxfp4", "swigluoai", True, inner=1024)], ids=str)
-def test_one_token_may_split_the_columns_of_w2(case):
-    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
-
-    weights, experts = layer(case)
-    for w2 in ("block BM8 S4 SK2 K2", "block BM8 S2 SK2 K4 P0", "block BM8 T2 S2 K8"):
-        plan = LayerPlan(1, "ids", TilePlan.parse("block BM8 S4 SK2"), TilePlan.parse(w2))
-        for how in ("even", "one", "absent"):
-            check(case, weights, experts, 1, how, plan=plan)
-        with pytest.raises(ValueError, match="without splits"):
-            experts(*routed(case, 2, "even"), plan=plan)
-
-
 def test_graph_replays_follow_new_inputs():
     case = Case("int4_g128", experts=32, top_k=4)
     weights, experts = layer(case)

@@ -104,7 +104,7 @@ def test_every_feature_compiles(tmp_path):
 @pytest.mark.parametrize(
     ("kernel", "types", "constants"),
     [
-        (combine, ["*fp32", "*i32", "*bf16", "i32", "i32"], {"TOPK": 8, "SPLIT": 2, "B": 512, "PDL": True}),
+        (combine, ["*fp32", "*i32", "*bf16", "i32", "i32"], {"TOPK": 8, "B": 512, "PDL": True}),
         (group_routes, ["*i32", "*i32", "*i32", "i32"], {"TH": 512, "CH": 16, "PDL": True}),
         (
             table_routes,

@@ -45,7 +45,6 @@ def _tile(
     base,
     n,
     tile,
-    part,
     wb,
     xs,
     sb,
@@ -55,8 +54,7 @@ def _tile(
     C: gl.constexpr,
 ):
     """N1 (+ N2) routes x T row tiles.  The slot freed D stages ago is refilled.  SK = 1: one MMA in flight; SK > 1
-    (needs D = 1): those of a whole stage.  part: which of C.split equal parts of K."""
-    STEPS: gl.constexpr = C.iterations // C.split
+    (needs D = 1): those of a whole stage."""
     P: gl.constexpr = C.ST - C.D
     PARTS: gl.constexpr = C.S // C.SK
     NN: gl.constexpr = N2 if N2 > 0 else N1
@@ -66,10 +64,9 @@ def _tile(
     XL: gl.constexpr = gl.SliceLayout(1, C.LX)
     L1: gl.constexpr = gl.BlockedLayout([1], [32], [C.W], [0])
     row = e * C.gemm.rows + tile * C.T
-    k0 = part * STEPS
     if C.early:
         for i0 in gl.static_range(P):
-            copy_weights(wd, ws, row, wb, sb, full, k0 + i0, i0, (n > 0) & (i0 < STEPS), C)
+            copy_weights(wd, ws, row, wb, sb, full, i0, i0, (n > 0) & (i0 < C.iterations), C)
         gdc_wait()
     f1 = input_rows(routes(lists, base, 0, n, N1, C, XL), C)
     f2 = input_rows(routes(lists, base, N1, n, NN, C, XL), C)
@@ -78,23 +75,20 @@ def _tile(
     w1 = route_weights(tw, r1, unscale, C)
     w2 = route_weights(tw, r2, unscale, C)
     b = load_bias(bias, row, C, M1)
-    if C.split > 1:
-        r1 = gl.where(r1 >= 0, r1 * C.split + part, -1)
-        b = gl.where(part == 0, b, 0.0)
     for i1 in gl.static_range(P):
-        ok = (n > 0) & (i1 < STEPS)
+        ok = (n > 0) & (i1 < C.iterations)
         if not C.early:
-            copy_weights(wd, ws, row, wb, sb, full, k0 + i1, i1, ok, C)
-        copy_inputs(x, f1, xs.index(i1).slice(0, N1, 0), k0 + i1, ok, C)
+            copy_weights(wd, ws, row, wb, sb, full, i1, i1, ok, C)
+        copy_inputs(x, f1, xs.index(i1).slice(0, N1, 0), i1, ok, C)
         if N2 > 0:
-            copy_inputs(x, f2, xs.index(i1).slice(N1, N2, 0), k0 + i1, ok, C)
+            copy_inputs(x, f2, xs.index(i1).slice(N1, N2, 0), i1, ok, C)
         async_copy.commit_group()
     t1 = warpgroup_mma_init(gl.zeros([C.T * 64, N1], gl.float32, M1))
     t2 = warpgroup_mma_init(gl.zeros([C.T * 64, NN], gl.float32, M2))
     slot = 0
     ns = P
     ph = 0
-    for i in range(STEPS):
+    for i in range(C.iterations):
         async_copy.wait_group(P - 1)
         fence_async_shared()
         mbarrier.wait(full.index(slot), ph)
@@ -103,11 +97,11 @@ def _tile(
             t1 = warpgroup_mma_init(t1)
             t2 = warpgroup_mma_init(t2)
         barrier()
-        more = i + P < STEPS
-        copy_weights(wd, ws, row, wb, sb, full, k0 + i + P, ns, more, C)
-        copy_inputs(x, f1, xs.index(ns).slice(0, N1, 0), k0 + i + P, more, C)
+        more = i + P < C.iterations
+        copy_weights(wd, ws, row, wb, sb, full, i + P, ns, more, C)
+        copy_inputs(x, f1, xs.index(ns).slice(0, N1, 0), i + P, more, C)
         if N2 > 0:
-            copy_inputs(x, f2, xs.index(ns).slice(N1, N2, 0), k0 + i + P, more, C)
+            copy_inputs(x, f2, xs.index(ns).slice(N1, N2, 0), i + P, more, C)
         async_copy.commit_group()
         for j in gl.static_range(PARTS):
             q, s = load(wb.index(slot), sb.index(slot), j, C)
@@ -132,8 +126,7 @@ def _tile(
 
 @gluon.jit
 def block(x, wd, ws, bias, table, lists, tw, out, unscale, routes_in_all, C: gl.constexpr):
-    """out[route] = act(w13 x[token]) or w2 h[route], for one block of routes x T row tiles a CTA; with C.split parts
-    of K: partial sums out[route * split + part].
+    """out[route] = act(w13 x[token]) or w2 h[route], for one block of routes x T row tiles a CTA.
 
     table: by mode, the ids [routes_in_all], the table of blocks, or the counts [E] of `lists`.  Mode "ids": a CTA a
     route; with words = 0 each route is a block, else the first of an expert's stands for all."""
@@ -143,10 +136,6 @@ def block(x, wd, ws, bias, table, lists, tw, out, unscale, routes_in_all, C: gl.
         gdc_launch_dependents()
     tile = gl.program_id(0) % C.column_tiles
     blk = gl.program_id(0) // C.column_tiles
-    part = 0
-    if C.split > 1:
-        part = blk % C.split
-        blk = blk // C.split
     if C.mode == "ids" and C.words == 0:
         e = gl.load(table + blk)
         base = blk
@@ -167,10 +156,10 @@ def block(x, wd, ws, bias, table, lists, tw, out, unscale, routes_in_all, C: gl.
         B: gl.constexpr = C.BM
         if C.V >= 1 and n <= B // 2:
             if C.V >= 2 and n <= B // 4:
-                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, part, wb, xs, sb, full, B // 4, 0, C)
+                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, B // 4, 0, C)
             else:
-                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, part, wb, xs, sb, full, B // 2, 0, C)
+                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, B // 2, 0, C)
         elif C.V >= 3 and n <= B // 4 * 3:
-            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, part, wb, xs, sb, full, B // 2, B // 4, C)
+            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, B // 2, B // 4, C)
         else:
-            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, part, wb, xs, sb, full, B, 0, C)
+            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, B, 0, C)

@@ -28,6 +28,8 @@ MAX_TOKENS = 8192
 """Tokens a launch at most; larger batches go in pieces."""
 MAX_OUTPUT_BYTES = 1 << 30
 """Bytes of w2's results [M, top_k, H] at most; a smaller piece is taken where more would be needed."""
+MAX_TOP_K = 32
+"""Routes of a token: the summing kernel keeps a bit for each."""
 FLOAT32_TOKENS = 128
 """Up to here w2's results are f32: their traffic costs nothing yet (kernel `ws` has no shared memory for it)."""
 
@@ -140,6 +142,8 @@ class GluonExperts:
         """As protocol.Experts.  hidden_states [M, H] bf16.  plan: instead of the one that the tokens' number picks."""
         x, M = hidden_states.contiguous(), hidden_states.shape[0]
         ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
+        if ids.ndim != 2 or ids.shape[1] > MAX_TOP_K:
+            raise ValueError(f"gluon_sm90: topk_ids {tuple(ids.shape)}, want [M, k] with k up to {MAX_TOP_K}")
         if (
             x.dtype != torch.bfloat16
             or x.shape[1] != self.hidden_size
@@ -220,8 +224,8 @@ class GluonExperts:
             blocks = n
             if M > 1:
                 words = triton.next_power_of_2(triton.cdiv(n, 32))
-            if words > 4 or (words and p.w2.K > 1):
-                raise ValueError(f"gluon_sm90: plan {p} takes one token or up to 128 routes without splits, not {n}")
+            if words > 4:
+                raise ValueError(f"gluon_sm90: mode ids takes up to 128 routes, these are {n}")
         elif p.mode == "table":
             blocks = min(n, n // p.w13.BM + min(E, n))
             table_routes[(E,)](
@@ -249,10 +253,10 @@ class GluonExperts:
                 )
             group_routes[(E,)](ids, table, lists, n, TH, CH, True, num_warps=warps, launch_pdl=True)
         self._gemm(w13, p.w13, p.mode, blocks, x, table, lists, weights, s.h, n, words)
-        self._gemm(w2, p.w2, p.mode, blocks * p.w2.K, s.h, table, lists, weights, y, n, words)
+        self._gemm(w2, p.w2, p.mode, blocks, s.h, table, lists, weights, y, n, words)
         B, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
         combine[(M, triton.cdiv(self.hidden_size, B))](
-            y, ids, out, self.hidden_size, E, top_k, p.w2.K, B, True, num_warps=warps, launch_pdl=True
+            y, ids, out, self.hidden_size, E, top_k, B, True, num_warps=warps, launch_pdl=True
         )
 
     def _gemm(

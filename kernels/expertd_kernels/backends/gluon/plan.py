@@ -25,8 +25,8 @@ THIN = 512
 class TilePlan:
     """One GEMM's kernel.  kind "block": one tile a CTA; "ws": persistent, warp-specialised.  The letters: see Tile.
 
-    R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  K: parts of K, each a CTA's (w2 of one token).
-    P: whether w2's weights are fetched before w13's GEMM has ended.
+    R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  P: whether w2's weights are fetched before
+    w13's GEMM has ended.
     """
 
     kind: str
@@ -40,7 +40,6 @@ class TilePlan:
     SK: int = 1
     R: int = 0
     C: int = 1
-    K: int = 1
     P: int = 1
 
     @property
@@ -85,8 +84,6 @@ class LayerPlan:
         both = (self.w13, self.w2)
         if self.mode not in ("ids", "table", "lists") or (self.mode != "lists" and any(p.kind == "ws" for p in both)):
             raise ValueError(f"layer plan {self}: want mode ids, table or lists, and lists for kernel ws")
-        if self.w13.K > 1 or (self.w2.K > 1 and (self.mode, self.tokens, self.w2.V) != ("ids", 1, 0)):
-            raise ValueError(f"layer plan {self}: only w2 of one token splits K")
         if self.mode == "table" and (self.w13.BM != self.w2.BM or self.w13.BM > 64):
             raise ValueError(f"layer plan {self}: with a table both GEMMs share one BM, at most 64")
 
@@ -153,7 +150,7 @@ def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int)
     if each <= 12:
         return TilePlan("block", 16, T=2, S=S, SK=min(2, S))
     if each <= 24:
-        if codec.bits == 4 and codec.integer and row_tiles >= 4 * THIN and K >= 2048:
+        if codec.bits == 4 and codec.integer and codec.group >= 64 and row_tiles >= 4 * THIN and K >= 2048:
             return TilePlan("ws", 32, T=4, S=2, ST=4, V=1, R=128, C=2)
         return TilePlan("block", 32, T=2, S=S, SK=2 if deep else 1, V=1)
     if each <= 96:

@@ -73,19 +73,18 @@ def table_routes(
 
 
 @triton.jit
-def combine(y, ids, out, H, E, TOPK: tl.constexpr, SPLIT: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
-    """out[t] = sum of y[route * SPLIT + part] over the token's routes that are computed here, in f32, in order."""
+def combine(y, ids, out, H, E, TOPK: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+    """out[t] = sum of y[route] over the token's routes that are computed here, in f32, in the order of the slots."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * B + tl.arange(0, B)
-    here = tl.zeros([], tl.int64)
+    here = 0
     for k in tl.static_range(TOPK):  # the ids are older than the kernel before: no need to wait for it
         e = tl.load(ids + t * TOPK + k)
-        here |= ((e >= 0) & (e < E)).to(tl.int64) << k
+        here |= ((e >= 0) & (e < E)).to(tl.int32) << k
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     a = tl.zeros([B], tl.float32)
-    for k in tl.static_range(TOPK * SPLIT):
-        m = (c < H) & ((here >> (k // SPLIT)) & 1 == 1)
-        a += tl.load(y + (t * TOPK * SPLIT + k) * H + c, mask=m, other=0.0).to(tl.float32)
+    for k in tl.static_range(TOPK):
+        a += tl.load(y + (t * TOPK + k) * H + c, mask=(c < H) & ((here >> k) & 1 == 1), other=0.0).to(tl.float32)
     tl.store(out + t * H + c, a.to(out.dtype.element_ty), mask=c < H)

@@ -54,7 +54,6 @@ class Tile:
     From the plan: BM tokens a block, T 64-row tiles a CTA, W consumer warps, stages of S 64-column blocks, ST stages,
     D stages between use and refill of a slot, SK 64-column blocks an MMA, V how far the last block narrows.
     words: mode "ids": 32-bit words that hold a bit a route; 0: no two routes share an expert, or it does not matter.
-    split: parts of K, each a CTA's.
     TT: 64-row tiles an A operand covers (T; half of it in the warp-specialised kernel).
     """
 
@@ -71,7 +70,6 @@ class Tile:
     D: int
     SK: int
     V: int
-    split: int
     pdl: bool
     early: bool
     source: str
@@ -198,8 +196,6 @@ def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0) -> Ti
         TT = c.T // 2
     if TT < c.W // 4:
         raise ValueError(f"plan {c}: {c.W} warps need {c.W // 4} row tiles an operand, it has {TT}")
-    if -(-gemm.K // (64 * c.S)) % c.K:
-        raise ValueError(f"plan {c}: {-(-gemm.K // (64 * c.S))} stages do not split in {c.K}")
     LQ, LS = _register_layouts(codec, TT, c.W, c.SK)
     copiers = 4 if c.kind == "ws" else c.W
     scales = c.S * 64 // codec.chunk * codec.chunk_scales
@@ -217,7 +213,6 @@ def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0) -> Ti
         c.D,
         c.SK,
         c.V,
-        c.K,
         pdl,
         pdl and c.early and not gemm.first,
         _SOURCE,
