@@ -40,8 +40,7 @@ struct Activation {
 
 struct Level {
   const char* name;
-  bool has_bf16;    // a dot product of bf16 pairs: for e4m3 and bf16 weights
-  bool bf16_codes;  // and it is the faster one for 4-bit weights too
+  bool use_bf16;  // a dot product of bf16 pairs is there, and the fastest way
   bool (*runs)();
   // dst[0..kp) = factor * row of a matrix's input, as f32, columns permuted and padded by map (nullptr: natural order, zeros behind k).
   void (*load_row)(const void* src, bool f32, const int32_t* map, int k, int kp, float factor, float* dst);
@@ -61,7 +60,7 @@ struct Level {
 
 inline Path path_of(const Level& level, int compute, int element) {
   if (compute == EXPERTD_COMPUTE_F32 || element == EXPERTD_F16 || element == EXPERTD_F32) return kF32;
-  if (level.has_bf16 && (!is_integral(element) || (level.bf16_codes && is_nibble(element)))) return kBf16;
+  if (level.use_bf16 && element != EXPERTD_INT8) return kBf16;
   return is_integral(element) ? kI16 : kF32;
 }
 

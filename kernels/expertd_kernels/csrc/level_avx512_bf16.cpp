@@ -13,8 +13,8 @@ bool runs() {
 
 }  // namespace
 
-// The same instructions; which dot product is faster is the maker's affair. On a Xeon with AMX (2023) vpdpwssd does 2.5 times the
-// multiply-adds of vdpbf16ps; on Zen 5 vdpbf16ps does twice those of the integer ones.
+// The same instructions; which of them is faster is the maker's affair. On a Xeon of 2023 whole layers ran at 80 GFLOP/s a core with
+// vdpbf16ps and at 208 Gop/s with vpdpwssd; on Zen 5 vdpbf16ps does twice the multiply-adds of the integer ones.
 const Level kAvx512Vnni = level<Avx512>("avx512_vnni", false, runs);
 const Level kAvx512Bf16 = level<Avx512>("avx512_bf16", true, runs);
 

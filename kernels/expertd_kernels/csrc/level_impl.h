@@ -221,27 +221,29 @@ double rate(double seconds, double operations, const Step& step) {
   const auto start = Clock::now();
   double elapsed = 0, done = 0;
   do {
-    for (int i = 0; i < 2000; i++) step();
-    done += 2000 * operations;
+    for (int i = 0; i < 500; i++) step();
+    done += 500 * operations;
     elapsed = std::chrono::duration<double>(Clock::now() - start).count();
   } while (elapsed < seconds);
   return done / elapsed;
 }
 
-// `dot(acc, a, b)` on eight independent sums, `operations` of them in one.
+// `dot(acc, a, b)` on ten independent sums, `operations` of them in one. Sums by name: an array would not be kept in registers.
 template <class V, class T, class Dot>
 double dot_rate(double seconds, double operations, T start, typename V::I a, typename V::I b, const Dot& dot) {
-  constexpr int N = 8;
-  T acc[N];
-  for (auto& v : acc) v = start;
-  return rate(seconds, 16.0 * N * operations, [&] {
-    for (int r = 0; r < 16; r++)
-#pragma GCC unroll 8
-      for (int i = 0; i < N; i++) {
-        keep<V>(a);
-        acc[i] = dot(acc[i], a, b);
-        keep<V>(acc[i]);
-      }
+  constexpr int kRounds = 64;
+  const auto next = [&](T& acc, typename V::I& x) {
+    keep<V>(x);  // or the product would be computed once for all
+    acc = dot(acc, x, b);
+    keep<V>(acc);
+  };
+  return rate(seconds, kRounds * 10 * operations, [&] {
+    T s0 = start, s1 = start, s2 = start, s3 = start, s4 = start, s5 = start, s6 = start, s7 = start, s8 = start, s9 = start;
+    typename V::I x = a;
+    for (int r = 0; r < kRounds; r++) {
+      next(s0, x), next(s1, x), next(s2, x), next(s3, x), next(s4, x);
+      next(s5, x), next(s6, x), next(s7, x), next(s8, x), next(s9, x);
+    }
   });
 }
 
@@ -281,9 +283,9 @@ uint64_t read_all(const uint8_t* data, size_t bytes) {
 }
 
 template <class V>
-constexpr Level level(const char* name, bool bf16_codes, bool (*runs)()) {
-  return Level{name,       V::kBf16, bf16_codes,  runs, load_row<V>, round_row<V>,
-               prepare<V>, gemm<V>,  activate<V>, combine<V>, store_row<V>, peak<V>, read_all<V>};
+constexpr Level level(const char* name, bool use_bf16, bool (*runs)()) {
+  return Level{name,    use_bf16,    runs,       load_row<V>,  round_row<V>, prepare<V>,
+               gemm<V>, activate<V>, combine<V>, store_row<V>, peak<V>,      read_all<V>};
 }
 
 }  // namespace
