@@ -278,7 +278,7 @@ def _line(r: Row) -> str:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """The bench's --device cuda.  args: shape, scheme, backend, routing (comma-separated or None: SUITE), m (numbers or
-    None), json, csv (paths or None)."""
+    None), json, csv (paths or None).  ValueError for an unknown name, or without a GPU."""
 
     def listed(value: str | None, default: str) -> list[str]:
         return (value or default).split(",")
@@ -288,6 +288,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         shapes, schemes = listed(args.shape, "qwen3-30b-a3b"), listed(args.scheme, "int4_g128")
         suite = [(a, b, c) for a in shapes for b in schemes for c in listed(args.routing, "uniform")]
     layers = [(shape_of(a), Scheme.parse(b), c) for a, b, c in suite]
+    if not torch.cuda.is_available():
+        raise ValueError("bench: --device cuda: torch sees no GPU here; --device cpu runs anywhere")
     top = ceilings()
     facts = machine()
     print(f"{facts}\nread {top.read_gb_s:.0f} GB/s, bf16 {top.bf16_tflop_s:.0f} TFLOP/s", file=sys.stderr, flush=True)
