@@ -31,7 +31,7 @@ def test_csv_has_a_line_a_point_with_machine_and_ceilings(tmp_path):
     row = {"shape": "s", "M": 8, "us": 1.5}
     result = {"machine": {"gpu": "G", "commit": "c"}, "ceilings": {"read_gb_s": 1.0}, "rows": [row, {**row, "M": 32}]}
     cuda.write_csv(tmp_path / "out.csv", result)
-    lines = list(csv.DictReader((tmp_path / "out.csv").open()))
+    lines = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert [line["M"] for line in lines] == ["8", "32"]
     assert {(line["gpu"], line["commit"], line["read_gb_s"]) for line in lines} == {("G", "c", "1.0")}
 
