@@ -28,7 +28,16 @@ CACHE = ".objects"
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi"]
 SANITIZE = ["-std=c++17", "-O1", "-g", "-fPIC", "-pthread", "-Wno-psabi", "-fno-omit-frame-pointer"]
 COMMON = ["layout", "pool", "pack", "layer", "context", "repack", "level_portable"]
-_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+_AVX512 = [
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx2",
+    "-mfma",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+]
 X86 = {
     "level_avx2": ["-mavx2", "-mfma"],
     "level_avx512": _AVX512,
