@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,8 @@ def shape_of(name: str) -> ModelShape:
     base, _, experts = name.partition("/")
     if base not in MODELS or (experts and not experts.isdecimal()):
         raise ValueError(f"shape {name!r}: want a model or MODEL/EXPERTS; models: {', '.join(MODELS)}")
-    s = asdict(MODELS[base]) | {"name": name, "activation": MODELS[base].activation}
-    return ModelShape(**(s | ({"num_experts": int(experts)} if experts else {})))
+    model = MODELS[base]
+    return replace(model, name=name, num_experts=int(experts) if experts else model.num_experts)
 
 
 def machine() -> dict[str, str]:

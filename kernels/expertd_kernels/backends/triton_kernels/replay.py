@@ -55,7 +55,8 @@ class Recording:
         holes = tuple((i, j) for i, a in enumerate(arguments) for j, t in enumerate(tensors) if a is t)
         for i, _ in holes:
             arguments[i] = None  # the caller's tensors are not kept
-        self.launches.append(_Launch(compiled, (*grid, 1, 1)[:3], arguments, holes))
+        x, y, z = (*grid, 1, 1)[:3]
+        self.launches.append(_Launch(compiled, (x, y, z), arguments, holes))
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
         if self.converted is not None:
