@@ -92,7 +92,8 @@ def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     out = {"stream": stream}
     if q.bias is not None:
         out["bias"] = _block_order(q.bias.cpu(), q.segments, blocks)
-    for name, t in (("global_scales", q.global_scales), ("columns", q.columns)):
+    # global_exact is not computed with: it is carried so that unpack gives the checkpoint's own bits.
+    for name, t in (("global_scales", q.global_scales), ("columns", q.columns), ("global_exact", q.global_exact)):
         if t is not None:
             out[name] = t.cpu().contiguous()
     return out, {"scheme": scheme_to_json(q.scheme), "shape": list(q.shape), "segments": q.segments}
@@ -120,6 +121,7 @@ def _unpack_matrix(tensors: dict[str, Tensor], meta: dict[str, Any]) -> QuantTen
         tensors.get("columns"),
         None if bias is None else _row_order(bias, segments, N),
         segments,
+        tensors.get("global_exact"),
     )
 
 
