@@ -11,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
 
-from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
+from expertd_kernels.checkpoint import CheckpointError, open_checkpoint, repack
+from expertd_kernels.checkpoint.tensors import Counter, Shard, Stored
 
 PREFIX = "model.layers.0.mlp.experts"
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -128,21 +130,27 @@ def test_configurations_that_do_not_fit_are_refused(
         open_checkpoint(tmp_path).load(0)
 
 
-def test_the_library_and_torch_repack_alike() -> None:
-    """Without the C++ library the same bits come out of torch."""
-    from expertd_kernels.checkpoint import bits, repack
-
+def test_the_library_and_torch_repack_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the C++ library the same bits come out of torch; tensors of several pieces and odd sizes, too."""
     if not repack.uses_library():
         pytest.skip("the C++ library is not built: run `python -m expertd_kernels.csrc.build`")
+    monkeypatch.setattr(repack, "PIECE_BYTES", 4096)
     g = torch.Generator().manual_seed(1)
-    for rows, cols in ((8, 1), (16, 16), (40, 33), (64, 50), (8, 128)):
-        words = torch.randint(-(2**31), 2**31, (rows, cols), generator=g, dtype=torch.int32)
-        flip = -0x7F7F7F80
-        assert torch.equal(repack.transpose_rows(words, flip).read(), (words ^ flip).t())
-        for width in (4, 8):
-            columns = torch.randperm(rows * 32 // width, generator=g).int()
-            want = (bits.gather_fields(words, columns, width) ^ flip).t()
-            assert torch.equal(repack.gather_rows(words, columns, width, flip).read(), want)
-        turned = bits.transpose_packed_rows(words)
-        want = torch.stack([turned[:, ORDER.index(i)] for i in range(8)], 1).permute(2, 1, 0).flatten(0, 1)
-        assert torch.equal(repack.transpose_columns(words, ORDER).read(), want)
+    shapes = ((8, 1), (16, 16), (40, 33), (64, 50), (8, 128), (136, 20), (400, 40))
+    words = {f"{r}x{c}": torch.randint(-(2**31), 2**31, (r, c), generator=g).int() for r, c in shapes}
+    save_file(words, tmp_path / "w.safetensors")
+    for name, stored in Shard(tmp_path / "w.safetensors", tmp_path, Counter()).tensors.items():
+        columns = {w: torch.randperm(words[name].shape[0] * 32 // w, generator=g).int() for w in (4, 8)}
+
+        def made(stored: Stored = stored, columns: dict[int, Tensor] = columns) -> list[Tensor]:
+            parts = [repack.transpose_rows(stored), repack.transpose_rows(stored, -0x7F7F7F80)]
+            parts += [repack.gather_rows(stored, c, width, flip) for width, c in columns.items() for flip in (0, 7)]
+            parts += [repack.transpose_columns(stored, ORDER)]
+            return [p if isinstance(p, Tensor) else p.read() for p in parts]
+
+        with_library = made()
+        with monkeypatch.context() as m:
+            m.setattr(repack, "uses_library", lambda: False)
+            without = made()
+        for a, b in zip(with_library, without, strict=True):
+            assert torch.equal(a, b), name

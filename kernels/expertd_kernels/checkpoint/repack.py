@@ -1,11 +1,12 @@
 """Moving packed fields into canonical place, fast: through the C++ library where it is built, else with torch.
 
-Both ways give the same bits (the tests compare them); only the speed differs, by a factor of 3 to 8.
+Both ways give the same bits (the tests compare them); only the speed differs, by a factor of 3 to 8.  The library
+works on pieces that stay in the cache between being read from the file and being written to their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,8 +15,12 @@ from torch import Tensor
 
 from expertd_kernels.backends.cpu_native import kernel_error, library
 from expertd_kernels.checkpoint import bits
+from expertd_kernels.checkpoint.tensors import Stored
 
 __all__ = ["Repacked", "gather_rows", "transpose_columns", "transpose_rows", "uses_library"]
+
+PIECE_BYTES = 192 << 10
+"""Of a tensor that is read, and still in the second-level cache (256 KiB and more today) when it is repacked."""
 
 
 @cache
@@ -28,7 +33,7 @@ class Repacked:
     """[rows, cols] int32 words that are made where they are wanted: fill(address) writes them there."""
 
     shape: tuple[int, int]
-    fill: Callable[[int], int]
+    fill: Callable[[int], None]
 
     def read(self) -> Tensor:
         out = torch.empty(self.shape, dtype=torch.int32)
@@ -39,37 +44,68 @@ class Repacked:
         """Fill a contiguous tensor of the same number of bytes."""
         if out.numel() * out.element_size() != 4 * self.shape[0] * self.shape[1] or not out.is_contiguous():
             raise ValueError(f"repacking: {self.shape} words into {out.dtype} {tuple(out.shape)}")
-        if error := self.fill(out.data_ptr()):
-            raise MemoryError("repacking") if error == 2 else ValueError("repacking: sizes or columns out of range")
+        self.fill(out.data_ptr())
 
 
-def transpose_rows(words: Tensor, flip: int = 0) -> Tensor | Repacked:
+def transpose_rows(words: Stored, flip: int = 0) -> Tensor | Repacked:
     """[K/8, N] int32 packed along K (or [K/4, N] with bytes) -> [N, K/8], each word XORed with `flip`."""
     rows, cols = words.shape
     if not uses_library():
-        return (words ^ flip if flip else words).t()
-    words, run = words.contiguous(), library().expertd_repack_rows
-    return Repacked((cols, rows), lambda out: run(words.data_ptr(), rows, cols, flip & 0xFFFFFFFF, out))
+        read = words.read()
+        return (read ^ flip if flip else read).t()
+    run, mask = library().expertd_repack_rows, flip & 0xFFFFFFFF
+
+    def fill(out: int) -> None:
+        for first, piece in _pieces(words, multiple=16):
+            _check(run(piece.data_ptr(), len(piece), cols, mask, out + 4 * first, rows))
+
+    return Repacked((cols, rows), fill)
 
 
-def gather_rows(words: Tensor, columns: Tensor, field_bits: int, flip: int = 0) -> Tensor | Repacked:
+def gather_rows(words: Stored, columns: Tensor, field_bits: int, flip: int = 0) -> Tensor | Repacked:
     """The same, with field j along K taken from field columns[j] ([K] int32, field_bits 4 or 8)."""
     rows, cols = words.shape
     if not uses_library():
-        return (bits.gather_fields(words, columns, field_bits) ^ flip).t()
-    words, order, run = words.contiguous(), columns.contiguous(), library().expertd_repack_gather
+        return (bits.gather_fields(words.read(), columns, field_bits) ^ flip).t()
+    order, run = columns.contiguous(), library().expertd_repack_gather
     k, mask = rows * 32 // field_bits, flip & 0xFFFFFFFF
-    return Repacked((cols, rows), lambda out: run(words.data_ptr(), k, cols, field_bits, order.data_ptr(), mask, out))
+
+    def fill(out: int) -> None:
+        read = words.read()
+        _check(run(read.data_ptr(), k, cols, field_bits, order.data_ptr(), mask, out))
+
+    return Repacked((cols, rows), fill)
 
 
-def transpose_columns(words: Tensor, order: Sequence[int]) -> Tensor | Repacked:
+def transpose_columns(words: Stored, order: Sequence[int]) -> Tensor | Repacked:
     """[K, C] int32, nibble i of word c in column 8c + order[i] -> [8C, K/8] int32 packed along K (K % 8 == 0)."""
     K, C = words.shape
     if uses_library():
-        words, run = words.contiguous(), library().expertd_repack_columns
-        return Repacked((8 * C, K // 8), lambda out: run(words.data_ptr(), K, C, bytes(order), out))
-    out = torch.empty(8 * C, K // 8, dtype=torch.int32)
-    turned = bits.transpose_packed_rows(words)
+        run, places = library().expertd_repack_columns, bytes(order)
+
+        def fill(out: int) -> None:
+            for first, piece in _pieces(words, multiple=128):
+                _check(run(piece.data_ptr(), len(piece), C, places, out + first // 2, K // 8))
+
+        return Repacked((8 * C, K // 8), fill)
+    turned = bits.transpose_packed_rows(words.read())
+    made = torch.empty(8 * C, K // 8, dtype=torch.int32)
     for i, column in enumerate(order):
-        out[column::8] = turned[:, i].t()
-    return out
+        made[column::8] = turned[:, i].t()
+    return made
+
+
+def _pieces(words: Stored, multiple: int) -> Iterator[tuple[int, Tensor]]:
+    """(first row, rows) of a stored matrix, in pieces of a multiple of so many rows, one buffer for all."""
+    rows = words.shape[0]
+    step = max(PIECE_BYTES * rows // max(words.nbytes, 1) // multiple, 1) * multiple
+    buffer = torch.empty(min(step, rows), *words.shape[1:], dtype=words.torch_dtype)
+    for first in range(0, rows, step):
+        piece = buffer[: min(step, rows - first)]
+        words.rows(first, first + len(piece)).read_into(piece)
+        yield first, piece
+
+
+def _check(error: int) -> None:
+    if error:
+        raise MemoryError("repacking") if error == 2 else ValueError("repacking: sizes or columns out of range")

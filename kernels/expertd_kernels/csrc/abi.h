@@ -80,14 +80,16 @@ EXPERTD_API int32_t expertd_cpu_unpack(expertd_context*, const expertd_spec*, co
 EXPERTD_API int32_t expertd_cpu_forward(expertd_context*, const expertd_layer*, const expertd_call*);
 
 // Checkpoint layouts -> canonical codes. `in` holds 32-bit words of 4- or 8-bit fields, low bits first; `out` gets one matrix row
-// by row, words along K; each word is XORed with `flip` (0x80808080: unsigned bytes become signed ones).
+// by row, words along K, rows `stride` words apart (so that a matrix can be made piece by piece along K); each word is XORed with
+// `flip` (0x80808080: unsigned bytes become signed ones).
 // rows: in [rows, cols] packed along its rows -> out [cols, rows].
-EXPERTD_API int32_t expertd_repack_rows(const uint32_t* in, int64_t rows, int64_t cols, uint32_t flip, uint32_t* out);
-// gather: the same for in [k * bits / 32, n], field j taken from field columns[j]. bits 4 or 8.
+EXPERTD_API int32_t expertd_repack_rows(const uint32_t* in, int64_t rows, int64_t cols, uint32_t flip, uint32_t* out, int64_t stride);
+// gather: the same for a whole in [k * bits / 32, n], field j taken from field columns[j]. bits 4 or 8.
 EXPERTD_API int32_t expertd_repack_gather(const uint32_t* in, int64_t k, int64_t n, int32_t bits, const int32_t* columns, uint32_t flip,
                                           uint32_t* out);
 // columns: in [k, cols], nibble i of word c in column 8 c + order[i] -> out [8 cols, k / 8]. k % 8 == 0.
-EXPERTD_API int32_t expertd_repack_columns(const uint32_t* in, int64_t k, int64_t cols, const uint8_t* order, uint32_t* out);
+EXPERTD_API int32_t expertd_repack_columns(const uint32_t* in, int64_t k, int64_t cols, const uint8_t* order, uint32_t* out,
+                                           int64_t stride);
 
 // Ceilings of this machine, for the benchmark: GB/s of a plain read; 10^9 operations a second of multiply-adds, EXPERTD_PEAK_* (BF16: f32
 // where the level has no bf16 dot product).

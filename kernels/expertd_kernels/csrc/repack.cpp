@@ -74,15 +74,16 @@ INLINE void put(const Tile& tile, int64_t height, int64_t width, uint32_t* out, 
     for (int64_t r = 0; r < height; r++) out[c * stride + r] = tile[r][c];
 }
 
-// Transposes a [rows, cols] matrix of words that fill(r, c0, width, row) makes: words c0 .. c0 + width of row r.
+// Transposes a [rows, cols] matrix of words that fill(r, c0, width, row) makes (words c0 .. c0 + width of row r): column c to
+// out + c * stride.
 template <class Fill>
-INLINE void write_transposed(int64_t rows, int64_t cols, uint32_t* out, const Fill& fill) {
+INLINE void write_transposed(int64_t rows, int64_t cols, uint32_t* out, int64_t stride, const Fill& fill) {
   Tile tile;
   for (int64_t c0 = 0; c0 < cols; c0 += TILE)
     for (int64_t r0 = 0; r0 < rows; r0 += TILE) {
       const int64_t height = least(TILE, rows - r0), width = least(TILE, cols - c0);
       for (int64_t r = 0; r < height; r++) fill(r0 + r, c0, width, tile[r]);
-      put(tile, height, width, out + c0 * rows + r0, rows);
+      put(tile, height, width, out + c0 * stride + r0, stride);
     }
 }
 
@@ -126,7 +127,7 @@ INLINE void gather(const uint32_t* in, int64_t rows, int64_t cols, const int32_t
   for (int64_t c0 = 0; c0 < cols; c0 += TILE) {
     const int64_t width = least(TILE, cols - c0);
     for (int64_t r = 0; r < rows; r++) memcpy(&strip[size_t(r) * TILE], in + r * cols + c0, size_t(width) * sizeof(uint32_t));
-    write_transposed(rows, width, out + c0 * rows, Gathered<bits>{strip.data(), columns, flip});
+    write_transposed(rows, width, out + c0 * rows, rows, Gathered<bits>{strip.data(), columns, flip});
   }
 }
 
@@ -168,9 +169,9 @@ INLINE void turn_columns(const uint32_t* in, int64_t cols, int64_t r0, int64_t h
 
 extern "C" {
 
-CLONES int32_t expertd_repack_rows(const uint32_t* in, int64_t rows, int64_t cols, uint32_t flip, uint32_t* out) {
-  if (!in || !out || rows < 0 || cols < 0) return EXPERTD_BAD_ARGUMENT;
-  write_transposed(rows, cols, out, Flipped{in, cols, flip});
+CLONES int32_t expertd_repack_rows(const uint32_t* in, int64_t rows, int64_t cols, uint32_t flip, uint32_t* out, int64_t stride) {
+  if (!in || !out || rows < 0 || cols < 0 || stride < rows) return EXPERTD_BAD_ARGUMENT;
+  write_transposed(rows, cols, out, stride, Flipped{in, cols, flip});
   return EXPERTD_OK;
 }
 
@@ -190,8 +191,9 @@ CLONES int32_t expertd_repack_gather(const uint32_t* in, int64_t k, int64_t n, i
   return EXPERTD_OK;
 }
 
-CLONES int32_t expertd_repack_columns(const uint32_t* in, int64_t k, int64_t cols, const uint8_t* order, uint32_t* out) {
-  if (!in || !out || !order || k < 0 || cols < 0 || k % 8) return EXPERTD_BAD_ARGUMENT;
+CLONES int32_t expertd_repack_columns(const uint32_t* in, int64_t k, int64_t cols, const uint8_t* order, uint32_t* out,
+                                      int64_t stride) {
+  if (!in || !out || !order || k < 0 || cols < 0 || k % 8 || stride < k / 8) return EXPERTD_BAD_ARGUMENT;
   for (int i = 0; i < 8; i++)
     if (order[i] > 7) return EXPERTD_BAD_ARGUMENT;
   const int64_t words = k / 8;
@@ -200,7 +202,7 @@ CLONES int32_t expertd_repack_columns(const uint32_t* in, int64_t k, int64_t col
     for (int64_t r0 = 0; r0 < words; r0 += TILE) {
       const int64_t height = least(TILE, words - r0), width = least(TILE, cols - c0);
       turn_columns(in, cols, r0, height, c0, width, tiles);
-      for (int i = 0; i < 8; i++) put(tiles[i], height, width, out + (c0 * 8 + order[i]) * words + r0, 8 * words);
+      for (int i = 0; i < 8; i++) put(tiles[i], height, width, out + (c0 * 8 + order[i]) * stride + r0, 8 * stride);
     }
   return EXPERTD_OK;
 }

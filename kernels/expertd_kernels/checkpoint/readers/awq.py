@@ -9,14 +9,15 @@ weight[n, k] = (q - zero) * scale
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from expertd_kernels.canonical import pack_nibbles
 from expertd_kernels.checkpoint.bits import unpack_fields, words_for
 from expertd_kernels.checkpoint.formats import Format
 from expertd_kernels.checkpoint.readers.groups import GroupInfo, integer_scheme, scale_type
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.checkpoint.repack import Repacked, transpose_columns
+from expertd_kernels.checkpoint.tensors import Stored
 from expertd_kernels.scheme import WHOLE
 
 __all__ = ["FORMATS", "layout", "read"]
@@ -73,8 +74,8 @@ def layout(unit: Unit) -> Layout:
 
 def read(unit: Unit) -> Part:
     plan = unit.layout or layout(unit)
-    symmetric, words, packed_zeros = not plan.scheme.zeros, unit.read("qweight"), unit.read("qzeros")
-    codes: Tensor | Repacked
+    symmetric, words, packed_zeros = not plan.scheme.zeros, unit.stored("qweight"), unit.read("qzeros")
+    codes: Tensor | Stored | Repacked
     if _is_gemv(unit):
         groups = plan.scheme.scale_shape(plan.n, plan.k)[1]
         codes, scales = words, unit.read("scales")[:, :groups]
@@ -93,14 +94,13 @@ def read(unit: Unit) -> Part:
     return Part(codes, scales, None if symmetric else zeros, bias=bias)
 
 
-def _gemm_codes(words: Tensor) -> Tensor | Repacked:
+def _gemm_codes(words: Stored) -> Tensor | Repacked:
     """[K, N/8] words along N -> [N, K/8] words along K, or [N, ceil(K/2)] bytes where K is no multiple of 8."""
-    K = words.shape[0]
+    K, C = words.shape
     if K % 8 == 0:
         return transpose_columns(words, ORDER)
-    out = transpose_columns(torch.nn.functional.pad(words, (0, 0, 0, -K % 8)), ORDER)
-    whole = out if isinstance(out, Tensor) else out.read()
-    return whole.view(torch.uint8)[:, : -(-K // 2)]
+    fields = unpack_fields(words.read(), 4, 8 * C, dim=1).view(K, C, 8)[:, :, list(_PLACE)].flatten(1)
+    return pack_nibbles(fields.t())
 
 
 def _version(unit: Unit) -> str:

@@ -30,6 +30,7 @@ from expertd_kernels.checkpoint.order import UNEQUAL, columns_of, is_natural
 from expertd_kernels.checkpoint.readers.groups import GroupInfo, integer_scheme, scale_type
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.checkpoint.repack import Repacked, gather_rows, transpose_rows
+from expertd_kernels.checkpoint.tensors import Stored
 from expertd_kernels.scheme import WHOLE, Element, Scheme
 
 __all__ = ["FORMATS", "layout", "may_be_ordered", "read"]
@@ -82,12 +83,13 @@ def read(unit: Unit) -> Part:
     scales = unit.read("scales").t()
     zeros = _zeros(unit, bits, plan.n)
     bias = unit.read("bias") if unit.has("bias") else None
-    words = unit.read("qweight")
     if not plan.scheme.element.quantized:
-        return Part(_widened(unit, bits, words, scales, zeros), bias=bias)
+        return Part(_widened(unit, bits, scales, zeros), bias=bias)
     if unit.has("g_idx") and not may_be_ordered(unit):
         _require_natural(unit, plan)
-    return Part(_codes(words, bits, plan, zeros is None), scales, zeros, columns=plan.columns, bias=bias)
+    return Part(
+        _codes(unit.stored("qweight"), bits, plan, zeros is None), scales, zeros, columns=plan.columns, bias=bias
+    )
 
 
 def may_be_ordered(unit: Unit) -> bool:
@@ -145,21 +147,21 @@ def _raw_zeros(unit: Unit) -> bool:
     return _version(unit) == "gptq_v2"
 
 
-def _codes(words: Tensor, bits: int, plan: Layout, symmetric: bool) -> Tensor | Repacked:
+def _codes(words: Stored, bits: int, plan: Layout, symmetric: bool) -> Tensor | Repacked:
     """Canonical codes of packed words [K * bits / 32, N], the columns brought into group order."""
     columns = plan.columns
     if bits >= 4:
         flip = _FLIP if bits == 8 else 0
         return transpose_rows(words, flip) if columns is None else gather_rows(words, columns, bits, flip)
-    fields = unpack_fields(words, bits, plan.k, dim=0)
+    fields = unpack_fields(words.read(), bits, plan.k, dim=0)
     fields = fields if columns is None else fields.index_select(0, columns)
     return pack_nibbles((int4_from_narrow(fields, bits) if symmetric else fields).t())
 
 
-def _widened(unit: Unit, bits: int, words: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+def _widened(unit: Unit, bits: int, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """[N, K] f32 of groups that no permutation makes equal."""
     group = unit.read("g_idx").long()
-    q = unpack_fields(words, bits, group.numel(), dim=0).t().float()
+    q = unpack_fields(unit.read("qweight"), bits, group.numel(), dim=0).t().float()
     z = float(1 << (bits - 1)) if zeros is None else (zeros.float() + (128 if bits == 8 else 0))[:, group]
     return (q - z) * scales.float()[:, group]
 
