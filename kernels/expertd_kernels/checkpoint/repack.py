@@ -6,11 +6,14 @@ works on pieces that stay in the cache between being read from the file and bein
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd_kernels.backends.cpu_native import kernel_error, library
@@ -56,8 +59,8 @@ def transpose_rows(words: Stored, flip: int = 0) -> Tensor | Repacked:
     run, mask = library().expertd_repack_rows, flip & 0xFFFFFFFF
 
     def fill(out: int) -> None:
-        for first, piece in _pieces(words, multiple=16):
-            _check(run(piece.data_ptr(), len(piece), cols, mask, out + 4 * first, rows))
+        for first, count, piece in _pieces(words, multiple=16):
+            _check(run(piece, count, cols, mask, out + 4 * first, rows))
 
     return Repacked((cols, rows), fill)
 
@@ -84,8 +87,8 @@ def transpose_columns(words: Stored, order: Sequence[int]) -> Tensor | Repacked:
         run, places = library().expertd_repack_columns, bytes(order)
 
         def fill(out: int) -> None:
-            for first, piece in _pieces(words, multiple=128):
-                _check(run(piece.data_ptr(), len(piece), C, places, out + first // 2, K // 8))
+            for first, count, piece in _pieces(words, multiple=128):
+                _check(run(piece, count, C, places, out + first // 2, K // 8))
 
         return Repacked((8 * C, K // 8), fill)
     turned = bits.transpose_packed_rows(words.read())
@@ -95,15 +98,24 @@ def transpose_columns(words: Stored, order: Sequence[int]) -> Tensor | Repacked:
     return made
 
 
-def _pieces(words: Stored, multiple: int) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows) of a stored matrix, in pieces of a multiple of so many rows, one buffer for all."""
-    rows = words.shape[0]
-    step = max(PIECE_BYTES * rows // max(words.nbytes, 1) // multiple, 1) * multiple
-    buffer = torch.empty(min(step, rows), *words.shape[1:], dtype=words.torch_dtype)
+_scratch = threading.local()
+
+
+def _pieces(words: Stored, multiple: int) -> Iterator[tuple[int, int, int]]:
+    """(first row, rows, address) of a stored matrix of words, piece by piece of a multiple of so many rows.
+
+    The buffer is the thread's own and used again for each piece: it stays in the cache, and no page is fresh.
+    """
+    rows, row_bytes = words.shape[0], 4 * words.shape[1]
+    step = max(PIECE_BYTES // max(row_bytes, 1) // multiple, 1) * multiple
+    need = min(step, rows) * row_bytes
+    buffer: NDArray[np.uint8] | None = getattr(_scratch, "buffer", None)
+    if buffer is None or buffer.nbytes < need:
+        buffer = _scratch.buffer = np.empty(need, np.uint8)
     for first in range(0, rows, step):
-        piece = buffer[: min(step, rows - first)]
-        words.rows(first, first + len(piece)).read_into(piece)
-        yield first, piece
+        count = min(step, rows - first)
+        words.shard.fill(buffer[: count * row_bytes], words.offset + first * row_bytes, words.name)
+        yield first, count, buffer.ctypes.data
 
 
 def _check(error: int) -> None:
