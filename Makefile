@@ -34,7 +34,7 @@ demo: $(STAMP)  ## serve a small GPTQ checkpoint, call it, check every answer: m
 	$(BIN)/python deploy/demo.py --checkpoint $(CHECKPOINT)
 
 test: $(STAMP) node_modules/.bin/buf ## the whole test suite
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
 
 check: lint test ## what CI runs
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from expertd_kernels import table
 from expertd_kernels.problem import Device, Problem
 from expertd_kernels.row import Backend, DeviceRange, SchemeSupport
 from expertd_kernels.rules import RULES
-from expertd_kernels.table import BACKENDS, ORDER
 
 __all__ = [
     "Backend",
@@ -95,7 +95,9 @@ def decide(
     backends, order: the table and the platform orders; default: expertd_kernels.table.
     pin: a backend's name: it is chosen if it is eligible, else nothing is.  ValueError for an unknown name.
     """
-    rows = order_for(problem.device, BACKENDS if backends is None else backends, ORDER if order is None else order)
+    rows = order_for(
+        problem.device, table.BACKENDS if backends is None else backends, table.ORDER if order is None else order
+    )
     if pin is not None and pin not in {b.name for b in rows}:
         raise ValueError(f"backend {pin!r}: known are {', '.join(sorted(b.name for b in rows))}")
     verdicts = tuple(Verdict(b.name, tuple(r for rule in RULES if (r := rule(b, problem)))) for b in rows)
