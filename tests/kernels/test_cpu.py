@@ -11,7 +11,7 @@ from expertd_kernels.cache import read_packed, write_packed
 from expertd_kernels.oracle import NoBackendError
 from expertd_kernels.probe import detect_device, installed_packages
 from expertd_kernels.problem import Package
-from expertd_kernels.scheme import Element, ScaleType
+from expertd_kernels.scheme import ActivationQuant, Element, ScaleType
 from expertd_kernels.synthetic import random_inputs, random_weights
 from expertd_kernels.table import BACKENDS
 
@@ -20,7 +20,7 @@ MISSING = PACKAGES["expertd-cpu-kernel"].error
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "built")
 
 if not MISSING:
-    from expertd_kernels.backends import cpu, cpu_native
+    from expertd_kernels.backends import cpu, cpu_native, cpu_w4a8
 
 DEFAULT_TOLERANCE = 6e-3 if not MISSING and cpu_native.levels()[0] == "avx512_bf16" else 4e-3
 LEVELS = [] if MISSING else cpu_native.levels()
@@ -244,6 +244,27 @@ def test_without_the_library_the_row_says_so_and_torch_serves():
     with pytest.raises(NoBackendError, match="not built"):
         decide(without, pin="cpu").require()
     assert decide(problem).require().name == "cpu"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scheme", ["int4_g32", "int4_g128", "int4_channel", "int4_g64_zp", "int4_g20_f16"])
+def test_eight_bit_activations_are_a_named_choice(scheme, level):
+    weights, problem, _ = layer(scheme, E=3, H=264, I=136, bias=True, activation="swigluoai", signed_scales=True)
+    asked = replace(problem, activation_quant=ActivationQuant.INT8_GROUP)
+    assert decide(asked).require().name == "cpu_w4a8"
+    assert "rounds activations" in next(v.refusals for v in decide(problem).verdicts if v.backend == "cpu_w4a8")[0]
+    packed = cpu_w4a8.pack(weights, asked)
+    same_bits(weights.w13, cpu_w4a8.unpack(packed).w13)
+    for tokens in (1, 3, 31):
+        inputs = inputs_for(problem, tokens, seed=tokens)
+        out = torch.full_like(inputs[0], float("nan"))
+        context = cpu_native.context(level, 1)
+        cpu.CpuExperts(packed, asked, context, backend="cpu_w4a8")(*inputs, out=out)
+        error = relative_error(out, reference(weights, *inputs))
+        assert 4e-3 < error <= tolerance("bf16", ActivationQuant.INT8_GROUP), (tokens, error)
+        two = cpu.CpuExperts(packed, asked, cpu_native.context(level, 3), backend="cpu_w4a8")(*inputs)
+        assert torch.equal(out, two)
+    assert cpu_w4a8.experts(packed, asked).backend == "cpu_w4a8"
 
 
 def test_every_activation_kind_is_tested():

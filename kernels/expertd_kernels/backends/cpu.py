@@ -38,6 +38,7 @@ KINDS = (
     ActivationKind.RELU2,
 )
 COMPUTE = {"bf16": 0, "f32": 1}
+INT8 = 2
 
 
 def spec_of(scheme: Scheme, shape: tuple[int, int, int], segments: int) -> native.Spec:
@@ -174,9 +175,10 @@ def _column_map(scheme: Scheme, shape: tuple[int, int, int], kp: int, columns: T
 class CpuExperts:
     """A layer's experts on the CPU kernel.  The library runs one call at a time; others wait."""
 
-    backend = "cpu"
-
-    def __init__(self, packed: Packed, problem: Problem, context: native.Context | None = None) -> None:
+    def __init__(
+        self, packed: Packed, problem: Problem, context: native.Context | None = None, backend: str = "cpu"
+    ) -> None:
+        self.backend = backend
         self.packed = packed
         self.context = context or native.context()
         self.hidden_size: int = packed.meta["w2"]["shape"][1]
@@ -190,7 +192,7 @@ class CpuExperts:
             activation.alpha,
             activation.beta,
             activation.limit or 0.0,
-            COMPUTE[problem.compute_dtype],
+            INT8 if backend == "cpu_w4a8" else COMPUTE[problem.compute_dtype],
         )
 
     def _matrix(self, name: str) -> native.Matrix:

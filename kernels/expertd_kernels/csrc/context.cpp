@@ -13,7 +13,9 @@ namespace {
 
 // Levels of this architecture, best first.
 std::vector<const Level*> known() {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && defined(EXPERTD_NO_AVX512)
+  return {&kAvx2, &kPortable};
+#elif defined(__x86_64__)
   const bool amd = __builtin_cpu_is("amd");
   return {amd ? &kAvx512Bf16 : &kAvx512Vnni, amd ? &kAvx512Vnni : &kAvx512Bf16, &kAvx512, &kAvx2, &kPortable};
 #else

@@ -47,7 +47,7 @@ Rows make_rows(RowBuffers& b, const Geometry& g, Path path, int count) {
   r.data = b.data.get<uint8_t>(r.stride * count);
   r.pieces = g.pieces;
   if (path != kF32) r.sums = b.sums.get<float>(size_t(g.pieces) * count);
-  if (path == kI16) {
+  if (path == kI16 || path == kI8) {
     r.scales = b.scales.get<float>(size_t(g.pieces) * count);
     r.starts = b.starts.get<int32_t>(size_t(g.pieces) * count);
   }

@@ -5,17 +5,17 @@
 
 namespace expertd {
 
-// How weights and activations meet: as f32; as integers, activations in 16-bit fixed point with one power-of-two scale a piece; or as
-// bf16 pairs, where the processor multiplies those.
-enum Path { kF32, kI16, kBf16 };
+// How weights and activations meet: as f32; as integers, activations in 16-bit fixed point with one power-of-two scale a piece; as
+// bf16 pairs, where the processor multiplies those; or, where that was asked for, as int4 and 8-bit activations with one scale a piece.
+enum Path { kF32, kI16, kBf16, kI8 };
 
 // Rows of activations, ready for a matrix's kernel.
 struct Rows {
   uint8_t* data;     // rows `stride` bytes apart: f32 in column order, or pairs of 16 bits in lane order (store_pairs in rows.h)
   size_t stride;
-  float* scales;     // [row][pieces] (kI16)
-  float* sums;       // [row][pieces] sum of the 16-bit values (kI16, kBf16)
-  int32_t* starts;   // [row][pieces] - sum * what a stored code has on top of its number (kI16)
+  float* scales;     // [row][pieces] (kI16, kI8)
+  float* sums;       // [row][pieces] sum of the rounded values (all but kF32)
+  int32_t* starts;   // [row][pieces] - sum * what a stored code has on top of its number (kI16, kI8)
   int pieces;
 };
 
@@ -44,7 +44,7 @@ struct Level {
   bool (*runs)();
   // dst[0..kp) = factor * row of a matrix's input, as f32, columns permuted and padded by map (nullptr: natural order, zeros behind k).
   void (*load_row)(const void* src, bool f32, const int32_t* map, int k, int kp, float factor, float* dst);
-  // src [kp] f32 -> row `row` of rows, for kI16 and kBf16.
+  // src [kp] f32 -> row `row` of rows, for all paths but kF32.
   void (*round_row)(Path path, const Geometry& g, const float* src, const Rows& rows, int row);
   // Header of one block -> scales and minus_zeros [groups][16] f32; global and factor multiply the scales.
   void (*prepare)(const Geometry& g, const uint8_t* block, float global, float factor, float* scales, float* minus_zeros);
@@ -60,6 +60,7 @@ struct Level {
 
 inline Path path_of(const Level& level, int compute, int element) {
   if (compute == EXPERTD_COMPUTE_F32 || element == EXPERTD_F16 || element == EXPERTD_F32) return kF32;
+  if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4) return kI8;
   if (level.use_bf16 && element != EXPERTD_INT8) return kBf16;
   return is_integral(element) ? kI16 : kF32;
 }

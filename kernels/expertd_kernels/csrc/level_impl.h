@@ -2,7 +2,7 @@
 #pragma once
 #include <chrono>
 
-#include "kernels.h"
+#include "int8.h"
 
 namespace expertd {
 namespace {
@@ -88,6 +88,7 @@ template <class V, int EL, Path P, int NB, int MR>
 constexpr TileFunction tile() {
   if constexpr (P == kF32) return tile_f32<V, EL, NB, MR>;
   else if constexpr (P == kBf16) return tile_bf16<V, EL, NB, MR>;
+  else if constexpr (P == kI8) return tile_i8<V, NB, MR>;
   else if constexpr (MR == 1 && EL == EXPERTD_INT4) return tile_row_i16<V, EL, NB>;
   else return tile_i16<V, EL, NB, MR>;
 }
@@ -180,6 +181,7 @@ void gemm_element(const BlockArgs& a) {
 template <class V>
 void gemm(Path path, const BlockArgs& a) {
   const int element = a.g->spec.element;
+  if (path == kI8) return gemm_element<V, EXPERTD_INT4, kI8>(a);
   if (path == kI16) {
     if (element == EXPERTD_INT8) return gemm_element<V, EXPERTD_INT8, kI16>(a);
     return element == EXPERTD_INT4 ? gemm_element<V, EXPERTD_INT4, kI16>(a) : gemm_element<V, EXPERTD_E2M1, kI16>(a);

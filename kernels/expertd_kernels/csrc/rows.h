@@ -108,6 +108,36 @@ inline void bf16_piece(const float* src, int n, int per_lane, int32_t* dst, floa
   store_pairs(q, n, per_lane, dst);
 }
 
+// 8-bit values of one piece: the scale is the largest magnitude over 127. A word holds columns (0, 2, 4, 6) of 8, the next one
+// (1, 3, 5, 7): the low and the high nibbles of a lane.
+inline void int8_piece(const float* src, int n, int32_t* dst, float& scale, int32_t& sum) {
+  int32_t largest = 0, q[kMaxPiece];
+  for (int i = 0; i < n; i++) {
+    int32_t bits;
+    __builtin_memcpy(&bits, src + i, 4);
+    bits &= 0x7FFFFFFF;
+    largest = bits > largest ? bits : largest;
+  }
+  float most;
+  __builtin_memcpy(&most, &largest, 4);
+  const bool finite = largest < 0x7F800000;
+  const float inverse = finite && most > 1e-30f ? 127.0f / most : 0.0f;
+  scale = finite ? most / 127.0f : __builtin_nanf("");
+  sum = 0;
+  for (int i = 0; i < n; i++) {
+    const float r = (finite ? src[i] : 0.0f) * inverse + 12582912.0f;  // rounds, see quantize_piece
+    __builtin_memcpy(&q[i], &r, 4);
+    q[i] -= 0x4B400000;
+    sum += q[i];
+  }
+  for (int c = 0; c < n; c += 8)
+    for (int half = 0; half < 2; half++) {
+      uint32_t word = 0;
+      for (int b = 0; b < 4; b++) word |= uint32_t(q[c + 2 * b + half] & 0xFF) << (8 * b);
+      dst[c / 4 + half] = int32_t(word);
+    }
+}
+
 template <class V>
 void round_row(Path path, const Geometry& g, const float* src, const Rows& rows, int row) {
   int32_t* dst = reinterpret_cast<int32_t*>(rows.data + size_t(row) * rows.stride);
@@ -122,7 +152,8 @@ void round_row(Path path, const Geometry& g, const float* src, const Rows& rows,
         continue;
       }
       int32_t sum;
-      quantize_piece<V>(src + k, n, g.per_lane, dst + k / 2, rows.scales[piece], sum);
+      if (path == kI8) int8_piece(src + k, n, dst + k / 4, rows.scales[piece], sum);
+      else quantize_piece<V>(src + k, n, g.per_lane, dst + k / 2, rows.scales[piece], sum);
       rows.sums[piece] = float(sum);
       rows.starts[piece] = -offset * sum;
     }

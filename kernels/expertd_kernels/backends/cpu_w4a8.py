@@ -1,0 +1,32 @@
+"""Backend `cpu_w4a8`: the C++ kernel with int4 weights and 8-bit activations, a scale for each 128 columns or fewer.
+
+A named choice, never a silent one: about 1.7 % relative error instead of 0.2 %, for half the arithmetic.  The layout is
+that of `cpu`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from expertd_kernels.backends import cpu
+from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.canonical import Weights
+from expertd_kernels.problem import Problem
+
+__all__ = ["experts", "pack", "unpack"]
+
+NAME = "cpu_w4a8"
+
+
+def pack(weights: Weights, problem: Problem) -> Packed:
+    """As cpu.pack."""
+    return replace(cpu.pack(weights, problem), backend=NAME)
+
+
+def unpack(packed: Packed) -> Weights:
+    """The exact inverse of pack."""
+    return cpu.unpack(packed)
+
+
+def experts(packed: Packed, problem: Problem) -> cpu.CpuExperts:
+    return cpu.CpuExperts(packed, problem, backend=NAME)
