@@ -11,7 +11,7 @@ struct Avx2 {
   static constexpr bool kBf16 = false;
   static constexpr int kDot8Steps = 4;
   // Rows of activations in a tile: of one block; of two blocks with integers, with f32. Sums must fit the registers.
-  static constexpr int W = 8, kTile1 = 6, kTile2 = 3, kTile2F = 2, kChains = 1, kAhead = 2048;
+  static constexpr int W = 8, kTile1 = 6, kTile2 = 3, kTile2F = 2, kChains = 1, kAhead = 48 << 10;
   using I = __m256i;
   using F = __m256;
 
@@ -61,7 +61,8 @@ struct Avx2 {
   }
   static I load_u16(const uint8_t* p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
   static I load_u8(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
-  static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+  // Far ahead, into the second-level cache: on Zen 3 one row of int4 reads 15 to 17 GB/s so, and 10 to 16 with 1 KiB into the first.
+  static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 };
 
 }  // namespace expertd
