@@ -54,6 +54,9 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.005
 """How often a draining server looks whether it is done."""
+_QUIET_S, _QUIET_LIMIT_S = 0.15, 2.0
+"""gRPC resets a call that comes in the moment in which the server closes: its caller sees CANCELLED and can't know that
+nothing was computed.  So a drained server closes when no call came for _QUIET_S, at the latest after _QUIET_LIMIT_S."""
 _SLACK = 2
 """gRPC's own limit is this many times ours: up to it one large request fails alone, with its reason."""
 
@@ -110,11 +113,10 @@ class ExpertServer:
         self.service.drain()
         await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
         engine = self.service.engine
-        while time.monotonic() < until:
-            if self.service.open_calls == 0 and (engine is None or engine.idle()):
-                break
+        while time.monotonic() < until and not self._idle():
             await asyncio.sleep(_POLL_S)
-        done = self.service.open_calls == 0
+        if done := self._idle():
+            await self._quiet(min(until, time.monotonic() + _QUIET_LIMIT_S))
         await self._server.stop(0 if not done else max(0.1, until - time.monotonic()))
         if engine is not None:
             await asyncio.get_running_loop().run_in_executor(
@@ -122,6 +124,18 @@ class ExpertServer:
             )
         self.service.close()
         return done
+
+    def _idle(self) -> bool:
+        engine = self.service.engine
+        return self.service.open_calls == 0 and (engine is None or engine.idle())
+
+    async def _quiet(self, until: float) -> None:
+        """Return when no call has come for _QUIET_S, or at the monotonic time `until`."""
+        begun, since = self.service.calls_begun, time.monotonic()
+        while (now := time.monotonic()) < until and now - since < _QUIET_S:
+            await asyncio.sleep(_POLL_S)
+            if self.service.calls_begun != begun:
+                begun, since = self.service.calls_begun, time.monotonic()
 
     async def close(self) -> None:
         """Close at once, whatever is under way."""

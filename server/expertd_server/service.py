@@ -67,6 +67,7 @@ class Service:
 
     engine, intake: None until the weights are loaded and checked
     describe: builds the answer of Describe
+    open_calls, calls_begun: RPCs of ExpertService, now and ever
     """
 
     def __init__(self, metrics: Metrics, limits: Limits, loop: asyncio.AbstractEventLoop) -> None:
@@ -78,6 +79,7 @@ class Service:
         self.intake: Intake | None = None
         self.describe: Callable[[bool], pb.DescribeResponse] | None = None
         self.open_calls = 0
+        self.calls_begun = 0
         self.on_drain: set[Callable[[], None]] = set()
         self._loop = loop
         self._draw = ThreadPoolExecutor(1, "expertd-draw")

@@ -142,6 +142,7 @@ class _Call:
 
     def __enter__(self) -> _Call:
         self._service.open_calls += 1
+        self._service.calls_begun += 1
         self._start = time.perf_counter()
         self._rpc.started()
         return self
