@@ -134,9 +134,8 @@ def test_the_library_and_torch_repack_alike(tmp_path: Path, monkeypatch: pytest.
     """Without the C++ library the same bits come out of torch; tensors of several pieces and odd sizes, too."""
     if not repack.uses_library():
         pytest.skip("the C++ library is not built: run `python -m expertd_kernels.csrc.build`")
-    monkeypatch.setattr(repack, "PIECE_BYTES", 4096)
     g = torch.Generator().manual_seed(1)
-    shapes = ((8, 1), (16, 16), (40, 33), (64, 50), (8, 128), (136, 20), (400, 40))
+    shapes = ((8, 1), (16, 16), (40, 33), (64, 50), (8, 128), (136, 20), (400, 40), (4096, 24))
     words = {f"{r}x{c}": torch.randint(-(2**31), 2**31, (r, c), generator=g).int() for r, c in shapes}
     save_file(words, tmp_path / "w.safetensors")
     for name, stored in Shard(tmp_path / "w.safetensors", tmp_path, Counter()).tensors.items():

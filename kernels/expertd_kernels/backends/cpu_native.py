@@ -120,12 +120,12 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [C.c_void_p, C.POINTER(Spec), C.c_void_p, C.c_void_p, C.c_void_p, C.c_void_p],
     ),
     "expertd_cpu_forward": (C.c_int32, [C.c_void_p, C.POINTER(Layer), C.POINTER(Call)]),
-    "expertd_repack_rows": (C.c_int32, [C.c_void_p, C.c_int64, C.c_int64, C.c_uint32, C.c_void_p, C.c_int64]),
+    "expertd_repack_rows": (C.c_int32, [C.c_int32, C.c_int64, C.c_int64, C.c_int64, C.c_uint32, C.c_void_p]),
     "expertd_repack_gather": (
         C.c_int32,
-        [C.c_void_p, C.c_int64, C.c_int64, C.c_int32, C.c_void_p, C.c_uint32, C.c_void_p],
+        [C.c_int32, C.c_int64, C.c_int64, C.c_int64, C.c_int32, C.c_void_p, C.c_uint32, C.c_void_p],
     ),
-    "expertd_repack_columns": (C.c_int32, [C.c_void_p, C.c_int64, C.c_int64, C.c_char_p, C.c_void_p, C.c_int64]),
+    "expertd_repack_columns": (C.c_int32, [C.c_int32, C.c_int64, C.c_int64, C.c_int64, C.c_char_p, C.c_void_p]),
     "expertd_cpu_read_gb_s": (C.c_double, [C.c_void_p, C.c_void_p, C.c_int64]),
     "expertd_cpu_peak": (C.c_double, [C.c_void_p, C.c_int32, C.c_double]),
 }

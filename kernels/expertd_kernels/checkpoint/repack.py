@@ -1,29 +1,24 @@
 """Moving packed fields into canonical place, fast: through the C++ library where it is built, else with torch.
 
 Both ways give the same bits (the tests compare them); only the speed differs, by a factor of 3 to 8.  The library
-works on pieces that stay in the cache between being read from the file and being written to their place.
+reads the file itself, in pieces that stay in the cache until they are written to their place, without the interpreter.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd_kernels.backends.cpu_native import kernel_error, library
 from expertd_kernels.checkpoint import bits
+from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.tensors import Stored
 
 __all__ = ["Repacked", "gather_rows", "transpose_columns", "transpose_rows", "uses_library"]
-
-PIECE_BYTES = 192 << 10
-"""Of a tensor that is read, and still in the second-level cache (256 KiB and more today) when it is repacked."""
 
 
 @cache
@@ -53,29 +48,22 @@ class Repacked:
 def transpose_rows(words: Stored, flip: int = 0) -> Tensor | Repacked:
     """[K/8, N] int32 packed along K (or [K/4, N] with bytes) -> [N, K/8], each word XORed with `flip`."""
     rows, cols = words.shape
-    if not uses_library():
+    if not uses_library() or not words.nbytes:
         read = words.read()
         return (read ^ flip if flip else read).t()
-    run, mask = library().expertd_repack_rows, flip & 0xFFFFFFFF
-
-    def fill(out: int) -> None:
-        for first, count, piece in _pieces(words, multiple=16):
-            _check(run(piece, count, cols, mask, out + 4 * first, rows))
-
-    return Repacked((cols, rows), fill)
+    run = library().expertd_repack_rows
+    return Repacked((cols, rows), lambda out: _run(words, run, rows, cols, flip & 0xFFFFFFFF, out))
 
 
 def gather_rows(words: Stored, columns: Tensor, field_bits: int, flip: int = 0) -> Tensor | Repacked:
     """The same, with field j along K taken from field columns[j] ([K] int32, field_bits 4 or 8)."""
     rows, cols = words.shape
-    if not uses_library():
+    if not uses_library() or not words.nbytes:
         return (bits.gather_fields(words.read(), columns, field_bits) ^ flip).t()
-    order, run = columns.contiguous(), library().expertd_repack_gather
-    k, mask = rows * 32 // field_bits, flip & 0xFFFFFFFF
+    order, run, k = columns.contiguous(), library().expertd_repack_gather, rows * 32 // field_bits
 
     def fill(out: int) -> None:
-        read = words.read()
-        _check(run(read.data_ptr(), k, cols, field_bits, order.data_ptr(), mask, out))
+        _run(words, run, k, cols, field_bits, order.data_ptr(), flip & 0xFFFFFFFF, out)
 
     return Repacked((cols, rows), fill)
 
@@ -83,14 +71,9 @@ def gather_rows(words: Stored, columns: Tensor, field_bits: int, flip: int = 0) 
 def transpose_columns(words: Stored, order: Sequence[int]) -> Tensor | Repacked:
     """[K, C] int32, nibble i of word c in column 8c + order[i] -> [8C, K/8] int32 packed along K (K % 8 == 0)."""
     K, C = words.shape
-    if uses_library():
+    if uses_library() and words.nbytes:
         run, places = library().expertd_repack_columns, bytes(order)
-
-        def fill(out: int) -> None:
-            for first, count, piece in _pieces(words, multiple=128):
-                _check(run(piece, count, C, places, out + first // 2, K // 8))
-
-        return Repacked((8 * C, K // 8), fill)
+        return Repacked((8 * C, K // 8), lambda out: _run(words, run, K, C, places, out))
     turned = bits.transpose_packed_rows(words.read())
     made = torch.empty(8 * C, K // 8, dtype=torch.int32)
     for i, column in enumerate(order):
@@ -98,26 +81,17 @@ def transpose_columns(words: Stored, order: Sequence[int]) -> Tensor | Repacked:
     return made
 
 
-_scratch = threading.local()
-
-
-def _pieces(words: Stored, multiple: int) -> Iterator[tuple[int, int, int]]:
-    """(first row, rows, address) of a stored matrix of words, piece by piece of a multiple of so many rows.
-
-    The buffer is the thread's own and used again for each piece: it stays in the cache, and no page is fresh.
-    """
-    rows, row_bytes = words.shape[0], 4 * words.shape[1]
-    step = max(PIECE_BYTES // max(row_bytes, 1) // multiple, 1) * multiple
-    need = min(step, rows) * row_bytes
-    buffer: NDArray[np.uint8] | None = getattr(_scratch, "buffer", None)
-    if buffer is None or buffer.nbytes < need:
-        buffer = _scratch.buffer = np.empty(need, np.uint8)
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        words.shard.fill(buffer[: count * row_bytes], words.offset + first * row_bytes, words.name)
-        yield first, count, buffer.ctypes.data
-
-
-def _check(error: int) -> None:
+def _run(words: Stored, function: Callable[..., int], *arguments: object) -> None:
+    """Call a function of the library on a tensor's bytes in its file."""
+    error = function(words.shard.fd, words.offset, *arguments)
+    if error == _READ_FAILED:
+        words.read()  # says what is wrong with the file
+        raise CheckpointError(f"{words.name}: reading {words.file} failed once and then did not; try again")
     if error:
-        raise MemoryError("repacking") if error == 2 else ValueError("repacking: sizes or columns out of range")
+        raise (
+            MemoryError("repacking") if error == _NO_MEMORY else ValueError("repacking: sizes or columns out of range")
+        )
+    words.shard.counter.add(words.nbytes)
+
+
+_NO_MEMORY, _READ_FAILED = 2, 4  # of csrc/abi.h

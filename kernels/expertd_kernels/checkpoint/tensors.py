@@ -145,17 +145,17 @@ class Shard:
         self.counter = counter
         real = inside(path, root)
         try:
-            self._fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self.fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as e:
             raise CheckpointError(f"{path.name}: cannot be opened: {e.strerror}") from None
-        status = os.fstat(self._fd)
+        status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path.name}: is no regular file")
         self.size = status.st_size
         self.tensors: dict[str, Stored] = self._parse()
 
     def __del__(self) -> None:
-        fd = getattr(self, "_fd", -1)
+        fd = getattr(self, "fd", -1)
         if fd >= 0:
             os.close(fd)
 
@@ -168,7 +168,7 @@ class Shard:
         done, size = 0, out.nbytes
         while done < size:
             try:
-                got = os.preadv(self._fd, [out.data[done:]], offset + done)
+                got = os.preadv(self.fd, [out.data[done:]], offset + done)
             except OSError as e:
                 raise CheckpointError(f"{subject}: reading {self.path.name} failed: {e.strerror}") from None
             if got == 0:
@@ -186,7 +186,7 @@ class Shard:
         for first, last in [*sorted(ranges), (self.size + 1, self.size + 1)]:
             if first > end:
                 if end > begin:
-                    os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+                    os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
                 begin = first
             end = max(end, last)
 
@@ -194,12 +194,12 @@ class Shard:
         name = self.path.name
         if self.size < 8:
             raise CheckpointError(f"{name}: {self.size} bytes, want a safetensors file: truncated or not fetched")
-        length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        length = int.from_bytes(os.pread(self.fd, 8, 0), "little")
         if length > MAX_HEADER_BYTES or length > self.size - 8:
             raise CheckpointError(
                 f"{name}: header of {length} bytes in a file of {self.size}: truncated, or no safetensors file"
             )
-        header = read_json_bytes(os.pread(self._fd, length, 8), f"{name}: header")
+        header = read_json_bytes(os.pread(self.fd, length, 8), f"{name}: header")
         base = 8 + length
         tensors = {n: self._entry(n, e, base) for n, e in header.items() if n != "__metadata__"}
         self._check_cover(tensors, base)

@@ -11,7 +11,7 @@ extern "C" {
 #define EXPERTD_CPU_ABI 1
 #define EXPERTD_API __attribute__((visibility("default")))
 
-enum { EXPERTD_OK = 0, EXPERTD_BAD_ARGUMENT = 1, EXPERTD_NO_MEMORY = 2, EXPERTD_NO_LEVEL = 3 };
+enum { EXPERTD_OK = 0, EXPERTD_BAD_ARGUMENT = 1, EXPERTD_NO_MEMORY = 2, EXPERTD_NO_LEVEL = 3, EXPERTD_READ_FAILED = 4 };
 enum { EXPERTD_INT4, EXPERTD_INT8, EXPERTD_E4M3, EXPERTD_E2M1, EXPERTD_BF16, EXPERTD_F16, EXPERTD_F32 };
 enum { EXPERTD_SCALE_NONE, EXPERTD_SCALE_F32, EXPERTD_SCALE_F16, EXPERTD_SCALE_BF16, EXPERTD_SCALE_E8M0, EXPERTD_SCALE_E4M3 };
 enum { EXPERTD_SILU, EXPERTD_GELU, EXPERTD_GELU_TANH, EXPERTD_SWIGLUOAI, EXPERTD_RELU2 };
@@ -79,17 +79,15 @@ EXPERTD_API int32_t expertd_cpu_unpack(expertd_context*, const expertd_spec*, co
                                        uint8_t* zeros);
 EXPERTD_API int32_t expertd_cpu_forward(expertd_context*, const expertd_layer*, const expertd_call*);
 
-// Checkpoint layouts -> canonical codes. `in` holds 32-bit words of 4- or 8-bit fields, low bits first; `out` gets one matrix row
-// by row, words along K, rows `stride` words apart (so that a matrix can be made piece by piece along K); each word is XORed with
-// `flip` (0x80808080: unsigned bytes become signed ones).
-// rows: in [rows, cols] packed along its rows -> out [cols, rows].
-EXPERTD_API int32_t expertd_repack_rows(const uint32_t* in, int64_t rows, int64_t cols, uint32_t flip, uint32_t* out, int64_t stride);
-// gather: the same for a whole in [k * bits / 32, n], field j taken from field columns[j]. bits 4 or 8.
-EXPERTD_API int32_t expertd_repack_gather(const uint32_t* in, int64_t k, int64_t n, int32_t bits, const int32_t* columns, uint32_t flip,
-                                          uint32_t* out);
-// columns: in [k, cols], nibble i of word c in column 8 c + order[i] -> out [8 cols, k / 8]. k % 8 == 0.
-EXPERTD_API int32_t expertd_repack_columns(const uint32_t* in, int64_t k, int64_t cols, const uint8_t* order, uint32_t* out,
-                                           int64_t stride);
+// Checkpoint layouts -> canonical codes: reads a matrix of 32-bit words of 4- or 8-bit fields, low bits first, from `offset` of a
+// file on, and writes it row by row, words along K; each word is XORed with `flip` (0x80808080: unsigned bytes become signed ones).
+// rows: [rows, cols] packed along its rows -> out [cols, rows].
+EXPERTD_API int32_t expertd_repack_rows(int32_t fd, int64_t offset, int64_t rows, int64_t cols, uint32_t flip, uint32_t* out);
+// gather: the same for [k * bits / 32, n], field j taken from field columns[j]. bits 4 or 8.
+EXPERTD_API int32_t expertd_repack_gather(int32_t fd, int64_t offset, int64_t k, int64_t n, int32_t bits, const int32_t* columns,
+                                          uint32_t flip, uint32_t* out);
+// columns: [k, cols], nibble i of word c in column 8 c + order[i] -> out [8 cols, k / 8]. k % 8 == 0.
+EXPERTD_API int32_t expertd_repack_columns(int32_t fd, int64_t offset, int64_t k, int64_t cols, const uint8_t* order, uint32_t* out);
 
 // Ceilings of this machine, for the benchmark: GB/s of a plain read; 10^9 operations a second of multiply-adds, EXPERTD_PEAK_* (BF16: f32
 // where the level has no bf16 dot product).

@@ -1,9 +1,11 @@
 // Checkpoint layouts of packed integers -> canonical codes, see abi.h. Fields only change places, nothing is computed with
 // them. The work goes in tiles of 16 x 16 words, so that whole cache lines are read and written.
+#include <errno.h>
 #include <string.h>
+#include <unistd.h>
 
+#include <memory>
 #include <new>
-#include <vector>
 
 #include "abi.h"
 
@@ -122,12 +124,12 @@ struct Gathered {
 };
 
 template <int bits>
-INLINE void gather(const uint32_t* in, int64_t rows, int64_t cols, const int32_t* columns, uint32_t flip, uint32_t* out) {
-  std::vector<uint32_t> strip(size_t(rows) * TILE);
+INLINE void gather(const uint32_t* in, int64_t rows, int64_t cols, const int32_t* columns, uint32_t flip, uint32_t* strip,
+                   uint32_t* out) {
   for (int64_t c0 = 0; c0 < cols; c0 += TILE) {
     const int64_t width = least(TILE, cols - c0);
-    for (int64_t r = 0; r < rows; r++) memcpy(&strip[size_t(r) * TILE], in + r * cols + c0, size_t(width) * sizeof(uint32_t));
-    write_transposed(rows, width, out + c0 * rows, rows, Gathered<bits>{strip.data(), columns, flip});
+    for (int64_t r = 0; r < rows; r++) memcpy(strip + r * TILE, in + r * cols + c0, size_t(width) * sizeof(uint32_t));
+    write_transposed(rows, width, out + c0 * rows, rows, Gathered<bits>{strip, columns, flip});
   }
 }
 
@@ -165,38 +167,49 @@ INLINE void turn_columns(const uint32_t* in, int64_t cols, int64_t r0, int64_t h
   }
 }
 
-}  // namespace
-
-extern "C" {
-
-CLONES int32_t expertd_repack_rows(const uint32_t* in, int64_t rows, int64_t cols, uint32_t flip, uint32_t* out, int64_t stride) {
-  if (!in || !out || rows < 0 || cols < 0 || stride < rows) return EXPERTD_BAD_ARGUMENT;
-  write_transposed(rows, cols, out, stride, Flipped{in, cols, flip});
-  return EXPERTD_OK;
+// A buffer of the calling thread, kept: it stays in the cache, and none of its pages is fresh. NULL: no memory.
+INLINE uint32_t* scratch(int64_t words) {
+  static thread_local std::unique_ptr<uint32_t[]> buffer;
+  static thread_local int64_t size = 0;
+  if (size < words) {
+    buffer.reset(new (std::nothrow) uint32_t[size_t(words)]);
+    size = buffer ? words : 0;
+  }
+  return buffer.get();
 }
 
-CLONES int32_t expertd_repack_gather(const uint32_t* in, int64_t k, int64_t n, int32_t bits, const int32_t* columns, uint32_t flip,
-                                     uint32_t* out) {
-  if (!in || !out || !columns || (bits != 4 && bits != 8) || k < 0 || n < 0 || k % (32 / bits)) return EXPERTD_BAD_ARGUMENT;
-  for (int64_t j = 0; j < k; j++)
-    if (columns[j] < 0 || columns[j] >= k) return EXPERTD_BAD_ARGUMENT;
-  try {
-    if (bits == 4)
-      gather<4>(in, k / 8, n, columns, flip, out);
-    else
-      gather<8>(in, k / 4, n, columns, flip, out);
-  } catch (const std::bad_alloc&) {
-    return EXPERTD_NO_MEMORY;
+int32_t read_words(int fd, int64_t offset, int64_t words, uint32_t* out) {
+  char* at = reinterpret_cast<char*>(out);
+  for (int64_t left = words * int64_t(sizeof(uint32_t)); left > 0;) {
+    const ssize_t got = pread(fd, at, size_t(left), off_t(offset));
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return EXPERTD_READ_FAILED;
+    at += got;
+    offset += got;
+    left -= got;
   }
   return EXPERTD_OK;
 }
 
-CLONES int32_t expertd_repack_columns(const uint32_t* in, int64_t k, int64_t cols, const uint8_t* order, uint32_t* out,
-                                      int64_t stride) {
-  if (!in || !out || !order || k < 0 || cols < 0 || k % 8 || stride < k / 8) return EXPERTD_BAD_ARGUMENT;
-  for (int i = 0; i < 8; i++)
-    if (order[i] > 7) return EXPERTD_BAD_ARGUMENT;
-  const int64_t words = k / 8;
+// Rows to take at a time of a matrix of so many columns: what stays in the second-level cache (256 KiB and more today).
+INLINE int64_t piece_rows(int64_t rows, int64_t cols, int64_t multiple) {
+  const int64_t fit = (192 << 10) / int64_t(sizeof(uint32_t)) / cols / multiple * multiple;
+  return least(rows, fit < multiple ? multiple : fit);
+}
+
+CLONES void turn_rows(const uint32_t* in, int64_t rows, int64_t cols, uint32_t flip, uint32_t* out, int64_t stride) {
+  write_transposed(rows, cols, out, stride, Flipped{in, cols, flip});
+}
+
+CLONES void turn_gathered(const uint32_t* in, int64_t words, int64_t n, int32_t bits, const int32_t* columns, uint32_t flip, uint32_t* strip,
+                          uint32_t* out) {
+  if (bits == 4)
+    gather<4>(in, words, n, columns, flip, strip, out);
+  else
+    gather<8>(in, words, n, columns, flip, strip, out);
+}
+
+CLONES void turn_all_columns(const uint32_t* in, int64_t words, int64_t cols, const uint8_t* order, uint32_t* out, int64_t stride) {
   Tile tiles[8];
   for (int64_t c0 = 0; c0 < cols; c0 += TILE)
     for (int64_t r0 = 0; r0 < words; r0 += TILE) {
@@ -204,6 +217,50 @@ CLONES int32_t expertd_repack_columns(const uint32_t* in, int64_t k, int64_t col
       turn_columns(in, cols, r0, height, c0, width, tiles);
       for (int i = 0; i < 8; i++) put(tiles[i], height, width, out + (c0 * 8 + order[i]) * stride + r0, 8 * stride);
     }
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t expertd_repack_rows(int32_t fd, int64_t offset, int64_t rows, int64_t cols, uint32_t flip, uint32_t* out) {
+  if (!out || offset < 0 || rows < 0 || cols < 1) return EXPERTD_BAD_ARGUMENT;
+  const int64_t step = piece_rows(rows, cols, TILE);
+  uint32_t* in = scratch(step * cols);
+  if (!in) return EXPERTD_NO_MEMORY;
+  for (int64_t r = 0; r < rows; r += step) {
+    const int64_t count = least(step, rows - r);
+    if (int32_t error = read_words(fd, offset + r * cols * 4, count * cols, in)) return error;
+    turn_rows(in, count, cols, flip, out + r, rows);
+  }
+  return EXPERTD_OK;
+}
+
+int32_t expertd_repack_gather(int32_t fd, int64_t offset, int64_t k, int64_t n, int32_t bits, const int32_t* columns, uint32_t flip,
+                              uint32_t* out) {
+  if (!out || !columns || offset < 0 || (bits != 4 && bits != 8) || k < 0 || n < 1 || k % (32 / bits)) return EXPERTD_BAD_ARGUMENT;
+  for (int64_t j = 0; j < k; j++)
+    if (columns[j] < 0 || columns[j] >= k) return EXPERTD_BAD_ARGUMENT;
+  const int64_t words = k / (32 / bits);
+  uint32_t* in = scratch(words * (n + TILE));
+  if (!in) return EXPERTD_NO_MEMORY;
+  if (int32_t error = read_words(fd, offset, words * n, in)) return error;
+  turn_gathered(in, words, n, bits, columns, flip, in + words * n, out);
+  return EXPERTD_OK;
+}
+
+int32_t expertd_repack_columns(int32_t fd, int64_t offset, int64_t k, int64_t cols, const uint8_t* order, uint32_t* out) {
+  if (!out || !order || offset < 0 || k < 0 || cols < 1 || k % 8) return EXPERTD_BAD_ARGUMENT;
+  for (int i = 0; i < 8; i++)
+    if (order[i] > 7) return EXPERTD_BAD_ARGUMENT;
+  const int64_t step = piece_rows(k, cols, 8 * TILE);
+  uint32_t* in = scratch(step * cols);
+  if (!in) return EXPERTD_NO_MEMORY;
+  for (int64_t r = 0; r < k; r += step) {
+    const int64_t count = least(step, k - r);
+    if (int32_t error = read_words(fd, offset + r * cols * 4, count * cols, in)) return error;
+    turn_all_columns(in, count / 8, cols, order, out + r / 8, k / 8);
+  }
   return EXPERTD_OK;
 }
 
