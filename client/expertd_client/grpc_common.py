@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from expertd.errors import (
+    REASON_KEY,
     BadResponseError,
     ExpertdError,
     MalformedMessageError,
@@ -55,11 +56,19 @@ def channel_options(extra: ChannelOptions = ()) -> list[tuple[str, Any]]:
 
 
 def call_failed(error: grpc.RpcError, target: str) -> ExpertdError:
-    """The row of the error table behind a failed call; its text begins with the server's address."""
+    """The row of the error table behind a failed call that this client did not cancel; its text begins with the
+    server's address."""
     row = from_rpc_error(error)
+    if isinstance(row, RequestCancelledError) and not _has_reason(error):  # a server or proxy that was going away
+        row = UnavailableError("the other side cancelled the call; send again, or to another replica")
     row.args = (f"{target}: {row.message}",)
     row.__cause__ = error
     return row
+
+
+def _has_reason(error: grpc.RpcError) -> bool:
+    call: Any = error
+    return REASON_KEY in dict(call.trailing_metadata() or ())
 
 
 def stream_ended(error: grpc.RpcError | None, target: str, closing: bool) -> ExpertdError:
@@ -72,12 +81,7 @@ def stream_ended(error: grpc.RpcError | None, target: str, closing: bool) -> Exp
         return RequestCancelledError(f"{target}: this client was closed before the answer came")
     if error is None:
         return UnavailableError(f"{target}: the server ended the stream; send again, or to another replica")
-    row = call_failed(error, target)
-    if isinstance(row, RequestCancelledError):  # nobody here cancelled it: a server or proxy that went away
-        gone = UnavailableError(f"{target}: the other side cancelled the stream; send again, or to another replica")
-        gone.__cause__ = error
-        return gone
-    return row
+    return call_failed(error, target)
 
 
 def bad_answer(error: MalformedMessageError, target: str) -> BadResponseError:

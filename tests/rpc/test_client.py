@@ -126,6 +126,8 @@ class FakeServicer(pb_grpc.ExpertServiceServicer):
         if isinstance(answer, ExpertdError):
             context.set_trailing_metadata(answer.to_trailing_metadata())
             context.abort(answer.code.grpc, answer.message)
+        if isinstance(answer, End):
+            context.abort(answer.code, "commanded")
         return answer
 
     def Describe(self, request, context):  # noqa: N802 - the contract's name
@@ -134,7 +136,7 @@ class FakeServicer(pb_grpc.ExpertServiceServicer):
 
 
 class End:
-    """The stream's end: in order, or with a status."""
+    """The end of the stream, or of a unary call: in order, or with a status."""
 
     def __init__(self, code=None, metadata=()):
         self.code, self.metadata = code, metadata
@@ -583,6 +585,14 @@ def test_a_broken_stream_fails_all_in_flight_and_sends_nothing_twice(kind, servi
         assert len({r.request_id for r in servicer.seen}) == len(servicer.seen) == 3
         assert client.forward(9, *batch(4.0)[1:]).output[0, 0] == 4.0
     assert servicer.streams == 2
+
+
+@pytest.mark.parametrize("kind", ["sync-unary", "async-unary"])
+def test_a_call_that_the_other_side_cancels_is_one_to_send_again(kind, servicer, address):
+    servicer.on_forward = lambda request, reply: reply(End(grpc.StatusCode.CANCELLED))
+    with connect(kind, address) as client, pytest.raises(UnavailableError, match="other side") as caught:
+        client.forward(*batch())
+    assert caught.value.retryable
 
 
 @pytest.mark.parametrize("kind", STREAMS)
