@@ -4,15 +4,18 @@ One file an entry:
 
     8 bytes   magic
     4 + 4     length and CRC-32 of the header, little-endian
-    header    JSON: key facts, meta, and for each tensor its dtype, shape, offset and checksum
+    header    JSON: key facts, meta, and for each tensor its dtype, shape, offset, checksum and where it belongs
     ...       tensors, each at a multiple of ALIGN bytes
 
-Files are written beside their place and renamed, so a reader never sees half of one.  Tensors are mapped copy-on-write:
-processes share the pages, and nobody can change the file through a tensor.
+Beside the packed tensors stand those of the proof that the layer passed when the entry was made, so that the mapped
+layer can be checked without canonical weights.  Files are written beside their place and renamed, so a reader never
+sees half of one.  Tensors are mapped copy-on-write: processes share the pages, and nobody can change the file through
+a tensor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -20,10 +23,11 @@ import os
 import struct
 import sys
 import tempfile
-import warnings
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +37,56 @@ from torch import Tensor
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.oracle import Backend
 from expertd_kernels.problem import Problem
+from expertd_kernels.proof import Proof
 from expertd_kernels.serial import activation_to_json, scheme_to_json
 
-__all__ = ["ALIGN", "CacheError", "PackedCache", "read_packed", "write_packed"]
+__all__ = [
+    "ALIGN",
+    "CacheError",
+    "Entry",
+    "Found",
+    "PackedCache",
+    "code_digest",
+    "read_entry",
+    "read_packed",
+    "write_packed",
+]
 
-MAGIC = b"expertd\x01"
+MAGIC = b"expertd\x02"
 ALIGN = 4096
 """A page: mapped tensors start on one, so kernels that want 64-byte or page alignment have it."""
 
 CHUNK_BYTES = 1 << 20
 """Bytes that one checksum covers."""
 
+VERSIONS = ("code", "layout_version", "packages", "files")
+"""Facts that change when software is upgraded or the checkpoint's files are replaced.  An entry that differs in these
+alone is stale: nobody will ask for it again."""
+
+ABANDONED_S = 3600.0
+"""A file that was begun this long ago and never renamed was left by a process that died."""
+
 
 class CacheError(Exception):
     """An entry that cannot be used; the text says which file and why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """What a file holds, mapped.  proof: None for an entry that was written without one."""
+
+    packed: Packed
+    proof: Proof | None
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What looking for an entry gave.  outcome: "hit"; "miss"; "stale" and "damaged": one was there, and why says what
+    is wrong with it.  entry: with a hit only."""
+
+    outcome: str
+    why: str = ""
+    entry: Entry | None = None
 
 
 def checksum(t: Tensor) -> str:
@@ -62,19 +102,19 @@ def checksum(t: Tensor) -> str:
     return h.hexdigest()
 
 
-def write_packed(path: Path, packed: Packed, facts: Mapping[str, Any]) -> None:
-    """Write `packed` to `path`, atomically.  facts: JSON-able, what the entry was made from."""
-    tensors = {name: t.detach().cpu().contiguous() for name, t in packed.tensors.items()}
-    table: dict[str, Any] = {}
+def write_packed(path: Path, packed: Packed, facts: Mapping[str, Any], proof: Proof | None = None) -> None:
+    """Write `packed` to `path`, atomically.  facts: JSON-able, what the entry was made from.  Raises OSError."""
+    parts = [("packed", packed.tensors), ("proof", proof.tensors() if proof is not None else {})]
+    table: list[dict[str, Any]] = []
+    tensors: list[Tensor] = []
     offset = 0
-    for name, t in tensors.items():
-        table[name] = {
-            "dtype": str(t.dtype).removeprefix("torch."),
-            "shape": list(t.shape),
-            "offset": offset,
-            "checksum": checksum(t),
-        }
-        offset += -(-t.numel() * t.element_size() // ALIGN) * ALIGN
+    for part, named in parts:
+        for name, given in named.items():
+            t = given.detach().cpu().contiguous()
+            row = {"part": part, "name": name, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
+            table.append({**row, "host": given.device.type == "cpu", "offset": offset, "checksum": checksum(t)})
+            tensors.append(t)
+            offset += -(-t.numel() * t.element_size() // ALIGN) * ALIGN
     header = json.dumps(
         {"backend": packed.backend, "facts": facts, "meta": packed.meta, "tensors": table, "data_bytes": offset}
     ).encode()
@@ -84,8 +124,8 @@ def write_packed(path: Path, packed: Packed, facts: Mapping[str, Any]) -> None:
         with os.fdopen(fd, "wb") as f:
             f.write(MAGIC + struct.pack("<II", len(header), zlib.crc32(header)) + header)
             start = _data_start(len(header))
-            for name, t in tensors.items():
-                f.seek(start + table[name]["offset"])
+            for row, t in zip(table, tensors, strict=True):
+                f.seek(start + row["offset"])
                 if t.numel():
                     f.write(t.reshape(-1).view(torch.uint8).numpy().data)
             f.truncate(start + offset)
@@ -100,8 +140,33 @@ def _data_start(header_bytes: int) -> int:
 
 
 def read_packed(path: Path, facts: Mapping[str, Any] | None = None, verify: bool = True) -> Packed:
+    """The packed layer of the entry at `path`; see read_entry."""
+    return read_entry(path, facts, verify).packed
+
+
+def read_entry(
+    path: Path, facts: Mapping[str, Any] | None = None, verify: bool = True, device: torch.device | None = None
+) -> Entry:
     """The entry at `path`, its tensors mapped.  CacheError when it is damaged, or was made from other `facts`.
-    verify: compare the checksums, which reads every byte once."""
+
+    verify: compare the checksums, which reads every byte once.  device: where tensors go that were on an accelerator
+    when they were packed; None = they stay mapped.
+    """
+    mapped, header, start = _map(path)
+    if facts is not None and header["facts"] != json.loads(json.dumps(facts)):
+        raise CacheError(f"{path}: made from other facts: {', '.join(_changed(header['facts'], facts))}")
+    parts: dict[str, dict[str, Tensor]] = {"packed": {}, "proof": {}}
+    for row in header["tensors"]:
+        t = _mapped_tensor(mapped, start, row)
+        if verify and checksum(t) != row["checksum"]:
+            raise CacheError(f"{path}: tensor {row['name']} is damaged: its checksum differs")
+        parts[row["part"]][row["name"]] = t if row["host"] or device is None else t.to(device)
+    proof = Proof.of(parts["proof"]) if parts["proof"] else None
+    return Entry(Packed(header["backend"], parts["packed"], header["meta"]), proof)
+
+
+def _map(path: Path) -> tuple[mmap.mmap, dict[str, Any], int]:
+    """(the whole file, its header, where its data starts).  Raises CacheError."""
     try:
         with open(path, "rb") as f:
             mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -109,23 +174,22 @@ def read_packed(path: Path, facts: Mapping[str, Any] | None = None, verify: bool
         raise CacheError(f"{path}: cannot be mapped: {e}") from e
     if mapped[:8] != MAGIC:
         raise CacheError(f"{path}: is no cache entry of this version (first bytes {mapped[:8]!r})")
+    if len(mapped) < 16:
+        raise CacheError(f"{path}: ends before its header")
     size, crc = struct.unpack("<II", mapped[8:16])
     text = mapped[16 : 16 + size]
     if zlib.crc32(text) != crc:
         raise CacheError(f"{path}: damaged header")
-    header = json.loads(text)
-    table, start = header["tensors"], _data_start(size)
+    header: dict[str, Any] = json.loads(text)
+    start = _data_start(size)
     if len(mapped) != start + header["data_bytes"]:
         raise CacheError(f"{path}: {len(mapped)} bytes, its header says {start + header['data_bytes']}")
-    if facts is not None and header["facts"] != json.loads(json.dumps(facts)):
-        changed = sorted(k for k in facts if header["facts"].get(k) != json.loads(json.dumps(facts[k])))
-        raise CacheError(f"{path}: made from other facts: {', '.join(changed)}")
-    tensors = {name: _mapped_tensor(mapped, start, row) for name, row in table.items()}
-    if verify:
-        for name, t in tensors.items():
-            if checksum(t) != table[name]["checksum"]:
-                raise CacheError(f"{path}: tensor {name} is damaged: its checksum differs")
-    return Packed(header["backend"], tensors, header["meta"])
+    return mapped, header, start
+
+
+def _changed(made_from: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    """Names of the facts that differ."""
+    return sorted(k for k in facts if made_from.get(k) != json.loads(json.dumps(facts[k])))
 
 
 def _mapped_tensor(mapped: mmap.mmap, start: int, row: Mapping[str, Any]) -> Tensor:
@@ -139,53 +203,111 @@ def _mapped_tensor(mapped: mmap.mmap, start: int, row: Mapping[str, Any]) -> Ten
     return flat.view(row["shape"])
 
 
+@cache
+def code_digest() -> str:
+    """Hex digest of this package's own sources: what reads, quantizes and packs weights.  A version number would not
+    tell two working trees of one version apart."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(p for suffix in ("py", "cpp", "h") for p in root.rglob(f"*.{suffix}")):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True)
 class PackedCache:
-    """A folder of entries.  A key is made of everything that the packed bytes depend on, so a stale entry is never
-    found under it; a damaged one is reported, removed and made again."""
+    """A folder of entries.
+
+    A key is made of everything that the packed bytes depend on, so an entry made from something else is never taken.
+    One that nobody will ask for again (another version, replaced checkpoint files) is found and removed when its
+    successor is written; a damaged one is reported, removed and made again.
+    """
 
     folder: Path
 
     def facts(
-        self, fingerprint: str, layer: int, experts: Sequence[int], backend: Backend, p: Problem
+        self,
+        fingerprint: str,
+        layer: int,
+        experts: Sequence[int],
+        backend: Backend,
+        p: Problem,
+        files: str = "",
     ) -> dict[str, Any]:
-        """What an entry is made from.  fingerprint: of the checkpoint; experts: global ids held."""
+        """What an entry is made from.  fingerprint: of the checkpoint; experts: global ids held; files: state of the
+        checkpoint's files, which the fingerprint, made from headers, does not cover."""
         return {
             "fingerprint": fingerprint,
             "layer": layer,
             "experts": list(experts),
             "backend": backend.name,
-            "layout_version": backend.layout_version,
-            "packages": {n: p.packages[n].version for n in sorted(backend.needs) if n in p.packages},
             "device": str(p.device),
             "features": sorted(p.device.features),
             "w13": scheme_to_json(p.w13),
             "w2": scheme_to_json(p.w2),
+            "top_k": p.top_k,
             "activation": activation_to_json(p.activation),
             "activation_quant": p.activation_quant.value,
             "compute_dtype": p.compute_dtype,
             "byte_order": sys.byteorder,
+            "layout_version": backend.layout_version,
+            "packages": {n: p.packages[n].version for n in sorted(backend.needs) if n in p.packages},
+            "files": files,
+            "code": code_digest(),
         }
 
     def path(self, facts: Mapping[str, Any]) -> Path:
         """Where the entry made from `facts` lies."""
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        return self.folder / f"layer{facts['layer']}-{facts['backend']}-{digest[:32]}.packed"
+        return self.folder / f"{_stem(facts)}{_digest({k: facts[k] for k in VERSIONS})}.packed"
 
-    def load(self, facts: Mapping[str, Any]) -> Packed | None:
-        """The entry, or None when there is none.  A damaged one warns, is removed, and counts as none."""
+    def load(self, facts: Mapping[str, Any], device: torch.device | None = None) -> Found:
+        """The entry, if there is one that can be used.  device: see read_entry."""
         path = self.path(facts)
         if not path.is_file():
-            return None
+            old = next(iter(self._stale(facts)), None)
+            return Found("miss") if old is None else Found("stale", _why_stale(old, facts))
         try:
-            return read_packed(path, facts)
+            return Found("hit", entry=read_entry(path, facts, device=device))
         except CacheError as e:
-            warnings.warn(f"cache: {e}; it is removed and made again", RuntimeWarning, stacklevel=2)
-            path.unlink(missing_ok=True)
-            return None
+            return Found("damaged", str(e))
 
-    def store(self, facts: Mapping[str, Any], packed: Packed) -> Path:
-        """Write the entry; returns its path."""
+    def store(self, facts: Mapping[str, Any], packed: Packed, proof: Proof | None = None) -> Path:
+        """Write the entry and remove those that it supersedes; returns its path.  Raises OSError."""
         path = self.path(facts)
-        write_packed(path, packed, facts)
+        write_packed(path, packed, facts, proof)
+        for old in self._stale(facts):
+            old.unlink(missing_ok=True)
+        _sweep(self.folder)
         return path
+
+    def _stale(self, facts: Mapping[str, Any]) -> list[Path]:
+        """Entries of the same layer, experts and backend that were made with other VERSIONS."""
+        path = self.path(facts)
+        return [p for p in sorted(self.folder.glob(f"{_stem(facts)}*.packed")) if p != path]
+
+
+def _sweep(folder: Path) -> None:
+    """Remove files that were begun long ago and never finished."""
+    for part in folder.glob("*.part"):
+        with contextlib.suppress(FileNotFoundError):  # another process may sweep, too, or finish its file just now
+            if part.stat().st_mtime < time.time() - ABANDONED_S:
+                part.unlink()
+
+
+def _stem(facts: Mapping[str, Any]) -> str:
+    """Beginning of the names of all entries for the layer, experts and backend of `facts`, whatever their version."""
+    lasting = {k: v for k, v in facts.items() if k not in VERSIONS}
+    return f"layer{facts['layer']}-{facts['backend']}-{_digest(lasting)}-"
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _why_stale(path: Path, facts: Mapping[str, Any]) -> str:
+    try:
+        changed = ", ".join(_changed(_map(path)[1]["facts"], facts))
+    except CacheError as e:
+        return str(e)
+    return f"{path}: made with another {changed}"

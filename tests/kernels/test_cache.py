@@ -1,5 +1,6 @@
 """The cache of packed weights: same bits back, staleness by key, damage found."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 
 from expertd_kernels import Device, decide, problem_of
 from expertd_kernels.backends import reference as backend
-from expertd_kernels.cache import ALIGN, CacheError, PackedCache, checksum, read_packed
+from expertd_kernels.cache import ALIGN, CacheError, PackedCache, checksum, code_digest, read_packed
+from expertd_kernels.proof import prove
+from expertd_kernels.selfcheck import check
 from expertd_kernels.synthetic import random_weights
 
 CPU = Device("cpu", "x86_64")
@@ -24,9 +27,11 @@ def entry(tmp_path: Path, scheme="int4_g32_zp"):
 @pytest.mark.parametrize("scheme", ["int4_g32_zp", "e4m3_block128", "nvfp4", "mxfp8", "bf16"])
 def test_an_entry_comes_back_bit_for_bit_and_mapped(tmp_path, scheme):
     cache, facts, packed = entry(tmp_path, scheme)
-    assert cache.load(facts) is None
+    assert cache.load(facts).outcome == "miss"
     path = cache.store(facts, packed)
-    again = cache.load(facts)
+    found = cache.load(facts)
+    assert (found.outcome, found.why) == ("hit", "")
+    again = found.entry.packed
     assert again.backend == packed.backend
     assert again.meta == packed.meta
     assert list(again.tensors) == list(packed.tensors)
@@ -40,21 +45,37 @@ def test_an_entry_comes_back_bit_for_bit_and_mapped(tmp_path, scheme):
 def test_writing_to_a_mapped_tensor_changes_no_file(tmp_path):
     cache, facts, packed = entry(tmp_path)
     cache.store(facts, packed)
-    cache.load(facts).tensors["w13.codes"].zero_()
-    assert torch.equal(cache.load(facts).tensors["w13.codes"], packed.tensors["w13.codes"])
+    cache.load(facts).entry.packed.tensors["w13.codes"].zero_()
+    assert torch.equal(cache.load(facts).entry.packed.tensors["w13.codes"], packed.tensors["w13.codes"])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"fingerprint": "0" * 64}, {"layer": 8}, {"experts": [0, 1, 3]}, {"layout_version": 2}, {"packages": {"x": "1"}}],
-)
+@pytest.mark.parametrize("change", [{"fingerprint": "0" * 64}, {"layer": 8}, {"experts": [0, 1, 3]}, {"device": "x"}])
 def test_other_facts_are_another_entry(tmp_path, change):
     cache, facts, packed = entry(tmp_path)
     path = cache.store(facts, packed)
     other = {**facts, **change}
-    assert cache.load(other) is None
+    assert cache.load(other).outcome == "miss"
     with pytest.raises(CacheError, match="made from other facts: " + next(iter(change))):
         read_packed(path, other)
+    second = cache.store(other, packed)
+    assert cache.load(facts).outcome == cache.load(other).outcome == "hit"
+    assert sorted(tmp_path.iterdir()) == sorted([path, second])
+
+
+@pytest.mark.parametrize(
+    "change", [{"layout_version": 2}, {"packages": {"x": "1"}}, {"files": "changed"}, {"code": "0" * 64}]
+)
+def test_another_version_is_stale_and_its_successor_takes_its_place(tmp_path, change):
+    cache, facts, packed = entry(tmp_path)
+    old = cache.store(facts, packed)
+    newer = {**facts, **change}
+    found = cache.load(newer)
+    assert found.outcome == "stale"
+    assert found.entry is None
+    assert found.why == f"{old}: made with another {next(iter(change))}"
+    path = cache.store(newer, packed)
+    assert list(tmp_path.iterdir()) == [path]
+    assert cache.load(newer).outcome == "hit"
 
 
 @pytest.mark.parametrize("where", ["first", "header", "data", "end", "short"])
@@ -71,9 +92,58 @@ def test_damage_is_found_and_the_entry_removed(tmp_path, where):
             at = len(raw) - ALIGN + last.numel() * last.element_size() - 1
         raw[at] ^= 0x40
     path.write_bytes(raw)
-    with pytest.warns(RuntimeWarning, match="removed and made again"):
-        assert cache.load(facts) is None
-    assert not path.exists()
+    found = cache.load(facts)
+    assert (found.outcome, found.entry) == ("damaged", None)
+    assert str(path) in found.why
+    cache.store(facts, packed)
+    assert cache.load(facts).outcome == "hit"
+
+
+@pytest.mark.parametrize("size", [0, 7, 12, 100])
+def test_a_file_that_ends_at_once_is_damaged(tmp_path, size):
+    cache, facts, packed = entry(tmp_path)
+    path = cache.store(facts, packed)
+    path.write_bytes(path.read_bytes()[:size])
+    assert cache.load(facts).outcome == "damaged"
+
+
+def test_a_proof_lies_beside_the_weights_and_judges_them_without_canonical_ones(tmp_path):
+    w = random_weights("int4_g32_zp", 6, 64, 32)
+    p = problem_of(w, CPU, top_k=2)
+    packed = backend.pack(w, p)
+    proof = prove(w, p, reference_experts=2)
+    found = check(backend.experts(packed, p), proof, p, w)
+    cache = PackedCache(tmp_path)
+    facts = cache.facts("f" * 64, 0, range(6), decide(p, pin="reference").require(), p)
+    cache.store(facts, packed, proof.accept(found.output))
+    mapped = cache.load(facts).entry
+    assert check(backend.experts(mapped.packed, p), mapped.proof, p).ok
+    other = backend.pack(random_weights("int4_g32_zp", 6, 64, 32, seed=1), p)
+    assert "relative error" in check(backend.experts(other, p), mapped.proof, p).fault
+    mapped.packed.tensors["w13.scales"][3] *= 1.2  # an expert that has no reference row
+    assert "expert slot 3" in check(backend.experts(mapped.packed, p), mapped.proof, p).fault
+    with pytest.raises(ValueError, match="neither canonical weights nor an accepted answer"):
+        check(backend.experts(packed, p), proof, p)
+
+
+def test_what_a_process_left_half_written_is_swept_later(tmp_path):
+    cache, facts, packed = entry(tmp_path)
+    old, new = tmp_path / "layer0-x.part", tmp_path / "layer1-x.part"
+    for part in (old, new):
+        part.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    path = cache.store(facts, packed)
+    assert sorted(tmp_path.iterdir()) == sorted([path, new])
+
+
+def test_the_code_digest_is_of_the_sources(tmp_path, monkeypatch):
+    import expertd_kernels.cache as module
+
+    (tmp_path / "a.py").write_text("1")
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "cache.py"))
+    before = code_digest.__wrapped__()
+    (tmp_path / "a.py").write_text("2")
+    assert code_digest.__wrapped__() != before
 
 
 def test_checksum_sees_one_bit_anywhere():
