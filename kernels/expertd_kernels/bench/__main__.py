@@ -1,4 +1,4 @@
-"""`python -m expertd_kernels.bench`: one kernel benchmark for all devices."""
+"""`python -m expertd_kernels.bench`: one kernel benchmark for all devices; `... bench numerics`: answers only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def _numbers(text: str) -> list[int]:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m expertd_kernels.bench",
-        description="Times whole expert layers beside ceilings measured in the same run; checks every answer first.",
+        description="Times whole expert layers beside ceilings measured in the same run; checks every answer first."
+        " `numerics` as the first argument checks answers only: every row and scheme (`numerics --help`).",
     )
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--shape", type=_names, metavar="LIST", help="models, or MODEL/EXPERTS for a slice")
@@ -40,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 1 where an answer was wrong (relative error above 5 %) or a name is unknown."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["numerics"]:
+        return int(importlib.import_module("expertd_kernels.bench.numerics").main(argv[1:]))
     args = parser().parse_args(argv)
     target = args.json
     args.json = None
