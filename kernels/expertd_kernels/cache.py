@@ -111,10 +111,11 @@ def write_packed(path: Path, packed: Packed, facts: Mapping[str, Any], proof: Pr
     for part, named in parts:
         for name, given in named.items():
             t = given.detach().cpu().contiguous()
-            row = {"part": part, "name": name, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
-            table.append({**row, "host": given.device.type == "cpu", "offset": offset, "checksum": checksum(t)})
+            where = {"part": part, "name": name, "host": given.device.type == "cpu", "offset": offset}
+            what = {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape), "checksum": checksum(t)}
+            table.append({**where, **what})
             tensors.append(t)
-            offset += -(-t.numel() * t.element_size() // ALIGN) * ALIGN
+            offset += _aligned(t.numel() * t.element_size())
     header = json.dumps(
         {"backend": packed.backend, "facts": facts, "meta": packed.meta, "tensors": table, "data_bytes": offset}
     ).encode()
@@ -136,7 +137,11 @@ def write_packed(path: Path, packed: Packed, facts: Mapping[str, Any], proof: Pr
 
 
 def _data_start(header_bytes: int) -> int:
-    return -(-(16 + header_bytes) // ALIGN) * ALIGN
+    return _aligned(16 + header_bytes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
 
 
 def read_packed(path: Path, facts: Mapping[str, Any] | None = None, verify: bool = True) -> Packed:

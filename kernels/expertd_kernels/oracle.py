@@ -33,12 +33,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rules say of one row.  microseconds, relative_error: filled by a measurement, else None."""
+    """What the rules say of one row.  Filled by a measurement: times, microseconds by token count; microseconds, their
+    geometric mean; relative_error, against the float32 reference."""
 
     backend: str
     refusals: tuple[str, ...] = ()
     microseconds: float | None = None
     relative_error: float | None = None
+    times: tuple[tuple[int, float], ...] = ()
 
     @property
     def eligible(self) -> bool:

@@ -1,10 +1,11 @@
 """The oracle by measurement: every eligible backend packs the real weights, is checked against the float32 reference,
 then timed over a grid of token counts.  `--oracle measure` uses it in place of the order of preference.
 
-    results = measure(weights, decision, grid)     one Result a backend, refusals and errors included
-    plan    = choose(results, copies=1)            [(tokens up to, backend)]: one backend, or two with a crossover
+    results = measure(weights, decision, backends)      one Result a backend, refusals and errors included
+    plan    = choose(results, copies=1)                 [(tokens up to, backend)]: one backend, or two with a crossover
+    decision = with_results(decision, results, backends)
 
-Both are values; the results are kept in a JSON file under a key of device, versions and shapes (`Remembered`).
+All are values; the results are kept in a JSON file under a key of device, versions and shapes (`Remembered`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,10 +27,10 @@ from torch import Tensor
 
 from expertd_kernels.backends.protocol import Experts
 from expertd_kernels.canonical import Weights
-from expertd_kernels.float32 import reference
-from expertd_kernels.numerics import relative_error, tolerance
 from expertd_kernels.oracle import Backend, Decision, Refused, Verdict, load
 from expertd_kernels.problem import Problem
+from expertd_kernels.proof import Proof, boot_reference_experts, prove
+from expertd_kernels.selfcheck import check
 from expertd_kernels.synthetic import random_inputs
 
 __all__ = ["GRID", "BucketedExperts", "Remembered", "Result", "choose", "measure", "time_calls", "with_results"]
@@ -35,15 +38,21 @@ __all__ = ["GRID", "BucketedExperts", "Remembered", "Result", "choose", "measure
 GRID = (1, 8, 64, 512)
 """Token counts that are timed: decode of one, of a few, of many sequences, and a prefill chunk."""
 
-CHECK_TOKENS = 32
 ROUNDS = 5
+INPUTS = 4
+"""Sets of inputs a token count, so that weights come from memory and not from a cache."""
+LIMIT_S = 1.0
+"""Time for one backend at one token count; a call that alone takes longer than its share is timed once."""
+GIVE_UP = 10.0
+"""A backend that takes this many times the fastest one's time at some token count is not timed at larger ones."""
 WORTH = 0.95
 """A second copy of the weights is taken only if the geometric mean of the times falls below this share."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What measuring one backend gave.  refusal: "" if it takes part; microseconds: by token count."""
+    """What measuring one backend gave.  refusal: "" if it takes part; microseconds: by token count, the smallest ones
+    only where it was given up."""
 
     backend: str
     refusal: str = ""
@@ -52,24 +61,26 @@ class Result:
 
 
 def time_calls(call: Callable[[int], object], inputs: int, device: torch.device, rounds: int = ROUNDS) -> float:
-    """Median microseconds of call(i), i going round the input sets so that weights come from memory, not from cache."""
+    """Median microseconds of call(i), i going round the input sets so that weights come from memory, not from cache.
+    As many rounds as LIMIT_S allows, at most `rounds`."""
 
-    def wait() -> None:
+    def timed(indices: Iterable[int]) -> float:
+        begin = time.perf_counter_ns()
+        for i in indices:
+            call(i)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         elif device.type == "xpu":
             torch.xpu.synchronize(device)
+        return (time.perf_counter_ns() - begin) / 1e3
 
-    call(0)
-    wait()
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter_ns()
-        for i in range(inputs):
-            call(i)
-        wait()
-        times.append((time.perf_counter_ns() - begin) / inputs / 1e3)
-    return sorted(times)[len(times) // 2]
+    timed([0])  # compiles, chooses, allocates
+    once = timed([0])
+    fit = min(rounds, int(LIMIT_S * 1e6 / (once * inputs)))
+    if fit < 1:
+        return once
+    times = sorted(timed(range(inputs)) / inputs for _ in range(fit))
+    return times[len(times) // 2]
 
 
 def measure(
@@ -87,18 +98,15 @@ def measure(
     p = decision.problem
     make = build or _build
     rows = {b.name: b for b in backends}
-    check = random_inputs(
-        CHECK_TOKENS, p.hidden_size, weights.num_experts, min(p.top_k, weights.num_experts), device=weights.device
-    )
-    expected = reference(weights, *check)
+    proof = prove(weights, p, reference_experts=boot_reference_experts(weights), device=weights.device)
+    fastest: dict[int, float] = {}
     results = []
     for v in decision.verdicts:
         if not v.eligible:
             results.append(Result(v.backend, "; ".join(v.refusals)))
             continue
         try:
-            experts = make(rows[v.backend], weights, p)
-            results.append(_measure_one(v.backend, experts, check, expected, p, weights, grid))
+            results.append(_measure_one(v.backend, make(rows[v.backend], weights, p), proof, p, weights, grid, fastest))
         except Exception as e:
             what = str(e) if isinstance(e, Refused) else f"{type(e).__name__}: {e}"
             results.append(Result(v.backend, f"failed when measured: {what}"))
@@ -114,61 +122,74 @@ def _build(backend: Backend, weights: Weights, p: Problem) -> Experts:
 def _measure_one(
     name: str,
     experts: Experts,
-    check: tuple[Tensor, Tensor, Tensor],
-    expected: Tensor,
+    proof: Proof,
     p: Problem,
     weights: Weights,
     grid: Sequence[int],
+    fastest: dict[int, float],
 ) -> Result:
-    dtype = torch.float32 if p.compute_dtype == "f32" else torch.bfloat16
-    x, ids, w = check
-    out = torch.full((x.shape[0], p.hidden_size), float("nan"), dtype=dtype, device=x.device)
-    error = relative_error(experts(x.to(dtype), ids, w, out=out), expected)
-    bound = tolerance(p.compute_dtype, p.activation_quant)
-    if not error <= bound:
-        return Result(name, f"relative error {error:.2e} against the float32 reference, tolerance {bound:.0e}", error)
-    times = {}
+    """fastest: least microseconds by token count so far; brought up to date."""
+    found = check(experts, proof, p, weights)
+    if not found.ok:
+        return Result(name, f"self-check against the float32 reference: {found.fault}", found.relative_error)
+    dtype, device = proof.x.dtype, proof.x.device
+    times: dict[int, float] = {}
     for m in grid:
         sets = [
             random_inputs(
-                m, p.hidden_size, weights.num_experts, ids.shape[1], seed=100 + i, dtype=dtype, device=x.device
+                m,
+                p.hidden_size,
+                weights.num_experts,
+                min(p.top_k, weights.num_experts),
+                seed=100 + i,
+                dtype=dtype,
+                device=device,
             )
-            for i in range(4)
+            for i in range(INPUTS)
         ]
-        outs = torch.empty(m, p.hidden_size, dtype=dtype, device=x.device)
-        times[m] = time_calls(lambda i, s=sets, o=outs: experts(*s[i], out=o), len(sets), x.device)  # type: ignore[misc]
-    return Result(name, relative_error=error, microseconds=times)
+        out = torch.empty(m, p.hidden_size, dtype=dtype, device=device)
+        with torch.inference_mode():
+            times[m] = time_calls(lambda i, s=sets, o=out: experts(*s[i], out=o), len(sets), device)  # type: ignore[misc]
+        fastest[m] = min(times[m], fastest.get(m, times[m]))
+        if times[m] > GIVE_UP * fastest[m]:
+            break
+    return Result(name, relative_error=found.relative_error, microseconds=times)
+
+
+def _mean(times: Iterable[float]) -> float:
+    """Geometric: each token count weighs the same."""
+    logs = [math.log(t) for t in times]
+    return math.exp(sum(logs) / len(logs))
 
 
 def choose(results: Sequence[Result], copies: int = 1) -> list[tuple[int | None, str]]:
     """The plan: [(None, name)], or [(tokens up to, name), (None, other)] when copies >= 2 and a second copy of the
-    weights is WORTH it.  Best = least geometric mean of the times over the grid.  Empty when nothing takes part."""
-    running = [r for r in results if not r.refusal and r.microseconds]
-    if not running:
+    weights is WORTH it.  Best = least geometric mean of the times over the grid; one that was given up is taken only
+    where nothing else is left.  Empty when nothing takes part."""
+    timed = [r for r in results if not r.refusal and r.microseconds]
+    if not timed:
         return []
+    most = max(len(r.microseconds) for r in timed)
+    running = [r for r in timed if len(r.microseconds) == most]
     grid = sorted(running[0].microseconds)
-
-    def cost(times: Iterable[float]) -> float:
-        return sum(math.log(t) for t in times)
-
-    best = min(running, key=lambda r: cost(r.microseconds.values()))
+    best = min(running, key=lambda r: _mean(r.microseconds.values()))
     plan: list[tuple[int | None, str]] = [(None, best.backend)]
     if copies < 2:
         return plan
-    limit = cost(best.microseconds.values()) + len(grid) * math.log(WORTH)
+    limit = _mean(best.microseconds.values()) * WORTH
     for below, above in pairwise(grid):
         edge = math.isqrt(below * above)
-        small = min(running, key=lambda r: cost(r.microseconds[m] for m in grid if m <= edge))
-        large = min(running, key=lambda r: cost(r.microseconds[m] for m in grid if m > edge))
-        total = cost(small.microseconds[m] for m in grid if m <= edge)
-        total += cost(large.microseconds[m] for m in grid if m > edge)
+        small = min(running, key=lambda r: _mean(r.microseconds[m] for m in grid if m <= edge))
+        large = min(running, key=lambda r: _mean(r.microseconds[m] for m in grid if m > edge))
+        total = _mean((small if m <= edge else large).microseconds[m] for m in grid)
         if total < limit:
             limit, plan = total, [(edge, small.backend), (None, large.backend)]
     return plan
 
 
 def with_results(decision: Decision, results: Sequence[Result], backends: Sequence[Backend]) -> Decision:
-    """The decision with the measurement in its verdicts: mean microseconds over the grid, refusals added."""
+    """The decision with the measurement in its verdicts: times, their geometric mean, errors, refusals added; the row
+    chosen is the best one that measuring left."""
     by_name = {r.backend: r for r in results}
     verdicts = []
     for v in decision.verdicts:
@@ -176,9 +197,15 @@ def with_results(decision: Decision, results: Sequence[Result], backends: Sequen
         if r is None or not v.eligible:
             verdicts.append(v)
             continue
-        mean = sum(r.microseconds.values()) / len(r.microseconds) if r.microseconds else None
-        refusals = (r.refusal,) if r.refusal else ()
-        verdicts.append(Verdict(v.backend, refusals, microseconds=mean, relative_error=r.relative_error))
+        verdicts.append(
+            Verdict(
+                v.backend,
+                (r.refusal,) if r.refusal else (),
+                microseconds=_mean(r.microseconds.values()) if r.microseconds else None,
+                relative_error=r.relative_error,
+                times=tuple(r.microseconds.items()),
+            )
+        )
     plan = choose(results)
     chosen = next((b for b in backends if plan and b.name == plan[0][1]), None)
     return replace(decision, chosen=chosen, verdicts=tuple(verdicts))
@@ -214,13 +241,23 @@ class Remembered:
 
     folder: Path
 
-    def path(self, p: Problem, device_name: str, version: str) -> Path:
-        """device_name: the marketing name of the hardware; version: of expertd, so that a new release measures anew."""
+    def path(
+        self,
+        p: Problem,
+        device_name: str,
+        version: str,
+        backends: Sequence[Backend] = (),
+        grid: Sequence[int] = GRID,
+    ) -> Path:
+        """device_name: the marketing name of the hardware, with the threads that compute; version: of expertd's code,
+        so that other code is measured anew."""
         facts = {
             **{k: str(v) for k, v in vars(p).items() if k != "packages"},
             "packages": {n: x.version for n, x in sorted(p.packages.items())},
             "device_name": device_name,
             "version": version,
+            "backends": [b.name for b in backends],
+            "grid": list(grid),
             "torch": str(torch.__version__),
         }
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -243,7 +280,9 @@ class Remembered:
             return None
 
     def store(self, path: Path, results: Sequence[Result]) -> None:
+        """Write the file, atomically.  Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps([asdict(r) for r in results], indent=1))
-        part.replace(path)
+        fd, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        with os.fdopen(fd, "w") as f:
+            json.dump([asdict(r) for r in results], f, indent=1)
+        os.replace(part, path)

@@ -1,9 +1,12 @@
 """The tournament: broken backends are refused with their figure, the plan is a pure function of the times."""
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 
-from expertd_kernels import Device, decide, problem_of, reference
+from expertd_kernels import Device, decide, problem_of, reference, tournament
 from expertd_kernels.backends.reference import ReferenceExperts
 from expertd_kernels.oracle import Backend, DeviceRange, SchemeSupport
 from expertd_kernels.scheme import Element
@@ -48,9 +51,9 @@ def test_what_is_broken_is_refused_and_the_next_one_wins():
     results = measure(WEIGHTS, decision, rows, grid=(1, 4), build=build)
     said = {r.backend: r.refusal for r in results}
     assert said["right"] == ""
-    assert said["wrong"].startswith(("relative error 4.9", "relative error 5.0"))
-    assert "tolerance 1e-02" in said["wrong"]
-    assert said["unwritten"].startswith("relative error inf")
+    assert said["wrong"].startswith("self-check against the float32 reference: relative error 0.0")
+    assert "want <= 0.01" in said["wrong"]
+    assert said["unwritten"] == "self-check against the float32 reference: relative error inf, want <= 0.01"
     assert said["raises"] == "failed when measured: ImportError: libfast.so: cannot open"
     assert "runs on cuda" in said["elsewhere"]
     measured = with_results(decision, results, rows)
@@ -58,6 +61,8 @@ def test_what_is_broken_is_refused_and_the_next_one_wins():
     right = next(v for v in measured.verdicts if v.backend == "right")
     assert right.microseconds > 0
     assert right.relative_error < 1e-2
+    assert [m for m, _ in right.times] == [1, 4]
+    assert min(us for _, us in right.times) <= right.microseconds <= max(us for _, us in right.times)
     assert [v.backend for v in measured.verdicts if v.eligible] == ["right"]
 
 
@@ -76,6 +81,28 @@ def test_a_second_copy_must_be_worth_it():
     assert choose([small, large], copies=2) == [(22, "small"), (None, "large")]
     nearly = [result("small", 8.9, 10, 100, 1000), result("large", 9, 10, 50, 300)]
     assert choose(nearly, copies=2) == [(None, "large")]
+
+
+def test_one_that_was_given_up_is_taken_only_where_nothing_else_is_left():
+    slow, fast = Result("slow", "", 1e-3, {1: 1.0}), result("fast", 10, 10, 10, 10)
+    assert choose([slow, fast]) == [(None, "fast")]
+    assert choose([slow, replace(fast, refusal="broke later")]) == [(None, "slow")]
+
+
+def test_a_backend_much_slower_than_the_others_is_given_up(monkeypatch):
+    class Slow(ReferenceExperts):
+        def __call__(self, *args, **kwargs):
+            time.sleep(0.05)
+            return super().__call__(*args, **kwargs)
+
+    monkeypatch.setattr(tournament, "GIVE_UP", 3.0)
+    rows = (row("right"), row("slow"))
+    decision = decide(problem_of(WEIGHTS, CPU, top_k=2), rows, order={})
+    kinds = {"right": ReferenceExperts, "slow": Slow}
+    results = measure(WEIGHTS, decision, rows, grid=(1, 2), build=lambda b, w, p: kinds[b.name](w))
+    assert [list(r.microseconds) for r in results] == [[1, 2], [1]]
+    assert [r.refusal for r in results] == ["", ""]
+    assert choose(results) == [(None, "right")]
 
 
 def test_pinning_a_backend_is_the_same_experts():
@@ -117,8 +144,10 @@ def test_results_are_remembered_by_device_versions_and_shapes(tmp_path):
         memory.path(p, "cpu y", "1"),
         memory.path(p, "cpu x", "2"),
         memory.path(problem_of(WEIGHTS, CPU, top_k=3), "cpu x", "1"),
+        memory.path(p, "cpu x", "1", ROWS),
+        memory.path(p, "cpu x", "1", grid=(1,)),
     ]
-    assert len({path, *others}) == 4
+    assert len({path, *others}) == 6
     path.write_text("{")
     assert memory.load(path) is None
 
