@@ -2,12 +2,17 @@
 
 import argparse
 import csv
+import json
+import math
 
 import pytest
 import torch
 
-from expertd_kernels import Scheme
-from expertd_kernels.bench import cuda
+from expertd_kernels import ActivationQuant, Scheme, detect_device
+from expertd_kernels.bench import cuda, cuda_timing
+from expertd_kernels.bench.__main__ import main
+from expertd_kernels.float32 import reference
+from expertd_kernels.synthetic import random_inputs, random_weights
 
 
 def test_shapes_by_name_slice_and_numbers():
@@ -41,3 +46,140 @@ def test_without_a_gpu_it_says_so():
     args = argparse.Namespace(shape=None, scheme=None, backend=None, routing=None, m=None, json=None, csv=None)
     with pytest.raises(ValueError, match="torch sees no GPU here"):
         cuda.run(args)
+
+
+TINY = ["--shape", "tiny,E4-k2-H64-I32", "--scheme", "int4_g32", "--m", "1,5"]
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The bench on this machine's CPU: its device, weights and inputs there, fixed ceilings, and no clock."""
+    for name in ("random_weights", "random_inputs"):
+        made = getattr(cuda, name)
+        monkeypatch.setattr(cuda, name, lambda *a, made=made, **kw: made(*a, **{**kw, "device": "cpu"}))
+    monkeypatch.setattr(cuda, "detect_device", lambda name: detect_device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    monkeypatch.setattr(cuda, "ceilings", lambda: cuda.Ceilings(4000.0, 800.0, 1400.0))
+    monkeypatch.setattr(cuda, "machine", lambda: {"gpu": "G", "commit": "c"})
+
+    def times(backends, sets, budget_ms=40.0):
+        for call in backends:
+            call(0)
+        return [10.0 * (i + 1) for i in range(len(backends))]
+
+    monkeypatch.setattr(cuda, "graph_times", times)
+    return monkeypatch
+
+
+def test_every_backend_that_is_not_refused_is_checked_and_timed(stand_in, tmp_path):
+    file, table = tmp_path / "r.json", tmp_path / "r.csv"
+    assert main(["--device", "cuda", *TINY, "--backend", "all", "--json", str(file), "--csv", str(table)]) == 0
+    result = json.loads(file.read_text())
+    assert {(r["shape"], r["backend"], r["M"]) for r in result["rows"]} == {
+        (s, b, m) for s in ("tiny", "E4-k2-H64-I32") for b in ("cpu", "cpu_torch") for m in (1, 5)
+    }
+    for r in result["rows"]:
+        assert 0 < r["relative_error"] < r["tolerance"] == 1e-2
+        assert r["us"] in (10.0, 20.0)
+        assert r["gb_s"] > 0
+    one = next(r for r in result["rows"] if r["shape"] == "E4-k2-H64-I32" and r["M"] == 1)
+    weights = 2 * 3 * 64 * 32 * (4 + 16 / 32) / 8  # two experts, three matrices, codes and bf16 scales
+    assert one["gb_s"] == pytest.approx(weights / one["us"] / 1e3)
+    assert one["roofline_fraction"] == pytest.approx(weights / 4000.0 / 1e3 / one["us"])
+    assert len(table.read_text().splitlines()) == 1 + len(result["rows"])
+
+
+def test_rounded_activations_have_their_own_rows_tolerance_and_ceiling(stand_in):
+    args = ["--device", "cuda", *TINY, "--activations", "int8_group", "--backend", "all", "--json"]
+    assert main(args) == 0
+    top = cuda.Ceilings(4000.0, 800.0, 1400.0)
+    assert (top.tflop_s(ActivationQuant.NONE), top.tflop_s(ActivationQuant.E4M3_TOKEN)) == (800.0, 1400.0)
+    assert cuda.Ceilings(4000.0, 800.0).tflop_s(ActivationQuant.E4M3_TOKEN) == 800.0
+
+
+def test_a_backend_that_fails_costs_the_others_nothing(stand_in, capsys, tmp_path):
+    build = cuda.build
+
+    class Failing:
+        backend = "cpu_torch"
+
+        def __call__(self, x, ids, w, *, out):
+            if x.shape[0] > 1:
+                raise RuntimeError("no kernel image")
+            return out.zero_()
+
+    def broken(decision, weights):
+        if decision.chosen.name == "cpu":
+            raise OSError("libfast.so: undefined symbol")
+        return Failing() if decision.chosen.name == "cpu_torch" else build(decision, weights)
+
+    stand_in.setattr(cuda, "build", broken)
+    file = tmp_path / "r.json"
+    args = ["--device", "cuda", *TINY, "--backend", "cpu,cpu_torch,reference,gluon_sm90", "--json", str(file)]
+    assert main(args) == 1, "wrong answers are an exit code"
+    rows = json.loads(file.read_text())["rows"]
+    by = {(r["backend"], r["M"]): r for r in rows if r["shape"] == "tiny"}
+    assert {b for b, _ in by} == {"cpu_torch", "reference"}
+    assert by["cpu_torch", 1]["relative_error"] == 1.0
+    assert by["cpu_torch", 5]["relative_error"] is None
+    assert by["cpu_torch", 1]["us"] is by["cpu_torch", 5]["us"] is None
+    assert by["reference", 5]["us"] == 10.0
+    said = capsys.readouterr().err
+    assert "cpu: OSError: libfast.so: undefined symbol" in said
+    assert "cpu_torch: RuntimeError: no kernel image" in said
+    assert "gluon_sm90: runs on cuda" in said
+
+
+def test_the_budget_leaves_out_layers_and_names_them(stand_in, capsys, tmp_path):
+    clock = iter([0.0, 0.0, 9.0])
+    stand_in.setattr(cuda.time, "monotonic", lambda: next(clock))
+    file = tmp_path / "r.json"
+    assert main(["--device", "cuda", *TINY, "--backend", "cpu", "--budget", "5", "--json", str(file)]) == 0
+    assert {r["shape"] for r in json.loads(file.read_text())["rows"]} == {"tiny"}
+    assert "not run, the budget was spent: E4-k2-H64-I32 int4_g32 uniform" in capsys.readouterr().err
+
+
+def test_a_backend_that_no_graph_holds_has_no_time(monkeypatch, capsys):
+    class Graph:
+        def __init__(self):
+            self.replay = lambda: None
+
+    class Stream:
+        def wait_stream(self, other):
+            pass
+
+    def capture(call, sets, stream):
+        call(0)
+        return Graph()
+
+    def synchronizing(i):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda s: torch.no_grad())
+    monkeypatch.setattr(cuda_timing, "_capture", capture)
+    ticks = iter(range(1, 10_000))
+    monkeypatch.setattr(cuda_timing, "_events", lambda calls: [float(next(ticks) % 2 * 6 + 4) for _ in calls])
+    times = cuda_timing.graph_times([lambda i: i, synchronizing, lambda i: i], 2)
+    assert times[0] == 5.0
+    assert math.isnan(times[1])
+    assert times[2] == 2.0
+    assert "no graph: RuntimeError: operation not permitted" in capsys.readouterr().err
+    assert math.isnan(cuda_timing.graph_times([synchronizing], 2)[0])
+
+
+def test_the_check_looks_at_rows_all_over_the_batch():
+    w = random_weights("int4_g32", 4, 64, 32)
+    inputs = random_inputs(500, 64, 4, 2)
+
+    class LastRowWrong:
+        backend = "wrong"
+
+        def __call__(self, x, ids, weights, *, out):
+            out.copy_(reference(w, x, ids, weights))
+            out[-1] *= 3
+            return out
+
+    assert cuda._error(LastRowWrong(), w, inputs) > 0.1

@@ -1,9 +1,11 @@
 """The kernel benchmark on a CUDA GPU: whole expert layers, correctness first, then microseconds.
 
 A point is one layer (routing, both GEMMs, activation, combine) at one number of tokens.  Time is the median replay of a
-CUDA graph that holds one call for each of several input sets, over their number; the sets route differently (one token:
-to disjoint experts), so the weights come from memory and not from the L2.  Several backends are timed in turns, so that
-clock drift hits all alike.  Ceilings are measured in the same run: a plain read of memory, a large bf16 product.
+CUDA graph that holds one call for each of several input sets, over their number; the sets route differently (one
+token: to disjoint experts), so the weights come from memory and not from the L2.  Several backends are timed in turns,
+so that clock drift hits all alike.  Ceilings are measured in the same run: a plain read of memory, large bf16 and e4m3
+products.  A backend that cannot be built, fails or is wrong gets no time and stops no other; results are written after
+each layer.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.protocol import Experts
+from expertd_kernels.bench.cuda_timing import Ceilings, ceilings, graph_times
 from expertd_kernels.builder import build, problem_of
 from expertd_kernels.canonical import Weights
 from expertd_kernels.float32 import reference
@@ -32,7 +36,7 @@ from expertd_kernels.models import MODELS, ModelShape
 from expertd_kernels.numerics import relative_error, tolerance
 from expertd_kernels.oracle import NoBackendError, Refused, decide
 from expertd_kernels.probe import detect_device, installed_packages
-from expertd_kernels.scheme import Scheme
+from expertd_kernels.scheme import ActivationQuant, Scheme
 from expertd_kernels.synthetic import random_inputs, random_weights
 from expertd_kernels.table import BACKENDS
 
@@ -69,28 +73,23 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Ceilings:
-    """Measured on this GPU in this run: GB/s of a plain read, TFLOP/s of an 8192 ** 3 bf16 product."""
-
-    read_gb_s: float
-    bf16_tflop_s: float
-
-
-@dataclass(frozen=True)
 class Row:
     """One point.  gb_s: weight bytes of the distinct experts over the time.  roofline_fraction: the larger of
-    bytes / read ceiling and FLOP / bf16 ceiling, over the time."""
+    bytes / read ceiling and FLOP / ceiling of the products, over the time.  Without a time these four are None;
+    relative_error is None where an answer was not finite or there was none."""
 
     shape: str
     scheme: str
     backend: str
     routing: str
     M: int
-    us: float
-    gb_s: float
-    gflop_s: float
-    roofline_fraction: float
-    relative_error: float
+    us: float | None
+    gb_s: float | None
+    gflop_s: float | None
+    roofline_fraction: float | None
+    relative_error: float | None
+    tolerance: float
+    activations: str = "none"
 
 
 def shape_of(name: str) -> ModelShape:
@@ -128,33 +127,6 @@ def machine() -> dict[str, str]:
     }
 
 
-def _events(calls: Iterable[Callable[[], object]]) -> list[float]:
-    """Microseconds of each call on the current stream; the stream never runs empty between them."""
-    marks = []
-    for call in calls:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        call()
-        end.record()
-        marks.append((begin, end))
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) * 1e3 for a, b in marks]
-
-
-def ceilings() -> Ceilings:
-    """The two rates that bound a layer, measured here: medians of 15."""
-    from expertd_kernels.bench.cuda_read import read_all
-
-    data = torch.randn(1 << 30, device="cuda")
-    read = statistics.median(_events([partial(read_all, data)] * 18)[3:])
-    gb_s = data.numel() * 4 / read / 1e3
-    del data
-    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    c = torch.empty_like(a)
-    product = statistics.median(_events([partial(torch.mm, a, b, out=c)] * 18)[3:])
-    return Ceilings(gb_s, 2 * 8192**3 / product / 1e6)
-
-
 def input_sets(shape: ModelShape, tokens: int, expert_bytes: float, routing: str) -> list[Inputs]:
     """Input sets that together touch WEIGHT_CYCLE_BYTES of weights where they can; 2 to 16 of them."""
     E, k = shape.num_experts, shape.top_k
@@ -176,29 +148,6 @@ def input_sets(shape: ModelShape, tokens: int, expert_bytes: float, routing: str
     return sets
 
 
-def graph_times(backends: Sequence[Callable[[int], object]], sets: int, budget_ms: float = 40.0) -> list[float]:
-    """Median microseconds a call for each backend, call(i) on input set i, their graphs replayed in turns."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    graphs = []
-    with torch.cuda.stream(stream):
-        for call in backends:
-            for i in range(sets):
-                call(i)
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                for i in range(sets):
-                    call(i)
-            graph.replay()
-            graphs.append(graph)
-        once = sum(_events([g.replay for g in graphs]))
-        rounds = int(min(60, max(7, budget_ms * 1e3 * len(graphs) / once)))
-        times = _events([g.replay for g in graphs] * (rounds + 1))[len(graphs) :]
-    torch.cuda.current_stream().wait_stream(stream)
-    return [statistics.median(times[b :: len(graphs)]) / sets for b in range(len(graphs))]
-
-
 def _error(experts: Experts, weights: Weights, inputs: Inputs) -> float:
     """Relative error on up to CHECK_ROWS tokens spread over the batch; the output starts poisoned."""
     x, ids, w = inputs
@@ -210,17 +159,45 @@ def _error(experts: Experts, weights: Weights, inputs: Inputs) -> float:
     return relative_error(out[rows], reference(weights, x[rows], ids[rows], w[rows]))
 
 
-def _candidates(weights: Weights, top_k: int, names: Sequence[str]) -> dict[str, Experts]:
-    """The named backends, or the oracle's choice where none is named.  Refusals go to stderr."""
-    problem = problem_of(weights, detect_device("cuda"), top_k=top_k, packages=installed_packages(BACKENDS))
+def _candidates(
+    weights: Weights, top_k: int, names: Sequence[str], how: ActivationQuant = ActivationQuant.NONE
+) -> dict[str, Experts]:
+    """The named backends; "all": each that the oracle does not refuse, but the reference; none named: its choice.
+    Refusals and failures go to stderr."""
+    problem = problem_of(
+        weights,
+        detect_device("cuda"),
+        top_k=top_k,
+        activation_quant=how,
+        packages=installed_packages(BACKENDS, probe_imports=True),
+    )
+    wanted: Sequence[str | None] = list(names) or [None]
+    if "all" in wanted:
+        wanted = [v.backend for v in decide(problem).verdicts if v.eligible and v.backend != "reference"]
     found: dict[str, Experts] = {}
-    for name in names or (None,):
+    for name in wanted:
+        begin = time.perf_counter()
         try:
             decision = decide(problem, pin=name)
             found[decision.require().name] = build(decision, weights)
         except (NoBackendError, Refused) as e:
             print(e, file=sys.stderr)
+        except Exception as e:  # a package that fails here must not cost the others their run
+            print(f"{name}: {type(e).__name__}: {e}", file=sys.stderr)
+        print(f"{name or 'the choice'}: {time.perf_counter() - begin:.1f} s to build", file=sys.stderr, flush=True)
     return found
+
+
+def _errors(candidates: dict[str, Experts], weights: Weights, inputs: Inputs) -> dict[str, float]:
+    """Relative errors; infinite, with the exception on stderr, for one that fails."""
+    errors = {}
+    for name, e in candidates.items():
+        try:
+            errors[name] = _error(e, weights, inputs)
+        except Exception as problem:
+            print(f"{name}: {type(problem).__name__}: {problem}", file=sys.stderr)
+            errors[name] = math.inf
+    return errors
 
 
 def points(
@@ -230,8 +207,9 @@ def points(
     backends: Sequence[str],
     routing: str,
     top: Ceilings,
+    how: ActivationQuant = ActivationQuant.NONE,
 ) -> list[Row]:
-    """All rows of one layer.  A backend whose error is above the tolerance gets no time."""
+    """All rows of one layer, with activations rounded `how`.  One whose error is above the tolerance gets no time."""
     weights = random_weights(
         scheme,
         shape.num_experts,
@@ -244,21 +222,27 @@ def points(
     H, I, seg = shape.hidden_size, shape.intermediate_size, shape.activation.segments
     bias_bytes = 2 * (seg * I + H) if shape.bias else 0
     expert_bytes = scheme.nbytes(seg * I, H, seg) + scheme.nbytes(H, I) + bias_bytes
-    candidates = _candidates(weights, shape.top_k, backends)
+    candidates = _candidates(weights, shape.top_k, backends, how)
+    limit = tolerance("bf16", how)
     rows = []
     for M in tokens:
         sets = input_sets(shape, M, expert_bytes, routing)
-        errors = {name: _error(e, weights, sets[0]) for name, e in candidates.items()}
-        right = {n: e for n, e in candidates.items() if errors[n] <= tolerance("bf16")}
+        errors = _errors(candidates, weights, sets[0])
+        right = {n: e for n, e in candidates.items() if errors[n] <= limit}
         times = graph_times([_caller(e, sets) for e in right.values()], len(sets)) if right else []
         hit = statistics.mean(int(torch.unique(ids).numel()) for _, ids, _ in sets)
         nbytes, flop = hit * expert_bytes, 2.0 * (seg + 1) * M * shape.top_k * H * I
-        floor = max(nbytes / top.read_gb_s / 1e3, flop / top.bf16_tflop_s / 1e6)
+        floor = max(nbytes / top.read_gb_s / 1e3, flop / top.tflop_s(how) / 1e6)
         found = dict(zip(right, times, strict=True))
         for name in candidates:
-            us = found.get(name, float("nan"))
-            gb_s, gflop_s = nbytes / us / 1e3, flop / us / 1e3
-            rows.append(Row(shape.name, scheme.name, name, routing, M, us, gb_s, gflop_s, floor / us, errors[name]))
+            time_us = found.get(name, math.nan)
+            us, gb_s, gflop_s, fraction, error = (
+                f if math.isfinite(f) else None
+                for f in (time_us, nbytes / time_us / 1e3, flop / time_us / 1e3, floor / time_us, errors[name])
+            )
+            rows.append(
+                Row(shape.name, scheme.name, name, routing, M, us, gb_s, gflop_s, fraction, error, limit, how.value)
+            )
             print(_line(rows[-1]), file=sys.stderr, flush=True)
         del sets
     return rows
@@ -270,15 +254,18 @@ def _caller(experts: Experts, sets: Sequence[Inputs]) -> Callable[[int], object]
 
 
 def _line(r: Row) -> str:
+    point = f"{r.shape:20s} {r.scheme:16s} {r.backend:12s} {r.routing:8s} M {r.M:5d}"
+    error = "not finite" if r.relative_error is None else f"{r.relative_error:.1e}"
+    if r.us is None or r.gb_s is None or r.gflop_s is None or r.roofline_fraction is None:
+        return f"{point} no time, error {error}, tolerance {r.tolerance:.0e}"
     return (
-        f"{r.shape:20s} {r.scheme:16s} {r.backend:12s} {r.routing:8s} M {r.M:5d} {r.us:9.1f} us {r.gb_s:6.0f} GB/s"
-        f" {r.gflop_s / 1e3:6.1f} TFLOP/s {r.roofline_fraction * 100:4.0f} % of the roof, error {r.relative_error:.1e}"
+        f"{point} {r.us:9.1f} us {r.gb_s:6.0f} GB/s {r.gflop_s / 1e3:6.1f} TFLOP/s"
+        f" {r.roofline_fraction * 100:4.0f} % of the roof, error {error}"
     )
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """The bench's --device cuda.  args: shape, scheme, backend, routing (comma-separated or None: SUITE), m (numbers or
-    None), json, csv (paths or None).  ValueError for an unknown name, or without a GPU."""
+def _suite(args: argparse.Namespace) -> list[tuple[ModelShape, Scheme, str]]:
+    """The layers asked for, or SUITE.  ValueError for an unknown name."""
 
     def listed(value: str | None, default: str) -> list[str]:
         return (value or default).split(",")
@@ -287,30 +274,46 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.shape or args.scheme:
         shapes, schemes = listed(args.shape, "qwen3-30b-a3b"), listed(args.scheme, "int4_g128")
         suite = [(a, b, c) for a in shapes for b in schemes for c in listed(args.routing, "uniform")]
-    layers = [(shape_of(a), Scheme.parse(b), c) for a, b, c in suite]
+    return [(shape_of(a), Scheme.parse(b), c) for a, b, c in suite]
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """The bench's --device cuda.  args: shape, scheme, backend, routing (comma-separated or None: SUITE), m (numbers or
+    None), activations (how they are rounded), budget (seconds after which no layer is begun, or None), json, csv (paths
+    or None; written after each layer).  ValueError for an unknown name, or without a GPU."""
+    begin = time.monotonic()
+    layers = _suite(args)
+    how = ActivationQuant(getattr(args, "activations", None) or "none")
+    budget = getattr(args, "budget", None) or math.inf
     if not torch.cuda.is_available():
         raise ValueError("bench: --device cuda: torch sees no GPU here; --device cpu runs anywhere")
     top = ceilings()
     facts = machine()
-    print(f"{facts}\nread {top.read_gb_s:.0f} GB/s, bf16 {top.bf16_tflop_s:.0f} TFLOP/s", file=sys.stderr, flush=True)
-    rows: list[Row] = []
+    print(f"{facts}\n{top}", file=sys.stderr, flush=True)
+    result: dict[str, Any] = {"machine": facts, "ceilings": asdict(top), "rows": [], "not_run": []}
     for shape, scheme, routing in layers:
+        if time.monotonic() - begin > budget:
+            result["not_run"].append(f"{shape.name} {scheme.name} {routing}")
+            continue
         tokens = [int(m) for m in args.m] if args.m else DEFAULT_TOKENS
         names = args.backend.split(",") if args.backend else []
-        rows += points(shape, scheme, tokens, names, routing, top)
+        result["rows"] += [asdict(r) for r in points(shape, scheme, tokens, names, routing, top, how)]
         torch.cuda.empty_cache()
-    result = {"machine": facts, "ceilings": asdict(top), "rows": [asdict(r) for r in rows]}
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-    if getattr(args, "csv", None):
-        write_csv(Path(args.csv), result)
+        if args.json:
+            Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        if getattr(args, "csv", None):
+            write_csv(Path(args.csv), result)
+    for layer in result["not_run"]:
+        print(f"not run, the budget was spent: {layer}", file=sys.stderr)
     return result
 
 
 def write_csv(path: Path, result: dict[str, Any]) -> None:
-    """One line a point, with the machine and the ceilings on each."""
+    """One line a point, with the machine and the ceilings on each; no points, no file."""
+    lines = [{**r, **result["machine"], **result["ceilings"]} for r in result["rows"]]
+    if not lines:
+        return
     with path.open("w", newline="") as f:
-        lines = [{**r, **result["machine"], **result["ceilings"]} for r in result["rows"]]
         writer = csv.DictWriter(f, list(lines[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
