@@ -179,7 +179,8 @@ def _candidates(
         begin = time.perf_counter()
         try:
             decision = decide(problem, pin=name)
-            found[decision.require().name] = build(decision, weights)
+            row = decision.require()
+            found[row.name] = build(decision, weights)
         except (NoBackendError, Refused) as e:
             print(e, file=sys.stderr)
         except Exception as e:  # a package that fails here must not cost the others their run
