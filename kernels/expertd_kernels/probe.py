@@ -35,6 +35,7 @@ IMPORT_NAME = {
     "vllm-xpu-kernels": "vllm_xpu_kernels",
     "amd-aiter": "aiter",
     "humming-kernels": "humming",
+    "sgl-deep-gemm": "deep_gemm",
 }
 """Distribution -> module, where the names differ."""
 

@@ -15,6 +15,7 @@ _EVERY_SCHEME = tuple(SchemeSupport(e, groups=None, blocks=None, zeros=e.integer
 
 _GROUPS = frozenset({32, 64, 128, WHOLE})
 _E8M0 = frozenset({ScaleType.E8M0})
+_FLOATS = frozenset({ScaleType.F32, ScaleType.BF16, ScaleType.F16})
 _SM90 = (DeviceRange("cuda", (9, 0), (9, 0)),)
 
 GPT_OSS = (1.702, 1.0, 7.0)
@@ -94,6 +95,7 @@ BACKENDS: tuple[Backend, ...] = (
                 blocks=frozenset({(128, 128)}),
                 activations=frozenset({ActivationQuant.E4M3_GROUP128}),
                 biased=False,
+                scales=_FLOATS,
                 whole_blocks=True,
             ),
             SchemeSupport(Element.BF16, biased=False),
@@ -117,6 +119,7 @@ BACKENDS: tuple[Backend, ...] = (
                 blocks=frozenset({(128, 128)}),
                 activations=frozenset({ActivationQuant.E4M3_GROUP128}),
                 biased=False,
+                scales=_FLOATS,
                 devices=_SM90,
                 whole_blocks=True,
             ),
@@ -125,6 +128,27 @@ BACKENDS: tuple[Backend, ...] = (
         summary="CUTLASS kernels in FlashInfer, routes given; pads H and I to 8 (mxfp4: 128)",
         unclamped=frozenset({ActivationKind.GELU_AND_MUL, ActivationKind.GELU_TANH_AND_MUL}),
         needs={"flashinfer-python": ">=0.7.2,<0.8"},
+        mixed_schemes=False,
+        deterministic=False,
+        hardware="not run on hardware",
+    ),
+    Backend(
+        name="deepgemm",
+        target="expertd_kernels.backends.deepgemm",
+        devices=(*_SM90, DeviceRange("cuda", (10, 0), (10, 9))),
+        schemes=(
+            SchemeSupport(
+                Element.E4M3,
+                blocks=frozenset({(128, 128)}),
+                activations=frozenset({ActivationQuant.E4M3_GROUP128}),
+                scales=_FLOATS,
+                devices=_SM90,
+                whole_blocks=True,
+            ),
+            SchemeSupport(Element.BF16, hidden_multiple=64, intermediate_multiple=64),
+        ),
+        summary="DeepGEMM's grouped GEMMs through sgl-deep-gemm, compiled at first use (needs nvcc)",
+        needs={"sgl-deep-gemm": ">=0.2.5,<0.3"},
         mixed_schemes=False,
         deterministic=False,
         hardware="not run on hardware",
@@ -159,7 +183,7 @@ BACKENDS: tuple[Backend, ...] = (
             SchemeSupport(
                 Element.E4M3,
                 blocks=frozenset({(128, 128)}),
-                scales=frozenset({ScaleType.F32, ScaleType.BF16, ScaleType.F16}),
+                scales=_FLOATS,
                 functions=frozenset(ActivationKind) - {ActivationKind.SWIGLUOAI},
                 whole_blocks=True,
             ),
@@ -226,10 +250,10 @@ BACKENDS: tuple[Backend, ...] = (
 
 ORDER: Mapping[str, Sequence[str]] = {
     "cpu": ("cpu", "cpu_w4a8", "cpu_torch", "reference"),
-    "cuda": ("triton", "triton_w8a8", "flashinfer_cutlass", "humming", "reference"),
-    "sm90": ("gluon_sm90", "triton", "triton_w8a8", "flashinfer_cutlass", "humming", "reference"),
-    "sm100": ("flashinfer_trtllm", "triton", "triton_w8a8", "flashinfer_cutlass", "humming", "reference"),
-    "sm103": ("flashinfer_trtllm", "triton", "triton_w8a8", "flashinfer_cutlass", "humming", "reference"),
+    "cuda": ("triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
+    "sm90": ("gluon_sm90", "triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
+    "sm100": ("flashinfer_trtllm", "triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
+    "sm103": ("flashinfer_trtllm", "triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
     "rocm": ("triton", "reference"),
     "xpu": ("xpu", "triton", "reference"),
 }

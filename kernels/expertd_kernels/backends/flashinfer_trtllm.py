@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from expertd_kernels.activation import ActivationKind
 from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.backends.rounding import round_groups, round_mx
 from expertd_kernels.backends.trtllm_layout import form_of, pack_matrix, unpack_matrix
 from expertd_kernels.canonical import Weights
 from expertd_kernels.oracle import Refused
@@ -23,7 +24,7 @@ from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant
 from expertd_kernels.serial import activation_from_json, activation_to_json
 
-__all__ = ["TrtllmExperts", "experts", "pack", "round_groups", "round_mx", "unpack"]
+__all__ = ["TrtllmExperts", "experts", "pack", "unpack"]
 
 LAYOUT_VERSION = 1
 
@@ -39,8 +40,6 @@ DEEPSEEK_FP8, MX_FP8 = 1, 2
 LINEAR = 2
 """flashinfer.tllm_enums: ActivationType.Swiglu; WeightLayout.BlockMajorK and MajorK; Fp8QuantizationType.DeepSeekFp8
 and MxFp8; SfLayout.layout_linear."""
-
-E4M3_MAX = 448.0
 
 
 def pack(weights: Weights, problem: Problem) -> Packed:
@@ -86,26 +85,6 @@ def experts(packed: Packed, problem: Problem) -> TrtllmExperts:
     if version != LAYOUT_VERSION:
         raise Refused(f"packed weights have layout version {version}, want {LAYOUT_VERSION}: pack them again")
     return TrtllmExperts(packed, importlib.import_module("flashinfer.fused_moe"), torch.device("cuda"))
-
-
-def round_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[M, H] -> e4m3 [M, H], f32 [H / 128, M]: one scale for 128 columns of a row, largest value at 448."""
-    M, H = x.shape
-    groups = x.float().view(M, H // 128, 128)
-    scale = (groups.abs().amax(dim=2) / E4M3_MAX).clamp_min(1e-12)
-    codes = (groups / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes.view(M, H), scale.t().contiguous()
-
-
-def round_mx(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[M, H] -> e4m3 [M, H], u8 exponents [M, H / 32]: the smallest power of two under which nothing exceeds 448."""
-    M, H = x.shape
-    groups = x.float().view(M, H // 32, 32)
-    mantissa, exponent = torch.frexp(groups.abs().amax(dim=2) / E4M3_MAX)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    exponent = torch.where(mantissa == 0, 0, exponent).clamp(-127, 127)
-    codes = (groups * torch.exp2(-exponent.float())[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes.view(M, H), (exponent + 127).to(torch.uint8)
 
 
 class TrtllmExperts:
@@ -174,6 +153,7 @@ class TrtllmExperts:
     def _on_e4m3(self, x: Tensor, routes: tuple[Tensor, Tensor], common: dict[str, Any]) -> Any:
         mx = self.form == "mxfp8"
         codes, scale = round_mx(x) if mx else round_groups(x)
+        scale = scale if mx else scale.t().contiguous()  # the package reads [H / 128, M]
         return self.vendor.trtllm_fp8_block_scale_routed_moe(
             topk_ids=routes,
             routing_bias=None,

@@ -65,7 +65,9 @@ def _e4m3_tflop_s(a: Tensor, b: Tensor) -> float:
         return 0.0
     x, y = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
     one = torch.ones((), device=a.device)
-    call = partial(torch.ops.aten._scaled_mm.default, x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    call = partial(
+        torch.ops.aten._scaled_mm.default, x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
     try:
         us = statistics.median(_events([call] * 18)[3:])
     except RuntimeError as e:
