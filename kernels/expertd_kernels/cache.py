@@ -20,16 +20,16 @@ import hashlib
 import json
 import mmap
 import os
+import secrets
 import struct
 import sys
-import tempfile
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ __all__ = [
     "code_digest",
     "read_entry",
     "read_packed",
+    "replacing",
     "write_packed",
 ]
 
@@ -119,20 +120,28 @@ def write_packed(path: Path, packed: Packed, facts: Mapping[str, Any], proof: Pr
     header = json.dumps(
         {"backend": packed.backend, "facts": facts, "meta": packed.meta, "tensors": table, "data_bytes": offset}
     ).encode()
+    with replacing(path) as f:
+        f.write(MAGIC + struct.pack("<II", len(header), zlib.crc32(header)) + header)
+        start = _data_start(len(header))
+        for row, t in zip(table, tensors, strict=True):
+            f.seek(start + row["offset"])
+            if t.numel():
+                f.write(t.reshape(-1).view(torch.uint8).numpy().data)
+        f.truncate(start + offset)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the body ends well, and is gone when it does not.  Its folder is made;
+    its mode is what the umask leaves, so that servers of other users may share it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(MAGIC + struct.pack("<II", len(header), zlib.crc32(header)) + header)
-            start = _data_start(len(header))
-            for row, t in zip(table, tensors, strict=True):
-                f.seek(start + row["offset"])
-                if t.numel():
-                    f.write(t.reshape(-1).view(torch.uint8).numpy().data)
-            f.truncate(start + offset)
-        os.replace(temporary, path)
+        with open(part, "xb") as f:
+            yield f
+        os.replace(part, path)
     except BaseException:
-        os.unlink(temporary)
+        part.unlink(missing_ok=True)
         raise
 
 

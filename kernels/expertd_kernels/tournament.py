@@ -13,8 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,6 +24,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.protocol import Experts
+from expertd_kernels.cache import replacing
 from expertd_kernels.canonical import Weights
 from expertd_kernels.oracle import Backend, Decision, Refused, Verdict, load
 from expertd_kernels.problem import Problem
@@ -281,8 +280,5 @@ class Remembered:
 
     def store(self, path: Path, results: Sequence[Result]) -> None:
         """Write the file, atomically.  Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        with os.fdopen(fd, "w") as f:
-            json.dump([asdict(r) for r in results], f, indent=1)
-        os.replace(part, path)
+        with replacing(path) as f:
+            f.write(json.dumps([asdict(r) for r in results], indent=1).encode())

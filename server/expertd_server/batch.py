@@ -21,8 +21,9 @@ class ServedLayer:
     """A layer that is ready to compute.
 
     num_experts   of the whole model; held: global ids of the experts here, in the order of their slots
-    experts       the backend's; backend: its name
+    experts       the backend's; backend: its name, "a+b" where two share the work
     input_weights whether the backend takes the router weight on the input
+    plan          (tokens up to, backend), the last without a bound; empty: `backend` computes every batch
     """
 
     layer: int
@@ -34,6 +35,7 @@ class ServedLayer:
     experts: Experts
     backend: str
     input_weights: bool = True
+    plan: tuple[tuple[int | None, str], ...] = ()
     slot_of: Array = field(init=False, repr=False)
     """[num_experts + 1] int32: slot of each global id, -1 = not here; the last entry answers for the id -1."""
 
@@ -41,6 +43,10 @@ class ServedLayer:
         table = np.full(self.num_experts + 1, -1, dtype=np.int32)
         table[np.asarray(self.held, dtype=np.int64)] = np.arange(len(self.held), dtype=np.int32)
         object.__setattr__(self, "slot_of", table)
+
+    def backend_at(self, tokens: int) -> str:
+        """The backend that computes a batch of `tokens`."""
+        return next((name for most, name in self.plan if most is None or tokens <= most), self.backend)
 
 
 @dataclass(slots=True)

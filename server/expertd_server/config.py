@@ -156,6 +156,10 @@ def _int(least: int) -> Callable[[str], int]:
     return parse
 
 
+def _copies(text: str) -> int:
+    return int(_choice("1", "2")(text))
+
+
 def _seconds(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text):
         raise ValueError(f"got {text!r}, want seconds >= 0")
@@ -199,6 +203,9 @@ class ServeConfig:
     shard: Shard | None = None
     device: str = "auto"
     backend: str = "auto"
+    oracle: str = "order"
+    copies: int = 1
+    cache: Path | None = None
     compute_dtype: str = "bf16"
     activations: str = "weight-only"
     threads: int = 0
@@ -219,6 +226,8 @@ class ServeConfig:
             raise ConfigError(f"--checkpoint and --synthetic: got {got}, want one of them: a folder, or MODEL:SCHEME")
         if self.experts is not None and self.shard is not None:
             raise ConfigError("--experts and --shard: got both, want at most one: each says which experts are held")
+        if self.copies > 1 and self.oracle != "measure":
+            raise ConfigError("--copies: got 2 with --oracle order, which chooses one backend; want --oracle measure")
         if self.layer_template is not None and self.checkpoint is None:
             raise ConfigError("--layer-template: got it without --checkpoint, which it describes")
 
@@ -252,6 +261,26 @@ OPTIONS: tuple[Option, ...] = (
     Option("shard", Shard.parse, "RANK/COUNT", "hold part RANK (from 0) of COUNT equal parts of the experts"),
     Option("device", str, "NAME", "auto, cpu, cuda[:N] or xpu[:N]"),
     Option("backend", _backend, "NAME", 'pin the kernel backend: NAME, or by layer "layers.0-2=triton,*=auto"'),
+    Option(
+        "oracle",
+        _choice("order", "measure"),
+        "HOW",
+        "order: the first backend of the platform's order that no rule refuses; measure: the fastest here, on the real"
+        " weights, after a check of its answers",
+    ),
+    Option(
+        "copies",
+        _copies,
+        "N",
+        "with --oracle measure, packed copies of a layer: 2 = one backend for few tokens and another for many, where"
+        " that is worth it and memory allows",
+    ),
+    Option(
+        "cache",
+        Path,
+        "DIR",
+        "keep packed weights there: later starts map them instead of packing, and servers share them; default: nowhere",
+    ),
     Option("compute_dtype", _choice("bf16", "float32"), "DTYPE", "bf16 or float32: element type inside the kernels"),
     Option(
         "activations",

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_kernels.oracle import Decision
-from expertd_kernels.source import LayerInfo
-from expertd_server.batch import ServedLayer
+from expertd_server.boot import Booted
 from expertd_server.intake import DTYPE_NUMBER
 from expertd_server.request import FLOAT_DTYPES
 from expertd_server.service import Limits
@@ -25,8 +23,9 @@ def ranges(ids: Iterable[int]) -> list[pb.ExpertRange]:
     return out
 
 
-def describe_layer(served: ServedLayer, info: LayerInfo, decision: Decision, relative_error: float) -> pb.Layer:
-    """relative_error: of the self-check of the chosen backend; it stands in that backend's verdict."""
+def describe_layer(b: Booted) -> pb.Layer:
+    """relative errors of the self-check stand in the verdicts of the backends that serve."""
+    served, info, decision = b.served, b.plan.info, b.plan.decision
     return pb.Layer(
         layer=served.layer,
         num_experts=served.num_experts,
@@ -44,10 +43,14 @@ def describe_layer(served: ServedLayer, info: LayerInfo, decision: Decision, rel
                 eligible=v.eligible,
                 refusals=v.refusals,
                 microseconds=v.microseconds or 0.0,
-                relative_error=relative_error if v.backend == served.backend else v.relative_error or 0.0,
+                relative_error=b.errors.get(v.backend, v.relative_error or 0.0),
+                times=[pb.CallTime(tokens=m, microseconds=us) for m, us in v.times],
             )
             for v in decision.verdicts
         ],
+        chosen_by=b.plan.chosen_by,
+        plan=[pb.PlanEntry(max_tokens=most or 0, backend=name) for most, name in served.plan],
+        from_cache=b.from_cache,
     )
 
 

@@ -286,13 +286,14 @@ class Engine:
             stages,
             b.tokens,
             len(b.requests),
-            b.layer.backend,
+            b.layer.backend_at(b.tokens),
         )
 
     def _fail(self, lane: Lane, b: Batch, e: Exception) -> None:
         """Answer every request of `b` with the failure; the engine goes on."""
-        log.exception("layer %d, backend %s: a batch of %d tokens failed", b.layer.layer, b.layer.backend, b.tokens)
-        text = f"backend {b.layer.backend}, layer {b.layer.layer}, {b.tokens} tokens: {type(e).__name__}: {e}"
+        backend = b.layer.backend_at(b.tokens)
+        log.exception("layer %d, backend %s: a batch of %d tokens failed", b.layer.layer, backend, b.tokens)
+        text = f"backend {backend}, layer {b.layer.layer}, {b.tokens} tokens: {type(e).__name__}: {e}"
         self._leave(b)
         for i, r in enumerate(b.requests):
             self._reply(r, b.errors.get(i) or BackendFailedError(text))

@@ -7,7 +7,7 @@ bincount a batch, turned into samples only when somebody scrapes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -38,6 +38,8 @@ class BackendFacts:
     weight_scheme: str
     activation_scheme: str
     device: str
+    chosen_by: str
+    from_cache: bool
 
 
 class Rpc:
@@ -79,7 +81,14 @@ class Metrics:
         self.backend_info = Gauge(
             "expertd_backend_info",
             "1 for the backend that serves the layer.",
-            ("layer", "backend", "weight_scheme", "activation_scheme", "device"),
+            ("layer", "backend", "weight_scheme", "activation_scheme", "device", "chosen_by", "from_cache"),
+            registry=r,
+        )
+        self._boot = Gauge("expertd_boot_seconds", "Time of the boot, by stage.", ("stage",), registry=r)
+        self._lookups = Counter(
+            "expertd_cache_lookups",
+            "Packed weights looked up in the cache on disk: hit, miss, stale or damaged; all but hits are made again.",
+            ("outcome",),
             registry=r,
         )
         self._state = Gauge("expertd_serving", "1 while the server takes requests.", registry=r)
@@ -103,8 +112,21 @@ class Metrics:
 
     def backend(self, facts: BackendFacts) -> None:
         self.backend_info.labels(
-            str(facts.layer), facts.backend, facts.weight_scheme, facts.activation_scheme, facts.device
+            str(facts.layer),
+            facts.backend,
+            facts.weight_scheme,
+            facts.activation_scheme,
+            facts.device,
+            facts.chosen_by,
+            "true" if facts.from_cache else "false",
         ).set(1)
+
+    def booted(self, seconds: Mapping[str, float], lookups: Mapping[str, int]) -> None:
+        """What loading took, by stage, and what was found in the cache, by outcome."""
+        for stage, s in seconds.items():
+            self._boot.labels(stage).set(s)
+        for outcome, n in lookups.items():
+            self._lookups.labels(outcome).inc(n)
 
     def answered(self, code: str = "OK", reason: str = "") -> None:
         """One request was answered."""
@@ -144,7 +166,7 @@ class _Batches(Collector):
 
     def add(self, b: BatchReport) -> None:
         """One batch was computed."""
-        layer, backend = b.layer.layer, b.layer.backend
+        layer, backend = b.layer.layer, b.layer.backend_at(b.tokens)
         if layer not in self._tokens:
             self._experts[layer] = (b.layer.held, np.zeros(len(b.layer.held), np.int64))
             self._tokens[layer] = 0

@@ -9,15 +9,17 @@ from rich import progress as rich_progress
 from rich.console import Console
 
 from expertd_server.boot import Booted
+from expertd_server.layer import Site
 
 __all__ = ["Progress"]
 
 
 class Progress:
-    """with Progress(console, layers) as p: ... p.done(booted) after each layer."""
+    """with Progress(console, layers, site) as p: ... p.done(booted) after each layer; site: whose stages are summed up
+    at the end."""
 
-    def __init__(self, console: Console, layers: int) -> None:
-        self._console, self._layers, self._count = console, layers, 0
+    def __init__(self, console: Console, layers: int, site: Site) -> None:
+        self._console, self._layers, self._count, self._site = console, layers, 0, site
         self._bar: rich_progress.Progress | None = None
         if console.is_terminal:
             self._bar = rich_progress.Progress(
@@ -41,7 +43,7 @@ class Progress:
         self._count += 1
         text = (
             f"layer {b.served.layer} on {b.served.backend}: self-check error {b.error:.1e}"
-            f" (tolerance {b.tolerance:.0e}), {b.seconds:.2f} s"
+            f" (tolerance {b.tolerance:.0e}), {'mapped from the cache, ' if b.from_cache else ''}{b.seconds:.2f} s"
         )
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=text)
@@ -52,7 +54,11 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
         if kind is None:
-            self._line(f"loaded {self._count} layers in {time.perf_counter() - self._start:.1f} s")
+            stages = ", ".join(f"{name.replace('_', '-')} {s:.2f}" for name, s in self._site.seconds.items())
+            self._line(f"loaded {self._count} layers in {time.perf_counter() - self._start:.2f} s ({stages})")
+            if self._site.lookups:
+                found = ", ".join(f"{n} {outcome}" for outcome, n in sorted(self._site.lookups.items()))
+                self._line(f"cache: {found}")
 
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

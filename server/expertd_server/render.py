@@ -1,45 +1,32 @@
-"""The oracle's answer for people (a table) and for programs (JSON).  Imports no torch."""
+"""The oracle's answer for people (a table) and for programs (JSON).  Imports no torch by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from expertd_kernels.oracle import Decision
+from expertd_kernels.oracle import Decision, Verdict
+from expertd_server.plan import LayerPlan, span
 
-if TYPE_CHECKING:
-    from expertd_server.boot import LayerPlan
-
-__all__ = ["decisions_json", "print_decisions", "span"]
-
-
-def span(numbers: Sequence[int]) -> str:
-    """(3, 4, 5, 9) -> "3-5, 9"."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in runs)
+__all__ = ["decisions_json", "print_decisions"]
 
 
 def decisions_json(plans: Sequence[LayerPlan]) -> dict[str, Any]:
-    """{"layers": [{"layer", "scheme", "chosen", "verdicts": [{"backend", "eligible", "refusals"}], ...}]}"""
+    """{"layers": [{"layer", "scheme", "chosen", "verdicts": [{"backend", "eligible", "refusals", "microseconds",
+    "relative_error"}], ...}]}; microseconds by token count, empty where nothing was measured."""
     return {
         "layers": [
             {
                 "layer": p.info.layer,
                 "scheme": p.decision.problem.scheme_name,
                 "chosen": None if p.decision.chosen is None else p.decision.chosen.name,
-                "verdicts": [
-                    {"backend": v.backend, "eligible": v.eligible, "refusals": list(v.refusals)}
-                    for v in p.decision.verdicts
-                ],
+                "chosen_by": p.chosen_by,
+                "verdicts": [_verdict_json(v) for v in p.decision.verdicts],
                 "device": str(p.decision.problem.device),
                 "pinned": p.decision.pinned,
                 "activation": p.info.activation.name,
@@ -57,8 +44,20 @@ def decisions_json(plans: Sequence[LayerPlan]) -> dict[str, Any]:
     }
 
 
-def print_decisions(console: Console, plans: Sequence[LayerPlan]) -> None:
-    """One table for each group of layers that pose the same problem and got the same answer."""
+def _verdict_json(v: Verdict) -> Mapping[str, Any]:
+    finite = v.relative_error is not None and math.isfinite(v.relative_error)
+    return {
+        "backend": v.backend,
+        "eligible": v.eligible,
+        "refusals": list(v.refusals),
+        "microseconds": {str(m): round(us, 1) for m, us in v.times},
+        "relative_error": v.relative_error if finite else None,
+    }
+
+
+def print_decisions(console: Console, plans: Sequence[LayerPlan], pending: bool = False) -> None:
+    """One table for each group of layers that pose the same problem and got the same answer.  pending: what is eligible
+    and neither pinned nor measured will be measured."""
     groups: dict[tuple[Any, ...], list[LayerPlan]] = {}
     for p in plans:
         d = p.decision
@@ -66,10 +65,10 @@ def print_decisions(console: Console, plans: Sequence[LayerPlan]) -> None:
         key = (d.problem.schemes, d.problem.num_experts, d.problem.activation, name, d.verdicts, p.info.notes)
         groups.setdefault(key, []).append(p)
     for members in groups.values():
-        _print_group(console, members)
+        _print_group(console, members, pending)
 
 
-def _print_group(console: Console, plans: Sequence[LayerPlan]) -> None:
+def _print_group(console: Console, plans: Sequence[LayerPlan], pending: bool) -> None:
     first, d = plans[0], plans[0].decision
     p = d.problem
     layers = span([x.info.layer for x in plans])
@@ -82,20 +81,38 @@ def _print_group(console: Console, plans: Sequence[LayerPlan]) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("backend", no_wrap=True)
-    table.add_column("verdict")
-    for v in d.verdicts:
-        chosen = d.chosen is not None and v.backend == d.chosen.name
-        table.add_row(Text(v.backend, "bold" if chosen else ""), _verdict(d, v.refusals, chosen))
-    console.print(table)
+    console.print(_table(first, pending and first.chosen_by == "order"))
     for note in _notes(first):
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _verdict(d: Decision, refusals: Sequence[str], chosen: bool) -> Text:
+def _table(plan: LayerPlan, pending: bool) -> Table:
+    d = plan.decision
+    tokens = max(([m for m, _ in v.times] for v in d.verdicts), key=len, default=[])
+    errors = any(v.relative_error is not None for v in d.verdicts)
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("backend", no_wrap=True)
+    table.add_column("verdict")
+    for m in tokens:
+        table.add_column(f"us at {m}", justify="right", no_wrap=True)
+    if errors:
+        table.add_column("error", justify="right", no_wrap=True)
+    for v in d.verdicts:
+        chosen = d.chosen is not None and v.backend == d.chosen.name
+        times = dict(v.times)
+        cells = [f"{times[m]:,.0f}" if m in times else "" for m in tokens]
+        if errors:
+            cells.append("" if v.relative_error is None else f"{v.relative_error:.1e}")
+        name = Text(v.backend, "bold" if chosen and not pending else "")
+        table.add_row(name, _verdict(d, v.refusals, chosen, pending), *cells)
+    return table
+
+
+def _verdict(d: Decision, refusals: Sequence[str], chosen: bool, pending: bool) -> Text:
     if refusals:
         return Text("; ".join(refusals), "dim")
+    if pending:
+        return Text("eligible, to be measured")
     if chosen:
         return Text("chosen" + (" (pinned)" if d.pinned else ""), "bold green")
     return Text("eligible")

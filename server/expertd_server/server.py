@@ -1,56 +1,27 @@
-"""`expertd serve`: the server's life from the first line it prints to its exit code.
-
-plan -> listen (health NOT_SERVING) -> load, check, warm up on a thread -> SERVING -> SIGTERM -> drain -> exit 0
-"""
+"""The gRPC side: a listening server in front of a Service, its health, and how it drains."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import importlib.metadata
-import logging
-import signal
 import socket
-import threading
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import grpc
-import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from rich.console import Console
 
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_kernels.probe import installed_packages
-from expertd_kernels.source import ExpertSource
-from expertd_kernels.table import BACKENDS
-from expertd_server.boot import (
-    Booted,
-    BootError,
-    LayerPlan,
-    Stopped,
-    boot_layers,
-    open_source,
-    plan_layers,
-    resolve_device,
-)
-from expertd_server.config import Address, ServeConfig
-from expertd_server.describe import describe_layer, describe_server
+from expertd_server.config import Address
 from expertd_server.engine import Engine
 from expertd_server.intake import Intake
-from expertd_server.metrics import SERVICE, BackendFacts, Metrics, MetricsHttp
-from expertd_server.progress import Progress
-from expertd_server.render import print_decisions
-from expertd_server.scheduler import Policy
+from expertd_server.metrics import SERVICE, Metrics
+from expertd_server.plan import BootError
 from expertd_server.service import Limits, Service, State
 from expertd_server.servicer import Servicer
 
-__all__ = ["ExpertServer", "message_bytes", "serve"]
-
-log = logging.getLogger(__name__)
+__all__ = ["ExpertServer"]
 
 _POLL_S = 0.005
 """How often a draining server looks whether it is done."""
@@ -59,12 +30,6 @@ _QUIET_S, _QUIET_LIMIT_S = 0.15, 2.0
 nothing was computed.  So a drained server closes when no call came for _QUIET_S, at the latest after _QUIET_LIMIT_S."""
 _SLACK = 2
 """gRPC's own limit is this many times ours: up to it one large request fails alone, with its reason."""
-
-
-def message_bytes(max_tokens: int, plans: Sequence[LayerPlan]) -> int:
-    """What a request of max_tokens tokens needs with everything in its widest dtype, headers included."""
-    widest = max(4 * p.info.hidden_size + 12 * p.info.top_k for p in plans)
-    return max_tokens * widest + (64 << 10)
 
 
 class ExpertServer:
@@ -156,169 +121,3 @@ def _try_bind(option: str, a: Address) -> None:
             s.bind(where)
     except OSError as e:
         raise BootError(f"{option} {a}: cannot listen there: {e.strerror or e}") from e
-
-
-async def serve(config: ServeConfig, console: Console) -> int:
-    """Serve until SIGTERM or SIGINT.  Returns the exit code; raises BootError."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    source = open_source(config)
-    device, torch_device = resolve_device(config.device)
-    plans = plan_layers(config, source, device, installed_packages(BACKENDS, probe_imports=device.kind != "cpu"))
-    print_decisions(console, plans)
-    refused = next((p for p in plans if p.decision.chosen is None), None)
-    if refused is not None:
-        what = "no backend serves" if not refused.decision.pinned else f"--backend {config.backend} does not serve"
-        raise BootError(
-            f"{what} layer {refused.info.layer}, {refused.decision.problem.scheme_name} on {device}: the table says why"
-        )
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    limits = Limits(
-        config.max_tokens,
-        config.max_message_bytes or message_bytes(config.max_tokens, plans),
-        config.max_in_flight,
-    )
-    metrics = Metrics()
-    http = _metrics_http(metrics, config.metrics_listen, console)
-    server = ExpertServer(metrics, limits)
-    try:
-        address = await server.start(config.listen)
-        _say(console, f"listening on {address}")
-        booted = await _load(plans, source, torch_device, console, stop)
-        if booted is None:
-            _say(console, "stopped while loading")
-            return 0
-        fault = asyncio.Event()
-        engine = _engine(config, booted, torch_device, metrics, lambda: _tell(loop, fault, stop))
-        intake = Intake(engine.layers, config.max_tokens)
-        await server.ready(engine, intake, _describer(server.service, source, booted, limits))
-        _quiet_memory()
-        _say(console, f"serving on {address}")
-        await stop.wait()
-        _say(console, f"draining: {engine.load().queued_requests} requests under way")
-        done = await server.drain(config.grace_s)
-        _say(
-            console,
-            f"stopped: all {engine.admitted} requests that were taken are answered" if done else _overdue(config),
-        )
-        return 0 if done and not fault.is_set() else 1
-    finally:
-        await server.close()
-        if http is not None:
-            http.close()
-
-
-def _tell(loop: asyncio.AbstractEventLoop, *events: asyncio.Event) -> None:
-    """Set the events, from any thread."""
-    for e in events:
-        loop.call_soon_threadsafe(e.set)
-
-
-def _overdue(config: ServeConfig) -> str:
-    return f"stopped: the grace time of {config.grace_s:g} s was over before every request was answered (--grace-s)"
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.file.flush()
-
-
-def _metrics_http(metrics: Metrics, where: Address | None, console: Console) -> MetricsHttp | None:
-    if where is None:
-        return None
-    try:
-        http = MetricsHttp(metrics, where.host, where.port)
-    except OSError as e:
-        raise BootError(f"--metrics-listen {where}: cannot listen there: {e.strerror or e}") from e
-    _say(console, f"metrics on http://{Address(where.host, http.port)}/metrics")
-    return http
-
-
-async def _load(
-    plans: Sequence[LayerPlan], source: ExpertSource, device: torch.device, console: Console, stop: asyncio.Event
-) -> list[Booted] | None:
-    """Boot the layers on a thread, so that health checks are answered meanwhile.  None: `stop` came first."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[list[Booted]] = loop.create_future()
-
-    def finish(value: list[Booted] | None, error: BaseException | None) -> None:
-        if result.cancelled():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value or [])
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            with Progress(console, len(plans)) as progress:
-                value = boot_layers(plans, source, device, done=progress.done, stopped=stop.is_set)
-        except BaseException as e:
-            error = e
-        loop.call_soon_threadsafe(finish, value, error)
-
-    # A daemon: a second signal or a failed listener must not wait for a layer that loads for minutes.
-    threading.Thread(target=run, name="expertd-load", daemon=True).start()
-    try:
-        return await result
-    except Stopped:
-        return None
-
-
-def _engine(
-    config: ServeConfig,
-    booted: Sequence[Booted],
-    device: torch.device,
-    metrics: Metrics,
-    on_fault: Callable[[], None],
-) -> Engine:
-    for b in booted:
-        p = b.plan.decision.problem
-        metrics.backend(
-            BackendFacts(b.served.layer, b.served.backend, p.scheme_name, p.activation_quant.value, str(p.device))
-        )
-    engine = Engine(
-        {b.served.layer: b.served for b in booted},
-        device,
-        compute_dtype=config.compute,
-        policy=Policy(config.max_tokens, config.max_wait_us * 1000, config.patience),
-        max_queue_tokens=config.max_queue_tokens,
-        max_queue_requests=config.max_queue_requests,
-        observe=metrics.batch,
-        on_fault=on_fault,
-    )
-    metrics.watch_load(engine.load)
-    engine.start()
-    return engine
-
-
-def _describer(
-    service: Service, source: ExpertSource, booted: Sequence[Booted], limits: Limits
-) -> Callable[[bool], pb.DescribeResponse]:
-    answers = describe_server(
-        instance_id=uuid.uuid4().hex,
-        version=importlib.metadata.version("expertd"),
-        family=source.family,
-        fingerprint=source.fingerprint,
-        hidden_size=booted[0].served.hidden_size,
-        layers=[describe_layer(b.served, b.plan.info, b.plan.decision, b.error) for b in booted],
-        limits=limits,
-    )
-
-    def describe(decisions: bool) -> pb.DescribeResponse:
-        out = pb.DescribeResponse()
-        out.CopyFrom(answers[decisions])
-        out.load.CopyFrom(service.load_message())
-        return out
-
-    return describe
-
-
-def _quiet_memory() -> None:
-    """What the boot made stays for the process's life: keep the garbage collector from walking it again and again."""
-    gc.collect()
-    gc.freeze()

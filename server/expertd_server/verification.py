@@ -26,7 +26,7 @@ from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant
 from expertd_kernels.selfcheck import self_check
 from expertd_kernels.source import ExpertSource
-from expertd_server.boot import LayerPlan
+from expertd_server.plan import LayerPlan
 
 __all__ = ["Case", "CaseResult", "LayerResult", "read_cases", "verify_layers"]
 

@@ -55,8 +55,9 @@ def test_json_has_a_verdict_for_each_backend_of_each_layer(capsys):
         assert {v["backend"] for v in layer["verdicts"]} == {b.name for b in BACKENDS}
         assert layer["chosen"] == next(v["backend"] for v in layer["verdicts"] if v["eligible"])
         for v in layer["verdicts"]:
-            assert set(v) == {"backend", "eligible", "refusals"}
+            assert set(v) == {"backend", "eligible", "refusals", "microseconds", "relative_error"}
             assert v["eligible"] == (v["refusals"] == [])
+            assert (v["microseconds"], v["relative_error"]) == ({}, None), "nothing is measured unless it is asked"
 
 
 @pytest.mark.parametrize("device", NAMED_DEVICES)
@@ -66,6 +67,31 @@ def test_hardware_that_is_not_here_can_be_asked_about(capsys, device):
     assert all(layer["chosen"] for layer in found["layers"])
     refusals = [r for layer in found["layers"] for v in layer["verdicts"] for r in v["refusals"]]
     assert not any("is not installed" in r for r in refusals), "packages are assumed for hardware that is not here"
+
+
+def test_measuring_is_asked_for_done_once_and_remembered(capsys, tmp_path):
+    args = ("--device", "cpu", "--oracle", "measure", "--cache", str(tmp_path), "--max-tokens", "8")
+    found = explain(capsys, *args)
+    (kept,) = tmp_path.iterdir()
+    for layer in found["layers"]:
+        timed = {v["backend"]: v for v in layer["verdicts"] if v["microseconds"]}
+        assert set(timed) == {v["backend"] for v in layer["verdicts"] if v["eligible"]}
+        assert timed.keys() >= {"cpu_torch", "reference"}
+        assert all(0 < v["relative_error"] < 1e-2 for v in timed.values())
+        assert set(timed[layer["chosen"]]["microseconds"]) == {"1", "8"}
+        assert layer["chosen_by"] == "measure"
+    kept.write_text(kept.read_text().replace('"relative_error": 0.00', '"relative_error": 0.0099'))
+    again = explain(capsys, *args)["layers"][0]
+    assert any(v["relative_error"] == pytest.approx(0.0099, rel=0.01) for v in again["verdicts"] if v["eligible"])
+
+
+def test_what_is_not_here_is_not_measured_and_that_is_said(capsys, tmp_path):
+    assert main([*TINY, "--device", "sm90", "--oracle", "measure", "--cache", str(tmp_path), "--json"]) == 0
+    out = capsys.readouterr()
+    assert "nothing is measured" in out.err
+    layer = json.loads(out.out)["layers"][0]
+    assert layer["chosen_by"] == "order"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_pin_is_used_or_refused_never_replaced(capsys):

@@ -58,6 +58,20 @@ def test_it_is_frozen_and_prints_itself_as_a_file_that_gives_the_same(tmp_path):
     assert config("--config", str(file)) == c
 
 
+def test_the_oracle_and_the_cache_can_be_set_from_each_place(tmp_path):
+    assert (ServeConfig(synthetic="a:b").oracle, ServeConfig(synthetic="a:b").cache) == ("order", None)
+    file = tmp_path / "expertd.toml"
+    file.write_text(f'synthetic = "tiny:bf16"\noracle = "measure"\ncopies = 2\ncache = "{tmp_path}"\n')
+    c = config("--config", str(file))
+    assert (c.oracle, c.copies, c.cache) == ("measure", 2, tmp_path)
+    file.write_text(str(c))
+    assert config("--config", str(file)) == c
+    env = {"EXPERTD_ORACLE": "order", "EXPERTD_COPIES": "1", "EXPERTD_CACHE": "/elsewhere"}
+    c = config("--config", str(file), env=env)
+    assert (c.oracle, c.copies, str(c.cache)) == ("order", 1, "/elsewhere")
+    assert config("--config", str(file), "--copies", "1", "--oracle", "order", env={}).oracle == "order"
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -76,6 +90,9 @@ def test_it_is_frozen_and_prints_itself_as_a_file_that_gives_the_same(tmp_path):
         (("--synthetic", "a:b", "--grace-s", "-1"), "want seconds"),
         (("--synthetic", "a:b", "--backend", "layers.0-2=cpu,layer.3=x"), "--backend: got"),
         (("--synthetic", "a:b", "--layer-template", "t"), "--layer-template"),
+        (("--synthetic", "a:b", "--oracle", "guess"), "want order or measure"),
+        (("--synthetic", "a:b", "--oracle", "measure", "--copies", "3"), "want 1 or 2"),
+        (("--synthetic", "a:b", "--copies", "2"), "want --oracle measure"),
     ],
 )
 def test_refusals_name_the_option_what_was_got_and_what_is_wanted(flags, says):

@@ -44,7 +44,8 @@ def test_a_scrape_sees_batches_experts_and_calls(metrics):
     metrics.batch(report(5, [3, 0]))
     metrics.batch(report(7, [1, 6]))
     metrics.answered("NOT_FOUND", "LAYER_NOT_HELD")
-    metrics.backend(BackendFacts(3, "reference", "int4_g128", "none", "cpu:x86_64"))
+    metrics.backend(BackendFacts(3, "reference", "int4_g128", "none", "cpu:x86_64", "order", False))
+    metrics.booted({"pack": 1.5}, {"hit": 3, "stale": 1})
     metrics.watch_load(lambda: LoadNow(11, 2, 1.0, False))
     http = MetricsHttp(metrics, "127.0.0.1", 0)
     try:
@@ -62,7 +63,9 @@ def test_a_scrape_sees_batches_experts_and_calls(metrics):
     assert get("expertd_copy_seconds_sum", direction="out") == pytest.approx(60e-9)
     assert get("expertd_requests_total", code="NOT_FOUND", reason="LAYER_NOT_HELD") == 1
     info = {"layer": "3", "backend": "reference", "weight_scheme": "int4_g128", "device": "cpu:x86_64"}
-    assert get("expertd_backend_info", activation_scheme="none", **info) == 1
+    assert get("expertd_backend_info", activation_scheme="none", chosen_by="order", from_cache="false", **info) == 1
+    assert get("expertd_boot_seconds", stage="pack") == 1.5
+    assert get("expertd_cache_lookups_total", outcome="hit") == 3
     assert get("expertd_queued_tokens") == 11
     assert get("expertd_queued_requests") == 2
     assert get("expertd_serving") == 0

@@ -288,7 +288,7 @@ class Model(_message.Message):
     def __init__(self, family: _Optional[str] = ..., fingerprint: _Optional[str] = ..., hidden_size: _Optional[int] = ...) -> None: ...
 
 class Layer(_message.Message):
-    __slots__ = ("layer", "num_experts", "held", "top_k", "intermediate_size", "weight_scheme", "activation_scheme", "checkpoint_activation_scheme", "activation", "backend", "verdicts")
+    __slots__ = ("layer", "num_experts", "held", "top_k", "intermediate_size", "weight_scheme", "activation_scheme", "checkpoint_activation_scheme", "activation", "backend", "verdicts", "chosen_by", "plan", "from_cache")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -300,6 +300,9 @@ class Layer(_message.Message):
     ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_BY_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    FROM_CACHE_FIELD_NUMBER: _ClassVar[int]
     layer: int
     num_experts: int
     held: _containers.RepeatedCompositeFieldContainer[ExpertRange]
@@ -311,7 +314,18 @@ class Layer(_message.Message):
     activation: str
     backend: str
     verdicts: _containers.RepeatedCompositeFieldContainer[BackendVerdict]
-    def __init__(self, layer: _Optional[int] = ..., num_experts: _Optional[int] = ..., held: _Optional[_Iterable[_Union[ExpertRange, _Mapping]]] = ..., top_k: _Optional[int] = ..., intermediate_size: _Optional[int] = ..., weight_scheme: _Optional[str] = ..., activation_scheme: _Optional[str] = ..., checkpoint_activation_scheme: _Optional[str] = ..., activation: _Optional[str] = ..., backend: _Optional[str] = ..., verdicts: _Optional[_Iterable[_Union[BackendVerdict, _Mapping]]] = ...) -> None: ...
+    chosen_by: str
+    plan: _containers.RepeatedCompositeFieldContainer[PlanEntry]
+    from_cache: bool
+    def __init__(self, layer: _Optional[int] = ..., num_experts: _Optional[int] = ..., held: _Optional[_Iterable[_Union[ExpertRange, _Mapping]]] = ..., top_k: _Optional[int] = ..., intermediate_size: _Optional[int] = ..., weight_scheme: _Optional[str] = ..., activation_scheme: _Optional[str] = ..., checkpoint_activation_scheme: _Optional[str] = ..., activation: _Optional[str] = ..., backend: _Optional[str] = ..., verdicts: _Optional[_Iterable[_Union[BackendVerdict, _Mapping]]] = ..., chosen_by: _Optional[str] = ..., plan: _Optional[_Iterable[_Union[PlanEntry, _Mapping]]] = ..., from_cache: _Optional[bool] = ...) -> None: ...
+
+class PlanEntry(_message.Message):
+    __slots__ = ("max_tokens", "backend")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    backend: str
+    def __init__(self, max_tokens: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
 
 class ExpertRange(_message.Message):
     __slots__ = ("first", "count")
@@ -322,18 +336,28 @@ class ExpertRange(_message.Message):
     def __init__(self, first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class BackendVerdict(_message.Message):
-    __slots__ = ("backend", "eligible", "refusals", "microseconds", "relative_error")
+    __slots__ = ("backend", "eligible", "refusals", "microseconds", "relative_error", "times")
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     ELIGIBLE_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     backend: str
     eligible: bool
     refusals: _containers.RepeatedScalarFieldContainer[str]
     microseconds: float
     relative_error: float
-    def __init__(self, backend: _Optional[str] = ..., eligible: _Optional[bool] = ..., refusals: _Optional[_Iterable[str]] = ..., microseconds: _Optional[float] = ..., relative_error: _Optional[float] = ...) -> None: ...
+    times: _containers.RepeatedCompositeFieldContainer[CallTime]
+    def __init__(self, backend: _Optional[str] = ..., eligible: _Optional[bool] = ..., refusals: _Optional[_Iterable[str]] = ..., microseconds: _Optional[float] = ..., relative_error: _Optional[float] = ..., times: _Optional[_Iterable[_Union[CallTime, _Mapping]]] = ...) -> None: ...
+
+class CallTime(_message.Message):
+    __slots__ = ("tokens", "microseconds")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    microseconds: float
+    def __init__(self, tokens: _Optional[int] = ..., microseconds: _Optional[float] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_tokens", "max_message_bytes", "max_requests_in_flight")

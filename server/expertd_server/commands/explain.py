@@ -5,15 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from expertd_server.config import ConfigError, add_flags, resolve
+from expertd_server.config import ConfigError, ServeConfig, add_flags, resolve
+
+if TYPE_CHECKING:
+    from expertd_kernels.source import ExpertSource
+    from expertd_server.plan import LayerPlan
 
 __all__ = ["add_parser", "run"]
 
+_NOT_HERE = (
+    "--oracle measure takes a device of this machine and its installed packages; the table is of the rules alone"
+)
+
 _OPTIONS = (
     "checkpoint", "synthetic", "layer_template", "quantize", "layers", "experts", "shard", "backend", "compute_dtype",
-    "activations",
+    "activations", "oracle", "copies", "cache", "max_tokens", "threads",
 )  # fmt: skip
 
 
@@ -22,7 +30,8 @@ def add_parser(subparsers: Any) -> None:
         "explain",
         help="print which backend would serve each layer, and why not the others",
         description="Prints the oracle's table for each layer: every backend with every reason against it.  Reads"
-        " headers, no weights.",
+        " headers, no weights; with --oracle measure, on a device that is here, also runs a tournament on one layer of"
+        " each distinct problem, unless it is remembered.",
     )
     add_flags(parser, _OPTIONS)
     parser.add_argument(
@@ -44,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from expertd_kernels.probe import assumed_packages, installed_packages
     from expertd_kernels.problem import NAMED_DEVICES
     from expertd_kernels.table import BACKENDS
-    from expertd_server.boot import BootError, open_source, plan_layers, resolve_device
+    from expertd_server.plan import BootError, open_source, plan_layers, resolve_device
     from expertd_server.render import decisions_json, print_decisions
 
     try:
@@ -53,7 +62,13 @@ def run(args: argparse.Namespace) -> int:
         device = named or _present(resolve_device, config.device, list(NAMED_DEVICES))
         assumed = (args.packages or ("assumed" if named else "installed")) == "assumed"
         packages = assumed_packages(BACKENDS) if assumed else installed_packages(BACKENDS)
-        plans = plan_layers(config, open_source(config), device, packages)
+        source = open_source(config)
+        plans = plan_layers(config, source, device, packages)
+        if config.oracle == "measure":
+            if named or assumed:
+                print(f"expertd explain: nothing is measured: {_NOT_HERE}", file=sys.stderr)
+            else:
+                plans = _measured(config, source, plans)
     except (ConfigError, BootError) as e:
         print(f"expertd explain: {e}", file=sys.stderr)
         return 2 if isinstance(e, ConfigError) else 1
@@ -64,8 +79,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _measured(config: ServeConfig, source: ExpertSource, plans: list[LayerPlan]) -> list[LayerPlan]:
+    """The plans with the tournament's results."""
+    import torch
+
+    from expertd_server.layer import Site
+    from expertd_server.measuring import Tournaments
+    from expertd_server.plan import resolve_device
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    device = resolve_device(config.device)[1]
+    oracle = Tournaments.of(config, device, plans)
+    return plans if oracle is None else oracle.run(plans, Site(source, device))
+
+
 def _present(resolve_device: Any, name: str, named: list[str]) -> Any:
-    from expertd_server.boot import BootError
+    from expertd_server.plan import BootError
 
     try:
         return resolve_device(name)[0]

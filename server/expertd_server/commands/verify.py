@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     from expertd_kernels.probe import installed_packages
     from expertd_kernels.table import BACKENDS
-    from expertd_server.boot import BootError, open_source, plan_layers, resolve_device
+    from expertd_server.plan import BootError, open_source, plan_layers, resolve_device
     from expertd_server.verification import read_cases, verify_layers
 
     if config.threads:

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from expertd_kernels.probe import detect_device
-from expertd_server.boot import boot_layers, open_source, plan_layers
+from expertd_server.boot import boot_layers
 from expertd_server.config import Address
 from expertd_server.describe import describe_layer, describe_server
 from expertd_server.engine import Engine
 from expertd_server.intake import Intake
+from expertd_server.layer import Site
 from expertd_server.metrics import Metrics
+from expertd_server.plan import open_source, plan_layers
 from expertd_server.scheduler import Policy
 from expertd_server.server import ExpertServer
 from expertd_server.service import Limits
@@ -30,7 +32,7 @@ from server_kit import CONFIG, IN_FLIGHT, MAX_BYTES, MAX_TOKENS, Gated, H, InPro
 def booted():
     source = open_source(CONFIG)
     plans = plan_layers(CONFIG, source, detect_device("cpu"), {})
-    layers = boot_layers(plans, source, torch.device("cpu"), done=lambda b: None, stopped=lambda: False)
+    layers = boot_layers(plans, Site(source, torch.device("cpu")))
     return source, layers
 
 
@@ -56,7 +58,7 @@ async def served(request, booted):
         family=source.family,
         fingerprint=source.fingerprint,
         hidden_size=H,
-        layers=[describe_layer(b.served, b.plan.info, b.plan.decision, b.error) for b in layers],
+        layers=[describe_layer(b) for b in layers],
         limits=limits,
     )
     await server.ready(engine, Intake(engine.layers, MAX_TOKENS), described.__getitem__)

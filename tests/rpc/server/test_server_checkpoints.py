@@ -13,13 +13,16 @@ from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_kernels import relative_error, tolerance
 from expertd_kernels.probe import detect_device, installed_packages
 from expertd_kernels.table import BACKENDS
-from expertd_server.boot import boot_layers, open_source, plan_layers
+from expertd_server.boot import boot_layers
 from expertd_server.config import Address, Ranges, ServeConfig
 from expertd_server.engine import Engine
 from expertd_server.intake import Intake
+from expertd_server.layer import Site
+from expertd_server.life import message_bytes
 from expertd_server.metrics import Metrics
+from expertd_server.plan import open_source, plan_layers
 from expertd_server.scheduler import Policy
-from expertd_server.server import ExpertServer, message_bytes
+from expertd_server.server import ExpertServer
 from expertd_server.service import Limits
 
 CHECKPOINTS = (
@@ -38,7 +41,7 @@ async def answers(
     config = ServeConfig(checkpoint=folder, layers=Ranges.parse(str(layer)), compute_dtype=compute_dtype, device="cpu")
     source = open_source(config)
     plans = plan_layers(config, source, detect_device("cpu"), installed_packages(BACKENDS))
-    (b,) = boot_layers(plans, source, torch.device("cpu"), done=lambda b: None, stopped=lambda: False)
+    (b,) = boot_layers(plans, Site(source, torch.device("cpu")))
     server = ExpertServer(Metrics(), Limits(64, message_bytes(64, plans), 8))
     address = await server.start(Address("127.0.0.1", 0))
     engine = Engine({layer: b.served}, torch.device("cpu"), compute_dtype=config.compute, policy=Policy(64))

@@ -1,0 +1,217 @@
+"""One layer on one backend: mapped from the cache, or loaded, packed and written there; checked before it serves.
+
+    make(row, plan, canonical, site) -> Made, or Unfit with the reason
+
+A layer that is mapped needs no canonical weights: it is checked with the proof that lies beside it, made of the float32
+reference and of the answer that passed when the entry was written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from expertd_kernels.backends.protocol import BackendModule, Experts, Packed
+from expertd_kernels.cache import Found, PackedCache
+from expertd_kernels.oracle import Backend, Refused, load
+from expertd_kernels.proof import Proof, boot_reference_experts, prove
+from expertd_kernels.selfcheck import SelfCheck, check
+from expertd_kernels.source import ExpertSource
+from expertd_kernels.synthetic import random_inputs
+from expertd_server.choice import Unfit
+from expertd_server.plan import BootError, LayerPlan
+
+if TYPE_CHECKING:
+    from expertd_kernels.canonical import Weights
+
+__all__ = ["Canonical", "Made", "Site", "make", "warm_up"]
+
+log = logging.getLogger(__name__)
+
+_WARM_UP_CPU = (1, 32)
+_WARM_UP_DEVICE = tuple(1 << i for i in range(11))
+"""Batch sizes that are run once before SERVING: kernels that compile or choose on first use do it then.  On a CPU
+nothing compiles; on an accelerator a size met first under load would hold up its callers for a compiler's run."""
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Where layers are made.
+
+    cache    None: nothing is kept on disk; files: the state of the checkpoint's files, part of an entry's key
+    seconds  spent by stage of the boot: "load", "measure", "pack", "check", "store", "map", "warm_up"
+    lookups  in the cache, by outcome: "hit", "miss", "stale", "damaged"
+    """
+
+    source: ExpertSource
+    device: torch.device
+    cache: PackedCache | None = None
+    files: str = ""
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    lookups: Counter[str] = field(default_factory=Counter)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the time of its body to seconds[name]."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+
+class Canonical:
+    """The canonical weights of one layer and their proof: loaded when first asked for, or never."""
+
+    def __init__(self, plan: LayerPlan, site: Site) -> None:
+        self._plan, self._site = plan, site
+        self._weights: Weights | None = None
+        self._proof: Proof | None = None
+
+    def weights(self) -> Weights:
+        """On the device.  Raises BootError."""
+        if self._weights is None:
+            plan, site = self._plan, self._site
+            with site.stage("load"):
+                try:
+                    found = site.source.load(plan.info.layer, None if plan.whole else plan.held)
+                except (ValueError, OSError) as e:
+                    raise BootError(f"layer {plan.info.layer}: {e}") from e
+                self._weights = found.to(site.device)
+        return self._weights
+
+    def proof(self) -> Proof:
+        """The batch with the reference's answer, the same for every backend of the layer."""
+        if self._proof is None:
+            weights = self.weights()
+            with self._site.stage("check"):
+                self._proof = prove(
+                    weights,
+                    self._plan.decision.problem,
+                    reference_experts=boot_reference_experts(weights),
+                    device=self._site.device,
+                )
+        return self._proof
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """Experts that passed their check.  from_cache: their packed weights were found on disk."""
+
+    row: Backend
+    experts: Experts
+    check: SelfCheck
+    from_cache: bool
+
+
+def make(row: Backend, plan: LayerPlan, canonical: Canonical, site: Site) -> Made:
+    """The layer on backend `row`.  Raises Unfit when that does not serve it, BootError when it cannot be read."""
+    facts = _facts(row, plan, site)
+    if site.cache is not None:
+        with site.stage("map"):
+            found = site.cache.load(facts, site.device)
+        made, found = _mapped(row, plan, site, found)
+        site.lookups[found.outcome] += 1
+        if made is not None:
+            return made
+        if found.why:
+            log.warning("layer %d on %s: cache: %s; it is made again", plan.info.layer, row.name, found.why)
+    return _packed(row, plan, canonical, site, facts)
+
+
+def _facts(row: Backend, plan: LayerPlan, site: Site) -> dict[str, Any]:
+    if site.cache is None:
+        return {}
+    return site.cache.facts(
+        site.source.fingerprint, plan.info.layer, plan.held, row, plan.decision.problem, files=site.files
+    )
+
+
+def _mapped(row: Backend, plan: LayerPlan, site: Site, found: Found) -> tuple[Made | None, Found]:
+    """The layer from a cache's entry, if it is there and passes its check; else what is wrong with it."""
+    if found.entry is None:
+        return None, found
+    problem = plan.decision.problem
+    try:
+        with site.stage("map"):
+            experts = _module(row).experts(found.entry.packed, problem)
+        if found.entry.proof is None:
+            return None, Found("damaged", "the entry has no proof to check it with")
+        with site.stage("check"):
+            checked = check(experts, found.entry.proof.to(site.device), problem)
+    except Exception as e:
+        return None, Found("damaged", f"its entry does not compute: {_text(e)}")
+    if not checked.ok:
+        return None, Found("damaged", f"its entry fails the self-check: {checked.fault}")
+    return Made(row, experts, checked, from_cache=True), found
+
+
+def _packed(row: Backend, plan: LayerPlan, canonical: Canonical, site: Site, facts: dict[str, Any]) -> Made:
+    """The layer packed from canonical weights, checked, and kept where there is a cache."""
+    problem, weights = plan.decision.problem, canonical.weights()
+    with _unfit("packing"), site.stage("pack"):
+        module = _module(row)
+        packed = module.pack(weights, problem)
+        experts = module.experts(packed, problem)
+    proof = canonical.proof()
+    with _unfit("first called"), site.stage("check"):
+        checked = check(experts, proof, problem, weights)
+    if not checked.ok:
+        raise Unfit("checked against the float32 reference", checked.fault, wrong=True)
+    if site.cache is not None and checked.output is not None:
+        kept = _keep(site, facts, packed, proof.accept(checked.output))
+        if kept is not None and site.device.type == "cpu":
+            # From now on the first server, too, computes from the pages that every later one shares.
+            experts = module.experts(kept, problem)
+    return Made(row, experts, checked, from_cache=False)
+
+
+def _keep(site: Site, facts: dict[str, Any], packed: Packed, proof: Proof) -> Packed | None:
+    """Write the entry and map it.  None where that fails: the server works without it, and says so."""
+    assert site.cache is not None
+    try:
+        with site.stage("store"):
+            site.cache.store(facts, packed, proof)
+    except OSError as e:
+        log.warning("cache: layer %d cannot be kept in %s: %s", facts["layer"], site.cache.folder, e)
+        return None
+    with site.stage("map"):
+        found = site.cache.load(facts, site.device)
+    if found.entry is None:
+        log.warning("cache: layer %d was written and cannot be read back: %s", facts["layer"], found.why)
+        return None
+    return found.entry.packed
+
+
+def warm_up(experts: Experts, plan: LayerPlan, site: Site) -> None:
+    """Run the batch sizes that must not be met first under load.  Raises Unfit."""
+    p, device = plan.decision.problem, site.device
+    dtype = torch.float32 if p.compute_dtype == "f32" else torch.bfloat16
+    held = p.num_experts
+    with _unfit("warmed up"), site.stage("warm_up"), torch.inference_mode():
+        for tokens in _WARM_UP_CPU if device.type == "cpu" else _WARM_UP_DEVICE:
+            experts(*random_inputs(tokens, p.hidden_size, held, min(p.top_k, held), dtype=dtype, device=device))
+
+
+@contextlib.contextmanager
+def _unfit(stage: str) -> Iterator[None]:
+    """Whatever a backend raises becomes Unfit."""
+    try:
+        yield
+    except Exception as e:
+        raise Unfit(stage, _text(e)) from e
+
+
+def _text(e: Exception) -> str:
+    return str(e) if isinstance(e, Refused) else f"{type(e).__name__}: {e}"
+
+
+def _module(row: Backend) -> BackendModule:
+    return cast(BackendModule, load(row))

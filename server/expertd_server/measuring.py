@@ -1,0 +1,164 @@
+"""`--oracle measure`: one tournament for each distinct problem among the layers, remembered for the next start.
+
+Results lie in the folder of --cache, or in the user's cache folder ($XDG_CACHE_HOME/expertd, ~/.cache/expertd): a few
+hundred bytes for each problem, device, number of threads and version of the code.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from expertd_kernels import table
+from expertd_kernels.cache import code_digest
+from expertd_kernels.canonical import Weights
+from expertd_kernels.oracle import Decision
+from expertd_kernels.tournament import GRID, Remembered, Result, measure, with_results
+from expertd_server.config import ServeConfig
+from expertd_server.layer import Canonical, Site
+from expertd_server.plan import LayerPlan
+
+__all__ = ["Tournaments", "affordable_copies", "results_text", "user_folder"]
+
+log = logging.getLogger(__name__)
+
+_SHARE = 0.8
+"""Part of the free memory that packed weights may take before a second copy of them is out of the question."""
+
+
+def user_folder() -> Path:
+    """Where programs keep what they can make again."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "expertd"
+
+
+class Tournaments:
+    """copies: how many packed copies of a layer a plan may take."""
+
+    def __init__(self, folder: Path, device: torch.device, grid: Sequence[int] = GRID, copies: int = 1) -> None:
+        self._memory, self._device, self._grid = Remembered(folder), device, tuple(grid)
+        self.copies = copies
+        self._held: dict[Path, list[Result]] = {}
+
+    @classmethod
+    def of(cls, config: ServeConfig, device: torch.device, plans: Sequence[LayerPlan]) -> Tournaments | None:
+        """As the configuration asks; None where the platform's order decides."""
+        if config.oracle != "measure":
+            return None
+        copies = affordable_copies(config.copies, plans, device)
+        # A batch is never larger than max_tokens.
+        grid = tuple(m for m in GRID if m <= config.max_tokens)
+        return cls(config.cache or user_folder(), device, grid, copies)
+
+    def known(self, decision: Decision) -> list[Result] | None:
+        """Results for the decision's problem, of this run or an earlier one.  None: it must be measured, or is pinned
+        and will not be."""
+        if decision.pinned:
+            return None
+        path = self._path(decision)
+        if path not in self._held and (found := self._memory.load(path)) is not None:
+            self._held[path] = found
+            log.info("measured earlier: %s (remove %s to measure again)", results_text(found), path)
+        return self._held.get(path)
+
+    def results(self, decision: Decision, weights: Callable[[], Weights]) -> list[Result] | None:
+        """As known(), measured now if it must be.  weights(): of a layer that poses the problem."""
+        found = self.known(decision)
+        if found is not None or decision.pinned:
+            return found
+        found = measure(weights(), decision, table.BACKENDS, self._grid)
+        path = self._path(decision)
+        self._held[path] = found
+        log.info("measured %s: %s", decision.problem.scheme_name, results_text(found))
+        try:
+            self._memory.store(path, found)
+        except OSError as e:
+            log.warning("the measurement cannot be kept in %s: %s", path, e)
+        return found
+
+    def apply(self, plan: LayerPlan) -> LayerPlan:
+        """The plan with what is known already."""
+        found = self.known(plan.decision)
+        return plan if found is None else replace(plan, decision=with_results(plan.decision, found, table.BACKENDS))
+
+    def run(self, plans: Sequence[LayerPlan], site: Site) -> list[LayerPlan]:
+        """The plans with everything measured: loads one layer for each distinct problem that is not known."""
+        out = []
+        for plan in plans:
+            self.results(plan.decision, Canonical(plan, site).weights)
+            out.append(self.apply(plan))
+        return out
+
+    def _path(self, decision: Decision) -> Path:
+        version = f"{importlib.metadata.version('expertd')} {code_digest()}"
+        return self._memory.path(decision.problem, _device_name(self._device), version, table.BACKENDS, self._grid)
+
+
+def results_text(results: Sequence[Result]) -> str:
+    """ "cpu 981, 7012 us at 1, 8 tokens; ...": those that took part, or failed when they were measured."""
+    parts = []
+    for r in results:
+        if r.microseconds:
+            times = ", ".join(f"{us:.0f}" for us in r.microseconds.values())
+            tokens = ", ".join(str(m) for m in r.microseconds)
+            parts.append(f"{r.backend} {times} us at {tokens} tokens")
+        elif r.relative_error is not None or r.refusal.startswith("failed"):
+            parts.append(f"{r.backend} {r.refusal}")
+    return "; ".join(parts) or "nothing took part"
+
+
+def affordable_copies(wanted: int, plans: Sequence[LayerPlan], device: torch.device) -> int:
+    """`wanted`, or 1 where that many copies of all layers would not fit into _SHARE of the free memory."""
+    if wanted == 1:
+        return 1
+    need, free = wanted * sum(p.decision.problem.weight_bytes for p in plans), _free_bytes(device)
+    if need <= _SHARE * free:
+        return wanted
+    log.warning(
+        "--copies %d: %.1f GiB of weights and %.1f GiB of free memory: one copy of each layer is kept",
+        wanted,
+        need / 2**30,
+        free / 2**30,
+    )
+    return 1
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free memory of the device; 0 where it cannot be told."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cpu":
+        try:
+            for line in Path("/proc/meminfo").read_text().splitlines():
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) << 10
+        except OSError:
+            return 0
+    return 0
+
+
+def _device_name(device: torch.device) -> str:
+    """The hardware's own name; of a CPU with the threads that compute on it."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    if device.type == "xpu":
+        return str(torch.xpu.get_device_name(device))
+    threads = f"{torch.get_num_threads()} threads, EXPERTD_CPU_THREADS={os.environ.get('EXPERTD_CPU_THREADS', '')}"
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_cpu_name()}, {cpus} cpus, {threads}"
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        return ""
+    return ""

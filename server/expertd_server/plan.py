@@ -1,0 +1,162 @@
+"""From a configuration to what will be served of each layer, by headers alone: no weight is read.
+
+    config -> source -> device -> experts held -> the oracle's decision for each layer
+
+Everything that can be refused here is refused with one sentence (BootError).  Imports no torch by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from expertd_kernels.oracle import Decision, decide
+from expertd_kernels.problem import Device, Package
+from expertd_kernels.scheme import ActivationQuant
+from expertd_kernels.source import ExpertSource, LayerInfo
+from expertd_server.config import ServeConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+__all__ = ["BootError", "LayerPlan", "files_state", "open_source", "plan_layers", "resolve_device", "span"]
+
+
+class BootError(Exception):
+    """The server cannot start.  The text is one sentence for the user (a refusal has the oracle's table under it)."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What will be served of one layer.  held: global ids of the experts."""
+
+    info: LayerInfo
+    held: tuple[int, ...]
+    decision: Decision
+
+    @property
+    def whole(self) -> bool:
+        """Whether every expert of the layer is held."""
+        return len(self.held) == self.info.num_experts
+
+    @property
+    def chosen_by(self) -> str:
+        """Who chose the backend: "pin" (the user), "measure" or "order" (the oracle)."""
+        if self.decision.pinned:
+            return "pin"
+        return "measure" if any(v.times for v in self.decision.verdicts) else "order"
+
+
+def open_source(config: ServeConfig) -> ExpertSource:
+    """The checkpoint or the synthetic model, quantized while loading if that is asked.  Raises BootError."""
+    source: ExpertSource
+    try:
+        if config.synthetic is not None:
+            from expertd_kernels.synthetic import SyntheticModel
+
+            source = SyntheticModel.parse(config.synthetic)
+        else:
+            from expertd_kernels.checkpoint import open_checkpoint
+
+            assert config.checkpoint is not None
+            # pyright holds a cached_property apart from the str that the protocol's property gives.
+            source = cast("ExpertSource", open_checkpoint(config.checkpoint, layer_template=config.layer_template))
+        if config.quantize is not None:
+            from expertd_kernels.quantized_source import QuantizedSource
+
+            source = QuantizedSource(source, config.quantize)
+    except (ValueError, OSError) as e:
+        raise BootError(str(e)) from e
+    return source
+
+
+def files_state(config: ServeConfig) -> str:
+    """Hex digest of names, sizes and times of change of the checkpoint's files, and of how they are to be read: weights
+    that were packed from other files are not these.  "" for a synthetic model."""
+    if config.checkpoint is None:
+        return ""
+    digest = hashlib.sha256(f"{config.layer_template}\n".encode())
+    for path in sorted(config.checkpoint.iterdir()):
+        if path.suffix in (".safetensors", ".json"):
+            stat = path.stat()
+            digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def resolve_device(name: str) -> tuple[Device, torch.device]:
+    """What the oracle and what torch call the device.  Raises BootError where it is not there."""
+    import torch
+
+    from expertd_kernels.probe import detect_device
+
+    try:
+        device = detect_device(name)
+    except (RuntimeError, ValueError) as e:
+        raise BootError(str(e)) from e
+    kind = "cuda" if device.kind == "rocm" else device.kind
+    return device, torch.device(name if ":" in name else kind)
+
+
+def plan_layers(
+    config: ServeConfig, source: ExpertSource, device: Device, packages: Mapping[str, Package]
+) -> list[LayerPlan]:
+    """The oracle's decision for each layer asked for; a decision may have nothing chosen.  Raises BootError."""
+    wanted = source.layers if config.layers is None else config.layers.numbers
+    missing = [n for n in wanted if n not in source.layers]
+    if missing:
+        raise BootError(
+            f"--layers: got {config.layers}, but layer {missing[0]} has no experts; layers with experts:"
+            f" {span(source.layers)}"
+        )
+    plans = []
+    for n in wanted:
+        try:
+            info = source.info(n)
+        except (ValueError, KeyError, OSError) as e:
+            raise BootError(f"layer {n}: {e}") from e
+        held = _held(config, info)
+        problem = info.problem(
+            device,
+            held=len(held),
+            activation_quant=info.checkpoint_activation if config.activations == "checkpoint" else ActivationQuant.NONE,
+            compute_dtype=config.compute,
+            packages=packages,
+        )
+        try:
+            plans.append(LayerPlan(info, held, decide(problem, pin=config.pin(n))))
+        except ValueError as e:  # a pin that names no row
+            raise BootError(f"--backend: {e}") from e
+    return plans
+
+
+def _held(config: ServeConfig, info: LayerInfo) -> tuple[int, ...]:
+    if config.shard is not None:
+        held = tuple(config.shard.experts(info.num_experts))
+        if not held:
+            raise BootError(
+                f"--shard {config.shard}: layer {info.layer} has {info.num_experts} experts, too few for"
+                f" {config.shard.count} parts"
+            )
+        return held
+    if config.experts is not None:
+        if config.experts.numbers[-1] >= info.num_experts:
+            raise BootError(
+                f"--experts: got {config.experts}, but layer {info.layer} has the experts 0 to {info.num_experts - 1}"
+            )
+        return config.experts.numbers
+    return tuple(range(info.num_experts))
+
+
+def span(numbers: Sequence[int]) -> str:
+    """(3, 4, 5, 9) -> "3-5, 9"."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in runs)
