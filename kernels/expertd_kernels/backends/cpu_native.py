@@ -238,7 +238,8 @@ def allocate(shape: tuple[int, ...]) -> Tensor:
         count *= size
     if count < 2 * HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=torch.uint8)
-    memory = mmap.mmap(-1, count + HUGE_PAGE)
+    # Private: what is shared by default counts as a file, and files are not given huge pages.
+    memory = mmap.mmap(-1, count + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     start = C.addressof(C.c_char.from_buffer(memory))
     return torch.frombuffer(memory, dtype=torch.uint8, offset=-start % HUGE_PAGE, count=count).view(shape)
