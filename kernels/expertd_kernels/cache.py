@@ -224,6 +224,8 @@ def code_digest() -> str:
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(p for suffix in ("py", "cpp", "h") for p in root.rglob(f"*.{suffix}")):
+        if "bench" in path.relative_to(root).parts:
+            continue  # measures, and packs nothing
         digest.update(f"{path.relative_to(root)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -324,4 +326,4 @@ def _why_stale(path: Path, facts: Mapping[str, Any]) -> str:
         changed = ", ".join(_changed(_map(path)[1]["facts"], facts))
     except CacheError as e:
         return str(e)
-    return f"{path}: made with another {changed}"
+    return f"{path}: made with other {changed}"

@@ -72,7 +72,7 @@ def test_another_version_is_stale_and_its_successor_takes_its_place(tmp_path, ch
     found = cache.load(newer)
     assert found.outcome == "stale"
     assert found.entry is None
-    assert found.why == f"{old}: made with another {next(iter(change))}"
+    assert found.why == f"{old}: made with other {next(iter(change))}"
     path = cache.store(newer, packed)
     assert list(tmp_path.iterdir()) == [path]
     assert cache.load(newer).outcome == "hit"

@@ -1,0 +1,253 @@
+"""Packed weights kept on disk: the second boot maps them, servers share them, nothing stale or damaged is served."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertd_kernels import Device, reference, relative_error
+from expertd_kernels.cache import PackedCache, read_entry, write_packed
+from expertd_kernels.probe import detect_device, installed_packages
+from expertd_kernels.synthetic import random_inputs
+from expertd_kernels.table import BACKENDS
+from expertd_server.boot import Booted, boot_layers
+from expertd_server.cli import main
+from expertd_server.config import ServeConfig
+from expertd_server.describe import describe_layer
+from expertd_server.layer import Site
+from expertd_server.plan import files_state, open_source, plan_layers
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"
+CPU = torch.device("cpu")
+
+
+class Guarded:
+    """A source that counts what is loaded from it."""
+
+    def __init__(self, source) -> None:
+        self._source, self.loaded = source, []
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+    def load(self, layer, experts=None):
+        self.loaded.append(layer)
+        return self._source.load(layer, experts)
+
+
+def boot(folder: Path, **options) -> tuple[list[Booted], Site]:
+    config = ServeConfig(**({"synthetic": "tiny:int4_g128"} | options))
+    source = Guarded(open_source(config))
+    plans = plan_layers(config, source, detect_device("cpu"), installed_packages(BACKENDS))
+    site = Site(source, CPU, PackedCache(folder), files_state(config))
+    return boot_layers(plans, site), site
+
+
+def answers(booted: list[Booted]) -> list[torch.Tensor]:
+    b = booted[0].served
+    x, ids, w = random_inputs(9, b.hidden_size, len(b.held), 2)
+    return [b.served.experts(x, ids, w) for b in booted]
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu_torch", "reference"])
+def test_the_second_boot_loads_nothing_and_answers_the_same(tmp_path, backend):
+    first, site = boot(tmp_path, backend=backend)
+    assert (site.source.loaded, dict(site.lookups)) == ([0, 1], {"miss": 2})
+    second, site = boot(tmp_path, backend=backend)
+    assert (site.source.loaded, dict(site.lookups)) == ([], {"hit": 2})
+    assert set(site.seconds) == {"map", "check", "warm_up"}
+    for a, b, y, z in zip(first, second, answers(first), answers(second), strict=True):
+        assert torch.equal(y, z)
+        assert (a.from_cache, b.from_cache) == (False, True)
+        assert b.error == pytest.approx(a.error, rel=0.2)
+        assert describe_layer(b).from_cache
+
+
+def test_a_part_of_the_experts_is_an_entry_of_its_own(tmp_path):
+    boot(tmp_path, layers=None)
+    from expertd_server.config import Shard
+
+    _, site = boot(tmp_path, shard=Shard.parse("1/2"))
+    assert dict(site.lookups) == {"miss": 2}
+    for shard in (None, Shard.parse("1/2")):
+        assert dict(boot(tmp_path, shard=shard)[1].lookups) == {"hit": 2}
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(FIXTURE, folder, copy_function=shutil.copyfile)
+    folder.chmod(0o755)
+    return folder
+
+
+def test_weights_that_change_in_place_under_an_unchanged_header_are_packed_again(tmp_path, checkpoint, caplog):
+    """The fingerprint, made of headers and samples, is the same: the files' state tells the difference."""
+    options = {"synthetic": None, "checkpoint": checkpoint}
+    before, _ = boot(tmp_path / "cache", **options)
+    path = checkpoint / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    begin, end = next(header[n]["data_offsets"] for n in header if n.endswith("experts.3.up_proj.qweight"))
+    for at in range(8 + size + (begin + end) // 2, 8 + size + end):
+        data[at] ^= 0x11
+    fingerprint = open_source(ServeConfig(checkpoint=checkpoint)).fingerprint
+    path.write_bytes(data)
+    assert open_source(ServeConfig(checkpoint=checkpoint)).fingerprint == fingerprint
+    with caplog.at_level(logging.WARNING):
+        after, site = boot(tmp_path / "cache", **options)
+    assert dict(site.lookups) == {"stale": 1}
+    assert "made with other files; it is made again" in caplog.text
+    assert not torch.equal(answers(before)[0], answers(after)[0])
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert dict(boot(tmp_path / "cache", **options)[1].lookups) == {"hit": 1}
+
+
+@pytest.mark.parametrize(
+    "how", ["a bit of the data", "the header", "half of it", "another layer's weights", "no proof"]
+)
+def test_a_damaged_entry_is_reported_and_made_again(tmp_path, how, caplog):
+    whole = answers(boot(tmp_path)[0])
+    path = next(tmp_path.glob("layer1-*"))
+    data = bytearray(path.read_bytes())
+    if how == "a bit of the data":
+        data[len(data) // 2] ^= 1
+    elif how == "the header":
+        data[100] ^= 1
+    elif how == "half of it":
+        data = data[: len(data) // 2]
+    path.write_bytes(data)
+    if how in ("another layer's weights", "no proof"):  # sound files with sound checksums, and yet not to be served
+        boot(tmp_path)
+        other, mine = (read_entry(next(tmp_path.glob(f"layer{n}-*"))) for n in (0, 1))
+        facts = _facts(path)
+        if how == "no proof":
+            write_packed(path, mine.packed, facts)
+        else:
+            write_packed(path, other.packed, facts, mine.proof)
+    with caplog.at_level(logging.WARNING):
+        booted, site = boot(tmp_path)
+    assert dict(site.lookups) == {"hit": 1, "damaged": 1}
+    assert site.source.loaded == [1]
+    assert "layer 1 on " in caplog.text
+    assert "it is made again" in caplog.text
+    if how == "another layer's weights":
+        assert "fails the self-check: relative error" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(whole, answers(booted), strict=True))
+    assert dict(boot(tmp_path)[1].lookups) == {"hit": 2}
+
+
+def _facts(path: Path) -> dict:
+    from expertd_kernels.cache import _map
+
+    return _map(path)[1]["facts"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning_and_no_more(tmp_path, monkeypatch, caplog):
+    from expertd_kernels import cache
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache, "write_packed", full)
+    with caplog.at_level(logging.WARNING):
+        booted, _ = boot(tmp_path)
+    assert "No space left on device" in caplog.text
+    assert [b.from_cache for b in booted] == [False, False]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_is_a_file_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    args = ["--synthetic", "tiny:int4_g128", "--device", "cpu", "--cache", str(tmp_path / "file")]
+    assert main(["serve", "--listen", "127.0.0.1:0", *args]) == 1
+    assert "cannot be made" in capsys.readouterr().err
+
+
+def test_the_mapped_layer_is_right_by_the_reference(tmp_path):
+    boot(tmp_path)
+    booted, site = boot(tmp_path)
+    for b in booted:
+        x, ids, w = random_inputs(16, 256, 8, 2, seed=3)
+        weights = site.source.load(b.served.layer)
+        assert relative_error(b.served.experts(x, ids, w), reference(weights, x, ids, w)) < 1e-2
+
+
+def test_a_device_with_other_instructions_has_an_entry_of_its_own(tmp_path):
+    config = ServeConfig(synthetic="tiny:int4_g128")
+    source = open_source(config)
+    paths = set()
+    for device in (Device("cpu", "x86_64"), Device("cpu", "x86_64", features=frozenset({"avx2"}))):
+        plan = plan_layers(config, source, device, {})[0]
+        row = plan.decision.require()
+        cache = PackedCache(tmp_path)
+        paths.add(cache.path(cache.facts(source.fingerprint, 0, plan.held, row, plan.decision.problem)))
+    assert len(paths) == 2
+
+
+@contextlib.contextmanager
+def server(cache: Path, log: Path):
+    """(pid, log's text) of a server that serves from `cache`."""
+    command = [sys.executable, "-m", "expertd_server.cli", "serve", "--synthetic", "tiny:int4_g128", "--threads", "1"]
+    command += ["--listen", "127.0.0.1:0", "--device", "cpu", "--backend", "cpu", "--cache", str(cache)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        )
+    try:
+        end_s = time.monotonic() + 240
+        while "serving on" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end_s, log.read_text()
+            time.sleep(0.05)
+        yield process.pid, log.read_text()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def shares(pid: int, suffix: str) -> dict[str, int]:
+    """KiB by kind (Rss, Pss, Private_Dirty, ...) over all of the process's mappings of files that end in `suffix`."""
+    out: dict[str, int] = {}
+    inside = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(suffix)
+        elif inside and (m := re.fullmatch(r"(\w+): +(\d+) kB", line)):
+            out[m[1]] = out.get(m[1], 0) + int(m[2])
+    return out
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system has no /proc/PID/smaps")
+def test_two_servers_compute_from_one_copy_of_the_weights(tmp_path):
+    from expertd_kernels.backends.cpu_native import kernel_error
+
+    if error := kernel_error():
+        pytest.skip(error)
+    cache = tmp_path / "cache"
+    with server(cache, tmp_path / "a") as (a, first), server(cache, tmp_path / "b") as (b, second):
+        assert "cache: 2 miss" in first
+        assert "cache: 2 hit" in second
+        kept = sum(p.stat().st_size for p in cache.glob("*.packed")) >> 10
+        for pid in (a, b):  # the first one, too: it maps what it has written
+            found = shares(pid, ".packed")
+            assert found["Rss"] >= 0.8 * kept
+            assert found["Private_Dirty"] == 0, "nobody wrote to the weights"
+            assert found["Pss"] <= 0.6 * found["Rss"], f"each page belongs to both servers: {found}"
