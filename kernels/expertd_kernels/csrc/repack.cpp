@@ -1,11 +1,11 @@
 // Checkpoint layouts of packed integers -> canonical codes, see abi.h. Fields only change places, nothing is computed with
 // them. The work goes in tiles of 16 x 16 words, so that whole cache lines are read and written.
 #include <errno.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include <memory>
-#include <new>
 
 #include "abi.h"
 
@@ -19,31 +19,35 @@ namespace {
 #endif
 #define INLINE inline __attribute__((always_inline))
 
-constexpr int TILE = 16;  // words: one cache line
+constexpr int64_t PAGE = 4096, LINE = 64;  // bytes
+constexpr int TILE = LINE / sizeof(uint32_t);
 typedef uint32_t Tile[TILE][TILE];
+typedef uint8_t v16 __attribute__((vector_size(16)));
+typedef uint16_t pairs __attribute__((vector_size(16)));
 typedef uint32_t v4 __attribute__((vector_size(16)));
 typedef uint32_t v8 __attribute__((vector_size(32)));
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 template <class V>
-INLINE V load(const uint32_t* p) {
+INLINE V load(const void* p) {
   V v;
   memcpy(&v, p, sizeof v);
   return v;
 }
 
 template <class V>
-INLINE void store(uint32_t* p, V v) {
+INLINE void store(void* p, V v) {
   memcpy(p, &v, sizeof v);
 }
 
-template <int a, int b, int c, int d>
-INLINE v4 pick(v4 x, v4 y) {  // indices 0..3 of x, 4..7 of y
+// Elements of x, then of y, by their places: pick<0, 4, 1, 5>(x, y) is x0 y0 x1 y1 of two vectors of four.
+template <int... at, class V>
+INLINE V pick(V x, V y) {
 #if defined(__clang__) || __GNUC__ >= 12
-  return __builtin_shufflevector(x, y, a, b, c, d);
+  return __builtin_shufflevector(x, y, at...);
 #else
-  return __builtin_shuffle(x, y, v4{a, b, c, d});
+  return __builtin_shuffle(x, y, V{at...});
 #endif
 }
 
@@ -84,7 +88,10 @@ INLINE void write_transposed(int64_t rows, int64_t cols, uint32_t* out, int64_t 
   for (int64_t c0 = 0; c0 < cols; c0 += TILE)
     for (int64_t r0 = 0; r0 < rows; r0 += TILE) {
       const int64_t height = least(TILE, rows - r0), width = least(TILE, cols - c0);
-      for (int64_t r = 0; r < height; r++) fill(r0 + r, c0, width, tile[r]);
+      if (height == TILE && width == TILE)  // apart, so that the compiler knows the sizes
+        for (int64_t r = 0; r < TILE; r++) fill(r0 + r, c0, TILE, tile[r]);
+      else
+        for (int64_t r = 0; r < height; r++) fill(r0 + r, c0, width, tile[r]);
       put(tile, height, width, out + c0 * stride + r0, stride);
     }
 }
@@ -99,37 +106,77 @@ struct Flipped {
   }
 };
 
-// Words of a strip of 16 columns, made of the fields columns[r * per_word + i] of a matrix packed along its rows. The strip lies
-// in one piece: rows of the matrix itself are often a power of two apart, and would push each other out of the cache.
+// The four bytes of each of 16 words -> four rows of 16 bytes.
+INLINE void split_bytes(const uint32_t* in, v16 (&rows)[4]) {
+  v16 even[2], odd[2];
+  for (int i = 0; i < 2; i++) {
+    const v16 x = load<v16>(in + 8 * i), y = load<v16>(in + 8 * i + 4);
+    even[i] = pick<0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30>(x, y);
+    odd[i] = pick<1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31>(x, y);
+  }
+  rows[0] = pick<0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30>(even[0], even[1]);
+  rows[1] = pick<0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30>(odd[0], odd[1]);
+  rows[2] = pick<1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31>(even[0], even[1]);
+  rows[3] = pick<1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31>(odd[0], odd[1]);
+}
+
+// The inverse, each word XORed with `flip`.
+INLINE void join_bytes(const v16 (&rows)[4], uint32_t flip, uint32_t* out) {
+  pairs low[2], high[2];  // bytes 0 and 1, bytes 2 and 3 of eight words
+  low[0] = pairs(pick<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(rows[0], rows[1]));
+  low[1] = pairs(pick<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(rows[0], rows[1]));
+  high[0] = pairs(pick<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(rows[2], rows[3]));
+  high[1] = pairs(pick<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(rows[2], rows[3]));
+  for (int i = 0; i < 2; i++) {
+    store(out + 8 * i, v4(pick<0, 8, 1, 9, 2, 10, 3, 11>(low[i], high[i])) ^ flip);
+    store(out + 8 * i + 4, v4(pick<4, 12, 5, 13, 6, 14, 7, 15>(low[i], high[i])) ^ flip);
+  }
+}
+
+// The fields of 16 words -> 32 / bits rows of 16 bytes, a field in each.
+template <int bits>
+INLINE void split_fields(const uint32_t* in, uint8_t* out) {
+  v16 rows[4];
+  split_bytes(in, rows);
+  for (int i = 0; i < 4; i++) {
+    if (bits == 8) {
+      store(out + 16 * i, rows[i]);
+    } else {
+      store(out + 32 * i, rows[i] & 15);
+      store(out + 32 * i + 16, rows[i] >> 4);
+    }
+  }
+}
+
+// Words of a strip of 16 columns, made of the rows columns[r * 32 / bits + i] of its fields [k, 16].
 template <int bits>
 struct Gathered {
-  const uint32_t* strip;  // [rows, 16]
+  const uint8_t* fields;
   const int32_t* columns;
   uint32_t flip;
 
+  INLINE v16 field(int64_t i) const { return load<v16>(fields + int64_t(columns[i]) * TILE); }
+
   INLINE void operator()(int64_t r, int64_t, int64_t, uint32_t* row) const {
-    constexpr int per_word = 32 / bits;
-    constexpr uint32_t mask = (1u << bits) - 1;
-    v8 left = v8{} + flip, right = left;
-    for (int i = 0; i < per_word; i++) {
-      const int32_t from = columns[r * per_word + i];
-      const uint32_t* source = strip + from / per_word * TILE;
-      const int down = from % per_word * bits;
-      left ^= ((load<v8>(source) >> down) & mask) << (i * bits);
-      right ^= ((load<v8>(source + 8) >> down) & mask) << (i * bits);
-    }
-    store(row, left);
-    store(row + 8, right);
+    v16 bytes[4];
+    for (int i = 0; i < 4; i++)
+      bytes[i] = bits == 8 ? field(4 * r + i) : field(8 * r + 2 * i) | v16(v4(field(8 * r + 2 * i + 1)) << 4);
+    join_bytes(bytes, flip, row);
   }
 };
 
 template <int bits>
-INLINE void gather(const uint32_t* in, int64_t rows, int64_t cols, const int32_t* columns, uint32_t flip, uint32_t* strip,
+INLINE void gather(const uint32_t* in, int64_t rows, int64_t cols, const int32_t* columns, uint32_t flip, uint8_t* fields,
                    uint32_t* out) {
   for (int64_t c0 = 0; c0 < cols; c0 += TILE) {
     const int64_t width = least(TILE, cols - c0);
-    for (int64_t r = 0; r < rows; r++) memcpy(strip + r * TILE, in + r * cols + c0, size_t(width) * sizeof(uint32_t));
-    write_transposed(rows, width, out + c0 * rows, rows, Gathered<bits>{strip, columns, flip});
+    for (int64_t r = 0; r < rows; r++) {
+      uint32_t line[TILE] = {};
+      const uint32_t* from = in + r * cols + c0;
+      if (width < TILE) from = static_cast<uint32_t*>(memcpy(line, from, size_t(width) * sizeof(uint32_t)));
+      split_fields<bits>(from, fields + r * (32 / bits) * TILE);
+    }
+    write_transposed(rows, width, out + c0 * rows, rows, Gathered<bits>{fields, columns, flip});
   }
 }
 
@@ -167,28 +214,33 @@ INLINE void turn_columns(const uint32_t* in, int64_t cols, int64_t r0, int64_t h
   }
 }
 
-// A buffer of the calling thread, kept: it stays in the cache, and none of its pages is fresh. NULL: no memory.
+// A buffer of the calling thread, kept: it stays in the cache, and none of its pages is fresh. Begins with a page. NULL: no memory.
 INLINE uint32_t* scratch(int64_t words) {
-  static thread_local std::unique_ptr<uint32_t[]> buffer;
+  static thread_local std::unique_ptr<void, decltype(&free)> buffer{nullptr, free};
   static thread_local int64_t size = 0;
-  if (size < words) {
-    buffer.reset(new (std::nothrow) uint32_t[size_t(words)]);
-    size = buffer ? words : 0;
+  const int64_t pages = words * int64_t(sizeof(uint32_t)) / PAGE + 2;  // one for rounding up, one for read_words
+  if (size < pages) {
+    buffer.reset(aligned_alloc(PAGE, size_t(pages * PAGE)));
+    size = buffer ? pages : 0;
   }
-  return buffer.get();
+  return static_cast<uint32_t*>(buffer.get());
 }
 
-int32_t read_words(int fd, int64_t offset, int64_t words, uint32_t* out) {
-  char* at = reinterpret_cast<char*>(out);
+// Reads into a scratch buffer with a page to spare; where the words begin, a cache line's start. NULL: the file failed.
+// They lie half a page further into their page than in the file: a copy to a place at most 32 bytes further takes four times as
+// long, because the processor takes each load for one of the bytes that it has just stored (it compares 12 bits of the address).
+uint32_t* read_words(int fd, int64_t offset, int64_t words, uint32_t* buffer) {
+  char* const begin = reinterpret_cast<char*>(buffer) + (offset + PAGE / 2) % PAGE / LINE * LINE;
+  char* at = begin;
   for (int64_t left = words * int64_t(sizeof(uint32_t)); left > 0;) {
     const ssize_t got = pread(fd, at, size_t(left), off_t(offset));
     if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) return EXPERTD_READ_FAILED;
+    if (got <= 0) return nullptr;
     at += got;
     offset += got;
     left -= got;
   }
-  return EXPERTD_OK;
+  return reinterpret_cast<uint32_t*>(begin);
 }
 
 // Rows to take at a time of a matrix of so many columns: what stays in the second-level cache (256 KiB and more today).
@@ -201,12 +253,12 @@ CLONES void turn_rows(const uint32_t* in, int64_t rows, int64_t cols, uint32_t f
   write_transposed(rows, cols, out, stride, Flipped{in, cols, flip});
 }
 
-CLONES void turn_gathered(const uint32_t* in, int64_t words, int64_t n, int32_t bits, const int32_t* columns, uint32_t flip, uint32_t* strip,
+CLONES void turn_gathered(const uint32_t* in, int64_t words, int64_t n, int32_t bits, const int32_t* columns, uint32_t flip, uint8_t* fields,
                           uint32_t* out) {
   if (bits == 4)
-    gather<4>(in, words, n, columns, flip, strip, out);
+    gather<4>(in, words, n, columns, flip, fields, out);
   else
-    gather<8>(in, words, n, columns, flip, strip, out);
+    gather<8>(in, words, n, columns, flip, fields, out);
 }
 
 CLONES void turn_all_columns(const uint32_t* in, int64_t words, int64_t cols, const uint8_t* order, uint32_t* out, int64_t stride) {
@@ -226,11 +278,12 @@ extern "C" {
 int32_t expertd_repack_rows(int32_t fd, int64_t offset, int64_t rows, int64_t cols, uint32_t flip, uint32_t* out) {
   if (!out || offset < 0 || rows < 0 || cols < 1) return EXPERTD_BAD_ARGUMENT;
   const int64_t step = piece_rows(rows, cols, TILE);
-  uint32_t* in = scratch(step * cols);
-  if (!in) return EXPERTD_NO_MEMORY;
+  uint32_t* buffer = scratch(step * cols);
+  if (!buffer) return EXPERTD_NO_MEMORY;
   for (int64_t r = 0; r < rows; r += step) {
     const int64_t count = least(step, rows - r);
-    if (int32_t error = read_words(fd, offset + r * cols * 4, count * cols, in)) return error;
+    const uint32_t* in = read_words(fd, offset + r * cols * 4, count * cols, buffer);
+    if (!in) return EXPERTD_READ_FAILED;
     turn_rows(in, count, cols, flip, out + r, rows);
   }
   return EXPERTD_OK;
@@ -242,10 +295,12 @@ int32_t expertd_repack_gather(int32_t fd, int64_t offset, int64_t k, int64_t n, 
   for (int64_t j = 0; j < k; j++)
     if (columns[j] < 0 || columns[j] >= k) return EXPERTD_BAD_ARGUMENT;
   const int64_t words = k / (32 / bits);
-  uint32_t* in = scratch(words * (n + TILE));
-  if (!in) return EXPERTD_NO_MEMORY;
-  if (int32_t error = read_words(fd, offset, words * n, in)) return error;
-  turn_gathered(in, words, n, bits, columns, flip, in + words * n, out);
+  const int64_t fields = (k * TILE + PAGE - 1) / PAGE * PAGE;  // bytes for 16 columns of fields, a byte each; whole pages
+  uint32_t* buffer = scratch(words * n + fields / int64_t(sizeof(uint32_t)));
+  if (!buffer) return EXPERTD_NO_MEMORY;
+  const uint32_t* in = read_words(fd, offset, words * n, buffer + fields / int64_t(sizeof(uint32_t)));
+  if (!in) return EXPERTD_READ_FAILED;
+  turn_gathered(in, words, n, bits, columns, flip, reinterpret_cast<uint8_t*>(buffer), out);
   return EXPERTD_OK;
 }
 
@@ -254,11 +309,12 @@ int32_t expertd_repack_columns(int32_t fd, int64_t offset, int64_t k, int64_t co
   for (int i = 0; i < 8; i++)
     if (order[i] > 7) return EXPERTD_BAD_ARGUMENT;
   const int64_t step = piece_rows(k, cols, 8 * TILE);
-  uint32_t* in = scratch(step * cols);
-  if (!in) return EXPERTD_NO_MEMORY;
+  uint32_t* buffer = scratch(step * cols);
+  if (!buffer) return EXPERTD_NO_MEMORY;
   for (int64_t r = 0; r < k; r += step) {
     const int64_t count = least(step, k - r);
-    if (int32_t error = read_words(fd, offset + r * cols * 4, count * cols, in)) return error;
+    const uint32_t* in = read_words(fd, offset + r * cols * 4, count * cols, buffer);
+    if (!in) return EXPERTD_READ_FAILED;
     turn_all_columns(in, count / 8, cols, order, out + r / 8, k / 8);
   }
   return EXPERTD_OK;
