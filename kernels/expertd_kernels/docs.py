@@ -64,6 +64,8 @@ def _support(s: SchemeSupport) -> str:
     sizes = [f"{n} % {m}" for n, m in (("H", s.hidden_multiple), ("I", s.intermediate_multiple)) if m > 1]
     parts += sizes + (["whole blocks"] if s.whole_blocks else [])
     parts += [", ".join(sorted(x.value for x in s.functions)) + " only"] if s.functions is not None else []
+    parts += [] if s.clamp else ["no clamp"]
+    parts += [] if s.biased else ["no bias"]
     if s.activations != {ActivationQuant.NONE}:
         parts.append("activations " + ", ".join(sorted(a.value for a in s.activations)))
     return s.element.value + (f" ({'; '.join(parts)})" if parts else "")

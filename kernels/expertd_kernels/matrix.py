@@ -94,12 +94,16 @@ def _says(backend: Backend, p: Problem, text: str) -> bool:
 
 
 def _easy(backend: Backend) -> str:
-    """A scheme that the row serves where it runs: the background against which devices and features are shown."""
+    """A scheme that the row serves where it runs: the background against which devices and features are shown.  Rather
+    one that it serves weight-only, with all its functions and on all its devices."""
+    served = []
     for name in SCHEMES:
         s = Scheme.parse(name)
-        if any(x.element is s.element and x.refusal(s) is None for x in backend.schemes):
+        lines = [x for x in backend.schemes if x.element is s.element and x.refusal(s) is None]
+        served += [name] if lines else []
+        if any(ActivationQuant.NONE in x.activations and not x.devices and x.functions is None for x in lines):
             return name
-    return SCHEMES[0]
+    return (served or SCHEMES)[0]
 
 
 def _against(backend: Backend, p: Problem, home: Device | None) -> tuple[str, ...]:

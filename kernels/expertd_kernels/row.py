@@ -48,6 +48,9 @@ class SchemeSupport:
     devices: where these weights work, if not wherever the row does.
     whole_blocks: a block of scales that H or I cuts is not computed: blocks divide both.
     hidden_multiple, intermediate_multiple: sizes needed with these weights, beyond the row's.
+    clamp: whether the row's clamp before the activation works with these weights.
+
+    Lines of one element may differ in their activations and devices: the rules judge by the line that fits both.
     """
 
     element: Element
@@ -63,6 +66,7 @@ class SchemeSupport:
     whole_blocks: bool = False
     hidden_multiple: int = 1
     intermediate_multiple: int = 1
+    clamp: bool = True
 
     def refusal(self, s: Scheme) -> str | None:
         """Why scheme `s`, which has this element, is not covered; None if it is."""

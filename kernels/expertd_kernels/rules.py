@@ -44,27 +44,29 @@ def rule_packages(b: Backend, p: Problem) -> str | None:
     return "; ".join(out) or None
 
 
-def _support(b: Backend, s: Scheme) -> tuple[SchemeSupport | None, str | None]:
-    """The line of the row that covers scheme `s`, or the nearest reason."""
+def _support(b: Backend, s: Scheme, p: Problem) -> tuple[SchemeSupport | None, str | None]:
+    """The line of the row that covers scheme `s`, or the nearest reason.  Of several the one that rounds activations
+    as `p` asks, and of those the one for its device."""
     lines = [x for x in b.schemes if x.element is s.element]
     if not lines:
         return None, f"does not compute on {s.element.value} weights"
-    reasons = []
-    for line in lines:
-        reason = line.refusal(s)
-        if reason is None:
-            return line, None
-        reasons.append(reason)
-    return None, f"{s.name}: " + " or ".join(dict.fromkeys(reasons))
+    reasons = [x.refusal(s) for x in lines]
+    fitting = [x for x, reason in zip(lines, reasons, strict=True) if reason is None]
+    if fitting:
+        return max(
+            fitting,
+            key=lambda x: (p.activation_quant in x.activations, _elsewhere(x.devices, p.device) is None),
+        ), None
+    return None, f"{s.name}: " + " or ".join(dict.fromkeys(r for r in reasons if r))
 
 
 def rule_scheme(b: Backend, p: Problem) -> str | None:
-    return "; ".join(r for s in p.schemes if (r := _support(b, s)[1])) or None
+    return "; ".join(r for s in p.schemes if (r := _support(b, s, p)[1])) or None
 
 
 def rule_scheme_device(b: Backend, p: Problem) -> str | None:
     for s in p.schemes:
-        line = _support(b, s)[0]
+        line = _support(b, s, p)[0]
         if line is not None and rule_device(b, p) is None and (r := _elsewhere(line.devices, p.device)):
             return f"{s.name}: {r}, this is {p.device}"
     return None
@@ -76,7 +78,7 @@ def rule_mixed(b: Backend, p: Problem) -> str | None:
 
 def rule_activation_quant(b: Backend, p: Problem) -> str | None:
     for s in p.schemes:
-        line = _support(b, s)[0]
+        line = _support(b, s, p)[0]
         if line is not None and p.activation_quant not in line.activations:
             if p.activation_quant is ActivationQuant.NONE:
                 return (
@@ -91,7 +93,7 @@ def rule_activation(b: Backend, p: Problem) -> str | None:
     if a.kind not in b.activations:
         return f"does not compute {a.kind.value}"
     for s in p.schemes:
-        line = _support(b, s)[0]
+        line = _support(b, s, p)[0]
         if line is not None and line.functions is not None and a.kind not in line.functions:
             return f"does not compute {a.kind.value} with {s.name} weights"
     if a.kind is ActivationKind.SWIGLUOAI and b.swigluoai not in (None, (a.alpha, a.beta, a.limit)):
@@ -106,15 +108,23 @@ def rule_activation(b: Backend, p: Problem) -> str | None:
 
 def rule_clamp(b: Backend, p: Problem) -> str | None:
     a = p.activation
-    if a.limit is None or (b.clamp and a.kind not in b.unclamped):
+    if a.limit is None:
         return None
-    return "does not clamp before the activation" if not b.clamp else f"does not clamp before {a.kind.value}"
+    if not b.clamp:
+        return "does not clamp before the activation"
+    if a.kind in b.unclamped:
+        return f"does not clamp before {a.kind.value}"
+    for s in p.schemes:
+        line = _support(b, s, p)[0]
+        if line is not None and not line.clamp:
+            return f"does not clamp before the activation with {s.name} weights"
+    return None
 
 
 def rule_bias(b: Backend, p: Problem) -> str | None:
     if not p.bias:
         return None
-    lines = [_support(b, s)[0] for s in p.schemes]
+    lines = [_support(b, s, p)[0] for s in p.schemes]
     return "does not add expert biases" if not b.bias or any(x and not x.biased for x in lines) else None
 
 
@@ -136,7 +146,7 @@ def _multiples(b: Backend, p: Problem) -> tuple[int, int]:
     """Of H and of I: what the row needs, and what its lines for the two matrices need."""
     hidden, intermediate = b.hidden_multiple, b.intermediate_multiple
     for s, w13 in ((p.w13, True), (p.w2, False)):
-        line = _support(b, s)[0]
+        line = _support(b, s, p)[0]
         if line is None:
             continue
         hidden, intermediate = (

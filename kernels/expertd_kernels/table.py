@@ -17,6 +17,8 @@ _GROUPS = frozenset({32, 64, 128, WHOLE})
 _E8M0 = frozenset({ScaleType.E8M0})
 _FLOATS = frozenset({ScaleType.F32, ScaleType.BF16, ScaleType.F16})
 _SM90 = (DeviceRange("cuda", (9, 0), (9, 0)),)
+_SM100_UP = (DeviceRange("cuda", (10, 0), (12, 9)),)
+_SILU = frozenset({ActivationKind.SILU_AND_MUL})
 
 GPT_OSS = (1.702, 1.0, 7.0)
 """alpha, beta and limit of gpt-oss's SWIGLUOAI, where a package has them built in."""
@@ -98,9 +100,28 @@ BACKENDS: tuple[Backend, ...] = (
                 scales=_FLOATS,
                 whole_blocks=True,
             ),
+            SchemeSupport(
+                Element.E2M1,
+                groups=frozenset({16}),
+                scales=frozenset({ScaleType.E4M3}),
+                global_scale=True,
+                activations=frozenset({ActivationQuant.NVFP4}),
+                functions=_SILU,
+                biased=False,
+                clamp=False,
+            ),
+            SchemeSupport(
+                Element.E4M3,
+                blocks=frozenset({(WHOLE, WHOLE)}),
+                scales=_FLOATS,
+                activations=frozenset({ActivationQuant.E4M3_TENSOR}),
+                functions=_SILU,
+                biased=False,
+                clamp=False,
+            ),
             SchemeSupport(Element.BF16, biased=False),
         ),
-        summary="TRTLLM-generated kernels in FlashInfer, routes given; pads H and I to 128 (int4, mxfp4: 256)",
+        summary="TRTLLM-generated kernels in FlashInfer, routes given; pads H and I to 128 (4 bits: 256)",
         activations=frozenset({ActivationKind.SILU_AND_MUL, ActivationKind.SWIGLUOAI}),
         needs={"flashinfer-python": ">=0.7.2,<0.8"},
         max_experts=2047,
@@ -115,6 +136,33 @@ BACKENDS: tuple[Backend, ...] = (
         schemes=(
             SchemeSupport(Element.E2M1, groups=frozenset({32}), scales=_E8M0, devices=_SM90),
             SchemeSupport(
+                Element.E2M1,
+                groups=frozenset({32}),
+                scales=_E8M0,
+                activations=frozenset({ActivationQuant.MXFP8}),
+                devices=_SM100_UP,
+            ),
+            SchemeSupport(
+                Element.E2M1,
+                groups=frozenset({16}),
+                scales=frozenset({ScaleType.E4M3}),
+                global_scale=True,
+                activations=frozenset({ActivationQuant.NVFP4}),
+                devices=_SM100_UP,
+                functions=_SILU,
+                biased=False,
+                clamp=False,
+            ),
+            SchemeSupport(
+                Element.E4M3,
+                blocks=frozenset({(WHOLE, WHOLE)}),
+                scales=_FLOATS,
+                activations=frozenset({ActivationQuant.E4M3_TENSOR}),
+                functions=_SILU,
+                biased=False,
+                clamp=False,
+            ),
+            SchemeSupport(
                 Element.E4M3,
                 blocks=frozenset({(128, 128)}),
                 activations=frozenset({ActivationQuant.E4M3_GROUP128}),
@@ -125,7 +173,7 @@ BACKENDS: tuple[Backend, ...] = (
             ),
             SchemeSupport(Element.BF16),
         ),
-        summary="CUTLASS kernels in FlashInfer, routes given; pads H and I to 8 (mxfp4: 128)",
+        summary="CUTLASS kernels in FlashInfer, routes given; pads H and I to 8 (e4m3: 16, 4 bits: 128)",
         unclamped=frozenset({ActivationKind.GELU_AND_MUL, ActivationKind.GELU_TANH_AND_MUL}),
         needs={"flashinfer-python": ">=0.7.2,<0.8"},
         mixed_schemes=False,

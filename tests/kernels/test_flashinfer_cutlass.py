@@ -14,7 +14,7 @@ from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, Activatio
 from expertd_kernels.backends import flashinfer_cutlass as backend
 from expertd_kernels.backends.cutlass_layout import BITS
 from expertd_kernels.float32 import apply_activation, reference
-from expertd_kernels.numerics import relative_error
+from expertd_kernels.numerics import relative_error, tolerance
 from expertd_kernels.oracle import Refused
 from expertd_kernels.probe import assumed_packages
 from expertd_kernels.synthetic import random_inputs, random_weights
@@ -28,7 +28,7 @@ finally:
     sys.path.remove(str(HERE))
 
 NAME = "flashinfer_cutlass"
-SM90 = NAMED_DEVICES["sm90"]
+SM90, SM100 = NAMED_DEVICES["sm90"], NAMED_DEVICES["sm100"]
 SCHEMES = ("bf16", "mxfp4", "e4m3_block128")
 KINDS = [
     Activation(),
@@ -40,23 +40,38 @@ KINDS = [
 ]
 
 
+STATIC = {"e4m3_tensor": ActivationQuant.E4M3_TENSOR, "nvfp4": ActivationQuant.NVFP4}
+BLACKWELL = {"mxfp4": ActivationQuant.MXFP8, **STATIC}
+"""Schemes on SM100, and how activations are rounded there."""
+
+
 def layer(scheme, H=256, I=128, E=3, **kw):
-    return random_weights(scheme, E, H, I, bias=kw.pop("bias", scheme != "e4m3_block128"), **kw)
+    w = random_weights(scheme, E, H, I, bias=kw.pop("bias", scheme in ("bf16", "mxfp4")), **kw)
+    if scheme not in STATIC:
+        return w
+    field = "global_scales" if scheme == "nvfp4" else "scales"
+    scales = getattr(w.w13, field)
+    steps = torch.tensor([[0.008, 0.011], [0.01, 0.007], [0.009, 0.009]])[:E]
+    return replace(
+        w,
+        w13=replace(w.w13, **{field: scales[:, :1].expand_as(scales).contiguous()}),
+        input_scales=steps / 6 if scheme == "nvfp4" else steps,
+    )
 
 
-def problem(w, device=SM90):
-    rounded = w.w13.scheme.name == "e4m3_block128"
+def problem(w, device=SM90, how=None):
+    rounded = {"e4m3_block128": ActivationQuant.E4M3_GROUP128, **STATIC}
     return problem_of(
         w,
         device,
         top_k=2,
-        activation_quant=ActivationQuant.E4M3_GROUP128 if rounded else ActivationQuant.NONE,
+        activation_quant=how or rounded.get(w.w13.scheme.name, ActivationQuant.NONE),
         packages=dict(assumed_packages(BACKENDS)),
     )
 
 
-def refusals(w, device=SM90):
-    return next(v for v in decide(problem(w, device)).verdicts if v.backend == NAME).refusals
+def refusals(w, device=SM90, how=None):
+    return next(v for v in decide(problem(w, device, how)).verdicts if v.backend == NAME).refusals
 
 
 def bits(w):
@@ -89,7 +104,42 @@ def test_odd_sizes_are_padded_and_come_back(scheme, H, I, multiple):
     assert bits(backend.unpack(packed)) == bits(w)
 
 
+@pytest.mark.parametrize("size", [(256, 128), (192, 96)])
+@pytest.mark.parametrize("scheme", BLACKWELL)
+def test_layouts_for_blackwell_give_back_every_bit(scheme, size):
+    w = layer(scheme, *size)
+    p = problem(w, SM100, BLACKWELL[scheme])
+    assert refusals(w, SM100, BLACKWELL[scheme]) == ()
+    packed = backend.pack(w, p)
+    assert bits(backend.unpack(packed)) == bits(w)
+    own = {t.data_ptr() for m in (w.w13, w.w2) for _, t in m.tensors()}
+    assert not own & {t.data_ptr() for n, t in packed.tensors.items() if n != "input_scales"}
+
+
+def test_gate_and_up_rows_with_different_scales_are_refused_when_they_are_packed():
+    for scheme in STATIC:
+        w = random_weights(scheme, 3, 256, 128)
+        w = replace(w, input_scales=torch.full((3, 2), 0.01))
+        with pytest.raises(Refused, match="gate and up rows have different scales"):
+            backend.pack(w, problem(w, SM100))
+        with pytest.raises(Refused, match="no static input scales"):
+            backend.pack(replace(layer(scheme), input_scales=None), problem(w, SM100))
+    negative = layer("nvfp4", signed_scales=True)
+    with pytest.raises(Refused, match="negative scales of nvfp4"):
+        backend.pack(negative, problem(negative, SM100))
+
+
 REFUSED = {
+    "rounded mxfp4 on Hopper": (
+        lambda: refusals(layer("mxfp4"), SM90, ActivationQuant.MXFP8),
+        "mxfp4: needs compute capability 10.0 to 12.9, this is cuda:sm90",
+    ),
+    "nvfp4 on Hopper": (lambda: refusals(layer("nvfp4")), "nvfp4: needs compute capability 10.0 to 12.9"),
+    "weight-only nvfp4": (
+        lambda: refusals(layer("nvfp4"), SM100, ActivationQuant.MXFP8),
+        "does not round activations to mxfp8",
+    ),
+    "bias with static scales": (lambda: refusals(layer("e4m3_tensor", bias=True)), "does not add expert biases"),
     "mxfp4 off Hopper": (
         lambda: refusals(layer("mxfp4"), NAMED_DEVICES["sm100"]),
         "mxfp4: needs compute capability 9.0 to 9.0, this is cuda:sm100",
@@ -264,6 +314,80 @@ def test_a_layer_through_the_entry_point(scheme, activation):
     out = torch.full_like(x, float("nan"))
     assert run(x, ids, weights, out=out) is out
     assert relative_error(out, reference(w, x, ids, weights)) < 1e-2
+    assert not out[2].any()
+
+
+class BlackwellEntryPoint(EntryPoint):
+    """The same function with the quantizations of SM100, by the contract that its docstring and checks give."""
+
+    def __init__(self, form):
+        self.form = form
+
+    def _weights(self, codes, blocks):
+        """[E, N, K] f32 in [up, gate] order, without the factor of each expert."""
+        if self.form == "e4m3_tensor":
+            assert codes.dtype == torch.float8_e4m3fn
+            return codes.float()
+        assert (codes.dtype, blocks.dtype) == (torch.int64, torch.int32)
+        packed = codes.view(torch.uint8)
+        E, N, K = packed.shape[0], packed.shape[1], packed.shape[2] * 2
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        numbers = values[torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()]
+        group = 16 if self.form == "nvfp4" else 32
+        assert blocks.shape == (E, N, K // group // 4)
+        sf = blocks.view(torch.uint8).reshape(E, N // 128, K // group // 4, 32, 4, 4)
+        sf = sf.permute(0, 1, 4, 3, 2, 5).reshape(E, N, K // group)
+        sf = sf.view(torch.float8_e4m3fn).float() if self.form == "nvfp4" else torch.exp2(sf.float() - 127)
+        return numbers * sf.repeat_interleave(group, 2)
+
+    def cutlass_fused_moe(self, x, ids, weights, w13, w2, dtype, *, quant_scales, ep_size, ep_rank, **k):
+        E = w13.shape[0]
+        assert (ep_size, ep_rank) == (2, 0)
+        assert not k["use_w4_group_scaling"]
+        assert not k["use_deepseek_fp8_block_scale"]
+        one = torch.ones(E)
+        if self.form == "mxfp4":
+            s13, a, s2, b = quant_scales
+            assert torch.equal(a, one)
+            assert torch.equal(b, one)
+            assert k["use_mxfp8_act_scaling"]
+            assert k["swizzled_input_sf"] is False
+            assert (x.dtype, k["input_sf"].shape) == (torch.float8_e4m3fn, (x.shape[0], x.shape[1] // 32))
+            x = x.float() * torch.exp2(k["input_sf"].float() - 127).repeat_interleave(32, 1)
+            first, down, second = one, one, one
+        elif self.form == "e4m3_tensor":
+            first, second, down, inputs = quant_scales
+            assert (x.dtype, inputs.ndim, first.ndim) == (torch.float8_e4m3fn, 0, 1)
+            s13 = s2 = None
+            x = x.float()
+        else:
+            a1, s13, first, second, s2, down = quant_scales
+            assert (x.dtype, a1.shape) == (torch.bfloat16, (E,))
+        m13, m2 = self._weights(w13, s13), self._weights(w2, s2)
+        out = torch.zeros(x.shape[0], w2.shape[1])
+        for row, j in (ids < E).nonzero().tolist():
+            e = int(ids[row, j])
+            steps = x[row].float() * a1[e] if self.form == "nvfp4" else x[row]
+            h = m13[e] @ steps * first[e]
+            h = h + k["fc1_expert_biases"][e].float() if "fc1_expert_biases" in k else h
+            y = m2[e] @ (self._between(h, e, k) * second[e]) * down[e]
+            y = y + k["fc2_expert_biases"][e].float() if "fc2_expert_biases" in k else y
+            out[row] += weights[row, j] * y
+        return [out.to(dtype)]
+
+
+@pytest.mark.parametrize("size", [(256, 128), (192, 96)])
+@pytest.mark.parametrize("scheme", BLACKWELL)
+def test_a_layer_on_blackwell(scheme, size):
+    w = layer(scheme, *size, activation=Activation.parse("swigluoai") if scheme == "mxfp4" else None, seed=5)
+    p = problem(w, SM100, BLACKWELL[scheme])
+    run = backend.CutlassExperts(backend.pack(w, p), BlackwellEntryPoint(scheme), torch.device("cpu"))
+    x, ids, weights = random_inputs(5, size[0], 3, 2)
+    ids[2], ids[3, 0] = -1, -1
+    out = torch.full_like(x, float("nan"))
+    assert run(x, ids, weights, out=out) is out
+    limit = 1e-2 if scheme == "nvfp4" else tolerance("bf16", BLACKWELL[scheme])  # nvfp4's rows the kernel rounds
+    assert relative_error(out, reference(w, x, ids, weights)) < limit
     assert not out[2].any()
 
 

@@ -6,6 +6,11 @@ All of them want the up rows of w13 before the gate rows.
     block   e4m3 [E, N, K] and f32 [E, N / 128, K / 128], in 128 x 128 blocks
     mxfp4   u8 [E, N, K / 2] in the order of Hopper's mixed-input tiles, and exponents [E, N / 64, K / 128, 16, 16];
             H and I padded to multiples of 128
+    mxfp4s  (on rounded activations) u8 [E, N, K / 2] row-major, exponents [E, N, K / 32] swizzled as in trtllm_layout
+    nvfp4   the same with e4m3 scales [E, N, K / 16], and one second-level scale an expert
+    tensor  e4m3 [E, N, K], H and I padded to multiples of 16, and one f32 scale an expert
+
+nvfp4 and tensor want gate and up rows to have the same scale.
 
 mxfp4 tiles: 16 rows and 64 columns (32 bytes).  Rows r and r + 8 and bytes l and l + 4 of an eight-byte piece share a
 32-bit word, whose bits BITS then spreads so that one shift and mask make two bf16 numbers:
@@ -24,37 +29,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.backends.trtllm_layout import cut_segments, pad_segments
+from expertd_kernels.backends.trtllm_layout import cut_segments, pad_segments, swizzle, unswizzle
 from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor
 from expertd_kernels.oracle import Refused
-from expertd_kernels.scheme import Element
+from expertd_kernels.scheme import WHOLE, ActivationQuant, Element
 from expertd_kernels.serial import scheme_from_json, scheme_to_json
 
 __all__ = ["BITS", "MULTIPLES", "form_of", "pack_matrix", "unpack_matrix"]
 
-MULTIPLES = {"bf16": 8, "mxfp4": 128, "block": 128}
+MULTIPLES = {"bf16": 8, "mxfp4": 128, "mxfp4s": 128, "nvfp4": 128, "tensor": 16, "block": 128}
 """H and I are padded to these (the package's checks: 16 bytes of the narrower operand, 128 for mxfp4)."""
 
 BITS = (6, 7, 8, 15, 22, 23, 24, 31, 3, 4, 5, 12, 19, 20, 21, 28, 0, 1, 2, 9, 16, 17, 18, 25, 13, 10, 11, 14, 29, 26,
         27, 30)  # fmt: skip
 """Where bit i of a word of eight e2m1 codes goes."""
 
-GROUP = 32
-ONE_E8M0 = 127
+GROUP = {"mxfp4": 32, "mxfp4s": 32, "nvfp4": 16}
+FILLER = {"mxfp4": 127, "mxfp4s": 127, "nvfp4": 0x38}
+"""Bytes of the scale 1."""
 
 
-def form_of(q: QuantTensor) -> str:
-    """The package's form for a matrix."""
+def form_of(q: QuantTensor, rounding: ActivationQuant) -> str:
+    """The package's form for a matrix, with activations rounded like this."""
     s = q.scheme
-    if q.columns is not None or q.zeros is not None or q.global_scales is not None:
-        raise Refused("activation order, zero points and second-level scales are not computed")
+    if q.columns is not None or q.zeros is not None:
+        raise Refused("activation order and zero points are not computed")
+    if s.name in ("nvfp4", "nvfp4_single"):
+        _check_nvfp4(q)
+        return "nvfp4"
+    if q.global_scales is not None:
+        raise Refused("second-level scales are computed with nvfp4 weights only")
     if s.element is Element.BF16:
         return "bf16"
     if s.name == "mxfp4":
-        return "mxfp4"
+        return "mxfp4s" if rounding is ActivationQuant.MXFP8 else "mxfp4"
+    if s.element is Element.E4M3 and (s.rows, s.cols) == (WHOLE, WHOLE):
+        assert q.scales is not None
+        _check_equal(q.scales)
+        return "tensor"
     if s.element is Element.E4M3 and (s.rows, s.cols) == (128, 128):
         return "block"
     raise Refused(f"has no layout for {s.name} weights")
+
+
+def _check_equal(scales: Tensor) -> None:
+    """scales [E, segments, ...]: of each expert all the same."""
+    if not torch.equal(scales, scales[:, :1].expand_as(scales)):
+        raise Refused("gate and up rows have different scales, the kernel has one for both")
+
+
+def _check_nvfp4(q: QuantTensor) -> None:
+    assert q.scales is not None
+    if bool((q.scales.view(torch.uint8) & 0x80).any()):
+        raise Refused("negative scales of nvfp4 weights are not computed: the kernel reads them without sign")
+    if q.global_scales is not None:
+        _check_equal(q.global_scales)
 
 
 def _flip(t: Tensor, segments: int) -> Tensor:
@@ -114,7 +143,7 @@ def _bias(q: QuantTensor, rows: int, out: dict[str, Tensor]) -> None:
 
 
 def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors codes, scales, bias (those that exist) and the facts that unpack needs.  form: form_of(q)."""
+    """Tensors codes, scales, globals, bias (those that exist) and the facts that unpack needs.  form: form_of(q)."""
     _, N, K = q.shape
     multiple = MULTIPLES[form]
     rows, cols = (-(-x // multiple) * multiple for x in (N // q.segments, K))
@@ -127,11 +156,21 @@ def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str,
         out["scales"] = _flip(q.scales.float(), q.segments)
     elif form == "bf16":
         out["codes"] = _flip(pad_segments(q.codes, q.segments, rows, cols), q.segments)
+    elif form == "tensor":
+        assert q.scales is not None
+        codes = pad_segments(q.codes.view(torch.uint8), q.segments, rows, cols)
+        out["codes"] = _flip(codes, q.segments).view(torch.float8_e4m3fn)
+        out["scales"] = q.scales.float()
     else:
         assert q.scales is not None
         codes = _flip(pad_segments(q.codes, q.segments, rows, cols // 2), q.segments)
-        out["codes"] = torch.stack([_tile(one) for one in codes.contiguous()])
-        out["scales"] = _fold(_flip(pad_segments(q.scales, q.segments, rows, cols // GROUP, ONE_E8M0), q.segments))
+        scales = pad_segments(q.scales.view(torch.uint8), q.segments, rows, cols // GROUP[form], FILLER[form])
+        scales = _flip(scales, q.segments)
+        out["codes"] = torch.stack([_tile(one) for one in codes.contiguous()]) if form == "mxfp4" else codes
+        out["scales"] = _fold(scales) if form == "mxfp4" else swizzle(scales)
+    if q.global_scales is not None:
+        out["globals"] = q.global_scales
+        out |= {} if q.global_exact is None else {"exact_globals": q.global_exact}
     if q.bias is not None:
         _bias(q, rows, out)
     meta = {
@@ -142,7 +181,9 @@ def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str,
         "rows": rows,
         "cols": cols,
     }
-    return {name: t.clone() if t is q.codes else t.contiguous() for name, t in out.items()}, meta
+    return {
+        name: t.clone() if any(t is own for _, own in q.tensors()) else t.contiguous() for name, t in out.items()
+    }, meta
 
 
 def unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> QuantTensor:
@@ -156,12 +197,27 @@ def unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Qua
         scales = _flip(scales, segments).to(SCALE_DTYPE[scheme.scale])
     elif form == "bf16":
         codes = cut_segments(_flip(codes, segments), segments, each, K)
+    elif form == "tensor":
+        assert scales is not None
+        codes = cut_segments(_flip(codes.view(torch.uint8), segments), segments, each, K).view(torch.float8_e4m3fn)
+        scales = scales.to(SCALE_DTYPE[scheme.scale])
     else:
         assert scales is not None
-        natural = torch.stack([_untile(one) for one in codes])
+        natural = torch.stack([_untile(one) for one in codes]) if form == "mxfp4" else codes
         codes = cut_segments(_flip(natural, segments), segments, each, -(-K // 2))
-        scales = cut_segments(_flip(_unfold(scales), segments), segments, each, -(-K // GROUP))
+        scales = _unfold(scales) if form == "mxfp4" else unswizzle(scales)
+        scales = cut_segments(_flip(scales, segments), segments, each, -(-K // GROUP[form]))
+        scales = scales.view(SCALE_DTYPE[scheme.scale])
     bias = tensors.get("exact_bias")
     if bias is None and "bias" in tensors:
         bias = cut_segments(_flip(tensors["bias"], segments)[..., None], segments, each, 1)[..., 0].float()
-    return QuantTensor(scheme, (E, N, K), codes.contiguous(), scales, bias=bias, segments=segments)
+    return QuantTensor(
+        scheme,
+        (E, N, K),
+        codes.contiguous(),
+        scales,
+        global_scales=tensors.get("globals"),
+        global_exact=tensors.get("exact_globals"),
+        bias=bias,
+        segments=segments,
+    )

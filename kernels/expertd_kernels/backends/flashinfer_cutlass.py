@@ -1,7 +1,9 @@
 """Backend `flashinfer_cutlass`: FlashInfer's CUTLASS MoE kernels (cutlass_fused_moe), routes given.
 
-bf16 everywhere it runs; on Hopper also mxfp4 on bf16 activations and e4m3 in 128 x 128 blocks, whose activations the
-kernel rounds to e4m3 in groups of 128 columns.
+bf16 everywhere it runs, and e4m3 with one scale a matrix on activations that are rounded here with the largest of the
+experts' static scales.  On Hopper mxfp4 on bf16 activations, and e4m3 in 128 x 128 blocks, whose activations the kernel
+rounds to e4m3 in groups of 128 columns.  On Blackwell mxfp4 on activations that are rounded to mxfp8 here, and nvfp4,
+whose activations the kernel rounds with the checkpoint's static second-level scales.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from expertd_kernels.activation import ActivationKind
+from expertd_kernels.activation import Activation, ActivationKind
 from expertd_kernels.backends.cutlass_layout import form_of, pack_matrix, unpack_matrix
 from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.backends.rounding import round_mx, round_static
 from expertd_kernels.canonical import Weights
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
@@ -26,8 +29,15 @@ __all__ = ["CutlassExperts", "experts", "pack", "unpack"]
 
 LAYOUT_VERSION = 1
 
-ROUNDING = {"block": ActivationQuant.E4M3_GROUP128}
-"""Forms whose kernels round activations; the others compute on bf16."""
+ROUNDING = {
+    "block": ActivationQuant.E4M3_GROUP128,
+    "mxfp4s": ActivationQuant.MXFP8,
+    "nvfp4": ActivationQuant.NVFP4,
+    "tensor": ActivationQuant.E4M3_TENSOR,
+}
+"""How forms want activations rounded; those that are not listed compute on bf16."""
+STATIC = frozenset({"nvfp4", "tensor"})
+"""Forms that need static input scales, and compute no curve but silu without clamp, and no biases."""
 
 ACTIVATION_TYPE = {
     ActivationKind.SILU_AND_MUL: "Swiglu",
@@ -43,14 +53,19 @@ UNCLAMPED = frozenset({ActivationKind.GELU_AND_MUL, ActivationKind.GELU_TANH_AND
 
 def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical weights in the package's layouts, on the weights' device, one matrix at a time."""
-    form = form_of(weights.w13)
-    if form_of(weights.w2) != form:
+    form = form_of(weights.w13, problem.activation_quant)
+    if form_of(weights.w2, problem.activation_quant) != form:
         raise Refused("w13 and w2 have different schemes")
     a = weights.activation
     if a.limit is not None and a.kind in UNCLAMPED:
         raise Refused(f"does not clamp before {a.kind.value}")
     if problem.activation_quant is not ROUNDING.get(form, ActivationQuant.NONE):
         raise Refused(f"{form} weights are not computed with activations {problem.activation_quant.value}")
+    if form in STATIC:
+        if weights.input_scales is None:
+            raise Refused("the checkpoint has no static input scales")
+        if a != Activation() or weights.w13.bias is not None or weights.w2.bias is not None:
+            raise Refused(f"does not compute {a.name} or biases with {weights.w13.scheme.name} weights")
     tensors: dict[str, Tensor] = {}
     meta: dict[str, Any] = {
         "layout_version": LAYOUT_VERSION,
@@ -111,6 +126,11 @@ class CutlassExperts:
         }
         self.biases = self._biases()
         self.scales = self._scales()
+        packed_words = self.form in ("mxfp4s", "nvfp4")  # the package tells these kernels by the type of the weights
+        self.codes = [
+            self.tensors[f"{m}.codes"].view(torch.int64) if packed_words else self.tensors[f"{m}.codes"]
+            for m in ("w13", "w2")
+        ]
 
     def _biases(self) -> dict[str, Tensor]:
         """Both or none: the package reads them together."""
@@ -125,8 +145,33 @@ class CutlassExperts:
         return out
 
     def _scales(self) -> list[Tensor]:
+        """The package's quant_scales, in its order."""
         scales = [self.tensors[f"{m}.scales"] for m in ("w13", "w2") if f"{m}.scales" in self.tensors]
-        return [s.view(torch.int32) for s in scales] if self.form == "mxfp4" else scales
+        if self.form == "mxfp4":
+            return [s.view(torch.int32) for s in scales]
+        if self.form == "mxfp4s":
+            one = torch.ones(self.num_experts, device=scales[0].device)
+            return [scales[0].view(torch.int32), one, scales[1].view(torch.int32), one]
+        if self.form not in STATIC:
+            return scales
+        first, second = (t.contiguous() for t in self.tensors["input_scales"].float().unbind(1))
+        if self.form == "tensor":
+            w13, w2 = (s[:, 0, 0] for s in scales)
+            first = first.amax()
+            return [w13 * first, second.reciprocal(), w2 * second, first]
+        one = torch.ones(self.num_experts, 1, device=first.device)
+        w13, w2 = (self.tensors.get(f"{m}.globals", one)[:, 0] for m in ("w13", "w2"))
+        blocks = [s.view(torch.int32) for s in scales]
+        return [first.reciprocal(), blocks[0], w13 * first, second.reciprocal(), blocks[1], w2 * second]
+
+    def _input(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The rows [M, padded H] bf16 as the form's kernel takes them, and the arguments that go with them."""
+        if self.form == "tensor":
+            return round_static(x, self.scales[3]), {}
+        if self.form == "mxfp4s":
+            codes, exponents = round_mx(x)
+            return codes, {"input_sf": exponents, "swizzled_input_sf": False, "use_mxfp8_act_scaling": True}
+        return x, {}
 
     def __call__(
         self,
@@ -146,12 +191,13 @@ class CutlassExperts:
         if router_weight_on_input:
             x, weights = (x * weights[:, :1]).to(torch.bfloat16), torch.ones_like(weights)
         x = F.pad(x, (0, self.padded - self.hidden)).contiguous()
+        rows, more = self._input(x)
         y = self.vendor.cutlass_fused_moe(
-            x,
+            rows,
             torch.where(topk_ids < 0, self.num_experts, topk_ids).to(torch.int32).contiguous(),
             weights.contiguous(),
-            self.tensors["w13.codes"],
-            self.tensors["w2.codes"],
+            self.codes[0],
+            self.codes[1],
             torch.bfloat16,
             quant_scales=self.scales,
             ep_size=2,
@@ -159,6 +205,7 @@ class CutlassExperts:
             use_deepseek_fp8_block_scale=self.form == "block",
             use_w4_group_scaling=self.form == "mxfp4",
             activation_type=self.activation_type,
+            **more,
             **self.biases,
             **self.curve,
         )

@@ -1,8 +1,11 @@
 """Backend `flashinfer_trtllm`: the TRTLLM-generated MoE kernels in FlashInfer, for SM100.
 
 Only the entry points that take routes are called, never those that choose experts from logits.  bf16, int4 in groups of
-32 ("mxint4") and mxfp4 are computed on bf16 activations; mxfp8, again mxfp4, and e4m3 in 128 x 128 blocks are computed
-on activations that are rounded here.
+32 ("mxint4") and mxfp4 are computed on bf16 activations; mxfp8, again mxfp4, nvfp4 and e4m3 in 128 x 128 blocks or with
+one scale a matrix are computed on activations that are rounded here.
+
+nvfp4 and one scale a matrix use the checkpoint's static input scales.  The rows of a batch are rounded once for all
+experts, so the largest of the experts' first input scales is taken; the second ones keep their experts.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from expertd_kernels.activation import ActivationKind
+from expertd_kernels.activation import Activation, ActivationKind
 from expertd_kernels.backends.protocol import Packed
-from expertd_kernels.backends.rounding import round_groups, round_mx
+from expertd_kernels.backends.rounding import round_groups, round_mx, round_nvfp4, round_static
 from expertd_kernels.backends.trtllm_layout import form_of, pack_matrix, unpack_matrix
 from expertd_kernels.canonical import Weights
 from expertd_kernels.oracle import Refused
@@ -31,9 +34,13 @@ LAYOUT_VERSION = 1
 ROUNDING = {
     "block": (ActivationQuant.E4M3_GROUP128,),
     "mxfp8": (ActivationQuant.MXFP8,),
+    "nvfp4": (ActivationQuant.NVFP4,),
+    "tensor": (ActivationQuant.E4M3_TENSOR,),
     "mxfp4": (ActivationQuant.NONE, ActivationQuant.MXFP8),
 }
 """How forms want activations rounded; those that are not listed compute on bf16."""
+STATIC = frozenset({"nvfp4", "tensor"})
+"""Forms that need static input scales, and compute no curve but silu without clamp."""
 
 SWIGLU, BLOCK_MAJOR_K, MAJOR_K = 3, 2, 0
 DEEPSEEK_FP8, MX_FP8 = 1, 2
@@ -49,6 +56,11 @@ def pack(weights: Weights, problem: Problem) -> Packed:
         raise Refused("w13 and w2 have different schemes")
     if problem.activation_quant not in ROUNDING.get(form, (ActivationQuant.NONE,)):
         raise Refused(f"{form} weights are not computed with activations {problem.activation_quant.value}")
+    if form in STATIC:
+        if weights.input_scales is None:
+            raise Refused("the checkpoint has no static input scales")
+        if weights.activation != Activation():
+            raise Refused(f"does not compute {weights.activation.name} with {weights.w13.scheme.name} weights")
     tensors: dict[str, Tensor] = {}
     meta: dict[str, Any] = {
         "layout_version": LAYOUT_VERSION,
@@ -126,6 +138,27 @@ class TrtllmExperts:
             for ours, field in (("weights", "codes"), ("weights_scale", "scales"), ("bias", "bias"))
             if f"{name}.{field}" in self.tensors
         }
+        self.scalars: dict[str, Tensor] = {}
+        self.input_scale: Tensor | None = None
+        if self.form in STATIC:
+            self.scalars, self.input_scale = self._static_scales()
+
+    def _static_scales(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Factors [E] f32 of the up accumulators (to the second input scale), of the gate's and of w2's; the scale of
+        the rows, 0-dim."""
+        inputs = self.tensors["input_scales"].float()
+        first = inputs[:, 0].amax()
+        field = "globals" if self.form == "nvfp4" else "scales"
+        ones = torch.ones(self.num_experts, 2, device=inputs.device)
+        gate, up = self.tensors.get(f"w13.{field}", ones).flatten(1).unbind(1)
+        down = self.tensors.get(f"w2.{field}", ones[:, 0]).flatten()
+        scalars = {
+            "output1_scale{}_scalar": up * first / inputs[:, 1],
+            "output1_scale{}_gate_scalar": gate * first,
+            "output2_scale{}_scalar": down * inputs[:, 1],
+        }
+        plural = "s" if self.form == "tensor" else ""
+        return {name.format(plural): t.contiguous() for name, t in scalars.items()}, first
 
     def _routed(self, x: Tensor, slots: Tensor, weights: Tensor) -> Any:
         """x [M, padded H] bf16; slots [M, k] int32, num_experts = elsewhere; weights [M, k] f32."""
@@ -148,7 +181,9 @@ class TrtllmExperts:
             )
         if self.form in ("block", "mxfp8"):
             return self._on_e4m3(x, routes, common)
-        return self._mxfp4(x, routes, common)
+        if self.form == "tensor":
+            return self._on_static(x, routes, common)
+        return self._on_e2m1(x, routes, common)
 
     def _on_e4m3(self, x: Tensor, routes: tuple[Tensor, Tensor], common: dict[str, Any]) -> Any:
         mx = self.form == "mxfp8"
@@ -167,7 +202,22 @@ class TrtllmExperts:
             **common,
         )
 
-    def _mxfp4(self, x: Tensor, routes: tuple[Tensor, Tensor], common: dict[str, Any]) -> Any:
+    def _on_static(self, x: Tensor, routes: tuple[Tensor, Tensor], common: dict[str, Any]) -> Any:
+        assert self.input_scale is not None
+        given = {k: v for k, v in common.items() if k not in self.curve}
+        return self.vendor.trtllm_fp8_per_tensor_scale_routed_moe(
+            topk_ids=routes,
+            routing_bias=None,
+            hidden_states=round_static(x, self.input_scale),
+            gemm1_weights=self.matrices["gemm1_weights"],
+            gemm2_weights=self.matrices["gemm2_weights"],
+            use_routing_scales_on_input=False,
+            activation_type=SWIGLU,
+            **self.scalars,
+            **given,
+        )
+
+    def _on_e2m1(self, x: Tensor, routes: tuple[Tensor, Tensor], common: dict[str, Any]) -> Any:
         """The package wants every scale's bytes as e4m3, whatever they mean."""
         scales = {k: t.view(torch.float8_e4m3fn) for k, t in self.matrices.items() if k.endswith("_scale")}
         given: dict[str, Any] = {"hidden_states": x, "hidden_states_scale": None}
@@ -178,13 +228,19 @@ class TrtllmExperts:
                 "hidden_states_scale": exponents.view(torch.float8_e4m3fn),
                 "hidden_states_scale_layout": LINEAR,
             }
+        if self.form == "nvfp4":
+            assert self.input_scale is not None
+            packed, block = round_nvfp4(x, self.input_scale)
+            given = {"hidden_states": packed, "hidden_states_scale": block, "hidden_states_scale_layout": LINEAR}
+            common = {**common, "gemm1_alpha": torch.ones_like(self.scalars["output2_scale_scalar"])}
         return self.vendor.trtllm_fp4_block_scale_routed_moe(
             topk_ids=routes,
             routing_bias=None,
-            output1_scale_scalar=None,
-            output1_scale_gate_scalar=None,
-            output2_scale_scalar=None,
             activation_type=SWIGLU,
+            **{
+                f"output{i}_scalar": self.scalars.get(f"output{i}_scalar")
+                for i in ("1_scale", "1_scale_gate", "2_scale")
+            },
             **given,
             **{"gemm1_bias": None, "gemm2_bias": None, **self.matrices, **scales},
             **common,

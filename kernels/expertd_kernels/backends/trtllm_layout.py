@@ -10,6 +10,8 @@ kernel's epilogue writes them, for tiles of 128 rows:
     int4    signed nibbles, steps 1 and 2, the same blocks:   [E, K / 256, N, 128] u8;  bf16 scales, swizzled
     mxfp4   steps 1 and 2:  [E, N, K / 2] u8;  exponents swizzled;  f32 biases in the order of the rows
     mxfp8   steps 1 and 2:  [E, N, K] e4m3;  exponents swizzled
+    nvfp4   steps 1 and 2:  [E, N, K / 2] u8;  e4m3 scales of 16 columns swizzled;  second-level scales [E, segments]
+    tensor  steps 1 and 2:  [E, N, K] e4m3;  scales [E, segments, 1] as they are
     block   e4m3 [E, N, K], f32 [E, N / 128, K / 128]: up rows before gate rows and nothing else
 
 Swizzled scales [E, N, S]: tiles of 128 rows and 4 columns, row-major; (r, c) of one at 16 (r % 32) + 4 (r // 32) + c.
@@ -28,32 +30,52 @@ from torch.nn import functional as F
 
 from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor
 from expertd_kernels.oracle import Refused
-from expertd_kernels.scheme import Element
+from expertd_kernels.scheme import WHOLE, Element
 from expertd_kernels.serial import scheme_from_json, scheme_to_json
 
-__all__ = ["MULTIPLES", "cut_segments", "form_of", "pack_matrix", "pad_segments", "swizzle", "unpack_matrix"]
+__all__ = [
+    "MULTIPLES",
+    "cut_segments",
+    "form_of",
+    "pack_matrix",
+    "pad_segments",
+    "swizzle",
+    "unpack_matrix",
+    "unswizzle",
+]
 
-MULTIPLES = {"bf16": 128, "int4": 256, "mxfp4": 256, "mxfp8": 128, "block": 128}
+MULTIPLES = {"bf16": 128, "int4": 256, "mxfp4": 256, "nvfp4": 256, "mxfp8": 128, "tensor": 128, "block": 128}
 """H and I are padded to these (checks of the package: 128 rows a tile, 128 bytes a block, 4 scale columns a tile)."""
 
 BLOCK_BYTES = 128
 ROWS = 32
 SIGN_BITS = 0x88
-GROUP = 32
-ONE_E8M0 = 127
+GROUP = {"int4": 32, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}
+ONE_E8M0, ONE_E4M3 = 127, 0x38
+E4M3_FORMS = frozenset({"mxfp8", "tensor", "block"})
+"""Forms whose codes are e4m3."""
 
 
 def form_of(q: QuantTensor) -> str:
     """The package's form for a matrix."""
     s = q.scheme
-    if q.columns is not None or q.zeros is not None or q.global_scales is not None:
-        raise Refused("activation order, zero points and second-level scales are not computed")
+    if q.columns is not None or q.zeros is not None:
+        raise Refused("activation order and zero points are not computed")
+    if s.name in ("nvfp4", "nvfp4_single"):
+        assert q.scales is not None
+        if bool((q.scales.view(torch.uint8) & 0x80).any()):
+            raise Refused("negative scales of nvfp4 weights are not computed: the kernel reads them without sign")
+        return "nvfp4"
+    if q.global_scales is not None:
+        raise Refused("second-level scales are computed with nvfp4 weights only")
     if s.element is Element.BF16:
         return "bf16"
-    if s.element is Element.INT4 and s.group_size == GROUP:
+    if s.element is Element.INT4 and s.group_size == GROUP["int4"]:
         return "int4"
     if s.name in ("mxfp4", "mxfp8"):
         return s.name
+    if s.element is Element.E4M3 and (s.rows, s.cols) == (WHOLE, WHOLE):
+        return "tensor"
     if s.element is Element.E4M3 and (s.rows, s.cols) == (128, 128):
         return "block"
     raise Refused(f"has no layout for {s.name} weights")
@@ -73,7 +95,7 @@ def swizzle(scales: Tensor) -> Tensor:
     return scales.reshape(E, N // 128, 4, 32, S // 4, 4).permute(0, 1, 4, 3, 2, 5).reshape(E, N, S)
 
 
-def _unswizzle(scales: Tensor) -> Tensor:
+def unswizzle(scales: Tensor) -> Tensor:
     """The inverse of swizzle."""
     E, N, S = scales.shape
     return scales.reshape(E, N // 128, S // 4, 32, 4, 4).permute(0, 1, 4, 3, 2, 5).reshape(E, N, S)
@@ -103,7 +125,7 @@ def _blocks(t: Tensor) -> Tensor:
 
 def _per_byte(form: str) -> tuple[int, int]:
     """(columns, bytes) that belong together in the codes of a form."""
-    return {"bf16": (1, 2), "int4": (2, 1), "mxfp4": (2, 1), "mxfp8": (1, 1), "block": (1, 1)}[form]
+    return (1, 1) if form in E4M3_FORMS else (1, 2) if form == "bf16" else (2, 1)
 
 
 def _bytes(q: QuantTensor, form: str, rows: int, cols: int) -> Tensor:
@@ -119,16 +141,20 @@ def _scales(q: QuantTensor, form: str, rows: int, cols: int, order: Tensor, out:
         blocks = q.scales.float()
         E, N, _ = blocks.shape
         return blocks.view(E, q.segments, N // q.segments, -1).flip(1).flatten(1, 2)
+    if form == "tensor":
+        return q.scales.float()
     scales, filler = q.scales, ONE_E8M0
+    if form == "nvfp4":
+        scales, filler = q.scales.view(torch.uint8), ONE_E4M3
     if form == "int4":
         scales, filler = q.scales.to(torch.bfloat16), 1
         if not torch.equal(scales.to(q.scales.dtype), q.scales):
             out["exact_scales"] = q.scales.contiguous()
-    return swizzle(pad_segments(scales, q.segments, rows, cols // GROUP, filler)[:, order])
+    return swizzle(pad_segments(scales, q.segments, rows, cols // GROUP[form], filler)[:, order])
 
 
 def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors codes, scales, bias (those that exist) and the facts that unpack needs.  form: form_of(q)."""
+    """Tensors codes, scales, globals, bias (those that exist) and the facts that unpack needs.  form: form_of(q)."""
     _, N, K = q.shape
     multiple = MULTIPLES[form]
     rows, cols = (-(-x // multiple) * multiple for x in (N // q.segments, K))
@@ -141,12 +167,15 @@ def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str,
     codes = _bytes(q, form, rows, cols)[:, order]
     if form == "bf16":
         out["codes"] = _blocks(codes).view(torch.bfloat16)
-    elif form in ("mxfp8", "block"):
+    elif form in E4M3_FORMS:
         out["codes"] = codes.view(torch.float8_e4m3fn)
     else:
         out["codes"] = _blocks(codes) if form == "int4" else codes
     if q.scales is not None:
         out["scales"] = _scales(q, form, rows, cols, order, out).contiguous()
+    if q.global_scales is not None:
+        out["globals"] = q.global_scales.contiguous()
+        out |= {} if q.global_exact is None else {"exact_globals": q.global_exact.contiguous()}
     if q.bias is not None:
         out["bias"] = pad_segments(q.bias[..., None], q.segments, rows, 1)[:, order, 0].contiguous()
     meta = {
@@ -177,7 +206,7 @@ def _codes_back(codes: Tensor, meta: Mapping[str, Any]) -> Tensor:
     t = cut_segments(_ordered_back(t.contiguous(), meta), segments, N // segments, -(-K // columns) * size)
     if form == "int4":
         return t ^ SIGN_BITS
-    return t.view({"bf16": torch.bfloat16, "mxfp4": torch.uint8}.get(form, torch.float8_e4m3fn))
+    return t.view(torch.float8_e4m3fn if form in E4M3_FORMS else torch.bfloat16 if form == "bf16" else torch.uint8)
 
 
 def _scales_back(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Tensor | None:
@@ -191,8 +220,11 @@ def _scales_back(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Tens
     if form == "block":
         E, blocks, _ = scales.shape
         return scales.view(E, segments, blocks // segments, -1).flip(1).flatten(1, 2).to(dtype)
-    natural = _ordered_back(_unswizzle(scales).contiguous(), meta)
-    return cut_segments(natural, segments, N // segments, -(-K // GROUP)).to(dtype)
+    if form == "tensor":
+        return scales.to(dtype)
+    natural = _ordered_back(unswizzle(scales).contiguous(), meta)
+    cut = cut_segments(natural, segments, N // segments, -(-K // GROUP[form]))
+    return cut.view(dtype) if form == "nvfp4" else cut.to(dtype)
 
 
 def unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> QuantTensor:
@@ -209,6 +241,8 @@ def unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Qua
         (E, N, K),
         _codes_back(tensors["codes"], meta),
         _scales_back(tensors, meta),
+        global_scales=tensors.get("globals"),
+        global_exact=tensors.get("exact_globals"),
         bias=bias,
         segments=segments,
     )

@@ -26,14 +26,14 @@ from expertd_kernels.activation import Activation
 from expertd_kernels.backends.protocol import Experts
 from expertd_kernels.bench.workers import NoResult, run_tasks
 from expertd_kernels.builder import build
-from expertd_kernels.canonical import Weights
+from expertd_kernels.canonical import QuantTensor, Weights
 from expertd_kernels.float32 import reference
 from expertd_kernels.matrix import SCHEMES
 from expertd_kernels.numerics import relative_error, tolerance
 from expertd_kernels.oracle import Backend, decide
 from expertd_kernels.probe import detect_device, installed_packages
 from expertd_kernels.problem import Device, Package, Problem
-from expertd_kernels.scheme import ActivationQuant, Scheme
+from expertd_kernels.scheme import WHOLE, ActivationQuant, Scheme
 from expertd_kernels.synthetic import random_inputs, random_weights
 from expertd_kernels.table import BACKENDS
 
@@ -43,7 +43,8 @@ EXTRA_SCHEMES = ("int4_g32_zp", "int8_g32", "int8_g32_zp", "e4m3_g128")
 """Beside the kinds of the oracle's matrix: other group sizes with and without zero points."""
 ROUTINGS = ("uniform", "absent", "one", "few")
 STATIC_SCALE = 0.02
-"""Input scale for static activation scales: 448 steps reach 9, beyond what unit normals and their products do."""
+"""Static input scale: 448 steps reach 9, about what unit normals and their products do; for e2m1 a sixth of it, so that
+e4m3 scales of blocks reach as far."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,10 @@ class Layer:
             self.scheme, self.experts, self.hidden, self.intermediate, activation=Activation.parse(self.activation),
             bias=self.bias, signed_scales=signed, device=device, seed=self.experts,
         )  # fmt: skip
-        if self.activations in (ActivationQuant.E4M3_TENSOR, ActivationQuant.NVFP4):
-            w = replace(w, input_scales=torch.full((self.experts, 2), STATIC_SCALE, device=device))
+        static = {ActivationQuant.E4M3_TENSOR: 1.0, ActivationQuant.NVFP4: 6.0}.get(self.activations)
+        if static is not None:
+            w = replace(w, w13=_equal_segments(w.w13))
+            w = replace(w, input_scales=torch.full((self.experts, 2), STATIC_SCALE / static, device=device))
         return w
 
 
@@ -133,6 +136,16 @@ class Outcome:
     faults: tuple[str, ...] = ()
     seconds: float = 0.0
     ran: bool = True
+
+
+def _equal_segments(q: QuantTensor) -> QuantTensor:
+    """Gate and up rows with the same scale of the matrix and second-level scale: some kernels have one for both."""
+    fields = {}
+    if q.global_scales is not None:
+        fields["global_scales"] = q.global_scales[:, :1].expand_as(q.global_scales).contiguous()
+    if q.scales is not None and q.scheme.rows == q.scheme.cols == WHOLE:
+        fields["scales"] = q.scales[:, :1].expand_as(q.scales).contiguous()
+    return replace(q, **fields)  # type: ignore[arg-type]
 
 
 def _claims(backend: Backend) -> Iterator[tuple[str, ActivationQuant]]:
