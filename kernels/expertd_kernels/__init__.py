@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from expertd_kernels.builder import build, problem_of
     from expertd_kernels.canonical import QuantTensor, Weights
     from expertd_kernels.float32 import reference
+    from expertd_kernels.grouped import batched_routes, grouped_routes
     from expertd_kernels.numerics import relative_error, tolerance
     from expertd_kernels.probe import detect_device
 
@@ -45,9 +46,11 @@ __all__ = [
     "Scheme",
     "Verdict",
     "Weights",
+    "batched_routes",
     "build",
     "decide",
     "detect_device",
+    "grouped_routes",
     "problem_of",
     "reference",
     "relative_error",
@@ -59,8 +62,10 @@ _LAZY = {
     "Packed": "backends.protocol",
     "QuantTensor": "canonical",
     "Weights": "canonical",
+    "batched_routes": "grouped",
     "build": "builder",
     "detect_device": "probe",
+    "grouped_routes": "grouped",
     "problem_of": "builder",
     "reference": "float32",
     "relative_error": "numerics",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
+from expertd_kernels import table
 from expertd_kernels.backends.protocol import BackendModule, Experts
 from expertd_kernels.canonical import Weights
 from expertd_kernels.oracle import Decision, load
+from expertd_kernels.probe import installed_packages
 from expertd_kernels.problem import Device, Package, Problem
 from expertd_kernels.scheme import ActivationQuant
 
@@ -23,9 +26,11 @@ def problem_of(
     router_weight_on_input: bool = False,
     grouped_rows: bool = False,
     deterministic: bool = False,
-    packages: dict[str, Package] | None = None,
+    packages: Mapping[str, Package] | None = None,
 ) -> Problem:
-    """The problem that these weights pose on `device`.  Features are read from the tensors, never guessed."""
+    """The problem that these weights pose on `device`.  Features are read from the tensors, never guessed.
+
+    packages: distributions to reckon with; default: those that rows of the table need and that are installed here."""
     return Problem(
         device=device,
         w13=weights.w13.scheme,
@@ -43,7 +48,7 @@ def problem_of(
         checkpoint_activation=weights.checkpoint_activation,
         compute_dtype=compute_dtype,
         deterministic=deterministic,
-        packages=packages or {},
+        packages=installed_packages(table.BACKENDS) if packages is None else packages,
     )
 
 

@@ -1,0 +1,72 @@
+"""The public Python API on a GPU: the examples of docs/python.md, grouped rows and their counts inside a CUDA graph."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertd_kernels import (
+    batched_routes,
+    build,
+    decide,
+    detect_device,
+    grouped_routes,
+    problem_of,
+    reference,
+    relative_error,
+    tolerance,
+)
+from expertd_kernels.synthetic import random_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
+]
+PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+
+
+def test_the_examples_run_and_the_graph_answers_as_the_call():
+    names = {}
+    torch.manual_seed(0)
+    for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.S):
+        exec(block, names)
+    right = reference(names["weights"], names["hidden_states"], names["topk_ids"], names["topk_weights"])
+    assert names["decision"].chosen.name != "reference"
+    assert relative_error(names["out"], right) <= tolerance("bf16")
+    names["out"].fill_(float("nan"))
+    names["graph"].replay()
+    torch.cuda.synchronize()
+    assert relative_error(names["out"], right) <= tolerance("bf16")
+
+
+@pytest.mark.parametrize("form", ["contiguous", "batched"])
+def test_counts_may_change_between_replays(form):
+    E, T, H = 8, 16, 512
+    w = random_weights("int4_g128", E, H, 256, device="cuda")
+    experts = build(decide(problem_of(w, detect_device("cuda"), grouped_rows=True)), w)
+    rows = torch.randn(E * T, H, device="cuda").bfloat16()
+    counts = torch.zeros(E, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(rows)
+
+    def call():
+        routes = grouped_routes(counts, E * T) if form == "contiguous" else batched_routes(counts, T)
+        experts(rows, *routes, out=out)
+        return routes
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            routes = call()
+    for seed in range(3):
+        drawn = torch.randint(0, T + 1, (E,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+        counts.copy_(drawn)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert int((routes[0] >= 0).sum()) == int(drawn.sum())
+        assert relative_error(out, reference(w, rows, *routes)) <= tolerance("bf16")
