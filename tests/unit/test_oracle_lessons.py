@@ -3,6 +3,9 @@ decides where their selectors were silent or wrong."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +20,17 @@ from expertd_kernels import (
     ActivationQuant,
     Problem,
     Scheme,
+    batched_routes,
     decide,
     problem_of,
 )
-from expertd_kernels.backends import cpu_torch, reference, xpu
+from expertd_kernels.backends import cpu_torch, deepgemm, gluon_sm90, reference, triton, xpu
+from expertd_kernels.backends import flashinfer_cutlass as cutlass
 from expertd_kernels.backends import flashinfer_trtllm as trtllm
+from expertd_kernels.backends.gluon.codec import codec_of
+from expertd_kernels.backends.gluon.plan import heuristic
+from expertd_kernels.backends.triton_kernels.layout import layout_of
+from expertd_kernels.backends.triton_kernels.plan import Facts, make_plan
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
 from expertd_kernels.float32 import reference as compute
 from expertd_kernels.numerics import relative_error
@@ -162,14 +171,18 @@ def test_two_quantizations_at_once_are_refused(tmp_path):
 PACKERS = {
     "reference": (reference, "cpu-portable", "int4_g32"),
     "cpu_torch": (cpu_torch, "cpu-portable", "int4_g32"),
+    "triton": (triton, "sm80", "int4_g32"),
+    "gluon_sm90": (gluon_sm90, "sm90", "int4_g32"),
     "xpu": (xpu, "xpu-xe2", "int4_g32"),
     "flashinfer_trtllm": (trtllm, "sm100", "mxfp4"),
+    "flashinfer_cutlass": (cutlass, "sm90", "mxfp4"),
+    "deepgemm": (deepgemm, "sm90", "bf16"),
 }
 
 
 def case(name, **kw):
     module, device, scheme = PACKERS[name]
-    w = random_weights(scheme, 2, 64, 32, **kw)
+    w = random_weights(scheme, 2, 64, 64, **kw)
     return module, w, problem_of(w, NAMED_DEVICES[device], packages=PACKAGES)
 
 
@@ -218,8 +231,7 @@ def test_the_bias_of_w2_moves_the_answer_by_itself():
 
 
 def test_no_backend_chooses_experts_by_itself():
-    """Every backend takes ids and weights: none has a parameter for logits or a routing method, and ids in an order
-    that no router would give are obeyed."""
+    """Every backend takes ids and weights, and those that no router would give are obeyed."""
     w = random_weights("int4_g32", 4, 64, 32)
     x, _, _ = random_inputs(3, 64, 4, 2)
     ids = torch.tensor([[3, 3], [0, -1], [-1, 2]], dtype=torch.int32)
@@ -228,6 +240,94 @@ def test_no_backend_chooses_experts_by_itself():
     for module in (reference, cpu_torch):
         run = module.experts(module.pack(w, p), p)
         assert relative_error(run(x, ids, weights), compute(w, x, ids, weights)) < 1e-2
+
+
+def test_no_adapter_calls_an_entry_point_that_routes_or_fixes_a_routing_method():
+    """Packages offer the same kernels with routing inside; an adapter that took one would ignore the routes given."""
+    folder = Path(reference.__file__).parent
+    called = set()
+    for file in folder.glob("*.py"):
+        tree = ast.parse(file.read_text())
+        called |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr.startswith("trtllm_")}
+        names = {k.arg for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords}
+        names |= {
+            a.arg for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) for a in n.args.args + n.args.kwonlyargs
+        }
+        assert not names & {"routing_logits", "router_logits", "gating_output", "e_score_correction_bias"}, file.name
+    assert called
+    assert all(name.endswith("_routed_moe") for name in called), called
+    for module, _, _ in PACKERS.values():
+        assert list(inspect.signature(module.pack).parameters) == ["weights", "problem"]
+    call = inspect.signature(type(cpu_torch.experts(*_small())).__call__).parameters
+    assert list(call)[1:4] == ["hidden_states", "topk_ids", "topk_weights"]
+
+
+def _small():
+    w = random_weights("int4_g32", 2, 64, 32)
+    p = problem_of(w, CPU)
+    return cpu_torch.pack(w, p), p
+
+
+def test_the_routes_given_reach_an_entry_point_that_could_route_by_itself():
+    """The numbers, not a method: whatever routing method the package is told, ids and weights are the caller's."""
+    w = random_weights("bf16", 3, 128, 128)
+    p = problem_of(w, NAMED_DEVICES["sm100"], top_k=2, packages=PACKAGES)
+    seen = {}
+
+    class Vendor:
+        @staticmethod
+        def trtllm_bf16_routed_moe(topk_ids, hidden_states, **k):
+            seen.update(ids=topk_ids[0], weights=topk_ids[1], **k)
+            return torch.zeros_like(hidden_states)
+
+    run = trtllm.TrtllmExperts(trtllm.pack(w, p), Vendor, torch.device("cpu"))
+    x, _, _ = random_inputs(2, 128, 3, 2)
+    ids = torch.tensor([[2, 2], [-1, 0]], dtype=torch.int32)
+    weights = torch.tensor([[-1.0, 2.5], [7.0, 0.0]])
+    run(x, ids, weights)
+    assert seen["ids"].tolist() == [[2, 2], [3, 0]], "an absent route goes to the expert that is elsewhere"
+    assert torch.equal(seen["weights"], weights)
+    assert seen["routed_scaling_factor"] is None
+    assert seen["n_group"] is seen["topk_group"] is None
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g128_zp", "mxfp4", "int8_channel", "e4m3_block128", "bf16"])
+def test_blocks_of_tokens_follow_the_load_of_the_experts(scheme):
+    """A block of 64 tokens for an expert that gets two would multiply 62 rows of nothing."""
+    s = Scheme.parse(scheme)
+    codec = codec_of(s)
+
+    def blocks(experts, tokens):
+        w13, w2 = layout_of(s, 2 * 768, 2048, 2), layout_of(s, 2048, 768, 1)
+        portable = make_plan(Facts(experts, 8, 2, w13, w2, 2048, 768), tokens).bm
+        hopper = heuristic((codec, codec), (experts, 8, 2048, 768), tokens)
+        return portable, hopper.w13.BM, hopper.w2.BM
+
+    assert max(blocks(128, 1)) <= 16
+    assert max(blocks(128, 16)) <= 16, "one row an expert"
+    assert max(blocks(512, 128)) <= 16, "two rows an expert"
+    assert min(blocks(128, 2048)) >= 64, "128 rows an expert"
+    assert min(blocks(8, 128)) >= 64, "as many rows, on fewer experts"
+    for experts in (8, 60, 128, 512):
+        sizes = [blocks(experts, tokens) for tokens in (1, 8, 32, 128, 512, 2048, 8192)]
+        assert all(a <= b for small, large in itertools.pairwise(sizes) for a, b in zip(small, large, strict=True))
+        for tokens, found in zip((8, 32, 128, 512, 2048), sizes[1:], strict=False):
+            mean = max(1.0, tokens * 8 / experts)
+            assert max(found) <= max(16, 4 * mean), (experts, tokens, found)
+
+
+def test_awq_rows_grouped_by_expert_keep_zero_points(checkpoint_folder):
+    """The form in which all-to-all libraries hand rows over: [E, T, H] and counts."""
+    w = open_checkpoint(checkpoint_folder("awq-gemm-w4-g64-gateunquant-autoawq-qwen3moe1l")).load(0)
+    assert w.w2.zeros is not None
+    E, T = w.num_experts, 3
+    rows = random_inputs(E * T, w.hidden_size, E, 1)[0]
+    ids, ones = batched_routes(torch.arange(E) % (T + 1), T)
+    right = compute(w, rows, ids, ones)
+    p = problem_of(w, CPU, grouped_rows=True)
+    assert relative_error(cpu_torch.experts(cpu_torch.pack(w, p), p)(rows, ids, ones), right) < 1e-2
+    middle = replace(w, w2=replace(w.w2, zeros=torch.full_like(w.w2.zeros, 8)))
+    assert relative_error(compute(middle, rows, ids, ones), right) > 5e-2, "zero points that are dropped are seen"
 
 
 def test_rows_grouped_by_expert_keep_their_zero_points():
