@@ -1,4 +1,5 @@
-"""`python -m expertd_kernels.bench`: one kernel benchmark for all devices; `... bench numerics`: answers only."""
+"""`python -m expertd_kernels.bench`: one kernel benchmark for all devices; `... bench numerics`: answers only;
+`... bench suite`: all of it that a GPU is needed for, in a given time."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m expertd_kernels.bench",
         description="Times whole expert layers beside ceilings measured in the same run; checks every answer first."
-        " `numerics` as the first argument checks answers only: every row and scheme (`numerics --help`).",
+        " `numerics` as the first argument checks answers only, `suite` runs all that needs a GPU (each has --help).",
     )
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--shape", type=_names, metavar="LIST", help="models, or MODEL/EXPERTS for a slice")
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--routing", type=_names, metavar="LIST", help="cuda: uniform, zipf")
     p.add_argument("--activations", metavar="HOW", help="cuda: how they are rounded, for instance e4m3_group128")
     p.add_argument("--budget", type=float, metavar="S", help="cuda: begin no layer after so many seconds")
+    p.add_argument("--jobs", type=int, metavar="N", help="cuda: N processes compile all layers' kernels first")
     p.add_argument("--csv", metavar="FILE", help="cuda: one line a point")
     p.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="print the result as JSON, or write it to a file"
@@ -46,8 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 1 where an answer was wrong (relative error above its tolerance, or 5 %), nothing was answered, or a
     name is unknown."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["numerics"]:
-        return int(importlib.import_module("expertd_kernels.bench.numerics").main(argv[1:]))
+    if argv[:1] in (["numerics"], ["suite"]):
+        return int(importlib.import_module(f"expertd_kernels.bench.{argv[0]}").main(argv[1:]))
     args = parser().parse_args(argv)
     target = args.json
     args.json = target if args.device == "cuda" and target != "-" else None  # that bench writes after each layer

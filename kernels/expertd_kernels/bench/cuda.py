@@ -14,6 +14,7 @@ import argparse
 import csv
 import json
 import math
+import os
 import re
 import statistics
 import subprocess
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from expertd_kernels.backends.protocol import Experts
 from expertd_kernels.bench.cuda_timing import Ceilings, ceilings, graph_times
+from expertd_kernels.bench.workers import NoResult, run_tasks
 from expertd_kernels.builder import build, problem_of
 from expertd_kernels.canonical import Weights
 from expertd_kernels.float32 import reference
@@ -108,7 +111,7 @@ def shape_of(name: str) -> ModelShape:
 
 
 def machine() -> dict[str, str]:
-    """GPU, driver, versions, commit."""
+    """GPU, driver, versions, commit (of the work tree, or what EXPERTD_COMMIT says where there is none)."""
     import triton
 
     def output(*command: str) -> str:
@@ -123,7 +126,8 @@ def machine() -> dict[str, str]:
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": str(torch.__version__),
         "triton": triton.__version__,
-        "commit": output("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": os.environ.get("EXPERTD_COMMIT")
+        or output("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"),
     }
 
 
@@ -201,6 +205,39 @@ def _errors(candidates: dict[str, Experts], weights: Weights, inputs: Inputs) ->
     return errors
 
 
+def _weights(shape: ModelShape, scheme: Scheme) -> Weights:
+    """A random layer on the GPU."""
+    return random_weights(
+        scheme,
+        shape.num_experts,
+        shape.hidden_size,
+        shape.intermediate_size,
+        activation=shape.activation,
+        bias=shape.bias,
+        device="cuda",
+    )
+
+
+def _compile(
+    layer: tuple[ModelShape, Scheme], tokens: Sequence[int], names: Sequence[str], how: ActivationQuant
+) -> float:
+    """Calls each backend once with each number of tokens, in a process of its own: what it compiles stays in the
+    compilers' caches on disk.  Returns the seconds."""
+    begin = time.perf_counter()
+    shape, scheme = layer
+    weights = _weights(shape, scheme)
+    candidates = _candidates(weights, shape.top_k, names, how)
+    for M in tokens:
+        inputs = random_inputs(M, shape.hidden_size, shape.num_experts, shape.top_k, device="cuda")
+        for name, experts in candidates.items():
+            try:
+                experts(*inputs)
+            except Exception as e:
+                print(f"{name}, {M} tokens: {type(e).__name__}: {e}", file=sys.stderr)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
 def points(
     shape: ModelShape,
     scheme: Scheme,
@@ -211,15 +248,7 @@ def points(
     how: ActivationQuant = ActivationQuant.NONE,
 ) -> list[Row]:
     """All rows of one layer, with activations rounded `how`.  One whose error is above the tolerance gets no time."""
-    weights = random_weights(
-        scheme,
-        shape.num_experts,
-        shape.hidden_size,
-        shape.intermediate_size,
-        activation=shape.activation,
-        bias=shape.bias,
-        device="cuda",
-    )
+    weights = _weights(shape, scheme)
     H, I, seg = shape.hidden_size, shape.intermediate_size, shape.activation.segments
     bias_bytes = 2 * (seg * I + H) if shape.bias else 0
     expert_bytes = scheme.nbytes(seg * I, H, seg) + scheme.nbytes(H, I) + bias_bytes
@@ -281,13 +310,18 @@ def _suite(args: argparse.Namespace) -> list[tuple[ModelShape, Scheme, str]]:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """The bench's --device cuda.  args: shape, scheme, backend, routing (comma-separated or None: SUITE), m (numbers or
     None), activations (how they are rounded), budget (seconds after which no layer is begun, or None), json, csv (paths
-    or None; written after each layer).  ValueError for an unknown name, or without a GPU."""
+    or None; written after each layer), jobs (processes that compile all layers' kernels first, or None).  ValueError
+    for an unknown name, or without a GPU."""
     begin = time.monotonic()
     layers = _suite(args)
     how = ActivationQuant(getattr(args, "activations", None) or "none")
     budget = getattr(args, "budget", None) or math.inf
     if not torch.cuda.is_available():
         raise ValueError("bench: --device cuda: torch sees no GPU here; --device cpu runs anywhere")
+    tokens = [int(m) for m in args.m] if args.m else DEFAULT_TOKENS
+    names = args.backend.split(",") if args.backend else []
+    if getattr(args, "jobs", None):
+        compile_all(list(dict.fromkeys((s, q) for s, q, _ in layers)), tokens, names, how, args.jobs, budget)
     top = ceilings()
     facts = machine()
     print(f"{facts}\n{top}", file=sys.stderr, flush=True)
@@ -296,8 +330,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if time.monotonic() - begin > budget:
             result["not_run"].append(f"{shape.name} {scheme.name} {routing}")
             continue
-        tokens = [int(m) for m in args.m] if args.m else DEFAULT_TOKENS
-        names = args.backend.split(",") if args.backend else []
         result["rows"] += [asdict(r) for r in points(shape, scheme, tokens, names, routing, top, how)]
         torch.cuda.empty_cache()
         if args.json:
@@ -307,6 +339,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for layer in result["not_run"]:
         print(f"not run, the budget was spent: {layer}", file=sys.stderr)
     return result
+
+
+def compile_all(
+    layers: Sequence[tuple[ModelShape, Scheme]],
+    tokens: Sequence[int],
+    names: Sequence[str],
+    how: ActivationQuant,
+    jobs: int,
+    budget_s: float,
+) -> None:
+    """Fill the compilers' caches for all layers in `jobs` processes, in at most half of the budget; failures go to
+    stderr and show up again, with their layer, when it is timed."""
+    half = budget_s / 2
+    target = partial(_compile, tokens=tuple(tokens), names=tuple(names), how=how)
+    for (shape, scheme), got in run_tasks(target, layers, jobs=jobs, budget_s=half, limit_s=half):
+        said = got.reason if isinstance(got, NoResult) else f"{got:.1f} s"
+        print(f"compiled {shape.name} {scheme.name}: {said}", file=sys.stderr, flush=True)
 
 
 def write_csv(path: Path, result: dict[str, Any]) -> None:

@@ -1,0 +1,182 @@
+"""`python -m expertd_kernels.bench suite`: all that needs a GPU, one step after the other, in a given time.
+
+    tests      tests/gpu, in several processes on the one GPU where pytest-xdist is there (needs pytest)
+    numerics   every row and scheme against the float32 reference
+    ours       our rows at all points of the bench
+    rounded    rows that round activations to e4m3, on e4m3 blocks
+    peers      every row that is not refused, ours too, on int4, mxfp4 and bf16
+
+Each step is a process with its own log and has at most its share of the time that is left; then it is stopped with all
+that it started, and what it had written stays.  The folder holds suite.md, and of each step a log, a table and the
+figures.  Wheels of packages that are not installed (humming-kernels, sgl-deep-gemm, flashinfer-python, pytest, ...) are
+taken from --wheels FOLDER, without their dependencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["STEPS", "Done", "Step", "main", "run_steps"]
+
+OURS = "gluon_sm90,triton"
+PEERS = ("--shape", "qwen3-30b-a3b,mixtral-8x7b,gpt-oss-120b", "--scheme", "int4_g128,mxfp4,bf16")
+
+
+@dataclass(frozen=True)
+class Step:
+    """command(out, seconds, jobs) -> arguments of this Python.  share: of the time that is left when it begins."""
+
+    name: str
+    share: float
+    command: Callable[[Path, float, int], list[str]]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a step came to.  code: exit code, None if it was stopped."""
+
+    step: str
+    code: int | None
+    seconds: float
+    last: str
+
+
+def _bench(name: str, *more: str, jobs: bool = True) -> Callable[[Path, float, int], list[str]]:
+    def command(out: Path, seconds: float, processes: int) -> list[str]:
+        files = ["--json", str(out / f"{name}.json"), "--csv", str(out / f"{name}.csv")]
+        budget = ["--budget", f"{0.85 * seconds:.0f}"]  # the layer that is being timed then may still end
+        beside = ["--jobs", str(max(1, processes // 3))] if jobs else []  # large layers: three need most of a GPU
+        return ["-m", "expertd_kernels.bench", "--device", "cuda", *more, *budget, *beside, *files]
+
+    return command
+
+
+def _tests(out: Path, seconds: float, processes: int) -> list[str]:
+    # Not the project's configuration: it names plugins that a bare machine may lack.
+    plain = ["-c", os.devnull, "--rootdir", ".", "--import-mode", "importlib", "-p", "no:cacheprovider"]
+    return ["-m", "pytest", "tests/gpu", "-q", *plain]
+
+
+def _numerics(out: Path, seconds: float, processes: int) -> list[str]:
+    files = ["--out", str(out / "numerics.md"), "--json", str(out / "numerics.json")]
+    budget = ["--budget", f"{0.95 * seconds:.0f}", "--limit", f"{seconds / 2:.0f}"]
+    return ["-m", "expertd_kernels.bench", "numerics", "--device", "cuda", "--jobs", str(processes), *budget, *files]
+
+
+STEPS: Mapping[str, Step] = {
+    s.name: s
+    for s in (
+        Step("tests", 0.25, _tests),
+        Step("numerics", 0.4, _numerics),
+        Step("ours", 0.5, _bench("ours", "--backend", OURS)),
+        Step(
+            "rounded",
+            0.35,
+            _bench(
+                "rounded", "--scheme", "e4m3_block128", "--shape", "qwen3-30b-a3b,mixtral-8x7b,deepseek-v3/64",
+                "--activations", "e4m3_group128", "--backend", "all",
+            ),
+        ),
+        Step("peers", 1.0, _bench("peers", *PEERS, "--backend", "all", jobs=False)),
+    )
+}  # fmt: skip
+
+
+def run_steps(
+    steps: Sequence[Step], out: Path, seconds: float, jobs: int, environment: Mapping[str, str]
+) -> list[Done]:
+    """Run the steps one after the other; a step that begins with less than ten seconds left is not run."""
+    end = time.monotonic() + seconds
+    done = []
+    for step in steps:
+        left = end - time.monotonic()
+        if left < 10.0:
+            done.append(Done(step.name, None, 0.0, "not run: no time was left"))
+            continue
+        share = left * step.share
+        done.append(_run(step.name, [sys.executable, *step.command(out, share, jobs)], out, share, environment))
+        print(f"{step.name}: {_verdict(done[-1])} after {done[-1].seconds:.0f} s; {done[-1].last}", flush=True)
+        (out / "suite.md").write_text(summary(done))
+    (out / "suite.md").write_text(summary(done))
+    return done
+
+
+def _run(name: str, command: list[str], out: Path, seconds: float, environment: Mapping[str, str]) -> Done:
+    begin = time.monotonic()
+    log = out / f"{name}.log"
+    code: int | None = None
+    with log.open("w") as f:
+        process = subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its own session: the step and what it started, nothing else
+            process.wait()
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return Done(name, code, time.monotonic() - begin, lines[-1][:200] if lines else "it said nothing")
+
+
+def _verdict(d: Done) -> str:
+    return "stopped" if d.code is None else "right" if d.code == 0 else f"exit code {d.code}"
+
+
+def summary(done: Sequence[Done]) -> str:
+    """suite.md."""
+    rows = "\n".join(f"| {d.step} | {_verdict(d)} | {d.seconds:.0f} | {d.last.replace('|', ' ')} |" for d in done)
+    return f"| step | result | seconds | last line |\n| --- | --- | --- | --- |\n{rows}\n"
+
+
+def _install(wheels: Path, target: str) -> None:
+    files = sorted(map(str, wheels.glob("*.whl")))
+    if not files:
+        raise ValueError(f"--wheels {wheels}: there are no wheels")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", target]
+    subprocess.run([*pip, *files], check=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 1 where a step failed, was stopped or was not run."""
+    p = argparse.ArgumentParser(
+        prog="python -m expertd_kernels.bench suite",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    p.add_argument("--seconds", type=float, default=570.0, help="for all steps together (default 570)")
+    p.add_argument("--steps", default=",".join(STEPS), metavar="LIST", help=f"of {','.join(STEPS)} (default: all)")
+    p.add_argument("--wheels", type=Path, metavar="FOLDER")
+    p.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes at a time")
+    args = p.parse_args(argv)
+    unknown = [s for s in args.steps.split(",") if s not in STEPS]
+    if unknown:
+        print(f"steps {', '.join(unknown)}: known are {', '.join(STEPS)}", file=sys.stderr)
+        return 1
+    begin = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryDirectory() as target:
+        if args.wheels:
+            try:
+                _install(args.wheels, target)
+            except (ValueError, subprocess.CalledProcessError) as e:
+                print(e, file=sys.stderr)
+                return 1
+            sys.path.append(target)
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (target, environment.get("PYTHONPATH"))))
+        if find_spec("xdist") is not None:
+            environment["PYTEST_ADDOPTS"] = (
+                f"-n {max(1, args.jobs // 2)} {environment.get('PYTEST_ADDOPTS', '')}".strip()
+            )
+        left = args.seconds - (time.monotonic() - begin)
+        done = run_steps([STEPS[s] for s in args.steps.split(",")], args.out, left, args.jobs, environment)
+    return 0 if all(d.code == 0 for d in done) else 1

@@ -1,0 +1,105 @@
+"""`bench suite`: steps in processes, their shares of the time, what is left when one is stopped."""
+
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from expertd_kernels.bench import suite
+from expertd_kernels.bench.__main__ import main
+from expertd_kernels.bench.__main__ import parser as bench_parser
+from expertd_kernels.bench.numerics import _parser as numerics_parser
+
+
+def step(name, code, share=1.0):
+    return suite.Step(name, share, lambda out, seconds, jobs: ["-c", code])
+
+
+def run(tmp_path, *steps, seconds=60.0):
+    return {d.step: d for d in suite.run_steps(steps, tmp_path, seconds, 2, {"PATH": "/usr/bin:/bin"})}
+
+
+def test_steps_run_and_say_what_they_came_to(tmp_path):
+    done = run(tmp_path, step("good", "print('all | right')"), step("bad", "import sys; print('no'); sys.exit(3)"))
+    assert (done["good"].code, done["good"].last) == (0, "all | right")
+    assert (done["bad"].code, done["bad"].last) == (3, "no")
+    text = (tmp_path / "suite.md").read_text()
+    assert "| good | right |" in text
+    assert "| bad | exit code 3 |" in text
+    assert "all   right" in text
+    assert (tmp_path / "bad.log").read_text() == "no\n"
+
+
+def test_a_step_that_takes_longer_than_its_share_is_stopped_with_what_it_started(tmp_path):
+    code = (
+        "import pathlib, subprocess, sys, time\n"
+        f"p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(p.pid)); print('begun', flush=True); time.sleep(600)"
+    )
+    done = run(tmp_path, step("long", code, share=0.2), step("next", "print('still')"), seconds=15.0)
+    assert done["long"].code is None
+    assert done["long"].last == "begun"
+    child = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
+
+    def state():
+        return child.read_text().rsplit(")", 1)[1].split()[0] if child.exists() else "gone"
+
+    end = time.monotonic() + 10.0
+    while state() not in ("Z", "X", "gone") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert state() in ("Z", "X", "gone")
+    assert done["next"].code == 0, "the time that is left is the next step's"
+
+
+def test_without_time_nothing_is_begun(tmp_path):
+    done = run(tmp_path, step("late", "print(1)"), seconds=5.0)
+    assert done["late"].last == "not run: no time was left"
+    assert "| late | stopped | 0 |" in (tmp_path / "suite.md").read_text()
+
+
+@pytest.mark.parametrize("name", suite.STEPS)
+def test_the_commands_are_ones_that_the_benches_take(name, tmp_path):
+    command = suite.STEPS[name].command(tmp_path, 100.0, 12)
+    assert command[0] == "-m"
+    if command[1] == "pytest":
+        assert "tests/gpu" in command
+    elif "numerics" in command:
+        args = numerics_parser().parse_args(command[command.index("numerics") + 1 :])
+        assert (args.device, args.budget, args.jobs) == ("cuda", 95.0, 12)
+    else:
+        args = bench_parser().parse_args(command[2:])
+        assert (args.device, args.budget) == ("cuda", 85.0)
+        assert args.backend
+    assert all(str(part).startswith(str(tmp_path)) for part in command if str(part).endswith((".json", ".md", ".csv")))
+
+
+def test_unknown_steps_and_empty_folders_of_wheels_are_refused(tmp_path, capsys):
+    assert main(["suite", "--out", str(tmp_path / "o"), "--steps", "tests,nope"]) == 1
+    assert "steps nope: known are tests, numerics" in capsys.readouterr().err
+    assert main(["suite", "--out", str(tmp_path / "o"), "--wheels", str(tmp_path)]) == 1
+    assert "there are no wheels" in capsys.readouterr().err
+
+
+def test_wheels_are_there_for_the_steps_and_only_for_them(tmp_path, monkeypatch):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "expertd_stand_in-1.0-py3-none-any.whl", "w") as z:
+        z.writestr("expertd_stand_in.py", "WORD = 'from a wheel'\n")
+        z.writestr(
+            "expertd_stand_in-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: expertd-stand-in\nVersion: 1.0\n"
+        )
+        z.writestr(
+            "expertd_stand_in-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        z.writestr("expertd_stand_in-1.0.dist-info/RECORD", "")
+    look = step(
+        "numerics",
+        "import expertd_stand_in, importlib.metadata as m; print(expertd_stand_in.WORD, m.version('expertd-stand-in'))",
+    )
+    monkeypatch.setitem(suite.STEPS, "numerics", look)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["suite", "--out", str(tmp_path / "o"), "--wheels", str(wheels), "--steps", "numerics"]) == 0
+    assert "from a wheel 1.0" in (tmp_path / "o" / "numerics.log").read_text()
+    assert "expertd_stand_in" not in sys.modules
