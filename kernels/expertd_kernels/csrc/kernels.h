@@ -16,34 +16,33 @@ struct Index {
   static constexpr int value = N;
 };
 
-constexpr int kPanel = 100;  // as an element: codes that unpack() has decoded
+constexpr int kPanel = 100;  // as an element: codes that unpack_bf16() has decoded
 
 constexpr int positions(int element) { return element == EXPERTD_INT8 ? 2 : 4; }  // pairs of columns in a step
-constexpr int step_bytes(int element) { return element == kPanel ? 4 * kVector : kVector; }
 // A step of one row vector: pairs of columns (i, i + 4) of 8 for int4 and e2m1, (i, i + 2) of 4 for int8, each as two unsigned
-// 16-bit numbers in a 32-bit lane.
+// 16-bit numbers in a 32-bit lane. e2m1 is decoded in two halves, the even and the odd positions, as bytes; the others have one
+// position in a part.
+constexpr int parts(int element) { return element == EXPERTD_E2M1 ? 2 : positions(element); }
+
 template <class V, int EL>
 struct Pairs {
-  typename V::I low, high;  // e2m1 only: bytes of even, of odd columns
-  void load(const uint8_t* p) {
+  typename V::I table;
+  Pairs() : table(EL == EXPERTD_E2M1 ? V::e2m1_table() : V::bcasti(0)) {}
+  template <int PART>
+  typename V::I part(const uint8_t* from) const {
     if constexpr (EL == EXPERTD_E2M1) {
-      const typename V::I raw = V::loadi(p), mask = V::bcasti(0x0F0F0F0F);
-      low = V::e2m1_bytes(V::andi(raw, mask));
-      high = V::e2m1_bytes(V::andi(V::template srl16<4>(raw), mask));
+      return V::lookup8(table, V::andi(V::template srl16<4 * PART>(V::loadi(from)), V::bcasti(0x0F0F0F0F)));
+    } else {
+      return V::loadi(from);
     }
   }
-  template <int I>
-  typename V::I get(const uint8_t* from) const {
-    if constexpr (EL == kPanel) {
-      return V::loadi(from + I * kVector);
-    } else if constexpr (EL == EXPERTD_INT4) {
-      const typename V::I shifted = V::template srl16<4 * I>(V::loadi(from));
+  template <int I>  // of part I % parts(EL)
+  typename V::I get(typename V::I part) const {
+    if constexpr (EL == EXPERTD_INT4) {
+      const typename V::I shifted = V::template srl16<4 * I>(part);
       return I == 3 ? shifted : V::andi(shifted, V::bcasti(0x000F000F));
-    } else if constexpr (EL == EXPERTD_INT8) {
-      return I == 1 ? V::template srl16<8>(V::loadi(from)) : V::andi(V::loadi(from), V::bcasti(0x00FF00FF));
     } else {
-      const typename V::I both = I % 2 ? high : low;
-      return I >= 2 ? V::template srl16<8>(both) : V::andi(both, V::bcasti(0x00FF00FF));
+      return I >= parts(EL) || (EL == EXPERTD_INT8 && I == 1) ? V::template srl16<8>(part) : V::andi(part, V::bcasti(0x00FF00FF));
     }
   }
 };
@@ -99,6 +98,7 @@ void tile_row_i16(const BlockArgs& a, const Slice& s, const int32_t* index, floa
   const float *xs = a.rows->scales + row, *sums = a.rows->sums + row, *ws = a.scales + s.block * stride;
   const float* wz = a.minus_zeros ? a.minus_zeros + s.block * stride : nullptr;
   const int32_t* starts = a.rows->starts + row;
+  const Pairs<V, EL> codes;
   const uint8_t* w[NB];
   for (int b = 0; b < NB; b++) w[b] = s.codes + b * s.stride;
   if (s.from == 0) zero_tile<V, R, 1>(out);
@@ -122,18 +122,20 @@ void tile_row_i16(const BlockArgs& a, const Slice& s, const int32_t* index, floa
           acc[r][0] = V::dot16(acc[r][0], V::andi(high, mask), v[2]);
           acc[r][1] = V::dot16(acc[r][1], V::andi(high, mask16), v[3]);
         } else {
-          Pairs<V, EL> codes;
-          codes.load(from);
-          for_each_index<P>([&](auto position) {
-            constexpr int i = decltype(position)::value;
-            acc[r][i % SUMS] = V::dot16(acc[r][i % SUMS], codes.template get<i>(from), v[i]);
+          for_each_index<parts(EL)>([&](auto number) {
+            constexpr int part = decltype(number)::value;
+            const I decoded = codes.template part<part>(from);
+            for_each_index<P / parts(EL)>([&](auto index) {
+              constexpr int i = part + decltype(index)::value * parts(EL);
+              acc[r][i % SUMS] = V::dot16(acc[r][i % SUMS], codes.template get<i>(decoded), v[i]);
+            });
           });
         }
       }
 #pragma GCC unroll 2
       for (int b = 0; b < NB; b++) {
-        if (EL != kPanel && V::kAhead) V::prefetch(w[b] + V::kAhead);
-        w[b] += step_bytes(EL);
+        if (V::kAhead) V::prefetch(w[b] + a.ahead);
+        w[b] += kVector;
       }
     }
     const F scale = V::bcastf(xs[p]);
@@ -172,6 +174,7 @@ void tile_i16(const BlockArgs& a, const Slice& s, const int32_t* index, float* o
     sums[m] = rows.sums + row * rows.pieces;
     starts[m] = rows.starts + row * rows.pieces;
   }
+  const Pairs<V, EL> codes;
   if (s.from == 0) zero_tile<V, R, MR>(out);
   int pair = 0;
   for_pieces(g, s, [&](int, int columns, int group, int p) {
@@ -184,25 +187,28 @@ void tile_i16(const BlockArgs& a, const Slice& s, const int32_t* index, float* o
         for (int c = 0; c < CH; c++) acc[m][r][c] = c ? V::bcasti(0) : start;
     }
     for (const int last = pair + columns / 2; pair < last; pair += P) {
-      Pairs<V, EL> codes[R];
+      for_each_index<parts(EL)>([&](auto number) {
+        constexpr int part = decltype(number)::value;
+        I decoded[R];
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++) codes[r].load(w[r / VB] + (r % VB) * V::W * 4);
-      for_each_index<P>([&](auto position) {
-        constexpr int i = decltype(position)::value;
-        I q[R];
+        for (int r = 0; r < R; r++) decoded[r] = codes.template part<part>(w[r / VB] + (r % VB) * V::W * 4);
+        for_each_index<P / parts(EL)>([&](auto index) {
+          constexpr int i = part + decltype(index)::value * parts(EL);
+          I q[R];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) q[r] = codes[r].template get<i>(w[r / VB] + (r % VB) * V::W * 4);
+          for (int r = 0; r < R; r++) q[r] = codes.template get<i>(decoded[r]);
 #pragma GCC unroll 16
-        for (int m = 0; m < MR; m++) {
-          const I v = V::bcasti(x[m][pair + i]);
+          for (int m = 0; m < MR; m++) {
+            const I v = V::bcasti(x[m][pair + i]);
 #pragma GCC unroll 4
-          for (int r = 0; r < R; r++) acc[m][r][i % CH] = V::dot16(acc[m][r][i % CH], q[r], v);
-        }
+            for (int r = 0; r < R; r++) acc[m][r][i % CH] = V::dot16(acc[m][r][i % CH], q[r], v);
+          }
+        });
       });
 #pragma GCC unroll 2
       for (int b = 0; b < NB; b++) {
-        if (EL != kPanel && V::kAhead) V::prefetch(w[b] + V::kAhead);
-        w[b] += step_bytes(EL);
+        if (V::kAhead) V::prefetch(w[b] + a.ahead);
+        w[b] += kVector;
       }
     }
     const float* at = ws + group * kRows;
@@ -221,19 +227,6 @@ void tile_i16(const BlockArgs& a, const Slice& s, const int32_t* index, float* o
       }
     }
   });
-}
-
-// Integral codes of `columns` columns of a block, decoded for many rows: 4 * columns * 8 bytes.
-template <class V, int EL>
-void unpack_i16(const uint8_t* codes, int columns, uint8_t* panel) {
-  for (int k = 0; k < columns; k += 2 * positions(EL), codes += kVector) {
-    for (int r = 0; r < kVector; r += V::W * 4) {
-      Pairs<V, EL> pairs;
-      pairs.load(codes + r);
-      for_each_index<positions(EL)>([&](auto i) { V::storei(panel + decltype(i)::value * kVector + r, pairs.template get<decltype(i)::value>(codes + r)); });
-    }
-    panel += positions(EL) * kVector;
-  }
 }
 
 // As Pairs, but two bf16 numbers in a lane; symmetric int4 without its offset, stored zero points still to be subtracted.
@@ -307,7 +300,7 @@ void tile_bf16(const BlockArgs& a, const Slice& s, const int32_t* index, float* 
 #pragma GCC unroll 2
       for (int b = 0; b < NB; b++) {
         if (EL != kPanel && V::kAhead)
-          for (int i = 0; i < bf16_step_bytes(EL); i += kVector) V::prefetch(w[b] + V::kAhead + i);
+          for (int i = 0; i < bf16_step_bytes(EL); i += kVector) V::prefetch(w[b] + a.ahead + i);
         w[b] += bf16_step_bytes(EL);
       }
     }
@@ -349,8 +342,9 @@ typename V::F value(typename V::I raw, typename V::F minus_zero) {
     return V::add(V::cvt(code), minus_zero);
   } else if constexpr (EL == EXPERTD_E2M1) {
     return V::e2m1_twice(V::andi(V::template srl<J * bits>(raw), V::bcasti(15)));
-  } else if constexpr (EL == EXPERTD_E4M3) {  // sign, then 7 bits at 26..20: 4 of them land in the exponent
-    return V::cast(V::andi(V::template sra<4>(V::template sll<24 - 8 * J>(raw)), V::bcasti(int32_t(0x87F00000u))));
+  } else if constexpr (EL == EXPERTD_E4M3) {  // sign, then 7 bits at 10..4 of each half: 4 of them land in the exponent
+    const I pair = V::andi(V::template sra16<4>(J % 2 ? raw : V::template sll16<8>(raw)), V::bcasti(int32_t(0x87F087F0u)));
+    return V::cast(J / 2 ? V::andi(pair, V::bcasti(int32_t(0xFFFF0000u))) : V::template sll<16>(pair));
   } else if constexpr (EL == EXPERTD_F16) {  // sign, then 15 bits at 27..13: 5 of them land in the exponent
     return V::cast(V::andi(V::template sra<3>(V::template sll<16 - 16 * J>(raw)), V::bcasti(int32_t(0x8FFFE000u))));
   } else if constexpr (EL == EXPERTD_BF16) {
@@ -364,7 +358,8 @@ template <class V, int EL, int NB, int MR>
 void tile_f32(const BlockArgs& a, const Slice& s, const int32_t* index, float* out) {
   using I = typename V::I;
   using F = typename V::F;
-  constexpr int VB = kRows / V::W, R = NB * VB, L = 32 / element_bits(EL), CH = R * MR < 8 ? 2 : 1;
+  constexpr int VB = kRows / V::W, R = NB * VB, L = 32 / element_bits(EL);
+  constexpr int CH = R * MR < (EL == EXPERTD_E4M3 ? 6 : 8) ? 2 : 1;  // e4m3 needs registers to decode
   const Geometry& g = *a.g;
   const uint8_t* w[NB];
   const float *x[MR], *ws = a.scales + size_t(s.block) * g.groups * kRows;
@@ -386,28 +381,37 @@ void tile_f32(const BlockArgs& a, const Slice& s, const int32_t* index, float* o
     for (int k = at; k < at + columns; k += 8) {  // 8 columns are 8 / L vectors of codes
 #pragma GCC unroll 8
       for (int v = 0; v < 8 / L; v++) {
-        for_each_index<L>([&](auto column) {
-          constexpr int j = decltype(column)::value;
-            F q[R];
+        const auto load = [&](int r) { return V::loadi(w[r / VB] + v * kVector + (r % VB) * V::W * 4); };
+        if constexpr (MR == 1 && EL == EXPERTD_E4M3) {  // columns share most of their decoding: one row vector after the other
 #pragma GCC unroll 4
           for (int r = 0; r < R; r++) {
-            const I raw = V::loadi(w[r / VB] + v * kVector + (r % VB) * V::W * 4);
-            q[r] = value<V, EL, j>(raw, minus_zero[r]);
+            const I raw = load(r);
+            for_each_index<L>([&](auto column) {
+              constexpr int j = decltype(column)::value;
+              acc[0][r][j % CH] = V::fma(value<V, EL, j>(raw, minus_zero[r]), V::bcastf(x[0][k + v * L + j]), acc[0][r][j % CH]);
+            });
           }
-#pragma GCC unroll 16
-          for (int m = 0; m < MR; m++) {
-            const F b = V::bcastf(x[m][k + v * L + j]);
+        } else {
+          for_each_index<L>([&](auto column) {
+            constexpr int j = decltype(column)::value;
+            F q[R];
 #pragma GCC unroll 4
-            for (int r = 0; r < R; r++) {
-              F& sum = acc[m][r][L == 1 ? v % CH : j % CH];
-              sum = V::fma(q[r], b, sum);
+            for (int r = 0; r < R; r++) q[r] = value<V, EL, j>(load(r), minus_zero[r]);
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; m++) {
+              const F b = V::bcastf(x[m][k + v * L + j]);
+#pragma GCC unroll 4
+              for (int r = 0; r < R; r++) {
+                F& sum = acc[m][r][L == 1 ? v % CH : j % CH];
+                sum = V::fma(q[r], b, sum);
+              }
             }
-          }
-        });
+          });
+        }
       }
       for (int b = 0; b < NB; b++) {
         if (V::kAhead)
-          for (int v = 0; v < 8 / L; v++) V::prefetch(w[b] + V::kAhead + v * kVector);
+          for (int v = 0; v < 8 / L; v++) V::prefetch(w[b] + a.ahead + v * kVector);
         w[b] += 8 / L * kVector;
       }
     }

@@ -135,14 +135,58 @@ void middle_rows(Pass& p) {
   });
 }
 
-// Scales of blocks b, b + 1 of an expert, ready for gemm().
-BlockArgs block_args(Pass& p, const Geometry& g, const expertd_matrix& matrix, const Rows& rows, int expert, int b, int nb, int thread) {
+const uint8_t* block_at(const Pass& p, const Geometry& g, const expertd_matrix& matrix, int active, int block) {
+  return matrix.stream + p.routes.expert[active] * g.expert_bytes + block * g.block_bytes;
+}
+
+// Where units of the second phase begin, and how many there are: each has the same blocks of w2 of every active expert.
+struct DownUnits {
+  int blocks, step, count;
+  DownUnits(const Pass& p) : blocks(p.g2.blocks) {
+    const int fit = std::max(1, (64 << 10) / (64 * p.m));  // blocks whose sums of all tokens stay in the cache
+    const int fair = std::max(1, blocks / (4 * p.context.pool.threads()));  // enough units to steal
+    step = std::max(4, std::min(fit, fair) & ~1);
+    count = (blocks + step - 1) / step;
+  }
+  int pairs(int unit) const { return (std::min(step, blocks - unit * step) + 1) / 2; }
+  int first(int thread, int threads) const { return int(int64_t(count) * thread / threads); }  // as Pool::run_even
+};
+
+// While a pair of blocks is read, another one is fetched from memory: the one that its thread will read some pairs later, be it of
+// the next expert, unit or phase. Without that, each jump to another place would wait for the memory. A pair that is longer than
+// the distance fetches itself: then the next place is `ahead` bytes on.
+int pairs_ahead(const Pass& p, const Geometry& g) { return int((p.context.level->ahead + g.block_bytes) / (2 * g.block_bytes)); }
+
+// After pair `i` of the first phase's list (expert after expert, `pairs` each); the thread's list ends at `end`, w2 follows.
+const uint8_t* after_up(const Pass& p, int i, int end, int thread) {
+  const int pairs = (p.g13.blocks + 1) / 2, distance = pairs_ahead(p, p.g13), next = i + distance;
+  if (!distance) return block_at(p, p.g13, p.layer.w13, i / pairs, i % pairs * 2) + p.context.level->ahead;
+  if (next < end) return block_at(p, p.g13, p.layer.w13, next / pairs, next % pairs * 2);
+  const DownUnits units(p);
+  const int unit = units.first(thread, p.context.pool.threads());
+  return block_at(p, p.g2, p.layer.w2, 0, unit * units.step) + (next - end) * 2 * p.g13.block_bytes;
+}
+
+// After pair `i` of a unit's list in the second phase.
+const uint8_t* after_down(const Pass& p, const DownUnits& units, int unit, int i) {
+  const int pairs = units.pairs(unit), all = pairs * p.routes.active, distance = pairs_ahead(p, p.g2), next = i + distance;
+  if (!distance) return block_at(p, p.g2, p.layer.w2, i / pairs, unit * units.step + i % pairs * 2) + p.context.level->ahead;
+  if (next < all) return block_at(p, p.g2, p.layer.w2, next / pairs, unit * units.step + next % pairs * 2);
+  return unit + 1 < units.count ? block_at(p, p.g2, p.layer.w2, 0, (unit + 1) * units.step + (next - all) * 2) : nullptr;
+}
+
+// Scales of blocks b, b + 1 of an expert, ready for gemm(). next: the pair to fetch meanwhile, or nullptr.
+BlockArgs block_args(Pass& p, const Geometry& g, const expertd_matrix& matrix, const Rows& rows, int expert, int b, int nb,
+                     const uint8_t* next, int thread) {
   ThreadScratch& s = p.context.scratch[thread];
   const size_t lanes = size_t(g.groups) * kRows;
   float* scales = s.scales.get<float>(2 * lanes);
   float* zeros = g.spec.zeros ? s.zeros.get<float>(2 * lanes) : nullptr;
-  BlockArgs a{&g, matrix.stream + expert * g.expert_bytes + b * g.block_bytes, nb, scales, zeros, &rows, nullptr, 0, nullptr};
+  const uint8_t* block = matrix.stream + expert * g.expert_bytes + b * g.block_bytes;
+  BlockArgs a{&g, block, nb, next ? next - block : 0, scales, zeros, &rows, nullptr, 0, nullptr};
   for (int i = 0; i < nb; i++) {
+    if (next)
+      for (size_t at = 0; at < g.header_bytes; at += kVector) __builtin_prefetch(next + i * g.block_bytes + at, 0, 2);
     const int segments = g.spec.segments;
     const float global = matrix.global_scales ? matrix.global_scales[size_t(expert) * segments + (b + i) % segments] : 1.0f;
     const float factor = scale_factor(path_of(p, g), g.spec.element);
@@ -166,11 +210,11 @@ void gemm(Pass& p, BlockArgs a, const int32_t* index, int from, int to, int thre
 const float kNoBias[2 * kRows] = {};
 
 // Blocks (2 pair, 2 pair + 1) of one expert's w13 for all its rows: gate and up, or two neighbours where there is no mul.
-void up_pair(Pass& p, int active, int pair, int thread) {
+void up_pair(Pass& p, int active, int pair, const uint8_t* next, int thread) {
   const Geometry& g = p.g13;
   const bool gated = g.spec.segments == 2;
   const int expert = p.routes.expert[active], b = 2 * pair, nb = std::min(2, g.blocks - b);
-  const BlockArgs a = block_args(p, g, p.layer.w13, p.input, expert, b, nb, thread);
+  const BlockArgs a = block_args(p, g, p.layer.w13, p.input, expert, b, nb, next, thread);
   float bias[2 * kRows] = {};
   if (p.layer.w13.bias) {
     std::memcpy(bias, p.layer.w13.bias + (size_t(expert) * g.blocks + b) * kRows, sizeof(float) * kRows * nb);
@@ -198,7 +242,11 @@ void up_phase(Pass& p) {
   }
   auto unit = [&](int u, int thread) {
     const int active = u / per_expert, from = u % per_expert * step;
-    for (int pair = from; pair < std::min(from + step, pairs); pair++) up_pair(p, active, pair, thread);
+    const int stop = u >= start[thread] && u < start[thread + 1] ? start[thread + 1] : n;
+    const int end = stop / per_expert * pairs + stop % per_expert * step;
+    for (int pair = from; pair < std::min(from + step, pairs); pair++) {
+      up_pair(p, active, pair, after_up(p, active * pairs + pair, end, thread), thread);
+    }
   };
   if (worth_sharing(p, p.g13)) {
     p.context.pool.run(n, start.data(), unit);
@@ -207,18 +255,18 @@ void up_phase(Pass& p) {
   }
 }
 
-// Output columns of blocks [from, to) of w2, for all experts and tokens: experts are added in ascending order, so the answer does
+// Output columns of one unit's blocks of w2, for all experts and tokens: experts are added in ascending order, so the answer does
 // not depend on the threads.
-void down_blocks(Pass& p, int from, int to, int thread) {
+void down_unit(Pass& p, const DownUnits& units, int unit, int thread) {
   const Geometry& g = p.g2;
-  const int columns = (to - from) * kRows;
+  const int from = unit * units.step, to = std::min(from + units.step, units.blocks), columns = (to - from) * kRows;
   float* acc = p.context.scratch[thread].acc.get<float>(size_t(p.m) * columns);
   std::memset(acc, 0, sizeof(float) * p.m * columns);
-  for (int active = 0; active < p.routes.active; active++) {
+  for (int active = 0, i = 0; active < p.routes.active; active++) {
     const int expert = p.routes.expert[active];
-    for (int b = from; b < to; b += 2) {
+    for (int b = from; b < to; b += 2, i++) {
       const int nb = std::min(2, to - b);
-      const BlockArgs a = block_args(p, g, p.layer.w2, p.middle, expert, b, nb, thread);
+      const BlockArgs a = block_args(p, g, p.layer.w2, p.middle, expert, b, nb, after_down(p, units, unit, i), thread);
       const float* bias = p.layer.w2.bias ? p.layer.w2.bias + (size_t(expert) * g.blocks + b) * kRows : kNoBias;
       gemm(p, a, p.routes.index, p.routes.first[active], p.routes.first[active + 1], thread, [&](int row, int n, const float* tile) {
         for (int i = 0; i < n; i++) {
@@ -236,15 +284,12 @@ void down_blocks(Pass& p, int from, int to, int thread) {
 }
 
 void down_phase(Pass& p) {
-  const int blocks = p.g2.blocks, threads = p.context.pool.threads();
-  const int fit = std::max(1, (64 << 10) / (64 * p.m));  // blocks whose sums of all tokens stay in the cache
-  const int fair = std::max(1, blocks / (4 * threads));  // enough units to steal
-  const int step = std::max(4, std::min(fit, fair) & ~1), units = (blocks + step - 1) / step;
-  auto unit = [&](int u, int thread) { down_blocks(p, u * step, std::min((u + 1) * step, blocks), thread); };
+  const DownUnits units(p);
+  auto unit = [&](int u, int thread) { down_unit(p, units, u, thread); };
   if (worth_sharing(p, p.g2)) {
-    p.context.pool.run_even(units, unit);
+    p.context.pool.run_even(units.count, unit);
   } else {
-    for (int u = 0; u < units; u++) unit(u, 0);
+    for (int u = 0; u < units.count; u++) unit(u, 0);
   }
 }
 

@@ -24,6 +24,7 @@ struct BlockArgs {
   const Geometry* g;
   const uint8_t* block;   // the first block; the second follows
   int nb;                 // 1 or 2
+  ptrdiff_t ahead;        // what is to be fetched while these blocks are read lies so many bytes behind them
   const float* scales;    // [nb][groups][16], from prepare()
   const float* minus_zeros;  // [nb][groups][16], or nullptr: symmetric
   const Rows* rows;
@@ -41,6 +42,7 @@ struct Activation {
 struct Level {
   const char* name;
   bool use_bf16;  // a dot product of bf16 pairs is there, and the fastest way
+  int ahead;      // bytes to fetch weights ahead of their use
   bool (*runs)();
   // dst[0..kp) = factor * row of a matrix's input, as f32, columns permuted and padded by map (nullptr: natural order, zeros behind k).
   void (*load_row)(const void* src, bool f32, const int32_t* map, int k, int kp, float factor, float* dst);

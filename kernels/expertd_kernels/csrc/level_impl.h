@@ -112,6 +112,12 @@ void tiles(const BlockArgs& a, const Slice& s) {
   }
 }
 
+// Rows of a tile over one block.
+template <class V, Path P>
+constexpr int tile1_rows() {
+  return P == kF32 ? V::kTile1F : V::kTile1;
+}
+
 // Rows of a tile over two blocks; 0 = one block at a time. e2m1 takes many registers to decode: two blocks at once only for one row,
 // where vectors are 8 wide. Integral codes as f32 are for exactness, not for speed: fewer tiles to compile.
 template <class V, int EL, Path P>
@@ -120,12 +126,11 @@ constexpr int tile2_rows() {
   return P == kI16 && EL == EXPERTD_E2M1 && V::W == 8 ? 1 : V::kTile2;
 }
 
-// Rows from which on codes are decoded once into the cache instead of once a tile; 0 = never. As integers only e2m1 takes so many
-// operations that it pays (measured with AVX2); for bf16 pairs every element but bf16 itself.
+// Rows from which on codes are decoded once into the cache instead of once a tile; 0 = never. Decoding integers hides behind
+// the multiply-adds (docs/cpu-notes.md).
 template <class V, int EL, Path P>
 constexpr int panel_rows() {
-  if (P == kBf16) return EL == EXPERTD_BF16 ? 0 : V::kTile2 + 1;
-  return P == kI16 && EL == EXPERTD_E2M1 && V::W == 8 ? V::kTile1 + 1 : 0;
+  return P == kBf16 && EL != EXPERTD_BF16 ? V::kTile2 + 1 : 0;
 }
 
 // NB blocks, many rows: some pieces at a time are decoded into the first-level cache and meet all rows there.
@@ -140,8 +145,7 @@ void gemm_panel(const BlockArgs& a, int block) {
   const auto flush = [&](int next_piece, int next_group) {
     for (int b = 0; b < NB; b++) {
       const uint8_t* from = codes + b * g.block_bytes;
-      if constexpr (P == kBf16) unpack_bf16<V, EL>(from, s.to - s.from, g.spec.zeros, panel + b * kPanelBytes);
-      else unpack_i16<V, EL>(from, s.to - s.from, panel + b * kPanelBytes);
+      unpack_bf16<V, EL>(from, s.to - s.from, g.spec.zeros, panel + b * kPanelBytes);
     }
     codes += size_t(s.to - s.from) / g.per_lane * kVector;
     tiles<V, kPanel, P, NB, NB == 2 ? V::kTile2 : V::kTile1>(a, s);
@@ -160,7 +164,8 @@ void gemm_panel(const BlockArgs& a, int block) {
 template <class V, int EL, Path P>
 void gemm_element(const BlockArgs& a) {
   constexpr int kTile2 = tile2_rows<V, EL, P>();
-  constexpr bool kPair = kTile2 > V::kTile1;  // two blocks make the better tile for any number of rows
+  constexpr int kTile1 = tile1_rows<V, P>();
+  constexpr bool kPair = kTile2 > kTile1;  // two blocks make the better tile for any number of rows
   const Geometry& g = *a.g;
   const uint8_t* codes = a.block + g.header_bytes;
   if constexpr (panel_rows<V, EL, P>() > 0) {
@@ -175,7 +180,7 @@ void gemm_element(const BlockArgs& a) {
       return tiles<V, EL, P, 2, kTile2>(a, Slice{0, 0, g.kp, 0, 0, codes, g.block_bytes});
     }
   }
-  for (int b = 0; b < a.nb; b++) tiles<V, EL, P, 1, V::kTile1>(a, Slice{b, 0, g.kp, 0, 0, codes + b * g.block_bytes, 0});
+  for (int b = 0; b < a.nb; b++) tiles<V, EL, P, 1, kTile1>(a, Slice{b, 0, g.kp, 0, 0, codes + b * g.block_bytes, 0});
 }
 
 template <class V>
@@ -286,8 +291,8 @@ uint64_t read_all(const uint8_t* data, size_t bytes) {
 
 template <class V>
 constexpr Level level(const char* name, bool use_bf16, bool (*runs)()) {
-  return Level{name,    use_bf16,    runs,       load_row<V>,  round_row<V>, prepare<V>,
-               gemm<V>, activate<V>, combine<V>, store_row<V>, peak<V>,      read_all<V>};
+  return Level{name,       use_bf16, V::kAhead,   runs,       load_row<V>,  round_row<V>,
+               prepare<V>, gemm<V>,  activate<V>, combine<V>, store_row<V>, peak<V>,      read_all<V>};
 }
 
 }  // namespace

@@ -10,8 +10,8 @@ struct Avx2 {
   static constexpr bool kRegister = true;  // a vector fits a register
   static constexpr bool kBf16 = false;
   static constexpr int kDot8Steps = 4;
-  // Rows of activations in a tile: of one block; of two blocks with integers, with f32. Sums must fit the registers.
-  static constexpr int W = 8, kTile1 = 6, kTile2 = 3, kTile2F = 2, kChains = 1, kAhead = 48 << 10;
+  // Rows of activations in a tile: of one block, with f32; of two blocks, with f32. Sums must fit the registers.
+  static constexpr int W = 8, kTile1 = 5, kTile1F = 6, kTile2 = 2, kTile2F = 2, kChains = 1, kAhead = 48 << 10;
   using I = __m256i;
   using F = __m256;
 
@@ -28,6 +28,8 @@ struct Avx2 {
   template <int N> static I srl(I a) { return N ? _mm256_srli_epi32(a, N) : a; }
   template <int N> static I sra(I a) { return N ? _mm256_srai_epi32(a, N) : a; }
   template <int N> static I srl16(I a) { return N ? _mm256_srli_epi16(a, N) : a; }
+  template <int N> static I sll16(I a) { return _mm256_slli_epi16(a, N); }
+  template <int N> static I sra16(I a) { return _mm256_srai_epi16(a, N); }
   static I dot16(I acc, I w, I x) {
     acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w, x));
     asm("" : "+x"(acc));  // or the compiler adds products of different steps first, and spills them
@@ -50,9 +52,11 @@ struct Avx2 {
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
   static I maxi(I a, I b) { return _mm256_max_epi32(a, b); }
-  static I e2m1_bytes(I nibbles) {
-    const I table = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-    return _mm256_shuffle_epi8(table, nibbles);
+  static I lookup8(I table, I index) { return _mm256_shuffle_epi8(table, index); }  // each byte 0..15
+  static I e2m1_table() {  // 2 * value + 12
+    alignas(32) static constexpr uint8_t table[32] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0,
+                                                      12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    return loadi(table);
   }
   static F e2m1_twice(I code) {
     const F table = _mm256_setr_ps(0.f, 1.f, 2.f, 3.f, 4.f, 6.f, 8.f, 12.f);

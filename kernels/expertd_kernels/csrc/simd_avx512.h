@@ -5,6 +5,7 @@
 #include <cstdint>
 
 namespace expertd {
+namespace {  // this file is compiled twice, with and without BF16: the two must not be taken for one
 
 struct Avx512 {
   static constexpr bool kRegister = true;  // a vector fits a register
@@ -15,7 +16,7 @@ struct Avx512 {
   static constexpr bool kBf16 = false;
   static constexpr int kDot8Steps = 4;
 #endif
-  static constexpr int W = 16, kTile1 = 4, kTile2 = 12, kTile2F = 12, kChains = 8, kAhead = 4096;
+  static constexpr int W = 16, kTile1 = 4, kTile1F = 4, kTile2 = 12, kTile2F = 12, kChains = 8, kAhead = 4096;
   using I = __m512i;
   using F = __m512;
 
@@ -32,6 +33,8 @@ struct Avx512 {
   template <int N> static I srl(I a) { return N ? _mm512_srli_epi32(a, N) : a; }
   template <int N> static I sra(I a) { return N ? _mm512_srai_epi32(a, N) : a; }
   template <int N> static I srl16(I a) { return N ? _mm512_srli_epi16(a, N) : a; }
+  template <int N> static I sll16(I a) { return _mm512_slli_epi16(a, N); }
+  template <int N> static I sra16(I a) { return _mm512_srai_epi16(a, N); }
   static I dot16(I acc, I w, I x) {
 #ifdef EXPERTD_AVX512_BF16
     return _mm512_dpwssd_epi32(acc, w, x);
@@ -71,9 +74,9 @@ struct Avx512 {
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static I maxi(I a, I b) { return _mm512_max_epi32(a, b); }
-  static I e2m1_bytes(I nibbles) {
-    const I table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-    return _mm512_shuffle_epi8(table, nibbles);
+  static I lookup8(I table, I index) { return _mm512_shuffle_epi8(table, index); }  // each byte 0..15
+  static I e2m1_table() {  // 2 * value + 12
+    return _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
   }
   static F e2m1_twice(I code) {
     const F table = _mm512_setr_ps(0.f, 1.f, 2.f, 3.f, 4.f, 6.f, 8.f, 12.f, -0.f, -1.f, -2.f, -3.f, -4.f, -6.f, -8.f, -12.f);
@@ -84,4 +87,5 @@ struct Avx512 {
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 };
 
+}  // namespace
 }  // namespace expertd

@@ -14,7 +14,7 @@ struct Portable {
   static constexpr bool kRegister = false;  // a vector may take more than one register
   static constexpr bool kBf16 = EXPERTD_PORTABLE_BF16;  // off: f32 is faster; on: to test the kernels of levels that have it
   static constexpr int kDot8Steps = 0;  // steps of dot8 pairs that fit its sums; 0 = any number
-  static constexpr int W = 8, kTile1 = 4, kTile2 = 2, kTile2F = 2, kChains = 1, kAhead = 0;
+  static constexpr int W = 8, kTile1 = 4, kTile1F = 4, kTile2 = 2, kTile2F = 2, kChains = 1, kAhead = 0;
   typedef int32_t I __attribute__((vector_size(32)));
   typedef uint32_t U __attribute__((vector_size(32)));
   typedef float F __attribute__((vector_size(32)));
@@ -33,6 +33,11 @@ struct Portable {
   template <int N> static I sra(I a) { return a >> N; }
   template <int N> static I srl16(I a) {  // each 16-bit half
     return (I)(((U)a >> N) & (U)bcasti(int32_t((0xFFFFu >> N) * 0x10001u)));
+  }
+  template <int N> static I sll16(I a) { return (I)((U)a << N & (U)bcasti(int32_t((0xFFFFu << N & 0xFFFFu) * 0x10001u))); }
+  template <int N> static I sra16(I a) {  // each 16-bit half, with its sign
+    typedef int16_t H __attribute__((vector_size(32)));
+    return (I)((H)a >> N);
   }
   static I dot16(I acc, I w, I x) {  // acc + low half * low half + high half * high half, signed
     const I wl = sll<16>(w), xl = sll<16>(x);
@@ -80,15 +85,19 @@ struct Portable {
   static F min(F a, F b) { return a < b ? a : b; }  // b where either is NaN
   static F max(F a, F b) { return a > b ? a : b; }
   static I maxi(I a, I b) { return a > b ? a : b; }
-  static I e2m1_bytes(I nibbles) {  // each byte 0..15 -> 2 * value + 12
-    static constexpr uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-    uint8_t b[32];
-    std::memcpy(b, &nibbles, 32);
-    for (auto& x : b) x = table[x];
+  static I lookup8(I table, I index) {  // each byte 0..15
+    uint8_t t[32], b[32];
+    std::memcpy(t, &table, 32);
+    std::memcpy(b, &index, 32);
+    for (auto& x : b) x = t[x];
     return loadi(b);
   }
+  static I e2m1_table() {  // 2 * value + 12
+    static constexpr uint8_t table[32] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    return loadi(table);
+  }
   static F e2m1_twice(I code) {  // each lane 0..15 -> 2 * value
-    return cvt(andi(e2m1_bytes(code), bcasti(255)) - bcasti(12));
+    return cvt(andi(lookup8(e2m1_table(), code), bcasti(255)) - bcasti(12));
   }
   static I load_u16(const uint8_t* p) {
     uint16_t h[8];
