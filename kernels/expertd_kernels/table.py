@@ -18,6 +18,7 @@ _E8M0 = frozenset({ScaleType.E8M0})
 _FLOATS = frozenset({ScaleType.F32, ScaleType.BF16, ScaleType.F16})
 _SM90 = (DeviceRange("cuda", (9, 0), (9, 0)),)
 _SM100_UP = (DeviceRange("cuda", (10, 0), (12, 9)),)
+_GFX950 = (DeviceRange("rocm", (9, 50), (9, 50)),)
 _SILU = frozenset({ActivationKind.SILU_AND_MUL})
 
 GPT_OSS = (1.702, 1.0, 7.0)
@@ -220,6 +221,38 @@ BACKENDS: tuple[Backend, ...] = (
         hardware="not run on hardware",
     ),
     Backend(
+        name="aiter",
+        target="expertd_kernels.backends.aiter",
+        devices=(DeviceRange("rocm", (9, 42), (9, 50)),),
+        schemes=(
+            SchemeSupport(
+                Element.E4M3,
+                groups=frozenset({WHOLE}),
+                scales=_FLOATS,
+                activations=frozenset({ActivationQuant.E4M3_TOKEN}),
+                devices=_GFX950,
+            ),
+            SchemeSupport(
+                Element.E4M3,
+                blocks=frozenset({(128, 128)}),
+                scales=_FLOATS,
+                activations=frozenset({ActivationQuant.E4M3_GROUP128}),
+                devices=_GFX950,
+            ),
+            SchemeSupport(Element.BF16),
+        ),
+        summary="fused MoE kernels of AMD's AITER, routes given",
+        activations=_SILU,
+        needs={"amd-aiter": ">=0.1.7"},
+        bias=False,
+        clamp=False,
+        hidden_multiple=128,
+        intermediate_multiple=128,
+        mixed_schemes=False,
+        deterministic=False,
+        hardware="not run on hardware",
+    ),
+    Backend(
         name="xpu",
         target="expertd_kernels.backends.xpu",
         devices=(DeviceRange("xpu", arch=frozenset({"xe2", "xe3"})),),
@@ -302,7 +335,7 @@ ORDER: Mapping[str, Sequence[str]] = {
     "sm90": ("gluon_sm90", "triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
     "sm100": ("flashinfer_trtllm", "triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
     "sm103": ("flashinfer_trtllm", "triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
-    "rocm": ("triton", "reference"),
+    "rocm": ("triton", "aiter", "reference"),
     "xpu": ("xpu", "triton", "reference"),
 }
 """Order of preference by arch or kind of device; rows not named follow in the order of the table."""

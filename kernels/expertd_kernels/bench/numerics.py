@@ -274,7 +274,7 @@ def machine(device: Device) -> dict[str, str]:
     """Device, driver, versions, commit."""
     from expertd_kernels.bench import cpu, cuda
 
-    facts = cuda.machine() if device.kind == "cuda" else cpu.machine()
+    facts = cuda.machine() if device.kind in ("cuda", "rocm") else cpu.machine()
     facts["python"] = ".".join(map(str, sys.version_info[:3]))
     return {**facts, **{name: p.version for name, p in installed_packages(BACKENDS).items()}}
 

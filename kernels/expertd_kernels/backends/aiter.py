@@ -1,0 +1,174 @@
+"""Backend `aiter`: the fused MoE kernels of AMD's AITER, routes given, for CDNA3 and CDNA4.
+
+bf16 weights on bf16 activations; on CDNA4 also e4m3 weights with one scale a row, on activations that the package
+rounds by token, and e4m3 in 128 x 128 blocks, on activations that it rounds in groups of 128.  (CDNA3's e4m3 is another
+code, which has no negative zero: not computed.)
+
+Layout: 16 rows and 32 bytes along K stand together, as 2 pieces of 16 bytes, each for the 16 rows one after the other:
+
+    [E, N, bytes] -> [E, N / 16, bytes / 32 columns, 2, 16 rows, 16 bytes]    (bf16: 64 bytes of 32 columns, 4 pieces)
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertd_kernels.activation import Activation
+from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
+from expertd_kernels.oracle import Refused
+from expertd_kernels.problem import Problem
+from expertd_kernels.scheme import WHOLE, ActivationQuant, Element
+from expertd_kernels.serial import activation_from_json, activation_to_json, scheme_from_json, scheme_to_json
+
+__all__ = ["AiterExperts", "experts", "pack", "shuffle", "unpack", "unshuffle"]
+
+LAYOUT_VERSION = 1
+FORMS = {
+    "bf16": (ActivationQuant.NONE, "No"),
+    "channel": (ActivationQuant.E4M3_TOKEN, "per_Token"),
+    "block": (ActivationQuant.E4M3_GROUP128, "per_128x128"),
+}
+"""How each form's activations are rounded, and the package's QuantType for it."""
+ROWS, COLUMNS, PIECE_BYTES = 16, 32, 16
+"""Of the package's shuffle_weight with layout (16, 16): rows and columns that stand together, bytes of a piece."""
+
+
+def _form(q: QuantTensor) -> str:
+    s = q.scheme
+    if q.columns is not None or q.global_scales is not None or q.bias is not None:
+        raise Refused("activation order, second-level scales and biases are not computed")
+    form = "bf16" if s.element is Element.BF16 else {(1, WHOLE): "channel", (128, 128): "block"}.get((s.rows, s.cols))
+    if form is None or s.element not in (Element.BF16, Element.E4M3):
+        raise Refused(f"has no layout for {s.name} weights")
+    _, N, K = q.shape
+    if N // q.segments % 128 or K % 128:
+        raise Refused(f"[{N}, {K}] in {q.segments} segments: want multiples of 128")
+    return form
+
+
+def shuffle(codes: Tensor) -> Tensor:
+    """[E, N, K] bf16 or e4m3 -> the same shape and dtype in the package's order."""
+    E, N, _ = codes.shape
+    t = codes.contiguous().view(torch.uint8)
+    step = COLUMNS * codes.element_size()
+    t = t.view(E, N // ROWS, ROWS, t.shape[2] // step, step // PIECE_BYTES, PIECE_BYTES).permute(0, 1, 3, 4, 2, 5)
+    return t.reshape(E, N, -1).view(codes.dtype)
+
+
+def unshuffle(codes: Tensor) -> Tensor:
+    """The inverse of shuffle."""
+    E, N, _ = codes.shape
+    t = codes.contiguous().view(torch.uint8)
+    step = COLUMNS * codes.element_size()
+    t = t.view(E, N // ROWS, t.shape[2] // step, step // PIECE_BYTES, ROWS, PIECE_BYTES).permute(0, 1, 4, 2, 3, 5)
+    return t.reshape(E, N, -1).view(codes.dtype)
+
+
+def pack(weights: Weights, problem: Problem) -> Packed:
+    """Canonical weights in the package's order, on the weights' device, one matrix at a time; scales as f32."""
+    form = _form(weights.w13)
+    if _form(weights.w2) != form:
+        raise Refused("w13 and w2 have different schemes")
+    if weights.activation != Activation():
+        raise Refused(f"does not compute {weights.activation.name}")
+    if problem.activation_quant is not FORMS[form][0]:
+        raise Refused(f"{form} weights are not computed with activations {problem.activation_quant.value}")
+    tensors: dict[str, Tensor] = {}
+    meta: dict[str, Any] = {
+        "layout_version": LAYOUT_VERSION,
+        "form": form,
+        "activation": activation_to_json(weights.activation),
+        "checkpoint_activation": weights.checkpoint_activation.value,
+    }
+    for name, q in (("w13", weights.w13), ("w2", weights.w2)):
+        tensors[f"{name}.codes"] = shuffle(q.codes)
+        if q.scales is not None:
+            tensors[f"{name}.scales"] = q.scales.float().contiguous().clone()
+        meta[name] = {"scheme": scheme_to_json(q.scheme), "shape": list(q.shape), "segments": q.segments}
+    if weights.input_scales is not None:
+        tensors["input_scales"] = weights.input_scales
+    return Packed("aiter", tensors, meta)
+
+
+def _matrix(tensors: Mapping[str, Tensor], name: str, meta: Mapping[str, Any]) -> QuantTensor:
+    scheme, scales = scheme_from_json(meta["scheme"]), tensors.get(f"{name}.scales")
+    codes = unshuffle(tensors[f"{name}.codes"])
+    assert codes.dtype == CODE_DTYPE[scheme.element]
+    natural = None if scales is None else scales.to(SCALE_DTYPE[scheme.scale])
+    return QuantTensor(scheme, tuple(meta["shape"]), codes, natural, segments=meta["segments"])
+
+
+def unpack(packed: Packed) -> Weights:
+    """The exact inverse of pack."""
+    return Weights(
+        _matrix(packed.tensors, "w13", packed.meta["w13"]),
+        _matrix(packed.tensors, "w2", packed.meta["w2"]),
+        activation_from_json(packed.meta["activation"]),
+        ActivationQuant(packed.meta["checkpoint_activation"]),
+        packed.tensors.get("input_scales"),
+    )
+
+
+def experts(packed: Packed, problem: Problem) -> AiterExperts:
+    """Ready to compute on the current ROCm device.  Raises Refused for another layout version."""
+    version = packed.meta["layout_version"]
+    if version != LAYOUT_VERSION:
+        raise Refused(f"packed weights have layout version {version}, want {LAYOUT_VERSION}: pack them again")
+    importlib.import_module("aiter.fused_moe")
+    return AiterExperts(packed, importlib.import_module("aiter"), torch.device("cuda"))
+
+
+class AiterExperts:
+    """One layer.  vendor: the module aiter, with aiter.fused_moe imported; device: where the packed tensors go."""
+
+    backend = "aiter"
+
+    def __init__(self, packed: Packed, vendor: Any, device: torch.device) -> None:
+        tensors = {name: t.to(device) for name, t in packed.tensors.items()}
+        self.codes = [tensors["w13.codes"], tensors["w2.codes"]]
+        for t in self.codes:
+            t.is_shuffled = True  # type: ignore[attr-defined]  # what the package's own shuffle_weight leaves on them
+        self.scales = [tensors.get("w13.scales"), tensors.get("w2.scales")]
+        self.num_experts: int = packed.meta["w13"]["shape"][0]
+        mask = torch.ones(self.num_experts + 1, dtype=torch.int32, device=device)
+        mask[-1] = 0  # the last one lives elsewhere: where absent routes go
+        self.mask = mask
+        self.call = vendor.fused_moe.fused_moe
+        self.quant = getattr(vendor.QuantType, FORMS[packed.meta["form"]][1])
+        self.silu = vendor.ActivationType.Silu
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As Experts.__call__."""
+        out = torch.empty_like(hidden_states) if out is None else out
+        if hidden_states.shape[0] == 0:
+            return out
+        x, weights = hidden_states.to(torch.bfloat16), topk_weights.float()
+        if router_weight_on_input:
+            x, weights = (x * weights[:, :1]).to(torch.bfloat16), torch.ones_like(weights)
+        y = self.call(
+            x.contiguous(),
+            self.codes[0],
+            self.codes[1],
+            weights.contiguous(),
+            torch.where(topk_ids < 0, self.num_experts, topk_ids).to(torch.int32).contiguous(),
+            expert_mask=self.mask,
+            activation=self.silu,
+            quant_type=self.quant,
+            w1_scale=self.scales[0],
+            w2_scale=self.scales[1],
+        )
+        return out.copy_(y)

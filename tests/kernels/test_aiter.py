@@ -1,0 +1,192 @@
+"""The row `aiter`: its layout against the package's own shuffle, and whole layers through a stand-in for its entry
+point that undoes the layout and computes with the package's own torch code."""
+
+import ast
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, decide, problem_of
+from expertd_kernels.backends import aiter as backend
+from expertd_kernels.float32 import reference
+from expertd_kernels.numerics import relative_error
+from expertd_kernels.oracle import Refused
+from expertd_kernels.probe import assumed_packages
+from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.table import BACKENDS
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+try:
+    from vendor import functions, package_folder
+finally:
+    sys.path.remove(str(HERE))
+
+NAME = "aiter"
+HOW = {"bf16": ActivationQuant.NONE, "e4m3_channel": ActivationQuant.E4M3_TOKEN,
+       "e4m3_block128": ActivationQuant.E4M3_GROUP128}  # fmt: skip
+
+
+def layer(scheme, H=256, I=128, E=3, **kw):
+    return random_weights(scheme, E, H, I, **kw)
+
+
+def problem(w, device="gfx950", how=None):
+    how = HOW.get(w.w13.scheme.name, ActivationQuant.NONE) if how is None else how
+    packages = dict(assumed_packages(BACKENDS))
+    return problem_of(w, NAMED_DEVICES[device], top_k=2, activation_quant=how, packages=packages)
+
+
+def refusals(w, device="gfx950", how=None):
+    return next(v for v in decide(problem(w, device, how)).verdicts if v.backend == NAME).refusals
+
+
+def bits(w):
+    return {
+        f"{m}.{name}": (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist())
+        for m in ("w13", "w2")
+        for name, t in getattr(w, m).tensors()
+    }
+
+
+@pytest.mark.parametrize("scheme", HOW)
+def test_unpacking_gives_back_every_bit(scheme):
+    w = layer(scheme)
+    assert refusals(w) == ()
+    before = bits(w)
+    packed = backend.pack(w, problem(w))
+    assert bits(backend.unpack(packed)) == before
+    for t in packed.tensors.values():
+        t.view(-1).view(torch.uint8).fill_(1)
+    assert bits(w) == before, "packing shares no memory"
+
+
+REFUSED = {
+    "e4m3 on CDNA3": (lambda: refusals(layer("e4m3_channel"), "gfx942"), "e4m3_channel: needs another gfx generation"),
+    "RDNA": (lambda: refusals(layer("bf16"), "gfx1100"), "needs another gfx generation"),
+    "NVIDIA": (lambda: refusals(layer("bf16"), "sm90"), "runs on rocm"),
+    "weight-only e4m3": (
+        lambda: refusals(layer("e4m3_channel"), how=ActivationQuant.NONE),
+        "rounds activations (e4m3_token); weight-only is asked",
+    ),
+    "bias": (lambda: refusals(layer("bf16", bias=True)), "does not add expert biases"),
+    "swigluoai": (
+        lambda: refusals(layer("bf16", activation=Activation.parse("swigluoai"))),
+        "does not compute swigluoai",
+    ),
+    "clamp": (lambda: refusals(layer("bf16", activation=Activation(limit=3.0))), "does not clamp"),
+    "sizes": (lambda: refusals(layer("bf16", I=96)), "I = 96 is no multiple of 128"),
+    "int4": (lambda: refusals(layer("int4_g128")), "does not compute on int4 weights"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_package_cannot_do_is_refused_before_packing(case):
+    ask, sentence = REFUSED[case]
+    assert any(sentence in r for r in ask()), ask()
+
+
+def test_bf16_is_served_on_both_generations_behind_the_portable_kernels():
+    for device in ("gfx942", "gfx950"):
+        assert refusals(layer("bf16"), device) == ()
+        assert decide(problem(layer("bf16"), device)).chosen.name == "triton"
+    assert decide(problem(layer("e4m3_block128"))).chosen.name == NAME, "nothing else rounds like this there"
+
+
+def test_packing_refuses_by_itself_too():
+    for wrong, sentence in (
+        (layer("bf16", bias=True), "biases are not computed"),
+        (layer("bf16", I=96), "want multiples of 128"),
+        (layer("e4m3_tensor"), "has no layout for e4m3_tensor"),
+        (layer("bf16", activation=Activation(limit=1.0)), "does not compute silu_and_mul_limit1"),
+    ):
+        with pytest.raises(Refused, match=sentence):
+            backend.pack(wrong, problem(wrong))
+    w = layer("e4m3_channel")
+    with pytest.raises(Refused, match="not computed with activations none"):
+        backend.pack(w, problem(w, how=ActivationQuant.NONE))
+    packed = backend.pack(w, problem(w))
+    with pytest.raises(Refused, match="layout version 0, want 1"):
+        backend.experts(replace(packed, meta={**packed.meta, "layout_version": 0}), problem(w))
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return package_folder("aiter")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_codes_are_where_the_packages_shuffle_puts_them(folder, dtype):
+    own = functions(folder / "ops" / "shuffle.py", {"shuffle_weight"}, ModuleType("shuffle"))
+    t = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    theirs = own.shuffle_weight(t, layout=(16, 16))
+    assert torch.equal(backend.shuffle(t).view(torch.uint8), theirs.view(torch.uint8))
+    assert torch.equal(backend.unshuffle(backend.shuffle(t)).view(torch.uint8), t.view(torch.uint8))
+
+
+def test_the_entry_point_has_these_parameters(folder):
+    tree = ast.parse((folder / "fused_moe.py").read_text())
+    call = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "fused_moe")
+    names = [a.arg for a in call.args.args]
+    assert names[:5] == ["hidden_states", "w1", "w2", "topk_weight", "topk_ids"]
+    assert {"expert_mask", "activation", "quant_type", "w1_scale", "w2_scale"} <= set(names)
+
+
+class Vendor:
+    """Stands in for aiter: fused_moe in f32 through the package's own torch_moe, with the mask that it reads."""
+
+    QuantType = SimpleNamespace(No="No", per_Token="per_Token", per_128x128="per_128x128")
+    ActivationType = SimpleNamespace(Silu="Silu")
+
+    def __init__(self, folder):
+        module = ModuleType("fused")
+        module.dtypes = SimpleNamespace(fp32=torch.float32, i32=torch.int32)
+        module.ActivationType = self.ActivationType
+        module.aiter = SimpleNamespace(get_torch_act=lambda activation: torch.nn.functional.silu)
+        self.own = functions(folder / "fused_moe.py", {"torch_moe", "torch_moe_act"}, module)
+        self.fused_moe = SimpleNamespace(fused_moe=self.run)
+
+    def run(self, x, w1, w2, weights, ids, *, expert_mask, activation, quant_type, w1_scale, w2_scale):
+        assert w1.is_shuffled
+        assert w2.is_shuffled
+        assert activation == "Silu"
+        assert (x.dtype, weights.dtype, ids.dtype) == (torch.bfloat16, torch.float32, torch.int32)
+        assert expert_mask.tolist() == [1] * len(w1) + [0]
+        assert 0 <= int(ids.min()) <= int(ids.max()) <= len(w1)
+        matrices = [self.numbers(w, s, quant_type) for w, s in ((w1, w1_scale), (w2, w2_scale))]
+        return self.own.torch_moe(x, *matrices, weights, ids, expert_mask=expert_mask)
+
+    def numbers(self, codes, scales, quant_type):
+        w = backend.unshuffle(codes).float()
+        if quant_type == "per_Token":
+            assert scales.shape == (*w.shape[:2], 1)
+            return w * scales
+        if quant_type == "per_128x128":
+            assert scales.shape == (w.shape[0], w.shape[1] // 128, w.shape[2] // 128)
+            return w * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        assert scales is None
+        return w
+
+
+@pytest.mark.parametrize("scheme", HOW)
+def test_a_layer_through_the_entry_point(folder, scheme):
+    w = layer(scheme, seed=5)
+    run = backend.AiterExperts(backend.pack(w, problem(w)), Vendor(folder), torch.device("cpu"))
+    x, ids, weights = random_inputs(6, 256, 3, 2)
+    ids[2], ids[3, 0] = -1, -1
+    out = torch.full_like(x, float("nan"))
+    assert run(x, ids, weights, out=out) is out
+    assert relative_error(out, reference(w, x, ids, weights)) < 1e-2
+    assert not out[2].any()
+    on_input = run(x, ids[:, :1], weights[:, :1] * 0.5, router_weight_on_input=True)
+    want = reference(w, x, ids[:, :1], weights[:, :1] * 0.5, router_weight_on_input=True)
+    assert relative_error(on_input, want) < 1e-2
+    assert run(x[:0], ids[:0], weights[:0]).shape == (0, 256)
+
+
+def test_the_row_says_that_it_was_not_run_on_hardware():
+    assert next(b for b in BACKENDS if b.name == NAME).hardware == "not run on hardware"
