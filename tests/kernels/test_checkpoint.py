@@ -7,18 +7,20 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from expertd_kernels.canonical import pack_nibbles
-from expertd_kernels.checkpoint import bench, open_checkpoint
+from expertd_kernels.checkpoint import CheckpointError, bench, open_checkpoint
 from expertd_kernels.checkpoint.fit import common, convert, join_halves, split, split_layout
 from expertd_kernels.checkpoint.formats import formats
 from expertd_kernels.checkpoint.memory import empty
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part
 from expertd_kernels.checkpoint.synthetic_files import KINDS, write_synthetic
+from expertd_kernels.checkpoint.tensors import PAGE_BYTES, PIECE_BYTES, Counter, Shard
 from expertd_kernels.scheme import WHOLE, Element, ScaleType, Scheme
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,6 +169,25 @@ def test_joining_is_the_inverse_of_splitting() -> None:
     assert isinstance(again.codes, Tensor)
     assert isinstance(part.codes, Tensor)
     assert torch.equal(again.codes, part.codes)
+
+
+def test_large_tensors_are_read_alike_wherever_they_lie_in_a_page(tmp_path: Path) -> None:
+    """Also where the copy takes a detour: to a place a few bytes further into its page than the file's bytes are."""
+    size, tail = 2 * PIECE_BYTES + 1000, 5
+    words = torch.randint(0, 256, (size + tail,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    save_file({"w": words}, tmp_path / "w.safetensors")
+    shard = Shard(tmp_path / "w.safetensors", tmp_path, Counter())
+    offset, room = shard.tensors["w"].offset, np.empty(size + 2 * PAGE_BYTES, np.uint8)
+    level = (offset - room.ctypes.data) % PAGE_BYTES
+    for further in (0, 1, 8, 31, 32, 100):
+        out = room[level + further : level + further + size]
+        out.fill(0xA5)
+        before = shard.counter.bytes
+        shard.fill(out, offset, "w")
+        assert np.array_equal(out, words[:size].numpy()), further
+        assert shard.counter.bytes - before == size
+        with pytest.raises(CheckpointError, match=r"w: w\.safetensors ends \d+ bytes early"):
+            shard.fill(out, offset + tail + 1, "w")
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (3 << 20, 2), (0, 4)])

@@ -6,6 +6,7 @@ With 2, 4 and 8 bits no field straddles two words; with 3 bits 32 fields fill 3 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,11 +31,20 @@ def unpack_fields(words: Tensor, bits: int, count: int, dim: int) -> Tensor:
     words = words.movedim(dim, -1)
     if 32 % bits == 0:
         # reshape: a last dimension of one word may have any stride, which view() of a narrower type refuses
-        stream, mask = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1), (1 << bits) - 1
-        out = stream if bits == 8 else torch.stack([(stream >> at) & mask for at in range(0, 8, bits)], -1).flatten(-2)
+        stream = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
+        out = stream if bits == 8 else _fields_of_bytes(stream, bits).flatten(-2)
     else:
         out = _unpack_straddling(words, bits).flatten(-2)
     return out[..., :count].movedim(-1, dim)
+
+
+def _fields_of_bytes(stream: Tensor, bits: int) -> Tensor:
+    """[...] u8 -> [..., 8 / bits] u8 (bits 2, 4).  In numpy: half the time for a few kilobytes."""
+    source, out = stream.numpy(), np.empty((*stream.shape, 8 // bits), np.uint8)
+    for i in range(8 // bits):
+        np.right_shift(source, i * bits, out=out[..., i])
+    out &= (1 << bits) - 1
+    return torch.from_numpy(out)
 
 
 def _unpack_straddling(words: Tensor, bits: int) -> Tensor:

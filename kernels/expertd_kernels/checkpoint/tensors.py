@@ -28,7 +28,7 @@ from torch import Tensor
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.files import inside, read_json_bytes
 
-__all__ = ["DTYPES", "Shard", "Stored", "prefetch"]
+__all__ = ["DTYPES", "PAGE_BYTES", "PIECE_BYTES", "Counter", "Shard", "Stored", "prefetch"]
 
 DTYPES: Mapping[str, tuple[int, torch.dtype | None]] = {
     "BOOL": (1, torch.bool),
@@ -53,6 +53,12 @@ DTYPES: Mapping[str, tuple[int, torch.dtype | None]] = {
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own limit."""
+
+PAGE_BYTES, SLOW_BYTES, PIECE_BYTES = 4096, 32, 256 << 10
+"""A copy to a place less than SLOW_BYTES further into its page than the source takes three to four times as long: the
+processor takes each load for one of the bytes that it has just stored, as it compares 12 bits of the addresses.
+(Measured: a `read` of the page cache on an AMD EPYC of family 25.)  A detour in pieces that stay in the cache is
+faster."""
 
 
 class Counter:
@@ -121,7 +127,7 @@ class Stored:
         if not self.nbytes:
             return torch.empty(self.shape, dtype=dtype)
         self.shard.fill(buffer, self.offset, self.name)
-        return torch.from_numpy(buffer).view(dtype).view(self.shape)
+        return torch.frombuffer(buffer, dtype=dtype).view(self.shape)
 
     def head(self, nbytes: int) -> bytes:
         """The first bytes, as they lie in the file."""
@@ -164,8 +170,11 @@ class Shard:
         self.fill(out.numpy(), offset, subject)
 
     def fill(self, out: NDArray[np.uint8], offset: int, subject: str) -> None:
-        """Fill a contiguous array from `offset` on."""
+        """Fill an array [bytes] from `offset` on."""
         done, size = 0, out.nbytes
+        if size > PIECE_BYTES and 0 < (out.ctypes.data - offset) % PAGE_BYTES < SLOW_BYTES:
+            self._fill_in_pieces(out, offset, subject)
+            return
         while done < size:
             try:
                 got = os.preadv(self.fd, [out.data[done:]], offset + done)
@@ -177,6 +186,16 @@ class Shard:
                 )
             done += got
         self.counter.add(done)
+
+    def _fill_in_pieces(self, out: NDArray[np.uint8], offset: int, subject: str) -> None:
+        """fill() by way of a buffer that stays in the cache, see SLOW_BYTES."""
+        room = np.empty(PIECE_BYTES + PAGE_BYTES, np.uint8)
+        first = (offset + PAGE_BYTES // 2 - room.ctypes.data) % PAGE_BYTES  # PIECE_BYTES is a multiple of a page
+        for begin in range(0, out.nbytes, PIECE_BYTES):
+            piece = out[begin : begin + PIECE_BYTES]
+            buffer = room[first : first + piece.nbytes]
+            self.fill(buffer, offset + begin, subject)
+            np.copyto(piece, buffer)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Ask the kernel to have these (begin, end) bytes ready; a hint, no promise."""

@@ -23,7 +23,7 @@ from expertd_kernels.scheme import WHOLE
 __all__ = ["FORMATS", "layout", "read"]
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Column, within its eight, that nibble i of a word holds."""
+"""Column, within its eight, that nibble i of a word holds: nibble 4 h + m holds column 2 m + h."""
 
 _PLACE = tuple(ORDER.index(i) for i in range(8))
 """Nibble of a word that holds column i of its eight."""
@@ -83,7 +83,7 @@ def read(unit: Unit) -> Part:
     else:
         codes, scales = _gemm_codes(words), unit.read("scales").t()
         fields = unpack_fields(packed_zeros, 4, plan.n, dim=1)
-        zeros = fields.view(-1, plan.n // 8, 8)[:, :, list(_PLACE)].flatten(1).t()
+        zeros = fields.view(-1, plan.n // 8, 2, 4).permute(1, 3, 2, 0).reshape(plan.n, -1)
     if symmetric and not bool((zeros == 8).all()):
         raise unit.error(
             "zero points other than 8 though the quantization config says that there are none",
