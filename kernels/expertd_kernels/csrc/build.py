@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,17 +27,15 @@ LIBRARY = "libexpertd_cpu.so"
 CACHE = ".objects"
 """Folder of compiled sources, so that a change of one file compiles one file.  May be deleted at any time."""
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi"]
-SANITIZE = [
-    "-std=c++17",
-    "-O1",
-    "-g",
-    "-DEXPERTD_NO_AVX512",
-    "-fPIC",
-    "-pthread",
-    "-Wno-psabi",
-    "-fno-omit-frame-pointer",
-]
-COMMON = ["layout", "pool", "pack", "layer", "context", "repack", "level_portable"]
+SANITIZE = ["-std=c++17", "-O0", "-g1", "-fPIC", "-pthread", "-Wno-psabi", "-fno-omit-frame-pointer"]
+"""Not optimized: with a sanitizer, that would take the compiler minutes."""
+_LEFT_OUT = {
+    "": (("level_avx512",), "-DEXPERTD_NO_AVX512"),
+    "thread": (("level_avx", "repack"), "-DEXPERTD_ONLY_PORTABLE"),
+}
+"""With a sanitizer: sources that are left out, and how context.cpp is told.  The levels are the same templates; repack
+has clones for processors, which are chosen before ThreadSanitizer's run time is there."""
+COMMON = ["level_portable", "layout", "pool", "pack", "layer", "context", "repack"]
 _AVX512 = [
     "-mavx512f",
     "-mavx512bw",
@@ -48,10 +47,14 @@ _AVX512 = [
     "-Wno-uninitialized",
 ]
 X86 = {
-    "level_avx2": ["-mavx2", "-mfma"],
-    "level_avx512": _AVX512,
     "level_avx512_bf16": [*_AVX512, "-mavx512vnni", "-mavx512bf16"],
+    "level_avx512": _AVX512,
+    "level_avx2": ["-mavx2", "-mfma"],
 }
+"""Longest to compile first: so the cores are busy to the end."""
+
+Units = Mapping[str, tuple[Path, Sequence[str]]]
+"""Name of a source -> its file, and what the compiler is told beyond the common flags."""
 
 
 class BuildError(Exception):
@@ -80,10 +83,11 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr.strip()[-4000:]}")
 
 
-def _units() -> dict[str, list[str]]:
-    """Source name -> extra flags, for this architecture."""
+def _units() -> dict[str, tuple[Path, Sequence[str]]]:
+    """The sources of the library, for this architecture."""
     x86 = X86 if platform.machine() in ("x86_64", "AMD64") else {}
-    return {**{name: [] for name in COMMON}, **x86}
+    flags: Mapping[str, Sequence[str]] = {**x86, **{name: [] for name in COMMON}}
+    return {name: (HERE / f"{name}.cpp", extra) for name, extra in flags.items()}
 
 
 def is_current(library: Path) -> bool:
@@ -91,29 +95,37 @@ def is_current(library: Path) -> bool:
     return library.exists() and sources_hash().encode() in library.read_bytes()
 
 
-def build(out: Path | None = None, *, sanitize: str = "", driver: bool = False, only_if_stale: bool = False) -> Path:
+def build(
+    out: Path | None = None,
+    *,
+    sanitize: str = "",
+    driver: bool = False,
+    only_if_stale: bool = False,
+    stand_ins: Units | None = None,
+) -> Path:
     """Compiles and links; returns the library's path (default: beside the sources).
 
-    sanitize: "" or what -fsanitize= takes ("address,undefined").  driver: link the self-test program (driver.cpp)
-    instead of the library.  only_if_stale: nothing is done where the result is current.  The result is moved into place
-    whole, so that a process never loads half of one.
+    sanitize: "" or what -fsanitize= takes ("address,undefined", "thread").  driver: link the self-test program
+    (driver.cpp) instead of the library.  only_if_stale: nothing is done where the result is current.  stand_ins: other
+    files to be compiled in place of sources of the same name.  The result is moved into place whole, so that a process
+    never loads half of one.
     """
     out = out or HERE / LIBRARY
     if only_if_stale and is_current(out):
         return out
     compiler = find_compiler()
-    flags = [*SANITIZE, f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"] if sanitize else [*FLAGS]
-    units = _units() | ({"driver": []} if driver else {})
-    if sanitize:  # those levels are the same templates, and take minutes to compile with a sanitizer
-        units = {name: extra for name, extra in units.items() if "avx512" not in name}
+    units = {**_units(), **({"driver": (HERE / "driver.cpp", [])} if driver else {}), **(stand_ins or {})}
+    flags = list(FLAGS)
+    if sanitize:
+        left_out, macro = _LEFT_OUT["thread" if "thread" in sanitize else ""]
+        units = {name: unit for name, unit in units.items() if not name.startswith(left_out)}
+        flags = [*SANITIZE, macro, f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
-        objects = list(
-            pool.map(lambda unit: _compile(compiler, unit[0], [*flags, *unit[1]], Path(folder)), units.items())
-        )
         made = Path(folder) / out.name
+        objects = pool.map(lambda unit: _compile(compiler, unit[0], unit[1], flags, Path(folder)), units.items())
         link = [compiler, *flags, *([] if driver else ["-shared"]), *map(str, objects), "-o", str(made)]
         try:  # without the compiler's own libraries, the result also runs where they are older
-            _run([*link, "-static-libgcc", "-static-libstdc++"])
+            _run(link if sanitize else [*link, "-static-libgcc", "-static-libstdc++"])
         except BuildError:
             _run(link)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -121,13 +133,14 @@ def build(out: Path | None = None, *, sanitize: str = "", driver: bool = False, 
     return out
 
 
-def _compile(compiler: str, name: str, flags: list[str], folder: Path) -> Path:
+def _compile(compiler: str, name: str, unit: tuple[Path, Sequence[str]], common: Sequence[str], folder: Path) -> Path:
     """The object of one source: from the cache where its source, the headers and the flags are as they were."""
-    source = HERE / f"{name}.cpp"
+    source, extra = unit
+    flags = [*common, f"-I{HERE}", *extra]
     if name == "context":  # it tells what the library was built from
         flags = [*flags, f'-DEXPERTD_SOURCES="{sources_hash()}"']
     digest = hashlib.sha256("\0".join([compiler, *flags]).encode() + source.read_bytes())
-    for header in sorted(HERE.glob("*.h")):
+    for header in sorted({*HERE.glob("*.h"), *source.parent.glob("*.h")}):
         digest.update(header.read_bytes())
     made, kept = folder / f"{name}.o", HERE / CACHE / f"{name}-{digest.hexdigest()[:16]}.o"
     if kept.exists():

@@ -13,7 +13,9 @@ namespace {
 
 // Levels of this architecture, best first.
 std::vector<const Level*> known() {
-#if defined(__x86_64__) && defined(EXPERTD_NO_AVX512)
+#if defined(EXPERTD_ONLY_PORTABLE)
+  return {&kPortable};
+#elif defined(__x86_64__) && defined(EXPERTD_NO_AVX512)
   return {&kAvx2, &kPortable};
 #elif defined(__x86_64__)
   const bool amd = __builtin_cpu_is("amd");

@@ -1,0 +1,74 @@
+"""The AVX-512 levels of the CPU kernel on any x86-64: their intrinsics are emulated (tests/kernels/emulated).
+
+The self-test program packs, unpacks and computes with every level: all elements and scale types, ragged sizes, one to
+130 rows, 1 to 8 threads, against a plain loop over dequantized weights.  Other tests run the levels that exist here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+from pathlib import Path
+
+import pytest
+
+X86 = platform.machine() in ("x86_64", "AMD64")
+pytestmark = pytest.mark.skipif(not X86, reason=f"{platform.machine()}: the AVX-512 levels are for x86-64")
+
+_spec = importlib.util.spec_from_file_location("cpu_driver", Path(__file__).parent / "driver.py")
+assert _spec is not None
+assert _spec.loader is not None
+driver = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(driver)
+
+SIMDE = Path(os.environ.get("EXPERTD_SIMDE", "/usr/include"))
+"""Folder that holds simde/: SIMD Everywhere, MIT licence."""
+
+
+def has_avx2() -> bool:
+    try:
+        return "avx2" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    if not has_avx2():
+        pytest.skip("the emulation is compiled for AVX2, which this processor lacks")
+    return driver.make(tmp_path_factory.mktemp("emulated"), emulate=())
+
+
+def assert_all_levels_pass(code: int, output: str) -> None:
+    levels = re.search(r"^levels: (.*)$", output, re.MULTILINE)
+    assert levels is not None, output
+    assert {"avx512", "avx512_vnni", "avx512_bf16", "portable"} <= set(levels[1].split(",")), levels[1]
+    counts = re.search(r"^(\d+) passed, (\d+) failed$", output, re.MULTILINE)
+    assert counts is not None, output[-2000:]
+    assert code == 0, output[-2000:]
+    assert int(counts[1]) > 3000
+    assert int(counts[2]) == 0
+
+
+def test_avx512_levels_on_emulated_instructions(program):
+    assert_all_levels_pass(*driver.run(program))
+
+
+def test_a_wrong_weight_is_noticed_at_every_level(program):
+    code, output = driver.run(program, "wrong")
+    assert code == 1
+    for level in ("avx512", "avx512_vnni", "avx512_bf16"):
+        assert re.search(rf"^{level} element .*relative error", output, re.MULTILINE), level
+
+
+def test_avx512_levels_on_another_emulation(tmp_path):
+    """Two independent readings of the manual: our emulation, and SIMDe's."""
+    if not (SIMDE / "simde/x86/avx512.h").exists():
+        pytest.skip(
+            f"no SIMDe headers in {SIMDE}: install Debian's libsimde-dev, or set EXPERTD_SIMDE to the folder that holds"
+            " simde/"
+        )
+    program = driver.make(tmp_path, emulate=("-DEXPERTD_SIMDE", "-w", "-isystem", str(SIMDE)))
+    assert_all_levels_pass(*driver.run(program))

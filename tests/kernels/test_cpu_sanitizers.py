@@ -1,0 +1,47 @@
+"""The CPU kernel under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: the self-test program on
+ragged sizes, 1 to 8 threads.  Each sanitizer has to notice a mistake that the program makes on purpose."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location("cpu_driver", Path(__file__).parent / "driver.py")
+assert _spec is not None
+assert _spec.loader is not None
+driver = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(driver)
+
+SENTENCES = {
+    "overflow": "heap-buffer-overflow",
+    "misaligned": "misaligned address",
+    "race": "data race",
+}
+
+
+@pytest.fixture(scope="module", params=["address,undefined", "thread"])
+def sanitized(request, tmp_path_factory):
+    """(sanitizer, program)."""
+    try:
+        program = driver.make(tmp_path_factory.mktemp("sanitized"), sanitize=request.param)
+    except driver.build.BuildError as e:
+        if "cannot find" in str(e) and "san" in str(e):
+            pytest.skip(f"the compiler comes without the run time of -fsanitize={request.param}")
+        raise
+    return request.param, program
+
+
+def test_memory_arithmetic_and_threads_are_clean(sanitized):
+    code, output = driver.run(sanitized[1])
+    assert code == 0, output[-3000:]
+    assert output.rstrip().endswith(" passed, 0 failed")
+
+
+def test_mistakes_are_noticed(sanitized):
+    sanitizer, program = sanitized
+    for mistake in ("race",) if sanitizer == "thread" else ("overflow", "misaligned"):
+        code, output = driver.run(program, mistake)
+        assert code != 0, mistake
+        assert SENTENCES[mistake] in output, output[:2000]
