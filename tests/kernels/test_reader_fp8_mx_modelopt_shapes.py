@@ -418,3 +418,51 @@ def test_refused_with_the_tensor_s_name(tmp_path: Path, what: str) -> None:
     with pytest.raises(CheckpointError, match=want) as error:
         open_checkpoint(tmp_path).load(0)
     assert "gate_proj" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("quant", "codes", "scales"),
+    [
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6_e3m2"}}}, "weight", "weight_scale"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp6"}, "weight_packed", "weight_scale"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP6"}, "weight", "weight_scale"),
+        ({"quant_method": "mxfp6"}, "weight", "scales"),
+        ({"quant_method": "mxfp6_e2m3"}, "qweight", "qscales"),
+    ],
+)
+def test_mxfp6_is_refused_by_name(tmp_path: Path, quant: Config, codes: str, scales: str) -> None:
+    """Whatever the tool: 32 elements of 6 bits are 24 bytes, and no other format has as many for a scale."""
+    H, I, g = 64, 32, torch.Generator().manual_seed(6)
+    tensors = {}
+    for p, (n, k) in sizes(H, I).items():
+        tensors[f"{AT}.0.{p}_proj.{codes}"] = torch.randint(0, 256, (n, k * 6 // 8), dtype=torch.uint8, generator=g)
+        tensors[f"{AT}.0.{p}_proj.{scales}"] = torch.randint(120, 130, (n, k // 32), dtype=torch.uint8, generator=g)
+    write(tmp_path, tensors, quant, 1, H, I)
+    with pytest.raises(CheckpointError, match=r"0\.\w+_proj: mxfp6: MXFP6 weights .* are not read.*--quantize"):
+        open_checkpoint(tmp_path).load(0)
+
+
+def test_fused_mxfp6_is_refused_by_name(tmp_path: Path) -> None:
+    H, I, g = 64, 32, torch.Generator().manual_seed(7)
+    tensors = {}
+    for p, (n, k) in {"gate_up": (2 * I, H), "down": (H, I)}.items():
+        tensors[f"{AT}.{p}_proj_blocks"] = torch.randint(0, 256, (2, n, k // 32, 24), dtype=torch.uint8, generator=g)
+        tensors[f"{AT}.{p}_proj_scales"] = torch.randint(120, 130, (2, n, k // 32), dtype=torch.uint8, generator=g)
+    write(tmp_path, tensors, {"quant_method": "mxfp4"}, 2, H, I, "gpt_oss")
+    with pytest.raises(CheckpointError, match=r"gate_up_proj\[0\]: mxfp6: MXFP6 weights"):
+        open_checkpoint(tmp_path).load(0)
+
+
+@pytest.mark.parametrize("key", ["swiglu_limit", "swiglu_alpha"])
+def test_constants_that_the_activation_does_not_take_are_refused(tmp_path: Path, key: str) -> None:
+    """Read as plain SiLU such a model would give wrong answers in silence."""
+    H, I, g = 64, 32, torch.Generator().manual_seed(8)
+    tensors = {f"{AT}.0.{p}_proj.weight": torch.randn(*nk, generator=g).bfloat16() for p, nk in sizes(H, I).items()}
+    write(tmp_path, tensors, {}, 1, H, I)
+    config = json.loads((tmp_path / "config.json").read_text())
+    open_checkpoint(tmp_path).load(0)
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: None}))
+    open_checkpoint(tmp_path).load(0)
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: 7.0}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key} is 7\.0, but qwen3_moe is known with plain silu"):
+        open_checkpoint(tmp_path).load(0)

@@ -230,7 +230,15 @@ class ModelConfig:
         return self._size(("num_hidden_layers", "num_layers"))
 
     def activation(self) -> Activation:
-        return self.family.activation(self.raw)
+        """The family's.  Constants in the config that it does not take would change every answer: an error."""
+        found = self.family.activation(self.raw)
+        for key, value in self.raw.items():
+            if key.startswith("swiglu_") and value is not None and found.limit is None:
+                raise CheckpointError(
+                    f"config.json: {key} is {value!r:.80}, but {self.family.name} is known with plain {found.name};"
+                    " want a model whose activation is known, as gpt_oss and deepseek_v4 are"
+                )
+        return found
 
     def sparse_layers(self) -> tuple[int, ...] | None:
         """Layers that have experts by the config; None where it does not say.  The tensors decide all the same."""

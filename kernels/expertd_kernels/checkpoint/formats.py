@@ -105,12 +105,13 @@ def reader_of(row: Format) -> Reader:
 
 
 def detect(unit: Unit) -> Format:
-    """The one row that fits the unit.  CheckpointError if there is none, if several fit, or if it is a refused one."""
+    """The one row that fits the unit.  CheckpointError if there is none, if several fit, or if a refused one does."""
     judged = [(row, row.misses(unit)) for row in formats()]
     matches = [row for row, misses in judged if not misses]
+    for row in matches:
+        if row.refusal:
+            raise CheckpointError(f"{unit.name}: {row.name}: {row.refusal}")
     if len(matches) == 1:
-        if matches[0].refusal:
-            raise CheckpointError(f"{unit.name}: {matches[0].name}: {matches[0].refusal}")
         return matches[0]
     if matches:
         names = ", ".join(row.name for row in matches)
