@@ -82,7 +82,7 @@ def test_unknown_steps_and_empty_folders_of_wheels_are_refused(tmp_path, capsys)
     assert "there are no wheels" in capsys.readouterr().err
 
 
-def test_wheels_are_there_for_the_steps_and_only_for_them(tmp_path, monkeypatch):
+def test_wheels_are_there_for_the_steps_and_only_for_them(tmp_path, monkeypatch, capsys):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "expertd_stand_in-1.0-py3-none-any.whl", "w") as z:
@@ -94,6 +94,9 @@ def test_wheels_are_there_for_the_steps_and_only_for_them(tmp_path, monkeypatch)
             "expertd_stand_in-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         z.writestr("expertd_stand_in-1.0.dist-info/RECORD", "")
+    (wheels / "another-1.0-cp27-none-any.whl").write_bytes(
+        (wheels / "expertd_stand_in-1.0-py3-none-any.whl").read_bytes()
+    )
     look = step(
         "numerics",
         "import expertd_stand_in, importlib.metadata as m; print(expertd_stand_in.WORD, m.version('expertd-stand-in'))",
@@ -103,3 +106,4 @@ def test_wheels_are_there_for_the_steps_and_only_for_them(tmp_path, monkeypatch)
     assert main(["suite", "--out", str(tmp_path / "o"), "--wheels", str(wheels), "--steps", "numerics"]) == 0
     assert "from a wheel 1.0" in (tmp_path / "o" / "numerics.log").read_text()
     assert "expertd_stand_in" not in sys.modules
+    assert "left out: ERROR: another-1.0-cp27-none-any.whl" in capsys.readouterr().err

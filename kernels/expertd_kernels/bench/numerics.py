@@ -332,7 +332,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = detect_device(args.device)
         grid = GRIDS[args.grid]
         tokens = tuple(int(m) for m in args.m.split(",")) if args.m else grid.tokens
-        todo, refused = layers(grid, device, installed_packages(BACKENDS), [n for n in args.backend.split(",") if n])
+        there = installed_packages(BACKENDS, probe_imports=True)  # one that is broken is told once, not for each layer
+        todo, refused = layers(grid, device, there, [n for n in args.backend.split(",") if n])
     except (RuntimeError, ValueError) as e:
         print(e, file=sys.stderr)
         return 1

@@ -1,7 +1,9 @@
 """Other CPU implementations of the same layer, for the benchmark.  Each is imported only when asked for.
 
-A peer is made from canonical int4 weights (symmetric, one bf16 scale for a group) with silu or swigluoai, and called
-like a backend.  Where it cannot be had, the text says why.
+torch's operators are there with torch.  The others come from `pip install onnxruntime onnx libggml-python`, none of
+which expertd needs otherwise.
+
+A peer is made from canonical weights (mostly symmetric int4 in groups) and called like a backend.  Where it cannot be had, the text says why.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from expertd_kernels.activation import ActivationKind
 from expertd_kernels.backends import cpu_torch
+from expertd_kernels.bench.peers_ggml import ggml_layer
 from expertd_kernels.builder import problem_of
 from expertd_kernels.canonical import Weights
 from expertd_kernels.float32 import apply_activation
@@ -64,8 +68,8 @@ def _torch_bf16(weights: Weights, top_k: int, threads: int) -> Call | str:
     return call
 
 
-def _onnxruntime(weights: Weights, top_k: int, threads: int) -> Call | str:
-    """ONNX Runtime's QMoE operator (com.microsoft), int4 blockwise, int8 activations inside (accuracy level 4)."""
+def _onnxruntime(weights: Weights, top_k: int, threads: int, accuracy_level: int) -> Call | str:
+    """ONNX Runtime's QMoE operator (com.microsoft), int4 blockwise.  accuracy_level: 4 = 8-bit activations, 1 = f32."""
     if importlib.util.find_spec("onnxruntime") is None or importlib.util.find_spec("onnx") is None:
         return "not installed (onnxruntime, onnx)"
     if weights.w13.scheme.element is not Element.INT4 or weights.w13.scheme.zeros or weights.w13.columns is not None:
@@ -74,7 +78,7 @@ def _onnxruntime(weights: Weights, top_k: int, threads: int) -> Call | str:
         return "compared for silu_and_mul without bias only"
     if weights.w13.scheme.group_size is None:
         return "compared for groups only"
-    return _qmoe(weights, top_k, threads)
+    return _qmoe(weights, top_k, threads, accuracy_level)
 
 
 def _interleaved(t: Tensor) -> Tensor:
@@ -83,7 +87,7 @@ def _interleaved(t: Tensor) -> Tensor:
     return torch.stack((gate, up), dim=2).flatten(1, 2).contiguous()
 
 
-def _qmoe(weights: Weights, top_k: int, threads: int) -> Call | str:
+def _qmoe(weights: Weights, top_k: int, threads: int, accuracy_level: int) -> Call | str:
     onnx, ort = importlib.import_module("onnx"), importlib.import_module("onnxruntime")
     h, t = onnx.helper, onnx.TensorProto
     H, E = weights.hidden_size, weights.num_experts
@@ -109,6 +113,7 @@ def _qmoe(weights: Weights, top_k: int, threads: int) -> Call | str:
         normalize_routing_weights=1,
         expert_weight_bits=4,
         block_size=weights.w13.scheme.group_size,
+        accuracy_level=accuracy_level,
     )
     inputs = [h.make_tensor_value_info("x", t.FLOAT, ["m", H]), h.make_tensor_value_info("router", t.FLOAT, ["m", E])]
     fixed = [
@@ -117,6 +122,7 @@ def _qmoe(weights: Weights, top_k: int, threads: int) -> Call | str:
     ]
     graph = h.make_graph([node], "layer", inputs, [h.make_tensor_value_info("y", t.FLOAT, ["m", H])], fixed)
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21), h.make_opsetid("com.microsoft", 1)])
+    model.ir_version = 10  # the newest onnx writes a later one than onnxruntime reads
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     try:
@@ -136,7 +142,9 @@ def _qmoe(weights: Weights, top_k: int, threads: int) -> Call | str:
 PEERS: Mapping[str, Callable[[Weights, int, int], Call | str]] = {
     "torch_int4pack": _torch_int4,
     "torch_bf16": _torch_bf16,
-    "onnxruntime_qmoe": _onnxruntime,
+    "onnxruntime_qmoe": partial(_onnxruntime, accuracy_level=1),
+    "onnxruntime_int8": partial(_onnxruntime, accuracy_level=4),
+    "ggml": ggml_layer,
 }
 
 

@@ -137,11 +137,17 @@ def summary(done: Sequence[Done]) -> str:
 
 
 def _install(wheels: Path, target: str) -> None:
+    """All together, or one by one where that fails: a wheel for another Python must not cost the others."""
     files = sorted(map(str, wheels.glob("*.whl")))
     if not files:
         raise ValueError(f"--wheels {wheels}: there are no wheels")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", target]
-    subprocess.run([*pip, *files], check=True)
+    if subprocess.run([*pip, *files], capture_output=True, check=False).returncode == 0:
+        return
+    for file in files:
+        done = subprocess.run([*pip, "--upgrade", file], capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(f"left out: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.wheels:
             try:
                 _install(args.wheels, target)
-            except (ValueError, subprocess.CalledProcessError) as e:
+            except ValueError as e:
                 print(e, file=sys.stderr)
                 return 1
             sys.path.append(target)
