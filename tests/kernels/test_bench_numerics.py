@@ -55,7 +55,9 @@ def test_layers_fit_their_rows_and_have_odd_sizes_and_features_where_these_are_t
 def test_chosen_rows_only_and_unknown_names_are_refused():
     found, _ = numerics.layers(FULL, NAMED_DEVICES["cpu-avx2"], PACKAGES, ["cpu_torch"])
     assert {x.backend for x in found} == {"cpu_torch"}
-    with pytest.raises(ValueError, match="backend nope: known are aiter, cpu"):
+    found, refused = numerics.layers(FULL, NAMED_DEVICES["sm90"], PACKAGES, ["all", "-humming"])
+    assert {x.backend for x in found} | set(refused) == {b.name for b in BACKENDS} - {"humming"}
+    with pytest.raises(ValueError, match="backend nope: known are all, aiter, cpu"):
         numerics.layers(FULL, NAMED_DEVICES["cpu-avx2"], PACKAGES, ["nope"])
 
 

@@ -11,6 +11,8 @@ from expertd_kernels.bench import suite
 from expertd_kernels.bench.__main__ import main
 from expertd_kernels.bench.__main__ import parser as bench_parser
 from expertd_kernels.bench.numerics import _parser as numerics_parser
+from expertd_kernels.bench.rows import picked
+from expertd_kernels.table import BACKENDS
 
 
 def step(name, code, share=1.0):
@@ -67,11 +69,12 @@ def test_the_commands_are_ones_that_the_benches_take(name, tmp_path):
         assert "tests/gpu" in command
     elif "numerics" in command:
         args = numerics_parser().parse_args(command[command.index("numerics") + 1 :])
-        assert (args.device, args.budget, args.jobs) == ("cuda", 95.0, 12)
+        assert (args.device, args.budget, args.jobs) == ("cuda", 95.0, 1 if name == "flashinfer" else 12)
+        assert picked(args.backend.split(","), [b.name for b in BACKENDS])
     else:
         args = bench_parser().parse_args(command[2:])
         assert (args.device, args.budget) == ("cuda", 85.0)
-        assert args.backend
+        assert picked(args.backend, [b.name for b in BACKENDS])
     assert all(str(part).startswith(str(tmp_path)) for part in command if str(part).endswith((".json", ".md", ".csv")))
 
 

@@ -28,10 +28,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--shape", type=_names, metavar="LIST", help="models, or MODEL/EXPERTS for a slice")
     p.add_argument("--scheme", type=_names, metavar="LIST", help="for instance int4_g128,mxfp4")
-    p.add_argument("--backend", type=_names, metavar="LIST", help="rows of the oracle's table; cuda: or all")
+    p.add_argument("--backend", type=_names, metavar="LIST", help="rows of the table; cuda: or all, without -NAME")
     p.add_argument("--m", type=_numbers, metavar="LIST", help="numbers of tokens")
     p.add_argument("--threads", type=_numbers, metavar="LIST", help="cpu: numbers of threads (default 1,2)")
-    p.add_argument("--peers", action="store_true", help="cpu: other implementations, in turns with ours")
+    p.add_argument(
+        "--peers",
+        nargs="?",
+        const=[],
+        type=_names,
+        metavar="LIST",
+        help="cpu: other implementations, in turns with ours (default all; `pip install onnxruntime onnx libggml-python`"
+        " for those beyond torch)",
+    )
+    p.add_argument("--table", type=Path, metavar="FILE", help="cpu: write the points as Markdown tables")
     p.add_argument("--seconds", type=float, default=1.0, help="cpu: time for each row (default 1)")
     p.add_argument("--routing", type=_names, metavar="LIST", help="cuda: uniform, zipf")
     p.add_argument("--activations", metavar="HOW", help="cuda: how they are rounded, for instance e4m3_group128")

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from expertd_kernels.backends.protocol import Experts
 from expertd_kernels.bench.cuda_timing import Ceilings, ceilings, graph_times
+from expertd_kernels.bench.rows import picked
 from expertd_kernels.bench.workers import NoResult, run_tasks
 from expertd_kernels.builder import build, problem_of
 from expertd_kernels.canonical import Weights
@@ -166,8 +167,8 @@ def _error(experts: Experts, weights: Weights, inputs: Inputs) -> float:
 def _candidates(
     weights: Weights, top_k: int, names: Sequence[str], how: ActivationQuant = ActivationQuant.NONE
 ) -> dict[str, Experts]:
-    """The named backends; "all": each that the oracle does not refuse, but the reference; none named: its choice.
-    Refusals and failures go to stderr."""
+    """The named backends; "all": each that the oracle does not refuse, but the reference, without any "-NAME"; none
+    named: its choice.  Refusals and failures go to stderr."""
     problem = problem_of(
         weights,
         detect_device("cuda"),
@@ -175,9 +176,8 @@ def _candidates(
         activation_quant=how,
         packages=installed_packages(BACKENDS, probe_imports=True),
     )
-    wanted: Sequence[str | None] = list(names) or [None]
-    if "all" in wanted:
-        wanted = [v.backend for v in decide(problem).verdicts if v.eligible and v.backend != "reference"]
+    every = [v.backend for v in decide(problem).verdicts if v.eligible and v.backend != "reference"]
+    wanted: Sequence[str | None] = picked(names, every) if names else [None]
     found: dict[str, Experts] = {}
     for name in wanted:
         begin = time.perf_counter()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from expertd_kernels.activation import Activation
 from expertd_kernels.backends.protocol import Experts
+from expertd_kernels.bench.rows import picked
 from expertd_kernels.bench.workers import NoResult, run_tasks
 from expertd_kernels.builder import build
 from expertd_kernels.canonical import QuantTensor, Weights
@@ -179,13 +180,11 @@ def layers(
 ) -> tuple[list[Layer], dict[str, str]]:
     """The layers to check, those of the first shape first; and why rows have none.  ValueError for an unknown name."""
     known = {b.name: b for b in BACKENDS}
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        raise ValueError(f"backend {', '.join(unknown)}: known are {', '.join(sorted(known))}")
+    rows = picked(names or ["all"], list(known))
     found: list[Layer] = []
     refused: dict[str, str] = {}
     for shape in grid.shapes:
-        for b in (known[n] for n in names or known):
+        for b in (known[n] for n in rows):
             for scheme, how in _claims(b):
                 for dtype in sorted(b.compute_dtypes & set(shape.dtypes)):
                     layer, why = _fit(b, shape, scheme, how, dtype, device, packages)
@@ -314,7 +313,7 @@ def markdown(
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m expertd_kernels.bench numerics", description=__doc__)
     p.add_argument("--device", choices=["cpu", "cuda", "xpu"], default="cpu")
-    p.add_argument("--backend", metavar="LIST", default="", help="rows of the oracle's table (default: all that run)")
+    p.add_argument("--backend", metavar="LIST", default="", help="rows of the table, all, -NAME for all but it")
     p.add_argument("--grid", choices=sorted(GRIDS), default="full")
     p.add_argument("--m", metavar="LIST", default="", help="numbers of tokens (default: the grid's)")
     p.add_argument("--jobs", type=int, default=1, help="processes at a time; kernels compile beside each other")

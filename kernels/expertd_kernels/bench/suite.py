@@ -5,6 +5,7 @@
     ours       our rows at all points of the bench
     rounded    rows that round activations to e4m3, on e4m3 blocks
     peers      every row that is not refused, ours too, on int4, mxfp4 and bf16
+    flashinfer the rows of FlashInfer alone, which compiles for many minutes at its first use
 
 Each step is a process with its own log and has at most its share of the time that is left; then it is stopped with all
 that it started, and what it had written stays.  The folder holds suite.md, and of each step a log, a table and the
@@ -29,6 +30,8 @@ from pathlib import Path
 __all__ = ["STEPS", "Done", "Step", "main", "run_steps"]
 
 OURS = "gluon_sm90,triton"
+QUICK = "all,-flashinfer_cutlass,-flashinfer_trtllm"
+"""Rows that are ready within seconds."""
 PEERS = ("--shape", "qwen3-30b-a3b,mixtral-8x7b,gpt-oss-120b", "--scheme", "int4_g128,mxfp4,bf16")
 
 
@@ -51,11 +54,11 @@ class Done:
     last: str
 
 
-def _bench(name: str, *more: str, jobs: bool = True) -> Callable[[Path, float, int], list[str]]:
+def _bench(name: str, *more: str) -> Callable[[Path, float, int], list[str]]:
     def command(out: Path, seconds: float, processes: int) -> list[str]:
         files = ["--json", str(out / f"{name}.json"), "--csv", str(out / f"{name}.csv")]
         budget = ["--budget", f"{0.85 * seconds:.0f}"]  # the layer that is being timed then may still end
-        beside = ["--jobs", str(max(1, processes // 3))] if jobs else []  # large layers: three need most of a GPU
+        beside = ["--jobs", str(max(1, processes // 3))]  # large layers: as many processes fit into one GPU
         return ["-m", "expertd_kernels.bench", "--device", "cuda", *more, *budget, *beside, *files]
 
     return command
@@ -70,7 +73,15 @@ def _tests(out: Path, seconds: float, processes: int) -> list[str]:
 def _numerics(out: Path, seconds: float, processes: int) -> list[str]:
     files = ["--out", str(out / "numerics.md"), "--json", str(out / "numerics.json")]
     budget = ["--budget", f"{0.95 * seconds:.0f}", "--limit", f"{seconds / 2:.0f}"]
-    return ["-m", "expertd_kernels.bench", "numerics", "--device", "cuda", "--jobs", str(processes), *budget, *files]
+    more = ["--jobs", str(processes), "--backend", QUICK]
+    return ["-m", "expertd_kernels.bench", "numerics", "--device", "cuda", *more, *budget, *files]
+
+
+def _flashinfer(out: Path, seconds: float, processes: int) -> list[str]:
+    files = ["--out", str(out / "flashinfer.md"), "--json", str(out / "flashinfer.json")]
+    limit = ["--budget", f"{0.95 * seconds:.0f}", "--limit", f"{0.95 * seconds:.0f}", "--jobs", "1"]
+    rows = ["--backend", "flashinfer_cutlass,flashinfer_trtllm"]
+    return ["-m", "expertd_kernels.bench", "numerics", "--device", "cuda", *rows, *limit, *files]
 
 
 STEPS: Mapping[str, Step] = {
@@ -84,10 +95,11 @@ STEPS: Mapping[str, Step] = {
             0.35,
             _bench(
                 "rounded", "--scheme", "e4m3_block128", "--shape", "qwen3-30b-a3b,mixtral-8x7b,deepseek-v3/64",
-                "--activations", "e4m3_group128", "--backend", "all",
+                "--activations", "e4m3_group128", "--backend", QUICK,
             ),
         ),
-        Step("peers", 1.0, _bench("peers", *PEERS, "--backend", "all", jobs=False)),
+        Step("peers", 0.9, _bench("peers", *PEERS, "--backend", QUICK)),
+        Step("flashinfer", 1.0, _flashinfer),
     )
 }  # fmt: skip
 
