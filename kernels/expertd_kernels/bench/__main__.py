@@ -37,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
         const=[],
         type=_names,
         metavar="LIST",
-        help="cpu: other implementations, in turns with ours (default all; `pip install onnxruntime onnx libggml-python`"
-        " for those beyond torch)",
+        help="cpu: other implementations, in turns with ours (default all; those beyond torch: `pip install onnxruntime"
+        " onnx libggml-python`)",
     )
     p.add_argument("--table", type=Path, metavar="FILE", help="cpu: write the points as Markdown tables")
     p.add_argument("--seconds", type=float, default=1.0, help="cpu: time for each row (default 1)")
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 1 where an answer was wrong (relative error above its tolerance, or 5 %), nothing was answered, or a
     name is unknown."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] in (["numerics"], ["suite"]):
+    if argv[:1] in (["numerics"], ["suite"], ["compare"]):
         return int(importlib.import_module(f"expertd_kernels.bench.{argv[0]}").main(argv[1:]))
     args = parser().parse_args(argv)
     target = args.json

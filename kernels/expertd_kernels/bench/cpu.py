@@ -8,6 +8,7 @@ of what the memory gave in that minute.  Inputs differ from call to call, so tha
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from expertd_kernels.backends import cpu, cpu_native
 from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.bench.cpu_table import OURS, READ, fraction, markdown, summary
 from expertd_kernels.bench.peers_cpu import PEERS, peer
 from expertd_kernels.builder import build, problem_of
 from expertd_kernels.canonical import Weights
@@ -31,7 +33,7 @@ from expertd_kernels.models import MODELS, ModelShape
 from expertd_kernels.numerics import relative_error
 from expertd_kernels.oracle import NoBackendError, Refused, decide
 from expertd_kernels.probe import detect_device, installed_packages
-from expertd_kernels.scheme import Scheme
+from expertd_kernels.scheme import ActivationQuant, Element, Scheme
 from expertd_kernels.synthetic import random_inputs, random_weights
 from expertd_kernels.table import BACKENDS
 
@@ -41,8 +43,8 @@ SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3/16")
 TOKENS = (1, 4, 16, 64, 256, 1024)
 CHECK_TOKENS = 16
 INPUT_SETS = 8
-READ = "plain_read"
-"""The row that holds the interleaved read: its gb_s is the ceiling of its point."""
+PAUSE_S = 0.002
+"""Between calls: the threads of other implementations spin for about a millisecond after theirs."""
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 Caller = Callable[[Inputs], object]
@@ -65,12 +67,17 @@ class Row:
 
 
 def shape_of(name: str) -> ModelShape:
-    """A model's name, or NAME/E for a slice with E experts.  ValueError lists the names."""
+    """A model's name, or NAME/E for a slice with E experts (of which a token takes no more than there are).  ValueError
+    lists the names."""
     base, _, experts = name.partition("/")
     if base not in MODELS or (experts and not experts.isdecimal()):
         raise ValueError(f"shape {name!r}: want a model or MODEL/EXPERTS; models: {', '.join(MODELS)}")
     model = MODELS[base]
-    return replace(model, name=name, num_experts=int(experts) if experts else model.num_experts)
+    if not experts:
+        return model
+    if int(experts) < 1:
+        raise ValueError(f"shape {name!r}: want at least one expert")
+    return replace(model, name=name, num_experts=int(experts), top_k=min(model.top_k, int(experts)))
 
 
 def machine() -> dict[str, str]:
@@ -99,11 +106,12 @@ def machine() -> dict[str, str]:
 
 def ceilings(context: cpu_native.Context, data: Tensor) -> dict[str, float]:
     """What bounds a layer with the context's threads, measured now: a plain read of `data`, and the peaks of the
-    level's bf16 (where it has no bf16 dot product: f32) and int8 multiply-adds.  Best of five: a peak is a peak."""
+    level's bf16 (where it has no bf16 dot product: f32), int8 and int16 multiply-adds.  Best of five: a peak is a peak.
+    """
     lib = cpu_native.library()
     read = [lib.expertd_cpu_read_gb_s(context.handle, data.data_ptr(), data.numel()) for _ in range(5)]
-    bf16, int8 = ([lib.expertd_cpu_peak(context.handle, kind, 0.05) for _ in range(5)] for kind in (0, 2))
-    return {"read_gb_s": statistics.median(read), "bf16_gflop_s": max(bf16), "int8_gop_s": max(int8)}
+    bf16, int8, int16 = (max(lib.expertd_cpu_peak(context.handle, kind, 0.05) for _ in range(5)) for kind in (0, 2, 3))
+    return {"read_gb_s": statistics.median(read), "bf16_gflop_s": bf16, "int8_gop_s": int8, "int16_gop_s": int16}
 
 
 def _inputs(shape: ModelShape, tokens: int) -> list[Inputs]:
@@ -125,12 +133,14 @@ def _error(call: Caller, weights: Weights, inputs: Inputs) -> float:
 
 
 def _times(calls: Mapping[str, Caller], sets: Sequence[Inputs], seconds: float) -> dict[str, float]:
-    """Median microseconds of each call.  One call of each in turn, until `seconds` are spent, at least five rounds."""
+    """Median microseconds of each call.  One call of each in turn, until `seconds` are spent, at least four rounds, of
+    which the first does not count."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds
     n = 0
-    while n < 5 or time.perf_counter() < end:
+    while n < 4 or time.perf_counter() < end:
         for name, call in calls.items():
+            time.sleep(PAUSE_S)
             start = time.perf_counter()
             call(sets[n % len(sets)])
             taken[name].append((time.perf_counter() - start) * 1e6)
@@ -159,8 +169,10 @@ def _backends(
     problem = problem_of(weights, detect_device("cpu"), top_k=shape.top_k, packages=installed_packages(BACKENDS))
     found: dict[str, Caller] = {}
     for name in names:
-        if name == "cpu":
-            ours = cpu.CpuExperts(packed, problem, cpu_native.context(None, threads))
+        if name in OURS:  # one packing serves both
+            quant = ActivationQuant.INT8_GROUP if name == "cpu_w4a8" else ActivationQuant.NONE
+            asked = replace(problem, activation_quant=quant)
+            ours = cpu.CpuExperts(packed, asked, cpu_native.context(None, threads), backend=name)
             found[name] = partial(_call, ours)
             continue
         try:
@@ -174,9 +186,9 @@ def _call(experts: Callable[..., Tensor], inputs: Inputs) -> Tensor:
     return experts(*inputs)
 
 
-def _peers(weights: Weights, shape: ModelShape, threads: int) -> dict[str, Caller]:
+def _peers(weights: Weights, shape: ModelShape, names: Sequence[str], threads: int) -> dict[str, Caller]:
     found: dict[str, Caller] = {}
-    for name in PEERS:
+    for name in names:
         made = peer(name, weights, shape.top_k, threads)
         if isinstance(made, str):
             print(f"{name}: {made}", file=sys.stderr)
@@ -185,7 +197,23 @@ def _peers(weights: Weights, shape: ModelShape, threads: int) -> dict[str, Calle
     return found
 
 
-def _points(args: argparse.Namespace, shape: ModelShape, scheme: Scheme, threads_list: Sequence[int]) -> list[Row]:
+def _names(args: argparse.Namespace, scheme: Scheme) -> tuple[list[str], list[str]]:
+    """(backends, peers) to time.  ValueError for a peer that nobody knows."""
+    default = list(OURS) if scheme.element is Element.INT4 else ["cpu"]
+    peers = [] if args.peers is None else args.peers or list(PEERS)
+    for name in peers:
+        if name not in PEERS:
+            raise ValueError(f"peer {name!r}: want one of {', '.join(PEERS)}")
+    return args.backend or default, peers
+
+
+def _points(
+    args: argparse.Namespace,
+    shape: ModelShape,
+    scheme: Scheme,
+    threads_list: Sequence[int],
+    peaks: Mapping[str, Mapping[str, float]],
+) -> list[Row]:
     """All rows of one layer."""
     E, H, I = shape.num_experts, shape.hidden_size, shape.intermediate_size
     weights = random_weights(scheme, E, H, I, activation=shape.activation, bias=shape.bias)
@@ -196,9 +224,9 @@ def _points(args: argparse.Namespace, shape: ModelShape, scheme: Scheme, threads
     for threads in threads_list:
         torch.set_num_threads(threads)
         context = cpu_native.context(None, threads)
-        calls = _backends(weights, packed, shape, args.backend or ["cpu"], threads)
-        calls |= _peers(weights, shape, threads) if args.peers else {}
-        top = ceilings(context, packed.tensors["w13.stream"].view(-1))
+        backends, peers = _names(args, scheme)
+        calls = _backends(weights, packed, shape, backends, threads)
+        calls |= _peers(weights, shape, peers, threads)
         reader = _Reader(packed, context)
         for M in args.m or TOKENS:
             sets = _inputs(shape, M)
@@ -212,33 +240,52 @@ def _points(args: argparse.Namespace, shape: ModelShape, scheme: Scheme, threads
                 size = whole if name == READ else nbytes
                 rows.append(Row(shape.name, scheme.name, name, threads, M, us, size / us / 1e3,
                                 0.0 if name == READ else flop / us / 1e3, errors.get(name, 0.0)))  # fmt: skip
-                print(_line(rows[-1], whole / times[READ] / 1e3, top["bf16_gflop_s"]), file=sys.stderr, flush=True)
+                print(_line(rows[-1], whole / times[READ] / 1e3, peaks[f"{threads}"]), file=sys.stderr, flush=True)
     return rows
 
 
-def _line(r: Row, read_gb_s: float, peak: float) -> str:
+def _line(r: Row, read_gb_s: float, peaks: Mapping[str, float]) -> str:
+    share, bound = fraction(asdict(r), read_gb_s, peaks)
     return (
         f"{r.shape:16s} {r.scheme:14s} {r.backend:16s} threads {r.threads} M {r.M:5d} {r.us:11.1f} us"
-        f" {r.gb_s:6.1f} GB/s"
-        f" {r.gb_s / read_gb_s * 100:4.0f} % of read {r.gflop_s:7.1f} GFLOP/s {r.gflop_s / peak * 100:4.0f} % of bf16"
+        f" {r.gb_s:6.1f} GB/s {r.gflop_s:7.1f} GFLOP/s {share * 100:4.0f} % of {bound:10s}"
         f" error {r.relative_error:.1e}"
     )
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """The bench's --device cpu.  args: shape, scheme, backend, m, threads (lists or None), peers, seconds.
+def _load() -> str:
+    """Waiting and running processes: how busy others kept the machine."""
+    return " ".join(f"{x:.1f}" for x in os.getloadavg()) if hasattr(os, "getloadavg") else "unknown"
 
-    The ceilings of the result are those of the largest number of threads; a point's own read is its plain_read row.
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """The bench's --device cpu.  args: shape, scheme, backend, m, threads, peers (lists or None), seconds, table.
+
+    The ceilings of the result are those of the largest number of threads, `peaks` those of each; a point's own read is
+    its plain_read row.
     """
-    facts = machine()
+    facts = {**machine(), "load_before": _load()}
     threads = args.threads or sorted({1, min(2, len(cpu_native.physical_cpus()))})
-    context = cpu_native.context(None, max(threads))
-    top = ceilings(context, torch.zeros(256 << 20, dtype=torch.uint8))
+    data = torch.zeros(256 << 20, dtype=torch.uint8)
+    peaks = {f"{t}": ceilings(cpu_native.context(None, t), data) for t in threads}
+    top = peaks[f"{max(threads)}"]
     print(f"{facts}\n{max(threads)} threads: {top}", file=sys.stderr, flush=True)
     rows: list[Row] = []
     for name in args.shape or SHAPES:
         shape = shape_of(name)
         default = ["mxfp4"] if shape.family == "gpt_oss" else ["int4_g128"]
         for scheme in args.scheme or default:
-            rows += _points(args, shape, Scheme.parse(scheme), threads)
-    return {"machine": facts, "ceilings": top, "rows": [asdict(r) for r in rows]}
+            rows += _points(args, shape, Scheme.parse(scheme), threads, peaks)
+    records = [asdict(r) for r in rows]
+    facts["load_after"] = _load()
+    compared = summary(records)
+    result = {"machine": facts, "ceilings": top, "peaks": peaks, "rows": records, "summary": compared}
+    for line in compared:
+        print(
+            "{shape:16s} {scheme:14s} {backend:16s} threads {threads} against the fastest peer: geometric mean"
+            " {geometric_mean:.2f}x, least {least:.2f}x".format(**line),
+            file=sys.stderr,
+        )
+    if args.table:
+        args.table.write_text(markdown(result))
+    return result

@@ -3,7 +3,8 @@
 torch's operators are there with torch.  The others come from `pip install onnxruntime onnx libggml-python`, none of
 which expertd needs otherwise.
 
-A peer is made from canonical weights (mostly symmetric int4 in groups) and called like a backend.  Where it cannot be had, the text says why.
+A peer is made from canonical weights (mostly symmetric int4 in groups) and called like a backend.
+Where it cannot be had, the text says why.
 """
 
 from __future__ import annotations

@@ -1,0 +1,94 @@
+"""The CPU benchmark: its names, its arithmetic, and one small run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from expertd_kernels import reference, relative_error
+from expertd_kernels.backends import cpu_native
+from expertd_kernels.bench import cpu_table
+from expertd_kernels.bench.__main__ import main
+from expertd_kernels.bench.cpu import shape_of
+from expertd_kernels.bench.peers_cpu import PEERS, peer
+from expertd_kernels.synthetic import random_inputs, random_weights
+
+built = pytest.mark.skipif(bool(cpu_native.kernel_error()), reason=cpu_native.kernel_error() or "built")
+PEAKS = {"read_gb_s": 20.0, "bf16_gflop_s": 100.0, "int8_gop_s": 400.0, "int16_gop_s": 200.0}
+
+
+def row(backend, us, *, M=1, gb_s=10.0, gflop_s=20.0):
+    return {"shape": "s", "scheme": "int4_g128", "backend": backend, "threads": 1, "M": M, "us": us, "gb_s": gb_s,
+            "gflop_s": gflop_s, "relative_error": 0.0}  # fmt: skip
+
+
+def test_a_slice_has_no_more_routes_than_experts():
+    assert (shape_of("qwen3-30b-a3b/1").num_experts, shape_of("qwen3-30b-a3b/1").top_k) == (1, 1)
+    assert (shape_of("deepseek-v3/16").num_experts, shape_of("deepseek-v3/16").top_k) == (16, 8)
+    for name in ("qwen3-30b-a3b/0", "qwen3-30b-a3b/x", "nobody"):
+        with pytest.raises(ValueError, match="want"):
+            shape_of(name)
+
+
+def test_the_ceiling_that_applies_is_the_one_nearer():
+    assert cpu_table.fraction(row("cpu", 1, gb_s=15.0), 20.0, PEAKS) == (0.75, "read")
+    assert cpu_table.fraction(row("cpu", 1, gb_s=1.0, gflop_s=100.0), 20.0, PEAKS) == (0.5, "arithmetic")
+    assert cpu_table.fraction(row("cpu_w4a8", 1, gb_s=1.0, gflop_s=100.0), 20.0, PEAKS) == (0.25, "arithmetic")
+
+
+def test_ratios_are_to_the_fastest_peer_of_each_point():
+    rows = [row("cpu", 10), row("cpu_w4a8", 8), row("torch_int4pack", 15), row("ggml", 20), row("torch_bf16", 5),
+            row("cpu", 10, M=4), row("ggml", 60, M=4), row("plain_read", 1)]  # fmt: skip
+    found = {r["backend"]: r for r in cpu_table.summary(rows)}
+    assert found["cpu"]["geometric_mean"] == pytest.approx((1.5 * 6.0) ** 0.5)
+    assert found["cpu"]["least"] == pytest.approx(1.5)
+    assert found["cpu_w4a8"]["geometric_mean"] == pytest.approx(2.5)
+    result = {"rows": rows, "summary": list(found.values()), "peaks": {"1": PEAKS}}
+    text = cpu_table.markdown(result)
+    assert "**1.50x**" in text
+    assert "| s | int4_g128 | 1 | cpu | 3.00 | 1.50 |" in text
+    assert cpu_table.summary([row("cpu", 10)]) == []
+
+
+@built
+def test_one_small_run(tmp_path, capsys):
+    out, table = tmp_path / "out.json", tmp_path / "out.md"
+    arguments = [
+        "--device",
+        "cpu",
+        "--shape",
+        "tiny/1",
+        "--scheme",
+        "int4_g128,int8_g128",
+        "--m",
+        "1,3",
+        "--threads",
+        "1",
+    ]
+    assert (
+        main([*arguments, "--seconds", "0.001", "--peers", "torch_int4pack", "--json", str(out), "--table", str(table)])
+        == 0
+    )
+    result = json.loads(out.read_text())
+    assert {"read_gb_s", "bf16_gflop_s", "int8_gop_s"} <= set(result["ceilings"])
+    assert all(value > 0 for value in result["ceilings"].values())
+    want = {"shape", "scheme", "backend", "threads", "M", "us", "gb_s", "gflop_s", "relative_error"}
+    assert all(set(r) == want for r in result["rows"])
+    assert {(r["scheme"], r["backend"]) for r in result["rows"]} == {
+        ("int4_g128", "cpu"), ("int4_g128", "cpu_w4a8"), ("int4_g128", "torch_int4pack"), ("int4_g128", "plain_read"),
+        ("int8_g128", "cpu"), ("int8_g128", "plain_read")}  # fmt: skip
+    assert all(0 < r["relative_error"] < 0.05 for r in result["rows"] if r["backend"] != "plain_read")
+    assert "## tiny/1, int4_g128, 1 thread" in table.read_text()
+    assert "torch's int4 operator does not take this scheme" in capsys.readouterr().err
+    assert main(["--device", "cpu", "--shape", "tiny/1", "--peers", "nobody"]) == 1
+
+
+@pytest.mark.parametrize("name", sorted(PEERS))
+def test_peers_compute_the_layer(name):
+    weights = random_weights("int4_g64", 6, 128, 64)
+    call = peer(name, weights, 2, 1)
+    if isinstance(call, str):
+        pytest.skip(f"{name}: {call}")
+    inputs = random_inputs(5, 128, 6, 2)
+    assert relative_error(call(*inputs), reference(weights, *inputs)) < 0.03
