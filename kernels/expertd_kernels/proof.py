@@ -4,9 +4,11 @@ One row for each local expert, in which that expert's route dominates (weight 1 
 wrong expert of hundreds makes a row wrong, not just the sum a little worse; and one row without a route.
 
 The reference costs what dequantizing costs.  With `reference_experts` only the rows of that many experts, spread over
-the layer, have a float32 reference.  The other rows are judged against `accepted`: what a backend that passed gave.
+the layer, have a float32 reference.
+
 A proof is a handful of tensors, so it is kept beside packed weights: whoever maps them can check them without having
-the canonical weights.
+the canonical weights.  What is kept is condensed: the rows with a reference, and one row for each top_k other experts;
+all of them are compared with `accepted`, too: what the packed layer gave when it had passed the whole check.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ BOOT_WEIGHTS = 64 << 20
 class Proof:
     """x [M, H] in the compute dtype; ids [M, k] int32 slots; weights [M, k] f32.
 
-    dominant  [M] int32: the slot whose weight is 1, -1 where no route is
+    dominant  [M] int32: the slot whose weight is 1 (of a condensed row the first one), -1 where no route is
     expected  [C, H] f32: the float32 reference of the first C rows; the routes of a row go to experts of its own kind
               only, so those rows never depend on the others
     accepted  [M, H] in the compute dtype: the answer of a backend that passed; None before one did
@@ -50,7 +52,7 @@ class Proof:
 
     @property
     def num_experts(self) -> int:
-        return len(self.x) - 1
+        return int(self.ids.max()) + 1
 
     def tensors(self) -> dict[str, Tensor]:
         """By field name."""
@@ -65,8 +67,25 @@ class Proof:
         return Proof.of({name: t.to(device) for name, t in self.tensors().items()})
 
     def accept(self, output: Tensor) -> Proof:
-        """The proof with `output` [M, H] as what the rows without a reference are compared with from now on."""
+        """The proof with `output` [M, H] as what its rows are compared with from now on."""
         return replace(self, accepted=output.to(self.x.dtype))
+
+    def condense(self) -> Proof:
+        """The rows with a reference, then rows whose routes hit every other expert once, each with weight 1: a wrong
+        one among top_k is a third of its row and more."""
+        first, top_k = len(self.expected), self.ids.shape[1]
+        others = self.dominant[first:]
+        rows = -(-len(others) // top_k)
+        ids = torch.full((rows * top_k,), -1, dtype=torch.int32, device=self.ids.device)
+        ids[: len(others)] = others
+        ids = ids.view(rows, top_k)
+        return Proof(
+            self.x[: first + rows],
+            torch.cat([self.ids[:first], ids]),
+            torch.cat([self.weights[:first], torch.ones_like(ids, dtype=torch.float32)]),
+            torch.cat([self.dominant[:first], ids[:, 0]]),
+            self.expected,
+        )
 
 
 def boot_reference_experts(weights: Weights) -> int:

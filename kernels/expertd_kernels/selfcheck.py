@@ -2,7 +2,8 @@
 
     proof = prove(weights, problem)                      the batch and its reference, from canonical weights
     found = check(experts, proof, problem, weights)      before anything is served
-    found = check(experts, stored proof, problem)        packed weights that were mapped: no canonical ones needed
+    kept  = accept(experts, proof, problem)              of experts that passed: a smaller proof, to be kept with them
+    found = check(experts, kept, problem)                packed weights that were mapped: no canonical ones needed
 
 The same reference rows judge a call with all rows and calls with few: a backend may take different kernels for them.
 Rows without a reference: with `weights`, one that is not finite or not of the compared rows' size is compared after
@@ -12,7 +13,7 @@ all; without, every row is compared with the accepted answer that the proof carr
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from expertd_kernels.numerics import relative_error, tolerance
 from expertd_kernels.problem import Problem
 from expertd_kernels.proof import Proof, boot_reference_experts, prove, reference_rows
 
-__all__ = ["SelfCheck", "boot_reference_experts", "check", "self_check"]
+__all__ = ["SelfCheck", "accept", "boot_reference_experts", "check", "self_check"]
 
 ROW_SLACK = 4.0
 """A single row may be this much worse than the tolerance, which is meant for whole batches."""
@@ -35,8 +36,7 @@ SMALL_BATCHES = (1, 4)
 @dataclass(frozen=True)
 class SelfCheck:
     """relative_error: of the worst call; worst_row_error: of the worst row, in which the route to worst_expert (a slot)
-    dominates; experts_compared of num_experts with a float32 reference; fault: why it is not ok, "" if it is;
-    output: [M, H] f32, what the experts gave for the proof's batch."""
+    dominates; experts_compared of num_experts with a float32 reference; fault: why it is not ok, "" if it is."""
 
     relative_error: float
     worst_row_error: float
@@ -46,7 +46,6 @@ class SelfCheck:
     num_experts: int
     seconds: float
     fault: str = ""
-    output: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -90,7 +89,6 @@ def check(experts: Experts, proof: Proof, problem: Problem, weights: Weights | N
         proof.experts_compared,
         proof.num_experts,
         0.0,
-        output=out,
     )
     others = _fault_of_strange(out, proof, weights, problem, found.tolerance) if weights is not None else ""
     return replace(
@@ -98,6 +96,12 @@ def check(experts: Experts, proof: Proof, problem: Problem, weights: Weights | N
         fault=_fault(found) or others or _fault_of_accepted(out, proof, found.tolerance),
         seconds=time.perf_counter() - start,
     )
+
+
+def accept(experts: Experts, proof: Proof, problem: Problem) -> Proof:
+    """The condensed proof, with what `experts`, which have passed check(), give for it."""
+    small = proof.condense()
+    return small.accept(_call(experts, small, len(small.x), problem))
 
 
 def _call(experts: Experts, proof: Proof, rows: int, problem: Problem) -> Tensor:

@@ -22,7 +22,7 @@ from expertd_kernels.backends.protocol import BackendModule, Experts, Packed
 from expertd_kernels.cache import Found, PackedCache
 from expertd_kernels.oracle import Backend, Refused, load
 from expertd_kernels.proof import Proof, boot_reference_experts, prove
-from expertd_kernels.selfcheck import SelfCheck, check
+from expertd_kernels.selfcheck import SelfCheck, accept, check
 from expertd_kernels.source import ExpertSource
 from expertd_kernels.synthetic import random_inputs
 from expertd_server.choice import Unfit
@@ -165,8 +165,8 @@ def _packed(row: Backend, plan: LayerPlan, canonical: Canonical, site: Site, fac
         checked = check(experts, proof, problem, weights)
     if not checked.ok:
         raise Unfit("checked against the float32 reference", checked.fault, wrong=True)
-    if site.cache is not None and checked.output is not None:
-        kept = _keep(site, facts, packed, proof.accept(checked.output))
+    if site.cache is not None:
+        kept = _keep(site, facts, packed, accept(experts, proof, problem))
         if kept is not None and site.device.type == "cpu":
             # From now on the first server, too, computes from the pages that every later one shares.
             experts = module.experts(kept, problem)

@@ -10,7 +10,7 @@ from expertd_kernels import Device, decide, problem_of
 from expertd_kernels.backends import reference as backend
 from expertd_kernels.cache import ALIGN, CacheError, PackedCache, checksum, code_digest, read_packed
 from expertd_kernels.proof import prove
-from expertd_kernels.selfcheck import check
+from expertd_kernels.selfcheck import accept, check
 from expertd_kernels.synthetic import random_weights
 
 CPU = Device("cpu", "x86_64")
@@ -112,10 +112,10 @@ def test_a_proof_lies_beside_the_weights_and_judges_them_without_canonical_ones(
     p = problem_of(w, CPU, top_k=2)
     packed = backend.pack(w, p)
     proof = prove(w, p, reference_experts=2)
-    found = check(backend.experts(packed, p), proof, p, w)
+    assert check(backend.experts(packed, p), proof, p, w).ok
     cache = PackedCache(tmp_path)
     facts = cache.facts("f" * 64, 0, range(6), decide(p, pin="reference").require(), p)
-    cache.store(facts, packed, proof.accept(found.output))
+    cache.store(facts, packed, accept(backend.experts(packed, p), proof, p))
     mapped = cache.load(facts).entry
     assert check(backend.experts(mapped.packed, p), mapped.proof, p).ok
     other = backend.pack(random_weights("int4_g32_zp", 6, 64, 32, seed=1), p)

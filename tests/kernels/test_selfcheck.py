@@ -11,7 +11,8 @@ from expertd_kernels import ActivationQuant, Problem, Weights, build, decide, de
 from expertd_kernels.activation import Activation, ActivationKind
 from expertd_kernels.backends.protocol import Experts
 from expertd_kernels.backends.reference import ReferenceExperts
-from expertd_kernels.selfcheck import boot_reference_experts, self_check
+from expertd_kernels.proof import prove
+from expertd_kernels.selfcheck import accept, boot_reference_experts, check, self_check
 from expertd_kernels.synthetic import random_weights
 
 
@@ -112,6 +113,23 @@ def test_bounded_check_sees_experts_that_are_not_compared(fault: str) -> None:
     found = self_check(Broken(w, fault, 13), w, p, reference_experts=4)
     assert not found.ok
     assert "13" in found.fault
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("slot", [0, 13, 31])
+@pytest.mark.parametrize("top_k", [1, 4, 5])
+def test_a_kept_proof_sees_every_fault_of_every_expert_without_canonical_weights(
+    fault: str, slot: int, top_k: int
+) -> None:
+    if fault == "weight ignored" and top_k == 1:
+        pytest.skip("with one route a token every weight of the batch is 1")
+    w = random_weights("int4_g32", 32, 64, 32)
+    p = problem_of(w, detect_device("cpu"), top_k=top_k)
+    kept = accept(ReferenceExperts(w), prove(w, p, reference_experts=4), p)
+    assert len(kept.x) == 5 + -(-28 // top_k)
+    assert sorted(set(kept.ids.flatten().tolist()) - {-1}) == list(range(32))
+    assert check(ReferenceExperts(w), kept, p).ok
+    assert not check(Broken(w, fault, slot), kept, p).ok
 
 
 def test_bounded_check_compares_a_strange_row_before_it_complains() -> None:
