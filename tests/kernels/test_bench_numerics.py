@@ -215,3 +215,17 @@ def test_the_budget_ends_what_runs_and_begins_nothing_more():
 def test_schemes_beside_the_matrix_are_others():
     assert not set(numerics.EXTRA_SCHEMES) & set(SCHEMES)
     assert all(Scheme.parse(s).name == s for s in numerics.EXTRA_SCHEMES)
+
+
+def test_without_the_compiled_kernel_the_others_are_checked_all_the_same(tmp_path, monkeypatch):
+    from expertd_kernels.backends import cpu_native
+
+    monkeypatch.setattr(cpu_native, "kernel_error", lambda: "cpu kernel: not built")
+    facts = numerics.machine(NAMED_DEVICES["cpu-avx2"])
+    assert facts["compiled kernel"] == "none"
+    assert "expertd-cpu-kernel" not in facts
+    _, refused = numerics.layers(
+        FULL, NAMED_DEVICES["cpu-avx2"], numerics.installed_packages(BACKENDS), ["cpu", "cpu_torch"]
+    )
+    assert "does not import: cpu kernel: not built" in refused["cpu"]
+    assert set(refused) == {"cpu"}

@@ -270,12 +270,19 @@ def context_usable(device_name: str) -> bool:
 
 
 def machine(device: Device) -> dict[str, str]:
-    """Device, driver, versions, commit."""
+    """Device, driver, versions, commit; without the compiled CPU kernel what is known without it."""
+    from expertd_kernels.backends import cpu_native
     from expertd_kernels.bench import cpu, cuda
 
-    facts = cuda.machine() if device.kind in ("cuda", "rocm") else cpu.machine()
+    if device.kind in ("cuda", "rocm"):
+        facts = cuda.machine()
+    elif cpu_native.kernel_error():
+        facts = {"cpu": device.arch, "torch": str(torch.__version__), "compiled kernel": "none"}
+    else:
+        facts = cpu.machine()
     facts["python"] = ".".join(map(str, sys.version_info[:3]))
-    return {**facts, **{name: p.version for name, p in installed_packages(BACKENDS).items()}}
+    there = {name: p.version for name, p in installed_packages(BACKENDS).items() if not p.error}
+    return {**facts, **there}
 
 
 def _cells(layer: Layer, outcome: Outcome, tokens: Sequence[int]) -> list[str]:
