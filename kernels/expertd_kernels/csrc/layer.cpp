@@ -155,7 +155,10 @@ struct DownUnits {
 // While a pair of blocks is read, another one is fetched from memory: the one that its thread will read some pairs later, be it of
 // the next expert, unit or phase. Without that, each jump to another place would wait for the memory. A pair that is longer than
 // the distance fetches itself: then the next place is `ahead` bytes on.
-int pairs_ahead(const Pass& p, const Geometry& g) { return int((p.context.level->ahead + g.block_bytes) / (2 * g.block_bytes)); }
+int pairs_ahead(const Pass& p, const Geometry& g) {
+  const size_t ahead = p.context.level->ahead, pair = 2 * g.block_bytes;
+  return pair > 5 * ahead ? 0 : std::max(1, int((ahead + pair / 2) / pair));
+}
 
 // After pair `i` of the first phase's list (expert after expert, `pairs` each); the thread's list ends at `end`, w2 follows.
 const uint8_t* after_up(const Pass& p, int i, int end, int thread) {

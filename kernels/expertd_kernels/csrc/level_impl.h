@@ -28,25 +28,31 @@ typename V::F load_scales(const uint8_t* p) {
   }
 }
 
-// n scales, a multiple of 16, times global, then times factor.
+constexpr int stored_bytes(int type) {
+  return type == EXPERTD_SCALE_F32 ? 4 : type == EXPERTD_SCALE_F16 || type == EXPERTD_SCALE_BF16 ? 2 : 1;
+}
+
+// n scales, a multiple of 16, times factor: global times a power of two (scale_factor in level.h).
 template <class V, int TYPE>
-void expand_scales(const uint8_t* p, int n, int bytes, float global, float factor, float* scales) {
-  const typename V::F f = V::bcastf(global), h = V::bcastf(factor);
-  if (global == 1.0f && factor == 1.0f) {
-    for (int i = 0; i < n; i += V::W) V::storef(scales + i, load_scales<V, TYPE>(p + size_t(i) * bytes));
-  } else {
-    for (int i = 0; i < n; i += V::W) V::storef(scales + i, V::mul(V::mul(load_scales<V, TYPE>(p + size_t(i) * bytes), f), h));
+void expand_scales(const uint8_t* p, int n, float factor, float* scales) {
+  const typename V::F f = V::bcastf(factor);
+  for (int i = 0; i < n; i += 16) {
+#pragma GCC unroll 2
+    for (int r = i; r < i + 16; r += V::W) {
+      const typename V::F scale = load_scales<V, TYPE>(p + r * stored_bytes(TYPE));
+      V::storef(scales + r, V::mul(scale, f));
+    }
   }
 }
 
 template <class V>
-void stored_scales(int type, const uint8_t* p, int n, int bytes, float global, float factor, float* scales) {
+void stored_scales(int type, const uint8_t* p, int n, float factor, float* scales) {
   switch (type) {
-    case EXPERTD_SCALE_F32: return expand_scales<V, EXPERTD_SCALE_F32>(p, n, bytes, global, factor, scales);
-    case EXPERTD_SCALE_F16: return expand_scales<V, EXPERTD_SCALE_F16>(p, n, bytes, global, factor, scales);
-    case EXPERTD_SCALE_BF16: return expand_scales<V, EXPERTD_SCALE_BF16>(p, n, bytes, global, factor, scales);
-    case EXPERTD_SCALE_E8M0: return expand_scales<V, EXPERTD_SCALE_E8M0>(p, n, bytes, global, factor, scales);
-    default: return expand_scales<V, EXPERTD_SCALE_E4M3>(p, n, bytes, global, factor, scales);
+    case EXPERTD_SCALE_F32: return expand_scales<V, EXPERTD_SCALE_F32>(p, n, factor, scales);
+    case EXPERTD_SCALE_F16: return expand_scales<V, EXPERTD_SCALE_F16>(p, n, factor, scales);
+    case EXPERTD_SCALE_BF16: return expand_scales<V, EXPERTD_SCALE_BF16>(p, n, factor, scales);
+    case EXPERTD_SCALE_E8M0: return expand_scales<V, EXPERTD_SCALE_E8M0>(p, n, factor, scales);
+    default: return expand_scales<V, EXPERTD_SCALE_E4M3>(p, n, factor, scales);
   }
 }
 
@@ -56,14 +62,14 @@ void prepare(const Geometry& g, const uint8_t* block, float global, float factor
   if (!g.scale_bytes) {
     for (int i = 0; i < n; i++) scales[i] = factor;
   } else if (g.lanes == kRows) {
-    stored_scales<V>(g.spec.scale_type, block, n, g.scale_bytes, global, factor, scales);
+    stored_scales<V>(g.spec.scale_type, block, n, global * factor, scales);
   } else {  // one scale a group, into the front; then spread from the back
     for (int i = 0; i < g.groups; i += kRows) {
       uint8_t part[kRows * 4] = {};
       const int left = g.groups - i < kRows ? g.groups - i : kRows;
       __builtin_memcpy(part, block + size_t(i) * g.scale_bytes, size_t(left) * g.scale_bytes);
       float values[kRows];
-      stored_scales<V>(g.spec.scale_type, part, kRows, g.scale_bytes, global, factor, values);
+      stored_scales<V>(g.spec.scale_type, part, kRows, global * factor, values);
       for (int c = 0; c < left; c++)
         for (int r = 0; r < kRows; r += V::W) V::storef(scales + size_t(i + c) * kRows + r, V::bcastf(values[c]));
     }
