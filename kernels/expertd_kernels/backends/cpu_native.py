@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from expertd_kernels.cpu_threads import cpu_quota, most_threads, physical_cores, pins
 from expertd_kernels.csrc import build as source
 
 __all__ = [
@@ -27,10 +28,12 @@ __all__ = [
     "Spec",
     "allocate",
     "context",
+    "default_threads",
     "kernel_error",
     "levels",
     "library",
     "physical_cpus",
+    "use_threads",
 ]
 
 ABI = 1
@@ -178,31 +181,35 @@ def levels() -> list[str]:
 
 @cache
 def physical_cpus() -> tuple[int, ...]:
-    """One CPU number for each physical core that this process may use, in ascending order."""
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    seen: set[str] = set()
-    out = []
-    for cpu in allowed:
-        try:
-            core = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
-        except OSError:
-            core = str(cpu)
-        if core not in seen:
-            seen.add(core)
-            out.append(cpu)
-    return tuple(out)
+    """One CPU number for each physical core that this process may use, by memory node."""
+    return tuple(core.cpu for core in physical_cores())
+
+
+_threads: list[int] = []
+
+
+def use_threads(threads: int) -> None:
+    """The process's number of threads, for contexts made from now on without naming one; 0 = as at the start."""
+    if threads < 0:
+        raise ValueError(f"cpu kernel: {threads} threads: want a number, or 0 for one a core")
+    _threads[:] = [threads] if threads else []
+
+
+def default_threads() -> int:
+    """What use_threads said, else $EXPERTD_CPU_THREADS, else one a physical core within the container's quota."""
+    asked = _threads[0] if _threads else int(os.environ.get("EXPERTD_CPU_THREADS", "0"))
+    return asked or most_threads(physical_cores(), cpu_quota())
 
 
 class Context:
     """Threads and scratch memory.  One call at a time (the library holds a lock)."""
 
     def __init__(self, level: str = "", threads: int = 0) -> None:
-        """level: "" = the best that runs here.  threads: 0 = one a physical core."""
-        cpus = physical_cpus()
-        threads = threads or len(cpus)
+        """level: "" = the best that runs here.  threads: 0 = default_threads()."""
+        threads = threads or default_threads()
         handle = C.c_void_p()
-        pins = (C.c_int32 * threads)(*(cpus[i] if threads <= len(cpus) else -1 for i in range(threads)))
-        error = library().expertd_cpu_create(level.encode(), threads, pins, C.byref(handle))
+        cpus = (C.c_int32 * threads)(*pins(threads, physical_cores()))
+        error = library().expertd_cpu_create(level.encode(), threads, cpus, C.byref(handle))
         if error:
             raise ValueError(
                 f"cpu kernel: level {level or 'auto'!r} with {threads} threads cannot be had (code {error}); levels"
@@ -221,13 +228,14 @@ class Context:
             raise ValueError(f"cpu kernel: {what}: bad argument (sizes, ids outside 0..E-1, or missing tensors)")
 
 
-@cache
 def context(level: str | None = None, threads: int | None = None) -> Context:
-    """The process's context for a level and a number of threads; None = $EXPERTD_CPU_ISA, $EXPERTD_CPU_THREADS."""
-    if level is None or threads is None:
-        level = os.environ.get("EXPERTD_CPU_ISA", "") if level is None else level
-        threads = int(os.environ.get("EXPERTD_CPU_THREADS", "0")) if threads is None else threads
-        return context(level, threads)
+    """The process's context for a level and a number of threads; None = $EXPERTD_CPU_ISA, default_threads()."""
+    level = os.environ.get("EXPERTD_CPU_ISA", "") if level is None else level
+    return _context(level, threads or default_threads())
+
+
+@cache
+def _context(level: str, threads: int) -> Context:
     return Context(level, threads)
 
 
