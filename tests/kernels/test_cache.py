@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertd_kernels import Device, decide, problem_of
+from expertd_kernels import NAMED_DEVICES, Device, decide, problem_of
 from expertd_kernels.backends import reference as backend
-from expertd_kernels.cache import ALIGN, CacheError, PackedCache, checksum, code_digest, read_packed
+from expertd_kernels.cache import ALIGN, CacheError, PackedCache, checksum, code_digest, read_packed, write_packed
+from expertd_kernels.oracle import load
+from expertd_kernels.probe import assumed_packages
 from expertd_kernels.proof import prove
 from expertd_kernels.selfcheck import accept, check
 from expertd_kernels.synthetic import random_weights
+from expertd_kernels.table import BACKENDS
 
 CPU = Device("cpu", "x86_64")
 
@@ -153,3 +156,27 @@ def test_checksum_sees_one_bit_anywhere():
         t[at] ^= 1
         seen.add(checksum(t))
     assert len(seen) == 5
+
+
+SOMEWHERE = ("cpu-avx512", "sm90", "sm100", "xpu-xe2", "gfx942")
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32", "mxfp4", "mxfp8", "e4m3_block128", "nvfp4", "bf16"])
+@pytest.mark.parametrize("name", [b.name for b in BACKENDS])
+def test_every_backends_packed_layer_comes_back_from_disk(tmp_path, name, scheme):
+    """Whatever a packer puts into tensors and meta survives the file: unpacking gives the same weights."""
+    w = random_weights(scheme, 2, 256, 128)
+    packages = dict(assumed_packages(BACKENDS))
+    problems = [problem_of(w, NAMED_DEVICES[d], top_k=2, packages=packages) for d in SOMEWHERE]
+    found = next((d for p in problems if (d := decide(p, pin=name)).chosen is not None), None)
+    if found is None:
+        pytest.skip(next(v for v in decide(problems[0]).verdicts if v.backend == name).refusals[0])
+    module = load(found.require())
+    packed = module.pack(w, found.problem)
+    write_packed(tmp_path / "entry", packed, {})
+    before, after = module.unpack(packed), module.unpack(read_packed(tmp_path / "entry", {}))
+    for a, b in ((before.w13, after.w13), (before.w2, after.w2)):
+        assert a.scheme == b.scheme
+        assert [n for n, _ in a.tensors()] == [n for n, _ in b.tensors()]
+        assert torch.equal(a.dequantize(), b.dequantize())
+        assert torch.equal(a.codes.contiguous().view(torch.uint8), b.codes.contiguous().view(torch.uint8))
