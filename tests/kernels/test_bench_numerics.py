@@ -7,23 +7,23 @@ import pytest
 import torch
 
 from expertd_kernels import NAMED_DEVICES, Scheme, decide
-from expertd_kernels.bench import numerics
+from expertd_kernels.bench import numerics, numerics_grid
 from expertd_kernels.bench.__main__ import main
 from expertd_kernels.bench.workers import NoResult, run_tasks
 from expertd_kernels.float32 import reference
 from expertd_kernels.matrix import SCHEMES
-from expertd_kernels.probe import assumed_packages
+from expertd_kernels.probe import assumed_packages, installed_packages
 from expertd_kernels.scheme import ActivationQuant
 from expertd_kernels.synthetic import random_inputs
 from expertd_kernels.table import BACKENDS
 
-FULL = numerics.GRIDS["full"]
+FULL = numerics_grid.GRIDS["full"]
 PACKAGES = assumed_packages(BACKENDS)
 
 
 @pytest.mark.parametrize("device", ["cpu-avx2", "sm80", "sm90", "sm100", "xpu-xe2"])
 def test_every_row_that_runs_is_checked_over_every_scheme_that_it_serves(device):
-    found, refused = numerics.layers(FULL, NAMED_DEVICES[device], PACKAGES)
+    found, refused = numerics_grid.layers(FULL, NAMED_DEVICES[device], PACKAGES)
     checked = {(x.backend, x.scheme, x.activations) for x in found}
     assert {x.backend for x in found}.isdisjoint(refused)
     assert {x.backend for x in found} | set(refused) == {b.name for b in BACKENDS}
@@ -31,14 +31,14 @@ def test_every_row_that_runs_is_checked_over_every_scheme_that_it_serves(device)
     for b in BACKENDS:
         for scheme in SCHEMES:
             for how in ActivationQuant:
-                layer = numerics.Layer(b.name, scheme, how, "bf16", 8, 2, 1024, 512, "silu_and_mul", False)
+                layer = numerics_grid.Layer(b.name, scheme, how, "bf16", 8, 2, 1024, 512, "silu_and_mul", False)
                 served = decide(layer.problem(NAMED_DEVICES[device], PACKAGES), (b,), order={}).chosen is not None
                 assert served == ((b.name, scheme, how) in checked)
 
 
 def test_layers_fit_their_rows_and_have_odd_sizes_and_features_where_these_are_taken():
     device = NAMED_DEVICES["sm90"]
-    found, _ = numerics.layers(FULL, device, PACKAGES)
+    found, _ = numerics_grid.layers(FULL, device, PACKAGES)
     rows = {b.name: b for b in BACKENDS}
     for layer in found:
         assert decide(layer.problem(device, PACKAGES), (rows[layer.backend],), order={}).chosen is not None
@@ -53,12 +53,12 @@ def test_layers_fit_their_rows_and_have_odd_sizes_and_features_where_these_are_t
 
 
 def test_chosen_rows_only_and_unknown_names_are_refused():
-    found, _ = numerics.layers(FULL, NAMED_DEVICES["cpu-avx2"], PACKAGES, ["cpu_torch"])
+    found, _ = numerics_grid.layers(FULL, NAMED_DEVICES["cpu-avx2"], PACKAGES, ["cpu_torch"])
     assert {x.backend for x in found} == {"cpu_torch"}
-    found, refused = numerics.layers(FULL, NAMED_DEVICES["sm90"], PACKAGES, ["all", "-humming"])
+    found, refused = numerics_grid.layers(FULL, NAMED_DEVICES["sm90"], PACKAGES, ["all", "-humming"])
     assert {x.backend for x in found} | set(refused) == {b.name for b in BACKENDS} - {"humming"}
     with pytest.raises(ValueError, match="backend nope: known are all, aiter, cpu"):
-        numerics.layers(FULL, NAMED_DEVICES["cpu-avx2"], PACKAGES, ["nope"])
+        numerics_grid.layers(FULL, NAMED_DEVICES["cpu-avx2"], PACKAGES, ["nope"])
 
 
 def test_routes_are_what_their_names_say():
@@ -78,7 +78,7 @@ def test_routes_are_what_their_names_say():
     assert 0.4 < float((absent < 0).float().mean()) < 0.6
 
 
-LAYER = numerics.Layer("reference", "int4_g32", ActivationQuant.NONE, "bf16", 4, 2, 64, 32, "silu_and_mul", False)
+LAYER = numerics_grid.Layer("reference", "int4_g32", ActivationQuant.NONE, "bf16", 4, 2, 64, 32, "silu_and_mul", False)
 
 
 class Faulty:
@@ -144,8 +144,8 @@ PAGE = ["--device", "cpu", "--grid", "small", "--backend", "cpu_torch", "--m", "
 
 
 def test_the_command_writes_a_table_and_says_what_it_left_out(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(numerics, "SCHEMES", ("int4_g128", "bf16"))
-    monkeypatch.setattr(numerics, "EXTRA_SCHEMES", ())
+    monkeypatch.setattr(numerics_grid, "SCHEMES", ("int4_g128", "bf16"))
+    monkeypatch.setattr(numerics_grid, "EXTRA_SCHEMES", ())
     out, figures = tmp_path / "n.md", tmp_path / "n.json"
     assert main(["numerics", *PAGE, "--out", str(out), "--json", str(figures)]) == 0
     text = out.read_text()
@@ -213,8 +213,8 @@ def test_the_budget_ends_what_runs_and_begins_nothing_more():
 
 
 def test_schemes_beside_the_matrix_are_others():
-    assert not set(numerics.EXTRA_SCHEMES) & set(SCHEMES)
-    assert all(Scheme.parse(s).name == s for s in numerics.EXTRA_SCHEMES)
+    assert not set(numerics_grid.EXTRA_SCHEMES) & set(SCHEMES)
+    assert all(Scheme.parse(s).name == s for s in numerics_grid.EXTRA_SCHEMES)
 
 
 def test_without_the_compiled_kernel_the_others_are_checked_all_the_same(tmp_path, monkeypatch):
@@ -224,8 +224,8 @@ def test_without_the_compiled_kernel_the_others_are_checked_all_the_same(tmp_pat
     facts = numerics.machine(NAMED_DEVICES["cpu-avx2"])
     assert facts["compiled kernel"] == "none"
     assert "expertd-cpu-kernel" not in facts
-    _, refused = numerics.layers(
-        FULL, NAMED_DEVICES["cpu-avx2"], numerics.installed_packages(BACKENDS), ["cpu", "cpu_torch"]
+    _, refused = numerics_grid.layers(
+        FULL, NAMED_DEVICES["cpu-avx2"], installed_packages(BACKENDS), ["cpu", "cpu_torch"]
     )
     assert "does not import: cpu kernel: not built" in refused["cpu"]
     assert set(refused) == {"cpu"}

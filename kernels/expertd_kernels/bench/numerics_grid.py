@@ -1,0 +1,161 @@
+"""The layers that `bench numerics` checks: each scheme that a row of the table claims, in three shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from expertd_kernels.activation import Activation
+from expertd_kernels.bench.rows import picked
+from expertd_kernels.canonical import QuantTensor, Weights
+from expertd_kernels.matrix import SCHEMES
+from expertd_kernels.oracle import Backend, decide
+from expertd_kernels.problem import Device, Package, Problem
+from expertd_kernels.scheme import WHOLE, ActivationQuant, Scheme
+from expertd_kernels.synthetic import random_weights
+from expertd_kernels.table import BACKENDS
+
+__all__ = ["EXTRA_SCHEMES", "GRIDS", "Grid", "Layer", "Shape", "layers"]
+
+EXTRA_SCHEMES = ("int4_g32_zp", "int8_g32", "int8_g32_zp", "e4m3_g128")
+"""Beside the kinds of the oracle's matrix: other group sizes with and without zero points."""
+STATIC_SCALE = 0.02
+"""Static input scale: 448 steps reach 9, about what unit normals and their products do; for e2m1 a sixth of it, so that
+e4m3 scales of blocks reach as far."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Experts, routes a token, sizes (H, I) of which a row's first is taken that it accepts, and (activation, bias)
+    likewise.  dtypes: compute dtypes tried."""
+
+    experts: int
+    top_k: int
+    sizes: tuple[tuple[int, int], ...]
+    features: tuple[tuple[str, bool], ...] = (("silu_and_mul", False),)
+    dtypes: tuple[str, ...] = ("bf16",)
+
+
+@dataclass(frozen=True)
+class Grid:
+    tokens: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+
+
+_ODD = ((1003, 331), (1000, 328), (1120, 416), (1088, 448), (1152, 384))
+"""Multiples of nothing, 8, 32, 64, 128."""
+_ODD_SMALL = ((203, 75), (200, 72), (224, 96), (192, 64), (256, 128))
+_RICH = (("swigluoai", True), ("swigluoai", False), ("silu_and_mul", True), ("silu_and_mul", False))
+
+GRIDS: Mapping[str, Grid] = {
+    "full": Grid(
+        (1, 7, 64, 1000, 4096),
+        (
+            Shape(8, 2, ((1024, 512),), dtypes=("bf16", "f32")),
+            Shape(60, 4, _ODD[1:]),
+            Shape(128, 8, _ODD, _RICH),
+        ),
+    ),
+    "small": Grid(
+        (1, 7, 64),
+        (
+            Shape(8, 2, ((256, 128),), dtypes=("bf16", "f32")),
+            Shape(60, 4, _ODD_SMALL[1:]),
+            Shape(128, 8, _ODD_SMALL, _RICH),
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer for one row of the table.  activations: how they are rounded."""
+
+    backend: str
+    scheme: str
+    activations: ActivationQuant
+    compute_dtype: str
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    activation: str
+    bias: bool
+
+    def problem(self, device: Device, packages: Mapping[str, Package]) -> Problem:
+        s = Scheme.parse(self.scheme)
+        return Problem(
+            device, s, s, self.experts, self.hidden, self.intermediate, self.top_k, Activation.parse(self.activation),
+            bias=self.bias, activation_quant=self.activations, checkpoint_activation=self.activations,
+            compute_dtype=self.compute_dtype, packages=packages,
+        )  # fmt: skip
+
+    def weights(self, device: str) -> Weights:
+        """Integers with scales of both signs, as checkpoints have them; static input scales where they are used."""
+        signed = Scheme.parse(self.scheme).element.integer
+        w = random_weights(
+            self.scheme, self.experts, self.hidden, self.intermediate, activation=Activation.parse(self.activation),
+            bias=self.bias, signed_scales=signed, device=device, seed=self.experts,
+        )  # fmt: skip
+        static = {ActivationQuant.E4M3_TENSOR: 1.0, ActivationQuant.NVFP4: 6.0}.get(self.activations)
+        if static is not None:
+            w = replace(w, w13=_equal_segments(w.w13))
+            w = replace(w, input_scales=torch.full((self.experts, 2), STATIC_SCALE / static, device=device))
+        return w
+
+
+def _equal_segments(q: QuantTensor) -> QuantTensor:
+    """Gate and up rows with the same scale of the matrix and second-level scale: some kernels have one for both."""
+    fields = {}
+    if q.global_scales is not None:
+        fields["global_scales"] = q.global_scales[:, :1].expand_as(q.global_scales).contiguous()
+    if q.scales is not None and q.scheme.rows == q.scheme.cols == WHOLE:
+        fields["scales"] = q.scales[:, :1].expand_as(q.scales).contiguous()
+    return replace(q, **fields)  # type: ignore[arg-type]
+
+
+def _claims(backend: Backend) -> Iterator[tuple[str, ActivationQuant]]:
+    """(scheme, rounding) that a line of the row covers, of the schemes that can be named."""
+    for name in (*SCHEMES, *EXTRA_SCHEMES):
+        s = Scheme.parse(name)
+        lines = [x for x in backend.schemes if x.element is s.element and x.refusal(s) is None]
+        for how in dict.fromkeys(a for x in lines for a in sorted(x.activations, key=lambda a: a.value)):
+            yield name, how
+
+
+def _fit(
+    backend: Backend, shape: Shape, scheme: str, how: ActivationQuant, dtype: str, device: Device,
+    packages: Mapping[str, Package],
+) -> tuple[Layer | None, tuple[str, ...]]:  # fmt: skip
+    """The first features and sizes that the row accepts, or the refusals of the last."""
+    why: tuple[str, ...] = ()
+    for activation, bias in shape.features:
+        for hidden, intermediate in shape.sizes:
+            layer = Layer(
+                backend.name, scheme, how, dtype, shape.experts, shape.top_k, hidden, intermediate, activation, bias
+            )
+            why = decide(layer.problem(device, packages), (backend,), order={}).verdicts[0].refusals
+            if not why:
+                return layer, ()
+    return None, why
+
+
+def layers(
+    grid: Grid, device: Device, packages: Mapping[str, Package], names: Sequence[str] = ()
+) -> tuple[list[Layer], dict[str, str]]:
+    """The layers to check, those of the first shape first; and why rows have none.  ValueError for an unknown name."""
+    known = {b.name: b for b in BACKENDS}
+    rows = picked(names or ["all"], list(known))
+    found: list[Layer] = []
+    refused: dict[str, str] = {}
+    for shape in grid.shapes:
+        for b in (known[n] for n in rows):
+            for scheme, how in _claims(b):
+                for dtype in sorted(b.compute_dtypes & set(shape.dtypes)):
+                    layer, why = _fit(b, shape, scheme, how, dtype, device, packages)
+                    found += [layer] if layer else []
+                    refused.setdefault(b.name, "; ".join(why))
+    served = {layer.backend for layer in found}
+    return found, {name: why for name, why in refused.items() if name not in served}
