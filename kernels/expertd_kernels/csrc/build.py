@@ -136,7 +136,7 @@ def build(
 def _compile(compiler: str, name: str, unit: tuple[Path, Sequence[str]], common: Sequence[str], folder: Path) -> Path:
     """The object of one source: from the cache where its source, the headers and the flags are as they were."""
     source, extra = unit
-    flags = [*common, f"-I{HERE}", *extra]
+    flags = [*common, *extra] if source.parent == HERE else [*common, f"-I{HERE}", *extra]
     if name == "context":  # it tells what the library was built from
         flags = [*flags, f'-DEXPERTD_SOURCES="{sources_hash()}"']
     digest = hashlib.sha256("\0".join([compiler, *flags]).encode() + source.read_bytes())
