@@ -14,6 +14,7 @@ from expertd_kernels.backends import flashinfer_trtllm as backend
 from expertd_kernels.backends.rounding import round_groups, round_mx, round_nvfp4, round_static
 from expertd_kernels.backends.trtllm_layout import MULTIPLES, swizzle
 from expertd_kernels.canonical import QuantTensor, Weights
+from expertd_kernels.checkpoint import open_checkpoint
 from expertd_kernels.float32 import reference
 from expertd_kernels.numerics import relative_error, tolerance
 from expertd_kernels.oracle import Refused
@@ -513,6 +514,21 @@ def test_factors_are_those_of_the_packages_own_preparation(helpers):
     assert set(run.scalars) == {n for n in theirs if n.startswith("output")}
     for name, factor in run.scalars.items():
         torch.testing.assert_close(factor, theirs[name], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["ct-fp8-static-tensor-qwen3moe1l", "modelopt-nvfp4-qwen3moe1l"])
+def test_checkpoints_with_static_scales(helpers, checkpoint_folder, name):
+    """Other people's calibration: scales of the gate's and the up projection's own, input scales of each expert."""
+    w = open_checkpoint(checkpoint_folder(name)).load(0)
+    p = problem(w, activation_quant=w.checkpoint_activation)
+    assert next(v for v in decide(p).verdicts if v.backend == NAME).eligible
+    packed = backend.pack(w, p)
+    assert bits(backend.unpack(packed)) == bits(w)
+    run = backend.TrtllmExperts(packed, EntryPoints(helpers), torch.device("cpu"))
+    x, ids, weights = random_inputs(6, w.hidden_size, w.num_experts, 2)
+    want = reference(w, rounded(x, w.checkpoint_activation, w.input_scales[:, 0].max()), ids, weights)
+    assert relative_error(run(x, ids, weights), want) < 1e-2
+    assert relative_error(want, reference(w, x, ids, weights)) < tolerance("bf16", w.checkpoint_activation)
 
 
 def test_the_row_says_that_it_was_not_run_on_hardware():
