@@ -124,12 +124,15 @@ def _inputs(shape: ModelShape, tokens: int) -> list[Inputs]:
     return sets
 
 
-def _error(call: Caller, weights: Weights, inputs: Inputs) -> float:
-    """Relative error of the first CHECK_TOKENS tokens."""
-    part = inputs[0][:CHECK_TOKENS], inputs[1][:CHECK_TOKENS], inputs[2][:CHECK_TOKENS]
-    out = call(part)
+def _check(inputs: Inputs) -> Inputs:
+    """The first CHECK_TOKENS tokens."""
+    return inputs[0][:CHECK_TOKENS], inputs[1][:CHECK_TOKENS], inputs[2][:CHECK_TOKENS]
+
+
+def _error(call: Caller, inputs: Inputs, wanted: Tensor) -> float:
+    out = call(_check(inputs))
     assert isinstance(out, Tensor)
-    return relative_error(out, reference(weights, *part))
+    return relative_error(out, wanted)
 
 
 def _times(calls: Mapping[str, Caller], sets: Sequence[Inputs], seconds: float) -> dict[str, float]:
@@ -221,6 +224,7 @@ def _points(
     seg = shape.activation.segments
     expert_bytes = scheme.nbytes(seg * I, H, seg) + scheme.nbytes(H, I)
     rows = []
+    wanted = {M: reference(weights, *_check(_inputs(shape, M)[0])) for M in args.m or TOKENS}
     for threads in threads_list:
         torch.set_num_threads(threads)
         context = cpu_native.context(None, threads)
@@ -230,7 +234,7 @@ def _points(
         reader = _Reader(packed, context)
         for M in args.m or TOKENS:
             sets = _inputs(shape, M)
-            errors = {name: _error(call, weights, sets[0]) for name, call in calls.items()}
+            errors = {name: _error(call, sets[0], wanted[M]) for name, call in calls.items()}
             nbytes = statistics.mean(int(torch.unique(ids).numel()) for _, ids, _ in sets) * expert_bytes
             flop = 2.0 * (seg + 1) * M * shape.top_k * H * I
             whole = min(int(nbytes), reader.data.numel()) // 64 * 64
