@@ -16,6 +16,7 @@ _EVERY_SCHEME = tuple(SchemeSupport(e, groups=None, blocks=None, zeros=e.integer
 _GROUPS = frozenset({32, 64, 128, WHOLE})
 _E8M0 = frozenset({ScaleType.E8M0})
 _FLOATS = frozenset({ScaleType.F32, ScaleType.BF16, ScaleType.F16})
+_POWERS = _FLOATS | _E8M0
 _SM90 = (DeviceRange("cuda", (9, 0), (9, 0)),)
 _SM100_UP = (DeviceRange("cuda", (10, 0), (12, 9)),)
 _GFX950 = (DeviceRange("rocm", (9, 50), (9, 50)),)
@@ -98,7 +99,7 @@ BACKENDS: tuple[Backend, ...] = (
                 blocks=frozenset({(128, 128)}),
                 activations=frozenset({ActivationQuant.E4M3_GROUP128}),
                 biased=False,
-                scales=_FLOATS,
+                scales=_POWERS,
                 whole_blocks=True,
             ),
             SchemeSupport(
@@ -168,7 +169,7 @@ BACKENDS: tuple[Backend, ...] = (
                 blocks=frozenset({(128, 128)}),
                 activations=frozenset({ActivationQuant.E4M3_GROUP128}),
                 biased=False,
-                scales=_FLOATS,
+                scales=_POWERS,
                 devices=_SM90,
                 whole_blocks=True,
             ),
@@ -190,7 +191,7 @@ BACKENDS: tuple[Backend, ...] = (
                 Element.E4M3,
                 blocks=frozenset({(128, 128)}),
                 activations=frozenset({ActivationQuant.E4M3_GROUP128}),
-                scales=_FLOATS,
+                scales=_POWERS,
                 devices=_SM90,
                 whole_blocks=True,
             ),
@@ -235,7 +236,7 @@ BACKENDS: tuple[Backend, ...] = (
             SchemeSupport(
                 Element.E4M3,
                 blocks=frozenset({(128, 128)}),
-                scales=_FLOATS,
+                scales=_POWERS,
                 activations=frozenset({ActivationQuant.E4M3_GROUP128}),
                 devices=_GFX950,
             ),

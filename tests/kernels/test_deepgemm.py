@@ -13,6 +13,7 @@ import torch
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import deepgemm as backend
 from expertd_kernels.backends.rounding import round_groups
+from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.float32 import reference
 from expertd_kernels.numerics import relative_error, tolerance
 from expertd_kernels.oracle import Refused
@@ -181,17 +182,26 @@ def test_unpacking_gives_back_every_bit_and_packing_shares_no_memory(scheme):
     assert bits(w) == before
 
 
-def test_scales_of_other_float_types_come_back_as_they_were():
-    w = layer(Scheme(Element.E4M3, 128, 128, ScaleType.BF16))
+@pytest.mark.parametrize("kind", [ScaleType.BF16, ScaleType.F16, ScaleType.E8M0])
+def test_scales_of_other_types_come_back_as_they_were_and_are_read_as_numbers(kind):
+    w = layer(Scheme(Element.E4M3, 128, 128, kind))
     assert refusals(w) == ()
-    assert bits(backend.unpack(backend.pack(w, problem(w)))) == bits(w)
+    packed = backend.pack(w, problem(w))
+    assert bits(backend.unpack(packed)) == bits(w)
+    run = backend.DeepGemmExperts(packed, Package(), torch.device("cpu"))
+    x, ids, weights = random_inputs(9, 256, 5, 2)
+    limit = tolerance("bf16", ActivationQuant.E4M3_GROUP128)
+    assert relative_error(run(x, ids, weights), reference(w, x, ids, weights)) < limit
+
+
+def test_every_exponent_is_a_number_and_comes_back():
+    stored = torch.arange(255, dtype=torch.int32).to(torch.uint8)
+    numbers = as_f32(stored, ScaleType.E8M0)
+    assert numbers.tolist() == [2.0 ** (b - 127) for b in range(255)]
+    assert torch.equal(as_stored(numbers, ScaleType.E8M0), stored)
 
 
 REFUSED = {
-    "exponents as scales": (
-        lambda: refusals(layer(Scheme(Element.E4M3, 128, 128, ScaleType.E8M0))),
-        "scales of type e8m0 (has: bf16, f16, f32)",
-    ),
     "Blackwell's rounded scales": (
         lambda: refusals(layer("e4m3_block128"), "sm100"),
         "e4m3_block128: needs compute capability 9.0 to 9.0, this is cuda:sm100",

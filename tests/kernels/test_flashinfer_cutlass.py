@@ -17,6 +17,7 @@ from expertd_kernels.float32 import apply_activation, reference
 from expertd_kernels.numerics import relative_error, tolerance
 from expertd_kernels.oracle import Refused
 from expertd_kernels.probe import assumed_packages
+from expertd_kernels.scheme import Element, ScaleType, Scheme
 from expertd_kernels.synthetic import random_inputs, random_weights
 from expertd_kernels.table import BACKENDS
 
@@ -94,6 +95,16 @@ def test_unpacking_gives_back_every_bit(scheme, activation):
     for name, t in packed.tensors.items():
         assert t.is_contiguous()
         assert torch.equal(t.reshape(-1).view(torch.uint8), twice.tensors[name].reshape(-1).view(torch.uint8))
+
+
+def test_exponents_as_scales_of_blocks_are_read_as_numbers():
+    w = random_weights(Scheme(Element.E4M3, 128, 128, ScaleType.E8M0), 3, 256, 128)
+    p = problem_of(w, SM90, top_k=2, activation_quant=ActivationQuant.E4M3_GROUP128)
+    packed = backend.pack(w, p)
+    assert bits(backend.unpack(packed)) == bits(w)
+    run = backend.CutlassExperts(packed, EntryPoint(w), torch.device("cpu"))
+    x, ids, weights = random_inputs(5, 256, 3, 2)
+    assert relative_error(run(x, ids, weights), reference(w, x, ids, weights)) < 1e-2
 
 
 @pytest.mark.parametrize(("scheme", "H", "I", "multiple"), [("bf16", 100, 60, 8), ("mxfp4", 192, 96, 128)])

@@ -516,6 +516,19 @@ def test_factors_are_those_of_the_packages_own_preparation(helpers):
         torch.testing.assert_close(factor, theirs[name], rtol=1e-6, atol=0)
 
 
+def test_exponents_as_scales_of_blocks_are_read_as_numbers(helpers, checkpoint_folder):
+    w = open_checkpoint(checkpoint_folder("hf-fp8-dsstyle-ue8m0-qwen3moe1l")).load(0)
+    assert w.w13.scheme.scale is ScaleType.E8M0
+    p = problem(w, activation_quant=w.checkpoint_activation)
+    assert decide(p).chosen.name == NAME
+    packed = backend.pack(w, p)
+    assert bits(backend.unpack(packed)) == bits(w)
+    run = backend.TrtllmExperts(packed, EntryPoints(helpers), torch.device("cpu"))
+    x, ids, weights = random_inputs(6, w.hidden_size, w.num_experts, 2)
+    want = reference(w, rounded(x, w.checkpoint_activation), ids, weights)
+    assert relative_error(run(x, ids, weights), want) < 1e-2
+
+
 @pytest.mark.parametrize("name", ["ct-fp8-static-tensor-qwen3moe1l", "modelopt-nvfp4-qwen3moe1l"])
 def test_checkpoints_with_static_scales(helpers, checkpoint_folder, name):
     """Other people's calibration: scales of the gate's and the up projection's own, input scales of each expert."""

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from expertd_kernels.activation import Activation
 from expertd_kernels.backends.protocol import Packed
-from expertd_kernels.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
+from expertd_kernels.backends.scales import as_f32, as_stored
+from expertd_kernels.canonical import CODE_DTYPE, QuantTensor, Weights
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import WHOLE, ActivationQuant, Element
@@ -89,7 +90,7 @@ def pack(weights: Weights, problem: Problem) -> Packed:
     for name, q in (("w13", weights.w13), ("w2", weights.w2)):
         tensors[f"{name}.codes"] = shuffle(q.codes)
         if q.scales is not None:
-            tensors[f"{name}.scales"] = q.scales.float().contiguous().clone()
+            tensors[f"{name}.scales"] = as_f32(q.scales, q.scheme.scale).contiguous().clone()
         meta[name] = {"scheme": scheme_to_json(q.scheme), "shape": list(q.shape), "segments": q.segments}
     if weights.input_scales is not None:
         tensors["input_scales"] = weights.input_scales
@@ -100,7 +101,7 @@ def _matrix(tensors: Mapping[str, Tensor], name: str, meta: Mapping[str, Any]) -
     scheme, scales = scheme_from_json(meta["scheme"]), tensors.get(f"{name}.scales")
     codes = unshuffle(tensors[f"{name}.codes"])
     assert codes.dtype == CODE_DTYPE[scheme.element]
-    natural = None if scales is None else scales.to(SCALE_DTYPE[scheme.scale])
+    natural = None if scales is None else as_stored(scales, scheme.scale)
     return QuantTensor(scheme, tuple(meta["shape"]), codes, natural, segments=meta["segments"])
 
 

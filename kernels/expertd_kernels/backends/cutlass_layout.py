@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.backends.trtllm_layout import cut_segments, pad_segments, swizzle, unswizzle
 from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor
 from expertd_kernels.oracle import Refused
@@ -153,7 +154,7 @@ def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str,
             raise Refused(f"e4m3 [{N}, {K}] in {q.segments} segments: want whole 128 x 128 blocks and no bias")
         assert q.scales is not None
         out["codes"] = _flip(q.codes.view(torch.uint8), q.segments).view(torch.float8_e4m3fn)
-        out["scales"] = _flip(q.scales.float(), q.segments)
+        out["scales"] = _flip(as_f32(q.scales, q.scheme.scale), q.segments)
     elif form == "bf16":
         out["codes"] = _flip(pad_segments(q.codes, q.segments, rows, cols), q.segments)
     elif form == "tensor":
@@ -194,7 +195,7 @@ def unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Qua
     if form == "block":
         assert scales is not None
         codes = _flip(codes.view(torch.uint8), segments).view(torch.float8_e4m3fn)
-        scales = _flip(scales, segments).to(SCALE_DTYPE[scheme.scale])
+        scales = as_stored(_flip(scales, segments), scheme.scale)
     elif form == "bf16":
         codes = cut_segments(_flip(codes, segments), segments, each, K)
     elif form == "tensor":

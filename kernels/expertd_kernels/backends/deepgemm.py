@@ -22,7 +22,8 @@ from torch import Tensor
 from expertd_kernels.activation import Activation
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.backends.rounding import round_groups
-from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor, Weights
+from expertd_kernels.backends.scales import as_f32, as_stored
+from expertd_kernels.canonical import QuantTensor, Weights
 from expertd_kernels.float32 import apply_activation
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
@@ -68,7 +69,7 @@ def pack(weights: Weights, problem: Problem) -> Packed:
     for name, q in (("w13", weights.w13), ("w2", weights.w2)):
         tensors[f"{name}.codes"] = q.codes.contiguous().clone()
         if q.scales is not None:
-            tensors[f"{name}.scales"] = q.scales.float().contiguous().clone()
+            tensors[f"{name}.scales"] = as_f32(q.scales, q.scheme.scale).contiguous().clone()
         if q.bias is not None:
             tensors[f"{name}.bias"] = q.bias.contiguous().clone()
         meta[name] = {"scheme": scheme_to_json(q.scheme), "shape": list(q.shape), "segments": q.segments}
@@ -84,7 +85,7 @@ def _matrix(tensors: Mapping[str, Tensor], name: str, meta: Mapping[str, Any]) -
         scheme,
         tuple(meta["shape"]),
         tensors[f"{name}.codes"],
-        None if scales is None else scales.to(SCALE_DTYPE[scheme.scale]),
+        None if scales is None else as_stored(scales, scheme.scale),
         bias=tensors.get(f"{name}.bias"),
         segments=meta["segments"],
     )

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor
 from expertd_kernels.oracle import Refused
 from expertd_kernels.scheme import WHOLE, Element
@@ -138,7 +139,7 @@ def _bytes(q: QuantTensor, form: str, rows: int, cols: int) -> Tensor:
 def _scales(q: QuantTensor, form: str, rows: int, cols: int, order: Tensor, out: dict[str, Tensor]) -> Tensor:
     assert q.scales is not None
     if form == "block":
-        blocks = q.scales.float()
+        blocks = as_f32(q.scales, q.scheme.scale)
         E, N, _ = blocks.shape
         return blocks.view(E, q.segments, N // q.segments, -1).flip(1).flatten(1, 2)
     if form == "tensor":
@@ -216,10 +217,11 @@ def _scales_back(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Tens
     if "exact_scales" in tensors:
         return tensors["exact_scales"]
     scales = tensors["scales"]
-    dtype = SCALE_DTYPE[scheme_from_json(meta["scheme"]).scale]
+    kind = scheme_from_json(meta["scheme"]).scale
+    dtype = SCALE_DTYPE[kind]
     if form == "block":
         E, blocks, _ = scales.shape
-        return scales.view(E, segments, blocks // segments, -1).flip(1).flatten(1, 2).to(dtype)
+        return as_stored(scales.view(E, segments, blocks // segments, -1).flip(1).flatten(1, 2), kind)
     if form == "tensor":
         return scales.to(dtype)
     natural = _ordered_back(unswizzle(scales).contiguous(), meta)

@@ -1,0 +1,25 @@
+"""Scales as f32 for packages that read nothing else, and back to what was stored, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from expertd_kernels.canonical import SCALE_DTYPE
+from expertd_kernels.scheme import ScaleType
+
+__all__ = ["as_f32", "as_stored"]
+
+
+def as_f32(scales: Tensor, kind: ScaleType) -> Tensor:
+    """Stored scales as f32 numbers, exact: an e8m0 byte b is 2 ** (b - 127)."""
+    return torch.exp2(scales.float() - 127.0) if kind is ScaleType.E8M0 else scales.float()
+
+
+def as_stored(numbers: Tensor, kind: ScaleType) -> Tensor:
+    """The inverse of as_f32."""
+    if kind is not ScaleType.E8M0:
+        return numbers.to(SCALE_DTYPE[kind])
+    mantissa, exponent = torch.frexp(numbers)  # a power of two is 0.5 * 2 ** exponent
+    assert bool((mantissa == 0.5).all()), "these scales were no powers of two"
+    return (exponent + 126).to(torch.uint8)
