@@ -13,7 +13,7 @@ from expertd_kernels.bench.workers import NoResult, run_tasks
 from expertd_kernels.float32 import reference
 from expertd_kernels.matrix import SCHEMES
 from expertd_kernels.probe import assumed_packages, installed_packages
-from expertd_kernels.scheme import ActivationQuant
+from expertd_kernels.scheme import ActivationQuant, ScaleType
 from expertd_kernels.synthetic import random_inputs
 from expertd_kernels.table import BACKENDS
 
@@ -214,7 +214,8 @@ def test_the_budget_ends_what_runs_and_begins_nothing_more():
 
 def test_schemes_beside_the_matrix_are_others():
     assert not set(numerics_grid.EXTRA_SCHEMES) & set(SCHEMES)
-    assert all(Scheme.parse(s).name == s for s in numerics_grid.EXTRA_SCHEMES)
+    assert all(numerics_grid.scheme_of(s).name == s.split("/")[0] for s in numerics_grid.EXTRA_SCHEMES)
+    assert numerics_grid.scheme_of("int4_g128/f16") == Scheme.parse("int4_g128").with_scale(ScaleType.F16)
 
 
 def test_without_the_compiled_kernel_the_others_are_checked_all_the_same(tmp_path, monkeypatch):

@@ -13,17 +13,25 @@ from expertd_kernels.canonical import QuantTensor, Weights
 from expertd_kernels.matrix import SCHEMES
 from expertd_kernels.oracle import Backend, decide
 from expertd_kernels.problem import Device, Package, Problem
-from expertd_kernels.scheme import WHOLE, ActivationQuant, Scheme
+from expertd_kernels.scheme import WHOLE, ActivationQuant, ScaleType, Scheme
 from expertd_kernels.synthetic import random_weights
 from expertd_kernels.table import BACKENDS
 
-__all__ = ["EXTRA_SCHEMES", "GRIDS", "Grid", "Layer", "Shape", "layers"]
+__all__ = ["EXTRA_SCHEMES", "GRIDS", "Grid", "Layer", "Shape", "layers", "scheme_of"]
 
-EXTRA_SCHEMES = ("int4_g32_zp", "int8_g32", "int8_g32_zp", "e4m3_g128")
-"""Beside the kinds of the oracle's matrix: other group sizes with and without zero points."""
+EXTRA_SCHEMES = (
+    "int4_g32_zp", "int8_g32", "int8_g32_zp", "e4m3_g128", "int4_g128/f16", "int4_g128_zp/f16", "e4m3_block128/e8m0"
+)  # fmt: skip
+"""Beside the kinds of the oracle's matrix: other group sizes, and other types of scales than a scheme's usual one."""
 STATIC_SCALE = 0.02
 """Static input scale: 448 steps reach 9, about what unit normals and their products do; for e2m1 a sixth of it, so that
 e4m3 scales of blocks reach as far."""
+
+
+def scheme_of(name: str) -> Scheme:
+    """The scheme called NAME, or NAME/TYPE with that type of scales."""
+    base, _, kind = name.partition("/")
+    return Scheme.parse(base, ScaleType(kind) if kind else None)
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class Layer:
     bias: bool
 
     def problem(self, device: Device, packages: Mapping[str, Package]) -> Problem:
-        s = Scheme.parse(self.scheme)
+        s = scheme_of(self.scheme)
         return Problem(
             device, s, s, self.experts, self.hidden, self.intermediate, self.top_k, Activation.parse(self.activation),
             bias=self.bias, activation_quant=self.activations, checkpoint_activation=self.activations,
@@ -94,9 +102,10 @@ class Layer:
 
     def weights(self, device: str) -> Weights:
         """Integers with scales of both signs, as checkpoints have them; static input scales where they are used."""
-        signed = Scheme.parse(self.scheme).element.integer
+        scheme = scheme_of(self.scheme)
+        signed = scheme.element.integer
         w = random_weights(
-            self.scheme, self.experts, self.hidden, self.intermediate, activation=Activation.parse(self.activation),
+            scheme, self.experts, self.hidden, self.intermediate, activation=Activation.parse(self.activation),
             bias=self.bias, signed_scales=signed, device=device, seed=self.experts,
         )  # fmt: skip
         static = {ActivationQuant.E4M3_TENSOR: 1.0, ActivationQuant.NVFP4: 6.0}.get(self.activations)
@@ -119,7 +128,7 @@ def _equal_segments(q: QuantTensor) -> QuantTensor:
 def _claims(backend: Backend) -> Iterator[tuple[str, ActivationQuant]]:
     """(scheme, rounding) that a line of the row covers, of the schemes that can be named."""
     for name in (*SCHEMES, *EXTRA_SCHEMES):
-        s = Scheme.parse(name)
+        s = scheme_of(name)
         lines = [x for x in backend.schemes if x.element is s.element and x.refusal(s) is None]
         for how in dict.fromkeys(a for x in lines for a in sorted(x.activations, key=lambda a: a.value)):
             yield name, how
