@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from expertd_kernels.canonical import pack_nibbles
-from expertd_kernels.checkpoint import CheckpointError, bench, open_checkpoint
+from expertd_kernels.checkpoint import CheckpointError, bench, open_checkpoint, repack
 from expertd_kernels.checkpoint.fit import common, convert, join_halves, split, split_layout
 from expertd_kernels.checkpoint.formats import formats
 from expertd_kernels.checkpoint.memory import empty
@@ -217,6 +217,8 @@ def test_the_benchmark_command(checkpoint_folder: Callable[[str], Path], capsys:
     assert bench.main(["--checkpoint", str(path), "--experts", "0-1", "--repeats", "1", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["bytes_read"] == figures["bytes_on_disk"] > 0
+    assert figures["safetensors_s"] > 0 < figures["safetensors_again_s"]
+    assert figures["repacking"].startswith("C++ library" if repack.uses_library() else "torch (cpu kernel: ")
     assert bench.main(["--checkpoint", str(path), "--repeats", "1"]) == 0
     assert "safetensors alone" in capsys.readouterr().out
     assert bench.main(["--checkpoint", str(path / "none")]) == 2

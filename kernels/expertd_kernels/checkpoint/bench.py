@@ -28,6 +28,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from expertd_kernels.backends.cpu_native import kernel_error
 from expertd_kernels.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from expertd_kernels.checkpoint.synthetic_files import KINDS, write_synthetic
 from expertd_kernels.checkpoint.tensors import Stored
@@ -44,6 +45,7 @@ class Figures:
     safetensors_again_s  safetensors into memory that is in use already
     ratio             our speed over that of safetensors alone, both into fresh memory
     largest_layer_bytes  canonical weights of the largest layer
+    repacking         what moves packed integers: "C++ library", or "torch" and why, which takes several times as long
     peak_extra_bytes  most resident memory while loading one layer, above what was resident before (0: not known)
     """
 
@@ -60,6 +62,7 @@ class Figures:
     ratio: float
     largest_layer_bytes: int
     peak_extra_bytes: int
+    repacking: str
     machine: str
     torch: str
     threads: int
@@ -101,6 +104,7 @@ def measure(
         alone_s / load_s,
         largest,
         peak,
+        f"torch ({kernel_error()})" if kernel_error() else "C++ library",
         f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
         torch.__version__,
         torch.get_num_threads(),
@@ -170,6 +174,7 @@ def _table(f: Figures) -> str:
         ("safetensors into memory in use already", f"{f.safetensors_again_s:.3f} s"),
         ("canonical weights of the largest layer", f"{f.largest_layer_bytes:,} bytes"),
         ("peak of extra resident memory", f"{f.peak_extra_bytes:,} bytes"),
+        ("repacking", f.repacking),
         ("machine", f"{f.machine}; torch {f.torch}, {f.threads} threads"),
     )
     return "\n".join(f"{name:40} {value}" for name, value in rows)
