@@ -24,11 +24,14 @@ __all__ = ["Core", "candidates", "choose", "cpu_quota", "measured_threads", "mos
 
 SYSTEM = Path("/sys/devices/system")
 CGROUP = Path("/sys/fs/cgroup")
-EXPERTS = 16
-"""Most experts of the layer that is measured: some hundred MB, more than caches hold."""
-TOKENS = (1, 16, 128)
-"""Numbers of tokens that are measured: bound by memory, by both, by arithmetic."""
+WEIGHTS = 64_000_000
+"""Weights of the layer that is measured, about: 32 MB at 4 bits, as much as a last-level cache holds."""
+MOST_EXPERTS = 16
+TOKENS = (1, 16)
+"""Numbers of tokens that are measured: bound by memory, and by memory and arithmetic."""
 ROUNDS = 5
+SECONDS = 0.5
+"""For each number of tokens; two rounds at least."""
 ENOUGH = 1.03
 """The least number of threads within this factor of the fastest is chosen: the others are free for gRPC and Python."""
 
@@ -118,14 +121,15 @@ def measured_threads(problem: Problem, most: int = 0, note: Callable[[str], None
     """Times the kernel on random weights of the problem's shape and scheme, the candidates in turns, and chooses.
 
     most: no more threads than this; 0 = one a core, within the container's quota.  note: told what was measured.  Takes
-    some seconds and a few hundred MB.  KernelMissingError where the kernel is not built.
+    a few seconds and up to 1 GB.  KernelMissingError where the kernel is not built.
     """
     from expertd_kernels.backends import cpu, cpu_native
     from expertd_kernels.synthetic import random_inputs, random_weights
 
     most = most or most_threads(physical_cores(), cpu_quota())
-    E, k = min(problem.num_experts, EXPERTS), min(problem.top_k, problem.num_experts, EXPERTS)
     H, I = problem.hidden_size, problem.intermediate_size
+    E = min(problem.num_experts, max(2, WEIGHTS // ((problem.activation.segments + 1) * H * I)), MOST_EXPERTS)
+    k = min(problem.top_k, E)
     weights = random_weights(problem.w13, E, H, I, activation=problem.activation)
     packed = cpu.pack(weights, problem)
     level = os.environ.get("EXPERTD_CPU_ISA", "")
@@ -134,7 +138,10 @@ def measured_threads(problem: Problem, most: int = 0, note: Callable[[str], None
     for tokens in TOKENS:
         sets = [random_inputs(tokens, H, E, k, seed=s) for s in range(ROUNDS + 1)]
         taken: dict[int, list[float]] = {n: [] for n in found}
-        for inputs in sets:
+        end = time.perf_counter() + SECONDS
+        for i, inputs in enumerate(sets):
+            if i > 1 and time.perf_counter() > end:
+                break
             for n, experts in found.items():
                 start = time.perf_counter()
                 experts(*inputs)
