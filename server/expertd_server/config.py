@@ -288,7 +288,9 @@ OPTIONS: tuple[Option, ...] = (
         "HOW",
         "weight-only: activations stay in the compute dtype; checkpoint: rounded as the checkpoint asks",
     ),
-    Option("threads", _int(0), "N", "CPU threads of the kernels; 0 = torch's default"),
+    Option(
+        "threads", _int(0), "N", "CPU threads of the kernels; 0 = measured at boot (torch's operators: torch's default)"
+    ),
     Option("listen", Address.parse, "HOST:PORT", "where to serve gRPC; port 0 = a free one"),
     Option(
         "metrics_listen", Address.parse, "HOST:PORT", "where to serve Prometheus metrics over HTTP; default: nowhere"

@@ -167,14 +167,14 @@ def _packed(row: Backend, plan: LayerPlan, canonical: Canonical, site: Site, fac
         raise Unfit("checked against the float32 reference", checked.fault, wrong=True)
     if site.cache is not None:
         kept = _keep(site, facts, packed, accept(experts, proof, problem))
-        if kept is not None and site.device.type == "cpu":
-            # From now on the first server, too, computes from the pages that every later one shares.
+        if kept is not None:
             experts = module.experts(kept, problem)
     return Made(row, experts, checked, from_cache=False)
 
 
 def _keep(site: Site, facts: dict[str, Any], packed: Packed, proof: Proof) -> Packed | None:
-    """Write the entry and map it.  None where that fails: the server works without it, and says so."""
+    """Write the entry; on a CPU map it, so that the first server, too, computes from the pages that every later one
+    shares.  None where the layer goes on as it was packed; where that is a failure, it is said."""
     assert site.cache is not None
     try:
         with site.stage("store"):
@@ -182,8 +182,10 @@ def _keep(site: Site, facts: dict[str, Any], packed: Packed, proof: Proof) -> Pa
     except OSError as e:
         log.warning("cache: layer %d cannot be kept in %s: %s", facts["layer"], site.cache.folder, e)
         return None
+    if site.device.type != "cpu":
+        return None
     with site.stage("map"):
-        found = site.cache.load(facts, site.device)
+        found = site.cache.load(facts)
     if found.entry is None:
         log.warning("cache: layer %d was written and cannot be read back: %s", facts["layer"], found.why)
         return None

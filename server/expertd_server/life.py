@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.metadata
+import os
 import signal
 import threading
 import uuid
@@ -18,7 +19,9 @@ from rich.console import Console
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels import table
+from expertd_kernels.backends import cpu_native
 from expertd_kernels.cache import PackedCache
+from expertd_kernels.cpu_threads import measured_threads
 from expertd_kernels.probe import installed_packages
 from expertd_kernels.source import ExpertSource
 from expertd_server.boot import Booted, Stopped, boot_layers
@@ -37,6 +40,9 @@ from expertd_server.server import ExpertServer
 from expertd_server.service import Limits, Service
 
 __all__ = ["message_bytes", "serve"]
+
+CPU_KERNEL = ("cpu", "cpu_w4a8")
+"""Backends whose threads are our own."""
 
 
 def message_bytes(max_tokens: int, plans: Sequence[LayerPlan]) -> int:
@@ -80,6 +86,7 @@ async def serve(config: ServeConfig, console: Console) -> int:
     try:
         address = await server.start(config.listen)
         _say(console, f"listening on {address}")
+        await asyncio.to_thread(_settle_threads, config.threads, plans, console)
         booted = await _load(plans, site, oracle, console, stop)
         if booted is None:
             _say(console, "stopped while loading")
@@ -131,6 +138,17 @@ def _metrics_http(metrics: Metrics, where: Address | None, console: Console) -> 
         raise BootError(f"--metrics-listen {where}: cannot listen there: {e.strerror or e}") from e
     _say(console, f"metrics on http://{Address(where.host, http.port)}/metrics")
     return http
+
+
+def _settle_threads(asked: int, plans: Sequence[LayerPlan], console: Console) -> None:
+    """The number of threads of the CPU kernel, before it packs: what was asked for (or $EXPERTD_CPU_THREADS), else
+    measured on the first layer that it serves.  Nothing where it serves none."""
+    decisions = (p.decision for p in plans if p.decision.chosen is not None)
+    problem = next((d.problem for d in decisions if d.chosen is not None and d.chosen.name in CPU_KERNEL), None)
+    if asked:
+        cpu_native.use_threads(asked)
+    elif problem is not None and not os.environ.get("EXPERTD_CPU_THREADS"):
+        cpu_native.use_threads(measured_threads(problem, note=lambda text: _say(console, f"cpu kernel: {text}")))
 
 
 def _cache(config: ServeConfig) -> PackedCache | None:
