@@ -150,5 +150,5 @@ def measured_threads(problem: Problem, most: int = 0, note: Callable[[str], None
             times[n].append(min(seconds[1:]))  # the first call wakes threads and takes memory
     chosen = choose(times)
     table = "; ".join(f"{n}: " + ", ".join(f"{s * 1e3:.2f}" for s in t) for n, t in times.items())
-    note(f"{chosen} threads of {most} (ms for {TOKENS} tokens: {table})")
+    note(f"threads: {chosen} of {most} (ms for {TOKENS} tokens: {table})")
     return chosen

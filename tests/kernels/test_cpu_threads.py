@@ -100,7 +100,7 @@ def test_measured_on_this_machine():
     n = measured_threads(problem_of(weights, detect_device("cpu"), top_k=2), most=2, note=said.append)
     assert n in (1, 2)
     assert len(said) == 1
-    assert said[0].startswith(f"{n} threads of 2 (ms for (1, 16) tokens: 1: ")
+    assert said[0].startswith(f"threads: {n} of 2 (ms for (1, 16) tokens: 1: ")
 
 
 @built
