@@ -201,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, ValueError) as e:
         print(e, file=sys.stderr)
         return 1
+    facts = machine(device)  # of the code that is run now, whatever is committed meanwhile
     results: dict[Layer, Outcome] = {}
     target = partial(check_layer, device_name=args.device, tokens=tokens)
     usable = partial(context_usable, args.device)
@@ -211,12 +212,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = [
         (layer, results[layer]) for layer in sorted(todo, key=lambda x: [b.name for b in BACKENDS].index(x.backend))
     ]
-    page = markdown(machine(device), tokens, found, refused)
+    page = markdown(facts, tokens, found, refused)
     if args.out:
         args.out.write_text(page)
     if args.json:
         rows = [{**asdict(a), "activations": a.activations.value, **asdict(o)} for a, o in found]
-        args.json.write_text(json.dumps({"machine": machine(device), "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
     print("\n".join(page.split("\n\n")[1:3]))
     ran = [o for _, o in found if o.ran]
     return 0 if ran and not any(o.faults for o in ran) else 1
