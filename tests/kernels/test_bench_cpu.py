@@ -67,7 +67,21 @@ def test_one_small_run(tmp_path, capsys):
         "1",
     ]
     assert (
-        main([*arguments, "--seconds", "0.001", "--peers", "torch_int4pack", "--json", str(out), "--table", str(table)])
+        main(
+            [
+                *arguments,
+                "--seconds",
+                "0.001",
+                "--clock",
+                "cpu",
+                "--peers",
+                "torch_int4pack",
+                "--json",
+                str(out),
+                "--table",
+                str(table),
+            ]
+        )
         == 0
     )
     result = json.loads(out.read_text())
@@ -82,6 +96,7 @@ def test_one_small_run(tmp_path, capsys):
     assert "## tiny/1, int4_g128, 1 thread" in table.read_text()
     assert "torch's int4 operator does not take this scheme" in capsys.readouterr().err
     assert main(["--device", "cpu", "--shape", "tiny/1", "--peers", "nobody"]) == 1
+    assert main(["--device", "cpu", "--shape", "tiny/1", "--clock", "cpu", "--threads", "2"]) == 1
 
 
 @pytest.mark.parametrize("name", sorted(PEERS))

@@ -40,6 +40,12 @@ def parser() -> argparse.ArgumentParser:
         help="cpu: other implementations, in turns with ours (default all; those beyond torch: `pip install onnxruntime"
         " onnx libggml-python`)",
     )
+    p.add_argument(
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help="cpu: cpu = processor time of the calling thread, on a busy machine (one thread only)",
+    )
     p.add_argument("--table", type=Path, metavar="FILE", help="cpu: write the points as Markdown tables")
     p.add_argument("--seconds", type=float, default=1.0, help="cpu: time for each row (default 1)")
     p.add_argument("--routing", type=_names, metavar="LIST", help="cuda: uniform, zipf")
