@@ -288,10 +288,14 @@ class PackedCache:
         except CacheError as e:
             return Found("damaged", str(e))
 
-    def store(self, facts: Mapping[str, Any], packed: Packed, proof: Proof | None = None) -> Path:
-        """Write the entry and remove those that it supersedes; returns its path.  Raises OSError."""
+    def store(self, facts: Mapping[str, Any], packed: Packed, proof: Proof | None = None, replace: bool = True) -> Path:
+        """Write the entry and remove those that it supersedes; returns its path.  Raises OSError.
+
+        replace: False keeps one that another process has written meanwhile, so that both map the same file.
+        """
         path = self.path(facts)
-        write_packed(path, packed, facts, proof)
+        if replace or not path.is_file():
+            write_packed(path, packed, facts, proof)
         for old in self._stale(facts):
             old.unlink(missing_ok=True)
         _sweep(self.folder)

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -123,6 +123,7 @@ def make(row: Backend, plan: LayerPlan, canonical: Canonical, site: Site) -> Mad
             return made
         if found.why:
             log.warning("layer %d on %s: cache: %s; it is made again", plan.info.layer, row.name, found.why)
+        return _packed(row, plan, canonical, site, facts, damaged=found.outcome == "damaged")
     return _packed(row, plan, canonical, site, facts)
 
 
@@ -153,8 +154,11 @@ def _mapped(row: Backend, plan: LayerPlan, site: Site, found: Found) -> tuple[Ma
     return Made(row, experts, checked, from_cache=True), found
 
 
-def _packed(row: Backend, plan: LayerPlan, canonical: Canonical, site: Site, facts: dict[str, Any]) -> Made:
-    """The layer packed from canonical weights, checked, and kept where there is a cache."""
+def _packed(
+    row: Backend, plan: LayerPlan, canonical: Canonical, site: Site, facts: dict[str, Any], damaged: bool = False
+) -> Made:
+    """The layer packed from canonical weights, checked, and kept where there is a cache.  damaged: what is there now
+    must be replaced."""
     problem, weights = plan.decision.problem, canonical.weights()
     with _unfit("packing"), site.stage("pack"):
         module = _module(row)
@@ -165,31 +169,32 @@ def _packed(row: Backend, plan: LayerPlan, canonical: Canonical, site: Site, fac
         checked = check(experts, proof, problem, weights)
     if not checked.ok:
         raise Unfit("checked against the float32 reference", checked.fault, wrong=True)
-    if site.cache is not None:
-        kept = _keep(site, facts, packed, accept(experts, proof, problem))
-        if kept is not None:
-            experts = module.experts(kept, problem)
-    return Made(row, experts, checked, from_cache=False)
+    packed_here = Made(row, experts, checked, from_cache=False)
+    if site.cache is None or not _kept(site, facts, packed, accept(experts, proof, problem), damaged):
+        return packed_here
+    if site.device.type != "cpu":
+        return packed_here
+    # The first server, too, computes from the pages that every later one shares; where several started together, from
+    # those of the one that was quickest.
+    with site.stage("map"):
+        found = site.cache.load(facts)
+    mapped, found = _mapped(row, plan, site, found)
+    if mapped is None:
+        log.warning("layer %d on %s: cache: written, but not usable: %s", plan.info.layer, row.name, found.why)
+        return packed_here
+    return replace(mapped, check=checked, from_cache=False)
 
 
-def _keep(site: Site, facts: dict[str, Any], packed: Packed, proof: Proof) -> Packed | None:
-    """Write the entry; on a CPU map it, so that the first server, too, computes from the pages that every later one
-    shares.  None where the layer goes on as it was packed; where that is a failure, it is said."""
+def _kept(site: Site, facts: dict[str, Any], packed: Packed, proof: Proof, damaged: bool) -> bool:
+    """Write the entry.  False where that fails: the server works without it, and says so."""
     assert site.cache is not None
     try:
         with site.stage("store"):
-            site.cache.store(facts, packed, proof)
+            site.cache.store(facts, packed, proof, replace=damaged)
     except OSError as e:
         log.warning("cache: layer %d cannot be kept in %s: %s", facts["layer"], site.cache.folder, e)
-        return None
-    if site.device.type != "cpu":
-        return None
-    with site.stage("map"):
-        found = site.cache.load(facts)
-    if found.entry is None:
-        log.warning("cache: layer %d was written and cannot be read back: %s", facts["layer"], found.why)
-        return None
-    return found.entry.packed
+        return False
+    return True
 
 
 def warm_up(experts: Experts, plan: LayerPlan, site: Site) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertd_kernels import Device, reference, relative_error
+from expertd_kernels import Device, cache, reference, relative_error
 from expertd_kernels.cache import PackedCache, read_entry, write_packed
 from expertd_kernels.probe import detect_device, installed_packages
 from expertd_kernels.synthetic import random_inputs
@@ -157,9 +157,28 @@ def _facts(path: Path) -> dict:
     return _map(path)[1]["facts"]
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning_and_no_more(tmp_path, monkeypatch, caplog):
-    from expertd_kernels import cache
+def test_servers_that_start_together_end_with_one_file_and_one_copy(tmp_path, monkeypatch):
+    """While the first one loads layer 0, another boots from the same folder from beginning to end."""
+    written = []
+    write = cache.write_packed
+    monkeypatch.setattr(cache, "write_packed", lambda path, *rest: (written.append(path.name), write(path, *rest)))
+    load, others = Guarded.load, []
 
+    def slowly(self, layer, experts=None):
+        if not others:
+            others.append(None)
+            others.append(boot(tmp_path)[0])
+        return load(self, layer, experts)
+
+    monkeypatch.setattr(Guarded, "load", slowly)
+    mine, site = boot(tmp_path)
+    assert dict(site.lookups) == {"miss": 1, "hit": 1}
+    assert len(written) == len(set(written)) == 2
+    assert [b.from_cache for b in mine] == [False, True]
+    assert all(torch.equal(a, b) for a, b in zip(answers(mine), answers(others[1]), strict=True))
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning_and_no_more(tmp_path, monkeypatch, caplog):
     def full(*args):
         raise OSError(28, "No space left on device")
 
@@ -194,16 +213,16 @@ def test_a_device_with_other_instructions_has_an_entry_of_its_own(tmp_path):
     for device in (Device("cpu", "x86_64"), Device("cpu", "x86_64", features=frozenset({"avx2"}))):
         plan = plan_layers(config, source, device, {})[0]
         row = plan.decision.require()
-        cache = PackedCache(tmp_path)
-        paths.add(cache.path(cache.facts(source.fingerprint, 0, plan.held, row, plan.decision.problem)))
+        kept = PackedCache(tmp_path)
+        paths.add(kept.path(kept.facts(source.fingerprint, 0, plan.held, row, plan.decision.problem)))
     assert len(paths) == 2
 
 
 @contextlib.contextmanager
-def server(cache: Path, log: Path):
-    """(pid, log's text) of a server that serves from `cache`."""
+def server(folder: Path, log: Path):
+    """(pid, log's text) of a server that serves from `folder`."""
     command = [sys.executable, "-m", "expertd_server.cli", "serve", "--synthetic", "tiny:int4_g128", "--threads", "1"]
-    command += ["--listen", "127.0.0.1:0", "--device", "cpu", "--backend", "cpu", "--cache", str(cache)]
+    command += ["--listen", "127.0.0.1:0", "--device", "cpu", "--backend", "cpu", "--cache", str(folder)]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -241,11 +260,11 @@ def test_two_servers_compute_from_one_copy_of_the_weights(tmp_path):
 
     if error := kernel_error():
         pytest.skip(error)
-    cache = tmp_path / "cache"
-    with server(cache, tmp_path / "a") as (a, first), server(cache, tmp_path / "b") as (b, second):
+    folder = tmp_path / "cache"
+    with server(folder, tmp_path / "a") as (a, first), server(folder, tmp_path / "b") as (b, second):
         assert "cache: 2 miss" in first, first
         assert "cache: 2 hit" in second, second
-        kept = sum(p.stat().st_size for p in cache.glob("*.packed")) >> 10
+        kept = sum(p.stat().st_size for p in folder.glob("*.packed")) >> 10
         for pid in (a, b):  # the first one, too: it maps what it has written
             found = shares(pid, ".packed")
             assert found["Rss"] >= 0.8 * kept
