@@ -19,7 +19,7 @@ _FLOATS = frozenset({ScaleType.F32, ScaleType.BF16, ScaleType.F16})
 _POWERS = _FLOATS | _E8M0
 _SM90 = (DeviceRange("cuda", (9, 0), (9, 0)),)
 _SM100_UP = (DeviceRange("cuda", (10, 0), (12, 9)),)
-_GFX950 = (DeviceRange("rocm", (9, 50), (9, 50)),)
+_GFX950 = (DeviceRange("rocm", arch=frozenset({"gfx950"})),)
 _SILU = frozenset({ActivationKind.SILU_AND_MUL})
 
 GPT_OSS = (1.702, 1.0, 7.0)
@@ -224,7 +224,7 @@ BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="aiter",
         target="expertd_kernels.backends.aiter",
-        devices=(DeviceRange("rocm", (9, 42), (9, 50)),),
+        devices=(DeviceRange("rocm", arch=frozenset({"gfx942", "gfx950"})),),
         schemes=(
             SchemeSupport(
                 Element.E4M3,
