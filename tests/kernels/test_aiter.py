@@ -66,7 +66,10 @@ def test_unpacking_gives_back_every_bit(scheme):
 
 
 REFUSED = {
-    "e4m3 on CDNA3": (lambda: refusals(layer("e4m3_channel"), "gfx942"), "e4m3_channel: runs on gfx950, this is rocm:gfx942"),
+    "e4m3 on CDNA3": (
+        lambda: refusals(layer("e4m3_channel"), "gfx942"),
+        "e4m3_channel: runs on gfx950, this is rocm:gfx942",
+    ),
     "RDNA": (lambda: refusals(layer("bf16"), "gfx1100"), "runs on gfx942, gfx950, this is rocm:gfx1100"),
     "NVIDIA": (lambda: refusals(layer("bf16"), "sm90"), "runs on rocm"),
     "weight-only e4m3": (
