@@ -20,6 +20,7 @@ import torch
 
 from expertd_kernels import Device, cache, reference, relative_error
 from expertd_kernels.cache import PackedCache, read_entry, write_packed
+from expertd_kernels.packed_file import map_entry
 from expertd_kernels.probe import detect_device, installed_packages
 from expertd_kernels.synthetic import random_inputs
 from expertd_kernels.table import BACKENDS
@@ -152,9 +153,7 @@ def test_a_damaged_entry_is_reported_and_made_again(tmp_path, how, caplog):
 
 
 def _facts(path: Path) -> dict:
-    from expertd_kernels.cache import _map
-
-    return _map(path)[1]["facts"]
+    return map_entry(path)[1]["facts"]
 
 
 def test_servers_that_start_together_end_with_one_file_and_one_copy(tmp_path, monkeypatch):

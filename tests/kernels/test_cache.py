@@ -8,8 +8,9 @@ import torch
 
 from expertd_kernels import NAMED_DEVICES, Device, decide, problem_of
 from expertd_kernels.backends import reference as backend
-from expertd_kernels.cache import ALIGN, CacheError, PackedCache, checksum, code_digest, read_packed, write_packed
+from expertd_kernels.cache import ALIGN, CacheError, PackedCache, code_digest, read_packed, write_packed
 from expertd_kernels.oracle import load
+from expertd_kernels.packed_file import checksum
 from expertd_kernels.probe import assumed_packages
 from expertd_kernels.proof import prove
 from expertd_kernels.selfcheck import accept, check
