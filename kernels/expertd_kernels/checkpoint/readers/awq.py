@@ -9,6 +9,8 @@ weight[n, k] = (q - zero) * scale
 
 from __future__ import annotations
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from expertd_kernels.canonical import pack_nibbles
@@ -82,8 +84,7 @@ def read(unit: Unit) -> Part:
         zeros = unpack_fields(packed_zeros, 4, groups, dim=1)
     else:
         codes, scales = _gemm_codes(words), unit.read("scales").t()
-        fields = unpack_fields(packed_zeros, 4, plan.n, dim=1)
-        zeros = fields.view(-1, plan.n // 8, 2, 4).permute(1, 3, 2, 0).reshape(plan.n, -1)
+        zeros = _gemm_zeros(packed_zeros)
     if symmetric and not bool((zeros == 8).all()):
         raise unit.error(
             "zero points other than 8 though the quantization config says that there are none",
@@ -92,6 +93,20 @@ def read(unit: Unit) -> Part:
         )
     bias = unit.read("bias") if unit.has("bias") else None
     return Part(codes, scales, None if symmetric else zeros, bias=bias)
+
+
+def _gemm_zeros(words: Tensor) -> Tensor:
+    """[groups, N/8] words in ORDER -> [N, groups] u8.
+
+    Turned first, as words.  Byte 2 h + a of a word then holds the nibbles of columns 4 a + h (low) and 4 a + 2 + h.
+    """
+    turned = np.ascontiguousarray(words.numpy().T)
+    blocks, groups = turned.shape
+    out = np.empty((blocks, 2, 2, 2, groups), np.uint8)  # column 4 a + 2 b + h, b: low or high nibble
+    for b in range(2):
+        fields = ((turned >> (4 * b)) & 0x0F0F0F0F).view(np.uint8).reshape(blocks, groups, 2, 2)
+        out[:, :, b] = fields.transpose(0, 3, 2, 1)
+    return torch.from_numpy(out.reshape(8 * blocks, groups))
 
 
 def _gemm_codes(words: Stored) -> Tensor | Repacked:
