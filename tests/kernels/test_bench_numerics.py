@@ -209,6 +209,7 @@ def test_the_budget_ends_what_runs_and_begins_nothing_more():
     hang = "__import__('time').sleep(600)"
     got = tasks(eval, [hang, "1 + 1"], jobs=1, budget_s=3.0)
     assert got[hang].reason.endswith("budget")
+    assert not got[hang].ran, "it may have been right"
     assert got["1 + 1"] == NoResult("not run: the budget was spent", ran=False)
 
 

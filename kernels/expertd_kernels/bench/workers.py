@@ -20,7 +20,7 @@ STOP_S = 5.0
 
 @dataclass(frozen=True)
 class NoResult:
-    """A task without a result.  ran: whether it was begun."""
+    """A task without a result.  ran: whether it had its chance: False if the time for all tasks was over before."""
 
     reason: str
     ran: bool
@@ -95,7 +95,7 @@ def run_tasks(
                 del busy[worker.pipe]
                 _stop(worker.process, worker.pipe)
                 late = f"stopped after {now - worker.begun:.0f} s: " + ("budget" if now >= end else "limit of a task")
-                yield worker.task, NoResult(late, ran=True)
+                yield worker.task, NoResult(late, ran=now < end)
             if now >= end and not busy:
                 while waiting:
                     yield waiting.popleft(), NoResult("not run: the budget was spent", ran=False)
