@@ -71,7 +71,7 @@ def address():
 
 
 def test_the_readme_has_what_these_tests_run():
-    assert len(SERVES) == 2
+    assert len(SERVES) == 3
     assert len(CALLS) == 3
     assert len(LOCAL) == 3
     assert len(blocks("python")) == 2
@@ -97,6 +97,19 @@ def test_the_synthetic_server_serves_real_sizes():
     words[words.index("0-3")] = "0-0"  # one layer: the same code, a quarter of the memory
     process, _ = start(words)
     stop(process)
+
+
+@pytest.mark.slow
+def test_a_server_measures_and_the_next_one_maps(tmp_path):
+    words = shlex.split(SERVES[2].replace("build/cache", str(tmp_path)))
+    words[words.index("qwen3-30b-a3b:int4_g128")] = "tiny:int4_g128"  # the same code, in a second
+    process, _ = start(words)
+    stop(process)
+    written = {p.name: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    assert written
+    process, _ = start(words)
+    stop(process)
+    assert {p.name: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == written
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
