@@ -74,7 +74,8 @@ def show(out: Console, address: str, d: pb.DescribeResponse) -> None:
 
 def _layers(layers: Iterable[pb.Layer]) -> Table:
     table = Table(show_edge=False, pad_edge=False)
-    for name in ("layers", "experts held", "of", "top-k", "I", "weights", "activations", "function", "backend"):
+    names = ("layers", "experts held", "of", "top-k", "I", "weights", "activations", "function", "backend", "chosen")
+    for name in names:
         table.add_column(name, justify="right" if name in ("of", "top-k", "I") else "left")
     for group in _alike(layers):
         x = group[0]
@@ -87,9 +88,18 @@ def _layers(layers: Iterable[pb.Layer]) -> Table:
             x.weight_scheme,
             _activations(x),
             x.activation,
-            Text(x.backend, "bold"),
+            Text(_plan(x), "bold"),
+            f"by {x.chosen_by or 'order'}{', mapped from the cache' if x.from_cache else ''}",
         )
     return table
+
+
+def _plan(layer: pb.Layer) -> str:
+    """ "a to 64 tokens, then b", or the one backend."""
+    if len(layer.plan) < 2:
+        return layer.backend
+    parts = [f"{p.backend} to {p.max_tokens} tokens" if p.max_tokens else p.backend for p in layer.plan]
+    return ", then ".join(parts)
 
 
 def _activations(layer: pb.Layer) -> str:
@@ -103,17 +113,20 @@ def _verdicts(group: list[pb.Layer]) -> Table:
     )
     table.add_column("backend", no_wrap=True)
     table.add_column("verdict")
-    table.add_column("time", justify="right")
+    counts = sorted({t.tokens for v in group[0].verdicts for t in v.times})
+    for tokens in counts:
+        table.add_column(f"M = {tokens}", justify="right")
     table.add_column("relative error", justify="right")
     for v in group[0].verdicts:
         chosen = v.backend == group[0].backend
+        times = {t.tokens: t.microseconds for t in v.times}
         verdict = Text("; ".join(v.refusals), "dim")
         if v.eligible:
             verdict = Text("chosen", "bold green") if chosen else Text("eligible")
         table.add_row(
             Text(v.backend, "bold" if chosen else ""),
             verdict,
-            f"{v.microseconds:,.0f} us" if v.microseconds else "",
+            *(f"{times[n]:,.0f} us" if n in times else "" for n in counts),
             f"{v.relative_error:.1e}" if v.relative_error else "",
         )
     return table
@@ -128,6 +141,7 @@ def _alike(layers: Iterable[pb.Layer]) -> list[list[pb.Layer]]:
         same.layer = 0
         for v in same.verdicts:
             v.microseconds = v.relative_error = 0.0
+            del v.times[:]
         return same.SerializeToString(deterministic=True)
 
     return [list(run) for _, run in groupby(layers, key=key)]
