@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.activation import Activation
+from expertd_kernels.backends.envelope import pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.canonical import CODE_DTYPE, QuantTensor, Weights
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import WHOLE, ActivationQuant, Element
-from expertd_kernels.serial import activation_from_json, activation_to_json, scheme_from_json, scheme_to_json
+from expertd_kernels.serial import scheme_from_json, scheme_to_json
 
 __all__ = ["AiterExperts", "experts", "pack", "shuffle", "unpack", "unshuffle"]
 
@@ -80,26 +81,19 @@ def pack(weights: Weights, problem: Problem) -> Packed:
         raise Refused(f"does not compute {weights.activation.name}")
     if problem.activation_quant is not FORMS[form][0]:
         raise Refused(f"{form} weights are not computed with activations {problem.activation_quant.value}")
-    tensors: dict[str, Tensor] = {}
-    meta: dict[str, Any] = {
-        "layout_version": LAYOUT_VERSION,
-        "form": form,
-        "activation": activation_to_json(weights.activation),
-        "checkpoint_activation": weights.checkpoint_activation.value,
-    }
-    for name, q in (("w13", weights.w13), ("w2", weights.w2)):
-        tensors[f"{name}.codes"] = shuffle(q.codes)
-        if q.scales is not None:
-            tensors[f"{name}.scales"] = as_f32(q.scales, q.scheme.scale).contiguous().clone()
-        meta[name] = {"scheme": scheme_to_json(q.scheme), "shape": list(q.shape), "segments": q.segments}
-    if weights.input_scales is not None:
-        tensors["input_scales"] = weights.input_scales
-    return Packed("aiter", tensors, meta)
+    return pack_layer("aiter", LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q), form=form)
 
 
-def _matrix(tensors: Mapping[str, Tensor], name: str, meta: Mapping[str, Any]) -> QuantTensor:
-    scheme, scales = scheme_from_json(meta["scheme"]), tensors.get(f"{name}.scales")
-    codes = unshuffle(tensors[f"{name}.codes"])
+def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = {"codes": shuffle(q.codes)}
+    if q.scales is not None:
+        tensors["scales"] = as_f32(q.scales, q.scheme.scale).contiguous().clone()
+    return tensors, {"scheme": scheme_to_json(q.scheme), "shape": list(q.shape), "segments": q.segments}
+
+
+def _unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> QuantTensor:
+    scheme, scales = scheme_from_json(meta["scheme"]), tensors.get("scales")
+    codes = unshuffle(tensors["codes"])
     assert codes.dtype == CODE_DTYPE[scheme.element]
     natural = None if scales is None else as_stored(scales, scheme.scale)
     return QuantTensor(scheme, tuple(meta["shape"]), codes, natural, segments=meta["segments"])
@@ -107,20 +101,12 @@ def _matrix(tensors: Mapping[str, Tensor], name: str, meta: Mapping[str, Any]) -
 
 def unpack(packed: Packed) -> Weights:
     """The exact inverse of pack."""
-    return Weights(
-        _matrix(packed.tensors, "w13", packed.meta["w13"]),
-        _matrix(packed.tensors, "w2", packed.meta["w2"]),
-        activation_from_json(packed.meta["activation"]),
-        ActivationQuant(packed.meta["checkpoint_activation"]),
-        packed.tensors.get("input_scales"),
-    )
+    return unpack_layer(packed, _unpack_matrix)
 
 
 def experts(packed: Packed, problem: Problem) -> AiterExperts:
     """Ready to compute on the current ROCm device.  Raises Refused for another layout version."""
-    version = packed.meta["layout_version"]
-    if version != LAYOUT_VERSION:
-        raise Refused(f"packed weights have layout version {version}, want {LAYOUT_VERSION}: pack them again")
+    require_version(packed, LAYOUT_VERSION)
     importlib.import_module("aiter.fused_moe")
     return AiterExperts(packed, importlib.import_module("aiter"), torch.device("cuda"))
 

@@ -15,16 +15,17 @@ from torch import Tensor
 
 from expertd_kernels.activation import Activation, ActivationKind
 from expertd_kernels.backends import cpu_native as native
+from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
-from expertd_kernels.scheme import ActivationQuant, Element, ScaleType, Scheme
-from expertd_kernels.serial import activation_from_json, activation_to_json, scheme_from_json, scheme_to_json
+from expertd_kernels.scheme import Element, ScaleType, Scheme
+from expertd_kernels.serial import scheme_from_json, scheme_to_json
 
 __all__ = ["CpuExperts", "experts", "pack", "unpack"]
 
-LAYOUT = 1
+LAYOUT_VERSION = 1
 """Version of the packed layout: a cache of another version is rebuilt."""
 
 ROWS = 16
@@ -128,33 +129,12 @@ def _unpack_matrix(tensors: dict[str, Tensor], meta: dict[str, Any]) -> QuantTen
 
 def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical -> 16-row blocks, each one contiguous run."""
-    tensors: dict[str, Tensor] = {}
-    meta: dict[str, Any] = {
-        "layout": LAYOUT,
-        "activation": activation_to_json(weights.activation),
-        "checkpoint_activation": weights.checkpoint_activation.value,
-    }
-    for name, q in (("w13", weights.w13), ("w2", weights.w2)):
-        parts, meta[name] = _pack_matrix(q)
-        tensors.update({f"{name}.{part}": t for part, t in parts.items()})
-    if weights.input_scales is not None:
-        tensors["input_scales"] = weights.input_scales.cpu()
-    return Packed("cpu", tensors, meta)
-
-
-def _parts(packed: Packed, name: str) -> dict[str, Tensor]:
-    return {k.removeprefix(f"{name}."): t for k, t in packed.tensors.items() if k.startswith(f"{name}.")}
+    return pack_layer("cpu", LAYOUT_VERSION, weights.to("cpu"), lambda _, q: _pack_matrix(q))
 
 
 def unpack(packed: Packed) -> Weights:
     """The exact inverse of pack."""
-    return Weights(
-        _unpack_matrix(_parts(packed, "w13"), packed.meta["w13"]),
-        _unpack_matrix(_parts(packed, "w2"), packed.meta["w2"]),
-        activation_from_json(packed.meta["activation"]),
-        ActivationQuant(packed.meta["checkpoint_activation"]),
-        packed.tensors.get("input_scales"),
-    )
+    return unpack_layer(packed, _unpack_matrix)
 
 
 def _column_map(scheme: Scheme, shape: tuple[int, int, int], kp: int, columns: Tensor | None) -> Tensor | None:
@@ -183,7 +163,7 @@ class CpuExperts:
         self.context = context or native.context()
         self.hidden_size: int = packed.meta["w2"]["shape"][1]
         self._kept: list[Tensor] = []
-        activation: Activation = activation_from_json(packed.meta["activation"])
+        activation: Activation = activation_of(packed)
         self._layer = native.Layer(
             self._matrix("w13"),
             self._matrix("w2"),
@@ -196,7 +176,7 @@ class CpuExperts:
         )
 
     def _matrix(self, name: str) -> native.Matrix:
-        meta, parts = self.packed.meta[name], _parts(self.packed, name)
+        meta, parts = self.packed.meta[name], fields(self.packed, name)
         scheme, shape = scheme_from_json(meta["scheme"]), tuple(meta["shape"])
         spec = spec_of(scheme, shape, meta["segments"])
         expert_bytes, kp, _ = stream_size(spec)
@@ -256,4 +236,6 @@ class CpuExperts:
 
 
 def experts(packed: Packed, problem: Problem) -> CpuExperts:
+    """Ready to compute, from the packed tensors where they are.  Raises Refused for another layout version."""
+    require_version(packed, LAYOUT_VERSION)
     return CpuExperts(packed, problem)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.activation import Activation
+from expertd_kernels.backends.envelope import activation_of, pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.backends.rounding import round_groups
 from expertd_kernels.backends.scales import as_f32, as_stored
@@ -28,7 +29,7 @@ from expertd_kernels.float32 import apply_activation
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant, Element
-from expertd_kernels.serial import activation_from_json, activation_to_json, scheme_from_json, scheme_to_json
+from expertd_kernels.serial import scheme_from_json, scheme_to_json
 
 __all__ = ["DeepGemmExperts", "Grouping", "experts", "group_rows", "pack", "unpack"]
 
@@ -59,54 +60,39 @@ def pack(weights: Weights, problem: Problem) -> Packed:
     wanted = ActivationQuant.E4M3_GROUP128 if form == "block" else ActivationQuant.NONE
     if problem.activation_quant is not wanted:
         raise Refused(f"{form} weights are not computed with activations {problem.activation_quant.value}")
-    tensors: dict[str, Tensor] = {}
-    meta: dict[str, Any] = {
-        "layout_version": LAYOUT_VERSION,
-        "form": form,
-        "activation": activation_to_json(weights.activation),
-        "checkpoint_activation": weights.checkpoint_activation.value,
-    }
-    for name, q in (("w13", weights.w13), ("w2", weights.w2)):
-        tensors[f"{name}.codes"] = q.codes.contiguous().clone()
-        if q.scales is not None:
-            tensors[f"{name}.scales"] = as_f32(q.scales, q.scheme.scale).contiguous().clone()
-        if q.bias is not None:
-            tensors[f"{name}.bias"] = q.bias.contiguous().clone()
-        meta[name] = {"scheme": scheme_to_json(q.scheme), "shape": list(q.shape), "segments": q.segments}
-    if weights.input_scales is not None:
-        tensors["input_scales"] = weights.input_scales
-    return Packed("deepgemm", tensors, meta)
+    return pack_layer("deepgemm", LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q), form=form)
 
 
-def _matrix(tensors: Mapping[str, Tensor], name: str, meta: Mapping[str, Any]) -> QuantTensor:
+def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = {"codes": q.codes.contiguous().clone()}
+    if q.scales is not None:
+        tensors["scales"] = as_f32(q.scales, q.scheme.scale).contiguous().clone()
+    if q.bias is not None:
+        tensors["bias"] = q.bias.contiguous().clone()
+    return tensors, {"scheme": scheme_to_json(q.scheme), "shape": list(q.shape), "segments": q.segments}
+
+
+def _unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> QuantTensor:
     scheme = scheme_from_json(meta["scheme"])
-    scales = tensors.get(f"{name}.scales")
+    scales = tensors.get("scales")
     return QuantTensor(
         scheme,
         tuple(meta["shape"]),
-        tensors[f"{name}.codes"],
+        tensors["codes"],
         None if scales is None else as_stored(scales, scheme.scale),
-        bias=tensors.get(f"{name}.bias"),
+        bias=tensors.get("bias"),
         segments=meta["segments"],
     )
 
 
 def unpack(packed: Packed) -> Weights:
     """The exact inverse of pack."""
-    return Weights(
-        _matrix(packed.tensors, "w13", packed.meta["w13"]),
-        _matrix(packed.tensors, "w2", packed.meta["w2"]),
-        activation_from_json(packed.meta["activation"]),
-        ActivationQuant(packed.meta["checkpoint_activation"]),
-        packed.tensors.get("input_scales"),
-    )
+    return unpack_layer(packed, _unpack_matrix)
 
 
 def experts(packed: Packed, problem: Problem) -> DeepGemmExperts:
     """Ready to compute on the current CUDA device.  Raises Refused for another layout version."""
-    version = packed.meta["layout_version"]
-    if version != LAYOUT_VERSION:
-        raise Refused(f"packed weights have layout version {version}, want {LAYOUT_VERSION}: pack them again")
+    require_version(packed, LAYOUT_VERSION)
     return DeepGemmExperts(packed, importlib.import_module("deep_gemm"), torch.device("cuda"))
 
 
@@ -154,7 +140,7 @@ class DeepGemmExperts:
         self.tensors = {name: t.to(device) for name, t in packed.tensors.items()}
         self.form: str = packed.meta["form"]
         self.num_experts: int = packed.meta["w13"]["shape"][0]
-        self.activation: Activation = activation_from_json(packed.meta["activation"])
+        self.activation: Activation = activation_of(packed)
         self.vendor = vendor
         self.alignment = int(vendor.get_mk_alignment_for_contiguous_layout())
 

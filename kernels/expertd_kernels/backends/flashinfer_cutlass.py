@@ -17,13 +17,13 @@ from torch.nn import functional as F
 
 from expertd_kernels.activation import Activation, ActivationKind
 from expertd_kernels.backends.cutlass_layout import form_of, pack_matrix, unpack_matrix
+from expertd_kernels.backends.envelope import activation_of, pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.backends.rounding import round_mx, round_static
 from expertd_kernels.canonical import Weights
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.serial import activation_from_json, activation_to_json
 
 __all__ = ["CutlassExperts", "experts", "pack", "unpack"]
 
@@ -66,40 +66,17 @@ def pack(weights: Weights, problem: Problem) -> Packed:
             raise Refused("the checkpoint has no static input scales")
         if a != Activation() or weights.w13.bias is not None or weights.w2.bias is not None:
             raise Refused(f"does not compute {a.name} or biases with {weights.w13.scheme.name} weights")
-    tensors: dict[str, Tensor] = {}
-    meta: dict[str, Any] = {
-        "layout_version": LAYOUT_VERSION,
-        "activation": activation_to_json(weights.activation),
-        "checkpoint_activation": weights.checkpoint_activation.value,
-    }
-    for name, q in (("w13", weights.w13), ("w2", weights.w2)):
-        parts, meta[name] = pack_matrix(q, form)
-        tensors.update({f"{name}.{field}": t for field, t in parts.items()})
-    if weights.input_scales is not None:
-        tensors["input_scales"] = weights.input_scales
-    return Packed("flashinfer_cutlass", tensors, meta)
+    return pack_layer("flashinfer_cutlass", LAYOUT_VERSION, weights, lambda _, q: pack_matrix(q, form))
 
 
 def unpack(packed: Packed) -> Weights:
     """The exact inverse of pack."""
-
-    def matrix(name: str) -> dict[str, Tensor]:
-        return {k.removeprefix(f"{name}."): t for k, t in packed.tensors.items() if k.startswith(f"{name}.")}
-
-    return Weights(
-        unpack_matrix(matrix("w13"), packed.meta["w13"]),
-        unpack_matrix(matrix("w2"), packed.meta["w2"]),
-        activation_from_json(packed.meta["activation"]),
-        ActivationQuant(packed.meta["checkpoint_activation"]),
-        packed.tensors.get("input_scales"),
-    )
+    return unpack_layer(packed, unpack_matrix)
 
 
 def experts(packed: Packed, problem: Problem) -> CutlassExperts:
     """Ready to compute on the current CUDA device.  Raises Refused for another layout version."""
-    version = packed.meta["layout_version"]
-    if version != LAYOUT_VERSION:
-        raise Refused(f"packed weights have layout version {version}, want {LAYOUT_VERSION}: pack them again")
+    require_version(packed, LAYOUT_VERSION)
     return CutlassExperts(packed, importlib.import_module("flashinfer.fused_moe"), torch.device("cuda"))
 
 
@@ -114,7 +91,7 @@ class CutlassExperts:
         self.form, self.hidden, self.padded = w13["form"], w13["shape"][2], w13["cols"]
         self.num_experts = w13["shape"][0]
         self.vendor = vendor
-        a = activation_from_json(packed.meta["activation"])
+        a = activation_of(packed)
         self.activation_type = getattr(vendor.ActivationType, ACTIVATION_TYPE[a.kind])
         oai = a.kind is ActivationKind.SWIGLUOAI
         curve = (a.alpha, a.beta) if oai else (1.0, 0.0)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from expertd_kernels.activation import Activation, ActivationKind
+from expertd_kernels.backends.envelope import activation_of, pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.backends.rounding import round_groups, round_mx, round_nvfp4, round_static
 from expertd_kernels.backends.trtllm_layout import form_of, pack_matrix, unpack_matrix
@@ -25,7 +26,6 @@ from expertd_kernels.canonical import Weights
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.serial import activation_from_json, activation_to_json
 
 __all__ = ["TrtllmExperts", "experts", "pack", "unpack"]
 
@@ -61,41 +61,23 @@ def pack(weights: Weights, problem: Problem) -> Packed:
             raise Refused("the checkpoint has no static input scales")
         if weights.activation != Activation():
             raise Refused(f"does not compute {weights.activation.name} with {weights.w13.scheme.name} weights")
-    tensors: dict[str, Tensor] = {}
-    meta: dict[str, Any] = {
-        "layout_version": LAYOUT_VERSION,
-        "activation_quant": problem.activation_quant.value,
-        "activation": activation_to_json(weights.activation),
-        "checkpoint_activation": weights.checkpoint_activation.value,
-    }
-    for name, q in (("w13", weights.w13), ("w2", weights.w2)):
-        parts, meta[name] = pack_matrix(q, form)
-        tensors.update({f"{name}.{field}": t for field, t in parts.items()})
-    if weights.input_scales is not None:
-        tensors["input_scales"] = weights.input_scales
-    return Packed("flashinfer_trtllm", tensors, meta)
+    return pack_layer(
+        "flashinfer_trtllm",
+        LAYOUT_VERSION,
+        weights,
+        lambda _, q: pack_matrix(q, form),
+        activation_quant=problem.activation_quant.value,
+    )
 
 
 def unpack(packed: Packed) -> Weights:
     """The exact inverse of pack."""
-
-    def matrix(name: str) -> dict[str, Tensor]:
-        return {k.removeprefix(f"{name}."): t for k, t in packed.tensors.items() if k.startswith(f"{name}.")}
-
-    return Weights(
-        unpack_matrix(matrix("w13"), packed.meta["w13"]),
-        unpack_matrix(matrix("w2"), packed.meta["w2"]),
-        activation_from_json(packed.meta["activation"]),
-        ActivationQuant(packed.meta["checkpoint_activation"]),
-        packed.tensors.get("input_scales"),
-    )
+    return unpack_layer(packed, unpack_matrix)
 
 
 def experts(packed: Packed, problem: Problem) -> TrtllmExperts:
     """Ready to compute on the current CUDA device.  Raises Refused for another layout version."""
-    version = packed.meta["layout_version"]
-    if version != LAYOUT_VERSION:
-        raise Refused(f"packed weights have layout version {version}, want {LAYOUT_VERSION}: pack them again")
+    require_version(packed, LAYOUT_VERSION)
     return TrtllmExperts(packed, importlib.import_module("flashinfer.fused_moe"), torch.device("cuda"))
 
 
@@ -111,7 +93,7 @@ class TrtllmExperts:
         self.num_experts = w13["shape"][0]
         self.rounding = ActivationQuant(packed.meta["activation_quant"])
         self.vendor = vendor
-        a = activation_from_json(packed.meta["activation"])
+        a = activation_of(packed)
         oai = a.kind is ActivationKind.SWIGLUOAI
         self.alpha, self.beta, self.limit = (
             None if value is None else torch.full((self.num_experts,), float(value), device=device)

@@ -8,17 +8,15 @@ Packing and its inverse need no GPU and no Triton; `experts` needs both.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
+from expertd_kernels.backends.envelope import pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.gluon.matrix import pack_matrix, unpack_matrix
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.canonical import Weights
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.serial import activation_from_json, activation_to_json
 
 if TYPE_CHECKING:
     from expertd_kernels.backends.gluon.layer import GluonExperts
@@ -35,37 +33,20 @@ def pack(weights: Weights, problem: Problem) -> Packed:
     Refused: activation order, second-level scales, e4m3 NaNs, scales beyond what a power of two brings into bf16."""
     if problem.activation_quant is not ActivationQuant.NONE:
         raise Refused(f"rounds no activations, {problem.activation_quant.value} is asked")
-    tensors: dict[str, Tensor] = {}
-    meta: dict[str, Any] = {
-        "layout": LAYOUT_VERSION,
-        "activation": activation_to_json(weights.activation),
-        "checkpoint_activation": weights.checkpoint_activation.value,
-    }
-    for name, q, gated in (("w13", weights.w13, weights.activation.gated), ("w2", weights.w2, False)):
-        parts, meta[name] = pack_matrix(name, q, gated)
-        tensors.update({f"{name}.{k}": t for k, t in parts.items()})
-    if weights.input_scales is not None:
-        tensors["input_scales"] = weights.input_scales
-    return Packed("gluon_sm90", tensors, meta)
+    gated = weights.activation.gated
+    return pack_layer(
+        "gluon_sm90", LAYOUT_VERSION, weights, lambda name, q: pack_matrix(name, q, gated and name == "w13")
+    )
 
 
 def unpack(packed: Packed) -> Weights:
     """The exact inverse of `pack`."""
-
-    def parts(name: str) -> dict[str, Tensor]:
-        return {k.removeprefix(f"{name}."): t for k, t in packed.tensors.items() if k.startswith(f"{name}.")}
-
-    return Weights(
-        unpack_matrix(parts("w13"), packed.meta["w13"]),
-        unpack_matrix(parts("w2"), packed.meta["w2"]),
-        activation_from_json(packed.meta["activation"]),
-        ActivationQuant(packed.meta["checkpoint_activation"]),
-        packed.tensors.get("input_scales"),
-    )
+    return unpack_layer(packed, unpack_matrix)
 
 
 def experts(packed: Packed, problem: Problem) -> GluonExperts:
     """Ready to compute.  Needs a Hopper GPU and Triton; the packed tensors move to the current CUDA device."""
     from expertd_kernels.backends.gluon.layer import GluonExperts
 
+    require_version(packed, LAYOUT_VERSION)
     return GluonExperts(packed, problem)

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor, Weights, pack_nibbles, unpack_nibbles
 from expertd_kernels.float32 import apply_activation
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import WHOLE, ActivationQuant, Element, ScaleType
-from expertd_kernels.serial import activation_from_json, activation_to_json, scheme_from_json, scheme_to_json
+from expertd_kernels.serial import scheme_from_json, scheme_to_json
 
 __all__ = ["HummingExperts", "experts", "pack", "unpack"]
 
@@ -121,40 +122,17 @@ def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical weights in the package's input form, on the weights' device."""
     if problem.activation_quant is not ActivationQuant.NONE:
         raise Refused(f"rounds no activations here, {problem.activation_quant.value} is asked")
-    tensors: dict[str, Tensor] = {}
-    meta: dict[str, Any] = {
-        "layout_version": LAYOUT_VERSION,
-        "activation": activation_to_json(weights.activation),
-        "checkpoint_activation": weights.checkpoint_activation.value,
-    }
-    for name, q in (("w13", weights.w13), ("w2", weights.w2)):
-        parts, meta[name] = _pack_matrix(q)
-        tensors.update({f"{name}.{field}": t for field, t in parts.items()})
-    if weights.input_scales is not None:
-        tensors["input_scales"] = weights.input_scales
-    return Packed("humming", tensors, meta)
-
-
-def _fields(packed: Packed, name: str) -> dict[str, Tensor]:
-    return {k.removeprefix(f"{name}."): t for k, t in packed.tensors.items() if k.startswith(f"{name}.")}
+    return pack_layer("humming", LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q))
 
 
 def unpack(packed: Packed) -> Weights:
     """The exact inverse of pack."""
-    return Weights(
-        _unpack_matrix(_fields(packed, "w13"), packed.meta["w13"]),
-        _unpack_matrix(_fields(packed, "w2"), packed.meta["w2"]),
-        activation_from_json(packed.meta["activation"]),
-        ActivationQuant(packed.meta["checkpoint_activation"]),
-        packed.tensors.get("input_scales"),
-    )
+    return unpack_layer(packed, _unpack_matrix)
 
 
 def experts(packed: Packed, problem: Problem) -> HummingExperts:
     """Ready to compute on the current CUDA device.  Raises Refused for another layout version."""
-    version = packed.meta["layout_version"]
-    if version != LAYOUT_VERSION:
-        raise Refused(f"packed weights have layout version {version}, want {LAYOUT_VERSION}: pack them again")
+    require_version(packed, LAYOUT_VERSION)
     return HummingExperts(packed, importlib.import_module("humming.layer"), torch.device("cuda"))
 
 
@@ -164,14 +142,14 @@ class HummingExperts:
     backend = "humming"
 
     def __init__(self, packed: Packed, vendor: Any, device: torch.device) -> None:
-        self.activation = activation_from_json(packed.meta["activation"])
+        self.activation = activation_of(packed)
         self.num_experts, _, self.hidden = packed.meta["w13"]["shape"]
         self.w13, self.w2 = (self._layer(packed, name, vendor, device) for name in ("w13", "w2"))
 
     @staticmethod
     def _layer(packed: Packed, name: str, vendor: Any, device: torch.device) -> Any:
         """The package's layer with its weights in its kernels' order."""
-        facts, tensors = packed.meta[name], _fields(packed, name)
+        facts, tensors = packed.meta[name], fields(packed, name)
         E, N, K = facts["shape"]
         layer = vendor.HummingLayer(
             shape_n=N,

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.activation import ActivationKind
+from expertd_kernels.backends.envelope import activation_of, pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.backends.xpu_layout import form_of, pack_matrix, unpack_matrix
-from expertd_kernels.canonical import Weights
+from expertd_kernels.canonical import QuantTensor, Weights
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.serial import activation_from_json, activation_to_json
 
 __all__ = ["XpuExperts", "experts", "pack", "unpack"]
 
@@ -53,35 +53,18 @@ def pack(weights: Weights, problem: Problem) -> Packed:
     if problem.activation_quant is not ActivationQuant.NONE:
         raise Refused(f"rounds no activations, {problem.activation_quant.value} is asked")
     interleaved = weights.activation.kind is ActivationKind.SWIGLUOAI
-    tensors: dict[str, Tensor] = {}
-    meta: dict[str, Any] = {
-        "layout_version": LAYOUT_VERSION,
-        "activation": activation_to_json(weights.activation),
-        "checkpoint_activation": weights.checkpoint_activation.value,
-    }
     forms = [form_of(q) for q in (weights.w13, weights.w2)]
-    for name, q, form in (("w13", weights.w13, forms[0]), ("w2", weights.w2, forms[1])):
-        form = "block" if form == "tensor" and "block" in forms else form
-        parts, meta[name] = pack_matrix(q, interleaved and name == "w13", form)
-        tensors.update({f"{name}.{field}": t for field, t in parts.items()})
-    if weights.input_scales is not None:
-        tensors["input_scales"] = weights.input_scales
-    return Packed("xpu", tensors, meta)
+
+    def matrix(name: str, q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        form = form_of(q)
+        return pack_matrix(q, interleaved and name == "w13", "block" if form == "tensor" and "block" in forms else form)
+
+    return pack_layer("xpu", LAYOUT_VERSION, weights, matrix)
 
 
 def unpack(packed: Packed) -> Weights:
     """The exact inverse of pack."""
-
-    def matrix(name: str) -> dict[str, Tensor]:
-        return {k.removeprefix(f"{name}."): t for k, t in packed.tensors.items() if k.startswith(f"{name}.")}
-
-    return Weights(
-        unpack_matrix(matrix("w13"), packed.meta["w13"]),
-        unpack_matrix(matrix("w2"), packed.meta["w2"]),
-        activation_from_json(packed.meta["activation"]),
-        ActivationQuant(packed.meta["checkpoint_activation"]),
-        packed.tensors.get("input_scales"),
-    )
+    return unpack_layer(packed, unpack_matrix)
 
 
 def _vendor() -> Any:
@@ -95,9 +78,7 @@ def _vendor() -> Any:
 def experts(packed: Packed, problem: Problem) -> XpuExperts:
     """Ready to compute on the current XPU.  Raises Refused for another layout version, ImportError without the
     package's native parts."""
-    version = packed.meta["layout_version"]
-    if version != LAYOUT_VERSION:
-        raise Refused(f"packed weights have layout version {version}, want {LAYOUT_VERSION}: pack them again")
+    require_version(packed, LAYOUT_VERSION)
     return XpuExperts(packed, _vendor(), torch.device(problem.device.kind))
 
 
@@ -109,7 +90,7 @@ class XpuExperts:
     def __init__(self, packed: Packed, vendor: Any, device: torch.device) -> None:
         self.tensors = {name: t.to(device) for name, t in packed.tensors.items() if ".exact_" not in name}
         self.forms = {name: packed.meta[name]["form"] for name in ("w13", "w2")}
-        self.activation = activation_from_json(packed.meta["activation"])
+        self.activation = activation_of(packed)
         self.num_experts = packed.meta["w13"]["shape"][0]
         self.vendor = vendor
         slots = torch.arange(self.num_experts + 1, dtype=torch.int32, device=device)
