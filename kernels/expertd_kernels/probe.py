@@ -12,7 +12,7 @@ from pathlib import Path
 from expertd_kernels.oracle import Backend
 from expertd_kernels.problem import Device, Package
 
-__all__ = ["assumed_packages", "detect_device", "installed_packages"]
+__all__ = ["assumed_packages", "cpu_name", "detect_device", "installed_packages"]
 
 _CPU_FLAGS = frozenset(
     [
@@ -43,18 +43,24 @@ CPU_KERNEL = "expertd-cpu-kernel"
 """What the `cpu` rows need: our own shared object, which an install without a compiler does not have."""
 
 
+def _cpuinfo(*keys: str) -> str:
+    """The first value of one of `keys` in the kernel's list of processors; "" where it tells none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(keys)), "")
+
+
+def cpu_name() -> str:
+    """The processor's marketing name; "" where it cannot be told."""
+    return _cpuinfo("model name")
+
+
 @cache
 def _cpu() -> Device:
     arch = platform.machine()
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    words: set[str] = set()
-    for line in text.splitlines():
-        if line.startswith(("flags", "Features")):
-            words = set(line.split(":", 1)[1].split())
-            break
+    words = set(_cpuinfo("flags", "Features").split())
     features = {w for w in words if w in _CPU_FLAGS} | ({"neon"} if "asimd" in words else set())
     return Device("cpu", arch, features=frozenset(features))
 

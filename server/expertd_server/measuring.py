@@ -19,6 +19,7 @@ from expertd_kernels import table
 from expertd_kernels.cache import code_digest
 from expertd_kernels.canonical import Weights
 from expertd_kernels.oracle import Decision
+from expertd_kernels.probe import cpu_name
 from expertd_kernels.tournament import GRID, Remembered, Result, measure, with_results
 from expertd_server.config import ServeConfig
 from expertd_server.layer import Canonical, Site
@@ -151,14 +152,4 @@ def _device_name(device: torch.device) -> str:
         return str(torch.xpu.get_device_name(device))
     threads = f"{torch.get_num_threads()} threads, EXPERTD_CPU_THREADS={os.environ.get('EXPERTD_CPU_THREADS', '')}"
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{_cpu_name()}, {cpus} cpus, {threads}"
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        return ""
-    return ""
+    return f"{cpu_name()}, {cpus} cpus, {threads}"

@@ -21,7 +21,7 @@ from expertd_kernels.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weig
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import Element, ScaleType, Scheme
-from expertd_kernels.serial import scheme_from_json, scheme_to_json
+from expertd_kernels.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["CpuExperts", "experts", "pack", "unpack"]
 
@@ -98,7 +98,7 @@ def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for name, t in (("global_scales", q.global_scales), ("columns", q.columns), ("global_exact", q.global_exact)):
         if t is not None:
             out[name] = t.cpu().contiguous()
-    return out, {"scheme": scheme_to_json(q.scheme), "shape": list(q.shape), "segments": q.segments}
+    return out, matrix_to_json(q)
 
 
 def _unpack_matrix(tensors: dict[str, Tensor], meta: dict[str, Any]) -> QuantTensor:

@@ -34,7 +34,7 @@ from expertd_kernels.backends.trtllm_layout import cut_segments, pad_segments, s
 from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor
 from expertd_kernels.oracle import Refused
 from expertd_kernels.scheme import WHOLE, ActivationQuant, Element
-from expertd_kernels.serial import scheme_from_json, scheme_to_json
+from expertd_kernels.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["BITS", "MULTIPLES", "form_of", "pack_matrix", "unpack_matrix"]
 
@@ -175,9 +175,7 @@ def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str,
     if q.bias is not None:
         _bias(q, rows, out)
     meta = {
-        "scheme": scheme_to_json(q.scheme),
-        "shape": list(q.shape),
-        "segments": q.segments,
+        **matrix_to_json(q),
         "form": form,
         "rows": rows,
         "cols": cols,

@@ -29,7 +29,7 @@ from expertd_kernels.float32 import apply_activation
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant, Element
-from expertd_kernels.serial import scheme_from_json, scheme_to_json
+from expertd_kernels.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["DeepGemmExperts", "Grouping", "experts", "group_rows", "pack", "unpack"]
 
@@ -69,7 +69,7 @@ def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors["scales"] = as_f32(q.scales, q.scheme.scale).contiguous().clone()
     if q.bias is not None:
         tensors["bias"] = q.bias.contiguous().clone()
-    return tensors, {"scheme": scheme_to_json(q.scheme), "shape": list(q.shape), "segments": q.segments}
+    return tensors, matrix_to_json(q)
 
 
 def _unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> QuantTensor:

@@ -1,4 +1,4 @@
-"""What the packed layers of all backends have in common: two matrices packed alike, and the facts beside them.
+"""What the packed layers of backends have in common: two matrices packed alike, and the facts beside them.
 
 tensors   "w13.NAME", "w2.NAME" for whatever packing a matrix gave; "input_scales" where the checkpoint has them
 meta      layout_version, activation, checkpoint_activation, "w13" and "w2" (each matrix's own), and what is given
@@ -15,8 +15,7 @@ from expertd_kernels.activation import Activation
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.canonical import QuantTensor, Weights
 from expertd_kernels.oracle import Refused
-from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.serial import activation_from_json, activation_to_json
+from expertd_kernels.serial import activation_from_json, matrix_tensors, weights_from_tensors, weights_to_tensors
 
 __all__ = ["activation_of", "fields", "pack_layer", "require_version", "unpack_layer"]
 
@@ -29,35 +28,18 @@ def pack_layer(
     **facts: Any,
 ) -> Packed:
     """Pack w13, then w2.  pack_matrix("w13" or "w2", canonical) -> (tensors by name, JSON-able facts)."""
-    tensors: dict[str, Tensor] = {}
-    meta: dict[str, Any] = {
-        "layout_version": version,
-        "activation": activation_to_json(weights.activation),
-        "checkpoint_activation": weights.checkpoint_activation.value,
-        **facts,
-    }
-    for name, q in (("w13", weights.w13), ("w2", weights.w2)):
-        parts, meta[name] = pack_matrix(name, q)
-        tensors.update({f"{name}.{field}": t for field, t in parts.items()})
-    if weights.input_scales is not None:
-        tensors["input_scales"] = weights.input_scales
-    return Packed(backend, tensors, meta)
+    tensors, meta = weights_to_tensors(weights, pack_matrix)
+    return Packed(backend, tensors, {"layout_version": version, **facts, **meta})
 
 
 def fields(packed: Packed, name: str) -> dict[str, Tensor]:
     """The tensors of one matrix, by the names that pack_matrix gave."""
-    return {k.removeprefix(f"{name}."): t for k, t in packed.tensors.items() if k.startswith(f"{name}.")}
+    return matrix_tensors(packed.tensors, name)
 
 
 def unpack_layer(packed: Packed, unpack_matrix: Callable[[dict[str, Tensor], Any], QuantTensor]) -> Weights:
     """The inverse of pack_layer.  unpack_matrix(tensors by name, the matrix's facts) -> canonical."""
-    return Weights(
-        unpack_matrix(fields(packed, "w13"), packed.meta["w13"]),
-        unpack_matrix(fields(packed, "w2"), packed.meta["w2"]),
-        activation_of(packed),
-        ActivationQuant(packed.meta["checkpoint_activation"]),
-        packed.tensors.get("input_scales"),
-    )
+    return weights_from_tensors(packed.tensors, packed.meta, unpack_matrix)
 
 
 def activation_of(packed: Packed) -> Activation:

@@ -26,7 +26,7 @@ from expertd_kernels.float32 import apply_activation
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import WHOLE, ActivationQuant, Element, ScaleType
-from expertd_kernels.serial import scheme_from_json, scheme_to_json
+from expertd_kernels.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["HummingExperts", "experts", "pack", "unpack"]
 
@@ -88,7 +88,7 @@ def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
         out["zero_point"] = words.view(*fields.shape[:2], -1).transpose(1, 2)
     if q.bias is not None:
         out["bias"] = _bf16(q.bias, "bias", out)
-    meta = {"scheme": scheme_to_json(s), "shape": list(q.shape), "segments": q.segments, "config": config}
+    meta = {**matrix_to_json(q), "config": config}
     return {name: t.contiguous().clone() if t is q.scales else t.contiguous() for name, t in out.items()}, meta
 
 

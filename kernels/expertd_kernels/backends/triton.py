@@ -19,7 +19,7 @@ from expertd_kernels.backends.triton_kernels.matrix import Matrix
 from expertd_kernels.canonical import QuantTensor, Weights
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.serial import scheme_from_json, scheme_to_json
+from expertd_kernels.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["experts", "pack", "unpack"]
 
@@ -38,8 +38,7 @@ def pack(weights: Weights, problem: Problem) -> Packed:
 
 def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     packed, lay = pack_matrix(q)
-    facts = {"scheme": scheme_to_json(q.scheme), "shape": list(q.shape), "segments": q.segments}
-    return packed, {**facts, "layout": lay.to_json()}
+    return packed, {**matrix_to_json(q), "layout": lay.to_json()}
 
 
 def _unpack_matrix(tensors: dict[str, Tensor], m: dict[str, Any]) -> QuantTensor:

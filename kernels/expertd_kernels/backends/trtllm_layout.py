@@ -32,7 +32,7 @@ from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor
 from expertd_kernels.oracle import Refused
 from expertd_kernels.scheme import WHOLE, Element
-from expertd_kernels.serial import scheme_from_json, scheme_to_json
+from expertd_kernels.serial import matrix_to_json, scheme_from_json
 
 __all__ = [
     "MULTIPLES",
@@ -180,9 +180,7 @@ def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str,
     if q.bias is not None:
         out["bias"] = pad_segments(q.bias[..., None], q.segments, rows, 1)[:, order, 0].contiguous()
     meta = {
-        "scheme": scheme_to_json(q.scheme),
-        "shape": list(q.shape),
-        "segments": q.segments,
+        **matrix_to_json(q),
         "form": form,
         "rows": rows,
         "cols": cols,

@@ -25,7 +25,7 @@ from torch import Tensor
 from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor
 from expertd_kernels.oracle import Refused
 from expertd_kernels.scheme import WHOLE, Element, ScaleType
-from expertd_kernels.serial import scheme_from_json, scheme_to_json
+from expertd_kernels.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["GROUPS", "form_of", "pack_matrix", "unpack_matrix"]
 
@@ -133,9 +133,7 @@ def pack_matrix(q: QuantTensor, interleaved: bool, form: str) -> tuple[dict[str,
     if form in ("mxfp8", "block", "tensor"):
         out["codes"] = out["codes"].contiguous().view(torch.float8_e4m3fn)
     meta = {
-        "scheme": scheme_to_json(q.scheme),
-        "shape": list(q.shape),
-        "segments": q.segments,
+        **matrix_to_json(q),
         "form": form,
         "interleaved": interleaved,
         "repeat": repeat,

@@ -32,7 +32,7 @@ from expertd_kernels.float32 import reference
 from expertd_kernels.models import MODELS, ModelShape
 from expertd_kernels.numerics import relative_error
 from expertd_kernels.oracle import NoBackendError, Refused, decide
-from expertd_kernels.probe import detect_device, installed_packages
+from expertd_kernels.probe import cpu_name, detect_device, installed_packages
 from expertd_kernels.scheme import ActivationQuant, Element, Scheme
 from expertd_kernels.synthetic import random_inputs, random_weights
 from expertd_kernels.table import BACKENDS
@@ -83,21 +83,13 @@ def shape_of(name: str) -> ModelShape:
 
 def machine() -> dict[str, str]:
     """Processor, instruction-set level, versions, commit."""
-    model = "unknown"
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = "unknown"
     return {
-        "cpu": model,
+        "cpu": cpu_name() or "unknown",
         "cores": str(len(cpu_native.physical_cpus())),
         "level": cpu_native.context().level,
         "torch": str(torch.__version__),

@@ -14,7 +14,7 @@ from expertd_kernels.backends.gluon.codec import Codec, codec_of
 from expertd_kernels.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, pack_nibbles, unpack_nibbles
 from expertd_kernels.oracle import Refused
 from expertd_kernels.scheme import WHOLE, Element, Scheme
-from expertd_kernels.serial import scheme_from_json, scheme_to_json
+from expertd_kernels.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["TILE", "pack_matrix", "round_up", "unpack_matrix"]
 
@@ -37,9 +37,7 @@ def pack_matrix(name: str, q: QuantTensor, gated: bool) -> tuple[dict[str, Tenso
     codes = _pad(_integers(name, q), q.segments, rows, columns)
     parts = {"codes": packing.pack_codes(codes, scheme.element, codec, gated)}
     facts = {
-        "scheme": scheme_to_json(scheme),
-        "shape": list(q.shape),
-        "segments": q.segments,
+        **matrix_to_json(q),
         "gated": gated,
         "shift": 0,
     }
