@@ -1,10 +1,8 @@
 """The row `triton` on a GPU: the cases of tests/kernels/triton_cases.py and larger ones, graphs, steady state."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from triton_cases import LARGE, SMALL, run
 
 from expertd_kernels import decide, detect_device
 from expertd_kernels.backends import triton as backend
@@ -14,13 +12,6 @@ from expertd_kernels.numerics import relative_error
 from expertd_kernels.probe import installed_packages
 from expertd_kernels.synthetic import random_inputs, random_weights
 from expertd_kernels.table import BACKENDS
-
-CASES = Path(__file__).parents[1] / "kernels"
-sys.path.insert(0, str(CASES))
-try:
-    from triton_cases import LARGE, SMALL, run
-finally:
-    sys.path.remove(str(CASES))
 
 pytestmark = pytest.mark.gpu
 ALL = {**SMALL, **LARGE}

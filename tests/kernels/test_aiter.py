@@ -2,13 +2,12 @@
 point that undoes the layout and computes with the package's own torch code."""
 
 import ast
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from vendor import bits, functions, package_folder
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import aiter as backend
@@ -18,13 +17,6 @@ from expertd_kernels.oracle import Refused
 from expertd_kernels.probe import assumed_packages
 from expertd_kernels.synthetic import random_inputs, random_weights
 from expertd_kernels.table import BACKENDS
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-try:
-    from vendor import functions, package_folder
-finally:
-    sys.path.remove(str(HERE))
 
 NAME = "aiter"
 HOW = {"bf16": ActivationQuant.NONE, "e4m3_channel": ActivationQuant.E4M3_TOKEN,
@@ -43,14 +35,6 @@ def problem(w, device="gfx950", how=None):
 
 def refusals(w, device="gfx950", how=None):
     return next(v for v in decide(problem(w, device, how)).verdicts if v.backend == NAME).refusals
-
-
-def bits(w):
-    return {
-        f"{m}.{name}": (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist())
-        for m in ("w13", "w2")
-        for name, t in getattr(w, m).tensors()
-    }
 
 
 @pytest.mark.parametrize("scheme", HOW)

@@ -6,22 +6,16 @@ The self-test program packs, unpacks and computes with every level: all elements
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import re
 from pathlib import Path
 
+import driver
 import pytest
 
 X86 = platform.machine() in ("x86_64", "AMD64")
 pytestmark = pytest.mark.skipif(not X86, reason=f"{platform.machine()}: the AVX-512 levels are for x86-64")
-
-_spec = importlib.util.spec_from_file_location("cpu_driver", Path(__file__).parent / "driver.py")
-assert _spec is not None
-assert _spec.loader is not None
-driver = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(driver)
 
 SIMDE = Path(os.environ.get("EXPERTD_SIMDE", "/usr/include"))
 """Folder that holds simde/: SIMD Everywhere, MIT licence."""

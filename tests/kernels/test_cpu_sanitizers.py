@@ -3,16 +3,8 @@ ragged sizes, 1 to 8 threads.  Each sanitizer has to notice a mistake that the p
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import driver
 import pytest
-
-_spec = importlib.util.spec_from_file_location("cpu_driver", Path(__file__).parent / "driver.py")
-assert _spec is not None
-assert _spec.loader is not None
-driver = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(driver)
 
 SENTENCES = {
     "overflow": "heap-buffer-overflow",

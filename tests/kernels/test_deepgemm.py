@@ -2,13 +2,12 @@
 keep to its contract, with the parameters of its own source."""
 
 import ast
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from vendor import bits, functions, package_folder
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import deepgemm as backend
@@ -21,13 +20,6 @@ from expertd_kernels.probe import assumed_packages
 from expertd_kernels.scheme import Element, ScaleType, Scheme
 from expertd_kernels.synthetic import random_inputs, random_weights
 from expertd_kernels.table import BACKENDS
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-try:
-    from vendor import functions, package_folder
-finally:
-    sys.path.remove(str(HERE))
 
 NAME = "deepgemm"
 SCHEMES = ("bf16", "e4m3_block128")
@@ -47,14 +39,6 @@ def problem(w, device="sm90", **kw):
 
 def refusals(w, device="sm90", **kw):
     return next(v for v in decide(problem(w, device, **kw)).verdicts if v.backend == NAME).refusals
-
-
-def bits(w):
-    return {
-        f"{m}.{name}": (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist())
-        for m in ("w13", "w2")
-        for name, t in getattr(w, m).tensors()
-    }
 
 
 class Package:

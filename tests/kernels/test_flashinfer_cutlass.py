@@ -2,13 +2,12 @@
 a stand-in for its entry point that undoes the layout as that code describes it."""
 
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from vendor import bits, functions, package_folder
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import flashinfer_cutlass as backend
@@ -20,13 +19,6 @@ from expertd_kernels.probe import assumed_packages
 from expertd_kernels.scheme import Element, ScaleType, Scheme
 from expertd_kernels.synthetic import random_inputs, random_weights
 from expertd_kernels.table import BACKENDS
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-try:
-    from vendor import functions, package_folder
-finally:
-    sys.path.remove(str(HERE))
 
 NAME = "flashinfer_cutlass"
 SM90, SM100 = NAMED_DEVICES["sm90"], NAMED_DEVICES["sm100"]
@@ -73,14 +65,6 @@ def problem(w, device=SM90, how=None):
 
 def refusals(w, device=SM90, how=None):
     return next(v for v in decide(problem(w, device, how)).verdicts if v.backend == NAME).refusals
-
-
-def bits(w):
-    return {
-        f"{m}.{name}": (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist())
-        for m in ("w13", "w2")
-        for name, t in getattr(w, m).tensors()
-    }
 
 
 @pytest.mark.parametrize("activation", KINDS, ids=lambda a: a.name)

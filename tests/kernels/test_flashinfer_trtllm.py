@@ -3,11 +3,11 @@ through stand-ins for its entry points that read the weights with those helpers.
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from vendor import bits, functions, package_folder
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import flashinfer_trtllm as backend
@@ -22,13 +22,6 @@ from expertd_kernels.probe import assumed_packages
 from expertd_kernels.scheme import ScaleType, Scheme
 from expertd_kernels.synthetic import random_inputs, random_weights
 from expertd_kernels.table import BACKENDS
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-try:
-    from vendor import functions, package_folder
-finally:
-    sys.path.remove(str(HERE))
 
 SM100 = NAMED_DEVICES["sm100"]
 NAME = "flashinfer_trtllm"
@@ -57,14 +50,6 @@ def problem(w, **kw):
 
 def refusals(w, **kw):
     return next(v for v in decide(problem(w, **kw)).verdicts if v.backend == NAME).refusals
-
-
-def bits(w):
-    return {
-        f"{m}.{name}": (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist())
-        for m in ("w13", "w2")
-        for name, t in getattr(w, m).tensors()
-    }
 
 
 @pytest.mark.parametrize("size", SIZES)

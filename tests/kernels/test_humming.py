@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vendor import bits
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import humming as backend
@@ -35,14 +36,6 @@ def problem(w):
 
 def refusals(w):
     return next(v for v in decide(problem(w)).verdicts if v.backend == "humming").refusals
-
-
-def bits(w):
-    return {
-        f"{m}.{name}": (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist())
-        for m in ("w13", "w2")
-        for name, t in getattr(w, m).tensors()
-    }
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

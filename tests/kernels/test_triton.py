@@ -11,13 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-try:
-    from triton_cases import SMALL
-finally:
-    sys.path.remove(str(HERE))
+from triton_cases import SMALL
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +19,7 @@ def interpreter():
     """ask(case name) -> the case's answer, from one process for all cases."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [sys.executable, "-W", "ignore::RuntimeWarning", str(HERE / "triton_cases.py")],
+        [sys.executable, "-W", "ignore::RuntimeWarning", str(Path(__file__).parent / "triton_cases.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

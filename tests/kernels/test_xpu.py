@@ -6,11 +6,11 @@ in plain torch, whose weights come from the vendor's own dequant functions where
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from vendor import bits, load_file, package_folder, stand_ins
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, decide, problem_of
 from expertd_kernels.backends import xpu as backend
@@ -23,13 +23,6 @@ from expertd_kernels.problem import Device
 from expertd_kernels.scheme import Element, ScaleType, Scheme
 from expertd_kernels.synthetic import random_inputs, random_weights
 from expertd_kernels.table import BACKENDS
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-try:
-    from vendor import load_file, package_folder, stand_ins
-finally:
-    sys.path.remove(str(HERE))
 
 XE2 = NAMED_DEVICES["xpu-xe2"]
 ROW = next(b for b in BACKENDS if b.name == "xpu")
@@ -65,14 +58,6 @@ def verdict(w, **kw):
 
 def same_bits(a, b):
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def bits(w):
-    return {
-        f"{m}.{name}": (t.dtype, t.reshape(-1).view(torch.uint8).tolist())
-        for m in ("w13", "w2")
-        for name, t in getattr(w, m).tensors()
-    }
 
 
 @pytest.mark.parametrize("activation", KINDS, ids=lambda a: a.name)

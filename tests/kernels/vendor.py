@@ -1,4 +1,5 @@
-"""Python sources of kernel packages, for tests that compare with the package's own functions on a CPU.
+"""What the tests of kernel packages' rows share: the packages' Python sources, for tests that compare with their own
+functions on a CPU, and `bits`.
 
 A package counts as there when it is installed, or when EXPERTD_TEST_WHEELS names a folder with unpacked wheels (each in
 a folder of its own, or all in one).  Nothing is imported as the package itself: its native parts are not needed.
@@ -75,3 +76,12 @@ def functions(path: Path, names: set[str], into: ModuleType) -> ModuleType:
     into.torch = torch
     exec(compile(ast.Module([n for _, n in found], []), str(path), "exec"), into.__dict__)
     return into
+
+
+def bits(weights):
+    """Every tensor of canonical weights, by name: equal where dtypes, shapes and bits are."""
+    return {
+        f"{m}.{name}": (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist())
+        for m in ("w13", "w2")
+        for name, t in getattr(weights, m).tensors()
+    }

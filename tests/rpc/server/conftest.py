@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+from server_kit import CONFIG, IN_FLIGHT, MAX_BYTES, MAX_TOKENS, Gated, H, InProcess, Localhost, Served
 
 from expertd_kernels.probe import detect_device
 from expertd_server.boot import boot_layers
@@ -22,10 +21,6 @@ from expertd_server.scheduler import Policy
 from expertd_server.server import ExpertServer
 from expertd_server.service import Limits
 from expertd_server.servicer import Servicer
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports test files without their folder
-
-from server_kit import CONFIG, IN_FLIGHT, MAX_BYTES, MAX_TOKENS, Gated, H, InProcess, Localhost, Served
 
 
 @pytest.fixture(scope="module")
