@@ -46,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
         default="wall",
         help="cpu: cpu = processor time of the calling thread, on a busy machine (one thread only)",
     )
-    p.add_argument("--table", type=Path, metavar="FILE", help="cpu: write the points as Markdown tables")
+    p.add_argument("--table", type=Path, metavar="FILE", help="write the points as Markdown tables")
+    p.add_argument("--against", metavar="FILE", help="cuda: CSV of other implementations' points, for --table")
     p.add_argument("--seconds", type=float, default=1.0, help="cpu: time for each row (default 1)")
     p.add_argument("--routing", type=_names, metavar="LIST", help="cuda: uniform, zipf")
     p.add_argument("--activations", metavar="HOW", help="cuda: how they are rounded, for instance e4m3_group128")

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.protocol import Experts
+from expertd_kernels.bench.cuda_table import markdown, read_peers
 from expertd_kernels.bench.cuda_timing import Ceilings, ceilings, graph_times
 from expertd_kernels.bench.rows import picked
 from expertd_kernels.bench.workers import NoResult, run_tasks
@@ -309,10 +310,12 @@ def _suite(args: argparse.Namespace) -> list[tuple[ModelShape, Scheme, str]]:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """The bench's --device cuda.  args: shape, scheme, backend, routing (comma-separated or None: SUITE), m (numbers or
-    None), activations (how they are rounded), budget (seconds after which no layer is begun, or None), json, csv (paths
-    or None; written after each layer), jobs (processes that compile all layers' kernels first, or None).  ValueError
-    for an unknown name, or without a GPU."""
+    None), activations (how they are rounded), budget (seconds after which no layer is begun, or None), json, csv, table
+    (paths or None; written after each layer), against (file of other implementations' points for the table, or None),
+    jobs (processes that compile all layers' kernels first, or None).  ValueError for an unknown name, or without a
+    GPU."""
     begin = time.monotonic()
+    peers = read_peers(Path(args.against)) if getattr(args, "against", None) else {}
     layers = _suite(args)
     how = ActivationQuant(getattr(args, "activations", None) or "none")
     budget = getattr(args, "budget", None) or math.inf
@@ -336,6 +339,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
         if getattr(args, "csv", None):
             write_csv(Path(args.csv), result)
+        if getattr(args, "table", None):
+            Path(args.table).write_text(markdown(result, peers))
     for layer in result["not_run"]:
         print(f"not run, the budget was spent: {layer}", file=sys.stderr)
     return result

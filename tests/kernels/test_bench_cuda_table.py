@@ -1,0 +1,75 @@
+"""The Markdown of GPU points: which peer a point is compared with, geometric means, what the committed peers say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertd_kernels.bench.cuda_table import best_peer, markdown, read_peers, summary
+
+COMMITTED = Path(__file__).parents[2] / "kernels/bench/results/peers_h200.csv"
+HEAD = "shape,scheme,implementation,M,us,relative_error,wrong\n"
+
+
+def row(us: float | None = 10.0, M: int = 8, **more: Any) -> dict[str, Any]:
+    return {
+        "shape": "a", "scheme": "e4m3_block128", "backend": "ours", "routing": "uniform", "M": M, "us": us,
+        "roofline_fraction": 0.5, "relative_error": 3e-3, "activations": "none", **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Any:
+    points = ["a,exact,8,20.0,0.005,0", "a,rounds,8,5.0,0.044,0", "a,bad,8,1.0,0.005,1", "a,exact,32,80.0,0.005,0"]
+    points.append("b,exact,8,10.0,0.005,0")
+    (tmp_path / "p.csv").write_text(HEAD + "".join(f"{p[:2]}e4m3_block128,{p[2:]}\n" for p in points))
+    return read_peers(tmp_path / "p.csv")
+
+
+def test_a_weight_only_row_is_compared_with_weight_only_rows(peers: Any) -> None:
+    found = best_peer(row(), peers)
+    assert found is not None
+    assert (found.implementation, found.us) == ("exact", 20.0)
+
+
+def test_a_row_that_rounds_activations_is_compared_with_all_that_are_right(peers: Any) -> None:
+    found = best_peer(row(activations="e4m3_group128"), peers)
+    assert found is not None
+    assert (found.implementation, found.us) == ("rounds", 5.0)
+
+
+def test_other_routing_and_unknown_points_have_no_peer(peers: Any) -> None:
+    assert best_peer(row(routing="zipf"), peers) is None
+    assert best_peer(row(M=9), peers) is None
+
+
+def test_means_and_least_of_a_layer_and_of_all(peers: Any) -> None:
+    lines = summary([row(), row(M=32), row(shape="b"), row(us=None)], peers)
+    assert [(shape, round(mean, 3), least, n) for _, shape, _, _, mean, least, n in lines] == [
+        ("a", 4.0, 2.0, 2),
+        ("all", 2.52, 1.0, 3),
+        ("b", 1.0, 1.0, 1),
+    ]
+    assert [line[1] for line in summary([row(), row(M=32)], peers)] == ["a"]  # "all" would say the same
+
+
+def test_markdown_shows_each_point_losses_too(peers: Any) -> None:
+    result = {
+        "machine": {"gpu": "g"}, "ceilings": {"read_gb_s": 4700.0}, "not_run": ["b bf16 uniform"],
+        "rows": [row(), row(M=32, us=160.0), row(shape="c", us=None, relative_error=None)],
+    }  # fmt: skip
+    text = markdown(result, peers)
+    assert "| a e4m3_block128 | 3.0e-03 | 10.0 50 % **2.00** | 160 50 % **0.50** |" in text
+    assert "| c e4m3_block128 | not finite | no time | - |" in text
+    assert "b bf16 uniform." in text
+
+
+def test_the_committed_points_cover_the_layers_of_the_suite() -> None:
+    peers = read_peers(COMMITTED)
+    layers = {(shape, scheme) for shape, scheme, _ in peers}
+    assert len(layers) == 16
+    assert all((s, q, M) in peers for s, q in layers for M in (1, 8, 32, 128, 512, 2048, 8192))
+    assert min(p.us for p in peers["qwen3-30b-a3b", "int4_g128", 8]) == 62.7
+    assert not any(p.implementation == "Humming 0.1.10 grouped" for points in peers.values() for p in points)
