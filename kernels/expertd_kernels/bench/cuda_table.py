@@ -80,12 +80,12 @@ def summary(
     and one line of shape "all" over a backend's layers of a scheme where they are more than one."""
     groups: dict[tuple[str, str, str, str], list[float]] = {}
     for row in rows:
-        best = best_peer(row, peers) if row["us"] is not None else None
-        if best is None:
+        best = best_peer(row, peers)
+        if best is None or row["us"] is None:
             continue
         for shape in (row["shape"], "all"):
             key = row["backend"], shape, row["scheme"], row["activations"]
-            groups.setdefault(key, []).append(best.us / row["us"])
+            groups.setdefault(key, []).append(best.us / float(row["us"]))
     lines = [(*key, _mean(v), min(v), len(v)) for key, v in groups.items()]
     single = {
         (b, q, a) for b, _, q, a in groups if sum((b2, q2, a2) == (b, q, a) for b2, _, q2, a2 in groups) == 2
