@@ -8,11 +8,15 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from expertd_kernels.oracle import Backend
 from expertd_kernels.problem import Device, Package
 
-__all__ = ["assumed_packages", "cpu_name", "detect_device", "installed_packages"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["assumed_packages", "cpu_name", "detect_device", "device_fault", "installed_packages", "use_device"]
 
 _CPU_FLAGS = frozenset(
     [
@@ -69,13 +73,13 @@ def detect_device(name: str = "auto") -> Device:
     """The device called "auto", "cpu", "cuda", "cuda:1" or "xpu" on this machine.  auto: the first accelerator, else
     the CPU.  RuntimeError where it is not there."""
     kind, _, index = name.partition(":")
-    if kind not in ("auto", "cpu", "cuda", "xpu"):
+    if kind not in ("auto", "cpu", "cuda", "xpu") or (":" in name and (kind in ("auto", "cpu") or not index.isdigit())):
         raise ValueError(f"device {name!r}: want auto, cpu, cuda[:N] or xpu[:N]")
     if kind == "cpu":
         return _cpu()
     import torch
 
-    i = int(index or 0)
+    i = _index(name, kind, index)
     if kind in ("auto", "cuda") and torch.cuda.is_available():
         if torch.version.hip:
             gfx = torch.cuda.get_device_properties(i).gcnArchName.split(":")[0]
@@ -90,6 +94,18 @@ def detect_device(name: str = "auto") -> Device:
     raise RuntimeError(f"device {name!r} is not on this machine; --device cpu always is")
 
 
+def _index(name: str, kind: str, index: str) -> int:
+    """N of "cuda:N"; RuntimeError where there is no such one."""
+    import torch
+
+    count = {"cuda": torch.cuda.device_count, "xpu": torch.xpu.device_count}.get(kind, lambda: 0)()
+    if not index:
+        return 0
+    if count and int(index) >= count:
+        raise RuntimeError(f"device {name!r} is not on this machine, which has {kind}:0 to {kind}:{count - 1}")
+    return int(index)
+
+
 def _xe(name: str) -> str:
     """Architecture from an Intel device name: Battlemage (B-series) is Xe2, Panther Lake and later Xe3."""
     return (
@@ -99,6 +115,33 @@ def _xe(name: str) -> str:
         if "B5" in name or "B6" in name or "Xe2" in name
         else "xe"
     )
+
+
+def _api(device: torch.device) -> Any:
+    """torch.cuda or torch.xpu; None for a CPU."""
+    import torch
+
+    return None if device.type == "cpu" else getattr(torch, device.type)
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` the one that the calling thread allocates and launches on: threads begin with the first."""
+    api = _api(device)
+    if api is not None and device.index is not None:
+        api.set_device(device)
+
+
+def device_fault(device: torch.device) -> str:
+    """Why this process can use an accelerator no more (an illegal address, an assertion in a kernel: every later call
+    fails, too); "" while it can, and for a CPU.  Waits for what was launched."""
+    api = _api(device)
+    if api is None:
+        return ""
+    try:
+        api.synchronize(device)
+    except RuntimeError as e:
+        return str(e).splitlines()[0]
+    return ""
 
 
 def _wanted(backends: Sequence[Backend]) -> Iterable[str]:

@@ -27,12 +27,23 @@ from expertd_kernels.backends.protocol import Experts
 from expertd_kernels.cache import replacing
 from expertd_kernels.canonical import Weights
 from expertd_kernels.oracle import Backend, Decision, Refused, Verdict, load
+from expertd_kernels.probe import device_fault
 from expertd_kernels.problem import Problem
 from expertd_kernels.proof import Proof, boot_reference_experts, prove
 from expertd_kernels.selfcheck import check
 from expertd_kernels.synthetic import random_inputs
 
-__all__ = ["GRID", "BucketedExperts", "Remembered", "Result", "choose", "measure", "time_calls", "with_results"]
+__all__ = [
+    "GRID",
+    "BucketedExperts",
+    "DeviceLostError",
+    "Remembered",
+    "Result",
+    "choose",
+    "measure",
+    "time_calls",
+    "with_results",
+]
 
 GRID = (1, 8, 64, 512)
 """Token counts that are timed: decode of one, of a few, of many sequences, and a prefill chunk."""
@@ -47,6 +58,10 @@ GIVE_UP = 10.0
 """A backend that takes this many times the fastest one's time at some token count is not timed at larger ones."""
 WORTH = 0.95
 """A second copy of the weights is taken only if the geometric mean of the times falls below this share."""
+
+
+class DeviceLostError(Exception):
+    """A backend left the accelerator in a state in which every later call fails; the text is for the user."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,8 @@ def measure(
     build: Callable[[Backend, Weights, Problem], Experts] | None = None,
 ) -> list[Result]:
     """Results in the order of the decision's verdicts.  A backend that raises, or whose error is above the tolerance of
-    the problem, is refused with the figure or the exception's text; it never stops the others.
+    the problem, is refused with the figure or the exception's text; it never stops the others, unless it lost the
+    device to this process (DeviceLostError).
 
     build: how experts are made (default: pack and experts of the backend's module); tests inject broken ones.
     """
@@ -109,6 +125,11 @@ def measure(
             results.append(_measure_one(v.backend, make(rows[v.backend], weights, p), proof, p, weights, grid, fastest))
         except Exception as e:
             what = str(e) if isinstance(e, Refused) else f"{type(e).__name__}: {e}"
+            if fault := device_fault(weights.device):
+                raise DeviceLostError(
+                    f"the device is lost to this process: {fault}, when backend {v.backend} was measured; leave it out"
+                    " by naming another --backend, and report this"
+                ) from e
             results.append(Result(v.backend, f"failed when measured: {what}"))
     return results
 

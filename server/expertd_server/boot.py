@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from expertd_kernels.backends.protocol import Experts
+from expertd_kernels.probe import device_fault
 from expertd_kernels.tournament import BucketedExperts
 from expertd_server.batch import ServedLayer
 from expertd_server.choice import Choice, Unfit
 from expertd_server.layer import Canonical, Made, Site, make, warm_up
 from expertd_server.measuring import Tournaments
-from expertd_server.plan import LayerPlan
+from expertd_server.plan import BootError, LayerPlan
 
 __all__ = ["Booted", "Stopped", "boot_layer", "boot_layers"]
 
@@ -86,6 +87,11 @@ def _make(choice: Choice, plan: LayerPlan, canonical: Canonical, site: Site) -> 
             warm_up(found.experts, plan, site)
             made[row.name] = found
         except Unfit as e:
+            if fault := device_fault(site.device):
+                raise BootError(
+                    f"layer {plan.info.layer}: the device is lost to this process: {fault}, {e}; choose another"
+                    f" --backend than {row.name}, and report this"
+                ) from e
             choice.refuse(row.name, e)
 
 

@@ -28,6 +28,7 @@ from expertd.errors import (
     LayerNotHeldError,
     QueueFullError,
 )
+from expertd_kernels.probe import use_device
 from expertd_server.batch import Batch, ServedLayer, fill
 from expertd_server.convert import digest, output_array
 from expertd_server.lane import Lane, lanes
@@ -38,8 +39,13 @@ __all__ = ["BatchReport", "Engine", "LoadNow"]
 
 log = logging.getLogger(__name__)
 
+_ENDED = "it ended on a fault of its own; the server's log has the trace"
 _SMOOTHING = 0.2
 """Weight of the newest batch in the moving average of the service time a token."""
+
+
+class _DeviceLostError(Exception):
+    """The accelerator answers every call of this process with an error from now on."""
 
 
 class LoadNow(NamedTuple):
@@ -67,7 +73,8 @@ class Engine:
 
     max_queue_tokens, max_queue_requests: beyond them submit() refuses; an empty queue takes any single request
     observe: called on the engine's thread after each batch
-    on_fault: called on the engine's thread if that thread ends on a fault of its own; nothing is computed after it
+    on_fault: called on the engine's thread with one sentence if that thread ends on a fault of its own or the device is
+        lost; nothing is computed after it
     admitted: requests that submit() has taken so far
     """
 
@@ -81,11 +88,11 @@ class Engine:
         max_queue_tokens: int = 1 << 17,
         max_queue_requests: int = 4096,
         observe: Callable[[BatchReport], None] | None = None,
-        on_fault: Callable[[], None] | None = None,
+        on_fault: Callable[[str], None] | None = None,
     ) -> None:
         self.layers = dict(layers)
         self.policy = policy
-        self._dtype = compute_dtype
+        self._device, self._dtype = device, compute_dtype
         self._limits = (max_queue_tokens, max_queue_requests)
         self._observe = observe
         self._on_fault = on_fault
@@ -172,20 +179,26 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            use_device(self._device)
             with torch.inference_mode():
                 self._loop()
+        except _DeviceLostError as e:
+            self._end(f"the device is lost to this process: {e}", DrainingError(f"server: {e}; ask another replica"))
         except BaseException:
-            log.critical(
-                "the engine's thread ended on a fault of its own; the server takes no more requests", exc_info=True
-            )
-            with self._changed:
-                self._draining = True
-                left = [*self._waiting.clear(), *(r for _, b in self._under_way for r in b.requests)]
-            self._unanswered = 0
-            for r in left:
-                self._reply(r, InternalError("engine: it ended on a fault of its own; the server's log has the trace"))
-            if self._on_fault is not None:
-                self._on_fault()
+            log.critical("the engine's thread ended", exc_info=True)
+            self._end("the engine ended on a fault of its own", InternalError(f"engine: {_ENDED}"))
+
+    def _end(self, why: str, error: ExpertdError) -> None:
+        """Take nothing more, answer what is left with `error`, and tell."""
+        log.critical("%s; the server takes no more requests", why)
+        with self._changed:
+            self._draining = True
+            left = [*self._waiting.clear(), *(r for _, b in self._under_way for r in b.requests)]
+        for r in left:
+            self._reply(r, error)
+        self._unanswered = 0
+        if self._on_fault is not None:
+            self._on_fault(why)
 
     def _loop(self) -> None:
         while True:
@@ -290,15 +303,18 @@ class Engine:
         )
 
     def _fail(self, lane: Lane, b: Batch, e: Exception) -> None:
-        """Answer every request of `b` with the failure; the engine goes on."""
+        """Answer every request of `b` with the failure.  The engine goes on, unless the device is lost."""
         backend = b.layer.backend_at(b.tokens)
         log.exception("layer %d, backend %s: a batch of %d tokens failed", b.layer.layer, backend, b.tokens)
         text = f"backend {backend}, layer {b.layer.layer}, {b.tokens} tokens: {type(e).__name__}: {e}"
+        fault = lane.fault()
         self._leave(b)
         for i, r in enumerate(b.requests):
             self._reply(r, b.errors.get(i) or BackendFailedError(text))
             self._unanswered -= 1
         self._lanes.append(lane)
+        if fault:
+            raise _DeviceLostError(f"{fault} (after a batch of {b.tokens} tokens on backend {backend})") from e
 
     def _leave(self, b: Batch) -> None:
         """`b` is computed: it counts no longer when its answers say what the load is."""

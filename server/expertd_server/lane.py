@@ -4,6 +4,7 @@ and events, so that copying one batch overlaps with computing another.
     lane.open(M, top_k, H)      flat numpy views to fill: hidden, slots, weights
     lane.launch(experts, ...)   starts copy in, kernel, copy out; returns at once where the device allows it
     lane.collect()              waits; the output [M, H] on the host and the time of each stage
+    lane.fault()                after a failure: why the device is lost to this process, "" where it is not
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.protocol import Experts
+from expertd_kernels.probe import device_fault
 from expertd_server.request import Array, Stages
 
 __all__ = ["COMPUTE_DTYPE", "Inputs", "Lane", "lanes"]
@@ -41,6 +43,8 @@ class Lane(Protocol):
     def launch(self, experts: Experts, *, router_weight_on_input: bool) -> None: ...
 
     def collect(self) -> tuple[Tensor, Stages]: ...
+
+    def fault(self) -> str: ...
 
 
 class _Store:
@@ -123,6 +127,9 @@ class CpuLane:
     def collect(self) -> tuple[Tensor, Stages]:
         return self._host.now.out, Stages(0, self._kernel_ns, 0)
 
+    def fault(self) -> str:
+        return ""
+
 
 class DeviceLane:
     """Pinned host buffers, device buffers, and three streams: copy in, compute, copy out.  All lanes share the streams:
@@ -130,7 +137,7 @@ class DeviceLane:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, api: Any, streams: tuple[Any, Any, Any]) -> None:
         self._host = _Host(dtype, pinned=True)
-        self._api = api
+        self._api, self._device = api, device
         self._in, self._compute, self._back = streams
         self._hidden = _Store(dtype, device)
         self._slots = _Store(torch.int32, device)
@@ -169,6 +176,9 @@ class DeviceLane:
         m = self._marks
         m[5].synchronize()
         return self._host.now.out, Stages(*(int(m[i].elapsed_time(m[i + 1]) * 1e6) for i in (0, 2, 4)))
+
+    def fault(self) -> str:
+        return device_fault(self._device)
 
 
 def lanes(device: torch.device, compute_dtype: str) -> tuple[Lane, ...]:

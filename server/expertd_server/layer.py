@@ -205,6 +205,8 @@ def warm_up(experts: Experts, plan: LayerPlan, site: Site) -> None:
     with _unfit("warmed up"), site.stage("warm_up"), torch.inference_mode():
         for tokens in _WARM_UP_CPU if device.type == "cpu" else _WARM_UP_DEVICE:
             experts(*random_inputs(tokens, p.hidden_size, held, min(p.top_k, held), dtype=dtype, device=device))
+        if device.type != "cpu":  # what a kernel did wrong is told by the next call that waits
+            getattr(torch, device.type).synchronize(device)
 
 
 @contextlib.contextmanager

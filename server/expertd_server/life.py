@@ -22,7 +22,7 @@ from expertd_kernels import table
 from expertd_kernels.backends import cpu_native
 from expertd_kernels.cache import PackedCache
 from expertd_kernels.cpu_threads import measured_threads
-from expertd_kernels.probe import installed_packages
+from expertd_kernels.probe import installed_packages, use_device
 from expertd_kernels.source import ExpertSource
 from expertd_server.boot import Booted, Stopped, boot_layers
 from expertd_server.config import Address, ServeConfig
@@ -94,8 +94,13 @@ async def serve(config: ServeConfig, console: Console) -> int:
         changed = [b.plan for b, p in zip(booted, plans, strict=True) if b.plan.decision != p.decision]
         print_decisions(console, changed)
         metrics.booted(site.seconds, site.lookups)
-        fault = asyncio.Event()
-        engine = _engine(config, booted, torch_device, metrics, lambda: _tell(loop, fault, stop))
+        faults: list[str] = []
+
+        def on_fault(why: str) -> None:
+            faults.append(why)
+            loop.call_soon_threadsafe(stop.set)
+
+        engine = _engine(config, booted, torch_device, metrics, on_fault)
         intake = Intake(engine.layers, config.max_tokens)
         await server.ready(engine, intake, _describer(server.service, source, booted, limits))
         _quiet_memory()
@@ -103,21 +108,18 @@ async def serve(config: ServeConfig, console: Console) -> int:
         await stop.wait()
         _say(console, f"draining: {engine.load().queued_requests} requests under way")
         done = await server.drain(config.grace_s)
+        if faults:
+            _say(console, f"stopped: {faults[0]}; start the server again")
+            return 1
         _say(
             console,
             f"stopped: all {engine.admitted} requests that were taken are answered" if done else _overdue(config),
         )
-        return 0 if done and not fault.is_set() else 1
+        return 0 if done else 1
     finally:
         await server.close()
         if http is not None:
             http.close()
-
-
-def _tell(loop: asyncio.AbstractEventLoop, *events: asyncio.Event) -> None:
-    """Set the events, from any thread."""
-    for e in events:
-        loop.call_soon_threadsafe(e.set)
 
 
 def _overdue(config: ServeConfig) -> str:
@@ -180,6 +182,7 @@ async def _load(
     def run() -> None:
         value, error = None, None
         try:
+            use_device(site.device)
             with Progress(console, len(plans), site) as progress:
                 value = boot_layers(plans, site, oracle=oracle, done=progress.done, stopped=stop.is_set)
         except BaseException as e:
@@ -199,7 +202,7 @@ def _engine(
     booted: Sequence[Booted],
     device: torch.device,
     metrics: Metrics,
-    on_fault: Callable[[], None],
+    on_fault: Callable[[str], None],
 ) -> Engine:
     for b in booted:
         p = b.plan.decision.problem

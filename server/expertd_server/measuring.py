@@ -20,10 +20,10 @@ from expertd_kernels.cache import code_digest
 from expertd_kernels.canonical import Weights
 from expertd_kernels.oracle import Decision
 from expertd_kernels.probe import cpu_name
-from expertd_kernels.tournament import GRID, Remembered, Result, measure, with_results
+from expertd_kernels.tournament import GRID, DeviceLostError, Remembered, Result, measure, with_results
 from expertd_server.config import ServeConfig
 from expertd_server.layer import Canonical, Site
-from expertd_server.plan import LayerPlan
+from expertd_server.plan import BootError, LayerPlan
 
 __all__ = ["Tournaments", "affordable_copies", "results_text", "user_folder"]
 
@@ -69,11 +69,14 @@ class Tournaments:
         return self._held.get(path)
 
     def results(self, decision: Decision, weights: Callable[[], Weights]) -> list[Result] | None:
-        """As known(), measured now if it must be.  weights(): of a layer that poses the problem."""
+        """As known(), measured now if it must be.  weights(): of a layer that poses the problem.  Raises BootError."""
         found = self.known(decision)
         if found is not None or decision.pinned:
             return found
-        found = measure(weights(), decision, table.BACKENDS, self._grid)
+        try:
+            found = measure(weights(), decision, table.BACKENDS, self._grid)
+        except DeviceLostError as e:
+            raise BootError(str(e)) from e
         path = self._path(decision)
         self._held[path] = found
         log.info("measured %s: %s", decision.problem.scheme_name, results_text(found))

@@ -88,17 +88,20 @@ def files_state(config: ServeConfig) -> str:
 
 
 def resolve_device(name: str) -> tuple[Device, torch.device]:
-    """What the oracle and what torch call the device.  Raises BootError where it is not there."""
+    """What the oracle and what torch call the device; this thread computes there from now on.  Raises BootError where
+    it is not there."""
     import torch
 
-    from expertd_kernels.probe import detect_device
+    from expertd_kernels.probe import detect_device, use_device
 
     try:
         device = detect_device(name)
     except (RuntimeError, ValueError) as e:
         raise BootError(str(e)) from e
     kind = "cuda" if device.kind == "rocm" else device.kind
-    return device, torch.device(name if ":" in name else kind)
+    where = torch.device(name if ":" in name else kind)
+    use_device(where)
+    return device, where
 
 
 def plan_layers(

@@ -14,6 +14,7 @@ from expertd_kernels import Device, reference, relative_error, table, tournament
 from expertd_kernels.backends import reference as sound
 from expertd_kernels.oracle import Refused
 from expertd_kernels.synthetic import random_inputs
+from expertd_server import boot as server_boot
 from expertd_server import measuring
 from expertd_server.boot import boot_layers
 from expertd_server.cli import main
@@ -166,6 +167,20 @@ def test_a_pinned_one_stops_the_boot_whatever_the_oracle_would_do(fragile, capsy
         assert "layer 0: the pinned backend fragile cannot take the weights: " in out.err
         assert CRASHES[how].split(": ", 1)[1] in out.err
     assert "serving on" not in out.out
+
+
+@pytest.mark.parametrize("oracle", ["order", "measure"])
+def test_one_that_takes_the_device_down_stops_the_boot_and_is_named(fragile, monkeypatch, capsys, oracle):
+    """After an illegal address every call fails: trying the next one would blame it."""
+    fragile("first call")
+    for module in (server_boot, tournament):
+        monkeypatch.setattr(module, "device_fault", lambda device: "CUDA error: an illegal memory access")
+    args = ["--synthetic", "tiny:int4_g128", "--device", "cpu", "--oracle", oracle, "--max-tokens", "8"]
+    assert main(["serve", "--listen", "127.0.0.1:0", *args]) == 1
+    err = capsys.readouterr().err
+    assert "the device is lost to this process: CUDA error: an illegal memory access, when" in err
+    assert "fragile" in err
+    assert "reference" not in err.replace("float32 reference", "")
 
 
 @pytest.mark.parametrize("oracle", ["order", "measure"])

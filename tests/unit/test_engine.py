@@ -24,6 +24,7 @@ from expertd.errors import (
 from expertd_server.batch import ServedLayer
 from expertd_server.convert import bits_of
 from expertd_server.engine import BatchReport, Engine
+from expertd_server.lane import CpuLane
 from expertd_server.request import Answer, Operand, Request
 from expertd_server.scheduler import Policy
 
@@ -375,8 +376,8 @@ def test_layers_take_turns_by_their_oldest_request(make):
 def test_an_engine_that_ends_on_its_own_fault_answers_everybody_and_says_so(make, monkeypatch):
     from expertd_server import engine as module
 
-    ended = threading.Event()
-    s = make(on_fault=ended.set)
+    ended, said = threading.Event(), []
+    s = make(on_fault=lambda why: (said.append(why), ended.set()))
     s.block()
     s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
 
@@ -388,8 +389,32 @@ def test_an_engine_that_ends_on_its_own_fault_answers_everybody_and_says_so(make
     s.caller.wait(0, 1)
     assert isinstance(s.caller.outcomes[1], InternalError)
     assert ended.wait(20)
+    assert said == ["the engine ended on a fault of its own"]
     with pytest.raises(DrainingError):
         s.engine.submit(s.caller.request(2, inputs(1), [[2]], [[1.0]]))
+    assert s.engine.idle()
+
+
+def test_a_lost_device_ends_the_engine_and_what_waits_may_go_elsewhere(make, monkeypatch):
+    ended, said = threading.Event(), []
+    s = make(on_fault=lambda why: (said.append(why), ended.set()))
+    s.block()
+    for tag in (1, 2):
+        s.engine.submit(s.caller.request(tag, inputs(1), [[2]], [[1.0]]))
+    s.fake.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(CpuLane, "fault", lambda lane: "CUDA error: an illegal memory access was encountered")
+    s.fake.gate.set()
+    s.caller.wait(0, 1, 2)
+    assert isinstance(s.caller.outcomes[0], BackendFailedError), "its batch was under way"
+    for tag in (1, 2):
+        assert isinstance(s.caller.outcomes[tag], DrainingError)
+        assert "illegal memory access" in str(s.caller.outcomes[tag])
+        assert s.caller.outcomes[tag].retryable
+    assert ended.wait(20)
+    assert said[0].startswith("the device is lost to this process: CUDA error: an illegal memory access")
+    assert "backend fake" in said[0]
+    with pytest.raises(DrainingError):
+        s.engine.submit(s.caller.request(3, inputs(1), [[2]], [[1.0]]))
     assert s.engine.idle()
 
 
