@@ -1,0 +1,179 @@
+"""`expertd serve` on an accelerator, as a process: boots, answers, what it says of itself, a second boot from the cache,
+a drain, and a kernel that takes the device down.  tests/load/device_server.py has the figures."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from expertd.errors import BackendFailedError, DrainingError, UnavailableError
+from expertd_client import ExpertClient
+from expertd_kernels import detect_device, reference, relative_error, tolerance
+from expertd_kernels.synthetic import SyntheticModel, random_inputs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(detect_device("auto").kind == "cpu", reason="runs on an accelerator, this machine has none"),
+]
+BOOT_S = 300.0
+MODEL = "tiny:int4_g128"
+E, K, H = 8, 2, 256
+
+FAULTY = """
+import sys
+from dataclasses import replace
+import torch
+from expertd_kernels import table
+from expertd_kernels.backends import reference
+
+class Experts(reference.ReferenceExperts):
+    def __call__(self, x, ids, w, **more):
+        if len(x) == 13:
+            torch.zeros(4, device=x.device)[torch.full((1,), 99, device=x.device)] = 1.0  # an assertion in a kernel
+        return super().__call__(x, ids, w, **more)
+
+module = type(sys)("faulty_backend")
+module.pack = reference.pack
+module.experts = lambda packed, problem: Experts(reference.unpack(packed))
+sys.modules["faulty_backend"] = module
+row = next(b for b in table.BACKENDS if b.name == "reference")
+table.BACKENDS = (replace(row, name="faulty", target="faulty_backend"), row)
+table.ORDER = {}
+from expertd_server.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Process:
+    """`expertd serve` and what it printed."""
+
+    def __init__(self, log, *args: str, program: tuple[str, ...] = ("-m", "expertd_server.cli")) -> None:
+        command = [sys.executable, *program, "serve", "--listen", "127.0.0.1:0", *args]
+        self.log = log
+        with log.open("wb") as out:
+            env = os.environ | {"PYTHONUNBUFFERED": "1"}
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def until(self, pattern: str) -> str:
+        end = time.monotonic() + BOOT_S
+        while time.monotonic() < end:
+            if found := re.search(pattern, self.text()):
+                return found[1]
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        pytest.fail(f"no {pattern!r} (exit code {self.process.poll()}):\n{self.text()}")
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def start(tmp_path):
+    made: list[Process] = []
+
+    def start(*args: str, **more) -> Process:
+        made.append(Process(tmp_path / f"log{len(made)}", *args, **more))
+        return made[-1]
+
+    yield start
+    for p in made:
+        if p.process.poll() is None:
+            p.process.kill()
+            p.process.wait()
+
+
+def assert_right(client: ExpertClient, tokens: int, layer: int = 0) -> None:
+    x, ids, w = random_inputs(tokens, H, E, K, seed=tokens)
+    ids[0, 0] = -1
+    answer = client.forward(layer, x, ids, w, timeout_s=60)
+    right = reference(SyntheticModel.parse(MODEL).load(layer), x, ids, w)
+    assert relative_error(torch.as_tensor(answer.output), right) <= tolerance("bf16")
+    assert answer.routes_computed == tokens * K - 1
+    assert answer.timing.kernel_ns > 0
+
+
+def test_answers_what_it_says_of_itself_drains_and_boots_again_from_the_cache(start, tmp_path):
+    args = ("--synthetic", MODEL, "--cache", str(tmp_path / "cache"), "--metrics-listen", "127.0.0.1:0")
+    backends = []
+    for run in ("first", "second"):
+        server = start(*args)
+        metrics = server.until(r"metrics on (\S+)")
+        address = server.until(r"serving on (\S+)")
+        with ExpertClient(address) as client:
+            for tokens in (1, 5, 200):
+                assert_right(client, tokens, layer=tokens % 2)
+            described = client.describe(include_decisions=True)
+        for layer in described.layers:
+            assert layer.backend != "reference"
+            assert layer.from_cache == (run == "second")
+            served = next(v for v in layer.verdicts if v.backend == layer.backend)
+            assert 0 < served.relative_error <= tolerance("bf16")
+        backends.append(described.layers[0].backend)
+        text = urllib.request.urlopen(metrics).read().decode()
+        assert f'device="{detect_device("auto")}"' in text
+        assert f'backend="{backends[-1]}"' in text
+        assert server.stop() == 0, server.text()
+        assert "requests that were taken are answered" in server.text()
+    assert backends[0] == backends[1]
+
+
+def test_measured_with_two_copies_and_eight_callers_at_once(start):
+    server = start("--synthetic", MODEL, "--layers", "0", "--oracle", "measure", "--copies", "2", "--max-tokens", "64")
+    address = server.until(r"serving on (\S+)")
+    with ExpertClient(address) as client:
+        layer = client.describe(include_decisions=True).layers[0]
+        assert layer.chosen_by == "measure"
+        measured = {v.backend: [t.tokens for t in v.times] for v in layer.verdicts if v.times}
+        assert measured[layer.plan[-1].backend] == [1, 8, 64]
+        faults: list[BaseException] = []
+
+        def caller(i: int) -> None:
+            try:
+                for n in range(10):
+                    assert_right(client, 1 + (i + n) % 9)
+            except BaseException as e:
+                faults.append(e)
+
+        threads = [threading.Thread(target=caller, args=(i,)) for i in range(8)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    assert not faults, faults
+    assert server.stop() == 0, server.text()
+
+
+def test_a_kernel_that_takes_the_device_down_ends_the_server_with_the_reason(start, tmp_path):
+    """Every call after it would fail: the server says so, is NOT_SERVING, and ends with an error code."""
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY)
+    server = start("--synthetic", MODEL, "--layers", "0", program=(str(script),))
+    address = server.until(r"serving on (\S+)")
+    with grpc.insecure_channel(address) as channel, ExpertClient(address) as client:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        assert_right(client, 5)
+        with pytest.raises(BackendFailedError, match="backend faulty, layer 0, 13 tokens: "):
+            client.forward(0, *random_inputs(13, H, E, K), timeout_s=60)
+        with pytest.raises((DrainingError, UnavailableError)):
+            client.forward(0, *random_inputs(5, H, E, K), timeout_s=60)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert server.process.wait(60) != 0
+    assert "the device is lost to this process: " in server.text()
+    assert "start the server again" in server.text()
