@@ -1,5 +1,5 @@
-"""`expertd serve` on an accelerator, as a process: boots, answers, what it says of itself, a second boot from the cache,
-a drain, and a kernel that takes the device down.  tests/load/device_server.py has the figures."""
+"""`expertd serve` on an accelerator, as a process: boots, answers, what it says of itself, a second boot from the
+cache, a drain, and a kernel that takes the device down.  tests/load/device_server.py has the figures."""
 
 from __future__ import annotations
 
