@@ -17,6 +17,7 @@ _GROUPS = frozenset({32, 64, 128, WHOLE})
 _E8M0 = frozenset({ScaleType.E8M0})
 _FLOATS = frozenset({ScaleType.F32, ScaleType.BF16, ScaleType.F16})
 _POWERS = _FLOATS | _E8M0
+_SM89_UP = (DeviceRange("cuda", (8, 9)),)
 _SM90 = (DeviceRange("cuda", (9, 0), (9, 0)),)
 _SM100_UP = (DeviceRange("cuda", (10, 0), (12, 9)),)
 _GFX950 = (DeviceRange("rocm", arch=frozenset({"gfx950"})),)
@@ -56,21 +57,29 @@ BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="triton_w8a8",
         target="expertd_kernels.backends.triton_w8a8",
-        devices=(DeviceRange("cuda", (8, 9)),),
+        devices=(DeviceRange("cuda", (8, 0)),),
         schemes=(
             SchemeSupport(
                 Element.E4M3,
                 groups=frozenset({WHOLE}),
                 blocks=frozenset({(WHOLE, WHOLE)}),
-                activations=frozenset({ActivationQuant.E4M3_TOKEN}),
+                activations=frozenset({ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_TENSOR}),
+                devices=_SM89_UP,
             ),
             SchemeSupport(
                 Element.E4M3,
                 blocks=frozenset({(128, 128)}),
                 activations=frozenset({ActivationQuant.E4M3_GROUP128}),
+                devices=_SM89_UP,
+            ),
+            SchemeSupport(
+                Element.INT8,
+                groups=frozenset({WHOLE}),
+                blocks=frozenset({(WHOLE, WHOLE)}),
+                activations=frozenset({ActivationQuant.INT8_TOKEN}),
             ),
         ),
-        summary="the same kernels with activations rounded to e4m3, on tensor cores that multiply e4m3",
+        summary="portable Triton kernels for 8-bit weights with activations rounded to their type, e4m3 or int8",
         needs={"triton": ">=3.6"},
         max_experts=512,
         hardware="run on SM90 only; on other devices not run on hardware",

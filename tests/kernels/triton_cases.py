@@ -25,6 +25,7 @@ from expertd_kernels.synthetic import random_inputs, random_weights
 
 BF16, F16, F32 = ScaleType.BF16, ScaleType.F16, ScaleType.F32
 GROUP128, TOKEN = ActivationQuant.E4M3_GROUP128, ActivationQuant.E4M3_TOKEN
+STATIC, INT8 = ActivationQuant.E4M3_TENSOR, ActivationQuant.INT8_TOKEN
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,10 @@ SMALL: dict[str, Case] = {
     "w8a8_block128": Case("e4m3_block128", H=144, I=40, quant=GROUP128),
     "w8a8_channel": Case("e4m3_channel", H=72, I=40, quant=TOKEN, bias=True),
     "w8a8_tensor": Case("e4m3_tensor", H=64, I=32, quant=TOKEN, on_input=True, k=1),
+    "w8a8_static": Case("e4m3_tensor", H=144, I=72, quant=STATIC),
+    "w8a8_static_channel": Case("e4m3_channel", H=72, I=40, quant=STATIC, bias=True),
+    "w8a8_int8": Case("int8_channel", H=272, I=72, quant=INT8, bias=True, routing="nowhere"),
+    "w8a8_int8_tensor": Case("int8_tensor", H=64, I=32, quant=INT8, on_input=True, k=1),
     **_acts(),
 }
 
@@ -151,7 +156,9 @@ def large() -> dict[str, Case]:
         out[f"f32scales-zp-M{M}"] = Case("int4_g64_zp", F32, E=16, H=512, I=256, k=4, M=M)
         out[f"act_order-M{M}"] = Case("int4_g128", E=16, H=512, I=256, k=4, M=M, act_order=True)
         out[f"odd-M{M}"] = Case(ODD, E=16, H=520, I=260, k=4, M=M)
-        for scheme, quant in (("e4m3_block128", GROUP128), ("e4m3_channel", TOKEN)):
+        for scheme, quant in (
+            ("e4m3_block128", GROUP128), ("e4m3_channel", TOKEN), ("e4m3_tensor", STATIC), ("int8_channel", INT8)
+        ):  # fmt: skip
             out[f"w8a8-{scheme}-M{M}"] = Case(scheme, E=16, H=480, I=328, k=4, M=M, quant=quant)
     out["chunks"] = Case("int4_g128", E=4, H=128, I=128, k=2, M=20000)
     return out
@@ -176,6 +183,9 @@ def weights_of(c: Case, device: torch.device | str) -> Weights:
         seed=3,
         device=device,
     )
+    if c.quant is STATIC:  # experts of different ranges; 448 steps reach 9, as far as unit normals and their products
+        steps = 0.02 * torch.linspace(0.5, 1.0, c.E, device=device)
+        w = replace(w, input_scales=steps[:, None].expand(-1, 2).contiguous())
     if not s.element.quantized or s.scale is ScaleType.E8M0:
         return w
     assert w.w13.scales is not None

@@ -1,6 +1,7 @@
 """Backend `triton`: the whole layer in portable Triton kernels (CUDA, ROCm, XPU; the interpreter on a CPU).
 
-Weight-only on every scheme; the row `triton_w8a8` is the same module with e4m3 weights and activations rounded to e4m3.
+Weight-only on every scheme; the row `triton_w8a8` is the same module with 8-bit weights and activations rounded to
+their type: e4m3 by token, by group of 128 or by the checkpoint's static scale, int8 by token.
 See triton_kernels/ for the layout, the kernels and the plan of tile sizes.  Imports are absolute, so `import triton`
 means the compiler, also here.
 """
@@ -17,6 +18,7 @@ from expertd_kernels.backends.triton_kernels.layer import TritonExperts
 from expertd_kernels.backends.triton_kernels.layout import Layout, pack_matrix, unpack_matrix
 from expertd_kernels.backends.triton_kernels.matrix import Matrix
 from expertd_kernels.canonical import QuantTensor, Weights
+from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant
 from expertd_kernels.serial import matrix_to_json, scheme_from_json
@@ -32,12 +34,18 @@ def _row(problem: Problem) -> str:
 
 
 def pack(weights: Weights, problem: Problem) -> Packed:
-    """On the weights' device, one expert at a time."""
-    return pack_layer(_row(problem), LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q))
+    """On the weights' device, one expert at a time.  Refused where the rounding asked for does not fit the weights."""
+    quant = problem.activation_quant
+    if quant is ActivationQuant.E4M3_TENSOR and weights.input_scales is None:
+        raise Refused("the checkpoint has no static input scales")
+    signed = quant is ActivationQuant.INT8_TOKEN
+    if signed and (weights.w13.zeros is not None or weights.w2.zeros is not None):
+        raise Refused("zero points are not computed on activations rounded to int8")
+    return pack_layer(_row(problem), LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q, signed))
 
 
-def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    packed, lay = pack_matrix(q)
+def _pack_matrix(q: QuantTensor, signed: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    packed, lay = pack_matrix(q, signed)
     return packed, {**matrix_to_json(q), "layout": lay.to_json()}
 
 
@@ -60,5 +68,7 @@ def experts(packed: Packed, problem: Problem) -> TritonExperts:
         _, N, K = m["shape"]
         return Matrix(fields(packed, name), Layout(**m["layout"]), N // m["segments"], K, m["segments"])
 
-    activation = activation_of(packed)
-    return TritonExperts(_row(problem), matrix("w13"), matrix("w2"), activation, problem.activation_quant)
+    quant, static = problem.activation_quant, None
+    if quant is ActivationQuant.E4M3_TENSOR:  # a token goes to several experts but is rounded once: the largest scale
+        static = packed.tensors["input_scales"].float().amax(0)
+    return TritonExperts(_row(problem), matrix("w13"), matrix("w2"), activation_of(packed), quant, input_scales=static)

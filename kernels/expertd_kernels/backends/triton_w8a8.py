@@ -1,6 +1,7 @@
-"""Backend `triton_w8a8`: e4m3 weights, activations rounded to e4m3 by token or by group of 128; see backends/triton.py.
+"""Backend `triton_w8a8`: 8-bit weights, activations rounded to the weights' type; see backends/triton.py.
 
-A row of its own because it needs tensor cores that multiply e4m3.  The packed weights are those of `triton`.
+A row of its own because its answers differ and e4m3 needs tensor cores that multiply it.  The packed weights are those
+of `triton`, but for int8 codes, which keep their sign.
 """
 
 from __future__ import annotations

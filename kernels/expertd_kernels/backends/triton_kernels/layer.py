@@ -67,8 +67,12 @@ class TritonExperts:
         activation: Activation,
         activation_quant: ActivationQuant = ActivationQuant.NONE,
         planner: Callable[[int], Plan] | None = None,
+        input_scales: Tensor | None = None,
     ) -> None:
+        """input_scales [2] f32: the static scales of the rows before w13 and before w2 (E4M3_TENSOR)."""
         self.backend = backend
+        self.input_scales = input_scales
+        self.eight = torch.int8 if activation_quant is ActivationQuant.INT8_TOKEN else torch.float8_e4m3fn
         self.w13, self.w2, self.activation, self.activation_quant = w13, w2, activation, activation_quant
         codes = w13.tensors["codes"]
         self.device, self.num_experts = codes.device, codes.shape[0]
@@ -229,7 +233,7 @@ class TritonExperts:
             for name, rows, m in (("xq", M, self.w13), ("hq", R, self.w2)):
                 padded = -(-m.k // m.layout.block) * m.layout.block
                 groups = -(-padded // rounded.GROUP) if self._grouped(m) else 1
-                shapes[name] = ((rows, padded), torch.float8_e4m3fn)
+                shapes[name] = ((rows, padded), self.eight)
                 shapes[name + "_scale"] = ((rows, groups), torch.float32)
         return shapes
 
@@ -320,20 +324,22 @@ class TritonExperts:
         grouped = self._grouped(m)
         width = min(1024, triton.next_power_of_2(q.shape[1])) if grouped else triton.next_power_of_2(q.shape[1])
         width = max(width, rounded.GROUP)
+        static, int8 = self.input_scales, self.eight is torch.int8
         self._launch(
             call, rounded.round_rows, (x.shape[0], -(-q.shape[1] // width)),
-            x, q, scale, x.stride(0), m.k, q.shape[1], m.layout.sw, grouped, width, self.soft,
+            x, q, scale, scale if static is None else static[0 if first else 1 :],
+            x.stride(0), m.k, q.shape[1], m.layout.sw, grouped, static is not None, int8, width, self.soft,
             num_warps=4 if width <= 4096 else 8,
         )  # fmt: skip
         consts, blocks, programs = self._shared(call, m, tile, first)
         out = parts["h"] if first else parts["y"]
         t, p = m.tensors, m.pointer
         self._launch(
-            call, rounded.expert_gemm_e4m3, (programs,),
-            q, scale, t["codes"].view(torch.float8_e4m3fn), p("scales"), p("row_scales"), p("global_scales"), p("bias"),
+            call, rounded.expert_gemm_rounded, (programs,),
+            q, scale, t["codes"].view(self.eight), p("scales"), p("row_scales"), p("global_scales"), p("bias"),
             call.weights, parts.get("slots", call.ids), parts.get("blocks", call.ids), call.ids, out,
             blocks, self.num_experts, out.stride(0), act.alpha, act.beta, act.limit or 0.0,
-            **m.sizes(), **consts, GROUPED=grouped,
+            **m.sizes(), **consts, GROUPED=grouped, INT8=int8,
         )  # fmt: skip
 
     def _combine(self, call: _Call) -> None:

@@ -17,7 +17,7 @@ word a row and K block holds both scales (spw = 2); 128 bytes of codes come with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Layout:
     rows          rows of a segment that share a scale (1; 0 = all)
     zeros         whether there are zero points
     odd           groups that no slice width divides: one word for each group, read for each weight
+    signed        int8 codes as they are (for activations rounded to int8), else as unsigned numbers, plus 128
     fold          how scales may be multiplied onto the operand: 0 not at all (too large), 1 as the bf16 numbers that
                   they are, 2 as f32 numbers
     """
@@ -67,6 +68,7 @@ class Layout:
     zeros: bool = False
     odd: bool = False
     fold: int = 0
+    signed: bool = False
 
     @property
     def block(self) -> int:
@@ -125,13 +127,13 @@ def layout_of(scheme: Scheme, n: int, k: int, segments: int, moderate: bool = Tr
     )
 
 
-def _codes(q: QuantTensor, e: int) -> Tensor:
-    """[N, K] int16: expert e's codes as unsigned numbers (int8 plus 128)."""
+def _codes(q: QuantTensor, e: int, lay: Layout) -> Tensor:
+    """[N, K] int16: expert e's codes as unsigned numbers (int8 plus 128, or its byte where it keeps its sign)."""
     c = q.codes[e]
     if q.scheme.element.packed:
         return unpack_nibbles(c, q.shape[2]).to(torch.int16)
     if q.scheme.element is Element.INT8:
-        return c.to(torch.int16) + 128
+        return c.to(torch.int16) & 0xFF if lay.signed else c.to(torch.int16) + 128
     return c.view(torch.uint8).to(torch.int16)
 
 
@@ -160,7 +162,7 @@ def _pack_codes(q: QuantTensor, lay: Layout) -> Tensor:
     out = torch.empty(E, q.segments, tiles, nkb, ROW_TILE, lay.sw, dtype=torch.int16, device=q.device)
     pad = (0, nkb * lay.block - K, 0, tiles * ROW_TILE - seg)
     for e in range(E):
-        c = torch.nn.functional.pad(_codes(q, e).view(q.segments, seg, K), pad)
+        c = torch.nn.functional.pad(_codes(q, e, lay).view(q.segments, seg, K), pad)
         c = c.view(q.segments, tiles, ROW_TILE, nkb, lay.p, lay.sw)
         word = _put(c[:, :, :, :, 0], 0, lay)
         for j in range(1, lay.p):
@@ -182,7 +184,7 @@ def _unpack_codes(packed: Tensor, lay: Layout, scheme: Scheme, n: int, k: int) -
             c = c[:, : 2 * width]
             out[e] = c[:, 0::2] | (c[:, 1::2] << 4)
         else:
-            out[e] = c[:, :k] ^ (128 if scheme.element is Element.INT8 else 0)
+            out[e] = c[:, :k] ^ (128 if scheme.element is Element.INT8 and not lay.signed else 0)
     if scheme.element is Element.INT8:
         return out.view(torch.int8)
     return out.view(torch.float8_e4m3fn) if scheme.element is Element.E4M3 else out
@@ -253,15 +255,16 @@ def _zero_offset(scheme: Scheme) -> int:
     return 128 if scheme.element is Element.INT8 else 0
 
 
-def pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], Layout]:
-    """Tensors codes, scales | row_scales, zeros, global_scales, columns, bias (those that exist), and the layout."""
+def pack_matrix(q: QuantTensor, signed: bool = False) -> tuple[dict[str, Tensor], Layout]:
+    """Tensors codes, scales | row_scales, zeros, global_scales, columns, bias (those that exist), and the layout.
+    signed: int8 codes keep their sign."""
     out = {name: t.contiguous() for name, t in q.tensors() if name in PASSED}
     s, (E, N, K) = q.scheme, q.shape
     if not s.element.quantized:
         return out | {"codes": q.codes.contiguous()}, layout_of(s, N, K, q.segments)
     assert q.scales is not None
     moderate = all(bool(_numbers(one, s.scale).abs().max() <= LARGEST_FOLDED[s.element]) for one in q.scales)
-    lay = layout_of(s, N, K, q.segments, moderate)
+    lay = replace(layout_of(s, N, K, q.segments, moderate), signed=signed)
     out["codes"] = _pack_codes(q, lay)
     if lay.group == 0:
         out["row_scales"] = _numbers(q.scales, s.scale).reshape(E, q.segments, -1).contiguous()

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 # (Triton device code: its types are checked by Triton's compiler, not by mypy.)
-"""Activations rounded to e4m3, and the GEMM of e4m3 weights with them (devices whose tensor cores multiply e4m3).
+"""Activations rounded to e4m3 or int8, and the GEMM of weights of that type with them.
 
 Rows are rounded into the weights' column order (layout.py: two columns SW apart share a container), so the same packed
-bytes serve this GEMM and the weight-only one.  Scales: absolute maximum / 448, one a row, or one for each 128 columns.
+bytes serve this GEMM and the weight-only one; only int8 codes are stored with their sign here.  Scales: absolute
+maximum / 448 (int8: / 127), one a row, or one for each 128 columns; or a static one for all rows.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from expertd_kernels.backends.triton_kernels.gemm import (
 )
 from expertd_kernels.backends.triton_kernels.unpack import decode_scale
 
-__all__ = ["GROUP", "expert_gemm_e4m3", "round_rows"]
+__all__ = ["GROUP", "expert_gemm_rounded", "round_rows"]
 
 GROUP = 128
-LARGEST = tl.constexpr(448.0)
+LARGEST_E4M3 = tl.constexpr(448.0)
+LARGEST_INT8 = tl.constexpr(127.0)
+HALF_EVEN = tl.constexpr(12582912.0)
+"""1.5 * 2**23: added to an f32 below 2**22 and taken away again, it rounds to the nearest integer, ties to even."""
 
 
 @triton.jit
@@ -39,13 +43,15 @@ def to_e4m3(v, SOFT: tl.constexpr):
 
 @triton.jit
 def round_rows(
-    x_ptr, q_ptr, scale_ptr, x_stride, K: tl.constexpr, KP: tl.constexpr, SW: tl.constexpr, GROUPED: tl.constexpr,
-    BK: tl.constexpr, SOFT: tl.constexpr,
+    x_ptr, q_ptr, scale_ptr, static_ptr, x_stride, K: tl.constexpr, KP: tl.constexpr, SW: tl.constexpr,
+    GROUPED: tl.constexpr, STATIC: tl.constexpr, INT8: tl.constexpr, BK: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, K] -> q [rows, KP] e4m3 in container order, scale [rows, KP / 128] or [rows] f32.
+    """x [rows, K] -> q [rows, KP] e4m3 or int8 in container order, scale [rows, KP / 128] or [rows] f32.
 
     Program (row, BK columns); GROUPED: BK is a multiple of 128, else BK >= KP.  A row of zeros gets scale 1.
+    STATIC: every row's scale is static[0], and what lies beyond the type's largest number becomes that.
     """
+    LARGEST: tl.constexpr = LARGEST_INT8 if INT8 else LARGEST_E4M3
     row = tl.program_id(0).to(tl.int64)
     p = tl.program_id(1) * BK + tl.arange(0, BK)
     k = p // (2 * SW) * (2 * SW) + p % 2 * SW + p % (2 * SW) // 2
@@ -60,12 +66,16 @@ def round_rows(
         tl.store(scale_ptr + row * GROUPS + g, scale, mask=g < GROUPS)
         q = tl.reshape(x / scale[:, None], [BK])
     else:
-        top = tl.max(tl.abs(x), 0)
-        scale = tl.where(top > 0.0, top / LARGEST, 1.0)
+        if STATIC:
+            scale = tl.load(static_ptr)
+        else:
+            top = tl.max(tl.abs(x), 0)
+            scale = tl.where(top > 0.0, top / LARGEST, 1.0)
         tl.store(scale_ptr + row, scale)
         q = x / scale
     q = tl.minimum(tl.maximum(q, -LARGEST), LARGEST)
-    tl.store(q_ptr + row * KP + p, to_e4m3(q, SOFT), mask=p < KP)
+    q = (q + HALF_EVEN - HALF_EVEN).to(tl.int8) if INT8 else to_e4m3(q, SOFT)
+    tl.store(q_ptr + row * KP + p, q, mask=p < KP)
 
 
 @triton.jit
@@ -74,8 +84,8 @@ def rounded_loop(
     K: tl.constexpr, SEGMENTS: tl.constexpr, W_SEG: tl.constexpr, S_SEG: tl.constexpr, SW: tl.constexpr,
     NS: tl.constexpr, GROUPED: tl.constexpr, SBITS: tl.constexpr, SKIND: tl.constexpr,
 ):  # fmt: skip
-    """One K block a step, its product in a fresh accumulator: the tensor core's own sums have few bits.
-    s_row: scale row of each weight row [BN, 1], or of all."""
+    """One K block a step.  Products of e4m3 go to a fresh accumulator each: the tensor core's own sums have few bits;
+    those of int8 are exact in int32 (acc is int32 then).  s_row: scale row of each weight row [BN, 1], or of all."""
     KB: tl.constexpr = 2 * SW
     NKB: tl.constexpr = (K + KB - 1) // KB
     offs = tl.arange(0, KB)
@@ -83,9 +93,9 @@ def rounded_loop(
     w_ptrs = w_ptr + (n // 16 * (NKB * 16 * KB) + n % 16 * KB)[:, None] + offs[None, :]
     for kb in range(NKB):
         xt = tl.trans(tl.load(x_ptrs + kb * KB, mask=m_mask[:, None], other=0.0))
-        part = tl.dot(tl.load(w_ptrs + kb * (16 * KB)), xt)
+        part = tl.dot(tl.load(w_ptrs + kb * (16 * KB)), xt, out_dtype=acc.dtype)
         if SEGMENTS == 2:
-            part_u = tl.dot(tl.load(w_ptrs + (W_SEG + kb * (16 * KB))), xt)
+            part_u = tl.dot(tl.load(w_ptrs + (W_SEG + kb * (16 * KB))), xt, out_dtype=acc.dtype)
         if GROUPED:
             g = kb * KB // 128
             xs = tl.load(xs_rows_ptr + g, mask=m_mask, other=0.0)[None, :]
@@ -100,18 +110,18 @@ def rounded_loop(
 
 
 @triton.jit(do_not_specialize=["n_blocks", "n_experts"])
-def expert_gemm_e4m3(
+def expert_gemm_rounded(
     x_ptr, x_scale_ptr, w_ptr, s_ptr, row_scale_ptr, global_ptr, bias_ptr,
     router_ptr, slots_ptr, blocks_ptr, ids_ptr, out_ptr,
     n_blocks, n_experts, out_stride, alpha, beta, limit,
     N: tl.constexpr, K: tl.constexpr, NP: tl.constexpr, SEGMENTS: tl.constexpr, TOP_K: tl.constexpr,
     GATHER_X: tl.constexpr, SCATTER_OUT: tl.constexpr, DIRECT: tl.constexpr,
     SW: tl.constexpr, ROWS: tl.constexpr, SBITS: tl.constexpr, SKIND: tl.constexpr, GROUPED: tl.constexpr,
-    GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    INT8: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
     ROUTER: tl.constexpr, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    """As gemm.expert_gemm; x [*, KP] e4m3 and x_scale from round_rows, w the packed containers seen as e4m3.
+    """As gemm.expert_gemm; x [*, KP] and x_scale from round_rows, w the packed containers seen as numbers of x's type.
     GROUPED: s [E, SEGMENTS, ceil(KP / 128), NS] int32 words; else row_scale [E, SEGMENTS, NS] f32."""
     b, tile = tile_of(tl.program_id(0), n_blocks, (N + BN - 1) // BN, GROUP_M)
     e, start, rows = find_block(blocks_ptr, ids_ptr, b, n_experts, DIRECT)
@@ -130,11 +140,12 @@ def expert_gemm_e4m3(
     s_row = n_scale[:, None]
     if GROUPED and ROWS % BN == 0:
         s_row = tile * BN // ROWS  # one scale for the whole tile
-    acc = tl.zeros([BN, BM], tl.float32)
+    acc = tl.zeros([BN, BM], tl.int32 if INT8 else tl.float32)
     acc, acc_u = rounded_loop(
         acc, acc, x_ptr + x_rows * KP, x_scale_ptr + x_rows * X_GROUPS, w_ptr + e * (SEGMENTS * NP * KP),
         s_ptr + e * (SEGMENTS * S_SEG), n, s_row, mask, K, SEGMENTS, NP * KP, S_SEG, SW, NS, GROUPED, SBITS, SKIND,
     )  # fmt: skip
+    acc, acc_u = acc.to(tl.float32), acc_u.to(tl.float32)
     # what multiplies a row of x: the router weight on the input, the scale of a whole row
     factor = mask.to(tl.float32)
     if ROUTER:
