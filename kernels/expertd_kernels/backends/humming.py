@@ -7,22 +7,28 @@ Packed is the package's own input form, which its layer turns into a kernel's or
     zero_point    int32 [E, N * bits / 32, K / g], side by side along N
     bias          bf16 [E, N]
 
-Routing, the activation and the weighted sum are ours, on torch operators, without a synchronization with the host.
+A layer is two of its GEMMs between the kernels of glue.py.  Few rows an expert: the package's "indexed" GEMM, which
+reads the tokens' rows and writes the routes' by a table of blocks; many: its "grouped_contiguous" GEMM on rows that are
+sorted by expert.  Kernels are compiled for the batch sizes in use, by powers of two of the tokens, at the first call of
+each; the package keeps them on disk (HUMMING_CACHE_DIR).
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
+from expertd_kernels.backends.glue import Call, Places, Shapes, in_pieces
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor, Weights, pack_nibbles, unpack_nibbles
-from expertd_kernels.float32 import apply_activation
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import WHOLE, ActivationQuant, Element, ScaleType
@@ -35,8 +41,12 @@ LAYOUT_VERSION = 1
 DTYPE = {Element.INT4: "uint4", Element.INT8: "uint8", Element.E2M1: "float4e2m1", Element.E4M3: "float8e4m3"}
 """Names in the package's dtypes."""
 
-GROUPED = {"gemm_type": "grouped_contiguous"}
-"""Rows sorted by expert; expert e has rows offsets[e] to offsets[e + 1]."""
+GROUPED_FROM = 96
+"""Rows an expert from which sorted rows are faster than the table.  On an H200 the table was faster at 64 (DeepSeek's 64
+experts at 512 tokens), sorted rows at 128 (Qwen3 at 2048 tokens, Mixtral at 512)."""
+
+Prepare = Callable[[str, str, str, torch.device], object]
+"""prepare(layer, compute and tuning configuration as JSON, device): compiles a kernel."""
 
 
 def _config(q: QuantTensor) -> dict[str, Any]:
@@ -133,7 +143,19 @@ def unpack(packed: Packed) -> Weights:
 def experts(packed: Packed, problem: Problem) -> HummingExperts:
     """Ready to compute on the current CUDA device.  Raises Refused for another layout version."""
     require_version(packed, LAYOUT_VERSION)
-    return HummingExperts(packed, importlib.import_module("humming.layer"), torch.device("cuda"))
+    prepare = importlib.import_module("humming.kernel.humming").HummingKernel.prepare_kernels
+    device = torch.device("cuda", torch.cuda.current_device())
+    return HummingExperts(packed, importlib.import_module("humming.layer"), device, prepare)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a batch size is computed.  tuning: of w13 and w2, as JSON; block: rows of a block of each."""
+
+    grouped: bool
+    compute: str
+    tuning: tuple[str, str]
+    block: tuple[int, int]
 
 
 class HummingExperts:
@@ -141,10 +163,13 @@ class HummingExperts:
 
     backend = "humming"
 
-    def __init__(self, packed: Packed, vendor: Any, device: torch.device) -> None:
+    def __init__(self, packed: Packed, vendor: Any, device: torch.device, prepare: Prepare) -> None:
         self.activation = activation_of(packed)
-        self.num_experts, _, self.hidden = packed.meta["w13"]["shape"]
+        self.num_experts, self.width, self.hidden = packed.meta["w13"]["shape"]
+        self.intermediate = packed.meta["w2"]["shape"][2]
+        self.vendor, self.device, self.prepare = vendor, device, prepare
         self.w13, self.w2 = (self._layer(packed, name, vendor, device) for name in ("w13", "w2"))
+        self.plans: dict[tuple[int, int], _Plan] = {}
 
     @staticmethod
     def _layer(packed: Packed, name: str, vendor: Any, device: torch.device) -> Any:
@@ -167,6 +192,30 @@ class HummingExperts:
         layer.transform()
         return layer
 
+    def plan(self, tokens: int, top_k: int) -> _Plan:
+        """The package's own choice of kernels for the next power of two of `tokens`, compiled."""
+        tokens = 1 << (tokens - 1).bit_length()
+        if (tokens, top_k) not in self.plans:
+            routes = tokens * top_k
+            grouped = routes >= GROUPED_FROM * self.num_experts
+            kind = "grouped_contiguous" if grouped else "indexed"
+            compute = json.dumps({"gemm_type": kind})
+            chosen = [
+                self.vendor.get_heuristics_config(m.humming_config, routes, gemm_type=kind, device=self.device)
+                for m in (self.w13, self.w2)
+            ]
+            first, second = (json.dumps(c) for c in chosen)
+            with ThreadPoolExecutor(2) as pool:
+                todo = [
+                    pool.submit(self.prepare, m.humming_config.to_str(), compute, tuning, self.device)
+                    for m, tuning in ((self.w13, first), (self.w2, second))
+                ]
+                for each in todo:
+                    each.result()
+            blocks = tuple(int(c["block_shape"][0]) for c in chosen)
+            self.plans[tokens, top_k] = _Plan(grouped, compute, (first, second), (blocks[0], blocks[1]))
+        return self.plans[tokens, top_k]
+
     def __call__(
         self,
         hidden_states: Tensor,
@@ -176,23 +225,46 @@ class HummingExperts:
         router_weight_on_input: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """As Experts.__call__.  Absent routes are sorted behind all others, where no expert's rows are."""
-        out = torch.empty_like(hidden_states) if out is None else out
-        M, k = topk_ids.shape
-        if M == 0:
-            return out
-        x, weights = hidden_states.to(torch.bfloat16), topk_weights.float()
-        if router_weight_on_input:
-            x, weights = (x * weights[:, :1]).to(torch.bfloat16), torch.ones_like(weights)
-        slots = torch.where(topk_ids < 0, self.num_experts, topk_ids).flatten().long()
-        order = torch.argsort(slots, stable=True)
-        counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=x.device)
-        counts.scatter_add_(0, slots, torch.ones_like(slots))
-        offsets = torch.cumsum(counts, 0) - counts  # [E + 1]: where each expert's rows start, last: where all end
-        h = self.w13(x[order // k].contiguous(), expert_layout=offsets, compute_config=GROUPED)
-        h = apply_activation(h.float(), self.activation).to(torch.bfloat16)
-        y = self.w2(h.contiguous(), expert_layout=offsets, compute_config=GROUPED)
-        placed = torch.empty_like(y)
-        placed[order] = y
-        routes = placed.view(M, k, self.hidden).float() * weights[..., None]
-        return out.copy_(torch.where((topk_ids < 0)[..., None], 0.0, routes).sum(dim=1))
+        """As Experts.__call__."""
+        return in_pieces(self._compute, hidden_states, topk_ids, topk_weights, router_weight_on_input, out)
+
+    def _compute(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, weighted: bool) -> None:
+        plan, routes = self.plan(*ids.shape), ids.numel()
+        shapes: Shapes = {
+            "h": ((routes, self.width), torch.bfloat16),
+            "a": ((routes, self.intermediate), torch.bfloat16),
+            "y": ((routes, self.hidden), torch.bfloat16),
+        }
+        if plan.grouped:
+            shapes["x"] = ((routes, self.hidden), torch.bfloat16)
+            call = Call(x, ids, weights, self.num_experts, shapes, 1)
+            self._sorted(call, plan, out, weighted)
+        else:
+            call = Call(x, ids, weights, self.num_experts, shapes, *plan.block)
+            self._indexed(call, plan, out, weighted)
+
+    def _sorted(self, call: Call, plan: _Plan, out: Tensor, weighted: bool) -> None:
+        x, h, a, y = (call.parts[name] for name in "xhay")
+        places = call.place(1)
+        common = {"expert_layout": places.start, "valid_shape_m": call.routes, "compute_config": plan.compute}
+        call.gather(places, x)
+        self.w13(x, outputs=h, tuning_config=plan.tuning[0], **common)
+        call.activate(h, a, self.activation, places)
+        self.w2(a, outputs=y, tuning_config=plan.tuning[1], **common)
+        call.combine(y, out, weighted, places)
+
+    def _indexed(self, call: Call, plan: _Plan, out: Tensor, weighted: bool) -> None:
+        h, a, y = (call.parts[name] for name in "hay")
+
+        def table(p: Places) -> dict[str, Any]:
+            by = {"sorted_ids": p.route, "expert_ids": p.block, "num_tokens_padded": p.end}
+            return {**by, "valid_shape_m": call.routes, "compute_config": plan.compute}
+
+        first, second = plan.block
+        places = call.place(first, routes=True, blocks=True)
+        self.w13(call.x, outputs=h, top_k=call.top_k, tuning_config=plan.tuning[0], **table(places))
+        call.activate(h, a, self.activation)
+        if second != first:
+            places = call.place(second, routes=True, blocks=True)
+        self.w2(a, outputs=y, top_k=1, tuning_config=plan.tuning[1], **table(places))
+        call.combine(y, out, weighted)
