@@ -42,8 +42,8 @@ DTYPE = {Element.INT4: "uint4", Element.INT8: "uint8", Element.E2M1: "float4e2m1
 """Names in the package's dtypes."""
 
 GROUPED_FROM = 96
-"""Rows an expert from which sorted rows are faster than the table.  On an H200 the table was faster at 64 (DeepSeek's 64
-experts at 512 tokens), sorted rows at 128 (Qwen3 at 2048 tokens, Mixtral at 512)."""
+"""Rows an expert from which sorted rows are faster than the table.  On an H200 the table was faster at 64 (DeepSeek's
+64 experts at 512 tokens), sorted rows at 128 (Qwen3 at 2048 tokens, Mixtral at 512)."""
 
 Prepare = Callable[[str, str, str, torch.device], object]
 """prepare(layer, compute and tuning configuration as JSON, device): compiles a kernel."""
