@@ -1,5 +1,6 @@
 """`bench suite`: steps in processes, their shares of the time, what is left when one is stopped."""
 
+import subprocess
 import sys
 import time
 import zipfile
@@ -76,6 +77,14 @@ def test_the_commands_are_ones_that_the_benches_take(name, tmp_path):
         assert (args.device, args.budget) == ("cuda", 85.0)
         assert picked(args.backend, [b.name for b in BACKENDS])
     assert all(str(part).startswith(str(tmp_path)) for part in command if str(part).endswith((".json", ".md", ".csv")))
+
+
+def test_the_gpu_tests_find_what_they_share_without_the_projects_configuration(tmp_path):
+    command = suite.STEPS["tests"].command(tmp_path, 100.0, 12)
+    listed = subprocess.run([sys.executable, *command, "--collect-only"], capture_output=True, text=True, check=False)
+    assert listed.returncode == 0, listed.stdout + listed.stderr
+    assert "test_triton_gpu.py" in listed.stdout
+    assert "PytestUnknownMarkWarning" not in listed.stdout
 
 
 def test_unknown_steps_and_empty_folders_of_wheels_are_refused(tmp_path, capsys):

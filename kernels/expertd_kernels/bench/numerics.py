@@ -166,8 +166,8 @@ def markdown(
     parts = [
         "# Relative error against the float32 reference",
         "Written by `python -m expertd_kernels.bench numerics`. " + "; ".join(f"{k} {v}" for k, v in facts.items()),
-        f"{len(found)} layers, {len(ran)} checked, {wrong} wrong. A cell is the worst of {len(ROUTINGS)} kinds of"
-        f" routes ({', '.join(ROUTINGS)}).",
+        f"{len(found)} layers, {len(ran)} checked, {wrong} wrong, {len(found) - len(ran)} not run. A cell is the worst"
+        f" of {len(ROUTINGS)} kinds of routes ({', '.join(ROUTINGS)}).",
         "\n".join("| " + " | ".join(cells) + " |" for cells in lines),
         *(["## Faults", "\n".join(faults)] if faults else []),
         *(["## Rows that do not run here", "\n".join(left)] if left else []),

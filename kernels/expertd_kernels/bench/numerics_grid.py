@@ -154,7 +154,7 @@ def _fit(
 def layers(
     grid: Grid, device: Device, packages: Mapping[str, Package], names: Sequence[str] = ()
 ) -> tuple[list[Layer], dict[str, str]]:
-    """The layers to check, those of the first shape first; and why rows have none.  ValueError for an unknown name."""
+    """The layers to check in the order of `_in_turns`; and why rows have none.  ValueError for an unknown name."""
     known = {b.name: b for b in BACKENDS}
     rows = picked(names or ["all"], list(known))
     found: list[Layer] = []
@@ -167,4 +167,16 @@ def layers(
                     found += [layer] if layer else []
                     refused.setdefault(b.name, "; ".join(why))
     served = {layer.backend for layer in found}
-    return found, {name: why for name, why in refused.items() if name not in served}
+    return _in_turns(found), {name: why for name, why in refused.items() if name not in served}
+
+
+def _in_turns(found: Sequence[Layer]) -> list[Layer]:
+    """Rows take turns, each at its own pace through its shapes, so that one that compiles for long does not keep the
+    others waiting and, where time is short, all have come equally far.  The reference is last: it can only agree."""
+    rows: dict[str, list[Layer]] = {}
+    for layer in found:
+        rows.setdefault(layer.backend, []).append(layer)
+    place = {
+        layer: (name == "reference", (i + 0.5) / len(row)) for name, row in rows.items() for i, layer in enumerate(row)
+    }
+    return sorted(found, key=place.__getitem__)

@@ -20,7 +20,8 @@ STOP_S = 5.0
 
 @dataclass(frozen=True)
 class NoResult:
-    """A task without a result.  ran: whether it had its chance: False if the time for all tasks was over before."""
+    """A task without a result.  ran: False where time was short, so that nothing is known of it: it was not begun, or
+    it was stopped; True where its process ended by itself."""
 
     reason: str
     ran: bool
@@ -94,8 +95,9 @@ def run_tasks(
             for worker in [w for w in busy.values() if now >= min(end, w.begun + limit_s)]:
                 del busy[worker.pipe]
                 _stop(worker.process, worker.pipe)
-                late = f"stopped after {now - worker.begun:.0f} s: " + ("budget" if now >= end else "limit of a task")
-                yield worker.task, NoResult(late, ran=now < end)
+                why = "the budget was spent" if now >= end else "the limit of a task"
+                late = f"not run: stopped after {now - worker.begun:.0f} s, {why}"
+                yield worker.task, NoResult(late, ran=False)
             if now >= end and not busy:
                 while waiting:
                     yield waiting.popleft(), NoResult("not run: the budget was spent", ran=False)
