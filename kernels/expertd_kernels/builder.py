@@ -26,6 +26,7 @@ def problem_of(
     router_weight_on_input: bool = False,
     grouped_rows: bool = False,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     packages: Mapping[str, Package] | None = None,
 ) -> Problem:
     """The problem that these weights pose on `device`.  Features are read from the tensors, never guessed.
@@ -48,6 +49,7 @@ def problem_of(
         checkpoint_activation=weights.checkpoint_activation,
         compute_dtype=compute_dtype,
         deterministic=deterministic,
+        batch_invariant=batch_invariant,
         packages=installed_packages(table.BACKENDS) if packages is None else packages,
     )
 

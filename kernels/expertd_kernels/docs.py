@@ -98,7 +98,8 @@ def _features(b: Backend) -> str:
     }
     missing = [name for name, there in has.items() if not there]
     missing += [f"clamp before {kind.value}" for kind in sorted(b.unclamped, key=lambda k: k.value)]
-    return "all" if not missing else "without " + ", ".join(missing)
+    more = "; batch-invariant on demand" if b.batch_invariant else ""
+    return ("all" if not missing else "without " + ", ".join(missing)) + more
 
 
 def _sizes(b: Backend) -> str:

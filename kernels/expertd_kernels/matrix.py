@@ -43,6 +43,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "1024 experts": {"num_experts": 1024},
     "f32 compute": {"compute_dtype": "f32"},
     "deterministic": {"deterministic": True},
+    "batch-invariant": {"batch_invariant": True},
     "a: e4m3 per token": {"activation_quant": ActivationQuant.E4M3_TOKEN},
     "a: e4m3 per 128 group": {"activation_quant": ActivationQuant.E4M3_GROUP128},
     "a: e4m3 static tensor": {"activation_quant": ActivationQuant.E4M3_TENSOR},

@@ -79,6 +79,7 @@ class Problem:
     checkpoint_activation how the checkpoint asks for it
     compute_dtype         "bf16" or "f32": element type of the activations inside the kernel
     deterministic         bit-identical from run to run is demanded
+    batch_invariant       so is that a token's bits do not depend on the batch that it is computed in
     packages              installed distributions by name, as found on this machine (or assumed for another)
     """
 
@@ -98,6 +99,7 @@ class Problem:
     checkpoint_activation: ActivationQuant = ActivationQuant.NONE
     compute_dtype: str = "bf16"
     deterministic: bool = False
+    batch_invariant: bool = False
     packages: Mapping[str, Package] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -189,6 +189,12 @@ def rule_deterministic(b: Backend, p: Problem) -> str | None:
     return "is not bit-identical from run to run" if p.deterministic and not b.deterministic else None
 
 
+def rule_batch_invariant(b: Backend, p: Problem) -> str | None:
+    if p.batch_invariant and not b.batch_invariant:
+        return "a token's bits depend on the batch that it is computed in"
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     rule_device,
     rule_packages,
@@ -206,4 +212,5 @@ RULES: tuple[Rule, ...] = (
     rule_experts,
     rule_dtype,
     rule_deterministic,
+    rule_batch_invariant,
 )

@@ -77,8 +77,11 @@ def check(experts: Experts, proof: Proof, problem: Problem, weights: Weights | N
     ref = proof.expected
     out = _call(experts, proof, len(proof.x), problem)
     calls = [relative_error(out[: len(ref)], ref)]
+    same = True
     for few in (min(f, len(ref)) for f in SMALL_BATCHES):
-        calls.append(relative_error(_call(experts, proof, few, problem), ref[:few]))
+        small = _call(experts, proof, few, problem)
+        calls.append(relative_error(small, ref[:few]))
+        same = same and torch.equal(small, out[:few])
     rows = _row_errors(out[: len(ref)], ref)
     worst = int(rows.argmax())
     found = SelfCheck(
@@ -90,10 +93,13 @@ def check(experts: Experts, proof: Proof, problem: Problem, weights: Weights | N
         proof.num_experts,
         0.0,
     )
+    promised = (
+        "" if same or not problem.batch_invariant else "a token's bits depend on the batch that it is computed in"
+    )
     others = _fault_of_strange(out, proof, weights, problem, found.tolerance) if weights is not None else ""
     return replace(
         found,
-        fault=_fault(found) or others or _fault_of_accepted(out, proof, found.tolerance),
+        fault=_fault(found) or promised or others or _fault_of_accepted(out, proof, found.tolerance),
         seconds=time.perf_counter() - start,
     )
 

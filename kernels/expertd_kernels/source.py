@@ -51,6 +51,7 @@ class LayerInfo:
         router_weight_on_input: bool = False,
         grouped_rows: bool = False,
         deterministic: bool = False,
+        batch_invariant: bool = False,
         packages: Mapping[str, Package] | None = None,
     ) -> Problem:
         """The problem that serving `held` experts (default: all) of this layer on `device` poses."""
@@ -71,6 +72,7 @@ class LayerInfo:
             checkpoint_activation=self.checkpoint_activation,
             compute_dtype=compute_dtype,
             deterministic=deterministic,
+            batch_invariant=batch_invariant,
             packages=packages or {},
         )
 

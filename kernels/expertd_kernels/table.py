@@ -52,6 +52,7 @@ BACKENDS: tuple[Backend, ...] = (
         needs={"triton": ">=3.6"},
         act_order=True,
         max_experts=512,
+        batch_invariant=True,
         hardware="run on SM90 only; on other devices not run on hardware",
     ),
     Backend(
@@ -73,6 +74,13 @@ BACKENDS: tuple[Backend, ...] = (
                 devices=_SM89_UP,
             ),
             SchemeSupport(
+                Element.E4M3,
+                groups=frozenset({32}),
+                scales=_E8M0,
+                activations=frozenset({ActivationQuant.MXFP8}),
+                devices=_SM89_UP,
+            ),
+            SchemeSupport(
                 Element.INT8,
                 groups=frozenset({WHOLE}),
                 blocks=frozenset({(WHOLE, WHOLE)}),
@@ -82,6 +90,30 @@ BACKENDS: tuple[Backend, ...] = (
         summary="portable Triton kernels for 8-bit weights with activations rounded to their type, e4m3 or int8",
         needs={"triton": ">=3.6"},
         max_experts=512,
+        batch_invariant=True,
+        hardware="run on SM90 only; on other devices not run on hardware",
+    ),
+    Backend(
+        name="triton_w4a8",
+        target="expertd_kernels.backends.triton_w4a8",
+        devices=_SM89_UP,
+        schemes=(
+            SchemeSupport(
+                Element.INT4,
+                groups=_GROUPS,
+                activations=frozenset({ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_GROUP128}),
+            ),
+            SchemeSupport(
+                Element.E2M1,
+                groups=frozenset({32}),
+                scales=_E8M0,
+                activations=frozenset({ActivationQuant.MXFP8}),
+            ),
+        ),
+        summary="portable Triton kernels for 4-bit weights with activations rounded to e4m3",
+        needs={"triton": ">=3.6"},
+        max_experts=512,
+        mixed_schemes=False,
         hardware="run on SM90 only; on other devices not run on hardware",
     ),
     Backend(
@@ -207,7 +239,7 @@ BACKENDS: tuple[Backend, ...] = (
             SchemeSupport(Element.BF16, hidden_multiple=64, intermediate_multiple=64),
         ),
         summary="DeepGEMM's grouped GEMMs through sgl-deep-gemm, compiled at first use (needs nvcc)",
-        needs={"sgl-deep-gemm": ">=0.2.5,<0.3"},
+        needs={"sgl-deep-gemm": ">=0.1.5,<0.3"},
         mixed_schemes=False,
         deterministic=False,
         hardware="not run on hardware",
@@ -336,15 +368,16 @@ BACKENDS: tuple[Backend, ...] = (
         summary="float32 on dequantized weights, one expert at a time: right everywhere, fast nowhere",
         compute_dtypes=frozenset({"bf16", "f32"}),
         act_order=True,
+        batch_invariant=True,
     ),
 )
 
 ORDER: Mapping[str, Sequence[str]] = {
     "cpu": ("cpu", "cpu_w4a8", "cpu_torch", "reference"),
-    "cuda": ("triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
-    "sm90": ("gluon_sm90", "triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
-    "sm100": ("flashinfer_trtllm", "triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
-    "sm103": ("flashinfer_trtllm", "triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
+    "cuda": ("triton", "triton_w8a8", "triton_w4a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
+    "sm90": ("gluon_sm90", "triton", "triton_w8a8", "triton_w4a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
+    "sm100": ("flashinfer_trtllm", "triton", "triton_w8a8", "triton_w4a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
+    "sm103": ("flashinfer_trtllm", "triton", "triton_w8a8", "triton_w4a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
     "rocm": ("triton", "aiter", "reference"),
     "xpu": ("xpu", "triton", "reference"),
 }

@@ -23,6 +23,7 @@ __all__ = [
     "ConfigError",
     "OPTIONS",
     "Option",
+    "Pins",
     "Ranges",
     "ServeConfig",
     "Shard",
@@ -104,15 +105,34 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_backend(text: str) -> Callable[[int], str | None]:
-    """A pin: layer -> backend's name, None = the oracle's choice.
+@dataclass(frozen=True)
+class Pins:
+    """Which backend the user demands: pins(layer) is its name, None = the oracle's choice.
 
-    "NAME" pins every layer; "layers.0-2=triton,layers.7=cpu,*=auto" pins by layer, the first match wins, layers without
-    a match are the oracle's.  Raises ValueError.
+    rules: (layers, name); the first match wins; None instead of layers: every one
     """
+
+    rules: tuple[tuple[frozenset[int] | None, str | None], ...]
+
+    def __call__(self, layer: int) -> str | None:
+        return next((name for layers, name in self.rules if layers is None or layer in layers), None)
+
+    @property
+    def names(self) -> set[str]:
+        """Of all backends that are demanded somewhere."""
+        return {name for _, name in self.rules if name is not None}
+
+    @property
+    def layers(self) -> set[int]:
+        """All layers that are named."""
+        return {n for layers, _ in self.rules if layers is not None for n in layers}
+
+
+def parse_backend(text: str) -> Pins:
+    """ "NAME" pins every layer; "layers.0-2=triton,layers.7=cpu,*=auto" pins by layer, layers without a match are the
+    oracle's.  Raises ValueError."""
     if "=" not in text:
-        only = _pin(text)
-        return lambda layer: only
+        return Pins(((None, _pin(text)),))
     rules: list[tuple[frozenset[int] | None, str | None]] = []
     for part in re.split(r",(?=\s*(?:layers\.|\*))", text):
         where, sep, name = part.strip().partition("=")
@@ -120,11 +140,7 @@ def parse_backend(text: str) -> Callable[[int], str | None]:
             raise ValueError(f"got {part.strip()!r}, want NAME, or layers.0-2=NAME,...,*=NAME (NAME or auto)")
         layers = None if where == "*" else frozenset(Ranges.parse(where.removeprefix("layers.")).numbers)
         rules.append((layers, _pin(name)))
-
-    def pin(layer: int) -> str | None:
-        return next((name for layers, name in rules if layers is None or layer in layers), None)
-
-    return pin
+    return Pins(tuple(rules))
 
 
 def _pin(name: str) -> str | None:
@@ -208,6 +224,7 @@ class ServeConfig:
     cache: Path | None = None
     compute_dtype: str = "bf16"
     activations: str = "weight-only"
+    deterministic: str = "no"
     threads: int = 0
     listen: Address = Address("127.0.0.1", 50051)
     metrics_listen: Address | None = None
@@ -236,9 +253,10 @@ class ServeConfig:
         """The compute dtype as kernels spell it."""
         return "f32" if self.compute_dtype == "float32" else "bf16"
 
-    def pin(self, layer: int) -> str | None:
-        """The backend that the user demands for `layer`; None = the oracle's choice."""
-        return parse_backend(self.backend)(layer)
+    @property
+    def pins(self) -> Pins:
+        """The backends that the user demands."""
+        return parse_backend(self.backend)
 
     def __str__(self) -> str:
         """Every option that is set, one a line, as the file would say it."""
@@ -287,6 +305,13 @@ OPTIONS: tuple[Option, ...] = (
         _choice("weight-only", "checkpoint"),
         "HOW",
         "weight-only: activations stay in the compute dtype; checkpoint: rounded as the checkpoint asks",
+    ),
+    Option(
+        "deterministic",
+        _choice("no", "runs", "batches"),
+        "HOW",
+        "runs: only backends that give the same bits from run to run; batches: and a token's bits do not depend on the"
+        " batch that it is computed in",
     ),
     Option(
         "threads", _int(0), "N", "CPU threads of the kernels; 0 = measured at boot (torch's operators: torch's default)"

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from expertd_kernels import table
 from expertd_kernels.oracle import Decision, decide
 from expertd_kernels.problem import Device, Package
 from expertd_kernels.scheme import ActivationQuant
 from expertd_kernels.source import ExpertSource, LayerInfo
-from expertd_server.config import ServeConfig
+from expertd_server.config import Pins, ServeConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,7 +116,7 @@ def plan_layers(
             f"--layers: got {config.layers}, but layer {missing[0]} has no experts; layers with experts:"
             f" {span(source.layers)}"
         )
-    plans = []
+    pins, plans = _pins(config, source), []
     for n in wanted:
         try:
             info = source.info(n)
@@ -127,13 +128,26 @@ def plan_layers(
             held=len(held),
             activation_quant=info.checkpoint_activation if config.activations == "checkpoint" else ActivationQuant.NONE,
             compute_dtype=config.compute,
+            deterministic=config.deterministic != "no",
+            batch_invariant=config.deterministic == "batches",
             packages=packages,
         )
-        try:
-            plans.append(LayerPlan(info, held, decide(problem, pin=config.pin(n))))
-        except ValueError as e:  # a pin that names no row
-            raise BootError(f"--backend: {e}") from e
+        plans.append(LayerPlan(info, held, decide(problem, pin=pins(n))))
     return plans
+
+
+def _pins(config: ServeConfig, source: ExpertSource) -> Pins:
+    """The backends that the user demands; BootError for a layer or a name that is not there: it would do nothing."""
+    pins = config.pins
+    if odd := sorted(pins.layers - set(source.layers)):
+        raise BootError(
+            f"--backend: got {config.backend}, but layer {odd[0]} has no experts; layers with experts:"
+            f" {span(source.layers)}"
+        )
+    known = sorted(b.name for b in table.BACKENDS)
+    if wrong := sorted(pins.names - set(known)):
+        raise BootError(f"--backend: got {config.backend}, want for {wrong[0]!r} one of {', '.join(known)} or auto")
+    return pins
 
 
 def _held(config: ServeConfig, info: LayerInfo) -> tuple[int, ...]:

@@ -167,3 +167,17 @@ def test_one_expert_and_512(row, experts_held, top_k):
         out = torch.full_like(x, float("nan"))
         experts(x, ids, w, out=out)
         assert relative_error(out, reference(weights, x, ids, w)) <= LIMIT
+
+
+@pytest.mark.parametrize("row", ["gluon_sm90", "triton"])
+@pytest.mark.parametrize("scheme", ["int4_g128", "e4m3_block128"])
+def test_a_token_has_the_same_bits_in_any_batch_where_that_is_promised(row, scheme):
+    weights, experts = make(row, scheme, E, H, I, top_k=K, batch_invariant=True)
+    for tokens in (2, 9, 130, 1000):
+        x, ids, w = inputs(tokens, seed=tokens)
+        whole = experts(x, ids, w).clone()
+        assert relative_error(whole, reference(weights, x, ids, w)) <= LIMIT
+        for i in {0, 1, tokens // 2, tokens - 1}:
+            assert torch.equal(experts(x[i : i + 1], ids[i : i + 1], w[i : i + 1])[0], whole[i]), (tokens, i)
+        turned = torch.arange(tokens - 1, -1, -1, device="cuda")
+        assert torch.equal(experts(x[turned], ids[turned], w[turned])[turned], whole)

@@ -46,6 +46,20 @@ def test_router_weight_on_input_and_bias_pass() -> None:
     assert self_check(e, w, p).ok
 
 
+def test_a_promise_of_the_same_bits_in_any_batch_is_kept_or_seen() -> None:
+    w = random_weights("int8_channel", 8, 256, 128)
+    p = problem_of(w, detect_device("cpu"), top_k=2, compute_dtype="f32", batch_invariant=True)
+    assert self_check(build(decide(p, pin="reference"), w), w, p).ok
+
+    class Wavers(ReferenceExperts):
+        def __call__(self, x, *more, **named):  # type: ignore[no-untyped-def]
+            return super().__call__(x, *more, **named).mul_(1 + 1e-6 * len(x))
+
+    found = self_check(Wavers(w), w, p)
+    assert found.fault == "a token's bits depend on the batch that it is computed in"
+    assert self_check(Wavers(w), w, problem_of(w, detect_device("cpu"), top_k=2, compute_dtype="f32")).ok
+
+
 class Broken:
     """Reference experts with a fault."""
 

@@ -87,6 +87,7 @@ def test_the_oracle_and_the_cache_can_be_set_from_each_place(tmp_path):
         (("--synthetic", "a:b", "--max-tokens", "many"), "got 'many'"),
         (("--synthetic", "a:b", "--compute-dtype", "fp8"), "want bf16 or float32"),
         (("--synthetic", "a:b", "--activations", "rounded"), "want weight-only or checkpoint"),
+        (("--synthetic", "a:b", "--deterministic", "yes"), "want no or runs or batches"),
         (("--synthetic", "a:b", "--grace-s", "-1"), "want seconds"),
         (("--synthetic", "a:b", "--backend", "layers.0-2=cpu,layer.3=x"), "--backend: got"),
         (("--synthetic", "a:b", "--layer-template", "t"), "--layer-template"),
@@ -138,6 +139,8 @@ def test_backend_pins():
     assert parse_backend("auto")(17) is None
     assert parse_backend("layers.0-1,4=cpu")(4) == "cpu"
     assert parse_backend("layers.0=cpu")(1) is None, "layers without a match are the oracle's"
+    assert pin.names == {"triton", "cpu"}
+    assert pin.layers == {0, 1, 2, 5}
 
 
 def test_shards_cover_every_expert_once_and_differ_by_one_at_most():

@@ -13,7 +13,7 @@ from expertd_kernels.table import BACKENDS, ORDER
 
 PACKAGES = dict(assumed_packages(BACKENDS))
 ADDED = ({"bias": True}, {"act_order": True}, {"grouped_rows": True}, {"deterministic": True},
-         {"router_weight_on_input": True})  # fmt: skip
+         {"batch_invariant": True}, {"router_weight_on_input": True})  # fmt: skip
 """Features that a problem can have on top: each can only add refusals."""
 
 
@@ -33,7 +33,7 @@ def problems(draw):
         activation_quant=draw(st.sampled_from(list(ActivationQuant))),
         compute_dtype=draw(st.sampled_from(["bf16", "f32"])),
         packages={name: PACKAGES[name] for name in some},
-        **{k: draw(st.booleans()) for k in ("bias", "act_order", "grouped_rows", "deterministic")},
+        **{k: draw(st.booleans()) for k in ("bias", "act_order", "grouped_rows", "deterministic", "batch_invariant")},
     )
 
 

@@ -99,6 +99,7 @@ CASES = {
     "experts": (replace(FITS, num_experts=256), "holds at most 128 experts, 256 are asked"),
     "dtype": (replace(FITS, compute_dtype="f32"), "does not compute in f32"),
     "deterministic": (replace(FITS, deterministic=True), "not bit-identical"),
+    "batch-invariant": (replace(FITS, batch_invariant=True), "bits depend on the batch"),
 }
 
 

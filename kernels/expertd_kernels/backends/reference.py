@@ -15,12 +15,14 @@ __all__ = ["experts", "pack", "unpack"]
 
 
 class ReferenceExperts:
-    """Computes in float32 whatever the problem's compute dtype is; answers in the input's dtype."""
+    """Computes in float32 whatever the problem's compute dtype is; answers in the input's dtype.
+
+    token_by_token: products of one row each, so that no row's bits depend on how many rows there are."""
 
     backend = "reference"
 
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
+    def __init__(self, weights: Weights, token_by_token: bool = False) -> None:
+        self.weights, self.token_by_token = weights, token_by_token
 
     def __call__(
         self,
@@ -31,8 +33,13 @@ class ReferenceExperts:
         router_weight_on_input: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        y = reference(
-            self.weights, hidden_states, topk_ids, topk_weights, router_weight_on_input=router_weight_on_input
+        size = 1 if self.token_by_token else max(1, len(hidden_states))
+        parts = (torch.split(t, size) for t in (hidden_states, topk_ids, topk_weights))
+        y = torch.cat(
+            [
+                reference(self.weights, *part, router_weight_on_input=router_weight_on_input)
+                for part in zip(*parts, strict=True)
+            ]
         )
         if out is None:
             out = torch.empty_like(hidden_states)
@@ -49,4 +56,4 @@ def unpack(packed: Packed) -> Weights:
 
 
 def experts(packed: Packed, problem: Problem) -> ReferenceExperts:
-    return ReferenceExperts(unpack(packed))
+    return ReferenceExperts(unpack(packed), problem.batch_invariant)

@@ -1,7 +1,7 @@
 """Backend `triton`: the whole layer in portable Triton kernels (CUDA, ROCm, XPU; the interpreter on a CPU).
 
-Weight-only on every scheme; the row `triton_w8a8` is the same module with 8-bit weights and activations rounded to
-their type: e4m3 by token, by group of 128 or by the checkpoint's static scale, int8 by token.
+Weight-only on every scheme; the rows `triton_w8a8` and `triton_w4a8` are the same module with activations rounded to 8
+bits: e4m3 by token, by group of 128, by group of 32 (mxfp8) or by the checkpoint's static scale, int8 by token.
 See triton_kernels/ for the layout, the kernels and the plan of tile sizes.  Imports are absolute, so `import triton`
 means the compiler, also here.
 """
@@ -30,7 +30,9 @@ LAYOUT_VERSION = 1
 
 def _row(problem: Problem) -> str:
     """The row of the table that this problem is served by."""
-    return "triton" if problem.activation_quant is ActivationQuant.NONE else "triton_w8a8"
+    if problem.activation_quant is ActivationQuant.NONE:
+        return "triton"
+    return "triton_w4a8" if problem.w13.element.packed else "triton_w8a8"
 
 
 def pack(weights: Weights, problem: Problem) -> Packed:
@@ -38,14 +40,15 @@ def pack(weights: Weights, problem: Problem) -> Packed:
     quant = problem.activation_quant
     if quant is ActivationQuant.E4M3_TENSOR and weights.input_scales is None:
         raise Refused("the checkpoint has no static input scales")
-    signed = quant is ActivationQuant.INT8_TOKEN
-    if signed and (weights.w13.zeros is not None or weights.w2.zeros is not None):
-        raise Refused("zero points are not computed on activations rounded to int8")
-    return pack_layer(_row(problem), LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q, signed))
+    return pack_layer(_row(problem), LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q, quant))
 
 
-def _pack_matrix(q: QuantTensor, signed: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    packed, lay = pack_matrix(q, signed)
+def _pack_matrix(q: QuantTensor, quant: ActivationQuant) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    eight = quant is not ActivationQuant.NONE
+    packed, lay = pack_matrix(q, eight)
+    if eight and (q.zeros is not None or q.columns is not None or lay.odd):
+        what = "zero points are" if q.zeros is not None else f"groups of {lay.group} or activation order are"
+        raise Refused(f"{what} not computed on activations rounded to {quant.value}")
     return packed, {**matrix_to_json(q), "layout": lay.to_json()}
 
 
@@ -71,4 +74,6 @@ def experts(packed: Packed, problem: Problem) -> TritonExperts:
     quant, static = problem.activation_quant, None
     if quant is ActivationQuant.E4M3_TENSOR:  # a token goes to several experts but is rounded once: the largest scale
         static = packed.tensors["input_scales"].float().amax(0)
-    return TritonExperts(_row(problem), matrix("w13"), matrix("w2"), activation_of(packed), quant, input_scales=static)
+    made = TritonExperts(_row(problem), matrix("w13"), matrix("w2"), activation_of(packed), quant, input_scales=static)
+    made.one_plan = problem.batch_invariant
+    return made

@@ -21,7 +21,7 @@ _NOT_HERE = (
 
 _OPTIONS = (
     "checkpoint", "synthetic", "layer_template", "quantize", "layers", "experts", "shard", "backend", "compute_dtype",
-    "activations", "oracle", "copies", "cache", "max_tokens", "threads",
+    "activations", "deterministic", "oracle", "copies", "cache", "max_tokens", "threads",
 )  # fmt: skip
 
 

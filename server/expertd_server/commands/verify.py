@@ -20,7 +20,7 @@ __all__ = ["add_parser", "run"]
 
 _OPTIONS = (
     "checkpoint", "synthetic", "layer_template", "quantize", "layers", "experts", "shard", "device", "backend",
-    "compute_dtype", "activations", "threads",
+    "compute_dtype", "activations", "deterministic", "threads",
 )  # fmt: skip
 
 

@@ -33,6 +33,10 @@ CHUNK_TOKENS = 8192
 """Tokens of one pass: more are computed in chunks, so that scratch memory is bounded; far beyond the number from which
 weights are read once for so many rows that reading them again costs nothing."""
 
+ONE_PLAN_ROWS = 24
+"""Rows an expert that every batch is planned for where a token's bits must not depend on its batch: blocks of 32 rows,
+between the few rows of decoding and the many of a prefill."""
+
 ACTIVATIONS = {
     ActivationKind.SILU_AND_MUL: 0,
     ActivationKind.GELU_AND_MUL: 1,
@@ -57,7 +61,9 @@ class _Call:
 
 
 class TritonExperts:
-    """Experts of one layer on the device of the packed tensors.  planner: tokens -> Plan; default plan.make_plan."""
+    """Experts of one layer on the device of the packed tensors.  planner: tokens -> Plan; default plan.make_plan.
+
+    one_plan: the same plan for every number of tokens, so that each row is computed by the same steps in any batch."""
 
     def __init__(
         self,
@@ -83,6 +89,7 @@ class TritonExperts:
         self.ptx = nvidia
         self.soft = interpreted
         self.pdl = nvidia and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self.one_plan = False
         self._planner = planner
         self._plans: dict[tuple[int, int], Plan] = {}
         self._fewer_stages: dict[tuple[Any, ...], int] = {}
@@ -92,6 +99,8 @@ class TritonExperts:
     def plan(self, tokens: int, top_k: int) -> Plan:
         if self._planner is not None:
             return self._planner(tokens)
+        if self.one_plan:
+            tokens, top_k = ONE_PLAN_ROWS * self.num_experts, 1
         key = (tokens, top_k)
         if key not in self._plans:
             self._plans[key] = make_plan(self._facts(top_k), tokens)
@@ -232,7 +241,7 @@ class TritonExperts:
         if self.rounded:
             for name, rows, m in (("xq", M, self.w13), ("hq", R, self.w2)):
                 padded = -(-m.k // m.layout.block) * m.layout.block
-                groups = -(-padded // rounded.GROUP) if self._grouped(m) else 1
+                groups = -(-padded // self._columns(m)) if self._columns(m) else 1
                 shapes[name] = ((rows, padded), self.eight)
                 shapes[name + "_scale"] = ((rows, groups), torch.float32)
         return shapes
@@ -313,22 +322,28 @@ class TritonExperts:
             **m.constants(tile, self.ptx), **consts, PDL=self.pdl, **early,
         )  # fmt: skip
 
-    def _grouped(self, m: Matrix) -> bool:
-        """Whether rows are rounded with a scale for each 128 columns; one group is the same as one scale a row."""
-        return self.activation_quant is ActivationQuant.E4M3_GROUP128 and m.layout.group > 0
+    def _sliced(self, m: Matrix) -> bool:
+        """Which of rounded.py's loops."""
+        return m.layout.p == 4 or self.activation_quant is ActivationQuant.MXFP8
+
+    def _columns(self, m: Matrix) -> int:
+        """Columns of a row that are rounded with one scale; 0 = all, also where there are not more."""
+        if self.activation_quant is ActivationQuant.MXFP8:
+            return 32
+        return 128 if self.activation_quant is ActivationQuant.E4M3_GROUP128 and m.k > 128 else 0
 
     def _gemm_rounded(self, call: _Call, x: Tensor, m: Matrix, tile: Tile, first: bool) -> None:
         parts, act = call.scratch, self.activation
         name = "xq" if first else "hq"
         q, scale = parts[name], parts[name + "_scale"]
-        grouped = self._grouped(m)
-        width = min(1024, triton.next_power_of_2(q.shape[1])) if grouped else triton.next_power_of_2(q.shape[1])
-        width = max(width, rounded.GROUP)
+        columns, sliced = self._columns(m), self._sliced(m)
+        width = max(128, triton.next_power_of_2(q.shape[1]))
+        width = min(1024, width) if columns else width
         static, int8 = self.input_scales, self.eight is torch.int8
         self._launch(
             call, rounded.round_rows, (x.shape[0], -(-q.shape[1] // width)),
             x, q, scale, scale if static is None else static[0 if first else 1 :],
-            x.stride(0), m.k, q.shape[1], m.layout.sw, grouped, static is not None, int8, width, self.soft,
+            x.stride(0), m.k, q.shape[1], m.layout.sw, sliced, columns, static is not None, int8, width, self.soft,
             num_warps=4 if width <= 4096 else 8,
         )  # fmt: skip
         consts, blocks, programs = self._shared(call, m, tile, first)
@@ -336,10 +351,10 @@ class TritonExperts:
         t, p = m.tensors, m.pointer
         self._launch(
             call, rounded.expert_gemm_rounded, (programs,),
-            q, scale, t["codes"].view(self.eight), p("scales"), p("row_scales"), p("global_scales"), p("bias"),
+            q, scale, t["codes"] if sliced else t["codes"].view(self.eight), p("scales"), p("row_scales"), p("global_scales"), p("bias"),
             call.weights, parts.get("slots", call.ids), parts.get("blocks", call.ids), call.ids, out,
             blocks, self.num_experts, out.stride(0), act.alpha, act.beta, act.limit or 0.0,
-            **m.sizes(), **consts, GROUPED=grouped, INT8=int8,
+            **m.sizes(), **m.groups(), **consts, GX=columns, SLICED=sliced, INT8=int8,
         )  # fmt: skip
 
     def _combine(self, call: _Call) -> None:
