@@ -1,5 +1,5 @@
-"""`batch_invariant`: a token has the same bits alone, in any batch and at any place in it, on every row that promises it
-and runs without an accelerator; the rows that do not promise it refuse."""
+"""`batch_invariant`: a token has the same bits alone, in any batch and at any place in it, on every row that promises
+it and runs without an accelerator; the rows that do not promise it refuse."""
 
 import os
 import subprocess
