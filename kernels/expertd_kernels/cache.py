@@ -49,7 +49,7 @@ __all__ = [
     "write_packed",
 ]
 
-VERSIONS = ("code", "layout_version", "packages", "files")
+VERSIONS = ("code", "packages", "files")
 """Facts that change when software is upgraded or the checkpoint's files are replaced.  An entry that differs in these
 alone is stale: nobody will ask for it again."""
 
@@ -117,7 +117,6 @@ class PackedCache:
             "activation_quant": p.activation_quant.value,
             "compute_dtype": p.compute_dtype,
             "byte_order": sys.byteorder,
-            "layout_version": backend.layout_version,
             "packages": {n: p.packages[n].version for n in sorted(backend.needs) if n in p.packages},
             "files": files,
             "code": code_digest(),

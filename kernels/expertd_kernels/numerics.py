@@ -1,4 +1,4 @@
-"""How right is right: the relative error, and the tolerance that belongs to a scheme."""
+"""How right is right: the compute dtype, the relative error, and the tolerance that belongs to a scheme."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from torch import Tensor
 
 from expertd_kernels.scheme import ActivationQuant
 
-__all__ = ["relative_error", "tolerance"]
+__all__ = ["COMPUTE_DTYPE", "relative_error", "tolerance"]
+
+COMPUTE_DTYPE = {"bf16": torch.bfloat16, "f32": torch.float32}
+"""Problem.compute_dtype as torch spells it: of the activations that experts take and give."""
 
 
 def relative_error(out: Tensor, ref: Tensor) -> float:

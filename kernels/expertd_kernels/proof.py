@@ -21,6 +21,7 @@ from torch import Tensor
 
 from expertd_kernels.canonical import Weights
 from expertd_kernels.float32 import reference
+from expertd_kernels.numerics import COMPUTE_DTYPE
 from expertd_kernels.problem import Problem
 
 __all__ = ["Proof", "boot_reference_experts", "prove", "reference_rows"]
@@ -143,8 +144,7 @@ def _batch(
     w[:, 0] = 1.0
     dominant = ids[:, 0].clone()
     place = torch.argsort(torch.rand(rows, problem.top_k, generator=g), dim=1)  # the dominant route stands anywhere
-    dtype = torch.bfloat16 if problem.compute_dtype == "bf16" else torch.float32
-    x = torch.randn(rows, weights.hidden_size, generator=g).to(dtype)
+    x = torch.randn(rows, weights.hidden_size, generator=g).to(COMPUTE_DTYPE[problem.compute_dtype])
     return x, ids.gather(1, place), w.gather(1, place).contiguous(), dominant
 
 

@@ -110,7 +110,6 @@ class Backend:
     hidden_multiple, intermediate_multiple: sizes it needs; 1 = any
     max_experts     0 = no limit
     hardware        "" or what its docs must say, e.g. "not run on hardware"
-    layout_version  raised whenever pack() lays the same weights out differently: part of the cache's key
     """
 
     name: str
@@ -135,4 +134,3 @@ class Backend:
     intermediate_multiple: int = 1
     max_experts: int = 0
     hardware: str = ""
-    layout_version: int = 1

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.protocol import Experts
+from expertd_kernels.numerics import COMPUTE_DTYPE
 from expertd_kernels.probe import device_fault
 from expertd_server.request import Array, Stages
 
-__all__ = ["COMPUTE_DTYPE", "Inputs", "Lane", "lanes"]
+__all__ = ["Inputs", "Lane", "lanes"]
 
-COMPUTE_DTYPE = {"bf16": torch.bfloat16, "f32": torch.float32}
 _MOST_VIEWS = 1024
 _BITS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
 

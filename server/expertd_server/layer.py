@@ -20,6 +20,7 @@ import torch
 
 from expertd_kernels.backends.protocol import BackendModule, Experts, Packed
 from expertd_kernels.cache import Found, PackedCache
+from expertd_kernels.numerics import COMPUTE_DTYPE
 from expertd_kernels.oracle import Backend, Refused, load
 from expertd_kernels.proof import Proof, boot_reference_experts, prove
 from expertd_kernels.selfcheck import SelfCheck, accept, check
@@ -200,7 +201,7 @@ def _kept(site: Site, facts: dict[str, Any], packed: Packed, proof: Proof, damag
 def warm_up(experts: Experts, plan: LayerPlan, site: Site) -> None:
     """Run the batch sizes that must not be met first under load.  Raises Unfit."""
     p, device = plan.decision.problem, site.device
-    dtype = torch.float32 if p.compute_dtype == "f32" else torch.bfloat16
+    dtype = COMPUTE_DTYPE[p.compute_dtype]
     held = p.num_experts
     with _unfit("warmed up"), site.stage("warm_up"), torch.inference_mode():
         for tokens in _WARM_UP_CPU if device.type == "cpu" else _WARM_UP_DEVICE:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from expertd_kernels.backends.protocol import Experts
 from expertd_kernels.builder import build
-from expertd_kernels.numerics import relative_error, tolerance
+from expertd_kernels.numerics import COMPUTE_DTYPE, relative_error, tolerance
 from expertd_kernels.oracle import NoBackendError, Refused
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant
@@ -173,7 +173,7 @@ def _verify_layer(
 
 def _compare(case: Case, experts: Experts, problem: Problem, device: torch.device) -> CaseResult:
     """One given batch through the backend."""
-    dtype = torch.float32 if problem.compute_dtype == "f32" else torch.bfloat16
+    dtype = COMPUTE_DTYPE[problem.compute_dtype]
     x = case.hidden_states.to(device, dtype)
     out = torch.full_like(x, float("nan"))
     ids, weights = case.topk_ids.to(device, torch.int32), case.topk_weights.to(device, torch.float32)

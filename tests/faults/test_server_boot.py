@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from expertd_kernels import Device, decide
+from expertd_kernels.probe import installed_packages
+from expertd_kernels.table import BACKENDS
 from expertd_server.cli import main
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"
@@ -163,3 +166,29 @@ def test_a_pinned_backend_that_does_not_serve_is_refused_and_the_table_says_why(
     out = capsys.readouterr()
     assert "--backend reference does not serve layer 0, int4_g128 on cpu" in out.err
     assert "does not compute silu_and_mul" in out.out
+
+
+def test_a_compiled_kernel_that_cannot_be_used_is_said_where_it_slows_loading_and_in_the_table(
+    monkeypatch, caplog, checkpoint_folder
+):
+    """A stale shared object: loading goes on with torch, and nobody has to wonder why it takes longer."""
+    from expertd_kernels.backends import cpu_native
+    from expertd_kernels.checkpoint import open_checkpoint, repack
+
+    why = "cpu kernel: the library was built from sources abc, the sources here are def"
+    for module in (cpu_native, repack):
+        monkeypatch.setattr(module, "kernel_error", lambda: why)
+    repack.uses_library.cache_clear()
+    try:
+        source = open_checkpoint(checkpoint_folder("gptq-w4-g128-sym-descact-false-qwen3moe1l"))
+        source.load(0)
+        source.load(0)
+    finally:
+        repack.uses_library.cache_clear()
+    assert [r.getMessage() for r in caplog.records if "torch" in r.getMessage()] == [
+        f"checkpoint: packed weights are repacked with torch, 3 to 8 times slower, because {why}"
+    ]
+    packages = installed_packages(BACKENDS)
+    problem = source.info(0).problem(Device("cpu", "x86_64"), packages=packages)
+    verdict = next(v for v in decide(problem).verdicts if v.backend == "cpu")
+    assert why in verdict.refusals[0]

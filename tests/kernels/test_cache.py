@@ -66,9 +66,7 @@ def test_other_facts_are_another_entry(tmp_path, change):
     assert sorted(tmp_path.iterdir()) == sorted([path, second])
 
 
-@pytest.mark.parametrize(
-    "change", [{"layout_version": 2}, {"packages": {"x": "1"}}, {"files": "changed"}, {"code": "0" * 64}]
-)
+@pytest.mark.parametrize("change", [{"packages": {"x": "1"}}, {"files": "changed"}, {"code": "0" * 64}])
 def test_another_version_is_stale_and_its_successor_takes_its_place(tmp_path, change):
     cache, facts, packed = entry(tmp_path)
     old = cache.store(facts, packed)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.canonical import QuantTensor, Weights, pack_nibbles, unpack_nibbles
 from expertd_kernels.float32 import apply_activation
+from expertd_kernels.numerics import COMPUTE_DTYPE
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import Element, ScaleType
 from expertd_kernels.serial import weights_from_tensors, weights_to_tensors
@@ -102,7 +103,7 @@ class TorchExperts:
 
     def __init__(self, packed: Packed, problem: Problem) -> None:
         self.weights = weights_from_tensors(packed.tensors, packed.meta)
-        self.dtype = torch.bfloat16 if problem.compute_dtype == "bf16" else torch.float32
+        self.dtype = COMPUTE_DTYPE[problem.compute_dtype]
         meta: Any = packed.meta
         self.w13 = _linear(self.weights.w13, meta["w13"]["int4"], self.dtype)
         self.w2 = _linear(self.weights.w2, meta["w2"]["int4"], self.dtype)

@@ -28,7 +28,7 @@ from expertd_kernels.bench.workers import NoResult, run_tasks
 from expertd_kernels.builder import build
 from expertd_kernels.canonical import Weights
 from expertd_kernels.float32 import reference
-from expertd_kernels.numerics import relative_error, tolerance
+from expertd_kernels.numerics import COMPUTE_DTYPE, relative_error, tolerance
 from expertd_kernels.oracle import decide
 from expertd_kernels.probe import detect_device, installed_packages
 from expertd_kernels.problem import Device
@@ -72,7 +72,7 @@ def check_point(
 ) -> tuple[float, str]:
     """(relative error, fault or "") of one call."""
     E = layer.experts
-    dtype = torch.float32 if layer.compute_dtype == "f32" else torch.bfloat16
+    dtype = COMPUTE_DTYPE[layer.compute_dtype]
     drawn = 2 * E if kind == "absent" else E
     x, ids, w = random_inputs(tokens, layer.hidden, drawn, layer.top_k, seed=tokens, dtype=dtype, device=weights.device)
     slots = routes(kind, ids, E).contiguous()

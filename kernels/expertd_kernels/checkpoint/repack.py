@@ -6,6 +6,7 @@ reads the file itself, in pieces that stay in the cache until they are written t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,12 +19,18 @@ from expertd_kernels.checkpoint import bits
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.tensors import Stored
 
+log = logging.getLogger(__name__)
+
 __all__ = ["Repacked", "gather_rows", "transpose_columns", "transpose_rows", "uses_library"]
 
 
 @cache
 def uses_library() -> bool:
-    return not kernel_error()
+    """Whether the C++ library is there; says so once where it is not, because loading takes longer then."""
+    error = kernel_error()
+    if error:
+        log.warning("checkpoint: packed weights are repacked with torch, 3 to 8 times slower, because %s", error)
+    return not error
 
 
 @dataclass(frozen=True, eq=False)
