@@ -101,7 +101,8 @@ def nowhere_at_all():
 class Layer:
     """The package's HummingLayer by its documented schema, in f32."""
 
-    def __init__(self, shape_n, shape_k, weight_config, num_experts, has_bias, torch_dtype):
+    def __init__(self, shape_n, shape_k, weight_config, num_experts, has_bias, torch_dtype, pad_n_to_multiple):
+        assert pad_n_to_multiple == 128
         self.n, self.k, self.config, self.e = shape_n, shape_k, weight_config, num_experts
         self.has_bias, self.ready = has_bias, False
         assert torch_dtype is torch.bfloat16

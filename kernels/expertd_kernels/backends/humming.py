@@ -45,6 +45,9 @@ GROUPED_FROM = 96
 """Rows an expert from which sorted rows are faster than the table.  On an H200 the table was faster at 64 (DeepSeek's
 64 experts at 512 tokens), sorted rows at 128 (Qwen3 at 2048 tokens, Mixtral at 512)."""
 
+OUTPUT_MULTIPLE = 128
+"""A tile of Hopper's matrix instructions is four warps of 32 columns wide; the package pads outputs to it by itself."""
+
 Prepare = Callable[[str, str, str, torch.device], object]
 """prepare(layer, compute and tuning configuration as JSON, device): compiles a kernel."""
 
@@ -181,6 +184,7 @@ class HummingExperts:
             shape_k=K,
             weight_config=dict(facts["config"]),
             num_experts=E,
+            pad_n_to_multiple=OUTPUT_MULTIPLE,
             has_bias="bias" in tensors,
             torch_dtype=torch.bfloat16,
         )
