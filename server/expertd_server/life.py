@@ -21,7 +21,6 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels import table
 from expertd_kernels.backends import cpu_native
 from expertd_kernels.cache import PackedCache
-from expertd_kernels.cpu_threads import measured_threads
 from expertd_kernels.probe import installed_packages, use_device
 from expertd_kernels.source import ExpertSource
 from expertd_server.boot import Booted, Stopped, boot_layers
@@ -30,7 +29,7 @@ from expertd_server.describe import describe_layer, describe_server
 from expertd_server.engine import Engine
 from expertd_server.intake import Intake
 from expertd_server.layer import Site
-from expertd_server.measuring import Tournaments
+from expertd_server.measuring import Tournaments, settled_threads
 from expertd_server.metrics import BackendFacts, Metrics, MetricsHttp
 from expertd_server.plan import BootError, LayerPlan, files_state, open_source, plan_layers, resolve_device
 from expertd_server.progress import Progress
@@ -86,7 +85,7 @@ async def serve(config: ServeConfig, console: Console) -> int:
     try:
         address = await server.start(config.listen)
         _say(console, f"listening on {address}")
-        await asyncio.to_thread(_settle_threads, config.threads, plans, console)
+        await asyncio.to_thread(_settle_threads, config, plans, console)
         booted = await _load(plans, site, oracle, console, stop)
         if booted is None:
             _say(console, "stopped while loading")
@@ -142,15 +141,17 @@ def _metrics_http(metrics: Metrics, where: Address | None, console: Console) -> 
     return http
 
 
-def _settle_threads(asked: int, plans: Sequence[LayerPlan], console: Console) -> None:
+def _settle_threads(config: ServeConfig, plans: Sequence[LayerPlan], console: Console) -> None:
     """The number of threads of the CPU kernel, before it packs: what was asked for (or $EXPERTD_CPU_THREADS), else
-    measured on the first layer that it serves.  Nothing where it serves none."""
+    measured for the first layer that it serves, now or at an earlier start.  Nothing where it serves none."""
     decisions = (p.decision for p in plans if p.decision.chosen is not None)
     problem = next((d.problem for d in decisions if d.chosen is not None and d.chosen.name in CPU_KERNEL), None)
-    if asked:
-        cpu_native.use_threads(asked)
+    if config.threads:
+        cpu_native.use_threads(config.threads)
     elif problem is not None and not os.environ.get("EXPERTD_CPU_THREADS"):
-        cpu_native.use_threads(measured_threads(problem, note=lambda text: _say(console, f"cpu kernel: {text}")))
+        cpu_native.use_threads(
+            settled_threads(problem, config.cache, lambda text: _say(console, f"cpu kernel: {text}"))
+        )
 
 
 def _cache(config: ServeConfig) -> PackedCache | None:

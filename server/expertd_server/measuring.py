@@ -6,7 +6,9 @@ hundred bytes for each problem, device, number of threads and version of the cod
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -16,16 +18,18 @@ from pathlib import Path
 import torch
 
 from expertd_kernels import table
-from expertd_kernels.cache import code_digest
+from expertd_kernels.cache import code_digest, replacing
 from expertd_kernels.canonical import Weights
+from expertd_kernels.cpu_threads import cpu_quota, measured_threads
 from expertd_kernels.oracle import Decision
 from expertd_kernels.probe import cpu_name
+from expertd_kernels.problem import Problem
 from expertd_kernels.tournament import GRID, DeviceLostError, Remembered, Result, measure, with_results
 from expertd_server.config import ServeConfig
 from expertd_server.layer import Canonical, Site
 from expertd_server.plan import BootError, LayerPlan
 
-__all__ = ["Tournaments", "affordable_copies", "results_text", "user_folder"]
+__all__ = ["Tournaments", "affordable_copies", "results_text", "settled_threads", "user_folder"]
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +108,36 @@ class Tournaments:
         return self._memory.path(decision.problem, _device_name(self._device), version, table.BACKENDS, self._grid)
 
 
+def settled_threads(problem: Problem, folder: Path | None, note: Callable[[str], None]) -> int:
+    """The CPU kernel's number of threads for layers like `problem`: measured (a few seconds), and with a folder kept
+    there for the next start on this machine.  note: told what was measured, or when it was."""
+    facts = {k: str(v) for k, v in vars(problem).items() if k != "packages"}
+    facts |= {"machine": _cpu_text(), "isa": os.environ.get("EXPERTD_CPU_ISA", ""), "quota": str(cpu_quota())}
+    facts |= {"code": code_digest()}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    path = None if folder is None else folder / f"threads-{digest[:32]}.json"
+    if path is not None and (found := _kept_threads(path)):
+        note(f"threads: {found}, as measured earlier (remove {path} to measure again)")
+        return found
+    threads = measured_threads(problem, note=note)
+    if path is not None:
+        try:
+            with replacing(path) as f:
+                f.write(json.dumps({"threads": threads}).encode())
+        except OSError as e:
+            log.warning("the number of threads cannot be kept in %s: %s", path, e)
+    return threads
+
+
+def _kept_threads(path: Path) -> int:
+    """0 where the file is not there or damaged."""
+    try:
+        found = json.loads(path.read_text())["threads"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return found if isinstance(found, int) and found > 0 else 0
+
+
 def results_text(results: Sequence[Result]) -> str:
     """ "cpu 981, 7012 us at 1, 8 tokens; ...": those that took part, or failed when they were measured."""
     parts = []
@@ -154,5 +188,10 @@ def _device_name(device: torch.device) -> str:
     if device.type == "xpu":
         return str(torch.xpu.get_device_name(device))
     threads = f"{torch.get_num_threads()} threads, EXPERTD_CPU_THREADS={os.environ.get('EXPERTD_CPU_THREADS', '')}"
+    return f"{_cpu_text()}, {threads}"
+
+
+def _cpu_text() -> str:
+    """The processor and how many of its CPUs this process may use."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cpu_name()}, {cpus} cpus, {threads}"
+    return f"{cpu_name()}, {cpus} cpus"

@@ -24,6 +24,7 @@ from expertd_kernels.packed_file import map_entry
 from expertd_kernels.probe import detect_device, installed_packages
 from expertd_kernels.synthetic import random_inputs
 from expertd_kernels.table import BACKENDS
+from expertd_server import measuring
 from expertd_server.boot import Booted, boot_layers
 from expertd_server.cli import main
 from expertd_server.config import ServeConfig
@@ -33,6 +34,7 @@ from expertd_server.plan import files_state, open_source, plan_layers
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"
 CPU = torch.device("cpu")
+CPU_DEVICE = Device("cpu", "x86_64")
 
 
 class Guarded:
@@ -269,3 +271,32 @@ def test_two_servers_compute_from_one_copy_of_the_weights(tmp_path):
             assert found["Rss"] >= 0.8 * kept
             assert found["Private_Dirty"] == 0, "nobody wrote to the weights"
             assert found["Pss"] <= 0.6 * found["Rss"], f"each page belongs to both servers: {found}"
+
+
+def test_the_number_of_threads_is_measured_once(tmp_path, monkeypatch):
+    problem = plan_layers(
+        ServeConfig(synthetic="tiny:int4_g128"), open_source(ServeConfig(synthetic="tiny:int4_g128")), CPU_DEVICE, {}
+    )[0].decision.problem
+    measured, said = [], []
+
+    def measure(p, note):
+        measured.append(p)
+        note("threads: 3 of 4")
+        return 3
+
+    monkeypatch.setattr(measuring, "measured_threads", measure)
+    for _ in range(2):
+        assert measuring.settled_threads(problem, tmp_path, said.append) == 3
+    assert len(measured) == 1
+    assert "as measured earlier" in said[1]
+    (kept,) = tmp_path.glob("threads-*.json")
+    for damage in ("", "[]", '{"threads": -1}', '{"threads": "many"}'):
+        kept.write_text(damage)
+        assert measuring.settled_threads(problem, tmp_path, said.append) == 3
+    assert len(measured) == 5
+    monkeypatch.setattr(measuring, "code_digest", lambda: "other code")
+    assert measuring.settled_threads(problem, tmp_path, said.append) == 3
+    assert measuring.settled_threads(problem, None, said.append) == 3
+    assert len(measured) == 7
+    (tmp_path / "file").touch()
+    assert measuring.settled_threads(problem, tmp_path / "file", said.append) == 3, "a folder that takes no file"
