@@ -1,0 +1,251 @@
+"""The w8a8 layer on the GPU: workspace, launches.  Needs a Hopper GPU, torch with CUDA and Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from expertd_kernels.backends.envelope import activation_of
+from expertd_kernels.backends.gluon.routing import combine
+from expertd_kernels.backends.gluon.w8a8 import w8a8
+from expertd_kernels.backends.gluon.w8a8_plan import Plan8, plan8
+from expertd_kernels.backends.gluon.w8a8_prepare import prepare, round_rows
+from expertd_kernels.backends.gluon.w8a8_tile import GROUP, Gemm8, tile8
+from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.problem import Problem
+
+__all__ = ["W8A8Experts"]
+
+MAX_TOKENS = 8192
+"""Tokens a launch at most; larger batches go in pieces."""
+MAX_OUTPUT_BYTES = 1 << 30
+"""Bytes of w2's results [M, top_k, H] at most; a smaller piece is taken where more would be needed."""
+MAX_TOP_K = 32
+"""Routes of a token: the summing kernel keeps a bit for each."""
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """w13 or w2 on the GPU.  codes [E * rows, K] e4m3 by descriptor; scales [E, rows / 128, K / 128] or [E, rows] f32;
+    bias [E, rows] f32, empty where there is none (never read)."""
+
+    codes: TensorDescriptor
+    scales: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class _Workspace:
+    """Buffers for `routes` routes.  Kept for good: captured graphs hold their addresses."""
+
+    counts: Tensor  # [E] int32
+    lists: Tensor  # [routes] int32
+    x: Tensor  # [tokens, H] e4m3 and its scales [tokens, H / 128] or [tokens]
+    x_scale: Tensor
+    h: Tensor  # [routes, I] e4m3 and its scales, in the order of the list
+    h_scale: Tensor
+    wide: Tensor  # [routes, I] bf16: h before it is rounded, where a row shares one scale (else empty)
+    y: Tensor  # [routes, H] bf16
+
+
+class W8A8Experts:
+    """The layer's experts.  Calls may come from one thread and one stream at a time: the workspace is shared.
+
+    The first call at a new size may allocate and compile; make it before capturing a CUDA graph."""
+
+    backend = "gluon_w8a8"
+
+    def __init__(self, packed: Packed, problem: Problem) -> None:
+        self.packed, self.device = packed, torch.device("cuda", torch.cuda.current_device())
+        self.grouped: bool = packed.meta["grouped"]
+        self.activation = activation_of(packed)
+        self.num_experts, self.hidden_size, self.intermediate_size = packed.meta["w2"]["shape"]
+        self.multiprocessors: int = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._w13, self._w2 = self._matrix("w13"), self._matrix("w2")
+        self._spaces: dict[int, _Workspace] = {}
+        self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
+
+    def _matrix(self, name: str) -> _Matrix:
+        t = {k: v.to(self.device) for k, v in self.packed.tensors.items() if k.startswith(f"{name}.")}
+        codes, scales = t[f"{name}.codes"], t[f"{name}.scales"]
+        E, rows, K = codes.shape
+        if not self.grouped:  # one a row, also where a whole projection shares it
+            scales = scales[:, :, 0].repeat_interleave(rows // scales.shape[1], dim=1).contiguous()
+        layout = tile8(self._gemm(name == "w13", 1, False), plan8(1.0), True).SB
+        descriptor = TensorDescriptor(codes, [E * rows, K], [K, 1], [GROUP, GROUP], layout)
+        return _Matrix(descriptor, scales, t.get(f"{name}.bias", torch.zeros(1, device=self.device)))
+
+    def _gemm(self, first: bool, top_k: int, weight_on_input: bool) -> Gemm8:
+        a, H, I = self.activation, self.hidden_size, self.intermediate_size
+        name = "w13" if first else "w2"
+        return Gemm8(
+            K=H if first else I,
+            segment=I if first else H,
+            experts=self.num_experts,
+            top_k=top_k,
+            first=first,
+            grouped=self.grouped,
+            weight=weight_on_input == first,
+            bias=f"{name}.bias" in self.packed.tensors,
+            act=a.kind.value,
+            alpha=a.alpha,
+            beta=a.beta,
+            limit=a.limit or 0.0,
+            limited=a.limit is not None,
+        )
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor | None = None,
+        plan: Plan8 | None = None,
+    ) -> Tensor:
+        """As protocol.Experts.  hidden_states [M, H] bf16.  plan: instead of the one that the tokens' number picks."""
+        x, M = hidden_states.contiguous(), hidden_states.shape[0]
+        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
+        if ids.ndim != 2 or ids.shape[1] > MAX_TOP_K:
+            raise ValueError(f"gluon_w8a8: topk_ids {tuple(ids.shape)}, want [M, k] with k up to {MAX_TOP_K}")
+        if x.dtype != torch.bfloat16 or x.shape != (ids.shape[0], self.hidden_size) or ids.shape != weights.shape:
+            raise ValueError(
+                f"gluon_w8a8: hidden_states {x.dtype} {tuple(x.shape)}, topk_ids {tuple(ids.shape)}, topk_weights"
+                f" {tuple(weights.shape)}; want bf16 [M, {self.hidden_size}] and two [M, k]"
+            )
+        if out is None:
+            out = torch.empty_like(x)
+        piece = self._piece(ids.shape[1])
+        for at in range(0, M, piece):
+            part = slice(at, at + piece)
+            self._run(x[part], ids[part], weights[part], out[part], router_weight_on_input, plan)
+        return out
+
+    def _piece(self, top_k: int) -> int:
+        """Tokens a launch: a power of two."""
+        most: int = MAX_OUTPUT_BYTES // (top_k * self.hidden_size * 2)
+        return min(MAX_TOKENS, 1 << max(0, most.bit_length() - 1))
+
+    def _space(self, M: int, top_k: int) -> _Workspace:
+        """Buffers for the next power of two of tokens."""
+        tokens = triton.next_power_of_2(max(16, M))
+        n = tokens * top_k
+        if n not in self._spaces:
+            H, I, d = self.hidden_size, self.intermediate_size, self.device
+
+            def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+                return torch.empty(shape, dtype=dtype, device=d)
+
+            def scales(rows: int, columns: int) -> Tensor:
+                return empty((rows, columns // GROUP if self.grouped else 1), torch.float32)
+
+            e4m3 = torch.float8_e4m3fn
+            self._spaces[n] = _Workspace(
+                empty((self.num_experts,), torch.int32),
+                empty((n,), torch.int32),
+                empty((tokens, H), e4m3),
+                scales(tokens, H),
+                empty((n, I), e4m3),
+                scales(n, I),
+                empty((0 if self.grouped else n, I), torch.bfloat16),
+                empty((n, H), torch.bfloat16),
+            )
+        return self._spaces[n]
+
+    def _run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: Plan8 | None) -> None:
+        M, top_k = ids.shape
+        n, E = M * top_k, self.num_experts
+        hit = E * (1.0 - (1.0 - min(1.0, top_k / E)) ** M)
+        p = plan or plan8(n / hit)
+        s = self._space(M, top_k)
+        self._prepare(x, ids, s)
+        h = s.h if self.grouped else s.wide
+        self._multiply(self._gemm(True, top_k, on_input), p, self._w13, s.x, s.x_scale, weights, s, n, h, s.h_scale)
+        if not self.grouped:
+            R, B = self._round_tile(self.intermediate_size, 4)
+            round_rows[(triton.cdiv(n, R),)](
+                s.wide, s.h, s.h_scale, n, self.intermediate_size, False, R, B, num_warps=4, launch_pdl=True
+            )
+        self._multiply(self._gemm(False, top_k, on_input), p, self._w2, s.h, s.h_scale, weights, s, n, s.y, s.h_scale)
+        width, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
+        combine[(M, triton.cdiv(self.hidden_size, width))](
+            s.y, ids, out, self.hidden_size, E, top_k, width, True, num_warps=warps, launch_pdl=True
+        )
+
+    def _round_tile(self, columns: int, warps: int) -> tuple[int, int]:
+        """(rows, columns) that a program of so many warps rounds, 16 numbers a thread or more."""
+        B = triton.next_power_of_2(columns)
+        if self.grouped:
+            B = min(1024, B)
+        return max(1, 512 * warps // B), B
+
+    def _prepare(self, x: Tensor, ids: Tensor, s: _Workspace) -> None:
+        """Routes grouped by expert, inputs rounded."""
+        n, M, H, E = ids.numel(), x.shape[0], self.hidden_size, self.num_experts
+        threads, chunk, warps = 512, 16, 16
+        if n <= 1024:
+            routes = triton.next_power_of_2(n)
+            threads, chunk, warps = min(256, max(32, routes)), max(1, routes // 256), 4
+        R, B = self._round_tile(H, warps)
+        prepare[(E + triton.cdiv(M, R) * triton.cdiv(H, B),)](
+            ids,
+            s.counts,
+            s.lists,
+            n,
+            x,
+            s.x,
+            s.x_scale,
+            M,
+            E,
+            threads,
+            chunk,
+            H,
+            self.grouped,
+            R,
+            B,
+            num_warps=warps,
+            launch_pdl=True,
+        )
+
+    def _multiply(
+        self,
+        gemm: Gemm8,
+        p: Plan8,
+        m: _Matrix,
+        x: Tensor,
+        x_scale: Tensor,
+        weights: Tensor,
+        s: _Workspace,
+        n: int,
+        out: Tensor,
+        out_scale: Tensor,
+    ) -> None:
+        t = tile8(gemm, p, True)
+        key = (x.data_ptr(), p.BM)
+        if key not in self._descriptors:
+            self._descriptors[key] = TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [p.BM, GROUP], t.SA)
+        blocks = min(n, n // p.BM + min(self.num_experts, n))
+        grid = (min(blocks * t.column_tiles, self.multiprocessors),)
+        kernel: Any = w8a8
+        kernel[grid](
+            x,
+            self._descriptors[key],
+            x_scale,
+            m.codes,
+            m.scales,
+            m.bias,
+            s.counts,
+            s.lists,
+            weights,
+            out,
+            out_scale,
+            t,
+            num_warps=4,
+            launch_pdl=True,
+        )

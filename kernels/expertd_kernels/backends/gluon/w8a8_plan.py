@@ -1,0 +1,28 @@
+"""Which tiles for how many tokens.  Pure: imports no torch and no triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Plan8", "plan8"]
+
+
+@dataclass(frozen=True)
+class Plan8:
+    """BM tokens a block (64 a consumer warpgroup), ST stages, GM blocks of an expert side by side; register caps of the
+    second consumer warpgroup and of the producers."""
+
+    BM: int
+    ST: int
+    GM: int = 16
+    consumer_registers: int = 232
+    producer_registers: int = 40
+
+    def __post_init__(self) -> None:
+        if self.BM not in (64, 128):
+            raise ValueError(f"plan {self}: want BM 64 or 128")
+
+
+def plan8(each: float) -> Plan8:
+    """By routes an expert that is hit.  The measurements behind it: docs/gpu-notes.md."""
+    return Plan8(64, 5) if each <= 80 else Plan8(128, 4)

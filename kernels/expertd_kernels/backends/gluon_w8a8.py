@@ -1,0 +1,101 @@
+"""Backend `gluon_w8a8`: e4m3 weights on activations rounded to e4m3, for Hopper, in Triton's Gluon dialect.
+
+Five launches a layer (routes grouped by expert, inputs rounded, w13 + activation + rounding, w2 + router weight, sum),
+chained by programmatic dependent launch; no host synchronization.  With one scale a row (channel and tensor weights)
+the intermediate is rounded by a launch of its own, since its scale needs the whole row.
+
+The packed weights are the canonical ones: bulk copies fetch them as they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from expertd_kernels.backends.envelope import pack_layer, require_version, unpack_layer
+from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.backends.scales import as_f32, as_stored
+from expertd_kernels.canonical import QuantTensor, Weights
+from expertd_kernels.oracle import Refused
+from expertd_kernels.problem import Problem
+from expertd_kernels.scheme import WHOLE, ActivationQuant, Element
+from expertd_kernels.serial import matrix_to_json, scheme_from_json
+
+if TYPE_CHECKING:
+    from expertd_kernels.backends.gluon.w8a8_layer import W8A8Experts
+
+__all__ = ["experts", "pack", "unpack"]
+
+LAYOUT_VERSION = 1
+MULTIPLE = 128
+"""Rows of a projection and columns of a matrix are multiples of it: no tile straddles a projection or a scale."""
+
+
+def _grouped(name: str, q: QuantTensor) -> bool:
+    """Whether scales go by 128 x 128 blocks; else by row or by projection.  Refused where the kernels read neither."""
+    s = q.scheme
+    if q.columns is not None or q.global_scales is not None:
+        raise Refused(f"{name}: activation order and second-level scales are not computed; choose another backend")
+    blocks = ((MULTIPLE, MULTIPLE), (1, WHOLE), (WHOLE, WHOLE))
+    if s.element is not Element.E4M3 or (s.rows, s.cols) not in blocks:
+        raise Refused(f"{name}: has no layout for {s.name} weights; want e4m3 by blocks of 128, channel or tensor")
+    _, N, K = q.shape
+    if N // q.segments % MULTIPLE or K % MULTIPLE:
+        raise Refused(
+            f"{name}: [{N}, {K}] in {q.segments} segments; want multiples of {MULTIPLE}; choose another backend"
+        )
+    return s.rows == MULTIPLE
+
+
+def pack(weights: Weights, problem: Problem) -> Packed:
+    """The canonical tensors, scales as f32.
+
+    Refused: other schemes, sizes that are no multiples of 128, an activation without a gate, w13 and w2 with scales of
+    different kinds, activations rounded in another way than the scales of the weights allow."""
+    grouped = _grouped("w13", weights.w13)
+    if _grouped("w2", weights.w2) != grouped:
+        raise Refused("w13 and w2 have scales of different kinds; choose another backend")
+    if not weights.activation.gated:
+        raise Refused(f"activation {weights.activation.name} has no gate; choose another backend")
+    wanted = ActivationQuant.E4M3_GROUP128 if grouped else ActivationQuant.E4M3_TOKEN
+    if problem.activation_quant is not wanted:
+        raise Refused(f"rounds activations as {wanted.value}, {problem.activation_quant.value} is asked")
+    return pack_layer("gluon_w8a8", LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q), grouped=grouped)
+
+
+def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    assert q.scales is not None
+    tensors = {
+        "codes": q.codes.contiguous().clone(),
+        "scales": as_f32(q.scales, q.scheme.scale).contiguous().clone(),
+    }
+    if q.bias is not None:
+        tensors["bias"] = q.bias.contiguous().clone()
+    return tensors, matrix_to_json(q)
+
+
+def _unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> QuantTensor:
+    scheme = scheme_from_json(meta["scheme"])
+    return QuantTensor(
+        scheme,
+        tuple(meta["shape"]),
+        tensors["codes"],
+        as_stored(tensors["scales"], scheme.scale),
+        bias=tensors.get("bias"),
+        segments=meta["segments"],
+    )
+
+
+def unpack(packed: Packed) -> Weights:
+    """The exact inverse of `pack`."""
+    return unpack_layer(packed, _unpack_matrix)
+
+
+def experts(packed: Packed, problem: Problem) -> W8A8Experts:
+    """Ready to compute.  Needs a Hopper GPU and Triton; the packed tensors move to the current CUDA device."""
+    from expertd_kernels.backends.gluon.w8a8_layer import W8A8Experts
+
+    require_version(packed, LAYOUT_VERSION)
+    return W8A8Experts(packed, problem)

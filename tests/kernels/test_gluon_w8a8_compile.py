@@ -1,0 +1,128 @@
+"""The w8a8 kernels compiled for sm_90 by Triton's offline target, no GPU needed: they compile, keep to their registers,
+spill next to nothing, and ptxas leaves their wgmma instructions asynchronous."""
+
+import re
+import subprocess
+
+import pytest
+
+triton = pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from expertd_kernels.backends.gluon.w8a8 import w8a8  # noqa: E402
+from expertd_kernels.backends.gluon.w8a8_plan import Plan8, plan8  # noqa: E402
+from expertd_kernels.backends.gluon.w8a8_prepare import prepare, round_rows  # noqa: E402
+from expertd_kernels.backends.gluon.w8a8_tile import Gemm8, tile8  # noqa: E402
+
+REGISTERS = 65536
+"""Of an SM; a CTA of these kernels has one to itself."""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+def gemm(first: bool, grouped: bool, **more) -> Gemm8:
+    """Qwen3-30B-A3B's w13 or w2."""
+    sizes = {"K": 2048, "segment": 768} if first else {"K": 768, "segment": 2048}
+    facts = {"experts": 128, "top_k": 8, "first": first, "grouped": grouped, "weight": not first, "bias": False}
+    return Gemm8(**(sizes | facts | more))
+
+
+def compiled(g: Gemm8, plan: Plan8):
+    """Triton's compiled kernel of this GEMM under this plan."""
+    c = tile8(g, plan, True)
+    out = "*fp8e4nv" if g.first and g.grouped else "*bf16"
+    x, w = (f"tensordesc<fp8e4nv[{rows}, 128],{c.SB!r}>" for rows in (plan.BM, 128))
+    types = ["*fp8e4nv", x, "*fp32", w, "*fp32", "*fp32", "*i32", "*i32", "*fp32", out, "*fp32", "constexpr"]
+    signature = dict(zip(w8a8.arg_names, types, strict=True))
+    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
+    source = GluonASTSource(w8a8, signature, {(len(types) - 1,): c}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+
+
+def assembled(kernel, tmp_path) -> str:
+    """What ptxas says about it."""
+    ptx = tmp_path / "kernel.ptx"
+    ptx.write_text(kernel.asm["ptx"])
+    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", str(ptx), "-o", str(tmp_path / "kernel.cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+CASES = [
+    # w13 or w2, grouped scales, routes an expert, most bytes spilled
+    (True, True, 500.0, 64),
+    (False, True, 500.0, 64),
+    (True, True, 8.0, 192),
+    (False, True, 8.0, 192),
+    (True, False, 500.0, 64),
+    (False, False, 500.0, 64),
+]
+
+
+@pytest.mark.parametrize(("first", "grouped", "each", "most_spilled"), CASES)
+def test_it_compiles_within_its_registers_and_stays_asynchronous(first, grouped, each, most_spilled, tmp_path):
+    plan = plan8(each)
+    kernel = compiled(gemm(first, grouped), plan)
+    text = assembled(kernel, tmp_path)
+    spilled = re.search(r"(\d+) bytes spill stores", text)
+    used = re.search(r"Used (\d+) registers", text)
+    assert spilled is not None, text
+    assert used is not None, text
+    assert "wgmma.mma_async instructions are serialized" not in text
+    assert int(spilled[1]) <= most_spilled
+    assert kernel.metadata.shared <= 232448
+    consumers = plan.BM // 64
+    assert 128 * (consumers * plan.consumer_registers + plan.producer_registers) <= REGISTERS
+    threads = 128 * (consumers + 1)
+    assert int(used[1]) * threads <= REGISTERS
+
+
+def test_the_main_loop_adds_to_fresh_sums_of_128_columns(tmp_path):
+    """Each product of 128 columns starts from nothing (predicate false), and is awaited before it is added."""
+    ptx = compiled(gemm(True, True), plan8(500.0)).asm["ptx"]
+    products = len(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", ptx))
+    assert products == 2 * 2 * 4  # warpgroups, runs of 128 weight rows, columns by 32
+    assert len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0", ptx)) == 2 * 2
+
+
+def test_every_feature_compiles(tmp_path):
+    """Bias, swigluoai with limits, router weight on the input, a number of experts that is no power of two, a last
+    column tile that is half empty."""
+    more = {"experts": 5, "top_k": 3, "bias": True}
+    act = {"act": "swigluoai", "alpha": 1.702, "beta": 1.0, "limit": 7.0, "limited": True, "weight": True}
+    for g in (gemm(True, True, K=1152, segment=384, **more, **act), gemm(False, True, K=384, segment=1152, **more)):
+        assert "serialized" not in assembled(compiled(g, plan8(500.0)), tmp_path)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_the_kernels_before_the_gemms_compile(grouped):
+    rounding = {"COLUMNS": 2048, "GROUPED": grouped, "R": 4, "B": 1024 if grouped else 2048}
+    cases = (
+        (prepare, ["*i32", "*i32", "*i32", "i32"], {"E": 60, "TH": 512, "CH": 16}),
+        (round_rows, [], {}),
+    )
+    for kernel, types, constants in cases:
+        names = kernel.arg_names
+        types = [*types, "*bf16", "*fp8e4nv", "*fp32", "i32"]
+        constants = {**constants, **rounding}
+        signature = dict(zip(names, types + ["constexpr"] * len(constants), strict=True))
+        aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
+        source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+        out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16, "launch_pdl": True})
+        assert "griddepcontrol.wait" in out.asm["ptx"]
+        assert "ld.global.v4" in out.asm["ptx"], "inputs are not fetched 16 bytes at a time"
+
+
+def test_sizes_that_straddle_a_scale_are_refused():
+    with pytest.raises(ValueError, match="want multiples of 128"):
+        tile8(gemm(True, True, K=2000), plan8(8.0), True)
+    with pytest.raises(ValueError, match="want BM 64 or 128"):
+        Plan8(32, 4)
