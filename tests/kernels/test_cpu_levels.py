@@ -1,4 +1,4 @@
-"""The AVX-512 levels of the CPU kernel on any x86-64: their intrinsics are emulated (tests/kernels/emulated).
+"""The AVX-512 and AMX levels of the CPU kernel on any x86-64: their instructions are emulated (tests/kernels/emulated).
 
 The self-test program packs, unpacks and computes with every level: all elements and scale types, ragged sizes, one to
 130 rows, 1 to 8 threads, against a plain loop over dequantized weights.  Other tests run the levels that exist here.
@@ -38,7 +38,10 @@ def program(tmp_path_factory):
 def assert_all_levels_pass(code: int, output: str) -> None:
     levels = re.search(r"^levels: (.*)$", output, re.MULTILINE)
     assert levels is not None, output
-    assert {"avx512", "avx512_vnni", "avx512_bf16", "portable"} <= set(levels[1].split(",")), levels[1]
+    assert {"avx512", "avx512_vnni", "avx512_bf16", "avx512_amx", "portable"} <= set(levels[1].split(",")), levels[1]
+    tiled = re.search(r"^(\d+) through matrix tiles$", output, re.MULTILINE)
+    assert tiled is not None, output
+    assert int(tiled[1]) > 40
     counts = re.search(r"^(\d+) passed, (\d+) failed$", output, re.MULTILINE)
     assert counts is not None, output[-2000:]
     assert code == 0, output[-2000:]
@@ -53,7 +56,7 @@ def test_avx512_levels_on_emulated_instructions(program):
 def test_a_wrong_weight_is_noticed_at_every_level(program):
     code, output = driver.run(program, "wrong")
     assert code == 1
-    for level in ("avx512", "avx512_vnni", "avx512_bf16"):
+    for level in ("avx512", "avx512_vnni", "avx512_bf16", "avx512_amx"):
         assert re.search(rf"^{level} element .*relative error", output, re.MULTILINE), level
 
 

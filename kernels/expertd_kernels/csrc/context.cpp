@@ -19,7 +19,7 @@ std::vector<const Level*> known() {
   return {&kAvx2, &kPortable};
 #elif defined(__x86_64__)
   const bool amd = __builtin_cpu_is("amd");
-  return {amd ? &kAvx512Bf16 : &kAvx512Vnni, amd ? &kAvx512Vnni : &kAvx512Bf16, &kAvx512, &kAvx2, &kPortable};
+  return {&kAvx512Amx, amd ? &kAvx512Bf16 : &kAvx512Vnni, amd ? &kAvx512Vnni : &kAvx512Bf16, &kAvx512, &kAvx2, &kPortable};
 #else
   return {&kPortable};
 #endif

@@ -221,7 +221,7 @@ std::vector<float> expected(const Matrix& a, const Matrix& b, const expertd_laye
   return out;
 }
 
-int failures = 0, cases = 0;
+int failures = 0, cases = 0, tiled = 0;
 std::string mistake;
 
 void check(const std::string& what, double error, double most) {
@@ -260,6 +260,17 @@ void check_pool(int threads) {
   }
 }
 
+struct Found {
+  size_t count, active;  // routes that are not -1, experts that have any
+};
+Found routes_of(const int32_t* ids, size_t n, int experts) {
+  std::vector<int> rows(experts, 0);
+  Found f{0, 0};
+  for (size_t i = 0; i < n; i++)
+    if (ids[i] >= 0) f.count++, f.active += !rows[ids[i]]++;
+  return f;
+}
+
 void run(const Case& c, const std::string& level, int threads) {
   expertd_context *context = create(level, threads), *other = create(level, threads % 8 + 1);
   const int segments = c.activation == EXPERTD_RELU2 ? 1 : 2;
@@ -279,6 +290,7 @@ void run(const Case& c, const std::string& level, int threads) {
   for (size_t i = 0; i < routes; i++) weights[i] = uniform();
   for (size_t i = 0; i < routes - (mistake == "overflow"); i++) ids[i] = c.only >= 0 ? c.only : int(next_random() % (c.experts + 1)) - 1;
   ids[0] = 0;
+  const Found found = routes_of(ids.get(), routes - (mistake == "overflow"), c.experts);
   for (const int compute : {EXPERTD_COMPUTE_BF16, EXPERTD_COMPUTE_F32, EXPERTD_COMPUTE_INT8}) {
     if (compute == EXPERTD_COMPUTE_INT8 && c.scheme.element != EXPERTD_INT4) continue;
     const expertd_layer layer{view(a), view(b), c.activation, c.bias, 1.702f, 1.0f, 7.0f, compute};
@@ -287,15 +299,17 @@ void run(const Case& c, const std::string& level, int threads) {
     if (expertd_cpu_forward(other, &layer, &call)) std::abort();
     call.out = out.get();
     double error = 0, norm = 0;
-    const expertd::Path path = expertd::path_of(*context->level, compute, c.scheme.element);
-    const std::vector<float> want = expected(a, b, layer, call, path == expertd::kBf16);
+    const bool tiles = expertd::use_tiles(*context->level, compute, int(found.count), int(found.active));
+    const expertd::Path path = expertd::path_of(*context->level, compute, c.scheme.element, tiles);
+    tiled += tiles;
+    const std::vector<float> want = expected(a, b, layer, call, path == expertd::kBf16 || path == expertd::kBf16Tiles);
     call.x = reinterpret_cast<const char*>(x.get()) + skew;
     if (expertd_cpu_forward(context, &layer, &call)) std::abort();
     check(name + ": another number of threads gives other bits", std::memcmp(out.get(), again.get(), values * sizeof(float)) != 0, 0);
     for (size_t i = 0; i < want.size(); i++) error += std::pow(double(out[i]) - want[i], 2), norm += std::pow(double(want[i]), 2);
     error = std::isfinite(error) ? std::sqrt(error / norm) : INFINITY;
     // kF32, kI16, kBf16, kI8. kBf16: an intermediate value may fall on the other side of a rounding boundary.
-    const double most[] = {1e-4, 5e-4, 2e-3, 6e-2};
+    const double most[] = {1e-4, 5e-4, 2e-3, 6e-2, 5e-4, 2e-3, 6e-2};
     check(name + " compute " + std::to_string(compute), error, most[path]);
   }
   expertd_cpu_destroy(context);
@@ -337,6 +351,7 @@ int main(int argc, char** argv) {
       run({s, 3, 56, 33, 1, 27, EXPERTD_SILU, false, false, false, 1}, level, 5);
     }
   }
+  std::printf("%d through matrix tiles\n", tiled);
   std::printf("%d passed, %d failed\n", cases - failures, failures);
   return failures ? 1 : 0;
 }

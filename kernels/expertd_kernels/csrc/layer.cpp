@@ -34,20 +34,22 @@ struct Pass {
   Routes routes;
   Rows input, middle;
   bool shared;       // one input row a token, not one a route
+  bool tiles;        // rows go through matrix tiles: one input row a route
   float* hidden;     // [routes][hidden_stride]
   size_t hidden_stride;
 };
 
-Path path_of(const Pass& p, const Geometry& g) { return path_of(*p.context.level, p.layer.compute, g.spec.element); }
+Path path_of(const Pass& p, const Geometry& g) { return path_of(*p.context.level, p.layer.compute, g.spec.element, p.tiles); }
 
 Rows make_rows(RowBuffers& b, const Geometry& g, Path path, int count) {
   Rows r{};
-  r.stride = size_t(g.kp) * (path == kF32 ? 4 : 2) / 64 * 64 + 128;  // not a multiple of 4096: rows must not share cache sets
+  if (is_tiled(path)) count += 2 * kTileRows;  // tiles are read whole
+  r.stride = row_bytes(path, g) / 64 * 64 + 128;  // not a multiple of 4096: rows must not share cache sets
   if (r.stride % 4096 == 0) r.stride += 64;
   r.data = b.data.get<uint8_t>(r.stride * count);
   r.pieces = g.pieces;
   if (path != kF32) r.sums = b.sums.get<float>(size_t(g.pieces) * count);
-  if (path == kI16 || path == kI8) {
+  if (is_integer(path)) {
     r.scales = b.scales.get<float>(size_t(g.pieces) * count);
     r.starts = b.starts.get<int32_t>(size_t(g.pieces) * count);
   }
@@ -298,6 +300,8 @@ void down_phase(Pass& p) {
 
 void run_pass(Pass& p, const int32_t* ids, const float* weights) {
   p.routes = sort_routes(p, ids, weights);
+  p.tiles = use_tiles(*p.context.level, p.layer.compute, p.routes.count, p.routes.active);
+  p.shared = p.shared && !p.tiles;
   const int rows = p.shared ? p.m : p.routes.count;
   p.input = make_rows(p.context.input, p.g13, path_of(p, p.g13), rows);
   p.middle = make_rows(p.context.middle, p.g2, path_of(p, p.g2), p.routes.count);
@@ -330,13 +334,13 @@ extern "C" int32_t expertd_cpu_forward(expertd_context* context, const expertd_l
   Geometry g13, g2;
   if (!context || !valid(*layer, *call, g13, g2)) return EXPERTD_BAD_ARGUMENT;
   std::lock_guard<std::mutex> lock(context->busy);
-  const size_t route_bytes = size_t(g2.spec.k) * 8 + size_t(g13.kp) * (call->weight_on_input || layer->w13.columns ? 4 : 0) + 64;
+  const size_t route_bytes = size_t(g2.spec.k) * 8 + size_t(g13.kp) * (call->weight_on_input || layer->w13.columns || context->level->tile_rows ? 4 : 0) + 64;
   const int64_t pass = std::max<int64_t>(1, std::min<int64_t>(4096, kPassBytes / (route_bytes * call->top_k)));
   try {
     for (int64_t at = 0; at < call->m; at += pass) {
       const size_t x_row = size_t(call->x_stride) * (call->x_f32 ? 4 : 2), out_row = size_t(g2.spec.n) * (call->out_f32 ? 4 : 2);
       Pass p{*context, *layer, *call, g13, g2, int(std::min(pass, call->m - at)), static_cast<const char*>(call->x) + at * x_row,
-             static_cast<char*>(call->out) + at * out_row, {}, {}, {}, !call->weight_on_input && !layer->w13.columns, nullptr, 0};
+             static_cast<char*>(call->out) + at * out_row, {}, {}, {}, !call->weight_on_input && !layer->w13.columns, false, nullptr, 0};
       run_pass(p, call->ids + at * call->top_k, call->weights + at * call->top_k);
     }
   } catch (const std::bad_alloc&) {

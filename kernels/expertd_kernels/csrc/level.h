@@ -7,15 +7,18 @@ namespace expertd {
 
 // How weights and activations meet: as f32; as integers, activations in 16-bit fixed point with one power-of-two scale a piece; as
 // bf16 pairs, where the processor multiplies those; or, where that was asked for, as int4 and 8-bit activations with one scale a piece.
-enum Path { kF32, kI16, kBf16, kI8 };
+// The same three for matrix tiles of 16 rows (tiles.h), where 16-bit numbers are two planes of bytes.
+enum Path { kF32, kI16, kBf16, kI8, kI16Tiles, kBf16Tiles, kI8Tiles };
+constexpr bool is_tiled(Path path) { return path >= kI16Tiles; }
+constexpr bool is_integer(Path path) { return path == kI16 || path == kI8 || path == kI16Tiles || path == kI8Tiles; }
 
 // Rows of activations, ready for a matrix's kernel.
 struct Rows {
-  uint8_t* data;     // rows `stride` bytes apart: f32 in column order, or pairs of 16 bits in lane order (store_pairs in rows.h)
+  uint8_t* data;     // rows `stride` bytes apart: f32 in column order, pairs of 16 bits in lane order (store_pairs in rows.h), or tiles.h
   size_t stride;
-  float* scales;     // [row][pieces] (kI16, kI8)
+  float* scales;     // [row][pieces] (integer paths)
   float* sums;       // [row][pieces] sum of the rounded values (all but kF32)
-  int32_t* starts;   // [row][pieces] - sum * what a stored code has on top of its number (kI16, kI8)
+  int32_t* starts;   // [row][pieces] - sum * what a stored code has on top of its number (integer paths)
   int pieces;
 };
 
@@ -43,6 +46,7 @@ struct Level {
   const char* name;
   bool use_bf16;  // a dot product of bf16 pairs is there, and the fastest way
   int ahead;      // bytes to fetch weights ahead of their use
+  int tile_rows;  // mean rows of an expert from which on they go through matrix tiles; 0 = there are none
   bool (*runs)();
   // dst[0..kp) = factor * row of a matrix's input, as f32, columns permuted and padded by map (nullptr: natural order, zeros behind k).
   void (*load_row)(const void* src, bool f32, const int32_t* map, int k, int kp, float factor, float* dst);
@@ -60,11 +64,30 @@ struct Level {
   uint64_t (*read)(const uint8_t* data, size_t bytes);  // reads all of it, returns something that depends on it
 };
 
-inline Path path_of(const Level& level, int compute, int element) {
+// Columns that a piece takes in rows for tiles: whole rows of 64 bytes.
+constexpr int tile_columns(Path path, int piece) {
+  const int columns = path == kBf16Tiles ? 32 : 64;
+  return (piece + columns - 1) / columns * columns;
+}
+constexpr int kTileRows = 16;
+
+inline bool use_tiles(const Level& level, int compute, int routes, int active) {
+  return level.tile_rows && compute != EXPERTD_COMPUTE_F32 && routes >= level.tile_rows * active;
+}
+
+inline Path path_of(const Level& level, int compute, int element, bool tiles) {
   if (compute == EXPERTD_COMPUTE_F32 || element == EXPERTD_F16 || element == EXPERTD_F32) return kF32;
-  if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4) return kI8;
+  if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4) return tiles ? kI8Tiles : kI8;
+  if (tiles) return is_integral(element) ? kI16Tiles : kBf16Tiles;
   if (level.use_bf16 && element != EXPERTD_INT8) return kBf16;
   return is_integral(element) ? kI16 : kF32;
+}
+
+// Bytes of a row of activations.
+constexpr size_t row_bytes(Path path, const Geometry& g) {
+  if (!is_tiled(path)) return size_t(g.kp) * (path == kF32 ? 4 : 2);
+  const size_t columns = size_t(g.pieces) * tile_columns(path, g.piece);
+  return path == kI8Tiles ? columns : 2 * columns;
 }
 
 // kF32 shifts the bits of e4m3 and f16 into an f32 as they are, which leaves them 2^-120 and 2^-112 too small. Half of that is given
@@ -83,7 +106,7 @@ constexpr int code_offset(int element, bool zeros) {
 
 extern const Level kPortable;
 #if defined(__x86_64__)
-extern const Level kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16;
+extern const Level kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAvx512Amx;
 #endif
 
 }  // namespace expertd

@@ -2,13 +2,21 @@
 #include "simd_avx512.h"
 
 #include "level_impl.h"
+#include "simd_amx.h"
 
 namespace expertd {
 namespace {
 
+constexpr int kTilesFrom = 3;
+
 bool runs() {
   return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+}
+
+bool runs_with_tiles() {
+  static const bool allowed = runs() && AmxTiles::allowed();
+  return allowed;
 }
 
 }  // namespace
@@ -17,5 +25,6 @@ bool runs() {
 // vdpbf16ps and at 208 Gop/s with vpdpwssd; on Zen 5 vdpbf16ps does twice the multiply-adds of the integer ones.
 const Level kAvx512Vnni = level<Avx512>("avx512_vnni", false, runs);
 const Level kAvx512Bf16 = level<Avx512>("avx512_bf16", true, runs);
+const Level kAvx512Amx = level_with_tiles<Avx512, AmxTiles>("avx512_amx", kTilesFrom, runs_with_tiles);
 
 }  // namespace expertd

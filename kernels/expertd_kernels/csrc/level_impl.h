@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include "int8.h"
+#include "tiles.h"
 
 namespace expertd {
 namespace {
@@ -241,6 +242,21 @@ double rate(double seconds, double operations, const Step& step) {
   return done / elapsed;
 }
 
+// Products of whole tiles into four sums. 16-bit activations are two planes of bytes: half of the rate of bytes.
+template <class T>
+double tile_peak(int kind, double seconds) {
+  T::configure();
+  const double each = 2.0 * kTileRows * kRows * (kind == EXPERTD_PEAK_BF16 ? 32 : 64);
+  const double done = rate(seconds, 4 * each, [&] {
+    for_each_index<4>([&](auto c) {
+      if (kind == EXPERTD_PEAK_BF16) T::template dot_bf16<decltype(c)::value, 4, 6>();
+      else T::template dot_su<decltype(c)::value, 4, 6>();
+    });
+  });
+  T::release();
+  return kind == EXPERTD_PEAK_INT16 ? done / 2 : done;
+}
+
 // `dot(acc, a, b)` on ten independent sums, `operations` of them in one. Sums by name: an array would not be kept in registers.
 template <class V, class T, class Dot>
 double dot_rate(double seconds, double operations, T start, typename V::I a, typename V::I b, const Dot& dot) {
@@ -297,8 +313,29 @@ uint64_t read_all(const uint8_t* data, size_t bytes) {
 
 template <class V>
 constexpr Level level(const char* name, bool use_bf16, bool (*runs)()) {
-  return Level{name,       use_bf16, V::kAhead,   runs,       load_row<V>,  round_row<V>,
-               prepare<V>, gemm<V>,  activate<V>, combine<V>, store_row<V>, peak<V>,      read_all<V>};
+  return Level{name,       use_bf16, V::kAhead,   0,            runs,         load_row<V>, round_row<V>,
+               prepare<V>, gemm<V>,  activate<V>, combine<V>,   store_row<V>, peak<V>,     read_all<V>};
+}
+
+template <class V, class T>
+void gemm_with_tiles(Path path, const BlockArgs& a) {
+  if (is_tiled(path)) gemm_tiles<V, T>(path, a);
+  else gemm<V>(path, a);
+}
+
+template <class V, class T>
+double peak_with_tiles(int kind, double seconds) {
+  return kind == EXPERTD_PEAK_F32 ? peak<V>(kind, seconds) : tile_peak<T>(kind, seconds);
+}
+
+// As level(), with matrix tiles T (simd_amx.h) for experts that have `rows` rows or more in the mean.
+template <class V, class T>
+constexpr Level level_with_tiles(const char* name, int rows, bool (*runs)()) {
+  Level made = level<V>(name, false, runs);
+  made.tile_rows = rows;
+  made.gemm = gemm_with_tiles<V, T>;
+  made.peak = peak_with_tiles<V, T>;
+  return made;
 }
 
 }  // namespace

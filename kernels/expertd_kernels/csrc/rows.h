@@ -65,8 +65,22 @@ inline void store_pairs(const int32_t* q, int n, int per_lane, int32_t* dst) {
   else store_pairs_of<2>(q, n, dst);
 }
 
-template <class V>
-void quantize_piece(const float* src, int n, int per_lane, int32_t* dst, float& scale, int32_t& sum) {
+// 16-bit values of one piece for matrix tiles, as a plane of high (signed) and a plane of low (unsigned) bytes, `columns` bytes each.
+// 4-bit codes: of 8 columns first the even ones (0, 2, 4, 6), then the odd ones, as the nibbles of a lane come out.
+inline int tile_column(int c, bool nibbles) { return nibbles ? (c & ~7) | (c & 1) << 2 | (c & 7) >> 1 : c; }
+
+inline void store_planes(const int32_t* q, int n, bool nibbles, int columns, uint8_t* dst) {
+  __builtin_memset(dst, 0, 2 * columns);
+  for (int c = 0; c < n; c++) {
+    const int at = tile_column(c, nibbles);
+    dst[at] = uint8_t(q[c] >> 8);
+    dst[columns + at] = uint8_t(q[c]);
+  }
+}
+
+// store(q): takes the n rounded values.
+template <class V, class Store>
+void quantize_piece(const float* src, int n, const Store& store, float& scale, int32_t& sum) {
   alignas(64) float v[kMaxPiece + 16];
   alignas(64) int32_t q[kMaxPiece + 16];
   alignas(64) int32_t lanes[V::W];
@@ -96,7 +110,7 @@ void quantize_piece(const float* src, int n, int per_lane, int32_t* dst, float& 
   V::storei(lanes, total);
   sum = 0;
   for (int i = 0; i < V::W; i++) sum += lanes[i];
-  store_pairs(q, n, per_lane, dst);
+  store(q);
 }
 
 inline void bf16_piece(const float* src, int n, int per_lane, int32_t* dst, float& sum) {
@@ -142,18 +156,30 @@ template <class V>
 void round_row(Path path, const Geometry& g, const float* src, const Rows& rows, int row) {
   int32_t* dst = reinterpret_cast<int32_t*>(rows.data + size_t(row) * rows.stride);
   size_t piece = size_t(row) * rows.pieces;
-  const int offset = code_offset(g.spec.element, g.spec.zeros);
+  const int offset = code_offset(g.spec.element, g.spec.zeros), columns = tile_columns(path, g.piece);
+  const size_t tiled_bytes = path == kI8Tiles ? columns : 2 * size_t(columns);  // of a piece
   for (int at = 0; at < g.kp; at += g.group) {
     const int end = at + g.group < g.kp ? at + g.group : g.kp;
     for (int k = at; k < end; k += g.piece, piece++) {
       const int n = k + g.piece < end ? g.piece : end - k;
-      if (path == kBf16) {
-        bf16_piece(src + k, n, g.per_lane, dst + k / 2, rows.sums[piece]);
+      const size_t in_row = piece - size_t(row) * rows.pieces;
+      int32_t* tiles = dst + in_row * (tiled_bytes / 4);
+      if (!is_integer(path)) {
+        if (is_tiled(path)) __builtin_memset(tiles, 0, tiled_bytes);
+        bf16_piece(src + k, n, g.per_lane, is_tiled(path) ? tiles : dst + k / 2, rows.sums[piece]);
         continue;
       }
       int32_t sum;
-      if (path == kI8) int8_piece(src + k, n, dst + k / 4, rows.scales[piece], sum);
-      else quantize_piece<V>(src + k, n, g.per_lane, dst + k / 2, rows.scales[piece], sum);
+      if (path == kI8 || path == kI8Tiles) {
+        if (is_tiled(path)) __builtin_memset(tiles, 0, tiled_bytes);
+        int8_piece(src + k, n, is_tiled(path) ? tiles : dst + k / 4, rows.scales[piece], sum);
+      } else if (path == kI16Tiles) {
+        const auto store = [&](const int32_t* q) { store_planes(q, n, g.per_lane == 8, columns, reinterpret_cast<uint8_t*>(tiles)); };
+        quantize_piece<V>(src + k, n, store, rows.scales[piece], sum);
+      } else {
+        const auto store = [&](const int32_t* q) { store_pairs(q, n, g.per_lane, dst + k / 2); };
+        quantize_piece<V>(src + k, n, store, rows.scales[piece], sum);
+      }
       rows.sums[piece] = float(sum);
       rows.starts[piece] = -offset * sum;
     }
