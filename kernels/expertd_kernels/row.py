@@ -29,7 +29,7 @@ class DeviceRange:
             return f"runs on {', '.join(sorted(self.arch))}"
         if device.kind == "cuda" and not self.least <= device.capability <= self.most:
             most = f" to {self.most[0]}.{self.most[1]}" if self.most < (99, 99) else " and up"
-            return f"needs compute capability {self.least[0]}.{self.least[1]}{most}"
+            return f"needs compute capability {self.least[0]}.{self.least[1]}{'' if self.least == self.most else most}"
         if device.kind == "rocm" and not self.least <= device.capability <= self.most:
             return "needs another gfx generation"
         missing = self.features - device.features

@@ -23,7 +23,16 @@ def _elsewhere(devices: Sequence[DeviceRange], device: Device) -> str | None:
     if not refusals or None in refusals:
         return None
     kinds = [x for r, x in zip(devices, refusals, strict=True) if x and r.kind == device.kind]
-    return " or ".join(dict.fromkeys(kinds or [x for x in refusals if x]))
+    return _any_of(kinds or [x for x in refusals if x])
+
+
+def _any_of(reasons: Sequence[str]) -> str:
+    """ "runs on cuda, rocm or xpu": what all begin with is said once."""
+    distinct = list(dict.fromkeys(reasons))
+    for same in ("runs on ", "needs compute capability "):
+        if all(r.startswith(same) for r in distinct):
+            distinct[1:] = [r.removeprefix(same) for r in distinct[1:]]
+    return ", ".join(distinct[:-1]) + " or " + distinct[-1] if len(distinct) > 1 else distinct[0]
 
 
 def rule_device(b: Backend, p: Problem) -> str | None:

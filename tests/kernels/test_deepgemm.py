@@ -65,7 +65,7 @@ def test_every_exponent_is_a_number_and_comes_back():
 REFUSED = {
     "Blackwell's rounded scales": (
         lambda: refusals(layer("e4m3_block128"), "sm100"),
-        "e4m3_block128: needs compute capability 9.0 to 9.0, this is cuda:sm100",
+        "e4m3_block128: needs compute capability 9.0, this is cuda:sm100",
     ),
     "weight-only": (
         lambda: refusals(layer("e4m3_block128"), activation_quant=ActivationQuant.NONE),

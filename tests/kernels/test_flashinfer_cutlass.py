@@ -137,7 +137,7 @@ REFUSED = {
     "bias with static scales": (lambda: refusals(layer("e4m3_tensor", bias=True)), "does not add expert biases"),
     "mxfp4 off Hopper": (
         lambda: refusals(layer("mxfp4"), NAMED_DEVICES["sm100"]),
-        "mxfp4: needs compute capability 9.0 to 9.0, this is cuda:sm100",
+        "mxfp4: needs compute capability 9.0, this is cuda:sm100",
     ),
     "sm80": (lambda: refusals(layer("bf16"), NAMED_DEVICES["sm80"]), "needs compute capability 8.9 to 12.9"),
     "bias of e4m3": (lambda: refusals(layer("e4m3_block128", bias=True)), "does not add expert biases"),

@@ -68,7 +68,7 @@ def test_the_platform_order_decides_among_eligible_rows():
 
 
 CASES = {
-    "device": (replace(FITS, device=NAMED_DEVICES["sm80"]), "needs compute capability 9.0 to 9.0, this is cuda:sm80"),
+    "device": (replace(FITS, device=NAMED_DEVICES["sm80"]), "needs compute capability 9.0, this is cuda:sm80"),
     "kind": (replace(FITS, device=NAMED_DEVICES["cpu-avx2"]), "runs on cuda, this is cpu:x86_64"),
     "package missing": (replace(FITS, packages={}), "package fastlib>=1.2,<2 is not installed"),
     "package old": (replace(FITS, packages={"fastlib": Package("1.1")}), "1.1 is installed, >=1.2,<2 is needed"),
