@@ -15,6 +15,8 @@ from expertd_kernels.scheme import Element, ScaleType
 from expertd_kernels.synthetic import random_inputs, random_weights
 
 SCHEMES = ("e4m3_block128", "e4m3_channel", "e4m3_tensor")
+BY_ROW = (ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_TENSOR)
+ROUNDINGS = {"e4m3_block128": (ActivationQuant.E4M3_GROUP128,), "e4m3_channel": BY_ROW, "e4m3_tensor": BY_ROW}
 
 
 def layer(scheme, E=3, H=256, I=128, **more):
@@ -24,6 +26,8 @@ def layer(scheme, E=3, H=256, I=128, **more):
 def problem(w, **more):
     grouped = w.w13.scheme.rows == 128
     how = ActivationQuant.E4M3_GROUP128 if grouped else ActivationQuant.E4M3_TOKEN
+    if w.input_scales is not None:
+        how = ActivationQuant.E4M3_TENSOR
     return problem_of(w, NAMED_DEVICES["sm90"], top_k=2, **{"activation_quant": how, **more})
 
 
@@ -66,12 +70,17 @@ def test_what_the_kernels_do_not_compute_is_refused(change, message):
 @pytest.mark.parametrize("how", set(ActivationQuant), ids=lambda a: a.value)
 def test_activations_rounded_in_another_way_are_refused(scheme, how):
     w = layer(scheme)
-    p = problem(w, activation_quant=how)
-    if p == problem(w):
-        backend.pack(w, p)
+    if how in ROUNDINGS[scheme]:
+        backend.pack(replace(w, input_scales=torch.ones(3, 2)), problem(w, activation_quant=how))
     else:
         with pytest.raises(Refused, match=f"rounds activations as e4m3_.*, {how.value} is asked"):
-            backend.pack(w, p)
+            backend.pack(w, problem(w, activation_quant=how))
+
+
+def test_static_scales_that_the_checkpoint_lacks_are_refused():
+    w = layer("e4m3_tensor")
+    with pytest.raises(Refused, match="the checkpoint has none"):
+        backend.pack(w, problem(w, activation_quant=ActivationQuant.E4M3_TENSOR))
 
 
 # ---------------------------------------------------------------- the launches, their kernels replaced by torch
@@ -96,20 +105,23 @@ def _group_routes(ids, counts, lists, n, E):
     lists[: len(order)] = order.int()
 
 
-def _round_rows(grid, x, q, scale, n_rows, columns, grouped, R, B):
+def _round_rows(grid, x, q, scale, n_rows, columns, grouped, static, R, B):
     groups = columns // 128 if grouped else 1
     assert grid[0] == -(-n_rows // R) * -(-columns // B)
     assert grouped or columns <= B
     v = torch.nan_to_num(x[:n_rows].float()).view(n_rows, groups, columns // groups)
-    s = v.abs().amax(2).clamp_min(1e-30) / 448
-    scale.view(-1)[: n_rows * groups] = s.flatten()
-    q[:n_rows] = (v / s[:, :, None]).to(torch.float8_e4m3fn).view(n_rows, columns)
+    if static:
+        s = scale.view(1, 1)
+    else:
+        s = v.abs().amax(2).clamp_min(1e-30) / 448
+        scale.view(-1)[: n_rows * groups] = s.flatten()
+    q[:n_rows] = (v / s[:, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(n_rows, columns)
 
 
-def _prepare(grid, ids, counts, lists, n, x, q, scale, n_rows, E, threads, chunk, columns, grouped, R, B):
+def _prepare(grid, ids, counts, lists, n, x, q, scale, n_rows, E, threads, chunk, *rounding):
     assert threads * chunk % 32 == 0
     _group_routes(ids, counts, lists, n, E)
-    _round_rows((grid[0] - E,), x, q, scale, n_rows, columns, grouped, R, B)
+    _round_rows((grid[0] - E,), x, q, scale, n_rows, *rounding)
 
 
 def _numbers(q, scale, rows):
@@ -128,7 +140,8 @@ def _w8a8(grid, x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, t):
         place = torch.arange(at, at + int(counts[e]))
         at += int(counts[e])
         route = lists[place].long()
-        v = _numbers(x, xs, route // g.top_k if g.first else place)
+        row = route // g.top_k if g.first else place
+        v = x[row].float() * xs if g.static else _numbers(x, xs, row)
         w = wd.base.view(g.experts, rows, K)[e].float()
         spread = ws[e].repeat_interleave(128, 0).repeat_interleave(128, 1) if g.grouped else ws[e][:, None]
         y = v @ (w * spread).t()
@@ -146,6 +159,8 @@ def _w8a8(grid, x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, t):
             s = h.abs().amax(2).clamp_min(1e-30) / 448
             out_scale[place] = s
             h = (h / s[:, :, None]).view(len(place), g.segment)
+        elif g.static:
+            h = (h / out_scale).clamp(-448, 448)
         out[place] = h.to(out.dtype)
 
 
@@ -183,6 +198,17 @@ def test_the_launches_make_a_layer(emulated, scheme, tokens):
     out = torch.full_like(x, float("nan"))
     assert experts(x, ids, weights, out=out) is out
     assert relative_error(out, reference(w, x, ids, weights)) < 6e-2
+
+
+def test_static_scales_round_by_the_largest_of_all_experts(emulated):
+    w = layer("e4m3_tensor", E=4, H=384, I=256)
+    given = torch.tensor([[0.002, 0.001], [0.011, 0.0007], [0.004, 0.05], [0.001, 0.002]])
+    w = replace(w, input_scales=given)
+    experts = emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w))
+    x, ids, weights = random_inputs(50, 384, 4, 2, seed=1)
+    assert relative_error(experts(x, ids, weights), reference(w, x, ids, weights)) < 6e-2
+    assert experts._space(50, 2).x_scale.tolist() == pytest.approx([0.011])
+    assert experts._space(50, 2).h_scale.tolist() == pytest.approx([0.05])
 
 
 def test_the_router_weight_on_the_input_and_pieces(emulated, monkeypatch):

@@ -39,7 +39,7 @@ def gemm(first: bool, grouped: bool, **more) -> Gemm8:
 def compiled(g: Gemm8, plan: Plan8):
     """Triton's compiled kernel of this GEMM under this plan."""
     c = tile8(g, plan, True)
-    out = "*fp8e4nv" if g.first and g.grouped else "*bf16"
+    out = "*fp8e4nv" if g.first and (g.grouped or g.static) else "*bf16"
     x, w = (f"tensordesc<fp8e4nv[{rows}, 128],{c.SB!r}>" for rows in (plan.BM, 128))
     types = ["*fp8e4nv", x, "*fp32", w, "*fp32", "*fp32", "*i32", "*i32", "*fp32", out, "*fp32", "constexpr"]
     signature = dict(zip(w8a8.arg_names, types, strict=True))
@@ -98,13 +98,18 @@ def test_every_feature_compiles(tmp_path):
     column tile that is half empty."""
     more = {"experts": 5, "top_k": 3, "bias": True}
     act = {"act": "swigluoai", "alpha": 1.702, "beta": 1.0, "limit": 7.0, "limited": True, "weight": True}
-    for g in (gemm(True, True, K=1152, segment=384, **more, **act), gemm(False, True, K=384, segment=1152, **more)):
+    layers = (
+        gemm(True, True, K=1152, segment=384, **more, **act),
+        gemm(False, True, K=384, segment=1152, **more),
+        gemm(True, False, static=True),
+    )
+    for g in layers:
         assert "serialized" not in assembled(compiled(g, plan8(500.0)), tmp_path)
 
 
 @pytest.mark.parametrize("grouped", [True, False])
 def test_the_kernels_before_the_gemms_compile(grouped):
-    rounding = {"COLUMNS": 2048, "GROUPED": grouped, "R": 4, "B": 1024 if grouped else 2048}
+    rounding = {"COLUMNS": 2048, "GROUPED": grouped, "STATIC": False, "R": 4, "B": 1024 if grouped else 2048}
     cases = (
         (prepare, ["*i32", "*i32", "*i32", "i32"], {"E": 60, "TH": 512, "CH": 16}),
         (round_rows, [], {}),

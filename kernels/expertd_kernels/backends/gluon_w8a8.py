@@ -1,8 +1,9 @@
 """Backend `gluon_w8a8`: e4m3 weights on activations rounded to e4m3, for Hopper, in Triton's Gluon dialect.
 
-Five launches a layer (routes grouped by expert, inputs rounded, w13 + activation + rounding, w2 + router weight, sum),
-chained by programmatic dependent launch; no host synchronization.  With one scale a row (channel and tensor weights)
-the intermediate is rounded by a launch of its own, since its scale needs the whole row.
+Four launches a layer (routes grouped and inputs rounded, w13 + activation + rounding, w2 + router weight, sum),
+chained by programmatic dependent launch; no host synchronization.  With one dynamic scale a row (channel and tensor
+weights) the intermediate is rounded by a launch of its own, since its scale needs the whole row.  Static scales: the
+largest of all experts', since a token is rounded once for all of them.
 
 The packed weights are the canonical ones: bulk copies fetch them as they stand.
 """
@@ -59,10 +60,14 @@ def pack(weights: Weights, problem: Problem) -> Packed:
         raise Refused("w13 and w2 have scales of different kinds; choose another backend")
     if not weights.activation.gated:
         raise Refused(f"activation {weights.activation.name} has no gate; choose another backend")
-    wanted = ActivationQuant.E4M3_GROUP128 if grouped else ActivationQuant.E4M3_TOKEN
-    if problem.activation_quant is not wanted:
-        raise Refused(f"rounds activations as {wanted.value}, {problem.activation_quant.value} is asked")
-    return pack_layer("gluon_w8a8", LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q), grouped=grouped)
+    how = problem.activation_quant
+    known = (ActivationQuant.E4M3_GROUP128,) if grouped else (ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_TENSOR)
+    if how not in known:
+        names = " or ".join(q.value for q in known)
+        raise Refused(f"{weights.w13.scheme.name}: rounds activations as {names}, {how.value} is asked")
+    if how is ActivationQuant.E4M3_TENSOR and weights.input_scales is None:
+        raise Refused("static activation scales are asked, the checkpoint has none; ask for e4m3_token")
+    return pack_layer("gluon_w8a8", LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q), rounding=how.value)
 
 
 def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:

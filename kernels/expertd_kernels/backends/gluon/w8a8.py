@@ -184,7 +184,7 @@ def _store(v, out, row, ok, column, C: gl.constexpr):
 
 @gluon.jit
 def _store_h(acc0, acc1, bias, w, out, out_scale, base, ok, col, C: gl.constexpr):
-    """activation; rounded to e4m3 where 128 columns share a scale; rows in the order of the list"""
+    """activation; rounded to e4m3 unless a scale needs the whole row; rows in the order of the list"""
     if C.gemm.weight:
         acc0 = acc0 * gl.expand_dims(w, 1)
         acc1 = acc1 * gl.expand_dims(w, 1)
@@ -197,6 +197,9 @@ def _store_h(acc0, acc1, bias, w, out, out_scale, base, ok, col, C: gl.constexpr
         s = gl.maximum(gl.max(gl.abs(h), 1), LEAST) / LARGEST
         gl.store(out_scale + row * (C.gemm.segment // 128) + col, s, mask=ok)
         h = gl.minimum(gl.maximum(h * gl.expand_dims(1.0 / s, 1), -LARGEST), LARGEST)
+        _store(h.to(gl.float8e4nv), out, row, ok, col * 128, C)
+    elif C.gemm.static:
+        h = gl.minimum(gl.maximum(h / gl.load(out_scale), -LARGEST), LARGEST)
         _store(h.to(gl.float8e4nv), out, row, ok, col * 128, C)
     else:
         _store(h.to(gl.bfloat16), out, row, ok, col * 128, C)
@@ -245,7 +248,7 @@ def _sums(xs, ws, a_s, b_s, full, empty, e, base, n, col, route, slot, ph, PART:
         )
     else:
         acc0, acc1, slot, ph = _sum(a_s, b_s, full, empty, slot, ph, PART, C)
-        s = gl.expand_dims(gl.load(xs + x, mask=ok, other=0.0), 1)
+        s = gl.load(xs) if C.gemm.static else gl.expand_dims(gl.load(xs + x, mask=ok, other=0.0), 1)
         acc0 = acc0 * s * _row(ws + run0 * 128, C)
         acc1 = acc1 * s * _row(ws + run1 * 128, C)
     return acc0, acc1, slot, ph
@@ -306,11 +309,13 @@ def _consumer(
 
 @gluon.jit
 def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, C: gl.constexpr):
-    """First: out[i] e4m3, out_scale[i] = act(w13 x[token of lists[i]]); else out[lists[i]] bf16 = w2 x[i].
+    """First: out[i] = act(w13 x[token of lists[i]]); else out[lists[i]] bf16 = w2 x[i].
 
-    x e4m3 [rows, K] with scales xs [rows, K / 128] f32 (gathered for w13; by its descriptor xd for w2), weights by
-    descriptor wd e4m3 [E * rows, K] with scales ws [E, rows / 128, K / 128] f32, routes grouped by expert: counts [E],
-    lists [routes], tw [routes] f32 the router's weights."""
+    x e4m3 [rows, K] (gathered for w13; by its descriptor xd for w2), weights by descriptor wd e4m3 [E * rows, K].
+    Scales f32 by Gemm8:  grouped  xs [rows, K / 128], ws [E, rows / 128, K / 128]; out e4m3, out_scale like xs, written
+                          static   xs [1], ws [E, rows]; out e4m3, out_scale [1], read
+                          neither  xs [rows], ws [E, rows]; out bf16
+    Routes grouped by expert: counts [E], lists [routes]; tw [routes] f32 the router's weights, bias [E, rows] f32."""
     if C.pdl:
         gdc_wait()
         gdc_launch_dependents()

@@ -18,6 +18,7 @@ from expertd_kernels.backends.gluon.w8a8_prepare import prepare, round_rows
 from expertd_kernels.backends.gluon.w8a8_tile import GROUP, Gemm8, tile8
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.problem import Problem
+from expertd_kernels.scheme import ActivationQuant
 
 __all__ = ["W8A8Experts"]
 
@@ -46,7 +47,7 @@ class _Workspace:
     counts: Tensor  # [E] int32
     lists: Tensor  # [routes] int32
     x: Tensor  # [tokens, H] e4m3 and its scales [tokens, H / 128] or [tokens]
-    x_scale: Tensor
+    x_scale: Tensor  # or the given one
     h: Tensor  # [routes, I] e4m3 and its scales, in the order of the list
     h_scale: Tensor
     wide: Tensor  # [routes, I] bf16: h before it is rounded, where a row shares one scale (else empty)
@@ -62,13 +63,23 @@ class W8A8Experts:
 
     def __init__(self, packed: Packed, problem: Problem) -> None:
         self.packed, self.device = packed, torch.device("cuda", torch.cuda.current_device())
-        self.grouped: bool = packed.meta["grouped"]
+        rounding = ActivationQuant(packed.meta["rounding"])
+        self.grouped, self.static = (
+            rounding is q for q in (ActivationQuant.E4M3_GROUP128, ActivationQuant.E4M3_TENSOR)
+        )
         self.activation = activation_of(packed)
         self.num_experts, self.hidden_size, self.intermediate_size = packed.meta["w2"]["shape"]
         self.multiprocessors: int = torch.cuda.get_device_properties(self.device).multi_processor_count
+        if self.static:  # a token goes to several experts but is rounded once: by the largest scale
+            self._given = packed.tensors["input_scales"].amax(dim=0).float().to(self.device)
         self._w13, self._w2 = self._matrix("w13"), self._matrix("w2")
         self._spaces: dict[int, _Workspace] = {}
         self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
+
+    @property
+    def rounds_h(self) -> bool:
+        """Whether w13's kernel rounds the intermediate; else its scale needs the whole row, and a launch more."""
+        return self.grouped or self.static
 
     def _matrix(self, name: str) -> _Matrix:
         t = {k: v.to(self.device) for k, v in self.packed.tensors.items() if k.startswith(f"{name}.")}
@@ -97,6 +108,7 @@ class W8A8Experts:
             beta=a.beta,
             limit=a.limit or 0.0,
             limited=a.limit is not None,
+            static=self.static,
         )
 
     def __call__(
@@ -142,7 +154,9 @@ class W8A8Experts:
             def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
                 return torch.empty(shape, dtype=dtype, device=d)
 
-            def scales(rows: int, columns: int) -> Tensor:
+            def scales(which: int, rows: int, columns: int) -> Tensor:
+                if self.static:
+                    return self._given[which : which + 1]
                 return empty((rows, columns // GROUP if self.grouped else 1), torch.float32)
 
             e4m3 = torch.float8_e4m3fn
@@ -150,10 +164,10 @@ class W8A8Experts:
                 empty((self.num_experts,), torch.int32),
                 empty((n,), torch.int32),
                 empty((tokens, H), e4m3),
-                scales(tokens, H),
+                scales(0, tokens, H),
                 empty((n, I), e4m3),
-                scales(n, I),
-                empty((0 if self.grouped else n, I), torch.bfloat16),
+                scales(1, n, I),
+                empty((0 if self.rounds_h else n, I), torch.bfloat16),
                 empty((n, H), torch.bfloat16),
             )
         return self._spaces[n]
@@ -165,12 +179,12 @@ class W8A8Experts:
         p = plan or plan8(n / hit)
         s = self._space(M, top_k)
         self._prepare(x, ids, s)
-        h = s.h if self.grouped else s.wide
+        h = s.h if self.rounds_h else s.wide
         self._multiply(self._gemm(True, top_k, on_input), p, self._w13, s.x, s.x_scale, weights, s, n, h, s.h_scale)
-        if not self.grouped:
+        if not self.rounds_h:
             R, B = self._round_tile(self.intermediate_size, 4)
             round_rows[(triton.cdiv(n, R),)](
-                s.wide, s.h, s.h_scale, n, self.intermediate_size, False, R, B, num_warps=4, launch_pdl=True
+                s.wide, s.h, s.h_scale, n, self.intermediate_size, False, False, R, B, num_warps=4, launch_pdl=True
             )
         self._multiply(self._gemm(False, top_k, on_input), p, self._w2, s.h, s.h_scale, weights, s, n, s.y, s.h_scale)
         width, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
@@ -207,6 +221,7 @@ class W8A8Experts:
             chunk,
             H,
             self.grouped,
+            self.static,
             R,
             B,
             num_warps=warps,

@@ -11,10 +11,11 @@ from expertd_kernels.backends.gluon.routing import group_routes
 
 @triton.jit
 def _round(
-    x, q, scale, program, n_rows, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, R: tl.constexpr, B: tl.constexpr
-):
+    x, q, scale, program, n_rows, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr,
+    R: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
     """R rows x B columns of x [n_rows, COLUMNS] bf16 -> q e4m3, scale = absolute maximum / 448.  GROUPED: scale
-    [n_rows, COLUMNS / 128]; else [n_rows], and B >= COLUMNS."""
+    [n_rows, COLUMNS / 128]; STATIC: scale [1] is given; else [n_rows], and B >= COLUMNS."""
     PARTS: tl.constexpr = (COLUMNS + B - 1) // B
     row = program // PARTS * R + tl.arange(0, R)
     k = program % PARTS * B + tl.arange(0, B)
@@ -29,6 +30,8 @@ def _round(
         p = scale + row[:, None] * GROUPS + g[None, :]
         tl.store(p, s, mask=(row < n_rows)[:, None] & (g < GROUPS)[None, :])
         v = tl.reshape(v / s[:, :, None], [R, B])
+    elif STATIC:
+        v = v / tl.load(scale)
     else:
         s = tl.maximum(tl.max(tl.abs(v), 1), 1e-30) / 448.0
         tl.store(scale + row, s, mask=row < n_rows)
@@ -41,7 +44,7 @@ def _round(
 def prepare(
     ids, counts, lists, n, x, q, scale, n_rows,
     E: tl.constexpr, TH: tl.constexpr, CH: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUPED: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """The first E programs group the routes (routing.group_routes), the others round the inputs."""
     gdc_launch_dependents()
@@ -49,14 +52,15 @@ def prepare(
     if tl.program_id(0) < E:
         group_routes(ids, counts, lists, n, TH, CH, False)
     else:
-        _round(x, q, scale, tl.program_id(0) - E, n_rows, COLUMNS, GROUPED, R, B)
+        _round(x, q, scale, tl.program_id(0) - E, n_rows, COLUMNS, GROUPED, STATIC, R, B)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def round_rows(
-    x, q, scale, n_rows, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, R: tl.constexpr, B: tl.constexpr
+    x, q, scale, n_rows, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr,
+    R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """The intermediate of a layer whose rows have one scale each."""
     gdc_launch_dependents()
     gdc_wait()
-    _round(x, q, scale, tl.program_id(0), n_rows, COLUMNS, GROUPED, R, B)
+    _round(x, q, scale, tl.program_id(0), n_rows, COLUMNS, GROUPED, STATIC, R, B)
