@@ -124,7 +124,7 @@ def _tile(
         epilogue(a2, r2, w2, gl.convert_layout(b, gl.SliceLayout(1, M2)), out, unscale, tile * C.T, C, NN, M2)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["routes_in_all"])
 def block(x, wd, ws, bias, table, lists, tw, out, unscale, routes_in_all, C: gl.constexpr):
     """out[route] = act(w13 x[token]) or w2 h[route], for one block of routes x T row tiles a CTA.
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def group_routes(ids, counts, lists, n, TH: tl.constexpr, CH: tl.constexpr, PDL: tl.constexpr):
     """lists [n]: the routes of expert 0, of expert 1, ..., each in order; counts [E].  One program an expert.
 
@@ -38,7 +38,7 @@ def group_routes(ids, counts, lists, n, TH: tl.constexpr, CH: tl.constexpr, PDL:
         p += tl.sum(v, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def table_routes(
     ids,
     table,

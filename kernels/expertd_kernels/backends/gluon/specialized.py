@@ -149,7 +149,7 @@ def _consumer(bias, counts, lists, tw, out, unscale, wb, xs, sb, full, empty, C:
             slot, ph = _tile(bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, empty, slot, ph, B, C)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["routes_in_all"])
 def ws(x, wd, sd, bias, counts, lists, tw, out, unscale, routes_in_all, C: gl.constexpr):
     """out[route] = act(w13 x[token]) or w2 h[route]; routes grouped by expert: counts [E], lists [routes]."""
     if C.pdl:
