@@ -17,11 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from expertd_kernels.backends.protocol import BackendModule, Experts, Packed
 from expertd_kernels.cache import Found, PackedCache
 from expertd_kernels.numerics import COMPUTE_DTYPE
 from expertd_kernels.oracle import Backend, Refused, load
+from expertd_kernels.problem import Problem
 from expertd_kernels.proof import Proof, boot_reference_experts, prove
 from expertd_kernels.selfcheck import SelfCheck, accept, check
 from expertd_kernels.source import ExpertSource
@@ -37,9 +39,7 @@ __all__ = ["Canonical", "Made", "Site", "make", "warm_up"]
 log = logging.getLogger(__name__)
 
 _WARM_UP_CPU = (1, 32)
-_WARM_UP_DEVICE = tuple(1 << i for i in range(11))
-"""Batch sizes that are run once before SERVING: kernels that compile or choose on first use do it then.  On a CPU
-nothing compiles; on an accelerator a size met first under load would hold up its callers for a compiler's run."""
+"""Batch sizes that are run once before SERVING where nothing compiles."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +47,7 @@ class Site:
     """Where layers are made.
 
     cache    None: nothing is kept on disk; files: the state of the checkpoint's files, part of an entry's key
+    max_tokens  of a batch: up to it an accelerator's kernels are warmed up
     seconds  spent by stage of the boot: "load", "measure", "pack", "check", "store", "map", "warm_up"
     lookups  in the cache, by outcome: "hit", "miss", "stale", "damaged"
     """
@@ -55,6 +56,7 @@ class Site:
     device: torch.device
     cache: PackedCache | None = None
     files: str = ""
+    max_tokens: int = 1024
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     lookups: Counter[str] = field(default_factory=Counter)
 
@@ -199,15 +201,28 @@ def _kept(site: Site, facts: dict[str, Any], packed: Packed, proof: Proof, damag
 
 
 def warm_up(experts: Experts, plan: LayerPlan, site: Site) -> None:
-    """Run the batch sizes that must not be met first under load.  Raises Unfit."""
+    """Run the batch sizes that must not be met first under load: kernels that compile or choose on first use would hold
+    up callers for seconds.  Plans change with the number of tokens, at distances of a factor of two and more, and the
+    largest batch takes the largest workspace.  Raises Unfit."""
     p, device = plan.decision.problem, site.device
-    dtype = COMPUTE_DTYPE[p.compute_dtype]
-    held = p.num_experts
     with _unfit("warmed up"), site.stage("warm_up"), torch.inference_mode():
-        for tokens in _WARM_UP_CPU if device.type == "cpu" else _WARM_UP_DEVICE:
-            experts(*random_inputs(tokens, p.hidden_size, held, min(p.top_k, held), dtype=dtype, device=device))
+        for tokens in _WARM_UP_CPU if device.type == "cpu" else _doubling(site.max_tokens):
+            experts(*_routed(tokens, p, device))
         if device.type != "cpu":  # what a kernel did wrong is told by the next call that waits
             getattr(torch, device.type).synchronize(device)
+
+
+def _doubling(most: int) -> tuple[int, ...]:
+    """1, 2, 4, ... below `most`, and `most`."""
+    return (*(1 << i for i in range((most - 1).bit_length())), most)
+
+
+def _routed(tokens: int, p: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """A random batch with as many routes a token as requests have, also where fewer experts are held."""
+    held, dtype = min(p.top_k, p.num_experts), COMPUTE_DTYPE[p.compute_dtype]
+    x, ids, w = random_inputs(tokens, p.hidden_size, p.num_experts, held, dtype=dtype, device=device)
+    more = (0, p.top_k - held)
+    return x, torch.nn.functional.pad(ids, more, value=-1), torch.nn.functional.pad(w, more)
 
 
 @contextlib.contextmanager

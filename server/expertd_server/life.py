@@ -60,7 +60,8 @@ async def serve(config: ServeConfig, console: Console) -> int:
     device, torch_device = resolve_device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
-    site = Site(source, torch_device, _cache(config), files_state(config) if config.cache else "")
+    files = files_state(config) if config.cache else ""
+    site = Site(source, torch_device, _cache(config), files, config.max_tokens)
     with site.stage("plan"):
         packages = installed_packages(table.BACKENDS, probe_imports=device.kind != "cpu")
         plans = plan_layers(config, source, device, packages)

@@ -1,0 +1,48 @@
+"""What is run before SERVING, so that no caller waits for a compiler: every size that has kernels of its own."""
+
+import torch
+
+from expertd_kernels import Device, Problem, Scheme
+from expertd_kernels.oracle import decide
+from expertd_server import layer as module
+from expertd_server.layer import Site, warm_up
+from expertd_server.plan import LayerPlan
+
+INT4 = Scheme.parse("int4_g32")
+
+
+class Records:
+    """Experts that note what they are called with."""
+
+    backend = "records"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.Size, torch.dtype, torch.Size, list[int]]] = []
+
+    def __call__(self, x, ids, weights, **more):
+        self.calls.append((x.shape, x.dtype, ids.shape, sorted({int(i) for i in ids.flatten()})))
+        assert weights.shape == ids.shape
+        return x
+
+
+def warmed(monkeypatch, max_tokens: int, **problem) -> Records:
+    p = Problem(Device("cpu", "x86_64"), INT4, INT4, 3, 64, 32, **problem)
+    experts = Records()
+    monkeypatch.setattr(module, "_WARM_UP_CPU", module._doubling(max_tokens))
+    warm_up(experts, LayerPlan(None, (0, 1, 2), decide(p)), Site(None, torch.device("cpu"), max_tokens=max_tokens))
+    return experts
+
+
+def test_sizes_double_up_to_the_largest_batch(monkeypatch):
+    assert [c[0][0] for c in warmed(monkeypatch, 100).calls] == [1, 2, 4, 8, 16, 32, 64, 100]
+    assert [c[0][0] for c in warmed(monkeypatch, 4).calls] == [1, 2, 4]
+    assert [c[0][0] for c in warmed(monkeypatch, 1).calls] == [1]
+
+
+def test_tokens_have_as_many_routes_as_requests_also_where_fewer_experts_are_held(monkeypatch):
+    for top_k in (2, 3, 8):
+        for x, dtype, ids, used in warmed(monkeypatch, 8, top_k=top_k, compute_dtype="f32").calls:
+            assert (x[1], dtype) == (64, torch.float32)
+            assert ids == (x[0], top_k)
+            assert set(used) <= {-1, 0, 1, 2}
+            assert (-1 in used) == (top_k > 3)
