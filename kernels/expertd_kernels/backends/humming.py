@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -146,6 +147,8 @@ def unpack(packed: Packed) -> Weights:
 def experts(packed: Packed, problem: Problem) -> HummingExperts:
     """Ready to compute on the current CUDA device.  Raises Refused for another layout version."""
     require_version(packed, LAYOUT_VERSION)
+    # Its wheel has what it would build in two more processes at its import.
+    os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
     prepare = importlib.import_module("humming.kernel.humming").HummingKernel.prepare_kernels
     device = torch.device("cuda", torch.cuda.current_device())
     return HummingExperts(packed, importlib.import_module("humming.layer"), device, prepare)

@@ -183,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")  # see backends/humming.py
     with tempfile.TemporaryDirectory() as target:
         if args.wheels:
             try:
