@@ -1,6 +1,7 @@
 """`bench numerics`: which layers it checks, what it calls wrong, and that no task of it takes another with it."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from expertd_kernels import NAMED_DEVICES, Scheme, decide
 from expertd_kernels.bench import numerics, numerics_grid
 from expertd_kernels.bench.__main__ import main
-from expertd_kernels.bench.workers import NoResult, run_tasks
+from expertd_kernels.bench.workers import STOP_S, NoResult, run_tasks
 from expertd_kernels.float32 import reference
 from expertd_kernels.matrix import SCHEMES
 from expertd_kernels.probe import assumed_packages, installed_packages
@@ -225,6 +226,14 @@ def test_the_budget_ends_what_runs_and_begins_nothing_more():
     assert got[hang].reason.endswith("the budget was spent")
     assert not got[hang].ran, "it may have been right"
     assert got["1 + 1"] == NoResult("not run: the budget was spent", ran=False)
+
+
+def test_processes_that_do_not_listen_are_stopped_together():
+    deaf = "__import__('signal').signal(15, 1) or __import__('time').sleep(600)"
+    begin = time.monotonic()
+    got = tasks(eval, [deaf, deaf + " ", deaf + "  "], jobs=3, budget_s=3.0)
+    assert len(got) == 3
+    assert time.monotonic() - begin < 3.0 + 2 * STOP_S, "one after the other it would be three times STOP_S"
 
 
 def test_schemes_beside_the_matrix_are_others():

@@ -79,7 +79,7 @@ def run_tasks(
                     pipe.send(task)
                 except OSError:  # an idle process that was not usable has ended
                     waiting.appendleft(task)
-                    _stop(process, pipe)
+                    _stop((process, pipe))
                     continue
                 busy[pipe] = _Worker(process, pipe, task, time.monotonic())
             ready = wait(list(busy), timeout=0.2)
@@ -87,14 +87,15 @@ def run_tasks(
                 del busy[worker.pipe]
                 result = _receive(worker)
                 if isinstance(result, NoResult):
-                    _stop(worker.process, worker.pipe)
+                    _stop((worker.process, worker.pipe))
                 else:
                     idle.append((worker.process, worker.pipe))
                 yield worker.task, result
             now = time.monotonic()
-            for worker in [w for w in busy.values() if now >= min(end, w.begun + limit_s)]:
+            late_ones = [w for w in busy.values() if now >= min(end, w.begun + limit_s)]
+            _stop(*((w.process, w.pipe) for w in late_ones))
+            for worker in late_ones:
                 del busy[worker.pipe]
-                _stop(worker.process, worker.pipe)
                 why = "the budget was spent" if now >= end else "the limit of a task"
                 late = f"not run: stopped after {now - worker.begun:.0f} s, {why}"
                 yield worker.task, NoResult(late, ran=False)
@@ -102,10 +103,7 @@ def run_tasks(
                 while waiting:
                     yield waiting.popleft(), NoResult("not run: the budget was spent", ran=False)
     finally:
-        for worker in busy.values():
-            _stop(worker.process, worker.pipe)
-        for process, pipe in idle:
-            _stop(process, pipe)
+        _stop(*((w.process, w.pipe) for w in busy.values()), *idle)
 
 
 def _start(
@@ -127,12 +125,16 @@ def _receive(worker: _Worker[Any]) -> Any:
         return NoResult(f"its process ended with exit code {worker.process.exitcode}", ran=True)
 
 
-def _stop(process: BaseProcess, pipe: Connection) -> None:
-    pipe.close()
-    process.join(0.0)
-    if process.is_alive():
+def _stop(*workers: tuple[BaseProcess, Connection]) -> None:
+    """All at once: a process takes a second to give its GPU context back.  Idle ones end by themselves when their pipe
+    closes, but not in time: what they hold is not worth waiting for."""
+    for process, pipe in workers:
+        pipe.close()
         process.terminate()
-        process.join(STOP_S)
-    if process.is_alive():
-        process.kill()
+    end = time.monotonic() + STOP_S
+    for process, _ in workers:
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+    for process, _ in workers:
         process.join(STOP_S)
