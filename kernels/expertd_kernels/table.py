@@ -42,6 +42,7 @@ BACKENDS: tuple[Backend, ...] = (
         needs={"triton": ">=3.6,<3.7"},
         hidden_multiple=8,
         max_experts=512,
+        capturable=True,
     ),
     Backend(
         name="triton",
@@ -54,6 +55,7 @@ BACKENDS: tuple[Backend, ...] = (
         max_experts=512,
         batch_invariant=True,
         hardware="run on SM90 only; on other devices not run on hardware",
+        capturable=True,
     ),
     Backend(
         name="triton_w8a8",
@@ -92,6 +94,7 @@ BACKENDS: tuple[Backend, ...] = (
         max_experts=512,
         batch_invariant=True,
         hardware="run on SM90 only; on other devices not run on hardware",
+        capturable=True,
     ),
     Backend(
         name="triton_w4a8",
@@ -374,10 +377,37 @@ BACKENDS: tuple[Backend, ...] = (
 
 ORDER: Mapping[str, Sequence[str]] = {
     "cpu": ("cpu", "cpu_w4a8", "cpu_torch", "reference"),
-    "cuda": ("triton", "triton_w8a8", "triton_w4a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
-    "sm90": ("gluon_sm90", "triton", "triton_w8a8", "triton_w4a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
-    "sm100": ("flashinfer_trtllm", "triton", "triton_w8a8", "triton_w4a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
-    "sm103": ("flashinfer_trtllm", "triton", "triton_w8a8", "triton_w4a8", "flashinfer_cutlass", "deepgemm", "humming", "reference"),
+    "cuda": ("triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "triton_w4a8", "reference"),
+    "sm90": (
+        "gluon_sm90",
+        "triton",
+        "triton_w8a8",
+        "flashinfer_cutlass",
+        "deepgemm",
+        "humming",
+        "triton_w4a8",
+        "reference",
+    ),
+    "sm100": (
+        "flashinfer_trtllm",
+        "triton",
+        "triton_w8a8",
+        "flashinfer_cutlass",
+        "deepgemm",
+        "humming",
+        "triton_w4a8",
+        "reference",
+    ),
+    "sm103": (
+        "flashinfer_trtllm",
+        "triton",
+        "triton_w8a8",
+        "flashinfer_cutlass",
+        "deepgemm",
+        "humming",
+        "triton_w4a8",
+        "reference",
+    ),
     "rocm": ("triton", "aiter", "reference"),
     "xpu": ("xpu", "triton", "reference"),
 }

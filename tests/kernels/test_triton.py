@@ -41,4 +41,5 @@ def test_a_layer_agrees_with_the_reference(interpreter, name):
     assert "failed" not in answer, answer["failed"]
     assert answer["unpacked"] == "", f"unpack(pack(w)) differs in {answer['unpacked']}"
     assert answer["relative_error"] <= answer["tolerance"]
+    assert answer["own_error"] <= 1e-2
     assert answer["repeated"], "a second call gave other bits"

@@ -50,6 +50,9 @@ ROUNDED = [
     ("sm90", "e4m3_tensor", ActivationQuant.E4M3_TENSOR, 8),
     ("sm90", "int8_channel", ActivationQuant.INT8_TOKEN, 2048),
     ("sm80", "int8_channel", ActivationQuant.INT8_TOKEN, 8),
+    ("sm90", "int4_g128", ActivationQuant.E4M3_TOKEN, 512),
+    ("sm90", "mxfp4", ActivationQuant.MXFP8, 8),
+    ("sm100", "mxfp8", ActivationQuant.MXFP8, 64),
 ]
 
 

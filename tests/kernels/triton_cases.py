@@ -16,16 +16,17 @@ from typing import Any
 import torch
 
 from expertd_kernels import Activation, ActivationKind, ActivationQuant, Element, ScaleType, Scheme
+from expertd_kernels.backends.rounding import round_groups, round_mx, round_static
 from expertd_kernels.builder import problem_of
 from expertd_kernels.canonical import Weights
-from expertd_kernels.float32 import reference
+from expertd_kernels.float32 import apply_activation, reference
 from expertd_kernels.numerics import relative_error, tolerance
 from expertd_kernels.problem import Device
 from expertd_kernels.synthetic import random_inputs, random_weights
 
 BF16, F16, F32 = ScaleType.BF16, ScaleType.F16, ScaleType.F32
 GROUP128, TOKEN = ActivationQuant.E4M3_GROUP128, ActivationQuant.E4M3_TOKEN
-STATIC, INT8 = ActivationQuant.E4M3_TENSOR, ActivationQuant.INT8_TOKEN
+STATIC, INT8, MX = ActivationQuant.E4M3_TENSOR, ActivationQuant.INT8_TOKEN, ActivationQuant.MXFP8
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,12 @@ SMALL: dict[str, Case] = {
     "w8a8_static_channel": Case("e4m3_channel", H=72, I=40, quant=STATIC, bias=True),
     "w8a8_int8": Case("int8_channel", H=272, I=72, quant=INT8, bias=True, routing="nowhere"),
     "w8a8_int8_tensor": Case("int8_tensor", H=64, I=32, quant=INT8, on_input=True, k=1),
+    "w8a8_mxfp8": Case("mxfp8", H=160, I=64, quant=MX),
+    "w4a8_token": Case("int4_g64", F16, H=192, I=128, M=8, quant=TOKEN, bias=True),
+    "w4a8_group": Case("int4_g128", H=384, I=256, E=2, M=2, quant=GROUP128),
+    "w4a8_channel": Case("int4_channel", H=144, I=72, quant=GROUP128, routing="nowhere"),
+    "w4a8_g32": Case("int4_g32", F32, H=160, I=32, quant=TOKEN, on_input=True, k=1),
+    "w4a8_mxfp4": Case("mxfp4", H=160, I=96, quant=MX, bias=True),
     **_acts(),
 }
 
@@ -157,9 +164,10 @@ def large() -> dict[str, Case]:
         out[f"act_order-M{M}"] = Case("int4_g128", E=16, H=512, I=256, k=4, M=M, act_order=True)
         out[f"odd-M{M}"] = Case(ODD, E=16, H=520, I=260, k=4, M=M)
         for scheme, quant in (
-            ("e4m3_block128", GROUP128), ("e4m3_channel", TOKEN), ("e4m3_tensor", STATIC), ("int8_channel", INT8)
+            ("e4m3_block128", GROUP128), ("e4m3_channel", TOKEN), ("e4m3_tensor", STATIC), ("int8_channel", INT8),
+            ("mxfp8", MX), ("mxfp4", MX), ("int4_g32", TOKEN), ("int4_channel", GROUP128),
         ):  # fmt: skip
-            out[f"w8a8-{scheme}-M{M}"] = Case(scheme, E=16, H=480, I=328, k=4, M=M, quant=quant)
+            out[f"rounded-{scheme}-M{M}"] = Case(scheme, E=16, H=480, I=328, k=4, M=M, quant=quant)
     out["chunks"] = Case("int4_g128", E=4, H=128, I=128, k=2, M=20000)
     return out
 
@@ -183,9 +191,9 @@ def weights_of(c: Case, device: torch.device | str) -> Weights:
         seed=3,
         device=device,
     )
-    if c.quant is STATIC:  # experts of different ranges; 448 steps reach 9, as far as unit normals and their products
-        steps = 0.02 * torch.linspace(0.5, 1.0, c.E, device=device)
-        w = replace(w, input_scales=steps[:, None].expand(-1, 2).contiguous())
+    if c.quant is STATIC:  # experts of different ranges; 448 steps reach 9, and 90 for products
+        ranges = torch.linspace(0.5, 1.0, c.E, device=device)
+        w = replace(w, input_scales=torch.stack((0.02 * ranges, 0.2 * ranges), 1))
     if not s.element.quantized or s.scale is ScaleType.E8M0:
         return w
     assert w.w13.scales is not None
@@ -246,8 +254,42 @@ def remember(experts: Any) -> None:
     experts._replays, experts._launch = True, launch
 
 
+def rounded_rows(x: torch.Tensor, how: ActivationQuant, static: float) -> torch.Tensor:
+    """x [M, K] rounded as `how` says, as f32 numbers."""
+    x, K = x.float(), x.shape[1]
+    if how is STATIC:
+        return round_static(x, torch.tensor(static)).float() * static
+    if how in (GROUP128, MX):
+        x = torch.nn.functional.pad(x, (0, -K % 128))
+        codes, scale = round_groups(x) if how is GROUP128 else round_mx(x)
+        factor = scale if how is GROUP128 else torch.exp2(scale.float() - 127)
+        return (codes.float().view(*factor.shape, -1) * factor[..., None]).view(x.shape)[:, :K]
+    top = x.abs().amax(1, keepdim=True).clamp_min(1e-12)
+    if how is INT8:
+        return (x / top * 127).round() * top / 127
+    return (x / top * 448).to(torch.float8_e4m3fn).float() * top / 448
+
+
+def on_rounded_rows(c: Case, weights: Weights, x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The reference, with both GEMMs' inputs rounded as the case says: only the kernel's own arithmetic is left."""
+    scales = weights.input_scales
+    first, second = (0.0, 0.0) if scales is None else scales.amax(0).tolist()
+    one, out = replace(weights.w13, bias=None), torch.zeros(x.shape, device=x.device)
+    w13, w2, rows = one.dequantize(), weights.w2.dequantize(), rounded_rows(x, c.quant, first)
+    for t, j in (ids >= 0).nonzero().tolist():
+        e, factor = int(ids[t, j]), w[t, j]
+        h = w13[e] @ rows[t] * (factor if c.on_input else 1.0)
+        h = h if weights.w13.bias is None else h + weights.w13.bias[e]
+        h = apply_activation(h[None], weights.activation).bfloat16()
+        y = w2[e] @ rounded_rows(h, c.quant, second)[0]
+        y = y if weights.w2.bias is None else y + weights.w2.bias[e]
+        out[t] += y if c.on_input else y * factor
+    return out
+
+
 def run(c: Case, device: torch.device | str, kind: Device) -> dict[str, Any]:
-    """relative_error, tolerance, unpacked ("" or what differs), repeated (a second call gives the same bits)."""
+    """relative_error, own_error (without what rounding the activations costs), tolerance,
+    unpacked ("" or what differs), repeated (a second call gives the same bits)."""
     from expertd_kernels.backends import triton as backend
 
     weights = weights_of(c, device)
@@ -273,8 +315,11 @@ def run(c: Case, device: torch.device | str, kind: Device) -> dict[str, Any]:
     rows = torch.linspace(0, c.M - 1, min(c.M, 64)).long().to(x.device)
     ref = reference(weights, x[rows], ids[rows], w[rows], router_weight_on_input=c.on_input)
     finite = bool(torch.isfinite(outs[0]).all())
+    rounded = c.quant is not ActivationQuant.NONE
+    own = on_rounded_rows(c, weights, x[rows], ids[rows], w[rows]) if rounded else ref
     return {
         "relative_error": relative_error(outs[0][rows], ref) if finite else float("inf"),
+        "own_error": relative_error(outs[0][rows], own) if finite else float("inf"),
         "tolerance": tolerance("bf16", c.quant),
         "unpacked": same_bits(weights, backend.unpack(packed)),
         "repeated": torch.equal(outs[0], outs[1]),

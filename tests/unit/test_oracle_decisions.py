@@ -68,7 +68,7 @@ EXPECTED = [
     ("cpu-amx", "e4m3_block128", GROUP128, {}, None),
     # mxfp8
     ("sm90", "mxfp8", NONE, {}, "gluon_sm90"),
-    ("sm90", "mxfp8", MXFP8, {}, None),
+    ("sm90", "mxfp8", MXFP8, {}, "triton_w8a8"),
     ("sm100", "mxfp8", MXFP8, {}, "flashinfer_trtllm"),
     ("sm100", "mxfp8", NONE, {}, "triton"),
     ("gfx950", "mxfp8", NONE, {}, "triton"),
@@ -84,7 +84,7 @@ EXPECTED = [
     # mxfp4
     ("sm80", "mxfp4", NONE, GPT_OSS, "triton"),
     ("sm90", "mxfp4", NONE, GPT_OSS, "gluon_sm90"),
-    ("sm90", "mxfp4", MXFP8, GPT_OSS, None),
+    ("sm90", "mxfp4", MXFP8, GPT_OSS, "triton_w4a8"),
     ("sm100", "mxfp4", NONE, GPT_OSS, "flashinfer_trtllm"),
     ("sm100", "mxfp4", MXFP8, GPT_OSS, "flashinfer_trtllm"),
     ("sm120", "mxfp4", MXFP8, GPT_OSS, "flashinfer_cutlass"),
@@ -105,12 +105,14 @@ EXPECTED = [
     ("cpu-portable", "bf16", NONE, {}, "cpu"),
     ("sm90", "f16", NONE, {}, "triton"),
     # int8 and int4 with 8-bit activations
+    ("sm90", "int4_g128", TOKEN, {}, "triton_w4a8"),
+    ("sm90", "int4_g128_zp", TOKEN, {}, None),
+    ("sm80", "int4_g128", TOKEN, {}, None),
     ("sm90", "int8_channel", INT8, {}, "triton_w8a8"),
     ("sm80", "int8_tensor", INT8, {"bias": True}, "triton_w8a8"),
     ("sm90", "int8_channel_zp", INT8, {}, None),
     ("sm90", "int8_g128", INT8, {}, None),
     ("cpu-amx", "int8_channel", INT8, {}, None),
-    ("sm90", "int4_g128", TOKEN, {}, None),
     ("cpu-avx512", "int4_g128", INT8_GROUP, {}, "cpu_w4a8"),
     ("cpu-arm", "int4_g32_zp", INT8_GROUP, {"bias": True}, "cpu_w4a8"),
     ("sm90", "int4_g128", INT8_GROUP, {}, None),

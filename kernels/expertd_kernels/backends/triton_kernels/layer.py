@@ -351,7 +351,8 @@ class TritonExperts:
         t, p = m.tensors, m.pointer
         self._launch(
             call, rounded.expert_gemm_rounded, (programs,),
-            q, scale, t["codes"] if sliced else t["codes"].view(self.eight), p("scales"), p("row_scales"), p("global_scales"), p("bias"),
+            q, scale, t["codes"] if sliced else t["codes"].view(self.eight),
+            p("scales"), p("row_scales"), p("global_scales"), p("bias"),
             call.weights, parts.get("slots", call.ids), parts.get("blocks", call.ids), call.ids, out,
             blocks, self.num_experts, out.stride(0), act.alpha, act.beta, act.limit or 0.0,
             **m.sizes(), **m.groups(), **consts, GX=columns, SLICED=sliced, INT8=int8,

@@ -17,7 +17,7 @@ word a row and K block holds both scales (spw = 2); 128 bytes of codes come with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -84,9 +84,10 @@ class Layout:
         return asdict(self)
 
 
-def _slice_width(k: int, group: int, p: int) -> int:
-    """The widest of 64, 32, 16 columns that divides the group and pads K by at most 5 %, else what pads least."""
-    widths = [w for w in (64, 32, 16) if group % w == 0]
+def _slice_width(k: int, group: int, p: int, least: int) -> int:
+    """The widest of 64, 32, 16 columns that divides the group and pads K by at most 5 %, else what pads least; not
+    below `least`."""
+    widths = [w for w in (64, 32, 16) if group % w == 0 and w >= least]
 
     def padded(w: int) -> int:
         return -(-k // (p * w)) * p * w
@@ -94,19 +95,23 @@ def _slice_width(k: int, group: int, p: int) -> int:
     return next((w for w in widths if padded(w) * 20 <= k * 21), min(widths, key=padded))
 
 
-def layout_of(scheme: Scheme, n: int, k: int, segments: int, moderate: bool = True) -> Layout:
-    """The layout of an [n, k] matrix.  moderate: no scale is above LARGEST_FOLDED."""
+def layout_of(scheme: Scheme, n: int, k: int, segments: int, moderate: bool = True, eight: bool = False) -> Layout:
+    """The layout of an [n, k] matrix.  moderate: no scale is above LARGEST_FOLDED.  eight: for activations rounded to
+    8 bits, of which a product takes 32 columns at least."""
+    least = 32 if eight else 16
+    signed = eight and scheme.element is Element.INT8
     if not scheme.element.quantized:
         return Layout(FLOAT, 1, 64)
     p = 16 // scheme.element.bits
     group = 0 if scheme.cols == WHOLE or scheme.cols >= k else scheme.cols
     elem = ELEM[scheme.element]
     if group == 0:
-        return Layout(elem, p, _slice_width(k, 64, p), 0, scheme.rows, zeros=scheme.zeros)
-    if group % 16:
+        sw = _slice_width(k, 64, p, least)
+        return Layout(elem, p, sw, 0, scheme.rows, zeros=scheme.zeros, signed=signed)
+    if group % least:
         bits, kind = scheme.scale.bits, SKIND[scheme.scale]
-        return Layout(elem, p, 16, group, scheme.rows, 1, bits, kind, zeros=scheme.zeros, odd=True)
-    sw = _slice_width(k, group, p)
+        return Layout(elem, p, 16, group, scheme.rows, 1, bits, kind, zeros=scheme.zeros, odd=True, signed=signed)
+    sw = _slice_width(k, group, p, least)
     groups = p * sw // group if p * sw % group == 0 else 0
     bits, kind = scheme.scale.bits, SKIND[scheme.scale]
     if kind == SKIND[ScaleType.E8M0] and groups % 4 and groups % 2 == 0:
@@ -124,6 +129,7 @@ def layout_of(scheme: Scheme, n: int, k: int, segments: int, moderate: bool = Tr
         2 if groups > 0 and groups % 2 == 0 else 1,
         scheme.zeros,
         fold=0 if not moderate else 1 if scheme.scale in EXACT_IN_BF16 else 2,
+        signed=signed,
     )
 
 
@@ -255,16 +261,16 @@ def _zero_offset(scheme: Scheme) -> int:
     return 128 if scheme.element is Element.INT8 else 0
 
 
-def pack_matrix(q: QuantTensor, signed: bool = False) -> tuple[dict[str, Tensor], Layout]:
+def pack_matrix(q: QuantTensor, eight: bool = False) -> tuple[dict[str, Tensor], Layout]:
     """Tensors codes, scales | row_scales, zeros, global_scales, columns, bias (those that exist), and the layout.
-    signed: int8 codes keep their sign."""
+    eight: for activations rounded to 8 bits."""
     out = {name: t.contiguous() for name, t in q.tensors() if name in PASSED}
     s, (E, N, K) = q.scheme, q.shape
     if not s.element.quantized:
         return out | {"codes": q.codes.contiguous()}, layout_of(s, N, K, q.segments)
     assert q.scales is not None
     moderate = all(bool(_numbers(one, s.scale).abs().max() <= LARGEST_FOLDED[s.element]) for one in q.scales)
-    lay = replace(layout_of(s, N, K, q.segments, moderate), signed=signed)
+    lay = layout_of(s, N, K, q.segments, moderate, eight)
     out["codes"] = _pack_codes(q, lay)
     if lay.group == 0:
         out["row_scales"] = _numbers(q.scales, s.scale).reshape(E, q.segments, -1).contiguous()

@@ -58,23 +58,24 @@ class Matrix:
             "BIAS": self.has("bias"),
         }
 
+    def groups(self) -> dict[str, Any]:
+        """Constants of both: what a code is, and what shares a scale."""
+        lay = self.layout
+        return {"ELEM": lay.elem, "P": lay.p, "G": lay.group, "SPW": lay.spw, "ROW_SCALE": self.has("row_scales")}
+
     def constants(self, tile: Tile, ptx: bool) -> dict[str, Any]:
         """Constants of the weight-only GEMM."""
         lay, zeros, weighted = self.layout, self.layout.zeros, self.weighted(tile)
         ptx = ptx and not lay.odd
         return {
             **self.sizes(),
-            "ELEM": lay.elem,
-            "P": lay.p,
-            "G": lay.group,
-            "SPW": lay.spw,
+            **self.groups(),
             "ZSPW": lay.zspw,
             "ZEROS": zeros,
             "WEIGHTED": weighted,
             "PTX": ptx,
             "ODD": lay.odd,
             "LEFT": leftover(lay.elem, weighted, zeros, ptx),
-            "ROW_SCALE": self.has("row_scales"),
             "COLUMNS": self.has("columns"),
             "BC": tile.bc,
             "KPB": tile.kpb,

@@ -103,6 +103,11 @@ _ROUNDED = (
     (24, 32, Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
     (INFINITE, 64, Tile(64, 64, 4, 3, 4), Tile(128, 64, 4, 3, 4)),
 )
+_SLICED = (
+    (12, 16, Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
+    (24, 32, Tile(64, 64, 8, 4), Tile(64, 64, 8, 4)),
+    (INFINITE, 64, Tile(64, 64, 8, 3, 4), Tile(128, 64, 8, 3, 4)),
+)
 _ODD = Tile(32, 16, 4, 1, 1, True)
 """Layouts that read a scale for each weight: right, not fast, and hungry for shared memory."""
 
@@ -110,7 +115,7 @@ _ODD = Tile(32, 16, 4, 1, 1, True)
 def _lines(lay: Layout, rounded: bool) -> tuple[tuple[float, int, Tile, Tile], ...]:
     """The table for a layout: by bits of a code, and by what its scales cost."""
     if rounded:
-        return _ROUNDED
+        return _SLICED if lay.p == 4 else _ROUNDED
     if lay.elem == FLOAT:
         return _FLOAT
     if lay.p == 2:
@@ -157,7 +162,7 @@ def make_plan(facts: Facts, tokens: int) -> Plan:
     if facts.w13.odd or facts.w2.odd:
         bm = 16
     bm = max(bm, facts.narrowest)
-    if not facts.rounded:
+    if not facts.rounded or bm <= 16:  # the narrow tile of a tall block has too few registers for rounded operands
         blocks = min(facts.num_experts, routes) * max(1.0, rows / bm)
         tile1, tile2 = fill(tile1, blocks, facts.inner, facts), fill(tile2, blocks, facts.hidden, facts)
     return Plan(bm, fit(tile1, bm, facts.w13, facts.segments, facts), fit(tile2, bm, facts.w2, 1, facts), direct)
