@@ -107,21 +107,16 @@ def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(xs, ws0, ws1, ok, a_s, b_s, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
-    """acc0, acc1 [64, 128] f32: the part's rows times the tile's two runs of 128 weight rows.  xs: pointers [64] to the
-    first scale of each row; ws0, ws1: to the first scale of each run.  Scales are fetched one stage ahead; those of
-    weights by row (the mask), since ptxas would wait at once for what it may keep in a uniform register."""
+def _multiply(pointers, first, ok, a_s, b_s, full, empty, go, slot, ph, begins, PART: gl.constexpr, C: gl.constexpr):
+    """acc0, acc1 [64, 128] f32: the part's rows times the tile's two runs of 128 weight rows.  pointers: as _pointers
+    gives them; first: what they point to.  Scales are fetched one stage ahead."""
+    xs, ws0, ws1 = pointers
+    x, w0, w1 = first
     M: gl.constexpr = 64
     MMA: gl.constexpr = C.MMA
     acc0 = gl.zeros([M, 128], gl.float32, MMA)
     acc1 = gl.zeros([M, 128], gl.float32, MMA)
     none = gl.zeros([M, 128], gl.float32, MMA)
-    each = gl.zeros([M], gl.int32, gl.SliceLayout(1, MMA))
-    ws0 += each
-    ws1 += each
-    x = gl.load(xs, mask=ok, other=0.0)
-    w0 = gl.load(ws0, mask=ok, other=0.0)
-    w1 = gl.load(ws1, mask=ok, other=0.0)
     for i in range(C.iterations):
         more = ok & (i + 1 < C.iterations)
         nx = gl.load(xs + (i + 1), mask=more, other=0.0)
@@ -133,6 +128,8 @@ def _multiply(xs, ws0, ws1, ok, a_s, b_s, full, empty, slot, ph, PART: gl.conste
         acc0 += p * gl.expand_dims(x * w0, 1)
         p = warpgroup_mma(a, b_s.index(2 * slot + 1).permute((1, 0)), none, use_acc=False)
         mbarrier.arrive(empty.index(slot), count=1)
+        if PART == 0 and C.lag > 0:
+            mbarrier.arrive(go.index(0), count=1, pred=begins & (i == C.lag - 1))
         acc1 += p * gl.expand_dims(x * w1, 1)
         x = nx
         w0 = n0
@@ -216,41 +213,62 @@ def _store_y(acc, bias, w, out, route, ok, column, C: gl.constexpr):
 
 
 @gluon.jit
-def _rows(lists, tw, ie, cnt, nb, cum, t, PART: gl.constexpr, C: gl.constexpr):
-    """tile t as _find_tile finds it; its part's routes and their weights [64]"""
-    e, base, n, col = _find_tile(ie, cnt, nb, cum, t, C)
-    r = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, C.MMA))
-    route = gl.load(lists + base + r, mask=r < n, other=0)
-    return e, base, n, col, route, gl.load(tw + route, mask=r < n, other=0.0)
+def _pointers(xs, ws, e, base, col, route, PART: gl.constexpr, C: gl.constexpr):
+    """to the first scale of each row of the part and of the tile's two runs of weight rows, [64] each"""
+    G: gl.constexpr = C.iterations if C.gemm.grouped else 1
+    L: gl.constexpr = gl.SliceLayout(1, C.MMA)
+    if C.gemm.static:
+        x = gl.zeros([64], gl.int32, L)
+    elif C.gemm.first:
+        x = route // C.gemm.top_k
+    else:
+        x = base + 64 * PART + gl.arange(0, 64, L)
+    run0 = col
+    run1 = col + C.gemm.segment // 128
+    if not C.gemm.first:
+        run0 = 2 * col
+        run1 = gl.minimum(run0 + 1, C.rows // 128 - 1)
+    run0 += e * (C.rows // 128)
+    run1 += e * (C.rows // 128)
+    if C.gemm.grouped:  # a pointer a row: else ptxas keeps the scale in a uniform register, and waits for it at once
+        each = gl.zeros([64], gl.int32, L)
+        p = (xs + x * G, ws + (run0 * G + each), ws + (run1 * G + each))
+    else:
+        p = (xs + x, ws + run0 * 128, ws + run1 * 128)
+    return p
 
 
 @gluon.jit
-def _sums(xs, ws, a_s, b_s, full, empty, e, base, n, col, route, slot, ph, PART: gl.constexpr, C: gl.constexpr):
-    """acc0, acc1 [64, 128] f32, all scales applied"""
-    G: gl.constexpr = C.iterations
+def _rows(xs, ws, lists, tw, ie, cnt, nb, cum, t, PART: gl.constexpr, C: gl.constexpr):
+    """tile t as _find_tile finds it; its part's routes, their weights and the first scales, [64] each"""
+    e, base, n, col = _find_tile(ie, cnt, nb, cum, t, C)
     r = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, C.MMA))
     ok = r < n
-    if C.gemm.first:
-        x = route // C.gemm.top_k
-        run0 = col
-        run1 = col + C.gemm.segment // 128
-    else:
-        x = base + r
-        run0 = 2 * col
-        run1 = run0 + 1
-        if C.half_tiles:
-            run1 = gl.minimum(run1, C.rows // 128 - 1)
-    run0 += e * (C.rows // 128)
-    run1 += e * (C.rows // 128)
+    route = gl.load(lists + base + r, mask=ok, other=0)
+    w = gl.load(tw + route, mask=ok, other=0.0)
+    px, p0, p1 = _pointers(xs, ws, e, base, col, route, PART, C)
+    x = gl.load(px, mask=ok, other=0.0)
+    first = (x, x, x)
     if C.gemm.grouped:
-        acc0, acc1, slot, ph = _multiply(
-            xs + x * G, ws + run0 * G, ws + run1 * G, ok, a_s, b_s, full, empty, slot, ph, PART, C
-        )
+        first = (x, gl.load(p0, mask=ok, other=0.0), gl.load(p1, mask=ok, other=0.0))
+    return e, base, n, col, route, w, first
+
+
+@gluon.jit
+def _sums(
+    xs, ws, a_s, b_s, full, empty, go, e, base, n, col, route, first, slot, ph, begins,
+    PART: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """acc0, acc1 [64, 128] f32, all scales applied"""
+    ok = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, C.MMA)) < n
+    p = _pointers(xs, ws, e, base, col, route, PART, C)
+    if C.gemm.grouped:
+        acc0, acc1, slot, ph = _multiply(p, first, ok, a_s, b_s, full, empty, go, slot, ph, begins, PART, C)
     else:
         acc0, acc1, slot, ph = _sum(a_s, b_s, full, empty, slot, ph, PART, C)
-        s = gl.load(xs) if C.gemm.static else gl.expand_dims(gl.load(xs + x, mask=ok, other=0.0), 1)
-        acc0 = acc0 * s * _row(ws + run0 * 128, C)
-        acc1 = acc1 * s * _row(ws + run1 * 128, C)
+        x = gl.expand_dims(first[0], 1)
+        acc0 = acc0 * x * _row(p[1], C)
+        acc1 = acc1 * x * _row(p[2], C)
     return acc0, acc1, slot, ph
 
 
@@ -281,7 +299,7 @@ def _pass(full, empty, slot, ph, C: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, PART: gl.constexpr, C: gl.constexpr
+    xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, go, PART: gl.constexpr, C: gl.constexpr
 ):
     """64 tokens of each block, from 64 * PART on.  What the next tile needs is fetched before a tile is stored."""
     ie, cnt, nb, cum, blocks = _experts(counts, C, 4)
@@ -289,22 +307,46 @@ def _consumer(
     ph = gl.to_tensor(0)
     last = blocks * C.column_tiles - 1
     step = gl.num_programs(0)
-    e, base, n, col, route, w = _rows(lists, tw, ie, cnt, nb, cum, gl.minimum(gl.program_id(0), last), PART, C)
+    e, base, n, col, route, w, first = _rows(
+        xs, ws, lists, tw, ie, cnt, nb, cum, gl.minimum(gl.program_id(0), last), PART, C
+    )
+    if PART == 1 and C.lag > 0:
+        mbarrier.wait(go.index(0), 0, pred=gl.program_id(0) <= last)
     for t in range(gl.program_id(0), last + 1, step):
         after = gl.minimum(t + step, last)
         if n > 64 * PART:
-            acc0, acc1, slot, ph = _sums(xs, ws, a_s, b_s, full, empty, e, base, n, col, route, slot, ph, PART, C)
-            e2, base2, n2, col2, route2, w2 = _rows(lists, tw, ie, cnt, nb, cum, after, PART, C)
+            acc0, acc1, slot, ph = _sums(
+                xs,
+                ws,
+                a_s,
+                b_s,
+                full,
+                empty,
+                go,
+                e,
+                base,
+                n,
+                col,
+                route,
+                first,
+                slot,
+                ph,
+                t == gl.program_id(0),
+                PART,
+                C,
+            )
+            e2, base2, n2, col2, route2, w2, first2 = _rows(xs, ws, lists, tw, ie, cnt, nb, cum, after, PART, C)
             _epilogue(acc0, acc1, bias, out, out_scale, e, base, n, col, route, w, PART, C)
         else:
             slot, ph = _pass(full, empty, slot, ph, C)
-            e2, base2, n2, col2, route2, w2 = _rows(lists, tw, ie, cnt, nb, cum, after, PART, C)
+            e2, base2, n2, col2, route2, w2, first2 = _rows(xs, ws, lists, tw, ie, cnt, nb, cum, after, PART, C)
         e = e2
         base = base2
         n = n2
         col = col2
         route = route2
         w = w2
+        first = first2
 
 
 @gluon.jit
@@ -323,6 +365,8 @@ def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, C: gl.const
     b_s = gl.allocate_shared_memory(gl.float8e4nv, [2 * C.ST, 128, 128], C.SB)
     full = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
+    go = gl.allocate_shared_memory(gl.int64, [1, 1], _BARRIER)
+    mbarrier.init(go.index(0), count=1)
     ST: gl.constexpr = C.ST
     for i in gl.static_range(ST):
         mbarrier.init(full.index(i), count=2 if C.gemm.first else 1)
@@ -332,8 +376,8 @@ def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, C: gl.const
     if C.BM == 128:
         gl.warp_specialize(
             [
-                (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, 0, C)),
-                (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, 1, C)),
+                (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, go, 0, C)),
+                (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, go, 1, C)),
                 (_producer, (x, xd, wd, counts, lists, a_s, b_s, full, empty, C)),
             ],
             [4, 4],
@@ -342,7 +386,7 @@ def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, C: gl.const
     else:
         gl.warp_specialize(
             [
-                (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, 0, C)),
+                (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, go, 0, C)),
                 (_producer, (x, xd, wd, counts, lists, a_s, b_s, full, empty, C)),
             ],
             [4],

@@ -55,6 +55,7 @@ class Tile8:
     BM: int
     ST: int
     GM: int
+    lag: int
     pdl: bool
     consumer_registers: int
     producer_registers: int
@@ -122,6 +123,7 @@ def tile8(gemm: Gemm8, plan: Plan8, pdl: bool) -> Tile8:
         plan.BM,
         plan.ST,
         plan.GM,
+        min(plan.lag, gemm.K // GROUP) if gemm.grouped and plan.BM == 128 else 0,
         pdl,
         plan.consumer_registers,
         plan.producer_registers,

@@ -1,0 +1,156 @@
+"""Backend gluon_w8a8 on a Hopper GPU, against the float32 reference: schemes and roundings of its row of the table,
+features, ragged sizes, skewed routing, poisoned outputs, repeatability, batches, CUDA graphs."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from expertd_kernels import Activation, decide, detect_device, reference, relative_error
+from expertd_kernels.builder import build, problem_of
+from expertd_kernels.numerics import tolerance
+from expertd_kernels.oracle import NoBackendError
+from expertd_kernels.probe import installed_packages
+from expertd_kernels.scheme import ActivationQuant
+from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.table import BACKENDS
+
+pytestmark = pytest.mark.gpu
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer.  H = 1152 and I = 384: the last column tile of w2 is half empty."""
+
+    scheme: str = "e4m3_block128"
+    rounding: ActivationQuant = ActivationQuant.E4M3_GROUP128
+    activation: str = "silu_and_mul"
+    bias: bool = False
+    experts: int = 8
+    top_k: int = 2
+    hidden: int = 1152
+    inner: int = 384
+
+    def __str__(self) -> str:
+        return f"{self.scheme}-{self.rounding.value}-{self.activation}-E{self.experts}" + ("-bias" * self.bias)
+
+
+CASES = [
+    Case(),
+    Case("e4m3_channel", ActivationQuant.E4M3_TOKEN),
+    Case("e4m3_tensor", ActivationQuant.E4M3_TOKEN, bias=True),
+    Case("e4m3_tensor", ActivationQuant.E4M3_TENSOR),
+    Case(activation="swigluoai", bias=True, experts=60, top_k=6),
+    Case(activation="gelu_tanh_and_mul", experts=1, top_k=1),
+    Case(activation="silu_and_mul_limit1.5", experts=512, top_k=10, hidden=256, inner=128),
+]
+
+
+def layer(case: Case):
+    """(weights on the GPU, experts); skipped with the oracle's sentence where the row does not apply."""
+    device = detect_device("auto")
+    weights = random_weights(
+        case.scheme,
+        case.experts,
+        case.hidden,
+        case.inner,
+        activation=Activation.parse(case.activation),
+        bias=case.bias,
+        signed_scales=True,
+        device="cuda" if device.kind == "cuda" else "cpu",
+    )
+    if case.rounding is ActivationQuant.E4M3_TENSOR:
+        given = torch.full((case.experts, 2), 0.012, device=weights.device)
+        weights = replace(weights, input_scales=given)
+    packages = installed_packages(BACKENDS)
+    problem = problem_of(
+        weights, device, top_k=case.top_k, packages=packages, activation_quant=case.rounding, deterministic=True
+    )
+    try:
+        decision = decide(problem, pin="gluon_w8a8")
+        decision.require()
+    except NoBackendError:
+        pytest.skip("; ".join(next(v for v in decision.verdicts if v.backend == "gluon_w8a8").refusals))
+    return weights, build(decision, weights)
+
+
+def routed(case: Case, M: int, how: str):
+    """Inputs with uniform ("even"), skewed, single-expert or partly absent (-1) routes."""
+    x, ids, w = random_inputs(M, case.hidden, case.experts, case.top_k, seed=M + 1, device="cuda")
+    if how == "skewed":
+        ids = (ids.float() ** 2 / case.experts).int()  # repeats an expert within a token, too
+    elif how == "one":
+        ids = torch.full_like(ids, case.experts - 1)
+    elif how == "absent":
+        ids = torch.where(torch.rand(ids.shape, device="cuda") < 0.4, -1, ids).int()
+        ids[0] = -1
+    return x, ids, w
+
+
+def check(case, weights, experts, M, how, **more):
+    """Error of a poisoned output, and bit-identical repeats."""
+    x, ids, w = routed(case, M, how)
+    outs = []
+    for _ in range(2):
+        out = torch.full_like(x, float("nan"))
+        for space in experts._spaces.values():
+            for t in (space.h, space.y, space.wide):
+                t.view(torch.uint8).fill_(0xFF)  # NaN in e4m3 and in bf16
+        on_input = more.get("router_weight_on_input", False)
+        assert experts(x, ids, w, out=out, **more) is out
+        outs.append(out)
+    error = relative_error(outs[0], reference(weights, x, ids, w, router_weight_on_input=on_input))
+    assert error <= tolerance("bf16", case.rounding), f"M = {M}, {how}, {more}: relative error {error:.2e}"
+    assert torch.equal(outs[0], outs[1]), f"M = {M}, {how}: two runs differ"
+
+
+SIZES = ((1, "even"), (7, "even"), (33, "skewed"), (64, "absent"), (200, "one"), (1000, "even"), (4096, "skewed"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_over_ragged_sizes_and_routings(case):
+    weights, experts = layer(case)
+    for M, how in SIZES:
+        check(case, weights, experts, M, how)
+
+
+def test_the_router_weight_on_the_input():
+    case = Case(top_k=1)
+    weights, experts = layer(case)
+    for M in (5, 700):
+        check(case, weights, experts, M, "absent", router_weight_on_input=True)
+
+
+def test_a_token_has_the_same_bits_in_every_batch():
+    case = Case()
+    _, experts = layer(case)
+    x, ids, w = routed(case, 1500, "even")
+    whole = experts(x, ids, w)
+    for part in (slice(0, 1), slice(100, 140), slice(1000, 1400)):
+        assert torch.equal(experts(x[part], ids[part], w[part]), whole[part])
+
+
+def test_pieces_and_a_cuda_graph(monkeypatch):
+    from expertd_kernels.backends.gluon import w8a8_layer
+
+    case = Case()
+    weights, experts = layer(case)
+    x, ids, w = routed(case, 600, "even")
+    whole = experts(x, ids, w)
+    monkeypatch.setattr(w8a8_layer, "MAX_TOKENS", 256)
+    assert torch.equal(experts(x, ids, w), whole)
+    out = torch.empty_like(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        experts(x, ids, w, out=out)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            experts(x, ids, w, out=out)
+        x.copy_(torch.randn_like(x))
+        out.fill_(float("nan"))
+        graph.replay()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    assert relative_error(out, reference(weights, x, ids, w)) <= tolerance("bf16", case.rounding)
