@@ -105,6 +105,7 @@ class Backend:
     needs           distributions and version ranges, e.g. {"triton": ">=3.2"}
     compute_dtypes  "bf16", "f32"
     act_order, bias, clamp, router_weight_on_input, grouped_rows, deterministic: features computed, not dropped
+    capturable      a call may be captured in a CUDA graph: once warm it neither waits nor allocates
     batch_invariant  computes a token to the same bits whatever batch it comes in, if the problem demands it
     unclamped       functions before which it does not clamp, though before others it does
     hidden_multiple, intermediate_multiple: sizes it needs; 1 = any
@@ -128,6 +129,7 @@ class Backend:
     grouped_rows: bool = True
     deterministic: bool = True
     batch_invariant: bool = False
+    capturable: bool = False
     mixed_schemes: bool = True
     unclamped: frozenset[ActivationKind] = frozenset()
     hidden_multiple: int = 1

@@ -23,6 +23,7 @@ class ServedLayer:
     num_experts   of the whole model; held: global ids of the experts here, in the order of their slots
     experts       the backend's; backend: its name, "a+b" where two share the work
     input_weights whether the backend takes the router weight on the input
+    capturable    whether its calls may be captured in a CUDA graph
     plan          (tokens up to, backend), the last without a bound; empty: `backend` computes every batch
     """
 
@@ -35,6 +36,7 @@ class ServedLayer:
     experts: Experts
     backend: str
     input_weights: bool = True
+    capturable: bool = False
     plan: tuple[tuple[int | None, str], ...] = ()
     slot_of: Array = field(init=False, repr=False)
     """[num_experts + 1] int32: slot of each global id, -1 = not here; the last entry answers for the id -1."""

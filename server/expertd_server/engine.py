@@ -31,7 +31,7 @@ from expertd.errors import (
 from expertd_kernels.probe import use_device
 from expertd_server.batch import Batch, ServedLayer, fill
 from expertd_server.convert import digest, output_array
-from expertd_server.lane import Lane, lanes
+from expertd_server.lane import Inputs, Lane, lanes
 from expertd_server.request import Answer, Array, Outcome, Request, Stages
 from expertd_server.scheduler import LastBatch, Policy, Waiting, cut, trust_after, wake_at
 
@@ -247,10 +247,23 @@ class Engine:
         start = time.perf_counter_ns()
         try:
             top_k = max(r.top_k for r in b.requests)
-            inputs = lane.open(b.tokens, top_k, b.layer.hidden_size)
-            fill(b, inputs, top_k, self._dtype, self._ids.get(b.tokens * top_k))
+            rows, routes = lane.size(b.tokens, b.layer.capturable), b.tokens * top_k
+            all_rows = lane.open(rows, top_k, b.layer.hidden_size)
+            inputs = all_rows
+            if rows > b.tokens:  # the rest of the rows has no routes
+                all_rows.slots[routes:] = -1
+                inputs = Inputs(
+                    all_rows.hidden[: b.tokens * b.layer.hidden_size],
+                    all_rows.slots[:routes],
+                    all_rows.weights[:routes],
+                )
+            fill(b, inputs, top_k, self._dtype, self._ids.get(routes))
             b.fill_ns = time.perf_counter_ns() - start
-            lane.launch(b.layer.experts, router_weight_on_input=b.requests[0].router_weight_on_input)
+            lane.launch(
+                b.layer.experts,
+                router_weight_on_input=b.requests[0].router_weight_on_input,
+                capturable=b.layer.capturable,
+            )
         except Exception as e:
             self._fail(lane, b, e)
         else:

@@ -1,6 +1,7 @@
 """Where a batch's tensors live while it is computed: reused host buffers, and on an accelerator device buffers, streams
 and events, so that copying one batch overlaps with computing another.
 
+    lane.size(M, capturable)    rows to open for a batch of M; those behind the batch must have slots of -1
     lane.open(M, top_k, H)      flat numpy views to fill: hidden, slots, weights
     lane.launch(experts, ...)   starts copy in, kernel, copy out; returns at once where the device allows it
     lane.collect()              waits; the output [M, H] on the host and the time of each stage
@@ -10,6 +11,7 @@ and events, so that copying one batch overlaps with computing another.
 from __future__ import annotations
 
 import time
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,9 +20,10 @@ from torch import Tensor
 from expertd_kernels.backends.protocol import Experts
 from expertd_kernels.numerics import COMPUTE_DTYPE
 from expertd_kernels.probe import device_fault
+from expertd_server.graphs import MOST_TOKENS, Graphs, padded, supported
 from expertd_server.request import Array, Stages
 
-__all__ = ["Inputs", "Lane", "lanes"]
+__all__ = ["Inputs", "Lane", "compute_stream", "lanes"]
 
 _MOST_VIEWS = 1024
 _BITS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
@@ -38,9 +41,11 @@ class Inputs(NamedTuple):
 class Lane(Protocol):
     """One batch's place.  Used by the engine's thread only."""
 
+    def size(self, tokens: int, capturable: bool) -> int: ...
+
     def open(self, tokens: int, top_k: int, hidden_size: int) -> Inputs: ...
 
-    def launch(self, experts: Experts, *, router_weight_on_input: bool) -> None: ...
+    def launch(self, experts: Experts, *, router_weight_on_input: bool, capturable: bool = False) -> None: ...
 
     def collect(self) -> tuple[Tensor, Stages]: ...
 
@@ -115,10 +120,13 @@ class CpuLane:
         self._host = _Host(dtype, pinned=False)
         self._kernel_ns = 0
 
+    def size(self, tokens: int, capturable: bool) -> int:
+        return tokens
+
     def open(self, tokens: int, top_k: int, hidden_size: int) -> Inputs:
         return self._host.open(tokens, top_k, hidden_size)
 
-    def launch(self, experts: Experts, *, router_weight_on_input: bool) -> None:
+    def launch(self, experts: Experts, *, router_weight_on_input: bool, capturable: bool = False) -> None:
         h = self._host.now
         start = time.perf_counter_ns()
         experts(h.hidden, h.slots, h.weights, router_weight_on_input=router_weight_on_input, out=h.out)
@@ -145,16 +153,27 @@ class DeviceLane:
         self._out = _Store(dtype, device)
         # begin, inputs copied, kernel begun, kernel done, output copy begun, output copied
         self._marks = [api.Event(enable_timing=True) for _ in range(6)]
+        self._graphs = Graphs() if supported(device) else None
+
+    def size(self, tokens: int, capturable: bool) -> int:
+        return padded(tokens) if capturable and self._graphs is not None else tokens
 
     def open(self, tokens: int, top_k: int, hidden_size: int) -> Inputs:
         return self._host.open(tokens, top_k, hidden_size)
 
-    def launch(self, experts: Experts, *, router_weight_on_input: bool) -> None:
+    def launch(self, experts: Experts, *, router_weight_on_input: bool, capturable: bool = False) -> None:
         h, m = self._host.now, self._marks
         hidden = self._hidden.get(*h.hidden.shape)
         slots = self._slots.get(*h.slots.shape)
         weights = self._weights.get(*h.weights.shape)
         out = self._out.get(*h.out.shape)
+        graphs = self._graphs if capturable and len(hidden) <= MOST_TOKENS else None
+        tensors = (hidden, slots, weights, out)
+        key = (id(experts), router_weight_on_input, *slots.shape, *(t.data_ptr() for t in tensors))
+
+        def call() -> Tensor:
+            return experts(hidden, slots, weights, router_weight_on_input=router_weight_on_input, out=out)
+
         with self._api.stream(self._in):
             m[0].record()
             hidden.copy_(h.hidden, non_blocking=True)
@@ -164,13 +183,18 @@ class DeviceLane:
         with self._api.stream(self._compute):
             self._compute.wait_event(m[1])
             m[2].record()
-            experts(hidden, slots, weights, router_weight_on_input=router_weight_on_input, out=out)
+            known = graphs is not None and graphs.replay(key)
+            if not known:
+                call()
             m[3].record()
         with self._api.stream(self._back):
             self._back.wait_event(m[3])
             m[4].record()
             h.out.copy_(out, non_blocking=True)
             m[5].record()
+        if graphs is not None and not known:  # while the device computes
+            with self._api.stream(self._compute):
+                graphs.capture(key, call)
 
     def collect(self) -> tuple[Tensor, Stages]:
         m = self._marks
@@ -181,6 +205,12 @@ class DeviceLane:
         return device_fault(self._device)
 
 
+@cache
+def compute_stream(device: torch.device) -> Any:
+    """The stream of an accelerator that layers compute on: workspaces belong to it, so they are warmed up there."""
+    return getattr(torch, device.type).Stream(device)
+
+
 def lanes(device: torch.device, compute_dtype: str) -> tuple[Lane, ...]:
     """The lanes of an engine: one on a CPU, where computing and copying compete for the same cores; two on an
     accelerator, so that one batch is filled and copied while another is computed."""
@@ -188,5 +218,5 @@ def lanes(device: torch.device, compute_dtype: str) -> tuple[Lane, ...]:
     if device.type == "cpu":
         return (CpuLane(dtype),)
     api = getattr(torch, device.type)  # torch.cuda and torch.xpu have the same Stream, Event and stream()
-    streams = (api.Stream(device), api.Stream(device), api.Stream(device))
+    streams = (api.Stream(device), compute_stream(device), api.Stream(device))
     return tuple(DeviceLane(dtype, device, api, streams) for _ in range(2))

@@ -23,12 +23,14 @@ from expertd_kernels.backends.protocol import BackendModule, Experts, Packed
 from expertd_kernels.cache import Found, PackedCache
 from expertd_kernels.numerics import COMPUTE_DTYPE
 from expertd_kernels.oracle import Backend, Refused, load
+from expertd_kernels.probe import device_fault
 from expertd_kernels.problem import Problem
 from expertd_kernels.proof import Proof, boot_reference_experts, prove
 from expertd_kernels.selfcheck import SelfCheck, accept, check
 from expertd_kernels.source import ExpertSource
 from expertd_kernels.synthetic import random_inputs
 from expertd_server.choice import Unfit
+from expertd_server.lane import compute_stream
 from expertd_server.plan import BootError, LayerPlan
 
 if TYPE_CHECKING:
@@ -207,9 +209,19 @@ def warm_up(experts: Experts, plan: LayerPlan, site: Site) -> None:
     p, device = plan.decision.problem, site.device
     with _unfit("warmed up"), site.stage("warm_up"), torch.inference_mode():
         for tokens in _WARM_UP_CPU if device.type == "cpu" else _doubling(site.max_tokens):
-            experts(*_routed(tokens, p, device))
-        if device.type != "cpu":  # what a kernel did wrong is told by the next call that waits
-            getattr(torch, device.type).synchronize(device)
+            with _computing(device):
+                experts(*_routed(tokens, p, device))
+        if fault := device_fault(device):  # what a kernel did wrong is told by the next call that waits
+            raise RuntimeError(fault)
+
+
+def _computing(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """On the stream that requests are computed on."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    api = getattr(torch, device.type)
+    api.synchronize(device)  # what was packed on another stream
+    return cast("contextlib.AbstractContextManager[Any]", api.stream(compute_stream(device)))
 
 
 def _doubling(most: int) -> tuple[int, ...]:

@@ -1,0 +1,194 @@
+"""CUDA graphs of small batches: what is captured and when, and batches that are padded to a captured size.  What needs
+a GPU is at the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from expertd_server import graphs as module
+from expertd_server.batch import ServedLayer
+from expertd_server.convert import bits_of
+from expertd_server.engine import Engine
+from expertd_server.graphs import MOST_TOKENS, Graphs, padded
+from expertd_server.lane import CpuLane
+from expertd_server.request import Answer, Operand, Request
+from expertd_server.scheduler import Policy
+
+H, K, E = 16, 2, 4
+
+
+class Experts:
+    """out[t] = sum over the routes of weight * (slot + 1) * x[t]; waits for nothing, so it can be captured."""
+
+    backend = "simple"
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, x, ids, weights, *, router_weight_on_input=False, out=None):
+        self.sizes.append(len(x))
+        factor = torch.where(ids >= 0, (ids + 1) * weights, 0.0).sum(dim=1, keepdim=True)
+        return out.copy_(torch.where(factor == 0, 0.0, x * factor))
+
+
+class Waits(Experts):
+    """Looks at the device's numbers, which cannot be captured."""
+
+    def __call__(self, x, ids, weights, **more):
+        assert int(ids.max()) < E
+        return super().__call__(x, ids, weights, **more)
+
+
+class FakeGraph:
+    """What torch.cuda.CUDAGraph is asked."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def capture_begin(self, capture_error_mode):
+        assert capture_error_mode == "thread_local", "other threads go on with what they do"
+
+    def capture_end(self):
+        pass
+
+    def replay(self):
+        self.replays += 1
+
+
+def test_sizes_are_powers_of_two_up_to_the_largest_that_is_captured():
+    assert [padded(n) for n in (1, 2, 3, 5, 33, MOST_TOKENS)] == [1, 2, 4, 8, 64, MOST_TOKENS]
+    assert padded(MOST_TOKENS + 1) == MOST_TOKENS + 1
+
+
+def test_what_comes_again_is_captured_once_and_replayed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    g, calls = Graphs(), []
+    assert not g.replay("a")
+    g.capture("a", lambda: calls.append("a"))
+    assert calls == [], "once is no reason to capture"
+    assert not g.replay("a")
+    g.capture("a", lambda: calls.append("a"))
+    assert calls == ["a"]
+    assert g.replay("a")
+    g.capture("a", lambda: calls.append("a"))
+    assert calls == ["a"]
+    assert not g.replay("b")
+
+
+def test_the_graphs_not_used_for_longest_go_first(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(module, "_MOST_GRAPHS", 2)
+    g = Graphs()
+    for key in ("a", "b"):
+        for _ in range(2):
+            g.capture(key, lambda: None)
+    assert g.replay("a")
+    for _ in range(2):
+        g.capture("c", lambda: None)
+    assert [g.replay(key) for key in ("a", "b", "c")] == [True, False, True]
+
+
+def test_a_call_that_cannot_be_captured_is_made_as_before(monkeypatch, caplog):
+    class Refuses(FakeGraph):
+        def capture_end(self):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Refuses)
+    g = Graphs()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(4):
+            g.capture("a", lambda: None)
+            assert not g.replay("a")
+    assert len(caplog.records) == 1
+    assert "not permitted" in caplog.text
+
+
+class Setup:
+    """An engine with one capturable layer; ask(tokens, seed) answers and checks one request."""
+
+    def __init__(self, device: str, experts: Experts) -> None:
+        self.experts = experts
+        layer = ServedLayer(0, E, range(E), K, H, 32, experts, "simple", capturable=True)
+        self.engine = Engine({0: layer}, torch.device(device), compute_dtype="f32", policy=Policy(256))
+        self.engine.start()
+
+    def ask(self, tokens: int, seed: int, absent: bool = False) -> None:
+        rng = np.random.default_rng(seed)
+        x = rng.normal(size=(tokens, H)).astype(np.float32)
+        ids = rng.integers(0, E, (tokens, K)).astype(np.int32)
+        ids[0, 0] = -1 if absent else ids[0, 0]
+        w = rng.uniform(0.5, 1.5, (tokens, K)).astype(np.float32)
+        done, got = threading.Event(), []
+
+        def reply(r, outcome):
+            assert isinstance(outcome, Answer), outcome
+            got.append((outcome.output.copy(), outcome.routes_computed, outcome.batch_tokens))
+            done.set()
+
+        operands = (Operand("f32", bits_of(torch.from_numpy(a).reshape(-1))) for a in (x,))
+        self.engine.submit(
+            Request(
+                0, tokens, K, *operands, Operand("i32", ids.reshape(-1)), Operand("f32", w.reshape(-1)), reply,
+                arrival_ns=time.monotonic_ns(), output_dtype="f32",
+            )
+        )  # fmt: skip
+        assert done.wait(20)
+        (output, routes, batch), right = got[0], x * np.where(ids >= 0, (ids + 1) * w, 0).sum(1, keepdims=True)
+        np.testing.assert_allclose(output.reshape(tokens, H), right, rtol=1e-5)
+        assert (routes, batch) == (tokens * K - absent, tokens)
+
+    def end(self) -> None:
+        self.engine.stop(10)
+
+
+def test_a_padded_batch_answers_its_own_tokens(monkeypatch):
+    monkeypatch.setattr(CpuLane, "size", lambda lane, tokens, capturable: padded(tokens) if capturable else tokens)
+    s = Setup("cpu", Experts())
+    try:
+        for n, tokens in enumerate((5, 64, 3, 7, 1, 65, 33)):  # after a full batch its rows stand behind smaller ones
+            s.ask(tokens, seed=n, absent=n % 2 == 1)
+        assert s.experts.sizes == [8, 64, 4, 8, 1, 65, 64]
+    finally:
+        s.end()
+
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")]
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=GPU)])
+def on_gpu(request):
+    made: list[Setup] = []
+    yield lambda experts: made.append(Setup(request.param, experts)) or made[-1]
+    for s in made:
+        s.end()
+
+
+def test_small_batches_are_replayed_and_follow_their_inputs(on_gpu):
+    s = on_gpu(Experts())
+    for n in range(60):
+        s.ask((1, 3, 8, 40)[n % 4], seed=n, absent=n % 3 == 0)
+    calls = len(s.experts.sizes)
+    assert calls < 60, "replayed"
+    for n in range(40):
+        s.ask((1, 4, 7, 64)[n % 4], seed=100 + n)
+    assert len(s.experts.sizes) == calls, "nothing is called any more"
+    s.ask(200, seed=1)
+    s.ask(200, seed=2)
+    assert s.experts.sizes[calls:] == [200, 200], "large batches are called"
+    for n in range(8):
+        s.ask(3, seed=200 + n)
+    s.ask(5, seed=1)
+
+
+def test_experts_that_wait_are_called_as_before(on_gpu, caplog):
+    s = on_gpu(Waits())
+    for n in range(20):
+        s.ask((1, 3)[n % 2], seed=n)
+    assert "could not be captured" in caplog.text
+    assert len(s.experts.sizes) >= 20
