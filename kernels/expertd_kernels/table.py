@@ -117,6 +117,8 @@ BACKENDS: tuple[Backend, ...] = (
         needs={"triton": ">=3.6"},
         max_experts=512,
         mixed_schemes=False,
+        batch_invariant=True,
+        capturable=True,
         hardware="run on SM90 only; on other devices not run on hardware",
     ),
     Backend(

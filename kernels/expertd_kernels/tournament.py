@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -32,6 +31,7 @@ from expertd_kernels.problem import Problem
 from expertd_kernels.proof import Proof, boot_reference_experts, prove
 from expertd_kernels.selfcheck import check
 from expertd_kernels.synthetic import random_inputs
+from expertd_kernels.timing import CAPTURED_TOKENS, LIMIT_S, captured, time_calls
 
 __all__ = [
     "GRID",
@@ -41,19 +41,14 @@ __all__ = [
     "Result",
     "choose",
     "measure",
-    "time_calls",
     "with_results",
 ]
 
 GRID = (1, 8, 64, 512)
 """Token counts that are timed: decode of one, of a few, of many sequences, and a prefill chunk."""
 
-ROUNDS = 5
 INPUTS = 4
 """Sets of inputs a token count, so that weights come from memory and not from a cache."""
-LIMIT_S = 1.0
-"""Time for one backend at one token count.  A call that alone takes longer than its share is timed once; a backend with
-a call that takes longer than all of it is not timed at larger counts."""
 GIVE_UP = 10.0
 """A backend that takes this many times the fastest one's time at some token count is not timed at larger ones."""
 WORTH = 0.95
@@ -73,29 +68,6 @@ class Result:
     refusal: str = ""
     relative_error: float | None = None
     microseconds: Mapping[int, float] = field(default_factory=dict)
-
-
-def time_calls(call: Callable[[int], object], inputs: int, device: torch.device, rounds: int = ROUNDS) -> float:
-    """Median microseconds of call(i), i going round the input sets so that weights come from memory, not from cache.
-    As many rounds as LIMIT_S allows, at most `rounds`."""
-
-    def timed(indices: Iterable[int]) -> float:
-        begin = time.perf_counter_ns()
-        for i in indices:
-            call(i)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        elif device.type == "xpu":
-            torch.xpu.synchronize(device)
-        return (time.perf_counter_ns() - begin) / 1e3
-
-    timed([0])  # compiles, chooses, allocates
-    once = timed([0])
-    fit = min(rounds, int(LIMIT_S * 1e6 / (once * inputs)))
-    if fit < 1:
-        return once
-    times = sorted(timed(range(inputs)) / inputs for _ in range(fit))
-    return times[len(times) // 2]
 
 
 def measure(
@@ -122,7 +94,8 @@ def measure(
             results.append(Result(v.backend, "; ".join(v.refusals)))
             continue
         try:
-            results.append(_measure_one(v.backend, make(rows[v.backend], weights, p), proof, p, weights, grid, fastest))
+            row = rows[v.backend]
+            results.append(_measure_one(row, make(row, weights, p), proof, p, weights, grid, fastest))
         except Exception as e:
             what = str(e) if isinstance(e, Refused) else f"{type(e).__name__}: {e}"
             if fault := device_fault(weights.device):
@@ -141,7 +114,7 @@ def _build(backend: Backend, weights: Weights, p: Problem) -> Experts:
 
 
 def _measure_one(
-    name: str,
+    row: Backend,
     experts: Experts,
     proof: Proof,
     p: Problem,
@@ -152,7 +125,7 @@ def _measure_one(
     """fastest: least microseconds by token count so far; brought up to date."""
     found = check(experts, proof, p, weights)
     if not found.ok:
-        return Result(name, f"self-check against the float32 reference: {found.fault}", found.relative_error)
+        return Result(row.name, f"self-check against the float32 reference: {found.fault}", found.relative_error)
     dtype, device = proof.x.dtype, proof.x.device
     times: dict[int, float] = {}
     for m in grid:
@@ -169,12 +142,17 @@ def _measure_one(
             for i in range(INPUTS)
         ]
         out = torch.empty(m, p.hidden_size, dtype=dtype, device=device)
+
+        def call(i: int, sets: Any = sets, out: Tensor = out) -> Tensor:
+            return experts(*sets[i], out=out)
+
+        graphs = row.capturable and m <= CAPTURED_TOKENS and device.type == "cuda" and torch.version.hip is None
         with torch.inference_mode():
-            times[m] = time_calls(lambda i, s=sets, o=out: experts(*s[i], out=o), len(sets), device)  # type: ignore[misc]
+            times[m] = time_calls(captured(call, len(sets), device) if graphs else call, len(sets), device)
         fastest[m] = min(times[m], fastest.get(m, times[m]))
         if times[m] > GIVE_UP * fastest[m] or times[m] > LIMIT_S * 1e6:
             break
-    return Result(name, relative_error=found.relative_error, microseconds=times)
+    return Result(row.name, relative_error=found.relative_error, microseconds=times)
 
 
 def _mean(times: Iterable[float]) -> float:

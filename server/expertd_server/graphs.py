@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from expertd_kernels.timing import CAPTURED_TOKENS
+
 __all__ = ["MOST_TOKENS", "Graphs", "padded", "supported"]
 
 log = logging.getLogger(__name__)
 
-MOST_TOKENS = 64
+MOST_TOKENS = CAPTURED_TOKENS
 """Larger batches take the device longer than the host."""
 _MOST_GRAPHS = 2048
 _WORTH = 2

@@ -20,6 +20,7 @@ from expertd_kernels import (
 )
 from expertd_kernels.proof import reference_rows
 from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.timing import captured, time_calls
 
 pytestmark = pytest.mark.gpu
 E, K, H, I = 32, 4, 1024, 512
@@ -197,3 +198,19 @@ def test_numbers_of_tokens_between_powers_of_two_compile_nothing(layer, monkeypa
     for tokens in (3, 5, 6, 7, 9, 11, 13, 17, 23, 31, 33, 47, 63, 65, 100, 127):
         experts(*inputs(tokens))
     assert compiled == []
+
+
+def test_captured_calls_are_the_calls(layer):
+    """As a tournament times them and a server makes them."""
+    weights, experts = layer
+    sets = [inputs(8, seed=i) for i in range(3)]
+    outs = [torch.empty_like(x) for x, _, _ in sets]
+    replay = captured(lambda i: experts(*sets[i], out=outs[i]), 3, torch.device("cuda"))
+    for out in outs:
+        out.fill_(float("nan"))
+    for i in (2, 0, 1):
+        replay(i)
+    torch.cuda.synchronize()
+    for batch, out in zip(sets, outs, strict=True):
+        assert relative_error(out, reference(weights, *batch)) <= LIMIT
+    assert 0 < time_calls(replay, 3, torch.device("cuda")) < 1e6
