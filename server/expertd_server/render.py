@@ -126,6 +126,9 @@ def _notes(p: LayerPlan) -> list[str]:
             f"the checkpoint asks for activations rounded to {wants}; they are"
             f" {'not rounded' if does == 'none' else does} (--activations checkpoint follows it)"
         )
-    if p.decision.chosen is not None and p.decision.chosen.hardware:
-        notes.append(f"backend {p.decision.chosen.name}: {p.decision.chosen.hardware}")
+    chosen = p.decision.chosen
+    if chosen is not None and chosen.hardware:
+        notes.append(f"backend {chosen.name}: {chosen.hardware}")
+    if chosen is not None and chosen.name == "reference" and not p.decision.pinned:
+        notes.append("nothing faster than the float32 reference serves this: the table says why not")
     return notes

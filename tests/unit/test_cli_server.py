@@ -136,3 +136,27 @@ def test_the_configuration_prints_itself(capsys):
     assert 'synthetic = "tiny:bf16"' in out
     assert 'shard = "1/2"' in out
     assert "max-tokens = 4096" in out
+
+
+def test_a_slow_last_resort_is_said_unless_it_was_asked_for(capsys):
+    """An engine that falls back to something slow in silence costs its users days."""
+    slow = "note: nothing faster than the float32 reference serves this: the table says why not"
+    ask = ["explain", "--synthetic", "tiny:int4_g128", "--device", "sm90"]
+    assert main([*ask, "--compute-dtype", "float32"]) == 0
+    assert slow in capsys.readouterr().out
+    for more in ([], ["--backend", "reference"]):
+        assert main([*ask, *more]) == 0
+        assert slow not in capsys.readouterr().out
+
+
+def test_the_same_bits_can_be_demanded(capsys):
+    def chosen(*more):
+        assert main(["explain", "--synthetic", "tiny:mxfp4", "--device", "sm90", "--json", *more]) == 0
+        return json.loads(capsys.readouterr().out)["layers"][0]
+
+    assert chosen()["chosen"] == chosen("--deterministic", "runs")["chosen"] == "gluon_sm90"
+    batches = chosen("--deterministic", "batches")
+    assert batches["chosen"] == "triton"
+    why = {v["backend"]: v["refusals"] for v in batches["verdicts"]}
+    assert why["gluon_sm90"] == ["a token's bits depend on the batch that it is computed in"]
+    assert "is not bit-identical from run to run" in why["humming"]
