@@ -1,4 +1,4 @@
-"""The kernels of backends/glue.py compiled for sm_90 with the arguments of real calls: Triton needs no device for it."""
+"""The kernels of backends/glue.py compiled for sm_90 with the arguments of real calls; that needs no device."""
 
 import pytest
 import torch
