@@ -7,7 +7,7 @@ import pytest
 
 from expertd_kernels.backends import gluon
 from expertd_kernels.backends.gluon.codec import Codec, codec_of
-from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan, heuristic
+from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan, heuristic, one_plan
 from expertd_kernels.scheme import Scheme
 
 SHARED_BYTES = 232448
@@ -85,3 +85,17 @@ def test_tuned_plans_come_first_and_the_heuristic_fills_in():
     plans = Plans((c, c), (128, 8, 2048, 768), [tuned])
     assert plans.at(16) is tuned
     assert plans.at(17) == heuristic((c, c), (128, 8, 2048, 768), 17)
+
+
+@pytest.mark.parametrize(
+    "scheme", ["int4_g128", "int4_g32_zp", "int8_channel", "mxfp4", "mxfp8", "e4m3_block128", "bf16"]
+)
+def test_one_plan_for_batches_of_any_size(scheme):
+    """And one whose results of w2 are rounded alike: those of kernel "block" are f32 for few tokens."""
+    codec = codec_of(Scheme.parse(scheme))
+    plans = one_plan((codec, codec), (128, 8, 2048, 768))
+    assert (
+        len({(plans.at(m).mode, plans.at(m).w13, plans.at(m).w2) for m in (1, 2, 8, 64, 129, 1000, 8192, 65536)}) == 1
+    )
+    assert {plans.at(1).w13.kind, plans.at(1).w2.kind} == {"ws"}
+    check(plans.at(1), (codec, codec), 8)

@@ -14,7 +14,7 @@ from expertd_kernels.activation import Activation
 from expertd_kernels.backends.gluon.block import block
 from expertd_kernels.backends.gluon.codec import codec_of
 from expertd_kernels.backends.gluon.matrix import TILE, round_up
-from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan
+from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan, one_plan
 from expertd_kernels.backends.gluon.routing import combine, group_routes, table_routes
 from expertd_kernels.backends.gluon.specialized import ws
 from expertd_kernels.backends.gluon.tile import Gemm, Tile, tile
@@ -122,12 +122,11 @@ class GluonExperts:
         self._matrices: dict[tuple[int, bool], tuple[_Matrix, _Matrix]] = {}
         self._spaces: dict[int, _Workspace] = {}
         self._descriptors: dict[tuple[int, int, int], TensorDescriptor] = {}
-        self.plans = plans or Plans.for_layer(
-            torch.cuda.get_device_name(self.device),
-            codec_of(scheme_from_json(packed.meta["w13"]["scheme"])),
-            codec_of(scheme_from_json(packed.meta["w2"]["scheme"])),
-            (self.num_experts, self.top_k, self.hidden_size, self.intermediate_size),
-        )
+        w13, w2 = (codec_of(scheme_from_json(packed.meta[name]["scheme"])) for name in ("w13", "w2"))
+        shape = (self.num_experts, self.top_k, self.hidden_size, self.intermediate_size)
+        if plans is None and problem.batch_invariant:
+            plans = one_plan((w13, w2), shape)
+        self.plans = plans or Plans.for_layer(torch.cuda.get_device_name(self.device), w13, w2, shape)
 
     def __call__(
         self,

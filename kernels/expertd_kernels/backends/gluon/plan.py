@@ -10,7 +10,7 @@ from pathlib import Path
 
 from expertd_kernels.backends.gluon.codec import Codec
 
-__all__ = ["LayerPlan", "Plans", "TilePlan", "heuristic"]
+__all__ = ["LayerPlan", "Plans", "TilePlan", "heuristic", "one_plan"]
 
 TABLE_ROUTES = 1024
 """Routes up to which one program of the routing kernel looks at all of them at once."""
@@ -118,6 +118,14 @@ class Plans:
             tuned = next((p for p in self.tuned if tokens <= p.tokens), None)
             self._found[tokens] = tuned or heuristic(self.codecs, self.shape, tokens)
         return self._found[tokens]
+
+
+def one_plan(codecs: tuple[Codec, Codec], shape: Shape) -> Plans:
+    """The same plan for every number of tokens: each row of a GEMM is computed by the same steps in any batch, and w2's
+    results are rounded alike.  Blocks of 64 tokens, between decoding and prefill."""
+    stages = {4: "S4 ST3", 8: "S2 ST4", 16: "S1 ST4"}
+    w13, w2 = (TilePlan.parse(f"ws BM64 T4 W8 {stages[c.bits]} V2") for c in codecs)
+    return Plans(codecs, shape, [LayerPlan(1 << 30, "lists", w13, w2)])
 
 
 def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPlan:
