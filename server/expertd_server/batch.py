@@ -53,17 +53,24 @@ class ServedLayer:
 
 @dataclass(slots=True)
 class Batch:
-    """A batch under way.  rows[i]: first row of request i; errors: of requests that failed alone."""
+    """A batch under way.  rows[i]: first row of request i; errors: of requests that failed alone; padded: rows that are
+    computed, where there are more than tokens."""
 
     layer: ServedLayer
     requests: tuple[Request, ...]
     rows: list[int]
     tokens: int
     cut_ns: int
+    padded: int = 0
     fill_ns: int = 0
     errors: dict[int, ExpertdError] = field(default_factory=dict)
     routes: list[int] = field(default_factory=list)
     expert_tokens: Array = field(default_factory=lambda: np.empty(0, np.int64))
+
+    @property
+    def backend(self) -> str:
+        """The one that computes it."""
+        return self.layer.backend_at(max(self.tokens, self.padded))
 
 
 def fill(b: Batch, into: Inputs, k: int, dtype: str, ids: Array) -> None:

@@ -58,9 +58,11 @@ class LoadNow(NamedTuple):
 
 
 class BatchReport(NamedTuple):
-    """One computed batch, for metrics.  expert_tokens: [experts held] int64, routes that each slot served."""
+    """One computed batch, for metrics.  backend: the one that computed it; expert_tokens: [experts held] int64, routes
+    that each slot served."""
 
     layer: ServedLayer
+    backend: str
     tokens: int
     requests: Sequence[Request]
     queue_ns: Sequence[int]
@@ -247,10 +249,9 @@ class Engine:
         start = time.perf_counter_ns()
         try:
             top_k = max(r.top_k for r in b.requests)
-            rows, routes = lane.size(b.tokens, b.layer.capturable), b.tokens * top_k
-            all_rows = lane.open(rows, top_k, b.layer.hidden_size)
-            inputs = all_rows
-            if rows > b.tokens:  # the rest of the rows has no routes
+            b.padded, routes = lane.size(b.tokens, b.layer.capturable), b.tokens * top_k
+            inputs = all_rows = lane.open(b.padded, top_k, b.layer.hidden_size)
+            if b.padded > b.tokens:  # the rest of the rows has no routes
                 all_rows.slots[routes:] = -1
                 inputs = Inputs(
                     all_rows.hidden[: b.tokens * b.layer.hidden_size],
@@ -290,7 +291,7 @@ class Engine:
         self._last = LastBatch(time.monotonic_ns(), spent, len(b.requests), self._trust)
         if self._observe is not None:
             try:
-                self._observe(BatchReport(b.layer, b.tokens, b.requests, queue_ns, stages, b.expert_tokens))
+                self._observe(BatchReport(b.layer, b.backend, b.tokens, b.requests, queue_ns, stages, b.expert_tokens))
             except Exception:  # counting must not end the computing
                 log.exception("layer %d: a batch could not be counted", b.layer.layer)
 
@@ -312,12 +313,12 @@ class Engine:
             stages,
             b.tokens,
             len(b.requests),
-            b.layer.backend_at(b.tokens),
+            b.backend,
         )
 
     def _fail(self, lane: Lane, b: Batch, e: Exception) -> None:
         """Answer every request of `b` with the failure.  The engine goes on, unless the device is lost."""
-        backend = b.layer.backend_at(b.tokens)
+        backend = b.backend
         log.exception("layer %d, backend %s: a batch of %d tokens failed", b.layer.layer, backend, b.tokens)
         text = f"backend {backend}, layer {b.layer.layer}, {b.tokens} tokens: {type(e).__name__}: {e}"
         fault = lane.fault()

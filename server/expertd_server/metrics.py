@@ -166,7 +166,7 @@ class _Batches(Collector):
 
     def add(self, b: BatchReport) -> None:
         """One batch was computed."""
-        layer, backend = b.layer.layer, b.layer.backend_at(b.tokens)
+        layer, backend = b.layer.layer, b.backend
         if layer not in self._tokens:
             self._experts[layer] = (b.layer.held, np.zeros(len(b.layer.held), np.int64))
             self._tokens[layer] = 0

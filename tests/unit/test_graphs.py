@@ -114,7 +114,8 @@ class Setup:
 
     def __init__(self, device: str, experts: Experts) -> None:
         self.experts = experts
-        layer = ServedLayer(0, E, range(E), K, H, 32, experts, "simple", capturable=True)
+        plan = ((22, "simple"), (None, "large"))
+        layer = ServedLayer(0, E, range(E), K, H, 32, experts, "simple+large", capturable=True, plan=plan)
         self.engine = Engine({0: layer}, torch.device(device), compute_dtype="f32", policy=Policy(256))
         self.engine.start()
 
@@ -128,7 +129,7 @@ class Setup:
 
         def reply(r, outcome):
             assert isinstance(outcome, Answer), outcome
-            got.append((outcome.output.copy(), outcome.routes_computed, outcome.batch_tokens))
+            got.append((outcome.output.copy(), outcome.routes_computed, outcome.batch_tokens, outcome.backend))
             done.set()
 
         operands = (Operand("f32", bits_of(torch.from_numpy(a).reshape(-1))) for a in (x,))
@@ -139,9 +140,10 @@ class Setup:
             )
         )  # fmt: skip
         assert done.wait(20)
-        (output, routes, batch), right = got[0], x * np.where(ids >= 0, (ids + 1) * w, 0).sum(1, keepdims=True)
+        (output, routes, batch, backend), right = got[0], x * np.where(ids >= 0, (ids + 1) * w, 0).sum(1, keepdims=True)
         np.testing.assert_allclose(output.reshape(tokens, H), right, rtol=1e-5)
         assert (routes, batch) == (tokens * K - absent, tokens)
+        assert backend == ("simple" if padded(tokens) <= 22 else "large"), "the one that computed the padded batch"
 
     def end(self) -> None:
         self.engine.stop(10)
@@ -151,9 +153,9 @@ def test_a_padded_batch_answers_its_own_tokens(monkeypatch):
     monkeypatch.setattr(CpuLane, "size", lambda lane, tokens, capturable: padded(tokens) if capturable else tokens)
     s = Setup("cpu", Experts())
     try:
-        for n, tokens in enumerate((5, 64, 3, 7, 1, 65, 33)):  # after a full batch its rows stand behind smaller ones
+        for n, tokens in enumerate((5, 64, 3, 7, 1, 65, 18)):  # after a full batch its rows stand behind smaller ones
             s.ask(tokens, seed=n, absent=n % 2 == 1)
-        assert s.experts.sizes == [8, 64, 4, 8, 1, 65, 64]
+        assert s.experts.sizes == [8, 64, 4, 8, 1, 65, 32]
     finally:
         s.end()
 
