@@ -40,6 +40,8 @@ KINDS = (
 )
 COMPUTE = {"bf16": 0, "f32": 1}
 INT8 = 2
+COMPUTED = (torch.bfloat16, torch.float32)
+"""Types of activations that the kernel reads and writes; others go through f32."""
 
 
 def spec_of(scheme: Scheme, shape: tuple[int, int, int], segments: int) -> native.Spec:
@@ -152,6 +154,16 @@ def _column_map(scheme: Scheme, shape: tuple[int, int, int], kp: int, columns: T
     return out
 
 
+def _plain(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """t as a contiguous tensor of the type; usually t itself: each operator more costs a call some microseconds."""
+    return t if t.dtype == dtype and t.is_contiguous() else t.to(dtype).contiguous()
+
+
+def _takes(out: Tensor, M: int, H: int) -> bool:
+    """Whether the kernel can write to it."""
+    return out.dtype in COMPUTED and out.is_contiguous() and out.shape == (M, H)
+
+
 class CpuExperts:
     """A layer's experts on the CPU kernel.  The library runs one call at a time; others wait."""
 
@@ -174,6 +186,8 @@ class CpuExperts:
             activation.limit or 0.0,
             INT8 if backend == "cpu_w4a8" else COMPUTE[problem.compute_dtype],
         )
+        self._reference = C.byref(self._layer)
+        self._forward = native.library().expertd_cpu_forward
 
     def _matrix(self, name: str) -> native.Matrix:
         meta, parts = self.packed.meta[name], fields(self.packed, name)
@@ -207,32 +221,33 @@ class CpuExperts:
                 f"cpu: hidden_states {tuple(hidden_states.shape)}, topk_ids {tuple(topk_ids.shape)}, topk_weights"
                 f" {tuple(topk_weights.shape)}: want [M, {self.hidden_size}] and twice [M, k]"
             )
-        if out is None:
-            out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-        if topk_ids.shape[1] == 0 or M == 0:
-            return out.zero_()
-        x = hidden_states if hidden_states.dtype in (torch.bfloat16, torch.float32) else hidden_states.float()
-        if x.stride(1) != 1:
+        x = hidden_states if hidden_states.dtype in COMPUTED else hidden_states.float()
+        row, column = x.stride()
+        if column != 1:
             x = x.contiguous()
-        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.float().contiguous()
-        direct = out.is_contiguous() and out.dtype in (torch.bfloat16, torch.float32) and out.shape == (M, H)
-        target = out if direct else torch.empty(M, H)
+            row = H
+        fresh = torch.empty((M, H), dtype=x.dtype) if out is None or not _takes(out, M, H) else out
+        k = topk_ids.shape[1]
+        if k == 0 or M == 0:
+            return (fresh if out is None else out).zero_()
+        ids, weights = _plain(topk_ids, torch.int32), _plain(topk_weights, torch.float32)
         call = native.Call(
             x.data_ptr(),
             ids.data_ptr(),
             weights.data_ptr(),
-            target.data_ptr(),
+            fresh.data_ptr(),
             M,
-            max(x.stride(0), H),
-            ids.shape[1],
+            max(row, H),
+            k,
             x.dtype == torch.float32,
-            target.dtype == torch.float32,
+            fresh.dtype == torch.float32,
             router_weight_on_input,
         )
-        handle = self.context.handle
-        error = native.library().expertd_cpu_forward(handle, C.byref(self._layer), C.byref(call))
+        error = self._forward(self.context.handle, self._reference, C.byref(call))
         self.context.check(error, f"{M} tokens with ids in {int(ids.min())}..{int(ids.max())}" if error else "")
-        return out if direct else out.copy_(target)
+        if out is None:
+            return fresh if fresh.dtype == hidden_states.dtype else fresh.to(hidden_states.dtype)
+        return out if out is fresh else out.copy_(fresh)
 
 
 def experts(packed: Packed, problem: Problem) -> CpuExperts:

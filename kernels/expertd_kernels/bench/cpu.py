@@ -133,16 +133,17 @@ def _error(call: Caller, inputs: Inputs, wanted: Tensor) -> float:
 
 def _times(calls: Mapping[str, Caller], sets: Sequence[Inputs], seconds: float, clock: str) -> dict[str, float]:
     """Median microseconds of each call.  One call of each in turn, until `seconds` are spent, at least four rounds, of
-    which the first does not count."""
+    which the first does not count.  Neighbours of a round take different inputs: where two share their weights, the
+    second would find in the cache what the first has read."""
     now = time.thread_time if clock == "cpu" else time.perf_counter
     taken: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds
     n = 0
     while n < 4 or time.perf_counter() < end:
-        for name, call in calls.items():
+        for i, (name, call) in enumerate(calls.items()):
             time.sleep(PAUSE_S)
             start = now()
-            call(sets[n % len(sets)])
+            call(sets[(n + i) % len(sets)])
             taken[name].append((now() - start) * 1e6)
         n += 1
     return {name: statistics.median(t[1:]) for name, t in taken.items()}

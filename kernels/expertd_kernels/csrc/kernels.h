@@ -7,6 +7,7 @@
 // Every other element becomes f32 and meets f32 activations.
 #pragma once
 #include "rows.h"
+#include "scales.h"
 
 namespace expertd {
 namespace {
@@ -83,9 +84,28 @@ inline void zero_tile(float* out) {
     for (int r = 0; r < R; r++) V::storef(out + m * 2 * kRows + r * V::W, V::bcastf(0.0f));
 }
 
+// The scales of V::W rows at the end of a piece: from `prepared`, or (RAW: a type of scale) as they are stored, which saves a single row
+// of activations preparing them. RAW: the rest of the scale, a power of two, is in the activation's.
+template <class V, int RAW>
+struct BlockScales {
+  const float* prepared;
+  const uint8_t* header;
+  size_t stride, bytes;  // of a block: prepared scales, and header and codes
+  BlockScales(const BlockArgs& a, int block)
+      : prepared(a.scales + size_t(block) * a.g->groups * kRows), header(a.block + block * a.g->block_bytes),
+        stride(size_t(a.g->groups) * kRows), bytes(a.g->block_bytes) {}
+  typename V::F at(int group, int block, int lane) const {
+    const size_t i = size_t(group) * kRows + lane;
+    if constexpr (RAW >= 0) return load_scales<V, RAW>(header + block * bytes + i * stored_bytes(RAW));
+    else return V::loadf(prepared + block * stride + i);
+  }
+};
+template <int RAW>
+inline float row_scale(const BlockArgs& a, float scale) { return RAW >= 0 ? scale * a.factor[0] : scale; }
+
 // One row of activations against NB blocks: a row vector meets all positions of a step before the next one is loaded. int4 without
 // a fused dot product leaves odd positions where they are, 16 times too large, in sums of their own: one shift instead of three.
-template <class V, int EL, int NB>
+template <class V, int EL, int NB, int RAW>
 void tile_row_i16(const BlockArgs& a, const Slice& s, const int32_t* index, float* out) {
   using I = typename V::I;
   using F = typename V::F;
@@ -95,7 +115,8 @@ void tile_row_i16(const BlockArgs& a, const Slice& s, const int32_t* index, floa
   const Geometry& g = *a.g;
   const size_t row = size_t(index[0]) * a.rows->pieces, stride = size_t(g.groups) * kRows;
   const int32_t* x = reinterpret_cast<const int32_t*>(a.rows->data + size_t(index[0]) * a.rows->stride) + s.from / 2;
-  const float *xs = a.rows->scales + row, *sums = a.rows->sums + row, *ws = a.scales + s.block * stride;
+  const float *xs = a.rows->scales + row, *sums = a.rows->sums + row;
+  const BlockScales<V, RAW> ws(a, s.block);
   const float* wz = a.minus_zeros ? a.minus_zeros + s.block * stride : nullptr;
   const int32_t* starts = a.rows->starts + row;
   const Pairs<V, EL> codes;
@@ -138,8 +159,7 @@ void tile_row_i16(const BlockArgs& a, const Slice& s, const int32_t* index, floa
         w[b] += kVector;
       }
     }
-    const F scale = V::bcastf(xs[p]);
-    const float* at = ws + group * kRows;
+    const F scale = V::bcastf(row_scale<RAW>(a, xs[p]));
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
       I sum = acc[r][0];
@@ -149,12 +169,12 @@ void tile_row_i16(const BlockArgs& a, const Slice& s, const int32_t* index, floa
       F f = V::cvt(sum);
       const size_t lane = (r / VB) * stride + (r % VB) * V::W;
       if (wz) f = V::fma(V::loadf(wz + group * kRows + lane), V::bcastf(sums[p]), f);
-      V::storef(out + r * V::W, V::fma(f, V::mul(V::loadf(at + lane), scale), V::loadf(out + r * V::W)));
+      V::storef(out + r * V::W, V::fma(f, V::mul(ws.at(group, r / VB, r % VB * V::W), scale), V::loadf(out + r * V::W)));
     }
   });
 }
 
-template <class V, int EL, int NB, int MR>
+template <class V, int EL, int NB, int MR, int RAW>
 void tile_i16(const BlockArgs& a, const Slice& s, const int32_t* index, float* out) {
   using I = typename V::I;
   using F = typename V::F;
@@ -163,7 +183,8 @@ void tile_i16(const BlockArgs& a, const Slice& s, const int32_t* index, float* o
   const Rows& rows = *a.rows;
   const int32_t *x[MR], *starts[MR];
   const size_t stride = size_t(g.groups) * kRows;
-  const float *xs[MR], *sums[MR], *ws = a.scales + s.block * stride;
+  const float *xs[MR], *sums[MR];
+  const BlockScales<V, RAW> ws(a, s.block);
   const float* wz = a.minus_zeros ? a.minus_zeros + s.block * stride : nullptr;
   const uint8_t* w[NB];
   for (int b = 0; b < NB; b++) w[b] = s.codes + b * s.stride;
@@ -211,10 +232,9 @@ void tile_i16(const BlockArgs& a, const Slice& s, const int32_t* index, float* o
         w[b] += kVector;
       }
     }
-    const float* at = ws + group * kRows;
 #pragma GCC unroll 16
     for (int m = 0; m < MR; m++) {
-      const F scale = V::bcastf(xs[m][p]);
+      const F scale = V::bcastf(row_scale<RAW>(a, xs[m][p]));
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
         I sum = acc[m][r][0];
@@ -223,7 +243,7 @@ void tile_i16(const BlockArgs& a, const Slice& s, const int32_t* index, float* o
         const size_t lane = (r / VB) * stride + (r % VB) * V::W;
         if (wz) f = V::fma(V::loadf(wz + group * kRows + lane), V::bcastf(sums[m][p]), f);
         float* sums_of = out + m * 2 * kRows + r * V::W;
-        V::storef(sums_of, V::fma(f, V::mul(V::loadf(at + lane), scale), V::loadf(sums_of)));
+        V::storef(sums_of, V::fma(f, V::mul(ws.at(group, r / VB, r % VB * V::W), scale), V::loadf(sums_of)));
       }
     }
   });

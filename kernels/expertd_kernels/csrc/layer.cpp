@@ -37,6 +37,7 @@ struct Pass {
   bool tiles;        // rows go through matrix tiles: one input row a route
   float* hidden;     // [routes][hidden_stride]
   size_t hidden_stride;
+  int ahead13, ahead2;  // pairs_ahead() of the matrices
 };
 
 Path path_of(const Pass& p, const Geometry& g) { return path_of(*p.context.level, p.layer.compute, g.spec.element, p.tiles); }
@@ -49,10 +50,8 @@ Rows make_rows(RowBuffers& b, const Geometry& g, Path path, int count) {
   r.data = b.data.get<uint8_t>(r.stride * count);
   r.pieces = g.pieces;
   if (path != kF32) r.sums = b.sums.get<float>(size_t(g.pieces) * count);
-  if (is_integer(path)) {
-    r.scales = b.scales.get<float>(size_t(g.pieces) * count);
-    r.starts = b.starts.get<int32_t>(size_t(g.pieces) * count);
-  }
+  if (is_integer(path)) r.scales = b.scales.get<float>(size_t(g.pieces) * count * (path == kI8 ? parts_of(g.piece) : 1));
+  if (is_integer(path) && path != kI8) r.starts = b.starts.get<int32_t>(size_t(g.pieces) * count);
   return r;
 }
 
@@ -164,7 +163,7 @@ int pairs_ahead(const Pass& p, const Geometry& g) {
 
 // After pair `i` of the first phase's list (expert after expert, `pairs` each); the thread's list ends at `end`, w2 follows.
 const uint8_t* after_up(const Pass& p, int i, int end, int thread) {
-  const int pairs = (p.g13.blocks + 1) / 2, distance = pairs_ahead(p, p.g13), next = i + distance;
+  const int pairs = (p.g13.blocks + 1) / 2, distance = p.ahead13, next = i + distance;
   if (!distance) return block_at(p, p.g13, p.layer.w13, i / pairs, i % pairs * 2) + p.context.level->ahead;
   if (next < end) return block_at(p, p.g13, p.layer.w13, next / pairs, next % pairs * 2);
   const DownUnits units(p);
@@ -174,13 +173,13 @@ const uint8_t* after_up(const Pass& p, int i, int end, int thread) {
 
 // After pair `i` of a unit's list in the second phase.
 const uint8_t* after_down(const Pass& p, const DownUnits& units, int unit, int i) {
-  const int pairs = units.pairs(unit), all = pairs * p.routes.active, distance = pairs_ahead(p, p.g2), next = i + distance;
+  const int pairs = units.pairs(unit), all = pairs * p.routes.active, distance = p.ahead2, next = i + distance;
   if (!distance) return block_at(p, p.g2, p.layer.w2, i / pairs, unit * units.step + i % pairs * 2) + p.context.level->ahead;
   if (next < all) return block_at(p, p.g2, p.layer.w2, next / pairs, unit * units.step + next % pairs * 2);
   return unit + 1 < units.count ? block_at(p, p.g2, p.layer.w2, 0, (unit + 1) * units.step + (next - all) * 2) : nullptr;
 }
 
-// Scales of blocks b, b + 1 of an expert, ready for gemm(). next: the pair to fetch meanwhile, or nullptr.
+// Blocks b, b + 1 of an expert, for gemm(). next: the pair to fetch meanwhile, or nullptr.
 BlockArgs block_args(Pass& p, const Geometry& g, const expertd_matrix& matrix, const Rows& rows, int expert, int b, int nb,
                      const uint8_t* next, int thread) {
   ThreadScratch& s = p.context.scratch[thread];
@@ -188,14 +187,14 @@ BlockArgs block_args(Pass& p, const Geometry& g, const expertd_matrix& matrix, c
   float* scales = s.scales.get<float>(2 * lanes);
   float* zeros = g.spec.zeros ? s.zeros.get<float>(2 * lanes) : nullptr;
   const uint8_t* block = matrix.stream + expert * g.expert_bytes + b * g.block_bytes;
-  BlockArgs a{&g, block, nb, next ? next - block : 0, scales, zeros, &rows, nullptr, 0, nullptr};
+  BlockArgs a{&g, block, nb, next ? next - block : 0, {}, scales, zeros, &rows, nullptr, 0, nullptr};
+  const float factor = scale_factor(path_of(p, g), g.spec.element);
   for (int i = 0; i < nb; i++) {
     if (next)
       for (size_t at = 0; at < g.header_bytes; at += kVector) __builtin_prefetch(next + i * g.block_bytes + at, 0, 2);
     const int segments = g.spec.segments;
     const float global = matrix.global_scales ? matrix.global_scales[size_t(expert) * segments + (b + i) % segments] : 1.0f;
-    const float factor = scale_factor(path_of(p, g), g.spec.element);
-    p.context.level->prepare(g, a.block + i * g.block_bytes, global, factor, scales + i * lanes, zeros ? zeros + i * lanes : nullptr);
+    a.factor[i] = global * factor;
   }
   return a;
 }
@@ -302,6 +301,8 @@ void run_pass(Pass& p, const int32_t* ids, const float* weights) {
   p.routes = sort_routes(p, ids, weights);
   p.tiles = use_tiles(*p.context.level, p.layer.compute, p.routes.count, p.routes.active);
   p.shared = p.shared && !p.tiles;
+  p.ahead13 = pairs_ahead(p, p.g13);
+  p.ahead2 = pairs_ahead(p, p.g2);
   const int rows = p.shared ? p.m : p.routes.count;
   p.input = make_rows(p.context.input, p.g13, path_of(p, p.g13), rows);
   p.middle = make_rows(p.context.middle, p.g2, path_of(p, p.g2), p.routes.count);
@@ -340,7 +341,7 @@ extern "C" int32_t expertd_cpu_forward(expertd_context* context, const expertd_l
     for (int64_t at = 0; at < call->m; at += pass) {
       const size_t x_row = size_t(call->x_stride) * (call->x_f32 ? 4 : 2), out_row = size_t(g2.spec.n) * (call->out_f32 ? 4 : 2);
       Pass p{*context, *layer, *call, g13, g2, int(std::min(pass, call->m - at)), static_cast<const char*>(call->x) + at * x_row,
-             static_cast<char*>(call->out) + at * out_row, {}, {}, {}, !call->weight_on_input && !layer->w13.columns, false, nullptr, 0};
+             static_cast<char*>(call->out) + at * out_row, {}, {}, {}, !call->weight_on_input && !layer->w13.columns, false, nullptr, 0, 0, 0};
       run_pass(p, call->ids + at * call->top_k, call->weights + at * call->top_k);
     }
   } catch (const std::bad_alloc&) {

@@ -6,21 +6,25 @@
 namespace expertd {
 
 // How weights and activations meet: as f32; as integers, activations in 16-bit fixed point with one power-of-two scale a piece; as
-// bf16 pairs, where the processor multiplies those; or, where that was asked for, as int4 and 8-bit activations with one scale a piece.
-// The same three for matrix tiles of 16 rows (tiles.h), where 16-bit numbers are two planes of bytes.
-enum Path { kF32, kI16, kBf16, kI8, kI16Tiles, kBf16Tiles, kI8Tiles };
+// bf16 pairs, where the processor multiplies those; or, where that was asked for, as int4 and 8-bit activations with one scale for 16
+// columns. 16 bits and bf16 also for matrix tiles of 16 rows (tiles.h), where 16-bit numbers are two planes of bytes.
+enum Path { kF32, kI16, kBf16, kI8, kI16Tiles, kBf16Tiles };
 constexpr bool is_tiled(Path path) { return path >= kI16Tiles; }
-constexpr bool is_integer(Path path) { return path == kI16 || path == kI8 || path == kI16Tiles || path == kI8Tiles; }
+constexpr bool is_integer(Path path) { return path == kI16 || path == kI8 || path == kI16Tiles; }
 
 // Rows of activations, ready for a matrix's kernel.
 struct Rows {
   uint8_t* data;     // rows `stride` bytes apart: f32 in column order, pairs of 16 bits in lane order (store_pairs in rows.h), or tiles.h
   size_t stride;
-  float* scales;     // [row][pieces] (integer paths)
-  float* sums;       // [row][pieces] sum of the rounded values (all but kF32)
-  int32_t* starts;   // [row][pieces] - sum * what a stored code has on top of its number (integer paths)
+  float* scales;     // [row][pieces]; kI8: [row][pieces][parts of 16 columns]
+  float* sums;       // [row][pieces] sum of the rounded values (all but kF32); kI8: times their scales
+  int32_t* starts;   // [row][pieces] - sum * what a stored code has on top of its number (kI16, kI16Tiles)
   int pieces;
 };
+
+// kI8: columns that share a scale.
+constexpr int kPart = 16;
+constexpr int parts_of(int piece) { return (piece + kPart - 1) / kPart; }
 
 // Up to two neighbouring blocks against some rows: out[m][b * 16 + r] = sum over k of W[b][r][k] * x[index[m]][k].
 struct BlockArgs {
@@ -28,8 +32,9 @@ struct BlockArgs {
   const uint8_t* block;   // the first block; the second follows
   int nb;                 // 1 or 2
   ptrdiff_t ahead;        // what is to be fetched while these blocks are read lies so many bytes behind them
-  const float* scales;    // [nb][groups][16], from prepare()
-  const float* minus_zeros;  // [nb][groups][16], or nullptr: symmetric
+  float factor[2];        // of the scales of each block
+  float* scales;          // [nb][groups][16], room for what prepare() in scales.h makes of the headers
+  float* minus_zeros;     // [nb][groups][16], or nullptr: symmetric
   const Rows* rows;
   const int32_t* index;   // [n] row numbers
   int n;
@@ -52,8 +57,6 @@ struct Level {
   void (*load_row)(const void* src, bool f32, const int32_t* map, int k, int kp, float factor, float* dst);
   // src [kp] f32 -> row `row` of rows, for all paths but kF32.
   void (*round_row)(Path path, const Geometry& g, const float* src, const Rows& rows, int row);
-  // Header of one block -> scales and minus_zeros [groups][16] f32; global and factor multiply the scales.
-  void (*prepare)(const Geometry& g, const uint8_t* block, float global, float factor, float* scales, float* minus_zeros);
   void (*gemm)(Path path, const BlockArgs&);
   // tile [n][32] (gate 16, up 16; or 16 without mul) + bias [32] -> h[m][0..16), rows `stride` floats apart.
   void (*activate)(const Activation&, const float* tile, const float* bias, int n, bool gated, float* h, size_t stride);
@@ -77,7 +80,7 @@ inline bool use_tiles(const Level& level, int compute, int routes, int active) {
 
 inline Path path_of(const Level& level, int compute, int element, bool tiles) {
   if (compute == EXPERTD_COMPUTE_F32 || element == EXPERTD_F16 || element == EXPERTD_F32) return kF32;
-  if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4) return tiles ? kI8Tiles : kI8;
+  if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4) return tiles ? kI16Tiles : kI8;  // tiles: faster and more exact
   if (tiles) return is_integral(element) ? kI16Tiles : kBf16Tiles;
   if (level.use_bf16 && element != EXPERTD_INT8) return kBf16;
   return is_integral(element) ? kI16 : kF32;
@@ -86,8 +89,7 @@ inline Path path_of(const Level& level, int compute, int element, bool tiles) {
 // Bytes of a row of activations.
 constexpr size_t row_bytes(Path path, const Geometry& g) {
   if (!is_tiled(path)) return size_t(g.kp) * (path == kF32 ? 4 : 2);
-  const size_t columns = size_t(g.pieces) * tile_columns(path, g.piece);
-  return path == kI8Tiles ? columns : 2 * columns;
+  return 2 * size_t(g.pieces) * tile_columns(path, g.piece);
 }
 
 // kF32 shifts the bits of e4m3 and f16 into an f32 as they are, which leaves them 2^-120 and 2^-112 too small. Half of that is given

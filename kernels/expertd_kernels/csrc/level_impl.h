@@ -8,96 +8,15 @@
 namespace expertd {
 namespace {
 
-// V::W stored scales as f32, bit for bit; e8m0 code 0 is the subnormal 2^-127.
-template <class V, int TYPE>
-typename V::F load_scales(const uint8_t* p) {
-  using I = typename V::I;
-  if constexpr (TYPE == EXPERTD_SCALE_F32) {
-    return V::cast(V::loadi(p));
-  } else if constexpr (TYPE == EXPERTD_SCALE_BF16) {
-    return V::cast(V::template sll<16>(V::load_u16(p)));
-  } else if constexpr (TYPE == EXPERTD_SCALE_F16) {
-    const I h = V::load_u16(p), sign = V::template sll<16>(V::andi(h, V::bcasti(0x8000)));
-    const I magnitude = V::bits(V::mul(V::cast(V::template sll<13>(V::andi(h, V::bcasti(0x7FFF)))), V::bcastf(0x1p112f)));
-    return V::cast(V::ori(magnitude, sign));
-  } else if constexpr (TYPE == EXPERTD_SCALE_E4M3) {
-    const I b = V::load_u8(p), sign = V::template sll<24>(V::andi(b, V::bcasti(0x80)));
-    const I magnitude = V::bits(V::mul(V::cast(V::template sll<20>(V::andi(b, V::bcasti(0x7F)))), V::bcastf(0x1p120f)));
-    return V::cast(V::ori(magnitude, sign));
-  } else {
-    return V::cast(V::maxi(V::template sll<23>(V::load_u8(p)), V::bcasti(0x00400000)));
-  }
-}
-
-constexpr int stored_bytes(int type) {
-  return type == EXPERTD_SCALE_F32 ? 4 : type == EXPERTD_SCALE_F16 || type == EXPERTD_SCALE_BF16 ? 2 : 1;
-}
-
-// n scales, a multiple of 16, times factor: global times a power of two (scale_factor in level.h).
-template <class V, int TYPE>
-void expand_scales(const uint8_t* p, int n, float factor, float* scales) {
-  const typename V::F f = V::bcastf(factor);
-  for (int i = 0; i < n; i += 16) {
-#pragma GCC unroll 2
-    for (int r = i; r < i + 16; r += V::W) {
-      const typename V::F scale = load_scales<V, TYPE>(p + r * stored_bytes(TYPE));
-      V::storef(scales + r, V::mul(scale, f));
-    }
-  }
-}
-
-template <class V>
-void stored_scales(int type, const uint8_t* p, int n, float factor, float* scales) {
-  switch (type) {
-    case EXPERTD_SCALE_F32: return expand_scales<V, EXPERTD_SCALE_F32>(p, n, factor, scales);
-    case EXPERTD_SCALE_F16: return expand_scales<V, EXPERTD_SCALE_F16>(p, n, factor, scales);
-    case EXPERTD_SCALE_BF16: return expand_scales<V, EXPERTD_SCALE_BF16>(p, n, factor, scales);
-    case EXPERTD_SCALE_E8M0: return expand_scales<V, EXPERTD_SCALE_E8M0>(p, n, factor, scales);
-    default: return expand_scales<V, EXPERTD_SCALE_E4M3>(p, n, factor, scales);
-  }
-}
-
-template <class V>
-void prepare(const Geometry& g, const uint8_t* block, float global, float factor, float* scales, float* minus_zeros) {
-  const int element = g.spec.element, n = g.groups * kRows;
-  if (!g.scale_bytes) {
-    for (int i = 0; i < n; i++) scales[i] = factor;
-  } else if (g.lanes == kRows) {
-    stored_scales<V>(g.spec.scale_type, block, n, global * factor, scales);
-  } else {  // one scale a group, into the front; then spread from the back
-    for (int i = 0; i < g.groups; i += kRows) {
-      uint8_t part[kRows * 4] = {};
-      const int left = g.groups - i < kRows ? g.groups - i : kRows;
-      __builtin_memcpy(part, block + size_t(i) * g.scale_bytes, size_t(left) * g.scale_bytes);
-      float values[kRows];
-      stored_scales<V>(g.spec.scale_type, part, kRows, global * factor, values);
-      for (int c = 0; c < left; c++)
-        for (int r = 0; r < kRows; r += V::W) V::storef(scales + size_t(i + c) * kRows + r, V::bcastf(values[c]));
-    }
-  }
-  if (!g.spec.zeros) return;
-  const uint8_t* z = block + size_t(g.groups) * g.lanes * g.scale_bytes;
-  for (int i = 0; i < n; i += V::W) {
-    if (g.lanes != kRows) {
-      const int code = z[i / kRows];
-      V::storef(minus_zeros + i, V::bcastf(-float(element == EXPERTD_INT8 ? int8_t(code) : code)));
-      continue;
-    }
-    typename V::I code = V::load_u8(z + i);
-    if (element == EXPERTD_INT8) code = V::template sra<24>(V::template sll<24>(code));
-    V::storef(minus_zeros + i, V::sub(V::bcastf(0.0f), V::cvt(code)));
-  }
-}
-
 using TileFunction = void (*)(const BlockArgs&, const Slice&, const int32_t* index, float* out);
 
-template <class V, int EL, Path P, int NB, int MR>
+template <class V, int EL, Path P, int NB, int MR, int RAW = -1>
 constexpr TileFunction tile() {
   if constexpr (P == kF32) return tile_f32<V, EL, NB, MR>;
   else if constexpr (P == kBf16) return tile_bf16<V, EL, NB, MR>;
-  else if constexpr (P == kI8) return tile_i8<V, NB, MR>;
-  else if constexpr (MR == 1 && EL == EXPERTD_INT4) return tile_row_i16<V, EL, NB>;
-  else return tile_i16<V, EL, NB, MR>;
+  else if constexpr (P == kI8) return tile_i8<V, NB, MR, RAW>;
+  else if constexpr (MR == 1 && EL == EXPERTD_INT4) return tile_row_i16<V, EL, NB, RAW>;
+  else return tile_i16<V, EL, NB, MR, RAW>;
 }
 
 // The tile function for NB blocks and `rows` rows of activations (1..MOST).
@@ -168,8 +87,39 @@ void gemm_panel(const BlockArgs& a, int block) {
   flush(0, 0);
 }
 
+// The type of scales that a single row takes as they are stored; -1 = none.
+template <int EL, Path P>
+constexpr int raw_scales() {
+  if (P != kI16 && P != kI8) return -1;
+  return EL == EXPERTD_INT4 ? EXPERTD_SCALE_BF16 : EL == EXPERTD_E2M1 ? EXPERTD_SCALE_E8M0 : -1;
+}
+
+// One row, scales as stored.
+template <class V, int EL, Path P, int RAW>
+void gemm_row(const BlockArgs& a) {
+  const Geometry& g = *a.g;
+  const uint8_t* codes = a.block + g.header_bytes;
+  if (a.nb == 2) return tile<V, EL, P, 2, 1, RAW>()(a, Slice{0, 0, g.kp, 0, 0, codes, g.block_bytes}, a.index, a.out);
+  tile<V, EL, P, 1, 1, RAW>()(a, Slice{0, 0, g.kp, 0, 0, codes, 0}, a.index, a.out);
+}
+
+template <class V>
+void prepare_all(const BlockArgs& a) {
+  const Geometry& g = *a.g;
+  const size_t lanes = size_t(g.groups) * kRows;
+  for (int b = 0; b < a.nb; b++) {
+    prepare<V>(g, a.block + b * g.block_bytes, a.factor[b], a.scales + b * lanes, a.minus_zeros ? a.minus_zeros + b * lanes : nullptr);
+  }
+}
+
 template <class V, int EL, Path P>
 void gemm_element(const BlockArgs& a) {
+  constexpr int kRaw = raw_scales<EL, P>();
+  if constexpr (kRaw >= 0) {
+    const expertd_spec& s = a.g->spec;
+    if (a.n == 1 && s.scale_type == kRaw && a.g->lanes == kRows && !s.zeros && !s.global_scale) return gemm_row<V, EL, P, kRaw>(a);
+  }
+  prepare_all<V>(a);
   constexpr int kTile2 = tile2_rows<V, EL, P>();
   constexpr int kTile1 = tile1_rows<V, P>();
   constexpr bool kPair = kTile2 > kTile1;  // two blocks make the better tile for any number of rows
@@ -313,14 +263,15 @@ uint64_t read_all(const uint8_t* data, size_t bytes) {
 
 template <class V>
 constexpr Level level(const char* name, bool use_bf16, bool (*runs)()) {
-  return Level{name,       use_bf16, V::kAhead,   0,            runs,         load_row<V>, round_row<V>,
-               prepare<V>, gemm<V>,  activate<V>, combine<V>,   store_row<V>, peak<V>,     read_all<V>};
+  return Level{name,       use_bf16, V::kAhead,   0,            runs,    load_row<V>, round_row<V>,
+               gemm<V>,    activate<V>, combine<V>, store_row<V>, peak<V>, read_all<V>};
 }
 
 template <class V, class T>
 void gemm_with_tiles(Path path, const BlockArgs& a) {
-  if (is_tiled(path)) gemm_tiles<V, T>(path, a);
-  else gemm<V>(path, a);
+  if (!is_tiled(path)) return gemm<V>(path, a);
+  prepare_all<V>(a);
+  gemm_tiles<V, T>(a);
 }
 
 template <class V, class T>

@@ -122,27 +122,36 @@ inline void bf16_piece(const float* src, int n, int per_lane, int32_t* dst, floa
   store_pairs(q, n, per_lane, dst);
 }
 
-// 8-bit values of one piece: the scale is the largest magnitude over 127. A word holds columns (0, 2, 4, 6) of 8, the next one
-// (1, 3, 5, 7): the low and the high nibbles of a lane.
-inline void int8_piece(const float* src, int n, int32_t* dst, float& scale, int32_t& sum) {
-  int32_t largest = 0, q[kMaxPiece];
-  for (int i = 0; i < n; i++) {
-    int32_t bits;
-    __builtin_memcpy(&bits, src + i, 4);
-    bits &= 0x7FFFFFFF;
-    largest = bits > largest ? bits : largest;
-  }
-  float most;
-  __builtin_memcpy(&most, &largest, 4);
-  const bool finite = largest < 0x7F800000;
-  const float inverse = finite && most > 1e-30f ? 127.0f / most : 0.0f;
-  scale = finite ? most / 127.0f : __builtin_nanf("");
-  sum = 0;
-  for (int i = 0; i < n; i++) {
-    const float r = (finite ? src[i] : 0.0f) * inverse + 12582912.0f;  // rounds, see quantize_piece
-    __builtin_memcpy(&q[i], &r, 4);
-    q[i] -= 0x4B400000;
-    sum += q[i];
+// 8-bit values of one piece: the scale of a part of 16 columns is its largest magnitude over 127. A word holds columns (0, 2, 4, 6) of 8,
+// the next one (1, 3, 5, 7): the low and the high nibbles of a lane. sum: of the rounded values times their scales.
+template <class V>
+void int8_piece(const float* src, int n, int32_t* dst, float* scales, float& sum) {
+  alignas(64) float v[kMaxPiece + kPart];
+  alignas(64) int32_t q[kMaxPiece + kPart], lanes[V::W];
+  __builtin_memcpy(v, src, sizeof(float) * n);
+  for (int i = 0; i < 8; i++) v[n + i] = 0.0f;  // n is a multiple of 8, a part has 16
+  const typename V::F magic = V::bcastf(12582912.0f);  // rounds, see quantize_piece
+  sum = 0.0f;
+  for (int at = 0; at < n; at += kPart, scales++) {
+    typename V::I top = V::bcasti(0), total = V::bcasti(0);
+    for (int i = at; i < at + kPart; i += V::W) top = V::maxi(top, V::andi(V::bits(V::loadf(v + i)), V::bcasti(0x7FFFFFFF)));
+    V::storei(lanes, top);
+    int32_t largest = 0, count = 0;
+    for (int i = 0; i < V::W; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+    float most;
+    __builtin_memcpy(&most, &largest, 4);
+    const bool finite = largest < 0x7F800000;
+    const typename V::F inverse = V::bcastf(finite && most > 1e-30f ? 127.0f / most : 0.0f);
+    for (int i = at; i < at + kPart; i += V::W) {
+      typename V::I r = V::addi(V::bits(V::add(V::mul(V::loadf(v + i), inverse), magic)), V::bcasti(-0x4B400000));
+      if (!finite) r = V::bcasti(0);
+      total = V::addi(total, r);
+      V::storei(q + i, r);
+    }
+    V::storei(lanes, total);
+    for (int i = 0; i < V::W; i++) count += lanes[i];
+    *scales = finite ? most / 127.0f : __builtin_nanf("");
+    sum += *scales * float(count);
   }
   for (int c = 0; c < n; c += 8)
     for (int half = 0; half < 2; half++) {
@@ -157,7 +166,7 @@ void round_row(Path path, const Geometry& g, const float* src, const Rows& rows,
   int32_t* dst = reinterpret_cast<int32_t*>(rows.data + size_t(row) * rows.stride);
   size_t piece = size_t(row) * rows.pieces;
   const int offset = code_offset(g.spec.element, g.spec.zeros), columns = tile_columns(path, g.piece);
-  const size_t tiled_bytes = path == kI8Tiles ? columns : 2 * size_t(columns);  // of a piece
+  const size_t tiled_bytes = 2 * size_t(columns);  // of a piece
   for (int at = 0; at < g.kp; at += g.group) {
     const int end = at + g.group < g.kp ? at + g.group : g.kp;
     for (int k = at; k < end; k += g.piece, piece++) {
@@ -169,11 +178,12 @@ void round_row(Path path, const Geometry& g, const float* src, const Rows& rows,
         bf16_piece(src + k, n, g.per_lane, is_tiled(path) ? tiles : dst + k / 2, rows.sums[piece]);
         continue;
       }
+      if (path == kI8) {
+        int8_piece<V>(src + k, n, dst + k / 4, rows.scales + piece * parts_of(g.piece), rows.sums[piece]);
+        continue;
+      }
       int32_t sum;
-      if (path == kI8 || path == kI8Tiles) {
-        if (is_tiled(path)) __builtin_memset(tiles, 0, tiled_bytes);
-        int8_piece(src + k, n, is_tiled(path) ? tiles : dst + k / 4, rows.scales[piece], sum);
-      } else if (path == kI16Tiles) {
+      if (path == kI16Tiles) {
         const auto store = [&](const int32_t* q) { store_planes(q, n, g.per_lane == 8, columns, reinterpret_cast<uint8_t*>(tiles)); };
         quantize_piece<V>(src + k, n, store, rows.scales[piece], sum);
       } else {

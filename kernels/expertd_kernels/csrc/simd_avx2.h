@@ -9,7 +9,6 @@ namespace expertd {
 struct Avx2 {
   static constexpr bool kRegister = true;  // a vector fits a register
   static constexpr bool kBf16 = false;
-  static constexpr int kDot8Steps = 4;
   // Rows of activations in a tile: of one block, with f32; of two blocks, with f32. Sums must fit the registers.
   static constexpr int W = 8, kTile1 = 5, kTile1F = 6, kTile2 = 2, kTile2F = 2, kChains = 1, kAhead = 48 << 10;
   using I = __m256i;
@@ -35,12 +34,12 @@ struct Avx2 {
     asm("" : "+x"(acc));  // or the compiler adds products of different steps first, and spills them
     return acc;
   }
-  static I dot8(I acc, I u, I s) {  // sums of two bytes each, in 16 bits
+  static I dot8(I acc, I u, I s) {  // sums of two bytes each, in 16 bits: eight fit, of 15 * 127
     acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(u, s));
     asm("" : "+x"(acc));  // as in dot16
     return acc;
   }
-  static I widen8(I acc, I sums) { return _mm256_add_epi32(acc, _mm256_madd_epi16(sums, _mm256_set1_epi16(1))); }
+  static I sum8(I acc) { return _mm256_madd_epi16(acc, _mm256_set1_epi16(1)); }  // of the 16-bit sums of a lane
   static F cvt(I a) { return _mm256_cvtepi32_ps(a); }
   static F cast(I a) { return _mm256_castsi256_ps(a); }
   static I bits(F a) { return _mm256_castps_si256(a); }

@@ -11,10 +11,8 @@ struct Avx512 {
   static constexpr bool kRegister = true;  // a vector fits a register
 #ifdef EXPERTD_AVX512_BF16
   static constexpr bool kBf16 = true;
-  static constexpr int kDot8Steps = 0;
 #else
   static constexpr bool kBf16 = false;
-  static constexpr int kDot8Steps = 4;
 #endif
   static constexpr int W = 16, kTile1 = 4, kTile1F = 4, kTile2 = 12, kTile2F = 12, kChains = 8, kAhead = 4096;
   using I = __m512i;
@@ -49,7 +47,13 @@ struct Avx512 {
     return _mm512_add_epi16(acc, _mm512_maddubs_epi16(u, s));
 #endif
   }
-  static I widen8(I acc, I sums) { return _mm512_add_epi32(acc, _mm512_madd_epi16(sums, _mm512_set1_epi16(1))); }
+  static I sum8(I acc) {  // of the 16-bit sums of a lane
+#ifdef EXPERTD_AVX512_BF16
+    return acc;
+#else
+    return _mm512_madd_epi16(acc, _mm512_set1_epi16(1));
+#endif
+  }
 #ifdef EXPERTD_AVX512_BF16
   static F dot_bf16(F acc, I a, I b) { return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)); }
   static I table16(const uint16_t* t) { return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(t))); }

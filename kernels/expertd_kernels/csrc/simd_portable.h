@@ -13,7 +13,6 @@ namespace expertd {
 struct Portable {
   static constexpr bool kRegister = false;  // a vector may take more than one register
   static constexpr bool kBf16 = EXPERTD_PORTABLE_BF16;  // off: f32 is faster; on: to test the kernels of levels that have it
-  static constexpr int kDot8Steps = 0;  // steps of dot8 pairs that fit its sums; 0 = any number
   static constexpr int W = 8, kTile1 = 4, kTile1F = 4, kTile2 = 2, kTile2F = 2, kChains = 1, kAhead = 0;
   typedef int32_t I __attribute__((vector_size(32)));
   typedef uint32_t U __attribute__((vector_size(32)));
@@ -51,7 +50,7 @@ struct Portable {
     for (int i = 0; i < 4; i++) acc += (I)((U)u >> (8 * i) & (U)bcasti(255)) * (I)((I)((U)s << (24 - 8 * i)) >> 24);
     return acc;
   }
-  static I widen8(I acc, I) { return acc; }
+  static I sum8(I acc) { return acc; }
   static I table16(const uint16_t* t) { return loadi(t); }
   static I lookup16(I table, I index) {  // each 16-bit half: table[index & 15]
     uint16_t t[16], i[16];

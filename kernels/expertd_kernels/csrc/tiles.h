@@ -3,7 +3,6 @@
 //
 //   kI16Tiles   tile_columns() high bytes, signed, then as many low bytes, unsigned: x = 256 high + low. Both meet unsigned codes, so the
 //               sums are the exact integers of kI16, and the answers its bits.
-//   kI8Tiles    tile_columns() signed bytes (int8_piece in rows.h).
 //   kBf16Tiles  tile_columns() bf16 numbers in lane order (store_pairs in rows.h).
 //
 // What a piece lacks of tile_columns() is zero there; the weights' tile then holds some other number, never NaN.
@@ -171,10 +170,8 @@ void gemm_tiles_element(const BlockArgs& a) {
 }
 
 template <class V, class T>
-void gemm_tiles(Path path, const BlockArgs& a) {
-  const int element = a.g->spec.element;
-  if (path == kI8Tiles) return gemm_tiles_element<V, T, EXPERTD_INT4, kI8Tiles>(a);
-  switch (element) {
+void gemm_tiles(const BlockArgs& a) {
+  switch (a.g->spec.element) {
     case EXPERTD_INT4: return gemm_tiles_element<V, T, EXPERTD_INT4, kI16Tiles>(a);
     case EXPERTD_INT8: return gemm_tiles_element<V, T, EXPERTD_INT8, kI16Tiles>(a);
     case EXPERTD_E2M1: return gemm_tiles_element<V, T, EXPERTD_E2M1, kI16Tiles>(a);
