@@ -99,6 +99,9 @@ class Engine:
         self._observe = observe
         self._on_fault = on_fault
         self._lanes = deque(lanes(device, compute_dtype))
+        for lane in self._lanes:
+            top_k, H = (max(getattr(s, name) for s in layers.values()) for name in ("top_k", "hidden_size"))
+            lane.reserve(policy.max_tokens, top_k, H)
         self._under_way: deque[tuple[Lane, Batch]] = deque()
         self._ids = _Ids()
         self._waiting = Waiting()

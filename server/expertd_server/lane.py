@@ -1,6 +1,8 @@
 """Where a batch's tensors live while it is computed: reused host buffers, and on an accelerator device buffers, streams
 and events, so that copying one batch overlaps with computing another.
 
+    lane.reserve(M, top_k, H)   room for the largest batch: pinned memory that grows under load stops the device, and
+                                graphs hold addresses
     lane.size(M, capturable)    rows to open for a batch of M; those behind the batch must have slots of -1
     lane.open(M, top_k, H)      flat numpy views to fill: hidden, slots, weights
     lane.launch(experts, ...)   starts copy in, kernel, copy out; returns at once where the device allows it
@@ -40,6 +42,8 @@ class Inputs(NamedTuple):
 
 class Lane(Protocol):
     """One batch's place.  Used by the engine's thread only."""
+
+    def reserve(self, tokens: int, top_k: int, hidden_size: int) -> None: ...
 
     def size(self, tokens: int, capturable: bool) -> int: ...
 
@@ -120,6 +124,9 @@ class CpuLane:
         self._host = _Host(dtype, pinned=False)
         self._kernel_ns = 0
 
+    def reserve(self, tokens: int, top_k: int, hidden_size: int) -> None:
+        """Nothing: host memory costs little to grow."""
+
     def size(self, tokens: int, capturable: bool) -> int:
         return tokens
 
@@ -154,6 +161,13 @@ class DeviceLane:
         # begin, inputs copied, kernel begun, kernel done, output copy begun, output copied
         self._marks = [api.Event(enable_timing=True) for _ in range(6)]
         self._graphs = Graphs() if supported(device) else None
+
+    def reserve(self, tokens: int, top_k: int, hidden_size: int) -> None:
+        self._host.open(tokens, top_k, hidden_size)
+        for store, columns in ((self._hidden, hidden_size), (self._out, hidden_size)):
+            store.get(tokens, columns)
+        for store in (self._slots, self._weights):
+            store.get(tokens, top_k)
 
     def size(self, tokens: int, capturable: bool) -> int:
         return padded(tokens) if capturable and self._graphs is not None else tokens
