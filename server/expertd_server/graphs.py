@@ -1,5 +1,5 @@
-"""Small batches on an NVIDIA GPU are replayed from CUDA graphs: launching a layer's kernels one by one costs the host
-more than they take.
+"""Small batches on an NVIDIA GPU are replayed from CUDA graphs: launching copies and a layer's kernels one by one costs
+the host more than the device takes (one token of Qwen3's int4 layer on an H200: 410 us launched, 27 us replayed).
 
 A graph holds addresses, so it belongs to one lane's buffers, one layer and one size.  Sizes are powers of two, the rest
 of a batch has no routes: there are few graphs, and every one is soon there.  Only for rows of the table that may be
@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from expertd_kernels.timing import CAPTURED_TOKENS
 
-__all__ = ["MOST_TOKENS", "Graphs", "padded", "supported"]
+__all__ = ["MOST_TOKENS", "Graph", "Graphs", "padded", "supported"]
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +28,23 @@ _WORTH = 2
 """A size is captured when it has come this often."""
 
 
+class Graph(NamedTuple):
+    """replay() launches it; copied and computed: its events when the inputs are there and when the output is."""
+
+    replay: Callable[[], object]
+    copied: Any
+    computed: Any
+
+
 def supported(device: torch.device) -> bool:
-    """Whether calls are captured there."""
-    return device.type == "cuda" and torch.version.hip is None
+    """Whether calls are captured there: on an NVIDIA GPU, by a torch whose graphs can hold timing events."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    try:
+        _event()
+    except TypeError:
+        return False
+    return True
 
 
 def padded(tokens: int) -> int:
@@ -38,39 +52,42 @@ def padded(tokens: int) -> int:
     return tokens if tokens > MOST_TOKENS else 1 << (tokens - 1).bit_length()
 
 
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+
+
 class Graphs:
     """The graphs of one lane; for the engine's thread, on the stream that is current."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[Hashable, Any] = OrderedDict()
+        self._found: OrderedDict[Hashable, Graph] = OrderedDict()
         self._seen: Counter[Hashable] = Counter()
         self._works = True
 
-    def replay(self, key: Hashable) -> bool:
-        """Launch what was captured as `key`; False where nothing was."""
+    def get(self, key: Hashable) -> Graph | None:
+        """What was captured as `key`."""
         graph = self._found.get(key)
-        if graph is None:
-            return False
-        self._found.move_to_end(key)
-        graph.replay()
-        return True
+        if graph is not None:
+            self._found.move_to_end(key)
+        return graph
 
-    def capture(self, key: Hashable, call: Callable[[], object]) -> None:
-        """Capture `call`, which was made just now and is warm, if it comes often enough.  It is not run again."""
+    def capture(self, key: Hashable, body: Callable[[Any, Any], None]) -> None:
+        """Capture body(copied, computed), whose like was run just now and is warm, if the key comes often enough.  It
+        records the two events and is not run by this."""
         self._seen[key] += 1
         if not self._works or self._seen[key] < _WORTH or key in self._found:
             return
-        graph = torch.cuda.CUDAGraph()
+        graph, copied, computed = torch.cuda.CUDAGraph(), _event(), _event()
         try:
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                call()
+                body(copied, computed)
             finally:
                 graph.capture_end()
         except RuntimeError as e:
             self._works = False
             log.warning("a call could not be captured in a CUDA graph, so none is from now on: %s", e)
             return
-        self._found[key] = graph
+        self._found[key] = Graph(graph.replay, copied, computed)
         if len(self._found) > _MOST_GRAPHS:
             self._found.popitem(last=False)

@@ -13,7 +13,8 @@ and events, so that copying one batch overlaps with computing another.
 from __future__ import annotations
 
 import time
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from expertd_server.request import Array, Stages
 
 __all__ = ["Inputs", "Lane", "compute_stream", "lanes"]
 
+_Part = Callable[[], None]
 _MOST_VIEWS = 1024
 _BITS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
 
@@ -159,7 +161,7 @@ class DeviceLane:
         self._weights = _Store(torch.float32, device)
         self._out = _Store(dtype, device)
         # begin, inputs copied, kernel begun, kernel done, output copy begun, output copied
-        self._marks = [api.Event(enable_timing=True) for _ in range(6)]
+        self._marks = self._now = tuple(api.Event(enable_timing=True) for _ in range(6))
         self._graphs = Graphs() if supported(device) else None
 
     def reserve(self, tokens: int, top_k: int, hidden_size: int) -> None:
@@ -176,47 +178,77 @@ class DeviceLane:
         return self._host.open(tokens, top_k, hidden_size)
 
     def launch(self, experts: Experts, *, router_weight_on_input: bool, capturable: bool = False) -> None:
-        h, m = self._host.now, self._marks
+        h = self._host.now
         hidden = self._hidden.get(*h.hidden.shape)
         slots = self._slots.get(*h.slots.shape)
         weights = self._weights.get(*h.weights.shape)
         out = self._out.get(*h.out.shape)
-        graphs = self._graphs if capturable and len(hidden) <= MOST_TOKENS else None
-        tensors = (hidden, slots, weights, out)
-        key = (id(experts), router_weight_on_input, *slots.shape, *(t.data_ptr() for t in tensors))
 
-        def call() -> Tensor:
-            return experts(hidden, slots, weights, router_weight_on_input=router_weight_on_input, out=out)
-
-        with self._api.stream(self._in):
-            m[0].record()
+        def copy_in() -> None:
             hidden.copy_(h.hidden, non_blocking=True)
             slots.copy_(h.slots, non_blocking=True)
             weights.copy_(h.weights, non_blocking=True)
+
+        def compute() -> None:
+            experts(hidden, slots, weights, router_weight_on_input=router_weight_on_input, out=out)
+
+        def copy_out() -> None:
+            h.out.copy_(out, non_blocking=True)
+
+        parts = (copy_in, compute, copy_out)
+        if self._graphs is None or not capturable or len(hidden) > MOST_TOKENS:
+            self._launch(*parts)
+            return
+        tensors = (hidden, slots, weights, out, h.hidden, h.slots, h.weights, h.out)
+        key = (id(experts), router_weight_on_input, *slots.shape, *(t.data_ptr() for t in tensors))
+        graph = self._graphs.get(key)
+        if graph is None:
+            self._launch(*parts)
+            with self._api.stream(self._compute):  # while the device computes
+                self._graphs.capture(key, partial(_recorded, parts))
+            return
+        begin, end = self._marks[0], self._marks[5]
+        with self._api.stream(self._compute):
+            begin.record()
+            graph.replay()
+            end.record()
+        self._now = (begin, graph.copied, graph.copied, graph.computed, graph.computed, end)
+
+    def _launch(self, copy_in: _Part, compute: _Part, copy_out: _Part) -> None:
+        """Each part on its own stream."""
+        self._now = m = self._marks
+        with self._api.stream(self._in):
+            m[0].record()
+            copy_in()
             m[1].record()
         with self._api.stream(self._compute):
             self._compute.wait_event(m[1])
             m[2].record()
-            known = graphs is not None and graphs.replay(key)
-            if not known:
-                call()
+            compute()
             m[3].record()
         with self._api.stream(self._back):
             self._back.wait_event(m[3])
             m[4].record()
-            h.out.copy_(out, non_blocking=True)
+            copy_out()
             m[5].record()
-        if graphs is not None and not known:  # while the device computes
-            with self._api.stream(self._compute):
-                graphs.capture(key, call)
 
     def collect(self) -> tuple[Tensor, Stages]:
-        m = self._marks
+        m = self._now
         m[5].synchronize()
         return self._host.now.out, Stages(*(int(m[i].elapsed_time(m[i + 1]) * 1e6) for i in (0, 2, 4)))
 
     def fault(self) -> str:
         return device_fault(self._device)
+
+
+def _recorded(parts: tuple[_Part, _Part, _Part], copied: Any, computed: Any) -> None:
+    """The parts on one stream, with the events between them."""
+    copy_in, compute, copy_out = parts
+    copy_in()
+    copied.record()
+    compute()
+    computed.record()
+    copy_out()
 
 
 @cache

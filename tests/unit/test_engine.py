@@ -24,7 +24,7 @@ from expertd.errors import (
 from expertd_server.batch import ServedLayer
 from expertd_server.convert import bits_of
 from expertd_server.engine import BatchReport, Engine
-from expertd_server.lane import CpuLane
+from expertd_server.lane import CpuLane, DeviceLane
 from expertd_server.request import Answer, Operand, Request
 from expertd_server.scheduler import Policy
 
@@ -402,7 +402,8 @@ def test_a_lost_device_ends_the_engine_and_what_waits_may_go_elsewhere(make, mon
     for tag in (1, 2):
         s.engine.submit(s.caller.request(tag, inputs(1), [[2]], [[1.0]]))
     s.fake.error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    monkeypatch.setattr(CpuLane, "fault", lambda lane: "CUDA error: an illegal memory access was encountered")
+    for lane in (CpuLane, DeviceLane):
+        monkeypatch.setattr(lane, "fault", lambda lane: "CUDA error: an illegal memory access was encountered")
     s.fake.gate.set()
     s.caller.wait(0, 1, 2)
     assert isinstance(s.caller.outcomes[0], BackendFailedError), "its batch was under way"

@@ -61,50 +61,53 @@ class FakeGraph:
         self.replays += 1
 
 
+@pytest.fixture
+def graphs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(module, "_event", object)
+    return Graphs()
+
+
 def test_sizes_are_powers_of_two_up_to_the_largest_that_is_captured():
     assert [padded(n) for n in (1, 2, 3, 5, 33, MOST_TOKENS)] == [1, 2, 4, 8, 64, MOST_TOKENS]
     assert padded(MOST_TOKENS + 1) == MOST_TOKENS + 1
 
 
-def test_what_comes_again_is_captured_once_and_replayed(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    g, calls = Graphs(), []
-    assert not g.replay("a")
-    g.capture("a", lambda: calls.append("a"))
-    assert calls == [], "once is no reason to capture"
-    assert not g.replay("a")
-    g.capture("a", lambda: calls.append("a"))
-    assert calls == ["a"]
-    assert g.replay("a")
-    g.capture("a", lambda: calls.append("a"))
-    assert calls == ["a"]
-    assert not g.replay("b")
+def test_what_comes_again_is_captured_once(graphs):
+    bodies = []
+    for captured in (0, 1, 1):
+        graphs.capture("a", lambda *events: bodies.append(events))
+        assert len(bodies) == captured, "once is no reason to capture, and a graph is made once"
+    found = graphs.get("a")
+    assert (found.copied, found.computed) == bodies[0]
+    assert found.copied is not found.computed
+    found.replay()
+    assert graphs.get("b") is None
 
 
-def test_the_graphs_not_used_for_longest_go_first(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+def test_the_graphs_not_used_for_longest_go_first(graphs, monkeypatch):
     monkeypatch.setattr(module, "_MOST_GRAPHS", 2)
-    g = Graphs()
-    for key in ("a", "b"):
+
+    def capture(key):
         for _ in range(2):
-            g.capture(key, lambda: None)
-    assert g.replay("a")
-    for _ in range(2):
-        g.capture("c", lambda: None)
-    assert [g.replay(key) for key in ("a", "b", "c")] == [True, False, True]
+            graphs.capture(key, lambda *events: None)
+
+    capture("a")
+    capture("b")
+    assert graphs.get("a")
+    capture("c")
+    assert [graphs.get(key) is not None for key in ("a", "b", "c")] == [True, False, True]
 
 
-def test_a_call_that_cannot_be_captured_is_made_as_before(monkeypatch, caplog):
-    class Refuses(FakeGraph):
-        def capture_end(self):
-            raise RuntimeError("operation not permitted when stream is capturing")
+def test_a_call_that_cannot_be_captured_is_made_as_before(graphs, monkeypatch, caplog):
+    def refuse(graph):
+        raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Refuses)
-    g = Graphs()
+    monkeypatch.setattr(FakeGraph, "capture_end", refuse)
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
-            g.capture("a", lambda: None)
-            assert not g.replay("a")
+            graphs.capture("a", lambda *events: None)
+            assert graphs.get("a") is None
     assert len(caplog.records) == 1
     assert "not permitted" in caplog.text
 
