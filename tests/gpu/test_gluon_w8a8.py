@@ -60,7 +60,7 @@ def layer(case: Case):
         device="cuda" if device.kind == "cuda" else "cpu",
     )
     if case.rounding is ActivationQuant.E4M3_TENSOR:
-        given = torch.full((case.experts, 2), 0.012, device=weights.device)
+        given = torch.full((case.experts, 2), 0.04, device=weights.device)
         weights = replace(weights, input_scales=given)
     packages = installed_packages(BACKENDS)
     problem = problem_of(

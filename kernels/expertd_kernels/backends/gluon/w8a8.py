@@ -64,6 +64,11 @@ def _next(slot, ph, C: gl.constexpr):
 
 
 @gluon.jit
+def _before(slot, C: gl.constexpr):
+    return gl.where(slot == 0, C.ST - 1, slot - 1)
+
+
+@gluon.jit
 def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
     ie, cnt, nb, cum, blocks = _experts(counts, C, 4)
     slot = gl.to_tensor(0)
@@ -145,7 +150,6 @@ def _sum(a_s, b_s, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
     MMA: gl.constexpr = C.MMA
     t0 = warpgroup_mma_init(gl.zeros([M, 128], gl.float32, MMA))
     t1 = warpgroup_mma_init(gl.zeros([M, 128], gl.float32, MMA))
-    before = slot
     for i in range(C.iterations):
         mbarrier.wait(full.index(slot), ph)
         a = a_s.index(slot).slice(64 * PART, 64, 0)
@@ -154,11 +158,10 @@ def _sum(a_s, b_s, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
         t0, t1 = warpgroup_mma_wait(2, deps=[t0, t1])
         t0 = warpgroup_mma_init(t0)
         t1 = warpgroup_mma_init(t1)
-        mbarrier.arrive(empty.index(before), count=1, pred=i > 0)
-        before = slot
+        mbarrier.arrive(empty.index(_before(slot, C)), count=1, pred=i > 0)
         slot, ph = _next(slot, ph, C)
     acc0, acc1 = warpgroup_mma_wait(0, deps=[t0, t1])
-    mbarrier.arrive(empty.index(before), count=1)
+    mbarrier.arrive(empty.index(_before(slot, C)), count=1)
     return acc0, acc1, slot, ph
 
 
