@@ -34,6 +34,8 @@ HUMMING_SCHEMES = (
     "e4m3_block128",
 )  # fmt: skip
 STORED = (ScaleType.BF16, ScaleType.F16, ScaleType.E8M0)
+BLOCKS = tuple(Scheme(Element.E4M3, 128, 128, kind) for kind in STORED)
+"""128 x 128 blocks with scales of every type."""
 CPU = torch.device("cpu")
 
 
@@ -330,8 +332,8 @@ def pieces(make, scheme):
     assert run(x[:0], ids[:0], weights[:0]).shape == (0, 256)
 
 
-def stored_scales(kind):
-    w = layer(Scheme(Element.E4M3, 128, 128, kind))
+def stored_scales(scheme):
+    w = layer(scheme)
     check_layer(deepgemm_experts(w), w, *inputs(9, 5, 2), tolerance("bf16", ActivationQuant.E4M3_GROUP128))
 
 
@@ -344,6 +346,7 @@ CASES = {
     "places: nowhere at all": nowhere_at_all,
     **{f"humming {s}": partial(humming_layer, s) for s in HUMMING_SCHEMES},
     **{f"humming {a.name} {i}": partial(humming_layer, "int4_g32", a) for i, a in enumerate(KINDS)},
+    **{f"humming {s.name} {s.scale.value}": partial(humming_layer, s) for s in BLOCKS},
     "humming M = 1": partial(humming_layer, "mxfp4", M=1),
     **{f"humming sorted {s}": partial(humming_sorted, s) for s in ("int4_g64_zp", "mxfp4")},
     "humming compiles once for a power of two": humming_compiles_once_for_a_power_of_two,
@@ -355,9 +358,7 @@ CASES = {
     },
     "deepgemm without bias": partial(deepgemm_layer, "e4m3_block128", bias=False),
     **{f"deepgemm {s} in pieces": partial(pieces, deepgemm_experts, s) for s in ("bf16", "e4m3_block128")},
-    **{
-        f"deepgemm {k.value} scales": partial(stored_scales, k) for k in (ScaleType.BF16, ScaleType.F16, ScaleType.E8M0)
-    },
+    **{f"deepgemm {s.scale.value} scales": partial(stored_scales, s) for s in BLOCKS},
 }
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from glue_cases import HUMMING_SCHEMES
+from glue_cases import BLOCKS, HUMMING_SCHEMES
 from vendor import bits
 
 from expertd_kernels import NAMED_DEVICES, ActivationQuant, decide, problem_of
@@ -30,7 +30,7 @@ def refusals(w):
     return next(v for v in decide(problem(w)).verdicts if v.backend == "humming").refusals
 
 
-@pytest.mark.parametrize("scheme", HUMMING_SCHEMES)
+@pytest.mark.parametrize("scheme", [*HUMMING_SCHEMES, *BLOCKS], ids=str)
 def test_unpacking_gives_back_every_bit(scheme):
     w = layer(scheme)
     assert refusals(w) == ()
@@ -73,7 +73,7 @@ def test_rounded_activations_and_stale_layouts_are_refused():
     with pytest.raises(Refused, match="rounds no activations"):
         backend.pack(w, replace(problem(w), activation_quant=ActivationQuant.INT8_TOKEN))
     packed = backend.pack(w, problem(w))
-    with pytest.raises(Refused, match="layout version 0, want 1"):
+    with pytest.raises(Refused, match="layout version 0, want 2"):
         backend.experts(replace(packed, meta={**packed.meta, "layout_version": 0}), problem(w))
 
 

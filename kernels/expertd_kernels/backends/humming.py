@@ -29,6 +29,7 @@ from torch import Tensor
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.glue import Call, Places, Shapes, in_pieces
 from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor, Weights, pack_nibbles, unpack_nibbles
 from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
@@ -37,7 +38,7 @@ from expertd_kernels.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["HummingExperts", "experts", "pack", "unpack"]
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 DTYPE = {Element.INT4: "uint4", Element.INT8: "uint8", Element.E2M1: "float4e2m1", Element.E4M3: "float8e4m3"}
 """Names in the package's dtypes."""
@@ -92,9 +93,10 @@ def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     assert q.scales is not None
     out: dict[str, Tensor] = {}
     out["weight"] = _unsigned(q.codes.contiguous(), s.element).view(torch.int32)
-    plain = s.scale is ScaleType.E8M0 or s.rows != 1
-    scales = q.scales if s.scale is ScaleType.E8M0 else q.scales.float()
-    out["weight_scale"] = scales if plain else _bf16(q.scales, "weight_scale", out)
+    if s.rows != 1:
+        out["weight_scale"] = as_f32(q.scales, s.scale)
+    else:
+        out["weight_scale"] = q.scales if s.scale is ScaleType.E8M0 else _bf16(q.scales, "weight_scale", out)
     if q.zeros is not None:
         fields = _unsigned(q.zeros.contiguous(), s.element).transpose(1, 2)
         fields = pack_nibbles(fields) if s.element is Element.INT4 else fields
@@ -119,7 +121,8 @@ def _unpack_matrix(t: Mapping[str, Tensor], meta: Mapping[str, Any]) -> QuantTen
         fields = unpack_nibbles(fields, N) if scheme.element is Element.INT4 else fields
         zeros = _unsigned(fields.transpose(1, 2).contiguous(), scheme.element)
         zeros = zeros.view(torch.int8) if scheme.element is Element.INT8 else zeros
-    scales = t.get("exact_weight_scale", t["weight_scale"]).to(SCALE_DTYPE[scheme.scale])
+    scales = t.get("exact_weight_scale", t["weight_scale"])
+    scales = as_stored(scales, scheme.scale) if scheme.rows != 1 else scales.to(SCALE_DTYPE[scheme.scale])
     bias = t.get("exact_bias", t.get("bias"))
     return QuantTensor(
         scheme,
