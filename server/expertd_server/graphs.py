@@ -1,9 +1,9 @@
 """Small batches on an NVIDIA GPU are replayed from CUDA graphs: launching copies and a layer's kernels one by one costs
 the host more than the device takes (one token of Qwen3's int4 layer on an H200: 410 us launched, 27 us replayed).
 
-A graph holds addresses, so it belongs to one lane's buffers, one layer and one size.  Sizes are powers of two, the rest
-of a batch has no routes: there are few graphs, and every one is soon there.  Only for rows of the table that may be
-captured.
+A graph holds addresses, so it belongs to one lane's buffers, one layer and one size.  Sizes are powers of two and then
+multiples of 128, the rest of a batch has no routes: there are few graphs, and every one is soon there.  Only for rows
+of the table that may be captured.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 MOST_TOKENS = CAPTURED_TOKENS
 """Larger batches take the device longer than the host."""
+_DOUBLING, _STEP = 64, 128
 _MOST_GRAPHS = 2048
 _WORTH = 2
 """A size is captured when it has come this often."""
@@ -49,7 +50,9 @@ def supported(device: torch.device) -> bool:
 
 def padded(tokens: int) -> int:
     """The size that a batch of `tokens` is given; itself where it is too large for a graph."""
-    return tokens if tokens > MOST_TOKENS else 1 << (tokens - 1).bit_length()
+    if tokens > MOST_TOKENS:
+        return tokens
+    return 1 << (tokens - 1).bit_length() if tokens <= _DOUBLING else -(-tokens // _STEP) * _STEP
 
 
 def _event() -> Any:

@@ -68,8 +68,9 @@ def graphs(monkeypatch):
     return Graphs()
 
 
-def test_sizes_are_powers_of_two_up_to_the_largest_that_is_captured():
-    assert [padded(n) for n in (1, 2, 3, 5, 33, MOST_TOKENS)] == [1, 2, 4, 8, 64, MOST_TOKENS]
+def test_sizes_are_few_up_to_the_largest_that_is_captured():
+    assert [padded(n) for n in (1, 2, 3, 5, 33, 64, MOST_TOKENS)] == [1, 2, 4, 8, 64, 64, MOST_TOKENS]
+    assert [padded(n) for n in (65, 128, 129, 300, 385)] == [128, 128, 256, 384, 512]
     assert padded(MOST_TOKENS + 1) == MOST_TOKENS + 1
 
 
@@ -119,7 +120,7 @@ class Setup:
         self.experts = experts
         plan = ((22, "simple"), (None, "large"))
         layer = ServedLayer(0, E, range(E), K, H, 32, experts, "simple+large", capturable=True, plan=plan)
-        self.engine = Engine({0: layer}, torch.device(device), compute_dtype="f32", policy=Policy(256))
+        self.engine = Engine({0: layer}, torch.device(device), compute_dtype="f32", policy=Policy(1024))
         self.engine.start()
 
     def ask(self, tokens: int, seed: int, absent: bool = False) -> None:
@@ -158,7 +159,7 @@ def test_a_padded_batch_answers_its_own_tokens(monkeypatch):
     try:
         for n, tokens in enumerate((5, 64, 3, 7, 1, 65, 18)):  # after a full batch its rows stand behind smaller ones
             s.ask(tokens, seed=n, absent=n % 2 == 1)
-        assert s.experts.sizes == [8, 64, 4, 8, 1, 65, 32]
+        assert s.experts.sizes == [8, 64, 4, 8, 1, 128, 32]
     finally:
         s.end()
 
@@ -183,9 +184,9 @@ def test_small_batches_are_replayed_and_follow_their_inputs(on_gpu):
     for n in range(40):
         s.ask((1, 4, 7, 64)[n % 4], seed=100 + n)
     assert len(s.experts.sizes) == calls, "nothing is called any more"
-    s.ask(200, seed=1)
-    s.ask(200, seed=2)
-    assert s.experts.sizes[calls:] == [200, 200], "large batches are called"
+    s.ask(600, seed=1)
+    s.ask(600, seed=2)
+    assert s.experts.sizes[calls:] == [600, 600], "large batches are called"
     for n in range(8):
         s.ask(3, seed=200 + n)
     s.ask(5, seed=1)
