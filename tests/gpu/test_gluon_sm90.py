@@ -147,6 +147,7 @@ PLANS = {
         ("block BM64 T4 W8 V3 D2 R128", "block BM64 T4 W8 V3 R128"),
         ("ws BM64 T4 W8 S4 ST3 V2", "ws BM32 T4 S2 ST4 V1 R128 C2"),
         ("ws BM128 T4 W8 ST4 V1", "ws BM128 T4 W8 ST4 V2"),
+        ("ws BM64 T4 W8 S2 ST4 V2 X16", "ws BM32 T4 W8 S2 ST4 V1 X16"),
         ("ws BM128 T4 W8 ST4", "ws BM128 T4 W8 ST4"),
     ],
 }

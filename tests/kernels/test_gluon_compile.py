@@ -72,6 +72,8 @@ CASES = [
     ("int4_g128", False, "block BM8 S2 ST3 SK2", "ids", 2, 72, 0),
     ("int4_g128", True, "block BM64 T4 W8 V3 D2 R128", "lists", 0, 128, 32),
     ("int4_g128", True, "ws BM128 T4 W8 ST4 V1", "lists", 0, 168, 256),
+    ("int4_g128", True, "ws BM64 T4 W8 ST4 V2 X16", "lists", 0, 168, 128),
+    ("mxfp4", False, "ws BM64 T4 W8 ST4 V2 X16", "lists", 0, 168, 128),
     ("int4_g32_zp", True, "block BM8 S4 ST3 SK2", "table", 0, 96, 0),
     ("mxfp4", False, "block BM8 S4 ST3 SK2", "table", 0, 96, 0),
     ("int8_channel", False, "block BM16 T2 SK2", "lists", 0, 128, 0),
@@ -125,3 +127,9 @@ def test_the_kernels_around_the_gemms_compile(kernel, types, constants):
 def test_a_plan_that_splits_a_group_is_refused():
     with pytest.raises(ValueError, match="does not hold whole groups"):
         tile(gemm("int4_g128", True), TilePlan.parse("block BM8 S1"), "table", True)
+
+
+@pytest.mark.parametrize("plan", ["block BM64 T4 W8 X16", "ws BM64 T4 W8 X4", "ws BM64 T4 W8 X24"])
+def test_a_stretch_that_no_kernel_has_is_refused(plan):
+    with pytest.raises(ValueError, match="X goes with kernel ws"):
+        tile(gemm("int4_g128", True), TilePlan.parse(plan), "lists", True)

@@ -23,7 +23,7 @@ def shared_bytes(plan: TilePlan, codec: Codec) -> int:
     """The ring: weights, inputs, scales of each stage (epilogues reuse it or need little)."""
     weights = plan.T * 2048 * plan.S * codec.units
     scales = plan.T * (plan.S * 64 // codec.chunk) * codec.chunk_scales * codec.scale_bytes if codec.planes else 0
-    return plan.ST * (weights + plan.BM * 64 * plan.S * 2 + scales + 16)
+    return plan.ST * (weights + (plan.BM + plan.X) * 64 * plan.S * 2 + scales + 16)
 
 
 def check(plan: LayerPlan, codecs: tuple[Codec, Codec], routes: int) -> None:
@@ -39,10 +39,15 @@ def check(plan: LayerPlan, codecs: tuple[Codec, Codec], routes: int) -> None:
 
 
 def test_text_and_plan_are_inverse():
-    for text in ("block BM8 T1 W4 S4 ST3 SK2", "ws BM128 T4 W8 S2 ST4 V1", "block BM8 T1 W4 S2 ST3 SK2 R80 P0"):
+    for text in (
+        "block BM8 T1 W4 S4 ST3 SK2",
+        "ws BM128 T4 W8 S2 ST4 V1",
+        "block BM8 T1 W4 S2 ST3 SK2 R80 P0",
+        "ws BM64 T4 W8 S2 ST4 V2 X16",
+    ):
         assert str(TilePlan.parse(text)) == text
-    with pytest.raises(ValueError, match="unknown word 'X9'"):
-        TilePlan.parse("block BM8 X9")
+    with pytest.raises(ValueError, match="unknown word 'Q9'"):
+        TilePlan.parse("block BM8 Q9")
     with pytest.raises(ValueError, match="want block or ws, with BM"):
         TilePlan.parse("block T2")
 

@@ -26,7 +26,7 @@ class TilePlan:
     """One GEMM's kernel.  kind "block": one tile a CTA; "ws": persistent, warp-specialised.  The letters: see Tile.
 
     R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  P: whether w2's weights are fetched before
-    w13's GEMM has ended.
+    w13's GEMM has ended.  X: tokens by which an expert's last block may stretch (kernel "ws").
     """
 
     kind: str
@@ -41,6 +41,7 @@ class TilePlan:
     R: int = 0
     C: int = 1
     P: int = 1
+    X: int = 0
 
     @property
     def early(self) -> bool:

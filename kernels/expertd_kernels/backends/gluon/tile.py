@@ -52,7 +52,8 @@ class Tile:
     """The constants of a kernel.  One object a distinct configuration (`tile` caches), so hashing is by identity.
 
     From the plan: BM tokens a block, T 64-row tiles a CTA, W consumer warps, stages of S 64-column blocks, ST stages,
-    D stages between use and refill of a slot, SK 64-column blocks an MMA, V how far the last block narrows.
+    D stages between use and refill of a slot, SK 64-column blocks an MMA, V how far the last block narrows,
+    X how many tokens more than BM it may take.
     words: mode "ids": 32-bit words that hold a bit a route; 0: no two routes share an expert, or it does not matter.
     TT: 64-row tiles an A operand covers (T; half of it in the warp-specialised kernel).
     """
@@ -70,6 +71,7 @@ class Tile:
     D: int
     SK: int
     V: int
+    X: int
     pdl: bool
     early: bool
     source: str
@@ -196,6 +198,8 @@ def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0) -> Ti
         TT = c.T // 2
     if TT < c.W // 4:
         raise ValueError(f"plan {c}: {c.W} warps need {c.W // 4} row tiles an operand, it has {TT}")
+    if c.X and (c.kind != "ws" or c.X < 8 or c.X & (c.X - 1)):
+        raise ValueError(f"plan {c}: X goes with kernel ws and is a power of two, at least 8")
     LQ, LS = _register_layouts(codec, TT, c.W, c.SK)
     copiers = 4 if c.kind == "ws" else c.W
     scales = c.S * 64 // codec.chunk * codec.chunk_scales
@@ -213,6 +217,7 @@ def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0) -> Ti
         c.D,
         c.SK,
         c.V,
+        c.X,
         pdl,
         pdl and c.early and not gemm.first,
         _SOURCE,
