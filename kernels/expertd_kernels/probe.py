@@ -16,7 +16,15 @@ from expertd_kernels.problem import Device, Package
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["assumed_packages", "cpu_name", "detect_device", "device_fault", "installed_packages", "use_device"]
+__all__ = [
+    "assumed_packages",
+    "cpu_name",
+    "detect_device",
+    "device_fault",
+    "installed_packages",
+    "packages_for",
+    "use_device",
+]
 
 _CPU_FLAGS = frozenset(
     [
@@ -169,6 +177,12 @@ def installed_packages(backends: Sequence[Backend], probe_imports: bool = False)
                 error = f"{type(e).__name__}: {e}"
         out[name] = Package(version, error)
     return out
+
+
+def packages_for(device: Device, backends: Sequence[Backend]) -> dict[str, Package]:
+    """What is installed here, as a server on `device` of this machine finds it: on an accelerator each is imported, so
+    that one that is broken is refused with its error; a CPU needs none of them."""
+    return installed_packages(backends, probe_imports=device.kind != "cpu")
 
 
 def assumed_packages(backends: Sequence[Backend]) -> Mapping[str, Package]:

@@ -21,7 +21,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels import table
 from expertd_kernels.backends import cpu_native
 from expertd_kernels.cache import PackedCache
-from expertd_kernels.probe import installed_packages, use_device
+from expertd_kernels.probe import packages_for, use_device
 from expertd_kernels.source import ExpertSource
 from expertd_server.boot import Booted, Stopped, boot_layers
 from expertd_server.config import Address, ServeConfig
@@ -63,8 +63,7 @@ async def serve(config: ServeConfig, console: Console) -> int:
     files = files_state(config) if config.cache else ""
     site = Site(source, torch_device, _cache(config), files, config.max_tokens)
     with site.stage("plan"):
-        packages = installed_packages(table.BACKENDS, probe_imports=device.kind != "cpu")
-        plans = plan_layers(config, source, device, packages)
+        plans = plan_layers(config, source, device, packages_for(device, table.BACKENDS))
     oracle = Tournaments.of(config, torch_device, plans)
     if oracle is not None:
         plans = [oracle.apply(p) for p in plans]

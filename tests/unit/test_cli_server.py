@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -160,3 +161,27 @@ def test_the_same_bits_can_be_demanded(capsys):
     why = {v["backend"]: v["refusals"] for v in batches["verdicts"]}
     assert why["gluon_sm90"] == ["a token's bits depend on the batch that it is computed in"]
     assert "is not bit-identical from run to run" in why["humming"]
+
+
+def test_a_package_that_is_installed_and_broken_is_told_as_a_server_would(capsys, monkeypatch):
+    """On a device that is here packages are imported; about one that is not, only their versions are asked."""
+    import torch
+
+    from expertd_kernels import Device, probe
+    from expertd_server import plan
+
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        probe.importlib.metadata, "version", lambda name: "0.2.5" if name == "sgl-deep-gemm" else real(name)
+    )
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    here = Device("cuda", "sm90", (9, 0)), torch.device("cpu")
+    monkeypatch.setattr(plan, "resolve_device", lambda name: here)
+
+    def refusals(*more):
+        assert main(["explain", "--synthetic", "tiny:bf16", "--json", *more]) == 0
+        verdicts = json.loads(capsys.readouterr().out)["layers"][0]["verdicts"]
+        return "; ".join(next(v["refusals"] for v in verdicts if v["backend"] == "deepgemm"))
+
+    assert "package sgl-deep-gemm 0.2.5 does not import: ModuleNotFoundError" in refusals("--device", "cuda")
+    assert "does not import" not in refusals("--device", "sm90", "--packages", "installed")

@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from expertd_kernels.probe import assumed_packages, installed_packages
+    from expertd_kernels.probe import assumed_packages, installed_packages, packages_for
     from expertd_kernels.problem import NAMED_DEVICES
     from expertd_kernels.table import BACKENDS
     from expertd_server.plan import BootError, open_source, plan_layers, resolve_device
@@ -61,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
         named = NAMED_DEVICES.get(config.device)
         device = named or _present(resolve_device, config.device, list(NAMED_DEVICES))
         assumed = (args.packages or ("assumed" if named else "installed")) == "assumed"
-        packages = assumed_packages(BACKENDS) if assumed else installed_packages(BACKENDS)
+        if assumed:
+            packages = assumed_packages(BACKENDS)
+        else:
+            packages = installed_packages(BACKENDS) if named else packages_for(device, BACKENDS)
         source = open_source(config)
         plans = plan_layers(config, source, device, packages)
         if config.oracle == "measure":

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     import torch
 
-    from expertd_kernels.probe import installed_packages
+    from expertd_kernels.probe import packages_for
     from expertd_kernels.table import BACKENDS
     from expertd_server.plan import BootError, open_source, plan_layers, resolve_device
     from expertd_server.verification import read_cases, verify_layers
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         device, where = resolve_device(config.device)
         source = open_source(config)
-        plans = plan_layers(config, source, device, installed_packages(BACKENDS))
+        plans = plan_layers(config, source, device, packages_for(device, BACKENDS))
         given = config.checkpoint is not None and config.quantize is None  # answers are those of the stored weights
         cases = read_cases(config.checkpoint / "expected.safetensors") if config.checkpoint and given else []
     except (BootError, ValueError) as e:
