@@ -77,6 +77,8 @@ class Graphs:
     def capture(self, key: Hashable, body: Callable[[Any, Any], None]) -> None:
         """Capture body(copied, computed), whose like was run just now and is warm, if the key comes often enough.  It
         records the two events and is not run by this."""
+        if len(self._seen) > 4 * _MOST_GRAPHS:  # callers may vary top_k at will
+            self._seen.clear()
         self._seen[key] += 1
         if not self._works or self._seen[key] < _WORTH or key in self._found:
             return
