@@ -3,7 +3,7 @@
 """Kernel `w8a8`: e4m3 weights times e4m3 activations, persistent and warp-specialised.  `C` is a Tile8.
 
 Tokens lie on the 64 side of wgmma, weight rows on its N side: an activation scale is then one number a thread and row,
-a weight scale one number for a whole product.  A tile is BM tokens x two times 128 weight rows, of gate and up for
+a weight scale one number for a whole product.  A tile is 128 tokens x two times 128 weight rows, of gate and up for
 w13.  128 columns at a time are summed by the tensor core (its own sums have few bits) and added in f32, scaled.
 
 Each consumer warpgroup is a partition of its own with 64 tokens of the block, so that none waits for the other: while
@@ -34,7 +34,7 @@ def _experts(counts, C: gl.constexpr, W: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([C.padded_experts // 32], [32], [W], [0])
     ie = gl.arange(0, C.padded_experts, L)
     cnt = gl.load(counts + ie, mask=ie < C.gemm.experts, other=0)
-    nb = (cnt + (C.BM - 1)) // C.BM
+    nb = (cnt + 127) // 128
     return ie, cnt, nb, gl.associative_scan(nb, 0, _add), gl.sum(nb, 0)
 
 
@@ -53,7 +53,7 @@ def _find_tile(ie, cnt, nb, cum, t, C: gl.constexpr):
     first = r // (C.GM * CT) * C.GM
     r -= first * CT
     size = gl.minimum(blocks - first, C.GM)
-    b = (first + r % size) * C.BM
+    b = (first + r % size) * 128
     return e, start + b, n - b, r // size
 
 
@@ -64,8 +64,9 @@ def _next(slot, ph, C: gl.constexpr):
 
 
 @gluon.jit
-def _before(slot, C: gl.constexpr):
-    return gl.where(slot == 0, C.ST - 1, slot - 1)
+def _back(slot, k: gl.constexpr, C: gl.constexpr):
+    """the slot k stages before"""
+    return gl.where(slot < k, slot + (C.ST - k), slot - k)
 
 
 @gluon.jit
@@ -73,10 +74,10 @@ def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
     ie, cnt, nb, cum, blocks = _experts(counts, C, 4)
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(1)
-    behind = gl.to_tensor(0)  # slot whose gathered inputs are declared to be there next
-    pending = gl.to_tensor(0)
+    issued = gl.to_tensor(0)
+    D: gl.constexpr = C.depth  # gathered inputs are declared to be there D stages after they were asked for
     L: gl.constexpr = gl.SliceLayout(1, C.LX)
-    r = gl.arange(0, C.BM, L)
+    r = gl.arange(0, 128, L)
     for t in range(gl.program_id(0), blocks * C.column_tiles, gl.num_programs(0)):
         e, base, n, col = _find_tile(ie, cnt, nb, cum, t, C)
         if C.gemm.first:
@@ -97,18 +98,18 @@ def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
             if C.gemm.first:
                 copy_elements(a_s.index(slot), p + i * 128, mask=m)
                 async_copy.commit_group()
-                async_copy.wait_group(1)
+                async_copy.wait_group(D)
                 fence_async_shared()
-                mbarrier.arrive(full.index(behind), count=1, pred=pending > 0)
-                behind = slot
-                pending = gl.to_tensor(1)
+                mbarrier.arrive(full.index(_back(slot, D, C)), count=1, pred=issued >= D)
+                issued += 1
             else:
                 copy_tile(xd, [base, i * 128], full.index(slot), a_s.index(slot))
             slot, ph = _next(slot, ph, C)
     if C.gemm.first:
         async_copy.wait_group(0)
         fence_async_shared()
-        mbarrier.arrive(full.index(behind), count=1, pred=pending > 0)
+        for k in gl.static_range(D):
+            mbarrier.arrive(full.index(_back(slot, D - k, C)), count=1, pred=issued >= D - k)
 
 
 @gluon.jit
@@ -158,10 +159,10 @@ def _sum(a_s, b_s, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
         t0, t1 = warpgroup_mma_wait(2, deps=[t0, t1])
         t0 = warpgroup_mma_init(t0)
         t1 = warpgroup_mma_init(t1)
-        mbarrier.arrive(empty.index(_before(slot, C)), count=1, pred=i > 0)
+        mbarrier.arrive(empty.index(_back(slot, 1, C)), count=1, pred=i > 0)
         slot, ph = _next(slot, ph, C)
     acc0, acc1 = warpgroup_mma_wait(0, deps=[t0, t1])
-    mbarrier.arrive(empty.index(_before(slot, C)), count=1)
+    mbarrier.arrive(empty.index(_back(slot, 1, C)), count=1)
     return acc0, acc1, slot, ph
 
 
@@ -242,19 +243,22 @@ def _pointers(xs, ws, e, base, col, route, PART: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _rows(xs, ws, lists, tw, ie, cnt, nb, cum, t, PART: gl.constexpr, C: gl.constexpr):
-    """tile t as _find_tile finds it; its part's routes, their weights and the first scales, [64] each"""
-    e, base, n, col = _find_tile(ie, cnt, nb, cum, t, C)
+def _routes(lists, base, n, PART: gl.constexpr, C: gl.constexpr):
+    """the part's routes [64]"""
     r = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, C.MMA))
-    ok = r < n
-    route = gl.load(lists + base + r, mask=ok, other=0)
-    w = gl.load(tw + route, mask=ok, other=0.0)
+    return gl.load(lists + base + r, mask=r < n, other=0)
+
+
+@gluon.jit
+def _first(xs, ws, e, base, n, col, route, PART: gl.constexpr, C: gl.constexpr):
+    """the first scales of the part's rows and of the tile's runs, [64] each"""
+    ok = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, C.MMA)) < n
     px, p0, p1 = _pointers(xs, ws, e, base, col, route, PART, C)
     x = gl.load(px, mask=ok, other=0.0)
     first = (x, x, x)
     if C.gemm.grouped:
         first = (x, gl.load(p0, mask=ok, other=0.0), gl.load(p1, mask=ok, other=0.0))
-    return e, base, n, col, route, w, first
+    return first
 
 
 @gluon.jit
@@ -304,51 +308,38 @@ def _pass(full, empty, slot, ph, C: gl.constexpr):
 def _consumer(
     xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, go, PART: gl.constexpr, C: gl.constexpr
 ):
-    """64 tokens of each block, from 64 * PART on.  What the next tile needs is fetched before a tile is stored."""
+    """64 tokens of each block, from 64 * PART on.  The routes of the next tile are fetched while this one is
+    multiplied, its first scales while this one is stored."""
     ie, cnt, nb, cum, blocks = _experts(counts, C, 4)
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(0)
     last = blocks * C.column_tiles - 1
+    begin = gl.program_id(0)
     step = gl.num_programs(0)
-    e, base, n, col, route, w, first = _rows(
-        xs, ws, lists, tw, ie, cnt, nb, cum, gl.minimum(gl.program_id(0), last), PART, C
-    )
+    e, base, n, col = _find_tile(ie, cnt, nb, cum, gl.minimum(begin, last), C)
+    route = _routes(lists, base, n, PART, C)
+    first = _first(xs, ws, e, base, n, col, route, PART, C)
+    r = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, C.MMA))
     if PART == 1 and C.lag > 0:
-        mbarrier.wait(go.index(0), 0, pred=gl.program_id(0) <= last)
-    for t in range(gl.program_id(0), last + 1, step):
-        after = gl.minimum(t + step, last)
+        mbarrier.wait(go.index(0), 0, pred=begin <= last)
+    for t in range(begin, last + 1, step):
+        w = gl.load(tw + route, mask=r < n, other=0.0)
+        e2, base2, n2, col2 = _find_tile(ie, cnt, nb, cum, gl.minimum(t + step, last), C)
+        route2 = _routes(lists, base2, n2, PART, C)
         if n > 64 * PART:
             acc0, acc1, slot, ph = _sums(
-                xs,
-                ws,
-                a_s,
-                b_s,
-                full,
-                empty,
-                go,
-                e,
-                base,
-                n,
-                col,
-                route,
-                first,
-                slot,
-                ph,
-                t == gl.program_id(0),
-                PART,
-                C,
+                xs, ws, a_s, b_s, full, empty, go, e, base, n, col, route, first, slot, ph, t == begin, PART, C
             )
-            e2, base2, n2, col2, route2, w2, first2 = _rows(xs, ws, lists, tw, ie, cnt, nb, cum, after, PART, C)
+            first2 = _first(xs, ws, e2, base2, n2, col2, route2, PART, C)
             _epilogue(acc0, acc1, bias, out, out_scale, e, base, n, col, route, w, PART, C)
         else:
             slot, ph = _pass(full, empty, slot, ph, C)
-            e2, base2, n2, col2, route2, w2, first2 = _rows(xs, ws, lists, tw, ie, cnt, nb, cum, after, PART, C)
+            first2 = _first(xs, ws, e2, base2, n2, col2, route2, PART, C)
         e = e2
         base = base2
         n = n2
         col = col2
         route = route2
-        w = w2
         first = first2
 
 
@@ -364,7 +355,7 @@ def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, C: gl.const
     if C.pdl:
         gdc_wait()
         gdc_launch_dependents()
-    a_s = gl.allocate_shared_memory(gl.float8e4nv, [C.ST, C.BM, 128], C.SA)
+    a_s = gl.allocate_shared_memory(gl.float8e4nv, [C.ST, 128, 128], C.SA)
     b_s = gl.allocate_shared_memory(gl.float8e4nv, [2 * C.ST, 128, 128], C.SB)
     full = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
@@ -373,25 +364,15 @@ def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, C: gl.const
     ST: gl.constexpr = C.ST
     for i in gl.static_range(ST):
         mbarrier.init(full.index(i), count=2 if C.gemm.first else 1)
-        mbarrier.init(empty.index(i), count=C.BM // 64)
+        mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     barrier()
-    if C.BM == 128:
-        gl.warp_specialize(
-            [
-                (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, go, 0, C)),
-                (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, go, 1, C)),
-                (_producer, (x, xd, wd, counts, lists, a_s, b_s, full, empty, C)),
-            ],
-            [4, 4],
-            [C.consumer_registers, C.producer_registers],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, go, 0, C)),
-                (_producer, (x, xd, wd, counts, lists, a_s, b_s, full, empty, C)),
-            ],
-            [4],
-            [C.producer_registers],
-        )
+    gl.warp_specialize(
+        [
+            (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, go, 0, C)),
+            (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, go, 1, C)),
+            (_producer, (x, xd, wd, counts, lists, a_s, b_s, full, empty, C)),
+        ],
+        [4, 4],
+        [C.consumer_registers, C.producer_registers],
+    )

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from expertd_kernels.backends.envelope import activation_of
 from expertd_kernels.backends.gluon.routing import combine
 from expertd_kernels.backends.gluon.w8a8 import w8a8
-from expertd_kernels.backends.gluon.w8a8_plan import Plan8, plan8
+from expertd_kernels.backends.gluon.w8a8_plan import TOKENS, Plan8
 from expertd_kernels.backends.gluon.w8a8_prepare import prepare, round_rows
 from expertd_kernels.backends.gluon.w8a8_tile import GROUP, Gemm8, tile8
 from expertd_kernels.backends.protocol import Packed
@@ -74,7 +74,7 @@ class W8A8Experts:
             self._given = packed.tensors["input_scales"].amax(dim=0).float().to(self.device)
         self._w13, self._w2 = self._matrix("w13"), self._matrix("w2")
         self._spaces: dict[int, _Workspace] = {}
-        self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
+        self._descriptors: dict[int, TensorDescriptor] = {}
 
     @property
     def rounds_h(self) -> bool:
@@ -87,7 +87,7 @@ class W8A8Experts:
         E, rows, K = codes.shape
         if not self.grouped:  # one a row, also where a whole projection shares it
             scales = scales[:, :, 0].repeat_interleave(rows // scales.shape[1], dim=1).contiguous()
-        layout = tile8(self._gemm(name == "w13", 1, False), plan8(1.0), True).SB
+        layout = tile8(self._gemm(name == "w13", 1, False), Plan8(), True).SB
         descriptor = TensorDescriptor(codes, [E * rows, K], [K, 1], [GROUP, GROUP], layout)
         return _Matrix(descriptor, scales, t.get(f"{name}.bias", torch.zeros(1, device=self.device)))
 
@@ -121,7 +121,7 @@ class W8A8Experts:
         out: Tensor | None = None,
         plan: Plan8 | None = None,
     ) -> Tensor:
-        """As protocol.Experts.  hidden_states [M, H] bf16.  plan: instead of the one that the tokens' number picks."""
+        """As protocol.Experts.  hidden_states [M, H] bf16.  plan: instead of the usual one."""
         x, M = hidden_states.contiguous(), hidden_states.shape[0]
         ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
         if ids.ndim != 2 or ids.shape[1] > MAX_TOP_K:
@@ -175,8 +175,7 @@ class W8A8Experts:
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: Plan8 | None) -> None:
         M, top_k = ids.shape
         n, E = M * top_k, self.num_experts
-        hit = E * (1.0 - (1.0 - min(1.0, top_k / E)) ** M)
-        p = plan or plan8(n / hit)
+        p = plan or Plan8()
         s = self._space(M, top_k)
         self._prepare(x, ids, s)
         h = s.h if self.rounds_h else s.wide
@@ -242,10 +241,10 @@ class W8A8Experts:
         out_scale: Tensor,
     ) -> None:
         t = tile8(gemm, p, True)
-        key = (x.data_ptr(), p.BM)
+        key = x.data_ptr()
         if key not in self._descriptors:
-            self._descriptors[key] = TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [p.BM, GROUP], t.SA)
-        blocks = min(n, n // p.BM + min(self.num_experts, n))
+            self._descriptors[key] = TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [TOKENS, GROUP], t.SA)
+        blocks = min(n, n // TOKENS + min(self.num_experts, n))
         grid = (min(blocks * t.column_tiles, self.multiprocessors),)
         kernel: Any = w8a8
         kernel[grid](

@@ -1,35 +1,32 @@
-"""Which tiles for how many tokens.  Pure: imports no torch and no triton."""
+"""How a w8a8 GEMM is cut and buffered.  Pure: imports no torch and no triton."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Plan8", "plan8"]
+__all__ = ["TOKENS", "Plan8"]
+
+TOKENS = 128
+"""Tokens of a block, 64 for each of two consumer warpgroups (one of 64 tokens and one warpgroup was slower)."""
 
 
 @dataclass(frozen=True)
 class Plan8:
-    """BM tokens a block (64 a consumer warpgroup), ST stages, GM blocks of an expert side by side.
+    """ST stages of the ring, GM blocks of an expert side by side (their weights are read once).
 
     lag                  stages by which the second warpgroup begins after the first, so that one stores results while
                          the other multiplies (grouped scales only)
+    depth                stages of gathered inputs in flight besides the one that is asked for
     consumer_registers   cap of the second consumer warpgroup; producer_registers: of the producers
     """
 
-    BM: int
-    ST: int
+    ST: int = 4
     GM: int = 16
     lag: int = 0
+    depth: int = 2
     consumer_registers: int = 232
     producer_registers: int = 40
 
     def __post_init__(self) -> None:
-        if self.BM not in (64, 128):
-            raise ValueError(f"plan {self}: want BM 64 or 128")
-        if not 0 <= self.lag < self.ST:
-            raise ValueError(f"plan {self}: a lag of {self.lag} stages does not fit a ring of {self.ST}")
-
-
-def plan8(each: float) -> Plan8:
-    """By routes an expert that is hit.  The measurements behind it: docs/gpu-notes.md."""
-    return Plan8(64, 5) if each <= 80 else Plan8(128, 4)
+        if not 0 <= self.lag < self.ST or not 1 <= self.depth < self.ST:
+            raise ValueError(f"plan {self}: want 0 <= lag < {self.ST} and 1 <= depth < {self.ST}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from triton.experimental.gluon import language as gl
 
-from expertd_kernels.backends.gluon.w8a8_plan import Plan8
+from expertd_kernels.backends.gluon.w8a8_plan import TOKENS, Plan8
 
 __all__ = ["GROUP", "Gemm8", "Tile8", "tile8"]
 
@@ -52,10 +52,10 @@ class Tile8:
     """The constants of a kernel.  One object a distinct configuration (`tile8` caches), so hashing is by identity."""
 
     gemm: Gemm8
-    BM: int
     ST: int
     GM: int
     lag: int
+    depth: int
     pdl: bool
     consumer_registers: int
     producer_registers: int
@@ -93,7 +93,7 @@ class Tile8:
     @property
     def stage_bytes(self) -> int:
         """What the bulk copies of a stage bring: weights, and the inputs of w2."""
-        return 2 * GROUP * GROUP + (0 if self.gemm.first else self.BM * GROUP)
+        return 2 * GROUP * GROUP + (0 if self.gemm.first else TOKENS * GROUP)
 
 
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
@@ -120,10 +120,10 @@ def tile8(gemm: Gemm8, plan: Plan8, pdl: bool) -> Tile8:
         raise ValueError(f"w8a8 {gemm.segment} x {gemm.K}: want multiples of {GROUP}")
     return Tile8(
         gemm,
-        plan.BM,
         plan.ST,
         plan.GM,
-        min(plan.lag, gemm.K // GROUP) if gemm.grouped and plan.BM == 128 else 0,
+        min(plan.lag, gemm.K // GROUP) if gemm.grouped else 0,
+        plan.depth,
         pdl,
         plan.consumer_registers,
         plan.producer_registers,
