@@ -134,5 +134,5 @@ def test_activations_are_rounded_as_the_package_rounds_them(sources):
     assert relative_error(codes.float(), theirs.float()) < 1e-2
 
 
-def test_the_row_says_that_it_was_not_run_on_hardware():
-    assert next(b for b in BACKENDS if b.name == NAME).hardware == "not run on hardware"
+def test_the_row_says_where_it_was_run():
+    assert next(b for b in BACKENDS if b.name == NAME).hardware.startswith("run on SM90 only")
