@@ -45,6 +45,27 @@ BACKENDS: tuple[Backend, ...] = (
         capturable=True,
     ),
     Backend(
+        name="gluon_w8a8",
+        target="expertd_kernels.backends.gluon_w8a8",
+        devices=_SM90,
+        schemes=(
+            SchemeSupport(
+                Element.E4M3,
+                blocks=frozenset({(128, 128)}),
+                activations=frozenset({ActivationQuant.E4M3_GROUP128}),
+                whole_blocks=True,
+            ),
+        ),
+        summary="e4m3 weights with activations rounded to e4m3, in Triton's Gluon dialect: for Hopper",
+        activations=frozenset(ActivationKind) - {ActivationKind.RELU2},
+        needs={"triton": ">=3.6,<3.7"},
+        hidden_multiple=128,
+        intermediate_multiple=128,
+        max_experts=512,
+        capturable=True,
+        mixed_schemes=False,
+    ),
+    Backend(
         name="triton",
         target="expertd_kernels.backends.triton",
         devices=(DeviceRange("cuda", (8, 0)), DeviceRange("rocm"), DeviceRange("xpu")),
@@ -382,6 +403,7 @@ ORDER: Mapping[str, Sequence[str]] = {
     "cuda": ("triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "triton_w4a8", "reference"),
     "sm90": (
         "gluon_sm90",
+        "gluon_w8a8",
         "triton",
         "triton_w8a8",
         "deepgemm",

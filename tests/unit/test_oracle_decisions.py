@@ -43,7 +43,7 @@ EXPECTED = [
     # e4m3
     ("sm80", "e4m3_block128", NONE, {}, "triton"),
     ("sm90", "e4m3_block128", NONE, {}, "gluon_sm90"),
-    ("sm90", "e4m3_block128", GROUP128, {}, "triton_w8a8"),
+    ("sm90", "e4m3_block128", GROUP128, {}, "gluon_w8a8"),
     ("sm90", "e4m3_channel", TOKEN, {}, "triton_w8a8"),
     ("sm90", "e4m3_tensor", TOKEN, {}, "triton_w8a8"),
     ("sm90", "e4m3_tensor", TENSOR, {}, "triton_w8a8"),
