@@ -41,6 +41,13 @@ __all__ = ["Row", "ceilings", "machine", "run", "shape_of"]
 
 SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3/16")
 TOKENS = (1, 4, 16, 64, 256, 1024)
+SCHEMES = {
+    "qwen3-30b-a3b": ("int4_g128", "mxfp4", "int4_g32", "int8_g128", "e4m3_block128"),
+    "gpt-oss-20b": ("mxfp4",),
+}
+"""Schemes of a shape where none is named; int4_g128 for the others."""
+LONG_S = 10.0
+"""A point that takes longer has two rounds at least, not four."""
 CHECK_TOKENS = 4
 WARM_TOKENS = 64
 INPUT_SETS = 8
@@ -132,14 +139,14 @@ def _error(call: Caller, inputs: Inputs, wanted: Tensor) -> float:
 
 
 def _times(calls: Mapping[str, Caller], sets: Sequence[Inputs], seconds: float, clock: str) -> dict[str, float]:
-    """Median microseconds of each call.  One call of each in turn, until `seconds` are spent, at least four rounds, of
-    which the first does not count.  Neighbours of a round take different inputs: where two share their weights, the
-    second would find in the cache what the first has read."""
+    """Median microseconds of each call.  One call of each in turn, until `seconds` are spent, at least four rounds (two
+    where those are long), of which the first does not count.  Neighbours of a round take different inputs: where two
+    share their weights, the second would find in the cache what the first has read."""
     now = time.thread_time if clock == "cpu" else time.perf_counter
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    end = time.perf_counter() + seconds
+    start_s = time.perf_counter()
     n = 0
-    while n < 4 or time.perf_counter() < end:
+    while n < 2 or (spent := time.perf_counter() - start_s) < seconds or (n < 4 and spent < LONG_S):
         for i, (name, call) in enumerate(calls.items()):
             time.sleep(PAUSE_S)
             start = now()
@@ -280,8 +287,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows: list[Row] = []
     for name in args.shape or SHAPES:
         shape = shape_of(name)
-        default = ["mxfp4"] if shape.family == "gpt_oss" else ["int4_g128"]
-        for scheme in args.scheme or default:
+        for scheme in args.scheme or SCHEMES.get(name, ("int4_g128",)):
             rows += _points(args, shape, Scheme.parse(scheme), threads, peaks)
     records = [asdict(r) for r in rows]
     facts["load_after"] = _load()
