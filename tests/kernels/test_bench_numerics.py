@@ -175,6 +175,25 @@ def test_the_command_writes_a_table_and_says_what_it_left_out(tmp_path, capsys, 
     assert "8 checked" in capsys.readouterr().out
 
 
+def test_a_run_that_is_killed_leaves_what_it_knew(tmp_path, monkeypatch):
+    monkeypatch.setattr(numerics_grid, "SCHEMES", ("int4_g128", "bf16"))
+    monkeypatch.setattr(numerics_grid, "EXTRA_SCHEMES", ())
+    monkeypatch.setattr(numerics, "WRITE_EVERY_S", 0.0)
+    out, figures = tmp_path / "n.md", tmp_path / "n.json"
+
+    def killed(target, todo, **_):
+        for layer in todo[:2]:
+            yield layer, numerics.Outcome({1: 1e-3}, 0.01, (), 0.1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(numerics, "run_tasks", killed)
+    with pytest.raises(KeyboardInterrupt):
+        main(["numerics", *PAGE, "--out", str(out), "--json", str(figures)])
+    assert "8 layers, 2 checked, 0 wrong, 6 not run" in out.read_text()
+    assert out.read_text().count("not run: the run ended before") == 6
+    assert sum(r["ran"] for r in json.loads(figures.read_text())["rows"]) == 2
+
+
 def test_wrong_answers_and_unknown_names_are_exit_code_one(tmp_path, monkeypatch, capsys):
     assert main(["numerics", "--device", "cpu", "--backend", "nope"]) == 1
     assert "known are" in capsys.readouterr().err

@@ -39,6 +39,7 @@ from expertd_kernels.table import BACKENDS
 __all__ = ["Outcome", "check_layer", "check_point", "main", "markdown", "routes"]
 
 ROUTINGS = ("uniform", "absent", "one", "few")
+WRITE_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,44 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
+def _check(
+    args: argparse.Namespace,
+    todo: Sequence[Layer],
+    tokens: Sequence[int],
+    facts: Mapping[str, str],
+    refused: Mapping[str, str],
+) -> int:
+    """Check all layers in processes, write the files; the exit code."""
+    results = {layer: Outcome(faults=("not run: the run ended before",), ran=False) for layer in todo}
+    rows = [b.name for b in BACKENDS]
+    found = sorted(todo, key=lambda layer: rows.index(layer.backend))
+
+    def page() -> str:
+        return markdown(facts, tokens, [(layer, results[layer]) for layer in found], refused)
+
+    def write() -> None:
+        if args.out:
+            args.out.write_text(page())
+        if args.json:
+            lines = [{**asdict(a), "activations": a.activations.value, **asdict(results[a])} for a in found]
+            args.json.write_text(json.dumps({"machine": facts, "rows": lines}, indent=1) + "\n")
+
+    target = partial(check_layer, device_name=args.device, tokens=tokens)
+    usable = partial(context_usable, args.device)
+    written = time.monotonic()
+    for layer, got in run_tasks(target, todo, jobs=args.jobs, budget_s=args.budget, limit_s=args.limit, usable=usable):
+        outcome = Outcome(faults=(got.reason,), ran=got.ran) if isinstance(got, NoResult) else got
+        results[layer] = outcome
+        print(f"{' '.join(_cells(layer, outcome, tokens))} {outcome.seconds:.1f} s", *outcome.faults[:2], flush=True)
+        if time.monotonic() - written > WRITE_EVERY_S:  # so that a run that is killed leaves what it knew
+            write()
+            written = time.monotonic()
+    write()
+    print("\n".join(page().split("\n\n")[1:3]))
+    ran = [o for o in results.values() if o.ran]
+    return 0 if ran and not any(o.faults for o in ran) else 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 where an answer was wrong, a name is unknown, or nothing was checked."""
     args = _parser().parse_args(argv)
@@ -202,22 +241,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(e, file=sys.stderr)
         return 1
     facts = machine(device)  # of the code that is run now, whatever is committed meanwhile
-    results: dict[Layer, Outcome] = {}
-    target = partial(check_layer, device_name=args.device, tokens=tokens)
-    usable = partial(context_usable, args.device)
-    for layer, got in run_tasks(target, todo, jobs=args.jobs, budget_s=args.budget, limit_s=args.limit, usable=usable):
-        outcome = Outcome(faults=(got.reason,), ran=got.ran) if isinstance(got, NoResult) else got
-        results[layer] = outcome
-        print(f"{' '.join(_cells(layer, outcome, tokens))} {outcome.seconds:.1f} s", *outcome.faults[:2], flush=True)
-    found = [
-        (layer, results[layer]) for layer in sorted(todo, key=lambda x: [b.name for b in BACKENDS].index(x.backend))
-    ]
-    page = markdown(facts, tokens, found, refused)
-    if args.out:
-        args.out.write_text(page)
-    if args.json:
-        rows = [{**asdict(a), "activations": a.activations.value, **asdict(o)} for a, o in found]
-        args.json.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
-    print("\n".join(page.split("\n\n")[1:3]))
-    ran = [o for _, o in found if o.ran]
-    return 0 if ran and not any(o.faults for o in ran) else 1
+    return _check(args, todo, tokens, facts, refused)
