@@ -168,6 +168,19 @@ def test_every_kernel_and_mode(scheme, mode):
             check(case, weights, experts, M, how, plan=plan)
 
 
+@pytest.mark.parametrize("mode", ["ids", "table"])
+def test_w2_split_over_its_columns(mode):
+    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+
+    case = Case("int4_g32", bias=True)
+    weights, experts = layer(case)
+    plan = LayerPlan(0, mode, TilePlan.parse("block BM8 S4 SK2"), TilePlan.parse("block BM8 S2 SK2 Z2"))
+    for M, how in ((1, "even"), (3, "absent"), (7, "even"), (5, "one")):
+        check(case, weights, experts, M, how, plan=plan)
+    with pytest.raises(ValueError, match="do not fit the workspace"):
+        experts(*routed(case, 16, "even"), plan=plan)
+
+
 def test_graph_replays_follow_new_inputs():
     case = Case("int4_g128", experts=32, top_k=4)
     weights, experts = layer(case)

@@ -46,7 +46,8 @@ def compiled(g: Gemm, plan: TilePlan, mode: str, words: int = 0):
     kernel = ws if plan.kind == "ws" else block
     words_type = f"tensordesc<i32[{c.T}, {16 * c.stage_units}, 32],{c.SW!r}>"
     scale = "*u8" if c.codec.e8m0 else "*bf16"
-    types = ["*bf16", words_type, scale, "*fp32", "*i32", "*i32", "*fp32", "*bf16", "fp32", "i32", "constexpr"]
+    out = "*bf16" if g.first or plan.kind == "ws" else "*fp32"  # w2's results are f32 up to 128 tokens
+    types = ["*bf16", words_type, scale, "*fp32", "*i32", "*i32", "*fp32", out, "fp32", "i32", "constexpr"]
     signature = dict(zip(kernel.arg_names, types, strict=True))
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
     source = GluonASTSource(kernel, signature, {(len(types) - 1,): c}, aligned)
@@ -70,6 +71,7 @@ CASES = [
     # scheme, w13 or w2, plan, mode, words, most registers, most bytes spilled
     ("int4_g128", True, "block BM8 S4 ST3 SK2", "table", 0, 96, 0),
     ("int4_g128", False, "block BM8 S2 ST3 SK2", "ids", 2, 72, 0),
+    ("int4_g128", False, "block BM8 S2 ST3 SK2 Z2", "ids", 0, 72, 0),
     ("int4_g128", True, "block BM64 T4 W8 V3 D2 R128", "lists", 0, 128, 32),
     ("int4_g128", True, "ws BM128 T4 W8 ST4 V1", "lists", 0, 168, 256),
     ("int4_g128", True, "ws BM64 T4 W8 ST4 V2 X16", "lists", 0, 168, 128),
@@ -106,7 +108,8 @@ def test_every_feature_compiles(tmp_path):
 @pytest.mark.parametrize(
     ("kernel", "types", "constants"),
     [
-        (combine, ["*fp32", "*i32", "*bf16", "i32", "i32"], {"TOPK": 8, "B": 512, "PDL": True}),
+        (combine, ["*fp32", "*i32", "*bf16", "i32", "i32"], {"TOPK": 8, "B": 512, "PDL": True, "PARTS": 1}),
+        (combine, ["*fp32", "*i32", "*bf16", "i32", "i32"], {"TOPK": 2, "B": 512, "PDL": True, "PARTS": 4}),
         (group_routes, ["*i32", "*i32", "*i32", "i32"], {"TH": 512, "CH": 16, "PDL": True}),
         (
             table_routes,
@@ -114,7 +117,7 @@ def test_every_feature_compiles(tmp_path):
             {"E": 60, "EP": 64, "MAXB": 128, "BM": 8, "B": 512, "PDL": True},
         ),
     ],
-    ids=["combine", "group_routes", "table_routes"],
+    ids=["combine", "combine_parts", "group_routes", "table_routes"],
 )
 def test_the_kernels_around_the_gemms_compile(kernel, types, constants):
     names = kernel.arg_names
@@ -127,6 +130,13 @@ def test_the_kernels_around_the_gemms_compile(kernel, types, constants):
 def test_a_plan_that_splits_a_group_is_refused():
     with pytest.raises(ValueError, match="does not hold whole groups"):
         tile(gemm("int4_g128", True), TilePlan.parse("block BM8 S1"), "table", True)
+
+
+def test_columns_that_do_not_split_are_refused():
+    with pytest.raises(ValueError, match="768 columns in whole stages"):
+        tile(gemm("int4_g128", False), TilePlan.parse("block BM8 S4 Z2"), "ids", True)
+    with pytest.raises(ValueError, match="Z goes with w2"):
+        tile(gemm("int4_g128", True), TilePlan.parse("block BM8 S4 Z2"), "ids", True)
 
 
 @pytest.mark.parametrize("plan", ["block BM64 T4 W8 X16", "ws BM64 T4 W8 X4", "ws BM64 T4 W8 X24"])

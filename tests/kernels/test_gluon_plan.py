@@ -44,6 +44,7 @@ def test_text_and_plan_are_inverse():
         "ws BM128 T4 W8 S2 ST4 V1",
         "block BM8 T1 W4 S2 ST3 SK2 R80 P0",
         "ws BM64 T4 W8 S2 ST4 V2 X16",
+        "block BM8 T1 W4 S4 ST4 SK2 Z4",
     ):
         assert str(TilePlan.parse(text)) == text
     with pytest.raises(ValueError, match="unknown word 'Q9'"):

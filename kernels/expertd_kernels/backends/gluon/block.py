@@ -45,6 +45,7 @@ def _tile(
     base,
     n,
     tile,
+    k0,
     wb,
     xs,
     sb,
@@ -54,7 +55,7 @@ def _tile(
     C: gl.constexpr,
 ):
     """N1 (+ N2) routes x T row tiles.  The slot freed D stages ago is refilled.  SK = 1: one MMA in flight; SK > 1
-    (needs D = 1): those of a whole stage."""
+    (needs D = 1): those of a whole stage.  k0: the first stage of this CTA's part of K."""
     P: gl.constexpr = C.ST - C.D
     PARTS: gl.constexpr = C.S // C.SK
     NN: gl.constexpr = N2 if N2 > 0 else N1
@@ -66,7 +67,7 @@ def _tile(
     row = e * C.gemm.rows + tile * C.T
     if C.early:
         for i0 in gl.static_range(P):
-            copy_weights(wd, ws, row, wb, sb, full, i0, i0, (n > 0) & (i0 < C.iterations), C)
+            copy_weights(wd, ws, row, wb, sb, full, k0 + i0, i0, (n > 0) & (i0 < C.iterations), C)
         gdc_wait()
     f1 = input_rows(routes(lists, base, 0, n, N1, C, XL), C)
     f2 = input_rows(routes(lists, base, N1, n, NN, C, XL), C)
@@ -75,13 +76,15 @@ def _tile(
     w1 = route_weights(tw, r1, unscale, C)
     w2 = route_weights(tw, r2, unscale, C)
     b = load_bias(bias, row, C, M1)
+    if C.Z > 1:  # once, not once a part
+        b = gl.where(k0 == 0, b, 0.0)
     for i1 in gl.static_range(P):
         ok = (n > 0) & (i1 < C.iterations)
         if not C.early:
-            copy_weights(wd, ws, row, wb, sb, full, i1, i1, ok, C)
-        copy_inputs(x, f1, xs.index(i1).slice(0, N1, 0), i1, ok, C)
+            copy_weights(wd, ws, row, wb, sb, full, k0 + i1, i1, ok, C)
+        copy_inputs(x, f1, xs.index(i1).slice(0, N1, 0), k0 + i1, ok, C)
         if N2 > 0:
-            copy_inputs(x, f2, xs.index(i1).slice(N1, N2, 0), i1, ok, C)
+            copy_inputs(x, f2, xs.index(i1).slice(N1, N2, 0), k0 + i1, ok, C)
         async_copy.commit_group()
     t1 = warpgroup_mma_init(gl.zeros([C.T * 64, N1], gl.float32, M1))
     t2 = warpgroup_mma_init(gl.zeros([C.T * 64, NN], gl.float32, M2))
@@ -98,10 +101,10 @@ def _tile(
             t2 = warpgroup_mma_init(t2)
         barrier()
         more = i + P < C.iterations
-        copy_weights(wd, ws, row, wb, sb, full, i + P, ns, more, C)
-        copy_inputs(x, f1, xs.index(ns).slice(0, N1, 0), i + P, more, C)
+        copy_weights(wd, ws, row, wb, sb, full, k0 + i + P, ns, more, C)
+        copy_inputs(x, f1, xs.index(ns).slice(0, N1, 0), k0 + i + P, more, C)
         if N2 > 0:
-            copy_inputs(x, f2, xs.index(ns).slice(N1, N2, 0), i + P, more, C)
+            copy_inputs(x, f2, xs.index(ns).slice(N1, N2, 0), k0 + i + P, more, C)
         async_copy.commit_group()
         for j in gl.static_range(PARTS):
             q, s = load(wb.index(slot), sb.index(slot), j, C)
@@ -136,6 +139,11 @@ def block(x, wd, ws, bias, table, lists, tw, out, unscale, routes_in_all, C: gl.
         gdc_launch_dependents()
     tile = gl.program_id(0) % C.column_tiles
     blk = gl.program_id(0) // C.column_tiles
+    k0 = 0
+    if C.Z > 1:  # the results of the parts stand one after another; `combine` adds them
+        k0 = blk % C.Z * C.iterations
+        out += (blk % C.Z * routes_in_all).to(gl.int64) * C.gemm.out_columns
+        blk = blk // C.Z
     if C.mode == "ids" and C.words == 0:
         e = gl.load(table + blk)
         base = blk
@@ -156,10 +164,10 @@ def block(x, wd, ws, bias, table, lists, tw, out, unscale, routes_in_all, C: gl.
         B: gl.constexpr = C.BM
         if C.V >= 1 and n <= B // 2:
             if C.V >= 2 and n <= B // 4:
-                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, B // 4, 0, C)
+                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, B // 4, 0, C)
             else:
-                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, B // 2, 0, C)
+                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, B // 2, 0, C)
         elif C.V >= 3 and n <= B // 4 * 3:
-            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, B // 2, B // 4, C)
+            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, B // 2, B // 4, C)
         else:
-            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, wb, xs, sb, full, B, 0, C)
+            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, B, 0, C)

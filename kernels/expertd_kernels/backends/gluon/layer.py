@@ -215,6 +215,8 @@ class GluonExperts:
         w13, w2 = self._pair(top_k, on_input)
         s = self._space(M, top_k)
         y = s.y32 if M <= FLOAT32_TOKENS and p.w2.kind == "block" else s.y
+        if p.w2.Z * n * self.hidden_size > y.numel():
+            raise ValueError(f"gluon_sm90: {p.w2.Z} parts of {n} routes do not fit the workspace for {s.tokens} tokens")
         split = round_up(2 * n + E, 16)
         table, lists = s.ints[:split], s.ints[split:]
         words = 0
@@ -255,7 +257,7 @@ class GluonExperts:
         self._gemm(w2, p.w2, p.mode, blocks, s.h, table, lists, weights, y, n, words)
         B, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
         combine[(M, triton.cdiv(self.hidden_size, B))](
-            y, ids, out, self.hidden_size, E, top_k, B, True, num_warps=warps, launch_pdl=True
+            y, ids, out, self.hidden_size, E, top_k, B, True, p.w2.Z, num_warps=warps, launch_pdl=True
         )
 
     def _gemm(
@@ -278,7 +280,7 @@ class GluonExperts:
             self._descriptors[key] = m.descriptor(t)
         if not blocks:
             blocks = min(n, n // p.BM + min(self.num_experts, n))
-        tiles = blocks * t.column_tiles
+        tiles = blocks * t.column_tiles * t.Z
         kernel: Any = block if p.kind == "block" else ws
         options: dict[str, Any] = {"num_warps": p.W, "launch_pdl": True}
         if p.R:

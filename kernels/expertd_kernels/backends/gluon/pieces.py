@@ -218,6 +218,17 @@ def _act(g, u, C: gl.constexpr):
 
 
 @gluon.jit
+def _store(y, r, out, row, C: gl.constexpr, R: gl.constexpr, L: gl.constexpr):
+    """y [R, N] of row tiles row .., in layout L -> out[r, column]"""
+    f = gl.expand_dims(gl.convert_layout(r, gl.SliceLayout(0, L)), 0)
+    n = gl.expand_dims(row * C.out_rows + gl.arange(0, R, gl.SliceLayout(1, L)), 1)
+    m = f >= 0
+    if C.out_masked:
+        m = m & (n < C.gemm.out_columns)
+    gl.store(out + gl.maximum(f, 0).to(gl.int64) * C.gemm.out_columns + n, y, mask=m)
+
+
+@gluon.jit
 def epilogue(acc, r, wt, b, out, unscale, row, C: gl.constexpr, N: gl.constexpr, MMA: gl.constexpr):
     """acc [TT * 64, N] of row tiles row .. -> out[route, column], bias, activation and router weight applied.
 
@@ -240,16 +251,13 @@ def epilogue(acc, r, wt, b, out, unscale, row, C: gl.constexpr, N: gl.constexpr,
     elif C.gemm.first:  # relu2
         acc = gl.maximum(acc, 0.0)
         acc = acc * acc
-    V: gl.constexpr = 8 if N >= 32 else 2
-    LN: gl.constexpr = min(R // V, 16)
-    LO: gl.constexpr = gl.BlockedLayout([V, 1], [LN, 32 // LN], [1, C.W], [0, 1])
-    y = gl.convert_layout(acc.to(out.dtype.element_ty), LO)
-    f = gl.expand_dims(gl.convert_layout(r, gl.SliceLayout(0, LO)), 0)
-    n = gl.expand_dims(row * C.out_rows + gl.arange(0, R, gl.SliceLayout(1, LO)), 1)
-    m = f >= 0
-    if C.out_masked:
-        m = m & (n < C.gemm.out_columns)
-    gl.store(out + gl.maximum(f, 0).to(gl.int64) * C.gemm.out_columns + n, y, mask=m)
+    if N == 8 and out.dtype.element_ty == gl.float32:  # eight lanes hold 32 bytes of a row: whole sectors as they are
+        _store(acc, r, out, row, C, R, MMA)
+    else:
+        V: gl.constexpr = 8 if N >= 32 else 2
+        LN: gl.constexpr = min(R // V, 16)
+        LO: gl.constexpr = gl.BlockedLayout([V, 1], [LN, 32 // LN], [1, C.W], [0, 1])
+        _store(gl.convert_layout(acc.to(out.dtype.element_ty), LO), r, out, row, C, R, LO)
 
 
 @gluon.jit

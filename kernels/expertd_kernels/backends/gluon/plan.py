@@ -27,6 +27,7 @@ class TilePlan:
 
     R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  P: whether w2's weights are fetched before
     w13's GEMM has ended.  X: tokens by which an expert's last block may stretch (kernel "ws").
+    Z: parts of w2's columns, a CTA each, for so few tokens that tiles alone do not fill the GPU (kernel "block").
     """
 
     kind: str
@@ -42,6 +43,7 @@ class TilePlan:
     C: int = 1
     P: int = 1
     X: int = 0
+    Z: int = 1
 
     @property
     def early(self) -> bool:
@@ -162,6 +164,13 @@ def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int)
         if codec.bits == 4 and codec.integer and codec.group >= 64 and row_tiles >= 4 * THIN and K >= 2048:
             return TilePlan("ws", 32, T=4, S=2, ST=4, V=1, R=128, C=2)
         return TilePlan("block", 32, T=2, S=S, SK=2 if deep else 1, V=1)
+    # an expert's routes scatter by the root of their mean: where half of the experts would need a second, nearly empty
+    # block, the first one stretches
+    stretches = codec.bits == 4 and codec.kind == "int" and codec.group >= 64
+    if stretches and 48 < each <= 80:
+        return TilePlan("ws", 64, T=4, W=8, S=2, ST=4, V=2, X=16)
+    if stretches and 112 < each <= 136:
+        return TilePlan("ws", 128, T=4, W=8, S=2, ST=4, X=16)
     if each <= 96:
         if codec.bits > 4:
             return TilePlan("ws", 64, T=4, W=8, S=2 if codec.bits == 8 else 1, ST=4, V=2)

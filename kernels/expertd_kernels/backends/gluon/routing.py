@@ -73,8 +73,9 @@ def table_routes(
 
 
 @triton.jit
-def combine(y, ids, out, H, E, TOPK: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
-    """out[t] = sum of y[route] over the token's routes that are computed here, in f32, in the order of the slots."""
+def combine(y, ids, out, H, E, TOPK: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr = 1):
+    """out[t] = sum of y[route] over the token's routes that are computed here, in f32, in the order of the slots.
+    y [PARTS, tokens * TOPK, H]: each route's result as the sum of PARTS."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * B + tl.arange(0, B)
     here = 0
@@ -85,6 +86,7 @@ def combine(y, ids, out, H, E, TOPK: tl.constexpr, B: tl.constexpr, PDL: tl.cons
         gdc_launch_dependents()
         gdc_wait()
     a = tl.zeros([B], tl.float32)
-    for k in tl.static_range(TOPK):
-        a += tl.load(y + (t * TOPK + k) * H + c, mask=(c < H) & ((here >> k) & 1 == 1), other=0.0).to(tl.float32)
+    for i in tl.static_range(TOPK * PARTS):
+        at = (i // TOPK * tl.num_programs(0) + t) * TOPK + i % TOPK
+        a += tl.load(y + at * H + c, mask=(c < H) & ((here >> (i % TOPK)) & 1 == 1), other=0.0).to(tl.float32)
     tl.store(out + t * H + c, a.to(out.dtype.element_ty), mask=c < H)

@@ -53,7 +53,7 @@ class Tile:
 
     From the plan: BM tokens a block, T 64-row tiles a CTA, W consumer warps, stages of S 64-column blocks, ST stages,
     D stages between use and refill of a slot, SK 64-column blocks an MMA, V how far the last block narrows,
-    X how many tokens more than BM it may take.
+    X how many tokens more than BM it may take, Z in how many parts the columns are split.
     words: mode "ids": 32-bit words that hold a bit a route; 0: no two routes share an expert, or it does not matter.
     TT: 64-row tiles an A operand covers (T; half of it in the warp-specialised kernel).
     """
@@ -72,6 +72,7 @@ class Tile:
     SK: int
     V: int
     X: int
+    Z: int
     pdl: bool
     early: bool
     source: str
@@ -85,8 +86,8 @@ class Tile:
 
     @property
     def iterations(self) -> int:
-        """Stages that cover K; the last may reach beyond it."""
-        return -(-self.gemm.K // (64 * self.S))
+        """Stages that cover a CTA's part of K; the last may reach beyond it."""
+        return -(-self.gemm.K // (64 * self.S * self.Z))
 
     @property
     def column_tiles(self) -> int:
@@ -200,6 +201,8 @@ def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0) -> Ti
         raise ValueError(f"plan {c}: {c.W} warps need {c.W // 4} row tiles an operand, it has {TT}")
     if c.X and (c.kind != "ws" or c.X < 8 or c.X & (c.X - 1)):
         raise ValueError(f"plan {c}: X goes with kernel ws and is a power of two, at least 8")
+    if c.Z > 1 and (gemm.first or c.kind != "block" or gemm.K % (64 * c.S * c.Z)):
+        raise ValueError(f"plan {c}: Z goes with w2 in kernel block, and {gemm.K} columns in whole stages")
     LQ, LS = _register_layouts(codec, TT, c.W, c.SK)
     copiers = 4 if c.kind == "ws" else c.W
     scales = c.S * 64 // codec.chunk * codec.chunk_scales
@@ -218,6 +221,7 @@ def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0) -> Ti
         c.SK,
         c.V,
         c.X,
+        c.Z,
         pdl,
         pdl and c.early and not gemm.first,
         _SOURCE,
