@@ -106,6 +106,7 @@ class DeepGemmExperts:
         self.tensors = {name: t.to(device) for name, t in packed.tensors.items()}
         self.form: str = packed.meta["form"]
         self.num_experts: int = packed.meta["w13"]["shape"][0]
+        self.width: int = max(packed.meta["w13"]["shape"][1:])
         self.activation: Activation = activation_of(packed)
         self.vendor = vendor
         self.alignment = int(vendor.get_mk_alignment_for_contiguous_layout())
@@ -120,7 +121,8 @@ class DeepGemmExperts:
         out: Tensor | None = None,
     ) -> Tensor:
         """As Experts.__call__."""
-        return in_pieces(self._compute, hidden_states, topk_ids, topk_weights, router_weight_on_input, out)
+        given = (hidden_states, topk_ids, topk_weights, router_weight_on_input, out)
+        return in_pieces(self._compute, *given, width=self.width)
 
     def _shapes(self, routes: int) -> Shapes:
         """Matrices of the rows, and for rounded ones the scales with the rows as the last dimension, as the package

@@ -22,7 +22,8 @@ from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
 __all__ = ["MOST_ROUTES", "Call", "Places", "Shapes", "capacity", "in_pieces"]
 
 MOST_ROUTES = 1 << 16
-"""Routes of one call: more tokens are computed in pieces, so that no matrix is above 2 GiB at 16384 columns."""
+MOST_BYTES = 1 << 31
+"""Routes of one call, and bytes of its widest matrix without padding: more tokens are computed in pieces."""
 GROUP = 128
 """Columns with one scale, where rows are rounded."""
 
@@ -152,13 +153,16 @@ def in_pieces(
     topk_weights: Tensor,
     router_weight_on_input: bool,
     out: Tensor | None,
+    *,
+    width: int,
 ) -> Tensor:
     """What Experts.__call__ promises, of compute(x [m, H] bf16, ids int32, weights f32, out, weighted), which gets
-    contiguous tensors of at most MOST_ROUTES routes.  weighted: whether the sum is to take the weights."""
+    contiguous tensors of not too many routes.  weighted: whether the sum is to take the weights.  width: columns of the
+    widest bf16 matrix with a row for each route."""
     out = torch.empty_like(hidden_states) if out is None else out
     target = out if out.stride(1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
-    piece = max(1, MOST_ROUTES // max(1, ids.shape[1]))
+    piece = max(1, min(MOST_ROUTES, MOST_BYTES // (2 * width)) // max(1, ids.shape[1]))
     for at in range(0, hidden_states.shape[0], piece):
         part = slice(at, at + piece)
         x = hidden_states[part]

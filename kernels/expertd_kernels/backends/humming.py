@@ -236,7 +236,8 @@ class HummingExperts:
         out: Tensor | None = None,
     ) -> Tensor:
         """As Experts.__call__."""
-        return in_pieces(self._compute, hidden_states, topk_ids, topk_weights, router_weight_on_input, out)
+        given = (hidden_states, topk_ids, topk_weights, router_weight_on_input, out)
+        return in_pieces(self._compute, *given, width=max(self.width, self.hidden))
 
     def _compute(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, weighted: bool) -> None:
         plan, routes = self.plan(*ids.shape), ids.numel()
