@@ -42,6 +42,7 @@ BACKENDS: tuple[Backend, ...] = (
         needs={"triton": ">=3.6,<3.7"},
         hidden_multiple=8,
         max_experts=512,
+        batch_invariant=True,
         capturable=True,
     ),
     Backend(

@@ -30,6 +30,7 @@ from expertd_kernels.selfcheck import SelfCheck, accept, check
 from expertd_kernels.source import ExpertSource
 from expertd_kernels.synthetic import random_inputs
 from expertd_server.choice import Unfit
+from expertd_server.graphs import MOST_TOKENS, padded
 from expertd_server.lane import compute_stream
 from expertd_server.plan import BootError, LayerPlan
 
@@ -204,11 +205,11 @@ def _kept(site: Site, facts: dict[str, Any], packed: Packed, proof: Proof, damag
 
 def warm_up(experts: Experts, plan: LayerPlan, site: Site) -> None:
     """Run the batch sizes that must not be met first under load: kernels that compile or choose on first use would hold
-    up callers for seconds.  Plans change with the number of tokens, at distances of a factor of two and more, and the
-    largest batch takes the largest workspace.  Raises Unfit."""
+    up callers for seconds.  Small batches are padded to few sizes, larger ones change plans at distances of a factor of
+    two and more, and the largest takes the largest workspace.  Raises Unfit."""
     p, device = plan.decision.problem, site.device
     with _unfit("warmed up"), site.stage("warm_up"), torch.inference_mode():
-        for tokens in _WARM_UP_CPU if device.type == "cpu" else _doubling(site.max_tokens):
+        for tokens in _WARM_UP_CPU if device.type == "cpu" else _sizes(site.max_tokens):
             with _computing(device):
                 experts(*_routed(tokens, p, device))
         if fault := device_fault(device):  # what a kernel did wrong is told by the next call that waits
@@ -224,9 +225,10 @@ def _computing(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return cast("contextlib.AbstractContextManager[Any]", api.stream(compute_stream(device)))
 
 
-def _doubling(most: int) -> tuple[int, ...]:
-    """1, 2, 4, ... below `most`, and `most`."""
-    return (*(1 << i for i in range((most - 1).bit_length())), most)
+def _sizes(most: int) -> list[int]:
+    """Up to `most`: those that small batches are padded to, their doubles, and `most`."""
+    doubling = (1 << i for i in range((most - 1).bit_length()))
+    return sorted({*doubling, *(padded(n) for n in range(1, MOST_TOKENS + 1) if padded(n) < most), most})
 
 
 def _routed(tokens: int, p: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,6 +5,7 @@ import torch
 from expertd_kernels import Device, Problem, Scheme
 from expertd_kernels.oracle import decide
 from expertd_server import layer as module
+from expertd_server.graphs import padded
 from expertd_server.layer import Site, warm_up
 from expertd_server.plan import LayerPlan
 
@@ -28,7 +29,7 @@ class Records:
 def warmed(monkeypatch, max_tokens: int, **problem) -> Records:
     p = Problem(Device("cpu", "x86_64"), INT4, INT4, 3, 64, 32, **problem)
     experts = Records()
-    monkeypatch.setattr(module, "_WARM_UP_CPU", module._doubling(max_tokens))
+    monkeypatch.setattr(module, "_WARM_UP_CPU", tuple(module._sizes(max_tokens)))
     warm_up(experts, LayerPlan(None, (0, 1, 2), decide(p)), Site(None, torch.device("cpu"), max_tokens=max_tokens))
     return experts
 
@@ -37,6 +38,9 @@ def test_sizes_double_up_to_the_largest_batch(monkeypatch):
     assert [c[0][0] for c in warmed(monkeypatch, 100).calls] == [1, 2, 4, 8, 16, 32, 64, 100]
     assert [c[0][0] for c in warmed(monkeypatch, 4).calls] == [1, 2, 4]
     assert [c[0][0] for c in warmed(monkeypatch, 1).calls] == [1]
+    sizes = {c[0][0] for c in warmed(monkeypatch, 5000).calls}
+    assert sizes == {*(1 << i for i in range(13)), 384, 5000}
+    assert {padded(n) for n in range(1, 513)} <= sizes, "every size that a small batch is padded to"
 
 
 def test_tokens_have_as_many_routes_as_requests_also_where_fewer_experts_are_held(monkeypatch):

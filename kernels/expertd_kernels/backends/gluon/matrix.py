@@ -18,6 +18,8 @@ from expertd_kernels.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["TILE", "pack_matrix", "round_up", "unpack_matrix"]
 
+_EXPERTS_AT_ONCE = 8
+"""Experts whose codes are taken apart together: unpacked ones are twice to four times as large as the packed."""
 TILE = 64
 """Rows and columns of a packed block; sizes are padded to multiples of it."""
 
@@ -34,8 +36,7 @@ def pack_matrix(name: str, q: QuantTensor, gated: bool) -> tuple[dict[str, Tenso
         raise Refused(f"{name}: has {what}; these kernels do not compute them; choose another backend")
     scheme, codec = q.scheme, codec_of(q.scheme)
     rows, columns = round_up(q.shape[1] // q.segments, TILE), round_up(q.shape[2], TILE)
-    codes = _pad(_integers(name, q), q.segments, rows, columns)
-    parts = {"codes": packing.pack_codes(codes, scheme.element, codec, gated)}
+    parts = {"codes": _packed_codes(name, q, codec, rows, columns, gated)}
     facts = {
         **matrix_to_json(q),
         "gated": gated,
@@ -73,14 +74,26 @@ def unpack_matrix(parts: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Quan
     return QuantTensor(scheme, (E, N, K), _codes(codes, scheme.element), scales, zeros, bias=bias, segments=segments)
 
 
-def _integers(name: str, q: QuantTensor) -> Tensor:
-    """[E, N, K] the integers that packing places: u8, or i16 bits of bf16."""
+def _packed_codes(name: str, q: QuantTensor, codec: Codec, rows: int, columns: int, gated: bool) -> Tensor:
+    """The packed codes, a few experts at a time: beside them there is never more than a part of the layer."""
+    E, out = q.shape[0], torch.empty(0)
+    for e in range(0, E, _EXPERTS_AT_ONCE):
+        some = slice(e, e + _EXPERTS_AT_ONCE)
+        codes = _pad(_integers(name, q.codes[some], q), q.segments, rows, columns)
+        packed = packing.pack_codes(codes, q.scheme.element, codec, gated)
+        out = packed.new_empty(E, *packed.shape[1:]) if e == 0 else out
+        out[some] = packed
+    return out
+
+
+def _integers(name: str, codes: Tensor, q: QuantTensor) -> Tensor:
+    """[E, N, K] the integers that packing places for some experts' codes: u8, or i16 bits of bf16."""
     element = q.scheme.element
     if element.packed:
-        return unpack_nibbles(q.codes, q.shape[2])
+        return unpack_nibbles(codes, q.shape[2])
     if element is Element.BF16:
-        return q.codes.view(torch.int16)
-    bits = q.codes.view(torch.uint8)
+        return codes.view(torch.int16)
+    bits = codes.view(torch.uint8)
     if element is Element.INT8:
         return bits ^ 128  # code + 128
     if bool(((bits & 127) == 127).any()):
