@@ -135,14 +135,15 @@ def _w8a8(grid, x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, t):
     g, at = t.gemm, 0
     K, rows = g.K, t.rows
     assert xd.base is x
-    assert wd.shape == [g.experts * rows, K]
+    assert wd.shape == [g.experts * rows * K // 128, 128]
     for e in range(g.experts):
         place = torch.arange(at, at + int(counts[e]))
         at += int(counts[e])
         route = lists[place].long()
         row = route // g.top_k if g.first else place
         v = x[row].float() * xs if g.static else _numbers(x, xs, row)
-        w = wd.base.view(g.experts, rows, K)[e].float()
+        w = wd.base.view(-1, 128)[e * rows * K // 128 :][: rows * K // 128].float()
+        w = torch.cat([torch.cat(list(run.split(128)), 1) for run in w.split(K)])  # K / 128 blocks of 128 rows a run
         spread = ws[e].repeat_interleave(128, 0).repeat_interleave(128, 1) if g.grouped else ws[e][:, None]
         y = v @ (w * spread).t()
         weight = tw.flatten()[route][:, None]

@@ -5,7 +5,8 @@ chained by programmatic dependent launch; no host synchronization.  With one dyn
 weights) the intermediate is rounded by a launch of its own, since its scale needs the whole row.  Static scales: the
 largest of all experts', since a token is rounded once for all of them.
 
-The packed weights are the canonical ones: bulk copies fetch them as they stand.
+Packed weights: blocks of 128 x 128 codes that follow each other, so that a bulk copy reads 16 KiB in a row; scales as
+f32, otherwise as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from expertd_kernels.backends.envelope import pack_layer, require_version, unpack_layer
@@ -51,7 +53,7 @@ def _grouped(name: str, q: QuantTensor) -> bool:
 
 
 def pack(weights: Weights, problem: Problem) -> Packed:
-    """The canonical tensors, scales as f32.
+    """Codes in blocks of 128 x 128, scales as f32.
 
     Refused: other schemes, sizes that are no multiples of 128, an activation without a gate, w13 and w2 with scales of
     different kinds, activations rounded in another way than the scales of the weights allow."""
@@ -70,10 +72,24 @@ def pack(weights: Weights, problem: Problem) -> Packed:
     return pack_layer("gluon_w8a8", LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q), rounding=how.value)
 
 
+def _blocks(codes: Tensor) -> Tensor:
+    """[E, N, K] e4m3 -> [E, N / 128, K / 128, 128, 128], a copy."""
+    E, N, K = codes.shape
+    split = codes.view(torch.uint8).reshape(E, N // MULTIPLE, MULTIPLE, K // MULTIPLE, MULTIPLE)
+    return split.permute(0, 1, 3, 2, 4).clone(memory_format=torch.contiguous_format).view(codes.dtype)
+
+
+def _rows(blocks: Tensor) -> Tensor:
+    """The inverse of _blocks."""
+    E, n, k = blocks.shape[:3]
+    rows = blocks.view(torch.uint8).permute(0, 1, 3, 2, 4).reshape(E, n * MULTIPLE, k * MULTIPLE)
+    return rows.contiguous().view(blocks.dtype)
+
+
 def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     assert q.scales is not None
     tensors = {
-        "codes": q.codes.contiguous().clone(),
+        "codes": _blocks(q.codes),
         "scales": as_f32(q.scales, q.scheme.scale).contiguous().clone(),
     }
     if q.bias is not None:
@@ -86,7 +102,7 @@ def _unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Qu
     return QuantTensor(
         scheme,
         tuple(meta["shape"]),
-        tensors["codes"],
+        _rows(tensors["codes"]),
         as_stored(tensors["scales"], scheme.scale),
         bias=tensors.get("bias"),
         segments=meta["segments"],

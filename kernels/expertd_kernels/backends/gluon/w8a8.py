@@ -81,20 +81,22 @@ def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
     for t in range(gl.program_id(0), blocks * C.column_tiles, gl.num_programs(0)):
         e, base, n, col = _find_tile(ie, cnt, nb, cum, t, C)
         if C.gemm.first:
-            row0 = e * C.rows + col * 128
-            row1 = row0 + C.gemm.segment
+            run0 = e * (C.rows // 128) + col
+            run1 = run0 + C.gemm.segment // 128
             f = gl.load(lists + base + r, mask=r < n, other=0) // C.gemm.top_k
             p = gl.expand_dims(f.to(gl.int64) * C.gemm.K, 1)
             p = x + p + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, C.LX)), 0)
             m = gl.expand_dims(r < n, 1)
         else:
-            row0 = e * C.rows + col * 256
-            row1 = row0 + 128
+            run0 = e * (C.rows // 128) + 2 * col
+            run1 = run0 + 1
+        run0 *= C.iterations * 128
+        run1 *= C.iterations * 128
         for i in range(C.iterations):
             mbarrier.wait(empty.index(slot), ph)
             mbarrier.expect(full.index(slot), C.stage_bytes)
-            copy_tile(wd, [row0, i * 128], full.index(slot), b_s.index(2 * slot))
-            copy_tile(wd, [row1, i * 128], full.index(slot), b_s.index(2 * slot + 1))
+            copy_tile(wd, [run0 + i * 128, 0], full.index(slot), b_s.index(2 * slot))
+            copy_tile(wd, [run1 + i * 128, 0], full.index(slot), b_s.index(2 * slot + 1))
             if C.gemm.first:
                 copy_elements(a_s.index(slot), p + i * 128, mask=m)
                 async_copy.commit_group()
@@ -347,7 +349,8 @@ def _consumer(
 def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, C: gl.constexpr):
     """First: out[i] = act(w13 x[token of lists[i]]); else out[lists[i]] bf16 = w2 x[i].
 
-    x e4m3 [rows, K] (gathered for w13; by its descriptor xd for w2), weights by descriptor wd e4m3 [E * rows, K].
+    x e4m3 [rows, K] (gathered for w13; by its descriptor xd for w2), weights by descriptor wd e4m3 (blocks of
+    128 x 128 that follow each other as [E, rows / 128, K / 128, 128, 128], seen as rows of 128).
     Scales f32 by Gemm8:  grouped  xs [rows, K / 128], ws [E, rows / 128, K / 128]; out e4m3, out_scale like xs, written
                           static   xs [1], ws [E, rows]; out e4m3, out_scale [1], read
                           neither  xs [rows], ws [E, rows]; out bf16

@@ -32,8 +32,12 @@ MAX_TOP_K = 32
 
 @dataclass(frozen=True)
 class _Matrix:
-    """w13 or w2 on the GPU.  codes [E * rows, K] e4m3 by descriptor; scales [E, rows / 128, K / 128] or [E, rows] f32;
-    bias [E, rows] f32, empty where there is none (never read)."""
+    """w13 or w2 on the GPU.
+
+    codes    [E, rows / 128, K / 128, 128, 128] e4m3 by descriptor, seen as rows of 128
+    scales   [E, rows / 128, K / 128] or [E, rows] f32
+    bias     [E, rows] f32; anything where there is none (never read)
+    """
 
     codes: TensorDescriptor
     scales: Tensor
@@ -84,11 +88,11 @@ class W8A8Experts:
     def _matrix(self, name: str) -> _Matrix:
         t = {k: v.to(self.device) for k, v in self.packed.tensors.items() if k.startswith(f"{name}.")}
         codes, scales = t[f"{name}.codes"], t[f"{name}.scales"]
-        E, rows, K = codes.shape
+        rows = codes.shape[1] * GROUP
         if not self.grouped:  # one a row, also where a whole projection shares it
             scales = scales[:, :, 0].repeat_interleave(rows // scales.shape[1], dim=1).contiguous()
         layout = tile8(self._gemm(name == "w13", 1, False), Plan8(), True).SB
-        descriptor = TensorDescriptor(codes, [E * rows, K], [K, 1], [GROUP, GROUP], layout)
+        descriptor = TensorDescriptor(codes, [codes.numel() // GROUP, GROUP], [GROUP, 1], [GROUP, GROUP], layout)
         return _Matrix(descriptor, scales, t.get(f"{name}.bias", torch.zeros(1, device=self.device)))
 
     def _gemm(self, first: bool, top_k: int, weight_on_input: bool) -> Gemm8:
