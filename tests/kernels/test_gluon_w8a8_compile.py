@@ -125,5 +125,5 @@ def test_the_kernels_before_the_gemms_compile(grouped):
 def test_sizes_that_straddle_a_scale_are_refused():
     with pytest.raises(ValueError, match="want multiples of 128"):
         tile8(gemm(True, True, K=2000), Plan8(), True)
-    with pytest.raises(ValueError, match="want 0 <= lag < 4"):
-        Plan8(lag=4)
+    with pytest.raises(ValueError, match="no more than ST stages"):
+        Plan8(lag=3)  # the second warpgroup would wait for stages that wait for it

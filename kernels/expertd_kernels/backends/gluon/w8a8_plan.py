@@ -28,5 +28,5 @@ class Plan8:
     producer_registers: int = 40
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lag < self.ST or not 1 <= self.depth < self.ST:
-            raise ValueError(f"plan {self}: want 0 <= lag < {self.ST} and 1 <= depth < {self.ST}")
+        if self.lag < 0 or not 1 <= self.depth < self.ST or self.lag + self.depth > self.ST:
+            raise ValueError(f"plan {self}: want lag >= 0, depth 1 to ST - 1, no more than ST stages together")
