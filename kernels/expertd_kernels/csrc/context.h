@@ -55,6 +55,6 @@ struct expertd_context {
   expertd::Pool pool;
   std::vector<expertd::ThreadScratch> scratch;
   expertd::Buffer routes, hidden;
-  expertd::RowBuffers input, middle;
+  expertd::RowBuffers tokens, input, middle;
   std::mutex busy;  // one call at a time
 };

@@ -299,7 +299,8 @@ void run(const Case& c, const std::string& level, int threads) {
     if (expertd_cpu_forward(other, &layer, &call)) std::abort();
     call.out = out.get();
     double error = 0, norm = 0;
-    const bool tiles = expertd::use_tiles(*context->level, compute, int(found.count), int(found.active));
+    const bool tiles = expertd::use_tiles(*context->level, compute, a.g, int(found.count), int(found.active)) &&
+                       expertd::use_tiles(*context->level, compute, b.g, int(found.count), int(found.active));
     const expertd::Path path = expertd::path_of(*context->level, compute, c.scheme.element, tiles);
     tiled += tiles;
     const std::vector<float> want = expected(a, b, layer, call, path == expertd::kBf16 || path == expertd::kBf16Tiles);
@@ -327,6 +328,7 @@ int main(int argc, char** argv) {
       scheme(EXPERTD_INT4, EXPERTD_SCALE_BF16, 1, 32, 0, 0), scheme(EXPERTD_INT4, EXPERTD_SCALE_F16, 1, 20, 1, 0),
       scheme(EXPERTD_INT4, EXPERTD_SCALE_F32, 1, 0, 1, 0),   scheme(EXPERTD_INT8, EXPERTD_SCALE_BF16, 1, 128, 0, 0),
       scheme(EXPERTD_INT8, EXPERTD_SCALE_F32, 1, 0, 1, 1),   scheme(EXPERTD_E2M1, EXPERTD_SCALE_E8M0, 1, 32, 0, 0),
+      scheme(EXPERTD_E2M1, EXPERTD_SCALE_E8M0, 1, 64, 0, 0), scheme(EXPERTD_INT4, EXPERTD_SCALE_BF16, 1, 64, 1, 0),
       scheme(EXPERTD_E2M1, EXPERTD_SCALE_E4M3, 1, 16, 0, 1), scheme(EXPERTD_E4M3, EXPERTD_SCALE_F32, 128, 128, 0, 0),
       scheme(EXPERTD_E4M3, EXPERTD_SCALE_F32, 24, 40, 0, 0), scheme(EXPERTD_E4M3, EXPERTD_SCALE_E8M0, 1, 32, 0, 0),
       scheme(EXPERTD_E4M3, EXPERTD_SCALE_F32, 0, 0, 0, 0),   scheme(EXPERTD_BF16, EXPERTD_SCALE_NONE, 1, 0, 0, 0),

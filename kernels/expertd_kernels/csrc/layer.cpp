@@ -9,7 +9,6 @@
 namespace expertd {
 namespace {
 
-constexpr int kSlice = 96;                     // rows that a tile buffer holds: a multiple of every tile height
 constexpr int kSerial = 24 << 10;              // elements below which preparing rows is not worth waking threads
 constexpr double kSerialUs = 40;               // phases shorter than this are not worth waking threads
 constexpr size_t kPassBytes = size_t(96) << 20;  // middle rows of one pass over the layer; more tokens take more passes
@@ -21,6 +20,8 @@ struct Routes {       // sorted by expert, then by token
   int* index;         // [count] 0, 1, 2, ...
   int* expert;        // [active]
   int* first;         // [active + 1]
+  int *tile_first, *tile_rows;  // [count] as in Rows, where rows go through matrix tiles
+  int *own_first, *own_rows;    // [tokens] the same for tokens: each is a tile of its own
 };
 
 struct Pass {
@@ -32,9 +33,9 @@ struct Pass {
   const char* x;     // first row
   char* out;
   Routes routes;
-  Rows input, middle;
+  Rows tokens, input, middle;
   bool shared;       // one input row a token, not one a route
-  bool tiles;        // rows go through matrix tiles: one input row a route
+  bool tiles;        // rows go through matrix tiles: one input row a route, copied from its token's where that is shared
   float* hidden;     // [routes][hidden_stride]
   size_t hidden_stride;
   int ahead13, ahead2;  // pairs_ahead() of the matrices
@@ -42,11 +43,17 @@ struct Pass {
 
 Path path_of(const Pass& p, const Geometry& g) { return path_of(*p.context.level, p.layer.compute, g.spec.element, p.tiles); }
 
-Rows make_rows(RowBuffers& b, const Geometry& g, Path path, int count) {
+Rows make_rows(RowBuffers& b, const Geometry& g, Path path, const int* tile_first, const int* tile_rows, int count) {
   Rows r{};
-  if (is_tiled(path)) count += 2 * kTileRows;  // tiles are read whole
-  r.stride = row_bytes(path, g) / 64 * 64 + 128;  // not a multiple of 4096: rows must not share cache sets
-  if (r.stride % 4096 == 0) r.stride += 64;
+  if (is_tiled(path)) {
+    r.tile_first = tile_first;
+    r.tile_rows = tile_rows;
+    r.stride = row_bytes(path, g);
+    count += kTileRows;  // tiles are read whole
+  } else {
+    r.stride = row_bytes(path, g) / 64 * 64 + 128;  // not a multiple of 4096: rows must not share cache sets
+    if (r.stride % 4096 == 0) r.stride += 64;
+  }
   r.data = b.data.get<uint8_t>(r.stride * count);
   r.pieces = g.pieces;
   if (path != kF32) r.sums = b.sums.get<float>(size_t(g.pieces) * count);
@@ -58,7 +65,7 @@ Rows make_rows(RowBuffers& b, const Geometry& g, Path path, int count) {
 // Counting sort of the pass's routes by expert.
 Routes sort_routes(const Pass& p, const int32_t* ids, const float* weights) {
   const int k = p.call.top_k, E = p.layer.w13.spec.experts, most = p.m * k;
-  int* memory = p.context.routes.get<int>(size_t(3) * most + 3 * size_t(E) + 2);
+  int* memory = p.context.routes.get<int>(size_t(5) * most + 2 * size_t(p.m) + 3 * size_t(E) + 2);
   Routes r{};
   r.token = memory;
   r.weight = reinterpret_cast<float*>(memory + most);
@@ -66,6 +73,10 @@ Routes sort_routes(const Pass& p, const int32_t* ids, const float* weights) {
   r.expert = memory + 3 * size_t(most);
   r.first = r.expert + E;
   int* next = r.first + E + 1;
+  r.tile_first = next + E;
+  r.tile_rows = r.tile_first + most;
+  r.own_first = r.tile_rows + most;
+  r.own_rows = r.own_first + p.m;
   std::fill(next, next + E, 0);
   for (int i = 0; i < most; i++)
     if (ids[i] >= 0) next[ids[i]]++;
@@ -86,6 +97,18 @@ Routes sort_routes(const Pass& p, const int32_t* ids, const float* weights) {
     r.index[at] = at;
   }
   return r;
+}
+
+void place_in_tiles(const Routes& r, int tokens) {
+  for (int t = 0; t < tokens; t++) r.own_first[t] = t, r.own_rows[t] = 1;
+  for (int a = 0; a < r.active; a++)
+    for (int at = r.first[a]; at < r.first[a + 1]; at += kSlice) {
+      const int n = std::min(kSlice, r.first[a + 1] - at);
+      for (int t = 0; t < tiles_of(n); t++) {
+        const int begin = tile_begin(n, t), end = tile_begin(n, t + 1);
+        for (int i = begin; i < end; i++) r.tile_first[at + i] = at + begin, r.tile_rows[at + i] = end - begin;
+      }
+    }
 }
 
 // One row of a matrix's input: loaded, permuted, and rounded where the kernel wants that.
@@ -119,14 +142,28 @@ int expert_of_route(const Routes& r, int route) {
   return int(std::upper_bound(r.first, r.first + r.active, route) - r.first) - 1;
 }
 
+// One row of tiles to its place in another.
+void copy_tiled_row(const Rows& from, int row, const Rows& to, int place) {
+  const uint8_t* source = from.data + size_t(row) * from.stride;
+  const size_t first = to.tile_first[place], tile = size_t(to.tile_rows[place]) * kVector, pieces = from.pieces;
+  uint8_t* target = to.data + first * to.stride + (place - first) * kVector;
+  for (size_t at = 0; at < from.stride; at += kVector, target += tile) std::memcpy(target, source + at, kVector);
+  std::memcpy(to.sums + place * pieces, from.sums + row * pieces, pieces * sizeof(float));
+  if (!from.scales) return;
+  std::memcpy(to.scales + place * pieces, from.scales + row * pieces, pieces * sizeof(float));
+  std::memcpy(to.starts + place * pieces, from.starts + row * pieces, pieces * sizeof(int32_t));
+}
+
 void input_rows(Pass& p) {
   const size_t bytes = size_t(p.call.x_stride) * (p.call.x_f32 ? 4 : 2);
   for_rows(p, p.shared ? p.m : p.routes.count, p.g13.kp, [&](int i, int thread) {
     const int token = p.shared ? i : p.routes.token[i];
     const int expert = p.shared ? 0 : p.routes.expert[expert_of_route(p.routes, i)];
     const float factor = p.call.weight_on_input ? p.routes.weight[i] : 1.0f;
-    make_row(p, p.g13, p.layer.w13, p.input, i, expert, p.x + token * bytes, p.call.x_f32, factor, thread);
+    make_row(p, p.g13, p.layer.w13, p.shared ? p.tokens : p.input, i, expert, p.x + token * bytes, p.call.x_f32, factor, thread);
   });
+  if (!p.shared || !is_tiled(path_of(p, p.g13))) return;
+  for_rows(p, p.routes.count, p.g13.kp, [&](int i, int) { copy_tiled_row(p.tokens, p.routes.token[i], p.input, i); });
 }
 
 void middle_rows(Pass& p) {
@@ -225,7 +262,8 @@ void up_pair(Pass& p, int active, int pair, const uint8_t* next, int thread) {
   }
   const Activation act{p.layer.activation, p.layer.has_limit != 0, p.layer.alpha, p.layer.beta, p.layer.limit};
   const int columns = gated ? kRows : 2 * kRows;
-  gemm(p, a, p.shared ? p.routes.token : p.routes.index, p.routes.first[active], p.routes.first[active + 1], thread,
+  const int* index = p.shared && !is_tiled(path_of(p, g)) ? p.routes.token : p.routes.index;
+  gemm(p, a, index, p.routes.first[active], p.routes.first[active + 1], thread,
        [&](int row, int n, const float* tile) {
          p.context.level->activate(act, tile, bias, n, gated, p.hidden + row * p.hidden_stride + pair * columns, p.hidden_stride);
        });
@@ -299,13 +337,16 @@ void down_phase(Pass& p) {
 
 void run_pass(Pass& p, const int32_t* ids, const float* weights) {
   p.routes = sort_routes(p, ids, weights);
-  p.tiles = use_tiles(*p.context.level, p.layer.compute, p.routes.count, p.routes.active);
-  p.shared = p.shared && !p.tiles;
+  p.tiles = use_tiles(*p.context.level, p.layer.compute, p.g13, p.routes.count, p.routes.active) &&
+            use_tiles(*p.context.level, p.layer.compute, p.g2, p.routes.count, p.routes.active);
+  if (p.tiles) place_in_tiles(p.routes, p.m);
   p.ahead13 = pairs_ahead(p, p.g13);
   p.ahead2 = pairs_ahead(p, p.g2);
-  const int rows = p.shared ? p.m : p.routes.count;
-  p.input = make_rows(p.context.input, p.g13, path_of(p, p.g13), rows);
-  p.middle = make_rows(p.context.middle, p.g2, path_of(p, p.g2), p.routes.count);
+  const Path path = path_of(p, p.g13);
+  const Routes& r = p.routes;
+  if (p.shared) p.tokens = make_rows(p.context.tokens, p.g13, path, r.own_first, r.own_rows, p.m);
+  p.input = p.shared && !is_tiled(path) ? p.tokens : make_rows(p.context.input, p.g13, path, r.tile_first, r.tile_rows, r.count);
+  p.middle = make_rows(p.context.middle, p.g2, path_of(p, p.g2), p.routes.tile_first, p.routes.tile_rows, p.routes.count);
   p.hidden_stride = size_t(p.g2.spec.k + 31) / 32 * 32 + 16;
   p.hidden = p.context.hidden.get<float>(p.hidden_stride * p.routes.count);
   input_rows(p);
@@ -341,7 +382,7 @@ extern "C" int32_t expertd_cpu_forward(expertd_context* context, const expertd_l
     for (int64_t at = 0; at < call->m; at += pass) {
       const size_t x_row = size_t(call->x_stride) * (call->x_f32 ? 4 : 2), out_row = size_t(g2.spec.n) * (call->out_f32 ? 4 : 2);
       Pass p{*context, *layer, *call, g13, g2, int(std::min(pass, call->m - at)), static_cast<const char*>(call->x) + at * x_row,
-             static_cast<char*>(call->out) + at * out_row, {}, {}, {}, !call->weight_on_input && !layer->w13.columns, false, nullptr, 0, 0, 0};
+             static_cast<char*>(call->out) + at * out_row, {}, {}, {}, {}, !call->weight_on_input && !layer->w13.columns, false, nullptr, 0, 0, 0};
       run_pass(p, call->ids + at * call->top_k, call->weights + at * call->top_k);
     }
   } catch (const std::bad_alloc&) {

@@ -20,6 +20,7 @@ struct Rows {
   float* sums;       // [row][pieces] sum of the rounded values (all but kF32); kI8: times their scales
   int32_t* starts;   // [row][pieces] - sum * what a stored code has on top of its number (kI16, kI16Tiles)
   int pieces;
+  const int32_t *tile_first, *tile_rows;  // [row] paths for tiles: the first row of its tile, and how many it has
 };
 
 // kI8: columns that share a scale.
@@ -73,14 +74,24 @@ constexpr int tile_columns(Path path, int piece) {
   return (piece + columns - 1) / columns * columns;
 }
 constexpr int kTileRows = 16;
+constexpr int kSlice = 96;  // rows of an expert that meet a pair of blocks at a time: a multiple of every tile's height
 
-inline bool use_tiles(const Level& level, int compute, int routes, int active) {
-  return level.tile_rows && compute != EXPERTD_COMPUTE_F32 && routes >= level.tile_rows * active;
+// Tile `t` of `n` <= kSlice rows begins here: ceil(n / 16) tiles of nearly equal height.
+constexpr int tiles_of(int n) { return (n + kTileRows - 1) / kTileRows; }
+constexpr int tile_begin(int n, int t) { return n * t / tiles_of(n); }
+
+// Whether a pass goes through matrix tiles. Short pieces would leave half of a tile empty; other elements than integers have no faster
+// way for few rows.
+inline bool use_tiles(const Level& level, int compute, const Geometry& g, int routes, int active) {
+  if (!level.tile_rows || compute == EXPERTD_COMPUTE_F32) return false;
+  if (!is_integral(g.spec.element)) return routes >= level.tile_rows / 4 * active;
+  return g.piece >= 64 && routes >= level.tile_rows * active;
 }
 
 inline Path path_of(const Level& level, int compute, int element, bool tiles) {
   if (compute == EXPERTD_COMPUTE_F32 || element == EXPERTD_F16 || element == EXPERTD_F32) return kF32;
-  if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4) return tiles ? kI16Tiles : kI8;  // tiles: faster and more exact
+  // Where there are tiles, 16 bits are as fast as 8 or faster, for few rows and for many (docs/cpu-notes.md).
+  if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4 && !level.tile_rows) return kI8;
   if (tiles) return is_integral(element) ? kI16Tiles : kBf16Tiles;
   if (level.use_bf16 && element != EXPERTD_INT8) return kBf16;
   return is_integral(element) ? kI16 : kF32;

@@ -195,7 +195,7 @@ double rate(double seconds, double operations, const Step& step) {
 // Products of whole tiles into four sums. 16-bit activations are two planes of bytes: half of the rate of bytes.
 template <class T>
 double tile_peak(int kind, double seconds) {
-  T::configure();
+  T::configure(kTileRows);
   const double each = 2.0 * kTileRows * kRows * (kind == EXPERTD_PEAK_BF16 ? 32 : 64);
   const double done = rate(seconds, 4 * each, [&] {
     for_each_index<4>([&](auto c) {

@@ -65,18 +65,33 @@ inline void store_pairs(const int32_t* q, int n, int per_lane, int32_t* dst) {
   else store_pairs_of<2>(q, n, dst);
 }
 
-// 16-bit values of one piece for matrix tiles, as a plane of high (signed) and a plane of low (unsigned) bytes, `columns` bytes each.
-// 4-bit codes: of 8 columns first the even ones (0, 2, 4, 6), then the odd ones, as the nibbles of a lane come out.
+// Where the 64 bytes of a row in one tile lie, `tile` counted from the row's first one (tiles.h).
+struct TileRow {
+  uint8_t* data;
+  size_t tile_bytes;
+  TileRow(const Rows& rows, int row)
+      : data(rows.data + rows.tile_first[row] * rows.stride + size_t(row - rows.tile_first[row]) * kVector),
+        tile_bytes(size_t(rows.tile_rows[row]) * kVector) {}
+  uint8_t* at(size_t tile) const { return data + tile * tile_bytes; }
+};
+
+// 16-bit values of one piece for matrix tiles: `steps` tiles of high (signed) bytes from tile `first` on, then as many of low (unsigned)
+// ones. 4-bit codes: of 8 columns first the even ones (0, 2, 4, 6), then the odd ones, as the nibbles of a lane come out.
 inline int tile_column(int c, bool nibbles) { return nibbles ? (c & ~7) | (c & 1) << 2 | (c & 7) >> 1 : c; }
 
-inline void store_planes(const int32_t* q, int n, bool nibbles, int columns, uint8_t* dst) {
-  __builtin_memset(dst, 0, 2 * columns);
-  for (int c = 0; c < n; c++) {
-    const int at = tile_column(c, nibbles);
-    dst[at] = uint8_t(q[c] >> 8);
-    dst[columns + at] = uint8_t(q[c]);
+inline void store_planes(const int32_t* q, int n, bool nibbles, const TileRow& row, size_t first, int steps) {
+  for (int s = 0; s < steps; s++) {
+    uint8_t *high = row.at(first + s), *low = row.at(first + steps + s);
+    __builtin_memset(high, 0, kVector);
+    __builtin_memset(low, 0, kVector);
+    for (int c = s * 64; c < n && c < s * 64 + 64; c++) {
+      const int at = tile_column(c, nibbles) % 64;
+      high[at] = uint8_t(q[c] >> 8);
+      low[at] = uint8_t(q[c]);
+    }
   }
 }
+
 
 // store(q): takes the n rounded values.
 template <class V, class Store>
@@ -122,6 +137,13 @@ inline void bf16_piece(const float* src, int n, int per_lane, int32_t* dst, floa
   store_pairs(q, n, per_lane, dst);
 }
 
+// bf16 values of one piece as `steps` tiles of 32 columns.
+inline void bf16_tiles(const float* src, int n, int per_lane, const TileRow& row, size_t first, int steps, float& sum) {
+  int32_t pairs[kMaxPiece] = {};
+  bf16_piece(src, n, per_lane, pairs, sum);
+  for (int s = 0; s < steps; s++) __builtin_memcpy(row.at(first + s), pairs + s * 16, kVector);
+}
+
 // 8-bit values of one piece: the scale of a part of 16 columns is its largest magnitude over 127. A word holds columns (0, 2, 4, 6) of 8,
 // the next one (1, 3, 5, 7): the low and the high nibbles of a lane. sum: of the rounded values times their scales.
 template <class V>
@@ -162,36 +184,37 @@ void int8_piece(const float* src, int n, int32_t* dst, float* scales, float& sum
 }
 
 template <class V>
+void round_piece(Path path, const Geometry& g, const float* src, int n, int32_t* dst, const Rows& rows, size_t piece) {
+  if (path == kBf16) return bf16_piece(src, n, g.per_lane, dst, rows.sums[piece]);
+  if (path == kI8) return int8_piece<V>(src, n, dst, rows.scales + piece * parts_of(g.piece), rows.sums[piece]);
+  int32_t sum;
+  quantize_piece<V>(src, n, [&](const int32_t* q) { store_pairs(q, n, g.per_lane, dst); }, rows.scales[piece], sum);
+  rows.sums[piece] = float(sum);
+  rows.starts[piece] = -code_offset(g.spec.element, g.spec.zeros) * sum;
+}
+
+template <class V>
+void round_tiled_piece(Path path, const Geometry& g, const float* src, int n, const TileRow& row, size_t in_row, const Rows& rows, size_t piece) {
+  const int steps = tile_columns(path, g.piece) / (path == kBf16Tiles ? 32 : 64);
+  if (path == kBf16Tiles) return bf16_tiles(src, n, g.per_lane, row, in_row * steps, steps, rows.sums[piece]);
+  int32_t sum;
+  const auto store = [&](const int32_t* q) { store_planes(q, n, g.per_lane == 8, row, 2 * in_row * steps, steps); };
+  quantize_piece<V>(src, n, store, rows.scales[piece], sum);
+  rows.sums[piece] = float(sum);
+  rows.starts[piece] = -code_offset(g.spec.element, g.spec.zeros) * sum;
+}
+
+template <class V>
 void round_row(Path path, const Geometry& g, const float* src, const Rows& rows, int row) {
-  int32_t* dst = reinterpret_cast<int32_t*>(rows.data + size_t(row) * rows.stride);
-  size_t piece = size_t(row) * rows.pieces;
-  const int offset = code_offset(g.spec.element, g.spec.zeros), columns = tile_columns(path, g.piece);
-  const size_t tiled_bytes = 2 * size_t(columns);  // of a piece
+  uint8_t* dst = rows.data + size_t(row) * rows.stride;
+  const size_t first = size_t(row) * rows.pieces, bytes = path == kI8 ? 1 : 2;  // of a column
+  size_t piece = first;
   for (int at = 0; at < g.kp; at += g.group) {
     const int end = at + g.group < g.kp ? at + g.group : g.kp;
     for (int k = at; k < end; k += g.piece, piece++) {
       const int n = k + g.piece < end ? g.piece : end - k;
-      const size_t in_row = piece - size_t(row) * rows.pieces;
-      int32_t* tiles = dst + in_row * (tiled_bytes / 4);
-      if (!is_integer(path)) {
-        if (is_tiled(path)) __builtin_memset(tiles, 0, tiled_bytes);
-        bf16_piece(src + k, n, g.per_lane, is_tiled(path) ? tiles : dst + k / 2, rows.sums[piece]);
-        continue;
-      }
-      if (path == kI8) {
-        int8_piece<V>(src + k, n, dst + k / 4, rows.scales + piece * parts_of(g.piece), rows.sums[piece]);
-        continue;
-      }
-      int32_t sum;
-      if (path == kI16Tiles) {
-        const auto store = [&](const int32_t* q) { store_planes(q, n, g.per_lane == 8, columns, reinterpret_cast<uint8_t*>(tiles)); };
-        quantize_piece<V>(src + k, n, store, rows.scales[piece], sum);
-      } else {
-        const auto store = [&](const int32_t* q) { store_pairs(q, n, g.per_lane, dst + k / 2); };
-        quantize_piece<V>(src + k, n, store, rows.scales[piece], sum);
-      }
-      rows.sums[piece] = float(sum);
-      rows.starts[piece] = -offset * sum;
+      if (is_tiled(path)) round_tiled_piece<V>(path, g, src + k, n, TileRow(rows, row), piece - first, rows, piece);
+      else round_piece<V>(path, g, src + k, n, reinterpret_cast<int32_t*>(dst + k * bytes), rows, piece);
     }
   }
 }

@@ -20,8 +20,10 @@ struct AmxTiles {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   };
 
-  static void configure() {
-    alignas(64) static const Config config;
+  // rows: of the tiles of activations (4, 5) and of sums (0..3); a product takes as many steps.
+  static void configure(int rows) {
+    alignas(64) Config config;
+    for (int t = 0; t < 6; t++) config.rows[t] = uint8_t(rows);
     asm volatile("ldtilecfg %0" ::"m"(config));
   }
   static void release() { asm volatile("tilerelease"); }

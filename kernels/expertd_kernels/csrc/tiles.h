@@ -1,5 +1,6 @@
 // Many rows on matrix tiles (AMX): sums of 16 rows of activations times 16 rows of weights, which the processor adds up in registers of
-// 16 x 64 bytes. Rows of activations lie one behind the other, sorted by expert (Rows in level.h); of each piece
+// 16 x 64 bytes. Rows of activations are sorted by expert and cut into tiles of nearly equal height (tile_begin() in level.h); a tile's
+// rows lie as runs of 64 bytes [piece][tile of the piece][row]. Tiles of a piece:
 //
 //   kI16Tiles   tile_columns() high bytes, signed, then as many low bytes, unsigned: x = 256 high + low. Both meet unsigned codes, so the
 //               sums are the exact integers of kI16, and the answers its bits.
@@ -7,7 +8,8 @@
 //
 // What a piece lacks of tile_columns() is zero there; the weights' tile then holds some other number, never NaN.
 //
-// Tiles: 0..3 sums [a][b], 4 + a activations, 6 + b weights of block b. a: high and low bytes of 16 rows, or rows 0..15 and 16..31.
+// Tiles: 0..3 sums [a][b], 4 + a activations, 6 + b weights of block b. a: high and low bytes of a tile of
+// rows, or two tiles of rows.
 #pragma once
 #include "kernels.h"
 
@@ -21,15 +23,13 @@ constexpr int code_steps(Path path, int columns) { return tile_columns(path, col
 
 // `columns` columns of a block as tiles: 16 rows of 64 bytes, 4 columns (bf16: 2) of each of 16 rows of weights.
 template <class V, int EL, Path P>
-void decode_tiles(const uint8_t* codes, int columns, bool zeros, ptrdiff_t ahead, uint8_t* to) {
+void decode_tiles(const uint8_t* codes, int columns, bool zeros, uint8_t* to) {
   if constexpr (P == kBf16Tiles) {
-    for (int at = 0; at < columns * element_bits(EL) * 2; at += kVector) V::prefetch(codes + at + ahead);
     unpack_bf16<V, EL>(codes, columns, zeros, to);
     for (int k = columns; k % 32; k += 2) V::storei(to + k / 2 * kVector, V::bcasti(0));  // never NaN times zero
   } else {
     const Pairs<V, EL> pairs;
     for (int k = 0; k < columns; k += 32 / element_bits(EL), codes += kVector) {
-      V::prefetch(codes + ahead);
       if constexpr (EL == EXPERTD_INT8) {
         V::storei(to, V::loadi(codes));
         to += kVector;
@@ -48,9 +48,15 @@ void decode_tiles(const uint8_t* codes, int columns, bool zeros, ptrdiff_t ahead
   }
 }
 
+// Tiles of activations of one piece: the first of them, and how far apart they are.
+struct TileSource {
+  const uint8_t* data;
+  size_t step;
+};
+
 // One piece of NB blocks against NA tiles of activations; sums go to `sums`, [a][b] tiles.
 template <class T, Path P, int NA, int NB>
-inline void multiply_tiles(const uint8_t* x, ptrdiff_t second, size_t stride, const uint8_t* w, size_t block, int steps, uint8_t* sums) {
+inline void multiply_tiles(const TileSource* x, const uint8_t* w, size_t block, int steps, uint8_t* sums) {
   for_each_index<NA>([](auto a) {
     constexpr int i = decltype(a)::value;
     T::template zero<2 * i>();
@@ -61,9 +67,12 @@ inline void multiply_tiles(const uint8_t* x, ptrdiff_t second, size_t stride, co
     if constexpr (NB == 2) T::template load<7>(w + block + s * kTileBytes, kVector);
     for_each_index<NA>([&](auto a) {
       constexpr int i = decltype(a)::value;
-      T::template load<4 + i>(x + i * second + s * kVector, stride);
-      for_each_index<NB>([](auto b) {
-        constexpr int j = decltype(b)::value;
+      T::template load<4 + i>(x[i].data + s * x[i].step, kVector);
+    });
+    for_each_index<NB>([](auto b) {  // products with the same weights one after the other
+      constexpr int j = decltype(b)::value;
+      for_each_index<NA>([](auto a) {
+        constexpr int i = decltype(a)::value;
         if constexpr (P == kBf16Tiles) T::template dot_bf16<2 * i + j, 4 + i, 6 + j>();
         else if constexpr (P == kI16Tiles && i == 1) T::template dot_uu<2 * i + j, 4 + i, 6 + j>();
         else T::template dot_su<2 * i + j, 4 + i, 6 + j>();
@@ -77,12 +86,11 @@ inline void multiply_tiles(const uint8_t* x, ptrdiff_t second, size_t stride, co
   });
 }
 
-// out[m][b * 16 + r] += scales * sums, for the rows of one multiplication: as at the end of a piece in kernels.h.
+// out[m][b * 16 + r] += scales * sums, for `rows` rows of a tile: as at the end of a piece in kernels.h.
 template <class V, Path P, int NB>
 inline void add_tiles(const BlockArgs& a, int block, size_t row, int rows, int group, int p, const uint8_t* sums, float* out) {
   using I = typename V::I;
   using F = typename V::F;
-  constexpr size_t kSecond = 2 * kTileBytes;  // of the tiles [1][b]
   const size_t stride = size_t(a.g->groups) * kRows, lane = block * stride + size_t(group) * kRows;
   const Rows& x = *a.rows;
   F ws[NB], wz[NB];
@@ -90,17 +98,16 @@ inline void add_tiles(const BlockArgs& a, int block, size_t row, int rows, int g
     ws[b] = V::loadf(a.scales + lane + b * stride);
     wz[b] = a.minus_zeros ? V::loadf(a.minus_zeros + lane + b * stride) : V::bcastf(0.0f);
   }
-  for (int m = 0; m < rows; m++, out += 2 * kRows) {
+  for (int m = 0; m < rows; m++, out += 2 * kRows, sums += kVector) {
     const size_t piece = (row + m) * x.pieces + p;
-    const uint8_t* from = sums + (P == kI16Tiles ? m : m / kTileRows * kSecond / kVector + m % kTileRows) * kVector;
+    const uint8_t* from = sums;
 #pragma GCC unroll 2
     for (int b = 0; b < NB; b++, from += kTileBytes) {
       F f, scale = ws[b];
       if constexpr (P == kBf16Tiles) {
         f = V::loadf(reinterpret_cast<const float*>(from));
       } else {
-        I sum = V::loadi(from);
-        if constexpr (P == kI16Tiles) sum = V::addi(V::template sll<8>(sum), V::loadi(from + kSecond));
+        const I sum = V::addi(V::template sll<8>(V::loadi(from)), V::loadi(from + 2 * kTileBytes));
         f = V::cvt(V::addi(sum, V::bcasti(x.starts[piece])));
         scale = V::mul(scale, V::bcastf(x.scales[piece]));
       }
@@ -110,60 +117,101 @@ inline void add_tiles(const BlockArgs& a, int block, size_t row, int rows, int g
   }
 }
 
+// Fetches lines of the codes that are needed next, some at a time, while the processor multiplies.
+template <class V>
+struct Fetch {
+  const uint8_t* from;
+  size_t block, lines, done, share;  // lines of each of `blocks`; share: at a time
+  int blocks;
+  void some() {
+    for (size_t i = 0; i < share && done < lines; i++, done++)
+      for (int b = 0; b < blocks; b++) V::prefetch(from + b * block + done * kVector);
+  }
+};
+
+// Pieces of a matrix whose weights are decoded.
+struct TilePiece {
+  int group, columns;
+};
+
+// `count` decoded pieces from piece `from` on against all rows. Sums of a piece are scaled while the next one is multiplied.
+template <class V, class T, Path P, int NB>
+void multiply_pieces(const BlockArgs& a, int block, int from, int count, const TilePiece* pieces, const uint8_t* tiles, Fetch<V> fetch) {
+  constexpr int kTogether = P == kI16Tiles ? 1 : 2;  // tiles of rows
+  alignas(64) uint8_t sums[2][4 * kTileBytes];
+  const Geometry& g = *a.g;
+  const int steps = code_steps(P, g.piece), all = tiles_of(a.n), per_piece = P == kI16Tiles ? 2 * steps : steps;
+  fetch.share = (fetch.lines + all * count - 1) / (all * count) * kTogether;
+  for (int t = 0; t < all; t += kTogether) {
+    int rows[2], begin[2];
+    size_t step[2];
+    const uint8_t* base[2];
+    const int together = t + kTogether <= all ? kTogether : 1;
+    for (int i = 0; i < together; i++) {
+      begin[i] = tile_begin(a.n, t + i);
+      rows[i] = tile_begin(a.n, t + i + 1) - begin[i];
+      step[i] = size_t(rows[i]) * kVector;
+      base[i] = a.rows->data + size_t(a.index[0] + begin[i]) * a.rows->stride + from * per_piece * step[i];
+    }
+    for (int i = 0; i <= count; i++) {
+      if (i < count) {
+        const int used = code_steps(P, pieces[i].columns);
+        const uint8_t* w = tiles + size_t(i) * steps * kTileBytes;
+        const uint8_t* x = base[0] + size_t(i) * per_piece * step[0];
+        if constexpr (P == kI16Tiles) {
+          const TileSource planes[2] = {{x, step[0]}, {x + steps * step[0], step[0]}};
+          multiply_tiles<T, P, 2, NB>(planes, w, kSteps * kTileBytes, used, sums[i % 2]);
+        } else if (together == 2) {
+          const TileSource two[2] = {{x, step[0]}, {base[1] + size_t(i) * per_piece * step[1], step[1]}};
+          multiply_tiles<T, P, 2, NB>(two, w, kSteps * kTileBytes, used, sums[i % 2]);
+        } else {
+          const TileSource one = {x, step[0]};
+          multiply_tiles<T, P, 1, NB>(&one, w, kSteps * kTileBytes, used, sums[i % 2]);
+        }
+        fetch.some();
+      }
+      if (i == 0) continue;
+      for (int j = 0; j < together; j++) {
+        add_tiles<V, P, NB>(a, block, size_t(a.index[0] + begin[j]), rows[j], pieces[i - 1].group, from + i - 1,
+                            sums[(i - 1) % 2] + 2 * j * kTileBytes, a.out + size_t(begin[j]) * 2 * kRows + block * kRows);
+      }
+    }
+  }
+}
+
 // NB blocks from `block` on: some pieces at a time are decoded into the first-level cache and meet all rows there.
 template <class V, class T, int EL, Path P, int NB>
 void gemm_tiles_of(const BlockArgs& a, int block) {
-  constexpr int kMost = P == kI16Tiles ? kTileRows : 2 * kTileRows;  // rows of a multiplication
   alignas(64) uint8_t tiles[NB * kSteps * kTileBytes];
-  alignas(64) uint8_t sums[2][4 * kTileBytes];
   const Geometry& g = *a.g;
   const uint8_t* codes = a.block + block * g.block_bytes + g.header_bytes;
   const int steps = code_steps(P, g.piece), fit = kSteps / steps;
-  const size_t row_piece = row_bytes(P, g) / g.pieces, stride = a.rows->stride, first = size_t(a.index[0]);
-  const ptrdiff_t second = P == kI16Tiles ? ptrdiff_t(row_piece / 2) : ptrdiff_t(kTileRows * stride);
-  struct Place {
-    int group, columns;
-  } places[kSteps];
-  const auto multiply = [&](int from, int count) {  // pieces [from, from + count)
-    for (int m = 0; m < a.n; m += kMost) {
-      const int rows = a.n - m < kMost ? a.n - m : kMost;
-      const uint8_t* x = a.rows->data + (first + m) * stride + from * row_piece;
-      float* out = a.out + size_t(m) * 2 * kRows + block * kRows;
-      for (int i = 0; i <= count; i++, x += row_piece) {  // sums are scaled while the next ones are multiplied
-        const int used = i < count ? code_steps(P, places[i].columns) : 0;
-        const uint8_t* w = tiles + size_t(i) * steps * kTileBytes;
-        constexpr size_t kBlock = kSteps * kTileBytes;
-        if (i == count) {
-        } else if (P == kI16Tiles || rows > kTileRows) {
-          multiply_tiles<T, P, 2, NB>(x, second, stride, w, kBlock, used, sums[i % 2]);
-        } else {
-          multiply_tiles<T, P, 1, NB>(x, second, stride, w, kBlock, used, sums[i % 2]);
-        }
-        if (i) add_tiles<V, P, NB>(a, block, first + m, rows, places[i - 1].group, from + i - 1, sums[(i - 1) % 2], out);
-      }
-    }
-  };
+  TilePiece pieces[kSteps];
   for (int m = 0; m < a.n; m++)
     for (int r = 0; r < NB * kRows; r += V::W) V::storef(a.out + m * 2 * kRows + block * kRows + r, V::bcastf(0.0f));
   int from = 0, count = 0;
+  const uint8_t* begun = codes;
+  const auto multiply = [&] {
+    const Fetch<V> fetch{begun + a.ahead, g.block_bytes, size_t(codes - begun) / kVector, 0, 0, NB};
+    multiply_pieces<V, T, P, NB>(a, block, from, count, pieces, tiles, fetch);
+    from += count;
+    count = 0;
+    begun = codes;
+  };
   for_pieces(g, Slice{block, 0, g.kp, 0, 0, nullptr, 0}, [&](int, int columns, int group, int) {
-    if (count == fit) {
-      multiply(from, count);
-      from += count;
-      count = 0;
-    }
+    if (count == fit) multiply();
     for (int b = 0; b < NB; b++) {
-      decode_tiles<V, EL, P>(codes + b * g.block_bytes, columns, g.spec.zeros, a.ahead, tiles + (size_t(b) * kSteps + count * steps) * kTileBytes);
+      decode_tiles<V, EL, P>(codes + b * g.block_bytes, columns, g.spec.zeros, tiles + (size_t(b) * kSteps + count * steps) * kTileBytes);
     }
     codes += size_t(columns) / g.per_lane * kVector;
-    places[count++] = {group, columns};
+    pieces[count++] = {group, columns};
   });
-  multiply(from, count);
+  multiply();
 }
 
 template <class V, class T, int EL, Path P>
 void gemm_tiles_element(const BlockArgs& a) {
-  T::configure();
+  T::configure((a.n + tiles_of(a.n) - 1) / tiles_of(a.n));
   if (a.nb == 2) gemm_tiles_of<V, T, EL, P, 2>(a, 0);
   else gemm_tiles_of<V, T, EL, P, 1>(a, 0);
   T::release();

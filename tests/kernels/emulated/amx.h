@@ -1,5 +1,5 @@
 // The matrix tiles that csrc/simd_amx.h uses, for processors without them: what each instruction is defined to do, in plain C++. Eight
-// tiles of 16 rows x 64 bytes a thread. As in avx512.h, bf16 subnormals count as zero, inputs and results alike.
+// tiles of 16 rows x 64 bytes a thread; those of activations and sums have as many rows as configured. As in avx512.h, bf16 subnormals count as zero, inputs and results alike.
 #pragma once
 #include <cstdlib>
 
@@ -27,8 +27,15 @@ struct Tiles {
     if (!configured()) std::abort();
     return tile(n);
   }
-  static void configure() {
+  static int& height() {
+    static thread_local int rows = 0;
+    return rows;
+  }
+  static int rows_of(int n) { return n < 6 ? height() : 16; }
+  static void configure(int rows) {
+    if (rows < 1 || rows > 16) std::abort();
     configured() = true;
+    height() = rows;
     for (int t = 0; t < 8; t++) tile(t) = Tile{};
   }
   static void release() {
@@ -36,8 +43,8 @@ struct Tiles {
     configured() = false;
   }
   template <int T> static void zero() { use(T) = Tile{}; }
-  template <int T> static void load(const void* p, size_t stride) { copy(use(T), const_cast<void*>(p), stride, true); }
-  template <int T> static void store(void* p) { copy(use(T), p, 64, false); }
+  template <int T> static void load(const void* p, size_t stride) { copy(use(T), const_cast<void*>(p), stride, rows_of(T), true); }
+  template <int T> static void store(void* p) { copy(use(T), p, 64, rows_of(T), false); }
   template <int C, int A, int B> static void dot_su() {
     const Tile &a = use(A), &b = use(B);
     dot(use(C), 64, [&](int m, int n, int k) { return int32_t(a.s[m][k]) * b.u[k / 4][4 * n + k % 4]; });
@@ -49,8 +56,8 @@ struct Tiles {
   template <int C, int A, int B> static void dot_bf16() { add_bf16(use(C), use(A), use(B)); }
 
  private:
-  static void copy(Tile& t, void* p, size_t stride, bool in) {
-    for (int r = 0; r < 16; r++) {
+  static void copy(Tile& t, void* p, size_t stride, int rows, bool in) {
+    for (int r = 0; r < rows; r++) {
       char* at = static_cast<char*>(p) + r * stride;
       std::memcpy(in ? static_cast<void*>(t.u[r]) : at, in ? at : static_cast<const void*>(t.u[r]), 64);
     }

@@ -14,6 +14,6 @@ struct Emulated : Avx512 {
 };
 const Level kAvx512Vnni = level<Emulated>("avx512_vnni", false, [] { return true; });
 const Level kAvx512Bf16 = level<Emulated>("avx512_bf16", true, [] { return true; });
-const Level kAvx512Amx = level_with_tiles<Emulated, emulated::Tiles>("avx512_amx", 3, [] { return true; });
+const Level kAvx512Amx = level_with_tiles<Emulated, emulated::Tiles>("avx512_amx", 4, [] { return true; });
 
 }  // namespace expertd
