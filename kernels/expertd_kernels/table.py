@@ -52,6 +52,12 @@ BACKENDS: tuple[Backend, ...] = (
         schemes=(
             SchemeSupport(
                 Element.E4M3,
+                groups=frozenset({WHOLE}),
+                blocks=frozenset({(WHOLE, WHOLE)}),
+                activations=frozenset({ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_TENSOR}),
+            ),
+            SchemeSupport(
+                Element.E4M3,
                 blocks=frozenset({(128, 128)}),
                 activations=frozenset({ActivationQuant.E4M3_GROUP128}),
                 whole_blocks=True,
@@ -63,6 +69,7 @@ BACKENDS: tuple[Backend, ...] = (
         hidden_multiple=128,
         intermediate_multiple=128,
         max_experts=512,
+        batch_invariant=True,
         capturable=True,
         mixed_schemes=False,
     ),
