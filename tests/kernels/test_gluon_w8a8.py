@@ -140,7 +140,7 @@ def _w8a8(grid, x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, t):
         place = torch.arange(at, at + int(counts[e]))
         at += int(counts[e])
         route = lists[place].long()
-        row = route // g.top_k if g.first else place
+        row = place if t.listed else route // g.top_k
         v = x[row].float() * xs if g.static else _numbers(x, xs, row)
         w = wd.base.view(-1, 128)[e * rows * K // 128 :][: rows * K // 128].float()
         w = torch.cat([torch.cat(list(run.split(128)), 1) for run in w.split(K)])  # K / 128 blocks of 128 rows a run

@@ -83,13 +83,14 @@ def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
         if C.gemm.first:
             run0 = e * (C.rows // 128) + col
             run1 = run0 + C.gemm.segment // 128
+        else:
+            run0 = e * (C.rows // 128) + 2 * col
+            run1 = run0 + 1
+        if not C.listed:
             f = gl.load(lists + base + r, mask=r < n, other=0) // C.gemm.top_k
             p = gl.expand_dims(f.to(gl.int64) * C.gemm.K, 1)
             p = x + p + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, C.LX)), 0)
             m = gl.expand_dims(r < n, 1)
-        else:
-            run0 = e * (C.rows // 128) + 2 * col
-            run1 = run0 + 1
         run0 *= C.iterations * 128
         run1 *= C.iterations * 128
         for i in range(C.iterations):
@@ -97,7 +98,7 @@ def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
             mbarrier.expect(full.index(slot), C.stage_bytes)
             copy_tile(wd, [run0 + i * 128, 0], full.index(slot), b_s.index(2 * slot))
             copy_tile(wd, [run1 + i * 128, 0], full.index(slot), b_s.index(2 * slot + 1))
-            if C.gemm.first:
+            if not C.listed:
                 copy_elements(a_s.index(slot), p + i * 128, mask=m)
                 async_copy.commit_group()
                 async_copy.wait_group(D)
@@ -107,7 +108,7 @@ def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
             else:
                 copy_tile(xd, [base, i * 128], full.index(slot), a_s.index(slot))
             slot, ph = _next(slot, ph, C)
-    if C.gemm.first:
+    if not C.listed:
         async_copy.wait_group(0)
         fence_async_shared()
         for k in gl.static_range(D):
@@ -225,7 +226,7 @@ def _pointers(xs, ws, e, base, col, route, PART: gl.constexpr, C: gl.constexpr):
     L: gl.constexpr = gl.SliceLayout(1, C.MMA)
     if C.gemm.static:
         x = gl.zeros([64], gl.int32, L)
-    elif C.gemm.first:
+    elif not C.listed:
         x = route // C.gemm.top_k
     else:
         x = base + 64 * PART + gl.arange(0, 64, L)
@@ -366,7 +367,7 @@ def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, C: gl.const
     mbarrier.init(go.index(0), count=1)
     ST: gl.constexpr = C.ST
     for i in gl.static_range(ST):
-        mbarrier.init(full.index(i), count=2 if C.gemm.first else 1)
+        mbarrier.init(full.index(i), count=1 if C.listed else 2)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     barrier()

@@ -14,7 +14,7 @@ from expertd_kernels.backends.envelope import activation_of
 from expertd_kernels.backends.gluon.routing import combine
 from expertd_kernels.backends.gluon.w8a8 import w8a8
 from expertd_kernels.backends.gluon.w8a8_plan import TOKENS, Plan8
-from expertd_kernels.backends.gluon.w8a8_prepare import prepare, round_rows
+from expertd_kernels.backends.gluon.w8a8_prepare import list_rows, prepare, round_rows
 from expertd_kernels.backends.gluon.w8a8_tile import GROUP, Gemm8, tile8
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.problem import Problem
@@ -78,6 +78,7 @@ class W8A8Experts:
             self._given = packed.tensors["input_scales"].amax(dim=0).float().to(self.device)
         self._w13, self._w2 = self._matrix("w13"), self._matrix("w2")
         self._spaces: dict[int, _Workspace] = {}
+        self._lists: dict[int, tuple[Tensor, Tensor]] = {}
         self._descriptors: dict[int, TensorDescriptor] = {}
 
     @property
@@ -183,7 +184,8 @@ class W8A8Experts:
         s = self._space(M, top_k)
         self._prepare(x, ids, s)
         h = s.h if self.rounds_h else s.wide
-        self._multiply(self._gemm(True, top_k, on_input), p, self._w13, s.x, s.x_scale, weights, s, n, h, s.h_scale)
+        q, scale = self._listed(s, n, top_k) if p.listed else (s.x, s.x_scale)
+        self._multiply(self._gemm(True, top_k, on_input), p, self._w13, q, scale, weights, s, n, h, s.h_scale)
         if not self.rounds_h:
             R, B = self._round_tile(self.intermediate_size, 4)
             round_rows[(triton.cdiv(n, R),)](
@@ -230,6 +232,20 @@ class W8A8Experts:
             num_warps=warps,
             launch_pdl=True,
         )
+
+    def _listed(self, s: _Workspace, n: int, top_k: int) -> tuple[Tensor, Tensor]:
+        """The rounded inputs and their scales in the order of the list."""
+        routes, H = s.lists.numel(), self.hidden_size
+        if routes not in self._lists:
+            scale = s.x_scale if self.static else torch.empty(routes, s.x_scale.shape[1], device=self.device)
+            self._lists[routes] = torch.empty((routes, H), dtype=s.x.dtype, device=self.device), scale
+        q, scale = self._lists[routes]
+        scales = 0 if self.static else s.x_scale.shape[1]
+        list_rows[(n,)](
+            s.lists, s.x.view(torch.int32), s.x_scale, q.view(torch.int32), scale, n, top_k, H // 4, scales,
+            num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+        return q, scale
 
     def _multiply(
         self,

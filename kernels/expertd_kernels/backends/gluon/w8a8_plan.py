@@ -17,6 +17,7 @@ class Plan8:
     lag                  stages by which the second warpgroup begins after the first, so that one stores results while
                          the other multiplies (grouped scales only)
     depth                stages of gathered inputs in flight besides the one that is asked for
+    listed               w13's inputs are copied into the order of the list first, so that bulk copies fetch them
     consumer_registers   cap of the second consumer warpgroup; producer_registers: of the producers
     """
 
@@ -24,6 +25,7 @@ class Plan8:
     GM: int = 16
     lag: int = 0
     depth: int = 2
+    listed: bool = False
     consumer_registers: int = 232
     producer_registers: int = 40
 

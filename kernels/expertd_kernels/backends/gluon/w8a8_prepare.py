@@ -64,3 +64,18 @@ def round_rows(
     gdc_launch_dependents()
     gdc_wait()
     _round(x, q, scale, tl.program_id(0), n_rows, COLUMNS, GROUPED, STATIC, R, B)
+
+
+@triton.jit(do_not_specialize=["n"])
+def list_rows(lists, x, scale, out, out_scale, n, TOPK: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr):
+    """out[i], out_scale[i] = x, scale of the token of lists[i]; rows of WORDS int32, SCALES f32 (0: none).  Places
+    beyond the last route hold anything."""
+    gdc_launch_dependents()
+    gdc_wait()
+    i = tl.program_id(0).to(tl.int64)
+    token = tl.minimum(tl.maximum(tl.load(lists + i), 0), n - 1).to(tl.int64) // TOPK
+    k = tl.arange(0, triton.next_power_of_2(WORDS))
+    tl.store(out + i * WORDS + k, tl.load(x + token * WORDS + k, mask=k < WORDS), mask=k < WORDS)
+    if SCALES > 0:
+        g = tl.arange(0, triton.next_power_of_2(SCALES))
+        tl.store(out_scale + i * SCALES + g, tl.load(scale + token * SCALES + g, mask=g < SCALES), mask=g < SCALES)

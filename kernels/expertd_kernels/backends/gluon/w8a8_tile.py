@@ -56,6 +56,7 @@ class Tile8:
     GM: int
     lag: int
     depth: int
+    listed: bool
     pdl: bool
     consumer_registers: int
     producer_registers: int
@@ -93,7 +94,7 @@ class Tile8:
     @property
     def stage_bytes(self) -> int:
         """What the bulk copies of a stage bring: weights, and the inputs of w2."""
-        return 2 * GROUP * GROUP + (0 if self.gemm.first else TOKENS * GROUP)
+        return 2 * GROUP * GROUP + (TOKENS * GROUP if self.listed else 0)
 
 
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
@@ -124,6 +125,7 @@ def tile8(gemm: Gemm8, plan: Plan8, pdl: bool) -> Tile8:
         plan.GM,
         min(plan.lag, gemm.K // GROUP) if gemm.grouped else 0,
         plan.depth,
+        plan.listed or not gemm.first,
         pdl,
         plan.consumer_registers,
         plan.producer_registers,
