@@ -9,6 +9,7 @@ from vendor import bits
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, Scheme, problem_of, reference, relative_error
 from expertd_kernels.backends import gluon_w8a8 as backend
+from expertd_kernels.backends.gluon.w8a8_plan import Plan8
 from expertd_kernels.float32 import apply_activation
 from expertd_kernels.oracle import Refused
 from expertd_kernels.scheme import Element, ScaleType
@@ -118,6 +119,14 @@ def _round_rows(grid, x, q, scale, n_rows, columns, grouped, static, R, B):
     q[:n_rows] = (v / s[:, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(n_rows, columns)
 
 
+def _list_rows(grid, lists, x, scale, out, out_scale, n, top_k, words, scales):
+    assert x.shape[1] == words
+    token = lists[:n].clamp(0, n - 1).long() // top_k
+    out[:n] = x[token]
+    if scales:
+        out_scale[:n] = scale[token]
+
+
 def _prepare(grid, ids, counts, lists, n, x, q, scale, n_rows, E, threads, chunk, *rounding):
     assert threads * chunk % 32 == 0
     _group_routes(ids, counts, lists, n, E)
@@ -178,7 +187,14 @@ def emulated(monkeypatch):
     pytest.importorskip("triton.experimental.gluon")
     from expertd_kernels.backends.gluon import w8a8_layer as module
 
-    for name, run in (("prepare", _prepare), ("round_rows", _round_rows), ("w8a8", _w8a8), ("combine", _combine)):
+    kernels = {
+        "prepare": _prepare,
+        "round_rows": _round_rows,
+        "list_rows": _list_rows,
+        "w8a8": _w8a8,
+        "combine": _combine,
+    }
+    for name, run in kernels.items():
         monkeypatch.setattr(module, name, Launches(run))
     monkeypatch.setattr(module.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(module.torch, "device", lambda *a: "cpu")
@@ -188,16 +204,17 @@ def emulated(monkeypatch):
     return module
 
 
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("tokens", [1, 40, 700])
-def test_the_launches_make_a_layer(emulated, scheme, tokens):
+def test_the_launches_make_a_layer(emulated, scheme, tokens, listed):
     w = layer(scheme, E=4, H=384, I=256, bias=True, activation=Activation.parse("swigluoai"))
     experts = emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w))
     x, ids, weights = random_inputs(tokens, 384, 4, 2, seed=tokens)
     if tokens > 1:
         ids[0, 0], ids[1] = -1, -1
     out = torch.full_like(x, float("nan"))
-    assert experts(x, ids, weights, out=out) is out
+    assert experts(x, ids, weights, out=out, plan=Plan8(listed=listed)) is out
     assert relative_error(out, reference(w, x, ids, weights)) < 6e-2
 
 

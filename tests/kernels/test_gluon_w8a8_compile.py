@@ -16,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from expertd_kernels.backends.gluon.w8a8 import w8a8  # noqa: E402
 from expertd_kernels.backends.gluon.w8a8_plan import Plan8  # noqa: E402
-from expertd_kernels.backends.gluon.w8a8_prepare import prepare, round_rows  # noqa: E402
+from expertd_kernels.backends.gluon.w8a8_prepare import list_rows, prepare, round_rows  # noqa: E402
 from expertd_kernels.backends.gluon.w8a8_tile import Gemm8, tile8  # noqa: E402
 
 REGISTERS = 65536
@@ -89,6 +89,12 @@ def test_the_main_loop_adds_to_fresh_sums_of_128_columns(tmp_path):
     assert len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0", ptx)) == 2 * 2
 
 
+def test_inputs_in_list_order_come_by_bulk_copies_alone(tmp_path):
+    kernel = compiled(gemm(True, True), Plan8(listed=True))
+    assert "serialized" not in assembled(kernel, tmp_path)
+    assert "cp.async.cg" not in kernel.asm["ptx"]
+
+
 def test_every_feature_compiles(tmp_path):
     """Bias, swigluoai with limits, router weight on the input, a number of experts that is no power of two, a last
     column tile that is half empty."""
@@ -109,11 +115,15 @@ def test_the_kernels_before_the_gemms_compile(grouped):
     cases = (
         (prepare, ["*i32", "*i32", "*i32", "i32"], {"E": 60, "TH": 512, "CH": 16}),
         (round_rows, [], {}),
+        (list_rows, None, {"TOPK": 8, "WORDS": 2048, "SCALES": 64}),
     )
     for kernel, types, constants in cases:
         names = kernel.arg_names
-        types = [*types, "*bf16", "*fp8e4nv", "*fp32", "i32"]
-        constants = {**constants, **rounding}
+        if types is None:
+            types = ["*i32", "*i32", "*fp32", "*i32", "*fp32", "i32"]
+        else:
+            types = [*types, "*bf16", "*fp8e4nv", "*fp32", "i32"]
+            constants = {**constants, **rounding}
         signature = dict(zip(names, types + ["constexpr"] * len(constants), strict=True))
         aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
         source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
