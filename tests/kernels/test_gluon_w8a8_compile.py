@@ -136,4 +136,4 @@ def test_sizes_that_straddle_a_scale_are_refused():
     with pytest.raises(ValueError, match="want multiples of 128"):
         tile8(gemm(True, True, K=2000), Plan8(), True)
     with pytest.raises(ValueError, match="no more than ST stages"):
-        Plan8(lag=3)  # the second warpgroup would wait for stages that wait for it
+        Plan8(lag=3, depth=2)  # the second warpgroup would wait for stages that wait for it

@@ -24,7 +24,7 @@ class Plan8:
     ST: int = 4
     GM: int = 16
     lag: int = 0
-    depth: int = 2
+    depth: int = 1
     listed: bool = False
     consumer_registers: int = 232
     producer_registers: int = 40
