@@ -25,7 +25,6 @@ from expertd_kernels.backends.gluon.pieces import (
     input_rows,
     load_bias,
     own_block,
-    prefetch_weights,
     route_weights,
     routes,
     stages,
@@ -36,7 +35,6 @@ from expertd_kernels.backends.gluon.pieces import (
 def _tile(
     x,
     wd,
-    codes,
     ws,
     bias,
     lists,
@@ -70,9 +68,6 @@ def _tile(
     if C.early:
         for i0 in gl.static_range(P):
             copy_weights(wd, ws, row, wb, sb, full, k0 + i0, i0, (n > 0) & (i0 < C.iterations), C)
-    if C.fetched > 0:
-        prefetch_weights(codes, row, k0, n > 0, C)
-    if C.early:
         gdc_wait()
     f1 = input_rows(routes(lists, base, 0, n, N1, C, XL), C)
     f2 = input_rows(routes(lists, base, N1, n, NN, C, XL), C)
@@ -133,12 +128,11 @@ def _tile(
 
 
 @gluon.jit(do_not_specialize=["routes_in_all"])
-def block(x, wd, codes, ws, bias, table, lists, tw, out, unscale, routes_in_all, C: gl.constexpr):
+def block(x, wd, ws, bias, table, lists, tw, out, unscale, routes_in_all, C: gl.constexpr):
     """out[route] = act(w13 x[token]) or w2 h[route], for one block of routes x T row tiles a CTA.
 
-    codes: what wd describes.  table: by mode, the ids [routes_in_all], the table of blocks, or the counts [E] of
-    `lists`.  Mode "ids": a CTA a route; with words = 0 each route is a block, else the first of an expert's stands for
-    all."""
+    table: by mode, the ids [routes_in_all], the table of blocks, or the counts [E] of `lists`.  Mode "ids": a CTA a
+    route; with words = 0 each route is a block, else the first of an expert's stands for all."""
     if C.pdl:
         if not C.early:
             gdc_wait()
@@ -168,14 +162,12 @@ def block(x, wd, codes, ws, bias, table, lists, tw, out, unscale, routes_in_all,
     if e < C.gemm.experts:
         wb, xs, sb, full = stages(C, ws.dtype.element_ty, 1)
         B: gl.constexpr = C.BM
-        H: gl.constexpr = B // 2
-        Q: gl.constexpr = B // 4
-        if C.V >= 1 and n <= H:
-            if C.V >= 2 and n <= Q:
-                _tile(x, wd, codes, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, Q, 0, C)
+        if C.V >= 1 and n <= B // 2:
+            if C.V >= 2 and n <= B // 4:
+                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, B // 4, 0, C)
             else:
-                _tile(x, wd, codes, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, H, 0, C)
-        elif C.V >= 3 and n <= 3 * Q:
-            _tile(x, wd, codes, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, H, Q, C)
+                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, B // 2, 0, C)
+        elif C.V >= 3 and n <= B // 4 * 3:
+            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, B // 2, B // 4, C)
         else:
-            _tile(x, wd, codes, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, B, 0, C)
+            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, B, 0, C)

@@ -286,7 +286,6 @@ class GluonExperts:
         if p.R:
             options["maxnreg"] = p.R
         grid = (tiles if p.kind == "block" else min(tiles, self.multiprocessors * p.C),)
-        codes = (m.codes,) if p.kind == "block" else ()
         kernel[grid](
-            x, self._descriptors[key], *codes, m.scales, m.bias, table, lists, weights, out, m.unscale, n, t, **options
+            x, self._descriptors[key], m.scales, m.bias, table, lists, weights, out, m.unscale, n, t, **options
         )

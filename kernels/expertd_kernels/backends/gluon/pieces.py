@@ -170,28 +170,6 @@ def copy_weights(wd, ws, row, wb, sb, full, i, slot, ok, C: gl.constexpr):
         copy_elements(sb.index(slot), p, mask=m)
 
 
-PREFETCH = gl.constexpr(
-    "{\n.reg .pred p, q;\n.reg .b32 t;\nmov.u32 t, %tid.x;\nsetp.eq.u32 p, t, 0;\nsetp.ne.and.b32 q, $2, 0, p;\n"
-    "@q cp.async.bulk.prefetch.L2.global [$1], $3;\nmov.u32 $0, 0;\n}"
-)
-
-
-@gluon.jit
-def prefetch_weights(codes, row, k0, ok, C: gl.constexpr):
-    """row tiles row .. row + T into the L2, but for the stages with which the ring begins; one thread asks"""
-    U: gl.constexpr = C.row_units
-    T: gl.constexpr = C.T
-    for t in gl.static_range(T):
-        here = ok
-        if C.rows_masked:
-            here = here & (row + t < C.gemm.experts * C.gemm.rows)
-        first = (row + t).to(gl.int64) * (U * 512) + (k0 + (C.ST - C.D)) * (C.stage_units * 512)
-        gl.inline_asm_elementwise(
-            PREFETCH, "=r,l,r,r", [(codes + first).to(gl.int64), here.to(gl.int32), C.fetched], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-
-
 @gluon.jit
 def copy_inputs(x, f, xb, i, ok, C: gl.constexpr):
     """gather: stage i of rows f of x, zeros where f < 0 or beyond the last column"""

@@ -27,9 +27,7 @@ class TilePlan:
 
     R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  P: whether w2's weights are fetched before
     w13's GEMM has ended.  X: tokens by which an expert's last block may stretch (kernel "ws").
-    F: whether a CTA asks for all of its weights at once, those that its ring has no room for into the L2 (kernel
-    "block"; -1: see tile.FETCH).  Z: parts of w2's columns, a CTA each, for so few tokens that tiles alone do not fill
-    the GPU (kernel "block").
+    Z: parts of w2's columns, a CTA each, for so few tokens that tiles alone do not fill the GPU (kernel "block").
     """
 
     kind: str
@@ -46,7 +44,6 @@ class TilePlan:
     P: int = 1
     X: int = 0
     Z: int = 1
-    F: int = -1
 
     @property
     def early(self) -> bool:

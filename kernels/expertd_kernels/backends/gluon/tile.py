@@ -53,8 +53,7 @@ class Tile:
 
     From the plan: BM tokens a block, T 64-row tiles a CTA, W consumer warps, stages of S 64-column blocks, ST stages,
     D stages between use and refill of a slot, SK 64-column blocks an MMA, V how far the last block narrows,
-    X how many tokens more than BM it may take, Z in how many parts the columns are split, F whether the weights beyond
-    the ring are asked for at once.
+    X how many tokens more than BM it may take, Z in how many parts the columns are split.
     words: mode "ids": 32-bit words that hold a bit a route; 0: no two routes share an expert, or it does not matter.
     TT: 64-row tiles an A operand covers (T; half of it in the warp-specialised kernel).
     """
@@ -74,7 +73,6 @@ class Tile:
     V: int
     X: int
     Z: int
-    F: int
     pdl: bool
     early: bool
     source: str
@@ -123,17 +121,6 @@ class Tile:
         return self.S * self.codec.units
 
     @property
-    def row_units(self) -> int:
-        """2 KiB units of one 64-row tile over all of K."""
-        return self.gemm.K // 64 * self.codec.units
-
-    @property
-    def fetched(self) -> int:
-        """Bytes of a 64-row tile that a CTA asks for beyond its ring."""
-        part = min(self.iterations * self.stage_units, self.row_units) - (self.ST - self.D) * self.stage_units
-        return max(0, part) * 2048 if self.F else 0
-
-    @property
     def stage_scales(self) -> int:
         """Stored scales (and zero points) a 64-row tile and stage."""
         return self.S * 64 // self.codec.chunk * self.codec.chunk_scales
@@ -143,9 +130,6 @@ class Tile:
         """Stored scales of one 64-row tile over all of K."""
         return -(-self.gemm.K // self.codec.chunk) * self.codec.chunk_scales
 
-
-FETCH = {True: 0, False: 0}
-"""F of w13 (first) and of w2 where a plan does not say it."""
 
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes() + Path(codec_module.__file__).read_bytes()).hexdigest()[:16]
 """Part of each Tile: Triton's cache of compiled kernels keys on its text, not on what its properties compute."""
@@ -238,7 +222,6 @@ def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0) -> Ti
         c.V,
         c.X,
         c.Z,
-        FETCH[gemm.first] if c.F < 0 else c.F,
         pdl,
         pdl and c.early and not gemm.first,
         _SOURCE,
