@@ -249,3 +249,10 @@ def test_inputs_of_another_shape_or_type_are_refused(emulated):
         experts(x[:, :128], ids, weights)
     with pytest.raises(ValueError, match="k up to 32"):
         experts(x, torch.zeros(5, 33), torch.zeros(5, 33))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "listed"), [(511, 2, False), (512, 2, True), (8192, 1, True), (8192, 8, False)]
+)
+def test_inputs_are_copied_into_list_order_where_few_experts_share_a_token(tokens, top_k, listed):
+    assert Plan8.of(tokens, top_k).listed is listed

@@ -180,7 +180,7 @@ class W8A8Experts:
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: Plan8 | None) -> None:
         M, top_k = ids.shape
         n, E = M * top_k, self.num_experts
-        p = plan or Plan8()
+        p = plan or Plan8.of(M, top_k)
         s = self._space(M, top_k)
         self._prepare(x, ids, s)
         h = s.h if self.rounds_h else s.wide
