@@ -23,9 +23,9 @@ EXTRA_SCHEMES = (
     "int4_g32_zp", "int8_g32", "int8_g32_zp", "e4m3_g128", "int4_g128/f16", "int4_g128_zp/f16", "e4m3_block128/e8m0"
 )  # fmt: skip
 """Beside the kinds of the oracle's matrix: other group sizes, and other types of scales than a scheme's usual one."""
-STATIC_SCALE = 0.02
-"""Static input scale: 448 steps reach 9, about what unit normals and their products do; for e2m1 a sixth of it, so that
-e4m3 scales of blocks reach as far."""
+STATIC_SCALES = (0.02, 0.2)
+"""Static scales of the inputs of w13 and of w2: 448 steps reach 9, as far as unit normals do, and 90 for what comes of
+them.  For e2m1 a sixth, so that e4m3 scales of blocks reach as far."""
 
 
 def scheme_of(name: str) -> Scheme:
@@ -111,7 +111,8 @@ class Layer:
         static = {ActivationQuant.E4M3_TENSOR: 1.0, ActivationQuant.NVFP4: 6.0}.get(self.activations)
         if static is not None:
             w = replace(w, w13=_equal_segments(w.w13))
-            w = replace(w, input_scales=torch.full((self.experts, 2), STATIC_SCALE / static, device=device))
+            scales = torch.tensor(STATIC_SCALES, device=device) / static
+            w = replace(w, input_scales=scales.expand(self.experts, 2).contiguous())
         return w
 
 
