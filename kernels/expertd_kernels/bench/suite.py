@@ -68,7 +68,7 @@ def _tests(out: Path, seconds: float, processes: int) -> list[str]:
     # Not the project's configuration: it names plugins that a bare machine may lack.  What the tests need of it:
     needed = [f"pythonpath={Path('tests/kernels').resolve()}", "markers=gpu: needs an accelerator"]
     plain = ["-c", os.devnull, "--rootdir", ".", "--import-mode", "importlib", "-p", "no:cacheprovider"]
-    return ["-m", "pytest", "tests/gpu", "-q", *plain, *(word for ini in needed for word in ("-o", ini))]
+    return ["-m", "pytest", "tests/gpu", "-v", *plain, *(word for ini in needed for word in ("-o", ini))]
 
 
 def _numerics(out: Path, seconds: float, processes: int) -> list[str]:
