@@ -203,9 +203,9 @@ def test_graph_replays_follow_new_inputs():
 
 
 def test_large_batches_go_in_pieces(monkeypatch):
-    from expertd_kernels.backends.gluon import layer as module
+    from expertd_kernels.backends.gluon import calls
 
-    monkeypatch.setattr(module, "MAX_TOKENS", 256)
+    monkeypatch.setattr(calls, "MAX_TOKENS", 256)
     case = Case("int4_g128")
     weights, experts = layer(case)
     check(case, weights, experts, 1000, "even")

@@ -131,13 +131,13 @@ def test_a_token_has_the_same_bits_in_every_batch():
 
 
 def test_pieces_and_a_cuda_graph(monkeypatch):
-    from expertd_kernels.backends.gluon import w8a8_layer
+    from expertd_kernels.backends.gluon import calls
 
     case = Case()
     weights, experts = layer(case)
     x, ids, w = routed(case, 600, "even")
     whole = experts(x, ids, w)
-    monkeypatch.setattr(w8a8_layer, "MAX_TOKENS", 256)
+    monkeypatch.setattr(calls, "MAX_TOKENS", 256)
     assert torch.equal(experts(x, ids, w), whole)
     out = torch.empty_like(x)
     stream = torch.cuda.Stream()

@@ -9,6 +9,7 @@ from vendor import bits
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, Scheme, problem_of, reference, relative_error
 from expertd_kernels.backends import gluon_w8a8 as backend
+from expertd_kernels.backends.gluon import calls
 from expertd_kernels.backends.gluon.w8a8_plan import Plan8
 from expertd_kernels.float32 import apply_activation
 from expertd_kernels.oracle import Refused
@@ -230,7 +231,7 @@ def test_static_scales_round_by_the_largest_of_all_experts(emulated):
 
 
 def test_the_router_weight_on_the_input_and_pieces(emulated, monkeypatch):
-    monkeypatch.setattr(emulated, "MAX_TOKENS", 32)
+    monkeypatch.setattr(calls, "MAX_TOKENS", 32)
     w = layer("e4m3_block128", E=4, H=256, I=128)
     experts = emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w))
     x, ids, weights = random_inputs(77, 256, 4, 1, seed=3)

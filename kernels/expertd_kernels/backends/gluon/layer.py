@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from expertd_kernels.activation import Activation
 from expertd_kernels.backends.gluon.block import block
+from expertd_kernels.backends.gluon.calls import InPieces
 from expertd_kernels.backends.gluon.codec import codec_of
 from expertd_kernels.backends.gluon.matrix import TILE, round_up
 from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan, one_plan
@@ -24,12 +25,6 @@ from expertd_kernels.serial import activation_from_json, scheme_from_json
 
 __all__ = ["GluonExperts"]
 
-MAX_TOKENS = 8192
-"""Tokens a launch at most; larger batches go in pieces."""
-MAX_OUTPUT_BYTES = 1 << 30
-"""Bytes of w2's results [M, top_k, H] at most; a smaller piece is taken where more would be needed."""
-MAX_TOP_K = 32
-"""Routes of a token: the summing kernel keeps a bit for each."""
 FLOAT32_TOKENS = 128
 """Up to here w2's results are f32: their traffic costs nothing yet (kernel `ws` has no shared memory for it)."""
 
@@ -105,10 +100,8 @@ def _gemms(packed: Packed, top_k: int, weight_on_input: bool) -> tuple[Gemm, Gem
     return w13, w2
 
 
-class GluonExperts:
-    """The layer's experts.  Calls may come from one thread and one stream at a time: the workspace is shared.
-
-    The first call at a new size may allocate and compile; make it before capturing a CUDA graph."""
+class GluonExperts(InPieces):
+    """The layer's experts."""
 
     backend = "gluon_sm90"
 
@@ -127,44 +120,6 @@ class GluonExperts:
         if plans is None and problem.batch_invariant:
             plans = one_plan((w13, w2), shape)
         self.plans = plans or Plans.for_layer(torch.cuda.get_device_name(self.device), w13, w2, shape)
-
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        *,
-        router_weight_on_input: bool = False,
-        out: Tensor | None = None,
-        plan: LayerPlan | None = None,
-    ) -> Tensor:
-        """As protocol.Experts.  hidden_states [M, H] bf16.  plan: instead of the one that the tokens' number picks."""
-        x, M = hidden_states.contiguous(), hidden_states.shape[0]
-        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
-        if ids.ndim != 2 or ids.shape[1] > MAX_TOP_K:
-            raise ValueError(f"gluon_sm90: topk_ids {tuple(ids.shape)}, want [M, k] with k up to {MAX_TOP_K}")
-        if (
-            x.dtype != torch.bfloat16
-            or x.shape[1] != self.hidden_size
-            or ids.shape != weights.shape
-            or ids.shape[0] != M
-        ):
-            raise ValueError(
-                f"gluon_sm90: hidden_states {x.dtype} {tuple(x.shape)}, topk_ids {tuple(ids.shape)}, topk_weights"
-                f" {tuple(weights.shape)}; want bf16 [M, {self.hidden_size}] and two [M, k]"
-            )
-        if out is None:
-            out = torch.empty_like(x)
-        piece = self._piece(ids.shape[1])
-        for at in range(0, M, piece):
-            part = slice(at, at + piece)
-            self._run(x[part], ids[part], weights[part], out[part], router_weight_on_input, plan)
-        return out
-
-    def _piece(self, top_k: int) -> int:
-        """Tokens a launch: a power of two."""
-        most: int = MAX_OUTPUT_BYTES // (top_k * self.hidden_size * 2)
-        return min(MAX_TOKENS, 1 << max(0, most.bit_length() - 1))
 
     def _pair(self, top_k: int, weight_on_input: bool) -> tuple[_Matrix, _Matrix]:
         key = (top_k, weight_on_input)

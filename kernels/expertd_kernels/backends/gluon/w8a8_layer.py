@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from expertd_kernels.backends.envelope import activation_of
+from expertd_kernels.backends.gluon.calls import InPieces
 from expertd_kernels.backends.gluon.routing import combine
 from expertd_kernels.backends.gluon.w8a8 import w8a8
 from expertd_kernels.backends.gluon.w8a8_plan import TOKENS, Plan8
@@ -21,13 +22,6 @@ from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant
 
 __all__ = ["W8A8Experts"]
-
-MAX_TOKENS = 8192
-"""Tokens a launch at most; larger batches go in pieces."""
-MAX_OUTPUT_BYTES = 1 << 30
-"""Bytes of w2's results [M, top_k, H] at most; a smaller piece is taken where more would be needed."""
-MAX_TOP_K = 32
-"""Routes of a token: the summing kernel keeps a bit for each."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +52,8 @@ class _Workspace:
     y: Tensor  # [routes, H] bf16
 
 
-class W8A8Experts:
-    """The layer's experts.  Calls may come from one thread and one stream at a time: the workspace is shared.
-
-    The first call at a new size may allocate and compile; make it before capturing a CUDA graph."""
+class W8A8Experts(InPieces):
+    """The layer's experts."""
 
     backend = "gluon_w8a8"
 
@@ -115,39 +107,6 @@ class W8A8Experts:
             limited=a.limit is not None,
             static=self.static,
         )
-
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        *,
-        router_weight_on_input: bool = False,
-        out: Tensor | None = None,
-        plan: Plan8 | None = None,
-    ) -> Tensor:
-        """As protocol.Experts.  hidden_states [M, H] bf16.  plan: instead of the usual one."""
-        x, M = hidden_states.contiguous(), hidden_states.shape[0]
-        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
-        if ids.ndim != 2 or ids.shape[1] > MAX_TOP_K:
-            raise ValueError(f"gluon_w8a8: topk_ids {tuple(ids.shape)}, want [M, k] with k up to {MAX_TOP_K}")
-        if x.dtype != torch.bfloat16 or x.shape != (ids.shape[0], self.hidden_size) or ids.shape != weights.shape:
-            raise ValueError(
-                f"gluon_w8a8: hidden_states {x.dtype} {tuple(x.shape)}, topk_ids {tuple(ids.shape)}, topk_weights"
-                f" {tuple(weights.shape)}; want bf16 [M, {self.hidden_size}] and two [M, k]"
-            )
-        if out is None:
-            out = torch.empty_like(x)
-        piece = self._piece(ids.shape[1])
-        for at in range(0, M, piece):
-            part = slice(at, at + piece)
-            self._run(x[part], ids[part], weights[part], out[part], router_weight_on_input, plan)
-        return out
-
-    def _piece(self, top_k: int) -> int:
-        """Tokens a launch: a power of two."""
-        most: int = MAX_OUTPUT_BYTES // (top_k * self.hidden_size * 2)
-        return min(MAX_TOKENS, 1 << max(0, most.bit_length() - 1))
 
     def _space(self, M: int, top_k: int) -> _Workspace:
         """Buffers for the next power of two of tokens."""

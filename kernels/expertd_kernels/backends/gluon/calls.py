@@ -1,0 +1,66 @@
+"""What a call of the layers on the GPU checks, and how it is cut into pieces."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["MAX_TOKENS", "InPieces"]
+
+MAX_TOKENS = 8192
+"""Tokens a launch at most; larger batches go in pieces."""
+MAX_OUTPUT_BYTES = 1 << 30
+"""Bytes of w2's results [M, top_k, H] at most; a smaller piece is taken where more would be needed."""
+MAX_TOP_K = 32
+"""Routes of a token: the summing kernel keeps a bit for each."""
+
+
+class InPieces(ABC):
+    """A layer whose `_run` computes one piece of a batch; calling it computes a batch of any size.
+
+    Calls may come from one thread and one stream at a time: the workspace is shared.  The first call at a new size may
+    allocate and compile; make it before capturing a CUDA graph."""
+
+    backend: str
+    hidden_size: int
+
+    @abstractmethod
+    def _run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: Any) -> None:
+        """x, out [M, H] bf16, ids [M, k] int32, weights [M, k] f32, all contiguous; plan: None = the usual one."""
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor | None = None,
+        plan: Any = None,
+    ) -> Tensor:
+        """As protocol.Experts.  hidden_states [M, H] bf16.  plan: instead of the one that the tokens' number picks.
+        ValueError for inputs of other shapes or types."""
+        x, M = hidden_states.contiguous(), hidden_states.shape[0]
+        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
+        if ids.ndim != 2 or ids.shape[1] > MAX_TOP_K:
+            raise ValueError(f"{self.backend}: topk_ids {tuple(ids.shape)}, want [M, k] with k up to {MAX_TOP_K}")
+        if x.dtype != torch.bfloat16 or x.shape != (ids.shape[0], self.hidden_size) or ids.shape != weights.shape:
+            raise ValueError(
+                f"{self.backend}: hidden_states {x.dtype} {tuple(x.shape)}, topk_ids {tuple(ids.shape)}, topk_weights"
+                f" {tuple(weights.shape)}; want bf16 [M, {self.hidden_size}] and two [M, k]"
+            )
+        if out is None:
+            out = torch.empty_like(x)
+        piece = self._piece(ids.shape[1])
+        for at in range(0, M, piece):
+            part = slice(at, at + piece)
+            self._run(x[part], ids[part], weights[part], out[part], router_weight_on_input, plan)
+        return out
+
+    def _piece(self, top_k: int) -> int:
+        """Tokens a launch: a power of two."""
+        most: int = MAX_OUTPUT_BYTES // (top_k * self.hidden_size * 2)
+        return min(MAX_TOKENS, 1 << max(0, most.bit_length() - 1))
