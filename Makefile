@@ -43,7 +43,7 @@ lint: $(STAMP) node_modules/.bin/buf ## ruff, mypy, pyright, import-linter, buf 
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/pyright --warnings
+	$(BIN)/pyright --warnings --pythonpath $(BIN)/python
 	if test -x node_modules/.bin/buf; then node_modules/.bin/buf lint proto && \
 	  node_modules/.bin/buf breaking proto --against tests/golden/wire_v1.binpb; fi
 
