@@ -69,7 +69,7 @@ def test_what_the_kernels_do_not_compute_is_refused(change, message):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("how", set(ActivationQuant), ids=lambda a: a.value)
+@pytest.mark.parametrize("how", list(ActivationQuant), ids=lambda a: a.value)
 def test_activations_rounded_in_another_way_are_refused(scheme, how):
     w = layer(scheme)
     if how in ROUNDINGS[scheme]:
