@@ -1,38 +1,15 @@
-"""The row `triton` in Triton's interpreter: every scheme and feature at tiny sizes, against the float32 reference.
-
-TRITON_INTERPRET has to stand in the environment before triton is imported and holds for the whole process, so the cases
-run in a process of their own (triton_cases.py), and nothing changes for other tests in this one.
-"""
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The row `triton` in Triton's interpreter: every scheme and feature at tiny sizes, against the float32 reference."""
 
 import pytest
+from interpreted import interpreted
 from triton_cases import SMALL
 
 
 @pytest.fixture(scope="module")
 def interpreter():
-    """ask(case name) -> the case's answer, from one process for all cases."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore::RuntimeWarning", str(Path(__file__).parent / "triton_cases.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-
-        def ask(name):
-            process.stdin.write(name + "\n")
-            process.stdin.flush()
-            return json.loads(process.stdout.readline())
-
+    """ask(case name) -> the case's answer."""
+    with interpreted("triton_cases.py") as ask:
         yield ask
-        process.stdin.close()
 
 
 @pytest.mark.parametrize("name", SMALL)

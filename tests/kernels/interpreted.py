@@ -1,0 +1,34 @@
+"""Cases in Triton's interpreter.  TRITON_INTERPRET has to stand in the environment before triton is imported and holds
+for the whole process, so they run in a process of their own, and nothing changes for other tests in this one."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def interpreted(script: str) -> Iterator[Callable[[str], Any]]:
+    """ask(case name) -> the line of JSON with which this folder's `script` answers, from one process for all cases."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore::RuntimeWarning", str(Path(__file__).parent / script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask(name: str) -> Any:
+            process.stdin.write(name + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield ask
+        process.stdin.close()
