@@ -12,13 +12,20 @@ import triton
 import triton.language as tl
 
 from expertd_kernels.backends.triton_kernels.gemm import activate
-from expertd_kernels.backends.triton_kernels.rounded import to_e4m3
-from expertd_kernels.backends.triton_kernels.route import known
+from expertd_kernels.backends.triton_kernels.rounded import LARGEST_E4M3, to_e4m3
+from expertd_kernels.backends.triton_kernels.route import ranks, tally
 from expertd_kernels.backends.triton_kernels.unpack import to_bf16
 
 __all__ = ["activate_rows", "combine_rows", "gather_rows", "place_rows"]
 
-LARGEST = tl.constexpr(448.0)
+
+@triton.jit
+def rounded_groups(v, B: tl.constexpr, SOFT: tl.constexpr):
+    """v [B] f32 -> e4m3 [B], scale [B / 128] f32: the absolute maximum of 128 columns / 448, 1 where all are zero."""
+    v = tl.reshape(v, [B // 128, 128])
+    top = tl.max(tl.abs(v), 1)
+    scale = tl.where(top > 0.0, top / LARGEST_E4M3, 1.0)
+    return to_e4m3(tl.reshape(v / scale[:, None], [B]), SOFT), scale
 
 
 @triton.jit(do_not_specialize=["n_routes", "n_rows"])
@@ -35,15 +42,7 @@ def place_rows(
     experts = tl.arange(0, EP)
     r = program * C + tl.arange(0, C)
     ids = tl.load(ids_ptr + r, mask=r < n_routes, other=-1)
-    if ALL > 0:
-        every = tl.arange(0, ALL)
-        bins = known(tl.load(ids_ptr + every, mask=every < n_routes, other=-1), E)
-        total = tl.histogram(bins, EP)
-        before = tl.histogram(tl.where(every < program * C, bins, E), EP)
-    else:
-        total = tl.load(totals_ptr + experts)
-        before = tl.load(counts_ptr + program * EP + experts)
-    total = tl.where(experts < E, total, 0)
+    total, before = tally(ids_ptr, counts_ptr, totals_ptr, program, n_routes, E, EP, C, ALL)
     blocks = (total + A - 1) // A
     start = (tl.cumsum(blocks, 0) - blocks) * A
     tl.store(base_ptr + program * EP + experts, start + before)
@@ -63,10 +62,7 @@ def place_rows(
         for i in range(tl.sum(blocks, 0) * A + program * C, n_rows, n_programs * C):
             beyond = i + tl.arange(0, C)
             tl.store(expert_ptr + beyond, tl.full([C], -1, tl.int32), mask=beyond < n_rows)
-    # the same ids along the other axis; those of the chunk before r decide r's rank
-    others = tl.load(ids_ptr + r, mask=r < n_routes, other=-1)
-    earlier = (others[None, :] == ids[:, None]) & (r[None, :] < r[:, None])
-    rank = tl.sum(earlier.to(tl.int32), 1)
+    rank = ranks(ids_ptr, ids, r, n_routes)
     here = (ids >= 0) & (ids < E)
     tl.debug_barrier()  # base is read back by other lanes
     at = tl.load(base_ptr + program * EP + ids, mask=here, other=0) + rank
@@ -90,10 +86,7 @@ def gather_rows(
     x = tl.load(x_ptr + t * x_stride + h, mask=inside, other=0.0)
     if ROUNDED:
         G: tl.constexpr = BH // 128
-        x = tl.reshape(x.to(tl.float32), [G, 128])
-        top = tl.max(tl.abs(x), 1)
-        scale = tl.where(top > 0.0, top / LARGEST, 1.0)
-        x = to_e4m3(tl.reshape(x / scale[:, None], [BH]), SOFT)
+        x, scale = rounded_groups(x.to(tl.float32), BH, SOFT)
         g = tl.program_id(1) * G + tl.arange(0, G)
     for j in tl.static_range(TOP_K):
         at = tl.load(row_ptr + t * TOP_K + j).to(tl.int64)
@@ -130,12 +123,10 @@ def activate_rows(
     y = activate(gate, up, KIND, LIMITED, alpha, beta, limit)
     if ROUNDED:
         G: tl.constexpr = BN // 128
-        y = tl.reshape(y, [G, 128])
-        top = tl.max(tl.abs(y), 1)
-        scale = tl.where(top > 0.0, top / LARGEST, 1.0)
+        y, scale = rounded_groups(y, BN, SOFT)
         g = tl.program_id(1) * G + tl.arange(0, G)
         tl.store(scale_ptr + g.to(tl.int64) * n_rows + row, scale, mask=(g * 128 < N) & here)
-        tl.store(out_ptr + row * N + n, to_e4m3(tl.reshape(y / scale[:, None], [BN]), SOFT), mask=inside)
+        tl.store(out_ptr + row * N + n, y, mask=inside)
     else:
         tl.store(out_ptr + row * N + n, to_bf16(y, SOFT), mask=inside)
 

@@ -57,6 +57,33 @@ def scan(counts_ptr, totals_ptr, n_chunks, EP: tl.constexpr, BE: tl.constexpr, B
 
 
 @triton.jit
+def tally(
+    ids_ptr, counts_ptr, totals_ptr, chunk, n_routes, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr,
+    ALL: tl.constexpr,
+):  # fmt: skip
+    """[EP] twice: all routes to each expert, and those of the chunks before this one.  ALL > 0: counted here, from the
+    ids; else what `count` and `scan` left."""
+    experts = tl.arange(0, EP)
+    if ALL > 0:
+        every = tl.arange(0, ALL)
+        bins = known(tl.load(ids_ptr + every, mask=every < n_routes, other=-1), E)
+        total = tl.histogram(bins, EP)
+        before = tl.histogram(tl.where(every < chunk * C, bins, E), EP)
+    else:
+        total = tl.load(totals_ptr + experts)
+        before = tl.load(counts_ptr + chunk * EP + experts)
+    return tl.where(experts < E, total, 0), before
+
+
+@triton.jit
+def ranks(ids_ptr, ids, r, n_routes):
+    """For each route of the chunk `r`, whose ids are `ids`, how many of its routes before go to the same expert."""
+    others = tl.load(ids_ptr + r, mask=r < n_routes, other=-1)  # the same ids along the other axis
+    earlier = (others[None, :] == ids[:, None]) & (r[None, :] < r[:, None])
+    return tl.sum(earlier.to(tl.int32), 1)
+
+
+@triton.jit
 def write_blocks(blocks_ptr, experts, total, start, n_blocks, BM: tl.constexpr, C: tl.constexpr):
     """This program's share of the block table: block i of every expert at once, and the blocks beyond the last."""
     program, n_programs = tl.program_id(0), tl.num_programs(0)
@@ -89,22 +116,11 @@ def place(
     experts = tl.arange(0, EP)
     r = chunk * C + tl.arange(0, C)
     ids = tl.load(ids_ptr + r, mask=r < n_routes, other=-1)
-    if ALL > 0:
-        every = tl.arange(0, ALL)
-        bins = known(tl.load(ids_ptr + every, mask=every < n_routes, other=-1), E)
-        total = tl.histogram(bins, EP)
-        before = tl.histogram(tl.where(every < chunk * C, bins, E), EP)
-    else:
-        total = tl.load(totals_ptr + experts)
-        before = tl.load(counts_ptr + chunk * EP + experts)
-    total = tl.where(experts < E, total, 0)
+    total, before = tally(ids_ptr, counts_ptr, totals_ptr, chunk, n_routes, E, EP, C, ALL)
     start = tl.cumsum(total, 0) - total
     tl.store(base_ptr + chunk * EP + experts, start + before)
     write_blocks(blocks_ptr, experts, total, start, n_blocks, BM, C)
-    # the same ids along the other axis; those of the chunk before r decide r's rank
-    others = tl.load(ids_ptr + r, mask=r < n_routes, other=-1)
-    earlier = (others[None, :] == ids[:, None]) & (r[None, :] < r[:, None])
-    rank = tl.sum(earlier.to(tl.int32), 1)
+    rank = ranks(ids_ptr, ids, r, n_routes)
     here = (ids >= 0) & (ids < E)
     tl.debug_barrier()  # base is read back by other lanes
     to = tl.load(base_ptr + chunk * EP + ids, mask=here, other=0) + rank
