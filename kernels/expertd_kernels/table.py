@@ -406,40 +406,16 @@ BACKENDS: tuple[Backend, ...] = (
     ),
 )
 
+_CUDA = ("triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "triton_w4a8", "reference")
+_HOPPER = ("triton", "triton_w8a8", "deepgemm", "humming", "triton_w4a8", "flashinfer_cutlass", "reference")
+_BLACKWELL = ("flashinfer_trtllm", *_CUDA)
+
 ORDER: Mapping[str, Sequence[str]] = {
     "cpu": ("cpu", "cpu_w4a8", "cpu_torch", "reference"),
-    "cuda": ("triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "triton_w4a8", "reference"),
-    "sm90": (
-        "gluon_sm90",
-        "gluon_w8a8",
-        "triton",
-        "triton_w8a8",
-        "deepgemm",
-        "humming",
-        "triton_w4a8",
-        "flashinfer_cutlass",
-        "reference",
-    ),
-    "sm100": (
-        "flashinfer_trtllm",
-        "triton",
-        "triton_w8a8",
-        "flashinfer_cutlass",
-        "deepgemm",
-        "humming",
-        "triton_w4a8",
-        "reference",
-    ),
-    "sm103": (
-        "flashinfer_trtllm",
-        "triton",
-        "triton_w8a8",
-        "flashinfer_cutlass",
-        "deepgemm",
-        "humming",
-        "triton_w4a8",
-        "reference",
-    ),
+    "cuda": _CUDA,
+    "sm90": ("gluon_sm90", "gluon_w8a8", *_HOPPER),
+    "sm100": _BLACKWELL,
+    "sm103": _BLACKWELL,
     "rocm": ("triton", "aiter", "reference"),
     "xpu": ("xpu", "triton", "reference"),
 }
