@@ -73,10 +73,11 @@ class Boots:
         self.seconds[name] = server.seconds
         r.say(f"{name}: serving after {server.seconds:.2f} s; {server.line('loaded .*')}; {server.line('cache: .*')}")
         r.check(f"cache: {lookups}" in server.text(), f"{name}: want 'cache: {lookups}' in:\n{server.text()[-1500:]}")
-        verify(r, server, self.weights, self.layers[0])
+        layer = self.layers[0]
+        verify(r, server, self.weights, layer)
         if measure:
             for m in r.args.sizes:
-                r.stage(f"round trips of {m}", 2, lambda m=m: latency(r, server, self.weights, self.layers[0], TOP_K, m))
+                r.stage(f"round trips of {m}", 2, lambda m=m: latency(r, server, self.weights, layer, TOP_K, m))
         r.check(server.stop(20) == 0, f"{name}: {server.text()[-500:]}")
         return server.text()
 
