@@ -7,11 +7,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-__all__ = ["CAPTURED_TOKENS", "LIMIT_S", "captured", "time_calls"]
+__all__ = ["LIMIT_S", "captured", "time_calls"]
 
-CAPTURED_TOKENS = 512
-"""Up to here a server replays the calls of rows that allow it from CUDA graphs, because launching the kernels takes the
-host longer than the device: 490 us against 140 us at 512 tokens of Qwen3's int4 layer on an H200."""
 ROUNDS = 5
 LIMIT_S = 1.0
 """Time for one backend at one token count.  A call that alone takes longer than its share is timed once; a backend with

@@ -30,8 +30,9 @@ from expertd_kernels.probe import device_fault
 from expertd_kernels.problem import Problem
 from expertd_kernels.proof import Proof, boot_reference_experts, prove
 from expertd_kernels.selfcheck import check
+from expertd_kernels.sizes import CAPTURED_TOKENS
 from expertd_kernels.synthetic import random_inputs
-from expertd_kernels.timing import CAPTURED_TOKENS, LIMIT_S, captured, time_calls
+from expertd_kernels.timing import LIMIT_S, captured, time_calls
 
 __all__ = [
     "GRID",

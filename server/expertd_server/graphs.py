@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from expertd_kernels.timing import CAPTURED_TOKENS
+from expertd_kernels.sizes import CAPTURED_TOKENS
 
 __all__ = ["MOST_TOKENS", "Graph", "Graphs", "padded", "supported"]
 

@@ -226,9 +226,10 @@ def _computing(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def _sizes(most: int) -> list[int]:
-    """Up to `most`: those that small batches are padded to, their doubles, and `most`."""
+    """For batches up to `most`: those that small ones are padded to, their doubles, and `most`.  Sizes between them are
+    planned alike (expertd_kernels.sizes)."""
     doubling = (1 << i for i in range((most - 1).bit_length()))
-    return sorted({*doubling, *(padded(n) for n in range(1, MOST_TOKENS + 1) if padded(n) < most), most})
+    return sorted({*doubling, *(padded(n) for n in range(1, min(MOST_TOKENS, most) + 1)), most})
 
 
 def _routed(tokens: int, p: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from expertd_kernels.backends import gluon
 from expertd_kernels.backends.gluon.codec import Codec, codec_of
 from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan, heuristic, one_plan
 from expertd_kernels.scheme import Scheme
+from expertd_kernels.sizes import planned
 
 SHARED_BYTES = 232448
 """Shared memory that a CTA of an H100 or H200 may have (CUDA programming guide, compute capability 9.0)."""
@@ -91,6 +92,18 @@ def test_tuned_plans_come_first_and_the_heuristic_fills_in():
     plans = Plans((c, c), (128, 8, 2048, 768), [tuned])
     assert plans.at(16) is tuned
     assert plans.at(17) == heuristic((c, c), (128, 8, 2048, 768), 17)
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g128_zp", "mxfp4", "int8_channel", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_large_batches_are_planned_for_powers_of_two(scheme, shape):
+    """With one mode of routing, too: its kernels are compiled for powers of two of the routes."""
+    codec = codec_of(Scheme.parse(scheme))
+    plans = Plans.for_layer("NVIDIA H200", codec, codec, shape)
+    for tokens in range(513, 8193, 77):
+        found = plans.at(tokens)
+        assert found in (plans.at(planned(tokens)), plans.at(1024))
+        assert found.mode == "lists"
 
 
 @pytest.mark.parametrize(

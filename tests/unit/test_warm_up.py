@@ -4,6 +4,7 @@ import torch
 
 from expertd_kernels import Device, Problem, Scheme
 from expertd_kernels.oracle import decide
+from expertd_kernels.sizes import planned
 from expertd_server import layer as module
 from expertd_server.graphs import padded
 from expertd_server.layer import Site, warm_up
@@ -35,12 +36,19 @@ def warmed(monkeypatch, max_tokens: int, **problem) -> Records:
 
 
 def test_sizes_double_up_to_the_largest_batch(monkeypatch):
-    assert [c[0][0] for c in warmed(monkeypatch, 100).calls] == [1, 2, 4, 8, 16, 32, 64, 100]
+    assert [c[0][0] for c in warmed(monkeypatch, 100).calls] == [1, 2, 4, 8, 16, 32, 64, 100, 128]
     assert [c[0][0] for c in warmed(monkeypatch, 4).calls] == [1, 2, 4]
     assert [c[0][0] for c in warmed(monkeypatch, 1).calls] == [1]
     sizes = {c[0][0] for c in warmed(monkeypatch, 5000).calls}
     assert sizes == {*(1 << i for i in range(13)), 384, 5000}
     assert {padded(n) for n in range(1, 513)} <= sizes, "every size that a small batch is padded to"
+
+
+def test_every_batch_is_planned_for_a_size_that_was_warmed_up():
+    """Rows choose kernels by planned(tokens): none is met first under load."""
+    for most in (1, 5, 100, 511, 512, 513, 700, 1024, 2900, 4096, 5000):
+        warm = {planned(n) for n in module._sizes(most)}
+        assert {planned(padded(n)) for n in range(1, most + 1)} <= warm, most
 
 
 def test_tokens_have_as_many_routes_as_requests_also_where_fewer_experts_are_held(monkeypatch):

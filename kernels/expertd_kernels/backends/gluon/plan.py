@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from expertd_kernels.backends.gluon.codec import Codec
+from expertd_kernels.sizes import CAPTURED_TOKENS, planned
 
 __all__ = ["LayerPlan", "Plans", "TilePlan", "heuristic", "one_plan"]
 
@@ -117,6 +118,11 @@ class Plans:
 
     def at(self, tokens: int) -> LayerPlan:
         """The plan for this many tokens."""
+        plan = self._at(planned(tokens))
+        # a table's kernel is compiled for the next power of two of the routes, and those are met below CAPTURED_TOKENS
+        return self._at(2 * CAPTURED_TOKENS) if plan.mode != "lists" and tokens > CAPTURED_TOKENS else plan
+
+    def _at(self, tokens: int) -> LayerPlan:
         if tokens not in self._found:
             tuned = next((p for p in self.tuned if tokens <= p.tokens), None)
             self._found[tokens] = tuned or heuristic(self.codecs, self.shape, tokens)
@@ -139,7 +145,7 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPl
     each = tokens * top_k / hit
     rows = (-(-2 * I // 64), -(-H // 64))
     w13, w2 = (_gemm_plan(codec, K, each, hit * r, tokens) for codec, K, r in zip(codecs, (H, I), rows, strict=True))
-    if "ws" in (w13.kind, w2.kind) or tokens * top_k > TABLE_ROUTES:
+    if "ws" in (w13.kind, w2.kind) or tokens * top_k > TABLE_ROUTES or tokens > CAPTURED_TOKENS:
         mode = "lists"
     else:
         alone = tokens * top_k <= FEW_ROUTES and hit >= 0.8 * tokens * top_k

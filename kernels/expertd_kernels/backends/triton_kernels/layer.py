@@ -26,6 +26,7 @@ from expertd_kernels.backends.triton_kernels.replay import (
 )
 from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
 from expertd_kernels.scheme import ActivationQuant
+from expertd_kernels.sizes import planned
 
 __all__ = ["CHUNK_TOKENS", "TritonExperts"]
 
@@ -101,6 +102,7 @@ class TritonExperts:
             return self._planner(tokens)
         if self.one_plan:
             tokens, top_k = ONE_PLAN_ROWS * self.num_experts, 1
+        tokens = planned(tokens)
         key = (tokens, top_k)
         if key not in self._plans:
             self._plans[key] = make_plan(self._facts(top_k), tokens)
