@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 
 from expertd_kernels import matrix
@@ -124,8 +124,11 @@ def backends_page() -> str:
         for b in BACKENDS
     ]
     head = ("backend", "what it is", "devices", "weights", "activations", "features", "sizes", "packages")
-    plain = [d for d in matrix.decisions() if d[2] == "plain"]
-    chosen = [(f"`{device}`", *(d[3] for d in plain if d[0] == device)) for device in NAMED_DEVICES]
+    chosen = {d[:3]: d.chosen for d in matrix.decisions(("plain",))}
+    weight_only = [(f"`{d}`", *(chosen[d, s, "weight-only"] for s in matrix.SCHEMES)) for d in NAMED_DEVICES]
+    asked = [p for p in product(matrix.SCHEMES, matrix.ROUNDINGS) if p[1] != "weight-only"]
+    served = [(s, r) for s, r in asked if any(chosen[d, s, r] != "-" for d in NAMED_DEVICES)]
+    rounded = [(f"`{s}`", r, *(chosen[d, s, r] for d in NAMED_DEVICES)) for s, r in served]
     orders = "\n".join(f"- {where}: {', '.join(names)}" for where, names in ORDER.items())
     refused = "\n\n".join(f"### `{b.name}`\n\n{_refusal_table(b)}" for b in BACKENDS)
     return f"""# Backends
@@ -141,7 +144,13 @@ The first eligible row is chosen; rows that are not named follow in the order of
 
 ## Chosen for a plain layer (E=128, top-8, H=2048, I=768, packages installed)
 
-{_table(("device", *matrix.SCHEMES), chosen)}
+Weight-only, which is how checkpoints are served unless `--activations checkpoint` asks otherwise:
+
+{_table(("device", *matrix.SCHEMES), weight_only)}
+
+With activations rounded as a checkpoint may ask ("-": no row, and `expertd explain` says why of each):
+
+{_table(("weights", "activations", *NAMED_DEVICES), rounded)}
 
 ## Refusals
 What each row refuses by itself, and its sentence.
@@ -182,14 +191,24 @@ def formats_page() -> str:
 
 
 def golden() -> str:
-    """Every decision (devices x schemes x features) and every row's refusals, one a line, to be read in a diff."""
-    lines = [f"# {GENERATED}", "", "# decisions: device scheme: backend (features)"]
+    """Every decision (devices x schemes x roundings x features) and every row's refusals, to be read by eye, and in a
+    diff.  A line names the backend for the plain layer, then the features that another one serves, or none ("-")."""
+    features = ", ".join(matrix.FEATURES)
+    lines = [f"# {GENERATED}", "", f"# features: {features}", "", "# decisions"]
     for (device, scheme), group in groupby(matrix.decisions(), key=lambda d: d[:2]):
-        by_backend: dict[str, list[str]] = {}
-        for _, _, feature, chosen in group:
-            by_backend.setdefault(chosen, []).append(feature)
-        answers = "; ".join(f"{b} ({', '.join(f)})" for b, f in by_backend.items())
-        lines.append(f"{device} {scheme}: {answers}")
+        unserved = []
+        for rounding, answers in groupby(group, key=lambda d: d.rounding):
+            by_backend: dict[str, list[str]] = {}
+            for a in answers:
+                by_backend.setdefault(a.chosen, []).append(a.feature)
+            if list(by_backend.values()) == [[matrix.ANY]]:
+                unserved.append(rounding.removeprefix("a: "))
+                continue
+            plain, *others = by_backend
+            line = "; ".join([plain, *(f"{b}: {', '.join(by_backend[b])}" for b in others)])
+            lines.append(f"{device} {scheme} {rounding}: {line}")
+        if unserved:
+            lines.append(f"{device} {scheme} a: {', '.join(unserved)}: -")
     for b in BACKENDS:
         lines += ["", f"# refusals of {b.name}"]
         lines += [f"{kind} {name}: {sentence}" for kind, name, sentence in matrix.refusals(b)]

@@ -1,4 +1,5 @@
-"""The oracle's whole answer, device by scheme by feature: for the golden file, the docs page and the eye.  Pure.
+"""The oracle's whole answer, device by scheme by rounding of the activations by feature: for the golden file, the docs
+page and the eye.  Pure.
 
 Rules look at the device, the schemes and the features separately, so the refusals of a row factorize: what it says of
 each device, of each scheme and of each feature is the whole matrix of its refusals.  What depends on all of them
@@ -7,9 +8,10 @@ together is the decision, and that is listed for every combination.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 from expertd_kernels.activation import Activation, ActivationKind
 from expertd_kernels.oracle import Backend, decide
@@ -18,13 +20,26 @@ from expertd_kernels.problem import NAMED_DEVICES, Device, Problem
 from expertd_kernels.scheme import ActivationQuant, Scheme
 from expertd_kernels.table import BACKENDS
 
-__all__ = ["FEATURES", "SCHEMES", "decisions", "problem", "refusals"]
+__all__ = ["ANY", "FEATURES", "ROUNDINGS", "SCHEMES", "decisions", "problem", "refusals"]
 
 SCHEMES = (
     "int4_g32", "int4_g64", "int4_g128", "int4_g128_zp", "int4_channel", "int8_g128", "int8_channel", "int8_channel_zp",
     "e4m3_tensor", "e4m3_channel", "e4m3_block128", "mxfp8", "mxfp4", "nvfp4", "bf16", "f16", "f32",
 )  # fmt: skip
 """One of each kind of weights that checkpoints hold."""
+
+ROUNDINGS: Mapping[str, ActivationQuant] = {
+    "weight-only": ActivationQuant.NONE,
+    "a: e4m3 per token": ActivationQuant.E4M3_TOKEN,
+    "a: e4m3 per 128 group": ActivationQuant.E4M3_GROUP128,
+    "a: e4m3 static tensor": ActivationQuant.E4M3_TENSOR,
+    "a: mxfp8": ActivationQuant.MXFP8,
+    "a: mxfp4": ActivationQuant.MXFP4,
+    "a: nvfp4": ActivationQuant.NVFP4,
+    "a: int8 per token": ActivationQuant.INT8_TOKEN,
+    "a: int8 per group": ActivationQuant.INT8_GROUP,
+}
+"""How the activations can be asked to be rounded."""
 
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
@@ -44,35 +59,45 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "f32 compute": {"compute_dtype": "f32"},
     "deterministic": {"deterministic": True},
     "batch-invariant": {"batch_invariant": True},
-    "a: e4m3 per token": {"activation_quant": ActivationQuant.E4M3_TOKEN},
-    "a: e4m3 per 128 group": {"activation_quant": ActivationQuant.E4M3_GROUP128},
-    "a: e4m3 static tensor": {"activation_quant": ActivationQuant.E4M3_TENSOR},
-    "a: mxfp8": {"activation_quant": ActivationQuant.MXFP8},
-    "a: nvfp4": {"activation_quant": ActivationQuant.NVFP4},
-    "a: int8 per token": {"activation_quant": ActivationQuant.INT8_TOKEN},
-    "a: int8 per group": {"activation_quant": ActivationQuant.INT8_GROUP},
 }
-"""What a layer or a request can ask beyond its scheme: fields of Problem that differ from the plain one."""
+"""What a layer or a request can ask beyond scheme and rounding: fields of Problem that differ from the plain one."""
 
 
-def problem(device: Device, scheme: str, feature: str = "plain") -> Problem:
+class Answer(NamedTuple):
+    """chosen: the backend's name; "-" where no row serves this.  feature: ANY where no row serves the plain layer: a
+    feature only adds refusals."""
+
+    device: str
+    scheme: str
+    rounding: str
+    feature: str
+    chosen: str
+
+
+ANY = "any"
+
+
+def problem(device: Device, scheme: str, feature: str = "plain", rounding: str = "weight-only") -> Problem:
     """A Qwen3-30B-A3B-like layer of `scheme` on `device` with one feature, all packages assumed to be there."""
     s = Scheme.parse(scheme)
     plain = Problem(device, s, s, 128, 2048, 768, 8, packages=assumed_packages(BACKENDS))
-    return replace(plain, **FEATURES[feature])
+    return replace(plain, **FEATURES[feature], activation_quant=ROUNDINGS[rounding])
 
 
-def decisions() -> Iterator[tuple[str, str, str, str]]:
-    """(device, scheme, feature, chosen backend or "-") for every combination."""
+def decisions(features: Sequence[str] = tuple(FEATURES)) -> Iterator[Answer]:
+    """Every combination, in the order of the tables."""
     for device_name, device in NAMED_DEVICES.items():
-        for scheme in SCHEMES:
-            for feature in FEATURES:
-                d = decide(problem(device, scheme, feature))
-                yield device_name, scheme, feature, d.chosen.name if d.chosen else "-"
+        for scheme, rounding in product(SCHEMES, ROUNDINGS):
+            for feature in features:
+                d = decide(problem(device, scheme, feature, rounding))
+                if d.chosen is None and feature == "plain":
+                    yield Answer(device_name, scheme, rounding, ANY, "-")
+                    break
+                yield Answer(device_name, scheme, rounding, feature, d.chosen.name if d.chosen else "-")
 
 
 def refusals(backend: Backend) -> Iterator[tuple[str, str, str]]:
-    """("device" | "scheme" | "feature", name, refusal) of everything that this row refuses by itself."""
+    """("device" | "scheme" | "feature" | "rounding", name, refusal) of everything that this row refuses by itself."""
     home = next((d for d in NAMED_DEVICES.values() if not _says(backend, problem(d, _easy(backend)), "runs on")), None)
     for name, device in NAMED_DEVICES.items():
         yield from (("device", name, r) for r in _against(backend, problem(device, _easy(backend)), home))
@@ -84,6 +109,9 @@ def refusals(backend: Backend) -> Iterator[tuple[str, str, str]]:
     for feature in FEATURES:
         found = _verdict(backend, problem(home, _easy(backend), feature))
         yield from (("feature", feature, r) for r in found if r not in easy)
+    for rounding in ROUNDINGS:
+        found = _verdict(backend, problem(home, _easy(backend), rounding=rounding))
+        yield from (("rounding", rounding, r) for r in found)
 
 
 def _verdict(backend: Backend, p: Problem) -> tuple[str, ...]:

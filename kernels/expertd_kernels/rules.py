@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from packaging.specifiers import SpecifierSet
 
@@ -40,6 +41,11 @@ def rule_device(b: Backend, p: Problem) -> str | None:
     return f"{reason}, this is {p.device}" if reason else None
 
 
+@cache
+def _within(version: str, want: str) -> bool:
+    return SpecifierSet(want, prereleases=True).contains(version)
+
+
 def rule_packages(b: Backend, p: Problem) -> str | None:
     out = []
     for name, want in b.needs.items():
@@ -48,7 +54,7 @@ def rule_packages(b: Backend, p: Problem) -> str | None:
             out.append(f"package {name}{want} is not installed")
         elif have.error:
             out.append(f"package {name} {have.version} does not import: {have.error}")
-        elif want and not SpecifierSet(want, prereleases=True).contains(have.version):
+        elif want and not _within(have.version, want):
             out.append(f"package {name} {have.version} is installed, {want} is needed")
     return "; ".join(out) or None
 
