@@ -194,6 +194,41 @@ def test_a_run_that_is_killed_leaves_what_it_knew(tmp_path, monkeypatch):
     assert sum(r["ran"] for r in json.loads(figures.read_text())["rows"]) == 2
 
 
+def test_the_next_run_takes_up_what_was_right_and_checks_the_rest(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(numerics_grid, "SCHEMES", ("int4_g128", "bf16"))
+    monkeypatch.setattr(numerics_grid, "EXTRA_SCHEMES", ())
+    first, second, out = tmp_path / "1.json", tmp_path / "2.json", tmp_path / "n.md"
+    asked = []
+
+    def some(target, todo, **_):
+        asked.append(list(todo))
+        for i, layer in enumerate(todo):
+            wrong = ("1 tokens: wrong",) if len(asked) == 1 and i == 3 else ()
+            if len(asked) > 1 or i < 5:
+                yield layer, numerics.Outcome({1: 1e-3 * (i + 1), 7: 2e-3}, 0.01, wrong, 0.1)
+
+    monkeypatch.setattr(numerics, "run_tasks", some)
+    facts = {"cpu": "one", "commit": "aaaa"}
+    monkeypatch.setattr(numerics, "machine", lambda device: facts)
+    assert main(["numerics", *PAGE, "--json", str(first)]) == 1
+    facts = {"cpu": "one", "commit": "bbbb"}
+    assert main(["numerics", *PAGE, "--earlier", str(first), "--json", str(second), "--out", str(out)]) == 0
+    assert set(asked[1]) == {asked[0][3], *asked[0][5:]}, "the wrong one and those that were not run"
+    assert "8 layers, 8 checked, 0 wrong, 0 not run" in out.read_text()
+    assert "4 were checked at commit aaaa." in out.read_text()
+    rows = json.loads(second.read_text())["rows"]
+    assert sorted(r["commit"] for r in rows) == [""] * 4 + ["aaaa"] * 4
+    third = [*PAGE, "--earlier", str(second), "--json", str(tmp_path / "3.json")]
+    assert main(["numerics", *third]) == 0
+    assert asked[2] == []
+    assert "8 of 8 layers are known" in capsys.readouterr().out
+    assert main(["numerics", *third, "--m", "1,7,64"]) == 0, "figures that it lacks are made"
+    assert len(asked[3]) == 8
+    facts = {"cpu": "two", "commit": "bbbb"}
+    assert main(["numerics", *third]) == 1
+    assert "another machine: cpu one, here two" in capsys.readouterr().err
+
+
 def test_wrong_answers_and_unknown_names_are_exit_code_one(tmp_path, monkeypatch, capsys):
     assert main(["numerics", "--device", "cpu", "--backend", "nope"]) == 1
     assert "known are" in capsys.readouterr().err

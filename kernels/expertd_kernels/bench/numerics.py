@@ -6,6 +6,8 @@ experts with biases and swigluoai, where the row takes them, and odd sizes, wher
 several numbers of tokens and four kinds of routes: uniform; through an expert-parallel map that sends half of them
 elsewhere (-1); all tokens to one expert; to a quarter of the experts, the others empty.  Output buffers start as NaN,
 rows without a route must come out zero, and a row that promises the same bits is called twice.
+
+Where one run is too short for all layers, the next one takes up its figures (--earlier) and checks what is missing.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 
@@ -36,21 +39,25 @@ from expertd_kernels.scheme import ActivationQuant
 from expertd_kernels.synthetic import random_inputs
 from expertd_kernels.table import BACKENDS
 
-__all__ = ["Outcome", "check_layer", "check_point", "main", "markdown", "routes"]
+__all__ = ["Outcome", "check_layer", "check_point", "earlier", "main", "markdown", "routes"]
 
+_MAY_DIFFER = ("commit", "driver")
+"""Facts of a machine that a table may mix; lines tell the commit."""
 ROUTINGS = ("uniform", "absent", "one", "few")
 WRITE_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """errors: worst relative error by tokens; faults: a sentence each; empty = right."""
+    """errors: worst relative error by tokens; faults: a sentence each; empty = right.  commit: of the code that was
+    checked, where it is known and not this run's."""
 
     errors: Mapping[int, float] = field(default_factory=dict)
     tolerance: float = 0.0
     faults: tuple[str, ...] = ()
     seconds: float = 0.0
     ran: bool = True
+    commit: str = ""
 
 
 def routes(kind: str, ids: Tensor, experts: int) -> Tensor:
@@ -158,6 +165,8 @@ def markdown(
 ) -> str:
     """The committed page: facts, counts, a line a layer, the faults, the rows that were left out."""
     ran = [o for _, o in found if o.ran]
+    commits = Counter(o.commit for o in ran if o.commit)
+    before = "".join(f" {n} were checked at commit {commit}." for commit, n in commits.items())
     wrong = sum(bool(o.faults) for o in ran)
     head = ["backend", "weights", "compute", "E", "top_k", "H / I", "activation", *(f"M = {m}" for m in tokens),
             "tolerance", ""]  # fmt: skip
@@ -168,12 +177,35 @@ def markdown(
         "# Relative error against the float32 reference",
         "Written by `python -m expertd_kernels.bench numerics`. " + "; ".join(f"{k} {v}" for k, v in facts.items()),
         f"{len(found)} layers, {len(ran)} checked, {wrong} wrong, {len(found) - len(ran)} not run. A cell is the worst"
-        f" of {len(ROUTINGS)} kinds of routes ({', '.join(ROUTINGS)}).",
+        f" of {len(ROUTINGS)} kinds of routes ({', '.join(ROUTINGS)}).{before}",
         "\n".join("| " + " | ".join(cells) + " |" for cells in lines),
         *(["## Faults", "\n".join(faults)] if faults else []),
         *(["## Rows that do not run here", "\n".join(left)] if left else []),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def earlier(path: Path, facts: Mapping[str, str], tokens: Sequence[int], todo: Sequence[Layer]) -> dict[Layer, Outcome]:
+    """What an earlier run found right of the layers in `todo`, at all of these numbers of tokens.  ValueError where it
+    ran on another machine or with other versions than `facts` tell."""
+    told = json.loads(path.read_text())
+    other = [
+        f"{k} {told['machine'].get(k, 'none')}, here {v}"
+        for k, v in facts.items()
+        if k not in _MAY_DIFFER and told["machine"].get(k) != v
+    ]
+    if other:
+        raise ValueError(f"it is of another machine: {'; '.join(other)}")
+    commit = told["machine"].get("commit", "")
+    wanted, out = set(todo), {}
+    for row in told["rows"]:
+        layer = Layer(
+            **{f.name: row[f.name] for f in fields(Layer)} | {"activations": ActivationQuant(row["activations"])}
+        )
+        errors = {int(m): float(e) for m, e in row["errors"].items()}
+        if layer in wanted and row["ran"] and not row["faults"] and set(tokens) <= set(errors):
+            out[layer] = Outcome(errors, row["tolerance"], (), row["seconds"], commit=row["commit"] or commit)
+    return out
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -187,6 +219,12 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for one layer (default 300)")
     p.add_argument("--out", type=Path, metavar="FILE.md", help="write the table here")
     p.add_argument("--json", type=Path, metavar="FILE", help="and every figure here")
+    p.add_argument(
+        "--earlier",
+        type=Path,
+        metavar="FILE",
+        help="--json of an earlier run on the same machine and versions: what was right there is not checked again",
+    )
     return p
 
 
@@ -196,11 +234,13 @@ def _check(
     tokens: Sequence[int],
     facts: Mapping[str, str],
     refused: Mapping[str, str],
+    known: Mapping[Layer, Outcome],
 ) -> int:
-    """Check all layers in processes, write the files; the exit code."""
-    results = {layer: Outcome(faults=("not run: the run ended before",), ran=False) for layer in todo}
+    """Check all layers but the known ones in processes, write the files; the exit code."""
+    results = {layer: Outcome(faults=("not run: the run ended before",), ran=False) for layer in todo} | dict(known)
+    todo = [layer for layer in todo if layer not in known]
     rows = [b.name for b in BACKENDS]
-    found = sorted(todo, key=lambda layer: rows.index(layer.backend))
+    found = sorted(results, key=lambda layer: rows.index(layer.backend))
 
     def page() -> str:
         return markdown(facts, tokens, [(layer, results[layer]) for layer in found], refused)
@@ -241,4 +281,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(e, file=sys.stderr)
         return 1
     facts = machine(device)  # of the code that is run now, whatever is committed meanwhile
-    return _check(args, todo, tokens, facts, refused)
+    known: Mapping[Layer, Outcome] = {}
+    if args.earlier:
+        try:
+            known = earlier(args.earlier, facts, tokens, todo)
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            print(f"--earlier {args.earlier}: {type(e).__name__}: {e}", file=sys.stderr)
+            return 1
+        print(f"{len(known)} of {len(todo)} layers are known from {args.earlier}")
+    return _check(args, todo, tokens, facts, refused, known)
