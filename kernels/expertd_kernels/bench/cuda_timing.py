@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.scheme import ActivationQuant
+from expertd_kernels.timing import captured
 
 __all__ = ["Ceilings", "ceilings", "graph_times"]
 
@@ -79,34 +80,25 @@ def _e4m3_tflop_s(a: Tensor, b: Tensor) -> float:
 def graph_times(backends: Sequence[Callable[[int], object]], sets: int, budget_ms: float = 40.0) -> list[float]:
     """Median microseconds a call for each backend, call(i) on input set i, their graphs replayed in turns.  NaN for one
     that no graph can hold; its exception goes to stderr."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
+    device = torch.device("cuda", torch.cuda.current_device())
     graphs = {}
-    with torch.cuda.stream(stream):
-        for place, call in enumerate(backends):
-            try:
-                graphs[place] = _capture(call, sets, stream)
-            except Exception as e:
-                print(f"no graph: {type(e).__name__}: {e}", file=sys.stderr)
-        medians = dict.fromkeys(range(len(backends)), math.nan)
-        if graphs:
-            replays = [g.replay for g in graphs.values()]
-            once = sum(_events(replays))
-            rounds = int(min(60, max(7, budget_ms * 1e3 * len(replays) / once)))
-            times = _events(replays * (rounds + 1))[len(replays) :]
-            medians |= {p: statistics.median(times[b :: len(replays)]) / sets for b, p in enumerate(graphs)}
-    torch.cuda.current_stream().wait_stream(stream)
+    for place, call in enumerate(backends):
+        try:
+            graphs[place] = partial(captured(partial(_each, call, sets), 1, device), 0)
+        except Exception as e:
+            print(f"no graph: {type(e).__name__}: {e}", file=sys.stderr)
+    medians = dict.fromkeys(range(len(backends)), math.nan)
+    if graphs:
+        replays = list(graphs.values())
+        _events(replays)  # a graph's first replay uploads it
+        once = sum(_events(replays))
+        rounds = int(min(60, max(7, budget_ms * 1e3 * len(replays) / once)))
+        times = _events(replays * (rounds + 1))[len(replays) :]
+        medians |= {p: statistics.median(times[b :: len(replays)]) / sets for b, p in enumerate(graphs)}
     return list(medians.values())
 
 
-def _capture(call: Callable[[int], object], sets: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """A graph of call(0), ..., call(sets - 1), run once."""
+def _each(call: Callable[[int], object], sets: int, _: int) -> None:
+    """call(0), ..., call(sets - 1): one graph holds them all."""
     for i in range(sets):
         call(i)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(sets):
-            call(i)
-    graph.replay()
-    return graph
