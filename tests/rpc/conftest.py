@@ -10,8 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from commanded_server import KINDS, FakeServicer, connect, serving
 
 BOOT_TIMEOUT_S = 240.0
 
@@ -43,3 +45,27 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
             return found[1]
         time.sleep(0.05)
     pytest.fail(f"the server did not come up (exit code {process.poll()}):\n{log.read_text()}")
+
+
+@pytest.fixture
+def servicer() -> FakeServicer:
+    """What the fixture `address` serves; a test tells it what to do."""
+    return FakeServicer()
+
+
+@pytest.fixture
+def address(servicer: FakeServicer) -> Iterator[str]:
+    with serving(servicer) as where:
+        yield where
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """One of commanded_server.KINDS."""
+    return str(request.param)
+
+
+@pytest.fixture
+def client(kind: str, address: str) -> Iterator[Any]:
+    with connect(kind, address) as it:
+        yield it
