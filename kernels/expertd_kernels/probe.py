@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expertd_kernels.import_health import ImportHealth
 from expertd_kernels.oracle import Backend
 from expertd_kernels.problem import Device, Package
 
@@ -42,15 +43,6 @@ _CPU_FLAGS = frozenset(
         "amx_int8",
     ]
 )
-IMPORT_NAME = {
-    "flashinfer-python": "flashinfer",
-    "vllm-xpu-kernels": "vllm_xpu_kernels",
-    "amd-aiter": "aiter",
-    "humming-kernels": "humming",
-    "sgl-deep-gemm": "deep_gemm",
-}
-"""Distribution -> module, where the names differ."""
-
 CPU_KERNEL = "expertd-cpu-kernel"
 """What the `cpu` rows need: our own shared object, which an install without a compiler does not have."""
 
@@ -156,9 +148,13 @@ def _wanted(backends: Sequence[Backend]) -> Iterable[str]:
     return dict.fromkeys(name for b in backends for name in b.needs)
 
 
-def installed_packages(backends: Sequence[Backend], probe_imports: bool = False) -> dict[str, Package]:
+def installed_packages(
+    backends: Sequence[Backend], probe_imports: bool = False, folder: Path | None = None
+) -> dict[str, Package]:
     """The distributions that rows of the table need and that are installed here.  probe_imports: import each and
-    record the error of one that is broken.  The CPU kernel's shared object counts as one of them."""
+    record the error of one that is broken; folder: where it is remembered which import (import_health.py).  The CPU
+    kernel's shared object counts as one of them."""
+    health = ImportHealth(folder)
     out: dict[str, Package] = {}
     for name in _wanted(backends):
         if name == CPU_KERNEL:
@@ -169,20 +165,15 @@ def installed_packages(backends: Sequence[Backend], probe_imports: bool = False)
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        error = ""
-        if probe_imports:
-            try:
-                importlib.import_module(IMPORT_NAME.get(name, name.replace("-", "_")))
-            except Exception as e:
-                error = f"{type(e).__name__}: {e}"
-        out[name] = Package(version, error)
+        out[name] = Package(version, health.error(name) if probe_imports else "")
+    health.keep()
     return out
 
 
-def packages_for(device: Device, backends: Sequence[Backend]) -> dict[str, Package]:
+def packages_for(device: Device, backends: Sequence[Backend], folder: Path | None = None) -> dict[str, Package]:
     """What is installed here, as a server on `device` of this machine finds it: on an accelerator each is imported, so
-    that one that is broken is refused with its error; a CPU needs none of them."""
-    return installed_packages(backends, probe_imports=device.kind != "cpu")
+    that one that is broken is refused with its error; a CPU needs none of them.  folder: see installed_packages."""
+    return installed_packages(backends, probe_imports=device.kind != "cpu", folder=folder)
 
 
 def assumed_packages(backends: Sequence[Backend]) -> Mapping[str, Package]:

@@ -63,7 +63,7 @@ async def serve(config: ServeConfig, console: Console) -> int:
     files = files_state(config) if config.cache else ""
     site = Site(source, torch_device, _cache(config), files, config.max_tokens)
     with site.stage("plan"):
-        plans = plan_layers(config, source, device, packages_for(device, table.BACKENDS))
+        plans = plan_layers(config, source, device, packages_for(device, table.BACKENDS, config.cache))
     oracle = Tournaments.of(config, torch_device, plans)
     if oracle is not None:
         plans = [oracle.apply(p) for p in plans]

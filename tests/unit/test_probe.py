@@ -1,9 +1,14 @@
 """What this machine has: names of devices, and an accelerator that a process can use no more."""
 
+import importlib
+import os
+import sys
+
 import pytest
 import torch
 
 from expertd_kernels import probe
+from expertd_kernels.oracle import Backend
 
 
 @pytest.mark.parametrize("name", ["cpu:0", "auto:1", "cuda:", "cuda:x", "cuda:-1", "sm90", ""])
@@ -22,6 +27,59 @@ def test_a_number_beyond_the_last_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(RuntimeError, match="'cuda:2' is not on this machine, which has cuda:0 to cuda:1"):
         probe.detect_device("cuda:2")
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A distribution called widget, installed in a folder of its own; its module counts how often it is imported."""
+    site = tmp_path / "site"
+    info = site / "widget-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: widget\nVersion: 1.2\n")
+    (info / "RECORD").write_text("widget.py,,\nwidget-1.2.dist-info/RECORD,,\n")
+    (site / "widget.py").write_text("import sys\nsys.imported = getattr(sys, 'imported', 0) + 1\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(sys, "imported", 0, raising=False)
+    yield info
+    sys.modules.pop("widget", None)
+
+
+ROW = Backend("widgets", "", (), (), "", needs={"widget": ">=1"})
+
+
+def asked(folder) -> tuple[str, int]:
+    """(error, how often it was imported) of one process's question."""
+    sys.modules.pop("widget", None)
+    sys.imported = 0
+    importlib.invalidate_caches()
+    error = probe.installed_packages([ROW], probe_imports=True, folder=folder)["widget"].error
+    return error, sys.imported
+
+
+def test_a_package_that_imports_is_not_imported_again_by_the_next_start(package, tmp_path):
+    cache = tmp_path / "cache"
+    assert asked(None) == asked(None) == ("", 1), "without a folder nothing is remembered"
+    assert asked(cache) == ("", 1)
+    assert asked(cache) == ("", 0)
+    os.utime(package / "RECORD", ns=(1, 1))
+    assert asked(cache) == ("", 1), "installed anew"
+    (cache / "imports.json").write_text("{")
+    assert asked(cache) == ("", 1), "an unreadable memory is none"
+
+
+def test_a_package_that_does_not_import_is_asked_every_time(package, tmp_path):
+    module = package.parent / "widget.py"
+    module.write_text("raise OSError('libwidget.so: not found')\n")
+    for _ in range(2):
+        assert asked(tmp_path) == ("OSError: libwidget.so: not found", 0)
+    module.write_text("import sys\nsys.imported += 1  # mended\n")
+    assert asked(tmp_path) == ("", 1)
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(package, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert asked(tmp_path / "file") == ("", 1)
+    assert "cannot be kept in" in caplog.text
 
 
 class Api:

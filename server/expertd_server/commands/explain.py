@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         if assumed:
             packages = assumed_packages(BACKENDS)
         else:
-            packages = installed_packages(BACKENDS) if named else packages_for(device, BACKENDS)
+            packages = installed_packages(BACKENDS) if named else packages_for(device, BACKENDS, config.cache)
         source = open_source(config)
         plans = plan_layers(config, source, device, packages)
         if config.oracle == "measure":

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         device, where = resolve_device(config.device)
         source = open_source(config)
-        plans = plan_layers(config, source, device, packages_for(device, BACKENDS))
+        plans = plan_layers(config, source, device, packages_for(device, BACKENDS, config.cache))
         given = config.checkpoint is not None and config.quantize is None  # answers are those of the stored weights
         cases = read_cases(config.checkpoint / "expected.safetensors") if config.checkpoint and given else []
     except (BootError, ValueError) as e:
