@@ -39,8 +39,8 @@ class ImportHealth:
 
     def error(self, name: str) -> str:
         """ "" where distribution `name`, which is installed, imports."""
-        state = _state(name)
-        if self._known.get(name) == state:
+        state = "" if self._path is None else _state(name)
+        if state and self._known.get(name) == state:
             return ""
         try:
             importlib.import_module(IMPORT_NAME.get(name, name.replace("-", "_")))

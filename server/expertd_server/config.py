@@ -229,6 +229,7 @@ class ServeConfig:
     listen: Address = Address("127.0.0.1", 50051)
     metrics_listen: Address | None = None
     max_tokens: int = 4096
+    warm_up_routes: Ranges | None = None
     max_message_bytes: int = 0
     max_in_flight: int = 1024
     max_queue_tokens: int = 1 << 17
@@ -245,6 +246,8 @@ class ServeConfig:
             raise ConfigError("--experts and --shard: got both, want at most one: each says which experts are held")
         if self.copies > 1 and self.oracle != "measure":
             raise ConfigError("--copies: got 2 with --oracle order, which chooses one backend; want --oracle measure")
+        if self.warm_up_routes is not None and self.warm_up_routes.numbers[0] < 1:
+            raise ConfigError(f"--warm-up-routes: got {str(self.warm_up_routes)!r}, want numbers from 1 on")
         if self.layer_template is not None and self.checkpoint is None:
             raise ConfigError("--layer-template: got it without --checkpoint, which it describes")
 
@@ -321,6 +324,13 @@ OPTIONS: tuple[Option, ...] = (
         "metrics_listen", Address.parse, "HOST:PORT", "where to serve Prometheus metrics over HTTP; default: nowhere"
     ),
     Option("max_tokens", _int(1), "N", "most tokens of a request and of a joined batch"),
+    Option(
+        "warm_up_routes",
+        Ranges.parse,
+        "1,4",
+        "on an accelerator, numbers of routes a token whose kernels are compiled at boot, besides each layer's top-k: 1"
+        " for rows that come grouped by expert; default: none, they compile at their first use",
+    ),
     Option("max_message_bytes", _int(0), "N", "largest message taken; 0 = what max-tokens tokens in f32 need"),
     Option("max_in_flight", _int(1), "N", "most requests in flight on one stream"),
     Option("max_queue_tokens", _int(1), "N", "most tokens that wait; beyond it requests are refused"),

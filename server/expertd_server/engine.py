@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +78,8 @@ class Engine:
     on_fault: called on the engine's thread with one sentence if that thread ends on a fault of its own or the device is
         lost; nothing is computed after it
     admitted: requests that submit() has taken so far
+    warm_routes: numbers of routes a token that kernels were warmed up with, besides each layer's top-k; None: of no
+        interest, nothing compiles
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Engine:
         max_queue_requests: int = 4096,
         observe: Callable[[BatchReport], None] | None = None,
         on_fault: Callable[[str], None] | None = None,
+        warm_routes: Iterable[int] | None = None,
     ) -> None:
         self.layers = dict(layers)
         self.policy = policy
@@ -102,6 +105,7 @@ class Engine:
         for lane in self._lanes:
             top_k, H = (max(getattr(s, name) for s in layers.values()) for name in ("top_k", "hidden_size"))
             lane.reserve(policy.max_tokens, top_k, H)
+        self._met = None if warm_routes is None else {*warm_routes, *(s.top_k for s in layers.values())}
         self._under_way: deque[tuple[Lane, Batch]] = deque()
         self._ids = _Ids()
         self._waiting = Waiting()
@@ -246,12 +250,24 @@ class Engine:
                     rows.append(rows[-1] + r.tokens)
                 return Batch(self.layers[c.line.layer], c.run, rows, tokens, now)
 
+    def _meet(self, top_k: int) -> None:
+        """Say so when a number of routes a token comes for the first time: an accelerator's kernels compile then."""
+        if self._met is not None and top_k not in self._met:
+            self._met.add(top_k)
+            log.warning(
+                "the first batch with %d routes a token: its kernels compile now, which may take seconds;"
+                " --warm-up-routes %d does it at boot",
+                top_k,
+                top_k,
+            )
+
     def _begin(self, b: Batch) -> None:
         """Fill a free lane and launch; a failure answers the batch's requests."""
         lane = self._lanes.popleft()
         start = time.perf_counter_ns()
         try:
             top_k = max(r.top_k for r in b.requests)
+            self._meet(top_k)
             b.padded, routes = lane.size(b.tokens, b.layer.capturable), b.tokens * top_k
             inputs = all_rows = lane.open(b.padded, top_k, b.layer.hidden_size)
             if b.padded > b.tokens:  # the rest of the rows has no routes

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,6 +51,7 @@ class Site:
 
     cache    None: nothing is kept on disk; files: the state of the checkpoint's files, part of an entry's key
     max_tokens  of a batch: up to it an accelerator's kernels are warmed up
+    routes   a token, besides each layer's top-k, with which they are warmed up, too
     seconds  spent by stage of the boot: "load", "measure", "pack", "check", "store", "map", "warm_up"
     lookups  in the cache, by outcome: "hit", "miss", "stale", "damaged"
     """
@@ -60,6 +61,7 @@ class Site:
     cache: PackedCache | None = None
     files: str = ""
     max_tokens: int = 1024
+    routes: Sequence[int] = ()
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     lookups: Counter[str] = field(default_factory=Counter)
 
@@ -209,9 +211,10 @@ def warm_up(experts: Experts, plan: LayerPlan, site: Site) -> None:
     two and more, and the largest takes the largest workspace.  Raises Unfit."""
     p, device = plan.decision.problem, site.device
     with _unfit("warmed up"), site.stage("warm_up"), torch.inference_mode():
-        for tokens in _WARM_UP_CPU if device.type == "cpu" else _sizes(site.max_tokens):
-            with _computing(device):
-                experts(*_routed(tokens, p, device))
+        for routes in dict.fromkeys((p.top_k, *site.routes)):
+            for tokens in _WARM_UP_CPU if device.type == "cpu" else _sizes(site.max_tokens):
+                with _computing(device):
+                    experts(*_routed(tokens, routes, p, device))
         if fault := device_fault(device):  # what a kernel did wrong is told by the next call that waits
             raise RuntimeError(fault)
 
@@ -232,11 +235,11 @@ def _sizes(most: int) -> list[int]:
     return sorted({*doubling, *(padded(n) for n in range(1, min(MOST_TOKENS, most) + 1)), most})
 
 
-def _routed(tokens: int, p: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """A random batch with as many routes a token as requests have, also where fewer experts are held."""
-    held, dtype = min(p.top_k, p.num_experts), COMPUTE_DTYPE[p.compute_dtype]
+def _routed(tokens: int, routes: int, p: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """A random batch with so many routes a token, also where fewer experts are held."""
+    held, dtype = min(routes, p.num_experts), COMPUTE_DTYPE[p.compute_dtype]
     x, ids, w = random_inputs(tokens, p.hidden_size, p.num_experts, held, dtype=dtype, device=device)
-    more = (0, p.top_k - held)
+    more = (0, routes - held)
     return x, torch.nn.functional.pad(ids, more, value=-1), torch.nn.functional.pad(w, more)
 
 

@@ -85,6 +85,7 @@ def test_the_oracle_and_the_cache_can_be_set_from_each_place(tmp_path):
         (("--synthetic", "a:b", "--listen", "h:70000"), "want HOST:PORT"),
         (("--synthetic", "a:b", "--max-tokens", "0"), "whole number >= 1"),
         (("--synthetic", "a:b", "--max-tokens", "many"), "got 'many'"),
+        (("--synthetic", "a:b", "--warm-up-routes", "0-1"), "want numbers from 1 on"),
         (("--synthetic", "a:b", "--compute-dtype", "fp8"), "want bf16 or float32"),
         (("--synthetic", "a:b", "--activations", "rounded"), "want weight-only or checkpoint"),
         (("--synthetic", "a:b", "--deterministic", "yes"), "want no or runs or batches"),

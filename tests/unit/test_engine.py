@@ -140,6 +140,22 @@ def inputs(tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.where(x == 0, 1.0, x)
 
 
+def test_a_number_of_routes_whose_kernels_are_not_there_yet_is_said_once(make, caplog):
+    s = make(warm_routes=(3,))
+    one = [[2]], [[1.0]]
+    s.run(
+        s.caller.request(1, inputs(1), [[2, 3]], [[1.0, 1.0]]), s.caller.request(2, inputs(1), [[2, 3, 5]], [[1.0] * 3])
+    )
+    assert "routes a token" not in caplog.text, "the layer's own top-k, and one that was warmed up"
+    s.run(s.caller.request(3, inputs(1), *one))
+    s.run(s.caller.request(4, inputs(1), *one))
+    assert caplog.text.count("--warm-up-routes 1 does it at boot") == 1
+    caplog.clear()
+    s = make()
+    s.run(s.caller.request(1, inputs(1), *one))
+    assert "routes" not in caplog.text, "nothing compiles on a CPU"
+
+
 def test_global_ids_become_slots_and_absent_experts_count_nothing(make):
     s = make()
     x = inputs(3)

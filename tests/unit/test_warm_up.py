@@ -27,11 +27,15 @@ class Records:
         return x
 
 
-def warmed(monkeypatch, max_tokens: int, **problem) -> Records:
+def warmed(monkeypatch, max_tokens: int, routes=(), **problem) -> Records:
     p = Problem(Device("cpu", "x86_64"), INT4, INT4, 3, 64, 32, **problem)
     experts = Records()
     monkeypatch.setattr(module, "_WARM_UP_CPU", tuple(module._sizes(max_tokens)))
-    warm_up(experts, LayerPlan(None, (0, 1, 2), decide(p)), Site(None, torch.device("cpu"), max_tokens=max_tokens))
+    warm_up(
+        experts,
+        LayerPlan(None, (0, 1, 2), decide(p)),
+        Site(None, torch.device("cpu"), max_tokens=max_tokens, routes=routes),
+    )
     return experts
 
 
@@ -49,6 +53,13 @@ def test_every_batch_is_planned_for_a_size_that_was_warmed_up():
     for most in (1, 5, 100, 511, 512, 513, 700, 1024, 2900, 4096, 5000):
         warm = {planned(n) for n in module._sizes(most)}
         assert {planned(padded(n)) for n in range(1, most + 1)} <= warm, most
+
+
+def test_other_numbers_of_routes_are_warmed_up_where_they_are_named(monkeypatch):
+    """Rows that come grouped by expert have one."""
+    assert [(c[0][0], c[2][1]) for c in warmed(monkeypatch, 2, routes=(1, 2), top_k=2).calls] == [
+        (1, 2), (2, 2), (1, 1), (2, 1)
+    ]  # fmt: skip
 
 
 def test_tokens_have_as_many_routes_as_requests_also_where_fewer_experts_are_held(monkeypatch):
