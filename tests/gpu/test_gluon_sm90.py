@@ -32,9 +32,11 @@ class Case:
     hidden: int = 1024
     inner: int = 512
     scale: ScaleType | None = None
+    w2_scheme: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.scheme}-{self.activation}-{self.hidden}x{self.inner}-E{self.experts}" + ("-bias" * self.bias)
+        schemes = self.scheme if self.w2_scheme is None else f"{self.scheme}-{self.w2_scheme}"
+        return f"{schemes}-{self.activation}-{self.hidden}x{self.inner}-E{self.experts}" + ("-bias" * self.bias)
 
 
 SCHEMES = [
@@ -53,6 +55,10 @@ FEATURES = [
     Case("e4m3_block128", "relu2", hidden=576, inner=192),
     Case("mxfp8", "swigluoai", True, hidden=320, inner=192),
     Case("int4_g128", experts=512, top_k=10, hidden=256, inner=128),
+    Case("bf16", "swigluoai", True, hidden=2880, inner=2880, experts=5, top_k=4),
+    Case("bf16", "relu2", True, experts=9, top_k=3, hidden=1088, inner=320),
+    Case("bf16", w2_scheme="int4_g128"),
+    Case("int8_channel", bias=True, w2_scheme="bf16"),
 ]
 
 
@@ -69,6 +75,7 @@ def layer(case: Case, seed: int = 0):
         case.inner,
         activation=Activation.parse(case.activation),
         bias=case.bias,
+        w2_scheme=case.w2_scheme,
         signed_scales=True,
         seed=seed,
         device="cuda" if device.kind == "cuda" else "cpu",
@@ -167,6 +174,19 @@ def test_every_kernel_and_mode(scheme, mode):
             if mode == "ids" and M * case.top_k > 128:
                 continue
             check(case, weights, experts, M, how, plan=plan)
+
+
+@pytest.mark.parametrize(
+    "tiles", ["wide BM128 T4 S1 ST4", "block BM8 S1 ST4", "block BM16 T2 S1", "block BM32 S2 SK2 V2"]
+)
+def test_every_kernel_for_bf16(tiles):
+    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+
+    case = Case("bf16", bias=True)
+    weights, experts = layer(case)
+    plan = LayerPlan(0, "lists", TilePlan.parse(tiles), TilePlan.parse(tiles))
+    for M, how in ((1, "even"), (5, "absent"), (37, "skewed"), (64, "one"), (300, "even"), (700, "skewed")):
+        check(case, weights, experts, M, how, plan=plan)
 
 
 @pytest.mark.parametrize("mode", ["ids", "table"])

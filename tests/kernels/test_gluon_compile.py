@@ -16,10 +16,11 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from expertd_kernels.backends.gluon.block import block  # noqa: E402
 from expertd_kernels.backends.gluon.codec import codec_of  # noqa: E402
-from expertd_kernels.backends.gluon.plan import TilePlan  # noqa: E402
+from expertd_kernels.backends.gluon.plan import WIDE, TilePlan  # noqa: E402
 from expertd_kernels.backends.gluon.routing import combine, group_routes, table_routes  # noqa: E402
 from expertd_kernels.backends.gluon.specialized import ws  # noqa: E402
 from expertd_kernels.backends.gluon.tile import Gemm, tile  # noqa: E402
+from expertd_kernels.backends.gluon.wide import wide  # noqa: E402
 from expertd_kernels.scheme import Scheme  # noqa: E402
 
 
@@ -40,14 +41,17 @@ def gemm(scheme: str, first: bool, **more) -> Gemm:
     return Gemm(codec_of(Scheme.parse(scheme)), **(facts | more))
 
 
-def compiled(g: Gemm, plan: TilePlan, mode: str, words: int = 0):
+def compiled(g: Gemm, plan: TilePlan, mode: str, words: int = 0, listed: bool = False):
     """Triton's compiled kernel of this GEMM under this plan."""
-    c = tile(g, plan, mode, True, words)
-    kernel = ws if plan.kind == "ws" else block
+    c = tile(g, plan, mode, True, words, listed)
+    kernel = {"block": block, "ws": ws, "wide": wide}[plan.kind]
     words_type = f"tensordesc<i32[{c.T}, {16 * c.stage_units}, 32],{c.SW!r}>"
     scale = "*u8" if c.codec.e8m0 else "*bf16"
     out = "*bf16" if g.first or plan.kind == "ws" else "*fp32"  # w2's results are f32 up to 128 tokens
     types = ["*bf16", words_type, scale, "*fp32", "*i32", "*i32", "*fp32", out, "fp32", "i32", "constexpr"]
+    if plan.kind == "wide":
+        h = f"tensordesc<bf16[{c.BM}, 64],{c.SX!r}>"
+        types = ["*bf16", h, words_type, "*fp32", "*i32", "*i32", "*fp32", "*bf16", "constexpr"]
     signature = dict(zip(kernel.arg_names, types, strict=True))
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
     source = GluonASTSource(kernel, signature, {(len(types) - 1,): c}, aligned)
@@ -80,7 +84,14 @@ CASES = [
     ("mxfp4", False, "block BM8 S4 ST3 SK2", "table", 0, 96, 0),
     ("int8_channel", False, "block BM16 T2 SK2", "lists", 0, 128, 0),
     ("e4m3_block128", True, "block BM8 S2 ST3 SK2", "table", 0, 80, 0),
-    ("bf16", True, "block BM8 S1 ST4", "table", 0, 72, 0),
+    ("e4m3_block128", True, "ws BM128 T4 W8 S2 ST3 X16", "lists", 0, 168, 256),
+    ("int8_channel", True, "ws BM128 T4 W8 S2 ST3 X16", "lists", 0, 168, 256),
+    ("int4_g128_zp", True, "ws BM128 T4 W8 ST4 X16", "lists", 0, 168, 256),
+    ("e4m3_block128", False, "ws BM64 T4 W8 ST4 V2 X16", "lists", 0, 168, 128),
+    ("bf16", True, "block BM8 S2 ST3 SK2", "table", 0, 40, 0),
+    ("bf16", False, "block BM32 T2 S1 ST4 V1", "lists", 0, 72, 0),
+    ("bf16", True, "wide BM128 T4 S1 ST4", "lists", 0, 168, 128),
+    ("bf16", False, "wide BM128 T4 S1 ST4", "lists", 0, 168, 128),
 ]
 
 
@@ -102,6 +113,24 @@ def test_every_feature_compiles(tmp_path):
              weight=True, act="swigluoai", alpha=1.702, beta=1.0, limit=7.0, limited=True)  # fmt: skip
     kernel = compiled(g, TilePlan.parse("block BM32 T4 W4 V1"), "lists")
     _, _, serialized = resources(kernel, tmp_path)
+    assert not serialized
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_every_feature_of_the_kernel_for_bf16_compiles(first, listed, tmp_path):
+    facts = {"K": 2880, "x_columns": 2880, "x_stride": 2880, "out_columns": 2880, "experts": 60, "bias": True,
+             "weight": True}  # fmt: skip
+    act = {"rows": 90, "act": "swigluoai", "alpha": 1.702, "beta": 1.0, "limit": 7.0, "limited": True}
+    g = gemm("bf16", first, **facts, **(act if first else {"rows": 45}))
+    _, spilled, serialized = resources(compiled(g, TilePlan.parse(WIDE), "lists", 0, listed), tmp_path)
+    assert not serialized
+    assert spilled <= 128
+
+
+def test_a_wide_kernel_without_gate_compiles(tmp_path):
+    g = gemm("bf16", True, gated=False, act="relu2", rows=13, out_columns=800)
+    _, _, serialized = resources(compiled(g, TilePlan.parse(WIDE), "lists", 0, True), tmp_path)
     assert not serialized
 
 
@@ -143,3 +172,15 @@ def test_columns_that_do_not_split_are_refused():
 def test_a_stretch_that_no_kernel_has_is_refused(plan):
     with pytest.raises(ValueError, match="X goes with kernel ws"):
         tile(gemm("int4_g128", True), TilePlan.parse(plan), "lists", True)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "plan"),
+    [
+        ("bf16", "ws BM64 T4 W8"), ("bf16", "block BM32 T2 S2"), ("bf16", "block BM8 S1 D2"), ("int4_g128", WIDE),
+        ("bf16", "wide BM64 T4 S1"),
+    ],
+)  # fmt: skip
+def test_bf16_weights_have_kernels_of_their_own(scheme, plan):
+    with pytest.raises(ValueError, match="bf16 weights"):
+        tile(gemm(scheme, True), TilePlan.parse(plan), "lists", True)

@@ -88,13 +88,17 @@ def pairs_of_word(w: np.ndarray, element: str) -> list[np.ndarray]:
             return [w & 0x00FF00FF, (w >> 8) & 0x00FF00FF]
         case "e4m3":
             return [w & 0x87F087F0, ((w << 4) & 0x80F080F0) | ((w >> 4) & 0x07000700)]
-    return [w]
+    raise AssertionError(element)
 
 
 def emulate(parts, facts, element: str) -> np.ndarray:
     """[E, N, K] f64: what the tensor core is fed, times 2 ** shift, in the order of the packed rows."""
     scheme = Scheme.parse(facts["name"])
     codec = codec_of(scheme)
+    if codec.bits == 16:  # blocks of 64 rows of 128 bytes, as shared memory holds them for the tensor core
+        blocks = parts["codes"].numpy().view(np.uint16).reshape(*parts["codes"].shape[:2], -1, 64, 64)
+        E, T, across = blocks.shape[:3]
+        return bf16_bits_value(blocks).transpose(0, 1, 3, 2, 4).reshape(E, T * 64, across * 64)
     codes = parts["codes"].numpy().view(np.uint32)
     E, T, units = codes.shape[:3]
     width = 256 // codec.bits
@@ -103,10 +107,8 @@ def emulate(parts, facts, element: str) -> np.ndarray:
     for i, pair in enumerate(pairs_of_word(codes, element)):
         if codec.bits == 4:
             i0, i1, fragment = i % 2, i // 2, word
-        elif codec.bits == 8:
-            i0, i1, fragment = i, word % 2, word // 2
         else:
-            i0, i1, fragment = word % 2, word // 2, 0 * word
+            i0, i1, fragment = i, word % 2, word // 2
         for h in range(2):
             value = bf16_bits_value((pair >> (16 * h)) & 0xFFFF)  # [E, T, units, warp, lane, word]
             row = 16 * warp + 8 * i0 + lane // 4

@@ -35,6 +35,8 @@ def check(plan: LayerPlan, codecs: tuple[Codec, Codec], routes: int) -> None:
         assert p.ST > p.D, p
         assert p.T * 4 >= p.W, p
         assert shared_bytes(p, codec) <= SHARED_BYTES, p
+        assert (p.kind == "wide") <= (not codec.planes), p
+        assert codec.planes or p.kind == "wide" or (p.kind == "block" and p.D == 1 and min(p.T, p.S) == 1), p
     assert plan.mode == "lists" or routes <= 1024
     assert plan.mode != "ids" or routes <= 128 or routes == plan.tokens * routes
 
@@ -46,11 +48,12 @@ def test_text_and_plan_are_inverse():
         "block BM8 T1 W4 S2 ST3 SK2 R80 P0",
         "ws BM64 T4 W8 S2 ST4 V2 X16",
         "block BM8 T1 W4 S4 ST4 SK2 Z4",
+        "wide BM128 T4 W4 S1 ST4",
     ):
         assert str(TilePlan.parse(text)) == text
     with pytest.raises(ValueError, match="unknown word 'Q9'"):
         TilePlan.parse("block BM8 Q9")
-    with pytest.raises(ValueError, match="want block or ws, with BM"):
+    with pytest.raises(ValueError, match="want block, ws or wide, with BM"):
         TilePlan.parse("block T2")
 
 
@@ -58,7 +61,7 @@ def test_plans_that_do_not_go_together_are_refused():
     a, b = TilePlan.parse("block BM8"), TilePlan.parse("block BM16 T2")
     with pytest.raises(ValueError, match="share one BM"):
         LayerPlan(8, "table", a, b)
-    with pytest.raises(ValueError, match="lists for kernel ws"):
+    with pytest.raises(ValueError, match="lists for kernels ws and wide"):
         LayerPlan(8, "table", TilePlan.parse("ws BM64 T4 W8"), TilePlan.parse("ws BM64 T4 W8"))
 
 
@@ -116,5 +119,5 @@ def test_one_plan_for_batches_of_any_size(scheme):
     assert (
         len({(plans.at(m).mode, plans.at(m).w13, plans.at(m).w2) for m in (1, 2, 8, 64, 129, 1000, 8192, 65536)}) == 1
     )
-    assert {plans.at(1).w13.kind, plans.at(1).w2.kind} == {"ws"}
+    assert {plans.at(1).w13.kind, plans.at(1).w2.kind} == {"wide" if scheme == "bf16" else "ws"}
     check(plans.at(1), (codec, codec), 8)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["experts", "pack", "unpack"]
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 
 def pack(weights: Weights, problem: Problem) -> Packed:

@@ -55,9 +55,10 @@ def _tile(
     C: gl.constexpr,
 ):
     """N1 (+ N2) routes x T row tiles.  The slot freed D stages ago is refilled.  SK = 1: one MMA in flight; SK > 1
-    (needs D = 1): those of a whole stage.  k0: the first stage of this CTA's part of K."""
+    (needs D = 1): those of a whole stage, as for bf16 weights.  k0: the first stage of this CTA's part of K."""
     P: gl.constexpr = C.ST - C.D
-    PARTS: gl.constexpr = C.S // C.SK
+    S: gl.constexpr = C.S
+    PARTS: gl.constexpr = 0 if C.codec.kind == "plain" else C.S // C.SK
     NN: gl.constexpr = N2 if N2 > 0 else N1
     M1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.W, 1], [16, N1, 16])
     M2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.W, 1], [16, NN, 16])
@@ -106,6 +107,13 @@ def _tile(
         if N2 > 0:
             copy_inputs(x, f2, xs.index(ns).slice(N1, N2, 0), k0 + i + P, more, C)
         async_copy.commit_group()
+        if C.codec.kind == "plain":  # as they are stored; T or S is 1
+            w = wb.index(slot)._reinterpret(gl.bfloat16, [C.S, C.T * 64, 64], C.SX)
+            for j in gl.static_range(S):
+                xj = xs.index(slot).slice(j * 64, 64, 1)
+                t1 = warpgroup_mma(w.index(j), xj.slice(0, N1, 0).permute((1, 0)), t1, is_async=True)
+                if N2 > 0:
+                    t2 = warpgroup_mma(w.index(j), xj.slice(N1, N2, 0).permute((1, 0)), t2, is_async=True)
         for j in gl.static_range(PARTS):
             q, s = load(wb.index(slot), sb.index(slot), j, C)
             a = unpack(q, s, C, AL)

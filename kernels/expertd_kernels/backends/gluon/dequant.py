@@ -9,7 +9,6 @@ turns packed codes into pairs of bf16, and one fused multiply-add applies offset
     zero   (q - z) * s   = (q * 2**127 + z') * s'      the inner sum is exact
     float  bits as they stand, exponent field and sign in place: e2m1 * 2**-126, e4m3 * 2**-120; then * s'
     float2 the same, s' as the sum of two bf16: bits * s1 + (bits * s2)
-    plain  nothing to do
 
 all times 2**-shift, which the epilogue undoes.  int4 rows of i0 = 1 are read as 16 * q: their s' is 16 times smaller.
 """
@@ -52,7 +51,6 @@ E2M1 = gl.constexpr(_E2M1 + "}")
 INT8 = gl.constexpr(_INT8 + "}")
 E4M3 = gl.constexpr(_E4M3 + "}")
 OUT8, OUT4 = gl.constexpr(_OUT8), gl.constexpr(_OUT4)
-BF2 = gl.constexpr((gl.bfloat16,) * 2)
 BF4 = gl.constexpr((gl.bfloat16,) * 4)
 BF8 = gl.constexpr((gl.bfloat16,) * 8)
 
@@ -84,18 +82,12 @@ def _bits(q, C: gl.constexpr, U: gl.constexpr, AL: gl.constexpr):
         )
         p = gl.join(gl.join(gl.join(o0, o1), gl.join(o2, o3)), gl.join(gl.join(o4, o5), gl.join(o6, o7)))
         p = p.reshape([C.TT, U, 4, 8, 4, 2, 2, 2, 2, 2]).permute((0, 2, 7, 3, 1, 5, 9, 8, 4, 6))
-    elif C.codec.bits == 8:
+    else:
         o0, o1, o2, o3 = gl.inline_asm_elementwise(
             INT8 if C.codec.integer else E4M3, OUT4, [q], dtype=BF4, is_pure=True, pack=2
         )
         p = gl.join(gl.join(o0, o1), gl.join(o2, o3))
         p = p.reshape([C.TT, U, 4, 8, 4, 2, 2, 2, 2]).permute((0, 2, 7, 3, 1, 5, 8, 4, 6))
-    else:
-        o0, o1 = gl.inline_asm_elementwise(
-            "mov.b32 $0, $2;\nmov.b32 $1, $3;", "=&r,=&r,r,r", [q], dtype=BF2, is_pure=True, pack=2
-        )
-        p = gl.join(o0, o1)
-        p = p.reshape([C.TT, U, 4, 8, 4, 2, 2, 2]).permute((0, 2, 7, 3, 1, 5, 4, 6))
     return gl.convert_layout(p.reshape([C.TT * 64, U * (256 // C.codec.bits)]), AL)
 
 
@@ -139,13 +131,9 @@ def load(wb, sb, j: gl.constexpr, C: gl.constexpr):
     """columns 64 * SK * j .. of a stage: (words, scales) in registers, as they are stored"""
     U: gl.constexpr = C.SK * C.codec.units
     q = wb.slice(j * 16 * U, 16 * U, 1).load(C.LQ)
-    if C.codec.kind != "plain":
-        AT: gl.constexpr = j * C.SK * 64 // C.codec.chunk * C.codec.chunk_scales
-        LOAD: gl.constexpr = C.codec.load_scales(C.SK)
-        s = sb.slice(AT, LOAD, 1).load(C.LS)
-    else:
-        s = q
-    return q, s
+    AT: gl.constexpr = j * C.SK * 64 // C.codec.chunk * C.codec.chunk_scales
+    LOAD: gl.constexpr = C.codec.load_scales(C.SK)
+    return q, sb.slice(AT, LOAD, 1).load(C.LS)
 
 
 @gluon.jit
@@ -153,14 +141,13 @@ def unpack(q, s, C: gl.constexpr, AL: gl.constexpr):
     """what `load` gave -> bf16 A operand [TT * 64, 64 * SK] in registers"""
     U: gl.constexpr = C.SK * C.codec.units
     w = _bits(q.reshape([C.TT, 512 * U]), C, U, AL)
-    if C.codec.kind != "plain":
-        GS: gl.constexpr = C.codec.load_groups(C.SK)
-        if C.codec.e8m0:
-            s = gl.inline_asm_elementwise(E8M0, "=&r,=&r,r", [s], dtype=gl.bfloat16, is_pure=True, pack=4)
-        if GS == 1:
-            w = _scaled(w, s, C, gl.SliceLayout(1, AL))
-        else:
-            w = w.reshape([C.TT * 64, GS, C.SK * 64 // GS])
-            w = _scaled(w, s, C, gl.SliceLayout(2, w.type.layout))
-            w = gl.convert_layout(w.reshape([C.TT * 64, C.SK * 64]), AL)
+    GS: gl.constexpr = C.codec.load_groups(C.SK)
+    if C.codec.e8m0:
+        s = gl.inline_asm_elementwise(E8M0, "=&r,=&r,r", [s], dtype=gl.bfloat16, is_pure=True, pack=4)
+    if GS == 1:
+        w = _scaled(w, s, C, gl.SliceLayout(1, AL))
+    else:
+        w = w.reshape([C.TT * 64, GS, C.SK * 64 // GS])
+        w = _scaled(w, s, C, gl.SliceLayout(2, w.type.layout))
+        w = gl.convert_layout(w.reshape([C.TT * 64, C.SK * 64]), AL)
     return w

@@ -19,6 +19,7 @@ from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan, one_
 from expertd_kernels.backends.gluon.routing import combine, group_routes, table_routes
 from expertd_kernels.backends.gluon.specialized import ws
 from expertd_kernels.backends.gluon.tile import Gemm, Tile, tile
+from expertd_kernels.backends.gluon.wide import wide
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.problem import Problem
 from expertd_kernels.serial import activation_from_json, scheme_from_json
@@ -34,7 +35,7 @@ class _Matrix:
     """The packed tensors of w13 or w2 on the GPU, and the constants of its GEMM."""
 
     gemm: Gemm
-    codes: Tensor  # [E, rows/64, units, 4, 32, 4] int32
+    codes: Tensor  # [E, rows/64, units, 4, 32, 4] int32: bf16, too
     scales: Tensor  # packed scales; codes where there are none (never read)
     bias: Tensor  # [E, rows] f32; empty where there is none (never read)
     unscale: float
@@ -208,8 +209,9 @@ class GluonExperts(InPieces):
                     4,
                 )
             group_routes[(E,)](ids, table, lists, n, TH, CH, True, num_warps=warps, launch_pdl=True)
-        self._gemm(w13, p.w13, p.mode, blocks, x, table, lists, weights, s.h, n, words)
-        self._gemm(w2, p.w2, p.mode, blocks, s.h, table, lists, weights, y, n, words)
+        listed = p.w13.kind == p.w2.kind == "wide"
+        self._gemm(w13, p.w13, p.mode, blocks, x, table, lists, weights, s.h, n, words, listed)
+        self._gemm(w2, p.w2, p.mode, blocks, s.h, table, lists, weights, y, n, words, listed)
         B, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
         combine[(M, triton.cdiv(self.hidden_size, B))](
             y, ids, out, self.hidden_size, E, top_k, B, True, p.w2.Z, num_warps=warps, launch_pdl=True
@@ -228,19 +230,32 @@ class GluonExperts(InPieces):
         out: Tensor,
         n: int,
         words: int,
+        listed: bool,
     ) -> None:
-        t = tile(m.gemm, p, mode, True, words)
+        t = tile(m.gemm, p, mode, True, words, listed)
         key = (id(m), t.T, t.stage_units)
         if key not in self._descriptors:
             self._descriptors[key] = m.descriptor(t)
         if not blocks:
             blocks = min(n, n // p.BM + min(self.num_experts, n))
         tiles = blocks * t.column_tiles * t.Z
-        kernel: Any = block if p.kind == "block" else ws
+        grid = (tiles if p.kind == "block" else min(tiles, self.multiprocessors * p.C),)
         options: dict[str, Any] = {"num_warps": p.W, "launch_pdl": True}
         if p.R:
             options["maxnreg"] = p.R
-        grid = (tiles if p.kind == "block" else min(tiles, self.multiprocessors * p.C),)
+        kernel: Any = {"block": block, "ws": ws, "wide": wide}[p.kind]
+        if p.kind == "wide":
+            h = self._boxes(out if m.gemm.first else x, t)
+            kernel[grid](x, h, self._descriptors[key], m.bias, table, lists, weights, out, t, **options)
+            return
         kernel[grid](
             x, self._descriptors[key], m.scales, m.bias, table, lists, weights, out, m.unscale, n, t, **options
         )
+
+    def _boxes(self, h: Tensor, t: Tile) -> TensorDescriptor:
+        """The bulk copy's view of the intermediate, a block and stage a box."""
+        key = (h.data_ptr(), t.BM, 0)
+        if key not in self._descriptors:
+            Ip = round_up(self.intermediate_size, TILE)
+            self._descriptors[key] = TensorDescriptor(h, [h.numel() // Ip, Ip], [Ip, 1], [t.BM, 64], t.SX)
+        return self._descriptors[key]

@@ -1,18 +1,20 @@
 """Canonical weights <-> the layout of the Gluon kernels, exactly, on any device.
 
-Codes: int32 [E, N/64, K/C, warp 4, lane 32, word 4] with C = 64, 32, 16 columns for 4, 8, 16 bits.  The 16 bytes of a
-lane are its elements of the wgmma A fragments of 64 rows x C columns, so one 16-byte load feeds the tensor core
-without a shuffle:
+Codes: int32 [E, N/64, K/C, warp 4, lane 32, word 4] with C = 64, 32 columns for 4, 8 bits.  The 16 bytes of a lane are
+its elements of the wgmma A fragments of 64 rows x C columns, so one 16-byte load feeds the tensor core without a
+shuffle:
 
     row = 16 * warp + 8 * i0 + lane // 4
     k   = 16 * fragment + 8 * i1 + 2 * (lane % 4) + h
 
     4 bits   fragment = word;      slot of the word: i0 + 2 * i1 + 4 * h
     8 bits   fragment = word // 2; i1 = word % 2;  slot: i0 + 2 * h
-    16 bits  fragment = 0;         i0 + 2 * i1 = word;  slot: h
 
 `h` always picks the half of the word, so that a mask leaves a pair of bf16.  Where the bits of a code lie inside the
 word is a table (`_fields`).  Rows of a gated w13 alternate: i0 = 0 gate, i0 = 1 up, so a lane holds both.
+
+bf16 needs no unpacking: blocks of 64 rows (in the same order) x 64 columns follow each other, each row 128 bytes, which
+the tensor core reads from shared memory; as int32 [E, N/64, K/16, 4, 32, 4], as large as the others.
 
 Scales: [E, N/64, chunks, plane, warp 4, lane//4 8, group, i0 2], premultiplied by a power of two that undoes the
 place of the code's bits in a bf16 (see dequant.py); `shift` is the power left over, undone after the GEMM.
@@ -52,8 +54,6 @@ def _fields(element: Element) -> tuple[Field, ...]:
         return tuple((s, 0, 4, 4 * s) for s in range(8))
     if element is Element.INT8:
         return tuple((s, 0, 8, (0, 8, 16, 24)[s]) for s in range(4))
-    if element is Element.BF16:
-        return tuple((h, 0, 16, 16 * h) for h in range(2))
     out: list[Field] = []
     for h in range(2):
         low, other = 16 * h, 16 * (1 - h)
@@ -87,20 +87,22 @@ def _unrows(c: Tensor, gated: bool) -> Tensor:
     return c.reshape(E, T * 64, *rest)
 
 
-_SPLIT_K = {4: (2, 2, 2, 4, 2), 8: (2, 2, 4, 2), 16: (2, 4, 2)}
-"""Columns of a unit as axes: 4 bits (b, jj, i1, l4, h), 8 bits (jj, i1, l4, h), 16 bits (i1, l4, h)."""
+_SPLIT_K = {4: (2, 2, 2, 4, 2), 8: (2, 2, 4, 2)}
+"""Columns of a unit as axes: 4 bits (b, jj, i1, l4, h), 8 bits (jj, i1, l4, h)."""
 _ORDER = {
     # [E, T, warp, i0, l8, unit, *split] -> [E, T, unit, warp, l8, l4, word..., slot...]
     4: (0, 1, 5, 2, 4, 9, 6, 7, 10, 8, 3),
     8: (0, 1, 5, 2, 4, 8, 6, 7, 9, 3),
-    16: (0, 1, 5, 2, 4, 7, 6, 3, 8),
 }
 
 
 def pack_codes(codes: Tensor, element: Element, codec: Codec, gated: bool) -> Tensor:
     """codes [E, N, K] integers (u8 4-bit codes; i16 bits of bf16; u8 bits of e4m3; u8 code + 128 of int8), N and K
-    multiples of 64 -> int32 [E, N/64, K/C, 4, 32, 4]."""
+    multiples of 64 -> int32 [E, N/64, K/C, 4, 32, 4] (K/16 for bf16)."""
     E, N, K = codes.shape
+    if codec.bits == 16:
+        blocks = _rows(codes, gated).reshape(E, N // 64, 64, K // 64, 64).transpose(2, 3).contiguous()
+        return blocks.view(torch.int32).view(E, N // 64, K // 16, 4, 32, 4)
     out = torch.empty(E, N // 64, K // 64 * codec.units, 4, 32, 4, dtype=torch.int32, device=codes.device)
     for e in range(0, E, _EXPERTS_AT_ONCE):
         part = _rows(codes[e : e + _EXPERTS_AT_ONCE], gated)
@@ -116,6 +118,9 @@ def pack_codes(codes: Tensor, element: Element, codec: Codec, gated: bool) -> Te
 def unpack_codes(packed: Tensor, element: Element, codec: Codec, gated: bool) -> Tensor:
     """The exact inverse of pack_codes: [E, N, K] u8 (i16 for bf16)."""
     E, T, units = packed.shape[:3]
+    if codec.bits == 16:
+        blocks = packed.view(torch.int16).view(E, T, units // 4, 64, 64).transpose(2, 3)
+        return _unrows(blocks.reshape(E, T, 4, 2, 8, units * 16), gated).contiguous()
     out = []
     split, order = _SPLIT_K[codec.bits], _ORDER[codec.bits]
     for e in range(0, E, _EXPERTS_AT_ONCE):
@@ -127,8 +132,7 @@ def unpack_codes(packed: Tensor, element: Element, codec: Codec, gated: bool) ->
         natural = (n, T, 4, 2, 8, units, *split)
         c = slots.reshape([natural[i] for i in order])
         c = c.permute(*[order.index(i) for i in range(len(order))])
-        dtype = torch.int16 if codec.bits == 16 else torch.uint8
-        out.append(_unrows(c.reshape(n, T, 4, 2, 8, -1), gated).to(dtype))
+        out.append(_unrows(c.reshape(n, T, 4, 2, 8, -1), gated).to(torch.uint8))
     return torch.cat(out)
 
 

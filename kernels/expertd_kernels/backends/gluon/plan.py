@@ -21,10 +21,14 @@ kernel is cheaper."""
 THIN = 512
 """CTAs under which a GEMM does not fill an H100 or H200 (132 SMs with four CTAs each)."""
 
+WIDE = "wide BM128 T4 S1 ST4"
+"""The one configuration of kernel "wide"."""
+
 
 @dataclass(frozen=True)
 class TilePlan:
-    """One GEMM's kernel.  kind "block": one tile a CTA; "ws": persistent, warp-specialised.  The letters: see Tile.
+    """One GEMM's kernel.  kind "block": one tile a CTA; "ws": persistent, warp-specialised; "wide": the same for bf16
+    weights.  The letters: see Tile.
 
     R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  P: whether w2's weights are fetched before
     w13's GEMM has ended.  X: tokens by which an expert's last block may stretch (kernel "ws").
@@ -69,8 +73,8 @@ class TilePlan:
             if m is None or m[1] not in {f.name for f in fields(cls)}:
                 raise ValueError(f"tile plan {text!r}: unknown word {w!r}")
             values[m[1]] = int(m[2])
-        if kind not in ("block", "ws") or "BM" not in values:
-            raise ValueError(f"tile plan {text!r}: want block or ws, with BM")
+        if kind not in ("block", "ws", "wide") or "BM" not in values:
+            raise ValueError(f"tile plan {text!r}: want block, ws or wide, with BM")
         return cls(kind, **values)
 
 
@@ -86,8 +90,9 @@ class LayerPlan:
 
     def __post_init__(self) -> None:
         both = (self.w13, self.w2)
-        if self.mode not in ("ids", "table", "lists") or (self.mode != "lists" and any(p.kind == "ws" for p in both)):
-            raise ValueError(f"layer plan {self}: want mode ids, table or lists, and lists for kernel ws")
+        blocks = all(p.kind == "block" for p in both)
+        if self.mode not in ("ids", "table", "lists") or not (blocks or self.mode == "lists"):
+            raise ValueError(f"layer plan {self}: want mode ids, table or lists, and lists for kernels ws and wide")
         if self.mode == "table" and (self.w13.BM != self.w2.BM or self.w13.BM > 64):
             raise ValueError(f"layer plan {self}: with a table both GEMMs share one BM, at most 64")
 
@@ -131,9 +136,9 @@ class Plans:
 
 def one_plan(codecs: tuple[Codec, Codec], shape: Shape) -> Plans:
     """The same plan for every number of tokens: each row of a GEMM is computed by the same steps in any batch, and w2's
-    results are rounded alike.  Blocks of 64 tokens, between decoding and prefill."""
-    stages = {4: "S4 ST3", 8: "S2 ST4", 16: "S1 ST4"}
-    w13, w2 = (TilePlan.parse(f"ws BM64 T4 W8 {stages[c.bits]} V2") for c in codecs)
+    results are rounded alike.  Blocks of 64 tokens (bf16: 128), between decoding and prefill."""
+    plans = {4: "ws BM64 T4 W8 S4 ST3 V2", 8: "ws BM64 T4 W8 S2 ST4 V2", 16: WIDE}
+    w13, w2 = (TilePlan.parse(plans[c.bits]) for c in codecs)
     return Plans(codecs, shape, [LayerPlan(1 << 30, "lists", w13, w2)])
 
 
@@ -145,7 +150,7 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPl
     each = tokens * top_k / hit
     rows = (-(-2 * I // 64), -(-H // 64))
     w13, w2 = (_gemm_plan(codec, K, each, hit * r, tokens) for codec, K, r in zip(codecs, (H, I), rows, strict=True))
-    if "ws" in (w13.kind, w2.kind) or tokens * top_k > TABLE_ROUTES or tokens > CAPTURED_TOKENS:
+    if (w13.kind, w2.kind) != ("block", "block") or tokens * top_k > TABLE_ROUTES or tokens > CAPTURED_TOKENS:
         mode = "lists"
     else:
         alone = tokens * top_k <= FEW_ROUTES and hit >= 0.8 * tokens * top_k
@@ -162,29 +167,39 @@ def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int)
         if codec.bits == 4:
             return TilePlan("block", 8, S=4 if K >= 1024 else 2, ST=3, SK=2)
         return TilePlan("block", 8, S=2, ST=4 if codec.bits == 8 and exact else 3, SK=2)
-    deep = codec.bits < 16 and row_tiles <= 2 * THIN  # two row tiles a CTA: few CTAs need longer rings
-    S = 1 if codec.bits == 16 else 4 if deep else 2
+    if codec.bits == 16:
+        return _bf16(each)
+    deep = row_tiles <= 2 * THIN  # two row tiles a CTA: few CTAs need longer rings
+    S = 4 if deep else 2
     if each <= 12:
         return TilePlan("block", 16, T=2, S=S, SK=min(2, S))
     if each <= 24:
         if codec.bits == 4 and codec.integer and codec.group >= 64 and row_tiles >= 4 * THIN and K >= 2048:
             return TilePlan("ws", 32, T=4, S=2, ST=4, V=1, R=128, C=2)
         return TilePlan("block", 32, T=2, S=S, SK=2 if deep else 1, V=1)
-    # an expert's routes scatter by the root of their mean: where half of the experts would need a second, nearly empty
-    # block, the first one stretches
-    stretches = codec.bits == 4 and codec.kind == "int" and codec.group >= 64
-    if stretches and 48 < each <= 80:
-        return TilePlan("ws", 64, T=4, W=8, S=2, ST=4, V=2, X=16)
-    if stretches and 112 < each <= 136:
-        return TilePlan("ws", 128, T=4, W=8, S=2, ST=4, X=16)
+    # an expert's routes scatter by the root of their mean: where half of the experts would need one more, nearly empty
+    # block, the last one stretches
+    if codec.planes == 1 or codec.group >= 64:
+        if 56 < each <= 80:
+            return TilePlan("ws", 64, T=4, W=8, S=2, ST=4, V=2, X=16)
+        if 112 < each <= 136:
+            return TilePlan("ws", 128, T=4, W=8, S=2, ST=4 if codec.bits == 4 else 3, X=16)
     if each <= 96:
         if codec.bits > 4:
-            return TilePlan("ws", 64, T=4, W=8, S=2 if codec.bits == 8 else 1, ST=4, V=2)
+            return TilePlan("ws", 64, T=4, W=8, S=2, ST=4, V=2)
         if codec.integer and K >= 1024 and codec.group >= 64:
             return TilePlan("ws", 64, T=4, W=8, S=4, ST=3, V=2)
         return TilePlan("block", 64, T=4, W=8, S=2, ST=3, V=3, D=2 if K >= 1024 else 1, R=128)
-    stages = {4: 4, 8: 3, 16: 4}[codec.bits]
-    return TilePlan("ws", 128, T=4, W=8, S=2 if codec.bits < 16 else 1, ST=stages, V=1 if each < 1000 else 0)
+    return TilePlan("ws", 128, T=4, W=8, S=2, ST=4 if codec.bits == 4 else 3, V=1 if each < 1000 else 0)
+
+
+def _bf16(each: float) -> TilePlan:
+    """Weights that need no unpacking; more than five routes an expert."""
+    if each <= 12:
+        return TilePlan("block", 16, S=2, ST=3, SK=2)
+    if each <= 24:
+        return TilePlan("block", 32, T=2, S=1, ST=4, V=1)
+    return TilePlan.parse(WIDE)
 
 
 def _one_token(codec: Codec, K: int, row_tiles: float) -> TilePlan:

@@ -55,7 +55,8 @@ class Tile:
     D stages between use and refill of a slot, SK 64-column blocks an MMA, V how far the last block narrows,
     X how many tokens more than BM it may take, Z in how many parts the columns are split.
     words: mode "ids": 32-bit words that hold a bit a route; 0: no two routes share an expert, or it does not matter.
-    TT: 64-row tiles an A operand covers (T; half of it in the warp-specialised kernel).
+    TT: 64-row tiles an A operand covers (T; half of it in kernel "ws").
+    listed: whether the intermediate stands in the order of the route lists (kernel "wide" for both GEMMs).
     """
 
     gemm: Gemm
@@ -83,6 +84,8 @@ class Tile:
     LI: Any
     SX: Any
     SW: Any
+    listed: bool
+    LY: Any
 
     @property
     def iterations(self) -> int:
@@ -157,8 +160,6 @@ def _register_layouts(codec: Codec, TT: int, W: int, SK: int) -> tuple[Any, Any]
         [],
         [TT, 16 * units, 32],
     )
-    if not codec.planes:
-        return LQ, None
     # scales of a chunk: [plane, warp 4, lane/4 8, group, i0 2]
     gc, loaded = codec.chunk // codec.group, codec.load_scales(SK)
     lane = 2 * gc
@@ -188,10 +189,26 @@ def _every_warp(n: int, warps: int) -> Any:
     )
 
 
+def _rows_by_warp() -> Any:
+    """[64, 128] as an accumulator's rows lie (16 a warp), but eight columns in a row for each lane: the two differ
+    inside groups of four lanes only, so that the change of layout needs no barrier."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 128],
+    )
+
+
 @cache
-def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0) -> Tile:
+def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0, listed: bool = False) -> Tile:
     """The constants of `plan` for `gemm`.  ValueError where they do not go together."""
     codec, c = gemm.codec, plan
+    if not codec.planes and c.kind != "wide" and (c.kind == "ws" or min(c.T, c.S) > 1 or c.D > 1):
+        raise ValueError(f"plan {c}: bf16 weights go with kernel wide, and with kernel block under D1 and T1 or S1")
+    if c.kind == "wide" and (codec.planes or (c.BM, c.T, c.W, c.S, c.X) != (128, 4, 4, 1, 0)):
+        raise ValueError(f"plan {c}: kernel wide takes bf16 weights, BM128 T4 W4 S1")
     if (64 * c.S) % codec.chunk or ((64 * c.SK) % codec.group and codec.group % (64 * c.SK)):
         raise ValueError(f"plan {c}: a stage of {64 * c.S} columns does not hold whole groups of {codec.group}")
     TT = c.T
@@ -203,8 +220,8 @@ def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0) -> Ti
         raise ValueError(f"plan {c}: X goes with kernel ws and is a power of two, at least 8")
     if c.Z > 1 and (gemm.first or c.kind != "block" or gemm.K % (64 * c.S * c.Z)):
         raise ValueError(f"plan {c}: Z goes with w2 in kernel block, and {gemm.K} columns in whole stages")
-    LQ, LS = _register_layouts(codec, TT, c.W, c.SK)
-    copiers = 4 if c.kind == "ws" else c.W
+    LQ, LS = _register_layouts(codec, TT, c.W, c.SK) if codec.planes else (None, None)
+    copiers = c.W if c.kind == "block" else 4
     scales = c.S * 64 // codec.chunk * codec.chunk_scales
     return Tile(
         gemm,
@@ -232,4 +249,6 @@ def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0) -> Ti
         _every_warp(32 * words, c.W) if words else None,
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3),
+        listed,
+        _rows_by_warp(),
     )
