@@ -19,6 +19,7 @@ _FLOATS = frozenset({ScaleType.F32, ScaleType.BF16, ScaleType.F16})
 _POWERS = _FLOATS | _E8M0
 _SM89_UP = (DeviceRange("cuda", (8, 9)),)
 _SM90 = (DeviceRange("cuda", (9, 0), (9, 0)),)
+_SM10X = (DeviceRange("cuda", (10, 0), (10, 9)),)
 _SM100_UP = (DeviceRange("cuda", (10, 0), (12, 9)),)
 _GFX950 = (DeviceRange("rocm", arch=frozenset({"gfx950"})),)
 _SILU = frozenset({ActivationKind.SILU_AND_MUL})
@@ -218,6 +219,13 @@ BACKENDS: tuple[Backend, ...] = (
                 scales=_E8M0,
                 activations=frozenset({ActivationQuant.MXFP8}),
                 devices=_SM100_UP,
+            ),
+            SchemeSupport(
+                Element.E4M3,
+                groups=frozenset({32}),
+                scales=_E8M0,
+                activations=frozenset({ActivationQuant.MXFP8}),
+                devices=_SM10X,
             ),
             SchemeSupport(
                 Element.E2M1,

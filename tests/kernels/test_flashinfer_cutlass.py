@@ -34,12 +34,12 @@ KINDS = [
 
 
 STATIC = {"e4m3_tensor": ActivationQuant.E4M3_TENSOR, "nvfp4": ActivationQuant.NVFP4}
-BLACKWELL = {"mxfp4": ActivationQuant.MXFP8, **STATIC}
+BLACKWELL = {"mxfp4": ActivationQuant.MXFP8, "mxfp8": ActivationQuant.MXFP8, **STATIC}
 """Schemes on SM100, and how activations are rounded there."""
 
 
 def layer(scheme, H=256, I=128, E=3, **kw):
-    w = random_weights(scheme, E, H, I, bias=kw.pop("bias", scheme in ("bf16", "mxfp4")), **kw)
+    w = random_weights(scheme, E, H, I, bias=kw.pop("bias", scheme in ("bf16", "mxfp4", "mxfp8")), **kw)
     if scheme not in STATIC:
         return w
     field = "global_scales" if scheme == "nvfp4" else "scales"
@@ -130,6 +130,10 @@ REFUSED = {
         "mxfp4: needs compute capability 10.0 to 12.9, this is cuda:sm90",
     ),
     "nvfp4 on Hopper": (lambda: refusals(layer("nvfp4")), "nvfp4: needs compute capability 10.0 to 12.9"),
+    "mxfp8 beyond SM10x": (
+        lambda: refusals(layer("mxfp8"), NAMED_DEVICES["sm120"], ActivationQuant.MXFP8),
+        "mxfp8: needs compute capability 10.0 to 10.9, this is cuda:sm120",
+    ),
     "weight-only nvfp4": (
         lambda: refusals(layer("nvfp4"), SM100, ActivationQuant.MXFP8),
         "does not round activations to mxfp8",
@@ -323,11 +327,16 @@ class BlackwellEntryPoint(EntryPoint):
         if self.form == "e4m3_tensor":
             assert codes.dtype == torch.float8_e4m3fn
             return codes.float()
-        assert (codes.dtype, blocks.dtype) == (torch.int64, torch.int32)
-        packed = codes.view(torch.uint8)
-        E, N, K = packed.shape[0], packed.shape[1], packed.shape[2] * 2
-        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-        numbers = values[torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()]
+        assert blocks.dtype == torch.int32
+        if self.form == "mxfp8":
+            assert codes.dtype == torch.float8_e4m3fn
+            numbers = codes.float()
+        else:
+            assert codes.dtype == torch.int64
+            packed = codes.view(torch.uint8)
+            values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+            numbers = values[torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()]
+        E, N, K = numbers.shape
         group = 16 if self.form == "nvfp4" else 32
         assert blocks.shape == (E, N, K // group // 4)
         sf = blocks.view(torch.uint8).reshape(E, N // 128, K // group // 4, 32, 4, 4)
@@ -341,7 +350,7 @@ class BlackwellEntryPoint(EntryPoint):
         assert not k["use_w4_group_scaling"]
         assert not k["use_deepseek_fp8_block_scale"]
         one = torch.ones(E)
-        if self.form == "mxfp4":
+        if self.form in ("mxfp4", "mxfp8"):
             s13, a, s2, b = quant_scales
             assert torch.equal(a, one)
             assert torch.equal(b, one)
@@ -374,7 +383,7 @@ class BlackwellEntryPoint(EntryPoint):
 @pytest.mark.parametrize("size", [(256, 128), (192, 96)])
 @pytest.mark.parametrize("scheme", BLACKWELL)
 def test_a_layer_on_blackwell(scheme, size):
-    w = layer(scheme, *size, activation=Activation.parse("swigluoai") if scheme == "mxfp4" else None, seed=5)
+    w = layer(scheme, *size, activation=Activation.parse("swigluoai") if scheme.startswith("mx") else None, seed=5)
     p = problem(w, SM100, BLACKWELL[scheme])
     run = backend.CutlassExperts(backend.pack(w, p), BlackwellEntryPoint(scheme), torch.device("cpu"))
     x, ids, weights = random_inputs(5, size[0], 3, 2)

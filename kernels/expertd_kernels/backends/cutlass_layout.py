@@ -7,7 +7,8 @@ All of them want the up rows of w13 before the gate rows.
     mxfp4   u8 [E, N, K / 2] in the order of Hopper's mixed-input tiles, and exponents [E, N / 64, K / 128, 16, 16];
             H and I padded to multiples of 128
     mxfp4s  (on rounded activations) u8 [E, N, K / 2] row-major, exponents [E, N, K / 32] swizzled as in trtllm_layout
-    nvfp4   the same with e4m3 scales [E, N, K / 16], and one second-level scale an expert
+    mxfp8   (likewise) e4m3 [E, N, K], and the same exponents; H and I padded to multiples of 128
+    nvfp4   as mxfp4s with e4m3 scales [E, N, K / 16], and one second-level scale an expert
     tensor  e4m3 [E, N, K], H and I padded to multiples of 16, and one f32 scale an expert
 
 nvfp4 and tensor want gate and up rows to have the same scale.
@@ -38,15 +39,15 @@ from expertd_kernels.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["BITS", "MULTIPLES", "form_of", "pack_matrix", "unpack_matrix"]
 
-MULTIPLES = {"bf16": 8, "mxfp4": 128, "mxfp4s": 128, "nvfp4": 128, "tensor": 16, "block": 128}
+MULTIPLES = {"bf16": 8, "mxfp4": 128, "mxfp4s": 128, "mxfp8": 128, "nvfp4": 128, "tensor": 16, "block": 128}
 """H and I are padded to these (the package's checks: 16 bytes of the narrower operand, 128 for mxfp4)."""
 
 BITS = (6, 7, 8, 15, 22, 23, 24, 31, 3, 4, 5, 12, 19, 20, 21, 28, 0, 1, 2, 9, 16, 17, 18, 25, 13, 10, 11, 14, 29, 26,
         27, 30)  # fmt: skip
 """Where bit i of a word of eight e2m1 codes goes."""
 
-GROUP = {"mxfp4": 32, "mxfp4s": 32, "nvfp4": 16}
-FILLER = {"mxfp4": 127, "mxfp4s": 127, "nvfp4": 0x38}
+GROUP = {"mxfp4": 32, "mxfp4s": 32, "mxfp8": 32, "nvfp4": 16}
+FILLER = {"mxfp4": 127, "mxfp4s": 127, "mxfp8": 127, "nvfp4": 0x38}
 """Bytes of the scale 1."""
 
 
@@ -64,6 +65,8 @@ def form_of(q: QuantTensor, rounding: ActivationQuant) -> str:
         return "bf16"
     if s.name == "mxfp4":
         return "mxfp4s" if rounding is ActivationQuant.MXFP8 else "mxfp4"
+    if s.name == "mxfp8":
+        return "mxfp8"
     if s.element is Element.E4M3 and (s.rows, s.cols) == (WHOLE, WHOLE):
         assert q.scales is not None
         _check_equal(q.scales)
@@ -164,10 +167,12 @@ def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str,
         out["scales"] = q.scales.float()
     else:
         assert q.scales is not None
-        codes = _flip(pad_segments(q.codes, q.segments, rows, cols // 2), q.segments)
+        each_byte = 1 if form == "mxfp8" else 2
+        codes = _flip(pad_segments(q.codes.view(torch.uint8), q.segments, rows, cols // each_byte), q.segments)
         scales = pad_segments(q.scales.view(torch.uint8), q.segments, rows, cols // GROUP[form], FILLER[form])
         scales = _flip(scales, q.segments)
-        out["codes"] = torch.stack([_tile(one) for one in codes.contiguous()]) if form == "mxfp4" else codes
+        codes = torch.stack([_tile(one) for one in codes.contiguous()]) if form == "mxfp4" else codes
+        out["codes"] = codes.view(torch.float8_e4m3fn) if form == "mxfp8" else codes
         out["scales"] = _fold(scales) if form == "mxfp4" else swizzle(scales)
     if q.global_scales is not None:
         out["globals"] = q.global_scales
@@ -202,8 +207,9 @@ def unpack_matrix(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Qua
         scales = scales.to(SCALE_DTYPE[scheme.scale])
     else:
         assert scales is not None
-        natural = torch.stack([_untile(one) for one in codes]) if form == "mxfp4" else codes
-        codes = cut_segments(_flip(natural, segments), segments, each, -(-K // 2))
+        natural = torch.stack([_untile(one) for one in codes]) if form == "mxfp4" else codes.view(torch.uint8)
+        codes = cut_segments(_flip(natural, segments), segments, each, K if form == "mxfp8" else -(-K // 2))
+        codes = codes.view(torch.float8_e4m3fn) if form == "mxfp8" else codes
         scales = _unfold(scales) if form == "mxfp4" else unswizzle(scales)
         scales = cut_segments(_flip(scales, segments), segments, each, -(-K // GROUP[form]))
         scales = scales.view(SCALE_DTYPE[scheme.scale])

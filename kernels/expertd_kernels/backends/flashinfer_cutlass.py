@@ -2,8 +2,8 @@
 
 bf16 everywhere it runs, and e4m3 with one scale a matrix on activations that are rounded here with the largest of the
 experts' static scales.  On Hopper mxfp4 on bf16 activations, and e4m3 in 128 x 128 blocks, whose activations the kernel
-rounds to e4m3 in groups of 128 columns.  On Blackwell mxfp4 on activations that are rounded to mxfp8 here, and nvfp4,
-whose activations the kernel rounds with the checkpoint's static second-level scales.
+rounds to e4m3 in groups of 128 columns.  On Blackwell mxfp4 and mxfp8 on activations that are rounded to mxfp8 here,
+and nvfp4, whose activations the kernel rounds with the checkpoint's static second-level scales.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ LAYOUT_VERSION = 1
 ROUNDING = {
     "block": ActivationQuant.E4M3_GROUP128,
     "mxfp4s": ActivationQuant.MXFP8,
+    "mxfp8": ActivationQuant.MXFP8,
     "nvfp4": ActivationQuant.NVFP4,
     "tensor": ActivationQuant.E4M3_TENSOR,
 }
 """How forms want activations rounded; those that are not listed compute on bf16."""
+MX = frozenset({"mxfp4s", "mxfp8"})
 STATIC = frozenset({"nvfp4", "tensor"})
 """Forms that need static input scales, and compute no curve but silu without clamp, and no biases."""
 
@@ -126,7 +128,7 @@ class CutlassExperts:
         scales = [self.tensors[f"{m}.scales"] for m in ("w13", "w2") if f"{m}.scales" in self.tensors]
         if self.form == "mxfp4":
             return [s.view(torch.int32) for s in scales]
-        if self.form == "mxfp4s":
+        if self.form in MX:
             one = torch.ones(self.num_experts, device=scales[0].device)
             return [scales[0].view(torch.int32), one, scales[1].view(torch.int32), one]
         if self.form not in STATIC:
@@ -145,7 +147,7 @@ class CutlassExperts:
         """The rows [M, padded H] bf16 as the form's kernel takes them, and the arguments that go with them."""
         if self.form == "tensor":
             return round_static(x, self.scales[3]), {}
-        if self.form == "mxfp4s":
+        if self.form in MX:
             codes, exponents = round_mx(x)
             return codes, {"input_sf": exponents, "swizzled_input_sf": False, "use_mxfp8_act_scaling": True}
         return x, {}
