@@ -11,6 +11,7 @@ from expertd_kernels.backends import cpu_native
 from expertd_kernels.bench import cpu_table
 from expertd_kernels.bench.__main__ import main
 from expertd_kernels.bench.cpu import shape_of
+from expertd_kernels.bench.cpu_memory import UNKNOWN, last_level_cache
 from expertd_kernels.bench.peers_cpu import PEERS, peer
 from expertd_kernels.synthetic import random_inputs, random_weights
 
@@ -29,6 +30,15 @@ def test_a_slice_has_no_more_routes_than_experts():
     for name in ("qwen3-30b-a3b/0", "qwen3-30b-a3b/x", "nobody"):
         with pytest.raises(ValueError, match="want"):
             shape_of(name)
+
+
+def test_the_last_level_cache_is_the_largest_that_the_system_names(tmp_path):
+    assert last_level_cache(tmp_path) == UNKNOWN
+    for index, size in enumerate(("48K", "32K", "2048K", "300M")):
+        folder = tmp_path / f"cpu/cpu0/cache/index{index}"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(size + "\n")
+    assert last_level_cache(tmp_path) == 300 << 20
 
 
 def test_the_ceiling_that_applies_is_the_one_nearer():

@@ -2,7 +2,8 @@
 
 At each point (shape, scheme, threads, M) everything is timed in turns: the backends, the peers, and a plain read of as
 many bytes as the point's weights have.  So a neighbour's load hits all alike, and a fraction of the read is a fraction
-of what the memory gave in that minute.  Inputs differ from call to call, so that the weights come from memory.
+of what the memory gave in that minute.  Inputs differ from call to call, and before each call the last-level cache is
+filled with other bytes: the weights come from memory, as those of a model's dozens of layers do.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from torch import Tensor
 
 from expertd_kernels.backends import cpu, cpu_native
 from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.bench.cpu_memory import Evictor, Reader
 from expertd_kernels.bench.cpu_table import OURS, READ, fraction, markdown, summary
 from expertd_kernels.bench.peers_cpu import PEERS, peer
+from expertd_kernels.bench.prepared import Prepared
 from expertd_kernels.builder import build, problem_of
 from expertd_kernels.canonical import Weights
 from expertd_kernels.float32 import reference
@@ -46,8 +49,8 @@ SCHEMES = {
     "gpt-oss-20b": ("mxfp4",),
 }
 """Schemes of a shape where none is named; int4_g128 for the others."""
-LONG_S = 10.0
-"""A point that takes longer has two rounds at least, not four."""
+LONG_S = 8.0
+"""Four rounds are taken where they take no longer; where one round takes longer, that one counts."""
 CHECK_TOKENS = 4
 WARM_TOKENS = 64
 INPUT_SETS = 8
@@ -55,7 +58,7 @@ PAUSE_S = 0.002
 """Between calls: the threads of other implementations spin for about a millisecond after theirs."""
 
 Inputs = tuple[Tensor, Tensor, Tensor]
-Caller = Callable[[Inputs], object]
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -132,76 +135,65 @@ def _check(inputs: Inputs) -> Inputs:
     return inputs[0][:CHECK_TOKENS], inputs[1][:CHECK_TOKENS], inputs[2][:CHECK_TOKENS]
 
 
-def _error(call: Caller, inputs: Inputs, wanted: Tensor) -> float:
-    out = call(_check(inputs))
-    assert isinstance(out, Tensor)
-    return relative_error(out, wanted)
+def _prepared(call: Layer, sets: Sequence[Inputs]) -> list[Callable[[], object]]:
+    """The call on each set.  What is done before the clock starts: inputs in an implementation's own types, and, for
+    ours, the memory of the answer, as the server hands it over."""
+    if isinstance(call, Prepared):
+        return [partial(call.run, call.prepare(*inputs)) for inputs in sets]
+    if isinstance(call, cpu.CpuExperts):
+        return [partial(call, *inputs, out=torch.empty_like(inputs[0])) for inputs in sets]
+    return [partial(call, *inputs) for inputs in sets]
 
 
-def _times(calls: Mapping[str, Caller], sets: Sequence[Inputs], seconds: float, clock: str) -> dict[str, float]:
-    """Median microseconds of each call.  One call of each in turn, until `seconds` are spent, at least four rounds (two
-    where those are long), of which the first does not count.  Neighbours of a round take different inputs: where two
-    share their weights, the second would find in the cache what the first has read."""
+def _times(
+    calls: Mapping[str, Sequence[Callable[[], object]]], seconds: float, clock: str, evict: Callable[[], None]
+) -> dict[str, float]:
+    """Median microseconds of each implementation, given as its call on each set of inputs.  One call of each in turn,
+    until `seconds` are spent, at least four rounds unless those take longer than LONG_S; the first counts only where
+    it is the only one.  Neighbours of a round take different inputs, and none finds its weights in the cache."""
     now = time.thread_time if clock == "cpu" else time.perf_counter
     taken: dict[str, list[float]] = {name: [] for name in calls}
     start_s = time.perf_counter()
-    n = 0
-    while n < 2 or (spent := time.perf_counter() - start_s) < seconds or (n < 4 and spent < LONG_S):
-        for i, (name, call) in enumerate(calls.items()):
+    n, spent = 0, 0.0
+    while n == 0 or spent < seconds or (n < 4 and spent < LONG_S):
+        for i, (name, sets) in enumerate(calls.items()):
+            call = sets[(n + 3 * i) % len(sets)]
+            evict()
             time.sleep(PAUSE_S)
             start = now()
-            call(sets[(n + 3 * i) % len(sets)])
+            call()
             taken[name].append((now() - start) * 1e6)
-        n += 1
-    return {name: statistics.median(t[1:]) for name, t in taken.items()}
-
-
-class _Reader:
-    """Reads as many bytes as asked for, each time further on in a layer's packed weights."""
-
-    def __init__(self, packed: Packed, context: cpu_native.Context) -> None:
-        self.data = max(packed.tensors.values(), key=lambda t: t.numel() * t.element_size()).view(-1)
-        self.context, self.at = context, 0
-
-    def __call__(self, nbytes: int, _: Inputs) -> None:
-        nbytes = min(nbytes, self.data.numel()) // 64 * 64
-        self.at = 0 if self.at + nbytes > self.data.numel() else self.at
-        cpu_native.library().expertd_cpu_read_gb_s(self.context.handle, self.data.data_ptr() + self.at, nbytes)
-        self.at += nbytes
+        n, spent = n + 1, time.perf_counter() - start_s
+    return {name: statistics.median(t[1:] or t) for name, t in taken.items()}
 
 
 def _backends(
     weights: Weights, packed: Packed, shape: ModelShape, names: Sequence[str], threads: int
-) -> dict[str, Caller]:
+) -> dict[str, Layer]:
     """The named backends; those that are refused are told on stderr and left out."""
     problem = problem_of(weights, detect_device("cpu"), top_k=shape.top_k, packages=installed_packages(BACKENDS))
-    found: dict[str, Caller] = {}
+    found: dict[str, Layer] = {}
     for name in names:
         if name in OURS:  # one packing serves both
             quant = ActivationQuant.INT8_GROUP if name == "cpu_w4a8" else ActivationQuant.NONE
             asked = replace(problem, activation_quant=quant)
-            ours = cpu.CpuExperts(packed, asked, cpu_native.context(None, threads), backend=name)
-            found[name] = partial(_call, ours)
+            found[name] = cpu.CpuExperts(packed, asked, cpu_native.context(None, threads), backend=name)
             continue
         try:
-            found[name] = partial(_call, build(decide(problem, pin=name), weights))
+            found[name] = build(decide(problem, pin=name), weights)
         except (NoBackendError, Refused) as e:
             print(e, file=sys.stderr)
     return found
 
 
-def _call(experts: Callable[..., Tensor], inputs: Inputs) -> Tensor:
-    return experts(*inputs)
-
-
-def _peers(weights: Weights, shape: ModelShape, names: Sequence[str], threads: int) -> dict[str, Caller]:
-    found: dict[str, Caller] = {}
+def _peers(weights: Weights, shape: ModelShape, names: Sequence[str], threads: int) -> dict[str, Layer]:
+    found: dict[str, Layer] = {}
     for name in names:
         made = peer(name, weights, shape.top_k, threads)
         if isinstance(made, str):
             print(f"{name}: {made}", file=sys.stderr)
         else:
-            found[name] = partial(_call, made)
+            found[name] = made
     return found
 
 
@@ -221,9 +213,11 @@ def _points(
     scheme: Scheme,
     threads_list: Sequence[int],
     peaks: Mapping[str, Mapping[str, float]],
+    evict: Callable[[], None],
 ) -> list[Row]:
     """All rows of one layer."""
     E, H, I = shape.num_experts, shape.hidden_size, shape.intermediate_size
+    torch.set_num_threads(len(cpu_native.physical_cpus()))  # nothing is timed yet
     weights = random_weights(scheme, E, H, I, activation=shape.activation, bias=shape.bias)
     packed = cpu.pack(weights, problem_of(weights, detect_device("cpu"), top_k=shape.top_k))
     seg = shape.activation.segments
@@ -231,22 +225,24 @@ def _points(
     rows = []
     wanted = {M: reference(weights, *_check(_inputs(shape, M)[0])) for M in args.m or TOKENS}
     for threads in threads_list:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(len(cpu_native.physical_cpus()))
         context = cpu_native.context(None, threads)
         backends, peers = _names(args, scheme)
         calls = _backends(weights, packed, shape, backends, threads)
         calls |= _peers(weights, shape, peers, threads)
+        torch.set_num_threads(threads)
         for call in calls.values():  # memory that was not touched since packing may have been taken away by the host
-            call(_inputs(shape, WARM_TOKENS)[0])
-        reader = _Reader(packed, context)
+            call(*_inputs(shape, WARM_TOKENS)[0])
+        reader = Reader(packed, context)
         for M in args.m or TOKENS:
             sets = _inputs(shape, M)
-            errors = {name: _error(call, sets[0], wanted[M]) for name, call in calls.items()}
+            errors = {name: relative_error(call(*_check(sets[0])), wanted[M]) for name, call in calls.items()}
             nbytes = statistics.mean(int(torch.unique(ids).numel()) for _, ids, _ in sets) * expert_bytes
             flop = 2.0 * (seg + 1) * M * shape.top_k * H * I
-            whole = min(int(nbytes), reader.data.numel()) // 64 * 64
-            timed: dict[str, Caller] = {**calls, READ: partial(reader, whole)}
-            times = _times(timed, sets, args.seconds * len(timed), args.clock)
+            whole = reader.whole(nbytes)
+            timed: dict[str, Sequence[Callable[[], object]]] = {n: _prepared(call, sets) for n, call in calls.items()}
+            timed[READ] = [partial(reader, whole)]
+            times = _times(timed, args.seconds * len(timed), args.clock, evict)
             for name, us in times.items():
                 size = whole if name == READ else nbytes
                 rows.append(Row(shape.name, scheme.name, name, threads, M, us, size / us / 1e3,
@@ -280,15 +276,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.clock == "cpu" and args.threads != [1]:
         raise ValueError("--clock cpu sees one thread only: want --threads 1")
     threads = args.threads or sorted({1, min(2, len(cpu_native.physical_cpus()))})
-    data = torch.zeros(256 << 20, dtype=torch.uint8)
-    peaks = {f"{t}": ceilings(cpu_native.context(None, t), data) for t in threads}
+    evict = Evictor()
+    peaks = {f"{t}": ceilings(cpu_native.context(None, t), evict.data) for t in threads}
     top = peaks[f"{max(threads)}"]
     print(f"{facts}\n{max(threads)} threads: {top}", file=sys.stderr, flush=True)
     rows: list[Row] = []
     for name in args.shape or SHAPES:
         shape = shape_of(name)
         for scheme in args.scheme or SCHEMES.get(name, ("int4_g128",)):
-            rows += _points(args, shape, Scheme.parse(scheme), threads, peaks)
+            rows += _points(args, shape, Scheme.parse(scheme), threads, peaks, evict)
     records = [asdict(r) for r in rows]
     facts["load_after"] = _load()
     compared = summary(records)

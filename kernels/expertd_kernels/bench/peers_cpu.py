@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from expertd_kernels.activation import ActivationKind
 from expertd_kernels.backends import cpu_torch
 from expertd_kernels.bench.peers_ggml import ggml_layer
+from expertd_kernels.bench.prepared import Prepared
 from expertd_kernels.builder import problem_of
 from expertd_kernels.canonical import Weights
 from expertd_kernels.float32 import apply_activation
@@ -131,13 +133,13 @@ def _qmoe(weights: Weights, top_k: int, threads: int, accuracy_level: int) -> Ca
     except Exception as e:
         return f"onnxruntime {ort.__version__} refuses the model: {str(e)[:120]}"
 
-    def call(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    def prepare(x: Tensor, ids: Tensor, w: Tensor) -> Mapping[str, Any]:
         """It routes by itself: logits whose softmax over the top k is w."""
         logits = torch.full((x.shape[0], E), -1e30)
         logits.scatter_(1, ids.long(), w.log())
-        return torch.from_numpy(session.run(None, {"x": x.float().numpy(), "router": logits.numpy()})[0])
+        return {"x": x.float().numpy(), "router": logits.numpy()}
 
-    return call
+    return Prepared(prepare, lambda inputs: torch.from_numpy(session.run(None, inputs)[0]))
 
 
 PEERS: Mapping[str, Callable[[Weights, int, int], Call | str]] = {

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.activation import ActivationKind
+from expertd_kernels.bench.prepared import Prepared
 from expertd_kernels.canonical import QuantTensor, Weights, unpack_nibbles
 from expertd_kernels.scheme import Element, ScaleType
 
@@ -209,17 +210,21 @@ class _Layer:
             raise RuntimeError("ggml: no memory for the graph")
         return graph, io
 
-    def __call__(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        M = x.shape[0]
-        if M not in self.graphs:
-            self.graphs[M] = self._graph(M)
-        graph, io = self.graphs[M]
-        for name, data in (("x", x.float()), ("ids", ids.int()), ("w", w.float())):
+    def prepare(self, x: Tensor, ids: Tensor, w: Tensor) -> dict[str, Tensor]:
+        """Inputs in ggml's types, and the graph for so many tokens."""
+        if x.shape[0] not in self.graphs:
+            self.graphs[x.shape[0]] = self._graph(x.shape[0])
+        return {"x": x.float().contiguous(), "ids": ids.int().contiguous(), "w": w.float().contiguous()}
+
+    def run(self, inputs: dict[str, Tensor]) -> Tensor:
+        x = inputs["x"]
+        graph, io = self.graphs[x.shape[0]]
+        for name, data in inputs.items():
             self.ggml.put(io[name], data)
         status = self.ggml.base.ggml_backend_graph_compute(self.backend, graph)
         if status:
             raise RuntimeError(f"ggml: status {status}")
-        out = torch.empty(M, x.shape[1])
+        out = torch.empty_like(x)
         self.ggml.base.ggml_backend_tensor_get(io["out"], out.data_ptr(), 0, out.numel() * 4)
         return out
 
@@ -232,4 +237,5 @@ def ggml_layer(weights: Weights, top_k: int, threads: int) -> Callable[[Tensor, 
     refusal = _refusal(weights)
     if refusal:
         return refusal
-    return _Layer(_Ggml(Path(spec.origin).parent / "lib64"), weights, top_k, threads)
+    layer = _Layer(_Ggml(Path(spec.origin).parent / "lib64"), weights, top_k, threads)
+    return Prepared(layer.prepare, layer.run)
