@@ -154,11 +154,6 @@ def _column_map(scheme: Scheme, shape: tuple[int, int, int], kp: int, columns: T
     return out
 
 
-def _plain(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """t as a contiguous tensor of the type; usually t itself: each operator more costs a call some microseconds."""
-    return t if t.dtype == dtype and t.is_contiguous() else t.to(dtype).contiguous()
-
-
 def _takes(out: Tensor, M: int, H: int) -> bool:
     """Whether the kernel can write to it."""
     return out.dtype in COMPUTED and out.is_contiguous() and out.shape == (M, H)
@@ -215,23 +210,31 @@ class CpuExperts:
         out: Tensor | None = None,
     ) -> Tensor:
         """See protocol.Experts.  ValueError for shapes that do not fit and for ids outside -1..E-1."""
-        M, H = hidden_states.shape
-        if self.hidden_size != H or topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != M:
+        x, ids, weights = hidden_states, topk_ids, topk_weights
+        M, H = x.shape
+        _, k = shape = ids.shape
+        if self.hidden_size != H or weights.shape != shape or shape[0] != M:
             raise ValueError(
-                f"cpu: hidden_states {tuple(hidden_states.shape)}, topk_ids {tuple(topk_ids.shape)}, topk_weights"
-                f" {tuple(topk_weights.shape)}: want [M, {self.hidden_size}] and twice [M, k]"
+                f"cpu: hidden_states {tuple(x.shape)}, topk_ids {tuple(shape)}, topk_weights {tuple(weights.shape)}:"
+                f" want [M, {self.hidden_size}] and twice [M, k]"
             )
-        x = hidden_states if hidden_states.dtype in COMPUTED else hidden_states.float()
-        row, column = x.stride()
-        if column != 1:
-            x = x.contiguous()
-            row = H
-        fresh = torch.empty((M, H), dtype=x.dtype) if out is None or not _takes(out, M, H) else out
-        k = topk_ids.shape[1]
+        # Each attribute of a tensor that is asked for costs microseconds where the weights have emptied the caches.
+        dtype = x.dtype
+        if dtype not in COMPUTED:
+            x = x.float()
+        row = H
+        if not x.is_contiguous():
+            row, column = x.stride()
+            if column != 1:
+                x, row = x.contiguous(), H
         if k == 0 or M == 0:
-            return (fresh if out is None else out).zero_()
-        ids, weights = _plain(topk_ids, torch.int32), _plain(topk_weights, torch.float32)
-        call = native.Call(
+            return torch.zeros((M, H), dtype=dtype) if out is None else out.zero_()
+        if ids.dtype is not torch.int32 or not ids.is_contiguous():
+            ids = ids.to(torch.int32).contiguous()
+        if weights.dtype is not torch.float32 or not weights.is_contiguous():
+            weights = weights.float().contiguous()
+        fresh = out if out is not None and _takes(out, M, H) else torch.empty((M, H), dtype=x.dtype)
+        call = native.call_bytes(
             x.data_ptr(),
             ids.data_ptr(),
             weights.data_ptr(),
@@ -239,14 +242,14 @@ class CpuExperts:
             M,
             max(row, H),
             k,
-            x.dtype == torch.float32,
-            fresh.dtype == torch.float32,
+            x.dtype is torch.float32,
+            fresh.dtype is torch.float32,
             router_weight_on_input,
         )
-        error = self._forward(self.context.handle, self._reference, C.byref(call))
+        error = self._forward(self.context.handle, self._reference, call)
         self.context.check(error, f"{M} tokens with ids in {int(ids.min())}..{int(ids.max())}" if error else "")
         if out is None:
-            return fresh if fresh.dtype == hidden_states.dtype else fresh.to(hidden_states.dtype)
+            return fresh if x is hidden_states else fresh.to(dtype)
         return out if out is fresh else out.copy_(fresh)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes as C
 import mmap
 import os
+import struct
 import weakref
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,6 @@ from expertd_kernels.cpu_threads import cpu_quota, most_threads, physical_cores,
 from expertd_kernels.csrc import build as source
 
 __all__ = [
-    "Call",
     "Canonical",
     "Context",
     "KernelMissingError",
@@ -27,6 +27,7 @@ __all__ = [
     "Matrix",
     "Spec",
     "allocate",
+    "call_bytes",
     "context",
     "default_threads",
     "kernel_error",
@@ -92,22 +93,9 @@ class Layer(C.Structure):
     ]
 
 
-class Call(C.Structure):
-    """expertd_call of abi.h."""
-
-    _fields_ = [
-        ("x", C.c_void_p),
-        ("ids", C.c_void_p),
-        ("weights", C.c_void_p),
-        ("out", C.c_void_p),
-        ("m", C.c_int64),
-        ("x_stride", C.c_int64),
-        ("top_k", C.c_int32),
-        ("x_f32", C.c_int32),
-        ("out_f32", C.c_int32),
-        ("weight_on_input", C.c_int32),
-    ]
-
+call_bytes = struct.Struct("@4P2q4i").pack
+"""expertd_call of abi.h: x, ids, weights, out, m, x_stride, top_k, x_f32, out_f32, weight_on_input -> its bytes.  Not
+a ctypes structure, which takes longer to make than everything else that Python does in a call."""
 
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "expertd_cpu_abi": (C.c_int32, []),
@@ -122,7 +110,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         C.c_int32,
         [C.c_void_p, C.POINTER(Spec), C.c_void_p, C.c_void_p, C.c_void_p, C.c_void_p],
     ),
-    "expertd_cpu_forward": (C.c_int32, [C.c_void_p, C.POINTER(Layer), C.POINTER(Call)]),
+    "expertd_cpu_forward": (C.c_int32, [C.c_void_p, C.POINTER(Layer), C.c_char_p]),
     "expertd_repack_rows": (C.c_int32, [C.c_int32, C.c_int64, C.c_int64, C.c_int64, C.c_uint32, C.c_void_p]),
     "expertd_repack_gather": (
         C.c_int32,
