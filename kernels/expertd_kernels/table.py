@@ -305,6 +305,22 @@ BACKENDS: tuple[Backend, ...] = (
         hardware="run on SM90 only; on other devices not run on hardware",
     ),
     Backend(
+        name="marlin",
+        target="expertd_kernels.backends.marlin",
+        devices=(DeviceRange("cuda", (8, 0)),),
+        schemes=(
+            SchemeSupport(Element.INT4, groups=_GROUPS, zeros=True, whole_blocks=True),
+            SchemeSupport(Element.INT8, groups=_GROUPS, whole_blocks=True),
+            SchemeSupport(Element.E2M1, groups=frozenset({32}), scales=_E8M0, whole_blocks=True),
+        ),
+        summary="weight-only, the MoE Marlin kernels that sglang ships, compiled at first use (needs nvcc)",
+        needs={"sglang": ">=0.5.23,<0.6"},
+        hidden_multiple=128,
+        intermediate_multiple=64,
+        deterministic=False,
+        hardware="not run on hardware",
+    ),
+    Backend(
         name="aiter",
         target="expertd_kernels.backends.aiter",
         devices=(DeviceRange("rocm", arch=frozenset({"gfx942", "gfx950"})),),
@@ -414,8 +430,8 @@ BACKENDS: tuple[Backend, ...] = (
     ),
 )
 
-_CUDA = ("triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "triton_w4a8", "reference")
-_HOPPER = ("triton", "triton_w8a8", "deepgemm", "humming", "triton_w4a8", "flashinfer_cutlass", "reference")
+_CUDA = ("triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "marlin", "triton_w4a8", "reference")
+_HOPPER = ("triton", "triton_w8a8", "deepgemm", "humming", "triton_w4a8", "marlin", "flashinfer_cutlass", "reference")
 _BLACKWELL = ("flashinfer_trtllm", *_CUDA)
 
 ORDER: Mapping[str, Sequence[str]] = {

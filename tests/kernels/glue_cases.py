@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import torch
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, problem_of
-from expertd_kernels.backends import deepgemm, glue, humming
+from expertd_kernels.backends import deepgemm, glue, humming, marlin
 from expertd_kernels.backends.rounding import round_groups
 from expertd_kernels.float32 import reference
 from expertd_kernels.numerics import relative_error, tolerance
@@ -33,6 +33,7 @@ HUMMING_SCHEMES = (
     "int4_g32", "int4_g128", "int4_g64_zp", "int4_channel", "int8_g128", "int8_channel_zp", "mxfp4", "mxfp8",
     "e4m3_block128",
 )  # fmt: skip
+MARLIN_SCHEMES = ("int4_g32", "int4_g128", "int4_g64_zp", "int4_channel", "int8_g128", "int8_channel", "mxfp4")
 STORED = (ScaleType.BF16, ScaleType.F16, ScaleType.E8M0)
 BLOCKS = tuple(Scheme(Element.E4M3, 128, 128, kind) for kind in STORED)
 """128 x 128 blocks with scales of every type."""
@@ -227,6 +228,60 @@ def humming_compiles_once_for_a_power_of_two():
     assert {c[0] for c in compiled} == {f"layer {w.w13.shape[1]}", f"layer {w.w2.shape[1]}"}
 
 
+# ----------------------------------------------------------------------------------------------------------- marlin
+
+
+class MarlinGemm:
+    """Stands in for sglang's moe_wna16_marlin_gemm: its contract, checked, and a product in f32 with the weights that
+    are packed in the tensors it is given."""
+
+    def __init__(self, packed):
+        w = marlin.unpack(packed)
+        self.dense = {name: m.dequantize() for name, m in (("w13", w.w13), ("w2", w.w2))}
+        self.tensors = packed.tensors
+
+    def __call__(self, a, c, *, b_q_weight, b_scales, b_zeros_or_none, b_q_type, workspace, sorted_token_ids,
+                 expert_ids, num_tokens_post_padded, moe_block_size, top_k, mul_topk_weights, size_m, size_n, size_k,
+                 is_ep, use_fp32_reduce, **absent):  # fmt: skip
+        name = next(n for n in self.dense if torch.equal(self.tensors[f"{n}.codes"], b_q_weight))
+        assert torch.equal(b_scales.view(torch.uint8), self.tensors[f"{name}.scales"].view(torch.uint8))
+        zeros = self.tensors.get(f"{name}.zeros")
+        assert (b_q_type == "uint4") == (b_zeros_or_none is not None) == (zeros is not None)
+        assert not absent.pop("topk_weights").isnan().any()
+        assert not any(t is not None for t in absent.values())
+        assert (a.shape, self.dense[name].shape[1:]) == ((size_m, size_k), (size_n, size_k))
+        assert (a.dtype, c.dtype, c.shape[1], mul_topk_weights, is_ep) == (
+            torch.bfloat16,
+            torch.bfloat16,
+            size_n,
+            False,
+            False,
+        )
+        assert workspace.dtype == sorted_token_ids.dtype == torch.int32
+        assert use_fp32_reduce
+        assert moe_block_size in marlin.BLOCKS
+        rows = int(num_tokens_post_padded)
+        assert rows % moe_block_size == 0
+        for at in range(0, rows, moe_block_size):
+            e = int(expert_ids[at // moe_block_size])
+            for route in sorted_token_ids[at : at + moe_block_size].tolist():
+                if route < size_m * top_k:
+                    c[route] = (self.dense[name][e] @ a[route // top_k].float()).bfloat16()
+
+
+MARLIN_TYPES = SimpleNamespace(uint4b8="uint4b8", uint4="uint4", uint8b128="uint8b128", float4_e2m1f="float4_e2m1f")
+
+
+def marlin_experts(w):
+    packed = marlin.pack(w, problem(w))
+    return marlin.MarlinExperts(packed, MarlinGemm(packed), MARLIN_TYPES, CPU)
+
+
+def marlin_layer(scheme, activation=KINDS[0], M=7):
+    w = layer(scheme, E=3, activation=activation, bias=True, seed=5)
+    check_layer(marlin_experts(w), w, *inputs(M, 3, 2), 1e-2)
+
+
 # --------------------------------------------------------------------------------------------------------- deepgemm
 
 
@@ -347,6 +402,10 @@ CASES = {
     **{f"humming {s}": partial(humming_layer, s) for s in HUMMING_SCHEMES},
     **{f"humming {a.name} {i}": partial(humming_layer, "int4_g32", a) for i, a in enumerate(KINDS)},
     **{f"humming {s.name} {s.scale.value}": partial(humming_layer, s) for s in BLOCKS},
+    **{f"marlin {s}": partial(marlin_layer, s) for s in MARLIN_SCHEMES},
+    **{f"marlin {a.name} {i}": partial(marlin_layer, "int4_g32", a) for i, a in enumerate(KINDS)},
+    "marlin M = 1": partial(marlin_layer, "int4_g64_zp", M=1),
+    "marlin in pieces": partial(pieces, lambda w: marlin_experts(w), "int4_g32"),
     "humming M = 1": partial(humming_layer, "mxfp4", M=1),
     **{f"humming sorted {s}": partial(humming_sorted, s) for s in ("int4_g64_zp", "mxfp4")},
     "humming compiles once for a power of two": humming_compiles_once_for_a_power_of_two,

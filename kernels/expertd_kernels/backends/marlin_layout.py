@@ -1,0 +1,141 @@
+"""Layout of the Marlin MoE kernels, from and to canonical weights, one expert at a time.  Needs no GPU.
+
+    codes    int32 [E, K / 16, N * 16 * bits / 32], integers as unsigned codes, in tiles of 16 columns x 64 rows (below)
+    scales   bf16 [E, K / g, N] ([E, 1, N] for a channel), or e8m0 bytes; in each 64 rows (channel: 32) in the order in
+             which a warp's lanes hold them
+    zeros    int32 [E, K / g, N / 8], four bits each, in the order of the scales and then of NIBBLES
+
+A tile is what four warps multiply by one 16 x 8 fragment of a tensor core and its neighbour: lane t of warp j holds
+columns 2 (t % 4) + {0, 1, 8, 9} of rows 16 j + t // 4 and 16 j + 8 + t // 4.  These eight codes are one word (two for
+bytes, a row each), words of a lane side by side; inside a word they stand in the order NIBBLES (BYTES), so that a mask
+and a shift give pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor, pack_nibbles, unpack_nibbles
+from expertd_kernels.oracle import Refused
+from expertd_kernels.scheme import WHOLE, Element, ScaleType
+from expertd_kernels.serial import matrix_to_json, scheme_from_json
+
+__all__ = ["BYTES", "NIBBLES", "pack_matrix", "unpack_matrix"]
+
+TILE_K, TILE_N = 16, 64
+NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
+BYTES = (0, 2, 1, 3)
+COLUMNS = (0, 1, 8, 9)
+"""Columns of a lane, before 2 (t % 4) is added."""
+_GROUPED = tuple(i + 8 * j for i in range(8) for j in range(8))
+_CHANNEL = tuple(2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25))
+_E8M0 = (0, 2, 1, 3)
+"""Bytes of four exponents, so that two of them become bf16 at once."""
+GROUPS = (WHOLE, 32, 64, 128)
+
+
+@cache
+def _tile(bits: int) -> tuple[int, ...]:
+    """For each of the tile's 1024 codes as they are stored: 16 * row + column."""
+    out = []
+    for t in range(32):
+        for j in range(4):
+            held = [(16 * j + 8 * half + t // 4, 2 * (t % 4) + c) for half in range(2) for c in COLUMNS]
+            order = NIBBLES if bits == 4 else (*BYTES, *(4 + i for i in BYTES))
+            out += [TILE_K * held[i][0] + held[i][1] for i in order]
+    return tuple(out)
+
+
+def _order(places: tuple[int, ...], device: torch.device, inverse: bool = False) -> Tensor:
+    order = torch.tensor(places, device=device)
+    return order.argsort() if inverse else order
+
+
+def _codes(codes: Tensor, bits: int) -> Tensor:
+    """[N, K] u8 codes of one expert -> int32 [K / 16, N * 16 * bits / 32]."""
+    N, K = codes.shape
+    tiles = codes.view(N // TILE_N, TILE_N, K // TILE_K, TILE_K).permute(2, 0, 1, 3)
+    tiles = tiles.reshape(K // TILE_K, N // TILE_N, -1)[..., _order(_tile(bits), codes.device)]
+    stored = pack_nibbles(tiles) if bits == 4 else tiles
+    return stored.contiguous().view(torch.int32).view(K // TILE_K, -1)
+
+
+def _uncodes(words: Tensor, N: int, K: int, bits: int) -> Tensor:
+    """The inverse of _codes."""
+    stored = words.contiguous().view(torch.uint8).view(K // TILE_K, N // TILE_N, -1)
+    tiles = unpack_nibbles(stored, TILE_K * TILE_N) if bits == 4 else stored
+    tiles = tiles[..., _order(_tile(bits), words.device, inverse=True)]
+    return tiles.view(K // TILE_K, N // TILE_N, TILE_N, TILE_K).permute(1, 2, 0, 3).reshape(N, K)
+
+
+def _lanes(t: Tensor, places: tuple[int, ...], inverse: bool = False) -> Tensor:
+    """[E, G, N] with the entries of each len(places) rows in this order; inverse: back."""
+    order = _order(places, t.device, inverse)
+    return t.reshape(*t.shape[:2], -1, len(places))[..., order].reshape(t.shape)
+
+
+def _unsigned(codes: Tensor, element: Element) -> Tensor:
+    """int8 plus 128 as u8, other codes as their bytes; its own inverse on bytes."""
+    return codes.view(torch.uint8) ^ 0x80 if element is Element.INT8 else codes.view(torch.uint8)
+
+
+def _places(q: QuantTensor) -> tuple[int, ...]:
+    return _CHANNEL if q.scheme.cols in (WHOLE, q.shape[2]) else _GROUPED
+
+
+def _check(q: QuantTensor) -> None:
+    s, (_, N, K) = q.scheme, q.shape
+    known = s.element in (Element.INT4, Element.INT8) or s.name == "mxfp4"
+    if not known or s.rows != 1 or s.cols not in GROUPS or q.columns is not None or q.global_scales is not None:
+        raise Refused(f"has no layout for {s.name} weights with these features")
+    if q.zeros is not None and s.element is not Element.INT4:
+        raise Refused("zero points of int8 weights are not computed")
+    if N % TILE_N or K % TILE_N or K % (s.cols or K):
+        raise Refused(f"{s.name} [{N}, {K}]: want N and K in multiples of {TILE_N}, and K in whole groups")
+
+
+def pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors codes, scales, zeros, bias (f32; those that exist), exact_scales where bf16 does not hold them, and the
+    facts that unpack needs."""
+    _check(q)
+    assert q.scales is not None
+    s, (E, _, K) = q.scheme, q.shape
+    bits = 4 if s.element.packed else 8
+    codes = (unpack_nibbles(q.codes[e], K) if bits == 4 else _unsigned(q.codes[e], s.element) for e in range(E))
+    out = {"codes": torch.stack([_codes(one, bits) for one in codes])}
+    scales = _lanes(q.scales.transpose(1, 2), _places(q))
+    if s.scale is ScaleType.E8M0:
+        out["scales"] = _lanes(scales, _E8M0)
+    else:
+        out["scales"] = scales.to(torch.bfloat16)
+        if not torch.equal(q.scales.to(torch.bfloat16).to(q.scales.dtype), q.scales):
+            out["exact_scales"] = q.scales.clone()
+    if q.zeros is not None:
+        zeros = _lanes(_lanes(q.zeros.transpose(1, 2), _GROUPED), NIBBLES)
+        out["zeros"] = pack_nibbles(zeros).contiguous().view(torch.int32)
+    if q.bias is not None:
+        out["bias"] = q.bias.clone()
+    return {name: t.contiguous() for name, t in out.items()}, matrix_to_json(q)
+
+
+def unpack_matrix(t: Mapping[str, Tensor], meta: Mapping[str, Any]) -> QuantTensor:
+    """The exact inverse of pack_matrix."""
+    s, (E, N, K) = scheme_from_json(meta["scheme"]), meta["shape"]
+    bits = 4 if s.element.packed else 8
+    codes = torch.stack([_uncodes(t["codes"][e], N, K, bits) for e in range(E)])
+    codes = pack_nibbles(codes) if bits == 4 else _unsigned(codes, s.element).view(torch.int8)
+    places = _CHANNEL if s.cols in (WHOLE, K) else _GROUPED
+    scales = t.get("exact_scales")
+    if scales is None:
+        stored = _lanes(t["scales"], _E8M0, inverse=True) if s.scale is ScaleType.E8M0 else t["scales"]
+        scales = _lanes(stored, places, inverse=True).transpose(1, 2).to(SCALE_DTYPE[s.scale]).contiguous()
+    zeros = None
+    if "zeros" in t:
+        stored = unpack_nibbles(t["zeros"].contiguous().view(torch.uint8), N)
+        zeros = _lanes(_lanes(stored, NIBBLES, inverse=True), _GROUPED, inverse=True).transpose(1, 2).contiguous()
+    return QuantTensor(s, (E, N, K), codes, scales, zeros, bias=t.get("bias"), segments=meta["segments"])
