@@ -49,12 +49,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer: the row chosen (None if nothing fits) and the verdict on every row, in the order of preference."""
+    """The answer: the row chosen (None if nothing fits) and the verdict on every row, in the order of preference.
+    pin: the row that the user demands, None where the choice is the oracle's."""
 
     problem: Problem
     chosen: Backend | None
     verdicts: tuple[Verdict, ...]
-    pinned: bool = False
+    pin: str | None = None
+
+    @property
+    def pinned(self) -> bool:
+        return self.pin is not None
 
     def require(self) -> Backend:
         """The chosen row; raises NoBackendError with every refusal where there is none."""
@@ -70,7 +75,7 @@ class NoBackendError(Exception):
         self.decision = decision
         p = decision.problem
         rows = "\n".join(f"  {v.backend}: {'; '.join(v.refusals) or 'eligible'}" for v in decision.verdicts)
-        what = "the pinned backend does not serve" if decision.pinned else "no backend serves"
+        what = f"the pinned backend {decision.pin} does not serve" if decision.pinned else "no backend serves"
         super().__init__(f"{what} {p.scheme_name} with {p.activation.name} on {p.device}:\n{rows}")
 
 
@@ -105,7 +110,7 @@ def decide(
     verdicts = tuple(Verdict(b.name, tuple(r for rule in RULES if (r := rule(b, problem)))) for b in rows)
     eligible = {v.backend for v in verdicts if v.eligible}
     chosen = next((b for b in rows if b.name in eligible and pin in (None, b.name)), None)
-    return Decision(problem, chosen, verdicts, pinned=pin is not None)
+    return Decision(problem, chosen, verdicts, pin)
 
 
 def load(backend: Backend) -> Any:

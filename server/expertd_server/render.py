@@ -104,16 +104,17 @@ def _table(plan: LayerPlan, pending: bool) -> Table:
         if errors:
             cells.append("" if v.relative_error is None else f"{v.relative_error:.1e}")
         name = Text(v.backend, "bold" if chosen and not pending else "")
-        table.add_row(name, _verdict(d, v.refusals, chosen, pending), *cells)
+        table.add_row(name, _verdict(d, v.backend, v.refusals, pending), *cells)
     return table
 
 
-def _verdict(d: Decision, refusals: Sequence[str], chosen: bool, pending: bool) -> Text:
+def _verdict(d: Decision, backend: str, refusals: Sequence[str], pending: bool) -> Text:
     if refusals:
-        return Text("; ".join(refusals), "dim")
+        pinned = d.pin == backend
+        return Text(("pinned, refused: " if pinned else "") + "; ".join(refusals), "bold red" if pinned else "dim")
     if pending:
         return Text("eligible, to be measured")
-    if chosen:
+    if d.chosen is not None and backend == d.chosen.name:
         return Text("chosen" + (" (pinned)" if d.pinned else ""), "bold green")
     return Text("eligible")
 
@@ -127,6 +128,10 @@ def _notes(p: LayerPlan) -> list[str]:
             f" {'not rounded' if does == 'none' else does} (--activations checkpoint follows it)"
         )
     chosen = p.decision.chosen
+    if chosen is None:
+        who = f"the pinned backend {p.decision.pin}" if p.decision.pinned else "no backend"
+        serves = "does not serve" if p.decision.pinned else "serves"
+        notes.append(f"{who} {serves} this: expertd serve stops here")
     if chosen is not None and chosen.hardware:
         notes.append(f"backend {chosen.name}: {chosen.hardware}")
     if chosen is not None and chosen.name == "reference" and not p.decision.pinned:

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +113,18 @@ def test_the_table_for_people_names_every_backend_and_reason(capsys):
     assert "layers 0-1: int4_g128, 2 of 8 experts, H 256, I 128, top-2, silu_and_mul, compute bf16, on cpu" in out
     assert all(b.name in out for b in BACKENDS)
     assert "chosen" in out
+
+
+def test_a_refused_pin_and_a_layer_that_nothing_serves_are_said_below_the_table(capsys):
+    assert main([*TINY, "--device", "sm90", "--layers", "0", "--backend", "aiter"]) == 0
+    out = capsys.readouterr().out
+    assert "pinned, refused: runs on rocm, this is cuda:sm90" in out
+    assert "note: the pinned backend aiter does not serve this: expertd serve stops here" in out
+    assert main([*TINY, "--device", "sm90", "--layers", "0", "--compute-dtype", "float32", "--backend", "cpu"]) == 0
+    assert "note: the pinned backend cpu does not serve this" in capsys.readouterr().out
+    folder = Path(__file__).parents[1] / "fixtures" / "hf-fp8-block128-qwen3moe1l"
+    assert main(["explain", "--checkpoint", str(folder), "--device", "gfx942", "--activations", "checkpoint"]) == 0
+    assert "note: no backend serves this: expertd serve stops here" in capsys.readouterr().out
 
 
 def test_options_reach_the_oracle(capsys):
