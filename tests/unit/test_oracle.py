@@ -126,7 +126,7 @@ def test_a_pinned_backend_is_used_or_nothing_is():
     assert decide(FITS, ROWS, pin="slow", order=ORDER).chosen is SLOW
     d = decide(replace(FITS, bias=True), ROWS, pin="fast", order=ORDER)
     assert d.chosen is None
-    with pytest.raises(NoBackendError, match="the pinned backend [a-z0-9_]+ does not serve") as e:
+    with pytest.raises(NoBackendError, match="the pinned backend fast does not serve") as e:
         d.require()
     assert "fast: does not add expert biases" in str(e.value)
     with pytest.raises(ValueError, match="known are fast, slow"):
