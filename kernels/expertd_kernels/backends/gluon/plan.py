@@ -33,6 +33,7 @@ class TilePlan:
     R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  P: whether w2's weights are fetched before
     w13's GEMM has ended.  X: tokens by which an expert's last block may stretch (kernel "ws").
     Z: parts of w2's columns, a CTA each, for so few tokens that tiles alone do not fill the GPU (kernel "block").
+    F: whether w2's tiles follow those of w13 of their own block, instead of waiting for all (kernel "block").
     """
 
     kind: str
@@ -49,6 +50,7 @@ class TilePlan:
     P: int = 1
     X: int = 0
     Z: int = 1
+    F: int = 0
 
     @property
     def early(self) -> bool:
@@ -95,6 +97,8 @@ class LayerPlan:
             raise ValueError(f"layer plan {self}: want mode ids, table or lists, and lists for kernels ws and wide")
         if self.mode == "table" and (self.w13.BM != self.w2.BM or self.w13.BM > 64):
             raise ValueError(f"layer plan {self}: with a table both GEMMs share one BM, at most 64")
+        if self.w13.F or (self.w2.F and ({p.kind for p in both} != {"block"} or self.w13.BM != self.w2.BM)):
+            raise ValueError(f"layer plan {self}: F goes with w2 where both GEMMs take kernel block with one BM")
 
 
 Shape = tuple[int, int, int, int]
@@ -160,13 +164,13 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPl
 
 def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int) -> TilePlan:
     """row_tiles: 64-row tiles of all experts that are hit: the CTAs of a kernel with T = 1 and one block an expert."""
-    exact = codec.kind != "float2"
+    deeper = codec.bits == 8 and (codec.kind != "float2" or each < 2)
     if tokens == 1:
         return _one_token(codec, K, row_tiles)
     if each <= 5:
         if codec.bits == 4:
             return TilePlan("block", 8, S=4 if K >= 1024 else 2, ST=3, SK=2)
-        return TilePlan("block", 8, S=2, ST=4 if codec.bits == 8 and exact else 3, SK=2)
+        return TilePlan("block", 8, S=2, ST=4 if deeper else 3, SK=2)
     if codec.bits == 16:
         return _bf16(each)
     deep = row_tiles <= 2 * THIN  # two row tiles a CTA: few CTAs need longer rings
@@ -182,7 +186,8 @@ def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int)
     if codec.planes == 1 or codec.group >= 64:
         if 56 < each <= 80:
             return TilePlan("ws", 64, T=4, W=8, S=2, ST=4, V=2, X=16)
-        if 112 < each <= 136:
+        large = K >= 2048 and row_tiles >= 8 * THIN  # elsewhere a few full blocks more cost a round of tiles
+        if (112 < each <= 136 and (K > 2048 or large)) or (240 < each <= 264 and large):
             return TilePlan("ws", 128, T=4, W=8, S=2, ST=4 if codec.bits == 4 else 3, X=16)
     if each <= 96:
         if codec.bits > 4:
