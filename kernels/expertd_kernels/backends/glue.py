@@ -15,6 +15,7 @@ from torch import Tensor
 
 from expertd_kernels.activation import Activation
 from expertd_kernels.backends.glue_kernels import activate_rows, combine_rows, gather_rows, place_rows
+from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.triton_kernels import route
 from expertd_kernels.backends.triton_kernels.layer import ACTIVATIONS
 from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
@@ -174,3 +175,6 @@ def in_pieces(
 
 def _warps(width: int) -> int:
     return max(1, min(4, width // 256))
+
+
+settle(__name__)

@@ -20,6 +20,7 @@ from expertd_kernels.backends.gluon.routing import combine, group_routes, table_
 from expertd_kernels.backends.gluon.specialized import ws
 from expertd_kernels.backends.gluon.tile import Gemm, Tile, tile
 from expertd_kernels.backends.gluon.wide import wide
+from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.problem import Problem
 from expertd_kernels.serial import activation_from_json, scheme_from_json
@@ -28,6 +29,9 @@ __all__ = ["GluonExperts"]
 
 FLOAT32_TOKENS = 128
 """Up to here w2's results are f32: their traffic costs nothing yet (kernel `ws` has no shared memory for it)."""
+
+COUNTERS = 1024
+"""Blocks up to which w2 may follow w13 tile by tile; with more it waits for all of w13."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class _Workspace:
     h: Tensor
     y: Tensor
     y32: Tensor
+    done: Tensor  # [COUNTERS] int32: finished tiles of w13 a block; zero between calls
 
 
 def _gemms(packed: Packed, top_k: int, weight_on_input: bool) -> tuple[Gemm, Gemm]:
@@ -159,6 +164,7 @@ class GluonExperts(InPieces):
                 empty(n * Ip, torch.bfloat16),
                 empty(n * self.hidden_size, torch.bfloat16),
                 empty(min(n, FLOAT32_TOKENS * top_k) * self.hidden_size, torch.float32),
+                torch.zeros(COUNTERS, dtype=torch.int32, device=d),
             )
         return self._spaces[n]
 
@@ -184,7 +190,7 @@ class GluonExperts(InPieces):
             if words > 4:
                 raise ValueError(f"gluon_sm90: mode ids takes up to 128 routes, these are {n}")
         elif p.mode == "table":
-            blocks = min(n, n // p.w13.BM + min(E, n))
+            blocks = self._blocks(n, p.w13.BM)
             table_routes[(E,)](
                 ids,
                 table,
@@ -210,12 +216,34 @@ class GluonExperts(InPieces):
                 )
             group_routes[(E,)](ids, table, lists, n, TH, CH, True, num_warps=warps, launch_pdl=True)
         listed = p.w13.kind == p.w2.kind == "wide"
-        self._gemm(w13, p.w13, p.mode, blocks, x, table, lists, weights, s.h, n, words, listed)
-        self._gemm(w2, p.w2, p.mode, blocks, s.h, table, lists, weights, y, n, words, listed)
-        B, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
-        combine[(M, triton.cdiv(self.hidden_size, B))](
-            y, ids, out, self.hidden_size, E, top_k, B, True, p.w2.Z, num_warps=warps, launch_pdl=True
-        )
+        counted = triton.cdiv(w13.gemm.rows, p.w13.T) if p.w2.F and self._blocks(n, p.w2.BM) <= COUNTERS else 0
+        how = (table, lists, weights)
+        try:
+            self._gemm(w13, p.w13, p.mode, blocks, x, *how, s.h, s.done, n, words, listed, counted)
+            self._gemm(w2, p.w2, p.mode, blocks, s.h, *how, y, s.done, n, words, listed, counted)
+            B, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
+            combine[(M, triton.cdiv(self.hidden_size, B))](
+                y,
+                ids,
+                out,
+                self.hidden_size,
+                E,
+                top_k,
+                B,
+                True,
+                p.w2.Z,
+                s.done if counted else None,
+                COUNTERS if counted else 0,
+                num_warps=warps,
+                launch_pdl=True,
+            )
+        except BaseException:  # without `combine` nobody clears the counters
+            s.done.zero_()
+            raise
+
+    def _blocks(self, n: int, BM: int) -> int:
+        """Blocks of up to BM routes that n routes make at most."""
+        return min(n, n // BM + min(self.num_experts, n))
 
     def _gemm(
         self,
@@ -228,16 +256,18 @@ class GluonExperts(InPieces):
         lists: Tensor,
         weights: Tensor,
         out: Tensor,
+        done: Tensor,
         n: int,
         words: int,
         listed: bool,
+        counted: int,
     ) -> None:
-        t = tile(m.gemm, p, mode, True, words, listed)
+        t = tile(m.gemm, p, mode, True, words, listed, counted)
         key = (id(m), t.T, t.stage_units)
         if key not in self._descriptors:
             self._descriptors[key] = m.descriptor(t)
         if not blocks:
-            blocks = min(n, n // p.BM + min(self.num_experts, n))
+            blocks = self._blocks(n, p.BM)
         tiles = blocks * t.column_tiles * t.Z
         grid = (tiles if p.kind == "block" else min(tiles, self.multiprocessors * p.C),)
         options: dict[str, Any] = {"num_warps": p.W, "launch_pdl": True}
@@ -248,9 +278,10 @@ class GluonExperts(InPieces):
             h = self._boxes(out if m.gemm.first else x, t)
             kernel[grid](x, h, self._descriptors[key], m.bias, table, lists, weights, out, t, **options)
             return
-        kernel[grid](
-            x, self._descriptors[key], m.scales, m.bias, table, lists, weights, out, m.unscale, n, t, **options
-        )
+        args: list[Any] = [x, self._descriptors[key], m.scales, m.bias, table, lists, weights, out]
+        if p.kind == "block":
+            args.append(done)
+        kernel[grid](*args, m.unscale, n, t, **options)
 
     def _boxes(self, h: Tensor, t: Tile) -> TensorDescriptor:
         """The bulk copy's view of the intermediate, a block and stage a box."""
@@ -259,3 +290,6 @@ class GluonExperts(InPieces):
             Ip = round_up(self.intermediate_size, TILE)
             self._descriptors[key] = TensorDescriptor(h, [h.numel() // Ip, Ip], [Ip, 1], [t.BM, 64], t.SX)
         return self._descriptors[key]
+
+
+settle(__name__)

@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from expertd_kernels.activation import Activation, ActivationKind
+from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.triton_kernels import combine as combining
 from expertd_kernels.backends.triton_kernels import gemm, rounded, route
 from expertd_kernels.backends.triton_kernels.device import capturing, multiprocessors, on, shared_bytes, stream_of
@@ -384,3 +385,6 @@ class TritonExperts:
             num_warps=4 if width > 256 else 1,
             **early,
         )
+
+
+settle(__name__)
