@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from expertd_kernels import Activation, decide, detect_device, reference, relative_error
+from expertd_kernels.backends.gluon.w8a8_plan import Few8, Plan8
 from expertd_kernels.builder import build, problem_of
 from expertd_kernels.numerics import tolerance
 from expertd_kernels.oracle import NoBackendError
@@ -47,7 +48,7 @@ CASES = [
 ]
 
 
-def layer(case: Case):
+def layer(case: Case, **more):
     """(weights on the GPU, experts); skipped with the oracle's sentence where the row does not apply."""
     device = detect_device("auto")
     weights = random_weights(
@@ -65,7 +66,7 @@ def layer(case: Case):
         weights = replace(weights, input_scales=given)
     packages = installed_packages(BACKENDS)
     problem = problem_of(
-        weights, device, top_k=case.top_k, packages=packages, activation_quant=case.rounding, deterministic=True
+        weights, device, top_k=case.top_k, packages=packages, activation_quant=case.rounding, deterministic=True, **more
     )
     try:
         decision = decide(problem, pin="gluon_w8a8")
@@ -85,6 +86,8 @@ def routed(case: Case, M: int, how: str):
     elif how == "absent":
         ids = torch.where(torch.rand(ids.shape, device="cuda") < 0.4, -1, ids).int()
         ids[0] = -1
+    elif how == "nowhere":
+        ids = torch.full_like(ids, -1)
     return x, ids, w
 
 
@@ -97,15 +100,32 @@ def check(case, weights, experts, M, how, **more):
         for space in experts._spaces.values():
             for t in (space.h, space.y, space.wide):
                 t.view(torch.uint8).fill_(0xFF)  # NaN in e4m3 and in bf16
+        for t in experts._partial.values():
+            t.fill_(torch.nan)
         on_input = more.get("router_weight_on_input", False)
         assert experts(x, ids, w, out=out, **more) is out
         outs.append(out)
+    if how == "nowhere":
+        assert not bool(outs[0].any())
+        return
     error = relative_error(outs[0], reference(weights, x, ids, w, router_weight_on_input=on_input))
     assert error <= tolerance("bf16", case.rounding), f"M = {M}, {how}, {more}: relative error {error:.2e}"
     assert torch.equal(outs[0], outs[1]), f"M = {M}, {how}: two runs differ"
 
 
-SIZES = ((1, "even"), (7, "even"), (33, "skewed"), (64, "absent"), (200, "one"), (1000, "even"), (4096, "skewed"))
+SIZES = (
+    (1, "even"),
+    (1, "nowhere"),
+    (3, "one"),
+    (7, "even"),
+    (30, "nowhere"),
+    (33, "skewed"),
+    (64, "absent"),
+    (200, "one"),
+    (900, "nowhere"),
+    (1000, "even"),
+    (4096, "skewed"),
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -115,16 +135,33 @@ def test_error_over_ragged_sizes_and_routings(case):
         check(case, weights, experts, M, how)
 
 
-def test_the_router_weight_on_the_input():
-    case = Case(top_k=1)
+FEW = [
+    # plans of the kernel for few tokens that sizes alone would not pick for these small layers
+    (Few8(8, 16), Few8(8, 16)),
+    (Few8(8, 8, 2), Few8(8, 8, 4, 2)),
+    (Few8(16, 32), Few8(8, 32)),
+]
+
+
+@pytest.mark.parametrize("few", FEW, ids=["16", "parts", "32"])
+@pytest.mark.parametrize("case", [Case(inner=512), Case(inner=512, experts=40, top_k=6, bias=True), CASES[1]], ids=str)
+def test_the_kernel_for_few_tokens(case, few):
+    case = replace(case, inner=512)
     weights, experts = layer(case)
-    for M in (5, 700):
+    for M, how in ((1, "even"), (5, "absent"), (33, "skewed"), (100, "one"), (128, "even")):
+        check(case, weights, experts, M, how, plan=Plan8(few=few))
+
+
+def test_the_router_weight_on_the_input():
+    case = Case(top_k=1, inner=512)
+    weights, experts = layer(case)
+    for M in (5, 40, 700):
         check(case, weights, experts, M, "absent", router_weight_on_input=True)
 
 
 def test_a_token_has_the_same_bits_in_every_batch():
-    case = Case()
-    _, experts = layer(case)
+    case = Case(inner=512)
+    _, experts = layer(case, batch_invariant=True)
     x, ids, w = routed(case, 1500, "even")
     whole = experts(x, ids, w)
     for part in (slice(0, 1), slice(100, 140), slice(1000, 1400)):

@@ -10,7 +10,7 @@ from vendor import bits
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, Scheme, problem_of, reference, relative_error
 from expertd_kernels.backends import gluon_w8a8 as backend
 from expertd_kernels.backends.gluon import calls
-from expertd_kernels.backends.gluon.w8a8_plan import Plan8
+from expertd_kernels.backends.gluon.w8a8_plan import Few8, Plan8, Shape8
 from expertd_kernels.float32 import apply_activation
 from expertd_kernels.oracle import Refused
 from expertd_kernels.scheme import Element, ScaleType
@@ -120,18 +120,43 @@ def _round_rows(grid, x, q, scale, n_rows, columns, grouped, static, R, B):
     q[:n_rows] = (v / s[:, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(n_rows, columns)
 
 
-def _list_rows(grid, lists, x, scale, out, out_scale, n, top_k, words, scales):
-    assert x.shape[1] == words
-    token = lists[:n].clamp(0, n - 1).long() // top_k
-    out[:n] = x[token]
-    if scales:
-        out_scale[:n] = scale[token]
+def _round_to_places(grid, x, places, q, scale, n_rows, top_k, columns, grouped, static, R, B, pdl):
+    rounded = torch.empty(x.shape, dtype=q.dtype)
+    scales = scale if static else torch.empty(n_rows, scale.shape[1])
+    _round_rows(grid, x, rounded, scales, n_rows, columns, grouped, static, R, B)
+    to = places[: n_rows * top_k].long()
+    token = torch.arange(n_rows).repeat_interleave(top_k)[to >= 0]
+    q[to[to >= 0]] = rounded[token]
+    if not static:
+        scale[to[to >= 0]] = scales[token]
 
 
 def _prepare(grid, ids, counts, lists, n, x, q, scale, n_rows, E, threads, chunk, *rounding):
     assert threads * chunk % 32 == 0
     _group_routes(ids, counts, lists, n, E)
-    _round_rows((grid[0] - E,), x, q, scale, n_rows, *rounding)
+    _round_rows((grid[0] - E,), x, q, scale, n_rows, *rounding[:-1])
+
+
+def _prepare_many(grid, ids, table, n, x, q, scale, n_rows, chunks, E, padded, chunk, *rounding):
+    flat = ids.flatten().long()
+    assert chunks * chunk >= n > (chunks - 1) * chunk
+    table[chunks:] = -7
+    for c, part in enumerate(flat.split(chunk)):
+        table[c] = torch.bincount(part[(part >= 0) & (part < E)], minlength=padded)
+    if grid[0] > chunks:  # else the rows are rounded when their places are known
+        _round_rows((grid[0] - chunks,), x, q, scale, n_rows, *rounding[:-1])
+
+
+def _place_routes(grid, ids, table, counts, lists, places, n, chunks, E, padded, chunk, some, step, wanted, pdl):
+    assert grid == (chunks,)
+    assert chunk % some == 0
+    assert step >= 1
+    _group_routes(ids, counts, lists, n, E)
+    assert torch.equal(table[:chunks, :E].sum(0), counts)
+    if wanted:
+        here = int(counts.sum())
+        places.fill_(-1)
+        places[lists[:here].long()] = torch.arange(here).int()
 
 
 def _numbers(q, scale, rows):
@@ -140,46 +165,80 @@ def _numbers(q, scale, rows):
     return (q[rows].float().view(len(rows), groups, K // groups) * scale[rows][:, :, None]).view(len(rows), K)
 
 
+def _products(t, listed, e, x, xs, wd, ws, place, route, part):
+    """The rows at `place` times the expert's weights, over one of the parts of K; scales applied."""
+    g, K, rows = t.gemm, t.gemm.K, t.rows
+    row = place if listed else route // g.top_k
+    v = x[row].float() * xs if g.static else _numbers(x, xs, row)
+    w = wd.base.view(-1, 128)[e * rows * K // 128 :][: rows * K // 128].float()
+    w = torch.cat([torch.cat(list(run.split(128)), 1) for run in w.split(K)])  # K / 128 blocks of 128 rows a run
+    w = w * (ws[e].repeat_interleave(128, 0).repeat_interleave(128, 1) if g.grouped else ws[e][:, None])
+    return v[:, part] @ w[:, part].t()
+
+
+def _intermediate(g, y, place, out, out_scale):
+    """w13's epilogue: activation and rounding."""
+    a = Activation.parse(g.act)
+    h = apply_activation(y, replace(a, alpha=g.alpha, beta=g.beta, limit=g.limit if g.limited else None))
+    if g.grouped:
+        h = h.view(len(place), g.segment // 128, 128)
+        s = h.abs().amax(2).clamp_min(1e-30) / 448
+        out_scale[place] = s
+        h = (h / s[:, :, None]).view(len(place), g.segment)
+    elif g.static:
+        h = (h / out_scale).clamp(-448, 448)
+    out[place] = h.to(out.dtype)
+
+
 def _w8a8(grid, x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, t):
     """What the kernel promises: see its docstring."""
     g, at = t.gemm, 0
-    K, rows = g.K, t.rows
     assert xd.base is x
-    assert wd.shape == [g.experts * rows * K // 128, 128]
+    assert wd.shape == [g.experts * t.rows * g.K // 128, 128]
     for e in range(g.experts):
         place = torch.arange(at, at + int(counts[e]))
         at += int(counts[e])
         route = lists[place].long()
-        row = place if t.listed else route // g.top_k
-        v = x[row].float() * xs if g.static else _numbers(x, xs, row)
-        w = wd.base.view(-1, 128)[e * rows * K // 128 :][: rows * K // 128].float()
-        w = torch.cat([torch.cat(list(run.split(128)), 1) for run in w.split(K)])  # K / 128 blocks of 128 rows a run
-        spread = ws[e].repeat_interleave(128, 0).repeat_interleave(128, 1) if g.grouped else ws[e][:, None]
-        y = v @ (w * spread).t()
+        y = _products(t, t.listed, e, x, xs, wd, ws, place, route, slice(None))
         weight = tw.flatten()[route][:, None]
         if g.first and g.weight:
             y = y * weight
-        y = y + (bias.view(g.experts, rows)[e] if g.bias else 0.0)
-        if not g.first:
+        y = y + (bias.view(g.experts, t.rows)[e] if g.bias else 0.0)
+        if g.first:
+            _intermediate(g, y, place, out, out_scale)
+        else:
             out[route] = (y * weight if g.weight else y).to(out.dtype)
-            continue
-        a = Activation.parse(g.act)
-        h = apply_activation(y, replace(a, alpha=g.alpha, beta=g.beta, limit=g.limit if g.limited else None))
-        if g.grouped:
-            h = h.view(len(place), g.segment // 128, 128)
-            s = h.abs().amax(2).clamp_min(1e-30) / 448
-            out_scale[place] = s
-            h = (h / s[:, :, None]).view(len(place), g.segment)
-        elif g.static:
-            h = (h / out_scale).clamp(-448, 448)
-        out[place] = h.to(out.dtype)
 
 
-def _combine(grid, y, ids, out, H, E, top_k, width, pdl):
+def _w8a8_few(grid, x, xs, wd, ws, bias, ids, counts, lists, tw, out, out_scale, n, t):
+    """Expert by expert, as the kernel finds them from the ids."""
+    g, flat = t.gemm, ids.flatten().long()
+    assert n == len(flat) <= t.routes
+    assert grid[0] == t.column_tiles * t.Z * (n if t.by_route else g.experts)
+    for e in range(g.experts):
+        at, count = int(((flat >= 0) & (flat < e)).sum()), int((flat == e).sum())
+        assert count == int(counts[e])
+        place = torch.arange(at, at + count)
+        route = lists[place].long()
+        weight = tw.flatten()[route][:, None]
+        for z in range(t.Z):
+            part = slice(z * g.K // t.Z, (z + 1) * g.K // t.Z)
+            y = _products(t, not g.first, e, x, xs, wd, ws, place, route, part)
+            if g.first and g.weight:
+                y = y * weight
+            y = y + (bias.view(g.experts, t.rows)[e] if g.bias and z == 0 else 0.0)
+            if g.first:
+                _intermediate(g, y, place, out, out_scale)
+            else:
+                out[z * n + route] = (y * weight if g.weight else y).to(out.dtype)
+
+
+def _combine(grid, y, ids, out, H, E, top_k, width, pdl, parts):
     assert grid[1] * width >= H
     M = grid[0]
     here = ((ids >= 0) & (ids < E))[:, :, None]
-    out.copy_(torch.where(here, y[: M * top_k].float().view(M, top_k, H), 0.0).sum(1).to(out.dtype))
+    y = y[: parts * M * top_k].float().view(parts, M, top_k, H).sum(0)
+    out.copy_(torch.where(here, y, 0.0).sum(1).to(out.dtype))
 
 
 @pytest.fixture
@@ -190,8 +249,11 @@ def emulated(monkeypatch):
 
     kernels = {
         "prepare": _prepare,
+        "prepare_many": _prepare_many,
+        "place_routes": _place_routes,
+        "w8a8_few": _w8a8_few,
         "round_rows": _round_rows,
-        "list_rows": _list_rows,
+        "round_to_places": _round_to_places,
         "w8a8": _w8a8,
         "combine": _combine,
     }
@@ -207,7 +269,7 @@ def emulated(monkeypatch):
 
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("tokens", [1, 40, 700])
+@pytest.mark.parametrize("tokens", [1, 40, 700, 1100])
 def test_the_launches_make_a_layer(emulated, scheme, tokens, listed):
     w = layer(scheme, E=4, H=384, I=256, bias=True, activation=Activation.parse("swigluoai"))
     experts = emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w))
@@ -217,6 +279,23 @@ def test_the_launches_make_a_layer(emulated, scheme, tokens, listed):
     out = torch.full_like(x, float("nan"))
     assert experts(x, ids, weights, out=out, plan=Plan8(listed=listed)) is out
     assert relative_error(out, reference(w, x, ids, weights)) < 6e-2
+
+
+FEW = ((Few8(8, 8), Few8(8, 8, Z=2)), (Few8(8, 16), Few8(16, 32)))
+
+
+@pytest.mark.parametrize("few", FEW, ids=["parts", "whole"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_the_launches_for_few_tokens_make_a_layer(emulated, scheme, tokens, few):
+    w = layer(scheme, E=9, H=384, I=512, bias=True, activation=Activation.parse("swigluoai"))
+    experts = emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w))
+    x, ids, weights = random_inputs(tokens, 384, 9, 2, seed=tokens)
+    if tokens > 1:
+        ids[0, 0], ids[1] = -1, 99
+    out = torch.full_like(x, float("nan"))
+    experts(x, ids, weights, out=out, plan=Plan8(few=few))
+    assert relative_error(out, reference(w, x, torch.where(ids < 9, ids, -1), weights)) < 6e-2
 
 
 def test_static_scales_round_by_the_largest_of_all_experts(emulated):
@@ -256,4 +335,30 @@ def test_inputs_of_another_shape_or_type_are_refused(emulated):
     ("tokens", "top_k", "listed"), [(511, 2, False), (512, 2, True), (8192, 1, True), (8192, 8, False)]
 )
 def test_inputs_are_copied_into_list_order_where_few_experts_share_a_token(tokens, top_k, listed):
-    assert Plan8.of(tokens, top_k).listed is listed
+    assert Plan8.of(tokens, Shape8(8, top_k, 4096, 14336)).listed is listed
+
+
+QWEN3, MIXTRAL, DEEPSEEK = Shape8(128, 8, 2048, 768), Shape8(8, 2, 4096, 14336), Shape8(64, 8, 7168, 2048)
+
+
+@pytest.mark.parametrize(
+    ("shape", "few"),
+    [(QWEN3, (1, 8, 32, 128)), (MIXTRAL, (1, 8, 32)), (DEEPSEEK, (1, 8, 32))],
+    ids=["qwen3", "mixtral", "deepseek"],
+)
+def test_few_tokens_an_expert_take_the_kernel_that_reads_weights(shape, few):
+    took = [m for m in (1, 8, 32, 128, 512, 2048) if Plan8.of(m, shape).few]
+    assert took == list(few)
+    assert not any(Plan8.of(m, shape, batch_invariant=True).few for m in few)
+
+
+@pytest.mark.parametrize(("shape", "parts"), [(QWEN3, 1), (MIXTRAL, 4), (DEEPSEEK, 1), (Shape8(16, 1, 5120, 8192), 8)])
+def test_one_token_splits_w2_where_its_tiles_do_not_fill_the_gpu(shape, parts):
+    few = Plan8.of(1, shape).few
+    assert few is not None
+    assert parts == few[1].Z
+    assert shape.I % (256 * parts) == 0
+
+
+def test_columns_that_are_no_multiple_of_two_stages_take_the_other_kernel():
+    assert Plan8.of(1, Shape8(8, 2, 4096, 384)).few is None

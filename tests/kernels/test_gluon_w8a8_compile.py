@@ -3,6 +3,7 @@ spill next to nothing, and ptxas leaves their wgmma instructions asynchronous.""
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +16,16 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from expertd_kernels.backends.gluon.w8a8 import w8a8  # noqa: E402
-from expertd_kernels.backends.gluon.w8a8_plan import Plan8  # noqa: E402
-from expertd_kernels.backends.gluon.w8a8_prepare import list_rows, prepare, round_rows  # noqa: E402
-from expertd_kernels.backends.gluon.w8a8_tile import Gemm8, tile8  # noqa: E402
+from expertd_kernels.backends.gluon.w8a8_few import w8a8_few  # noqa: E402
+from expertd_kernels.backends.gluon.w8a8_plan import Few8, Plan8  # noqa: E402
+from expertd_kernels.backends.gluon.w8a8_prepare import (  # noqa: E402
+    place_routes,
+    prepare,
+    prepare_many,
+    round_rows,
+    round_to_places,
+)
+from expertd_kernels.backends.gluon.w8a8_tile import Gemm8, tile8, tile_few  # noqa: E402
 
 REGISTERS = 65536
 """Of an SM; a CTA of these kernels has one to itself."""
@@ -48,6 +56,19 @@ def compiled(g: Gemm8, plan: Plan8):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
 
 
+def compiled_few(g: Gemm8, plan: Few8, by_route: bool = False, routes: int = 64):
+    """The same of the kernel for few tokens."""
+    c = tile_few(g, plan, routes, by_route)
+    out = "*fp8e4nv" if g.first and (g.grouped or g.static) else "*fp32" if c.Z > 1 else "*bf16"
+    w = f"tensordesc<fp8e4nv[128, 128],{c.SB!r}>"
+    pointers = ["*fp8e4nv", "*fp32", w, "*fp32", "*fp32", "*i32", "*i32", "*i32", "*fp32", out, "*fp32"]
+    types = [*pointers, "i32", "constexpr"]
+    signature = dict(zip(w8a8_few.arg_names, types, strict=True))
+    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
+    source = GluonASTSource(w8a8_few, signature, {(len(types) - 1,): c}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+
+
 def assembled(kernel, tmp_path) -> str:
     """What ptxas says about it."""
     ptx = tmp_path / "kernel.ptx"
@@ -56,10 +77,17 @@ def assembled(kernel, tmp_path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
+def disassembled(tmp_path) -> list[str]:
+    """The lines of what was assembled last."""
+    tool = Path(get_ptxas(90).path).parent / "nvdisasm"
+    command = [str(tool), "-c", str(tmp_path / "kernel.cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 CASES = [
-    # w13 or w2, grouped scales, most bytes spilled
-    (True, True, 48),
-    (False, True, 32),
+    # w13 or w2, grouped scales, most bytes spilled (between tiles)
+    (True, True, 96),
+    (False, True, 64),
     (True, False, 48),
     (False, False, 32),
 ]
@@ -76,6 +104,11 @@ def test_it_compiles_within_its_registers_and_stays_asynchronous(first, grouped,
     assert used is not None, text
     assert "wgmma.mma_async instructions are serialized" not in text
     assert int(spilled[1]) <= most_spilled
+    lines = disassembled(tmp_path)
+    products = [i for i, line in enumerate(lines) if "QGMMA" in line]
+    for at in range(0, 16, 8):  # the loop of each warpgroup
+        inside = lines[products[at] : products[at + 7]]
+        assert not any(" LDL" in line or " STL" in line for line in inside), "the main loop spills"
     assert kernel.metadata.shared <= 232448
     assert 128 * (2 * plan.consumer_registers + plan.producer_registers) <= REGISTERS
     assert 384 * int(used[1]) <= REGISTERS
@@ -95,6 +128,52 @@ def test_inputs_in_list_order_come_by_bulk_copies_alone(tmp_path):
     assert "cp.async.cg" not in kernel.asm["ptx"]
 
 
+FEW = [
+    # w13 or w2, grouped scales, plan, looking for work by route, CTAs an SM
+    (True, True, Few8(8, 8, ST=3), True, 2),
+    (True, True, Few8(8, 32, ST=3), False, 2),
+    (False, True, Few8(8, 16, ST=2), False, 3),
+    (False, True, Few8(8, 8, ST=3, Z=3), True, 2),
+    (True, False, Few8(8, 16, ST=3), False, 2),
+    (False, False, Few8(8, 16, ST=3), False, 2),
+]
+
+
+@pytest.mark.parametrize(("first", "grouped", "plan", "by_route", "ctas"), FEW)
+def test_for_few_tokens_several_ctas_fit_an_sm(first, grouped, plan, by_route, ctas, tmp_path):
+    more = {"bias": True, "act": "swigluoai", "alpha": 1.702, "beta": 1.0, "limit": 7.0, "limited": True}
+    for facts in ({}, more if first else {"bias": True}):
+        kernel = compiled_few(gemm(first, grouped, **facts), plan, by_route)
+        text = assembled(kernel, tmp_path)
+        assert " 0 bytes spill stores" in text
+        assert "serialized" not in text
+        used = re.search(r"Used (\d+) registers", text)
+        assert used is not None
+        assert ctas * 128 * int(used[1]) <= REGISTERS
+        assert ctas * (kernel.metadata.shared + 1024) <= 228 * 1024
+        assert "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3" in kernel.asm["ptx"]
+
+
+def test_for_few_tokens_weights_are_asked_for_before_the_wait(tmp_path):
+    """The first bulk copies stand before griddepcontrol.wait: they depend on the ids alone."""
+    ptx = compiled_few(gemm(True, True), Few8(8, 8), True).asm["ptx"]
+    assert 0 < ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
+    assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
+
+
+def test_many_routes_are_not_counted_again_by_each_cta(tmp_path):
+    """w13 then waits for the counts before it asks for weights; w2's counts are there."""
+    ptx = compiled_few(gemm(True, True), Few8(8, 16), routes=1024).asm["ptx"]
+    assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.bulk.tensor")
+    ptx = compiled_few(gemm(False, True), Few8(8, 16), routes=1024).asm["ptx"]
+    assert ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
+
+
+def test_columns_of_w2_that_its_parts_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="in 4 parts"):
+        tile_few(gemm(False, True), Few8(Z=4), 64, True)
+
+
 def test_every_feature_compiles(tmp_path):
     """Bias, swigluoai with limits, router weight on the input, a number of experts that is no power of two, a last
     column tile that is half empty."""
@@ -112,28 +191,28 @@ def test_every_feature_compiles(tmp_path):
 @pytest.mark.parametrize("grouped", [True, False])
 def test_the_kernels_before_the_gemms_compile(grouped):
     rounding = {"COLUMNS": 2048, "GROUPED": grouped, "STATIC": False, "R": 4, "B": 1024 if grouped else 2048}
+    inputs = ["*bf16", "*fp8e4nv", "*fp32", "i32"]
+    by_chunk = {"E": 60, "EP": 64, "C": 512}
     cases = (
-        (prepare, ["*i32", "*i32", "*i32", "i32"], {"E": 60, "TH": 512, "CH": 16}),
-        (round_rows, [], {}),
-        (list_rows, None, {"TOPK": 8, "WORDS": 2048, "SCALES": 64}),
+        (prepare, ["*i32", "*i32", "*i32", "i32", *inputs], {"E": 60, "TH": 512, "CH": 16, **rounding, "FEW": True}),
+        (prepare_many, ["*i32", "*i32", "i32", *inputs, "i32"], {**by_chunk, **rounding, "PDL": True}),
+        (place_routes, ["*i32"] * 5 + ["i32"] * 2, {**by_chunk, "S": 128, "BC": 128, "PLACES": True, "PDL": True}),
+        (round_rows, inputs, rounding),
+        (round_to_places, ["*bf16", "*i32", "*fp8e4nv", "*fp32", "i32"], {"TOPK": 8, **rounding, "PDL": True}),
     )
     for kernel, types, constants in cases:
         names = kernel.arg_names
-        if types is None:
-            types = ["*i32", "*i32", "*fp32", "*i32", "*fp32", "i32"]
-        else:
-            types = [*types, "*bf16", "*fp8e4nv", "*fp32", "i32"]
-            constants = {**constants, **rounding}
         signature = dict(zip(names, types + ["constexpr"] * len(constants), strict=True))
         aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
         source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
         out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16, "launch_pdl": True})
         assert "griddepcontrol.wait" in out.asm["ptx"]
-        assert "ld.global.v4" in out.asm["ptx"], "inputs are not fetched 16 bytes at a time"
+        if "COLUMNS" in constants:
+            assert "ld.global.v4" in out.asm["ptx"], "inputs are not fetched 16 bytes at a time"
 
 
 def test_sizes_that_straddle_a_scale_are_refused():
     with pytest.raises(ValueError, match="want multiples of 128"):
         tile8(gemm(True, True, K=2000), Plan8(), True)
-    with pytest.raises(ValueError, match="no more than ST stages"):
-        Plan8(lag=3, depth=2)  # the second warpgroup would wait for stages that wait for it
+    with pytest.raises(ValueError, match="want depth from 1"):
+        Plan8(depth=4)  # the gather would wait for slots that wait for it

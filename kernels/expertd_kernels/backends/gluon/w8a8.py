@@ -22,10 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from expertd_kernels.backends.gluon.pieces import _BARRIER, _act, _add, barrier, copy_elements, copy_tile
-
-LARGEST = gl.constexpr(448.0)
-LEAST = gl.constexpr(1e-30)
+from expertd_kernels.backends.gluon.pieces import _BARRIER, _add, barrier, copy_elements, copy_tile
+from expertd_kernels.backends.gluon.w8a8_epilogue import epilogue, row_of
 
 
 @gluon.jit
@@ -52,7 +50,7 @@ def _find_tile(ie, cnt, nb, cum, t, C: gl.constexpr):
     r = t - gl.sum(nb * before, 0) * CT
     first = r // (C.GM * CT) * C.GM
     r -= first * CT
-    size = gl.minimum(blocks - first, C.GM)
+    size = gl.maximum(gl.minimum(blocks - first, C.GM), 1)
     b = (first + r % size) * 128
     return e, start + b, n - b, r // size
 
@@ -116,9 +114,22 @@ def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(pointers, first, ok, a_s, b_s, full, empty, go, slot, ph, begins, PART: gl.constexpr, C: gl.constexpr):
+def _add_scaled(acc, p, s):
+    """acc + p * s by row, at this place: left to itself, the compiler moves it behind the next product, and two
+    products are more than the registers hold."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [p, gl.expand_dims(s, 1), acc], dtype=gl.float32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _multiply(pointers, first, ok, a_s, b_s, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
     """acc0, acc1 [64, 128] f32: the part's rows times the tile's two runs of 128 weight rows.  pointers: as _pointers
-    gives them; first: what they point to.  Scales are fetched one stage ahead."""
+    gives them; first: what they point to.
+
+    Nothing stands between the end of a product and the issue of the next but the addition of its result: the barriers,
+    and the scales of the next stage, are waited for while a product runs."""
     xs, ws0, ws1 = pointers
     x, w0, w1 = first
     M: gl.constexpr = 64
@@ -126,24 +137,30 @@ def _multiply(pointers, first, ok, a_s, b_s, full, empty, go, slot, ph, begins, 
     acc0 = gl.zeros([M, 128], gl.float32, MMA)
     acc1 = gl.zeros([M, 128], gl.float32, MMA)
     none = gl.zeros([M, 128], gl.float32, MMA)
+    mbarrier.wait(full.index(slot), ph)
     for i in range(C.iterations):
+        a = a_s.index(slot).slice(64 * PART, 64, 0)
+        b0 = b_s.index(2 * slot).permute((1, 0))
+        b1 = b_s.index(2 * slot + 1).permute((1, 0))
+        t = warpgroup_mma(a, b0, warpgroup_mma_init(none), use_acc=False, is_async=True)
+        mbarrier.arrive(empty.index(_back(slot, 1, C)), count=1, pred=i > 0)
         more = ok & (i + 1 < C.iterations)
         nx = gl.load(xs + (i + 1), mask=more, other=0.0)
         n0 = gl.load(ws0 + (i + 1), mask=more, other=0.0)
         n1 = gl.load(ws1 + (i + 1), mask=more, other=0.0)
-        mbarrier.wait(full.index(slot), ph)
-        a = a_s.index(slot).slice(64 * PART, 64, 0)
-        p = warpgroup_mma(a, b_s.index(2 * slot).permute((1, 0)), none, use_acc=False)
-        acc0 += p * gl.expand_dims(x * w0, 1)
-        p = warpgroup_mma(a, b_s.index(2 * slot + 1).permute((1, 0)), none, use_acc=False)
-        mbarrier.arrive(empty.index(slot), count=1)
-        if PART == 0 and C.lag > 0:
-            mbarrier.arrive(go.index(0), count=1, pred=begins & (i == C.lag - 1))
-        acc1 += p * gl.expand_dims(x * w1, 1)
+        s0 = x * w0
+        s1 = x * w1
+        slot, ph = _next(slot, ph, C)
+        p = warpgroup_mma_wait(0, deps=[t])
+        acc0 = _add_scaled(acc0, p, s0)
+        t = warpgroup_mma(a, b1, warpgroup_mma_init(none), use_acc=False, is_async=True)
+        mbarrier.wait(full.index(slot), ph, pred=i + 1 < C.iterations)
+        p = warpgroup_mma_wait(0, deps=[t])
+        acc1 = _add_scaled(acc1, p, s1)
         x = nx
         w0 = n0
         w1 = n1
-        slot, ph = _next(slot, ph, C)
+    mbarrier.arrive(empty.index(_back(slot, 1, C)), count=1)
     return acc0, acc1, slot, ph
 
 
@@ -167,56 +184,6 @@ def _sum(a_s, b_s, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
     acc0, acc1 = warpgroup_mma_wait(0, deps=[t0, t1])
     mbarrier.arrive(empty.index(_back(slot, 1, C)), count=1)
     return acc0, acc1, slot, ph
-
-
-@gluon.jit
-def _row(p, C: gl.constexpr):
-    """128 numbers [1, 128], one for each column of an accumulator"""
-    return gl.expand_dims(gl.load(p + gl.arange(0, 128, gl.SliceLayout(0, C.MMA))), 0)
-
-
-@gluon.jit
-def _store(v, out, row, ok, column, C: gl.constexpr):
-    """v [64, 128] in the accumulator's layout -> out[row, column ..], where ok"""
-    L: gl.constexpr = C.LH if v.dtype == gl.float8e4nv else C.LY
-    v = gl.convert_layout(v, L)
-    row = gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(1, L)), 1)
-    ok = gl.expand_dims(gl.convert_layout(ok, gl.SliceLayout(1, L)), 1)
-    c = gl.expand_dims(column + gl.arange(0, 128, gl.SliceLayout(0, L)), 0)
-    gl.store(out + row.to(gl.int64) * C.gemm.segment + c, v, mask=ok)
-
-
-@gluon.jit
-def _store_h(acc0, acc1, bias, w, out, out_scale, base, ok, col, C: gl.constexpr):
-    """activation; rounded to e4m3 unless a scale needs the whole row; rows in the order of the list"""
-    if C.gemm.weight:
-        acc0 = acc0 * gl.expand_dims(w, 1)
-        acc1 = acc1 * gl.expand_dims(w, 1)
-    if C.gemm.bias:
-        acc0 += _row(bias + col * 128, C)
-        acc1 += _row(bias + (C.gemm.segment + col * 128), C)
-    h = _act(acc0, acc1, C)
-    row = base + gl.arange(0, 64, gl.SliceLayout(1, C.MMA))
-    if C.gemm.grouped:
-        s = gl.maximum(gl.max(gl.abs(h), 1), LEAST) / LARGEST
-        gl.store(out_scale + row * (C.gemm.segment // 128) + col, s, mask=ok)
-        h = gl.minimum(gl.maximum(h * gl.expand_dims(1.0 / s, 1), -LARGEST), LARGEST)
-        _store(h.to(gl.float8e4nv), out, row, ok, col * 128, C)
-    elif C.gemm.static:
-        h = gl.minimum(gl.maximum(h / gl.load(out_scale), -LARGEST), LARGEST)
-        _store(h.to(gl.float8e4nv), out, row, ok, col * 128, C)
-    else:
-        _store(h.to(gl.bfloat16), out, row, ok, col * 128, C)
-
-
-@gluon.jit
-def _store_y(acc, bias, w, out, route, ok, column, C: gl.constexpr):
-    """128 columns of out[route] from `column` on"""
-    if C.gemm.bias:
-        acc += _row(bias + column, C)
-    if C.gemm.weight:
-        acc = acc * gl.expand_dims(w, 1)
-    _store(acc.to(gl.bfloat16), out, route, ok, column, C)
 
 
 @gluon.jit
@@ -265,36 +232,18 @@ def _first(xs, ws, e, base, n, col, route, PART: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _sums(
-    xs, ws, a_s, b_s, full, empty, go, e, base, n, col, route, first, slot, ph, begins,
-    PART: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+def _sums(xs, ws, a_s, b_s, full, empty, e, base, n, col, route, first, slot, ph, PART: gl.constexpr, C: gl.constexpr):
     """acc0, acc1 [64, 128] f32, all scales applied"""
     ok = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, C.MMA)) < n
     p = _pointers(xs, ws, e, base, col, route, PART, C)
     if C.gemm.grouped:
-        acc0, acc1, slot, ph = _multiply(p, first, ok, a_s, b_s, full, empty, go, slot, ph, begins, PART, C)
+        acc0, acc1, slot, ph = _multiply(p, first, ok, a_s, b_s, full, empty, slot, ph, PART, C)
     else:
         acc0, acc1, slot, ph = _sum(a_s, b_s, full, empty, slot, ph, PART, C)
         x = gl.expand_dims(first[0], 1)
-        acc0 = acc0 * x * _row(p[1], C)
-        acc1 = acc1 * x * _row(p[2], C)
+        acc0 = acc0 * x * row_of(p[1], C)
+        acc1 = acc1 * x * row_of(p[2], C)
     return acc0, acc1, slot, ph
-
-
-@gluon.jit
-def _epilogue(acc0, acc1, bias, out, out_scale, e, base, n, col, route, w, PART: gl.constexpr, C: gl.constexpr):
-    ok = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, C.MMA)) < n
-    b = bias + e * C.rows
-    if C.gemm.first:
-        _store_h(acc0, acc1, b, w, out, out_scale, base + 64 * PART, ok, col, C)
-    else:
-        _store_y(acc0, b, w, out, route, ok, col * 256, C)
-        if C.half_tiles:
-            if 2 * col + 1 < C.rows // 128:
-                _store_y(acc1, b, w, out, route, ok, col * 256 + 128, C)
-        else:
-            _store_y(acc1, b, w, out, route, ok, col * 256 + 128, C)
 
 
 @gluon.jit
@@ -309,7 +258,7 @@ def _pass(full, empty, slot, ph, C: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, go, PART: gl.constexpr, C: gl.constexpr
+    xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, PART: gl.constexpr, C: gl.constexpr
 ):
     """64 tokens of each block, from 64 * PART on.  The routes of the next tile are fetched while this one is
     multiplied, its first scales while this one is stored."""
@@ -319,22 +268,20 @@ def _consumer(
     last = blocks * C.column_tiles - 1
     begin = gl.program_id(0)
     step = gl.num_programs(0)
-    e, base, n, col = _find_tile(ie, cnt, nb, cum, gl.minimum(begin, last), C)
+    e, base, n, col = _find_tile(ie, cnt, nb, cum, gl.maximum(gl.minimum(begin, last), 0), C)
     route = _routes(lists, base, n, PART, C)
     first = _first(xs, ws, e, base, n, col, route, PART, C)
     r = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, C.MMA))
-    if PART == 1 and C.lag > 0:
-        mbarrier.wait(go.index(0), 0, pred=begin <= last)
     for t in range(begin, last + 1, step):
         w = gl.load(tw + route, mask=r < n, other=0.0)
         e2, base2, n2, col2 = _find_tile(ie, cnt, nb, cum, gl.minimum(t + step, last), C)
         route2 = _routes(lists, base2, n2, PART, C)
         if n > 64 * PART:
             acc0, acc1, slot, ph = _sums(
-                xs, ws, a_s, b_s, full, empty, go, e, base, n, col, route, first, slot, ph, t == begin, PART, C
+                xs, ws, a_s, b_s, full, empty, e, base, n, col, route, first, slot, ph, PART, C
             )
             first2 = _first(xs, ws, e2, base2, n2, col2, route2, PART, C)
-            _epilogue(acc0, acc1, bias, out, out_scale, e, base, n, col, route, w, PART, C)
+            epilogue(acc0, acc1, bias, out, out_scale, e, base, n, col, route, w, PART, C)
         else:
             slot, ph = _pass(full, empty, slot, ph, C)
             first2 = _first(xs, ws, e2, base2, n2, col2, route2, PART, C)
@@ -363,8 +310,6 @@ def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, C: gl.const
     b_s = gl.allocate_shared_memory(gl.float8e4nv, [2 * C.ST, 128, 128], C.SB)
     full = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
-    go = gl.allocate_shared_memory(gl.int64, [1, 1], _BARRIER)
-    mbarrier.init(go.index(0), count=1)
     ST: gl.constexpr = C.ST
     for i in gl.static_range(ST):
         mbarrier.init(full.index(i), count=1 if C.listed else 2)
@@ -373,8 +318,8 @@ def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, C: gl.const
     barrier()
     gl.warp_specialize(
         [
-            (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, go, 0, C)),
-            (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, go, 1, C)),
+            (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, 0, C)),
+            (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, 1, C)),
             (_producer, (x, xd, wd, counts, lists, a_s, b_s, full, empty, C)),
         ],
         [4, 4],

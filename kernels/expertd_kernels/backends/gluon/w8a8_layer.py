@@ -14,14 +14,27 @@ from expertd_kernels.backends.envelope import activation_of
 from expertd_kernels.backends.gluon.calls import InPieces
 from expertd_kernels.backends.gluon.routing import combine
 from expertd_kernels.backends.gluon.w8a8 import w8a8
-from expertd_kernels.backends.gluon.w8a8_plan import TOKENS, Plan8
-from expertd_kernels.backends.gluon.w8a8_prepare import list_rows, prepare, round_rows
-from expertd_kernels.backends.gluon.w8a8_tile import GROUP, Gemm8, tile8
+from expertd_kernels.backends.gluon.w8a8_few import w8a8_few
+from expertd_kernels.backends.gluon.w8a8_plan import TOKENS, Few8, Plan8, Shape8
+from expertd_kernels.backends.gluon.w8a8_prepare import (
+    place_routes,
+    prepare,
+    prepare_many,
+    round_rows,
+    round_to_places,
+)
+from expertd_kernels.backends.gluon.w8a8_tile import GROUP, Gemm8, tile8, tile_few
+from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant
 
 __all__ = ["W8A8Experts"]
+
+MANY_ROUTES = 2048
+"""Routes beyond which they are counted and placed by chunks, in two launches, and not by a program an expert."""
+CHUNK = 512
+"""Routes of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,7 @@ class _Workspace:
     """Buffers for `routes` routes.  Kept for good: captured graphs hold their addresses."""
 
     counts: Tensor  # [E] int32
+    table: Tensor  # [routes / CHUNK, experts and more] int32, for many routes: each chunk's routes of each expert
     lists: Tensor  # [routes] int32
     x: Tensor  # [tokens, H] e4m3 and its scales [tokens, H / 128] or [tokens]
     x_scale: Tensor  # or the given one
@@ -64,14 +78,17 @@ class W8A8Experts(InPieces):
             rounding is q for q in (ActivationQuant.E4M3_GROUP128, ActivationQuant.E4M3_TENSOR)
         )
         self.activation = activation_of(packed)
+        self.batch_invariant = problem.batch_invariant
         self.num_experts, self.hidden_size, self.intermediate_size = packed.meta["w2"]["shape"]
         self.multiprocessors: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         if self.static:  # a token goes to several experts but is rounded once: by the largest scale
             self._given = packed.tensors["input_scales"].amax(dim=0).float().to(self.device)
         self._w13, self._w2 = self._matrix("w13"), self._matrix("w2")
         self._spaces: dict[int, _Workspace] = {}
-        self._lists: dict[int, tuple[Tensor, Tensor]] = {}
+        self._lists: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._descriptors: dict[int, TensorDescriptor] = {}
+        self.many_routes = MANY_ROUTES
+        self._partial: dict[tuple[int, int], Tensor] = {}
 
     @property
     def rounds_h(self) -> bool:
@@ -126,6 +143,7 @@ class W8A8Experts(InPieces):
             e4m3 = torch.float8_e4m3fn
             self._spaces[n] = _Workspace(
                 empty((self.num_experts,), torch.int32),
+                empty((triton.cdiv(n, CHUNK), max(32, triton.next_power_of_2(self.num_experts))), torch.int32),
                 empty((n,), torch.int32),
                 empty((tokens, H), e4m3),
                 scales(0, tokens, H),
@@ -139,21 +157,34 @@ class W8A8Experts(InPieces):
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: Plan8 | None) -> None:
         M, top_k = ids.shape
         n, E = M * top_k, self.num_experts
-        p = plan or Plan8.of(M, top_k)
+        p = plan or Plan8.of(M, Shape8(E, top_k, self.hidden_size, self.intermediate_size), self.batch_invariant)
         s = self._space(M, top_k)
-        self._prepare(x, ids, s)
+        q, scale = s.x, s.x_scale
+        if p.listed:
+            q, scale = self._prepare_listed(x, ids, s)
+        else:
+            self._prepare(x, ids, s, p.few is not None)
         h = s.h if self.rounds_h else s.wide
-        q, scale = self._listed(s, n, top_k) if p.listed else (s.x, s.x_scale)
-        self._multiply(self._gemm(True, top_k, on_input), p, self._w13, q, scale, weights, s, n, h, s.h_scale)
+        gemms = self._gemm(True, top_k, on_input), self._gemm(False, top_k, on_input)
+        if p.few is not None:
+            self._few(gemms[0], p.few[0], self._w13, q, scale, ids, weights, s, h, s.h_scale)
+        else:
+            self._multiply(gemms[0], p, self._w13, q, scale, weights, s, n, h, s.h_scale)
         if not self.rounds_h:
             R, B = self._round_tile(self.intermediate_size, 4)
             round_rows[(triton.cdiv(n, R),)](
                 s.wide, s.h, s.h_scale, n, self.intermediate_size, False, False, R, B, num_warps=4, launch_pdl=True
             )
-        self._multiply(self._gemm(False, top_k, on_input), p, self._w2, s.h, s.h_scale, weights, s, n, s.y, s.h_scale)
+        y, parts = s.y, 1
+        if p.few is not None:
+            parts = p.few[1].Z
+            y = self._parts(parts, n) if parts > 1 else s.y
+            self._few(gemms[1], p.few[1], self._w2, s.h, s.h_scale, ids, weights, s, y, s.h_scale)
+        else:
+            self._multiply(gemms[1], p, self._w2, s.h, s.h_scale, weights, s, n, y, s.h_scale)
         width, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
         combine[(M, triton.cdiv(self.hidden_size, width))](
-            s.y, ids, out, self.hidden_size, E, top_k, width, True, num_warps=warps, launch_pdl=True
+            y, ids, out, self.hidden_size, E, top_k, width, True, parts, num_warps=warps, launch_pdl=True
         )
 
     def _round_tile(self, columns: int, warps: int) -> tuple[int, int]:
@@ -163,10 +194,13 @@ class W8A8Experts(InPieces):
             B = min(1024, B)
         return max(1, 512 * warps // B), B
 
-    def _prepare(self, x: Tensor, ids: Tensor, s: _Workspace) -> None:
+    def _prepare(self, x: Tensor, ids: Tensor, s: _Workspace, few: bool = False) -> None:
         """Routes grouped by expert, inputs rounded."""
         n, M, H, E = ids.numel(), x.shape[0], self.hidden_size, self.num_experts
         threads, chunk, warps = 512, 16, 16
+        if n > self.many_routes:
+            self._group_many(x, ids, s, self._round_tile(H, warps), None)
+            return
         if n <= 1024:
             routes = triton.next_power_of_2(n)
             threads, chunk, warps = min(256, max(32, routes)), max(1, routes // 256), 4
@@ -188,23 +222,78 @@ class W8A8Experts(InPieces):
             self.static,
             R,
             B,
+            few,
             num_warps=warps,
             launch_pdl=True,
         )
 
-    def _listed(self, s: _Workspace, n: int, top_k: int) -> tuple[Tensor, Tensor]:
-        """The rounded inputs and their scales in the order of the list."""
-        routes, H = s.lists.numel(), self.hidden_size
+    def _group_many(
+        self, x: Tensor, ids: Tensor, s: _Workspace, tile: tuple[int, int] | None, places: Tensor | None
+    ) -> None:
+        """Routes grouped by expert, chunk by chunk.  tile: inputs rounded in tiles of so many rows and columns, too;
+        places [routes] int32: where each route is in the list."""
+        n, M, H, E = ids.numel(), x.shape[0], self.hidden_size, self.num_experts
+        chunks, padded = triton.cdiv(n, CHUNK), s.table.shape[1]
+        R, B = tile or (1, 128)
+        rounds = triton.cdiv(M, R) * triton.cdiv(H, B) if tile else 0
+        prepare_many[(chunks + rounds,)](
+            ids, s.table, n, x, s.x, s.x_scale, M, chunks, E, padded, CHUNK, H, self.grouped, self.static, R, B, True,
+            num_warps=16, launch_pdl=True,
+        )  # fmt: skip
+        place_routes[(chunks,)](
+            ids, s.table, s.counts, s.lists, s.lists if places is None else places, n, chunks, E, padded, CHUNK,
+            max(16, min(128, 16384 // padded)), 8192 // padded, places is not None, True,
+            num_warps=8, launch_pdl=True,
+        )  # fmt: skip
+
+    def _prepare_listed(self, x: Tensor, ids: Tensor, s: _Workspace) -> tuple[Tensor, Tensor]:
+        """As _prepare, but the rounded inputs and their scales in the order of the list."""
+        M, top_k, H = *ids.shape, self.hidden_size
+        routes = s.lists.numel()
         if routes not in self._lists:
-            scale = s.x_scale if self.static else torch.empty(routes, s.x_scale.shape[1], device=self.device)
-            self._lists[routes] = torch.empty((routes, H), dtype=s.x.dtype, device=self.device), scale
-        q, scale = self._lists[routes]
-        scales = 0 if self.static else s.x_scale.shape[1]
-        list_rows[(n,)](
-            s.lists, s.x.view(torch.int32), s.x_scale, q.view(torch.int32), scale, n, top_k, H // 4, scales,
+            groups = H // GROUP if self.grouped else 1
+            scale = s.x_scale if self.static else torch.empty((routes, groups), device=self.device)
+            places = torch.empty((routes,), dtype=torch.int32, device=self.device)
+            # w2 writes y when w13 has read its inputs: they share the memory
+            self._lists[routes] = s.y.view(torch.float8_e4m3fn).view(-1, H)[:routes], scale, places
+        q, scale, places = self._lists[routes]
+        self._group_many(x, ids, s, None, places)
+        warps = 8
+        R, B = self._round_tile(H, warps)
+        round_to_places[(triton.cdiv(M, R) * triton.cdiv(H, B),)](
+            x, places, q, scale, M, top_k, H, self.grouped, self.static, R, B, True, num_warps=warps, launch_pdl=True
+        )
+        return q, scale
+
+    def _parts(self, parts: int, routes: int) -> Tensor:
+        """w2's results of each part of its columns, [parts * routes, H] f32."""
+        key = (parts, triton.next_power_of_2(routes))
+        if key not in self._partial:
+            self._partial[key] = torch.empty((parts * key[1], self.hidden_size), device=self.device)
+        return self._partial[key]
+
+    def _few(
+        self,
+        gemm: Gemm8,
+        p: Few8,
+        m: _Matrix,
+        x: Tensor,
+        x_scale: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        s: _Workspace,
+        out: Tensor,
+        out_scale: Tensor,
+    ) -> None:
+        n = ids.numel()
+        by_route = n < self.num_experts
+        t = tile_few(gemm, p, next(r for r in (64, 256, 1024) if n <= r), by_route)
+        grid = (t.column_tiles * t.Z * (n if by_route else self.num_experts),)
+        kernel: Any = w8a8_few
+        kernel[grid](
+            x, x_scale, m.codes, m.scales, m.bias, ids, s.counts, s.lists, weights, out, out_scale, n, t,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
-        return q, scale
 
     def _multiply(
         self,
@@ -242,3 +331,6 @@ class W8A8Experts(InPieces):
             num_warps=4,
             launch_pdl=True,
         )
+
+
+settle(__name__)

@@ -10,9 +10,9 @@ from typing import Any
 
 from triton.experimental.gluon import language as gl
 
-from expertd_kernels.backends.gluon.w8a8_plan import TOKENS, Plan8
+from expertd_kernels.backends.gluon.w8a8_plan import TOKENS, Few8, Plan8
 
-__all__ = ["GROUP", "Gemm8", "Tile8", "tile8"]
+__all__ = ["GROUP", "Gemm8", "Tile8", "TileFew", "tile8", "tile_few"]
 
 GROUP = 128
 """Columns an activation scale, rows and columns a weight scale, columns a stage."""
@@ -54,7 +54,6 @@ class Tile8:
     gemm: Gemm8
     ST: int
     GM: int
-    lag: int
     depth: int
     listed: bool
     pdl: bool
@@ -123,7 +122,6 @@ def tile8(gemm: Gemm8, plan: Plan8, pdl: bool) -> Tile8:
         gemm,
         plan.ST,
         plan.GM,
-        min(plan.lag, gemm.K // GROUP) if gemm.grouped else 0,
         plan.depth,
         plan.listed or not gemm.first,
         pdl,
@@ -135,5 +133,73 @@ def tile8(gemm: Gemm8, plan: Plan8, pdl: bool) -> Tile8:
         _rows_by_warp(16),
         _rows_by_warp(8),
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2),
+        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class TileFew:
+    """The constants of kernel `w8a8_few`; see Few8.  routes: most routes of a call, a power of two."""
+
+    gemm: Gemm8
+    routes: int
+    by_route: bool
+    N1: int
+    N2: int
+    ST: int
+    Z: int
+    source: str
+    LX: Any
+    LO: Any
+    SB: Any
+
+    @property
+    def counted(self) -> bool:
+        """Whether a CTA reads the counts by expert: from more routes than are quickly counted, and where the counts are
+        older than the kernel before this one (w2)."""
+        return not self.by_route and (self.routes > 256 or not self.gemm.first)
+
+    @property
+    def padded_experts(self) -> int:
+        return max(32, 1 << (self.gemm.experts - 1).bit_length())
+
+    @property
+    def units(self) -> int:
+        """Blocks of 128 columns in a stage of the ring."""
+        return 1 if self.gemm.first else 2
+
+    @property
+    def iterations(self) -> int:
+        """Stages of the ring that a CTA reads for a block of routes."""
+        return self.gemm.K // GROUP // self.units // self.Z
+
+    @property
+    def column_tiles(self) -> int:
+        return self.gemm.segment // GROUP
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of an expert."""
+        return 2 * self.gemm.segment if self.gemm.first else self.gemm.segment
+
+
+@cache
+def tile_few(gemm: Gemm8, plan: Few8, routes: int, by_route: bool) -> TileFew:
+    """The constants of `plan` for `gemm`, with room for so many routes (32 or more, a power of two).  ValueError where
+    they do not go together."""
+    parts = 1 if gemm.first else plan.Z
+    if gemm.K % GROUP or gemm.segment % GROUP or (not gemm.first and gemm.K % (2 * GROUP * parts)):
+        raise ValueError(f"w8a8_few {gemm.segment} x {gemm.K} in {parts} parts: want multiples of {GROUP}, w2 of twice")
+    return TileFew(
+        gemm,
+        routes,
+        by_route,
+        plan.N1,
+        plan.N2,
+        plan.ST,
+        parts,
+        _SOURCE,
+        gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]),
+        gl.BlockedLayout([8, 1], [16, 2], [1, 4], [0, 1]),
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2),
     )
