@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,9 +200,9 @@ def earlier(path: Path, facts: Mapping[str, str], tokens: Sequence[int], todo: S
     commit = told["machine"].get("commit", "")
     wanted, out = set(todo), {}
     for row in told["rows"]:
-        layer = Layer(
-            **{f.name: row[f.name] for f in fields(Layer)} | {"activations": ActivationQuant(row["activations"])}
-        )
+        values: dict[str, Any] = {f.name: row[f.name] for f in fields(Layer)}
+        values["activations"] = ActivationQuant(row["activations"])
+        layer = Layer(**values)
         errors = {int(m): float(e) for m, e in row["errors"].items()}
         if layer in wanted and row["ran"] and not row["faults"] and set(tokens) <= set(errors):
             out[layer] = Outcome(errors, row["tolerance"], (), row["seconds"], commit=row["commit"] or commit)
