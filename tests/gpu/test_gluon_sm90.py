@@ -117,6 +117,8 @@ def check(case, weights, experts, M, how, **more):
     error = relative_error(outs[0], reference(weights, x, ids, w, router_weight_on_input=on_input))
     assert error <= LIMIT, f"M = {M}, {how}, {more}: relative error {error:.2e}"
     assert torch.equal(outs[0], outs[1]), f"M = {M}, {how}: two runs differ"
+    for space in experts._spaces.values():
+        assert not space.done.any(), "counters that the next call would start from"
     return error
 
 
@@ -144,15 +146,20 @@ PLANS = {
         ("block BM8 S4 SK2", "block BM8 S2 SK2 P0"),
         ("block BM8 T2 S2", "block BM8 T1 S2"),
         ("block BM16 T2 S2 SK2 V1", "block BM8 S4 SK2"),
+        ("block BM8 S4 SK2", "block BM8 S2 SK2 F1"),
+        ("block BM8 T2 S2", "block BM8 T1 S2 P0 F1"),
     ],
     "table": [
         ("block BM8 S2 SK2", "block BM8 S4 SK2"),
         ("block BM16 T2 S2 V1", "block BM16 T2 S2 SK2"),
         ("block BM32 T2 V1", "block BM32 T2 V1"),
+        ("block BM8 S4 SK2", "block BM8 S2 SK2 F1"),
+        ("block BM16 T2 S2 SK2", "block BM16 T2 S2 V1 F1"),
     ],
     "lists": [
         ("block BM8 S4 SK2", "block BM8 S4 SK2"),
         ("block BM64 T4 W8 V3 D2 R128", "block BM64 T4 W8 V3 R128"),
+        ("block BM16 T2 S4 SK2", "block BM16 T2 S2 SK2 F1"),
         ("ws BM64 T4 W8 S4 ST3 V2", "ws BM32 T4 S2 ST4 V1 R128 C2"),
         ("ws BM128 T4 W8 ST4 V1", "ws BM128 T4 W8 ST4 V2"),
         ("ws BM64 T4 W8 S2 ST4 V2 X16", "ws BM32 T4 W8 S2 ST4 V1 X16"),
@@ -200,6 +207,56 @@ def test_w2_split_over_its_columns(mode):
         check(case, weights, experts, M, how, plan=plan)
     with pytest.raises(ValueError, match="do not fit the workspace"):
         experts(*routed(case, 16, "even"), plan=plan)
+
+
+def test_a_call_that_fails_leaves_no_counters(monkeypatch):
+    from expertd_kernels.backends.gluon import layer as module
+    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+
+    class Broken:
+        def __getitem__(self, grid):
+            raise RuntimeError("no such kernel")
+
+    case = Case("int4_g128")
+    weights, experts = layer(case)
+    plan = LayerPlan(0, "table", TilePlan.parse("block BM8 S4 SK2"), TilePlan.parse("block BM8 S2 SK2 F1"))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "combine", Broken())
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            experts(*routed(case, 16, "even"), plan=plan)
+    check(case, weights, experts, 16, "even", plan=plan)
+
+
+@pytest.mark.parametrize("mode", ["ids", "table", "lists"])
+def test_w2_following_w13_in_a_graph_of_many_layers(mode):
+    """Calls in a row whose kernels overlap, on other inputs each: the same bits as with w2 waiting for all of w13."""
+    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+
+    case = Case("int4_g128", experts=32, top_k=4, hidden=2048, inner=768)
+    _, experts = layer(case)
+    w13, w2 = "block BM8 S4 SK2", "block BM8 S2 SK2"
+    waits, follows = (LayerPlan(0, mode, TilePlan.parse(w13), TilePlan.parse(w2 + f)) for f in ("", " F1"))
+    sizes = (1, 4, 7) if mode == "ids" else (8, 33, 64, 8)
+    sets = [routed(case, M, how) for M in sizes for how in ("even", "one", "absent")]
+    right = [experts(*s, plan=waits).clone() for s in sets]
+    outs = [torch.full_like(x, float("nan")) for x, _, _ in sets]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for s, out in zip(sets, outs, strict=True):
+            experts(*s, out=out, plan=follows)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for s, out in zip(sets, outs, strict=True):
+                experts(*s, out=out, plan=follows)
+    for _ in range(20):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for out, want in zip(outs, right, strict=True):
+            assert torch.equal(out, want)
 
 
 def test_graph_replays_follow_new_inputs():

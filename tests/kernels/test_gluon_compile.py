@@ -41,14 +41,15 @@ def gemm(scheme: str, first: bool, **more) -> Gemm:
     return Gemm(codec_of(Scheme.parse(scheme)), **(facts | more))
 
 
-def compiled(g: Gemm, plan: TilePlan, mode: str, words: int = 0, listed: bool = False):
+def compiled(g: Gemm, plan: TilePlan, mode: str, words: int = 0, listed: bool = False, counted: int = 0):
     """Triton's compiled kernel of this GEMM under this plan."""
-    c = tile(g, plan, mode, True, words, listed)
+    c = tile(g, plan, mode, True, words, listed, counted)
     kernel = {"block": block, "ws": ws, "wide": wide}[plan.kind]
     words_type = f"tensordesc<i32[{c.T}, {16 * c.stage_units}, 32],{c.SW!r}>"
     scale = "*u8" if c.codec.e8m0 else "*bf16"
     out = "*bf16" if g.first or plan.kind == "ws" else "*fp32"  # w2's results are f32 up to 128 tokens
-    types = ["*bf16", words_type, scale, "*fp32", "*i32", "*i32", "*fp32", out, "fp32", "i32", "constexpr"]
+    counters = ["*i32"] if plan.kind == "block" else []
+    types = ["*bf16", words_type, scale, "*fp32", "*i32", "*i32", "*fp32", out, *counters, "fp32", "i32", "constexpr"]
     if plan.kind == "wide":
         h = f"tensordesc<bf16[{c.BM}, 64],{c.SX!r}>"
         types = ["*bf16", h, words_type, "*fp32", "*i32", "*i32", "*fp32", "*bf16", "constexpr"]
@@ -106,6 +107,22 @@ def test_it_compiles_within_its_registers_and_stays_asynchronous(case, tmp_path)
     assert kernel.metadata.shared <= 232448
 
 
+def test_w2_following_w13_costs_no_registers(tmp_path):
+    """w13 counts its tiles with a release at the end, after a barrier; w2 asks before it reads, weights under way, and
+    waits for the kernel only at its own end."""
+    for first, plan, most in ((True, "block BM8 S4 ST3 SK2", 96), (False, "block BM8 S2 ST3 SK2 F1", 72)):
+        kernel = compiled(gemm("int4_g128", first), TilePlan.parse(plan), "table", counted=24)
+        registers, spilled, serialized = resources(kernel, tmp_path)
+        assert (registers <= most, spilled, serialized) == (True, 0, False)
+        text = kernel.asm["ptx"]
+        if first:
+            assert text.rindex("bar.sync") < text.index("gpu.release.add") < text.rindex("ret;")
+        else:
+            asks = text.index("ld.acquire.gpu")
+            assert text.index("cp.async.bulk.tensor") < asks < text.index("griddepcontrol.wait")
+            assert asks < text.index("bar.sync", asks) < text.index("cp.async.cg", asks)
+
+
 def test_every_feature_compiles(tmp_path):
     """Bias, swigluoai with limits, router weight on the input, padded K and output, a number of experts that is no
     power of two."""
@@ -137,8 +154,16 @@ def test_a_wide_kernel_without_gate_compiles(tmp_path):
 @pytest.mark.parametrize(
     ("kernel", "types", "constants"),
     [
-        (combine, ["*fp32", "*i32", "*bf16", "i32", "i32"], {"TOPK": 8, "B": 512, "PDL": True, "PARTS": 1}),
-        (combine, ["*fp32", "*i32", "*bf16", "i32", "i32"], {"TOPK": 2, "B": 512, "PDL": True, "PARTS": 4}),
+        (
+            combine,
+            ["*fp32", "*i32", "*bf16", "i32", "i32"],
+            {"TOPK": 8, "B": 512, "PDL": True, "PARTS": 1, "done": None, "COUNTERS": 0},
+        ),
+        (
+            combine,
+            ["*fp32", "*i32", "*bf16", "i32", "i32", "*i32"],
+            {"TOPK": 2, "B": 512, "PDL": True, "PARTS": 4, "COUNTERS": 1024},
+        ),
         (group_routes, ["*i32", "*i32", "*i32", "i32"], {"TH": 512, "CH": 16, "PDL": True}),
         (
             table_routes,
@@ -150,7 +175,8 @@ def test_a_wide_kernel_without_gate_compiles(tmp_path):
 )
 def test_the_kernels_around_the_gemms_compile(kernel, types, constants):
     names = kernel.arg_names
-    signature = dict(zip(names, types + ["constexpr"] * len(constants), strict=True))
+    signature = dict.fromkeys(names, "constexpr")
+    signature |= dict(zip((n for n in names if n not in constants), types, strict=True))
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()})
     out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
     assert "griddepcontrol.wait" in out.asm["ptx"]

@@ -49,6 +49,7 @@ def test_text_and_plan_are_inverse():
         "ws BM64 T4 W8 S2 ST4 V2 X16",
         "block BM8 T1 W4 S4 ST4 SK2 Z4",
         "wide BM128 T4 W4 S1 ST4",
+        "block BM8 T1 W4 S2 ST3 SK2 F1",
     ):
         assert str(TilePlan.parse(text)) == text
     with pytest.raises(ValueError, match="unknown word 'Q9'"):
@@ -61,6 +62,10 @@ def test_plans_that_do_not_go_together_are_refused():
     a, b = TilePlan.parse("block BM8"), TilePlan.parse("block BM16 T2")
     with pytest.raises(ValueError, match="share one BM"):
         LayerPlan(8, "table", a, b)
+    follows = TilePlan.parse("block BM8 F1")
+    for w13, w2 in ((b, follows), (follows, a), (TilePlan.parse("ws BM8 T4"), follows)):
+        with pytest.raises(ValueError, match="F goes with w2"):
+            LayerPlan(8, "lists", w13, w2)
     with pytest.raises(ValueError, match="lists for kernels ws and wide"):
         LayerPlan(8, "table", TilePlan.parse("ws BM64 T4 W8"), TilePlan.parse("ws BM64 T4 W8"))
 

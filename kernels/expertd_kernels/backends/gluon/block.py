@@ -16,10 +16,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from expertd_kernels.backends.gluon.dequant import load, unpack
 from expertd_kernels.backends.gluon.pieces import (
+    await_tiles,
     barrier,
     block_list,
     copy_inputs,
     copy_weights,
+    count_tile,
     epilogue,
     find_block,
     input_rows,
@@ -40,22 +42,21 @@ def _tile(
     lists,
     tw,
     out,
+    done,
     unscale,
     e,
     base,
     n,
     tile,
     k0,
-    wb,
-    xs,
-    sb,
-    full,
+    ring,
     N1: gl.constexpr,
     N2: gl.constexpr,
     C: gl.constexpr,
 ):
     """N1 (+ N2) routes x T row tiles.  The slot freed D stages ago is refilled.  SK = 1: one MMA in flight; SK > 1
     (needs D = 1): those of a whole stage, as for bf16 weights.  k0: the first stage of this CTA's part of K."""
+    wb, xs, sb, full = ring
     P: gl.constexpr = C.ST - C.D
     S: gl.constexpr = C.S
     PARTS: gl.constexpr = 0 if C.codec.kind == "plain" else C.S // C.SK
@@ -69,6 +70,9 @@ def _tile(
     if C.early:
         for i0 in gl.static_range(P):
             copy_weights(wd, ws, row, wb, sb, full, k0 + i0, i0, (n > 0) & (i0 < C.iterations), C)
+    if C.counted > 0 and not C.gemm.first:
+        await_tiles(done, C)
+    elif C.early:
         gdc_wait()
     f1 = input_rows(routes(lists, base, 0, n, N1, C, XL), C)
     f2 = input_rows(routes(lists, base, N1, n, NN, C, XL), C)
@@ -136,13 +140,17 @@ def _tile(
 
 
 @gluon.jit(do_not_specialize=["routes_in_all"])
-def block(x, wd, ws, bias, table, lists, tw, out, unscale, routes_in_all, C: gl.constexpr):
+def block(x, wd, ws, bias, table, lists, tw, out, done, unscale, routes_in_all, C: gl.constexpr):
     """out[route] = act(w13 x[token]) or w2 h[route], for one block of routes x T row tiles a CTA.
 
     table: by mode, the ids [routes_in_all], the table of blocks, or the counts [E] of `lists`.  Mode "ids": a CTA a
-    route; with words = 0 each route is a block, else the first of an expert's stands for all."""
+    route; with words = 0 each route is a block, else the first of an expert's stands for all.
+
+    counted: w13 counts the finished tiles of each block in done [blocks], and a tile of w2 waits for its own block
+    only.  That wait ends: w2's CTAs start when all of w13's have started (they ask for the launch at their beginning),
+    and those never wait for w2.  The counters are 0 before and, by `combine`, after a layer."""
     if C.pdl:
-        if not C.early:
+        if not C.early and (C.gemm.first or C.counted == 0):
             gdc_wait()
         gdc_launch_dependents()
     tile = gl.program_id(0) % C.column_tiles
@@ -152,6 +160,7 @@ def block(x, wd, ws, bias, table, lists, tw, out, unscale, routes_in_all, C: gl.
         k0 = blk % C.Z * C.iterations
         out += (blk % C.Z * routes_in_all).to(gl.int64) * C.gemm.out_columns
         blk = blk // C.Z
+    done += blk
     if C.mode == "ids" and C.words == 0:
         e = gl.load(table + blk)
         base = blk
@@ -168,14 +177,18 @@ def block(x, wd, ws, bias, table, lists, tw, out, unscale, routes_in_all, C: gl.
         ie, cnt, nb, cum, _ = block_list(table, C, C.W)
         e, base, n = find_block(ie, cnt, nb, cum, blk, C)
     if e < C.gemm.experts:
-        wb, xs, sb, full = stages(C, ws.dtype.element_ty, 1)
+        ring = stages(C, ws.dtype.element_ty, 1)
         B: gl.constexpr = C.BM
         if C.V >= 1 and n <= B // 2:
             if C.V >= 2 and n <= B // 4:
-                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, B // 4, 0, C)
+                _tile(x, wd, ws, bias, lists, tw, out, done, unscale, e, base, n, tile, k0, ring, B // 4, 0, C)
             else:
-                _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, B // 2, 0, C)
+                _tile(x, wd, ws, bias, lists, tw, out, done, unscale, e, base, n, tile, k0, ring, B // 2, 0, C)
         elif C.V >= 3 and n <= B // 4 * 3:
-            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, B // 2, B // 4, C)
+            _tile(x, wd, ws, bias, lists, tw, out, done, unscale, e, base, n, tile, k0, ring, B // 2, B // 4, C)
         else:
-            _tile(x, wd, ws, bias, lists, tw, out, unscale, e, base, n, tile, k0, wb, xs, sb, full, B, 0, C)
+            _tile(x, wd, ws, bias, lists, tw, out, done, unscale, e, base, n, tile, k0, ring, B, 0, C)
+        if C.counted > 0 and C.gemm.first:
+            count_tile(done)
+    if C.counted > 0 and not C.gemm.first and gl.program_id(0) == gl.num_programs(0) - 1:
+        gdc_wait()  # this kernel ends after w13's

@@ -243,7 +243,8 @@ class GluonExperts(InPieces):
 
     def _blocks(self, n: int, BM: int) -> int:
         """Blocks of up to BM routes that n routes make at most."""
-        return min(n, n // BM + min(self.num_experts, n))
+        blocks: int = min(n, n // BM + min(self.num_experts, n))
+        return blocks
 
     def _gemm(
         self,

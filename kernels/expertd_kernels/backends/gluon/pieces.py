@@ -107,6 +107,32 @@ def own_block(ids, route, n, C: gl.constexpr):
     return gl.where(first, e, C.gemm.experts), gl.minimum((both & 0xFFFF) - before, C.BM), (before, m0, m1, m2, m3)
 
 
+AWAIT = gl.constexpr(
+    "{\n.reg .pred p;\nmov.b32 $0, $2;\nsetp.lt.s32 p, $2, 1;\n@p bra DONE;\n"
+    "AGAIN:\nld.acquire.gpu.global.b32 $0, [$1];\nsetp.lt.s32 p, $0, $2;\n@p bra AGAIN;\nDONE:\n}"
+)
+"""PTX: waits until the number at $1 is at least $2; does not look where $2 is 0."""
+
+
+@gluon.jit
+def await_tiles(done, C: gl.constexpr):
+    """waits until w13's tiles of this block have all been counted; what they stored is then visible here.  One warp
+    asks (all of them together slow the counting down by more than the wait costs), the others stand at the barrier"""
+    i = gl.arange(0, 32 * C.W, gl.BlockedLayout([1], [32], [C.W], [0]))
+    at = done.to(gl.int64, bitcast=True) + i * 0
+    gl.inline_asm_elementwise(
+        AWAIT, "=&r,l,r", [at, gl.where(i < 32, C.counted, 0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+    barrier()
+
+
+@gluon.jit
+def count_tile(done):
+    """counts this tile of w13, whose results all threads have stored"""
+    barrier()
+    gl.atomic_add(done, 1, sem="release", scope="gpu")
+
+
 @gluon.jit
 def routes(lists, base, n0: gl.constexpr, n, N: gl.constexpr, C: gl.constexpr, L: gl.constexpr):
     """routes (token * top_k + slot) n0 .. n0 + N of the block that starts at lists[base] and has n; -1 beyond.

@@ -73,9 +73,21 @@ def table_routes(
 
 
 @triton.jit
-def combine(y, ids, out, H, E, TOPK: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr = 1):
+def combine(
+    y,
+    ids,
+    out,
+    H,
+    E,
+    TOPK: tl.constexpr,
+    B: tl.constexpr,
+    PDL: tl.constexpr,
+    PARTS: tl.constexpr = 1,
+    done=None,
+    COUNTERS: tl.constexpr = 0,
+):
     """out[t] = sum of y[route] over the token's routes that are computed here, in f32, in the order of the slots.
-    y [PARTS, tokens * TOPK, H]: each route's result as the sum of PARTS."""
+    y [PARTS, tokens * TOPK, H]: each route's result as the sum of PARTS.  done [COUNTERS]: set back to 0."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * B + tl.arange(0, B)
     here = 0
@@ -85,6 +97,8 @@ def combine(y, ids, out, H, E, TOPK: tl.constexpr, B: tl.constexpr, PDL: tl.cons
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    if COUNTERS > 0 and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(done + tl.arange(0, COUNTERS), 0)
     a = tl.zeros([B], tl.float32)
     for i in tl.static_range(TOPK * PARTS):
         at = (i // TOPK * tl.num_programs(0) + t) * TOPK + i % TOPK

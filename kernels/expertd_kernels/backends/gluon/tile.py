@@ -57,6 +57,7 @@ class Tile:
     words: mode "ids": 32-bit words that hold a bit a route; 0: no two routes share an expert, or it does not matter.
     TT: 64-row tiles an A operand covers (T; half of it in kernel "ws").
     listed: whether the intermediate stands in the order of the route lists (kernel "wide" for both GEMMs).
+    counted: w13's tiles of a block, which it counts and w2's tiles of that block wait for; 0: w2 waits for all of w13.
     """
 
     gemm: Gemm
@@ -86,6 +87,7 @@ class Tile:
     SW: Any
     listed: bool
     LY: Any
+    counted: int
 
     @property
     def iterations(self) -> int:
@@ -202,7 +204,9 @@ def _rows_by_warp() -> Any:
 
 
 @cache
-def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0, listed: bool = False) -> Tile:
+def tile(
+    gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0, listed: bool = False, counted: int = 0
+) -> Tile:
     """The constants of `plan` for `gemm`.  ValueError where they do not go together."""
     codec, c = gemm.codec, plan
     if not codec.planes and c.kind != "wide" and (c.kind == "ws" or min(c.T, c.S) > 1 or c.D > 1):
@@ -251,4 +255,5 @@ def tile(gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0, liste
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3),
         listed,
         _rows_by_warp(),
+        counted,
     )
