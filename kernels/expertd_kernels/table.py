@@ -18,6 +18,8 @@ _E8M0 = frozenset({ScaleType.E8M0})
 _FLOATS = frozenset({ScaleType.F32, ScaleType.BF16, ScaleType.F16})
 _POWERS = _FLOATS | _E8M0
 _SM89_UP = (DeviceRange("cuda", (8, 9)),)
+_E4M3_DOTS = (*_SM89_UP, DeviceRange("rocm", arch=frozenset({"gfx950"})))
+"""Where Triton multiplies e4m3 as the checkpoints have it; older AMD GPUs have another e4m3."""
 _SM90 = (DeviceRange("cuda", (9, 0), (9, 0)),)
 _SM10X = (DeviceRange("cuda", (10, 0), (10, 9)),)
 _SM100_UP = (DeviceRange("cuda", (10, 0), (12, 9)),)
@@ -90,27 +92,27 @@ BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="triton_w8a8",
         target="expertd_kernels.backends.triton_w8a8",
-        devices=(DeviceRange("cuda", (8, 0)),),
+        devices=(DeviceRange("cuda", (8, 0)), DeviceRange("rocm")),
         schemes=(
             SchemeSupport(
                 Element.E4M3,
                 groups=frozenset({WHOLE}),
                 blocks=frozenset({(WHOLE, WHOLE)}),
                 activations=frozenset({ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_TENSOR}),
-                devices=_SM89_UP,
+                devices=_E4M3_DOTS,
             ),
             SchemeSupport(
                 Element.E4M3,
                 blocks=frozenset({(128, 128)}),
                 activations=frozenset({ActivationQuant.E4M3_GROUP128}),
-                devices=_SM89_UP,
+                devices=_E4M3_DOTS,
             ),
             SchemeSupport(
                 Element.E4M3,
                 groups=frozenset({32}),
                 scales=_E8M0,
                 activations=frozenset({ActivationQuant.MXFP8}),
-                devices=_SM89_UP,
+                devices=_E4M3_DOTS,
             ),
             SchemeSupport(
                 Element.INT8,
@@ -129,7 +131,7 @@ BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="triton_w4a8",
         target="expertd_kernels.backends.triton_w4a8",
-        devices=_SM89_UP,
+        devices=_E4M3_DOTS,
         schemes=(
             SchemeSupport(
                 Element.INT4,
@@ -440,7 +442,7 @@ ORDER: Mapping[str, Sequence[str]] = {
     "sm90": ("gluon_sm90", "gluon_w8a8", *_HOPPER),
     "sm100": _BLACKWELL,
     "sm103": _BLACKWELL,
-    "rocm": ("triton", "aiter", "reference"),
+    "rocm": ("triton", "aiter", "triton_w8a8", "triton_w4a8", "reference"),
     "xpu": ("xpu", "triton", "reference"),
 }
 """Order of preference by arch or kind of device; rows not named follow in the order of the table."""

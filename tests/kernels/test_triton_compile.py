@@ -29,12 +29,14 @@ TYPES = {
     torch.int8: "*i8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-SHARED = {"sm80": 163, "sm90": 227, "sm100": 227, "gfx942": 64}
+SHARED = {"sm80": 163, "sm90": 227, "sm100": 227, "gfx942": 64, "gfx950": 160, "gfx1100": 64}
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
     "sm90": GPUTarget("cuda", 90, 32),
     "sm100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
 }
 WANTED = ("place", "round_rows", "expert_gemm", "expert_gemm_rounded")
 CASES = [
@@ -53,6 +55,10 @@ ROUNDED = [
     ("sm90", "int4_g128", ActivationQuant.E4M3_TOKEN, 512),
     ("sm90", "mxfp4", ActivationQuant.MXFP8, 8),
     ("sm100", "mxfp8", ActivationQuant.MXFP8, 64),
+    ("gfx950", "e4m3_block128", ActivationQuant.E4M3_GROUP128, 64),
+    ("gfx950", "mxfp4", ActivationQuant.MXFP8, 64),
+    ("gfx942", "int8_channel", ActivationQuant.INT8_TOKEN, 2048),
+    ("gfx1100", "int8_channel", ActivationQuant.INT8_TOKEN, 64),
 ]
 
 
