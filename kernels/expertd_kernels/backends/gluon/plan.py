@@ -164,15 +164,15 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPl
 
 def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int) -> TilePlan:
     """row_tiles: 64-row tiles of all experts that are hit: the CTAs of a kernel with T = 1 and one block an expert."""
-    deeper = codec.bits == 8 and (codec.kind != "float2" or each < 2)
+    deeper = codec.kind != "float2" or each < 2
     if tokens == 1:
         return _one_token(codec, K, row_tiles)
+    if codec.bits == 16:
+        return _bf16(each)
     if each <= 5:
         if codec.bits == 4:
             return TilePlan("block", 8, S=4 if K >= 1024 else 2, ST=3, SK=2)
         return TilePlan("block", 8, S=2, ST=4 if deeper else 3, SK=2)
-    if codec.bits == 16:
-        return _bf16(each)
     deep = row_tiles <= 2 * THIN  # two row tiles a CTA: few CTAs need longer rings
     S = 4 if deep else 2
     if each <= 12:
@@ -187,7 +187,7 @@ def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int)
         if 56 < each <= 80:
             return TilePlan("ws", 64, T=4, W=8, S=2, ST=4, V=2, X=16)
         large = K >= 2048 and row_tiles >= 8 * THIN  # elsewhere a few full blocks more cost a round of tiles
-        if (112 < each <= 136 and (K > 2048 or large)) or (240 < each <= 264 and large):
+        if (112 < each <= 136 and (K > 2048 or large)) or (248 < each <= 264 and large):
             return TilePlan("ws", 128, T=4, W=8, S=2, ST=4 if codec.bits == 4 else 3, X=16)
     if each <= 96:
         if codec.bits > 4:
@@ -199,9 +199,9 @@ def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int)
 
 
 def _bf16(each: float) -> TilePlan:
-    """Weights that need no unpacking; more than five routes an expert."""
+    """Weights that need no unpacking."""
     if each <= 12:
-        return TilePlan("block", 16, S=2, ST=3, SK=2)
+        return TilePlan("block", 8 if each <= 3.5 else 16, S=2, ST=3, SK=2)
     if each <= 24:
         return TilePlan("block", 32, T=2, S=1, ST=4, V=1)
     return TilePlan.parse(WIDE)
