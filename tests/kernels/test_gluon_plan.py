@@ -78,6 +78,27 @@ def test_the_heuristic_fits_the_hardware(scheme, shape):
         check(heuristic((codec, codec), shape, tokens), (codec, codec), tokens * shape[1])
 
 
+@pytest.mark.parametrize("scheme", ["int4_g128", "mxfp4", "int8_channel", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_w2_follows_w13_where_it_has_many_short_tiles(scheme, shape):
+    E, top_k, H, I = shape
+    codec = codec_of(Scheme.parse(scheme))
+    for tokens in TOKENS:
+        plan = heuristic((codec, codec), shape, tokens)
+        tiles = E * (1 - (1 - top_k / E) ** tokens) * -(-H // 64) / plan.w2.T
+        together = plan.w13.kind == plan.w2.kind == "block" and plan.w13.BM == plan.w2.BM
+        assert (together and codec.bits < 16 and tokens > 1 and tiles >= 900 and I <= 4096) == plan.w2.F, (plan, tiles)
+        assert not plan.w13.F
+
+
+def test_w2_follows_w13_on_qwen3_and_not_on_mixtral():
+    c = codec_of(Scheme.parse("int4_g128"))
+    qwen3, mixtral = (128, 8, 2048, 768), (8, 2, 4096, 14336)
+    for plans in (lambda shape: Plans.for_layer("NVIDIA H200", c, c, shape), lambda shape: Plans((c, c), shape)):
+        assert [plans(qwen3).at(m).w2.F for m in (1, 2, 4, 8, 32, 100)] == [0, 0, 1, 1, 1, 1]
+        assert not any(plans(mixtral).at(m).w2.F for m in (1, 2, 4, 8, 32, 100))
+
+
 def test_the_committed_tables_parse_and_fit():
     files = list((Path(gluon.__file__).parent / "plans").glob("*.json"))
     assert files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from expertd_kernels.backends.gluon.codec import Codec
@@ -23,6 +23,11 @@ THIN = 512
 
 WIDE = "wide BM128 T4 S1 ST4"
 """The one configuration of kernel "wide"."""
+
+MANY = 900
+"""Tiles of w2 from which on they follow w13's: gained with 910 and more, lost with 512 and fewer."""
+SHORT = 4096
+"""Columns of w2 up to which its tiles follow: gained with 768 and 2048, lost with 14,336."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,15 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPl
     else:
         alone = tokens * top_k <= FEW_ROUTES and hit >= 0.8 * tokens * top_k
         mode = "ids" if alone or tokens == 1 else "table"
+    if w13.kind == w2.kind == "block" and w13.BM == w2.BM and tokens > 1:
+        w2 = replace(w2, F=int(_follows(codecs[1], I, hit * rows[1] / w2.T)))
     return LayerPlan(tokens, mode, w13, w2)
+
+
+def _follows(codec: Codec, K: int, tiles: float) -> bool:
+    """Whether w2's tiles follow w13's, block by block.  Many short tiles gain (1 to 3 %, they fill the end of w13);
+    few, or long ones, lose as much: those that start first end first, and the rest does not fill the GPU."""
+    return codec.bits < 16 and tiles >= MANY and K <= SHORT
 
 
 def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int) -> TilePlan:
