@@ -259,6 +259,18 @@ def test_w2_following_w13_in_a_graph_of_many_layers(mode):
             assert torch.equal(out, want)
 
 
+def test_more_blocks_than_counters_wait_for_all_of_w13():
+    from expertd_kernels.backends.gluon.layer import COUNTERS
+    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+
+    case = Case("int4_g128", experts=512, top_k=10, hidden=256, inner=128)
+    weights, experts = layer(case)
+    plan = LayerPlan(0, "lists", TilePlan.parse("block BM8 S2 SK2"), TilePlan.parse("block BM8 S2 SK2 F1"))
+    assert experts._blocks(600 * 10, 8) > COUNTERS >= experts._blocks(40 * 10, 8)
+    for M in (40, 600):
+        check(case, weights, experts, M, "even", plan=plan)
+
+
 def test_graph_replays_follow_new_inputs():
     case = Case("int4_g128", experts=32, top_k=4)
     weights, experts = layer(case)
