@@ -62,6 +62,18 @@ def test_ratios_are_to_the_fastest_peer_of_each_point():
 
 
 @built
+def test_runs_cut_by_scheme_make_one_table(tmp_path):
+    files = []
+    for i, backend in enumerate(("cpu", "ggml")):
+        files.append(tmp_path / f"{i}.json")
+        result = {"peaks": {"1": PEAKS}, "rows": [row(backend, 10.0 + 5 * i), row("plain_read", 5.0, gb_s=20.0)]}
+        files[-1].write_text(json.dumps(result))
+    assert main(["cpu_table", str(tmp_path / "out.md"), *map(str, files)]) == 0
+    text = (tmp_path / "out.md").read_text()
+    assert "**1.50x**" in text
+    assert "| s | int4_g128 | 1 | cpu | 1.50 | 1.50 |" in text
+
+
 def test_one_small_run(tmp_path, capsys):
     out, table = tmp_path / "out.json", tmp_path / "out.md"
     arguments = [

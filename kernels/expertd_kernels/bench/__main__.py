@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from expertd_kernels.bench import cpu_table
+
 
 def _names(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
@@ -23,7 +25,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m expertd_kernels.bench",
         description="Times whole expert layers beside ceilings measured in the same run; checks every answer first."
-        " `numerics` as the first argument checks answers only, `suite` runs all that needs a GPU (each has --help).",
+        " `numerics` as the first argument checks answers only, `suite` runs all that needs a GPU (each has --help),"
+        " `cpu_table OUT.md RESULT.json...` makes one table of several runs on a CPU.",
     )
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--shape", type=_names, metavar="LIST", help="models, or MODEL/EXPERTS for a slice")
@@ -64,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 1 where an answer was wrong (relative error above its tolerance, or 5 %), nothing was answered, or a
     name is unknown."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["cpu_table"]:
+        return cpu_table.main(argv[1:])
     if argv[:1] in (["numerics"], ["suite"], ["compare"]):
         return int(importlib.import_module(f"expertd_kernels.bench.{argv[0]}").main(argv[1:]))
     args = parser().parse_args(argv)

@@ -6,11 +6,13 @@ in turns with it, and operations over the arithmetic peak of what the implementa
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["EIGHT_BIT", "FOUR_BIT_PEERS", "OURS", "READ", "fraction", "markdown", "summary"]
+__all__ = ["EIGHT_BIT", "FOUR_BIT_PEERS", "OURS", "READ", "fraction", "main", "markdown", "merged", "summary"]
 
 READ = "plain_read"
 """The row that holds the interleaved read: its gb_s is the ceiling of its point."""
@@ -109,3 +111,19 @@ def markdown(result: Mapping[str, Any]) -> str:
     line = "| {shape} | {scheme} | {threads} | {backend} | {geometric_mean:.2f} | {least:.2f} |"
     out += [line.format(**r) for r in result["summary"]]
     return "\n".join(out) + "\n"
+
+
+def merged(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Results of several runs on one machine as one: rows of all, peaks of the first run that has them."""
+    rows = [row for result in results for row in result["rows"]]
+    peaks: dict[str, Any] = {}
+    for result in results:
+        peaks = {**result["peaks"], **peaks}
+    return {"peaks": peaks, "rows": rows, "summary": summary(rows)}
+
+
+def main(argv: Sequence[str]) -> int:
+    """OUT.md RESULT.json...: the tables of several runs, which may have been cut by shape, scheme or threads."""
+    out, *files = argv
+    Path(out).write_text(markdown(merged([json.loads(Path(file).read_text()) for file in files])))
+    return 0
