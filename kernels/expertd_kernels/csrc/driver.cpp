@@ -109,7 +109,8 @@ void fill_scales(Matrix& m) {
       case EXPERTD_SCALE_F32: std::memcpy(p, &value, 4); break;
       case EXPERTD_SCALE_F16:
       case EXPERTD_SCALE_BF16: std::memcpy(p, &h, 2); break;
-      case EXPERTD_SCALE_E8M0: *p = uint8_t(125 + next_random() % 3); break;
+      // With a global scale: such small ones that matrix tiles do not make them part of the codes.
+      case EXPERTD_SCALE_E8M0: *p = uint8_t((m.spec.global_scale ? 20 : 125) + next_random() % 3); break;
       default: *p = uint8_t(0x28 | (next_random() & 0x87)); break;
     }
     if (m.spec.zeros) m.zero[i] = m.spec.element == EXPERTD_INT4 ? next_random() % 16 : uint8_t(next_random());
@@ -145,7 +146,7 @@ Matrix make(expertd_spec spec, bool bias, bool permuted) {
   fill_codes(m);
   fill_scales(m);
   if (spec.global_scale)
-    for (int i = 0; i < spec.experts * spec.segments; i++) m.global.push_back(0.5f + 0.25f * uniform());
+    for (int i = 0; i < spec.experts * spec.segments; i++) m.global.push_back((0.5f + 0.25f * uniform()) * (spec.scale_type == EXPERTD_SCALE_E8M0 ? 0x1p105f : 1.0f));
   if (bias)
     for (int i = 0; i < spec.experts * m.g.blocks * 16; i++) m.bias.push_back(i / 16 % m.g.blocks / spec.segments * 16 + i % 16 < m.g.seg_rows ? uniform() : 0);
   if (permuted)
@@ -328,7 +329,8 @@ int main(int argc, char** argv) {
       scheme(EXPERTD_INT4, EXPERTD_SCALE_BF16, 1, 32, 0, 0), scheme(EXPERTD_INT4, EXPERTD_SCALE_F16, 1, 20, 1, 0),
       scheme(EXPERTD_INT4, EXPERTD_SCALE_F32, 1, 0, 1, 0),   scheme(EXPERTD_INT8, EXPERTD_SCALE_BF16, 1, 128, 0, 0),
       scheme(EXPERTD_INT8, EXPERTD_SCALE_F32, 1, 0, 1, 1),   scheme(EXPERTD_E2M1, EXPERTD_SCALE_E8M0, 1, 32, 0, 0),
-      scheme(EXPERTD_E2M1, EXPERTD_SCALE_E8M0, 1, 64, 0, 0), scheme(EXPERTD_INT4, EXPERTD_SCALE_BF16, 1, 64, 1, 0),
+      scheme(EXPERTD_E2M1, EXPERTD_SCALE_E8M0, 1, 64, 0, 0), scheme(EXPERTD_E2M1, EXPERTD_SCALE_E8M0, 1, 32, 0, 1),
+      scheme(EXPERTD_INT4, EXPERTD_SCALE_BF16, 1, 64, 1, 0),
       scheme(EXPERTD_E2M1, EXPERTD_SCALE_E4M3, 1, 16, 0, 1), scheme(EXPERTD_E4M3, EXPERTD_SCALE_F32, 128, 128, 0, 0),
       scheme(EXPERTD_E4M3, EXPERTD_SCALE_F32, 24, 40, 0, 0), scheme(EXPERTD_E4M3, EXPERTD_SCALE_E8M0, 1, 32, 0, 0),
       scheme(EXPERTD_E4M3, EXPERTD_SCALE_F32, 0, 0, 0, 0),   scheme(EXPERTD_BF16, EXPERTD_SCALE_NONE, 1, 0, 0, 0),

@@ -181,7 +181,8 @@ const uint8_t* block_at(const Pass& p, const Geometry& g, const expertd_matrix& 
 struct DownUnits {
   int blocks, step, count;
   DownUnits(const Pass& p) : blocks(p.g2.blocks) {
-    const int fit = std::max(1, (64 << 10) / (64 * p.m));  // blocks whose sums of all tokens stay in the cache
+    // Blocks whose sums of all tokens stay in the cache. Tiles read all rows of activations for each unit: fewer units, then.
+    const int fit = std::max(1, (p.tiles ? 1024 << 10 : 64 << 10) / (64 * p.m));
     const int fair = std::max(1, blocks / (4 * p.context.pool.threads()));  // enough units to steal
     step = std::max(4, std::min(fit, fair) & ~1);
     count = (blocks + step - 1) / step;

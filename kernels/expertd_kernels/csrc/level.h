@@ -85,14 +85,14 @@ constexpr int tile_begin(int n, int t) { return n * t / tiles_of(n); }
 inline bool use_tiles(const Level& level, int compute, const Geometry& g, int routes, int active) {
   if (!level.tile_rows || compute == EXPERTD_COMPUTE_F32) return false;
   if (!is_integral(g.spec.element)) return routes >= level.tile_rows / 4 * active;
-  return g.piece >= 64 && routes >= level.tile_rows * active;
+  return g.piece >= (g.spec.element == EXPERTD_INT8 ? 64 : 32) && routes >= level.tile_rows * active;
 }
 
 inline Path path_of(const Level& level, int compute, int element, bool tiles) {
   if (compute == EXPERTD_COMPUTE_F32 || element == EXPERTD_F16 || element == EXPERTD_F32) return kF32;
   // Where there are tiles, 16 bits are as fast as 8 or faster, for few rows and for many (docs/cpu-notes.md).
   if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4 && !level.tile_rows) return kI8;
-  if (tiles) return is_integral(element) ? kI16Tiles : kBf16Tiles;
+  if (tiles) return element == EXPERTD_INT8 ? kI16Tiles : kBf16Tiles;
   if (level.use_bf16 && element != EXPERTD_INT8) return kBf16;
   return is_integral(element) ? kI16 : kF32;
 }

@@ -103,15 +103,6 @@ void gemm_row(const BlockArgs& a) {
   tile<V, EL, P, 1, 1, RAW>()(a, Slice{0, 0, g.kp, 0, 0, codes, 0}, a.index, a.out);
 }
 
-template <class V>
-void prepare_all(const BlockArgs& a) {
-  const Geometry& g = *a.g;
-  const size_t lanes = size_t(g.groups) * kRows;
-  for (int b = 0; b < a.nb; b++) {
-    prepare<V>(g, a.block + b * g.block_bytes, a.factor[b], a.scales + b * lanes, a.minus_zeros ? a.minus_zeros + b * lanes : nullptr);
-  }
-}
-
 template <class V, int EL, Path P>
 void gemm_element(const BlockArgs& a) {
   constexpr int kRaw = raw_scales<EL, P>();
@@ -270,7 +261,6 @@ constexpr Level level(const char* name, bool use_bf16, bool (*runs)()) {
 template <class V, class T>
 void gemm_with_tiles(Path path, const BlockArgs& a) {
   if (!is_tiled(path)) return gemm<V>(path, a);
-  prepare_all<V>(a);
   gemm_tiles<V, T>(a);
 }
 

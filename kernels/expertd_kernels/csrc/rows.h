@@ -76,22 +76,15 @@ struct TileRow {
 };
 
 // 16-bit values of one piece for matrix tiles: `steps` tiles of high (signed) bytes from tile `first` on, then as many of low (unsigned)
-// ones. 4-bit codes: of 8 columns first the even ones (0, 2, 4, 6), then the odd ones, as the nibbles of a lane come out.
-inline int tile_column(int c, bool nibbles) { return nibbles ? (c & ~7) | (c & 1) << 2 | (c & 7) >> 1 : c; }
-
-inline void store_planes(const int32_t* q, int n, bool nibbles, const TileRow& row, size_t first, int steps) {
+// ones.
+inline void store_planes(const int32_t* q, int n, const TileRow& row, size_t first, int steps) {
   for (int s = 0; s < steps; s++) {
     uint8_t *high = row.at(first + s), *low = row.at(first + steps + s);
-    __builtin_memset(high, 0, kVector);
-    __builtin_memset(low, 0, kVector);
-    for (int c = s * 64; c < n && c < s * 64 + 64; c++) {
-      const int at = tile_column(c, nibbles) % 64;
-      high[at] = uint8_t(q[c] >> 8);
-      low[at] = uint8_t(q[c]);
-    }
+    const int columns = n - s * kVector < kVector ? n - s * kVector : kVector;
+    for (int c = 0; c < columns; c++) high[c] = uint8_t(q[s * kVector + c] >> 8), low[c] = uint8_t(q[s * kVector + c]);
+    for (int c = columns; c < kVector; c++) high[c] = low[c] = 0;
   }
 }
-
 
 // store(q): takes the n rounded values.
 template <class V, class Store>
@@ -128,19 +121,37 @@ void quantize_piece(const float* src, int n, const Store& store, float& scale, i
   store(q);
 }
 
-inline void bf16_piece(const float* src, int n, int per_lane, int32_t* dst, float& sum) {
-  int32_t q[kMaxPiece];
-  float total = 0.0f;
-  for (int i = 0; i < n; i++) q[i] = f32_to_bf16(src[i]);
-  for (int i = 0; i < n; i++) total += bf16_to_f32(uint16_t(q[i]));
-  sum = total;
+template <class V>
+void bf16_piece(const float* src, int n, int per_lane, int32_t* dst, float& sum) {
+  alignas(64) float v[kMaxPiece + 16], totals[V::W];
+  alignas(64) int32_t q[kMaxPiece + 16], lanes[V::W];
+  __builtin_memcpy(v, src, sizeof(float) * n);
+  for (int i = 0; i < 8; i++) v[n + i] = 0.0f;  // n is a multiple of 8, a vector may be 16
+  typename V::I top = V::bcasti(0);
+  typename V::F total = V::bcastf(0.0f);
+  for (int i = 0; i < n; i += V::W) {  // to nearest, ties to even
+    const typename V::I bits = V::bits(V::loadf(v + i)), odd = V::andi(V::template srl<16>(bits), V::bcasti(1));
+    const typename V::I rounded = V::template srl<16>(V::addi(V::addi(bits, V::bcasti(0x7FFF)), odd));
+    top = V::maxi(top, V::andi(bits, V::bcasti(0x7FFFFFFF)));
+    total = V::add(total, V::cast(V::template sll<16>(rounded)));
+    V::storei(q + i, rounded);
+  }
+  V::storei(lanes, top);
+  V::storef(totals, total);
+  sum = 0.0f;
+  bool numbers = true;
+  for (int i = 0; i < V::W; i++) sum += totals[i], numbers &= lanes[i] <= 0x7F800000;
+  if (!numbers)  // the carry may have made something else of a NaN
+    for (int i = 0; i < n; i++) q[i] = f32_to_bf16(src[i]);
   store_pairs(q, n, per_lane, dst);
 }
 
 // bf16 values of one piece as `steps` tiles of 32 columns.
-inline void bf16_tiles(const float* src, int n, int per_lane, const TileRow& row, size_t first, int steps, float& sum) {
-  int32_t pairs[kMaxPiece] = {};
-  bf16_piece(src, n, per_lane, pairs, sum);
+template <class V>
+void bf16_tiles(const float* src, int n, int per_lane, const TileRow& row, size_t first, int steps, float& sum) {
+  alignas(64) int32_t pairs[kMaxPiece];
+  bf16_piece<V>(src, n, per_lane, pairs, sum);
+  for (int i = n / 2; i < steps * 16; i++) pairs[i] = 0;
   for (int s = 0; s < steps; s++) __builtin_memcpy(row.at(first + s), pairs + s * 16, kVector);
 }
 
@@ -185,7 +196,7 @@ void int8_piece(const float* src, int n, int32_t* dst, float* scales, float& sum
 
 template <class V>
 void round_piece(Path path, const Geometry& g, const float* src, int n, int32_t* dst, const Rows& rows, size_t piece) {
-  if (path == kBf16) return bf16_piece(src, n, g.per_lane, dst, rows.sums[piece]);
+  if (path == kBf16) return bf16_piece<V>(src, n, g.per_lane, dst, rows.sums[piece]);
   if (path == kI8) return int8_piece<V>(src, n, dst, rows.scales + piece * parts_of(g.piece), rows.sums[piece]);
   int32_t sum;
   quantize_piece<V>(src, n, [&](const int32_t* q) { store_pairs(q, n, g.per_lane, dst); }, rows.scales[piece], sum);
@@ -196,9 +207,9 @@ void round_piece(Path path, const Geometry& g, const float* src, int n, int32_t*
 template <class V>
 void round_tiled_piece(Path path, const Geometry& g, const float* src, int n, const TileRow& row, size_t in_row, const Rows& rows, size_t piece) {
   const int steps = tile_columns(path, g.piece) / (path == kBf16Tiles ? 32 : 64);
-  if (path == kBf16Tiles) return bf16_tiles(src, n, g.per_lane, row, in_row * steps, steps, rows.sums[piece]);
+  if (path == kBf16Tiles) return bf16_tiles<V>(src, n, g.per_lane, row, in_row * steps, steps, rows.sums[piece]);
   int32_t sum;
-  const auto store = [&](const int32_t* q) { store_planes(q, n, g.per_lane == 8, row, 2 * in_row * steps, steps); };
+  const auto store = [&](const int32_t* q) { store_planes(q, n, row, 2 * in_row * steps, steps); };
   quantize_piece<V>(src, n, store, rows.scales[piece], sum);
   rows.sums[piece] = float(sum);
   rows.starts[piece] = -code_offset(g.spec.element, g.spec.zeros) * sum;

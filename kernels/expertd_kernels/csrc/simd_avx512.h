@@ -56,6 +56,7 @@ struct Avx512 {
   }
 #ifdef EXPERTD_AVX512_BF16
   static F dot_bf16(F acc, I a, I b) { return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)); }
+  static I add16(I a, I b) { return _mm512_add_epi16(a, b); }  // each 16-bit half
   static I table16(const uint16_t* t) { return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(t))); }
   static I lookup16(I table, I index) { return _mm512_permutexvar_epi16(index, table); }
   static I e4m3_to_bf16(I bytes) {  // each 16-bit half: 0..255. Numbers below 2^-6 come from a table: bf16 subnormals would count as zero
