@@ -19,9 +19,9 @@ from expertd_kernels.backends.gluon.w8a8 import w8a8  # noqa: E402
 from expertd_kernels.backends.gluon.w8a8_few import w8a8_few  # noqa: E402
 from expertd_kernels.backends.gluon.w8a8_plan import Few8, Plan8  # noqa: E402
 from expertd_kernels.backends.gluon.w8a8_prepare import (  # noqa: E402
+    count_routes,
     place_routes,
     prepare,
-    prepare_many,
     round_rows,
     round_to_places,
 )
@@ -56,12 +56,12 @@ def compiled(g: Gemm8, plan: Plan8):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
 
 
-def compiled_few(g: Gemm8, plan: Few8, by_route: bool = False, routes: int = 64):
+def compiled_few(g: Gemm8, plan: Few8, by_route: bool = False):
     """The same of the kernel for few tokens."""
-    c = tile_few(g, plan, routes, by_route)
+    c = tile_few(g, plan, 64, by_route)
     out = "*fp8e4nv" if g.first and (g.grouped or g.static) else "*fp32" if c.Z > 1 else "*bf16"
     w = f"tensordesc<fp8e4nv[128, 128],{c.SB!r}>"
-    pointers = ["*fp8e4nv", "*fp32", w, "*fp32", "*fp32", "*i32", "*i32", "*i32", "*fp32", out, "*fp32"]
+    pointers = ["*fp8e4nv", "*fp32", w, "*fp32", "*fp32", "*i32", "*i32", "*fp32", out, "*fp32"]
     types = [*pointers, "i32", "constexpr"]
     signature = dict(zip(w8a8_few.arg_names, types, strict=True))
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
@@ -161,14 +161,6 @@ def test_for_few_tokens_weights_are_asked_for_before_the_wait(tmp_path):
     assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
 
 
-def test_many_routes_are_not_counted_again_by_each_cta(tmp_path):
-    """w13 then waits for the counts before it asks for weights; w2's counts are there."""
-    ptx = compiled_few(gemm(True, True), Few8(8, 16), routes=1024).asm["ptx"]
-    assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.bulk.tensor")
-    ptx = compiled_few(gemm(False, True), Few8(8, 16), routes=1024).asm["ptx"]
-    assert ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
-
-
 def test_columns_of_w2_that_its_parts_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="in 4 parts"):
         tile_few(gemm(False, True), Few8(Z=4), 64, True)
@@ -195,8 +187,8 @@ def test_the_kernels_before_the_gemms_compile(grouped):
     by_chunk = {"E": 60, "EP": 64, "C": 512}
     cases = (
         (prepare, ["*i32", "*i32", "*i32", "i32", *inputs], {"E": 60, "TH": 512, "CH": 16, **rounding, "FEW": True}),
-        (prepare_many, ["*i32", "*i32", "i32", *inputs, "i32"], {**by_chunk, **rounding, "PDL": True}),
-        (place_routes, ["*i32"] * 5 + ["i32"] * 2, {**by_chunk, "S": 128, "BC": 128, "PLACES": True, "PDL": True}),
+        (count_routes, ["*i32", "*i32", "i32"], {**by_chunk, "PDL": True}),
+        (place_routes, ["*i32"] * 5 + ["i32"] * 2, {**by_chunk, "S": 128, "BC": 128, "PDL": True}),
         (round_rows, inputs, rounding),
         (round_to_places, ["*bf16", "*i32", "*fp8e4nv", "*fp32", "i32"], {"TOPK": 8, **rounding, "PDL": True}),
     )

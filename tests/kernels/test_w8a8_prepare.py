@@ -1,4 +1,4 @@
-"""Routes counted and placed by chunks in Triton's interpreter, with the rounding that shares their launch."""
+"""Routes counted and placed by chunks in Triton's interpreter, and inputs rounded to their places."""
 
 import pytest
 

@@ -4,8 +4,8 @@
 
 Bound by reading weights, so they fill the 64 side of wgmma and tokens its N side, 8 and more.  A CTA has two runs of
 128 weight rows of one expert (the gate and up rows of 128 columns of h) or one run of w2, and all routes of the expert,
-N at a time; several CTAs share an SM.  Which expert it is follows from the ids alone, or for w2 from counts that are
-older than the kernel in front of it, so weights are on their way before that one has ended.
+N at a time; several CTAs share an SM.  Which expert it is follows from the ids alone, so weights are on their way
+before the kernel in front of it has ended.
 """
 
 from triton.experimental import gluon
@@ -25,26 +25,19 @@ from expertd_kernels.backends.gluon.w8a8_epilogue import LARGEST, LEAST, activat
 
 
 @gluon.jit
-def _find(ids, counts, place, n_routes, C: gl.constexpr):
+def _find(ids, place, n_routes, C: gl.constexpr):
     """(expert, its routes, routes of the experts before it).  No routes: another CTA has them, or nobody."""
+    L: gl.constexpr = gl.BlockedLayout([C.routes // 32], [32], [4], [0])
+    i = gl.arange(0, C.routes, L)
+    v = gl.load(ids + i, mask=i < n_routes, other=-1)
     e = place
-    if C.counted:
-        LE: gl.constexpr = gl.BlockedLayout([C.padded_experts // 32], [32], [4], [0])
-        ie = gl.arange(0, C.padded_experts, LE)
-        cnt = gl.load(counts + ie, mask=ie < C.gemm.experts, other=0)
-        n = gl.sum(gl.where(ie == e, cnt, 0), 0)
-        before = gl.sum(gl.where(ie < e, cnt, 0), 0)
-    else:
-        L: gl.constexpr = gl.BlockedLayout([C.routes // 32], [32], [4], [0])
-        i = gl.arange(0, C.routes, L)
-        v = gl.load(ids + i, mask=i < n_routes, other=-1)
-        if C.by_route:
-            e = gl.load(ids + place)
-        n = gl.sum((v == e).to(gl.int32), 0)
-        before = gl.sum(((v >= 0) & (v < e)).to(gl.int32), 0)
-        if C.by_route:
-            earlier = gl.sum(((v == e) & (i < place)).to(gl.int32), 0)
-            n = gl.where((e >= 0) & (e < C.gemm.experts) & (earlier == 0), n, 0)
+    if C.by_route:
+        e = gl.load(ids + place)
+    n = gl.sum((v == e).to(gl.int32), 0)
+    before = gl.sum(((v >= 0) & (v < e)).to(gl.int32), 0)
+    if C.by_route:
+        earlier = gl.sum(((v == e) & (i < place)).to(gl.int32), 0)
+        n = gl.where((e >= 0) & (e < C.gemm.experts) & (earlier == 0), n, 0)
     return e, n, before
 
 
@@ -219,7 +212,7 @@ def _pass(x, xs, wd, ws, bias, lists, tw, out, out_scale, e, base, n, tile, part
 
 
 @gluon.jit(do_not_specialize=["n_routes"])
-def w8a8_few(x, xs, wd, ws, bias, ids, counts, lists, tw, out, out_scale, n_routes, C: gl.constexpr):
+def w8a8_few(x, xs, wd, ws, bias, ids, lists, tw, out, out_scale, n_routes, C: gl.constexpr):
     """As w8a8.w8a8, for n_routes <= C.routes routes.  Grid: places x tiles of 128 columns x C.Z parts of w2's K; a
     place is an expert, or by_route a route that stands for all of its expert.  With parts, out [Z, n_routes, H] f32."""
     tile = gl.program_id(0) % C.column_tiles
@@ -229,10 +222,7 @@ def w8a8_few(x, xs, wd, ws, bias, ids, counts, lists, tw, out, out_scale, n_rout
         part = place % C.Z
         place = place // C.Z
         out += (part * n_routes).to(gl.int64) * C.gemm.segment
-    LATE: gl.constexpr = C.counted and C.gemm.first  # the kernel before this one counts; before w2 that is done
-    if LATE:
-        gdc_wait()
-    e, n, base = _find(ids, counts, place, n_routes, C)
+    e, n, base = _find(ids, place, n_routes, C)
     if n > 0:
         w_s = gl.allocate_shared_memory(gl.float8e4nv, [2 * C.ST, 128, 128], C.SB)
         x_s = gl.allocate_shared_memory(gl.float8e4nv, [C.units * C.ST, C.N2, 128], C.SB)
@@ -250,8 +240,7 @@ def w8a8_few(x, xs, wd, ws, bias, ids, counts, lists, tw, out, out_scale, n_rout
             run1 = run0 + (C.gemm.segment // 128) * G
         for i in gl.static_range(P):
             _weights(wd, run0, run1, part * C.iterations + i, w_s, full, i, i < C.iterations, C)
-        if not LATE:
-            gdc_wait()
+        gdc_wait()
         gdc_launch_dependents()
         slot = gl.to_tensor(0)
         ph = gl.to_tensor(0)

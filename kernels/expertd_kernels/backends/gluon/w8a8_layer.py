@@ -17,9 +17,9 @@ from expertd_kernels.backends.gluon.w8a8 import w8a8
 from expertd_kernels.backends.gluon.w8a8_few import w8a8_few
 from expertd_kernels.backends.gluon.w8a8_plan import TOKENS, Few8, Plan8, Shape8
 from expertd_kernels.backends.gluon.w8a8_prepare import (
+    count_routes,
     place_routes,
     prepare,
-    prepare_many,
     round_rows,
     round_to_places,
 )
@@ -31,10 +31,8 @@ from expertd_kernels.scheme import ActivationQuant
 
 __all__ = ["W8A8Experts"]
 
-MANY_ROUTES = 2048
-"""Routes beyond which they are counted and placed by chunks, in two launches, and not by a program an expert."""
 CHUNK = 512
-"""Routes of a chunk."""
+"""Routes that a program counts and places where inputs are rounded into list order."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class _Workspace:
     """Buffers for `routes` routes.  Kept for good: captured graphs hold their addresses."""
 
     counts: Tensor  # [E] int32
-    table: Tensor  # [routes / CHUNK, experts and more] int32, for many routes: each chunk's routes of each expert
+    table: Tensor  # [routes / CHUNK, experts and more] int32, each chunk's routes of each expert
     lists: Tensor  # [routes] int32
     x: Tensor  # [tokens, H] e4m3 and its scales [tokens, H / 128] or [tokens]
     x_scale: Tensor  # or the given one
@@ -87,7 +85,6 @@ class W8A8Experts(InPieces):
         self._spaces: dict[int, _Workspace] = {}
         self._lists: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._descriptors: dict[int, TensorDescriptor] = {}
-        self.many_routes = MANY_ROUTES
         self._partial: dict[tuple[int, int], Tensor] = {}
 
     @property
@@ -198,9 +195,6 @@ class W8A8Experts(InPieces):
         """Routes grouped by expert, inputs rounded."""
         n, M, H, E = ids.numel(), x.shape[0], self.hidden_size, self.num_experts
         threads, chunk, warps = 512, 16, 16
-        if n > self.many_routes:
-            self._group_many(x, ids, s, self._round_tile(H, warps), None)
-            return
         if n <= 1024:
             routes = triton.next_power_of_2(n)
             threads, chunk, warps = min(256, max(32, routes)), max(1, routes // 256), 4
@@ -227,29 +221,10 @@ class W8A8Experts(InPieces):
             launch_pdl=True,
         )
 
-    def _group_many(
-        self, x: Tensor, ids: Tensor, s: _Workspace, tile: tuple[int, int] | None, places: Tensor | None
-    ) -> None:
-        """Routes grouped by expert, chunk by chunk.  tile: inputs rounded in tiles of so many rows and columns, too;
-        places [routes] int32: where each route is in the list."""
-        n, M, H, E = ids.numel(), x.shape[0], self.hidden_size, self.num_experts
-        chunks, padded = triton.cdiv(n, CHUNK), s.table.shape[1]
-        R, B = tile or (1, 128)
-        rounds = triton.cdiv(M, R) * triton.cdiv(H, B) if tile else 0
-        prepare_many[(chunks + rounds,)](
-            ids, s.table, n, x, s.x, s.x_scale, M, chunks, E, padded, CHUNK, H, self.grouped, self.static, R, B, True,
-            num_warps=16, launch_pdl=True,
-        )  # fmt: skip
-        place_routes[(chunks,)](
-            ids, s.table, s.counts, s.lists, s.lists if places is None else places, n, chunks, E, padded, CHUNK,
-            max(16, min(128, 16384 // padded)), 8192 // padded, places is not None, True,
-            num_warps=8, launch_pdl=True,
-        )  # fmt: skip
-
     def _prepare_listed(self, x: Tensor, ids: Tensor, s: _Workspace) -> tuple[Tensor, Tensor]:
         """As _prepare, but the rounded inputs and their scales in the order of the list."""
-        M, top_k, H = *ids.shape, self.hidden_size
-        routes = s.lists.numel()
+        M, top_k, H, E = *ids.shape, self.hidden_size, self.num_experts
+        n, routes = ids.numel(), s.lists.numel()
         if routes not in self._lists:
             groups = H // GROUP if self.grouped else 1
             scale = s.x_scale if self.static else torch.empty((routes, groups), device=self.device)
@@ -257,8 +232,13 @@ class W8A8Experts(InPieces):
             # w2 writes y when w13 has read its inputs: they share the memory
             self._lists[routes] = s.y.view(torch.float8_e4m3fn).view(-1, H)[:routes], scale, places
         q, scale, places = self._lists[routes]
-        self._group_many(x, ids, s, None, places)
-        warps = 8
+        chunks, padded, warps = triton.cdiv(n, CHUNK), s.table.shape[1], 8
+        count_routes[(chunks,)](ids, s.table, n, E, padded, CHUNK, True, num_warps=4, launch_pdl=True)
+        some, step = max(16, min(128, 16384 // padded)), 8192 // padded
+        place_routes[(chunks,)](
+            ids, s.table, s.counts, s.lists, places, n, chunks, E, padded, CHUNK, some, step, True,
+            num_warps=warps, launch_pdl=True,
+        )  # fmt: skip
         R, B = self._round_tile(H, warps)
         round_to_places[(triton.cdiv(M, R) * triton.cdiv(H, B),)](
             x, places, q, scale, M, top_k, H, self.grouped, self.static, R, B, True, num_warps=warps, launch_pdl=True
@@ -291,7 +271,7 @@ class W8A8Experts(InPieces):
         grid = (t.column_tiles * t.Z * (n if by_route else self.num_experts),)
         kernel: Any = w8a8_few
         kernel[grid](
-            x, x_scale, m.codes, m.scales, m.bias, ids, s.counts, s.lists, weights, out, out_scale, n, t,
+            x, x_scale, m.codes, m.scales, m.bias, ids, s.lists, weights, out, out_scale, n, t,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
 

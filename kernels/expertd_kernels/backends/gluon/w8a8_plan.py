@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from expertd_kernels.sizes import planned
+
 __all__ = ["TOKENS", "Few8", "Plan8", "Shape8"]
 
 TOKENS = 128
 """Tokens of a block, 64 for each of two consumer warpgroups (one of 64 tokens and one warpgroup was slower)."""
 
 
-FEW_ROUTES = 1024
-"""Routes up to which each CTA of the kernel for few tokens looks at all of them."""
+FEW_ROUTES = 512
+"""Routes up to which each CTA of the kernel for few tokens looks at all of them (at 1024 the other kernel is ahead)."""
 FEW_EACH = 12
 """Routes an expert that is hit up to which weights are what costs."""
 CTAS = 200
@@ -48,7 +50,7 @@ class Plan8:
     """ST stages of the ring, GM blocks of an expert side by side (their weights are read once).
 
     depth                stages of gathered inputs in flight besides the one that is asked for
-    listed               w13's inputs are copied into the order of the list first, so that bulk copies fetch them
+    listed               w13's inputs are rounded into the order of the list, so that bulk copies fetch them
     consumer_registers   cap of the second consumer warpgroup; producer_registers: of the producers
     """
 
@@ -65,7 +67,7 @@ class Plan8:
         """The plan by size; the measurements behind each line: docs/gpu-notes.md.  batch_invariant: one kernel for any
         number of tokens, so that each row is summed by the same steps."""
         few = None if batch_invariant else few_of(tokens, shape)
-        return cls(listed=few is None and tokens >= 512 and shape.top_k <= 2, few=few)
+        return cls(listed=few is None and planned(tokens) >= (512 if shape.top_k <= 2 else 2048), few=few)
 
     def __post_init__(self) -> None:
         if not 1 <= self.depth < self.ST:

@@ -82,36 +82,27 @@ def prepare(
         _round(x, q, scale, tl.program_id(0) - E, n_rows, COLUMNS, GROUPED, STATIC, R, B)
 
 
-@triton.jit(do_not_specialize=["n", "n_rows", "n_chunks"])
-def prepare_many(
-    ids, table, n, x, q, scale, n_rows, n_chunks,
-    E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """table [n_chunks, EP] int32: the routes of each expert in each C ids.  The first n_chunks programs count, the
-    others round the inputs; `place_routes` follows."""
+@triton.jit(do_not_specialize=["n"])
+def count_routes(ids, table, n, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr):
+    """table [programs, EP] int32: the routes of each expert in each C ids; `place_routes` follows."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     chunk = tl.program_id(0)
-    if chunk < n_chunks:
-        r = chunk * C + tl.arange(0, C)
-        v = tl.load(ids + r, mask=r < n, other=-1)
-        here = (v >= 0) & (v < E)
-        tl.store(table + chunk * EP + tl.arange(0, EP), tl.histogram(tl.where(here, v, 0), EP, mask=here))
-    else:
-        _round(x, q, scale, chunk - n_chunks, n_rows, COLUMNS, GROUPED, STATIC, R, B)
+    r = chunk * C + tl.arange(0, C)
+    v = tl.load(ids + r, mask=r < n, other=-1)
+    here = (v >= 0) & (v < E)
+    tl.store(table + chunk * EP + tl.arange(0, EP), tl.histogram(tl.where(here, v, 0), EP, mask=here))
 
 
 @triton.jit(do_not_specialize=["n", "n_chunks"])
 def place_routes(
     ids, table, counts, lists, places, n, n_chunks, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr,
-    S: tl.constexpr, BC: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """lists, counts as group_routes leaves them, from the table of prepare_many; a program a chunk of C ids, S of them
-    at a time; BC: chunks of the table that are added up at a time.  PLACES: places [n] int32, the inverse of lists, -1
-    for routes to nowhere."""
+    """lists, counts as group_routes leaves them, from the table of count_routes; a program a chunk of C ids, S of them
+    at a time; BC: chunks of the table that are added up at a time.  places [n] int32: the inverse of lists, -1 where a
+    route goes nowhere."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -133,8 +124,7 @@ def place_routes(
         here = (v >= 0) & (v < E)
         at = tl.sum(tl.where(v[:, None] == experts[None, :], base[None, :], 0), 1) + ranks(ids, v, r, n)
         tl.store(lists + at, r, mask=here)
-        if PLACES:
-            tl.store(places + r, tl.where(here, at, -1), mask=r < n)
+        tl.store(places + r, tl.where(here, at, -1), mask=r < n)
         base += tl.histogram(tl.where(here, v, 0), EP, mask=here)
 
 

@@ -154,16 +154,6 @@ class TileFew:
     SB: Any
 
     @property
-    def counted(self) -> bool:
-        """Whether a CTA reads the counts by expert: from more routes than are quickly counted, and where the counts are
-        older than the kernel before this one (w2)."""
-        return not self.by_route and (self.routes > 256 or not self.gemm.first)
-
-    @property
-    def padded_experts(self) -> int:
-        return max(32, 1 << (self.gemm.experts - 1).bit_length())
-
-    @property
     def units(self) -> int:
         """Blocks of 128 columns in a stage of the ring."""
         return 1 if self.gemm.first else 2
