@@ -1,7 +1,8 @@
 """Backend `gluon_w8a8`: e4m3 weights on activations rounded to e4m3, for Hopper, in Triton's Gluon dialect.
 
 Four launches a layer (routes grouped and inputs rounded, w13 + activation + rounding, w2 + router weight, sum),
-chained by programmatic dependent launch; no host synchronization.  With one dynamic scale a row (channel and tensor
+chained by programmatic dependent launch; no host synchronization.  For many tokens the first is three: inputs are then
+rounded to the places of their routes.  With one dynamic scale a row (channel and tensor
 weights) the intermediate is rounded by a launch of its own, since its scale needs the whole row.  Static scales: the
 largest of all experts', since a token is rounded once for all of them.
 
