@@ -131,7 +131,8 @@ def _notes(p: LayerPlan) -> list[str]:
     if chosen is None:
         who = f"the pinned backend {p.decision.pin}" if p.decision.pinned else "no backend"
         serves = "does not serve" if p.decision.pinned else "serves"
-        notes.append(f"{who} {serves} this: expertd serve stops here")
+        way_out = "" if does == "none" else " (--activations weight-only does not ask for rounding)"
+        notes.append(f"{who} {serves} this: expertd serve stops here{way_out}")
     if chosen is not None and chosen.hardware:
         notes.append(f"backend {chosen.name}: {chosen.hardware}")
     if chosen is not None and chosen.name == "reference" and not p.decision.pinned:
