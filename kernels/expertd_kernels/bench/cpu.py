@@ -225,15 +225,15 @@ def _points(
     threads_list: Sequence[int],
     peaks: Mapping[str, Mapping[str, float]],
     evict: Callable[[], None],
-) -> list[Row]:
-    """All rows of one layer."""
+    rows: list[Row],
+) -> None:
+    """All rows of one layer, appended as they are timed."""
     E, H, I = shape.num_experts, shape.hidden_size, shape.intermediate_size
     torch.set_num_threads(len(cpu_native.physical_cpus()))  # nothing is timed yet
     weights = random_weights(scheme, E, H, I, activation=shape.activation, bias=shape.bias)
     packed = cpu.pack(weights, problem_of(weights, detect_device("cpu"), top_k=shape.top_k))
     seg = shape.activation.segments
     expert_bytes = scheme.nbytes(seg * I, H, seg) + scheme.nbytes(H, I)
-    rows = []
     known = _known(shape)
     wanted = reference(weights, *known)
     for threads in threads_list:
@@ -260,7 +260,6 @@ def _points(
                 rows.append(Row(shape.name, scheme.name, name, threads, M, us, size / us / 1e3,
                                 0.0 if name == READ else flop / us / 1e3, errors.get(name, 0.0)))  # fmt: skip
                 print(_line(rows[-1], whole / times[READ] / 1e3, peaks[f"{threads}"]), file=sys.stderr, flush=True)
-    return rows
 
 
 def _line(r: Row, read_gb_s: float, peaks: Mapping[str, float]) -> str:
@@ -293,10 +292,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     top = peaks[f"{max(threads)}"]
     print(f"{facts}\n{max(threads)} threads: {top}", file=sys.stderr, flush=True)
     rows: list[Row] = []
-    for name in args.shape or SHAPES:
-        shape = shape_of(name)
-        for scheme in args.scheme or SCHEMES.get(name, ("int4_g128",)):
-            rows += _points(args, shape, Scheme.parse(scheme), threads, peaks, evict)
+    try:
+        for name in args.shape or SHAPES:
+            shape = shape_of(name)
+            for scheme in args.scheme or SCHEMES.get(name, ("int4_g128",)):
+                _points(args, shape, Scheme.parse(scheme), threads, peaks, evict, rows)
+    except KeyboardInterrupt:
+        print("interrupted: the result has what was timed so far", file=sys.stderr)
     records = [asdict(r) for r in rows]
     facts["load_after"] = _load()
     compared = summary(records)
