@@ -103,7 +103,8 @@ class TritonExperts:
             return self._planner(tokens)
         if self.one_plan:
             tokens, top_k = ONE_PLAN_ROWS * self.num_experts, 1
-        tokens = planned(tokens)
+        else:
+            tokens = planned(tokens)
         key = (tokens, top_k)
         if key not in self._plans:
             self._plans[key] = make_plan(self._facts(top_k), tokens)
