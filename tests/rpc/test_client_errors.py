@@ -98,7 +98,7 @@ def test_an_answer_that_does_not_fit_is_refused(client, servicer, wrong):
 def test_bytes_that_are_no_message_are_refused(kind):
     handlers = {
         "Forward": grpc.unary_unary_rpc_method_handler(lambda data, context: b"\xff\xff\xff"),
-        "StreamForward": grpc.stream_stream_rpc_method_handler(lambda data, context: iter([b"\xff\xff\xff"])),
+        "StreamForward": grpc.stream_stream_rpc_method_handler(lambda data, context: (b"\xff\xff\xff" for _ in data)),
     }
     server = grpc.server(futures.ThreadPoolExecutor(4))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("expertd.v1.ExpertService", handlers),))
