@@ -1,8 +1,9 @@
 """Backend `cpu`: the C++ kernel on blocked weights; layout in csrc/layout.h.
 
 Activations meet int4, int8 and e2m1 weights as 16-bit fixed point with one power-of-two scale for at most 128 columns
-(an error of 3e-5, below bf16's 2e-3), other weights as f32; sums are exact integers, or f32.  On matrix tiles (AMX, from
-12 rows an expert on) all but int8 weights meet bf16.  With compute dtype f32 everything is f32.  One packing serves every instruction-set level.
+(an error of 3e-5, below bf16's 2e-3), other weights as f32; sums are exact integers, or f32.  On matrix tiles (AMX,
+from 12 rows an expert on) all but int8 weights meet bf16.  With compute dtype f32 everything is f32.  One packing
+serves every instruction-set level.
 """
 
 from __future__ import annotations
