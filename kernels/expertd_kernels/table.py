@@ -265,7 +265,7 @@ BACKENDS: tuple[Backend, ...] = (
         needs={"flashinfer-python": ">=0.7.2,<0.8"},
         mixed_schemes=False,
         deterministic=False,
-        hardware="not run on hardware",
+        hardware="bf16 and e4m3 with static scales run on SM90; all else not run on hardware",
     ),
     Backend(
         name="deepgemm",
@@ -433,7 +433,7 @@ BACKENDS: tuple[Backend, ...] = (
 )
 
 _CUDA = ("triton", "triton_w8a8", "flashinfer_cutlass", "deepgemm", "humming", "marlin", "triton_w4a8", "reference")
-_HOPPER = ("triton", "triton_w8a8", "deepgemm", "humming", "triton_w4a8", "marlin", "flashinfer_cutlass", "reference")
+_HOPPER = ("triton", "triton_w8a8", "deepgemm", "humming", "triton_w4a8", "flashinfer_cutlass", "marlin", "reference")
 _BLACKWELL = ("flashinfer_trtllm", *_CUDA)
 
 ORDER: Mapping[str, Sequence[str]] = {
