@@ -190,5 +190,5 @@ def block(x, wd, ws, bias, table, lists, tw, out, done, unscale, routes_in_all, 
             _tile(x, wd, ws, bias, lists, tw, out, done, unscale, e, base, n, tile, k0, ring, B, 0, C)
         if C.counted > 0 and C.gemm.first:
             count_tile(done)
-    if C.counted > 0 and not C.gemm.first and gl.program_id(0) == gl.num_programs(0) - 1:
-        gdc_wait()  # this kernel ends after w13's
+    if (C.early or (C.counted > 0 and not C.gemm.first)) and gl.program_id(0) == gl.num_programs(0) - 1:
+        gdc_wait()  # this kernel ends after w13's, also where no CTA has a route
