@@ -20,7 +20,8 @@ import torch
 from expertd_kernels import table
 from expertd_kernels.cache import code_digest, replacing
 from expertd_kernels.canonical import Weights
-from expertd_kernels.cpu_threads import cpu_quota, measured_threads
+from expertd_kernels.cpu_cores import cpu_quota
+from expertd_kernels.cpu_threads import measured_threads
 from expertd_kernels.oracle import Decision
 from expertd_kernels.probe import cpu_name
 from expertd_kernels.problem import Problem

@@ -9,16 +9,8 @@ import torch
 
 from expertd_kernels.backends import cpu_native
 from expertd_kernels.builder import problem_of
-from expertd_kernels.cpu_threads import (
-    Core,
-    candidates,
-    choose,
-    cpu_quota,
-    measured_threads,
-    most_threads,
-    physical_cores,
-    pins,
-)
+from expertd_kernels.cpu_cores import Core, cpu_quota, most_threads, physical_cores, pins
+from expertd_kernels.cpu_threads import candidates, choose, measured_threads
 from expertd_kernels.probe import detect_device
 from expertd_kernels.synthetic import random_inputs, random_weights
 

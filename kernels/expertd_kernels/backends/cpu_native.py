@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from expertd_kernels.cpu_threads import cpu_quota, most_threads, physical_cores, pins
+from expertd_kernels.cpu_cores import cpu_quota, most_threads, physical_cores, pins
 from expertd_kernels.csrc import build as source
 
 __all__ = [

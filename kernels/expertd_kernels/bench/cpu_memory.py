@@ -12,7 +12,7 @@ import torch
 
 from expertd_kernels.backends import cpu_native
 from expertd_kernels.backends.protocol import Packed
-from expertd_kernels.cpu_threads import SYSTEM
+from expertd_kernels.cpu_cores import SYSTEM
 
 __all__ = ["Evictor", "Reader", "last_level_cache"]
 
