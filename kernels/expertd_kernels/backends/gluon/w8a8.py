@@ -22,43 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from expertd_kernels.backends.gluon.pieces import _BARRIER, _add, barrier, copy_elements, copy_tile
+from expertd_kernels.backends.gluon.pieces import _BARRIER, barrier, block_list, copy_elements, copy_tile
+from expertd_kernels.backends.gluon.tiles_of_tokens import find_tile, next_slot, skip_tile
 from expertd_kernels.backends.gluon.w8a8_epilogue import epilogue, row_of
-
-
-@gluon.jit
-def _experts(counts, C: gl.constexpr, W: gl.constexpr):
-    """(expert, its routes, its blocks, running sum of blocks, blocks in all), in each warp"""
-    L: gl.constexpr = gl.BlockedLayout([C.padded_experts // 32], [32], [W], [0])
-    ie = gl.arange(0, C.padded_experts, L)
-    cnt = gl.load(counts + ie, mask=ie < C.gemm.experts, other=0)
-    nb = (cnt + 127) // 128
-    return ie, cnt, nb, gl.associative_scan(nb, 0, _add), gl.sum(nb, 0)
-
-
-@gluon.jit
-def _find_tile(ie, cnt, nb, cum, t, C: gl.constexpr):
-    """tile number -> (expert, first route of the block in the list, routes from there to the expert's end, column
-    tile).  Up to GM blocks of an expert share a column tile before the next one: their weights are read once."""
-    CT: gl.constexpr = C.column_tiles
-    before = (cum * CT <= t).to(gl.int32)
-    e = gl.sum(before, 0)
-    mine = ie == e
-    start = gl.sum(cnt * before, 0)
-    n = gl.sum(gl.where(mine, cnt, 0), 0)
-    blocks = gl.sum(gl.where(mine, nb, 0), 0)
-    r = t - gl.sum(nb * before, 0) * CT
-    first = r // (C.GM * CT) * C.GM
-    r -= first * CT
-    size = gl.maximum(gl.minimum(blocks - first, C.GM), 1)
-    b = (first + r % size) * 128
-    return e, start + b, n - b, r // size
-
-
-@gluon.jit
-def _next(slot, ph, C: gl.constexpr):
-    slot = gl.where(slot == C.ST - 1, 0, slot + 1)
-    return slot, gl.where(slot == 0, ph ^ 1, ph)
 
 
 @gluon.jit
@@ -69,7 +35,7 @@ def _back(slot, k: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
-    ie, cnt, nb, cum, blocks = _experts(counts, C, 4)
+    ie, cnt, nb, cum, blocks = block_list(counts, C, 4)
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(1)
     issued = gl.to_tensor(0)
@@ -77,7 +43,7 @@ def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
     L: gl.constexpr = gl.SliceLayout(1, C.LX)
     r = gl.arange(0, 128, L)
     for t in range(gl.program_id(0), blocks * C.column_tiles, gl.num_programs(0)):
-        e, base, n, col = _find_tile(ie, cnt, nb, cum, t, C)
+        e, base, n, col = find_tile(ie, cnt, nb, cum, t, C.GM, True, C)
         if C.gemm.first:
             run0 = e * (C.rows // 128) + col
             run1 = run0 + C.gemm.segment // 128
@@ -105,7 +71,7 @@ def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
                 issued += 1
             else:
                 copy_tile(xd, [base, i * 128], full.index(slot), a_s.index(slot))
-            slot, ph = _next(slot, ph, C)
+            slot, ph = next_slot(slot, ph, C)
     if not C.listed:
         async_copy.wait_group(0)
         fence_async_shared()
@@ -150,7 +116,7 @@ def _multiply(pointers, first, ok, a_s, b_s, full, empty, slot, ph, PART: gl.con
         n1 = gl.load(ws1 + (i + 1), mask=more, other=0.0)
         s0 = x * w0
         s1 = x * w1
-        slot, ph = _next(slot, ph, C)
+        slot, ph = next_slot(slot, ph, C)
         p = warpgroup_mma_wait(0, deps=[t])
         acc0 = _add_scaled(acc0, p, s0)
         t = warpgroup_mma(a, b1, warpgroup_mma_init(none), use_acc=False, is_async=True)
@@ -180,7 +146,7 @@ def _sum(a_s, b_s, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
         t0 = warpgroup_mma_init(t0)
         t1 = warpgroup_mma_init(t1)
         mbarrier.arrive(empty.index(_back(slot, 1, C)), count=1, pred=i > 0)
-        slot, ph = _next(slot, ph, C)
+        slot, ph = next_slot(slot, ph, C)
     acc0, acc1 = warpgroup_mma_wait(0, deps=[t0, t1])
     mbarrier.arrive(empty.index(_back(slot, 1, C)), count=1)
     return acc0, acc1, slot, ph
@@ -247,34 +213,24 @@ def _sums(xs, ws, a_s, b_s, full, empty, e, base, n, col, route, first, slot, ph
 
 
 @gluon.jit
-def _pass(full, empty, slot, ph, C: gl.constexpr):
-    """the stages of a tile of which no token is ours"""
-    for _i in range(C.iterations):
-        mbarrier.wait(full.index(slot), ph)
-        mbarrier.arrive(empty.index(slot), count=1)
-        slot, ph = _next(slot, ph, C)
-    return slot, ph
-
-
-@gluon.jit
 def _consumer(
     xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, PART: gl.constexpr, C: gl.constexpr
 ):
     """64 tokens of each block, from 64 * PART on.  The routes of the next tile are fetched while this one is
     multiplied, its first scales while this one is stored."""
-    ie, cnt, nb, cum, blocks = _experts(counts, C, 4)
+    ie, cnt, nb, cum, blocks = block_list(counts, C, 4)
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(0)
     last = blocks * C.column_tiles - 1
     begin = gl.program_id(0)
     step = gl.num_programs(0)
-    e, base, n, col = _find_tile(ie, cnt, nb, cum, gl.maximum(gl.minimum(begin, last), 0), C)
+    e, base, n, col = find_tile(ie, cnt, nb, cum, gl.maximum(gl.minimum(begin, last), 0), C.GM, True, C)
     route = _routes(lists, base, n, PART, C)
     first = _first(xs, ws, e, base, n, col, route, PART, C)
     r = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, C.MMA))
     for t in range(begin, last + 1, step):
         w = gl.load(tw + route, mask=r < n, other=0.0)
-        e2, base2, n2, col2 = _find_tile(ie, cnt, nb, cum, gl.minimum(t + step, last), C)
+        e2, base2, n2, col2 = find_tile(ie, cnt, nb, cum, gl.minimum(t + step, last), C.GM, True, C)
         route2 = _routes(lists, base2, n2, PART, C)
         if n > 64 * PART:
             acc0, acc1, slot, ph = _sums(
@@ -283,7 +239,7 @@ def _consumer(
             first2 = _first(xs, ws, e2, base2, n2, col2, route2, PART, C)
             epilogue(acc0, acc1, bias, out, out_scale, e, base, n, col, route, w, PART, C)
         else:
-            slot, ph = _pass(full, empty, slot, ph, C)
+            slot, ph = skip_tile(full, empty, slot, ph, C)
             first2 = _first(xs, ws, e2, base2, n2, col2, route2, PART, C)
         e = e2
         base = base2

@@ -54,6 +54,7 @@ class Tile8:
     gemm: Gemm8
     ST: int
     GM: int
+    BM: int
     depth: int
     listed: bool
     pdl: bool
@@ -122,6 +123,7 @@ def tile8(gemm: Gemm8, plan: Plan8, pdl: bool) -> Tile8:
         gemm,
         plan.ST,
         plan.GM,
+        TOKENS,
         plan.depth,
         plan.listed or not gemm.first,
         pdl,

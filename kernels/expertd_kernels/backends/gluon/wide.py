@@ -23,51 +23,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from expertd_kernels.backends.gluon.pieces import (
     _BARRIER,
     _act,
-    _add,
     barrier,
+    block_list,
     copy_inputs,
     copy_tile,
     input_rows,
     routes,
 )
+from expertd_kernels.backends.gluon.tiles_of_tokens import find_tile, next_slot, skip_tile
 
 SIDE_BY_SIDE = gl.constexpr(16)
 """Blocks of an expert that take a column tile together, before its next one: the weights are read from memory once."""
-
-
-@gluon.jit
-def _experts(counts, C: gl.constexpr):
-    """(expert, its routes, its blocks, running sum of blocks, blocks in all), in each warp"""
-    L: gl.constexpr = gl.BlockedLayout([C.padded_experts // 32], [32], [4], [0])
-    ie = gl.arange(0, C.padded_experts, L)
-    cnt = gl.load(counts + ie, mask=ie < C.gemm.experts, other=0)
-    nb = (cnt + (C.BM - 1)) // C.BM
-    return ie, cnt, nb, gl.associative_scan(nb, 0, _add), gl.sum(nb, 0)
-
-
-@gluon.jit
-def _find(ie, cnt, nb, cum, t, C: gl.constexpr):
-    """tile number -> (expert, first route of the block in the list, routes from there to the expert's end, column
-    tile)"""
-    CT: gl.constexpr = C.column_tiles
-    before = (cum * CT <= t).to(gl.int32)
-    e = gl.sum(before, 0)
-    mine = ie == e
-    start = gl.sum(cnt * before, 0)
-    n = gl.sum(gl.where(mine, cnt, 0), 0)
-    blocks = gl.sum(gl.where(mine, nb, 0), 0)
-    r = t - gl.sum(nb * before, 0) * CT
-    first = r // (SIDE_BY_SIDE * CT) * SIDE_BY_SIDE
-    r -= first * CT
-    size = gl.minimum(blocks - first, SIDE_BY_SIDE)
-    b = (first + r % size) * C.BM
-    return e, start + b, n - b, r // size
-
-
-@gluon.jit
-def _next(slot, ph, C: gl.constexpr):
-    slot = gl.where(slot == C.ST - 1, 0, slot + 1)
-    return slot, gl.where(slot == 0, ph ^ 1, ph)
 
 
 @gluon.jit
@@ -79,12 +45,12 @@ def _before(slot, C: gl.constexpr):
 @gluon.jit
 def _producer(x, xd, wd, counts, lists, xs, wb, full, empty, C: gl.constexpr):
     GATHERED: gl.constexpr = C.gemm.first or not C.listed
-    ie, cnt, nb, cum, blocks = _experts(counts, C)
+    ie, cnt, nb, cum, blocks = block_list(counts, C, 4)
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(1)
     issued = gl.to_tensor(0)
     for t in range(gl.program_id(0), blocks * C.column_tiles, gl.num_programs(0)):
-        e, base, n, col = _find(ie, cnt, nb, cum, t, C)
+        e, base, n, col = find_tile(ie, cnt, nb, cum, t, SIDE_BY_SIDE, False, C)
         if GATHERED:
             f = input_rows(routes(lists, base, 0, n, C.BM, C, gl.SliceLayout(1, C.LX)), C)
         row = e * C.gemm.rows + col * C.T
@@ -101,7 +67,7 @@ def _producer(x, xd, wd, counts, lists, xs, wb, full, empty, C: gl.constexpr):
                 issued += 1
             else:
                 copy_tile(xd, [base, i * 64], full.index(slot), xs.index(slot))
-            slot, ph = _next(slot, ph, C)
+            slot, ph = next_slot(slot, ph, C)
     if GATHERED:
         async_copy.wait_group(0)
         fence_async_shared()
@@ -121,7 +87,7 @@ def _sum(xs, wb, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
         acc = warpgroup_mma_wait(1, deps=[acc])
         acc = warpgroup_mma_init(acc)
         mbarrier.arrive(empty.index(_before(slot, C)), count=1, pred=i > 0)
-        slot, ph = _next(slot, ph, C)
+        slot, ph = next_slot(slot, ph, C)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(_before(slot, C)), count=1)
     return acc, slot, ph
@@ -169,32 +135,22 @@ def _epilogue(acc, bias, w, out, e, base, n, col, route, PART: gl.constexpr, C: 
 
 
 @gluon.jit
-def _pass(full, empty, slot, ph, C: gl.constexpr):
-    """the stages of a tile of which no token is ours"""
-    for _i in range(C.iterations):
-        mbarrier.wait(full.index(slot), ph)
-        mbarrier.arrive(empty.index(slot), count=1)
-        slot, ph = _next(slot, ph, C)
-    return slot, ph
-
-
-@gluon.jit
 def _consumer(bias, counts, lists, tw, out, xs, wb, full, empty, PART: gl.constexpr, C: gl.constexpr):
     """64 tokens of each block, from 64 * PART on"""
-    ie, cnt, nb, cum, blocks = _experts(counts, C)
+    ie, cnt, nb, cum, blocks = block_list(counts, C, 4)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(0)
     r = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, MMA))
     for t in range(gl.program_id(0), blocks * C.column_tiles, gl.num_programs(0)):
-        e, base, n, col = _find(ie, cnt, nb, cum, t, C)
+        e, base, n, col = find_tile(ie, cnt, nb, cum, t, SIDE_BY_SIDE, False, C)
         if n > 64 * PART:
             route = gl.load(lists + base + r, mask=r < n, other=0)
             w = gl.load(tw + route, mask=r < n, other=0.0)
             acc, slot, ph = _sum(xs, wb, full, empty, slot, ph, PART, C)
             _epilogue(acc, bias, w, out, e, base, n, col, route, PART, C)
         else:
-            slot, ph = _pass(full, empty, slot, ph, C)
+            slot, ph = skip_tile(full, empty, slot, ph, C)
 
 
 @gluon.jit
