@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from vendor import bits, functions, package_folder
+from vendor import bits, check_packing, functions, package_folder
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import flashinfer_cutlass as backend
@@ -72,13 +72,7 @@ def refusals(w, device=SM90, how=None):
 def test_unpacking_gives_back_every_bit(scheme, activation):
     w = layer(scheme, activation=activation)
     assert refusals(w) == ()
-    before = bits(w)
-    packed = backend.pack(w, problem(w))
-    assert bits(backend.unpack(packed)) == before == bits(w)
-    twice = backend.pack(backend.unpack(packed), problem(w))
-    for name, t in packed.tensors.items():
-        assert t.is_contiguous()
-        assert torch.equal(t.reshape(-1).view(torch.uint8), twice.tensors[name].reshape(-1).view(torch.uint8))
+    check_packing(backend, w, problem(w))
 
 
 def test_exponents_as_scales_of_blocks_are_read_as_numbers():

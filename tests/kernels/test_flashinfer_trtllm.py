@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from trtllm_cases import FORMS, NAME, SIZES, STATIC, layer, package_helpers, problem, refusals, up_gate, vendor_rows
-from vendor import bits
+from vendor import bits, check_packing
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import flashinfer_trtllm as backend
@@ -19,13 +19,7 @@ from expertd_kernels.scheme import ScaleType, Scheme
 def test_unpacking_gives_back_every_bit(scheme, size):
     w = layer(scheme, *size)
     assert refusals(w) == ()
-    before = bits(w)
-    packed = backend.pack(w, problem(w))
-    assert bits(backend.unpack(packed)) == before == bits(w)
-    twice = backend.pack(backend.unpack(packed), problem(w))
-    for name, t in packed.tensors.items():
-        assert t.is_contiguous()
-        assert torch.equal(t.reshape(-1).view(torch.uint8), twice.tensors[name].reshape(-1).view(torch.uint8))
+    check_packing(backend, w, problem(w))
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "int4_g32", "mxfp4", "mxfp8", "nvfp4", "e4m3_tensor"])

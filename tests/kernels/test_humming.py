@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from glue_cases import BLOCKS, HUMMING_SCHEMES
-from vendor import bits
+from vendor import bits, check_packing
 
 from expertd_kernels import NAMED_DEVICES, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import humming as backend
@@ -34,13 +34,7 @@ def refusals(w):
 def test_unpacking_gives_back_every_bit(scheme):
     w = layer(scheme)
     assert refusals(w) == ()
-    before = bits(w)
-    packed = backend.pack(w, problem(w))
-    assert bits(backend.unpack(packed)) == before == bits(w)
-    twice = backend.pack(backend.unpack(packed), problem(w))
-    for name, t in packed.tensors.items():
-        assert t.is_contiguous()
-        assert torch.equal(t.reshape(-1).view(torch.uint8), twice.tensors[name].reshape(-1).view(torch.uint8))
+    check_packing(backend, w, problem(w))
 
 
 def test_scales_that_bf16_does_not_hold_are_kept():

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from glue_cases import MARLIN_SCHEMES
-from vendor import bits, functions, package_folder
+from vendor import bits, check_packing, functions, package_folder
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import marlin as backend
@@ -39,13 +39,7 @@ def refusals(w, device=SM90):
 def test_unpacking_gives_back_every_bit(scheme, activation):
     w = layer(scheme, activation=activation)
     assert refusals(w) == ()
-    before = bits(w)
-    packed = backend.pack(w, problem(w))
-    assert bits(backend.unpack(packed)) == before == bits(w)
-    twice = backend.pack(backend.unpack(packed), problem(w))
-    for name, t in packed.tensors.items():
-        assert t.is_contiguous()
-        assert torch.equal(t.reshape(-1).view(torch.uint8), twice.tensors[name].reshape(-1).view(torch.uint8))
+    check_packing(backend, w, problem(w))
 
 
 @pytest.mark.parametrize("kind", [ScaleType.F16, ScaleType.F32])

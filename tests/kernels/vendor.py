@@ -1,5 +1,5 @@
 """What the tests of kernel packages' rows share: the packages' Python sources, for tests that compare with their own
-functions on a CPU, and `bits`.
+functions on a CPU, `bits`, and `check_packing`.
 
 A package counts as there when it is installed, or when EXPERTD_TEST_WHEELS names a folder with unpacked wheels (each in
 a folder of its own, or all in one).  Nothing is imported as the package itself: its native parts are not needed.
@@ -85,3 +85,15 @@ def bits(weights):
         for m in ("w13", "w2")
         for name, t in getattr(weights, m).tensors()
     }
+
+
+def check_packing(backend, weights, problem):
+    """unpack(pack(w)) is w bit for bit, w stays as it is, packed tensors are contiguous, and packing what was unpacked
+    gives the same bits again."""
+    before = bits(weights)
+    packed = backend.pack(weights, problem)
+    assert bits(backend.unpack(packed)) == before == bits(weights)
+    twice = backend.pack(backend.unpack(packed), problem)
+    for name, t in packed.tensors.items():
+        assert t.is_contiguous(), name
+        assert torch.equal(t.reshape(-1).view(torch.uint8), twice.tensors[name].reshape(-1).view(torch.uint8)), name
