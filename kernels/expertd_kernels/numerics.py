@@ -29,16 +29,17 @@ def tolerance(compute_dtype: str, activation_quant: ActivationQuant = Activation
 
     Weight-only: the weights are exact, so only the compute dtype rounds: 2e-3 for f32, 1e-2 for bf16 and f16
     (bf16 operands and intermediate: about 3e-3 measured).  With rounded activations the rounding itself dominates:
-    e4m3 has 3 mantissa bits (about 4e-2 measured for w8a8), e2m1 one.  mxfp8's scales are powers of two,
-    which cost more: 4.4e-2 to 5.3e-2 measured, 6.8e-2 in a layer of 64 columns.
+    e4m3 has 3 mantissa bits (about 4e-2 measured for w8a8; one token of a layer of 128 columns, computed exactly
+    but for the rounding of x and h: 4.6e-2 in the median of 60 drawn, 6.4e-2 at most), e2m1 one.  mxfp8's scales are
+    powers of two, which cost more: 4.4e-2 to 5.3e-2 measured, 6.8e-2 in a layer of 64 columns.
     """
     if activation_quant is ActivationQuant.NONE:
         return 2e-3 if compute_dtype == "f32" else 1e-2
     return {
         ActivationQuant.INT8_TOKEN: 5e-2,
         ActivationQuant.INT8_GROUP: 3e-2,
-        ActivationQuant.E4M3_TOKEN: 6e-2,
-        ActivationQuant.E4M3_GROUP128: 6e-2,
+        ActivationQuant.E4M3_TOKEN: 7e-2,
+        ActivationQuant.E4M3_GROUP128: 7e-2,
         ActivationQuant.E4M3_TENSOR: 8e-2,
         ActivationQuant.MXFP8: 8e-2,
         ActivationQuant.MXFP4: 2.5e-1,

@@ -265,7 +265,7 @@ BACKENDS: tuple[Backend, ...] = (
         needs={"flashinfer-python": ">=0.7.2,<0.8"},
         mixed_schemes=False,
         deterministic=False,
-        hardware="bf16 and e4m3 with static scales run on SM90; all else not run on hardware",
+        hardware="bf16, mxfp4 and e4m3 on e4m3 run on SM90; all else not run on hardware",
     ),
     Backend(
         name="deepgemm",
@@ -320,7 +320,7 @@ BACKENDS: tuple[Backend, ...] = (
         hidden_multiple=128,
         intermediate_multiple=64,
         deterministic=False,
-        hardware="not run on hardware",
+        hardware="run on SM90 only; on other devices not run on hardware",
     ),
     Backend(
         name="aiter",
