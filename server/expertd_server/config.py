@@ -257,6 +257,11 @@ class ServeConfig:
         return "f32" if self.compute_dtype == "float32" else "bf16"
 
     @property
+    def warm_routes(self) -> tuple[int, ...]:
+        """Numbers of routes a token for which kernels are warmed up, besides each layer's top-k."""
+        return tuple(self.warm_up_routes.numbers) if self.warm_up_routes else ()
+
+    @property
     def pins(self) -> Pins:
         """The backends that the user demands."""
         return parse_backend(self.backend)

@@ -61,8 +61,7 @@ async def serve(config: ServeConfig, console: Console) -> int:
     if config.threads:
         torch.set_num_threads(config.threads)
     files = files_state(config) if config.cache else ""
-    routes = config.warm_up_routes.numbers if config.warm_up_routes else ()
-    site = Site(source, torch_device, _cache(config), files, config.max_tokens, routes)
+    site = Site(source, torch_device, _cache(config), files, config.max_tokens, config.warm_routes)
     with site.stage("plan"):
         plans = plan_layers(config, source, device, packages_for(device, table.BACKENDS, config.cache))
     oracle = Tournaments.of(config, torch_device, plans)
@@ -228,7 +227,7 @@ def _engine(
         max_queue_requests=config.max_queue_requests,
         observe=metrics.batch,
         on_fault=on_fault,
-        warm_routes=None if device.type == "cpu" else config.warm_up_routes.numbers if config.warm_up_routes else (),
+        warm_routes=None if device.type == "cpu" else config.warm_routes,
     )
     metrics.watch_load(engine.load)
     engine.start()
