@@ -37,7 +37,8 @@ def check(plan: LayerPlan, codecs: tuple[Codec, Codec], routes: int) -> None:
         assert shared_bytes(p, codec) <= SHARED_BYTES, p
         assert (p.kind == "wide") <= (not codec.planes), p
         assert codec.planes or p.kind == "wide" or (p.kind == "block" and p.D == 1 and min(p.T, p.S) == 1), p
-    assert plan.mode == "lists" or routes <= 1024
+    assert plan.mode in ("lists", "placed") or routes <= 1024
+    assert plan.mode == "placed" or 192 not in (plan.w13.BM, plan.w2.BM)
     assert plan.mode != "ids" or routes <= 128 or routes == plan.tokens * routes
 
 
@@ -49,6 +50,7 @@ def test_text_and_plan_are_inverse():
         "ws BM64 T4 W8 S2 ST4 V2 X16",
         "block BM8 T1 W4 S4 ST4 SK2 Z4",
         "wide BM128 T4 W4 S1 ST4",
+        "wide BM192 T4 W4 S1 ST4",
         "block BM8 T1 W4 S2 ST3 SK2 F1",
     ):
         assert str(TilePlan.parse(text)) == text
@@ -66,8 +68,10 @@ def test_plans_that_do_not_go_together_are_refused():
     for w13, w2 in ((b, follows), (follows, a), (TilePlan.parse("ws BM8 T4"), follows)):
         with pytest.raises(ValueError, match="F goes with w2"):
             LayerPlan(8, "lists", w13, w2)
-    with pytest.raises(ValueError, match="lists for kernels ws and wide"):
+    with pytest.raises(ValueError, match="the last two for ws and wide"):
         LayerPlan(8, "table", TilePlan.parse("ws BM64 T4 W8"), TilePlan.parse("ws BM64 T4 W8"))
+    with pytest.raises(ValueError, match="placed goes with w13 by kernel wide"):
+        LayerPlan(8, "placed", TilePlan.parse("ws BM64 T4 W8"), TilePlan.parse("wide BM128 T4 S1"))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -132,7 +136,7 @@ def test_large_batches_are_planned_for_powers_of_two(scheme, shape):
     for tokens in range(513, 8193, 77):
         found = plans.at(tokens)
         assert found in (plans.at(planned(tokens)), plans.at(1024))
-        assert found.mode == "lists"
+        assert found.mode in ("lists", "placed")
 
 
 @pytest.mark.parametrize(

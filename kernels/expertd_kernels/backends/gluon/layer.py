@@ -10,46 +10,33 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from expertd_kernels.activation import Activation
 from expertd_kernels.backends.gluon.block import block
 from expertd_kernels.backends.gluon.calls import InPieces
 from expertd_kernels.backends.gluon.codec import codec_of
+from expertd_kernels.backends.gluon.matrices import Matrix, gemms
 from expertd_kernels.backends.gluon.matrix import TILE, round_up
 from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan, one_plan
 from expertd_kernels.backends.gluon.routing import combine, group_routes, table_routes
 from expertd_kernels.backends.gluon.specialized import ws
-from expertd_kernels.backends.gluon.tile import Gemm, Tile, tile
+from expertd_kernels.backends.gluon.tile import Tile, tile
+from expertd_kernels.backends.gluon.w8a8_prepare import count_routes, place_routes
 from expertd_kernels.backends.gluon.wide import wide
+from expertd_kernels.backends.gluon.wide_prepare import place_inputs
 from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.problem import Problem
-from expertd_kernels.serial import activation_from_json, scheme_from_json
+from expertd_kernels.serial import scheme_from_json
 
 __all__ = ["GluonExperts"]
 
 FLOAT32_TOKENS = 128
 """Up to here w2's results are f32: their traffic costs nothing yet (kernel `ws` has no shared memory for it)."""
 
+CHUNK = 512
+"""Routes that a program counts, and then places, where inputs are put to the places of their routes."""
+
 COUNTERS = 1024
 """Blocks up to which w2 may follow w13 tile by tile; with more it waits for all of w13."""
-
-
-@dataclass(frozen=True)
-class _Matrix:
-    """The packed tensors of w13 or w2 on the GPU, and the constants of its GEMM."""
-
-    gemm: Gemm
-    codes: Tensor  # [E, rows/64, units, 4, 32, 4] int32: bf16, too
-    scales: Tensor  # packed scales; codes where there are none (never read)
-    bias: Tensor  # [E, rows] f32; empty where there is none (never read)
-    unscale: float
-
-    def descriptor(self, t: Tile) -> TensorDescriptor:
-        """The bulk copy's view: [row tiles of all experts, units * 16, 32] words, a stage a box."""
-        E, T, units = self.codes.shape[:3]
-        return TensorDescriptor(
-            self.codes, [E * T, units * 16, 32], [units * 512, 32, 1], [t.T, 16 * t.stage_units, 32], t.SW
-        )
 
 
 @dataclass
@@ -61,49 +48,11 @@ class _Workspace:
     h: Tensor
     y: Tensor
     y32: Tensor
-    done: Tensor  # [COUNTERS] int32: finished tiles of w13 a block; zero between calls
-
-
-def _gemms(packed: Packed, top_k: int, weight_on_input: bool) -> tuple[Gemm, Gemm]:
-    a: Activation = activation_from_json(packed.meta["activation"])
-    H, I = packed.meta["w2"]["shape"][1:]
-    E = packed.meta["w2"]["shape"][0]
-    Hp, Ip = round_up(H, TILE), round_up(I, TILE)
-    c13, c2 = (codec_of(scheme_from_json(packed.meta[n]["scheme"])) for n in ("w13", "w2"))
-    w13 = Gemm(
-        c13,
-        K=Hp,
-        rows=a.segments * Ip // TILE,
-        x_columns=H,
-        x_stride=H,
-        out_columns=Ip,
-        experts=E,
-        top_k=top_k,
-        first=True,
-        gated=a.gated,
-        weight=weight_on_input,
-        bias="w13.bias" in packed.tensors,
-        act=a.kind.value,
-        alpha=a.alpha,
-        beta=a.beta,
-        limit=a.limit or 0.0,
-        limited=a.limit is not None,
-    )
-    w2 = Gemm(
-        c2,
-        K=Ip,
-        rows=Hp // TILE,
-        x_columns=Ip,
-        x_stride=Ip,
-        out_columns=H,
-        experts=E,
-        top_k=top_k,
-        first=False,
-        gated=False,
-        weight=not weight_on_input,
-        bias="w2.bias" in packed.tensors,
-    )
-    return w13, w2
+    done: Tensor  # [COUNTERS] int32, zero between calls: finished tiles of w13 a block, or w13's tickets ("wide")
+    tickets: Tensor  # w2's tickets: the same from another line on
+    chunks: Tensor  # [routes / CHUNK, experts and more] int32: routes of each expert in each chunk
+    places: Tensor  # [routes] int32: where each route stands in the list
+    placed: Tensor  # [routes] f32: router weights in the order of the list
 
 
 class GluonExperts(InPieces):
@@ -115,10 +64,11 @@ class GluonExperts(InPieces):
         self.packed, self.device = packed, torch.device("cuda", torch.cuda.current_device())
         self.top_k = problem.top_k
         self.num_experts, self.hidden_size, self.intermediate_size = packed.meta["w2"]["shape"]
+        self._padded_experts: int = max(32, triton.next_power_of_2(self.num_experts))
         self.multiprocessors: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         tensors = {k: t.to(self.device) for k, t in packed.tensors.items() if not k.endswith("exact_scales")}
         self._tensors = tensors
-        self._matrices: dict[tuple[int, bool], tuple[_Matrix, _Matrix]] = {}
+        self._matrices: dict[tuple[int, bool], tuple[Matrix, Matrix]] = {}
         self._spaces: dict[int, _Workspace] = {}
         self._descriptors: dict[tuple[int, int, int], TensorDescriptor] = {}
         w13, w2 = (codec_of(scheme_from_json(packed.meta[name]["scheme"])) for name in ("w13", "w2"))
@@ -127,16 +77,16 @@ class GluonExperts(InPieces):
             plans = one_plan((w13, w2), shape)
         self.plans = plans or Plans.for_layer(torch.cuda.get_device_name(self.device), w13, w2, shape)
 
-    def _pair(self, top_k: int, weight_on_input: bool) -> tuple[_Matrix, _Matrix]:
+    def _pair(self, top_k: int, weight_on_input: bool) -> tuple[Matrix, Matrix]:
         key = (top_k, weight_on_input)
         if key not in self._matrices:
             t, found = self._tensors, []
-            for name, gemm in zip(("w13", "w2"), _gemms(self.packed, *key), strict=True):
+            for name, gemm in zip(("w13", "w2"), gemms(self.packed, *key), strict=True):
                 codes = t[f"{name}.codes"]
                 shift = self.packed.meta[name]["shift"]
                 nothing = torch.zeros(64, dtype=torch.bfloat16, device=self.device)
                 found.append(
-                    _Matrix(
+                    Matrix(
                         gemm,
                         codes,
                         t.get(f"{name}.scales", nothing),
@@ -157,14 +107,19 @@ class GluonExperts(InPieces):
             def empty(size: int, dtype: torch.dtype) -> Tensor:
                 return torch.empty(size, dtype=dtype, device=d)
 
+            done = torch.zeros(COUNTERS, dtype=torch.int32, device=d)
             self._spaces[n] = _Workspace(
                 n // top_k,
                 # table (at most n blocks, rounded up) and route lists (whole blocks of at most 64), or counts and lists
                 empty(2 * n + round_up(E, 16) + n + 64 * min(E, n) + 64, torch.int32),
                 empty(n * Ip, torch.bfloat16),
-                empty(n * self.hidden_size, torch.bfloat16),
+                empty(n * round_up(self.hidden_size, TILE), torch.bfloat16),
                 empty(min(n, FLOAT32_TOKENS * top_k) * self.hidden_size, torch.float32),
-                torch.zeros(COUNTERS, dtype=torch.int32, device=d),
+                done,
+                done[32:],
+                empty(triton.cdiv(n, CHUNK) * self._padded_experts, torch.int32),
+                empty(n, torch.int32),
+                empty(n, torch.float32),
             )
         return self._spaces[n]
 
@@ -205,6 +160,9 @@ class GluonExperts(InPieces):
                 num_warps=4,
                 launch_pdl=True,
             )
+        elif p.mode == "placed":
+            blocks = 0
+            self._place(x, ids, weights, table, lists, s)
         else:
             blocks = 0
             TH, CH, warps = (512, 16, 16)
@@ -217,10 +175,13 @@ class GluonExperts(InPieces):
             group_routes[(E,)](ids, table, lists, n, TH, CH, True, num_warps=warps, launch_pdl=True)
         listed = p.w13.kind == p.w2.kind == "wide"
         counted = triton.cdiv(w13.gemm.rows, p.w13.T) if p.w2.F and self._blocks(n, p.w2.BM) <= COUNTERS else 0
-        how = (table, lists, weights)
+        tickets = "wide" in (p.w13.kind, p.w2.kind)
+        v, weights13 = (s.y, s.placed) if p.mode == "placed" else (x, weights)
+        weights2 = weights13 if listed else weights
         try:
-            self._gemm(w13, p.w13, p.mode, blocks, x, *how, s.h, s.done, n, words, listed, counted)
-            self._gemm(w2, p.w2, p.mode, blocks, s.h, *how, y, s.done, n, words, listed, counted)
+            self._gemm(w13, p.w13, p.mode, blocks, v, table, lists, weights13, s.h, s.done, n, words, listed, counted)
+            done = s.tickets if tickets else s.done
+            self._gemm(w2, p.w2, p.mode, blocks, s.h, table, lists, weights2, y, done, n, words, listed, counted)
             B, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
             combine[(M, triton.cdiv(self.hidden_size, B))](
                 y,
@@ -232,8 +193,8 @@ class GluonExperts(InPieces):
                 B,
                 True,
                 p.w2.Z,
-                s.done if counted else None,
-                COUNTERS if counted else 0,
+                s.done if counted or tickets else None,
+                COUNTERS if counted or tickets else 0,
                 num_warps=warps,
                 launch_pdl=True,
             )
@@ -248,7 +209,7 @@ class GluonExperts(InPieces):
 
     def _gemm(
         self,
-        m: _Matrix,
+        m: Matrix,
         p: TilePlan,
         mode: str,
         blocks: int,
@@ -264,9 +225,10 @@ class GluonExperts(InPieces):
         counted: int,
     ) -> None:
         t = tile(m.gemm, p, mode, True, words, listed, counted)
-        key = (id(m), t.T, t.stage_units)
+        row_tiles = 2 if p.kind == "wide" else t.T
+        key = (id(m), row_tiles, t.stage_units)
         if key not in self._descriptors:
-            self._descriptors[key] = m.descriptor(t)
+            self._descriptors[key] = m.descriptor(t, row_tiles)
         if not blocks:
             blocks = self._blocks(n, p.BM)
         tiles = blocks * t.column_tiles * t.Z
@@ -276,20 +238,35 @@ class GluonExperts(InPieces):
             options["maxnreg"] = p.R
         kernel: Any = {"block": block, "ws": ws, "wide": wide}[p.kind]
         if p.kind == "wide":
-            h = self._boxes(out if m.gemm.first else x, t)
-            kernel[grid](x, h, self._descriptors[key], m.bias, table, lists, weights, out, t, **options)
+            boxes = self._boxes(out if t.gathers else x, m.gemm.x_columns, m.gemm.K, t)
+            kernel[grid](x, boxes, self._descriptors[key], m.bias, table, lists, weights, done, out, t, **options)
             return
         args: list[Any] = [x, self._descriptors[key], m.scales, m.bias, table, lists, weights, out]
         if p.kind == "block":
             args.append(done)
         kernel[grid](*args, m.unscale, n, t, **options)
 
-    def _boxes(self, h: Tensor, t: Tile) -> TensorDescriptor:
-        """The bulk copy's view of the intermediate, a block and stage a box."""
-        key = (h.data_ptr(), t.BM, 0)
+    def _place(self, x: Tensor, ids: Tensor, weights: Tensor, counts: Tensor, lists: Tensor, s: _Workspace) -> None:
+        """Routes grouped by expert; inputs and router weights in their order, in s.y and s.placed."""
+        M, top_k = ids.shape
+        n, E, H, padded = M * top_k, self.num_experts, self.hidden_size, self._padded_experts
+        chunks, some, step = triton.cdiv(n, CHUNK), max(16, min(128, 16384 // padded)), 8192 // padded
+        count_routes[(chunks,)](ids, s.chunks, n, E, padded, CHUNK, True, num_warps=4, launch_pdl=True)
+        place_routes[(chunks,)](
+            ids, s.chunks, counts, lists, s.places, n, chunks, E, padded, CHUNK, some, step, True,
+            num_warps=8, launch_pdl=True,
+        )  # fmt: skip
+        R, B = 4, 1024
+        place_inputs[(triton.cdiv(M, R) * triton.cdiv(H, B),)](
+            x, s.places, weights, s.y, s.placed, M, top_k, H, round_up(H, TILE), R, B, True,
+            num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+
+    def _boxes(self, x: Tensor, columns: int, stride: int, t: Tile) -> TensorDescriptor:
+        """The bulk copy's view of rows of x, 64 of them and a stage a box."""
+        key = (x.data_ptr(), columns, stride)
         if key not in self._descriptors:
-            Ip = round_up(self.intermediate_size, TILE)
-            self._descriptors[key] = TensorDescriptor(h, [h.numel() // Ip, Ip], [Ip, 1], [t.BM, 64], t.SX)
+            self._descriptors[key] = TensorDescriptor(x, [x.numel() // stride, columns], [stride, 1], [64, 64], t.SX)
         return self._descriptors[key]
 
 

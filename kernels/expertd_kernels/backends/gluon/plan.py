@@ -22,7 +22,10 @@ THIN = 512
 """CTAs under which a GEMM does not fill an H100 or H200 (132 SMs with four CTAs each)."""
 
 WIDE = "wide BM128 T4 S1 ST4"
-"""The one configuration of kernel "wide"."""
+"""Kernel "wide" whose inputs are gathered."""
+PLACED = 96
+"""Tokens an expert from which on kernel "wide" takes blocks of 192, for which inputs are put to their places before: at
+128 and more half of the experts would need another block of 128."""
 
 MANY = 900
 """Tiles of w2 from which on they follow w13's: gained with 910 and more, lost with 512 and fewer."""
@@ -88,7 +91,8 @@ class TilePlan:
 @dataclass(frozen=True)
 class LayerPlan:
     """A layer at up to `tokens` tokens.  mode "ids": no routing kernel (one token, or up to 128 routes); "table":
-    blocks of routes listed by one kernel (up to 1024 routes); "lists": routes grouped by expert."""
+    blocks of routes listed by one kernel (up to 1024 routes); "lists": routes grouped by expert; "placed": so are
+    w13's inputs, too (kernel wide)."""
 
     tokens: int
     mode: str
@@ -98,8 +102,10 @@ class LayerPlan:
     def __post_init__(self) -> None:
         both = (self.w13, self.w2)
         blocks = all(p.kind == "block" for p in both)
-        if self.mode not in ("ids", "table", "lists") or not (blocks or self.mode == "lists"):
-            raise ValueError(f"layer plan {self}: want mode ids, table or lists, and lists for kernels ws and wide")
+        if self.mode not in ("ids", "table", "lists", "placed") or not (blocks or self.mode in ("lists", "placed")):
+            raise ValueError(f"layer plan {self}: want mode ids, table, lists or placed; the last two for ws and wide")
+        if self.mode == "placed" and self.w13.kind != "wide":
+            raise ValueError(f"layer plan {self}: mode placed goes with w13 by kernel wide")
         if self.mode == "table" and (self.w13.BM != self.w2.BM or self.w13.BM > 64):
             raise ValueError(f"layer plan {self}: with a table both GEMMs share one BM, at most 64")
         if self.w13.F or (self.w2.F and ({p.kind for p in both} != {"block"} or self.w13.BM != self.w2.BM)):
@@ -134,7 +140,7 @@ class Plans:
         """The plan for this many tokens."""
         plan = self._at(planned(tokens))
         # a table's kernel is compiled for the next power of two of the routes, and those are met below CAPTURED_TOKENS
-        return self._at(2 * CAPTURED_TOKENS) if plan.mode != "lists" and tokens > CAPTURED_TOKENS else plan
+        return self._at(2 * CAPTURED_TOKENS) if plan.mode in ("ids", "table") and tokens > CAPTURED_TOKENS else plan
 
     def _at(self, tokens: int) -> LayerPlan:
         if tokens not in self._found:
@@ -166,6 +172,8 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPl
         mode = "ids" if alone or tokens == 1 else "table"
     if w13.kind == w2.kind == "block" and w13.BM == w2.BM and tokens > 1:
         w2 = replace(w2, F=int(_follows(codecs[1], I, hit * rows[1] / w2.T)))
+    if w13.kind == w2.kind == "wide" and each > PLACED:
+        mode, w13, w2 = "placed", replace(w13, BM=192), replace(w2, BM=192)
     return LayerPlan(tokens, mode, w13, w2)
 
 

@@ -86,13 +86,27 @@ class Tile:
     SX: Any
     SW: Any
     listed: bool
-    LY: Any
     counted: int
 
     @property
     def iterations(self) -> int:
         """Stages that cover a CTA's part of K; the last may reach beyond it."""
         return -(-self.gemm.K // (64 * self.S * self.Z))
+
+    @property
+    def parts(self) -> int:
+        """Kernel "wide": warpgroups that multiply, each 64 tokens of a block."""
+        return self.BM // 64
+
+    @property
+    def placed(self) -> bool:
+        """Kernel "wide": whether w13's inputs and the router weights stand in the order of the route lists."""
+        return self.mode == "placed"
+
+    @property
+    def gathers(self) -> bool:
+        """Kernel "wide": whether the producer fetches inputs row by row."""
+        return not (self.placed if self.gemm.first else self.listed)
 
     @property
     def column_tiles(self) -> int:
@@ -191,18 +205,6 @@ def _every_warp(n: int, warps: int) -> Any:
     )
 
 
-def _rows_by_warp() -> Any:
-    """[64, 128] as an accumulator's rows lie (16 a warp), but eight columns in a row for each lane: the two differ
-    inside groups of four lanes only, so that the change of layout needs no barrier."""
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 128],
-    )
-
-
 @cache
 def tile(
     gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0, listed: bool = False, counted: int = 0
@@ -211,8 +213,10 @@ def tile(
     codec, c = gemm.codec, plan
     if not codec.planes and c.kind != "wide" and (c.kind == "ws" or min(c.T, c.S) > 1 or c.D > 1):
         raise ValueError(f"plan {c}: bf16 weights go with kernel wide, and with kernel block under D1 and T1 or S1")
-    if c.kind == "wide" and (codec.planes or (c.BM, c.T, c.W, c.S, c.X) != (128, 4, 4, 1, 0)):
-        raise ValueError(f"plan {c}: kernel wide takes bf16 weights, BM128 T4 W4 S1")
+    if c.kind == "wide" and (codec.planes or c.BM not in (128, 192) or (c.T, c.W, c.S, c.X) != (4, 4, 1, 0)):
+        raise ValueError(f"plan {c}: kernel wide takes bf16 weights, BM128 or BM192, T4 W4 S1")
+    if c.kind == "wide" and c.BM == 192 and not (mode == "placed" if gemm.first else listed):
+        raise ValueError(f"plan {c}: BM192 leaves no registers to gather inputs: it goes with mode placed")
     if (64 * c.S) % codec.chunk or ((64 * c.SK) % codec.group and codec.group % (64 * c.SK)):
         raise ValueError(f"plan {c}: a stage of {64 * c.S} columns does not hold whole groups of {codec.group}")
     TT = c.T
@@ -254,6 +258,5 @@ def tile(
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3),
         listed,
-        _rows_by_warp(),
         counted,
     )

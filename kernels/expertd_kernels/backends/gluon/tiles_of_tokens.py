@@ -9,10 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def find_tile(ie, cnt, nb, cum, t, G: gl.constexpr, ahead: gl.constexpr, C: gl.constexpr):
-    """tile number -> (expert, first route of the block in the list, routes from there to the expert's end, column
-    tile).  Up to G blocks of an expert share a column tile before the next one: their weights are read once.
-    ahead: asked before it is known whether there is a tile at all"""
+def _find(ie, cnt, nb, cum, t, G: gl.constexpr, ahead: gl.constexpr, C: gl.constexpr):
+    """tile number -> (expert, its first route in the list, its routes, its blocks, block, column tile)"""
     CT: gl.constexpr = C.column_tiles
     before = (cum * CT <= t).to(gl.int32)
     e = gl.sum(before, 0)
@@ -26,8 +24,26 @@ def find_tile(ie, cnt, nb, cum, t, G: gl.constexpr, ahead: gl.constexpr, C: gl.c
     size = gl.minimum(blocks - first, G)
     if ahead:
         size = gl.maximum(size, 1)
-    b = (first + r % size) * C.BM
-    return e, start + b, n - b, r // size
+    return e, start, n, blocks, first + r % size, r // size
+
+
+@gluon.jit
+def find_tile(ie, cnt, nb, cum, t, G: gl.constexpr, ahead: gl.constexpr, C: gl.constexpr):
+    """tile number -> (expert, first route of the block in the list, routes from there to the expert's end, column
+    tile).  Up to G blocks of an expert share a column tile before the next one: their weights are read once.
+    ahead: asked before it is known whether there is a tile at all"""
+    e, start, n, _blocks, b, col = _find(ie, cnt, nb, cum, t, G, ahead, C)
+    return e, start + b * C.BM, n - b * C.BM, col
+
+
+@gluon.jit
+def find_even_tile(ie, cnt, nb, cum, t, G: gl.constexpr, C: gl.constexpr):
+    """As find_tile, but an expert's routes are dealt out to its blocks evenly, 64 at a time, so that blocks which share
+    weights run at one pace; the third result is the routes of the block"""
+    e, start, n, blocks, b, col = _find(ie, cnt, nb, cum, t, G, False, C)
+    parts = (n + 63) // 64
+    begin = b * parts // blocks * 64
+    return e, start + begin, gl.minimum((b + 1) * parts // blocks * 64, n) - begin, col
 
 
 @gluon.jit

@@ -1,11 +1,18 @@
 # mypy: ignore-errors
 # (Gluon device code: its types are checked by Triton's compiler, not by mypy.)
-"""Kernel `wide`: bf16 weights and many tokens, persistent and warp-specialised.  `C` is a Tile: BM = 128, T = 4, S = 1.
+"""Kernel `wide`: bf16 weights and many tokens, persistent and warp-specialised.  `C` is a Tile: BM = 128 or 192, T = 4,
+S = 1.
 
 Nothing has to be unpacked, so both operands come from shared memory and tokens lie on the 64 side of wgmma: a tile is
-128 tokens x 256 weight rows.  Each consumer warpgroup is a partition of its own with 64 tokens of the block: neither
-waits for the other, and a block of up to 64 tokens costs half.  Where both GEMMs run like this (C.listed), h stands in
-the order of the route lists, so that w2's inputs are boxes that the copy engine fetches.
+BM tokens x 256 weight rows.  Each consumer warpgroup is a partition of its own with 64 tokens of the block: none waits
+for the others, and a block costs what its tokens need.
+
+Tiles are drawn by tickets: a CTA asks for its next one when it is ready for it, so blocks that share a column tile
+begin together wherever the CTAs stand, and its weights come from memory once.  (In a fixed order the CTAs drift apart
+by more than the L2 holds: a quarter slower with 256 tokens an expert.)
+
+Inputs of w13 are gathered by the producer, or stand at the places of their routes already (C.placed), as h does, and
+come as boxes by the copy engine; a warp is then enough for the producer.
 """
 
 from triton.experimental import gluon
@@ -22,7 +29,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from expertd_kernels.backends.gluon.pieces import (
     _BARRIER,
-    _act,
     barrier,
     block_list,
     copy_inputs,
@@ -30,10 +36,12 @@ from expertd_kernels.backends.gluon.pieces import (
     input_rows,
     routes,
 )
-from expertd_kernels.backends.gluon.tiles_of_tokens import find_tile, next_slot, skip_tile
+from expertd_kernels.backends.gluon.tiles_of_tokens import find_even_tile, next_slot, skip_tile
+from expertd_kernels.backends.gluon.wide_epilogue import epilogue
 
+MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SIDE_BY_SIDE = gl.constexpr(16)
-"""Blocks of an expert that take a column tile together, before its next one: the weights are read from memory once."""
+"""Blocks of an expert that take a column tile together, before its next one."""
 
 
 @gluon.jit
@@ -43,47 +51,113 @@ def _before(slot, C: gl.constexpr):
 
 
 @gluon.jit
-def _producer(x, xd, wd, counts, lists, xs, wb, full, empty, C: gl.constexpr):
-    GATHERED: gl.constexpr = C.gemm.first or not C.listed
-    ie, cnt, nb, cum, blocks = block_list(counts, C, 4)
+def _both(col, C: gl.constexpr):
+    """whether the column tile has more than its first two row tiles"""
+    return col * 4 + 2 < C.gemm.rows
+
+
+@gluon.jit
+def _expect(full, n, both, C: gl.constexpr):
+    """the bytes of a stage: of weights, and of n inputs that come as boxes"""
+    PARTS: gl.constexpr = C.parts
+    if C.gathers:
+        mbarrier.expect(full, 32768, pred=both)
+        mbarrier.expect(full, 16384, pred=both == 0)
+    else:
+        for k in gl.static_range(PARTS):
+            here = n > 64 * k
+            if k + 1 < PARTS:
+                here = here & (n <= 64 * (k + 1))
+            mbarrier.expect(full, 32768 + (k + 1) * 8192, pred=here & both)
+            mbarrier.expect(full, 16384 + (k + 1) * 8192, pred=here & (both == 0))
+
+
+@gluon.jit
+def _producer(x, xd, wd, counts, lists, tickets, ts, xs, wb, full, empty, C: gl.constexpr):
+    PARTS: gl.constexpr = C.parts
+    W: gl.constexpr = 4 if C.gathers else 1
+    LT: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    words = wb._reinterpret(gl.int32, [2 * C.ST, 2, 64, 32], C.SW)
+    ie, cnt, nb, cum, blocks = block_list(counts, C, W)
+    tiles = blocks * C.column_tiles
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(1)
     issued = gl.to_tensor(0)
-    for t in range(gl.program_id(0), blocks * C.column_tiles, gl.num_programs(0)):
-        e, base, n, col = find_tile(ie, cnt, nb, cum, t, SIDE_BY_SIDE, False, C)
-        if GATHERED:
-            f = input_rows(routes(lists, base, 0, n, C.BM, C, gl.SliceLayout(1, C.LX)), C)
-        row = e * C.gemm.rows + col * C.T
+    t = gl.program_id(0)
+    while t < tiles:
+        e, base, n, col = find_even_tile(ie, cnt, nb, cum, t, SIDE_BY_SIDE, C)
+        row = e * C.gemm.rows + col * 4
+        both = _both(col, C)
+        if C.gathers:
+            f0 = input_rows(routes(lists, base, 0, n, 64, C, gl.SliceLayout(1, C.LX)), C)
+            f1 = input_rows(routes(lists, base, 64, n, 64, C, gl.SliceLayout(1, C.LX)), C)
         for i in range(C.iterations):
             mbarrier.wait(empty.index(slot), ph)
-            mbarrier.expect(full.index(slot), C.T * 8192 + (0 if GATHERED else C.BM * 128))
-            copy_tile(wd, [row, i * 64, 0], full.index(slot), wb.index(slot))
-            if GATHERED:  # these rows are declared to be there one stage after they were asked for
-                copy_inputs(x, f, xs.index(slot), i, True, C)
+            if i == 0:
+                ts.index(slot).store(gl.full([1], t, gl.int32, LT))
+            _expect(full.index(slot), n, both, C)
+            copy_tile(wd, [row, i * 64, 0], full.index(slot), words.index(2 * slot))
+            copy_tile(wd, [row + 2, i * 64, 0], full.index(slot), words.index(2 * slot + 1), pred=both)
+            if C.gathers:  # these rows are declared to be there one stage after they were asked for
+                copy_inputs(x, f0, xs.index(2 * slot), i, True, C)
+                if n > 64:
+                    copy_inputs(x, f1, xs.index(2 * slot + 1), i, True, C)
                 async_copy.commit_group()
                 async_copy.wait_group(1)
                 fence_async_shared()
                 mbarrier.arrive(full.index(_before(slot, C)), count=1, pred=issued >= 1)
                 issued += 1
             else:
-                copy_tile(xd, [base, i * 64], full.index(slot), xs.index(slot))
+                for k in gl.static_range(PARTS):
+                    at = [base + 64 * k, i * 64]
+                    copy_tile(xd, at, full.index(slot), xs.index(PARTS * slot + k), pred=n > 64 * k)
             slot, ph = next_slot(slot, ph, C)
-    if GATHERED:
+        t = gl.num_programs(0) + gl.atomic_add(tickets, 1, sem="relaxed")
+    if C.gathers:
         async_copy.wait_group(0)
         fence_async_shared()
         mbarrier.arrive(full.index(_before(slot, C)), count=1, pred=issued >= 1)
+    mbarrier.wait(empty.index(slot), ph)
+    ts.index(slot).store(gl.full([1], tiles, gl.int32, LT))
+    mbarrier.arrive(full.index(slot), count=2 if C.gathers else 1)
+
+
+@gluon.jit
+def _tile(ts, full, slot, ph):
+    """the number of the tile whose first stage is in this slot"""
+    mbarrier.wait(full.index(slot), ph)
+    return gl.max(ts.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def _sum(xs, wb, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
-    """[64, 256] f32, the products of two stages in flight"""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    acc = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, MMA))
+    """The part's tokens times the tile's first and last 128 rows, [64, 128] f32 each; the products of two stages in
+    flight.  (One wgmma of 256 rows would need more registers than three warpgroups may have.)"""
+    acc0 = warpgroup_mma_init(gl.zeros([64, 128], gl.float32, MMA))
+    acc1 = warpgroup_mma_init(gl.zeros([64, 128], gl.float32, MMA))
     for i in range(C.iterations):
         mbarrier.wait(full.index(slot), ph)
-        a = xs.index(slot).slice(64 * PART, 64, 0)
-        b = wb.index(slot)._reinterpret(gl.bfloat16, [256, 64], C.SX)
-        acc = warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)
+        a = xs.index(C.parts * slot + PART)
+        acc0 = warpgroup_mma(a, wb.index(slot).slice(0, 128, 0).permute((1, 0)), acc0, is_async=True)
+        acc1 = warpgroup_mma(a, wb.index(slot).slice(128, 128, 0).permute((1, 0)), acc1, is_async=True)
+        acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
+        acc0 = warpgroup_mma_init(acc0)
+        acc1 = warpgroup_mma_init(acc1)
+        mbarrier.arrive(empty.index(_before(slot, C)), count=1, pred=i > 0)
+        slot, ph = next_slot(slot, ph, C)
+    acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+    mbarrier.arrive(empty.index(_before(slot, C)), count=1)
+    return acc0, acc1, slot, ph
+
+
+@gluon.jit
+def _sum_half(xs, wb, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
+    """_sum of a tile that has its first 128 rows only"""
+    acc = warpgroup_mma_init(gl.zeros([64, 128], gl.float32, MMA))
+    for i in range(C.iterations):
+        mbarrier.wait(full.index(slot), ph)
+        a = xs.index(C.parts * slot + PART)
+        acc = warpgroup_mma(a, wb.index(slot).slice(0, 128, 0).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         acc = warpgroup_mma_init(acc)
         mbarrier.arrive(empty.index(_before(slot, C)), count=1, pred=i > 0)
@@ -94,88 +168,75 @@ def _sum(xs, wb, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _store(v, out, row, ok, column, C: gl.constexpr):
-    """v [64, 128] -> out[row, column ..], where ok"""
-    L: gl.constexpr = C.LY
-    v = gl.convert_layout(v.to(gl.bfloat16), L)
-    row = gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(1, L)), 1)
-    ok = gl.expand_dims(gl.convert_layout(ok, gl.SliceLayout(1, L)), 1)
-    c = gl.expand_dims(column + gl.arange(0, 128, gl.SliceLayout(0, L)), 0)
-    if C.out_masked:
-        ok = ok & (c < C.gemm.out_columns)
-    gl.store(out + row.to(gl.int64) * C.gemm.out_columns + c, v, mask=ok)
-
-
-@gluon.jit
-def _epilogue(acc, bias, w, out, e, base, n, col, route, PART: gl.constexpr, C: gl.constexpr):
-    """acc [64, 256] -> 128 columns of h, or 256 of the result, of the part's routes"""
-    r = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
-    ok = r < n
-    row = route
-    if C.gemm.first and C.listed:
-        row = base + r
-    if C.gemm.first and C.gemm.weight:
-        acc = acc * gl.expand_dims(w, 1)
-    if C.gemm.bias:
-        c = col * 256 + gl.arange(0, 256, gl.SliceLayout(0, acc.type.layout))
-        b = gl.load(bias + e * (C.gemm.rows * 64) + c, mask=c < C.gemm.rows * 64, other=0.0)
-        acc = acc + gl.expand_dims(b, 0)
-    if not C.gemm.first and C.gemm.weight:
-        acc = acc * gl.expand_dims(w, 1)
-    if C.gemm.first and C.gemm.gated:
-        g, u = gl.split(acc.reshape([64, 16, 2, 8]).permute((0, 1, 3, 2)))
-        _store(_act(g, u, C).reshape([64, 128]), out, row, ok, col * 128, C)
-    else:
-        if C.gemm.first:  # relu2
-            acc = gl.maximum(acc, 0.0)
-            acc = acc * acc
-        y0, y1 = gl.split(acc.reshape([64, 2, 128]).permute((0, 2, 1)))
-        _store(y0, out, row, ok, col * 256, C)
-        _store(y1, out, row, ok, col * 256 + 128, C)
-
-
-@gluon.jit
-def _consumer(bias, counts, lists, tw, out, xs, wb, full, empty, PART: gl.constexpr, C: gl.constexpr):
+def _consumer(bias, counts, lists, tw, out, ts, xs, wb, full, empty, PART: gl.constexpr, C: gl.constexpr):
     """64 tokens of each block, from 64 * PART on"""
     ie, cnt, nb, cum, blocks = block_list(counts, C, 4)
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    tiles = blocks * C.column_tiles
+    HALF: gl.constexpr = C.gemm.rows % 4 == 1 or C.gemm.rows % 4 == 2
+    i = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, MMA))
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(0)
-    r = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, MMA))
-    for t in range(gl.program_id(0), blocks * C.column_tiles, gl.num_programs(0)):
-        e, base, n, col = find_tile(ie, cnt, nb, cum, t, SIDE_BY_SIDE, False, C)
+    t = _tile(ts, full, slot, ph)
+    while t < tiles:
+        e, base, n, col = find_even_tile(ie, cnt, nb, cum, t, SIDE_BY_SIDE, C)
         if n > 64 * PART:
-            route = gl.load(lists + base + r, mask=r < n, other=0)
-            w = gl.load(tw + route, mask=r < n, other=0.0)
-            acc, slot, ph = _sum(xs, wb, full, empty, slot, ph, PART, C)
-            _epilogue(acc, bias, w, out, e, base, n, col, route, PART, C)
+            place = base + i
+            ok = i < n
+            route = gl.load(lists + place, mask=ok, other=0)
+            w = gl.load(tw + (place if C.placed else route), mask=ok, other=0.0)
+            row = place if C.gemm.first and C.listed else route
+            if HALF and not _both(col, C):
+                acc, slot, ph = _sum_half(xs, wb, full, empty, slot, ph, PART, C)
+                epilogue(acc, bias, w, out, e, row, ok, 2 * col, C)
+            else:
+                acc0, acc1, slot, ph = _sum(xs, wb, full, empty, slot, ph, PART, C)
+                epilogue(acc0, bias, w, out, e, row, ok, 2 * col, C)
+                epilogue(acc1, bias, w, out, e, row, ok, 2 * col + 1, C)
         else:
             slot, ph = skip_tile(full, empty, slot, ph, C)
+        t = _tile(ts, full, slot, ph)
 
 
 @gluon.jit
-def wide(x, xd, wd, bias, counts, lists, tw, out, C: gl.constexpr):
-    """out[route] = act(w13 x[token]) or w2 h[route]; routes grouped by expert: counts [E], lists [routes].  C.listed: h
-    has instead of `route` the place of the route in the lists, and w2 reads it by its descriptor xd."""
+def wide(x, xd, wd, bias, counts, lists, tw, tickets, out, C: gl.constexpr):
+    """out[route] = act(w13 x[token]) or w2 h[route]; routes grouped by expert: counts [E], lists [routes].
+
+    C.listed: h has instead of `route` the place of the route in the lists, and w2 reads it by its descriptor xd.
+    C.placed: w13's inputs stand like that, too, and so do the router weights in tw.
+    tickets [1] int32, zero at first: how many tiles were drawn beside the first one of each CTA."""
     if C.pdl:
         gdc_wait()
         gdc_launch_dependents()
-    xs = gl.allocate_shared_memory(gl.bfloat16, [C.ST, C.BM, 64], C.SX)
-    wb = gl.allocate_shared_memory(gl.int32, [C.ST, C.T, 64, 32], C.SW)
+    xs = gl.allocate_shared_memory(gl.bfloat16, [C.parts * C.ST, 64, 64], C.SX)
+    wb = gl.allocate_shared_memory(gl.bfloat16, [C.ST, 256, 64], C.SX)
+    ts = gl.allocate_shared_memory(gl.int32, [C.ST, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
     ST: gl.constexpr = C.ST
     for i in gl.static_range(ST):
-        mbarrier.init(full.index(i), count=2 if C.gemm.first or not C.listed else 1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(full.index(i), count=2 if C.gathers else 1)
+        mbarrier.init(empty.index(i), count=C.parts)
     fence_async_shared()
     barrier()
-    gl.warp_specialize(
-        [
-            (_consumer, (bias, counts, lists, tw, out, xs, wb, full, empty, 0, C)),
-            (_consumer, (bias, counts, lists, tw, out, xs, wb, full, empty, 1, C)),
-            (_producer, (x, xd, wd, counts, lists, xs, wb, full, empty, C)),
-        ],
-        [4, 4],
-        [232, 40],
-    )
+    P: gl.constexpr = 4 if C.gathers else 1
+    if C.parts == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (bias, counts, lists, tw, out, ts, xs, wb, full, empty, 0, C)),
+                (_consumer, (bias, counts, lists, tw, out, ts, xs, wb, full, empty, 1, C)),
+                (_producer, (x, xd, wd, counts, lists, tickets, ts, xs, wb, full, empty, C)),
+            ],
+            [4, P],
+            [232, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (bias, counts, lists, tw, out, ts, xs, wb, full, empty, 0, C)),
+                (_consumer, (bias, counts, lists, tw, out, ts, xs, wb, full, empty, 1, C)),
+                (_consumer, (bias, counts, lists, tw, out, ts, xs, wb, full, empty, 2, C)),
+                (_producer, (x, xd, wd, counts, lists, tickets, ts, xs, wb, full, empty, C)),
+            ],
+            [4, 4, P],
+            [160, 160, 24],
+        )
