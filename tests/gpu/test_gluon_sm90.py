@@ -148,6 +148,7 @@ PLANS = {
         ("block BM16 T2 S2 SK2 V1", "block BM8 S4 SK2"),
         ("block BM8 S4 SK2", "block BM8 S2 SK2 F1"),
         ("block BM8 T2 S2", "block BM8 T1 S2 P0 F1"),
+        ("block BM8 S4", "block BM8 T2 S4 ST2 F1"),
     ],
     "table": [
         ("block BM8 S2 SK2", "block BM8 S4 SK2"),
@@ -155,6 +156,9 @@ PLANS = {
         ("block BM32 T2 V1", "block BM32 T2 V1"),
         ("block BM8 S4 SK2", "block BM8 S2 SK2 F1"),
         ("block BM16 T2 S2 SK2", "block BM16 T2 S2 V1 F1"),
+        ("block BM8 T2 S4 ST2", "block BM8 T2 S4 ST2 F1"),
+        ("block BM8 S4", "block BM8 S4 ST2 F1"),
+        ("block BM16 T2 S2", "block BM16 T2 S2 F1"),
     ],
     "lists": [
         ("block BM8 S4 SK2", "block BM8 S4 SK2"),
@@ -243,7 +247,7 @@ def test_w2_following_w13_in_a_graph_of_many_layers(mode):
 
     case = Case("int4_g128", experts=32, top_k=4, hidden=2048, inner=768)
     _, experts = layer(case)
-    w13, w2 = "block BM8 S4 SK2", "block BM8 S2 SK2"
+    w13, w2 = "block BM8 T2 S2", "block BM8 T2 S4 ST2"
     waits, follows = (LayerPlan(0, mode, TilePlan.parse(w13), TilePlan.parse(w2 + f)) for f in ("", " F1"))
     sizes = (1, 4, 7) if mode == "ids" else (8, 33, 64, 8)
     sets = [routed(case, M, how) for M in sizes for how in ("even", "one", "absent")]

@@ -76,6 +76,12 @@ CASES = [
     # scheme, w13 or w2, plan, mode, words, most registers, most bytes spilled
     ("int4_g128", True, "block BM8 S4 ST3 SK2", "table", 0, 96, 0),
     ("int4_g128", False, "block BM8 S2 ST3 SK2", "ids", 2, 72, 0),
+    ("int4_g128", True, "block BM8 T2 S4 ST2", "table", 0, 72, 0),
+    ("int4_g128", True, "block BM8 T2 S2 ST3", "table", 0, 72, 0),
+    ("int4_g128", True, "block BM8 S4 ST3", "table", 0, 56, 0),
+    ("int4_g128", False, "block BM16 T2 S2 ST3", "table", 0, 80, 0),
+    ("int4_g32_zp", True, "block BM8 T2 S4 ST2", "table", 0, 96, 0),
+    ("mxfp4", False, "block BM8 T2 S2 ST3", "table", 0, 72, 0),
     ("int4_g128", False, "block BM8 S2 ST3 SK2 Z2", "ids", 0, 72, 0),
     ("int4_g128", True, "block BM64 T4 W8 V3 D2 R128", "lists", 0, 128, 32),
     ("int4_g128", True, "ws BM128 T4 W8 ST4 V1", "lists", 0, 168, 256),
@@ -113,7 +119,7 @@ def test_it_compiles_within_its_registers_and_stays_asynchronous(case, tmp_path)
 def test_w2_following_w13_costs_no_registers(tmp_path):
     """w13 counts its tiles with a release at the end, after a barrier; w2 asks before it reads, weights under way, and
     waits for the kernel only at its own end."""
-    for first, plan, most in ((True, "block BM8 S4 ST3 SK2", 96), (False, "block BM8 S2 ST3 SK2 F1", 72)):
+    for first, plan, most in ((True, "block BM8 T2 S2 ST3", 72), (False, "block BM8 T2 S4 ST2 F1", 72)):
         kernel = compiled(gemm("int4_g128", first), TilePlan.parse(plan), "table", counted=24)
         registers, spilled, serialized = resources(kernel, tmp_path)
         assert (registers <= most, spilled, serialized) == (True, 0, False)

@@ -89,10 +89,32 @@ def test_w2_follows_w13_where_it_has_many_short_tiles(scheme, shape):
     codec = codec_of(Scheme.parse(scheme))
     for tokens in TOKENS:
         plan = heuristic((codec, codec), shape, tokens)
-        tiles = E * (1 - (1 - top_k / E) ** tokens) * -(-H // 64) / plan.w2.T
+        tiles = E * (1 - (1 - top_k / E) ** tokens) * -(-H // 64)
         together = plan.w13.kind == plan.w2.kind == "block" and plan.w13.BM == plan.w2.BM
         assert (together and codec.bits < 16 and tokens > 1 and tiles >= 900 and I <= 4096) == plan.w2.F, (plan, tiles)
         assert not plan.w13.F
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g128_zp", "int4_g32_zp", "mxfp4"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_few_tokens_take_two_row_tiles_where_those_fill_the_gpu(scheme, shape):
+    """And only where w2's tiles fill the end of w13: elsewhere the last, longer CTAs run alone."""
+    E, top_k, H, I = shape
+    codec = codec_of(Scheme.parse(scheme))
+    for tokens in (t for t in TOKENS if t > 1):
+        plan = heuristic((codec, codec), shape, tokens)
+        hit = E * (1 - (1 - top_k / E) ** tokens)
+        for p, rows in ((plan.w13, -(-2 * I // 64)), (plan.w2, -(-H // 64))):
+            if p.kind == "block" and p.BM == 8:
+                assert (p.T == 2) == (bool(plan.w2.F) and hit * rows >= 1800), plan
+                assert p.T == 1 or (p.SK, p.S * p.ST) in ((1, 8), (1, 6)), plan
+
+
+def test_the_plan_with_fewer_idle_ctas_is_taken():
+    """Rounds of 660 CTAs of 256-column stages or of 924 of 128-column ones: 989 CTAs are 1.5 or 1.07 rounds of w13 at
+    16 tokens, 1342 are 2.03 or 1.45 at 32."""
+    c = codec_of(Scheme.parse("int4_g128"))
+    assert [heuristic((c, c), (128, 8, 2048, 768), m).w13.S for m in (16, 32)] == [4, 2]
 
 
 def test_w2_follows_w13_on_qwen3_and_not_on_mixtral():

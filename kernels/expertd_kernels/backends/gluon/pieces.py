@@ -277,7 +277,7 @@ def epilogue(acc, r, wt, b, out, unscale, row, C: gl.constexpr, N: gl.constexpr,
     elif C.gemm.first:  # relu2
         acc = gl.maximum(acc, 0.0)
         acc = acc * acc
-    if N == 8 and out.dtype.element_ty == gl.float32:  # eight lanes hold 32 bytes of a row: whole sectors as they are
+    if N <= 16 and out.dtype.element_ty == gl.float32:  # eight lanes hold 32 bytes of a row: whole sectors as they are
         _store(acc, r, out, row, C, R, MMA)
     else:
         V: gl.constexpr = 8 if N >= 32 else 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,6 +21,9 @@ FEW_ROUTES = 32
 kernel is cheaper."""
 THIN = 512
 """CTAs under which a GEMM does not fill an H100 or H200 (132 SMs with four CTAs each)."""
+SMS = 132
+PAIRS = 1800
+"""64-row tiles from which on CTAs of two fill the GPU: gained with 1915 and more, lost with 1368 and fewer."""
 
 WIDE = "wide BM128 T4 S1 ST4"
 """Kernel "wide" whose inputs are gathered."""
@@ -28,7 +32,7 @@ PLACED = 96
 128 and more half of the experts would need another block of 128."""
 
 MANY = 900
-"""Tiles of w2 from which on they follow w13's: gained with 910 and more, lost with 512 and fewer."""
+"""64-row tiles of w2 from which on they follow w13's: gained with 910 and more, lost with 512 and fewer."""
 SHORT = 4096
 """Columns of w2 up to which its tiles follow: gained with 768 and 2048, lost with 14,336."""
 
@@ -164,40 +168,40 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPl
     hit = E * (1.0 - (1.0 - min(1.0, top_k / E)) ** tokens)
     each = tokens * top_k / hit
     rows = (-(-2 * I // 64), -(-H // 64))
-    w13, w2 = (_gemm_plan(codec, K, each, hit * r, tokens) for codec, K, r in zip(codecs, (H, I), rows, strict=True))
+    follows = tokens > 1 and _follows(codecs[1], I, hit * rows[1])
+    w13, w2 = (
+        _gemm_plan(codec, K, each, hit * r, tokens, follows) for codec, K, r in zip(codecs, (H, I), rows, strict=True)
+    )
     if (w13.kind, w2.kind) != ("block", "block") or tokens * top_k > TABLE_ROUTES or tokens > CAPTURED_TOKENS:
         mode = "lists"
     else:
         alone = tokens * top_k <= FEW_ROUTES and hit >= 0.8 * tokens * top_k
         mode = "ids" if alone or tokens == 1 else "table"
-    if w13.kind == w2.kind == "block" and w13.BM == w2.BM and tokens > 1:
-        w2 = replace(w2, F=int(_follows(codecs[1], I, hit * rows[1] / w2.T)))
+    if w13.kind == w2.kind == "block" and w13.BM == w2.BM:
+        w2 = replace(w2, F=int(follows))
     if w13.kind == w2.kind == "wide" and each > PLACED:
         mode, w13, w2 = "placed", replace(w13, BM=192), replace(w2, BM=192)
     return LayerPlan(tokens, mode, w13, w2)
 
 
-def _follows(codec: Codec, K: int, tiles: float) -> bool:
+def _follows(codec: Codec, K: int, row_tiles: float) -> bool:
     """Whether w2's tiles follow w13's, block by block.  Many short tiles gain (1 to 3 %, they fill the end of w13);
     few, or long ones, lose as much: those that start first end first, and the rest does not fill the GPU."""
-    return codec.bits < 16 and tiles >= MANY and K <= SHORT
+    return codec.bits < 16 and row_tiles >= MANY and K <= SHORT
 
 
-def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int) -> TilePlan:
+def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int, follows: bool) -> TilePlan:
     """row_tiles: 64-row tiles of all experts that are hit: the CTAs of a kernel with T = 1 and one block an expert."""
-    deeper = codec.kind != "float2" or each < 2
     if tokens == 1:
         return _one_token(codec, K, row_tiles)
     if codec.bits == 16:
         return _bf16(each)
     if each <= 5:
-        if codec.bits == 4:
-            return TilePlan("block", 8, S=4 if K >= 1024 else 2, ST=3, SK=2)
-        return TilePlan("block", 8, S=2, ST=4 if deeper else 3, SK=2)
+        return _few(codec, K, each, row_tiles, follows)
     deep = row_tiles <= 2 * THIN  # two row tiles a CTA: few CTAs need longer rings
     S = 4 if deep else 2
     if each <= 12:
-        return TilePlan("block", 16, T=2, S=S, SK=min(2, S))
+        return TilePlan("block", 16, T=2, S=S, SK=1 if codec.bits == 4 and not deep else 2)
     if each <= 24:
         if codec.bits == 4 and codec.integer and codec.group >= 64 and row_tiles >= 4 * THIN and K >= 2048:
             return TilePlan("ws", 32, T=4, S=2, ST=4, V=1, R=128, C=2)
@@ -217,6 +221,24 @@ def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int)
             return TilePlan("ws", 64, T=4, W=8, S=4, ST=3, V=2)
         return TilePlan("block", 64, T=4, W=8, S=2, ST=3, V=3, D=2 if K >= 1024 else 1, R=128)
     return TilePlan("ws", 128, T=4, W=8, S=2, ST=4 if codec.bits == 4 else 3, V=1 if each < 1000 else 0)
+
+
+def _few(codec: Codec, K: int, each: float, row_tiles: float, follows: bool) -> TilePlan:
+    """Blocks of 8 tokens.  Instructions a byte set the time: two row tiles a CTA halve those that do not unpack, and
+    MMAs of 64 columns (SK = 1) leave registers for more CTAs.  1.07: what the longer stages of the first save."""
+    if codec.bits == 8:
+        return TilePlan("block", 8, S=2, ST=4 if codec.kind != "float2" or each < 2 else 3, SK=2)
+    if not follows or row_tiles < 2 * THIN:
+        return TilePlan("block", 8, S=4 if K >= 1024 else 2, ST=3, SK=2)
+    if row_tiles < PAIRS:
+        return TilePlan("block", 8, S=4, ST=3 if K >= 1024 else 2)
+    five, seven = TilePlan("block", 8, T=2, S=4, ST=2), TilePlan("block", 8, T=2, S=2, ST=3)  # CTAs an SM
+    return five if _idle(row_tiles / 2, 5) <= 1.07 * _idle(row_tiles / 2, 7) else seven
+
+
+def _idle(ctas: float, an_sm: int) -> float:
+    """Rounds of CTAs that begin over those that the CTAs would fill: at least 1."""
+    return math.ceil(ctas / (SMS * an_sm)) * SMS * an_sm / ctas
 
 
 def _bf16(each: float) -> TilePlan:
