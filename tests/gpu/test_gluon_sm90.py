@@ -226,15 +226,14 @@ def test_a_call_that_fails_leaves_no_counters(monkeypatch):
     from expertd_kernels.backends.gluon import layer as module
     from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
 
-    class Broken:
-        def __getitem__(self, grid):
-            raise RuntimeError("no such kernel")
+    def broken(*args):
+        raise RuntimeError("no such kernel")
 
     case = Case("int4_g128")
     weights, experts = layer(case)
     plan = LayerPlan(0, "table", TilePlan.parse("block BM8 S4 SK2"), TilePlan.parse("block BM8 S2 SK2 F1"))
     with monkeypatch.context() as patch:
-        patch.setattr(module, "combine", Broken())
+        patch.setattr(module, "add_up", broken)
         with pytest.raises(RuntimeError, match="no such kernel"):
             experts(*routed(case, 16, "even"), plan=plan)
     check(case, weights, experts, 16, "even", plan=plan)

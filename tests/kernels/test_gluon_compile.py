@@ -17,7 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from expertd_kernels.backends.gluon.block import block  # noqa: E402
 from expertd_kernels.backends.gluon.codec import codec_of  # noqa: E402
 from expertd_kernels.backends.gluon.plan import WIDE, TilePlan  # noqa: E402
-from expertd_kernels.backends.gluon.routing import combine, group_routes, table_routes  # noqa: E402
+from expertd_kernels.backends.gluon.routing import combine, count_routes, group_few, place_routes, table_routes  # noqa: E402
 from expertd_kernels.backends.gluon.specialized import ws  # noqa: E402
 from expertd_kernels.backends.gluon.tile import Gemm, tile  # noqa: E402
 from expertd_kernels.backends.gluon.wide import wide  # noqa: E402
@@ -177,22 +177,29 @@ def test_a_wide_kernel_without_gate_compiles(tmp_path):
             ["*fp32", "*i32", "*bf16", "i32", "i32", "*i32"],
             {"TOPK": 2, "B": 512, "PDL": True, "PARTS": 4, "COUNTERS": 1024},
         ),
-        (group_routes, ["*i32", "*i32", "*i32", "i32"], {"TH": 512, "CH": 16, "PDL": True}),
+        (group_few, ["*i32", "*i32", "*i32", "i32"], {"TH": 256, "CH": 4, "PDL": True}),
+        (count_routes, ["*i32", "*i16", "i32"], {"E": 60, "EP": 64, "C": 512, "PDL": True}),
+        (
+            place_routes,
+            ["*i32", "*i16", "*i32", "*i32", "i32", "i32"],
+            {"places": None, "E": 512, "EP": 512, "C": 512, "BC": 8, "PDL": True},
+        ),
         (
             table_routes,
             ["*i32", "*i32", "*i32", "i32"],
             {"E": 60, "EP": 64, "MAXB": 128, "BM": 8, "B": 512, "PDL": True},
         ),
     ],
-    ids=["combine", "combine_parts", "group_routes", "table_routes"],
+    ids=["combine", "combine_parts", "group_few", "count_routes", "place_routes", "table_routes"],
 )
-def test_the_kernels_around_the_gemms_compile(kernel, types, constants):
+def test_the_kernels_around_the_gemms_compile(kernel, types, constants, tmp_path):
     names = kernel.arg_names
     signature = dict.fromkeys(names, "constexpr")
     signature |= dict(zip((n for n in names if n not in constants), types, strict=True))
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()})
     out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
     assert "griddepcontrol.wait" in out.asm["ptx"]
+    assert resources(out, tmp_path)[1] == 0, "it spills"
 
 
 def test_a_plan_that_splits_a_group_is_refused():

@@ -98,6 +98,11 @@ class Launches:
         return lambda *args, **options: self.run(grid, *args)
 
 
+def _known(ids, n, E):
+    flat = ids.flatten()[:n].long()
+    return flat[(flat >= 0) & (flat < E)]
+
+
 def _group_routes(ids, counts, lists, n, E):
     flat = ids.flatten()[:n].long()
     here = ((flat >= 0) & (flat < E)).nonzero()[:, 0]
@@ -131,24 +136,28 @@ def _round_to_places(grid, x, places, q, scale, n_rows, top_k, columns, grouped,
         scale[to[to >= 0]] = scales[token]
 
 
-def _prepare(grid, ids, counts, lists, n, x, q, scale, n_rows, E, threads, chunk, *rounding):
-    assert threads * chunk % 32 == 0
+def _prepare(grid, ids, table, counts, lists, n, chunks, x, q, scale, n_rows, E, padded, rows, columns, *rounding):
+    if padded:
+        assert rows * (chunks - 1) < n <= rows * chunks
+        assert torch.equal(table[:chunks, :E].sum(0), torch.bincount(_known(ids, n, E), minlength=E))
+    else:
+        assert n <= rows * columns * 32, "more steps than bits"
     _group_routes(ids, counts, lists, n, E)
-    _round_rows((grid[0] - E,), x, q, scale, n_rows, *rounding[:-1])
+    _round_rows((grid[0] - (chunks if padded else E),), x, q, scale, n_rows, *rounding[:-2])
 
 
 def _count_routes(grid, ids, table, n, E, padded, chunk, pdl):
     flat = ids.flatten().long()
     assert grid[0] * chunk >= n > (grid[0] - 1) * chunk
+    assert padded >= E
     table.fill_(-7)
     for c, part in enumerate(flat.split(chunk)):
         table[c] = torch.bincount(part[(part >= 0) & (part < E)], minlength=padded)
 
 
-def _place_routes(grid, ids, table, counts, lists, places, n, chunks, E, padded, chunk, some, step, pdl):
+def _place_routes(grid, ids, table, counts, lists, places, n, chunks, E, padded, chunk, some, pdl):
     assert grid == (chunks,)
-    assert chunk % some == 0
-    assert step >= 1
+    assert some >= 1
     _group_routes(ids, counts, lists, n, E)
     assert torch.equal(table[:chunks, :E].sum(0), counts)
     here = int(counts.sum())
@@ -229,8 +238,9 @@ def _w8a8_few(grid, x, xs, wd, ws, bias, ids, lists, tw, out, out_scale, n, t):
                 out[z * n + route] = (y * weight if g.weight else y).to(out.dtype)
 
 
-def _combine(grid, y, ids, out, H, E, top_k, width, pdl, parts):
+def _combine(grid, y, ids, out, H, E, top_k, width, pdl, parts, done, counters):
     assert grid[1] * width >= H
+    assert (done, counters) == (None, 0)
     M = grid[0]
     here = ((ids >= 0) & (ids < E))[:, :, None]
     y = y[: parts * M * top_k].float().view(parts, M, top_k, H).sum(0)
@@ -241,20 +251,20 @@ def _combine(grid, y, ids, out, H, E, top_k, width, pdl, parts):
 def emulated(monkeypatch):
     """The layer's module with kernels replaced, and a CPU in the place of the GPU."""
     pytest.importorskip("triton.experimental.gluon")
+    from expertd_kernels.backends.gluon import ends
     from expertd_kernels.backends.gluon import w8a8_layer as module
 
     kernels = {
         "prepare": _prepare,
-        "count_routes": _count_routes,
-        "place_routes": _place_routes,
         "w8a8_few": _w8a8_few,
         "round_rows": _round_rows,
         "round_to_places": _round_to_places,
         "w8a8": _w8a8,
-        "combine": _combine,
     }
     for name, run in kernels.items():
         monkeypatch.setattr(module, name, Launches(run))
+    for name, run in {"count_routes": _count_routes, "place_routes": _place_routes, "combine": _combine}.items():
+        monkeypatch.setattr(ends, name, Launches(run))
     monkeypatch.setattr(module.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(module.torch, "device", lambda *a: "cpu")
     monkeypatch.setattr(
@@ -265,7 +275,7 @@ def emulated(monkeypatch):
 
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("tokens", [1, 40, 700, 1100])
+@pytest.mark.parametrize("tokens", [1, 40, 700, 2100])
 def test_the_launches_make_a_layer(emulated, scheme, tokens, listed):
     w = layer(scheme, E=4, H=384, I=256, bias=True, activation=Activation.parse("swigluoai"))
     experts = emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w))

@@ -19,8 +19,6 @@ from expertd_kernels.backends.gluon.w8a8 import w8a8  # noqa: E402
 from expertd_kernels.backends.gluon.w8a8_few import w8a8_few  # noqa: E402
 from expertd_kernels.backends.gluon.w8a8_plan import Few8, Plan8  # noqa: E402
 from expertd_kernels.backends.gluon.w8a8_prepare import (  # noqa: E402
-    count_routes,
-    place_routes,
     prepare,
     round_rows,
     round_to_places,
@@ -184,11 +182,10 @@ def test_every_feature_compiles(tmp_path):
 def test_the_kernels_before_the_gemms_compile(grouped):
     rounding = {"COLUMNS": 2048, "GROUPED": grouped, "STATIC": False, "R": 4, "B": 1024 if grouped else 2048}
     inputs = ["*bf16", "*fp8e4nv", "*fp32", "i32"]
-    by_chunk = {"E": 60, "EP": 64, "C": 512}
+    routes = ["*i32", "*i16", "*i32", "*i32", "i32", "i32", *inputs]
     cases = (
-        (prepare, ["*i32", "*i32", "*i32", "i32", *inputs], {"E": 60, "TH": 512, "CH": 16, **rounding, "FEW": True}),
-        (count_routes, ["*i32", "*i32", "i32"], {**by_chunk, "PDL": True}),
-        (place_routes, ["*i32"] * 5 + ["i32"] * 2, {**by_chunk, "S": 128, "BC": 128, "PDL": True}),
+        (prepare, routes, {"E": 60, "EP": 0, "C": 256, "BC": 4, **rounding, "FEW": True, "PDL": True}),
+        (prepare, routes, {"E": 60, "EP": 64, "C": 512, "BC": 64, **rounding, "FEW": False, "PDL": True}),
         (round_rows, inputs, rounding),
         (round_to_places, ["*bf16", "*i32", "*fp8e4nv", "*fp32", "i32"], {"TOPK": 8, **rounding, "PDL": True}),
     )
@@ -197,7 +194,7 @@ def test_the_kernels_before_the_gemms_compile(grouped):
         signature = dict(zip(names, types + ["constexpr"] * len(constants), strict=True))
         aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
         source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
-        out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16, "launch_pdl": True})
+        out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
         assert "griddepcontrol.wait" in out.asm["ptx"]
         if "COLUMNS" in constants:
             assert "ld.global.v4" in out.asm["ptx"], "inputs are not fetched 16 bytes at a time"

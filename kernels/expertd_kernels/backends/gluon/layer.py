@@ -13,13 +13,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from expertd_kernels.backends.gluon.block import block
 from expertd_kernels.backends.gluon.calls import InPieces
 from expertd_kernels.backends.gluon.codec import codec_of
+from expertd_kernels.backends.gluon.ends import Chunks, add_up, group
 from expertd_kernels.backends.gluon.matrices import Matrix, gemms
 from expertd_kernels.backends.gluon.matrix import TILE, round_up
 from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan, one_plan
-from expertd_kernels.backends.gluon.routing import combine, group_routes, table_routes
+from expertd_kernels.backends.gluon.routing import table_routes
 from expertd_kernels.backends.gluon.specialized import ws
 from expertd_kernels.backends.gluon.tile import Tile, tile
-from expertd_kernels.backends.gluon.w8a8_prepare import count_routes, place_routes
 from expertd_kernels.backends.gluon.wide import wide
 from expertd_kernels.backends.gluon.wide_prepare import place_inputs
 from expertd_kernels.backends.kernel_keys import settle
@@ -31,9 +31,6 @@ __all__ = ["GluonExperts"]
 
 FLOAT32_TOKENS = 128
 """Up to here w2's results are f32: their traffic costs nothing yet (kernel `ws` has no shared memory for it)."""
-
-CHUNK = 512
-"""Routes that a program counts, and then places, where inputs are put to the places of their routes."""
 
 COUNTERS = 1024
 """Blocks up to which w2 may follow w13 tile by tile; with more it waits for all of w13."""
@@ -50,7 +47,7 @@ class _Workspace:
     y32: Tensor
     done: Tensor  # [COUNTERS] int32, zero between calls: finished tiles of w13 a block, or w13's tickets ("wide")
     tickets: Tensor  # w2's tickets: the same from another line on
-    chunks: Tensor  # [routes / CHUNK, experts and more] int32: routes of each expert in each chunk
+    chunks: Tensor  # routes of each expert in each chunk of them
     places: Tensor  # [routes] int32: where each route stands in the list
     placed: Tensor  # [routes] f32: router weights in the order of the list
 
@@ -64,7 +61,6 @@ class GluonExperts(InPieces):
         self.packed, self.device = packed, torch.device("cuda", torch.cuda.current_device())
         self.top_k = problem.top_k
         self.num_experts, self.hidden_size, self.intermediate_size = packed.meta["w2"]["shape"]
-        self._padded_experts: int = max(32, triton.next_power_of_2(self.num_experts))
         self.multiprocessors: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         tensors = {k: t.to(self.device) for k, t in packed.tensors.items() if not k.endswith("exact_scales")}
         self._tensors = tensors
@@ -117,7 +113,7 @@ class GluonExperts(InPieces):
                 empty(min(n, FLOAT32_TOKENS * top_k) * self.hidden_size, torch.float32),
                 done,
                 done[32:],
-                empty(triton.cdiv(n, CHUNK) * self._padded_experts, torch.int32),
+                Chunks.of(n, E).table(d),
                 empty(n, torch.int32),
                 empty(n, torch.float32),
             )
@@ -165,14 +161,7 @@ class GluonExperts(InPieces):
             self._place(x, ids, weights, table, lists, s)
         else:
             blocks = 0
-            TH, CH, warps = (512, 16, 16)
-            if n <= 1024:
-                TH, CH, warps = (
-                    min(256, max(32, triton.next_power_of_2(n))),
-                    max(1, triton.next_power_of_2(n) // 256),
-                    4,
-                )
-            group_routes[(E,)](ids, table, lists, n, TH, CH, True, num_warps=warps, launch_pdl=True)
+            group(ids, s.chunks, table, lists, E)
         listed = p.w13.kind == p.w2.kind == "wide"
         counted = triton.cdiv(w13.gemm.rows, p.w13.T) if p.w2.F and self._blocks(n, p.w2.BM) <= COUNTERS else 0
         tickets = "wide" in (p.w13.kind, p.w2.kind)
@@ -182,22 +171,7 @@ class GluonExperts(InPieces):
             self._gemm(w13, p.w13, p.mode, blocks, v, table, lists, weights13, s.h, s.done, n, words, listed, counted)
             done = s.tickets if tickets else s.done
             self._gemm(w2, p.w2, p.mode, blocks, s.h, table, lists, weights2, y, done, n, words, listed, counted)
-            B, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
-            combine[(M, triton.cdiv(self.hidden_size, B))](
-                y,
-                ids,
-                out,
-                self.hidden_size,
-                E,
-                top_k,
-                B,
-                True,
-                p.w2.Z,
-                s.done if counted or tickets else None,
-                COUNTERS if counted or tickets else 0,
-                num_warps=warps,
-                launch_pdl=True,
-            )
+            add_up(y, ids, out, E, p.w2.Z, s.done if counted or tickets else None)
         except BaseException:  # without `combine` nobody clears the counters
             s.done.zero_()
             raise
@@ -249,13 +223,8 @@ class GluonExperts(InPieces):
     def _place(self, x: Tensor, ids: Tensor, weights: Tensor, counts: Tensor, lists: Tensor, s: _Workspace) -> None:
         """Routes grouped by expert; inputs and router weights in their order, in s.y and s.placed."""
         M, top_k = ids.shape
-        n, E, H, padded = M * top_k, self.num_experts, self.hidden_size, self._padded_experts
-        chunks, some, step = triton.cdiv(n, CHUNK), max(16, min(128, 16384 // padded)), 8192 // padded
-        count_routes[(chunks,)](ids, s.chunks, n, E, padded, CHUNK, True, num_warps=4, launch_pdl=True)
-        place_routes[(chunks,)](
-            ids, s.chunks, counts, lists, s.places, n, chunks, E, padded, CHUNK, some, step, True,
-            num_warps=8, launch_pdl=True,
-        )  # fmt: skip
+        H = self.hidden_size
+        group(ids, s.chunks, counts, lists, self.num_experts, s.places)
         R, B = 4, 1024
         place_inputs[(triton.cdiv(M, R) * triton.cdiv(H, B),)](
             x, s.places, weights, s.y, s.placed, M, top_k, H, round_up(H, TILE), R, B, True,

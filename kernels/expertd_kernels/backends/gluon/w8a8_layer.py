@@ -12,13 +12,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from expertd_kernels.backends.envelope import activation_of
 from expertd_kernels.backends.gluon.calls import InPieces
-from expertd_kernels.backends.gluon.routing import combine
+from expertd_kernels.backends.gluon.ends import FEW, WARPS, Chunks, add_up, count, few_tile, group
 from expertd_kernels.backends.gluon.w8a8 import w8a8
 from expertd_kernels.backends.gluon.w8a8_few import w8a8_few
 from expertd_kernels.backends.gluon.w8a8_plan import TOKENS, Few8, Plan8, Shape8
 from expertd_kernels.backends.gluon.w8a8_prepare import (
-    count_routes,
-    place_routes,
     prepare,
     round_rows,
     round_to_places,
@@ -30,9 +28,6 @@ from expertd_kernels.problem import Problem
 from expertd_kernels.scheme import ActivationQuant
 
 __all__ = ["W8A8Experts"]
-
-CHUNK = 512
-"""Routes that a program counts and places where inputs are rounded into list order."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class _Workspace:
     """Buffers for `routes` routes.  Kept for good: captured graphs hold their addresses."""
 
     counts: Tensor  # [E] int32
-    table: Tensor  # [routes / CHUNK, experts and more] int32, each chunk's routes of each expert
+    chunks: Tensor  # each chunk's routes of each expert
     lists: Tensor  # [routes] int32
     x: Tensor  # [tokens, H] e4m3 and its scales [tokens, H / 128] or [tokens]
     x_scale: Tensor  # or the given one
@@ -140,7 +135,7 @@ class W8A8Experts(InPieces):
             e4m3 = torch.float8_e4m3fn
             self._spaces[n] = _Workspace(
                 empty((self.num_experts,), torch.int32),
-                empty((triton.cdiv(n, CHUNK), max(32, triton.next_power_of_2(self.num_experts))), torch.int32),
+                Chunks.of(n, self.num_experts).table(d),
                 empty((n,), torch.int32),
                 empty((tokens, H), e4m3),
                 scales(0, tokens, H),
@@ -179,10 +174,7 @@ class W8A8Experts(InPieces):
             self._few(gemms[1], p.few[1], self._w2, s.h, s.h_scale, ids, weights, s, y, s.h_scale)
         else:
             self._multiply(gemms[1], p, self._w2, s.h, s.h_scale, weights, s, n, y, s.h_scale)
-        width, warps = (512, 4) if M < 64 else (1024, 4) if M < 256 else (2048, 8)
-        combine[(M, triton.cdiv(self.hidden_size, width))](
-            y, ids, out, self.hidden_size, E, top_k, width, True, parts, num_warps=warps, launch_pdl=True
-        )
+        add_up(y, ids, out, E, parts)
 
     def _round_tile(self, columns: int, warps: int) -> tuple[int, int]:
         """(rows, columns) that a program of so many warps rounds, 16 numbers a thread or more."""
@@ -194,37 +186,21 @@ class W8A8Experts(InPieces):
     def _prepare(self, x: Tensor, ids: Tensor, s: _Workspace, few: bool = False) -> None:
         """Routes grouped by expert, inputs rounded."""
         n, M, H, E = ids.numel(), x.shape[0], self.hidden_size, self.num_experts
-        threads, chunk, warps = 512, 16, 16
-        if n <= 1024:
-            routes = triton.next_power_of_2(n)
-            threads, chunk, warps = min(256, max(32, routes)), max(1, routes // 256), 4
-        R, B = self._round_tile(H, warps)
-        prepare[(E + triton.cdiv(M, R) * triton.cdiv(H, B),)](
-            ids,
-            s.counts,
-            s.lists,
-            n,
-            x,
-            s.x,
-            s.x_scale,
-            M,
-            E,
-            threads,
-            chunk,
-            H,
-            self.grouped,
-            self.static,
-            R,
-            B,
-            few,
-            num_warps=warps,
-            launch_pdl=True,
-        )
+        c = None if n <= FEW else Chunks.of(n, E)
+        if c is not None:
+            count(ids, s.chunks, c)
+        R, B = self._round_tile(H, WARPS)
+        groups = few_tile(n) if c is None else (c.size, c.rows)
+        prepare[((E if c is None else c.number) + triton.cdiv(M, R) * triton.cdiv(H, B),)](
+            ids, s.chunks, s.counts, s.lists, n, 0 if c is None else c.number, x, s.x, s.x_scale, M,
+            E, 0 if c is None else c.padded, *groups, H, self.grouped, self.static, R, B, few, True,
+            num_warps=WARPS, launch_pdl=True,
+        )  # fmt: skip
 
     def _prepare_listed(self, x: Tensor, ids: Tensor, s: _Workspace) -> tuple[Tensor, Tensor]:
         """As _prepare, but the rounded inputs and their scales in the order of the list."""
-        M, top_k, H, E = *ids.shape, self.hidden_size, self.num_experts
-        n, routes = ids.numel(), s.lists.numel()
+        M, top_k, H = *ids.shape, self.hidden_size
+        routes = s.lists.numel()
         if routes not in self._lists:
             groups = H // GROUP if self.grouped else 1
             scale = s.x_scale if self.static else torch.empty((routes, groups), device=self.device)
@@ -232,13 +208,8 @@ class W8A8Experts(InPieces):
             # w2 writes y when w13 has read its inputs: they share the memory
             self._lists[routes] = s.y.view(torch.float8_e4m3fn).view(-1, H)[:routes], scale, places
         q, scale, places = self._lists[routes]
-        chunks, padded, warps = triton.cdiv(n, CHUNK), s.table.shape[1], 8
-        count_routes[(chunks,)](ids, s.table, n, E, padded, CHUNK, True, num_warps=4, launch_pdl=True)
-        some, step = max(16, min(128, 16384 // padded)), 8192 // padded
-        place_routes[(chunks,)](
-            ids, s.table, s.counts, s.lists, places, n, chunks, E, padded, CHUNK, some, step, True,
-            num_warps=warps, launch_pdl=True,
-        )  # fmt: skip
+        group(ids, s.chunks, s.counts, s.lists, self.num_experts, places)
+        warps = 8
         R, B = self._round_tile(H, warps)
         round_to_places[(triton.cdiv(M, R) * triton.cdiv(H, B),)](
             x, places, q, scale, M, top_k, H, self.grouped, self.static, R, B, True, num_warps=warps, launch_pdl=True

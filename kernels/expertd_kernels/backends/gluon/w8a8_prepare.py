@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from expertd_kernels.backends.gluon.routing import group_routes
-from expertd_kernels.backends.triton_kernels.route import ranks
+from expertd_kernels.backends.gluon.routing import group_few, place
 
 
 @triton.jit
@@ -61,71 +60,31 @@ def _round(
     _keep(v, s, q, scale, row, k, program % PARTS, row < n_rows, COLUMNS, GROUPED, STATIC, B)
 
 
-@triton.jit(do_not_specialize=["n", "n_rows"])
+@triton.jit(do_not_specialize=["n", "chunks", "n_rows"])
 def prepare(
-    ids, counts, lists, n, x, q, scale, n_rows,
-    E: tl.constexpr, TH: tl.constexpr, CH: tl.constexpr,
+    ids, table, counts, lists, n, chunks, x, q, scale, n_rows,
+    E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
     COLUMNS: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
-    FEW: tl.constexpr = False,
+    FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first E programs group the routes (routing.group_routes), the others round the inputs.  FEW: the next kernel
-    reads the ids before it waits for this one, so it must not begin before they are there."""
-    if FEW:
-        gdc_wait()
+    """The first programs group the routes, the others round the inputs.  EP > 0: routing.place, `chunks` programs
+    behind count_routes, where x is there before the wait; else routing.group_few, with a tile of [C, BC].  FEW: the
+    next kernel reads the ids before it waits for this one, so it must not begin before they are there."""
+    if PDL:
+        if FEW:
+            gdc_wait()
         gdc_launch_dependents()
-    else:
-        gdc_launch_dependents()
-        gdc_wait()
-    if tl.program_id(0) < E:
-        group_routes(ids, counts, lists, n, TH, CH, False)
+        if EP == 0:
+            gdc_wait()
+    if EP > 0:
+        if tl.program_id(0) < chunks:
+            place(ids, table, counts, lists, None, n, chunks, E, EP, C, BC, PDL)
+        else:
+            _round(x, q, scale, tl.program_id(0) - chunks, n_rows, COLUMNS, GROUPED, STATIC, R, B)
+    elif tl.program_id(0) < E:
+        group_few(ids, counts, lists, n, C, BC, False)
     else:
         _round(x, q, scale, tl.program_id(0) - E, n_rows, COLUMNS, GROUPED, STATIC, R, B)
-
-
-@triton.jit(do_not_specialize=["n"])
-def count_routes(ids, table, n, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr):
-    """table [programs, EP] int32: the routes of each expert in each C ids; `place_routes` follows."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    chunk = tl.program_id(0)
-    r = chunk * C + tl.arange(0, C)
-    v = tl.load(ids + r, mask=r < n, other=-1)
-    here = (v >= 0) & (v < E)
-    tl.store(table + chunk * EP + tl.arange(0, EP), tl.histogram(tl.where(here, v, 0), EP, mask=here))
-
-
-@triton.jit(do_not_specialize=["n", "n_chunks"])
-def place_routes(
-    ids, table, counts, lists, places, n, n_chunks, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr,
-    S: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """lists, counts as group_routes leaves them, from the table of count_routes; a program a chunk of C ids, S of them
-    at a time; BC: chunks of the table that are added up at a time.  places [n] int32: the inverse of lists, -1 where a
-    route goes nowhere."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    chunk = tl.program_id(0)
-    experts = tl.arange(0, EP)
-    total = tl.zeros([EP], tl.int32)
-    before = tl.zeros([EP], tl.int32)
-    for c0 in range(0, n_chunks, BC):
-        c = c0 + tl.arange(0, BC)
-        h = tl.load(table + c[:, None] * EP + experts[None, :], mask=(c < n_chunks)[:, None], other=0)
-        total += tl.sum(h, 0)
-        before += tl.sum(tl.where((c < chunk)[:, None], h, 0), 0)
-    if chunk == 0:
-        tl.store(counts + experts, total, mask=experts < E)
-    base = tl.cumsum(total, 0) - total + before
-    for s in range(0, C, S):
-        r = chunk * C + s + tl.arange(0, S)
-        v = tl.load(ids + r, mask=r < n, other=-1)
-        here = (v >= 0) & (v < E)
-        at = tl.sum(tl.where(v[:, None] == experts[None, :], base[None, :], 0), 1) + ranks(ids, v, r, n)
-        tl.store(lists + at, r, mask=here)
-        tl.store(places + r, tl.where(here, at, -1), mask=r < n)
-        base += tl.histogram(tl.where(here, v, 0), EP, mask=here)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -148,12 +107,13 @@ def round_to_places(
     and scale; see _rounded."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     PARTS: tl.constexpr = (COLUMNS + B - 1) // B
     part = tl.program_id(0) % PARTS
     row = tl.program_id(0) // PARTS * R + tl.arange(0, R)
     k = part * B + tl.arange(0, B)
     v, s = _rounded(x, scale, row, k, n_rows, COLUMNS, GROUPED, STATIC, R, B)
+    if PDL:
+        gdc_wait()  # x is older than the kernel before, the places are not
     for j in tl.static_range(TOPK):
         at = tl.load(places + row * TOPK + j, mask=row < n_rows, other=-1)
         _keep(v, s, q, scale, at, k, part, at >= 0, COLUMNS, GROUPED, STATIC, B)

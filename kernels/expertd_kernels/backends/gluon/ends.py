@@ -1,0 +1,92 @@
+"""What the layers on the GPU launch before and after their GEMMs: routes grouped by expert, results added up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from expertd_kernels.backends.gluon.routing import combine, count_routes, group_few, place_routes
+
+__all__ = ["FEW", "Chunks", "add_up", "count", "few_tile", "group"]
+
+FEW = 4096
+"""Routes up to which a program an expert looks at all of them: 2.5 us there for 128 experts, where two launches take
+3.5; 4.2 against 4.0 at 8192 (H200)."""
+WARPS = 4
+"""Of each program that groups: 512 ids by 16 warps take longer than by 4, most of it in scans across warps."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How many routes are cut: `number` programs of `size` ids.
+
+    Sizes follow from powers of two, so that a layer that ran at two neighbouring ones compiles nothing between."""
+
+    number: int
+    size: int
+    experts: int
+
+    @classmethod
+    def of(cls, n: int, experts: int) -> Chunks:
+        size = 256 if n <= 16384 else 512
+        return cls(triton.cdiv(n, size), size, experts)
+
+    @property
+    def padded(self) -> int:
+        """Columns of the table of counts."""
+        columns: int = max(32, triton.next_power_of_2(self.experts))
+        return columns
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table that a program adds up at a time: 32 numbers a thread."""
+        return max(1, 32 * 32 * WARPS // self.padded)
+
+    def table(self, device: torch.device) -> Tensor:
+        """Memory for what `count` leaves."""
+        return torch.empty((self.number, self.padded), dtype=torch.int16, device=device)
+
+
+def few_tile(n: int) -> tuple[int, int]:
+    """Rows and columns of the ids that a program looks at in a step."""
+    n = triton.next_power_of_2(n)
+    return min(256, max(32, n)), min(4, max(1, n // 256))
+
+
+def count(ids: Tensor, table: Tensor, c: Chunks) -> None:
+    """Each chunk's routes of each expert; the kernel behind places them, and may read the ids before it waits."""
+    count_routes[(c.number,)](
+        ids, table, ids.numel(), c.experts, c.padded, c.size, True, num_warps=WARPS, launch_pdl=True
+    )
+
+
+def group(
+    ids: Tensor, table: Tensor, counts: Tensor, lists: Tensor, experts: int, places: Tensor | None = None
+) -> None:
+    """ids [routes] -> counts [E], lists [routes] and, unless None, places [routes]; see routing.place_routes."""
+    n = ids.numel()
+    if n <= FEW and places is None:
+        group_few[(experts,)](ids, counts, lists, n, *few_tile(n), True, num_warps=WARPS, launch_pdl=True)
+        return
+    c = Chunks.of(n, experts)
+    count(ids, table, c)
+    place_routes[(c.number,)](
+        ids, table, counts, lists, places, n, c.number, experts, c.padded, c.size, c.rows, True,
+        num_warps=WARPS, launch_pdl=True,
+    )  # fmt: skip
+
+
+def add_up(y: Tensor, ids: Tensor, out: Tensor, experts: int, parts: int = 1, done: Tensor | None = None) -> None:
+    """y [parts, M * k, H], ids [M, k] -> out [M, H]; done: int32 counters that are set back to zero, or None.
+
+    Up to 512 tokens a thread has few numbers of each row, so that it asks for all rows at once: with eight, the
+    registers of a full multiprocessor hold five rows, and the others come a round trip later."""
+    (M, top_k), H = ids.shape, out.shape[1]
+    width, warps = (256, 4) if M < 64 else (512, 4) if M <= 512 else (2048, 8)
+    combine[(M, triton.cdiv(H, width))](
+        y, ids, out, H, experts, top_k, width, True, parts, done, 0 if done is None else done.numel(),
+        num_warps=warps, launch_pdl=True,
+    )  # fmt: skip

@@ -1,0 +1,131 @@
+"""Cases of the kernels around gluon_sm90's and gluon_w8a8's GEMMs: routes grouped by expert, blocks listed, results
+added up, each compared with torch.  On a CPU tests/kernels/test_routing.py runs this file as a program of its own, in
+Triton's interpreter: case names from stdin, one a line; each is answered with one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+
+import torch
+
+from expertd_kernels.backends.gluon.ends import Chunks
+from expertd_kernels.backends.gluon.routing import combine, count_routes, group_few, place_routes, table_routes
+
+ROUTINGS = ("spread", "one expert", "nowhere")
+GROUPED = {f"{E} experts, {n} routes": (E, n) for E, n in ((8, 1300), (60, 600), (1, 515), (128, 257), (512, 300))}
+FEW = {f"few: {E} experts, {n} routes": (E, n) for E, n in ((8, 1), (70, 700), (3, 64))}
+BLOCKS = ((60, 300, 8), (1, 100, 16), (8, 7, 64))
+TABLES = {f"blocks of {BM}: {E} experts, {n} routes": (E, n, BM) for E, n, BM in BLOCKS}
+SUMS = {"sums": (1, False), "sums of parts": (3, True)}
+NOTHING = -9
+"""What stands in memory before."""
+
+
+def routes(E: int, n: int, how: str) -> torch.Tensor:
+    """ids [n] int32; "spread": some of them outside 0..E-1."""
+    if how == "spread":
+        return torch.randint(-2, E + 2, (n,), generator=torch.Generator().manual_seed(n)).int()
+    return torch.full((n,), E - 1 if how == "one expert" else -1, dtype=torch.int32)
+
+
+def sorted_routes(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """counts [E], and the routes expert by expert, each in order."""
+    here = ((ids >= 0) & (ids < E)).nonzero()[:, 0]
+    order = here[torch.sort(ids[here].long(), stable=True).indices]
+    return torch.bincount(ids[here].long(), minlength=E).int(), order.int()
+
+
+def unwritten(size: int) -> torch.Tensor:
+    return torch.full((size,), NOTHING, dtype=torch.int32)
+
+
+def same_lists(ids: torch.Tensor, E: int, counts: torch.Tensor, lists: torch.Tensor) -> torch.Tensor:
+    """Raises where counts or lists are wrong or entries beyond the last route are written; else the routes in order."""
+    want_counts, order = sorted_routes(ids, E)
+    assert torch.equal(counts, want_counts), "counts"
+    assert torch.equal(lists[: len(order)], order), "lists"
+    assert bool((lists[len(order) :] == NOTHING).all()), "entries beyond the last route are written"
+    return order
+
+
+def grouped(E: int, n: int) -> None:
+    c = Chunks.of(n, E)
+    for how in ROUTINGS:
+        ids, counts, lists, places = routes(E, n, how), unwritten(E), unwritten(n), unwritten(n)
+        table = torch.full((c.number, c.padded), NOTHING, dtype=torch.int16)
+        count_routes[(c.number,)](ids, table, n, E, c.padded, c.size, False)
+        sizes = (n, c.number, E, c.padded, c.size, c.rows, False)
+        place_routes[(c.number,)](ids, table, counts, lists, places, *sizes)
+        order = same_lists(ids, E, counts, lists)
+        inverse = torch.full((n,), -1, dtype=torch.int32)
+        inverse[order.long()] = torch.arange(len(order), dtype=torch.int32)
+        assert torch.equal(places, inverse), f"places, {how}"
+        again = unwritten(n)
+        place_routes[(c.number,)](ids, table, counts, again, None, *sizes)
+        assert torch.equal(again, lists), f"without places, {how}"
+
+
+def few(E: int, n: int) -> None:
+    for how in ROUTINGS:
+        ids, counts, lists = routes(E, n, how), unwritten(E), unwritten(n)
+        group_few[(E,)](ids, counts, lists, n, 64, 16, False)
+        same_lists(ids, E, counts, lists)
+
+
+def table(E: int, n: int, BM: int) -> None:
+    most = min(n, n // BM + min(E, n))
+    padded, B = 1 << (most - 1).bit_length(), 1 << (n - 1).bit_length()
+    for how in ROUTINGS:
+        ids, blocks, lists = routes(E, n, how), unwritten(padded), unwritten(most * BM)
+        table_routes[(E,)](ids, blocks, lists, n, E, 1 << (E - 1).bit_length(), padded, BM, B, False)
+        counts, order = sorted_routes(ids, E)
+        want, want_lists, first = torch.full((padded,), -1, dtype=torch.int32), unwritten(most * BM), 0
+        number = 0
+        for e, count in enumerate(counts.tolist()):
+            for at in range(0, count, BM):
+                size = min(BM, count - at)
+                want[number] = e | size << 16
+                want_lists[number * BM : number * BM + size] = order[first + at : first + at + size]
+                number += 1
+            first += count
+        assert torch.equal(blocks, want), f"blocks, {how}"
+        assert torch.equal(lists, want_lists), f"lists, {how}"
+
+
+def summed(parts: int, counters: bool) -> None:
+    tokens, top_k, E, H = 5, 3, 4, 200
+    y = torch.randn(parts, tokens * top_k, H, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ids = routes(E, tokens * top_k, "spread").view(tokens, top_k)
+    there = ((ids >= 0) & (ids < E)).flatten()
+    assert 0 < int(there.sum()) < len(there)
+    y[:, ~there] = torch.nan  # never written by w2
+    out = torch.full((tokens, H), torch.nan).bfloat16()
+    done = torch.arange(1024, dtype=torch.int32) if counters else None
+    combine[(tokens, 2)](y, ids, out, H, E, top_k, 128, False, parts, done, 1024 if counters else 0)
+    want = torch.where(there[None, :, None], y, 0.0).float().sum(0).view(tokens, top_k, H).sum(1)
+    torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
+    assert done is None or not bool(done.any()), "counters are not set back"
+
+
+CASES = {
+    **{name: (grouped, a) for name, a in GROUPED.items()},
+    **{name: (few, a) for name, a in FEW.items()},
+    **{name: (table, a) for name, a in TABLES.items()},
+    **{name: (summed, a) for name, a in SUMS.items()},
+}
+
+
+def answer(name: str) -> dict[str, str]:
+    try:
+        check, arguments = CASES[name]
+        check(*arguments)
+    except Exception:
+        return {"failed": traceback.format_exc()}
+    return {"failed": ""}
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(answer(line.rstrip("\n"))), flush=True)
