@@ -228,12 +228,13 @@ def _few(codec: Codec, K: int, each: float, row_tiles: float, follows: bool) -> 
     MMAs of 64 columns (SK = 1) leave registers for more CTAs.  1.07: what the longer stages of the first save."""
     if codec.bits == 8:
         return TilePlan("block", 8, S=2, ST=4 if codec.kind != "float2" or each < 2 else 3, SK=2)
-    if not follows or row_tiles < 2 * THIN:
+    whole = -(-K // 256) * 256 <= 1.15 * K  # else stages of 256 columns compute with too many that do not exist
+    if not follows or row_tiles < 2 * THIN or (row_tiles < PAIRS and not whole):
         return TilePlan("block", 8, S=4 if K >= 1024 else 2, ST=3, SK=2)
     if row_tiles < PAIRS:
         return TilePlan("block", 8, S=4, ST=3 if K >= 1024 else 2)
     five, seven = TilePlan("block", 8, T=2, S=4, ST=2), TilePlan("block", 8, T=2, S=2, ST=3)  # CTAs an SM
-    return five if _idle(row_tiles / 2, 5) <= 1.07 * _idle(row_tiles / 2, 7) else seven
+    return five if whole and _idle(row_tiles / 2, 5) <= 1.07 * _idle(row_tiles / 2, 7) else seven
 
 
 def _idle(ctas: float, an_sm: int) -> float:
