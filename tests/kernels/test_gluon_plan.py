@@ -27,7 +27,22 @@ def shared_bytes(plan: TilePlan, codec: Codec) -> int:
     return plan.ST * (weights + (plan.BM + plan.X) * 64 * plan.S * 2 + scales + 16)
 
 
+def check_gemv(plan: LayerPlan, codecs: tuple[Codec, Codec]) -> None:
+    """Warps by powers of two, at most eight parts, and a ring of at most 16 loads of 16 bytes a lane."""
+    assert plan.mode == "ids"
+    for p, codec in zip((plan.w13, plan.w2), codecs, strict=True):
+        assert p.T in (1, 2, 4), p
+        assert p.W in (p.T, 2 * p.T, 4 * p.T, 8 * p.T), p
+        assert p.W <= 16, p
+        assert p.S == 1, p
+        assert p.ST & (p.ST - 1) == 0, p
+        assert 2 <= p.ST * codec.units <= 16 or p.ST <= 2, p
+
+
 def check(plan: LayerPlan, codecs: tuple[Codec, Codec], routes: int) -> None:
+    if plan.w13.kind == "gemv":
+        check_gemv(plan, codecs)
+        return
     for p, codec in zip((plan.w13, plan.w2), codecs, strict=True):
         assert (64 * p.S) % codec.chunk == 0, p
         assert p.S % p.SK == 0, p
@@ -52,11 +67,12 @@ def test_text_and_plan_are_inverse():
         "wide BM128 T4 W4 S1 ST4",
         "wide BM192 T4 W4 S1 ST4",
         "block BM8 T1 W4 S2 ST3 SK2 F1",
+        "gemv BM1 T4 W16 S1 ST8",
     ):
         assert str(TilePlan.parse(text)) == text
     with pytest.raises(ValueError, match="unknown word 'Q9'"):
         TilePlan.parse("block BM8 Q9")
-    with pytest.raises(ValueError, match="want block, ws or wide, with BM"):
+    with pytest.raises(ValueError, match="want block, gemv, ws or wide, with BM"):
         TilePlan.parse("block T2")
 
 
@@ -70,6 +86,9 @@ def test_plans_that_do_not_go_together_are_refused():
             LayerPlan(8, "lists", w13, w2)
     with pytest.raises(ValueError, match="the last two for ws and wide"):
         LayerPlan(8, "table", TilePlan.parse("ws BM64 T4 W8"), TilePlan.parse("ws BM64 T4 W8"))
+    for mode, w13, w2 in (("ids", a, "gemv BM1"), ("ids", "gemv BM1", a), ("table", "gemv BM1", "gemv BM1")):
+        with pytest.raises(ValueError, match="kernel gemv takes both GEMMs, and mode ids"):
+            LayerPlan(2, mode, TilePlan.parse(str(w13)), TilePlan.parse(str(w2)))
     with pytest.raises(ValueError, match="placed goes with w13 by kernel wide"):
         LayerPlan(8, "placed", TilePlan.parse("ws BM64 T4 W8"), TilePlan.parse("wide BM128 T4 S1"))
 
@@ -121,8 +140,25 @@ def test_w2_follows_w13_on_qwen3_and_not_on_mixtral():
     c = codec_of(Scheme.parse("int4_g128"))
     qwen3, mixtral = (128, 8, 2048, 768), (8, 2, 4096, 14336)
     for plans in (lambda shape: Plans.for_layer("NVIDIA H200", c, c, shape), lambda shape: Plans((c, c), shape)):
-        assert [plans(qwen3).at(m).w2.F for m in (1, 2, 4, 8, 32, 100)] == [0, 0, 1, 1, 1, 1]
+        assert [plans(qwen3).at(m).w2.F for m in (1, 2, 4, 8, 32, 100)] == [0, 0, 0, 1, 1, 1]
         assert not any(plans(mixtral).at(m).w2.F for m in (1, 2, 4, 8, 32, 100))
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "mxfp4", "e4m3_block128", "bf16"])
+def test_up_to_four_tokens_of_small_layers_take_kernel_gemv(scheme):
+    c = codec_of(Scheme.parse(scheme))
+    for m in (1, 2, 3, 4, 5):
+        small, large = (heuristic((c, c), shape, m) for shape in ((128, 8, 1024, 384), (8, 2, 16384, 32768)))
+        assert (small.w13.kind == "gemv") == (m <= 4), small
+        assert large.w13.kind != "gemv", large  # its inputs do not fit a CTA's shared memory
+
+
+def test_ctas_of_kernel_gemv_fill_the_gpu():
+    """Qwen3-30B's w13 has 768 slices of 16 rows: 192 CTAs of four would be 1.5 an SM, 384 of two are 2.9."""
+    c = codec_of(Scheme.parse("int4_g128"))
+    plan = heuristic((c, c), (128, 8, 2048, 768), 1)
+    assert (str(plan.w13), str(plan.w2)) == ("gemv BM1 T2 W8 S1 ST8", "gemv BM1 T1 W8 S1 ST16")
+    assert heuristic((c, c), (16, 1, 5120, 8192), 1).w13 == TilePlan.parse("gemv BM1 T4 W16 S1 ST4")
 
 
 def test_the_committed_tables_parse_and_fit():

@@ -75,20 +75,21 @@ MUL2 = gl.constexpr("{\n.reg .b32 t;\nmul.rn.bf16x2 t, $1, $3;\nfma.rn.bf16x2 $0
 
 @gluon.jit
 def _bits(q, C: gl.constexpr, U: gl.constexpr, AL: gl.constexpr):
-    """packed words [TT, 512 * U] -> codes as bf16 [TT * 64, K] in the operand's layout; costs nothing but the masks"""
+    """packed words [TT, 128 * slices * U] -> codes as bf16 [TT * 16 * slices, K] in the operand's layout; costs nothing
+    but the masks"""
     if C.codec.bits == 4:
         o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
             INT4 if C.codec.integer else E2M1, OUT8, [q], dtype=BF8, is_pure=True, pack=2
         )
         p = gl.join(gl.join(gl.join(o0, o1), gl.join(o2, o3)), gl.join(gl.join(o4, o5), gl.join(o6, o7)))
-        p = p.reshape([C.TT, U, 4, 8, 4, 2, 2, 2, 2, 2]).permute((0, 2, 7, 3, 1, 5, 9, 8, 4, 6))
+        p = p.reshape([C.TT, U, C.slices, 8, 4, 2, 2, 2, 2, 2]).permute((0, 2, 7, 3, 1, 5, 9, 8, 4, 6))
     else:
         o0, o1, o2, o3 = gl.inline_asm_elementwise(
             INT8 if C.codec.integer else E4M3, OUT4, [q], dtype=BF4, is_pure=True, pack=2
         )
         p = gl.join(gl.join(o0, o1), gl.join(o2, o3))
-        p = p.reshape([C.TT, U, 4, 8, 4, 2, 2, 2, 2]).permute((0, 2, 7, 3, 1, 5, 8, 4, 6))
-    return gl.convert_layout(p.reshape([C.TT * 64, U * (256 // C.codec.bits)]), AL)
+        p = p.reshape([C.TT, U, C.slices, 8, 4, 2, 2, 2, 2]).permute((0, 2, 7, 3, 1, 5, 8, 4, 6))
+    return gl.convert_layout(p.reshape([C.TT * 16 * C.slices, U * (256 // C.codec.bits)]), AL)
 
 
 @gluon.jit
@@ -96,11 +97,11 @@ def _spread(s, C: gl.constexpr, L: gl.constexpr):
     """one plane of scales [TT, ..] -> [TT * 64, groups] with the layout L of the operand without its columns"""
     GC: gl.constexpr = C.codec.chunk // C.codec.group
     GS: gl.constexpr = C.codec.load_groups(C.SK)
-    s = s.reshape([C.TT, GS // GC, 4, 8, GC, 2]).permute((0, 2, 5, 3, 1, 4))
+    s = s.reshape([C.TT, GS // GC, C.slices, 8, GC, 2]).permute((0, 2, 5, 3, 1, 4))
     if GS == 1:
-        out = gl.expand_dims(gl.convert_layout(s.reshape([C.TT * 64]), L), 1)
+        out = gl.expand_dims(gl.convert_layout(s.reshape([C.TT * 16 * C.slices]), L), 1)
     else:
-        out = gl.expand_dims(gl.convert_layout(s.reshape([C.TT * 64, GS]), L), 2)
+        out = gl.expand_dims(gl.convert_layout(s.reshape([C.TT * 16 * C.slices, GS]), L), 2)
     return out
 
 
@@ -109,8 +110,8 @@ def _scaled(a, s, C: gl.constexpr, L: gl.constexpr):
     """codes [TT * 64, K] or [TT * 64, groups, K / groups] times their scales; s as loaded"""
     if C.codec.planes == 2:
         PAIR: gl.constexpr = SUB_MUL if C.codec.kind == "zero" else MUL2
-        LOAD: gl.constexpr = C.codec.load_scales(C.SK)
-        CHUNK: gl.constexpr = C.codec.chunk_scales
+        LOAD: gl.constexpr = C.codec.load_scales(C.SK) // 4 * C.slices
+        CHUNK: gl.constexpr = C.codec.chunk_scales // 4 * C.slices
         s, z = gl.split(s.reshape([C.TT, LOAD // CHUNK, 2, CHUNK // 2]).permute((0, 1, 3, 2)))
         s = _spread(s.reshape([C.TT, LOAD // 2]), C, L)
         z = _spread(z.reshape([C.TT, LOAD // 2]), C, L)
@@ -140,14 +141,14 @@ def load(wb, sb, j: gl.constexpr, C: gl.constexpr):
 def unpack(q, s, C: gl.constexpr, AL: gl.constexpr):
     """what `load` gave -> bf16 A operand [TT * 64, 64 * SK] in registers"""
     U: gl.constexpr = C.SK * C.codec.units
-    w = _bits(q.reshape([C.TT, 512 * U]), C, U, AL)
+    w = _bits(q.reshape([C.TT, 128 * C.slices * U]), C, U, AL)
     GS: gl.constexpr = C.codec.load_groups(C.SK)
     if C.codec.e8m0:
         s = gl.inline_asm_elementwise(E8M0, "=&r,=&r,r", [s], dtype=gl.bfloat16, is_pure=True, pack=4)
     if GS == 1:
         w = _scaled(w, s, C, gl.SliceLayout(1, AL))
     else:
-        w = w.reshape([C.TT * 64, GS, C.SK * 64 // GS])
+        w = w.reshape([C.TT * 16 * C.slices, GS, C.SK * 64 // GS])
         w = _scaled(w, s, C, gl.SliceLayout(2, w.type.layout))
-        w = gl.convert_layout(w.reshape([C.TT * 64, C.SK * 64]), AL)
+        w = gl.convert_layout(w.reshape([C.TT * 16 * C.slices, C.SK * 64]), AL)
     return w

@@ -14,6 +14,8 @@ from expertd_kernels.backends.gluon.block import block
 from expertd_kernels.backends.gluon.calls import InPieces
 from expertd_kernels.backends.gluon.codec import codec_of
 from expertd_kernels.backends.gluon.ends import Chunks, add_up, group
+from expertd_kernels.backends.gluon.gemv import gemv
+from expertd_kernels.backends.gluon.gemv_tile import slices
 from expertd_kernels.backends.gluon.matrices import Matrix, gemms
 from expertd_kernels.backends.gluon.matrix import TILE, round_up
 from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan, one_plan
@@ -127,6 +129,10 @@ class GluonExperts(InPieces):
         p = plan or self.plans.at(M)
         w13, w2 = self._pair(top_k, on_input)
         s = self._space(M, top_k)
+        if p.w13.kind == "gemv":
+            self._gemv(w13, p.w13, x, ids, weights, s.h, n)
+            self._gemv(w2, p.w2, s.h, ids, weights, out, M)
+            return
         y = s.y32 if M <= FLOAT32_TOKENS and p.w2.kind == "block" else s.y
         if p.w2.Z * n * self.hidden_size > y.numel():
             raise ValueError(f"gluon_sm90: {p.w2.Z} parts of {n} routes do not fit the workspace for {s.tokens} tokens")
@@ -175,6 +181,13 @@ class GluonExperts(InPieces):
         except BaseException:  # without `combine` nobody clears the counters
             s.done.zero_()
             raise
+
+    def _gemv(self, m: Matrix, p: TilePlan, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, b: int) -> None:
+        """Kernel gemv for b routes (w13) or tokens (w2)."""
+        c = slices(m.gemm, p)
+        codes = m.codes if m.gemm.codec.planes else m.codes.view(torch.bfloat16)
+        options: dict[str, Any] = {"num_warps": p.W, "launch_pdl": True} | ({"maxnreg": p.R} if p.R else {})
+        gemv[(b * c.tiles,)](x, codes, m.scales, m.bias, ids, weights, out, m.unscale, c, **options)
 
     def _blocks(self, n: int, BM: int) -> int:
         """Blocks of up to BM routes that n routes make at most."""

@@ -22,6 +22,13 @@ kernel is cheaper."""
 THIN = 512
 """CTAs under which a GEMM does not fill an H100 or H200 (132 SMs with four CTAs each)."""
 SMS = 132
+GEMV_TOKENS = 4
+"""Tokens up to which each route may be computed by itself: with more, routes share experts."""
+GEMV_COLUMNS = 32768
+"""Inputs of a CTA of kernel gemv, which lie in shared memory."""
+GEMV_BYTES = 100_000_000
+"""Bytes of the routes' weights up to which kernel gemv gains for every scheme: what a launch costs counts.  Beyond,
+it gains for int4 alone, which it unpacks with fewest instructions."""
 PAIRS = 1800
 """64-row tiles from which on CTAs of two fill the GPU: gained with 1915 and more, lost with 1368 and fewer."""
 
@@ -40,7 +47,8 @@ SHORT = 4096
 @dataclass(frozen=True)
 class TilePlan:
     """One GEMM's kernel.  kind "block": one tile a CTA; "ws": persistent, warp-specialised; "wide": the same for bf16
-    weights.  The letters: see Tile.
+    weights; "gemv": each route by itself.  The letters: see Tile; for "gemv" T counts slices of 16 rows, and W / T
+    warps share out K.
 
     R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  P: whether w2's weights are fetched before
     w13's GEMM has ended.  X: tokens by which an expert's last block may stretch (kernel "ws").
@@ -87,8 +95,8 @@ class TilePlan:
             if m is None or m[1] not in {f.name for f in fields(cls)}:
                 raise ValueError(f"tile plan {text!r}: unknown word {w!r}")
             values[m[1]] = int(m[2])
-        if kind not in ("block", "ws", "wide") or "BM" not in values:
-            raise ValueError(f"tile plan {text!r}: want block, ws or wide, with BM")
+        if kind not in ("block", "gemv", "ws", "wide") or "BM" not in values:
+            raise ValueError(f"tile plan {text!r}: want block, gemv, ws or wide, with BM")
         return cls(kind, **values)
 
 
@@ -105,6 +113,10 @@ class LayerPlan:
 
     def __post_init__(self) -> None:
         both = (self.w13, self.w2)
+        if "gemv" in (self.w13.kind, self.w2.kind):
+            if self.mode != "ids" or self.w13.kind != self.w2.kind:
+                raise ValueError(f"layer plan {self}: kernel gemv takes both GEMMs, and mode ids")
+            return
         blocks = all(p.kind == "block" for p in both)
         if self.mode not in ("ids", "table", "lists", "placed") or not (blocks or self.mode in ("lists", "placed")):
             raise ValueError(f"layer plan {self}: want mode ids, table, lists or placed; the last two for ws and wide")
@@ -164,6 +176,8 @@ def one_plan(codecs: tuple[Codec, Codec], shape: Shape) -> Plans:
 def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPlan:
     """By routes an expert that is hit (uniform routing) and by how many CTAs there are to fill the GPU.  The
     measurements behind each line: docs/gpu-notes.md."""
+    if tokens <= GEMV_TOKENS and _alone(codecs, shape, tokens):
+        return _gemv(codecs, shape, tokens)
     E, top_k, H, I = shape
     hit = E * (1.0 - (1.0 - min(1.0, top_k / E)) ** tokens)
     each = tokens * top_k / hit
@@ -240,6 +254,35 @@ def _few(codec: Codec, K: int, each: float, row_tiles: float, follows: bool) -> 
 def _idle(ctas: float, an_sm: int) -> float:
     """Rounds of CTAs that begin over those that the CTAs would fill: at least 1."""
     return math.ceil(ctas / (SMS * an_sm)) * SMS * an_sm / ctas
+
+
+def _alone(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> bool:
+    """Whether so few tokens take kernel gemv."""
+    _, top_k, H, I = shape
+    bits = (2 * codecs[0].bits + codecs[1].bits) * tokens * top_k * H * I
+    small = max(H, top_k * I) <= GEMV_COLUMNS
+    return small and (bits <= 8 * GEMV_BYTES or all(c.kind == "int" and c.bits == 4 for c in codecs))
+
+
+def _gemv(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPlan:
+    """Two launches of kernel gemv.  w13: from 23 warps an SM on, in CTAs that fill all SMs alike; w2: eight parts, so
+    that a token's inputs lie in shared memory once for eight warps."""
+    _, top_k, H, I = shape
+    blocks13, blocks2 = -(-H // 64), -(-I // 64)
+    n13, n2 = tokens * top_k * 4 * -(-2 * I // 64), tokens * 4 * -(-H // 64)
+    P = next((p for p in (1, 2, 4) if n13 * p >= 23 * SMS), 8)
+    T = next((t for t in (4, 2) if t * P <= 16 and _idle(n13 / t, 1) <= 1.11), 1)
+    splits = max(1, 8 // (1 << (top_k - 1).bit_length()))
+    steps = -(-top_k * splits // 8) * -(-blocks2 // splits)
+    w13 = TilePlan("gemv", 1, T=T, W=T * P, S=1, ST=_ahead(codecs[0], n13 * P, -(-blocks13 // P)))
+    w2 = TilePlan("gemv", 1, T=1, W=8, S=1, ST=_ahead(codecs[1], n2 * 8, steps))
+    return LayerPlan(tokens, "ids", w13, w2)
+
+
+def _ahead(codec: Codec, warps: int, steps: int) -> int:
+    """Steps of kernel gemv under way: 32 to 128 KiB an SM, as far as all warps find registers at once."""
+    each = 16 if warps <= 10 * SMS else 8 if warps <= 24 * SMS else 4
+    return min(max(2, each // codec.units), 1 << (steps - 1).bit_length())
 
 
 def _bf16(each: float) -> TilePlan:

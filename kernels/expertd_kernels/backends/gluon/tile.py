@@ -89,6 +89,11 @@ class Tile:
     counted: int
 
     @property
+    def slices(self) -> int:
+        """Slices of 16 rows in a row tile."""
+        return 4
+
+    @property
     def iterations(self) -> int:
         """Stages that cover a CTA's part of K; the last may reach beyond it."""
         return -(-self.gemm.K // (64 * self.S * self.Z))
