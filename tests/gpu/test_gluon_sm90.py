@@ -188,10 +188,9 @@ def test_every_kernel_and_mode(scheme, mode):
 
 
 @pytest.mark.parametrize(
-    ("mode", "tiles"),
+    "tiles",
     [
-        ("lists", "wide BM128 T4 S1 ST4"), ("placed", "wide BM128 T4 S1 ST4"), ("placed", "wide BM192 T4 S1 ST4"),
-        ("lists", "block BM8 S1 ST4"), ("lists", "block BM16 T2 S1"), ("lists", "block BM32 S2 SK2 V2"),
+        "wide BM128 T4 S1 ST4", "wide BM192 T4 S1 ST4", "block BM8 S1 ST4", "block BM16 T2 S1", "block BM32 S2 SK2 V2",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
@@ -199,11 +198,11 @@ def test_every_kernel_and_mode(scheme, mode):
     [Case("bf16", bias=True), Case("bf16", "swigluoai", True, experts=9, top_k=3, hidden=1088, inner=320)],
     ids=str,
 )
-def test_every_kernel_for_bf16(case, mode, tiles):
+def test_every_kernel_for_bf16(case, tiles):
     from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
 
     weights, experts = layer(case)
-    plan = LayerPlan(0, mode, TilePlan.parse(tiles), TilePlan.parse(tiles))
+    plan = LayerPlan(0, "lists", TilePlan.parse(tiles), TilePlan.parse(tiles))
     for M, how in ((1, "even"), (5, "absent"), (37, "skewed"), (64, "one"), (300, "even"), (700, "skewed")):
         check(case, weights, experts, M, how, plan=plan)
     check(case, weights, experts, 90, "even", plan=plan, router_weight_on_input=True)

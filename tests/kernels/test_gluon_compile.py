@@ -16,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from expertd_kernels.backends.gluon.block import block  # noqa: E402
 from expertd_kernels.backends.gluon.codec import codec_of  # noqa: E402
-from expertd_kernels.backends.gluon.plan import WIDE, TilePlan  # noqa: E402
+from expertd_kernels.backends.gluon.plan import WIDE, WIDER, TilePlan  # noqa: E402
 from expertd_kernels.backends.gluon.routing import combine, count_routes, group_few, place_routes, table_routes  # noqa: E402
 from expertd_kernels.backends.gluon.specialized import ws  # noqa: E402
 from expertd_kernels.backends.gluon.tile import Gemm, tile  # noqa: E402
@@ -51,7 +51,7 @@ def compiled(g: Gemm, plan: TilePlan, mode: str, words: int = 0, listed: bool = 
     counters = ["*i32"] if plan.kind == "block" else []
     types = ["*bf16", words_type, scale, "*fp32", "*i32", "*i32", "*fp32", out, *counters, "fp32", "i32", "constexpr"]
     if plan.kind == "wide":
-        h, words_type = f"tensordesc<bf16[64, 64],{c.SX!r}>", f"tensordesc<i32[2, 64, 32],{c.SW!r}>"
+        h = f"tensordesc<bf16[64, 64],{c.SX!r}>"
         types = ["*bf16", h, words_type, "*fp32", "*i32", "*i32", "*fp32", "*i32", "*bf16", "constexpr"]
     signature = dict(zip(kernel.arg_names, types, strict=True))
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
@@ -99,9 +99,8 @@ CASES = [
     ("bf16", False, "block BM32 T2 S1 ST4 V1", "lists", 0, 72, 0),
     ("bf16", True, "wide BM128 T4 S1 ST4", "lists", 0, 168, 64),
     ("bf16", False, "wide BM128 T4 S1 ST4", "lists", 0, 168, 64),
-    ("bf16", True, "wide BM128 T4 S1 ST4", "placed", 0, 168, 0),
-    ("bf16", True, "wide BM192 T4 S1 ST4", "placed", 0, 128, 64),
-    ("bf16", False, "wide BM192 T4 S1 ST4", "placed", 0, 128, 64),
+    ("bf16", True, "wide BM192 T4 S1 ST4", "lists", 0, 128, 256),
+    ("bf16", False, "wide BM192 T4 S1 ST4", "lists", 0, 128, 0),
 ]
 
 
@@ -142,16 +141,16 @@ def test_every_feature_compiles(tmp_path):
     assert not serialized
 
 
-@pytest.mark.parametrize("mode", ["lists", "placed"])
+@pytest.mark.parametrize("plan", [WIDE, WIDER])
+@pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("first", [True, False])
-def test_every_feature_of_the_kernel_for_bf16_compiles(first, mode, tmp_path):
-    """Mode lists: inputs gathered, those of w2, too (as after another kernel); a column tile of 128 rows at the end."""
+def test_every_feature_of_the_kernel_for_bf16_compiles(first, listed, plan, tmp_path):
+    """Not listed: the other GEMM is another kernel's, and w2's inputs are gathered, too."""
     facts = {"K": 2880, "x_columns": 2880, "x_stride": 2880, "out_columns": 2880, "experts": 60, "bias": True,
              "weight": True}  # fmt: skip
     act = {"rows": 90, "act": "swigluoai", "alpha": 1.702, "beta": 1.0, "limit": 7.0, "limited": True}
     g = gemm("bf16", first, **facts, **(act if first else {"rows": 45}))
-    plan = TilePlan.parse("wide BM192 T4 S1 ST4" if mode == "placed" else WIDE)
-    kernel = compiled(g, plan, mode, 0, mode == "placed")
+    kernel = compiled(g, TilePlan.parse(plan), "lists", 0, listed)
     _, spilled, serialized = resources(kernel, tmp_path)
     assert not serialized
     assert spilled <= 384

@@ -23,7 +23,6 @@ from expertd_kernels.backends.gluon.routing import table_routes
 from expertd_kernels.backends.gluon.specialized import ws
 from expertd_kernels.backends.gluon.tile import Tile, tile
 from expertd_kernels.backends.gluon.wide import wide
-from expertd_kernels.backends.gluon.wide_prepare import place_inputs
 from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.problem import Problem
@@ -50,8 +49,6 @@ class _Workspace:
     done: Tensor  # [COUNTERS] int32, zero between calls: finished tiles of w13 a block, or w13's tickets ("wide")
     tickets: Tensor  # w2's tickets: the same from another line on
     chunks: Tensor  # routes of each expert in each chunk of them
-    places: Tensor  # [routes] int32: where each route stands in the list
-    placed: Tensor  # [routes] f32: router weights in the order of the list
 
 
 class GluonExperts(InPieces):
@@ -111,13 +108,11 @@ class GluonExperts(InPieces):
                 # table (at most n blocks, rounded up) and route lists (whole blocks of at most 64), or counts and lists
                 empty(2 * n + round_up(E, 16) + n + 64 * min(E, n) + 64, torch.int32),
                 empty(n * Ip, torch.bfloat16),
-                empty(n * round_up(self.hidden_size, TILE), torch.bfloat16),
+                empty(n * self.hidden_size, torch.bfloat16),
                 empty(min(n, FLOAT32_TOKENS * top_k) * self.hidden_size, torch.float32),
                 done,
                 done[32:],
                 Chunks.of(n, E).table(d),
-                empty(n, torch.int32),
-                empty(n, torch.float32),
             )
         return self._spaces[n]
 
@@ -162,21 +157,17 @@ class GluonExperts(InPieces):
                 num_warps=4,
                 launch_pdl=True,
             )
-        elif p.mode == "placed":
-            blocks = 0
-            self._place(x, ids, weights, table, lists, s)
         else:
             blocks = 0
             group(ids, s.chunks, table, lists, E)
         listed = p.w13.kind == p.w2.kind == "wide"
         counted = triton.cdiv(w13.gemm.rows, p.w13.T) if p.w2.F and self._blocks(n, p.w2.BM) <= COUNTERS else 0
         tickets = "wide" in (p.w13.kind, p.w2.kind)
-        v, weights13 = (s.y, s.placed) if p.mode == "placed" else (x, weights)
-        weights2 = weights13 if listed else weights
+        how = (table, lists, weights)
         try:
-            self._gemm(w13, p.w13, p.mode, blocks, v, table, lists, weights13, s.h, s.done, n, words, listed, counted)
+            self._gemm(w13, p.w13, p.mode, blocks, x, *how, s.h, s.done, n, words, listed, counted)
             done = s.tickets if tickets else s.done
-            self._gemm(w2, p.w2, p.mode, blocks, s.h, table, lists, weights2, y, done, n, words, listed, counted)
+            self._gemm(w2, p.w2, p.mode, blocks, s.h, *how, y, done, n, words, listed, counted)
             add_up(y, ids, out, E, p.w2.Z, s.done if counted or tickets else None)
         except BaseException:  # without `combine` nobody clears the counters
             s.done.zero_()
@@ -212,10 +203,9 @@ class GluonExperts(InPieces):
         counted: int,
     ) -> None:
         t = tile(m.gemm, p, mode, True, words, listed, counted)
-        row_tiles = 2 if p.kind == "wide" else t.T
-        key = (id(m), row_tiles, t.stage_units)
+        key = (id(m), t.T, t.stage_units)
         if key not in self._descriptors:
-            self._descriptors[key] = m.descriptor(t, row_tiles)
+            self._descriptors[key] = m.descriptor(t)
         if not blocks:
             blocks = self._blocks(n, p.BM)
         tiles = blocks * t.column_tiles * t.Z
@@ -225,30 +215,20 @@ class GluonExperts(InPieces):
             options["maxnreg"] = p.R
         kernel: Any = {"block": block, "ws": ws, "wide": wide}[p.kind]
         if p.kind == "wide":
-            boxes = self._boxes(out if t.gathers else x, m.gemm.x_columns, m.gemm.K, t)
-            kernel[grid](x, boxes, self._descriptors[key], m.bias, table, lists, weights, done, out, t, **options)
+            h = self._boxes(out if m.gemm.first else x, t)
+            kernel[grid](x, h, self._descriptors[key], m.bias, table, lists, weights, done, out, t, **options)
             return
         args: list[Any] = [x, self._descriptors[key], m.scales, m.bias, table, lists, weights, out]
         if p.kind == "block":
             args.append(done)
         kernel[grid](*args, m.unscale, n, t, **options)
 
-    def _place(self, x: Tensor, ids: Tensor, weights: Tensor, counts: Tensor, lists: Tensor, s: _Workspace) -> None:
-        """Routes grouped by expert; inputs and router weights in their order, in s.y and s.placed."""
-        M, top_k = ids.shape
-        H = self.hidden_size
-        group(ids, s.chunks, counts, lists, self.num_experts, s.places)
-        R, B = 4, 1024
-        place_inputs[(triton.cdiv(M, R) * triton.cdiv(H, B),)](
-            x, s.places, weights, s.y, s.placed, M, top_k, H, round_up(H, TILE), R, B, True,
-            num_warps=4, launch_pdl=True,
-        )  # fmt: skip
-
-    def _boxes(self, x: Tensor, columns: int, stride: int, t: Tile) -> TensorDescriptor:
-        """The bulk copy's view of rows of x, 64 of them and a stage a box."""
-        key = (x.data_ptr(), columns, stride)
+    def _boxes(self, h: Tensor, t: Tile) -> TensorDescriptor:
+        """The bulk copy's view of the intermediate: 64 rows and a stage a box."""
+        key = (h.data_ptr(), 64, 0)
         if key not in self._descriptors:
-            self._descriptors[key] = TensorDescriptor(x, [x.numel() // stride, columns], [stride, 1], [64, 64], t.SX)
+            Ip = round_up(self.intermediate_size, TILE)
+            self._descriptors[key] = TensorDescriptor(h, [h.numel() // Ip, Ip], [Ip, 1], [64, 64], t.SX)
         return self._descriptors[key]
 
 

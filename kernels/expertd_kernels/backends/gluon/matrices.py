@@ -27,10 +27,10 @@ class Matrix:
     bias: Tensor  # [E, rows] f32; empty where there is none (never read)
     unscale: float
 
-    def descriptor(self, t: Tile, row_tiles: int) -> TensorDescriptor:
-        """The bulk copy's view: [row tiles of all experts, units * 16, 32] words, a stage of some row tiles a box."""
+    def descriptor(self, t: Tile) -> TensorDescriptor:
+        """The bulk copy's view: [row tiles of all experts, units * 16, 32] words, a stage a box."""
         E, T, units = self.codes.shape[:3]
-        box = [row_tiles, 16 * t.stage_units, 32]
+        box = [t.T, 16 * t.stage_units, 32]
         return TensorDescriptor(self.codes, [E * T, units * 16, 32], [units * 512, 32, 1], box, t.SW)
 
 

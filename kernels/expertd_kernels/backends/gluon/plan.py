@@ -32,11 +32,11 @@ it gains for int4 alone, which it unpacks with fewest instructions."""
 PAIRS = 1800
 """64-row tiles from which on CTAs of two fill the GPU: gained with 1915 and more, lost with 1368 and fewer."""
 
-WIDE = "wide BM128 T4 S1 ST4"
-"""Kernel "wide" whose inputs are gathered."""
-PLACED = 96
-"""Tokens an expert from which on kernel "wide" takes blocks of 192, for which inputs are put to their places before: at
-128 and more half of the experts would need another block of 128."""
+WIDE, WIDER = "wide BM128 T4 S1 ST4", "wide BM192 T4 S1 ST4"
+"""Kernel "wide" with two and with three warpgroups that multiply."""
+WIDER_FROM, WIDER_TO = 96, 1500
+"""Tokens an expert between which the second is ahead: at 128 half of the experts would need another block of 128 tokens
+(2 to 20 %); at 2048 it was 3 % behind."""
 
 MANY = 900
 """64-row tiles of w2 from which on they follow w13's: gained with 910 and more, lost with 512 and fewer."""
@@ -103,8 +103,7 @@ class TilePlan:
 @dataclass(frozen=True)
 class LayerPlan:
     """A layer at up to `tokens` tokens.  mode "ids": no routing kernel (one token, or up to 128 routes); "table":
-    blocks of routes listed by one kernel (up to 1024 routes); "lists": routes grouped by expert; "placed": so are
-    w13's inputs, too (kernel wide)."""
+    blocks of routes listed by one kernel (up to 1024 routes); "lists": routes grouped by expert."""
 
     tokens: int
     mode: str
@@ -118,10 +117,8 @@ class LayerPlan:
                 raise ValueError(f"layer plan {self}: kernel gemv takes both GEMMs, and mode ids")
             return
         blocks = all(p.kind == "block" for p in both)
-        if self.mode not in ("ids", "table", "lists", "placed") or not (blocks or self.mode in ("lists", "placed")):
-            raise ValueError(f"layer plan {self}: want mode ids, table, lists or placed; the last two for ws and wide")
-        if self.mode == "placed" and self.w13.kind != "wide":
-            raise ValueError(f"layer plan {self}: mode placed goes with w13 by kernel wide")
+        if self.mode not in ("ids", "table", "lists") or not (blocks or self.mode == "lists"):
+            raise ValueError(f"layer plan {self}: want mode ids, table or lists, and lists for kernels ws and wide")
         if self.mode == "table" and (self.w13.BM != self.w2.BM or self.w13.BM > 64):
             raise ValueError(f"layer plan {self}: with a table both GEMMs share one BM, at most 64")
         if self.w13.F or (self.w2.F and ({p.kind for p in both} != {"block"} or self.w13.BM != self.w2.BM)):
@@ -156,7 +153,7 @@ class Plans:
         """The plan for this many tokens."""
         plan = self._at(planned(tokens))
         # a table's kernel is compiled for the next power of two of the routes, and those are met below CAPTURED_TOKENS
-        return self._at(2 * CAPTURED_TOKENS) if plan.mode in ("ids", "table") and tokens > CAPTURED_TOKENS else plan
+        return self._at(2 * CAPTURED_TOKENS) if plan.mode != "lists" and tokens > CAPTURED_TOKENS else plan
 
     def _at(self, tokens: int) -> LayerPlan:
         if tokens not in self._found:
@@ -182,7 +179,7 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPl
     hit = E * (1.0 - (1.0 - min(1.0, top_k / E)) ** tokens)
     each = tokens * top_k / hit
     rows = (-(-2 * I // 64), -(-H // 64))
-    follows = tokens > 1 and _follows(codecs[1], I, hit * rows[1])
+    follows = tokens > 1 and _follows(I, hit * rows[1])
     w13, w2 = (
         _gemm_plan(codec, K, each, hit * r, tokens, follows) for codec, K, r in zip(codecs, (H, I), rows, strict=True)
     )
@@ -192,16 +189,15 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPl
         alone = tokens * top_k <= FEW_ROUTES and hit >= 0.8 * tokens * top_k
         mode = "ids" if alone or tokens == 1 else "table"
     if w13.kind == w2.kind == "block" and w13.BM == w2.BM:
-        w2 = replace(w2, F=int(follows))
-    if w13.kind == w2.kind == "wide" and each > PLACED:
-        mode, w13, w2 = "placed", replace(w13, BM=192), replace(w2, BM=192)
+        w2 = replace(w2, F=int(follows and (codecs[1].bits < 16 or w2.BM == 8)))
     return LayerPlan(tokens, mode, w13, w2)
 
 
-def _follows(codec: Codec, K: int, row_tiles: float) -> bool:
+def _follows(K: int, row_tiles: float) -> bool:
     """Whether w2's tiles follow w13's, block by block.  Many short tiles gain (1 to 3 %, they fill the end of w13);
-    few, or long ones, lose as much: those that start first end first, and the rest does not fill the GPU."""
-    return codec.bits < 16 and row_tiles >= MANY and K <= SHORT
+    few, or long ones, lose as much: those that start first end first, and the rest does not fill the GPU.
+    With bf16 weights only blocks of 8 tokens were timed (0 to 2.5 %)."""
+    return row_tiles >= MANY and K <= SHORT
 
 
 def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int, follows: bool) -> TilePlan:
@@ -291,7 +287,7 @@ def _bf16(each: float) -> TilePlan:
         return TilePlan("block", 8 if each <= 3.5 else 16, S=2, ST=3, SK=2)
     if each <= 24:
         return TilePlan("block", 32, T=2, S=1, ST=4, V=1)
-    return TilePlan.parse(WIDE)
+    return TilePlan.parse(WIDER if WIDER_FROM < each <= WIDER_TO else WIDE)
 
 
 def _one_token(codec: Codec, K: int, row_tiles: float) -> TilePlan:

@@ -104,14 +104,9 @@ class Tile:
         return self.BM // 64
 
     @property
-    def placed(self) -> bool:
-        """Kernel "wide": whether w13's inputs and the router weights stand in the order of the route lists."""
-        return self.mode == "placed"
-
-    @property
     def gathers(self) -> bool:
         """Kernel "wide": whether the producer fetches inputs row by row."""
-        return not (self.placed if self.gemm.first else self.listed)
+        return self.gemm.first or not self.listed
 
     @property
     def column_tiles(self) -> int:
@@ -220,8 +215,6 @@ def tile(
         raise ValueError(f"plan {c}: bf16 weights go with kernel wide, and with kernel block under D1 and T1 or S1")
     if c.kind == "wide" and (codec.planes or c.BM not in (128, 192) or (c.T, c.W, c.S, c.X) != (4, 4, 1, 0)):
         raise ValueError(f"plan {c}: kernel wide takes bf16 weights, BM128 or BM192, T4 W4 S1")
-    if c.kind == "wide" and c.BM == 192 and not (mode == "placed" if gemm.first else listed):
-        raise ValueError(f"plan {c}: BM192 leaves no registers to gather inputs: it goes with mode placed")
     if (64 * c.S) % codec.chunk or ((64 * c.SK) % codec.group and codec.group % (64 * c.SK)):
         raise ValueError(f"plan {c}: a stage of {64 * c.S} columns does not hold whole groups of {codec.group}")
     TT = c.T

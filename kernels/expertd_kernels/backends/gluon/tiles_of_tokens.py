@@ -39,8 +39,9 @@ def find_tile(ie, cnt, nb, cum, t, G: gl.constexpr, ahead: gl.constexpr, C: gl.c
 @gluon.jit
 def find_even_tile(ie, cnt, nb, cum, t, G: gl.constexpr, C: gl.constexpr):
     """As find_tile, but an expert's routes are dealt out to its blocks evenly, 64 at a time, so that blocks which share
-    weights run at one pace; the third result is the routes of the block"""
-    e, start, n, blocks, b, col = _find(ie, cnt, nb, cum, t, G, False, C)
+    weights run at one pace; the third result is the routes of the block, 0 where there is no such tile"""
+    e, start, n, blocks, b, col = _find(ie, cnt, nb, cum, t, G, True, C)
+    blocks = gl.maximum(blocks, 1)
     parts = (n + 63) // 64
     begin = b * parts // blocks * 64
     return e, start + begin, gl.minimum((b + 1) * parts // blocks * 64, n) - begin, col
