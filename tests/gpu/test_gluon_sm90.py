@@ -149,6 +149,8 @@ PLANS = {
         ("block BM8 S4 SK2", "block BM8 S2 SK2 F1"),
         ("block BM8 T2 S2", "block BM8 T1 S2 P0 F1"),
         ("block BM8 S4", "block BM8 T2 S4 ST2 F1"),
+        ("gemv BM1 T2 W8 S1 ST8", "gemv BM1 T1 W8 S1 ST4"),
+        ("gemv BM1 T4 W4 S1 ST4", "gemv BM1 T4 W16 S1 ST16"),
     ],
     "table": [
         ("block BM8 S2 SK2", "block BM8 S4 SK2"),
@@ -206,6 +208,28 @@ def test_every_kernel_for_bf16(case, tiles):
     for M, how in ((1, "even"), (5, "absent"), (37, "skewed"), (64, "one"), (300, "even"), (700, "skewed")):
         check(case, weights, experts, M, how, plan=plan)
     check(case, weights, experts, 90, "even", plan=plan, router_weight_on_input=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("bf16", "swigluoai", True, experts=9, top_k=3, hidden=1088, inner=320),
+        Case("int8_g32_zp", "relu2", True, experts=60, top_k=6, hidden=1000, inner=200),
+        Case("e4m3_block128", experts=512, top_k=10, hidden=2048, inner=512),
+        Case("mxfp8", "swigluoai", True, experts=5, top_k=1),
+    ],
+    ids=str,
+)
+def test_each_route_by_itself(case):
+    """Kernel gemv: parts of K, of a token's experts, or both; bias and router weight on either side."""
+    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+
+    weights, experts = layer(case)
+    for w13, w2 in (("T1 W8", "T1 W8"), ("T4 W4", "T1 W4"), ("T2 W8", "T2 W2"), ("T4 W16", "T1 W2")):
+        plan = LayerPlan(0, "ids", *(TilePlan.parse(f"gemv BM1 {p} S1 ST4") for p in (w13, w2)))
+        for M, how in ((1, "even"), (3, "absent"), (4, "one"), (2, "skewed")):
+            check(case, weights, experts, M, how, plan=plan)
+            check(case, weights, experts, M, how, plan=plan, router_weight_on_input=True)
 
 
 @pytest.mark.parametrize("mode", ["ids", "table"])
