@@ -208,6 +208,9 @@ def test_every_kernel_for_bf16(case, tiles):
     for M, how in ((1, "even"), (5, "absent"), (37, "skewed"), (64, "one"), (300, "even"), (700, "skewed")):
         check(case, weights, experts, M, how, plan=plan)
     check(case, weights, experts, 90, "even", plan=plan, router_weight_on_input=True)
+    x, ids, w = routed(case, 33, "even")
+    assert not experts(x, torch.full_like(ids, -1), w, plan=plan).any(), "all experts elsewhere"
+    check(case, weights, experts, 33, "even", plan=plan)
 
 
 @pytest.mark.parametrize(
