@@ -105,6 +105,7 @@ def check(case, weights, experts, M, how, **more):
         on_input = more.get("router_weight_on_input", False)
         assert experts(x, ids, w, out=out, **more) is out
         outs.append(out)
+    assert not any(space.tickets.any() for space in experts._spaces.values()), "tickets that the next call would count"
     if how == "nowhere":
         assert not bool(outs[0].any())
         return

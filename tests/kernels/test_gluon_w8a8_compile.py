@@ -47,7 +47,7 @@ def compiled(g: Gemm8, plan: Plan8):
     c = tile8(g, plan, True)
     out = "*fp8e4nv" if g.first and (g.grouped or g.static) else "*bf16"
     x, w = (f"tensordesc<fp8e4nv[{rows}, 128],{c.SB!r}>" for rows in (128, 128))
-    types = ["*fp8e4nv", x, "*fp32", w, "*fp32", "*fp32", "*i32", "*i32", "*fp32", out, "*fp32", "constexpr"]
+    types = ["*fp8e4nv", x, "*fp32", w, "*fp32", "*fp32", "*i32", "*i32", "*fp32", out, "*fp32", "*i32", "constexpr"]
     signature = dict(zip(w8a8.arg_names, types, strict=True))
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
     source = GluonASTSource(w8a8, signature, {(len(types) - 1,): c}, aligned)

@@ -1,15 +1,22 @@
 # mypy: ignore-errors
 # (Gluon device code: its types are checked by Triton's compiler, not by mypy.)
 """Device code of the persistent kernels with tokens on wgmma's M side (`wide`, `w8a8`): which tile is next, and the
-ring of stages.  `C` is a Tile or a Tile8."""
+ring of stages.  `C` is a Tile or a Tile8.
+
+Tiles are drawn by tickets: a CTA asks for its next one when it is nearly ready for it, so blocks that share a column
+tile begin together wherever the CTAs stand, and its weights come from memory once.  (In a fixed order the CTAs drift
+apart by more than the L2 holds.)  The producer asks, and tells the consumers beside the tile's first stage."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+EARLY = gl.constexpr(3)
+"""Stages before a tile's last one at which the next is drawn: the answer takes about as long as they do."""
+
 
 @gluon.jit
-def _find(ie, cnt, nb, cum, t, G: gl.constexpr, ahead: gl.constexpr, C: gl.constexpr):
+def _find(ie, cnt, nb, cum, t, G: gl.constexpr, C: gl.constexpr):
     """tile number -> (expert, its first route in the list, its routes, its blocks, block, column tile)"""
     CT: gl.constexpr = C.column_tiles
     before = (cum * CT <= t).to(gl.int32)
@@ -21,18 +28,16 @@ def _find(ie, cnt, nb, cum, t, G: gl.constexpr, ahead: gl.constexpr, C: gl.const
     r = t - gl.sum(nb * before, 0) * CT
     first = r // (G * CT) * G
     r -= first * CT
-    size = gl.minimum(blocks - first, G)
-    if ahead:
-        size = gl.maximum(size, 1)
+    size = gl.maximum(gl.minimum(blocks - first, G), 1)
     return e, start, n, blocks, first + r % size, r // size
 
 
 @gluon.jit
-def find_tile(ie, cnt, nb, cum, t, G: gl.constexpr, ahead: gl.constexpr, C: gl.constexpr):
+def find_tile(ie, cnt, nb, cum, t, G: gl.constexpr, C: gl.constexpr):
     """tile number -> (expert, first route of the block in the list, routes from there to the expert's end, column
-    tile).  Up to G blocks of an expert share a column tile before the next one: their weights are read once.
-    ahead: asked before it is known whether there is a tile at all"""
-    e, start, n, _blocks, b, col = _find(ie, cnt, nb, cum, t, G, ahead, C)
+    tile); no routes where there is no such tile.  Up to G blocks of an expert share a column tile before the next
+    one."""
+    e, start, n, _blocks, b, col = _find(ie, cnt, nb, cum, t, G, C)
     return e, start + b * C.BM, n - b * C.BM, col
 
 
@@ -40,7 +45,7 @@ def find_tile(ie, cnt, nb, cum, t, G: gl.constexpr, ahead: gl.constexpr, C: gl.c
 def find_even_tile(ie, cnt, nb, cum, t, G: gl.constexpr, C: gl.constexpr):
     """As find_tile, but an expert's routes are dealt out to its blocks evenly, 64 at a time, so that blocks which share
     weights run at one pace; the third result is the routes of the block, 0 where there is no such tile"""
-    e, start, n, blocks, b, col = _find(ie, cnt, nb, cum, t, G, True, C)
+    e, start, n, blocks, b, col = _find(ie, cnt, nb, cum, t, G, C)
     blocks = gl.maximum(blocks, 1)
     parts = (n + 63) // 64
     begin = b * parts // blocks * 64
@@ -61,3 +66,26 @@ def skip_tile(full, empty, slot, ph, C: gl.constexpr):
         mbarrier.arrive(empty.index(slot), count=1)
         slot, ph = next_slot(slot, ph, C)
     return slot, ph
+
+
+@gluon.jit
+def tell(tile, slot, e, base, n, col, W: gl.constexpr):
+    """which tile begins with the stage in this slot; the arrival at its barrier comes after"""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    tile.index(4 * slot).store(gl.full([1], e, gl.int32, L))
+    tile.index(4 * slot + 1).store(gl.full([1], base, gl.int32, L))
+    tile.index(4 * slot + 2).store(gl.full([1], n, gl.int32, L))
+    tile.index(4 * slot + 3).store(gl.full([1], col, gl.int32, L))
+
+
+@gluon.jit
+def told(tile, full, slot, ph):
+    """(expert, first route of the block in the list, its routes, column tile) once the tile's first stage is there;
+    no routes: there is no tile left"""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(full.index(slot), ph)
+    e = gl.max(tile.index(4 * slot).load(L), 0)
+    base = gl.max(tile.index(4 * slot + 1).load(L), 0)
+    n = gl.max(tile.index(4 * slot + 2).load(L), 0)
+    col = gl.max(tile.index(4 * slot + 3).load(L), 0)
+    return e, base, n, col

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from expertd_kernels.backends.gluon.pieces import _BARRIER, barrier, block_list, copy_elements, copy_tile
-from expertd_kernels.backends.gluon.tiles_of_tokens import find_tile, next_slot, skip_tile
+from expertd_kernels.backends.gluon.tiles_of_tokens import EARLY, find_tile, next_slot, skip_tile, tell, told
 from expertd_kernels.backends.gluon.w8a8_epilogue import epilogue, row_of
 
 
@@ -34,22 +34,45 @@ def _back(slot, k: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
-    ie, cnt, nb, cum, blocks = block_list(counts, C, 4)
+def _fill(x, xd, wd, p, m, run0, run1, base, i, a_s, b_s, full, empty, slot, ph, issued, C: gl.constexpr):
+    """stage i of a tile, in the next slot"""
+    D: gl.constexpr = C.depth  # gathered inputs are declared to be there D stages after they were asked for
+    mbarrier.wait(empty.index(slot), ph)
+    mbarrier.expect(full.index(slot), C.stage_bytes)
+    copy_tile(wd, [run0 + i * 128, 0], full.index(slot), b_s.index(2 * slot))
+    copy_tile(wd, [run1 + i * 128, 0], full.index(slot), b_s.index(2 * slot + 1))
+    if not C.listed:
+        copy_elements(a_s.index(slot), p + i * 128, mask=m)
+        async_copy.commit_group()
+        async_copy.wait_group(D)
+        fence_async_shared()
+        mbarrier.arrive(full.index(_back(slot, D, C)), count=1, pred=issued >= D)
+        issued += 1
+    else:
+        copy_tile(xd, [base, i * 128], full.index(slot), a_s.index(slot))
+    slot, ph = next_slot(slot, ph, C)
+    return slot, ph, issued
+
+
+@gluon.jit
+def _producer(x, xd, wd, counts, lists, tickets, tile, a_s, b_s, full, empty, C: gl.constexpr):
+    ie, cnt, nb, cum, _blocks = block_list(counts, C, 4)
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(1)
     issued = gl.to_tensor(0)
-    D: gl.constexpr = C.depth  # gathered inputs are declared to be there D stages after they were asked for
+    ALMOST: gl.constexpr = C.iterations - EARLY if C.iterations > EARLY else 0
     L: gl.constexpr = gl.SliceLayout(1, C.LX)
     r = gl.arange(0, 128, L)
-    for t in range(gl.program_id(0), blocks * C.column_tiles, gl.num_programs(0)):
-        e, base, n, col = find_tile(ie, cnt, nb, cum, t, C.GM, True, C)
+    e, base, n, col = find_tile(ie, cnt, nb, cum, gl.program_id(0), C.GM, C)
+    while n > 0:
         if C.gemm.first:
             run0 = e * (C.rows // 128) + col
             run1 = run0 + C.gemm.segment // 128
         else:
             run0 = e * (C.rows // 128) + 2 * col
             run1 = run0 + 1
+        p = 0
+        m = 0
         if not C.listed:
             f = gl.load(lists + base + r, mask=r < n, other=0) // C.gemm.top_k
             p = gl.expand_dims(f.to(gl.int64) * C.gemm.K, 1)
@@ -57,26 +80,25 @@ def _producer(x, xd, wd, counts, lists, a_s, b_s, full, empty, C: gl.constexpr):
             m = gl.expand_dims(r < n, 1)
         run0 *= C.iterations * 128
         run1 *= C.iterations * 128
-        for i in range(C.iterations):
-            mbarrier.wait(empty.index(slot), ph)
-            mbarrier.expect(full.index(slot), C.stage_bytes)
-            copy_tile(wd, [run0 + i * 128, 0], full.index(slot), b_s.index(2 * slot))
-            copy_tile(wd, [run1 + i * 128, 0], full.index(slot), b_s.index(2 * slot + 1))
-            if not C.listed:
-                copy_elements(a_s.index(slot), p + i * 128, mask=m)
-                async_copy.commit_group()
-                async_copy.wait_group(D)
-                fence_async_shared()
-                mbarrier.arrive(full.index(_back(slot, D, C)), count=1, pred=issued >= D)
-                issued += 1
-            else:
-                copy_tile(xd, [base, i * 128], full.index(slot), a_s.index(slot))
-            slot, ph = next_slot(slot, ph, C)
+        mbarrier.wait(empty.index(slot), ph)
+        tell(tile, slot, e, base, n, col, 4)
+        for i in range(ALMOST):
+            slot, ph, issued = _fill(x, xd, wd, p, m, run0, run1, base, i, a_s, b_s, full, empty, slot, ph, issued, C)
+        t = gl.num_programs(0) + gl.atomic_add(tickets, 1, sem="relaxed")
+        e, next_base, next_n, col = find_tile(ie, cnt, nb, cum, t, C.GM, C)
+        for i in range(ALMOST, C.iterations):
+            slot, ph, issued = _fill(x, xd, wd, p, m, run0, run1, base, i, a_s, b_s, full, empty, slot, ph, issued, C)
+        base = next_base
+        n = next_n
     if not C.listed:
+        D: gl.constexpr = C.depth
         async_copy.wait_group(0)
         fence_async_shared()
         for k in gl.static_range(D):
             mbarrier.arrive(full.index(_back(slot, D - k, C)), count=1, pred=issued >= D - k)
+    mbarrier.wait(empty.index(slot), ph)
+    tell(tile, slot, 0, 0, 0, 0, 4)
+    mbarrier.arrive(full.index(slot), count=1 if C.listed else 2)
 
 
 @gluon.jit
@@ -214,32 +236,30 @@ def _sums(xs, ws, a_s, b_s, full, empty, e, base, n, col, route, first, slot, ph
 
 @gluon.jit
 def _consumer(
-    xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, PART: gl.constexpr, C: gl.constexpr
+    xs, ws, bias, lists, tw, out, out_scale, tile, a_s, b_s, full, empty, PART: gl.constexpr, C: gl.constexpr
 ):
-    """64 tokens of each block, from 64 * PART on.  The routes of the next tile are fetched while this one is
-    multiplied, its first scales while this one is stored."""
-    ie, cnt, nb, cum, blocks = block_list(counts, C, 4)
+    """64 tokens of each block, from 64 * PART on.  The routes and first scales of the next tile are fetched while this
+    one is stored."""
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(0)
-    last = blocks * C.column_tiles - 1
-    begin = gl.program_id(0)
-    step = gl.num_programs(0)
-    e, base, n, col = find_tile(ie, cnt, nb, cum, gl.maximum(gl.minimum(begin, last), 0), C.GM, True, C)
+    e, base, n, col = told(tile, full, slot, ph)
     route = _routes(lists, base, n, PART, C)
     first = _first(xs, ws, e, base, n, col, route, PART, C)
     r = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, C.MMA))
-    for t in range(begin, last + 1, step):
+    while n > 0:
         w = gl.load(tw + route, mask=r < n, other=0.0)
-        e2, base2, n2, col2 = find_tile(ie, cnt, nb, cum, gl.minimum(t + step, last), C.GM, True, C)
-        route2 = _routes(lists, base2, n2, PART, C)
         if n > 64 * PART:
             acc0, acc1, slot, ph = _sums(
                 xs, ws, a_s, b_s, full, empty, e, base, n, col, route, first, slot, ph, PART, C
             )
+            e2, base2, n2, col2 = told(tile, full, slot, ph)
+            route2 = _routes(lists, base2, n2, PART, C)
             first2 = _first(xs, ws, e2, base2, n2, col2, route2, PART, C)
             epilogue(acc0, acc1, bias, out, out_scale, e, base, n, col, route, w, PART, C)
         else:
             slot, ph = skip_tile(full, empty, slot, ph, C)
+            e2, base2, n2, col2 = told(tile, full, slot, ph)
+            route2 = _routes(lists, base2, n2, PART, C)
             first2 = _first(xs, ws, e2, base2, n2, col2, route2, PART, C)
         e = e2
         base = base2
@@ -250,7 +270,7 @@ def _consumer(
 
 
 @gluon.jit
-def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, C: gl.constexpr):
+def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, tickets, C: gl.constexpr):
     """First: out[i] = act(w13 x[token of lists[i]]); else out[lists[i]] bf16 = w2 x[i].
 
     x e4m3 [rows, K] (gathered for w13; by its descriptor xd for w2), weights by descriptor wd e4m3 (blocks of
@@ -258,12 +278,14 @@ def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, C: gl.const
     Scales f32 by Gemm8:  grouped  xs [rows, K / 128], ws [E, rows / 128, K / 128]; out e4m3, out_scale like xs, written
                           static   xs [1], ws [E, rows]; out e4m3, out_scale [1], read
                           neither  xs [rows], ws [E, rows]; out bf16
-    Routes grouped by expert: counts [E], lists [routes]; tw [routes] f32 the router's weights, bias [E, rows] f32."""
+    Routes grouped by expert: counts [E], lists [routes]; tw [routes] f32 the router's weights, bias [E, rows] f32.
+    tickets [1] int32, zero at first: how many tiles were drawn beside the first one of each CTA."""
     if C.pdl:
         gdc_wait()
         gdc_launch_dependents()
     a_s = gl.allocate_shared_memory(gl.float8e4nv, [C.ST, 128, 128], C.SA)
     b_s = gl.allocate_shared_memory(gl.float8e4nv, [2 * C.ST, 128, 128], C.SB)
+    tile = gl.allocate_shared_memory(gl.int32, [4 * C.ST, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
     ST: gl.constexpr = C.ST
@@ -274,9 +296,9 @@ def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, C: gl.const
     barrier()
     gl.warp_specialize(
         [
-            (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, 0, C)),
-            (_consumer, (xs, ws, bias, counts, lists, tw, out, out_scale, a_s, b_s, full, empty, 1, C)),
-            (_producer, (x, xd, wd, counts, lists, a_s, b_s, full, empty, C)),
+            (_consumer, (xs, ws, bias, lists, tw, out, out_scale, tile, a_s, b_s, full, empty, 0, C)),
+            (_consumer, (xs, ws, bias, lists, tw, out, out_scale, tile, a_s, b_s, full, empty, 1, C)),
+            (_producer, (x, xd, wd, counts, lists, tickets, tile, a_s, b_s, full, empty, C)),
         ],
         [4, 4],
         [C.consumer_registers, C.producer_registers],

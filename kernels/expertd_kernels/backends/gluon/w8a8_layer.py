@@ -44,6 +44,10 @@ class _Matrix:
     bias: Tensor
 
 
+LINE = 32
+"""int32 of a cache line."""
+
+
 @dataclass(frozen=True)
 class _Workspace:
     """Buffers for `routes` routes.  Kept for good: captured graphs hold their addresses."""
@@ -55,6 +59,7 @@ class _Workspace:
     x_scale: Tensor  # or the given one
     h: Tensor  # [routes, I] e4m3 and its scales, in the order of the list
     h_scale: Tensor
+    tickets: Tensor  # [2 * LINE] int32, zero between calls: tiles of w13 that were drawn, and a line on, of w2
     wide: Tensor  # [routes, I] bf16: h before it is rounded, where a row shares one scale (else empty)
     y: Tensor  # [routes, H] bf16
 
@@ -141,6 +146,7 @@ class W8A8Experts(InPieces):
                 scales(0, tokens, H),
                 empty((n, I), e4m3),
                 scales(1, n, I),
+                torch.zeros(2 * LINE, dtype=torch.int32, device=d),
                 empty((0 if self.rounds_h else n, I), torch.bfloat16),
                 empty((n, H), torch.bfloat16),
             )
@@ -148,14 +154,34 @@ class W8A8Experts(InPieces):
 
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: Plan8 | None) -> None:
         M, top_k = ids.shape
-        n, E = M * top_k, self.num_experts
-        p = plan or Plan8.of(M, Shape8(E, top_k, self.hidden_size, self.intermediate_size), self.batch_invariant)
+        p = plan or Plan8.of(
+            M, Shape8(self.num_experts, top_k, self.hidden_size, self.intermediate_size), self.batch_invariant
+        )
         s = self._space(M, top_k)
         q, scale = s.x, s.x_scale
         if p.listed:
             q, scale = self._prepare_listed(x, ids, s)
         else:
             self._prepare(x, ids, s, p.few is not None)
+        try:
+            self._products(q, scale, ids, weights, out, on_input, p, s)
+        except BaseException:  # without `combine` nobody clears the tickets
+            s.tickets.zero_()
+            raise
+
+    def _products(
+        self,
+        q: Tensor,
+        scale: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        on_input: bool,
+        p: Plan8,
+        s: _Workspace,
+    ) -> None:
+        """Both GEMMs and the sum, of inputs that are rounded."""
+        n, top_k = ids.numel(), ids.shape[1]
         h = s.h if self.rounds_h else s.wide
         gemms = self._gemm(True, top_k, on_input), self._gemm(False, top_k, on_input)
         if p.few is not None:
@@ -174,7 +200,7 @@ class W8A8Experts(InPieces):
             self._few(gemms[1], p.few[1], self._w2, s.h, s.h_scale, ids, weights, s, y, s.h_scale)
         else:
             self._multiply(gemms[1], p, self._w2, s.h, s.h_scale, weights, s, n, y, s.h_scale)
-        add_up(y, ids, out, E, parts)
+        add_up(y, ids, out, self.num_experts, parts, s.tickets if p.few is None else None)
 
     def _round_tile(self, columns: int, warps: int) -> tuple[int, int]:
         """(rows, columns) that a program of so many warps rounds, 16 numbers a thread or more."""
@@ -278,6 +304,7 @@ class W8A8Experts(InPieces):
             weights,
             out,
             out_scale,
+            s.tickets[0 if gemm.first else LINE :],
             t,
             num_warps=4,
             launch_pdl=True,

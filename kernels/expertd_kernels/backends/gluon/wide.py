@@ -7,11 +7,6 @@ Nothing has to be unpacked, so both operands come from shared memory and tokens 
 BM tokens x 256 weight rows.  Each consumer warpgroup is a partition of its own with 64 tokens of the block: none waits
 for the others, and a block costs what its tokens need.
 
-Tiles are drawn by tickets: a CTA asks for its next one when it is nearly ready for it, so blocks that share a column
-tile begin together wherever the CTAs stand, and its weights come from memory once.  (In a fixed order the CTAs drift
-apart by more than the L2 holds: a quarter slower with 256 tokens an expert.)  The producer asks, and tells the
-consumers beside the tile's first stage.
-
 The producer gathers w13's inputs; where both GEMMs run like this (C.listed), h stands in the order of the route lists,
 so that w2's are boxes that the copy engine fetches, and one warp is producer enough.
 """
@@ -37,43 +32,18 @@ from expertd_kernels.backends.gluon.pieces import (
     input_rows,
     routes,
 )
-from expertd_kernels.backends.gluon.tiles_of_tokens import find_even_tile, next_slot, skip_tile
+from expertd_kernels.backends.gluon.tiles_of_tokens import EARLY, find_even_tile, next_slot, skip_tile, tell, told
 from expertd_kernels.backends.gluon.wide_epilogue import epilogue
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SIDE_BY_SIDE = gl.constexpr(16)
 """Blocks of an expert that take a column tile together, before its next one."""
-EARLY = gl.constexpr(3)
-"""Stages before a tile's last one at which the next is drawn: the answer takes about as long as they do."""
 
 
 @gluon.jit
 def _before(slot, C: gl.constexpr):
     """the slot of the stage before"""
     return gl.where(slot == 0, C.ST - 1, slot - 1)
-
-
-@gluon.jit
-def _tell(tile, slot, e, base, n, col, W: gl.constexpr):
-    """which tile begins with the stage in this slot; the arrival at its barrier comes after"""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
-    tile.index(4 * slot).store(gl.full([1], e, gl.int32, L))
-    tile.index(4 * slot + 1).store(gl.full([1], base, gl.int32, L))
-    tile.index(4 * slot + 2).store(gl.full([1], n, gl.int32, L))
-    tile.index(4 * slot + 3).store(gl.full([1], col, gl.int32, L))
-
-
-@gluon.jit
-def _told(tile, full, slot, ph):
-    """(expert, first route of the block in the list, its routes, column tile) once the tile's first stage is there;
-    no routes: there is no tile left"""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(full.index(slot), ph)
-    e = gl.max(tile.index(4 * slot).load(L), 0)
-    base = gl.max(tile.index(4 * slot + 1).load(L), 0)
-    n = gl.max(tile.index(4 * slot + 2).load(L), 0)
-    col = gl.max(tile.index(4 * slot + 3).load(L), 0)
-    return e, base, n, col
 
 
 @gluon.jit
@@ -135,7 +105,7 @@ def _producer(x, xd, wd, counts, lists, tickets, tile, xs, wb, full, empty, C: g
             if C.parts > 2:
                 f2 = _rows(lists, base, 128, n, C)
         mbarrier.wait(empty.index(slot), ph)
-        _tell(tile, slot, e, base, n, col, W)
+        tell(tile, slot, e, base, n, col, W)
         for i in range(ALMOST):
             slot, ph, issued = _fill(x, xd, wd, f0, f1, f2, row, base, n, i, xs, wb, full, empty, slot, ph, issued, C)
         t = gl.num_programs(0) + gl.atomic_add(tickets, 1, sem="relaxed")
@@ -149,7 +119,7 @@ def _producer(x, xd, wd, counts, lists, tickets, tile, xs, wb, full, empty, C: g
         fence_async_shared()
         mbarrier.arrive(full.index(_before(slot, C)), count=1, pred=issued >= 1)
     mbarrier.wait(empty.index(slot), ph)
-    _tell(tile, slot, 0, 0, 0, 0, W)
+    tell(tile, slot, 0, 0, 0, 0, W)
     mbarrier.arrive(full.index(slot), count=2 if C.gathers else 1)
 
 
@@ -181,7 +151,7 @@ def _consumer(bias, lists, tw, out, tile, xs, wb, full, empty, PART: gl.constexp
     r = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, MMA))
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(0)
-    e, base, n, col = _told(tile, full, slot, ph)
+    e, base, n, col = told(tile, full, slot, ph)
     route = gl.load(lists + base + r, mask=r < n, other=0)
     while n > 0:
         ok = r < n
@@ -189,13 +159,13 @@ def _consumer(bias, lists, tw, out, tile, xs, wb, full, empty, PART: gl.constexp
         row = base + r if C.gemm.first and C.listed else route
         if n > 64 * PART:
             acc0, acc1, slot, ph = _sum(xs, wb, full, empty, slot, ph, PART, C)
-            e2, base2, n2, col2 = _told(tile, full, slot, ph)
+            e2, base2, n2, col2 = told(tile, full, slot, ph)
             route2 = gl.load(lists + base2 + r, mask=r < n2, other=0)
             epilogue(acc0, bias, w, out, e, row, ok, 2 * col, C)
             epilogue(acc1, bias, w, out, e, row, ok, 2 * col + 1, C)
         else:
             slot, ph = skip_tile(full, empty, slot, ph, C)
-            e2, base2, n2, col2 = _told(tile, full, slot, ph)
+            e2, base2, n2, col2 = told(tile, full, slot, ph)
             route2 = gl.load(lists + base2 + r, mask=r < n2, other=0)
         e = e2
         base = base2
