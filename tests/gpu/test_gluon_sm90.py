@@ -148,7 +148,7 @@ PLANS = {
         ("block BM16 T2 S2 SK2 V1", "block BM8 S4 SK2"),
         ("block BM8 S4 SK2", "block BM8 S2 SK2 F1"),
         ("block BM8 T2 S2", "block BM8 T1 S2 P0 F1"),
-        ("block BM8 S4", "block BM8 T2 S4 ST2 F1"),
+        ("block BM8 T2 S4 ST2", "block BM8 T2 S4 ST2 F1"),
         ("gemv BM1 T2 W8 S1 ST8", "gemv BM1 T1 W8 S1 ST4"),
         ("gemv BM1 T4 W4 S1 ST4", "gemv BM1 T4 W16 S1 ST16"),
     ],
@@ -233,6 +233,17 @@ def test_each_route_by_itself(case):
         for M, how in ((1, "even"), (3, "absent"), (4, "one"), (2, "skewed")):
             check(case, weights, experts, M, how, plan=plan)
             check(case, weights, experts, M, how, plan=plan, router_weight_on_input=True)
+
+
+@pytest.mark.parametrize("scheme", ["int8_channel", "e4m3_block128"])
+def test_two_row_tiles_of_eight_bits(scheme):
+    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+
+    case = Case(scheme, bias=True, experts=9, top_k=3, hidden=1088, inner=320)
+    weights, experts = layer(case)
+    plan = LayerPlan(0, "table", TilePlan.parse("block BM8 T2 S2"), TilePlan.parse("block BM8 T2 S2 F1"))
+    for M, how in ((5, "absent"), (37, "skewed"), (64, "one"), (300, "even")):
+        check(case, weights, experts, M, how, plan=plan)
 
 
 @pytest.mark.parametrize("mode", ["ids", "table"])

@@ -17,8 +17,8 @@ __all__ = ["LayerPlan", "Plans", "TilePlan", "heuristic", "one_plan"]
 TABLE_ROUTES = 1024
 """Routes up to which one program of the routing kernel looks at all of them at once."""
 FEW_ROUTES = 32
-"""Routes up to which each CTA of the GEMMs finds its block itself, if few share an expert; beyond, the routing
-kernel is cheaper."""
+"""Routes for each row tile of w13's CTAs, up to which each CTA of the GEMMs finds its block itself, if few share an
+expert; beyond, the routing kernel is cheaper."""
 THIN = 512
 """CTAs under which a GEMM does not fill an H100 or H200 (132 SMs with four CTAs each)."""
 SMS = 132
@@ -29,8 +29,8 @@ GEMV_COLUMNS = 32768
 GEMV_BYTES = 100_000_000
 """Bytes of the routes' weights up to which kernel gemv gains for every scheme: what a launch costs counts.  Beyond,
 it gains for int4 alone, which it unpacks with fewest instructions."""
-PAIRS = 1800
-"""64-row tiles from which on CTAs of two fill the GPU: gained with 1915 and more, lost with 1368 and fewer."""
+PAIRS = 600
+"""CTAs of two row tiles from which on they beat twice as many of one: gained with 619 and more."""
 
 WIDE, WIDER = "wide BM128 T4 S1 ST4", "wide BM192 T4 S1 ST4"
 """Kernel "wide" with two and with three warpgroups that multiply."""
@@ -180,13 +180,12 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPl
     each = tokens * top_k / hit
     rows = (-(-2 * I // 64), -(-H // 64))
     follows = tokens > 1 and _follows(I, hit * rows[1])
-    w13, w2 = (
-        _gemm_plan(codec, K, each, hit * r, tokens, follows) for codec, K, r in zip(codecs, (H, I), rows, strict=True)
-    )
+    w13 = _gemm_plan(codecs[0], H, each, hit * rows[0], tokens, follows)
+    w2 = _gemm_plan(codecs[1], I, each, hit * rows[1], tokens, follows, first=False)
     if (w13.kind, w2.kind) != ("block", "block") or tokens * top_k > TABLE_ROUTES or tokens > CAPTURED_TOKENS:
         mode = "lists"
     else:
-        alone = tokens * top_k <= FEW_ROUTES and hit >= 0.8 * tokens * top_k
+        alone = tokens * top_k <= FEW_ROUTES * w13.T and hit >= 0.8 * tokens * top_k
         mode = "ids" if alone or tokens == 1 else "table"
     if w13.kind == w2.kind == "block" and w13.BM == w2.BM:
         w2 = replace(w2, F=int(follows and (codecs[1].bits < 16 or w2.BM == 8)))
@@ -200,14 +199,16 @@ def _follows(K: int, row_tiles: float) -> bool:
     return row_tiles >= MANY and K <= SHORT
 
 
-def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int, follows: bool) -> TilePlan:
+def _gemm_plan(
+    codec: Codec, K: int, each: float, row_tiles: float, tokens: int, follows: bool, first: bool = True
+) -> TilePlan:
     """row_tiles: 64-row tiles of all experts that are hit: the CTAs of a kernel with T = 1 and one block an expert."""
     if tokens == 1:
         return _one_token(codec, K, row_tiles)
     if codec.bits == 16:
         return _bf16(each)
     if each <= 5:
-        return _few(codec, K, each, row_tiles, follows)
+        return _few(codec, K, each, row_tiles, follows, first)
     deep = row_tiles <= 2 * THIN  # two row tiles a CTA: few CTAs need longer rings
     S = 4 if deep else 2
     if each <= 12:
@@ -233,18 +234,24 @@ def _gemm_plan(codec: Codec, K: int, each: float, row_tiles: float, tokens: int,
     return TilePlan("ws", 128, T=4, W=8, S=2, ST=4 if codec.bits == 4 else 3, V=1 if each < 1000 else 0)
 
 
-def _few(codec: Codec, K: int, each: float, row_tiles: float, follows: bool) -> TilePlan:
-    """Blocks of 8 tokens.  Instructions a byte set the time: two row tiles a CTA halve those that do not unpack, and
-    MMAs of 64 columns (SK = 1) leave registers for more CTAs.  1.07: what the longer stages of the first save."""
+def _few(codec: Codec, K: int, each: float, row_tiles: float, follows: bool, first: bool) -> TilePlan:
+    """Blocks of 8 tokens.  Where w2's tiles fill the end of w13: two row tiles a CTA, which share inputs, copies and
+    barriers; MMAs of 64 columns (SK = 1) leave registers for five or seven CTAs an SM.  1.07: what the longer stages of
+    the former save; w2's rounds do not matter as much, since they follow w13's."""
+    pairs = row_tiles / 2
+    five, seven = TilePlan("block", 8, T=2, S=4, ST=2), TilePlan("block", 8, T=2, S=2, ST=3)
     if codec.bits == 8:
+        if codec.kind == "int" and follows and pairs >= 7 * SMS:
+            return seven
         return TilePlan("block", 8, S=2, ST=4 if codec.kind != "float2" or each < 2 else 3, SK=2)
     whole = -(-K // 256) * 256 <= 1.15 * K  # else stages of 256 columns compute with too many that do not exist
-    if not follows or row_tiles < 2 * THIN or (row_tiles < PAIRS and not whole):
+    if follows and pairs >= 7 * SMS and not (whole and (not first or _idle(pairs, 5) <= 1.07 * _idle(pairs, 7))):
+        return seven
+    if not follows or not whole or row_tiles < 2 * THIN:
         return TilePlan("block", 8, S=4 if K >= 1024 else 2, ST=3, SK=2)
-    if row_tiles < PAIRS:
+    if pairs < PAIRS or _idle(pairs, 5) > 1.65:  # a second round with few CTAs
         return TilePlan("block", 8, S=4, ST=3 if K >= 1024 else 2)
-    five, seven = TilePlan("block", 8, T=2, S=4, ST=2), TilePlan("block", 8, T=2, S=2, ST=3)  # CTAs an SM
-    return five if whole and _idle(row_tiles / 2, 5) <= 1.07 * _idle(row_tiles / 2, 7) else seven
+    return five
 
 
 def _idle(ctas: float, an_sm: int) -> float:
