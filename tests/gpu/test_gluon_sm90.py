@@ -246,6 +246,17 @@ def test_two_row_tiles_of_eight_bits(scheme):
         check(case, weights, experts, M, how, plan=plan)
 
 
+@pytest.mark.parametrize("scheme", ["int4_g32", "int4_g32_zp", "int8_g32", "int8_g32_zp", "mxfp4", "mxfp8", "int4_g128"])
+@pytest.mark.parametrize(("hidden", "inner"), [(1000, 328), (2048, 768)])
+def test_one_to_four_tokens_of_eight_experts(scheme, hidden, inner):
+    """By the usual plans: w2's eight parts are the experts, all of whose columns are under way at once."""
+    case = Case(scheme, "swigluoai", True, experts=128, top_k=8, hidden=hidden, inner=inner)
+    weights, experts = layer(case)
+    for M in (1, 2, 3, 4):
+        check(case, weights, experts, M, "even")
+        check(case, weights, experts, M, "absent")
+
+
 @pytest.mark.parametrize("mode", ["ids", "table"])
 def test_w2_split_over_its_columns(mode):
     from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan

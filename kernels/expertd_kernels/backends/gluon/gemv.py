@@ -67,28 +67,29 @@ def _experts(ids, route, spare, i, C: gl.constexpr):
 
 @gluon.jit
 def _fetch(codes, scales, tile, i, e1, e2, C: gl.constexpr):
-    """step i of every part: (words, scales) in registers, as they are stored.  Beyond the last step nothing is read,
-    and beyond a part's own last one that one again"""
+    """step i of every part: (words, scales) in registers, as they are stored; beyond a part's last step that one again,
+    which is at hand"""
     LQ: gl.constexpr = C.LQ
     G1: gl.constexpr = C.slices * C.slice_words
     _, k, _ = _place(gl.arange(0, C.parts, gl.SliceLayout(1, LQ)), i, C)
     row = (e1 * C.gemm.rows + tile * C.slices // 4).to(gl.int64)
-    at = row * C.tile_words + (k * C.step_words + tile * C.slices % 4 * C.slice_words)
+    at = row * C.tile_words + (k.to(gl.int64) * C.step_words + tile * C.slices % 4 * C.slice_words)
     v = gl.expand_dims(gl.arange(0, C.step_words // 4 * C.slices, gl.SliceLayout(0, LQ)), 0)
     at = gl.expand_dims(at, 1) + (v // G1 * (4 * C.slice_words) + v % G1)
-    q = gl.load(codes + at, mask=(at >= 0) & (i < C.iterations))
+    q = gl.load(codes + at)
     s = q
     if C.codec.kind != "plain":
         LS: gl.constexpr = C.LS
         G2: gl.constexpr = C.slices * C.slice_scales
         PL: gl.constexpr = C.codec.planes
         _, k, _ = _place(gl.arange(0, C.parts, gl.SliceLayout(1, LS)), i, C)
+        k = k.to(gl.int64)
         row = (e2 * C.gemm.rows + tile * C.slices // 4).to(gl.int64)
         at = row * (C.chunks * C.codec.chunk_scales) + tile * C.slices % 4 * C.slice_scales
         v = gl.expand_dims(gl.arange(0, C.step_scales, gl.SliceLayout(0, LS)), 0)
         chunk = gl.expand_dims(k * (64 * C.S) // C.codec.chunk, 1) + v // (PL * G2)
         at = gl.expand_dims(at, 1) + (chunk * C.codec.chunk_scales + v // G2 % PL * (4 * C.slice_scales) + v % G2)
-        s = gl.load(scales + at, mask=(at >= 0) & (i < C.iterations))
+        s = gl.load(scales + at)
     return q, s
 
 
