@@ -246,7 +246,9 @@ def test_two_row_tiles_of_eight_bits(scheme):
         check(case, weights, experts, M, how, plan=plan)
 
 
-@pytest.mark.parametrize("scheme", ["int4_g32", "int4_g32_zp", "int8_g32", "int8_g32_zp", "mxfp4", "mxfp8", "int4_g128"])
+@pytest.mark.parametrize(
+    "scheme", ["int4_g32", "int4_g32_zp", "int8_g32", "int8_g32_zp", "mxfp4", "mxfp8", "int4_g128"]
+)
 @pytest.mark.parametrize(("hidden", "inner"), [(1000, 328), (2048, 768)])
 def test_one_to_four_tokens_of_eight_experts(scheme, hidden, inner):
     """By the usual plans: w2's eight parts are the experts, all of whose columns are under way at once."""

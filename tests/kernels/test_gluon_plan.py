@@ -160,6 +160,20 @@ def test_up_to_four_tokens_of_small_layers_take_kernel_gemv(scheme):
         assert large.w13.kind != "gemv", large  # its inputs do not fit a CTA's shared memory
 
 
+@pytest.mark.parametrize(
+    ("scheme", "shape", "tokens"),
+    [
+        ("int4_g128", (128, 8, 2048, 768), 4), ("mxfp4", (128, 4, 2880, 2880), 2),  # by bytes
+        ("int4_g128", (16, 1, 5120, 8192), 4), ("int4_g128", (8, 2, 4096, 14336), 2),  # by tiles
+        ("int8_channel", (128, 8, 2048, 768), 2), ("bf16", (128, 8, 2048, 768), 1),
+        ("bf16", (128, 4, 2880, 2880), 0), ("e4m3_block128", (64, 8, 7168, 2048), 0),
+    ],
+)  # fmt: skip
+def test_tokens_up_to_which_each_route_is_computed_by_itself(scheme, shape, tokens):
+    c = codec_of(Scheme.parse(scheme))
+    assert [m for m in range(1, 9) if heuristic((c, c), shape, m).w13.kind == "gemv"] == list(range(1, tokens + 1))
+
+
 def test_ctas_of_kernel_gemv_fill_the_gpu():
     """Qwen3-30B's w13 has 768 slices of 16 rows: 192 CTAs of four would be 1.5 an SM, 384 of two are 2.9."""
     c = codec_of(Scheme.parse("int4_g128"))

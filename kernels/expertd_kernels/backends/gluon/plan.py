@@ -27,8 +27,10 @@ GEMV_TOKENS = 4
 GEMV_COLUMNS = 32768
 """Inputs of a CTA of kernel gemv, which lie in shared memory."""
 GEMV_BYTES = 100_000_000
-"""Bytes of the routes' weights up to which kernel gemv gains for every scheme: what a launch costs counts.  Beyond,
-it gains for int4 alone, which it unpacks with fewest instructions."""
+"""Bytes of the routes' weights up to which kernel gemv gains: it did with 76 and 100 MB, block with 165 and 199."""
+GEMV_TILES = 330
+"""64-row tiles of w2 up to which it gains with more bytes, too, because block's CTAs do not fill the GPU: gained with
+320 and fewer, lost with 512."""
 PAIRS = 600
 """CTAs of two row tiles from which on they beat twice as many of one: gained with 619 and more."""
 
@@ -263,8 +265,9 @@ def _alone(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> bool:
     """Whether so few tokens take kernel gemv."""
     _, top_k, H, I = shape
     bits = (2 * codecs[0].bits + codecs[1].bits) * tokens * top_k * H * I
-    small = max(H, top_k * I) <= GEMV_COLUMNS
-    return small and (bits <= 8 * GEMV_BYTES or all(c.kind == "int" and c.bits == 4 for c in codecs))
+    light = all(c.bits == 4 and c.planes == 1 for c in codecs)  # the others' bytes take it longer than block
+    few = bits <= 8 * GEMV_BYTES or (light and tokens * top_k * -(-H // 64) <= GEMV_TILES)
+    return few and max(H, top_k * I) <= GEMV_COLUMNS
 
 
 def _gemv(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPlan:
