@@ -3,6 +3,7 @@ Triton's offline target makes of it for sm_90."""
 
 import re
 import subprocess
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def _own_cache(tmp_path, monkeypatch):
 def gemm(scheme: str, first: bool, H: int = 2048, I: int = 768, top_k: int = 8, experts: int = 128, **more) -> Gemm:
     """w13 or w2 of a layer; Qwen3-30B-A3B's unless said."""
     Hp, Ip = -(-H // 64) * 64, -(-I // 64) * 64
-    facts = (
+    facts: dict[str, Any] = (
         {"K": Hp, "rows": 2 * Ip // 64, "x_columns": H, "x_stride": H, "out_columns": Ip}
         if first
         else {"K": Ip, "rows": Hp // 64, "x_columns": Ip, "x_stride": Ip, "out_columns": H}
