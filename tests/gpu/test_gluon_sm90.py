@@ -272,14 +272,7 @@ def test_w2_split_over_its_columns(mode):
         experts(*routed(case, 16, "even"), plan=plan)
 
 
-@pytest.mark.parametrize(
-    ("mode", "w13", "w2"),
-    [
-        ("table", "block BM8 S4 SK2", "block BM8 S2 SK2 F1"),
-        ("lists", "ws BM64 T4 W8 S2 ST4 V2 X16", "ws BM128 T4 W8 S2 ST4 V1"),
-    ],
-)
-def test_a_call_that_fails_leaves_no_counters(mode, w13, w2, monkeypatch):
+def test_a_call_that_fails_leaves_no_counters(monkeypatch):
     from expertd_kernels.backends.gluon import layer as module
     from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
 
@@ -288,7 +281,7 @@ def test_a_call_that_fails_leaves_no_counters(mode, w13, w2, monkeypatch):
 
     case = Case("int4_g128")
     weights, experts = layer(case)
-    plan = LayerPlan(0, mode, TilePlan.parse(w13), TilePlan.parse(w2))
+    plan = LayerPlan(0, "table", TilePlan.parse("block BM8 S4 SK2"), TilePlan.parse("block BM8 S2 SK2 F1"))
     with monkeypatch.context() as patch:
         patch.setattr(module, "add_up", broken)
         with pytest.raises(RuntimeError, match="no such kernel"):
