@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from expertd_kernels.backends.gluon.block import block
 from expertd_kernels.backends.gluon.calls import InPieces
 from expertd_kernels.backends.gluon.codec import codec_of
-from expertd_kernels.backends.gluon.ends import Chunks, add_up, group
+from expertd_kernels.backends.gluon.ends import LINE, Chunks, add_up, group
 from expertd_kernels.backends.gluon.gemv import gemv
 from expertd_kernels.backends.gluon.gemv_tile import slices
 from expertd_kernels.backends.gluon.matrices import Matrix, gemms
@@ -112,8 +112,8 @@ class GluonExperts(InPieces):
                 empty(n * self.hidden_size, torch.bfloat16),
                 empty(min(n, FLOAT32_TOKENS * top_k) * self.hidden_size, torch.float32),
                 done,
-                done[32:],
-                Chunks.of(n, E).table(d),
+                done[LINE:],
+                Chunks.table(n, E, d),
             )
         return self._spaces[n]
 

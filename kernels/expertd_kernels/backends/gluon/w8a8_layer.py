@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from expertd_kernels.backends.envelope import activation_of
 from expertd_kernels.backends.gluon.calls import InPieces
-from expertd_kernels.backends.gluon.ends import FEW, WARPS, Chunks, add_up, count, few_tile, group
+from expertd_kernels.backends.gluon.ends import FEW, LINE, WARPS, Chunks, add_up, count, few_tile, group
 from expertd_kernels.backends.gluon.w8a8 import w8a8
 from expertd_kernels.backends.gluon.w8a8_few import w8a8_few
 from expertd_kernels.backends.gluon.w8a8_plan import TOKENS, Few8, Plan8, Shape8
@@ -42,10 +42,6 @@ class _Matrix:
     codes: TensorDescriptor
     scales: Tensor
     bias: Tensor
-
-
-LINE = 32
-"""int32 of a cache line."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,7 @@ class W8A8Experts(InPieces):
             e4m3 = torch.float8_e4m3fn
             self._spaces[n] = _Workspace(
                 empty((self.num_experts,), torch.int32),
-                Chunks.of(n, self.num_experts).table(d),
+                Chunks.table(n, self.num_experts, d),
                 empty((n,), torch.int32),
                 empty((tokens, H), e4m3),
                 scales(0, tokens, H),
