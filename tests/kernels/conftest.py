@@ -70,3 +70,10 @@ def write_checkpoint() -> Callable[..., Path]:
         return folder
 
     return write
+
+
+@pytest.fixture
+def own_triton_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles in this test alone what it is asked for."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")

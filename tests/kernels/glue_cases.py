@@ -10,12 +10,11 @@ runs this file as a program of its own:
 from __future__ import annotations
 
 import json
-import sys
-import traceback
 from functools import partial
 from types import SimpleNamespace
 
 import torch
+from interpreted import answer_cases
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, problem_of
 from expertd_kernels.backends import deepgemm, glue, humming, marlin
@@ -423,13 +422,7 @@ CASES = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    for line in sys.stdin:
-        try:
-            CASES[line.strip()]()
-            failed = ""
-        except Exception:
-            failed = traceback.format_exc()
-        print(json.dumps({"failed": failed}), flush=True)
+    answer_cases(CASES)
 
 
 if __name__ == "__main__":

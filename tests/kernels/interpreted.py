@@ -5,7 +5,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,3 +33,14 @@ def interpreted(script: str) -> Iterator[Callable[[str], Any]]:
 
         yield ask
         process.stdin.close()
+
+
+def answer_cases(cases: Mapping[str, Callable[[], object]]) -> None:
+    """The script's side: for each name that comes, {"failed": the traceback, or ""}."""
+    for line in sys.stdin:
+        failed = ""
+        try:
+            cases[line.rstrip("\n")]()
+        except Exception:
+            failed = traceback.format_exc()
+        print(json.dumps({"failed": failed}), flush=True)

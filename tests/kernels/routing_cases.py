@@ -4,11 +4,10 @@ Triton's interpreter: case names from stdin, one a line; each is answered with o
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
+from functools import partial
 
 import torch
+from interpreted import answer_cases
 
 from expertd_kernels.backends.gluon.ends import Chunks
 from expertd_kernels.backends.gluon.routing import combine, count_routes, group_few, place_routes, table_routes
@@ -110,22 +109,12 @@ def summed(parts: int, counters: bool) -> None:
 
 
 CASES = {
-    **{name: (grouped, a) for name, a in GROUPED.items()},
-    **{name: (few, a) for name, a in FEW.items()},
-    **{name: (table, a) for name, a in TABLES.items()},
-    **{name: (summed, a) for name, a in SUMS.items()},
+    **{name: partial(grouped, *a) for name, a in GROUPED.items()},
+    **{name: partial(few, *a) for name, a in FEW.items()},
+    **{name: partial(table, *a) for name, a in TABLES.items()},
+    **{name: partial(summed, *a) for name, a in SUMS.items()},
 }
 
 
-def answer(name: str) -> dict[str, str]:
-    try:
-        check, arguments = CASES[name]
-        check(*arguments)
-    except Exception:
-        return {"failed": traceback.format_exc()}
-    return {"failed": ""}
-
-
 if __name__ == "__main__":
-    for line in sys.stdin:
-        print(json.dumps(answer(line.rstrip("\n"))), flush=True)
+    answer_cases(CASES)

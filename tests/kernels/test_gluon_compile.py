@@ -1,16 +1,13 @@
 """The Gluon kernels compiled for sm_90 by Triton's offline target, no GPU needed: they compile, keep to their
 registers, spill little or nothing, and ptxas leaves their wgmma instructions asynchronous."""
 
-import re
-import subprocess
-
 import pytest
 
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
+from ptxas import resources  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
@@ -23,11 +20,7 @@ from expertd_kernels.backends.gluon.tile import Gemm, tile  # noqa: E402
 from expertd_kernels.backends.gluon.wide import wide  # noqa: E402
 from expertd_kernels.scheme import Scheme  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+pytestmark = pytest.mark.usefixtures("own_triton_cache")
 
 
 def gemm(scheme: str, first: bool, **more) -> Gemm:
@@ -58,18 +51,6 @@ def compiled(g: Gemm, plan: TilePlan, mode: str, words: int = 0, listed: bool = 
     source = GluonASTSource(kernel, signature, {(len(types) - 1,): c}, aligned)
     options = {"num_warps": plan.W, "launch_pdl": True} | ({"maxnreg": plan.R} if plan.R else {})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-def resources(kernel, tmp_path) -> tuple[int, int, bool]:
-    """(registers a thread, bytes of spill stores, whether ptxas serialized wgmma: its message C7512 and kin)."""
-    ptx = tmp_path / "kernel.ptx"
-    ptx.write_text(kernel.asm["ptx"])
-    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", str(ptx), "-o", str(tmp_path / "kernel.cubin")]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    used, spilled = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes spill stores", text)
-    assert used, text
-    assert spilled, text
-    return int(used[1]), int(spilled[1]), "wgmma.mma_async instructions are serialized" in text
 
 
 CASES = [

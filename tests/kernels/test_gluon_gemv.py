@@ -2,7 +2,6 @@
 Triton's offline target makes of it for sm_90."""
 
 import re
-import subprocess
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import pytest
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
+from ptxas import resources  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from expertd_kernels.backends.gluon.codec import codec_of  # noqa: E402
@@ -21,11 +20,7 @@ from expertd_kernels.backends.gluon.plan import TilePlan  # noqa: E402
 from expertd_kernels.backends.gluon.tile import Gemm  # noqa: E402
 from expertd_kernels.scheme import Scheme  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+pytestmark = pytest.mark.usefixtures("own_triton_cache")
 
 
 def gemm(scheme: str, first: bool, H: int = 2048, I: int = 768, top_k: int = 8, experts: int = 128, **more) -> Gemm:
@@ -81,14 +76,9 @@ def test_it_compiles_within_its_registers_and_keeps_operands_there(case, tmp_pat
     scheme, first, facts, plan, most = case
     kernel = compiled(gemm(scheme, first, **facts), plan)
     ptx = kernel.asm["ptx"]
-    (tmp_path / "kernel.ptx").write_text(ptx)
-    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "cubin")]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    used, spilled = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes spill stores", text)
-    assert used, text
-    assert spilled, text
-    assert int(used[1]) <= most
-    assert int(spilled[1]) <= 16
+    registers, spilled, _ = resources(kernel, tmp_path)
+    assert registers <= most
+    assert spilled <= 16
     assert kernel.metadata.shared <= 232448
     # words come 16 bytes a lane and become operands where they are: shared memory takes inputs and the last sums only
     assert "ld.global.v4.b32" in ptx or "ld.global.L1" in ptx

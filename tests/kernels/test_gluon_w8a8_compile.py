@@ -2,16 +2,14 @@
 spill next to nothing, and ptxas leaves their wgmma instructions asynchronous."""
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
+from ptxas import assembled, disassembled  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
@@ -29,10 +27,7 @@ REGISTERS = 65536
 """Of an SM; a CTA of these kernels has one to itself."""
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+pytestmark = pytest.mark.usefixtures("own_triton_cache")
 
 
 def gemm(first: bool, grouped: bool, **more) -> Gemm8:
@@ -65,21 +60,6 @@ def compiled_few(g: Gemm8, plan: Few8, by_route: bool = False):
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
     source = GluonASTSource(w8a8_few, signature, {(len(types) - 1,): c}, aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
-
-
-def assembled(kernel, tmp_path) -> str:
-    """What ptxas says about it."""
-    ptx = tmp_path / "kernel.ptx"
-    ptx.write_text(kernel.asm["ptx"])
-    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", str(ptx), "-o", str(tmp_path / "kernel.cubin")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
-
-
-def disassembled(tmp_path) -> list[str]:
-    """The lines of what was assembled last."""
-    tool = Path(get_ptxas(90).path).parent / "nvdisasm"
-    command = [str(tool), "-c", str(tmp_path / "kernel.cubin")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 CASES = [

@@ -4,11 +4,8 @@ interpreter: case names from stdin, one a line; each is answered with one line o
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
-
 import torch
+from interpreted import answer_cases
 from routing_cases import routes, same_lists, unwritten
 
 from expertd_kernels.backends.gluon.ends import Chunks
@@ -65,14 +62,5 @@ def spread() -> None:
 CASES = {"few routes": lambda: prepared(True), "many routes": lambda: prepared(False), "to their places": spread}
 
 
-def answer(name: str) -> dict[str, str]:
-    try:
-        CASES[name]()
-    except Exception:
-        return {"failed": traceback.format_exc()}
-    return {"failed": ""}
-
-
 if __name__ == "__main__":
-    for line in sys.stdin:
-        print(json.dumps(answer(line.rstrip("\n"))), flush=True)
+    answer_cases(CASES)
