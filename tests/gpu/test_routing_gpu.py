@@ -34,7 +34,7 @@ def _hopper():
 def test_grouped_routes_are_a_stable_sort(E, n, placed):
     from expertd_kernels.backends.gluon.ends import Chunks, group
 
-    table = Chunks.of(n, E).table(torch.device("cuda"))
+    table = Chunks.table(n, E, torch.device("cuda"))
     calls = []
     for how in ROUTINGS:
         unwritten = [torch.full((size,), NOTHING, dtype=torch.int32, device="cuda") for size in (E, n, n)]
