@@ -29,3 +29,9 @@ def resources(kernel, tmp_path) -> tuple[int, int, bool]:
     assert used, text
     assert spilled, text
     return int(used[1]), int(spilled[1]), "wgmma.mma_async instructions are serialized" in text
+
+
+def predicated_sums(tmp_path) -> list[str]:
+    """Warp-wide sums under a predicate in what was assembled last: ptxas 12.8 turned a branch around one into another
+    predicate than the branch's, so kernels have none."""
+    return [line.strip() for line in disassembled(tmp_path) if re.search(r"@!?U?P\d\s+REDUX", line)]

@@ -6,7 +6,7 @@ import pytest
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from ptxas import resources  # noqa: E402
+from ptxas import assembled, predicated_sums, resources  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
@@ -99,6 +99,14 @@ def test_it_compiles_within_its_registers_and_stays_asynchronous(case, tmp_path)
     assert kernel.metadata.shared <= 232448
 
 
+@pytest.mark.parametrize("experts", [8, 60])
+def test_no_sum_is_taken_under_a_predicate(experts, tmp_path):
+    """With few experts a branch around a sum is short enough for ptxas to turn it into predicates."""
+    for first, plan in ((True, "ws BM128 T4 W8 S2 ST4"), (False, "ws BM32 T4 W4 S2 ST4 V1 R128 C2")):
+        assembled(compiled(gemm("int4_g128", first, experts=experts), TilePlan.parse(plan), "lists"), tmp_path)
+        assert not predicated_sums(tmp_path)
+
+
 def test_w2_following_w13_costs_no_registers(tmp_path):
     """w13 counts its tiles with a release at the end, after a barrier; w2 asks before it reads, weights under way, and
     waits for the kernel only at its own end."""
@@ -183,6 +191,7 @@ def test_the_kernels_around_the_gemms_compile(kernel, types, constants, tmp_path
     out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
     assert "griddepcontrol.wait" in out.asm["ptx"]
     assert resources(out, tmp_path)[1] == 0, "it spills"
+    assert not predicated_sums(tmp_path)
 
 
 def test_a_plan_that_splits_a_group_is_refused():

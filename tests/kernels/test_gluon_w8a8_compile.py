@@ -8,7 +8,7 @@ import pytest
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from ptxas import assembled, disassembled  # noqa: E402
+from ptxas import assembled, disassembled, predicated_sums  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
@@ -90,6 +90,7 @@ def test_it_compiles_within_its_registers_and_stays_asynchronous(first, grouped,
     assert kernel.metadata.shared <= 232448
     assert 128 * (2 * plan.consumer_registers + plan.producer_registers) <= REGISTERS
     assert 384 * int(used[1]) <= REGISTERS
+    assert not predicated_sums(tmp_path)
 
 
 def test_the_main_loop_adds_to_fresh_sums_of_128_columns(tmp_path):

@@ -56,12 +56,13 @@ def block_order(counts, C: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def find_ordered(order, blk, C: gl.constexpr):
-    """block number -> (expert, first route of the block in the list, its routes)"""
+    """block number -> (expert, first route of the block in the list, its routes).  All sums are taken whatever the
+    block is: under a branch, ptxas 12.8 gives REDUX another predicate than the branch's (seen in its machine code)"""
     ie, cnt, long, cum, cum_short, all_long = order
     e = gl.sum(gl.where(blk < all_long, cum <= blk, cum_short <= blk - all_long).to(gl.int32), 0)
-    b = gl.sum(gl.where(ie == e, long, 0), 0)
-    if blk < all_long:
-        b = blk - gl.sum(gl.where(ie < e, long, 0), 0)
+    mine = gl.sum(gl.where(ie == e, long, 0), 0)
+    before = gl.sum(gl.where(ie < e, long, 0), 0)
+    b = gl.where(blk < all_long, blk - before, mine)
     n = gl.sum(gl.where(ie == e, cnt, 0), 0) - b * C.BM
     return e, gl.sum(gl.where(ie < e, cnt, 0), 0) + b * C.BM, gl.where(n > C.BM + C.X, C.BM, n)
 
