@@ -272,7 +272,14 @@ def test_w2_split_over_its_columns(mode):
         experts(*routed(case, 16, "even"), plan=plan)
 
 
-def test_a_call_that_fails_leaves_no_counters(monkeypatch):
+@pytest.mark.parametrize(
+    ("mode", "w13", "w2"),
+    [
+        ("table", "block BM8 S4 SK2", "block BM8 S2 SK2 F1"),
+        ("lists", "ws BM64 T4 W8 S2 ST4 V2 X16", "ws BM128 T4 W8 S2 ST4 V1"),
+    ],
+)
+def test_a_call_that_fails_leaves_no_counters(mode, w13, w2, monkeypatch):
     from expertd_kernels.backends.gluon import layer as module
     from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
 
@@ -281,7 +288,7 @@ def test_a_call_that_fails_leaves_no_counters(monkeypatch):
 
     case = Case("int4_g128")
     weights, experts = layer(case)
-    plan = LayerPlan(0, "table", TilePlan.parse("block BM8 S4 SK2"), TilePlan.parse("block BM8 S2 SK2 F1"))
+    plan = LayerPlan(0, mode, TilePlan.parse(w13), TilePlan.parse(w2))
     with monkeypatch.context() as patch:
         patch.setattr(module, "add_up", broken)
         with pytest.raises(RuntimeError, match="no such kernel"):
@@ -319,6 +326,38 @@ def test_w2_following_w13_in_a_graph_of_many_layers(mode):
         torch.cuda.synchronize()
         for out, want in zip(outs, right, strict=True):
             assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("tiles", ["ws BM64 T4 W8 S2 ST4 V2 X16", "ws BM128 T4 W8 S2 ST4 V1"])
+def test_tiles_by_tickets_in_a_graph_of_many_layers(tiles):
+    """More tiles than CTAs, fewer, and none; each call's tickets begin at zero, whatever the one before drew."""
+    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+
+    case = Case("int4_g128", experts=32, top_k=4, hidden=2048, inner=768)
+    weights, experts = layer(case)
+    plan = LayerPlan(0, "lists", TilePlan.parse(tiles), TilePlan.parse(tiles))
+    sets = [routed(case, M, how) for M in (700, 2, 1500) for how in ("even", "one", "absent")]
+    x, ids, w = sets[0]
+    sets.insert(4, (x, torch.full_like(ids, -1), w))
+    outs = [torch.full_like(x, float("nan")) for x, _, _ in sets]
+
+    def layers(i):
+        for s, out in zip(sets, outs, strict=True):
+            experts(*s, out=out, plan=plan)
+
+    layers(0)
+    right = [out.clone() for out in outs]
+    assert not right[4].any(), "all experts elsewhere"
+    for s, want in zip(sets, right, strict=True):
+        if (s[1] >= 0).any():
+            assert relative_error(want, reference(weights, *s)) <= LIMIT
+    replay = captured(layers, 1, x.device)
+    for _ in range(10):
+        for out in outs:
+            out.fill_(float("nan"))
+        replay(0)
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, want) for out, want in zip(outs, right, strict=True))
 
 
 def test_more_blocks_than_counters_wait_for_all_of_w13():

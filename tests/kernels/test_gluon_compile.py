@@ -41,8 +41,8 @@ def compiled(g: Gemm, plan: TilePlan, mode: str, words: int = 0, listed: bool = 
     words_type = f"tensordesc<i32[{c.T}, {16 * c.stage_units}, 32],{c.SW!r}>"
     scale = "*u8" if c.codec.e8m0 else "*bf16"
     out = "*bf16" if g.first or plan.kind == "ws" else "*fp32"  # w2's results are f32 up to 64 tokens
-    counters = ["*i32"] if plan.kind == "block" else []
-    types = ["*bf16", words_type, scale, "*fp32", "*i32", "*i32", "*fp32", out, *counters, "fp32", "i32", "constexpr"]
+    results = ["*i32", out] if plan.kind == "ws" else [out, "*i32"]
+    types = ["*bf16", words_type, scale, "*fp32", "*i32", "*i32", "*fp32", *results, "fp32", "i32", "constexpr"]
     if plan.kind == "wide":
         h = f"tensordesc<bf16[64, 64],{c.SX!r}>"
         types = ["*bf16", h, words_type, "*fp32", "*i32", "*i32", "*fp32", "*i32", "*bf16", "constexpr"]

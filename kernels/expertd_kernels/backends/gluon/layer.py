@@ -47,7 +47,7 @@ class _Workspace:
     h: Tensor
     y: Tensor
     y32: Tensor
-    done: Tensor  # [COUNTERS] int32, zero between calls: finished tiles of w13 a block, or w13's tickets ("wide")
+    done: Tensor  # [COUNTERS] int32, zero between calls: finished tiles of w13 a block, or w13's tickets ("wide", "ws")
     tickets: Tensor  # w2's tickets: the same from another line on
     chunks: Tensor  # routes of each expert in each chunk of them
 
@@ -163,7 +163,7 @@ class GluonExperts(InPieces):
             group(ids, s.chunks, table, lists, E)
         listed = p.w13.kind == p.w2.kind == "wide"
         counted = triton.cdiv(w13.gemm.rows, p.w13.T) if p.w2.F and self._blocks(n, p.w2.BM) <= COUNTERS else 0
-        tickets = "wide" in (p.w13.kind, p.w2.kind)
+        tickets = not {"wide", "ws"}.isdisjoint((p.w13.kind, p.w2.kind))
         how = (table, lists, weights)
         try:
             self._gemm(w13, p.w13, p.mode, blocks, x, *how, s.h, s.done, n, words, listed, counted)
@@ -219,10 +219,9 @@ class GluonExperts(InPieces):
             h = self._boxes(out if m.gemm.first else x, t)
             kernel[grid](x, h, self._descriptors[key], m.bias, table, lists, weights, done, out, t, **options)
             return
-        args: list[Any] = [x, self._descriptors[key], m.scales, m.bias, table, lists, weights, out]
-        if p.kind == "block":
-            args.append(done)
-        kernel[grid](*args, m.unscale, n, t, **options)
+        results = (done, out) if p.kind == "ws" else (out, done)
+        args = (x, self._descriptors[key], m.scales, m.bias, table, lists, weights, *results, m.unscale, n, t)
+        kernel[grid](*args, **options)
 
     def _boxes(self, h: Tensor, t: Tile) -> TensorDescriptor:
         """The bulk copy's view of the intermediate: 64 rows and a stage a box."""

@@ -41,30 +41,31 @@ def find_block(ie, cnt, nb, cum, blk, C: gl.constexpr):
 
 @gluon.jit
 def block_order(counts, C: gl.constexpr, W: gl.constexpr):
-    """For kernel `ws`: what find_ordered needs, and the number of blocks.  An expert's last block has up to BM + X
-    routes; the long blocks of all experts come first, so that the short ones (up to BM / 2) fill the end"""
+    """For kernel `ws`: what find_ordered needs.  An expert's last block has up to BM + X routes; the long blocks of all
+    experts come first, so that the short ones (up to BM / 2) fill the end"""
     L: gl.constexpr = gl.BlockedLayout([C.padded_experts // 32], [32], [W], [0])
     ie = gl.arange(0, C.padded_experts, L)
     cnt = gl.load(counts + ie, mask=ie < C.gemm.experts, other=0)
     blocks = gl.where(cnt > C.X, (cnt - C.X + (C.BM - 1)) // C.BM, gl.minimum(cnt, 1))
     short = ((cnt > 0) & (cnt - (blocks - 1) * C.BM <= C.BM // 2)).to(gl.int32)
     long = blocks - short
-    all_long = gl.sum(long, 0)
-    order = (ie, cnt, long, gl.associative_scan(long, 0, _add), gl.associative_scan(short, 0, _add), all_long)
-    return order, all_long + gl.sum(short, 0)
+    return ie, cnt, long, gl.associative_scan(long, 0, _add), gl.associative_scan(short, 0, _add), gl.sum(long, 0)
 
 
 @gluon.jit
-def find_ordered(order, blk, C: gl.constexpr):
-    """block number -> (expert, first route of the block in the list, its routes).  All sums are taken whatever the
-    block is: under a branch, ptxas 12.8 gives REDUX another predicate than the branch's (seen in its machine code)"""
+def find_ordered(order, t, C: gl.constexpr):
+    """tile number -> (expert, first route of the block in the list, its routes, column tile); no routes where there is
+    no such tile.  All sums are taken whatever the block is: under a branch, ptxas 12.8 gives REDUX another predicate
+    than the branch's (seen in its machine code)"""
     ie, cnt, long, cum, cum_short, all_long = order
+    blk = t // C.column_tiles
     e = gl.sum(gl.where(blk < all_long, cum <= blk, cum_short <= blk - all_long).to(gl.int32), 0)
     mine = gl.sum(gl.where(ie == e, long, 0), 0)
     before = gl.sum(gl.where(ie < e, long, 0), 0)
     b = gl.where(blk < all_long, blk - before, mine)
     n = gl.sum(gl.where(ie == e, cnt, 0), 0) - b * C.BM
-    return e, gl.sum(gl.where(ie < e, cnt, 0), 0) + b * C.BM, gl.where(n > C.BM + C.X, C.BM, n)
+    base = gl.sum(gl.where(ie < e, cnt, 0), 0) + b * C.BM
+    return e, base, gl.where(n > C.BM + C.X, C.BM, n), t % C.column_tiles
 
 
 def _nth_bit(words):

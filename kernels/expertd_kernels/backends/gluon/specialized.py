@@ -3,7 +3,8 @@
 """Kernel `ws`: persistent and warp-specialised, for many tokens an expert.
 
 Blocks have BM tokens; the last one of an expert may have up to X more, in an accumulator of its own, instead of a
-nearly empty block.  A CTA takes every so-many-th tile, long blocks of all experts before the short ones.
+nearly empty block.  Tiles are drawn by tickets (tiles_of_tokens.py), those of long blocks of all experts before those
+of the short ones.
 
 Four producer warps gather inputs and fetch weights into a ring of stages.  W consumer warps unpack and multiply, on two
 halves of their rows with an accumulator each: while the tensor cores run on one half, the other is unpacked.
@@ -36,29 +37,46 @@ from expertd_kernels.backends.gluon.pieces import (
     routes,
     stages,
 )
+from expertd_kernels.backends.gluon.tiles_of_tokens import EARLY, next_slot, tell, told
 
 
 @gluon.jit
-def _producer(x, wd, ws, counts, lists, wb, xs, xt, sb, full, empty, C: gl.constexpr):
-    order, blocks = block_order(counts, C, 4)
-    slot = 0
-    ph = 1
-    for t in range(gl.program_id(0), blocks * C.column_tiles, gl.num_programs(0)):
-        e, base, n = find_ordered(order, t // C.column_tiles, C)
+def _fill(x, wd, ws, row, n, f, f2, i, wb, xs, xt, sb, full, empty, slot, ph, C: gl.constexpr):
+    """stage i of a tile, in the next slot"""
+    mbarrier.wait(empty.index(slot), ph)
+    copy_weights(wd, ws, row, wb, sb, full, i, slot, True, C)
+    copy_inputs(x, f, xs.index(slot), i, True, C)
+    if C.X > 0 and n > C.BM:
+        copy_inputs(x, f2, xt.index(slot), i, True, C)
+    async_copy.mbarrier_arrive(full.index(slot), increment_count=False)  # each thread, once its copies landed
+    return next_slot(slot, ph, C)
+
+
+@gluon.jit
+def _producer(x, wd, ws, counts, lists, tickets, tiles, wb, xs, xt, sb, full, empty, C: gl.constexpr):
+    ALMOST: gl.constexpr = C.iterations - EARLY if C.iterations > EARLY else 0
+    order = block_order(counts, C, 4)
+    slot = gl.to_tensor(0)
+    ph = gl.to_tensor(1)
+    e, base, n, col = find_ordered(order, gl.program_id(0), C)
+    while n > 0:
         f = input_rows(routes(lists, base, 0, n, C.BM, C, gl.SliceLayout(1, C.LX)), C)
         NX: gl.constexpr = C.X if C.X > 0 else C.BM
         f2 = input_rows(routes(lists, base, C.BM, n, NX, C, gl.SliceLayout(1, C.LX)), C)
-        row = e * C.gemm.rows + (t % C.column_tiles) * C.T
-        for i in range(C.iterations):
-            mbarrier.wait(empty.index(slot), ph)
-            copy_weights(wd, ws, row, wb, sb, full, i, slot, n > 0, C)
-            copy_inputs(x, f, xs.index(slot), i, n > 0, C)
-            if C.X > 0 and n > C.BM:
-                copy_inputs(x, f2, xt.index(slot), i, n > 0, C)
-            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)  # each thread, once its copies landed
-            slot = gl.where(slot == C.ST - 1, 0, slot + 1)
-            ph = gl.where(slot == 0, ph ^ 1, ph)
+        row = e * C.gemm.rows + col * C.T
+        mbarrier.wait(empty.index(slot), ph)
+        tell(tiles, slot, e, base, n, col, 4)
+        for i in range(ALMOST):
+            slot, ph = _fill(x, wd, ws, row, n, f, f2, i, wb, xs, xt, sb, full, empty, slot, ph, C)
+        t = gl.num_programs(0) + gl.atomic_add(tickets, 1, sem="relaxed")
+        e, base, next_n, col = find_ordered(order, t, C)
+        for i in range(ALMOST, C.iterations):
+            slot, ph = _fill(x, wd, ws, row, n, f, f2, i, wb, xs, xt, sb, full, empty, slot, ph, C)
+        n = next_n
     async_copy.wait_group(0)
+    mbarrier.wait(empty.index(slot), ph)
+    tell(tiles, slot, 0, 0, 0, 0, 4)
+    mbarrier.arrive(full.index(slot), count=129)
 
 
 @gluon.jit
@@ -193,15 +211,13 @@ def _tile(
 
 
 @gluon.jit
-def _consumer(bias, counts, lists, tw, out, unscale, wb, xs, xt, sb, full, empty, C: gl.constexpr):
-    order, blocks = block_order(counts, C, C.W)
+def _consumer(bias, lists, tw, out, unscale, tiles, wb, xs, xt, sb, full, empty, C: gl.constexpr):
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(0)
     B: gl.constexpr = C.BM
     X: gl.constexpr = C.X
-    for t in range(gl.program_id(0), blocks * C.column_tiles, gl.num_programs(0)):
-        e, base, n = find_ordered(order, t // C.column_tiles, C)
-        k = t % C.column_tiles
+    e, base, n, k = told(tiles, full, slot, ph, C.W)
+    while n > 0:
         if C.V >= 2 and n <= B // 4:
             slot, ph = _tile(
                 bias, lists, tw, out, unscale, e, base, n, k, wb, xs, xt, sb, full, empty, slot, ph, B // 4, 0, C
@@ -218,16 +234,19 @@ def _consumer(bias, counts, lists, tw, out, unscale, wb, xs, xt, sb, full, empty
             slot, ph = _tile(
                 bias, lists, tw, out, unscale, e, base, n, k, wb, xs, xt, sb, full, empty, slot, ph, B, X, C
             )
+        e, base, n, k = told(tiles, full, slot, ph, C.W)
 
 
 @gluon.jit(do_not_specialize=["routes_in_all"])
-def ws(x, wd, sd, bias, counts, lists, tw, out, unscale, routes_in_all, C: gl.constexpr):
-    """out[route] = act(w13 x[token]) or w2 h[route]; routes grouped by expert: counts [E], lists [routes]."""
+def ws(x, wd, sd, bias, counts, lists, tw, tickets, out, unscale, routes_in_all, C: gl.constexpr):
+    """out[route] = act(w13 x[token]) or w2 h[route]; routes grouped by expert: counts [E], lists [routes].
+    tickets [1] int32, zero at first: how many tiles were drawn beside the first one of each CTA."""
     if C.pdl:
         gdc_wait()
         gdc_launch_dependents()
     wb, xs, sb, full = stages(C, sd.dtype.element_ty, 129)  # 128 producer threads (cp.async) + 1 (TMA bytes)
     xt = gl.allocate_shared_memory(gl.bfloat16, [C.ST, C.X, 64 * C.S], C.SX) if C.X > 0 else xs
+    tiles = gl.allocate_shared_memory(gl.int32, [4 * C.ST, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     empty = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
     ST: gl.constexpr = C.ST
     for i in gl.static_range(ST):
@@ -236,8 +255,8 @@ def ws(x, wd, sd, bias, counts, lists, tw, out, unscale, routes_in_all, C: gl.co
     barrier()
     gl.warp_specialize(
         [
-            (_consumer, (bias, counts, lists, tw, out, unscale, wb, xs, xt, sb, full, empty, C)),
-            (_producer, (x, wd, sd, counts, lists, wb, xs, xt, sb, full, empty, C)),
+            (_consumer, (bias, lists, tw, out, unscale, tiles, wb, xs, xt, sb, full, empty, C)),
+            (_producer, (x, wd, sd, counts, lists, tickets, tiles, wb, xs, xt, sb, full, empty, C)),
         ],
         [4],
         [56],

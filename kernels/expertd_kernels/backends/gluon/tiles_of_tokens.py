@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 # (Gluon device code: its types are checked by Triton's compiler, not by mypy.)
-"""Device code of the persistent kernels with tokens on wgmma's M side (`wide`, `w8a8`): which tile is next, and the
-ring of stages.  `C` is a Tile or a Tile8.
+"""Device code of the persistent kernels: which tile is next (`wide`, `w8a8`), who hears of it, and the ring of stages.
+`C` is a Tile or a Tile8.
 
 Tiles are drawn by tickets: a CTA asks for its next one when it is nearly ready for it, so blocks that share a column
 tile begin together wherever the CTAs stand, and its weights come from memory once.  (In a fixed order the CTAs drift
@@ -79,10 +79,10 @@ def tell(tile, slot, e, base, n, col, W: gl.constexpr):
 
 
 @gluon.jit
-def told(tile, full, slot, ph):
+def told(tile, full, slot, ph, W: gl.constexpr = 4):
     """(expert, first route of the block in the list, its routes, column tile) once the tile's first stage is there;
     no routes: there is no tile left"""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     mbarrier.wait(full.index(slot), ph)
     e = gl.max(tile.index(4 * slot).load(L), 0)
     base = gl.max(tile.index(4 * slot + 1).load(L), 0)
