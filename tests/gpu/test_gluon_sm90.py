@@ -166,6 +166,8 @@ PLANS = {
         ("block BM8 S4 SK2", "block BM8 S4 SK2"),
         ("block BM64 T4 W8 V3 D2 R128", "block BM64 T4 W8 V3 R128"),
         ("block BM16 T2 S4 SK2", "block BM16 T2 S2 SK2 F1"),
+        ("block BM64 T2 ST2 V3 R128", "block BM64 T2 ST2 V3 R128 F1"),
+        ("block BM64 T2 ST2 V1 R168 X16", "block BM64 T2 ST2 V1 R168 X16 F1"),
         ("ws BM64 T4 W8 S4 ST3 V2", "ws BM32 T4 S2 ST4 V1 R128 C2"),
         ("ws BM128 T4 W8 ST4 V1", "ws BM128 T4 W8 ST4 V2"),
         ("ws BM64 T4 W8 S2 ST4 V2 X16", "ws BM32 T4 W8 S2 ST4 V1 X16"),

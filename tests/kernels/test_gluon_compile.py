@@ -65,6 +65,10 @@ CASES = [
     ("mxfp4", False, "block BM8 T2 S2 ST3", "table", 0, 72, 0),
     ("int4_g128", False, "block BM8 S2 ST3 SK2 Z2", "ids", 0, 72, 0),
     ("int4_g128", True, "block BM64 T4 W8 V3 D2 R128", "lists", 0, 128, 32),
+    ("int4_g128", True, "block BM64 T2 S2 ST2 V3 R128", "lists", 0, 128, 32),
+    ("mxfp4", True, "block BM64 T2 S2 ST2 V3 R128", "lists", 0, 128, 32),
+    ("int4_g128", True, "block BM64 T2 S2 ST2 V1 R168 X16", "lists", 0, 168, 0),
+    ("int4_g32_zp", False, "block BM64 T2 S2 ST2 V1 R168 X16", "lists", 0, 168, 0),
     ("int4_g128", True, "ws BM128 T4 W8 ST4 V1", "lists", 0, 168, 256),
     ("int4_g128", True, "ws BM64 T4 W8 ST4 V2 X16", "lists", 0, 168, 128),
     ("mxfp4", False, "ws BM64 T4 W8 ST4 V2 X16", "lists", 0, 168, 128),
@@ -206,10 +210,16 @@ def test_columns_that_do_not_split_are_refused():
         tile(gemm("int4_g128", True), TilePlan.parse("block BM8 S4 Z2"), "ids", True)
 
 
-@pytest.mark.parametrize("plan", ["block BM64 T4 W8 X16", "ws BM64 T4 W8 X4", "ws BM64 T4 W8 X24"])
-def test_a_stretch_that_no_kernel_has_is_refused(plan):
-    with pytest.raises(ValueError, match="X goes with kernel ws"):
-        tile(gemm("int4_g128", True), TilePlan.parse(plan), "lists", True)
+@pytest.mark.parametrize(
+    ("scheme", "plan", "mode"),
+    [
+        ("int4_g128", "ws BM64 T4 W8 X4", "lists"), ("int4_g128", "ws BM64 T4 W8 X24", "lists"),
+        ("int4_g128", "block BM64 T2 X16", "table"), ("bf16", "block BM32 S2 SK2 X16", "lists"),
+    ],
+)  # fmt: skip
+def test_a_stretch_that_no_kernel_has_is_refused(scheme, plan, mode):
+    with pytest.raises(ValueError, match="X goes with kernels ws and block"):
+        tile(gemm(scheme, True), TilePlan.parse(plan), mode, True)
 
 
 @pytest.mark.parametrize(

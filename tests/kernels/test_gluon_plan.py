@@ -1,6 +1,7 @@
 """Plans of backend gluon_sm90: their text, the committed table, the heuristic on shapes that nobody tuned for."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ def test_text_and_plan_are_inverse():
         "block BM8 T1 W4 S2 ST3 SK2 R80 P0",
         "ws BM64 T4 W8 S2 ST4 V2 X16",
         "block BM8 T1 W4 S4 ST4 SK2 Z4",
+        "block BM64 T2 W4 S2 ST2 V1 R168 X16 F1",
         "wide BM128 T4 W4 S1 ST4",
         "wide BM192 T4 W4 S1 ST4",
         "block BM8 T1 W4 S2 ST3 SK2 F1",
@@ -80,11 +82,13 @@ def test_plans_that_do_not_go_together_are_refused():
     with pytest.raises(ValueError, match="share one BM"):
         LayerPlan(8, "table", a, b)
     follows = TilePlan.parse("block BM8 F1")
-    for w13, w2 in ((b, follows), (follows, a), (TilePlan.parse("ws BM8 T4"), follows)):
+    for w13, w2 in ((b, follows), (follows, a), (TilePlan.parse("ws BM8 T4"), follows), (replace(a, X=8), follows)):
         with pytest.raises(ValueError, match="F goes with w2"):
             LayerPlan(8, "lists", w13, w2)
     with pytest.raises(ValueError, match="lists for kernels ws and wide"):
         LayerPlan(8, "table", TilePlan.parse("ws BM64 T4 W8"), TilePlan.parse("ws BM64 T4 W8"))
+    with pytest.raises(ValueError, match="lists for kernels ws and wide, and X"):
+        LayerPlan(8, "table", replace(a, X=8), replace(a, X=8))
     for mode, w13, w2 in (("ids", a, "gemv BM1"), ("ids", "gemv BM1", a), ("table", "gemv BM1", "gemv BM1")):
         with pytest.raises(ValueError, match="kernel gemv takes both GEMMs, and mode ids"):
             LayerPlan(2, mode, TilePlan.parse(str(w13)), TilePlan.parse(str(w2)))
@@ -110,6 +114,22 @@ def test_w2_follows_w13_where_it_has_many_short_tiles(scheme, shape):
         many = tokens > 1 and tiles >= 900 and I <= 4096 and (codec.bits < 16 or plan.w2.BM == 8)
         assert (together and many) == plan.w2.F, (plan, tiles)
         assert not plan.w13.F
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g128_zp", "mxfp4", "int8_channel"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_of_64_tokens_take_four_warps_where_w2_follows(scheme, shape):
+    """From 24 to 80 tokens an expert, 4 bits; beyond 56 the last block stretches."""
+    E, top_k, H, I = shape
+    codec = codec_of(Scheme.parse(scheme))
+    for tokens in (t for t in TOKENS if t > 1):
+        plan = heuristic((codec, codec), shape, tokens)
+        each = tokens * top_k / (E * (1 - (1 - top_k / E) ** tokens))
+        many = E * (1 - (1 - top_k / E) ** tokens) * -(-H // 64) >= 900 and I <= 4096
+        for p in (plan.w13, plan.w2):
+            mine = (p.kind, p.BM, p.T, p.W) == ("block", 64, 2, 4)
+            assert mine == (24 < each <= 80 and many and codec.bits == 4), plan
+            assert not mine or (16 if each > 56 else 0) == p.X, plan
 
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "int4_g128_zp", "int4_g32_zp", "mxfp4"])

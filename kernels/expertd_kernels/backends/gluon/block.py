@@ -1,6 +1,8 @@
 # mypy: ignore-errors
 # (Gluon device code: its types are checked by Triton's compiler, not by mypy.)
-"""Kernel `block`: one tile a CTA, several CTAs an SM, a ring of stages; for few tokens an expert (M to about 1000)."""
+"""Kernel `block`: one tile a CTA, several CTAs an SM, a ring of stages; for few tokens an expert (M to about 1000).
+
+Blocks have BM tokens; in mode "lists" the last one of an expert may have up to X more, in an accumulator of its own."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,6 +36,12 @@ from expertd_kernels.backends.gluon.pieces import (
 
 
 @gluon.jit
+def _more(xs, xt, slot, N1: gl.constexpr, N2: gl.constexpr, C: gl.constexpr):
+    """inputs of the second accumulator: routes N1 .. N1 + N2 of the block, which have a buffer of their own with X > 0"""
+    return xt.index(slot) if C.X > 0 else xs.index(slot).slice(N1, N2, 0)
+
+
+@gluon.jit
 def _tile(
     x,
     wd,
@@ -56,7 +64,7 @@ def _tile(
 ):
     """N1 (+ N2) routes x T row tiles.  The slot freed D stages ago is refilled.  SK = 1: one MMA in flight; SK > 1
     (needs D = 1): those of a whole stage, as for bf16 weights.  k0: the first stage of this CTA's part of K."""
-    wb, xs, sb, full = ring
+    wb, xs, xt, sb, full = ring
     P: gl.constexpr = C.ST - C.D
     S: gl.constexpr = C.S
     PARTS: gl.constexpr = 0 if C.codec.kind == "plain" else C.S // C.SK
@@ -89,7 +97,7 @@ def _tile(
             copy_weights(wd, ws, row, wb, sb, full, k0 + i1, i1, ok, C)
         copy_inputs(x, f1, xs.index(i1).slice(0, N1, 0), k0 + i1, ok, C)
         if N2 > 0:
-            copy_inputs(x, f2, xs.index(i1).slice(N1, N2, 0), k0 + i1, ok, C)
+            copy_inputs(x, f2, _more(xs, xt, i1, N1, N2, C), k0 + i1, ok, C)
         async_copy.commit_group()
     t1 = warpgroup_mma_init(gl.zeros([C.T * 64, N1], gl.float32, M1))
     t2 = warpgroup_mma_init(gl.zeros([C.T * 64, NN], gl.float32, M2))
@@ -109,7 +117,7 @@ def _tile(
         copy_weights(wd, ws, row, wb, sb, full, k0 + i + P, ns, more, C)
         copy_inputs(x, f1, xs.index(ns).slice(0, N1, 0), k0 + i + P, more, C)
         if N2 > 0:
-            copy_inputs(x, f2, xs.index(ns).slice(N1, N2, 0), k0 + i + P, more, C)
+            copy_inputs(x, f2, _more(xs, xt, ns, N1, N2, C), k0 + i + P, more, C)
         async_copy.commit_group()
         if C.codec.kind == "plain":  # as they are stored; T or S is 1
             w = wb.index(slot)._reinterpret(gl.bfloat16, [C.S, C.T * 64, 64], C.SX)
@@ -129,7 +137,8 @@ def _tile(
             t1 = warpgroup_mma(a, xj.slice(0, N1, 0).permute((1, 0)), t1, is_async=True)
             if N2 > 0:  # the same A registers: the layouts of the two operands agree
                 a2 = gl.convert_layout(a, gl.DotOperandLayout(0, M2, 2))
-                t2 = warpgroup_mma(a2, xj.slice(N1, N2, 0).permute((1, 0)), t2, is_async=True)
+                x2 = _more(xs, xt, slot, N1, N2, C).slice(j * 64 * C.SK, 64 * C.SK, 1)
+                t2 = warpgroup_mma(a2, x2.permute((1, 0)), t2, is_async=True)
         slot = gl.where(slot == C.ST - 1, 0, slot + 1)
         ns = gl.where(ns == C.ST - 1, 0, ns + 1)
         ph = gl.where(slot == 0, ph ^ 1, ph)
@@ -174,16 +183,20 @@ def block(x, wd, ws, bias, table, lists, tw, out, done, unscale, routes_in_all, 
         base = blk * C.BM
         n = v >> 16
     else:
-        ie, cnt, nb, cum, _ = block_list(table, C, C.W)
+        ie, cnt, nb, cum, _ = block_list(table, C, C.W, C.X)
         e, base, n = find_block(ie, cnt, nb, cum, blk, C)
     if e < C.gemm.experts:
-        ring = stages(C, ws.dtype.element_ty, 1)
+        wb, xs, sb, full = stages(C, ws.dtype.element_ty, 1)
+        xt = gl.allocate_shared_memory(gl.bfloat16, [C.ST, C.X, 64 * C.S], C.SX) if C.X > 0 else xs
+        ring = (wb, xs, xt, sb, full)
         B: gl.constexpr = C.BM
         if C.V >= 1 and n <= B // 2:
             if C.V >= 2 and n <= B // 4:
                 _tile(x, wd, ws, bias, lists, tw, out, done, unscale, e, base, n, tile, k0, ring, B // 4, 0, C)
             else:
                 _tile(x, wd, ws, bias, lists, tw, out, done, unscale, e, base, n, tile, k0, ring, B // 2, 0, C)
+        elif C.X > 0 and n > B:
+            _tile(x, wd, ws, bias, lists, tw, out, done, unscale, e, base, n, tile, k0, ring, B, C.X, C)
         elif C.V >= 3 and n <= B // 4 * 3:
             _tile(x, wd, ws, bias, lists, tw, out, done, unscale, e, base, n, tile, k0, ring, B // 2, B // 4, C)
         else:

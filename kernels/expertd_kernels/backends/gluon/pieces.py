@@ -21,22 +21,29 @@ def _add(a, b):
 
 
 @gluon.jit
-def block_list(counts, C: gl.constexpr, W: gl.constexpr):
-    """routes grouped by expert: (expert, its routes, its blocks, running sum of blocks, blocks in all), in each warp"""
+def block_list(counts, C: gl.constexpr, W: gl.constexpr, X: gl.constexpr = 0):
+    """routes grouped by expert: (expert, its routes, its blocks, running sum of blocks, blocks in all), in each warp.
+    An expert's last block has up to BM + X routes"""
     L: gl.constexpr = gl.BlockedLayout([C.padded_experts // 32], [32], [W], [0])
     ie = gl.arange(0, C.padded_experts, L)
     cnt = gl.load(counts + ie, mask=ie < C.gemm.experts, other=0)
     nb = (cnt + (C.BM - 1)) // C.BM
+    if X > 0:
+        nb = gl.where(cnt > X, (cnt - X + (C.BM - 1)) // C.BM, gl.minimum(cnt, 1))
     return ie, cnt, nb, gl.associative_scan(nb, 0, _add), gl.sum(nb, 0)
 
 
 @gluon.jit
 def find_block(ie, cnt, nb, cum, blk, C: gl.constexpr):
-    """block number -> (expert, first route of the block in the list, routes from there to the expert's end)"""
+    """block number -> (expert, first route of the block in the list, its routes: where X = 0, all from there to the
+    expert's end)"""
     before = (cum <= blk).to(gl.int32)
     e = gl.sum(before, 0)
     b = blk - gl.sum(nb * before, 0)
-    return e, gl.sum(cnt * before, 0) + b * C.BM, gl.sum(gl.where(ie == e, cnt, 0), 0) - b * C.BM
+    n = gl.sum(gl.where(ie == e, cnt, 0), 0) - b * C.BM
+    if C.X > 0:
+        n = gl.where(n > C.BM + C.X, C.BM, n)
+    return e, gl.sum(cnt * before, 0) + b * C.BM, n
 
 
 @gluon.jit

@@ -53,7 +53,7 @@ class TilePlan:
     warps share out K.
 
     R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  P: whether w2's weights are fetched before
-    w13's GEMM has ended.  X: tokens by which an expert's last block may stretch (kernel "ws").
+    w13's GEMM has ended.  X: tokens by which an expert's last block may stretch (kernels "ws" and "block", mode lists).
     Z: parts of w2's columns, a CTA each, for so few tokens that tiles alone do not fill the GPU (kernel "block").
     F: whether w2's tiles follow those of w13 of their own block, instead of waiting for all (kernel "block").
     """
@@ -118,13 +118,13 @@ class LayerPlan:
             if self.mode != "ids" or self.w13.kind != self.w2.kind:
                 raise ValueError(f"layer plan {self}: kernel gemv takes both GEMMs, and mode ids")
             return
-        blocks = all(p.kind == "block" for p in both)
+        blocks = all(p.kind == "block" and not p.X for p in both)
         if self.mode not in ("ids", "table", "lists") or not (blocks or self.mode == "lists"):
-            raise ValueError(f"layer plan {self}: want mode ids, table or lists, and lists for kernels ws and wide")
+            raise ValueError(f"layer plan {self}: want mode ids, table or lists: lists for kernels ws and wide, and X")
         if self.mode == "table" and (self.w13.BM != self.w2.BM or self.w13.BM > 64):
             raise ValueError(f"layer plan {self}: with a table both GEMMs share one BM, at most 64")
-        if self.w13.F or (self.w2.F and ({p.kind for p in both} != {"block"} or self.w13.BM != self.w2.BM)):
-            raise ValueError(f"layer plan {self}: F goes with w2 where both GEMMs take kernel block with one BM")
+        if self.w13.F or (self.w2.F and ({p.kind for p in both} != {"block"} or len({(p.BM, p.X) for p in both}) > 1)):
+            raise ValueError(f"layer plan {self}: F goes with w2 where both GEMMs take kernel block with one BM and X")
 
 
 Shape = tuple[int, int, int, int]
@@ -184,12 +184,13 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPl
     follows = tokens > 1 and _follows(I, hit * rows[1])
     w13 = _gemm_plan(codecs[0], H, each, hit * rows[0], tokens, follows)
     w2 = _gemm_plan(codecs[1], I, each, hit * rows[1], tokens, follows, first=False)
-    if (w13.kind, w2.kind) != ("block", "block") or tokens * top_k > TABLE_ROUTES or tokens > CAPTURED_TOKENS:
+    listed = (w13.kind, w2.kind) != ("block", "block") or w13.X or w2.X
+    if listed or tokens * top_k > TABLE_ROUTES or tokens > CAPTURED_TOKENS:
         mode = "lists"
     else:
         alone = tokens * top_k <= FEW_ROUTES * w13.T and hit >= 0.8 * tokens * top_k
         mode = "ids" if alone or tokens == 1 else "table"
-    if w13.kind == w2.kind == "block" and w13.BM == w2.BM:
+    if w13.kind == w2.kind == "block" and (w13.BM, w13.X) == (w2.BM, w2.X):
         w2 = replace(w2, F=int(follows and (codecs[1].bits < 16 or w2.BM == 8)))
     return LayerPlan(tokens, mode, w13, w2)
 
@@ -219,8 +220,13 @@ def _gemm_plan(
         if codec.bits == 4 and codec.integer and codec.group >= 64 and row_tiles >= 4 * THIN and K >= 2048:
             return TilePlan("ws", 32, T=4, S=2, ST=4, V=1, R=128, C=2)
         return TilePlan("block", 32, T=2, S=S, SK=2 if deep else 1, V=1)
+    quarters = codec.bits == 4 and follows  # CTAs of four warps, four an SM: while one starts or ends, three compute
+    if each <= 56 and quarters:
+        return TilePlan("block", 64, T=2, S=2, ST=2, V=3, R=128)
     # an expert's routes scatter by the root of their mean: where half of the experts would need one more, nearly empty
     # block, the last one stretches
+    if each <= 80 and quarters:
+        return TilePlan("block", 64, T=2, S=2, ST=2, V=1, R=168, X=16)
     if codec.planes == 1 or codec.group >= 64:
         if 56 < each <= 80:
             return TilePlan("ws", 64, T=4, W=8, S=2, ST=4, V=2, X=16)

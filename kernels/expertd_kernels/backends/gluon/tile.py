@@ -222,8 +222,9 @@ def tile(
         TT = c.T // 2
     if TT < c.W // 4:
         raise ValueError(f"plan {c}: {c.W} warps need {c.W // 4} row tiles an operand, it has {TT}")
-    if c.X and (c.kind != "ws" or c.X < 8 or c.X & (c.X - 1)):
-        raise ValueError(f"plan {c}: X goes with kernel ws and is a power of two, at least 8")
+    stretches = c.kind == "ws" or (c.kind == "block" and codec.planes)
+    if c.X and (not stretches or mode != "lists" or c.X < 8 or c.X & (c.X - 1)):
+        raise ValueError(f"plan {c}: X goes with kernels ws and block, mode lists, and is a power of two, at least 8")
     if c.Z > 1 and (gemm.first or c.kind != "block" or gemm.K % (64 * c.S * c.Z)):
         raise ValueError(f"plan {c}: Z goes with w2 in kernel block, and {gemm.K} columns in whole stages")
     LQ, LS = _register_layouts(codec, TT, c.W, c.SK) if codec.planes else (None, None)
