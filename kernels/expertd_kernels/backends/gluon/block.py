@@ -37,7 +37,7 @@ from expertd_kernels.backends.gluon.pieces import (
 
 @gluon.jit
 def _more(xs, xt, slot, N1: gl.constexpr, N2: gl.constexpr, C: gl.constexpr):
-    """inputs of the second accumulator: routes N1 .. N1 + N2 of the block, which have a buffer of their own with X > 0"""
+    """inputs of the second accumulator: routes N1 .. N1 + N2 of the block; with X > 0 in a buffer of their own"""
     return xt.index(slot) if C.X > 0 else xs.index(slot).slice(N1, N2, 0)
 
 
