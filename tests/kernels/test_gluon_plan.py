@@ -102,6 +102,25 @@ def test_the_heuristic_fits_the_hardware(scheme, shape):
         check(heuristic((codec, codec), shape, tokens), (codec, codec), tokens * shape[1])
 
 
+@pytest.mark.parametrize(
+    ("scheme", "stretched", "not_stretched"),
+    [
+        ("int4_g128", (1792, 2048, 2176, 4096), (2560, 3072, 8192, 16384)),
+        ("mxfp4", (2048, 4096), (2560, 8192)),
+        ("e4m3_block128", (1792, 2048, 4096, 8192, 12288), (2560, 9216, 16384)),
+        ("int8_channel", (2048, 4096, 8192), (2560, 3072)),
+        ("int4_g32_zp", (), (2048, 4096)),
+    ],
+)
+def test_an_experts_last_block_stretches_where_blocks_would_be_just_full(scheme, stretched, not_stretched):
+    """Tokens of Qwen3-30B-A3B: 16 for each token of an expert."""
+    codec = codec_of(Scheme.parse(scheme))
+    for tokens in (*stretched, *not_stretched):
+        plan = heuristic((codec, codec), (128, 8, 2048, 768), tokens)
+        assert {plan.w13.X, plan.w2.X} == {16 if tokens in stretched else 0}, tokens
+        assert {plan.w13.BM, plan.w2.BM} == {128}
+
+
 @pytest.mark.parametrize("scheme", ["int4_g128", "mxfp4", "int8_channel", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_w2_follows_w13_where_it_has_many_short_tiles(scheme, shape):
