@@ -17,7 +17,7 @@ GROUPED = {f"{E} experts, {n} routes": (E, n) for E, n in ((8, 1300), (60, 600),
 FEW = {f"few: {E} experts, {n} routes": (E, n) for E, n in ((8, 1), (70, 700), (3, 64))}
 BLOCKS = ((60, 300, 8), (1, 100, 16), (8, 7, 64))
 TABLES = {f"blocks of {BM}: {E} experts, {n} routes": (E, n, BM) for E, n, BM in BLOCKS}
-SUMS = {"sums": (1, False), "sums of parts": (3, True)}
+SUMS = {"sums": (1, False, False), "sums of parts": (3, True, False), "weighted sums": (1, True, True)}
 NOTHING = -9
 """What stands in memory before."""
 
@@ -93,7 +93,7 @@ def table(E: int, n: int, BM: int) -> None:
         assert torch.equal(lists, want_lists), f"lists, {how}"
 
 
-def summed(parts: int, counters: bool) -> None:
+def summed(parts: int, counters: bool, weighted: bool) -> None:
     tokens, top_k, E, H = 5, 3, 4, 200
     y = torch.randn(parts, tokens * top_k, H, generator=torch.Generator().manual_seed(1)).bfloat16()
     ids = routes(E, tokens * top_k, "spread").view(tokens, top_k)
@@ -102,8 +102,12 @@ def summed(parts: int, counters: bool) -> None:
     y[:, ~there] = torch.nan  # never written by w2
     out = torch.full((tokens, H), torch.nan).bfloat16()
     done = torch.arange(1024, dtype=torch.int32) if counters else None
-    combine[(tokens, 2)](y, ids, out, H, E, top_k, 128, False, parts, done, 1024 if counters else 0)
-    want = torch.where(there[None, :, None], y, 0.0).float().sum(0).view(tokens, top_k, H).sum(1)
+    weights = torch.linspace(0.1, 1.0, tokens * top_k).view(tokens, top_k) if weighted else None
+    if weights is not None:
+        weights.view(-1)[~there] = torch.nan  # of no meaning where nothing was computed
+    combine[(tokens, 2)](y, ids, out, H, E, top_k, 128, False, parts, done, 1024 if counters else 0, weights)
+    results = torch.where(there[None, :, None], y, 0.0).float().sum(0).view(tokens, top_k, H)
+    want = (results if weights is None else results * torch.nan_to_num(weights)[:, :, None]).sum(1)
     torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
     assert done is None or not bool(done.any()), "counters are not set back"
 

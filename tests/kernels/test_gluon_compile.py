@@ -165,12 +165,17 @@ def test_a_wide_kernel_without_gate_compiles(tmp_path):
         (
             combine,
             ["*fp32", "*i32", "*bf16", "i32", "i32"],
-            {"TOPK": 8, "B": 512, "PDL": True, "PARTS": 1, "done": None, "COUNTERS": 0},
+            {"TOPK": 8, "B": 512, "PDL": True, "PARTS": 1, "done": None, "COUNTERS": 0, "weights": None},
         ),
         (
             combine,
             ["*fp32", "*i32", "*bf16", "i32", "i32", "*i32"],
-            {"TOPK": 2, "B": 512, "PDL": True, "PARTS": 4, "COUNTERS": 1024},
+            {"TOPK": 2, "B": 512, "PDL": True, "PARTS": 4, "COUNTERS": 1024, "weights": None},
+        ),
+        (
+            combine,
+            ["*bf16", "*i32", "*bf16", "i32", "i32", "*i32", "*fp32"],
+            {"TOPK": 8, "B": 2048, "PDL": True, "PARTS": 1, "COUNTERS": 64},
         ),
         (group_few, ["*i32", "*i32", "*i32", "i32"], {"TH": 256, "CH": 4, "PDL": True}),
         (count_routes, ["*i32", "*i16", "i32"], {"E": 60, "EP": 64, "C": 512, "PDL": True}),
@@ -185,7 +190,7 @@ def test_a_wide_kernel_without_gate_compiles(tmp_path):
             {"E": 60, "EP": 64, "MAXB": 128, "BM": 8, "B": 512, "PDL": True},
         ),
     ],
-    ids=["combine", "combine_parts", "group_few", "count_routes", "place_routes", "table_routes"],
+    ids=["combine", "combine_parts", "combine_weighted", "group_few", "count_routes", "place_routes", "table_routes"],
 )
 def test_the_kernels_around_the_gemms_compile(kernel, types, constants, tmp_path):
     names = kernel.arg_names

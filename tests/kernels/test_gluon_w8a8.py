@@ -240,7 +240,7 @@ def _w8a8_few(grid, x, xs, wd, ws, bias, ids, lists, tw, out, out_scale, n, t):
                 out[z * n + route] = (y * weight if g.weight else y).to(out.dtype)
 
 
-def _combine(grid, y, ids, out, H, E, top_k, width, pdl, parts, done, counters):
+def _combine(grid, y, ids, out, H, E, top_k, width, pdl, parts, done, counters, weights):
     assert grid[1] * width >= H
     assert counters == (0 if done is None else len(done))
     if done is not None:
@@ -248,6 +248,8 @@ def _combine(grid, y, ids, out, H, E, top_k, width, pdl, parts, done, counters):
     M = grid[0]
     here = ((ids >= 0) & (ids < E))[:, :, None]
     y = y[: parts * M * top_k].float().view(parts, M, top_k, H).sum(0)
+    if weights is not None:
+        y = y * weights[:, :, None]
     out.copy_(torch.where(here, y, 0.0).sum(1).to(out.dtype))
 
 
@@ -342,10 +344,19 @@ def test_inputs_of_another_shape_or_type_are_refused(emulated):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "listed"), [(511, 2, False), (512, 2, True), (8192, 1, True), (1400, 8, False), (1500, 8, True)]
+    ("tokens", "top_k", "H", "listed"),
+    [
+        (511, 2, 4096, False),
+        (512, 2, 4096, True),
+        (8192, 1, 4096, True),
+        (1400, 8, 4096, False),
+        (1500, 8, 4096, True),
+        (700, 8, 7168, False),
+        (1000, 8, 7168, True),
+    ],
 )
-def test_inputs_are_rounded_into_list_order_from_the_size_on_where_it_pays(tokens, top_k, listed):
-    assert Plan8.of(tokens, Shape8(8, top_k, 4096, 14336)).listed is listed
+def test_inputs_are_rounded_into_list_order_from_the_size_on_where_it_pays(tokens, top_k, H, listed):
+    assert Plan8.of(tokens, Shape8(8, top_k, H, 14336)).listed is listed
 
 
 QWEN3, MIXTRAL, DEEPSEEK = Shape8(128, 8, 2048, 768), Shape8(8, 2, 4096, 14336), Shape8(64, 8, 7168, 2048)

@@ -84,8 +84,11 @@ def test_it_compiles_within_its_registers_and_stays_asynchronous(first, grouped,
     assert int(spilled[1]) <= most_spilled
     lines = disassembled(tmp_path)
     products = [i for i, line in enumerate(lines) if "QGMMA" in line]
-    for at in range(0, 16, 8):  # the loop of each warpgroup
-        inside = lines[products[at] : products[at + 7]]
+    loops = (8, 8) if not grouped else (8, 8 if first else 4) * 2  # each warpgroup's, of whole and of short blocks
+    assert len(products) == sum(loops)
+    for loop in loops:
+        inside = lines[products[0] : products[loop - 1]]
+        products = products[loop:]
         assert not any(" LDL" in line or " STL" in line for line in inside), "the main loop spills"
     assert kernel.metadata.shared <= 232448
     assert 128 * (2 * plan.consumer_registers + plan.producer_registers) <= REGISTERS
@@ -97,8 +100,10 @@ def test_the_main_loop_adds_to_fresh_sums_of_128_columns(tmp_path):
     """Each product of 128 columns starts from nothing (predicate false), and is awaited before it is added."""
     ptx = compiled(gemm(True, True), Plan8()).asm["ptx"]
     products = len(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", ptx))
+    halves = len(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n64k32\.f32\.e4m3\.e4m3", ptx))
     assert products == 2 * 2 * 4  # warpgroups, runs of 128 weight rows, columns by 32
-    assert len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0", ptx)) == 2 * 2
+    assert halves == products
+    assert len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0", ptx)) == 2 * 2 * 2
 
 
 def test_inputs_in_list_order_come_by_bulk_copies_alone(tmp_path):

@@ -86,14 +86,23 @@ def group(
     )  # fmt: skip
 
 
-def add_up(y: Tensor, ids: Tensor, out: Tensor, experts: int, parts: int = 1, done: Tensor | None = None) -> None:
-    """y [parts, M * k, H], ids [M, k] -> out [M, H]; done: int32 counters that are set back to zero, or None.
+def add_up(
+    y: Tensor,
+    ids: Tensor,
+    out: Tensor,
+    experts: int,
+    parts: int = 1,
+    done: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> None:
+    """y [parts, M * k, H], ids [M, k] -> out [M, H]; done: int32 counters that are set back to zero, or None; weights
+    [M, k] f32: what y has not been multiplied by yet, or None.
 
     Up to 512 tokens a thread has few numbers of each row, so that it asks for all rows at once: with eight, the
     registers of a full multiprocessor hold five rows, and the others come a round trip later."""
     (M, top_k), H = ids.shape, out.shape[1]
     width, warps = (256, 4) if M < 64 else (512, 4) if M <= 512 else (2048, 8)
     combine[(M, triton.cdiv(H, width))](
-        y, ids, out, H, experts, top_k, width, True, parts, done, 0 if done is None else done.numel(),
+        y, ids, out, H, experts, top_k, width, True, parts, done, 0 if done is None else done.numel(), weights,
         num_warps=warps, launch_pdl=True,
     )  # fmt: skip

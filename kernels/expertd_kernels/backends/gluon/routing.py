@@ -188,9 +188,11 @@ def combine(
     PARTS: tl.constexpr = 1,
     done=None,
     COUNTERS: tl.constexpr = 0,
+    weights=None,
 ):
     """out[t] = sum of y[route] over the token's routes that are computed here, in f32, in the order of the slots.
-    y [PARTS, tokens * TOPK, H]: each route's result as the sum of PARTS.  done [COUNTERS]: set back to 0."""
+    y [PARTS, tokens * TOPK, H]: each route's result as the sum of PARTS.  done [COUNTERS]: set back to 0.
+    weights [tokens, TOPK] f32: what each result is multiplied by, or None."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * B + tl.arange(0, B)
     here = 0
@@ -205,5 +207,9 @@ def combine(
     a = tl.zeros([B], tl.float32)
     for i in tl.static_range(TOPK * PARTS):
         at = (i // TOPK * tl.num_programs(0) + t) * TOPK + i % TOPK
-        a += tl.load(y + at * H + c, mask=(c < H) & ((here >> (i % TOPK)) & 1 == 1), other=0.0).to(tl.float32)
+        computed = (here >> (i % TOPK)) & 1 == 1
+        v = tl.load(y + at * H + c, mask=(c < H) & computed, other=0.0).to(tl.float32)
+        if weights is not None:
+            v *= tl.load(weights + t * TOPK + i % TOPK, mask=computed, other=0.0)
+        a += v
     tl.store(out + t * H + c, a.to(out.dtype.element_ty), mask=c < H)

@@ -179,7 +179,8 @@ class W8A8Experts(InPieces):
         """Both GEMMs and the sum, of inputs that are rounded."""
         n, top_k = ids.numel(), ids.shape[1]
         h = s.h if self.rounds_h else s.wide
-        gemms = self._gemm(True, top_k, on_input), self._gemm(False, top_k, on_input)
+        later = p.few is None and not on_input  # router weights: by the sum of many tokens' results
+        gemms = self._gemm(True, top_k, on_input), self._gemm(False, top_k, on_input or later)
         if p.few is not None:
             self._few(gemms[0], p.few[0], self._w13, q, scale, ids, weights, s, h, s.h_scale)
         else:
@@ -196,7 +197,7 @@ class W8A8Experts(InPieces):
             self._few(gemms[1], p.few[1], self._w2, s.h, s.h_scale, ids, weights, s, y, s.h_scale)
         else:
             self._multiply(gemms[1], p, self._w2, s.h, s.h_scale, weights, s, n, y, s.h_scale)
-        add_up(y, ids, out, self.num_experts, parts, s.tickets if p.few is None else None)
+        add_up(y, ids, out, self.num_experts, parts, s.tickets if p.few is None else None, weights if later else None)
 
     def _round_tile(self, columns: int, warps: int) -> tuple[int, int]:
         """(rows, columns) that a program of so many warps rounds, 16 numbers a thread or more."""

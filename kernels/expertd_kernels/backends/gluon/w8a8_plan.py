@@ -67,7 +67,8 @@ class Plan8:
         """The plan by size; the measurements behind each line: docs/gpu-notes.md.  batch_invariant: one kernel for any
         number of tokens, so that each row is summed by the same steps."""
         few = None if batch_invariant else few_of(tokens, shape)
-        return cls(listed=few is None and planned(tokens) >= (512 if shape.top_k <= 2 else 2048), few=few)
+        least = 512 if shape.top_k <= 2 else 1024 if shape.H > 4096 else 2048
+        return cls(listed=few is None and planned(tokens) >= least, few=few)
 
     def __post_init__(self) -> None:
         if not 1 <= self.depth < self.ST:

@@ -62,8 +62,10 @@ class Tile8:
     producer_registers: int
     source: str
     MMA: Any
+    MMA64: Any
     LX: Any
     LH: Any
+    LH64: Any
     LY: Any
     SA: Any
     SB: Any
@@ -88,6 +90,11 @@ class Tile8:
         return not self.gemm.first and self.gemm.segment % (2 * GROUP) != 0
 
     @property
+    def split(self) -> bool:
+        """Whether both warpgroups compute a block that has tokens for one, half of the columns each."""
+        return self.gemm.grouped
+
+    @property
     def padded_experts(self) -> int:
         return max(32, 1 << (self.gemm.experts - 1).bit_length())
 
@@ -101,16 +108,16 @@ _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 """Part of each Tile8: Triton's cache of compiled kernels keys on its text, not on what its properties compute."""
 
 
-def _rows_by_warp(vector: int) -> Any:
-    """[64, 128] as an accumulator's rows lie (16 a warp), but `vector` columns in a row for each lane: the two differ
-    inside groups of four lanes only, so that the change of layout needs no barrier."""
-    bits = vector.bit_length() - 1
+def _rows_by_warp(vector: int, columns: int = GROUP) -> Any:
+    """[64, columns] as an accumulator's rows lie (16 a warp), but `vector` columns in a row for each lane: the two
+    differ inside groups of four lanes only, so that the change of layout needs no barrier."""
+    bits, more = vector.bit_length() - 1, columns.bit_length() - 1
     return gl.DistributedLinearLayout(
-        [[0, 1 << i] for i in range(bits)] + [[0, 1 << i] for i in range(bits + 2, 7)] + [[8, 0]],
+        [[0, 1 << i] for i in range(bits)] + [[0, 1 << i] for i in range(bits + 2, more)] + [[8, 0]],
         [[0, vector], [0, 2 * vector], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
-        [64, GROUP],
+        [64, columns],
     )
 
 
@@ -131,8 +138,10 @@ def tile8(gemm: Gemm8, plan: Plan8, pdl: bool) -> Tile8:
         plan.producer_registers,
         _SOURCE,
         gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP, 32]),
+        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP // 2, 32]),
         gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]),
         _rows_by_warp(16),
+        _rows_by_warp(16, GROUP // 2),
         _rows_by_warp(8),
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2),
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2),
