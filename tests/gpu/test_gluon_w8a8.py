@@ -153,6 +153,14 @@ def test_the_kernel_for_few_tokens(case, few):
         check(case, weights, experts, M, how, plan=Plan8(few=few))
 
 
+@pytest.mark.parametrize("listed", [False, True], ids=["gathered", "listed"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[4]], ids=str)
+def test_short_blocks_which_both_warpgroups_compute(case, listed):
+    weights, experts = layer(case)
+    for M, how in ((1, "even"), (32, "one"), (33, "one"), (60, "absent"), (130, "skewed"), (700, "even")):
+        check(case, weights, experts, M, how, plan=Plan8(listed=listed))
+
+
 def test_the_router_weight_on_the_input():
     case = Case(top_k=1, inner=512)
     weights, experts = layer(case)
