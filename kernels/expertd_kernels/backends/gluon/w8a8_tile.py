@@ -28,7 +28,8 @@ class Gemm8:
     grouped     scales by 128 x 128 weights and by 128 input columns, and w13 rounds its result likewise; else one scale
                 a weight row and one an input row, and w13 writes bf16
     static      one given scale for all inputs, one for all of w13's results, which it rounds (not with `grouped`)
-    weight      whether the router weight multiplies this GEMM's result (w2; w13 where it belongs on the input)
+    weight      whether the router weight multiplies this GEMM's result (w13 where it belongs on the input; w2 of few
+                tokens: of many, the sum multiplies)
     """
 
     K: int
