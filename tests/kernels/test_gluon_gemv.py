@@ -9,13 +9,13 @@ import pytest
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from ptxas import resources  # noqa: E402
+from ptxas import assembled, disassembled, resources  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from expertd_kernels.backends.gluon.codec import codec_of  # noqa: E402
 from expertd_kernels.backends.gluon.gemv import gemv  # noqa: E402
-from expertd_kernels.backends.gluon.gemv_tile import Slices, slices  # noqa: E402
+from expertd_kernels.backends.gluon.gemv_tile import KEPT, SHARED_MEMORY, Slices, slices  # noqa: E402
 from expertd_kernels.backends.gluon.plan import TilePlan  # noqa: E402
 from expertd_kernels.backends.gluon.tile import Gemm  # noqa: E402
 from expertd_kernels.scheme import Scheme  # noqa: E402
@@ -40,10 +40,10 @@ ACT = {"act": "swigluoai", "alpha": 1.702, "beta": 1.0, "limit": 7.0, "limited":
 SMALL = {"H": 1000, "I": 200, "top_k": 6, "experts": 60}
 
 
-def compiled(g: Gemm, plan: str):
+def compiled(g: Gemm, plan: str, even: int = 0):
     p = TilePlan.parse(plan)
-    c = slices(g, p)
-    words, scale = "*i32" if c.codec.planes else "*bf16", "*u8" if c.codec.e8m0 else "*bf16"
+    c = slices(g, p, even)
+    words, scale = "*i32" if c.codec.planes else "*bf16", f"*i{c.scale_bits}" if c.codec.e8m0 else "*bf16"
     types = ["*bf16", words, scale, "*fp32", "*i32", "*fp32", "*bf16", "fp32", "constexpr"]
     signature = dict(zip(gemv.arg_names, types, strict=True))
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
@@ -60,8 +60,8 @@ CASES = [
     ("int4_g128", True, {"H": 7168, "I": 2048}, "gemv BM1 T4 W8 S1 ST4", 64),
     ("int4_g128", False, {"H": 7168, "I": 2048}, "gemv BM1 T1 W8 S1 ST4", 64),
     ("int4_g32_zp", True, SMALL, "gemv BM1 T2 W4 S1 ST4", 104),
-    ("mxfp4", True, OSS | ACT, "gemv BM1 T1 W4 S1 ST4", 72),
-    ("mxfp4", False, OSS, "gemv BM1 T1 W8 S1 ST8", 128),
+    ("mxfp4", True, OSS | ACT, "gemv BM1 T4 W8 S1 ST8", 80),
+    ("mxfp4", False, OSS, "gemv BM1 T1 W8 S1 ST8", 104),
     ("int8_channel", True, {}, "gemv BM1 T4 W4 S1 ST4", 88),
     ("e4m3_block128", False, {"H": 4096, "I": 14336, "top_k": 2}, "gemv BM1 T1 W8 S1 ST4", 128),
     ("bf16", True, {"weight": True}, "gemv BM1 T2 W8 S1 ST2", 104),
@@ -103,6 +103,69 @@ def test_each_step_refills_what_it_has_used():
     loads, products = ([m.start() for m in re.finditer(word, ptx)] for word in ("ld.global.v4.b32", "mma.sync"))
     assert all(products[4 * i] < loads[8 + i] < products[4 * i + 8] for i in range(4))
     assert ptx.count("bar.warp.sync", products[0], loads[-1]) >= 3  # ptxas may not gather the loads
+
+
+def first_uses(lines: list[str]) -> list[float]:
+    """How far from each load in the shortest loop with loads its first use is, as a part of the loop; no use counts 1.
+
+    An instruction's first register is taken for its result, but that of a store; wider operands count by their first
+    register, which is what waits for a load."""
+    labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.L_\w+):", line.strip()))}
+    loops = []
+    for i, line in enumerate(lines):
+        to = re.search(r"BRA(?:\.\w+)* .*`\((\.L_\w+)\)", line)
+        if to and labels[to[1]] < i:
+            body = [m[1] for x in lines[labels[to[1]] : i] if (m := re.search(r"\*/\s+(?:@!?U?P\w+ )?(\S.*?) ?;", x))]
+            if any(x.startswith("LDG.E.128") for x in body):
+                loops.append(body)
+    body = min(loops, key=len)
+    found = []
+    for i, load in enumerate(body):
+        if m := re.match(r"LDG\S* R(\d+),", load):
+            words = {f"R{int(m[1]) + j}" for j in range(4 if ".128" in load else 1)}
+            later = enumerate(body[i + 1 :] + body[:i], 1)
+            sources = ((n, re.findall(r"\bR\d+", x)[0 if x.startswith("ST") else 1 :]) for n, x in later)
+            found.append(next((n for n, r in sources if words & set(r)), len(body)) / len(body))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scheme", "first", "plan"),
+    [
+        ("mxfp4", True, "gemv BM1 T4 W8 S1 ST8"),
+        ("mxfp4", False, "gemv BM1 T1 W8 S1 ST8"),
+        ("mxfp8", True, "gemv BM1 T2 W8 S1 ST4"),
+    ],
+)
+def test_no_warp_waits_for_exponents_that_it_has_just_asked_for(scheme, first, plan, tmp_path):
+    """Bytes of words that a round hands on to the next one would be copied at its end, 85 to 160 instructions of 320 to
+    630 behind their loads."""
+    assembled(compiled(gemm(scheme, first, **(OSS | (ACT if first else {}))), plan), tmp_path)
+    uses = first_uses(disassembled(tmp_path))
+    assert len(uses) >= 8
+    assert min(uses) >= 0.6
+
+
+@pytest.mark.parametrize(
+    ("first", "facts", "plan", "even"),
+    [
+        (False, {}, "gemv BM1 T1 W8 S1 ST16", 1),
+        (True, {}, "gemv BM1 T1 W4 S1 ST8", 6),
+        (False, {"H": 7168, "I": 2048}, "gemv BM1 T1 W8 S1 ST4", 4),
+        (True, {"H": 7168, "I": 2048}, "gemv BM1 T4 W8 S1 ST8", 3),
+    ],
+)
+def test_an_sm_takes_its_share_of_ctas_and_no_more(first, facts, plan, even):
+    shared = compiled(gemm("int4_g128", first, **facts), plan, even).metadata.shared
+    assert SHARED_MEMORY // (shared + KEPT) == even
+    assert shared <= 227 * 1024
+
+
+def test_no_share_is_kept_where_inputs_alone_take_more_or_rounds_are_too_coarse():
+    c = slices(gemm("int4_g128", False, H=4096, I=14336, top_k=2), TilePlan.parse("gemv BM1 T1 W8 S1 ST8"), 4)
+    assert c.input_rounds == c.padded_rounds  # 56 KiB
+    c = slices(gemm("int4_g128", False), TilePlan.parse("gemv BM1 T1 W8 S1 ST16"), 5)
+    assert c.input_rounds == c.padded_rounds  # 16 KiB a round
 
 
 @pytest.mark.parametrize("scheme", ["int4_g32", "mxfp4", "mxfp8", "int8_g32_zp"])
@@ -151,21 +214,21 @@ def position(layout, register: int, lane: int, warp: int) -> list[int]:
     return at
 
 
-@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "int8_channel", "mxfp4", "e4m3_block128"])
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "int8_channel", "mxfp4", "mxfp8", "e4m3_block128"])
 def test_a_lane_reads_its_own_fragments_and_scales(scheme):
     """Row of packing.py: 16 * slice + 8 * i0 + lane // 4 for words [unit, slice, lane, 4] and for scales [chunk, plane,
-    slice, lane // 4, group, i0]."""
+    slice, lane // 4, group, i0]; exponents in words of a lane's."""
     for T, W in ((1, 8), (2, 8), (4, 4), (4, 16)):
         c = slices(gemm(scheme, True), TilePlan.parse(f"gemv BM1 T{T} W{W} S1 ST4"))
         gc, units = c.codec.chunk // c.codec.group, c.codec.units
+        words = 2 * gc // c.scales_a_word  # of a lane, plane and chunk
         for warp in range(W):
             part, piece = warp // T, warp % T
             for lane in (0, 1, 7, 19, 31):
                 for r in range(4 * units):
                     assert position(c.LQ, r, lane, warp) == [part, (r // 4 * T + piece) * 128 + 4 * lane + r % 4]
-                for r in range(2 * gc * c.codec.planes):
-                    plane = r // (2 * gc)
-                    want = ((plane * T + piece) * 8 + lane // 4) * 2 * gc + r % (2 * gc)
+                for r in range(words * c.codec.planes):
+                    want = ((r // words * T + piece) * 8 + lane // 4) * words + r % words
                     assert position(c.LS, r, lane, warp) == [part, want]
 
 

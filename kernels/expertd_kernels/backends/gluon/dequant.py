@@ -140,11 +140,17 @@ def load(wb, sb, j: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def unpack(q, s, C: gl.constexpr, AL: gl.constexpr):
     """what `load` gave -> bf16 A operand [TT * 64, 64 * SK] in registers"""
+    if C.codec.e8m0:
+        s = gl.inline_asm_elementwise(E8M0, "=&r,=&r,r", [s], dtype=gl.bfloat16, is_pure=True, pack=4)
+    return weights(q, s, C, AL)
+
+
+@gluon.jit
+def weights(q, s, C: gl.constexpr, AL: gl.constexpr):
+    """words and bf16 scales -> bf16 A operand [TT * 16 * slices, 64 * SK] in registers"""
     U: gl.constexpr = C.SK * C.codec.units
     w = _bits(q.reshape([C.TT, 128 * C.slices * U]), C, U, AL)
     GS: gl.constexpr = C.codec.load_groups(C.SK)
-    if C.codec.e8m0:
-        s = gl.inline_asm_elementwise(E8M0, "=&r,=&r,r", [s], dtype=gl.bfloat16, is_pure=True, pack=4)
     if GS == 1:
         w = _scaled(w, s, C, gl.SliceLayout(1, AL))
     else:

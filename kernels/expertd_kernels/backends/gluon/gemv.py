@@ -14,9 +14,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from expertd_kernels.backends.gluon.dequant import unpack
+from expertd_kernels.backends.gluon.dequant import weights
 from expertd_kernels.backends.gluon.pieces import _act, barrier, copy_elements
 
+EXPONENTS = gl.constexpr(
+    "{\n.reg .b32 t, z;\nmov.b32 z, 0;\nprmt.b32 t, $4, z, 0x1404;\nshr.u32 t, t, 1;\nmov.b32 {$0, $1}, t;\n"
+    "prmt.b32 t, $4, z, 0x3424;\nshr.u32 t, t, 1;\nmov.b32 {$2, $3}, t;\n}"
+)
+"""Four exponent bytes -> four bf16 powers of two."""
 HOLD = gl.constexpr("bar.warp.sync 0xffffffff;\nmov.b32 $0, $1;")
 
 
@@ -85,10 +90,10 @@ def _fetch(codes, scales, tile, i, e1, e2, C: gl.constexpr):
         _, k, _ = _place(gl.arange(0, C.parts, gl.SliceLayout(1, LS)), i, C)
         k = k.to(gl.int64)
         row = (e2 * C.gemm.rows + tile * C.slices // 4).to(gl.int64)
-        at = row * (C.chunks * C.codec.chunk_scales) + tile * C.slices % 4 * C.slice_scales
-        v = gl.expand_dims(gl.arange(0, C.step_scales, gl.SliceLayout(0, LS)), 0)
+        at = row * (C.chunks * C.chunk_scales) + tile * C.slices % 4 * C.slice_scales
+        v = gl.expand_dims(gl.arange(0, C.step_scales // C.scales_a_word, gl.SliceLayout(0, LS)), 0)
         chunk = gl.expand_dims(k * (64 * C.S) // C.codec.chunk, 1) + v // (PL * G2)
-        at = gl.expand_dims(at, 1) + (chunk * C.codec.chunk_scales + v // G2 % PL * (4 * C.slice_scales) + v % G2)
+        at = gl.expand_dims(at, 1) + (chunk * C.chunk_scales + v // G2 % PL * (4 * C.slice_scales) + v % G2)
         s = gl.load(scales + at)
     return q, s
 
@@ -121,6 +126,19 @@ def _inputs(x, ids, route, xs, C: gl.constexpr):
 
 
 @gluon.jit
+def _exponents(s, C: gl.constexpr):
+    """words of exponents -> bf16 [parts, step_scales].  Until here they are words: of bytes, each in a register, ptxas
+    makes copies at the end of a round, for which a warp waits"""
+    a, b, c, d = gl.inline_asm_elementwise(
+        EXPONENTS, "=h,=h,=h,=h,r", [s.to(gl.int32)], dtype=(gl.int16,) * 4, is_pure=True, pack=1
+    )
+    s = gl.join(a, b)
+    if C.scales_a_word == 4:
+        s = gl.join(gl.join(a, c), gl.join(b, d))
+    return s.to(gl.bfloat16, bitcast=True).reshape([C.parts, C.step_scales])
+
+
+@gluon.jit
 def _product(q, s, xb, acc, C: gl.constexpr):
     """acc + the product of a step's weights [16 * W, 64 * S] and inputs [64 * S, 8], part n % parts in column n"""
     MMA: gl.constexpr = C.MMA
@@ -131,7 +149,9 @@ def _product(q, s, xb, acc, C: gl.constexpr):
         a = q.reshape([C.parts, S, C.slices, 2, 8, 2, 4, 2, 2, 2]).permute((0, 2, 3, 4, 1, 5, 7, 8, 6, 9))
         a = gl.convert_layout(a.reshape([16 * C.W, 64 * S]), AL)
     else:
-        a = unpack(q, s, C, AL)
+        if C.codec.e8m0:
+            s = _exponents(s, C)
+        a = weights(q, s, C, AL)
     if C.codec.kind != "plain" and C.parts == 8:
         b = xb.permute((1, 0)).load(BL)
     else:
@@ -217,7 +237,7 @@ def gemv(x, codes, scales, bias, ids, tw, out, unscale, C: gl.constexpr):
             v = gl.load(ids + route + j)
             e = gl.where((v >= 0) & (v < C.gemm.experts), v, e)
         x += route.to(gl.int64) * C.gemm.x_stride
-    xs = gl.allocate_shared_memory(gl.bfloat16, [C.padded_rounds, C.parts * D, 64 * C.S], C.SX)
+    xs = gl.allocate_shared_memory(gl.bfloat16, [C.input_rounds, C.parts * D, 64 * C.S], C.SX)
     acc = gl.zeros([16 * C.W, 8], gl.float32, MMA)
     if e >= 0:
         e1, e2 = _experts(ids, route, e, 0, C)

@@ -17,6 +17,12 @@ from expertd_kernels.backends.gluon.tile import Gemm
 
 __all__ = ["Slices", "slices"]
 
+SHARED_MEMORY = 228 * 1024
+"""Bytes of shared memory of an SM (H100, H200); each CTA takes KEPT more than it asks for."""
+KEPT = 1024
+SUMS = 2048
+"""Bytes of shared memory, at most, for the sums over warps."""
+
 
 @dataclass(frozen=True, eq=False)
 class Slices:
@@ -25,7 +31,8 @@ class Slices:
     slices   of 16 rows a CTA; parts: in how many its W warps share out K (w2: a token's slots and K)
     S        64-column blocks a step; ahead: steps under way
     slots    experts that a part takes one after another (w2); splits: parts of K of one expert
-    TT, SK   parts and S by the names that `unpack` knows
+    even     CTAs that an SM takes at most; 0: as many as fit
+    TT, SK   parts and S by the names that `weights` knows
     """
 
     gemm: Gemm
@@ -37,6 +44,7 @@ class Slices:
     ahead: int
     slots: int
     splits: int
+    even: int
     TT: int
     SK: int
     source: str
@@ -82,6 +90,16 @@ class Slices:
         return -(-self.rounds // self.fill) * self.fill
 
     @property
+    def input_rounds(self) -> int:
+        """Rounds of inputs that there is shared memory for: as many more than there are as keep further CTAs from an
+        SM that has its share.  Else CTAs that come while those of the kernel in front leave pile up where these leave
+        first."""
+        each = self.parts * self.ahead * 64 * self.S * 2
+        least = -(-(SHARED_MEMORY // (self.even + 1) - KEPT + 1) // each)
+        most = (SHARED_MEMORY // max(1, self.even) - KEPT - SUMS) // each
+        return least if self.even and self.padded_rounds <= least <= most else self.padded_rounds
+
+    @property
     def slice_words(self) -> int:
         """Stored words of a unit's 16 rows (bf16: elements of a block's)."""
         return 128 if self.codec.planes else 1024
@@ -101,9 +119,24 @@ class Slices:
         return -(-self.gemm.K // self.codec.chunk)
 
     @property
+    def scales_a_word(self) -> int:
+        """Stored numbers that are loaded, and kept until they are used, as one: the exponents of a lane, else 1."""
+        return 2 * self.codec.chunk // self.codec.group if self.codec.e8m0 else 1
+
+    @property
+    def scale_bits(self) -> int:
+        """Bits of that one."""
+        return 8 * self.codec.scale_bytes * self.scales_a_word
+
+    @property
     def slice_scales(self) -> int:
-        """Stored numbers of 16 rows, a plane and chunk."""
-        return 16 * self.codec.chunk // self.codec.group
+        """Words of 16 rows, a plane and chunk."""
+        return 16 * self.codec.chunk // self.codec.group // self.scales_a_word
+
+    @property
+    def chunk_scales(self) -> int:
+        """Words of 64 rows and a chunk."""
+        return self.codec.chunk_scales // self.scales_a_word
 
     @property
     def step_scales(self) -> int:
@@ -139,6 +172,10 @@ def _register_layouts(codec: Codec, R: int, P: int, S: int) -> tuple[Any, Any]:
     LQ = gl.DistributedLinearLayout(registers, _bases(4, 5), warps, [], [P, 128 * R * units])
     # scales of a chunk: [plane, slice, lane/4 8, group, i0 2]
     gc, loaded = codec.chunk // codec.group, codec.load_scales(S) // 4 * R
+    if codec.e8m0:  # a lane's exponents of a chunk are one word
+        registers = _bases(8 * R, _log(loaded // (2 * gc) // (8 * R)))
+        lanes, warps = [[0, 0], [0, 0], *_bases(1, 3)], [*_bases(8, _log(R)), *parts]
+        return LQ, gl.DistributedLinearLayout(registers, lanes, warps, [], [P, loaded // (2 * gc)])
     registers = [*_bases(1, 1 + _log(gc)), *_bases(16 * R * gc, _log(loaded // (16 * R * gc)))]
     lanes, warps = [[0, 0], [0, 0], *_bases(2 * gc, 3)], [*_bases(16 * gc, _log(R)), *parts]
     return LQ, gl.DistributedLinearLayout(registers, lanes, warps, [], [P, loaded])
@@ -166,9 +203,9 @@ def _row_layout(W: int, R: int) -> Any:
 
 
 @cache
-def slices(gemm: Gemm, plan: TilePlan) -> Slices:
-    """The constants of `plan` for `gemm`: T slices, W / T parts, ST steps ahead.  ValueError where they do not go
-    together."""
+def slices(gemm: Gemm, plan: TilePlan, even: int = 0) -> Slices:
+    """The constants of `plan` for `gemm`: T slices, W / T parts, ST steps ahead; even: CTAs an SM at most, 0 for as
+    many as fit.  ValueError where they do not go together."""
     c, codec = plan, gemm.codec
     P = c.W // c.T
     if c.kind != "gemv" or c.T not in (1, 2, 4) or P not in (1, 2, 4, 8) or P * c.T != c.W:
@@ -192,6 +229,7 @@ def slices(gemm: Gemm, plan: TilePlan) -> Slices:
         c.ST,
         slots,
         splits,
+        even,
         P,
         c.S,
         _SOURCE,

@@ -177,9 +177,14 @@ class GluonExperts(InPieces):
     def _gemv(self, m: Matrix, p: TilePlan, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, b: int) -> None:
         """Kernel gemv for b routes (w13) or tokens (w2)."""
         c = slices(m.gemm, p)
+        if p.V:
+            c = slices(m.gemm, p, triton.cdiv(b * c.tiles, self.multiprocessors))
         codes = m.codes if m.gemm.codec.planes else m.codes.view(torch.bfloat16)
+        scales = m.scales
+        if m.gemm.codec.e8m0:
+            scales = scales.view(-1).view(torch.int16 if c.scale_bits == 16 else torch.int32)
         options: dict[str, Any] = {"num_warps": p.W, "launch_pdl": True} | ({"maxnreg": p.R} if p.R else {})
-        gemv[(b * c.tiles,)](x, codes, m.scales, m.bias, ids, weights, out, m.unscale, c, **options)
+        gemv[(b * c.tiles,)](x, codes, scales, m.bias, ids, weights, out, m.unscale, c, **options)
 
     def _blocks(self, n: int, BM: int) -> int:
         """Blocks of up to BM routes that n routes make at most."""
