@@ -230,7 +230,7 @@ def test_each_route_by_itself(case):
     from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
 
     weights, experts = layer(case)
-    for w13, w2 in (("T1 W8", "T1 W8"), ("T4 W4", "T1 W4"), ("T2 W8", "T2 W2"), ("T4 W16", "T1 W2")):
+    for w13, w2 in (("T1 W8", "T1 W8"), ("T4 W4", "T1 W4"), ("T2 W8", "T2 W2"), ("T4 W16 V1", "T1 W8 V1")):
         plan = LayerPlan(0, "ids", *(TilePlan.parse(f"gemv BM1 {p} S1 ST4") for p in (w13, w2)))
         for M, how in ((1, "even"), (3, "absent"), (4, "one"), (2, "skewed")):
             check(case, weights, experts, M, how, plan=plan)

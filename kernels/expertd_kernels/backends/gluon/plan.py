@@ -49,8 +49,8 @@ SHORT = 4096
 @dataclass(frozen=True)
 class TilePlan:
     """One GEMM's kernel.  kind "block": one tile a CTA; "ws": persistent, warp-specialised; "wide": the same for bf16
-    weights; "gemv": each route by itself.  The letters: see Tile; for "gemv" T counts slices of 16 rows, and W / T
-    warps share out K.
+    weights; "gemv": each route by itself.  The letters: see Tile; for "gemv" T counts slices of 16 rows, W / T
+    warps share out K, and V1 keeps an SM to its share of the CTAs.
 
     R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  P: whether w2's weights are fetched before
     w13's GEMM has ended.  X: tokens by which an expert's last block may stretch (kernels "ws" and "block", mode lists).
