@@ -243,9 +243,10 @@ def test_two_row_tiles_of_eight_bits(scheme):
 
     case = Case(scheme, bias=True, experts=9, top_k=3, hidden=1088, inner=320)
     weights, experts = layer(case)
-    plan = LayerPlan(0, "table", TilePlan.parse("block BM8 T2 S2"), TilePlan.parse("block BM8 T2 S2 F1"))
-    for M, how in ((5, "absent"), (37, "skewed"), (64, "one"), (300, "even")):
-        check(case, weights, experts, M, how, plan=plan)
+    for mode, tiles in (("table", "block BM8 T2 S2"), ("lists", "block BM64 T2 ST2 V3 R168")):
+        plan = LayerPlan(0, mode, TilePlan.parse(tiles), TilePlan.parse(tiles + " F1"))
+        for M, how in ((5, "absent"), (37, "skewed"), (64, "one"), (300, "even")):
+            check(case, weights, experts, M, how, plan=plan)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ CASES = [
     ("int4_g128", True, "block BM64 T4 W8 V3 D2 R128", "lists", 0, 128, 32),
     ("int4_g128", True, "block BM64 T2 S2 ST2 V3 R128", "lists", 0, 128, 32),
     ("mxfp4", True, "block BM64 T2 S2 ST2 V3 R128", "lists", 0, 128, 32),
+    ("e4m3_block128", True, "block BM64 T2 S2 ST2 V3 R168", "lists", 0, 168, 0),
+    ("int8_channel", False, "block BM64 T2 S2 ST2 V3 R168", "lists", 0, 168, 0),
     ("int4_g128", True, "block BM64 T2 S2 ST2 V1 R168 X16", "lists", 0, 168, 0),
     ("int4_g32_zp", False, "block BM64 T2 S2 ST2 V1 R168 X16", "lists", 0, 168, 0),
     ("int4_g128", True, "ws BM128 T4 W8 ST4 V1", "lists", 0, 168, 256),

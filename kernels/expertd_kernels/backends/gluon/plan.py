@@ -220,12 +220,12 @@ def _gemm_plan(
         if codec.bits == 4 and codec.integer and codec.group >= 64 and row_tiles >= 4 * THIN and K >= 2048:
             return TilePlan("ws", 32, T=4, S=2, ST=4, V=1, R=128, C=2)
         return TilePlan("block", 32, T=2, S=S, SK=2 if deep else 1, V=1)
-    quarters = codec.bits == 4 and follows  # CTAs of four warps, four an SM: while one starts or ends, three compute
-    if each <= 56 and quarters:
-        return TilePlan("block", 64, T=2, S=2, ST=2, V=3, R=128)
+    # CTAs of four warps, three or four an SM: while one starts or ends, the others compute
+    if each <= 56 and follows and (codec.bits == 4 or codec.group >= 64):
+        return TilePlan("block", 64, T=2, S=2, ST=2, V=3, R=128 if codec.bits == 4 else 168)
     # an expert's routes scatter by the root of their mean: where half of the experts would need one more, nearly empty
     # block, the last one stretches
-    if each <= 80 and quarters:
+    if each <= 80 and follows and codec.bits == 4:
         return TilePlan("block", 64, T=2, S=2, ST=2, V=1, R=168, X=16)
     if codec.planes == 1 or codec.group >= 64:
         if 56 < each <= 80:
