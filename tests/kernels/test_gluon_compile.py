@@ -13,7 +13,8 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from expertd_kernels.backends.gluon.block import block  # noqa: E402
 from expertd_kernels.backends.gluon.codec import codec_of  # noqa: E402
-from expertd_kernels.backends.gluon.plan import WIDE, WIDER, TilePlan  # noqa: E402
+from expertd_kernels.backends.gluon.plan import TilePlan  # noqa: E402
+from expertd_kernels.backends.gluon.planning import WIDE, WIDER  # noqa: E402
 from expertd_kernels.backends.gluon.routing import combine, count_routes, group_few, place_routes, table_routes  # noqa: E402
 from expertd_kernels.backends.gluon.specialized import ws  # noqa: E402
 from expertd_kernels.backends.gluon.tile import Gemm, tile  # noqa: E402

@@ -8,7 +8,8 @@ import pytest
 
 from expertd_kernels.backends import gluon
 from expertd_kernels.backends.gluon.codec import Codec, codec_of
-from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan, heuristic, one_plan
+from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+from expertd_kernels.backends.gluon.planning import Plans, heuristic, one_plan
 from expertd_kernels.scheme import Scheme
 from expertd_kernels.sizes import planned
 
@@ -226,11 +227,11 @@ def test_the_committed_tables_parse_and_fit():
     assert files
     for file in files:
         for row in json.loads(file.read_text())["layers"]:
-            codecs = tuple(next(c for c in map(codec_of, ALL) if c.name == n) for n in row["codecs"])
-            plans = Plans.for_layer("NVIDIA H200", *codecs, tuple(row["shape"]))
+            w13, w2 = (next(c for c in map(codec_of, ALL) if c.name == n) for n in row["codecs"])
+            plans = Plans.for_layer("NVIDIA H200", w13, w2, tuple(row["shape"]))
             assert plans.tuned, row
             for p in plans.tuned:
-                check(p, codecs, min(p.tokens, 8192) * row["shape"][1])
+                check(p, (w13, w2), min(p.tokens, 8192) * row["shape"][1])
 
 
 ALL = [Scheme.parse(s) for s in ("int4_g128", "int4_g64", "int4_g32", "int4_g128_zp", "int8_channel", "mxfp4", "mxfp8",

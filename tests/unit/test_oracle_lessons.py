@@ -28,7 +28,7 @@ from expertd_kernels.backends import cpu_torch, deepgemm, gluon_sm90, reference,
 from expertd_kernels.backends import flashinfer_cutlass as cutlass
 from expertd_kernels.backends import flashinfer_trtllm as trtllm
 from expertd_kernels.backends.gluon.codec import codec_of
-from expertd_kernels.backends.gluon.plan import heuristic
+from expertd_kernels.backends.gluon.planning import heuristic
 from expertd_kernels.backends.triton_kernels.layout import layout_of
 from expertd_kernels.backends.triton_kernels.plan import Facts, make_plan
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint

@@ -18,7 +18,8 @@ from expertd_kernels.backends.gluon.gemv import gemv
 from expertd_kernels.backends.gluon.gemv_tile import slices
 from expertd_kernels.backends.gluon.matrices import Matrix, gemms
 from expertd_kernels.backends.gluon.matrix import TILE, round_up
-from expertd_kernels.backends.gluon.plan import LayerPlan, Plans, TilePlan, one_plan
+from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+from expertd_kernels.backends.gluon.planning import Plans, one_plan
 from expertd_kernels.backends.gluon.routing import table_routes
 from expertd_kernels.backends.gluon.specialized import ws
 from expertd_kernels.backends.gluon.tile import Tile, tile
