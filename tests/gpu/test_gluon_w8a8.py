@@ -88,6 +88,8 @@ def routed(case: Case, M: int, how: str):
         ids[0] = -1
     elif how == "nowhere":
         ids = torch.full_like(ids, -1)
+    if case.top_k == 1:  # not all the same: a softmax over one expert is 1
+        w = w * (0.5 + torch.arange(M, device="cuda")[:, None] % 4 / 4)
     return x, ids, w
 
 
@@ -166,6 +168,13 @@ def test_the_router_weight_on_the_input():
     weights, experts = layer(case)
     for M in (5, 40, 700):
         check(case, weights, experts, M, "absent", router_weight_on_input=True)
+
+
+def test_another_number_of_experts_a_token_has_buffers_of_its_own():
+    case = Case(top_k=4, inner=512)
+    weights, experts = layer(case)
+    for M, top_k in ((16, 4), (32, 2), (64, 1)):  # as many routes
+        check(replace(case, top_k=top_k), weights, experts, M, "even")
 
 
 def test_a_token_has_the_same_bits_in_every_batch():

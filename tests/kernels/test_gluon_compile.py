@@ -6,7 +6,7 @@ import pytest
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from ptxas import assembled, predicated_sums, resources  # noqa: E402
+from ptxas import assembled, disassembled, predicated_sums, resources  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
@@ -109,8 +109,14 @@ def test_it_compiles_within_its_registers_and_stays_asynchronous(case, tmp_path)
 @pytest.mark.parametrize("experts", [8, 60])
 def test_no_sum_is_taken_under_a_predicate(experts, tmp_path):
     """With few experts a branch around a sum is short enough for ptxas to turn it into predicates."""
-    for first, plan in ((True, "ws BM128 T4 W8 S2 ST4"), (False, "ws BM32 T4 W4 S2 ST4 V1 R128 C2")):
-        assembled(compiled(gemm("int4_g128", first, experts=experts), TilePlan.parse(plan), "lists"), tmp_path)
+    for first, plan, mode, words in (
+        (True, "ws BM128 T4 W8 S2 ST4 X16", "lists", 0),
+        (False, "ws BM32 T4 W4 S2 ST4 V1 R128 C2", "lists", 0),
+        (False, "block BM64 T2 W4 S2 ST2 V1 R168 X16", "lists", 0),
+        (True, "block BM8 T2 W4 S2 ST3", "ids", 2),
+    ):
+        assembled(compiled(gemm("int4_g128", first, experts=experts), TilePlan.parse(plan), mode, words), tmp_path)
+        assert any("REDUX" in line for line in disassembled(tmp_path)), "sums have another name here"
         assert not predicated_sums(tmp_path)
 
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("own_triton_cache")
 def gemm(first: bool, grouped: bool, **more) -> Gemm8:
     """Qwen3-30B-A3B's w13 or w2."""
     sizes = {"K": 2048, "segment": 768} if first else {"K": 768, "segment": 2048}
-    facts = {"experts": 128, "top_k": 8, "first": first, "grouped": grouped, "weight": not first, "bias": False}
+    facts = {"experts": 128, "top_k": 8, "first": first, "grouped": grouped, "weight": False, "bias": False}
     return Gemm8(**(sizes | facts | more))
 
 
@@ -127,7 +127,7 @@ FEW = [
 def test_for_few_tokens_several_ctas_fit_an_sm(first, grouped, plan, by_route, ctas, tmp_path):
     more = {"bias": True, "act": "swigluoai", "alpha": 1.702, "beta": 1.0, "limit": 7.0, "limited": True}
     for facts in ({}, more if first else {"bias": True}):
-        kernel = compiled_few(gemm(first, grouped, **facts), plan, by_route)
+        kernel = compiled_few(gemm(first, grouped, weight=not first, **facts), plan, by_route)
         text = assembled(kernel, tmp_path)
         assert " 0 bytes spill stores" in text
         assert "serialized" not in text

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (Gluon device code: its types are checked by Triton's compiler, not by mypy.)
-"""Kernel `block`: one tile a CTA, several CTAs an SM, a ring of stages; for few tokens an expert (M to about 1000).
+"""Kernel `block`: one tile a CTA, several CTAs an SM, a ring of stages; for up to about 80 tokens an expert.
 
 Blocks have BM tokens; in mode "lists" the last one of an expert may have up to X more, in an accumulator of its own."""
 
@@ -183,7 +183,7 @@ def block(x, wd, ws, bias, table, lists, tw, out, done, unscale, routes_in_all, 
         base = blk * C.BM
         n = v >> 16
     else:
-        ie, cnt, nb, cum, _ = block_list(table, C, C.W, C.X)
+        ie, cnt, nb, cum = block_list(table, C, C.W, C.X)
         e, base, n = find_block(ie, cnt, nb, cum, blk, C)
     if e < C.gemm.experts:
         wb, xs, sb, full = stages(C, ws.dtype.element_ty, 1)

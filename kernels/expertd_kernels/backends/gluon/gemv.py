@@ -21,7 +21,7 @@ EXPONENTS = gl.constexpr(
     "{\n.reg .b32 t, z;\nmov.b32 z, 0;\nprmt.b32 t, $4, z, 0x1404;\nshr.u32 t, t, 1;\nmov.b32 {$0, $1}, t;\n"
     "prmt.b32 t, $4, z, 0x3424;\nshr.u32 t, t, 1;\nmov.b32 {$2, $3}, t;\n}"
 )
-"""Four exponent bytes -> four bf16 powers of two."""
+"""Four exponent bytes -> four bf16 powers of two (dequant.E8M0), each a number of its own."""
 HOLD = gl.constexpr("bar.warp.sync 0xffffffff;\nmov.b32 $0, $1;")
 
 

@@ -66,7 +66,7 @@ class GluonExperts(InPieces):
         tensors = {k: t.to(self.device) for k, t in packed.tensors.items() if not k.endswith("exact_scales")}
         self._tensors = tensors
         self._matrices: dict[tuple[int, bool], tuple[Matrix, Matrix]] = {}
-        self._spaces: dict[int, _Workspace] = {}
+        self._spaces: dict[tuple[int, int], _Workspace] = {}
         self._descriptors: dict[tuple[int, int, int], TensorDescriptor] = {}
         w13, w2 = (codec_of(scheme_from_json(packed.meta[name]["scheme"])) for name in ("w13", "w2"))
         shape = (self.num_experts, self.top_k, self.hidden_size, self.intermediate_size)
@@ -96,8 +96,9 @@ class GluonExperts(InPieces):
 
     def _space(self, M: int, top_k: int) -> _Workspace:
         """Buffers for the next power of two of routes."""
-        n = triton.next_power_of_2(max(16, M)) * top_k
-        if n not in self._spaces:
+        key = triton.next_power_of_2(max(16, M)), top_k
+        if key not in self._spaces:
+            n = key[0] * top_k
             E, d = self.num_experts, self.device
             Ip = round_up(self.intermediate_size, TILE)
 
@@ -105,8 +106,8 @@ class GluonExperts(InPieces):
                 return torch.empty(size, dtype=dtype, device=d)
 
             done = torch.zeros(COUNTERS, dtype=torch.int32, device=d)
-            self._spaces[n] = _Workspace(
-                n // top_k,
+            self._spaces[key] = _Workspace(
+                key[0],
                 # table (at most n blocks, rounded up) and route lists (whole blocks of at most 64), or counts and lists
                 empty(2 * n + round_up(E, 16) + n + 64 * min(E, n) + 64, torch.int32),
                 empty(n * Ip, torch.bfloat16),
@@ -116,7 +117,7 @@ class GluonExperts(InPieces):
                 done[LINE:],
                 Chunks.table(n, E, d),
             )
-        return self._spaces[n]
+        return self._spaces[key]
 
     def _run(
         self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: LayerPlan | None

@@ -22,15 +22,15 @@ def _add(a, b):
 
 @gluon.jit
 def block_list(counts, C: gl.constexpr, W: gl.constexpr, X: gl.constexpr = 0):
-    """routes grouped by expert: (expert, its routes, its blocks, running sum of blocks, blocks in all), in each warp.
-    An expert's last block has up to BM + X routes"""
+    """routes grouped by expert: (expert, its routes, its blocks, running sum of blocks), in each warp.  An expert's
+    last block has up to BM + X routes"""
     L: gl.constexpr = gl.BlockedLayout([C.padded_experts // 32], [32], [W], [0])
     ie = gl.arange(0, C.padded_experts, L)
     cnt = gl.load(counts + ie, mask=ie < C.gemm.experts, other=0)
     nb = (cnt + (C.BM - 1)) // C.BM
     if X > 0:
         nb = gl.where(cnt > X, (cnt - X + (C.BM - 1)) // C.BM, gl.minimum(cnt, 1))
-    return ie, cnt, nb, gl.associative_scan(nb, 0, _add), gl.sum(nb, 0)
+    return ie, cnt, nb, gl.associative_scan(nb, 0, _add)
 
 
 @gluon.jit

@@ -109,7 +109,8 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPl
         mode = "lists"
     else:
         alone = tokens * top_k <= FEW_ROUTES * w13.T and hit >= 0.8 * tokens * top_k
-        mode = "ids" if alone or tokens == 1 else "table"
+        listing = "table" if w13.BM == w2.BM else "lists"  # a table has blocks of one size
+        mode = "ids" if alone or tokens == 1 else listing
     if w13.kind == w2.kind == "block" and (w13.BM, w13.X) == (w2.BM, w2.X):
         w2 = replace(w2, F=int(follows and (codecs[1].bits < 16 or w2.BM == 8)))
     return LayerPlan(tokens, mode, w13, w2)

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (Gluon device code: its types are checked by Triton's compiler, not by mypy.)
-"""Device code of the persistent kernels: which tile is next (`wide`, `w8a8`), who hears of it, and the ring of stages.
+"""Device code of the persistent kernels: which tile is next (`ws` asks pieces.find_ordered), who hears of it, the ring.
 `C` is a Tile or a Tile8.
 
 Tiles are drawn by tickets: a CTA asks for its next one when it is nearly ready for it, so blocks that share a column

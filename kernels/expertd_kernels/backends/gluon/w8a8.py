@@ -54,7 +54,7 @@ def _fill(x, xd, wd, p, m, run0, run1, base, i, a_s, b_s, full, empty, slot, ph,
 
 @gluon.jit
 def _producer(x, xd, wd, counts, lists, tickets, tile, a_s, b_s, full, empty, C: gl.constexpr):
-    ie, cnt, nb, cum, _blocks = block_list(counts, C, 4)
+    ie, cnt, nb, cum = block_list(counts, C, 4)
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(1)
     issued = gl.to_tensor(0)
@@ -104,7 +104,7 @@ def _consumer(
     xs, ws, bias, lists, tw, out, out_scale, tile, a_s, b_s, full, empty, largest, met, PART: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
-    """64 tokens of each block, from 64 * PART on, or half of the columns of a block that has no more than 64.
+    """64 tokens of each block, from 64 * PART on, or, where C.split, half of the columns of a block that has no more.
     The routes and first scales of the next tile are fetched while this one is stored."""
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(0)
@@ -113,7 +113,9 @@ def _consumer(
     route = routes_of(lists, base, n, PART, C)
     first = first_scales(xs, ws, e, base, n, col, route, PART, C)
     while n > 0:
-        w = gl.load(tw + route, mask=rows_of(n, PART, C) < n, other=0.0)
+        w = route
+        if C.gemm.weight:  # w13 alone: w2 leaves them to the sum
+            w = gl.load(tw + route, mask=rows_of(n, PART, C) < n, other=0.0)
         if n > 64 * PART and (not C.split or n > 64):
             acc0, acc1, slot, ph = sums(xs, ws, a_s, b_s, full, empty, e, base, n, col, route, first, slot, ph, PART, C)
             e2, base2, n2, col2 = told(tile, full, slot, ph)
@@ -135,7 +137,7 @@ def _consumer(
                 store_half_h(half0, half1, bias, w, out, out_scale, e, base, n, col, largest, met, turn, PART, C)
                 turn = turn ^ 1
             elif C.split:
-                store_half_y(half0, bias, w, out, e, n, col, route, PART, C)
+                store_half_y(half0, bias, out, e, n, col, route, PART, C)
         e = e2
         base = base2
         n = n2

@@ -21,7 +21,7 @@ SIGMOID = gl.constexpr(
 
 GATE = gl.constexpr("{\n.reg .f32 t;\ntanh.approx.f32 t, $2;\nfma.rn.f32 $0, $1, t, $1;\n}")
 """$1 * (1 + tanh $2): one special function where sigmoid needs two.  It is right to about 2 ** -11 of 2 * $1, which is
-enough for results that are rounded to three bits."""
+enough for results that are rounded to three bits of the largest of their group."""
 
 
 @gluon.jit
@@ -36,7 +36,8 @@ def _gate(g, v, ROUGH: gl.constexpr):
 
 @gluon.jit
 def activate(g, u, C: gl.constexpr, ROUGH: gl.constexpr = False):
-    """act(gate) * up: pieces._act without divisions, of which an epilogue would have thousands."""
+    """act(gate) * up: pieces._act without divisions, of which an epilogue would have thousands.  ROUGH: gates by
+    tanh.approx, where the result is rounded to e4m3 here"""
     A: gl.constexpr = C.gemm.act
     if A == "gelu_and_mul":
         y = _act(g, u, C)
@@ -108,12 +109,10 @@ def _store_h(acc0, acc1, bias, w, out, out_scale, base, ok, col, C: gl.constexpr
 
 
 @gluon.jit
-def _store_y(acc, bias, w, out, route, ok, column, C: gl.constexpr):
+def _store_y(acc, bias, out, route, ok, column, C: gl.constexpr):
     """128 columns of out[route] from `column` on"""
     if C.gemm.bias:
         acc += row_of(bias + column, acc)
-    if C.gemm.weight:
-        acc = acc * gl.expand_dims(w, 1)
     _store(acc.to(gl.bfloat16), out, route, ok, column, C)
 
 
@@ -139,11 +138,11 @@ def store_half_h(
 
 
 @gluon.jit
-def store_half_y(acc, bias, w, out, e, n, col, route, PART: gl.constexpr, C: gl.constexpr):
+def store_half_y(acc, bias, out, e, n, col, route, PART: gl.constexpr, C: gl.constexpr):
     """128 of the 256 columns of a block of up to 64 tokens"""
     ok = gl.arange(0, 64, gl.SliceLayout(1, C.MMA)) < n
     if 2 * col + PART < C.rows // 128:
-        _store_y(acc, bias + e * C.rows, w, out, route, ok, col * 256 + 128 * PART, C)
+        _store_y(acc, bias + e * C.rows, out, route, ok, col * 256 + 128 * PART, C)
 
 
 @gluon.jit
@@ -153,9 +152,9 @@ def epilogue(acc0, acc1, bias, out, out_scale, e, base, n, col, route, w, PART: 
     if C.gemm.first:
         _store_h(acc0, acc1, b, w, out, out_scale, base + 64 * PART, ok, col, C)
     else:
-        _store_y(acc0, b, w, out, route, ok, col * 256, C)
+        _store_y(acc0, b, out, route, ok, col * 256, C)
         if C.half_tiles:
             if 2 * col + 1 < C.rows // 128:
-                _store_y(acc1, b, w, out, route, ok, col * 256 + 128, C)
+                _store_y(acc1, b, out, route, ok, col * 256 + 128, C)
         else:
-            _store_y(acc1, b, w, out, route, ok, col * 256 + 128, C)
+            _store_y(acc1, b, out, route, ok, col * 256 + 128, C)

@@ -78,8 +78,8 @@ class W8A8Experts(InPieces):
         if self.static:  # a token goes to several experts but is rounded once: by the largest scale
             self._given = packed.tensors["input_scales"].amax(dim=0).float().to(self.device)
         self._w13, self._w2 = self._matrix("w13"), self._matrix("w2")
-        self._spaces: dict[int, _Workspace] = {}
-        self._lists: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._spaces: dict[tuple[int, int], _Workspace] = {}
+        self._lists: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._descriptors: dict[int, TensorDescriptor] = {}
         self._partial: dict[tuple[int, int], Tensor] = {}
 
@@ -121,8 +121,8 @@ class W8A8Experts(InPieces):
     def _space(self, M: int, top_k: int) -> _Workspace:
         """Buffers for the next power of two of tokens."""
         tokens = triton.next_power_of_2(max(16, M))
-        n = tokens * top_k
-        if n not in self._spaces:
+        if (tokens, top_k) not in self._spaces:
+            n = tokens * top_k
             H, I, d = self.hidden_size, self.intermediate_size, self.device
 
             def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -134,7 +134,7 @@ class W8A8Experts(InPieces):
                 return empty((rows, columns // GROUP if self.grouped else 1), torch.float32)
 
             e4m3 = torch.float8_e4m3fn
-            self._spaces[n] = _Workspace(
+            self._spaces[tokens, top_k] = _Workspace(
                 empty((self.num_experts,), torch.int32),
                 Chunks.table(n, self.num_experts, d),
                 empty((n,), torch.int32),
@@ -146,7 +146,7 @@ class W8A8Experts(InPieces):
                 empty((0 if self.rounds_h else n, I), torch.bfloat16),
                 empty((n, H), torch.bfloat16),
             )
-        return self._spaces[n]
+        return self._spaces[tokens, top_k]
 
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: Plan8 | None) -> None:
         M, top_k = ids.shape
@@ -224,13 +224,13 @@ class W8A8Experts(InPieces):
         """As _prepare, but the rounded inputs and their scales in the order of the list."""
         M, top_k, H = *ids.shape, self.hidden_size
         routes = s.lists.numel()
-        if routes not in self._lists:
+        if (routes, top_k) not in self._lists:
             groups = H // GROUP if self.grouped else 1
             scale = s.x_scale if self.static else torch.empty((routes, groups), device=self.device)
             places = torch.empty((routes,), dtype=torch.int32, device=self.device)
             # w2 writes y when w13 has read its inputs: they share the memory
-            self._lists[routes] = s.y.view(torch.float8_e4m3fn).view(-1, H)[:routes], scale, places
-        q, scale, places = self._lists[routes]
+            self._lists[routes, top_k] = s.y.view(torch.float8_e4m3fn).view(-1, H)[:routes], scale, places
+        q, scale, places = self._lists[routes, top_k]
         group(ids, s.chunks, s.counts, s.lists, self.num_experts, places)
         warps = 8
         R, B = self._round_tile(H, warps)

@@ -92,8 +92,10 @@ class Tile8:
 
     @property
     def split(self) -> bool:
-        """Whether both warpgroups compute a block that has tokens for one, half of the columns each."""
-        return self.gemm.grouped
+        """Whether both warpgroups compute a block that has tokens for one, half of the columns each.  In w13 they wait
+        for each other at a barrier that knows two rounds: none may be a whole tile ahead, which a ring shorter than a
+        tile sees to."""
+        return self.gemm.grouped and not (self.gemm.first and self.iterations <= self.ST)
 
     @property
     def padded_experts(self) -> int:

@@ -89,7 +89,7 @@ def _rows(lists, base, n0: gl.constexpr, n, C: gl.constexpr):
 def _producer(x, xd, wd, counts, lists, tickets, tile, xs, wb, full, empty, C: gl.constexpr):
     W: gl.constexpr = 4 if C.gathers else 1
     ALMOST: gl.constexpr = C.iterations - EARLY if C.iterations > EARLY else 0
-    ie, cnt, nb, cum, _blocks = block_list(counts, C, W)
+    ie, cnt, nb, cum = block_list(counts, C, W)
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(1)
     issued = gl.to_tensor(0)
