@@ -29,6 +29,14 @@ def shared_bytes(plan: TilePlan, codec: Codec) -> int:
     return plan.ST * (weights + (plan.BM + plan.X) * 64 * plan.S * 2 + scales + 16)
 
 
+def by_tokens(scheme: str, shape: tuple[int, int, int, int]):
+    """(codec, tokens, experts that are hit under uniform routing, the heuristic's plan)."""
+    E, top_k, _, _ = shape
+    codec = codec_of(Scheme.parse(scheme))
+    for tokens in TOKENS:
+        yield codec, tokens, E * (1 - (1 - top_k / E) ** tokens), heuristic((codec, codec), shape, tokens)
+
+
 def check_gemv(plan: LayerPlan, codecs: tuple[Codec, Codec]) -> None:
     """Warps by powers of two, at most eight parts, and a ring of at most 16 loads of 16 bytes a lane."""
     assert plan.mode == "ids"
@@ -98,9 +106,8 @@ def test_plans_that_do_not_go_together_are_refused():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "mxfp4", "int8_channel", "e4m3_block128", "bf16"])
 def test_the_heuristic_fits_the_hardware(scheme, shape):
-    codec = codec_of(Scheme.parse(scheme))
-    for tokens in TOKENS:
-        check(heuristic((codec, codec), shape, tokens), (codec, codec), tokens * shape[1])
+    for codec, tokens, _, plan in by_tokens(scheme, shape):
+        check(plan, (codec, codec), tokens * shape[1])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -134,11 +141,9 @@ def test_an_experts_last_block_stretches_where_blocks_would_be_just_full(scheme,
 @pytest.mark.parametrize("scheme", ["int4_g128", "mxfp4", "int8_channel", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_w2_follows_w13_where_it_has_many_short_tiles(scheme, shape):
-    E, top_k, H, I = shape
-    codec = codec_of(Scheme.parse(scheme))
-    for tokens in TOKENS:
-        plan = heuristic((codec, codec), shape, tokens)
-        tiles = E * (1 - (1 - top_k / E) ** tokens) * -(-H // 64)
+    _, _, H, I = shape
+    for codec, tokens, hit, plan in by_tokens(scheme, shape):
+        tiles = hit * -(-H // 64)
         together = plan.w13.kind == plan.w2.kind == "block" and plan.w13.BM == plan.w2.BM
         many = tokens > 1 and tiles >= 900 and I <= 4096 and (codec.bits < 16 or plan.w2.BM == 8)
         assert (together and many) == plan.w2.F, (plan, tiles)
@@ -149,12 +154,12 @@ def test_w2_follows_w13_where_it_has_many_short_tiles(scheme, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_blocks_of_64_tokens_take_four_warps_where_w2_follows(scheme, shape):
     """From 24 to 56 tokens an expert; with 4 bits to 80, where the last block stretches."""
-    E, top_k, H, I = shape
-    codec = codec_of(Scheme.parse(scheme))
-    for tokens in (t for t in TOKENS if t > 1):
-        plan = heuristic((codec, codec), shape, tokens)
-        each = tokens * top_k / (E * (1 - (1 - top_k / E) ** tokens))
-        many = E * (1 - (1 - top_k / E) ** tokens) * -(-H // 64) >= 900 and I <= 4096
+    _, top_k, H, I = shape
+    for codec, tokens, hit, plan in by_tokens(scheme, shape):
+        if tokens == 1:
+            continue
+        each = tokens * top_k / hit
+        many = hit * -(-H // 64) >= 900 and I <= 4096
         for p in (plan.w13, plan.w2):
             mine = (p.kind, p.BM, p.T, p.W) == ("block", 64, 2, 4)
             assert mine == (24 < each <= (80 if codec.bits == 4 else 56) and many), plan
@@ -165,11 +170,10 @@ def test_blocks_of_64_tokens_take_four_warps_where_w2_follows(scheme, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_few_tokens_take_two_row_tiles_where_those_fill_the_gpu(scheme, shape):
     """And only where w2's tiles fill the end of w13: elsewhere the last, longer CTAs run alone."""
-    E, top_k, H, I = shape
-    codec = codec_of(Scheme.parse(scheme))
-    for tokens in (t for t in TOKENS if t > 1):
-        plan = heuristic((codec, codec), shape, tokens)
-        hit = E * (1 - (1 - top_k / E) ** tokens)
+    _, _, H, I = shape
+    for _, tokens, hit, plan in by_tokens(scheme, shape):
+        if tokens == 1:
+            continue
         for p, rows in ((plan.w13, -(-2 * I // 64)), (plan.w2, -(-H // 64))):
             if p.kind == "block" and p.BM == 8:
                 assert p.T == 1 or (plan.w2.F and hit * rows >= 1200), plan

@@ -21,6 +21,12 @@ def _add(a, b):
 
 
 @gluon.jit
+def _stretched(cnt, C: gl.constexpr):
+    """blocks of an expert's routes, the last one of up to BM + X"""
+    return gl.where(cnt > C.X, (cnt - C.X + (C.BM - 1)) // C.BM, gl.minimum(cnt, 1))
+
+
+@gluon.jit
 def block_list(counts, C: gl.constexpr, W: gl.constexpr, X: gl.constexpr = 0):
     """routes grouped by expert: (expert, its routes, its blocks, running sum of blocks), in each warp.  An expert's
     last block has up to BM + X routes"""
@@ -29,7 +35,7 @@ def block_list(counts, C: gl.constexpr, W: gl.constexpr, X: gl.constexpr = 0):
     cnt = gl.load(counts + ie, mask=ie < C.gemm.experts, other=0)
     nb = (cnt + (C.BM - 1)) // C.BM
     if X > 0:
-        nb = gl.where(cnt > X, (cnt - X + (C.BM - 1)) // C.BM, gl.minimum(cnt, 1))
+        nb = _stretched(cnt, C)
     return ie, cnt, nb, gl.associative_scan(nb, 0, _add)
 
 
@@ -53,7 +59,7 @@ def block_order(counts, C: gl.constexpr, W: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([C.padded_experts // 32], [32], [W], [0])
     ie = gl.arange(0, C.padded_experts, L)
     cnt = gl.load(counts + ie, mask=ie < C.gemm.experts, other=0)
-    blocks = gl.where(cnt > C.X, (cnt - C.X + (C.BM - 1)) // C.BM, gl.minimum(cnt, 1))
+    blocks = _stretched(cnt, C)
     short = ((cnt > 0) & (cnt - (blocks - 1) * C.BM <= C.BM // 2)).to(gl.int32)
     long = blocks - short
     return ie, cnt, long, gl.associative_scan(long, 0, _add), gl.associative_scan(short, 0, _add), gl.sum(long, 0)

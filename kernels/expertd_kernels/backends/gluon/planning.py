@@ -148,18 +148,19 @@ def _gemm_plan(
     # block, the last one stretches
     if each <= 80 and follows and codec.bits == 4:
         return TilePlan("block", 64, T=2, S=2, ST=2, V=1, R=168, X=16)
+    long = TilePlan("ws", 128, T=4, W=8, S=2, ST=4 if codec.bits == 4 else 3, V=1 if each < 1000 else 0)
     if codec.planes == 1 or codec.group >= 64:
         if 56 < each <= 80:
             return TilePlan("ws", 64, T=4, W=8, S=2, ST=4, V=2, X=16)
         if _stretches(codec, K, each):
-            return TilePlan("ws", 128, T=4, W=8, S=2, ST=4 if codec.bits == 4 else 3, X=16)
+            return replace(long, V=0, X=16)
     if each <= 96:
         if codec.bits > 4:
             return TilePlan("ws", 64, T=4, W=8, S=2, ST=4, V=2)
         if codec.integer and K >= 1024 and codec.group >= 64:
             return TilePlan("ws", 64, T=4, W=8, S=4, ST=3, V=2)
         return TilePlan("block", 64, T=4, W=8, S=2, ST=3, V=3, D=2 if K >= 1024 else 1, R=128)
-    return TilePlan("ws", 128, T=4, W=8, S=2, ST=4 if codec.bits == 4 else 3, V=1 if each < 1000 else 0)
+    return long
 
 
 def _stretches(codec: Codec, K: int, each: float) -> bool:

@@ -23,7 +23,7 @@ from expertd_kernels.backends.gluon.w8a8_epilogue import epilogue, store_half_h,
 from expertd_kernels.backends.gluon.w8a8_products import (
     back,
     first_scales,
-    multiply_half,
+    multiply,
     pointers_to,
     routes_of,
     rows_of,
@@ -100,6 +100,14 @@ def _producer(x, xd, wd, counts, lists, tickets, tile, a_s, b_s, full, empty, C:
 
 
 @gluon.jit
+def _next(xs, ws, lists, tile, full, slot, ph, PART: gl.constexpr, C: gl.constexpr):
+    """the tile that begins in this slot: as told, the part's routes, their first scales"""
+    e, base, n, col = told(tile, full, slot, ph)
+    route = routes_of(lists, base, n, PART, C)
+    return e, base, n, col, route, first_scales(xs, ws, e, base, n, col, route, PART, C)
+
+
+@gluon.jit
 def _consumer(
     xs, ws, bias, lists, tw, out, out_scale, tile, a_s, b_s, full, empty, largest, met, PART: gl.constexpr,
     C: gl.constexpr,
@@ -109,30 +117,24 @@ def _consumer(
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    e, base, n, col = told(tile, full, slot, ph)
-    route = routes_of(lists, base, n, PART, C)
-    first = first_scales(xs, ws, e, base, n, col, route, PART, C)
+    e, base, n, col, route, first = _next(xs, ws, lists, tile, full, slot, ph, PART, C)
     while n > 0:
         w = route
         if C.gemm.weight:  # w13 alone: w2 leaves them to the sum
             w = gl.load(tw + route, mask=rows_of(n, PART, C) < n, other=0.0)
         if n > 64 * PART and (not C.split or n > 64):
             acc0, acc1, slot, ph = sums(xs, ws, a_s, b_s, full, empty, e, base, n, col, route, first, slot, ph, PART, C)
-            e2, base2, n2, col2 = told(tile, full, slot, ph)
-            route2 = routes_of(lists, base2, n2, PART, C)
-            first2 = first_scales(xs, ws, e2, base2, n2, col2, route2, PART, C)
+            e2, base2, n2, col2, route2, first2 = _next(xs, ws, lists, tile, full, slot, ph, PART, C)
             epilogue(acc0, acc1, bias, out, out_scale, e, base, n, col, route, w, PART, C)
         else:
             if C.split:
                 pointers = pointers_to(xs, ws, e, base, n, col, route, PART, C)
-                half0, half1, slot, ph = multiply_half(
-                    pointers, first, rows_of(n, PART, C) < n, a_s, b_s, full, empty, slot, ph, PART, C
+                half0, half1, slot, ph = multiply(
+                    pointers, first, rows_of(n, PART, C) < n, a_s, b_s, full, empty, slot, ph, PART, True, C
                 )
             else:
                 slot, ph = skip_tile(full, empty, slot, ph, C)
-            e2, base2, n2, col2 = told(tile, full, slot, ph)
-            route2 = routes_of(lists, base2, n2, PART, C)
-            first2 = first_scales(xs, ws, e2, base2, n2, col2, route2, PART, C)
+            e2, base2, n2, col2, route2, first2 = _next(xs, ws, lists, tile, full, slot, ph, PART, C)
             if C.split and C.gemm.first:
                 store_half_h(half0, half1, bias, w, out, out_scale, e, base, n, col, largest, met, turn, PART, C)
                 turn = turn ^ 1

@@ -32,56 +32,25 @@ def _add_scaled(acc, p, s):
 
 
 @gluon.jit
-def _multiply(pointers, first, ok, a_s, b_s, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
+def multiply(
+    pointers, first, ok, a_s, b_s, full, empty, slot, ph, PART: gl.constexpr, HALF: gl.constexpr, C: gl.constexpr
+):
     """acc0, acc1 [64, 128] f32: the part's rows times the tile's two runs of 128 weight rows.  pointers: as pointers_to
     gives them; first: what they point to.
 
+    HALF: for a block's first 64 rows, of which both parts have all.  This one takes half of the weight rows: 64 of each
+    run for w13 (acc0, acc1 [64, 64]), one of the runs for w2 (acc0 [64, 128], acc1 is nothing).
+
     Nothing stands between the end of a product and the issue of the next but the addition of its result: the barriers,
     and the scales of the next stage, are waited for while a product runs."""
-    xs, ws0, ws1 = pointers
-    x, w0, w1 = first
-    M: gl.constexpr = 64
-    MMA: gl.constexpr = C.MMA
-    acc0 = gl.zeros([M, 128], gl.float32, MMA)
-    acc1 = gl.zeros([M, 128], gl.float32, MMA)
-    none = gl.zeros([M, 128], gl.float32, MMA)
-    mbarrier.wait(full.index(slot), ph)
-    for i in range(C.iterations):
-        a = a_s.index(slot).slice(64 * PART, 64, 0)
-        b0 = b_s.index(2 * slot).permute((1, 0))
-        b1 = b_s.index(2 * slot + 1).permute((1, 0))
-        t = warpgroup_mma(a, b0, warpgroup_mma_init(none), use_acc=False, is_async=True)
-        mbarrier.arrive(empty.index(back(slot, 1, C)), count=1, pred=i > 0)
-        more = ok & (i + 1 < C.iterations)
-        nx = gl.load(xs + (i + 1), mask=more, other=0.0)
-        n0 = gl.load(ws0 + (i + 1), mask=more, other=0.0)
-        n1 = gl.load(ws1 + (i + 1), mask=more, other=0.0)
-        s0 = x * w0
-        s1 = x * w1
-        slot, ph = next_slot(slot, ph, C)
-        p = warpgroup_mma_wait(0, deps=[t])
-        acc0 = _add_scaled(acc0, p, s0)
-        t = warpgroup_mma(a, b1, warpgroup_mma_init(none), use_acc=False, is_async=True)
-        mbarrier.wait(full.index(slot), ph, pred=i + 1 < C.iterations)
-        p = warpgroup_mma_wait(0, deps=[t])
-        acc1 = _add_scaled(acc1, p, s1)
-        x = nx
-        w0 = n0
-        w1 = n1
-    mbarrier.arrive(empty.index(back(slot, 1, C)), count=1)
-    return acc0, acc1, slot, ph
-
-
-@gluon.jit
-def multiply_half(pointers, first, ok, a_s, b_s, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
-    """As _multiply for a block's first 64 rows, of which both parts have all: this one takes half of the weight rows,
-    64 of each run for w13 (acc0, acc1 [64, 64]), one of the runs for w2 (acc0 [64, 128], acc1 is nothing)."""
-    xs, ws0, ws1 = pointers
-    x, w0, w1 = first
-    N: gl.constexpr = 64 if C.gemm.first else 128
-    MMA: gl.constexpr = C.MMA64 if C.gemm.first else C.MMA
+    ONE: gl.constexpr = HALF and not C.gemm.first
+    N: gl.constexpr = 64 if HALF and C.gemm.first else 128
+    FROM: gl.constexpr = 64 * PART if N == 64 else 0
+    MMA: gl.constexpr = C.MMA64 if N == 64 else C.MMA
     L: gl.constexpr = gl.SliceLayout(1, MMA)
-    if PART == 1 and not C.gemm.first:
+    xs, ws0, ws1 = pointers
+    x, w0, w1 = first
+    if ONE and PART == 1:
         ws0 = ws1
         w0 = w1
     acc0 = gl.zeros([64, N], gl.float32, MMA)
@@ -89,34 +58,30 @@ def multiply_half(pointers, first, ok, a_s, b_s, full, empty, slot, ph, PART: gl
     none = gl.zeros([64, N], gl.float32, MMA)
     mbarrier.wait(full.index(slot), ph)
     for i in range(C.iterations):
-        a = a_s.index(slot).slice(0, 64, 0)
-        if C.gemm.first:
-            b0 = b_s.index(2 * slot).slice(64 * PART, 64, 0).permute((1, 0))
-        else:
-            b0 = b_s.index(2 * slot + PART).permute((1, 0))
-        b1 = b_s.index(2 * slot + 1).slice(64 * PART, 64, 0).permute((1, 0))
+        a = a_s.index(slot).slice(0 if HALF else 64 * PART, 64, 0)
+        b0 = b_s.index(2 * slot + (PART if ONE else 0)).slice(FROM, N, 0).permute((1, 0))
+        b1 = b_s.index(2 * slot + 1).slice(FROM, N, 0).permute((1, 0))
         t = warpgroup_mma(a, b0, warpgroup_mma_init(none), use_acc=False, is_async=True)
         mbarrier.arrive(empty.index(back(slot, 1, C)), count=1, pred=i > 0)
         more = ok & (i + 1 < C.iterations)
         nx = gl.load(xs + (i + 1), mask=more, other=0.0)
         n0 = gl.load(ws0 + (i + 1), mask=more, other=0.0)
         n1 = n0
-        s0 = gl.convert_layout(x * w0, L)
-        s1 = s0
-        if C.gemm.first:
+        if not ONE:
             n1 = gl.load(ws1 + (i + 1), mask=more, other=0.0)
-            s1 = gl.convert_layout(x * w1, L)
+        s0 = gl.convert_layout(x * w0, L)
+        s1 = gl.convert_layout(x * w1, L)
         slot, ph = next_slot(slot, ph, C)
-        if C.gemm.first:
+        if not ONE:
             p = warpgroup_mma_wait(0, deps=[t])
             acc0 = _add_scaled(acc0, p, s0)
             t = warpgroup_mma(a, b1, warpgroup_mma_init(none), use_acc=False, is_async=True)
         mbarrier.wait(full.index(slot), ph, pred=i + 1 < C.iterations)
         p = warpgroup_mma_wait(0, deps=[t])
-        if C.gemm.first:
-            acc1 = _add_scaled(acc1, p, s1)
-        else:
+        if ONE:
             acc0 = _add_scaled(acc0, p, s0)
+        else:
+            acc1 = _add_scaled(acc1, p, s1)
         x = nx
         w0 = n0
         w1 = n1
@@ -126,7 +91,7 @@ def multiply_half(pointers, first, ok, a_s, b_s, full, empty, slot, ph, PART: gl
 
 @gluon.jit
 def _sum(a_s, b_s, full, empty, slot, ph, PART: gl.constexpr, C: gl.constexpr):
-    """as _multiply, before any scale: the tensor core sums all of K, the products of two stages in flight"""
+    """as multiply, before any scale: the tensor core sums all of K, the products of two stages in flight"""
     M: gl.constexpr = 64
     MMA: gl.constexpr = C.MMA
     t0 = warpgroup_mma_init(gl.zeros([M, 128], gl.float32, MMA))
@@ -208,7 +173,7 @@ def sums(xs, ws, a_s, b_s, full, empty, e, base, n, col, route, first, slot, ph,
     ok = 64 * PART + gl.arange(0, 64, gl.SliceLayout(1, C.MMA)) < n
     p = pointers_to(xs, ws, e, base, n, col, route, PART, C)
     if C.gemm.grouped:
-        acc0, acc1, slot, ph = _multiply(p, first, ok, a_s, b_s, full, empty, slot, ph, PART, C)
+        acc0, acc1, slot, ph = multiply(p, first, ok, a_s, b_s, full, empty, slot, ph, PART, False, C)
     else:
         acc0, acc1, slot, ph = _sum(a_s, b_s, full, empty, slot, ph, PART, C)
         x = gl.expand_dims(first[0], 1)
