@@ -8,7 +8,7 @@ BUF        := @bufbuild/buf@1.75.0
 
 BIN   := .venv/bin
 STAMP := .venv/setup-done
-NATIVE := $(wildcard kernels/expertd_kernels/csrc/*.cpp kernels/expertd_kernels/csrc/*.h)
+NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_kernels/csrc/*.h)
 
 .PHONY: help setup demo test check lint format proto golden docs bench clean
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-CSRC = Path(__file__).resolve().parent / "kernels" / "expertd_kernels" / "csrc"
+CSRC = Path(__file__).resolve().parent / "kernels" / "expertd_kernels" / "native" / "csrc"
 
 
 def _builder() -> ModuleType:

@@ -25,8 +25,8 @@ from rich.table import Table
 from expertd_client import AsyncExpertClient
 from expertd_kernels import Weights, reference, relative_error, tolerance
 from expertd_kernels.checkpoint import open_checkpoint
-from expertd_kernels.source import LayerInfo
-from expertd_kernels.synthetic import random_inputs
+from expertd_kernels.sources.source import LayerInfo
+from expertd_kernels.sources.synthetic import random_inputs
 
 IN_FLIGHT = 8
 BOOT_TIMEOUT_S = 600.0

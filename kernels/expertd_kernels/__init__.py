@@ -12,19 +12,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from expertd_kernels.activation import Activation, ActivationKind
-from expertd_kernels.oracle import Backend, Decision, NoBackendError, Refused, Verdict, decide
+from expertd_kernels.oracle.decision import Backend, Decision, NoBackendError, Verdict, decide
 from expertd_kernels.problem import NAMED_DEVICES, Device, Package, Problem
-from expertd_kernels.scheme import ActivationQuant, Element, ScaleType, Scheme
+from expertd_kernels.refused import Refused
+from expertd_kernels.weights.activation import Activation, ActivationKind
+from expertd_kernels.weights.scheme import ActivationQuant, Element, ScaleType, Scheme
 
 if TYPE_CHECKING:
-    from expertd_kernels.backends.protocol import Experts, Packed
     from expertd_kernels.builder import build, problem_of
-    from expertd_kernels.canonical import QuantTensor, Weights
-    from expertd_kernels.float32 import reference
     from expertd_kernels.grouped import batched_routes, grouped_routes
-    from expertd_kernels.numerics import relative_error, tolerance
-    from expertd_kernels.probe import detect_device
+    from expertd_kernels.oracle.probe import detect_device
+    from expertd_kernels.protocol import Experts, Packed
+    from expertd_kernels.weights.canonical import QuantTensor, Weights
+    from expertd_kernels.weights.float32 import reference
+    from expertd_kernels.weights.numerics import relative_error, tolerance
 
 __all__ = [
     "Activation",
@@ -58,18 +59,18 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Experts": "backends.protocol",
-    "Packed": "backends.protocol",
-    "QuantTensor": "canonical",
-    "Weights": "canonical",
+    "Experts": "protocol",
+    "Packed": "protocol",
+    "QuantTensor": "weights.canonical",
+    "Weights": "weights.canonical",
     "batched_routes": "grouped",
     "build": "builder",
-    "detect_device": "probe",
+    "detect_device": "oracle.probe",
     "grouped_routes": "grouped",
     "problem_of": "builder",
-    "reference": "float32",
-    "relative_error": "numerics",
-    "tolerance": "numerics",
+    "reference": "weights.float32",
+    "relative_error": "weights.numerics",
+    "tolerance": "weights.numerics",
 }
 
 

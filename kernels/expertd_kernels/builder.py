@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from expertd_kernels import table
-from expertd_kernels.backends.protocol import BackendModule, Experts
-from expertd_kernels.canonical import Weights
-from expertd_kernels.oracle import Decision, load
-from expertd_kernels.probe import installed_packages
+from expertd_kernels.oracle import table
+from expertd_kernels.oracle.decision import Decision, backend_module
+from expertd_kernels.oracle.probe import installed_packages
 from expertd_kernels.problem import Device, Package, Problem
-from expertd_kernels.scheme import ActivationQuant
+from expertd_kernels.protocol import BackendModule, Experts
+from expertd_kernels.weights.canonical import Weights
+from expertd_kernels.weights.scheme import ActivationQuant
 
 __all__ = ["build", "problem_of"]
 
@@ -56,5 +56,5 @@ def problem_of(
 
 def build(decision: Decision, weights: Weights) -> Experts:
     """Pack `weights` for the chosen backend and make its experts.  Raises NoBackendError, Refused or ImportError."""
-    module = cast(BackendModule, load(decision.require()))
+    module = cast(BackendModule, backend_module(decision.require()))
     return module.experts(module.pack(weights, decision.problem), decision.problem)

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, product
 from pathlib import Path
 
-from expertd_kernels import matrix
-from expertd_kernels.activation import ActivationKind
-from expertd_kernels.oracle import Backend, DeviceRange, SchemeSupport
+from expertd_kernels.oracle import matrix
+from expertd_kernels.oracle.decision import Backend, DeviceRange, SchemeSupport
+from expertd_kernels.oracle.table import BACKENDS, ORDER
 from expertd_kernels.problem import NAMED_DEVICES
-from expertd_kernels.scheme import WHOLE, ActivationQuant, Element
-from expertd_kernels.table import BACKENDS, ORDER
+from expertd_kernels.weights.activation import ActivationKind
+from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element
 
 __all__ = ["PAGES", "main"]
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from expertd_kernels.activation import Activation
-from expertd_kernels.scheme import ActivationQuant, Scheme
+from expertd_kernels.weights.activation import Activation
+from expertd_kernels.weights.scheme import ActivationQuant, Scheme
 
 __all__ = ["Device", "NAMED_DEVICES", "Package", "Problem"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from expertd.errors import ExpertdError, ExpertIdOutOfRangeError, NonFiniteWeightsError
-from expertd_kernels.backends.protocol import Experts
+from expertd_kernels.protocol import Experts
 from expertd_server.convert import load_floats
 from expertd_server.lane import Inputs
 from expertd_server.request import Array, Request

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from expertd_kernels.backends.protocol import Experts
-from expertd_kernels.probe import device_fault
-from expertd_kernels.tournament import BucketedExperts
+from expertd_kernels.measure.tournament import BucketedExperts
+from expertd_kernels.oracle.probe import device_fault
+from expertd_kernels.protocol import Experts
 from expertd_server.batch import ServedLayer
 from expertd_server.choice import Choice, Unfit
 from expertd_server.layer import Canonical, Made, Site, make, warm_up

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from expertd_kernels import table
-from expertd_kernels.oracle import Backend, Decision, NoBackendError
-from expertd_kernels.tournament import Result, choose, with_results
+from expertd_kernels.measure.tournament import Result, choose, with_results
+from expertd_kernels.oracle import table
+from expertd_kernels.oracle.decision import Backend, Decision, NoBackendError
 from expertd_server.plan import BootError
 
 __all__ = ["Choice", "Unfit"]

@@ -28,7 +28,7 @@ from expertd.errors import (
     LayerNotHeldError,
     QueueFullError,
 )
-from expertd_kernels.probe import use_device
+from expertd_kernels.oracle.probe import use_device
 from expertd_server.batch import Batch, ServedLayer, fill
 from expertd_server.convert import digest, output_array
 from expertd_server.lane import Inputs, Lane, lanes

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from expertd_kernels.backends.protocol import Experts
-from expertd_kernels.numerics import COMPUTE_DTYPE
-from expertd_kernels.probe import device_fault
+from expertd_kernels.oracle.probe import device_fault
+from expertd_kernels.protocol import Experts
+from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.graphs import MOST_TOKENS, Graphs, padded, supported
 from expertd_server.request import Array, Stages
 

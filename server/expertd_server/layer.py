@@ -19,23 +19,24 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from expertd_kernels.backends.protocol import BackendModule, Experts, Packed
-from expertd_kernels.cache import Found, PackedCache
-from expertd_kernels.numerics import COMPUTE_DTYPE
-from expertd_kernels.oracle import Backend, Refused, load
-from expertd_kernels.probe import device_fault
+from expertd_kernels.oracle.decision import Backend, backend_module
+from expertd_kernels.oracle.probe import device_fault
+from expertd_kernels.packed.cache import Found, PackedCache
+from expertd_kernels.packed.proof import Proof, boot_reference_experts, prove
+from expertd_kernels.packed.selfcheck import SelfCheck, accept, check
 from expertd_kernels.problem import Problem
-from expertd_kernels.proof import Proof, boot_reference_experts, prove
-from expertd_kernels.selfcheck import SelfCheck, accept, check
-from expertd_kernels.source import ExpertSource
-from expertd_kernels.synthetic import random_inputs
+from expertd_kernels.protocol import BackendModule, Experts, Packed
+from expertd_kernels.refused import Refused
+from expertd_kernels.sources.source import ExpertSource
+from expertd_kernels.sources.synthetic import random_inputs
+from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.choice import Unfit
 from expertd_server.graphs import MOST_TOKENS, padded
 from expertd_server.lane import compute_stream
 from expertd_server.plan import BootError, LayerPlan
 
 if TYPE_CHECKING:
-    from expertd_kernels.canonical import Weights
+    from expertd_kernels.weights.canonical import Weights
 
 __all__ = ["Canonical", "Made", "Site", "make", "warm_up"]
 
@@ -257,4 +258,4 @@ def _text(e: Exception) -> str:
 
 
 def _module(row: Backend) -> BackendModule:
-    return cast(BackendModule, load(row))
+    return cast(BackendModule, backend_module(row))

@@ -18,11 +18,11 @@ import torch
 from rich.console import Console
 
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_kernels import table
-from expertd_kernels.backends import cpu_native
-from expertd_kernels.cache import PackedCache
-from expertd_kernels.probe import packages_for, use_device
-from expertd_kernels.source import ExpertSource
+from expertd_kernels.native import library as native
+from expertd_kernels.oracle import table
+from expertd_kernels.oracle.probe import packages_for, use_device
+from expertd_kernels.packed.cache import PackedCache
+from expertd_kernels.sources.source import ExpertSource
 from expertd_server.boot import Booted, Stopped, boot_layers
 from expertd_server.config import Address, ServeConfig
 from expertd_server.describe import describe_layer, describe_server
@@ -147,11 +147,9 @@ def _settle_threads(config: ServeConfig, plans: Sequence[LayerPlan], console: Co
     decisions = (p.decision for p in plans if p.decision.chosen is not None)
     problem = next((d.problem for d in decisions if d.chosen is not None and d.chosen.name in CPU_KERNEL), None)
     if config.threads:
-        cpu_native.use_threads(config.threads)
+        native.use_threads(config.threads)
     elif problem is not None and not os.environ.get("EXPERTD_CPU_THREADS"):
-        cpu_native.use_threads(
-            settled_threads(problem, config.cache, lambda text: _say(console, f"cpu kernel: {text}"))
-        )
+        native.use_threads(settled_threads(problem, config.cache, lambda text: _say(console, f"cpu kernel: {text}")))
 
 
 def _cache(config: ServeConfig) -> PackedCache | None:

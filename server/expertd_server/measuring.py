@@ -17,15 +17,15 @@ from pathlib import Path
 
 import torch
 
-from expertd_kernels import table
-from expertd_kernels.cache import code_digest, replacing
-from expertd_kernels.canonical import Weights
-from expertd_kernels.cpu_cores import cpu_quota
-from expertd_kernels.cpu_threads import measured_threads
-from expertd_kernels.oracle import Decision
-from expertd_kernels.probe import cpu_name
+from expertd_kernels.measure.cpu_threads import measured_threads
+from expertd_kernels.measure.tournament import GRID, DeviceLostError, Remembered, Result, measure, with_results
+from expertd_kernels.native.cores import cpu_quota
+from expertd_kernels.oracle import table
+from expertd_kernels.oracle.decision import Decision
+from expertd_kernels.oracle.probe import cpu_name
+from expertd_kernels.packed.cache import code_digest, replacing
 from expertd_kernels.problem import Problem
-from expertd_kernels.tournament import GRID, DeviceLostError, Remembered, Result, measure, with_results
+from expertd_kernels.weights.canonical import Weights
 from expertd_server.config import ServeConfig
 from expertd_server.layer import Canonical, Site
 from expertd_server.plan import BootError, LayerPlan

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from expertd_kernels import table
-from expertd_kernels.oracle import Decision, decide
+from expertd_kernels.oracle import table
+from expertd_kernels.oracle.decision import Decision, decide
 from expertd_kernels.problem import Device, Package
-from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.source import ExpertSource, LayerInfo
+from expertd_kernels.sources.source import ExpertSource, LayerInfo
+from expertd_kernels.weights.scheme import ActivationQuant
 from expertd_server.config import Pins, ServeConfig
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def open_source(config: ServeConfig) -> ExpertSource:
     source: ExpertSource
     try:
         if config.synthetic is not None:
-            from expertd_kernels.synthetic import SyntheticModel
+            from expertd_kernels.sources.synthetic import SyntheticModel
 
             source = SyntheticModel.parse(config.synthetic)
         else:
@@ -67,7 +67,7 @@ def open_source(config: ServeConfig) -> ExpertSource:
             # pyright holds a cached_property apart from the str that the protocol's property gives.
             source = cast("ExpertSource", open_checkpoint(config.checkpoint, layer_template=config.layer_template))
         if config.quantize is not None:
-            from expertd_kernels.quantized_source import QuantizedSource
+            from expertd_kernels.sources.quantized import QuantizedSource
 
             source = QuantizedSource(source, config.quantize)
     except (ValueError, OSError) as e:
@@ -93,7 +93,7 @@ def resolve_device(name: str) -> tuple[Device, torch.device]:
     it is not there."""
     import torch
 
-    from expertd_kernels.probe import detect_device, use_device
+    from expertd_kernels.oracle.probe import detect_device, use_device
 
     try:
         device = detect_device(name)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from expertd_kernels.oracle import Decision, Verdict
+from expertd_kernels.oracle.decision import Decision, Verdict
 from expertd_server.plan import LayerPlan, span
 
 __all__ = ["decisions_json", "print_decisions"]

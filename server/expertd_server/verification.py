@@ -18,14 +18,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from expertd_kernels.backends.protocol import Experts
 from expertd_kernels.builder import build
-from expertd_kernels.numerics import COMPUTE_DTYPE, relative_error, tolerance
-from expertd_kernels.oracle import NoBackendError, Refused
+from expertd_kernels.oracle.decision import NoBackendError
+from expertd_kernels.packed.selfcheck import self_check
 from expertd_kernels.problem import Problem
-from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.selfcheck import self_check
-from expertd_kernels.source import ExpertSource
+from expertd_kernels.protocol import Experts
+from expertd_kernels.refused import Refused
+from expertd_kernels.sources.source import ExpertSource
+from expertd_kernels.weights.numerics import COMPUTE_DTYPE, relative_error, tolerance
+from expertd_kernels.weights.scheme import ActivationQuant
 from expertd_server.plan import LayerPlan
 
 __all__ = ["Case", "CaseResult", "LayerResult", "read_cases", "verify_layers"]

@@ -12,8 +12,8 @@ import torch
 
 from expertd_kernels import Device, reference, relative_error, table, tournament
 from expertd_kernels.backends import reference as sound
-from expertd_kernels.oracle import Refused
-from expertd_kernels.synthetic import random_inputs
+from expertd_kernels.refused import Refused
+from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server import boot as server_boot
 from expertd_server import measuring
 from expertd_server.boot import boot_layers

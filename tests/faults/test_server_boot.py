@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from expertd_kernels import Device, decide
-from expertd_kernels.probe import installed_packages
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.probe import installed_packages
+from expertd_kernels.oracle.table import BACKENDS
 from expertd_server.cli import main
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"
@@ -158,7 +158,7 @@ def test_wrong_options(capsys, args, says, code):
 def test_a_pinned_backend_that_does_not_serve_is_refused_and_the_table_says_why(capsys, monkeypatch):
     from dataclasses import replace
 
-    from expertd_kernels import table
+    from expertd_kernels.oracle import table
 
     rows = [replace(b, activations=frozenset()) if b.name == "reference" else b for b in table.BACKENDS]
     monkeypatch.setattr(table, "BACKENDS", tuple(rows))
@@ -172,11 +172,11 @@ def test_a_compiled_kernel_that_cannot_be_used_is_said_where_it_slows_loading_an
     monkeypatch, caplog, checkpoint_folder
 ):
     """A stale shared object: loading goes on with torch, and nobody has to wonder why it takes longer."""
-    from expertd_kernels.backends import cpu_native
     from expertd_kernels.checkpoint import open_checkpoint, repack
+    from expertd_kernels.native import library as native
 
     why = "cpu kernel: the library was built from sources abc, the sources here are def"
-    for module in (cpu_native, repack):
+    for module in (native, repack):
         monkeypatch.setattr(module, "kernel_error", lambda: why)
     repack.uses_library.cache_clear()
     try:

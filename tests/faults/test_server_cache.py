@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from expertd_kernels import Device, cache, reference, relative_error
-from expertd_kernels.cache import PackedCache, read_entry, write_packed
-from expertd_kernels.packed_file import map_entry
-from expertd_kernels.probe import detect_device, installed_packages
-from expertd_kernels.synthetic import random_inputs
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.probe import detect_device, installed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.packed.cache import PackedCache, read_entry, write_packed
+from expertd_kernels.packed.file import map_entry
+from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server import measuring
 from expertd_server.boot import Booted, boot_layers
 from expertd_server.cli import main
@@ -257,7 +257,7 @@ def shares(pid: int, suffix: str) -> dict[str, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system has no /proc/PID/smaps")
 def test_two_servers_compute_from_one_copy_of_the_weights(tmp_path):
-    from expertd_kernels.backends.cpu_native import kernel_error
+    from expertd_kernels.native.library import kernel_error
 
     if error := kernel_error():
         pytest.skip(error)

@@ -9,13 +9,13 @@ import torch
 from expertd_kernels import Activation, decide, detect_device, reference, relative_error
 from expertd_kernels.backends.gluon.w8a8_plan import Few8, Plan8
 from expertd_kernels.builder import build, problem_of
-from expertd_kernels.numerics import tolerance
-from expertd_kernels.oracle import NoBackendError
-from expertd_kernels.probe import installed_packages
-from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.synthetic import random_inputs, random_weights
-from expertd_kernels.table import BACKENDS
-from expertd_kernels.timing import captured
+from expertd_kernels.measure.timing import captured
+from expertd_kernels.oracle.decision import NoBackendError
+from expertd_kernels.oracle.probe import installed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.numerics import tolerance
+from expertd_kernels.weights.scheme import ActivationQuant
 
 pytestmark = pytest.mark.gpu
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from expertd_kernels import build, decide, detect_device, problem_of
-from expertd_kernels.float32 import reference
-from expertd_kernels.numerics import relative_error, tolerance
-from expertd_kernels.probe import installed_packages
-from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.synthetic import random_inputs, random_weights
-from expertd_kernels.table import BACKENDS
-from expertd_kernels.timing import captured
+from expertd_kernels.measure.timing import captured
+from expertd_kernels.oracle.probe import installed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.float32 import reference
+from expertd_kernels.weights.numerics import relative_error, tolerance
+from expertd_kernels.weights.scheme import ActivationQuant
 
 pytestmark = pytest.mark.gpu
 DEVICE = detect_device()

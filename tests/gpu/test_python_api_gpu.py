@@ -17,8 +17,8 @@ from expertd_kernels import (
     relative_error,
     tolerance,
 )
-from expertd_kernels.synthetic import random_weights
-from expertd_kernels.timing import captured
+from expertd_kernels.measure.timing import captured
+from expertd_kernels.sources.synthetic import random_weights
 
 pytestmark = [
     pytest.mark.gpu,

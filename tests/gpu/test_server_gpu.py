@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from expertd_kernels import detect_device, reference, relative_error, tolerance
-from expertd_kernels.synthetic import SyntheticModel, random_inputs
+from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
 
 try:
     importlib.metadata.version("expertd")
@@ -41,7 +41,7 @@ FAULTY = """
 import sys
 from dataclasses import replace
 import torch
-from expertd_kernels import table
+from expertd_kernels.oracle import table
 from expertd_kernels.backends import reference
 
 class Experts(reference.ReferenceExperts):

@@ -18,9 +18,9 @@ from expertd_kernels import (
     relative_error,
     tolerance,
 )
-from expertd_kernels.proof import reference_rows
-from expertd_kernels.synthetic import random_inputs, random_weights
-from expertd_kernels.timing import captured, time_calls
+from expertd_kernels.measure.timing import captured, time_calls
+from expertd_kernels.packed.proof import reference_rows
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
 
 pytestmark = pytest.mark.gpu
 E, K, H, I = 32, 4, 1024, 512

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from expertd_kernels.csrc import build
+from expertd_kernels.native.csrc import build
 
 EMULATED = Path(__file__).parent / "emulated"
 LEVELS = ("level_avx512", "level_avx512_bf16")

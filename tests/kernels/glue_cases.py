@@ -19,12 +19,12 @@ from interpreted import answer_cases
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, problem_of
 from expertd_kernels.backends import deepgemm, glue, humming, marlin
 from expertd_kernels.backends.rounding import round_groups
-from expertd_kernels.float32 import reference
-from expertd_kernels.numerics import relative_error, tolerance
-from expertd_kernels.probe import assumed_packages
-from expertd_kernels.scheme import Element, ScaleType, Scheme
-from expertd_kernels.synthetic import random_inputs, random_weights
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.probe import assumed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.float32 import reference
+from expertd_kernels.weights.numerics import relative_error, tolerance
+from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
 
 KINDS = [Activation(), Activation(limit=0.5), Activation.parse("swigluoai"), Activation(ActivationKind.GELU_AND_MUL),
          Activation(ActivationKind.GELU_TANH_AND_MUL), Activation(ActivationKind.RELU2)]  # fmt: skip

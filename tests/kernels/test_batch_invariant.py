@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from expertd_kernels import Device, build, decide, detect_device, problem_of
-from expertd_kernels.synthetic import random_inputs, random_weights
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
 
 H, E, K = 128, 8, 2
 
@@ -48,7 +48,7 @@ import torch
 from test_batch_invariant import E, H, K, differing
 from expertd_kernels import Device, problem_of
 from expertd_kernels.backends import triton
-from expertd_kernels.synthetic import random_weights
+from expertd_kernels.sources.synthetic import random_weights
 
 weights = random_weights("int4_g32", E, H, 64)
 problem = problem_of(weights, Device("cuda", "sm90", (9, 0)), top_k=K, batch_invariant=True)

@@ -7,15 +7,15 @@ import json
 import pytest
 
 from expertd_kernels import reference, relative_error
-from expertd_kernels.backends import cpu_native
 from expertd_kernels.bench import cpu_table
 from expertd_kernels.bench.__main__ import main
 from expertd_kernels.bench.cpu import shape_of
 from expertd_kernels.bench.cpu_memory import UNKNOWN, last_level_cache
 from expertd_kernels.bench.peers_cpu import PEERS, peer
-from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.native import library as native
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
 
-built = pytest.mark.skipif(bool(cpu_native.kernel_error()), reason=cpu_native.kernel_error() or "built")
+built = pytest.mark.skipif(bool(native.kernel_error()), reason=native.kernel_error() or "built")
 PEAKS = {"read_gb_s": 20.0, "bf16_gflop_s": 100.0, "int8_gop_s": 400.0, "int16_gop_s": 200.0}
 
 

@@ -11,8 +11,8 @@ import torch
 from expertd_kernels import ActivationQuant, Scheme, decide, detect_device, problem_of
 from expertd_kernels.bench import cuda, cuda_timing
 from expertd_kernels.bench.__main__ import main
-from expertd_kernels.float32 import reference
-from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.float32 import reference
 
 
 def test_shapes_by_name_slice_and_numbers():

@@ -11,12 +11,12 @@ from expertd_kernels import NAMED_DEVICES, Scheme, decide
 from expertd_kernels.bench import numerics, numerics_grid
 from expertd_kernels.bench.__main__ import main
 from expertd_kernels.bench.workers import STOP_S, NoResult, run_tasks
-from expertd_kernels.float32 import reference
-from expertd_kernels.matrix import SCHEMES
-from expertd_kernels.probe import assumed_packages, installed_packages
-from expertd_kernels.scheme import ActivationQuant, ScaleType
-from expertd_kernels.synthetic import random_inputs
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.matrix import SCHEMES
+from expertd_kernels.oracle.probe import assumed_packages, installed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.sources.synthetic import random_inputs
+from expertd_kernels.weights.float32 import reference
+from expertd_kernels.weights.scheme import ActivationQuant, ScaleType
 
 FULL = numerics_grid.GRIDS["full"]
 PACKAGES = assumed_packages(BACKENDS)
@@ -297,9 +297,9 @@ def test_schemes_beside_the_matrix_are_others():
 
 
 def test_without_the_compiled_kernel_the_others_are_checked_all_the_same(tmp_path, monkeypatch):
-    from expertd_kernels.backends import cpu_native
+    from expertd_kernels.native import library as native
 
-    monkeypatch.setattr(cpu_native, "kernel_error", lambda: "cpu kernel: not built")
+    monkeypatch.setattr(native, "kernel_error", lambda: "cpu kernel: not built")
     facts = numerics.machine(NAMED_DEVICES["cpu-avx2"])
     assert facts["compiled kernel"] == "none"
     assert "expertd-cpu-kernel" not in facts

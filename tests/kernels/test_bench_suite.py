@@ -13,7 +13,7 @@ from expertd_kernels.bench.__main__ import main
 from expertd_kernels.bench.__main__ import parser as bench_parser
 from expertd_kernels.bench.numerics import _parser as numerics_parser
 from expertd_kernels.bench.rows import picked
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.table import BACKENDS
 
 
 def step(name, code, share=1.0):

@@ -8,14 +8,14 @@ import torch
 
 from expertd_kernels import NAMED_DEVICES, Device, decide, problem_of
 from expertd_kernels.backends import reference as backend
-from expertd_kernels.cache import ALIGN, CacheError, PackedCache, code_digest, read_packed, write_packed
-from expertd_kernels.oracle import load
-from expertd_kernels.packed_file import checksum
-from expertd_kernels.probe import assumed_packages
-from expertd_kernels.proof import prove
-from expertd_kernels.selfcheck import accept, check
-from expertd_kernels.synthetic import random_weights
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.decision import backend_module
+from expertd_kernels.oracle.probe import assumed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.packed.cache import ALIGN, CacheError, PackedCache, code_digest, read_packed, write_packed
+from expertd_kernels.packed.file import checksum
+from expertd_kernels.packed.proof import prove
+from expertd_kernels.packed.selfcheck import accept, check
+from expertd_kernels.sources.synthetic import random_weights
 
 CPU = Device("cpu", "x86_64")
 
@@ -139,7 +139,7 @@ def test_what_a_process_left_half_written_is_swept_later(tmp_path):
 
 
 def test_the_code_digest_is_of_the_sources(tmp_path, monkeypatch):
-    import expertd_kernels.cache as module
+    import expertd_kernels.packed.cache as module
 
     (tmp_path / "a.py").write_text("1")
     monkeypatch.setattr(module, "__file__", str(tmp_path / "cache.py"))
@@ -170,7 +170,7 @@ def test_every_backends_packed_layer_comes_back_from_disk(tmp_path, name, scheme
     found = next((d for p in problems if (d := decide(p, pin=name)).chosen is not None), None)
     if found is None:
         pytest.skip(next(v for v in decide(problems[0]).verdicts if v.backend == name).refusals[0])
-    module = load(found.require())
+    module = backend_module(found.require())
     packed = module.pack(w, found.problem)
     write_packed(tmp_path / "entry", packed, {})
     before, after = module.unpack(packed), module.unpack(read_packed(tmp_path / "entry", {}))

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from expertd_kernels import Activation, ActivationKind, QuantTensor, Scheme, Weights, reference, relative_error
-from expertd_kernels.canonical import E2M1_VALUES, pack_nibbles, unpack_nibbles
-from expertd_kernels.float32 import apply_activation
-from expertd_kernels.serial import weights_from_tensors, weights_to_tensors
-from expertd_kernels.synthetic import SyntheticModel, random_inputs, random_weights
+from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs, random_weights
+from expertd_kernels.weights.canonical import E2M1_VALUES, pack_nibbles, unpack_nibbles
+from expertd_kernels.weights.float32 import apply_activation
+from expertd_kernels.weights.serial import weights_from_tensors, weights_to_tensors
 
 SCHEMES = ["int4_g32", "int4_g32_zp", "int4_channel", "int8_g16_zp", "int8_channel", "e4m3_block128", "e4m3_tensor",
            "e4m3_channel", "mxfp8", "mxfp4", "nvfp4", "bf16", "f16", "f32"]  # fmt: skip

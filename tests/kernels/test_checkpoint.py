@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from expertd_kernels.canonical import pack_nibbles
 from expertd_kernels.checkpoint import CheckpointError, bench, open_checkpoint, repack
 from expertd_kernels.checkpoint.fit import common, convert, join_halves, split, split_layout
 from expertd_kernels.checkpoint.formats import formats
@@ -21,7 +20,8 @@ from expertd_kernels.checkpoint.memory import empty
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part
 from expertd_kernels.checkpoint.synthetic_files import KINDS, write_synthetic
 from expertd_kernels.checkpoint.tensors import PAGE_BYTES, PIECE_BYTES, Counter, Shard
-from expertd_kernels.scheme import WHOLE, Element, ScaleType, Scheme
+from expertd_kernels.weights.canonical import pack_nibbles
+from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType, Scheme
 
 ROOT = Path(__file__).resolve().parents[2]
 E, H, I = 2, 32, 16

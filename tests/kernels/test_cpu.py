@@ -7,25 +7,26 @@ import torch
 
 from expertd_kernels import Activation, ActivationKind, Scheme, decide, reference, relative_error, tolerance
 from expertd_kernels.builder import problem_of
-from expertd_kernels.cache import read_packed, write_packed
-from expertd_kernels.oracle import NoBackendError
-from expertd_kernels.probe import detect_device, installed_packages
+from expertd_kernels.oracle.decision import NoBackendError
+from expertd_kernels.oracle.probe import detect_device, installed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.packed.cache import read_packed, write_packed
 from expertd_kernels.problem import Package
-from expertd_kernels.scheme import ActivationQuant, Element, ScaleType
-from expertd_kernels.synthetic import random_inputs, random_weights
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.scheme import ActivationQuant, Element, ScaleType
 
 PACKAGES = installed_packages([b for b in BACKENDS if b.name == "cpu"])
 MISSING = PACKAGES["expertd-cpu-kernel"].error
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "built")
 
 if not MISSING:
-    from expertd_kernels.backends import cpu, cpu_native, cpu_w4a8
+    from expertd_kernels.backends import cpu, cpu_w4a8
+    from expertd_kernels.native import library as native
 
 ROUNDS_MIDDLE = {"avx512_bf16", "avx512_vnni", "avx512_amx"}
 """Levels that also round the values between the GEMMs to bf16, for some elements: 6e-3."""
-DEFAULT_TOLERANCE = 6e-3 if not MISSING and cpu_native.levels()[0] in ROUNDS_MIDDLE else 4e-3
-LEVELS = [] if MISSING else cpu_native.levels()
+DEFAULT_TOLERANCE = 6e-3 if not MISSING and native.levels()[0] in ROUNDS_MIDDLE else 4e-3
+LEVELS = [] if MISSING else native.levels()
 ODD = {
     "int4_g20_f16": Scheme(Element.INT4, 1, 20, ScaleType.F16),
     "int4_g96_f32_zp": Scheme(Element.INT4, 1, 96, ScaleType.F32, zeros=True),
@@ -50,7 +51,7 @@ def run(packed, problem, inputs, level="", threads=1, **options):
     """The answer in a buffer that was full of NaN."""
     x = inputs[0]
     out = torch.full(x.shape, float("nan"), dtype=x.dtype)
-    result = cpu.CpuExperts(packed, problem, cpu_native.context(level, threads))(*inputs, out=out, **options)
+    result = cpu.CpuExperts(packed, problem, native.context(level, threads))(*inputs, out=out, **options)
     assert result is out
     return out
 
@@ -218,7 +219,7 @@ def test_shapes_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match=r"want \[M, 72\]"):
         cpu.experts(packed, problem)(x[:, :64], ids, w)
     with pytest.raises(ValueError, match="levels here"):
-        cpu_native.Context("avx9000", 1)
+        native.Context("avx9000", 1)
     packed.tensors["w13.stream"] = packed.tensors["w13.stream"][:, :-64]
     with pytest.raises(ValueError, match="pack again"):
         cpu.experts(packed, problem)
@@ -258,13 +259,13 @@ def test_eight_bit_activations_are_a_named_choice(scheme, level):
     for tokens in (1, 3, 31):
         inputs = inputs_for(problem, tokens, seed=tokens)
         out = torch.full_like(inputs[0], float("nan"))
-        context = cpu_native.context(level, 1)
+        context = native.context(level, 1)
         cpu.CpuExperts(packed, asked, context, backend="cpu_w4a8")(*inputs, out=out)
         error = relative_error(out, reference(weights, *inputs))
         assert error <= 1.2e-2, (tokens, error)
         assert error > 4e-3 or level == "avx512_amx", (tokens, error)  # many rows on matrix tiles keep 16 bits
         assert error <= tolerance("bf16", ActivationQuant.INT8_GROUP)
-        two = cpu.CpuExperts(packed, asked, cpu_native.context(level, 3), backend="cpu_w4a8")(*inputs)
+        two = cpu.CpuExperts(packed, asked, native.context(level, 3), backend="cpu_w4a8")(*inputs)
         assert torch.equal(out, two)
     assert cpu_w4a8.experts(packed, asked).backend == "cpu_w4a8"
 

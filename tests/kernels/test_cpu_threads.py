@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from expertd_kernels.backends import cpu_native
 from expertd_kernels.builder import problem_of
-from expertd_kernels.cpu_cores import Core, cpu_quota, most_threads, physical_cores, pins
-from expertd_kernels.cpu_threads import candidates, choose, measured_threads
-from expertd_kernels.probe import detect_device
-from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.measure.cpu_threads import candidates, choose, measured_threads
+from expertd_kernels.native import library as native
+from expertd_kernels.native.cores import Core, cpu_quota, most_threads, physical_cores, pins
+from expertd_kernels.oracle.probe import detect_device
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
 
-built = pytest.mark.skipif(bool(cpu_native.kernel_error()), reason=cpu_native.kernel_error() or "built")
+built = pytest.mark.skipif(bool(native.kernel_error()), reason=native.kernel_error() or "built")
 
 
 def make_system(folder, nodes, siblings):
@@ -97,20 +97,20 @@ def test_measured_on_this_machine():
 
 @built
 def test_the_process_uses_the_number_that_was_said(monkeypatch):
-    before = cpu_native.default_threads()
+    before = native.default_threads()
     try:
-        cpu_native.use_threads(3)
-        assert cpu_native.context().threads == 3
-        assert cpu_native.context(None, 2).threads == 2
-        cpu_native.use_threads(0)
+        native.use_threads(3)
+        assert native.context().threads == 3
+        assert native.context(None, 2).threads == 2
+        native.use_threads(0)
         monkeypatch.setenv("EXPERTD_CPU_THREADS", "5")
-        assert cpu_native.context().threads == 5
+        assert native.context().threads == 5
         with pytest.raises(ValueError, match="want a number"):
-            cpu_native.use_threads(-1)
+            native.use_threads(-1)
     finally:
-        cpu_native.use_threads(0)
+        native.use_threads(0)
         monkeypatch.undo()
-    assert cpu_native.default_threads() == before
+    assert native.default_threads() == before
 
 
 SCHEMES = ["int4_g32", "int4_g128_zp", "int4_channel", "int8_g128", "int8_channel_zp", "mxfp4", "nvfp4",
@@ -118,7 +118,7 @@ SCHEMES = ["int4_g32", "int4_g128_zp", "int4_channel", "int8_g128", "int8_channe
 
 
 @built
-@pytest.mark.parametrize("level", [] if cpu_native.kernel_error() else cpu_native.levels())
+@pytest.mark.parametrize("level", [] if native.kernel_error() else native.levels())
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_one_to_eight_threads_give_the_same_bits(scheme, level):
     from expertd_kernels.backends import cpu
@@ -128,6 +128,6 @@ def test_one_to_eight_threads_give_the_same_bits(scheme, level):
     packed = cpu.pack(weights, problem)
     for tokens in (1, 37):
         inputs = random_inputs(tokens, 264, 5, 3)
-        answers = [cpu.CpuExperts(packed, problem, cpu_native.context(level, n))(*inputs) for n in range(1, 9)]
+        answers = [cpu.CpuExperts(packed, problem, native.context(level, n))(*inputs) for n in range(1, 9)]
         assert all(torch.equal(answers[0], a) for a in answers[1:])
         assert answers[0].abs().sum() > 0

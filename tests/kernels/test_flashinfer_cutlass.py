@@ -12,13 +12,13 @@ from vendor import bits, check_packing, functions, package_folder
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import flashinfer_cutlass as backend
 from expertd_kernels.backends.cutlass_layout import BITS
-from expertd_kernels.float32 import apply_activation, reference
-from expertd_kernels.numerics import relative_error, tolerance
-from expertd_kernels.oracle import Refused
-from expertd_kernels.probe import assumed_packages
-from expertd_kernels.scheme import Element, ScaleType, Scheme
-from expertd_kernels.synthetic import random_inputs, random_weights
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.probe import assumed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.refused import Refused
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.float32 import apply_activation, reference
+from expertd_kernels.weights.numerics import relative_error, tolerance
+from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
 
 NAME = "flashinfer_cutlass"
 SM90, SM100 = NAMED_DEVICES["sm90"], NAMED_DEVICES["sm100"]

@@ -10,8 +10,8 @@ from vendor import bits, check_packing
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import flashinfer_trtllm as backend
 from expertd_kernels.backends.trtllm_layout import MULTIPLES, swizzle
-from expertd_kernels.oracle import Refused
-from expertd_kernels.scheme import ScaleType, Scheme
+from expertd_kernels.refused import Refused
+from expertd_kernels.weights.scheme import ScaleType, Scheme
 
 
 @pytest.mark.parametrize("size", SIZES)

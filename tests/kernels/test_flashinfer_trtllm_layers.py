@@ -12,13 +12,13 @@ from vendor import bits, functions, package_folder
 from expertd_kernels import Activation, ActivationQuant, decide
 from expertd_kernels.backends import flashinfer_trtllm as backend
 from expertd_kernels.backends.rounding import round_groups, round_mx, round_nvfp4
-from expertd_kernels.canonical import QuantTensor, Weights
 from expertd_kernels.checkpoint import open_checkpoint
-from expertd_kernels.float32 import reference
-from expertd_kernels.numerics import relative_error, tolerance
-from expertd_kernels.scheme import ScaleType, Scheme
-from expertd_kernels.synthetic import random_inputs
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.sources.synthetic import random_inputs
+from expertd_kernels.weights.canonical import QuantTensor, Weights
+from expertd_kernels.weights.float32 import reference
+from expertd_kernels.weights.numerics import relative_error, tolerance
+from expertd_kernels.weights.scheme import ScaleType, Scheme
 
 ACTIVATIONS = [Activation(), Activation(limit=0.5), Activation.parse("swigluoai")]
 

@@ -19,7 +19,7 @@ from expertd_kernels.backends.gluon.routing import combine, count_routes, group_
 from expertd_kernels.backends.gluon.specialized import ws  # noqa: E402
 from expertd_kernels.backends.gluon.tile import Gemm, tile  # noqa: E402
 from expertd_kernels.backends.gluon.wide import wide  # noqa: E402
-from expertd_kernels.scheme import Scheme  # noqa: E402
+from expertd_kernels.weights.scheme import Scheme  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_triton_cache")
 

@@ -18,7 +18,7 @@ from expertd_kernels.backends.gluon.gemv import gemv  # noqa: E402
 from expertd_kernels.backends.gluon.gemv_tile import KEPT, SHARED_MEMORY, Slices, slices  # noqa: E402
 from expertd_kernels.backends.gluon.plan import TilePlan  # noqa: E402
 from expertd_kernels.backends.gluon.tile import Gemm  # noqa: E402
-from expertd_kernels.scheme import Scheme  # noqa: E402
+from expertd_kernels.weights.scheme import Scheme  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_triton_cache")
 

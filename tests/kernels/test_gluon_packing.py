@@ -8,11 +8,11 @@ from expertd_kernels import Activation, Scheme
 from expertd_kernels.backends import gluon_sm90
 from expertd_kernels.backends.gluon.codec import codec_of
 from expertd_kernels.builder import problem_of
-from expertd_kernels.canonical import QuantTensor, Weights
-from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import NAMED_DEVICES
-from expertd_kernels.scheme import ActivationQuant, ScaleType
-from expertd_kernels.synthetic import random_weights
+from expertd_kernels.refused import Refused
+from expertd_kernels.sources.synthetic import random_weights
+from expertd_kernels.weights.canonical import QuantTensor, Weights
+from expertd_kernels.weights.scheme import ActivationQuant, ScaleType
 
 SCHEMES = [
     "int4_g128", "int4_g64", "int4_g32", "int4_channel", "int4_g128_zp", "int4_g32_zp", "int8_channel", "int8_g128",

@@ -10,8 +10,8 @@ from expertd_kernels.backends import gluon
 from expertd_kernels.backends.gluon.codec import Codec, codec_of
 from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
 from expertd_kernels.backends.gluon.planning import Plans, heuristic, one_plan
-from expertd_kernels.scheme import Scheme
 from expertd_kernels.sizes import planned
+from expertd_kernels.weights.scheme import Scheme
 
 SHARED_BYTES = 232448
 """Shared memory that a CTA of an H100 or H200 may have (CUDA programming guide, compute capability 9.0)."""

@@ -11,10 +11,10 @@ from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, Scheme, 
 from expertd_kernels.backends import gluon_w8a8 as backend
 from expertd_kernels.backends.gluon import calls
 from expertd_kernels.backends.gluon.w8a8_plan import Few8, Plan8, Shape8
-from expertd_kernels.float32 import apply_activation
-from expertd_kernels.oracle import Refused
-from expertd_kernels.scheme import Element, ScaleType
-from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.refused import Refused
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.float32 import apply_activation
+from expertd_kernels.weights.scheme import Element, ScaleType
 
 SCHEMES = ("e4m3_block128", "e4m3_channel", "e4m3_tensor")
 BY_ROW = (ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_TENSOR)

@@ -21,9 +21,9 @@ from expertd_kernels import (
     relative_error,
     tolerance,
 )
-from expertd_kernels.probe import installed_packages
-from expertd_kernels.synthetic import random_weights
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.probe import installed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.sources.synthetic import random_weights
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
 CPU = detect_device("cpu")

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from expertd_kernels import QuantTensor, Scheme, Weights, relative_error
-from expertd_kernels.canonical import E2M1_VALUES
-from expertd_kernels.quantize import encode, quantize, quantize_matrix, round_e2m1, scheme_named
-from expertd_kernels.quantized_source import QuantizedSource
-from expertd_kernels.scheme import Element, ScaleType
-from expertd_kernels.synthetic import SyntheticModel, random_weights
+from expertd_kernels.sources.quantized import QuantizedSource
+from expertd_kernels.sources.synthetic import SyntheticModel, random_weights
+from expertd_kernels.weights.canonical import E2M1_VALUES
+from expertd_kernels.weights.quantize import encode, quantize, quantize_matrix, round_e2m1, scheme_named
+from expertd_kernels.weights.scheme import Element, ScaleType
 
 
 def matrix(w: Tensor, segments: int = 1) -> QuantTensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from expertd_kernels import Weights
 from expertd_kernels.checkpoint import open_checkpoint
 from expertd_kernels.checkpoint.writer import quantize_checkpoint
-from expertd_kernels.quantize import quantize, scheme_named
+from expertd_kernels.weights.quantize import quantize, scheme_named
 from expertd_server.cli import main
 
 Config = dict[str, Any]

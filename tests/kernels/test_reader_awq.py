@@ -133,7 +133,7 @@ def test_configurations_that_do_not_fit_are_refused(
 def test_the_library_and_torch_repack_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the C++ library the same bits come out of torch; tensors of several pieces and odd sizes, too."""
     if not repack.uses_library():
-        pytest.skip("the C++ library is not built: run `python -m expertd_kernels.csrc.build`")
+        pytest.skip("the C++ library is not built: run `python -m expertd_kernels.native.csrc.build`")
     g = torch.Generator().manual_seed(1)
     shapes = ((8, 1), (16, 16), (40, 33), (64, 50), (8, 128), (136, 20), (400, 40), (4096, 24))
     words = {f"{r}x{c}": torch.randint(-(2**31), 2**31, (r, c), generator=g).int() for r, c in shapes}

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from expertd_kernels import ActivationQuant, relative_error
 from expertd_kernels.checkpoint import open_checkpoint
-from expertd_kernels.float32 import apply_activation
-from expertd_kernels.quantize import round_e2m1
+from expertd_kernels.weights.float32 import apply_activation
+from expertd_kernels.weights.quantize import round_e2m1
 
 Folder = Callable[[str], Path]
 

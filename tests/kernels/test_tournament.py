@@ -8,10 +8,10 @@ import torch
 
 from expertd_kernels import Device, decide, problem_of, reference, tournament
 from expertd_kernels.backends.reference import ReferenceExperts
-from expertd_kernels.oracle import Backend, DeviceRange, SchemeSupport
-from expertd_kernels.scheme import Element
-from expertd_kernels.synthetic import random_inputs, random_weights
-from expertd_kernels.tournament import BucketedExperts, Remembered, Result, choose, measure, with_results
+from expertd_kernels.measure.tournament import BucketedExperts, Remembered, Result, choose, measure, with_results
+from expertd_kernels.oracle.decision import Backend, DeviceRange, SchemeSupport
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.scheme import Element
 
 CPU = Device("cpu", "x86_64")
 

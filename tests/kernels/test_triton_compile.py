@@ -18,8 +18,8 @@ from expertd_kernels.backends import triton as backend
 from expertd_kernels.backends.triton_kernels.plan import Facts, make_plan
 from expertd_kernels.builder import problem_of
 from expertd_kernels.problem import Device
-from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.synthetic import random_weights
+from expertd_kernels.sources.synthetic import random_weights
+from expertd_kernels.weights.scheme import ActivationQuant
 
 TYPES = {
     torch.bfloat16: "*bf16",

@@ -12,8 +12,8 @@ from expertd_kernels.backends.triton_kernels.plan import Facts, make_plan, stage
 from expertd_kernels.backends.triton_kernels.replay import Recording, proves
 from expertd_kernels.backends.triton_kernels.route import block_bound, expert_bins
 from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
-from expertd_kernels.scheme import Element, ScaleType, Scheme
-from expertd_kernels.synthetic import random_matrix
+from expertd_kernels.sources.synthetic import random_matrix
+from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
 
 SCHEMES = ("int4_g32", "int4_g128_zp", "int4_channel", "int8_g64", "int8_channel_zp", "mxfp4", "mxfp8", "nvfp4",
            "e4m3_block128", "e4m3_tensor", "bf16", "f16", "f32")  # fmt: skip

@@ -15,14 +15,14 @@ from vendor import bits, load_file, package_folder, stand_ins
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, decide, problem_of
 from expertd_kernels.backends import xpu as backend
 from expertd_kernels.backends.xpu_layout import GROUPS
-from expertd_kernels.float32 import apply_activation, reference
-from expertd_kernels.numerics import relative_error
-from expertd_kernels.oracle import Refused
-from expertd_kernels.probe import assumed_packages
+from expertd_kernels.oracle.probe import assumed_packages
+from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.problem import Device
-from expertd_kernels.scheme import Element, ScaleType, Scheme
-from expertd_kernels.synthetic import random_inputs, random_weights
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.refused import Refused
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.float32 import apply_activation, reference
+from expertd_kernels.weights.numerics import relative_error
+from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
 
 XE2 = NAMED_DEVICES["xpu-xe2"]
 ROW = next(b for b in BACKENDS if b.name == "xpu")

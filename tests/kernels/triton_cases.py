@@ -18,11 +18,11 @@ import torch
 from expertd_kernels import Activation, ActivationKind, ActivationQuant, Element, ScaleType, Scheme
 from expertd_kernels.backends.rounding import round_groups, round_mx, round_static
 from expertd_kernels.builder import problem_of
-from expertd_kernels.canonical import Weights
-from expertd_kernels.float32 import apply_activation, reference
-from expertd_kernels.numerics import relative_error, tolerance
 from expertd_kernels.problem import Device
-from expertd_kernels.synthetic import random_inputs, random_weights
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.canonical import Weights
+from expertd_kernels.weights.float32 import apply_activation, reference
+from expertd_kernels.weights.numerics import relative_error, tolerance
 
 BF16, F16, F32 = ScaleType.BF16, ScaleType.F16, ScaleType.F32
 GROUP128, TOKEN = ActivationQuant.E4M3_GROUP128, ActivationQuant.E4M3_TOKEN

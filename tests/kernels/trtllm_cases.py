@@ -10,9 +10,9 @@ from vendor import functions, package_folder
 
 from expertd_kernels import NAMED_DEVICES, ActivationQuant, decide, problem_of
 from expertd_kernels.backends.rounding import round_groups, round_mx, round_nvfp4, round_static
-from expertd_kernels.probe import assumed_packages
-from expertd_kernels.synthetic import random_weights
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.probe import assumed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.sources.synthetic import random_weights
 
 SM100 = NAMED_DEVICES["sm100"]
 NAME = "flashinfer_trtllm"

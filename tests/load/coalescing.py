@@ -32,8 +32,8 @@ from rich.table import Table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_kernels import relative_error, tolerance
-from expertd_kernels.models import MODELS
-from expertd_kernels.synthetic import random_inputs
+from expertd_kernels.sources.synthetic import random_inputs
+from expertd_kernels.weights.models import MODELS
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
 

@@ -26,8 +26,8 @@ from served import Report, Server, latency, verify
 from expertd_client import ExpertClient
 from expertd_kernels import relative_error, tolerance
 from expertd_kernels.checkpoint import open_checkpoint
-from expertd_kernels.proof import reference_rows
-from expertd_kernels.synthetic import SyntheticModel, random_inputs
+from expertd_kernels.packed.proof import reference_rows
+from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
 
 ROOT = Path(__file__).parents[2]
 FIXTURE = str(ROOT / "tests" / "fixtures" / "mxfp4-oai-modelopt-gptoss-ns")

@@ -22,9 +22,9 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_client import ExpertClient
 from expertd_kernels import build, decide, detect_device, problem_of, relative_error, tolerance
-from expertd_kernels.proof import reference_rows
-from expertd_kernels.synthetic import random_inputs
-from expertd_kernels.timing import captured, time_calls
+from expertd_kernels.measure.timing import captured, time_calls
+from expertd_kernels.packed.proof import reference_rows
+from expertd_kernels.sources.synthetic import random_inputs
 
 __all__ = ["SETS", "Report", "Server", "latency", "message", "verify"]
 

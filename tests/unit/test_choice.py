@@ -11,13 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from expertd_kernels import NAMED_DEVICES, Problem, Scheme, decide
-from expertd_kernels.backends.cpu_native import kernel_error
-from expertd_kernels.matrix import SCHEMES
-from expertd_kernels.oracle import RULES
-from expertd_kernels.probe import assumed_packages, detect_device, installed_packages
-from expertd_kernels.synthetic import random_inputs
-from expertd_kernels.table import BACKENDS
-from expertd_kernels.tournament import Result, measure
+from expertd_kernels.measure.tournament import Result, measure
+from expertd_kernels.native.library import kernel_error
+from expertd_kernels.oracle.decision import RULES
+from expertd_kernels.oracle.matrix import SCHEMES
+from expertd_kernels.oracle.probe import assumed_packages, detect_device, installed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server import measuring
 from expertd_server.boot import boot_layers
 from expertd_server.choice import Choice, Unfit

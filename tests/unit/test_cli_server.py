@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.problem import NAMED_DEVICES
-from expertd_kernels.table import BACKENDS
 from expertd_server.cli import COMMANDS, main
 
 TINY = ("explain", "--synthetic", "tiny:int4_g128")

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, Problem, Scheme, decide
-from expertd_kernels.matrix import SCHEMES
-from expertd_kernels.oracle import RULES
-from expertd_kernels.probe import assumed_packages
-from expertd_kernels.table import BACKENDS, ORDER
+from expertd_kernels.oracle.decision import RULES
+from expertd_kernels.oracle.matrix import SCHEMES
+from expertd_kernels.oracle.probe import assumed_packages
+from expertd_kernels.oracle.table import BACKENDS, ORDER
 
 PACKAGES = dict(assumed_packages(BACKENDS))
 ADDED = ({"bias": True}, {"act_order": True}, {"grouped_rows": True}, {"deterministic": True},

@@ -15,8 +15,8 @@ from expertd_kernels import (
     Scheme,
     decide,
 )
-from expertd_kernels.oracle import DeviceRange, SchemeSupport
-from expertd_kernels.scheme import WHOLE
+from expertd_kernels.oracle.decision import DeviceRange, SchemeSupport
+from expertd_kernels.weights.scheme import WHOLE
 
 SILU = frozenset({ActivationKind.SILU_AND_MUL})
 ROW = Backend(

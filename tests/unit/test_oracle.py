@@ -17,7 +17,7 @@ from expertd_kernels import (
     Scheme,
     decide,
 )
-from expertd_kernels.oracle import RULES, DeviceRange, SchemeSupport
+from expertd_kernels.oracle.decision import RULES, DeviceRange, SchemeSupport
 from expertd_kernels.problem import Device
 
 SM90 = NAMED_DEVICES["sm90"]
@@ -143,7 +143,7 @@ def test_rounding_backends_refuse_weight_only_by_name():
 
 
 def test_the_real_table_has_distinct_names_and_an_order_that_names_them():
-    from expertd_kernels.table import BACKENDS, ORDER
+    from expertd_kernels.oracle.table import BACKENDS, ORDER
 
     names = [b.name for b in BACKENDS]
     assert len(set(names)) == len(names)

@@ -4,8 +4,8 @@ platform that they have it for: the row, or that nothing computes it, with each 
 import pytest
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, Problem, Scheme, decide
-from expertd_kernels.probe import assumed_packages
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.probe import assumed_packages
+from expertd_kernels.oracle.table import BACKENDS
 
 PACKAGES = dict(assumed_packages(BACKENDS))
 GPT_OSS = {"activation": Activation.parse("swigluoai"), "bias": True, "hidden_size": 2880, "intermediate_size": 2880}

@@ -32,13 +32,14 @@ from expertd_kernels.backends.gluon.planning import heuristic
 from expertd_kernels.backends.triton_kernels.layout import layout_of
 from expertd_kernels.backends.triton_kernels.plan import Facts, make_plan
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
-from expertd_kernels.float32 import reference as compute
-from expertd_kernels.numerics import relative_error
-from expertd_kernels.oracle import RULES, Refused
-from expertd_kernels.probe import assumed_packages
+from expertd_kernels.oracle.decision import RULES
+from expertd_kernels.oracle.probe import assumed_packages
+from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.problem import Device
-from expertd_kernels.synthetic import random_inputs, random_weights
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.refused import Refused
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.float32 import reference as compute
+from expertd_kernels.weights.numerics import relative_error
 
 H, I, GROUP = 64, 32, 32
 BLOCK = "model.layers.0.mlp.experts"

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from expertd_kernels import probe
-from expertd_kernels.oracle import Backend
+from expertd_kernels.oracle import probe
+from expertd_kernels.oracle.decision import Backend
 
 
 @pytest.mark.parametrize("name", ["cpu:0", "auto:1", "cuda:", "cuda:x", "cuda:-1", "sm90", ""])

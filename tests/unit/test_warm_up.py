@@ -3,7 +3,7 @@
 import torch
 
 from expertd_kernels import Device, Problem, Scheme
-from expertd_kernels.oracle import decide
+from expertd_kernels.oracle.decision import decide
 from expertd_kernels.sizes import planned
 from expertd_server import layer as module
 from expertd_server.graphs import padded

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.activation import Activation
 from expertd_kernels.backends.envelope import pack_layer, require_version, unpack_layer
-from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.backends.scales import as_f32, as_stored
-from expertd_kernels.canonical import CODE_DTYPE, QuantTensor, Weights
-from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
-from expertd_kernels.scheme import WHOLE, ActivationQuant, Element
-from expertd_kernels.serial import matrix_to_json, scheme_from_json
+from expertd_kernels.protocol import Packed
+from expertd_kernels.refused import Refused
+from expertd_kernels.weights.activation import Activation
+from expertd_kernels.weights.canonical import CODE_DTYPE, QuantTensor, Weights
+from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element
+from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["AiterExperts", "experts", "pack", "shuffle", "unpack", "unshuffle"]
 

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.activation import Activation, ActivationKind
-from expertd_kernels.backends import cpu_native as native
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
-from expertd_kernels.backends.protocol import Packed
-from expertd_kernels.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
-from expertd_kernels.oracle import Refused
+from expertd_kernels.native import library as native
 from expertd_kernels.problem import Problem
-from expertd_kernels.scheme import Element, ScaleType, Scheme
-from expertd_kernels.serial import matrix_to_json, scheme_from_json
+from expertd_kernels.protocol import Packed
+from expertd_kernels.refused import Refused
+from expertd_kernels.weights.activation import Activation, ActivationKind
+from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
+from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
+from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["CpuExperts", "experts", "pack", "unpack"]
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from expertd_kernels.backends.protocol import Packed
-from expertd_kernels.canonical import QuantTensor, Weights, pack_nibbles, unpack_nibbles
-from expertd_kernels.float32 import apply_activation
-from expertd_kernels.numerics import COMPUTE_DTYPE
 from expertd_kernels.problem import Problem
-from expertd_kernels.scheme import Element, ScaleType
-from expertd_kernels.serial import weights_from_tensors, weights_to_tensors
+from expertd_kernels.protocol import Packed
+from expertd_kernels.weights.canonical import QuantTensor, Weights, pack_nibbles, unpack_nibbles
+from expertd_kernels.weights.float32 import apply_activation
+from expertd_kernels.weights.numerics import COMPUTE_DTYPE
+from expertd_kernels.weights.scheme import Element, ScaleType
+from expertd_kernels.weights.serial import weights_from_tensors, weights_to_tensors
 
 __all__ = ["TorchExperts", "experts", "pack", "unpack"]
 

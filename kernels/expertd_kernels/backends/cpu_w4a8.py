@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from expertd_kernels.backends import cpu
-from expertd_kernels.backends.protocol import Packed
-from expertd_kernels.canonical import Weights
 from expertd_kernels.problem import Problem
+from expertd_kernels.protocol import Packed
+from expertd_kernels.weights.canonical import Weights
 
 __all__ = ["experts", "pack", "unpack"]
 

@@ -11,11 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-from expertd_kernels.activation import Activation
-from expertd_kernels.backends.protocol import Packed
-from expertd_kernels.canonical import QuantTensor, Weights
-from expertd_kernels.oracle import Refused
-from expertd_kernels.serial import activation_from_json, matrix_tensors, weights_from_tensors, weights_to_tensors
+from expertd_kernels.protocol import Packed
+from expertd_kernels.refused import Refused
+from expertd_kernels.weights.activation import Activation
+from expertd_kernels.weights.canonical import QuantTensor, Weights
+from expertd_kernels.weights.serial import (
+    activation_from_json,
+    matrix_tensors,
+    weights_from_tensors,
+    weights_to_tensors,
+)
 
 __all__ = ["activation_of", "fields", "pack_layer", "require_version", "unpack_layer"]
 

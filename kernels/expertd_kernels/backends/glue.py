@@ -13,12 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from expertd_kernels.activation import Activation
 from expertd_kernels.backends.glue_kernels import activate_rows, combine_rows, gather_rows, place_rows
 from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.triton_kernels import route
 from expertd_kernels.backends.triton_kernels.layer import ACTIVATIONS
 from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
+from expertd_kernels.weights.activation import Activation
 
 __all__ = ["MOST_ROUTES", "Call", "Places", "Shapes", "capacity", "in_pieces"]
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from expertd_kernels.backends.envelope import pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.gluon.matrix import pack_matrix, unpack_matrix
-from expertd_kernels.backends.protocol import Packed
-from expertd_kernels.canonical import Weights
-from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
-from expertd_kernels.scheme import ActivationQuant
+from expertd_kernels.protocol import Packed
+from expertd_kernels.refused import Refused
+from expertd_kernels.weights.canonical import Weights
+from expertd_kernels.weights.scheme import ActivationQuant
 
 if TYPE_CHECKING:
     from expertd_kernels.backends.gluon.layer import GluonExperts

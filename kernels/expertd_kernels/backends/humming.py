@@ -28,13 +28,13 @@ from torch import Tensor
 
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.glue import Call, Places, Shapes, in_pieces
-from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.backends.scales import as_f32, as_stored
-from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor, Weights, pack_nibbles, unpack_nibbles
-from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
-from expertd_kernels.scheme import WHOLE, ActivationQuant, Element, ScaleType
-from expertd_kernels.serial import matrix_to_json, scheme_from_json
+from expertd_kernels.protocol import Packed
+from expertd_kernels.refused import Refused
+from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor, Weights, pack_nibbles, unpack_nibbles
+from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType
+from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["HummingExperts", "experts", "pack", "unpack"]
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.glue import Call, Places, Shapes, in_pieces
 from expertd_kernels.backends.marlin_layout import pack_matrix, unpack_matrix
-from expertd_kernels.backends.protocol import Packed
-from expertd_kernels.canonical import Weights
-from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
-from expertd_kernels.scheme import ActivationQuant, Element, Scheme
-from expertd_kernels.serial import scheme_from_json
+from expertd_kernels.protocol import Packed
+from expertd_kernels.refused import Refused
+from expertd_kernels.weights.canonical import Weights
+from expertd_kernels.weights.scheme import ActivationQuant, Element, Scheme
+from expertd_kernels.weights.serial import scheme_from_json
 
 __all__ = ["MarlinExperts", "block_rows", "experts", "pack", "unpack"]
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor, pack_nibbles, unpack_nibbles
-from expertd_kernels.oracle import Refused
-from expertd_kernels.scheme import WHOLE, Element, ScaleType
-from expertd_kernels.serial import matrix_to_json, scheme_from_json
+from expertd_kernels.refused import Refused
+from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor, pack_nibbles, unpack_nibbles
+from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType
+from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["BYTES", "NIBBLES", "pack_matrix", "unpack_matrix"]
 

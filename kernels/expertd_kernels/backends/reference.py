@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from expertd_kernels.backends.protocol import Packed
-from expertd_kernels.canonical import Weights
-from expertd_kernels.float32 import reference
 from expertd_kernels.problem import Problem
-from expertd_kernels.serial import weights_from_tensors, weights_to_tensors
+from expertd_kernels.protocol import Packed
+from expertd_kernels.weights.canonical import Weights
+from expertd_kernels.weights.float32 import reference
+from expertd_kernels.weights.serial import weights_from_tensors, weights_to_tensors
 
 __all__ = ["experts", "pack", "unpack"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from expertd_kernels.canonical import pack_nibbles
-from expertd_kernels.quantize import round_e2m1
+from expertd_kernels.weights.canonical import pack_nibbles
+from expertd_kernels.weights.quantize import round_e2m1
 
 __all__ = ["E4M3_MAX", "round_groups", "round_mx", "round_nvfp4", "round_static"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from expertd_kernels.canonical import SCALE_DTYPE
-from expertd_kernels.scheme import ScaleType
+from expertd_kernels.weights.canonical import SCALE_DTYPE
+from expertd_kernels.weights.scheme import ScaleType
 
 __all__ = ["as_f32", "as_stored"]
 

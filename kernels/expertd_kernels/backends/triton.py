@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor
 
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
-from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.backends.triton_kernels.layer import TritonExperts
 from expertd_kernels.backends.triton_kernels.layout import Layout, pack_matrix, unpack_matrix
 from expertd_kernels.backends.triton_kernels.matrix import Matrix
-from expertd_kernels.canonical import QuantTensor, Weights
-from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
-from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.serial import matrix_to_json, scheme_from_json
+from expertd_kernels.protocol import Packed
+from expertd_kernels.refused import Refused
+from expertd_kernels.weights.canonical import QuantTensor, Weights
+from expertd_kernels.weights.scheme import ActivationQuant
+from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["experts", "pack", "unpack"]
 

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from expertd_kernels.backends.scales import as_f32, as_stored
-from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor
-from expertd_kernels.oracle import Refused
-from expertd_kernels.scheme import WHOLE, Element
-from expertd_kernels.serial import matrix_to_json, scheme_from_json
+from expertd_kernels.refused import Refused
+from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor
+from expertd_kernels.weights.scheme import WHOLE, Element
+from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
 __all__ = [
     "MULTIPLES",

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.activation import ActivationKind
 from expertd_kernels.backends.envelope import activation_of, pack_layer, require_version, unpack_layer
-from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.backends.xpu_layout import form_of, pack_matrix, unpack_matrix
-from expertd_kernels.canonical import QuantTensor, Weights
-from expertd_kernels.oracle import Refused
 from expertd_kernels.problem import Problem
-from expertd_kernels.scheme import ActivationQuant
+from expertd_kernels.protocol import Packed
+from expertd_kernels.refused import Refused
+from expertd_kernels.weights.activation import ActivationKind
+from expertd_kernels.weights.canonical import QuantTensor, Weights
+from expertd_kernels.weights.scheme import ActivationQuant
 
 __all__ = ["XpuExperts", "experts", "pack", "unpack"]
 

@@ -23,22 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.backends import cpu, cpu_native
-from expertd_kernels.backends.protocol import Packed
+from expertd_kernels.backends import cpu
 from expertd_kernels.bench.cpu_memory import Evictor, Reader
 from expertd_kernels.bench.cpu_table import OURS, READ, fraction, markdown, summary
 from expertd_kernels.bench.peers_cpu import PEERS, peer
 from expertd_kernels.bench.prepared import Prepared
 from expertd_kernels.builder import build, problem_of
-from expertd_kernels.canonical import Weights
-from expertd_kernels.float32 import reference
-from expertd_kernels.models import MODELS, ModelShape
-from expertd_kernels.numerics import relative_error
-from expertd_kernels.oracle import NoBackendError, Refused, decide
-from expertd_kernels.probe import cpu_name, detect_device, installed_packages
-from expertd_kernels.scheme import ActivationQuant, Element, Scheme
-from expertd_kernels.synthetic import random_inputs, random_weights
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.native import library as native
+from expertd_kernels.oracle.decision import NoBackendError, decide
+from expertd_kernels.oracle.probe import cpu_name, detect_device, installed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.protocol import Packed
+from expertd_kernels.refused import Refused
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.canonical import Weights
+from expertd_kernels.weights.float32 import reference
+from expertd_kernels.weights.models import MODELS, ModelShape
+from expertd_kernels.weights.numerics import relative_error
+from expertd_kernels.weights.scheme import ActivationQuant, Element, Scheme
 
 __all__ = ["Row", "ceilings", "machine", "run", "shape_of"]
 
@@ -100,19 +102,19 @@ def machine() -> dict[str, str]:
         commit = "unknown"
     return {
         "cpu": cpu_name() or "unknown",
-        "cores": str(len(cpu_native.physical_cpus())),
-        "level": cpu_native.context().level,
+        "cores": str(len(native.physical_cpus())),
+        "level": native.context().level,
         "torch": str(torch.__version__),
         "commit": commit,
     }
 
 
-def ceilings(context: cpu_native.Context, data: Tensor) -> dict[str, float]:
+def ceilings(context: native.Context, data: Tensor) -> dict[str, float]:
     """What bounds a layer with the context's threads, measured now: a plain read of `data`, and the peaks of the
     level's bf16 (where it has no bf16 dot product: f32), int8 and int16 multiply-adds.  Best of many short
     times: a peak is a peak.
     """
-    lib = cpu_native.library()
+    lib = native.library()
     read = [lib.expertd_cpu_read_gb_s(context.handle, data.data_ptr(), data.numel()) for _ in range(5)]
     bf16, int8, int16 = (
         max(lib.expertd_cpu_peak(context.handle, kind, 0.003) for _ in range(80)) for kind in (0, 2, 3)
@@ -188,7 +190,7 @@ def _backends(
         if name in OURS:  # one packing serves both
             quant = ActivationQuant.INT8_GROUP if name == "cpu_w4a8" else ActivationQuant.NONE
             asked = replace(problem, activation_quant=quant)
-            found[name] = cpu.CpuExperts(packed, asked, cpu_native.context(None, threads), backend=name)
+            found[name] = cpu.CpuExperts(packed, asked, native.context(None, threads), backend=name)
             continue
         try:
             found[name] = build(decide(problem, pin=name), weights)
@@ -229,7 +231,7 @@ def _points(
 ) -> None:
     """All rows of one layer, appended as they are timed."""
     E, H, I = shape.num_experts, shape.hidden_size, shape.intermediate_size
-    torch.set_num_threads(len(cpu_native.physical_cpus()))  # nothing is timed yet
+    torch.set_num_threads(len(native.physical_cpus()))  # nothing is timed yet
     weights = random_weights(scheme, E, H, I, activation=shape.activation, bias=shape.bias)
     packed = cpu.pack(weights, problem_of(weights, detect_device("cpu"), top_k=shape.top_k))
     seg = shape.activation.segments
@@ -237,8 +239,8 @@ def _points(
     known = _known(shape)
     wanted = reference(weights, *known)
     for threads in threads_list:
-        torch.set_num_threads(len(cpu_native.physical_cpus()))
-        context = cpu_native.context(None, threads)
+        torch.set_num_threads(len(native.physical_cpus()))
+        context = native.context(None, threads)
         backends, peers = _names(args, scheme)
         calls = _backends(weights, packed, shape, backends, threads)
         calls |= _peers(weights, shape, peers, threads)
@@ -286,9 +288,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     facts = {**machine(), "clock": args.clock, "load_before": _load()}
     if args.clock == "cpu" and args.threads != [1]:
         raise ValueError("--clock cpu sees one thread only: want --threads 1")
-    threads = args.threads or sorted({1, min(2, len(cpu_native.physical_cpus()))})
+    threads = args.threads or sorted({1, min(2, len(native.physical_cpus()))})
     evict = Evictor()
-    peaks = {f"{t}": ceilings(cpu_native.context(None, t), evict.data) for t in threads}
+    peaks = {f"{t}": ceilings(native.context(None, t), evict.data) for t in threads}
     top = peaks[f"{max(threads)}"]
     print(f"{facts}\n{max(threads)} threads: {top}", file=sys.stderr, flush=True)
     rows: list[Row] = []

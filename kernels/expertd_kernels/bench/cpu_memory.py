@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from expertd_kernels.backends import cpu_native
-from expertd_kernels.backends.protocol import Packed
-from expertd_kernels.cpu_cores import SYSTEM
+from expertd_kernels.native import library as native
+from expertd_kernels.native.cores import SYSTEM
+from expertd_kernels.protocol import Packed
 
 __all__ = ["Evictor", "Reader", "last_level_cache"]
 
@@ -36,18 +36,18 @@ class Evictor:
     """Fills the last-level cache with bytes that nobody uses: reads twice as many as it holds, on all cores."""
 
     def __init__(self) -> None:
-        self.context = cpu_native.context()
+        self.context = native.context()
         size = min(2 * last_level_cache(), MOST)
-        self.data = cpu_native.allocate((-(-size // cpu_native.HUGE_PAGE) * cpu_native.HUGE_PAGE,)).fill_(1)
+        self.data = native.allocate((-(-size // native.HUGE_PAGE) * native.HUGE_PAGE,)).fill_(1)
 
     def __call__(self) -> None:
-        cpu_native.library().expertd_cpu_read_gb_s(self.context.handle, self.data.data_ptr(), self.data.numel())
+        native.library().expertd_cpu_read_gb_s(self.context.handle, self.data.data_ptr(), self.data.numel())
 
 
 class Reader:
     """Reads as many bytes as asked for, each time further on in a layer's packed weights."""
 
-    def __init__(self, packed: Packed, context: cpu_native.Context) -> None:
+    def __init__(self, packed: Packed, context: native.Context) -> None:
         largest = max(packed.tensors.values(), key=lambda t: t.numel() * t.element_size())
         self.data = largest.view(torch.uint8).view(-1)
         self.context, self.at = context, 0
@@ -58,5 +58,5 @@ class Reader:
 
     def __call__(self, nbytes: int) -> None:
         self.at = 0 if self.at + nbytes > self.data.numel() else self.at
-        cpu_native.library().expertd_cpu_read_gb_s(self.context.handle, self.data.data_ptr() + self.at, nbytes)
+        native.library().expertd_cpu_read_gb_s(self.context.handle, self.data.data_ptr() + self.at, nbytes)
         self.at += nbytes

@@ -29,21 +29,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.backends.protocol import Experts
 from expertd_kernels.bench.cuda_table import markdown, read_peers
 from expertd_kernels.bench.cuda_timing import Ceilings, ceilings, graph_times
 from expertd_kernels.bench.rows import picked
 from expertd_kernels.bench.workers import NoResult, run_tasks
 from expertd_kernels.builder import build, problem_of
-from expertd_kernels.canonical import Weights
-from expertd_kernels.float32 import reference
-from expertd_kernels.models import MODELS, ModelShape
-from expertd_kernels.numerics import relative_error, tolerance
-from expertd_kernels.oracle import NoBackendError, Refused, decide
-from expertd_kernels.probe import detect_device, installed_packages
-from expertd_kernels.scheme import ActivationQuant, Scheme
-from expertd_kernels.synthetic import random_inputs, random_weights
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.decision import NoBackendError, decide
+from expertd_kernels.oracle.probe import detect_device, installed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.protocol import Experts
+from expertd_kernels.refused import Refused
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.canonical import Weights
+from expertd_kernels.weights.float32 import reference
+from expertd_kernels.weights.models import MODELS, ModelShape
+from expertd_kernels.weights.numerics import relative_error, tolerance
+from expertd_kernels.weights.scheme import ActivationQuant, Scheme
 
 __all__ = ["Ceilings", "Row", "ceilings", "graph_times", "input_sets", "machine", "run", "shape_of"]
 

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.timing import captured
+from expertd_kernels.measure.timing import captured
+from expertd_kernels.weights.scheme import ActivationQuant
 
 __all__ = ["Ceilings", "ceilings", "graph_times"]
 

@@ -26,19 +26,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.backends.protocol import Experts
 from expertd_kernels.bench.numerics_grid import GRIDS, Layer, layers
 from expertd_kernels.bench.workers import NoResult, run_tasks
 from expertd_kernels.builder import build
-from expertd_kernels.canonical import Weights
-from expertd_kernels.float32 import reference
-from expertd_kernels.numerics import COMPUTE_DTYPE, relative_error, tolerance
-from expertd_kernels.oracle import decide
-from expertd_kernels.probe import detect_device, installed_packages
+from expertd_kernels.oracle.decision import decide
+from expertd_kernels.oracle.probe import detect_device, installed_packages
+from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.problem import Device
-from expertd_kernels.scheme import ActivationQuant
-from expertd_kernels.synthetic import random_inputs
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.protocol import Experts
+from expertd_kernels.sources.synthetic import random_inputs
+from expertd_kernels.weights.canonical import Weights
+from expertd_kernels.weights.float32 import reference
+from expertd_kernels.weights.numerics import COMPUTE_DTYPE, relative_error, tolerance
+from expertd_kernels.weights.scheme import ActivationQuant
 
 __all__ = ["Outcome", "check_layer", "check_point", "earlier", "main", "markdown", "routes"]
 
@@ -138,12 +138,12 @@ def context_usable(device_name: str) -> bool:
 
 def machine(device: Device) -> dict[str, str]:
     """Device, driver, versions, commit; without the compiled CPU kernel what is known without it."""
-    from expertd_kernels.backends import cpu_native
     from expertd_kernels.bench import cpu, cuda
+    from expertd_kernels.native import library as native
 
     if device.kind in ("cuda", "rocm"):
         facts = cuda.machine()
-    elif cpu_native.kernel_error():
+    elif native.kernel_error():
         facts = {"cpu": device.arch, "torch": str(torch.__version__), "compiled kernel": "none"}
     else:
         facts = cpu.machine()

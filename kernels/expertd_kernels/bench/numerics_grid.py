@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from expertd_kernels.activation import Activation
 from expertd_kernels.bench.rows import picked
-from expertd_kernels.canonical import QuantTensor, Weights
-from expertd_kernels.matrix import SCHEMES
-from expertd_kernels.oracle import Backend, decide
+from expertd_kernels.oracle.decision import Backend, decide
+from expertd_kernels.oracle.matrix import SCHEMES
+from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.problem import Device, Package, Problem
-from expertd_kernels.scheme import WHOLE, ActivationQuant, ScaleType, Scheme
-from expertd_kernels.synthetic import random_weights
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.sources.synthetic import random_weights
+from expertd_kernels.weights.activation import Activation
+from expertd_kernels.weights.canonical import QuantTensor, Weights
+from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, ScaleType, Scheme
 
 __all__ = ["EXTRA_SCHEMES", "GRIDS", "Grid", "Layer", "Shape", "layers", "scheme_of"]
 

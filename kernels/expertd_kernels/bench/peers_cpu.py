@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.activation import ActivationKind
 from expertd_kernels.backends import cpu_torch
 from expertd_kernels.bench.peers_ggml import ggml_layer
 from expertd_kernels.bench.prepared import Prepared
 from expertd_kernels.builder import problem_of
-from expertd_kernels.canonical import Weights
-from expertd_kernels.float32 import apply_activation
-from expertd_kernels.probe import detect_device
-from expertd_kernels.scheme import Element
+from expertd_kernels.oracle.probe import detect_device
+from expertd_kernels.weights.activation import ActivationKind
+from expertd_kernels.weights.canonical import Weights
+from expertd_kernels.weights.float32 import apply_activation
+from expertd_kernels.weights.scheme import Element
 
 __all__ = ["PEERS", "Call", "peer"]
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.activation import ActivationKind
 from expertd_kernels.bench.prepared import Prepared
-from expertd_kernels.canonical import QuantTensor, Weights, unpack_nibbles
-from expertd_kernels.scheme import Element, ScaleType
+from expertd_kernels.weights.activation import ActivationKind
+from expertd_kernels.weights.canonical import QuantTensor, Weights, unpack_nibbles
+from expertd_kernels.weights.scheme import Element, ScaleType
 
 __all__ = ["PACKAGE", "ggml_layer"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.table import BACKENDS
 
 __all__ = ["picked"]
 

@@ -30,13 +30,13 @@ from expertd_kernels.backends.triton_kernels.matrix import Matrix
 from expertd_kernels.backends.triton_kernels.plan import Plan, Tile, stage_bytes
 from expertd_kernels.bench.cuda import ceilings, graph_times, input_sets, machine, shape_of
 from expertd_kernels.builder import problem_of
-from expertd_kernels.canonical import CODE_DTYPE
-from expertd_kernels.float32 import reference
-from expertd_kernels.models import ModelShape
-from expertd_kernels.numerics import relative_error, tolerance
-from expertd_kernels.probe import detect_device
-from expertd_kernels.scheme import Scheme
-from expertd_kernels.synthetic import random_weights
+from expertd_kernels.oracle.probe import detect_device
+from expertd_kernels.sources.synthetic import random_weights
+from expertd_kernels.weights.canonical import CODE_DTYPE
+from expertd_kernels.weights.float32 import reference
+from expertd_kernels.weights.models import ModelShape
+from expertd_kernels.weights.numerics import relative_error, tolerance
+from expertd_kernels.weights.scheme import Scheme
 
 __all__ = ["candidates", "main"]
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd_kernels.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.fit import convert, join_halves, split, split_layout
 from expertd_kernels.checkpoint.memory import empty
@@ -21,7 +20,8 @@ from expertd_kernels.checkpoint.plan import LayerPlan, MatrixPlan, Piece
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part
 from expertd_kernels.checkpoint.repack import Repacked
 from expertd_kernels.checkpoint.tensors import Stored, prefetch
-from expertd_kernels.scheme import ScaleType
+from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
+from expertd_kernels.weights.scheme import ScaleType
 
 __all__ = ["assemble"]
 

@@ -28,10 +28,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from expertd_kernels.backends.cpu_native import kernel_error
 from expertd_kernels.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from expertd_kernels.checkpoint.synthetic_files import KINDS, write_synthetic
 from expertd_kernels.checkpoint.tensors import Stored
+from expertd_kernels.native.library import kernel_error
 
 __all__ = ["Figures", "main", "measure"]
 

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from expertd_kernels.canonical import Weights
 from expertd_kernels.checkpoint.assembly import assemble
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.families import ModelConfig, find_family, unknown_family
@@ -19,7 +18,8 @@ from expertd_kernels.checkpoint.names import LayerTensors, family_naming, group_
 from expertd_kernels.checkpoint.plan import LayerPlan, plan_experts, plan_layer
 from expertd_kernels.checkpoint.quant_config import read_quant_config
 from expertd_kernels.checkpoint.tensors import Counter, Shard, Stored
-from expertd_kernels.source import LayerInfo
+from expertd_kernels.sources.source import LayerInfo
+from expertd_kernels.weights.canonical import Weights
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 

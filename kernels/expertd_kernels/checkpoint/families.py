@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from expertd_kernels.activation import Activation, ActivationKind
 from expertd_kernels.checkpoint.errors import CheckpointError
+from expertd_kernels.weights.activation import Activation, ActivationKind
 
 __all__ = ["FAMILIES", "Family", "ModelConfig", "find_family", "unknown_family"]
 

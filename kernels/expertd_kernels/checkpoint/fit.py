@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from expertd_kernels.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, unpack_nibbles
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part
 from expertd_kernels.checkpoint.repack import Repacked
 from expertd_kernels.checkpoint.tensors import Stored
-from expertd_kernels.scheme import WHOLE, Element, ScaleType, Scheme
+from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, unpack_nibbles
+from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType, Scheme
 
 __all__ = ["common", "convert", "join_halves", "split", "split_layout"]
 

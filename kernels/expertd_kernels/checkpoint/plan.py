@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from expertd_kernels.activation import Activation
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.families import ModelConfig
 from expertd_kernels.checkpoint.fit import common, split_layout
@@ -17,7 +16,8 @@ from expertd_kernels.checkpoint.names import LayerTensors
 from expertd_kernels.checkpoint.quant_config import overrides_for
 from expertd_kernels.checkpoint.readers.protocol import Layout, Reader, Unit
 from expertd_kernels.checkpoint.tensors import Stored
-from expertd_kernels.scheme import ActivationQuant, Element, Scheme
+from expertd_kernels.weights.activation import Activation
+from expertd_kernels.weights.scheme import ActivationQuant, Element, Scheme
 
 __all__ = ["LayerPlan", "MatrixPlan", "Piece", "plan_experts", "plan_layer"]
 

@@ -14,10 +14,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from expertd_kernels.backends.cpu_native import kernel_error, library
 from expertd_kernels.checkpoint import bits
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.tensors import Stored
+from expertd_kernels.native.library import kernel_error, library
 
 log = logging.getLogger(__name__)
 

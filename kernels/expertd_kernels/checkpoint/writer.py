@@ -16,16 +16,16 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from expertd_kernels.canonical import QuantTensor, Weights
 from expertd_kernels.checkpoint.checkpoint import Checkpoint
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.files import inside, read_json, shard_files
 from expertd_kernels.checkpoint.plan import LayerPlan, Piece
 from expertd_kernels.checkpoint.tensors import DTYPES, Counter, Shard, Stored
 from expertd_kernels.checkpoint.writer_formats import Target, projections, target_for
-from expertd_kernels.numerics import relative_error
-from expertd_kernels.quantize import quantize
-from expertd_kernels.scheme import Scheme
+from expertd_kernels.weights.canonical import QuantTensor, Weights
+from expertd_kernels.weights.numerics import relative_error
+from expertd_kernels.weights.quantize import quantize
+from expertd_kernels.weights.scheme import Scheme
 
 __all__ = ["SHARD_BYTES", "Summary", "quantize_checkpoint"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.canonical import QuantTensor
-from expertd_kernels.scheme import WHOLE, Element, ScaleType, Scheme
+from expertd_kernels.weights.canonical import QuantTensor
+from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType, Scheme
 
 __all__ = ["FORMATS", "Part", "Target", "projections", "target_for"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from expertd_server.config import ConfigError, ServeConfig, add_flags, resolve
 
 if TYPE_CHECKING:
-    from expertd_kernels.source import ExpertSource
+    from expertd_kernels.sources.source import ExpertSource
     from expertd_server.plan import LayerPlan
 
 __all__ = ["add_parser", "run"]
@@ -50,9 +50,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from expertd_kernels.probe import assumed_packages, installed_packages, packages_for
+    from expertd_kernels.oracle.probe import assumed_packages, installed_packages, packages_for
+    from expertd_kernels.oracle.table import BACKENDS
     from expertd_kernels.problem import NAMED_DEVICES
-    from expertd_kernels.table import BACKENDS
     from expertd_server.plan import BootError, open_source, plan_layers, resolve_device
     from expertd_server.render import decisions_json, print_decisions
 

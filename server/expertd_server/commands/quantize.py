@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     from expertd_kernels.checkpoint import open_checkpoint
     from expertd_kernels.checkpoint.writer import quantize_checkpoint
-    from expertd_kernels.quantize import scheme_named
+    from expertd_kernels.weights.quantize import scheme_named
 
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     import torch
 
-    from expertd_kernels.probe import packages_for
-    from expertd_kernels.table import BACKENDS
+    from expertd_kernels.oracle.probe import packages_for
+    from expertd_kernels.oracle.table import BACKENDS
     from expertd_server.plan import BootError, open_source, plan_layers, resolve_device
     from expertd_server.verification import read_cases, verify_layers
 

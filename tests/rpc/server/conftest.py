@@ -8,7 +8,7 @@ import pytest
 import torch
 from server_kit import CONFIG, IN_FLIGHT, MAX_BYTES, MAX_TOKENS, Gated, H, InProcess, Localhost, Served
 
-from expertd_kernels.probe import detect_device
+from expertd_kernels.oracle.probe import detect_device
 from expertd_server.boot import boot_layers
 from expertd_server.config import Address
 from expertd_server.describe import describe_layer, describe_server

@@ -17,7 +17,7 @@ import torch
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_kernels import reference, relative_error, tolerance
-from expertd_kernels.synthetic import random_inputs
+from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.config import Address, Ranges, ServeConfig
 from expertd_server.engine import Engine
 from expertd_server.metrics import Metrics

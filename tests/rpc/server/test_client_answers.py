@@ -13,7 +13,7 @@ from expertd.errors import ExpertIdOutOfRangeError, LayerNotHeldError, NonFinite
 from expertd_client import AsyncExpertClient, Grouped
 from expertd_client.servicer import ServicerTransport
 from expertd_kernels import reference, relative_error, tolerance
-from expertd_kernels.synthetic import random_inputs
+from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.servicer import Servicer
 
 pytestmark = pytest.mark.parametrize("served", [InProcess], indirect=True)

@@ -29,7 +29,7 @@ from server_kit import (
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels import relative_error, tolerance
-from expertd_kernels.synthetic import random_inputs
+from expertd_kernels.sources.synthetic import random_inputs
 
 
 @pytest.mark.parametrize("dtypes", [(BF16, I32, F32), (F32, I64, BF16), (F16, I64, F32)])

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_kernels import relative_error, tolerance
-from expertd_kernels.probe import detect_device, installed_packages
-from expertd_kernels.table import BACKENDS
+from expertd_kernels.oracle.probe import detect_device, installed_packages
+from expertd_kernels.oracle.table import BACKENDS
 from expertd_server.boot import boot_layers
 from expertd_server.config import Address, Ranges, ServeConfig
 from expertd_server.engine import Engine

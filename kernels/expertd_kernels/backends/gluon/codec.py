@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from expertd_kernels.scheme import WHOLE, Element, ScaleType, Scheme
+from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType, Scheme
 
 __all__ = ["Codec", "codec_of"]
 

@@ -25,9 +25,9 @@ from expertd_kernels.backends.gluon.specialized import ws
 from expertd_kernels.backends.gluon.tile import Tile, tile
 from expertd_kernels.backends.gluon.wide import wide
 from expertd_kernels.backends.kernel_keys import settle
-from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.problem import Problem
-from expertd_kernels.serial import scheme_from_json
+from expertd_kernels.protocol import Packed
+from expertd_kernels.weights.serial import scheme_from_json
 
 __all__ = ["GluonExperts"]
 

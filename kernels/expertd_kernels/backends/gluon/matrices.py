@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from expertd_kernels.activation import Activation
 from expertd_kernels.backends.gluon.codec import codec_of
 from expertd_kernels.backends.gluon.matrix import TILE, round_up
 from expertd_kernels.backends.gluon.tile import Gemm, Tile
-from expertd_kernels.backends.protocol import Packed
-from expertd_kernels.serial import activation_from_json, scheme_from_json
+from expertd_kernels.protocol import Packed
+from expertd_kernels.weights.activation import Activation
+from expertd_kernels.weights.serial import activation_from_json, scheme_from_json
 
 __all__ = ["Matrix", "gemms"]
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from expertd_kernels.backends.gluon import packing
 from expertd_kernels.backends.gluon.codec import Codec, codec_of
-from expertd_kernels.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, pack_nibbles, unpack_nibbles
-from expertd_kernels.oracle import Refused
-from expertd_kernels.scheme import WHOLE, Element, Scheme
-from expertd_kernels.serial import matrix_to_json, scheme_from_json
+from expertd_kernels.refused import Refused
+from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, pack_nibbles, unpack_nibbles
+from expertd_kernels.weights.scheme import WHOLE, Element, Scheme
+from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["TILE", "pack_matrix", "round_up", "unpack_matrix"]
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.gluon.codec import Codec
-from expertd_kernels.scheme import Element
+from expertd_kernels.weights.scheme import Element
 
 __all__ = [
     "pack_codes",

@@ -241,7 +241,7 @@ def _sigmoid(v):
 
 @gluon.jit
 def _act(g, u, C: gl.constexpr):
-    """act(gate) * up; the same formulas as expertd_kernels.float32.apply_activation"""
+    """act(gate) * up; the same formulas as expertd_kernels.weights.float32.apply_activation"""
     A: gl.constexpr = C.gemm.act
     if C.gemm.limited:
         g = gl.minimum(g, C.gemm.limit)

@@ -23,9 +23,9 @@ from expertd_kernels.backends.gluon.w8a8_prepare import (
 )
 from expertd_kernels.backends.gluon.w8a8_tile import GROUP, Gemm8, tile8, tile_few
 from expertd_kernels.backends.kernel_keys import settle
-from expertd_kernels.backends.protocol import Packed
 from expertd_kernels.problem import Problem
-from expertd_kernels.scheme import ActivationQuant
+from expertd_kernels.protocol import Packed
+from expertd_kernels.weights.scheme import ActivationQuant
 
 __all__ = ["W8A8Experts"]
 

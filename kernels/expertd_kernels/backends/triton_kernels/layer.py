@@ -11,7 +11,6 @@ import torch
 import triton
 from torch import Tensor
 
-from expertd_kernels.activation import Activation, ActivationKind
 from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.triton_kernels import combine as combining
 from expertd_kernels.backends.triton_kernels import gemm, rounded, route
@@ -26,8 +25,9 @@ from expertd_kernels.backends.triton_kernels.replay import (
     proves,
 )
 from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
-from expertd_kernels.scheme import ActivationQuant
 from expertd_kernels.sizes import planned
+from expertd_kernels.weights.activation import Activation, ActivationKind
+from expertd_kernels.weights.scheme import ActivationQuant
 
 __all__ = ["CHUNK_TOKENS", "TritonExperts"]
 
@@ -135,7 +135,7 @@ class TritonExperts:
         router_weight_on_input: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See backends/protocol.py.  Activations that are not bf16 are rounded to it first."""
+        """See expertd_kernels/protocol.py.  Activations that are not bf16 are rounded to it first."""
         M, k = topk_ids.shape
         if hidden_states.shape != (M, self.hidden_size) or topk_weights.shape != (M, k):
             raise ValueError(

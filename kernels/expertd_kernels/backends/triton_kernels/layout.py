@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.canonical import SCALE_DTYPE, QuantTensor, unpack_nibbles
-from expertd_kernels.scheme import WHOLE, Element, ScaleType, Scheme
+from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor, unpack_nibbles
+from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType, Scheme
 
 __all__ = ["Layout", "layout_of", "pack_matrix", "unpack_matrix"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from expertd_kernels.backends.triton_kernels.layout import ELEM, ROW_TILE, Layout
 from expertd_kernels.backends.triton_kernels.plan import Tile
 from expertd_kernels.backends.triton_kernels.unpack import leftover
-from expertd_kernels.scheme import Element
+from expertd_kernels.weights.scheme import Element
 
 __all__ = ["Matrix"]
 

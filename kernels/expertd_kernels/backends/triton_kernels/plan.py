@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from expertd_kernels.backends.triton_kernels.layout import ELEM, FLOAT, Layout
-from expertd_kernels.scheme import Element
+from expertd_kernels.weights.scheme import Element
 
 __all__ = ["Facts", "Plan", "Tile", "fit", "make_plan", "stage_bytes"]
 

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd_kernels.canonical import pack_nibbles
 from expertd_kernels.checkpoint.bits import unpack_fields, words_for
 from expertd_kernels.checkpoint.formats import Format
 from expertd_kernels.checkpoint.readers.groups import GroupInfo, integer_scheme, scale_type
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.checkpoint.repack import Repacked, transpose_columns
 from expertd_kernels.checkpoint.tensors import Stored
-from expertd_kernels.scheme import WHOLE
+from expertd_kernels.weights.canonical import pack_nibbles
+from expertd_kernels.weights.scheme import WHOLE
 
 __all__ = ["FORMATS", "layout", "read"]
 

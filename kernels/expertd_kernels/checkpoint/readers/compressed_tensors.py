@@ -19,7 +19,7 @@ from expertd_kernels.checkpoint.readers.ct_config import (
 from expertd_kernels.checkpoint.readers.ct_integers import layout_integers, read_integers
 from expertd_kernels.checkpoint.readers.floats import SCALE_TYPES, Floats, layout_floats, read_floats
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
-from expertd_kernels.scheme import ActivationQuant, Element, Scheme
+from expertd_kernels.weights.scheme import ActivationQuant, Element, Scheme
 
 __all__ = ["FORMATS", "layout", "read"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from expertd_kernels.checkpoint.readers.protocol import Unit
-from expertd_kernels.scheme import WHOLE, ActivationQuant
+from expertd_kernels.weights.scheme import WHOLE, ActivationQuant
 
 __all__ = ["Group", "activation_of", "bare_group", "group_for", "refuse_transforms", "refuse_zero_points"]
 

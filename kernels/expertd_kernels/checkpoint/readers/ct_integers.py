@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from expertd_kernels.canonical import pack_nibbles, unpack_nibbles
 from expertd_kernels.checkpoint.bits import int4_from_narrow, unpack_fields
 from expertd_kernels.checkpoint.order import columns_of
 from expertd_kernels.checkpoint.readers.ct_config import (
@@ -27,7 +26,8 @@ from expertd_kernels.checkpoint.readers.ct_config import (
 from expertd_kernels.checkpoint.readers.floats import SCALE_TYPES
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.checkpoint.tensors import Stored
-from expertd_kernels.scheme import Element, Scheme
+from expertd_kernels.weights.canonical import pack_nibbles, unpack_nibbles
+from expertd_kernels.weights.scheme import Element, Scheme
 
 __all__ = ["layout_integers", "read_integers"]
 

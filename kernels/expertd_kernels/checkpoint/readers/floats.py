@@ -16,7 +16,7 @@ from torch import Tensor
 
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.checkpoint.tensors import Stored
-from expertd_kernels.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
+from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
 
 __all__ = ["Floats", "layout_floats", "read_floats"]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from expertd_kernels.checkpoint.formats import Format
 from expertd_kernels.checkpoint.readers.floats import Floats, layout_floats, read_floats
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
-from expertd_kernels.scheme import ActivationQuant, Element
+from expertd_kernels.weights.scheme import ActivationQuant, Element
 
 __all__ = ["FORMATS", "layout", "read"]
 

@@ -17,7 +17,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from expertd_kernels.canonical import pack_nibbles
 from expertd_kernels.checkpoint.bits import (
     add_to_fields,
     every_field,
@@ -31,7 +30,8 @@ from expertd_kernels.checkpoint.readers.groups import GroupInfo, integer_scheme,
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.checkpoint.repack import Repacked, gather_rows, transpose_rows
 from expertd_kernels.checkpoint.tensors import Stored
-from expertd_kernels.scheme import WHOLE, Element, Scheme
+from expertd_kernels.weights.canonical import pack_nibbles
+from expertd_kernels.weights.scheme import WHOLE, Element, Scheme
 
 __all__ = ["FORMATS", "layout", "may_be_ordered", "read"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from expertd_kernels.checkpoint.tensors import Stored
-from expertd_kernels.scheme import Element, ScaleType, Scheme
+from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
 
 __all__ = ["GroupInfo", "integer_scheme", "scale_type"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expertd_kernels.checkpoint.formats import Format
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
-from expertd_kernels.scheme import Element, Scheme
+from expertd_kernels.weights.scheme import Element, Scheme
 
 __all__ = ["FORMATS", "layout", "read"]
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from expertd_kernels.checkpoint.errors import CheckpointError
-from expertd_kernels.scheme import ActivationQuant, Scheme
+from expertd_kernels.weights.scheme import ActivationQuant, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor

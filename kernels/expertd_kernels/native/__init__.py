@@ -1,0 +1,1 @@
+"""The C++ library of CPU kernels, and the cores that its threads run on."""

@@ -1,0 +1,241 @@
+"""The CPU kernel's shared object, through ctypes: loading it, its structs, and one context for the process.
+
+Knows nothing of canonical weights.  Every function releases the GIL while it runs (ctypes does).
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import mmap
+import os
+import struct
+import weakref
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from expertd_kernels.native.cores import cpu_quota, most_threads, physical_cores, pins
+from expertd_kernels.native.csrc import build as source
+
+__all__ = [
+    "Canonical",
+    "Context",
+    "KernelMissingError",
+    "Layer",
+    "Matrix",
+    "Spec",
+    "allocate",
+    "call_bytes",
+    "context",
+    "default_threads",
+    "kernel_error",
+    "levels",
+    "library",
+    "physical_cpus",
+    "use_threads",
+]
+
+ABI = 1
+HUGE_PAGE = 2 << 20
+REMEDY = "run `python -m expertd_kernels.native.csrc.build` (needs a C++17 compiler, for instance g++)"
+
+
+class KernelMissingError(ImportError):
+    """The shared object is not there, does not load, or was built from other sources."""
+
+
+class Spec(C.Structure):
+    """expertd_spec of abi.h."""
+
+    _fields_ = [
+        (name, C.c_int32)
+        for name in (
+            "element",
+            "scale_type",
+            "experts",
+            "n",
+            "k",
+            "segments",
+            "rows",
+            "cols",
+            "zeros",
+            "global_scale",
+        )
+    ]
+
+
+class Canonical(C.Structure):
+    """expertd_canonical of abi.h."""
+
+    _fields_ = [(name, C.c_void_p) for name in ("codes", "scales", "zeros")]
+
+
+class Matrix(C.Structure):
+    """expertd_matrix of abi.h."""
+
+    _fields_ = [("spec", Spec), *((name, C.c_void_p) for name in ("stream", "bias", "global_scales", "columns"))]
+
+
+class Layer(C.Structure):
+    """expertd_layer of abi.h."""
+
+    _fields_ = [
+        ("w13", Matrix),
+        ("w2", Matrix),
+        ("activation", C.c_int32),
+        ("has_limit", C.c_int32),
+        ("alpha", C.c_float),
+        ("beta", C.c_float),
+        ("limit", C.c_float),
+        ("compute", C.c_int32),
+    ]
+
+
+call_bytes = struct.Struct("@4P2q4i").pack
+"""expertd_call of abi.h: x, ids, weights, out, m, x_stride, top_k, x_f32, out_f32, weight_on_input -> its bytes.  Not
+a ctypes structure, which takes longer to make than everything else that Python does in a call."""
+
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "expertd_cpu_abi": (C.c_int32, []),
+    "expertd_cpu_sources": (C.c_char_p, []),
+    "expertd_cpu_levels": (C.c_char_p, []),
+    "expertd_cpu_create": (C.c_int32, [C.c_char_p, C.c_int32, C.POINTER(C.c_int32), C.POINTER(C.c_void_p)]),
+    "expertd_cpu_destroy": (None, [C.c_void_p]),
+    "expertd_cpu_level": (C.c_char_p, [C.c_void_p]),
+    "expertd_cpu_stream_bytes": (C.c_int64, [C.POINTER(Spec), C.POINTER(C.c_int32), C.POINTER(C.c_int32)]),
+    "expertd_cpu_pack": (C.c_int32, [C.c_void_p, C.POINTER(Spec), C.POINTER(Canonical), C.c_void_p]),
+    "expertd_cpu_unpack": (
+        C.c_int32,
+        [C.c_void_p, C.POINTER(Spec), C.c_void_p, C.c_void_p, C.c_void_p, C.c_void_p],
+    ),
+    "expertd_cpu_forward": (C.c_int32, [C.c_void_p, C.POINTER(Layer), C.c_char_p]),
+    "expertd_repack_rows": (C.c_int32, [C.c_int32, C.c_int64, C.c_int64, C.c_int64, C.c_uint32, C.c_void_p]),
+    "expertd_repack_gather": (
+        C.c_int32,
+        [C.c_int32, C.c_int64, C.c_int64, C.c_int64, C.c_int32, C.c_void_p, C.c_uint32, C.c_void_p],
+    ),
+    "expertd_repack_columns": (C.c_int32, [C.c_int32, C.c_int64, C.c_int64, C.c_int64, C.c_char_p, C.c_void_p]),
+    "expertd_cpu_read_gb_s": (C.c_double, [C.c_void_p, C.c_void_p, C.c_int64]),
+    "expertd_cpu_peak": (C.c_double, [C.c_void_p, C.c_int32, C.c_double]),
+}
+
+
+def _open(path: Path) -> C.CDLL:
+    if not path.exists():
+        raise KernelMissingError(f"cpu kernel: {path.name} is not built; {REMEDY}")
+    try:
+        lib = C.CDLL(str(path))
+    except OSError as e:
+        raise KernelMissingError(f"cpu kernel: {path.name} does not load: {e}; {REMEDY}") from None
+    for name, (result, arguments) in _SIGNATURES.items():
+        if not hasattr(lib, name):
+            raise KernelMissingError(f"cpu kernel: {path.name} has no {name}: built from other sources; {REMEDY}")
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+@cache
+def library() -> C.CDLL:
+    """The loaded shared object: $EXPERTD_CPU_LIBRARY, else the one beside the sources, which must have been built from
+    them.  KernelMissingError says why there is none."""
+    path = os.environ.get("EXPERTD_CPU_LIBRARY")
+    lib = _open(Path(path) if path else source.HERE / source.LIBRARY)
+    built, here = lib.expertd_cpu_sources().decode(), source.sources_hash()
+    if lib.expertd_cpu_abi() != ABI or (path is None and built != here):
+        raise KernelMissingError(
+            f"cpu kernel: the library was built from sources {built} (ABI {lib.expertd_cpu_abi()}), the sources here"
+            f" are {here} (ABI {ABI}); {REMEDY}"
+        )
+    return lib
+
+
+def kernel_error() -> str:
+    """Why the shared object cannot be used; "" if it can."""
+    try:
+        library()
+    except KernelMissingError as e:
+        return str(e)
+    return ""
+
+
+def levels() -> list[str]:
+    """Instruction-set levels that run on this machine, best first."""
+    text: bytes = library().expertd_cpu_levels()
+    return text.decode().split(",")
+
+
+@cache
+def physical_cpus() -> tuple[int, ...]:
+    """One CPU number for each physical core that this process may use, by memory node."""
+    return tuple(core.cpu for core in physical_cores())
+
+
+_threads: list[int] = []
+
+
+def use_threads(threads: int) -> None:
+    """The process's number of threads, for contexts made from now on without naming one; 0 = as at the start."""
+    if threads < 0:
+        raise ValueError(f"cpu kernel: {threads} threads: want a number, or 0 for one a core")
+    _threads[:] = [threads] if threads else []
+
+
+def default_threads() -> int:
+    """What use_threads said, else $EXPERTD_CPU_THREADS, else one a physical core within the container's quota."""
+    asked = _threads[0] if _threads else int(os.environ.get("EXPERTD_CPU_THREADS", "0"))
+    return asked or most_threads(physical_cores(), cpu_quota())
+
+
+class Context:
+    """Threads and scratch memory.  One call at a time (the library holds a lock)."""
+
+    def __init__(self, level: str = "", threads: int = 0) -> None:
+        """level: "" = the best that runs here.  threads: 0 = default_threads()."""
+        threads = threads or default_threads()
+        handle = C.c_void_p()
+        cpus = (C.c_int32 * threads)(*pins(threads, physical_cores()))
+        error = library().expertd_cpu_create(level.encode(), threads, cpus, C.byref(handle))
+        if error:
+            raise ValueError(
+                f"cpu kernel: level {level or 'auto'!r} with {threads} threads cannot be had (code {error}); levels"
+                f" here: {', '.join(levels())}"
+            )
+        self.handle = handle
+        weakref.finalize(self, library().expertd_cpu_destroy, handle)
+        self.threads = threads
+        self.level: str = library().expertd_cpu_level(handle).decode()
+
+    def check(self, error: int, what: str) -> None:
+        """Raises for an error code of the library."""
+        if error == 2:
+            raise MemoryError(f"cpu kernel: {what}: out of memory")
+        if error:
+            raise ValueError(f"cpu kernel: {what}: bad argument (sizes, ids outside 0..E-1, or missing tensors)")
+
+
+def context(level: str | None = None, threads: int | None = None) -> Context:
+    """The process's context for a level and a number of threads; None = $EXPERTD_CPU_ISA, default_threads()."""
+    level = os.environ.get("EXPERTD_CPU_ISA", "") if level is None else level
+    return _context(level, threads or default_threads())
+
+
+@cache
+def _context(level: str, threads: int) -> Context:
+    return Context(level, threads)
+
+
+def allocate(shape: tuple[int, ...]) -> Tensor:
+    """An uninitialized u8 tensor, in huge pages where it is large enough to have them."""
+    count = 1
+    for size in shape:
+        count *= size
+    if count < 2 * HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=torch.uint8)
+    # Private: what is shared by default counts as a file, and files are not given huge pages.
+    memory = mmap.mmap(-1, count + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    start = C.addressof(C.c_char.from_buffer(memory))
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=-start % HUGE_PAGE, count=count).view(shape)

@@ -1,0 +1,183 @@
+"""What this machine has: its device and the distributions that backends need.  The impure half of the oracle."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from expertd_kernels.oracle.decision import Backend
+from expertd_kernels.oracle.import_health import ImportHealth
+from expertd_kernels.problem import Device, Package
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "assumed_packages",
+    "cpu_name",
+    "detect_device",
+    "device_fault",
+    "installed_packages",
+    "packages_for",
+    "use_device",
+]
+
+_CPU_FLAGS = frozenset(
+    [
+        "avx2",
+        "fma",
+        "f16c",
+        "avx512f",
+        "avx512bw",
+        "avx512vl",
+        "avx512dq",
+        "avx512_bf16",
+        "avx512_vnni",
+        "amx_tile",
+        "amx_bf16",
+        "amx_int8",
+    ]
+)
+CPU_KERNEL = "expertd-cpu-kernel"
+"""What the `cpu` rows need: our own shared object, which an install without a compiler does not have."""
+
+
+def _cpuinfo(*keys: str) -> str:
+    """The first value of one of `keys` in the kernel's list of processors; "" where it tells none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(keys)), "")
+
+
+def cpu_name() -> str:
+    """The processor's marketing name; "" where it cannot be told."""
+    return _cpuinfo("model name")
+
+
+@cache
+def _cpu() -> Device:
+    arch = platform.machine()
+    words = set(_cpuinfo("flags", "Features").split())
+    features = {w for w in words if w in _CPU_FLAGS} | ({"neon"} if "asimd" in words else set())
+    return Device("cpu", arch, features=frozenset(features))
+
+
+def detect_device(name: str = "auto") -> Device:
+    """The device called "auto", "cpu", "cuda", "cuda:1" or "xpu" on this machine.  auto: the first accelerator, else
+    the CPU.  RuntimeError where it is not there."""
+    kind, _, index = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda", "xpu") or (":" in name and (kind in ("auto", "cpu") or not index.isdigit())):
+        raise ValueError(f"device {name!r}: want auto, cpu, cuda[:N] or xpu[:N]")
+    if kind == "cpu":
+        return _cpu()
+    import torch
+
+    i = _index(name, kind, index)
+    if kind in ("auto", "cuda") and torch.cuda.is_available():
+        if torch.version.hip:
+            gfx = torch.cuda.get_device_properties(i).gcnArchName.split(":")[0]
+            major, minor = gfx.removeprefix("gfx")[:-2], gfx[-2:]
+            return Device("rocm", gfx, (int(major), int(minor, 16) if not minor.isdigit() else int(minor)))
+        cap = torch.cuda.get_device_capability(i)
+        return Device("cuda", f"sm{cap[0]}{cap[1]}", cap)
+    if kind in ("auto", "xpu") and torch.xpu.is_available():
+        return Device("xpu", _xe(torch.xpu.get_device_properties(i).name), (2, 0))
+    if kind == "auto":
+        return _cpu()
+    raise RuntimeError(f"device {name!r} is not on this machine; --device cpu always is")
+
+
+def _index(name: str, kind: str, index: str) -> int:
+    """N of "cuda:N"; RuntimeError where there is no such one."""
+    import torch
+
+    count = {"cuda": torch.cuda.device_count, "xpu": torch.xpu.device_count}.get(kind, lambda: 0)()
+    if not index:
+        return 0
+    if count and int(index) >= count:
+        raise RuntimeError(f"device {name!r} is not on this machine, which has {kind}:0 to {kind}:{count - 1}")
+    return int(index)
+
+
+def _xe(name: str) -> str:
+    """Architecture from an Intel device name: Battlemage (B-series) is Xe2, Panther Lake and later Xe3."""
+    return (
+        "xe3"
+        if "Xe3" in name or "Panther" in name
+        else "xe2"
+        if "B5" in name or "B6" in name or "Xe2" in name
+        else "xe"
+    )
+
+
+def _api(device: torch.device) -> Any:
+    """torch.cuda or torch.xpu; None for a CPU."""
+    import torch
+
+    return None if device.type == "cpu" else getattr(torch, device.type)
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` the one that the calling thread allocates and launches on: threads begin with the first."""
+    api = _api(device)
+    if api is not None and device.index is not None:
+        api.set_device(device)
+
+
+def device_fault(device: torch.device) -> str:
+    """Why this process can use an accelerator no more (an illegal address, an assertion in a kernel: every later call
+    fails, too); "" while it can, and for a CPU.  Waits for what was launched."""
+    api = _api(device)
+    if api is None:
+        return ""
+    try:
+        api.synchronize(device)
+    except RuntimeError as e:
+        return str(e).splitlines()[0]
+    return ""
+
+
+def _wanted(backends: Sequence[Backend]) -> Iterable[str]:
+    return dict.fromkeys(name for b in backends for name in b.needs)
+
+
+def installed_packages(
+    backends: Sequence[Backend], probe_imports: bool = False, folder: Path | None = None
+) -> dict[str, Package]:
+    """The distributions that rows of the table need and that are installed here.  probe_imports: import each and
+    record the error of one that is broken; folder: where it is remembered which import (import_health.py).  The CPU
+    kernel's shared object counts as one of them."""
+    health = ImportHealth(folder)
+    out: dict[str, Package] = {}
+    for name in _wanted(backends):
+        if name == CPU_KERNEL:
+            native = importlib.import_module("expertd_kernels.native.library")
+            out[name] = Package(str(native.ABI), native.kernel_error())
+            continue
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        out[name] = Package(version, health.error(name) if probe_imports else "")
+    health.keep()
+    return out
+
+
+def packages_for(device: Device, backends: Sequence[Backend], folder: Path | None = None) -> dict[str, Package]:
+    """What is installed here, as a server on `device` of this machine finds it: on an accelerator each is imported, so
+    that one that is broken is refused with its error; a CPU needs none of them.  folder: see installed_packages."""
+    return installed_packages(backends, probe_imports=device.kind != "cpu", folder=folder)
+
+
+def assumed_packages(backends: Sequence[Backend]) -> Mapping[str, Package]:
+    """Each needed distribution at a version that its row accepts: for asking about hardware that is not here."""
+    return {
+        name: Package(want.split(",")[0].lstrip("><=~!") or "0") for b in backends for name, want in b.needs.items()
+    }

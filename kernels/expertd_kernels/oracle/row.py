@@ -1,0 +1,138 @@
+"""A backend as facts: one row of the table, and the lines in it.  Pure: imports no torch and no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from expertd_kernels.problem import Device
+from expertd_kernels.weights.activation import ActivationKind
+from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
+
+__all__ = ["Backend", "DeviceRange", "SchemeSupport"]
+
+
+@dataclass(frozen=True)
+class DeviceRange:
+    """Devices a backend runs on.  least, most: inclusive capability range; features: all must be there."""
+
+    kind: str
+    least: tuple[int, int] = (0, 0)
+    most: tuple[int, int] = (99, 99)
+    arch: frozenset[str] = frozenset()
+    features: frozenset[str] = frozenset()
+
+    def refusal(self, device: Device) -> str | None:
+        if device.kind != self.kind:
+            return f"runs on {self.kind}"
+        if self.arch and device.arch not in self.arch:
+            return f"runs on {', '.join(sorted(self.arch))}"
+        if device.kind == "cuda" and not self.least <= device.capability <= self.most:
+            most = f" to {self.most[0]}.{self.most[1]}" if self.most < (99, 99) else " and up"
+            return f"needs compute capability {self.least[0]}.{self.least[1]}{'' if self.least == self.most else most}"
+        if device.kind == "rocm" and not self.least <= device.capability <= self.most:
+            return "needs another gfx generation"
+        missing = self.features - device.features
+        return f"needs CPU features {', '.join(sorted(missing))}" if missing else None
+
+
+@dataclass(frozen=True)
+class SchemeSupport:
+    """Weight schemes that a backend computes on, as one line of its row.
+
+    groups: columns a scale that work (of schemes with one scale row a weight row); WHOLE = channel; None = any.
+    blocks: (rows, cols) of other blocks that work; None = any.
+    activations: ways to round the activations with these weights.
+    scales: types of stored scales that work; None = any.
+    functions: functions between the GEMMs with these weights, where they are fewer than the row's; None = the row's.
+    devices: where these weights work, if not wherever the row does.
+    whole_blocks: a block of scales that H or I cuts is not computed: blocks divide both.
+    hidden_multiple, intermediate_multiple: sizes needed with these weights, beyond the row's.
+    clamp: whether the row's clamp before the activation works with these weights.
+
+    Lines of one element may differ in their activations and devices: the rules judge by the line that fits both.
+    """
+
+    element: Element
+    groups: frozenset[int] | None = frozenset()
+    blocks: frozenset[tuple[int, int]] | None = frozenset()
+    zeros: bool = False
+    global_scale: bool = False
+    activations: frozenset[ActivationQuant] = frozenset({ActivationQuant.NONE})
+    biased: bool = True
+    scales: frozenset[ScaleType] | None = None
+    functions: frozenset[ActivationKind] | None = None
+    devices: tuple[DeviceRange, ...] = ()
+    whole_blocks: bool = False
+    hidden_multiple: int = 1
+    intermediate_multiple: int = 1
+    clamp: bool = True
+
+    def refusal(self, s: Scheme) -> str | None:
+        """Why scheme `s`, which has this element, is not covered; None if it is."""
+        if not s.element.quantized:
+            return None
+        if s.zeros and not self.zeros:
+            return "zero points are not computed"
+        if s.global_scale and not self.global_scale:
+            return "second-level scales are not computed"
+        if self.scales is not None and s.scale not in self.scales:
+            return f"scales of type {s.scale.value} (has: {', '.join(sorted(x.value for x in self.scales))})"
+        if s.rows == 1:
+            if self.groups is not None and s.cols not in self.groups:
+                known = ", ".join("channel" if g == WHOLE else str(g) for g in sorted(self.groups))
+                return f"group size {'channel' if s.cols == WHOLE else s.cols} (has: {known or 'none'})"
+        elif self.blocks is not None and (s.rows, s.cols) not in self.blocks:
+            known = ", ".join(_block(*b) for b in sorted(self.blocks)) or "none"
+            return f"scale blocks of {_block(s.rows, s.cols)} (has: {known})"
+        return None
+
+
+def _block(rows: int, cols: int) -> str:
+    return "the whole matrix" if (rows, cols) == (WHOLE, WHOLE) else f"{rows or 'all'} x {cols or 'all'}"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of the table.  Everything the oracle knows about a backend; its code is imported only when chosen.
+
+    name            file name = row name = metric label = config value
+    target          module with pack(weights, problem), unpack(packed), experts(packed, problem)
+    devices         where it runs
+    schemes         what it computes on
+    activations     functions between the GEMMs
+    swigluoai       (alpha, beta, limit) that SWIGLUOAI is computed with, where they are fixed; None = any
+    needs           distributions and version ranges, e.g. {"triton": ">=3.2"}
+    compute_dtypes  "bf16", "f32"
+    act_order, bias, clamp, router_weight_on_input, grouped_rows, deterministic: features computed, not dropped
+    capturable      a call may be captured in a CUDA graph: once warm it neither waits nor allocates
+    batch_invariant  computes a token to the same bits whatever batch it comes in, if the problem demands it
+    unclamped       functions before which it does not clamp, though before others it does
+    hidden_multiple, intermediate_multiple: sizes it needs; 1 = any
+    max_experts     0 = no limit
+    hardware        "" or what its docs must say, e.g. "not run on hardware"
+    """
+
+    name: str
+    target: str
+    devices: tuple[DeviceRange, ...]
+    schemes: tuple[SchemeSupport, ...]
+    summary: str
+    activations: frozenset[ActivationKind] = frozenset(ActivationKind)
+    swigluoai: tuple[float, float, float] | None = None
+    needs: Mapping[str, str] = field(default_factory=dict)
+    compute_dtypes: frozenset[str] = frozenset({"bf16"})
+    act_order: bool = False
+    bias: bool = True
+    clamp: bool = True
+    router_weight_on_input: bool = True
+    grouped_rows: bool = True
+    deterministic: bool = True
+    batch_invariant: bool = False
+    capturable: bool = False
+    mixed_schemes: bool = True
+    unclamped: frozenset[ActivationKind] = frozenset()
+    hidden_multiple: int = 1
+    intermediate_multiple: int = 1
+    max_experts: int = 0
+    hardware: str = ""

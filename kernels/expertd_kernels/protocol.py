@@ -1,0 +1,67 @@
+"""What every backend module offers.  Three functions of values, so that caching, the self-check, the round-trip
+test and reloading are written once for all of them:
+
+    pack(weights, problem)    -> Packed    canonical -> this backend's layout; raises Refused with a reason
+    unpack(packed)            -> Weights   the exact inverse, bit for bit
+    experts(packed, problem)  -> Experts   ready to compute; packs nothing, so that a cached Packed can be mapped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from expertd_kernels.problem import Problem
+from expertd_kernels.weights.canonical import Weights
+
+__all__ = ["BackendModule", "Experts", "Packed"]
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A layer in a backend's layout.
+
+    tensors  by name, contiguous, any device
+    meta     JSON-able facts that unpack and experts need: logical sizes, schemes, activation, layout version
+    """
+
+    backend: str
+    tensors: Mapping[str, Tensor]
+    meta: Mapping[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+class Experts(Protocol):
+    """A layer's experts, ready to compute.  Calls may come from one thread at a time."""
+
+    backend: str
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """hidden_states [M, H] bf16 (or f32 where the backend computes in f32); topk_ids [M, k] int32 slots, -1 = not
+        here; topk_weights [M, k] f32.  Returns out [M, H] in hidden_states' dtype: every element written, rows
+        without a route zero.  Rows already grouped by expert are the case k = 1 with weights 1."""
+        ...
+
+
+class BackendModule(Protocol):
+    """The shape of a module in backends/."""
+
+    def pack(self, weights: Weights, problem: Problem) -> Packed: ...
+
+    def unpack(self, packed: Packed) -> Weights: ...
+
+    def experts(self, packed: Packed, problem: Problem) -> Experts: ...
