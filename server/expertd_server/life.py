@@ -23,20 +23,20 @@ from expertd_kernels.oracle import table
 from expertd_kernels.oracle.probe import packages_for, use_device
 from expertd_kernels.packed.cache import PackedCache
 from expertd_kernels.sources.source import ExpertSource
-from expertd_server.boot import Booted, Stopped, boot_layers
+from expertd_server.boot.layer import Site
+from expertd_server.boot.layers import Booted, Stopped, boot_layers
+from expertd_server.boot.measuring import Tournaments, settled_threads
+from expertd_server.boot.plan import BootError, LayerPlan, files_state, open_source, plan_layers, resolve_device
+from expertd_server.boot.progress import Progress
 from expertd_server.config import Address, ServeConfig
-from expertd_server.describe import describe_layer, describe_server
-from expertd_server.engine import Engine
-from expertd_server.intake import Intake
-from expertd_server.layer import Site
-from expertd_server.measuring import Tournaments, settled_threads
-from expertd_server.metrics import BackendFacts, Metrics, MetricsHttp
-from expertd_server.plan import BootError, LayerPlan, files_state, open_source, plan_layers, resolve_device
-from expertd_server.progress import Progress
-from expertd_server.render import print_decisions
-from expertd_server.scheduler import Policy
-from expertd_server.server import ExpertServer
-from expertd_server.service import Limits, Service
+from expertd_server.engine.engine import Engine
+from expertd_server.engine.scheduler import Policy
+from expertd_server.service.intake import Intake
+from expertd_server.service.service import Limits, Service
+from expertd_server.transports.grpc_server import ExpertServer
+from expertd_server.views.describe import describe_layer, describe_server
+from expertd_server.views.metrics import BackendFacts, Metrics, MetricsHttp
+from expertd_server.views.render import print_decisions
 
 __all__ = ["message_bytes", "serve"]
 

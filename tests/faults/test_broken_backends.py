@@ -10,19 +10,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from expertd_kernels import Device, reference, relative_error, table, tournament
+from expertd_kernels import Device, reference, relative_error
 from expertd_kernels.backends import reference as sound
+from expertd_kernels.measure import tournament
+from expertd_kernels.oracle import table
 from expertd_kernels.refused import Refused
 from expertd_kernels.sources.synthetic import random_inputs
-from expertd_server import boot as server_boot
-from expertd_server import measuring
-from expertd_server.boot import boot_layers
+from expertd_server.boot import layers as server_boot
+from expertd_server.boot import measuring
+from expertd_server.boot.layer import Site
+from expertd_server.boot.layers import boot_layers
+from expertd_server.boot.measuring import Tournaments
+from expertd_server.boot.plan import BootError, open_source, plan_layers
 from expertd_server.cli import main
 from expertd_server.config import ServeConfig
-from expertd_server.describe import describe_layer
-from expertd_server.layer import Site
-from expertd_server.measuring import Tournaments
-from expertd_server.plan import BootError, open_source, plan_layers
+from expertd_server.views.describe import describe_layer
 
 CPU = Device("cpu", "x86_64")
 ROW = next(b for b in table.BACKENDS if b.name == "reference")

@@ -18,19 +18,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertd_kernels import Device, cache, reference, relative_error
+from expertd_kernels import Device, reference, relative_error
 from expertd_kernels.oracle.probe import detect_device, installed_packages
 from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.packed import cache
 from expertd_kernels.packed.cache import PackedCache, read_entry, write_packed
 from expertd_kernels.packed.file import map_entry
 from expertd_kernels.sources.synthetic import random_inputs
-from expertd_server import measuring
-from expertd_server.boot import Booted, boot_layers
+from expertd_server.boot import measuring
+from expertd_server.boot.layer import Site
+from expertd_server.boot.layers import Booted, boot_layers
+from expertd_server.boot.plan import files_state, open_source, plan_layers
 from expertd_server.cli import main
 from expertd_server.config import ServeConfig
-from expertd_server.describe import describe_layer
-from expertd_server.layer import Site
-from expertd_server.plan import files_state, open_source, plan_layers
+from expertd_server.views.describe import describe_layer
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"
 CPU = torch.device("cpu")

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from expertd_kernels import Device, decide, problem_of, reference, tournament
+from expertd_kernels import Device, decide, problem_of, reference
 from expertd_kernels.backends.reference import ReferenceExperts
+from expertd_kernels.measure import tournament
 from expertd_kernels.measure.tournament import BucketedExperts, Remembered, Result, choose, measure, with_results
 from expertd_kernels.oracle.decision import Backend, DeviceRange, SchemeSupport
 from expertd_kernels.sources.synthetic import random_inputs, random_weights

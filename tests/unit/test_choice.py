@@ -18,14 +18,14 @@ from expertd_kernels.oracle.matrix import SCHEMES
 from expertd_kernels.oracle.probe import assumed_packages, detect_device, installed_packages
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.sources.synthetic import random_inputs
-from expertd_server import measuring
-from expertd_server.boot import boot_layers
-from expertd_server.choice import Choice, Unfit
+from expertd_server.boot import measuring
+from expertd_server.boot.choice import Choice, Unfit
+from expertd_server.boot.layer import Site
+from expertd_server.boot.layers import boot_layers
+from expertd_server.boot.measuring import Tournaments, affordable_copies
+from expertd_server.boot.plan import BootError, open_source, plan_layers
 from expertd_server.config import ServeConfig
-from expertd_server.describe import describe_layer
-from expertd_server.layer import Site
-from expertd_server.measuring import Tournaments, affordable_copies
-from expertd_server.plan import BootError, open_source, plan_layers
+from expertd_server.views.describe import describe_layer
 
 PACKAGES = dict(assumed_packages(BACKENDS))
 GRID = (1, 8, 64, 512)

@@ -182,8 +182,9 @@ def test_a_package_that_is_installed_and_broken_is_told_as_a_server_would(capsys
     """On a device that is here packages are imported; about one that is not, only their versions are asked."""
     import torch
 
-    from expertd_kernels import Device, probe
-    from expertd_server import plan
+    from expertd_kernels import Device
+    from expertd_kernels.oracle import probe
+    from expertd_server.boot import plan
 
     real = importlib.metadata.version
     monkeypatch.setattr(

@@ -21,12 +21,12 @@ from expertd.errors import (
     NonFiniteWeightsError,
     QueueFullError,
 )
-from expertd_server.batch import ServedLayer
-from expertd_server.convert import bits_of
-from expertd_server.engine import BatchReport, Engine
-from expertd_server.lane import CpuLane, DeviceLane
-from expertd_server.request import Answer, Operand, Request
-from expertd_server.scheduler import Policy
+from expertd_server.engine.batch import ServedLayer
+from expertd_server.engine.convert import bits_of
+from expertd_server.engine.engine import BatchReport, Engine
+from expertd_server.engine.lane import CpuLane, DeviceLane
+from expertd_server.engine.request import Answer, Operand, Request
+from expertd_server.engine.scheduler import Policy
 
 H = 16
 NUM_EXPERTS = 8
@@ -390,7 +390,7 @@ def test_layers_take_turns_by_their_oldest_request(make):
 
 
 def test_an_engine_that_ends_on_its_own_fault_answers_everybody_and_says_so(make, monkeypatch):
-    from expertd_server import engine as module
+    from expertd_server.engine import engine as module
 
     ended, said = threading.Event(), []
     s = make(on_fault=lambda why: (said.append(why), ended.set()))

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from expertd_server import graphs as module
-from expertd_server.batch import ServedLayer
-from expertd_server.convert import bits_of
-from expertd_server.engine import Engine
-from expertd_server.graphs import MOST_TOKENS, Graphs, padded
-from expertd_server.lane import CpuLane
-from expertd_server.request import Answer, Operand, Request
-from expertd_server.scheduler import Policy
+from expertd_server.engine import graphs as module
+from expertd_server.engine.batch import ServedLayer
+from expertd_server.engine.convert import bits_of
+from expertd_server.engine.engine import Engine
+from expertd_server.engine.graphs import MOST_TOKENS, Graphs, padded
+from expertd_server.engine.lane import CpuLane
+from expertd_server.engine.request import Answer, Operand, Request
+from expertd_server.engine.scheduler import Policy
 
 H, K, E = 16, 2, 4
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from expertd_server.batch import ServedLayer
-from expertd_server.engine import BatchReport, LoadNow
-from expertd_server.metrics import BackendFacts, Metrics, MetricsHttp, Rpc
-from expertd_server.request import Stages
+from expertd_server.engine.batch import ServedLayer
+from expertd_server.engine.engine import BatchReport, LoadNow
+from expertd_server.engine.request import Stages
+from expertd_server.views.metrics import BackendFacts, Metrics, MetricsHttp, Rpc
 
 
 @pytest.fixture

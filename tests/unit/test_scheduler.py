@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertd_server.request import Operand, Request
-from expertd_server.scheduler import LastBatch, Line, Policy, Waiting, cut, trust_after, wake_at
+from expertd_server.engine.request import Operand, Request
+from expertd_server.engine.scheduler import LastBatch, Line, Policy, Waiting, cut, trust_after, wake_at
 
 NOTHING = Operand("bf16", np.empty(0, np.uint16))
 

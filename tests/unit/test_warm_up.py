@@ -5,10 +5,10 @@ import torch
 from expertd_kernels import Device, Problem, Scheme
 from expertd_kernels.oracle.decision import decide
 from expertd_kernels.sizes import planned
-from expertd_server import layer as module
-from expertd_server.graphs import padded
-from expertd_server.layer import Site, warm_up
-from expertd_server.plan import LayerPlan
+from expertd_server.boot import layer as module
+from expertd_server.boot.layer import Site, warm_up
+from expertd_server.boot.plan import LayerPlan
+from expertd_server.engine.graphs import padded
 
 INT4 = Scheme.parse("int4_g32")
 

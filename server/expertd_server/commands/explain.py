@@ -11,7 +11,7 @@ from expertd_server.config import ConfigError, ServeConfig, add_flags, resolve
 
 if TYPE_CHECKING:
     from expertd_kernels.sources.source import ExpertSource
-    from expertd_server.plan import LayerPlan
+    from expertd_server.boot.plan import LayerPlan
 
 __all__ = ["add_parser", "run"]
 
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     from expertd_kernels.oracle.probe import assumed_packages, installed_packages, packages_for
     from expertd_kernels.oracle.table import BACKENDS
     from expertd_kernels.problem import NAMED_DEVICES
-    from expertd_server.plan import BootError, open_source, plan_layers, resolve_device
-    from expertd_server.render import decisions_json, print_decisions
+    from expertd_server.boot.plan import BootError, open_source, plan_layers, resolve_device
+    from expertd_server.views.render import decisions_json, print_decisions
 
     try:
         config = resolve(args)
@@ -86,9 +86,9 @@ def _measured(config: ServeConfig, source: ExpertSource, plans: list[LayerPlan])
     """The plans with the tournament's results."""
     import torch
 
-    from expertd_server.layer import Site
-    from expertd_server.measuring import Tournaments
-    from expertd_server.plan import resolve_device
+    from expertd_server.boot.layer import Site
+    from expertd_server.boot.measuring import Tournaments
+    from expertd_server.boot.plan import resolve_device
 
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -98,7 +98,7 @@ def _measured(config: ServeConfig, source: ExpertSource, plans: list[LayerPlan])
 
 
 def _present(resolve_device: Any, name: str, named: list[str]) -> Any:
-    from expertd_server.plan import BootError
+    from expertd_server.boot.plan import BootError
 
     try:
         return resolve_device(name)[0]

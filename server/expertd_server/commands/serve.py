@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from expertd.hostmem import tune_allocator
+    from expertd_server.boot.plan import BootError
     from expertd_server.life import serve
-    from expertd_server.plan import BootError
 
     tune_allocator()
     sys.setswitchinterval(_SWITCH_S)

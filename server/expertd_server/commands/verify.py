@@ -14,7 +14,7 @@ from expertd_server.config import ConfigError, add_flags, resolve
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from expertd_server.verification import CaseResult, LayerResult
+    from expertd_server.boot.verification import CaseResult, LayerResult
 
 __all__ = ["add_parser", "run"]
 
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
     from expertd_kernels.oracle.probe import packages_for
     from expertd_kernels.oracle.table import BACKENDS
-    from expertd_server.plan import BootError, open_source, plan_layers, resolve_device
-    from expertd_server.verification import read_cases, verify_layers
+    from expertd_server.boot.plan import BootError, open_source, plan_layers, resolve_device
+    from expertd_server.boot.verification import read_cases, verify_layers
 
     if config.threads:
         torch.set_num_threads(config.threads)

@@ -9,18 +9,18 @@ import torch
 from server_kit import CONFIG, IN_FLIGHT, MAX_BYTES, MAX_TOKENS, Gated, H, InProcess, Localhost, Served
 
 from expertd_kernels.oracle.probe import detect_device
-from expertd_server.boot import boot_layers
+from expertd_server.boot.layer import Site
+from expertd_server.boot.layers import boot_layers
+from expertd_server.boot.plan import open_source, plan_layers
 from expertd_server.config import Address
-from expertd_server.describe import describe_layer, describe_server
-from expertd_server.engine import Engine
-from expertd_server.intake import Intake
-from expertd_server.layer import Site
-from expertd_server.metrics import Metrics
-from expertd_server.plan import open_source, plan_layers
-from expertd_server.scheduler import Policy
-from expertd_server.server import ExpertServer
-from expertd_server.service import Limits
-from expertd_server.servicer import Servicer
+from expertd_server.engine.engine import Engine
+from expertd_server.engine.scheduler import Policy
+from expertd_server.service.intake import Intake
+from expertd_server.service.service import Limits
+from expertd_server.transports.grpc_server import ExpertServer
+from expertd_server.transports.grpc_service import Servicer
+from expertd_server.views.describe import describe_layer, describe_server
+from expertd_server.views.metrics import Metrics
 
 
 @pytest.fixture(scope="module")

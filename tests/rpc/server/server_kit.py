@@ -19,10 +19,10 @@ from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.config import Address, Ranges, ServeConfig
-from expertd_server.engine import Engine
-from expertd_server.metrics import Metrics
-from expertd_server.server import ExpertServer
-from expertd_server.servicer import Servicer
+from expertd_server.engine.engine import Engine
+from expertd_server.transports.grpc_server import ExpertServer
+from expertd_server.transports.grpc_service import Servicer
+from expertd_server.views.metrics import Metrics
 
 BF16, F16, F32, I32, I64 = (
     pb.DATA_TYPE_BF16,

@@ -14,7 +14,7 @@ from expertd_client import AsyncExpertClient, Grouped
 from expertd_client.servicer import ServicerTransport
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
-from expertd_server.servicer import Servicer
+from expertd_server.transports.grpc_service import Servicer
 
 pytestmark = pytest.mark.parametrize("served", [InProcess], indirect=True)
 

@@ -13,17 +13,17 @@ from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_kernels import relative_error, tolerance
 from expertd_kernels.oracle.probe import detect_device, installed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_server.boot import boot_layers
+from expertd_server.boot.layer import Site
+from expertd_server.boot.layers import boot_layers
+from expertd_server.boot.plan import open_source, plan_layers
 from expertd_server.config import Address, Ranges, ServeConfig
-from expertd_server.engine import Engine
-from expertd_server.intake import Intake
-from expertd_server.layer import Site
+from expertd_server.engine.engine import Engine
+from expertd_server.engine.scheduler import Policy
 from expertd_server.life import message_bytes
-from expertd_server.metrics import Metrics
-from expertd_server.plan import open_source, plan_layers
-from expertd_server.scheduler import Policy
-from expertd_server.server import ExpertServer
-from expertd_server.service import Limits
+from expertd_server.service.intake import Intake
+from expertd_server.service.service import Limits
+from expertd_server.transports.grpc_server import ExpertServer
+from expertd_server.views.metrics import Metrics
 
 CHECKPOINTS = (
     "gptq-w4-g128-sym-descact-false-qwen3moe1l",

@@ -30,10 +30,10 @@ from expertd_kernels.refused import Refused
 from expertd_kernels.sources.source import ExpertSource
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
-from expertd_server.choice import Unfit
-from expertd_server.graphs import MOST_TOKENS, padded
-from expertd_server.lane import compute_stream
-from expertd_server.plan import BootError, LayerPlan
+from expertd_server.boot.choice import Unfit
+from expertd_server.boot.plan import BootError, LayerPlan
+from expertd_server.engine.graphs import MOST_TOKENS, padded
+from expertd_server.engine.lane import compute_stream
 
 if TYPE_CHECKING:
     from expertd_kernels.weights.canonical import Weights

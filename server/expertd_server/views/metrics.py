@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from expertd_server.engine import BatchReport, LoadNow
-from expertd_server.request import Array
+from expertd_server.engine.engine import BatchReport, LoadNow
+from expertd_server.engine.request import Array
 
 __all__ = ["BackendFacts", "Metrics", "MetricsHttp", "Rpc", "SERVICE"]
 

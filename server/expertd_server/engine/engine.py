@@ -29,11 +29,11 @@ from expertd.errors import (
     QueueFullError,
 )
 from expertd_kernels.oracle.probe import use_device
-from expertd_server.batch import Batch, ServedLayer, fill
-from expertd_server.convert import digest, output_array
-from expertd_server.lane import Inputs, Lane, lanes
-from expertd_server.request import Answer, Array, Outcome, Request, Stages
-from expertd_server.scheduler import LastBatch, Policy, Waiting, cut, trust_after, wake_at
+from expertd_server.engine.batch import Batch, ServedLayer, fill
+from expertd_server.engine.convert import digest, output_array
+from expertd_server.engine.lane import Inputs, Lane, lanes
+from expertd_server.engine.request import Answer, Array, Outcome, Request, Stages
+from expertd_server.engine.scheduler import LastBatch, Policy, Waiting, cut, trust_after, wake_at
 
 __all__ = ["BatchReport", "Engine", "LoadNow"]
 

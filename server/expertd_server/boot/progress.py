@@ -8,8 +8,8 @@ from types import TracebackType
 from rich import progress as rich_progress
 from rich.console import Console
 
-from expertd_server.boot import Booted
-from expertd_server.layer import Site
+from expertd_server.boot.layer import Site
+from expertd_server.boot.layers import Booted
 
 __all__ = ["Progress"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from expertd_server.convert import round_floats
-from expertd_server.request import STORAGE, Array, Operand
+from expertd_server.engine.convert import round_floats
+from expertd_server.engine.request import STORAGE, Array, Operand
 
 __all__ = ["CACHE_BYTES", "Drawer", "draw_hidden", "draw_ids", "draw_weights"]
 

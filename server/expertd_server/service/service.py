@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from expertd.errors import DrainingError, ExpertdError, InternalError, MessageTooLargeError, NotReadyError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, ForwardResponseView, TensorView
-from expertd_server.intake import DTYPE_NUMBER, Intake, Parts, draws_much
-from expertd_server.request import Answer, Outcome, Request
+from expertd_server.engine.request import Answer, Outcome, Request
+from expertd_server.service.intake import DTYPE_NUMBER, Intake, Parts, draws_much
 
 if TYPE_CHECKING:
-    from expertd_server.engine import Engine
-    from expertd_server.metrics import Metrics
+    from expertd_server.engine.engine import Engine
+    from expertd_server.views.metrics import Metrics
 
 __all__ = ["Limits", "Mailbox", "Service", "State", "error_of", "response_view"]
 

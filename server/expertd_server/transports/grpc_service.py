@@ -11,10 +11,10 @@ import grpc
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, decode_forward_request, encode_forward_response
-from expertd_server.metrics import SERVICE, Rpc
-from expertd_server.request import Outcome, Request
-from expertd_server.service import Service, error_of, response_view
-from expertd_server.stream import Stream
+from expertd_server.engine.request import Outcome, Request
+from expertd_server.service.service import Service, error_of, response_view
+from expertd_server.transports.grpc_stream import Stream
+from expertd_server.views.metrics import SERVICE, Rpc
 
 __all__ = ["Servicer"]
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.protocol import Experts
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
-from expertd_server.graphs import MOST_TOKENS, Graphs, padded, supported
-from expertd_server.request import Array, Stages
+from expertd_server.engine.graphs import MOST_TOKENS, Graphs, padded, supported
+from expertd_server.engine.request import Array, Stages
 
 __all__ = ["Inputs", "Lane", "compute_stream", "lanes"]
 

@@ -27,7 +27,7 @@ from expertd_kernels.refused import Refused
 from expertd_kernels.sources.source import ExpertSource
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE, relative_error, tolerance
 from expertd_kernels.weights.scheme import ActivationQuant
-from expertd_server.plan import LayerPlan
+from expertd_server.boot.plan import LayerPlan
 
 __all__ = ["Case", "CaseResult", "LayerResult", "read_cases", "verify_layers"]
 

@@ -24,9 +24,9 @@ from expertd.errors import (
 )
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, decode_stream_request, encode_stream_response, peek_request_id
-from expertd_server.metrics import Rpc
-from expertd_server.request import Outcome, Request
-from expertd_server.service import Service, State, error_of, response_view
+from expertd_server.engine.request import Outcome, Request
+from expertd_server.service.service import Service, State, error_of, response_view
+from expertd_server.views.metrics import Rpc
 
 __all__ = ["Stream"]
 

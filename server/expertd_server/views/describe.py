@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_server.boot import Booted
-from expertd_server.intake import DTYPE_NUMBER
-from expertd_server.request import FLOAT_DTYPES
-from expertd_server.service import Limits
+from expertd_server.boot.layers import Booted
+from expertd_server.engine.request import FLOAT_DTYPES
+from expertd_server.service.intake import DTYPE_NUMBER
+from expertd_server.service.service import Limits
 
 __all__ = ["describe_layer", "describe_server", "ranges"]
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from expertd.errors import ExpertdError, ExpertIdOutOfRangeError, NonFiniteWeightsError
 from expertd_kernels.protocol import Experts
-from expertd_server.convert import load_floats
-from expertd_server.lane import Inputs
-from expertd_server.request import Array, Request
+from expertd_server.engine.convert import load_floats
+from expertd_server.engine.lane import Inputs
+from expertd_server.engine.request import Array, Request
 
 __all__ = ["Batch", "ServedLayer", "fill"]
 

@@ -27,12 +27,12 @@ from expertd.errors import (
 )
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, Spelling, TensorView
-from expertd_server.convert import round_floats
-from expertd_server.draw import Drawer
-from expertd_server.request import FLOAT_DTYPES, INT_DTYPES, STORAGE, Array, Operand
+from expertd_server.engine.convert import round_floats
+from expertd_server.engine.request import FLOAT_DTYPES, INT_DTYPES, STORAGE, Array, Operand
+from expertd_server.service.draw import Drawer
 
 if TYPE_CHECKING:
-    from expertd_server.batch import ServedLayer
+    from expertd_server.engine.batch import ServedLayer
 
 __all__ = ["DTYPE_NAME", "DTYPE_NUMBER", "Intake", "Parts", "draws_much"]
 

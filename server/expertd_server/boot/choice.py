@@ -14,7 +14,7 @@ from dataclasses import replace
 from expertd_kernels.measure.tournament import Result, choose, with_results
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.decision import Backend, Decision, NoBackendError
-from expertd_server.plan import BootError
+from expertd_server.boot.plan import BootError
 
 __all__ = ["Choice", "Unfit"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from expertd_server.request import Request
+from expertd_server.engine.request import Request
 
 __all__ = ["Cut", "LastBatch", "Line", "Policy", "Waiting", "cut", "trust_after", "wake_at"]
 

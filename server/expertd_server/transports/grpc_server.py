@@ -13,13 +13,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_server.boot.plan import BootError
 from expertd_server.config import Address
-from expertd_server.engine import Engine
-from expertd_server.intake import Intake
-from expertd_server.metrics import SERVICE, Metrics
-from expertd_server.plan import BootError
-from expertd_server.service import Limits, Service, State
-from expertd_server.servicer import Servicer
+from expertd_server.engine.engine import Engine
+from expertd_server.service.intake import Intake
+from expertd_server.service.service import Limits, Service, State
+from expertd_server.transports.grpc_service import Servicer
+from expertd_server.views.metrics import SERVICE, Metrics
 
 __all__ = ["ExpertServer"]
 

@@ -26,9 +26,9 @@ from expertd_kernels.oracle.probe import cpu_name
 from expertd_kernels.packed.cache import code_digest, replacing
 from expertd_kernels.problem import Problem
 from expertd_kernels.weights.canonical import Weights
+from expertd_server.boot.layer import Canonical, Site
+from expertd_server.boot.plan import BootError, LayerPlan
 from expertd_server.config import ServeConfig
-from expertd_server.layer import Canonical, Site
-from expertd_server.plan import BootError, LayerPlan
 
 __all__ = ["Tournaments", "affordable_copies", "results_text", "settled_threads", "user_folder"]
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from expertd_kernels.oracle.decision import Decision, Verdict
-from expertd_server.plan import LayerPlan, span
+from expertd_server.boot.plan import LayerPlan, span
 
 __all__ = ["decisions_json", "print_decisions"]
 

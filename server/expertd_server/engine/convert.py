@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd_server.request import STORAGE, Array, Operand
+from expertd_server.engine.request import STORAGE, Array, Operand
 
 __all__ = ["bits_of", "digest", "load_floats", "output_array", "round_floats"]
 

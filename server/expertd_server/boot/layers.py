@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from expertd_kernels.measure.tournament import BucketedExperts
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.protocol import Experts
-from expertd_server.batch import ServedLayer
-from expertd_server.choice import Choice, Unfit
-from expertd_server.layer import Canonical, Made, Site, make, warm_up
-from expertd_server.measuring import Tournaments
-from expertd_server.plan import BootError, LayerPlan
+from expertd_server.boot.choice import Choice, Unfit
+from expertd_server.boot.layer import Canonical, Made, Site, make, warm_up
+from expertd_server.boot.measuring import Tournaments
+from expertd_server.boot.plan import BootError, LayerPlan
+from expertd_server.engine.batch import ServedLayer
 
 __all__ = ["Booted", "Stopped", "boot_layer", "boot_layers"]
 

@@ -1,0 +1,1 @@
+"""From a configuration to layers that are ready to compute."""

@@ -1,0 +1,1 @@
+"""How requests reach the service: one file a transport."""
