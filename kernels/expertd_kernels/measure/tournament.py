@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertd_kernels.atomic_file import replacing
 from expertd_kernels.measure.timing import LIMIT_S, captured, time_calls
 from expertd_kernels.oracle.decision import Backend, Decision, Verdict, backend_module
 from expertd_kernels.oracle.probe import device_fault
-from expertd_kernels.packed.cache import replacing
 from expertd_kernels.packed.proof import Proof, boot_reference_experts, prove
 from expertd_kernels.packed.selfcheck import check
 from expertd_kernels.problem import Problem

@@ -10,6 +10,8 @@ import logging
 import sys
 from pathlib import Path
 
+from expertd_kernels.atomic_file import replacing
+
 __all__ = ["IMPORT_NAME", "ImportHealth"]
 
 log = logging.getLogger(__name__)
@@ -53,8 +55,6 @@ class ImportHealth:
         """Write down what was found; a folder that cannot be written costs the next start the time again."""
         if self._path is None or not self._new:
             return
-        from expertd_kernels.packed.file import replacing  # imports torch, which a mere question may do without
-
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self._path) as f:

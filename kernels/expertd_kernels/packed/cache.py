@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from expertd_kernels.oracle.decision import Backend
+from expertd_kernels.oracle.row import Backend
 from expertd_kernels.packed.file import (
     ALIGN,
     CacheError,
@@ -28,7 +28,6 @@ from expertd_kernels.packed.file import (
     map_entry,
     read_entry,
     read_packed,
-    replacing,
     write_packed,
 )
 from expertd_kernels.packed.proof import Proof
@@ -45,7 +44,6 @@ __all__ = [
     "code_digest",
     "read_entry",
     "read_packed",
-    "replacing",
     "write_packed",
 ]
 

@@ -13,22 +13,20 @@ a tensor.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import mmap
-import os
-import secrets
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from expertd_kernels.atomic_file import replacing
 from expertd_kernels.packed.proof import Proof
 from expertd_kernels.protocol import Packed
 
@@ -41,7 +39,6 @@ __all__ = [
     "map_entry",
     "read_entry",
     "read_packed",
-    "replacing",
     "write_packed",
 ]
 
@@ -103,21 +100,6 @@ def write_packed(path: Path, packed: Packed, facts: Mapping[str, Any], proof: Pr
             if t.numel():
                 f.write(t.reshape(-1).view(torch.uint8).numpy().data)
         f.truncate(start + offset)
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the body ends well, and is gone when it does not.  Its folder is made;
-    its mode is what the umask leaves, so that servers of other users may share it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
-    try:
-        with open(part, "xb") as f:
-            yield f
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _data_start(header_bytes: int) -> int:

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import torch
 
+from expertd_kernels.atomic_file import replacing
 from expertd_kernels.measure.cpu_threads import measured_threads
 from expertd_kernels.measure.tournament import GRID, DeviceLostError, Remembered, Result, measure, with_results
 from expertd_kernels.native.cores import cpu_quota
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.decision import Decision
 from expertd_kernels.oracle.probe import cpu_name
-from expertd_kernels.packed.cache import code_digest, replacing
+from expertd_kernels.packed.cache import code_digest
 from expertd_kernels.problem import Problem
 from expertd_kernels.weights.canonical import Weights
 from expertd_server.boot.layer import Canonical, Site
