@@ -42,8 +42,6 @@ def _device(r: DeviceRange) -> str:
             if least == most
             else f"{least} to {most}"
         )
-    if r.features:
-        extra.append("with " + ", ".join(sorted(r.features)))
     return f"{r.kind} {' '.join(extra)}".strip()
 
 
@@ -91,8 +89,6 @@ def _features(b: Backend) -> str:
         "bias": b.bias,
         "clamp": b.clamp,
         "activation order": b.act_order,
-        "router weight on input": b.router_weight_on_input,
-        "grouped rows": b.grouped_rows,
         "deterministic": b.deterministic,
         "different schemes for w13 and w2": b.mixed_schemes,
     }

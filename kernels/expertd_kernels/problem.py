@@ -73,8 +73,7 @@ class Problem:
     num_experts           held here (E); hidden_size H; intermediate_size I; top_k of the router
     bias                  whether experts have biases
     act_order             whether code columns are permuted (GPTQ desc_act, compressed-tensors actorder=group)
-    router_weight_on_input  the router weight multiplies the input (top_k 1)
-    grouped_rows          requests may come as rows sorted by expert with counts
+    router_weight_on_input  the self-check calls with the router weight on the input (top_k 1); every row takes it
     activation_quant      how activations are to be rounded; NONE = weight-only
     checkpoint_activation how the checkpoint asks for it
     compute_dtype         "bf16" or "f32": element type of the activations inside the kernel
@@ -94,7 +93,6 @@ class Problem:
     bias: bool = False
     act_order: bool = False
     router_weight_on_input: bool = False
-    grouped_rows: bool = False
     activation_quant: ActivationQuant = ActivationQuant.NONE
     checkpoint_activation: ActivationQuant = ActivationQuant.NONE
     compute_dtype: str = "bf16"

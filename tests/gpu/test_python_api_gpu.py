@@ -45,7 +45,7 @@ def test_the_examples_run_and_the_graph_answers_as_the_call():
 def test_counts_may_change_between_replays(form):
     E, T, H = 8, 16, 512
     w = random_weights("int4_g128", E, H, 256, device="cuda")
-    experts = build(decide(problem_of(w, detect_device("cuda"), grouped_rows=True)), w)
+    experts = build(decide(problem_of(w, detect_device("cuda"))), w)
     rows = torch.randn(E * T, H, device="cuda").bfloat16()
     counts = torch.zeros(E, dtype=torch.int32, device="cuda")
     out = torch.empty_like(rows)

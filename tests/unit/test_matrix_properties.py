@@ -12,8 +12,7 @@ from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS, ORDER
 
 PACKAGES = dict(assumed_packages(BACKENDS))
-ADDED = ({"bias": True}, {"act_order": True}, {"grouped_rows": True}, {"deterministic": True},
-         {"batch_invariant": True}, {"router_weight_on_input": True})  # fmt: skip
+ADDED = ({"bias": True}, {"act_order": True}, {"deterministic": True}, {"batch_invariant": True})
 """Features that a problem can have on top: each can only add refusals."""
 
 
@@ -33,7 +32,7 @@ def problems(draw):
         activation_quant=draw(st.sampled_from(list(ActivationQuant))),
         compute_dtype=draw(st.sampled_from(["bf16", "f32"])),
         packages={name: PACKAGES[name] for name in some},
-        **{k: draw(st.booleans()) for k in ("bias", "act_order", "grouped_rows", "deterministic", "batch_invariant")},
+        **{k: draw(st.booleans()) for k in ("bias", "act_order", "deterministic", "batch_invariant")},
     )
 
 

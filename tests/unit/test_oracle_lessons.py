@@ -326,7 +326,7 @@ def test_awq_rows_grouped_by_expert_keep_zero_points(checkpoint_folder):
     rows = random_inputs(E * T, w.hidden_size, E, 1)[0]
     ids, ones = batched_routes(torch.arange(E) % (T + 1), T)
     right = compute(w, rows, ids, ones)
-    p = problem_of(w, CPU, grouped_rows=True)
+    p = problem_of(w, CPU)
     assert relative_error(cpu_torch.experts(cpu_torch.pack(w, p), p)(rows, ids, ones), right) < 1e-2
     middle = replace(w, w2=replace(w.w2, zeros=torch.full_like(w.w2.zeros, 8)))
     assert relative_error(compute(middle, rows, ids, ones), right) > 5e-2, "zero points that are dropped are seen"
@@ -335,7 +335,7 @@ def test_awq_rows_grouped_by_expert_keep_zero_points(checkpoint_folder):
 def test_rows_grouped_by_expert_keep_their_zero_points():
     """The grouped form is the same call with one route a row, so there is no second path that could forget them."""
     w = random_weights("int4_g32_zp", 3, 64, 32)
-    p = problem_of(w, CPU, grouped_rows=True)
+    p = problem_of(w, CPU)
     x, _, _ = random_inputs(6, 64, 3, 1)
     ids = torch.tensor([0, 0, 1, 2, 2, 2], dtype=torch.int32)[:, None]
     ones = torch.ones(6, 1)

@@ -51,8 +51,6 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "relu2": {"activation": Activation(ActivationKind.RELU2)},
     "silu with clamp": {"activation": Activation(limit=10.0)},
     "activation order": {"act_order": True},
-    "router weight on input": {"router_weight_on_input": True, "top_k": 1},
-    "grouped rows": {"grouped_rows": True},
     "H, I = 2880": {"hidden_size": 2880, "intermediate_size": 2880},
     "H, I = 100": {"hidden_size": 100, "intermediate_size": 100},
     "1024 experts": {"num_experts": 1024},

@@ -14,13 +14,12 @@ __all__ = ["Backend", "DeviceRange", "SchemeSupport"]
 
 @dataclass(frozen=True)
 class DeviceRange:
-    """Devices a backend runs on.  least, most: inclusive capability range; features: all must be there."""
+    """Devices a backend runs on.  least, most: inclusive capability range; arch: the only ones, if any are named."""
 
     kind: str
     least: tuple[int, int] = (0, 0)
     most: tuple[int, int] = (99, 99)
     arch: frozenset[str] = frozenset()
-    features: frozenset[str] = frozenset()
 
     def refusal(self, device: Device) -> str | None:
         if device.kind != self.kind:
@@ -32,8 +31,7 @@ class DeviceRange:
             return f"needs compute capability {self.least[0]}.{self.least[1]}{'' if self.least == self.most else most}"
         if device.kind == "rocm" and not self.least <= device.capability <= self.most:
             return "needs another gfx generation"
-        missing = self.features - device.features
-        return f"needs CPU features {', '.join(sorted(missing))}" if missing else None
+        return None
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class Backend:
     swigluoai       (alpha, beta, limit) that SWIGLUOAI is computed with, where they are fixed; None = any
     needs           distributions and version ranges, e.g. {"triton": ">=3.2"}
     compute_dtypes  "bf16", "f32"
-    act_order, bias, clamp, router_weight_on_input, grouped_rows, deterministic: features computed, not dropped
+    act_order, bias, clamp, deterministic: features computed, not dropped
     capturable      a call may be captured in a CUDA graph: once warm it neither waits nor allocates
     batch_invariant  computes a token to the same bits whatever batch it comes in, if the problem demands it
     unclamped       functions before which it does not clamp, though before others it does
@@ -125,8 +123,6 @@ class Backend:
     act_order: bool = False
     bias: bool = True
     clamp: bool = True
-    router_weight_on_input: bool = True
-    grouped_rows: bool = True
     deterministic: bool = True
     batch_invariant: bool = False
     capturable: bool = False

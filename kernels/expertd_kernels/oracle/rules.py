@@ -147,16 +147,6 @@ def rule_act_order(b: Backend, p: Problem) -> str | None:
     return "does not permute columns (activation order)" if p.act_order and not b.act_order else None
 
 
-def rule_router_weight(b: Backend, p: Problem) -> str | None:
-    if p.router_weight_on_input and not b.router_weight_on_input:
-        return "does not take the router weight on the input"
-    return None
-
-
-def rule_grouped_rows(b: Backend, p: Problem) -> str | None:
-    return "does not take rows grouped by expert" if p.grouped_rows and not b.grouped_rows else None
-
-
 def _multiples(b: Backend, p: Problem) -> tuple[int, int]:
     """Of H and of I: what the row needs, and what its lines for the two matrices need."""
     hidden, intermediate = b.hidden_multiple, b.intermediate_multiple
@@ -221,8 +211,6 @@ RULES: tuple[Rule, ...] = (
     rule_clamp,
     rule_bias,
     rule_act_order,
-    rule_router_weight,
-    rule_grouped_rows,
     rule_sizes,
     rule_experts,
     rule_dtype,

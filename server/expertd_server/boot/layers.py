@@ -109,7 +109,6 @@ def _served(plan: LayerPlan, parts: Sequence[tuple[int | None, Made]]) -> Served
         intermediate_size=info.intermediate_size,
         experts=experts,
         backend="+".join(dict.fromkeys(m.row.name for _, m in parts)),
-        input_weights=all(m.row.router_weight_on_input for _, m in parts),
         capturable=all(m.row.capturable for _, m in parts),
         plan=tuple((most, m.row.name) for most, m in parts),
     )

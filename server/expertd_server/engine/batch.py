@@ -22,7 +22,6 @@ class ServedLayer:
 
     num_experts   of the whole model; held: global ids of the experts here, in the order of their slots
     experts       the backend's; backend: its name, "a+b" where two share the work
-    input_weights whether the backend takes the router weight on the input
     capturable    whether its calls may be captured in a CUDA graph
     plan          (tokens up to, backend), the last without a bound; empty: `backend` computes every batch
     """
@@ -35,7 +34,6 @@ class ServedLayer:
     intermediate_size: int
     experts: Experts
     backend: str
-    input_weights: bool = True
     capturable: bool = False
     plan: tuple[tuple[int | None, str], ...] = ()
     slot_of: Array = field(init=False, repr=False)

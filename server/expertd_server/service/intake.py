@@ -137,11 +137,6 @@ class Intake:
                 want="top_k 1",
                 remedy="with more routes a token has no single input weight",
             )
-        if v.router_weight_on_input and not layer.input_weights:
-            raise UnsupportedCombinationError(
-                f"router_weight_on_input: backend {layer.backend} of layer {layer.layer} does not take it; serve the"
-                " layer with another --backend"
-            )
         ids = _operand("topk_ids", v.topk_ids, id_dtype, M * k)
         if ids is None:
             s = v.topk_ids.synthetic
