@@ -15,49 +15,19 @@ fingerprint   of the model (Model.fingerprint); "" = not checked
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 from expertd.errors import PlacementError
+from expertd.ranges import LIMIT, format_ranges, parse_ranges
 from expertd.v1 import expert_service_pb2 as pb
 
-__all__ = ["Placement", "Server", "format_ranges", "parse_ranges"]
+__all__ = ["Placement", "Server"]
 
 VERSION = 1
 """Of the JSON."""
-
-MAX_ID = 1 << 20
-"""Above every layer index and expert id: keeps "0-99999999999" from filling the memory."""
-
-
-def parse_ranges(text: str) -> tuple[int, ...]:
-    """ "0-3,7" -> (0, 1, 2, 3, 7); "" -> ().  Ascending, without repeats.  Raises PlacementError."""
-    found: list[int] = []
-    for part in text.split(",") if text.strip() else ():
-        match = re.fullmatch(r"\s*([0-9]{1,7})\s*(?:-\s*([0-9]{1,7})\s*)?", part)
-        if match is None:
-            raise PlacementError.about("ranges", got=repr(text), want='numbers and ranges like "0-63,70"')
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or last >= MAX_ID:
-            raise PlacementError.about("ranges", got=repr(part), want=f"first <= last < {MAX_ID}")
-        if found and first <= found[-1]:
-            raise PlacementError.about("ranges", got=repr(text), want="ascending numbers, each once")
-        found.extend(range(first, last + 1))
-    return tuple(found)
-
-
-def format_ranges(ids: Iterable[int]) -> str:
-    """The inverse, with the fewest ranges: (0, 1, 2, 3, 7) -> "0-3,7"."""
-    runs: list[list[int]] = []
-    for i in sorted(set(ids)):
-        if runs and i == runs[-1][1] + 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 @dataclass(frozen=True)
@@ -167,8 +137,8 @@ class Placement:
             )
         num_experts: dict[int, int] = {}
         for layers, n in top["num_experts"].items():
-            if type(n) is not int or not 0 < n <= MAX_ID:
-                raise PlacementError.about(f"num_experts of layers {layers}", got=repr(n), want=f"1 to {MAX_ID}")
+            if type(n) is not int or not 0 < n <= LIMIT:
+                raise PlacementError.about(f"num_experts of layers {layers}", got=repr(n), want=f"1 to {LIMIT}")
             _unfold(num_experts, layers, n)
         servers = tuple(_server(s) for s in top["servers"])
         return cls(servers, num_experts, top.get("epoch", 0), top.get("fingerprint", ""))
@@ -211,11 +181,11 @@ class Placement:
 def _held(address: str, layer: pb.Layer) -> tuple[int, ...]:
     experts: list[int] = []
     for r in layer.held:
-        if r.first + r.count > min(layer.num_experts, MAX_ID):
+        if r.first + r.count > min(layer.num_experts, LIMIT):
             raise PlacementError.about(
                 f"{address}: layer {layer.layer}",
                 got=f"experts {r.first} to {r.first + r.count - 1}",
-                want=f"ids below {min(layer.num_experts, MAX_ID)}",
+                want=f"ids below {min(layer.num_experts, LIMIT)}",
             )
         experts.extend(range(r.first, r.first + r.count))
     return tuple(sorted(set(experts)))
@@ -238,10 +208,17 @@ _T = TypeVar("_T")
 
 
 def _unfold(into: dict[int, _T], layers: str, value: _T) -> None:
-    for layer in parse_ranges(layers):
+    for layer in _ranges("layers", layers):
         if layer in into:
             raise PlacementError.about("layers", got=f"layer {layer} under two keys", want="each layer once")
         into[layer] = value
+
+
+def _ranges(where: str, text: str) -> tuple[int, ...]:
+    try:
+        return parse_ranges(text)
+    except ValueError as error:
+        raise PlacementError(f"{where}: {error}") from None
 
 
 def _server(entry: object) -> Server:
@@ -253,7 +230,7 @@ def _server(entry: object) -> Server:
             raise PlacementError.about(
                 f"{entry['address']}: layers {key}", got=repr(experts), want='a string like "0-63"'
             )
-        _unfold(layers, key, parse_ranges(experts))
+        _unfold(layers, key, _ranges(f"{entry['address']}: layers {key}", experts))
     return Server(entry["address"], layers)
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from expertd.ranges import parse_ranges
+
 __all__ = [
     "Address",
     "ConfigError",
@@ -46,15 +48,7 @@ class Ranges:
 
     @classmethod
     def parse(cls, text: str) -> Ranges:
-        out: list[int] = []
-        for part in text.split(","):
-            m = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-            if m is None or int(m[2] or m[1]) < int(m[1]):
-                raise ValueError(f"got {text!r}, want numbers and ranges as 0-3,7")
-            if int(m[2] or m[1]) >= 1 << 20:
-                raise ValueError(f"got {text!r}, want numbers below 2^20")
-            out.extend(range(int(m[1]), int(m[2] or m[1]) + 1))
-        return cls(text, tuple(sorted(set(out))))
+        return cls(text, parse_ranges(text))
 
     def __str__(self) -> str:
         return self.text

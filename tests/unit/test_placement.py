@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertd.errors import PlacementError
-from expertd.placement import Placement, Server, format_ranges, parse_ranges
+from expertd.placement import Placement, Server
 from expertd.v1 import expert_service_pb2 as pb
 
 TWO = Placement(
@@ -22,25 +22,6 @@ TWO = Placement(
     epoch=3,
     fingerprint="f00d",
 )
-
-
-@given(st.sets(st.integers(0, 200)))
-def test_ranges_round_trip(ids: set[int]) -> None:
-    assert parse_ranges(format_ranges(ids)) == tuple(sorted(ids))
-
-
-def test_ranges_by_hand() -> None:
-    assert parse_ranges("0-3,7, 9 - 10") == (0, 1, 2, 3, 7, 9, 10)
-    assert parse_ranges("") == ()
-    assert format_ranges([7, 3, 2, 1, 0, 70]) == "0-3,7,70"
-
-
-@pytest.mark.parametrize(
-    "text", ["3-1", "1,1", "5,2", "a", "-1", "1-", "1,,2", "0-99999999999", "0-2000000", "1.5", "٣"]
-)
-def test_ranges_refused(text: str) -> None:
-    with pytest.raises(PlacementError, match=r"ranges: got .*, want"):
-        parse_ranges(text)
 
 
 def test_holders_in_server_order() -> None:
@@ -122,7 +103,8 @@ def _changed(**changes: object) -> str:
         (_changed(servers=[{"address": "a:1", "layers": {}, "x": 1}]), "got 'x'"),
         (_changed(servers=[{"address": "", "layers": {}}]), "server address: got ''"),
         (_changed(servers=[{"address": "a:1", "layers": {"0": [1]}}]), "a string like"),
-        (_changed(servers=[{"address": "a:1", "layers": {"0": ""}}]), "at least one"),
+        (_changed(servers=[{"address": "a:1", "layers": {"0": ""}}]), "a:1: layers 0: got '', want numbers and ranges"),
+        (_changed(num_experts={"0-": 8}), "layers: got '0-', want numbers and ranges"),
         (_changed(servers=[{"address": "a:1", "layers": {}}] * 2), "a:1 twice"),
         ('{"version": 1, "version": 1, "num_experts": {}, "servers": []}', "stands twice"),
     ],

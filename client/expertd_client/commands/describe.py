@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from expertd.ranges import format_ranges, format_runs
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.client import ExpertClient
-from expertd_client.commands.options import add_common, console, span
+from expertd_client.commands.options import add_common, console
 from expertd_client.tensors import dtype_name
 
 __all__ = ["add_parser", "run"]
@@ -80,8 +81,8 @@ def _layers(layers: Iterable[pb.Layer]) -> Table:
     for group in _alike(layers):
         x = group[0]
         table.add_row(
-            span([layer.layer for layer in group]),
-            ",".join(f"{r.first}-{r.first + r.count - 1}" if r.count > 1 else str(r.first) for r in x.held) or "none",
+            format_ranges(layer.layer for layer in group),
+            format_runs((r.first, r.first + r.count - 1) for r in x.held) or "none",
             str(x.num_experts),
             str(x.top_k),
             str(x.intermediate_size),
@@ -109,7 +110,7 @@ def _activations(layer: pb.Layer) -> str:
 
 def _verdicts(group: list[pb.Layer]) -> Table:
     table = Table(
-        show_edge=False, pad_edge=False, title=f"layers {span([x.layer for x in group])}", title_justify="left"
+        show_edge=False, pad_edge=False, title=f"layers {format_ranges(x.layer for x in group)}", title_justify="left"
     )
     table.add_column("backend", no_wrap=True)
     table.add_column("verdict")

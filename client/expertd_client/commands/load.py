@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from expertd.ranges import format_ranges
 from expertd_client.async_client import AsyncExpertClient
 from expertd_client.call import ForwardResult
 from expertd_client.commands.options import (
@@ -20,7 +21,6 @@ from expertd_client.commands.options import (
     duration,
     numbers,
     positive,
-    span,
 )
 from expertd_client.load import LoadPlan, LoadReport, run_load, run_precisely
 from expertd_client.percentiles import Summary
@@ -144,7 +144,7 @@ def _show(args: argparse.Namespace, plan: LoadPlan, layers: list[int], r: LoadRe
     if plan.rate is not None:
         loop = f"open loop, {plan.rate:g} requests/s, {'poisson' if plan.poisson else 'fixed'} gaps"
     streams = "calls" if args.unary else f"stream{'s' if args.streams > 1 else ''}"
-    title = f"{loop}; {plan.tokens} tokens a request, layers {span(layers)}, {args.streams} {streams}"
+    title = f"{loop}; {plan.tokens} tokens a request, layers {format_ranges(layers)}, {args.streams} {streams}"
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     for name in ("", "mean", "p50", "p90", "p95", "p99", "p99.9", "max"):
         table.add_column(name, justify="right" if name else "left")

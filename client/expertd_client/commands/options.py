@@ -7,7 +7,9 @@ import re
 
 from rich.console import Console
 
-__all__ = ["add_common", "add_routing", "at_least", "console", "duration", "numbers", "positive", "span"]
+from expertd.ranges import parse_ranges
+
+__all__ = ["add_common", "add_routing", "at_least", "console", "duration", "numbers", "positive"]
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -61,24 +63,10 @@ class at_least:  # noqa: N801 - reads as the function that it is
 
 def numbers(text: str) -> list[int]:
     """ "0-3,7" -> [0, 1, 2, 3, 7], as argparse's type."""
-    out: list[int] = []
-    for part in text.split(","):
-        m = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
-        if m is None or int(m[2] or m[1]) < int(m[1]):
-            raise argparse.ArgumentTypeError(f"got {text!r}, want numbers and ranges as 0-3,7")
-        out.extend(range(int(m[1]), int(m[2] or m[1]) + 1))
-    return sorted(set(out))
-
-
-def span(ids: list[int]) -> str:
-    """[0, 1, 2, 3, 7] -> "0-3,7"."""
-    runs: list[list[int]] = []
-    for n in ids:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join(f"{a}-{b}" if a != b else str(a) for a, b in runs)
+    try:
+        return list(parse_ranges(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def duration(seconds: float) -> str:

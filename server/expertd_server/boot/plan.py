@@ -8,10 +8,10 @@ Everything that can be refused here is refused with one sentence (BootError).  I
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from expertd.ranges import format_ranges
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.decision import Decision, decide
 from expertd_kernels.problem import Device, Package
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["BootError", "LayerPlan", "files_state", "open_source", "plan_layers", "resolve_device", "span"]
+__all__ = ["BootError", "LayerPlan", "files_state", "open_source", "plan_layers", "resolve_device"]
 
 
 class BootError(Exception):
@@ -114,7 +114,7 @@ def plan_layers(
     if missing:
         raise BootError(
             f"--layers: got {config.layers}, but layer {missing[0]} has no experts; layers with experts:"
-            f" {span(source.layers)}"
+            f" {format_ranges(source.layers)}"
         )
     pins, plans = _pins(config, source), []
     for n in wanted:
@@ -142,7 +142,7 @@ def _pins(config: ServeConfig, source: ExpertSource) -> Pins:
     if odd := sorted(pins.layers - set(source.layers)):
         raise BootError(
             f"--backend: got {config.backend}, but layer {odd[0]} has no experts; layers with experts:"
-            f" {span(source.layers)}"
+            f" {format_ranges(source.layers)}"
         )
     known = sorted(b.name for b in table.BACKENDS)
     if wrong := sorted(pins.names - set(known)):
@@ -166,14 +166,3 @@ def _held(config: ServeConfig, info: LayerInfo) -> tuple[int, ...]:
             )
         return config.experts.numbers
     return tuple(range(info.num_experts))
-
-
-def span(numbers: Sequence[int]) -> str:
-    """(3, 4, 5, 9) -> "3-5, 9"."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in runs)

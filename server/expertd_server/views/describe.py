@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 
+from expertd.ranges import runs
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.boot.layers import Booted
 from expertd_server.engine.request import FLOAT_DTYPES
 from expertd_server.service.intake import DTYPE_NUMBER
 from expertd_server.service.service import Limits
 
-__all__ = ["describe_layer", "describe_server", "ranges"]
-
-
-def ranges(ids: Iterable[int]) -> list[pb.ExpertRange]:
-    """Runs of consecutive ids: {0, 1, 2, 7} -> (0, 3), (7, 1)."""
-    out = []
-    for _, run in groupby(enumerate(sorted(ids)), key=lambda pair: pair[1] - pair[0]):
-        members = [i for _, i in run]
-        out.append(pb.ExpertRange(first=members[0], count=len(members)))
-    return out
+__all__ = ["describe_layer", "describe_server"]
 
 
 def describe_layer(b: Booted) -> pb.Layer:
@@ -29,7 +20,7 @@ def describe_layer(b: Booted) -> pb.Layer:
     return pb.Layer(
         layer=served.layer,
         num_experts=served.num_experts,
-        held=ranges(served.held),
+        held=[pb.ExpertRange(first=a, count=b - a + 1) for a, b in runs(served.held)],
         top_k=served.top_k,
         intermediate_size=served.intermediate_size,
         weight_scheme=decision.problem.scheme_name,

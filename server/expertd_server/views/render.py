@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from expertd.ranges import format_ranges
 from expertd_kernels.oracle.decision import Decision, Verdict
-from expertd_server.boot.plan import LayerPlan, span
+from expertd_server.boot.plan import LayerPlan
 
 __all__ = ["decisions_json", "print_decisions"]
 
@@ -71,7 +72,7 @@ def print_decisions(console: Console, plans: Sequence[LayerPlan], pending: bool 
 def _print_group(console: Console, plans: Sequence[LayerPlan], pending: bool) -> None:
     first, d = plans[0], plans[0].decision
     p = d.problem
-    layers = span([x.info.layer for x in plans])
+    layers = format_ranges(x.info.layer for x in plans)
     console.print(
         f"layer{'s' if len(plans) > 1 else ''} {layers}: {p.scheme_name},"
         f" {p.num_experts} of {first.info.num_experts} experts,"

@@ -1,0 +1,35 @@
+"""Numbers as people write them: both ways, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expertd.ranges import LIMIT, format_ranges, parse_ranges, runs
+
+
+@given(st.sets(st.integers(0, 200), min_size=1))
+def test_the_text_of_numbers_means_them(numbers: set[int]) -> None:
+    assert parse_ranges(format_ranges(numbers)) == tuple(sorted(numbers))
+
+
+def test_by_hand() -> None:
+    assert parse_ranges("0-3,7, 9 - 10") == (0, 1, 2, 3, 7, 9, 10)
+    assert parse_ranges("7,0-2,1-3") == (0, 1, 2, 3, 7)
+    assert parse_ranges(f"{LIMIT - 1}") == (LIMIT - 1,)
+    assert format_ranges([7, 3, 2, 1, 0, 70]) == "0-3,7,70"
+    assert format_ranges([]) == ""
+    assert runs({7, 0, 1, 2}) == [(0, 2), (7, 7)]
+
+
+@pytest.mark.parametrize("text", ["", "3-1", "a", "-1", "1-", "1,,2", "1.5", "٣", "0-9999999999999"])
+def test_what_is_no_range(text: str) -> None:
+    with pytest.raises(ValueError, match="want numbers and ranges as 0-3,7"):
+        parse_ranges(text)
+
+
+@pytest.mark.parametrize("text", ["0-99999999999", "0-2000000", str(LIMIT)])
+def test_numbers_that_would_fill_the_memory(text: str) -> None:
+    with pytest.raises(ValueError, match=r"want numbers below 2\^20"):
+        parse_ranges(text)
