@@ -21,20 +21,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES, dtype_name
 from expertd.errors import BadDtypeError, BadResponseError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import Spelling, TensorView
 
-__all__ = ["DTYPE_NAMES", "Like", "Synthetic", "dtype_name", "from_wire", "like", "to_wire", "wire_dtype"]
-
-DTYPE_NAMES: dict[str, int] = {
-    "f32": pb.DATA_TYPE_F32,
-    "f16": pb.DATA_TYPE_F16,
-    "bf16": pb.DATA_TYPE_BF16,
-    "i32": pb.DATA_TYPE_I32,
-    "i64": pb.DATA_TYPE_I64,
-}
-"""The project's word for each dtype that travels, and its DataType."""
+__all__ = ["Like", "Synthetic", "from_wire", "like", "to_wire", "wire_dtype"]
 
 _NUMPY: dict[int, np.dtype[Any]] = {
     pb.DATA_TYPE_F32: np.dtype("<f4"),
@@ -51,7 +43,7 @@ _TORCH_NAMES: dict[int, str] = {
     pb.DATA_TYPE_I32: "int32",
     pb.DATA_TYPE_I64: "int64",
 }
-_FLOATS = (pb.DATA_TYPE_F32, pb.DATA_TYPE_F16, pb.DATA_TYPE_BF16)
+_FLOATS = frozenset(DTYPE_NUMBER[name] for name in FLOAT_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +121,7 @@ def wire_dtype(dtype: Any) -> int:
     """The DataType of a name ("bf16"), a numpy dtype or a torch dtype.  Raises BadDtypeError."""
     number: int | None = None
     if isinstance(dtype, str):
-        number = DTYPE_NAMES.get(dtype)
+        number = DTYPE_NUMBER.get(dtype)
     torch = sys.modules.get("torch")
     if number is None and torch is not None and isinstance(dtype, torch.dtype):
         number = _by_torch().get(dtype)
@@ -139,13 +131,8 @@ def wire_dtype(dtype: Any) -> int:
         except TypeError:
             number = None
     if number is None:
-        raise BadDtypeError.about("dtype", got=repr(dtype), want="one of " + ", ".join(DTYPE_NAMES))
+        raise BadDtypeError.about("dtype", got=repr(dtype), want="one of " + ", ".join(DTYPE_NUMBER))
     return number
-
-
-def dtype_name(number: int) -> str:
-    """The project's word for a DataType; its number where there is none."""
-    return next((name for name, n in DTYPE_NAMES.items() if n == number), str(number))
 
 
 def _is_torch(x: Any) -> bool:
@@ -187,7 +174,7 @@ def _to_torch(array: NDArray[np.uint8], view: TensorView, device: Any) -> Any:
 
 def _refused(dtype: Any, name: str) -> BadDtypeError:
     return BadDtypeError.about(
-        name, got=f"dtype {dtype}", want="one of " + ", ".join(DTYPE_NAMES), remedy="cast it before the call"
+        name, got=f"dtype {dtype}", want="one of " + ", ".join(DTYPE_NUMBER), remedy="cast it before the call"
     )
 
 

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from expertd.dtypes import dtype_name
 from expertd.ranges import format_ranges, format_runs
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.client import ExpertClient
 from expertd_client.commands.options import add_common, console
-from expertd_client.tensors import dtype_name
 
 __all__ = ["add_parser", "run"]
 

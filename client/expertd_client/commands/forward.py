@@ -13,12 +13,13 @@ import ml_dtypes
 import numpy as np
 from rich.table import Table
 
+from expertd.dtypes import dtype_name
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.call import ForwardResult
 from expertd_client.client import ExpertClient
 from expertd_client.commands.options import add_common, add_routing, at_least, console, duration
 from expertd_client.files import load_array, load_tensors, save_array
-from expertd_client.tensors import dtype_name, wire_dtype
+from expertd_client.tensors import wire_dtype
 from expertd_client.workload import Inputs, drawn, layer_shapes, synthetic
 
 __all__ = ["add_parser", "run"]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from expertd.errors import ExpertdError
 
-__all__ = ["Answer", "Array", "FLOAT_DTYPES", "INT_DTYPES", "Operand", "Outcome", "Request", "STORAGE", "Stages"]
+__all__ = ["Answer", "Array", "Operand", "Outcome", "Request", "STORAGE", "Stages"]
 
 Array = NDArray[Any]
 
@@ -25,8 +25,6 @@ STORAGE: dict[str, np.dtype[Any]] = {
     "i64": np.dtype("<i8"),
 }
 """How the elements of each dtype on the wire are stored in a numpy array."""
-FLOAT_DTYPES = ("f32", "f16", "bf16")
-INT_DTYPES = ("i32", "i64")
 
 
 class Operand(NamedTuple):

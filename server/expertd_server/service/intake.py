@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from expertd.dtypes import DTYPE_NAME, FLOAT_DTYPES, INT_DTYPES, dtype_name
 from expertd.errors import (
     BadByteCountError,
     BadDtypeError,
@@ -28,22 +29,13 @@ from expertd.errors import (
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, Spelling, TensorView
 from expertd_server.engine.convert import round_floats
-from expertd_server.engine.request import FLOAT_DTYPES, INT_DTYPES, STORAGE, Array, Operand
+from expertd_server.engine.request import STORAGE, Array, Operand
 from expertd_server.service.draw import Drawer
 
 if TYPE_CHECKING:
     from expertd_server.engine.batch import ServedLayer
 
-__all__ = ["DTYPE_NAME", "DTYPE_NUMBER", "Intake", "Parts", "draws_much"]
-
-DTYPE_NUMBER = {
-    "f32": pb.DATA_TYPE_F32,
-    "f16": pb.DATA_TYPE_F16,
-    "bf16": pb.DATA_TYPE_BF16,
-    "i32": pb.DATA_TYPE_I32,
-    "i64": pb.DATA_TYPE_I64,
-}
-DTYPE_NAME: dict[int, str] = {number: name for name, number in DTYPE_NUMBER.items()}
+__all__ = ["Intake", "Parts", "draws_much"]
 
 _OUTPUT_FORMS = frozenset(pb.OutputForm.values())
 
@@ -157,9 +149,9 @@ def _dtype(name: str, t: TensorView, allowed: tuple[str, ...]) -> str:
         )
     dtype = DTYPE_NAME.get(t.dtype)
     if dtype not in allowed:
-        known = t.dtype in pb.DataType.values()
-        got = pb.DataType.Name(t.dtype).removeprefix("DATA_TYPE_") if known else t.dtype
-        raise BadDtypeError.about(f"{name}.dtype", got=got, want=" or ".join(d.upper() for d in allowed))
+        raise BadDtypeError.about(
+            f"{name}.dtype", got=dtype_name(t.dtype).upper(), want=" or ".join(d.upper() for d in allowed)
+        )
     return dtype
 
 

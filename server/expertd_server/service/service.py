@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from expertd.dtypes import DTYPE_NUMBER
 from expertd.errors import DrainingError, ExpertdError, InternalError, MessageTooLargeError, NotReadyError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, ForwardResponseView, TensorView
 from expertd_server.engine.request import Answer, Outcome, Request
-from expertd_server.service.intake import DTYPE_NUMBER, Intake, Parts, draws_much
+from expertd_server.service.intake import Intake, Parts, draws_much
 
 if TYPE_CHECKING:
     from expertd_server.engine.engine import Engine

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES
 from expertd.ranges import runs
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.boot.layers import Booted
-from expertd_server.engine.request import FLOAT_DTYPES
-from expertd_server.service.intake import DTYPE_NUMBER
 from expertd_server.service.service import Limits
 
 __all__ = ["describe_layer", "describe_server"]

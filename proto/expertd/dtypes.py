@@ -1,0 +1,31 @@
+"""The project's words for element types, and their numbers in the contract: "bf16" is DATA_TYPE_BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from expertd.v1 import expert_service_pb2 as pb
+
+__all__ = ["DTYPE_NAME", "DTYPE_NUMBER", "FLOAT_DTYPES", "INT_DTYPES", "dtype_name"]
+
+FLOAT_DTYPES = ("f32", "f16", "bf16")
+"""Of hidden states, router weights and outputs."""
+INT_DTYPES = ("i32", "i64")
+"""Of expert ids."""
+
+DTYPE_NUMBER: Mapping[str, pb.DataType] = {
+    "f32": pb.DATA_TYPE_F32,
+    "f16": pb.DATA_TYPE_F16,
+    "bf16": pb.DATA_TYPE_BF16,
+    "i32": pb.DATA_TYPE_I32,
+    "i64": pb.DATA_TYPE_I64,
+}
+"""Every dtype that travels today.  (E4M3 is reserved.)"""
+DTYPE_NAME: Mapping[int, str] = {number: name for name, number in DTYPE_NUMBER.items()}
+
+_WORDS = {number: name.removeprefix("DATA_TYPE_").lower() for name, number in pb.DataType.items()}
+
+
+def dtype_name(number: int) -> str:
+    """The word for any DataType, also for one that does not travel; the number itself where it is unknown."""
+    return _WORDS.get(number, str(number))
