@@ -91,7 +91,7 @@ class Intake:
             raise TooManyTokensError.about(
                 "hidden_states", got=f"{M} tokens", want=f"at most {self.max_tokens}", remedy="split the batch"
             )
-        output_dtype, digest = _output(v)
+        output_dtype, digest = _output(v, dtype)
         ids, weights, top_k = self._routes(v, layer, M)
         hidden = _operand("hidden_states", x, dtype, M * H)
         if hidden is None:
@@ -201,12 +201,11 @@ def _grouped(g: pb.GroupedRows, M: int) -> Operand:
     return Operand("i64", np.repeat(np.array(g.expert_ids, np.int64), np.array(g.row_counts, np.int64)))
 
 
-def _output(v: ForwardRequestView) -> tuple[str, bool]:
+def _output(v: ForwardRequestView, hidden_dtype: str) -> tuple[str, bool]:
     """(dtype of the output, whether a digest is asked instead of it)."""
-    number = v.output_dtype or pb.DATA_TYPE_BF16
-    dtype = DTYPE_NAME.get(number, "")
+    dtype = DTYPE_NAME.get(v.output_dtype, "") if v.output_dtype else hidden_dtype
     if dtype not in FLOAT_DTYPES:
-        raise OutputDtypeUnsupportedError.about("output_dtype", got=v.output_dtype, want="BF16 (or 0), F16 or F32")
+        raise OutputDtypeUnsupportedError.about("output_dtype", got=v.output_dtype, want="BF16, F16, F32 or 0")
     if v.output_form not in _OUTPUT_FORMS:
         raise OutputFormUnknownError.about("output_form", got=v.output_form, want="TENSOR (1, or 0) or DIGEST (2)")
     return dtype, v.output_form == pb.OUTPUT_FORM_DIGEST

@@ -67,7 +67,6 @@ def describe_server(
         ),
         input_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
         output_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
-        transports=["inline"],
     )
     brief = pb.DescribeResponse()
     brief.CopyFrom(full)
