@@ -6,14 +6,16 @@ import json
 
 import pytest
 
+import cpu_table
+import peers_cpu
 from expertd_kernels import reference, relative_error
-from expertd_kernels.bench import cpu_table
 from expertd_kernels.bench.__main__ import main
-from expertd_kernels.bench.cpu import shape_of
+from expertd_kernels.bench.cpu import fraction, shape_of
 from expertd_kernels.bench.cpu_memory import UNKNOWN, last_level_cache
-from expertd_kernels.bench.peers_cpu import PEERS, peer
+from expertd_kernels.bench.points import read_points, write_points
 from expertd_kernels.native import library as native
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from peers_cpu import PEERS, peer
 
 built = pytest.mark.skipif(bool(native.kernel_error()), reason=native.kernel_error() or "built")
 PEAKS = {"read_gb_s": 20.0, "bf16_gflop_s": 100.0, "int8_gop_s": 400.0, "int16_gop_s": 200.0}
@@ -21,7 +23,7 @@ PEAKS = {"read_gb_s": 20.0, "bf16_gflop_s": 100.0, "int8_gop_s": 400.0, "int16_g
 
 def row(backend, us, *, M=1, gb_s=10.0, gflop_s=20.0):
     return {"shape": "s", "scheme": "int4_g128", "backend": backend, "threads": 1, "M": M, "us": us, "gb_s": gb_s,
-            "gflop_s": gflop_s, "relative_error": 0.0}  # fmt: skip
+            "gflop_s": gflop_s, "roofline_fraction": gb_s / 20.0, "bound": "read", "relative_error": 0.0}  # fmt: skip
 
 
 def test_a_slice_has_no_more_routes_than_experts():
@@ -42,9 +44,10 @@ def test_the_last_level_cache_is_the_largest_that_the_system_names(tmp_path):
 
 
 def test_the_ceiling_that_applies_is_the_one_nearer():
-    assert cpu_table.fraction(row("cpu", 1, gb_s=15.0), 20.0, PEAKS) == (0.75, "read")
-    assert cpu_table.fraction(row("cpu", 1, gb_s=1.0, gflop_s=100.0), 20.0, PEAKS) == (0.5, "arithmetic")
-    assert cpu_table.fraction(row("cpu_w4a8", 1, gb_s=1.0, gflop_s=100.0), 20.0, PEAKS) == (0.25, "arithmetic")
+    assert fraction("int4_g128", 15.0, 20.0, PEAKS, False) == (0.75, "read")
+    assert fraction("int4_g128", 1.0, 100.0, PEAKS, False) == (0.5, "arithmetic")
+    assert fraction("int4_g128", 1.0, 100.0, PEAKS, True) == (0.25, "arithmetic")
+    assert fraction("bf16", 1.0, 100.0, PEAKS, False) == (1.0, "arithmetic"), "no integers are multiplied"
 
 
 def test_ratios_are_to_the_fastest_peer_of_each_point():
@@ -54,71 +57,60 @@ def test_ratios_are_to_the_fastest_peer_of_each_point():
     assert found["cpu"]["geometric_mean"] == pytest.approx((1.5 * 6.0) ** 0.5)
     assert found["cpu"]["least"] == pytest.approx(1.5)
     assert found["cpu_w4a8"]["geometric_mean"] == pytest.approx(2.5)
-    result = {"rows": rows, "summary": list(found.values()), "peaks": {"1": PEAKS}}
-    text = cpu_table.markdown(result)
-    assert "**1.50x**" in text
+    text = cpu_table.markdown(rows)
+    assert "| cpu | 0 % | 0.01 (50 % r) **1.50x** |" in text
     assert "| s | int4_g128 | 1 | cpu | 3.00 | 1.50 |" in text
     assert cpu_table.summary([row("cpu", 10)]) == []
 
 
-@built
 def test_runs_cut_by_scheme_make_one_table(tmp_path):
     files = []
     for i, backend in enumerate(("cpu", "ggml")):
-        files.append(tmp_path / f"{i}.json")
-        result = {"peaks": {"1": PEAKS}, "rows": [row(backend, 10.0 + 5 * i), row("plain_read", 5.0, gb_s=20.0)]}
-        files[-1].write_text(json.dumps(result))
-    assert main(["cpu_table", str(tmp_path / "out.md"), *map(str, files)]) == 0
+        files.append(tmp_path / f"{i}.csv")
+        write_points(files[-1], [row(backend, 10.0 + 5 * i), row("plain_read", 5.0, gb_s=20.0)])
+    assert cpu_table.main([str(tmp_path / "out.md"), *map(str, files)]) == 0
     text = (tmp_path / "out.md").read_text()
     assert "**1.50x**" in text
     assert "| s | int4_g128 | 1 | cpu | 1.50 | 1.50 |" in text
 
 
-def test_one_small_run(tmp_path, capsys):
-    out, table = tmp_path / "out.json", tmp_path / "out.md"
-    arguments = [
-        "--device",
-        "cpu",
-        "--shape",
-        "tiny/1",
-        "--scheme",
-        "int4_g128,int8_g128",
-        "--m",
-        "1,3",
-        "--threads",
-        "1",
-    ]
-    assert (
-        main(
-            [
-                *arguments,
-                "--seconds",
-                "0.001",
-                "--clock",
-                "cpu",
-                "--peers",
-                "torch_int4pack",
-                "--json",
-                str(out),
-                "--table",
-                str(table),
-            ]
-        )
-        == 0
-    )
+TINY = ["--device", "cpu", "--shape", "tiny/1", "--scheme", "int4_g128,int8_g128", "--m", "1,3", "--threads", "1"]
+
+
+@built
+def test_one_small_run_with_a_peer(tmp_path, capsys):
+    out, points = tmp_path / "out.json", tmp_path / "out.csv"
+    files = ["--json", str(out), "--csv", str(points)]
+    more = ["--seconds", "0.001", "--clock", "cpu", "--peers", "torch_int4pack"]
+    assert peers_cpu.main([*TINY, *more, *files]) == 0
     result = json.loads(out.read_text())
     assert {"read_gb_s", "bf16_gflop_s", "int8_gop_s"} <= set(result["ceilings"])
     assert all(value > 0 for value in result["ceilings"].values())
-    want = {"shape", "scheme", "backend", "threads", "M", "us", "gb_s", "gflop_s", "relative_error"}
-    assert all(set(r) == want for r in result["rows"])
+    facts = {**result["machine"], **result["peaks"]["1"]}
+    assert read_points(points) == [{**r, **facts} for r in result["rows"]]
+    assert set(result["rows"][0]) == {*row("cpu", 1)}
     assert {(r["scheme"], r["backend"]) for r in result["rows"]} == {
         ("int4_g128", "cpu"), ("int4_g128", "cpu_w4a8"), ("int4_g128", "torch_int4pack"), ("int4_g128", "plain_read"),
         ("int8_g128", "cpu"), ("int8_g128", "plain_read")}  # fmt: skip
     assert all(0 < r["relative_error"] < 0.05 for r in result["rows"] if r["backend"] != "plain_read")
-    assert "## tiny/1, int4_g128, 1 thread" in table.read_text()
+    assert all(r["roofline_fraction"] > 0 for r in result["rows"])
+    assert all(r["roofline_fraction"] == pytest.approx(1) for r in result["rows"] if r["backend"] == "plain_read")
     assert "torch's int4 operator does not take this scheme" in capsys.readouterr().err
-    assert main(["--device", "cpu", "--shape", "tiny/1", "--peers", "nobody"]) == 1
+    assert cpu_table.main([str(tmp_path / "out.md"), str(points)]) == 0
+    assert "## tiny/1, int4_g128, 1 thread" in (tmp_path / "out.md").read_text()
+
+
+@built
+def test_the_bench_alone_times_ours_and_refuses_a_clock_that_sees_one_thread(capsys):
+    assert main([*TINY, "--seconds", "0.001", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {r["backend"] for r in rows} == {"cpu", "cpu_w4a8", "plain_read"}
     assert main(["--device", "cpu", "--shape", "tiny/1", "--clock", "cpu", "--threads", "2"]) == 1
+
+
+def test_an_unknown_peer_is_named(capsys):
+    assert peers_cpu.main(["--device", "cpu", "--shape", "tiny/1", "--peers", "nobody"]) == 1
+    assert "peers nobody: want --device cpu, and of torch_int4pack" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(PEERS))

@@ -1,7 +1,6 @@
 """The CUDA bench's parts that need no GPU: names of shapes, the suite, its files, its refusal without a GPU."""
 
 import argparse
-import csv
 import json
 import math
 
@@ -11,6 +10,7 @@ import torch
 from expertd_kernels import ActivationQuant, Scheme, decide, detect_device, problem_of
 from expertd_kernels.bench import cuda, cuda_timing
 from expertd_kernels.bench.__main__ import main
+from expertd_kernels.bench.points import read_points
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.float32 import reference
 
@@ -30,15 +30,6 @@ def test_the_suite_names_real_shapes_and_schemes():
         assert cuda.shape_of(shape).hidden_size > 0
         assert Scheme.parse(scheme).name == scheme
         assert routing in ("uniform", "zipf")
-
-
-def test_csv_has_a_line_a_point_with_machine_and_ceilings(tmp_path):
-    row = {"shape": "s", "M": 8, "us": 1.5}
-    result = {"machine": {"gpu": "G", "commit": "c"}, "ceilings": {"read_gb_s": 1.0}, "rows": [row, {**row, "M": 32}]}
-    cuda.write_csv(tmp_path / "out.csv", result)
-    lines = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
-    assert [line["M"] for line in lines] == ["8", "32"]
-    assert {(line["gpu"], line["commit"], line["read_gb_s"]) for line in lines} == {("G", "c", "1.0")}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -94,7 +85,8 @@ def test_every_backend_that_is_not_refused_is_checked_and_timed(stand_in, tmp_pa
     weights = 2 * 3 * 64 * 32 * (4 + 16 / 32) / 8  # two experts, three matrices, codes and bf16 scales
     assert one["gb_s"] == pytest.approx(weights / one["us"] / 1e3)
     assert one["roofline_fraction"] == pytest.approx(weights / 4000.0 / 1e3 / one["us"])
-    assert len(table.read_text().splitlines()) == 1 + len(result["rows"])
+    machine = {"gpu": "G", "commit": "c", "read_gb_s": 4000.0, "bf16_tflop_s": 800.0, "e4m3_tflop_s": 1400.0}
+    assert read_points(table) == [{**r, **machine} for r in result["rows"]]
 
 
 def test_rounded_activations_have_their_own_rows_tolerance_and_ceiling(stand_in):

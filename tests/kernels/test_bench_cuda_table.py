@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from expertd_kernels.bench.cuda_table import best_peer, markdown, read_peers, summary
+from cuda_table import best_peer, main, markdown, read_peers, summary
 
-COMMITTED = Path(__file__).parents[2] / "kernels/bench/results/peers_h200.csv"
+RESULTS = Path(__file__).parents[2] / "kernels/bench/results"
+COMMITTED = RESULTS / "peers_h200.csv"
 HEAD = "shape,scheme,implementation,M,us,relative_error,wrong\n"
 
 
@@ -56,14 +57,23 @@ def test_means_and_least_of_a_layer_and_of_all(peers: Any) -> None:
 
 
 def test_markdown_shows_each_point_losses_too(peers: Any) -> None:
-    result = {
-        "machine": {"gpu": "g"}, "ceilings": {"read_gb_s": 4700.0}, "not_run": ["b bf16 uniform"],
-        "rows": [row(), row(M=32, us=160.0), row(shape="c", us=None, relative_error=None)],
-    }  # fmt: skip
-    text = markdown(result, peers)
+    machine = {"gpu": "g", "read_gb_s": 4700.0}
+    rows = [row(**machine), row(M=32, us=160.0, **machine), row(shape="c", us=None, relative_error=None, **machine)]
+    text = markdown(rows, peers)
+    assert "| gpu | read_gb_s |\n|---|---|\n| g | 4700 |\n" in text
     assert "| a e4m3_block128 | 3.0e-03 | 10.0 50 % **2.00** | 160 50 % **0.50** |" in text
     assert "| c e4m3_block128 | not finite | no time | - |" in text
-    assert "b bf16 uniform." in text
+
+
+@pytest.mark.parametrize("name", ["gluon_sm90_h200", "w8a8_h200"])
+def test_the_committed_tables_are_what_the_committed_points_say(name: str, tmp_path: Path) -> None:
+    assert main([str(tmp_path / "o.md"), str(RESULTS / f"{name}.csv"), "--against", str(COMMITTED)]) == 0
+    assert (tmp_path / "o.md").read_text() in (RESULTS / f"{name}.md").read_text()
+
+
+def test_a_file_of_another_form_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "o.md"), str(COMMITTED)]) == 1
+    assert "want points of the bench" in capsys.readouterr().err
 
 
 def test_the_committed_points_cover_the_layers_of_the_suite() -> None:

@@ -1,15 +1,16 @@
-"""`bench numerics`: which layers it checks, what it calls wrong, and that no task of it takes another with it."""
+"""numerics.py: which layers it checks, what it calls wrong, and that no task of it takes another with it."""
 
-import json
+import csv
 import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+import numerics
+import numerics_grid
+import numerics_table
 from expertd_kernels import NAMED_DEVICES, Scheme, decide
-from expertd_kernels.bench import numerics, numerics_grid
-from expertd_kernels.bench.__main__ import main
 from expertd_kernels.bench.workers import STOP_S, NoResult, run_tasks
 from expertd_kernels.oracle.matrix import SCHEMES
 from expertd_kernels.oracle.probe import assumed_packages, installed_packages
@@ -17,6 +18,7 @@ from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_kernels.weights.float32 import reference
 from expertd_kernels.weights.scheme import ActivationQuant, ScaleType
+from numerics import main
 
 FULL = numerics_grid.GRIDS["full"]
 PACKAGES = assumed_packages(BACKENDS)
@@ -154,24 +156,29 @@ def test_weights_are_never_zero_and_have_what_the_rounding_needs():
     assert bool((static.weights("cpu").w13.scales > 0).all())
 
 
+def written(file):
+    with file.open(newline="") as f:
+        return list(csv.DictReader(f))
+
+
 PAGE = ["--device", "cpu", "--grid", "small", "--backend", "cpu_torch", "--m", "1,7"]
 
 
 def test_the_command_writes_a_table_and_says_what_it_left_out(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(numerics_grid, "SCHEMES", ("int4_g128", "bf16"))
     monkeypatch.setattr(numerics_grid, "EXTRA_SCHEMES", ())
-    out, figures = tmp_path / "n.md", tmp_path / "n.json"
-    assert main(["numerics", *PAGE, "--out", str(out), "--json", str(figures)]) == 0
+    out, figures = tmp_path / "n.md", tmp_path / "n.csv"
+    assert main([*PAGE, "--out", str(out), "--csv", str(figures)]) == 0
     text = out.read_text()
     assert "8 layers, 8 checked, 0 wrong, 0 not run" in text
     assert "## Faults" not in text
     assert text.count("`cpu_torch`") == 8
-    rows = json.loads(figures.read_text())["rows"]
+    rows = written(figures)
     assert {(r["scheme"], r["compute_dtype"]) for r in rows} == {
         (s, d) for s in ("int4_g128", "bf16") for d in ("bf16", "f32")
     }
-    assert all(set(r["errors"]) == {"1", "7"} for r in rows)
-    assert all(e > 1e-3 for r in rows for e in r["errors"].values() if r["compute_dtype"] == "bf16")
+    assert all([name for name in r if name.startswith("M=")] == ["M=1", "M=7"] for r in rows)
+    assert all(float(r[m]) > 1e-3 for r in rows for m in ("M=1", "M=7") if r["compute_dtype"] == "bf16")
     assert "8 checked" in capsys.readouterr().out
 
 
@@ -179,25 +186,25 @@ def test_a_run_that_is_killed_leaves_what_it_knew(tmp_path, monkeypatch):
     monkeypatch.setattr(numerics_grid, "SCHEMES", ("int4_g128", "bf16"))
     monkeypatch.setattr(numerics_grid, "EXTRA_SCHEMES", ())
     monkeypatch.setattr(numerics, "WRITE_EVERY_S", 0.0)
-    out, figures = tmp_path / "n.md", tmp_path / "n.json"
+    out, figures = tmp_path / "n.md", tmp_path / "n.csv"
 
     def killed(target, todo, **_):
         for layer in todo[:2]:
-            yield layer, numerics.Outcome({1: 1e-3}, 0.01, (), 0.1)
+            yield layer, numerics_table.Outcome({1: 1e-3}, 0.01, (), 0.1)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(numerics, "run_tasks", killed)
     with pytest.raises(KeyboardInterrupt):
-        main(["numerics", *PAGE, "--out", str(out), "--json", str(figures)])
+        main([*PAGE, "--out", str(out), "--csv", str(figures)])
     assert "8 layers, 2 checked, 0 wrong, 6 not run" in out.read_text()
     assert out.read_text().count("not run: the run ended before") == 6
-    assert sum(r["ran"] for r in json.loads(figures.read_text())["rows"]) == 2
+    assert sum(r["ran"] == "1" for r in written(figures)) == 2
 
 
 def test_the_next_run_takes_up_what_was_right_and_checks_the_rest(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(numerics_grid, "SCHEMES", ("int4_g128", "bf16"))
     monkeypatch.setattr(numerics_grid, "EXTRA_SCHEMES", ())
-    first, second, out = tmp_path / "1.json", tmp_path / "2.json", tmp_path / "n.md"
+    first, second, out = tmp_path / "1.csv", tmp_path / "2.csv", tmp_path / "n.md"
     asked = []
 
     def some(target, todo, **_):
@@ -205,35 +212,34 @@ def test_the_next_run_takes_up_what_was_right_and_checks_the_rest(tmp_path, monk
         for i, layer in enumerate(todo):
             wrong = ("1 tokens: wrong",) if len(asked) == 1 and i == 3 else ()
             if len(asked) > 1 or i < 5:
-                yield layer, numerics.Outcome({1: 1e-3 * (i + 1), 7: 2e-3}, 0.01, wrong, 0.1)
+                yield layer, numerics_table.Outcome({1: 1e-3 * (i + 1), 7: 2e-3}, 0.01, wrong, 0.1)
 
     monkeypatch.setattr(numerics, "run_tasks", some)
     facts = {"cpu": "one", "commit": "aaaa"}
     monkeypatch.setattr(numerics, "machine", lambda device: facts)
-    assert main(["numerics", *PAGE, "--json", str(first)]) == 1
+    assert main([*PAGE, "--csv", str(first)]) == 1
     facts = {"cpu": "one", "commit": "bbbb"}
-    assert main(["numerics", *PAGE, "--earlier", str(first), "--json", str(second), "--out", str(out)]) == 0
+    assert main([*PAGE, "--earlier", str(first), "--csv", str(second), "--out", str(out)]) == 0
     assert set(asked[1]) == {asked[0][3], *asked[0][5:]}, "the wrong one and those that were not run"
     assert "8 layers, 8 checked, 0 wrong, 0 not run" in out.read_text()
     assert "4 were checked at commit aaaa." in out.read_text()
-    rows = json.loads(second.read_text())["rows"]
-    assert sorted(r["commit"] for r in rows) == [""] * 4 + ["aaaa"] * 4
-    third = [*PAGE, "--earlier", str(second), "--json", str(tmp_path / "3.json")]
-    assert main(["numerics", *third]) == 0
+    assert sorted(r["commit"] for r in written(second)) == ["aaaa"] * 4 + ["bbbb"] * 4
+    third = [*PAGE, "--earlier", str(second), "--csv", str(tmp_path / "3.csv")]
+    assert main([*third]) == 0
     assert asked[2] == []
     assert "8 of 8 layers are known" in capsys.readouterr().out
-    assert main(["numerics", *third, "--m", "1,7,64"]) == 0, "figures that it lacks are made"
+    assert main([*third, "--m", "1,7,64"]) == 0, "figures that it lacks are made"
     assert len(asked[3]) == 8
     facts = {"cpu": "two", "commit": "bbbb"}
-    assert main(["numerics", *third]) == 1
+    assert main([*third]) == 1
     assert "another machine: cpu one, here two" in capsys.readouterr().err
 
 
 def test_wrong_answers_and_unknown_names_are_exit_code_one(tmp_path, monkeypatch, capsys):
-    assert main(["numerics", "--device", "cpu", "--backend", "nope"]) == 1
+    assert main(["--device", "cpu", "--backend", "nope"]) == 1
     assert "known are" in capsys.readouterr().err
-    found = [(LAYER, numerics.Outcome({1: 0.5}, 0.01, ("1 tokens: relative error",), 1.0))]
-    page = numerics.markdown({"cpu": "c"}, (1, 7), found, {"xpu": "runs on xpu"})
+    found = [(LAYER, numerics_table.Outcome({1: 0.5}, 0.01, ("1 tokens: relative error",), 1.0))]
+    page = numerics_table.markdown({"cpu": "c"}, (1, 7), found, {"xpu": "runs on xpu"})
     assert "1 layers, 1 checked, 1 wrong" in page
     assert "| 5.0e-01 | - | 1e-02 | WRONG |" in page
     assert "- `reference` int4_g32 E 4: 1 tokens: relative error" in page
@@ -242,7 +248,7 @@ def test_wrong_answers_and_unknown_names_are_exit_code_one(tmp_path, monkeypatch
 
 def test_a_run_that_checked_nothing_does_not_pass(tmp_path):
     out = tmp_path / "n.md"
-    assert main(["numerics", *PAGE, "--budget", "0", "--out", str(out)]) == 1
+    assert main([*PAGE, "--budget", "0", "--out", str(out)]) == 1
     assert " 0 checked, 0 wrong" in out.read_text()
     assert "not run: the budget was spent" in out.read_text()
 

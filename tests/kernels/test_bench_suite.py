@@ -1,4 +1,4 @@
-"""`bench suite`: steps in processes, their shares of the time, what is left when one is stopped."""
+"""kernels/bench/suite.py: steps in processes, their shares of the time, what is left when one is stopped."""
 
 import subprocess
 import sys
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from expertd_kernels.bench import suite
-from expertd_kernels.bench.__main__ import main
+import suite
 from expertd_kernels.bench.__main__ import parser as bench_parser
-from expertd_kernels.bench.numerics import _parser as numerics_parser
 from expertd_kernels.bench.rows import picked
 from expertd_kernels.oracle.table import BACKENDS
+from numerics import _parser as numerics_parser
+from suite import main
 
 
 def step(name, code, share=1.0):
@@ -65,11 +65,11 @@ def test_without_time_nothing_is_begun(tmp_path):
 @pytest.mark.parametrize("name", suite.STEPS)
 def test_the_commands_are_ones_that_the_benches_take(name, tmp_path):
     command = suite.STEPS[name].command(tmp_path, 100.0, 12)
-    assert command[0] == "-m"
-    if command[1] == "pytest":
+    if command[:2] == ["-m", "pytest"]:
         assert "tests/gpu" in command
-    elif "numerics" in command:
-        args = numerics_parser().parse_args(command[command.index("numerics") + 1 :])
+    elif command[0] != "-m":
+        assert Path(command[0]).samefile("kernels/bench/numerics.py")
+        args = numerics_parser().parse_args(command[1:])
         assert (args.device, args.budget, args.jobs) == ("cuda", 95.0, 1 if name == "flashinfer" else 12)
         assert picked(args.backend.split(","), [b.name for b in BACKENDS])
     else:
@@ -88,9 +88,9 @@ def test_the_gpu_tests_find_what_they_share_without_the_projects_configuration(t
 
 
 def test_unknown_steps_and_empty_folders_of_wheels_are_refused(tmp_path, capsys):
-    assert main(["suite", "--out", str(tmp_path / "o"), "--steps", "tests,nope"]) == 1
+    assert main(["--out", str(tmp_path / "o"), "--steps", "tests,nope"]) == 1
     assert "steps nope: known are tests, numerics" in capsys.readouterr().err
-    assert main(["suite", "--out", str(tmp_path / "o"), "--wheels", str(tmp_path)]) == 1
+    assert main(["--out", str(tmp_path / "o"), "--wheels", str(tmp_path)]) == 1
     assert "there are no wheels" in capsys.readouterr().err
 
 
@@ -115,7 +115,7 @@ def test_wheels_are_there_for_the_steps_and_only_for_them(tmp_path, monkeypatch,
     )
     monkeypatch.setitem(suite.STEPS, "numerics", look)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert main(["suite", "--out", str(tmp_path / "o"), "--wheels", str(wheels), "--steps", "numerics"]) == 0
+    assert main(["--out", str(tmp_path / "o"), "--wheels", str(wheels), "--steps", "numerics"]) == 0
     assert "from a wheel 1.0" in (tmp_path / "o" / "numerics.log").read_text()
     assert "expertd_stand_in" not in sys.modules
     assert "left out: ERROR: another-1.0-cp27-none-any.whl" in capsys.readouterr().err

@@ -1,5 +1,5 @@
-"""`python -m expertd_kernels.bench`: one kernel benchmark for all devices; `... bench numerics`: answers only;
-`... bench suite`: all of it that a GPU is needed for, in a given time."""
+"""`python -m expertd_kernels.bench`: one kernel benchmark for all devices.  What compares, tunes and writes tables
+beside it is in the repository's kernels/bench."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
-
-from expertd_kernels.bench import cpu_table
 
 
 def _names(text: str) -> list[str]:
@@ -24,9 +22,7 @@ def _numbers(text: str) -> list[int]:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m expertd_kernels.bench",
-        description="Times whole expert layers beside ceilings measured in the same run; checks every answer first."
-        " `numerics` as the first argument checks answers only, `suite` runs all that needs a GPU (each has --help),"
-        " `cpu_table OUT.md RESULT.json...` makes one table of several runs on a CPU.",
+        description="Times whole expert layers beside ceilings measured in the same run; checks every answer first.",
     )
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--shape", type=_names, metavar="LIST", help="models, or MODEL/EXPERTS for a slice")
@@ -35,28 +31,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--m", type=_numbers, metavar="LIST", help="numbers of tokens")
     p.add_argument("--threads", type=_numbers, metavar="LIST", help="cpu: numbers of threads (default 1,2)")
     p.add_argument(
-        "--peers",
-        nargs="?",
-        const=[],
-        type=_names,
-        metavar="LIST",
-        help="cpu: other implementations, in turns with ours (default all; those beyond torch: `pip install onnxruntime"
-        " onnx libggml-python`)",
-    )
-    p.add_argument(
         "--clock",
         choices=["wall", "cpu"],
         default="wall",
         help="cpu: cpu = processor time of the calling thread, on a busy machine (one thread only)",
     )
-    p.add_argument("--table", type=Path, metavar="FILE", help="write the points as Markdown tables")
-    p.add_argument("--against", metavar="FILE", help="cuda: CSV of other implementations' points, for --table")
     p.add_argument("--seconds", type=float, default=1.0, help="cpu: time for each row (default 1)")
     p.add_argument("--routing", type=_names, metavar="LIST", help="cuda: uniform, zipf")
     p.add_argument("--activations", metavar="HOW", help="cuda: how they are rounded, for instance e4m3_group128")
     p.add_argument("--budget", type=float, metavar="S", help="cuda: begin no layer after so many seconds")
     p.add_argument("--jobs", type=int, metavar="N", help="cuda: N processes compile all layers' kernels first")
-    p.add_argument("--csv", metavar="FILE", help="cuda: one line a point")
+    p.add_argument("--csv", metavar="FILE", help="one line a point, with the machine and its ceilings")
     p.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="print the result as JSON, or write it to a file"
     )
@@ -66,12 +51,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Exit code 1 where an answer was wrong (relative error above its tolerance, or 5 %), nothing was answered, or a
     name is unknown."""
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["cpu_table"]:
-        return cpu_table.main(argv[1:])
-    if argv[:1] in (["numerics"], ["suite"], ["compare"]):
-        return int(importlib.import_module(f"expertd_kernels.bench.{argv[0]}").main(argv[1:]))
-    args = parser().parse_args(argv)
+    return measure(parser().parse_args(argv))
+
+
+def measure(args: argparse.Namespace, **more: Any) -> int:
+    """The exit code of `main`, for arguments of `parser()`.  more: for the device's `run` beside them."""
     target = args.json
     args.json = target if args.device == "cuda" and target != "-" else None  # that bench writes after each layer
     if args.device == "cuda":  # and takes comma-separated lists
@@ -79,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             value and ",".join(value) for value in (args.shape, args.scheme, args.backend, args.routing)
         )
     try:
-        result = importlib.import_module(f"expertd_kernels.bench.{args.device}").run(args)
+        result = importlib.import_module(f"expertd_kernels.bench.{args.device}").run(args, **more)
     except ValueError as e:
         print(e, file=sys.stderr)
         return 1

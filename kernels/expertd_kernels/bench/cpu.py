@@ -25,8 +25,7 @@ from torch import Tensor
 
 from expertd_kernels.backends import cpu
 from expertd_kernels.bench.cpu_memory import Evictor, Reader
-from expertd_kernels.bench.cpu_table import OURS, READ, fraction, markdown, summary
-from expertd_kernels.bench.peers_cpu import PEERS, peer
+from expertd_kernels.bench.points import write_points
 from expertd_kernels.bench.prepared import Prepared
 from expertd_kernels.builder import build, problem_of
 from expertd_kernels.native import library as native
@@ -42,7 +41,7 @@ from expertd_kernels.weights.models import MODELS, ModelShape
 from expertd_kernels.weights.numerics import relative_error
 from expertd_kernels.weights.scheme import ActivationQuant, Element, Scheme
 
-__all__ = ["Row", "ceilings", "machine", "run", "shape_of"]
+__all__ = ["OURS", "READ", "Layer", "Others", "Row", "ceilings", "fraction", "machine", "run", "shape_of"]
 
 SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3/16")
 TOKENS = (1, 4, 16, 64, 256, 1024)
@@ -51,6 +50,11 @@ SCHEMES = {
     "gpt-oss-20b": ("mxfp4",),
 }
 """Schemes of a shape where none is named; int4_g128 for the others."""
+OURS: tuple[str, ...] = ("cpu", "cpu_w4a8")
+READ = "plain_read"
+"""The row that holds the interleaved read: its gb_s is the ceiling of its point."""
+INTEGERS = ("int4", "int8", "mxfp4", "nvfp4")
+"""Schemes whose codes are multiplied as integers; the others as bf16 or f32."""
 LONG_S = 8.0
 """Four rounds are taken where they take no longer; where one round takes longer, that one counts."""
 CHECK_TOKENS = 4
@@ -61,12 +65,15 @@ PAUSE_S = 0.002
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+Others = Callable[[Weights, int, int], Mapping[str, Layer]]
+"""(weights, top_k, threads) -> implementations to time in turns with ours; kernels/bench/peers_cpu.py has some."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One point of one backend.  us: median.  gb_s: bytes of the distinct experts' weights, as formats store them, over
-    the time.  gflop_s: 2 x multiply-adds of the routes over the time."""
+    the time.  gflop_s: 2 x multiply-adds of the routes over the time.  roofline_fraction: shortest possible time over
+    the measured one; bound: "read" or "arithmetic", whichever sets it."""
 
     shape: str
     scheme: str
@@ -76,6 +83,8 @@ class Row:
     us: float
     gb_s: float
     gflop_s: float
+    roofline_fraction: float
+    bound: str
     relative_error: float
 
 
@@ -120,6 +129,14 @@ def ceilings(context: native.Context, data: Tensor) -> dict[str, float]:
         max(lib.expertd_cpu_peak(context.handle, kind, 0.003) for _ in range(80)) for kind in (0, 2, 3)
     )
     return {"read_gb_s": statistics.median(read), "bf16_gflop_s": bf16, "int8_gop_s": int8, "int16_gop_s": int16}
+
+
+def fraction(scheme: str, gb_s: float, gflop_s: float, top: Mapping[str, float], eight_bits: bool) -> tuple[float, str]:
+    """(shortest possible time over the measured one, which of "read" and "arithmetic" bounds).  top: the peaks, and the
+    read_gb_s that was measured in turns with the point; eight_bits: activations are rounded to 8 bits."""
+    integers = top["int8_gop_s"] if eight_bits else top.get("int16_gop_s", 0.0)
+    peak = max(integers if scheme.startswith(INTEGERS) else 0.0, top["bf16_gflop_s"])
+    return max((gb_s / top["read_gb_s"], "read"), (gflop_s / peak, "arithmetic"))
 
 
 def _inputs(shape: ModelShape, tokens: int) -> list[Inputs]:
@@ -199,27 +216,6 @@ def _backends(
     return found
 
 
-def _peers(weights: Weights, shape: ModelShape, names: Sequence[str], threads: int) -> dict[str, Layer]:
-    found: dict[str, Layer] = {}
-    for name in names:
-        made = peer(name, weights, shape.top_k, threads)
-        if isinstance(made, str):
-            print(f"{name}: {made}", file=sys.stderr)
-        else:
-            found[name] = made
-    return found
-
-
-def _names(args: argparse.Namespace, scheme: Scheme) -> tuple[list[str], list[str]]:
-    """(backends, peers) to time.  ValueError for a peer that nobody knows."""
-    default = list(OURS) if scheme.element is Element.INT4 else ["cpu"]
-    peers = [] if args.peers is None else args.peers or list(PEERS)
-    for name in peers:
-        if name not in PEERS:
-            raise ValueError(f"peer {name!r}: want one of {', '.join(PEERS)}")
-    return args.backend or default, peers
-
-
 def _points(
     args: argparse.Namespace,
     shape: ModelShape,
@@ -227,6 +223,7 @@ def _points(
     threads_list: Sequence[int],
     peaks: Mapping[str, Mapping[str, float]],
     evict: Callable[[], None],
+    others: Others | None,
     rows: list[Row],
 ) -> None:
     """All rows of one layer, appended as they are timed."""
@@ -241,9 +238,9 @@ def _points(
     for threads in threads_list:
         torch.set_num_threads(len(native.physical_cpus()))
         context = native.context(None, threads)
-        backends, peers = _names(args, scheme)
+        backends = args.backend or (OURS if scheme.element is Element.INT4 else OURS[:1])
         calls = _backends(weights, packed, shape, backends, threads)
-        calls |= _peers(weights, shape, peers, threads)
+        calls |= others(weights, shape.top_k, threads) if others else {}
         torch.set_num_threads(threads)
         for call in calls.values():  # memory that was not touched since packing may have been taken away by the host
             call(*_inputs(shape, WARM_TOKENS)[0])
@@ -257,18 +254,21 @@ def _points(
             timed: dict[str, Sequence[Callable[[], object]]] = {n: _prepared(call, sets) for n, call in calls.items()}
             timed[READ] = [partial(reader, whole)]
             times = _times(timed, args.seconds * len(timed), args.clock, evict)
+            top = {**peaks[f"{threads}"], "read_gb_s": whole / times[READ] / 1e3}
             for name, us in times.items():
-                size = whole if name == READ else nbytes
-                rows.append(Row(shape.name, scheme.name, name, threads, M, us, size / us / 1e3,
-                                0.0 if name == READ else flop / us / 1e3, errors.get(name, 0.0)))  # fmt: skip
-                print(_line(rows[-1], whole / times[READ] / 1e3, peaks[f"{threads}"]), file=sys.stderr, flush=True)
+                gb_s = (whole if name == READ else nbytes) / us / 1e3
+                gflop_s = 0.0 if name == READ else flop / us / 1e3
+                eight_bits = name == "cpu_w4a8" or getattr(calls.get(name), "eight_bits", False)
+                share, bound = fraction(scheme.name, gb_s, gflop_s, top, eight_bits)
+                rows.append(Row(shape.name, scheme.name, name, threads, M, us, gb_s, gflop_s, share, bound,
+                                errors.get(name, 0.0)))  # fmt: skip
+                print(_line(rows[-1]), file=sys.stderr, flush=True)
 
 
-def _line(r: Row, read_gb_s: float, peaks: Mapping[str, float]) -> str:
-    share, bound = fraction(asdict(r), read_gb_s, peaks)
+def _line(r: Row) -> str:
     return (
         f"{r.shape:16s} {r.scheme:14s} {r.backend:16s} threads {r.threads} M {r.M:5d} {r.us:11.1f} us"
-        f" {r.gb_s:6.1f} GB/s {r.gflop_s:7.1f} GFLOP/s {share * 100:4.0f} % of {bound:10s}"
+        f" {r.gb_s:6.1f} GB/s {r.gflop_s:7.1f} GFLOP/s {r.roofline_fraction * 100:4.0f} % of {r.bound:10s}"
         f" error {r.relative_error:.1e}"
     )
 
@@ -278,9 +278,9 @@ def _load() -> str:
     return " ".join(f"{x:.1f}" for x in os.getloadavg()) if hasattr(os, "getloadavg") else "unknown"
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """The bench's --device cpu.  args: shape, scheme, backend, m, threads, peers (lists or None), seconds, clock and
-    table.
+def run(args: argparse.Namespace, others: Others | None = None) -> dict[str, Any]:
+    """The bench's --device cpu.  args: shape, scheme, backend, m, threads (lists or None), seconds, clock and csv (a
+    path, written at the end, or None).  others: implementations beside the backends.
 
     The ceilings of the result are those of the largest number of threads, `peaks` those of each; a point's own read is
     its plain_read row.
@@ -298,19 +298,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for name in args.shape or SHAPES:
             shape = shape_of(name)
             for scheme in args.scheme or SCHEMES.get(name, ("int4_g128",)):
-                _points(args, shape, Scheme.parse(scheme), threads, peaks, evict, rows)
+                _points(args, shape, Scheme.parse(scheme), threads, peaks, evict, others, rows)
     except KeyboardInterrupt:
         print("interrupted: the result has what was timed so far", file=sys.stderr)
     records = [asdict(r) for r in rows]
     facts["load_after"] = _load()
-    compared = summary(records)
-    result = {"machine": facts, "ceilings": top, "peaks": peaks, "rows": records, "summary": compared}
-    for line in compared:
-        print(
-            "{shape:16s} {scheme:14s} {backend:16s} threads {threads} against the fastest peer: geometric mean"
-            " {geometric_mean:.2f}x, least {least:.2f}x".format(**line),
-            file=sys.stderr,
-        )
-    if args.table:
-        args.table.write_text(markdown(result))
-    return result
+    if args.csv:
+        write_points(Path(args.csv), [{**r, **facts, **peaks[f"{r['threads']}"]} for r in records])
+    return {"machine": facts, "ceilings": top, "peaks": peaks, "rows": records}

@@ -11,7 +11,6 @@ each layer.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -29,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.bench.cuda_table import markdown, read_peers
 from expertd_kernels.bench.cuda_timing import Ceilings, ceilings, graph_times
+from expertd_kernels.bench.points import write_points
 from expertd_kernels.bench.rows import picked
 from expertd_kernels.bench.workers import NoResult, run_tasks
 from expertd_kernels.builder import build, problem_of
@@ -313,12 +312,10 @@ def _suite(args: argparse.Namespace) -> list[tuple[ModelShape, Scheme, str]]:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """The bench's --device cuda.  args: shape, scheme, backend, routing (comma-separated or None: SUITE), m (numbers or
-    None), activations (how they are rounded), budget (seconds after which no layer is begun, or None), json, csv, table
-    (paths or None; written after each layer), against (file of other implementations' points for the table, or None),
-    jobs (processes that compile all layers' kernels first, or None).  ValueError for an unknown name, or without a
-    GPU."""
+    None), activations (how they are rounded), budget (seconds after which no layer is begun, or None), json, csv (paths
+    or None; written after each layer), jobs (processes that compile all layers' kernels first, or None).  ValueError
+    for an unknown name, or without a GPU."""
     begin = time.monotonic()
-    peers = read_peers(Path(args.against)) if getattr(args, "against", None) else {}
     layers = _suite(args)
     how = ActivationQuant(getattr(args, "activations", None) or "none")
     budget = getattr(args, "budget", None) or math.inf
@@ -341,9 +338,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if args.json:
             Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
         if getattr(args, "csv", None):
-            write_csv(Path(args.csv), result)
-        if getattr(args, "table", None):
-            Path(args.table).write_text(markdown(result, peers))
+            write_points(Path(args.csv), [{**r, **facts, **asdict(top)} for r in result["rows"]])
     for layer in result["not_run"]:
         print(f"not run, the budget was spent: {layer}", file=sys.stderr)
     return result
@@ -364,14 +359,3 @@ def compile_all(
     for (shape, scheme), got in run_tasks(target, layers, jobs=jobs, budget_s=half, limit_s=half):
         said = got.reason if isinstance(got, NoResult) else f"{got:.1f} s"
         print(f"compiled {shape.name} {scheme.name}: {said}", file=sys.stderr, flush=True)
-
-
-def write_csv(path: Path, result: dict[str, Any]) -> None:
-    """One line a point, with the machine and the ceilings on each; no points, no file."""
-    lines = [{**r, **result["machine"], **result["ceilings"]} for r in result["rows"]]
-    if not lines:
-        return
-    with path.open("w", newline="") as f:
-        writer = csv.DictWriter(f, list(lines[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)

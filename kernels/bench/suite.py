@@ -1,4 +1,4 @@
-"""`python -m expertd_kernels.bench suite`: all that needs a GPU, one step after the other, in a given time.
+"""`python kernels/bench/suite.py --out FOLDER`: all that needs a GPU, one step after the other, in a given time.
 
     tests      tests/gpu, in several processes on the one GPU where pytest-xdist is there (needs pytest)
     numerics   every row and scheme against the float32 reference
@@ -29,6 +29,7 @@ from pathlib import Path
 
 __all__ = ["STEPS", "Done", "Step", "main", "run_steps"]
 
+HERE = Path(__file__).resolve().parent
 OURS = "gluon_sm90,triton"
 QUICK = "all,-flashinfer_cutlass,-flashinfer_trtllm"
 """Rows that are ready within seconds."""
@@ -56,7 +57,7 @@ class Done:
 
 def _bench(name: str, *more: str) -> Callable[[Path, float, int], list[str]]:
     def command(out: Path, seconds: float, processes: int) -> list[str]:
-        files = ["--json", str(out / f"{name}.json"), "--csv", str(out / f"{name}.csv")]
+        files = ["--csv", str(out / f"{name}.csv")]
         budget = ["--budget", f"{0.85 * seconds:.0f}"]  # the layer that is being timed then may still end
         beside = ["--jobs", str(max(1, processes // 3))]  # large layers: as many processes fit into one GPU
         return ["-m", "expertd_kernels.bench", "--device", "cuda", *more, *budget, *beside, *files]
@@ -72,17 +73,17 @@ def _tests(out: Path, seconds: float, processes: int) -> list[str]:
 
 
 def _numerics(out: Path, seconds: float, processes: int) -> list[str]:
-    files = ["--out", str(out / "numerics.md"), "--json", str(out / "numerics.json")]
+    files = ["--out", str(out / "numerics.md"), "--csv", str(out / "numerics.csv")]
     budget = ["--budget", f"{0.95 * seconds:.0f}", "--limit", f"{seconds / 3:.0f}"]
     more = ["--jobs", str(processes), "--backend", QUICK]
-    return ["-m", "expertd_kernels.bench", "numerics", "--device", "cuda", *more, *budget, *files]
+    return [str(HERE / "numerics.py"), "--device", "cuda", *more, *budget, *files]
 
 
 def _flashinfer(out: Path, seconds: float, processes: int) -> list[str]:
-    files = ["--out", str(out / "flashinfer.md"), "--json", str(out / "flashinfer.json")]
+    files = ["--out", str(out / "flashinfer.md"), "--csv", str(out / "flashinfer.csv")]
     limit = ["--budget", f"{0.95 * seconds:.0f}", "--limit", f"{0.95 * seconds:.0f}", "--jobs", "1"]
     rows = ["--backend", "flashinfer_cutlass,flashinfer_trtllm"]
-    return ["-m", "expertd_kernels.bench", "numerics", "--device", "cuda", *rows, *limit, *files]
+    return [str(HERE / "numerics.py"), "--device", "cuda", *rows, *limit, *files]
 
 
 STEPS: Mapping[str, Step] = {
@@ -166,7 +167,6 @@ def _install(wheels: Path, target: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 where a step failed, was stopped or was not run."""
     p = argparse.ArgumentParser(
-        prog="python -m expertd_kernels.bench suite",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -200,3 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         left = args.seconds - (time.monotonic() - begin)
         done = run_steps([STEPS[s] for s in args.steps.split(",")], args.out, left, args.jobs, environment)
     return 0 if all(d.code == 0 for d in done) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,6 @@
-"""What the GPU benchmark's rows say, as Markdown: each point beside its floor and beside other implementations.
+"""What the GPU benchmark's points say, as Markdown: each beside its floor and beside other implementations.
+
+    python kernels/bench/cuda_table.py OUT.md POINTS.csv... [--against kernels/bench/results/peers_h200.csv]
 
 Other implementations come from a file of points that were timed earlier on the same kind of GPU by the same method:
 shape, scheme, implementation, M, us, relative_error, wrong (1: not compared, its answer was
@@ -7,14 +9,19 @@ not usable).
 
 from __future__ import annotations
 
+import argparse
 import csv
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["WEIGHT_ONLY", "Peer", "best_peer", "markdown", "read_peers", "summary"]
+from expertd_kernels.bench.cuda import Row
+from expertd_kernels.bench.points import read_points
+
+__all__ = ["WEIGHT_ONLY", "Peer", "best_peer", "main", "markdown", "read_peers", "summary"]
 
 WEIGHT_ONLY = 1e-2
 """Relative error up to which an implementation counts as one that rounds no activations (bf16 arithmetic stays below
@@ -22,6 +29,7 @@ WEIGHT_ONLY = 1e-2
 ROUNDED = 6e-2
 """The same for activations rounded to e4m3 in groups; 4-bit weights on e4m3 activations are above it."""
 
+_POINT = frozenset(f.name for f in fields(Row))
 Record = Mapping[str, Any]
 Layer = tuple[str, str, str, str]
 
@@ -93,14 +101,15 @@ def summary(
     return [line for line in lines if line[1] != "all" or (line[0], line[2], line[3]) not in single]
 
 
-def markdown(result: Mapping[str, Any], peers: Mapping[tuple[str, str, int], Sequence[Peer]]) -> str:
-    """The result of bench.cuda.run as tables; peers: as read_peers gives them, or empty."""
-    rows = result["rows"]
-    facts, top = result["machine"], result["ceilings"]
+def markdown(rows: Sequence[Record], peers: Mapping[tuple[str, str, int], Sequence[Peer]]) -> str:
+    """Points of the bench as tables, above them the machine and the ceilings of each run that they come from; peers: as
+    read_peers gives them, or empty."""
+    told = [name for name in rows[0] if name not in _POINT]
+    runs = dict.fromkeys(tuple(_fact(r[name]) for name in told) for r in rows)
     out = [
-        "| " + " | ".join([*facts, *top]) + " |",
-        "|" + "---|" * (len(facts) + len(top)),
-        "| " + " | ".join([*facts.values(), *(f"{v:.0f}" for v in top.values())]) + " |",
+        "| " + " | ".join(told) + " |",
+        "|" + "---|" * len(told),
+        *("| " + " | ".join(run) + " |" for run in runs),
         "\nA cell: microseconds of the whole layer, % of the roofline"
         + (", **best other implementation / ours**." if peers else "."),
     ]
@@ -125,6 +134,28 @@ def markdown(result: Mapping[str, Any], peers: Mapping[tuple[str, str, int], Seq
         for backend, shape, scheme, activations, mean, least, points_ in lines:
             name = " ".join(part for part in (shape, scheme, activations) if part != "none")
             out.append(f"| {backend} | {name} | {mean:.2f} | {least:.2f} | {points_} |")
-    if result.get("not_run"):
-        out.append("\nNot run, the budget was spent: " + "; ".join(result["not_run"]) + ".")
     return "\n".join(out) + "\n"
+
+
+def _fact(value: Any) -> str:
+    return f"{value:.0f}" if isinstance(value, float) else str(value)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 1 for a file of another form."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("out", type=Path, metavar="OUT.md")
+    p.add_argument("points", type=Path, nargs="+", metavar="POINTS.csv")
+    p.add_argument("--against", type=Path, metavar="CSV", help="points of other implementations")
+    args = p.parse_args(argv)
+    try:
+        peers = read_peers(args.against) if args.against else {}
+        args.out.write_text(markdown([row for file in args.points for row in read_points(file)], peers))
+    except (OSError, ValueError, KeyError) as e:
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

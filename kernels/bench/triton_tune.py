@@ -1,6 +1,6 @@
 """Finds tile sizes of the row `triton` on this GPU: times whole layers over candidate plans and prints the fastest.
 
-    python -m expertd_kernels.bench.triton_tune --shape qwen3-30b-a3b --scheme int4_g128,mxfp4 --tokens 8,512 --out DIR
+    python kernels/bench/triton_tune.py --shape qwen3-30b-a3b --scheme int4_g128,mxfp4 --tokens 8,512 --out DIR
 
 --scheme may name the shape, as gpt-oss-120b:mxfp4; --compile-only fills the compiler's cache before a benchmark.
 

@@ -238,4 +238,4 @@ def ggml_layer(weights: Weights, top_k: int, threads: int) -> Callable[[Tensor, 
     if refusal:
         return refusal
     layer = _Layer(_Ggml(Path(spec.origin).parent / "lib64"), weights, top_k, threads)
-    return Prepared(layer.prepare, layer.run)
+    return Prepared(layer.prepare, layer.run, eight_bits=True)

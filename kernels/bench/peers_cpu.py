@@ -1,4 +1,6 @@
-"""Other CPU implementations of the same layer, for the benchmark.  Each is imported only when asked for.
+"""Other CPU implementations of the same layer, timed in turns with ours.  Each is imported only when asked for.
+
+    python kernels/bench/peers_cpu.py [--peers torch_int4pack,ggml] [arguments of python -m expertd_kernels.bench]
 
 torch's operators are there with torch.  The others come from `pip install onnxruntime onnx libggml-python`, none of
 which expertd needs otherwise.
@@ -11,7 +13,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends import cpu_torch
-from expertd_kernels.bench.peers_ggml import ggml_layer
+from expertd_kernels.bench import __main__ as bench
 from expertd_kernels.bench.prepared import Prepared
 from expertd_kernels.builder import problem_of
 from expertd_kernels.oracle.probe import detect_device
@@ -27,8 +30,9 @@ from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.float32 import apply_activation
 from expertd_kernels.weights.scheme import Element
+from peers_ggml import ggml_layer
 
-__all__ = ["PEERS", "Call", "peer"]
+__all__ = ["PEERS", "Call", "main", "peer", "peers"]
 
 DENSE_WEIGHTS = 2_000_000_000
 """Most weights that a peer holds as bf16."""
@@ -139,7 +143,7 @@ def _qmoe(weights: Weights, top_k: int, threads: int, accuracy_level: int) -> Ca
         logits.scatter_(1, ids.long(), w.log())
         return {"x": x.float().numpy(), "router": logits.numpy()}
 
-    return Prepared(prepare, lambda inputs: torch.from_numpy(session.run(None, inputs)[0]))
+    return Prepared(prepare, lambda inputs: torch.from_numpy(session.run(None, inputs)[0]), accuracy_level == 4)
 
 
 PEERS: Mapping[str, Callable[[Weights, int, int], Call | str]] = {
@@ -157,3 +161,33 @@ def peer(name: str, weights: Weights, top_k: int, threads: int) -> Call | str:
         return PEERS[name](weights, top_k, threads)
     except (RuntimeError, ValueError, ImportError) as e:
         return f"{type(e).__name__}: {str(e)[:160]}"
+
+
+def peers(weights: Weights, top_k: int, threads: int, *, names: Sequence[str] = tuple(PEERS)) -> dict[str, Call]:
+    """Those of `names` that can be had; why the others cannot goes to stderr."""
+    found: dict[str, Call] = {}
+    for name in names:
+        made = peer(name, weights, top_k, threads)
+        if isinstance(made, str):
+            print(f"{name}: {made}", file=sys.stderr)
+        else:
+            found[name] = made
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of the bench; 1 for an unknown name."""
+    p = bench.parser()
+    p.prog, p.description = "python kernels/bench/peers_cpu.py", __doc__
+    p.add_argument("--peers", default=",".join(PEERS), metavar="LIST", help=f"of {', '.join(PEERS)} (default: all)")
+    args = p.parse_args(argv)
+    names = args.peers.split(",")
+    unknown = [name for name in names if name not in PEERS]
+    if unknown or args.device != "cpu":
+        print(f"peers {', '.join(unknown)}: want --device cpu, and of {', '.join(PEERS)}", file=sys.stderr)
+        return 1
+    return bench.measure(args, others=partial(peers, names=names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

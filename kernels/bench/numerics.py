@@ -1,4 +1,4 @@
-"""`python -m expertd_kernels.bench numerics`: every row of the table that runs here, over every scheme that it claims,
+"""`python kernels/bench/numerics.py`: every row of the table that runs here, over every scheme that it claims,
 against the float32 reference.
 
 A layer of each scheme is built in three shapes: small and aligned; 60 experts and sizes that no tile divides; 128
@@ -13,20 +13,15 @@ Where one run is too short for all layers, the next one takes up its figures (--
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from expertd_kernels.bench.numerics_grid import GRIDS, Layer, layers
 from expertd_kernels.bench.workers import NoResult, run_tasks
 from expertd_kernels.builder import build
 from expertd_kernels.oracle.decision import decide
@@ -38,27 +33,12 @@ from expertd_kernels.sources.synthetic import random_inputs
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.float32 import reference
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE, relative_error, tolerance
-from expertd_kernels.weights.scheme import ActivationQuant
+from numerics_grid import GRIDS, Layer, layers
+from numerics_table import ROUTINGS, Outcome, cells, earlier, markdown, write_figures
 
-__all__ = ["Outcome", "check_layer", "check_point", "earlier", "main", "markdown", "routes"]
+__all__ = ["check_layer", "check_point", "main", "routes"]
 
-_MAY_DIFFER = ("commit", "driver")
-"""Facts of a machine that a table may mix; lines tell the commit."""
-ROUTINGS = ("uniform", "absent", "one", "few")
 WRITE_EVERY_S = 10.0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """errors: worst relative error by tokens; faults: a sentence each; empty = right.  commit: of the code that was
-    checked, where it is known and not this run's."""
-
-    errors: Mapping[int, float] = field(default_factory=dict)
-    tolerance: float = 0.0
-    faults: tuple[str, ...] = ()
-    seconds: float = 0.0
-    ran: bool = True
-    commit: str = ""
 
 
 def routes(kind: str, ids: Tensor, experts: int) -> Tensor:
@@ -152,65 +132,8 @@ def machine(device: Device) -> dict[str, str]:
     return {**facts, **there}
 
 
-def _cells(layer: Layer, outcome: Outcome, tokens: Sequence[int]) -> list[str]:
-    how = "" if layer.activations is ActivationQuant.NONE else f" x {layer.activations.value}"
-    kind = layer.activation + (" + bias" if layer.bias else "")
-    errors = [f"{outcome.errors[m]:.1e}" if m in outcome.errors else "-" for m in tokens]
-    verdict = "right" if not outcome.faults else "WRONG" if outcome.ran else "not run"
-    return [f"`{layer.backend}`", layer.scheme + how, layer.compute_dtype, str(layer.experts), str(layer.top_k),
-            f"{layer.hidden} / {layer.intermediate}", kind, *errors, f"{outcome.tolerance:.0e}", verdict]  # fmt: skip
-
-
-def markdown(
-    facts: Mapping[str, str], tokens: Sequence[int], found: Sequence[tuple[Layer, Outcome]], refused: Mapping[str, str]
-) -> str:
-    """The committed page: facts, counts, a line a layer, the faults, the rows that were left out."""
-    ran = [o for _, o in found if o.ran]
-    commits = Counter(o.commit for o in ran if o.commit)
-    before = "".join(f" {n} were checked at commit {commit}." for commit, n in commits.items())
-    wrong = sum(bool(o.faults) for o in ran)
-    head = ["backend", "weights", "compute", "E", "top_k", "H / I", "activation", *(f"M = {m}" for m in tokens),
-            "tolerance", ""]  # fmt: skip
-    lines = [head, ["---"] * len(head), *(_cells(layer, o, tokens) for layer, o in found)]
-    faults = [f"- `{layer.backend}` {layer.scheme} E {layer.experts}: {f}" for layer, o in found for f in o.faults]
-    left = [f"- `{name}`: {why}" for name, why in refused.items()]
-    parts = [
-        "# Relative error against the float32 reference",
-        "Written by `python -m expertd_kernels.bench numerics`. " + "; ".join(f"{k} {v}" for k, v in facts.items()),
-        f"{len(found)} layers, {len(ran)} checked, {wrong} wrong, {len(found) - len(ran)} not run. A cell is the worst"
-        f" of {len(ROUTINGS)} kinds of routes ({', '.join(ROUTINGS)}).{before}",
-        "\n".join("| " + " | ".join(cells) + " |" for cells in lines),
-        *(["## Faults", "\n".join(faults)] if faults else []),
-        *(["## Rows that do not run here", "\n".join(left)] if left else []),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def earlier(path: Path, facts: Mapping[str, str], tokens: Sequence[int], todo: Sequence[Layer]) -> dict[Layer, Outcome]:
-    """What an earlier run found right of the layers in `todo`, at all of these numbers of tokens.  ValueError where it
-    ran on another machine or with other versions than `facts` tell."""
-    told = json.loads(path.read_text())
-    other = [
-        f"{k} {told['machine'].get(k, 'none')}, here {v}"
-        for k, v in facts.items()
-        if k not in _MAY_DIFFER and told["machine"].get(k) != v
-    ]
-    if other:
-        raise ValueError(f"it is of another machine: {'; '.join(other)}")
-    commit = told["machine"].get("commit", "")
-    wanted, out = set(todo), {}
-    for row in told["rows"]:
-        values: dict[str, Any] = {f.name: row[f.name] for f in fields(Layer)}
-        values["activations"] = ActivationQuant(row["activations"])
-        layer = Layer(**values)
-        errors = {int(m): float(e) for m, e in row["errors"].items()}
-        if layer in wanted and row["ran"] and not row["faults"] and set(tokens) <= set(errors):
-            out[layer] = Outcome(errors, row["tolerance"], (), row["seconds"], commit=row["commit"] or commit)
-    return out
-
-
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m expertd_kernels.bench numerics", description=__doc__)
+    p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--device", choices=["cpu", "cuda", "xpu"], default="cpu")
     p.add_argument("--backend", metavar="LIST", default="", help="rows of the table, all, -NAME for all but it")
     p.add_argument("--grid", choices=sorted(GRIDS), default="full")
@@ -219,12 +142,12 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--budget", type=float, default=480.0, metavar="S", help="seconds for all layers (default 480)")
     p.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for one layer (default 300)")
     p.add_argument("--out", type=Path, metavar="FILE.md", help="write the table here")
-    p.add_argument("--json", type=Path, metavar="FILE", help="and every figure here")
+    p.add_argument("--csv", type=Path, metavar="FILE", help="and every figure here")
     p.add_argument(
         "--earlier",
         type=Path,
         metavar="FILE",
-        help="--json of an earlier run on the same machine and versions: what was right there is not checked again",
+        help="--csv of an earlier run on the same machine and versions: what was right there is not checked again",
     )
     return p
 
@@ -249,9 +172,8 @@ def _check(
     def write() -> None:
         if args.out:
             args.out.write_text(page())
-        if args.json:
-            lines = [{**asdict(a), "activations": a.activations.value, **asdict(results[a])} for a in found]
-            args.json.write_text(json.dumps({"machine": facts, "rows": lines}, indent=1) + "\n")
+        if args.csv:
+            write_figures(args.csv, facts, tokens, [(layer, results[layer]) for layer in found])
 
     target = partial(check_layer, device_name=args.device, tokens=tokens)
     usable = partial(context_usable, args.device)
@@ -259,7 +181,7 @@ def _check(
     for layer, got in run_tasks(target, todo, jobs=args.jobs, budget_s=args.budget, limit_s=args.limit, usable=usable):
         outcome = Outcome(faults=(got.reason,), ran=got.ran) if isinstance(got, NoResult) else got
         results[layer] = outcome
-        print(f"{' '.join(_cells(layer, outcome, tokens))} {outcome.seconds:.1f} s", *outcome.faults[:2], flush=True)
+        print(f"{' '.join(cells(layer, outcome, tokens))} {outcome.seconds:.1f} s", *outcome.faults[:2], flush=True)
         if time.monotonic() - written > WRITE_EVERY_S:  # so that a run that is killed leaves what it knew
             write()
             written = time.monotonic()
@@ -291,3 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         print(f"{len(known)} of {len(todo)} layers are known from {args.earlier}")
     return _check(args, todo, tokens, facts, refused, known)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

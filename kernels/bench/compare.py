@@ -1,7 +1,8 @@
-"""`python -m expertd_kernels.bench compare OLD.json,... NEW.json,...`: two commits, or two machines, point by point.
+"""`python kernels/bench/compare.py OLD,... NEW,...`: two commits, or two machines, point by point.
 
-Each side may be several runs, best taken in turns (old, new, old, new), so that a warm or busy machine hits both; a
-point's time is the least of its runs.  Points that only one side has are named, not counted.
+A run is a file that the bench wrote, --csv or --json.  Each side may be several, best taken in turns (old, new, old,
+new), so that a warm or busy machine hits both; a point's time is the least of its runs.  Points that only one side has
+are named, not counted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from expertd_kernels.bench.points import read_points
 
 __all__ = ["compare", "main", "read"]
 
@@ -27,13 +30,15 @@ def read(files: Sequence[Path]) -> dict[Point, float]:
     found: dict[Point, float] = {}
     for file in files:
         try:
-            rows = json.loads(file.read_text())["rows"]
+            rows = json.loads(file.read_text())["rows"] if file.suffix == ".json" else read_points(file)
             for r in rows:
                 if r["us"] is not None:
                     point = tuple((k, r[k]) for k in KEYS if k in r)
                     found[point] = min(found.get(point, math.inf), float(r["us"]))
         except (OSError, ValueError, KeyError, TypeError) as e:
-            raise ValueError(f"{file}: want a result of the bench (--json FILE): {type(e).__name__}: {e}") from None
+            raise ValueError(
+                f"{file}: want a result of the bench (--csv or --json FILE): {type(e).__name__}: {e}"
+            ) from None
     return found
 
 
@@ -52,9 +57,9 @@ def _name(p: Point, skip: str = "") -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 where a group of points is slower than --slower, or nothing can be compared."""
-    p = argparse.ArgumentParser(prog="python -m expertd_kernels.bench compare", description=__doc__)
+    p = argparse.ArgumentParser(description=__doc__)
     for side in ("old", "new"):
-        p.add_argument(side, type=lambda text: [Path(f) for f in text.split(",")], metavar=f"{side.upper()}.json,...")
+        p.add_argument(side, type=lambda text: [Path(f) for f in text.split(",")], metavar=f"{side.upper()},...")
     p.add_argument("--slower", type=float, default=1.05, metavar="X", help="new / old of a group that fails (1.05)")
     args = p.parse_args(argv)
     try:
@@ -75,3 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in slower:
         print(f"slower: {name}", file=sys.stderr)
     return 1 if slower or not groups else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The layers that `bench numerics` checks: each scheme that a row of the table claims, in three shapes."""
+"""The layers that numerics.py checks: each scheme that a row of the table claims, in three shapes."""
 
 from __future__ import annotations
 
