@@ -1,4 +1,4 @@
-"""From a layer's plan to canonical weights: each part is read, checked, brought to the matrix's scheme, put in place.
+"""From a layer's recipe to canonical weights: each part is read, checked, brought to the matrix's scheme, put in place.
 
 The matrices are allocated once; beside them only the parts of one expert are in memory.
 """
@@ -16,10 +16,11 @@ from torch import Tensor
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.fit import convert, join_halves, split, split_layout
 from expertd_kernels.checkpoint.memory import empty
-from expertd_kernels.checkpoint.plan import LayerPlan, MatrixPlan, Piece
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part
+from expertd_kernels.checkpoint.recipe import LayerRecipe, MatrixRecipe
 from expertd_kernels.checkpoint.repack import Repacked
 from expertd_kernels.checkpoint.tensors import Stored, prefetch
+from expertd_kernels.checkpoint.units import Piece
 from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
 from expertd_kernels.weights.scheme import ScaleType
 
@@ -30,17 +31,17 @@ TASKS_PER_WORKER = 4
 """Enough that no worker waits long for the last, few enough that handing over costs nothing."""
 
 
-def assemble(plan: LayerPlan) -> Weights:
-    """Canonical weights of the plan's experts, in its order.  CheckpointError names the tensor that is wrong."""
-    seg, H, I = plan.activation.segments, plan.hidden_size, plan.intermediate_size
-    E = len(plan.experts)
-    w13 = _Matrix("w13", plan.w13, E, seg * I, H, seg)
-    w2 = _Matrix("w2", plan.w2, E, H, I, 1)
-    input_scales = torch.ones(E, 2) if plan.input_scale else None
-    prefetch(t for pieces in plan.pieces for piece in pieces.values() for t in piece.unit.needed())
+def assemble(recipe: LayerRecipe) -> Weights:
+    """Canonical weights of the recipe's experts, in its order.  CheckpointError names the tensor that is wrong."""
+    seg, H, I = recipe.activation.segments, recipe.hidden_size, recipe.intermediate_size
+    E = len(recipe.experts)
+    w13 = _Filling("w13", recipe.w13, E, seg * I, H, seg)
+    w2 = _Filling("w2", recipe.w2, E, H, I, 1)
+    input_scales = torch.ones(E, 2) if recipe.input_scale else None
+    prefetch(t for pieces in recipe.pieces for piece in pieces.values() for t in piece.unit.needed())
 
     def put(slot: int) -> None:
-        parts = _parts(plan, slot)
+        parts = _parts(recipe, slot)
         for segment, (part, layout) in enumerate(parts[:-1]):
             w13.put(slot, segment, part, layout)
         w2.put(slot, 0, *parts[-1])
@@ -49,9 +50,9 @@ def assemble(plan: LayerPlan) -> Weights:
             input_scales[slot, 1] = _number(parts[-1][0].input_scale)
 
     _run(put, E)
-    _check_finite(w13, plan, ("gate", "up", "gate_up"))
-    _check_finite(w2, plan, ("down",))
-    return Weights(w13.tensor(), w2.tensor(), plan.activation, plan.checkpoint_activation, input_scales)
+    _check_finite(w13, recipe, ("gate", "up", "gate_up"))
+    _check_finite(w2, recipe, ("down",))
+    return Weights(w13.tensor(), w2.tensor(), recipe.activation, recipe.checkpoint_activation, input_scales)
 
 
 def _run(put: Callable[[int], None], slots: int) -> None:
@@ -72,9 +73,9 @@ def _run(put: Callable[[int], None], slots: int) -> None:
         list(pool.map(run, parts))  # raises the error of the first part that has one
 
 
-def _parts(plan: LayerPlan, slot: int) -> list[tuple[Part, Layout]]:
+def _parts(recipe: LayerRecipe, slot: int) -> list[tuple[Part, Layout]]:
     """(part, layout) of gate, up and down (up and down for an activation without mul)."""
-    pieces = plan.pieces[slot]
+    pieces = recipe.pieces[slot]
     read = {name: _read(piece) for name, piece in pieces.items()}
     down = (read["down"], pieces["down"].layout)
     if "gate_up" in pieces:
@@ -82,8 +83,8 @@ def _parts(plan: LayerPlan, slot: int) -> list[tuple[Part, Layout]]:
         half = split_layout(whole, interleaved)
         gate, up = split(read["gate_up"], whole, interleaved)
         return [(gate, half), (up, half), down]
-    if plan.mixed_rows:
-        target, n, k = plan.w13.scheme, plan.intermediate_size, plan.hidden_size
+    if recipe.mixed_rows:
+        target, n, k = recipe.w13.scheme, recipe.intermediate_size, recipe.hidden_size
         first, second = (convert(read[p], pieces[p].layout.scheme, target, n, k) for p in ("gate", "up"))
         half = replace(pieces["gate"].layout, scheme=target)
         gate, up = split(join_halves(first, second), replace(half, n=2 * n), interleaved=True)
@@ -105,16 +106,16 @@ def _read(piece: Piece) -> Part:
 
 
 def _number(t: Tensor | None) -> Tensor:
-    assert t is not None, "the plan promised an input scale"
+    assert t is not None, "the recipe promised an input scale"
     return t.reshape(()).float()
 
 
 @dataclass
-class _Matrix:
+class _Filling:
     """A canonical matrix being filled."""
 
     name: str
-    plan: MatrixPlan
+    recipe: MatrixRecipe
     experts: int
     n: int
     k: int
@@ -123,7 +124,7 @@ class _Matrix:
     t: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        s, E, n, k = self.plan.scheme, self.experts, self.n, self.k
+        s, E, n, k = self.recipe.scheme, self.experts, self.n, self.k
         scale_shape = (E, *s.scale_shape(n, k, self.segments))
         codes = CODE_DTYPE[s.element]
         self.t["codes"] = empty((E, n, -(-k // 2) if s.element.packed else k), codes)
@@ -133,14 +134,14 @@ class _Matrix:
             self.t["zeros"] = empty(scale_shape, codes)
         if s.global_scale:
             self.t["global_exact"] = torch.empty(E, self.segments, dtype=torch.float64)
-        if self.plan.columns:
+        if self.recipe.columns:
             self.t["columns"] = torch.arange(k, dtype=torch.int32).repeat(E, 1)
-        if self.plan.bias:
+        if self.recipe.bias:
             self.t["bias"] = torch.empty(E, n)
 
     def put(self, slot: int, segment: int, part: Part, layout: Layout) -> None:
         """Copy one projection of one expert to its rows."""
-        part = convert(part, layout.scheme, self.plan.scheme, layout.n, layout.k)
+        part = convert(part, layout.scheme, self.recipe.scheme, layout.n, layout.k)
         self._put_codes(self._rows("codes", slot, segment), part.codes)
         for name, value in (("scales", part.scales), ("zeros", part.zeros), ("bias", part.bias)):
             if name in self.t:
@@ -153,7 +154,7 @@ class _Matrix:
         if part.columns is not None:
             if "columns" not in self.t:
                 raise CheckpointError(
-                    f"{self.name}: an activation order came up that the plan does not know; open anew"
+                    f"{self.name}: an activation order came up that the recipe does not know; open anew"
                 )
             self.t["columns"][slot] = part.columns
 
@@ -178,7 +179,7 @@ class _Matrix:
             fields["global_scales"] = exact.float()
             if self.exact:
                 fields["global_exact"] = exact
-        return QuantTensor(self.plan.scheme, (self.experts, self.n, self.k), segments=self.segments, **fields)
+        return QuantTensor(self.recipe.scheme, (self.experts, self.n, self.k), segments=self.segments, **fields)
 
 
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -193,16 +194,16 @@ def _copy(out: Tensor, t: Tensor) -> None:
         out.copy_(t)
 
 
-def _check_finite(matrix: _Matrix, plan: LayerPlan, projections: tuple[str, ...]) -> None:
+def _check_finite(matrix: _Filling, recipe: LayerRecipe, projections: tuple[str, ...]) -> None:
     """No scale, bias or second-level scale may be NaN or infinite."""
     for name in ("scales", "global_exact", "bias"):
         t = matrix.t.get(name)
         if t is None:
             continue
-        bad = _not_finite(t, matrix.plan.scheme.scale)
+        bad = _not_finite(t, matrix.recipe.scheme.scale)
         if bad is not None:
             slot, row = (int(i) for i in bad.nonzero()[0][:2])
-            pieces = plan.pieces[slot]
+            pieces = recipe.pieces[slot]
             names = [p for p in projections if p in pieces]
             unit = pieces[names[min(len(names) - 1, row * len(names) // t.shape[1])]].unit
             word = "bias" if name == "bias" else "scale"

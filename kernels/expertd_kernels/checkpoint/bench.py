@@ -81,7 +81,7 @@ def measure(
     for layer in chosen:
         on_disk += checkpoint.expert_bytes(layer, experts)
         before = checkpoint.bytes_read
-        checkpoint.plan(layer)
+        checkpoint.recipe(layer)
         resident = _reset_peak()
         largest = max(largest, checkpoint.load(layer, experts).nbytes)  # also warms the page cache
         peak, read = max(peak, _status_bytes("VmHWM") - resident), read + checkpoint.bytes_read - before

@@ -15,8 +15,8 @@ from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.families import ModelConfig, find_family, unknown_family
 from expertd_kernels.checkpoint.files import read_json, shard_files
 from expertd_kernels.checkpoint.names import LayerTensors, family_naming, group_by_layer, template_naming
-from expertd_kernels.checkpoint.plan import LayerPlan, plan_experts, plan_layer
 from expertd_kernels.checkpoint.quant_config import read_quant_config
+from expertd_kernels.checkpoint.recipe import LayerRecipe, experts_recipe, layer_recipe
 from expertd_kernels.checkpoint.tensors import Counter, Shard, Stored
 from expertd_kernels.sources.source import LayerInfo
 from expertd_kernels.weights.canonical import Weights
@@ -81,7 +81,7 @@ class Checkpoint:
         self.quant = quant
         self.counter = counter
         self._model = model
-        self._facts: dict[int, LayerPlan] = {}
+        self._facts: dict[int, LayerRecipe] = {}
         depth = model.num_layers()
         self._tensors = {n: tensors[n] for n in sorted(tensors) if not depth or n < depth}
         beyond = sorted(set(tensors) - set(self._tensors))
@@ -102,33 +102,33 @@ class Checkpoint:
         """Bytes of tensors read from disk so far, headers not counted."""
         return self.counter.bytes
 
-    def plan(self, layer: int) -> LayerPlan:
+    def recipe(self, layer: int) -> LayerRecipe:
         """How the layer will be read: formats, schemes, shapes of every projection of every expert."""
         if layer not in self._tensors:
             raise KeyError(f"layer {layer}: this checkpoint has experts in layers {_ranges(self.layers)}")
-        plan = plan_layer(self._model, self.quant, self._tensors[layer])
-        self._facts[layer] = replace(plan, experts=(), pieces=())  # the pieces of all layers would be much memory
-        return plan
+        recipe = layer_recipe(self._model, self.quant, self._tensors[layer])
+        self._facts[layer] = replace(recipe, experts=(), pieces=())  # the pieces of all layers would be much memory
+        return recipe
 
     def info(self, layer: int) -> LayerInfo:
-        return self._describe(self._facts.get(layer) or self.plan(layer))
+        return self._describe(self._facts.get(layer) or self.recipe(layer))
 
     def load(self, layer: int, experts: Sequence[int] | None = None) -> Weights:
-        return assemble(self._plan_of(layer, experts))
+        return assemble(self._recipe_of(layer, experts))
 
-    def _plan_of(self, layer: int, experts: Sequence[int] | None) -> LayerPlan:
-        """The plan of these experts.  What holds for the whole layer is found once."""
+    def _recipe_of(self, layer: int, experts: Sequence[int] | None) -> LayerRecipe:
+        """The recipe of these experts.  What holds for the whole layer is found once."""
         facts = self._facts.get(layer)
         if facts is None:
-            plan = self.plan(layer)
+            recipe = self.recipe(layer)
             if experts is None:
-                return plan
+                return recipe
             facts = self._facts[layer]
         held = range(facts.num_experts) if experts is None else experts
         for e in held:
             if not 0 <= e < facts.num_experts:
                 raise KeyError(f"expert {e} of layer {layer}: it has experts 0 to {facts.num_experts - 1}")
-        return plan_experts(facts, self._model, self.quant, self._tensors[layer], held)
+        return experts_recipe(facts, self._model, self.quant, self._tensors[layer], held)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -152,24 +152,24 @@ class Checkpoint:
 
     def needed(self, layer: int, experts: Sequence[int] | None = None) -> list[Stored]:
         """The tensors, or cuts of tensors, that load(layer, experts) has to read."""
-        pieces = self._plan_of(layer, experts).pieces
+        pieces = self._recipe_of(layer, experts).pieces
         found = {(t.file, t.offset): t for one in pieces for p in one.values() for t in p.unit.needed()}
         return list(found.values())
 
-    def _describe(self, plan: LayerPlan) -> LayerInfo:
+    def _describe(self, recipe: LayerRecipe) -> LayerInfo:
         return LayerInfo(
-            plan.layer,
-            plan.num_experts,
-            plan.top_k,
-            plan.hidden_size,
-            plan.intermediate_size,
-            plan.w13.scheme,
-            plan.w2.scheme,
-            plan.activation,
-            bias=plan.w13.bias or plan.w2.bias,
-            act_order=plan.w13.columns or plan.w2.columns,
-            checkpoint_activation=plan.checkpoint_activation,
-            notes=(*plan.notes, *self._notes),
+            recipe.layer,
+            recipe.num_experts,
+            recipe.top_k,
+            recipe.hidden_size,
+            recipe.intermediate_size,
+            recipe.w13.scheme,
+            recipe.w2.scheme,
+            recipe.activation,
+            bias=recipe.w13.bias or recipe.w2.bias,
+            act_order=recipe.w13.columns or recipe.w2.columns,
+            checkpoint_activation=recipe.checkpoint_activation,
+            notes=(*recipe.notes, *self._notes),
         )
 
     def _general_notes(self, beyond: list[int]) -> list[str]:

@@ -19,8 +19,9 @@ from torch import Tensor
 from expertd_kernels.checkpoint.checkpoint import Checkpoint
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.files import inside, read_json, shard_files
-from expertd_kernels.checkpoint.plan import LayerPlan, Piece
+from expertd_kernels.checkpoint.recipe import LayerRecipe
 from expertd_kernels.checkpoint.tensors import DTYPES, Counter, Shard, Stored
+from expertd_kernels.checkpoint.units import Piece
 from expertd_kernels.checkpoint.writer_formats import Target, projections, target_for
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.numerics import relative_error
@@ -64,25 +65,25 @@ def quantize_checkpoint(
     progress(done, total) counts experts.  ValueError (CheckpointError among them) where the source is quantized
     already, where no standard format holds the scheme, and where the folder is there and not empty.
     """
-    plans = {n: source.plan(n) for n in source.layers}
-    first = next(iter(plans.values()))
+    recipes = {n: source.recipe(n) for n in source.layers}
+    first = next(iter(recipes.values()))
     fused = [p for p in first.pieces[0].values() if p.unit.interleaved]
     target = target_for(scheme, bool(fused))
-    _check(source, plans, scheme, target)
+    _check(source, recipes, scheme, target)
     if destination.exists() and any(destination.iterdir()):
         raise ValueError(f"{destination}: is not empty; want a new folder")
     destination.mkdir(parents=True, exist_ok=True)
-    summary = Summary(target.name, scheme.name, len(plans))
+    summary = Summary(target.name, scheme.name, len(recipes))
     out = _Shards(destination, shard_bytes)
-    replaced = {t.name.partition("[")[0] for plan in plans.values() for t in _tensors(plan)}
+    replaced = {t.name.partition("[")[0] for recipe in recipes.values() for t in _tensors(recipe)}
     kept = [t for t in _all_tensors(source.root) if t.name not in replaced]
     for t in kept:
         out.add(t.name, t)
-    total = sum(len(p.pieces) for p in plans.values())
-    for plan in plans.values():
-        for name, tensor in _layer(source, plan, scheme, target, summary):
+    total = sum(len(p.pieces) for p in recipes.values())
+    for recipe in recipes.values():
+        for name, tensor in _layer(source, recipe, scheme, target, summary):
             out.add(name, tensor)
-        summary.experts += len(plan.pieces)
+        summary.experts += len(recipe.pieces)
         progress(summary.experts, total)
     summary.files = out.finish()
     summary.bytes_before = sum(p.stat().st_size for p in source.root.glob("*.safetensors"))
@@ -92,16 +93,16 @@ def quantize_checkpoint(
     return summary
 
 
-def _check(source: Checkpoint, plans: dict[int, LayerPlan], scheme: Scheme, target: Target) -> None:
+def _check(source: Checkpoint, recipes: dict[int, LayerRecipe], scheme: Scheme, target: Target) -> None:
     """Everything that can be refused before the first byte is written."""
     if source.quant:
         method = source.quant.get("quant_method") or "a quantization_config"
         raise CheckpointError(f"{source.root}: is quantized already ({method}); want bf16, f16 or f32 weights")
-    for n, plan in plans.items():
-        for name, matrix in (("w13", plan.w13), ("w2", plan.w2)):
+    for n, recipe in recipes.items():
+        for name, matrix in (("w13", recipe.w13), ("w2", recipe.w2)):
             if matrix.scheme.element.quantized:
                 raise CheckpointError(f"layer {n}: {name} is {matrix.scheme.name} already; want bf16, f16 or f32")
-        for k in (plan.hidden_size, plan.intermediate_size):
+        for k in (recipe.hidden_size, recipe.intermediate_size):
             if target.multiple and scheme.cols and k % scheme.cols:
                 raise ValueError(
                     f"layer {n}: {k} columns are no multiple of the group of {scheme.cols}, which other tools do not"
@@ -109,9 +110,9 @@ def _check(source: Checkpoint, plans: dict[int, LayerPlan], scheme: Scheme, targ
                 )
 
 
-def _tensors(plan: LayerPlan) -> Iterator[Stored]:
+def _tensors(recipe: LayerRecipe) -> Iterator[Stored]:
     """Every tensor of a layer's experts."""
-    for pieces in plan.pieces:
+    for pieces in recipe.pieces:
         for piece in pieces.values():
             yield from piece.unit.tensors.values()
 
@@ -132,40 +133,40 @@ def _modules(kept: list[Stored]) -> list[str]:
 
 
 def _layer(
-    source: Checkpoint, plan: LayerPlan, scheme: Scheme, target: Target, summary: Summary
+    source: Checkpoint, recipe: LayerRecipe, scheme: Scheme, target: Target, summary: Summary
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one layer's experts, by name."""
     if target.encode is None:
-        weights = _quantized(source, plan, list(range(len(plan.pieces))), scheme, summary)
-        yield from _gptoss(weights, plan)
+        weights = _quantized(source, recipe, list(range(len(recipe.pieces))), scheme, summary)
+        yield from _gptoss(weights, recipe)
         return
-    for first in range(0, len(plan.pieces), _EXPERTS_AT_A_TIME):
-        ids = list(range(first, min(first + _EXPERTS_AT_A_TIME, len(plan.pieces))))
-        weights = _quantized(source, plan, ids, scheme, summary)
+    for first in range(0, len(recipe.pieces), _EXPERTS_AT_A_TIME):
+        ids = list(range(first, min(first + _EXPERTS_AT_A_TIME, len(recipe.pieces))))
+        weights = _quantized(source, recipe, ids, scheme, summary)
         for slot, e in enumerate(ids):
-            names = _projection_names(plan.pieces[e], e, plan.activation.segments)
+            names = _projection_names(recipe.pieces[e], e, recipe.activation.segments)
             for matrix, own in ((weights.w13, names[:-1]), (weights.w2, names[-1:])):
                 biases = None if matrix.bias is None else matrix.bias[slot].chunk(matrix.segments)
                 for i, (name, part) in enumerate(zip(own, projections(matrix, slot), strict=True)):
                     for suffix, t in target.encode(part, scheme).items():
                         yield f"{name}.{suffix}", t
                     if biases is not None:
-                        yield f"{name}.bias", biases[i].to(_bias_dtype(plan.pieces[e]))
+                        yield f"{name}.bias", biases[i].to(_bias_dtype(recipe.pieces[e]))
 
 
-def _quantized(source: Checkpoint, plan: LayerPlan, ids: list[int], scheme: Scheme, summary: Summary) -> Weights:
+def _quantized(source: Checkpoint, recipe: LayerRecipe, ids: list[int], scheme: Scheme, summary: Summary) -> Weights:
     """Some experts of a layer, quantized; of the layer's first expert the error is kept."""
-    weights = source.load(plan.layer, ids)
+    weights = source.load(recipe.layer, ids)
     try:
         out = quantize(weights, scheme)
     except ValueError as e:
-        raise ValueError(f"layer {plan.layer}, experts {ids[0]} to {ids[-1]}: {e}") from e
+        raise ValueError(f"layer {recipe.layer}, experts {ids[0]} to {ids[-1]}: {e}") from e
     if ids[0] == 0:
 
         def error(a: QuantTensor, b: QuantTensor) -> float:
             return relative_error(a.experts(slice(0, 1)).dequantize(), b.experts(slice(0, 1)).dequantize())
 
-        summary.errors[plan.layer] = (error(out.w13, weights.w13), error(out.w2, weights.w2))
+        summary.errors[recipe.layer] = (error(out.w13, weights.w13), error(out.w2, weights.w2))
     return out
 
 
@@ -190,9 +191,9 @@ def _bias_dtype(pieces: Any) -> torch.dtype:
     return dtype
 
 
-def _gptoss(weights: Weights, plan: LayerPlan) -> Iterator[tuple[str, Tensor]]:
+def _gptoss(weights: Weights, recipe: LayerRecipe) -> Iterator[tuple[str, Tensor]]:
     """gpt-oss: all experts in one tensor, rows of gate and up alternating."""
-    prefix = _prefix(plan.pieces[0]["down"])
+    prefix = _prefix(recipe.pieces[0]["down"])
     for name, q in (("gate_up_proj", weights.w13), ("down_proj", weights.w2)):
         E, N, K = q.shape
         assert q.scales is not None, "mxfp4 has scales"
@@ -204,7 +205,7 @@ def _gptoss(weights: Weights, plan: LayerPlan) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}.{name}_blocks", alternate(q.codes).view(E, N, K // 32, 16)
         yield f"{prefix}.{name}_scales", alternate(q.scales)
         if q.bias is not None:
-            yield f"{prefix}.{name}_bias", alternate(q.bias).to(_bias_dtype(plan.pieces[0]))
+            yield f"{prefix}.{name}_bias", alternate(q.bias).to(_bias_dtype(recipe.pieces[0]))
 
 
 class _Shards:
