@@ -6,10 +6,12 @@ streams, so that one seed can stand in all three tensors of a request.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import contextlib
+import threading
 from collections.abc import Callable
 
 import numpy as np
+from cachetools import LRUCache
 
 from expertd_server.engine.convert import round_floats
 from expertd_server.engine.request import STORAGE, Array, Operand
@@ -50,11 +52,11 @@ def draw_weights(seed: int, tokens: int, top_k: int, dtype: str) -> Operand:
 
 
 class Drawer:
-    """Draws, and remembers what it drew last.  Used by one thread at a time."""
+    """Draws, and remembers what it drew last.  From any thread."""
 
     def __init__(self, cache_bytes: int = CACHE_BYTES) -> None:
-        self._room = cache_bytes
-        self._held: OrderedDict[tuple[object, ...], Operand] = OrderedDict()
+        self._kept: LRUCache[tuple[object, ...], Operand] = LRUCache(cache_bytes, getsizeof=_bytes)
+        self._lock = threading.Lock()
 
     def hidden(self, seed: int, tokens: int, hidden_size: int, dtype: str) -> Operand:
         key = (_HIDDEN, seed, tokens, hidden_size, dtype)
@@ -69,16 +71,12 @@ class Drawer:
         return self._get(key, lambda: draw_weights(seed, tokens, top_k, dtype))
 
     def _get(self, key: tuple[object, ...], make: Callable[[], Operand]) -> Operand:
-        found = self._held.get(key)
+        with self._lock:
+            found = self._kept.get(key)
         if found is None:
-            found = make()
-            if found.values.nbytes > self._room:
-                return found
-            self._held[key] = found
-            while sum(_bytes(o) for o in self._held.values()) > self._room:
-                self._held.popitem(last=False)
-        else:
-            self._held.move_to_end(key)
+            found = make()  # outside the lock; if two threads draw the same, they draw the same values
+            with self._lock, contextlib.suppress(ValueError):  # larger than the whole room
+                self._kept[key] = found
         return found
 
 
