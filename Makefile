@@ -52,8 +52,8 @@ format: $(STAMP) ## apply the formatter and the fixes that are safe
 	$(BIN)/ruff format .
 
 proto: $(STAMP) ## regenerate the stubs from the contract
-	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto --grpc_python_out=proto \
-	  proto/expertd/v1/expert_service.proto
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto proto/expertd/v1/*.proto
+	$(BIN)/python -m grpc_tools.protoc -Iproto --grpc_python_out=proto proto/expertd/v1/*_service.proto
 
 docs: $(STAMP)  ## regenerate the tables in docs/ from the code
 	$(BIN)/python -m expertd_kernels.docs

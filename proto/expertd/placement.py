@@ -1,33 +1,33 @@
-"""Which server holds which experts of which layers: a frozen value and its JSON.
+"""Which server holds which experts: a frozen value, the contract's Placement message, and its JSON.
 
 Experts may have several holders (replicas); a placement is complete when each has at least one.  The JSON:
 
-    {"version": 1, "epoch": 3, "fingerprint": "8f2c...", "num_experts": {"0-23": 128},
+    {"version": 1, "epoch": "3", "fingerprint": "8f2c...", "num_experts": {"0-23": 128},
      "servers": [{"address": "10.0.0.1:7070", "layers": {"0-23": "0-63"}},
                  {"address": "10.0.0.2:7070", "layers": {"0-11": "64-127", "12-23": "64-126,127"}}]}
 
-Layers and experts are ranges, ends included.  Unknown keys are refused: a word that is misspelt must not be ignored.
-
-epoch         counts the placements of one model; a larger one replaces a smaller one; 0 = unnumbered
-fingerprint   of the model (Model.fingerprint); "" = not checked
+What each field means stands in placement.proto.  It is protobuf's JSON: 64-bit numbers are written as strings and read
+in both forms.  Unknown keys are refused: a word that is misspelt must not be ignored.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from google.protobuf import json_format
 
 from expertd.errors import PlacementError
 from expertd.ranges import LIMIT, format_ranges, parse_ranges
 from expertd.v1 import expert_service_pb2 as pb
+from expertd.v1 import placement_pb2
 
-__all__ = ["Placement", "Server"]
+__all__ = ["VERSION", "Placement", "Server"]
 
 VERSION = 1
-"""Of the JSON."""
+"""Of the message."""
 
 
 @dataclass(frozen=True)
@@ -113,35 +113,52 @@ class Placement:
                 remedy="start servers for them",
             )
 
-    def to_json(self) -> str:
-        """The JSON, a line a server."""
-        servers = [json.dumps({"address": s.address, "layers": _fold(s.layers)}) for s in self.servers]
-        by_count: dict[int, tuple[int, ...]] = {layer: (n,) for layer, n in self.num_experts.items()}
-        counts = {layers: int(n) for layers, n in _fold(by_count).items()}
-        head = json.dumps(
-            {"version": VERSION, "epoch": self.epoch, "fingerprint": self.fingerprint, "num_experts": counts}
+    def to_message(self) -> placement_pb2.Placement:
+        """The contract's message."""
+        counts = {layer: (n,) for layer, n in self.num_experts.items()}
+        servers = [placement_pb2.PlacedServer(address=s.address, layers=_fold(s.layers)) for s in self.servers]
+        return placement_pb2.Placement(
+            version=VERSION,
+            epoch=self.epoch,
+            fingerprint=self.fingerprint,
+            num_experts={layers: int(n) for layers, n in _fold(counts).items()},
+            servers=servers,
         )
-        return head[:-1] + ', "servers": [' + ",".join(f"\n  {line}" for line in servers) + "\n]}\n"
+
+    @classmethod
+    def from_message(cls, message: placement_pb2.Placement) -> Placement:
+        """The inverse.  Raises PlacementError that names the field and what was expected there."""
+        if message.version != VERSION:
+            raise PlacementError.about(
+                "placement version", got=message.version, want=VERSION, remedy="use an expertd that knows it"
+            )
+        num_experts: dict[int, int] = {}
+        for layers, n in sorted(message.num_experts.items()):
+            if not 0 < n <= LIMIT:
+                raise PlacementError.about(f"num_experts of layers {layers}", got=n, want=f"1 to {LIMIT}")
+            _unfold("num_experts", num_experts, layers, n)
+        servers = []
+        for server in message.servers:
+            held: dict[int, tuple[int, ...]] = {}
+            for layers, experts in sorted(server.layers.items()):
+                where = f"{server.address}: layers {layers}"
+                _unfold(server.address, held, layers, _ranges(where, experts))
+            servers.append(Server(server.address, held))
+        return cls(tuple(servers), num_experts, message.epoch, message.fingerprint)
+
+    def to_json(self) -> str:
+        """The JSON, for people and files."""
+        return json_format.MessageToJson(self.to_message(), preserving_proto_field_name=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Placement:
         """The inverse.  Raises PlacementError that names the key and what was expected there."""
+        message = placement_pb2.Placement()
         try:
-            top = json.loads(text, object_pairs_hook=_unique)
-        except ValueError as error:
-            raise PlacementError(f"placement: not JSON: {error}; want the object that to_json writes") from error
-        _keys("placement", top, {"version": int, "num_experts": dict, "servers": list}, epoch=int, fingerprint=str)
-        if top["version"] != VERSION:
-            raise PlacementError.about(
-                "placement version", got=top["version"], want=VERSION, remedy="use an expertd that knows it"
-            )
-        num_experts: dict[int, int] = {}
-        for layers, n in top["num_experts"].items():
-            if type(n) is not int or not 0 < n <= LIMIT:
-                raise PlacementError.about(f"num_experts of layers {layers}", got=repr(n), want=f"1 to {LIMIT}")
-            _unfold(num_experts, layers, n)
-        servers = tuple(_server(s) for s in top["servers"])
-        return cls(servers, num_experts, top.get("epoch", 0), top.get("fingerprint", ""))
+            json_format.Parse(text, message)
+        except (json_format.ParseError, UnicodeDecodeError) as error:
+            raise PlacementError(f"placement: {' '.join(str(error).split())}") from error
+        return cls.from_message(message)
 
     @classmethod
     def from_describe(cls, answers: Mapping[str, pb.DescribeResponse]) -> Placement:
@@ -207,10 +224,10 @@ def _fold(by_layer: Mapping[int, tuple[int, ...]]) -> dict[str, str]:
 _T = TypeVar("_T")
 
 
-def _unfold(into: dict[int, _T], layers: str, value: _T) -> None:
-    for layer in _ranges("layers", layers):
+def _unfold(where: str, into: dict[int, _T], layers: str, value: _T) -> None:
+    for layer in _ranges(where, layers):
         if layer in into:
-            raise PlacementError.about("layers", got=f"layer {layer} under two keys", want="each layer once")
+            raise PlacementError.about(f"{where}: layers", got=f"layer {layer} under two keys", want="each layer once")
         into[layer] = value
 
 
@@ -219,38 +236,3 @@ def _ranges(where: str, text: str) -> tuple[int, ...]:
         return parse_ranges(text)
     except ValueError as error:
         raise PlacementError(f"{where}: {error}") from None
-
-
-def _server(entry: object) -> Server:
-    _keys("servers", entry, {"address": str, "layers": dict})
-    assert isinstance(entry, dict)
-    layers: dict[int, tuple[int, ...]] = {}
-    for key, experts in entry["layers"].items():
-        if not isinstance(experts, str):
-            raise PlacementError.about(
-                f"{entry['address']}: layers {key}", got=repr(experts), want='a string like "0-63"'
-            )
-        _unfold(layers, key, _ranges(f"{entry['address']}: layers {key}", experts))
-    return Server(entry["address"], layers)
-
-
-def _keys(where: str, value: object, required: Mapping[str, type], **optional: type) -> None:
-    """Checks that value is an object with these keys of these types and no others."""
-    known = {**required, **optional}
-    if not isinstance(value, dict):
-        raise PlacementError.about(where, got=type(value).__name__, want=f"an object with {', '.join(known)}")
-    for key, item in value.items():
-        if key not in known:
-            raise PlacementError.about(f"{where}: key", got=repr(key), want=f"one of {', '.join(known)}")
-        if type(item) is not known[key]:
-            raise PlacementError.about(f"{where}: {key}", got=repr(item), want=f"a value of type {known[key].__name__}")
-    absent = [key for key in required if key not in value]
-    if absent:
-        raise PlacementError.about(f"{where}: key {absent[0]}", got="none", want="it, because it is required")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found

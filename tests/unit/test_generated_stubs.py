@@ -11,10 +11,11 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 from expertd.v1 import expert_service_pb2 as pb
+from expertd.v1 import placement_pb2
 
 ROOT = Path(__file__).parents[2]
 PROTO = ROOT / "proto"
-CONTRACT = "expertd/v1/expert_service.proto"
+CONTRACT = {"expertd/v1/expert_service.proto": pb, "expertd/v1/placement.proto": placement_pb2}
 BASELINE = ROOT / "tests" / "golden" / "wire_v1.binpb"
 BUF = ROOT / "node_modules" / ".bin" / "buf"
 
@@ -27,31 +28,37 @@ def run(*command: str | Path) -> None:
 
 
 def generate(to: Path) -> None:
-    outs = [f"--{kind}={to}" for kind in ("python_out", "pyi_out", "grpc_python_out")]
-    run(sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}", *outs, f"--descriptor_set_out={to}/set", CONTRACT)
+    protoc = (sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}")
+    run(*protoc, f"--python_out={to}", f"--pyi_out={to}", f"--descriptor_set_out={to}/set", *CONTRACT)
+    run(*protoc, f"--grpc_python_out={to}", *(name for name in CONTRACT if name.endswith("_service.proto")))
 
 
 def test_stubs_are_fresh(tmp_path: Path) -> None:
     """`make proto` would change nothing."""
     generate(tmp_path)
-    found = descriptor_pb2.FileDescriptorSet.FromString((tmp_path / "set").read_bytes()).file[0]
-    committed = descriptor_pb2.FileDescriptorProto()
-    pb.DESCRIPTOR.CopyToProto(committed)
-    # A generated module has no JSON names, which protoc fills in.
-    for message in found.message_type:
-        for field in message.field:
-            field.ClearField("json_name")
-    for message in committed.message_type:
-        for field in message.field:
-            field.ClearField("json_name")
-    assert found == committed, "expert_service.proto has changed: run `make proto`"
+    made_files = descriptor_pb2.FileDescriptorSet.FromString((tmp_path / "set").read_bytes()).file
+    assert {file.name for file in made_files} == {f"expertd/v1/{p.name}" for p in PROTO.glob("expertd/v1/*.proto")}
+    for file in made_files:
+        committed = descriptor_pb2.FileDescriptorProto()
+        CONTRACT[file.name].DESCRIPTOR.CopyToProto(committed)
+        assert _bare(file) == _bare(committed), f"{file.name} has changed: run `make proto`"
 
     grpc_stub = (PROTO / "expertd/v1/expert_service_pb2_grpc.py").read_text()
     if f"GRPC_GENERATED_VERSION = '{version('grpcio-tools')}'" not in grpc_stub:
         pytest.skip(f"grpcio-tools {version('grpcio-tools')} is not the one that made the committed stubs")
     for made in sorted((tmp_path / "expertd/v1").iterdir()):
         assert made.read_text() == (PROTO / "expertd/v1" / made.name).read_text(), f"{made.name}: run `make proto`"
-    assert len(list((tmp_path / "expertd/v1").iterdir())) == 3
+    assert len(list((tmp_path / "expertd/v1").iterdir())) == 5
+
+
+def _bare(file: descriptor_pb2.FileDescriptorProto) -> descriptor_pb2.FileDescriptorProto:
+    """Without JSON names, which protoc fills in and a generated module has not."""
+    messages = list(file.message_type)
+    for message in messages:
+        messages += message.nested_type  # they come later in this loop
+        for field in message.field:
+            field.ClearField("json_name")
+    return file
 
 
 def test_contract_keeps_every_name_number_and_type_of_version_1() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from expertd.errors import PlacementError
 from expertd.placement import Placement, Server
 from expertd.v1 import expert_service_pb2 as pb
+from expertd.v1 import placement_pb2
 
 TWO = Placement(
     (
@@ -73,8 +74,32 @@ def test_json_by_hand() -> None:
       "servers": [{"address": "a:1", "layers": {"0": "0-3", "1": "0-3"}},
                   {"address": "b:1", "layers": {"0": "3-7", "1": "4-7"}}], "epoch": 3, "fingerprint": "f00d"}"""
     assert Placement.from_json(text) == TWO
-    assert json.loads(TWO.to_json())["servers"][0] == {"address": "a:1", "layers": {"0-1": "0-3"}}
+    assert json.loads(TWO.to_json()) == {
+        "version": 1,
+        "epoch": "3",
+        "fingerprint": "f00d",
+        "num_experts": {"0-1": 8},
+        "servers": [
+            {"address": "a:1", "layers": {"0-1": "0-3"}},
+            {"address": "b:1", "layers": {"0": "3-7", "1": "4-7"}},
+        ],
+    }
     assert Placement.from_json('{"version": 1, "num_experts": {}, "servers": []}').epoch == 0
+
+
+def test_the_message_says_the_same() -> None:
+    message = TWO.to_message()
+    assert message == placement_pb2.Placement(
+        version=1,
+        epoch=3,
+        fingerprint="f00d",
+        num_experts={"0-1": 8},
+        servers=[
+            placement_pb2.PlacedServer(address="a:1", layers={"0-1": "0-3"}),
+            placement_pb2.PlacedServer(address="b:1", layers={"0": "3-7", "1": "4-7"}),
+        ],
+    )
+    assert Placement.from_message(placement_pb2.Placement.FromString(message.SerializeToString())) == TWO
 
 
 def _changed(**changes: object) -> str:
@@ -86,30 +111,33 @@ def _changed(**changes: object) -> str:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "not JSON"),
-        ("[]", "got list, want an object"),
-        (_changed(epohc=4), "got 'epohc', want one of"),
+        ("{", "Failed to load JSON"),
+        ("[]", "placement version: got 0, want 1"),
+        ('"text"', "placement: "),
+        (b"\xff", "can't decode byte 0xff"),
+        ("[" * 100_000, "Failed to load JSON"),
+        ('{"fingerprint": "\\ud800"}', "placement: "),
+        (_changed(epohc=4), 'no field named "epohc"'),
         (_changed(version=2), "got 2, want 1"),
-        (_changed(version=None), "key version"),
-        (_changed(epoch="3"), "epoch: got '3'"),
-        (_changed(epoch=True), "epoch: got True"),
-        (_changed(epoch=-1), "epoch: got -1"),
+        (_changed(version=None), "got 0, want 1"),
+        (_changed(epoch="three"), "epoch field"),
+        (_changed(epoch=True), "epoch field: Bool value True"),
+        (_changed(epoch=-1), "epoch field: Value out of range"),
         (_changed(num_experts={"0-1": 0}), "layers 0-1: got 0"),
-        (_changed(num_experts={"0-1": True}), "layers 0-1: got True"),
+        (_changed(num_experts={"0-1": True}), "Bool value True is not acceptable"),
         (_changed(num_experts={"0-1": 8, "1": 8}), "layer 1 under two keys"),
         (_changed(num_experts={"0": 8}), "layer 1: got expert 3, want a layer of num_experts"),
         (_changed(num_experts={"0-1": 7}), "layer 0: got expert 7, want ids below 7"),
-        (_changed(servers=[{"address": "a:1"}]), "key layers"),
-        (_changed(servers=[{"address": "a:1", "layers": {}, "x": 1}]), "got 'x'"),
+        (_changed(servers=[{"address": "a:1", "layers": {}, "x": 1}]), 'no field named "x"'),
         (_changed(servers=[{"address": "", "layers": {}}]), "server address: got ''"),
-        (_changed(servers=[{"address": "a:1", "layers": {"0": [1]}}]), "a string like"),
+        (_changed(servers=[{"address": "a:1", "layers": {"0": [1]}}]), "Failed to parse layers field"),
         (_changed(servers=[{"address": "a:1", "layers": {"0": ""}}]), "a:1: layers 0: got '', want numbers and ranges"),
-        (_changed(num_experts={"0-": 8}), "layers: got '0-', want numbers and ranges"),
+        (_changed(num_experts={"0-": 8}), "num_experts: got '0-', want numbers and ranges"),
         (_changed(servers=[{"address": "a:1", "layers": {}}] * 2), "a:1 twice"),
-        ('{"version": 1, "version": 1, "num_experts": {}, "servers": []}', "stands twice"),
+        ('{"version": 1, "version": 1, "num_experts": {}, "servers": []}', "duplicate key version"),
     ],
 )
-def test_json_is_strict(text: str, says: str) -> None:
+def test_json_is_strict(text: str | bytes, says: str) -> None:
     with pytest.raises(PlacementError, match=re.escape(says)):
         Placement.from_json(text)
 
