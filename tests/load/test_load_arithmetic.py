@@ -3,7 +3,6 @@
 import asyncio
 import math
 import selectors
-from array import array
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from expertd.errors import QueueFullError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.call import ForwardResult
 from expertd_client.load import LoadPlan, departures, run_load
-from expertd_client.percentiles import Durations, Summary, percentile
+from expertd_client.percentiles import Durations, Summary
 from expertd_client.workload import LayerShape, drawn, layer_shapes, requests, routes, synthetic
 
 SHAPE = LayerShape(layer=3, hidden_size=16, num_experts=8, top_k=2)
@@ -57,28 +56,15 @@ def endless():
     return requests([SHAPE], 2, 0.0, False, 0)
 
 
-@pytest.mark.parametrize(
-    ("percent", "want"), [(1, 1), (50, 50), (50.1, 51), (90, 90), (99, 99), (99.9, 100), (100, 100), (0.001, 1)]
-)
-def test_nearest_rank_of_one_to_hundred(percent, want):
-    assert percentile(array("d", range(1, 101)), percent) == want
-
-
-def test_nearest_rank_by_its_definition():
-    rng = np.random.default_rng(0)
-    for n in (1, 2, 3, 7, 10, 999, 1000):
-        v = sorted(rng.random(n).tolist())
-        for percent in (50, 95, 99, 99.9):
-            want = next(x for i, x in enumerate(v, 1) if i * 1000 >= round(percent * 10) * n)
-            assert percentile(array("d", v), percent) == want
-
-
-@pytest.mark.parametrize("percent", [0, -1, 100.1, float("nan")])
-def test_a_percentile_has_bounds(percent):
-    with pytest.raises(ValueError, match="percentile: got"):
-        percentile(array("d", [1.0]), percent)
-    with pytest.raises(ValueError, match="percentile: got"):
-        percentile(array("d"), 50)
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 10, 999, 1000, 2000, 7000, 100_000])
+def test_percentiles_are_of_the_nearest_rank(n):
+    v = np.random.default_rng(0).random(n)
+    d = Durations()
+    for value in v.tolist():
+        d.add(value)
+    got, ascending = d.summary(), np.sort(v)
+    for name, per_mille in (("p50_s", 500), ("p90_s", 900), ("p95_s", 950), ("p99_s", 990), ("p999_s", 999)):
+        assert getattr(got, name) == ascending[-(-n * per_mille // 1000) - 1], name
 
 
 def test_a_summary_is_exact():

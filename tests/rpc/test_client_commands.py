@@ -165,7 +165,7 @@ def test_nobody_there(command):
         (["forward", "--synthetic", "--tensors", "x"], "--synthetic: got files"),
         (["forward", "--digest", "--save", "x"], "--save: got --digest"),
         (["forward", "--hidden-states", "no.npy"], "no.npy: cannot be read"),
-        (["forward", "--tensors", "README.md"], "README.md: got"),
+        (["forward", "--tensors", "README.md"], "README.md: cannot be read as a .safetensors file"),
         (["forward", "--m", "-1"], ">= 0"),
         (["no-such-command"], "invalid choice"),
     ],
