@@ -35,8 +35,26 @@ def interpreted(script: str) -> Iterator[Callable[[str], Any]]:
         process.stdin.close()
 
 
+def _keep_masks() -> None:
+    """Triton's interpreter spreads a scalar comparison over a block as numbers of the type that was compared; from 3.9
+    on its own loads and stores refuse such a mask.  Compiled kernels do not know this."""
+    from triton.language import int1
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    spread = InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, kind: Any, value: Any) -> Any:
+        out = spread(self, kind, value)
+        if kind.scalar == int1:
+            out.data = out.data.astype(bool)
+        return out
+
+    InterpreterBuilder.create_splat = create_splat
+
+
 def answer_cases(cases: Mapping[str, Callable[[], object]]) -> None:
     """The script's side: for each name that comes, {"failed": the traceback, or ""}."""
+    _keep_masks()
     for line in sys.stdin:
         failed = ""
         try:
