@@ -23,10 +23,17 @@ from expertd_kernels.oracle import table
 from expertd_kernels.oracle.probe import packages_for, use_device
 from expertd_kernels.packed.cache import PackedCache
 from expertd_kernels.sources.source import ExpertSource
-from expertd_server.boot.layer import Site
+from expertd_server.boot.assignment import (
+    Assignment,
+    BootError,
+    assign_layers,
+    files_state,
+    open_source,
+    resolve_device,
+)
 from expertd_server.boot.layers import Booted, Stopped, boot_layers
 from expertd_server.boot.measuring import Tournaments, settled_threads
-from expertd_server.boot.plan import BootError, LayerPlan, files_state, open_source, plan_layers, resolve_device
+from expertd_server.boot.prepare import Workshop
 from expertd_server.boot.progress import Progress
 from expertd_server.config import Address, ServeConfig
 from expertd_server.engine.engine import Engine
@@ -44,9 +51,9 @@ CPU_KERNEL = ("cpu", "cpu_w4a8")
 """Backends whose threads are our own."""
 
 
-def message_bytes(max_tokens: int, plans: Sequence[LayerPlan]) -> int:
+def message_bytes(max_tokens: int, assignments: Sequence[Assignment]) -> int:
     """What a request of max_tokens tokens needs with everything in its widest dtype, headers included."""
-    widest = max(4 * p.info.hidden_size + 12 * p.info.top_k for p in plans)
+    widest = max(4 * p.info.hidden_size + 12 * p.info.top_k for p in assignments)
     return max_tokens * widest + (64 << 10)
 
 
@@ -61,14 +68,14 @@ async def serve(config: ServeConfig, console: Console) -> int:
     if config.threads:
         torch.set_num_threads(config.threads)
     files = files_state(config) if config.cache else ""
-    site = Site(source, torch_device, _cache(config), files, config.max_tokens, config.warm_routes)
-    with site.stage("plan"):
-        plans = plan_layers(config, source, device, packages_for(device, table.BACKENDS, config.cache))
-    oracle = Tournaments.of(config, torch_device, plans)
+    workshop = Workshop(source, torch_device, _cache(config), files, config.max_tokens, config.warm_routes)
+    with workshop.stage("plan"):
+        assignments = assign_layers(config, source, device, packages_for(device, table.BACKENDS, config.cache))
+    oracle = Tournaments.of(config, torch_device, assignments)
     if oracle is not None:
-        plans = [oracle.apply(p) for p in plans]
-    print_decisions(console, plans, pending=oracle is not None)
-    refused = next((p for p in plans if p.decision.chosen is None), None)
+        assignments = [oracle.apply(p) for p in assignments]
+    print_decisions(console, assignments, pending=oracle is not None)
+    refused = next((p for p in assignments if p.decision.chosen is None), None)
     if refused is not None:
         what = "no backend serves" if not refused.decision.pinned else f"--backend {config.backend} does not serve"
         raise BootError(
@@ -76,7 +83,7 @@ async def serve(config: ServeConfig, console: Console) -> int:
         )
     limits = Limits(
         config.max_tokens,
-        config.max_message_bytes or message_bytes(config.max_tokens, plans),
+        config.max_message_bytes or message_bytes(config.max_tokens, assignments),
         config.max_in_flight,
     )
     metrics = Metrics()
@@ -85,14 +92,16 @@ async def serve(config: ServeConfig, console: Console) -> int:
     try:
         address = await server.start(config.listen)
         _say(console, f"listening on {address}")
-        await asyncio.to_thread(_settle_threads, config, plans, console)
-        booted = await _load(plans, site, oracle, console, stop)
+        await asyncio.to_thread(_settle_threads, config, assignments, console)
+        booted = await _load(assignments, workshop, oracle, console, stop)
         if booted is None:
             _say(console, "stopped while loading")
             return 0
-        changed = [b.plan for b, p in zip(booted, plans, strict=True) if b.plan.decision != p.decision]
+        changed = [
+            b.assignment for b, p in zip(booted, assignments, strict=True) if b.assignment.decision != p.decision
+        ]
         print_decisions(console, changed)
-        metrics.booted(site.seconds, site.lookups)
+        metrics.booted(workshop.seconds, workshop.lookups)
         faults: list[str] = []
 
         def on_fault(why: str) -> None:
@@ -141,10 +150,10 @@ def _metrics_http(metrics: Metrics, where: Address | None, console: Console) -> 
     return http
 
 
-def _settle_threads(config: ServeConfig, plans: Sequence[LayerPlan], console: Console) -> None:
+def _settle_threads(config: ServeConfig, assignments: Sequence[Assignment], console: Console) -> None:
     """The number of threads of the CPU kernel, before it packs: what was asked for (or $EXPERTD_CPU_THREADS), else
     measured for the first layer that it serves, now or at an earlier start.  Nothing where it serves none."""
-    decisions = (p.decision for p in plans if p.decision.chosen is not None)
+    decisions = (p.decision for p in assignments if p.decision.chosen is not None)
     problem = next((d.problem for d in decisions if d.chosen is not None and d.chosen.name in CPU_KERNEL), None)
     if config.threads:
         native.use_threads(config.threads)
@@ -164,7 +173,11 @@ def _cache(config: ServeConfig) -> PackedCache | None:
 
 
 async def _load(
-    plans: Sequence[LayerPlan], site: Site, oracle: Tournaments | None, console: Console, stop: asyncio.Event
+    assignments: Sequence[Assignment],
+    workshop: Workshop,
+    oracle: Tournaments | None,
+    console: Console,
+    stop: asyncio.Event,
 ) -> list[Booted] | None:
     """Boot the layers on a thread, so that health checks are answered meanwhile.  None: `stop` came first."""
     loop = asyncio.get_running_loop()
@@ -181,9 +194,9 @@ async def _load(
     def run() -> None:
         value, error = None, None
         try:
-            use_device(site.device)
-            with Progress(console, len(plans), site) as progress:
-                value = boot_layers(plans, site, oracle=oracle, done=progress.done, stopped=stop.is_set)
+            use_device(workshop.device)
+            with Progress(console, len(assignments), workshop) as progress:
+                value = boot_layers(assignments, workshop, oracle=oracle, done=progress.done, stopped=stop.is_set)
         except BaseException as e:
             error = e
         loop.call_soon_threadsafe(finish, value, error)
@@ -204,7 +217,7 @@ def _engine(
     on_fault: Callable[[str], None],
 ) -> Engine:
     for b in booted:
-        p = b.plan.decision.problem
+        p = b.assignment.decision.problem
         metrics.backend(
             BackendFacts(
                 b.served.layer,
@@ -212,7 +225,7 @@ def _engine(
                 p.scheme_name,
                 p.activation_quant.value,
                 str(p.device),
-                b.plan.chosen_by,
+                b.assignment.chosen_by,
                 b.from_cache,
             )
         )

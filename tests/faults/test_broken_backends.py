@@ -18,10 +18,10 @@ from expertd_kernels.refused import Refused
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot import layers as server_boot
 from expertd_server.boot import measuring
-from expertd_server.boot.layer import Site
+from expertd_server.boot.assignment import BootError, assign_layers, open_source
 from expertd_server.boot.layers import boot_layers
 from expertd_server.boot.measuring import Tournaments
-from expertd_server.boot.plan import BootError, open_source, plan_layers
+from expertd_server.boot.prepare import Workshop
 from expertd_server.cli import main
 from expertd_server.config import ServeConfig
 from expertd_server.views.describe import describe_layer
@@ -87,9 +87,9 @@ def fragile(monkeypatch, tmp_path):
 
 def boot(config: ServeConfig):
     source, device = open_source(config), torch.device("cpu")
-    plans = plan_layers(config, source, CPU, {})
+    plans = assign_layers(config, source, CPU, {})
     oracle = Tournaments.of(config, device, plans)
-    return source, boot_layers(plans, Site(source, device), oracle=oracle)
+    return source, boot_layers(plans, Workshop(source, device), oracle=oracle)
 
 
 CRASHES = {
@@ -110,8 +110,8 @@ WRONG = {
 
 def assert_reference_serves(source, booted, says: str) -> None:
     for b in booted:
-        assert b.served.backend == b.plan.decision.require().name == "reference"
-        verdict = next(v for v in b.plan.decision.verdicts if v.backend == "fragile")
+        assert b.served.backend == b.assignment.decision.require().name == "reference"
+        verdict = next(v for v in b.assignment.decision.verdicts if v.backend == "fragile")
         assert len(verdict.refusals) == 1
         assert says in verdict.refusals[0]
         described = {v.backend: v for v in describe_layer(b).verdicts}
@@ -127,7 +127,7 @@ def test_in_the_platforms_order_a_crash_is_a_refusal_and_the_next_one_serves(fra
     source, booted = boot(ServeConfig(synthetic="tiny:int4_g128"))
     assert len(booted) == 2
     assert_reference_serves(source, booted, CRASHES[how])
-    assert {b.plan.chosen_by for b in booted} == {"order"}
+    assert {b.assignment.chosen_by for b in booted} == {"order"}
 
 
 @pytest.mark.parametrize("how", WRONG)
@@ -146,8 +146,8 @@ def test_measuring_refuses_whatever_is_broken_and_the_next_one_serves(fragile, h
     says = WRONG[how] if how in WRONG else CRASHES[how].split(": ", 1)[1]
     assert_reference_serves(source, booted, says)
     for b in booted:
-        assert b.plan.chosen_by == "measure"
-        verdicts = {v.backend: v for v in b.plan.decision.verdicts}
+        assert b.assignment.chosen_by == "measure"
+        verdicts = {v.backend: v for v in b.assignment.decision.verdicts}
         assert [m for m, _ in verdicts["reference"].times] == [1, 8]
         if how == "wrong":
             assert verdicts["fragile"].relative_error == pytest.approx(0.05, rel=0.05)
@@ -215,6 +215,6 @@ def test_one_that_breaks_after_it_won_gives_way_in_that_layer_alone(fragile, mon
     monkeypatch.setattr(measuring, "measure", measure)
     _, booted = boot(ServeConfig(synthetic="tiny:int4_g128", oracle="measure", max_tokens=8))
     assert [b.served.backend for b in booted] == ["fragile", "reference"]
-    first, second = (b.plan.decision for b in booted)
+    first, second = (b.assignment.decision for b in booted)
     assert first.verdicts[0].refusals == ()
     assert second.verdicts[0].refusals == ("when packing: RuntimeError: out of shared memory",)

@@ -26,9 +26,9 @@ from expertd_kernels.packed.cache import PackedCache, read_entry, write_packed
 from expertd_kernels.packed.file import map_entry
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot import measuring
-from expertd_server.boot.layer import Site
+from expertd_server.boot.assignment import assign_layers, files_state, open_source
 from expertd_server.boot.layers import Booted, boot_layers
-from expertd_server.boot.plan import files_state, open_source, plan_layers
+from expertd_server.boot.prepare import Workshop
 from expertd_server.cli import main
 from expertd_server.config import ServeConfig
 from expertd_server.views.describe import describe_layer
@@ -52,12 +52,12 @@ class Guarded:
         return self._source.load(layer, experts)
 
 
-def boot(folder: Path, **options) -> tuple[list[Booted], Site]:
+def boot(folder: Path, **options) -> tuple[list[Booted], Workshop]:
     config = ServeConfig(**({"synthetic": "tiny:int4_g128"} | options))
     source = Guarded(open_source(config))
-    plans = plan_layers(config, source, detect_device("cpu"), installed_packages(BACKENDS))
-    site = Site(source, CPU, PackedCache(folder), files_state(config))
-    return boot_layers(plans, site), site
+    plans = assign_layers(config, source, detect_device("cpu"), installed_packages(BACKENDS))
+    workshop = Workshop(source, CPU, PackedCache(folder), files_state(config))
+    return boot_layers(plans, workshop), workshop
 
 
 def answers(booted: list[Booted]) -> list[torch.Tensor]:
@@ -68,11 +68,11 @@ def answers(booted: list[Booted]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("backend", ["auto", "cpu_torch", "reference"])
 def test_the_second_boot_loads_nothing_and_answers_the_same(tmp_path, backend):
-    first, site = boot(tmp_path, backend=backend)
-    assert (site.source.loaded, dict(site.lookups)) == ([0, 1], {"miss": 2})
-    second, site = boot(tmp_path, backend=backend)
-    assert (site.source.loaded, dict(site.lookups)) == ([], {"hit": 2})
-    assert set(site.seconds) == {"map", "check", "warm_up"}
+    first, workshop = boot(tmp_path, backend=backend)
+    assert (workshop.source.loaded, dict(workshop.lookups)) == ([0, 1], {"miss": 2})
+    second, workshop = boot(tmp_path, backend=backend)
+    assert (workshop.source.loaded, dict(workshop.lookups)) == ([], {"hit": 2})
+    assert set(workshop.seconds) == {"map", "check", "warm_up"}
     for a, b, y, z in zip(first, second, answers(first), answers(second), strict=True):
         assert torch.equal(y, z)
         assert (a.from_cache, b.from_cache) == (False, True)
@@ -84,8 +84,8 @@ def test_a_part_of_the_experts_is_an_entry_of_its_own(tmp_path):
     boot(tmp_path, layers=None)
     from expertd_server.config import Shard
 
-    _, site = boot(tmp_path, shard=Shard.parse("1/2"))
-    assert dict(site.lookups) == {"miss": 2}
+    _, workshop = boot(tmp_path, shard=Shard.parse("1/2"))
+    assert dict(workshop.lookups) == {"miss": 2}
     for shard in (None, Shard.parse("1/2")):
         assert dict(boot(tmp_path, shard=shard)[1].lookups) == {"hit": 2}
 
@@ -113,8 +113,8 @@ def test_weights_that_change_in_place_under_an_unchanged_header_are_packed_again
     path.write_bytes(data)
     assert open_source(ServeConfig(checkpoint=checkpoint)).fingerprint == fingerprint
     with caplog.at_level(logging.WARNING):
-        after, site = boot(tmp_path / "cache", **options)
-    assert dict(site.lookups) == {"stale": 1}
+        after, workshop = boot(tmp_path / "cache", **options)
+    assert dict(workshop.lookups) == {"stale": 1}
     assert "made with other files; it is made again" in caplog.text
     assert not torch.equal(answers(before)[0], answers(after)[0])
     assert len(list((tmp_path / "cache").iterdir())) == 1
@@ -144,9 +144,9 @@ def test_a_damaged_entry_is_reported_and_made_again(tmp_path, how, caplog):
         else:
             write_packed(path, other.packed, facts, mine.proof)
     with caplog.at_level(logging.WARNING):
-        booted, site = boot(tmp_path)
-    assert dict(site.lookups) == {"hit": 1, "damaged": 1}
-    assert site.source.loaded == [1]
+        booted, workshop = boot(tmp_path)
+    assert dict(workshop.lookups) == {"hit": 1, "damaged": 1}
+    assert workshop.source.loaded == [1]
     assert "layer 1 on " in caplog.text
     assert "it is made again" in caplog.text
     if how == "another layer's weights":
@@ -173,8 +173,8 @@ def test_servers_that_start_together_end_with_one_file_and_one_copy(tmp_path, mo
         return load(self, layer, experts)
 
     monkeypatch.setattr(Guarded, "load", slowly)
-    mine, site = boot(tmp_path)
-    assert dict(site.lookups) == {"miss": 1, "hit": 1}
+    mine, workshop = boot(tmp_path)
+    assert dict(workshop.lookups) == {"miss": 1, "hit": 1}
     assert len(written) == len(set(written)) == 2
     assert [b.from_cache for b in mine] == [False, True]
     assert all(torch.equal(a, b) for a, b in zip(answers(mine), answers(others[1]), strict=True))
@@ -201,10 +201,10 @@ def test_a_cache_that_is_a_file_is_refused(tmp_path, capsys):
 
 def test_the_mapped_layer_is_right_by_the_reference(tmp_path):
     boot(tmp_path)
-    booted, site = boot(tmp_path)
+    booted, workshop = boot(tmp_path)
     for b in booted:
         x, ids, w = random_inputs(16, 256, 8, 2, seed=3)
-        weights = site.source.load(b.served.layer)
+        weights = workshop.source.load(b.served.layer)
         assert relative_error(b.served.experts(x, ids, w), reference(weights, x, ids, w)) < 1e-2
 
 
@@ -213,7 +213,7 @@ def test_a_device_with_other_instructions_has_an_entry_of_its_own(tmp_path):
     source = open_source(config)
     paths = set()
     for device in (Device("cpu", "x86_64"), Device("cpu", "x86_64", features=frozenset({"avx2"}))):
-        plan = plan_layers(config, source, device, {})[0]
+        plan = assign_layers(config, source, device, {})[0]
         row = plan.decision.require()
         kept = PackedCache(tmp_path)
         paths.add(kept.path(kept.facts(source.fingerprint, 0, plan.held, row, plan.decision.problem)))
@@ -275,7 +275,7 @@ def test_two_servers_compute_from_one_copy_of_the_weights(tmp_path):
 
 
 def test_the_number_of_threads_is_measured_once(tmp_path, monkeypatch):
-    problem = plan_layers(
+    problem = assign_layers(
         ServeConfig(synthetic="tiny:int4_g128"), open_source(ServeConfig(synthetic="tiny:int4_g128")), CPU_DEVICE, {}
     )[0].decision.problem
     measured, said = [], []

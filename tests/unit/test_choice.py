@@ -19,11 +19,11 @@ from expertd_kernels.oracle.probe import assumed_packages, detect_device, instal
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot import measuring
-from expertd_server.boot.choice import Choice, Unfit
-from expertd_server.boot.layer import Site
+from expertd_server.boot.assignment import BootError, assign_layers, open_source
+from expertd_server.boot.choice import BackendRejectedError, Choice
 from expertd_server.boot.layers import boot_layers
 from expertd_server.boot.measuring import Tournaments, affordable_copies
-from expertd_server.boot.plan import BootError, open_source, plan_layers
+from expertd_server.boot.prepare import Workshop
 from expertd_server.config import ServeConfig
 from expertd_server.views.describe import describe_layer
 
@@ -73,7 +73,7 @@ def test_whatever_fails_nothing_refused_is_planned_and_no_refusal_is_lost(given_
         for v in choice.decision.verdicts:
             assert v.eligible == (v.backend not in refused)
         name = data.draw(st.sampled_from([row.name for _, row in plan]))
-        choice.refuse(name, Unfit("packing", "it broke"))
+        choice.refuse(name, BackendRejectedError("packing", "it broke"))
         refused.add(name)
         assert next(v for v in choice.decision.verdicts if v.backend == name).refusals == ("when packing: it broke",)
 
@@ -108,7 +108,7 @@ def test_a_pin_is_the_tournaments_answer_for_that_backend(given_, data):
     assert Choice(0, pinned).plan() == Choice(0, d, alone).plan() == [(None, ROWS[name])]
     for wrong in (True, False):
         with pytest.raises(BootError, match=name):
-            Choice(0, pinned).refuse(name, Unfit("packing", "it broke", wrong))
+            Choice(0, pinned).refuse(name, BackendRejectedError("packing", "it broke", wrong))
 
 
 CPU_ROWS = [b.name for b in BACKENDS if b.name in ("cpu", "cpu_torch", "reference")]
@@ -117,8 +117,8 @@ CPU_ROWS = [b.name for b in BACKENDS if b.name in ("cpu", "cpu_torch", "referenc
 def boot(tmp_path, **options):
     config = ServeConfig(**({"synthetic": "tiny:int4_g32", "max_tokens": 8, "cache": tmp_path} | options))
     source, device = open_source(config), torch.device("cpu")
-    plans = plan_layers(config, source, detect_device("cpu"), installed_packages(BACKENDS))
-    return boot_layers(plans, Site(source, device), oracle=Tournaments.of(config, device, plans))
+    plans = assign_layers(config, source, detect_device("cpu"), installed_packages(BACKENDS))
+    return boot_layers(plans, Workshop(source, device), oracle=Tournaments.of(config, device, plans))
 
 
 @pytest.mark.parametrize("name", CPU_ROWS)
@@ -137,9 +137,9 @@ def test_pinned_and_measured_give_the_same_bits(tmp_path, name, monkeypatch):
     free = boot(tmp_path, oracle="measure")
     for a, b in zip(pinned, free, strict=True):
         assert a.served.backend == b.served.backend == name
-        assert (a.plan.chosen_by, b.plan.chosen_by) == ("pin", "measure")
+        assert (a.assignment.chosen_by, b.assignment.chosen_by) == ("pin", "measure")
         assert a.error == b.error
-        verdict = {v.backend: v for v in b.plan.decision.verdicts}[name]
+        verdict = {v.backend: v for v in b.assignment.decision.verdicts}[name]
         assert verdict.relative_error == pytest.approx(a.error, rel=0.2)
         for tokens in (1, 7):
             x, ids, w = random_inputs(tokens, 256, 8, 2)
@@ -173,7 +173,7 @@ def test_two_copies_share_the_work_and_say_so(tmp_path, monkeypatch):
 
 def test_a_second_copy_that_does_not_fit_is_not_kept(monkeypatch, caplog):
     config = ServeConfig(synthetic="qwen3-30b-a3b:int4_g128", oracle="measure", copies=2)
-    plans = plan_layers(config, open_source(config), detect_device("cpu"), {})
+    plans = assign_layers(config, open_source(config), detect_device("cpu"), {})
     need = 2 * sum(p.decision.problem.weight_bytes for p in plans)
     for free, copies in ((need * 2, 2), (need, 1), (0, 1)):
         monkeypatch.setattr(measuring, "_free_bytes", lambda device, free=free: free)
@@ -194,5 +194,5 @@ def test_one_tournament_a_problem_and_none_for_pins(tmp_path, monkeypatch):
     boot(tmp_path, oracle="measure")
     assert len(asked) == 1, "remembered in the cache's folder"
     for b in boot(tmp_path, oracle="measure", backend="reference", cache=tmp_path / "other"):
-        assert b.plan.chosen_by == "pin"
+        assert b.assignment.chosen_by == "pin"
     assert len(asked) == 1

@@ -184,7 +184,7 @@ def test_a_package_that_is_installed_and_broken_is_told_as_a_server_would(capsys
 
     from expertd_kernels import Device
     from expertd_kernels.oracle import probe
-    from expertd_server.boot import plan
+    from expertd_server.boot import assignment
 
     real = importlib.metadata.version
     monkeypatch.setattr(
@@ -192,7 +192,7 @@ def test_a_package_that_is_installed_and_broken_is_told_as_a_server_would(capsys
     )
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     here = Device("cuda", "sm90", (9, 0)), torch.device("cpu")
-    monkeypatch.setattr(plan, "resolve_device", lambda name: here)
+    monkeypatch.setattr(assignment, "resolve_device", lambda name: here)
 
     def refusals(*more):
         assert main(["explain", "--synthetic", "tiny:bf16", "--json", *more]) == 0

@@ -5,9 +5,9 @@ import torch
 from expertd_kernels import Device, Problem, Scheme
 from expertd_kernels.oracle.decision import decide
 from expertd_kernels.sizes import planned
-from expertd_server.boot import layer as module
-from expertd_server.boot.layer import Site, warm_up
-from expertd_server.boot.plan import LayerPlan
+from expertd_server.boot import prepare as module
+from expertd_server.boot.assignment import Assignment
+from expertd_server.boot.prepare import Workshop, warm_up
 from expertd_server.engine.graphs import padded
 
 INT4 = Scheme.parse("int4_g32")
@@ -33,8 +33,8 @@ def warmed(monkeypatch, max_tokens: int, routes=(), **problem) -> Records:
     monkeypatch.setattr(module, "_WARM_UP_CPU", tuple(module._sizes(max_tokens)))
     warm_up(
         experts,
-        LayerPlan(None, (0, 1, 2), decide(p)),
-        Site(None, torch.device("cpu"), max_tokens=max_tokens, routes=routes),
+        Assignment(None, (0, 1, 2), decide(p)),
+        Workshop(None, torch.device("cpu"), max_tokens=max_tokens, routes=routes),
     )
     return experts
 

@@ -14,14 +14,14 @@ from dataclasses import replace
 from expertd_kernels.measure.tournament import Result, choose, with_results
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.decision import Backend, Decision, NoBackendError
-from expertd_server.boot.plan import BootError
+from expertd_server.boot.assignment import BootError
 
-__all__ = ["Choice", "Unfit"]
+__all__ = ["BackendRejectedError", "Choice"]
 
 log = logging.getLogger(__name__)
 
 
-class Unfit(Exception):  # noqa: N818 - a verdict that making a layer ends with
+class BackendRejectedError(Exception):
     """A backend does not serve the layer; the text is the refusal.  stage: "packing", "the first call", ...; wrong: it
     computed, and its answer is wrong."""
 
@@ -52,24 +52,26 @@ class Choice:
             return [(None, chosen)]
         return [(most, _row(name)) for most, name in choose(self._results, self._copies)]
 
-    def refuse(self, backend: str, unfit: Unfit) -> None:
+    def refuse(self, backend: str, rejected: BackendRejectedError) -> None:
         """`backend` does not serve: its refusal stands in the table, the next one is chosen.  Raises BootError where
         that is not the oracle's to decide."""
         where = f"layer {self._layer}"
-        if unfit.wrong and (self.decision.pinned or self._results is None):
+        if rejected.wrong and (self.decision.pinned or self._results is None):
             raise BootError(
-                f"{where}: self-check of backend {backend} against the float32 reference: {unfit.why}; choose"
+                f"{where}: self-check of backend {backend} against the float32 reference: {rejected.why}; choose"
                 " another --backend, and report this"
-            ) from unfit
+            ) from rejected
         if self.decision.pinned:
-            raise BootError(f"{where}: the pinned backend {backend} cannot take the weights: {unfit.why}") from unfit
-        log.warning("%s: backend %s does not serve: %s; the next one is tried", where, backend, unfit)
+            raise BootError(
+                f"{where}: the pinned backend {backend} cannot take the weights: {rejected.why}"
+            ) from rejected
+        log.warning("%s: backend %s does not serve: %s; the next one is tried", where, backend, rejected)
         if self._results is not None:
-            self._results = [replace(r, refusal=str(unfit)) if r.backend == backend else r for r in self._results]
+            self._results = [replace(r, refusal=str(rejected)) if r.backend == backend else r for r in self._results]
             self._decide()
             return
         verdicts = tuple(
-            replace(v, refusals=(*v.refusals, str(unfit))) if v.backend == backend else v
+            replace(v, refusals=(*v.refusals, str(rejected))) if v.backend == backend else v
             for v in self.decision.verdicts
         )
         eligible = [v.backend for v in verdicts if v.eligible]

@@ -1,4 +1,4 @@
-"""The composition root of loading: from plans to layers that are ready to compute.
+"""The composition root of loading: from assignments to layers that are ready to compute.
 
     plan -> (cache or load and pack) -> self-check -> warm-up, layer by layer
 
@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from expertd_kernels.measure.tournament import BucketedExperts
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.protocol import Experts
-from expertd_server.boot.choice import Choice, Unfit
-from expertd_server.boot.layer import Canonical, Made, Site, make, warm_up
+from expertd_server.boot.assignment import Assignment, BootError
+from expertd_server.boot.choice import BackendRejectedError, Choice
 from expertd_server.boot.measuring import Tournaments
-from expertd_server.boot.plan import BootError, LayerPlan
+from expertd_server.boot.prepare import LayerWeights, Prepared, Workshop, prepare, warm_up
 from expertd_server.engine.batch import ServedLayer
 
 __all__ = ["Booted", "Stopped", "boot_layer", "boot_layers"]
@@ -37,7 +37,7 @@ class Booted:
     from_cache        whether all of its packed weights were found on disk
     """
 
-    plan: LayerPlan
+    assignment: Assignment
     served: ServedLayer
     error: float
     tolerance: float
@@ -46,64 +46,66 @@ class Booted:
     from_cache: bool
 
 
-def boot_layer(plan: LayerPlan, site: Site, oracle: Tournaments | None = None) -> Booted:
+def boot_layer(assignment: Assignment, workshop: Workshop, oracle: Tournaments | None = None) -> Booted:
     """One layer.  The canonical weights, if they were loaded at all, are gone when it returns, so the peak of memory is
     the packed layers and one canonical one.  Raises BootError."""
     start = time.perf_counter()
-    canonical = Canonical(plan, site)
-    choice = Choice(plan.info.layer, plan.decision)
-    if oracle is not None and not plan.decision.pinned:
-        results = oracle.known(plan.decision)
+    canonical = LayerWeights(assignment, workshop)
+    choice = Choice(assignment.info.layer, assignment.decision)
+    if oracle is not None and not assignment.decision.pinned:
+        results = oracle.known(assignment.decision)
         if results is None:
             weights = canonical.weights()
-            with site.stage("measure"):
-                results = oracle.results(plan.decision, lambda: weights)
-        choice = Choice(plan.info.layer, plan.decision, results, oracle.copies)
-    parts = _make(choice, plan, canonical, site)
-    plan = replace(plan, decision=choice.decision)
-    served = _served(plan, parts)
-    made = [m for _, m in parts]
+            with workshop.stage("measure"):
+                results = oracle.results(assignment.decision, lambda: weights)
+        choice = Choice(assignment.info.layer, assignment.decision, results, oracle.copies)
+    parts = _prepared(choice, assignment, canonical, workshop)
+    assignment = replace(assignment, decision=choice.decision)
+    served = _served(assignment, parts)
+    prepared = [m for _, m in parts]
     return Booted(
-        plan,
+        assignment,
         served,
-        max(m.check.relative_error for m in made),
-        made[0].check.tolerance,
+        max(m.check.relative_error for m in prepared),
+        prepared[0].check.tolerance,
         time.perf_counter() - start,
-        {m.row.name: m.check.relative_error for m in made},
-        all(m.from_cache for m in made),
+        {m.row.name: m.check.relative_error for m in prepared},
+        all(m.from_cache for m in prepared),
     )
 
 
-def _make(choice: Choice, plan: LayerPlan, canonical: Canonical, site: Site) -> list[tuple[int | None, Made]]:
+def _prepared(
+    choice: Choice, assignment: Assignment, canonical: LayerWeights, workshop: Workshop
+) -> list[tuple[int | None, Prepared]]:
     """[(tokens up to, what serves them)], of backends that passed.  Raises BootError when the choice is exhausted."""
-    made: dict[str, Made] = {}
+    prepared: dict[str, Prepared] = {}
     while True:
         wanted = choice.plan()
-        row = next((b for _, b in wanted if b.name not in made), None)
+        row = next((b for _, b in wanted if b.name not in prepared), None)
         if row is None:
-            return [(most, made[b.name]) for most, b in wanted]
+            return [(most, prepared[b.name]) for most, b in wanted]
         try:
-            found = make(row, plan, canonical, site)
-            warm_up(found.experts, plan, site)
-            made[row.name] = found
-        except Unfit as e:
-            if fault := device_fault(site.device):
+            found = prepare(row, assignment, canonical, workshop)
+            warm_up(found.experts, assignment, workshop)
+            prepared[row.name] = found
+        except BackendRejectedError as e:
+            if fault := device_fault(workshop.device):
                 raise BootError(
-                    f"layer {plan.info.layer}: the device is lost to this process: {fault}, {e}; choose another"
+                    f"layer {assignment.info.layer}: the device is lost to this process: {fault}, {e}; choose another"
                     f" --backend than {row.name}, and report this"
                 ) from e
             choice.refuse(row.name, e)
 
 
-def _served(plan: LayerPlan, parts: Sequence[tuple[int | None, Made]]) -> ServedLayer:
-    info = plan.info
+def _served(assignment: Assignment, parts: Sequence[tuple[int | None, Prepared]]) -> ServedLayer:
+    info = assignment.info
     experts: Experts = parts[0][1].experts
     if len(parts) > 1:
         experts = BucketedExperts([(most, m.experts) for most, m in parts])
     return ServedLayer(
         layer=info.layer,
         num_experts=info.num_experts,
-        held=plan.held,
+        held=assignment.held,
         top_k=info.top_k,
         hidden_size=info.hidden_size,
         intermediate_size=info.intermediate_size,
@@ -115,8 +117,8 @@ def _served(plan: LayerPlan, parts: Sequence[tuple[int | None, Made]]) -> Served
 
 
 def boot_layers(
-    plans: Sequence[LayerPlan],
-    site: Site,
+    assignments: Sequence[Assignment],
+    workshop: Workshop,
     *,
     oracle: Tournaments | None = None,
     done: Callable[[Booted], None] = lambda b: None,
@@ -124,9 +126,9 @@ def boot_layers(
 ) -> list[Booted]:
     """Boot the layers one after another; done() after each.  Raises BootError, or Stopped once stopped() says so."""
     out = []
-    for plan in plans:
+    for assignment in assignments:
         if stopped():
             raise Stopped
-        out.append(boot_layer(plan, site, oracle))
+        out.append(boot_layer(assignment, workshop, oracle))
         done(out[-1])
     return out

@@ -27,8 +27,8 @@ from expertd_kernels.oracle.probe import cpu_name
 from expertd_kernels.packed.cache import code_digest
 from expertd_kernels.problem import Problem
 from expertd_kernels.weights.canonical import Weights
-from expertd_server.boot.layer import Canonical, Site
-from expertd_server.boot.plan import BootError, LayerPlan
+from expertd_server.boot.assignment import Assignment, BootError
+from expertd_server.boot.prepare import LayerWeights, Workshop
 from expertd_server.config import ServeConfig
 
 __all__ = ["Tournaments", "affordable_copies", "results_text", "settled_threads", "user_folder"]
@@ -54,11 +54,11 @@ class Tournaments:
         self._held: dict[Path, list[Result]] = {}
 
     @classmethod
-    def of(cls, config: ServeConfig, device: torch.device, plans: Sequence[LayerPlan]) -> Tournaments | None:
+    def of(cls, config: ServeConfig, device: torch.device, assignments: Sequence[Assignment]) -> Tournaments | None:
         """As the configuration asks; None where the platform's order decides."""
         if config.oracle != "measure":
             return None
-        copies = affordable_copies(config.copies, plans, device)
+        copies = affordable_copies(config.copies, assignments, device)
         # A batch is never larger than max_tokens.
         grid = tuple(m for m in GRID if m <= config.max_tokens)
         return cls(config.cache or user_folder(), device, grid, copies)
@@ -92,17 +92,21 @@ class Tournaments:
             log.warning("the measurement cannot be kept in %s: %s", path, e)
         return found
 
-    def apply(self, plan: LayerPlan) -> LayerPlan:
+    def apply(self, assignment: Assignment) -> Assignment:
         """The plan with what is known already."""
-        found = self.known(plan.decision)
-        return plan if found is None else replace(plan, decision=with_results(plan.decision, found, table.BACKENDS))
+        found = self.known(assignment.decision)
+        return (
+            assignment
+            if found is None
+            else replace(assignment, decision=with_results(assignment.decision, found, table.BACKENDS))
+        )
 
-    def run(self, plans: Sequence[LayerPlan], site: Site) -> list[LayerPlan]:
-        """The plans with everything measured: loads one layer for each distinct problem that is not known."""
+    def run(self, assignments: Sequence[Assignment], workshop: Workshop) -> list[Assignment]:
+        """The assignments with everything measured: loads one layer for each distinct problem that is not known."""
         out = []
-        for plan in plans:
-            self.results(plan.decision, Canonical(plan, site).weights)
-            out.append(self.apply(plan))
+        for assignment in assignments:
+            self.results(assignment.decision, LayerWeights(assignment, workshop).weights)
+            out.append(self.apply(assignment))
         return out
 
     def _path(self, decision: Decision) -> Path:
@@ -153,11 +157,11 @@ def results_text(results: Sequence[Result]) -> str:
     return "; ".join(parts) or "nothing took part"
 
 
-def affordable_copies(wanted: int, plans: Sequence[LayerPlan], device: torch.device) -> int:
+def affordable_copies(wanted: int, assignments: Sequence[Assignment], device: torch.device) -> int:
     """`wanted`, or 1 where that many copies of all layers would not fit into _SHARE of the free memory."""
     if wanted == 1:
         return 1
-    need, free = wanted * sum(p.decision.problem.weight_bytes for p in plans), _free_bytes(device)
+    need, free = wanted * sum(p.decision.problem.weight_bytes for p in assignments), _free_bytes(device)
     if need <= _SHARE * free:
         return wanted
     log.warning(

@@ -8,18 +8,18 @@ from types import TracebackType
 from rich import progress as rich_progress
 from rich.console import Console
 
-from expertd_server.boot.layer import Site
 from expertd_server.boot.layers import Booted
+from expertd_server.boot.prepare import Workshop
 
 __all__ = ["Progress"]
 
 
 class Progress:
-    """with Progress(console, layers, site) as p: ... p.done(booted) after each layer; site: whose stages are summed up
-    at the end."""
+    """with Progress(console, layers, workshop) as p: ... p.done(booted) after each layer; workshop: its stages are
+    summed up at the end."""
 
-    def __init__(self, console: Console, layers: int, site: Site) -> None:
-        self._console, self._layers, self._count, self._site = console, layers, 0, site
+    def __init__(self, console: Console, layers: int, workshop: Workshop) -> None:
+        self._console, self._layers, self._count, self._workshop = console, layers, 0, workshop
         self._bar: rich_progress.Progress | None = None
         if console.is_terminal:
             self._bar = rich_progress.Progress(
@@ -54,10 +54,10 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
         if kind is None:
-            stages = ", ".join(f"{name.replace('_', '-')} {s:.2f}" for name, s in self._site.seconds.items())
+            stages = ", ".join(f"{name.replace('_', '-')} {s:.2f}" for name, s in self._workshop.seconds.items())
             self._line(f"loaded {self._count} layers in {time.perf_counter() - self._start:.2f} s ({stages})")
-            if self._site.lookups:
-                found = ", ".join(f"{n} {outcome}" for outcome, n in sorted(self._site.lookups.items()))
+            if self._workshop.lookups:
+                found = ", ".join(f"{n} {outcome}" for outcome, n in sorted(self._workshop.lookups.items()))
                 self._line(f"cache: {found}")
 
     def _line(self, text: str) -> None:

@@ -27,7 +27,7 @@ from expertd_kernels.refused import Refused
 from expertd_kernels.sources.source import ExpertSource
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE, relative_error, tolerance
 from expertd_kernels.weights.scheme import ActivationQuant
-from expertd_server.boot.plan import LayerPlan
+from expertd_server.boot.assignment import Assignment
 
 __all__ = ["Case", "CaseResult", "LayerResult", "read_cases", "verify_layers"]
 
@@ -118,7 +118,7 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def verify_layers(
-    plans: Sequence[LayerPlan],
+    assignments: Sequence[Assignment],
     source: ExpertSource,
     device: torch.device,
     cases: Sequence[Case],
@@ -129,9 +129,11 @@ def verify_layers(
     """Every layer, one in memory at a time; a layer that fails does not stop the others."""
     layers: list[LayerResult] = []
     results: list[CaseResult] = []
-    for plan in plans:
-        mine = [c for c in cases if c.layer == plan.info.layer and len(plan.held) == plan.info.num_experts]
-        found, compared = _verify_layer(plan, source, device, mine, reference_experts)
+    for assignment in assignments:
+        mine = [
+            c for c in cases if c.layer == assignment.info.layer and len(assignment.held) == assignment.info.num_experts
+        ]
+        found, compared = _verify_layer(assignment, source, device, mine, reference_experts)
         layers.append(found)
         results += compared
         done(found)
@@ -139,32 +141,36 @@ def verify_layers(
 
 
 def _verify_layer(
-    plan: LayerPlan, source: ExpertSource, device: torch.device, cases: Sequence[Case], reference_experts: int | None
+    assignment: Assignment,
+    source: ExpertSource,
+    device: torch.device,
+    cases: Sequence[Case],
+    reference_experts: int | None,
 ) -> tuple[LayerResult, list[CaseResult]]:
     start, before = time.perf_counter(), _bytes_read(source)
-    problem = plan.decision.problem
-    backend = None if plan.decision.chosen is None else plan.decision.chosen.name
+    problem = assignment.decision.problem
+    backend = None if assignment.decision.chosen is None else assignment.decision.chosen.name
     error, compared, fault = float("inf"), 0, ""
     limit = tolerance(problem.compute_dtype, problem.activation_quant)
     results: list[CaseResult] = []
     try:
-        plan.decision.require()
-        every = len(plan.held) == plan.info.num_experts
-        weights = source.load(plan.info.layer, None if every else plan.held).to(device)
-        experts = build(plan.decision, weights)
+        assignment.decision.require()
+        every = len(assignment.held) == assignment.info.num_experts
+        weights = source.load(assignment.info.layer, None if every else assignment.held).to(device)
+        experts = build(assignment.decision, weights)
         check = self_check(experts, weights, problem, reference_experts=reference_experts, device=device)
         error, compared, fault = check.relative_error, check.experts_compared, check.fault
         results = [_compare(c, experts, problem, device) for c in cases]
     except (NoBackendError, Refused, ImportError, ValueError, OSError, RuntimeError) as e:
         fault = str(e) if isinstance(e, (NoBackendError, ValueError)) else f"{type(e).__name__}: {e}"
     found = LayerResult(
-        plan.info.layer,
+        assignment.info.layer,
         problem.scheme_name,
         backend,
         error,
         limit,
         compared,
-        len(plan.held),
+        len(assignment.held),
         time.perf_counter() - start,
         _bytes_read(source) - before,
         fault,

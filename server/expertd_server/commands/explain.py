@@ -11,7 +11,7 @@ from expertd_server.config import ConfigError, ServeConfig, add_flags, resolve
 
 if TYPE_CHECKING:
     from expertd_kernels.sources.source import ExpertSource
-    from expertd_server.boot.plan import LayerPlan
+    from expertd_server.boot.assignment import Assignment
 
 __all__ = ["add_parser", "run"]
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from expertd_kernels.oracle.probe import assumed_packages, installed_packages, packages_for
     from expertd_kernels.oracle.table import BACKENDS
     from expertd_kernels.problem import NAMED_DEVICES
-    from expertd_server.boot.plan import BootError, open_source, plan_layers, resolve_device
+    from expertd_server.boot.assignment import BootError, assign_layers, open_source, resolve_device
     from expertd_server.views.render import decisions_json, print_decisions
 
     try:
@@ -66,39 +66,39 @@ def run(args: argparse.Namespace) -> int:
         else:
             packages = installed_packages(BACKENDS) if named else packages_for(device, BACKENDS, config.cache)
         source = open_source(config)
-        plans = plan_layers(config, source, device, packages)
+        assignments = assign_layers(config, source, device, packages)
         if config.oracle == "measure":
             if named or assumed:
                 print(f"expertd explain: nothing is measured: {_NOT_HERE}", file=sys.stderr)
             else:
-                plans = _measured(config, source, plans)
+                assignments = _measured(config, source, assignments)
     except (ConfigError, BootError) as e:
         print(f"expertd explain: {e}", file=sys.stderr)
         return 2 if isinstance(e, ConfigError) else 1
     if args.json:
-        print(json.dumps(decisions_json(plans), indent=2))
+        print(json.dumps(decisions_json(assignments), indent=2))
     else:
-        print_decisions(Console(width=None if sys.stdout.isatty() else 120), plans)
+        print_decisions(Console(width=None if sys.stdout.isatty() else 120), assignments)
     return 0
 
 
-def _measured(config: ServeConfig, source: ExpertSource, plans: list[LayerPlan]) -> list[LayerPlan]:
-    """The plans with the tournament's results."""
+def _measured(config: ServeConfig, source: ExpertSource, assignments: list[Assignment]) -> list[Assignment]:
+    """The assignments with the tournament's results."""
     import torch
 
-    from expertd_server.boot.layer import Site
+    from expertd_server.boot.assignment import resolve_device
     from expertd_server.boot.measuring import Tournaments
-    from expertd_server.boot.plan import resolve_device
+    from expertd_server.boot.prepare import Workshop
 
     if config.threads:
         torch.set_num_threads(config.threads)
     device = resolve_device(config.device)[1]
-    oracle = Tournaments.of(config, device, plans)
-    return plans if oracle is None else oracle.run(plans, Site(source, device))
+    oracle = Tournaments.of(config, device, assignments)
+    return assignments if oracle is None else oracle.run(assignments, Workshop(source, device))
 
 
 def _present(resolve_device: Any, name: str, named: list[str]) -> Any:
-    from expertd_server.boot.plan import BootError
+    from expertd_server.boot.assignment import BootError
 
     try:
         return resolve_device(name)[0]

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from expertd.hostmem import tune_allocator
-    from expertd_server.boot.plan import BootError
+    from expertd_server.boot.assignment import BootError
     from expertd_server.life import serve
 
     tune_allocator()

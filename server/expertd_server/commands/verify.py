@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     from expertd_kernels.oracle.probe import packages_for
     from expertd_kernels.oracle.table import BACKENDS
-    from expertd_server.boot.plan import BootError, open_source, plan_layers, resolve_device
+    from expertd_server.boot.assignment import BootError, assign_layers, open_source, resolve_device
     from expertd_server.boot.verification import read_cases, verify_layers
 
     if config.threads:
@@ -65,15 +65,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         device, where = resolve_device(config.device)
         source = open_source(config)
-        plans = plan_layers(config, source, device, packages_for(device, BACKENDS, config.cache))
+        assignments = assign_layers(config, source, device, packages_for(device, BACKENDS, config.cache))
         given = config.checkpoint is not None and config.quantize is None  # answers are those of the stored weights
         cases = read_cases(config.checkpoint / "expected.safetensors") if config.checkpoint and given else []
     except (BootError, ValueError) as e:
         print(f"expertd verify: {e}", file=sys.stderr)
         return 1
-    report = _Report(args.json, len(plans))
+    report = _Report(args.json, len(assignments))
     layers, compared = verify_layers(
-        plans, source, where, cases, reference_experts=args.reference_experts, done=report.done
+        assignments, source, where, cases, reference_experts=args.reference_experts, done=report.done
     )
     if args.json:
         print(json.dumps(_as_json(layers, compared), indent=2))

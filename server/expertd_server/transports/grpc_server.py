@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_server.boot.plan import BootError
+from expertd_server.boot.assignment import BootError
 from expertd_server.config import Address
 from expertd_server.engine.engine import Engine
 from expertd_server.service.intake import Intake

@@ -15,7 +15,7 @@ __all__ = ["describe_layer", "describe_server"]
 
 def describe_layer(b: Booted) -> pb.Layer:
     """relative errors of the self-check stand in the verdicts of the backends that serve."""
-    served, info, decision = b.served, b.plan.info, b.plan.decision
+    served, info, decision = b.served, b.assignment.info, b.assignment.decision
     return pb.Layer(
         layer=served.layer,
         num_experts=served.num_experts,
@@ -38,7 +38,7 @@ def describe_layer(b: Booted) -> pb.Layer:
             )
             for v in decision.verdicts
         ],
-        chosen_by=b.plan.chosen_by,
+        chosen_by=b.assignment.chosen_by,
         plan=[pb.PlanEntry(max_tokens=most or 0, backend=name) for most, name in served.plan],
         from_cache=b.from_cache,
     )

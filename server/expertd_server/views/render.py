@@ -12,12 +12,12 @@ from rich.text import Text
 
 from expertd.ranges import format_ranges
 from expertd_kernels.oracle.decision import Decision, Verdict
-from expertd_server.boot.plan import LayerPlan
+from expertd_server.boot.assignment import Assignment
 
 __all__ = ["decisions_json", "print_decisions"]
 
 
-def decisions_json(plans: Sequence[LayerPlan]) -> dict[str, Any]:
+def decisions_json(assignments: Sequence[Assignment]) -> dict[str, Any]:
     """{"layers": [{"layer", "scheme", "chosen", "verdicts": [{"backend", "eligible", "refusals", "microseconds",
     "relative_error"}], ...}]}; microseconds by token count, empty where nothing was measured."""
     return {
@@ -40,7 +40,7 @@ def decisions_json(plans: Sequence[LayerPlan]) -> dict[str, Any]:
                 "top_k": p.info.top_k,
                 "notes": list(p.info.notes),
             }
-            for p in plans
+            for p in assignments
         ]
     }
 
@@ -56,11 +56,11 @@ def _verdict_json(v: Verdict) -> Mapping[str, Any]:
     }
 
 
-def print_decisions(console: Console, plans: Sequence[LayerPlan], pending: bool = False) -> None:
+def print_decisions(console: Console, assignments: Sequence[Assignment], pending: bool = False) -> None:
     """One table for each group of layers that pose the same problem and got the same answer.  pending: what is eligible
     and neither pinned nor measured will be measured."""
-    groups: dict[tuple[Any, ...], list[LayerPlan]] = {}
-    for p in plans:
+    groups: dict[tuple[Any, ...], list[Assignment]] = {}
+    for p in assignments:
         d = p.decision
         name = None if d.chosen is None else d.chosen.name
         key = (d.problem.schemes, d.problem.num_experts, d.problem.activation, name, d.verdicts, p.info.notes)
@@ -69,12 +69,12 @@ def print_decisions(console: Console, plans: Sequence[LayerPlan], pending: bool 
         _print_group(console, members, pending)
 
 
-def _print_group(console: Console, plans: Sequence[LayerPlan], pending: bool) -> None:
-    first, d = plans[0], plans[0].decision
+def _print_group(console: Console, assignments: Sequence[Assignment], pending: bool) -> None:
+    first, d = assignments[0], assignments[0].decision
     p = d.problem
-    layers = format_ranges(x.info.layer for x in plans)
+    layers = format_ranges(x.info.layer for x in assignments)
     console.print(
-        f"layer{'s' if len(plans) > 1 else ''} {layers}: {p.scheme_name},"
+        f"layer{'s' if len(assignments) > 1 else ''} {layers}: {p.scheme_name},"
         f" {p.num_experts} of {first.info.num_experts} experts,"
         f" H {p.hidden_size}, I {p.intermediate_size}, top-{p.top_k}, {p.activation.name}, compute {p.compute_dtype},"
         f" on {p.device}: {p.weight_bytes / 2**20:,.1f} MiB a layer",
@@ -87,8 +87,8 @@ def _print_group(console: Console, plans: Sequence[LayerPlan], pending: bool) ->
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(plan: LayerPlan, pending: bool) -> Table:
-    d = plan.decision
+def _table(assignment: Assignment, pending: bool) -> Table:
+    d = assignment.decision
     tokens = max(([m for m, _ in v.times] for v in d.verdicts), key=len, default=[])
     errors = any(v.relative_error is not None for v in d.verdicts)
     table = Table(show_edge=False, pad_edge=False)
@@ -120,7 +120,7 @@ def _verdict(d: Decision, backend: str, refusals: Sequence[str], pending: bool) 
     return Text("eligible")
 
 
-def _notes(p: LayerPlan) -> list[str]:
+def _notes(p: Assignment) -> list[str]:
     notes = list(p.info.notes)
     wants, does = p.info.checkpoint_activation.value, p.decision.problem.activation_quant.value
     if wants != does:

@@ -9,9 +9,9 @@ import torch
 from server_kit import CONFIG, IN_FLIGHT, MAX_BYTES, MAX_TOKENS, Gated, H, InProcess, Localhost, Served
 
 from expertd_kernels.oracle.probe import detect_device
-from expertd_server.boot.layer import Site
+from expertd_server.boot.assignment import assign_layers, open_source
 from expertd_server.boot.layers import boot_layers
-from expertd_server.boot.plan import open_source, plan_layers
+from expertd_server.boot.prepare import Workshop
 from expertd_server.config import Address
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.scheduler import Policy
@@ -26,8 +26,8 @@ from expertd_server.views.metrics import Metrics
 @pytest.fixture(scope="module")
 def booted():
     source = open_source(CONFIG)
-    plans = plan_layers(CONFIG, source, detect_device("cpu"), {})
-    layers = boot_layers(plans, Site(source, torch.device("cpu")))
+    plans = assign_layers(CONFIG, source, detect_device("cpu"), {})
+    layers = boot_layers(plans, Workshop(source, torch.device("cpu")))
     return source, layers
 
 
@@ -66,6 +66,6 @@ async def served(request, booted):
 
 @pytest.fixture(scope="module")
 def weights():
-    """Canonical weights of the experts 1..6 by layer."""
+    """LayerWeights weights of the experts 1..6 by layer."""
     source = open_source(CONFIG)
     return {n: source.load(n, range(1, 7)) for n in source.layers}

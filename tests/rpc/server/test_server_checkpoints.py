@@ -13,9 +13,9 @@ from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_kernels import relative_error, tolerance
 from expertd_kernels.oracle.probe import detect_device, installed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_server.boot.layer import Site
+from expertd_server.boot.assignment import assign_layers, open_source
 from expertd_server.boot.layers import boot_layers
-from expertd_server.boot.plan import open_source, plan_layers
+from expertd_server.boot.prepare import Workshop
 from expertd_server.config import Address, Ranges, ServeConfig
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.scheduler import Policy
@@ -40,8 +40,8 @@ async def answers(
     """What a server of this checkpoint's layer answers."""
     config = ServeConfig(checkpoint=folder, layers=Ranges.parse(str(layer)), compute_dtype=compute_dtype, device="cpu")
     source = open_source(config)
-    plans = plan_layers(config, source, detect_device("cpu"), installed_packages(BACKENDS))
-    (b,) = boot_layers(plans, Site(source, torch.device("cpu")))
+    plans = assign_layers(config, source, detect_device("cpu"), installed_packages(BACKENDS))
+    (b,) = boot_layers(plans, Workshop(source, torch.device("cpu")))
     server = ExpertServer(Metrics(), Limits(64, message_bytes(64, plans), 8))
     address = await server.start(Address("127.0.0.1", 0))
     engine = Engine({layer: b.served}, torch.device("cpu"), compute_dtype=config.compute, policy=Policy(64))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["BootError", "LayerPlan", "files_state", "open_source", "plan_layers", "resolve_device"]
+__all__ = ["BootError", "Assignment", "files_state", "open_source", "assign_layers", "resolve_device"]
 
 
 class BootError(Exception):
@@ -32,8 +32,8 @@ class BootError(Exception):
 
 
 @dataclass(frozen=True)
-class LayerPlan:
-    """What will be served of one layer.  held: global ids of the experts."""
+class Assignment:
+    """What this server takes of one layer, and on which backend.  held: global ids of the experts."""
 
     info: LayerInfo
     held: tuple[int, ...]
@@ -105,9 +105,9 @@ def resolve_device(name: str) -> tuple[Device, torch.device]:
     return device, where
 
 
-def plan_layers(
+def assign_layers(
     config: ServeConfig, source: ExpertSource, device: Device, packages: Mapping[str, Package]
-) -> list[LayerPlan]:
+) -> list[Assignment]:
     """The oracle's decision for each layer asked for; a decision may have nothing chosen.  Raises BootError."""
     wanted = source.layers if config.layers is None else config.layers.numbers
     missing = [n for n in wanted if n not in source.layers]
@@ -116,7 +116,7 @@ def plan_layers(
             f"--layers: got {config.layers}, but layer {missing[0]} has no experts; layers with experts:"
             f" {format_ranges(source.layers)}"
         )
-    pins, plans = _pins(config, source), []
+    pins, assignments = _pins(config, source), []
     for n in wanted:
         try:
             info = source.info(n)
@@ -132,8 +132,8 @@ def plan_layers(
             batch_invariant=config.deterministic == "batches",
             packages=packages,
         )
-        plans.append(LayerPlan(info, held, decide(problem, pin=pins(n))))
-    return plans
+        assignments.append(Assignment(info, held, decide(problem, pin=pins(n))))
+    return assignments
 
 
 def _pins(config: ServeConfig, source: ExpertSource) -> Pins:

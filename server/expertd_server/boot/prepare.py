@@ -1,6 +1,6 @@
 """One layer on one backend: mapped from the cache, or loaded, packed and written there; checked before it serves.
 
-    make(row, plan, canonical, site) -> Made, or Unfit with the reason
+    prepare(row, assignment, canonical, workshop) -> Prepared, or BackendRejectedError with the reason
 
 A layer that is mapped needs no canonical weights: it is checked with the proof that lies beside it, made of the float32
 reference and of the answer that passed when the entry was written.
@@ -30,15 +30,15 @@ from expertd_kernels.refused import Refused
 from expertd_kernels.sources.source import ExpertSource
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
-from expertd_server.boot.choice import Unfit
-from expertd_server.boot.plan import BootError, LayerPlan
+from expertd_server.boot.assignment import Assignment, BootError
+from expertd_server.boot.choice import BackendRejectedError
 from expertd_server.engine.graphs import MOST_TOKENS, padded
 from expertd_server.engine.lane import compute_stream
 
 if TYPE_CHECKING:
     from expertd_kernels.weights.canonical import Weights
 
-__all__ = ["Canonical", "Made", "Site", "make", "warm_up"]
+__all__ = ["LayerWeights", "Prepared", "Workshop", "prepare", "warm_up"]
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ _WARM_UP_CPU = (1, 32)
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
-    """Where layers are made.
+class Workshop:
+    """What preparing any layer of a server needs and counts.
 
     cache    None: nothing is kept on disk; files: the state of the checkpoint's files, part of an entry's key
     max_tokens  of a batch: up to it an accelerator's kernels are warmed up
@@ -76,42 +76,42 @@ class Site:
             self.seconds[name] += time.perf_counter() - start
 
 
-class Canonical:
+class LayerWeights:
     """The canonical weights of one layer and their proof: loaded when first asked for, or never."""
 
-    def __init__(self, plan: LayerPlan, site: Site) -> None:
-        self._plan, self._site = plan, site
+    def __init__(self, assignment: Assignment, workshop: Workshop) -> None:
+        self._assignment, self._workshop = assignment, workshop
         self._weights: Weights | None = None
         self._proof: Proof | None = None
 
     def weights(self) -> Weights:
         """On the device.  Raises BootError."""
         if self._weights is None:
-            plan, site = self._plan, self._site
-            with site.stage("load"):
+            assignment, workshop = self._assignment, self._workshop
+            with workshop.stage("load"):
                 try:
-                    found = site.source.load(plan.info.layer, None if plan.whole else plan.held)
+                    found = workshop.source.load(assignment.info.layer, None if assignment.whole else assignment.held)
                 except (ValueError, OSError) as e:
-                    raise BootError(f"layer {plan.info.layer}: {e}") from e
-                self._weights = found.to(site.device)
+                    raise BootError(f"layer {assignment.info.layer}: {e}") from e
+                self._weights = found.to(workshop.device)
         return self._weights
 
     def proof(self) -> Proof:
         """The batch with the reference's answer, the same for every backend of the layer."""
         if self._proof is None:
             weights = self.weights()
-            with self._site.stage("check"):
+            with self._workshop.stage("check"):
                 self._proof = prove(
                     weights,
-                    self._plan.decision.problem,
+                    self._assignment.decision.problem,
                     reference_experts=boot_reference_experts(weights),
-                    device=self._site.device,
+                    device=self._workshop.device,
                 )
         return self._proof
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class Prepared:
     """Experts that passed their check.  from_cache: their packed weights were found on disk."""
 
     row: Backend
@@ -120,100 +120,110 @@ class Made:
     from_cache: bool
 
 
-def make(row: Backend, plan: LayerPlan, canonical: Canonical, site: Site) -> Made:
-    """The layer on backend `row`.  Raises Unfit when that does not serve it, BootError when it cannot be read."""
-    facts = _facts(row, plan, site)
-    if site.cache is not None:
-        with site.stage("map"):
-            found = site.cache.load(facts, site.device)
-        made, found = _mapped(row, plan, site, found)
-        site.lookups[found.outcome] += 1
-        if made is not None:
-            return made
+def prepare(row: Backend, assignment: Assignment, canonical: LayerWeights, workshop: Workshop) -> Prepared:
+    """The layer on backend `row`.  BackendRejectedError: that does not serve it; BootError: it cannot be read."""
+    facts = _facts(row, assignment, workshop)
+    if workshop.cache is not None:
+        with workshop.stage("map"):
+            found = workshop.cache.load(facts, workshop.device)
+        prepared, found = _mapped(row, assignment, workshop, found)
+        workshop.lookups[found.outcome] += 1
+        if prepared is not None:
+            return prepared
         if found.why:
-            log.warning("layer %d on %s: cache: %s; it is made again", plan.info.layer, row.name, found.why)
-        return _packed(row, plan, canonical, site, facts, damaged=found.outcome == "damaged")
-    return _packed(row, plan, canonical, site, facts)
+            log.warning("layer %d on %s: cache: %s; it is made again", assignment.info.layer, row.name, found.why)
+        return _packed(row, assignment, canonical, workshop, facts, damaged=found.outcome == "damaged")
+    return _packed(row, assignment, canonical, workshop, facts)
 
 
-def _facts(row: Backend, plan: LayerPlan, site: Site) -> dict[str, Any]:
-    if site.cache is None:
+def _facts(row: Backend, assignment: Assignment, workshop: Workshop) -> dict[str, Any]:
+    if workshop.cache is None:
         return {}
-    return site.cache.facts(
-        site.source.fingerprint, plan.info.layer, plan.held, row, plan.decision.problem, files=site.files
+    return workshop.cache.facts(
+        workshop.source.fingerprint,
+        assignment.info.layer,
+        assignment.held,
+        row,
+        assignment.decision.problem,
+        files=workshop.files,
     )
 
 
-def _mapped(row: Backend, plan: LayerPlan, site: Site, found: Found) -> tuple[Made | None, Found]:
+def _mapped(row: Backend, assignment: Assignment, workshop: Workshop, found: Found) -> tuple[Prepared | None, Found]:
     """The layer from a cache's entry, if it is there and passes its check; else what is wrong with it."""
     if found.entry is None:
         return None, found
-    problem = plan.decision.problem
+    problem = assignment.decision.problem
     try:
-        with site.stage("map"):
+        with workshop.stage("map"):
             experts = _module(row).experts(found.entry.packed, problem)
         if found.entry.proof is None:
             return None, Found("damaged", "the entry has no proof to check it with")
-        with site.stage("check"):
-            checked = check(experts, found.entry.proof.to(site.device), problem)
+        with workshop.stage("check"):
+            checked = check(experts, found.entry.proof.to(workshop.device), problem)
     except Exception as e:
         return None, Found("damaged", f"its entry does not compute: {_text(e)}")
     if not checked.ok:
         return None, Found("damaged", f"its entry fails the self-check: {checked.fault}")
-    return Made(row, experts, checked, from_cache=True), found
+    return Prepared(row, experts, checked, from_cache=True), found
 
 
 def _packed(
-    row: Backend, plan: LayerPlan, canonical: Canonical, site: Site, facts: dict[str, Any], damaged: bool = False
-) -> Made:
+    row: Backend,
+    assignment: Assignment,
+    canonical: LayerWeights,
+    workshop: Workshop,
+    facts: dict[str, Any],
+    damaged: bool = False,
+) -> Prepared:
     """The layer packed from canonical weights, checked, and kept where there is a cache.  damaged: what is there now
     must be replaced."""
-    problem, weights = plan.decision.problem, canonical.weights()
-    with _unfit("packing"), site.stage("pack"):
+    problem, weights = assignment.decision.problem, canonical.weights()
+    with _rejecting("packing"), workshop.stage("pack"):
         module = _module(row)
         packed = module.pack(weights, problem)
         experts = module.experts(packed, problem)
     proof = canonical.proof()
-    with _unfit("first called"), site.stage("check"):
+    with _rejecting("first called"), workshop.stage("check"):
         checked = check(experts, proof, problem, weights)
     if not checked.ok:
-        raise Unfit("checked against the float32 reference", checked.fault, wrong=True)
-    packed_here = Made(row, experts, checked, from_cache=False)
-    if site.cache is None or not _kept(site, facts, packed, accept(experts, proof, problem), damaged):
+        raise BackendRejectedError("checked against the float32 reference", checked.fault, wrong=True)
+    packed_here = Prepared(row, experts, checked, from_cache=False)
+    if workshop.cache is None or not _kept(workshop, facts, packed, accept(experts, proof, problem), damaged):
         return packed_here
-    if site.device.type != "cpu":
+    if workshop.device.type != "cpu":
         return packed_here
     # The first server, too, computes from the pages that every later one shares; where several started together, from
     # those of the one that was quickest.
-    with site.stage("map"):
-        found = site.cache.load(facts)
-    mapped, found = _mapped(row, plan, site, found)
+    with workshop.stage("map"):
+        found = workshop.cache.load(facts)
+    mapped, found = _mapped(row, assignment, workshop, found)
     if mapped is None:
-        log.warning("layer %d on %s: cache: written, but not usable: %s", plan.info.layer, row.name, found.why)
+        log.warning("layer %d on %s: cache: written, but not usable: %s", assignment.info.layer, row.name, found.why)
         return packed_here
     return replace(mapped, check=checked, from_cache=False)
 
 
-def _kept(site: Site, facts: dict[str, Any], packed: Packed, proof: Proof, damaged: bool) -> bool:
+def _kept(workshop: Workshop, facts: dict[str, Any], packed: Packed, proof: Proof, damaged: bool) -> bool:
     """Write the entry.  False where that fails: the server works without it, and says so."""
-    assert site.cache is not None
+    assert workshop.cache is not None
     try:
-        with site.stage("store"):
-            site.cache.store(facts, packed, proof, replace=damaged)
+        with workshop.stage("store"):
+            workshop.cache.store(facts, packed, proof, replace=damaged)
     except OSError as e:
-        log.warning("cache: layer %d cannot be kept in %s: %s", facts["layer"], site.cache.folder, e)
+        log.warning("cache: layer %d cannot be kept in %s: %s", facts["layer"], workshop.cache.folder, e)
         return False
     return True
 
 
-def warm_up(experts: Experts, plan: LayerPlan, site: Site) -> None:
+def warm_up(experts: Experts, assignment: Assignment, workshop: Workshop) -> None:
     """Run the batch sizes that must not be met first under load: kernels that compile or choose on first use would hold
     up callers for seconds.  Small batches are padded to few sizes, larger ones change plans at distances of a factor of
-    two and more, and the largest takes the largest workspace.  Raises Unfit."""
-    p, device = plan.decision.problem, site.device
-    with _unfit("warmed up"), site.stage("warm_up"), torch.inference_mode():
-        for routes in dict.fromkeys((p.top_k, *site.routes)):
-            for tokens in _WARM_UP_CPU if device.type == "cpu" else _sizes(site.max_tokens):
+    two and more, and the largest takes the largest workspace.  Raises BackendRejectedError."""
+    p, device = assignment.decision.problem, workshop.device
+    with _rejecting("warmed up"), workshop.stage("warm_up"), torch.inference_mode():
+        for routes in dict.fromkeys((p.top_k, *workshop.routes)):
+            for tokens in _WARM_UP_CPU if device.type == "cpu" else _sizes(workshop.max_tokens):
                 with _computing(device):
                     experts(*_routed(tokens, routes, p, device))
         if fault := device_fault(device):  # what a kernel did wrong is told by the next call that waits
@@ -245,12 +255,12 @@ def _routed(tokens: int, routes: int, p: Problem, device: torch.device) -> tuple
 
 
 @contextlib.contextmanager
-def _unfit(stage: str) -> Iterator[None]:
-    """Whatever a backend raises becomes Unfit."""
+def _rejecting(stage: str) -> Iterator[None]:
+    """Whatever a backend raises becomes BackendRejectedError."""
     try:
         yield
     except Exception as e:
-        raise Unfit(stage, _text(e)) from e
+        raise BackendRejectedError(stage, _text(e)) from e
 
 
 def _text(e: Exception) -> str:
