@@ -94,7 +94,7 @@ def one_plan(codecs: tuple[Codec, Codec], shape: Shape) -> Plans:
 
 def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int) -> LayerPlan:
     """By routes an expert that is hit (uniform routing) and by how many CTAs there are to fill the GPU.  The
-    measurements behind each line: docs/gpu-notes.md."""
+    measurements behind each line: docs/log."""
     if tokens <= GEMV_TOKENS and _alone(codecs, shape, tokens):
         return _gemv(codecs, shape, tokens)
     E, top_k, H, I = shape

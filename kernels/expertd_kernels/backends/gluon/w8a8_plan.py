@@ -64,8 +64,8 @@ class Plan8:
 
     @classmethod
     def of(cls, tokens: int, shape: Shape8, batch_invariant: bool = False) -> Plan8:
-        """The plan by size; the measurements behind each line: docs/gpu-notes.md.  batch_invariant: one kernel for any
-        number of tokens, so that each row is summed by the same steps."""
+        """The plan by size; the measurements behind each line: docs/log/h200-w8a8.md.  batch_invariant: one kernel for
+        any number of tokens, so that each row is summed by the same steps."""
         few = None if batch_invariant else few_of(tokens, shape)
         least = 512 if shape.top_k <= 2 else 1024 if shape.H > 4096 else 2048
         return cls(listed=few is None and planned(tokens) >= least, few=few)
