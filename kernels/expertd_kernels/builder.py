@@ -1,19 +1,29 @@
-"""From a decision and canonical weights to experts that compute."""
+"""From a decision and canonical weights to experts that compute.
+
+    experts = build(decision, weights)
+    packed  = pack(row, weights, problem)       one row's layout, to be kept; its module makes experts of it
+
+The rules that chose a row saw what headers promise.  pack() asks them again about the weights that were read, so a
+packer meets only what its row of the table claims, and asserts the rest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 from expertd_kernels.oracle import table
-from expertd_kernels.oracle.decision import Decision, backend_module
+from expertd_kernels.oracle.decision import Backend, Decision, backend_module
 from expertd_kernels.oracle.probe import installed_packages
+from expertd_kernels.oracle.rules import judge
 from expertd_kernels.problem import Device, Package, Problem
-from expertd_kernels.protocol import BackendModule, Experts
+from expertd_kernels.protocol import BackendModule, Experts, Packed
+from expertd_kernels.refused import Refused
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.scheme import ActivationQuant
 
-__all__ = ["build", "problem_of"]
+__all__ = ["build", "build_row", "pack", "problem_of"]
 
 
 def problem_of(
@@ -32,19 +42,11 @@ def problem_of(
 
     packages: distributions to reckon with; default: those that rows of the table need and that are installed here."""
     return Problem(
+        **_facts(weights),
         device=device,
-        w13=weights.w13.scheme,
-        w2=weights.w2.scheme,
-        num_experts=weights.num_experts,
-        hidden_size=weights.hidden_size,
-        intermediate_size=weights.intermediate_size,
         top_k=top_k,
-        activation=weights.activation,
-        bias=weights.w13.bias is not None or weights.w2.bias is not None,
-        act_order=weights.w13.columns is not None or weights.w2.columns is not None,
         router_weight_on_input=router_weight_on_input,
         activation_quant=activation_quant,
-        checkpoint_activation=weights.checkpoint_activation,
         compute_dtype=compute_dtype,
         deterministic=deterministic,
         batch_invariant=batch_invariant,
@@ -52,7 +54,39 @@ def problem_of(
     )
 
 
+def _facts(weights: Weights) -> dict[str, Any]:
+    """The fields of Problem that weights tell by themselves."""
+    return {
+        "w13": weights.w13.scheme,
+        "w2": weights.w2.scheme,
+        "num_experts": weights.num_experts,
+        "hidden_size": weights.hidden_size,
+        "intermediate_size": weights.intermediate_size,
+        "activation": weights.activation,
+        "bias": weights.w13.bias is not None or weights.w2.bias is not None,
+        "act_order": weights.w13.columns is not None or weights.w2.columns is not None,
+        "checkpoint_activation": weights.checkpoint_activation,
+        "static_scales": weights.input_scales is not None,
+    }
+
+
+def pack(row: Backend, weights: Weights, problem: Problem) -> Packed:
+    """`weights` in the layout of `row`, on their device.  Raises Refused with the rules' sentences where the weights
+    are not what the row serves, or with the packer's where their values are not; ImportError."""
+    if refusals := judge(row, replace(problem, **_facts(weights))):
+        raise Refused("; ".join(refusals))
+    return _module(row).pack(weights, problem)
+
+
+def build_row(row: Backend, weights: Weights, problem: Problem) -> Experts:
+    """Pack `weights` for `row` and make its experts.  Raises Refused or ImportError."""
+    return _module(row).experts(pack(row, weights, problem), problem)
+
+
 def build(decision: Decision, weights: Weights) -> Experts:
     """Pack `weights` for the chosen backend and make its experts.  Raises NoBackendError, Refused or ImportError."""
-    module = cast(BackendModule, backend_module(decision.require()))
-    return module.experts(module.pack(weights, decision.problem), decision.problem)
+    return build_row(decision.require(), weights, decision.problem)
+
+
+def _module(row: Backend) -> BackendModule:
+    return cast(BackendModule, backend_module(row))

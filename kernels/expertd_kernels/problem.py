@@ -76,6 +76,7 @@ class Problem:
     router_weight_on_input  the self-check calls with the router weight on the input (top_k 1); every row takes it
     activation_quant      how activations are to be rounded; NONE = weight-only
     checkpoint_activation how the checkpoint asks for it
+    static_scales         whether static activation scales come with the weights
     compute_dtype         "bf16" or "f32": element type of the activations inside the kernel
     deterministic         bit-identical from run to run is demanded
     batch_invariant       so is that a token's bits do not depend on the batch that it is computed in
@@ -95,6 +96,7 @@ class Problem:
     router_weight_on_input: bool = False
     activation_quant: ActivationQuant = ActivationQuant.NONE
     checkpoint_activation: ActivationQuant = ActivationQuant.NONE
+    static_scales: bool = False
     compute_dtype: str = "bf16"
     deterministic: bool = False
     batch_invariant: bool = False

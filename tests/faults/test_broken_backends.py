@@ -15,7 +15,7 @@ from expertd_kernels.backends import reference as sound
 from expertd_kernels.measure import tournament
 from expertd_kernels.oracle import table
 from expertd_kernels.refused import Refused
-from expertd_kernels.sources.synthetic import random_inputs
+from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
 from expertd_server.boot import layers as server_boot
 from expertd_server.boot import measuring
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
@@ -128,6 +128,23 @@ def test_in_the_platforms_order_a_crash_is_a_refusal_and_the_next_one_serves(fra
     assert len(booted) == 2
     assert_reference_serves(source, booted, CRASHES[how])
     assert {b.assignment.chosen_by for b in booted} == {"order"}
+
+
+def test_weights_that_are_not_what_the_headers_promised_meet_the_rules_again(fragile, monkeypatch):
+    """The headers tell nothing of an activation order; the weights that are read have one, and the row takes none."""
+    fragile("sound")
+    load = SyntheticModel.load
+
+    def other(self, layer, experts=None):
+        w = load(self, layer, experts)
+        order = torch.arange(w.hidden_size, dtype=torch.int32).flip(0).expand(w.num_experts, -1).contiguous()
+        return replace(w, w13=replace(w.w13, columns=order))
+
+    monkeypatch.setattr(SyntheticModel, "load", other)
+    rows = tuple(replace(b, act_order=b.name == "reference") for b in table.BACKENDS)
+    monkeypatch.setattr(table, "BACKENDS", rows)
+    source, booted = boot(ServeConfig(synthetic="tiny:int4_g128"))
+    assert_reference_serves(source, booted, "when packing: does not permute columns (activation order)")
 
 
 @pytest.mark.parametrize("how", WRONG)

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from vendor import bits, check_packing, functions, package_folder
+from vendor import bits, check_packing, functions, package_folder, refused
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import flashinfer_cutlass as backend
@@ -111,8 +111,8 @@ def test_gate_and_up_rows_with_different_scales_are_refused_when_they_are_packed
         w = replace(w, input_scales=torch.full((3, 2), 0.01))
         with pytest.raises(Refused, match="gate and up rows have different scales"):
             backend.pack(w, problem(w, SM100))
-        with pytest.raises(Refused, match="no static input scales"):
-            backend.pack(replace(layer(scheme), input_scales=None), problem(w, SM100))
+        found = refused("flashinfer_cutlass", replace(layer(scheme), input_scales=None), problem(w, SM100))
+        assert "with static scales, and the checkpoint has none" in found
     negative = layer("nvfp4", signed_scales=True)
     with pytest.raises(Refused, match="negative scales of nvfp4"):
         backend.pack(negative, problem(negative, SM100))
@@ -158,13 +158,7 @@ def test_bf16_is_served_from_ada_to_blackwell():
         assert refusals(layer("bf16"), NAMED_DEVICES[device]) == ()
 
 
-def test_packing_refuses_by_itself_too():
-    w = layer("bf16", activation=Activation(ActivationKind.GELU_AND_MUL, limit=3.0))
-    with pytest.raises(Refused, match="does not clamp"):
-        backend.pack(w, problem(w))
-    w = layer("e4m3_block128", I=96)
-    with pytest.raises(Refused, match="whole 128 x 128 blocks"):
-        backend.pack(w, problem(w))
+def test_another_layout_version_is_refused():
     w = layer("mxfp4")
     packed = backend.pack(w, problem(w))
     with pytest.raises(Refused, match="layout version 0, want 1"):

@@ -1,5 +1,5 @@
 """What the tests of kernel packages' rows share: the packages' Python sources, for tests that compare with their own
-functions on a CPU, `bits`, and `check_packing`.
+functions on a CPU, `bits`, `check_packing` and `refused`.
 
 A package counts as there when it is installed, or when EXPERTD_TEST_WHEELS names a folder with unpacked wheels (each in
 a folder of its own, or all in one).  Nothing is imported as the package itself: its native parts are not needed.
@@ -18,6 +18,10 @@ from types import ModuleType
 
 import pytest
 import torch
+
+from expertd_kernels.builder import pack
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.refused import Refused
 
 
 def package_folder(name: str) -> Path:
@@ -76,6 +80,13 @@ def functions(path: Path, names: set[str], into: ModuleType) -> ModuleType:
     into.torch = torch
     exec(compile(ast.Module([n for _, n in found], []), str(path), "exec"), into.__dict__)
     return into
+
+
+def refused(row, weights, problem):
+    """The sentence with which weights are refused on their way into the layout of the row of this name."""
+    with pytest.raises(Refused) as found:
+        pack(next(b for b in BACKENDS if b.name == row), weights, problem)
+    return str(found.value)
 
 
 def bits(weights):

@@ -132,7 +132,15 @@ EXPECTED = [
 def test_decision(device, scheme, how, features, expected):
     s = Scheme.parse(scheme)
     sizes = {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768, "top_k": 8}
-    p = Problem(NAMED_DEVICES[device], s, s, **{**sizes, **features}, activation_quant=how, packages=PACKAGES)
+    p = Problem(
+        NAMED_DEVICES[device],
+        s,
+        s,
+        **{**sizes, **features},
+        activation_quant=how,
+        static_scales=how.static,
+        packages=PACKAGES,
+    )
     d = decide(p)
     assert (d.chosen.name if d.chosen else None) == expected, [(v.backend, v.refusals) for v in d.verdicts]
     if expected is None:

@@ -22,8 +22,6 @@ from expertd_kernels.backends.envelope import pack_layer, require_version, unpac
 from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
-from expertd_kernels.refused import Refused
-from expertd_kernels.weights.activation import Activation
 from expertd_kernels.weights.canonical import CODE_DTYPE, QuantTensor, Weights
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
@@ -43,15 +41,15 @@ ROWS, COLUMNS, PIECE_BYTES = 16, 32, 16
 
 def _form(q: QuantTensor) -> str:
     s = q.scheme
-    if q.columns is not None or q.global_scales is not None or q.bias is not None:
-        raise Refused("activation order, second-level scales and biases are not computed")
-    form = "bf16" if s.element is Element.BF16 else {(1, WHOLE): "channel", (128, 128): "block"}.get((s.rows, s.cols))
-    if form is None or s.element not in (Element.BF16, Element.E4M3):
-        raise Refused(f"has no layout for {s.name} weights")
+    assert q.columns is None, "activation order is not the row's"
+    assert q.global_scales is None, "second-level scales are not the row's"
+    assert q.bias is None, "biases are not the row's"
     _, N, K = q.shape
-    if N // q.segments % 128 or K % 128:
-        raise Refused(f"[{N}, {K}] in {q.segments} segments: want multiples of 128")
-    return form
+    assert N // q.segments % 128 == K % 128 == 0, f"[{N}, {K}] is cut by blocks of 128: not the row's"
+    if s.element is Element.BF16:
+        return "bf16"
+    assert s.element is Element.E4M3, f"{s.name} is not the row's"
+    return {(1, WHOLE): "channel", (128, 128): "block"}[s.rows, s.cols]
 
 
 def shuffle(codes: Tensor) -> Tensor:
@@ -74,13 +72,9 @@ def unshuffle(codes: Tensor) -> Tensor:
 
 def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical weights in the package's order, on the weights' device, one matrix at a time; scales as f32."""
-    form = _form(weights.w13)
-    if _form(weights.w2) != form:
-        raise Refused("w13 and w2 have different schemes")
-    if weights.activation != Activation():
-        raise Refused(f"does not compute {weights.activation.name}")
-    if problem.activation_quant is not FORMS[form][0]:
-        raise Refused(f"{form} weights are not computed with activations {problem.activation_quant.value}")
+    form, second = _form(weights.w13), _form(weights.w2)
+    assert form == second, f"w13 is {form}, w2 {second}: layers of two schemes are not the row's"
+    assert problem.activation_quant is FORMS[form][0], f"{form} with this rounding is not the row's"
     return pack_layer("aiter", LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q), form=form)
 
 

@@ -52,15 +52,15 @@ FILLER = {"mxfp4": 127, "mxfp4s": 127, "mxfp8": 127, "nvfp4": 0x38}
 
 
 def form_of(q: QuantTensor, rounding: ActivationQuant) -> str:
-    """The package's form for a matrix, with activations rounded like this."""
+    """The package's form for a matrix, with activations rounded like this.  Refused: scales that the kernel would read
+    without their sign, or as one where there are two."""
     s = q.scheme
-    if q.columns is not None or q.zeros is not None:
-        raise Refused("activation order and zero points are not computed")
+    assert q.columns is None, "activation order is not the row's"
+    assert q.zeros is None, "zero points are not the row's"
     if s.name in ("nvfp4", "nvfp4_single"):
         _check_nvfp4(q)
         return "nvfp4"
-    if q.global_scales is not None:
-        raise Refused("second-level scales are computed with nvfp4 weights only")
+    assert q.global_scales is None, "second-level scales are the row's with nvfp4 alone"
     if s.element is Element.BF16:
         return "bf16"
     if s.name == "mxfp4":
@@ -71,9 +71,8 @@ def form_of(q: QuantTensor, rounding: ActivationQuant) -> str:
         assert q.scales is not None
         _check_equal(q.scales)
         return "tensor"
-    if s.element is Element.E4M3 and (s.rows, s.cols) == (128, 128):
-        return "block"
-    raise Refused(f"has no layout for {s.name} weights")
+    assert (s.element, s.rows, s.cols) == (Element.E4M3, 128, 128), f"{s.name} is not the row's"
+    return "block"
 
 
 def _check_equal(scales: Tensor) -> None:
@@ -153,8 +152,8 @@ def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str,
     rows, cols = (-(-x // multiple) * multiple for x in (N // q.segments, K))
     out: dict[str, Tensor] = {}
     if form == "block":
-        if (rows, cols) != (N // q.segments, K) or q.bias is not None:
-            raise Refused(f"e4m3 [{N}, {K}] in {q.segments} segments: want whole 128 x 128 blocks and no bias")
+        assert (rows, cols) == (N // q.segments, K), f"[{N}, {K}] has cut blocks, which are not the row's"
+        assert q.bias is None, "biases of e4m3 blocks are not the row's"
         assert q.scales is not None
         out["codes"] = _flip(q.codes.view(torch.uint8), q.segments).view(torch.float8_e4m3fn)
         out["scales"] = _flip(as_f32(q.scales, q.scheme.scale), q.segments)

@@ -25,7 +25,6 @@ from expertd_kernels.backends.glue import Call, Shapes, capacity, in_pieces
 from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
-from expertd_kernels.refused import Refused
 from expertd_kernels.weights.activation import Activation
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.scheme import ActivationQuant, Element
@@ -40,26 +39,22 @@ GROUP = 128
 
 def _form(q: QuantTensor) -> str:
     s = q.scheme
-    if q.columns is not None or q.global_scales is not None:
-        raise Refused("activation order and second-level scales are not computed")
+    assert q.columns is None, "activation order is not the row's"
+    assert q.global_scales is None, "second-level scales are not the row's"
     if s.element is Element.BF16:
         return "bf16"
-    if s.element is not Element.E4M3 or (s.rows, s.cols) != (128, 128):
-        raise Refused(f"has no layout for {s.name} weights")
+    assert (s.element, s.rows, s.cols) == (Element.E4M3, 128, 128), f"{s.name} is not the row's"
     _, N, K = q.shape
-    if N // q.segments % 128 or K % 128:
-        raise Refused(f"e4m3 [{N}, {K}] in {q.segments} segments: blocks of 128 x 128 must divide each")
+    assert N // q.segments % 128 == K % 128 == 0, f"[{N}, {K}] has cut blocks, which are not the row's"
     return "block"
 
 
 def pack(weights: Weights, problem: Problem) -> Packed:
     """The canonical tensors, scales as f32: the package reads what the canonical form is."""
-    form = _form(weights.w13)
-    if _form(weights.w2) != form:
-        raise Refused("w13 and w2 have different schemes")
+    form, second = _form(weights.w13), _form(weights.w2)
     wanted = ActivationQuant.E4M3_GROUP128 if form == "block" else ActivationQuant.NONE
-    if problem.activation_quant is not wanted:
-        raise Refused(f"{form} weights are not computed with activations {problem.activation_quant.value}")
+    assert form == second, f"w13 is {form}, w2 {second}: layers of two schemes are not the row's"
+    assert problem.activation_quant is wanted, f"{form} with this rounding is not the row's"
     return pack_layer("deepgemm", LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q), form=form)
 
 

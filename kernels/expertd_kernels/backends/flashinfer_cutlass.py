@@ -20,8 +20,7 @@ from expertd_kernels.backends.envelope import activation_of, pack_layer, require
 from expertd_kernels.backends.rounding import round_mx, round_static
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
-from expertd_kernels.refused import Refused
-from expertd_kernels.weights.activation import Activation, ActivationKind
+from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.scheme import ActivationQuant
 
@@ -50,24 +49,15 @@ ACTIVATION_TYPE = {
 }
 """Names in the package's ActivationType."""
 
-UNCLAMPED = frozenset({ActivationKind.GELU_AND_MUL, ActivationKind.GELU_TANH_AND_MUL})
-
 
 def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical weights in the package's layouts, on the weights' device, one matrix at a time."""
-    form = form_of(weights.w13, problem.activation_quant)
-    if form_of(weights.w2, problem.activation_quant) != form:
-        raise Refused("w13 and w2 have different schemes")
-    a = weights.activation
-    if a.limit is not None and a.kind in UNCLAMPED:
-        raise Refused(f"does not clamp before {a.kind.value}")
-    if problem.activation_quant is not ROUNDING.get(form, ActivationQuant.NONE):
-        raise Refused(f"{form} weights are not computed with activations {problem.activation_quant.value}")
-    if form in STATIC:
-        if weights.input_scales is None:
-            raise Refused("the checkpoint has no static input scales")
-        if a != Activation() or weights.w13.bias is not None or weights.w2.bias is not None:
-            raise Refused(f"does not compute {a.name} or biases with {weights.w13.scheme.name} weights")
+    form, second = (form_of(q, problem.activation_quant) for q in (weights.w13, weights.w2))
+    assert form == second, f"w13 is {form}, w2 {second}: layers of two schemes are not the row's"
+    assert problem.activation_quant is ROUNDING.get(form, ActivationQuant.NONE), (
+        f"{form} with this rounding is not the row's"
+    )
+    assert form not in STATIC or weights.input_scales is not None, f"{form} without static scales is not the row's"
     return pack_layer("flashinfer_cutlass", LAYOUT_VERSION, weights, lambda _, q: pack_matrix(q, form))
 
 

@@ -22,8 +22,7 @@ from expertd_kernels.backends.rounding import round_groups, round_mx, round_nvfp
 from expertd_kernels.backends.trtllm_layout import form_of, pack_matrix, unpack_matrix
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
-from expertd_kernels.refused import Refused
-from expertd_kernels.weights.activation import Activation, ActivationKind
+from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.scheme import ActivationQuant
 
@@ -51,16 +50,12 @@ and MxFp8; SfLayout.layout_linear."""
 
 def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical weights in the package's layouts, on the weights' device, one matrix at a time."""
-    form = form_of(weights.w13)
-    if form_of(weights.w2) != form:
-        raise Refused("w13 and w2 have different schemes")
-    if problem.activation_quant not in ROUNDING.get(form, (ActivationQuant.NONE,)):
-        raise Refused(f"{form} weights are not computed with activations {problem.activation_quant.value}")
-    if form in STATIC:
-        if weights.input_scales is None:
-            raise Refused("the checkpoint has no static input scales")
-        if weights.activation != Activation():
-            raise Refused(f"does not compute {weights.activation.name} with {weights.w13.scheme.name} weights")
+    form, second = form_of(weights.w13), form_of(weights.w2)
+    assert form == second, f"w13 is {form}, w2 {second}: layers of two schemes are not the row's"
+    assert problem.activation_quant in ROUNDING.get(form, (ActivationQuant.NONE,)), (
+        f"{form} with this rounding is not the row's"
+    )
+    assert form not in STATIC or weights.input_scales is not None, f"{form} without static scales is not the row's"
     return pack_layer(
         "flashinfer_trtllm",
         LAYOUT_VERSION,

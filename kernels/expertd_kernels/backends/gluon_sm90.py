@@ -14,7 +14,6 @@ from expertd_kernels.backends.envelope import pack_layer, require_version, unpac
 from expertd_kernels.backends.gluon.matrix import pack_matrix, unpack_matrix
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
-from expertd_kernels.refused import Refused
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.scheme import ActivationQuant
 
@@ -30,9 +29,8 @@ def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical weights in the layout of gluon/packing.py, rows and columns padded to multiples of 64.
 
     Scales that bf16 does not hold exactly (f16, f32) are rounded for the kernel and kept beside it for `unpack`.
-    Refused: activation order, second-level scales, e4m3 NaNs, scales beyond what a power of two brings into bf16."""
-    if problem.activation_quant is not ActivationQuant.NONE:
-        raise Refused(f"rounds no activations, {problem.activation_quant.value} is asked")
+    Refused: e4m3 NaNs, scales beyond what a power of two brings into bf16."""
+    assert problem.activation_quant is ActivationQuant.NONE, "rounded activations are not the row's"
     gated = weights.activation.gated
     return pack_layer(
         "gluon_sm90", LAYOUT_VERSION, weights, lambda name, q: pack_matrix(name, q, gated and name == "w13")

@@ -22,7 +22,6 @@ from expertd_kernels.backends.envelope import pack_layer, require_version, unpac
 from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
-from expertd_kernels.refused import Refused
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
@@ -38,38 +37,24 @@ MULTIPLE = 128
 
 
 def _grouped(name: str, q: QuantTensor) -> bool:
-    """Whether scales go by 128 x 128 blocks; else by row or by projection.  Refused where the kernels read neither."""
+    """Whether scales go by 128 x 128 blocks; else by row or by projection."""
     s = q.scheme
-    if q.columns is not None or q.global_scales is not None:
-        raise Refused(f"{name}: activation order and second-level scales are not computed; choose another backend")
-    blocks = ((MULTIPLE, MULTIPLE), (1, WHOLE), (WHOLE, WHOLE))
-    if s.element is not Element.E4M3 or (s.rows, s.cols) not in blocks:
-        raise Refused(f"{name}: has no layout for {s.name} weights; want e4m3 by blocks of 128, channel or tensor")
+    assert q.columns is None, f"{name}: activation order is not the row's"
+    assert q.global_scales is None, f"{name}: second-level scales are not the row's"
+    assert s.element is Element.E4M3, f"{name}: {s.name} is not the row's"
+    assert (s.rows, s.cols) in ((MULTIPLE, MULTIPLE), (1, WHOLE), (WHOLE, WHOLE)), f"{name}: {s.name} is not the row's"
     _, N, K = q.shape
-    if N // q.segments % MULTIPLE or K % MULTIPLE:
-        raise Refused(
-            f"{name}: [{N}, {K}] in {q.segments} segments; want multiples of {MULTIPLE}; choose another backend"
-        )
+    assert N // q.segments % MULTIPLE == K % MULTIPLE == 0, f"{name}: [{N}, {K}] is cut by tiles: not the row's"
     return s.rows == MULTIPLE
 
 
 def pack(weights: Weights, problem: Problem) -> Packed:
-    """Codes in blocks of 128 x 128, scales as f32.
-
-    Refused: other schemes, sizes that are no multiples of 128, an activation without a gate, w13 and w2 with scales of
-    different kinds, activations rounded in another way than the scales of the weights allow."""
-    grouped = _grouped("w13", weights.w13)
-    if _grouped("w2", weights.w2) != grouped:
-        raise Refused("w13 and w2 have scales of different kinds; choose another backend")
-    if not weights.activation.gated:
-        raise Refused(f"activation {weights.activation.name} has no gate; choose another backend")
-    how = problem.activation_quant
-    known = (ActivationQuant.E4M3_GROUP128,) if grouped else (ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_TENSOR)
-    if how not in known:
-        names = " or ".join(q.value for q in known)
-        raise Refused(f"{weights.w13.scheme.name}: rounds activations as {names}, {how.value} is asked")
-    if how is ActivationQuant.E4M3_TENSOR and weights.input_scales is None:
-        raise Refused("static activation scales are asked, the checkpoint has none; ask for e4m3_token")
+    """Codes in blocks of 128 x 128, scales as f32."""
+    grouped, how = _grouped("w13", weights.w13), problem.activation_quant
+    assert grouped == _grouped("w2", weights.w2), "scales of two kinds in a layer are not the row's"
+    assert weights.activation.gated, f"{weights.activation.name} has no gate, and is not the row's"
+    assert grouped == (how is ActivationQuant.E4M3_GROUP128), f"{how.value} with these scales is not the row's"
+    assert not how.static or weights.input_scales is not None, "static rounding without scales is not the row's"
     return pack_layer("gluon_w8a8", LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q), rounding=how.value)
 
 

@@ -31,7 +31,6 @@ from expertd_kernels.backends.glue import Call, Places, Shapes, in_pieces
 from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
-from expertd_kernels.refused import Refused
 from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor, Weights, pack_nibbles, unpack_nibbles
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
@@ -55,20 +54,19 @@ Prepare = Callable[[str, str, str, torch.device], object]
 
 
 def _config(q: QuantTensor) -> dict[str, Any]:
-    """The package's weight schema for a matrix.  Refused where it has none that is exact."""
+    """The package's weight schema for a matrix."""
     s = q.scheme
-    if q.columns is not None or q.global_scales is not None or s.element not in DTYPE:
-        raise Refused(f"has no form for {s.name} weights with these features")
+    assert q.columns is None, "activation order is not the row's"
+    assert q.global_scales is None, "second-level scales are not the row's"
     out: dict[str, Any] = {"quant_method": "humming", "dtype": DTYPE[s.element], "has_zero_point": s.zeros}
     if s.rows == 1:
         out["group_size"] = 0 if s.cols == WHOLE else s.cols
         if s.scale is ScaleType.E8M0:
             return out | {"scale_dtype": "float8e8m0"}
-        if s.element.integer:
-            return out
-    elif (s.rows, s.cols) == (128, 128) and s.element is Element.E4M3:
-        return out | {"group_size": 128, "group_size_n": 128}
-    raise Refused(f"has no exact form for {s.name} weights")
+        assert s.element.integer, f"{s.name} is not the row's"
+        return out
+    assert (s.element, s.rows, s.cols) == (Element.E4M3, 128, 128), f"{s.name} is not the row's"
+    return out | {"group_size": 128, "group_size_n": 128}
 
 
 def _bf16(t: Tensor, name: str, out: dict[str, Tensor]) -> Tensor:
@@ -88,8 +86,7 @@ def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     s, (_, N, K) = q.scheme, q.shape
     config = _config(q)
     group = s.cols or K
-    if K % group or K % 32 or N % 32 or (s.rows != 1 and N // q.segments % s.rows):
-        raise Refused(f"{s.name} [{N}, {K}]: want K in whole groups and N, K in multiples of 32 (blocks: of 128)")
+    assert K % group == K % 32 == N % 32 == N // q.segments % s.rows == 0, f"[{N}, {K}] is cut: not the row's"
     assert q.scales is not None
     out: dict[str, Tensor] = {}
     out["weight"] = _unsigned(q.codes.contiguous(), s.element).view(torch.int32)
@@ -137,8 +134,7 @@ def _unpack_matrix(t: Mapping[str, Tensor], meta: Mapping[str, Any]) -> QuantTen
 
 def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical weights in the package's input form, on the weights' device."""
-    if problem.activation_quant is not ActivationQuant.NONE:
-        raise Refused(f"rounds no activations here, {problem.activation_quant.value} is asked")
+    assert problem.activation_quant is ActivationQuant.NONE, "rounded activations are not the row's"
     return pack_layer("humming", LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q))
 
 

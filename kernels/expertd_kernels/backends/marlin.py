@@ -18,7 +18,6 @@ from expertd_kernels.backends.glue import Call, Places, Shapes, in_pieces
 from expertd_kernels.backends.marlin_layout import pack_matrix, unpack_matrix
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
-from expertd_kernels.refused import Refused
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.scheme import ActivationQuant, Element, Scheme
 from expertd_kernels.weights.serial import scheme_from_json
@@ -36,8 +35,7 @@ LOCKS_PER_SM = 4
 
 def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical weights in the kernels' order, on the weights' device, one expert at a time."""
-    if problem.activation_quant is not ActivationQuant.NONE:
-        raise Refused(f"rounds no activations here, {problem.activation_quant.value} is asked")
+    assert problem.activation_quant is ActivationQuant.NONE, "rounded activations are not the row's"
     return pack_layer("marlin", LAYOUT_VERSION, weights, lambda _, q: pack_matrix(q))
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.refused import Refused
 from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor, pack_nibbles, unpack_nibbles
 from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
@@ -91,12 +90,12 @@ def _places(q: QuantTensor) -> tuple[int, ...]:
 def _check(q: QuantTensor) -> None:
     s, (_, N, K) = q.scheme, q.shape
     known = s.element in (Element.INT4, Element.INT8) or s.name == "mxfp4"
-    if not known or s.rows != 1 or s.cols not in GROUPS or q.columns is not None or q.global_scales is not None:
-        raise Refused(f"has no layout for {s.name} weights with these features")
-    if q.zeros is not None and s.element is not Element.INT4:
-        raise Refused("zero points of int8 weights are not computed")
-    if N % TILE_N or K % TILE_N or K % (s.cols or K):
-        raise Refused(f"{s.name} [{N}, {K}]: want N and K in multiples of {TILE_N}, and K in whole groups")
+    assert known, f"{s.name} is not the row's"
+    assert s.rows == 1 and s.cols in GROUPS, f"blocks of {s.name} are not the row's"  # noqa: PT018
+    assert q.columns is None, "activation order is not the row's"
+    assert q.global_scales is None, "second-level scales are not the row's"
+    assert q.zeros is None or s.element is Element.INT4, "zero points of int8 are not the row's"
+    assert N % TILE_N == K % TILE_N == K % (s.cols or K) == 0, f"[{N}, {K}] is cut by tiles or groups: not the row's"
 
 
 def pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:

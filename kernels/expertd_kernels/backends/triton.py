@@ -18,7 +18,6 @@ from expertd_kernels.backends.triton_kernels.layout import Layout, pack_matrix, 
 from expertd_kernels.backends.triton_kernels.matrix import Matrix
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
-from expertd_kernels.refused import Refused
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.scheme import ActivationQuant
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
@@ -36,19 +35,19 @@ def _row(problem: Problem) -> str:
 
 
 def pack(weights: Weights, problem: Problem) -> Packed:
-    """On the weights' device, one expert at a time.  Refused where the rounding asked for does not fit the weights."""
+    """On the weights' device, one expert at a time."""
     quant = problem.activation_quant
-    if quant is ActivationQuant.E4M3_TENSOR and weights.input_scales is None:
-        raise Refused("the checkpoint has no static input scales")
+    assert not quant.static or weights.input_scales is not None, "static rounding without scales is not the row's"
     return pack_layer(_row(problem), LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q, quant))
 
 
 def _pack_matrix(q: QuantTensor, quant: ActivationQuant) -> tuple[dict[str, Tensor], dict[str, Any]]:
     eight = quant is not ActivationQuant.NONE
     packed, lay = pack_matrix(q, eight)
-    if eight and (q.zeros is not None or q.columns is not None or lay.odd):
-        what = "zero points are" if q.zeros is not None else f"groups of {lay.group} or activation order are"
-        raise Refused(f"{what} not computed on activations rounded to {quant.value}")
+    if eight:
+        assert q.zeros is None, "zero points with rounded activations are not the row's"
+        assert q.columns is None, "activation order with rounded activations is not the row's"
+        assert not lay.odd, f"groups of {lay.group} with rounded activations are not the row's"
     return packed, {**matrix_to_json(q), "layout": lay.to_json()}
 
 

@@ -58,17 +58,16 @@ E4M3_FORMS = frozenset({"mxfp8", "tensor", "block"})
 
 
 def form_of(q: QuantTensor) -> str:
-    """The package's form for a matrix."""
+    """The package's form for a matrix.  Refused: scales that the kernel would read without their sign."""
     s = q.scheme
-    if q.columns is not None or q.zeros is not None:
-        raise Refused("activation order and zero points are not computed")
+    assert q.columns is None, "activation order is not the row's"
+    assert q.zeros is None, "zero points are not the row's"
     if s.name in ("nvfp4", "nvfp4_single"):
         assert q.scales is not None
         if bool((q.scales.view(torch.uint8) & 0x80).any()):
             raise Refused("negative scales of nvfp4 weights are not computed: the kernel reads them without sign")
         return "nvfp4"
-    if q.global_scales is not None:
-        raise Refused("second-level scales are computed with nvfp4 weights only")
+    assert q.global_scales is None, "second-level scales are the row's with nvfp4 alone"
     if s.element is Element.BF16:
         return "bf16"
     if s.element is Element.INT4 and s.group_size == GROUP["int4"]:
@@ -77,9 +76,8 @@ def form_of(q: QuantTensor) -> str:
         return s.name
     if s.element is Element.E4M3 and (s.rows, s.cols) == (WHOLE, WHOLE):
         return "tensor"
-    if s.element is Element.E4M3 and (s.rows, s.cols) == (128, 128):
-        return "block"
-    raise Refused(f"has no layout for {s.name} weights")
+    assert (s.element, s.rows, s.cols) == (Element.E4M3, 128, 128), f"{s.name} is not the row's"
+    return "block"
 
 
 def _row_order(rows: int, segments: int, shuffled: bool, device: torch.device) -> Tensor:
@@ -159,10 +157,8 @@ def pack_matrix(q: QuantTensor, form: str) -> tuple[dict[str, Tensor], dict[str,
     _, N, K = q.shape
     multiple = MULTIPLES[form]
     rows, cols = (-(-x // multiple) * multiple for x in (N // q.segments, K))
-    if form == "block" and (rows, cols) != (N // q.segments, K):
-        raise Refused(f"e4m3 [{N}, {K}] in {q.segments} segments: blocks of 128 x 128 must divide each")
-    if q.bias is not None and form != "mxfp4":
-        raise Refused(f"adds no biases to {q.scheme.name} weights")
+    assert form != "block" or (rows, cols) == (N // q.segments, K), f"[{N}, {K}] is cut by blocks: not the row's"
+    assert q.bias is None or form == "mxfp4", f"biases of {q.scheme.name} are not the row's"
     order = _row_order(q.segments * rows, q.segments, form != "block", q.device)
     out: dict[str, Tensor] = {}
     codes = _bytes(q, form, rows, cols)[:, order]

@@ -20,7 +20,6 @@ from expertd_kernels.backends.envelope import activation_of, pack_layer, require
 from expertd_kernels.backends.xpu_layout import form_of, pack_matrix, unpack_matrix
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
-from expertd_kernels.refused import Refused
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.scheme import ActivationQuant
@@ -50,8 +49,7 @@ CONVERTED = "xpu_fused_moe"
 
 def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical weights in the package's layouts, on the weights' device, one matrix at a time."""
-    if problem.activation_quant is not ActivationQuant.NONE:
-        raise Refused(f"rounds no activations, {problem.activation_quant.value} is asked")
+    assert problem.activation_quant is ActivationQuant.NONE, "rounded activations are not the row's"
     interleaved = weights.activation.kind is ActivationKind.SWIGLUOAI
     forms = [form_of(q) for q in (weights.w13, weights.w2)]
 

@@ -55,7 +55,7 @@ def form_of(q: QuantTensor) -> str:
     if s.element is Element.E4M3 and (s.rows, s.cols) == (WHOLE, WHOLE):
         assert q.scales is not None
         return "tensor" if bool((q.scales == q.scales[:, :1]).all()) else "block"
-    raise Refused(f"has no layout for {s.name} weights")
+    raise AssertionError(f"{s.name} is not the row's")
 
 
 def _interleave(t: Tensor, segments: int) -> Tensor:
@@ -82,18 +82,20 @@ def _int4_scales(q: QuantTensor, out: dict[str, Tensor]) -> tuple[Tensor, int]:
     assert q.scales is not None
     K = q.shape[2]
     extent = K if q.scheme.cols == WHOLE or q.scheme.cols > K else q.scheme.cols
-    group = next((g for g in GROUPS if extent % g == 0 and K % g == 0), 0)
-    if not group:
-        raise Refused(f"int4 in groups of {extent} of {K} columns: want a multiple of 32")
+    group = next(g for g in GROUPS if extent % g == 0 and K % g == 0)
     return _bf16(q.scales, "scales", out).repeat_interleave(extent // group, dim=2), extent // group
 
 
 def _block_scales(q: QuantTensor) -> Tensor:
-    """f32 [E, K/128, N/128] from 128 x 128 blocks, or from tensor scales that differ between gate and up."""
+    """f32 [E, K/128, N/128] from 128 x 128 blocks, or from tensor scales that differ between gate and up.  Refused:
+    such scales where blocks do not divide the sizes."""
     assert q.scales is not None
     E, N, K = q.shape
     if (N // q.segments) % BLOCK or K % BLOCK:
-        raise Refused(f"e4m3 [{N}, {K}] in {q.segments} segments: blocks of {BLOCK} x {BLOCK} must divide each")
+        raise Refused(
+            f"gate and up rows have different scales, and [{N}, {K}] in {q.segments} segments no whole blocks of"
+            f" {BLOCK} x {BLOCK} to carry them"
+        )
     scales = q.scales.float()
     if q.scheme.rows == WHOLE:
         scales = scales.repeat_interleave(N // q.segments // BLOCK, dim=1).expand(E, N // BLOCK, K // BLOCK)
@@ -106,12 +108,13 @@ def pack_matrix(q: QuantTensor, interleaved: bool, form: str) -> tuple[dict[str,
     interleaved: rows of the segments side by side.  form: form_of(q), or "block" for any tensor scales, which the other
     matrix of the layer may ask for: the package knows one form for both.  Refused: what the package has no form for.
     """
-    if q.columns is not None or q.zeros is not None or q.global_scales is not None:
-        raise Refused("activation order, zero points and second-level scales are not computed")
+    assert q.columns is None, "activation order is not the row's"
+    assert q.zeros is None, "zero points are not the row's"
+    assert q.global_scales is None, "second-level scales are not the row's"
     out: dict[str, Tensor] = {}
     repeat = 1
     if interleaved and form == "block":
-        raise Refused("scale blocks of e4m3 weights cannot follow rows that are interleaved for swigluoai")
+        raise Refused("gate and up rows have different scales, which swigluoai's interleaved rows cannot follow")
     order: Order = (lambda t: _interleave(t, q.segments)) if interleaved else (lambda t: t)
     if form in ("int4", "mxfp4"):
         out["codes"] = order(q.codes ^ SIGN_BITS if form == "int4" else q.codes)

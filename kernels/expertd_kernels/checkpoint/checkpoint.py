@@ -169,6 +169,7 @@ class Checkpoint:
             bias=recipe.w13.bias or recipe.w2.bias,
             act_order=recipe.w13.columns or recipe.w2.columns,
             checkpoint_activation=recipe.checkpoint_activation,
+            static_scales=recipe.input_scale,
             notes=(*recipe.notes, *self._notes),
         )
 

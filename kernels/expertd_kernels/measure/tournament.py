@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.atomic_file import replacing
+from expertd_kernels.builder import build_row
 from expertd_kernels.measure.timing import LIMIT_S, captured, time_calls
-from expertd_kernels.oracle.decision import Backend, Decision, Verdict, backend_module
+from expertd_kernels.oracle.decision import Backend, Decision, Verdict
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.packed.proof import Proof, boot_reference_experts, prove
 from expertd_kernels.packed.selfcheck import check
@@ -83,10 +84,10 @@ def measure(
     the problem, is refused with the figure or the exception's text; it never stops the others, unless it lost the
     device to this process (DeviceLostError).
 
-    build: how experts are made (default: pack and experts of the backend's module); tests inject broken ones.
+    build: how experts are made (default: builder.build_row); tests inject broken ones.
     """
     p = decision.problem
-    make = build or _build
+    make = build or build_row
     rows = {b.name: b for b in backends}
     proof = prove(weights, p, reference_experts=boot_reference_experts(weights), device=weights.device)
     fastest: dict[int, float] = {}
@@ -107,12 +108,6 @@ def measure(
                 ) from e
             results.append(Result(v.backend, f"failed when measured: {what}"))
     return results
-
-
-def _build(backend: Backend, weights: Weights, p: Problem) -> Experts:
-    module = backend_module(backend)
-    experts: Experts = module.experts(module.pack(weights, p), p)
-    return experts
 
 
 def _measure_one(

@@ -14,7 +14,7 @@ from typing import Any
 
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.row import Backend, DeviceRange, SchemeSupport
-from expertd_kernels.oracle.rules import RULES
+from expertd_kernels.oracle.rules import RULES, judge
 from expertd_kernels.problem import Device, Problem
 
 __all__ = [
@@ -102,7 +102,7 @@ def decide(
     )
     if pin is not None and pin not in {b.name for b in rows}:
         raise ValueError(f"backend {pin!r}: known are {', '.join(sorted(b.name for b in rows))}")
-    verdicts = tuple(Verdict(b.name, tuple(r for rule in RULES if (r := rule(b, problem)))) for b in rows)
+    verdicts = tuple(Verdict(b.name, judge(b, problem)) for b in rows)
     eligible = {v.backend for v in verdicts if v.eligible}
     chosen = next((b for b in rows if b.name in eligible and pin in (None, b.name)), None)
     return Decision(problem, chosen, verdicts, pin)

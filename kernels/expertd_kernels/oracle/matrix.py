@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from expertd_kernels.oracle.decision import Backend, decide
 from expertd_kernels.oracle.probe import assumed_packages
+from expertd_kernels.oracle.rules import judge
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.problem import NAMED_DEVICES, Device, Problem
 from expertd_kernels.weights.activation import Activation, ActivationKind
@@ -79,7 +80,8 @@ def problem(device: Device, scheme: str, feature: str = "plain", rounding: str =
     """A Qwen3-30B-A3B-like layer of `scheme` on `device` with one feature, all packages assumed to be there."""
     s = Scheme.parse(scheme)
     plain = Problem(device, s, s, 128, 2048, 768, 8, packages=assumed_packages(BACKENDS))
-    return replace(plain, **FEATURES[feature], activation_quant=ROUNDINGS[rounding])
+    how = ROUNDINGS[rounding]
+    return replace(plain, **FEATURES[feature], activation_quant=how, static_scales=how.static)
 
 
 def decisions(features: Sequence[str] = tuple(FEATURES)) -> Iterator[Answer]:
@@ -102,22 +104,18 @@ def refusals(backend: Backend) -> Iterator[tuple[str, str, str]]:
     if home is None:
         return
     for scheme in SCHEMES:
-        yield from (("scheme", scheme, r) for r in _verdict(backend, problem(home, scheme)))
-    easy = set(_verdict(backend, problem(home, _easy(backend))))
+        yield from (("scheme", scheme, r) for r in judge(backend, problem(home, scheme)))
+    easy = set(judge(backend, problem(home, _easy(backend))))
     for feature in FEATURES:
-        found = _verdict(backend, problem(home, _easy(backend), feature))
+        found = judge(backend, problem(home, _easy(backend), feature))
         yield from (("feature", feature, r) for r in found if r not in easy)
     for rounding in ROUNDINGS:
-        found = _verdict(backend, problem(home, _easy(backend), rounding=rounding))
+        found = judge(backend, problem(home, _easy(backend), rounding=rounding))
         yield from (("rounding", rounding, r) for r in found)
 
 
-def _verdict(backend: Backend, p: Problem) -> tuple[str, ...]:
-    return decide(p, (backend,), order={}).verdicts[0].refusals
-
-
 def _says(backend: Backend, p: Problem, text: str) -> bool:
-    return any(text in r or ("needs" in r and "this is" in r) for r in _verdict(backend, p))
+    return any(text in r or ("needs" in r and "this is" in r) for r in judge(backend, p))
 
 
 def _easy(backend: Backend) -> str:
@@ -135,5 +133,5 @@ def _easy(backend: Backend) -> str:
 
 def _against(backend: Backend, p: Problem, home: Device | None) -> tuple[str, ...]:
     """The refusals of `p` that are not there on the row's home device."""
-    known = set(_verdict(backend, replace(p, device=home))) if home else set()
-    return tuple(r for r in _verdict(backend, p) if r not in known)
+    known = set(judge(backend, replace(p, device=home))) if home else set()
+    return tuple(r for r in judge(backend, p) if r not in known)

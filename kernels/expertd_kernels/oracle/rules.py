@@ -13,7 +13,7 @@ from expertd_kernels.problem import Device, Problem
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.scheme import ActivationQuant, Scheme
 
-__all__ = ["RULES", "Rule"]
+__all__ = ["RULES", "Rule", "judge"]
 
 Rule = Callable[[Backend, Problem], "str | None"]
 
@@ -100,6 +100,15 @@ def rule_activation_quant(b: Backend, p: Problem) -> str | None:
                     f"rounds activations ({', '.join(sorted(a.value for a in line.activations))}); weight-only is asked"
                 )
             return f"does not round activations to {p.activation_quant.value}"
+    return None
+
+
+def rule_static_scales(b: Backend, p: Problem) -> str | None:
+    if p.static_scales or not p.activation_quant.static:
+        return None
+    lines = [_support(b, s, p)[0] for s in p.schemes]
+    if any(x is not None and p.activation_quant in x.activations for x in lines):
+        return f"rounds activations to {p.activation_quant.value} with static scales, and the checkpoint has none"
     return None
 
 
@@ -207,6 +216,7 @@ RULES: tuple[Rule, ...] = (
     rule_scheme_device,
     rule_mixed,
     rule_activation_quant,
+    rule_static_scales,
     rule_activation,
     rule_clamp,
     rule_bias,
@@ -217,3 +227,8 @@ RULES: tuple[Rule, ...] = (
     rule_deterministic,
     rule_batch_invariant,
 )
+
+
+def judge(b: Backend, p: Problem) -> tuple[str, ...]:
+    """Every rule's refusal; () where the row serves the problem."""
+    return tuple(refusal for rule in RULES if (refusal := rule(b, p)))

@@ -24,7 +24,7 @@ class LayerInfo:
 
     num_experts      of the whole model (global ids are 0..num_experts - 1)
     w13, w2          schemes of the canonical matrices that load() will return
-    bias, act_order  read from the tensors that are there, never guessed
+    bias, act_order, static_scales  (of activations) read from the tensors that are there, never guessed
     notes            sentences for the user: "gate_proj is f16 and up_proj int4_g64: w13 is widened to f32"
     """
 
@@ -39,6 +39,7 @@ class LayerInfo:
     bias: bool = False
     act_order: bool = False
     checkpoint_activation: ActivationQuant = ActivationQuant.NONE
+    static_scales: bool = False
     notes: tuple[str, ...] = ()
 
     def problem(
@@ -66,6 +67,7 @@ class LayerInfo:
             act_order=self.act_order,
             activation_quant=activation_quant,
             checkpoint_activation=self.checkpoint_activation,
+            static_scales=self.static_scales,
             compute_dtype=compute_dtype,
             deterministic=deterministic,
             batch_invariant=batch_invariant,

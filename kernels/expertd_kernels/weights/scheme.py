@@ -88,6 +88,11 @@ class ActivationQuant(Enum):
     INT8_TOKEN = "int8_token"  # dynamic, one f32 scale a row
     INT8_GROUP = "int8_group"  # dynamic, one f32 scale for each weight group of a row
 
+    @property
+    def static(self) -> bool:
+        """Whether it needs scales that the checkpoint brings."""
+        return self in (ActivationQuant.E4M3_TENSOR, ActivationQuant.NVFP4)
+
 
 @dataclass(frozen=True)
 class Scheme:

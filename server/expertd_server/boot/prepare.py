@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from expertd_kernels.builder import pack
 from expertd_kernels.oracle.decision import Backend, backend_module
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.packed.cache import Found, PackedCache
@@ -180,9 +181,8 @@ def _packed(
     must be replaced."""
     problem, weights = assignment.decision.problem, canonical.weights()
     with _rejecting("packing"), workshop.stage("pack"):
-        module = _module(row)
-        packed = module.pack(weights, problem)
-        experts = module.experts(packed, problem)
+        packed = pack(row, weights, problem)
+        experts = _module(row).experts(packed, problem)
     proof = canonical.proof()
     with _rejecting("first called"), workshop.stage("check"):
         checked = check(experts, proof, problem, weights)

@@ -30,10 +30,9 @@ def round_up(n: int, multiple: int) -> int:
 
 def pack_matrix(name: str, q: QuantTensor, gated: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors "codes", "scales", "exact_scales", "bias"; JSON facts).  gated: rows of the two segments alternate by
-    eights.  Refused where the kernels would not compute what the matrix says."""
-    if q.columns is not None or q.global_scales is not None:
-        what = "permuted columns (activation order)" if q.columns is not None else "second-level scales"
-        raise Refused(f"{name}: has {what}; these kernels do not compute them; choose another backend")
+    eights.  Refused: values that the kernels would read as others."""
+    assert q.columns is None, f"{name}: activation order is not the row's"
+    assert q.global_scales is None, f"{name}: second-level scales are not the row's"
     scheme, codec = q.scheme, codec_of(q.scheme)
     rows, columns = round_up(q.shape[1] // q.segments, TILE), round_up(q.shape[2], TILE)
     parts = {"codes": _packed_codes(name, q, codec, rows, columns, gated)}
