@@ -1,7 +1,9 @@
 """What every backend module offers.  Three functions of values, so that caching, the self-check, the round-trip
 test and reloading are written once for all of them:
 
-    pack(weights, problem)    -> Packed    canonical -> this backend's layout; raises Refused with a reason
+    pack(weights, problem)    -> Packed    canonical -> this backend's layout.  builder.pack has asked the table's rules
+                                           before: what they refuse is asserted here.  Refused for values that no rule
+                                           can know
     unpack(packed)            -> Weights   the exact inverse, bit for bit
     experts(packed, problem)  -> Experts   ready to compute; packs nothing, so that a cached Packed can be mapped
 """

@@ -110,6 +110,7 @@ def test_info_tells_what_load_gives(checkpoint_folder: Folder, name: str) -> Non
     assert (info.w13, info.w2) == (w.w13.scheme, w.w2.scheme)
     assert info.bias == (w.w13.bias is not None) == ("gptoss" in name)
     assert info.act_order == (w.w13.columns is not None) == (name in ORDERED)
+    assert info.static_scales == (w.input_scales is not None)
     assert info.checkpoint_activation is w.checkpoint_activation
 
 
