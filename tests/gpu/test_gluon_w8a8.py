@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from poisoned import counters_are_zero, poison_scratch
 
 from expertd_kernels import Activation, decide, detect_device, reference, relative_error
 from expertd_kernels.backends.gluon.w8a8_plan import Few8, Plan8
@@ -99,15 +100,11 @@ def check(case, weights, experts, M, how, **more):
     outs = []
     for _ in range(2):
         out = torch.full_like(x, float("nan"))
-        for space in experts._spaces.values():
-            for t in (space.h, space.y, space.wide):
-                t.view(torch.uint8).fill_(0xFF)  # NaN in e4m3 and in bf16
-        for t in experts._partial.values():
-            t.fill_(torch.nan)
+        poison_scratch()
         on_input = more.get("router_weight_on_input", False)
         assert experts(x, ids, w, out=out, **more) is out
         outs.append(out)
-    assert not any(space.tickets.any() for space in experts._spaces.values()), "tickets that the next call would count"
+    assert counters_are_zero()
     if how == "nowhere":
         assert not bool(outs[0].any())
         return
@@ -170,7 +167,7 @@ def test_the_router_weight_on_the_input():
         check(case, weights, experts, M, "absent", router_weight_on_input=True)
 
 
-def test_another_number_of_experts_a_token_has_buffers_of_its_own():
+def test_another_number_of_experts_a_token_has_a_layout_of_its_own():
     case = Case(top_k=4, inner=512)
     weights, experts = layer(case)
     for M, top_k in ((16, 4), (32, 2), (64, 1)):  # as many routes

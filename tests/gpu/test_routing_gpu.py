@@ -32,9 +32,10 @@ def _hopper():
 @pytest.mark.parametrize("placed", [False, True], ids=["lists", "places"])
 @pytest.mark.parametrize(("E", "n"), SIZES)
 def test_grouped_routes_are_a_stable_sort(E, n, placed):
-    from expertd_kernels.backends.gluon.ends import Chunks, group
+    from expertd_kernels.backends.gluon.ends import group
+    from expertd_kernels.backends.gluon.grouping import Chunks
 
-    table = Chunks.table(n, E, torch.device("cuda"))
+    table = torch.empty(Chunks.table(n, E), dtype=torch.int16, device="cuda")
     calls = []
     for how in ROUTINGS:
         unwritten = [torch.full((size,), NOTHING, dtype=torch.int32, device="cuda") for size in (E, n, n)]

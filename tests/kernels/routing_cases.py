@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from interpreted import answer_cases
 
-from expertd_kernels.backends.gluon.ends import Chunks
+from expertd_kernels.backends.gluon.grouping import Chunks
 from expertd_kernels.backends.gluon.routing import combine, count_routes, group_few, place_routes, table_routes
 
 ROUTINGS = ("spread", "one expert", "nowhere")

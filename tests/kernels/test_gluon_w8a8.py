@@ -11,6 +11,7 @@ from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, Scheme, 
 from expertd_kernels.backends import gluon_w8a8 as backend
 from expertd_kernels.backends.gluon import calls
 from expertd_kernels.backends.gluon.w8a8_plan import Few8, Plan8, Shape8
+from expertd_kernels.backends.scratch import scratch_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.float32 import apply_activation
 from expertd_kernels.weights.scheme import Element, ScaleType
@@ -198,7 +199,7 @@ def _intermediate(g, y, place, out, out_scale):
 def _w8a8(grid, x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, tickets, t):
     """What the kernel promises: see its docstring."""
     g, at = t.gemm, 0
-    assert xd.base is x
+    assert (xd.base.data_ptr(), xd.shape) == (x.data_ptr(), list(x.shape)), "a view of another size"
     assert tickets[0] == 0, "the call before left its tickets"
     tickets[0] = 3
     assert wd.shape == [g.experts * t.rows * g.K // 128, 128]
@@ -271,7 +272,8 @@ def emulated(monkeypatch):
     for name, run in {"count_routes": _count_routes, "place_routes": _place_routes, "combine": _combine}.items():
         monkeypatch.setattr(ends, name, Launches(run))
     monkeypatch.setattr(module.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(module.torch, "device", lambda *a: "cpu")
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(module.torch, "device", lambda *a: cpu)
     monkeypatch.setattr(
         module.torch.cuda, "get_device_properties", lambda d: type("P", (), {"multi_processor_count": 132})
     )
@@ -316,8 +318,51 @@ def test_static_scales_round_by_the_largest_of_all_experts(emulated):
     experts = emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w))
     x, ids, weights = random_inputs(50, 384, 4, 2, seed=1)
     assert relative_error(experts(x, ids, weights), reference(w, x, ids, weights)) < 6e-2
-    assert experts._space(50, 2).x_scale.tolist() == pytest.approx([0.011])
-    assert experts._space(50, 2).h_scale.tolist() == pytest.approx([0.05])
+    used = experts._scratch(Shape8(4, 2, 384, 256), 50, 1)
+    assert used["x_scale"].tolist() == used["listed_scale"].tolist() == pytest.approx([0.011])
+    assert used["h_scale"].tolist() == pytest.approx([0.05])
+
+
+def test_layers_of_other_shapes_and_schemes_share_one_scratch(emulated):
+    """Each call finds what the one before left, or anything else: never in its answer, nor in the counters."""
+    scratch = scratch_of(torch.device("cpu"))
+    sizes = {"e4m3_block128": (3, 256, 512), "e4m3_channel": (9, 384, 256), "e4m3_tensor": (4, 640, 128)}
+    layers = []
+    for scheme, (E, H, I) in sizes.items():
+        w = layer(scheme, E=E, H=H, I=I)
+        layers.append((w, emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w))))
+    few = Plan8(few=(Few8(8, 8), Few8(8, 8, Z=2)))
+    for tokens, plan in ((40, Plan8()), (700, Plan8(listed=True)), (3, few), (90, Plan8(listed=True)), (7, few)):
+        for w, experts in layers:
+            if plan is few and experts.intermediate_size % 512:
+                continue
+            x, ids, weights = random_inputs(tokens, w.hidden_size, w.num_experts, 2, seed=tokens)
+            right = reference(w, x, ids, weights)
+            for rubbish in (None, 0x7F, 0xFF):
+                if rubbish is not None:
+                    scratch.memory(0).fill_(rubbish)
+                out = experts(x, ids, weights, out=torch.full_like(x, float("nan")), plan=plan)
+                assert relative_error(out, right) < 6e-2
+                assert not scratch.words.any(), "counters that another layer would start from"
+    assert len({experts._scratch(Shape8(w.num_experts, 2, w.hidden_size, experts.intermediate_size), 40, 1)["counts"]
+                .untyped_storage().data_ptr() for w, experts in layers}) == 1  # fmt: skip
+
+
+def test_a_launch_that_fails_leaves_no_tickets_to_other_layers(emulated, monkeypatch):
+    from expertd_kernels.backends.gluon import ends
+
+    def broken(*args):
+        raise RuntimeError("no such kernel")
+
+    first, second = layer("e4m3_block128"), layer("e4m3_channel", E=5, H=384)
+    made = [emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w)) for w in (first, second)]
+    x, ids, weights = random_inputs(40, 256, 3, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ends, "combine", Launches(broken))
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            made[0](x, ids, weights, plan=Plan8())
+    x, ids, weights = random_inputs(40, 384, 5, 2)
+    assert relative_error(made[1](x, ids, weights, plan=Plan8()), reference(second, x, ids, weights)) < 6e-2
 
 
 def test_the_router_weight_on_the_input_and_pieces(emulated, monkeypatch):

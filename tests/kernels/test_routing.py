@@ -4,11 +4,10 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-import torch
 from interpreted import interpreted
 from routing_cases import CASES
 
-from expertd_kernels.backends.gluon.ends import Chunks
+from expertd_kernels.backends.gluon.grouping import Chunks
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def test_chunks_hold_all_routes_and_compile_nothing_between_powers_of_two(expert
         assert c.padded >= experts
         assert c.size < 1 << 15, "counts of a chunk are int16"
         compiled[tokens] = (c.size, c.padded, c.rows)
-        memory = Chunks.table((1 << (tokens - 1).bit_length()) * top_k, experts, torch.device("cpu"))
-        assert (memory.shape[0] >= c.number) & (memory.shape[1] == c.padded), "a layer's buffers are for a power of two"
+        rows, columns = Chunks.table((1 << (tokens - 1).bit_length()) * top_k, experts)
+        assert (rows >= c.number) & (columns == c.padded), "a layer's scratch is for a power of two"
     powers = {compiled[t] for t in compiled if t & (t - 1) == 0}
     assert set(compiled.values()) == powers

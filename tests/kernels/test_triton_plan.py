@@ -11,7 +11,6 @@ from expertd_kernels.backends.triton_kernels.layout import FLOAT, layout_of, pac
 from expertd_kernels.backends.triton_kernels.plan import Facts, make_plan, stage_bytes
 from expertd_kernels.backends.triton_kernels.replay import Recording, proves
 from expertd_kernels.backends.triton_kernels.route import block_bound, expert_bins
-from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
 from expertd_kernels.sources.synthetic import random_matrix
 from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
 
@@ -96,22 +95,6 @@ def test_large_scales_are_not_folded_into_the_codes():
     assert pack_matrix(q)[1].fold == 1
     q.scales[0, 3, 1] = 100.0
     assert pack_matrix(q)[1].fold == 0
-
-
-def test_scratch_grows_and_keeps_what_a_graph_may_still_use():
-    device = torch.device("cpu")
-    first = scratch(device, 100)
-    assert scratch(device, 50).data_ptr() == first.data_ptr()
-    larger = scratch(device, 2 * first.numel() + 1)
-    assert larger.numel() > 2 * first.numel()
-    assert scratch(device, 10).data_ptr() == larger.data_ptr()
-    first.fill_(1)  # still allocated
-
-
-def test_carved_parts_are_aligned_and_apart():
-    places, total = carve({"a": ((3,), torch.int32), "b": ((5, 7), torch.bfloat16), "c": ((1,), torch.uint8)})
-    assert places == {"a": (0, 12), "b": (256, 70), "c": (512, 1)}
-    assert total == 768
 
 
 def test_a_recording_replays_with_other_tensors_and_keeps_none_of_them():

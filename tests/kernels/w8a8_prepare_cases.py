@@ -8,7 +8,7 @@ import torch
 from interpreted import answer_cases
 from routing_cases import routes, same_lists, unwritten
 
-from expertd_kernels.backends.gluon.ends import Chunks
+from expertd_kernels.backends.gluon.grouping import Chunks
 from expertd_kernels.backends.gluon.routing import count_routes
 from expertd_kernels.backends.gluon.w8a8_prepare import prepare, round_to_places
 from expertd_kernels.backends.rounding import round_groups

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from expertd_kernels.backends.glue_kernels import activate_rows, combine_rows, gather_rows, place_rows
 from expertd_kernels.backends.kernel_keys import settle
+from expertd_kernels.backends.scratch import Layout, Shapes, scratch_of
 from expertd_kernels.backends.triton_kernels import route
 from expertd_kernels.backends.triton_kernels.layer import ACTIVATIONS
-from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
 from expertd_kernels.weights.activation import Activation
 
 __all__ = ["MOST_ROUTES", "Call", "Places", "Shapes", "capacity", "in_pieces"]
@@ -27,8 +27,6 @@ MOST_BYTES = 1 << 31
 """Routes of one call, and bytes of its widest matrix without padding: more tokens are computed in pieces."""
 GROUP = 128
 """Columns with one scale, where rows are rounded."""
-
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def capacity(routes: int, experts: int, alignment: int) -> int:
@@ -74,12 +72,7 @@ class Call:
             for name, size in (("row", self.routes), ("start", experts + 1), ("route", rows), ("expert", rows)):
                 shapes[f"{name}/{alignment}"] = ((size,), torch.int32)
             shapes[f"block/{alignment}"] = ((rows // alignment,), torch.int32)
-        at, nbytes = carve(shapes)
-        memory = scratch(x.device, nbytes)
-        self.parts = {
-            name: memory[first : first + size].view(shapes[name][1]).view(shapes[name][0])
-            for name, (first, size) in at.items()
-        }
+        self.parts = scratch_of(x.device).parts(Layout(shapes))
         self.counted = False
 
     def place(self, alignment: int, *, routes: bool = False, experts: bool = False, blocks: bool = False) -> Places:

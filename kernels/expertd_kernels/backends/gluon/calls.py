@@ -21,8 +21,8 @@ MAX_TOP_K = 32
 class InPieces(ABC):
     """A layer whose `_run` computes one piece of a batch; calling it computes a batch of any size.
 
-    Calls may come from one thread and one stream at a time: the workspace is shared.  The first call at a new size may
-    allocate and compile; make it before capturing a CUDA graph."""
+    Calls on a stream may come from one thread at a time: all layers share its scratch memory.  The first call at a new
+    size may allocate and compile; make it before capturing a CUDA graph."""
 
     backend: str
     hidden_size: int

@@ -1,8 +1,7 @@
-"""The layer on the GPU: workspace, launches.  Needs a Hopper GPU, torch with CUDA and Triton."""
+"""The layer on the GPU: scratch memory, launches.  Needs a Hopper GPU, torch with CUDA and Triton."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from expertd_kernels.backends.gluon.block import block
 from expertd_kernels.backends.gluon.calls import InPieces
 from expertd_kernels.backends.gluon.codec import codec_of
-from expertd_kernels.backends.gluon.ends import LINE, Chunks, add_up, group
+from expertd_kernels.backends.gluon.ends import add_up, group
 from expertd_kernels.backends.gluon.gemv import gemv
 from expertd_kernels.backends.gluon.gemv_tile import slices
 from expertd_kernels.backends.gluon.matrices import Matrix, gemms
@@ -21,36 +20,17 @@ from expertd_kernels.backends.gluon.matrix import TILE, round_up
 from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
 from expertd_kernels.backends.gluon.planning import Plans, one_plan
 from expertd_kernels.backends.gluon.routing import table_routes
+from expertd_kernels.backends.gluon.space import FLOAT32_TOKENS, layer_space, tokens_of
 from expertd_kernels.backends.gluon.specialized import ws
 from expertd_kernels.backends.gluon.tile import Tile, tile
 from expertd_kernels.backends.gluon.wide import wide
 from expertd_kernels.backends.kernel_keys import settle
+from expertd_kernels.backends.scratch import COUNTERS, scratch_of, settle_counters
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
 from expertd_kernels.weights.serial import scheme_from_json
 
 __all__ = ["GluonExperts"]
-
-FLOAT32_TOKENS = 64
-"""Up to here w2's results are f32 (kernel `ws` has no shared memory for it).  With 128 tokens bf16, half of the traffic
-of the sum, is 2 % of the layer faster, with 32 it is not."""
-
-COUNTERS = 1024
-"""Blocks up to which w2 may follow w13 tile by tile; with more it waits for all of w13."""
-
-
-@dataclass
-class _Workspace:
-    """Buffers for up to `tokens` tokens.  Kept for good: captured graphs hold their addresses."""
-
-    tokens: int
-    ints: Tensor
-    h: Tensor
-    y: Tensor
-    y32: Tensor
-    done: Tensor  # [COUNTERS] int32, zero between calls: finished tiles of w13 a block, or w13's tickets ("wide", "ws")
-    tickets: Tensor  # w2's tickets: the same from another line on
-    chunks: Tensor  # routes of each expert in each chunk of them
 
 
 class GluonExperts(InPieces):
@@ -66,8 +46,8 @@ class GluonExperts(InPieces):
         tensors = {k: t.to(self.device) for k, t in packed.tensors.items() if not k.endswith("exact_scales")}
         self._tensors = tensors
         self._matrices: dict[tuple[int, bool], tuple[Matrix, Matrix]] = {}
-        self._spaces: dict[tuple[int, int], _Workspace] = {}
         self._descriptors: dict[tuple[int, int, int], TensorDescriptor] = {}
+        settle_counters(self.device)
         w13, w2 = (codec_of(scheme_from_json(packed.meta[name]["scheme"])) for name in ("w13", "w2"))
         shape = (self.num_experts, self.top_k, self.hidden_size, self.intermediate_size)
         if plans is None and problem.batch_invariant:
@@ -94,31 +74,6 @@ class GluonExperts(InPieces):
             self._matrices[key] = (found[0], found[1])
         return self._matrices[key]
 
-    def _space(self, M: int, top_k: int) -> _Workspace:
-        """Buffers for the next power of two of routes."""
-        key = triton.next_power_of_2(max(16, M)), top_k
-        if key not in self._spaces:
-            n = key[0] * top_k
-            E, d = self.num_experts, self.device
-            Ip = round_up(self.intermediate_size, TILE)
-
-            def empty(size: int, dtype: torch.dtype) -> Tensor:
-                return torch.empty(size, dtype=dtype, device=d)
-
-            done = torch.zeros(COUNTERS, dtype=torch.int32, device=d)
-            self._spaces[key] = _Workspace(
-                key[0],
-                # table (at most n blocks, rounded up) and route lists (whole blocks of at most 64), or counts and lists
-                empty(2 * n + round_up(E, 16) + n + 64 * min(E, n) + 64, torch.int32),
-                empty(n * Ip, torch.bfloat16),
-                empty(n * self.hidden_size, torch.bfloat16),
-                empty(min(n, FLOAT32_TOKENS * top_k) * self.hidden_size, torch.float32),
-                done,
-                done[LINE:],
-                Chunks.table(n, E, d),
-            )
-        return self._spaces[key]
-
     def _run(
         self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: LayerPlan | None
     ) -> None:
@@ -126,16 +81,18 @@ class GluonExperts(InPieces):
         n, E = M * top_k, self.num_experts
         p = plan or self.plans.at(M)
         w13, w2 = self._pair(top_k, on_input)
-        s = self._space(M, top_k)
+        sizes = self.num_experts, self.hidden_size, self.intermediate_size
+        s = scratch_of(self.device).kept_parts(layer_space(*sizes, tokens_of(M), top_k))
+        h, done = s["h"], s["done"]
         if p.w13.kind == "gemv":
-            self._gemv(w13, p.w13, x, ids, weights, s.h, n)
-            self._gemv(w2, p.w2, s.h, ids, weights, out, M)
+            self._gemv(w13, p.w13, x, ids, weights, h, n)
+            self._gemv(w2, p.w2, h, ids, weights, out, M)
             return
-        y = s.y32 if M <= FLOAT32_TOKENS and p.w2.kind == "block" else s.y
+        y = s["y32" if M <= FLOAT32_TOKENS and p.w2.kind == "block" else "y"]
         if p.w2.Z * n * self.hidden_size > y.numel():
-            raise ValueError(f"gluon_sm90: {p.w2.Z} parts of {n} routes do not fit the workspace for {s.tokens} tokens")
+            raise ValueError(f"gluon_sm90: {p.w2.Z} parts of {n} routes do not fit the scratch of {M} tokens")
         split = round_up(2 * n + E, 16)
-        table, lists = s.ints[:split], s.ints[split:]
+        table, lists = s["ints"][:split], s["ints"][split:]
         words = 0
         if p.mode == "ids":
             table = lists = ids
@@ -162,18 +119,18 @@ class GluonExperts(InPieces):
             )
         else:
             blocks = 0
-            group(ids, s.chunks, table, lists, E)
+            group(ids, s["chunks"], table, lists, E)
         listed = p.w13.kind == p.w2.kind == "wide"
         counted = triton.cdiv(w13.gemm.rows, p.w13.T) if p.w2.F and self._blocks(n, p.w2.BM) <= COUNTERS else 0
         tickets = not {"wide", "ws"}.isdisjoint((p.w13.kind, p.w2.kind))
         how = (table, lists, weights)
         try:
-            self._gemm(w13, p.w13, p.mode, blocks, x, *how, s.h, s.done, n, words, listed, counted)
-            done = s.tickets if tickets else s.done
-            self._gemm(w2, p.w2, p.mode, blocks, s.h, *how, y, done, n, words, listed, counted)
-            add_up(y, ids, out, E, p.w2.Z, s.done if counted or tickets else None)
+            self._gemm(w13, p.w13, p.mode, blocks, x, *how, h, done, n, words, listed, counted)
+            second = s["tickets" if tickets else "done"]
+            self._gemm(w2, p.w2, p.mode, blocks, h, *how, y, second, n, words, listed, counted)
+            add_up(y, ids, out, E, p.w2.Z, done if counted or tickets else None)
         except BaseException:  # without `combine` nobody clears the counters
-            s.done.zero_()
+            done.zero_()
             raise
 
     def _gemv(self, m: Matrix, p: TilePlan, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, b: int) -> None:
@@ -232,7 +189,7 @@ class GluonExperts(InPieces):
 
     def _boxes(self, h: Tensor, t: Tile) -> TensorDescriptor:
         """The bulk copy's view of the intermediate: 64 rows and a stage a box."""
-        key = (h.data_ptr(), 64, 0)
+        key = (h.data_ptr(), h.numel(), 0)  # layouts of many sizes begin at one address
         if key not in self._descriptors:
             Ip = round_up(self.intermediate_size, TILE)
             self._descriptors[key] = TensorDescriptor(h, [h.numel() // Ip, Ip], [Ip, 1], [64, 64], t.SX)

@@ -1,7 +1,8 @@
-"""The w8a8 layer on the GPU: workspace, launches.  Needs a Hopper GPU, torch with CUDA and Triton."""
+"""The w8a8 layer on the GPU: scratch memory, launches.  Needs a Hopper GPU, torch with CUDA and Triton."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,22 +13,28 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from expertd_kernels.backends.envelope import activation_of
 from expertd_kernels.backends.gluon.calls import InPieces
-from expertd_kernels.backends.gluon.ends import FEW, LINE, WARPS, Chunks, add_up, count, few_tile, group
+from expertd_kernels.backends.gluon.ends import add_up, count, few_tile, group
+from expertd_kernels.backends.gluon.grouping import FEW, WARPS, Chunks
+from expertd_kernels.backends.gluon.space import tokens_of, w8a8_space
 from expertd_kernels.backends.gluon.w8a8 import w8a8
 from expertd_kernels.backends.gluon.w8a8_few import w8a8_few
-from expertd_kernels.backends.gluon.w8a8_plan import TOKENS, Few8, Plan8, Shape8
+from expertd_kernels.backends.gluon.w8a8_plan import GROUP, TOKENS, Few8, Plan8, Shape8
 from expertd_kernels.backends.gluon.w8a8_prepare import (
     prepare,
     round_rows,
     round_to_places,
 )
-from expertd_kernels.backends.gluon.w8a8_tile import GROUP, Gemm8, tile8, tile_few
+from expertd_kernels.backends.gluon.w8a8_tile import Gemm8, tile8, tile_few
 from expertd_kernels.backends.kernel_keys import settle
+from expertd_kernels.backends.scratch import scratch_of, settle_counters
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
 from expertd_kernels.weights.scheme import ActivationQuant
 
 __all__ = ["W8A8Experts"]
+
+Parts = Mapping[str, Tensor]
+"""A call's scratch by name (space.py)."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +49,6 @@ class _Matrix:
     codes: TensorDescriptor
     scales: Tensor
     bias: Tensor
-
-
-@dataclass(frozen=True)
-class _Workspace:
-    """Buffers for `routes` routes.  Kept for good: captured graphs hold their addresses."""
-
-    counts: Tensor  # [E] int32
-    chunks: Tensor  # each chunk's routes of each expert
-    lists: Tensor  # [routes] int32
-    x: Tensor  # [tokens, H] e4m3 and its scales [tokens, H / 128] or [tokens]
-    x_scale: Tensor  # or the given one
-    h: Tensor  # [routes, I] e4m3 and its scales, in the order of the list
-    h_scale: Tensor
-    tickets: Tensor  # [2 * LINE] int32, zero between calls: tiles of w13 that were drawn, and a line on, of w2
-    wide: Tensor  # [routes, I] bf16: h before it is rounded, where a row shares one scale (else empty)
-    y: Tensor  # [routes, H] bf16
 
 
 class W8A8Experts(InPieces):
@@ -78,10 +69,8 @@ class W8A8Experts(InPieces):
         if self.static:  # a token goes to several experts but is rounded once: by the largest scale
             self._given = packed.tensors["input_scales"].amax(dim=0).float().to(self.device)
         self._w13, self._w2 = self._matrix("w13"), self._matrix("w2")
-        self._spaces: dict[tuple[int, int], _Workspace] = {}
-        self._lists: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
-        self._descriptors: dict[int, TensorDescriptor] = {}
-        self._partial: dict[tuple[int, int], Tensor] = {}
+        self._descriptors: dict[tuple[int, torch.Size], TensorDescriptor] = {}
+        settle_counters(self.device)
 
     @property
     def rounds_h(self) -> bool:
@@ -118,43 +107,20 @@ class W8A8Experts(InPieces):
             static=self.static,
         )
 
-    def _space(self, M: int, top_k: int) -> _Workspace:
-        """Buffers for the next power of two of tokens."""
-        tokens = triton.next_power_of_2(max(16, M))
-        if (tokens, top_k) not in self._spaces:
-            n = tokens * top_k
-            H, I, d = self.hidden_size, self.intermediate_size, self.device
-
-            def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-                return torch.empty(shape, dtype=dtype, device=d)
-
-            def scales(which: int, rows: int, columns: int) -> Tensor:
-                if self.static:
-                    return self._given[which : which + 1]
-                return empty((rows, columns // GROUP if self.grouped else 1), torch.float32)
-
-            e4m3 = torch.float8_e4m3fn
-            self._spaces[tokens, top_k] = _Workspace(
-                empty((self.num_experts,), torch.int32),
-                Chunks.table(n, self.num_experts, d),
-                empty((n,), torch.int32),
-                empty((tokens, H), e4m3),
-                scales(0, tokens, H),
-                empty((n, I), e4m3),
-                scales(1, n, I),
-                torch.zeros(2 * LINE, dtype=torch.int32, device=d),
-                empty((0 if self.rounds_h else n, I), torch.bfloat16),
-                empty((n, H), torch.bfloat16),
-            )
-        return self._spaces[tokens, top_k]
+    def _scratch(self, shape: Shape8, M: int, parts: int) -> Parts:
+        """The call's scratch by name, with the scales that are given in the places of those that are not computed."""
+        s = scratch_of(self.device).kept_parts(w8a8_space(shape, self.grouped, self.static, tokens_of(M), parts))
+        if self.static:
+            x, h = self._given[:1], self._given[1:]
+            return {**s, "x_scale": x, "listed_scale": x, "h_scale": h}
+        return s
 
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: Plan8 | None) -> None:
         M, top_k = ids.shape
-        p = plan or Plan8.of(
-            M, Shape8(self.num_experts, top_k, self.hidden_size, self.intermediate_size), self.batch_invariant
-        )
-        s = self._space(M, top_k)
-        q, scale = s.x, s.x_scale
+        shape = Shape8(self.num_experts, top_k, self.hidden_size, self.intermediate_size)
+        p = plan or Plan8.of(M, shape, self.batch_invariant)
+        s = self._scratch(shape, M, 1 if p.few is None else p.few[1].Z)
+        q, scale = s["x"], s["x_scale"]
         if p.listed:
             q, scale = self._prepare_listed(x, ids, s)
         else:
@@ -162,7 +128,7 @@ class W8A8Experts(InPieces):
         try:
             self._products(q, scale, ids, weights, out, on_input, p, s)
         except BaseException:  # without `combine` nobody clears the tickets
-            s.tickets.zero_()
+            s["tickets"].zero_()
             raise
 
     def _products(
@@ -174,30 +140,42 @@ class W8A8Experts(InPieces):
         out: Tensor,
         on_input: bool,
         p: Plan8,
-        s: _Workspace,
+        s: Parts,
     ) -> None:
         """Both GEMMs and the sum, of inputs that are rounded."""
         n, top_k = ids.numel(), ids.shape[1]
-        h = s.h if self.rounds_h else s.wide
+        h = s["h"] if self.rounds_h else s["wide"]
         later = p.few is None and not on_input  # router weights: by the sum of many tokens' results
         gemms = self._gemm(True, top_k, on_input), self._gemm(False, top_k, on_input or later)
         if p.few is not None:
-            self._few(gemms[0], p.few[0], self._w13, q, scale, ids, weights, s, h, s.h_scale)
+            self._few(gemms[0], p.few[0], self._w13, q, scale, ids, weights, s, h, s["h_scale"])
         else:
-            self._multiply(gemms[0], p, self._w13, q, scale, weights, s, n, h, s.h_scale)
+            self._multiply(gemms[0], p, self._w13, q, scale, weights, s, n, h, s["h_scale"])
         if not self.rounds_h:
             R, B = self._round_tile(self.intermediate_size, 4)
             round_rows[(triton.cdiv(n, R),)](
-                s.wide, s.h, s.h_scale, n, self.intermediate_size, False, False, R, B, num_warps=4, launch_pdl=True
+                s["wide"],
+                s["h"],
+                s["h_scale"],
+                n,
+                self.intermediate_size,
+                False,
+                False,
+                R,
+                B,
+                num_warps=4,
+                launch_pdl=True,
             )
-        y, parts = s.y, 1
+        y, parts = s["y"], 1
         if p.few is not None:
             parts = p.few[1].Z
-            y = self._parts(parts, n) if parts > 1 else s.y
-            self._few(gemms[1], p.few[1], self._w2, s.h, s.h_scale, ids, weights, s, y, s.h_scale)
+            y = s["partial" if parts > 1 else "y"]
+            self._few(gemms[1], p.few[1], self._w2, s["h"], s["h_scale"], ids, weights, s, y, s["h_scale"])
         else:
-            self._multiply(gemms[1], p, self._w2, s.h, s.h_scale, weights, s, n, y, s.h_scale)
-        add_up(y, ids, out, self.num_experts, parts, s.tickets if p.few is None else None, weights if later else None)
+            self._multiply(gemms[1], p, self._w2, s["h"], s["h_scale"], weights, s, n, y, s["h_scale"])
+        add_up(
+            y, ids, out, self.num_experts, parts, s["tickets"] if p.few is None else None, weights if later else None
+        )
 
     def _round_tile(self, columns: int, warps: int) -> tuple[int, int]:
         """(rows, columns) that a program of so many warps rounds, 16 numbers a thread or more."""
@@ -206,45 +184,33 @@ class W8A8Experts(InPieces):
             B = min(1024, B)
         return max(1, 512 * warps // B), B
 
-    def _prepare(self, x: Tensor, ids: Tensor, s: _Workspace, few: bool = False) -> None:
+    def _prepare(self, x: Tensor, ids: Tensor, s: Parts, few: bool = False) -> None:
         """Routes grouped by expert, inputs rounded."""
         n, M, H, E = ids.numel(), x.shape[0], self.hidden_size, self.num_experts
         c = None if n <= FEW else Chunks.of(n, E)
         if c is not None:
-            count(ids, s.chunks, c)
+            count(ids, s["chunks"], c)
         R, B = self._round_tile(H, WARPS)
         groups = few_tile(n) if c is None else (c.size, c.rows)
         prepare[((E if c is None else c.number) + triton.cdiv(M, R) * triton.cdiv(H, B),)](
-            ids, s.chunks, s.counts, s.lists, n, 0 if c is None else c.number, x, s.x, s.x_scale, M,
+            ids, s["chunks"], s["counts"], s["lists"], n, 0 if c is None else c.number, x, s["x"], s["x_scale"], M,
             E, 0 if c is None else c.padded, *groups, H, self.grouped, self.static, R, B, few, True,
             num_warps=WARPS, launch_pdl=True,
         )  # fmt: skip
 
-    def _prepare_listed(self, x: Tensor, ids: Tensor, s: _Workspace) -> tuple[Tensor, Tensor]:
+    def _prepare_listed(self, x: Tensor, ids: Tensor, s: Parts) -> tuple[Tensor, Tensor]:
         """As _prepare, but the rounded inputs and their scales in the order of the list."""
         M, top_k, H = *ids.shape, self.hidden_size
-        routes = s.lists.numel()
-        if (routes, top_k) not in self._lists:
-            groups = H // GROUP if self.grouped else 1
-            scale = s.x_scale if self.static else torch.empty((routes, groups), device=self.device)
-            places = torch.empty((routes,), dtype=torch.int32, device=self.device)
-            # w2 writes y when w13 has read its inputs: they share the memory
-            self._lists[routes, top_k] = s.y.view(torch.float8_e4m3fn).view(-1, H)[:routes], scale, places
-        q, scale, places = self._lists[routes, top_k]
-        group(ids, s.chunks, s.counts, s.lists, self.num_experts, places)
+        # w2 writes y when w13 has read its inputs: they share the memory
+        q, scale = s["y"].view(torch.float8_e4m3fn).view(-1, H)[: len(s["y"])], s["listed_scale"]
+        group(ids, s["chunks"], s["counts"], s["lists"], self.num_experts, s["places"])
         warps = 8
         R, B = self._round_tile(H, warps)
         round_to_places[(triton.cdiv(M, R) * triton.cdiv(H, B),)](
-            x, places, q, scale, M, top_k, H, self.grouped, self.static, R, B, True, num_warps=warps, launch_pdl=True
-        )
+            x, s["places"], q, scale, M, top_k, H, self.grouped, self.static, R, B, True, num_warps=warps,
+            launch_pdl=True,
+        )  # fmt: skip
         return q, scale
-
-    def _parts(self, parts: int, routes: int) -> Tensor:
-        """w2's results of each part of its columns, [parts * routes, H] f32."""
-        key = (parts, triton.next_power_of_2(routes))
-        if key not in self._partial:
-            self._partial[key] = torch.empty((parts * key[1], self.hidden_size), device=self.device)
-        return self._partial[key]
 
     def _few(
         self,
@@ -255,7 +221,7 @@ class W8A8Experts(InPieces):
         x_scale: Tensor,
         ids: Tensor,
         weights: Tensor,
-        s: _Workspace,
+        s: Parts,
         out: Tensor,
         out_scale: Tensor,
     ) -> None:
@@ -265,7 +231,7 @@ class W8A8Experts(InPieces):
         grid = (t.column_tiles * t.Z * (n if by_route else self.num_experts),)
         kernel: Any = w8a8_few
         kernel[grid](
-            x, x_scale, m.codes, m.scales, m.bias, ids, s.lists, weights, out, out_scale, n, t,
+            x, x_scale, m.codes, m.scales, m.bias, ids, s["lists"], weights, out, out_scale, n, t,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
 
@@ -277,13 +243,13 @@ class W8A8Experts(InPieces):
         x: Tensor,
         x_scale: Tensor,
         weights: Tensor,
-        s: _Workspace,
+        s: Parts,
         n: int,
         out: Tensor,
         out_scale: Tensor,
     ) -> None:
         t = tile8(gemm, p, True)
-        key = x.data_ptr()
+        key = x.data_ptr(), x.shape  # layouts of many sizes begin at one address
         if key not in self._descriptors:
             self._descriptors[key] = TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [TOKENS, GROUP], t.SA)
         blocks = min(n, n // TOKENS + min(self.num_experts, n))
@@ -296,12 +262,12 @@ class W8A8Experts(InPieces):
             m.codes,
             m.scales,
             m.bias,
-            s.counts,
-            s.lists,
+            s["counts"],
+            s["lists"],
             weights,
             out,
             out_scale,
-            s.tickets[0 if gemm.first else LINE :],
+            s["tickets" if gemm.first else "second"],
             t,
             num_warps=4,
             launch_pdl=True,

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from expertd_kernels.sizes import planned
 
-__all__ = ["TOKENS", "Few8", "Plan8", "Shape8"]
+__all__ = ["GROUP", "TOKENS", "Few8", "Plan8", "Shape8"]
+
+GROUP = 128
+"""Columns an activation scale, rows and columns a weight scale, columns a stage."""
 
 TOKENS = 128
 """Tokens of a block, 64 for each of two consumer warpgroups (one of 64 tokens and one warpgroup was slower)."""

@@ -10,12 +10,9 @@ from typing import Any
 
 from triton.experimental.gluon import language as gl
 
-from expertd_kernels.backends.gluon.w8a8_plan import TOKENS, Few8, Plan8
+from expertd_kernels.backends.gluon.w8a8_plan import GROUP, TOKENS, Few8, Plan8
 
-__all__ = ["GROUP", "Gemm8", "Tile8", "TileFew", "tile8", "tile_few"]
-
-GROUP = 128
-"""Columns an activation scale, rows and columns a weight scale, columns a stage."""
+__all__ = ["Gemm8", "Tile8", "TileFew", "tile8", "tile_few"]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,5 @@ The package of the same name on the internet is another project; nothing of it i
     matrix.py     one packed matrix as the kernels take it
     device.py     what the host side asks of a device
     replay.py     a layer's launches, remembered
-    workspace.py  scratch memory, shared by the layers of a device
     layer.py      the whole layer
 """

@@ -1,5 +1,5 @@
 """The whole layer: route, GEMM 1 with activation, GEMM 2, combine.  No host synchronization and no allocation once the
-workspace has its size, so a call can be captured in a CUDA graph after one call of the same size."""
+scratch memory has its size, so a call can be captured in a CUDA graph after one call of the same size."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from expertd_kernels.backends.kernel_keys import settle
+from expertd_kernels.backends.scratch import Layout, Shapes, scratch_of
 from expertd_kernels.backends.triton_kernels import combine as combining
 from expertd_kernels.backends.triton_kernels import gemm, rounded, route
 from expertd_kernels.backends.triton_kernels.device import capturing, multiprocessors, on, shared_bytes, stream_of
@@ -24,7 +25,6 @@ from expertd_kernels.backends.triton_kernels.replay import (
     kind_of,
     proves,
 )
-from expertd_kernels.backends.triton_kernels.workspace import carve, scratch
 from expertd_kernels.sizes import planned
 from expertd_kernels.weights.activation import Activation, ActivationKind
 from expertd_kernels.weights.scheme import ActivationQuant
@@ -185,12 +185,7 @@ class TritonExperts:
         plan: Plan,
         recording: Recording | None,
     ) -> None:
-        places, nbytes = carve(shapes := self._scratch_shapes(x, ids, plan))
-        memory = scratch(self.device, nbytes)
-        parts = {
-            name: memory[at : at + size].view(shapes[name][1]).view(shapes[name][0])
-            for name, (at, size) in places.items()
-        }
+        parts = scratch_of(self.device).parts(Layout(self._scratch_shapes(x, ids, plan)))
         if "x" in parts:
             x = parts["x"].copy_(x)
             if recording is not None:
@@ -224,7 +219,7 @@ class TritonExperts:
             tensors = (call.x, call.ids, call.weights, call.out)
             call.recording.add(compiled, grid, kernel.arg_names, args, constants, tensors)
 
-    def _scratch_shapes(self, x: Tensor, ids: Tensor, plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _scratch_shapes(self, x: Tensor, ids: Tensor, plan: Plan) -> Shapes:
         M, k = ids.shape
         R = M * k
         i_padded = -(-self.intermediate_size // 64) * 64
