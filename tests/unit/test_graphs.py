@@ -15,8 +15,8 @@ from expertd_server.engine import graphs as module
 from expertd_server.engine.batch import ServedLayer
 from expertd_server.engine.convert import bits_of
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.graphs import MOST_TOKENS, Graphs, padded
-from expertd_server.engine.lane import CpuLane
+from expertd_server.engine.graphs import MOST_TOKENS, Graphs, padded, sizes_up_to
+from expertd_server.engine.lane import CpuLane, _Host, _Store
 from expertd_server.engine.request import Answer, Operand, Request
 from expertd_server.engine.scheduler import Policy
 
@@ -51,7 +51,8 @@ class FakeGraph:
     def __init__(self) -> None:
         self.replays = 0
 
-    def capture_begin(self, capture_error_mode):
+    def capture_begin(self, pool, capture_error_mode):
+        assert pool == "one for all"
         assert capture_error_mode == "thread_local", "other threads go on with what they do"
 
     def capture_end(self):
@@ -65,6 +66,9 @@ class FakeGraph:
 def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(module, "_event", object)
+    monkeypatch.setattr(module, "_pool", lambda: "one for all")
+    free = iter(range(10_000, 0, -10))
+    monkeypatch.setattr(module, "_free_bytes", lambda: next(free))
     return Graphs()
 
 
@@ -72,6 +76,8 @@ def test_sizes_are_few_up_to_the_largest_that_is_captured():
     assert [padded(n) for n in (1, 2, 3, 5, 33, 64, MOST_TOKENS)] == [1, 2, 4, 8, 64, 64, MOST_TOKENS]
     assert [padded(n) for n in (65, 128, 129, 300, 385)] == [128, 128, 256, 384, 512]
     assert padded(MOST_TOKENS + 1) == MOST_TOKENS + 1
+    assert sizes_up_to(4096) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512]
+    assert sizes_up_to(100) == [1, 2, 4, 8, 16, 32, 64, 128]
 
 
 def test_what_comes_again_is_captured_once(graphs):
@@ -84,6 +90,23 @@ def test_what_comes_again_is_captured_once(graphs):
     assert found.copied is not found.computed
     found.replay()
     assert graphs.get("b") is None
+    assert (len(graphs), graphs.nbytes) == (1, 10), "what the driver had before and after"
+
+
+def test_a_lane_holds_what_was_reserved_and_no_more():
+    """Rows that a batch is padded to count: were they more than there is, the buffers would move under the graphs."""
+    store = _Store(torch.float32, torch.device("cpu"))
+    store.reserve(1000)
+    assert store.nbytes == 4000
+    before = store.get(10, 100).data_ptr()
+    assert store.get(100, 10).data_ptr() == before
+    assert store.get(1001, 1).data_ptr() != before
+    assert store.nbytes == 4 * 1024
+    host = _Host(torch.bfloat16, pinned=False)
+    host.reserve(100, 8, 64)
+    assert host.nbytes == 100 * (2 * 64 * 2 + 8 * 8)
+    host.open(50, 8, 64)
+    assert host.nbytes == 100 * (2 * 64 * 2 + 8 * 8)
 
 
 def test_the_graphs_not_used_for_longest_go_first(graphs, monkeypatch):

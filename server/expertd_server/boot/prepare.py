@@ -33,7 +33,7 @@ from expertd_kernels.sources.synthetic import random_inputs
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError
-from expertd_server.engine.graphs import MOST_TOKENS, padded
+from expertd_server.engine.graphs import sizes_up_to
 from expertd_server.engine.lane import compute_stream
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def _kept(workshop: Workshop, facts: dict[str, Any], packed: Packed, proof: Proo
 def warm_up(experts: Experts, assignment: Assignment, workshop: Workshop) -> None:
     """Run the batch sizes that must not be met first under load: kernels that compile or choose on first use would hold
     up callers for seconds.  Small batches are padded to few sizes, larger ones change plans at distances of a factor of
-    two and more, and the largest takes the largest workspace.  Raises BackendRejectedError."""
+    two and more, and the largest takes the most scratch.  Raises BackendRejectedError."""
     p, device = assignment.decision.problem, workshop.device
     with _rejecting("warmed up"), workshop.stage("warm_up"), torch.inference_mode():
         for routes in dict.fromkeys((p.top_k, *workshop.routes)):
@@ -243,7 +243,7 @@ def _sizes(most: int) -> list[int]:
     """For batches up to `most`: those that small ones are padded to, their doubles, and `most`.  Sizes between them are
     planned alike (expertd_kernels.sizes)."""
     doubling = (1 << i for i in range((most - 1).bit_length()))
-    return sorted({*doubling, *(padded(n) for n in range(1, min(MOST_TOKENS, most) + 1)), most})
+    return sorted({*doubling, *sizes_up_to(most), most})
 
 
 def _routed(tokens: int, routes: int, p: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

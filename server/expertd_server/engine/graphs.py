@@ -4,6 +4,8 @@ the host more than the device takes (one token of Qwen3's int4 layer on an H200:
 A graph holds addresses, so it belongs to one lane's buffers, one layer and one size.  Sizes are powers of two and then
 multiples of 128, the rest of a batch has no routes: there are few graphs, and every one is soon there.  Only for rows
 of the table that may be captured.
+
+Graphs of all lanes run on one stream, one after another, so what their calls allocate comes from one pool.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from expertd_kernels.sizes import CAPTURED_TOKENS
 
-__all__ = ["MOST_TOKENS", "Graph", "Graphs", "padded", "supported"]
+__all__ = ["MOST_TOKENS", "Graph", "Graphs", "padded", "sizes_up_to", "supported"]
 
 log = logging.getLogger(__name__)
 
@@ -55,17 +58,37 @@ def padded(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length() if tokens <= _DOUBLING else -(-tokens // _STEP) * _STEP
 
 
+def sizes_up_to(tokens: int) -> list[int]:
+    """The sizes that graphs are captured for, of batches of up to `tokens`."""
+    return sorted({padded(n) for n in range(1, min(MOST_TOKENS, tokens) + 1)})
+
+
+@cache
+def _pool() -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+def _free_bytes() -> int:
+    return int(torch.cuda.mem_get_info()[0])
+
+
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
 
 
 class Graphs:
-    """The graphs of one lane; for the engine's thread, on the stream that is current."""
+    """The graphs of one lane; for the engine's thread, on the stream that is current.
+
+    nbytes: device memory that went when they were captured, as the driver tells"""
 
     def __init__(self) -> None:
+        self.nbytes = 0
         self._found: OrderedDict[Hashable, Graph] = OrderedDict()
         self._seen: Counter[Hashable] = Counter()
         self._works = True
+
+    def __len__(self) -> int:
+        return len(self._found)
 
     def get(self, key: Hashable) -> Graph | None:
         """What was captured as `key`."""
@@ -82,9 +105,10 @@ class Graphs:
         self._seen[key] += 1
         if not self._works or self._seen[key] < _WORTH or key in self._found:
             return
+        free = _free_bytes()
         graph, copied, computed = torch.cuda.CUDAGraph(), _event(), _event()
         try:
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool=_pool(), capture_error_mode="thread_local")
             try:
                 body(copied, computed)
             finally:
@@ -93,6 +117,7 @@ class Graphs:
             self._works = False
             log.warning("a call could not be captured in a CUDA graph, so none is from now on: %s", e)
             return
+        self.nbytes += max(0, free - _free_bytes())
         self._found[key] = Graph(graph.replay, copied, computed)
         if len(self._found) > _MOST_GRAPHS:
             self._found.popitem(last=False)

@@ -8,6 +8,7 @@ and events, so that copying one batch overlaps with computing another.
     lane.launch(experts, ...)   starts copy in, kernel, copy out; returns at once where the device allows it
     lane.collect()              waits; the output [M, H] on the host and the time of each stage
     lane.fault()                after a failure: why the device is lost to this process, "" where it is not
+    lane.held()                 the memory that it holds
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine.graphs import MOST_TOKENS, Graphs, padded, supported
 from expertd_server.engine.request import Array, Stages
 
-__all__ = ["Inputs", "Lane", "compute_stream", "lanes"]
+__all__ = ["Held", "Inputs", "Lane", "compute_stream", "lanes"]
 
 _Part = Callable[[], None]
 _MOST_VIEWS = 1024
@@ -40,6 +41,16 @@ class Inputs(NamedTuple):
     hidden: Array
     slots: Array
     weights: Array
+
+
+class Held(NamedTuple):
+    """Bytes that lanes hold: of buffers on the accelerator, of host memory that it copies from (pinned), of captured
+    graphs; and how many graphs there are."""
+
+    device_bytes: int
+    pinned_bytes: int
+    graph_bytes: int
+    graphs: int
 
 
 class Lane(Protocol):
@@ -57,9 +68,11 @@ class Lane(Protocol):
 
     def fault(self) -> str: ...
 
+    def held(self) -> Held: ...
+
 
 class _Store:
-    """A flat buffer that grows to a power of two and never shrinks."""
+    """A flat buffer that is reserved as large as it is asked for, then grows to a power of two; it never shrinks."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> None:
         self.dtype, self.device, self.pinned = dtype, device, pinned
@@ -69,9 +82,17 @@ class _Store:
         """[rows, columns], contiguous."""
         n = rows * columns
         if n > self.tensor.numel():
-            size = 1 << (n - 1).bit_length()
-            self.tensor = torch.empty(size, dtype=self.dtype, device=self.device, pin_memory=self.pinned)
+            self.reserve(1 << (n - 1).bit_length())
         return self.tensor[:n].view(rows, columns)
+
+    def reserve(self, size: int) -> None:
+        """Room for so many elements, unless there is as much."""
+        if size > self.tensor.numel():
+            self.tensor = torch.empty(size, dtype=self.dtype, device=self.device, pin_memory=self.pinned)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
 
 
 class _Views(NamedTuple):
@@ -98,6 +119,19 @@ class _Host:
         self._weights = _Store(torch.float32, cpu, pinned)
         self._out = _Store(dtype, cpu, pinned)
         self._views: dict[tuple[int, int, int], _Views] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.nbytes for s in (self._hidden, self._slots, self._weights, self._out))
+
+    def reserve(self, tokens: int, top_k: int, hidden_size: int) -> None:
+        for store, columns in (
+            (self._hidden, hidden_size),
+            (self._out, hidden_size),
+            (self._slots, top_k),
+            (self._weights, top_k),
+        ):
+            store.reserve(tokens * columns)
 
     def open(self, tokens: int, top_k: int, hidden_size: int) -> Inputs:
         key = (tokens, top_k, hidden_size)
@@ -147,10 +181,13 @@ class CpuLane:
     def fault(self) -> str:
         return ""
 
+    def held(self) -> Held:
+        return Held(0, 0, 0, 0)
+
 
 class DeviceLane:
     """Pinned host buffers, device buffers, and three streams: copy in, compute, copy out.  All lanes share the streams:
-    experts may keep workspaces between calls."""
+    scratch memory belongs to the one that computes."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, api: Any, streams: tuple[Any, Any, Any]) -> None:
         self._host = _Host(dtype, pinned=True)
@@ -165,11 +202,13 @@ class DeviceLane:
         self._graphs = Graphs() if supported(device) else None
 
     def reserve(self, tokens: int, top_k: int, hidden_size: int) -> None:
-        self._host.open(tokens, top_k, hidden_size)
-        for store, columns in ((self._hidden, hidden_size), (self._out, hidden_size)):
-            store.get(tokens, columns)
-        for store in (self._slots, self._weights):
-            store.get(tokens, top_k)
+        tokens = padded(tokens)
+        self._host.reserve(tokens, top_k, hidden_size)
+        for store, columns in zip(self._stores(), (hidden_size, top_k, top_k, hidden_size), strict=True):
+            store.reserve(tokens * columns)
+
+    def _stores(self) -> tuple[_Store, ...]:
+        return self._hidden, self._slots, self._weights, self._out
 
     def size(self, tokens: int, capturable: bool) -> int:
         return padded(tokens) if capturable and self._graphs is not None else tokens
@@ -240,6 +279,11 @@ class DeviceLane:
     def fault(self) -> str:
         return device_fault(self._device)
 
+    def held(self) -> Held:
+        graphs = self._graphs
+        captured = (0, 0) if graphs is None else (graphs.nbytes, len(graphs))
+        return Held(sum(s.nbytes for s in self._stores()), self._host.nbytes, *captured)
+
 
 def _recorded(parts: tuple[_Part, _Part, _Part], copied: Any, computed: Any) -> None:
     """The parts on one stream, with the events between them."""
@@ -253,7 +297,7 @@ def _recorded(parts: tuple[_Part, _Part, _Part], copied: Any, computed: Any) -> 
 
 @cache
 def compute_stream(device: torch.device) -> Any:
-    """The stream of an accelerator that layers compute on: workspaces belong to it, so they are warmed up there."""
+    """The stream of an accelerator that layers compute on: scratch belongs to it, so they are warmed up there."""
     return getattr(torch, device.type).Stream(device)
 
 
