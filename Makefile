@@ -8,7 +8,7 @@ BUF        := @bufbuild/buf@1.75.0
 
 BIN   := .venv/bin
 STAMP := .venv/setup-done
-NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_kernels/csrc/*.h)
+NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_kernels/native/csrc/*.h)
 
 .PHONY: help setup demo test check lint format proto golden docs bench clean
 
@@ -55,8 +55,8 @@ proto: $(STAMP) ## regenerate the stubs from the contract
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto proto/expertd/v1/*.proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --grpc_python_out=proto proto/expertd/v1/*_service.proto
 
-docs: $(STAMP)  ## regenerate the tables in docs/ from the code
-	$(BIN)/python -m expertd_kernels.docs
+docs: $(STAMP)  ## regenerate what docs/ has from the code: pages, the picture of the rooms, the index of DECISIONS.md
+	$(BIN)/python docs/pages.py
 
 bench: $(STAMP) ## kernel benchmark of this machine's CPU
 	$(BIN)/python -m expertd_kernels.bench --device cpu

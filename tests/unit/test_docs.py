@@ -1,14 +1,127 @@
-"""Generated pages and the golden refusal matrix are what the code says today."""
+"""Generated pages say what the code says today, links lead somewhere, and lines can be read."""
 
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from expertd_kernels.docs import PAGES
+import rooms
+from decisions import indexed
+from layers import layered, room_of
+from pages import PAGES
 
 ROOT = Path(__file__).parents[2]
+PAPERS = sorted(
+    p
+    for folder in (ROOT, ROOT / "docs", ROOT / "docs/log", ROOT / "kernels/bench/results", *ROOT.glob("*/"))
+    for p in folder.glob("*.md")
+    if "node_modules" not in p.parts and not folder.name.startswith(".")
+)
+READ = [p for p in PAPERS if p.name != "DECISIONS.md" and "results" not in p.parts]
+"""Papers that are read line by line: the index of the decisions is made of links, the tables of results of figures."""
+MOST_COLUMNS = 150
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", sorted(PAGES.keys() - {"docs/rooms.svg"}))
 def test_generated_files_are_up_to_date(name):
     assert (ROOT / name).read_text() == PAGES[name](), f"{name} is stale: run `make docs` and read the diff"
+
+
+def _drawn(svg):
+    """The picture without its numbers of imports and modules, which change with every other commit."""
+    return re.sub(r"(?<=>)\d+(?= imports<| modules?<|<)|(?<=contract )\d+|(?<=kernels )\d+|(?<=module)s", "#", svg)
+
+
+def test_the_picture_of_the_rooms_has_every_room_and_every_arrow():
+    drawn, now = _drawn((ROOT / "docs/rooms.svg").read_text()), _drawn(PAGES["docs/rooms.svg"]())
+    assert drawn == now, "docs/rooms.svg is stale: run `make docs`, look at it, and at docs/architecture.md"
+
+
+def test_rooms_that_import_each_other_in_a_circle_are_red():
+    found = layered(["a", "b", "c"], {("a", "b"): 5, ("b", "c"): 4, ("c", "a"): 1})
+    assert found.back == {("c", "a")}
+    assert [found.floor[n] for n in "abc"] == [2, 1, 0]
+    names, down = dict.fromkeys("abc", 1), {("a", "b"): 5, ("b", "c"): 4}
+
+    def drawn(arrows):
+        return rooms.draw(rooms.Rooms(dict.fromkeys(rooms.PACKAGES, names), dict.fromkeys(rooms.PACKAGES, arrows), {}))
+
+    assert 'class="up"' not in drawn(down)
+    assert drawn({**down, ("c", "a"): 1}).count('class="up"') == len(rooms.PACKAGES)
+
+
+def test_what_stands_on_a_floor_does_not_overlap():
+    nodes = [f"n{i}" for i in range(9)]
+    found = layered(nodes, {(a, b): 1 for i, a in enumerate(nodes) for b in nodes[i + 2 :: 3]})
+    for row in found.floors:
+        for left, right in pairwise(row):
+            apart = (room_of(left) + room_of(right)) / 2
+            assert found.place[right] - found.place[left] >= apart - 1e-9
+    for (a, b), way in found.ways.items():
+        assert (way[0], way[-1]) == (a, b)
+        assert len(way) == found.floor[a] - found.floor[b] + 1, "an arrow has a place on every floor that it passes"
+
+
+@pytest.mark.parametrize("folder", ["proto", "kernels", "server", "client", "deploy", "tests"])
+def test_each_top_folder_says_what_is_in_it(folder):
+    assert len((ROOT / folder / "README.md").read_text().splitlines()) <= 30
+
+
+def test_the_papers_are_found():
+    assert {"README.md", "CHANGELOG.md", "docs/kernels.md", "docs/log/README.md"} <= {
+        str(p.relative_to(ROOT)) for p in READ
+    }
+
+
+def _anchors(text):
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(paper):
+    text = re.sub(r"```.*?```", "", paper.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (paper.parent / path).resolve() if path else paper
+        assert file.exists(), f"{paper.name}: the link to {target} leads nowhere"
+        assert not anchor or anchor in _anchors(file.read_text()), f"{paper.name}: {target} has no such heading"
+
+
+@pytest.mark.parametrize("paper", READ, ids=lambda p: str(p.relative_to(ROOT)))
+def test_lines_can_be_read(paper):
+    long = [f"{n}: {len(line)}" for n, line in enumerate(paper.read_text().splitlines(), 1) if len(line) > MOST_COLUMNS]
+    assert not long, f"{paper.name}: lines beyond {MOST_COLUMNS} columns (line: columns): {', '.join(long)}"
+
+
+DECISIONS = """# D
+
+<!-- index -->
+<!-- end of the index -->
+
+## 1. One thing (2026-11-21)
+Text.
+
+## 2. `--x` and others' (2026-11-22)
+More.
+"""
+
+
+def test_the_index_of_decisions_has_every_heading():
+    lines = indexed(DECISIONS).splitlines()
+    assert lines[3:5] == [
+        "1. [One thing](#1-one-thing-2026-11-21) 2026-11-21",
+        "2. [`--x` and others'](#2---x-and-others-2026-11-22) 2026-11-22",
+    ]
+    assert indexed(indexed(DECISIONS)) == indexed(DECISIONS)
+
+
+@pytest.mark.parametrize(
+    "heading", ["## Without a number (2026-11-22)", "## 4. Out of turn (2026-11-22)", "## 3. No date"]
+)
+def test_a_decision_of_another_form_is_told_what_is_wanted(heading):
+    with pytest.raises(ValueError, match=r"want '## 3\. Title \(2026-12-31\)'"):
+        indexed(f"{DECISIONS}\n{heading}\n")
