@@ -33,12 +33,10 @@ from expertd_kernels.sources.synthetic import random_inputs
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.float32 import reference
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE, relative_error, tolerance
-from numerics_grid import GRIDS, Layer, layers
+from numerics_grid import EVERY_SCHEME, GRIDS, Layer, layers
 from numerics_table import ROUTINGS, Outcome, cells, earlier, markdown, write_figures
 
 __all__ = ["check_layer", "check_point", "main", "routes"]
-
-WRITE_EVERY_S = 10.0
 
 
 def routes(kind: str, ids: Tensor, experts: int) -> Tensor:
@@ -136,12 +134,14 @@ def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--device", choices=["cpu", "cuda", "xpu"], default="cpu")
     p.add_argument("--backend", metavar="LIST", default="", help="rows of the table, all, -NAME for all but it")
+    p.add_argument("--scheme", metavar="LIST", default="", help="weights (default: all that rows claim)")
     p.add_argument("--grid", choices=sorted(GRIDS), default="full")
     p.add_argument("--m", metavar="LIST", default="", help="numbers of tokens (default: the grid's)")
     p.add_argument("--jobs", type=int, default=1, help="processes at a time; kernels compile beside each other")
     p.add_argument("--budget", type=float, default=480.0, metavar="S", help="seconds for all layers (default 480)")
     p.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for one layer (default 300)")
     p.add_argument("--out", type=Path, metavar="FILE.md", help="write the table here")
+    p.add_argument("--write-every", type=float, default=10.0, metavar="S", help="seconds between writes of both")
     p.add_argument("--csv", type=Path, metavar="FILE", help="and every figure here")
     p.add_argument(
         "--earlier",
@@ -182,7 +182,7 @@ def _check(
         outcome = Outcome(faults=(got.reason,), ran=got.ran) if isinstance(got, NoResult) else got
         results[layer] = outcome
         print(f"{' '.join(cells(layer, outcome, tokens))} {outcome.seconds:.1f} s", *outcome.faults[:2], flush=True)
-        if time.monotonic() - written > WRITE_EVERY_S:  # so that a run that is killed leaves what it knew
+        if time.monotonic() - written > args.write_every:  # so that a run that is killed leaves what it knew
             write()
             written = time.monotonic()
     write()
@@ -199,7 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         grid = GRIDS[args.grid]
         tokens = tuple(int(m) for m in args.m.split(",")) if args.m else grid.tokens
         there = installed_packages(BACKENDS, probe_imports=True)  # one that is broken is told once, not for each layer
-        todo, refused = layers(grid, device, there, [n for n in args.backend.split(",") if n])
+        names, schemes = ([n for n in text.split(",") if n] for text in (args.backend, args.scheme))
+        todo, refused = layers(grid, device, there, names, schemes or EVERY_SCHEME)
     except (RuntimeError, ValueError) as e:
         print(e, file=sys.stderr)
         return 1

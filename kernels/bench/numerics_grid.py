@@ -17,12 +17,13 @@ from expertd_kernels.weights.activation import Activation
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, ScaleType, Scheme
 
-__all__ = ["EXTRA_SCHEMES", "GRIDS", "Grid", "Layer", "Shape", "layers", "scheme_of"]
+__all__ = ["EVERY_SCHEME", "EXTRA_SCHEMES", "GRIDS", "Grid", "Layer", "Shape", "layers", "scheme_of"]
 
 EXTRA_SCHEMES = (
     "int4_g32_zp", "int8_g32", "int8_g32_zp", "e4m3_g128", "int4_g128/f16", "int4_g128_zp/f16", "e4m3_block128/e8m0"
 )  # fmt: skip
 """Beside the kinds of the oracle's matrix: other group sizes, and other types of scales than a scheme's usual one."""
+EVERY_SCHEME = (*SCHEMES, *EXTRA_SCHEMES)
 STATIC_SCALES = (0.02, 0.2)
 """Static scales of the inputs of w13 and of w2: 448 steps reach 9, as far as unit normals do, and 90 for what comes of
 them.  For e2m1 a sixth, so that e4m3 scales of blocks reach as far."""
@@ -126,9 +127,9 @@ def _equal_segments(q: QuantTensor) -> QuantTensor:
     return replace(q, **fields)  # type: ignore[arg-type]
 
 
-def _claims(backend: Backend) -> Iterator[tuple[str, ActivationQuant]]:
-    """(scheme, rounding) that a line of the row covers, of the schemes that can be named."""
-    for name in (*SCHEMES, *EXTRA_SCHEMES):
+def _claims(backend: Backend, schemes: Sequence[str]) -> Iterator[tuple[str, ActivationQuant]]:
+    """(scheme, rounding) that a line of the row covers, of these schemes."""
+    for name in schemes:
         s = scheme_of(name)
         lines = [x for x in backend.schemes if x.element is s.element and x.refusal(s) is None]
         for how in dict.fromkeys(a for x in lines for a in sorted(x.activations, key=lambda a: a.value)):
@@ -153,7 +154,11 @@ def _fit(
 
 
 def layers(
-    grid: Grid, device: Device, packages: Mapping[str, Package], names: Sequence[str] = ()
+    grid: Grid,
+    device: Device,
+    packages: Mapping[str, Package],
+    names: Sequence[str] = (),
+    schemes: Sequence[str] = EVERY_SCHEME,
 ) -> tuple[list[Layer], dict[str, str]]:
     """The layers to check in the order of `_in_turns`; and why rows have none.  ValueError for an unknown name."""
     known = {b.name: b for b in BACKENDS}
@@ -162,7 +167,7 @@ def layers(
     refused: dict[str, str] = {}
     for shape in grid.shapes:
         for b in (known[n] for n in rows):
-            for scheme, how in _claims(b):
+            for scheme, how in _claims(b, schemes):
                 for dtype in sorted(b.compute_dtypes & set(shape.dtypes)):
                     layer, why = _fit(b, shape, scheme, how, dtype, device, packages)
                     found += [layer] if layer else []

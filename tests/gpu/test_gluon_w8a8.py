@@ -183,14 +183,12 @@ def test_a_token_has_the_same_bits_in_every_batch():
         assert torch.equal(experts(x[part], ids[part], w[part]), whole[part])
 
 
-def test_pieces_and_a_cuda_graph(monkeypatch):
-    from expertd_kernels.backends.gluon import calls
-
+def test_pieces_and_a_cuda_graph():
     case = Case()
     weights, experts = layer(case)
     x, ids, w = routed(case, 600, "even")
     whole = experts(x, ids, w)
-    monkeypatch.setattr(calls, "MAX_TOKENS", 256)
+    experts.most_tokens = 256
     assert torch.equal(experts(x, ids, w), whole)
     out = torch.empty_like(x)
     replay = captured(lambda i: experts(x, ids, w, out=out), 1, x.device)

@@ -161,12 +161,10 @@ def written(file):
         return list(csv.DictReader(f))
 
 
-PAGE = ["--device", "cpu", "--grid", "small", "--backend", "cpu_torch", "--m", "1,7"]
+PAGE = ["--device", "cpu", "--grid", "small", "--backend", "cpu_torch", "--scheme", "int4_g128,bf16", "--m", "1,7"]
 
 
-def test_the_command_writes_a_table_and_says_what_it_left_out(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(numerics_grid, "SCHEMES", ("int4_g128", "bf16"))
-    monkeypatch.setattr(numerics_grid, "EXTRA_SCHEMES", ())
+def test_the_command_writes_a_table_and_says_what_it_left_out(tmp_path, capsys):
     out, figures = tmp_path / "n.md", tmp_path / "n.csv"
     assert main([*PAGE, "--out", str(out), "--csv", str(figures)]) == 0
     text = out.read_text()
@@ -183,9 +181,6 @@ def test_the_command_writes_a_table_and_says_what_it_left_out(tmp_path, capsys, 
 
 
 def test_a_run_that_is_killed_leaves_what_it_knew(tmp_path, monkeypatch):
-    monkeypatch.setattr(numerics_grid, "SCHEMES", ("int4_g128", "bf16"))
-    monkeypatch.setattr(numerics_grid, "EXTRA_SCHEMES", ())
-    monkeypatch.setattr(numerics, "WRITE_EVERY_S", 0.0)
     out, figures = tmp_path / "n.md", tmp_path / "n.csv"
 
     def killed(target, todo, **_):
@@ -195,15 +190,13 @@ def test_a_run_that_is_killed_leaves_what_it_knew(tmp_path, monkeypatch):
 
     monkeypatch.setattr(numerics, "run_tasks", killed)
     with pytest.raises(KeyboardInterrupt):
-        main([*PAGE, "--out", str(out), "--csv", str(figures)])
+        main([*PAGE, "--out", str(out), "--csv", str(figures), "--write-every", "0"])
     assert "8 layers, 2 checked, 0 wrong, 6 not run" in out.read_text()
     assert out.read_text().count("not run: the run ended before") == 6
     assert sum(r["ran"] == "1" for r in written(figures)) == 2
 
 
 def test_the_next_run_takes_up_what_was_right_and_checks_the_rest(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(numerics_grid, "SCHEMES", ("int4_g128", "bf16"))
-    monkeypatch.setattr(numerics_grid, "EXTRA_SCHEMES", ())
     first, second, out = tmp_path / "1.csv", tmp_path / "2.csv", tmp_path / "n.md"
     asked = []
 

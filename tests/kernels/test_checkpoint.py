@@ -199,12 +199,8 @@ def test_large_matrices_are_writable_and_of_their_shape(shape: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_synthetic_files_of_every_kind_load_and_are_measured(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("expertd_kernels.checkpoint.synthetic_files.HIDDEN", 256)
-    monkeypatch.setattr("expertd_kernels.checkpoint.synthetic_files.INTERMEDIATE", 128)
-    figures = bench.measure(write_synthetic(tmp_path, f"{kind}:0.0005"), repeats=1)
+def test_synthetic_files_of_every_kind_load_and_are_measured(kind: str, tmp_path: Path) -> None:
+    figures = bench.measure(write_synthetic(tmp_path, f"{kind}:0.0005", hidden=256, intermediate=128), repeats=1)
     assert figures.layers == 1
     # An activation order is read twice, to plan and to load: 1 % of real matrices, more of these small ones.
     assert 0 <= figures.read_overhead < (0.15 if kind == "gptq-order" else 0.05)

@@ -9,7 +9,6 @@ from vendor import bits, refused
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, Scheme, problem_of, reference, relative_error
 from expertd_kernels.backends import gluon_w8a8 as backend
-from expertd_kernels.backends.gluon import calls
 from expertd_kernels.backends.gluon.w8a8_plan import Few8, Plan8, Shape8
 from expertd_kernels.backends.scratch import scratch_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
@@ -365,10 +364,10 @@ def test_a_launch_that_fails_leaves_no_tickets_to_other_layers(emulated, monkeyp
     assert relative_error(made[1](x, ids, weights, plan=Plan8()), reference(second, x, ids, weights)) < 6e-2
 
 
-def test_the_router_weight_on_the_input_and_pieces(emulated, monkeypatch):
-    monkeypatch.setattr(calls, "MAX_TOKENS", 32)
+def test_the_router_weight_on_the_input_and_pieces(emulated):
     w = layer("e4m3_block128", E=4, H=256, I=128)
     experts = emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w))
+    experts.most_tokens = 32
     x, ids, weights = random_inputs(77, 256, 4, 1, seed=3)
     weights = weights * 0.5
     out = experts(x, ids, weights, router_weight_on_input=True)

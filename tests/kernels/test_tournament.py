@@ -8,7 +8,6 @@ import torch
 
 from expertd_kernels import Device, decide, problem_of, reference
 from expertd_kernels.backends.reference import ReferenceExperts
-from expertd_kernels.measure import tournament
 from expertd_kernels.measure.tournament import BucketedExperts, Remembered, Result, choose, measure, with_results
 from expertd_kernels.oracle.decision import Backend, DeviceRange, SchemeSupport
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
@@ -90,17 +89,16 @@ def test_one_that_was_given_up_is_taken_only_where_nothing_else_is_left():
     assert choose([slow, replace(fast, refusal="broke later")]) == [(None, "slow")]
 
 
-def test_a_backend_much_slower_than_the_others_is_given_up(monkeypatch):
+def test_a_backend_much_slower_than_the_others_is_given_up():
     class Slow(ReferenceExperts):
         def __call__(self, *args, **kwargs):
             time.sleep(0.05)
             return super().__call__(*args, **kwargs)
 
-    monkeypatch.setattr(tournament, "GIVE_UP", 3.0)
     rows = (row("right"), row("slow"))
     decision = decide(problem_of(WEIGHTS, CPU, top_k=2), rows, order={})
     kinds = {"right": ReferenceExperts, "slow": Slow}
-    results = measure(WEIGHTS, decision, rows, grid=(1, 2), build=lambda b, w, p: kinds[b.name](w))
+    results = measure(WEIGHTS, decision, rows, grid=(1, 2), build=lambda b, w, p: kinds[b.name](w), give_up=3.0)
     assert [list(r.microseconds) for r in results] == [[1, 2], [1]]
     assert [r.refusal for r in results] == ["", ""]
     assert choose(results) == [(None, "right")]

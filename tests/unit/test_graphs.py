@@ -109,8 +109,8 @@ def test_a_lane_holds_what_was_reserved_and_no_more():
     assert host.nbytes == 100 * (2 * 64 * 2 + 8 * 8)
 
 
-def test_the_graphs_not_used_for_longest_go_first(graphs, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_GRAPHS", 2)
+def test_the_graphs_not_used_for_longest_go_first(graphs):
+    graphs.most = 2
 
     def capture(key):
         for _ in range(2):

@@ -27,23 +27,19 @@ class Records:
         return x
 
 
-def warmed(monkeypatch, max_tokens: int, routes=(), **problem) -> Records:
+def warmed(max_tokens: int, routes=(), **problem) -> Records:
     p = Problem(Device("cpu", "x86_64"), INT4, INT4, 3, 64, 32, **problem)
     experts = Records()
-    monkeypatch.setattr(module, "_WARM_UP_CPU", tuple(module._sizes(max_tokens)))
-    warm_up(
-        experts,
-        Assignment(None, (0, 1, 2), decide(p)),
-        Workshop(None, torch.device("cpu"), max_tokens=max_tokens, routes=routes),
-    )
+    workshop = Workshop(None, torch.device("cpu"), max_tokens=max_tokens, routes=routes)
+    warm_up(experts, Assignment(None, (0, 1, 2), decide(p)), workshop, on_cpu=module._sizes(max_tokens))
     return experts
 
 
-def test_sizes_double_up_to_the_largest_batch(monkeypatch):
-    assert [c[0][0] for c in warmed(monkeypatch, 100).calls] == [1, 2, 4, 8, 16, 32, 64, 100, 128]
-    assert [c[0][0] for c in warmed(monkeypatch, 4).calls] == [1, 2, 4]
-    assert [c[0][0] for c in warmed(monkeypatch, 1).calls] == [1]
-    sizes = {c[0][0] for c in warmed(monkeypatch, 5000).calls}
+def test_sizes_double_up_to_the_largest_batch():
+    assert [c[0][0] for c in warmed(100).calls] == [1, 2, 4, 8, 16, 32, 64, 100, 128]
+    assert [c[0][0] for c in warmed(4).calls] == [1, 2, 4]
+    assert [c[0][0] for c in warmed(1).calls] == [1]
+    sizes = {c[0][0] for c in warmed(5000).calls}
     assert sizes == {*(1 << i for i in range(13)), 384, 5000}
     assert {padded(n) for n in range(1, 513)} <= sizes, "every size that a small batch is padded to"
 
@@ -55,16 +51,16 @@ def test_every_batch_is_planned_for_a_size_that_was_warmed_up():
         assert {planned(padded(n)) for n in range(1, most + 1)} <= warm, most
 
 
-def test_other_numbers_of_routes_are_warmed_up_where_they_are_named(monkeypatch):
+def test_other_numbers_of_routes_are_warmed_up_where_they_are_named():
     """Rows that come grouped by expert have one."""
-    assert [(c[0][0], c[2][1]) for c in warmed(monkeypatch, 2, routes=(1, 2), top_k=2).calls] == [
+    assert [(c[0][0], c[2][1]) for c in warmed(2, routes=(1, 2), top_k=2).calls] == [
         (1, 2), (2, 2), (1, 1), (2, 1)
     ]  # fmt: skip
 
 
-def test_tokens_have_as_many_routes_as_requests_also_where_fewer_experts_are_held(monkeypatch):
+def test_tokens_have_as_many_routes_as_requests_also_where_fewer_experts_are_held():
     for top_k in (2, 3, 8):
-        for x, dtype, ids, used in warmed(monkeypatch, 8, top_k=top_k, compute_dtype="f32").calls:
+        for x, dtype, ids, used in warmed(8, top_k=top_k, compute_dtype="f32").calls:
             assert (x[1], dtype) == (64, torch.float32)
             assert ids == (x[0], top_k)
             assert set(used) <= {-1, 0, 1, 2}

@@ -80,14 +80,16 @@ KINDS: Mapping[str, tuple[Callable[[int, int], Tensors], dict[str, Any] | None]]
 }
 
 
-def write_synthetic(folder: Path, text: str, seed: int = 0) -> Path:
+def write_synthetic(
+    folder: Path, text: str, seed: int = 0, *, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE
+) -> Path:
     """Write "KIND:GIB" into `folder`, one file a layer; whole layers, the last one with fewer experts if need be."""
     kind, _, size = text.partition(":")
     if kind not in KINDS:
         raise CheckpointError(f"synthetic {text!r}: want KIND:GIB with one of {', '.join(KINDS)}")
     make, quant = KINDS[kind]
     torch.manual_seed(seed)
-    probe = 3 * sum(t.numel() * t.element_size() for t in make(INTERMEDIATE, HIDDEN).values())
+    probe = 3 * sum(t.numel() * t.element_size() for t in make(intermediate, hidden).values())
     total = max(1, round(float(size or 1) * 2**30 / probe))
     experts = min(EXPERTS, total)
     layers = max(1, total // experts)
@@ -96,9 +98,9 @@ def write_synthetic(folder: Path, text: str, seed: int = 0) -> Path:
         tensors = {}
         for e in range(experts):
             for name, n, k in (
-                ("gate_proj", INTERMEDIATE, HIDDEN),
-                ("up_proj", INTERMEDIATE, HIDDEN),
-                ("down_proj", HIDDEN, INTERMEDIATE),
+                ("gate_proj", intermediate, hidden),
+                ("up_proj", intermediate, hidden),
+                ("down_proj", hidden, intermediate),
             ):
                 module = f"model.layers.{layer}.mlp.experts.{e}.{name}"
                 tensors.update({f"{module}.{suffix}": t for suffix, t in make(n, k).items()})
@@ -107,8 +109,8 @@ def write_synthetic(folder: Path, text: str, seed: int = 0) -> Path:
         weight_map.update(dict.fromkeys(tensors, file))
     config: dict[str, Any] = {
         "model_type": "qwen3_moe",
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": INTERMEDIATE,
+        "hidden_size": hidden,
+        "moe_intermediate_size": intermediate,
         "num_experts": experts,
         "num_experts_per_tok": 8,
         "num_hidden_layers": layers,

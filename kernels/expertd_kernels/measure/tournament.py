@@ -79,12 +79,13 @@ def measure(
     backends: Sequence[Backend],
     grid: Sequence[int] = GRID,
     build: Callable[[Backend, Weights, Problem], Experts] | None = None,
+    give_up: float = GIVE_UP,
 ) -> list[Result]:
     """Results in the order of the decision's verdicts.  A backend that raises, or whose error is above the tolerance of
     the problem, is refused with the figure or the exception's text; it never stops the others, unless it lost the
     device to this process (DeviceLostError).
 
-    build: how experts are made (default: builder.build_row); tests inject broken ones.
+    build: how experts are made (default: builder.build_row); tests inject broken ones.  give_up: see GIVE_UP.
     """
     p = decision.problem
     make = build or build_row
@@ -98,7 +99,7 @@ def measure(
             continue
         try:
             row = rows[v.backend]
-            results.append(_measure_one(row, make(row, weights, p), proof, p, weights, grid, fastest))
+            results.append(_measure_one(row, make(row, weights, p), proof, p, weights, grid, fastest, give_up))
         except Exception as e:
             what = str(e) if isinstance(e, Refused) else f"{type(e).__name__}: {e}"
             if fault := device_fault(weights.device):
@@ -118,6 +119,7 @@ def _measure_one(
     weights: Weights,
     grid: Sequence[int],
     fastest: dict[int, float],
+    give_up: float,
 ) -> Result:
     """fastest: least microseconds by token count so far; brought up to date."""
     found = check(experts, proof, p, weights)
@@ -147,7 +149,7 @@ def _measure_one(
         with torch.inference_mode():
             times[m] = time_calls(captured(call, len(sets), device) if graphs else call, len(sets), device)
         fastest[m] = min(times[m], fastest.get(m, times[m]))
-        if times[m] > GIVE_UP * fastest[m] or times[m] > LIMIT_S * 1e6:
+        if times[m] > give_up * fastest[m] or times[m] > LIMIT_S * 1e6:
             break
     return Result(row.name, relative_error=found.relative_error, microseconds=times)
 

@@ -216,14 +216,16 @@ def _kept(workshop: Workshop, facts: dict[str, Any], packed: Packed, proof: Proo
     return True
 
 
-def warm_up(experts: Experts, assignment: Assignment, workshop: Workshop) -> None:
+def warm_up(
+    experts: Experts, assignment: Assignment, workshop: Workshop, *, on_cpu: Sequence[int] = _WARM_UP_CPU
+) -> None:
     """Run the batch sizes that must not be met first under load: kernels that compile or choose on first use would hold
     up callers for seconds.  Small batches are padded to few sizes, larger ones change plans at distances of a factor of
-    two and more, and the largest takes the most scratch.  Raises BackendRejectedError."""
+    two and more, and the largest takes the most scratch.  on_cpu: the sizes there.  Raises BackendRejectedError."""
     p, device = assignment.decision.problem, workshop.device
     with _rejecting("warmed up"), workshop.stage("warm_up"), torch.inference_mode():
         for routes in dict.fromkeys((p.top_k, *workshop.routes)):
-            for tokens in _WARM_UP_CPU if device.type == "cpu" else _sizes(workshop.max_tokens):
+            for tokens in on_cpu if device.type == "cpu" else _sizes(workshop.max_tokens):
                 with _computing(device):
                     experts(*_routed(tokens, routes, p, device))
         if fault := device_fault(device):  # what a kernel did wrong is told by the next call that waits

@@ -79,10 +79,10 @@ def _event() -> Any:
 class Graphs:
     """The graphs of one lane; for the engine's thread, on the stream that is current.
 
-    nbytes: device memory that went when they were captured, as the driver tells"""
+    most: how many are kept; nbytes: device memory that went when they were captured, as the driver tells"""
 
-    def __init__(self) -> None:
-        self.nbytes = 0
+    def __init__(self, most: int = _MOST_GRAPHS) -> None:
+        self.most, self.nbytes = most, 0
         self._found: OrderedDict[Hashable, Graph] = OrderedDict()
         self._seen: Counter[Hashable] = Counter()
         self._works = True
@@ -100,7 +100,7 @@ class Graphs:
     def capture(self, key: Hashable, body: Callable[[Any, Any], None]) -> None:
         """Capture body(copied, computed), whose like was run just now and is warm, if the key comes often enough.  It
         records the two events and is not run by this."""
-        if len(self._seen) > 4 * _MOST_GRAPHS:  # callers may vary top_k at will
+        if len(self._seen) > 4 * self.most:  # callers may vary top_k at will
             self._seen.clear()
         self._seen[key] += 1
         if not self._works or self._seen[key] < _WORTH or key in self._found:
@@ -119,5 +119,5 @@ class Graphs:
             return
         self.nbytes += max(0, free - _free_bytes())
         self._found[key] = Graph(graph.replay, copied, computed)
-        if len(self._found) > _MOST_GRAPHS:
+        if len(self._found) > self.most:
             self._found.popitem(last=False)

@@ -22,10 +22,11 @@ class InPieces(ABC):
     """A layer whose `_run` computes one piece of a batch; calling it computes a batch of any size.
 
     Calls on a stream may come from one thread at a time: all layers share its scratch memory.  The first call at a new
-    size may allocate and compile; make it before capturing a CUDA graph."""
+    size may allocate and compile; make it before capturing a CUDA graph.  most_tokens: of a piece, a power of two."""
 
     backend: str
     hidden_size: int
+    most_tokens: int = MAX_TOKENS
 
     @abstractmethod
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: Any) -> None:
@@ -63,4 +64,4 @@ class InPieces(ABC):
     def _piece(self, top_k: int) -> int:
         """Tokens a launch: a power of two."""
         most: int = MAX_OUTPUT_BYTES // (top_k * self.hidden_size * 2)
-        return min(MAX_TOKENS, 1 << max(0, most.bit_length() - 1))
+        return min(self.most_tokens, 1 << max(0, most.bit_length() - 1))
