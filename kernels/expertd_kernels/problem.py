@@ -59,10 +59,12 @@ NAMED_DEVICES: Mapping[str, Device] = {
 
 @dataclass(frozen=True)
 class Package:
-    """An installed distribution.  error: why its import failed, "" if it was not tried or went well."""
+    """An installed distribution.  error: why its import failed, "" if it was not tried or went well; remedy: the
+    command that mends it where pip does not."""
 
     version: str
     error: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True)

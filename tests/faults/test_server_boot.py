@@ -145,7 +145,7 @@ def test_an_unknown_family_lists_the_known_ones(capsys, checkpoint):
         ((*TINY, "--backend", "layers.0=reference,layers.1=tritom,*=auto"), "want for 'tritom' one of", 1),
         ((*TINY, "--backend", "layers.1-2=cpu,*=auto"), "layer 2 has no experts; layers with experts: 0-1", 1),
         ((*TINY, "--backend", "cpu", "--deterministic", "batches"), "--backend cpu does not serve layer 0", 1),
-        ((*TINY, "--device", "zebra"), "want auto, cpu, cuda[:N] or xpu[:N]", 1),
+        ((*TINY, "--device", "zebra"), "want auto, cpu, cuda[:N], rocm[:N] or xpu[:N]", 1),
         ((*TINY, "--quantize", "int4_g128"), "is int4_g128 already", 1),
         ((*TINY, "--max-tokens", "none"), "--max-tokens: got 'none'", 2),
         ((), "got neither, want one of them", 2),

@@ -58,7 +58,7 @@ REFUSED = {
     "NVIDIA": (lambda: refusals(layer("bf16"), "sm90"), "runs on rocm"),
     "weight-only e4m3": (
         lambda: refusals(layer("e4m3_channel"), how=ActivationQuant.NONE),
-        "rounds activations (e4m3_token); weight-only is asked",
+        "rounds activations (e4m3_token), and these are to stay in bf16",
     ),
     "bias": (lambda: refusals(layer("bf16", bias=True)), "does not add expert biases"),
     "swigluoai": (

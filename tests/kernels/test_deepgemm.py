@@ -69,7 +69,7 @@ REFUSED = {
     ),
     "weight-only": (
         lambda: refusals(layer("e4m3_block128"), activation_quant=ActivationQuant.NONE),
-        "rounds activations (e4m3_group128); weight-only is asked",
+        "rounds activations (e4m3_group128), and these are to stay in bf16",
     ),
     "cut blocks": (lambda: refusals(layer("e4m3_block128", I=192)), "I = 192 is no multiple of 128"),
     "odd bf16": (lambda: refusals(layer("bf16", H=96)), "H = 96 is no multiple of 64"),

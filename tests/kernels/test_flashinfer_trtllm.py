@@ -46,11 +46,11 @@ REFUSED = {
     "group": (lambda: decide(problem(layer("int4_g128"))), "group size 128 (has: 32)"),
     "weight-only e4m3": (
         lambda: decide(problem(layer("e4m3_block128"), activation_quant=ActivationQuant.NONE)),
-        "rounds activations (e4m3_group128); weight-only is asked",
+        "rounds activations (e4m3_group128), and these are to stay in bf16",
     ),
     "weight-only nvfp4": (
         lambda: decide(problem(layer("nvfp4"), activation_quant=ActivationQuant.NONE)),
-        "rounds activations (nvfp4); weight-only is asked",
+        "rounds activations (nvfp4), and these are to stay in bf16",
     ),
     "clamped nvfp4": (
         lambda: decide(problem(layer("nvfp4", activation=Activation(limit=3.0)))),

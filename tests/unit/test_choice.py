@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from expertd_kernels import NAMED_DEVICES, Problem, Scheme, decide
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.commands.describe import show
+from expertd_kernels import NAMED_DEVICES, Package, Problem, Scheme, decide
 from expertd_kernels.measure.tournament import Result, measure
 from expertd_kernels.native.library import kernel_error
 from expertd_kernels.oracle.decision import RULES
@@ -24,7 +28,7 @@ from expertd_server.boot.choice import BackendRejectedError, Choice
 from expertd_server.boot.layers import boot_layers
 from expertd_server.boot.measuring import Tournaments, affordable_copies
 from expertd_server.boot.prepare import Workshop
-from expertd_server.config import ServeConfig
+from expertd_server.config import Ranges, ServeConfig
 from expertd_server.views.describe import describe_layer
 
 PACKAGES = dict(assumed_packages(BACKENDS))
@@ -144,6 +148,25 @@ def test_pinned_and_measured_give_the_same_bits(tmp_path, name, monkeypatch):
         for tokens in (1, 7):
             x, ids, w = random_inputs(tokens, 256, 8, 2)
             assert torch.equal(a.served.experts(x, ids, w), b.served.experts(x, ids, w))
+
+
+def test_a_server_tells_what_a_faster_row_would_need():
+    config = ServeConfig(synthetic="tiny:int4_g32", layers=Ranges.parse("0"), max_tokens=8)
+    source, kernel = open_source(config), Package("1", "not built", "make it")
+    plans = assign_layers(config, source, detect_device("cpu"), {"expertd-cpu-kernel": kernel})
+    (b,) = boot_layers(plans, Workshop(source, torch.device("cpu")))
+    said = describe_layer(b)
+    assert said.backend == "cpu_torch"
+    text = "faster row cpu needs its compiled library: make it"
+    assert said.advice == pb.Advice(backend="cpu", needs="its compiled library", command="make it", text=text)
+    out = Console(file=StringIO(), width=80)
+    show(out, "here", pb.DescribeResponse(layers=[said, said]))
+    assert out.file.getvalue().count(f"{text}\n") == 1
+    pinned = replace(config, backend="reference")
+    (asked,) = boot_layers(
+        assign_layers(pinned, source, detect_device("cpu"), {}), Workshop(source, torch.device("cpu"))
+    )
+    assert not describe_layer(asked).HasField("advice")
 
 
 def test_two_copies_share_the_work_and_say_so(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.problem import NAMED_DEVICES
@@ -69,6 +70,64 @@ def test_hardware_that_is_not_here_can_be_asked_about(capsys, device):
     assert all(layer["chosen"] for layer in found["layers"])
     refusals = [r for layer in found["layers"] for v in layer["verdicts"] for r in v["refusals"]]
     assert not any("is not installed" in r for r in refusals), "packages are assumed for hardware that is not here"
+
+
+def table(capsys, *args: str) -> str:
+    assert main([*TINY, "--layers", "0", *args]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_first_line_says_that_packages_are_assumed(capsys):
+    said = "packages are assumed, at versions that the rows take (--packages installed: as they are here)\n"
+    assert table(capsys, "--device", "sm90").startswith(said)
+    assert "assumed" not in table(capsys, "--device", "sm90", "--packages", "installed")
+    assert "assumed" not in table(capsys, "--device", "cpu")
+    assert table(capsys, "--device", "cpu", "--packages", "assumed").startswith(said)
+    assert explain(capsys, "--device", "sm90")["packages"] == "assumed"
+    assert explain(capsys, "--device", "cpu")["packages"] == "installed"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_devices_go_by_the_names_that_people_know(capsys):
+    for name, arch in (("h100", "sm90"), ("MI300X", "gfx942"), ("arc b580", "xe2"), ("sm75", "sm75")):
+        assert explain(capsys, "--device", name)["layers"][0]["device"].endswith(f":{arch}")
+    for name, arch in (("cuda", "sm90"), ("rocm", "gfx942"), ("xpu", "xe2")):
+        assert f"no {name} device is here: the answer is {arch}'s\n" in table(capsys, "--device", name)
+
+
+def test_rows_for_other_devices_fold_into_one_line(capsys):
+    folded = table(capsys, "--device", "cpu")
+    (line,) = (x for x in folded.splitlines() if x.startswith("for other devices (expertd explain --all says more): "))
+    others = [b.name for b in BACKENDS if all(r.kind != "cpu" for r in b.devices)]
+    assert sorted(line.split(": ")[1].split(", ")) == sorted(others)
+    assert "runs on cuda" not in folded
+    every = table(capsys, "--device", "cpu", "--all")
+    assert "for other devices" not in every
+    assert every.count("runs on") == len(others)
+    pinned = table(capsys, "--device", "cpu", "--backend", "marlin")
+    assert "pinned, refused: runs on cuda" in pinned, "what was asked for is not folded away"
+
+
+def test_a_faster_row_is_offered_with_its_command(capsys, monkeypatch):
+    from expertd_kernels.oracle import probe
+
+    real = importlib.metadata.version
+    monkeypatch.setattr(probe.importlib.metadata, "version", lambda n: "2.1.0" if n == "triton" else real(n))
+    want = next(b.needs["triton"] for b in BACKENDS if b.name == "gluon_sm90")
+    line = f"faster row gluon_sm90 needs triton {want}: pip install 'triton{want}'"
+    asked = ("--device", "sm90", "--packages", "installed")
+    assert f"\n{line}\n" in table(capsys, *asked)
+    advice = {"backend": "gluon_sm90", "needs": f"triton {want}", "command": f"pip install 'triton{want}'"}
+    assert explain(capsys, *asked)["layers"][0]["advice"] == advice
+    assert explain(capsys, "--device", "sm90")["layers"][0]["advice"] is None
+
+
+def test_no_refusal_puts_words_into_the_users_mouth(capsys):
+    """With --activations checkpoint nobody asked for weight-only: the checkpoint does not round."""
+    for how in ("checkpoint", "weight-only"):
+        found = explain(capsys, "--device", "cpu", "--activations", how)["layers"][0]
+        refusals = next(v["refusals"] for v in found["verdicts"] if v["backend"] == "cpu_w4a8")
+        assert refusals == ["rounds activations (int8_group), and these are to stay in bf16"]
 
 
 def test_measuring_is_asked_for_done_once_and_remembered(capsys, tmp_path):
@@ -180,8 +239,6 @@ def test_the_same_bits_can_be_demanded(capsys):
 
 def test_a_package_that_is_installed_and_broken_is_told_as_a_server_would(capsys, monkeypatch):
     """On a device that is here packages are imported; about one that is not, only their versions are asked."""
-    import torch
-
     from expertd_kernels import Device
     from expertd_kernels.oracle import probe
     from expertd_server.boot import assignment

@@ -134,7 +134,7 @@ def test_rounding_backends_refuse_weight_only_by_name():
         FAST, schemes=(SchemeSupport(Element.INT4, None, activations=frozenset({ActivationQuant.E4M3_TOKEN})),)
     )
     d = decide(FITS, (rounding,), order={})
-    assert "rounds activations (e4m3_token); weight-only is asked" in d.verdicts[0].refusals[0]
+    assert "rounds activations (e4m3_token), and these are to stay in bf16" in d.verdicts[0].refusals[0]
     assert decide(replace(FITS, activation_quant=ActivationQuant.E4M3_TOKEN), (rounding,), order={}).chosen is rounding
 
 

@@ -433,7 +433,7 @@ def test_an_activation_quantized_checkpoint_is_not_served_weight_only_in_silence
     assert rounded.chosen.name == "flashinfer_trtllm"
     plain = ask("sm100", "e4m3_block128", **facts)
     assert plain.chosen.name == "triton"
-    assert "weight-only is asked" in why(plain, "flashinfer_trtllm")
+    assert "to stay in bf16" in why(plain, "flashinfer_trtllm")
     assert plain.problem.checkpoint_activation is ActivationQuant.E4M3_GROUP128
 
 

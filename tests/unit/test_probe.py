@@ -13,8 +13,28 @@ from expertd_kernels.oracle.decision import Backend
 
 @pytest.mark.parametrize("name", ["cpu:0", "auto:1", "cuda:", "cuda:x", "cuda:-1", "sm90", ""])
 def test_names_that_mean_nothing_are_refused(name):
-    with pytest.raises(ValueError, match=r"want auto, cpu, cuda\[:N\] or xpu\[:N\]"):
+    with pytest.raises(ValueError, match=r"want auto, cpu, cuda\[:N\], rocm\[:N\] or xpu\[:N\]"):
         probe.detect_device(name)
+
+
+def test_an_amd_gpu_is_called_rocm_or_cuda(monkeypatch):
+    """torch itself calls it cuda."""
+    from expertd_server.boot.assignment import resolve_device
+
+    properties = type("Properties", (), {"gcnArchName": "gfx942:sramecc+:xnack-"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for name in ("rocm", "rocm:3", "cuda:3", "auto"):
+        assert (str(probe.detect_device(name)), probe.detect_device(name).capability) == ("rocm:gfx942", (9, 42))
+    assert [str(resolve_device(n)[1]) for n in ("rocm", "rocm:3", "cuda:3")] == ["cuda", "cuda:3", "cuda:3"]
+    with pytest.raises(RuntimeError, match="'rocm:8' is not on this machine, which has rocm:0 to rocm:7"):
+        probe.detect_device("rocm:8")
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(RuntimeError, match="'rocm' is not on this machine"):
+        probe.detect_device("rocm")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

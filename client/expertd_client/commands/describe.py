@@ -67,6 +67,8 @@ def show(out: Console, address: str, d: pb.DescribeResponse) -> None:
     out.print(grid)
     out.print()
     out.print(_layers(d.layers))
+    for text in dict.fromkeys(layer.advice.text for layer in d.layers if layer.HasField("advice")):
+        out.print(Text(text, "bold"), soft_wrap=True)
     for group in _alike(d.layers):
         if group[0].verdicts:
             out.print()

@@ -25,7 +25,7 @@ from torch import Tensor
 from expertd_kernels.atomic_file import replacing
 from expertd_kernels.builder import build_row
 from expertd_kernels.measure.timing import LIMIT_S, captured, time_calls
-from expertd_kernels.oracle.decision import Backend, Decision, Verdict
+from expertd_kernels.oracle.decision import Backend, Decision, Refusal, Verdict
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.packed.proof import Proof, boot_reference_experts, prove
 from expertd_kernels.packed.selfcheck import check
@@ -198,7 +198,7 @@ def with_results(decision: Decision, results: Sequence[Result], backends: Sequen
         verdicts.append(
             Verdict(
                 v.backend,
-                (r.refusal,) if r.refusal else (),
+                (Refusal(r.refusal),) if r.refusal else (),
                 microseconds=_mean(r.microseconds.values()) if r.microseconds else None,
                 relative_error=r.relative_error,
                 times=tuple(r.microseconds.items()),

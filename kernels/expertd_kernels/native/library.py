@@ -39,11 +39,15 @@ __all__ = [
 
 ABI = 1
 HUGE_PAGE = 2 << 20
-REMEDY = "run `python -m expertd_kernels.native.csrc.build` (needs a C++17 compiler, for instance g++)"
 
 
 class KernelMissingError(ImportError):
-    """The shared object is not there, does not load, or was built from other sources."""
+    """The shared object is not there, does not load, or was built from other sources: that is `why`; the text goes on
+    with the command that makes it."""
+
+    def __init__(self, why: str) -> None:
+        self.why = f"cpu kernel: {why}"
+        super().__init__(f"{self.why}; run `{source.remedy()}`")
 
 
 class Spec(C.Structure):
@@ -124,14 +128,14 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 
 def _open(path: Path) -> C.CDLL:
     if not path.exists():
-        raise KernelMissingError(f"cpu kernel: {path.name} is not built; {REMEDY}")
+        raise KernelMissingError(f"{path.name} is not built")
     try:
         lib = C.CDLL(str(path))
     except OSError as e:
-        raise KernelMissingError(f"cpu kernel: {path.name} does not load: {e}; {REMEDY}") from None
+        raise KernelMissingError(f"{path.name} does not load: {e}") from None
     for name, (result, arguments) in _SIGNATURES.items():
         if not hasattr(lib, name):
-            raise KernelMissingError(f"cpu kernel: {path.name} has no {name}: built from other sources; {REMEDY}")
+            raise KernelMissingError(f"{path.name} has no {name}: built from other sources")
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
     return lib
@@ -146,8 +150,8 @@ def library() -> C.CDLL:
     built, here = lib.expertd_cpu_sources().decode(), source.sources_hash()
     if lib.expertd_cpu_abi() != ABI or (path is None and built != here):
         raise KernelMissingError(
-            f"cpu kernel: the library was built from sources {built} (ABI {lib.expertd_cpu_abi()}), the sources here"
-            f" are {here} (ABI {ABI}); {REMEDY}"
+            f"the library was built from sources {built} (ABI {lib.expertd_cpu_abi()}), the sources here are {here}"
+            f" (ABI {ABI})"
         )
     return lib
 
@@ -157,7 +161,7 @@ def kernel_error() -> str:
     try:
         library()
     except KernelMissingError as e:
-        return str(e)
+        return e.why
     return ""
 
 

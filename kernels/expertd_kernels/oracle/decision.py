@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from expertd_kernels.oracle import table
+from expertd_kernels.oracle.refusal import Refusal, RefusalKind, Remedy
 from expertd_kernels.oracle.row import Backend, DeviceRange, SchemeSupport
 from expertd_kernels.oracle.rules import RULES, judge
 from expertd_kernels.problem import Device, Problem
@@ -23,6 +24,9 @@ __all__ = [
     "DeviceRange",
     "NoBackendError",
     "RULES",
+    "Refusal",
+    "RefusalKind",
+    "Remedy",
     "SchemeSupport",
     "Verdict",
     "decide",
@@ -36,7 +40,7 @@ class Verdict:
     geometric mean; relative_error, against the float32 reference."""
 
     backend: str
-    refusals: tuple[str, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
     microseconds: float | None = None
     relative_error: float | None = None
     times: tuple[tuple[int, float], ...] = ()
@@ -44,6 +48,11 @@ class Verdict:
     @property
     def eligible(self) -> bool:
         return not self.refusals
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the row is for other kinds of devices."""
+        return any(r.kind is RefusalKind.DEVICE for r in self.refusals)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertd_kernels.oracle.decision import Backend
+from expertd_kernels.oracle.devices import cuda_device, rocm_device, xpu_device
 from expertd_kernels.oracle.import_health import ImportHealth
+from expertd_kernels.oracle.row import CPU_KERNEL
 from expertd_kernels.problem import Device, Package
 
 if TYPE_CHECKING:
@@ -43,8 +45,7 @@ _CPU_FLAGS = frozenset(
         "amx_int8",
     ]
 )
-CPU_KERNEL = "expertd-cpu-kernel"
-"""What the `cpu` rows need: our own shared object, which an install without a compiler does not have."""
+_ACCELERATORS = ("cuda", "rocm", "xpu")
 
 
 def _cpuinfo(*keys: str) -> str:
@@ -70,25 +71,22 @@ def _cpu() -> Device:
 
 
 def detect_device(name: str = "auto") -> Device:
-    """The device called "auto", "cpu", "cuda", "cuda:1" or "xpu" on this machine.  auto: the first accelerator, else
-    the CPU.  RuntimeError where it is not there."""
+    """The device called "auto", "cpu", "cuda", "cuda:1", "rocm" or "xpu" on this machine.  auto: the first accelerator,
+    else the CPU.  RuntimeError where it is not there."""
     kind, _, index = name.partition(":")
-    if kind not in ("auto", "cpu", "cuda", "xpu") or (":" in name and (kind in ("auto", "cpu") or not index.isdigit())):
-        raise ValueError(f"device {name!r}: want auto, cpu, cuda[:N] or xpu[:N]")
+    if kind not in ("auto", "cpu", *_ACCELERATORS) or (":" in name and not (kind in _ACCELERATORS and index.isdigit())):
+        raise ValueError(f"device {name!r}: want auto, cpu, cuda[:N], rocm[:N] or xpu[:N]")
     if kind == "cpu":
         return _cpu()
     import torch
 
     i = _index(name, kind, index)
-    if kind in ("auto", "cuda") and torch.cuda.is_available():
+    if kind in ("auto", "cuda", "rocm") and torch.cuda.is_available() and (kind != "rocm" or torch.version.hip):
         if torch.version.hip:
-            gfx = torch.cuda.get_device_properties(i).gcnArchName.split(":")[0]
-            major, minor = gfx.removeprefix("gfx")[:-2], gfx[-2:]
-            return Device("rocm", gfx, (int(major), int(minor, 16) if not minor.isdigit() else int(minor)))
-        cap = torch.cuda.get_device_capability(i)
-        return Device("cuda", f"sm{cap[0]}{cap[1]}", cap)
+            return rocm_device(torch.cuda.get_device_properties(i).gcnArchName.split(":")[0])
+        return cuda_device(torch.cuda.get_device_capability(i))
     if kind in ("auto", "xpu") and torch.xpu.is_available():
-        return Device("xpu", _xe(torch.xpu.get_device_properties(i).name), (2, 0))
+        return xpu_device(_xe(torch.xpu.get_device_properties(i).name))
     if kind == "auto":
         return _cpu()
     raise RuntimeError(f"device {name!r} is not on this machine; --device cpu always is")
@@ -98,7 +96,8 @@ def _index(name: str, kind: str, index: str) -> int:
     """N of "cuda:N"; RuntimeError where there is no such one."""
     import torch
 
-    count = {"cuda": torch.cuda.device_count, "xpu": torch.xpu.device_count}.get(kind, lambda: 0)()
+    cuda, xpu = torch.cuda.device_count, torch.xpu.device_count
+    count = {"cuda": cuda, "rocm": cuda, "xpu": xpu}.get(kind, lambda: 0)()
     if not index:
         return 0
     if count and int(index) >= count:
@@ -112,7 +111,7 @@ def _xe(name: str) -> str:
         "xe3"
         if "Xe3" in name or "Panther" in name
         else "xe2"
-        if "B5" in name or "B6" in name or "Xe2" in name
+        if any(word in name for word in ("B5", "B6", "B7", "Xe2"))
         else "xe"
     )
 
@@ -159,7 +158,8 @@ def installed_packages(
     for name in _wanted(backends):
         if name == CPU_KERNEL:
             native = importlib.import_module("expertd_kernels.native.library")
-            out[name] = Package(str(native.ABI), native.kernel_error())
+            error = native.kernel_error()
+            out[name] = Package(str(native.ABI), error, native.source.remedy() if error else "")
             continue
         try:
             version = importlib.metadata.version(name)

@@ -9,7 +9,10 @@ from expertd_kernels.problem import Device
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
 
-__all__ = ["Backend", "DeviceRange", "SchemeSupport"]
+__all__ = ["CPU_KERNEL", "Backend", "DeviceRange", "SchemeSupport"]
+
+CPU_KERNEL = "expertd-cpu-kernel"
+"""What the `cpu` rows need, among the packages: our own shared object, which an install without a compiler lacks."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Backend:
     schemes         what it computes on
     activations     functions between the GEMMs
     swigluoai       (alpha, beta, limit) that SWIGLUOAI is computed with, where they are fixed; None = any
-    needs           distributions and version ranges, e.g. {"triton": ">=3.2"}
+    needs           distributions and version ranges, e.g. {"triton": ">=3.2"}, or CPU_KERNEL
     compute_dtypes  "bf16", "f32"
     act_order, bias, clamp, deterministic: features computed, not dropped
     capturable      a call may be captured in a CUDA graph: once warm it neither waits nor allocates

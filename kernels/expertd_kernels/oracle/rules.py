@@ -1,4 +1,6 @@
-"""The rules: (row, problem) -> why the row does not serve it, or None.  Pure.  Every rule runs for every row."""
+"""The rules: (row, problem) -> why the row does not serve it, or None.  Pure.  Every rule runs for every row.
+
+A rule gives a plain sentence where the reason lies in the row, else a Refusal that says where it lies."""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from functools import cache
 
 from packaging.specifiers import SpecifierSet
 
-from expertd_kernels.oracle.row import Backend, DeviceRange, SchemeSupport
-from expertd_kernels.problem import Device, Problem
+from expertd_kernels.oracle.refusal import Refusal, RefusalKind, Remedy
+from expertd_kernels.oracle.row import CPU_KERNEL, Backend, DeviceRange, SchemeSupport
+from expertd_kernels.problem import Device, Package, Problem
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.scheme import ActivationQuant, Scheme
 
@@ -38,7 +41,10 @@ def _any_of(reasons: Sequence[str]) -> str:
 
 def rule_device(b: Backend, p: Problem) -> str | None:
     reason = _elsewhere(b.devices, p.device)
-    return f"{reason}, this is {p.device}" if reason else None
+    if not reason:
+        return None
+    kind = any(r.kind == p.device.kind for r in b.devices)
+    return Refusal(f"{reason}, this is {p.device}", RefusalKind.ROW if kind else RefusalKind.DEVICE)
 
 
 @cache
@@ -47,16 +53,30 @@ def _within(version: str, want: str) -> bool:
 
 
 def rule_packages(b: Backend, p: Problem) -> str | None:
-    out = []
-    for name, want in b.needs.items():
-        have = p.packages.get(name)
-        if have is None:
-            out.append(f"package {name}{want} is not installed")
-        elif have.error:
-            out.append(f"package {name} {have.version} does not import: {have.error}")
-        elif want and not _within(have.version, want):
-            out.append(f"package {name} {have.version} is installed, {want} is needed")
-    return "; ".join(out) or None
+    found = [f for name, want in b.needs.items() if (f := _lacking(name, want, p.packages.get(name)))]
+    if not found:
+        return None
+    needs, commands = (list(dict.fromkeys(x)) for x in zip(*((r.needs, r.command) for _, r in found), strict=True))
+    remedy = Remedy(" and ".join(needs), " && ".join(commands))
+    return Refusal("; ".join(text for text, _ in found), RefusalKind.INSTALL, remedy)
+
+
+def _lacking(name: str, want: str, have: Package | None) -> tuple[str, Remedy] | None:
+    """What is wrong with an installed distribution, and what mends it; None where nothing is."""
+    if name == CPU_KERNEL:
+        if have is not None and not have.error:
+            return None
+        command = (have.remedy if have else "") or "python -m expertd_kernels.native.csrc.build"
+        return have.error if have else "the compiled library is not there", Remedy("its compiled library", command)
+    install = Remedy(f"{name} {want}".rstrip(), f"pip install '{name}{want}'")
+    if have is None:
+        return f"package {name}{want} is not installed", install
+    if have.error:
+        again = Remedy(f"a {install.needs} that imports", f"pip install --force-reinstall --no-deps '{name}{want}'")
+        return f"package {name} {have.version} does not import: {have.error}", again
+    if want and not _within(have.version, want):
+        return f"package {name} {have.version} is installed, {want} is needed", install
+    return None
 
 
 def _support(b: Backend, s: Scheme, p: Problem) -> tuple[SchemeSupport | None, str | None]:
@@ -96,9 +116,8 @@ def rule_activation_quant(b: Backend, p: Problem) -> str | None:
         line = _support(b, s, p)[0]
         if line is not None and p.activation_quant not in line.activations:
             if p.activation_quant is ActivationQuant.NONE:
-                return (
-                    f"rounds activations ({', '.join(sorted(a.value for a in line.activations))}); weight-only is asked"
-                )
+                rounds = ", ".join(sorted(a.value for a in line.activations))
+                return f"rounds activations ({rounds}), and these are to stay in {p.compute_dtype}"
             return f"does not round activations to {p.activation_quant.value}"
     return None
 
@@ -229,6 +248,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def judge(b: Backend, p: Problem) -> tuple[str, ...]:
+def judge(b: Backend, p: Problem) -> tuple[Refusal, ...]:
     """Every rule's refusal; () where the row serves the problem."""
-    return tuple(refusal for rule in RULES if (refusal := rule(b, p)))
+    found = (rule(b, p) for rule in RULES)
+    return tuple(r if isinstance(r, Refusal) else Refusal(r) for r in found if r)

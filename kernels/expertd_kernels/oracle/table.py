@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from expertd_kernels.oracle.row import Backend, DeviceRange, SchemeSupport
+from expertd_kernels.oracle.row import CPU_KERNEL, Backend, DeviceRange, SchemeSupport
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType
 
@@ -389,7 +389,7 @@ BACKENDS: tuple[Backend, ...] = (
         devices=(DeviceRange("cpu"),),
         schemes=_EVERY_SCHEME,
         summary="weight-only C++ kernel on blocked weights; portable, AVX2, AVX-512 and AMX levels chosen at run time",
-        needs={"expertd-cpu-kernel": ""},
+        needs={CPU_KERNEL: ""},
         compute_dtypes=frozenset({"bf16", "f32"}),
         act_order=True,
     ),
@@ -408,7 +408,7 @@ BACKENDS: tuple[Backend, ...] = (
             ),
         ),
         summary="the same kernel with activations rounded to 8 bits by token and 16 columns: 1.0 % error",
-        needs={"expertd-cpu-kernel": ""},
+        needs={CPU_KERNEL: ""},
         act_order=True,
     ),
     Backend(

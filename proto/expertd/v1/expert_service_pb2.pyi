@@ -288,7 +288,7 @@ class Model(_message.Message):
     def __init__(self, family: _Optional[str] = ..., fingerprint: _Optional[str] = ..., hidden_size: _Optional[int] = ...) -> None: ...
 
 class Layer(_message.Message):
-    __slots__ = ("layer", "num_experts", "held", "top_k", "intermediate_size", "weight_scheme", "activation_scheme", "checkpoint_activation_scheme", "activation", "backend", "verdicts", "chosen_by", "plan", "from_cache")
+    __slots__ = ("layer", "num_experts", "held", "top_k", "intermediate_size", "weight_scheme", "activation_scheme", "checkpoint_activation_scheme", "activation", "backend", "verdicts", "chosen_by", "plan", "from_cache", "advice")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +303,7 @@ class Layer(_message.Message):
     CHOSEN_BY_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     FROM_CACHE_FIELD_NUMBER: _ClassVar[int]
+    ADVICE_FIELD_NUMBER: _ClassVar[int]
     layer: int
     num_experts: int
     held: _containers.RepeatedCompositeFieldContainer[ExpertRange]
@@ -317,7 +318,20 @@ class Layer(_message.Message):
     chosen_by: str
     plan: _containers.RepeatedCompositeFieldContainer[PlanEntry]
     from_cache: bool
-    def __init__(self, layer: _Optional[int] = ..., num_experts: _Optional[int] = ..., held: _Optional[_Iterable[_Union[ExpertRange, _Mapping]]] = ..., top_k: _Optional[int] = ..., intermediate_size: _Optional[int] = ..., weight_scheme: _Optional[str] = ..., activation_scheme: _Optional[str] = ..., checkpoint_activation_scheme: _Optional[str] = ..., activation: _Optional[str] = ..., backend: _Optional[str] = ..., verdicts: _Optional[_Iterable[_Union[BackendVerdict, _Mapping]]] = ..., chosen_by: _Optional[str] = ..., plan: _Optional[_Iterable[_Union[PlanEntry, _Mapping]]] = ..., from_cache: _Optional[bool] = ...) -> None: ...
+    advice: Advice
+    def __init__(self, layer: _Optional[int] = ..., num_experts: _Optional[int] = ..., held: _Optional[_Iterable[_Union[ExpertRange, _Mapping]]] = ..., top_k: _Optional[int] = ..., intermediate_size: _Optional[int] = ..., weight_scheme: _Optional[str] = ..., activation_scheme: _Optional[str] = ..., checkpoint_activation_scheme: _Optional[str] = ..., activation: _Optional[str] = ..., backend: _Optional[str] = ..., verdicts: _Optional[_Iterable[_Union[BackendVerdict, _Mapping]]] = ..., chosen_by: _Optional[str] = ..., plan: _Optional[_Iterable[_Union[PlanEntry, _Mapping]]] = ..., from_cache: _Optional[bool] = ..., advice: _Optional[_Union[Advice, _Mapping]] = ...) -> None: ...
+
+class Advice(_message.Message):
+    __slots__ = ("backend", "needs", "command", "text")
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    backend: str
+    needs: str
+    command: str
+    text: str
+    def __init__(self, backend: _Optional[str] = ..., needs: _Optional[str] = ..., command: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class PlanEntry(_message.Message):
     __slots__ = ("max_tokens", "backend")

@@ -99,8 +99,9 @@ def resolve_device(name: str) -> tuple[Device, torch.device]:
         device = detect_device(name)
     except (RuntimeError, ValueError) as e:
         raise BootError(str(e)) from e
-    kind = "cuda" if device.kind == "rocm" else device.kind
-    where = torch.device(name if ":" in name else kind)
+    kind = "cuda" if device.kind == "rocm" else device.kind  # torch's name for both
+    _, sep, index = name.partition(":")
+    where = torch.device(kind + sep + index)
     use_device(where)
     return device, where
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from expertd_kernels.measure.tournament import Result, choose, with_results
 from expertd_kernels.oracle import table
-from expertd_kernels.oracle.decision import Backend, Decision, NoBackendError
+from expertd_kernels.oracle.decision import Backend, Decision, NoBackendError, Refusal
 from expertd_server.boot.assignment import BootError
 
 __all__ = ["BackendRejectedError", "Choice"]
@@ -71,7 +71,7 @@ class Choice:
             self._decide()
             return
         verdicts = tuple(
-            replace(v, refusals=(*v.refusals, str(rejected))) if v.backend == backend else v
+            replace(v, refusals=(*v.refusals, Refusal(str(rejected)))) if v.backend == backend else v
             for v in self.decision.verdicts
         )
         eligible = [v.backend for v in verdicts if v.eligible]

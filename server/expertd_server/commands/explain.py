@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from expertd_server.config import ConfigError, ServeConfig, add_flags, resolve
 
 if TYPE_CHECKING:
+    from expertd_kernels.problem import Device
     from expertd_kernels.sources.source import ExpertSource
     from expertd_server.boot.assignment import Assignment
 
@@ -37,13 +38,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="a device of this machine (auto, cpu, cuda[:N], xpu[:N]) or one that is not here, as sm100",
+        help="a device of this machine (auto, cpu, cuda[:N], rocm[:N], xpu[:N]), or one that is not here: a product"
+        " (h100, mi300x, b580), an architecture (sm100, gfx950) or a kind (cuda)",
     )
     parser.add_argument(
         "--packages",
         choices=("installed", "assumed"),
         help="judge by this machine's packages, or as if all were installed (default for a device that is not here)",
     )
+    parser.add_argument("--all", action="store_true", help="a line for each backend, also those for other devices")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -52,23 +55,21 @@ def run(args: argparse.Namespace) -> int:
 
     from expertd_kernels.oracle.probe import assumed_packages, installed_packages, packages_for
     from expertd_kernels.oracle.table import BACKENDS
-    from expertd_kernels.problem import NAMED_DEVICES
-    from expertd_server.boot.assignment import BootError, assign_layers, open_source, resolve_device
+    from expertd_server.boot.assignment import BootError, assign_layers, open_source
     from expertd_server.views.render import decisions_json, print_decisions
 
     try:
         config = resolve(args)
-        named = NAMED_DEVICES.get(config.device)
-        device = named or _present(resolve_device, config.device, list(NAMED_DEVICES))
-        assumed = (args.packages or ("assumed" if named else "installed")) == "assumed"
+        device, here = _device(config.device)
+        assumed = (args.packages or ("installed" if here else "assumed")) == "assumed"
         if assumed:
             packages = assumed_packages(BACKENDS)
         else:
-            packages = installed_packages(BACKENDS) if named else packages_for(device, BACKENDS, config.cache)
+            packages = packages_for(device, BACKENDS, config.cache) if here else installed_packages(BACKENDS)
         source = open_source(config)
         assignments = assign_layers(config, source, device, packages)
         if config.oracle == "measure":
-            if named or assumed:
+            if assumed or not here:
                 print(f"expertd explain: nothing is measured: {_NOT_HERE}", file=sys.stderr)
             else:
                 assignments = _measured(config, source, assignments)
@@ -76,10 +77,42 @@ def run(args: argparse.Namespace) -> int:
         print(f"expertd explain: {e}", file=sys.stderr)
         return 2 if isinstance(e, ConfigError) else 1
     if args.json:
-        print(json.dumps(decisions_json(assignments), indent=2))
-    else:
-        print_decisions(Console(width=None if sys.stdout.isatty() else 120), assignments)
+        print(json.dumps({"packages": "assumed" if assumed else "installed", **decisions_json(assignments)}, indent=2))
+        return 0
+    for line in _premises(config.device, device, here, assumed):
+        print(line)
+    sys.stdout.flush()
+    print_decisions(Console(width=None if sys.stdout.isatty() else 120), assignments, every_row=args.all)
     return 0
+
+
+def _device(name: str) -> tuple[Device, bool]:
+    """The device of that name, and whether it is on this machine.  Raises BootError."""
+    from expertd_kernels.oracle.devices import KINDS, named_device
+    from expertd_kernels.problem import NAMED_DEVICES
+    from expertd_server.boot.assignment import BootError, resolve_device
+
+    named = named_device(name)
+    if named is not None and name not in KINDS:
+        return named, False
+    try:
+        return resolve_device(name)[0], True
+    except BootError as e:
+        if named is not None:
+            return named, False
+        raise BootError(f"{e}; devices that need not be here: {', '.join(NAMED_DEVICES)}, or products, as h100") from e
+
+
+def _premises(asked: str, device: Device, here: bool, assumed: bool) -> list[str]:
+    """What the tables rest on, where that is not this machine as it is."""
+    from expertd_kernels.oracle.devices import KINDS
+
+    out = []
+    if assumed:
+        out.append("packages are assumed, at versions that the rows take (--packages installed: as they are here)")
+    if not here and asked in KINDS:
+        out.append(f"no {asked} device is here: the answer is {device.arch}'s")
+    return out
 
 
 def _measured(config: ServeConfig, source: ExpertSource, assignments: list[Assignment]) -> list[Assignment]:
@@ -95,12 +128,3 @@ def _measured(config: ServeConfig, source: ExpertSource, assignments: list[Assig
     device = resolve_device(config.device)[1]
     oracle = Tournaments.of(config, device, assignments)
     return assignments if oracle is None else oracle.run(assignments, Workshop(source, device))
-
-
-def _present(resolve_device: Any, name: str, named: list[str]) -> Any:
-    from expertd_server.boot.assignment import BootError
-
-    try:
-        return resolve_device(name)[0]
-    except BootError as e:
-        raise BootError(f"{e}; devices that need not be here: {', '.join(named)}") from e

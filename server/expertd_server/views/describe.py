@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES
 from expertd.ranges import runs
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_kernels.oracle.advice import advice
+from expertd_kernels.oracle.decision import Decision
 from expertd_server.boot.layers import Booted
 from expertd_server.service.service import Limits
 
@@ -41,7 +43,15 @@ def describe_layer(b: Booted) -> pb.Layer:
         chosen_by=b.assignment.chosen_by,
         plan=[pb.PlanEntry(max_tokens=most or 0, backend=name) for most, name in served.plan],
         from_cache=b.from_cache,
+        advice=_advice(decision),
     )
+
+
+def _advice(decision: Decision) -> pb.Advice | None:
+    found = advice(decision)
+    if found is None:
+        return None
+    return pb.Advice(backend=found.backend, needs=found.needs, command=found.command, text=str(found))
 
 
 def describe_server(

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from expertd.ranges import format_ranges
+from expertd_kernels.oracle.advice import advice
 from expertd_kernels.oracle.decision import Decision, Verdict
 from expertd_server.boot.assignment import Assignment
 
@@ -19,7 +20,8 @@ __all__ = ["decisions_json", "print_decisions"]
 
 def decisions_json(assignments: Sequence[Assignment]) -> dict[str, Any]:
     """{"layers": [{"layer", "scheme", "chosen", "verdicts": [{"backend", "eligible", "refusals", "microseconds",
-    "relative_error"}], ...}]}; microseconds by token count, empty where nothing was measured."""
+    "relative_error"}], "advice": {"backend", "needs", "command"} | None, ...}]}; microseconds by token count, empty
+    where nothing was measured."""
     return {
         "layers": [
             {
@@ -28,6 +30,7 @@ def decisions_json(assignments: Sequence[Assignment]) -> dict[str, Any]:
                 "chosen": None if p.decision.chosen is None else p.decision.chosen.name,
                 "chosen_by": p.chosen_by,
                 "verdicts": [_verdict_json(v) for v in p.decision.verdicts],
+                "advice": _advice_json(p.decision),
                 "device": str(p.decision.problem.device),
                 "pinned": p.decision.pinned,
                 "activation": p.info.activation.name,
@@ -56,9 +59,16 @@ def _verdict_json(v: Verdict) -> Mapping[str, Any]:
     }
 
 
-def print_decisions(console: Console, assignments: Sequence[Assignment], pending: bool = False) -> None:
+def _advice_json(d: Decision) -> Mapping[str, str] | None:
+    found = advice(d)
+    return None if found is None else {"backend": found.backend, "needs": found.needs, "command": found.command}
+
+
+def print_decisions(
+    console: Console, assignments: Sequence[Assignment], pending: bool = False, every_row: bool = False
+) -> None:
     """One table for each group of layers that pose the same problem and got the same answer.  pending: what is eligible
-    and neither pinned nor measured will be measured."""
+    and neither pinned nor measured will be measured.  every_row: rows for other kinds of devices get a line each."""
     groups: dict[tuple[Any, ...], list[Assignment]] = {}
     for p in assignments:
         d = p.decision
@@ -66,28 +76,36 @@ def print_decisions(console: Console, assignments: Sequence[Assignment], pending
         key = (d.problem.schemes, d.problem.num_experts, d.problem.activation, name, d.verdicts, p.info.notes)
         groups.setdefault(key, []).append(p)
     for members in groups.values():
-        _print_group(console, members, pending)
+        _print_group(console, members, pending, every_row)
 
 
-def _print_group(console: Console, assignments: Sequence[Assignment], pending: bool) -> None:
+def _print_group(console: Console, assignments: Sequence[Assignment], pending: bool, every_row: bool) -> None:
     first, d = assignments[0], assignments[0].decision
     p = d.problem
     layers = format_ranges(x.info.layer for x in assignments)
-    console.print(
+    _say(
+        console,
         f"layer{'s' if len(assignments) > 1 else ''} {layers}: {p.scheme_name},"
         f" {p.num_experts} of {first.info.num_experts} experts,"
         f" H {p.hidden_size}, I {p.intermediate_size}, top-{p.top_k}, {p.activation.name}, compute {p.compute_dtype},"
         f" on {p.device}: {p.weight_bytes / 2**20:,.1f} MiB a layer",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
-    console.print(_table(first, pending and first.chosen_by == "order"))
+    folded = [] if every_row else [v.backend for v in d.verdicts if v.elsewhere and v.backend != d.pin]
+    console.print(_table(first, folded, pending and first.chosen_by == "order"))
+    if folded:
+        _say(console, f"for other devices (expertd explain --all says more): {', '.join(folded)}")
+    if found := advice(d):
+        _say(console, str(found), "bold")
     for note in _notes(first):
-        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+        _say(console, f"note: {note}")
 
 
-def _table(assignment: Assignment, pending: bool) -> Table:
+def _say(console: Console, text: str, style: str = "") -> None:
+    """One line, however long."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(assignment: Assignment, folded: Sequence[str], pending: bool) -> Table:
     d = assignment.decision
     tokens = max(([m for m, _ in v.times] for v in d.verdicts), key=len, default=[])
     errors = any(v.relative_error is not None for v in d.verdicts)
@@ -99,6 +117,8 @@ def _table(assignment: Assignment, pending: bool) -> Table:
     if errors:
         table.add_column("error", justify="right", no_wrap=True)
     for v in d.verdicts:
+        if v.backend in folded:
+            continue
         chosen = d.chosen is not None and v.backend == d.chosen.name
         times = dict(v.times)
         cells = [f"{times[m]:,.0f}" if m in times else "" for m in tokens]

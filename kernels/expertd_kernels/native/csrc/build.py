@@ -1,17 +1,19 @@
 """Compiles the CPU kernel: `python -m expertd_kernels.native.csrc.build`.  Standard library only, so that the
 package build can run it before anything is installed.
 
-Needs a C++17 compiler ($CXX, else c++, g++ or clang++ on the path).  Each instruction-set level is a source file of its
-own with its own flags; the level is chosen when the library is loaded, so one shared object serves every machine of an
-architecture.
+Needs a C++17 compiler: $CXX, else c++, g++ or clang++ on the path, else the one in PyPI's package ziglang.  Each
+instruction-set level is a source file of its own with its own flags; the level is chosen when the library is loaded, so
+one shared object serves every machine of an architecture.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["LIBRARY", "BuildError", "build", "find_compiler", "is_current", "sources_hash"]
+__all__ = ["LIBRARY", "BuildError", "build", "find_compiler", "is_current", "remedy", "sources_hash"]
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libexpertd_cpu.so"
@@ -35,6 +37,10 @@ _LEFT_OUT = {
 }
 """With a sanitizer: sources that are left out, and how context.cpp is told.  The levels are the same templates; repack
 has clones for processors, which are chosen before ThreadSanitizer's run time is there."""
+EXPORTS = f"-Wl,--version-script={HERE / 'exports.map'}"
+"""Only our own functions are seen from outside: not those of the C++ library that is linked in."""
+GLIBC = "2.28"
+"""The oldest glibc that a library made by ziglang runs on."""
 COMMON = ["level_portable", "layout", "pool", "pack", "layer", "context", "repack"]
 _AVX512 = [
     "-mavx512f",
@@ -69,12 +75,32 @@ def sources_hash(folder: Path = HERE) -> str:
     return digest.hexdigest()[:16]
 
 
-def find_compiler() -> str:
-    """The C++ compiler's path.  BuildError where there is none."""
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (path := shutil.which(name)):
-            return path
-    raise BuildError("no C++ compiler: want one of $CXX, c++, g++, clang++ on the path; install g++ (C++17) or set CXX")
+def find_compiler(machine: str = "") -> list[str]:
+    """The command of the C++ compiler.  machine: "" = the one for this machine; else ziglang's for that one (x86_64,
+    aarch64) with a glibc of GLIBC or newer.  BuildError where there is none."""
+    if not machine:
+        for words in (shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]):
+            if words and (path := shutil.which(words[0])):
+                return [path, *words[1:]]
+    if importlib.util.find_spec("ziglang"):
+        target = f"{machine or platform.machine()}-linux-gnu.{GLIBC}"
+        return [sys.executable, "-m", "ziglang", "c++", "-target", target, "-g0"]
+    if machine:
+        raise BuildError(f"code for {machine} with an old glibc needs the package ziglang: pip install ziglang")
+    raise BuildError(
+        "no C++17 compiler: want one of $CXX, c++, g++, clang++ on the path (apt-get install g++, dnf install gcc-c++),"
+        " or without root: pip install ziglang"
+    )
+
+
+def remedy() -> str:
+    """The shell command that makes the library, with a compiler first where there is none."""
+    command = "python -m expertd_kernels.native.csrc.build"
+    try:
+        find_compiler()
+    except BuildError:
+        return f"pip install ziglang && {command}"
+    return command
 
 
 def _run(command: list[str]) -> None:
@@ -83,9 +109,9 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr.strip()[-4000:]}")
 
 
-def _units() -> dict[str, tuple[Path, Sequence[str]]]:
-    """The sources of the library, for this architecture."""
-    x86 = X86 if platform.machine() in ("x86_64", "AMD64") else {}
+def _units(machine: str) -> dict[str, tuple[Path, Sequence[str]]]:
+    """The sources of the library, for an architecture."""
+    x86 = X86 if machine in ("x86_64", "AMD64") else {}
     flags: Mapping[str, Sequence[str]] = {**x86, **{name: [] for name in COMMON}}
     return {name: (HERE / f"{name}.cpp", extra) for name, extra in flags.items()}
 
@@ -102,19 +128,24 @@ def build(
     driver: bool = False,
     only_if_stale: bool = False,
     stand_ins: Units | None = None,
+    machine: str = "",
 ) -> Path:
     """Compiles and links; returns the library's path (default: beside the sources).
 
     sanitize: "" or what -fsanitize= takes ("address,undefined", "thread").  driver: link the self-test program
     (driver.cpp) instead of the library.  only_if_stale: nothing is done where the result is current.  stand_ins: other
-    files to be compiled in place of sources of the same name.  The result is moved into place whole, so that a process
-    never loads half of one.
+    files to be compiled in place of sources of the same name.  machine: as in find_compiler.  The result is moved into
+    place whole, so that a process never loads half of one.
     """
     out = out or HERE / LIBRARY
     if only_if_stale and is_current(out):
         return out
-    compiler = find_compiler()
-    units = {**_units(), **({"driver": (HERE / "driver.cpp", [])} if driver else {}), **(stand_ins or {})}
+    compiler = find_compiler(machine)
+    units = {
+        **_units(machine or platform.machine()),
+        **({"driver": (HERE / "driver.cpp", [])} if driver else {}),
+        **(stand_ins or {}),
+    }
     flags = list(FLAGS)
     if sanitize:
         left_out, macro = _LEFT_OUT["thread" if "thread" in sanitize else ""]
@@ -123,7 +154,8 @@ def build(
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
         made = Path(folder) / out.name
         objects = pool.map(lambda unit: _compile(compiler, unit[0], unit[1], flags, Path(folder)), units.items())
-        link = [compiler, *flags, *([] if driver else ["-shared"]), *map(str, objects), "-o", str(made)]
+        shared = [] if driver else ["-shared"] if sanitize else ["-shared", EXPORTS]
+        link = [*compiler, *flags, *shared, *map(str, objects), "-o", str(made)]
         try:  # without the compiler's own libraries, the result also runs where they are older
             _run(link if sanitize else [*link, "-static-libgcc", "-static-libstdc++"])
         except BuildError:
@@ -133,19 +165,21 @@ def build(
     return out
 
 
-def _compile(compiler: str, name: str, unit: tuple[Path, Sequence[str]], common: Sequence[str], folder: Path) -> Path:
+def _compile(
+    compiler: Sequence[str], name: str, unit: tuple[Path, Sequence[str]], common: Sequence[str], folder: Path
+) -> Path:
     """The object of one source: from the cache where its source, the headers and the flags are as they were."""
     source, extra = unit
     flags = [*common, *extra] if source.parent == HERE else [*common, f"-I{HERE}", *extra]
     if name == "context":  # it tells what the library was built from
         flags = [*flags, f'-DEXPERTD_SOURCES="{sources_hash()}"']
-    digest = hashlib.sha256("\0".join([compiler, *flags]).encode() + source.read_bytes())
+    digest = hashlib.sha256("\0".join([*compiler, *flags]).encode() + source.read_bytes())
     for header in sorted({*HERE.glob("*.h"), *source.parent.glob("*.h")}):
         digest.update(header.read_bytes())
     made, kept = folder / f"{name}.o", HERE / CACHE / f"{name}-{digest.hexdigest()[:16]}.o"
     if kept.exists():
         return kept
-    _run([compiler, *flags, "-c", str(source), "-o", str(made)])
+    _run([*compiler, *flags, "-c", str(source), "-o", str(made)])
     try:
         kept.parent.mkdir(exist_ok=True)
         _move(made, kept)
@@ -167,10 +201,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where to put the result (default: beside the sources)")
     parser.add_argument("--sanitize", default="", metavar="LIST", help="e.g. address,undefined")
     parser.add_argument("--only-if-stale", action="store_true", help="do nothing where the result is current")
+    parser.add_argument("--machine", default="", metavar="NAME", help="x86_64 or aarch64, for an old glibc, by ziglang")
     parser.add_argument("--driver", action="store_true", help="build the self-test program instead of the library")
     args = parser.parse_args(argv)
     try:
-        print(build(args.out, sanitize=args.sanitize, driver=args.driver, only_if_stale=args.only_if_stale))
+        print(
+            build(
+                args.out,
+                sanitize=args.sanitize,
+                driver=args.driver,
+                only_if_stale=args.only_if_stale,
+                machine=args.machine,
+            )
+        )
     except BuildError as e:
         print(f"cpu kernel: {e}", file=sys.stderr)
         return 1
