@@ -18,6 +18,7 @@ from interpreted import answer_cases
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, problem_of
 from expertd_kernels.backends import deepgemm, glue, humming, marlin
+from expertd_kernels.backends.glue_space import capacity
 from expertd_kernels.backends.rounding import round_groups
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
@@ -67,7 +68,7 @@ def check_places(M, k, E, alignment, nowhere=True):
     for t in call.parts.values():
         t.fill_(-77)
     places = call.place(alignment, routes=True, experts=True, blocks=True)
-    assert places.rows == glue.capacity(M * k, E, alignment)
+    assert places.rows == capacity(M * k, E, alignment)
     assert places.rows % alignment == 0
     flat = ids.flatten().tolist()
     want, start = {}, 0

@@ -7,6 +7,7 @@ from triton.compiler import ASTSource, compile
 
 from expertd_kernels import Activation, ActivationKind
 from expertd_kernels.backends import glue
+from expertd_kernels.backends.glue_space import capacity
 from expertd_kernels.backends.triton_kernels import route
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -44,7 +45,7 @@ def seen(monkeypatch):
 
 def start(tokens, rounded, activation, mapped):
     """Every launch of a call, as the rows make it."""
-    rows = glue.capacity(tokens * 4, 16, 128)
+    rows = capacity(tokens * 4, 16, 128)
     read = torch.float8_e4m3fn if rounded else torch.bfloat16
     shapes = {
         "x": ((rows, H), read), "h": ((rows, activation.segments * I), torch.bfloat16), "a": ((rows, I), read),

@@ -9,6 +9,7 @@ from vendor import bits, refused
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, Scheme, problem_of, reference, relative_error
 from expertd_kernels.backends import gluon_w8a8 as backend
+from expertd_kernels.backends.footprint import footprint
 from expertd_kernels.backends.gluon.w8a8_plan import Few8, Plan8, Shape8
 from expertd_kernels.backends.scratch import scratch_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
@@ -345,6 +346,15 @@ def test_layers_of_other_shapes_and_schemes_share_one_scratch(emulated):
                 assert not scratch.words.any(), "counters that another layer would start from"
     assert len({experts._scratch(Shape8(w.num_experts, 2, w.hidden_size, experts.intermediate_size), 40, 1)["counts"]
                 .untyped_storage().data_ptr() for w, experts in layers}) == 1  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_layer_holds_the_bytes_that_its_sizes_say(emulated, scheme):
+    w = layer(scheme, E=4, H=384, I=256, bias=True)
+    experts = emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w))
+    matrices = (experts._w13, experts._w2)
+    held = sum(t.untyped_storage().nbytes() for m in matrices for t in (m.codes.base, m.scales, m.bias))
+    assert footprint("gluon_w8a8", problem(w), 64).weights_bytes == held
 
 
 def test_a_launch_that_fails_leaves_no_tickets_to_other_layers(emulated, monkeypatch):

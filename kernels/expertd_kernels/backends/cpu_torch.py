@@ -19,10 +19,10 @@ from expertd_kernels.protocol import Packed
 from expertd_kernels.weights.canonical import QuantTensor, Weights, pack_nibbles, unpack_nibbles
 from expertd_kernels.weights.float32 import apply_activation
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
-from expertd_kernels.weights.scheme import Element, ScaleType
+from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
 from expertd_kernels.weights.serial import weights_from_tensors, weights_to_tensors
 
-__all__ = ["TorchExperts", "experts", "pack", "unpack"]
+__all__ = ["TorchExperts", "experts", "int4_fits", "pack", "unpack"]
 
 INT4_GROUPS = (32, 64, 128, 256)
 """Group sizes of torch's int4 operator on CPU."""
@@ -34,16 +34,15 @@ Linear = Callable[[int, Tensor], Tensor]
 """(expert, x [m, K]) -> [m, N] without bias."""
 
 
-def _int4_fits(q: QuantTensor) -> bool:
-    s, (_, N, K) = q.scheme, q.shape
-    group = s.cols
+def int4_fits(s: Scheme, N: int, K: int, columns: bool) -> bool:
+    """Whether torch's int4 operator takes an [N, K] matrix; columns: in activation order."""
     return (
         (s.element, s.rows, s.scale, s.zeros) == (Element.INT4, 1, ScaleType.BF16, False)
-        and group in INT4_GROUPS
-        and K % group == 0
+        and s.cols in INT4_GROUPS
+        and K % s.cols == 0
         and N % INT4_ROWS == 0
         and not s.global_scale
-        and q.columns is None
+        and not columns
     )
 
 
@@ -66,7 +65,8 @@ def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical tensors; the codes of matrices that torch's int4 operator takes are in its order."""
     tensors, meta = weights_to_tensors(weights)
     for name, q in (("w13", weights.w13), ("w2", weights.w2)):
-        meta[name]["int4"] = problem.compute_dtype == "bf16" and _int4_fits(q)
+        fits = int4_fits(q.scheme, *q.shape[1:], q.columns is not None)
+        meta[name]["int4"] = problem.compute_dtype == "bf16" and fits
         if meta[name]["int4"]:
             tensors[f"{name}.codes"] = _int4_pack(q.codes.cpu(), q.shape[2])
     return Packed("cpu_torch", tensors, meta)

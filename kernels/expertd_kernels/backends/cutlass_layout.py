@@ -34,10 +34,10 @@ from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.backends.trtllm_layout import cut_segments, pad_segments, swizzle, unswizzle
 from expertd_kernels.refused import Refused
 from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor
-from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element
+from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, Scheme
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
-__all__ = ["BITS", "MULTIPLES", "form_of", "pack_matrix", "unpack_matrix"]
+__all__ = ["BITS", "GROUP", "MULTIPLES", "form_for", "form_of", "pack_matrix", "unpack_matrix"]
 
 MULTIPLES = {"bf16": 8, "mxfp4": 128, "mxfp4s": 128, "mxfp8": 128, "nvfp4": 128, "tensor": 16, "block": 128}
 """H and I are padded to these (the package's checks: 16 bytes of the narrower operand, 128 for mxfp4)."""
@@ -51,16 +51,10 @@ FILLER = {"mxfp4": 127, "mxfp4s": 127, "mxfp8": 127, "nvfp4": 0x38}
 """Bytes of the scale 1."""
 
 
-def form_of(q: QuantTensor, rounding: ActivationQuant) -> str:
-    """The package's form for a matrix, with activations rounded like this.  Refused: scales that the kernel would read
-    without their sign, or as one where there are two."""
-    s = q.scheme
-    assert q.columns is None, "activation order is not the row's"
-    assert q.zeros is None, "zero points are not the row's"
+def form_for(s: Scheme, rounding: ActivationQuant) -> str:
+    """The package's form for a scheme, with activations rounded like this."""
     if s.name in ("nvfp4", "nvfp4_single"):
-        _check_nvfp4(q)
         return "nvfp4"
-    assert q.global_scales is None, "second-level scales are the row's with nvfp4 alone"
     if s.element is Element.BF16:
         return "bf16"
     if s.name == "mxfp4":
@@ -68,11 +62,24 @@ def form_of(q: QuantTensor, rounding: ActivationQuant) -> str:
     if s.name == "mxfp8":
         return "mxfp8"
     if s.element is Element.E4M3 and (s.rows, s.cols) == (WHOLE, WHOLE):
-        assert q.scales is not None
-        _check_equal(q.scales)
         return "tensor"
     assert (s.element, s.rows, s.cols) == (Element.E4M3, 128, 128), f"{s.name} is not the row's"
     return "block"
+
+
+def form_of(q: QuantTensor, rounding: ActivationQuant) -> str:
+    """The package's form for a matrix.  Refused: scales that the kernel would read without their sign, or as one where
+    there are two."""
+    form = form_for(q.scheme, rounding)
+    assert q.columns is None, "activation order is not the row's"
+    assert q.zeros is None, "zero points are not the row's"
+    assert q.global_scales is None or form == "nvfp4", "second-level scales are the row's with nvfp4 alone"
+    if form == "nvfp4":
+        _check_nvfp4(q)
+    if form == "tensor":
+        assert q.scales is not None
+        _check_equal(q.scales)
+    return form
 
 
 def _check_equal(scales: Tensor) -> None:

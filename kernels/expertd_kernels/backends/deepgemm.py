@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.envelope import activation_of, pack_layer, require_version, unpack_layer
-from expertd_kernels.backends.glue import Call, Shapes, capacity, in_pieces
+from expertd_kernels.backends.glue import Call, in_pieces
+from expertd_kernels.backends.glue_space import capacity, sorted_rows
 from expertd_kernels.backends.scales import as_f32, as_stored
+from expertd_kernels.backends.scratch import Shapes
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
 from expertd_kernels.weights.activation import Activation
@@ -33,8 +35,6 @@ from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 __all__ = ["DeepGemmExperts", "experts", "pack", "unpack"]
 
 LAYOUT_VERSION = 1
-GROUP = 128
-"""Columns of activations with one scale."""
 
 
 def _form(q: QuantTensor) -> str:
@@ -120,21 +120,9 @@ class DeepGemmExperts:
         return in_pieces(self._compute, *given, width=self.width)
 
     def _shapes(self, routes: int) -> Shapes:
-        """Matrices of the rows, and for rounded ones the scales with the rows as the last dimension, as the package
-        would transpose them."""
         rows = capacity(routes, self.num_experts, self.alignment)
         (_, wide, hidden), (_, _, inner) = (self.tensors[f"{name}.codes"].shape for name in ("w13", "w2"))
-        read = torch.bfloat16 if self.form == "bf16" else torch.float8_e4m3fn
-        shapes: Shapes = {
-            "x": ((rows, hidden), read),
-            "h": ((rows, wide), torch.bfloat16),
-            "a": ((rows, inner), read),
-            "y": ((rows, hidden), torch.bfloat16),
-        }
-        if self.form == "block":
-            shapes["x_scale"] = ((hidden // GROUP, rows), torch.float32)
-            shapes["a_scale"] = ((inner // GROUP, rows), torch.float32)
-        return shapes
+        return sorted_rows(rows, wide, inner, hidden, self.form == "block")
 
     def _compute(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, weighted: bool) -> None:
         call = Call(x, ids, weights, self.num_experts, self._shapes(ids.numel()), self.alignment)

@@ -14,25 +14,17 @@ import triton
 from torch import Tensor
 
 from expertd_kernels.backends.glue_kernels import activate_rows, combine_rows, gather_rows, place_rows
+from expertd_kernels.backends.glue_space import MOST_BYTES, MOST_ROUTES, call_space
 from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.scratch import Layout, Shapes, scratch_of
 from expertd_kernels.backends.triton_kernels import route
 from expertd_kernels.backends.triton_kernels.layer import ACTIVATIONS
 from expertd_kernels.weights.activation import Activation
 
-__all__ = ["MOST_ROUTES", "Call", "Places", "Shapes", "capacity", "in_pieces"]
+__all__ = ["Call", "Places", "in_pieces"]
 
-MOST_ROUTES = 1 << 16
-MOST_BYTES = 1 << 31
-"""Routes of one call, and bytes of its widest matrix without padding: more tokens are computed in pieces."""
 GROUP = 128
 """Columns with one scale, where rows are rounded."""
-
-
-def capacity(routes: int, experts: int, alignment: int) -> int:
-    """Rows that any routing needs when each expert's first is at a multiple of `alignment`, itself rounded up."""
-    worst = routes + min(routes, experts) * (alignment - 1)
-    return -(-worst // alignment) * alignment
 
 
 @dataclass(frozen=True)
@@ -63,16 +55,7 @@ class Call:
         self.soft = not isinstance(place_rows, triton.JITFunction)  # Triton's interpreter
         self.chunks = -(-self.routes // route.CHUNK)
         self.bins = route.expert_bins(experts)
-        shapes = dict(extra)
-        for name in ("counts", "base"):
-            shapes[name] = ((self.chunks, self.bins), torch.int32)
-        shapes["totals"] = ((self.bins,), torch.int32)
-        for alignment in dict.fromkeys(aligned):
-            rows = capacity(self.routes, experts, alignment)
-            for name, size in (("row", self.routes), ("start", experts + 1), ("route", rows), ("expert", rows)):
-                shapes[f"{name}/{alignment}"] = ((size,), torch.int32)
-            shapes[f"block/{alignment}"] = ((rows // alignment,), torch.int32)
-        self.parts = scratch_of(x.device).parts(Layout(shapes))
+        self.parts = scratch_of(x.device).parts(Layout(call_space(self.routes, experts, extra, *aligned)))
         self.counted = False
 
     def place(self, alignment: int, *, routes: bool = False, experts: bool = False, blocks: bool = False) -> Places:

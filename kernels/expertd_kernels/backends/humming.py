@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
-from expertd_kernels.backends.glue import Call, Places, Shapes, in_pieces
+from expertd_kernels.backends.glue import Call, Places, in_pieces
+from expertd_kernels.backends.glue_space import between
 from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
@@ -237,13 +238,8 @@ class HummingExperts:
 
     def _compute(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, weighted: bool) -> None:
         plan, routes = self.plan(*ids.shape), ids.numel()
-        shapes: Shapes = {
-            "h": ((routes, self.width), torch.bfloat16),
-            "a": ((routes, self.intermediate), torch.bfloat16),
-            "y": ((routes, self.hidden), torch.bfloat16),
-        }
+        shapes = between(routes, self.width, self.intermediate, self.hidden, plan.grouped)
         if plan.grouped:
-            shapes["x"] = ((routes, self.hidden), torch.bfloat16)
             call = Call(x, ids, weights, self.num_experts, shapes, 1)
             self._sorted(call, plan, out, weighted)
         else:

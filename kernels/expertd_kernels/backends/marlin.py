@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
-from expertd_kernels.backends.glue import Call, Places, Shapes, in_pieces
+from expertd_kernels.backends.glue import Call, Places, in_pieces
+from expertd_kernels.backends.glue_space import between
 from expertd_kernels.backends.marlin_layout import pack_matrix, unpack_matrix
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
@@ -111,11 +112,7 @@ class MarlinExperts:
 
     def _compute(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, weighted: bool) -> None:
         routes, block = ids.numel(), block_rows(ids.numel(), self.num_experts)
-        shapes: Shapes = {
-            "h": ((routes, self.width), torch.bfloat16),
-            "a": ((routes, self.intermediate), torch.bfloat16),
-            "y": ((routes, self.hidden), torch.bfloat16),
-        }
+        shapes = between(routes, self.width, self.intermediate, self.hidden)
         call = Call(x, ids, weights, self.num_experts, shapes, block)
         h, a, y = (call.parts[name] for name in "hay")
         places = call.place(block, routes=True, blocks=True)

@@ -31,12 +31,14 @@ from torch.nn import functional as F
 from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.refused import Refused
 from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor
-from expertd_kernels.weights.scheme import WHOLE, Element
+from expertd_kernels.weights.scheme import WHOLE, Element, Scheme
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
 __all__ = [
+    "GROUP",
     "MULTIPLES",
     "cut_segments",
+    "form_for",
     "form_of",
     "pack_matrix",
     "pad_segments",
@@ -59,15 +61,21 @@ E4M3_FORMS = frozenset({"mxfp8", "tensor", "block"})
 
 def form_of(q: QuantTensor) -> str:
     """The package's form for a matrix.  Refused: scales that the kernel would read without their sign."""
-    s = q.scheme
+    form = form_for(q.scheme)
     assert q.columns is None, "activation order is not the row's"
     assert q.zeros is None, "zero points are not the row's"
-    if s.name in ("nvfp4", "nvfp4_single"):
+    assert q.global_scales is None or form == "nvfp4", "second-level scales are the row's with nvfp4 alone"
+    if form == "nvfp4":
         assert q.scales is not None
         if bool((q.scales.view(torch.uint8) & 0x80).any()):
             raise Refused("negative scales of nvfp4 weights are not computed: the kernel reads them without sign")
+    return form
+
+
+def form_for(s: Scheme) -> str:
+    """The package's form for a scheme."""
+    if s.name in ("nvfp4", "nvfp4_single"):
         return "nvfp4"
-    assert q.global_scales is None, "second-level scales are the row's with nvfp4 alone"
     if s.element is Element.BF16:
         return "bf16"
     if s.element is Element.INT4 and s.group_size == GROUP["int4"]:

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from expertd_kernels.refused import Refused
 from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor
-from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType
+from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType, Scheme
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
-__all__ = ["GROUPS", "form_of", "pack_matrix", "unpack_matrix"]
+__all__ = ["GROUPS", "form_for", "form_of", "int4_group", "pack_matrix", "unpack_matrix"]
 
 GROUPS = (256, 128, 64, 32)
 """Group sizes of the int4 kernel (TORCH_CHECK in the package's grouped GEMM)."""
@@ -41,7 +41,15 @@ Order = Callable[[Tensor], Tensor]
 
 def form_of(q: QuantTensor) -> str:
     """The package's form for a matrix, by its scheme and, for tensor scales, by their values."""
-    s = q.scheme
+    form = form_for(q.scheme)
+    if form == "tensor":
+        assert q.scales is not None
+        return "tensor" if bool((q.scales == q.scales[:, :1]).all()) else "block"
+    return form
+
+
+def form_for(s: Scheme) -> str:
+    """The package's form for a scheme; with tensor scales, where those of gate and up are the same."""
     if s.element is Element.INT4:
         return "int4"
     if s.element is Element.E2M1:
@@ -53,8 +61,7 @@ def form_of(q: QuantTensor) -> str:
     if s.element is Element.E4M3 and (s.rows, s.cols) == (BLOCK, BLOCK):
         return "block"
     if s.element is Element.E4M3 and (s.rows, s.cols) == (WHOLE, WHOLE):
-        assert q.scales is not None
-        return "tensor" if bool((q.scales == q.scales[:, :1]).all()) else "block"
+        return "tensor"
     raise AssertionError(f"{s.name} is not the row's")
 
 
@@ -82,8 +89,14 @@ def _int4_scales(q: QuantTensor, out: dict[str, Tensor]) -> tuple[Tensor, int]:
     assert q.scales is not None
     K = q.shape[2]
     extent = K if q.scheme.cols == WHOLE or q.scheme.cols > K else q.scheme.cols
-    group = next(g for g in GROUPS if extent % g == 0 and K % g == 0)
+    group = int4_group(q.scheme, K)
     return _bf16(q.scales, "scales", out).repeat_interleave(extent // group, dim=2), extent // group
+
+
+def int4_group(s: Scheme, K: int) -> int:
+    """Columns that share a scale of the int4 kernel: its largest group that divides the scheme's."""
+    extent = K if s.cols == WHOLE or s.cols > K else s.cols
+    return next(g for g in GROUPS if extent % g == 0 and K % g == 0)
 
 
 def _block_scales(q: QuantTensor) -> Tensor:

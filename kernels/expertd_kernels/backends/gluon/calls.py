@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_TOKENS", "InPieces"]
+__all__ = ["MAX_TOKENS", "InPieces", "piece_tokens"]
 
 MAX_TOKENS = 8192
 """Tokens a launch at most; larger batches go in pieces."""
@@ -16,6 +16,12 @@ MAX_OUTPUT_BYTES = 1 << 30
 """Bytes of w2's results [M, top_k, H] at most; a smaller piece is taken where more would be needed."""
 MAX_TOP_K = 32
 """Routes of a token: the summing kernel keeps a bit for each."""
+
+
+def piece_tokens(top_k: int, hidden_size: int) -> int:
+    """Tokens a launch: a power of two."""
+    most = MAX_OUTPUT_BYTES // (top_k * hidden_size * 2)
+    return min(MAX_TOKENS, 1 << max(0, most.bit_length() - 1))
 
 
 class InPieces(ABC):
@@ -55,13 +61,8 @@ class InPieces(ABC):
             )
         if out is None:
             out = torch.empty_like(x)
-        piece = self._piece(ids.shape[1])
+        piece = min(self.most_tokens, piece_tokens(ids.shape[1], self.hidden_size))
         for at in range(0, M, piece):
             part = slice(at, at + piece)
             self._run(x[part], ids[part], weights[part], out[part], router_weight_on_input, plan)
         return out
-
-    def _piece(self, top_k: int) -> int:
-        """Tokens a launch: a power of two."""
-        most: int = MAX_OUTPUT_BYTES // (top_k * self.hidden_size * 2)
-        return min(self.most_tokens, 1 << max(0, most.bit_length() - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,12 +40,13 @@ class GluonExperts(InPieces):
     backend = "gluon_sm90"
 
     def __init__(self, packed: Packed, problem: Problem, plans: Plans | None = None) -> None:
-        self.packed, self.device = packed, torch.device("cuda", torch.cuda.current_device())
+        self.device = torch.device("cuda", torch.cuda.current_device())
         self.top_k = problem.top_k
         self.num_experts, self.hidden_size, self.intermediate_size = packed.meta["w2"]["shape"]
         self.multiprocessors: int = torch.cuda.get_device_properties(self.device).multi_processor_count
+        # not the originals of rounded scales, which only `unpack` reads
         tensors = {k: t.to(self.device) for k, t in packed.tensors.items() if not k.endswith("exact_scales")}
-        self._tensors = tensors
+        self._packed = replace(packed, tensors=tensors)
         self._matrices: dict[tuple[int, bool], tuple[Matrix, Matrix]] = {}
         self._descriptors: dict[tuple[int, int, int], TensorDescriptor] = {}
         settle_counters(self.device)
@@ -57,10 +59,10 @@ class GluonExperts(InPieces):
     def _pair(self, top_k: int, weight_on_input: bool) -> tuple[Matrix, Matrix]:
         key = (top_k, weight_on_input)
         if key not in self._matrices:
-            t, found = self._tensors, []
-            for name, gemm in zip(("w13", "w2"), gemms(self.packed, *key), strict=True):
+            t, found = self._packed.tensors, []
+            for name, gemm in zip(("w13", "w2"), gemms(self._packed, *key), strict=True):
                 codes = t[f"{name}.codes"]
-                shift = self.packed.meta[name]["shift"]
+                shift = self._packed.meta[name]["shift"]
                 nothing = torch.zeros(64, dtype=torch.bfloat16, device=self.device)
                 found.append(
                     Matrix(

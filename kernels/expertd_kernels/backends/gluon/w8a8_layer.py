@@ -57,7 +57,7 @@ class W8A8Experts(InPieces):
     backend = "gluon_w8a8"
 
     def __init__(self, packed: Packed, problem: Problem) -> None:
-        self.packed, self.device = packed, torch.device("cuda", torch.cuda.current_device())
+        self.device = torch.device("cuda", torch.cuda.current_device())
         rounding = ActivationQuant(packed.meta["rounding"])
         self.grouped, self.static = (
             rounding is q for q in (ActivationQuant.E4M3_GROUP128, ActivationQuant.E4M3_TENSOR)
@@ -68,7 +68,8 @@ class W8A8Experts(InPieces):
         self.multiprocessors: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         if self.static:  # a token goes to several experts but is rounded once: by the largest scale
             self._given = packed.tensors["input_scales"].amax(dim=0).float().to(self.device)
-        self._w13, self._w2 = self._matrix("w13"), self._matrix("w2")
+        self._biased = {name: f"{name}.bias" in packed.tensors for name in ("w13", "w2")}
+        self._w13, self._w2 = self._matrix(packed, "w13"), self._matrix(packed, "w2")
         self._descriptors: dict[tuple[int, torch.Size], TensorDescriptor] = {}
         settle_counters(self.device)
 
@@ -77,8 +78,8 @@ class W8A8Experts(InPieces):
         """Whether w13's kernel rounds the intermediate; else its scale needs the whole row, and a launch more."""
         return self.grouped or self.static
 
-    def _matrix(self, name: str) -> _Matrix:
-        t = {k: v.to(self.device) for k, v in self.packed.tensors.items() if k.startswith(f"{name}.")}
+    def _matrix(self, packed: Packed, name: str) -> _Matrix:
+        t = {k: v.to(self.device) for k, v in packed.tensors.items() if k.startswith(f"{name}.")}
         codes, scales = t[f"{name}.codes"], t[f"{name}.scales"]
         rows = codes.shape[1] * GROUP
         if not self.grouped:  # one a row, also where a whole projection shares it
@@ -98,7 +99,7 @@ class W8A8Experts(InPieces):
             first=first,
             grouped=self.grouped,
             weight=weight_on_input == first,
-            bias=f"{name}.bias" in self.packed.tensors,
+            bias=self._biased[name],
             act=a.kind.value,
             alpha=a.alpha,
             beta=a.beta,

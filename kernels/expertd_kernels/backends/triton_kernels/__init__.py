@@ -3,6 +3,7 @@
 The package of the same name on the internet is another project; nothing of it is used here.
 
     layout.py     where each code, scale and zero point lies, as a value; pack and unpack of one matrix
+    space.py      what a call keeps in scratch memory
     route.py      tokens -> lists of rows per expert
     unpack.py     packed codes -> bf16 operands of the tensor cores
     loops.py      the loops over K

@@ -25,15 +25,12 @@ from expertd_kernels.backends.triton_kernels.replay import (
     kind_of,
     proves,
 )
+from expertd_kernels.backends.triton_kernels.space import CHUNK_TOKENS, Rounded, layer_space
 from expertd_kernels.sizes import planned
 from expertd_kernels.weights.activation import Activation, ActivationKind
 from expertd_kernels.weights.scheme import ActivationQuant
 
 __all__ = ["CHUNK_TOKENS", "TritonExperts"]
-
-CHUNK_TOKENS = 8192
-"""Tokens of one pass: more are computed in chunks, so that scratch memory is bounded; far beyond the number from which
-weights are read once for so many rows that reading them again costs nothing."""
 
 ONE_PLAN_ROWS = 24
 """Rows an expert that every batch is planned for where a token's bits must not depend on its batch: blocks of 32 rows,
@@ -185,7 +182,7 @@ class TritonExperts:
         plan: Plan,
         recording: Recording | None,
     ) -> None:
-        parts = scratch_of(self.device).parts(Layout(self._scratch_shapes(x, ids, plan)))
+        parts = scratch_of(self.device).parts(Layout(self._space(x, ids, plan)))
         if "x" in parts:
             x = parts["x"].copy_(x)
             if recording is not None:
@@ -219,31 +216,19 @@ class TritonExperts:
             tensors = (call.x, call.ids, call.weights, call.out)
             call.recording.add(compiled, grid, kernel.arg_names, args, constants, tensors)
 
-    def _scratch_shapes(self, x: Tensor, ids: Tensor, plan: Plan) -> Shapes:
-        M, k = ids.shape
-        R = M * k
-        i_padded = -(-self.intermediate_size // 64) * 64
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "h": ((R, i_padded), torch.bfloat16),
-            "y": ((R, self.hidden_size), torch.bfloat16),
-        }
-        if x.dtype != torch.bfloat16 or x.stride(1) != 1:
-            shapes["x"] = ((M, self.hidden_size), torch.bfloat16)
-        if not plan.direct:
-            chunks = -(-R // route.CHUNK)
-            bins = route.expert_bins(self.num_experts)
-            shapes["slots"] = ((R,), torch.int32)
-            shapes["blocks"] = ((route.block_bound(R, self.num_experts, plan.bm), 4), torch.int32)
-            shapes["counts"] = ((chunks, bins), torch.int32)
-            shapes["totals"] = ((bins,), torch.int32)
-            shapes["base"] = ((chunks, bins), torch.int32)
-        if self.rounded:
-            for name, rows, m in (("xq", M, self.w13), ("hq", R, self.w2)):
-                padded = -(-m.k // m.layout.block) * m.layout.block
-                groups = -(-padded // self._columns(m)) if self._columns(m) else 1
-                shapes[name] = ((rows, padded), self.eight)
-                shapes[name + "_scale"] = ((rows, groups), torch.float32)
-        return shapes
+    def _space(self, x: Tensor, ids: Tensor, plan: Plan) -> Shapes:
+        return layer_space(
+            self.num_experts,
+            self.hidden_size,
+            self.intermediate_size,
+            *ids.shape,
+            bm=0 if plan.direct else plan.bm,
+            converted=x.dtype != torch.bfloat16 or x.stride(1) != 1,
+            rounded=(self._rounding(self.w13), self._rounding(self.w2)) if self.rounded else None,
+        )
+
+    def _rounding(self, m: Matrix) -> Rounded:
+        return Rounded(-(-m.k // m.layout.block) * m.layout.block, self._columns(m), self.eight)
 
     def _route(self, call: _Call) -> None:
         R, parts = call.ids.numel(), call.scratch

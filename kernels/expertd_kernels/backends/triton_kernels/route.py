@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from expertd_kernels.backends.triton_kernels.space import CHUNK, block_bound, expert_bins
+
 __all__ = ["CHUNK", "FUSED_ROUTES", "block_bound", "expert_bins"]
 
-CHUNK = 128
 FUSED_ROUTES = 1024
 SCAN_EXPERTS = 16
 SCAN_CHUNKS = 64
@@ -125,14 +126,3 @@ def place(
     tl.debug_barrier()  # base is read back by other lanes
     to = tl.load(base_ptr + chunk * EP + ids, mask=here, other=0) + rank
     tl.store(slots_ptr + to, r, mask=here)
-
-
-def block_bound(routes: int, experts: int, bm: int) -> int:
-    """Most blocks that any routing makes: sum of ceil(rows / bm) over the experts hit."""
-    hit = min(routes, experts)
-    return hit + (routes - hit) // bm
-
-
-def expert_bins(experts: int) -> int:
-    """Histogram bins: a power of two with room for the bin of routes to nowhere."""
-    return max(128, 1 << experts.bit_length())
