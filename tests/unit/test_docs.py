@@ -12,12 +12,10 @@ from layers import layered, room_of
 from pages import PAGES
 
 ROOT = Path(__file__).parents[2]
-PAPERS = sorted(
-    p
-    for folder in (ROOT, ROOT / "docs", ROOT / "docs/log", ROOT / "kernels/bench/results", *ROOT.glob("*/"))
-    for p in folder.glob("*.md")
-    if "node_modules" not in p.parts and not folder.name.startswith(".")
-)
+FOLDERS = {ROOT, ROOT / "docs", ROOT / "docs/log", ROOT / "kernels/bench/results", *ROOT.glob("[a-z]*/")} - {
+    ROOT / "node_modules"
+}
+PAPERS = sorted(p for folder in FOLDERS for p in folder.glob("*.md"))
 READ = [p for p in PAPERS if p.name != "DECISIONS.md" and "results" not in p.parts]
 """Papers that are read line by line: the index of the decisions is made of links, the tables of results of figures."""
 MOST_COLUMNS = 150
