@@ -8,6 +8,8 @@ import importlib.metadata
 import sys
 from collections.abc import Mapping, Sequence
 
+from expertd_server.extra import complaint
+
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: Mapping[str, str] = {
@@ -20,7 +22,8 @@ COMMANDS: Mapping[str, str] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code (2 for a wrong command line, as argparse does)."""
+    """Run one command; returns its exit code (2 for a wrong command line, as argparse does; 1 where the
+    install is not that of a server)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="expertd", description="Serves the experts of quantized MoE models over gRPC."
@@ -36,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             subparsers.add_parser(name, help=text)
     args = parser.parse_args(argv)
+    if missing := complaint():
+        print(f"expertd {args.command}: {missing}", file=sys.stderr)
+        return 1
     try:
         return int(modules[args.command].run(args))
     except KeyboardInterrupt:
