@@ -170,6 +170,17 @@ def _copies(text: str) -> int:
     return int(_choice("1", "2")(text))
 
 
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6,
+          "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+
+
+def _bytes(text: str) -> int:
+    m = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if m is None or m[2].upper() not in _UNITS:
+        raise ValueError(f"got {text!r}, want a size as 20GiB, 20G (the same), 20GB or bytes; 0 = none")
+    return int(float(m[1]) * _UNITS[m[2].upper()])
+
+
 def _seconds(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text):
         raise ValueError(f"got {text!r}, want seconds >= 0")
@@ -219,6 +230,7 @@ class ServeConfig:
     compute_dtype: str = "bf16"
     activations: str = "weight-only"
     deterministic: str = "no"
+    memory_limit: int = 0
     threads: int = 0
     listen: Address = Address("127.0.0.1", 50051)
     metrics_listen: Address | None = None
@@ -314,6 +326,13 @@ OPTIONS: tuple[Option, ...] = (
         "HOW",
         "runs: only backends that give the same bits from run to run; batches: and a token's bits do not depend on the"
         " batch that it is computed in",
+    ),
+    Option(
+        "memory_limit",
+        _bytes,
+        "SIZE",
+        "most memory of the device (on a CPU: of the host) that this server takes, as 20GiB, where others share it; 0 ="
+        " what is free",
     ),
     Option(
         "threads", _int(0), "N", "CPU threads of the kernels; 0 = measured at boot (torch's operators: torch's default)"

@@ -13,12 +13,14 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from rich.console import Console
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels.native import library as native
+from expertd_kernels.native.memory import available_bytes
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.probe import packages_for, use_device
 from expertd_kernels.packed.cache import PackedCache
@@ -33,6 +35,7 @@ from expertd_server.boot.assignment import (
 )
 from expertd_server.boot.layers import Booted, Stopped, boot_layers
 from expertd_server.boot.measuring import Tournaments, settled_threads
+from expertd_server.boot.memory import MemoryPlan, free_bytes, memory_text, plan_memory, require_room
 from expertd_server.boot.prepare import Workshop
 from expertd_server.boot.progress import Progress
 from expertd_server.config import Address, ServeConfig
@@ -81,6 +84,7 @@ async def serve(config: ServeConfig, console: Console) -> int:
         raise BootError(
             f"{what} layer {refused.info.layer}, {refused.decision.problem.scheme_name} on {device}: the table says why"
         )
+    workshop = replace(workshop, memory=_room(config, assignments, torch_device, console))
     limits = Limits(
         config.max_tokens,
         config.max_message_bytes or message_bytes(config.max_tokens, assignments),
@@ -110,7 +114,7 @@ async def serve(config: ServeConfig, console: Console) -> int:
 
         engine = _engine(config, booted, torch_device, metrics, on_fault)
         intake = Intake(engine.layers, config.max_tokens)
-        await server.ready(engine, intake, _describer(server.service, source, booted, limits))
+        await server.ready(engine, intake, _describer(server.service, source, booted, limits, workshop))
         _quiet_memory()
         _say(console, f"serving on {address}")
         await stop.wait()
@@ -137,6 +141,15 @@ def _overdue(config: ServeConfig) -> str:
 def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.file.flush()
+
+
+def _room(config: ServeConfig, assignments: Sequence[Assignment], device: torch.device, console: Console) -> MemoryPlan:
+    """The plan of memory, shown.  Raises BootError where it does not fit."""
+    plan, free = plan_memory(config, assignments), free_bytes(device)
+    for line in memory_text(plan, free):
+        _say(console, line)
+    require_room(plan, config, assignments, free, available_bytes())
+    return plan
 
 
 def _metrics_http(metrics: Metrics, where: Address | None, console: Console) -> MetricsHttp | None:
@@ -246,7 +259,7 @@ def _engine(
 
 
 def _describer(
-    service: Service, source: ExpertSource, booted: Sequence[Booted], limits: Limits
+    service: Service, source: ExpertSource, booted: Sequence[Booted], limits: Limits, workshop: Workshop
 ) -> Callable[[bool], pb.DescribeResponse]:
     answers = describe_server(
         instance_id=uuid.uuid4().hex,
@@ -256,12 +269,14 @@ def _describer(
         hidden_size=booted[0].served.hidden_size,
         layers=[describe_layer(b) for b in booted],
         limits=limits,
+        memory=workshop.memory,
     )
 
     def describe(decisions: bool) -> pb.DescribeResponse:
         out = pb.DescribeResponse()
         out.CopyFrom(answers[decisions])
         out.load.CopyFrom(service.load_message())
+        out.memory.free_bytes = free_bytes(workshop.device)
         return out
 
     return describe

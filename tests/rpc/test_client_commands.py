@@ -53,6 +53,7 @@ def test_describe(tiny_server):
     assert re.search(r"0-1\s+│\s+0-7\s+│\s+8 │\s+2 │\s+128 │\s+int4_g128", table), table
     assert "H 256" in table
     assert "verdict" not in table
+    assert re.search(r"memory +weights 0\.\d\d, .*GiB as planned; [\d.]+ GiB free", table), table
     decisions = expertctl("describe", tiny_server, "--decisions")
     assert re.search(r"reference\s+│ eligible|reference\s+│ chosen", decisions), decisions
     assert "chosen" in decisions
@@ -61,6 +62,7 @@ def test_describe(tiny_server):
     assert [layer["layer"] for layer in facts["layers"]] == [0, 1]
     assert facts["layers"][0]["held"] == [{"first": 0, "count": 8}]
     assert facts["layers"][0]["verdicts"] == []
+    assert int(facts["memory"]["weights_bytes"]) > 0 < int(facts["memory"]["free_bytes"])
     refused = json.loads(expertctl("describe", tiny_server, "--json", "--decisions"))["layers"][0]["verdicts"]
     assert any(v["refusals"] for v in refused)
 

@@ -199,7 +199,7 @@ def test_a_second_copy_that_does_not_fit_is_not_kept(monkeypatch, caplog):
     plans = assign_layers(config, open_source(config), detect_device("cpu"), {})
     need = 2 * sum(p.decision.problem.weight_bytes for p in plans)
     for free, copies in ((need * 2, 2), (need, 1), (0, 1)):
-        monkeypatch.setattr(measuring, "_free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(measuring, "free_bytes", lambda device, free=free: free)
         assert affordable_copies(2, plans, torch.device("cpu")) == copies
     assert "one copy of each layer is kept" in caplog.text
 

@@ -59,6 +59,8 @@ def show(out: Console, address: str, d: pb.DescribeResponse) -> None:
         "load": f"{d.load.queued_requests} requests with {d.load.queued_tokens} tokens wait,"
         f" {d.load.token_ns / 1e3:,.1f} us a token{', draining' if d.load.draining else ''}",
     }
+    if d.HasField("memory"):
+        facts["memory"] = _memory(d.memory)
     if d.placement_epoch:
         facts["placement"] = f"epoch {d.placement_epoch}"
     grid = Table.grid(padding=(0, 2))
@@ -73,6 +75,15 @@ def show(out: Console, address: str, d: pb.DescribeResponse) -> None:
         if group[0].verdicts:
             out.print()
             out.print(_verdicts(group))
+
+
+def _memory(m: pb.Memory) -> str:
+    """ "weights 13.92, scratch 0.18, ... GiB as planned; 62.10 GiB free"."""
+    parts = {"weights (mapped)" if m.weights_mapped else "weights": m.weights_bytes, "scratch": m.scratch_bytes,
+             "buffers": m.buffers_bytes, "graphs": m.graphs_bytes, "context": m.context_bytes,
+             "pinned": m.pinned_bytes, "limit": m.limit_bytes}  # fmt: skip
+    planned = ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in parts.items() if size)
+    return f"{planned} GiB as planned; " + (f"{m.free_bytes / 2**30:,.2f} GiB free" if m.free_bytes else "free unknown")
 
 
 def _layers(layers: Iterable[pb.Layer]) -> Table:

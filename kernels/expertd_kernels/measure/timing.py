@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 
 import torch
 
@@ -38,10 +39,19 @@ def time_calls(call: Callable[[int], object], inputs: int, device: torch.device,
     return times[len(times) // 2]
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The same for all captures: a stream has its own scratch memory."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def captured(call: Callable[[int], object], inputs: int, device: torch.device) -> Callable[[int], object]:
-    """call(i) for i < inputs, each replayed from a CUDA graph."""
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
+    """call(i) for i < inputs, each replayed from a CUDA graph that was captured on the current stream, or on a side
+    stream where that is the default one, which cannot be captured."""
+    stream = torch.cuda.current_stream(device)
+    if stream == torch.cuda.default_stream(device):
+        stream = _side_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
     graphs = []
     with torch.cuda.stream(stream):
         for i in range(inputs):

@@ -254,7 +254,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, include_decisions: _Optional[bool] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("instance_id", "version", "model", "layers", "limits", "input_dtypes", "output_dtypes", "transports", "placement_epoch", "load")
+    __slots__ = ("instance_id", "version", "model", "layers", "limits", "input_dtypes", "output_dtypes", "transports", "placement_epoch", "load", "memory")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +265,7 @@ class DescribeResponse(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     version: str
     model: Model
@@ -275,7 +276,30 @@ class DescribeResponse(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[str]
     placement_epoch: int
     load: Load
-    def __init__(self, instance_id: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., input_dtypes: _Optional[_Iterable[_Union[DataType, str]]] = ..., output_dtypes: _Optional[_Iterable[_Union[DataType, str]]] = ..., transports: _Optional[_Iterable[str]] = ..., placement_epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    memory: Memory
+    def __init__(self, instance_id: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., input_dtypes: _Optional[_Iterable[_Union[DataType, str]]] = ..., output_dtypes: _Optional[_Iterable[_Union[DataType, str]]] = ..., transports: _Optional[_Iterable[str]] = ..., placement_epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
+
+class Memory(_message.Message):
+    __slots__ = ("weights_bytes", "scratch_bytes", "buffers_bytes", "graphs_bytes", "context_bytes", "pinned_bytes", "limit_bytes", "free_bytes", "weights_mapped")
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCRATCH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GRAPHS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_MAPPED_FIELD_NUMBER: _ClassVar[int]
+    weights_bytes: int
+    scratch_bytes: int
+    buffers_bytes: int
+    graphs_bytes: int
+    context_bytes: int
+    pinned_bytes: int
+    limit_bytes: int
+    free_bytes: int
+    weights_mapped: bool
+    def __init__(self, weights_bytes: _Optional[int] = ..., scratch_bytes: _Optional[int] = ..., buffers_bytes: _Optional[int] = ..., graphs_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., weights_mapped: _Optional[bool] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("family", "fingerprint", "hidden_size")

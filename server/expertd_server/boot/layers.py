@@ -18,7 +18,8 @@ from expertd_kernels.protocol import Experts
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError, Choice
 from expertd_server.boot.measuring import Tournaments
-from expertd_server.boot.prepare import LayerWeights, Prepared, Workshop, prepare, warm_up
+from expertd_server.boot.memory import give_back, hold
+from expertd_server.boot.prepare import LayerWeights, Prepared, Workshop, computing, prepare, warm_up
 from expertd_server.engine.batch import ServedLayer
 
 __all__ = ["Booted", "Stopped", "boot_layer", "boot_layers"]
@@ -126,9 +127,13 @@ def boot_layers(
 ) -> list[Booted]:
     """Boot the layers one after another; done() after each.  Raises BootError, or Stopped once stopped() says so."""
     out = []
-    for assignment in assignments:
-        if stopped():
-            raise Stopped
-        out.append(boot_layer(assignment, workshop, oracle))
-        done(out[-1])
+    with computing(workshop.device):
+        if workshop.memory is not None:
+            hold(workshop.memory, workshop.device)
+        for assignment in assignments:
+            if stopped():
+                raise Stopped
+            out.append(boot_layer(assignment, workshop, oracle))
+            give_back(workshop.device)
+            done(out[-1])
     return out

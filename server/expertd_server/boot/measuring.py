@@ -28,6 +28,7 @@ from expertd_kernels.packed.cache import code_digest
 from expertd_kernels.problem import Problem
 from expertd_kernels.weights.canonical import Weights
 from expertd_server.boot.assignment import Assignment, BootError
+from expertd_server.boot.memory import free_bytes
 from expertd_server.boot.prepare import LayerWeights, Workshop
 from expertd_server.config import ServeConfig
 
@@ -161,7 +162,7 @@ def affordable_copies(wanted: int, assignments: Sequence[Assignment], device: to
     """`wanted`, or 1 where that many copies of all layers would not fit into _SHARE of the free memory."""
     if wanted == 1:
         return 1
-    need, free = wanted * sum(p.decision.problem.weight_bytes for p in assignments), _free_bytes(device)
+    need, free = wanted * sum(p.decision.problem.weight_bytes for p in assignments), free_bytes(device)
     if need <= _SHARE * free:
         return wanted
     log.warning(
@@ -171,20 +172,6 @@ def affordable_copies(wanted: int, assignments: Sequence[Assignment], device: to
         free / 2**30,
     )
     return 1
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Free memory of the device; 0 where it cannot be told."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if device.type == "cpu":
-        try:
-            for line in Path("/proc/meminfo").read_text().splitlines():
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) << 10
-        except OSError:
-            return 0
-    return 0
 
 
 def _device_name(device: torch.device) -> str:

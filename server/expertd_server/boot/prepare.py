@@ -33,13 +33,14 @@ from expertd_kernels.sources.synthetic import random_inputs
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError
+from expertd_server.boot.memory import MemoryPlan
 from expertd_server.engine.graphs import sizes_up_to
 from expertd_server.engine.lane import compute_stream
 
 if TYPE_CHECKING:
     from expertd_kernels.weights.canonical import Weights
 
-__all__ = ["LayerWeights", "Prepared", "Workshop", "prepare", "warm_up"]
+__all__ = ["LayerWeights", "Prepared", "Workshop", "computing", "prepare", "warm_up"]
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Workshop:
     cache    None: nothing is kept on disk; files: the state of the checkpoint's files, part of an entry's key
     max_tokens  of a batch: up to it an accelerator's kernels are warmed up
     routes   a token, besides each layer's top-k, with which they are warmed up, too
+    memory   what the server was found to have room for
     seconds  spent by stage of the boot: "load", "measure", "pack", "check", "store", "map", "warm_up"
     lookups  in the cache, by outcome: "hit", "miss", "stale", "damaged"
     """
@@ -64,6 +66,7 @@ class Workshop:
     files: str = ""
     max_tokens: int = 1024
     routes: Sequence[int] = ()
+    memory: MemoryPlan | None = None
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     lookups: Counter[str] = field(default_factory=Counter)
 
@@ -226,14 +229,14 @@ def warm_up(
     with _rejecting("warmed up"), workshop.stage("warm_up"), torch.inference_mode():
         for routes in dict.fromkeys((p.top_k, *workshop.routes)):
             for tokens in on_cpu if device.type == "cpu" else _sizes(workshop.max_tokens):
-                with _computing(device):
+                with computing(device):
                     experts(*_routed(tokens, routes, p, device))
         if fault := device_fault(device):  # what a kernel did wrong is told by the next call that waits
             raise RuntimeError(fault)
 
 
-def _computing(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """On the stream that requests are computed on."""
+def computing(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """On the stream that requests are computed on: its scratch memory is the only one then."""
     if device.type == "cpu":
         return contextlib.nullcontext()
     api = getattr(torch, device.type)

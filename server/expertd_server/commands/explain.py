@@ -22,7 +22,8 @@ _NOT_HERE = (
 
 _OPTIONS = (
     "checkpoint", "synthetic", "layer_template", "quantize", "layers", "experts", "shard", "backend", "compute_dtype",
-    "activations", "deterministic", "oracle", "copies", "cache", "max_tokens", "threads",
+    "activations", "deterministic", "oracle", "copies", "cache", "max_tokens", "memory_limit", "warm_up_routes",
+    "threads",
 )  # fmt: skip
 
 
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
     from expertd_kernels.oracle.probe import assumed_packages, installed_packages, packages_for
     from expertd_kernels.oracle.table import BACKENDS
-    from expertd_server.boot.assignment import BootError, assign_layers, open_source
+    from expertd_server.boot.assignment import BootError, assign_layers, open_source, resolve_device
+    from expertd_server.boot.memory import free_bytes, memory_json, memory_text, plan_memory
     from expertd_server.views.render import decisions_json, print_decisions
 
     try:
@@ -76,13 +78,18 @@ def run(args: argparse.Namespace) -> int:
     except (ConfigError, BootError) as e:
         print(f"expertd explain: {e}", file=sys.stderr)
         return 2 if isinstance(e, ConfigError) else 1
+    memory = plan_memory(config, assignments)
+    free = free_bytes(resolve_device(config.device)[1]) if here else 0
     if args.json:
-        print(json.dumps({"packages": "assumed" if assumed else "installed", **decisions_json(assignments)}, indent=2))
+        premises = {"packages": "assumed" if assumed else "installed", "memory": memory_json(memory, free)}
+        print(json.dumps({**premises, **decisions_json(assignments)}, indent=2))
         return 0
     for line in _premises(config.device, device, here, assumed):
         print(line)
     sys.stdout.flush()
     print_decisions(Console(width=None if sys.stdout.isatty() else 120), assignments, every_row=args.all)
+    for line in memory_text(memory, free):
+        print(line)
     return 0
 
 

@@ -10,6 +10,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels.oracle.advice import advice
 from expertd_kernels.oracle.decision import Decision
 from expertd_server.boot.layers import Booted
+from expertd_server.boot.memory import MemoryPlan
 from expertd_server.service.service import Limits
 
 __all__ = ["describe_layer", "describe_server"]
@@ -54,6 +55,19 @@ def _advice(decision: Decision) -> pb.Advice | None:
     return pb.Advice(backend=found.backend, needs=found.needs, command=found.command, text=str(found))
 
 
+def _memory(plan: MemoryPlan) -> pb.Memory:
+    return pb.Memory(
+        weights_bytes=plan.weights,
+        scratch_bytes=plan.scratch,
+        buffers_bytes=plan.buffers,
+        graphs_bytes=plan.graphs,
+        context_bytes=plan.context,
+        pinned_bytes=plan.pinned,
+        limit_bytes=plan.limit,
+        weights_mapped=plan.mapped,
+    )
+
+
 def describe_server(
     *,
     instance_id: str,
@@ -63,6 +77,7 @@ def describe_server(
     hidden_size: int,
     layers: Sequence[pb.Layer],
     limits: Limits,
+    memory: MemoryPlan | None = None,
 ) -> Mapping[bool, pb.DescribeResponse]:
     """The answer without (False) and with (True) the verdicts of the oracle; the load is filled in for each answer."""
     full = pb.DescribeResponse(
@@ -77,6 +92,7 @@ def describe_server(
         ),
         input_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
         output_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
+        memory=None if memory is None else _memory(memory),
     )
     brief = pb.DescribeResponse()
     brief.CopyFrom(full)

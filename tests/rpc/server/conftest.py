@@ -11,6 +11,7 @@ from server_kit import CONFIG, IN_FLIGHT, MAX_BYTES, MAX_TOKENS, Gated, H, InPro
 from expertd_kernels.oracle.probe import detect_device
 from expertd_server.boot.assignment import assign_layers, open_source
 from expertd_server.boot.layers import boot_layers
+from expertd_server.boot.memory import plan_memory
 from expertd_server.boot.prepare import Workshop
 from expertd_server.config import Address
 from expertd_server.engine.engine import Engine
@@ -55,6 +56,7 @@ async def served(request, booted):
         hidden_size=H,
         layers=[describe_layer(b) for b in layers],
         limits=limits,
+        memory=plan_memory(CONFIG, [b.assignment for b in layers]),
     )
     await server.ready(engine, Intake(engine.layers, MAX_TOKENS), described.__getitem__)
     call = request.param(Servicer(server.service), address)

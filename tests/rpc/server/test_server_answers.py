@@ -175,3 +175,6 @@ async def test_describe(served):
     assert (full.model.family, full.model.hidden_size) == ("qwen3_moe", H)
     assert (full.limits.max_tokens, full.limits.max_requests_in_flight) == (MAX_TOKENS, IN_FLIGHT)
     assert not full.transports, "inline alone"
+    assert full.memory.weights_bytes > 2 * 6 * (3 * H * 128) // 2, "two layers of six experts in int4"
+    assert full.memory.scratch_bytes > 0
+    assert full.memory.pinned_bytes == full.memory.graphs_bytes == 0, "a CPU"

@@ -1,0 +1,272 @@
+"""The plan of memory: what a server will take, told from sizes before anything is loaded, and whether that fits.
+
+    plan = plan_memory(config, assignments, device kind, ...)    pure
+    require_room(plan, where, free)                              BootError with what would fit
+
+On an accelerator the parts are device memory and there is host memory beside it; on a CPU all of it is host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from expertd.ranges import format_ranges
+from expertd_server.boot.assignment import Assignment, BootError
+from expertd_server.config import ServeConfig
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "MemoryPlan",
+    "free_bytes",
+    "give_back",
+    "hold",
+    "memory_json",
+    "memory_text",
+    "plan_memory",
+    "require_room",
+]
+
+GIB = 1 << 30
+CONTEXT_BYTES = {"cuda": 700 << 20, "rocm": 700 << 20, "xpu": 500 << 20, "cpu": 512 << 20}
+"""Of an accelerator's driver for a process that computes there: context, compiled kernels, libraries' workspaces.  Of a
+CPU's process without weights: interpreter, torch, requests under way."""
+GRAPH_BYTES = 96 << 10
+"""Of a captured graph of a layer's launches, at most."""
+LANES = 2
+"""Batches under way on an accelerator (engine/lane.py)."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes.
+
+    weights   packed, of all layers; scratch: of the largest call; buffers: inputs and outputs of batches under way
+    graphs    captured calls, `graph_count` of them once every size has come
+    context   of the driver, or of the process on a CPU; most of it is there when the plan is made
+    mapped    whether the weights are pages of files, which the kernel may drop and other servers share
+    loading   beside the weights loaded so far, while a layer is packed
+    pinned    host memory that the accelerator copies from; staging: host memory while layers are read
+    limit     that the user set, 0 = none
+    """
+
+    kind: str
+    weights: int
+    scratch: int
+    buffers: int
+    graphs: int
+    graph_count: int
+    context: int
+    loading: int
+    pinned: int
+    staging: int
+    limit: int = 0
+    mapped: bool = False
+
+    @property
+    def serving(self) -> int:
+        """While it serves."""
+        return self.weights + self.scratch + self.buffers + self.graphs + self.context
+
+    @property
+    def peak(self) -> int:
+        """The most that cannot be dropped: while it serves, or while the last layer is packed."""
+        weights = 0 if self.mapped else self.weights
+        return weights + self.scratch + self.context + max(self.buffers + self.graphs, self.loading)
+
+
+def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> MemoryPlan:
+    """Of what the assignments' chosen backends take; layers without one count nothing."""
+    from expertd_kernels.backends.footprint import canonical_bytes, footprint
+    from expertd_server.engine.graphs import sizes_up_to
+
+    kind = assignments[0].decision.problem.device.kind
+    chosen = [(a, a.decision.chosen, a.decision.problem) for a in assignments if a.decision.chosen is not None]
+    tokens = max(sizes_up_to(config.max_tokens)[-1], config.max_tokens)
+    routes = {a.info.layer: {a.info.top_k, *config.warm_routes} for a, _, _ in chosen}
+    weights, scratch, canonical = 0, 0, 0
+    for a, row, problem in chosen:
+        weights += footprint(row.name, problem, tokens).weights_bytes
+        for top_k in routes[a.info.layer]:
+            scratch = max(scratch, footprint(row.name, replace(problem, top_k=top_k), tokens).scratch_bytes)
+        canonical = max(canonical, canonical_bytes(problem))
+    if kind == "cpu":
+        # a layer is read while the one before is packed; and before it is mapped, it lies there packed
+        mapped = config.cache is not None
+        loading = (3 if mapped else 2) * canonical
+        context = CONTEXT_BYTES[kind]
+        return MemoryPlan(kind, weights, scratch, 0, 0, 0, context, loading, 0, 0, config.memory_limit, mapped)
+    size = 4 if config.compute == "f32" else 2
+    row_bytes = max((2 * size * a.info.hidden_size + 8 * max(routes[a.info.layer]) for a, _, _ in chosen), default=0)
+    buffers = LANES * tokens * row_bytes
+    captured = sum(len(routes[a.info.layer]) for a, row, _ in chosen if row.capturable and kind == "cuda")
+    graphs = LANES * captured * len(sizes_up_to(config.max_tokens))
+    return MemoryPlan(
+        kind,
+        weights,
+        scratch,
+        buffers,
+        graphs * GRAPH_BYTES,
+        graphs,
+        CONTEXT_BYTES[kind],
+        2 * canonical,
+        buffers,
+        2 * canonical,
+        config.memory_limit,
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of the device, or on a CPU what this process may still allocate; 0 where it cannot be told."""
+    import torch
+
+    from expertd_kernels.native.memory import available_bytes
+
+    if device.type == "cpu":
+        return available_bytes()
+    try:
+        return int(getattr(torch, device.type).mem_get_info(device)[0])
+    except (AttributeError, RuntimeError):
+        return 0
+
+
+def require_room(
+    plan: MemoryPlan, config: ServeConfig, assignments: Sequence[Assignment], free: int, staging_free: int = 0
+) -> None:
+    """BootError where the plan needs more than is free or than --memory-limit, with the most that would fit.  free: of
+    the device, with the driver's context and this process already there; staging_free: of the host.  0: not known."""
+    room = _room(plan, free)
+    if room is not None and plan.peak > room[0]:
+        raise BootError(f"{_needs(plan)}, and {room[1]}: {_what_fits(plan, config, assignments, free)}")
+    if plan.kind != "cpu" and staging_free and plan.pinned + plan.staging > staging_free:
+        raise BootError(
+            f"loading takes {_gib(plan.pinned + plan.staging)} GiB of host memory, of which {_gib(plan.pinned)} stay"
+            f" pinned, and {_gib(staging_free)} GiB are free: hold fewer experts of each layer (--shard, --experts)"
+        )
+
+
+def _room(plan: MemoryPlan, free: int) -> tuple[int, str] | None:
+    """(bytes that the plan may take, the same in words); None where nothing is known."""
+    there = free + plan.context
+    if plan.limit and not (free and there < plan.limit):
+        return plan.limit, f"--memory-limit allows {_gib(plan.limit)} GiB"
+    return (there, f"{_gib(free)} GiB are free") if free else None
+
+
+def _needs(plan: MemoryPlan) -> str:
+    """Which parts make the peak."""
+    where = "host" if plan.kind == "cpu" else "device"
+    if plan.mapped or plan.peak > plan.serving:
+        weights = "" if plan.mapped else f"weights {_gib(plan.weights)}, "
+        parts = f"{weights}scratch {_gib(plan.scratch)}, packing a layer {_gib(plan.loading)}"
+        return f"loading takes {_gib(plan.peak)} GiB of {where} memory ({parts}, context {_gib(plan.context)})"
+    return f"serving takes {_gib(plan.serving)} GiB of {where} memory ({_parts(plan)})"
+
+
+def _parts(plan: MemoryPlan) -> str:
+    names = {"weights": "weights (mapped)" if plan.mapped else "weights", "scratch": "scratch", "buffers": "buffers",
+             "graphs": "graphs", "context": "process" if plan.kind == "cpu" else "context"}  # fmt: skip
+    return ", ".join(f"{word} {_gib(getattr(plan, name))}" for name, word in names.items() if getattr(plan, name))
+
+
+def _what_fits(plan: MemoryPlan, config: ServeConfig, assignments: Sequence[Assignment], free: int) -> str:
+    """The largest number of layers, and the largest number of experts of each layer, that would."""
+
+    def fits(these: Sequence[Assignment]) -> bool:
+        if not these:
+            return False
+        p = plan_memory(config, these)
+        room = _room(p, free)
+        return room is None or p.peak <= room[0]
+
+    held = min(len(a.held) for a in assignments)
+    layers = _most(len(assignments), lambda n: fits(assignments[:n]))
+    experts = _most(held, lambda n: fits([_fewer(a, n) for a in assignments]))
+    options = []
+    if layers:
+        numbers = format_ranges(a.info.layer for a in assignments[:layers])
+        options.append(f"the first {layers} of {len(assignments)} layers would fit (--layers {numbers})")
+    if experts:
+        shards = -(-held // experts)
+        options.append(f"{experts} of {held} experts of each layer would (a part of {shards}, as --shard 0/{shards})")
+    if not options:
+        return "not even one layer would fit; lower --max-tokens, or take a scheme with fewer bits (--quantize)"
+    return "; ".join(options)
+
+
+def _fewer(a: Assignment, experts: int) -> Assignment:
+    problem = replace(a.decision.problem, num_experts=experts)
+    return replace(a, held=a.held[:experts], decision=replace(a.decision, problem=problem))
+
+
+def _most(upper: int, fits: Callable[[int], bool]) -> int:
+    """The largest n <= upper that fits, 0 if none does; what fits n fits less."""
+    low, high = 0, upper
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def hold(plan: MemoryPlan, device: torch.device) -> None:
+    """Take the scratch of the stream that is current, before graphs are captured there, and let this process allocate
+    no more than the limit."""
+    import torch
+
+    from expertd_kernels.backends.scratch import reserve
+
+    if device.type == "cpu":
+        return  # the kernels' own memory grows to what it needs, once for the process
+    if plan.limit and device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, plan.limit - plan.context) / total), device)
+    reserve(device, plan.scratch)
+
+
+def give_back(device: torch.device) -> None:
+    """To the device what torch keeps of memory that packing a layer took: others may share it."""
+    import torch
+
+    if device.type != "cpu":
+        getattr(torch, device.type).empty_cache()
+
+
+def memory_text(plan: MemoryPlan, free: int) -> list[str]:
+    """For people.  free: 0 = not known."""
+    where = "host memory" if plan.kind == "cpu" else "device memory"
+    known = f", {_gib(free)} free" if free else ""
+    limit = f", limit {_gib(plan.limit)}" if plan.limit else ""
+    count = f"; {plan.graph_count} graphs once every size has come" if plan.graph_count else ""
+    lines = [f"{where}, GiB: {_parts(plan)}: {_gib(plan.serving)} in all{limit}{known}{count}"]
+    if plan.kind == "cpu":
+        lines.append(f"while loading, GiB: {_gib(plan.peak)} at most")
+    else:
+        lines.append(
+            f"while loading, GiB: {_gib(plan.peak)} of the device at most; of the host {_gib(plan.pinned)} pinned, and"
+            f" {_gib(plan.staging)} while layers are read"
+        )
+    return lines
+
+
+def memory_json(plan: MemoryPlan, free: int) -> dict[str, int]:
+    """Bytes by name."""
+    return {
+        "weights": plan.weights,
+        "scratch": plan.scratch,
+        "buffers": plan.buffers,
+        "graphs": plan.graphs,
+        "context": plan.context,
+        "serving": plan.serving,
+        "peak": plan.peak,
+        "pinned": plan.pinned,
+        "staging": plan.staging,
+        "limit": plan.limit,
+        "free": free,
+    }
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f}"

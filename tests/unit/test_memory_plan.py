@@ -1,0 +1,214 @@
+"""The plan of memory: its sum, what it says of it, and a server that does not fit is refused before it loads."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from expertd_kernels.backends.footprint import canonical_bytes, footprint
+from expertd_kernels.native.memory import available_bytes, cgroup_limit_bytes
+from expertd_kernels.oracle.probe import assumed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.problem import NAMED_DEVICES
+from expertd_server.boot import memory as module
+from expertd_server.boot.assignment import BootError, assign_layers, open_source
+from expertd_server.boot.memory import memory_json, memory_text, plan_memory, require_room
+from expertd_server.cli import main
+from expertd_server.config import ConfigError, ServeConfig, resolve
+from expertd_server.life import serve
+
+GIB = 1 << 30
+QWEN = "qwen3-30b-a3b:int4_g128"
+
+
+def made(device="sm90", synthetic=QWEN, **more):
+    config = ServeConfig(synthetic=synthetic, **more)
+    source = open_source(config)
+    return config, assign_layers(config, source, NAMED_DEVICES[device], assumed_packages(BACKENDS))
+
+
+def test_a_whole_model_on_a_gpu_takes_its_packed_bytes_and_little_more():
+    config, assignments = made()
+    plan = plan_memory(config, assignments)
+    each = [footprint("gluon_sm90", a.decision.problem, 4096) for a in assignments]
+    assert plan.weights == sum(f.weights_bytes for f in each) == pytest.approx(13.9 * GIB, rel=0.01)
+    assert plan.scratch == max(f.scratch_bytes for f in each), "once for all layers"
+    assert plan.buffers == plan.pinned == 2 * 4096 * (2 * 2 * 2048 + 8 * 8)
+    assert plan.graph_count == 2 * 48 * 11
+    assert plan.serving < plan.weights + 1.5 * GIB
+    assert plan.loading == 2 * canonical_bytes(assignments[0].decision.problem)
+    assert plan.peak == plan.weights + plan.scratch + plan.context + plan.loading
+
+
+def test_other_numbers_of_routes_and_wider_activations_count():
+    plan = plan_memory(*made())
+    more = plan_memory(*made(warm_up_routes=module_ranges("1,16")))
+    assert more.scratch > 1.9 * plan.scratch
+    assert more.graph_count == 3 * plan.graph_count
+    assert plan_memory(*made(max_tokens=100)).buffers == 2 * 128 * (2 * 2 * 2048 + 8 * 8), "batches are padded"
+
+
+def module_ranges(text):
+    from expertd_server.config import Ranges
+
+    return Ranges.parse(text)
+
+
+def test_what_would_fit_is_said_in_layers_and_in_experts():
+    config, assignments = made()
+    plan = plan_memory(config, assignments)
+    require_room(plan, config, assignments, plan.peak - plan.context)
+    with pytest.raises(BootError) as e:
+        require_room(plan, config, assignments, 8 * GIB)
+    text = str(e.value)
+    assert "8.00 GiB are free" in text
+    layers = int(text.split("the first ")[1].split()[0])
+    assert f"(--layers 0-{layers - 1})" in text
+    for n, fits in ((layers, True), (layers + 1, False)):
+        p = plan_memory(config, assignments[:n])
+        assert (p.peak <= 8 * GIB + p.context) == fits
+    experts = int(text.split("; ")[1].split()[0])
+    for n, fits in ((experts, True), (experts + 1, False)):
+        p = plan_memory(*made(experts=module_ranges(f"0-{n - 1}")))
+        assert (p.peak <= 8 * GIB + p.context) == fits
+    shard = text.split("--shard 0/")[1].rstrip(")")
+    assert plan_memory(*made(shard=module_shard(f"0/{shard}"))).peak <= 8 * GIB + plan.context
+
+
+def module_shard(text):
+    from expertd_server.config import Shard
+
+    return Shard.parse(text)
+
+
+def test_a_limit_counts_the_driver_and_less_of_both_decides():
+    config, assignments = made(memory_limit=10 * GIB)
+    plan = plan_memory(config, assignments)
+    with pytest.raises(BootError, match=r"--memory-limit allows 10.00 GiB: the first \d+ of 48 layers would fit"):
+        require_room(plan, config, assignments, 70 * GIB)
+    with pytest.raises(BootError, match=r"3.00 GiB are free"):
+        require_room(plan, config, assignments, 3 * GIB)
+    config, assignments = made(memory_limit=20 * GIB)
+    require_room(plan_memory(config, assignments), config, assignments, 70 * GIB)
+    require_room(plan_memory(config, assignments), config, assignments, 0)
+
+
+def test_not_even_one_layer_and_host_memory_for_reading():
+    config, assignments = made(synthetic="deepseek-v3:bf16", layers=module_ranges("3"))
+    plan = plan_memory(config, assignments)
+    with pytest.raises(BootError, match=r"not even one layer would fit|experts of each layer would"):
+        require_room(plan, config, assignments, 1 * GIB)
+    with pytest.raises(BootError, match=r"loading takes .* GiB of host memory, of which .* stay pinned"):
+        require_room(plan, config, assignments, 70 * GIB, staging_free=2 * GIB)
+
+
+def test_a_cpu_has_one_memory_and_a_cache_maps_weights():
+    config, assignments = made("cpu-avx512")
+    plan = plan_memory(config, assignments)
+    assert (plan.buffers, plan.graphs, plan.pinned, plan.staging) == (0, 0, 0, 0)
+    with pytest.raises(BootError, match=r"GiB of host memory \(weights 13\.\d+"):
+        require_room(plan, config, assignments, 4 * GIB)
+    mapped = plan_memory(*made("cpu-avx512", cache=Path("somewhere")))
+    assert mapped.mapped
+    assert mapped.peak < 3 * GIB, "pages of a file can be dropped"
+    require_room(mapped, *made("cpu-avx512", cache=Path("somewhere")), 4 * GIB)
+    with pytest.raises(BootError, match=r"loading takes 1\.\d+ GiB of host memory \(scratch"):
+        require_room(mapped, *made("cpu-avx512", cache=Path("somewhere")), GIB // 2)
+
+
+def test_people_and_programs_are_told_the_same():
+    plan = plan_memory(*made(memory_limit=20 * GIB))
+    first, second = memory_text(plan, 70 * GIB)
+    assert first.startswith("device memory, GiB: weights 13.9")
+    assert "limit 20.00, 70.00 free; 1056 graphs once every size has come" in first
+    assert "pinned" in second
+    found = memory_json(plan, 70 * GIB)
+    assert found["serving"] == plan.serving
+    assert found["limit"] == 20 * GIB
+    assert sum(found[k] for k in ("weights", "scratch", "buffers", "graphs", "context")) == found["serving"]
+
+
+def test_explain_shows_the_plan_of_a_device_that_is_not_here(capsys):
+    assert main(["explain", "--synthetic", QWEN, "--device", "h100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["memory"]
+    assert found["weights"] == plan_memory(*made()).weights
+    assert found["free"] == 0, "not known"
+    assert main(["explain", "--synthetic", "tiny:int4_g128", "--device", "cpu"]) == 0
+    assert "host memory, GiB: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("20GiB", 20 * GIB), ("20G", 20 * GIB), ("1.5g", 3 * GIB // 2), ("20GB", 20 * 10**9), ("7", 7)]
+)
+def test_sizes_have_units(text, size, monkeypatch):
+    import argparse
+
+    args = argparse.Namespace(synthetic=QWEN, memory_limit=text)
+    assert resolve(args, {}).memory_limit == size
+    with pytest.raises(ConfigError, match="want a size as 20GiB"):
+        resolve(argparse.Namespace(synthetic=QWEN, memory_limit=f"{text}Q"), {})
+
+
+def test_a_server_that_does_not_fit_stops_before_it_listens_or_loads(monkeypatch, tmp_path):
+    with open(tmp_path / "out", "w") as f:
+        console = Console(file=f)
+        monkeypatch.setattr("expertd_server.life.free_bytes", lambda device: 1 << 20)
+        monkeypatch.setattr("expertd_server.life.boot_layers", lambda *a, **k: pytest.fail("it loaded"))
+        config = ServeConfig(synthetic="qwen3-30b-a3b:int4_g128", device="cpu", layers=module_ranges("0-3"))
+        with pytest.raises(BootError, match=r"0\.00 GiB are free"):
+            asyncio.run(serve(config, console))
+    assert "listening" not in (tmp_path / "out").read_text()
+
+
+# ---------------------------------------------------------------- what this process may use
+
+
+def tree(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+STAT = "anon 5\ninactive_file 100\nactive_file 7\n"
+
+
+def test_memory_of_a_machine_without_limits_is_what_the_kernel_calls_available(tmp_path):
+    proc = tree(tmp_path / "proc", {"meminfo": "MemTotal: 99 kB\nMemAvailable:  4 kB\n", "self/cgroup": "0::/\n"})
+    cgroup = tree(tmp_path / "cgroup", {"memory.max": "max\n", "memory.current": "5\n", "memory.stat": STAT})
+    assert available_bytes(proc, cgroup) == 4096
+    assert cgroup_limit_bytes(proc, cgroup) == 0
+
+
+@pytest.mark.parametrize("where", ["", "a/b", "gone"])
+def test_the_tightest_control_group_counts_and_pages_that_can_be_dropped_do_not(tmp_path, where):
+    proc = tree(tmp_path / "proc", {"meminfo": "MemAvailable:  4000 kB\n", "self/cgroup": f"0::/{where}\n"})
+    cgroup = tree(tmp_path / "cgroup", {"memory.max": "3000000", "memory.current": "1000000", "memory.stat": STAT})
+    if where == "a/b":
+        tree(cgroup / "a/b", {"memory.max": "900", "memory.current": "500", "memory.stat": STAT})
+        tree(cgroup / "a", {"memory.max": "700", "memory.current": "600", "memory.stat": "inactive_file 0\n"})
+        assert available_bytes(proc, cgroup) == 100
+        assert cgroup_limit_bytes(proc, cgroup) == 700
+        return
+    assert available_bytes(proc, cgroup) == 3000000 - 1000000 + 100
+    assert cgroup_limit_bytes(proc, cgroup) == 3000000
+
+
+def test_the_first_version_of_control_groups(tmp_path):
+    lines = "7:cpu,cpuacct:/x\n5:memory:/docker/abc\n0::/\n"
+    proc = tree(tmp_path / "proc", {"meminfo": "MemAvailable:  4000 kB\n", "self/cgroup": lines})
+    files = {"memory.limit_in_bytes": "5000", "memory.usage_in_bytes": "4000",
+             "memory.stat": "inactive_file 9\ntotal_inactive_file 50\n"}  # fmt: skip
+    cgroup = tree(tmp_path / "cgroup" / "memory", files).parent
+    assert available_bytes(proc, cgroup) == 1050
+    tree(cgroup / "memory", {"memory.limit_in_bytes": str((1 << 63) - 4096)})
+    assert available_bytes(proc, cgroup) == 4096000
+
+
+def test_nothing_is_known_where_nothing_can_be_read(tmp_path):
+    assert available_bytes(tmp_path, tmp_path) == 0
+    assert module.free_bytes(torch.device("cpu")) == available_bytes() > 0
