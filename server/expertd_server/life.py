@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -39,10 +40,10 @@ from expertd_server.boot.memory import MemoryPlan, free_bytes, memory_text, plan
 from expertd_server.boot.prepare import Workshop
 from expertd_server.boot.progress import Progress
 from expertd_server.config import Address, ServeConfig
+from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.scheduler import Policy
-from expertd_server.service.intake import Intake
-from expertd_server.service.service import Limits, Service
+from expertd_server.service.service import Service
 from expertd_server.transports.grpc_server import ExpertServer
 from expertd_server.views.describe import describe_layer, describe_server
 from expertd_server.views.metrics import BackendFacts, Metrics, MetricsHttp
@@ -92,9 +93,20 @@ async def serve(config: ServeConfig, console: Console) -> int:
     )
     metrics = Metrics()
     http = _metrics_http(metrics, config.metrics_listen, console)
-    server = ExpertServer(metrics, limits)
+    faults: list[str] = []
+
+    def on_fault(why: str) -> None:
+        faults.append(why)
+        loop.call_soon_threadsafe(stop.set)
+
+    engine = _engine(config, torch_device, metrics, on_fault)
+    service = Service(engine, metrics, limits)
+    server = ExpertServer(service)
     try:
-        address = await server.start(config.listen)
+        try:
+            address = await server.start(config.listen)
+        except OSError as e:
+            raise BootError(f"--listen {config.listen}: cannot listen there: {e.strerror or e}") from e
         _say(console, f"listening on {address}")
         await asyncio.to_thread(_settle_threads, config, assignments, console)
         booted = await _load(assignments, workshop, oracle, console, stop)
@@ -106,20 +118,20 @@ async def serve(config: ServeConfig, console: Console) -> int:
         ]
         print_decisions(console, changed)
         metrics.booted(workshop.seconds, workshop.lookups)
-        faults: list[str] = []
-
-        def on_fault(why: str) -> None:
-            faults.append(why)
-            loop.call_soon_threadsafe(stop.set)
-
-        engine = _engine(config, booted, torch_device, metrics, on_fault)
-        intake = Intake(engine.layers, config.max_tokens)
-        await server.ready(engine, intake, _describer(server.service, source, booted, limits, workshop))
+        for b in booted:
+            metrics.backend(_facts(b))
+        engine.hold(b.served for b in booted)
+        engine.start()
+        service.open(_describer(service, source, booted, limits, workshop))
+        await server.open()
         _quiet_memory()
         _say(console, f"serving on {address}")
         await stop.wait()
         _say(console, f"draining: {engine.load().queued_requests} requests under way")
-        done = await server.drain(config.grace_s)
+        until_s = time.monotonic() + config.grace_s
+        service.drain()
+        done = await server.drain(until_s)
+        await asyncio.to_thread(engine.stop, max(0.1, until_s - time.monotonic()) if done else 0.1)
         if faults:
             _say(console, f"stopped: {faults[0]}; start the server again")
             return 1
@@ -130,6 +142,7 @@ async def serve(config: ServeConfig, console: Console) -> int:
         return 0 if done else 1
     finally:
         await server.close()
+        service.close()
         if http is not None:
             http.close()
 
@@ -222,39 +235,30 @@ async def _load(
         return None
 
 
-def _engine(
-    config: ServeConfig,
-    booted: Sequence[Booted],
-    device: torch.device,
-    metrics: Metrics,
-    on_fault: Callable[[str], None],
-) -> Engine:
-    for b in booted:
-        p = b.assignment.decision.problem
-        metrics.backend(
-            BackendFacts(
-                b.served.layer,
-                b.served.backend,
-                p.scheme_name,
-                p.activation_quant.value,
-                str(p.device),
-                b.assignment.chosen_by,
-                b.from_cache,
-            )
-        )
+def _facts(b: Booted) -> BackendFacts:
+    p = b.assignment.decision.problem
+    return BackendFacts(
+        b.served.layer,
+        b.served.backend,
+        p.scheme_name,
+        p.activation_quant.value,
+        str(p.device),
+        b.assignment.chosen_by,
+        b.from_cache,
+    )
+
+
+def _engine(config: ServeConfig, device: torch.device, metrics: Metrics, on_fault: Callable[[str], None]) -> Engine:
     engine = Engine(
-        {b.served.layer: b.served for b in booted},
         device,
         compute_dtype=config.compute,
         policy=Policy(config.max_tokens, config.max_wait_us * 1000, config.patience),
-        max_queue_tokens=config.max_queue_tokens,
-        max_queue_requests=config.max_queue_requests,
+        limits=QueueLimits(config.max_queue_tokens, config.max_queue_requests),
         observe=metrics.batch,
         on_fault=on_fault,
         warm_routes=None if device.type == "cpu" else config.warm_routes,
     )
     metrics.watch_load(engine.load)
-    engine.start()
     return engine
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 import zlib
 
 import numpy as np
@@ -19,14 +20,19 @@ from expertd.errors import (
     InternalError,
     LayerNotHeldError,
     NonFiniteWeightsError,
+    NotReadyError,
     QueueFullError,
+    RequestCancelledError,
 )
-from expertd_server.engine.batch import ServedLayer
+from expertd_server.engine import pipeline
+from expertd_server.engine.admission import QueueLimits
 from expertd_server.engine.convert import bits_of
-from expertd_server.engine.engine import BatchReport, Engine
+from expertd_server.engine.engine import Engine
 from expertd_server.engine.lane import CpuLane, DeviceLane
-from expertd_server.engine.request import Answer, Operand, Request
+from expertd_server.engine.report import BatchReport
+from expertd_server.engine.request import STORAGE, Answer, Operand, Request
 from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.served import ServedLayer
 
 H = 16
 NUM_EXPERTS = 8
@@ -45,11 +51,14 @@ class FakeExperts:
         self.gate.set()
         self.entered = threading.Event()
         self.error: Exception | None = None
+        self.cancel = None
 
     def __call__(self, hidden_states, topk_ids, topk_weights, *, router_weight_on_input=False, out=None):
         self.entered.set()
         assert self.gate.wait(20)
         self.calls.append((*topk_ids.shape, router_weight_on_input))
+        if self.cancel is not None and len(self.calls) > 1:
+            self.cancel()
         if self.error is not None:
             raise self.error
         assert topk_ids.dtype == torch.int32
@@ -89,19 +98,28 @@ class Caller:
         hidden = Operand(hidden_dtype, bits_of(x.to(dtype).reshape(-1)))
         ids_operand = Operand("i64" if ids.dtype == np.int64 else "i32", ids.reshape(-1))
         more = {"arrival_ns": time.monotonic_ns(), "output_dtype": "f32"} | more
+        if not isinstance(layer, ServedLayer):
+            layer = served(layer, None)  # what submit() goes by is its number
         return Request(layer, len(x), ids.shape[1], hidden, ids_operand, weights, self.reply, tag=tag, **more)
+
+
+def served(layer: int, experts) -> ServedLayer:
+    return ServedLayer(layer, NUM_EXPERTS, HELD, 2, H, 32, experts, "fake")
 
 
 class Setup:
     def __init__(self, device: str, **engine) -> None:
         self.fake = FakeExperts()
         self.reports: list[BatchReport] = []
-        layers = {
-            n: ServedLayer(n, NUM_EXPERTS, HELD, 2, H, 32, self.fake, "fake") for n in engine.pop("layers", (0, 1))
-        }
+        layers = [served(n, self.fake) for n in engine.pop("layers", (0, 1))]
         engine = {"policy": ALONE, "compute_dtype": "f32", "observe": self.reports.append} | engine
-        self.engine = Engine(layers, torch.device(device), **engine)
+        limits = {
+            name: engine.pop(f"max_queue_{name}") for name in QueueLimits._fields if f"max_queue_{name}" in engine
+        }
+        self.engine = Engine(torch.device(device), limits=QueueLimits(**limits), **engine)
+        self.engine.hold(layers)
         self.engine.start()
+        self.engine.open()
         self.caller = Caller()
 
     def block(self) -> None:
@@ -275,12 +293,12 @@ def test_expired_and_cancelled_requests_never_reach_the_kernel(make):
     gone.cancelled = True
     time.sleep(0.03)
     s.fake.gate.set()
-    s.caller.wait(1, 3)
+    s.caller.wait(1, 2, 3)
     assert [c[0] for c in s.fake.calls] == [1, 1], "tag 0 and tag 3, one token each"
     with pytest.raises(DeadlineExceededError, match="was not computed"):
         raise s.caller.outcomes[1]
     assert isinstance(s.caller.outcomes[3], Answer)
-    assert 2 not in s.caller.outcomes, "whoever cancelled has answered it"
+    assert isinstance(s.caller.outcomes[2], RequestCancelledError), "from now on its memory is free"
 
 
 def test_a_deadline_that_has_passed_is_refused_at_the_door(make):
@@ -317,10 +335,26 @@ def test_requests_that_are_dead_make_room_in_a_full_queue(make):
     gone.cancelled = True
     time.sleep(0.02)
     s.engine.submit(s.caller.request(3, inputs(1), [[2]], [[1.0]]))
+    s.caller.wait(1, 2)
+    assert isinstance(s.caller.outcomes[1], DeadlineExceededError)
+    assert isinstance(s.caller.outcomes[2], RequestCancelledError)
+    s.fake.gate.set()
+    s.caller.wait(3)
+
+
+def test_the_dead_are_answered_also_where_their_room_is_not_enough(make):
+    s = make(max_queue_tokens=8)
+    s.block()
+    late = s.caller.request(1, inputs(2), [[2]] * 2, [[1.0]] * 2, deadline_ns=time.monotonic_ns() + 10_000_000)
+    s.engine.submit(late)
+    s.engine.submit(s.caller.request(2, inputs(6), [[2]] * 6, [[1.0]] * 6))
+    time.sleep(0.02)
+    with pytest.raises(QueueFullError, match="got 1 requests of 6 tokens waiting and one of 4 more"):
+        s.engine.submit(s.caller.request(3, inputs(4), [[2]] * 4, [[1.0]] * 4))
     s.caller.wait(1)
     assert isinstance(s.caller.outcomes[1], DeadlineExceededError)
     s.fake.gate.set()
-    s.caller.wait(3)
+    s.caller.wait(2)
 
 
 def test_an_empty_queue_takes_a_request_of_any_size(make):
@@ -358,6 +392,191 @@ def test_a_layer_that_is_not_held_is_refused(make):
     s = make()
     with pytest.raises(LayerNotHeldError, match="layer: got 5, want one of those held here: 0, 1"):
         s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]], layer=5))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("compute_dtype", ["f32", "bf16"])
+def test_an_output_is_written_where_the_request_wants_it(make, compute_dtype, dtype):
+    s = make(compute_dtype=compute_dtype)
+    x = inputs(3).bfloat16().float()
+    room = np.full(5 * H, 7, STORAGE[dtype])
+    mine = room[H:-H]
+    s.run(s.caller.request(1, x, [[3]] * 3, [[1.0]] * 3, output_dtype=dtype, into=mine))
+    assert s.caller.outcomes[1].output is mine
+    want = bits_of((x * 2).to({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[dtype]))
+    np.testing.assert_array_equal(mine.view(want.dtype), want.reshape(-1))
+    assert (room[:H] == 7).all(), "and nowhere else"
+    assert (room[-H:] == 7).all(), "and nowhere else"
+
+
+def test_a_digest_leaves_the_place_of_an_output_alone(make):
+    s = make()
+    room = np.full(H, 7, np.float32)
+    s.run(s.caller.request(1, inputs(1), [[3]], [[1.0]], into=room, digest=True))
+    assert (room == 7).all()
+    assert s.caller.outcomes[1].digest[2] == zlib.crc32(bits_of(inputs(1) * 2).tobytes())
+
+
+def test_a_request_cancelled_in_its_batch_is_told_when_its_memory_is_free(make):
+    s = make()
+    s.block()
+    room = np.full(H, 7, np.float32)
+    gone = s.caller.request(1, inputs(1), [[3]], [[1.0]], into=room)
+    s.engine.submit(gone)
+    s.engine.submit(s.caller.request(2, inputs(1), [[3]], [[1.0]]))
+    s.fake.entered.clear()
+    s.fake.cancel = lambda: setattr(gone, "cancelled", True)  # while its batch is in the kernel
+    s.fake.gate.set()
+    s.caller.wait(1, 2)
+    assert s.fake.calls[1][0] == 2, "it was computed"
+    assert isinstance(s.caller.outcomes[1], RequestCancelledError)
+    assert (room == 7).all(), "nobody wants the output"
+    assert isinstance(s.caller.outcomes[2], Answer)
+
+
+def test_an_engine_takes_nothing_before_it_is_opened():
+    engine = Engine(torch.device("cpu"), policy=ALONE)
+    fake = FakeExperts()
+    engine.hold([served(0, fake)])
+    engine.start()
+    caller = Caller()
+    with pytest.raises(NotReadyError, match="until its health is SERVING"):
+        engine.submit(caller.request(1, inputs(1), [[2]], [[1.0]]))
+    engine.open()
+    engine.submit(caller.request(1, inputs(1), [[2]], [[1.0]]))
+    caller.wait(1)
+    engine.stop(10)
+    engine.open()
+    with pytest.raises(DrainingError):
+        engine.submit(caller.request(2, inputs(1), [[2]], [[1.0]]))
+
+
+def test_an_engine_without_layers_works_and_takes_them_later(make):
+    s = make(layers=())
+    with pytest.raises(LayerNotHeldError, match="want one of those held here: none"):
+        s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+    s.engine.hold([served(4, s.fake)])
+    s.run(s.caller.request(1, inputs(1), [[2]], [[1.0]], layer=4))
+    assert isinstance(s.caller.outcomes[1], Answer)
+    s.engine.hold([])
+    with pytest.raises(LayerNotHeldError):
+        s.engine.submit(s.caller.request(2, inputs(1), [[2]], [[1.0]], layer=4))
+
+
+def test_what_waits_is_computed_by_what_was_held_when_it_came(make):
+    s = make()
+    s.block()
+    s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+    other = FakeExperts()
+    swapped = threading.Thread(target=s.engine.hold, args=([served(0, other)],))
+    swapped.start()
+    time.sleep(0.05)
+    assert swapped.is_alive(), "layers change between batches"
+    s.fake.gate.set()
+    swapped.join(20)
+    s.caller.wait(1)
+    s.run(s.caller.request(2, inputs(1), [[2]], [[1.0]]))
+    assert (len(s.fake.calls), len(other.calls)) == (2, 1)
+
+
+def test_a_request_checked_before_a_change_is_computed_by_what_is_held_when_it_is_taken(make):
+    s = make()
+    r = s.caller.request(1, inputs(1), [[2]], [[1.0]], layer=s.engine.holding.layer(0))
+    other = FakeExperts()
+    s.engine.hold([served(0, other)])
+    s.run(r)
+    assert (len(s.fake.calls), len(other.calls)) == (0, 1)
+
+
+def test_a_layer_is_forgotten_when_nothing_in_flight_uses_it(make):
+    s = make()
+    old = s.engine.holding.layer(0)
+    s.block()
+    s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+    fake, s.fake = s.fake, FakeExperts()
+    threading.Timer(0.1, fake.gate.set).start()
+    s.engine.hold([served(0, s.fake)])
+    assert s.engine.forget([old], 20)
+    assert len(fake.calls) == 2
+    watch = weakref.ref(fake)
+    s.reports.clear()
+    del fake, old
+    assert watch() is None, "nobody holds on to it: not the engine's thread, not its requests"
+
+
+def test_lanes_drop_what_they_keep_for_a_forgotten_layer(make, monkeypatch):
+    dropped = []
+    for lane in (CpuLane, DeviceLane):
+        monkeypatch.setattr(lane, "forget", lambda lane, generations: dropped.append(generations))
+    s = make()
+    a, b = s.engine.holding.values()
+    s.engine.hold([])
+    assert s.engine.forget([a, b], 20)
+    assert dropped
+    assert all(gone == {a.generation, b.generation} for gone in dropped)
+
+
+def test_a_layer_still_in_use_is_not_forgotten(make):
+    s = make()
+    old = s.engine.holding.layer(0)
+    s.block()
+    assert not s.engine.forget([old], 0.05)
+    s.fake.gate.set()
+    assert s.engine.forget([old], 20)
+
+
+def test_work_between_batches_has_the_device_for_itself(make):
+    s = make()
+    s.block()
+    done = []
+    threads = [threading.Thread(target=lambda: done.append(s.engine.between(threading.get_ident))) for _ in range(2)]
+    for t in threads:
+        t.start()
+    s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+    time.sleep(0.05)
+    assert not done
+    s.fake.gate.set()
+    for t in threads:
+        t.join(20)
+    assert done == [s.engine._thread.ident] * 2
+    with pytest.raises(ZeroDivisionError):
+        s.engine.between(lambda: 1 // 0)
+    s.caller.wait(1)
+    s.engine.stop(10)
+    assert s.engine.between(threading.get_ident) == threading.get_ident(), "nobody computes any more"
+
+
+def test_work_between_batches_waits_for_all_that_is_under_way(monkeypatch):
+    two = (CpuLane(torch.float32), CpuLane(torch.float32))  # one batch is collected after the next was launched
+    monkeypatch.setattr(pipeline, "lanes", lambda device, dtype: two)
+    s = Setup("cpu")
+    s.block()
+    for tag in (1, 2, 3):
+        s.engine.submit(s.caller.request(tag, inputs(1), [[2]], [[1.0]], layer=tag % 2))
+    busy = []
+    work = threading.Thread(target=lambda: busy.append(s.engine.between(lambda: s.engine._pipeline.busy)))
+    work.start()
+    time.sleep(0.05)
+    s.fake.gate.set()
+    work.join(20)
+    assert busy == [False]
+    s.caller.wait(1, 2, 3)
+    s.engine.stop(10)
+
+
+def test_whoever_waits_for_work_between_batches_is_not_forgotten_when_the_engine_ends(make, monkeypatch):
+    s = make()
+    s.block()
+    s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+    monkeypatch.setattr(s.engine, "_step", lambda: 1 // 0)
+    done = []
+    work = threading.Thread(target=lambda: done.append(s.engine.between(lambda: "done")), daemon=True)
+    work.start()
+    time.sleep(0.05)
+    s.fake.gate.set()
+    work.join(20)
+    assert done == ["done"]
+    s.caller.wait(0, 1)
 
 
 def test_a_transport_that_fails_gets_the_error_and_the_engine_goes_on(make):

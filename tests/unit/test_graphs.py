@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from expertd_server.engine import graphs as module
-from expertd_server.engine.batch import ServedLayer
 from expertd_server.engine.convert import bits_of
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.graphs import MOST_TOKENS, Graphs, padded, sizes_up_to
+from expertd_server.engine.graphs import MOST_TOKENS, Graphs, graph_key, padded, sizes_up_to
 from expertd_server.engine.lane import CpuLane, _Host, _Store
 from expertd_server.engine.request import Answer, Operand, Request
 from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.served import ServedLayer
 
 H, K, E = 16, 2, 4
 
@@ -83,13 +83,13 @@ def test_sizes_are_few_up_to_the_largest_that_is_captured():
 def test_what_comes_again_is_captured_once(graphs):
     bodies = []
     for captured in (0, 1, 1):
-        graphs.capture("a", lambda *events: bodies.append(events))
+        graphs.capture((1,), lambda *events: bodies.append(events))
         assert len(bodies) == captured, "once is no reason to capture, and a graph is made once"
-    found = graphs.get("a")
+    found = graphs.get((1,))
     assert (found.copied, found.computed) == bodies[0]
     assert found.copied is not found.computed
     found.replay()
-    assert graphs.get("b") is None
+    assert graphs.get((2,)) is None
     assert (len(graphs), graphs.nbytes) == (1, 10), "what the driver had before and after"
 
 
@@ -109,6 +109,30 @@ def test_a_lane_holds_what_was_reserved_and_no_more():
     assert host.nbytes == 100 * (2 * 64 * 2 + 8 * 8)
 
 
+def test_graphs_of_a_layer_that_is_held_no_more_are_dropped(graphs):
+    for key in ((1, 8), (1, 16), (2, 8), (3, 8)):
+        for _ in range(2):
+            graphs.capture(key, lambda *events: None)
+    graphs.forget({1, 3})
+    assert [graphs.get(key) is not None for key in ((1, 8), (1, 16), (2, 8), (3, 8))] == [False, False, True, False]
+    graphs.capture((1, 8), lambda *events: None)
+    assert graphs.get((1, 8)) is None, "it begins to count again"
+
+
+def test_whatever_changes_a_call_is_in_the_key_of_its_graph():
+    def layer():
+        return ServedLayer(0, E, range(E), K, H, 32, Experts(), "simple", capturable=True)
+
+    one, again = layer(), layer()
+    keys = [
+        graph_key(one, False, 8, 2, 100, 200), graph_key(again, False, 8, 2, 100, 200),
+        graph_key(one, True, 8, 2, 100, 200), graph_key(one, False, 16, 2, 100, 200),
+        graph_key(one, False, 8, 4, 100, 200), graph_key(one, False, 8, 2, 101, 200),
+    ]  # fmt: skip
+    assert len(set(keys)) == len(keys)
+    assert {key[0] for key in keys} == {one.generation, again.generation}
+
+
 def test_the_graphs_not_used_for_longest_go_first(graphs):
     graphs.most = 2
 
@@ -116,11 +140,11 @@ def test_the_graphs_not_used_for_longest_go_first(graphs):
         for _ in range(2):
             graphs.capture(key, lambda *events: None)
 
-    capture("a")
-    capture("b")
-    assert graphs.get("a")
-    capture("c")
-    assert [graphs.get(key) is not None for key in ("a", "b", "c")] == [True, False, True]
+    capture((1,))
+    capture((2,))
+    assert graphs.get((1,))
+    capture((3,))
+    assert [graphs.get(key) is not None for key in ((1,), (2,), (3,))] == [True, False, True]
 
 
 def test_a_call_that_cannot_be_captured_is_made_as_before(graphs, monkeypatch, caplog):
@@ -130,8 +154,8 @@ def test_a_call_that_cannot_be_captured_is_made_as_before(graphs, monkeypatch, c
     monkeypatch.setattr(FakeGraph, "capture_end", refuse)
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
-            graphs.capture("a", lambda *events: None)
-            assert graphs.get("a") is None
+            graphs.capture((1,), lambda *events: None)
+            assert graphs.get((1,)) is None
     assert len(caplog.records) == 1
     assert "not permitted" in caplog.text
 
@@ -143,8 +167,11 @@ class Setup:
         self.experts = experts
         plan = ((22, "simple"), (None, "large"))
         layer = ServedLayer(0, E, range(E), K, H, 32, experts, "simple+large", capturable=True, plan=plan)
-        self.engine = Engine({0: layer}, torch.device(device), compute_dtype="f32", policy=Policy(1024))
+        self.layer = layer
+        self.engine = Engine(torch.device(device), compute_dtype="f32", policy=Policy(1024))
+        self.engine.hold([layer])
         self.engine.start()
+        self.engine.open()
 
     def ask(self, tokens: int, seed: int, absent: bool = False) -> None:
         rng = np.random.default_rng(seed)
@@ -162,7 +189,7 @@ class Setup:
         operands = (Operand("f32", bits_of(torch.from_numpy(a).reshape(-1))) for a in (x,))
         self.engine.submit(
             Request(
-                0, tokens, K, *operands, Operand("i32", ids.reshape(-1)), Operand("f32", w.reshape(-1)), reply,
+                self.layer, tokens, K, *operands, Operand("i32", ids.reshape(-1)), Operand("f32", w.reshape(-1)), reply,
                 arrival_ns=time.monotonic_ns(), output_dtype="f32",
             )
         )  # fmt: skip

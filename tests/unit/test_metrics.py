@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from expertd_server.engine.batch import ServedLayer
-from expertd_server.engine.engine import BatchReport, LoadNow
+from expertd_server.engine.report import BatchReport, LoadNow
 from expertd_server.engine.request import Stages
+from expertd_server.engine.served import ServedLayer
 from expertd_server.views.metrics import BackendFacts, Metrics, MetricsHttp, Rpc
 
 

@@ -12,14 +12,25 @@ from hypothesis import strategies as st
 
 from expertd_server.engine.request import Operand, Request
 from expertd_server.engine.scheduler import LastBatch, Line, Policy, Waiting, cut, trust_after, wake_at
+from expertd_server.engine.served import ServedLayer
 
 NOTHING = Operand("bf16", np.empty(0, np.uint16))
+LAYERS = [ServedLayer(n, 8, range(8), 2, 16, 32, None, "none") for n in range(4)]
 
 
 def request(layer=0, tokens=1, arrival=0, deadline=0, cancelled=False, on_input=False) -> Request:
-    r = Request(layer, tokens, 1, NOTHING, NOTHING, None, lambda *_: None, arrival, deadline, on_input)
-    r.cancelled = cancelled
-    return r
+    return Request(
+        LAYERS[layer], tokens, 1, NOTHING, NOTHING, None, lambda *_: None,
+        arrival_ns=arrival, deadline_ns=deadline, router_weight_on_input=on_input, cancelled=cancelled,
+    )  # fmt: skip
+
+
+def line_of(r: Request) -> Line:
+    return Line(r.layer.generation, r.router_weight_on_input)
+
+
+def line(layer: int) -> Line:
+    return Line(LAYERS[layer].generation, False)
 
 
 @dataclass(frozen=True)
@@ -63,29 +74,28 @@ def test_every_request_leaves_once_and_batches_are_sound(items, max_tokens, step
     now = max((r.arrival_ns for r in all_), default=0)
     policy = Policy(max_tokens)
     ran: list[Request] = []
-    expired: list[Request] = []
+    dead: list[Request] = []
     cuts = 0
     while (c := cut(waiting.lines, now, policy)) is not None:
         heads = {line: q[0].arrival_ns for line, q in waiting.lines.items()}
         assert heads[c.line] == min(heads.values()), "the line whose head is oldest comes first"
         tokens = sum(r.tokens for r in c.run)
         assert tokens <= max_tokens or len(c.run) == 1
-        assert all((r.layer, r.router_weight_on_input) == c.line for r in (*c.run, *c.expired))
+        assert all(line_of(r) == c.line for r in (*c.run, *c.dead))
         assert not any(r.cancelled or r.expired(now) for r in c.run)
-        assert all(r.expired(now) and not r.cancelled for r in c.expired)
+        assert all(r.expired(now) or r.cancelled for r in c.dead)
         assert c.taken >= 1
         waiting.remove(c)
         ran += c.run
-        expired += c.expired
+        dead += c.dead
         now += step
         cuts += 1
         assert cuts <= len(all_), "it ends"
     assert waiting.requests == waiting.tokens == 0
     assert not waiting.lines
-    alive = [r for r in all_ if not r.cancelled]
-    assert sorted(map(id, ran + expired)) == sorted(map(id, alive)), "each leaves exactly once"
-    for line in {Line(r.layer, r.router_weight_on_input) for r in all_}:
-        order = [r.arrival_ns for r in ran if (r.layer, r.router_weight_on_input) == line]
+    assert sorted(map(id, ran + dead)) == sorted(map(id, all_)), "each leaves exactly once"
+    for line in {line_of(r) for r in all_}:
+        order = [r.arrival_ns for r in ran if line_of(r) == line]
         assert order == sorted(order), "in order of arrival within a line"
 
 
@@ -105,8 +115,8 @@ def test_a_request_waits_for_at_most_as_many_batches_as_there_are_older_requests
 def test_sweep_takes_the_dead_and_leaves_the_living_in_order(items, later):
     waiting, all_ = fill(items)
     now = max((r.arrival_ns for r in all_), default=0) + later
-    expired = waiting.sweep(now)
-    assert {id(r) for r in expired} == {id(r) for r in all_ if r.expired(now) and not r.cancelled}
+    dead = waiting.sweep(now)
+    assert {id(r) for r in dead} == {id(r) for r in all_ if r.expired(now) or r.cancelled}
     left = [r for q in waiting.lines.values() for r in q]
     assert {id(r) for r in left} == {id(r) for r in all_ if not r.expired(now) and not r.cancelled}
     assert waiting.requests == len(left)
@@ -116,7 +126,7 @@ def test_sweep_takes_the_dead_and_leaves_the_living_in_order(items, later):
 
 
 def test_requests_of_all_clients_for_one_layer_make_one_batch():
-    lines = {Line(3, False): deque(request(3, 8, arrival=i) for i in range(8))}
+    lines = {line(3): deque(request(3, 8, arrival=i) for i in range(8))}
     c = cut(lines, 100, Policy(4096))
     assert c is not None
     assert len(c.run) == 8
@@ -145,7 +155,7 @@ def test_a_request_that_does_not_fit_waits_and_is_not_overtaken_in_its_line():
 
 
 def test_one_request_above_the_limit_makes_a_batch_alone():
-    lines = {Line(0, False): deque([request(0, 100), request(0, 1, arrival=1)])}
+    lines = {line(0): deque([request(0, 100), request(0, 1, arrival=1)])}
     c = cut(lines, 5, Policy(8))
     assert c is not None
     assert [r.tokens for r in c.run] == [100]
@@ -154,7 +164,7 @@ def test_one_request_above_the_limit_makes_a_batch_alone():
 @pytest.mark.parametrize(("now", "runs"), [(10, False), (49, False), (50, True)])
 def test_waiting_for_company_ends_in_time(now, runs):
     policy = Policy(64, max_wait_ns=50)
-    lines = {Line(0, False): deque([request(0, 4, arrival=0), request(0, 4, arrival=9)])}
+    lines = {line(0): deque([request(0, 4, arrival=0), request(0, 4, arrival=9)])}
     c = cut(lines, now, policy)
     assert (c is not None) == runs
     assert wake_at(lines, policy) == 50
@@ -162,10 +172,10 @@ def test_waiting_for_company_ends_in_time(now, runs):
 
 def test_a_full_batch_does_not_wait_for_company():
     policy = Policy(8, max_wait_ns=1000)
-    young = {Line(0, False): deque([request(0, 2)]), Line(1, False): deque([request(1, 8, arrival=1)])}
+    young = {line(0): deque([request(0, 2)]), line(1): deque([request(1, 8, arrival=1)])}
     c = cut(young, 2, policy)
     assert c is not None
-    assert c.line.layer == 1
+    assert c.line == line(1)
 
 
 def test_nothing_waits():
@@ -185,7 +195,7 @@ def test_nothing_waits():
 def test_callers_just_answered_are_waited_for_a_part_of_their_batch_s_time(now, waiting, runs):
     policy = Policy(64, patience=0.05)
     last = LastBatch(end_ns=1000, service_ns=1000, requests=8)
-    lines = {Line(0, False): deque(request(0, 1, arrival=999) for _ in range(waiting))}
+    lines = {line(0): deque(request(0, 1, arrival=999) for _ in range(waiting))}
     c = cut(lines, now, policy, last)
     assert (c is not None) == runs
     if c is not None:
@@ -195,7 +205,7 @@ def test_callers_just_answered_are_waited_for_a_part_of_their_batch_s_time(now, 
 
 def test_a_caller_alone_is_never_waited_with():
     last = LastBatch(end_ns=1000, service_ns=1000, requests=1)
-    assert cut({Line(0, False): deque([request()])}, 1000, Policy(64, patience=1.0), last) is not None
+    assert cut({line(0): deque([request()])}, 1000, Policy(64, patience=1.0), last) is not None
 
 
 def test_patience_shrinks_with_callers_that_do_not_come_back_and_grows_again():
@@ -204,7 +214,7 @@ def test_patience_shrinks_with_callers_that_do_not_come_back_and_grows_again():
         trust = trust_after(trust, came=1, expected=8)
         assert trust == want
     last = LastBatch(end_ns=1000, service_ns=1000, requests=8, trust=trust)
-    lines = {Line(0, False): deque([request(arrival=999)])}
+    lines = {line(0): deque([request(arrival=999)])}
     assert wake_at(lines, Policy(64, patience=0.32), last) == 1020
     for want in (0.125, 0.25, 0.5, 1.0, 1.0):
         trust = trust_after(trust, came=8, expected=8)

@@ -20,7 +20,7 @@ from expertd_server.boot.choice import BackendRejectedError, Choice
 from expertd_server.boot.measuring import Tournaments
 from expertd_server.boot.memory import give_back, hold
 from expertd_server.boot.prepare import LayerWeights, Prepared, Workshop, computing, prepare, warm_up
-from expertd_server.engine.batch import ServedLayer
+from expertd_server.engine.served import ServedLayer
 
 __all__ = ["Booted", "Stopped", "boot_layer", "boot_layers"]
 

@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from expertd.errors import ExpertdError, ExpertIdOutOfRangeError, NonFiniteWeightsError
-from expertd_kernels.protocol import Experts
-from expertd_server.engine.convert import load_floats
+from expertd_server.engine.convert import put_floats
 from expertd_server.engine.lane import Inputs
 from expertd_server.engine.request import Array, Request
+from expertd_server.engine.served import ServedLayer
 
-__all__ = ["Batch", "ServedLayer", "fill"]
-
-
-@dataclass(frozen=True, eq=False)
-class ServedLayer:
-    """A layer that is ready to compute.
-
-    num_experts   of the whole model; held: global ids of the experts here, in the order of their slots
-    experts       the backend's; backend: its name, "a+b" where two share the work
-    capturable    whether its calls may be captured in a CUDA graph
-    plan          (tokens up to, backend), the last without a bound; empty: `backend` computes every batch
-    """
-
-    layer: int
-    num_experts: int
-    held: Sequence[int]
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
-    experts: Experts
-    backend: str
-    capturable: bool = False
-    plan: tuple[tuple[int | None, str], ...] = ()
-    slot_of: Array = field(init=False, repr=False)
-    """[num_experts + 1] int32: slot of each global id, -1 = not here; the last entry answers for the id -1."""
-
-    def __post_init__(self) -> None:
-        table = np.full(self.num_experts + 1, -1, dtype=np.int32)
-        table[np.asarray(self.held, dtype=np.int64)] = np.arange(len(self.held), dtype=np.int32)
-        object.__setattr__(self, "slot_of", table)
-
-    def backend_at(self, tokens: int) -> str:
-        """The backend that computes a batch of `tokens`."""
-        return next((name for most, name in self.plan if most is None or tokens <= most), self.backend)
+__all__ = ["Batch", "fill"]
 
 
 @dataclass(slots=True)
@@ -81,13 +47,13 @@ def fill(b: Batch, into: Inputs, k: int, dtype: str, ids: Array) -> None:
     H = b.layer.hidden_size
     for i, r in enumerate(b.requests):
         a, z = b.rows[i], b.rows[i + 1]
-        load_floats(into.hidden[a * H : z * H], dtype, r.hidden)
+        put_floats(into.hidden[a * H : z * H], dtype, r.hidden)
         mine, weights = ids[a * k : z * k], into.weights[a * k : z * k]
         if r.top_k == k:
             mine[:] = r.ids.values
-            _load_weights(weights, r)
+            _put_weights(weights, r)
         else:
-            _load_narrow(mine, weights, r, k)
+            _put_narrow(mine, weights, r, k)
     # As unsigned numbers ids below -1 are large: one comparison finds those out of range on either side.
     if np.maximum.reduce((ids + 1).view(np.uint64)) > b.layer.num_experts:
         _find_bad_ids(b, ids, k)
@@ -136,18 +102,18 @@ def _find_bad_weights(b: Batch, into: Inputs, k: int) -> None:
             weights[:] = 0.0
 
 
-def _load_weights(into: Array, r: Request) -> None:
+def _put_weights(into: Array, r: Request) -> None:
     """Write the router weights of `r`, f32, flat."""
     if r.weights is None:
         into[:] = 1.0
     else:
-        load_floats(into, "f32", r.weights)
+        put_floats(into, "f32", r.weights)
 
 
-def _load_narrow(ids: Array, weights: Array, r: Request, k: int) -> None:
+def _put_narrow(ids: Array, weights: Array, r: Request, k: int) -> None:
     """Write ids and weights of `r`, whose rows have fewer routes than the batch's k: -1 and 0 stand in the rest."""
     narrow = np.empty(r.tokens * r.top_k, np.float32)
-    _load_weights(narrow, r)
+    _put_weights(narrow, r)
     rows, rest = ids.reshape(-1, k), weights.reshape(-1, k)
     rows[:, : r.top_k] = r.ids.values.reshape(-1, r.top_k)
     rest[:, : r.top_k] = narrow.reshape(-1, r.top_k)

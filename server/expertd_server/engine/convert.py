@@ -14,7 +14,7 @@ from torch import Tensor
 
 from expertd_server.engine.request import STORAGE, Array, Operand
 
-__all__ = ["bits_of", "digest", "load_floats", "output_array", "round_floats"]
+__all__ = ["bits_of", "digest", "output_array", "output_into", "put_floats", "round_floats"]
 
 _TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -31,7 +31,7 @@ def round_floats(values: Array, dtype: str) -> Array:
     return bits_of(torch.from_numpy(np.array(values, dtype=np.float32)).to(_TORCH[dtype]))
 
 
-def load_floats(into: Array, dtype: str, operand: Operand) -> None:
+def put_floats(into: Array, dtype: str, operand: Operand) -> None:
     """Write `operand` to `into`, flat and of as many elements, which stores `dtype` ("bf16" or "f32")."""
     values = operand.values
     if operand.dtype == dtype:
@@ -47,6 +47,13 @@ def load_floats(into: Array, dtype: str, operand: Operand) -> None:
 def output_array(out: Tensor, dtype: str) -> Array:
     """Rows [m, H] of a kernel's output -> flat STORAGE[dtype]; shares memory where nothing has to be converted."""
     return bits_of(out.reshape(-1).to(_TORCH[dtype]))
+
+
+def output_into(into: Array, out: Tensor, dtype: str) -> Array:
+    """Write rows [m, H] of a kernel's output to `into`, flat STORAGE[dtype]; returns it."""
+    bits = torch.from_numpy(into)
+    (bits.view(torch.bfloat16) if dtype == "bf16" else bits).copy_(out.reshape(-1))
+    return into
 
 
 def digest(output: Array, dtype: str) -> tuple[float, float, int]:

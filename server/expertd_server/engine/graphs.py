@@ -1,9 +1,9 @@
 """Small batches on an NVIDIA GPU are replayed from CUDA graphs: launching copies and a layer's kernels one by one costs
 the host more than the device takes (one token of Qwen3's int4 layer on an H200: 410 us launched, 27 us replayed).
 
-A graph holds addresses, so it belongs to one lane's buffers, one layer and one size.  Sizes are powers of two and then
-multiples of 128, the rest of a batch has no routes: there are few graphs, and every one is soon there.  Only for rows
-of the table that may be captured.
+A graph holds addresses, so it belongs to one lane's buffers, one generation of a layer and one size.  Sizes are powers
+of two and then multiples of 128, the rest of a batch has no routes: there are few graphs, and every one is soon there.
+Only for rows of the table that may be captured.
 
 Graphs of all lanes run on one stream, one after another, so what their calls allocate comes from one pool.
 """
@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from expertd_kernels.sizes import CAPTURED_TOKENS
+from expertd_server.engine.served import ServedLayer
 
-__all__ = ["MOST_TOKENS", "Graph", "Graphs", "padded", "sizes_up_to", "supported"]
+__all__ = ["MOST_TOKENS", "Graph", "Graphs", "graph_key", "padded", "sizes_up_to", "supported"]
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,15 @@ _DOUBLING, _STEP = 64, 128
 _MOST_GRAPHS = 2048
 _WORTH = 2
 """A size is captured when it has come this often."""
+
+
+Key = tuple[int, ...]
+"""The generation of the layer, then whatever else tells one graph from another."""
+
+
+def graph_key(layer: ServedLayer, router_weight_on_input: bool, tokens: int, top_k: int, *addresses: int) -> Key:
+    """addresses: of all buffers that a graph reads and writes outside of the layer."""
+    return (layer.generation, router_weight_on_input, tokens, top_k, *addresses)
 
 
 class Graph(NamedTuple):
@@ -83,21 +93,27 @@ class Graphs:
 
     def __init__(self, most: int = _MOST_GRAPHS) -> None:
         self.most, self.nbytes = most, 0
-        self._found: OrderedDict[Hashable, Graph] = OrderedDict()
-        self._seen: Counter[Hashable] = Counter()
+        self._found: OrderedDict[Key, Graph] = OrderedDict()
+        self._seen: Counter[Key] = Counter()
         self._works = True
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def get(self, key: Hashable) -> Graph | None:
+    def get(self, key: Key) -> Graph | None:
         """What was captured as `key`."""
         graph = self._found.get(key)
         if graph is not None:
             self._found.move_to_end(key)
         return graph
 
-    def capture(self, key: Hashable, body: Callable[[Any, Any], None]) -> None:
+    def forget(self, generations: Collection[int]) -> None:
+        """Drop the graphs of layers that are not held any more: a graph keeps its layer's memory alive."""
+        for kept in (self._found, self._seen):
+            for key in [key for key in kept if key[0] in generations]:
+                del kept[key]
+
+    def capture(self, key: Key, body: Callable[[Any, Any], None]) -> None:
         """Capture body(copied, computed), whose like was run just now and is warm, if the key comes often enough.  It
         records the two events and is not run by this."""
         if len(self._seen) > 4 * self.most:  # callers may vary top_k at will

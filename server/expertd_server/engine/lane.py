@@ -5,16 +5,17 @@ and events, so that copying one batch overlaps with computing another.
                                 graphs hold addresses
     lane.size(M, capturable)    rows to open for a batch of M; those behind the batch must have slots of -1
     lane.open(M, top_k, H)      flat numpy views to fill: hidden, slots, weights
-    lane.launch(experts, ...)   starts copy in, kernel, copy out; returns at once where the device allows it
+    lane.launch(layer, ...)     starts copy in, kernel, copy out; returns at once where the device allows it
     lane.collect()              waits; the output [M, H] on the host and the time of each stage
     lane.fault()                after a failure: why the device is lost to this process, "" where it is not
     lane.held()                 the memory that it holds
+    lane.forget(generations)    drops what is kept for layers that are not held any more
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -22,10 +23,10 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.oracle.probe import device_fault
-from expertd_kernels.protocol import Experts
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
-from expertd_server.engine.graphs import MOST_TOKENS, Graphs, padded, supported
+from expertd_server.engine.graphs import MOST_TOKENS, Graphs, graph_key, padded, supported
 from expertd_server.engine.request import Array, Stages
+from expertd_server.engine.served import ServedLayer
 
 __all__ = ["Held", "Inputs", "Lane", "compute_stream", "lanes"]
 
@@ -62,13 +63,15 @@ class Lane(Protocol):
 
     def open(self, tokens: int, top_k: int, hidden_size: int) -> Inputs: ...
 
-    def launch(self, experts: Experts, *, router_weight_on_input: bool, capturable: bool = False) -> None: ...
+    def launch(self, layer: ServedLayer, router_weight_on_input: bool) -> None: ...
 
     def collect(self) -> tuple[Tensor, Stages]: ...
 
     def fault(self) -> str: ...
 
     def held(self) -> Held: ...
+
+    def forget(self, generations: Collection[int]) -> None: ...
 
 
 class _Store:
@@ -169,10 +172,10 @@ class CpuLane:
     def open(self, tokens: int, top_k: int, hidden_size: int) -> Inputs:
         return self._host.open(tokens, top_k, hidden_size)
 
-    def launch(self, experts: Experts, *, router_weight_on_input: bool, capturable: bool = False) -> None:
+    def launch(self, layer: ServedLayer, router_weight_on_input: bool) -> None:
         h = self._host.now
         start = time.perf_counter_ns()
-        experts(h.hidden, h.slots, h.weights, router_weight_on_input=router_weight_on_input, out=h.out)
+        layer.experts(h.hidden, h.slots, h.weights, router_weight_on_input=router_weight_on_input, out=h.out)
         self._kernel_ns = time.perf_counter_ns() - start
 
     def collect(self) -> tuple[Tensor, Stages]:
@@ -183,6 +186,9 @@ class CpuLane:
 
     def held(self) -> Held:
         return Held(0, 0, 0, 0)
+
+    def forget(self, generations: Collection[int]) -> None:
+        """Nothing is kept by layer."""
 
 
 class DeviceLane:
@@ -216,7 +222,7 @@ class DeviceLane:
     def open(self, tokens: int, top_k: int, hidden_size: int) -> Inputs:
         return self._host.open(tokens, top_k, hidden_size)
 
-    def launch(self, experts: Experts, *, router_weight_on_input: bool, capturable: bool = False) -> None:
+    def launch(self, layer: ServedLayer, router_weight_on_input: bool) -> None:
         h = self._host.now
         hidden = self._hidden.get(*h.hidden.shape)
         slots = self._slots.get(*h.slots.shape)
@@ -229,17 +235,17 @@ class DeviceLane:
             weights.copy_(h.weights, non_blocking=True)
 
         def compute() -> None:
-            experts(hidden, slots, weights, router_weight_on_input=router_weight_on_input, out=out)
+            layer.experts(hidden, slots, weights, router_weight_on_input=router_weight_on_input, out=out)
 
         def copy_out() -> None:
             h.out.copy_(out, non_blocking=True)
 
         parts = (copy_in, compute, copy_out)
-        if self._graphs is None or not capturable or len(hidden) > MOST_TOKENS:
+        if self._graphs is None or not layer.capturable or len(hidden) > MOST_TOKENS:
             self._launch(*parts)
             return
         tensors = (hidden, slots, weights, out, h.hidden, h.slots, h.weights, h.out)
-        key = (id(experts), router_weight_on_input, *slots.shape, *(t.data_ptr() for t in tensors))
+        key = graph_key(layer, router_weight_on_input, *slots.shape, *(t.data_ptr() for t in tensors))
         graph = self._graphs.get(key)
         if graph is None:
             self._launch(*parts)
@@ -283,6 +289,10 @@ class DeviceLane:
         graphs = self._graphs
         captured = (0, 0) if graphs is None else (graphs.nbytes, len(graphs))
         return Held(sum(s.nbytes for s in self._stores()), self._host.nbytes, *captured)
+
+    def forget(self, generations: Collection[int]) -> None:
+        if self._graphs is not None:
+            self._graphs.forget(generations)
 
 
 def _recorded(parts: tuple[_Part, _Part, _Part], copied: Any, computed: Any) -> None:

@@ -4,7 +4,7 @@ the answer goes is known to `Request.reply` alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import numpy as np
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from expertd.errors import ExpertdError
+    from expertd_server.engine.served import ServedLayer
 
-__all__ = ["Answer", "Array", "Operand", "Outcome", "Request", "STORAGE", "Stages"]
+__all__ = ["Answer", "Array", "Operand", "Outcome", "Reply", "Request", "STORAGE", "Stages"]
 
 Array = NDArray[Any]
 
@@ -46,10 +47,11 @@ class Stages(NamedTuple):
 class Answer(NamedTuple):
     """A computed request.
 
-    output           [M, H] flat, STORAGE[output_dtype]; valid only while `reply` runs (the buffer is reused)
+    output           [M, H] flat, STORAGE[output_dtype]: the request's `into` where it has one, else memory that is
+                     valid only while `reply` runs (it is reused)
     digest           (sum, sum of squares, zlib CRC-32 of the output's bytes), when the request asked for one
     routes_computed  routes of this request that experts held here served
-    queue_ns         from arrival to the cut of its batch; encode_ns: for the output's conversion and digest
+    queue_ns         from its taking to the cut of its batch; encode_ns: for the output's conversion and digest
     """
 
     output: Array
@@ -64,36 +66,48 @@ class Answer(NamedTuple):
 
 
 Outcome = Union[Answer, "ExpertdError"]
+Reply = Callable[["Request", Outcome], None]
 
 
 @dataclass(eq=False, slots=True)
 class Request:
     """One layer, one batch of M tokens.
 
+    layer        as it is held when the engine takes the request; it stays this one whatever is held later
     hidden       [M, H] float
     ids          [M, top_k] int, global expert ids, -1 = nobody's
     weights      [M, top_k] float; None = all ones (rows grouped by expert)
-    arrival_ns   time.monotonic_ns() when it came
+    reply        called exactly once for every request that the engine took: with an Answer on the engine's thread,
+                 with an error on any.  It must not block; if it raises on an answer it is called with the error.  From
+                 then on the engine neither reads the operands nor writes `into`: their memory may be used again.
+    caller       who asks: a peer's address, or a name
+    request_id   the caller's name for it, given back; 0 = none
+    arrival_ns   time.monotonic_ns() when its message came; queued_ns: the same when the engine took it
     deadline_ns  on the same clock; 0 = none
-    reply        called once, on the engine's thread, with the outcome; it must not block.  Not called for a request
-                 that was cancelled before its batch was cut.  If it raises on an answer, it is called with the error.
+    into         where the output is to be written: [M * H] STORAGE[output_dtype], aligned, writable; None = nowhere
     tag          the transport's own: the engine does not look at it
+    cancelled    set by whoever wants no answer any more: not computed unless its batch is cut already, and replied to
+                 with RequestCancelledError once its memory is free
     """
 
-    layer: int
+    layer: ServedLayer
     tokens: int
     top_k: int
     hidden: Operand
     ids: Operand
     weights: Operand | None
-    reply: Callable[[Request, Outcome], None]
-    arrival_ns: int
+    reply: Reply
+    caller: str = ""
+    request_id: int = 0
+    arrival_ns: int = 0
+    queued_ns: int = 0
     deadline_ns: int = 0
     router_weight_on_input: bool = False
     output_dtype: str = "bf16"
     digest: bool = False
+    into: Array | None = None
     tag: Any = None
-    cancelled: bool = field(default=False)
+    cancelled: bool = False
 
     def expired(self, now_ns: int) -> bool:
         return self.deadline_ns != 0 and now_ns >= self.deadline_ns

@@ -1,7 +1,8 @@
 """What runs next: a pure function of the waiting requests, the time and a policy.
 
-Requests wait in lines, one for each (layer, router weight on input): those of one line can be computed as one batch,
-whichever client they came from and whatever their top_k and dtypes are (narrower rows are padded with routes of -1).
+Requests wait in lines, one for each layer as it was held when they came and for router weights on the input: those of
+one line can be computed as one batch, whichever client they came from and whatever their top_k and dtypes are (narrower
+rows are padded with routes of -1).
 The engine cuts a batch whenever it is free, so requests wait while it is busy, and the busier it is the larger the
 batches get.  One short wait is worth its price: callers that were just answered together come back one by one.  Were
 the first of them computed alone, 8 callers in a closed loop would alternate between batches of 1 and of 7 for ever.  So
@@ -26,9 +27,9 @@ _LEAST_TRUST = 1 / 16
 
 
 class Line(NamedTuple):
-    """Requests that fit into one batch."""
+    """Requests that fit into one batch.  generation: ServedLayer's."""
 
-    layer: int
+    generation: int
     router_weight_on_input: bool
 
 
@@ -54,13 +55,13 @@ class LastBatch(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The first `taken` requests leave `line`: `run` are computed together, `expired` are answered with an error, and
-    cancelled ones, which were answered already, are forgotten."""
+    """The first `taken` requests leave `line`: `run` are computed together, `dead` (expired or cancelled) are answered
+    with an error."""
 
     line: Line
     taken: int
     run: tuple[Request, ...]
-    expired: tuple[Request, ...]
+    dead: tuple[Request, ...]
 
 
 def cut(
@@ -76,14 +77,12 @@ def cut(
     company_ns = _company_until(lines, policy, last)
     for line in order:
         run: list[Request] = []
-        expired: list[Request] = []
+        dead: list[Request] = []
         taken = tokens = 0
         full = False
         for r in lines[line]:
-            if r.cancelled:
-                pass
-            elif r.expired(now_ns):
-                expired.append(r)
+            if r.cancelled or r.expired(now_ns):
+                dead.append(r)
             elif run and tokens + r.tokens > policy.max_tokens:
                 full = True
                 break
@@ -93,7 +92,7 @@ def cut(
             taken += 1
         full = full or tokens >= policy.max_tokens
         if full or not run or now_ns >= max(run[0].arrival_ns + policy.max_wait_ns, company_ns):
-            return Cut(line, taken, tuple(run), tuple(expired))
+            return Cut(line, taken, tuple(run), tuple(dead))
     return None
 
 
@@ -129,7 +128,7 @@ class Waiting:
         self.requests = 0
 
     def push(self, r: Request) -> None:
-        line = Line(r.layer, r.router_weight_on_input)
+        line = Line(r.layer.generation, r.router_weight_on_input)
         q = self.lines.get(line)
         if q is None:
             q = self.lines[line] = deque()
@@ -150,27 +149,26 @@ class Waiting:
                 q.popleft()
 
     def sweep(self, now_ns: int) -> list[Request]:
-        """Take out every cancelled and expired request; the expired ones are returned, to be answered."""
-        expired: list[Request] = []
+        """Take out every cancelled and expired request, to be answered."""
+        dead: list[Request] = []
         for line, q in list(self.lines.items()):
             alive: deque[Request] = deque()
             for r in q:
                 if r.cancelled or r.expired(now_ns):
                     self.tokens -= r.tokens
                     self.requests -= 1
-                    if not r.cancelled:
-                        expired.append(r)
+                    dead.append(r)
                 else:
                     alive.append(r)
             if alive:
                 self.lines[line] = alive
             else:
                 del self.lines[line]
-        return expired
+        return dead
 
     def clear(self) -> list[Request]:
-        """Take out everything; returned are those not cancelled."""
-        out = [r for q in self.lines.values() for r in q if not r.cancelled]
+        """Take out everything."""
+        out = [r for q in self.lines.values() for r in q]
         self.lines.clear()
         self.tokens = self.requests = 0
         return out

@@ -5,10 +5,8 @@ Raises the row of the error table that fits; the engine itself checks ids and we
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +16,6 @@ from expertd.errors import (
     BadDtypeError,
     BadShapeError,
     BadTensorSpellingError,
-    LayerNotHeldError,
     MalformedMessageError,
     OutputDtypeUnsupportedError,
     OutputFormUnknownError,
@@ -29,57 +26,46 @@ from expertd.errors import (
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, Spelling, TensorView
 from expertd_server.engine.convert import round_floats
-from expertd_server.engine.request import STORAGE, Array, Operand
+from expertd_server.engine.request import STORAGE, Array, Operand, Reply, Request
+from expertd_server.engine.served import Holding, ServedLayer
 from expertd_server.service.draw import Drawer
 
-if TYPE_CHECKING:
-    from expertd_server.engine.batch import ServedLayer
-
-__all__ = ["Intake", "Parts", "draws_much"]
+__all__ = ["Drawing", "Intake"]
 
 _OUTPUT_FORMS = frozenset(pb.OutputForm.values())
-
-_DRAW_INLINE = 1 << 14
-"""Elements that may be drawn on the event loop: about 0.2 ms."""
+_TO_DRAW = Operand("", np.empty(0))
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A checked request without its transport.  Fields as in Request; weights None = rows grouped by expert."""
+class Drawing:
+    """Tensors of a request that are still to be drawn.  elements: random numbers that the largest of them takes."""
 
-    layer: int
-    tokens: int
-    top_k: int
-    hidden: Operand
-    ids: Operand
-    weights: Operand | None
-    router_weight_on_input: bool
-    output_dtype: str
-    digest: bool
+    def __init__(self) -> None:
+        self.elements = 0
+        self._parts: list[tuple[str, Callable[[], Operand]]] = []
 
+    def add(self, name: str, elements: int, draw: Callable[[], Operand]) -> None:
+        """name: of the field of Request."""
+        self.elements = max(self.elements, elements)
+        self._parts.append((name, draw))
 
-def draws_much(v: ForwardRequestView) -> bool:
-    """Whether the server has to draw so many elements that the event loop should not do it."""
-    tensors = (v.hidden_states, v.topk_ids, v.topk_weights)
-    return any(t and t.spelling == Spelling.SYNTHETIC and math.prod(t.shape) > _DRAW_INLINE for t in tensors)
+    def fill(self, r: Request) -> None:
+        """Draw, and put the tensors where they belong."""
+        for name, draw in self._parts:
+            setattr(r, name, draw())
 
 
 class Intake:
-    """Checks requests against what is served.  max_tokens: largest M."""
+    """Checks requests against what is held.  holding: asked once a request; max_tokens: largest M."""
 
-    def __init__(self, layers: Mapping[int, ServedLayer], max_tokens: int) -> None:
-        self.layers = layers
-        self.max_tokens = max_tokens
+    def __init__(self, holding: Callable[[], Holding], max_tokens: int) -> None:
+        self._holding = holding
+        self._max_tokens = max_tokens
         self._drawer = Drawer()
 
-    def check(self, v: ForwardRequestView) -> Parts:
-        """Raises an InvalidRequestError."""
-        layer = self.layers.get(v.layer)
-        if layer is None:
-            held = ", ".join(map(str, self.layers))
-            raise LayerNotHeldError.about(
-                "layer", got=v.layer, want=f"one of those held here: {held}", remedy="Describe lists them"
-            )
+    def request(self, v: ForwardRequestView, reply: Reply, **more: Any) -> tuple[Request, Drawing | None]:
+        """The request, and what is to be drawn before it can be computed.  more: fields of Request that the message
+        does not hold.  Raises LayerNotHeldError or an InvalidRequestError."""
+        layer = self._holding().layer(v.layer)
         x = v.hidden_states
         if x is None:
             raise MalformedMessageError("hidden_states: absent, want a Tensor [M, H]")
@@ -87,58 +73,89 @@ class Intake:
         if len(x.shape) != 2 or x.shape[1] != layer.hidden_size:
             raise BadShapeError.about("hidden_states", got=list(x.shape), want=f"[M, {layer.hidden_size}]")
         M, H = x.shape
-        if self.max_tokens < M:
+        if self._max_tokens < M:
             raise TooManyTokensError.about(
-                "hidden_states", got=f"{M} tokens", want=f"at most {self.max_tokens}", remedy="split the batch"
+                "hidden_states", got=f"{M} tokens", want=f"at most {self._max_tokens}", remedy="split the batch"
             )
         output_dtype, digest = _output(v, dtype)
-        ids, weights, top_k = self._routes(v, layer, M)
-        hidden = _operand("hidden_states", x, dtype, M * H)
-        if hidden is None:
-            hidden = self._drawer.hidden(x.synthetic.seed, M, H, dtype)
-        return Parts(v.layer, M, top_k, hidden, ids, weights, v.router_weight_on_input, output_dtype, digest)
+        ids, weights, top_k = _routes(v, layer, M)
+        r = Request(
+            layer=layer,
+            tokens=M,
+            top_k=top_k,
+            hidden=_operand("hidden_states", x, dtype, M * H),
+            ids=ids,
+            weights=weights,
+            reply=reply,
+            request_id=v.request_id,
+            router_weight_on_input=v.router_weight_on_input,
+            output_dtype=output_dtype,
+            digest=digest,
+            **more,
+        )
+        return r, self._drawing(v, r)
 
-    def _routes(self, v: ForwardRequestView, layer: ServedLayer, M: int) -> tuple[Operand, Operand | None, int]:
-        """(ids, weights, top_k)."""
-        if v.grouped is not None:
-            if v.topk_ids is not None or v.topk_weights is not None or v.router_weight_on_input:
-                raise UnsupportedCombinationError(
-                    "grouped: given together with topk_ids, topk_weights or router_weight_on_input; want one way to"
-                    " route: rows grouped by expert have weight 1"
-                )
-            return _grouped(v.grouped, M), None, 1
-        if v.topk_ids is None or v.topk_weights is None:
-            missing = "topk_ids" if v.topk_ids is None else "topk_weights"
-            raise MalformedMessageError(f"{missing}: absent, want topk_ids and topk_weights [M, top_k], or grouped")
-        id_dtype = _dtype("topk_ids", v.topk_ids, INT_DTYPES)
-        weight_dtype = _dtype("topk_weights", v.topk_weights, FLOAT_DTYPES)
-        shape = v.topk_ids.shape
-        if len(shape) != 2 or shape[0] != M or not 1 <= shape[1] <= layer.num_experts:
-            raise BadShapeError.about(
-                "topk_ids", got=list(shape), want=f"[{M}, top_k] with top_k from 1 to {layer.num_experts}"
+    def _drawing(self, v: ForwardRequestView, r: Request) -> Drawing | None:
+        """What of a checked request is to be drawn; None = nothing."""
+        if r.hidden is not _TO_DRAW and r.ids is not _TO_DRAW and r.weights is not _TO_DRAW:
+            return None
+        d, draw = Drawing(), self._drawer
+        M, k, H, experts = r.tokens, r.top_k, r.layer.hidden_size, r.layer.num_experts
+        if r.hidden is _TO_DRAW:
+            x, x_dtype = _synthetic(v.hidden_states)
+            d.add("hidden", M * H, lambda: draw.hidden(x.seed, M, H, x_dtype))
+        if r.ids is _TO_DRAW:
+            i, i_dtype = _synthetic(v.topk_ids)
+            d.add("ids", M * experts, lambda: draw.ids(i.seed, M, k, experts, i.zipf_exponent, i_dtype))
+        if r.weights is _TO_DRAW:
+            w, w_dtype = _synthetic(v.topk_weights)
+            d.add("weights", M * k, lambda: draw.weights(w.seed, M, k, w_dtype))
+        return d
+
+
+def _synthetic(t: TensorView | None) -> tuple[pb.SyntheticValues, str]:
+    """How a checked tensor is to be drawn, and in which dtype."""
+    assert t is not None
+    return t.synthetic, DTYPE_NAME[t.dtype]
+
+
+def _routes(v: ForwardRequestView, layer: ServedLayer, M: int) -> tuple[Operand, Operand | None, int]:
+    """(ids, weights, top_k)."""
+    if v.grouped is not None:
+        if v.topk_ids is not None or v.topk_weights is not None or v.router_weight_on_input:
+            raise UnsupportedCombinationError(
+                "grouped: given together with topk_ids, topk_weights or router_weight_on_input; want one way to"
+                " route: rows grouped by expert have weight 1"
             )
-        if v.topk_weights.shape != shape:
-            raise BadShapeError.about(
-                "topk_weights", got=list(v.topk_weights.shape), want=f"the shape of topk_ids, {list(shape)}"
-            )
-        k = shape[1]
-        if v.router_weight_on_input and k != 1:
-            raise UnsupportedCombinationError.about(
-                "router_weight_on_input",
-                got=f"top_k {k}",
-                want="top_k 1",
-                remedy="with more routes a token has no single input weight",
-            )
-        ids = _operand("topk_ids", v.topk_ids, id_dtype, M * k)
-        if ids is None:
-            s = v.topk_ids.synthetic
-            if not 0.0 <= s.zipf_exponent <= 100.0:
-                raise BadTensorSpellingError.about("topk_ids.zipf_exponent", got=s.zipf_exponent, want="0 to 100")
-            ids = self._drawer.ids(s.seed, M, k, layer.num_experts, s.zipf_exponent, id_dtype)
-        weights = _operand("topk_weights", v.topk_weights, weight_dtype, M * k)
-        if weights is None:
-            weights = self._drawer.weights(v.topk_weights.synthetic.seed, M, k, weight_dtype)
-        return ids, weights, k
+        return _grouped(v.grouped, M), None, 1
+    if v.topk_ids is None or v.topk_weights is None:
+        missing = "topk_ids" if v.topk_ids is None else "topk_weights"
+        raise MalformedMessageError(f"{missing}: absent, want topk_ids and topk_weights [M, top_k], or grouped")
+    id_dtype = _dtype("topk_ids", v.topk_ids, INT_DTYPES)
+    weight_dtype = _dtype("topk_weights", v.topk_weights, FLOAT_DTYPES)
+    shape = v.topk_ids.shape
+    if len(shape) != 2 or shape[0] != M or not 1 <= shape[1] <= layer.num_experts:
+        raise BadShapeError.about(
+            "topk_ids", got=list(shape), want=f"[{M}, top_k] with top_k from 1 to {layer.num_experts}"
+        )
+    if v.topk_weights.shape != shape:
+        raise BadShapeError.about(
+            "topk_weights", got=list(v.topk_weights.shape), want=f"the shape of topk_ids, {list(shape)}"
+        )
+    k = shape[1]
+    if v.router_weight_on_input and k != 1:
+        raise UnsupportedCombinationError.about(
+            "router_weight_on_input",
+            got=f"top_k {k}",
+            want="top_k 1",
+            remedy="with more routes a token has no single input weight",
+        )
+    ids = _operand("topk_ids", v.topk_ids, id_dtype, M * k)
+    if ids is _TO_DRAW and not 0.0 <= v.topk_ids.synthetic.zipf_exponent <= 100.0:
+        raise BadTensorSpellingError.about(
+            "topk_ids.zipf_exponent", got=v.topk_ids.synthetic.zipf_exponent, want="0 to 100"
+        )
+    return ids, _operand("topk_weights", v.topk_weights, weight_dtype, M * k), k
 
 
 def _dtype(name: str, t: TensorView, allowed: tuple[str, ...]) -> str:
@@ -155,8 +172,8 @@ def _dtype(name: str, t: TensorView, allowed: tuple[str, ...]) -> str:
     return dtype
 
 
-def _operand(name: str, t: TensorView, dtype: str, count: int) -> Operand | None:
-    """The tensor's elements in whatever spelling; None = to be drawn."""
+def _operand(name: str, t: TensorView, dtype: str, count: int) -> Operand:
+    """The tensor's elements in whatever spelling, or _TO_DRAW."""
     storage = STORAGE[dtype]
     if t.spelling == Spelling.RAW:
         raw = t.raw
@@ -169,7 +186,7 @@ def _operand(name: str, t: TensorView, dtype: str, count: int) -> Operand | None
             )
         return Operand(dtype, np.frombuffer(raw, storage))
     if t.spelling == Spelling.SYNTHETIC:
-        return None
+        return _TO_DRAW
     if t.spelling == Spelling.NONE:
         if count == 0:
             return Operand(dtype, np.empty(0, storage))

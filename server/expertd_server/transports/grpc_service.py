@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from expertd.errors import ExpertdError
+from expertd.errors import ExpertdError, MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, decode_forward_request, encode_forward_response
 from expertd_server.engine.request import Outcome, Request
-from expertd_server.service.service import Service, error_of, response_view
+from expertd_server.service.response import error_of, response_view
 from expertd_server.transports.grpc_stream import Stream
+from expertd_server.transports.mailbox import Mailbox
 from expertd_server.views.metrics import SERVICE, Rpc
+
+if TYPE_CHECKING:
+    from expertd_server.service.service import Service
 
 __all__ = ["Servicer"]
 
-_Future = asyncio.Future  # of bytes
-
 
 class Servicer:
-    """The three methods; `handler()` registers them."""
+    """The three methods; `handler()` registers them.  Made on the event loop that calls them.
+
+    open_calls, calls_begun: RPCs now and ever
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._mailbox = Mailbox(asyncio.get_running_loop())
+        self.open_calls = 0
+        self.calls_begun = 0
         self._forward = Rpc(service.metrics, "unary", "Forward")
         self._stream = Rpc(service.metrics, "bidi_stream", "StreamForward")
         self._describe = Rpc(service.metrics, "unary", "Describe")
@@ -42,11 +52,10 @@ class Servicer:
 
     async def forward(self, data: bytes, context: Any) -> bytes:
         """ForwardRequest -> ForwardResponse."""
-        start_ns = time.monotonic_ns()
-        with _Call(self._service, self._forward) as call:
+        with _Counted(self, self._forward) as call:
             self._forward.received()
             try:
-                out = await self._compute(data, start_ns, context.time_remaining())
+                out = await self._compute(data, context)
             except Exception as e:
                 error = error_of(e, "Forward")
                 self._service.metrics.answered(error.code.name, error.reason)
@@ -58,15 +67,15 @@ class Servicer:
 
     async def stream_forward(self, _: Any, context: Any) -> None:
         """stream StreamForwardRequest -> stream StreamForwardResponse."""
-        with _Call(self._service, self._stream) as call:
+        with _Counted(self, self._stream) as call:
             try:
-                await Stream(self._service, self._stream, context).run()
+                await Stream(self._service, self._mailbox, self._stream, context).run()
             except Exception as e:
                 await call.abort(context, error_of(e, "StreamForward"))
 
     async def describe(self, data: bytes, context: Any) -> bytes:
         """DescribeRequest -> DescribeResponse."""
-        with _Call(self._service, self._describe) as call:
+        with _Counted(self, self._describe) as call:
             self._describe.received()
             try:
                 out = self._answer_describe(data)
@@ -76,40 +85,29 @@ class Servicer:
             return out
 
     def _answer_describe(self, data: bytes) -> bytes:
-        from google.protobuf.message import DecodeError
-
-        from expertd.errors import MalformedMessageError, NotReadyError
-
         try:
             request = pb.DescribeRequest.FromString(data)
         except DecodeError as e:
             raise MalformedMessageError(f"message: {e}; want a DescribeRequest") from e
-        if self._service.describe is None:
-            raise NotReadyError("server: it loads and checks its weights; wait until its health is SERVING")
         return self._service.describe(request.include_decisions).SerializeToString()
 
-    async def _compute(self, data: bytes, start_ns: int, remaining_s: float | None) -> bytes:
-        service = self._service
-        service.check_size(data)
-        engine, intake = service.admit()
-        v = decode_forward_request(data)
-        p = await service.check_drawn(v) if service.draws_much(v) else intake.check(v)
-        if p.tokens == 0:
-            return encode_forward_response(service.empty_response(p, v.request_id))
+    async def _compute(self, data: bytes, context: Any) -> bytes:
+        service, mailbox, arrival_ns = self._service, self._mailbox, time.monotonic_ns()
+        service.check_size(len(data))
+        service.ensure_open()
+        view = decode_forward_request(data)
         done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        hidden_size = intake.layers[p.layer].hidden_size
-        decode_ns = time.monotonic_ns() - start_ns
 
-        def reply(r: Request, outcome: Outcome) -> None:  # on the engine's thread, where the output still stands
+        def reply(r: Request, outcome: Outcome) -> None:  # an answer on the engine's thread, where its output stands
             if isinstance(outcome, ExpertdError):
-                service.mailbox.post(_fail, done, outcome)
+                mailbox.post(partial(_fail, done, outcome))
             else:
-                view = response_view(r, outcome, v.request_id, hidden_size, decode_ns, service.load_message())
-                service.mailbox.post(_finish, done, encode_forward_response(view))
+                encoded = encode_forward_response(response_view(r, outcome, service.load_message()))
+                mailbox.post(partial(_finish, done, encoded))
 
-        request = service.request(p, start_ns, _timeout_ns(v, remaining_s), reply, None)
+        timeout_ns = _timeout_ns(view, context.time_remaining())
+        request = service.forward(view, reply, caller=context.peer(), arrival_ns=arrival_ns, timeout_ns=timeout_ns)
         try:
-            engine.submit(request)
             return await done
         finally:
             request.cancelled = True  # tells the engine when the caller went away; after an answer nobody looks
@@ -133,22 +131,22 @@ def _fail(done: asyncio.Future[bytes], error: ExpertdError) -> None:
         done.set_exception(error)
 
 
-class _Call:
-    """Counts one RPC, from begin to end."""
+class _Counted:
+    """One RPC, counted from begin to end."""
 
-    def __init__(self, service: Service, rpc: Rpc) -> None:
-        self._service, self._rpc = service, rpc
+    def __init__(self, servicer: Servicer, rpc: Rpc) -> None:
+        self._servicer, self._rpc = servicer, rpc
         self._code = "OK"
 
-    def __enter__(self) -> _Call:
-        self._service.open_calls += 1
-        self._service.calls_begun += 1
+    def __enter__(self) -> _Counted:
+        self._servicer.open_calls += 1
+        self._servicer.calls_begun += 1
         self._start = time.perf_counter()
         self._rpc.started()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._service.open_calls -= 1
+        self._servicer.open_calls -= 1
         if kind is not None and self._code == "OK":
             self._code = "CANCELLED" if issubclass(kind, asyncio.CancelledError) else "UNKNOWN"
         self._rpc.finished(self._code)

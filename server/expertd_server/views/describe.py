@@ -11,7 +11,7 @@ from expertd_kernels.oracle.advice import advice
 from expertd_kernels.oracle.decision import Decision
 from expertd_server.boot.layers import Booted
 from expertd_server.boot.memory import MemoryPlan
-from expertd_server.service.service import Limits
+from expertd_server.engine.admission import Limits
 
 __all__ = ["describe_layer", "describe_server"]
 

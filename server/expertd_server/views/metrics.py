@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from expertd_server.engine.engine import BatchReport, LoadNow
+from expertd_server.engine.report import BatchReport, LoadNow
 from expertd_server.engine.request import Array
 
 __all__ = ["BackendFacts", "Metrics", "MetricsHttp", "Rpc", "SERVICE"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,12 +15,11 @@ from expertd_server.boot.layers import boot_layers
 from expertd_server.boot.memory import plan_memory
 from expertd_server.boot.prepare import Workshop
 from expertd_server.config import Address
+from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.scheduler import Policy
-from expertd_server.service.intake import Intake
-from expertd_server.service.service import Limits
+from expertd_server.service.service import Service
 from expertd_server.transports.grpc_server import ExpertServer
-from expertd_server.transports.grpc_service import Servicer
 from expertd_server.views.describe import describe_layer, describe_server
 from expertd_server.views.metrics import Metrics
 
@@ -39,14 +39,15 @@ async def served(request, booted):
     gate.set()
     limits = Limits(MAX_TOKENS, MAX_BYTES, IN_FLIGHT)
     metrics = Metrics()
-    server = ExpertServer(metrics, limits)
-    address = await server.start(Address("127.0.0.1", 0))
-    ready = {}
-    for b in layers:
-        fields = {f: getattr(b.served, f) for f in b.served.__dataclass_fields__ if f not in ("slot_of", "experts")}
-        ready[b.served.layer] = type(b.served)(experts=Gated(b.served.experts, gate, entered, kernels), **fields)
-    engine = Engine(ready, torch.device("cpu"), policy=Policy(MAX_TOKENS), max_queue_requests=32, observe=metrics.batch)
+    queue = QueueLimits(requests=32)
+    engine = Engine(torch.device("cpu"), policy=Policy(MAX_TOKENS), limits=queue, observe=metrics.batch)
     metrics.watch_load(engine.load)
+    server = ExpertServer(Service(engine, metrics, limits))
+    address = await server.start(Address("127.0.0.1", 0))
+    ready = []
+    for b in layers:
+        ready.append(replace(b.served, experts=Gated(b.served.experts, gate, entered, kernels)))
+    engine.hold(ready)
     engine.start()
     described = describe_server(
         instance_id="test",
@@ -58,12 +59,14 @@ async def served(request, booted):
         limits=limits,
         memory=plan_memory(CONFIG, [b.assignment for b in layers]),
     )
-    await server.ready(engine, Intake(engine.layers, MAX_TOKENS), described.__getitem__)
-    call = request.param(Servicer(server.service), address)
-    yield Served(call, server, engine, metrics, gate, entered, kernels)
+    server.service.open(described.__getitem__)
+    await server.open()
+    call = request.param(server.servicer, address)
+    served = Served(call, server, engine, metrics, gate, entered, kernels)
+    yield served
     gate.set()
     await call.close()
-    await server.drain(5)
+    await served.drain(5)
 
 
 @pytest.fixture(scope="module")

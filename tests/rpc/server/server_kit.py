@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from dataclasses import dataclass
 
 import grpc
@@ -64,6 +65,9 @@ class Context:
 
     def time_remaining(self):
         return self.timeout
+
+    def peer(self):
+        return "ipv4:192.0.2.1:5000"
 
     async def abort(self, code, details="", trailing_metadata=()):
         self.status = (code, details, trailing_metadata)
@@ -194,6 +198,15 @@ class Served:
     gate: threading.Event
     entered: threading.Event
     kernels: list[int]
+
+    async def drain(self, grace_s: float) -> bool:
+        """As the server's life ends."""
+        until_s = time.monotonic() + grace_s
+        self.server.service.drain()
+        done = await self.server.drain(until_s)
+        await asyncio.to_thread(self.engine.stop, 5)
+        self.server.service.close()
+        return done
 
     @contextlib.contextmanager
     def busy(self):

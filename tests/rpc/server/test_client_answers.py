@@ -14,14 +14,13 @@ from expertd_client import AsyncExpertClient, Grouped
 from expertd_client.servicer import ServicerTransport
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
-from expertd_server.transports.grpc_service import Servicer
 
 pytestmark = pytest.mark.parametrize("served", [InProcess], indirect=True)
 
 
 @pytest.fixture
 async def client(served):
-    async with AsyncExpertClient(ServicerTransport(Servicer(served.server.service)), timeout_s=60.0) as it:
+    async with AsyncExpertClient(ServicerTransport(served.server.servicer), timeout_s=60.0) as it:
         yield it
 
 

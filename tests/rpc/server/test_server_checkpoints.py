@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import grpc
 import numpy as np
 import pytest
@@ -17,11 +19,11 @@ from expertd_server.boot.assignment import assign_layers, open_source
 from expertd_server.boot.layers import boot_layers
 from expertd_server.boot.prepare import Workshop
 from expertd_server.config import Address, Ranges, ServeConfig
+from expertd_server.engine.admission import Limits
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.scheduler import Policy
 from expertd_server.life import message_bytes
-from expertd_server.service.intake import Intake
-from expertd_server.service.service import Limits
+from expertd_server.service.service import Service
 from expertd_server.transports.grpc_server import ExpertServer
 from expertd_server.views.metrics import Metrics
 
@@ -42,15 +44,21 @@ async def answers(
     source = open_source(config)
     plans = assign_layers(config, source, detect_device("cpu"), installed_packages(BACKENDS))
     (b,) = boot_layers(plans, Workshop(source, torch.device("cpu")))
-    server = ExpertServer(Metrics(), Limits(64, message_bytes(64, plans), 8))
+    engine = Engine(torch.device("cpu"), compute_dtype=config.compute, policy=Policy(64))
+    service = Service(engine, Metrics(), Limits(64, message_bytes(64, plans), 8))
+    server = ExpertServer(service)
     address = await server.start(Address("127.0.0.1", 0))
-    engine = Engine({layer: b.served}, torch.device("cpu"), compute_dtype=config.compute, policy=Policy(64))
+    engine.hold([b.served])
     engine.start()
-    await server.ready(engine, Intake(engine.layers, 64), lambda decisions: pb.DescribeResponse())
+    service.open(lambda decisions: pb.DescribeResponse())
+    await server.open()
     async with grpc.aio.insecure_channel(str(address)) as channel:
         stub = ExpertServiceStub(channel)
         out = [await stub.Forward(r) for r in requests]
-    assert await server.drain(5)
+    service.drain()
+    assert await server.drain(time.monotonic() + 5)
+    engine.stop(5)
+    service.close()
     return out
 
 

@@ -60,7 +60,7 @@ async def test_a_stream_that_goes_away_takes_its_requests_along(served):
             for n in range(3):
                 await s.send(forward=batch(5, request_id=n + 1))
             await wait_for(lambda: served.engine.load().queued_requests == 4)
-        await wait_for(lambda: served.server.service.open_calls == 1)
+        await wait_for(lambda: served.server.servicer.open_calls == 1)
     await first
     await wait_for(served.engine.idle)
     assert served.kernels == [1]
@@ -86,7 +86,7 @@ async def test_draining_finishes_what_was_taken_and_refuses_the_rest(served, wei
         async with served.call.stream() as s:
             await s.send(forward=mine)
             await wait_for(lambda: served.engine.load().queued_requests == 2)
-            end = asyncio.create_task(served.server.drain(20))
+            end = asyncio.create_task(served.drain(20))
             told = await s.receive()
             assert told.load.draining
             await s.send(forward=batch(1, request_id=2))

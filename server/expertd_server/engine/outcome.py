@@ -1,0 +1,65 @@
+"""How requests end: what each is answered with, and the call that tells."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from expertd.errors import DeadlineExceededError, ExpertdError, InternalError, RequestCancelledError
+from expertd_server.engine.convert import digest, output_array, output_into
+from expertd_server.engine.pipeline import Computed
+from expertd_server.engine.request import Answer, Outcome, Request
+
+__all__ = ["batch_outcome", "dead_outcome", "reply"]
+
+log = logging.getLogger(__name__)
+
+
+def reply(r: Request, outcome: Outcome) -> None:
+    """Tell.  A transport's fault must not end the engine, nor leave its caller waiting."""
+    try:
+        r.reply(r, outcome)
+    except Exception as e:
+        log.exception("layer %d: an outcome could not be handed over", r.layer.layer)
+        if not isinstance(outcome, ExpertdError):
+            reply(r, InternalError(f"answer of layer {r.layer.layer}: {type(e).__name__}: {e}"))
+
+
+def dead_outcome(r: Request) -> ExpertdError:
+    """Of a request that left the queue without a batch."""
+    if r.cancelled:
+        return RequestCancelledError("request: cancelled by its caller")
+    waited_ms = (time.monotonic_ns() - r.queued_ns) / 1e6
+    return DeadlineExceededError(
+        f"request of {r.tokens} tokens for layer {r.layer.layer}: its deadline passed while it waited"
+        f" {waited_ms:.1f} ms in the queue; it was not computed"
+    )
+
+
+def batch_outcome(c: Computed, i: int, queue_ns: int) -> Outcome:
+    """Of request `i` of a computed batch."""
+    b, r = c.batch, c.batch.requests[i]
+    if r.cancelled:
+        return dead_outcome(r)
+    start = time.perf_counter_ns()
+    try:
+        rows = c.out[b.rows[i] : b.rows[i + 1]]
+        if r.into is None or r.digest:
+            values = output_array(rows, r.output_dtype)
+        else:
+            values = output_into(r.into, rows, r.output_dtype)
+        summary = digest(values, r.output_dtype) if r.digest else None
+    except Exception as e:
+        log.exception("layer %d: an output could not be converted", r.layer.layer)
+        return InternalError(f"output of layer {r.layer.layer} to {r.output_dtype}: {type(e).__name__}: {e}")
+    return Answer(
+        values,
+        summary,
+        b.routes[i],
+        queue_ns,
+        time.perf_counter_ns() - start,
+        c.stages,
+        b.tokens,
+        len(b.requests),
+        b.backend,
+    )

@@ -1,0 +1,79 @@
+"""What is held: layers that are ready to compute, and the set of them at one moment."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from expertd.errors import LayerNotHeldError
+from expertd_kernels.protocol import Experts
+from expertd_server.engine.request import Array
+
+__all__ = ["Holding", "ServedLayer"]
+
+_generations = itertools.count(1)
+
+
+@dataclass(frozen=True, eq=False)
+class ServedLayer:
+    """A layer that is ready to compute.
+
+    num_experts   of the whole model; held: global ids of the experts here, in the order of their slots
+    experts       the backend's; backend: its name, "a+b" where two share the work
+    capturable    whether its calls may be captured in a CUDA graph
+    plan          (tokens up to, backend), the last without a bound; empty: `backend` computes every batch
+    generation    different for every ServedLayer of this process, also of the same layer: what is kept for it (a queue,
+                  graphs) is kept by this number
+    """
+
+    layer: int
+    num_experts: int
+    held: Sequence[int]
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    experts: Experts
+    backend: str
+    capturable: bool = False
+    plan: tuple[tuple[int | None, str], ...] = ()
+    generation: int = field(init=False, default_factory=_generations.__next__)
+    slot_of: Array = field(init=False, repr=False)
+    """[num_experts + 1] int32: slot of each global id, -1 = not here; the last entry answers for the id -1."""
+
+    def __post_init__(self) -> None:
+        table = np.full(self.num_experts + 1, -1, dtype=np.int32)
+        table[np.asarray(self.held, dtype=np.int64)] = np.arange(len(self.held), dtype=np.int32)
+        object.__setattr__(self, "slot_of", table)
+
+    def backend_at(self, tokens: int) -> str:
+        """The backend that computes a batch of `tokens`."""
+        return next((name for most, name in self.plan if most is None or tokens <= most), self.backend)
+
+
+class Holding(Mapping[int, ServedLayer]):
+    """The layers held at one moment, by index, ascending; never changes.  A later moment has another Holding."""
+
+    def __init__(self, layers: Iterable[ServedLayer] = ()) -> None:
+        self._layers = {s.layer: s for s in sorted(layers, key=lambda s: s.layer)}
+
+    def layer(self, index: int) -> ServedLayer:
+        """The one place that says whether a layer is held.  Raises LayerNotHeldError."""
+        found = self._layers.get(index)
+        if found is None:
+            held = ", ".join(map(str, self._layers)) or "none"
+            raise LayerNotHeldError.about(
+                "layer", got=index, want=f"one of those held here: {held}", remedy="Describe lists them"
+            )
+        return found
+
+    def __getitem__(self, index: int) -> ServedLayer:
+        return self._layers[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)

@@ -1,0 +1,44 @@
+"""How an outcome becomes values of the wire."""
+
+from __future__ import annotations
+
+import logging
+
+from expertd.dtypes import DTYPE_NUMBER
+from expertd.errors import ExpertdError, InternalError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import ForwardResponseView, TensorView
+from expertd_server.engine.request import Answer, Request
+
+__all__ = ["error_of", "response_view"]
+
+log = logging.getLogger(__name__)
+
+
+def response_view(r: Request, a: Answer, load: pb.Load) -> ForwardResponseView:
+    """The answer as a message; its output is a view, valid as long as the answer's."""
+    v = ForwardResponseView(r.request_id, routes_computed=a.routes_computed, load=load)
+    v.timing = pb.Timing(
+        decode_ns=r.queued_ns - r.arrival_ns,
+        queue_ns=a.queue_ns,
+        copy_in_ns=a.stages.copy_in_ns,
+        kernel_ns=a.stages.kernel_ns,
+        copy_out_ns=a.stages.copy_out_ns,
+        encode_ns=a.encode_ns,
+        batch_tokens=a.batch_tokens,
+        batch_requests=a.batch_requests,
+        backend=a.backend,
+    )
+    if a.digest is not None:
+        v.digest = pb.Digest(sum=a.digest[0], sum_of_squares=a.digest[1], crc32=a.digest[2])
+    else:
+        v.output = TensorView.of_raw(DTYPE_NUMBER[r.output_dtype], (r.tokens, r.layer.hidden_size), a.output)
+    return v
+
+
+def error_of(e: Exception, what: str) -> ExpertdError:
+    """The row that answers `e`; a fault of our own is logged and becomes InternalError."""
+    if isinstance(e, ExpertdError):
+        return e
+    log.error("%s failed", what, exc_info=e)
+    return InternalError(f"{what}: {type(e).__name__}: {e}; the server's log has the trace")

@@ -1,0 +1,207 @@
+"""One connection's requests: values in, values out.  Knows neither a wire format nor how bytes travel.
+
+A Session is what every transport has in common: ids of requests, how many may be in flight, cancels, draining, the
+answer to an offer of transports, counting.  What it needs of a transport is an Outlet; transports/protocol.py describes
+both sides.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol
+
+from expertd.errors import (
+    DrainingError,
+    DuplicateRequestIdError,
+    ExpertdError,
+    MalformedMessageError,
+    MissingRequestIdError,
+    RequestCancelledError,
+    TooManyRequestsError,
+)
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import ForwardRequestView, StreamRequestView
+from expertd_server.engine.admission import State
+from expertd_server.engine.request import Answer, Array, Outcome, Request
+from expertd_server.service.response import error_of
+
+if TYPE_CHECKING:
+    from expertd_server.service.service import Service
+
+__all__ = ["Outlet", "Session"]
+
+_INLINE_ONLY = "this server answers inline only"
+
+
+class Outlet(Protocol):
+    """The way back of one connection.  None of these may block.  For every message that it is given, answers and
+    others, it calls session.written() when that has left for good: until then it counts against the caller's bound."""
+
+    def answer(self, request: Request, answer: Answer, /) -> None:
+        """A computed request, on the engine's thread (one of no tokens: within take()).  `answer.output` is
+        `request.into`, or is gone when this returns.  If it raises, the caller gets that as an error."""
+
+    def send(self, message: pb.RequestError | pb.SessionAnswer | pb.Load, /) -> None:
+        """A small message, from any thread: an error of a request or of a message that had no id, the answer to an
+        offer, or the server's load, unasked."""
+
+    def released(self, memory: Any, /) -> None:
+        """The memory of a request is not used any more, from any thread.  Not called where take() was given none."""
+
+
+class Session:
+    """take(), refuse(), end(), finished() and close() are called by one thread at a time, the transport's; the rest by
+    any.
+
+    A request is in flight from take() until its outcome is handed to the outlet, and counts until the transport says
+    written(): a caller that does not read its answers is bounded, too.
+    """
+
+    def __init__(self, service: Service, outlet: Outlet, caller: str) -> None:
+        self._service, self._outlet, self._caller = service, outlet, caller
+        self._lock = threading.Lock()
+        self._in_flight: dict[int, Request | None] = {}  # None: not handed to the engine yet
+        self._unwritten = 0
+        self._ended = False
+
+    # ---- the transport's thread --------------------------------------------------------------------------------------
+
+    def take(
+        self, message: StreamRequestView | None, arrival_ns: int, *, into: Array | None = None, memory: Any = None
+    ) -> Future[None] | None:
+        """One message of the caller; it is answered through the outlet, whatever it is.
+
+        into: where a forward's output is to be written, as in Request.  memory: the transport's name for what the
+        message and `into` lie in; outlet.released(memory) is called once when they are used no more, maybe before this
+        returns.
+        A Future: read nothing more from this caller until it is done.
+        """
+        if isinstance(message, ForwardRequestView):
+            try:
+                return self._forward(message, arrival_ns, into, memory)
+            except Exception as e:
+                self.refuse(error_of(e, "a request"), message.request_id)
+                self._released(memory)
+        elif isinstance(message, pb.CancelRequest):
+            self._cancel(message.request_id)
+        elif isinstance(message, pb.SessionOffer):
+            verdicts = [pb.TransportVerdict(transport=t, reason=_INLINE_ONLY) for t in message.transports]
+            self._send(pb.SessionAnswer(verdicts=verdicts))
+        else:
+            self.refuse(MalformedMessageError("message: holds nothing, want forward, cancel or session"), 0)
+        return None
+
+    def refuse(self, error: ExpertdError, request_id: int) -> None:
+        """Answer a message with `error`.  request_id: 0 = it could not be read."""
+        self._service.metrics.answered(error.code.name, error.reason)
+        self._send(error.to_request_error(request_id))
+
+    def end(self) -> None:
+        """The caller has sent everything."""
+        self._ended = True
+
+    def finished(self) -> bool:
+        """Whether the caller has sent everything and got every answer.  Raises DrainingError where the server drains
+        and everything that it took from this caller is answered."""
+        with self._lock:
+            if self._in_flight or self._unwritten:
+                return False
+        if not self._ended and self._service.engine.state is State.DRAINING:
+            raise DrainingError("server: it drains, and every request that it had taken from this stream is answered")
+        return self._ended
+
+    def close(self) -> None:
+        """The connection is gone: what is in flight is not wanted any more."""
+        self._service.forget(self)
+        with self._lock:
+            for r in self._in_flight.values():
+                if r is not None:
+                    r.cancelled = True
+
+    # ---- any thread --------------------------------------------------------------------------------------------------
+
+    def written(self) -> None:
+        """One message that the outlet was given has left."""
+        with self._lock:
+            self._unwritten -= 1
+
+    def drain(self) -> None:
+        """The server drains from now on: say so."""
+        self._send(self._service.load_message())
+
+    def _forward(self, v: ForwardRequestView, arrival_ns: int, into: Array | None, memory: Any) -> Future[None] | None:
+        service, number = self._service, v.request_id
+        service.ensure_open()
+        self._register(number)
+        try:
+            timeout_ns = v.timeout_us * 1000
+            r, drawing = service.check(v, self._reply, self._caller, arrival_ns, timeout_ns, into=into, tag=memory)
+            with self._lock:
+                self._in_flight[number] = r
+            return service.submit(r, drawing)
+        except Exception:
+            with self._lock:
+                self._in_flight.pop(number, None)
+            raise
+
+    def _register(self, number: int) -> None:
+        """Make `number` a request in flight.  Raises the row that says why it cannot be."""
+        if number == 0:
+            raise MissingRequestIdError("request_id: got 0, want a number that is unique among those in flight")
+        with self._lock:
+            if number in self._in_flight:
+                raise DuplicateRequestIdError.about(
+                    "request_id", got=number, want="one that is not in flight on this stream"
+                )
+            most = self._service.limits.max_in_flight
+            if len(self._in_flight) + self._unwritten >= most:
+                raise TooManyRequestsError.about(
+                    "stream",
+                    got=f"{len(self._in_flight)} requests in flight, {self._unwritten} answers unread, and one more",
+                    want=f"at most {most} together",
+                    remedy="wait for an answer first",
+                )
+            self._in_flight[number] = None
+
+    def _cancel(self, number: int) -> None:
+        with self._lock:
+            r = self._in_flight.pop(number, None)
+            if r is None:
+                return  # answered before the cancel came
+            r.cancelled = True
+        self.refuse(RequestCancelledError("request: cancelled by its caller"), number)
+
+    def _reply(self, r: Request, outcome: Outcome) -> None:
+        with self._lock:
+            wanted = not r.cancelled
+            if wanted:
+                del self._in_flight[r.request_id]
+                self._unwritten += 1
+        try:
+            if wanted:
+                self._hand_over(r, outcome)
+        finally:
+            self._released(r.tag)
+
+    def _hand_over(self, r: Request, outcome: Outcome) -> None:
+        """Give the outlet an outcome, which counts as unwritten already."""
+        if not isinstance(outcome, ExpertdError):
+            try:
+                self._outlet.answer(r, outcome)
+            except Exception as e:
+                outcome = error_of(e, f"the answer of layer {r.layer.layer}")
+            else:
+                self._service.metrics.answered()
+                return
+        self._service.metrics.answered(outcome.code.name, outcome.reason)
+        self._outlet.send(outcome.to_request_error(r.request_id))
+
+    def _released(self, memory: Any) -> None:
+        if memory is not None:
+            self._outlet.released(memory)
+
+    def _send(self, message: pb.RequestError | pb.SessionAnswer | pb.Load) -> None:
+        with self._lock:
+            self._unwritten += 1
+        self._outlet.send(message)
