@@ -1,27 +1,36 @@
 """The client of expertd: ExpertClient, AsyncExpertClient, and the `expertctl` command.
 
-Needs grpcio, protobuf and numpy; torch only where the caller passes torch tensors.
+Needs grpcio, protobuf, numpy and safetensors; torch only where the caller passes torch tensors.
 """
 
 from expertd_client.async_client import AsyncExpertClient
-from expertd_client.call import ForwardResult, Grouped
 from expertd_client.client import ExpertClient, ForwardFuture
+from expertd_client.forwarder import AsyncForwarder, Forwarder
 from expertd_client.grpc_aio import AioGrpcTransport
 from expertd_client.grpc_sync import GrpcTransport
+from expertd_client.request import Grouped, Request
+from expertd_client.result import ForwardResult
 from expertd_client.retry import Retry
+from expertd_client.session import Session
 from expertd_client.tensors import Synthetic
-from expertd_client.transport import FunctionTransport, Transport
+from expertd_client.transport import Channel, Connection, FunctionTransport, Transport
 
 __all__ = [
     "AioGrpcTransport",
     "AsyncExpertClient",
+    "AsyncForwarder",
+    "Channel",
+    "Connection",
     "ExpertClient",
     "ForwardFuture",
     "ForwardResult",
+    "Forwarder",
     "FunctionTransport",
     "Grouped",
     "GrpcTransport",
+    "Request",
     "Retry",
+    "Session",
     "Synthetic",
     "Transport",
 ]

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView
-from expertd_client.call import Call, ForwardResult, Grouped, crowded, expired, make_call, numbered, result_of
+from expertd_client.deadline import Deadline, LoopAlarm, deadline_in
 from expertd_client.exchange import Exchange
+from expertd_client.forwarder import AsyncForwarder
 from expertd_client.grpc_aio import AioGrpcTransport
+from expertd_client.request import Request
+from expertd_client.result import ForwardResult
 from expertd_client.retry import NEVER, Retry, pause_s
+from expertd_client.session import Session, unanswered
 from expertd_client.transport import Transport
 
 __all__ = ["AsyncExpertClient"]
@@ -26,11 +28,8 @@ _T = TypeVar("_T")
 _Self = TypeVar("_Self", bound="AsyncExpertClient")
 
 
-class AsyncExpertClient:
-    """ExpertClient's twin in an event loop; the arguments are the same.
-
-    A forward() whose task is cancelled takes its request back: the server drops it if its kernel has not begun.
-    """
+class AsyncExpertClient(AsyncForwarder):
+    """ExpertClient's twin in an event loop; the arguments are the same."""
 
     def __init__(
         self,
@@ -45,7 +44,6 @@ class AsyncExpertClient:
         self._unary = unary
         self._timeout_s = timeout_s
         self._retry = retry
-        self._ids = itertools.count(1)
         self._slots = asyncio.Semaphore(max_in_flight)
         self._opened: tuple[Transport, Exchange] | None = None
 
@@ -64,38 +62,13 @@ class AsyncExpertClient:
         """Requests that wait for their answer."""
         return self._opened[1].in_flight if self._opened else 0
 
-    async def forward(
-        self,
-        layer: int,
-        hidden_states: Any,
-        topk_ids: Any = None,
-        topk_weights: Any = None,
-        *,
-        timeout_s: float | None = None,
-        output_dtype: Any = None,
-        router_weight_on_input: bool = False,
-        digest: bool = False,
-        grouped: Grouped | None = None,
-        traceparent: str = "",
-    ) -> ForwardResult:
-        """The routed experts of one layer for one batch: ExpertClient.forward says what each argument is."""
-        call = make_call(
-            layer,
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
-            output_dtype=output_dtype,
-            router_weight_on_input=router_weight_on_input,
-            digest=digest,
-            grouped=grouped,
-            traceparent=traceparent,
-        )
+    async def forward_request(self, request: Request, *, timeout_s: float | None = None) -> ForwardResult:
+        deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
         for attempt in itertools.count(1):
             try:
-                return await self._once(call)
+                return await self._once(request, deadline)
             except ExpertdError as error:
-                pause = pause_s(self._retry, error, attempt, call.left_s())
+                pause = pause_s(self._retry, error, attempt, None if deadline is None else deadline.left_s())
                 if pause is None:
                     raise
             await asyncio.sleep(pause)
@@ -110,61 +83,56 @@ class AsyncExpertClient:
         self._open()[0].describe(request, timeout_s, wait_for_ready, answer)
         return await answer.future
 
+    async def session(self, *, timeout_s: float = 10.0) -> Session:
+        """How messages travel: the transport that this client and the server agreed on, and why not another one.
+        Connects if need be, and waits for the agreement."""
+        answer: _Promise[Session] = _Promise()
+        self._open()[1].session(answer)
+        try:
+            return await asyncio.wait_for(answer.future, timeout_s)
+        except asyncio.TimeoutError:
+            raise unanswered(self.target, timeout_s) from None
+
     async def close(self) -> None:
-        """Fails what is in flight with RequestCancelledError and gives back the connection."""
         if self._opened is None:
             return
         transport, exchange = self._opened
         exchange.close()
         transport.close()
-        if isinstance(transport, AioGrpcTransport):
-            await transport.wait_closed()
+        await transport.wait_closed()
 
     async def __aenter__(self: _Self) -> _Self:
         self._open()
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def _open(self) -> tuple[Transport, Exchange]:
         """Transport and exchange; made in the loop that uses them, not where the client was."""
         if self._opened is None:
             server = self._server
             transport = AioGrpcTransport(server, unary=self._unary) if isinstance(server, str) else server
-            self._opened = (transport, Exchange(transport))
+            self._opened = (transport, Exchange(transport, LoopAlarm))
         return self._opened
 
-    async def _once(self, call: Call) -> ForwardResult:
-        _, exchange = self._open()
-        await self._take_slot(call)
-        answer: _Promise[ForwardResponseView] = _Promise()
-        timer: asyncio.TimerHandle | None = None
-        request = numbered(call, next(self._ids))
+    async def _once(self, request: Request, deadline: Deadline | None) -> ForwardResult:
+        exchange = self._open()[1]
+        await self._take_slot(request, deadline)
+        answer = _Answer()
+        request_id = 0
         try:
-            exchange.submit(request, answer)
-            left_s = call.left_s()
-            if left_s is not None:
-                late = expired(call, request.request_id)
-                timer = asyncio.get_running_loop().call_later(left_s, answer.fail, late)
-            return result_of(await answer.future, call)
+            request_id = exchange.submit(request, deadline, answer)
+            return await answer.future
         finally:
-            if timer is not None:
-                timer.cancel()
             self._slots.release()
-            exchange.cancel(request.request_id)  # expired or abandoned; it does nothing to a request that has ended
+            exchange.cancel(request_id)  # abandoned; it does nothing to a request that has ended
 
-    async def _take_slot(self, call: Call) -> None:
-        left_s = call.left_s()
-        if left_s is None or not self._slots.locked():
+    async def _take_slot(self, request: Request, deadline: Deadline | None) -> None:
+        if deadline is None or not self._slots.locked():
             await self._slots.acquire()
             return
         try:
-            await asyncio.wait_for(self._slots.acquire(), left_s)
+            await asyncio.wait_for(self._slots.acquire(), deadline.left_s())
         except asyncio.TimeoutError:
-            raise crowded(call) from None
+            raise deadline.crowded(request.layer) from None
 
 
 class _Promise(Generic[_T]):
@@ -180,3 +148,13 @@ class _Promise(Generic[_T]):
     def fail(self, error: ExpertdError) -> None:
         if not self.future.done():
             self.future.set_exception(error)
+
+
+class _Answer(_Promise[ForwardResult]):
+    """That of a forward, whose memory goes back where nobody waits any more."""
+
+    def answer(self, value: ForwardResult) -> None:
+        if self.future.done():
+            value.release()
+        else:
+            self.future.set_result(value)

@@ -13,52 +13,37 @@ import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView
-from expertd_client.call import Call, ForwardResult, Grouped, crowded, expired, make_call, numbered, result_of
+from expertd_client.deadline import Deadline, ThreadAlarm, deadline_in
 from expertd_client.exchange import Exchange
+from expertd_client.forwarder import Forwarder
 from expertd_client.grpc_sync import GrpcTransport
+from expertd_client.request import Request
+from expertd_client.result import ForwardResult
 from expertd_client.retry import NEVER, Retry, pause_s
+from expertd_client.session import Session, unanswered
 from expertd_client.transport import Transport
 
 __all__ = ["ExpertClient", "ForwardFuture"]
 
 _T = TypeVar("_T")
-_Self = TypeVar("_Self", bound="ExpertClient")
 
 
 class ForwardFuture(Future[ForwardResult]):
     """The answer to one request that is under way; made by ExpertClient.submit.
 
-    result()   waits for the answer, no longer than the request's own timeout
+    result()   waits for the answer, or for the end of the request's own time
     cancel()   takes the request back: the server drops it if its kernel has not begun
     """
 
-    def __init__(self, exchange: Exchange, slots: threading.Semaphore, call: Call, request_id: int) -> None:
+    def __init__(self, exchange: Exchange, slots: threading.Semaphore) -> None:
         super().__init__()
         self._exchange = exchange
         self._slots = slots
-        self._call = call
-        self._request_id = request_id
-
-    def result(self, timeout: float | None = None) -> ForwardResult:
-        """The answer.  Raises the request's error; DeadlineExceededError when its own time is over first (and takes it
-        back); concurrent.futures.TimeoutError when `timeout` seconds are over first (and leaves it under way)."""
-        if self._call.end_s is None:
-            return super().result(timeout)
-        left_s = max(0.0, self._call.end_s - time.monotonic())
-        if timeout is not None and timeout < left_s:
-            return super().result(timeout)
-        try:
-            return super().result(left_s)
-        except FutureTimeoutError:
-            if self.cancel():
-                raise expired(self._call, self._request_id) from None
-            return super().result()  # it came at the last moment
+        self._request_id = 0
 
     def cancel(self) -> bool:
         if not super().cancel():
@@ -67,17 +52,17 @@ class ForwardFuture(Future[ForwardResult]):
             self._slots.release()
         return True
 
-    def answer(self, value: ForwardResponseView) -> None:
+    def sent(self, request_id: int) -> None:
+        """For the client, once."""
+        self._request_id = request_id
+
+    def answer(self, value: ForwardResult) -> None:
         """For the exchange, once."""
         self._slots.release()
-        try:
-            result = result_of(value, self._call)
-        except ExpertdError as error:
-            if self.set_running_or_notify_cancel():
-                self.set_exception(error)
+        if self.set_running_or_notify_cancel():
+            self.set_result(value)
         else:
-            if self.set_running_or_notify_cancel():
-                self.set_result(result)
+            value.release()
 
     def fail(self, error: ExpertdError) -> None:
         """For the exchange, once, instead of answer()."""
@@ -86,7 +71,7 @@ class ForwardFuture(Future[ForwardResult]):
             self.set_exception(error)
 
 
-class ExpertClient:
+class ExpertClient(Forwarder):
     """One server.  Thread-safe; connects with the first call, and again after the connection broke.
 
     server          a gRPC target ("host:port"), or any transport (see expertd_client.transport)
@@ -107,10 +92,9 @@ class ExpertClient:
         unary: bool = False,
     ) -> None:
         self._transport: Transport = GrpcTransport(server, unary=unary) if isinstance(server, str) else server
-        self._exchange = Exchange(self._transport)
+        self._exchange = Exchange(self._transport, ThreadAlarm)
         self._timeout_s = timeout_s
         self._retry = retry
-        self._ids = itertools.count(1)
         self._slots = threading.Semaphore(max_in_flight)
 
     @property
@@ -128,86 +112,20 @@ class ExpertClient:
         """Requests that wait for their answer."""
         return self._exchange.in_flight
 
-    def forward(
-        self,
-        layer: int,
-        hidden_states: Any,
-        topk_ids: Any = None,
-        topk_weights: Any = None,
-        *,
-        timeout_s: float | None = None,
-        output_dtype: Any = None,
-        router_weight_on_input: bool = False,
-        digest: bool = False,
-        grouped: Grouped | None = None,
-        traceparent: str = "",
-    ) -> ForwardResult:
-        """The routed experts of one layer for one batch of M tokens.
-
-        hidden_states   [M, H] f32, f16 or bf16: numpy, torch on any device, or Synthetic
-        topk_ids        [M, top_k] i32 or i64, global expert ids, -1 = nobody's
-        topk_weights    [M, top_k] f32 or bf16
-        grouped         instead of topk_*: rows sorted by expert, answered row by row
-        timeout_s       for all of it, here and at the server; None = the client's
-        output_dtype    "f32", "f16", "bf16", or a numpy or torch dtype; None = that of hidden_states
-        digest          answer with sum, sum of squares and CRC-32 instead of the output
-        traceparent     W3C trace context of this request
-        router_weight_on_input   weights multiply the experts' inputs; top_k must be 1
-
-        Raises the rows of expertd.errors.
-        """
-        call = make_call(
-            layer,
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
-            output_dtype=output_dtype,
-            router_weight_on_input=router_weight_on_input,
-            digest=digest,
-            grouped=grouped,
-            traceparent=traceparent,
-        )
+    def forward_request(self, request: Request, *, timeout_s: float | None = None) -> ForwardResult:
+        deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
         for attempt in itertools.count(1):
             try:
-                return self._once(call)
+                return self._once(request, deadline)
             except ExpertdError as error:
-                pause = pause_s(self._retry, error, attempt, call.left_s())
+                pause = pause_s(self._retry, error, attempt, None if deadline is None else deadline.left_s())
                 if pause is None:
                     raise
             time.sleep(pause)
         raise AssertionError("unreachable: pause_s ends the loop")
 
-    def submit(
-        self,
-        layer: int,
-        hidden_states: Any,
-        topk_ids: Any = None,
-        topk_weights: Any = None,
-        *,
-        timeout_s: float | None = None,
-        output_dtype: Any = None,
-        router_weight_on_input: bool = False,
-        digest: bool = False,
-        grouped: Grouped | None = None,
-        traceparent: str = "",
-    ) -> ForwardFuture:
-        """forward() without waiting for the answer; the arguments are the same.  The tensors may be overwritten as soon
-        as this returns.  Where nobody calls result(), the server alone watches the timeout."""
-        return self._start(
-            make_call(
-                layer,
-                hidden_states,
-                topk_ids,
-                topk_weights,
-                timeout_s=self._timeout_s if timeout_s is None else timeout_s,
-                output_dtype=output_dtype,
-                router_weight_on_input=router_weight_on_input,
-                digest=digest,
-                grouped=grouped,
-                traceparent=traceparent,
-            )
-        )
+    def submit_request(self, request: Request, *, timeout_s: float | None = None) -> ForwardFuture:
+        return self._start(request, deadline_in(self._timeout_s if timeout_s is None else timeout_s))
 
     def describe(
         self, *, include_decisions: bool = False, timeout_s: float = 10.0, wait_for_ready: bool = False
@@ -218,33 +136,34 @@ class ExpertClient:
         self._transport.describe(request, timeout_s, wait_for_ready, answer)
         return answer.result()
 
+    def session(self, *, timeout_s: float = 10.0) -> Session:
+        """How messages travel: the transport that this client and the server agreed on, and why not another one.
+        Connects if need be, and waits for the agreement."""
+        answer: _Promise[Session] = _Promise()
+        self._exchange.session(answer)
+        try:
+            return answer.result(timeout_s)
+        except FutureTimeoutError:
+            raise unanswered(self.target, timeout_s) from None
+
     def close(self) -> None:
-        """Fails what is in flight with RequestCancelledError and gives back the connection."""
         self._exchange.close()
         self._transport.close()
 
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _start(self, call: Call) -> ForwardFuture:
-        if not self._slots.acquire(timeout=call.left_s()):
-            raise crowded(call)
-        request = numbered(call, next(self._ids))
-        future = ForwardFuture(self._exchange, self._slots, call, request.request_id)
+    def _start(self, request: Request, deadline: Deadline | None) -> ForwardFuture:
+        if not self._slots.acquire(timeout=None if deadline is None else deadline.left_s()):
+            assert deadline is not None
+            raise deadline.crowded(request.layer)
+        future = ForwardFuture(self._exchange, self._slots)
         try:
-            self._exchange.submit(request, future)
+            future.sent(self._exchange.submit(request, deadline, future))
         except BaseException:
             self._slots.release()
             raise
         return future
 
-    def _once(self, call: Call) -> ForwardResult:
-        future = self._start(call)
+    def _once(self, request: Request, deadline: Deadline | None) -> ForwardResult:
+        future = self._start(request, deadline)
         try:
             return future.result()
         except BaseException:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -16,15 +16,14 @@ import grpc.aio
 from expertd.errors import ExpertdError, InternalError, MalformedMessageError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import (
-    ForwardRequestView,
-    StreamRequestView,
     decode_forward_response,
     decode_stream_response,
     encode_forward_request,
     encode_stream_request,
 )
 from expertd_client import grpc_common as common
-from expertd_client.transport import Closed, Connection, Deliver, Waiter
+from expertd_client.request import Request
+from expertd_client.transport import Channel, Closed, Connection, Deliver, Waiter, no_session
 
 __all__ = ["AioGrpcTransport"]
 
@@ -39,8 +38,10 @@ class AioGrpcTransport:
         unary: bool = False,
         credentials: grpc.ChannelCredentials | None = None,
         options: common.ChannelOptions = (),
+        channels: Sequence[Channel] = (),
     ) -> None:
         self.target = target
+        self.channels = () if unary else channels
         self._unary = unary
         self._tasks = _Tasks()
         opts = common.channel_options(options)
@@ -113,8 +114,17 @@ class _Stream:
         self._outbox: deque[bytes] = deque()
         tasks.start(self._read())
 
-    def send(self, message: StreamRequestView) -> None:
-        self._outbox.append(encode_stream_request(message))
+    def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
+        self._send(encode_stream_request(request.view(request_id, timeout_us)))
+
+    def cancel(self, request_id: int) -> None:
+        self._send(encode_stream_request(pb.CancelRequest(request_id=request_id)))
+
+    def offer(self, offer: pb.SessionOffer) -> None:
+        self._send(encode_stream_request(offer))
+
+    def _send(self, data: bytes) -> None:
+        self._outbox.append(data)
         if not self._writing:
             self._writing = True
             self._tasks.start(self._write())
@@ -171,15 +181,19 @@ class _Calls:
         self._closed = closed
         self._calls: dict[int, Any] = {}
 
-    def send(self, message: StreamRequestView) -> None:
-        if isinstance(message, ForwardRequestView):
-            call = self._forward(encode_forward_request(message), timeout=common.unary_timeout_s(message))
-            self._calls[message.request_id] = call
-            self._tasks.start(self._finish(message.request_id, call))
-        elif isinstance(message, pb.CancelRequest):
-            call = self._calls.get(message.request_id)
-            if call is not None:
-                call.cancel()
+    def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
+        data = encode_forward_request(request.view(request_id, timeout_us))
+        call = self._forward(data, timeout=common.unary_timeout_s(timeout_us))
+        self._calls[request_id] = call
+        self._tasks.start(self._finish(request_id, call))
+
+    def cancel(self, request_id: int) -> None:
+        call = self._calls.get(request_id)
+        if call is not None:
+            call.cancel()
+
+    def offer(self, offer: pb.SessionOffer) -> None:
+        self._deliver(no_session(offer, common.UNARY))
 
     def close(self) -> None:
         for call in list(self._calls.values()):

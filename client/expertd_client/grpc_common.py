@@ -17,12 +17,12 @@ from expertd.errors import (
     from_rpc_error,
 )
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView
 
 __all__ = [
     "DESCRIBE",
     "FORWARD",
     "STREAM_FORWARD",
+    "UNARY",
     "ChannelOptions",
     "bad_answer",
     "call_failed",
@@ -35,6 +35,9 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
 FORWARD = f"/{_SERVICE}/Forward"
 STREAM_FORWARD = f"/{_SERVICE}/StreamForward"
 DESCRIBE = f"/{_SERVICE}/Describe"
+
+UNARY = "unary calls have no session"
+"""Why such a transport has no channel."""
 
 ChannelOptions = Sequence[tuple[str, Any]]
 
@@ -91,6 +94,6 @@ def bad_answer(error: MalformedMessageError, target: str) -> BadResponseError:
     return bad
 
 
-def unary_timeout_s(request: ForwardRequestView) -> float | None:
+def unary_timeout_s(timeout_us: int) -> float | None:
     """The gRPC deadline of a unary Forward: the request's own timeout; None = none."""
-    return request.timeout_us * 1e-6 if request.timeout_us else None
+    return timeout_us * 1e-6 if timeout_us else None

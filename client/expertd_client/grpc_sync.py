@@ -8,7 +8,7 @@ unary calls 0.80-0.91 ms; grpc.aio alone 0.46-0.49 ms.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,15 +17,14 @@ import grpc
 from expertd.errors import ExpertdError, InternalError, MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import (
-    ForwardRequestView,
-    StreamRequestView,
     decode_forward_response,
     decode_stream_response,
     encode_forward_request,
     encode_stream_request,
 )
 from expertd_client import grpc_common as common
-from expertd_client.transport import Closed, Connection, Deliver, Waiter
+from expertd_client.request import Request
+from expertd_client.transport import Channel, Closed, Connection, Deliver, Waiter, no_session
 
 __all__ = ["GrpcTransport"]
 
@@ -37,6 +36,7 @@ class GrpcTransport:
                   balance single calls need
     credentials   TLS; None = plain text
     options       gRPC channel options that replace this client's
+    channels      what a stream may offer to use beside it, best first; unary calls have no session
     """
 
     def __init__(
@@ -46,8 +46,10 @@ class GrpcTransport:
         unary: bool = False,
         credentials: grpc.ChannelCredentials | None = None,
         options: common.ChannelOptions = (),
+        channels: Sequence[Channel] = (),
     ) -> None:
         self.target = target
+        self.channels = () if unary else channels
         self._unary = unary
         opts = common.channel_options(options)
         if credentials is None:
@@ -80,6 +82,9 @@ class GrpcTransport:
     def close(self) -> None:
         self._channel.close()
 
+    async def wait_closed(self) -> None:
+        """close() has waited."""
+
 
 class _Stream:
     """StreamForward: gRPC's own thread takes messages from the outbox, ours reads."""
@@ -94,8 +99,14 @@ class _Stream:
         self._reader = threading.Thread(target=self._read, name=f"expertd-read-{target}", daemon=True)
         self._reader.start()
 
-    def send(self, message: StreamRequestView) -> None:
-        self._outbox.put(encode_stream_request(message))
+    def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
+        self._outbox.put(encode_stream_request(request.view(request_id, timeout_us)))
+
+    def cancel(self, request_id: int) -> None:
+        self._outbox.put(encode_stream_request(pb.CancelRequest(request_id=request_id)))
+
+    def offer(self, offer: pb.SessionOffer) -> None:
+        self._outbox.put(encode_stream_request(offer))
 
     def close(self) -> None:
         self._closing = True
@@ -131,16 +142,19 @@ class _Calls:
         self._closed = closed
         self._calls: dict[int, Any] = {}
 
-    def send(self, message: StreamRequestView) -> None:
-        if isinstance(message, ForwardRequestView):
-            call = self._forward.future(encode_forward_request(message), timeout=common.unary_timeout_s(message))
-            request_id = message.request_id
-            self._calls[request_id] = call
-            call.add_done_callback(lambda done: self._done(request_id, done))
-        elif isinstance(message, pb.CancelRequest):
-            call = self._calls.get(message.request_id)
-            if call is not None:
-                call.cancel()
+    def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
+        data = encode_forward_request(request.view(request_id, timeout_us))
+        call = self._forward.future(data, timeout=common.unary_timeout_s(timeout_us))
+        self._calls[request_id] = call
+        call.add_done_callback(lambda done: self._done(request_id, done))
+
+    def cancel(self, request_id: int) -> None:
+        call = self._calls.get(request_id)
+        if call is not None:
+            call.cancel()
+
+    def offer(self, offer: pb.SessionOffer) -> None:
+        self._deliver(no_session(offer, common.UNARY))
 
     def close(self) -> None:
         for call in list(self._calls.values()):

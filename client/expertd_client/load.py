@@ -22,15 +22,15 @@ from itertools import count
 from typing import TypeVar
 
 from expertd.errors import ExpertdError
-from expertd_client.call import ForwardResult
 from expertd_client.percentiles import Durations, Summary
-from expertd_client.workload import Inputs
+from expertd_client.request import Request
+from expertd_client.result import ForwardResult
 
 __all__ = ["LoadPlan", "LoadReport", "Send", "ServerSide", "departures", "run_load", "run_precisely"]
 
 _T = TypeVar("_T")
 
-Send = Callable[[Inputs, int], Awaitable[ForwardResult]]
+Send = Callable[[Request, int], Awaitable[ForwardResult]]
 """Sends a request; the number spreads requests over connections (modulo how many there are)."""
 
 _FAILURE_PAUSE_S = 0.01
@@ -137,20 +137,20 @@ def departures(plan: LoadPlan) -> Iterator[float]:
         at_s = at_s + rng.expovariate(plan.rate) if plan.poisson else (n + 1) / plan.rate
 
 
-async def run_load(plan: LoadPlan, inputs: Iterator[Inputs], send: Send) -> LoadReport:
+async def run_load(plan: LoadPlan, requests: Iterator[Request], send: Send) -> LoadReport:
     """Runs the plan.  Errors of the table are counted; any other exception ends the run and is raised."""
     for n in range(plan.warmup):
-        await send(next(inputs), n)
+        await send(next(requests), n)
     tally = _Tally(asyncio.get_running_loop().time)
     async with _Flock() as flock:
         if plan.rate is None:
-            _start_callers(plan, inputs, send, tally, flock)
+            _start_callers(plan, requests, send, tally, flock)
         else:
-            await _depart(plan, inputs, send, tally, flock)
+            await _depart(plan, requests, send, tally, flock)
     return tally.report(plan)
 
 
-def _start_callers(plan: LoadPlan, inputs: Iterator[Inputs], send: Send, tally: _Tally, flock: _Flock) -> None:
+def _start_callers(plan: LoadPlan, requests: Iterator[Request], send: Send, tally: _Tally, flock: _Flock) -> None:
     numbers = iter(range(plan.requests)) if plan.requests is not None else count()
 
     async def caller(connection: int) -> None:
@@ -158,20 +158,20 @@ def _start_callers(plan: LoadPlan, inputs: Iterator[Inputs], send: Send, tally: 
             begin_s = tally.elapsed_s()
             if plan.duration_s is not None and begin_s >= plan.duration_s:
                 return
-            if not await tally.measure(send(next(inputs), connection), begin_s):
+            if not await tally.measure(send(next(requests), connection), begin_s):
                 await asyncio.sleep(_FAILURE_PAUSE_S)
 
     for n in range(plan.concurrency):
         flock.start(caller(n))
 
 
-async def _depart(plan: LoadPlan, inputs: Iterator[Inputs], send: Send, tally: _Tally, flock: _Flock) -> None:
+async def _depart(plan: LoadPlan, requests: Iterator[Request], send: Send, tally: _Tally, flock: _Flock) -> None:
     for number, at_s in enumerate(departures(plan)):
         await asyncio.sleep(max(0.0, at_s - tally.elapsed_s()))  # 0: the answers get their turn, too
         if flock.fault is not None:
             return
         tally.lateness.add(tally.elapsed_s() - at_s)
-        flock.start(tally.measure(send(next(inputs), number), at_s))
+        flock.start(tally.measure(send(next(requests), number), at_s))
 
 
 def run_precisely(work: Coroutine[object, object, _T]) -> _T:

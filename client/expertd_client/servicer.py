@@ -6,7 +6,7 @@ the two methods that grpc.aio would call with bytes; everything here runs in the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -14,9 +14,10 @@ import grpc.aio
 
 from expertd.errors import ExpertdError, InternalError, MalformedMessageError, RequestCancelledError, from_status
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import StreamRequestView, decode_stream_response, encode_stream_request
+from expertd.wire import decode_stream_response, encode_stream_request
 from expertd_client import grpc_common as common
-from expertd_client.transport import Closed, Connection, Deliver, Waiter
+from expertd_client.request import Request
+from expertd_client.transport import Channel, Closed, Connection, Deliver, Waiter
 
 __all__ = ["BytesServicer", "ServicerTransport"]
 
@@ -34,10 +35,13 @@ class BytesServicer(Protocol):
 
 
 class ServicerTransport:
-    """`servicer` as a server of AsyncExpertClient."""
+    """`servicer` as a server of AsyncExpertClient, which is then an AsyncForwarder over experts of this process."""
 
-    def __init__(self, servicer: BytesServicer, target: str = "in-process") -> None:
+    def __init__(
+        self, servicer: BytesServicer, target: str = "in-process", *, channels: Sequence[Channel] = ()
+    ) -> None:
         self.target = target
+        self.channels = channels
         self._servicer = servicer
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -70,6 +74,10 @@ class ServicerTransport:
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
+
+    async def wait_closed(self) -> None:
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -117,8 +125,14 @@ class _Stream(_Context):
         self._closed = closed
         self._inbox: asyncio.Queue[bytes] = asyncio.Queue()
 
-    def send(self, message: StreamRequestView) -> None:
-        self._inbox.put_nowait(encode_stream_request(message))
+    def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
+        self._inbox.put_nowait(encode_stream_request(request.view(request_id, timeout_us)))
+
+    def cancel(self, request_id: int) -> None:
+        self._inbox.put_nowait(encode_stream_request(pb.CancelRequest(request_id=request_id)))
+
+    def offer(self, offer: pb.SessionOffer) -> None:
+        self._inbox.put_nowait(encode_stream_request(offer))
 
     def close(self) -> None:
         self.task.cancel()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,12 +22,21 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES, dtype_name
+from expertd.dtypes import DTYPE_NAME, DTYPE_NUMBER, dtype_name
 from expertd.errors import BadDtypeError, BadResponseError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import Spelling, TensorView
 
-__all__ = ["Like", "Synthetic", "from_wire", "like", "to_wire", "wire_dtype"]
+__all__ = [
+    "Synthetic",
+    "checked_dtype",
+    "device_of",
+    "from_wire",
+    "keep_or",
+    "take",
+    "to_wire",
+    "wire_dtype",
+]
 
 _NUMPY: dict[int, np.dtype[Any]] = {
     pb.DATA_TYPE_F32: np.dtype("<f4"),
@@ -43,7 +53,6 @@ _TORCH_NAMES: dict[int, str] = {
     pb.DATA_TYPE_I32: "int32",
     pb.DATA_TYPE_I64: "int64",
 }
-_FLOATS = frozenset(DTYPE_NUMBER[name] for name in FLOAT_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,59 +71,77 @@ class Synthetic:
     zipf_exponent: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Like:
-    """What an answer should be: that of the request's hidden_states.
-
-    shape     [M, H]
-    dtype     DataType of the request
-    device    the torch device that it came from; None = numpy
-    """
-
-    shape: tuple[int, ...]
-    dtype: int
-    device: Any = None
-
-
-def to_wire(x: Any, name: str) -> TensorView:
-    """`x` as a tensor on the wire; `name` is what errors call it.  Raises BadDtypeError."""
+def to_wire(x: Any, number: int) -> TensorView:
+    """`x` as a tensor on the wire; number: its DataType, as checked_dtype found it."""
     if isinstance(x, np.ndarray):
-        return _from_numpy(x, name)
-    if _is_torch(x):
-        return _from_torch(x, name)
+        return _from_numpy(x, number)
     if isinstance(x, Synthetic):
         values = pb.SyntheticValues(seed=x.seed, zipf_exponent=x.zipf_exponent)
-        return TensorView(wire_dtype(x.dtype), x.shape, Spelling.SYNTHETIC, values)
-    raise BadDtypeError.about(
-        name,
-        got=type(x).__name__,
-        want="a numpy array, a torch tensor or Synthetic",
-        remedy="convert it with numpy.asarray(x, dtype=...)",
-    )
+        return TensorView(number, x.shape, Spelling.SYNTHETIC, values)
+    return _from_torch(x, number)
 
 
-def like(x: Any, view: TensorView) -> Like:
-    """What the answer to a request with the hidden states `x` (on the wire: `view`) should be."""
-    dtype = view.dtype if view.dtype in _FLOATS else pb.DATA_TYPE_BF16
-    return Like(view.shape, dtype, x.device if _is_torch(x) else None)
+def checked_dtype(x: Any, name: str, allowed: Sequence[str]) -> int:
+    """The DataType of `x`, which errors call `name`.  Raises BadDtypeError for a dtype that is not among `allowed`."""
+    if isinstance(x, np.ndarray):
+        number = _number_of_numpy(x.dtype)
+    elif _is_torch(x):
+        number = _by_torch().get(x.dtype)
+    elif isinstance(x, Synthetic):
+        number = DTYPE_NUMBER.get(x.dtype)
+    else:
+        raise BadDtypeError.about(
+            name,
+            got=type(x).__name__,
+            want="a numpy array, a torch tensor or Synthetic",
+            remedy="convert it with numpy.asarray(x, dtype=...)",
+        )
+    if number is None or DTYPE_NAME[number] not in allowed:
+        raise BadDtypeError.about(
+            name, got=f"dtype {x.dtype}", want="one of " + ", ".join(allowed), remedy="cast it before the call"
+        )
+    return number
 
 
-def from_wire(view: TensorView, want: Like) -> Any:
-    """The array behind `view`: numpy, or torch on `want.device`; writable, and a view of the message where its elements
-    are aligned.  Raises BadResponseError where dtype, shape and bytes do not fit each other or the request."""
-    dtype = _NUMPY.get(view.dtype)
+def device_of(x: Any) -> Any:
+    """The torch device of `x`; None = numpy, or values that the server draws."""
+    return x.device if _is_torch(x) else None
+
+
+def take(x: Any, index: Any) -> Any:
+    """Rows of an array or tensor: a slice of them, or those at the numbers, or at the true ones of the booleans, in a
+    numpy array or torch tensor `index`."""
+    if isinstance(index, slice):
+        return x[index]
+    if _is_torch(x):
+        return x[sys.modules["torch"].as_tensor(index, device=x.device)]
+    rows = _on_host(index)
+    return x[rows] if rows.dtype == bool else x.take(rows, axis=0)
+
+
+def keep_or(x: Any, keep: Any, other: int) -> Any:
+    """`x` where the booleans `keep` are true, `other` elsewhere; the dtype stays."""
+    if _is_torch(x):
+        return x.where(sys.modules["torch"].as_tensor(keep, device=x.device), other)
+    return np.where(_on_host(keep), x, x.dtype.type(other))
+
+
+def from_wire(view: TensorView, shape: tuple[int, ...], dtype: int, device: Any) -> Any:
+    """The array behind `view`: numpy, or torch on `device` where it is not None; writable, and a view of the message
+    where its elements are aligned.  Raises BadResponseError where it is not of `shape` and `dtype` (a DataType)."""
     empty = view.spelling == Spelling.NONE and 0 in view.shape  # no element, so no data need be sent
-    if dtype is None or not (view.spelling == Spelling.RAW or empty) or view.dtype not in _FLOATS:
+    if view.dtype != dtype or not (view.spelling == Spelling.RAW or empty):
         got = f"dtype {dtype_name(view.dtype)} as field {view.spelling}"
-        raise BadResponseError.about("output", got=got, want="raw bytes of f32, f16 or bf16")
-    if view.shape != want.shape:
-        raise BadResponseError.about("output", got=f"shape {list(view.shape)}", want=list(want.shape))
+        raise BadResponseError.about("output", got=got, want=f"raw bytes of {dtype_name(dtype)}")
+    if view.shape != shape:
+        raise BadResponseError.about("output", got=f"shape {list(view.shape)}", want=list(shape))
+    elements = _NUMPY[dtype]
     raw = b"" if empty else view.raw
-    count = math.prod(view.shape) * dtype.itemsize
-    if len(raw) != count:
-        raise BadResponseError.about(f"output {list(view.shape)}", got=f"{len(raw)} bytes", want=count)
-    array = _writable(raw, dtype.itemsize)
-    return array.view(dtype).reshape(view.shape) if want.device is None else _to_torch(array, view, want.device)
+    array = _writable(raw, elements.itemsize)
+    count = math.prod(shape) * elements.itemsize
+    if array.size != count:
+        raise BadResponseError.about(f"output {list(shape)}", got=f"{array.size} bytes", want=count)
+    return array.view(elements).reshape(shape) if device is None else _to_torch(array, view, device)
 
 
 def wire_dtype(dtype: Any) -> int:
@@ -140,21 +167,23 @@ def _is_torch(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-def _from_numpy(x: NDArray[Any], name: str) -> TensorView:
-    number = _BY_NUMPY.get(x.dtype)
-    if number is None:
-        number = _BY_NUMPY.get(x.dtype.newbyteorder("<"))
-        if number is None:
-            raise _refused(x.dtype, name)
-        x = x.astype(x.dtype.newbyteorder("<"))
-    flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    return TensorView.of_raw(number, x.shape, flat)
+def _number_of_numpy(dtype: np.dtype[Any]) -> int | None:
+    number = _BY_NUMPY.get(dtype)
+    return _BY_NUMPY.get(dtype.newbyteorder("<")) if number is None else number
 
 
-def _from_torch(x: Any, name: str) -> TensorView:
-    number = _by_torch().get(x.dtype)
-    if number is None:
-        raise _refused(x.dtype, name)
+def _on_host(x: Any) -> NDArray[Any]:
+    return np.asarray(x.cpu() if _is_torch(x) else x)
+
+
+def _from_numpy(x: NDArray[Any], number: int) -> TensorView:
+    shape = x.shape
+    if x.dtype != _NUMPY[number]:  # big-endian
+        x = x.astype(_NUMPY[number])
+    return TensorView.of_raw(number, shape, np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+
+
+def _from_torch(x: Any, number: int) -> TensorView:
     torch = sys.modules["torch"]
     host = x.detach() if x.requires_grad else x
     if host.device.type != "cpu":
@@ -170,12 +199,6 @@ def _to_torch(array: NDArray[np.uint8], view: TensorView, device: Any) -> Any:
         return torch.empty(view.shape, dtype=dtype, device=device)
     tensor = torch.from_numpy(array).view(dtype).reshape(view.shape)
     return tensor if device.type == "cpu" else tensor.to(device)
-
-
-def _refused(dtype: Any, name: str) -> BadDtypeError:
-    return BadDtypeError.about(
-        name, got=f"dtype {dtype}", want="one of " + ", ".join(DTYPE_NUMBER), remedy="cast it before the call"
-    )
 
 
 @lru_cache(maxsize=1)

@@ -1,11 +1,11 @@
-"""The one seam of the client: how messages reach a server and come back.
+"""The seam of the client: how requests reach a server and answers come back.
 
-A transport moves values of `expertd.wire`, never arrays and never futures; which answer belongs to which request is
-the business of `expertd_client.exchange`.  Adding one (a shared-memory ring, a framed TCP channel, CUDA IPC) is one
-file with these two classes:
+A transport never sees who waits for an answer: that is the business of `expertd_client.exchange`.  It gets Requests,
+whose tensors lie where the caller has them, and delivers values of `expertd.wire`.  Adding one is one file:
 
     Transport     one server: opens connections, asks Describe
     Connection    one ordered stream of requests; answers come in any order through `deliver`
+    Channel       a faster way beside a connection, which a session opens (see expertd_client.session)
 
 A connection says `closed(error)` exactly once, from its own thread or loop, and delivers nothing afterwards.
 `deliver` and `closed` never block and never raise.  ExpertClient calls from any thread; AsyncExpertClient calls from
@@ -16,19 +16,21 @@ A plain function can stand for a server: FunctionTransport.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from expertd.errors import ExpertdError, RequestCancelledError, UnimplementedError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import StreamRequestView, StreamResponseView
+from expertd.wire import ForwardRequestView, StreamResponseView
+from expertd_client.request import Request
 
-__all__ = ["Closed", "Connection", "Deliver", "FunctionTransport", "Transport", "Waiter"]
+__all__ = ["Channel", "Closed", "Connection", "Deliver", "FunctionTransport", "Transport", "Waiter", "no_session"]
 
 _T = TypeVar("_T", contravariant=True)
 
 Deliver = Callable[[StreamResponseView], None]
-"""Takes one message that the server sent; what it holds belongs to the receiver from then on."""
+"""Takes one message that the server sent.  What it holds belongs to the receiver from then on; where the memory of an
+output is lent, until the receiver calls its `give_back` (see expertd_client.lent)."""
 Closed = Callable[[ExpertdError], None]
 """Takes the reason why nothing more will be delivered."""
 
@@ -42,14 +44,37 @@ class Waiter(Protocol[_T]):
 
 
 class Connection(Protocol):
-    """One ordered stream of messages to a server."""
+    """One ordered stream of requests to a server.  After `closed` its methods do nothing."""
 
-    def send(self, message: StreamRequestView) -> None:
-        """Queues one message; never waits for the server.  The tensors in it are read before this returns, or, within
-        a process, may be read until the answer is delivered.  After `closed` it does nothing."""
+    def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
+        """Sends a request; never waits for the server.  The tensors are read before this returns, or, within a process,
+        may be read until the answer is delivered.  Raises where it cannot be sent, and then nothing was.
+
+        request_id   never used before on this connection
+        timeout_us   what is left of its time; 0 = no limit
+        """
+
+    def cancel(self, request_id: int) -> None:
+        """Takes a request back; its answer, if one still comes, is not wanted."""
+
+    def offer(self, offer: pb.SessionOffer) -> None:
+        """Asks for a channel; a pb.SessionAnswer is delivered."""
 
     def close(self) -> None:
         """Ends the connection; `closed` is called with RequestCancelledError unless it has been called already."""
+
+
+class Channel(Protocol):
+    """A faster way to the server of one transport."""
+
+    name: str
+    """As the contract calls it in SessionOffer: "shm", "cuda_ipc", "tcp", "nixl"."""
+
+    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed) -> Connection:
+        """The channel that the server accepted: `answer` has its token and endpoint.  The token is valid until the
+        connection that carried the answer closes.  It does not wait; an ExpertdError or OSError is the reason why it
+        cannot be had, and messages stay inline.  `offer` is never called on it."""
+        ...
 
 
 class Transport(Protocol):
@@ -57,6 +82,8 @@ class Transport(Protocol):
 
     target: str
     """What errors and reports call the server: its address."""
+    channels: Sequence[Channel]
+    """What its connections can offer, best first."""
 
     def connect(self, deliver: Deliver, closed: Closed) -> Connection:
         """A new connection, without waiting for it: where the server cannot be reached, `closed` says so."""
@@ -68,18 +95,28 @@ class Transport(Protocol):
         """Asks what the server holds.  wait_for_ready: keep trying to connect until the time is over."""
 
     def close(self) -> None:
-        """Gives back channel and threads.  Connections are closed before."""
+        """Begins to give back channel, threads and tasks.  Connections are closed before."""
+
+    async def wait_closed(self) -> None:
+        """Returns when everything is given back.  One that needs no event loop has done so in close()."""
+
+
+def no_session(offer: pb.SessionOffer, reason: str) -> pb.SessionAnswer:
+    """The answer of what has no sessions: `reason` for each transport."""
+    return pb.SessionAnswer(verdicts=[pb.TransportVerdict(transport=t, reason=reason) for t in offer.transports])
 
 
 class FunctionTransport:
     """A function that stands for a server: takes a request, returns its answer or raises a row of the error table.
 
-    Answers are delivered before `send` returns, in the caller's thread; a cancel finds nothing to cancel.
+    Answers are delivered before `forward` returns, in the caller's thread; a cancel finds nothing to cancel.
     """
+
+    channels: Sequence[Channel] = ()
 
     def __init__(
         self,
-        serve: Callable[[StreamRequestView], StreamResponseView],
+        serve: Callable[[ForwardRequestView], StreamResponseView],
         describe: Callable[[pb.DescribeRequest], pb.DescribeResponse] | None = None,
         target: str = "function",
     ) -> None:
@@ -107,23 +144,33 @@ class FunctionTransport:
     def close(self) -> None:
         """Nothing to give back."""
 
+    async def wait_closed(self) -> None:
+        """Nothing to wait for."""
+
 
 class _FunctionConnection:
     def __init__(
-        self, serve: Callable[[StreamRequestView], StreamResponseView], deliver: Deliver, closed: Closed
+        self, serve: Callable[[ForwardRequestView], StreamResponseView], deliver: Deliver, closed: Closed
     ) -> None:
         self._serve = serve
         self._deliver = deliver
         self._closed: Closed | None = closed
 
-    def send(self, message: StreamRequestView) -> None:
-        if self._closed is None or isinstance(message, pb.CancelRequest):
+    def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
+        if self._closed is None:
             return
+        view = request.view(request_id, timeout_us)
         try:
-            answer = self._serve(message)
+            answer = self._serve(view)
         except ExpertdError as error:
-            answer = error.to_request_error(getattr(message, "request_id", 0))
+            answer = error.to_request_error(request_id)
         self._deliver(answer)
+
+    def cancel(self, request_id: int) -> None:
+        """It has been answered."""
+
+    def offer(self, offer: pb.SessionOffer) -> None:
+        self._deliver(no_session(offer, "a function has no sessions"))
 
     def close(self) -> None:
         closed, self._closed = self._closed, None

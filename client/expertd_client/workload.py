@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.request import Request, RequestOptions
 from expertd_client.tensors import Synthetic
 
-__all__ = ["POOL", "Inputs", "LayerShape", "drawn", "layer_shapes", "requests", "routes", "synthetic"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["POOL", "LayerShape", "drawn", "layer_shapes", "requests", "routes", "synthetic"]
 
 POOL = 16
 """Different requests that are sent in turn: enough that those in one batch differ, few enough that whoever draws them,
@@ -33,16 +37,6 @@ class LayerShape:
     hidden_size: int
     num_experts: int
     top_k: int
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Arguments of one forward."""
-
-    layer: int
-    hidden_states: Any
-    topk_ids: Any
-    topk_weights: Any
 
 
 def layer_shapes(described: pb.DescribeResponse, layers: Sequence[int] | None, top_k: int | None) -> list[LayerShape]:
@@ -70,33 +64,44 @@ def routes(rng: np.random.Generator, tokens: int, shape: LayerShape, zipf: float
     return np.argsort(-keys, axis=1)[:, : shape.top_k].astype(np.int32)
 
 
-def drawn(rng: np.random.Generator, tokens: int, shape: LayerShape, zipf: float) -> Inputs:
+def drawn(
+    rng: np.random.Generator, tokens: int, shape: LayerShape, zipf: float, **options: Unpack[RequestOptions]
+) -> Request:
     """A request with its tensors: bf16 hidden states, i32 ids, f32 weights."""
     logits = np.exp(rng.standard_normal((tokens, shape.top_k), dtype=np.float32))
-    return Inputs(
+    return Request(
         shape.layer,
         rng.standard_normal((tokens, shape.hidden_size), dtype=np.float32).astype(ml_dtypes.bfloat16),
         routes(rng, tokens, shape, zipf),
         logits / logits.sum(axis=1, keepdims=True, dtype=np.float32),
+        **options,
     )
 
 
-def synthetic(seed: int, tokens: int, shape: LayerShape, zipf: float) -> Inputs:
+def synthetic(seed: int, tokens: int, shape: LayerShape, zipf: float, **options: Unpack[RequestOptions]) -> Request:
     """The same request for the server to draw: about 60 bytes on the wire."""
-    return Inputs(
+    return Request(
         shape.layer,
         Synthetic((tokens, shape.hidden_size), seed, "bf16"),
         Synthetic((tokens, shape.top_k), seed, "i32", zipf),
         Synthetic((tokens, shape.top_k), seed, "f32"),
+        **options,
     )
 
 
-def requests(shapes: Sequence[LayerShape], tokens: int, zipf: float, on_the_wire: bool, seed: int) -> Iterator[Inputs]:
+def requests(
+    shapes: Sequence[LayerShape],
+    tokens: int,
+    zipf: float,
+    on_the_wire: bool,
+    seed: int,
+    **options: Unpack[RequestOptions],
+) -> Iterator[Request]:
     """Endless: the layers in turn, POOL different ones over and over.  on_the_wire: with their tensors, otherwise
     synthetic."""
     if on_the_wire:
         rng = np.random.default_rng(seed)
-        pool = [drawn(rng, tokens, shapes[n % len(shapes)], zipf) for n in range(max(POOL, len(shapes)))]
+        pool = [drawn(rng, tokens, shapes[n % len(shapes)], zipf, **options) for n in range(max(POOL, len(shapes)))]
         pool = pool[: len(pool) // len(shapes) * len(shapes)]  # whole turns, so that the layers stay in order
         return (pool[n % len(pool)] for n in count())
-    return (synthetic(seed + n % POOL, tokens, shapes[n % len(shapes)], zipf) for n in count())
+    return (synthetic(seed + n % POOL, tokens, shapes[n % len(shapes)], zipf, **options) for n in count())

@@ -9,9 +9,9 @@ import pytest
 
 from expertd.errors import QueueFullError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.call import ForwardResult
 from expertd_client.load import LoadPlan, departures, run_load
 from expertd_client.percentiles import Durations, Summary
+from expertd_client.result import ForwardResult
 from expertd_client.workload import LayerShape, drawn, layer_shapes, requests, routes, synthetic
 
 SHAPE = LayerShape(layer=3, hidden_size=16, num_experts=8, top_k=2)

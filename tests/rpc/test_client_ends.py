@@ -2,6 +2,7 @@
 stream and over unary calls, on localhost): time limits, taking back, broken connections."""
 
 import contextlib
+import threading
 import time
 from concurrent import futures
 
@@ -33,6 +34,22 @@ def test_a_request_ends_with_its_time_and_is_taken_back(client, servicer):
     servicer.wait_for(lambda: servicer.cancelled == [servicer.seen[0].request_id])
     assert client.in_flight == 0
     assert client.forward(4, *batch(5.0)[1:]).output[0, 0] == 5.0
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_request_that_nobody_waits_for_ends_with_its_time(kind, servicer, address):
+    """Callbacks hang on it, for one."""
+    servicer.on_forward = lambda request, reply: None
+    with connect(kind, address, max_in_flight=1) as client:
+        ended = threading.Event()
+        call = client.submit(*batch(), timeout_s=0.1)
+        call.add_done_callback(lambda _: ended.set())
+        assert ended.wait(PATIENCE_S)
+        assert isinstance(call.exception(), DeadlineExceededError)
+        servicer.wait_for(lambda: servicer.cancelled == [servicer.seen[0].request_id])
+        assert client.in_flight == 0
+        servicer.on_forward = lambda request, reply: reply(echo(request))
+        assert client.forward(*batch(5.0), timeout_s=PATIENCE_S).output[0, 0] == 5.0  # the only place is free again
 
 
 def test_the_clients_own_timeout_is_the_default(kind, servicer, address):

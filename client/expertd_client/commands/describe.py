@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +19,7 @@ from expertd.ranges import format_ranges, format_runs
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.client import ExpertClient
 from expertd_client.commands.options import add_common, console
+from expertd_client.session import INLINE, Session
 
 __all__ = ["add_parser", "run"]
 
@@ -31,10 +33,11 @@ def add_parser(subparsers: Any, text: str) -> None:
 def run(args: argparse.Namespace) -> int:
     with ExpertClient(args.address) as client:
         answer = client.describe(include_decisions=args.decisions, timeout_s=args.timeout)
+        session = client.session(timeout_s=args.timeout)
     if args.json:
-        print(json.dumps(as_json(answer), indent=2))
+        print(json.dumps({**as_json(answer), "session": asdict(session)}, indent=2))
     else:
-        show(console(), args.address, answer)
+        show(console(), args.address, answer, session)
     return 0
 
 
@@ -46,7 +49,7 @@ def as_json(answer: pb.DescribeResponse) -> dict[str, Any]:
     return out
 
 
-def show(out: Console, address: str, d: pb.DescribeResponse) -> None:
+def show(out: Console, address: str, d: pb.DescribeResponse, session: Session) -> None:
     """The description for people."""
     m, limits = d.model, d.limits
     facts = {
@@ -55,7 +58,8 @@ def show(out: Console, address: str, d: pb.DescribeResponse) -> None:
         "accepts": f"{_dtypes(d.input_dtypes)}; answers in {_dtypes(d.output_dtypes)}",
         "limits": f"{limits.max_tokens} tokens, {limits.max_message_bytes / 2**20:,.1f} MiB a message,"
         f" {limits.max_requests_in_flight} requests in flight on a stream",
-        "transports": ", ".join(d.transports) or "inline",
+        "transports": ", ".join([*d.transports, INLINE]),
+        "session": "; ".join([session.transport, *(f"not {name}: {why}" for name, why in session.refused.items())]),
         "load": f"{d.load.queued_requests} requests with {d.load.queued_tokens} tokens wait,"
         f" {d.load.token_ns / 1e3:,.1f} us a token{', draining' if d.load.draining else ''}",
     }

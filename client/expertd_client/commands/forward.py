@@ -15,12 +15,12 @@ from rich.table import Table
 
 from expertd.dtypes import dtype_name
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.call import ForwardResult
 from expertd_client.client import ExpertClient
 from expertd_client.commands.options import add_common, add_routing, at_least, console, duration
 from expertd_client.files import load_array, load_tensors, save_array
-from expertd_client.tensors import wire_dtype
-from expertd_client.workload import Inputs, drawn, layer_shapes, synthetic
+from expertd_client.request import Request, RequestOptions
+from expertd_client.result import ForwardResult
+from expertd_client.workload import drawn, layer_shapes, synthetic
 
 __all__ = ["add_parser", "run"]
 
@@ -59,22 +59,13 @@ def run(args: argparse.Namespace) -> int:
     if args.save and args.digest:
         raise ValueError("--save: got --digest with it, want one of them: a digest has no output to write")
     with ExpertClient(args.address, unary=args.unary, timeout_s=args.timeout) as client:
-        x = _inputs(args, client)
+        request = _request(args, client)
         begin_s = time.perf_counter()
-        answer = client.forward(
-            x.layer,
-            x.hidden_states,
-            x.topk_ids,
-            x.topk_weights,
-            output_dtype=args.output_dtype,
-            digest=args.digest,
-            router_weight_on_input=args.router_weight_on_input,
-        )
+        answer = client.forward_request(request)
         round_trip_s = time.perf_counter() - begin_s
     if args.save:
         save_array(args.save, answer.output)
-    dtype = args.output_dtype or (dtype_name(wire_dtype(answer.output.dtype)) if answer.output is not None else "")
-    report = _report(x, answer, round_trip_s, dtype)
+    report = _report(request, answer, round_trip_s)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
@@ -82,28 +73,33 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _inputs(args: argparse.Namespace, client: ExpertClient) -> Inputs:
+def _request(args: argparse.Namespace, client: ExpertClient) -> Request:
     described = client.describe(timeout_s=args.timeout)
     shape = layer_shapes(described, None if args.layer is None else [args.layer], args.top_k)[0]
+    options: RequestOptions = {
+        "output_dtype": args.output_dtype,
+        "digest": args.digest,
+        "router_weight_on_input": args.router_weight_on_input,
+    }
     files = {name: getattr(args, name) for name in _NAMES if getattr(args, name)}
     if args.synthetic:
         if files or args.tensors:
             raise ValueError("--synthetic: got files with it, want one of them: the server draws all three tensors")
-        return synthetic(args.seed, args.m, shape, args.zipf)
+        return synthetic(args.seed, args.m, shape, args.zipf, **options)
     read: dict[str, Any] = load_tensors(args.tensors, _NAMES) if args.tensors else {}
     read.update({name: load_array(path) for name, path in files.items()})
     tokens = next((len(array) for array in read.values() if array.ndim), args.m)
     values = drawn(np.random.default_rng(args.seed), tokens, shape, args.zipf)
-    return Inputs(shape.layer, *(read.get(name, getattr(values, name)) for name in _NAMES))
+    return Request(shape.layer, *(read.get(name, getattr(values, name)) for name in _NAMES), **options)
 
 
-def _report(x: Inputs, answer: ForwardResult, round_trip_s: float, dtype: str) -> dict[str, Any]:
+def _report(request: Request, answer: ForwardResult, round_trip_s: float) -> dict[str, Any]:
     t = answer.timing
     report: dict[str, Any] = {
-        "layer": x.layer,
-        "tokens": x.hidden_states.shape[0],
+        "layer": request.layer,
+        "tokens": request.tokens,
         "routes_computed": answer.routes_computed,
-        "output": _output(answer, dtype),
+        "output": _output(answer, dtype_name(request.dtypes[0])),
         "round_trip_us": round(round_trip_s * 1e6, 1),
         "timing": {f.name: getattr(t, f.name) for f in pb.Timing.DESCRIPTOR.fields},
         "load": {f.name: getattr(answer.load, f.name) for f in pb.Load.DESCRIPTOR.fields},

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from expertd.ranges import format_ranges
 from expertd_client.async_client import AsyncExpertClient
-from expertd_client.call import ForwardResult
 from expertd_client.commands.options import (
     add_common,
     add_routing,
@@ -24,7 +23,9 @@ from expertd_client.commands.options import (
 )
 from expertd_client.load import LoadPlan, LoadReport, run_load, run_precisely
 from expertd_client.percentiles import Summary
-from expertd_client.workload import POOL, Inputs, layer_shapes, requests
+from expertd_client.request import Request, RequestOptions
+from expertd_client.result import ForwardResult
+from expertd_client.workload import POOL, layer_shapes, requests
 
 __all__ = ["add_parser", "run"]
 
@@ -92,22 +93,16 @@ async def _run(args: argparse.Namespace, plan: LoadPlan) -> tuple[list[int], Loa
         for _ in range(args.streams)
     ]
 
-    def send(x: Inputs, connection: int) -> Awaitable[ForwardResult]:
-        client = clients[connection % len(clients)]
-        return client.forward(
-            x.layer,
-            x.hidden_states,
-            x.topk_ids,
-            x.topk_weights,
-            output_dtype=args.output_dtype,
-            digest=args.digest,
-        )
+    def send(request: Request, connection: int) -> Awaitable[ForwardResult]:
+        return clients[connection % len(clients)].forward_request(request)
 
     try:
         described = await clients[0].describe(timeout_s=args.timeout)
         shapes = layer_shapes(described, args.layers, args.top_k)
-        inputs = requests(shapes, plan.tokens, args.zipf, not args.synthetic, args.seed)
-        return [s.layer for s in shapes], await run_load(plan, inputs, send)
+        drawn_here = not args.synthetic
+        wanted: RequestOptions = {"output_dtype": args.output_dtype, "digest": args.digest}
+        endless = requests(shapes, plan.tokens, args.zipf, drawn_here, args.seed, **wanted)
+        return [s.layer for s in shapes], await run_load(plan, endless, send)
     finally:
         for client in clients:
             await client.close()

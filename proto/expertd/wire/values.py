@@ -7,8 +7,8 @@ makes sense is the servicer's question.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from expertd.v1 import expert_service_pb2 as pb
@@ -114,7 +114,11 @@ class ForwardRequestView:
 
 @dataclass(slots=True)
 class ForwardResponseView:
-    """ForwardResponse: the partial sum [M, H], or its digest, and what it cost."""
+    """ForwardResponse: the partial sum [M, H], or its digest, and what it cost.
+
+    give_back   no field of the message: for the receiver to call when it has read `output`, where a transport lent that
+                memory; None = the receiver's own
+    """
 
     request_id: int = 0
     output: TensorView | None = None
@@ -123,6 +127,7 @@ class ForwardResponseView:
     timing: pb.Timing | None = None
     load: pb.Load | None = None
     placement_epoch: int = 0
+    give_back: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
 
 StreamRequestView: TypeAlias = "ForwardRequestView | pb.CancelRequest | pb.SessionOffer"

@@ -20,6 +20,7 @@ from expertd_client import (
     AsyncExpertClient,
     ExpertClient,
 )
+from expertd_client.transport import no_session
 
 PATIENCE_S = 20.0
 """How long a test waits for what must happen."""
@@ -41,12 +42,14 @@ class FakeServicer(pb_grpc.ExpertServiceServicer):
     """Does with each request what `on_forward(request, reply)` says; by default echoes it.
 
     reply takes a ForwardResponse, an ExpertdError for this request, a pb.Load unasked, or End for the whole stream.
-    seen, cancelled: what came, in order
+    on_session(offer) answers an offer, or None; by default every transport is refused.
+    seen, cancelled, offers: what came, in order
     """
 
     def __init__(self):
         self.on_forward = lambda request, reply: reply(echo(request))
-        self.seen, self.cancelled, self.streams, self.describes = [], [], 0, []
+        self.on_session = lambda offer: no_session(offer, "not here")
+        self.seen, self.cancelled, self.offers, self.streams, self.describes = [], [], [], 0, []
 
     def wait_for(self, condition):
         end_s = time.monotonic() + PATIENCE_S
@@ -63,6 +66,12 @@ class FakeServicer(pb_grpc.ExpertServiceServicer):
                 for message in request_iterator:
                     if message.HasField("cancel"):
                         self.cancelled.append(message.cancel.request_id)
+                        continue
+                    if message.HasField("session"):
+                        self.offers.append(message.session)
+                        agreed = self.on_session(message.session)
+                        if agreed is not None:
+                            outbox.put((0, pb.StreamForwardResponse(session=agreed)))
                         continue
                     request = message.forward
                     self.seen.append(request)
@@ -134,7 +143,8 @@ def serving(servicer, port=0, max_message_bytes=-1):
 
 
 class InLoop:
-    """AsyncExpertClient with the manners of ExpertClient: its loop runs in a thread."""
+    """AsyncExpertClient with the manners of ExpertClient: its loop runs in a thread.  server: also a function that
+    makes a transport in that loop."""
 
     def __init__(self, server, **options):
         self._loop = asyncio.new_event_loop()
@@ -142,7 +152,7 @@ class InLoop:
         self._thread.start()
 
         async def make():
-            return AsyncExpertClient(server, **options)
+            return AsyncExpertClient(server() if callable(server) else server, **options)
 
         self._client = self._run(make())
 
@@ -157,6 +167,9 @@ class InLoop:
 
     def describe(self, **kwargs):
         return self._run(self._client.describe(**kwargs))
+
+    def session(self, **kwargs):
+        return self._run(self._client.session(**kwargs))
 
     @property
     def in_flight(self):

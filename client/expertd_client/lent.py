@@ -1,0 +1,44 @@
+"""Memory that a transport lends for one answer, such as a slot that it shares with the server.
+
+A transport that reads answers from memory of its own wraps each in Lent:
+
+    lent = Lent(slot_bytes, give_back=lambda: ring.free(slot))
+    view.output = TensorView.of_raw(dtype, shape, lent.array())
+    view.give_back = lent.release
+
+The array keeps `lent` alive, and so does everything that is made from it (numpy views, torch.from_numpy): when the last
+of them is gone, the memory goes back.  Callers who know earlier call ForwardResult.release().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Lent"]
+
+
+class Lent:
+    """`memory` (a C-contiguous buffer, best a writable one) until it is given back: once, in whatever thread it is."""
+
+    __slots__ = ("__array_interface__", "_give_back", "_memory")
+
+    def __init__(self, memory: Any, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = None  # until the memory is known to be of use
+        self._memory = memory
+        self.__array_interface__ = np.frombuffer(memory, np.uint8).__array_interface__
+        self._give_back = give_back
+
+    def array(self) -> NDArray[np.uint8]:
+        """[n] u8 over the memory."""
+        return np.asarray(self)
+
+    def release(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+    __del__ = release

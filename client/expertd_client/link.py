@@ -1,0 +1,223 @@
+"""One connection, the channel that its session may open beside it, and the requests in flight on both.
+
+Every request is remembered with the way that carried it.  When a way ends, the requests on it fail, with an error that
+may be retried unless the server said otherwise; nothing is ever sent twice from here.  The end of a channel is not the
+end of the link: what comes later travels inline.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+from expertd.errors import (
+    ExpertdError,
+    RequestCancelledError,
+    UnavailableError,
+    UnimplementedError,
+    from_request_error,
+)
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import ForwardResponseView, StreamResponseView
+from expertd_client.deadline import Deadline
+from expertd_client.request import Request
+from expertd_client.result import ForwardResult, result_of
+from expertd_client.session import INLINE, Session
+from expertd_client.transport import Connection, Transport, Waiter
+
+__all__ = ["Link", "blame"]
+
+
+_Pending: TypeAlias = tuple[Waiter[ForwardResult], Request, "Deadline | None", Connection]
+"""A request in flight: who waits, for what, until when, and the way that carries it."""
+
+
+class Link:
+    """Thread-safe.  alive: whether it takes requests.  told: gets what the server says of its load."""
+
+    def __init__(self, transport: Transport, told: Callable[[pb.Load], None]) -> None:
+        self.pending: dict[int, _Pending] = {}
+        self.alive = True
+        self._told = told
+        self._target = transport.target
+        self._lock = threading.Lock()  # `alive`, `pending`, `_beside` and `_session` change together
+        self._error: ExpertdError = UnavailableError(f"{transport.target}: the connection is closed")
+        self._channels = {channel.name: channel for channel in transport.channels}
+        self._session = None if self._channels else Session()
+        self._asking: list[Waiter[Session]] = []
+        self._beside: Connection | None = None
+        self._broken: ExpertdError | None = None
+        self._inline: Connection = transport.connect(self._deliver, self._close)
+        if self._channels:
+            self._inline.offer(pb.SessionOffer(transports=list(self._channels)))
+
+    def forward(
+        self, request_id: int, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult]
+    ) -> None:
+        """Sends a request.  Raises where it cannot be sent; otherwise `waiter` gets to know."""
+        with self._lock:
+            alive = self.alive
+            way = self._inline if self._beside is None else self._beside
+            if alive:
+                self.pending[request_id] = (waiter, request, deadline, way)
+        if not alive:  # it broke between the choice of this link and now: nothing was sent
+            waiter.fail(_copy(self._error))
+            return
+        try:
+            way.forward(request_id, 0 if deadline is None else deadline.left_us(), request)
+        except Exception:  # a number that its field cannot hold, memory that cannot be read: nothing was sent
+            self.pending.pop(request_id, None)
+            raise
+
+    def cancel(self, request_id: int) -> bool:
+        """Forgets the waiter of a request and tells the server.  False: it has been answered, or is being answered."""
+        return self._take_back(request_id) is not None
+
+    def expire(self, request_id: int) -> None:
+        """Ends a request whose time is over, unless it has been answered."""
+        found = self._take_back(request_id)
+        if found is not None:
+            waiter, request, deadline, _ = found
+            assert deadline is not None
+            waiter.fail(deadline.expired(request.layer, request_id))
+
+    def session(self, waiter: Waiter[Session]) -> None:
+        """`waiter` gets what was agreed on, as soon as the server has answered the offer."""
+        with self._lock:
+            agreed, alive = self._session, self.alive
+            if agreed is None and alive:
+                self._asking.append(waiter)
+                return
+        if agreed is not None and alive:
+            waiter.answer(agreed)
+        else:
+            waiter.fail(_copy(self._error))
+
+    def close(self) -> None:
+        """Fails what is in flight with RequestCancelledError."""
+        self._inline.close()
+
+    def _take_back(self, request_id: int) -> _Pending | None:
+        found = self.pending.pop(request_id, None)
+        if found is not None and self.alive:
+            found[3].cancel(request_id)
+        return found
+
+    def _deliver(self, message: StreamResponseView) -> None:
+        """An id that nobody waits for is that of a cancelled or expired request: its answer is not wanted any more."""
+        if isinstance(message, ForwardResponseView):
+            if message.load is not None:
+                self._told(message.load)
+            found = self.pending.pop(message.request_id, None)
+            if found is not None:
+                waiter, request, _, _ = found
+                try:
+                    result = result_of(message, request)
+                except ExpertdError as misfit:
+                    waiter.fail(_addressed(misfit, message.request_id))
+                else:
+                    waiter.answer(result)
+            elif message.give_back is not None:
+                message.give_back()
+        elif isinstance(message, pb.RequestError):
+            error = from_request_error(message)
+            if message.request_id == 0:  # the server could not read whose it was
+                self._fail(error, None)
+            elif (found := self.pending.pop(message.request_id, None)) is not None:
+                found[0].fail(error)
+        elif isinstance(message, pb.SessionAnswer):
+            self._settle(message)
+        elif isinstance(message, pb.Load):
+            self._told(message)
+
+    def _settle(self, answer: pb.SessionAnswer) -> None:
+        """The server has answered the offer: open what it accepted."""
+        if self._session is not None:
+            return  # to an offer that was never made
+        reasons = {v.transport: v.reason or "refused without a reason" for v in answer.verdicts if not v.accepted}
+        channel = next((self._channels.get(v.transport) for v in answer.verdicts if v.accepted), None)
+        way: Connection | None = None
+        if channel is not None:
+            try:
+                way = channel.open(answer, self._deliver, self._channel_closed)
+            except (ExpertdError, OSError) as error:
+                reasons[channel.name] = str(error)
+        with self._lock:
+            if way is not None and self._broken is None and self.alive:
+                self._beside = way
+            elif channel is not None and self._broken is not None:
+                reasons[channel.name] = _broke(self._broken)
+            opened = channel.name if channel is not None and self._beside is not None else INLINE
+            agreed = Session(opened, {name: reasons[name] for name in self._channels if name in reasons})
+            self._session = agreed
+            asking, self._asking = self._asking, []
+        if way is not None and opened == INLINE:
+            way.close()
+        for waiter in asking:
+            waiter.answer(agreed)
+
+    def _channel_closed(self, error: ExpertdError) -> None:
+        with self._lock:
+            self._broken = error
+            way, self._beside = self._beside, None
+            if way is None or self._session is None:
+                return  # it never opened, and _settle() says why, or this link has ended
+            self._session = Session(INLINE, {**self._session.refused, self._session.transport: _broke(error)})
+        self._fail(error, way)
+
+    def _close(self, error: ExpertdError) -> None:
+        """The connection ended, and the session with it."""
+        with self._lock:
+            self.alive = False
+            self._error = blame(error, self._target, 2)
+            way, self._beside = self._beside, None
+            asking, self._asking = self._asking, []
+        self._fail(error, None)
+        for waiter in asking:
+            waiter.fail(_copy(self._error))
+        if way is not None:
+            way.close()
+
+    def _fail(self, error: ExpertdError, way: Connection | None) -> None:
+        """Fails what is in flight on `way`; None = everything."""
+        with self._lock:
+            there = list(self.pending.items())  # at once: others take answered ones out meanwhile
+            lost = [n for n, found in there if way is None or found[3] is way]
+            taken = [(n, found[0]) for n in lost if (found := self.pending.pop(n, None)) is not None]
+        for request_id, waiter in taken:
+            waiter.fail(_addressed(blame(error, self._target, len(taken)), request_id))
+
+
+def blame(error: ExpertdError, target: str, in_flight: int) -> ExpertdError:
+    """What each of `in_flight` requests fails with when their connection ended with `error`.
+
+    An error that may be retried, one that holds for the whole server, and the end that this client made are
+    everybody's.  Any other one was the fault of one request (a message too large, for one): with several in flight
+    nobody knows whose, so each may be tried again; the only one in flight gets it as it is.
+    """
+    if error.retryable or isinstance(error, UnimplementedError | RequestCancelledError) or in_flight == 1:
+        return _copy(error)
+    lost = UnavailableError(
+        f"{target}: the connection broke with {in_flight} requests in flight: {error.reason}: {error.message};"
+        " each may be sent again"
+    )
+    lost.__cause__ = error
+    return lost
+
+
+def _broke(error: ExpertdError) -> str:
+    return f"it broke: {error.message}"
+
+
+def _copy(error: ExpertdError) -> ExpertdError:
+    """The same row as another object: each waiter raises its own, with its own traceback."""
+    copy = type(error)(error.message, retry_after_us=error.retry_after_us)
+    copy.code, copy.reason, copy.retryable = error.code, error.reason, error.retryable
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def _addressed(error: ExpertdError, request_id: int) -> ExpertdError:
+    error.request_id = request_id
+    return error

@@ -1,0 +1,213 @@
+"""One forward, as its caller means it: a layer, a batch of M tokens with their routes, and what is wanted of them.
+
+A Request is checked when it is made, and it is not bytes yet.  So a batch can be cut first, by tokens and by routes:
+
+    mine = owner[request.topk_ids] == server                 # [M, top_k] bool
+    part = request.routes(mine).rows(mine.any(axis=1))       # its routes, and the tokens that have any
+
+and the transport decides how its tensors travel: as bytes of a message, through memory that both sides share, on the
+device.  Whatever forwards takes Requests (see expertd_client.forwarder); forward(layer, ...) makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, TypedDict
+
+import numpy as np
+
+from expertd.dtypes import FLOAT_DTYPES, INT_DTYPES
+from expertd.errors import BadShapeError, UnsupportedCombinationError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import ForwardRequestView
+from expertd_client.tensors import Synthetic, checked_dtype, keep_or, take, to_wire, wire_dtype
+
+__all__ = ["Grouped", "Request", "RequestOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Rows that come sorted by expert: the first row_counts[0] rows are for expert_ids[0], and so on; sum = M.
+
+    They are answered row by row, not weighted and not summed."""
+
+    expert_ids: Sequence[int]
+    row_counts: Sequence[int]
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a Request may have beside its layer and tensors; Request says what each means."""
+
+    grouped: Grouped | None
+    output_dtype: Any
+    router_weight_on_input: bool
+    digest: bool
+    traceparent: str
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Request:
+    """The routed experts of one layer for one batch of M tokens.  Immutable; its tensors are the caller's, and are read
+    when it is sent.
+
+    hidden_states   [M, H] f32, f16 or bf16: numpy, torch on any device, or Synthetic
+    topk_ids        [M, top_k] i32 or i64, global expert ids, -1 = nobody's
+    topk_weights    [M, top_k] f32, f16 or bf16
+    grouped         instead of topk_*: rows sorted by expert, answered row by row
+    output_dtype    "f32", "f16", "bf16", or a numpy or torch dtype; None = that of hidden_states
+    digest          answer with sum, sum of squares and CRC-32 instead of the output
+    traceparent     W3C trace context (reserved: it travels, and today's servers make nothing of it)
+    router_weight_on_input   weights multiply the experts' inputs; top_k must be 1
+
+    dtypes          DataTypes of the answer, hidden_states, topk_ids, topk_weights (the last two unless grouped)
+
+    Raises BadDtypeError and BadShapeError for what can be seen without the server.
+    """
+
+    layer: int
+    hidden_states: Any
+    topk_ids: Any = None
+    topk_weights: Any = None
+    _: KW_ONLY
+    grouped: Grouped | None = None
+    output_dtype: Any = None
+    router_weight_on_input: bool = False
+    digest: bool = False
+    traceparent: str = ""
+    dtypes: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        hidden = checked_dtype(self.hidden_states, "hidden_states", FLOAT_DTYPES)
+        shape = self.hidden_states.shape
+        if len(shape) != 2:
+            raise BadShapeError.about("hidden_states", got=list(shape), want="[M, H]")
+        answer = hidden if self.output_dtype is None else wire_dtype(self.output_dtype)
+        routes: tuple[int, ...] = ()
+        if self.grouped is None:
+            routes = _check_routes(self.topk_ids, self.topk_weights, shape[0])
+        else:
+            _check_grouped(self.grouped, self.topk_ids, self.topk_weights, shape[0])
+        object.__setattr__(self, "dtypes", (answer, hidden, *routes))
+
+    @property
+    def tokens(self) -> int:
+        """M."""
+        return int(self.hidden_states.shape[0])
+
+    def __repr__(self) -> str:
+        routes = "grouped" if self.grouped is not None else f"top_k {self.topk_ids.shape[1]}"
+        return f"Request(layer {self.layer}, [{self.tokens}, {self.hidden_states.shape[1]}], {routes})"
+
+    def rows(self, index: Any) -> Request:
+        """The request for some of its tokens: a slice, or [m] numbers or [M] booleans in numpy or torch.
+
+        A slice shares memory with this request, anything else is copied.  Rows grouped by expert must stay so: there
+        the numbers are ascending.  Raises UnsupportedCombinationError where the server is to draw the values, which
+        nobody here knows."""
+        if any(isinstance(x, Synthetic) for x in (self.hidden_states, self.topk_ids, self.topk_weights)):
+            raise UnsupportedCombinationError(
+                f"{self!r}: got Synthetic tensors, want values: only the server knows the rows that it draws; send it"
+                " whole"
+            )
+        return self._part(
+            take(self.hidden_states, index),
+            None if self.topk_ids is None else take(self.topk_ids, index),
+            None if self.topk_weights is None else take(self.topk_weights, index),
+            None if self.grouped is None else _grouped_rows(self.grouped, index),
+        )
+
+    def routes(self, keep: Any) -> Request:
+        """The request with the routes where `keep` [M, top_k] (booleans, numpy or torch) is true; the others become
+        nobody's, -1.  Its tokens stay, in their order: rows() leaves out those without a route."""
+        if self.grouped is not None or isinstance(self.topk_ids, Synthetic):
+            raise UnsupportedCombinationError(
+                f"{self!r}: got {'grouped rows' if self.grouped is not None else 'Synthetic'}, want topk_ids with"
+                " values; of grouped rows choose rows()"
+            )
+        if tuple(keep.shape) != tuple(self.topk_ids.shape):
+            raise BadShapeError.about("keep", got=list(keep.shape), want=list(self.topk_ids.shape))
+        return self._part(self.hidden_states, keep_or(self.topk_ids, keep, -1), self.topk_weights, None)
+
+    def cut(self, max_tokens: int) -> list[Request]:
+        """Parts of at most `max_tokens` tokens, in order; [self] where it fits."""
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens: got {max_tokens}, want >= 1")
+        if self.tokens <= max_tokens:
+            return [self]
+        return [self.rows(slice(first, first + max_tokens)) for first in range(0, self.tokens, max_tokens)]
+
+    def view(self, request_id: int, timeout_us: int) -> ForwardRequestView:
+        """The request as a message: its tensors as bytes in host memory, not copied where they lie so already."""
+        grouped, dtypes = self.grouped, self.dtypes
+        return ForwardRequestView(
+            request_id,
+            self.layer,
+            to_wire(self.hidden_states, dtypes[1]),
+            to_wire(self.topk_ids, dtypes[2]) if grouped is None else None,
+            to_wire(self.topk_weights, dtypes[3]) if grouped is None else None,
+            None if grouped is None else pb.GroupedRows(expert_ids=grouped.expert_ids, row_counts=grouped.row_counts),
+            timeout_us,
+            dtypes[0],
+            pb.OUTPUT_FORM_DIGEST if self.digest else pb.OUTPUT_FORM_TENSOR,
+            self.traceparent,
+            self.router_weight_on_input,
+        )
+
+    def _part(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, grouped: Grouped | None) -> Request:
+        """With other tensors, which need no check: they are parts of checked ones."""
+        part = object.__new__(Request)
+        put = object.__setattr__
+        for name in ("layer", "output_dtype", "router_weight_on_input", "digest", "traceparent", "dtypes"):
+            put(part, name, getattr(self, name))
+        put(part, "hidden_states", hidden_states)
+        put(part, "topk_ids", topk_ids)
+        put(part, "topk_weights", topk_weights)
+        put(part, "grouped", grouped)
+        return part
+
+
+def _check_routes(topk_ids: Any, topk_weights: Any, tokens: int) -> tuple[int, int]:
+    """The DataTypes of both."""
+    if topk_ids is None or topk_weights is None:
+        raise _one_way("no topk_ids or no topk_weights")
+    dtypes = (
+        checked_dtype(topk_ids, "topk_ids", INT_DTYPES),
+        checked_dtype(topk_weights, "topk_weights", FLOAT_DTYPES),
+    )
+    shape = topk_ids.shape
+    if len(shape) != 2 or shape[0] != tokens:
+        raise BadShapeError.about("topk_ids", got=list(shape), want=f"[{tokens}, top_k]")
+    if topk_weights.shape != shape:
+        want = f"the shape of topk_ids, {list(shape)}"
+        raise BadShapeError.about("topk_weights", got=list(topk_weights.shape), want=want)
+    return dtypes
+
+
+def _check_grouped(grouped: Grouped, topk_ids: Any, topk_weights: Any, tokens: int) -> None:
+    if topk_ids is not None or topk_weights is not None:
+        raise _one_way("grouped with topk_ids or topk_weights")
+    experts, counts = len(grouped.expert_ids), len(grouped.row_counts)
+    if experts != counts:
+        raise BadShapeError.about(
+            "grouped", got=f"{experts} expert_ids and {counts} row_counts", want="as many of each"
+        )
+    rows = sum(grouped.row_counts)
+    if rows != tokens:
+        raise BadShapeError.about("grouped.row_counts", got=f"{rows} rows", want=f"the {tokens} of hidden_states")
+
+
+def _one_way(got: str) -> BadShapeError:
+    return BadShapeError.about("forward", got=got, want="topk_ids and topk_weights, or grouped alone")
+
+
+def _grouped_rows(grouped: Grouped, index: Any) -> Grouped:
+    """Which experts the rows at `index` are for."""
+    group = take(np.repeat(np.arange(len(grouped.row_counts)), grouped.row_counts), index)
+    if (np.diff(group) < 0).any():
+        raise BadShapeError.about(
+            "rows", got="an order in which an expert's rows are apart", want="ascending numbers for grouped rows"
+        )
+    counts = np.bincount(group, minlength=len(grouped.row_counts))
+    left = np.flatnonzero(counts).tolist()
+    return Grouped([grouped.expert_ids[n] for n in left], counts[left].tolist())

@@ -1,0 +1,37 @@
+"""How messages travel between a client and one server: on the connection itself, or on a faster channel beside it that
+both agreed on.
+
+A client offers the channels that it has (SessionOffer), the server accepts one at most and says of the others why not
+(SessionAnswer), and the channel opens itself with the token and the endpoint of that answer.  Until then, where none
+is accepted, and after it broke, messages travel inline: on the connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from expertd.errors import DeadlineExceededError
+
+__all__ = ["INLINE", "Session", "unanswered"]
+
+INLINE = "inline"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a client and a server agreed on.
+
+    transport   "inline", or the name of the channel that is open: "shm", "cuda_ipc", "tcp", "nixl"
+    refused     the others that this client has, best first, each with the reason why it is not that one
+    """
+
+    transport: str = INLINE
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def unanswered(target: str, timeout_s: float) -> DeadlineExceededError:
+    """The server at `target` left an offer without an answer."""
+    return DeadlineExceededError.about(
+        f"session with {target}", got=f"no answer to the offer within {timeout_s} s", want="one in time"
+    )
