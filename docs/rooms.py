@@ -31,13 +31,13 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "words": ("atomic_file", "problem", "protocol", "refused", "sizes"),
         "front": ("__init__", "builder", "grouped"),
     },
-    "expertd_server": {"commands": ("__init__", "cli")},
+    "expertd_server": {"commands": ("__init__", "cli", "extra")},
     "expertd_client": {
-        "front": ("__init__", "async_client", "client"),
-        "calls": ("call", "files", "retry", "tensors"),
-        "exchange": ("exchange",),
+        "front": ("__init__", "async_client", "client", "forwarder"),
+        "requests": ("lent", "request", "result", "retry", "tensors"),
+        "exchange": ("deadline", "exchange", "link", "session"),
         "transports": ("grpc_aio", "grpc_common", "grpc_sync", "servicer", "transport"),
-        "load": ("bench_codec", "load", "percentiles", "workload"),
+        "load": ("bench_codec", "files", "load", "percentiles", "workload"),
         "commands": ("cli",),
     },
 }
