@@ -67,8 +67,8 @@ async def serve(config: ServeConfig, console: Console) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    source = open_source(config)
     device, torch_device = resolve_device(config.device)
+    source = open_source(config, torch_device)
     if config.threads:
         torch.set_num_threads(config.threads)
     files = files_state(config) if config.cache else ""

@@ -199,7 +199,8 @@ WEIGHTS: Mapping[str, Weigh] = {
     "flashinfer_trtllm": _trtllm,
     "xpu": _xpu,
 }
-"""What `pack` makes, without the originals that are kept for `unpack` where a row rounds ("exact_...")."""
+"""What `pack` makes, without the originals that are kept for `unpack` where a row rounds ("exact_...").  A row that is
+not here is taken to keep what it is given."""
 
 
 def _cpu_map(m: _Matrix, p: Problem) -> int:
@@ -349,7 +350,7 @@ def footprint(backend: str, problem: Problem, tokens: int) -> Footprint:
 def packed_bytes(backend: str, problem: Problem) -> int:
     """Of what `pack` makes, without originals of what it rounds."""
     static = 8 * problem.num_experts if problem.activation_quant.static else 0
-    return sum(WEIGHTS[backend](m, problem) for m in _matrices(problem)) + static
+    return sum(WEIGHTS.get(backend, _canonical)(m, problem) for m in _matrices(problem)) + static
 
 
 def canonical_bytes(problem: Problem) -> int:

@@ -97,5 +97,6 @@ class ExpertSource(Protocol):
         ...
 
     def load(self, layer: int, experts: Sequence[int] | None = None) -> Weights:
-        """Canonical weights of the experts with these global ids, in this order (None = all), on the CPU."""
+        """Canonical weights of the experts with these global ids, in this order (None = all), on the CPU; of a source
+        that makes them, on the device that it was opened for."""
         ...

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from expertd_kernels.sources.counted import CODE_SPREAD, counted_matrix
 from expertd_kernels.sources.source import LayerInfo
 from expertd_kernels.weights.activation import Activation
 from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
@@ -20,9 +21,6 @@ from expertd_kernels.weights.models import MODELS, ModelShape
 from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
 
 __all__ = ["SyntheticModel", "random_inputs", "random_matrix", "random_weights"]
-
-_CODE_SPREAD = {Element.INT4: 4.61, Element.INT8: 73.6, Element.E2M1: 2.93, Element.E4M3: 64.0}
-"""Standard deviation of the codes that random_matrix draws (uniform codes; e4m3: normal * 64)."""
 
 
 def random_matrix(
@@ -49,7 +47,7 @@ def random_matrix(
     scales = zeros = global_scales = None
     if element.quantized:
         scale_shape = (E, *scheme.scale_shape(N, K, segments))
-        unit = std / _CODE_SPREAD[element]
+        unit = std / CODE_SPREAD[element]
         if scheme.global_scale:
             global_scales = (0.5 + rand(E, segments)) * (unit / 4.0)
             unit = 4.0
@@ -139,25 +137,27 @@ def random_inputs(
 class SyntheticModel:
     """A source of random experts with a public model's shape: "qwen3-30b-a3b:int4_g128".
 
-    Expert e of layer l is the same whichever experts are asked for together, so shards of one synthetic model agree.
+    Expert e of layer l is the same whichever experts are asked for together, and on whatever device it is drawn, so
+    shards of one synthetic model agree.  device: where load() draws.
     """
 
-    def __init__(self, shape: ModelShape, scheme: Scheme) -> None:
+    def __init__(self, shape: ModelShape, scheme: Scheme, device: torch.device | str = "cpu") -> None:
         self.shape = shape
         self.scheme = scheme
+        self.device = torch.device(device)
         self.family = shape.family
         self.layers = shape.layers
-        self.fingerprint = hashlib.sha256(f"synthetic {shape} {scheme}".encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(f"synthetic 2 {shape} {scheme}".encode()).hexdigest()
 
     @classmethod
-    def parse(cls, text: str) -> SyntheticModel:
+    def parse(cls, text: str, device: torch.device | str = "cpu") -> SyntheticModel:
         """From "MODEL:SCHEME".  ValueError lists the known models."""
         name, sep, scheme = text.partition(":")
         if name not in MODELS or not sep:
             raise ValueError(
                 f"synthetic model {text!r}: want MODEL:SCHEME, as qwen3-30b-a3b:int4_g128; models: {', '.join(MODELS)}"
             )
-        return cls(MODELS[name], Scheme.parse(scheme))
+        return cls(MODELS[name], Scheme.parse(scheme), device)
 
     def info(self, layer: int) -> LayerInfo:
         s = self.shape
@@ -178,25 +178,12 @@ class SyntheticModel:
 
     def load(self, layer: int, experts: Sequence[int] | None = None) -> Weights:
         info = self.info(layer)
-        ids = range(info.num_experts) if experts is None else experts
-        parts = [
-            random_weights(
-                self.scheme,
-                1,
-                info.hidden_size,
-                info.intermediate_size,
-                activation=info.activation,
-                bias=info.bias,
-                seed=(layer << 16) + e,
+        seeds = [(layer << 16) + e for e in (range(info.num_experts) if experts is None else experts)]
+        E, H, I, seg = len(seeds), info.hidden_size, info.intermediate_size, info.activation.segments
+
+        def drawn(name: str, shape: tuple[int, int, int], segments: int) -> QuantTensor:
+            return counted_matrix(
+                self.scheme, shape, seeds, name, segments=segments, bias=info.bias, device=self.device
             )
-            for e in ids
-        ]
-        return Weights(_concat([p.w13 for p in parts]), _concat([p.w2 for p in parts]), info.activation)
 
-
-def _concat(parts: list[QuantTensor]) -> QuantTensor:
-    """One matrix of all the parts' experts."""
-    first = parts[0]
-    fields = {name: torch.cat([getattr(p, name) for p in parts]) for name, _ in first.tensors()}
-    E = sum(p.num_experts for p in parts)
-    return QuantTensor(first.scheme, (E, *first.shape[1:]), segments=first.segments, **fields)
+        return Weights(drawn("w13", (E, seg * I, H), seg), drawn("w2", (E, H, I), 1), info.activation)

@@ -52,14 +52,15 @@ class Assignment:
         return "measure" if any(v.times for v in self.decision.verdicts) else "order"
 
 
-def open_source(config: ServeConfig) -> ExpertSource:
-    """The checkpoint or the synthetic model, quantized while loading if that is asked.  Raises BootError."""
+def open_source(config: ServeConfig, device: torch.device | str = "cpu") -> ExpertSource:
+    """The checkpoint or the synthetic model, quantized while loading if that is asked.  device: where weights that are
+    drawn are to be.  Raises BootError."""
     source: ExpertSource
     try:
         if config.synthetic is not None:
             from expertd_kernels.sources.synthetic import SyntheticModel
 
-            source = SyntheticModel.parse(config.synthetic)
+            source = SyntheticModel.parse(config.synthetic, device)
         else:
             from expertd_kernels.checkpoint import open_checkpoint
 
