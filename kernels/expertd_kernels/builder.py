@@ -1,7 +1,8 @@
 """From a decision and canonical weights to experts that compute.
 
     experts = build(decision, weights)
-    packed  = pack(row, weights, problem)       one row's layout, to be kept; its module makes experts of it
+    packed  = pack(row, weights, problem)       one row's layout, to be kept
+    experts = experts_of(row, packed, problem)  ready to compute
 
 The rules that chose a row saw what headers promise.  pack() asks them again about the weights that were read, so a
 packer meets only what its row of the table claims, and asserts the rest.
@@ -13,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.decision import Backend, Decision, backend_module
 from expertd_kernels.oracle.probe import installed_packages
@@ -21,9 +25,13 @@ from expertd_kernels.problem import Device, Package, Problem
 from expertd_kernels.protocol import BackendModule, Experts, Packed
 from expertd_kernels.refused import Refused
 from expertd_kernels.weights.canonical import Weights
+from expertd_kernels.weights.factors import fold
 from expertd_kernels.weights.scheme import ActivationQuant
 
-__all__ = ["build", "build_row", "pack", "problem_of"]
+__all__ = ["build", "build_row", "experts_of", "pack", "problem_of"]
+
+_FACTORS = "hidden_factors"
+"""Name of the packed tensor [H] f32 that hidden states are multiplied by before the experts see them."""
 
 
 def problem_of(
@@ -75,17 +83,55 @@ def pack(row: Backend, weights: Weights, problem: Problem) -> Packed:
     are not what the row serves, or with the packer's where their values are not; ImportError."""
     if refusals := judge(row, replace(problem, **_facts(weights))):
         raise Refused("; ".join(refusals))
-    return _module(row).pack(weights, problem)
+    try:
+        plain, factors = fold(weights)
+    except ValueError as e:
+        raise Refused(str(e)) from e
+    packed = _module(row).pack(plain, problem)
+    return packed if factors is None else replace(packed, tensors={**packed.tensors, _FACTORS: factors})
+
+
+def experts_of(row: Backend, packed: Packed, problem: Problem) -> Experts:
+    """The experts of what pack() gave, or of a mapped copy of it.  Raises what the row's module raises."""
+    experts, factors = _module(row).experts(packed, problem), packed.tensors.get(_FACTORS)
+    return experts if factors is None else _Multiplied(experts, factors)
 
 
 def build_row(row: Backend, weights: Weights, problem: Problem) -> Experts:
     """Pack `weights` for `row` and make its experts.  Raises Refused or ImportError."""
-    return _module(row).experts(pack(row, weights, problem), problem)
+    return experts_of(row, pack(row, weights, problem), problem)
 
 
 def build(decision: Decision, weights: Weights) -> Experts:
     """Pack `weights` for the chosen backend and make its experts.  Raises NoBackendError, Refused or ImportError."""
     return build_row(decision.require(), weights, decision.problem)
+
+
+class _Multiplied:
+    """Experts whose hidden states are multiplied first, column by column; the products are rounded to their type."""
+
+    def __init__(self, experts: Experts, factors: Tensor) -> None:
+        """factors [H] f32."""
+        self.backend, self._experts = experts.backend, experts
+        self._factors = {torch.float32: factors} | {
+            dtype: narrow
+            for dtype in (torch.bfloat16, torch.float16)
+            if bool(((narrow := factors.to(dtype)).float() == factors).all())
+        }
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See protocol.Experts."""
+        dtype = hidden_states.dtype
+        x = (hidden_states * self._factors.get(dtype, self._factors[torch.float32])).to(dtype)
+        return self._experts(x, topk_ids, topk_weights, router_weight_on_input=router_weight_on_input, out=out)
 
 
 def _module(row: Backend) -> BackendModule:

@@ -85,6 +85,7 @@ def _linear(q: QuantTensor, int4: bool, dtype: torch.dtype) -> Linear:
     if not int4:
         return lambda e, x: F.linear(x, q.experts(slice(e, e + 1)).dequantize()[0].to(dtype))
     assert q.scales is not None
+    assert q.factors is None, "builder.pack folds factors"
     scales = q.scales.transpose(1, 2).contiguous()
     zeros = torch.zeros_like(scales)
     pairs = torch.stack((scales, zeros), dim=-1)  # [E, K/g, N, 2]: value = (code - 8) * scale + zero

@@ -70,6 +70,8 @@ class QuantTensor:
     global_exact   [E, segments] f64: the multiplier in f64, where the checkpoint stores its reciprocal and divides;
                    global_scales is it rounded to f32.  With it scales_f32() gives the bits of the division; kernels
                    use global_scales, at most one unit in the last place of f32 away
+    factors        [E, K] f32: input column k is multiplied by factors[:, k] before the product, and before activations
+                   are rounded (AWQ's pre_quant_scale); None = ones.  Packers never see them: builder.pack folds them
     """
 
     scheme: Scheme
@@ -82,6 +84,7 @@ class QuantTensor:
     bias: Tensor | None = None
     segments: int = 1
     global_exact: Tensor | None = None
+    factors: Tensor | None = None
 
     def __post_init__(self) -> None:
         s, (E, N, K) = self.scheme, self.shape
@@ -99,6 +102,8 @@ class QuantTensor:
             _expect("columns", self.columns, (E, K), torch.int32)
         if self.bias is not None:
             _expect("bias", self.bias, (E, N), torch.float32)
+        if self.factors is not None:
+            _expect("factors", self.factors, (E, K), torch.float32)
 
     @property
     def num_experts(self) -> int:
@@ -110,7 +115,7 @@ class QuantTensor:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(field name, tensor) of every tensor that is present."""
-        for name in ("codes", "scales", "zeros", "global_scales", "columns", "bias", "global_exact"):
+        for name in ("codes", "scales", "zeros", "global_scales", "columns", "bias", "global_exact", "factors"):
             t = getattr(self, name)
             if t is not None:
                 yield name, t
@@ -160,7 +165,8 @@ class QuantTensor:
         return out.repeat_interleave(cols, dim=2)[:, :, :K]
 
     def dequantize(self) -> Tensor:
-        """[E, N, K] f32 in natural input column order: (code - zero) * scale, exact up to one f32 rounding a step."""
+        """[E, N, K] f32 in natural input column order: (code - zero) * scale * factor, exact up to one f32 rounding a
+        step."""
         w = self.codes_f32()
         if self.scheme.element.quantized:
             if self.zeros is not None:
@@ -172,7 +178,7 @@ class QuantTensor:
             natural = torch.empty_like(w)
             index = self.columns.long()[:, None, :].expand_as(w)
             w = natural.scatter_(2, index, w)
-        return w
+        return w if self.factors is None else w * self.factors[:, None, :]
 
     def widen(self) -> QuantTensor:
         """The same values as unquantized f32, natural column order."""

@@ -73,6 +73,7 @@ def weights_to_tensors(
         "checkpoint_activation": w.checkpoint_activation.value,
     }
     for name, q in (("w13", w.w13), ("w2", w.w2)):
+        assert matrix is _canonical or q.factors is None, "builder.pack folds factors"
         parts, meta[name] = matrix(name, q)
         tensors.update({f"{name}.{field}": t for field, t in parts.items()})
     if w.input_scales is not None:

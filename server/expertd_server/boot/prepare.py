@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from expertd_kernels.builder import pack
-from expertd_kernels.oracle.decision import Backend, backend_module
+from expertd_kernels.builder import experts_of, pack
+from expertd_kernels.oracle.decision import Backend
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.packed.cache import Found, PackedCache
 from expertd_kernels.packed.proof import Proof, boot_reference_experts, prove
 from expertd_kernels.packed.selfcheck import SelfCheck, accept, check
 from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import BackendModule, Experts, Packed
+from expertd_kernels.protocol import Experts, Packed
 from expertd_kernels.refused import Refused
 from expertd_kernels.sources.source import ExpertSource
 from expertd_kernels.sources.synthetic import random_inputs
@@ -160,7 +160,7 @@ def _mapped(row: Backend, assignment: Assignment, workshop: Workshop, found: Fou
     problem = assignment.decision.problem
     try:
         with workshop.stage("map"):
-            experts = _module(row).experts(found.entry.packed, problem)
+            experts = experts_of(row, found.entry.packed, problem)
         if found.entry.proof is None:
             return None, Found("damaged", "the entry has no proof to check it with")
         with workshop.stage("check"):
@@ -185,7 +185,7 @@ def _packed(
     problem, weights = assignment.decision.problem, canonical.weights()
     with _rejecting("packing"), workshop.stage("pack"):
         packed = pack(row, weights, problem)
-        experts = _module(row).experts(packed, problem)
+        experts = experts_of(row, packed, problem)
     proof = canonical.proof()
     with _rejecting("first called"), workshop.stage("check"):
         checked = check(experts, proof, problem, weights)
@@ -270,7 +270,3 @@ def _rejecting(stage: str) -> Iterator[None]:
 
 def _text(e: Exception) -> str:
     return str(e) if isinstance(e, Refused) else f"{type(e).__name__}: {e}"
-
-
-def _module(row: Backend) -> BackendModule:
-    return cast(BackendModule, backend_module(row))
