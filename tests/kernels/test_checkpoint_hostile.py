@@ -346,7 +346,7 @@ def test_folders_that_are_no_checkpoints(tmp_path: Path) -> None:
         ({"moe_intermediate_size": 64}, r"config\.json says .*intermediate size 64"),
         ({"num_experts": 4}, r"experts\.3\.gate_proj: the projection is missing; layer 1 has 4 experts"),
         ({"num_experts": 0}, r"num_experts is 0, want a number >= 1"),
-        ({"num_hidden_layers": 1}, r"experts in layers \[1\], but config\.json says 1 layers"),
+        ({"num_hidden_layers": 1}, r"experts in layers \[1\], but config\.json: num_hidden_layers is 1"),
         ({"quantization_config": None}, r"fits no known format; found no quantization_config"),
         ({"quantization_config": []}, r"quantization_config is a list, want an object"),
     ],

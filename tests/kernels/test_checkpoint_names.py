@@ -70,6 +70,8 @@ def test_every_row_of_the_table_finds_its_experts(
 ) -> None:
     called = dict(zip(("gate", "up", "down"), names, strict=True))
     tensors = dict(experts(f"model.layers.{{layer}}.{block}.{{expert}}.{{proj}}", called))
+    if family.bias:
+        tensors |= {n.replace(".weight", ".bias"): torch.zeros(len(t)) for n, t in tensors.items()}
     router = block.rpartition(".")[0] + ".gate.weight"
     tensors |= {f"model.layers.1.{router}": torch.ones(E, H), f"model.layers.1.{block}.e_score": torch.ones(E)}
     for name, shape in SHAPES.items():
@@ -195,11 +197,13 @@ def test_templates_that_make_no_sense(tmp_path: Path, write_checkpoint: Write, t
 
 def test_activations_go_by_family_and_not_by_hidden_act(tmp_path: Path, write_checkpoint: Write) -> None:
     tensors = dict(experts("model.layers.{layer}.mlp.experts.{expert}.{proj}", LLAMA))
+    biases = {n.replace(".weight", ".bias"): torch.zeros(len(t)) for n, t in tensors.items()}
 
     def activation(model_type: str, **config: Any) -> str:
         folder = tmp_path / f"{model_type}{len(list(tmp_path.iterdir()))}"
         sizes = {"experts": E, "hidden": H, "intermediate": I, "n_routed_experts": E, "moe_intermediate_size": I}
-        write_checkpoint(folder, tensors, model_type=model_type, **sizes, **config)
+        named = tensors | (biases if model_type == "gpt_oss" else {})
+        write_checkpoint(folder, named, model_type=model_type, **sizes, **config)
         a = open_checkpoint(folder).info(1).activation
         return f"{a.name} {a.limit} {a.alpha if a.name == 'swigluoai' else ''}".strip()
 

@@ -200,6 +200,6 @@ def test_nan_is_named_with_its_layer(tmp_path: Path) -> None:
     tensors = make(tmp_path / "src", "per expert")
     tensors["model.layers.1.mlp.experts.2.down_proj.weight"][5, 6] = float("nan")
     save_file(tensors, tmp_path / "src" / "model.safetensors")
-    with pytest.raises(ValueError, match=r"layer 1, experts 0 to 2: w2 of expert 2 holds nan at row 5, column 6"):
+    with pytest.raises(ValueError, match=r"layers\.1\..*\.2\.down_proj: a weight .* is NaN .*: row 5, column 6 of w2"):
         quantize_checkpoint(open_checkpoint(tmp_path / "src"), tmp_path / "dst", scheme_named("int8"))
     assert not (tmp_path / "dst" / "config.json").exists()

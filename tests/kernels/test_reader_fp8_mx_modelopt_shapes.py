@@ -157,16 +157,16 @@ def test_tensor_and_channel_scales(tmp_path: Path, shape: tuple[int, ...], stati
             tensors[f"{AT}.0.{p}_proj.{static}"] = torch.tensor({"gate": 0.5, "up": 0.25, "down": 2.0}[p])
         values[0, p] = codes.float() * scale.reshape(-1, 1)
     write(tmp_path, tensors, {"quant_method": "fp8", "activation_scheme": "static"}, 1, 48, 48)
-    source = open_checkpoint(tmp_path)
-    w = source.load(0)
+    if not static:
+        with pytest.raises(CheckpointError, match=r"gate_proj: tensor 'input_scale' is missing; want the static scale"):
+            open_checkpoint(tmp_path).info(0)
+        write(tmp_path, tensors, {"quant_method": "fp8", "activation_scheme": "dynamic"}, 1, 48, 48)
+    w = open_checkpoint(tmp_path).load(0)
     check(w, values)
-    if static:
-        assert w.checkpoint_activation is ActivationQuant.E4M3_TENSOR
-        assert w.input_scales is not None
+    assert w.checkpoint_activation is (ActivationQuant.E4M3_TENSOR if static else ActivationQuant.E4M3_TOKEN)
+    assert (w.input_scales is not None) == bool(static)
+    if w.input_scales is not None:
         assert w.input_scales.tolist() == [[0.5, 2.0]]
-    else:
-        assert w.checkpoint_activation is ActivationQuant.NONE
-        assert any("no input_scale" in n for n in source.info(0).notes)
 
 
 @pytest.mark.parametrize("scale_name", ["weight_scale_inv", "scale"])
@@ -186,7 +186,7 @@ def test_experts_of_two_e2m1_a_byte(tmp_path: Path, scale_name: str) -> None:
     assert w.w13.scheme.name == "mxfp4"
 
 
-def gptoss_tensors(E: int, H: int, I: int, bias: bool) -> tuple[Tensors, dict[tuple[int, str], Tensor]]:
+def gptoss_tensors(E: int, H: int, I: int) -> tuple[Tensors, dict[tuple[int, str], Tensor]]:
     """Blocks and scales of a gpt-oss layer: rows 0, 2, 4, ... of gate_up are gate rows."""
     g = torch.Generator().manual_seed(E + H + I)
     tensors, values = {}, {}
@@ -195,8 +195,7 @@ def gptoss_tensors(E: int, H: int, I: int, bias: bool) -> tuple[Tensors, dict[tu
         scales = torch.randint(110, 130, (E, n, k // 32), generator=g).to(torch.uint8)
         tensors[f"{AT}.{name}_blocks"] = packed(codes).reshape(E, n, k // 32, 16)
         tensors[f"{AT}.{name}_scales"] = scales
-        if bias:
-            tensors[f"{AT}.{name}_bias"] = torch.randn(E, n, generator=g).bfloat16()
+        tensors[f"{AT}.{name}_bias"] = torch.randn(E, n, generator=g).bfloat16()
         for e in range(E):
             value = E2M1[codes[e]] * spread(torch.exp2(scales[e].float() - 127), 1, 32, n, k)
             if name == "down_proj":
@@ -207,17 +206,15 @@ def gptoss_tensors(E: int, H: int, I: int, bias: bool) -> tuple[Tensors, dict[tu
 
 
 @pytest.mark.parametrize(("E", "H", "I"), [(1, 32, 32), (3, 64, 64), (2, 96, 160), (2, 192, 96)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_gptoss_blocks_of_any_shape(tmp_path: Path, E: int, H: int, I: int, bias: bool) -> None:
+def test_gptoss_blocks_of_any_shape(tmp_path: Path, E: int, H: int, I: int) -> None:
     """Square ones, too, and sizes that are multiples of 32 only."""
-    tensors, values = gptoss_tensors(E, H, I, bias)
+    tensors, values = gptoss_tensors(E, H, I)
     write(tmp_path, tensors, {"quant_method": "mxfp4"}, E, H, I, "gpt_oss")
     w = open_checkpoint(tmp_path).load(0)
     check(w, values)
-    assert (w.w13.bias is not None) == bias
-    if w.w13.bias is not None:
-        stored = tensors[f"{AT}.gate_up_proj_bias"].float()
-        assert torch.equal(w.w13.bias, torch.cat((stored[:, 0::2], stored[:, 1::2]), dim=1))
+    assert w.w13.bias is not None
+    stored = tensors[f"{AT}.gate_up_proj_bias"].float()
+    assert torch.equal(w.w13.bias, torch.cat((stored[:, 0::2], stored[:, 1::2]), dim=1))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +228,7 @@ def test_gptoss_blocks_of_any_shape(tmp_path: Path, E: int, H: int, I: int, bias
     ],
 )  # fmt: skip
 def test_broken_gptoss_tensors_are_named(tmp_path: Path, name: str, value: Tensor | None, want: str) -> None:
-    tensors, _ = gptoss_tensors(2, 96, 96, True)
+    tensors, _ = gptoss_tensors(2, 96, 96)
     if value is None:
         del tensors[f"{AT}.{name}"]
     else:
@@ -285,7 +282,7 @@ def modelopt_fp8(g: torch.Generator, n: int, k: int, how: str) -> tuple[Tensor, 
 @pytest.mark.parametrize(
     ("algo", "activation"),
     [
-        ("FP8", ActivationQuant.NONE),  # no input_scale in the file
+        ("FP8", ActivationQuant.E4M3_TENSOR),
         ("FP8_PER_CHANNEL_PER_TOKEN", ActivationQuant.E4M3_TOKEN),
         ("fp8_pb_wo", ActivationQuant.NONE),
     ],
@@ -297,6 +294,8 @@ def test_modelopt_fp8(tmp_path: Path, algo: str, activation: ActivationQuant, H:
     for p, (n, k) in sizes(H, I).items():
         codes, scale, values[0, p] = modelopt_fp8(g, n, k, algo)
         tensors |= {f"{AT}.0.{p}_proj.weight": codes, f"{AT}.0.{p}_proj.weight_scale": scale}
+        if activation.static:
+            tensors[f"{AT}.0.{p}_proj.input_scale"] = torch.tensor(0.5)
     write(tmp_path, tensors, modelopt(algo), 1, H, I)
     w = open_checkpoint(tmp_path).load(0)
     check(w, values)
@@ -335,7 +334,7 @@ def test_modelopt_mxfp8_blocks_along_the_outputs(tmp_path: Path, E: int, H: int,
     for name, (n, k) in {"gate_up_proj": (2 * I, H), "down_proj": (H, I)}.items():
         codes = e4m3(g, E, k, n)
         scales = torch.randint(110, 130, (E, k, n // 32), generator=g).to(torch.uint8)
-        tensors |= {f"{AT}.{name}": codes, f"{AT}.{name}_weight_scale": scales}
+        tensors |= {f"{AT}.{name}": codes, f"{AT}.{name}_weight_scale": scales, f"{AT}.{name}_bias": torch.ones(E, n)}
         value = (codes.float() * torch.exp2(scales.float() - 127).repeat_interleave(32, dim=2)).transpose(1, 2)
         for e in range(E):
             if name == "down_proj":
@@ -372,12 +371,12 @@ REFUSED: dict[str, tuple[Tensors, Config, str]] = {
     "ModelOpt AWQ": (
         one_layer(torch.zeros(32, 64, dtype=torch.uint8), weight_scale=torch.ones(64, 1)),
         modelopt("W4A16_AWQ"),
-        r"modelopt_awq: ModelOpt's AWQ .* pre_quant_scale",
+        "tensor 'pre_quant_scale' is missing",
     ),
-    "AWQ scales": (
-        one_layer(CODES, weight_scale=torch.ones(()), pre_quant_scale=torch.ones(64)),
-        modelopt("FP8"),
-        "has a pre_quant_scale",
+    "an algorithm that nobody knows": (
+        one_layer(CODES, weight_scale=torch.ones(())),
+        modelopt("FP9"),
+        "quant_algo is 'FP9' in the quantization config; want one of FP8, ",
     ),
     "other blocks": (
         one_layer(CODES, weight_scale_inv=TWO),
@@ -390,7 +389,7 @@ REFUSED: dict[str, tuple[Tensors, Config, str]] = {
         {"quant_method": "fp8", "weight_block_size": [0, 128]},
         r"weight_block_size \[0, 128\]",
     ),
-    "two scales": (one_layer(CODES, weight_scale_inv=ONE, weight_scale=ONE), BLOCK, "fits several formats"),
+    "two scales": (one_layer(CODES, weight_scale_inv=ONE, weight_scale=ONE), BLOCK, "'weight_scale_inv' is not known"),
     "no scales": (one_layer(CODES), {"quant_method": "fp8"}, "fits no known format"),
     "another method": (
         one_layer(CODES, weight_scale_inv=ONE),

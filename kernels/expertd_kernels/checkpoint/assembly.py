@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.checkpoint.errors import CheckpointError
+from expertd_kernels.checkpoint.finite import Watch, not_finite
 from expertd_kernels.checkpoint.fit import convert, join_halves, split, split_layout
 from expertd_kernels.checkpoint.memory import empty
-from expertd_kernels.checkpoint.readers.protocol import Layout, Part
+from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.checkpoint.recipe import LayerRecipe, MatrixRecipe
 from expertd_kernels.checkpoint.repack import Repacked
 from expertd_kernels.checkpoint.tensors import Stored, prefetch
@@ -37,21 +38,23 @@ def assemble(recipe: LayerRecipe) -> Weights:
     E = len(recipe.experts)
     w13 = _Filling("w13", recipe.w13, E, seg * I, H, seg)
     w2 = _Filling("w2", recipe.w2, E, H, I, 1)
+    matrices = ((w13, ("gate", "up", "gate_up")), (w2, ("down",)))
     input_scales = torch.ones(E, 2) if recipe.input_scale else None
     prefetch(t for pieces in recipe.pieces for piece in pieces.values() for t in piece.unit.needed())
 
     def put(slot: int) -> None:
         parts = _parts(recipe, slot)
-        for segment, (part, layout) in enumerate(parts[:-1]):
-            w13.put(slot, segment, part, layout)
-        w2.put(slot, 0, *parts[-1])
+        finite = [w13.put(slot, segment, *part) for segment, part in enumerate(parts[:-1])]
+        for all_finite, (matrix, projections) in zip((all(finite), w2.put(slot, 0, *parts[-1])), matrices, strict=True):
+            if not all_finite:
+                raise _weight_error(matrix, recipe, slot, projections)
         if input_scales is not None:
             input_scales[slot, 0] = torch.stack([_number(p.input_scale) for p, _ in parts[:-1]]).max()
             input_scales[slot, 1] = _number(parts[-1][0].input_scale)
 
     _run(put, E)
-    _check_finite(w13, recipe, ("gate", "up", "gate_up"))
-    _check_finite(w2, recipe, ("down",))
+    for matrix, projections in matrices:
+        _check_finite(matrix, recipe, projections)
     return Weights(w13.tensor(), w2.tensor(), recipe.activation, recipe.checkpoint_activation, input_scales)
 
 
@@ -134,15 +137,18 @@ class _Filling:
             self.t["zeros"] = empty(scale_shape, codes)
         if s.global_scale:
             self.t["global_exact"] = torch.empty(E, self.segments, dtype=torch.float64)
+        if self.recipe.factors:
+            self.t["factors"] = torch.ones(E, k)
         if self.recipe.columns:
             self.t["columns"] = torch.arange(k, dtype=torch.int32).repeat(E, 1)
         if self.recipe.bias:
             self.t["bias"] = torch.empty(E, n)
 
-    def put(self, slot: int, segment: int, part: Part, layout: Layout) -> None:
-        """Copy one projection of one expert to its rows."""
+    def put(self, slot: int, segment: int, part: Part, layout: Layout) -> bool:
+        """Copy one projection of one expert to its rows.  Whether its weights are finite; quantized ones with scales
+        are told by their scales."""
         part = convert(part, layout.scheme, self.recipe.scheme, layout.n, layout.k)
-        self._put_codes(self._rows("codes", slot, segment), part.codes)
+        finite = self._put_codes(self._rows("codes", slot, segment), part.codes)
         for name, value in (("scales", part.scales), ("zeros", part.zeros), ("bias", part.bias)):
             if name in self.t:
                 assert value is not None
@@ -151,12 +157,15 @@ class _Filling:
             assert part.global_scale is not None
             self.exact |= part.global_scale.dtype is torch.float64
             self.t["global_exact"][slot, segment] = part.global_scale.reshape(()).double()
+        if "factors" in self.t and part.factors is not None:
+            self.t["factors"][slot] = part.factors
         if part.columns is not None:
             if "columns" not in self.t:
                 raise CheckpointError(
                     f"{self.name}: an activation order came up that the recipe does not know; open anew"
                 )
             self.t["columns"][slot] = part.columns
+        return finite
 
     def _rows(self, name: str, slot: int, segment: int) -> Tensor:
         whole = self.t[name][slot]
@@ -164,13 +173,20 @@ class _Filling:
         return whole[segment * rows : (segment + 1) * rows]
 
     @staticmethod
-    def _put_codes(out: Tensor, codes: Tensor | Stored | Repacked) -> None:
-        if not isinstance(codes, Tensor):
+    def _put_codes(out: Tensor, codes: Tensor | Stored | Repacked) -> bool:
+        """Whether they are finite as numbers of out's dtype."""
+        watch = Watch.of(out.dtype)
+        if isinstance(codes, Stored):
+            codes.read_into(out, None if watch is None else watch.look)
+        elif isinstance(codes, Repacked):
+            assert watch is None, "only integers are repacked"
             codes.read_into(out)
-        elif codes.element_size() == out.element_size():
-            _copy(out, codes.view(out.dtype))
         else:
-            _copy(out.view(codes.dtype), codes)
+            same = codes.element_size() == out.element_size()
+            _copy(out if same else out.view(codes.dtype), codes.view(out.dtype) if same else codes)
+            if watch is not None:
+                watch.look(out.view(-1).view(torch.uint8).numpy())
+        return watch is None or not watch.seen
 
     def tensor(self) -> QuantTensor:
         fields = dict(self.t)
@@ -200,32 +216,30 @@ def _check_finite(matrix: _Filling, recipe: LayerRecipe, projections: tuple[str,
         t = matrix.t.get(name)
         if t is None:
             continue
-        bad = _not_finite(t, matrix.recipe.scheme.scale)
+        bad = not_finite(t.float() if name == "global_exact" else t, matrix.recipe.scheme.scale)
         if bad is not None:
             slot, row = (int(i) for i in bad.nonzero()[0][:2])
-            pieces = recipe.pieces[slot]
-            names = [p for p in projections if p in pieces]
-            unit = pieces[names[min(len(names) - 1, row * len(names) // t.shape[1])]].unit
+            unit = _unit_of(recipe, slot, projections, row, t.shape[1])
             word = "bias" if name == "bias" else "scale"
-            tensors = [x.name for s, x in sorted(unit.tensors.items()) if word in s] or [unit.name]
+            fused = [(s, x) for s, x in unit.siblings.items() if ("down" in s) == ("down" in projections)]
+            tensors = [x.name for s, x in sorted((*unit.tensors.items(), *fused)) if word in s] or [unit.name]
             raise CheckpointError(f"{' or '.join(tensors)}: a {word} is NaN or infinite; want finite numbers")
 
 
-_EXPONENT = {
-    torch.float16: (torch.int16, 0x7C00),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.float64: (torch.int64, 0x7FF0000000000000),
-    torch.float8_e4m3fn: (torch.int8, 0x7F),
-}
-"""Integers of the same width, and the least magnitude, as an integer, of what is infinite or NaN."""
+def _weight_error(matrix: _Filling, recipe: LayerRecipe, slot: int, projections: tuple[str, ...]) -> CheckpointError:
+    """Says which weight of an expert is not finite."""
+    codes = matrix.t["codes"][slot]
+    bad = not_finite(codes)
+    assert bad is not None, "called where one was seen"
+    row, column = (int(i) for i in bad.nonzero()[0])
+    unit = _unit_of(recipe, slot, projections, row, len(codes))
+    return unit.error(
+        f"a weight (or its scale) is NaN or infinite: row {row}, column {column} of {matrix.name}", "finite numbers"
+    )
 
 
-def _not_finite(t: Tensor, scale: ScaleType) -> Tensor | None:
-    """A mask of what is NaN or infinite; None if nothing is.  Looks at the bits: a third of the time of isfinite."""
-    if t.dtype is torch.uint8:
-        bad = t == 0xFF if scale is ScaleType.E8M0 else torch.zeros((), dtype=torch.bool)
-        return bad if bool(bad.any()) else None
-    kind, least = _EXPONENT[t.dtype]
-    magnitude = t.view(kind) & torch.iinfo(kind).max
-    return magnitude >= least if t.numel() and int(magnitude.max()) >= least else None
+def _unit_of(recipe: LayerRecipe, slot: int, projections: tuple[str, ...], row: int, rows: int) -> Unit:
+    """Whose row of a matrix it is."""
+    pieces = recipe.pieces[slot]
+    names = [p for p in projections if p in pieces]
+    return pieces[names[min(len(names) - 1, row * len(names) // rows)]].unit

@@ -86,7 +86,7 @@ class Checkpoint:
         self._tensors = {n: tensors[n] for n in sorted(tensors) if not depth or n < depth}
         beyond = sorted(set(tensors) - set(self._tensors))
         if not self._tensors:
-            raise CheckpointError(f"{root}: experts in layers {beyond}, but config.json says {depth} layers")
+            raise CheckpointError(f"{root}: experts in layers {beyond}, but config.json: num_hidden_layers is {depth}")
         self._notes = tuple(self._general_notes(beyond))
 
     @property

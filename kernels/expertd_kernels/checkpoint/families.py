@@ -69,6 +69,7 @@ class Family:
     interleaved  rows of the fused gate_up alternate gate, up
     num_experts, top_k, intermediate: config keys, the first that is there counts
     latent       key of a narrower input of the experts than hidden_size
+    bias         every expert has biases: a checkpoint without them lacks them
     left_alone   what else a layer's block holds that this server does not touch
     """
 
@@ -84,6 +85,7 @@ class Family:
     top_k: tuple[str, ...] = ("num_experts_per_tok",)
     intermediate: tuple[str, ...] = ("moe_intermediate_size",)
     latent: str = ""
+    bias: bool = False
     left_alone: str = "the router"
 
 
@@ -185,6 +187,7 @@ FAMILIES: tuple[Family, ...] = (
         transposed=True,
         interleaved=True,
         intermediate=_PLAIN_SIZE,
+        bias=True,
     ),
 )
 

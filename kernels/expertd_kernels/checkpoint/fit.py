@@ -55,7 +55,7 @@ def _finer(a: int, b: int) -> int | None:
 
 def convert(part: Part, old: Scheme, new: Scheme, n: int, k: int) -> Part:
     """A part [n, k] of scheme `old` as one of scheme `new` = common([old, ...])."""
-    if old == new:
+    if old == new and (part.factors is None or new.element.quantized):
         return part
     codes = code_tensor(part.codes, old)
     if not new.element.quantized:
@@ -77,7 +77,7 @@ def convert(part: Part, old: Scheme, new: Scheme, n: int, k: int) -> Part:
 
 
 def _dequantize(part: Part, codes: Tensor, scheme: Scheme, n: int, k: int) -> Tensor:
-    """[n, k] f32, natural column order."""
+    """[n, k] f32, natural column order, factors multiplied in."""
 
     def one(t: Tensor | None) -> Tensor | None:
         return None if t is None else t[None]
@@ -92,6 +92,7 @@ def _dequantize(part: Part, codes: Tensor, scheme: Scheme, n: int, k: int) -> Te
         None if second is None else second.reshape(1, 1).float(),
         one(part.columns),
         global_exact=None if second is None or second.dtype is not torch.float64 else second.reshape(1, 1),
+        factors=one(part.factors),
     )
     return q.dequantize()[0]
 

@@ -82,7 +82,7 @@ class Format:
         return out
 
 
-READERS = ("plain", "gptq", "awq", "compressed_tensors", "fp8", "gptoss_mxfp4", "modelopt", "refused")
+READERS = ("plain", "gptq", "awq", "compressed_tensors", "fp8", "gptoss_mxfp4", "modelopt", "modelopt_awq", "refused")
 """Modules of readers/, in the order of the docs table."""
 
 

@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["UNEQUAL", "columns_of", "is_natural"]
-
-UNEQUAL = "groups of unequal size"
+__all__ = ["columns_of", "is_natural"]
 
 
 def is_natural(g_idx: Tensor, group_size: int) -> bool:
@@ -27,8 +25,8 @@ def columns_of(g_idx: Tensor, groups: int, group_size: int) -> Tensor | None:
     """[K] group of each input column -> [K] int32 code columns in group order; None = natural order.
 
     Code column j then multiplies input column columns[j], and its group is j // group_size.  That needs groups of
-    group_size columns each (the last may be shorter): otherwise ValueError(UNEQUAL).  A group outside 0 .. groups - 1
-    is a ValueError, too.
+    group_size columns each (the last may be shorter): otherwise ValueError.  A group outside 0 .. groups - 1 is one,
+    too.
 
     >>> columns_of(torch.tensor([1, 0, 1, 0]), groups=2, group_size=2).tolist()
     [1, 3, 0, 2]
@@ -40,6 +38,6 @@ def columns_of(g_idx: Tensor, groups: int, group_size: int) -> Tensor | None:
         return None
     sizes = np.bincount(group, minlength=groups)
     if (sizes[:-1] != group_size).any() or sizes[-1] != group.size - group_size * (groups - 1):
-        raise ValueError(UNEQUAL)
+        raise ValueError("groups of unequal size")
     narrow = group.astype(np.uint16) if groups <= 1 << 16 else group  # numpy sorts 16-bit integers by radix
     return torch.from_numpy(np.argsort(narrow, kind="stable").astype(np.int32))

@@ -15,7 +15,8 @@ from expertd_kernels.checkpoint.names import LayerTensors
 from expertd_kernels.checkpoint.readers.protocol import Layout
 from expertd_kernels.checkpoint.units import Piece, Units
 from expertd_kernels.weights.activation import Activation
-from expertd_kernels.weights.scheme import ActivationQuant, Element, Scheme
+from expertd_kernels.weights.factors import takes_w2_factors
+from expertd_kernels.weights.scheme import ActivationQuant, Element, ScaleType, Scheme
 
 __all__ = ["LayerRecipe", "MatrixRecipe", "experts_recipe", "layer_recipe"]
 
@@ -27,6 +28,7 @@ class MatrixRecipe:
     scheme: Scheme
     bias: bool
     columns: bool
+    factors: bool
 
 
 @dataclass(frozen=True)
@@ -61,19 +63,26 @@ def layer_recipe(model: ModelConfig, quant: Mapping[str, Any], tensors: LayerTen
     activation = model.activation()
     units = Units(model, quant, tensors)
     pieces = tuple(units.pieces(e) for e in range(units.num_experts))
+    units.require_alike()
     mixed_rows = _mixed_rows(model, quant, pieces)
     hidden, intermediate = _check_shapes(model, tensors, pieces)
     inputs = [tuple(_halves(p) for n, p in one.items() if n != "down") for one in pieces]
-    w13, notes13 = _matrix("w13", [h for one in inputs for pair in one for h in pair], _one_order(inputs))
-    w2, notes2 = _matrix("w2", [(p["down"], p["down"].layout) for p in pieces], True)
+    parts13 = [h for one in inputs for pair in one for h in pair]
+    widen13 = _unequal_orders(inputs) or _unequal_factors(parts13)
+    w13, notes13 = _matrix("w13", parts13, widen13)
+    w13, widen2, notes_f = _factors_of_w2(w13, pieces, activation)
+    w2, notes2 = _matrix("w2", [(p["down"], p["down"].layout) for p in pieces], widen2)
     everything = [p for one in pieces for p in one.values()]
-    rounding, input_scale, notes_a = _activation_quant(everything)
+    rounding, notes_a = _activation_quant(everything)
+    notes_a += notes_f
     notes_a += [] if model.top_k(tensors.layer) else ["config.json does not say how many experts a token takes"]
+    _require_biases(model, w13, w2, pieces[0])
+    top_k = _top_k(model, tensors.layer, units.num_experts)
     mixed = ["gate and up are stored as halves of alternating rows: put in order"] if mixed_rows else []
     return LayerRecipe(
         tensors.layer,
         units.num_experts,
-        model.top_k(tensors.layer) or 1,
+        top_k,
         hidden,
         intermediate,
         activation,
@@ -82,7 +91,7 @@ def layer_recipe(model: ModelConfig, quant: Mapping[str, Any], tensors: LayerTen
         w13,
         w2,
         rounding,
-        input_scale,
+        rounding.static,
         mixed_rows,
         tuple(dict.fromkeys((*notes13, *notes2, *notes_a, *(n for p in everything for n in p.layout.notes), *mixed))),
     )
@@ -105,7 +114,7 @@ def _mixed_rows(model: ModelConfig, quant: Mapping[str, Any], pieces: tuple[Mapp
     """
     meta = quant.get("meta")
     tools = meta.get("quantizer") if isinstance(meta, Mapping) else None
-    tools = [tools] if isinstance(tools, str) else tools or []
+    tools = tools if isinstance(tools, list) else [tools]
     if not model.family.interleaved or "gate" not in pieces[0] or not any("gptqmodel" in str(t) for t in tools):
         return False
     return any(p["gate"].unit.has("qweight") for p in pieces)
@@ -143,26 +152,50 @@ def _halves(piece: Piece) -> tuple[tuple[Piece, Layout], ...]:
     return ((piece, half), (piece, half))
 
 
-def _one_order(inputs: list[tuple[tuple[tuple[Piece, Layout], ...], ...]]) -> bool:
-    """Whether gate and up of every expert share one activation order."""
+def _unequal_orders(inputs: list[tuple[tuple[tuple[Piece, Layout], ...], ...]]) -> str:
+    """Where gate and up of an expert have different activation orders: why w13 is widened; else ""."""
     for one in inputs:
         orders = [layout.columns for pair in one for _, layout in pair]
-        first = orders[0]
-        for other in orders[1:]:
-            if (first is None) != (other is None) or (
-                first is not None and other is not None and not torch.equal(first, other)
-            ):
-                return False
-    return True
+        if not all(_same(order, orders[0]) for order in orders):
+            return "gate and up have different activation orders"
+    return ""
 
 
-def _matrix(name: str, parts: list[tuple[Piece, Layout]], one_order: bool) -> tuple[MatrixRecipe, list[str]]:
-    """The recipe of one matrix and what the user should know of it."""
+def _unequal_factors(parts: list[tuple[Piece, Layout]]) -> str:
+    """Where projections of w13 have different factors of its one input: why it is widened; else ""."""
+    first, _ = parts[0]
+    for piece, layout in parts:
+        if not _same(layout.factors, parts[0][1].factors):
+            return f"the pre_quant_scale of {piece.unit.name} is not that of {first.unit.name}"
+    return ""
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _factors_of_w2(
+    w13: MatrixRecipe, pieces: tuple[Mapping[str, Piece], ...], activation: Activation
+) -> tuple[MatrixRecipe, str, list[str]]:
+    """(w13 as it can take the factors of w2's inputs, why w2 is widened or "", notes)."""
+    if all(one["down"].layout.factors is None for one in pieces):
+        return w13, "", []
+    if w13.scheme.scale in (ScaleType.F16, ScaleType.BF16):
+        w13 = replace(w13, scheme=w13.scheme.with_scale(ScaleType.F32))
+    if why := takes_w2_factors(w13.scheme, activation):
+        return w13, f"its pre_quant_scale cannot be multiplied into w13, because {why}", []
+    return w13, "", ["pre_quant_scale of w2's inputs is multiplied into the scales of w13's up rows"]
+
+
+def _matrix(name: str, parts: list[tuple[Piece, Layout]], widen: str) -> tuple[MatrixRecipe, list[str]]:
+    """The recipe of one matrix and what the user should know of it.  widen: why it is held as f32, "" if it is not."""
     notes = []
     schemes = list(dict.fromkeys(layout.scheme for _, layout in parts))
-    scheme = common(schemes) if one_order else Scheme(Element.F32)
-    if not one_order:
-        notes.append(f"gate and up have different activation orders: {name} is widened to f32")
+    scheme = Scheme(Element.F32) if widen else common(schemes)
+    factors = any(layout.factors is not None for _, layout in parts)
+    if widen:
+        times = 32 / max(s.element.bits for s in schemes)
+        notes.append(f"{widen}: {name} is widened to f32, {times:g} times the memory of {schemes[0].name}")
     elif len(schemes) > 1:
         which: dict[str, str] = {}
         for piece, layout in parts:
@@ -174,18 +207,36 @@ def _matrix(name: str, parts: list[tuple[Piece, Layout]], one_order: bool) -> tu
         piece = next(piece for piece, _ in parts if not piece.layout.bias)
         raise piece.unit.error("its bias is missing", "one, as the other experts have")
     columns = scheme.element.quantized and any(layout.columns is not None for _, layout in parts)
-    return MatrixRecipe(scheme, all(bias), columns), notes
+    kept = factors and not widen and scheme.element.quantized
+    if kept and name == "w13":
+        notes.append("pre_quant_scale multiplies the hidden states before w13: once, it is the same for all experts")
+    return MatrixRecipe(scheme, all(bias), columns, kept), notes
 
 
-def _activation_quant(pieces: list[Piece]) -> tuple[ActivationQuant, bool, list[str]]:
-    """How the checkpoint wants activations rounded, whether static scales come with it, notes."""
+def _require_biases(model: ModelConfig, w13: MatrixRecipe, w2: MatrixRecipe, pieces: Mapping[str, Piece]) -> None:
+    """CheckpointError where the family's experts have biases and the files do not."""
+    for projection, piece in pieces.items():
+        if model.family.bias and not (w2 if projection == "down" else w13).bias:
+            unit = piece.unit
+            name = unit.name.partition("[")[0] + ("_bias" if unit.fused else ".bias")
+            raise CheckpointError(f"{name}: is missing; experts of {model.family.name} have biases")
+
+
+def _top_k(model: ModelConfig, layer: int, num_experts: int) -> int:
+    """Experts that a token takes; 1 where the config does not say."""
+    top_k = model.top_k(layer)
+    if top_k > num_experts:
+        keys = " or ".join(model.family.top_k)
+        raise CheckpointError(
+            f"config.json: {keys} is {top_k}, want at most the {num_experts} experts of layer {layer}"
+        )
+    return top_k or 1
+
+
+def _activation_quant(pieces: list[Piece]) -> tuple[ActivationQuant, list[str]]:
+    """How the checkpoint wants activations rounded, notes.  Where that takes static scales, every piece has one."""
     asked = sorted({p.layout.activation for p in pieces}, key=lambda a: a.value)
-    scaled = [p.layout.input_scale for p in pieces]
     if len(asked) > 1:
         names = ", ".join(a.value for a in asked)
-        return ActivationQuant.NONE, False, [f"projections ask for different rounding of activations ({names}): none"]
-    if any(scaled) and not all(scaled):
-        missing = next(p.unit.name for p in pieces if not p.layout.input_scale)
-        note = f"{missing} has no input_scale: static activation scales are left out, activations are not rounded"
-        return ActivationQuant.NONE, False, [note]
-    return asked[0], all(scaled), []
+        return ActivationQuant.NONE, [f"projections ask for different rounding of activations ({names}): none"]
+    return asked[0], []

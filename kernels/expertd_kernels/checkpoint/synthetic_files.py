@@ -112,7 +112,7 @@ def write_synthetic(
         "hidden_size": hidden,
         "moe_intermediate_size": intermediate,
         "num_experts": experts,
-        "num_experts_per_tok": 8,
+        "num_experts_per_tok": min(8, experts),
         "num_hidden_layers": layers,
     }
     config |= {"quantization_config": quant} if quant else {}

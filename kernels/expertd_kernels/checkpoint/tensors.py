@@ -15,7 +15,7 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -62,17 +62,18 @@ faster."""
 
 
 class Counter:
-    """Bytes and tensors read so far; shared by the shards of a checkpoint, safe to use from many threads."""
+    """Bytes read so far; shared by the shards of a checkpoint, safe to use from many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.bytes = 0
-        self.reads = 0
 
     def add(self, nbytes: int) -> None:
         with self._lock:
             self.bytes += nbytes
-            self.reads += 1
+
+
+Look = Callable[[NDArray[np.uint8]], None]
 
 
 @dataclass(frozen=True)
@@ -135,12 +136,12 @@ class Stored:
         self.shard.fill(out, self.offset, self.name)
         return out.tobytes()
 
-    def read_into(self, out: Tensor) -> None:
-        """Fill a contiguous tensor of the same number of bytes."""
+    def read_into(self, out: Tensor, look: Look | None = None) -> None:
+        """Fill a contiguous tensor of the same number of bytes.  look: see Shard.fill."""
         if out.numel() * out.element_size() != self.nbytes or not out.is_contiguous():
             raise ValueError(f"{self.name}: {self.nbytes} bytes into {out.dtype} {tuple(out.shape)}")
         if self.nbytes:
-            self.shard.pread(out.view(-1).view(torch.uint8), self.offset, self.name)
+            self.shard.fill(out.view(-1).view(torch.uint8).numpy(), self.offset, self.name, look)
 
 
 class Shard:
@@ -165,16 +166,20 @@ class Shard:
         if fd >= 0:
             os.close(fd)
 
-    def pread(self, out: Tensor, offset: int, subject: str) -> None:
-        """Fill a contiguous u8 tensor from `offset` on."""
-        self.fill(out.numpy(), offset, subject)
-
-    def fill(self, out: NDArray[np.uint8], offset: int, subject: str) -> None:
-        """Fill an array [bytes] from `offset` on."""
-        done, size = 0, out.nbytes
-        if size > PIECE_BYTES and 0 < (out.ctypes.data - offset) % PAGE_BYTES < SLOW_BYTES:
-            self._fill_in_pieces(out, offset, subject)
+    def fill(self, out: NDArray[np.uint8], offset: int, subject: str, look: Look | None = None) -> None:
+        """Fill an array [bytes] from `offset` on.  look: shown each piece of it as soon as that is read."""
+        if out.nbytes > PIECE_BYTES and 0 < (out.ctypes.data - offset) % PAGE_BYTES < SLOW_BYTES:
+            self._fill_by_detour(out, offset, subject, look)
             return
+        step = PIECE_BYTES if look is not None else max(1, out.nbytes)
+        for begin in range(0, out.nbytes, step):
+            piece = out[begin : begin + step]
+            self._read(piece, offset + begin, subject)
+            if look is not None:
+                look(piece)
+
+    def _read(self, out: NDArray[np.uint8], offset: int, subject: str) -> None:
+        done, size = 0, out.nbytes
         while done < size:
             try:
                 got = os.preadv(self.fd, [out.data[done:]], offset + done)
@@ -187,14 +192,16 @@ class Shard:
             done += got
         self.counter.add(done)
 
-    def _fill_in_pieces(self, out: NDArray[np.uint8], offset: int, subject: str) -> None:
+    def _fill_by_detour(self, out: NDArray[np.uint8], offset: int, subject: str, look: Look | None) -> None:
         """fill() by way of a buffer that stays in the cache, see SLOW_BYTES."""
         room = np.empty(PIECE_BYTES + PAGE_BYTES, np.uint8)
         first = (offset + PAGE_BYTES // 2 - room.ctypes.data) % PAGE_BYTES  # PIECE_BYTES is a multiple of a page
         for begin in range(0, out.nbytes, PIECE_BYTES):
             piece = out[begin : begin + PIECE_BYTES]
             buffer = room[first : first + piece.nbytes]
-            self.fill(buffer, offset + begin, subject)
+            self._read(buffer, offset + begin, subject)
+            if look is not None:
+                look(buffer)
             np.copyto(piece, buffer)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:

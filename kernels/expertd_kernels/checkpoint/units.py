@@ -38,7 +38,7 @@ class Units:
         self.gated = model.activation().gated
         self.fused = _is_fused(tensors)
         self.num_experts = _count_experts(model, tensors, self.fused)
-        self._seen: dict[object, tuple[Format, Layout]] = {}
+        self._seen: dict[object, tuple[Piece, int]] = {}
         H, I = model.hidden_size(), model.intermediate_size(tensors.layer)
         self._sizes = {"gate": (I, H), "up": (I, H), "gate_up": (2 * I, H), "down": (H, I)}
 
@@ -53,7 +53,7 @@ class Units:
     def _unit(self, expert: int, projection: str) -> Unit:
         t, family = self.tensors, self.model.family
         if self.fused:
-            short = t.fused_names.get(projection, projection)
+            short = t.fused_names.get(projection) or self._fused_short(projection)
             name = f"{t.prefix}.{short}[{expert}]"
             found = {s: _cut(x, expert, self.num_experts) for s, x in t.fused.get(projection, {}).items()}
             siblings: dict[str, Stored] = {}
@@ -85,6 +85,12 @@ class Units:
         names = (name.rpartition(".")[2] for (_, p), name in self.tensors.names.items() if p == projection)
         return next(names, projection)
 
+    def _fused_short(self, projection: str) -> str:
+        """What the family calls a fused projection whose partner is there."""
+        present = set(self.tensors.fused_names.values())
+        pair = next((pair for pair in self.model.family.fused if present & set(pair)), (projection, projection))
+        return pair[projection == "down"]
+
     def _siblings(self, expert: int) -> dict[str, Stored]:
         t = self.tensors
         return {
@@ -99,17 +105,45 @@ class Units:
             tuple(sorted((s, t.dtype, t.shape) for s, t in unit.tensors.items())),
             repr(unit.overrides) if unit.overrides else "",
         )
-        known = self._seen.get(key)
-        row = known[0] if known else detect(unit)
+        known, count = self._seen.get(key, (None, 0))
+        row = known.format if known else detect(unit)
         reader = reader_of(row)
-        layout = known[1] if known and not _own_order(reader, unit) else reader.layout(unit)
-        self._seen[key] = (row, layout)
+        layout = known.layout if known and not _own_layout(reader, unit) else reader.layout(unit)
+        if unit.has("bias"):
+            unit.expect("bias", (layout.n,), "F32", "BF16", "F16")
         unit.layout = layout
-        return Piece(unit, row, layout)
+        piece = Piece(unit, row, layout)
+        self._seen[key] = (known or piece, count + 1)
+        return piece
+
+    def require_alike(self) -> None:
+        """Units of one format have tensors of the same names and types: what one has and others lack was lost, or does
+        not belong there.  CheckpointError names the one that is in the minority, of as many the one that lacks it."""
+        common: dict[str, Piece] = {}
+        for piece, _ in sorted(self._seen.values(), key=lambda seen: (-seen[1], -len(seen[0].unit.tensors))):
+            first = common.setdefault(piece.format.name, piece)
+            _require_alike(piece, first.unit)
 
 
-def _own_order(reader: Reader, unit: Unit) -> bool:
-    """Whether the unit's layout cannot be taken over from one that looks alike: it may have an order of its own."""
+def _require_alike(piece: Piece, other: Unit) -> None:
+    """piece: the odd one of the two.  Unquantized weights may be of several types: they are widened."""
+    unit, free = piece.unit, {"weight", ""} if piece.format.reader == "plain" else set()
+    for suffix, t in other.tensors.items():
+        mine = unit.tensors.get(suffix)
+        if mine is None:
+            raise unit.error(f"tensor {suffix!r} is missing", f"one, as {other.name} has")
+        if mine.dtype != t.dtype and suffix not in free:
+            raise unit.error(f"dtype {mine.dtype}", f"{t.dtype}, as {t.name} is", suffix)
+    extra = sorted(set(unit.tensors) - set(other.tensors))
+    if extra:
+        raise unit.error(f"has {extra[0]!r}", f"none, as {other.name} has none", extra[0])
+
+
+def _own_layout(reader: Reader, unit: Unit) -> bool:
+    """Whether the unit's layout cannot be taken over from one that looks alike: it may have an order or factors of its
+    own."""
+    if unit.has("pre_quant_scale"):
+        return True
     if not any(s.endswith("g_idx") for s in unit.tensors):
         return False
     may: Callable[[Unit], bool] | None = getattr(reader, "may_be_ordered", None)

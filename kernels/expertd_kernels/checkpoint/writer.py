@@ -274,7 +274,7 @@ def _copy(t: Stored, f: BinaryIO) -> None:
     """A stored tensor's bytes, a piece at a time."""
     for begin in range(0, t.nbytes, _COPY_BYTES):
         piece = torch.empty(min(_COPY_BYTES, t.nbytes - begin), dtype=torch.uint8)
-        t.shard.pread(piece, t.offset + begin, t.name)
+        t.shard.fill(piece.numpy(), t.offset + begin, t.name)
         f.write(memoryview(piece.numpy()))  # type: ignore[arg-type]
 
 

@@ -33,6 +33,7 @@ CHECKPOINTS = (
     "bf16-sharded-qwen3moe1l",
     "mxfp4-oai-modelopt-gptoss-ns",
     "hf-fp8-block128-qwen3moe1l",
+    "modelopt-int4-awq-qwen3moe1l",
 )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from expertd_kernels.checkpoint.bits import unpack_fields, words_for
 from expertd_kernels.checkpoint.formats import Format
-from expertd_kernels.checkpoint.readers.groups import GroupInfo, integer_scheme, scale_type
+from expertd_kernels.checkpoint.readers.groups import GroupInfo, check_extent, integer_scheme, scale_type
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.checkpoint.repack import Repacked, transpose_columns
 from expertd_kernels.checkpoint.tensors import Stored
@@ -44,6 +44,7 @@ def _info(unit: Unit) -> GroupInfo:
     group = unit.setting("group_size", -1)
     if type(group) is not int or group == 0 or group < -1:
         raise unit.error(f"group_size {group!r} in the quantization config", "-1 or a number > 0")
+    check_extent(unit, "group_size", group, k)
     groups = 1 if group == -1 else -(-k // group)
     scales = unit.expect("scales", None, *_FLOATS)
     zeros = unit.expect("qzeros", None, "I32")
@@ -54,14 +55,12 @@ def _info(unit: Unit) -> GroupInfo:
     else:
         unit.expect("scales", (groups, n), *_FLOATS)
         unit.expect("qzeros", (groups, words_for(n, 4)), "I32")
-    if unit.has("bias"):
-        unit.expect("bias", (n,), *_FLOATS)
     return GroupInfo(n, k, 4, WHOLE if group == -1 else group, groups, scale_type(scales), _symmetric(unit))
 
 
 def _symmetric(unit: Unit) -> bool:
     """AutoAWQ says zero_point false, AutoRound sym true."""
-    return unit.setting("zero_point") is False or unit.setting("sym") is True
+    return unit.flag("zero_point") is False or unit.flag("sym") is True
 
 
 def _is_gemv(unit: Unit) -> bool:

@@ -18,6 +18,7 @@ from expertd_kernels.checkpoint.readers.ct_config import (
 )
 from expertd_kernels.checkpoint.readers.ct_integers import layout_integers, read_integers
 from expertd_kernels.checkpoint.readers.floats import SCALE_TYPES, Floats, layout_floats, read_floats
+from expertd_kernels.checkpoint.readers.fp8 import is_autoround_fp8
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.weights.scheme import ActivationQuant, Element, Scheme
 
@@ -59,7 +60,7 @@ def _floats(unit: Unit) -> Floats | None:
         element,
         "weight_packed" if packed else "weight",
         "weight_scale",
-        group.block if group is not None else None,
+        group.block,
         second="weight_global_scale" if unit.has("weight_global_scale") else "",
         divides=True,
         input_scale="" if not static else "input_global_scale" if packed else "input_scale",
@@ -81,6 +82,14 @@ def _blocks_fit(unit: Unit, g: Group) -> str | None:
 
 
 _METHODS = frozenset({"compressed-tensors", "auto-round"})
+_OPTIONAL = frozenset(
+    {"bias", "weight_shape", "weight_zero_point", "input_scale", "input_zero_point", "input_global_scale"}
+)
+
+
+def _not_fp8(unit: Unit) -> str | None:
+    """AutoRound stores its block formats (mx_fp, nv_fp) as compressed-tensors does, plain fp8 as DeepSeek does."""
+    return "data_type is fp8" if is_autoround_fp8(unit) else None
 
 
 def _row(name: str, codes: tuple[str, str], scale: str, **columns: str) -> Format:
@@ -88,8 +97,17 @@ def _row(name: str, codes: tuple[str, str], scale: str, **columns: str) -> Forma
     second = columns.pop("second", "")
     if second:
         tensors[second] = "F32"
-    detected = f"quant_method compressed-tensors, `{codes[0]}` {codes[1]}, `weight_scale` {scale}"
-    return Format(name, "compressed_tensors", _METHODS, tensors, detected_by=detected, **columns)  # type: ignore[arg-type]
+    detected = f"quant_method compressed-tensors (or auto-round), `{codes[0]}` {codes[1]}, `weight_scale` {scale}"
+    return Format(
+        name,
+        "compressed_tensors",
+        _METHODS,
+        tensors,
+        optional=_OPTIONAL | ({"weight_g_idx"} if codes[1] in ("I32", "I8") else set()),
+        rule=_not_fp8,
+        detected_by=detected,
+        **columns,  # type: ignore[arg-type]
+    )
 
 
 FORMATS = (

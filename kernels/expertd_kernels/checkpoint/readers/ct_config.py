@@ -14,7 +14,7 @@ from typing import Any
 from expertd_kernels.checkpoint.readers.protocol import Unit
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant
 
-__all__ = ["Group", "activation_of", "bare_group", "group_for", "refuse_transforms", "refuse_zero_points"]
+__all__ = ["Group", "activation_of", "group_for", "refuse_transforms", "refuse_zero_points"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Group:
     """One config group, as far as a reader needs it.
 
     bits, kind ("int", "float"), strategy ("tensor", "channel", "group", "tensor_group", "block"), group_size and block
-    (rows, cols) of the weights; activations: the input_activations object or None
+    (rows, cols) of the weights; activations: the input_activations object or None; ordered: columns are permuted
+    (actorder), so that `weight_g_idx` must be there
     """
 
     name: str
@@ -34,6 +35,7 @@ class Group:
     symmetric: bool
     activations: Mapping[str, Any] | None
     targets: tuple[str, ...]
+    ordered: bool = False
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -64,10 +66,41 @@ def _integer(value: Any, default: int | None) -> int | None:
     return value if type(value) is int else default
 
 
-def _group(name: str, raw: Mapping[str, Any]) -> Group | None:
+_KNOWN: Mapping[str, tuple[object, ...]] = {
+    "type": ("int", "float", None),
+    "strategy": ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head", None),
+    "symmetric": (True, False),
+    "dynamic": (True, False, "local"),
+    "actorder": ("group", "dynamic", "weight", "static", True, False, None),
+}
+"""Values of compressed-tensors' keys."""
+
+
+def _arguments(unit: Unit, group: str, what: str, raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """ "weights" or "input_activations" of a group; None where it has none.  Values that nobody defined are an error:
+    what they meant is not known."""
+    found = raw.get(what)
+    where = f"quantization_config.config_groups.{group}.{what}"
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise unit.error(f"{where} is {found!r:.80}", "an object, or null")
+    for key, known in _KNOWN.items():
+        value = found.get(key, known[0])
+        value = value.lower() if isinstance(value, str) else value
+        if not any(value is k or (isinstance(k, str) and value == k) for k in known):
+            raise unit.error(f"{where}.{key} is {value!r:.80}", f"one of {', '.join(map(str, known))}")
+    for key, least in (("num_bits", 1), ("group_size", -1)):
+        value = found.get(key)
+        if value is not None and ((number := _integer(value, None)) is None or number < least or number == 0):
+            raise unit.error(f"{where}.{key} is {value!r:.80}", "a number of at least 1" + " or -1" * (least < 0))
+    return found
+
+
+def _group(unit: Unit, name: str, raw: Mapping[str, Any]) -> Group | None:
     """A group that quantizes weights; None for one that does not."""
-    w = raw.get("weights")
-    if not isinstance(w, Mapping):
+    w = _arguments(unit, name, "weights", raw)
+    if w is None:
         return None
     size = _integer(w.get("group_size"), None)
     strategy = w.get("strategy")
@@ -79,7 +112,6 @@ def _group(name: str, raw: Mapping[str, Any]) -> Group | None:
     pair = None
     if isinstance(block, list) and len(block) == 2 and all(type(x) is int and x > 0 for x in block):
         pair = (block[0], block[1])
-    act = raw.get("input_activations")
     targets = raw.get("targets")
     return Group(
         name,
@@ -89,8 +121,9 @@ def _group(name: str, raw: Mapping[str, Any]) -> Group | None:
         size if size is not None and size > 0 else None,
         pair,
         bool(w.get("symmetric", True)),
-        act if isinstance(act, Mapping) else None,
+        _arguments(unit, name, "input_activations", raw),
         tuple(t for t in targets if isinstance(t, str)) if isinstance(targets, list) else (),
+        w.get("actorder") in ("group", "dynamic", True),
     )
 
 
@@ -110,16 +143,19 @@ def _targets(group: Group, name: str) -> int:
     return best
 
 
-def group_for(unit: Unit, fits: Callable[[Group], str | None]) -> Group | None:
-    """The group that the unit's tensors belong to; None if the configuration has no groups at all.
+def group_for(unit: Unit, fits: Callable[[Group], str | None]) -> Group:
+    """The group that the unit's tensors belong to.
 
     fits: why a group contradicts the tensors, or None.  CheckpointError where every group does, and where several fit
     that would read the tensors differently and the targets do not decide.
     """
     raw = unit.quant.get("config_groups")
-    if not isinstance(raw, Mapping) or not raw:
-        return None
-    groups = [g for name, r in raw.items() if isinstance(r, Mapping) and (g := _group(str(name), r)) is not None]
+    if unit.quant.get("quant_method") == "auto-round" and raw is None:
+        groups = [_autoround_group(unit)]
+    elif isinstance(raw, Mapping) and raw:
+        groups = [g for name, r in raw.items() if isinstance(r, Mapping) and (g := _group(unit, str(name), r))]
+    else:
+        raise unit.error(f"config_groups of the quantization config is {raw!r:.80}", "an object with one group or more")
     reasons = {g.name: fits(g) for g in groups}
     left = [g for g in groups if reasons[g.name] is None]
     if not left:
@@ -135,17 +171,53 @@ def group_for(unit: Unit, fits: Callable[[Group], str | None]) -> Group | None:
     return left[0]
 
 
-def bare_group(unit: Unit) -> Group:
-    """The group that a configuration without config_groups means: `bits` and `group_size` at its top (auto-round)."""
-    size = _integer(unit.setting("group_size"), -1) or -1
+def _autoround_group(unit: Unit) -> Group:
+    """The group that auto-round's keys mean: bits, group_size, data_type and sym, and the same of act_."""
+    size, bits = _autoround_number(unit, "group_size", -1), _autoround_number(unit, "bits", 4)
     strategy = "group" if size > 0 else "channel"
-    bits = _integer(unit.setting("bits"), 4) or 4
-    return Group("", bits, "int", strategy, max(size, 0) or None, None, not unit.has("weight_zero_point"), None, ())
+    kind, symmetric = _autoround_kind(unit, ""), not unit.has("weight_zero_point")
+    return Group(
+        "auto-round", bits, kind, strategy, max(size, 0) or None, None, symmetric, _autoround_activations(unit), ()
+    )
 
 
-def activation_of(group: Group | None) -> tuple[ActivationQuant, tuple[str, ...]]:
+def _autoround_kind(unit: Unit, prefix: str) -> str:
+    """ "float" for mx_fp, nv_fp and fp8, "int" for int."""
+    key = f"{prefix}data_type"
+    kind = unit.setting(key, "int")
+    if not isinstance(kind, str) or not ("fp" in kind or "int" in kind or kind == "float"):
+        raise unit.error(f"{key} is {kind!r:.80} in the quantization config", "one of int, fp8, mx_fp, nv_fp")
+    return "int" if "int" in kind else "float"
+
+
+def _autoround_number(unit: Unit, key: str, default: int) -> int:
+    value = unit.setting(key, default)
+    number = _integer(value, None)
+    if number is None or (number < 1 and number != -1):
+        raise unit.error(f"{key} is {value!r:.80} in the quantization config", "a number of at least 1, or -1")
+    return number
+
+
+def _autoround_activations(unit: Unit) -> Mapping[str, Any] | None:
+    """act_bits and so on as compressed-tensors' input_activations; None where activations are not rounded."""
+    bits = _autoround_number(unit, "act_bits", 16)
+    if bits >= 16:
+        return None
+    size = unit.setting("act_group_size", -1)
+    size = size if size == 0 else _autoround_number(unit, "act_group_size", -1)  # 0: the whole tensor
+    return {
+        "num_bits": bits,
+        "type": _autoround_kind(unit, "act_"),
+        "strategy": "group" if size > 0 else "token" if size < 0 else "tensor",
+        "group_size": size,
+        "dynamic": unit.flag("act_dynamic", True),
+        "symmetric": unit.flag("act_sym", True),
+    }
+
+
+def activation_of(group: Group) -> tuple[ActivationQuant, tuple[str, ...]]:
     """(how the group wants activations rounded, notes).  A way that no kernel here knows is NONE and a note."""
-    a = None if group is None else group.activations
+    a = group.activations
     if a is None:
         return ActivationQuant.NONE, ()
     bits, kind = _integer(a.get("num_bits"), 8), str(a.get("type", "int")).lower()

@@ -19,11 +19,11 @@ from expertd_kernels.checkpoint.order import columns_of
 from expertd_kernels.checkpoint.readers.ct_config import (
     Group,
     activation_of,
-    bare_group,
     group_for,
     refuse_zero_points,
 )
 from expertd_kernels.checkpoint.readers.floats import SCALE_TYPES
+from expertd_kernels.checkpoint.readers.groups import check_extent
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.checkpoint.tensors import Stored
 from expertd_kernels.weights.canonical import pack_nibbles, unpack_nibbles
@@ -44,10 +44,6 @@ class _Integers:
             raise unit.error(f"shape {list(codes.shape)}", "a matrix", self.name)
         self.n = codes.shape[0]
         group = group_for(unit, lambda g: self._contradiction(unit, g, codes.shape[1], scale.shape))
-        if group is None:
-            group = bare_group(unit)
-            if (reason := self._contradiction(unit, group, codes.shape[1], scale.shape)) is not None:
-                raise unit.error(reason, "tensors that agree with bits and group_size of the configuration")
         self.bits = group.bits
         self.k = self._columns(unit, codes.shape[1], group.bits)
         self.activation, self.notes = activation_of(group)
@@ -55,7 +51,8 @@ class _Integers:
         if self.bits not in (4, 8):
             self.notes += (f"{self.bits}-bit codes are held as {element.value} (exact)",)
         self.scheme = Scheme(element, *group.extent, SCALE_TYPES[scale.dtype], zeros=not group.symmetric)
-        if unit.has("weight_g_idx"):
+        check_extent(unit, "group_size", self.scheme.cols, self.k)
+        if unit.has("weight_g_idx") or group.ordered:
             unit.expect("weight_g_idx", (self.k,), "I32", "I64")
         if unit.has("weight_shape"):
             unit.expect("weight_shape", (3,) if unit.fused else (2,), "I64", "I32")

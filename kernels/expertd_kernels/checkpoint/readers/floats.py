@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from expertd_kernels.checkpoint.readers.groups import check_extent
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.checkpoint.tensors import Stored
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
@@ -74,6 +75,11 @@ class _Plan:
 
 def layout_floats(unit: Unit, f: Floats) -> Layout:
     plan = _plan(unit, f)
+    if f.activation.static and not (f.input_scale and unit.has(f.input_scale)):
+        suffix = f.input_scale or "input_scale"
+        raise unit.error(
+            f"tensor {suffix!r} is missing", "the static scale of its input, which the quantization config promises"
+        )
     notes = f.notes
     if plan.widen:
         notes += ("scale blocks run along the outputs, which no kernel computes: widened to bf16 (exact)",)
@@ -183,6 +189,8 @@ def _block(unit: Unit, f: Floats, shape: tuple[int, ...], nk: tuple[int, int], k
     else:
         candidates = [(128, 128)]
     for rows, cols in candidates:
+        for extent, size in ((rows, n), (cols, k)):
+            check_extent(unit, "weight_block_size, block_structure or group_size of", extent, size)
         if shape == Scheme(f.element, rows, cols, kind).scale_shape(n, k):
             return rows, cols
     shapes = [list(Scheme(f.element, r, c, kind).scale_shape(n, k)) for r, c in candidates]
@@ -221,10 +229,14 @@ def _scalar(unit: Unit, suffix: str, divides: bool, single: bool = False) -> Ten
     value = unit.read(suffix).reshape(-1).float()
     if value.numel() != 1 and (single or value.numel() != 2 or unit.projection != "gate_up"):
         raise unit.error(f"{value.numel()} numbers", "one", suffix)
+    if not bool(torch.isfinite(value).all()):
+        raise unit.error("a scale is NaN or infinite", "finite numbers", suffix)
+    if (divides or single) and not bool((value != 0).all()):
+        raise unit.error("is 0, and is divided by", "a number above 0", suffix)
+    if single and not bool((value > 0).all()):
+        raise unit.error(f"is {float(value):g}, and activations are divided by it", "a number above 0", suffix)
     if not divides:
         return value
-    if not bool((value != 0).all()):
-        raise unit.error("is 0, and the checkpoint divides by it", "a number above 0", suffix)
     return 1.0 / value if single else 1.0 / value.double()
 
 

@@ -10,19 +10,24 @@ Despite its name `weight_scale_inv` multiplies.  Three places of the scales:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from expertd_kernels.checkpoint.formats import Format
 from expertd_kernels.checkpoint.readers.floats import Floats, layout_floats, read_floats
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
-from expertd_kernels.weights.scheme import ActivationQuant, Element
+from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element
 
-__all__ = ["FORMATS", "layout", "read"]
+__all__ = ["FORMATS", "is_autoround_fp8", "layout", "read"]
 
 _SCALES = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")
 _FUSED_SCALE = {"gate": "gate_up_proj_scale_inv", "up": "gate_up_proj_scale_inv", "down": "down_proj_scale_inv"}
 
 
 def layout(unit: Unit) -> Layout:
-    return layout_floats(unit, _floats(unit))
+    """Activations are rounded by groups where weights have blocks, also where the configuration forgot to say so."""
+    found = layout_floats(unit, _floats(unit))
+    by_block = found.activation is ActivationQuant.E4M3_TOKEN and found.scheme.cols != WHOLE
+    return replace(found, activation=ActivationQuant.E4M3_GROUP128) if by_block else found
 
 
 def read(unit: Unit) -> Part:
@@ -37,13 +42,16 @@ def _floats(unit: Unit) -> Floats:
         raise unit.error(f"has scales {' and '.join(own)}", "one of them")
     if unit.stored(codes).dtype != "F8_E4M3":
         return Floats(Element.E2M1, codes, own[0] if own else _SCALES[0])
-    activation, input_scale, notes = _activation(unit, block)
+    activation, input_scale = _activation(unit)
     if own:
-        return Floats(Element.E4M3, codes, own[0], block, input_scale=input_scale, activation=activation, notes=notes)
+        return Floats(Element.E4M3, codes, own[0], block, input_scale=input_scale, activation=activation)
     rows = unit.stored(codes).shape[0]
     fused_rows = {"gate": (0, 2 * rows), "up": (rows, 2 * rows), "down": (0, rows)}
     if unit.projection not in fused_rows:
         raise unit.error("has no scales", " or ".join(_SCALES))
+    fused = [t for name, t in unit.siblings.items() if name in _FUSED_SCALE.values()]
+    if len({t.dtype for t in fused}) > 1:
+        raise unit.error(" and ".join(f"{t.name} is {t.dtype}" for t in fused), "one dtype")
     return Floats(
         Element.E4M3,
         codes,
@@ -64,18 +72,14 @@ def _block_size(unit: Unit) -> tuple[int, int] | None:
     return size[0], size[1]
 
 
-def _activation(unit: Unit, block: tuple[int, int] | None) -> tuple[ActivationQuant, str, tuple[str, ...]]:
-    """(how activations are to be rounded, suffix of the static scale, notes)."""
+def _activation(unit: Unit) -> tuple[ActivationQuant, str]:
+    """(how activations are to be rounded where weights are not scaled by block, suffix of the static scale)."""
     how = unit.setting("activation_scheme", "dynamic")
     if how not in ("dynamic", "static"):
         raise unit.error(f"activation_scheme {how!r:.80}", "dynamic or static")
     if how == "dynamic":
-        return (ActivationQuant.E4M3_GROUP128 if block else ActivationQuant.E4M3_TOKEN), "", ()
-    for suffix in ("input_scale", "activation_scale"):
-        if unit.has(suffix):
-            return ActivationQuant.E4M3_TENSOR, suffix, ()
-    note = "activation_scheme is static, but no input_scale stands beside the weights: activations are not rounded"
-    return ActivationQuant.NONE, "", (note,)
+        return ActivationQuant.E4M3_TOKEN, ""
+    return ActivationQuant.E4M3_TENSOR, "activation_scale" if unit.has("activation_scale") else "input_scale"
 
 
 def _fused_scales(unit: Unit) -> str | None:
@@ -84,7 +88,23 @@ def _fused_scales(unit: Unit) -> str | None:
     return None if name in unit.siblings else f"{name or 'a fused scale'} does not stand beside the experts"
 
 
+def is_autoround_fp8(unit: Unit) -> bool:
+    """Whether auto-round made it, as plain fp8 and not in one of its block formats (mx_fp, nv_fp)."""
+    if unit.quant.get("quant_method") != "auto-round":
+        return False
+    data_type = unit.setting("data_type")
+    if isinstance(data_type, str):
+        return data_type.startswith("fp")
+    return not any(t.dtype in ("U8", "F8_E8M0") for s, t in unit.tensors.items() if "scale" in s)
+
+
+def _fp8(unit: Unit) -> str | None:
+    other = unit.quant.get("quant_method") == "auto-round" and not is_autoround_fp8(unit)
+    return f"data_type is {unit.setting('data_type')!r}, want fp8" if other else None
+
+
 _METHODS = frozenset({"fp8", "fbgemm_fp8", "auto-round"})
+_OPTIONAL = frozenset({"bias", "input_scale", "activation_scale", "input_scale_ub"})
 _FLOAT_SCALE = "F32 BF16 F16 F8_E8M0 U8"
 
 FORMATS = (
@@ -94,6 +114,8 @@ FORMATS = (
             "fp8",
             _METHODS,
             {weight: "F8_E4M3", scale: _FLOAT_SCALE},
+            optional=_OPTIONAL,
+            rule=_fp8,
             detected_by=f"quant_method fp8, `{weight or 'gate_up_proj'}` F8_E4M3 and `{scale}`",
             packing="e4m3 [N, K]",
             scales=shape,
@@ -113,6 +135,7 @@ FORMATS = (
         _METHODS,
         {"weight": "F8_E4M3"},
         absent=frozenset(_SCALES),
+        optional=_OPTIONAL,
         rule=_fused_scales,
         detected_by="quant_method fp8, `weight` F8_E4M3 of each expert, `experts.*_scale_inv` of all together",
         packing="e4m3 [N, K]",
@@ -126,6 +149,8 @@ FORMATS = (
             "fp8",
             _METHODS,
             {"weight": "I8 U8", scale: "F8_E8M0 U8"},
+            optional=_OPTIONAL,
+            rule=_fp8,
             detected_by=f"quant_method fp8 (expert_dtype fp4), `weight` I8 and `{scale}` e8m0",
             packing="I8 [N, K/2], low nibble = even k, e2m1",
             scales="e8m0 [N, K/32]",

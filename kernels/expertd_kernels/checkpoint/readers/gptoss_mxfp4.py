@@ -26,6 +26,7 @@ FORMATS = (
         "gptoss_mxfp4",
         frozenset({"mxfp4"}),
         {"blocks": "U8", "scales": "U8 F8_E8M0"},
+        optional=frozenset({"bias"}),
         detected_by="quant_method mxfp4, `*_blocks` and `*_scales`",
         packing="U8 [rows, K/32, 16], low nibble = even k, e2m1",
         scales="U8 [rows, K/32] e8m0",

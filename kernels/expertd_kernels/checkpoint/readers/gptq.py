@@ -25,13 +25,13 @@ from expertd_kernels.checkpoint.bits import (
     words_for,
 )
 from expertd_kernels.checkpoint.formats import Format
-from expertd_kernels.checkpoint.order import UNEQUAL, columns_of, is_natural
-from expertd_kernels.checkpoint.readers.groups import GroupInfo, integer_scheme, scale_type
+from expertd_kernels.checkpoint.order import columns_of, is_natural
+from expertd_kernels.checkpoint.readers.groups import GroupInfo, check_extent, integer_scheme, scale_type
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.checkpoint.repack import Repacked, gather_rows, transpose_rows
 from expertd_kernels.checkpoint.tensors import Stored
 from expertd_kernels.weights.canonical import pack_nibbles
-from expertd_kernels.weights.scheme import WHOLE, Element, Scheme
+from expertd_kernels.weights.scheme import WHOLE
 
 __all__ = ["FORMATS", "layout", "may_be_ordered", "read"]
 
@@ -53,13 +53,12 @@ def _info(unit: Unit) -> GroupInfo:
     group = unit.setting("group_size", -1)
     if type(group) is not int or group == 0 or group < -1:
         raise unit.error(f"group_size {group!r} in the quantization config", "-1 or a number > 0")
+    check_extent(unit, "group_size", group, k)
     groups = 1 if group == -1 else -(-k // group)
     scales = unit.expect("scales", (groups, n), "F16", "BF16", "F32")
     unit.expect("qzeros", (groups, words_for(n, bits)), "I32")
-    if unit.has("g_idx"):
+    if unit.has("g_idx") or unit.flag("desc_act"):
         unit.expect("g_idx", (k,), "I32", "I64")
-    if unit.has("bias"):
-        unit.expect("bias", (n,), "F16", "BF16", "F32")
     return GroupInfo(n, k, bits, WHOLE if group == -1 else group, groups, scale_type(scales), _symmetric(unit))
 
 
@@ -71,10 +70,7 @@ def layout(unit: Unit) -> Layout:
         try:
             columns = columns_of(unit.read("g_idx"), info.groups, info.cols or info.k)
         except ValueError as e:
-            if str(e) != UNEQUAL:
-                raise unit.error(str(e), suffix="g_idx") from None
-            scheme = Scheme(Element.F32)
-            notes = (*notes, f"activation order with {UNEQUAL}: widened to f32 (exact)")
+            raise unit.error(str(e), f"groups of {info.cols or info.k} columns, as group_size says", "g_idx") from None
     return Layout(scheme, info.n, info.k, bias=unit.has("bias"), columns=columns, notes=notes)
 
 
@@ -83,8 +79,6 @@ def read(unit: Unit) -> Part:
     scales = unit.read("scales").t()
     zeros = _zeros(unit, bits, plan.n)
     bias = unit.read("bias") if unit.has("bias") else None
-    if not plan.scheme.element.quantized:
-        return Part(_widened(unit, bits, scales, zeros), bias=bias)
     if unit.has("g_idx") and not may_be_ordered(unit):
         _require_natural(unit, plan)
     return Part(
@@ -95,7 +89,7 @@ def read(unit: Unit) -> Part:
 def may_be_ordered(unit: Unit) -> bool:
     """Whether columns may be permuted.  AutoRound knows no activation order and has no key for it."""
     default = unit.quant.get("quant_method") != "auto-round"
-    return bool(unit.setting("desc_act", default))
+    return bool(unit.flag("desc_act", default))
 
 
 def _require_natural(unit: Unit, plan: Layout) -> None:
@@ -137,7 +131,7 @@ def _repeated(word: int, count: int) -> bytes:
 
 def _symmetric(unit: Unit) -> bool:
     """Where the config does not say, zero points are read as they are."""
-    return bool(unit.setting("sym"))
+    return bool(unit.flag("sym"))
 
 
 def _raw_zeros(unit: Unit) -> bool:
@@ -156,14 +150,6 @@ def _codes(words: Stored, bits: int, plan: Layout, symmetric: bool) -> Tensor | 
     fields = unpack_fields(words.read(), bits, plan.k, dim=0)
     fields = fields if columns is None else fields.index_select(0, columns)
     return pack_nibbles((int4_from_narrow(fields, bits) if symmetric else fields).t())
-
-
-def _widened(unit: Unit, bits: int, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """[N, K] f32 of groups that no permutation makes equal."""
-    group = unit.read("g_idx").long()
-    q = unpack_fields(unit.read("qweight"), bits, group.numel(), dim=0).t().float()
-    z = float(1 << (bits - 1)) if zeros is None else (zeros.float() + (128 if bits == 8 else 0))[:, group]
-    return (q - z) * scales.float()[:, group]
 
 
 _RAW_PACKINGS = ("auto_round", "auto_round:gptqmodel")

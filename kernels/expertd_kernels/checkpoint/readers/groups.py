@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from expertd_kernels.checkpoint.readers.protocol import Unit
 from expertd_kernels.checkpoint.tensors import Stored
 from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
 
-__all__ = ["GroupInfo", "integer_scheme", "scale_type"]
+__all__ = ["GroupInfo", "check_extent", "integer_scheme", "scale_type"]
 
 _SCALE_TYPES = {"F16": ScaleType.F16, "BF16": ScaleType.BF16, "F32": ScaleType.F32}
 
@@ -26,6 +27,13 @@ class GroupInfo:
     groups: int
     scale: ScaleType
     symmetric: bool
+
+
+def check_extent(unit: Unit, what: str, extent: int, size: int) -> None:
+    """A block of `extent` rows or columns either divides `size` of them or is a power of two: any other one (129 where
+    128 was meant) would fit the same number of scales and place each of them elsewhere."""
+    if 0 < extent < size and size % extent and extent & (extent - 1):
+        raise unit.error(f"{what} {extent} in the quantization config", f"a power of two, or what divides {size}")
 
 
 def scale_type(scales: Stored) -> ScaleType:

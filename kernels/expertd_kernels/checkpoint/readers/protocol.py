@@ -107,9 +107,18 @@ class Unit:
         value = self.overrides.get(key, self.quant.get(key, default))
         return default if value is None else value
 
+    def flag(self, key: str, default: bool | None = None) -> bool | None:
+        """setting(key), which must be true or false where it is there."""
+        value = self.setting(key, default)
+        if value is not None and type(value) is not bool:
+            raise self.error(f"{key} is {value!r:.80} in the quantization config", "true or false")
+        return value
+
     def error(self, got: str, want: str = "", suffix: str | None = None) -> CheckpointError:
         """A CheckpointError about this unit, or about one tensor of it; to be raised."""
-        subject = self.tensors[suffix].name if suffix is not None and suffix in self.tensors else self.name
+        own = None if suffix is None else self.tensors.get(suffix)
+        beside = None if suffix is None else self.siblings.get(suffix)
+        subject = own.name if own is not None else self.name if beside is None else f"{self.name}, {beside.name}"
         return CheckpointError(f"{subject}: {got}" + (f"; want {want}" if want else ""))
 
 
@@ -120,8 +129,9 @@ class Layout:
     scheme       of the codes, [n, k] logical, as one segment
     n, k         logical rows and columns as the tensors have them (assembly compares them with the config)
     bias         whether a bias comes with it
-    columns      [k] int32 activation order (see order.py), None = natural.  The one thing for which layout may read a
-                 tensor: whether gate and up share an order decides how w13 is stored
+    columns      [k] int32 activation order (see order.py), None = natural
+    factors      [k] f32 what input columns are multiplied by (AWQ's pre_quant_scale), None = ones.  For these two alone
+                 layout may read tensors: whether projections share them decides how a matrix is stored
     input_scale  whether a static activation scale comes with it
     activation   how the checkpoint wants activations rounded
     notes        sentences for the user
@@ -132,6 +142,7 @@ class Layout:
     k: int
     bias: bool = False
     columns: Tensor | None = field(default=None, compare=False)
+    factors: Tensor | None = field(default=None, compare=False)
     input_scale: bool = False
     activation: ActivationQuant = ActivationQuant.NONE
     notes: tuple[str, ...] = ()
@@ -150,6 +161,7 @@ class Part:
     global_scale  f32, one number (any shape with one element), a MULTIPLIER; for gate_up also two (gate, up).  f64
                   where it is the reciprocal of a stored divisor: assembly rounds it to f32 and keeps it as global_exact
     columns       [k] int32: code column j multiplies input column columns[j]; None = natural order
+    factors       [k] f32: what input columns are multiplied by; None = ones
     bias          [n], any float type
     input_scale   f32, one number, a MULTIPLIER: x ~ q * input_scale
     """
@@ -159,6 +171,7 @@ class Part:
     zeros: Tensor | None = None
     global_scale: Tensor | None = None
     columns: Tensor | None = None
+    factors: Tensor | None = None
     bias: Tensor | None = None
     input_scale: Tensor | None = None
 
@@ -167,7 +180,8 @@ class Reader(Protocol):
     """The shape of a module in readers/.
 
     layout(unit) is asked once for all units that look alike (names, dtypes, shapes of their tensors), and of each unit
-    that has a `g_idx`.  A module may define `may_be_ordered(unit) -> bool` to say that a g_idx needs no look.
+    that has a `g_idx` or a `pre_quant_scale`.  A module may define `may_be_ordered(unit) -> bool` to say that a g_idx
+    needs no look.
     """
 
     def layout(self, unit: Unit) -> Layout: ...
