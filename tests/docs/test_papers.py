@@ -123,3 +123,23 @@ def test_the_index_of_decisions_has_every_heading():
 def test_a_decision_of_another_form_is_told_what_is_wanted(heading):
     with pytest.raises(ValueError, match=r"want '## 3\. Title \(2026-12-31\)'"):
         indexed(f"{DECISIONS}\n{heading}\n")
+
+
+SOURCES = {
+    "proto": (ROOT / "proto/expertd",),
+    "kernels": (ROOT / "kernels/expertd_kernels", ROOT / "kernels"),
+    "server": (ROOT / "server/expertd_server",),
+    "client": (ROOT / "client/expertd_client",),
+    "docs": (ROOT / "docs",),
+}
+
+
+@pytest.mark.parametrize("package", SOURCES)
+def test_tests_lie_where_their_sources_do(package):
+    """A reader who looks at ROOM/x.py finds its tests in tests/PACKAGE/ROOM; those of several rooms lie in tests/rpc,
+    tests/faults or tests/gpu."""
+    folders = {p.parent.relative_to(ROOT / "tests" / package) for p in (ROOT / "tests" / package).rglob("test_*.py")}
+    assert folders
+    for folder in folders:
+        there = [base / folder for base in SOURCES[package]]
+        assert any(f.is_dir() for f in there), f"tests/{package}/{folder}: there is no {there[0].relative_to(ROOT)}"

@@ -1,8 +1,8 @@
 """Cases of the kernels around the GEMMs of other packages (backends/glue.py), and of the rows that are made of both:
 whole layers through stand-ins for the packages that keep to their contracts and multiply in f32.
 
-On a CPU the kernels need TRITON_INTERPRET=1 in the environment before triton is imported, so tests/kernels/test_glue.py
-runs this file as a program of its own:
+On a CPU the kernels need TRITON_INTERPRET=1 in the environment before triton is imported, so backends/test_glue.py runs
+this file as a program of its own:
 
     python glue_cases.py        reads case names from stdin, one a line; answers each with one line of JSON
 """

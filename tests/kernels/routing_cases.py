@@ -1,5 +1,5 @@
 """Cases of the kernels around gluon_sm90's and gluon_w8a8's GEMMs: routes grouped by expert, blocks listed, results
-added up, each compared with torch.  On a CPU tests/kernels/test_routing.py runs this file as a program of its own, in
+added up, each compared with torch.  On a CPU backends/gluon/test_routing.py runs this file as a program of its own, in
 Triton's interpreter: case names from stdin, one a line; each is answered with one line of JSON."""
 
 from __future__ import annotations

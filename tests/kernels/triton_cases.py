@@ -1,7 +1,7 @@
 """Cases of the row `triton`, as data, and the body that runs one: pack, unpack, compute, compare.
 
 The body runs on any device; on a CPU it needs TRITON_INTERPRET=1 in the environment before triton is imported, so there
-tests/kernels/test_triton.py runs this file as a program of its own:
+tests/kernels/backends/test_triton.py runs this file as a program of its own:
 
     python triton_cases.py        reads case names from stdin, one a line; answers each with one line of JSON
 """

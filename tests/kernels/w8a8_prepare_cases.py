@@ -1,6 +1,6 @@
 """Cases of the kernels in front of gluon_w8a8's GEMMs: inputs rounded beside the grouping of the routes, or to the
-places of their routes.  On a CPU tests/kernels/test_w8a8_prepare.py runs this file as a program of its own, in Triton's
-interpreter: case names from stdin, one a line; each is answered with one line of JSON."""
+places of their routes.  On a CPU backends/gluon/test_w8a8_prepare.py runs this file as a program of its own, in
+Triton's interpreter: case names from stdin, one a line; each is answered with one line of JSON."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 from cuda_table import best_peer, main, markdown, read_peers, summary
 
-RESULTS = Path(__file__).parents[2] / "kernels/bench/results"
+RESULTS = Path(__file__).parents[3] / "kernels/bench/results"
 COMMITTED = RESULTS / "peers_h200.csv"
 HEAD = "shape,scheme,implementation,M,us,relative_error,wrong\n"
 

@@ -23,7 +23,7 @@ from expertd_kernels.checkpoint.tensors import PAGE_BYTES, PIECE_BYTES, Counter,
 from expertd_kernels.weights.canonical import pack_nibbles
 from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType, Scheme
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 E, H, I = 2, 32, 16
 
 

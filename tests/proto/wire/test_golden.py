@@ -14,7 +14,7 @@ from expertd import wire
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire.generated import request_view, response_view, stream_request_view, stream_response_view
 
-FOLDER = Path(__file__).parents[1] / "golden" / "wire"
+FOLDER = Path(__file__).parents[2] / "golden" / "wire"
 FILES = sorted(FOLDER.glob("*.txt"))
 
 CODECS = {

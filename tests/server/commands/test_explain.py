@@ -181,7 +181,7 @@ def test_a_refused_pin_and_a_layer_that_nothing_serves_are_said_below_the_table(
     assert "note: the pinned backend aiter does not serve this: expertd serve stops here" in out
     assert main([*TINY, "--device", "sm90", "--layers", "0", "--compute-dtype", "float32", "--backend", "cpu"]) == 0
     assert "note: the pinned backend cpu does not serve this" in capsys.readouterr().out
-    folder = Path(__file__).parents[1] / "fixtures" / "hf-fp8-block128-qwen3moe1l"
+    folder = Path(__file__).parents[2] / "fixtures" / "hf-fp8-block128-qwen3moe1l"
     assert main(["explain", "--checkpoint", str(folder), "--device", "gfx942", "--activations", "checkpoint"]) == 0
     text = "no backend serves this: expertd serve stops here (--activations weight-only does not ask for rounding)"
     assert f"note: {text}" in " ".join(capsys.readouterr().out.split())

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from expertd_server.cli import main
 
-FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 NAMES = sorted(p.name for p in FIXTURES.iterdir() if (p / "expected.safetensors").is_file())
 CT = "ct-w4a16-g128-sym-qwen3moe1l"
 FP8 = "ct-fp8-static-tensor-qwen3moe1l"

@@ -1,5 +1,5 @@
 """Backend gluon_w8a8 without a GPU: packing is its own inverse, what it refuses, and the layer's launches with each
-kernel replaced by the same arithmetic in torch (the kernels themselves: test_gluon_w8a8_compile.py, tests/gpu)."""
+kernel replaced by the same arithmetic in torch (the kernels themselves: test_w8a8_compile.py, tests/gpu)."""
 
 from dataclasses import replace
 
