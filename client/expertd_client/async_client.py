@@ -115,7 +115,10 @@ class AsyncExpertClient(AsyncForwarder):
 
     async def _once(self, request: Request, deadline: Deadline | None) -> ForwardResult:
         exchange = self._open()[1]
-        await self._take_slot(request, deadline)
+        if deadline is None or not self._slots.locked():
+            await self._slots.acquire()
+        else:
+            await self._wait_for_slot(request, deadline)
         answer = _Answer()
         request_id = 0
         try:
@@ -125,10 +128,7 @@ class AsyncExpertClient(AsyncForwarder):
             self._slots.release()
             exchange.cancel(request_id)  # abandoned; it does nothing to a request that has ended
 
-    async def _take_slot(self, request: Request, deadline: Deadline | None) -> None:
-        if deadline is None or not self._slots.locked():
-            await self._slots.acquire()
-            return
+    async def _wait_for_slot(self, request: Request, deadline: Deadline) -> None:
         try:
             await asyncio.wait_for(self._slots.acquire(), deadline.left_s())
         except asyncio.TimeoutError:

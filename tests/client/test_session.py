@@ -222,6 +222,14 @@ def test_who_knows_earlier_gives_it_back_once():
     assert total.sum() == X.size
 
 
+def test_a_second_release_does_nothing():
+    given = []
+    result = result_of(answer(1, give_back=lambda: given.append(1)), request())
+    result.release()
+    result.release()
+    assert given == [1]
+
+
 def test_memory_of_their_own_is_released_as_well():
     with result_of(answer(1), request()) as result:
         assert result.output.shape == (3, 8)
