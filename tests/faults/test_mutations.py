@@ -11,10 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from mutate import FOLDERS, KINDS, mutations, run
 from mutations import NOT_NUMBERS, Raw, Tensor, stored
 
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
+from expertd_kernels.oracle.probe import detect_device, installed_packages
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_server.boot.assignment import BootError, assign_layers, open_source
+from expertd_server.boot.layers import boot_layers
+from expertd_server.boot.prepare import Workshop
+from expertd_server.config import ServeConfig
 
 OWN = sorted(p.parent for p in FOLDERS[0].glob("*/config.json"))
 MOST = 20
@@ -113,6 +120,18 @@ def test_what_was_served_with_wrong_numbers_is_refused_by_name(
     raw.write(tmp_path)
     with pytest.raises(CheckpointError, match=says):
         open_checkpoint(tmp_path).load(0)
+
+
+def test_the_boot_blames_the_checkpoint_and_not_a_backend(tmp_path: Path) -> None:
+    raw = Raw.of(FOLDERS[0] / "hf-fp8-block128-qwen3moe1l")
+    put("7.down_proj.weight", "NaN")(raw)
+    raw.write(tmp_path)
+    config = ServeConfig(checkpoint=tmp_path, device="cpu")
+    source = open_source(config)
+    assignments = assign_layers(config, source, detect_device("cpu"), installed_packages(BACKENDS))
+    with pytest.raises(BootError, match=r"7\.down_proj: a weight .* is NaN") as error:
+        boot_layers(assignments, Workshop(source, torch.device("cpu")))
+    assert "--backend" not in str(error.value)
 
 
 def test_every_tensor_of_an_expert_is_taken_away() -> None:
