@@ -8,7 +8,9 @@ BUF        := @bufbuild/buf@1.75.0
 
 BIN   := .venv/bin
 STAMP := .venv/setup-done
-NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_kernels/native/csrc/*.h)
+NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_kernels/native/csrc/*.h \
+  proto/expertd/shm/csrc/*.cpp proto/expertd/shm/csrc/*.h \
+  server/expertd_server/engine/csrc/*.cpp server/expertd_server/engine/csrc/*.h)
 
 .PHONY: help setup demo test check lint format proto golden docs bench clean
 
@@ -63,4 +65,4 @@ bench: $(STAMP) ## kernel benchmark of this machine's CPU
 
 clean:          ## remove .venv and everything built
 	rm -rf .venv node_modules build dist
-	find . -name '*.so' -path '*expertd_kernels*' -delete
+	find . -name '*.so' -path '*csrc*' -delete

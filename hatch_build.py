@@ -13,11 +13,12 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-CSRC = Path(__file__).resolve().parent / "kernels" / "expertd_kernels" / "native" / "csrc"
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "kernels" / "expertd_kernels" / "native" / "csrc"
 
 
-def _builder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("expertd_csrc_build", CSRC / "build.py")
+def _module(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,7 +30,8 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[misc, type-arg, unuse
     """Adds the shared object to the wheel, and tags the wheel for this platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        builder = _builder()
+        self._small_libraries(build_data)
+        builder = _module("expertd_csrc_build", CSRC / "build.py")
         try:
             library: Path = builder.build(only_if_stale=True)
         except builder.BuildError as e:
@@ -39,3 +41,14 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[misc, type-arg, unuse
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"  # C ABI through ctypes: any Python of this platform
         build_data["artifacts"].append(str(library.relative_to(self.root)))
+
+    def _small_libraries(self, build_data: dict[str, Any]) -> None:
+        """Those of shared memory and of the engine's core; without them messages travel inline."""
+        cxx = _module("expertd_cxx", ROOT / "proto" / "expertd" / "cxx.py")
+        for library in cxx.LIBRARIES:
+            try:
+                made: Path = cxx.build(library, ROOT)
+            except cxx.BuildError as e:
+                self.app.display_warning(f"expertd: {library.name} was not built, there is no shared memory: {e}")
+                continue
+            build_data["artifacts"].append(str(made.relative_to(self.root)))

@@ -1,0 +1,112 @@
+"""Compiles small C++ libraries of the project: `python -m expertd.cxx`.  Standard library only, so that the package
+build can run it before anything is installed.
+
+    LIBRARIES    folder of the sources -> the library's name, and the folders of headers it includes
+
+What cannot be compiled is left out: expertd then says so, and does without shared memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["LIBRARIES", "BuildError", "Library", "build", "find_compiler"]
+
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-shared"]
+SHM = "proto/expertd/shm/csrc"
+ENGINE = "server/expertd_server/engine/csrc"
+GLIBC = "2.28"
+"""The oldest glibc that a library made for others runs on."""
+
+
+class BuildError(Exception):
+    """There is no compiler, or it failed; the text says which and what it said."""
+
+
+class Library:
+    """folder, headers: from the repository's root, or from where the packages are installed."""
+
+    def __init__(self, name: str, folder: str, headers: Sequence[str] = ()) -> None:
+        self.name, self.folder, self.headers = name, folder, tuple(headers)
+
+    def sources(self, root: Path) -> list[Path]:
+        return sorted((root / self.folder).glob("*.cpp"))
+
+    def digest(self, root: Path) -> str:
+        """Of its sources and of what they include."""
+        found = hashlib.sha256()
+        for folder in (self.folder, *self.headers):
+            for path in sorted([*(root / folder).glob("*.h"), *(root / folder).glob("*.cpp")]):
+                found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        return found.hexdigest()
+
+
+LIBRARIES = (
+    Library("libexpertd_shm.so", SHM),
+    Library("libexpertd_engine.so", ENGINE, [SHM]),
+)
+
+
+def find_compiler(machine: str = "") -> list[str]:
+    """The command of the C++ compiler; machine: ziglang's for that one (x86_64, aarch64), with an old glibc.  Raises
+    BuildError."""
+    if not machine:
+        for words in (shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]):
+            if words and (path := shutil.which(words[0])):
+                return [path, *words[1:]]
+    if importlib.util.find_spec("ziglang"):
+        target = f"{machine or platform.machine()}-linux-gnu.{GLIBC}"
+        return [sys.executable, "-m", "ziglang", "c++", "-target", target, "-g0"]
+    raise BuildError("no C++17 compiler: want one of $CXX, c++, g++, clang++ on the path, or pip install ziglang")
+
+
+def build(library: Library, root: Path, out: Path | None = None, *, machine: str = "") -> Path:
+    """The library, compiled where it is not there or made of other sources.  out: default beside its sources.  Raises
+    BuildError."""
+    out = out or root / library.folder / library.name
+    mark = out.with_name(f".{out.name}.digest")
+    digest = library.digest(root) + machine
+    if out.exists() and mark.exists() and mark.read_text() == digest:
+        return out
+    compiler = find_compiler(machine)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / out.name
+        includes = [f"-I{root / headers}" for headers in library.headers]
+        command = [*compiler, *FLAGS, *includes, *map(str, library.sources(root)), "-o", str(made), "-ldl"]
+        for more in (["-static-libgcc", "-static-libstdc++"], []):  # without the compiler's own libraries, if it can be
+            done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                break
+        else:
+            raise BuildError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr.strip()[-4000:]}")
+        staged = out.with_name(f".{out.name}.{os.getpid()}")
+        shutil.copy2(made, staged)
+        os.replace(staged, out)  # whole, so that no process loads half of one
+    mark.write_text(digest)
+    return out
+
+
+def main() -> int:
+    root = Path(__file__).resolve().parents[2]
+    for library in LIBRARIES:
+        try:
+            print(build(library, root))
+        except BuildError as e:
+            print(f"{library.name}: {e}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""The client's side of a region: blocks of the arena, requests in flight, waiting for answers.  Thread-safe."""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Sequence
+
+from expertd.shm.layout import Completion, Submission
+from expertd.shm.library import library
+from expertd.shm.region import Region, RegionError
+
+__all__ = ["SPIN_NS", "Client", "SessionEndedError"]
+
+SPIN_NS = 50_000
+"""How long a waiter spins before it sleeps: longer than a small batch takes, short enough to cost nothing else."""
+_ANSWERED, _TIMED_OUT = 0, 1
+
+
+class SessionEndedError(Exception):
+    """The other side ended the session, or this one did."""
+
+
+class Client:
+    """Owns the region."""
+
+    def __init__(self, region: Region) -> None:
+        """Raises RegionError, LibraryMissingError."""
+        self.region = region
+        self._lib = library()
+        self._client = self._lib.expertd_shm_client(
+            region.address, region.bytes, region.entries, region.server_bell, region.client_bell
+        )
+        if not self._client:
+            raise RegionError("session: the shared memory is of another version")
+        self._ids = (C.c_uint64 * region.entries)()
+
+    def take(self, nbytes: int) -> int | None:
+        """A block of the arena: its offset, a multiple of 256; None: there is no room now."""
+        offset = self._lib.expertd_shm_take(self._client, nbytes)
+        return None if offset < 0 else int(offset)
+
+    def give(self, offset: int) -> None:
+        """Gives a block back that no request owns."""
+        self._lib.expertd_shm_give(self._client, offset)
+
+    def submit(self, request: Submission, block: int | None = None) -> int:
+        """Sends a copy of `request`.  block: goes back to the arena together with the ticket.  Returns the ticket;
+        0: as many requests are in flight as the rings hold, or the session is over."""
+        return int(self._lib.expertd_shm_submit(self._client, C.byref(request), -1 if block is None else block))
+
+    def wait(self, ticket: int, answer: Completion, timeout_ns: int = -1, spin_ns: int = SPIN_NS) -> bool:
+        """Fills `answer`, reason and text only where it is refused.  False: the time was over first (negative:
+        never).  Raises SessionEndedError."""
+        how = self._lib.expertd_shm_wait(self._client, ticket, timeout_ns, spin_ns, C.byref(answer))
+        if how == _ANSWERED:
+            return True
+        if how == _TIMED_OUT:
+            return False
+        raise SessionEndedError
+
+    def drain(self) -> Sequence[int]:
+        """Tickets whose answers have come since, for an event loop that watches region.client_bell.  An empty answer
+        means that the bell will ring with the next one."""
+        n = self._lib.expertd_shm_drain(self._client, self._ids, len(self._ids))
+        return self._ids[:n]
+
+    def next(self, timeout_ns: int, spin_ns: int = SPIN_NS) -> Sequence[int]:
+        """Waits for answers, for one thread that reads for all: tickets whose answers have come.  Empty: the time was
+        over, or the session is."""
+        n = self._lib.expertd_shm_next(self._client, self._ids, len(self._ids), timeout_ns, spin_ns)
+        return self._ids[:n]
+
+    def answer(self, ticket: int, answer: Completion) -> None:
+        """Fills `answer` with that of a ticket that next() or drain() named."""
+        self._lib.expertd_shm_answer(self._client, ticket, C.byref(answer))
+
+    def release(self, ticket: int) -> None:
+        """After its answer was used: ticket and block are free."""
+        self._lib.expertd_shm_release(self._client, ticket)
+
+    def abandon(self, ticket: int) -> None:
+        """Nobody wants the answer any more: the server is told; ticket and block are free once it has answered."""
+        self._lib.expertd_shm_abandon(self._client, ticket)
+
+    def end(self) -> None:
+        """Everybody who waits gets SessionEndedError, and submit sends nothing more."""
+        self._lib.expertd_shm_end(self._client)
+
+    @property
+    def over(self) -> bool:
+        """Whether either side has ended the session."""
+        return bool(self._lib.expertd_shm_over(self._client))
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the arena that are taken."""
+        return int(self._lib.expertd_shm_blocks(self._client))
+
+    def close(self) -> None:
+        """After end(), when no thread waits any more."""
+        client, self._client = self._client, None
+        if client:
+            self._lib.expertd_shm_free(client)
+            self.region.close()

@@ -1,0 +1,84 @@
+// What lies in the memory that a client and a server of one host share.  expertd/shm/layout.py says the same in Python;
+// a test holds the two together.
+//
+//   Control | Submission[entries] | Completion[entries] | arena
+//
+// The client puts tensors into the arena, fills the next submission and stores its `seq` last; the server copies the
+// submission, works on the copy alone, and answers with a completion whose `seq` it stores last.  Entry i of either ring
+// (counted from 0, for ever) lies at i % entries and is there once its seq is i + 1.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace expertd::shm {
+
+constexpr uint64_t kMagic = 0x31306d6873707865;  // "expshm01"
+constexpr uint32_t kVersion = 1;
+constexpr uint64_t kPage = 4096;
+
+// One side's sleep: it sets `sleeps`, looks once more, then reads its eventfd; who writes an entry rings if it is set.
+struct alignas(64) Bell {
+  std::atomic<uint32_t> sleeps;
+};
+
+struct alignas(4096) Control {
+  uint64_t magic;
+  uint32_t version;
+  uint32_t entries;  // of each ring, a power of two
+  uint64_t arena_offset;
+  uint64_t arena_bytes;
+  Bell client;
+  Bell server;
+  alignas(64) std::atomic<uint64_t> taken;  // submissions that the server has copied: their entries are free
+  alignas(64) std::atomic<uint32_t> ended;  // either side: nothing more is taken from here on
+};
+static_assert(sizeof(Control) == kPage, "one page");
+
+enum Kind : uint8_t { kForward = 1, kCancel = 2, kEcho = 3 };
+enum Flag : uint16_t { kRouterWeightOnInput = 1 };
+
+struct alignas(128) Submission {
+  std::atomic<uint64_t> seq;
+  uint64_t id;           // the client's, given back
+  uint64_t deadline_ns;  // CLOCK_MONOTONIC, the same for both sides; 0 = none
+  uint64_t hidden;       // offsets in the arena: [M, H]
+  uint64_t ids;          // [M, top_k]
+  uint64_t weights;      // [M, top_k]
+  uint64_t out;          // [M, H], written by the server
+  uint64_t scales;       // of e4m3 hidden states, f32 [M, ceil(H / 128)]
+  uint32_t layer;
+  uint32_t tokens;
+  uint32_t top_k;
+  uint8_t kind;
+  uint8_t hidden_dtype, ids_dtype, weights_dtype, out_dtype;  // expertd.v1.DataType
+  uint8_t spare;
+  uint16_t flags;
+  uint8_t trace[24];  // W3C trace id and parent id, zeros = none
+  uint8_t reserved[20];
+};
+static_assert(sizeof(Submission) == 128, "two cache lines");
+
+struct alignas(512) Completion {
+  std::atomic<uint64_t> seq;
+  uint64_t id;
+  uint32_t refused;  // 0 = computed; 1 = `reason` and `text` say why not
+  uint32_t routes_computed;
+  uint32_t queue_ns, collect_ns, kernel_ns, deliver_ns;
+  uint32_t batch_tokens, batch_requests;
+  uint32_t queued_tokens, queued_requests;
+  float token_ns;
+  uint32_t retry_after_us;
+  uint32_t backend;  // index of its name in what the session was told
+  char reason[36];   // row of the error table
+  char text[404];
+};
+static_assert(sizeof(Completion) == 512, "the first 128 bytes hold all of an answer but an error's text");
+
+inline uint64_t completions_offset(uint32_t entries) { return kPage + sizeof(Submission) * uint64_t(entries); }
+inline uint64_t arena_offset(uint32_t entries) {
+  const uint64_t end = completions_offset(entries) + sizeof(Completion) * uint64_t(entries);
+  return (end + kPage - 1) / kPage * kPage;
+}
+
+}  // namespace expertd::shm

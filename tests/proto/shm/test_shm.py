@@ -1,0 +1,351 @@
+"""Regions and the client's side of them, against a server of a few lines of Python."""
+
+import ctypes as C
+import fcntl
+import itertools
+import mmap
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from expertd.shm import layout
+from expertd.shm.client import Client, SessionEndedError
+from expertd.shm.layout import Completion, Submission
+from expertd.shm.library import LibraryMissingError, library
+from expertd.shm.region import Region, RegionError, peer_uid, supported
+
+try:
+    library()
+    BUILT = ""
+except LibraryMissingError as e:
+    BUILT = str(e)
+
+pytestmark = [
+    pytest.mark.skipif(bool(supported() or BUILT), reason=supported() or BUILT or "supported"),
+    pytest.mark.timeout(30),
+]
+
+
+class Control(C.Structure):
+    _fields_ = [
+        ("magic", C.c_char * 8),
+        ("version", C.c_uint32),
+        ("entries", C.c_uint32),
+        ("arena_offset", C.c_uint64),
+        ("arena_bytes", C.c_uint64),
+        ("pad0", C.c_char * 32),
+        ("client_sleeps", C.c_uint32),
+        ("pad1", C.c_char * 60),
+        ("server_sleeps", C.c_uint32),
+        ("pad2", C.c_char * 60),
+        ("taken", C.c_uint64),
+        ("pad3", C.c_char * 56),
+        ("ended", C.c_uint32),
+    ]
+
+
+class Server:
+    """The other side, as slow as it is plain."""
+
+    def __init__(self, region):
+        self.region = region
+        self.control = Control.from_address(region.address)
+        self.control.version, self.control.entries = 1, region.entries
+        self.control.arena_offset, self.control.arena_bytes = layout.arena_offset(region.entries), region.arena_bytes
+        self.control.magic = b"expshm01"
+        at = region.address + layout.PAGE
+        self.submissions = (Submission * region.entries).from_address(at)
+        self.completions = (Completion * region.entries).from_address(at + region.entries * C.sizeof(Submission))
+        self.taken = self.answered = 0
+
+    def take(self):
+        s = self.submissions[self.taken % self.region.entries]
+        if s.seq != self.taken + 1:
+            return None
+        copy = Submission.from_buffer_copy(s)
+        self.taken += 1
+        self.control.taken = self.taken
+        return copy
+
+    def answer(self, id, routes=1, reason=b"", text=b""):
+        c = self.completions[self.answered % self.region.entries]
+        c.id, c.routes_computed, c.refused, c.reason, c.text = id, routes, int(bool(reason)), reason, text
+        self.answered += 1
+        c.seq = self.answered
+        if self.control.client_sleeps:
+            os.eventfd_write(self.region.client_bell, 1)
+
+    def serve(self, until, delay_s=0.0):
+        while not until.is_set():
+            s = self.take()
+            if s is None:
+                time.sleep(0.0001)
+            elif s.kind != layout.CANCEL:
+                time.sleep(delay_s)
+                self.answer(s.id, s.tokens)
+
+
+@pytest.fixture
+def both():
+    region = Region.create(1 << 20, entries=8)
+    server = Server(region)
+    client = Client(region)
+    yield server, client
+    client.end()
+    client.close()
+
+
+def serving(server, **how):
+    stop = threading.Event()
+    thread = threading.Thread(target=server.serve, args=(stop,), kwargs=how)
+    thread.start()
+    return lambda: (stop.set(), thread.join())
+
+
+def test_layout_is_the_same_in_python_and_in_cpp():
+    sizes = (C.c_uint64 * 6)()
+    library().expertd_shm_sizes(sizes)
+    assert list(sizes) == [
+        layout.PAGE,
+        C.sizeof(Submission),
+        C.sizeof(Completion),
+        Completion.text.offset,
+        Submission.trace.offset,
+        layout.arena_offset(256),
+    ]
+
+
+def test_requests_and_answers_many_times_round_the_rings(both):
+    server, client = both
+    stop = serving(server)
+    answer = Completion()
+    for n in range(1, 60):
+        ticket = client.submit(Submission(kind=layout.FORWARD, tokens=n))
+        assert client.wait(ticket, answer, timeout_ns=5 * 10**9)
+        assert (answer.routes_computed, answer.refused) == (n, 0)
+        client.release(ticket)
+    stop()
+
+
+def test_threads_share_a_session_and_each_gets_its_own_answer(both):
+    server, client = both
+    stop = serving(server)
+    wrong = []
+
+    def caller(first):
+        answer = Completion()
+        for n in range(first, first + 50):
+            while not (ticket := client.submit(Submission(kind=layout.FORWARD, tokens=n))):
+                time.sleep(0.0005)
+            if not client.wait(ticket, answer, timeout_ns=10 * 10**9) or answer.routes_computed != n:
+                wrong.append(n)
+            client.release(ticket)
+
+    threads = [threading.Thread(target=caller, args=(1000 * i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    stop()
+    assert not wrong
+
+
+def test_a_refusal_comes_with_reason_and_text(both):
+    server, client = both
+    ticket = client.submit(Submission(kind=layout.FORWARD))
+    server.answer(server.take().id, reason=b"BAD_SHAPE", text=b"topk_ids: got 9, want 1 to 8")
+    answer = Completion()
+    assert client.wait(ticket, answer)
+    assert (answer.refused, answer.reason, answer.text) == (1, b"BAD_SHAPE", b"topk_ids: got 9, want 1 to 8")
+
+
+def test_no_more_requests_in_flight_than_entries(both):
+    server, client = both
+    tickets = [client.submit(Submission(kind=layout.FORWARD)) for _ in range(8)]
+    assert all(tickets)
+    assert client.submit(Submission(kind=layout.FORWARD)) == 0
+    server.answer(server.take().id)
+    assert client.wait(tickets[0], Completion())
+    client.release(tickets[0])
+    assert client.submit(Submission(kind=layout.FORWARD)) != 0
+
+
+def test_a_server_that_takes_nothing_is_not_overrun(both):
+    """Eight entries: cancels need room, too, and get none rather than an entry that was not taken."""
+    server, client = both
+    for _ in range(8):
+        client.submit(Submission(kind=layout.FORWARD, tokens=7))
+    client.abandon(client._ids[0])  # an id of nobody
+    first = server.submissions[0].id
+    client.abandon(first)
+    assert [server.submissions[i].tokens for i in range(8)] == [7] * 8
+
+
+def test_an_abandoned_request_keeps_its_block_until_it_is_answered(both):
+    server, client = both
+    block = client.take(1000)
+    ticket = client.submit(Submission(kind=layout.FORWARD), block)
+    assert not client.wait(ticket, Completion(), timeout_ns=1_000_000, spin_ns=0)
+    client.abandon(ticket)
+    assert client.blocks == 1, "the server may still write there"
+    kinds = [server.take(), server.take()]
+    assert [s.kind for s in kinds] == [layout.FORWARD, layout.CANCEL]
+    assert kinds[0].id == kinds[1].id == ticket
+    server.answer(ticket, reason=b"CANCELLED")
+    other = client.submit(Submission(kind=layout.FORWARD))
+    server.answer(server.take().id)
+    assert client.wait(other, Completion())
+    assert client.blocks == 0
+
+
+def test_blocks_do_not_overlap_and_come_back(both):
+    _, client = both
+    sizes = [1, 256, 257, 4096, 100_000]
+    taken = [client.take(n) for n in sizes]
+    spans = sorted((at, at + n) for at, n in zip(taken, sizes, strict=True))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    assert client.take(1 << 20) is None
+    assert client.take(1 << 63) is None
+    for at in (taken[1], taken[3], taken[0], taken[4], taken[2], taken[2]):  # in any order, one of them twice
+        client.give(at)
+    assert client.blocks == 0
+    assert client.take(client.region.arena_bytes) == 0
+
+
+def test_an_event_loop_is_rung_for_what_it_would_miss(both):
+    server, client = both
+    assert list(client.drain()) == []
+    ticket = client.submit(Submission(kind=layout.FORWARD))
+    server.answer(server.take().id)
+    os.eventfd_read(client.region.client_bell)  # it rang
+    os.eventfd_write(client.region.client_bell, 1)
+    assert list(client.drain()) == [ticket]
+    assert client.wait(ticket, Completion(), timeout_ns=0)
+
+
+def test_the_end_reaches_everybody_who_waits(both):
+    server, client = both
+    ticket = client.submit(Submission(kind=layout.FORWARD))
+    raised = []
+
+    def wait():
+        try:
+            client.wait(ticket, Completion())
+        except SessionEndedError:
+            raised.append(1)
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for t in threads:
+        t.start()
+    time.sleep(0.05)
+    server.control.ended = 1
+    os.eventfd_write(client.region.client_bell, 1)
+    for t in threads:
+        t.join(5)
+    assert raised == [1, 1, 1]
+    assert client.submit(Submission(kind=layout.FORWARD)) == 0
+
+
+def test_answers_to_nobody_are_passed_over(both):
+    server, client = both
+    for id in (0, 1, 12345, 2**64 - 1):
+        server.answer(id)
+    ticket = client.submit(Submission(kind=layout.FORWARD))
+    server.answer(server.take().id, routes=5)
+    answer = Completion()
+    assert client.wait(ticket, answer)
+    assert answer.routes_computed == 5
+
+
+def test_a_region_goes_over_a_socket_and_both_see_the_same_memory():
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        made = Region.create(8192, entries=4)
+        assert peer_uid(theirs) == os.getuid()
+        made.send(ours)
+        got = Region.receive(theirs)
+        made.view(100, 5)[:] = b"hello"
+        assert bytes(got.view(100, 5)) == b"hello"
+        assert got.arena_bytes == made.arena_bytes >= 8192
+        os.eventfd_write(made.client_bell, 3)
+        assert os.eventfd_read(got.client_bell) == 3
+        made.close()
+        assert bytes(got.view(100, 5)) == b"hello", "it lives as long as somebody maps it"
+        got.close()
+
+
+def test_its_size_is_sealed():
+    region = Region.create(8192, entries=4)
+    fd = region._fds[0]
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 4096)
+    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    region.close()
+
+
+def forged(header=None, fds=None, seal=True, size=None):
+    """Something else than a region, over a socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    memory = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    true_size = layout.region_bytes(4, 8192)
+    os.ftruncate(memory, true_size)
+    if seal:
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    bells = [os.eventfd(0), os.eventfd(0)]
+    import struct
+
+    data = header if header is not None else struct.pack("<8sQI4x", b"expshm01", size or true_size, 4)
+    socket.send_fds(ours, [data], fds if fds is not None else [memory, *bells])
+    for fd in (memory, *bells):
+        os.close(fd)
+    return ours, theirs
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"header": b"nonsense" * 3}, "version"),
+        ({"header": b"short"}, "bytes"),
+        ({"fds": []}, "descriptors"),
+        ({"seal": False}, "not sealed"),
+        ({"size": 1 << 40}, "another size"),
+        ({"size": 4096}, "another size"),
+    ],
+)
+def test_what_is_no_region_is_refused_and_leaks_nothing(how, text):
+    before = len(os.listdir("/proc/self/fd"))
+    ours, theirs = forged(**how)
+    with ours, theirs, pytest.raises(RegionError, match=text):
+        Region.receive(theirs)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_that_is_not_there_is_said():
+    with pytest.raises(RegionError, match="shared memory of"):
+        Region.create(1 << 50)
+
+
+def test_a_thousand_sessions_leave_nothing():
+    def facts():
+        with open("/proc/self/maps") as maps:
+            return len(os.listdir("/proc/self/fd")), sum("expertd" in line for line in maps)
+
+    before = facts()
+    for _ in range(1000):
+        region = Region.create(4096, entries=4)
+        Server(region)
+        client = Client(region)
+        client.end()
+        client.close()
+    assert facts() == before
+
+
+def test_a_view_keeps_the_memory_after_the_session():
+    region = Region.create(mmap.PAGESIZE, entries=4)
+    view = region.view(0, 4)
+    region.close()
+    view[:] = b"fine"
+    assert bytes(view) == b"fine"
