@@ -325,7 +325,9 @@ class Engine:
         self._last = LastBatch(time.monotonic_ns(), spent, len(b.requests), self._trust)
         if self._observe is not None:
             try:
-                self._observe(BatchReport(b.layer, b.backend, b.tokens, b.requests, queue_ns, stages, b.expert_tokens))
+                self._observe(
+                    BatchReport(b.layer, b.backend, b.tokens, len(b.requests), queue_ns, stages, b.expert_tokens)
+                )
             except Exception:  # counting must not end the computing
                 log.exception("layer %d: a batch could not be counted", b.layer.layer)
 

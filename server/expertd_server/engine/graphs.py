@@ -21,7 +21,7 @@ import torch
 from expertd_kernels.sizes import CAPTURED_TOKENS
 from expertd_server.engine.served import ServedLayer
 
-__all__ = ["MOST_TOKENS", "Graph", "Graphs", "graph_key", "padded", "sizes_up_to", "supported"]
+__all__ = ["MOST_TOKENS", "Graph", "Graphs", "graph_key", "padded", "pool", "sizes_up_to", "supported"]
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ def sizes_up_to(tokens: int) -> list[int]:
 
 
 @cache
-def _pool() -> Any:
+def pool() -> Any:
+    """Memory that the calls of all graphs share: they run on one stream."""
     return torch.cuda.graph_pool_handle()
 
 
@@ -124,7 +125,7 @@ class Graphs:
         free = _free_bytes()
         graph, copied, computed = torch.cuda.CUDAGraph(), _event(), _event()
         try:
-            graph.capture_begin(pool=_pool(), capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool(), capture_error_mode="thread_local")
             try:
                 body(copied, computed)
             finally:

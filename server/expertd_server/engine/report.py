@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from expertd_server.engine.request import Array, Request, Stages
+from expertd_server.engine.request import Array, Stages
 from expertd_server.engine.served import ServedLayer
 
 __all__ = ["BatchReport", "LoadNow"]
@@ -27,7 +27,7 @@ class BatchReport(NamedTuple):
     layer: ServedLayer
     backend: str
     tokens: int
-    requests: Sequence[Request]
+    requests: int
     queue_ns: Sequence[int]
     stages: Stages
     expert_tokens: Array

@@ -88,6 +88,7 @@ class Request:
     tag          the transport's own: the engine does not look at it
     cancelled    set by whoever wants no answer any more: not computed unless its batch is cut already, and replied to
                  with RequestCancelledError once its memory is free
+    on_cancel, handle  the engine's: how it learns of that, and its name for the request
     """
 
     layer: ServedLayer
@@ -107,7 +108,19 @@ class Request:
     digest: bool = False
     into: Array | None = None
     tag: Any = None
-    cancelled: bool = False
+    on_cancel: Callable[[Request], None] | None = None
+    handle: int = 0
+    _cancelled: bool = False
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    @cancelled.setter
+    def cancelled(self, yes: bool) -> None:
+        self._cancelled = yes
+        if yes and self.on_cancel is not None:
+            self.on_cancel(self)
 
     def expired(self, now_ns: int) -> bool:
         return self.deadline_ns != 0 and now_ns >= self.deadline_ns

@@ -176,7 +176,7 @@ class _Batches(Collector):
         self._tokens[layer] += b.tokens
         np.add(counts, b.expert_tokens, out=counts)
         self._batch_tokens.add(b.tokens)
-        self._batch_requests.add(len(b.requests))
+        self._batch_requests.add(b.requests)
         for ns in b.queue_ns:
             self._queue.add(ns * 1e-9)
         self._kernel[backend].add(b.stages.kernel_ns * 1e-9)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.commands.describe import show
+from expertd_client.session import Session
 from expertd_kernels import NAMED_DEVICES, Package, Problem, Scheme, decide
 from expertd_kernels.measure.tournament import Result, measure
 from expertd_kernels.native.library import kernel_error
@@ -160,7 +161,7 @@ def test_a_server_tells_what_a_faster_row_would_need():
     text = "faster row cpu needs its compiled library: make it"
     assert said.advice == pb.Advice(backend="cpu", needs="its compiled library", command="make it", text=text)
     out = Console(file=StringIO(), width=80)
-    show(out, "here", pb.DescribeResponse(layers=[said, said]))
+    show(out, "here", pb.DescribeResponse(layers=[said, said]), Session())
     assert out.file.getvalue().count(f"{text}\n") == 1
     pinned = replace(config, backend="reference")
     (asked,) = boot_layers(

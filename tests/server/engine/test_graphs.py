@@ -66,7 +66,7 @@ class FakeGraph:
 def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(module, "_event", object)
-    monkeypatch.setattr(module, "_pool", lambda: "one for all")
+    monkeypatch.setattr(module, "pool", lambda: "one for all")
     free = iter(range(10_000, 0, -10))
     monkeypatch.setattr(module, "_free_bytes", lambda: next(free))
     return Graphs()

@@ -19,10 +19,12 @@ LAYERS = [ServedLayer(n, 8, range(8), 2, 16, 32, None, "none") for n in range(4)
 
 
 def request(layer=0, tokens=1, arrival=0, deadline=0, cancelled=False, on_input=False) -> Request:
-    return Request(
+    r = Request(
         LAYERS[layer], tokens, 1, NOTHING, NOTHING, None, lambda *_: None,
-        arrival_ns=arrival, deadline_ns=deadline, router_weight_on_input=on_input, cancelled=cancelled,
+        arrival_ns=arrival, deadline_ns=deadline, router_weight_on_input=on_input,
     )  # fmt: skip
+    r.cancelled = cancelled
+    return r
 
 
 def line_of(r: Request) -> Line:

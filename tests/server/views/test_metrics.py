@@ -35,7 +35,7 @@ class Scrape:
 def report(tokens, expert_tokens, held=(4, 6)) -> BatchReport:
     layer = ServedLayer(3, 8, held, 2, 16, 32, None, "reference")
     stages = Stages(10, 20_000, 30)
-    return BatchReport(layer, "reference", tokens, [None] * 2, [1_000, 3_000_000], stages, np.array(expert_tokens))
+    return BatchReport(layer, "reference", tokens, 2, [1_000, 3_000_000], stages, np.array(expert_tokens))
 
 
 def test_a_scrape_sees_batches_experts_and_calls(metrics):

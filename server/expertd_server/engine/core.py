@@ -1,0 +1,296 @@
+"""The engine's core in C++ (csrc/core.cpp), through ctypes: its structs and a thin wrapper.
+
+Every call but `run` takes microseconds; `run` waits without the interpreter's lock.  ctypes keeps the lock from none of
+them, so calls that are made often are few: one for a request, one for all outcomes that came together.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "REASONS",
+    "BatchRecord",
+    "Config",
+    "Core",
+    "CoreMissingError",
+    "Forward",
+    "LaneMemory",
+    "LayerFacts",
+    "Load",
+    "Outcome",
+    "Run",
+    "library",
+]
+
+REASONS = (
+    "",
+    "CANCELLED",
+    "DEADLINE_EXCEEDED",
+    "QUEUE_FULL",
+    "DRAINING",
+    "LAYER_NOT_HELD",
+    "TOO_MANY_TOKENS",
+    "BAD_SHAPE",
+    "BAD_DTYPE",
+    "MALFORMED_MESSAGE",
+    "EXPERT_ID_OUT_OF_RANGE",
+    "NON_FINITE_WEIGHTS",
+    "UNSUPPORTED_COMBINATION",
+    "BACKEND_FAILED",
+)
+"""Rows of the error table (expertd.errors) by the core's number; 0 = computed."""
+
+STOPPED, RUN, CHECK, INTERRUPTED = 0, 1, 2, 3
+"""What `Core.run` returns for."""
+WHOLE, EXPERTS, COLLECT, COLLECT_ROUTES, DELIVER = range(5)
+"""Pieces of a batch as CUDA graphs: see csrc/core.h."""
+
+
+class CoreMissingError(ImportError):
+    """The library is not there or does not load."""
+
+
+def _fields(spec: str) -> list[tuple[str, Any]]:
+    """ "u64: a b; u32: c" -> ctypes fields."""
+    kinds: dict[str, Any] = {
+        "u64": C.c_uint64,
+        "u32": C.c_uint32,
+        "u16": C.c_uint16,
+        "u8": C.c_uint8,
+        "f32": C.c_float,
+        "ptr": C.c_void_p,
+    }
+    out = []
+    for part in spec.split(";"):
+        kind, names = part.split(":")
+        out += [(name, kinds[kind.strip()]) for name in names.split()]
+    return out
+
+
+class Config(C.Structure):
+    """Of a core.  device: 1 where batches are described by a table and end by a word (a GPU)."""
+
+    _fields_ = [
+        *_fields(
+            "u32: lanes max_tokens max_queue_requests streamed_rows; u64: max_queue_tokens spin_ns;"
+            "f32: patience; u8: compute_dtype device"
+        ),
+        ("spare", C.c_uint8 * 2),
+    ]
+
+
+class Forward(C.Structure):
+    """A request whose tensors lie in this process; addresses."""
+
+    _fields_ = [
+        *_fields(
+            "u64: hidden scales ids weights out arrival_ns deadline_ns; u32: layer tokens top_k caller;"
+            "u8: hidden_dtype ids_dtype weights_dtype out_dtype router_weight_on_input"
+        ),
+        ("spare", C.c_uint8 * 3),
+    ]
+
+
+class Outcome(C.Structure):
+    """What became of a request.  reason: index into REASONS."""
+
+    _fields_ = [
+        *_fields(
+            "u64: handle; u32: reason routes_computed queue_ns collect_ns kernel_ns deliver_ns batch_tokens"
+            " batch_requests backend retry_after_us session_gone"
+        ),
+        ("text", C.c_char * 164),
+    ]
+
+
+class LayerFacts(C.Structure):
+    """slots: [num_experts + 1] int32, copied; expert_tokens: [held] uint64 that the core counts in, or 0; the same on a
+    device: device_slots int32, device_counts int64, or 0."""
+
+    _fields_ = _fields(
+        "u32: layer generation hidden_size num_experts held input_weights; ptr: slots expert_tokens;"
+        "u64: device_slots device_counts"
+    )
+
+
+class LaneMemory(C.Structure):
+    """Addresses of a lane's host memory; table, verdicts, done: for devices."""
+
+    _fields_ = _fields(
+        "ptr: table verdicts done hidden slots weights out; u64: hidden_bytes slots_bytes weights_bytes out_bytes"
+        " device_hidden device_out"
+    )
+
+
+class Run(C.Structure):
+    """A batch that the caller of `Core.run` computes.  Addresses on a CPU, 0 on a device (its table says)."""
+
+    _fields_ = _fields(
+        "u32: lane layer generation tokens rows top_k router_weight_on_input requests; u64: hidden slots weights out"
+    )
+
+
+class BatchRecord(C.Structure):
+    """One batch, for metrics."""
+
+    _fields_ = _fields(
+        "u64: cut_ns; u32: layer backend tokens rows requests routes collect_ns kernel_ns deliver_ns failed;"
+        "u64: queue_ns_sum queue_ns_max"
+    )
+
+
+class Load(C.Structure):
+    _fields_ = _fields(
+        "u32: queued_tokens queued_requests waiting_tokens waiting_requests; f32: token_ns; u32: draining;"
+        "u64: admitted batches tokens"
+    )
+
+
+@cache
+def library() -> C.CDLL:
+    """Raises CoreMissingError."""
+    path = Path(__file__).parent / "csrc" / "libexpertd_engine.so"
+    try:
+        lib = C.CDLL(str(path))
+    except OSError as e:
+        raise CoreMissingError(f"the engine's core is not built: {e}") from e
+    p, u32, u64 = C.c_void_p, C.c_uint32, C.c_uint64
+    for name, result, arguments in (
+        ("_sizes", None, (p,)),
+        ("", p, (p,)),
+        ("_free", None, (p,)),
+        ("_lane", None, (p, u32, p)),
+        ("_device", C.c_int, (p, p, p, p)),
+        ("_run", u32, (p, p)),
+        ("_done", None, (p, u32, u64, C.c_char_p)),
+        ("_launched", None, (p, u32)),
+        ("_fail_all", None, (p, u32, C.c_char_p)),
+        ("_submit", u32, (p, p, p, p)),
+        ("_drain", None, (p,)),
+        ("_interrupt", None, (p,)),
+        ("_forget_graphs", None, (p,)),
+        ("_waited_for", C.c_int, (p, u32)),
+        ("_stop", None, (p,)),
+        ("_outcomes", u32, (p, p, u32)),
+        ("_records", u32, (p, p, u32)),
+        ("_bell", C.c_int, (p,)),
+        ("_load", None, (p, p)),
+        ("_cancel", None, (p, u64)),
+        ("_add_layer", None, (p, p, p, u32)),
+        ("_remove_layer", None, (p, u32)),
+        ("_add_graph", None, (p, u32, u32, u32, u32, u32, u32, u32, p)),
+        ("_add_session", None, (p, u64, p, u64, u32, C.c_int, C.c_int, u32)),
+        ("_remove_session", None, (p, u64)),
+    ):
+        function = getattr(lib, "expertd_core" + name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+class Core:
+    """A core and what it must not outlive."""
+
+    def __init__(self, config: Config) -> None:
+        self._lib = library()
+        self._core = self._lib.expertd_core(C.byref(config))
+        self._outcomes = (Outcome * 256)()
+        self._records = (BatchRecord * 256)()
+        self._load = Load()
+        self.bell: int = self._lib.expertd_core_bell(self._core)
+
+    def lane(self, index: int, memory: LaneMemory) -> None:
+        self._lib.expertd_core_lane(self._core, index, C.byref(memory))
+
+    def device(self, compute: int, copy_in: int = 0, copy_out: int = 0) -> bool:
+        """The streams, as the driver's handles.  False: the CUDA driver lacks something."""
+        return bool(self._lib.expertd_core_device(self._core, compute, copy_in, copy_out))
+
+    def run(self, out: Run) -> int:
+        return int(self._lib.expertd_core_run(self._core, C.byref(out)))
+
+    def done(self, lane: int, kernel_ns: int, error: str | None = None) -> None:
+        self._lib.expertd_core_done(self._core, lane, kernel_ns, None if error is None else error.encode())
+
+    def launched(self, lane: int) -> None:
+        self._lib.expertd_core_launched(self._core, lane)
+
+    def fail_all(self, reason: str, text: str) -> None:
+        self._lib.expertd_core_fail_all(self._core, REASONS.index(reason), text.encode())
+
+    def submit(self, request: Forward) -> tuple[int, str, int]:
+        """(handle, reason of a refusal or "", retry_after_us)."""
+        handle, retry = C.c_uint64(), C.c_uint32()
+        reason = self._lib.expertd_core_submit(self._core, C.byref(request), C.byref(handle), C.byref(retry))
+        return handle.value, REASONS[reason], retry.value
+
+    def cancel(self, handle: int) -> None:
+        self._lib.expertd_core_cancel(self._core, handle)
+
+    def drain(self) -> None:
+        self._lib.expertd_core_drain(self._core)
+
+    def interrupt(self) -> None:
+        """run() returns INTERRUPTED as soon as no batch is under way."""
+        self._lib.expertd_core_interrupt(self._core)
+
+    def forget_graphs(self) -> None:
+        """Launch none of those added so far.  On the core's thread, while no batch is under way."""
+        self._lib.expertd_core_forget_graphs(self._core)
+
+    def waited_for(self, generation: int) -> bool:
+        """Whether a request waits for that generation of a layer.  On the core's thread."""
+        return bool(self._lib.expertd_core_waited_for(self._core, generation))
+
+    def stop(self) -> None:
+        self._lib.expertd_core_stop(self._core)
+
+    def free(self) -> None:
+        self._lib.expertd_core_free(self._core)
+
+    def outcomes(self) -> Sequence[Outcome]:
+        """Valid until the next call."""
+        n = self._lib.expertd_core_outcomes(self._core, self._outcomes, len(self._outcomes))
+        return self._outcomes[:n]
+
+    def records(self) -> Sequence[BatchRecord]:
+        """Valid until the next call."""
+        n = self._lib.expertd_core_records(self._core, self._records, len(self._records))
+        return self._records[:n]
+
+    def load(self) -> Load:
+        self._lib.expertd_core_load(self._core, C.byref(self._load))
+        return self._load
+
+    def add_layer(self, facts: LayerFacts, backends: Sequence[tuple[int, int]]) -> None:
+        flat = (C.c_uint32 * (2 * len(backends)))(*(n for pair in backends for n in pair))
+        self._lib.expertd_core_add_layer(self._core, C.byref(facts), flat, len(backends))
+
+    def remove_layer(self, layer: int) -> None:
+        self._lib.expertd_core_remove_layer(self._core, layer)
+
+    def add_graph(
+        self,
+        layer: int,
+        generation: int,
+        part: int,
+        lane: int,
+        rows: int,
+        top_k: int,
+        last: int,
+        exec_: int,
+    ) -> None:
+        """last: router weight on input of WHOLE and EXPERTS, the hidden size of parts that all layers share."""
+        self._lib.expertd_core_add_graph(self._core, layer, generation, part, lane, rows, top_k, last, exec_)
+
+    def add_session(
+        self, handle: int, address: int, size: int, entries: int, bell: int, client_bell: int, caller: int
+    ) -> None:
+        self._lib.expertd_core_add_session(self._core, handle, address, size, entries, bell, client_bell, caller)
+
+    def remove_session(self, handle: int) -> None:
+        self._lib.expertd_core_remove_session(self._core, handle)

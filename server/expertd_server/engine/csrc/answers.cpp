@@ -1,0 +1,151 @@
+#include "answers.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+
+#include "port.h"
+
+namespace expertd {
+namespace {
+
+constexpr size_t kMostRecords = 65536;
+// Of batches that nobody has asked for: metrics then miss some.
+
+const char* const kReasonNames[kReasons] = {
+    "",          "CANCELLED",         "DEADLINE_EXCEEDED",     "QUEUE_FULL",          "DRAINING",
+    "LAYER_NOT_HELD", "TOO_MANY_TOKENS", "BAD_SHAPE",          "BAD_DTYPE",           "MALFORMED_MESSAGE",
+    "EXPERT_ID_OUT_OF_RANGE", "NON_FINITE_WEIGHTS", "UNSUPPORTED_COMBINATION", "BACKEND_FAILED",
+};
+
+}  // namespace
+
+Answers::Answers(const Busy& busy) : busy_(busy), bell_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
+
+Answers::~Answers() {
+  for (Item* item : pool_) delete item;
+  close(bell_);
+}
+
+uint32_t Answers::outcomes(Outcome* out, uint32_t most) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto n = long(std::min<size_t>(most, outbox_.size()));
+  std::copy_n(outbox_.begin(), n, out);
+  outbox_.erase(outbox_.begin(), outbox_.begin() + n);
+  if (outbox_.empty()) shm::sleep_on(bell_, 0);
+  return uint32_t(n);
+}
+
+uint32_t Answers::records(BatchRecord* out, uint32_t most) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto n = long(std::min<size_t>(most, records_.size()));
+  std::copy_n(records_.begin(), n, out);
+  records_.erase(records_.begin(), records_.begin() + n);
+  return uint32_t(n);
+}
+
+Item* Answers::new_item() {
+  if (pool_.empty()) return new Item;
+  Item* item = pool_.back();
+  pool_.pop_back();
+  *item = Item{};
+  return item;
+}
+
+void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t waited_ns) {
+  const uint32_t backend = lane ? lane->layer->backend_at(lane->rows) : 0;
+  const auto collect_ns = uint32_t(lane ? lane->launch_ns - lane->cut_ns : 0), kernel_ns = uint32_t(lane ? lane->kernel_ns : 0);
+  const uint32_t tokens = lane ? lane->tokens : 0, requests = lane ? uint32_t(lane->items.size()) : 0;
+  if (item->port) {
+    auto& c = item->port->open(item->id);
+    c.refused = 0;
+    c.routes_computed = routes;
+    c.queue_ns = uint32_t(waited_ns);
+    c.collect_ns = collect_ns;
+    c.kernel_ns = kernel_ns;
+    c.deliver_ns = 0;
+    c.batch_tokens = tokens;
+    c.batch_requests = requests;
+    c.queued_tokens = uint32_t(busy_.all_tokens());
+    c.queued_requests = uint32_t(busy_.all_requests());
+    c.token_ns = busy_.token_ns.load(std::memory_order_relaxed);
+    c.backend = backend;
+    item->port->publish(c);
+    --item->port->in_flight;
+  } else {
+    Outcome o{};
+    o.handle = item->handle;
+    o.routes_computed = routes;
+    o.queue_ns = uint32_t(waited_ns);
+    o.collect_ns = collect_ns;
+    o.kernel_ns = kernel_ns;
+    o.batch_tokens = tokens;
+    o.batch_requests = requests;
+    o.backend = backend;
+    post(o);
+  }
+  give_back(item);
+}
+
+void Answers::refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  if (item->port) {
+    auto& c = item->port->open(item->id);
+    c.refused = 1;
+    c.retry_after_us = retry_after_us;
+    snprintf(c.reason, sizeof c.reason, "%s", kReasonNames[reason]);
+    vsnprintf(c.text, sizeof c.text, format, arguments);
+    item->port->publish(c);
+    --item->port->in_flight;
+  } else {
+    Outcome o{};
+    o.handle = item->handle;
+    o.reason = reason;
+    o.retry_after_us = retry_after_us;
+    vsnprintf(o.text, sizeof o.text, format, arguments);
+    post(o);
+  }
+  va_end(arguments);
+  give_back(item);
+}
+
+void Answers::refuse_bad(Item* item, const LayerFacts& layer, const Bad& bad) {
+  char got[40] = "another number";  // a device says which is wrong, not what it is
+  if (bad.weight) {
+    if (bad.value != 0) snprintf(got, sizeof got, "%g", bad.value);
+    refuse(item, kNonFiniteWeights, 0, "topk_weights[%u, %u]: got %s, want a finite number", bad.row, bad.column, got);
+  } else {
+    if (bad.value != 0) snprintf(got, sizeof got, "%.0f", bad.value);
+    refuse(item, kExpertIdOutOfRange, 0,
+           "topk_ids[%u, %u] of layer %u: got %s, want 0 to %u, or -1 for a route that nobody computes here", bad.row,
+           bad.column, layer.layer, got, layer.num_experts - 1);
+  }
+}
+
+void Answers::session_gone(uint64_t handle) {
+  Outcome o{};
+  o.handle = handle;
+  o.session_gone = 1;
+  post(o);
+}
+
+void Answers::record(const BatchRecord& r) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (records_.size() < kMostRecords) records_.push_back(r);
+}
+
+void Answers::post(const Outcome& o) {
+  bool first;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    first = outbox_.empty();
+    outbox_.push_back(o);
+  }
+  if (first) shm::ring(bell_);
+}
+
+}  // namespace expertd

@@ -1,0 +1,46 @@
+// The way out: completions of sessions in shared memory, outcomes of inline requests, records of batches.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "core.h"
+#include "layer.h"
+#include "lines.h"
+
+namespace expertd {
+
+class Answers {
+ public:
+  explicit Answers(const Busy& busy);
+  ~Answers();
+
+  // ---- any thread
+  uint32_t outcomes(Outcome* out, uint32_t most);
+  uint32_t records(BatchRecord* out, uint32_t most);
+  int bell() const { return bell_; }  // rings when there are outcomes
+
+  // ---- the core's thread
+  Item* new_item();
+  void give_back(Item* item) { pool_.push_back(item); }
+  // The item is given back by both.
+  void answer(Item* item, const Lane* lane, uint32_t routes, uint64_t waited_ns);
+  void refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const char* format, ...)
+      __attribute__((format(printf, 5, 6)));
+  void refuse_bad(Item* item, const LayerFacts& layer, const Bad& bad);
+  void session_gone(uint64_t handle);
+  void record(const BatchRecord& r);
+
+ private:
+  void post(const Outcome& o);
+
+  const Busy& busy_;
+  std::vector<Item*> pool_;
+  int bell_;
+  std::mutex mutex_;  // outbox_, records_
+  std::vector<Outcome> outbox_;
+  std::vector<BatchRecord> records_;
+};
+
+}  // namespace expertd

@@ -1,0 +1,91 @@
+// The C functions of the core; server/expertd_server/engine/core.py calls them.
+#include "core_class.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+using namespace expertd;
+
+// Of the structs, for the test that holds core.py to core.h.
+API void expertd_core_sizes(uint64_t* out) {
+  const uint64_t sizes[] = {sizeof(Config), sizeof(Forward), sizeof(Outcome), sizeof(LayerFacts),
+                            sizeof(LaneMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load)};
+  for (uint64_t size : sizes) *out++ = size;
+}
+
+API Core* expertd_core(const Config* config) { return new Core(*config); }
+API void expertd_core_free(Core* c) { delete c; }
+API void expertd_core_lane(Core* c, uint32_t lane, const LaneMemory* m) { c->lane(lane, *m); }
+API int expertd_core_device(Core* c, void* compute, void* in, void* out) { return c->device(compute, in, out); }
+API uint32_t expertd_core_run(Core* c, Run* out) { return c->run(out); }
+API void expertd_core_done(Core* c, uint32_t lane, uint64_t kernel_ns, const char* text) { c->done(lane, kernel_ns, text); }
+API void expertd_core_launched(Core* c, uint32_t lane) { c->launched(lane); }
+API void expertd_core_fail_all(Core* c, uint32_t reason, const char* text) { c->fail_all(reason, text); }
+API uint32_t expertd_core_submit(Core* c, const Forward* f, uint64_t* handle, uint32_t* retry_after_us) {
+  return c->submit(*f, handle, retry_after_us);
+}
+API void expertd_core_drain(Core* c) { c->drain(); }
+API void expertd_core_stop(Core* c) { c->stop(); }
+API uint32_t expertd_core_outcomes(Core* c, Outcome* out, uint32_t most) { return c->answers().outcomes(out, most); }
+API uint32_t expertd_core_records(Core* c, BatchRecord* out, uint32_t most) { return c->answers().records(out, most); }
+API void expertd_core_interrupt(Core* c) { c->interrupt(); }
+API void expertd_core_forget_graphs(Core* c) { c->forget_graphs(); }
+API int expertd_core_waited_for(Core* c, uint32_t generation) { return c->waited_for(generation); }
+API int expertd_core_bell(Core* c) { return c->answers().bell(); }
+API void expertd_core_load(Core* c, Load* out) { *out = c->load(); }
+
+API void expertd_core_cancel(Core* c, uint64_t handle) {
+  Command x{};
+  x.kind = Command::kCancel;
+  x.handle = handle;
+  c->command(std::move(x));
+}
+
+// backends: `count` pairs (rows up to, 0 = any; index of the name), ascending.
+API void expertd_core_add_layer(Core* c, const LayerFacts* facts, const uint32_t* backends, uint32_t count) {
+  Command x{};
+  x.kind = Command::kAddLayer;
+  x.layer = facts->layer;
+  x.made = std::make_unique<Layer>();
+  x.made->facts = *facts;
+  x.made->slots.assign(facts->slots, facts->slots + facts->num_experts + 1);
+  x.made->facts.slots = x.made->slots.data();
+  for (uint32_t i = 0; i < count; ++i) x.made->backends.emplace_back(backends[2 * i], backends[2 * i + 1]);
+  c->command(std::move(x));
+}
+
+API void expertd_core_remove_layer(Core* c, uint32_t layer) {
+  Command x{};
+  x.kind = Command::kRemoveLayer;
+  x.layer = layer;
+  c->command(std::move(x));
+}
+
+// last: router weight on input for kWhole and kExperts, the hidden size for the other parts, which any layer takes.
+API void expertd_core_add_graph(Core* c, uint32_t layer, uint32_t generation, uint32_t part, uint32_t lane, uint32_t rows,
+                                uint32_t top_k, uint32_t last, void* exec) {
+  Command x{};
+  x.kind = Command::kAddGraph;
+  x.layer = layer;
+  x.generation = generation;
+  x.key = {part, lane, part == kDeliver ? 0 : top_k, last};
+  x.rows = rows;
+  x.exec = exec;
+  c->command(std::move(x));
+}
+
+// entries: a power of two; bytes: of zeroed memory that holds both rings and an arena.
+API void expertd_core_add_session(Core* c, uint64_t handle, void* base, uint64_t bytes, uint32_t entries, int bell,
+                                  int client_bell, uint32_t caller) {
+  Command x{};
+  x.kind = Command::kAddPort;
+  x.port = std::make_unique<Port>(handle, base, bytes, entries, bell, client_bell, caller);
+  c->command(std::move(x));
+}
+
+// Its Outcome with session_gone says when the memory may be unmapped.
+API void expertd_core_remove_session(Core* c, uint64_t handle) {
+  Command x{};
+  x.kind = Command::kRemovePort;
+  x.handle = handle;
+  c->command(std::move(x));
+}

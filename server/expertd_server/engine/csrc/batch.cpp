@@ -1,0 +1,148 @@
+#include "batch.h"
+
+#include <algorithm>
+
+#include "gather.h"
+#include "port.h"
+
+namespace expertd {
+namespace {
+
+constexpr uint32_t kRowsAPiece = 32;  // copy engines lose on shorter pieces
+constexpr uint64_t kAligned = 16;
+
+char* row_of(void* base, uint64_t row, uint64_t H, const Config& c) {
+  return static_cast<char*>(base) + row * H * size_of(c.compute_dtype);
+}
+
+}  // namespace
+
+void gather_here(Lane& lane, const Config& config, Run* run) {
+  const LayerFacts& layer = lane.layer->facts;
+  const LaneMemory& m = lane.memory;
+  const uint64_t H = layer.hidden_size;
+  const Forward& only = lane.items.front()->f;
+  const bool alone = lane.items.size() == 1;
+  const bool in_place = alone && only.hidden_dtype == config.compute_dtype && only.hidden % kAligned == 0;
+  lane.in_place_out = alone && only.out_dtype == config.compute_dtype && only.out % kAligned == 0;
+  lane.rows = lane.tokens;
+  lane.bad.assign(lane.items.size(), Bad{});
+  lane.routes.assign(lane.items.size(), 0);
+  uint64_t row = 0;
+  for (size_t i = 0; i < lane.items.size(); ++i) {
+    const Forward& f = lane.items[i]->f;
+    if (!in_place)
+      load_floats(row_of(m.hidden, row, H, config), config.compute_dtype, reinterpret_cast<void*>(f.hidden), f.hidden_dtype,
+                  reinterpret_cast<float*>(f.scales), f.tokens, H);
+    lane.routes[i] = load_routes(f, layer, lane.top_k, m.slots + row * lane.top_k, m.weights + row * lane.top_k,
+                                 layer.expert_tokens, &lane.bad[i]);
+    row += f.tokens;
+  }
+  run->hidden = in_place ? only.hidden : uint64_t(m.hidden);
+  run->slots = uint64_t(m.slots);
+  run->weights = uint64_t(m.weights);
+  run->out = lane.in_place_out ? only.out : uint64_t(m.out);
+}
+
+void write_table(Lane& lane, const Config& config) {
+  const LayerFacts& layer = lane.layer->facts;
+  const LaneMemory& m = lane.memory;
+  const uint64_t H = layer.hidden_size;
+  uint64_t staged = 0, staged_routes = 0;
+  uint64_t* line = m.table;
+  for (const Item* item : lane.items) {
+    Forward f = item->f;
+    if (!item->port) {
+      char* x = row_of(m.hidden, staged, H, config);
+      load_floats(x, config.compute_dtype, reinterpret_cast<void*>(f.hidden), f.hidden_dtype,
+                  reinterpret_cast<float*>(f.scales), f.tokens, H);
+      load_ids(f, m.slots + staged_routes, m.weights + staged_routes);
+      f.hidden = uint64_t(x);
+      f.scales = 0;
+      f.ids = uint64_t(m.slots + staged_routes);
+      f.weights = uint64_t(m.weights + staged_routes);
+      f.out = uint64_t(row_of(m.out, staged, H, config));
+      f.hidden_dtype = f.out_dtype = config.compute_dtype;
+      f.ids_dtype = kI32;
+      f.weights_dtype = kF32;
+      staged += f.tokens;
+      staged_routes += uint64_t(f.tokens) * f.top_k;
+    }
+    const uint64_t info = uint64_t(f.hidden_dtype) | uint64_t(f.ids_dtype) << 4 | uint64_t(f.weights_dtype) << 8 |
+                          uint64_t(f.out_dtype) << 12 | uint64_t(f.top_k) << 16 | uint64_t(layer.num_experts) << 32;
+    const uint64_t hidden_step = H * size_of(f.hidden_dtype), out_step = H * size_of(f.out_dtype);
+    const uint64_t ids_step = f.top_k * size_of(f.ids_dtype), weights_step = f.top_k * size_of(f.weights_dtype);
+    const uint64_t scales_step = f.scales ? (H + 127) / 128 * sizeof(float) : 0;
+    for (uint64_t i = 0; i < f.tokens; ++i, line += kWords) {
+      line[0] = f.hidden + i * hidden_step;
+      line[1] = f.ids + i * ids_step;
+      line[2] = f.weights + i * weights_step;
+      line[3] = f.out + i * out_step;
+      line[4] = info;
+      line[5] = f.scales + i * scales_step;
+      line[6] = layer.device_slots;
+      line[7] = layer.device_counts;
+    }
+  }
+}
+
+void pad_table(Lane& lane, uint32_t rows) {
+  for (uint64_t i = lane.tokens; i < rows; ++i) lane.memory.table[i * kWords + 4] = 0;
+  lane.rows = rows;
+}
+
+bool movable(const Lane& lane, const Config& config) {
+  if (lane.items.size() * kRowsAPiece > lane.tokens) return false;
+  return std::all_of(lane.items.begin(), lane.items.end(), [&](const Item* i) {
+    return !i->port || (i->f.hidden_dtype == config.compute_dtype && i->f.out_dtype == config.compute_dtype);
+  });
+}
+
+int copy_in(const Lane& lane, const Config& config, Cuda& cuda) {
+  const uint64_t row_bytes = uint64_t(lane.layer->facts.hidden_size) * size_of(config.compute_dtype);
+  uint64_t row = 0;
+  int error = 0;
+  for (const Item* item : lane.items) {
+    const auto* from = reinterpret_cast<void*>(lane.memory.table[row * kWords]);
+    error |= cuda.to_device(lane.memory.device_hidden + row * row_bytes, from, item->f.tokens * row_bytes, cuda.in);
+    row += item->f.tokens;
+  }
+  return error;
+}
+
+int copy_out(const Lane& lane, const Config& config, Cuda& cuda) {
+  const uint64_t row_bytes = uint64_t(lane.layer->facts.hidden_size) * size_of(config.compute_dtype);
+  uint64_t row = 0;
+  int error = 0;
+  for (const Item* item : lane.items) {
+    auto* to = reinterpret_cast<void*>(lane.memory.table[row * kWords + 3]);
+    error |= cuda.to_host(to, lane.memory.device_out + row * row_bytes, item->f.tokens * row_bytes, cuda.out);
+    row += item->f.tokens;
+  }
+  return error;
+}
+
+uint32_t scatter(const Lane& lane, const Config& config, size_t i, uint64_t row, uint64_t staged, Bad* bad) {
+  const Item* item = lane.items[i];
+  const Forward& f = item->f;
+  const uint64_t H = lane.layer->facts.hidden_size;
+  uint32_t routes = 0;
+  if (config.device) {
+    const uint32_t* v = lane.memory.verdicts + 2 * row;
+    for (uint32_t t = 0; t < f.tokens; ++t, v += 2) {
+      routes += v[0];
+      if (v[1] && !bad->any) *bad = {true, (v[1] >> 31) != 0, t, (v[1] & 0x7fffffff) - 1, 0};
+    }
+  } else {
+    routes = lane.routes[i];
+    *bad = lane.bad[i];
+  }
+  if (bad->any) return 0;
+  const bool copied = config.device ? !item->port : !lane.in_place_out;
+  if (copied)
+    store_floats(reinterpret_cast<void*>(f.out), f.out_dtype, row_of(lane.memory.out, config.device ? staged : row, H, config),
+                 config.compute_dtype, f.tokens * H);
+  return routes;
+}
+
+}  // namespace expertd

@@ -1,0 +1,31 @@
+// What a batch does with memory: requests side by side before the experts, rows back to their callers after them.
+#pragma once
+
+#include "core.h"
+#include "cuda.h"
+#include "layer.h"
+
+namespace expertd {
+
+constexpr uint32_t kWords = 8;  // of a row of a lane's table (expertd_kernels/rows/table.py)
+
+// On a CPU: the tensors that the experts take and give.  A batch of one request is read and written in place where its
+// types and addresses allow; its ids and weights are copied, then checked.
+void gather_here(Lane& lane, const Config& config, Run* run);
+
+// For a device: one line a row.  What the device cannot read is copied into the lane's pinned memory first.
+void write_table(Lane& lane, const Config& config);
+// The rest of the table up to `rows`: rows without routes.
+void pad_table(Lane& lane, uint32_t rows);
+
+// Whether copy engines can move the batch: few pieces, in the type that the experts compute in.
+bool movable(const Lane& lane, const Config& config);
+// Hidden states in and outputs out by the copy engines.  A CUDA error, or 0.
+int copy_in(const Lane& lane, const Config& config, Cuda& cuda);
+int copy_out(const Lane& lane, const Config& config, Cuda& cuda);
+
+// After the experts: item `i`, whose first row is `row` (`staged` of them before it in the lane's own memory), gets its
+// rows, unless it is bad.  Returns its routes.
+uint32_t scatter(const Lane& lane, const Config& config, size_t i, uint64_t row, uint64_t staged, Bad* bad);
+
+}  // namespace expertd

@@ -1,0 +1,386 @@
+#include "core_class.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace expertd {
+namespace {
+
+using shm::now_ns;
+
+constexpr uint64_t kCheckNs = 1000000000;
+// A batch that takes longer: run() returns, so that its caller looks whether the device is still there.
+constexpr uint64_t kLeadNs = 200000;
+// A second batch is started behind one that is under way when that is expected to take no longer than this: early
+// enough that the device does not wait, late enough that a request of another layer is not behind two long batches.
+constexpr int kSleepMs = 1000;
+
+}  // namespace
+
+Core::Core(const Config& config) : config_(config), answers_(busy_), lanes_(config.lanes) {
+  epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  watch(wake_);
+  for (uint32_t i = config.lanes; i-- > 0;) {
+    lanes_[i].index = i;
+    free_.push_back(&lanes_[i]);
+  }
+}
+
+Core::~Core() {
+  close(epoll_);
+  close(wake_);
+}
+
+void Core::watch(int fd) {
+  epoll_event e{};
+  e.events = EPOLLIN;
+  e.data.fd = fd;
+  epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &e);
+}
+
+// ---- any thread ------------------------------------------------------------------------------------------------------
+
+uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (draining_) return kDraining;
+    if (expired(f, now_ns())) return kDeadlineExceeded;
+    if (busy_.full(f.tokens, config_)) {
+      *retry_after_us = busy_.retry_after_us();
+      return kQueueFull;
+    }
+    inbox_.emplace_back();
+    inbox_.back().kind = Command::kForward;
+    inbox_.back().forward = f;
+    inbox_.back().handle = *handle = next_handle_++;
+    busy_.enter(f.tokens);
+    busy_.admitted.fetch_add(1, std::memory_order_relaxed);
+    incoming_.store(true, std::memory_order_seq_cst);
+  }
+  wake();
+  return kComputed;
+}
+
+void Core::command(Command&& c) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    inbox_.push_back(std::move(c));
+    incoming_.store(true, std::memory_order_seq_cst);
+  }
+  wake();
+}
+
+void Core::drain() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  draining_ = true;
+}
+
+void Core::stop() {
+  stopping_.store(true);
+  shm::ring(wake_);
+}
+
+Load Core::load() const {
+  Load l{};
+  l.queued_tokens = uint32_t(busy_.all_tokens());
+  l.queued_requests = uint32_t(busy_.all_requests());
+  l.waiting_tokens = uint32_t(busy_.now(busy_.tokens));
+  l.waiting_requests = uint32_t(busy_.now(busy_.requests));
+  l.token_ns = busy_.token_ns.load(std::memory_order_relaxed);
+  l.draining = draining_;
+  l.admitted = busy_.admitted.load(std::memory_order_relaxed);
+  l.batches = busy_.batches.load(std::memory_order_relaxed);
+  l.tokens = busy_.served_tokens.load(std::memory_order_relaxed);
+  return l;
+}
+
+void Core::interrupt() {
+  interrupted_.store(true);
+  shm::ring(wake_);
+}
+
+void Core::forget_graphs() {
+  shared_ = Graphs();
+  for (Layer* layer : serving_) layer->graphs = Graphs();
+}
+
+bool Core::waited_for(uint32_t generation) const {
+  return std::any_of(serving_.begin(), serving_.end(), [&](const Layer* l) {
+    return l->facts.generation == generation && (!l->lines[0].empty() || !l->lines[1].empty());
+  });
+}
+
+void Core::wake() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // what was put there, then the look at the core's sleep
+  if (asleep_.load(std::memory_order_relaxed)) shm::ring(wake_);
+}
+
+// ---- the loop --------------------------------------------------------------------------------------------------------
+
+RunCode Core::run(Run* out) {
+  uint64_t now = now_ns(), idle_since = now;
+  for (;;) {
+    bool moved = false;
+    while (!under_way_.empty() && over(*under_way_.front())) {
+      finish(pop(), now_ns());
+      moved = true;
+    }
+    moved |= take_inbox();
+    moved |= poll_ports();
+    now = now_ns();
+    const bool interrupted = interrupted_.load(std::memory_order_relaxed);
+    if (interrupted && under_way_.empty()) {
+      interrupted_.store(false);
+      return kInterrupted;
+    }
+    if (!interrupted && !free_.empty() && worth_starting(now) && !waits_for_company(now)) {
+      const Started s = start(now, out);
+      if (s == kNeedsRun) return kRun;
+      moved |= s == kLaunched;
+    }
+    if (moved) {
+      idle_since = now_ns();
+    } else if (!under_way_.empty()) {
+      if (now - std::max(under_way_.front()->launch_ns, checked_ns_) > kCheckNs) {
+        checked_ns_ = now;
+        return kCheck;
+      }
+      shm::relax();
+    } else if (stopping_.load(std::memory_order_relaxed) && busy_.all_requests() == 0) {
+      return kStopped;
+    } else if (now - idle_since > config_.spin_ns && !waited_) {
+      sleep();
+      idle_since = now_ns();
+    } else {
+      shm::relax();
+    }
+  }
+}
+
+bool Core::waits_for_company(uint64_t now) {
+  if (config_.patience <= 0 || !under_way_.empty()) return false;
+  if (incoming_.load(std::memory_order_relaxed)) return true;  // it counts as waiting, and stands in no line yet
+  const uint64_t waiting = busy_.now(busy_.requests);
+  if (waiting == 0) return false;
+  if (now < patience_.until(config_.patience, waiting)) return waited_ = true;
+  if (waited_) patience_.waited(waiting);
+  return waited_ = false;
+}
+
+void Core::sleep() {
+  asleep_.store(true, std::memory_order_seq_cst);
+  for (auto& p : ports_) p->sleeps(true);
+  if (!incoming_.load(std::memory_order_seq_cst) && !poll_ports() && !stopping_.load() && !interrupted_.load()) {
+    epoll_event events[16];
+    const int n = epoll_wait(epoll_, events, 16, kSleepMs);
+    for (int i = 0; i < n; ++i) shm::sleep_on(events[i].data.fd, 0);
+  }
+  for (auto& p : ports_) p->sleeps(false);
+  asleep_.store(false, std::memory_order_relaxed);
+}
+
+// ---- batches ---------------------------------------------------------------------------------------------------------
+
+bool Core::worth_starting(uint64_t now) const {
+  if (under_way_.empty()) return true;
+  const Lane* last = under_way_.back();
+  const uint64_t expected = last->layer->times.expect(last->rows), spent = now - last->launch_ns;
+  return expected <= spent + kLeadNs;
+}
+
+Core::Started Core::start(uint64_t now, Run* out) {
+  Layer* layer = nullptr;
+  uint32_t flag = 0;
+  uint64_t first = ~uint64_t(0);
+  for (Layer* l : serving_)
+    for (uint32_t i : {0u, 1u})
+      for (const Item* item : l->lines[i])
+        if (const uint64_t u = urgency(item->f); u < first) {
+          first = u;
+          layer = l;
+          flag = i;
+        }
+  if (!layer) return kNothing;
+  cut(layer->lines[flag], now, config_.max_tokens, shares_, cut_);
+  for (Item* item : cut_.dropped) {
+    busy_.leave(item->f.tokens);
+    answers_.refuse(item, kDeadlineExceeded, 0,
+                    "request: its deadline passed while it waited; want a longer timeout or another replica");
+  }
+  if (cut_.run.empty()) return kLaunched;
+  Lane* lane = free_.back();
+  free_.pop_back();
+  lane->items.swap(cut_.run);
+  lane->layer = layer;
+  lane->tokens = lane->rows = cut_.tokens;
+  lane->router_weight_on_input = flag;
+  lane->cut_ns = now;
+  lane->top_k = 0;
+  for (const Item* item : lane->items) {
+    lane->top_k = std::max(lane->top_k, item->f.top_k);
+    busy_.begin(item->f.tokens);
+  }
+  const bool alone = under_way_.empty();
+  under_way_.push_back(lane);
+  *out = Run{lane->index, layer->facts.layer, layer->facts.generation, lane->tokens, lane->tokens, lane->top_k, flag,
+             uint32_t(lane->items.size()), 0, 0, 0, 0};
+  if (config_.device) return start_on_device(lane, alone, out);
+  gather_here(*lane, config_, out);
+  lane->launch_ns = now_ns();
+  return kNeedsRun;
+}
+
+Core::Started Core::start_on_device(Lane* lane, bool alone, Run* out) {
+  write_table(*lane, config_);
+  *static_cast<volatile uint32_t*>(lane->memory.done) = 0;
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  lane->launch_ns = now_ns();
+  const bool streamed = config_.streamed_rows && lane->tokens >= config_.streamed_rows && movable(*lane, config_);
+  const int error = alone && !streamed ? launch_whole(lane) : launch_parts(lane, streamed);
+  if (error == kNoGraph) {
+    pad_table(*lane, lane->tokens);
+    out->rows = lane->rows;
+    return kNeedsRun;
+  }
+  if (error) {
+    char text[64];
+    snprintf(text, sizeof text, "launching a graph: CUDA error %d", error);
+    done(lane->index, 0, text);
+  }
+  return kLaunched;
+}
+
+int Core::launch_whole(Lane* lane) {
+  const auto [rows, exec] = lane->layer->graphs.at_least({kWhole, lane->index, lane->top_k, lane->router_weight_on_input}, lane->tokens);
+  if (!exec) return launch_parts(lane, false);
+  pad_table(*lane, rows);
+  return cuda_.launch(exec, cuda_.compute);
+}
+
+// Inputs, experts and outputs on streams of their own: beside the experts of another batch.
+int Core::launch_parts(Lane* lane, bool streamed) {
+  const auto [rows, experts] =
+      lane->layer->graphs.at_least({kExperts, lane->index, lane->top_k, lane->router_weight_on_input}, lane->tokens);
+  const uint32_t H = lane->layer->facts.hidden_size;
+  void* collect = shared_.exactly({streamed ? kCollectRoutes : kCollect, lane->index, lane->top_k, H}, rows);
+  void* deliver = shared_.exactly({kDeliver, lane->index, 0, H}, rows);
+  if (!experts || !collect || !deliver) return kNoGraph;
+  pad_table(*lane, rows);
+  int error = streamed ? copy_in(*lane, config_, cuda_) : 0;
+  error |= cuda_.launch(collect, cuda_.in);
+  error |= cuda_.record(cuda_.there[lane->index], cuda_.in);
+  error |= cuda_.wait(cuda_.compute, cuda_.there[lane->index], 0);
+  error |= cuda_.launch(experts, cuda_.compute);
+  error |= cuda_.record(cuda_.computed[lane->index], cuda_.compute);
+  error |= cuda_.wait(cuda_.out, cuda_.computed[lane->index], 0);
+  if (!streamed) return error | cuda_.launch(deliver, cuda_.out);
+  error |= copy_out(*lane, config_, cuda_);
+  return error | cuda_.write(cuda_.out, uint64_t(lane->memory.done), 1, 0);
+}
+
+bool Core::over(const Lane& lane) const {
+  if (!config_.device || !*static_cast<volatile uint32_t*>(lane.memory.done)) return false;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return true;
+}
+
+Lane* Core::pop() {
+  Lane* lane = under_way_.front();
+  under_way_.pop_front();
+  return lane;
+}
+
+void Core::done(uint32_t lane, uint64_t kernel_ns, const char* text) {
+  Lane* l = &lanes_[lane];
+  under_way_.erase(std::find(under_way_.begin(), under_way_.end(), l));
+  l->kernel_ns = kernel_ns;
+  if (text)
+    fail(l, kBackendFailed, text);
+  else
+    finish(l, now_ns());
+}
+
+void Core::finish(Lane* lane, uint64_t now) {
+  const uint64_t begin = std::max(lane->launch_ns, last_end_ns_);  // before that the device computed another batch
+  if (config_.device) lane->kernel_ns = now - begin;
+  last_end_ns_ = now;
+  BatchRecord r = record_of(*lane);
+  uint64_t row = 0, staged = 0;
+  for (size_t i = 0; i < lane->items.size(); ++i) {
+    Item* item = lane->items[i];
+    const Forward& f = item->f;
+    Bad bad;
+    const uint32_t routes = scatter(*lane, config_, i, row, staged, &bad);
+    row += f.tokens;
+    staged += item->port ? 0 : f.tokens;
+    r.routes += routes;
+    const uint64_t waited = lane->cut_ns > f.arrival_ns ? lane->cut_ns - f.arrival_ns : 0;
+    r.queue_ns_sum += waited;
+    r.queue_ns_max = std::max(r.queue_ns_max, waited);
+    busy_.end(f.tokens);
+    if (bad.any)
+      answers_.refuse_bad(item, lane->layer->facts, bad);
+    else
+      answers_.answer(item, lane, routes, waited);
+  }
+  r.kernel_ns = uint32_t(lane->kernel_ns);
+  r.deliver_ns = uint32_t(now_ns() - now);
+  lane->layer->times.saw(lane->rows, now - begin);
+  patience_.batch_ended(now_ns(), now - lane->cut_ns, lane->items.size());
+  busy_.saw(lane->tokens, now - begin);
+  leave(lane, r);
+}
+
+void Core::fail(Lane* lane, uint32_t reason, const char* text) {
+  BatchRecord r = record_of(*lane);
+  r.failed = 1;
+  for (Item* item : lane->items) {
+    busy_.end(item->f.tokens);
+    answers_.refuse(item, reason, 0, "%s", text);
+  }
+  leave(lane, r);
+}
+
+BatchRecord Core::record_of(const Lane& lane) const {
+  BatchRecord r{};
+  r.cut_ns = lane.cut_ns;
+  r.layer = lane.layer->facts.layer;
+  r.backend = lane.layer->backend_at(lane.rows);
+  r.tokens = lane.tokens;
+  r.rows = lane.rows;
+  r.requests = uint32_t(lane.items.size());
+  r.collect_ns = uint32_t(lane.launch_ns - lane.cut_ns);
+  return r;
+}
+
+void Core::leave(Lane* lane, const BatchRecord& r) {
+  answers_.record(r);
+  busy_.batches.fetch_add(1, std::memory_order_relaxed);
+  busy_.served_tokens.fetch_add(lane->tokens, std::memory_order_relaxed);
+  lane->items.clear();
+  lane->layer = nullptr;
+  free_.push_back(lane);
+  forget_closed();
+  forget_retired();
+}
+
+void Core::fail_all(uint32_t reason, const char* text) {
+  drain();
+  while (!under_way_.empty()) fail(pop(), reason, text);
+  take_inbox();
+  for (Layer* layer : serving_)
+    for (auto& line : layer->lines) {
+      for (Item* item : line) {
+        busy_.leave(item->f.tokens);
+        answers_.refuse(item, reason, 0, "%s", text);
+      }
+      line.clear();
+    }
+  forget_retired();
+}
+
+}  // namespace expertd

@@ -1,0 +1,136 @@
+// The C ABI of the engine's core.  server/expertd_server/engine/core.py says the same to ctypes; a test holds the sizes
+// together.
+#pragma once
+
+#include <cstdint>
+
+namespace expertd {
+
+// expertd.v1.DataType
+enum Dtype : uint8_t { kF32 = 1, kF16 = 2, kBf16 = 3, kE4m3 = 4, kI32 = 5, kI64 = 6 };
+
+inline uint32_t size_of(uint8_t dtype) {
+  switch (dtype) {
+    case kF32: case kI32: return 4;
+    case kF16: case kBf16: return 2;
+    case kE4m3: return 1;
+    case kI64: return 8;
+    default: return 0;
+  }
+}
+
+// Rows of the error table, by number.
+enum Reason : uint32_t {
+  kComputed = 0,
+  kCancelled,
+  kDeadlineExceeded,
+  kQueueFull,
+  kDraining,
+  kLayerNotHeld,
+  kTooManyTokens,
+  kBadShape,
+  kBadDtype,
+  kMalformed,
+  kExpertIdOutOfRange,
+  kNonFiniteWeights,
+  kUnsupportedCombination,
+  kBackendFailed,
+  kReasons
+};
+
+// One request of a transport that has its tensors in this process.  Addresses stay valid until its outcome.
+struct Forward {
+  uint64_t hidden;   // [M, H] of hidden_dtype
+  uint64_t scales;   // of e4m3 hidden states: f32 [M, ceil(H / 128)]; else 0
+  uint64_t ids;      // [M, top_k] of ids_dtype
+  uint64_t weights;  // [M, top_k] of weights_dtype; 0 = all ones
+  uint64_t out;      // [M, H] of out_dtype
+  uint64_t arrival_ns, deadline_ns;  // CLOCK_MONOTONIC; deadline 0 = none
+  uint32_t layer, tokens, top_k, caller;
+  uint8_t hidden_dtype, ids_dtype, weights_dtype, out_dtype;
+  uint8_t router_weight_on_input;
+  uint8_t spare[3];
+};
+
+// What became of one Forward, or that a session is gone (then `handle` is the session's).
+struct Outcome {
+  uint64_t handle;
+  uint32_t reason;  // Reason
+  uint32_t routes_computed;
+  uint32_t queue_ns, collect_ns, kernel_ns, deliver_ns;
+  uint32_t batch_tokens, batch_requests;
+  uint32_t backend;
+  uint32_t retry_after_us;
+  uint32_t session_gone;
+  char text[164];
+};
+
+// What a layer is.  slots: [num_experts + 1] int32, position of each expert here, -1 = elsewhere; the last stands for -1.
+struct LayerFacts {
+  uint32_t layer, generation;
+  uint32_t hidden_size, num_experts;
+  uint32_t held;  // experts here
+  uint32_t input_weights;  // takes the router weight on the input
+  const int32_t* slots;
+  uint64_t* expert_tokens;  // [held] counts of routes, or null: on a CPU, which this process counts on
+  uint64_t device_slots, device_counts;  // the same on a device: slots [num_experts + 1] int32, counts [held] int64 or 0
+};
+
+// Memory of one lane, on the host; where a device reads it, pinned.
+struct LaneMemory {
+  uint64_t* table;    // [rows, kWords], for devices; null on a CPU
+  uint32_t* verdicts; // [rows, 2], written by the device; null on a CPU
+  uint32_t* done;     // one word, written by the device at the end of a batch; null on a CPU
+  void* hidden;       // [rows, H] of the compute dtype: batches of several requests, and staging
+  int32_t* slots;     // [rows, top_k]; for devices: ids as they came, i32
+  float* weights;     // [rows, top_k]
+  void* out;          // [rows, H] of the compute dtype
+  uint64_t hidden_bytes, slots_bytes, weights_bytes, out_bytes;
+  uint64_t device_hidden, device_out;  // the device's [rows, H] of the compute dtype, for batches moved by copy engines
+};
+
+// What a core is for.
+struct Config {
+  uint32_t lanes, max_tokens, max_queue_requests;
+  uint32_t streamed_rows;  // from so many rows on copy engines move a batch, beside the kernels of another; 0 = never
+  uint64_t max_queue_tokens, spin_ns;
+  float patience;  // part of the last batch's time for which its callers are waited for; 0 = not at all
+  uint8_t compute_dtype, device;  // device: batches are described by a table and end by a word
+  uint8_t spare[2];
+};
+
+// A piece of a batch as a CUDA graph, for one lane and up to `rows` rows.
+enum Part : uint32_t {
+  kWhole = 0,          // collect, experts, deliver, word: when the device is idle
+  kExperts = 1,        // the experts alone: while another batch is under way
+  kCollect = 2,        // of any layer of this hidden size and top_k, as are those below
+  kCollectRoutes = 3,  // ids and weights alone: copy engines bring the hidden states
+  kDeliver = 4,        // and the word
+};
+
+// A batch that the owner of the thread has to run (what has no graph).
+struct Run {
+  uint32_t lane, layer, generation;
+  uint32_t tokens;  // rows that hold something
+  uint32_t rows;    // rows to compute
+  uint32_t top_k, router_weight_on_input, requests;
+  uint64_t hidden, slots, weights, out;  // on a CPU: what the experts take and give
+};
+
+struct BatchRecord {
+  uint64_t cut_ns;
+  uint32_t layer, backend, tokens, rows, requests, routes;
+  uint32_t collect_ns, kernel_ns, deliver_ns;
+  uint32_t failed;
+  uint64_t queue_ns_sum, queue_ns_max;
+};
+
+struct Load {
+  uint32_t queued_tokens, queued_requests;  // waiting or under way
+  uint32_t waiting_tokens, waiting_requests;
+  float token_ns;
+  uint32_t draining;
+  uint64_t admitted, batches, tokens;
+};
+
+}  // namespace expertd

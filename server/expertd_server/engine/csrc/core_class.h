@@ -1,0 +1,140 @@
+// The engine's core: one thread that takes requests of all transports, forms batches, starts them and hands the answers
+// out.  No Python between a request and its answer, except where a batch has no graph: then `run` returns to its caller.
+//
+//   inline requests (submit, cancel: any thread) \                                   / outcomes (any thread, eventfd)
+//   sessions in shared memory (Port)              > lines -> cut -> lane -> finish <
+//   layers, sessions that come and go (any thread)/                                  \ completions in the region
+//
+// core.cpp has the loop and the batches, intake.cpp what comes in, answers.cpp what goes out, batch.cpp the memory.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "answers.h"
+#include "batch.h"
+#include "core.h"
+#include "cuda.h"
+#include "layer.h"
+#include "lines.h"
+#include "port.h"
+
+namespace expertd {
+
+enum RunCode : uint32_t { kStopped = 0, kRun = 1, kCheck = 2, kInterrupted = 3 };
+
+struct Command {
+  enum Kind { kForward, kAddLayer, kRemoveLayer, kAddGraph, kAddPort, kRemovePort, kCancel } kind;
+  uint32_t layer = 0, generation = 0;
+  uint64_t handle = 0;
+  Forward forward{};
+  std::unique_ptr<Layer> made;
+  std::unique_ptr<Port> port;
+  Graphs::Key key{};
+  uint32_t rows = 0;
+  void* exec = nullptr;
+};
+
+class Core {
+ public:
+  explicit Core(const Config& config);
+  ~Core();
+
+  // ---- any thread
+  // Why not, or kComputed: then *handle names the request until its outcome.
+  uint32_t submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us);
+  void command(Command&& c);
+  void drain();  // takes nothing new
+  void stop();   // run() returns once everything is answered
+  void interrupt();  // run() returns kInterrupted when no batch is under way
+  Load load() const;
+  Answers& answers() { return answers_; }
+
+  // ---- before run, or on its thread
+  void lane(uint32_t index, const LaneMemory& memory) { lanes_[index].memory = memory; }
+  bool device(void* compute, void* in, void* out) { return cuda_.load(compute, in, out, config_.lanes); }
+  // Until there is a batch that has no graph (*out says which), the device is silent for long, or all is over.
+  RunCode run(Run* out);
+  // The batch that run() returned is computed; text: or failed, and why.
+  void done(uint32_t lane, uint64_t kernel_ns, const char* text);
+  // The batch that run() returned is launched: the device will write the lane's word.
+  void launched(uint32_t lane) { lanes_[lane].launch_ns = shm::now_ns(); }
+  // Answers everything that waits or is under way with `reason`, and takes nothing more.
+  void fail_all(uint32_t reason, const char* text);
+  // None of the graphs added so far is launched again.  While no batch is under way.
+  void forget_graphs();
+  // Whether a request waits for that generation of a layer.
+  bool waited_for(uint32_t generation) const;
+
+ private:
+  enum Started { kNothing, kLaunched, kNeedsRun };
+  static constexpr int kNoGraph = -1;
+
+  void watch(int fd);
+  void wake();
+  void sleep();
+  bool waits_for_company(uint64_t now);
+
+  bool take_inbox();
+  void enqueue(const Command& c);
+  void obey(Command& c);
+  void add_layer(Command& c);
+  void remove_layer(uint32_t number);
+  void remove_port(uint64_t handle);
+  void drop_waiting(const Port* p);
+  void forget_closed();
+  void retire(std::unique_ptr<Layer> layer);
+  void forget_retired();
+  void list_serving();
+  template <class Which>
+  void take_back(const Which& which);
+  bool poll_ports();
+  void accept(Port* p, const shm::Submission& s);
+  bool check(const Port* p, const shm::Submission& s, Item* item, const LayerFacts& layer);
+  void echo(Item* item, const LayerFacts& layer);
+
+  bool worth_starting(uint64_t now) const;
+  Started start(uint64_t now, Run* out);
+  Started start_on_device(Lane* lane, bool alone, Run* out);
+  int launch_whole(Lane* lane);
+  int launch_parts(Lane* lane, bool streamed);
+  bool over(const Lane& lane) const;
+  Lane* pop();
+  void finish(Lane* lane, uint64_t now);
+  void fail(Lane* lane, uint32_t reason, const char* text);
+  BatchRecord record_of(const Lane& lane) const;
+  void leave(Lane* lane, const BatchRecord& r);
+
+  const Config config_;
+  Busy busy_;
+  Answers answers_;
+  std::vector<Lane> lanes_;
+  std::vector<Lane*> free_;
+  std::deque<Lane*> under_way_;  // in the order in which they were started
+  std::unordered_map<uint32_t, std::unique_ptr<Layer>> layers_;
+  std::vector<std::unique_ptr<Layer>> retired_;  // held no more, but requests wait for them or are computed
+  std::vector<Layer*> serving_;  // of layers_ and retired_
+  std::vector<std::unique_ptr<Port>> ports_;
+  Graphs shared_;  // those of any layer
+  Shares shares_;
+  Cut cut_;
+  Cuda cuda_;
+  Patience patience_;
+  bool waited_ = false;
+  uint64_t checked_ns_ = 0, last_end_ns_ = 0;
+  int epoll_ = -1, wake_ = -1;
+
+  std::mutex mutex_;  // inbox_, next_handle_
+  std::vector<Command> inbox_, taken_;  // in the order in which it came
+  uint64_t next_handle_ = 1;
+  std::atomic<bool> incoming_{false}, draining_{false}, stopping_{false}, asleep_{false}, interrupted_{false};
+};
+
+}  // namespace expertd

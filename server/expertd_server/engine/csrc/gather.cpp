@@ -1,0 +1,192 @@
+#include "gather.h"
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace expertd {
+namespace {
+
+float from_bits(uint32_t bits) {
+  float f;
+  memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
+uint32_t bits_of(float f) {
+  uint32_t bits;
+  memcpy(&bits, &f, sizeof bits);
+  return bits;
+}
+
+uint16_t to_bf16(float f) {
+  const uint32_t u = bits_of(f), rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  const bool nan = (u & 0x7fffffff) > 0x7f800000;
+  return uint16_t(nan ? (u >> 16) | 0x40 : rounded);
+}
+
+float from_f16(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
+  const float small = float(rest) * 5.9604644775390625e-8f;  // 2^-24: subnormals
+  const uint32_t wide = rest >= 0x7c00 ? (rest << 13) + 0x70000000u : (rest << 13) + 0x38000000u;
+  return from_bits(sign | (rest < 0x400 ? bits_of(small) : wide));
+}
+
+uint16_t to_f16(float f) {
+  const uint32_t u = bits_of(f), a = u & 0x7fffffff;
+  const uint16_t sign = uint16_t((u >> 16) & 0x8000);
+  if (a > 0x7f800000) return uint16_t(sign | 0x7e00 | ((a >> 13) & 0x3ff));
+  if (a >= 0x477ff000) return uint16_t(sign | 0x7c00);  // 65520 and more round to infinity
+  if (a < 0x38800000) {                                 // subnormal: adding 0.5 puts the bits where they belong
+    const float r = from_bits(a) + 0.5f;
+    return uint16_t(sign | (bits_of(r) - 0x3f000000));
+  }
+  return uint16_t(sign | ((a + 0xc8000fff + ((a >> 13) & 1)) >> 13));
+}
+
+const std::array<float, 256>& e4m3_values() {
+  static const std::array<float, 256> table = [] {
+    std::array<float, 256> t{};
+    for (int i = 0; i < 256; ++i) {
+      const int e = (i >> 3) & 15, m = i & 7;
+      float v = e ? std::ldexp(1.0f + float(m) / 8, e - 7) : std::ldexp(float(m) / 8, -6);
+      if (e == 15 && m == 7) v = std::numeric_limits<float>::quiet_NaN();
+      t[size_t(i)] = i & 128 ? -v : v;
+    }
+    return t;
+  }();
+  return table;
+}
+
+template <class To, class From, class Convert>
+void each(void* to, const void* from, uint64_t n, Convert convert) {
+  auto* t = static_cast<To*>(to);
+  auto* f = static_cast<const char*>(from);  // maybe at an odd address
+  for (uint64_t i = 0; i < n; ++i) {
+    From v;
+    memcpy(&v, f + i * sizeof(From), sizeof v);
+    t[i] = convert(v);
+  }
+}
+
+float load_weight(const Forward& f, uint64_t i) {
+  const auto* at = reinterpret_cast<const char*>(f.weights) + i * size_of(f.weights_dtype);
+  if (f.weights_dtype == kF32) {
+    float v;
+    memcpy(&v, at, sizeof v);
+    return v;
+  }
+  uint16_t v;
+  memcpy(&v, at, sizeof v);
+  return f.weights_dtype == kBf16 ? from_bits(uint32_t(v) << 16) : from_f16(v);
+}
+
+int64_t load_id(const Forward& f, uint64_t i) {
+  const auto* at = reinterpret_cast<const char*>(f.ids) + i * size_of(f.ids_dtype);
+  if (f.ids_dtype == kI64) {
+    int64_t v;
+    memcpy(&v, at, sizeof v);
+    return v;
+  }
+  int32_t v;
+  memcpy(&v, at, sizeof v);
+  return v;
+}
+
+}  // namespace
+
+void load_floats(void* to, uint8_t to_dtype, const void* from, uint8_t from_dtype, const float* scales, uint64_t rows,
+                 uint64_t columns) {
+  const uint64_t n = rows * columns;
+  if (from_dtype == to_dtype) {
+    memcpy(to, from, n * size_of(to_dtype));
+  } else if (from_dtype == kE4m3) {
+    const auto& table = e4m3_values();
+    const uint64_t blocks = (columns + 127) / 128;
+    const auto* codes = static_cast<const uint8_t*>(from);
+    for (uint64_t r = 0; r < rows; ++r)
+      for (uint64_t c = 0; c < columns; ++c) {
+        float scale;
+        memcpy(&scale, scales + r * blocks + c / 128, sizeof scale);
+        const float v = table[codes[r * columns + c]] * scale;
+        if (to_dtype == kBf16)
+          static_cast<uint16_t*>(to)[r * columns + c] = to_bf16(v);
+        else
+          static_cast<float*>(to)[r * columns + c] = v;
+      }
+  } else if (to_dtype == kBf16) {
+    if (from_dtype == kF32)
+      each<uint16_t, float>(to, from, n, to_bf16);
+    else
+      each<uint16_t, uint16_t>(to, from, n, [](uint16_t v) { return to_bf16(from_f16(v)); });
+  } else if (from_dtype == kBf16) {
+    each<float, uint16_t>(to, from, n, [](uint16_t v) { return from_bits(uint32_t(v) << 16); });
+  } else {
+    each<float, uint16_t>(to, from, n, from_f16);
+  }
+}
+
+void store_floats(void* to, uint8_t to_dtype, const void* from, uint8_t from_dtype, uint64_t n) {
+  if (from_dtype == to_dtype) {
+    memcpy(to, from, n * size_of(to_dtype));
+  } else if (from_dtype == kBf16) {
+    const auto wide = [](uint16_t v) { return from_bits(uint32_t(v) << 16); };
+    if (to_dtype == kF32)
+      each<float, uint16_t>(to, from, n, wide);
+    else
+      each<uint16_t, uint16_t>(to, from, n, [&](uint16_t v) { return to_f16(wide(v)); });
+  } else if (to_dtype == kBf16) {
+    each<uint16_t, float>(to, from, n, to_bf16);
+  } else {
+    each<uint16_t, float>(to, from, n, to_f16);
+  }
+}
+
+uint32_t load_routes(const Forward& f, const LayerFacts& layer, uint32_t wide, int32_t* slots, float* weights,
+                     uint64_t* counts, Bad* bad) {
+  const uint32_t k = f.top_k;
+  uint32_t routes = 0;
+  for (uint32_t r = 0; r < f.tokens && !bad->any; ++r) {
+    int32_t* s = slots + uint64_t(r) * wide;
+    float* w = weights + uint64_t(r) * wide;
+    for (uint32_t j = 0; j < wide; ++j) {
+      if (j >= k) {
+        s[j] = -1;
+        w[j] = 0;
+        continue;
+      }
+      const int64_t id = load_id(f, uint64_t(r) * k + j);
+      const float weight = f.weights ? load_weight(f, uint64_t(r) * k + j) : 1.0f;
+      const bool wrong = id < -1 || id >= int64_t(layer.num_experts);
+      if (wrong || !std::isfinite(weight)) {
+        *bad = {true, !wrong, r, j, wrong ? double(id) : double(weight)};
+        break;
+      }
+      s[j] = layer.slots[id < 0 ? layer.num_experts : uint32_t(id)];
+      w[j] = weight;
+      routes += s[j] >= 0;
+    }
+  }
+  if (bad->any) {
+    for (uint64_t i = 0; i < uint64_t(f.tokens) * wide; ++i) {
+      slots[i] = -1;
+      weights[i] = 0;
+    }
+    return 0;
+  }
+  if (counts)
+    for (uint64_t i = 0; i < uint64_t(f.tokens) * wide; ++i)
+      if (slots[i] >= 0) ++counts[slots[i]];
+  return routes;
+}
+
+void load_ids(const Forward& f, int32_t* ids, float* weights) {
+  for (uint64_t i = 0; i < uint64_t(f.tokens) * f.top_k; ++i) {
+    const int64_t id = load_id(f, i);
+    ids[i] = id == int32_t(id) ? int32_t(id) : std::numeric_limits<int32_t>::min();
+    weights[i] = f.weights ? load_weight(f, i) : 1.0f;
+  }
+}
+
+}  // namespace expertd

@@ -1,0 +1,34 @@
+// Tensors of requests <-> tensors of a batch, on the host: conversion between element types, global expert ids to slots
+// with their checks.  Nothing here allocates.
+#pragma once
+
+#include <cstdint>
+
+#include "core.h"
+
+namespace expertd {
+
+// n elements of one row-major tensor.  from: f32, f16, bf16, or e4m3 with f32 scales of 128 columns of rows of
+// `columns`; to: bf16 or f32.
+void load_floats(void* to, uint8_t to_dtype, const void* from, uint8_t from_dtype, const float* scales, uint64_t rows,
+                 uint64_t columns);
+
+// n elements; from: bf16 or f32; to: f32, f16 or bf16, rounded to nearest even.
+void store_floats(void* to, uint8_t to_dtype, const void* from, uint8_t from_dtype, uint64_t n);
+
+struct Bad {
+  bool any = false, weight = false;  // which tensor
+  uint32_t row = 0, column = 0;
+  double value = 0;
+};
+
+// Ids [M, k] and weights [M, k] of one request into [M, wide] slots and weights; what is behind column k gets -1 and 0.
+// On a bad id or weight every slot of the request becomes -1 and every weight 0, and what was bad is said.
+// Returns the routes that experts here serve; counts[slot] grows by them.
+uint32_t load_routes(const Forward& f, const LayerFacts& layer, uint32_t wide, int32_t* slots, float* weights,
+                     uint64_t* counts, Bad* bad);
+
+// The same tensors for a device, which checks and maps ids itself: ids as i32 (one that i32 cannot hold as INT32_MIN).
+void load_ids(const Forward& f, int32_t* ids, float* weights);
+
+}  // namespace expertd

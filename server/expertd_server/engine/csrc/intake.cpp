@@ -1,0 +1,243 @@
+// What comes into the core: inline requests, commands, and submissions in shared memory with their checks.
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core_class.h"
+
+namespace expertd {
+
+bool Core::take_inbox() {
+  if (!incoming_.load(std::memory_order_seq_cst)) return false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    incoming_.store(false, std::memory_order_relaxed);
+    taken_.swap(inbox_);
+  }
+  for (Command& c : taken_) obey(c);
+  taken_.clear();
+  return true;
+}
+
+void Core::enqueue(const Command& c) {
+  Item* item = answers_.new_item();
+  item->f = c.forward;
+  item->handle = c.handle;
+  const auto found = layers_.find(item->f.layer);
+  if (found == layers_.end()) {
+    busy_.leave(item->f.tokens);
+    return answers_.refuse(item, kLayerNotHeld, 0, "layer: got %u, want one of those held here; Describe lists them", item->f.layer);
+  }
+  found->second->lines[item->f.router_weight_on_input ? 1 : 0].push_back(item);
+}
+
+void Core::obey(Command& c) {
+  switch (c.kind) {
+    case Command::kForward:
+      return enqueue(c);
+    case Command::kAddLayer:
+      return add_layer(c);
+    case Command::kRemoveLayer:
+      return remove_layer(c.layer);
+    case Command::kAddGraph: {
+      const auto part = std::get<0>(c.key);
+      if (part != kWhole && part != kExperts) return shared_.add(c.key, c.rows, c.exec);
+      const auto found = layers_.find(c.layer);
+      if (found != layers_.end() && found->second->facts.generation == c.generation)
+        found->second->graphs.add(c.key, c.rows, c.exec);
+      return;
+    }
+    case Command::kAddPort:
+      watch(c.port->bell);
+      ports_.push_back(std::move(c.port));
+      return;
+    case Command::kRemovePort:
+      return remove_port(c.handle);
+    case Command::kCancel:
+      return take_back([&](const Item* i) { return !i->port && i->handle == c.handle; });
+  }
+}
+
+void Core::add_layer(Command& c) {
+  auto& at = layers_[c.layer];
+  if (at) retire(std::move(at));
+  at = std::move(c.made);
+  list_serving();
+}
+
+void Core::remove_layer(uint32_t number) {
+  const auto found = layers_.find(number);
+  if (found == layers_.end()) return;
+  std::unique_ptr<Layer> layer = std::move(found->second);
+  layers_.erase(found);
+  retire(std::move(layer));
+}
+
+// A request is computed by the generation that was held when it came.
+void Core::retire(std::unique_ptr<Layer> layer) {
+  retired_.push_back(std::move(layer));
+  forget_retired();
+}
+
+void Core::forget_retired() {
+  if (retired_.empty()) return;
+  const auto used = [&](const std::unique_ptr<Layer>& layer) {
+    return !layer->lines[0].empty() || !layer->lines[1].empty() ||
+           std::any_of(lanes_.begin(), lanes_.end(), [&](const Lane& l) { return l.layer == layer.get(); });
+  };
+  const auto unused = std::stable_partition(retired_.begin(), retired_.end(), used);
+  retired_.erase(unused, retired_.end());
+  list_serving();
+}
+
+void Core::list_serving() {
+  serving_.clear();
+  for (const auto& layer : retired_) serving_.push_back(layer.get());
+  for (const auto& [number, layer] : layers_) serving_.push_back(layer.get());
+}
+
+template <class Which>
+void Core::take_back(const Which& which) {
+  for (Layer* layer : serving_)
+    for (auto& line : layer->lines) {
+      const auto at = std::find_if(line.begin(), line.end(), which);
+      if (at == line.end()) continue;
+      Item* item = *at;
+      line.erase(at);
+      busy_.leave(item->f.tokens);
+      answers_.refuse(item, kCancelled, 0, "request: cancelled by its caller");
+      return forget_retired();
+    }
+}
+
+// ---- sessions in shared memory -----------------------------------------------------------------------------------------
+
+void Core::remove_port(uint64_t handle) {
+  for (auto& p : ports_) {
+    if (p->handle != handle || p->closing) continue;
+    p->closing = true;
+    p->end();
+    epoll_ctl(epoll_, EPOLL_CTL_DEL, p->bell, nullptr);
+    drop_waiting(p.get());
+  }
+  forget_closed();
+}
+
+void Core::drop_waiting(const Port* p) {
+  for (Layer* layer : serving_)
+    for (auto& line : layer->lines) {
+      const auto gone = std::stable_partition(line.begin(), line.end(), [&](const Item* i) { return i->port != p; });
+      for (auto it = gone; it != line.end(); ++it) {
+        busy_.leave((*it)->f.tokens);
+        --(*it)->port->in_flight;
+        answers_.give_back(*it);
+      }
+      line.erase(gone, line.end());
+    }
+}
+
+void Core::forget_closed() {
+  const auto over = [&](const std::unique_ptr<Port>& p) {
+    if (!p->closing || p->in_flight) return false;
+    answers_.session_gone(p->handle);
+    return true;
+  };
+  ports_.erase(std::remove_if(ports_.begin(), ports_.end(), over), ports_.end());
+}
+
+bool Core::poll_ports() {
+  bool any = false;
+  shm::Submission s;
+  for (auto& p : ports_)
+    while (!p->closing && p->take(&s)) {
+      accept(p.get(), s);
+      any = true;
+    }
+  return any;
+}
+
+void Core::accept(Port* p, const shm::Submission& s) {
+  if (s.kind == shm::kCancel) return take_back([&](const Item* i) { return i->port == p && i->id == s.id; });
+  Item* item = answers_.new_item();
+  item->port = p;
+  item->id = s.id;
+  ++p->in_flight;
+  Forward& f = item->f;
+  f.arrival_ns = shm::now_ns();
+  f.deadline_ns = s.deadline_ns;
+  f.layer = s.layer;
+  f.tokens = s.tokens;
+  f.top_k = s.top_k;
+  f.caller = p->caller;
+  f.hidden_dtype = s.hidden_dtype;
+  f.ids_dtype = s.ids_dtype;
+  f.weights_dtype = s.weights_dtype;
+  f.out_dtype = s.out_dtype;
+  f.router_weight_on_input = (s.flags & shm::kRouterWeightOnInput) != 0;
+  const auto found = layers_.find(s.layer);
+  if (found == layers_.end())
+    return answers_.refuse(item, kLayerNotHeld, 0, "layer: got %u, want one of those held here; Describe lists them", s.layer);
+  const LayerFacts& layer = found->second->facts;
+  if (!check(p, s, item, layer)) return;
+  if (s.kind == shm::kEcho) return echo(item, layer);
+  if (f.tokens == 0) return answers_.answer(item, nullptr, 0, 0);
+  if (draining_) return answers_.refuse(item, kDraining, 0, "server: it drains and takes no new requests; ask another replica");
+  if (expired(f, f.arrival_ns))
+    return answers_.refuse(item, kDeadlineExceeded, 0, "request: its deadline had passed when it came; want time left to compute it");
+  if (busy_.full(f.tokens, config_))
+    return answers_.refuse(item, kQueueFull, busy_.retry_after_us(),
+                           "queue: got %llu requests of %llu tokens waiting and one of %u more, want at most %u requests of %llu"
+                           " tokens; try again after retry_after_us, or another replica",
+                           static_cast<unsigned long long>(busy_.now(busy_.requests)),
+                           static_cast<unsigned long long>(busy_.now(busy_.tokens)), f.tokens, config_.max_queue_requests,
+                           static_cast<unsigned long long>(config_.max_queue_tokens));
+  busy_.enter(f.tokens);
+  busy_.admitted.fetch_add(1, std::memory_order_relaxed);
+  found->second->lines[f.router_weight_on_input].push_back(item);
+}
+
+// Everything is bounded before it is paid for; fills the addresses.  False: refused.
+bool Core::check(const Port* p, const shm::Submission& s, Item* item, const LayerFacts& layer) {
+  const auto is_float = [](uint8_t dtype) { return dtype == kF32 || dtype == kF16 || dtype == kBf16; };
+  Forward& f = item->f;
+  const uint64_t M = f.tokens, H = layer.hidden_size, k = f.top_k;
+  if (M > config_.max_tokens) {
+    answers_.refuse(item, kTooManyTokens, 0, "hidden_states: got %u tokens, want at most %u; split the batch", f.tokens, config_.max_tokens);
+    return false;
+  }
+  if (k < 1 || k > layer.num_experts) {
+    answers_.refuse(item, kBadShape, 0, "topk_ids: got top_k %u, want 1 to %u", f.top_k, layer.num_experts);
+    return false;
+  }
+  const bool scaled = f.hidden_dtype == kE4m3;
+  if (!(is_float(f.hidden_dtype) || scaled) || !is_float(f.weights_dtype) || !is_float(f.out_dtype) ||
+      (f.ids_dtype != kI32 && f.ids_dtype != kI64)) {
+    answers_.refuse(item, kBadDtype, 0, "dtypes of hidden_states, topk_ids, topk_weights, output: got %u, %u, %u, %u, want a float, an integer and two floats",
+                    f.hidden_dtype, f.ids_dtype, f.weights_dtype, f.out_dtype);
+    return false;
+  }
+  if (f.router_weight_on_input && (k != 1 || !layer.input_weights)) {
+    answers_.refuse(item, kUnsupportedCombination, 0, "router_weight_on_input: got top_k %u, want 1 and a backend that takes it", f.top_k);
+    return false;
+  }
+  f.hidden = p->at(s.hidden, M * H, f.hidden_dtype);
+  f.ids = p->at(s.ids, M * k, f.ids_dtype);
+  f.weights = p->at(s.weights, M * k, f.weights_dtype);
+  f.out = p->at(s.out, M * H, f.out_dtype);
+  f.scales = scaled ? p->at(s.scales, M * ((H + 127) / 128), kF32) : 0;
+  if (!f.hidden || !f.ids || !f.weights || !f.out || (scaled && !f.scales)) {
+    answers_.refuse(item, kMalformed, 0, "tensors: got offsets outside of the session's memory, or no multiples of 16");
+    return false;
+  }
+  return true;
+}
+
+void Core::echo(Item* item, const LayerFacts& layer) {
+  const Forward& f = item->f;
+  if (f.out_dtype == f.hidden_dtype)
+    memmove(reinterpret_cast<void*>(f.out), reinterpret_cast<void*>(f.hidden), uint64_t(f.tokens) * layer.hidden_size * size_of(f.out_dtype));
+  answers_.answer(item, nullptr, 0, 0);
+}
+
+}  // namespace expertd

@@ -1,0 +1,86 @@
+// Which requests run next: a pure choice among those that wait.  server/expertd_server/engine/scheduler.py says the same
+// in Python; a test holds the two together on random requests.
+#pragma once
+
+#include <cstdint>
+#include <algorithm>
+#include <unordered_map>
+#include <vector>
+
+#include "core.h"
+
+namespace expertd {
+
+class Port;
+
+struct Item {
+  Forward f;
+  uint64_t handle = 0;   // of an inline request
+  Port* port = nullptr;  // of one that came through a session in shared memory, with its own id there
+  uint64_t id = 0;
+  bool cancelled = false;
+};
+
+// Tokens that each caller was served, so that the least served comes first.  A caller that comes back after a pause
+// starts where the least served of the others is: it cannot save up.
+class Shares {
+ public:
+  uint64_t of(uint32_t caller) const {
+    const auto found = served_.find(caller);
+    return found == served_.end() ? floor_ : std::max(found->second, floor_);
+  }
+  void serve(uint32_t caller, uint64_t tokens);
+  // The least served of those that wait now: nobody counts as less served than that.
+  void raise_floor(uint64_t floor);
+
+ private:
+  std::unordered_map<uint32_t, uint64_t> served_;
+  uint64_t floor_ = 0;
+};
+
+constexpr uint64_t kSlackNs = 100000000;
+// A request without a deadline is as urgent as one whose deadline is so long after its arrival.
+
+inline uint64_t urgency(const Forward& f) {
+  const uint64_t usual = f.arrival_ns + kSlackNs;
+  return f.deadline_ns && f.deadline_ns < usual ? f.deadline_ns : usual;
+}
+
+inline bool expired(const Forward& f, uint64_t now) { return f.deadline_ns && now >= f.deadline_ns; }
+
+// Callers that were just answered together come back one by one.  Were the first of them computed alone, 8 callers in a
+// closed loop would alternate between batches of 1 and of 7 for ever.  So for a part of the last batch's time as many
+// requests as it had are waited for; whenever that was in vain the part is halved, so callers that do not come back cost
+// next to nothing.
+class Patience {
+ public:
+  void batch_ended(uint64_t now, uint64_t service_ns, uint64_t requests) {
+    end_ns_ = now;
+    service_ns_ = service_ns;
+    requests_ = requests;
+  }
+  // Until when to wait although `waiting` requests could be computed; 0 = no longer.
+  uint64_t until(float part, uint64_t waiting) const {
+    return waiting >= requests_ ? 0 : end_ns_ + uint64_t(double(part) * trust_ * double(service_ns_));
+  }
+  void waited(uint64_t came) {
+    constexpr double kLeast = 1.0 / 16;  // enough to notice when they come back again
+    trust_ = came >= requests_ ? std::min(1.0, 2 * trust_) : std::max(kLeast, trust_ / 2);
+  }
+
+ private:
+  uint64_t end_ns_ = 0, service_ns_ = 0, requests_ = 0;
+  double trust_ = 1;
+};
+
+struct Cut {
+  std::vector<Item*> run, dropped;  // dropped: cancelled or expired
+  uint32_t tokens = 0;
+};
+
+// Takes the next batch out of `line`, in which all fit together but for their number: everything where it has at most
+// max_tokens tokens, in order of arrival; else turn by turn from the caller served least so far, of each its most urgent
+// request, until one does not fit.  The first is taken whatever its size.
+void cut(std::vector<Item*>& line, uint64_t now, uint32_t max_tokens, Shares& shares, Cut& out);
+
+}  // namespace expertd

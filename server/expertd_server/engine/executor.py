@@ -1,0 +1,118 @@
+"""Batches that the core hands to Python: computed on a CPU, or launched on a device and captured for the next time.
+
+CpuExecutor     the experts read and write the memory that the core names
+DeviceExecutor  collect, experts, deliver and a word at the end; the second time as CUDA graphs, which the core then
+                replays itself
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertd_kernels.weights.numerics import COMPUTE_DTYPE
+from expertd_server.engine import core as c
+from expertd_server.engine.served import ServedLayer
+
+__all__ = ["CpuExecutor", "Executor"]
+
+_KIND: Mapping[torch.dtype, Any] = {
+    torch.bfloat16: C.c_int16,
+    torch.float32: C.c_float,
+    torch.int32: C.c_int32,
+}
+
+
+class Executor(Protocol):
+    """For the engine's thread.  streams: compute, in and out, where the core launches graphs, else None; core: set by
+    the engine."""
+
+    lanes: int
+    streamed_rows: int
+    streams: Any
+    core: c.Core
+
+    def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
+        """Room for the largest batch of any of `layers` in each lane; what was given before is used no more."""
+        ...
+
+    def facts(self, layer: ServedLayer) -> tuple[int, int]:
+        """Addresses of a new layer's slots and counts on the device; 0 on a CPU."""
+        ...
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Let the device read and write host memory.  Raises OSError."""
+
+    def unregister(self, address: int) -> None:
+        """It does no more."""
+
+    def run(self, run: c.Run, layer: ServedLayer) -> int | None:
+        """Compute, or launch, a batch.  Nanoseconds of the computation; None: launched, the lane's word will say."""
+        ...
+
+    def fault(self) -> str:
+        """Why the device is lost to this process, "" where it is not."""
+        ...
+
+    def forget(self, generations: Collection[int]) -> None:
+        """Drop what is kept for layers that are not held any more."""
+
+
+class CpuExecutor:
+    """One lane: computing and copying compete for the same cores."""
+
+    lanes = 1
+    streamed_rows = 0
+    streams: Any = None
+    core: c.Core
+
+    def __init__(self, compute_dtype: str) -> None:
+        self._dtype = COMPUTE_DTYPE[compute_dtype]
+        self._memory: list[Tensor] = []
+
+    def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
+        sizes = [(s.num_experts, s.hidden_size) for s in layers] or [(1, 1)]
+        k, H = (max(column) for column in zip(*sizes, strict=True))
+        self._memory = [
+            torch.empty(tokens * H, dtype=self._dtype),
+            torch.empty(tokens * k, dtype=torch.int32),
+            torch.empty(tokens * k, dtype=torch.float32),
+            torch.empty(tokens * H, dtype=self._dtype),
+        ]
+        hidden, slots, weights, out = (t.data_ptr() for t in self._memory)
+        return [c.LaneMemory(hidden=hidden, slots=slots, weights=weights, out=out)]
+
+    def facts(self, layer: ServedLayer) -> tuple[int, int]:
+        return 0, 0
+
+    def register(self, address: int, nbytes: int) -> None:
+        """The host reads its own memory."""
+
+    def unregister(self, address: int) -> None:
+        """Nothing was registered."""
+
+    def run(self, run: c.Run, layer: ServedLayer) -> int:
+        M, k, H = run.rows, run.top_k, layer.hidden_size
+        hidden, out = _tensor(run.hidden, (M, H), self._dtype), _tensor(run.out, (M, H), self._dtype)
+        slots, weights = _tensor(run.slots, (M, k), torch.int32), _tensor(run.weights, (M, k), torch.float32)
+        start = time.perf_counter_ns()
+        layer.experts(hidden, slots, weights, router_weight_on_input=bool(run.router_weight_on_input), out=out)
+        return time.perf_counter_ns() - start
+
+    def fault(self) -> str:
+        return ""
+
+    def forget(self, generations: Collection[int]) -> None:
+        """Nothing is kept by layer."""
+
+
+def _tensor(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """A view of memory that the core answers for."""
+    raw = (_KIND[dtype] * (shape[0] * shape[1])).from_address(address)
+    return torch.from_numpy(np.frombuffer(raw, np.dtype(_KIND[dtype]))).view(dtype).view(shape)

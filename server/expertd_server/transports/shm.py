@@ -1,0 +1,212 @@
+"""Shared memory: how callers on this host get a region of their own (expertd.shm), which the engine's core then serves
+without a message.
+
+    door.offer(caller)   a token and an endpoint for a SessionAnswer, or why not
+    the client           connects to the endpoint, a Unix socket without a name in any file system, and sends the token
+    the door             looks who that is (the kernel says), takes the token once, makes a region and sends it
+    the socket           stays open: when either side goes, the other sees it
+
+A thread of its own, which sleeps unless somebody comes or goes.  No error and no log names a token, a socket or a
+descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from expertd.shm.layout import ENTRIES, region_bytes
+from expertd.shm.region import Region, RegionError, host_id, peer_uid, supported
+
+__all__ = ["ShmDoor", "ShmEngine"]
+
+log = logging.getLogger(__name__)
+
+_TOKEN_BYTES = 32
+_TOKEN_S, _HELLO_S = 10.0, 2.0
+"""How long a token waits for its client, and a client that connected may take to send it."""
+_BACKLOG = 64
+_MOST_PENDING = 256
+"""Tokens that nobody has used yet, and connections that have not sent theirs."""
+
+
+class ShmEngine(Protocol):
+    """What the door needs of the engine."""
+
+    def add_session(self, region: Region, caller: str) -> int:
+        """Serve `region`; its handle.  Raises OSError where the device cannot be given the memory."""
+        ...
+
+    def remove_session(self, handle: int) -> None:
+        """Serve it no more; the region is closed when nothing uses it."""
+
+
+@dataclass
+class _Guest:
+    """One client's socket.  handle: of its session, 0 before it has one."""
+
+    sock: socket.socket
+    until_s: float
+    said: bytes = b""
+    handle: int = 0
+
+
+@dataclass
+class _Ticket:
+    caller: str
+    until_s: float = field(default_factory=lambda: time.monotonic() + _TOKEN_S)
+
+
+class ShmDoor:
+    """arena_bytes: of each session's region; most_bytes: of all together."""
+
+    def __init__(self, engine: ShmEngine, *, arena_bytes: int = 64 << 20, most_bytes: int = 1 << 30) -> None:
+        self._engine = engine
+        self._arena_bytes, self._most = arena_bytes, most_bytes
+        self._each = region_bytes(ENTRIES, arena_bytes)
+        self._lock = threading.Lock()
+        self._tickets: dict[bytes, _Ticket] = {}
+        self._guests: dict[int, _Guest] = {}
+        self._why_not = supported()
+        self._closing = False
+        if self._why_not:
+            return
+        name = f"\0expertd-{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._listener.bind(name)
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+        self._endpoint = "unix-abstract:" + name[1:]
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        for fd in (self._listener.fileno(), self._wake):
+            self._poll.register(fd, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="expertd-shm", daemon=True)
+        self._thread.start()
+
+    @property
+    def sessions(self) -> int:
+        """Regions that are served now."""
+        return sum(guest.handle != 0 for guest in list(self._guests.values()))
+
+    def offer(self, caller: str, host: str) -> tuple[str, str, str]:
+        """(token, endpoint, "") for a caller on `host`, or ("", "", why not)."""
+        why = self._why_not
+        if not why and (not host or host != host_id()):
+            why = "the caller is on another host, or in another network namespace"
+        with self._lock:
+            self._forget_tickets()
+            if not why and self._closing:
+                why = "the server drains"
+            if not why and (self.sessions + len(self._tickets) + 1) * self._each > self._most:
+                why = (
+                    f"the server's shared memory is used up: {self._most} bytes for all sessions, {self._each} for each"
+                )
+            if not why and len(self._tickets) >= _MOST_PENDING:
+                why = "too many sessions are being opened; try again"
+            if why:
+                return "", "", why
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            self._tickets[token] = _Ticket(caller)
+        return token.hex(), self._endpoint, ""
+
+    def close(self) -> None:
+        """Ends every session."""
+        if self._why_not or self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(10)
+        os.close(self._wake)
+
+    # ---- the door's thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            impatient = any(not g.handle for g in self._guests.values())
+            for fd, _ in self._poll.poll(_HELLO_S * 1000 if impatient else None):
+                if fd == self._listener.fileno():
+                    self._welcome()
+                elif fd in self._guests:
+                    self._hear(self._guests[fd])
+            self._dismiss_the_silent()
+        for guest in list(self._guests.values()):
+            self._dismiss(guest)
+        self._listener.close()
+
+    def _welcome(self) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            if peer_uid(sock) not in (os.getuid(), 0) or len(self._guests) >= 2 * _MOST_PENDING:
+                log.warning("shared memory: a process of another user asked for a session; it was refused")
+                sock.close()
+                return
+            sock.setblocking(False)
+            self._guests[sock.fileno()] = _Guest(sock, time.monotonic() + _HELLO_S)
+            self._poll.register(sock.fileno(), select.POLLIN)
+
+    def _hear(self, guest: _Guest) -> None:
+        """Bytes, or the end.  A client that has its session says nothing more: whatever it says ends it."""
+        try:
+            said = guest.sock.recv(2 * _TOKEN_BYTES + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        guest.said += said
+        if not said or guest.handle or len(guest.said) > 2 * _TOKEN_BYTES:
+            self._dismiss(guest)
+        elif len(guest.said) == 2 * _TOKEN_BYTES:
+            self._admit(guest)
+
+    def _admit(self, guest: _Guest) -> None:
+        ticket = self._take_ticket(guest.said)
+        if ticket is None:
+            log.warning("shared memory: a client came with a token that is not valid; it was refused")
+            return self._dismiss(guest)
+        region = None
+        try:
+            region = Region.create(self._arena_bytes)
+            guest.handle = self._engine.add_session(region, ticket.caller)
+            region.send(guest.sock)
+        except (RegionError, OSError) as e:
+            log.warning("shared memory: a session could not be opened: %s", e)
+            if region is not None and not guest.handle:
+                region.close()
+            self._dismiss(guest)
+
+    def _take_ticket(self, said: bytes) -> _Ticket | None:
+        try:
+            token = bytes.fromhex(said.decode("ascii"))
+        except ValueError:
+            return None
+        with self._lock:
+            self._forget_tickets()
+            found = next((t for t in self._tickets if hmac.compare_digest(t, token)), None)
+            return None if found is None else self._tickets.pop(found)
+
+    def _forget_tickets(self) -> None:
+        now = time.monotonic()
+        for token in [t for t, ticket in self._tickets.items() if ticket.until_s < now]:
+            del self._tickets[token]
+
+    def _dismiss_the_silent(self) -> None:
+        now = time.monotonic()
+        for guest in [g for g in self._guests.values() if not g.handle and g.until_s < now]:
+            self._dismiss(guest)
+
+    def _dismiss(self, guest: _Guest) -> None:
+        self._poll.unregister(guest.sock.fileno())
+        del self._guests[guest.sock.fileno()]
+        guest.sock.close()
+        if guest.handle:
+            self._engine.remove_session(guest.handle)

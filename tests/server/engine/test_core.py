@@ -1,0 +1,638 @@
+"""The engine's core on a CPU, with experts of one line: y = x * sum(weight * (slot + 1)), exact for small numbers."""
+
+import contextlib
+import ctypes as C
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from expertd.shm import layout
+from expertd.shm.client import Client, SessionEndedError
+from expertd.shm.layout import Completion, Submission
+from expertd.shm.region import Region
+from expertd_server.engine import core as module
+from expertd_server.engine.core import Config, Core, CoreMissingError, Forward, LaneMemory, LayerFacts, Run, library
+
+try:
+    library()
+    BUILT = ""
+except CoreMissingError as e:
+    BUILT = str(e)
+
+pytestmark = [pytest.mark.skipif(bool(BUILT), reason=BUILT or "built"), pytest.mark.timeout(60)]
+
+E, HELD, H, MOST = 10, 6, 48, 64
+F32, F16, BF16, E4M3, I32, I64 = 1, 2, 3, 4, 5, 6
+TORCH = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16, I32: torch.int32, I64: torch.int64}
+NUMBER = {dtype: number for number, dtype in TORCH.items()}
+
+
+def slot_table():
+    """Experts 2..7 are here."""
+    table = np.full(E + 1, -1, np.int32)
+    table[2 : 2 + HELD] = np.arange(HELD)
+    return table
+
+
+def expected(x, ids, w):
+    """[M, H] f32"""
+    slots = torch.from_numpy(slot_table())[ids.long()]
+    factor = torch.where(slots >= 0, w.float() * (slots + 1), 0.0).sum(1, keepdim=True)
+    return x.float() * factor
+
+
+def tensor(address, shape, dtype):
+    n = int(np.prod(shape))
+    kind = {torch.float32: C.c_float, torch.bfloat16: C.c_int16, torch.int32: C.c_int32}[dtype]
+    return torch.from_numpy(np.ctypeslib.as_array((kind * n).from_address(address))).view(dtype).view(shape)
+
+
+class Bench:
+    """A core with its thread."""
+
+    def __init__(self, compute=F32, **config):
+        config = {
+            "lanes": 1, "max_tokens": MOST, "max_queue_requests": 100, "max_queue_tokens": 1000, "spin_ns": 20_000,
+        } | config  # fmt: skip
+        self.core = Core(Config(compute_dtype=compute, device=0, **config))
+        self.dtype = TORCH[compute]
+        self.memory = [torch.empty(n, dtype=d) for n, d in ((MOST * H, self.dtype), (MOST * E, torch.int32),
+                       (MOST * E, torch.float32), (MOST * H, self.dtype))]  # fmt: skip
+        self.core.lane(0, LaneMemory(**dict(zip(("hidden", "slots", "weights", "out"),
+                       (t.data_ptr() for t in self.memory), strict=True))))  # fmt: skip
+        self.counts = np.zeros(HELD, np.uint64)
+        self.batches = []
+        self.may_run = threading.Event()
+        self.may_run.set()
+        self.interrupted = threading.Event()
+        self.fails = ""
+        self.answered = {}
+        self._arrived = threading.Condition()
+        self._thread = threading.Thread(target=self._run)
+        self._keep = []
+
+    def add_layer(self, layer=3, generation=1, hidden_size=H):
+        table = slot_table()
+        self.core.add_layer(
+            LayerFacts(
+                layer=layer, generation=generation, hidden_size=hidden_size, num_experts=E, held=HELD, input_weights=1,
+                slots=table.ctypes.data, expert_tokens=self.counts.ctypes.data,
+            ),
+            [(4, 7), (0, 8)],
+        )  # fmt: skip
+
+    def start(self):
+        self._thread.start()
+        return self
+
+    def _run(self):
+        run = Run()
+        while (code := self.core.run(run)) != module.STOPPED:
+            if code == module.INTERRUPTED:
+                self.waited = [self.core.waited_for(n) for n in (1, 2, 11)]
+                self.interrupted.set()
+                continue
+            assert code == module.RUN
+            assert self.may_run.wait(20)
+            x = tensor(run.hidden, (run.rows, H), self.dtype)
+            slots = tensor(run.slots, (run.rows, run.top_k), torch.int32)
+            w = tensor(run.weights, (run.rows, run.top_k), torch.float32)
+            out = tensor(run.out, (run.rows, H), self.dtype)
+            self.batches.append((run.layer, run.generation, run.rows, run.requests, run.hidden, run.out))
+            out[:] = (x.float() * torch.where(slots >= 0, w * (slots + 1), 0.0).sum(1, keepdim=True)).to(self.dtype)
+            self.core.done(run.lane, 1000, self.fails or None)
+
+    def forward(self, x, ids, w, out_dtype=None, layer=3, caller=1, scales=None, **more):
+        """(handle, reason, output)"""
+        out_dtype = x.dtype if out_dtype is None else out_dtype
+        M = len(x)
+        out = torch.full((M, H), float("nan")).to(out_dtype)
+        f = Forward(
+            hidden=x.data_ptr(), ids=ids.data_ptr(), weights=0 if w is None else w.data_ptr(), out=out.data_ptr(),
+            scales=0 if scales is None else scales.data_ptr(), arrival_ns=time.monotonic_ns(), layer=layer, tokens=M,
+            top_k=ids.shape[1], caller=caller, hidden_dtype=E4M3 if scales is not None else NUMBER[x.dtype],
+            ids_dtype=NUMBER[ids.dtype], weights_dtype=F32 if w is None else NUMBER[w.dtype],
+            out_dtype=NUMBER[out_dtype], **more,
+        )  # fmt: skip
+        self._keep.append((x, ids, w, out, scales))
+        handle, reason, _ = self.core.submit(f)
+        return handle, reason, out
+
+    def outcome(self, handle, within_s=10.0):
+        """(reason, routes, text) of a request; waits."""
+        end = time.monotonic() + within_s
+        while handle not in self.answered:
+            for o in self.core.outcomes():
+                self.answered[o.handle] = (module.REASONS[o.reason], o.routes_computed, o.text.decode(), o.session_gone)
+            assert time.monotonic() < end, "no outcome"
+            time.sleep(0.001)
+        return self.answered[handle]
+
+    def close(self):
+        self.may_run.set()
+        self.core.stop()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        self.core.free()
+
+
+@contextlib.contextmanager
+def bench(**how):
+    b = Bench(**how)
+    b.add_layer()
+    b.start()
+    try:
+        yield b
+    finally:
+        b.close()
+
+
+def inputs(M, k=3, x=torch.float32, ids=torch.int32, w=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return (
+        torch.randint(-8, 8, (M, H), generator=g).to(x),
+        torch.randint(-1, E, (M, k), generator=g).to(ids),
+        (torch.randint(0, 8, (M, k), generator=g) / 8).to(w),
+    )
+
+
+@pytest.mark.parametrize("compute", [F32, BF16])
+@pytest.mark.parametrize("out", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("x", [torch.float32, torch.float16, torch.bfloat16])
+def test_types_go_in_and_out_as_torch_converts_them(compute, x, out):
+    with bench(compute=compute) as b:
+        for ids, w in ((torch.int32, torch.float32), (torch.int64, torch.bfloat16), (torch.int32, torch.float16)):
+            t = inputs(5, x=x, ids=ids, w=w)
+            t = ((t[0].float() + 0.3).to(x), *t[1:])
+            handle, _, got = b.forward(*t, out_dtype=out)
+            assert b.outcome(handle)[0] == ""
+            want = expected(t[0].to(TORCH[compute]), *t[1:]).to(TORCH[compute]).to(out)
+            assert torch.equal(got, want)
+
+
+def test_every_number_of_f16_and_e4m3_is_read_as_torch_reads_it():
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    every = every[~every.isnan()]
+    with bench() as b:
+        one = torch.ones(MOST, 1)
+        ids = torch.full((MOST, 1), 2, dtype=torch.int32)
+        for start in range(0, len(every) // H // MOST * H * MOST, H * MOST):
+            x = every[start : start + H * MOST].view(MOST, H)
+            handle, _, got = b.forward(x, ids, one, out_dtype=torch.float32)
+            b.outcome(handle)
+            assert torch.equal(got, x.float())
+            handle, _, back = b.forward(x.float(), ids, one, out_dtype=torch.float16)
+            b.outcome(handle)
+            assert torch.equal(back, x)
+        codes = torch.arange(6 * H, dtype=torch.int32).to(torch.uint8).view(6, H)
+        scales = torch.tensor([0.5, 2.0, -1.0, 0.1, 7.0, 1e-3]).view(6, 1)
+        handle, _, got = b.forward(codes, ids[:6], one[:6], out_dtype=torch.float32, scales=scales)
+        assert b.outcome(handle)[0] == ""
+        want = codes.view(torch.float8_e4m3fn).float() * scales
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+def test_rounding_to_f16_and_bf16_is_torchs():
+    g = torch.Generator().manual_seed(3)
+    odd = torch.tensor([0.0, -0.0, 65504.0, 65519.9, 65520.0, 1e30, 6e-8, 2.9e-8, 3.1e-8, float("inf"), 1.0000001])
+    x = torch.cat(
+        [
+            odd,
+            torch.randn(MOST * H - len(odd), generator=g)
+            * 10.0 ** torch.randint(-9, 6, (MOST * H - len(odd),), generator=g),
+        ]
+    )
+    x = x.view(MOST, H).contiguous()
+    ids, one = torch.full((MOST, 1), 2, dtype=torch.int32), torch.ones(MOST, 1)
+    with bench() as b:
+        for dtype in (torch.float16, torch.bfloat16):
+            handle, _, got = b.forward(x, ids, one, out_dtype=dtype)
+            b.outcome(handle)
+            assert torch.equal(got.view(torch.int16), x.to(dtype).view(torch.int16))
+
+
+def test_requests_that_wait_are_one_batch_and_each_gets_its_own():
+    with bench() as b:
+        b.may_run.clear()
+        first = b.forward(*inputs(1))  # holds the thread
+        while b.core.load().queued_requests == 0 or b.core.load().batches:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        several = [(b.forward(*(t := inputs(1 + i, k=1 + i % 4, seed=i)), caller=i), t) for i in range(6)]
+        b.may_run.set()
+        b.outcome(first[0])
+        for (handle, _, out), t in several:
+            reason, routes, _, _ = b.outcome(handle)
+            assert (reason, routes) == ("", int((torch.from_numpy(slot_table())[t[1].long()] >= 0).sum()))
+            assert torch.equal(out, expected(*t))
+        assert [(rows, requests) for _, _, rows, requests, *_ in b.batches] == [(1, 1), (21, 6)]
+        everything = torch.cat([inputs(1)[1].flatten(), *(t[1].flatten() for _, t in several)])
+        held = torch.from_numpy(slot_table())[everything.long()]
+        assert b.counts.tolist() == torch.bincount(held[held >= 0], minlength=HELD).tolist()
+
+
+def test_a_request_alone_is_read_and_written_in_place():
+    with bench() as b:
+        x, ids, w = inputs(4)
+        handle, _, out = b.forward(x, ids, w)
+        b.outcome(handle)
+        assert b.batches[0][4:] == (x.data_ptr(), out.data_ptr())
+        odd = torch.zeros(4 * H + 1)[1:].view(4, H)  # 4 bytes off: copied
+        odd[:] = x
+        handle, _, out2 = b.forward(odd, ids, w)
+        b.outcome(handle)
+        assert b.batches[1][4] != odd.data_ptr()
+        assert torch.equal(out, out2)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [(1, E, "EXPERT_ID_OUT_OF_RANGE"), (0, -2, "EXPERT_ID_OUT_OF_RANGE"), (2, 2**40 + 2, "EXPERT_ID_OUT_OF_RANGE"),
+     (1, float("nan"), "NON_FINITE_WEIGHTS"), (2, float("-inf"), "NON_FINITE_WEIGHTS")],
+)  # fmt: skip
+def test_a_bad_request_fails_alone(column, value, reason):
+    with bench() as b:
+        b.may_run.clear()
+        first = b.forward(*inputs(1))
+        time.sleep(0.05)
+        x, ids, w = inputs(3, ids=torch.int64)
+        ids, w = ids.clone(), w.clone()
+        (ids if isinstance(value, int) else w)[2, column] = value
+        t = inputs(2, seed=5)
+        bad, good = b.forward(x, ids, w), b.forward(*t)
+        b.may_run.set()
+        b.outcome(first[0])
+        got, routes, text, _ = b.outcome(bad[0])
+        assert (got, routes) == (reason, 0)
+        assert f"[2, {column}]" in text
+        assert bad[2].isnan().all(), "a refused request's output is not written"
+        assert b.outcome(good[0])[0] == ""
+        assert torch.equal(good[2], expected(*t))
+        assert b.batches[1][3] == 2
+
+
+def test_rows_grouped_by_expert_have_weight_one():
+    with bench() as b:
+        x, ids, _ = inputs(4, k=1)
+        handle, _, out = b.forward(x, ids, None)
+        b.outcome(handle)
+        assert torch.equal(out, expected(x, ids, torch.ones(4, 1)))
+
+
+def test_what_is_not_held_is_refused():
+    with bench() as b:
+        handle, _, _ = b.forward(*inputs(1), layer=4)
+        assert b.outcome(handle)[0] == "LAYER_NOT_HELD"
+
+
+def test_deadlines_are_looked_at_when_it_comes_and_when_its_turn_comes():
+    with bench() as b:
+        assert b.forward(*inputs(1), deadline_ns=time.monotonic_ns() - 1)[1] == "DEADLINE_EXCEEDED"
+        b.may_run.clear()
+        first = b.forward(*inputs(1))
+        time.sleep(0.02)
+        late = b.forward(*inputs(1), deadline_ns=time.monotonic_ns() + 10_000_000)
+        time.sleep(0.05)
+        b.may_run.set()
+        assert b.outcome(first[0])[0] == ""
+        assert b.outcome(late[0])[0] == "DEADLINE_EXCEEDED"
+        assert len(b.batches) == 1
+
+
+def test_a_cancelled_request_is_not_computed():
+    with bench() as b:
+        b.may_run.clear()
+        first = b.forward(*inputs(1))
+        time.sleep(0.02)
+        gone, stays = b.forward(*inputs(2)), b.forward(*inputs(3))
+        b.core.cancel(gone[0])
+        b.may_run.set()
+        assert b.outcome(gone[0])[0] == "CANCELLED"
+        assert b.outcome(stays[0])[0] == ""
+        assert b.outcome(first[0])[0] == ""
+        assert [rows for _, _, rows, *_ in b.batches] == [1, 3]
+        assert b.core.load().queued_tokens == 0
+
+
+def test_a_full_queue_refuses_with_advice_and_takes_again():
+    with bench(max_queue_requests=3, max_queue_tokens=10) as b:
+        b.may_run.clear()
+        first = b.forward(*inputs(9))
+        time.sleep(0.05)  # it is computed, and does not wait
+        several = [b.forward(*inputs(4)), b.forward(*inputs(4))]
+        assert b.forward(*inputs(4))[1] == "QUEUE_FULL"  # 12 tokens
+        several.append(b.forward(*inputs(1)))
+        assert b.forward(*inputs(1))[1] == "QUEUE_FULL"  # 4 requests
+        b.may_run.set()
+        for handle, *_ in (first, *several):
+            assert b.outcome(handle)[0] == ""
+        assert b.forward(*inputs(MOST))[1] == "", "an empty queue takes any request"
+
+
+def test_a_failed_batch_answers_all_and_the_next_one_runs():
+    with bench() as b:
+        b.fails = "backend x: it broke"
+        handle, _, _ = b.forward(*inputs(2))
+        assert b.outcome(handle)[:3] == ("BACKEND_FAILED", 0, "backend x: it broke")
+        b.fails = ""
+        handle, _, _ = b.forward(*inputs(2))
+        assert b.outcome(handle)[0] == ""
+        assert [r.failed for r in b.core.records()] == [1, 0]
+
+
+def test_draining_refuses_what_is_new_and_answers_what_was_taken():
+    with bench() as b:
+        b.may_run.clear()
+        taken = [b.forward(*inputs(1))[0] for _ in range(3)]
+        b.core.drain()
+        assert b.forward(*inputs(1))[1] == "DRAINING"
+        b.may_run.set()
+        assert [b.outcome(h)[0] for h in taken] == [""] * 3
+        assert b.core.load().admitted == 3
+
+
+def test_layers_come_and_go_while_requests_wait():
+    with bench() as b:
+        b.add_layer(layer=5, generation=11)
+        b.may_run.clear()
+        first = b.forward(*inputs(1))
+        time.sleep(0.02)
+        stays, given = b.forward(*inputs(2)), b.forward(*inputs(3), layer=5)
+        time.sleep(0.02)
+        b.add_layer(layer=3, generation=2)
+        b.core.remove_layer(5)
+        later = b.forward(*inputs(2)), b.forward(*inputs(1), layer=5)
+        b.may_run.set()
+        for handle, *_ in (first, stays, given, later[0]):
+            assert b.outcome(handle)[0] == "", "a request is computed by what was held when it came"
+        assert b.outcome(later[1][0])[0] == "LAYER_NOT_HELD"
+        assert sorted((layer, generation) for layer, generation, *_ in b.batches) == [(3, 1), (3, 1), (3, 2), (5, 11)]
+        b.interrupted.clear()
+        b.core.interrupt()
+        assert b.interrupted.wait(5)
+        assert b.waited == [False, False, False]
+
+
+def test_records_say_which_backend_ran():
+    with bench() as b:
+        for M in (4, 5):
+            b.outcome(b.forward(*inputs(M))[0])
+        assert [(r.tokens, r.backend, r.requests) for r in b.core.records()] == [(4, 7, 1), (5, 8, 1)]
+
+
+def test_the_least_served_caller_goes_first_when_not_all_fit():
+    with bench() as b:
+        b.may_run.clear()
+        b.forward(*inputs(1))
+        time.sleep(0.02)
+        greedy = [b.forward(*inputs(16), caller=1) for _ in range(8)]
+        modest = b.forward(*inputs(16), caller=2)
+        b.may_run.set()
+        for handle, *_ in (*greedy, modest):
+            b.outcome(handle)
+        order = list(b.answered)
+        assert order.index(modest[0]) < order.index(greedy[3][0]), "it does not wait for all that was there before it"
+
+
+def test_fail_all_answers_what_waits():
+    b = Bench()
+    b.add_layer()
+    taken = [b.forward(*inputs(1))[0] for _ in range(3)]
+    b.core.fail_all("DRAINING", "server: the device is lost")
+    assert {b.outcome(h)[:3] for h in taken} == {("DRAINING", 0, "server: the device is lost")}
+    assert b.core.load().queued_requests == 0
+    b.start()
+    b.close()
+
+
+def test_structs_are_the_same_in_python_and_in_cpp():
+    sizes = (C.c_uint64 * 8)()
+    library().expertd_core_sizes(sizes)
+    kinds = (Config, Forward, module.Outcome, LayerFacts, LaneMemory, Run, module.BatchRecord, module.Load)
+    assert list(sizes) == [C.sizeof(k) for k in kinds]
+
+
+# ---- sessions in shared memory ---------------------------------------------------------------------------------------
+
+
+class Caller:
+    """A client's session and the tensors of one request in it."""
+
+    def __init__(self, b, handle=1000, entries=16, caller=9):
+        self.region = Region.create(1 << 20, entries)
+        b.core.add_session(
+            handle, self.region.address, self.region.bytes, entries, self.region.server_bell, self.region.client_bell,
+            caller,
+        )  # fmt: skip
+        self.client = Client(self.region)
+        self.b, self.handle = b, handle
+        self.answer = Completion()
+
+    def put(self, t):
+        block = self.client.take(t.numel() * t.element_size())
+        raw = t.contiguous().view(torch.uint8).reshape(-1).numpy()
+        np.frombuffer(self.region.view(block, raw.nbytes), np.uint8)[:] = raw
+        return block
+
+    def request(self, x, ids, w, layer=3, kind=layout.FORWARD, **more):
+        self.out = self.client.take(x.numel() * 4)
+        s = Submission(
+            kind=kind, layer=layer, tokens=len(x), top_k=ids.shape[1], hidden=self.put(x), ids=self.put(ids),
+            weights=self.put(w), out=self.out, hidden_dtype=NUMBER[x.dtype], ids_dtype=NUMBER[ids.dtype],
+            weights_dtype=NUMBER[w.dtype], out_dtype=NUMBER[x.dtype],
+        )  # fmt: skip
+        for name, value in more.items():
+            setattr(s, name, value)
+        return s
+
+    def output(self, like):
+        raw = bytes(self.region.view(self.out, like.numel() * like.element_size()))
+        return torch.frombuffer(bytearray(raw), dtype=like.dtype).view(like.shape)
+
+    def call(self, s, within_s=10):
+        ticket = self.client.submit(s)
+        assert ticket
+        assert self.client.wait(ticket, self.answer, int(within_s * 1e9)), "no answer"
+        self.client.release(ticket)
+        return self.answer.reason.decode() if self.answer.refused else ""
+
+    def close(self):
+        self.b.core.remove_session(self.handle)
+        assert self.b.outcome(self.handle)[3] == 1
+        self.client.end()
+        self.client.close()
+
+
+def test_a_session_in_shared_memory_gives_the_same_answers():
+    with bench() as b:
+        c = Caller(b)
+        for seed in range(30):
+            t = inputs(1 + seed % 7, seed=seed)
+            assert c.call(c.request(*t)) == ""
+            assert torch.equal(c.output(t[0]), expected(*t))
+            assert c.answer.batch_requests == 1
+            for block in (0,):
+                c.client.give(block)
+        c.close()
+
+
+FORGED = {
+    "no such layer": ({"layer": 9}, "LAYER_NOT_HELD"),
+    "more tokens than a batch": ({"tokens": MOST + 1}, "TOO_MANY_TOKENS"),
+    "tokens that overflow": ({"tokens": 2**32 - 1}, "TOO_MANY_TOKENS"),
+    "no routes": ({"top_k": 0}, "BAD_SHAPE"),
+    "too many routes": ({"top_k": E + 1}, "BAD_SHAPE"),
+    "hidden states of integers": ({"hidden_dtype": I32}, "BAD_DTYPE"),
+    "ids of floats": ({"ids_dtype": F32}, "BAD_DTYPE"),
+    "a type that is none": ({"out_dtype": 200}, "BAD_DTYPE"),
+    "an output of e4m3": ({"out_dtype": E4M3}, "BAD_DTYPE"),
+    "beyond the arena": ({"hidden": 1 << 20}, "MALFORMED_MESSAGE"),
+    "far beyond the arena": ({"out": 2**64 - 16}, "MALFORMED_MESSAGE"),
+    "between two elements": ({"out": 8}, "MALFORMED_MESSAGE"),
+    "an end beyond the arena": ({"weights": (1 << 20) - 16}, "MALFORMED_MESSAGE"),
+    "weights on the inputs of several": ({"flags": 1}, "UNSUPPORTED_COMBINATION"),
+    "a deadline that has passed": ({"deadline_ns": 1}, "DEADLINE_EXCEEDED"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_submission_is_refused_and_the_next_one_served(name):
+    forged, reason = FORGED[name]
+    with bench() as b:
+        c = Caller(b)
+        t = inputs(3)
+        assert c.call(c.request(*t, **forged)) == reason
+        assert c.answer.text
+        assert c.call(c.request(*t)) == ""
+        assert torch.equal(c.output(t[0]), expected(*t))
+        c.close()
+
+
+def test_a_bad_id_in_shared_memory_fails_alone():
+    with bench() as b:
+        c = Caller(b)
+        x, ids, w = inputs(3)
+        ids[1, 1] = 77
+        assert c.call(c.request(x, ids, w)) == "EXPERT_ID_OUT_OF_RANGE"
+        assert b"[1, 1]" in c.answer.text
+        c.close()
+
+
+def test_echo_and_no_tokens():
+    with bench() as b:
+        c = Caller(b)
+        t = inputs(4)
+        assert c.call(c.request(*t, kind=layout.ECHO)) == ""
+        assert torch.equal(c.output(t[0]), t[0])
+        assert c.call(c.request(*inputs(0))) == ""
+        assert not b.batches
+        c.close()
+
+
+def test_inline_and_shared_requests_share_a_batch():
+    with bench() as b:
+        c = Caller(b)
+        b.may_run.clear()
+        first = b.forward(*inputs(1))
+        time.sleep(0.02)
+        mine, theirs = inputs(2, seed=1), inputs(3, seed=2)
+        inline = b.forward(*mine)
+        ticket = c.client.submit(c.request(*theirs))
+        time.sleep(0.05)
+        b.may_run.set()
+        assert c.client.wait(ticket, c.answer, 10**10)
+        b.outcome(first[0])
+        b.outcome(inline[0])
+        assert (c.answer.batch_requests, c.answer.batch_tokens) == (2, 5)
+        assert torch.equal(inline[2], expected(*mine))
+        assert torch.equal(c.output(theirs[0]), expected(*theirs))
+        c.client.release(ticket)
+        c.close()
+
+
+def test_a_cancel_takes_back_what_waits():
+    with bench() as b:
+        c = Caller(b)
+        b.may_run.clear()
+        first = b.forward(*inputs(1))
+        time.sleep(0.02)
+        ticket = c.client.submit(c.request(*inputs(2)))
+        time.sleep(0.02)
+        c.client.abandon(ticket)
+        time.sleep(0.02)
+        b.may_run.set()
+        b.outcome(first[0])
+        assert c.call(c.request(*inputs(3))) == ""
+        assert [rows for _, _, rows, *_ in b.batches] == [1, 3]
+        c.close()
+
+
+def test_a_session_that_goes_while_its_requests_wait_and_run():
+    """Its memory is used until the batch under way is over, and not a moment longer."""
+    with bench() as b:
+        c, other = Caller(b), Caller(b, handle=1001)
+        b.may_run.clear()
+        running = c.client.submit(c.request(*inputs(2)))
+        time.sleep(0.02)
+        waits = c.client.submit(c.request(*inputs(3)))
+        ticket = other.client.submit(other.request(*(t := inputs(4))))
+        time.sleep(0.02)
+        b.core.remove_session(1000)
+        time.sleep(0.05)
+        assert 1000 not in {o.handle for o in b.core.outcomes()}
+        b.may_run.set()
+        assert b.outcome(1000)[3] == 1
+        assert other.client.wait(ticket, other.answer, 10**10)
+        assert torch.equal(other.output(t[0]), expected(*t))
+        other.client.release(ticket)
+        assert [rows for _, _, rows, *_ in b.batches] == [2, 4]
+        assert b.core.load().queued_requests == 0
+        assert c.client.wait(running, c.answer, 10**9), "what was under way is answered"
+        with pytest.raises(SessionEndedError):
+            c.client.wait(waits, c.answer, 10**9)
+        other.close()
+        c.client.end()
+        c.client.close()
+
+
+def test_random_bytes_in_the_rings_hurt_nobody_else():
+    """10,000 submissions of noise, some with a right seq: every one answered or passed over, the neighbour served."""
+    rng = random.Random(4)
+    with bench() as b:
+        bad, good = Caller(b), Caller(b, handle=1001)
+        ring = (Submission * 16).from_address(bad.region.address + layout.PAGE)
+        size = C.sizeof(Submission)
+        for n in range(10_000):
+            noise = bytearray(rng.randbytes(size))
+            if rng.random() < 0.9:  # fields near what is right
+                s = Submission.from_buffer(noise)
+                s.kind, s.layer, s.tokens, s.top_k = (
+                    rng.choice([0, 1, 1, 1, 2, 3, 9]),
+                    3,
+                    rng.choice([0, 1, 5]),
+                    rng.choice([1, 3]),
+                )
+                s.hidden_dtype, s.ids_dtype, s.weights_dtype, s.out_dtype = 1, 5, 1, 1
+                s.flags = s.deadline_ns = 0
+                for field in ("hidden", "ids", "weights", "out"):
+                    setattr(s, field, rng.choice([0, 16, 4096, 1 << 19, rng.getrandbits(64)]))
+                del s
+            slot = n % 16
+            C.memmove(C.addressof(ring[slot]) + 8, bytes(noise[8:]), size - 8)
+            ring[slot].seq = n + 1
+            if n % 2500 == 0:
+                t = inputs(2, seed=n)
+                assert good.call(good.request(*t)) == ""
+                assert torch.equal(good.output(t[0]), expected(*t))
+        ring[0].seq = 2**64 - 1
+        t = inputs(2)
+        assert good.call(good.request(*t)) == ""
+        good.close()
+        b.core.remove_session(1000)
+        assert b.outcome(1000)[3] == 1
+        assert b.core.load().queued_requests == 0

@@ -1,0 +1,241 @@
+"""How callers get their region: tokens, who may come, who goes, and what is left behind."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from expertd.shm.client import Client
+from expertd.shm.layout import Completion, Submission
+from expertd.shm.library import LibraryMissingError
+from expertd.shm.library import library as client_library
+from expertd.shm.region import Region, host_id, supported
+from expertd_server.engine.core import CoreMissingError, library
+from expertd_server.engine.native import NativeEngine
+from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.served import ServedLayer
+from expertd_server.transports import shm as module
+from expertd_server.transports.shm import ShmDoor
+
+try:
+    library()
+    client_library()
+    MISSING = supported()
+except (CoreMissingError, LibraryMissingError) as e:
+    MISSING = str(e)
+
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
+
+H = 32
+
+
+class Doubles:
+    """out = x * the weights' sum"""
+
+    backend = "doubles"
+
+    def __call__(self, hidden_states, topk_ids, topk_weights, *, router_weight_on_input=False, out=None):
+        return out.copy_(hidden_states * topk_weights.sum(1, keepdim=True))
+
+
+@pytest.fixture
+def engine():
+    e = NativeEngine(torch.device("cpu"), compute_dtype="f32", policy=Policy(max_tokens=16))
+    e.hold([ServedLayer(0, 4, (0, 1, 2, 3), 2, H, 8, Doubles(), "doubles")])
+    e.start()
+    e.open()
+    yield e
+    e.stop(10)
+
+
+@pytest.fixture
+def door(engine):
+    d = ShmDoor(engine, arena_bytes=1 << 18, most_bytes=4 << 20)
+    yield d
+    d.close()
+
+
+def enter(door, token=None, endpoint=""):
+    """(socket, region) as a client."""
+    if not endpoint:
+        good, endpoint, why = door.offer("caller", host_id())
+        assert not why
+        token = good if token is None else token
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(10)
+    sock.connect("\0" + endpoint.removeprefix("unix-abstract:"))
+    try:
+        sock.sendall(token.encode())
+        return sock, Region.receive(sock)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def call(client, tokens=3):
+    """One request; its output is checked."""
+    x = np.random.default_rng(0).integers(1, 9, (tokens, H)).astype(np.float32)
+    ids, w = np.zeros((tokens, 2), np.int32), np.full((tokens, 2), 1.5, np.float32)
+    s = Submission(tokens=tokens, top_k=2, kind=1, hidden_dtype=1, ids_dtype=5, weights_dtype=1, out_dtype=1)
+    for name, array in (("hidden", x), ("ids", ids), ("weights", w), ("out", np.zeros_like(x))):
+        offset = client.take(array.nbytes)
+        client.region.view(offset, array.nbytes)[:] = array.tobytes()
+        setattr(s, name, offset)
+    answer = Completion()
+    ticket = client.submit(s)
+    assert client.wait(ticket, answer, 10**10)
+    assert not answer.refused, (answer.reason, answer.text)
+    out = np.frombuffer(bytes(client.region.view(s.out, x.nbytes)), np.float32).reshape(x.shape)
+    assert np.array_equal(out, x * 3)
+    for name in ("hidden", "ids", "weights", "out"):
+        client.give(getattr(s, name))
+    client.release(ticket)
+
+
+def gone(door, engine, sessions=0):
+    until = time.monotonic() + 10
+    while door.sessions != sessions or len(engine._regions) != sessions:
+        assert time.monotonic() < until, (door.sessions, engine._regions)
+        time.sleep(0.005)
+
+
+def test_a_client_comes_calls_and_goes(door, engine):
+    sock, region = enter(door)
+    client = Client(region)
+    for tokens in (1, 16, 5):
+        call(client, tokens)
+    assert door.sessions == 1
+    sock.close()
+    gone(door, engine)
+    client.end()
+    client.close()
+
+
+def test_another_host_and_an_unknown_one_are_told_why_not(door):
+    for host in ("", "other/123"):
+        token, endpoint, why = door.offer("caller", host)
+        assert (token, endpoint) == ("", "")
+        assert "host" in why
+
+
+@pytest.mark.parametrize("token", ["0" * 64, "z" * 64, "\x00" * 64, "x" * 100])
+def test_a_token_that_is_not_valid_gets_nothing(door, engine, token):
+    with pytest.raises(Exception, match=r"session: got 0 bytes|reset"):
+        enter(door, token)
+    assert door.sessions == 0
+    sock, region = enter(door)  # the next one is served
+    sock.close()
+    region.close()
+
+
+def test_a_token_is_good_for_one_client(door):
+    token, endpoint, _ = door.offer("caller", host_id())
+    sock, region = enter(door, token)
+    with pytest.raises(Exception, match=r"session: got 0 bytes|reset"):
+        enter(door, token)
+    sock.close()
+    region.close()
+    assert "\0" not in endpoint
+    assert token not in endpoint
+
+
+def test_a_token_is_forgotten_after_a_while(door, monkeypatch):
+    monkeypatch.setattr(module.time, "monotonic", (lambda now: lambda: now() + 11)(time.monotonic))
+    token, *_ = door.offer("caller", host_id())
+    door._tickets[bytes.fromhex(token)].until_s -= 12
+    with pytest.raises(Exception, match=r"session: got 0 bytes|reset"):
+        enter(door, token)
+
+
+def test_clients_that_say_nothing_are_sent_away(door, engine, monkeypatch):
+    monkeypatch.setattr(module, "_HELLO_S", 0.1)
+    _, endpoint, _ = door.offer("caller", host_id())
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(20)]
+    for sock in silent:
+        sock.connect("\0" + endpoint.removeprefix("unix-abstract:"))
+        sock.sendall(b"half")
+    sock, region = enter(door)
+    client = Client(region)
+    call(client)
+    for s in silent:
+        s.settimeout(10)
+        assert s.recv(1) == b""
+        s.close()
+    sock.close()
+    gone(door, engine)
+    client.end()
+    client.close()
+
+
+def test_memory_of_all_sessions_is_bounded(door):
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            token, _, why = door.offer("caller", host_id())
+            if why:
+                break
+            sock, region = enter(door, token, door._endpoint)
+            stack.callback(region.close)
+            stack.callback(sock.close)
+        assert "used up" in why
+        assert 2 <= door.sessions <= 10
+
+
+def test_a_draining_door_offers_nothing(door):
+    door.close()
+    assert door.offer("caller", host_id())[2] == "the server drains"
+
+
+def hammer(sock, region):
+    client = Client(region)
+    while True:
+        call(client)
+
+
+def test_clients_killed_at_any_moment_leave_nothing_and_hurt_nobody(door, engine):
+    def facts():
+        return len(os.listdir("/proc/self/fd"))
+
+    good_sock, good_region = enter(door)
+    good = Client(good_region)
+    call(good)
+    before = facts()
+    for n in range(12):
+        sock, region = enter(door)
+        child = multiprocessing.get_context("fork").Process(target=hammer, args=(sock, region))
+        child.start()
+        sock.close()
+        region.close()
+        time.sleep(0.01 * (n % 5))
+        call(good)
+        os.kill(child.pid, signal.SIGKILL)
+        child.join(10)
+        child.close()
+        call(good)
+        gone(door, engine, sessions=1)
+    assert facts() == before
+    good_sock.close()
+    gone(door, engine)
+    good.end()
+    good.close()
+
+
+def test_a_closing_door_ends_sessions_and_clients_see_it(engine):
+    door = ShmDoor(engine, arena_bytes=1 << 18)
+    sock, region = enter(door)
+    client = Client(region)
+    call(client)
+    door.close()
+    assert sock.recv(1) == b""
+    until = time.monotonic() + 5
+    while client.submit(Submission(kind=1)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    sock.close()
+    client.end()
+    client.close()
