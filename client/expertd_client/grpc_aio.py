@@ -114,6 +114,9 @@ class _Stream:
         self._outbox: deque[bytes] = deque()
         tasks.start(self._read())
 
+    def takes(self, request: Request) -> bool:
+        return True
+
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
         self._send(encode_stream_request(request.view(request_id, timeout_us)))
 
@@ -180,6 +183,9 @@ class _Calls:
         self._deliver = deliver
         self._closed = closed
         self._calls: dict[int, Any] = {}
+
+    def takes(self, request: Request) -> bool:
+        return True
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
         data = encode_forward_request(request.view(request_id, timeout_us))

@@ -99,6 +99,9 @@ class _Stream:
         self._reader = threading.Thread(target=self._read, name=f"expertd-read-{target}", daemon=True)
         self._reader.start()
 
+    def takes(self, request: Request) -> bool:
+        return True
+
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
         self._outbox.put(encode_stream_request(request.view(request_id, timeout_us)))
 
@@ -141,6 +144,9 @@ class _Calls:
         self._deliver = deliver
         self._closed = closed
         self._calls: dict[int, Any] = {}
+
+    def takes(self, request: Request) -> bool:
+        return True
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
         data = encode_forward_request(request.view(request_id, timeout_us))

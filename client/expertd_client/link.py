@@ -58,7 +58,7 @@ class Link:
         """Sends a request.  Raises where it cannot be sent; otherwise `waiter` gets to know."""
         with self._lock:
             alive = self.alive
-            way = self._inline if self._beside is None else self._beside
+            way = self._beside if self._beside is not None and self._beside.takes(request) else self._inline
             if alive:
                 self.pending[request_id] = (waiter, request, deadline, way)
         if not alive:  # it broke between the choice of this link and now: nothing was sent

@@ -125,6 +125,9 @@ class _Stream(_Context):
         self._closed = closed
         self._inbox: asyncio.Queue[bytes] = asyncio.Queue()
 
+    def takes(self, request: Request) -> bool:
+        return True
+
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
         self._inbox.put_nowait(encode_stream_request(request.view(request_id, timeout_us)))
 

@@ -46,6 +46,10 @@ class Waiter(Protocol[_T]):
 class Connection(Protocol):
     """One ordered stream of requests to a server.  After `closed` its methods do nothing."""
 
+    def takes(self, request: Request) -> bool:
+        """Whether a request can travel this way; what a channel does not take travels inline."""
+        ...
+
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
         """Sends a request; never waits for the server.  The tensors are read before this returns, or, within a process,
         may be read until the answer is delivered.  Raises where it cannot be sent, and then nothing was.
@@ -155,6 +159,9 @@ class _FunctionConnection:
         self._serve = serve
         self._deliver = deliver
         self._closed: Closed | None = closed
+
+    def takes(self, request: Request) -> bool:
+        return True
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
         if self._closed is None:

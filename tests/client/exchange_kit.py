@@ -29,6 +29,9 @@ class Way:
         self.deliver, self._closed = deliver, closed
         self.sent, self.cancelled, self.offers, self.ended = {}, [], [], False
 
+    def takes(self, request):
+        return True
+
     def forward(self, request_id, timeout_us, request):
         self.sent[request_id] = (timeout_us, request)
 
