@@ -19,7 +19,12 @@ from torch import Tensor
 from expertd_kernels.problem import Problem
 from expertd_kernels.weights.canonical import Weights
 
-__all__ = ["BackendModule", "Experts", "Packed"]
+__all__ = ["BackendModule", "Experts", "ExpertsLostError", "Packed"]
+
+
+class ExpertsLostError(Exception):
+    """Experts whose weights are no longer what was checked: they will not compute again in this process, and the batch
+    has no answer.  The text says what happened to them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +60,8 @@ class Experts(Protocol):
     ) -> Tensor:
         """hidden_states [M, H] bf16 (or f32 where the backend computes in f32); topk_ids [M, k] int32 slots, -1 = not
         here; topk_weights [M, k] f32.  Returns out [M, H] in hidden_states' dtype: every element written, rows
-        without a route zero.  Rows already grouped by expert are the case k = 1 with weights 1."""
+        without a route zero.  Rows already grouped by expert are the case k = 1 with weights 1.  Raises
+        ExpertsLostError where the weights are gone."""
         ...
 
 

@@ -12,18 +12,22 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from expertd.errors import ExpertdError
+from expertd_client import ExpertClient
 from expertd_kernels import Device, reference, relative_error
+from expertd_kernels.native.library import kernel_error
 from expertd_kernels.oracle.probe import detect_device, installed_packages
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.packed import cache
 from expertd_kernels.packed.cache import PackedCache, read_entry, write_packed
-from expertd_kernels.packed.file import map_entry
+from expertd_kernels.packed.file import read_header
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot import measuring
 from expertd_server.boot.assignment import assign_layers, files_state, open_source
@@ -134,6 +138,7 @@ def test_a_damaged_entry_is_reported_and_made_again(tmp_path, how, caplog):
         data[100] ^= 1
     elif how == "half of it":
         data = data[: len(data) // 2]
+    path.chmod(0o644)
     path.write_bytes(data)
     if how in ("another layer's weights", "no proof"):  # sound files with sound checksums, and yet not to be served
         boot(tmp_path)
@@ -156,14 +161,16 @@ def test_a_damaged_entry_is_reported_and_made_again(tmp_path, how, caplog):
 
 
 def _facts(path: Path) -> dict:
-    return map_entry(path)[1]["facts"]
+    return dict(read_header(path).facts)
 
 
 def test_servers_that_start_together_end_with_one_file_and_one_copy(tmp_path, monkeypatch):
     """While the first one loads layer 0, another boots from the same folder from beginning to end."""
     written = []
     write = cache.write_packed
-    monkeypatch.setattr(cache, "write_packed", lambda path, *rest: (written.append(path.name), write(path, *rest)))
+    monkeypatch.setattr(
+        cache, "write_packed", lambda path, *rest, **more: (written.append(path.name), write(path, *rest, **more))
+    )
     load, others = Guarded.load, []
 
     def slowly(self, layer, experts=None):
@@ -181,7 +188,7 @@ def test_servers_that_start_together_end_with_one_file_and_one_copy(tmp_path, mo
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning_and_no_more(tmp_path, monkeypatch, caplog):
-    def full(*args):
+    def full(*args, **more):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache, "write_packed", full)
@@ -221,8 +228,8 @@ def test_a_device_with_other_instructions_has_an_entry_of_its_own(tmp_path):
 
 
 @contextlib.contextmanager
-def server(folder: Path, log: Path):
-    """(pid, log's text) of a server that serves from `folder`."""
+def started(folder: Path, log: Path):
+    """(process, address) of a server that serves from `folder`; killed at the end if it is still there."""
     command = [sys.executable, "-m", "expertd_server.cli", "serve", "--synthetic", "tiny:int4_g128", "--threads", "1"]
     command += ["--listen", "127.0.0.1:0", "--device", "cpu", "--backend", "cpu", "--cache", str(folder)]
     with log.open("wb") as out:
@@ -231,17 +238,66 @@ def server(folder: Path, log: Path):
         )
     try:
         end_s = time.monotonic() + 240
-        while "serving on" not in log.read_text():
+        while (found := re.search(r"serving on (\S+)", log.read_text())) is None:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end_s, log.read_text()
             time.sleep(0.05)
-        yield process.pid, log.read_text()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+        yield process, found[1]
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def server(folder: Path, log: Path):
+    """(pid, log's text) of such a server, which ends well when it is asked to."""
+    with started(folder, log) as (process, _):
+        yield process.pid, log.read_text()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+
+
+def _needs_the_kernel() -> None:
+    if error := kernel_error():
+        pytest.skip(error)
+
+
+@pytest.mark.parametrize("how", ["overwritten", "another layer copied over it", "cut", "cut while it computes"])
+def test_a_server_whose_entry_is_changed_in_place_answers_no_more_and_ends_with_a_sentence(tmp_path, how):
+    _needs_the_kernel()
+    folder, log = tmp_path / "cache", tmp_path / "log"
+    x, ids, w = random_inputs(4, 256, 8, 2)
+    with started(folder, log) as (process, address), ExpertClient(address) as client:
+        right = [client.forward(layer, x, ids, w).output for layer in (0, 1)]
+        entry, other = (next(folder.glob(f"layer{n}-*")) for n in (1, 0))
+        entry.chmod(0o644)
+        if how == "overwritten":
+            with entry.open("r+b") as f:
+                f.seek(entry.stat().st_size // 2)
+                f.write(b"\x5a" * 5000)
+        elif how == "another layer copied over it":
+            shutil.copyfile(other, entry)
+        elif how == "cut":
+            os.truncate(entry, 5000)
+        assert torch.equal(client.forward(0, x, ids, w).output, right[0]), "the other layer's file is as it was"
+        if how == "cut while it computes":
+            threading.Timer(0.3, os.truncate, (entry, 5000)).start()
+        answers, error = 0, None
+        while error is None:
+            try:
+                assert torch.equal(client.forward(1, x, ids, w).output, right[1]), "a wrong answer got out"
+                answers += 1
+            except ExpertdError as e:
+                error = e
+        assert error.retryable
+        assert (answers > 0) == (how == "cut while it computes")
+        assert process.wait(timeout=60) == 1
+    text = log.read_text()
+    assert re.search(rf"stopped: cache: \S*{entry.name}: .* while it was mapped.*; start the server again", text), text
+    with started(folder, log) as (process, address), ExpertClient(address) as client:
+        assert [torch.equal(client.forward(n, x, ids, w).output, right[n]) for n in (0, 1)] == [True, True]
+    assert "it is made again" in log.read_text()
 
 
 def shares(pid: int, suffix: str) -> dict[str, int]:
@@ -258,10 +314,7 @@ def shares(pid: int, suffix: str) -> dict[str, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system has no /proc/PID/smaps")
 def test_two_servers_compute_from_one_copy_of_the_weights(tmp_path):
-    from expertd_kernels.native.library import kernel_error
-
-    if error := kernel_error():
-        pytest.skip(error)
+    _needs_the_kernel()
     folder = tmp_path / "cache"
     with server(folder, tmp_path / "a") as (a, first), server(folder, tmp_path / "b") as (b, second):
         assert "cache: 2 miss" in first, first

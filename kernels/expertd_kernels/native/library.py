@@ -121,6 +121,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [C.c_int32, C.c_int64, C.c_int64, C.c_int64, C.c_int32, C.c_void_p, C.c_uint32, C.c_void_p],
     ),
     "expertd_repack_columns": (C.c_int32, [C.c_int32, C.c_int64, C.c_int64, C.c_int64, C.c_char_p, C.c_void_p]),
+    "expertd_guard_add": (C.c_int32, [C.c_void_p, C.c_int64]),
+    "expertd_guard_remove": (None, [C.c_int32]),
+    "expertd_guard_lost": (C.c_int32, [C.c_int32]),
     "expertd_cpu_read_gb_s": (C.c_double, [C.c_void_p, C.c_void_p, C.c_int64]),
     "expertd_cpu_peak": (C.c_double, [C.c_void_p, C.c_int32, C.c_double]),
 }

@@ -25,8 +25,8 @@ from expertd_kernels.packed.file import (
     CacheError,
     Entry,
     changed,
-    map_entry,
     read_entry,
+    read_header,
     read_packed,
     write_packed,
 )
@@ -142,7 +142,7 @@ class PackedCache:
         """
         path = self.path(facts)
         if replace or not path.is_file():
-            write_packed(path, packed, facts, proof)
+            write_packed(path, packed, facts, proof, keep=not replace)
         for old in self._stale(facts):
             old.unlink(missing_ok=True)
         _sweep(self.folder)
@@ -174,7 +174,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 def _why_stale(path: Path, facts: Mapping[str, Any]) -> str:
     try:
-        names = ", ".join(changed(map_entry(path)[1]["facts"], facts))
+        names = ", ".join(changed(read_header(path).facts, facts))
     except CacheError as e:
         return str(e)
     return f"{path}: made with other {names}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,10 @@ class Proof:
     dominant: Tensor
     expected: Tensor
     accepted: Tensor | None = None
+
+    NEEDED: ClassVar = frozenset({"x", "ids", "weights", "dominant", "expected"})
+    OPTIONAL: ClassVar = frozenset({"accepted"})
+    """Fields by name."""
 
     @property
     def experts_compared(self) -> int:

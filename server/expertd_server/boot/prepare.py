@@ -25,6 +25,7 @@ from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.packed.cache import Found, PackedCache
 from expertd_kernels.packed.proof import Proof, boot_reference_experts, prove
 from expertd_kernels.packed.selfcheck import SelfCheck, accept, check
+from expertd_kernels.packed.watched import WatchedExperts
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Experts, Packed
 from expertd_kernels.refused import Refused
@@ -161,6 +162,8 @@ def _mapped(row: Backend, assignment: Assignment, workshop: Workshop, found: Fou
     try:
         with workshop.stage("map"):
             experts = experts_of(row, found.entry.packed, problem)
+            if found.entry.file is not None:
+                experts = WatchedExperts(experts, found.entry.file)
         if found.entry.proof is None:
             return None, Found("damaged", "the entry has no proof to check it with")
         with workshop.stage("check"):

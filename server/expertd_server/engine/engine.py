@@ -41,8 +41,9 @@ _SMOOTHING = 0.2
 """Weight of the newest batch in the moving average of the service time a token."""
 
 
-class _DeviceLostError(Exception):
-    """The accelerator answers every call of this process with an error from now on."""
+class _LostError(Exception):
+    """Nothing can be computed in this process any more: its accelerator answers every call with an error, or its
+    weights are not what was checked."""
 
 
 class Engine:
@@ -195,8 +196,8 @@ class Engine:
             use_device(self._device)
             with torch.inference_mode():
                 self._loop()
-        except _DeviceLostError as e:
-            self._end(f"the device is lost to this process: {e}", DrainingError(f"server: {e}; ask another replica"))
+        except _LostError as e:
+            self._end(str(e), DrainingError(f"server: {e}; ask another replica"))
         except BaseException:
             log.critical("the engine's thread ended", exc_info=True)
             self._end("the engine ended on a fault of its own", InternalError(f"engine: {_ENDED}"))
@@ -332,7 +333,7 @@ class Engine:
                 log.exception("layer %d: a batch could not be counted", b.layer.layer)
 
     def _fail(self, e: BatchFailedError) -> None:
-        """Answer every request of a batch with its failure.  The engine goes on, unless the device is lost."""
+        """Answer every request of a batch with its failure.  The engine goes on, unless device or weights are lost."""
         b = e.batch
         log.error("a batch failed: %s", e, exc_info=e.__cause__)
         self._leave(b)
@@ -340,7 +341,7 @@ class Engine:
             reply(r, b.errors.get(i) or e.error)
             self._unanswered -= 1
         if e.fault:
-            raise _DeviceLostError(f"{e.fault} (after a batch of {b.tokens} tokens on backend {b.backend})") from e
+            raise _LostError(f"{e.fault} (after a batch of {b.tokens} tokens on backend {b.backend})") from e
 
     def _leave(self, b: Batch) -> None:
         """`b` is computed: it counts no longer when its answers say what the load is."""

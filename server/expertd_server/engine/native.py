@@ -24,6 +24,7 @@ from expertd.dtypes import DTYPE_NUMBER
 from expertd.errors import TABLE, DeadlineExceededError, DrainingError, ExpertdError, InternalError
 from expertd.shm.region import Region
 from expertd_kernels.oracle.probe import use_device
+from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine import core as c
 from expertd_server.engine.admission import Queue, QueueLimits, State, admit, shut
 from expertd_server.engine.convert import digest
@@ -47,8 +48,9 @@ _SESSIONS = 1 << 62
 """Handles of sessions lie above those of requests."""
 
 
-class _DeviceLostError(Exception):
-    """The accelerator answers every call of this process with an error from now on."""
+class _LostError(Exception):
+    """Nothing can be computed in this process any more: its accelerator answers every call with an error, or its
+    weights are not what was checked."""
 
 
 class NativeEngine:
@@ -323,8 +325,8 @@ class NativeEngine:
             use_device(self._device)
             with torch.inference_mode():
                 self._loop()
-        except _DeviceLostError as e:
-            self._end(f"the device is lost to this process: {e}", DrainingError(f"server: {e}; ask another replica"))
+        except _LostError as e:
+            self._end(str(e), DrainingError(f"server: {e}; ask another replica"))
         except BaseException:
             log.critical("the engine's thread ended", exc_info=True)
             self._end("the engine ended on a fault of its own", InternalError(f"engine: {_ENDED}"))
@@ -346,16 +348,19 @@ class NativeEngine:
     def _compute(self, run: c.Run) -> None:
         layer = self._layers[run.generation][0]
         self._meet(run.top_k, layer)
+        backend = layer.backend_at(run.tokens)
+        batch = f"after a batch of {run.tokens} tokens on backend {backend}"
         try:
             kernel_ns = self._executor.run(run, layer)
+        except ExpertsLostError as e:  # no fault of the requests: they are answered as those that wait are
+            raise _LostError(f"cache: {e} ({batch})") from e
         except Exception as e:
-            backend = layer.backend_at(run.tokens)
             log.exception("layer %d, backend %s: a batch of %d tokens failed", layer.layer, backend, run.tokens)
             text = f"backend {backend}, layer {layer.layer}, {run.tokens} tokens: {type(e).__name__}: {e}"
             fault = self._executor.fault()
             self._core.done(run.lane, 0, text)
             if fault:
-                raise _DeviceLostError(f"{fault} (after a batch of {run.tokens} tokens on backend {backend})") from e
+                raise _LostError(f"the device is lost to this process: {fault} ({batch})") from e
             return
         if kernel_ns is None:
             self._core.launched(run.lane)
@@ -375,7 +380,7 @@ class NativeEngine:
 
     def _check(self, when: str) -> None:
         if fault := self._executor.fault():
-            raise _DeviceLostError(f"{fault} ({when})")
+            raise _LostError(f"the device is lost to this process: {fault} ({when})")
 
     def _do_jobs(self) -> None:
         while self._jobs:

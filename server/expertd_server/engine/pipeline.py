@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.errors import BackendFailedError
+from expertd.errors import BackendFailedError, DrainingError, ExpertdError
+from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine.batch import Batch, fill
 from expertd_server.engine.lane import Inputs, Lane, lanes
 from expertd_server.engine.request import Array, Stages
@@ -25,10 +26,10 @@ __all__ = ["BatchFailedError", "Computed", "Pipeline"]
 
 
 class BatchFailedError(Exception):
-    """A batch could not be computed.  error: what its requests are answered with; fault: why the device is lost to this
-    process, "" where it is not."""
+    """A batch could not be computed.  error: what its requests are answered with; fault: why nothing can be computed in
+    this process any more, "" where it can."""
 
-    def __init__(self, batch: Batch, error: BackendFailedError, fault: str) -> None:
+    def __init__(self, batch: Batch, error: ExpertdError, fault: str) -> None:
         super().__init__(error.message)
         self.batch, self.error, self.fault = batch, error, fault
 
@@ -112,10 +113,11 @@ class Pipeline:
     def _failure(self, lane: Lane, b: Batch, e: Exception) -> BatchFailedError:
         fault = lane.fault()
         self._free.append(lane)
-        error = BackendFailedError(
-            f"backend {b.backend}, layer {b.layer.layer}, {b.tokens} tokens: {type(e).__name__}: {e}"
-        )
-        return BatchFailedError(b, error, fault)
+        where = f"backend {b.backend}, layer {b.layer.layer}, {b.tokens} tokens"
+        if isinstance(e, ExpertsLostError):  # no fault of the requests: another replica has other weights
+            return BatchFailedError(b, DrainingError(f"{where}: {e}; ask another replica"), f"cache: {e}")
+        error = BackendFailedError(f"{where}: {type(e).__name__}: {e}")
+        return BatchFailedError(b, error, fault and f"the device is lost to this process: {fault}")
 
 
 class _Ids:

@@ -93,6 +93,7 @@ def test_damage_is_found_and_the_entry_removed(tmp_path, where):
             last = packed.tensors["w2.bias"]
             at = len(raw) - ALIGN + last.numel() * last.element_size() - 1
         raw[at] ^= 0x40
+    path.chmod(0o644)
     path.write_bytes(raw)
     found = cache.load(facts)
     assert (found.outcome, found.entry) == ("damaged", None)
@@ -105,6 +106,7 @@ def test_damage_is_found_and_the_entry_removed(tmp_path, where):
 def test_a_file_that_ends_at_once_is_damaged(tmp_path, size):
     cache, facts, packed = entry(tmp_path)
     path = cache.store(facts, packed)
+    path.chmod(0o644)
     path.write_bytes(path.read_bytes()[:size])
     assert cache.load(facts).outcome == "damaged"
 

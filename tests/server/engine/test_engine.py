@@ -24,6 +24,7 @@ from expertd.errors import (
     QueueFullError,
     RequestCancelledError,
 )
+from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine import pipeline
 from expertd_server.engine.admission import QueueLimits
 from expertd_server.engine.convert import bits_of
@@ -684,6 +685,25 @@ def test_a_lost_device_ends_the_engine_and_what_waits_may_go_elsewhere(make, mon
     assert "backend fake" in said[0]
     with pytest.raises(DrainingError):
         s.engine.submit(s.caller.request(3, inputs(1), [[2]], [[1.0]]))
+    assert s.engine.idle()
+
+
+def test_lost_weights_end_the_engine_and_every_caller_may_go_elsewhere(make):
+    """Also the one whose batch was computed from them: it did nothing wrong, and got no wrong answer."""
+    ended, said = threading.Event(), []
+    s = make(on_fault=lambda why: (said.append(why), ended.set()))
+    s.block()
+    s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+    s.fake.error = ExpertsLostError("/cache/layer0: was overwritten while it was mapped")
+    s.fake.gate.set()
+    s.caller.wait(0, 1)
+    for tag in (0, 1):
+        assert isinstance(s.caller.outcomes[tag], DrainingError)
+        assert s.caller.outcomes[tag].retryable
+        assert "/cache/layer0: was overwritten while it was mapped" in str(s.caller.outcomes[tag])
+    assert ended.wait(20)
+    assert len(said) == 1
+    assert said[0].startswith("cache: /cache/layer0: was overwritten while it was mapped (after a batch of 1 tokens on")
     assert s.engine.idle()
 
 

@@ -89,6 +89,13 @@ EXPERTD_API int32_t expertd_repack_gather(int32_t fd, int64_t offset, int64_t k,
 // columns: [k, cols], nibble i of word c in column 8 c + order[i] -> out [8 cols, k / 8]. k % 8 == 0.
 EXPERTD_API int32_t expertd_repack_columns(int32_t fd, int64_t offset, int64_t k, int64_t cols, const uint8_t* order, uint32_t* out);
 
+// Mapped files.  While a range is guarded, an access to pages of it that cannot be had (the file was cut, its disk fails) finds zeros
+// instead of ending the process, and lost says so from then on (1). start: where the mapping begins. add returns the range's number, or
+// -1 where it is not guarded.
+EXPERTD_API int32_t expertd_guard_add(void* start, int64_t bytes);
+EXPERTD_API void expertd_guard_remove(int32_t range);
+EXPERTD_API int32_t expertd_guard_lost(int32_t range);
+
 // Ceilings of this machine, for the benchmark: GB/s of a plain read; 10^9 operations a second of multiply-adds, EXPERTD_PEAK_* (BF16: f32
 // where the level has no bf16 dot product).
 EXPERTD_API double expertd_cpu_read_gb_s(expertd_context*, const uint8_t* data, int64_t bytes);

@@ -41,7 +41,7 @@ EXPORTS = f"-Wl,--version-script={HERE / 'exports.map'}"
 """Only our own functions are seen from outside: not those of the C++ library that is linked in."""
 GLIBC = "2.28"
 """The oldest glibc that a library made by ziglang runs on."""
-COMMON = ["level_portable", "layout", "pool", "pack", "layer", "context", "repack"]
+COMMON = ["level_portable", "layout", "pool", "pack", "layer", "context", "repack", "guard"]
 _AVX512 = [
     "-mavx512f",
     "-mavx512bw",
