@@ -12,7 +12,7 @@ NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_k
   proto/expertd/shm/csrc/*.cpp proto/expertd/shm/csrc/*.h \
   server/expertd_server/engine/csrc/*.cpp server/expertd_server/engine/csrc/*.h)
 
-.PHONY: help setup demo test check lint format proto golden docs bench clean
+.PHONY: help setup demo test triton check lint format proto golden docs bench clean
 
 help:           ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -37,6 +37,9 @@ demo: $(STAMP)  ## serve a small GPTQ checkpoint, call it, check every answer: m
 
 test: $(STAMP) node_modules/.bin/buf ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+
+triton: $(STAMP) ## compile the GPU kernels under each Triton that the oracle takes; fetches them into build/triton once
+	EXPERTD_TEST_TRITON=all $(BIN)/python -m pytest tests/kernels/backends/gluon/test_triton_versions.py
 
 check: lint test ## what CI runs
 

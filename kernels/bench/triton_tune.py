@@ -28,6 +28,7 @@ from expertd_kernels.backends.triton_kernels.layer import TritonExperts
 from expertd_kernels.backends.triton_kernels.layout import FLOAT, Layout, layout_of
 from expertd_kernels.backends.triton_kernels.matrix import Matrix
 from expertd_kernels.backends.triton_kernels.plan import Plan, Tile, stage_bytes
+from expertd_kernels.backends.triton_launch import OPTIONS
 from expertd_kernels.bench.cuda import ceilings, graph_times, input_sets, machine, shape_of
 from expertd_kernels.builder import problem_of
 from expertd_kernels.oracle.probe import detect_device
@@ -100,7 +101,7 @@ class Compiling(TritonExperts):
 
     def _launch(self, call: Any, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         if "GATHER_X" in constants and constants["GATHER_X"] == (self.wanted == 1):
-            kernel.warmup(*args, grid=grid, **constants)
+            kernel.warmup(*args, grid=grid, **constants, **OPTIONS)
 
 
 def _empty(scheme: Scheme, shape: ModelShape, n: int, k: int, segments: int) -> Matrix:

@@ -19,6 +19,7 @@ from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.scratch import Layout, Shapes, scratch_of
 from expertd_kernels.backends.triton_kernels import route
 from expertd_kernels.backends.triton_kernels.layer import ACTIVATIONS
+from expertd_kernels.backends.triton_launch import OPTIONS
 from expertd_kernels.weights.activation import Activation
 
 __all__ = ["Call", "Places", "in_pieces"]
@@ -66,18 +67,19 @@ class Call:
         if not every and not self.counted:
             counts, totals = parts["counts"], parts["totals"]
             route.count[(self.chunks,)](
-                self.ids, counts, self.routes, E=self.experts, EP=self.bins, C=route.CHUNK, num_warps=4
+                self.ids, counts, self.routes, E=self.experts, EP=self.bins, C=route.CHUNK, num_warps=4, **OPTIONS
             )
             route.scan[(self.bins // route.SCAN_EXPERTS,)](
-                counts, totals, self.chunks, EP=self.bins, BE=route.SCAN_EXPERTS, BC=route.SCAN_CHUNKS, num_warps=4
-            )
+                counts, totals, self.chunks, EP=self.bins, BE=route.SCAN_EXPERTS, BC=route.SCAN_CHUNKS,
+                num_warps=4, **OPTIONS,
+            )  # fmt: skip
             self.counted = True
         of = {name: parts[f"{name}/{alignment}"] for name in ("row", "start", "route", "expert", "block")}
         rows = of["route"].shape[0]
         place_rows[(self.chunks,)](
             self.ids, parts["counts"], parts["totals"], parts["base"], of["row"], of["route"], of["expert"],
             of["block"], of["start"], self.routes, rows, E=self.experts, EP=self.bins, C=route.CHUNK, A=alignment,
-            ALL=every, ROUTES=routes, EXPERTS=experts, BLOCKS=blocks, num_warps=4,
+            ALL=every, ROUTES=routes, EXPERTS=experts, BLOCKS=blocks, num_warps=4, **OPTIONS,
         )  # fmt: skip
         return Places(rows, alignment, **of)
 
@@ -87,7 +89,8 @@ class Call:
         width = max(GROUP, min(1024, triton.next_power_of_2(H)))
         gather_rows[(M, -(-H // width))](
             self.x, places.row, out, out if scale is None else scale, self.x.stride(0), out.shape[0],
-            H=H, TOP_K=self.top_k, ROUNDED=scale is not None, BH=width, SOFT=self.soft, num_warps=_warps(width),
+            H=H, TOP_K=self.top_k, ROUNDED=scale is not None, BH=width, SOFT=self.soft,
+            num_warps=_warps(width), **OPTIONS,
         )  # fmt: skip
 
     def activate(
@@ -107,7 +110,7 @@ class Call:
             out if scale is None else scale, out.shape[0], activation.alpha, activation.beta, activation.limit or 0.0,
             N=N, SEGMENTS=activation.segments, E=self.experts, KIND=ACTIVATIONS[activation.kind],
             LIMITED=activation.limit is not None, MAPPED=places is not None, BIASED=bias is not None,
-            ROUNDED=scale is not None, BN=width, SOFT=self.soft, num_warps=_warps(width),
+            ROUNDED=scale is not None, BN=width, SOFT=self.soft, num_warps=_warps(width), **OPTIONS,
         )  # fmt: skip
 
     def combine(
@@ -119,7 +122,7 @@ class Call:
         combine_rows[(M, -(-H // width))](
             y, self.ids, self.ids if places is None else places.row, self.weights, y if bias is None else bias, out,
             out.stride(0), H=H, E=self.experts, TOP_K=self.top_k, MAPPED=places is not None, WEIGHTED=weighted,
-            BIASED=bias is not None, BH=width, SOFT=self.soft, num_warps=_warps(width),
+            BIASED=bias is not None, BH=width, SOFT=self.soft, num_warps=_warps(width), **OPTIONS,
         )  # fmt: skip
 
 

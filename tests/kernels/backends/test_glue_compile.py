@@ -9,6 +9,7 @@ from expertd_kernels import Activation, ActivationKind
 from expertd_kernels.backends import glue
 from expertd_kernels.backends.glue_space import capacity
 from expertd_kernels.backends.triton_kernels import route
+from expertd_kernels.backends.triton_launch import OPTIONS
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -34,7 +35,6 @@ class Recorder:
 
 @pytest.fixture
 def seen(monkeypatch):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns where it is unset
     found = []
     for name in ("place_rows", "gather_rows", "activate_rows", "combine_rows"):
         monkeypatch.setattr(glue, name, Recorder(getattr(glue, name), found))
@@ -65,7 +65,7 @@ def start(tokens, rounded, activation, mapped):
 
 def compiled(kernel, args, constants):
     """Shared bytes of a kernel as its call would compile it."""
-    warps = {"num_warps": constants.pop("num_warps")}
+    options = {name: constants.pop(name) for name in ("num_warps", *OPTIONS)}
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = constants[name] if name in constants else args[i]
@@ -78,7 +78,7 @@ def compiled(kernel, args, constants):
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return compile(source, target=TARGET, options=warps).metadata.shared
+    return compile(source, target=TARGET, options=options).metadata.shared
 
 
 @pytest.mark.parametrize("tokens", [3, 600])

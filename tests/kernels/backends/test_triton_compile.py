@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from expertd_kernels.backends import triton as backend
 from expertd_kernels.backends.triton_kernels.plan import Facts, make_plan
+from expertd_kernels.backends.triton_launch import OPTIONS
 from expertd_kernels.builder import problem_of
 from expertd_kernels.problem import Device
 from expertd_kernels.sources.synthetic import random_weights
@@ -82,7 +83,7 @@ def launches(target, scheme, tokens, quant=ActivationQuant.NONE):
 
 
 def compiled(kernel, args, constants, target):
-    options = {k: constants.pop(k) for k in ("num_warps", "num_stages", "launch_pdl") if k in constants}
+    options = OPTIONS | {k: constants.pop(k) for k in ("num_warps", "num_stages", "launch_pdl") if k in constants}
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if i < len(args) and kernel.params[i].is_constexpr:
@@ -109,14 +110,12 @@ def stack_bytes(file):
 
 
 @pytest.mark.parametrize(("target", "scheme", "tokens"), CASES)
-def test_a_layer_compiles_for(target, scheme, tokens, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns where it is unset
+def test_a_layer_compiles_for(target, scheme, tokens, tmp_path):
     compile_all(launches(target, scheme, tokens), ["place", "expert_gemm"], target, tmp_path)
 
 
 @pytest.mark.parametrize(("target", "scheme", "quant", "tokens"), ROUNDED)
-def test_a_layer_that_rounds_activations_compiles_for(target, scheme, quant, tokens, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+def test_a_layer_that_rounds_activations_compiles_for(target, scheme, quant, tokens, tmp_path):
     found = launches(target, scheme, tokens, quant)
     compile_all(found, ["place", "round_rows", "expert_gemm_rounded"], target, tmp_path)
 

@@ -12,14 +12,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
-    warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from expertd_kernels.backends.gluon.dequant import load, unpack
 from expertd_kernels.backends.gluon.pieces import (
     await_tiles,
-    barrier,
     block_list,
     copy_inputs,
     copy_weights,
@@ -33,6 +31,7 @@ from expertd_kernels.backends.gluon.pieces import (
     routes,
     stages,
 )
+from expertd_kernels.backends.gluon.triton_versions import barrier, reinterpret, warpgroup_mma_wait
 
 
 @gluon.jit
@@ -120,7 +119,7 @@ def _tile(
             copy_inputs(x, f2, _more(xs, xt, ns, N1, N2, C), k0 + i + P, more, C)
         async_copy.commit_group()
         if C.codec.kind == "plain":  # as they are stored; T or S is 1
-            w = wb.index(slot)._reinterpret(gl.bfloat16, [C.S, C.T * 64, 64], C.SX)
+            w = reinterpret(wb.index(slot), gl.bfloat16, [C.S, C.T * 64, 64], C.SX)
             for j in gl.static_range(S):
                 xj = xs.index(slot).slice(j * 64, 64, 1)
                 t1 = warpgroup_mma(w.index(j), xj.slice(0, N1, 0).permute((1, 0)), t1, is_async=True)

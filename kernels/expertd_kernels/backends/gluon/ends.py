@@ -7,6 +7,7 @@ from torch import Tensor
 
 from expertd_kernels.backends.gluon.grouping import FEW, WARPS, Chunks
 from expertd_kernels.backends.gluon.routing import combine, count_routes, group_few, place_routes
+from expertd_kernels.backends.gluon.triton_versions import launch
 
 __all__ = ["add_up", "count", "few_tile", "group"]
 
@@ -19,9 +20,7 @@ def few_tile(n: int) -> tuple[int, int]:
 
 def count(ids: Tensor, table: Tensor, c: Chunks) -> None:
     """Each chunk's routes of each expert; the kernel behind places them, and may read the ids before it waits."""
-    count_routes[(c.number,)](
-        ids, table, ids.numel(), c.experts, c.padded, c.size, True, num_warps=WARPS, launch_pdl=True
-    )
+    count_routes[(c.number,)](ids, table, ids.numel(), c.experts, c.padded, c.size, True, **launch(WARPS))
 
 
 def group(
@@ -30,13 +29,13 @@ def group(
     """ids [routes] -> counts [E], lists [routes] and, unless None, places [routes]; see routing.place_routes."""
     n = ids.numel()
     if n <= FEW and places is None:
-        group_few[(experts,)](ids, counts, lists, n, *few_tile(n), True, num_warps=WARPS, launch_pdl=True)
+        group_few[(experts,)](ids, counts, lists, n, *few_tile(n), True, **launch(WARPS))
         return
     c = Chunks.of(n, experts)
     count(ids, table, c)
     place_routes[(c.number,)](
         ids, table, counts, lists, places, n, c.number, experts, c.padded, c.size, c.rows, True,
-        num_warps=WARPS, launch_pdl=True,
+        **launch(WARPS),
     )  # fmt: skip
 
 
@@ -58,5 +57,5 @@ def add_up(
     width, warps = (256, 4) if M < 64 else (512, 4) if M <= 512 else (2048, 8)
     combine[(M, triton.cdiv(H, width))](
         y, ids, out, H, experts, top_k, width, True, parts, done, 0 if done is None else done.numel(), weights,
-        num_warps=warps, launch_pdl=True,
+        **launch(warps),
     )  # fmt: skip

@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from expertd_kernels.backends.gluon.dequant import weights
-from expertd_kernels.backends.gluon.pieces import _act, barrier, copy_elements
+from expertd_kernels.backends.gluon.pieces import _act
+from expertd_kernels.backends.gluon.triton_versions import barrier, copy_elements, reinterpret
 
 EXPONENTS = gl.constexpr(
     "{\n.reg .b32 t, z;\nmov.b32 z, 0;\nprmt.b32 t, $4, z, 0x1404;\nshr.u32 t, t, 1;\nmov.b32 {$0, $1}, t;\n"
@@ -105,7 +106,7 @@ def _inputs(x, ids, route, xs, C: gl.constexpr):
     LX: gl.constexpr = C.LX
     P: gl.constexpr = C.parts
     N: gl.constexpr = C.fill * C.ahead
-    view = xs._reinterpret(gl.bfloat16, [C.padded_rounds // C.fill, P * N, 64 * C.S], C.SX)
+    view = reinterpret(xs, gl.bfloat16, [C.padded_rounds // C.fill, P * N, 64 * C.S], C.SX)
     r = gl.arange(0, P * N, gl.SliceLayout(1, LX))
     c = gl.expand_dims(gl.arange(0, 64 * C.S, gl.SliceLayout(0, LX)), 0)
     if not C.gemm.first:

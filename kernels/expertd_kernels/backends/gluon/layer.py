@@ -16,6 +16,7 @@ from expertd_kernels.backends.gluon.codec import codec_of
 from expertd_kernels.backends.gluon.ends import add_up, group
 from expertd_kernels.backends.gluon.gemv import gemv
 from expertd_kernels.backends.gluon.gemv_tile import slices
+from expertd_kernels.backends.gluon.gpu import Gpu, current_gpu
 from expertd_kernels.backends.gluon.matrices import Matrix, gemms
 from expertd_kernels.backends.gluon.matrix import TILE, round_up
 from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
@@ -24,6 +25,7 @@ from expertd_kernels.backends.gluon.routing import table_routes
 from expertd_kernels.backends.gluon.space import FLOAT32_TOKENS, layer_space, tokens_of
 from expertd_kernels.backends.gluon.specialized import ws
 from expertd_kernels.backends.gluon.tile import Tile, tile
+from expertd_kernels.backends.gluon.triton_versions import launch
 from expertd_kernels.backends.gluon.wide import wide
 from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.scratch import COUNTERS, scratch_of, settle_counters
@@ -39,11 +41,12 @@ class GluonExperts(InPieces):
 
     backend = "gluon_sm90"
 
-    def __init__(self, packed: Packed, problem: Problem, plans: Plans | None = None) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, packed: Packed, problem: Problem, plans: Plans | None = None, gpu: Gpu | None = None) -> None:
+        """plans: None = the tuned ones and the rules; gpu: None = the current one."""
+        gpu = gpu or current_gpu()
+        self.device, self.multiprocessors = gpu.device, gpu.multiprocessors
         self.top_k = problem.top_k
         self.num_experts, self.hidden_size, self.intermediate_size = packed.meta["w2"]["shape"]
-        self.multiprocessors: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         # not the originals of rounded scales, which only `unpack` reads
         tensors = {k: t.to(self.device) for k, t in packed.tensors.items() if not k.endswith("exact_scales")}
         self._packed = replace(packed, tensors=tensors)
@@ -54,7 +57,7 @@ class GluonExperts(InPieces):
         shape = (self.num_experts, self.top_k, self.hidden_size, self.intermediate_size)
         if plans is None and problem.batch_invariant:
             plans = one_plan((w13, w2), shape)
-        self.plans = plans or Plans.for_layer(torch.cuda.get_device_name(self.device), w13, w2, shape)
+        self.plans = plans or Plans.for_layer(gpu.name, w13, w2, shape)
 
     def _pair(self, top_k: int, weight_on_input: bool) -> tuple[Matrix, Matrix]:
         key = (top_k, weight_on_input)
@@ -116,8 +119,7 @@ class GluonExperts(InPieces):
                 p.w13.BM,
                 max(32, triton.next_power_of_2(n)),
                 True,
-                num_warps=4,
-                launch_pdl=True,
+                **launch(4),
             )
         else:
             blocks = 0
@@ -144,8 +146,7 @@ class GluonExperts(InPieces):
         scales = m.scales
         if m.gemm.codec.e8m0:
             scales = scales.view(-1).view(torch.int16 if c.scale_bits == 16 else torch.int32)
-        options: dict[str, Any] = {"num_warps": p.W, "launch_pdl": True} | ({"maxnreg": p.R} if p.R else {})
-        gemv[(b * c.tiles,)](x, codes, scales, m.bias, ids, weights, out, m.unscale, c, **options)
+        gemv[(b * c.tiles,)](x, codes, scales, m.bias, ids, weights, out, m.unscale, c, **launch(p.W, p.R))
 
     def _blocks(self, n: int, BM: int) -> int:
         """Blocks of up to BM routes that n routes make at most."""
@@ -177,9 +178,7 @@ class GluonExperts(InPieces):
             blocks = self._blocks(n, p.BM)
         tiles = blocks * t.column_tiles * t.Z
         grid = (tiles if p.kind == "block" else min(tiles, self.multiprocessors * p.C),)
-        options: dict[str, Any] = {"num_warps": p.W, "launch_pdl": True}
-        if p.R:
-            options["maxnreg"] = p.R
+        options = launch(p.W, p.R)
         kernel: Any = {"block": block, "ws": ws, "wide": wide}[p.kind]
         if p.kind == "wide":
             h = self._boxes(out if m.gemm.first else x, t)

@@ -4,15 +4,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from expertd_kernels.backends.gluon.triton_versions import barrier, copy_elements, copy_tile
 
 _ROW_MAJOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
-copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-"""The bulk tensor copy, cp.async and the barrier of a CTA, under the names that this Triton gives them."""
 
 
 @gluon.jit

@@ -18,14 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
-    warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from expertd_kernels.backends.gluon.dequant import load, unpack
 from expertd_kernels.backends.gluon.pieces import (
     _BARRIER,
-    barrier,
     block_order,
     copy_inputs,
     copy_weights,
@@ -38,6 +36,7 @@ from expertd_kernels.backends.gluon.pieces import (
     stages,
 )
 from expertd_kernels.backends.gluon.tiles_of_tokens import EARLY, next_slot, tell, told
+from expertd_kernels.backends.gluon.triton_versions import barrier, warpgroup_mma_wait
 
 
 @gluon.jit

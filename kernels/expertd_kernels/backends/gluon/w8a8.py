@@ -17,8 +17,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from expertd_kernels.backends.gluon.pieces import _BARRIER, barrier, block_list, copy_elements, copy_tile
+from expertd_kernels.backends.gluon.pieces import _BARRIER, block_list
 from expertd_kernels.backends.gluon.tiles_of_tokens import EARLY, find_tile, next_slot, skip_tile, tell, told
+from expertd_kernels.backends.gluon.triton_versions import barrier, copy_elements, copy_tile
 from expertd_kernels.backends.gluon.w8a8_epilogue import epilogue, store_half_h, store_half_y
 from expertd_kernels.backends.gluon.w8a8_products import (
     back,

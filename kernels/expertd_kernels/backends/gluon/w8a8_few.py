@@ -16,11 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
-    warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from expertd_kernels.backends.gluon.pieces import _BARRIER, barrier, copy_elements, copy_tile
+from expertd_kernels.backends.gluon.pieces import _BARRIER
+from expertd_kernels.backends.gluon.triton_versions import barrier, copy_elements, copy_tile, warpgroup_mma_wait
 from expertd_kernels.backends.gluon.w8a8_epilogue import LARGEST, LEAST, activate
 
 

@@ -14,8 +14,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from expertd_kernels.backends.envelope import activation_of
 from expertd_kernels.backends.gluon.calls import InPieces
 from expertd_kernels.backends.gluon.ends import add_up, count, few_tile, group
+from expertd_kernels.backends.gluon.gpu import Gpu, current_gpu
 from expertd_kernels.backends.gluon.grouping import FEW, WARPS, Chunks
 from expertd_kernels.backends.gluon.space import tokens_of, w8a8_space
+from expertd_kernels.backends.gluon.triton_versions import launch
 from expertd_kernels.backends.gluon.w8a8 import w8a8
 from expertd_kernels.backends.gluon.w8a8_few import w8a8_few
 from expertd_kernels.backends.gluon.w8a8_plan import GROUP, TOKENS, Few8, Plan8, Shape8
@@ -56,8 +58,10 @@ class W8A8Experts(InPieces):
 
     backend = "gluon_w8a8"
 
-    def __init__(self, packed: Packed, problem: Problem) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, packed: Packed, problem: Problem, gpu: Gpu | None = None) -> None:
+        """gpu: None = the current one."""
+        gpu = gpu or current_gpu()
+        self.device, self.multiprocessors = gpu.device, gpu.multiprocessors
         rounding = ActivationQuant(packed.meta["rounding"])
         self.grouped, self.static = (
             rounding is q for q in (ActivationQuant.E4M3_GROUP128, ActivationQuant.E4M3_TENSOR)
@@ -65,7 +69,6 @@ class W8A8Experts(InPieces):
         self.activation = activation_of(packed)
         self.batch_invariant = problem.batch_invariant
         self.num_experts, self.hidden_size, self.intermediate_size = packed.meta["w2"]["shape"]
-        self.multiprocessors: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         if self.static:  # a token goes to several experts but is rounded once: by the largest scale
             self._given = packed.tensors["input_scales"].amax(dim=0).float().to(self.device)
         self._biased = {name: f"{name}.bias" in packed.tensors for name in ("w13", "w2")}
@@ -164,8 +167,7 @@ class W8A8Experts(InPieces):
                 False,
                 R,
                 B,
-                num_warps=4,
-                launch_pdl=True,
+                **launch(4),
             )
         y, parts = s["y"], 1
         if p.few is not None:
@@ -196,7 +198,7 @@ class W8A8Experts(InPieces):
         prepare[((E if c is None else c.number) + triton.cdiv(M, R) * triton.cdiv(H, B),)](
             ids, s["chunks"], s["counts"], s["lists"], n, 0 if c is None else c.number, x, s["x"], s["x_scale"], M,
             E, 0 if c is None else c.padded, *groups, H, self.grouped, self.static, R, B, few, True,
-            num_warps=WARPS, launch_pdl=True,
+            **launch(WARPS),
         )  # fmt: skip
 
     def _prepare_listed(self, x: Tensor, ids: Tensor, s: Parts) -> tuple[Tensor, Tensor]:
@@ -208,8 +210,7 @@ class W8A8Experts(InPieces):
         warps = 8
         R, B = self._round_tile(H, warps)
         round_to_places[(triton.cdiv(M, R) * triton.cdiv(H, B),)](
-            x, s["places"], q, scale, M, top_k, H, self.grouped, self.static, R, B, True, num_warps=warps,
-            launch_pdl=True,
+            x, s["places"], q, scale, M, top_k, H, self.grouped, self.static, R, B, True, **launch(warps),
         )  # fmt: skip
         return q, scale
 
@@ -233,7 +234,7 @@ class W8A8Experts(InPieces):
         kernel: Any = w8a8_few
         kernel[grid](
             x, x_scale, m.codes, m.scales, m.bias, ids, s["lists"], weights, out, out_scale, n, t,
-            num_warps=4, launch_pdl=True,
+            **launch(4),
         )  # fmt: skip
 
     def _multiply(
@@ -270,8 +271,7 @@ class W8A8Experts(InPieces):
             out_scale,
             s["tickets" if gemm.first else "second"],
             t,
-            num_warps=4,
-            launch_pdl=True,
+            **launch(4),
         )
 
 

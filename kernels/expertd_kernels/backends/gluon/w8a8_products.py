@@ -8,10 +8,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
-    warpgroup_mma_wait,
 )
 
 from expertd_kernels.backends.gluon.tiles_of_tokens import next_slot
+from expertd_kernels.backends.gluon.triton_versions import warpgroup_mma_wait
 from expertd_kernels.backends.gluon.w8a8_epilogue import row_of
 
 

@@ -19,20 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
-    warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from expertd_kernels.backends.gluon.pieces import (
-    _BARRIER,
-    barrier,
-    block_list,
-    copy_inputs,
-    copy_tile,
-    input_rows,
-    routes,
-)
+from expertd_kernels.backends.gluon.pieces import _BARRIER, block_list, copy_inputs, input_rows, routes
 from expertd_kernels.backends.gluon.tiles_of_tokens import EARLY, find_even_tile, next_slot, skip_tile, tell, told
+from expertd_kernels.backends.gluon.triton_versions import barrier, copy_tile, reinterpret, warpgroup_mma_wait
 from expertd_kernels.backends.gluon.wide_epilogue import epilogue
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -59,7 +51,7 @@ def _fill(x, xd, wd, f0, f1, f2, row, base, n, i, xs, wb, full, empty, slot, ph,
             if k + 1 < PARTS:
                 here = here & (n <= 64 * (k + 1))
             mbarrier.expect(full.index(slot), 32768 + (k + 1) * 8192, pred=here)
-    copy_tile(wd, [row, i * 64, 0], full.index(slot), wb._reinterpret(gl.int32, [C.ST, 4, 64, 32], C.SW).index(slot))
+    copy_tile(wd, [row, i * 64, 0], full.index(slot), reinterpret(wb, gl.int32, [C.ST, 4, 64, 32], C.SW).index(slot))
     if C.gathers:  # these rows are declared to be there one stage after they were asked for
         copy_inputs(x, f0, xs.index(PARTS * slot), i, True, C)
         if n > 64:

@@ -26,6 +26,7 @@ from expertd_kernels.backends.triton_kernels.replay import (
     proves,
 )
 from expertd_kernels.backends.triton_kernels.space import CHUNK_TOKENS, Rounded, layer_space
+from expertd_kernels.backends.triton_launch import OPTIONS
 from expertd_kernels.sizes import planned
 from expertd_kernels.weights.activation import Activation, ActivationKind
 from expertd_kernels.weights.scheme import ActivationQuant
@@ -206,7 +207,7 @@ class TritonExperts:
             constants["num_stages"] = self._fewer_stages[key]
         while True:
             try:
-                compiled = kernel[grid](*args, **constants)
+                compiled = kernel[grid](*args, **constants, **OPTIONS)
                 break
             except triton.OutOfResources:
                 if constants.get("num_stages", 1) <= 1:

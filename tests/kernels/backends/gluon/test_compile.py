@@ -88,7 +88,7 @@ CASES = [
     ("e4m3_block128", False, "ws BM64 T4 W8 ST4 V2 X16", "lists", 0, 168, 128),
     ("bf16", True, "block BM8 S2 ST3 SK2", "table", 0, 40, 0),
     ("bf16", False, "block BM32 T2 S1 ST4 V1", "lists", 0, 72, 0),
-    ("bf16", True, "wide BM128 T4 S1 ST4", "lists", 0, 168, 64),
+    ("bf16", True, "wide BM128 T4 S1 ST4", "lists", 0, 168, 96),
     ("bf16", False, "wide BM128 T4 S1 ST4", "lists", 0, 168, 64),
     ("bf16", True, "wide BM192 T4 S1 ST4", "lists", 0, 128, 256),
     ("bf16", False, "wide BM192 T4 S1 ST4", "lists", 0, 128, 0),

@@ -10,6 +10,7 @@ from vendor import bits, refused
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, Scheme, problem_of, reference, relative_error
 from expertd_kernels.backends import gluon_w8a8 as backend
 from expertd_kernels.backends.footprint import footprint
+from expertd_kernels.backends.gluon.gpu import Gpu
 from expertd_kernels.backends.gluon.w8a8_plan import Few8, Plan8, Shape8
 from expertd_kernels.backends.scratch import scratch_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
@@ -271,12 +272,7 @@ def emulated(monkeypatch):
         monkeypatch.setattr(module, name, Launches(run))
     for name, run in {"count_routes": _count_routes, "place_routes": _place_routes, "combine": _combine}.items():
         monkeypatch.setattr(ends, name, Launches(run))
-    monkeypatch.setattr(module.torch.cuda, "current_device", lambda: 0)
-    cpu = torch.device("cpu")
-    monkeypatch.setattr(module.torch, "device", lambda *a: cpu)
-    monkeypatch.setattr(
-        module.torch.cuda, "get_device_properties", lambda d: type("P", (), {"multi_processor_count": 132})
-    )
+    monkeypatch.setattr(module, "current_gpu", lambda: Gpu(torch.device("cpu"), "none", 132))
     return module
 
 
