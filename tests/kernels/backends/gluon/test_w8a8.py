@@ -76,7 +76,7 @@ def test_activations_rounded_in_another_way_are_refused(scheme, how):
         backend.pack(replace(w, input_scales=torch.ones(3, 2)), problem(w, activation_quant=how))
     else:
         none = how is ActivationQuant.NONE
-        sentence = "weight-only is asked" if none else f"does not round activations to {how.value}"
+        sentence = "are to stay in bf16" if none else f"does not round activations to {how.value}"
         assert sentence in refused("gluon_w8a8", w, problem(w, activation_quant=how))
 
 
