@@ -15,7 +15,7 @@ from pathlib import Path
 
 import rooms
 from decisions import indexed
-from expertd_kernels.oracle import matrix
+from expertd_kernels.oracle import survey
 from expertd_kernels.oracle.decision import Backend, DeviceRange, SchemeSupport
 from expertd_kernels.oracle.table import BACKENDS, ORDER
 from expertd_kernels.problem import NAMED_DEVICES
@@ -134,12 +134,12 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def backends_page() -> str:
-    chosen = {d[:3]: d.chosen for d in matrix.decisions(("plain",))}
+    chosen = {d[:3]: d.chosen for d in survey.decisions(("plain",))}
     weight_only = "\n".join(
-        _wrapped(f"`{d}` {_grouped((chosen[d, s, 'weight-only'], s) for s in matrix.SCHEMES)}") for d in NAMED_DEVICES
+        _wrapped(f"`{d}` {_grouped((chosen[d, s, 'weight-only'], s) for s in survey.SCHEMES)}") for d in NAMED_DEVICES
     )
     rounded = []
-    for scheme, rounding in product(matrix.SCHEMES, matrix.ROUNDINGS):
+    for scheme, rounding in product(survey.SCHEMES, survey.ROUNDINGS):
         by_row: dict[str, list[str]] = {}
         for d in NAMED_DEVICES:
             by_row.setdefault(chosen[d, scheme, rounding], []).append(d)
@@ -154,7 +154,7 @@ def backends_page() -> str:
 {GENERATED}
 
 `expertd explain` prints the verdicts for a checkpoint on a device; this page is the table behind it. Every refusal
-and every decision, to be read by eye: [tests/golden/oracle_matrix.txt](../tests/golden/oracle_matrix.txt).
+and every decision, to be read by eye: [tests/golden/oracle_survey.txt](../tests/golden/oracle_survey.txt).
 
 ## Order of preference
 The first eligible row is chosen; rows that are not named follow in the order of the table.
@@ -210,15 +210,15 @@ rounded activations that are not named do not occur.
 def golden() -> str:
     """Every decision (devices x schemes x roundings x features) and every row's refusals, to be read by eye, and in a
     diff.  A line names the backend for the plain layer, then the features that another one serves, or none ("-")."""
-    features = ", ".join(matrix.FEATURES)
+    features = ", ".join(survey.FEATURES)
     lines = [f"# {GENERATED}", "", f"# features: {features}", "", "# decisions"]
-    for (device, scheme), group in groupby(matrix.decisions(), key=lambda d: d[:2]):
+    for (device, scheme), group in groupby(survey.decisions(), key=lambda d: d[:2]):
         unserved = []
         for rounding, answers in groupby(group, key=lambda d: d.rounding):
             by_backend: dict[str, list[str]] = {}
             for a in answers:
                 by_backend.setdefault(a.chosen, []).append(a.feature)
-            if list(by_backend.values()) == [[matrix.ANY]]:
+            if list(by_backend.values()) == [[survey.ANY]]:
                 unserved.append(rounding.removeprefix("a: "))
                 continue
             plain, *others = by_backend
@@ -228,7 +228,7 @@ def golden() -> str:
             lines.append(f"{device} {scheme} a: {', '.join(unserved)}: -")
     for b in BACKENDS:
         lines += ["", f"# refusals of {b.name}"]
-        lines += [f"{kind} {name}: {sentence}" for kind, name, sentence in matrix.refusals(b)]
+        lines += [f"{kind} {name}: {sentence}" for kind, name, sentence in survey.refusals(b)]
     return "\n".join(lines) + "\n"
 
 
@@ -237,7 +237,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/backends.md": backends_page,
     "docs/formats.md": formats_page,
     "docs/rooms.svg": lambda: rooms.draw(rooms.read()),
-    "tests/golden/oracle_matrix.txt": golden,
+    "tests/golden/oracle_survey.txt": golden,
 }
 """File below the root of the tree -> what makes its text."""
 

@@ -9,7 +9,7 @@ import torch
 
 from expertd_kernels.bench.rows import picked
 from expertd_kernels.oracle.decision import Backend, decide
-from expertd_kernels.oracle.matrix import SCHEMES
+from expertd_kernels.oracle.survey import SCHEMES
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.problem import Device, Package, Problem
 from expertd_kernels.sources.synthetic import random_weights

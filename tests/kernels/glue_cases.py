@@ -64,7 +64,7 @@ def inputs(M, E, k, H=256, nowhere=True):
 def check_places(M, k, E, alignment, nowhere=True):
     """Every tensor that place_rows writes, against what its text says."""
     x, ids, weights = inputs(M, E, k, H=8, nowhere=nowhere)
-    call = glue.Call(x, ids, weights, E, {}, alignment)
+    call = glue.Glue(x, ids, weights, E, {}, alignment)
     for t in call.parts.values():
         t.fill_(-77)
     places = call.place(alignment, routes=True, experts=True, blocks=True)
@@ -91,7 +91,7 @@ def check_places(M, k, E, alignment, nowhere=True):
 
 def nowhere_at_all():
     ids = torch.full((3, 2), -1, dtype=torch.int32)
-    call = glue.Call(torch.zeros(3, 8), ids, torch.ones(3, 2), 4, {}, 128)
+    call = glue.Glue(torch.zeros(3, 8), ids, torch.ones(3, 2), 4, {}, 128)
     places = call.place(128, experts=True)
     assert not int(places.end)
     assert set(places.expert.tolist()) == {-1}

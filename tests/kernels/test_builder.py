@@ -10,9 +10,9 @@ import torch
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, Refused, decide, problem_of
 from expertd_kernels.builder import build, build_row, pack
 from expertd_kernels.measure.tournament import measure
-from expertd_kernels.oracle.matrix import SCHEMES
 from expertd_kernels.oracle.probe import assumed_packages, detect_device
 from expertd_kernels.oracle.rules import judge
+from expertd_kernels.oracle.survey import SCHEMES
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.scheme import Element, ScaleType, Scheme

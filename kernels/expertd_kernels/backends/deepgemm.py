@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.envelope import activation_of, pack_layer, require_version, unpack_layer
-from expertd_kernels.backends.glue import Call, in_pieces
+from expertd_kernels.backends.glue import Glue, in_pieces
 from expertd_kernels.backends.glue_space import capacity, sorted_rows
 from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.backends.scratch import Shapes
@@ -125,14 +125,14 @@ class DeepGemmExperts:
         return sorted_rows(rows, wide, inner, hidden, self.form == "block")
 
     def _compute(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, weighted: bool) -> None:
-        call = Call(x, ids, weights, self.num_experts, self._shapes(ids.numel()), self.alignment)
-        parts, biases = call.parts, [self.tensors.get(f"{name}.bias") for name in ("w13", "w2")]
-        places = call.place(self.alignment, experts=True)
-        call.gather(places, parts["x"], parts.get("x_scale"))
+        glue = Glue(x, ids, weights, self.num_experts, self._shapes(ids.numel()), self.alignment)
+        parts, biases = glue.parts, [self.tensors.get(f"{name}.bias") for name in ("w13", "w2")]
+        places = glue.place(self.alignment, experts=True)
+        glue.gather(places, parts["x"], parts.get("x_scale"))
         self._gemm(parts["x"], parts.get("x_scale"), "w13", places.expert, parts["h"])
-        call.activate(parts["h"], parts["a"], self.activation, places, biases[0], parts.get("a_scale"))
+        glue.activate(parts["h"], parts["a"], self.activation, places, biases[0], parts.get("a_scale"))
         self._gemm(parts["a"], parts.get("a_scale"), "w2", places.expert, parts["y"])
-        call.combine(parts["y"], out, weighted, places, biases[1])
+        glue.combine(parts["y"], out, weighted, places, biases[1])
 
     def _gemm(self, x: Tensor, scale: Tensor | None, name: str, expert: Tensor, out: Tensor) -> None:
         """out [R, N] bf16: each row of x [R, K] times its expert's matrix; rows of expert -1 hold anything."""

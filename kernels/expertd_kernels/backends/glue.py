@@ -22,7 +22,7 @@ from expertd_kernels.backends.triton_kernels.layer import ACTIVATIONS
 from expertd_kernels.backends.triton_launch import OPTIONS
 from expertd_kernels.weights.activation import Activation
 
-__all__ = ["Call", "Places", "in_pieces"]
+__all__ = ["Glue", "Places", "in_pieces"]
 
 GROUP = 128
 """Columns with one scale, where rows are rounded."""
@@ -46,7 +46,7 @@ class Places:
         return self.start[-1:]
 
 
-class Call:
+class Glue:
     """The glue of one call: x [M, H], ids [M, k] int32 contiguous, weights [M, k] f32 contiguous, of `experts` experts.
     extra: what the caller needs of the scratch memory, by name; then in `parts`."""
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
-from expertd_kernels.backends.glue import Call, Places, in_pieces
+from expertd_kernels.backends.glue import Glue, Places, in_pieces
 from expertd_kernels.backends.glue_space import between
 from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.problem import Problem
@@ -240,34 +240,34 @@ class HummingExperts:
         plan, routes = self.plan(*ids.shape), ids.numel()
         shapes = between(routes, self.width, self.intermediate, self.hidden, plan.grouped)
         if plan.grouped:
-            call = Call(x, ids, weights, self.num_experts, shapes, 1)
-            self._sorted(call, plan, out, weighted)
+            glue = Glue(x, ids, weights, self.num_experts, shapes, 1)
+            self._sorted(glue, plan, out, weighted)
         else:
-            call = Call(x, ids, weights, self.num_experts, shapes, *plan.block)
-            self._indexed(call, plan, out, weighted)
+            glue = Glue(x, ids, weights, self.num_experts, shapes, *plan.block)
+            self._indexed(glue, plan, out, weighted)
 
-    def _sorted(self, call: Call, plan: _Plan, out: Tensor, weighted: bool) -> None:
-        x, h, a, y = (call.parts[name] for name in "xhay")
-        places = call.place(1)
-        common = {"expert_layout": places.start, "valid_shape_m": call.routes, "compute_config": plan.compute}
-        call.gather(places, x)
+    def _sorted(self, glue: Glue, plan: _Plan, out: Tensor, weighted: bool) -> None:
+        x, h, a, y = (glue.parts[name] for name in "xhay")
+        places = glue.place(1)
+        common = {"expert_layout": places.start, "valid_shape_m": glue.routes, "compute_config": plan.compute}
+        glue.gather(places, x)
         self.w13(x, outputs=h, tuning_config=plan.tuning[0], **common)
-        call.activate(h, a, self.activation, places)
+        glue.activate(h, a, self.activation, places)
         self.w2(a, outputs=y, tuning_config=plan.tuning[1], **common)
-        call.combine(y, out, weighted, places)
+        glue.combine(y, out, weighted, places)
 
-    def _indexed(self, call: Call, plan: _Plan, out: Tensor, weighted: bool) -> None:
-        h, a, y = (call.parts[name] for name in "hay")
+    def _indexed(self, glue: Glue, plan: _Plan, out: Tensor, weighted: bool) -> None:
+        h, a, y = (glue.parts[name] for name in "hay")
 
         def table(p: Places) -> dict[str, Any]:
             by = {"sorted_ids": p.route, "expert_ids": p.block, "num_tokens_padded": p.end}
-            return {**by, "valid_shape_m": call.routes, "compute_config": plan.compute}
+            return {**by, "valid_shape_m": glue.routes, "compute_config": plan.compute}
 
         first, second = plan.block
-        places = call.place(first, routes=True, blocks=True)
-        self.w13(call.x, outputs=h, top_k=call.top_k, tuning_config=plan.tuning[0], **table(places))
-        call.activate(h, a, self.activation)
+        places = glue.place(first, routes=True, blocks=True)
+        self.w13(glue.x, outputs=h, top_k=glue.top_k, tuning_config=plan.tuning[0], **table(places))
+        glue.activate(h, a, self.activation)
         if second != first:
-            places = call.place(second, routes=True, blocks=True)
+            places = glue.place(second, routes=True, blocks=True)
         self.w2(a, outputs=y, top_k=1, tuning_config=plan.tuning[1], **table(places))
-        call.combine(y, out, weighted)
+        glue.combine(y, out, weighted)

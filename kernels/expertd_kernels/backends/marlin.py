@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
-from expertd_kernels.backends.glue import Call, Places, in_pieces
+from expertd_kernels.backends.glue import Glue, Places, in_pieces
 from expertd_kernels.backends.glue_space import between
 from expertd_kernels.backends.marlin_layout import pack_matrix, unpack_matrix
 from expertd_kernels.problem import Problem
@@ -113,15 +113,15 @@ class MarlinExperts:
     def _compute(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, weighted: bool) -> None:
         routes, block = ids.numel(), block_rows(ids.numel(), self.num_experts)
         shapes = between(routes, self.width, self.intermediate, self.hidden)
-        call = Call(x, ids, weights, self.num_experts, shapes, block)
-        h, a, y = (call.parts[name] for name in "hay")
-        places = call.place(block, routes=True, blocks=True)
-        self._multiply(0, x, h, call, places, call.top_k)
-        call.activate(h, a, self.activation, bias=self.biases[0])
-        self._multiply(1, a, y, call, places, 1)
-        call.combine(y, out, weighted, bias=self.biases[1])
+        glue = Glue(x, ids, weights, self.num_experts, shapes, block)
+        h, a, y = (glue.parts[name] for name in "hay")
+        places = glue.place(block, routes=True, blocks=True)
+        self._multiply(0, x, h, glue, places, glue.top_k)
+        glue.activate(h, a, self.activation, bias=self.biases[0])
+        self._multiply(1, a, y, glue, places, 1)
+        glue.combine(y, out, weighted, bias=self.biases[1])
 
-    def _multiply(self, which: int, x: Tensor, out: Tensor, call: Call, places: Places, top_k: int) -> None:
+    def _multiply(self, which: int, x: Tensor, out: Tensor, glue: Glue, places: Places, top_k: int) -> None:
         """out[route] = W x[route // top_k], without bias and router weight."""
         self.gemm(
             x,
@@ -134,7 +134,7 @@ class MarlinExperts:
             sorted_token_ids=places.route,
             expert_ids=places.block,
             num_tokens_post_padded=places.end,
-            topk_weights=call.weights,
+            topk_weights=glue.weights,
             moe_block_size=places.alignment,
             top_k=top_k,
             mul_topk_weights=False,

@@ -1,0 +1,1 @@
+"""What a user runs to measure his own machine."""

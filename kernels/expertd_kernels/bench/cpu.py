@@ -273,7 +273,7 @@ def _line(r: Row) -> str:
     )
 
 
-def _load() -> str:
+def _load_average() -> str:
     """Waiting and running processes: how busy others kept the machine."""
     return " ".join(f"{x:.1f}" for x in os.getloadavg()) if hasattr(os, "getloadavg") else "unknown"
 
@@ -285,7 +285,7 @@ def run(args: argparse.Namespace, others: Others | None = None) -> dict[str, Any
     The ceilings of the result are those of the largest number of threads, `peaks` those of each; a point's own read is
     its plain_read row.
     """
-    facts = {**machine(), "clock": args.clock, "load_before": _load()}
+    facts = {**machine(), "clock": args.clock, "load_before": _load_average()}
     if args.clock == "cpu" and args.threads != [1]:
         raise ValueError("--clock cpu sees one thread only: want --threads 1")
     threads = args.threads or sorted({1, min(2, len(native.physical_cpus()))})
@@ -302,7 +302,7 @@ def run(args: argparse.Namespace, others: Others | None = None) -> dict[str, Any
     except KeyboardInterrupt:
         print("interrupted: the result has what was timed so far", file=sys.stderr)
     records = [asdict(r) for r in rows]
-    facts["load_after"] = _load()
+    facts["load_after"] = _load_average()
     if args.csv:
         write_points(Path(args.csv), [{**r, **facts, **peaks[f"{r['threads']}"]} for r in records])
     return {"machine": facts, "ceilings": top, "peaks": peaks, "rows": records}

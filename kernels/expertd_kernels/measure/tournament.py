@@ -261,7 +261,7 @@ class Remembered:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         return self.folder / f"tournament-{digest[:32]}.json"
 
-    def load(self, path: Path) -> list[Result] | None:
+    def find(self, path: Path) -> list[Result] | None:
         """The results at `path`; None when there are none or the file is damaged."""
         try:
             rows: list[dict[str, Any]] = json.loads(path.read_text())

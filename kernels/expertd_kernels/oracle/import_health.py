@@ -36,7 +36,7 @@ class ImportHealth:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._path = None if folder is None else folder / "imports.json"
-        self._known = self._load()
+        self._known = self._remembered()
         self._new: dict[str, str] = {}
 
     def error(self, name: str) -> str:
@@ -62,7 +62,7 @@ class ImportHealth:
         except OSError as e:
             log.warning("which packages import cannot be kept in %s: %s", self._path, e)
 
-    def _load(self) -> dict[str, str]:
+    def _remembered(self) -> dict[str, str]:
         """Distribution -> the state in which it imported; empty where nothing readable is there."""
         if self._path is None:
             return {}

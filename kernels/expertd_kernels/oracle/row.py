@@ -25,6 +25,7 @@ class DeviceRange:
     arch: frozenset[str] = frozenset()
 
     def refusal(self, device: Device) -> str | None:
+        """Why `device` is not among them; None if it is."""
         if device.kind != self.kind:
             return f"runs on {self.kind}"
         if self.arch and device.arch not in self.arch:

@@ -124,7 +124,7 @@ class PackedCache:
         """Where the entry made from `facts` lies."""
         return self.folder / f"{_stem(facts)}{_digest({k: facts[k] for k in VERSIONS})}.packed"
 
-    def load(self, facts: Mapping[str, Any], device: torch.device | None = None) -> Found:
+    def find(self, facts: Mapping[str, Any], device: torch.device | None = None) -> Found:
         """The entry, if there is one that can be used.  device: see read_entry."""
         path = self.path(facts)
         if not path.is_file():

@@ -54,6 +54,7 @@ class TensorPlace:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Raises HeaderError where torch has no such dtype."""
         found = getattr(torch, self.dtype, None)
         if not isinstance(found, torch.dtype):
             raise HeaderError(f"tensor {self.name}: dtype {self.dtype!r}, which torch does not have")

@@ -70,7 +70,7 @@ class Tournaments:
         if decision.pinned:
             return None
         path = self._path(decision)
-        if path not in self._held and (found := self._memory.load(path)) is not None:
+        if path not in self._held and (found := self._memory.find(path)) is not None:
             self._held[path] = found
             log.info("measured earlier: %s (remove %s to measure again)", results_text(found), path)
         return self._held.get(path)

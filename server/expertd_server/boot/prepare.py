@@ -130,7 +130,7 @@ def prepare(row: Backend, assignment: Assignment, canonical: LayerWeights, works
     facts = _facts(row, assignment, workshop)
     if workshop.cache is not None:
         with workshop.stage("map"):
-            found = workshop.cache.load(facts, workshop.device)
+            found = workshop.cache.find(facts, workshop.device)
         prepared, found = _mapped(row, assignment, workshop, found)
         workshop.lookups[found.outcome] += 1
         if prepared is not None:
@@ -202,7 +202,7 @@ def _packed(
     # The first server, too, computes from the pages that every later one shares; where several started together, from
     # those of the one that was quickest.
     with workshop.stage("map"):
-        found = workshop.cache.load(facts)
+        found = workshop.cache.find(facts)
     mapped, found = _mapped(row, assignment, workshop, found)
     if mapped is None:
         log.warning("layer %d on %s: cache: written, but not usable: %s", assignment.info.layer, row.name, found.why)

@@ -53,7 +53,7 @@ def start(tokens, rounded, activation, mapped):
     }  # fmt: skip
     x = torch.zeros(tokens, H, dtype=torch.bfloat16)
     ids, weights = torch.zeros(tokens, 4, dtype=torch.int32), torch.ones(tokens, 4)
-    call = glue.Call(x, ids, weights, 16, shapes, 128)
+    call = glue.Glue(x, ids, weights, 16, shapes, 128)
     call.soft = False
     places = call.place(128, routes=not mapped, experts=mapped, blocks=not mapped)
     at, scale = (places if mapped else None), (call.parts["s"] if rounded else None)

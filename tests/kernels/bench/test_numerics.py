@@ -12,8 +12,8 @@ import numerics_grid
 import numerics_table
 from expertd_kernels import NAMED_DEVICES, Scheme, decide
 from expertd_kernels.bench.workers import STOP_S, NoResult, run_tasks
-from expertd_kernels.oracle.matrix import SCHEMES
 from expertd_kernels.oracle.probe import assumed_packages, installed_packages
+from expertd_kernels.oracle.survey import SCHEMES
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_kernels.weights.float32 import reference

@@ -135,10 +135,10 @@ def test_results_are_remembered_by_device_versions_and_shapes(tmp_path):
     p = problem_of(WEIGHTS, CPU, top_k=2)
     memory = Remembered(tmp_path)
     path = memory.path(p, "cpu x", "1")
-    assert memory.load(path) is None
+    assert memory.find(path) is None
     results = [result("a", 1, 2, 3, 4), Result("b", "failed when measured: x")]
     memory.store(path, results)
-    assert memory.load(path) == results
+    assert memory.find(path) == results
     others = [
         memory.path(p, "cpu y", "1"),
         memory.path(p, "cpu x", "2"),
@@ -148,7 +148,7 @@ def test_results_are_remembered_by_device_versions_and_shapes(tmp_path):
     ]
     assert len({path, *others}) == 6
     path.write_text("{")
-    assert memory.load(path) is None
+    assert memory.find(path) is None
 
 
 @pytest.mark.parametrize("bad", [[], [(4, None)]])

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, Problem, Scheme, decide
 from expertd_kernels.oracle.decision import RULES
-from expertd_kernels.oracle.matrix import SCHEMES
 from expertd_kernels.oracle.probe import assumed_packages
+from expertd_kernels.oracle.survey import SCHEMES
 from expertd_kernels.oracle.table import BACKENDS, ORDER
 
 PACKAGES = dict(assumed_packages(BACKENDS))

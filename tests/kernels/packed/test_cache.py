@@ -31,9 +31,9 @@ def entry(tmp_path: Path, scheme="int4_g32_zp"):
 @pytest.mark.parametrize("scheme", ["int4_g32_zp", "e4m3_block128", "nvfp4", "mxfp8", "bf16"])
 def test_an_entry_comes_back_bit_for_bit_and_mapped(tmp_path, scheme):
     cache, facts, packed = entry(tmp_path, scheme)
-    assert cache.load(facts).outcome == "miss"
+    assert cache.find(facts).outcome == "miss"
     path = cache.store(facts, packed)
-    found = cache.load(facts)
+    found = cache.find(facts)
     assert (found.outcome, found.why) == ("hit", "")
     again = found.entry.packed
     assert again.backend == packed.backend
@@ -49,8 +49,8 @@ def test_an_entry_comes_back_bit_for_bit_and_mapped(tmp_path, scheme):
 def test_writing_to_a_mapped_tensor_changes_no_file(tmp_path):
     cache, facts, packed = entry(tmp_path)
     cache.store(facts, packed)
-    cache.load(facts).entry.packed.tensors["w13.codes"].zero_()
-    assert torch.equal(cache.load(facts).entry.packed.tensors["w13.codes"], packed.tensors["w13.codes"])
+    cache.find(facts).entry.packed.tensors["w13.codes"].zero_()
+    assert torch.equal(cache.find(facts).entry.packed.tensors["w13.codes"], packed.tensors["w13.codes"])
 
 
 @pytest.mark.parametrize("change", [{"fingerprint": "0" * 64}, {"layer": 8}, {"experts": [0, 1, 3]}, {"device": "x"}])
@@ -58,11 +58,11 @@ def test_other_facts_are_another_entry(tmp_path, change):
     cache, facts, packed = entry(tmp_path)
     path = cache.store(facts, packed)
     other = {**facts, **change}
-    assert cache.load(other).outcome == "miss"
+    assert cache.find(other).outcome == "miss"
     with pytest.raises(CacheError, match="made from other facts: " + next(iter(change))):
         read_packed(path, other)
     second = cache.store(other, packed)
-    assert cache.load(facts).outcome == cache.load(other).outcome == "hit"
+    assert cache.find(facts).outcome == cache.find(other).outcome == "hit"
     assert sorted(tmp_path.iterdir()) == sorted([path, second])
 
 
@@ -71,13 +71,13 @@ def test_another_version_is_stale_and_its_successor_takes_its_place(tmp_path, ch
     cache, facts, packed = entry(tmp_path)
     old = cache.store(facts, packed)
     newer = {**facts, **change}
-    found = cache.load(newer)
+    found = cache.find(newer)
     assert found.outcome == "stale"
     assert found.entry is None
     assert found.why == f"{old}: made with other {next(iter(change))}"
     path = cache.store(newer, packed)
     assert list(tmp_path.iterdir()) == [path]
-    assert cache.load(newer).outcome == "hit"
+    assert cache.find(newer).outcome == "hit"
 
 
 @pytest.mark.parametrize("where", ["first", "header", "data", "end", "short"])
@@ -95,11 +95,11 @@ def test_damage_is_found_and_the_entry_removed(tmp_path, where):
         raw[at] ^= 0x40
     path.chmod(0o644)
     path.write_bytes(raw)
-    found = cache.load(facts)
+    found = cache.find(facts)
     assert (found.outcome, found.entry) == ("damaged", None)
     assert str(path) in found.why
     cache.store(facts, packed)
-    assert cache.load(facts).outcome == "hit"
+    assert cache.find(facts).outcome == "hit"
 
 
 @pytest.mark.parametrize("size", [0, 7, 12, 100])
@@ -108,7 +108,7 @@ def test_a_file_that_ends_at_once_is_damaged(tmp_path, size):
     path = cache.store(facts, packed)
     path.chmod(0o644)
     path.write_bytes(path.read_bytes()[:size])
-    assert cache.load(facts).outcome == "damaged"
+    assert cache.find(facts).outcome == "damaged"
 
 
 def test_a_proof_lies_beside_the_weights_and_judges_them_without_canonical_ones(tmp_path):
@@ -120,7 +120,7 @@ def test_a_proof_lies_beside_the_weights_and_judges_them_without_canonical_ones(
     cache = PackedCache(tmp_path)
     facts = cache.facts("f" * 64, 0, range(6), decide(p, pin="reference").require(), p)
     cache.store(facts, packed, accept(backend.experts(packed, p), proof, p))
-    mapped = cache.load(facts).entry
+    mapped = cache.find(facts).entry
     assert check(backend.experts(mapped.packed, p), mapped.proof, p).ok
     other = backend.pack(random_weights("int4_g32_zp", 6, 64, 32, seed=1), p)
     assert "relative error" in check(backend.experts(other, p), mapped.proof, p).fault

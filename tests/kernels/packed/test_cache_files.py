@@ -438,7 +438,7 @@ def test_who_starts_together_ends_with_one_file(tmp_path):
         t.join()
     assert len(inodes) == 1
     assert list(tmp_path.iterdir()) == [cache.path(facts)]
-    assert cache.load(facts).outcome == "hit"
+    assert cache.find(facts).outcome == "hit"
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -19,8 +19,8 @@ from expertd_kernels import NAMED_DEVICES, Package, Problem, Scheme, decide
 from expertd_kernels.measure.tournament import Result, measure
 from expertd_kernels.native.library import kernel_error
 from expertd_kernels.oracle.decision import RULES
-from expertd_kernels.oracle.matrix import SCHEMES
 from expertd_kernels.oracle.probe import assumed_packages, detect_device, installed_packages
+from expertd_kernels.oracle.survey import SCHEMES
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot import measuring

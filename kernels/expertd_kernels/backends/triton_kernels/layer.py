@@ -97,6 +97,7 @@ class TritonExperts:
         self._replays = nvidia
 
     def plan(self, tokens: int, top_k: int) -> Plan:
+        """The plan of a batch: the same one for sizes that are planned alike."""
         if self._planner is not None:
             return self._planner(tokens)
         if self.one_plan:

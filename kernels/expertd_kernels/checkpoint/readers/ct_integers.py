@@ -96,6 +96,7 @@ def layout_integers(unit: Unit) -> Layout:
 
 
 def read_integers(unit: Unit) -> Part:
+    """The projection's integer codes, whatever their storage.  Raises CheckpointError."""
     s = _Integers(unit)
     if unit.has("weight_shape") and (shape := unit.read("weight_shape").tolist()[-2:]) != [s.n, s.k]:
         raise unit.error(f"says {shape}", f"{[s.n, s.k]}, as weight_packed and config.json have it", "weight_shape")

@@ -74,6 +74,7 @@ class _Plan:
 
 
 def layout_floats(unit: Unit, f: Floats) -> Layout:
+    """What read_floats will give, by headers alone.  Raises CheckpointError."""
     plan = _plan(unit, f)
     if f.activation.static and not (f.input_scale and unit.has(f.input_scale)):
         suffix = f.input_scale or "input_scale"
@@ -95,6 +96,7 @@ def layout_floats(unit: Unit, f: Floats) -> Layout:
 
 
 def read_floats(unit: Unit, f: Floats) -> Part:
+    """The projection's codes and scales as `f` says that they are stored."""
     plan = _plan(unit, f)
     scales = (unit.siblings[f.scale] if f.sibling_rows else unit.stored(f.scale)).read()
     if plan.transposed and scales.dim() == 2:

@@ -2,7 +2,7 @@
 page and the eye.  Pure.
 
 Rules look at the device, the schemes and the features separately, so the refusals of a row factorize: what it says of
-each device, of each scheme and of each feature is the whole matrix of its refusals.  What depends on all of them
+each device, of each scheme and of each feature is the whole survey of its refusals.  What depends on all of them
 together is the decision, and that is listed for every combination.
 """
 
