@@ -305,5 +305,5 @@ def test_without_the_compiled_kernel_the_others_are_checked_all_the_same(tmp_pat
     _, refused = numerics_grid.layers(
         FULL, NAMED_DEVICES["cpu-avx2"], installed_packages(BACKENDS), ["cpu", "cpu_torch"]
     )
-    assert "does not import: cpu kernel: not built" in refused["cpu"]
+    assert "cpu kernel: not built" in refused["cpu"]
     assert set(refused) == {"cpu"}
