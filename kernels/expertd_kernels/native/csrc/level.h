@@ -90,7 +90,7 @@ inline bool use_tiles(const Level& level, int compute, const Geometry& g, int ro
 
 inline Path path_of(const Level& level, int compute, int element, bool tiles) {
   if (compute == EXPERTD_COMPUTE_F32 || element == EXPERTD_F16 || element == EXPERTD_F32) return kF32;
-  // Where there are tiles, 16 bits are as fast as 8 or faster, for few rows and for many (docs/cpu-notes.md).
+  // Where there are tiles, 16 bits are as fast as 8 or faster, for few rows and for many (docs/log/cpu-xeon.md).
   if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4 && !level.tile_rows) return kI8;
   if (tiles) return element == EXPERTD_INT8 ? kI16Tiles : kBf16Tiles;
   if (level.use_bf16 && element != EXPERTD_INT8) return kBf16;

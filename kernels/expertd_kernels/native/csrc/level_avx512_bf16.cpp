@@ -7,7 +7,7 @@
 namespace expertd {
 namespace {
 
-constexpr int kTilesFrom = 12;  // measured, docs/cpu-notes.md
+constexpr int kTilesFrom = 12;  // measured, docs/log/cpu-xeon.md
 
 bool runs() {
   return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&

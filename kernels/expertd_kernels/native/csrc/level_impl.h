@@ -53,7 +53,7 @@ constexpr int tile2_rows() {
 }
 
 // Rows from which on codes are decoded once into the cache instead of once a tile; 0 = never. Decoding integers hides behind
-// the multiply-adds (docs/cpu-notes.md).
+// the multiply-adds (docs/log/cpu-zen3.md).
 template <class V, int EL, Path P>
 constexpr int panel_rows() {
   return P == kBf16 && EL != EXPERTD_BF16 ? V::kTile2 + 1 : 0;
