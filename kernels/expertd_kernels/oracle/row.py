@@ -107,6 +107,7 @@ class Backend:
     needs           distributions and version ranges, e.g. {"triton": ">=3.2"}, or CPU_KERNEL
     compute_dtypes  "bf16", "f32"
     act_order, bias, clamp, deterministic: features computed, not dropped
+    native_threads  it computes on the threads of our own CPU library, whose number is settled before it packs
     capturable      a call may be captured in a CUDA graph: once warm it neither waits nor allocates
     batch_invariant  computes a token to the same bits whatever batch it comes in, if the problem demands it
     unclamped       functions before which it does not clamp, though before others it does
@@ -129,6 +130,7 @@ class Backend:
     clamp: bool = True
     deterministic: bool = True
     batch_invariant: bool = False
+    native_threads: bool = False
     capturable: bool = False
     mixed_schemes: bool = True
     unclamped: frozenset[ActivationKind] = frozenset()

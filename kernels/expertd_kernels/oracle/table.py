@@ -386,6 +386,7 @@ BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="cpu",
         target="expertd_kernels.backends.cpu",
+        native_threads=True,
         devices=(DeviceRange("cpu"),),
         schemes=_EVERY_SCHEME,
         summary="weight-only C++ kernel on blocked weights; portable, AVX2, AVX-512 and AMX levels chosen at run time",
@@ -396,6 +397,7 @@ BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="cpu_w4a8",
         target="expertd_kernels.backends.cpu_w4a8",
+        native_threads=True,
         devices=(DeviceRange("cpu"),),
         schemes=(
             SchemeSupport(

@@ -20,7 +20,7 @@ from expertd_kernels.weights.scheme import ActivationQuant
 from expertd_server.config import Pins, ServeConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     import torch
 
@@ -111,31 +111,57 @@ def assign_layers(
     config: ServeConfig, source: ExpertSource, device: Device, packages: Mapping[str, Package]
 ) -> list[Assignment]:
     """The oracle's decision for each layer asked for; a decision may have nothing chosen.  Raises BootError."""
-    wanted = source.layers if config.layers is None else config.layers.numbers
-    missing = [n for n in wanted if n not in source.layers]
-    if missing:
-        raise BootError(
-            f"--layers: got {config.layers}, but layer {missing[0]} has no experts; layers with experts:"
-            f" {format_ranges(source.layers)}"
-        )
-    pins, assignments = _pins(config, source), []
-    for n in wanted:
+    return Assigner(config, source, device, packages).all()
+
+
+class Assigner:
+    """What a configuration says of the layers of a source, one by one."""
+
+    def __init__(
+        self, config: ServeConfig, source: ExpertSource, device: Device, packages: Mapping[str, Package]
+    ) -> None:
+        """Raises BootError for a pin that would do nothing."""
+        self._config, self._source, self._device, self._packages = config, source, device, packages
+        self._pins = _pins(config, source)
+
+    def all(self) -> list[Assignment]:
+        """Of each layer that the configuration asks for.  Raises BootError."""
+        wanted = self._source.layers if self._config.layers is None else self._config.layers.numbers
+        self.require_layers(wanted, f"--layers: got {self._config.layers}")
+        return [self.layer(n) for n in wanted]
+
+    def require_layers(self, layers: Iterable[int], got: str) -> None:
+        """Raises BootError where one of them has no experts.  got: how the sentence begins."""
+        missing = sorted(set(layers) - set(self._source.layers))
+        if missing:
+            raise BootError(
+                f"{got}, but layer {missing[0]} has no experts; layers with experts:"
+                f" {format_ranges(self._source.layers)}"
+            )
+
+    def layer(self, n: int, held: Collection[int] | None = None) -> Assignment:
+        """The oracle's decision for layer n and the experts `held`; None: those that the configuration asks for.  It
+        may have nothing chosen.  Raises BootError."""
+        config = self._config
         try:
-            info = source.info(n)
+            info = self._source.info(n)
         except (ValueError, KeyError, OSError) as e:
             raise BootError(f"layer {n}: {e}") from e
-        held = _held(config, info)
+        experts = _held(config, info) if held is None else tuple(sorted(held))
+        if experts and not 0 <= experts[0] <= experts[-1] < info.num_experts:
+            raise BootError(
+                f"layer {n}: got the experts {format_ranges(experts)}, want some of 0 to {info.num_experts - 1}"
+            )
         problem = info.problem(
-            device,
-            held=len(held),
+            self._device,
+            held=len(experts),
             activation_quant=info.checkpoint_activation if config.activations == "checkpoint" else ActivationQuant.NONE,
             compute_dtype=config.compute,
             deterministic=config.deterministic != "no",
             batch_invariant=config.deterministic == "batches",
-            packages=packages,
+            packages=self._packages,
         )
-        assignments.append(Assignment(info, held, decide(problem, pin=pins(n))))
-    return assignments
+        return Assignment(info, experts, decide(problem, pin=self._pins(n)))
 
 
 def _pins(config: ServeConfig, source: ExpertSource) -> Pins:

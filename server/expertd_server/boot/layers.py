@@ -19,7 +19,7 @@ from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError, Choice
 from expertd_server.boot.measuring import Tournaments
 from expertd_server.boot.memory import give_back, hold
-from expertd_server.boot.prepare import LayerWeights, Prepared, Workshop, computing, prepare, warm_up
+from expertd_server.boot.prepare import LayerWeights, Prepared, Workshop, prepare, warm_up
 from expertd_server.engine.served import ServedLayer
 
 __all__ = ["Booted", "Stopped", "boot_layer", "boot_layers"]
@@ -47,15 +47,18 @@ class Booted:
     from_cache: bool
 
 
-def boot_layer(assignment: Assignment, workshop: Workshop, oracle: Tournaments | None = None) -> Booted:
+def boot_layer(
+    assignment: Assignment, workshop: Workshop, oracle: Tournaments | None = None, *, measure: bool = True
+) -> Booted:
     """One layer.  The canonical weights, if they were loaded at all, are gone when it returns, so the peak of memory is
-    the packed layers and one canonical one.  Raises BootError."""
+    the packed layers and one canonical one.  measure: whether the oracle may, or knows only what it has measured.
+    Raises BootError."""
     start = time.perf_counter()
     canonical = LayerWeights(assignment, workshop)
     choice = Choice(assignment.info.layer, assignment.decision)
     if oracle is not None and not assignment.decision.pinned:
         results = oracle.known(assignment.decision)
-        if results is None:
+        if results is None and measure:
             weights = canonical.weights()
             with workshop.stage("measure"):
                 results = oracle.results(assignment.decision, lambda: weights)
@@ -127,7 +130,7 @@ def boot_layers(
 ) -> list[Booted]:
     """Boot the layers one after another; done() after each.  Raises BootError, or Stopped once stopped() says so."""
     out = []
-    with computing(workshop.device):
+    with workshop.computing():
         if workshop.memory is not None:
             hold(workshop.memory, workshop.device)
         for assignment in assignments:

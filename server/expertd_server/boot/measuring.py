@@ -20,6 +20,7 @@ import torch
 from expertd_kernels.atomic_file import replacing
 from expertd_kernels.measure.cpu_threads import measured_threads
 from expertd_kernels.measure.tournament import GRID, DeviceLostError, Remembered, Result, measure, with_results
+from expertd_kernels.native import library as native
 from expertd_kernels.native.cores import cpu_quota
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.decision import Decision
@@ -32,7 +33,7 @@ from expertd_server.boot.memory import free_bytes
 from expertd_server.boot.prepare import LayerWeights, Workshop
 from expertd_server.config import ServeConfig
 
-__all__ = ["Tournaments", "affordable_copies", "results_text", "settled_threads", "user_folder"]
+__all__ = ["Tournaments", "affordable_copies", "results_text", "settle_threads", "settled_threads", "user_folder"]
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,17 @@ class Tournaments:
     def _path(self, decision: Decision) -> Path:
         version = f"{importlib.metadata.version('expertd')} {code_digest()}"
         return self._memory.path(decision.problem, _device_name(self._device), version, table.BACKENDS, self._grid)
+
+
+def settle_threads(config: ServeConfig, assignments: Sequence[Assignment], note: Callable[[str], None]) -> None:
+    """The number of threads of the CPU library, before it packs: what was asked for (or $EXPERTD_CPU_THREADS), else
+    measured for the first layer that it serves, now or at an earlier start.  Nothing where it serves none."""
+    decisions = (a.decision for a in assignments)
+    problem = next((d.problem for d in decisions if d.chosen is not None and d.chosen.native_threads), None)
+    if config.threads:
+        native.use_threads(config.threads)
+    elif problem is not None and not os.environ.get("EXPERTD_CPU_THREADS"):
+        native.use_threads(settled_threads(problem, config.cache, note))
 
 
 def settled_threads(problem: Problem, folder: Path | None, note: Callable[[str], None]) -> int:

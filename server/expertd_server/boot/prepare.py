@@ -12,9 +12,9 @@ import contextlib
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -41,9 +41,11 @@ from expertd_server.engine.lane import compute_stream
 if TYPE_CHECKING:
     from expertd_kernels.weights.canonical import Weights
 
-__all__ = ["LayerWeights", "Prepared", "Workshop", "computing", "prepare", "warm_up"]
+__all__ = ["LayerWeights", "Prepared", "Workshop", "prepare", "warm_up"]
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _WARM_UP_CPU = (1, 32)
 """Batch sizes that are run once before SERVING where nothing compiles."""
@@ -57,6 +59,8 @@ class Workshop:
     max_tokens  of a batch: up to it an accelerator's kernels are warmed up
     routes   a token, besides each layer's top-k, with which they are warmed up, too
     memory   what the server was found to have room for
+    stream   of an accelerator: what requests are computed on, with its scratch memory; None = the current one
+    alone    runs work while nothing else computes on that stream
     seconds  spent by stage of the boot: "load", "measure", "pack", "check", "store", "map", "warm_up"
     lookups  in the cache, by outcome: "hit", "miss", "stale", "damaged"
     """
@@ -68,6 +72,8 @@ class Workshop:
     max_tokens: int = 1024
     routes: Sequence[int] = ()
     memory: MemoryPlan | None = None
+    stream: Any = None
+    alone: Callable[[Callable[[], Any]], Any] = lambda work: work()
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     lookups: Counter[str] = field(default_factory=Counter)
 
@@ -79,6 +85,25 @@ class Workshop:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - start
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """On the stream that requests are computed on, after all that other streams were given."""
+        if self.stream is not None:
+            getattr(torch, self.device.type).synchronize(self.device)
+        return _on(self.device, self.stream)
+
+    def preparing(self) -> contextlib.AbstractContextManager[Any]:
+        """On a stream of its own: weights are read and packed while requests are computed."""
+        return _on(self.device, compute_stream(self.device))
+
+    def call(self, work: Callable[[], _T]) -> _T:
+        """The result of work(), which calls experts: they share their scratch memory with requests."""
+
+        def run() -> _T:
+            with self.computing():
+                return work()
+
+        return cast("_T", self.alone(run))
 
 
 class LayerWeights:
@@ -167,7 +192,8 @@ def _mapped(row: Backend, assignment: Assignment, workshop: Workshop, found: Fou
         if found.entry.proof is None:
             return None, Found("damaged", "the entry has no proof to check it with")
         with workshop.stage("check"):
-            checked = check(experts, found.entry.proof.to(workshop.device), problem)
+            proof = found.entry.proof.to(workshop.device)
+            checked = workshop.call(lambda: check(experts, proof, problem))
     except Exception as e:
         return None, Found("damaged", f"its entry does not compute: {_text(e)}")
     if not checked.ok:
@@ -191,11 +217,14 @@ def _packed(
         experts = experts_of(row, packed, problem)
     proof = canonical.proof()
     with _rejecting("first called"), workshop.stage("check"):
-        checked = check(experts, proof, problem, weights)
+        checked = workshop.call(lambda: check(experts, proof, problem, weights))
     if not checked.ok:
         raise BackendRejectedError("checked against the float32 reference", checked.fault, wrong=True)
     packed_here = Prepared(row, experts, checked, from_cache=False)
-    if workshop.cache is None or not _kept(workshop, facts, packed, accept(experts, proof, problem), damaged):
+    if workshop.cache is None:
+        return packed_here
+    accepted = workshop.call(lambda: accept(experts, proof, problem))
+    if not _kept(workshop, facts, packed, accepted, damaged):
         return packed_here
     if workshop.device.type != "cpu":
         return packed_here
@@ -232,19 +261,16 @@ def warm_up(
     with _rejecting("warmed up"), workshop.stage("warm_up"), torch.inference_mode():
         for routes in dict.fromkeys((p.top_k, *workshop.routes)):
             for tokens in on_cpu if device.type == "cpu" else _sizes(workshop.max_tokens):
-                with computing(device):
-                    experts(*_routed(tokens, routes, p, device))
+                workshop.call(lambda m=tokens, k=routes: experts(*_routed(m, k, p, device)))  # type: ignore[misc]
         if fault := device_fault(device):  # what a kernel did wrong is told by the next call that waits
             raise RuntimeError(fault)
 
 
-def computing(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """On the stream that requests are computed on: its scratch memory is the only one then."""
-    if device.type == "cpu":
+def _on(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[Any]:
+    """On `stream` of an accelerator; None = the current one."""
+    if stream is None:
         return contextlib.nullcontext()
-    api = getattr(torch, device.type)
-    api.synchronize(device)  # what was packed on another stream
-    return cast("contextlib.AbstractContextManager[Any]", api.stream(compute_stream(device)))
+    return cast("contextlib.AbstractContextManager[Any]", getattr(torch, device.type).stream(stream))
 
 
 def _sizes(most: int) -> list[int]:

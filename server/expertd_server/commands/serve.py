@@ -1,15 +1,26 @@
-"""expertd serve: load experts and answer calls."""
+"""expertd serve: a Host as a process: signals, exit code, and what is set for the whole process.
+
+plan -> listen (health NOT_SERVING) -> load, check, warm up on a thread -> SERVING -> SIGTERM -> drain -> exit 0
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import logging
+import signal
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
-from expertd_server.config import ConfigError, add_flags, resolve
+from expertd_server.config import ConfigError, ServeConfig, add_flags, resolve
 
-__all__ = ["add_parser", "run"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["add_parser", "run", "serve"]
 
 _SWITCH_S = 0.0003
 """How long the event loop and the engine's thread may keep Python's lock from each other.  At Python's default of 5 ms
@@ -38,22 +49,66 @@ def run(args: argparse.Namespace) -> int:
         return 0
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # torch and grpc take a second to import: only now, when the options are known to be good.
-    import asyncio
     import faulthandler
-    import signal
 
     from rich.console import Console
 
     from expertd.hostmem import tune_allocator
     from expertd_server.boot.assignment import BootError
-    from expertd_server.life import serve
 
     tune_allocator()
     sys.setswitchinterval(_SWITCH_S)
     # kill -USR1 prints every thread's stack: what a server that hangs is doing.
     faulthandler.register(signal.SIGUSR1, file=2)
     try:
-        return asyncio.run(serve(config, Console(width=None if sys.stdout.isatty() else 120)))
+        return serve(config, Console(width=None if sys.stdout.isatty() else 120))
     except BootError as e:
         print(f"expertd serve: {e}", file=sys.stderr)
         return 1
+
+
+def serve(config: ServeConfig, console: Console) -> int:
+    """A Host until SIGTERM or SIGINT, on the main thread.  The exit code.  Raises BootError."""
+    from expertd_server.host import Host
+
+    events: SimpleQueue[object] = SimpleQueue()
+    host = Host(config, console, on_fault=events.put)
+    host.loaded.add_done_callback(events.put)
+    with _on_signals(lambda: events.put("a signal")), contextlib.closing(host):
+        host.start()
+        events.get()
+        if not host.loaded.done():
+            host.say("stopped while loading")
+            return 0
+        host.ready()
+        _quiet_memory()
+        host.say(f"serving on {host.address}")
+        events.get()
+        host.say(f"draining: {host.engine.load().queued_requests} requests under way")
+        done = host.drain(config.grace_s)
+        if host.fault:
+            host.say(f"stopped: {host.fault}; start the server again")
+        elif done:
+            host.say(f"stopped: all {host.engine.admitted} requests that were taken are answered")
+        else:
+            grace = f"the grace time of {config.grace_s:g} s"
+            host.say(f"stopped: {grace} was over before every request was answered (--grace-s)")
+        return 0 if done and not host.fault else 1
+
+
+@contextlib.contextmanager
+def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call stop()."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(n, lambda *_: stop()) for n in numbers]
+    try:
+        yield
+    finally:
+        for n, handler in zip(numbers, before, strict=True):
+            signal.signal(n, handler)
+
+
+def _quiet_memory() -> None:
+    """What the boot made stays for the process's life: keep the garbage collector from walking it again and again."""
+    gc.collect()
+    gc.freeze()

@@ -22,7 +22,6 @@ from expertd_kernels.rows.kernels import collect, deliver, signal
 from expertd_kernels.rows.table import WORDS
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
-from expertd_server.engine.graphs import pool
 from expertd_server.engine.lane import compute_stream
 from expertd_server.engine.served import ServedLayer
 
@@ -102,6 +101,7 @@ class DeviceExecutor:
         self._device, self._dtype = device, COMPUTE_DTYPE[compute_dtype]
         api: Any = torch.cuda
         self.streams: Any = (compute_stream(device), api.Stream(device), api.Stream(device))
+        self._pool: Any = torch.cuda.graph_pool_handle()
         self._runtime: Any = api.cudart()
         self.core: c.Core
         self._lanes: list[_Lane] = []
@@ -208,7 +208,7 @@ class DeviceExecutor:
         """(torch's graph, the driver's executable) of body(); None: it cannot be captured, nor anything from now on."""
         graph, made = torch.cuda.CUDAGraph(keep_graph=True), C.c_void_p()
         try:
-            graph.capture_begin(pool=pool(), capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 body()
             finally:

@@ -91,6 +91,11 @@ class Engine:
         self._running = False
         self._thread = threading.Thread(target=self._run, name="expertd-engine", daemon=True)
 
+    @property
+    def stream(self) -> Any:
+        """Of an accelerator: what everything is computed on; None on a CPU."""
+        return self._pipeline.stream
+
     # ---- any thread ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:

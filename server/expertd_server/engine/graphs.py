@@ -5,7 +5,7 @@ A graph holds addresses, so it belongs to one lane's buffers, one generation of 
 of two and then multiples of 128, the rest of a batch has no routes: there are few graphs, and every one is soon there.
 Only for rows of the table that may be captured.
 
-Graphs of all lanes run on one stream, one after another, so what their calls allocate comes from one pool.
+Graphs of all lanes of an engine run on one stream, one after another, so what their calls allocate comes from one pool.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from expertd_kernels.sizes import CAPTURED_TOKENS
 from expertd_server.engine.served import ServedLayer
 
-__all__ = ["MOST_TOKENS", "Graph", "Graphs", "graph_key", "padded", "pool", "sizes_up_to", "supported"]
+__all__ = ["MOST_TOKENS", "Graph", "Graphs", "graph_key", "padded", "sizes_up_to", "supported"]
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +72,6 @@ def sizes_up_to(tokens: int) -> list[int]:
     return sorted({padded(n) for n in range(1, min(MOST_TOKENS, tokens) + 1)})
 
 
-@cache
-def pool() -> Any:
-    """Memory that the calls of all graphs share: they run on one stream."""
-    return torch.cuda.graph_pool_handle()
-
-
 def _free_bytes() -> int:
     return int(torch.cuda.mem_get_info()[0])
 
@@ -90,10 +83,12 @@ def _event() -> Any:
 class Graphs:
     """The graphs of one lane; for the engine's thread, on the stream that is current.
 
-    most: how many are kept; nbytes: device memory that went when they were captured, as the driver tells"""
+    pool: of memory, of all lanes of a stream; most: how many are kept; nbytes: device memory that went when they were
+    captured, as the driver tells"""
 
-    def __init__(self, most: int = _MOST_GRAPHS) -> None:
+    def __init__(self, pool: Any, most: int = _MOST_GRAPHS) -> None:
         self.most, self.nbytes = most, 0
+        self._pool = pool
         self._found: OrderedDict[Key, Graph] = OrderedDict()
         self._seen: Counter[Key] = Counter()
         self._works = True
@@ -125,7 +120,7 @@ class Graphs:
         free = _free_bytes()
         graph, copied, computed = torch.cuda.CUDAGraph(), _event(), _event()
         try:
-            graph.capture_begin(pool=pool(), capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 body(copied, computed)
             finally:

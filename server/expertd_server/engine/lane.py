@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -195,7 +195,9 @@ class DeviceLane:
     """Pinned host buffers, device buffers, and three streams: copy in, compute, copy out.  All lanes share the streams:
     scratch memory belongs to the one that computes."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, api: Any, streams: tuple[Any, Any, Any]) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, api: Any, streams: tuple[Any, Any, Any], pool: Any
+    ) -> None:
         self._host = _Host(dtype, pinned=True)
         self._api, self._device = api, device
         self._in, self._compute, self._back = streams
@@ -205,7 +207,7 @@ class DeviceLane:
         self._out = _Store(dtype, device)
         # begin, inputs copied, kernel begun, kernel done, output copy begun, output copied
         self._marks = self._now = tuple(api.Event(enable_timing=True) for _ in range(6))
-        self._graphs = Graphs() if supported(device) else None
+        self._graphs = None if pool is None else Graphs(pool)
 
     def reserve(self, tokens: int, top_k: int, hidden_size: int) -> None:
         tokens = padded(tokens)
@@ -305,18 +307,18 @@ def _recorded(parts: tuple[_Part, _Part, _Part], copied: Any, computed: Any) -> 
     copy_out()
 
 
-@cache
 def compute_stream(device: torch.device) -> Any:
-    """The stream of an accelerator that layers compute on: scratch belongs to it, so they are warmed up there."""
-    return getattr(torch, device.type).Stream(device)
+    """A stream for layers to compute on; scratch belongs to it, so they are warmed up there.  None on a CPU."""
+    return None if device.type == "cpu" else getattr(torch, device.type).Stream(device)
 
 
-def lanes(device: torch.device, compute_dtype: str) -> tuple[Lane, ...]:
+def lanes(device: torch.device, compute_dtype: str, stream: Any) -> tuple[Lane, ...]:
     """The lanes of an engine: one on a CPU, where computing and copying compete for the same cores; two on an
-    accelerator, so that one batch is filled and copied while another is computed."""
+    accelerator, so that one batch is filled and copied while another is computed.  stream: of compute_stream()."""
     dtype = COMPUTE_DTYPE[compute_dtype]
     if device.type == "cpu":
         return (CpuLane(dtype),)
     api = getattr(torch, device.type)  # torch.cuda and torch.xpu have the same Stream, Event and stream()
-    streams = (api.Stream(device), compute_stream(device), api.Stream(device))
-    return tuple(DeviceLane(dtype, device, api, streams) for _ in range(2))
+    streams = (api.Stream(device), stream, api.Stream(device))
+    pool = torch.cuda.graph_pool_handle() if supported(device) else None
+    return tuple(DeviceLane(dtype, device, api, streams, pool) for _ in range(2))

@@ -109,6 +109,11 @@ class NativeEngine:
         self._answers = threading.Thread(target=self._hand_out, name="expertd-answers", daemon=True)
 
     @property
+    def stream(self) -> Any:
+        """Of an accelerator: what everything is computed on; None on a CPU."""
+        return None if self._executor.streams is None else self._executor.streams[0]
+
+    @property
     def admitted(self) -> int:
         """Requests taken so far."""
         return int(self._core.load().admitted)

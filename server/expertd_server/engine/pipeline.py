@@ -18,7 +18,7 @@ from torch import Tensor
 from expertd.errors import BackendFailedError, DrainingError, ExpertdError
 from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine.batch import Batch, fill
-from expertd_server.engine.lane import Inputs, Lane, lanes
+from expertd_server.engine.lane import Inputs, Lane, compute_stream, lanes
 from expertd_server.engine.request import Array, Stages
 from expertd_server.engine.served import ServedLayer
 
@@ -44,11 +44,12 @@ class Computed(NamedTuple):
 
 
 class Pipeline:
-    """The lanes of one device and what is in them."""
+    """The lanes of one device and what is in them.  stream: what their batches are computed on, None on a CPU."""
 
     def __init__(self, device: torch.device, compute_dtype: str) -> None:
         self._dtype = compute_dtype
-        self._lanes = lanes(device, compute_dtype)
+        self.stream = compute_stream(device)
+        self._lanes = lanes(device, compute_dtype, self.stream)
         self._free = deque(self._lanes)
         self._under_way: deque[tuple[Lane, Batch]] = deque()
         self._ids = _Ids()

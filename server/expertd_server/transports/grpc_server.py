@@ -15,9 +15,10 @@ from expertd_server.config import Address
 from expertd_server.engine.admission import State
 from expertd_server.service.service import Service
 from expertd_server.transports.grpc_service import Servicer
+from expertd_server.transports.loop_thread import LoopThread
 from expertd_server.views.metrics import SERVICE
 
-__all__ = ["ExpertServer"]
+__all__ = ["ExpertServer", "GrpcTransport"]
 
 _POLL_S = 0.005
 """How often a draining server looks whether it is done."""
@@ -97,6 +98,52 @@ class ExpertServer:
     async def _report(self, status: Any) -> None:
         for name in (health.OVERALL_HEALTH, SERVICE):
             await self._health.set(name, status)
+
+
+_LOOP = LoopThread()
+
+
+class GrpcTransport:
+    """gRPC as a Transport: an ExpertServer on the loop that all of this process share."""
+
+    def __init__(self, service: Service, listen: Address) -> None:
+        self._service, self._listen = service, listen
+        self._server: ExpertServer | None = None
+
+    def start(self) -> str:
+        """Raises OSError where the address cannot be had."""
+        _LOOP.acquire()
+        try:
+            self._server = _LOOP.run(self._make())
+        except BaseException:
+            _LOOP.release()
+            raise
+        return str(self._server.address)
+
+    async def _make(self) -> ExpertServer:
+        server = ExpertServer(self._service)
+        try:
+            await server.start(self._listen)
+        except BaseException:
+            await server.close()
+            raise
+        return server
+
+    def open(self) -> None:
+        """Health is SERVING."""
+        if self._server is not None:
+            _LOOP.run(self._server.open())
+
+    def drain(self, until_s: float) -> bool:
+        """See ExpertServer."""
+        return self._server is None or _LOOP.run(self._server.drain(until_s))
+
+    def close(self) -> None:
+        """Close at once."""
+        server, self._server = self._server, None
+        if server is not None:
+            _LOOP.run(server.close())
+            _LOOP.release()
 
 
 def _try_bind(a: Address) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES
 from expertd.ranges import runs
@@ -10,10 +11,13 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels.oracle.advice import advice
 from expertd_kernels.oracle.decision import Decision
 from expertd_server.boot.layers import Booted
-from expertd_server.boot.memory import MemoryPlan
+from expertd_server.boot.memory import MemoryPlan, free_bytes
 from expertd_server.engine.admission import Limits
 
-__all__ = ["describe_layer", "describe_server"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Describer", "describe_layer"]
 
 
 def describe_layer(b: Booted) -> pb.Layer:
@@ -68,34 +72,53 @@ def _memory(plan: MemoryPlan) -> pb.Memory:
     )
 
 
-def describe_server(
-    *,
-    instance_id: str,
-    version: str,
-    family: str,
-    fingerprint: str,
-    hidden_size: int,
-    layers: Sequence[pb.Layer],
-    limits: Limits,
-    memory: MemoryPlan | None = None,
-) -> Mapping[bool, pb.DescribeResponse]:
-    """The answer without (False) and with (True) the verdicts of the oracle; the load is filled in for each answer."""
-    full = pb.DescribeResponse(
-        instance_id=instance_id,
-        version=version,
-        model=pb.Model(family=family, fingerprint=fingerprint, hidden_size=hidden_size),
-        layers=layers,
-        limits=pb.Limits(
-            max_tokens=limits.max_tokens,
-            max_message_bytes=limits.max_message_bytes,
-            max_requests_in_flight=limits.max_in_flight,
-        ),
-        input_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
-        output_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
-        memory=None if memory is None else _memory(memory),
-    )
-    brief = pb.DescribeResponse()
-    brief.CopyFrom(full)
-    for layer in brief.layers:
-        layer.ClearField("verdicts")
-    return {False: brief, True: full}
+class Describer:
+    """The answer of Describe, from the last update().  load: asked for each answer.  The rest: what never changes."""
+
+    def __init__(
+        self,
+        load: Callable[[], pb.Load],
+        *,
+        instance_id: str,
+        version: str,
+        family: str,
+        fingerprint: str,
+        hidden_size: int,
+        limits: Limits,
+    ) -> None:
+        self._load = load
+        self._always = pb.DescribeResponse(
+            instance_id=instance_id,
+            version=version,
+            model=pb.Model(family=family, fingerprint=fingerprint, hidden_size=hidden_size),
+            limits=pb.Limits(
+                max_tokens=limits.max_tokens,
+                max_message_bytes=limits.max_message_bytes,
+                max_requests_in_flight=limits.max_in_flight,
+            ),
+            input_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
+            output_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
+        )
+        self.update((), None, None)
+
+    def update(self, booted: Sequence[Booted], memory: MemoryPlan | None, device: torch.device | None) -> None:
+        """What is held now, and where; device: None = free memory is not told."""
+        full, brief = pb.DescribeResponse(), pb.DescribeResponse()
+        full.CopyFrom(self._always)
+        full.layers.extend(describe_layer(b) for b in booted)
+        if memory is not None:
+            full.memory.CopyFrom(_memory(memory))
+        brief.CopyFrom(full)
+        for layer in brief.layers:
+            layer.ClearField("verdicts")
+        self._answers = {False: brief, True: full}, device
+
+    def __call__(self, decisions: bool) -> pb.DescribeResponse:
+        """decisions: with the verdicts of the oracle."""
+        answers, device = self._answers
+        out = pb.DescribeResponse()
+        out.CopyFrom(answers[decisions])
+        out.load.CopyFrom(self._load())
+        if device is not None:
+            out.memory.free_bytes = free_bytes(device)
+        return out

@@ -97,6 +97,7 @@ class Metrics:
         r.register(batches)
         self.batch: Callable[[BatchReport], None] = batches.add
         self._requests: dict[tuple[str, str], Callable[[], None]] = {}
+        self._backends: set[tuple[str, ...]] = set()
         self.bytes_in: Callable[[float], None] = self.bytes.labels("in").inc
         self.bytes_out: Callable[[float], None] = self.bytes.labels("out").inc
 
@@ -110,16 +111,25 @@ class Metrics:
         tokens.set_function(lambda: load().queued_tokens)
         requests.set_function(lambda: load().queued_requests)
 
-    def backend(self, facts: BackendFacts) -> None:
-        self.backend_info.labels(
-            str(facts.layer),
-            facts.backend,
-            facts.weight_scheme,
-            facts.activation_scheme,
-            facts.device,
-            facts.chosen_by,
-            "true" if facts.from_cache else "false",
-        ).set(1)
+    def hold(self, backends: Iterable[BackendFacts]) -> None:
+        """What is held from now on, and who computes it."""
+        now: set[tuple[str, ...]] = {
+            (
+                str(f.layer),
+                f.backend,
+                f.weight_scheme,
+                f.activation_scheme,
+                f.device,
+                f.chosen_by,
+                "true" if f.from_cache else "false",
+            )
+            for f in backends
+        }
+        for labels in self._backends - now:
+            self.backend_info.remove(*labels)
+        for labels in now - self._backends:
+            self.backend_info.labels(*labels).set(1)
+        self._backends = now
 
     def booted(self, seconds: Mapping[str, float], lookups: Mapping[str, int]) -> None:
         """What loading took, by stage, and what was found in the cache, by outcome."""
@@ -154,6 +164,28 @@ class _Tally:
         family.add_metric(labels, list(zip(names, so_far, strict=True)), self._sum)
 
 
+class _Experts:
+    """Routes that each expert of one layer served, of all that were held here at some time.  It keeps nothing of the
+    layer alive."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._counts = np.zeros(num_experts, np.int64)
+        self._ever = np.zeros(num_experts, bool)
+        self._generation = 0
+        self._ids: Array = np.empty(0, np.int64)
+
+    def add(self, b: BatchReport) -> None:
+        if b.layer.generation != self._generation:
+            self._generation, self._ids = b.layer.generation, np.asarray(b.layer.held, np.int64)
+            self._ever[self._ids] = True
+        self._counts[self._ids] += b.expert_tokens
+
+    def samples(self) -> list[tuple[int, int]]:
+        """(global id, routes)."""
+        ids = np.flatnonzero(self._ever)
+        return list(zip(ids.tolist(), self._counts[ids].tolist(), strict=True))
+
+
 class _Batches(Collector):
     """What a batch adds to the metrics.  add() is called by the engine's thread alone, collect() by whoever scrapes."""
 
@@ -162,19 +194,18 @@ class _Batches(Collector):
         self._queue, self._copy_in, self._copy_out = _Tally(_SECONDS), _Tally(_SECONDS), _Tally(_SECONDS)
         self._kernel: dict[str, _Tally] = {}
         self._tokens: dict[int, int] = {}
-        self._experts: dict[int, tuple[Sequence[int], Array]] = {}
+        self._experts: dict[int, _Experts] = {}
 
     def add(self, b: BatchReport) -> None:
         """One batch was computed."""
         layer, backend = b.layer.layer, b.backend
         if layer not in self._tokens:
-            self._experts[layer] = (b.layer.held, np.zeros(len(b.layer.held), np.int64))
+            self._experts[layer] = _Experts(b.layer.num_experts)
             self._tokens[layer] = 0
         if backend not in self._kernel:
             self._kernel[backend] = _Tally(_SECONDS)
-        counts = self._experts[layer][1]
         self._tokens[layer] += b.tokens
-        np.add(counts, b.expert_tokens, out=counts)
+        self._experts[layer].add(b)
         self._batch_tokens.add(b.tokens)
         self._batch_requests.add(b.requests)
         for ns in b.queue_ns:
@@ -188,8 +219,8 @@ class _Batches(Collector):
         for layer, n in list(self._tokens.items()):
             tokens.add_metric((str(layer),), n)
         experts = CounterMetricFamily("expertd_expert_tokens", "Routes served, by expert.", labels=("layer", "expert"))
-        for layer, (held, counts) in list(self._experts.items()):
-            for expert, n in zip(held, counts.tolist(), strict=True):
+        for layer, counts in list(self._experts.items()):
+            for expert, n in counts.samples():
                 experts.add_metric((str(layer), str(expert)), n)
         kernel = HistogramMetricFamily("expertd_kernel_seconds", "Time of a batch in the kernel.", labels=("backend",))
         for backend, tally in list(self._kernel.items()):

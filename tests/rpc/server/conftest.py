@@ -20,7 +20,7 @@ from expertd_server.engine.engine import Engine
 from expertd_server.engine.scheduler import Policy
 from expertd_server.service.service import Service
 from expertd_server.transports.grpc_server import ExpertServer
-from expertd_server.views.describe import describe_layer, describe_server
+from expertd_server.views.describe import Describer
 from expertd_server.views.metrics import Metrics
 
 
@@ -49,17 +49,17 @@ async def served(request, booted):
         ready.append(replace(b.served, experts=Gated(b.served.experts, gate, entered, kernels)))
     engine.hold(ready)
     engine.start()
-    described = describe_server(
+    described = Describer(
+        server.service.load_message,
         instance_id="test",
         version="0",
         family=source.family,
         fingerprint=source.fingerprint,
         hidden_size=H,
-        layers=[describe_layer(b) for b in layers],
         limits=limits,
-        memory=plan_memory(CONFIG, [b.assignment for b in layers]),
     )
-    server.service.open(described.__getitem__)
+    described.update(layers, plan_memory(CONFIG, [b.assignment for b in layers]), None)
+    server.service.open(described)
     await server.open()
     call = request.param(server.servicer, address)
     served = Served(call, server, engine, metrics, gate, entered, kernels)

@@ -22,7 +22,7 @@ from expertd_server.config import Address, Ranges, ServeConfig
 from expertd_server.engine.admission import Limits
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.scheduler import Policy
-from expertd_server.life import message_bytes
+from expertd_server.host import message_bytes
 from expertd_server.service.service import Service
 from expertd_server.transports.grpc_server import ExpertServer
 from expertd_server.views.metrics import Metrics
@@ -46,7 +46,7 @@ async def answers(
     plans = assign_layers(config, source, detect_device("cpu"), installed_packages(BACKENDS))
     (b,) = boot_layers(plans, Workshop(source, torch.device("cpu")))
     engine = Engine(torch.device("cpu"), compute_dtype=config.compute, policy=Policy(64))
-    service = Service(engine, Metrics(), Limits(64, message_bytes(64, plans), 8))
+    service = Service(engine, Metrics(), Limits(64, message_bytes(64, [p.info for p in plans]), 8))
     server = ExpertServer(service)
     address = await server.start(Address("127.0.0.1", 0))
     engine.hold([b.served])

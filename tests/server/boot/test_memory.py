@@ -1,6 +1,5 @@
 """The plan of memory: its sum, what it says of it, and a server that does not fit is refused before it loads."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from expertd_server.boot.assignment import BootError, assign_layers, open_source
 from expertd_server.boot.memory import memory_json, memory_text, plan_memory, require_room
 from expertd_server.cli import main
 from expertd_server.config import ConfigError, ServeConfig, resolve
-from expertd_server.life import serve
+from expertd_server.host import Host
 
 GIB = 1 << 30
 QWEN = "qwen3-30b-a3b:int4_g128"
@@ -155,11 +154,11 @@ def test_sizes_have_units(text, size, monkeypatch):
 def test_a_server_that_does_not_fit_stops_before_it_listens_or_loads(monkeypatch, tmp_path):
     with open(tmp_path / "out", "w") as f:
         console = Console(file=f)
-        monkeypatch.setattr("expertd_server.life.free_bytes", lambda device: 1 << 20)
-        monkeypatch.setattr("expertd_server.life.boot_layers", lambda *a, **k: pytest.fail("it loaded"))
+        monkeypatch.setattr("expertd_server.host.free_bytes", lambda device: 1 << 20)
+        monkeypatch.setattr("expertd_server.residence.boot_layers", lambda *a, **k: pytest.fail("it loaded"))
         config = ServeConfig(synthetic="qwen3-30b-a3b:int4_g128", device="cpu", layers=module_ranges("0-3"))
         with pytest.raises(BootError, match=r"0\.00 GiB are free"):
-            asyncio.run(serve(config, console))
+            Host(config, console).start()
     assert "listening" not in (tmp_path / "out").read_text()
 
 

@@ -580,7 +580,7 @@ def test_work_between_batches_has_the_device_for_itself(make):
 
 def test_work_between_batches_waits_for_all_that_is_under_way(monkeypatch):
     two = (CpuLane(torch.float32), CpuLane(torch.float32))  # one batch is collected after the next was launched
-    monkeypatch.setattr(pipeline, "lanes", lambda device, dtype: two)
+    monkeypatch.setattr(pipeline, "lanes", lambda device, dtype, stream: two)
     s = Setup("python", "cpu")
     s.block()
     for tag in (1, 2, 3):

@@ -66,10 +66,9 @@ class FakeGraph:
 def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(module, "_event", object)
-    monkeypatch.setattr(module, "pool", lambda: "one for all")
     free = iter(range(10_000, 0, -10))
     monkeypatch.setattr(module, "_free_bytes", lambda: next(free))
-    return Graphs()
+    return Graphs("one for all")
 
 
 def test_sizes_are_few_up_to_the_largest_that_is_captured():

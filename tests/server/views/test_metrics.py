@@ -45,7 +45,7 @@ def test_a_scrape_sees_batches_experts_and_calls(metrics):
     metrics.batch(report(5, [3, 0]))
     metrics.batch(report(7, [1, 6]))
     metrics.answered("NOT_FOUND", "LAYER_NOT_HELD")
-    metrics.backend(BackendFacts(3, "reference", "int4_g128", "none", "cpu:x86_64", "order", False))
+    metrics.hold([BackendFacts(3, "reference", "int4_g128", "none", "cpu:x86_64", "order", False)])
     metrics.booted({"pack": 1.5}, {"hit": 3, "stale": 1})
     metrics.watch_load(lambda: LoadNow(11, 2, 1.0, False))
     http = MetricsHttp(metrics, "127.0.0.1", 0)

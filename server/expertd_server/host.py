@@ -1,0 +1,286 @@
+"""A server in this process, from its plan to its end: for `expertd serve`, for a test, for an actor of a cluster.
+
+    host = Host(config)
+    address = host.start()    plan, listen (health NOT_SERVING); layers are read, checked and warmed up on a thread
+    host.ready()              SERVING
+    host.residence.add(3)     more layers, or fewer, while it serves
+    host.drain(30)            refuse what is new, answer what was taken
+    host.close()
+
+Every method may be called from any thread; no signal is handled, and nothing of the process is changed but the CPU
+kernel's number of threads.  Several hosts live side by side, each with its own engine, streams and metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+
+import torch
+from rich.console import Console
+
+from expertd_kernels.native.memory import available_bytes
+from expertd_kernels.oracle import table
+from expertd_kernels.oracle.probe import packages_for
+from expertd_kernels.packed.cache import PackedCache
+from expertd_kernels.sources.source import LayerInfo
+from expertd_server.boot.assignment import Assigner, Assignment, BootError, files_state, open_source, resolve_device
+from expertd_server.boot.layers import Booted, Stopped
+from expertd_server.boot.measuring import Tournaments, settle_threads
+from expertd_server.boot.memory import free_bytes, memory_text, plan_memory, require_room
+from expertd_server.boot.prepare import Workshop
+from expertd_server.boot.progress import Progress
+from expertd_server.config import Address, ServeConfig
+from expertd_server.engine.admission import Limits, QueueLimits
+from expertd_server.engine.engine import Engine
+from expertd_server.engine.scheduler import Policy
+from expertd_server.residence import Residence
+from expertd_server.service.service import Service
+from expertd_server.transports.grpc_server import GrpcTransport
+from expertd_server.transports.protocol import Transport
+from expertd_server.views.describe import Describer
+from expertd_server.views.metrics import BackendFacts, Metrics, MetricsHttp
+from expertd_server.views.render import print_decisions
+
+__all__ = ["Host", "message_bytes"]
+
+
+def message_bytes(max_tokens: int, infos: Sequence[LayerInfo]) -> int:
+    """What a request of max_tokens tokens needs with everything in its widest dtype, headers included."""
+    widest = max(4 * i.hidden_size + 12 * i.top_k for i in infos)
+    return max_tokens * widest + (64 << 10)
+
+
+class Host:
+    """console: where people are told; None: nowhere.  on_fault: called once, on the engine's thread, with the sentence
+    why nothing is computed any more: close it then, and start another process where it says that the device is lost.
+
+    address    where gRPC is served; metrics: this host's series
+    residence  what it holds
+    loaded     done when it is SERVING, or with the reason why it is not: BootError, or Stopped after close()
+    fault      what on_fault was told, "" = none
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        console: Console | None = None,
+        on_fault: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self.config = config
+        self.address = ""
+        self.fault = ""
+        self.loaded: Future[None] = Future()
+        self._console = console or Console(quiet=True)
+        self._on_fault = on_fault
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._http: MetricsHttp | None = None
+        self._transports: list[Transport] = []
+        self._loader: threading.Thread | None = None
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> str:
+        """Plan, listen, and begin to load.  Returns the address.  Raises BootError."""
+        config = self.config
+        device, where = resolve_device(config.device)
+        source = open_source(config, where)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.engine = Engine(
+            where,
+            compute_dtype=config.compute,
+            policy=Policy(config.max_tokens, config.max_wait_us * 1000, config.patience),
+            limits=QueueLimits(config.max_queue_tokens, config.max_queue_requests),
+            observe=lambda report: self.metrics.batch(report),
+            on_fault=self._faulted,
+            warm_routes=None if where.type == "cpu" else config.warm_routes,
+        )
+        self._workshop = Workshop(
+            source,
+            where,
+            _cache(config),
+            files_state(config) if config.cache else "",
+            config.max_tokens,
+            config.warm_routes,
+            stream=self.engine.stream,
+            alone=self.engine.between if where.type != "cpu" else lambda work: work(),
+        )
+        with self._workshop.stage("plan"):
+            assigner = Assigner(config, source, device, packages_for(device, table.BACKENDS, config.cache))
+            assignments = assigner.all()
+        oracle = Tournaments.of(config, where, assignments)
+        if oracle is not None:
+            assignments = [oracle.apply(a) for a in assignments]
+        print_decisions(self._console, assignments, pending=oracle is not None)
+        self._require_served(assignments)
+        self._require_room(assignments)
+        infos = [a.info for a in assignments] or [source.info(source.layers[0])]
+        limits = Limits(
+            config.max_tokens, config.max_message_bytes or message_bytes(config.max_tokens, infos), config.max_in_flight
+        )
+        self.metrics = Metrics()
+        self.metrics.watch_load(self.engine.load)
+        self.service = Service(self.engine, self.metrics, limits)
+        self.residence = Residence(config, assigner, self._workshop, self.engine, oracle, self._changed)
+        self._describe = Describer(
+            self.service.load_message,
+            instance_id=uuid.uuid4().hex,
+            version=importlib.metadata.version("expertd"),
+            family=source.family,
+            fingerprint=source.fingerprint,
+            hidden_size=infos[0].hidden_size,
+            limits=limits,
+        )
+        try:
+            self._listen()
+        except BaseException:
+            self.close()
+            raise
+        self._loader = threading.Thread(target=self._boot, args=(assignments,), name="expertd-load", daemon=True)
+        self._loader.start()
+        return self.address
+
+    def ready(self, timeout_s: float | None = None) -> None:
+        """Wait until it is SERVING.  Raises BootError; Stopped if it was closed before; TimeoutError."""
+        self.loaded.result(timeout_s)
+
+    def drain(self, grace_s: float) -> bool:
+        """Refuse new requests, finish those taken, stop listening.  False: grace_s was over before everything was
+        answered."""
+        until_s = time.monotonic() + grace_s
+        self.service.drain()
+        answered = [t.drain(until_s) for t in self._transports]
+        done = all(answered)
+        self.engine.stop(max(0.1, until_s - time.monotonic()) if done else 0.1)
+        return done
+
+    def close(self) -> None:
+        """End it at once, whatever is under way: what waits is answered with DRAINING.  While it loads, the layer that
+        is being made is finished first: a thread that computes must not be left behind."""
+        self._closing.set()
+        with self._lock:
+            transports, self._transports = self._transports, []
+            http, self._http = self._http, None
+        for t in transports:
+            t.close()
+        if http is not None:
+            http.close()
+        if self._loader is not None:
+            self._loader.join()
+        if self.address:
+            self.engine.stop(0.1)
+            self.service.close()
+
+    def say(self, text: str) -> None:
+        """Tell people."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()
+
+    # ---- on the thread that loads ------------------------------------------------------------------------------------
+
+    def _boot(self, assignments: Sequence[Assignment]) -> None:
+        try:
+            settle_threads(self.config, assignments, lambda text: self.say(f"cpu kernel: {text}"))
+            with Progress(self._console, len(assignments), self._workshop) as progress:
+                self.residence.boot(assignments, progress.done, self._closing.is_set)
+            changed = [
+                b.assignment
+                for b, a in zip(self.residence.booted.values(), assignments, strict=True)
+                if b.assignment.decision != a.decision
+            ]
+            print_decisions(self._console, changed)
+            self.metrics.booted(self._workshop.seconds, self._workshop.lookups)
+            with self._lock:
+                if self._closing.is_set():
+                    raise Stopped("closed while loading")
+                self.engine.start()
+                self.service.open(self._describe)
+                for t in self._transports:
+                    t.open()
+        except BaseException as e:
+            self.loaded.set_exception(e)
+        else:
+            self.loaded.set_result(None)
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        where = self.config.metrics_listen
+        if where is not None:
+            with _listening("--metrics-listen", where):
+                self._http = MetricsHttp(self.metrics, where.host, where.port)
+            self.say(f"metrics on http://{Address(where.host, self._http.port)}/metrics")
+        grpc = GrpcTransport(self.service, self.config.listen)
+        with _listening("--listen", self.config.listen):
+            self.address = grpc.start()
+        self._transports.append(grpc)
+        self.say(f"listening on {self.address}")
+
+    def _require_served(self, assignments: Sequence[Assignment]) -> None:
+        """Raises BootError where a layer has no backend."""
+        refused = next((a for a in assignments if a.decision.chosen is None), None)
+        if refused is None:
+            return
+        d = refused.decision
+        what = "no backend serves" if not d.pinned else f"--backend {self.config.backend} does not serve"
+        raise BootError(
+            f"{what} layer {refused.info.layer}, {d.problem.scheme_name} on {d.problem.device}: the table says why"
+        )
+
+    def _require_room(self, assignments: Sequence[Assignment]) -> None:
+        """Show the plan of memory.  Raises BootError where it does not fit."""
+        if not assignments:
+            return
+        plan, free = plan_memory(self.config, assignments), free_bytes(self._workshop.device)
+        for line in memory_text(plan, free):
+            self.say(line)
+        require_room(plan, self.config, assignments, free, available_bytes())
+
+    def _changed(self, booted: Mapping[int, Booted]) -> None:
+        """The residence holds this now."""
+        self.metrics.hold([_facts(b) for b in booted.values()])
+        self._describe.update(list(booted.values()), self.residence.memory, self._workshop.device)
+
+    def _faulted(self, why: str) -> None:
+        self.fault = why
+        self._on_fault(why)
+
+
+@contextlib.contextmanager
+def _listening(option: str, where: Address) -> Iterator[None]:
+    """OSError becomes BootError."""
+    try:
+        yield
+    except OSError as e:
+        raise BootError(f"{option} {where}: cannot listen there: {e.strerror or e}") from e
+
+
+def _facts(b: Booted) -> BackendFacts:
+    p = b.assignment.decision.problem
+    return BackendFacts(
+        b.served.layer,
+        b.served.backend,
+        p.scheme_name,
+        p.activation_quant.value,
+        str(p.device),
+        b.assignment.chosen_by,
+        b.from_cache,
+    )
+
+
+def _cache(config: ServeConfig) -> PackedCache | None:
+    """Raises BootError where the folder cannot be made."""
+    if config.cache is None:
+        return None
+    try:
+        config.cache.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise BootError(f"--cache {config.cache}: cannot be made: {e.strerror or e}; want a folder") from e
+    return PackedCache(config.cache)
