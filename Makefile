@@ -4,6 +4,7 @@ PYTHON     ?= python3
 CHECKPOINT ?= tests/fixtures/gptq-w4-g128-sym-descact-false-qwen3moe1l
 PIP_ARGS   ?=
 TEST_ARGS  ?=
+MACHINES   ?= x86_64,aarch64
 BUF        := @bufbuild/buf@1.75.0
 
 BIN   := .venv/bin
@@ -12,7 +13,7 @@ NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_k
   proto/expertd/shm/csrc/*.cpp proto/expertd/shm/csrc/*.h \
   server/expertd_server/engine/csrc/*.cpp server/expertd_server/engine/csrc/*.h)
 
-.PHONY: help setup demo test triton check lint format proto golden docs bench clean
+.PHONY: help setup demo test triton check lint format proto golden docs bench wheel clean
 
 help:           ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -65,6 +66,10 @@ docs: $(STAMP)  ## regenerate what docs/ has from the code: pages, the picture o
 
 bench: $(STAMP) ## kernel benchmark of this machine's CPU
 	$(BIN)/python -m expertd_kernels.bench --device cpu
+
+wheel: $(STAMP) ## dist/*.whl for every Linux with glibc 2.28 and newer, checked: make wheel [MACHINES=x86_64,aarch64]
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt ziglang auditwheel
+	$(BIN)/python deploy/wheel.py build --machine $(MACHINES)
 
 clean:          ## remove .venv and everything built
 	rm -rf .venv node_modules build dist

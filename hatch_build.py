@@ -1,11 +1,16 @@
-"""Build hook: compiles the CPU kernel into the package when a wheel or an editable install is made.
+"""Build hook: compiles the CPU kernel and two small libraries when a wheel or an editable install is made.
 
-Without a compiler the install goes on: expertd then says so, and serves CPU layers with its slower fall-back.
+Without a compiler the install goes on: expertd then says so, serves CPU layers with its slower fall-back, and has no
+shared memory.
+
+EXPERTD_WHEEL=x86_64 or aarch64 (`make wheel` sets it) makes a wheel to give away: for that architecture and for every
+Linux with the glibc that native/csrc/build.py names.  There a failure is an error.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sysconfig
 from pathlib import Path
 from types import ModuleType
@@ -27,28 +32,46 @@ def _module(name: str, path: Path) -> ModuleType:
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[misc, type-arg, unused-ignore]
-    """Adds the shared object to the wheel, and tags the wheel for this platform."""
+    """Adds the shared objects to the wheel, and tags the wheel for the machines that it runs on."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        self._small_libraries(build_data)
+        machine = os.environ.get("EXPERTD_WHEEL", "")
         builder = _module("expertd_csrc_build", CSRC / "build.py")
-        try:
-            library: Path = builder.build(only_if_stale=True)
-        except builder.BuildError as e:
-            self.app.display_warning(f"expertd: the CPU kernel was not built, CPU layers will be slower: {e}")
-            return
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        self._small_libraries(build_data, machine)
+        if machine:
+            self._put(build_data, builder.build(self._place(machine, builder.LIBRARY), machine=machine), CSRC)
+            platform = f"manylinux_{builder.GLIBC.replace('.', '_')}_{machine}"
+        else:
+            try:
+                library: Path = builder.build(only_if_stale=True)
+            except builder.BuildError as e:
+                self.app.display_warning(f"expertd: the CPU kernel was not built, CPU layers will be slower: {e}")
+                return
+            build_data["artifacts"].append(str(library.relative_to(self.root)))
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"  # C ABI through ctypes: any Python of this platform
-        build_data["artifacts"].append(str(library.relative_to(self.root)))
 
-    def _small_libraries(self, build_data: dict[str, Any]) -> None:
+    def _small_libraries(self, build_data: dict[str, Any], machine: str) -> None:
         """Those of shared memory and of the engine's core; without them messages travel inline."""
         cxx = _module("expertd_cxx", ROOT / "proto" / "expertd" / "cxx.py")
         for library in cxx.LIBRARIES:
+            if machine:
+                made = cxx.build(library, ROOT, self._place(machine, library.name), machine=machine)
+                self._put(build_data, made, ROOT / library.folder)
+                continue
             try:
-                made: Path = cxx.build(library, ROOT)
+                made = cxx.build(library, ROOT)
             except cxx.BuildError as e:
                 self.app.display_warning(f"expertd: {library.name} was not built, there is no shared memory: {e}")
                 continue
             build_data["artifacts"].append(str(made.relative_to(self.root)))
+
+    def _place(self, machine: str, name: str) -> Path:
+        """Where a library for others is made: the tree keeps those of this machine."""
+        return Path(self.root) / "build" / "wheel" / machine / name
+
+    def _put(self, build_data: dict[str, Any], library: Path, folder: Path) -> None:
+        """`library` goes into the wheel where those of `folder` lie: packages stand one folder below the tree's."""
+        inside = Path(*(folder / library.name).relative_to(ROOT).parts[1:])
+        build_data["force_include"][str(library)] = str(inside)

@@ -23,6 +23,8 @@ from pathlib import Path
 __all__ = ["LIBRARIES", "BuildError", "Library", "build", "find_compiler"]
 
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-shared"]
+EXPORTS = "{ global: expertd_*; local: *; };\n"
+"""Only our own functions are seen from outside: not those of the C++ library that is linked in."""
 SHM = "proto/expertd/shm/csrc"
 ENGINE = "server/expertd_server/engine/csrc"
 GLIBC = "2.28"
@@ -83,7 +85,10 @@ def build(library: Library, root: Path, out: Path | None = None, *, machine: str
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / out.name
         includes = [f"-I{root / headers}" for headers in library.headers]
-        command = [*compiler, *FLAGS, *includes, *map(str, library.sources(root)), "-o", str(made), "-ldl"]
+        exports = Path(folder) / "exports.map"
+        exports.write_text(EXPORTS)
+        flags = [*FLAGS, f"-Wl,--version-script={exports}", *(["-s"] if machine else [])]
+        command = [*compiler, *flags, *includes, *map(str, library.sources(root)), "-o", str(made), "-ldl"]
         for more in (["-static-libgcc", "-static-libstdc++"], []):  # without the compiler's own libraries, if it can be
             done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
             if done.returncode == 0:

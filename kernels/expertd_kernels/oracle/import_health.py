@@ -12,7 +12,7 @@ from pathlib import Path
 
 from expertd_kernels.atomic_file import replacing
 
-__all__ = ["IMPORT_NAME", "ImportHealth"]
+__all__ = ["IMPORT_NAME", "OTHER_NAMES", "ImportHealth", "installed_as"]
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,22 @@ IMPORT_NAME = {
     "sgl-deep-gemm": "deep_gemm",
 }
 """Distribution -> module, where the names differ."""
+
+OTHER_NAMES = {
+    "triton": ("triton-rocm", "pytorch-triton-rocm", "triton-xpu", "pytorch-triton-xpu", "pytorch-triton"),
+}
+"""Distribution -> those that bring the same module: torch's builds for AMD and Intel GPUs come with a Triton of their
+own name."""
+
+
+def installed_as(name: str) -> importlib.metadata.Distribution | None:
+    """Distribution `name` as it is installed here, perhaps by another of its names; None where it is not."""
+    for known in (name, *OTHER_NAMES.get(name, ())):
+        try:
+            return importlib.metadata.distribution(known)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 class ImportHealth:
@@ -75,7 +91,9 @@ class ImportHealth:
 
 def _state(name: str) -> str:
     """What an import depends on, as far as it can be told without one: the installation, Python and torch."""
-    dist = importlib.metadata.distribution(name)
+    dist = installed_as(name)
+    if dist is None:
+        return ""
     files = [p for f in dist.files or () if f.name == "RECORD" and (p := Path(str(dist.locate_file(f)))).exists()]
     times = [str(p.stat().st_mtime_ns) for p in files]
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertd_kernels.oracle.decision import Backend
 from expertd_kernels.oracle.devices import cuda_device, rocm_device, xpu_device
-from expertd_kernels.oracle.import_health import ImportHealth
+from expertd_kernels.oracle.import_health import ImportHealth, installed_as
 from expertd_kernels.oracle.row import CPU_KERNEL
 from expertd_kernels.problem import Device, Package
 
@@ -161,11 +160,8 @@ def installed_packages(
             error = native.kernel_error()
             out[name] = Package(str(native.ABI), error, native.source.remedy() if error else "")
             continue
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        out[name] = Package(version, health.error(name) if probe_imports else "")
+        if (dist := installed_as(name)) is not None:
+            out[name] = Package(dist.version, health.error(name) if probe_imports else "")
     health.keep()
     return out
 

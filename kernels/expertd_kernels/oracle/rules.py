@@ -53,7 +53,7 @@ def _within(version: str, want: str) -> bool:
 
 
 def rule_packages(b: Backend, p: Problem) -> str | None:
-    found = [f for name, want in b.needs.items() if (f := _lacking(name, want, p.packages.get(name)))]
+    found = [f for name, want in b.needs.items() if (f := _lacking(name, want, p.packages.get(name), p.device.kind))]
     if not found:
         return None
     needs, commands = (list(dict.fromkeys(x)) for x in zip(*((r.needs, r.command) for _, r in found), strict=True))
@@ -61,18 +61,23 @@ def rule_packages(b: Backend, p: Problem) -> str | None:
     return Refusal("; ".join(text for text, _ in found), RefusalKind.INSTALL, remedy)
 
 
-def _lacking(name: str, want: str, have: Package | None) -> tuple[str, Remedy] | None:
-    """What is wrong with an installed distribution, and what mends it; None where nothing is."""
+def _lacking(name: str, want: str, have: Package | None, kind: str) -> tuple[str, Remedy] | None:
+    """What is wrong with an installed distribution, and what mends it on that kind of device; None where nothing is."""
     if name == CPU_KERNEL:
         if have is not None and not have.error:
             return None
         command = (have.remedy if have else "") or "python -m expertd_kernels.native.csrc.build"
         return have.error if have else "the compiled library is not there", Remedy("its compiled library", command)
     install = Remedy(f"{name} {want}".rstrip(), f"pip install '{name}{want}'")
+    if name == "triton" and kind in ("rocm", "xpu"):  # another one than on the package index
+        install = Remedy(install.needs, f"install torch's build for {kind}, which brings it (docs/install.md)")
     if have is None:
         return f"package {name}{want} is not installed", install
     if have.error:
-        again = Remedy(f"a {install.needs} that imports", f"pip install --force-reinstall --no-deps '{name}{want}'")
+        again = Remedy(
+            f"a {install.needs} that imports",
+            install.command.replace("pip install", "pip install --force-reinstall --no-deps"),
+        )
         return f"package {name} {have.version} does not import: {have.error}", again
     if want and not _within(have.version, want):
         return f"package {name} {have.version} is installed, {want} is needed", install

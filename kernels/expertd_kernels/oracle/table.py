@@ -345,7 +345,7 @@ BACKENDS: tuple[Backend, ...] = (
         ),
         summary="fused MoE kernels of AMD's AITER, routes given",
         activations=_SILU,
-        needs={"amd-aiter": ">=0.1.7"},
+        needs={"amd-aiter": ">=0.1.7.dev0"},
         bias=False,
         clamp=False,
         hidden_multiple=128,

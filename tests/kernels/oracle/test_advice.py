@@ -52,6 +52,13 @@ def test_a_row_that_was_not_seen_on_hardware_is_not_called_faster():
     assert text.startswith("preferred row xpu (not run on hardware) needs vllm-xpu-kernels >=")
 
 
+@pytest.mark.parametrize(("device", "kind"), [("gfx942", "rocm"), ("xpu-xe2", "xpu")])
+def test_triton_for_other_makers_comes_with_torch(device, kind):
+    """The one on the package index is for NVIDIA."""
+    row = next(v for v in ask(device, without=["triton"]).verdicts if v.backend == "triton")
+    assert row.refusals[0].remedy.command == f"install torch's build for {kind}, which brings it (docs/install.md)"
+
+
 def test_a_package_that_does_not_import_is_to_be_installed_again():
     broken = {**ALL, "triton": Package(ALL["triton"].version, "ImportError: libtriton.so")}
     found = advice(ask(packages=broken))

@@ -87,6 +87,19 @@ def test_a_package_that_imports_is_not_imported_again_by_the_next_start(package,
     assert asked(cache) == ("", 1), "an unreadable memory is none"
 
 
+@pytest.mark.parametrize("name", ["triton-rocm", "pytorch-triton-xpu"])
+def test_tritons_of_torchs_other_builds_are_seen(name, tmp_path, monkeypatch):
+    """They bring the module triton under a distribution's name of their own."""
+    info = tmp_path / f"{name.replace('-', '_')}-9.8.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.8+git0123\n")
+    row = Backend("tritons", "", (), (), "", needs={"triton": ">=3"})
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert probe.installed_packages([row])["triton"].version == "9.8+git0123"
+    monkeypatch.setattr(sys, "path", [])
+    assert "triton" not in probe.installed_packages([row])
+
+
 def test_a_package_that_does_not_import_is_asked_every_time(package, tmp_path):
     module = package.parent / "widget.py"
     module.write_text("raise OSError('libwidget.so: not found')\n")

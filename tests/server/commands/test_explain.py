@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,8 +111,8 @@ def test_rows_for_other_devices_fold_into_one_line(capsys):
 def test_a_faster_row_is_offered_with_its_command(capsys, monkeypatch):
     from expertd_kernels.oracle import probe
 
-    real = importlib.metadata.version
-    monkeypatch.setattr(probe.importlib.metadata, "version", lambda n: "2.1.0" if n == "triton" else real(n))
+    real, old = probe.installed_as, SimpleNamespace(version="2.1.0")
+    monkeypatch.setattr(probe, "installed_as", lambda name: old if name == "triton" else real(name))
     want = next(b.needs["triton"] for b in BACKENDS if b.name == "gluon_sm90")
     line = f"faster row gluon_sm90 needs triton {want}: pip install 'triton{want}'"
     asked = ("--device", "sm90", "--packages", "installed")
@@ -243,10 +243,8 @@ def test_a_package_that_is_installed_and_broken_is_told_as_a_server_would(capsys
     from expertd_kernels.oracle import probe
     from expertd_server.boot import assignment
 
-    real = importlib.metadata.version
-    monkeypatch.setattr(
-        probe.importlib.metadata, "version", lambda name: "0.2.5" if name == "sgl-deep-gemm" else real(name)
-    )
+    real, broken = probe.installed_as, SimpleNamespace(version="0.2.5")
+    monkeypatch.setattr(probe, "installed_as", lambda name: broken if name == "sgl-deep-gemm" else real(name))
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     here = Device("cuda", "sm90", (9, 0)), torch.device("cpu")
     monkeypatch.setattr(assignment, "resolve_device", lambda name: here)

@@ -32,16 +32,16 @@ FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall
 SANITIZE = ["-std=c++17", "-O0", "-g1", "-fPIC", "-pthread", "-Wno-psabi", "-fno-omit-frame-pointer"]
 """Not optimized: with a sanitizer, that would take the compiler minutes."""
 _LEFT_OUT = {
-    "": (("level_avx512",), "-DEXPERTD_NO_AVX512"),
-    "thread": (("level_avx", "repack"), "-DEXPERTD_ONLY_PORTABLE"),
+    "": ("level_avx512", "-DEXPERTD_NO_AVX512"),
+    "thread": ("level_avx", "-DEXPERTD_ONLY_PORTABLE"),
 }
-"""With a sanitizer: sources that are left out, and how context.cpp is told.  The levels are the same templates; repack
-has clones for processors, which are chosen before ThreadSanitizer's run time is there."""
-EXPORTS = f"-Wl,--version-script={HERE / 'exports.map'}"
+"""With a sanitizer: sources that are left out, by the beginning of their names, and how context.cpp is told.  The
+levels are the same templates."""
+EXPORTS = "{ global: expertd_*; local: *; };\n"
 """Only our own functions are seen from outside: not those of the C++ library that is linked in."""
 GLIBC = "2.28"
 """The oldest glibc that a library made by ziglang runs on."""
-COMMON = ["level_portable", "layout", "pool", "pack", "layer", "context", "repack", "guard"]
+COMMON = ["level_portable", "layout", "pool", "pack", "layer", "context", "processor", "repack", "guard"]
 _AVX512 = [
     "-mavx512f",
     "-mavx512bw",
@@ -154,7 +154,10 @@ def build(
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
         made = Path(folder) / out.name
         objects = pool.map(lambda unit: _compile(compiler, unit[0], unit[1], flags, Path(folder)), units.items())
-        shared = [] if driver else ["-shared"] if sanitize else ["-shared", EXPORTS]
+        exports = Path(folder) / "exports.map"
+        exports.write_text(EXPORTS)
+        own = [] if sanitize else [f"-Wl,--version-script={exports}", *(["-s"] if machine else [])]
+        shared = [] if driver else ["-shared", *own]
         link = [*compiler, *flags, *shared, *map(str, objects), "-o", str(made)]
         try:  # without the compiler's own libraries, the result also runs where they are older
             _run(link if sanitize else [*link, "-static-libgcc", "-static-libstdc++"])

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <string>
 
+#include "processor.h"
+
 #ifndef EXPERTD_SOURCES
 #define EXPERTD_SOURCES "unknown"
 #endif
@@ -18,7 +20,7 @@ std::vector<const Level*> known() {
 #elif defined(__x86_64__) && defined(EXPERTD_NO_AVX512)
   return {&kAvx2, &kPortable};
 #elif defined(__x86_64__)
-  const bool amd = __builtin_cpu_is("amd");
+  const bool amd = processor().amd;
   return {&kAvx512Amx, amd ? &kAvx512Bf16 : &kAvx512Vnni, amd ? &kAvx512Vnni : &kAvx512Bf16, &kAvx512, &kAvx2, &kPortable};
 #else
   return {&kPortable};

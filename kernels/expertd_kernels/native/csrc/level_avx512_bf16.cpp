@@ -2,6 +2,7 @@
 #include "simd_avx512.h"
 
 #include "level_impl.h"
+#include "processor.h"
 #include "simd_amx.h"
 
 namespace expertd {
@@ -9,10 +10,7 @@ namespace {
 
 constexpr int kTilesFrom = 12;  // measured, docs/log/cpu-xeon.md
 
-bool runs() {
-  return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
-}
+bool runs() { return processor().avx512_bf16; }
 
 bool runs_with_tiles() {
   static const bool allowed = runs() && AmxTiles::allowed();

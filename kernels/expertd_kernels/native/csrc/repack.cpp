@@ -8,16 +8,12 @@
 #include <memory>
 
 #include "abi.h"
+#include "processor.h"
 
 namespace {
 
-// GCC compiles the loops twice and takes the wider ones where the machine has them.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
-#define CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define CLONES
-#endif
-#define INLINE inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))
+#define INLINE inline INLINED
 
 constexpr int64_t PAGE = 4096, LINE = 64;  // bytes
 constexpr int TILE = LINE / sizeof(uint32_t);
@@ -249,11 +245,11 @@ INLINE int64_t piece_rows(int64_t rows, int64_t cols, int64_t multiple) {
   return least(rows, fit < multiple ? multiple : fit);
 }
 
-CLONES void turn_rows(const uint32_t* in, int64_t rows, int64_t cols, uint32_t flip, uint32_t* out, int64_t stride) {
+INLINE void turn_rows(const uint32_t* in, int64_t rows, int64_t cols, uint32_t flip, uint32_t* out, int64_t stride) {
   write_transposed(rows, cols, out, stride, Flipped{in, cols, flip});
 }
 
-CLONES void turn_gathered(const uint32_t* in, int64_t words, int64_t n, int32_t bits, const int32_t* columns, uint32_t flip, uint8_t* fields,
+INLINE void turn_gathered(const uint32_t* in, int64_t words, int64_t n, int32_t bits, const int32_t* columns, uint32_t flip, uint8_t* fields,
                           uint32_t* out) {
   if (bits == 4)
     gather<4>(in, words, n, columns, flip, fields, out);
@@ -261,7 +257,7 @@ CLONES void turn_gathered(const uint32_t* in, int64_t words, int64_t n, int32_t 
     gather<8>(in, words, n, columns, flip, fields, out);
 }
 
-CLONES void turn_all_columns(const uint32_t* in, int64_t words, int64_t cols, const uint8_t* order, uint32_t* out, int64_t stride) {
+INLINE void turn_all_columns(const uint32_t* in, int64_t words, int64_t cols, const uint8_t* order, uint32_t* out, int64_t stride) {
   Tile tiles[8];
   for (int64_t c0 = 0; c0 < cols; c0 += TILE)
     for (int64_t r0 = 0; r0 < words; r0 += TILE) {
@@ -270,6 +266,19 @@ CLONES void turn_all_columns(const uint32_t* in, int64_t words, int64_t cols, co
       for (int i = 0; i < 8; i++) put(tiles[i], height, width, out + (c0 * 8 + order[i]) * stride + r0, 8 * stride);
     }
 }
+
+// What `work` inlines is compiled twice, and the wider code is taken where the machine has it.
+template <class Work>
+void narrow(const Work& work) { work(); }
+#if defined(__x86_64__)
+template <class Work>
+__attribute__((target("avx2"))) void wide(const Work& work) { work(); }
+template <class Work>
+void run(const Work& work) { expertd::processor().avx2 ? wide(work) : narrow(work); }
+#else
+template <class Work>
+void run(const Work& work) { narrow(work); }
+#endif
 
 }  // namespace
 
@@ -284,7 +293,7 @@ int32_t expertd_repack_rows(int32_t fd, int64_t offset, int64_t rows, int64_t co
     const int64_t count = least(step, rows - r);
     const uint32_t* in = read_words(fd, offset + r * cols * 4, count * cols, buffer);
     if (!in) return EXPERTD_READ_FAILED;
-    turn_rows(in, count, cols, flip, out + r, rows);
+    run([&]() INLINED { turn_rows(in, count, cols, flip, out + r, rows); });
   }
   return EXPERTD_OK;
 }
@@ -300,7 +309,7 @@ int32_t expertd_repack_gather(int32_t fd, int64_t offset, int64_t k, int64_t n, 
   if (!buffer) return EXPERTD_NO_MEMORY;
   const uint32_t* in = read_words(fd, offset, words * n, buffer + fields / int64_t(sizeof(uint32_t)));
   if (!in) return EXPERTD_READ_FAILED;
-  turn_gathered(in, words, n, bits, columns, flip, reinterpret_cast<uint8_t*>(buffer), out);
+  run([&]() INLINED { turn_gathered(in, words, n, bits, columns, flip, reinterpret_cast<uint8_t*>(buffer), out); });
   return EXPERTD_OK;
 }
 
@@ -315,7 +324,7 @@ int32_t expertd_repack_columns(int32_t fd, int64_t offset, int64_t k, int64_t co
     const int64_t count = least(step, k - r);
     const uint32_t* in = read_words(fd, offset + r * cols * 4, count * cols, buffer);
     if (!in) return EXPERTD_READ_FAILED;
-    turn_all_columns(in, count / 8, cols, order, out + r / 8, k / 8);
+    run([&]() INLINED { turn_all_columns(in, count / 8, cols, order, out + r / 8, k / 8); });
   }
   return EXPERTD_OK;
 }
