@@ -29,6 +29,8 @@ __all__ = ["Proof", "boot_reference_experts", "prove", "reference_rows"]
 
 BOOT_WEIGHTS = 64 << 20
 """Weights of a layer that the check at boot compares: about half a second on one core of a CPU."""
+LATER_WEIGHTS = 12 << 20
+"""The same of a layer like one that was compared before, by the same code: or checking would hold up reading."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,10 +96,11 @@ class Proof:
         )
 
 
-def boot_reference_experts(weights: Weights) -> int:
-    """Experts of a layer to compare where a full check would hold up the boot: at least two."""
+def boot_reference_experts(weights: Weights, later: bool = False) -> int:
+    """Experts of a layer to compare where a full check would hold up the boot: at least two.  later: a layer like it
+    was compared before."""
     each = weights.w13.shape[1] * weights.w13.shape[2] + weights.w2.shape[1] * weights.w2.shape[2]
-    return min(weights.num_experts, max(2, BOOT_WEIGHTS // each))
+    return min(weights.num_experts, max(2, (LATER_WEIGHTS if later else BOOT_WEIGHTS) // each))
 
 
 def prove(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from expertd_kernels.sources.source import ExpertSource, LayerInfo
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.quantize import quantize, scheme_named
 from expertd_kernels.weights.scheme import Scheme
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["QuantizedSource"]
 
@@ -32,6 +34,11 @@ class QuantizedSource:
         self.fingerprint = hashlib.sha256(f"{source.fingerprint} quantized {self.scheme}".encode()).hexdigest()
 
     @property
+    def device(self) -> torch.device | None:
+        """Where load() makes weights; None: on the CPU, of what is read."""
+        return getattr(self.source, "device", None)
+
+    @property
     def bytes_read(self) -> int:
         """Bytes of tensors read from disk so far; 0 for a source that reads none."""
         return int(getattr(self.source, "bytes_read", 0))
@@ -50,20 +57,23 @@ class QuantizedSource:
     def load(self, layer: int, experts: Sequence[int] | None = None) -> Weights:
         info = self.info(layer)
         ids = list(range(info.num_experts)) if experts is None else list(experts)
-        parts: list[Weights] = []
+        whole: Weights | None = None
         for first in range(0, len(ids), self.experts_at_a_time):
             few = ids[first : first + self.experts_at_a_time]
             try:
-                parts.append(quantize(self.source.load(layer, few), self.scheme))
+                part = quantize(self.source.load(layer, few), self.scheme)
             except ValueError as error:
                 raise ValueError(f"of the experts {few[0]} to {few[-1]}: {error}") from error
-        return replace(parts[0], w13=_join([p.w13 for p in parts]), w2=_join([p.w2 for p in parts]))
+            if whole is None:
+                whole = replace(part, w13=_room(part.w13, len(ids)), w2=_room(part.w2, len(ids)))
+            for matrix, its in ((whole.w13, part.w13), (whole.w2, part.w2)):
+                for name, t in its.tensors():
+                    getattr(matrix, name)[first : first + len(few)] = t
+        assert whole is not None, "no experts were asked for"
+        return whole
 
 
-def _join(parts: list[QuantTensor]) -> QuantTensor:
-    """One matrix of all the parts' experts."""
-    if len(parts) == 1:
-        return parts[0]
-    fields = {name: torch.cat([getattr(p, name) for p in parts]) for name, _ in parts[0].tensors()}
-    E = sum(p.num_experts for p in parts)
-    return replace(parts[0], shape=(E, *parts[0].shape[1:]), **fields)  # type: ignore[arg-type]
+def _room(q: QuantTensor, experts: int) -> QuantTensor:
+    """A matrix like `q` of so many experts, to be filled: joining parts would take them twice."""
+    fields = {name: t.new_empty((experts, *t.shape[1:])) for name, t in q.tensors()}
+    return replace(q, shape=(experts, *q.shape[1:]), **fields)  # type: ignore[arg-type]

@@ -12,14 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from expertd_kernels.measure.tournament import BucketedExperts
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.protocol import Experts
+from expertd_server.boot.ahead import ReadAhead, storage_bytes
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError, Choice
 from expertd_server.boot.measuring import Tournaments
 from expertd_server.boot.memory import give_back, hold
-from expertd_server.boot.prepare import LayerWeights, Prepared, Workshop, prepare, warm_up
+from expertd_server.boot.prepare import LayerWeights, Prepared, Workshop, prepare, warm_up, will_read
 from expertd_server.engine.served import ServedLayer
 
 __all__ = ["Booted", "Stopped", "boot_layer", "boot_layers"]
@@ -48,13 +51,18 @@ class Booted:
 
 
 def boot_layer(
-    assignment: Assignment, workshop: Workshop, oracle: Tournaments | None = None, *, measure: bool = True
+    assignment: Assignment,
+    workshop: Workshop,
+    oracle: Tournaments | None = None,
+    ahead: ReadAhead | None = None,
+    *,
+    measure: bool = True,
 ) -> Booted:
     """One layer.  The canonical weights, if they were loaded at all, are gone when it returns, so the peak of memory is
     the packed layers and one canonical one.  measure: whether the oracle may, or knows only what it has measured.
     Raises BootError."""
     start = time.perf_counter()
-    canonical = LayerWeights(assignment, workshop)
+    canonical = LayerWeights(assignment, workshop, ahead)
     choice = Choice(assignment.info.layer, assignment.decision)
     if oracle is not None and not assignment.decision.pinned:
         results = oracle.known(assignment.decision)
@@ -130,13 +138,28 @@ def boot_layers(
 ) -> list[Booted]:
     """Boot the layers one after another; done() after each.  Raises BootError, or Stopped once stopped() says so."""
     out = []
-    with workshop.computing():
-        if workshop.memory is not None:
-            hold(workshop.memory, workshop.device)
-        for assignment in assignments:
-            if stopped():
-                raise Stopped
-            out.append(boot_layer(assignment, workshop, oracle))
-            give_back(workshop.device)
-            done(out[-1])
+    ahead = ReadAhead(workshop.source, *_ahead(assignments, workshop))
+    fetched = storage_bytes()
+    try:
+        with workshop.computing():
+            if workshop.memory is not None:
+                hold(workshop.memory, workshop.device)
+            for assignment in assignments:
+                if stopped():
+                    raise Stopped
+                out.append(boot_layer(assignment, workshop, oracle, ahead))
+                give_back(workshop.device)
+                done(out[-1])
+    finally:
+        ahead.close()
+        workshop.reading["seconds"] += ahead.seconds
+        workshop.reading["fetched"] += storage_bytes() - fetched
     return out
+
+
+def _ahead(
+    assignments: Sequence[Assignment], workshop: Workshop
+) -> tuple[Sequence[Assignment], Callable[[Assignment], bool]]:
+    """What may be read ahead: nothing that is drawn on the device, where there is room for one layer."""
+    on_device = getattr(workshop.source, "device", None) not in (None, torch.device("cpu"))
+    return () if on_device else assignments, lambda a: will_read(a, workshop)

@@ -32,6 +32,7 @@ from expertd_kernels.refused import Refused
 from expertd_kernels.sources.source import ExpertSource
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
+from expertd_server.boot.ahead import ReadAhead
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError
 from expertd_server.boot.memory import MemoryPlan
@@ -41,7 +42,7 @@ from expertd_server.engine.lane import compute_stream
 if TYPE_CHECKING:
     from expertd_kernels.weights.canonical import Weights
 
-__all__ = ["LayerWeights", "Prepared", "Workshop", "prepare", "warm_up"]
+__all__ = ["LayerWeights", "Prepared", "Workshop", "prepare", "warm_up", "will_read"]
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,10 @@ class Workshop:
     memory   what the server was found to have room for
     stream   of an accelerator: what requests are computed on, with its scratch memory; None = the current one
     alone    runs work while nothing else computes on that stream
-    seconds  spent by stage of the boot: "load", "measure", "pack", "check", "store", "map", "warm_up"
+    seconds  spent by stage of the boot: "load" (waiting for what is read), "copy" (to the device), "measure", "pack",
+             "check", "store", "map", "warm_up"
+    reading  seconds of reading and bytes fetched from storage
+    proven   schemes and shapes of layers that a proof was made for
     lookups  in the cache, by outcome: "hit", "miss", "stale", "damaged"
     """
 
@@ -76,6 +80,8 @@ class Workshop:
     alone: Callable[[Callable[[], Any]], Any] = lambda work: work()
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     lookups: Counter[str] = field(default_factory=Counter)
+    reading: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    proven: set[tuple[Any, ...]] = field(default_factory=set)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -109,8 +115,10 @@ class Workshop:
 class LayerWeights:
     """The canonical weights of one layer and their proof: loaded when first asked for, or never."""
 
-    def __init__(self, assignment: Assignment, workshop: Workshop) -> None:
+    def __init__(self, assignment: Assignment, workshop: Workshop, ahead: ReadAhead | None = None) -> None:
+        """ahead: through which they are read; None: for this layer alone."""
         self._assignment, self._workshop = assignment, workshop
+        self._ahead = ahead or ReadAhead(workshop.source)
         self._weights: Weights | None = None
         self._proof: Proof | None = None
 
@@ -120,23 +128,28 @@ class LayerWeights:
             assignment, workshop = self._assignment, self._workshop
             with workshop.stage("load"):
                 try:
-                    found = workshop.source.load(assignment.info.layer, None if assignment.whole else assignment.held)
+                    found = self._ahead.take(assignment)
                 except (ValueError, OSError) as e:
                     raise BootError(f"layer {assignment.info.layer}: {e}") from e
+            with workshop.stage("copy"):
                 self._weights = found.to(workshop.device)
+            del found  # from here on an accelerator's weights are on the device alone
+            self._ahead.go_on(assignment)
         return self._weights
 
     def proof(self) -> Proof:
         """The batch with the reference's answer, the same for every backend of the layer."""
         if self._proof is None:
-            weights = self.weights()
+            weights, problem = self.weights(), self._assignment.decision.problem
+            kind = (problem.schemes, weights.w13.shape, weights.w2.shape)
             with self._workshop.stage("check"):
                 self._proof = prove(
                     weights,
-                    self._assignment.decision.problem,
-                    reference_experts=boot_reference_experts(weights),
+                    problem,
+                    reference_experts=boot_reference_experts(weights, later=kind in self._workshop.proven),
                     device=self._workshop.device,
                 )
+            self._workshop.proven.add(kind)
         return self._proof
 
 
@@ -164,6 +177,14 @@ def prepare(row: Backend, assignment: Assignment, canonical: LayerWeights, works
             log.warning("layer %d on %s: cache: %s; it is made again", assignment.info.layer, row.name, found.why)
         return _packed(row, assignment, canonical, workshop, facts, damaged=found.outcome == "damaged")
     return _packed(row, assignment, canonical, workshop, facts)
+
+
+def will_read(assignment: Assignment, workshop: Workshop) -> bool:
+    """Whether the layer's canonical weights will be asked for, as far as a look at the cache tells."""
+    row = assignment.decision.chosen
+    if row is None or workshop.cache is None:
+        return row is not None
+    return not workshop.cache.path(_facts(row, assignment, workshop)).is_file()
 
 
 def _facts(row: Backend, assignment: Assignment, workshop: Workshop) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from types import TracebackType
 from rich import progress as rich_progress
 from rich.console import Console
 
+from expertd_server.boot.ahead import bound_text
 from expertd_server.boot.layers import Booted
 from expertd_server.boot.prepare import Workshop
 
@@ -56,6 +57,10 @@ class Progress:
         if kind is None:
             stages = ", ".join(f"{name.replace('_', '-')} {s:.2f}" for name, s in self._workshop.seconds.items())
             self._line(f"loaded {self._count} layers in {time.perf_counter() - self._start:.2f} s ({stages})")
+            w = self._workshop
+            if "load" in w.seconds:
+                read = int(getattr(w.source, "bytes_read", 0))
+                self._line(bound_text(read, w.reading["seconds"], int(w.reading["fetched"]), w.seconds))
             if self._workshop.lookups:
                 found = ", ".join(f"{n} {outcome}" for outcome, n in sorted(self._workshop.lookups.items()))
                 self._line(f"cache: {found}")
