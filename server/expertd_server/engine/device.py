@@ -115,9 +115,9 @@ class DeviceExecutor:
 
     def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
         sizes = [(s.num_experts, s.hidden_size) for s in layers] or [(1, 1)]
-        wanted = (padded(tokens), *(max(column) for column in zip(*sizes, strict=True)))
+        wanted = (padded(tokens), max(k for k, _ in sizes), max(H for _, H in sizes))
         if any(want > have for want, have in zip(wanted, self._size, strict=True)):
-            self._size = tuple(max(pair) for pair in zip(wanted, self._size, strict=True))
+            self._size = (max(wanted[0], self._size[0]), max(wanted[1], self._size[1]), max(wanted[2], self._size[2]))
             self.core.forget_graphs()  # they hold addresses
             self._kept.clear()
             self._captured.clear()
