@@ -129,7 +129,7 @@ class QuantTensor:
 
     def experts(self, select: slice | list[int]) -> QuantTensor:
         """The same matrix for some of the experts (a view for a slice)."""
-        parts = {n: t[select] for n, t in self.tensors()}
+        parts = {n: _some(t, select) for n, t in self.tensors()}
         return replace(self, shape=(parts["codes"].shape[0], *self.shape[1:]), **parts)  # type: ignore[arg-type]
 
     def scales_f32(self) -> Tensor:
@@ -183,6 +183,13 @@ class QuantTensor:
     def widen(self) -> QuantTensor:
         """The same values as unquantized f32, natural column order."""
         return QuantTensor(Scheme(Element.F32), self.shape, self.dequantize(), bias=self.bias, segments=self.segments)
+
+
+def _some(t: Tensor, select: slice | list[int]) -> Tensor:
+    """t[select].  As bytes, where elements are bytes: torch picks rows of e4m3 by number only since 2.7."""
+    if isinstance(select, slice) or t.element_size() > 1:
+        return t[select]
+    return t.view(torch.uint8)[select].view(t.dtype)
 
 
 def _expect(

@@ -207,7 +207,7 @@ def _best(b: Tensor, tries: Sequence[tuple[Tensor, Tensor]], grid: Callable[[Ten
         else:
             better = error < least
             numbers = torch.where(better, x, numbers)
-            stored = torch.where(better, raw, stored)
+            stored = torch.where(better, raw.float(), stored.float()).to(raw.dtype)  # e4m3 has no `where` before 2.7
             least = torch.where(better, error, least)
     assert numbers is not None
     assert stored is not None
@@ -282,8 +282,8 @@ def _round_nvfp4(b: Tensor, scheme: Scheme, g: float) -> _Rounded:
     a = _amax(b)
     raws = []
     for c in _NVFP4_DIVISORS:
-        s = (a / c / g).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
-        raws.append(torch.where(a == 0, torch.ones_like(s), s))
+        s = (a / c / g).clamp(2.0**-9, E4M3_MAX)
+        raws.append(torch.where(a == 0, 1.0, s).to(torch.float8_e4m3fn))
     return *_best(b, [(s, s.float() * g) for s in raws], round_e2m1), None
 
 

@@ -78,10 +78,13 @@ def test_the_cpu_row_names_the_command_that_makes_its_library(remedy):
 
 
 def test_a_pin_is_the_users_choice_and_its_own_lack_is_told():
-    assert advice(ask(without=["triton"], pin="humming")) is None
+    assert advice(ask(without=["sglang"], pin="humming")) is None
     refused = advice(ask(without=["triton", "humming-kernels"], pin="humming"))
-    assert str(refused).startswith("row humming (") or str(refused).startswith("row humming needs humming-kernels")
-    assert "pip install 'humming-kernels" in str(refused)
+    assert (refused.backend, refused.earlier) == ("humming", False)
+    assert refused.needs.startswith("humming-kernels >=")
+    assert refused.needs.endswith(" and triton >=3.6")
+    assert str(refused).startswith("row humming (")
+    assert str(refused).endswith(" && pip install 'triton>=3.6'")
     assert advice(ask(without=["amd-aiter"], pin="aiter")) is None, "no package makes it run on this device"
 
 
