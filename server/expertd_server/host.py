@@ -28,7 +28,7 @@ from expertd_kernels.native.memory import available_bytes
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.probe import packages_for
 from expertd_kernels.packed.cache import PackedCache
-from expertd_kernels.sources.source import LayerInfo
+from expertd_kernels.sources.source import ExpertSource, LayerInfo
 from expertd_server.boot.assignment import Assigner, Assignment, BootError, files_state, open_source, resolve_device
 from expertd_server.boot.layers import Booted, Stopped
 from expertd_server.boot.measuring import Tournaments, settle_threads
@@ -75,6 +75,7 @@ class Host:
         self.config = config
         self.address = ""
         self.fault = ""
+        self.metrics = Metrics()
         self.loaded: Future[None] = Future()
         self._console = console or Console(quiet=True)
         self._on_fault = on_fault
@@ -93,25 +94,8 @@ class Host:
         source = open_source(config, where)
         if config.threads:
             torch.set_num_threads(config.threads)
-        self.engine = Engine(
-            where,
-            compute_dtype=config.compute,
-            policy=Policy(config.max_tokens, config.max_wait_us * 1000, config.patience),
-            limits=QueueLimits(config.max_queue_tokens, config.max_queue_requests),
-            observe=lambda report: self.metrics.batch(report),
-            on_fault=self._faulted,
-            warm_routes=None if where.type == "cpu" else config.warm_routes,
-        )
-        self._workshop = Workshop(
-            source,
-            where,
-            _cache(config),
-            files_state(config) if config.cache else "",
-            config.max_tokens,
-            config.warm_routes,
-            stream=self.engine.stream,
-            alone=self.engine.between if where.type != "cpu" else lambda work: work(),
-        )
+        self.engine = self._make_engine(where)
+        self._workshop = self._make_workshop(source, where)
         with self._workshop.stage("plan"):
             assigner = Assigner(config, source, device, packages_for(device, table.BACKENDS, config.cache))
             assignments = assigner.all()
@@ -121,23 +105,8 @@ class Host:
         print_decisions(self._console, assignments, pending=oracle is not None)
         self._require_served(assignments)
         self._require_room(assignments)
-        infos = [a.info for a in assignments] or [source.info(source.layers[0])]
-        limits = Limits(
-            config.max_tokens, config.max_message_bytes or message_bytes(config.max_tokens, infos), config.max_in_flight
-        )
-        self.metrics = Metrics()
-        self.metrics.watch_load(self.engine.load)
-        self.service = Service(self.engine, self.metrics, limits)
         self.residence = Residence(config, assigner, self._workshop, self.engine, oracle, self._changed)
-        self._describe = Describer(
-            self.service.load_message,
-            instance_id=uuid.uuid4().hex,
-            version=importlib.metadata.version("expertd"),
-            family=source.family,
-            fingerprint=source.fingerprint,
-            hidden_size=infos[0].hidden_size,
-            limits=limits,
-        )
+        self._make_service(source, [a.info for a in assignments] or [source.info(source.layers[0])])
         try:
             self._listen()
         except BaseException:
@@ -210,6 +179,48 @@ class Host:
             self.loaded.set_result(None)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _make_engine(self, where: torch.device) -> Engine:
+        config = self.config
+        engine = Engine(
+            where,
+            compute_dtype=config.compute,
+            policy=Policy(config.max_tokens, config.max_wait_us * 1000, config.patience),
+            limits=QueueLimits(config.max_queue_tokens, config.max_queue_requests),
+            observe=self.metrics.batch,
+            on_fault=self._faulted,
+            warm_routes=None if where.type == "cpu" else config.warm_routes,
+        )
+        self.metrics.watch_load(engine.load)
+        return engine
+
+    def _make_workshop(self, source: ExpertSource, where: torch.device) -> Workshop:
+        config = self.config
+        return Workshop(
+            source,
+            where,
+            _cache(config),
+            files_state(config) if config.cache else "",
+            config.max_tokens,
+            config.warm_routes,
+            stream=self.engine.stream,
+            alone=self.engine.between if where.type != "cpu" else lambda work: work(),
+        )
+
+    def _make_service(self, source: ExpertSource, infos: Sequence[LayerInfo]) -> None:
+        config = self.config
+        largest = config.max_message_bytes or message_bytes(config.max_tokens, infos)
+        limits = Limits(config.max_tokens, largest, config.max_in_flight)
+        self.service = Service(self.engine, self.metrics, limits)
+        self._describe = Describer(
+            self.service.load_message,
+            instance_id=uuid.uuid4().hex,
+            version=importlib.metadata.version("expertd"),
+            family=source.family,
+            fingerprint=source.fingerprint,
+            hidden_size=infos[0].hidden_size,
+            limits=limits,
+        )
 
     def _listen(self) -> None:
         where = self.config.metrics_listen
