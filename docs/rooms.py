@@ -26,7 +26,7 @@ __all__ = ["GATHERED", "Rooms", "draw", "main", "read"]
 PACKAGES = ("expertd_client", "expertd_server", "expertd", "expertd_kernels")
 """In the order of the panels: upper left, upper right, lower left, lower right."""
 GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "expertd": {"words": ("__init__", "dtypes", "errors", "hostmem", "placement", "ranges")},
+    "expertd": {"words": ("__init__", "cxx", "dtypes", "errors", "hostmem", "placement", "ranges")},
     "expertd_kernels": {
         "words": ("atomic_file", "problem", "protocol", "refused", "sizes"),
         "front": ("__init__", "builder", "grouped"),
@@ -36,7 +36,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "front": ("__init__", "async_client", "client", "forwarder"),
         "requests": ("lent", "request", "result", "retry", "tensors"),
         "exchange": ("deadline", "exchange", "link", "session"),
-        "transports": ("grpc_aio", "grpc_common", "grpc_sync", "servicer", "transport"),
+        "transports": ("grpc_aio", "grpc_common", "grpc_sync", "servicer", "shm", "transport"),
         "load": ("bench_codec", "files", "load", "percentiles", "workload"),
         "commands": ("cli",),
     },

@@ -36,6 +36,12 @@ def test_the_picture_of_the_rooms_has_every_room_and_every_arrow():
     assert drawn == now, "docs/rooms.svg is stale: run `make docs`, look at it, and at docs/architecture.md"
 
 
+@pytest.mark.parametrize("package", rooms.PACKAGES)
+def test_every_room_is_named_in_the_architecture(package):
+    named = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE))
+    assert rooms.read().rooms[package].keys() <= named
+
+
 def test_rooms_that_import_each_other_in_a_circle_are_red():
     found = layered(["a", "b", "c"], {("a", "b"): 5, ("b", "c"): 4, ("c", "a"): 1})
     assert found.back == {("c", "a")}
