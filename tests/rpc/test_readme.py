@@ -58,26 +58,26 @@ def stop(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-SERVES = [c for c in commands() if c.startswith("expertd serve")]
+SERVES = [re.sub(" +", " ", c) for c in commands() if c.startswith("expertd serve")]
+FIRST, CHECKPOINT, SIZES, MEASURED = SERVES
 CALLS = [c for c in commands() if ADDRESS in c]
 LOCAL = [c for c in commands() if c.startswith(("expertd explain", "expertd verify", "expertd quantize"))]
 
 
-@pytest.fixture(scope="module")
-def address():
-    process, where = start(shlex.split(SERVES[0]))
+@pytest.fixture(scope="module", params=[CHECKPOINT])
+def address(request):
+    process, where = start(shlex.split(request.param))
     yield where
     stop(process)
 
 
 def test_the_readme_has_what_these_tests_run():
-    assert len(SERVES) == 3
     assert len(CALLS) == 3
     assert len(LOCAL) == 3
     assert len(blocks("python")) == 2
-    known = ("make ", "expertd ", "expertctl ", "buf curl", ". .venv")
+    known = ("pip install ", "make ", "expertd ", "expertctl ", "buf curl", ". .venv")
     assert all(c.startswith(known) for c in commands()), commands()
-    assert README.index("make demo") < README.index("make test") < 2000
+    assert README.index("make demo") < README.index("make test") < 4000
 
 
 @pytest.mark.parametrize("command", LOCAL + CALLS)
@@ -93,7 +93,7 @@ def test_command(command, address, tmp_path):
 
 @pytest.mark.slow
 def test_the_synthetic_server_serves_real_sizes():
-    words = shlex.split(SERVES[1])
+    words = shlex.split(SIZES)
     words[words.index("0-3")] = "0-0"  # one layer: the same code, a quarter of the memory
     process, _ = start(words)
     stop(process)
@@ -101,7 +101,7 @@ def test_the_synthetic_server_serves_real_sizes():
 
 @pytest.mark.slow
 def test_a_server_measures_and_the_next_one_maps(tmp_path):
-    words = shlex.split(SERVES[2].replace("build/cache", str(tmp_path)))
+    words = shlex.split(MEASURED.replace("build/cache", str(tmp_path)))
     words[words.index("qwen3-30b-a3b:int4_g128")] = "tiny:int4_g128"  # the same code, in a second
     process, _ = start(words)
     stop(process)
@@ -112,19 +112,33 @@ def test_a_server_measures_and_the_next_one_maps(tmp_path):
     assert {p.name: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == written
 
 
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_python_example(number, address, monkeypatch):
+def run(block: str, address: str = "") -> dict[str, object]:
+    """What a block of README.md has named once it ran, with nothing named before."""
+    names: dict[str, object] = {}
+    exec(block.replace(ADDRESS, address), names)
+    return names
+
+
+@pytest.mark.parametrize("address", [FIRST, CHECKPOINT], indirect=True)
+def test_the_first_example_calls_the_server_above_it(address, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    torch.manual_seed(0)
-    names = {
-        "hidden_states": torch.randn(5, 256).bfloat16(),
-        "topk_ids": torch.stack([torch.randperm(8)[:4] for _ in range(5)]).int(),
-        "topk_weights": torch.rand(5, 4),
-    }
-    exec(blocks("python")[number].replace(ADDRESS, address), names)
-    out = names["out"] if "out" in names else names["answer"].output
+    answer = run(blocks("python")[0], address)["answer"]
+    assert float(abs(answer.output).max()) > 0
+    assert capsys.readouterr().out.splitlines() == ["(5, 256)", "10"]
+
+
+def test_the_example_without_grpc(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    out = run(blocks("python")[1])["out"]
     assert out.shape == (5, 256)
     assert torch.isfinite(out.float()).all()
     assert float(out.float().abs().max()) > 0
-    if "answer" in names:
-        assert names["answer"].routes_computed == 20
+
+
+def test_the_first_install_names_extras_that_there_are():
+    (line,) = [c for c in commands() if c.startswith("pip install")]
+    assert "[server]" in line
+    named = re.findall(r"\[(\w+)\]", README.partition("```python")[0])
+    declared = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert set(named) >= {"server", "cuda", "rocm", "xpu"}
+    assert set(named) <= set(declared)
