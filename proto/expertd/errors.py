@@ -9,6 +9,9 @@ subject, got, want, remedy.  A row travels in two ways:
                         expertd-retryable       "true" | "false"
                         expertd-retry-after-us  decimal, absent = no advice
 
+Texts are cut and escaped when they are made (`printable`): whatever a caller sent stands in them, and a status must fit
+into a header.
+
 The metadata carries what a google.rpc.ErrorInfo carries.  It is not packed into `grpc-status-details-bin`, because that
 needs googleapis-common-protos on both sides; three plain keys are read by every gRPC client and printed by grpcurl.
 
@@ -67,6 +70,7 @@ __all__ = [
     "from_request_error",
     "from_rpc_error",
     "from_status",
+    "printable",
 ]
 
 _E = TypeVar("_E", bound="ExpertdError")
@@ -103,6 +107,22 @@ class Code(IntEnum):
         return getattr(grpc.StatusCode, self.name)
 
 
+MAX_TEXT = 600
+"""Characters of an error's text.  As the status of a call each may take 12 bytes of its headers, of which grpcio takes
+8 KiB without a thought."""
+_MAX_REASON = 64
+
+
+def printable(text: str, most: int = MAX_TEXT) -> str:
+    """`text` on one line, cut to about `most` characters, with whatever a terminal or a log would obey escaped."""
+    cut = len(text) - most
+    if cut > 0:
+        text = f"{text[: most * 3 // 4]} [{cut} characters left out] {text[len(text) - most // 4 :]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 TABLE: dict[str, type[ExpertdError]] = {}
 """Every row by its reason, in the order of this file."""
 
@@ -128,7 +148,7 @@ class ExpertdError(Exception):
         TABLE[reason] = cls
 
     def __init__(self, message: str, *, request_id: int = 0, retry_after_us: int = 0) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.request_id = request_id
         self.retry_after_us = retry_after_us
 
@@ -178,7 +198,8 @@ class InvalidRequestError(ExpertdError, ValueError):
 
 
 class MalformedMessageError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="MALFORMED_MESSAGE"):
-    """The bytes are no protobuf message of this type, or a part that must be there is absent."""
+    """The bytes are no protobuf message of this type, a part that must be there is absent, or one is longer than
+    expertd.bounds allows."""
 
 
 class BadDtypeError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="BAD_DTYPE"):
@@ -321,7 +342,14 @@ def from_status(
     reason = _text(found.get(REASON_KEY))
     retryable = _text(found.get(RETRYABLE_KEY)) == "true"
     after = _text(found.get(RETRY_AFTER_KEY))
-    return _build(reason, number, details or "", retryable, 0, int(after) if after.isascii() and after.isdigit() else 0)
+    return _build(
+        reason,
+        number,
+        details or "",
+        retryable,
+        0,
+        int(after) if len(after) < 20 and after.isascii() and after.isdigit() else 0,
+    )
 
 
 def from_rpc_error(error: grpc.RpcError) -> ExpertdError:
@@ -347,5 +375,5 @@ def _build(reason: str, code: int, message: str, retryable: bool, request_id: in
             return row(message, request_id=request_id, retry_after_us=after_us)
     error = UnrecognizedError(message, request_id=request_id, retry_after_us=after_us)
     error.code, error.retryable = known, retryable
-    error.reason = reason or error.reason
+    error.reason = printable(reason, _MAX_REASON) or error.reason
     return error

@@ -125,3 +125,37 @@ def test_a_reason_stands_once() -> None:
             """A second row with the reason of another."""
 
     assert TABLE["BAD_DTYPE"] is errors.BadDtypeError
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("layer: got 3, want 1", "layer: got 3, want 1"),
+        ("grün €", "grün €"),
+        ("a\nb\x1b[31mred\x00\x7f\u2028\u202e", r"a\nb\x1b[31mred\x00\x7f\u2028\u202e"),
+        ("lone \ud800", r"lone \ud800"),
+    ],
+)
+def test_a_text_is_one_line_that_no_terminal_obeys(text: str, says: str) -> None:
+    error = errors.BadShapeError(text)
+    assert error.message == says
+    assert errors.from_request_error(error.to_request_error(1)).message == says
+
+
+@pytest.mark.parametrize("letter", ["x", "€", "\U0001f600", "\x00"])
+def test_a_text_of_any_length_fits_into_the_headers_of_a_call(letter: str) -> None:
+    error = errors.BadShapeError("begin " + letter * 1_000_000 + " end")
+    assert error.message.startswith("begin ")
+    assert error.message.endswith(" end")
+    assert "characters left out]" in error.message
+    percent_encoded = sum(1 if 0x20 <= b < 0x7F else 3 for b in error.message.encode())
+    assert percent_encoded < 8192 - 512
+
+
+def test_what_a_server_sends_is_escaped_too() -> None:
+    got = errors.from_request_error(pb.RequestError(code=13, reason="\x1b[2J" * 100, message="x\ny" * 1000))
+    assert got.reason.isprintable()
+    assert len(got.reason) < 500
+    assert got.message.isprintable()
+    got = errors.from_status(8, "x", [("expertd-reason", "QUEUE_FULL"), ("expertd-retry-after-us", "9" * 100_000)])
+    assert (got.reason, got.retry_after_us) == ("QUEUE_FULL", 0)

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from expertd.errors import MalformedMessageError
+from expertd import bounds
+from expertd.errors import ExpertdError, MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire.generated import request_view, response_view, stream_request_view, stream_response_view
 from expertd.wire.scan import (
@@ -16,7 +17,7 @@ from expertd.wire.scan import (
     OddError,
     dtype_and_shape,
     int32,
-    packed_uint32,
+    packed_shape,
     size,
     skip,
     tag,
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 _V = TypeVar("_V")
+_M = TypeVar("_M")
 
 
 def decode_forward_request(buf: Bytes) -> ForwardRequestView:
@@ -81,13 +83,35 @@ def _decode(
         return scan(buf, memoryview(buf), 0, len(buf))
     except (OddError, IndexError, UnicodeDecodeError, DecodeError) as odd:
         try:
-            return view(message.FromString(bytes(buf)))
+            return view(_read_odd(message, buf))
         except DecodeError:
             what = "it ends inside a field" if isinstance(odd, IndexError) else str(odd)
             raise MalformedMessageError(
-                f"{message.DESCRIPTOR.full_name}: got {len(buf)} bytes with {what}; want a serialized protobuf message",
+                f"{message.DESCRIPTOR.full_name}: got {len(buf)} bytes with {what}; want a serialized protobuf message"
+                + (
+                    f", spelled as serializers do where it has more than {bounds.ODD_BYTES}"
+                    * (len(buf) > bounds.ODD_BYTES)
+                ),
                 request_id=peek_request_id(buf, stream),
             ) from None
+        except ExpertdError as e:
+            e.request_id = peek_request_id(buf, stream)
+            raise
+    except ExpertdError as e:
+        e.request_id = peek_request_id(buf, stream)
+        raise
+
+
+def _read_odd(message: type[_M], buf: Bytes) -> _M:
+    """What the scanner gave up on.  Raises DecodeError, or the row that says what is too long."""
+    if len(buf) > bounds.ODD_BYTES:
+        raise DecodeError
+    found: _M = message.FromString(bytes(buf))  # type: ignore[attr-defined]
+    bounds.within(found)
+    return found
+
+
+_MAX_TRACEPARENT = bounds.MOST["ForwardRequest.traceparent"]
 
 
 def _request(buf: Bytes, view: memoryview, pos: int, end: int) -> ForwardRequestView:
@@ -136,12 +160,14 @@ def _request(buf: Bytes, view: memoryview, pos: int, end: int) -> ForwardRequest
             router_weight_on_input = flag != 0
         elif field == 0x52:
             start, pos = size(buf, pos, end)
+            if pos - start > _MAX_TRACEPARENT:
+                raise OddError(f"a traceparent of {pos - start} bytes")
             traceparent = str(view[start:pos], "utf-8")
         elif field == 0x32:
             if grouped is not None:
                 raise OddError("grouped twice")
             start, pos = size(buf, pos, end)
-            grouped = pb.GroupedRows.FromString(view[start:pos])  # type: ignore[arg-type]
+            grouped = bounds.read(pb.GroupedRows, view[start:pos])
         else:
             pos = skip(buf, pos, end, field)
     if pos != end:
@@ -197,13 +223,13 @@ def _tensor_fields(buf: Bytes, view: memoryview, pos: int, end: int) -> TensorVi
                 dtype = int32(dtype)
         elif field == 0x12:
             start, pos = size(buf, pos, end)
-            shape += packed_uint32(bytes(buf[start:pos]))
+            shape += packed_shape(buf, start, pos)
         elif field in _DATA:
             if spelling:
                 raise OddError("tensor data twice")
             start, pos = size(buf, pos, end)
             spelling = field >> 3
-            data = view[start:pos] if field == 0x1A else _DATA[field].FromString(view[start:pos])
+            data = view[start:pos] if field == 0x1A else bounds.read(_DATA[field], view[start:pos])
         elif field == 0x10:
             extent, pos = varint(buf, pos)
             shape += (extent & 0xFFFFFFFF,)
@@ -216,6 +242,8 @@ def _tensor_fields(buf: Bytes, view: memoryview, pos: int, end: int) -> TensorVi
             pos = skip(buf, pos, end, field)
     if pos != end:
         raise OddError(f"more than {MAX_FIELDS} fields, or a last one beyond the end, at byte {pos}")
+    if len(shape) > bounds.MAX_RANK:
+        raise bounds.shape_too_long(f"{len(shape)} extents")
     return TensorView(dtype, shape, spelling, data, scales)
 
 
@@ -270,7 +298,7 @@ def _response(buf: Bytes, view: memoryview, pos: int, end: int) -> ForwardRespon
             if field in small:
                 raise OddError(f"field {field >> 3} twice")
             start, pos = size(buf, pos, end)
-            small[field] = _RESPONSE_PARTS[field].FromString(view[start:pos])
+            small[field] = bounds.read(_RESPONSE_PARTS[field], view[start:pos])
         else:
             pos = skip(buf, pos, end, field)
     if pos != end:
@@ -292,7 +320,7 @@ def _stream_request(buf: Bytes, view: memoryview, pos: int, end: int) -> StreamR
     if field == 0x0A:
         return _request(buf, view, start, stop)
     if field == 0x12:
-        return pb.CancelRequest.FromString(view[start:stop])  # type: ignore[arg-type]
+        return bounds.read(pb.CancelRequest, view[start:stop])
     raise OddError("not a request")
 
 
@@ -306,7 +334,7 @@ def _stream_response(buf: Bytes, view: memoryview, pos: int, end: int) -> Stream
     if field == 0x0A:
         return _response(buf, view, start, stop)
     if field == 0x12:
-        return pb.RequestError.FromString(view[start:stop])  # type: ignore[arg-type]
+        return bounds.read(pb.RequestError, view[start:stop])
     raise OddError("not an answer")
 
 

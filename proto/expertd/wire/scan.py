@@ -16,13 +16,15 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TypeAlias
 
+from expertd.bounds import MAX_RANK, shape_too_long
+
 __all__ = [
     "MAX_FIELDS",
     "Bytes",
     "OddError",
     "dtype_and_shape",
     "int32",
-    "packed_uint32",
+    "packed_shape",
     "size",
     "skip",
     "tag",
@@ -36,8 +38,8 @@ MAX_FIELDS = 64
 """Fields of one message that the scanner reads.  The contract's messages have at most 11; more are read by the
 generated classes in C, so that a message of a million empty fields does not hold the interpreter for a second."""
 
-_MAX_PACKED = 64
-"""Bytes of a packed shape, for the same reason: a tensor of rank 6 takes at most 30."""
+_MAX_SHAPE = 10 * MAX_RANK
+"""Bytes of a packed shape: a varint has at most 10."""
 
 
 class OddError(Exception):
@@ -99,20 +101,23 @@ def int32(value: int) -> int:
 def dtype_and_shape(data: bytes) -> tuple[int, tuple[int, ...]]:
     """The two values behind b"\x08" dtype b"\x12" size extents, which is how every serializer begins a Tensor.
     Cached: what one caller sends hardly differs."""
-    if data[1] >= 0x80:  # then the byte after it is no tag; a size >= 0x80 is one that packed_uint32 does not take
+    if data[1] >= 0x80:  # then the byte after it is no tag; a size >= 0x80 is one that packed_shape does not take
         raise OddError("an unusual dtype")
-    return data[1], packed_uint32(data[4:])
+    return data[1], packed_shape(data, 4, len(data))
 
 
-def packed_uint32(data: bytes) -> tuple[int, ...]:
-    """The values of a packed repeated uint32."""
-    if len(data) > _MAX_PACKED:
-        raise OddError(f"a shape of {len(data)} bytes")
+def packed_shape(buf: Bytes, pos: int, end: int) -> tuple[int, ...]:
+    """The extents behind a packed repeated uint32 from pos to end.  Raises BadShapeError where they are too many."""
+    if end - pos > _MAX_SHAPE:
+        raise shape_too_long(f"{end - pos} bytes of extents")
     out = []
-    pos = 0
-    while pos < len(data):
-        value, pos = varint(data, pos)
+    while pos < end:
+        value, pos = varint(buf, pos)
         out.append(value & 0xFFFFFFFF)
+    if pos != end:
+        raise OddError(f"an extent that reaches beyond its shape, at byte {end}")
+    if len(out) > MAX_RANK:
+        raise shape_too_long(f"{len(out)} extents")
     return tuple(out)
 
 

@@ -199,9 +199,10 @@ def _operand(name: str, t: TensorView, dtype: str, count: int) -> Operand:
             got="floats" if integer else "ints",
             want=f"{want}, raw or synthetic",
         )
-    values: Array = np.array(t.ints, np.int64) if integer else np.array(t.floats, np.float32)
-    if values.size != count:
-        raise BadByteCountError.about(f"{name}: typed values", got=values.size, want=f"{count} for {list(t.shape)}")
+    typed = t.ints if integer else t.floats
+    if len(typed) != count:
+        raise BadByteCountError.about(f"{name}: typed values", got=len(typed), want=f"{count} for {list(t.shape)}")
+    values: Array = np.array(typed, np.int64 if integer else np.float32)
     # Ids stay wide: one beyond i32 is then refused as out of range, by the same check as in any other spelling.
     return Operand("i64", values) if integer else Operand(dtype, round_floats(values, dtype))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
+from expertd import bounds
 from expertd.errors import ExpertdError, MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, decode_forward_request, encode_forward_response
@@ -86,7 +87,7 @@ class Servicer:
 
     def _answer_describe(self, data: bytes) -> bytes:
         try:
-            request = pb.DescribeRequest.FromString(data)
+            request = bounds.read(pb.DescribeRequest, data)
         except DecodeError as e:
             raise MalformedMessageError(f"message: {e}; want a DescribeRequest") from e
         return self._service.describe(request.include_decisions).SerializeToString()

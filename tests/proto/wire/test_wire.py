@@ -182,9 +182,8 @@ def test_usual_messages_are_read_by_the_scanner() -> None:
         b"\x1a\x02\x08\x01\x1a\x02\x10\x05",  # hidden_states in two pieces
         b"\x7b\x08\x01\x7c",  # an unknown group
         b"\x08\x01" * (MAX_FIELDS + 1),  # the same field again and again
-        b"\x1a\x52\x08\x01\x12\x4e" + b"\x01" * 78,  # a tensor of rank 78
     ],
-    ids=["pieces", "group", "many fields", "high rank"],
+    ids=["pieces", "group", "many fields"],
 )
 def test_what_nobody_sends_is_read_by_the_generated_classes(data: bytes) -> None:
     """Legal, but not worth a scanner: and a flood of tiny fields must not keep the interpreter busy."""
