@@ -19,11 +19,11 @@ from triton.runtime.jit import JITFunction
 
 from expertd_kernels.backends import gluon_sm90, gluon_w8a8
 from expertd_kernels.backends.gluon.gpu import Gpu
+from expertd_kernels.bench.cuda import shape_of
 from expertd_kernels.builder import problem_of
 from expertd_kernels.problem import Device
 from expertd_kernels.protocol import Packed
 from expertd_kernels.sources.synthetic import random_weights
-from expertd_kernels.weights.models import MODELS
 from expertd_kernels.weights.scheme import ActivationQuant
 
 H200 = Gpu(torch.device("cpu"), "NVIDIA H200", 132)
@@ -44,10 +44,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel's name and what Triton made of it."""
+    """A kernel's name, what Triton made of it, and its programs."""
 
     kernel: str
     compiled: Any
+    grid: tuple[int, ...]
 
     def registers(self, folder: Path) -> tuple[int, int]:
         """(registers, bytes of local memory) of a thread."""
@@ -118,7 +119,8 @@ def dry_gpu() -> Iterator[list[Launch]]:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         compiled = run(self, *args, grid=grid, warmup=True, **options)
-        launches.append(Launch(self.__name__, compiled.result() if hasattr(compiled, "result") else compiled))
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        launches.append(Launch(self.__name__, compiled, grid))
         return compiled
 
     JITFunction.run = compile_only
@@ -139,8 +141,8 @@ def _grown(packed: Packed, experts: int) -> Packed:
 
 
 def layer(model: str, scheme: str, rounding: ActivationQuant = ActivationQuant.NONE) -> Any:
-    """A layer of the model on the GPU that is not there; its memory is never touched."""
-    s = MODELS[model]
+    """A layer of the model (see bench.cuda.shape_of) on the GPU that is not there; its memory is never touched."""
+    s = shape_of(model)
     weights = random_weights(scheme, 1, s.hidden_size, s.intermediate_size, activation=s.activation, bias=s.bias)
     weights = replace(weights, input_scales=torch.full((1, 2), 0.02))
     problem = problem_of(weights, Device("cuda", "sm90", (9, 0)), top_k=1, activation_quant=rounding)
@@ -157,7 +159,7 @@ def layer(model: str, scheme: str, rounding: ActivationQuant = ActivationQuant.N
 
 def launches(experts: Any, model: str, tokens: int) -> list[Launch]:
     """Those of a call with so many tokens."""
-    s = MODELS[model]
+    s = shape_of(model)
     with dry_gpu() as found:
         experts(
             torch.empty(tokens, s.hidden_size, dtype=torch.bfloat16),

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from expertd_kernels.backends.gluon.dequant import weights
 from expertd_kernels.backends.gluon.pieces import _act
-from expertd_kernels.backends.gluon.triton_versions import barrier, copy_elements, reinterpret
+from expertd_kernels.backends.gluon.triton_versions import barrier, copy_elements, keep_alive, reinterpret
 
 EXPONENTS = gl.constexpr(
     "{\n.reg .b32 t, z;\nmov.b32 z, 0;\nprmt.b32 t, $4, z, 0x1404;\nshr.u32 t, t, 1;\nmov.b32 {$0, $1}, t;\n"
@@ -238,7 +238,10 @@ def gemv(x, codes, scales, bias, ids, tw, out, unscale, C: gl.constexpr):
             v = gl.load(ids + route + j)
             e = gl.where((v >= 0) & (v < C.gemm.experts), v, e)
         x += route.to(gl.int64) * C.gemm.x_stride
-    xs = gl.allocate_shared_memory(gl.bfloat16, [C.input_rounds, C.parts * D, 64 * C.S], C.SX)
+    xs = gl.allocate_shared_memory(gl.bfloat16, [C.padded_rounds, C.parts * D, 64 * C.S], C.SX)
+    spare = xs
+    if C.input_rounds > C.padded_rounds:  # so that further CTAs go elsewhere
+        spare = gl.allocate_shared_memory(gl.bfloat16, [C.input_rounds - C.padded_rounds, C.parts * D, 64 * C.S], C.SX)
     acc = gl.zeros([16 * C.W, 8], gl.float32, MMA)
     if e >= 0:
         e1, e2 = _experts(ids, route, e, 0, C)
@@ -270,3 +273,5 @@ def gemv(x, codes, scales, bias, ids, tw, out, unscale, C: gl.constexpr):
         gdc_wait()
     if (e >= 0) | (not C.gemm.first):
         _finish(_sum_parts(acc, C), bias, ids, tw, out, unscale, b, e, tile, C)
+    if C.input_rounds > C.padded_rounds:
+        keep_alive(spare)

@@ -3,7 +3,8 @@
 """What differs between the versions of Triton that the Gluon kernels run on, 3.6 to 3.9.  Nothing else asks for one.
 
     3.7  `thread_barrier` has become `barrier`
-    3.8  `async_copy_global_to_shared` has become `async_load`, of cp.async and of the bulk copy
+    3.8  `async_copy_global_to_shared` has become `async_load`, of cp.async and of the bulk copy; a view as another
+         shape must be as large as what it views (3.8 alone: allocations are split instead)
     3.9  `_reinterpret` has lost its underscore; a wait for the tensor cores is followed by a barrier of all warps
          unless it is marked (warpgroup_mma_wait); ptxas is 13.4 instead of 12, and told to spend less time on
          registers (ASSEMBLER)
@@ -23,7 +24,7 @@ from triton.language.core import builtin
 
 from expertd_kernels.backends.triton_launch import OPTIONS
 
-__all__ = ["barrier", "copy_elements", "copy_tile", "launch", "reinterpret", "warpgroup_mma_wait"]
+__all__ = ["barrier", "copy_elements", "copy_tile", "keep_alive", "launch", "reinterpret", "warpgroup_mma_wait"]
 
 VERSION = tuple(int(number) for number in triton.__version__.split(".")[:2])
 
@@ -47,6 +48,12 @@ copy_elements = async_copy.async_load if VERSION >= (3, 8) else async_copy.async
 copy_tile = tma.async_load if VERSION >= (3, 8) else tma.async_copy_global_to_shared
 """The bulk tensor copy."""
 REINTERPRET = "reinterpret" if VERSION >= (3, 9) else "_reinterpret"
+
+
+@builtin
+def keep_alive(memory, _semantic=None):
+    """Until here nothing else lies in this shared memory."""
+    memory._keep_alive(_semantic=_semantic)
 
 
 @builtin
