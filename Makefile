@@ -40,7 +40,7 @@ test: $(STAMP) node_modules/.bin/buf ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
 
 triton: $(STAMP) ## compile the GPU kernels under each Triton that the oracle takes; fetches them into build/triton once
-	EXPERTD_TEST_TRITON=all $(BIN)/python -m pytest tests/kernels/backends/gluon/test_triton_versions.py
+	EXPERTD_TEST_TRITON=all $(BIN)/python -m pytest tests/kernels/backends/gluon/shared/test_triton_versions.py
 
 check: lint test ## what CI runs
 

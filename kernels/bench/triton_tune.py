@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from expertd_kernels.backends import triton as backend
-from expertd_kernels.backends.triton_kernels.layer import TritonExperts
-from expertd_kernels.backends.triton_kernels.layout import FLOAT, Layout, layout_of
-from expertd_kernels.backends.triton_kernels.matrix import Matrix
-from expertd_kernels.backends.triton_kernels.plan import Plan, Tile, stage_bytes
+from expertd_kernels.backends.portable.experts import TritonExperts
+from expertd_kernels.backends.portable.layout import FLOAT, Layout, layout_of
+from expertd_kernels.backends.portable.matrix import Matrix
+from expertd_kernels.backends.portable.tiling import Plan, Tile, stage_bytes
 from expertd_kernels.backends.triton_launch import OPTIONS
 from expertd_kernels.bench.cuda import ceilings, graph_times, input_sets, machine, shape_of
 from expertd_kernels.builder import problem_of

@@ -177,7 +177,7 @@ PLANS = {
 @pytest.mark.parametrize("mode", PLANS)
 @pytest.mark.parametrize("scheme", ["int4_g128", "mxfp4", "int4_g32_zp"])
 def test_every_kernel_and_mode(scheme, mode):
-    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+    from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 
     case = Case(scheme)
     weights, experts = layer(case)
@@ -201,7 +201,7 @@ def test_every_kernel_and_mode(scheme, mode):
     ids=str,
 )
 def test_every_kernel_for_bf16(case, tiles):
-    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+    from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 
     weights, experts = layer(case)
     plan = LayerPlan(0, "lists", TilePlan.parse(tiles), TilePlan.parse(tiles))
@@ -225,7 +225,7 @@ def test_every_kernel_for_bf16(case, tiles):
 )
 def test_each_route_by_itself(case):
     """Kernel gemv: parts of K, of a token's experts, or both; bias and router weight on either side."""
-    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+    from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 
     weights, experts = layer(case)
     for w13, w2 in (("T1 W8", "T1 W8"), ("T4 W4", "T1 W4"), ("T2 W8", "T2 W2"), ("T4 W16 V1", "T1 W8 V1")):
@@ -237,7 +237,7 @@ def test_each_route_by_itself(case):
 
 @pytest.mark.parametrize("scheme", ["int8_channel", "e4m3_block128"])
 def test_two_row_tiles_of_eight_bits(scheme):
-    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+    from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 
     case = Case(scheme, bias=True, experts=9, top_k=3, hidden=1088, inner=320)
     weights, experts = layer(case)
@@ -262,7 +262,7 @@ def test_one_to_four_tokens_of_eight_experts(scheme, hidden, inner):
 
 @pytest.mark.parametrize("mode", ["ids", "table"])
 def test_w2_split_over_its_columns(mode):
-    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+    from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 
     case = Case("int4_g32", bias=True)
     weights, experts = layer(case)
@@ -281,8 +281,8 @@ def test_w2_split_over_its_columns(mode):
     ],
 )
 def test_a_call_that_fails_leaves_no_counters(mode, w13, w2, monkeypatch):
-    from expertd_kernels.backends.gluon import layer as module
-    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+    from expertd_kernels.backends.gluon.weight_only import experts as module
+    from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 
     def broken(*args):
         raise RuntimeError("no such kernel")
@@ -300,7 +300,7 @@ def test_a_call_that_fails_leaves_no_counters(mode, w13, w2, monkeypatch):
 @pytest.mark.parametrize("mode", ["ids", "table", "lists"])
 def test_w2_following_w13_in_a_graph_of_many_layers(mode):
     """Calls in a row whose kernels overlap, on other inputs each: the same bits as with w2 waiting for all of w13."""
-    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+    from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 
     case = Case("int4_g128", experts=32, top_k=4, hidden=2048, inner=768)
     _, experts = layer(case)
@@ -332,7 +332,7 @@ def test_w2_following_w13_in_a_graph_of_many_layers(mode):
 @pytest.mark.parametrize("tiles", ["ws BM64 T4 W8 S2 ST4 V2 X16", "ws BM128 T4 W8 S2 ST4 V1"])
 def test_tiles_by_tickets_in_a_graph_of_many_layers(tiles):
     """More tiles than CTAs, fewer, and none; each call's tickets begin at zero, whatever the one before drew."""
-    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+    from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 
     case = Case("int4_g128", experts=32, top_k=4, hidden=2048, inner=768)
     weights, experts = layer(case)
@@ -362,8 +362,8 @@ def test_tiles_by_tickets_in_a_graph_of_many_layers(tiles):
 
 
 def test_more_blocks_than_counters_wait_for_all_of_w13():
-    from expertd_kernels.backends.gluon.layer import COUNTERS
-    from expertd_kernels.backends.gluon.plan import LayerPlan, TilePlan
+    from expertd_kernels.backends.gluon.weight_only.experts import COUNTERS
+    from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 
     case = Case("int4_g128", experts=512, top_k=10, hidden=256, inner=128)
     weights, experts = layer(case)

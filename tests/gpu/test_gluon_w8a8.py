@@ -8,7 +8,7 @@ import torch
 from poisoned import counters_are_zero, poison_scratch
 
 from expertd_kernels import Activation, decide, detect_device, reference, relative_error
-from expertd_kernels.backends.gluon.w8a8_plan import Few8, Plan8
+from expertd_kernels.backends.gluon.w8a8.plan import Few8, Plan8
 from expertd_kernels.builder import build, problem_of
 from expertd_kernels.measure.timing import captured
 from expertd_kernels.oracle.decision import NoBackendError

@@ -32,8 +32,8 @@ def _hopper():
 @pytest.mark.parametrize("placed", [False, True], ids=["lists", "places"])
 @pytest.mark.parametrize(("E", "n"), SIZES)
 def test_grouped_routes_are_a_stable_sort(E, n, placed):
-    from expertd_kernels.backends.gluon.ends import group
-    from expertd_kernels.backends.gluon.grouping import Chunks
+    from expertd_kernels.backends.gluon.shared.grouping import Chunks
+    from expertd_kernels.backends.gluon.shared.launches import group
 
     table = torch.empty(Chunks.table(n, E), dtype=torch.int16, device="cuda")
     calls = []

@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from expertd_kernels.backends import gluon_sm90, gluon_w8a8
-from expertd_kernels.backends.gluon.gpu import Gpu
+from expertd_kernels.backends.gluon.shared.gpu import Gpu
 from expertd_kernels.bench.cuda import shape_of
 from expertd_kernels.builder import problem_of
 from expertd_kernels.problem import Device
@@ -147,11 +147,11 @@ def layer(model: str, scheme: str, rounding: ActivationQuant = ActivationQuant.N
     weights = replace(weights, input_scales=torch.full((1, 2), 0.02))
     problem = problem_of(weights, Device("cuda", "sm90", (9, 0)), top_k=1, activation_quant=rounding)
     if rounding is ActivationQuant.NONE:
-        from expertd_kernels.backends.gluon.layer import GluonExperts
+        from expertd_kernels.backends.gluon.weight_only.experts import GluonExperts
 
         packed = _grown(gluon_sm90.pack(weights, problem), s.num_experts)
         return GluonExperts(packed, replace(problem, num_experts=s.num_experts, top_k=s.top_k), gpu=H200)
-    from expertd_kernels.backends.gluon.w8a8_layer import W8A8Experts
+    from expertd_kernels.backends.gluon.w8a8.experts import W8A8Experts
 
     packed = _grown(gluon_w8a8.pack(weights, problem), s.num_experts)
     return W8A8Experts(packed, replace(problem, num_experts=s.num_experts, top_k=s.top_k), gpu=H200)

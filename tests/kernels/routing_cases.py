@@ -1,6 +1,6 @@
 """Cases of the kernels around gluon_sm90's and gluon_w8a8's GEMMs: routes grouped by expert, blocks listed, results
-added up, each compared with torch.  On a CPU backends/gluon/test_routing.py runs this file as a program of its own, in
-Triton's interpreter: case names from stdin, one a line; each is answered with one line of JSON."""
+added up, each compared with torch.  On a CPU backends/gluon/shared/test_routing.py runs this file as a program of its
+own, in Triton's interpreter: case names from stdin, one a line; each is answered with one line of JSON."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from interpreted import answer_cases
 
-from expertd_kernels.backends.gluon.grouping import Chunks
-from expertd_kernels.backends.gluon.routing import combine, count_routes, group_few, place_routes, table_routes
+from expertd_kernels.backends.gluon.shared.grouping import Chunks
+from expertd_kernels.backends.gluon.shared.routing import combine, count_routes, group_few, place_routes, table_routes
 
 ROUTINGS = ("spread", "one expert", "nowhere")
 GROUPED = {f"{E} experts, {n} routes": (E, n) for E, n in ((8, 1300), (60, 600), (1, 515), (128, 257), (512, 300))}

@@ -1,5 +1,5 @@
 """Cases of the kernels in front of gluon_w8a8's GEMMs: inputs rounded beside the grouping of the routes, or to the
-places of their routes.  On a CPU backends/gluon/test_w8a8_prepare.py runs this file as a program of its own, in
+places of their routes.  On a CPU backends/gluon/w8a8/test_prepare.py runs this file as a program of its own, in
 Triton's interpreter: case names from stdin, one a line; each is answered with one line of JSON."""
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ import torch
 from interpreted import answer_cases
 from routing_cases import routes, same_lists, unwritten
 
-from expertd_kernels.backends.gluon.grouping import Chunks
-from expertd_kernels.backends.gluon.routing import count_routes
-from expertd_kernels.backends.gluon.w8a8_prepare import prepare, round_to_places
+from expertd_kernels.backends.gluon.shared.grouping import Chunks
+from expertd_kernels.backends.gluon.shared.routing import count_routes
+from expertd_kernels.backends.gluon.w8a8.prepare import prepare, round_to_places
 from expertd_kernels.backends.rounding import round_groups
 
 H, R, B = 384, 4, 512

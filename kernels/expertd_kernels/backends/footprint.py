@@ -17,15 +17,15 @@ from expertd_kernels.backends import cutlass_layout, trtllm_layout
 from expertd_kernels.backends.cpu import spec_of, stream_size
 from expertd_kernels.backends.cpu_torch import int4_fits
 from expertd_kernels.backends.glue_space import MOST_BYTES, MOST_ROUTES, between, call_space, capacity, sorted_rows
-from expertd_kernels.backends.gluon.calls import piece_tokens
-from expertd_kernels.backends.gluon.codec import codec_of
-from expertd_kernels.backends.gluon.matrix import TILE, round_up
-from expertd_kernels.backends.gluon.space import layer_space as gluon_space
-from expertd_kernels.backends.gluon.space import tokens_of, w8a8_space
-from expertd_kernels.backends.gluon.w8a8_plan import Shape8
+from expertd_kernels.backends.gluon.shared.calls import piece_tokens
+from expertd_kernels.backends.gluon.shared.space import layer_space as gluon_space
+from expertd_kernels.backends.gluon.shared.space import tokens_of, w8a8_space
+from expertd_kernels.backends.gluon.w8a8.plan import Shape8
+from expertd_kernels.backends.gluon.weight_only.codec import codec_of
+from expertd_kernels.backends.gluon.weight_only.packed_matrix import TILE, round_up
+from expertd_kernels.backends.portable import layout as triton_layout
+from expertd_kernels.backends.portable.space import CHUNK_TOKENS, Rounded, layer_space
 from expertd_kernels.backends.scratch import Layout
-from expertd_kernels.backends.triton_kernels import layout as triton_layout
-from expertd_kernels.backends.triton_kernels.space import CHUNK_TOKENS, Rounded, layer_space
 from expertd_kernels.backends.xpu_layout import form_for as xpu_form
 from expertd_kernels.backends.xpu_layout import int4_group
 from expertd_kernels.native.library import KernelMissingError

@@ -16,9 +16,9 @@ from torch import Tensor
 from expertd_kernels.backends.glue_kernels import activate_rows, combine_rows, gather_rows, place_rows
 from expertd_kernels.backends.glue_space import MOST_BYTES, MOST_ROUTES, call_space
 from expertd_kernels.backends.kernel_keys import settle
+from expertd_kernels.backends.portable import route
+from expertd_kernels.backends.portable.experts import ACTIVATIONS
 from expertd_kernels.backends.scratch import Layout, Shapes, scratch_of
-from expertd_kernels.backends.triton_kernels import route
-from expertd_kernels.backends.triton_kernels.layer import ACTIVATIONS
 from expertd_kernels.backends.triton_launch import OPTIONS
 from expertd_kernels.weights.activation import Activation
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertd_kernels.backends.triton_kernels.gemm import activate
-from expertd_kernels.backends.triton_kernels.rounded import LARGEST_E4M3, to_e4m3
-from expertd_kernels.backends.triton_kernels.route import ranks, tally
-from expertd_kernels.backends.triton_kernels.unpack import to_bf16
+from expertd_kernels.backends.portable.gemm import activate
+from expertd_kernels.backends.portable.rounded import LARGEST_E4M3, to_e4m3
+from expertd_kernels.backends.portable.route import ranks, tally
+from expertd_kernels.backends.portable.unpack import to_bf16
 
 __all__ = ["activate_rows", "combine_rows", "gather_rows", "place_rows"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from expertd_kernels.backends.portable.space import CHUNK, expert_bins
 from expertd_kernels.backends.scratch import Shapes
-from expertd_kernels.backends.triton_kernels.space import CHUNK, expert_bins
 
 __all__ = ["MOST_BYTES", "MOST_ROUTES", "between", "call_space", "capacity", "sorted_rows"]
 

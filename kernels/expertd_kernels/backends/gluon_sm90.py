@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from expertd_kernels.backends.envelope import pack_layer, require_version, unpack_layer
-from expertd_kernels.backends.gluon.matrix import pack_matrix, unpack_matrix
+from expertd_kernels.backends.gluon.weight_only.packed_matrix import pack_matrix, unpack_matrix
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.scheme import ActivationQuant
 
 if TYPE_CHECKING:
-    from expertd_kernels.backends.gluon.layer import GluonExperts
+    from expertd_kernels.backends.gluon.weight_only.experts import GluonExperts
 
 __all__ = ["experts", "pack", "unpack"]
 
@@ -26,7 +26,7 @@ LAYOUT_VERSION = 2
 
 
 def pack(weights: Weights, problem: Problem) -> Packed:
-    """Canonical weights in the layout of gluon/packing.py, rows and columns padded to multiples of 64.
+    """Canonical weights in the layout of gluon/weight_only/packing.py, rows and columns padded to multiples of 64.
 
     Scales that bf16 does not hold exactly (f16, f32) are rounded for the kernel and kept beside it for `unpack`.
     Refused: e4m3 NaNs, scales beyond what a power of two brings into bf16."""
@@ -44,7 +44,7 @@ def unpack(packed: Packed) -> Weights:
 
 def experts(packed: Packed, problem: Problem) -> GluonExperts:
     """Ready to compute.  Needs a Hopper GPU and Triton; the packed tensors move to the current CUDA device."""
-    from expertd_kernels.backends.gluon.layer import GluonExperts
+    from expertd_kernels.backends.gluon.weight_only.experts import GluonExperts
 
     require_version(packed, LAYOUT_VERSION)
     return GluonExperts(packed, problem)

@@ -27,7 +27,7 @@ from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
 if TYPE_CHECKING:
-    from expertd_kernels.backends.gluon.w8a8_layer import W8A8Experts
+    from expertd_kernels.backends.gluon.w8a8.experts import W8A8Experts
 
 __all__ = ["experts", "pack", "unpack"]
 
@@ -102,7 +102,7 @@ def unpack(packed: Packed) -> Weights:
 
 def experts(packed: Packed, problem: Problem) -> W8A8Experts:
     """Ready to compute.  Needs a Hopper GPU and Triton; the packed tensors move to the current CUDA device."""
-    from expertd_kernels.backends.gluon.w8a8_layer import W8A8Experts
+    from expertd_kernels.backends.gluon.w8a8.experts import W8A8Experts
 
     require_version(packed, LAYOUT_VERSION)
     return W8A8Experts(packed, problem)

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from expertd_kernels.backends.triton_kernels.device import capturing, stream_of
+from expertd_kernels.backends.device import capturing, stream_of
 
 __all__ = ["COUNTERS", "Layout", "Scratch", "Shapes", "held_bytes", "reserve", "scratch_of", "settle_counters"]
 

@@ -2,7 +2,7 @@
 
 Weight-only on every scheme; the rows `triton_w8a8` and `triton_w4a8` are the same module with activations rounded to 8
 bits: e4m3 by token, by group of 128, by group of 32 (mxfp8) or by the checkpoint's static scale, int8 by token.
-See triton_kernels/ for the layout, the kernels and the plan of tile sizes.  Imports are absolute, so `import triton`
+See portable/ for the layout, the kernels and the plan of tile sizes.  Imports are absolute, so `import triton`
 means the compiler, also here.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
-from expertd_kernels.backends.triton_kernels.layer import TritonExperts
-from expertd_kernels.backends.triton_kernels.layout import Layout, pack_matrix, unpack_matrix
-from expertd_kernels.backends.triton_kernels.matrix import Matrix
+from expertd_kernels.backends.portable.experts import TritonExperts
+from expertd_kernels.backends.portable.layout import Layout, pack_matrix, unpack_matrix
+from expertd_kernels.backends.portable.matrix import Matrix
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
 from expertd_kernels.weights.canonical import QuantTensor, Weights

@@ -130,8 +130,8 @@ def test_scratch_of_the_triton_rows_is_what_their_calls_lay_out(scheme, quant, t
 
 
 def test_scratch_of_the_hopper_rows_is_what_their_calls_lay_out():
-    from expertd_kernels.backends.gluon.space import layer_space, w8a8_space
-    from expertd_kernels.backends.gluon.w8a8_plan import Shape8
+    from expertd_kernels.backends.gluon.shared.space import layer_space, w8a8_space
+    from expertd_kernels.backends.gluon.w8a8.plan import Shape8
 
     w = random_weights("e4m3_block128", 8, 512, 256)
     quant = ActivationQuant.E4M3_GROUP128

@@ -8,7 +8,7 @@ from triton.compiler import ASTSource, compile
 from expertd_kernels import Activation, ActivationKind
 from expertd_kernels.backends import glue
 from expertd_kernels.backends.glue_space import capacity
-from expertd_kernels.backends.triton_kernels import route
+from expertd_kernels.backends.portable import route
 from expertd_kernels.backends.triton_launch import OPTIONS
 
 TARGET = GPUTarget("cuda", 90, 32)

@@ -31,9 +31,9 @@ def keys(*layers: str) -> dict[str, str]:
 
 
 def test_a_kernel_has_one_key_whatever_its_process_imports_and_asks_first():
-    every = keys("glue", "triton_kernels.layer", "gluon.w8a8_layer", "gluon.layer")
+    every = keys("glue", "portable.experts", "gluon.w8a8.experts", "gluon.weight_only.experts")
     assert len(every) > 20
-    for order in (("gluon.layer",), ("gluon.layer", "glue", "gluon.w8a8_layer")):
+    for order in (("gluon.weight_only.experts",), ("gluon.weight_only.experts", "glue", "gluon.w8a8.experts")):
         found = keys(*order)
         assert len(found) > 5
         assert found == {k: every[k] for k in found}

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from expertd_kernels.backends import scratch as module
-from expertd_kernels.backends.gluon.planning import TABLE_ROUTES
-from expertd_kernels.backends.gluon.space import FLOAT32_TOKENS, layer_space, tokens_of, w8a8_space
-from expertd_kernels.backends.gluon.w8a8_plan import Shape8
+from expertd_kernels.backends.gluon.shared.space import FLOAT32_TOKENS, layer_space, tokens_of, w8a8_space
+from expertd_kernels.backends.gluon.w8a8.plan import Shape8
+from expertd_kernels.backends.gluon.weight_only.planning import TABLE_ROUTES
 from expertd_kernels.backends.scratch import COUNTERS, Layout, held_bytes, reserve, scratch_of, settle_counters
 
 CPU = torch.device("cpu")

@@ -27,10 +27,10 @@ from expertd_kernels import (
 from expertd_kernels.backends import cpu_torch, deepgemm, gluon_sm90, reference, triton, xpu
 from expertd_kernels.backends import flashinfer_cutlass as cutlass
 from expertd_kernels.backends import flashinfer_trtllm as trtllm
-from expertd_kernels.backends.gluon.codec import codec_of
-from expertd_kernels.backends.gluon.planning import heuristic
-from expertd_kernels.backends.triton_kernels.layout import layout_of
-from expertd_kernels.backends.triton_kernels.plan import Facts, make_plan
+from expertd_kernels.backends.gluon.weight_only.codec import codec_of
+from expertd_kernels.backends.gluon.weight_only.planning import heuristic
+from expertd_kernels.backends.portable.layout import layout_of
+from expertd_kernels.backends.portable.tiling import Facts, make_plan
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
 from expertd_kernels.oracle.decision import RULES
 from expertd_kernels.oracle.probe import assumed_packages

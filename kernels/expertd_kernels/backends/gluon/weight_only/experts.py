@@ -1,0 +1,200 @@
+"""The layer on the GPU: scratch memory, launches.  Needs a Hopper GPU, torch with CUDA and Triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from expertd_kernels.backends.gluon.shared.calls import InPieces
+from expertd_kernels.backends.gluon.shared.gpu import Gpu, current_gpu
+from expertd_kernels.backends.gluon.shared.launches import add_up, group
+from expertd_kernels.backends.gluon.shared.routing import table_routes
+from expertd_kernels.backends.gluon.shared.space import FLOAT32_TOKENS, layer_space, tokens_of
+from expertd_kernels.backends.gluon.shared.triton_versions import launch
+from expertd_kernels.backends.gluon.weight_only.block import block
+from expertd_kernels.backends.gluon.weight_only.codec import codec_of
+from expertd_kernels.backends.gluon.weight_only.constants import Tile, tile
+from expertd_kernels.backends.gluon.weight_only.gemv import gemv
+from expertd_kernels.backends.gluon.weight_only.gemv_constants import slices
+from expertd_kernels.backends.gluon.weight_only.matrix import Matrix, gemms
+from expertd_kernels.backends.gluon.weight_only.packed_matrix import TILE, round_up
+from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
+from expertd_kernels.backends.gluon.weight_only.planning import Plans, one_plan
+from expertd_kernels.backends.gluon.weight_only.wide import wide
+from expertd_kernels.backends.gluon.weight_only.ws import ws
+from expertd_kernels.backends.kernel_keys import settle
+from expertd_kernels.backends.scratch import COUNTERS, scratch_of, settle_counters
+from expertd_kernels.problem import Problem
+from expertd_kernels.protocol import Packed
+from expertd_kernels.weights.serial import scheme_from_json
+
+__all__ = ["GluonExperts"]
+
+
+class GluonExperts(InPieces):
+    """The layer's experts."""
+
+    backend = "gluon_sm90"
+
+    def __init__(self, packed: Packed, problem: Problem, plans: Plans | None = None, gpu: Gpu | None = None) -> None:
+        """plans: None = the tuned ones and the rules; gpu: None = the current one."""
+        gpu = gpu or current_gpu()
+        self.device, self.multiprocessors = gpu.device, gpu.multiprocessors
+        self.top_k = problem.top_k
+        self.num_experts, self.hidden_size, self.intermediate_size = packed.meta["w2"]["shape"]
+        # not the originals of rounded scales, which only `unpack` reads
+        tensors = {k: t.to(self.device) for k, t in packed.tensors.items() if not k.endswith("exact_scales")}
+        self._packed = replace(packed, tensors=tensors)
+        self._matrices: dict[tuple[int, bool], tuple[Matrix, Matrix]] = {}
+        self._descriptors: dict[tuple[int, int, int], TensorDescriptor] = {}
+        settle_counters(self.device)
+        w13, w2 = (codec_of(scheme_from_json(packed.meta[name]["scheme"])) for name in ("w13", "w2"))
+        shape = (self.num_experts, self.top_k, self.hidden_size, self.intermediate_size)
+        if plans is None and problem.batch_invariant:
+            plans = one_plan((w13, w2), shape)
+        self.plans = plans or Plans.for_layer(gpu.name, w13, w2, shape)
+
+    def _pair(self, top_k: int, weight_on_input: bool) -> tuple[Matrix, Matrix]:
+        key = (top_k, weight_on_input)
+        if key not in self._matrices:
+            t, found = self._packed.tensors, []
+            for name, gemm in zip(("w13", "w2"), gemms(self._packed, *key), strict=True):
+                codes = t[f"{name}.codes"]
+                shift = self._packed.meta[name]["shift"]
+                nothing = torch.zeros(64, dtype=torch.bfloat16, device=self.device)
+                found.append(
+                    Matrix(
+                        gemm,
+                        codes,
+                        t.get(f"{name}.scales", nothing),
+                        t.get(f"{name}.bias", nothing.float()),
+                        2.0**shift,
+                    )
+                )
+            self._matrices[key] = (found[0], found[1])
+        return self._matrices[key]
+
+    def _run(
+        self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: LayerPlan | None
+    ) -> None:
+        M, top_k = ids.shape
+        n, E = M * top_k, self.num_experts
+        p = plan or self.plans.at(M)
+        w13, w2 = self._pair(top_k, on_input)
+        sizes = self.num_experts, self.hidden_size, self.intermediate_size
+        s = scratch_of(self.device).kept_parts(layer_space(*sizes, tokens_of(M), top_k))
+        h, done = s["h"], s["done"]
+        if p.w13.kind == "gemv":
+            self._gemv(w13, p.w13, x, ids, weights, h, n)
+            self._gemv(w2, p.w2, h, ids, weights, out, M)
+            return
+        y = s["y32" if M <= FLOAT32_TOKENS and p.w2.kind == "block" else "y"]
+        if p.w2.Z * n * self.hidden_size > y.numel():
+            raise ValueError(f"gluon_sm90: {p.w2.Z} parts of {n} routes do not fit the scratch of {M} tokens")
+        split = round_up(2 * n + E, 16)
+        table, lists = s["ints"][:split], s["ints"][split:]
+        words = 0
+        if p.mode == "ids":
+            table = lists = ids
+            blocks = n
+            if M > 1:
+                words = triton.next_power_of_2(triton.cdiv(n, 32))
+            if words > 4:
+                raise ValueError(f"gluon_sm90: mode ids takes up to 128 routes, these are {n}")
+        elif p.mode == "table":
+            blocks = self._blocks(n, p.w13.BM)
+            table_routes[(E,)](
+                ids,
+                table,
+                lists,
+                n,
+                E,
+                triton.next_power_of_2(E),
+                triton.next_power_of_2(blocks),
+                p.w13.BM,
+                max(32, triton.next_power_of_2(n)),
+                True,
+                **launch(4),
+            )
+        else:
+            blocks = 0
+            group(ids, s["chunks"], table, lists, E)
+        listed = p.w13.kind == p.w2.kind == "wide"
+        counted = triton.cdiv(w13.gemm.rows, p.w13.T) if p.w2.F and self._blocks(n, p.w2.BM) <= COUNTERS else 0
+        tickets = not {"wide", "ws"}.isdisjoint((p.w13.kind, p.w2.kind))
+        how = (table, lists, weights)
+        try:
+            self._gemm(w13, p.w13, p.mode, blocks, x, *how, h, done, n, words, listed, counted)
+            second = s["tickets" if tickets else "done"]
+            self._gemm(w2, p.w2, p.mode, blocks, h, *how, y, second, n, words, listed, counted)
+            add_up(y, ids, out, E, p.w2.Z, done if counted or tickets else None)
+        except BaseException:  # without `combine` nobody clears the counters
+            done.zero_()
+            raise
+
+    def _gemv(self, m: Matrix, p: TilePlan, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, b: int) -> None:
+        """Kernel gemv for b routes (w13) or tokens (w2)."""
+        c = slices(m.gemm, p)
+        if p.V:
+            c = slices(m.gemm, p, triton.cdiv(b * c.tiles, self.multiprocessors))
+        codes = m.codes if m.gemm.codec.planes else m.codes.view(torch.bfloat16)
+        scales = m.scales
+        if m.gemm.codec.e8m0:
+            scales = scales.view(-1).view(torch.int16 if c.scale_bits == 16 else torch.int32)
+        gemv[(b * c.tiles,)](x, codes, scales, m.bias, ids, weights, out, m.unscale, c, **launch(p.W, p.R))
+
+    def _blocks(self, n: int, BM: int) -> int:
+        """Blocks of up to BM routes that n routes make at most."""
+        blocks: int = min(n, n // BM + min(self.num_experts, n))
+        return blocks
+
+    def _gemm(
+        self,
+        m: Matrix,
+        p: TilePlan,
+        mode: str,
+        blocks: int,
+        x: Tensor,
+        table: Tensor,
+        lists: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        done: Tensor,
+        n: int,
+        words: int,
+        listed: bool,
+        counted: int,
+    ) -> None:
+        t = tile(m.gemm, p, mode, True, words, listed, counted)
+        key = (id(m), t.T, t.stage_units)
+        if key not in self._descriptors:
+            self._descriptors[key] = m.descriptor(t)
+        if not blocks:
+            blocks = self._blocks(n, p.BM)
+        tiles = blocks * t.column_tiles * t.Z
+        grid = (tiles if p.kind == "block" else min(tiles, self.multiprocessors * p.C),)
+        options = launch(p.W, p.R)
+        kernel: Any = {"block": block, "ws": ws, "wide": wide}[p.kind]
+        if p.kind == "wide":
+            h = self._boxes(out if m.gemm.first else x, t)
+            kernel[grid](x, h, self._descriptors[key], m.bias, table, lists, weights, done, out, t, **options)
+            return
+        results = (done, out) if p.kind == "ws" else (out, done)
+        args = (x, self._descriptors[key], m.scales, m.bias, table, lists, weights, *results, m.unscale, n, t)
+        kernel[grid](*args, **options)
+
+    def _boxes(self, h: Tensor, t: Tile) -> TensorDescriptor:
+        """The bulk copy's view of the intermediate: 64 rows and a stage a box."""
+        key = (h.data_ptr(), h.numel(), 0)  # layouts of many sizes begin at one address
+        if key not in self._descriptors:
+            Ip = round_up(self.intermediate_size, TILE)
+            self._descriptors[key] = TensorDescriptor(h, [h.numel() // Ip, Ip], [Ip, 1], [64, 64], t.SX)
+        return self._descriptors[key]
+
+
+settle(__name__)

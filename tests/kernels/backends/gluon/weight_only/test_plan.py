@@ -1,0 +1,285 @@
+"""Plans of backend gluon_sm90: their text, the committed table, the heuristic on shapes that nobody tuned for."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from expertd_kernels.backends.gluon.weight_only import planning
+from expertd_kernels.backends.gluon.weight_only.codec import Codec, codec_of
+from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
+from expertd_kernels.backends.gluon.weight_only.planning import Plans, heuristic, one_plan
+from expertd_kernels.sizes import planned
+from expertd_kernels.weights.scheme import Scheme
+
+SHARED_BYTES = 232448
+"""Shared memory that a CTA of an H100 or H200 may have (CUDA programming guide, compute capability 9.0)."""
+SHAPES = [
+    (128, 8, 2048, 768), (64, 8, 7168, 2048), (8, 2, 4096, 14336), (128, 4, 2880, 2880), (60, 6, 3584, 1280),
+    (16, 1, 5120, 8192), (512, 10, 2048, 512), (1, 1, 256, 128), (256, 8, 7168, 2048),
+]  # fmt: skip
+TOKENS = [1, 2, 3, 7, 8, 16, 33, 64, 100, 128, 256, 500, 512, 1000, 2048, 5000, 8192]
+
+
+def shared_bytes(plan: TilePlan, codec: Codec) -> int:
+    """The ring: weights, inputs, scales of each stage (epilogues reuse it or need little)."""
+    weights = plan.T * 2048 * plan.S * codec.units
+    scales = plan.T * (plan.S * 64 // codec.chunk) * codec.chunk_scales * codec.scale_bytes if codec.planes else 0
+    return plan.ST * (weights + (plan.BM + plan.X) * 64 * plan.S * 2 + scales + 16)
+
+
+def by_tokens(scheme: str, shape: tuple[int, int, int, int]):
+    """(codec, tokens, experts that are hit under uniform routing, the heuristic's plan)."""
+    E, top_k, _, _ = shape
+    codec = codec_of(Scheme.parse(scheme))
+    for tokens in TOKENS:
+        yield codec, tokens, E * (1 - (1 - top_k / E) ** tokens), heuristic((codec, codec), shape, tokens)
+
+
+def check_gemv(plan: LayerPlan, codecs: tuple[Codec, Codec]) -> None:
+    """Warps by powers of two, at most eight parts, and a ring of at most 16 loads of 16 bytes a lane."""
+    assert plan.mode == "ids"
+    for p, codec in zip((plan.w13, plan.w2), codecs, strict=True):
+        assert p.T in (1, 2, 4), p
+        assert p.W in (p.T, 2 * p.T, 4 * p.T, 8 * p.T), p
+        assert p.W <= 16, p
+        assert p.S == 1, p
+        assert p.ST & (p.ST - 1) == 0, p
+        assert 2 <= p.ST * codec.units <= 16 or p.ST <= 2, p
+
+
+def check(plan: LayerPlan, codecs: tuple[Codec, Codec], routes: int) -> None:
+    if plan.w13.kind == "gemv":
+        check_gemv(plan, codecs)
+        return
+    for p, codec in zip((plan.w13, plan.w2), codecs, strict=True):
+        assert (64 * p.S) % codec.chunk == 0, p
+        assert p.S % p.SK == 0, p
+        assert p.SK == 1 or p.D == 1, p
+        assert p.ST > p.D, p
+        assert p.T * 4 >= p.W, p
+        assert shared_bytes(p, codec) <= SHARED_BYTES, p
+        assert (p.kind == "wide") <= (not codec.planes), p
+        assert codec.planes or p.kind == "wide" or (p.kind == "block" and p.D == 1 and min(p.T, p.S) == 1), p
+    assert plan.mode == "lists" or routes <= 1024
+    assert plan.mode != "ids" or routes <= 128 or plan.tokens == 1
+
+
+def test_text_and_plan_are_inverse():
+    for text in (
+        "block BM8 T1 W4 S4 ST3 SK2",
+        "ws BM128 T4 W8 S2 ST4 V1",
+        "block BM8 T1 W4 S2 ST3 SK2 R80 P0",
+        "ws BM64 T4 W8 S2 ST4 V2 X16",
+        "block BM8 T1 W4 S4 ST4 SK2 Z4",
+        "block BM64 T2 W4 S2 ST2 V1 R168 X16 F1",
+        "wide BM128 T4 W4 S1 ST4",
+        "wide BM192 T4 W4 S1 ST4",
+        "block BM8 T1 W4 S2 ST3 SK2 F1",
+        "gemv BM1 T4 W16 S1 ST8",
+    ):
+        assert str(TilePlan.parse(text)) == text
+    with pytest.raises(ValueError, match="unknown word 'Q9'"):
+        TilePlan.parse("block BM8 Q9")
+    with pytest.raises(ValueError, match="want block, gemv, ws or wide, with BM"):
+        TilePlan.parse("block T2")
+
+
+def test_plans_that_do_not_go_together_are_refused():
+    a, b = TilePlan.parse("block BM8"), TilePlan.parse("block BM16 T2")
+    with pytest.raises(ValueError, match="share one BM"):
+        LayerPlan(8, "table", a, b)
+    follows = TilePlan.parse("block BM8 F1")
+    for w13, w2 in ((b, follows), (follows, a), (TilePlan.parse("ws BM8 T4"), follows), (replace(a, X=8), follows)):
+        with pytest.raises(ValueError, match="F goes with w2"):
+            LayerPlan(8, "lists", w13, w2)
+    with pytest.raises(ValueError, match="lists for kernels ws and wide"):
+        LayerPlan(8, "table", TilePlan.parse("ws BM64 T4 W8"), TilePlan.parse("ws BM64 T4 W8"))
+    with pytest.raises(ValueError, match="lists for kernels ws and wide, and X"):
+        LayerPlan(8, "table", replace(a, X=8), replace(a, X=8))
+    for mode, w13, w2 in (("ids", a, "gemv BM1"), ("ids", "gemv BM1", a), ("table", "gemv BM1", "gemv BM1")):
+        with pytest.raises(ValueError, match="kernel gemv takes both GEMMs, and mode ids"):
+            LayerPlan(2, mode, TilePlan.parse(str(w13)), TilePlan.parse(str(w2)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "mxfp4", "int8_channel", "e4m3_block128", "bf16"])
+def test_the_heuristic_fits_the_hardware(scheme, shape):
+    for codec, tokens, _, plan in by_tokens(scheme, shape):
+        check(plan, (codec, codec), tokens * shape[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("schemes", [("bf16", "int4_g128"), ("int4_g128", "bf16"), ("int8_channel", "mxfp4")], ids=str)
+def test_a_layer_of_two_schemes_has_a_plan_at_every_size(schemes, shape):
+    """Blocks of different sizes need lists: a table has blocks of one."""
+    w13, w2 = (codec_of(Scheme.parse(s)) for s in schemes)
+    for tokens in (*range(1, 120), *TOKENS):
+        check(heuristic((w13, w2), shape, tokens), (w13, w2), tokens * shape[1])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "stretched", "not_stretched"),
+    [
+        ("int4_g128", (1792, 2048, 2176, 4096), (2560, 3072, 8192, 16384)),
+        ("mxfp4", (2048, 4096), (2560, 8192)),
+        ("e4m3_block128", (1792, 2048, 4096, 8192, 12288), (2560, 9216, 16384)),
+        ("int8_channel", (2048, 4096, 8192), (2560, 3072)),
+        ("int4_g32_zp", (), (2048, 4096)),
+    ],
+)
+def test_an_experts_last_block_stretches_where_blocks_would_be_just_full(scheme, stretched, not_stretched):
+    """Tokens of Qwen3-30B-A3B: 16 for each token of an expert."""
+    codec = codec_of(Scheme.parse(scheme))
+    for tokens in (*stretched, *not_stretched):
+        plan = heuristic((codec, codec), (128, 8, 2048, 768), tokens)
+        assert {plan.w13.X, plan.w2.X} == {16 if tokens in stretched else 0}, tokens
+        assert {plan.w13.BM, plan.w2.BM} == {128}
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "mxfp4", "int8_channel", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_w2_follows_w13_where_it_has_many_short_tiles(scheme, shape):
+    _, _, H, I = shape
+    for codec, tokens, hit, plan in by_tokens(scheme, shape):
+        tiles = hit * -(-H // 64)
+        together = plan.w13.kind == plan.w2.kind == "block" and plan.w13.BM == plan.w2.BM
+        many = tokens > 1 and tiles >= 900 and I <= 4096 and (codec.bits < 16 or plan.w2.BM == 8)
+        assert (together and many) == plan.w2.F, (plan, tiles)
+        assert not plan.w13.F
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g128_zp", "mxfp4", "int8_channel"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_of_64_tokens_take_four_warps_where_w2_follows(scheme, shape):
+    """From 24 to 56 tokens an expert; with 4 bits to 80, where the last block stretches."""
+    _, top_k, H, I = shape
+    for codec, tokens, hit, plan in by_tokens(scheme, shape):
+        if tokens == 1:
+            continue
+        each = tokens * top_k / hit
+        many = hit * -(-H // 64) >= 900 and I <= 4096
+        for p in (plan.w13, plan.w2):
+            mine = (p.kind, p.BM, p.T, p.W) == ("block", 64, 2, 4)
+            assert mine == (24 < each <= (80 if codec.bits == 4 else 56) and many), plan
+            assert not mine or (16 if each > 56 else 0) == p.X, plan
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g128_zp", "int4_g32_zp", "mxfp4"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_few_tokens_take_two_row_tiles_where_those_fill_the_gpu(scheme, shape):
+    """And only where w2's tiles fill the end of w13: elsewhere the last, longer CTAs run alone."""
+    _, _, H, I = shape
+    for _, tokens, hit, plan in by_tokens(scheme, shape):
+        if tokens == 1:
+            continue
+        for p, rows in ((plan.w13, -(-2 * I // 64)), (plan.w2, -(-H // 64))):
+            if p.kind == "block" and p.BM == 8:
+                assert p.T == 1 or (plan.w2.F and hit * rows >= 1200), plan
+                assert p.T == 2 or not (plan.w2.F and hit * rows >= 1848), plan
+                assert p.T == 1 or (p.SK, p.S * p.ST) in ((1, 8), (1, 6)), plan
+
+
+def test_the_plan_with_fewer_idle_ctas_is_taken():
+    """w13 in rounds of 660 CTAs of 256-column stages or of 924 of 128-column ones: 989 CTAs are 1.5 or 1.07 rounds at
+    16 tokens, 1342 are 2.03 or 1.45 at 32.  CTAs of one row tile where 684 of two would be 1.04 rounds."""
+    c = codec_of(Scheme.parse("int4_g128"))
+    assert [heuristic((c, c), (128, 8, 2048, 768), m).w13.S for m in (16, 32)] == [4, 2]
+    assert [heuristic((c, c), (60, 6, 3584, 1280), m).w13.T for m in (8, 16)] == [1, 2]
+    assert heuristic((c, c), (128, 8, 2048, 768), 8).mode == "ids"
+
+
+def test_stages_do_not_reach_far_beyond_short_columns():
+    c = codec_of(Scheme.parse("mxfp4"))
+    plan = heuristic((c, c), (256, 8, 2048, 320), 32)
+    assert (plan.w13.S, plan.w2.T, plan.w2.S) == (4, 2, 2)
+
+
+def test_w2_follows_w13_on_qwen3_and_not_on_mixtral():
+    c = codec_of(Scheme.parse("int4_g128"))
+    qwen3, mixtral = (128, 8, 2048, 768), (8, 2, 4096, 14336)
+    for plans in (lambda shape: Plans.for_layer("NVIDIA H200", c, c, shape), lambda shape: Plans((c, c), shape)):
+        assert [plans(qwen3).at(m).w2.F for m in (1, 2, 4, 8, 32, 100)] == [0, 0, 0, 1, 1, 1]
+        assert not any(plans(mixtral).at(m).w2.F for m in (1, 2, 4, 8, 32, 100))
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "mxfp4", "e4m3_block128", "bf16"])
+def test_up_to_four_tokens_of_small_layers_take_kernel_gemv(scheme):
+    c = codec_of(Scheme.parse(scheme))
+    for m in (1, 2, 3, 4, 5):
+        small, large = (heuristic((c, c), shape, m) for shape in ((128, 8, 1024, 384), (8, 2, 16384, 32768)))
+        assert (small.w13.kind == "gemv") == (m <= 4), small
+        assert large.w13.kind != "gemv", large  # its inputs do not fit a CTA's shared memory
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "tokens"),
+    [
+        ("int4_g128", (128, 8, 2048, 768), 4), ("mxfp4", (128, 4, 2880, 2880), 2),  # by bytes
+        ("int4_g128", (16, 1, 5120, 8192), 4), ("int4_g128", (8, 2, 4096, 14336), 2),  # by tiles
+        ("int8_channel", (128, 8, 2048, 768), 2), ("bf16", (128, 8, 2048, 768), 1),
+        ("bf16", (128, 4, 2880, 2880), 0), ("e4m3_block128", (64, 8, 7168, 2048), 0),
+    ],
+)  # fmt: skip
+def test_tokens_up_to_which_each_route_is_computed_by_itself(scheme, shape, tokens):
+    c = codec_of(Scheme.parse(scheme))
+    assert [m for m in range(1, 9) if heuristic((c, c), shape, m).w13.kind == "gemv"] == list(range(1, tokens + 1))
+
+
+def test_ctas_of_kernel_gemv_fill_the_gpu():
+    """Qwen3-30B's w13 has 768 slices of 16 rows: 192 CTAs of four would be 1.5 an SM, 384 of two are 2.9."""
+    c = codec_of(Scheme.parse("int4_g128"))
+    plan = heuristic((c, c), (128, 8, 2048, 768), 1)
+    assert (str(plan.w13), str(plan.w2)) == ("gemv BM1 T2 W8 S1 ST8", "gemv BM1 T1 W8 S1 ST16")
+    assert heuristic((c, c), (16, 1, 5120, 8192), 1).w13 == TilePlan.parse("gemv BM1 T4 W16 S1 ST4")
+
+
+def test_the_committed_tables_parse_and_fit():
+    files = list((Path(planning.__file__).parent / "plans").glob("*.json"))
+    assert files
+    for file in files:
+        for row in json.loads(file.read_text())["layers"]:
+            w13, w2 = (next(c for c in map(codec_of, ALL) if c.name == n) for n in row["codecs"])
+            plans = Plans.for_layer("NVIDIA H200", w13, w2, tuple(row["shape"]))
+            assert plans.tuned, row
+            for p in plans.tuned:
+                check(p, (w13, w2), min(p.tokens, 8192) * row["shape"][1])
+
+
+ALL = [Scheme.parse(s) for s in ("int4_g128", "int4_g64", "int4_g32", "int4_g128_zp", "int8_channel", "mxfp4", "mxfp8",
+                                 "e4m3_block128", "bf16")]  # fmt: skip
+
+
+def test_tuned_plans_come_first_and_the_heuristic_fills_in():
+    c = codec_of(Scheme.parse("int4_g128"))
+    tuned = LayerPlan(16, "table", TilePlan.parse("block BM8"), TilePlan.parse("block BM8"))
+    plans = Plans((c, c), (128, 8, 2048, 768), [tuned])
+    assert plans.at(16) is tuned
+    assert plans.at(17) == heuristic((c, c), (128, 8, 2048, 768), 17)
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g128_zp", "mxfp4", "int8_channel", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_large_batches_are_planned_for_powers_of_two(scheme, shape):
+    """With one mode of routing, too: its kernels are compiled for powers of two of the routes."""
+    codec = codec_of(Scheme.parse(scheme))
+    plans = Plans.for_layer("NVIDIA H200", codec, codec, shape)
+    for tokens in range(513, 8193, 77):
+        found = plans.at(tokens)
+        assert found in (plans.at(planned(tokens)), plans.at(1024))
+        assert found.mode == "lists"
+
+
+@pytest.mark.parametrize(
+    "scheme", ["int4_g128", "int4_g32_zp", "int8_channel", "mxfp4", "mxfp8", "e4m3_block128", "bf16"]
+)
+def test_one_plan_for_batches_of_any_size(scheme):
+    """And one whose results of w2 are rounded alike: those of kernel "block" are f32 for few tokens."""
+    codec = codec_of(Scheme.parse(scheme))
+    plans = one_plan((codec, codec), (128, 8, 2048, 768))
+    assert (
+        len({(plans.at(m).mode, plans.at(m).w13, plans.at(m).w2) for m in (1, 2, 8, 64, 129, 1000, 8192, 65536)}) == 1
+    )
+    assert {plans.at(1).w13.kind, plans.at(1).w2.kind} == {"wide" if scheme == "bf16" else "ws"}
+    check(plans.at(1), (codec, codec), 8)
