@@ -50,7 +50,7 @@ def test_the_table_is_that_of_the_extra():
 
 @pytest.mark.parametrize("command", EXPERTD)
 def test_without_the_server_extra_a_command_says_what_to_install(command):
-    source = ["src", "dst", "--scheme", "int4"] if command == "quantize" else ["--synthetic", "tiny:bf16"]
+    source = {"quantize": ["src", "dst", "--scheme", "int4"], "echo": []}.get(command, ["--synthetic", "tiny:bf16"])
     done = run("expertd_server", command, *source)
     assert (done.returncode, done.stdout) == (1, "")
     wanted = " ".join(f"'{r}'" for r in SERVER.values())

@@ -1,4 +1,8 @@
-"""`expertctl bench codec`: the codec beside a bare stream of bytes and the stock protobuf classes, on this machine."""
+"""`expertctl bench`: what each part of the way costs on this machine.
+
+codec    the codec beside a bare stream of bytes and the stock protobuf classes
+path     where the time of a whole request goes, by transport, beside bare bytes
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,26 @@ import argparse
 from typing import Any
 
 from expertd_client import bench_codec
+from expertd_client.path import command
 
 __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: Any, text: str) -> None:
-    parser = subparsers.add_parser("bench", help=text, description="Measures parts of the client on this machine.")
+    parser = subparsers.add_parser("bench", help=text, description="Measures parts of the way on this machine.")
     parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
     codec = "echoes of 8 KiB to 16 MiB: ours, bare bytes, stock protobuf"
     bench_codec.add_arguments(parts.add_parser("codec", help=codec, description=f"Times {codec}."))
+    path = "where the time of a request goes, by transport, beside bare bytes"
+    command.add_arguments(
+        parts.add_parser(
+            "path",
+            help=path,
+            description=f"Shows {path} of the same run: a stream (inline), a socket (tcp), an eventfd and memory (shm),"
+            " in a process of their own on this host.  Ways take turns, so that what else the machine does hits all.",
+        )
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    return bench_codec.run_command(args)
+    return {"codec": bench_codec.run_command, "path": command.run_command}[args.part](args)

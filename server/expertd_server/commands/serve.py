@@ -20,7 +20,7 @@ from expertd_server.config import ConfigError, ServeConfig, add_flags, resolve
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["add_parser", "run", "serve"]
+__all__ = ["add_parser", "as_server", "run", "serve"]
 
 _SWITCH_S = 0.0003
 """How long the event loop and the engine's thread may keep Python's lock from each other.  At Python's default of 5 ms
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from expertd_server.boot.assignment import BootError
 
     tune_allocator()
-    sys.setswitchinterval(_SWITCH_S)
+    as_server()
     # kill -USR1 prints every thread's stack: what a server that hangs is doing.
     faulthandler.register(signal.SIGUSR1, file=2)
     try:
@@ -65,6 +65,11 @@ def run(args: argparse.Namespace) -> int:
     except BootError as e:
         print(f"expertd serve: {e}", file=sys.stderr)
         return 1
+
+
+def as_server() -> None:
+    """Set for the whole process how its threads share the interpreter."""
+    sys.setswitchinterval(_SWITCH_S)
 
 
 def serve(config: ServeConfig, console: Console) -> int:

@@ -1,0 +1,138 @@
+"""expertd echo: a server without experts: every row of hidden states is answered as it came.
+
+All of a server but the kernels: what an answer takes here is what the service takes.  `expertctl bench path` starts one
+and measures it; on another host, start it there and name its address.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_server.config import Address
+
+if TYPE_CHECKING:
+    from expertd_server.engine.admission import Limits
+
+__all__ = ["add_parser", "run", "serving"]
+
+_NUM_EXPERTS, _TOP_K = 8, 8
+_GRACE_S = 1.0
+_WIDEST = 4
+"""Bytes of the widest dtype that hidden states travel in."""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "echo",
+        help="answer every request with its own hidden states, to measure the way without the kernels",
+        description="A server without experts: every row of hidden states comes back as it was sent.  What remains is"
+        " the service's own time: expertctl bench path measures it, beside bare streams of the same bytes.",
+    )
+    parser.add_argument("--listen", type=Address.parse, default=Address("127.0.0.1", 0), metavar="HOST:PORT")
+    parser.add_argument("--hidden-size", type=int, default=4096, metavar="H", help="default: 4096")
+    parser.add_argument("--max-tokens", type=int, default=4096, metavar="M", help="of a request (default: 4096)")
+    parser.add_argument("--with-stdin", action="store_true", help="end when standard input is closed, too")
+
+
+def run(args: argparse.Namespace) -> int:
+    from expertd.hostmem import tune_allocator
+    from expertd_server.commands.serve import as_server
+
+    tune_allocator()
+    as_server()
+    over = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: over.set())
+    if args.with_stdin:
+        threading.Thread(target=_wait_for_stdin, args=(over,), daemon=True).start()
+    with serving(args.listen, args.hidden_size, args.max_tokens) as address:
+        print(f"serving on {address}", flush=True)
+        over.wait()
+    return 0
+
+
+def _wait_for_stdin(over: threading.Event) -> None:
+    sys.stdin.read()
+    over.set()
+
+
+@contextlib.contextmanager
+def serving(listen: Address, hidden_size: int, max_tokens: int) -> Iterator[str]:
+    """Its address while it serves: one layer, 0, of 8 experts that do nothing."""
+    import torch
+
+    from expertd_server.engine.admission import Limits
+    from expertd_server.engine.native import NativeEngine
+    from expertd_server.engine.scheduler import Policy
+    from expertd_server.engine.served import ServedLayer
+    from expertd_server.service.service import Service
+    from expertd_server.transports.grpc_server import GrpcTransport
+    from expertd_server.views.metrics import Metrics
+
+    metrics = Metrics()
+    engine: Any = NativeEngine(torch.device("cpu"), policy=Policy(max_tokens), observe=metrics.batch)
+    layer = ServedLayer(0, _NUM_EXPERTS, range(_NUM_EXPERTS), _TOP_K, hidden_size, hidden_size, _Echo(), "echo")
+    engine.hold([layer])
+    limits = Limits(max_tokens, max_tokens * (_WIDEST * hidden_size + 12 * _TOP_K) + (64 << 10), 1024)
+    service = Service(engine, metrics, limits)
+    transport = GrpcTransport(service, listen)
+    address = transport.start()
+    try:
+        engine.start()
+        service.open(lambda decisions: _described(hidden_size, limits))
+        transport.open()
+        yield address
+    finally:
+        service.drain()
+        transport.drain(time.monotonic() + _GRACE_S)
+        transport.close()
+        engine.stop(1.0)
+        service.close()
+
+
+def _described(hidden_size: int, limits: Limits) -> pb.DescribeResponse:
+    return pb.DescribeResponse(
+        version=importlib.metadata.version("expertd"),
+        model=pb.Model(family="echo", hidden_size=hidden_size),
+        layers=[
+            pb.Layer(
+                layer=0,
+                num_experts=_NUM_EXPERTS,
+                held=[pb.ExpertRange(first=0, count=_NUM_EXPERTS)],
+                top_k=_TOP_K,
+                intermediate_size=hidden_size,
+                backend="echo",
+            )
+        ],
+        limits=pb.Limits(
+            max_tokens=limits.max_tokens,
+            max_message_bytes=limits.max_message_bytes,
+            max_requests_in_flight=limits.max_in_flight,
+        ),
+    )
+
+
+class _Echo:
+    """Experts that answer with what they get."""
+
+    backend = "echo"
+
+    def __call__(
+        self,
+        hidden_states: Any,
+        topk_ids: Any,
+        topk_weights: Any,
+        *,
+        router_weight_on_input: bool = False,
+        out: Any = None,
+    ) -> Any:
+        return hidden_states if out is None else out.copy_(hidden_states)
