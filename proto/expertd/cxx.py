@@ -41,16 +41,28 @@ class Library:
     def __init__(self, name: str, folder: str, headers: Sequence[str] = ()) -> None:
         self.name, self.folder, self.headers = name, folder, tuple(headers)
 
+    def place(self, root: Path) -> Path:
+        """Where its sources lie and it is put."""
+        return _below(root, self.folder)
+
     def sources(self, root: Path) -> list[Path]:
-        return sorted((root / self.folder).glob("*.cpp"))
+        return sorted(self.place(root).glob("*.cpp"))
+
+    def includes(self, root: Path) -> list[Path]:
+        return [_below(root, folder) for folder in self.headers]
 
     def digest(self, root: Path) -> str:
         """Of its sources and of what they include."""
         found = hashlib.sha256()
-        for folder in (self.folder, *self.headers):
-            for path in sorted([*(root / folder).glob("*.h"), *(root / folder).glob("*.cpp")]):
+        for folder in (self.place(root), *self.includes(root)):
+            for path in sorted([*folder.glob("*.h"), *folder.glob("*.cpp")]):
                 found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         return found.hexdigest()
+
+
+def _below(root: Path, folder: str) -> Path:
+    """`folder` of the repository at `root`, or of the packages installed there, which stand one folder higher."""
+    return root / folder if (root / folder).is_dir() else root / Path(*Path(folder).parts[1:])
 
 
 LIBRARIES = (
@@ -75,7 +87,7 @@ def find_compiler(machine: str = "") -> list[str]:
 def build(library: Library, root: Path, out: Path | None = None, *, machine: str = "") -> Path:
     """The library, compiled where it is not there or made of other sources.  out: default beside its sources.  Raises
     BuildError."""
-    out = out or root / library.folder / library.name
+    out = out or library.place(root) / library.name
     mark = out.with_name(f".{out.name}.digest")
     digest = library.digest(root) + machine
     if out.exists() and mark.exists() and mark.read_text() == digest:
@@ -84,7 +96,7 @@ def build(library: Library, root: Path, out: Path | None = None, *, machine: str
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / out.name
-        includes = [f"-I{root / headers}" for headers in library.headers]
+        includes = [f"-I{headers}" for headers in library.includes(root)]
         exports = Path(folder) / "exports.map"
         exports.write_text(EXPORTS)
         flags = [*FLAGS, f"-Wl,--version-script={exports}", *(["-s"] if machine else [])]
@@ -103,7 +115,8 @@ def build(library: Library, root: Path, out: Path | None = None, *, machine: str
 
 
 def main() -> int:
-    root = Path(__file__).resolve().parents[2]
+    packages = Path(__file__).resolve().parents[1]
+    root = packages.parent if (packages.parent / SHM).is_dir() else packages
     for library in LIBRARIES:
         try:
             print(build(library, root))

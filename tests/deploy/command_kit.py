@@ -1,0 +1,47 @@
+"""Commands as people paste them, held against the parsers that would read them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from expertd_client import cli as client_cli
+from expertd_server import cli as server_cli
+from expertd_server.config import ServeConfig, resolve
+
+ROOT = Path(__file__).parents[2]
+_CLIS = {"expertd": ("expertd_server", server_cli), "expertctl": ("expertd_client", client_cli)}
+
+
+def read(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, environ: dict[str, str] | None = None
+) -> ServeConfig | None:
+    """Parse `expertd ...` or `expertctl ...` as the command itself does, and run nothing.  What `expertd serve` would
+    be configured to, with `environ` around it; None for other commands.  AssertionError with the parser's words."""
+    package, cli = _CLIS[Path(words[0]).name]
+    name = next(w for w in words[1:] if not w.startswith("-"))
+    assert name in cli.COMMANDS, f"{shlex.join(words)}: no such command"
+    module = importlib.import_module(f"{package}.commands.{name}")
+    found = []
+    with monkeypatch.context() as m:
+        m.setattr(module, "run", lambda args: found.append(args) or 0)
+        try:
+            cli.main(words[1:])
+        except SystemExit as e:
+            pytest.fail(f"{shlex.join(words)}: the parser ended with {e.code}")
+    return resolve(found[0], environ or {}) if (package, name) == ("expertd_server", "serve") else None
+
+
+def pasted(text: str) -> list[list[str]]:
+    """The words of every expertd and expertctl command in the sh blocks of a page."""
+    lines = [
+        line
+        for block in re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
+        for line in re.sub(r"\\?\n +", " ", block).splitlines()
+    ]
+    split = [shlex.split(line, comments=True) for line in lines if re.match(r"(expertd|expertctl) ", line)]
+    return [[w for w in words if w != "..."] for words in split]
