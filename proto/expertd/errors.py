@@ -231,7 +231,7 @@ class LayerNotHeldError(InvalidRequestError, code=Code.NOT_FOUND, reason="LAYER_
 
 
 class TooManyTokensError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="TOO_MANY_TOKENS"):
-    """M is above the server's limit; Describe tells it."""
+    """M is above the server's limit, which Describe tells, or the routes are more than so many tokens have."""
 
 
 class MessageTooLargeError(InvalidRequestError, code=Code.RESOURCE_EXHAUSTED, reason="MESSAGE_TOO_LARGE"):

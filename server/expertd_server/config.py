@@ -240,6 +240,8 @@ class ServeConfig:
     max_in_flight: int = 1024
     max_queue_tokens: int = 1 << 17
     max_queue_requests: int = 4096
+    max_queue_routes: int = 1 << 20
+    max_queue_bytes: int = 2 << 30
     max_wait_us: int = 0
     patience: float = 0.25
     grace_s: float = 30.0
@@ -351,8 +353,16 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("max_message_bytes", _int(0), "N", "largest message taken; 0 = what max-tokens tokens in f32 need"),
     Option("max_in_flight", _int(1), "N", "most requests in flight on one stream"),
-    Option("max_queue_tokens", _int(1), "N", "most tokens that wait; beyond it requests are refused"),
-    Option("max_queue_requests", _int(1), "N", "most requests that wait; beyond it requests are refused"),
+    Option(
+        "max_queue_tokens",
+        _int(1),
+        "N",
+        "most tokens of one caller that wait, and 4/3 of it of all together; beyond it, and beyond those below,"
+        " requests are refused",
+    ),
+    Option("max_queue_requests", _int(1), "N", "the same of requests"),
+    Option("max_queue_routes", _int(1), "N", "the same of routes (tokens x top_k): what computing costs"),
+    Option("max_queue_bytes", _bytes, "SIZE", "the same of memory that waiting requests and their answers hold"),
     Option("max_wait_us", _int(0), "US", "how long a request may wait for company while the engine is idle"),
     Option(
         "patience",

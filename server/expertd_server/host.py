@@ -186,7 +186,9 @@ class Host:
             where,
             compute_dtype=config.compute,
             policy=Policy(config.max_tokens, config.max_wait_us * 1000, config.patience),
-            limits=QueueLimits(config.max_queue_tokens, config.max_queue_requests),
+            limits=QueueLimits(
+                config.max_queue_tokens, config.max_queue_requests, config.max_queue_routes, config.max_queue_bytes
+            ),
             observe=self.metrics.batch,
             on_fault=self._faulted,
             warm_routes=None if where.type == "cpu" else config.warm_routes,

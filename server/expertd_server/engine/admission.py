@@ -15,7 +15,7 @@ from typing import NamedTuple
 from expertd.errors import DeadlineExceededError, DrainingError, ExpertdError, NotReadyError, QueueFullError
 from expertd_server.engine.request import Request
 
-__all__ = ["Limits", "Queue", "QueueLimits", "State", "admit", "shut"]
+__all__ = ["Amount", "Limits", "Queue", "QueueLimits", "State", "admit", "fits", "shut"]
 
 
 class State(Enum):
@@ -26,13 +26,29 @@ class State(Enum):
     DRAINING = "draining"
 
 
+class Amount(NamedTuple):
+    """What waits, of all or of one caller."""
+
+    requests: int = 0
+    tokens: int = 0
+    routes: int = 0
+    nbytes: int = 0
+
+    def plus(self, r: Request) -> Amount:
+        return Amount(self.requests + 1, self.tokens + r.tokens, self.routes + r.routes, self.nbytes + r.nbytes)
+
+    def minus(self, r: Request) -> Amount:
+        return Amount(self.requests - 1, self.tokens - r.tokens, self.routes - r.routes, self.nbytes - r.nbytes)
+
+
 class Queue(NamedTuple):
-    """What waits.  token_ns: recent service time of a token, 0 = not known yet."""
+    """all: what waits; own: what of it the caller has sent who asks now.  token_ns: recent service time of a token, 0 =
+    not known yet."""
 
     state: State
-    tokens: int
-    requests: int
-    token_ns: float
+    all: Amount = Amount()
+    own: Amount = Amount()
+    token_ns: float = 0.0
 
 
 class Limits(NamedTuple):
@@ -44,10 +60,13 @@ class Limits(NamedTuple):
 
 
 class QueueLimits(NamedTuple):
-    """Most that may wait; an empty queue takes any single request."""
+    """Most that may wait of one caller where nobody else waits; an empty queue takes any single request.  Each part is
+    bounded by itself: tokens, the routes that they take (what computing costs), the bytes held for them, requests."""
 
     tokens: int = 1 << 17
     requests: int = 4096
+    routes: int = 1 << 20
+    nbytes: int = 2 << 30
 
 
 def shut(state: State) -> ExpertdError | None:
@@ -66,12 +85,32 @@ def admit(queue: Queue, r: Request, now_ns: int, limits: QueueLimits) -> Expertd
         return closed
     if r.expired(now_ns):
         return DeadlineExceededError("request: its deadline had passed when it came; want time left to compute it")
-    if queue.requests and (queue.tokens + r.tokens > limits.tokens or queue.requests >= limits.requests):
-        return QueueFullError.about(
-            "queue",
-            got=f"{queue.requests} requests of {queue.tokens} tokens waiting and one of {r.tokens} more",
-            want=f"at most {limits.requests} requests of {limits.tokens} tokens",
-            remedy="try again after retry_after_us, or another replica",
-            retry_after_us=max(1, int(queue.tokens * queue.token_ns / 1000)),
-        )
+    return _full(queue, r, limits) if queue.all.requests else None
+
+
+def fits(own: int, all_: int, limit: int) -> bool:
+    """Whether a caller may have `own` waiting where all callers together have `all_`, both with what he asks for.
+
+    A caller alone may have `limit`; n callers who all want as much as they can get have 4/(3n + 1) of it each, and at
+    most 4/3 together.  So whoever fills the queue leaves room for the next one who comes.
+    """
+    return own + 3 * all_ <= 4 * limit
+
+
+def _full(queue: Queue, r: Request, limits: QueueLimits) -> QueueFullError | None:
+    own, all_ = queue.own.plus(r), queue.all.plus(r)
+    for name, unit in _UNITS:
+        limit = getattr(limits, name)
+        if not fits(getattr(own, name), getattr(all_, name), limit):
+            waiting, mine = getattr(queue.all, name), getattr(queue.own, name)
+            return QueueFullError.about(
+                "queue",
+                got=f"{waiting} {unit} waiting, {mine} of them this caller's, and {getattr(all_, name) - waiting} more",
+                want=f"at most {limit} of one caller, and room for others",
+                remedy="try again after retry_after_us, or another replica",
+                retry_after_us=max(1, int(queue.all.tokens * queue.token_ns / 1000)),
+            )
     return None
+
+
+_UNITS = (("requests", "requests"), ("tokens", "tokens"), ("routes", "routes"), ("nbytes", "bytes"))

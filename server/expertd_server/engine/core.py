@@ -24,6 +24,7 @@ __all__ = [
     "Load",
     "Outcome",
     "Run",
+    "Waiting",
     "library",
 ]
 
@@ -77,7 +78,8 @@ class Config(C.Structure):
 
     _fields_ = [
         *_fields(
-            "u32: lanes max_tokens max_queue_requests streamed_rows; u64: max_queue_tokens spin_ns;"
+            "u32: lanes max_tokens max_queue_requests streamed_rows; u64: max_queue_tokens"
+            " max_queue_routes max_queue_bytes spin_ns;"
             "f32: patience; u8: compute_dtype device"
         ),
         ("spare", C.c_uint8 * 2),
@@ -85,11 +87,11 @@ class Config(C.Structure):
 
 
 class Forward(C.Structure):
-    """A request whose tensors lie in this process; addresses."""
+    """A request whose tensors lie in this process; addresses.  bytes: memory that it holds until it is answered."""
 
     _fields_ = [
         *_fields(
-            "u64: hidden scales ids weights out arrival_ns deadline_ns; u32: layer tokens top_k caller;"
+            "u64: hidden scales ids weights out bytes arrival_ns deadline_ns; u32: layer tokens top_k caller;"
             "u8: hidden_dtype ids_dtype weights_dtype out_dtype router_weight_on_input"
         ),
         ("spare", C.c_uint8 * 3),
@@ -113,7 +115,7 @@ class LayerFacts(C.Structure):
     device: device_slots int32, device_counts int64, or 0."""
 
     _fields_ = _fields(
-        "u32: layer generation hidden_size num_experts held input_weights; ptr: slots expert_tokens;"
+        "u32: layer generation hidden_size num_experts held input_weights top_k spare; ptr: slots expert_tokens;"
         "u64: device_slots device_counts"
     )
 
@@ -142,6 +144,12 @@ class BatchRecord(C.Structure):
         "u64: cut_ns; u32: layer backend tokens rows requests routes collect_ns kernel_ns deliver_ns failed;"
         "u64: queue_ns_sum queue_ns_max"
     )
+
+
+class Waiting(C.Structure):
+    """What waits, of all callers or of one.  bytes: of memory."""
+
+    _fields_ = _fields("u64: requests tokens routes bytes")
 
 
 class Load(C.Structure):
@@ -180,6 +188,7 @@ def library() -> C.CDLL:
         ("_records", u32, (p, p, u32)),
         ("_bell", C.c_int, (p,)),
         ("_load", None, (p, p)),
+        ("_waiting", None, (p, u32, p, p)),
         ("_cancel", None, (p, u64)),
         ("_add_layer", None, (p, p, p, u32)),
         ("_remove_layer", None, (p, u32)),
@@ -265,6 +274,12 @@ class Core:
     def load(self) -> Load:
         self._lib.expertd_core_load(self._core, C.byref(self._load))
         return self._load
+
+    def waiting(self, caller: int) -> tuple[Waiting, Waiting]:
+        """What waits: of all callers, and of one."""
+        all_, own = Waiting(), Waiting()
+        self._lib.expertd_core_waiting(self._core, caller, C.byref(all_), C.byref(own))
+        return all_, own
 
     def add_layer(self, facts: LayerFacts, backends: Sequence[tuple[int, int]]) -> None:
         flat = (C.c_uint32 * (2 * len(backends)))(*(n for pair in backends for n in pair))

@@ -21,13 +21,13 @@ import torch
 
 from expertd.errors import DrainingError, ExpertdError, InternalError, QueueFullError
 from expertd_kernels.oracle.probe import use_device
-from expertd_server.engine.admission import Queue, QueueLimits, State, admit
+from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit
 from expertd_server.engine.batch import Batch
 from expertd_server.engine.outcome import batch_outcome, dead_outcome, reply
 from expertd_server.engine.pipeline import BatchFailedError, Pipeline
 from expertd_server.engine.report import BatchReport, LoadNow
 from expertd_server.engine.request import Request
-from expertd_server.engine.scheduler import LastBatch, Policy, Waiting, cut, trust_after, wake_at
+from expertd_server.engine.scheduler import LastBatch, Policy, Shares, Waiting, cut, trust_after, wake_at
 from expertd_server.engine.served import Holding, ServedLayer
 
 __all__ = ["Engine"]
@@ -78,6 +78,7 @@ class Engine:
         self._met = None if warm_routes is None else set(warm_routes)
         self._pipeline = Pipeline(device, compute_dtype)
         self._waiting = Waiting()
+        self._shares = Shares()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # something for the engine's thread
         self._left = threading.Condition(self._lock)  # requests left the queue or the device
@@ -143,10 +144,10 @@ class Engine:
         with self._lock:
             r.layer = self.holding.layer(r.layer.layer)  # it may have changed since the request was checked
             r.queued_ns = now = time.monotonic_ns()
-            refusal = admit(self._queue(), r, now, self._limits)
+            refusal = admit(self._queue(r.caller), r, now, self._limits)
             if isinstance(refusal, QueueFullError):
                 dead = self._waiting.sweep(now)
-                refusal = admit(self._queue(), r, now, self._limits)
+                refusal = admit(self._queue(r.caller), r, now, self._limits)
             if refusal is None:
                 self._waiting.push(r)
                 self.admitted += 1
@@ -187,8 +188,9 @@ class Engine:
         for r in left:
             reply(r, DrainingError("server: it stopped before this request's turn came; ask another replica"))
 
-    def _queue(self) -> Queue:
-        return Queue(self.state, self._waiting.tokens, self._waiting.requests, self._token_ns)
+    def _queue(self, caller: str) -> Queue:
+        w = self._waiting
+        return Queue(self.state, w.all, w.of.get(caller, Amount()), self._token_ns)
 
     def _in_use(self) -> set[int]:
         """Generations that a request waits for or that are computed."""
@@ -262,7 +264,8 @@ class Engine:
             with self._lock:
                 if self._jobs:
                     return None
-                c = cut(self._waiting.lines, now, self.policy, self._last)
+                self._shares.settle(self._waiting.of)
+                c = cut(self._waiting.lines, now, self.policy, self._last, self._shares)
                 if c is None:
                     if self._pipeline.busy or (self._stopping and not self._waiting.lines):
                         return None
@@ -276,6 +279,7 @@ class Engine:
                 batch = self._batch(c.run, now) if c.run else None
                 self._unanswered += len(c.run)
                 self._waiting.remove(c)
+                self._shares.serve(c.run)
                 self._left.notify_all()
             self._answer_dead(c.dead)
             if batch is not None:
@@ -322,6 +326,7 @@ class Engine:
         spent = stages.copy_in_ns + stages.kernel_ns + stages.copy_out_ns
         token_ns = spent / max(1, b.tokens)
         self._token_ns = token_ns if not self._token_ns else self._token_ns + _SMOOTHING * (token_ns - self._token_ns)
+        self._shares.saw(sum(r.routes for r in b.requests), spent)
         queue_ns = [max(0, b.cut_ns - r.queued_ns) for r in b.requests]
         self._leave(b)
         for i, r in enumerate(b.requests):

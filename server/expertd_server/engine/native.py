@@ -26,7 +26,7 @@ from expertd.shm.region import Region
 from expertd_kernels.oracle.probe import use_device
 from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine import core as c
-from expertd_server.engine.admission import Queue, QueueLimits, State, admit, shut
+from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, shut
 from expertd_server.engine.convert import digest
 from expertd_server.engine.executor import CpuExecutor, Executor
 from expertd_server.engine.outcome import dead_outcome, reply
@@ -82,6 +82,8 @@ class NativeEngine:
                 max_tokens=policy.max_tokens,
                 max_queue_requests=self._limits.requests,
                 max_queue_tokens=self._limits.tokens,
+                max_queue_routes=self._limits.routes,
+                max_queue_bytes=self._limits.nbytes,
                 spin_ns=_SPIN_NS,
                 patience=0.0 if on_device else policy.patience,
                 compute_dtype=DTYPE_NUMBER[compute_dtype],
@@ -191,6 +193,7 @@ class NativeEngine:
             ids=_address(r.ids),
             weights=0 if r.weights is None else _address(r.weights),
             out=out.ctypes.data,
+            bytes=r.nbytes,
             arrival_ns=r.queued_ns,
             deadline_ns=r.deadline_ns,
             layer=r.layer.layer,
@@ -301,6 +304,7 @@ class NativeEngine:
             num_experts=s.num_experts,
             held=len(s.held),
             input_weights=1,
+            top_k=s.top_k,
             slots=s.slot_of.ctypes.data,
             expert_tokens=counts.ctypes.data,
             device_slots=device_slots,
@@ -318,8 +322,10 @@ class NativeEngine:
 
     def _refusal(self, reason: str, r: Request) -> ExpertdError:
         """With the words of admission.py, from the same facts."""
-        n = self._core.load()
-        queue = Queue(self.state, n.waiting_tokens, n.waiting_requests, n.token_ns)
+        token_ns = self._core.load().token_ns
+        waits = self._core.waiting(self._caller(r.caller))
+        all_, own = (Amount(w.requests, w.tokens, w.routes, w.bytes) for w in waits)
+        queue = Queue(self.state, all_, own, token_ns)
         found = admit(queue, r, time.monotonic_ns(), self._limits)
         return found if found is not None and found.reason == reason else TABLE[reason](f"queue: {reason}")
 

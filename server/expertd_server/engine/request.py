@@ -113,6 +113,18 @@ class Request:
     _cancelled: bool = False
 
     @property
+    def routes(self) -> int:
+        """What it costs to compute, at most."""
+        return self.tokens * self.top_k
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it holds until it is answered: its operands, and its output."""
+        weights = 0 if self.weights is None else self.weights.values.nbytes
+        out = self.tokens * self.layer.hidden_size * STORAGE[self.output_dtype].itemsize
+        return int(self.hidden.values.nbytes + self.ids.values.nbytes + weights + out)
+
+    @property
     def cancelled(self) -> bool:
         return self._cancelled
 

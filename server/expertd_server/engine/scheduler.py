@@ -8,20 +8,30 @@ batches get.  One short wait is worth its price: callers that were just answered
 the first of them computed alone, 8 callers in a closed loop would alternate between batches of 1 and of 7 for ever.  So
 for a part of the last batch's time (`patience`) the engine waits for as many requests as that batch had; whenever that
 was in vain the part is halved (`trust_after`), so callers that do not come back cost next to nothing.
+
+Fair: what fits into one batch is computed together, whoever asks.  What does not is taken turn by turn from the caller
+who was served least (`Shares`), and a line waits the longer the more its callers were served: so a caller who floods
+one layer or all of them holds up nobody but himself.  csrc/lines.cpp says the same in C++.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
+from expertd_server.engine.admission import Amount
 from expertd_server.engine.request import Request
 
-__all__ = ["Cut", "LastBatch", "Line", "Policy", "Waiting", "cut", "trust_after", "wake_at"]
+__all__ = ["Cut", "LastBatch", "Line", "Policy", "Shares", "Waiting", "cut", "trust_after", "urgency", "wake_at"]
 
+_SLACK_NS = 100_000_000
+"""A request without a deadline is as urgent as one whose deadline is so long after its arrival."""
+_SMOOTHING = 0.2
+_REMEMBERED = 4096
+"""Callers whose shares are kept while they have nothing waiting."""
 _LEAST_TRUST = 1 / 16
 """What is left of the patience with callers that never come back: enough to notice when they do again."""
 
@@ -55,45 +65,114 @@ class LastBatch(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The first `taken` requests leave `line`: `run` are computed together, `dead` (expired or cancelled) are answered
-    with an error."""
+    """`run` and `dead` leave `line`: `run` are computed together, `dead` (expired or cancelled) are answered with an
+    error."""
 
     line: Line
-    taken: int
     run: tuple[Request, ...]
     dead: tuple[Request, ...]
 
 
-def cut(
-    lines: Mapping[Line, Sequence[Request]], now_ns: int, policy: Policy, last: LastBatch | None = None
-) -> Cut | None:
-    """The batch to run now: from the line whose first request came first, in order of arrival, as many as fit.  None
-    when nothing waits, or nothing has waited long enough.  Empty lines are not allowed.
+class Shares:
+    """Routes that each caller was served.  A caller who comes, or comes back, starts where the least served of those
+    that wait is: nobody can save up.  Not thread-safe."""
 
-    Fair: a request is overtaken only by requests of a line whose head came before it, so it waits for at most as many
-    batches as there are older requests.
-    """
-    order = sorted(lines, key=lambda line: lines[line][0].arrival_ns) if len(lines) > 1 else lines
+    def __init__(self) -> None:
+        self._served: dict[str, int] = {}
+        self._floor = 0
+        self._route_ns = 0.0
+
+    def of(self, caller: str) -> int:
+        return max(self._served.get(caller, 0), self._floor)
+
+    def lag_ns(self, caller: str) -> int:
+        """How long ago a caller would have to have come to be as urgent as one who was served least: the time that
+        his larger share took."""
+        return int((self.of(caller) - self._floor) * self._route_ns)
+
+    def settle(self, waiting: Iterable[str]) -> None:
+        """Before a cut: those who wait."""
+        self._floor = max(self._floor, min(map(self.of, waiting), default=0))
+
+    def serve(self, requests: Iterable[Request]) -> None:
+        """After it: those who are computed."""
+        for r in requests:
+            self._served[r.caller] = self.of(r.caller) + r.routes
+        if len(self._served) > _REMEMBERED:
+            self._served = {c: n for c, n in self._served.items() if n > self._floor}
+            if len(self._served) > _REMEMBERED:
+                self._served.clear()
+
+    def saw(self, routes: int, ns: int) -> None:
+        """What a batch took."""
+        each = ns / max(1, routes)
+        self._route_ns = each if not self._route_ns else self._route_ns + _SMOOTHING * (each - self._route_ns)
+
+
+def urgency(r: Request) -> int:
+    """The sooner, the more urgent."""
+    usual = r.arrival_ns + _SLACK_NS
+    return r.deadline_ns if r.deadline_ns and r.deadline_ns < usual else usual
+
+
+def cut(
+    lines: Mapping[Line, Sequence[Request]],
+    now_ns: int,
+    policy: Policy,
+    last: LastBatch | None = None,
+    shares: Shares | None = None,
+) -> Cut | None:
+    """The batch to run now: of the line with the most urgent request, where urgency is put off by what its caller was
+    served more than others; all of it where that is one batch, in order of arrival, else as `_turn_by_turn`.  None when
+    nothing waits, or nothing has waited long enough.  Empty lines are not allowed."""
+    shares = shares or Shares()
     company_ns = _company_until(lines, policy, last)
-    for line in order:
-        run: list[Request] = []
+    for line in _in_order(lines, shares) if len(lines) > 1 else lines:
+        alive: list[Request] = []
         dead: list[Request] = []
-        taken = tokens = 0
-        full = False
         for r in lines[line]:
-            if r.cancelled or r.expired(now_ns):
-                dead.append(r)
-            elif run and tokens + r.tokens > policy.max_tokens:
-                full = True
-                break
-            else:
-                run.append(r)
-                tokens += r.tokens
-            taken += 1
-        full = full or tokens >= policy.max_tokens
+            (dead if r.cancelled or r.expired(now_ns) else alive).append(r)
+        tokens, routes = sum(r.tokens for r in alive), max((r.top_k for r in alive), default=0)
+        fits = len(alive) <= 1 or _fits(tokens, routes, alive[0], policy)
+        run = alive if fits else _turn_by_turn(alive, policy, shares)
+        full = not fits or tokens >= policy.max_tokens
         if full or not run or now_ns >= max(run[0].arrival_ns + policy.max_wait_ns, company_ns):
-            return Cut(line, taken, tuple(run), tuple(dead))
+            return Cut(line, tuple(run), tuple(dead))
     return None
+
+
+def _in_order(lines: Mapping[Line, Sequence[Request]], shares: Shares) -> list[Line]:
+    lag_ns = {caller: shares.lag_ns(caller) for caller in {r.caller for q in lines.values() for r in q}}
+    return sorted(lines, key=lambda line: min(urgency(r) + lag_ns[r.caller] for r in lines[line]))
+
+
+def _fits(tokens: int, top_k: int, one: Request, policy: Policy) -> bool:
+    """Whether so many rows of top_k routes are one batch: it takes no more than max_tokens rows of the layer's own."""
+    return tokens <= policy.max_tokens and tokens * top_k <= policy.max_tokens * max(1, one.layer.top_k)
+
+
+def _turn_by_turn(alive: Sequence[Request], policy: Policy, shares: Shares) -> list[Request]:
+    """A batch of some of them: always the most urgent request of the caller served least, until one does not fit.  The
+    first is taken whatever its size."""
+    of: dict[str, list[Request]] = {}
+    for r in sorted(alive, key=urgency)[::-1]:  # the next of each stands last; of equals the one that came first
+        of.setdefault(r.caller, []).append(r)
+    turns = [(shares.of(caller), urgency(q[-1]), n, q) for n, (caller, q) in enumerate(of.items())]
+    heapq.heapify(turns)
+    run: list[Request] = []
+    tokens = top_k = 0
+    while turns:
+        served, _, n, q = turns[0]
+        r = q.pop()
+        tokens, top_k = tokens + r.tokens, max(top_k, r.top_k)
+        if run and not _fits(tokens, top_k, r, policy):
+            break
+        run.append(r)
+        if q:
+            heapq.heapreplace(turns, (served + r.routes, urgency(q[-1]), n, q))
+        else:
+            heapq.heappop(turns)
+    return run
 
 
 def wake_at(lines: Mapping[Line, Sequence[Request]], policy: Policy, last: LastBatch | None = None) -> int | None:
@@ -119,13 +198,21 @@ def trust_after(trust: float, came: int, expected: int) -> float:
 class Waiting:
     """The lines and their totals.  Not thread-safe: the engine holds its lock around each call.
 
-    tokens, requests: all that stand in a line, cancelled ones included until they are cut or swept.
+    all, of: what stands in a line, of all callers and of each, cancelled requests included until they are cut or swept
     """
 
     def __init__(self) -> None:
         self.lines: dict[Line, deque[Request]] = {}
-        self.tokens = 0
-        self.requests = 0
+        self.all = Amount()
+        self.of: dict[str, Amount] = {}
+
+    @property
+    def tokens(self) -> int:
+        return self.all.tokens
+
+    @property
+    def requests(self) -> int:
+        return self.all.requests
 
     def push(self, r: Request) -> None:
         line = Line(r.layer.generation, r.router_weight_on_input)
@@ -133,20 +220,19 @@ class Waiting:
         if q is None:
             q = self.lines[line] = deque()
         q.append(r)
-        self.tokens += r.tokens
-        self.requests += 1
+        self.all = self.all.plus(r)
+        self.of[r.caller] = self.of.get(r.caller, Amount()).plus(r)
 
     def remove(self, c: Cut) -> None:
         """Take out what `cut` chose."""
         q = self.lines[c.line]
-        for r in islice(q, c.taken):
-            self.tokens -= r.tokens
-        self.requests -= c.taken
-        if c.taken == len(q):
+        gone = {id(r) for r in (*c.run, *c.dead)}
+        for r in (*c.run, *c.dead):
+            self._leave(r)
+        if len(gone) == len(q):
             del self.lines[c.line]
         else:
-            for _ in range(c.taken):
-                q.popleft()
+            self.lines[c.line] = deque(r for r in q if id(r) not in gone)
 
     def sweep(self, now_ns: int) -> list[Request]:
         """Take out every cancelled and expired request, to be answered."""
@@ -155,8 +241,7 @@ class Waiting:
             alive: deque[Request] = deque()
             for r in q:
                 if r.cancelled or r.expired(now_ns):
-                    self.tokens -= r.tokens
-                    self.requests -= 1
+                    self._leave(r)
                     dead.append(r)
                 else:
                     alive.append(r)
@@ -170,5 +255,14 @@ class Waiting:
         """Take out everything."""
         out = [r for q in self.lines.values() for r in q]
         self.lines.clear()
-        self.tokens = self.requests = 0
+        self.of.clear()
+        self.all = Amount()
         return out
+
+    def _leave(self, r: Request) -> None:
+        self.all = self.all.minus(r)
+        own = self.of[r.caller].minus(r)
+        if own.requests:
+            self.of[r.caller] = own
+        else:
+            del self.of[r.caller]

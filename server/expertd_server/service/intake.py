@@ -55,7 +55,8 @@ class Drawing:
 
 
 class Intake:
-    """Checks requests against what is held.  holding: asked once a request; max_tokens: largest M."""
+    """Checks requests against what is held.  holding: asked once a request; max_tokens: largest M, and a request has at
+    most as many routes as so many tokens with the model's top_k."""
 
     def __init__(self, holding: Callable[[], Holding], max_tokens: int) -> None:
         self._holding = holding
@@ -78,7 +79,7 @@ class Intake:
                 "hidden_states", got=f"{M} tokens", want=f"at most {self._max_tokens}", remedy="split the batch"
             )
         output_dtype, digest = _output(v, dtype)
-        ids, weights, top_k = _routes(v, layer, M)
+        ids, weights, top_k = _routes(v, layer, M, self._max_tokens)
         r = Request(
             layer=layer,
             tokens=M,
@@ -119,7 +120,7 @@ def _synthetic(t: TensorView | None) -> tuple[pb.SyntheticValues, str]:
     return t.synthetic, DTYPE_NAME[t.dtype]
 
 
-def _routes(v: ForwardRequestView, layer: ServedLayer, M: int) -> tuple[Operand, Operand | None, int]:
+def _routes(v: ForwardRequestView, layer: ServedLayer, M: int, max_tokens: int) -> tuple[Operand, Operand | None, int]:
     """(ids, weights, top_k)."""
     if v.grouped is not None:
         if v.topk_ids is not None or v.topk_weights is not None or v.router_weight_on_input:
@@ -149,6 +150,13 @@ def _routes(v: ForwardRequestView, layer: ServedLayer, M: int) -> tuple[Operand,
             got=f"top_k {k}",
             want="top_k 1",
             remedy="with more routes a token has no single input weight",
+        )
+    if M * k > max_tokens * layer.top_k:
+        raise TooManyTokensError.about(
+            "topk_ids",
+            got=f"{M * k} routes, {k} for each of {M} tokens",
+            want=f"at most {max_tokens * layer.top_k}, as {max_tokens} tokens with the model's {layer.top_k} have",
+            remedy="split the batch",
         )
     ids = _operand("topk_ids", v.topk_ids, id_dtype, M * k)
     if ids is _TO_DRAW and not 0.0 <= v.topk_ids.synthetic.zipf_exponent <= 100.0:

@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import pytest
 from server_kit import (
+    BF16,
     F32,
     I32,
     IN_FLIGHT,
@@ -71,7 +72,20 @@ def _grouped(ids, counts):
     return change
 
 
+def _wide(r):
+    """Few bytes, and four times the routes that any batch of the model has."""
+    r.hidden_states.CopyFrom(drawn([64, 256], BF16))
+    r.topk_ids.CopyFrom(drawn([64, 8], I32))
+    r.topk_weights.CopyFrom(drawn([64, 8], F32))
+
+
+def _long_shape(r):
+    r.hidden_states.CopyFrom(drawn([1 << 31] * 9, BF16))
+
+
 BAD = {
+    "routes": (_wide, "TOO_MANY_TOKENS", "topk_ids: got 512 routes, 8 for each of 64 tokens, want at most 128"),
+    "a long shape": (_long_shape, "BAD_SHAPE", "Tensor.shape: got 9 extents, want at most 8"),
     "no hidden states": (lambda r: r.ClearField("hidden_states"), "MALFORMED_MESSAGE", "hidden_states: absent"),
     "no ids": (lambda r: r.ClearField("topk_ids"), "MALFORMED_MESSAGE", "topk_ids: absent"),
     "no weights": (lambda r: r.ClearField("topk_weights"), "MALFORMED_MESSAGE", "topk_weights: absent"),
@@ -205,7 +219,7 @@ async def test_a_full_queue_refuses_with_advice(served):
         await asyncio.to_thread(served.entered.wait, 20)
         calls += [asyncio.create_task(served.call.forward(batch(1))) for _ in range(32)]
         await wait_for(lambda: served.engine.load().queued_requests == 33)
-        with pytest.raises(FailedError, match="32 requests of 32 tokens waiting") as e:
+        with pytest.raises(FailedError, match="32 requests waiting") as e:
             await served.call.forward(batch(1))
         assert (e.value.code, e.value.reason, e.value.retryable) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL", True)
     await asyncio.gather(*calls)

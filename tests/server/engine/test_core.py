@@ -56,7 +56,8 @@ class Bench:
 
     def __init__(self, compute=F32, **config):
         config = {
-            "lanes": 1, "max_tokens": MOST, "max_queue_requests": 100, "max_queue_tokens": 1000, "spin_ns": 20_000,
+            "lanes": 1, "max_tokens": MOST, "max_queue_requests": 100, "max_queue_tokens": 1000,
+            "max_queue_routes": 10_000, "max_queue_bytes": 1 << 30, "spin_ns": 20_000,
         } | config  # fmt: skip
         self.core = Core(Config(compute_dtype=compute, device=0, **config))
         self.dtype = TORCH[compute]
@@ -411,9 +412,19 @@ def test_fail_all_answers_what_waits():
 
 
 def test_structs_are_the_same_in_python_and_in_cpp():
-    sizes = (C.c_uint64 * 8)()
+    sizes = (C.c_uint64 * 9)()
     library().expertd_core_sizes(sizes)
-    kinds = (Config, Forward, module.Outcome, LayerFacts, LaneMemory, Run, module.BatchRecord, module.Load)
+    kinds = (
+        Config,
+        Forward,
+        module.Outcome,
+        LayerFacts,
+        LaneMemory,
+        Run,
+        module.BatchRecord,
+        module.Load,
+        module.Waiting,
+    )
     assert list(sizes) == [C.sizeof(k) for k in kinds]
 
 

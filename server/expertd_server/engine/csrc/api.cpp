@@ -8,7 +8,7 @@ using namespace expertd;
 // Of the structs, for the test that holds core.py to core.h.
 API void expertd_core_sizes(uint64_t* out) {
   const uint64_t sizes[] = {sizeof(Config), sizeof(Forward), sizeof(Outcome), sizeof(LayerFacts),
-                            sizeof(LaneMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load)};
+                            sizeof(LaneMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load), sizeof(Waiting)};
   for (uint64_t size : sizes) *out++ = size;
 }
 
@@ -32,6 +32,7 @@ API void expertd_core_forget_graphs(Core* c) { c->forget_graphs(); }
 API int expertd_core_waited_for(Core* c, uint32_t generation) { return c->waited_for(generation); }
 API int expertd_core_bell(Core* c) { return c->answers().bell(); }
 API void expertd_core_load(Core* c, Load* out) { *out = c->load(); }
+API void expertd_core_waiting(Core* c, uint32_t caller, Waiting* all, Waiting* own) { c->waiting(caller, all, own); }
 
 API void expertd_core_cancel(Core* c, uint64_t handle) {
   Command x{};

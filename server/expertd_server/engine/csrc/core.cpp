@@ -49,13 +49,15 @@ uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_
     const std::lock_guard<std::mutex> lock(mutex_);
     if (draining_) return kDraining;
     if (expired(f, now_ns())) return kDeadlineExceeded;
-    if (busy_.full(f.tokens, config_)) {
+    Account* account = accounts_.enter(f, config_);
+    if (!account) {
       *retry_after_us = busy_.retry_after_us();
       return kQueueFull;
     }
     inbox_.emplace_back();
     inbox_.back().kind = Command::kForward;
     inbox_.back().forward = f;
+    inbox_.back().account = account;
     inbox_.back().handle = *handle = next_handle_++;
     busy_.enter(f.tokens);
     busy_.admitted.fetch_add(1, std::memory_order_relaxed);
@@ -96,6 +98,11 @@ Load Core::load() const {
   l.batches = busy_.batches.load(std::memory_order_relaxed);
   l.tokens = busy_.served_tokens.load(std::memory_order_relaxed);
   return l;
+}
+
+void Core::waiting(uint32_t caller, Waiting* all, Waiting* own) const {
+  *all = accounts_.all();
+  *own = accounts_.of(caller);
 }
 
 void Core::interrupt() {
@@ -192,21 +199,38 @@ bool Core::worth_starting(uint64_t now) const {
   return expected <= spent + kLeadNs;
 }
 
-Core::Started Core::start(uint64_t now, Run* out) {
+// `item` waits no more.
+void Core::unqueue(Item* item) {
+  accounts_.leave(item->account, item->f);
+  item->account = nullptr;
+}
+
+// The line with the most urgent request, where urgency is put off by what its caller was served more than others.
+Layer* Core::most_urgent(uint32_t* flag) {
+  uint64_t least = ~uint64_t(0), first = ~uint64_t(0);
+  for (Layer* l : serving_)
+    for (const auto& line : l->lines)
+      for (const Item* item : line) least = std::min(least, accounts_.share(*item->account));
+  if (least != ~uint64_t(0)) accounts_.settle(least);
   Layer* layer = nullptr;
-  uint32_t flag = 0;
-  uint64_t first = ~uint64_t(0);
   for (Layer* l : serving_)
     for (uint32_t i : {0u, 1u})
       for (const Item* item : l->lines[i])
-        if (const uint64_t u = urgency(item->f); u < first) {
+        if (const uint64_t u = urgency(item->f) + accounts_.lag_ns(*item->account); u < first) {
           first = u;
           layer = l;
-          flag = i;
+          *flag = i;
         }
+  return layer;
+}
+
+Core::Started Core::start(uint64_t now, Run* out) {
+  uint32_t flag = 0;
+  Layer* layer = most_urgent(&flag);
   if (!layer) return kNothing;
-  cut(layer->lines[flag], now, config_.max_tokens, shares_, cut_);
+  cut(layer->lines[flag], now, config_.max_tokens, layer->facts.top_k, accounts_, cut_);
   for (Item* item : cut_.dropped) {
+    unqueue(item);
     busy_.leave(item->f.tokens);
     answers_.refuse(item, kDeadlineExceeded, 0,
                     "request: its deadline passed while it waited; want a longer timeout or another replica");
@@ -220,10 +244,12 @@ Core::Started Core::start(uint64_t now, Run* out) {
   lane->router_weight_on_input = flag;
   lane->cut_ns = now;
   lane->top_k = 0;
-  for (const Item* item : lane->items) {
+  for (Item* item : lane->items) {
     lane->top_k = std::max(lane->top_k, item->f.top_k);
+    unqueue(item);
     busy_.begin(item->f.tokens);
   }
+  accounts_.tidy();
   const bool alone = under_way_.empty();
   under_way_.push_back(lane);
   *out = Run{lane->index, layer->facts.layer, layer->facts.generation, lane->tokens, lane->tokens, lane->top_k, flag,
@@ -309,13 +335,14 @@ void Core::finish(Lane* lane, uint64_t now) {
   if (config_.device) lane->kernel_ns = now - begin;
   last_end_ns_ = now;
   BatchRecord r = record_of(*lane);
-  uint64_t row = 0, staged = 0;
+  uint64_t row = 0, staged = 0, asked = 0;
   for (size_t i = 0; i < lane->items.size(); ++i) {
     Item* item = lane->items[i];
     const Forward& f = item->f;
     Bad bad;
     const uint32_t routes = scatter(*lane, config_, i, row, staged, &bad);
     row += f.tokens;
+    asked += routes_of(f);
     staged += item->port ? 0 : f.tokens;
     r.routes += routes;
     const uint64_t waited = lane->cut_ns > f.arrival_ns ? lane->cut_ns - f.arrival_ns : 0;
@@ -332,6 +359,7 @@ void Core::finish(Lane* lane, uint64_t now) {
   lane->layer->times.saw(lane->rows, now - begin);
   patience_.batch_ended(now_ns(), now - lane->cut_ns, lane->items.size());
   busy_.saw(lane->tokens, now - begin);
+  accounts_.saw(asked, now - begin);
   leave(lane, r);
 }
 
@@ -375,6 +403,7 @@ void Core::fail_all(uint32_t reason, const char* text) {
   for (Layer* layer : serving_)
     for (auto& line : layer->lines) {
       for (Item* item : line) {
+        unqueue(item);
         busy_.leave(item->f.tokens);
         answers_.refuse(item, reason, 0, "%s", text);
       }

@@ -45,6 +45,7 @@ struct Forward {
   uint64_t ids;      // [M, top_k] of ids_dtype
   uint64_t weights;  // [M, top_k] of weights_dtype; 0 = all ones
   uint64_t out;      // [M, H] of out_dtype
+  uint64_t bytes;    // of memory that the request holds until it is answered; 0 = none of this process's own
   uint64_t arrival_ns, deadline_ns;  // CLOCK_MONOTONIC; deadline 0 = none
   uint32_t layer, tokens, top_k, caller;
   uint8_t hidden_dtype, ids_dtype, weights_dtype, out_dtype;
@@ -71,6 +72,8 @@ struct LayerFacts {
   uint32_t hidden_size, num_experts;
   uint32_t held;  // experts here
   uint32_t input_weights;  // takes the router weight on the input
+  uint32_t top_k;          // of the model; a batch has at most max_tokens times as many routes.  0 = no bound
+  uint32_t spare;
   const int32_t* slots;
   uint64_t* expert_tokens;  // [held] counts of routes, or null: on a CPU, which this process counts on
   uint64_t device_slots, device_counts;  // the same on a device: slots [num_experts + 1] int32, counts [held] int64 or 0
@@ -93,7 +96,7 @@ struct LaneMemory {
 struct Config {
   uint32_t lanes, max_tokens, max_queue_requests;
   uint32_t streamed_rows;  // from so many rows on copy engines move a batch, beside the kernels of another; 0 = never
-  uint64_t max_queue_tokens, spin_ns;
+  uint64_t max_queue_tokens, max_queue_routes, max_queue_bytes, spin_ns;
   float patience;  // part of the last batch's time for which its callers are waited for; 0 = not at all
   uint8_t compute_dtype, device;  // device: batches are described by a table and end by a word
   uint8_t spare[2];
@@ -123,6 +126,11 @@ struct BatchRecord {
   uint32_t collect_ns, kernel_ns, deliver_ns;
   uint32_t failed;
   uint64_t queue_ns_sum, queue_ns_max;
+};
+
+// What waits, of all callers or of one.
+struct Waiting {
+  uint64_t requests, tokens, routes, bytes;
 };
 
 struct Load {

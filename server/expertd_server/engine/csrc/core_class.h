@@ -35,6 +35,7 @@ struct Command {
   uint32_t layer = 0, generation = 0;
   uint64_t handle = 0;
   Forward forward{};
+  Account* account = nullptr;
   std::unique_ptr<Layer> made;
   std::unique_ptr<Port> port;
   Graphs::Key key{};
@@ -55,6 +56,8 @@ class Core {
   void stop();   // run() returns once everything is answered
   void interrupt();  // run() returns kInterrupted when no batch is under way
   Load load() const;
+  // What waits, of all callers together and of one.
+  void waiting(uint32_t caller, Waiting* all, Waiting* own) const;
   Answers& answers() { return answers_; }
 
   // ---- before run, or on its thread
@@ -100,7 +103,9 @@ class Core {
   bool check(const Port* p, const shm::Submission& s, Item* item, const LayerFacts& layer);
   void echo(Item* item, const LayerFacts& layer);
 
+  void unqueue(Item* item);
   bool worth_starting(uint64_t now) const;
+  Layer* most_urgent(uint32_t* flag);
   Started start(uint64_t now, Run* out);
   Started start_on_device(Lane* lane, bool alone, Run* out);
   int launch_whole(Lane* lane);
@@ -123,7 +128,7 @@ class Core {
   std::vector<Layer*> serving_;  // of layers_ and retired_
   std::vector<std::unique_ptr<Port>> ports_;
   Graphs shared_;  // those of any layer
-  Shares shares_;
+  Accounts accounts_;
   Cut cut_;
   Cuda cuda_;
   Patience patience_;

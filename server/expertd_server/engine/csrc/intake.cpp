@@ -24,8 +24,10 @@ void Core::enqueue(const Command& c) {
   Item* item = answers_.new_item();
   item->f = c.forward;
   item->handle = c.handle;
+  item->account = c.account;
   const auto found = layers_.find(item->f.layer);
   if (found == layers_.end()) {
+    unqueue(item);
     busy_.leave(item->f.tokens);
     return answers_.refuse(item, kLayerNotHeld, 0, "layer: got %u, want one of those held here; Describe lists them", item->f.layer);
   }
@@ -105,6 +107,7 @@ void Core::take_back(const Which& which) {
       if (at == line.end()) continue;
       Item* item = *at;
       line.erase(at);
+      unqueue(item);
       busy_.leave(item->f.tokens);
       answers_.refuse(item, kCancelled, 0, "request: cancelled by its caller");
       return forget_retired();
@@ -129,6 +132,7 @@ void Core::drop_waiting(const Port* p) {
     for (auto& line : layer->lines) {
       const auto gone = std::stable_partition(line.begin(), line.end(), [&](const Item* i) { return i->port != p; });
       for (auto it = gone; it != line.end(); ++it) {
+        unqueue(*it);
         busy_.leave((*it)->f.tokens);
         --(*it)->port->in_flight;
         answers_.give_back(*it);
@@ -185,13 +189,16 @@ void Core::accept(Port* p, const shm::Submission& s) {
   if (draining_) return answers_.refuse(item, kDraining, 0, "server: it drains and takes no new requests; ask another replica");
   if (expired(f, f.arrival_ns))
     return answers_.refuse(item, kDeadlineExceeded, 0, "request: its deadline had passed when it came; want time left to compute it");
-  if (busy_.full(f.tokens, config_))
+  item->account = accounts_.enter(f, config_);
+  if (!item->account) {
+    const Waiting all = accounts_.all(), own = accounts_.of(f.caller);
     return answers_.refuse(item, kQueueFull, busy_.retry_after_us(),
-                           "queue: got %llu requests of %llu tokens waiting and one of %u more, want at most %u requests of %llu"
-                           " tokens; try again after retry_after_us, or another replica",
-                           static_cast<unsigned long long>(busy_.now(busy_.requests)),
-                           static_cast<unsigned long long>(busy_.now(busy_.tokens)), f.tokens, config_.max_queue_requests,
-                           static_cast<unsigned long long>(config_.max_queue_tokens));
+                           "queue: got %llu requests of %llu tokens waiting, %llu of %llu this caller's, and one of %u more;"
+                           " try again after retry_after_us, or another replica",
+                           static_cast<unsigned long long>(all.requests), static_cast<unsigned long long>(all.tokens),
+                           static_cast<unsigned long long>(own.requests), static_cast<unsigned long long>(own.tokens),
+                           f.tokens);
+  }
   busy_.enter(f.tokens);
   busy_.admitted.fetch_add(1, std::memory_order_relaxed);
   found->second->lines[f.router_weight_on_input].push_back(item);
@@ -204,6 +211,11 @@ bool Core::check(const Port* p, const shm::Submission& s, Item* item, const Laye
   const uint64_t M = f.tokens, H = layer.hidden_size, k = f.top_k;
   if (M > config_.max_tokens) {
     answers_.refuse(item, kTooManyTokens, 0, "hidden_states: got %u tokens, want at most %u; split the batch", f.tokens, config_.max_tokens);
+    return false;
+  }
+  if (layer.top_k && M * k > uint64_t(config_.max_tokens) * layer.top_k) {
+    answers_.refuse(item, kTooManyTokens, 0, "topk_ids: got %u tokens x %u routes, want at most %u x %u; split the batch",
+                    f.tokens, f.top_k, config_.max_tokens, layer.top_k);
     return false;
   }
   if (k < 1 || k > layer.num_experts) {

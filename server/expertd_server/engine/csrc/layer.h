@@ -112,10 +112,6 @@ struct Busy {
   uint64_t all_tokens() const { return now(tokens) + now(computing_tokens); }
   uint64_t all_requests() const { return now(requests) + now(computing_requests); }
 
-  bool full(uint32_t more, const Config& c) const {
-    const uint64_t waiting = now(requests);
-    return waiting > 0 && (now(tokens) + more > c.max_queue_tokens || waiting >= c.max_queue_requests);
-  }
   uint32_t retry_after_us() const {
     const double us = double(now(tokens)) * double(token_ns.load(std::memory_order_relaxed)) / 1000;
     return uint32_t(us < 1 ? 1 : us > 1e9 ? 1e9 : us);

@@ -1,55 +1,84 @@
 #include "lines.h"
 
-#include <algorithm>
+#include <queue>
+#include <tuple>
+#include <unordered_map>
 
 namespace expertd {
+namespace {
 
-void Shares::serve(uint32_t caller, uint64_t tokens) {
-  if (served_.size() > 4096)  // callers that are gone
-    for (auto it = served_.begin(); it != served_.end();) it = it->second <= floor_ ? served_.erase(it) : std::next(it);
-  served_[caller] = of(caller) + tokens;
+struct Size {
+  uint64_t tokens = 0, top_k = 0;
+
+  Size with(const Forward& f) const { return {tokens + f.tokens, std::max<uint64_t>(top_k, f.top_k)}; }
+  bool fits(uint64_t max_tokens, uint64_t usual_top_k) const {
+    return tokens <= max_tokens && (!usual_top_k || tokens * top_k <= max_tokens * usual_top_k);
+  }
+};
+
+// Moves some of `line` to `out`; the rest stays in order of arrival.
+void turn_by_turn(std::vector<Item*>& line, uint32_t max_tokens, uint32_t top_k, Accounts& accounts, Cut& out) {
+  std::vector<Item*> sorted = line;
+  std::stable_sort(sorted.begin(), sorted.end(), [](const Item* a, const Item* b) { return urgency(a->f) < urgency(b->f); });
+  struct Caller {
+    std::vector<Item*> items;
+    size_t next = 0;
+  };
+  std::unordered_map<Account*, size_t> index;
+  std::vector<Caller> callers;
+  for (Item* item : sorted) {
+    const auto [at, is_new] = index.try_emplace(item->account, callers.size());
+    if (is_new) callers.emplace_back();
+    callers[at->second].items.push_back(item);
+  }
+  using Turn = std::tuple<uint64_t, uint64_t, size_t>;  // share, urgency of its next, which; the least comes first
+  std::priority_queue<Turn, std::vector<Turn>, std::greater<Turn>> turns;
+  const auto add = [&](size_t which) {
+    const Caller& c = callers[which];
+    if (c.next == c.items.size()) return;
+    const Item* item = c.items[c.next];
+    turns.emplace(accounts.share(*item->account), urgency(item->f), which);
+  };
+  for (size_t which = 0; which < callers.size(); ++which) add(which);
+  Size size;
+  while (!turns.empty()) {
+    const size_t which = std::get<2>(turns.top());
+    Item* item = callers[which].items[callers[which].next];
+    const Size with = size.with(item->f);
+    if (!out.run.empty() && !with.fits(max_tokens, top_k)) break;
+    turns.pop();
+    size = with;
+    out.run.push_back(item);
+    item->taken = true;
+    accounts.serve(item->account, routes_of(item->f));
+    ++callers[which].next;
+    add(which);
+  }
+  out.tokens = uint32_t(size.tokens);
+  line.erase(std::remove_if(line.begin(), line.end(), [](const Item* i) { return i->taken; }), line.end());
 }
 
-void Shares::raise_floor(uint64_t floor) { floor_ = std::max(floor_, floor); }
+}  // namespace
 
-void cut(std::vector<Item*>& line, uint64_t now, uint32_t max_tokens, Shares& shares, Cut& out) {
+void cut(std::vector<Item*>& line, uint64_t now, uint32_t max_tokens, uint32_t top_k, Accounts& accounts, Cut& out) {
   out.run.clear();
   out.dropped.clear();
   out.tokens = 0;
-  uint64_t tokens = 0;
+  Size size;
   size_t kept = 0;
   for (Item* item : line) {
     if (item->cancelled || expired(item->f, now)) {
       out.dropped.push_back(item);
     } else {
       line[kept++] = item;
-      tokens += item->f.tokens;
+      size = size.with(item->f);
     }
   }
   line.resize(kept);
-  if (line.empty()) return;
-  uint64_t least = ~uint64_t(0);
-  for (const Item* item : line) least = std::min(least, shares.of(item->f.caller));
-  shares.raise_floor(least);
-  if (tokens <= max_tokens || line.size() == 1) {
-    out.run.swap(line);
-    out.tokens = uint32_t(tokens);
-    for (const Item* item : out.run) shares.serve(item->f.caller, item->f.tokens);
-    return;
-  }
-  std::stable_sort(line.begin(), line.end(), [](const Item* a, const Item* b) { return urgency(a->f) < urgency(b->f); });
-  while (!line.empty()) {
-    // The most urgent request of the caller served least; line is short where it matters, and sorted.
-    auto next = std::min_element(line.begin(), line.end(), [&](const Item* a, const Item* b) {
-      return shares.of(a->f.caller) < shares.of(b->f.caller);
-    });
-    Item* item = *next;
-    if (!out.run.empty() && uint64_t(out.tokens) + item->f.tokens > max_tokens) break;
-    line.erase(next);
-    out.run.push_back(item);
-    out.tokens += item->f.tokens;
-    shares.serve(item->f.caller, item->f.tokens);
-  }
+  if (line.size() > 1 && !size.fits(max_tokens, top_k)) return turn_by_turn(line, max_tokens, top_k, accounts, out);
+  out.run.swap(line);
+  out.tokens = uint32_t(size.tokens);
+  for (const Item* item : out.run) accounts.serve(item->account, routes_of(item->f));
 }
 
 }  // namespace expertd

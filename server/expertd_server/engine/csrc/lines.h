@@ -4,9 +4,9 @@
 
 #include <cstdint>
 #include <algorithm>
-#include <unordered_map>
 #include <vector>
 
+#include "accounts.h"
 #include "core.h"
 
 namespace expertd {
@@ -15,27 +15,11 @@ class Port;
 
 struct Item {
   Forward f;
+  Account* account = nullptr;  // while it waits
   uint64_t handle = 0;   // of an inline request
   Port* port = nullptr;  // of one that came through a session in shared memory, with its own id there
   uint64_t id = 0;
-  bool cancelled = false;
-};
-
-// Tokens that each caller was served, so that the least served comes first.  A caller that comes back after a pause
-// starts where the least served of the others is: it cannot save up.
-class Shares {
- public:
-  uint64_t of(uint32_t caller) const {
-    const auto found = served_.find(caller);
-    return found == served_.end() ? floor_ : std::max(found->second, floor_);
-  }
-  void serve(uint32_t caller, uint64_t tokens);
-  // The least served of those that wait now: nobody counts as less served than that.
-  void raise_floor(uint64_t floor);
-
- private:
-  std::unordered_map<uint32_t, uint64_t> served_;
-  uint64_t floor_ = 0;
+  bool cancelled = false, taken = false;
 };
 
 constexpr uint64_t kSlackNs = 100000000;
@@ -78,9 +62,10 @@ struct Cut {
   uint32_t tokens = 0;
 };
 
-// Takes the next batch out of `line`, in which all fit together but for their number: everything where it has at most
-// max_tokens tokens, in order of arrival; else turn by turn from the caller served least so far, of each its most urgent
-// request, until one does not fit.  The first is taken whatever its size.
-void cut(std::vector<Item*>& line, uint64_t now, uint32_t max_tokens, Shares& shares, Cut& out);
+// Takes the next batch out of `line`, in which all fit together but for their number: everything where it is one batch,
+// in order of arrival; else turn by turn from the caller served least so far, of each its most urgent request, until one
+// does not fit.  The first is taken whatever its size.  A batch has at most max_tokens rows, and as many routes as so many
+// rows of top_k have (0 = any).
+void cut(std::vector<Item*>& line, uint64_t now, uint32_t max_tokens, uint32_t top_k, Accounts& accounts, Cut& out);
 
 }  // namespace expertd

@@ -1,0 +1,123 @@
+// Who waits for what, and how much each was served: what admission and fairness go by.  server/expertd_server/engine/
+// admission.py and scheduler.py (Shares) say the same in Python; a test holds the two together on random requests.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <unordered_map>
+
+#include "core.h"
+
+namespace expertd {
+
+inline uint64_t routes_of(const Forward& f) { return uint64_t(f.tokens) * f.top_k; }
+
+// A caller.  Kept while it has something waiting, and for a while after.
+struct Account {
+  Waiting waiting{};    // under the lock of Accounts
+  uint64_t served = 0;  // routes; the core's thread alone
+};
+
+class Accounts {
+ public:
+  // Lets `f` in: the account that it is counted for until leave(), or null where one of the bounds is in the way.
+  Account* enter(const Forward& f, const Config& c) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Waiting more{1, f.tokens, routes_of(f), f.bytes};
+    const auto found = of_.find(f.caller);
+    const Waiting own = found == of_.end() ? Waiting{} : found->second.waiting;
+    if (all_.requests && !fits(own, more, c)) return nullptr;
+    Account& account = found == of_.end() ? of_[f.caller] : found->second;
+    add(&account.waiting, more);
+    add(&all_, more);
+    return &account;
+  }
+
+  void leave(Account* account, const Forward& f) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Waiting less{1, f.tokens, routes_of(f), f.bytes};
+    take(&account->waiting, less);
+    take(&all_, less);
+  }
+
+  Waiting all() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return all_;
+  }
+
+  Waiting of(uint32_t caller) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = of_.find(caller);
+    return found == of_.end() ? Waiting{} : found->second.waiting;
+  }
+
+  // ---- the core's thread: shares.  A caller who comes, or comes back, starts where the least served of those that wait
+  // is: nobody can save up.
+
+  uint64_t share(const Account& a) const { return std::max(a.served, floor_); }
+
+  // How long ago a caller would have to have come to be as urgent as one who was served least: the time that his larger
+  // share took.
+  uint64_t lag_ns(const Account& a) const { return uint64_t(double(share(a) - floor_) * route_ns_); }
+
+  // Before a cut: the least share of those who wait.
+  void settle(uint64_t least) { floor_ = std::max(floor_, least); }
+
+  void serve(Account* a, uint64_t routes) { a->served = share(*a) + routes; }
+
+  // What a batch took.
+  void saw(uint64_t routes, uint64_t ns) {
+    constexpr double kSmoothing = 0.2;
+    const double each = double(ns) / double(routes ? routes : 1);
+    route_ns_ = route_ns_ == 0 ? each : route_ns_ + kSmoothing * (each - route_ns_);
+  }
+
+  // Forgets callers that are gone.
+  void tidy() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    constexpr size_t kRemembered = 4096;
+    if (of_.size() <= kRemembered) return;
+    for (const bool all : {false, true}) {
+      for (auto it = of_.begin(); it != of_.end();)
+        it = !it->second.waiting.requests && (all || it->second.served <= floor_) ? of_.erase(it) : std::next(it);
+      if (of_.size() <= kRemembered) return;
+    }
+  }
+
+ private:
+  // A caller alone may have `limit`; n callers who all want as much as they can get have 4/(3n + 1) of it each, and at
+  // most 4/3 together.  So whoever fills the queue leaves room for the next one who comes.
+  static bool fits(uint64_t own, uint64_t all, uint64_t more, uint64_t limit) {
+    return own + more + 3 * (all + more) <= 4 * limit;
+  }
+
+  bool fits(const Waiting& own, const Waiting& more, const Config& c) const {
+    return fits(own.requests, all_.requests, more.requests, c.max_queue_requests) &&
+           fits(own.tokens, all_.tokens, more.tokens, c.max_queue_tokens) &&
+           fits(own.routes, all_.routes, more.routes, c.max_queue_routes) &&
+           fits(own.bytes, all_.bytes, more.bytes, c.max_queue_bytes);
+  }
+
+  static void add(Waiting* to, const Waiting& n) {
+    to->requests += n.requests;
+    to->tokens += n.tokens;
+    to->routes += n.routes;
+    to->bytes += n.bytes;
+  }
+  static void take(Waiting* from, const Waiting& n) {
+    from->requests -= n.requests;
+    from->tokens -= n.tokens;
+    from->routes -= n.routes;
+    from->bytes -= n.bytes;
+  }
+
+  mutable std::mutex mutex_;
+  std::unordered_map<uint32_t, Account> of_;  // nodes stay where they are
+  Waiting all_{};
+  uint64_t floor_ = 0;
+  double route_ns_ = 0;
+};
+
+}  // namespace expertd
