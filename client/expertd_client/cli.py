@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS: Mapping[str, str] = {
     "describe": "what a server holds, accepts and chose",
+    "health": "whether a server takes requests",
     "forward": "send one batch and show the answer",
     "load": "send many, in a closed or an open loop, and report latency and throughput",
     "bench": "measure parts of the client on this machine",

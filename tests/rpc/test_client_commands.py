@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import ml_dtypes
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from expertd_client.commands.health import wait_for
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "client" / "examples").glob("*.py"))
@@ -184,3 +187,19 @@ def test_bench_codec_is_there():
     rows = json.loads(expertctl("bench", "codec", "--json", "--sizes", "8192", "--seconds", "0.1"))["rows"]
     assert rows[0]["bytes"] == 8192
     assert rows[0]["expertd_us"] > 0
+
+
+def test_health(tiny_server):
+    assert expertctl("health", tiny_server) == "SERVING\n"
+    began = time.monotonic()
+    assert "UNAVAILABLE" in expertctl("health", "127.0.0.1:1", code=1)
+    assert time.monotonic() - began < 10
+
+
+def test_health_waits_until_it_serves():
+    answers = iter(["UNAVAILABLE: refused", "NOT_SERVING", "SERVING", "NOT_SERVING"])
+    now = [0.0]
+    status = wait_for(lambda: next(answers), 60, lambda: now[0], lambda s: now.__setitem__(0, now[0] + s))
+    assert (status, next(answers)) == ("SERVING", "NOT_SERVING")
+    assert wait_for(lambda: "NOT_SERVING", 1, lambda: now[0], lambda s: now.__setitem__(0, now[0] + s)) == "NOT_SERVING"
+    assert now[0] < 3

@@ -1,0 +1,60 @@
+"""`expertctl health`: whether a server takes requests, by gRPC's own health service.
+
+For health checks of containers, and for scripts that wait for a server."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from expertd_client.commands.options import at_least_0, positive
+from expertd_client.grpc_common import channel_options
+
+__all__ = ["add_parser", "run", "wait_for"]
+
+SERVING = "SERVING"
+_PAUSE_S = 0.2
+
+
+def add_parser(subparsers: Any, text: str) -> None:
+    parser = subparsers.add_parser(
+        "health", help=text, description=f"Says {text}.  Exit code 0: SERVING; 1: anything else."
+    )
+    parser.add_argument("address", metavar="ADDRESS", help="a gRPC target: HOST:PORT, unix:/path")
+    parser.add_argument("--timeout", type=positive, default=5.0, metavar="S", help="of each question (default: 5)")
+    parser.add_argument("--wait", type=at_least_0, default=0.0, metavar="S", help="ask again for so long (default: 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    with grpc.insecure_channel(args.address, options=channel_options()) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        status = wait_for(lambda: _status(check, args.timeout), args.wait)
+    print(status)
+    return 0 if status == SERVING else 1
+
+
+def wait_for(
+    ask: Callable[[], str],
+    wait_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """The last answer of ask(): SERVING, or what it was when wait_s were over."""
+    end_s = clock() + wait_s
+    while (status := ask()) != SERVING and clock() < end_s:
+        sleep(_PAUSE_S)
+    return status
+
+
+def _status(check: Callable[..., Any], timeout_s: float) -> str:
+    """The name of the server's status, or why there is none."""
+    try:
+        answer = check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=False)
+    except grpc.RpcError as error:
+        return f"{error.code().name}: {error.details()}"
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
