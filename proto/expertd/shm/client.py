@@ -82,6 +82,10 @@ class Client:
         """Nobody wants the answer any more: the server is told; ticket and block are free once it has answered."""
         self._lib.expertd_shm_abandon(self._client, ticket)
 
+    def wake(self) -> None:
+        """A call from a device comes soon (see layout.DeviceCalls), which cannot ring."""
+        self._lib.expertd_shm_wake(self._client)
+
     def end(self) -> None:
         """Everybody who waits gets SessionEndedError, and submit sends nothing more."""
         self._lib.expertd_shm_end(self._client)

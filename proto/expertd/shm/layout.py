@@ -8,13 +8,21 @@ from __future__ import annotations
 import ctypes as C
 
 __all__ = [
+    "CALLS_OFFSET",
     "CANCEL",
     "ECHO",
     "ENTRIES",
     "FORWARD",
+    "GOOD",
+    "LOST",
+    "MOST_PREPARED",
+    "ON_DEVICE",
     "PAGE",
+    "PREPARE",
+    "REFUSED",
     "ROUTER_WEIGHT_ON_INPUT",
     "Completion",
+    "DeviceCalls",
     "Submission",
     "arena_offset",
     "region_bytes",
@@ -23,10 +31,16 @@ __all__ = [
 PAGE = 4096
 ENTRIES = 256
 """Of each ring where nobody says otherwise: requests in flight of one session."""
-FORWARD, CANCEL, ECHO = 1, 2, 3
+FORWARD, CANCEL, ECHO, PREPARE = 1, 2, 3, 4
 """Submission.kind."""
-ROUTER_WEIGHT_ON_INPUT = 1
+ROUTER_WEIGHT_ON_INPUT, ON_DEVICE = 1, 2
 """Submission.flags."""
+GOOD, REFUSED, LOST = 1, 2, 3
+"""DeviceCalls.answered, once it is not 0."""
+CALLS_OFFSET = 320
+"""Of DeviceCalls in the control page."""
+MOST_PREPARED = 4096
+"""Submission.number goes from 1 to this."""
 
 
 class Submission(C.Structure):
@@ -38,7 +52,8 @@ class Submission(C.Structure):
         *((name, C.c_uint8) for name in ("kind", "hidden_dtype", "ids_dtype", "weights_dtype", "out_dtype", "spare")),
         ("flags", C.c_uint16),
         ("trace", C.c_uint8 * 24),
-        ("reserved", C.c_uint8 * 20),
+        ("number", C.c_uint32),
+        ("reserved", C.c_uint8 * 16),
     ]
 
 
@@ -68,6 +83,28 @@ class Completion(C.Structure):
         ("backend", C.c_uint32),
         ("reason", C.c_char * 36),
         ("text", C.c_char * 404),
+    ]
+
+
+class DeviceCalls(C.Structure):
+    """Words of the control page through which a device starts requests that were prepared: one at a time.
+
+    called     number of the one that starts; the server writes 0 when it has taken it
+    answered   0 = not yet, else GOOD, REFUSED or LOST; the caller writes 0 before it calls again
+    calls      answered so far; refusals: those that were refused, of which `failure` is the last
+    last       of the last that was computed
+    """
+
+    _fields_ = [
+        ("called", C.c_uint32),
+        ("pad0", C.c_uint8 * 60),
+        ("answered", C.c_uint32),
+        ("pad1", C.c_uint8 * 60),
+        ("calls", C.c_uint64),
+        ("refusals", C.c_uint64),
+        ("pad2", C.c_uint8 * 48),
+        ("last", Completion),
+        ("failure", Completion),
     ]
 
 

@@ -39,6 +39,7 @@ def library() -> C.CDLL:
         ("release", None, (p, u64)),
         ("abandon", None, (p, u64)),
         ("end", None, (p,)),
+        ("wake", None, (p,)),
         ("over", fd, (p,)),
         ("blocks", u64, (p,)),
     ):

@@ -92,9 +92,9 @@ class Forward(C.Structure):
     _fields_ = [
         *_fields(
             "u64: hidden scales ids weights out bytes arrival_ns deadline_ns; u32: layer tokens top_k caller;"
-            "u8: hidden_dtype ids_dtype weights_dtype out_dtype router_weight_on_input"
+            "u8: hidden_dtype ids_dtype weights_dtype out_dtype router_weight_on_input on_device"
         ),
-        ("spare", C.c_uint8 * 3),
+        ("spare", C.c_uint8 * 2),
     ]
 
 
@@ -130,10 +130,12 @@ class LaneMemory(C.Structure):
 
 
 class Run(C.Structure):
-    """A batch that the caller of `Core.run` computes.  Addresses on a CPU, 0 on a device (its table says)."""
+    """A batch that the caller of `Core.run` computes.  Addresses on a CPU, 0 on a device (its table says).  whole: a
+    graph of all of it pays, whatever its size."""
 
     _fields_ = _fields(
-        "u32: lane layer generation tokens rows top_k router_weight_on_input requests; u64: hidden slots weights out"
+        "u32: lane layer generation tokens rows top_k router_weight_on_input requests whole spare;"
+        "u64: hidden slots weights out"
     )
 
 
@@ -193,7 +195,7 @@ def library() -> C.CDLL:
         ("_add_layer", None, (p, p, p, u32)),
         ("_remove_layer", None, (p, u32)),
         ("_add_graph", None, (p, u32, u32, u32, u32, u32, u32, u32, p)),
-        ("_add_session", None, (p, u64, p, u64, u32, C.c_int, C.c_int, u32)),
+        ("_add_session", None, (p, u64, p, u64, u32, C.c_int, C.c_int, u32, u64, u64)),
         ("_remove_session", None, (p, u64)),
     ):
         function = getattr(lib, "expertd_core" + name)
@@ -303,9 +305,18 @@ class Core:
         self._lib.expertd_core_add_graph(self._core, layer, generation, part, lane, rows, top_k, last, exec_)
 
     def add_session(
-        self, handle: int, address: int, size: int, entries: int, bell: int, client_bell: int, caller: int
+        self,
+        handle: int,
+        address: int,
+        size: int,
+        entries: int,
+        bell: int,
+        client_bell: int,
+        caller: int,
+        pool: tuple[int, int] = (0, 0),
     ) -> None:
-        self._lib.expertd_core_add_session(self._core, handle, address, size, entries, bell, client_bell, caller)
+        """pool: address and size of memory on the device that both sides share."""
+        self._lib.expertd_core_add_session(self._core, handle, address, size, entries, bell, client_bell, caller, *pool)
 
     def remove_session(self, handle: int) -> None:
         self._lib.expertd_core_remove_session(self._core, handle)

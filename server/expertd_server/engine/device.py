@@ -2,8 +2,8 @@
 
 A batch is described by its lane's table in pinned memory (expertd_kernels/rows).  Python launches it the first times a
 size comes: collect, experts, deliver, the word.  The second time its pieces are captured and given to the core: the
-experts for each layer, collect and deliver for all layers of one hidden size.  Up to a few rows the whole batch is one
-graph as well: one launch instead of three.
+experts for each layer, collect and deliver for all layers of one hidden size.  Up to a few rows, and whatever the size
+where all rows lie on the device already, the whole batch is one graph as well: one launch instead of three.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class DeviceExecutor:
         wanted = [(c.EXPERTS, run.top_k, flag), (c.COLLECT, run.top_k, H), (c.DELIVER, 0, H)]
         if rows >= STREAMED_ROWS:
             wanted.append((c.COLLECT_ROUTES, run.top_k, H))
-        if rows <= _WHOLE_ROWS:
+        if rows <= _WHOLE_ROWS or run.whole:
             wanted.append((c.WHOLE, run.top_k, flag))
         for part, k, last in wanted:
             own = layer.generation if part in (c.WHOLE, c.EXPERTS) else 0

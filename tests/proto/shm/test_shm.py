@@ -13,7 +13,7 @@ import pytest
 
 from expertd.shm import layout
 from expertd.shm.client import Client, SessionEndedError
-from expertd.shm.layout import Completion, Submission
+from expertd.shm.layout import Completion, DeviceCalls, Submission
 from expertd.shm.library import LibraryMissingError, library
 from expertd.shm.region import Region, RegionError, peer_uid, supported
 
@@ -106,7 +106,7 @@ def serving(server, **how):
 
 
 def test_layout_is_the_same_in_python_and_in_cpp():
-    sizes = (C.c_uint64 * 6)()
+    sizes = (C.c_uint64 * 12)()
     library().expertd_shm_sizes(sizes)
     assert list(sizes) == [
         layout.PAGE,
@@ -115,6 +115,9 @@ def test_layout_is_the_same_in_python_and_in_cpp():
         Completion.text.offset,
         Submission.trace.offset,
         layout.arena_offset(256),
+        Submission.number.offset,
+        *(layout.CALLS_OFFSET + getattr(DeviceCalls, word).offset for word in ("called", "answered", "calls")),
+        *(layout.CALLS_OFFSET + getattr(DeviceCalls, word).offset for word in ("last", "failure")),
     ]
 
 

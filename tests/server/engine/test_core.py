@@ -1,164 +1,39 @@
 """The engine's core on a CPU, with experts of one line: y = x * sum(weight * (slot + 1)), exact for small numbers."""
 
-import contextlib
 import ctypes as C
 import random
-import threading
 import time
 
 import numpy as np
 import pytest
 import torch
+from core_kit import (
+    BF16,
+    BUILT,
+    E4M3,
+    F32,
+    HELD,
+    I32,
+    MOST,
+    NUMBER,
+    TORCH,
+    Bench,
+    E,
+    H,
+    bench,
+    expected,
+    inputs,
+    slot_table,
+)  # fmt: skip
 
 from expertd.shm import layout
 from expertd.shm.client import Client, SessionEndedError
 from expertd.shm.layout import Completion, Submission
 from expertd.shm.region import Region
 from expertd_server.engine import core as module
-from expertd_server.engine.core import Config, Core, CoreMissingError, Forward, LaneMemory, LayerFacts, Run, library
-
-try:
-    library()
-    BUILT = ""
-except CoreMissingError as e:
-    BUILT = str(e)
+from expertd_server.engine.core import Config, Forward, LaneMemory, LayerFacts, Run, library
 
 pytestmark = [pytest.mark.skipif(bool(BUILT), reason=BUILT or "built"), pytest.mark.timeout(60)]
-
-E, HELD, H, MOST = 10, 6, 48, 64
-F32, F16, BF16, E4M3, I32, I64 = 1, 2, 3, 4, 5, 6
-TORCH = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16, I32: torch.int32, I64: torch.int64}
-NUMBER = {dtype: number for number, dtype in TORCH.items()}
-
-
-def slot_table():
-    """Experts 2..7 are here."""
-    table = np.full(E + 1, -1, np.int32)
-    table[2 : 2 + HELD] = np.arange(HELD)
-    return table
-
-
-def expected(x, ids, w):
-    """[M, H] f32"""
-    slots = torch.from_numpy(slot_table())[ids.long()]
-    factor = torch.where(slots >= 0, w.float() * (slots + 1), 0.0).sum(1, keepdim=True)
-    return x.float() * factor
-
-
-def tensor(address, shape, dtype):
-    n = int(np.prod(shape))
-    kind = {torch.float32: C.c_float, torch.bfloat16: C.c_int16, torch.int32: C.c_int32}[dtype]
-    return torch.from_numpy(np.ctypeslib.as_array((kind * n).from_address(address))).view(dtype).view(shape)
-
-
-class Bench:
-    """A core with its thread."""
-
-    def __init__(self, compute=F32, **config):
-        config = {
-            "lanes": 1, "max_tokens": MOST, "max_queue_requests": 100, "max_queue_tokens": 1000,
-            "max_queue_routes": 10_000, "max_queue_bytes": 1 << 30, "spin_ns": 20_000,
-        } | config  # fmt: skip
-        self.core = Core(Config(compute_dtype=compute, device=0, **config))
-        self.dtype = TORCH[compute]
-        self.memory = [torch.empty(n, dtype=d) for n, d in ((MOST * H, self.dtype), (MOST * E, torch.int32),
-                       (MOST * E, torch.float32), (MOST * H, self.dtype))]  # fmt: skip
-        self.core.lane(0, LaneMemory(**dict(zip(("hidden", "slots", "weights", "out"),
-                       (t.data_ptr() for t in self.memory), strict=True))))  # fmt: skip
-        self.counts = np.zeros(HELD, np.uint64)
-        self.batches = []
-        self.may_run = threading.Event()
-        self.may_run.set()
-        self.interrupted = threading.Event()
-        self.fails = ""
-        self.answered = {}
-        self._arrived = threading.Condition()
-        self._thread = threading.Thread(target=self._run)
-        self._keep = []
-
-    def add_layer(self, layer=3, generation=1, hidden_size=H):
-        table = slot_table()
-        self.core.add_layer(
-            LayerFacts(
-                layer=layer, generation=generation, hidden_size=hidden_size, num_experts=E, held=HELD, input_weights=1,
-                slots=table.ctypes.data, expert_tokens=self.counts.ctypes.data,
-            ),
-            [(4, 7), (0, 8)],
-        )  # fmt: skip
-
-    def start(self):
-        self._thread.start()
-        return self
-
-    def _run(self):
-        run = Run()
-        while (code := self.core.run(run)) != module.STOPPED:
-            if code == module.INTERRUPTED:
-                self.waited = [self.core.waited_for(n) for n in (1, 2, 11)]
-                self.interrupted.set()
-                continue
-            assert code == module.RUN
-            assert self.may_run.wait(20)
-            x = tensor(run.hidden, (run.rows, H), self.dtype)
-            slots = tensor(run.slots, (run.rows, run.top_k), torch.int32)
-            w = tensor(run.weights, (run.rows, run.top_k), torch.float32)
-            out = tensor(run.out, (run.rows, H), self.dtype)
-            self.batches.append((run.layer, run.generation, run.rows, run.requests, run.hidden, run.out))
-            out[:] = (x.float() * torch.where(slots >= 0, w * (slots + 1), 0.0).sum(1, keepdim=True)).to(self.dtype)
-            self.core.done(run.lane, 1000, self.fails or None)
-
-    def forward(self, x, ids, w, out_dtype=None, layer=3, caller=1, scales=None, **more):
-        """(handle, reason, output)"""
-        out_dtype = x.dtype if out_dtype is None else out_dtype
-        M = len(x)
-        out = torch.full((M, H), float("nan")).to(out_dtype)
-        f = Forward(
-            hidden=x.data_ptr(), ids=ids.data_ptr(), weights=0 if w is None else w.data_ptr(), out=out.data_ptr(),
-            scales=0 if scales is None else scales.data_ptr(), arrival_ns=time.monotonic_ns(), layer=layer, tokens=M,
-            top_k=ids.shape[1], caller=caller, hidden_dtype=E4M3 if scales is not None else NUMBER[x.dtype],
-            ids_dtype=NUMBER[ids.dtype], weights_dtype=F32 if w is None else NUMBER[w.dtype],
-            out_dtype=NUMBER[out_dtype], **more,
-        )  # fmt: skip
-        self._keep.append((x, ids, w, out, scales))
-        handle, reason, _ = self.core.submit(f)
-        return handle, reason, out
-
-    def outcome(self, handle, within_s=10.0):
-        """(reason, routes, text) of a request; waits."""
-        end = time.monotonic() + within_s
-        while handle not in self.answered:
-            for o in self.core.outcomes():
-                self.answered[o.handle] = (module.REASONS[o.reason], o.routes_computed, o.text.decode(), o.session_gone)
-            assert time.monotonic() < end, "no outcome"
-            time.sleep(0.001)
-        return self.answered[handle]
-
-    def close(self):
-        self.may_run.set()
-        self.core.stop()
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-        self.core.free()
-
-
-@contextlib.contextmanager
-def bench(**how):
-    b = Bench(**how)
-    b.add_layer()
-    b.start()
-    try:
-        yield b
-    finally:
-        b.close()
-
-
-def inputs(M, k=3, x=torch.float32, ids=torch.int32, w=torch.float32, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return (
-        torch.randint(-8, 8, (M, H), generator=g).to(x),
-        torch.randint(-1, E, (M, k), generator=g).to(ids),
-        (torch.randint(0, 8, (M, k), generator=g) / 8).to(w),
-    )
 
 
 @pytest.mark.parametrize("compute", [F32, BF16])

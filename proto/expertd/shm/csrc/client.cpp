@@ -182,6 +182,12 @@ API void expertd_shm_sizes(uint64_t* out) {
   out[3] = offsetof(Completion, text);
   out[4] = offsetof(Submission, trace);
   out[5] = arena_offset(256);
+  out[6] = offsetof(Submission, number);
+  out[7] = offsetof(Control, called);
+  out[8] = offsetof(Control, answered);
+  out[9] = offsetof(Control, calls);
+  out[10] = offsetof(Control, last);
+  out[11] = offsetof(Control, failure);
 }
 
 // null: not a region of this version, or not as large as it says.
@@ -329,6 +335,9 @@ API void expertd_shm_end(Client* c) {
   c->ended.store(true, std::memory_order_release);
   ring(c->client_bell);
 }
+
+// A call from a device comes soon: a device cannot ring.
+API void expertd_shm_wake(Client* c) { c->wake_server(); }
 
 API int expertd_shm_over(Client* c) { return c->over(); }
 

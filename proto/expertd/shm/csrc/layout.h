@@ -6,9 +6,14 @@
 // The client puts tensors into the arena, fills the next submission and stores its `seq` last; the server copies the
 // submission, works on the copy alone, and answers with a completion whose `seq` it stores last.  Entry i of either ring
 // (counted from 0, for ever) lies at i % entries and is there once its seq is i + 1.
+//
+// A caller on a device starts its requests by words in the control page, which its stream writes and waits for: it
+// prepares them once (kPrepare), and from then on a call is a number in `called` and the end of it a value in `answered`.
+// One call of a session is under way at a time.
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 namespace expertd::shm {
@@ -22,6 +27,33 @@ struct alignas(64) Bell {
   std::atomic<uint32_t> sleeps;
 };
 
+struct alignas(512) Completion {
+  std::atomic<uint64_t> seq;
+  uint64_t id;
+  uint32_t refused;  // 0 = computed; 1 = `reason` and `text` say why not
+  uint32_t routes_computed;
+  uint32_t queue_ns, collect_ns, kernel_ns, deliver_ns;
+  uint32_t batch_tokens, batch_requests;
+  uint32_t queued_tokens, queued_requests;
+  float token_ns;
+  uint32_t retry_after_us;
+  uint32_t backend;  // index of its name in what the session was told
+  char reason[36];   // row of the error table
+  char text[404];
+};
+static_assert(sizeof(Completion) == 512, "the first 128 bytes hold all of an answer but an error's text");
+
+struct alignas(64) Word {
+  std::atomic<uint32_t> value;
+};
+
+enum Answered : uint32_t {
+  kNotYet = 0,
+  kGood = 1,
+  kRefused = 2,  // `failure` says why
+  kLost = 3,     // written by the client's side when the server is gone
+};
+
 struct alignas(4096) Control {
   uint64_t magic;
   uint32_t version;
@@ -32,11 +64,27 @@ struct alignas(4096) Control {
   Bell server;
   alignas(64) std::atomic<uint64_t> taken;  // submissions that the server has copied: their entries are free
   alignas(64) std::atomic<uint32_t> ended;  // either side: nothing more is taken from here on
+  // Of calls from a device:
+  Word called;    // number of a prepared request that starts now; the server takes it and writes 0
+  Word answered;  // Answered; the caller writes 0 before it calls again
+  alignas(64) std::atomic<uint64_t> calls;  // answered so far, and those of them that were refused
+  std::atomic<uint64_t> refusals;
+  Completion last, failure;  // of the last call, of the last that was refused
 };
 static_assert(sizeof(Control) == kPage, "one page");
+static_assert(offsetof(Control, last) == 512, "layout.py says so");
 
-enum Kind : uint8_t { kForward = 1, kCancel = 2, kEcho = 3 };
-enum Flag : uint16_t { kRouterWeightOnInput = 1 };
+enum Kind : uint8_t {
+  kForward = 1,
+  kCancel = 2,
+  kEcho = 3,
+  kPrepare = 4,  // as kForward, to be computed whenever `number` is called; deadline_ns counts from the call
+};
+enum Flag : uint16_t {
+  kRouterWeightOnInput = 1,
+  kOnDevice = 2,  // offsets are those of the session's memory on the device
+};
+constexpr uint32_t kMostPrepared = 4096;
 
 struct alignas(128) Submission {
   std::atomic<uint64_t> seq;
@@ -55,25 +103,10 @@ struct alignas(128) Submission {
   uint8_t spare;
   uint16_t flags;
   uint8_t trace[24];  // W3C trace id and parent id, zeros = none
-  uint8_t reserved[20];
+  uint32_t number;    // of kPrepare, 1 to kMostPrepared: which one it is, or replaces
+  uint8_t reserved[16];
 };
 static_assert(sizeof(Submission) == 128, "two cache lines");
-
-struct alignas(512) Completion {
-  std::atomic<uint64_t> seq;
-  uint64_t id;
-  uint32_t refused;  // 0 = computed; 1 = `reason` and `text` say why not
-  uint32_t routes_computed;
-  uint32_t queue_ns, collect_ns, kernel_ns, deliver_ns;
-  uint32_t batch_tokens, batch_requests;
-  uint32_t queued_tokens, queued_requests;
-  float token_ns;
-  uint32_t retry_after_us;
-  uint32_t backend;  // index of its name in what the session was told
-  char reason[36];   // row of the error table
-  char text[404];
-};
-static_assert(sizeof(Completion) == 512, "the first 128 bytes hold all of an answer but an error's text");
 
 inline uint64_t completions_offset(uint32_t entries) { return kPage + sizeof(Submission) * uint64_t(entries); }
 inline uint64_t arena_offset(uint32_t entries) {

@@ -21,6 +21,14 @@ const char* const kReasonNames[kReasons] = {
     "EXPERT_ID_OUT_OF_RANGE", "NON_FINITE_WEIGHTS", "UNSUPPORTED_COMBINATION", "BACKEND_FAILED",
 };
 
+void publish(const Item* item, shm::Completion& c, bool refused) {
+  if (item->called)
+    item->port->publish_call(refused);
+  else
+    item->port->publish(c);
+  --item->port->in_flight;
+}
+
 }  // namespace
 
 Answers::Answers(const Busy& busy) : busy_(busy), bell_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
@@ -60,7 +68,7 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
   const auto collect_ns = uint32_t(lane ? lane->launch_ns - lane->cut_ns : 0), kernel_ns = uint32_t(lane ? lane->kernel_ns : 0);
   const uint32_t tokens = lane ? lane->tokens : 0, requests = lane ? uint32_t(lane->items.size()) : 0;
   if (item->port) {
-    auto& c = item->port->open(item->id);
+    auto& c = item->called ? item->port->open_call(false) : item->port->open(item->id);
     c.refused = 0;
     c.routes_computed = routes;
     c.queue_ns = uint32_t(waited_ns);
@@ -73,8 +81,7 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
     c.queued_requests = uint32_t(busy_.all_requests());
     c.token_ns = busy_.token_ns.load(std::memory_order_relaxed);
     c.backend = backend;
-    item->port->publish(c);
-    --item->port->in_flight;
+    publish(item, c, false);
   } else {
     Outcome o{};
     o.handle = item->handle;
@@ -94,13 +101,12 @@ void Answers::refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const
   va_list arguments;
   va_start(arguments, format);
   if (item->port) {
-    auto& c = item->port->open(item->id);
+    auto& c = item->called ? item->port->open_call(true) : item->port->open(item->id);
     c.refused = 1;
     c.retry_after_us = retry_after_us;
     snprintf(c.reason, sizeof c.reason, "%s", kReasonNames[reason]);
     vsnprintf(c.text, sizeof c.text, format, arguments);
-    item->port->publish(c);
-    --item->port->in_flight;
+    publish(item, c, true);
   } else {
     Outcome o{};
     o.handle = item->handle;

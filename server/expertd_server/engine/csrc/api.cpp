@@ -74,12 +74,12 @@ API void expertd_core_add_graph(Core* c, uint32_t layer, uint32_t generation, ui
   c->command(std::move(x));
 }
 
-// entries: a power of two; bytes: of zeroed memory that holds both rings and an arena.
+// entries: a power of two; bytes: of zeroed memory that holds both rings and an arena; pool: memory on the device, or 0.
 API void expertd_core_add_session(Core* c, uint64_t handle, void* base, uint64_t bytes, uint32_t entries, int bell,
-                                  int client_bell, uint32_t caller) {
+                                  int client_bell, uint32_t caller, uint64_t pool, uint64_t pool_bytes) {
   Command x{};
   x.kind = Command::kAddPort;
-  x.port = std::make_unique<Port>(handle, base, bytes, entries, bell, client_bell, caller);
+  x.port = std::make_unique<Port>(Session{handle, base, bytes, pool, pool_bytes, entries, caller, bell, client_bell});
   c->command(std::move(x));
 }
 

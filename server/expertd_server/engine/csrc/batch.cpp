@@ -91,8 +91,14 @@ void pad_table(Lane& lane, uint32_t rows) {
   lane.rows = rows;
 }
 
+bool on_device(const Lane& lane) {
+  return std::all_of(lane.items.begin(), lane.items.end(), [](const Item* i) { return i->f.on_device; });
+}
+
 bool movable(const Lane& lane, const Config& config) {
-  if (lane.items.size() * kRowsAPiece > lane.tokens) return false;
+  uint32_t on_host = 0;
+  for (const Item* i : lane.items) on_host += i->f.on_device ? 0 : i->f.tokens;
+  if (on_host < config.streamed_rows || lane.items.size() * kRowsAPiece > lane.tokens) return false;
   return std::all_of(lane.items.begin(), lane.items.end(), [&](const Item* i) {
     return !i->port || (i->f.hidden_dtype == config.compute_dtype && i->f.out_dtype == config.compute_dtype);
   });
@@ -103,8 +109,10 @@ int copy_in(const Lane& lane, const Config& config, Cuda& cuda) {
   uint64_t row = 0;
   int error = 0;
   for (const Item* item : lane.items) {
-    const auto* from = reinterpret_cast<void*>(lane.memory.table[row * kWords]);
-    error |= cuda.to_device(lane.memory.device_hidden + row * row_bytes, from, item->f.tokens * row_bytes, cuda.in);
+    const uint64_t from = lane.memory.table[row * kWords], to = lane.memory.device_hidden + row * row_bytes;
+    const size_t bytes = item->f.tokens * row_bytes;
+    error |= item->f.on_device ? cuda.on_device(to, from, bytes, cuda.in)
+                               : cuda.to_device(to, reinterpret_cast<void*>(from), bytes, cuda.in);
     row += item->f.tokens;
   }
   return error;
@@ -115,8 +123,10 @@ int copy_out(const Lane& lane, const Config& config, Cuda& cuda) {
   uint64_t row = 0;
   int error = 0;
   for (const Item* item : lane.items) {
-    auto* to = reinterpret_cast<void*>(lane.memory.table[row * kWords + 3]);
-    error |= cuda.to_host(to, lane.memory.device_out + row * row_bytes, item->f.tokens * row_bytes, cuda.out);
+    const uint64_t from = lane.memory.device_out + row * row_bytes, to = lane.memory.table[row * kWords + 3];
+    const size_t bytes = item->f.tokens * row_bytes;
+    error |= item->f.on_device ? cuda.on_device(to, from, bytes, cuda.out)
+                               : cuda.to_host(reinterpret_cast<void*>(to), from, bytes, cuda.out);
     row += item->f.tokens;
   }
   return error;

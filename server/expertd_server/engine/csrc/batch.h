@@ -18,7 +18,10 @@ void write_table(Lane& lane, const Config& config);
 // The rest of the table up to `rows`: rows without routes.
 void pad_table(Lane& lane, uint32_t rows);
 
-// Whether copy engines can move the batch: few pieces, in the type that the experts compute in.
+// Whether all rows lie on the device already: then collect and deliver are short, and one launch is worth most.
+bool on_device(const Lane& lane);
+// Whether copy engines can and should move the batch: enough rows on the host, in few pieces, in the type that the experts
+// compute in.
 bool movable(const Lane& lane, const Config& config);
 // Hidden states in and outputs out by the copy engines.  A CUDA error, or 0.
 int copy_in(const Lane& lane, const Config& config, Cuda& cuda);

@@ -17,6 +17,10 @@ constexpr uint64_t kLeadNs = 200000;
 // A second batch is started behind one that is under way when that is expected to take no longer than this: early
 // enough that the device does not wait, late enough that a request of another layer is not behind two long batches.
 constexpr int kSleepMs = 1000;
+constexpr uint64_t kCalledSpinNs = 5000000;
+constexpr int kCalledSleepMs = 1;
+// A device cannot ring: for so long after its last call the core watches for the next, then it looks so often, or is rung
+// by the host of a caller that knows of a call to come.
 
 }  // namespace
 
@@ -159,7 +163,7 @@ RunCode Core::run(Run* out) {
       shm::relax();
     } else if (stopping_.load(std::memory_order_relaxed) && busy_.all_requests() == 0) {
       return kStopped;
-    } else if (now - idle_since > config_.spin_ns && !waited_) {
+    } else if (sleepy(now, idle_since)) {
       sleep();
       idle_since = now_ns();
     } else {
@@ -178,13 +182,19 @@ bool Core::waits_for_company(uint64_t now) {
   return waited_ = false;
 }
 
+bool Core::sleepy(uint64_t now, uint64_t idle_since) const {
+  return now - idle_since > config_.spin_ns && now - called_ns_ > kCalledSpinNs && !waited_;
+}
+
 void Core::sleep() {
   asleep_.store(true, std::memory_order_seq_cst);
   for (auto& p : ports_) p->sleeps(true);
   if (!incoming_.load(std::memory_order_seq_cst) && !poll_ports() && !stopping_.load() && !interrupted_.load()) {
     epoll_event events[16];
-    const int n = epoll_wait(epoll_, events, 16, kSleepMs);
+    const bool devices = std::any_of(ports_.begin(), ports_.end(), [](const auto& p) { return p->has_pool(); });
+    const int n = epoll_wait(epoll_, events, 16, devices ? kCalledSleepMs : kSleepMs);
     for (int i = 0; i < n; ++i) shm::sleep_on(events[i].data.fd, 0);
+    if (devices && n > 0) called_ns_ = now_ns();  // a host that knows of a call to come
   }
   for (auto& p : ports_) p->sleeps(false);
   asleep_.store(false, std::memory_order_relaxed);
@@ -253,7 +263,7 @@ Core::Started Core::start(uint64_t now, Run* out) {
   const bool alone = under_way_.empty();
   under_way_.push_back(lane);
   *out = Run{lane->index, layer->facts.layer, layer->facts.generation, lane->tokens, lane->tokens, lane->top_k, flag,
-             uint32_t(lane->items.size()), 0, 0, 0, 0};
+             uint32_t(lane->items.size()), 0, 0, 0, 0, 0, 0};
   if (config_.device) return start_on_device(lane, alone, out);
   gather_here(*lane, config_, out);
   lane->launch_ns = now_ns();
@@ -265,11 +275,12 @@ Core::Started Core::start_on_device(Lane* lane, bool alone, Run* out) {
   *static_cast<volatile uint32_t*>(lane->memory.done) = 0;
   std::atomic_thread_fence(std::memory_order_seq_cst);
   lane->launch_ns = now_ns();
-  const bool streamed = config_.streamed_rows && lane->tokens >= config_.streamed_rows && movable(*lane, config_);
+  const bool streamed = config_.streamed_rows && movable(*lane, config_);
   const int error = alone && !streamed ? launch_whole(lane) : launch_parts(lane, streamed);
   if (error == kNoGraph) {
     pad_table(*lane, lane->tokens);
     out->rows = lane->rows;
+    out->whole = alone && on_device(*lane);
     return kNeedsRun;
   }
   if (error) {
@@ -282,7 +293,7 @@ Core::Started Core::start_on_device(Lane* lane, bool alone, Run* out) {
 
 int Core::launch_whole(Lane* lane) {
   const auto [rows, exec] = lane->layer->graphs.at_least({kWhole, lane->index, lane->top_k, lane->router_weight_on_input}, lane->tokens);
-  if (!exec) return launch_parts(lane, false);
+  if (!exec) return on_device(*lane) ? kNoGraph : launch_parts(lane, false);
   pad_table(*lane, rows);
   return cuda_.launch(exec, cuda_.compute);
 }

@@ -50,7 +50,8 @@ struct Forward {
   uint32_t layer, tokens, top_k, caller;
   uint8_t hidden_dtype, ids_dtype, weights_dtype, out_dtype;
   uint8_t router_weight_on_input;
-  uint8_t spare[3];
+  uint8_t on_device;  // the addresses are the device's; only of sessions
+  uint8_t spare[2];
 };
 
 // What became of one Forward, or that a session is gone (then `handle` is the session's).
@@ -117,6 +118,7 @@ struct Run {
   uint32_t tokens;  // rows that hold something
   uint32_t rows;    // rows to compute
   uint32_t top_k, router_weight_on_input, requests;
+  uint32_t whole, spare;                 // to be captured in one piece
   uint64_t hidden, slots, weights, out;  // on a CPU: what the experts take and give
 };
 

@@ -99,7 +99,8 @@ class Core {
   template <class Which>
   void take_back(const Which& which);
   bool poll_ports();
-  void accept(Port* p, const shm::Submission& s);
+  void accept(Port* p, const shm::Submission& s, bool called);
+  void prepare(Port* p, const shm::Submission& s, Item* item);
   bool check(const Port* p, const shm::Submission& s, Item* item, const LayerFacts& layer);
   void echo(Item* item, const LayerFacts& layer);
 
@@ -109,6 +110,7 @@ class Core {
   Started start(uint64_t now, Run* out);
   Started start_on_device(Lane* lane, bool alone, Run* out);
   int launch_whole(Lane* lane);
+  bool sleepy(uint64_t now, uint64_t idle_since) const;
   int launch_parts(Lane* lane, bool streamed);
   bool over(const Lane& lane) const;
   Lane* pop();
@@ -133,7 +135,7 @@ class Core {
   Cuda cuda_;
   Patience patience_;
   bool waited_ = false;
-  uint64_t checked_ns_ = 0, last_end_ns_ = 0;
+  uint64_t checked_ns_ = 0, last_end_ns_ = 0, called_ns_ = 0;
   int epoll_ = -1, wake_ = -1;
 
   std::mutex mutex_;  // inbox_, next_handle_

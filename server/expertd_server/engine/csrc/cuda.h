@@ -13,6 +13,7 @@ struct Cuda {
   int (*launch)(void* graph, void* stream) = nullptr;
   int (*to_device)(uint64_t to, const void* from, size_t bytes, void* stream) = nullptr;
   int (*to_host)(void* to, uint64_t from, size_t bytes, void* stream) = nullptr;
+  int (*on_device)(uint64_t to, uint64_t from, size_t bytes, void* stream) = nullptr;
   int (*record)(void* event, void* stream) = nullptr;
   int (*wait)(void* stream, void* event, unsigned flags) = nullptr;
   int (*write)(void* stream, uint64_t word, uint32_t value, unsigned flags) = nullptr;
@@ -32,6 +33,7 @@ struct Cuda {
     find(launch, "cuGraphLaunch");
     find(to_device, "cuMemcpyHtoDAsync_v2");
     find(to_host, "cuMemcpyDtoHAsync_v2");
+    find(on_device, "cuMemcpyDtoDAsync_v2");
     find(record, "cuEventRecord");
     find(wait, "cuStreamWaitEvent");
     find(write, "cuStreamWriteValue32_v2");

@@ -153,23 +153,30 @@ void Core::forget_closed() {
 bool Core::poll_ports() {
   bool any = false;
   shm::Submission s;
-  for (auto& p : ports_)
+  for (auto& p : ports_) {
     while (!p->closing && p->take(&s)) {
-      accept(p.get(), s);
+      accept(p.get(), s, false);
       any = true;
     }
+    if (p->has_pool() && !p->closing && p->called(&s)) {
+      accept(p.get(), s, true);
+      any = true;
+      called_ns_ = shm::now_ns();
+    }
+  }
   return any;
 }
 
-void Core::accept(Port* p, const shm::Submission& s) {
-  if (s.kind == shm::kCancel) return take_back([&](const Item* i) { return i->port == p && i->id == s.id; });
+void Core::accept(Port* p, const shm::Submission& s, bool called) {
+  if (s.kind == shm::kCancel) return take_back([&](const Item* i) { return i->port == p && !i->called && i->id == s.id; });
   Item* item = answers_.new_item();
   item->port = p;
   item->id = s.id;
+  item->called = called;
   ++p->in_flight;
   Forward& f = item->f;
   f.arrival_ns = shm::now_ns();
-  f.deadline_ns = s.deadline_ns;
+  f.deadline_ns = s.deadline_ns + (called && s.deadline_ns ? f.arrival_ns : 0);
   f.layer = s.layer;
   f.tokens = s.tokens;
   f.top_k = s.top_k;
@@ -179,12 +186,15 @@ void Core::accept(Port* p, const shm::Submission& s) {
   f.weights_dtype = s.weights_dtype;
   f.out_dtype = s.out_dtype;
   f.router_weight_on_input = (s.flags & shm::kRouterWeightOnInput) != 0;
+  f.on_device = (s.flags & shm::kOnDevice) != 0;
+  if (called && s.kind == 0) return answers_.refuse(item, kMalformed, 0, "call: got a number under which nothing was prepared");
   const auto found = layers_.find(s.layer);
   if (found == layers_.end())
     return answers_.refuse(item, kLayerNotHeld, 0, "layer: got %u, want one of those held here; Describe lists them", s.layer);
   const LayerFacts& layer = found->second->facts;
   if (!check(p, s, item, layer)) return;
   if (s.kind == shm::kEcho) return echo(item, layer);
+  if (s.kind == shm::kPrepare) return prepare(p, s, item);
   if (f.tokens == 0) return answers_.answer(item, nullptr, 0, 0);
   if (draining_) return answers_.refuse(item, kDraining, 0, "server: it drains and takes no new requests; ask another replica");
   if (expired(f, f.arrival_ns))
@@ -233,16 +243,25 @@ bool Core::check(const Port* p, const shm::Submission& s, Item* item, const Laye
     answers_.refuse(item, kUnsupportedCombination, 0, "router_weight_on_input: got top_k %u, want 1 and a backend that takes it", f.top_k);
     return false;
   }
-  f.hidden = p->at(s.hidden, M * H, f.hidden_dtype);
-  f.ids = p->at(s.ids, M * k, f.ids_dtype);
-  f.weights = p->at(s.weights, M * k, f.weights_dtype);
-  f.out = p->at(s.out, M * H, f.out_dtype);
-  f.scales = scaled ? p->at(s.scales, M * ((H + 127) / 128), kF32) : 0;
+  if (f.on_device && (!p->has_pool() || (s.kind != shm::kForward && s.kind != shm::kPrepare))) {
+    answers_.refuse(item, kMalformed, 0, "tensors: got offsets on a device, want a session with memory there, and a forward");
+    return false;
+  }
+  f.hidden = p->at(s.hidden, M * H, f.hidden_dtype, f.on_device);
+  f.ids = p->at(s.ids, M * k, f.ids_dtype, f.on_device);
+  f.weights = p->at(s.weights, M * k, f.weights_dtype, f.on_device);
+  f.out = p->at(s.out, M * H, f.out_dtype, f.on_device);
+  f.scales = scaled ? p->at(s.scales, M * ((H + 127) / 128), kF32, f.on_device) : 0;
   if (!f.hidden || !f.ids || !f.weights || !f.out || (scaled && !f.scales)) {
     answers_.refuse(item, kMalformed, 0, "tensors: got offsets outside of the session's memory, or no multiples of 16");
     return false;
   }
   return true;
+}
+
+void Core::prepare(Port* p, const shm::Submission& s, Item* item) {
+  if (p->prepare(s)) return answers_.answer(item, nullptr, 0, 0);
+  answers_.refuse(item, kMalformed, 0, "number of a prepared request: got %u, want 1 to %u", s.number, shm::kMostPrepared);
 }
 
 void Core::echo(Item* item, const LayerFacts& layer) {

@@ -20,6 +20,7 @@ struct Item {
   Port* port = nullptr;  // of one that came through a session in shared memory, with its own id there
   uint64_t id = 0;
   bool cancelled = false, taken = false;
+  bool called = false;  // by the session's device: its answer is a word, no completion
 };
 
 constexpr uint64_t kSlackNs = 100000000;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <deque>
 
 #include "core.h"
 #include "layout.h"
@@ -11,19 +12,28 @@
 
 namespace expertd {
 
+// What a session is made of.  pool: memory on the device that client and server share, by the server's address; 0 = none.
+struct Session {
+  uint64_t handle;
+  void* base;
+  uint64_t bytes, pool, pool_bytes;
+  uint32_t entries, caller;
+  int bell, client_bell;
+};
+
 class Port {
  public:
   // Lays out `bytes` of zeroed memory.
-  Port(uint64_t handle, void* base, uint64_t bytes, uint32_t entries, int bell, int client_bell, uint32_t caller)
-      : handle(handle), caller(caller), bell(bell), base_(static_cast<uint8_t*>(base)), entries_(entries),
-        client_bell_(client_bell) {
+  explicit Port(const Session& s)
+      : handle(s.handle), caller(s.caller), bell(s.bell), base_(static_cast<uint8_t*>(s.base)), pool_(s.pool),
+        pool_bytes_(s.pool_bytes), entries_(s.entries), client_bell_(s.client_bell) {
     auto* c = control();
-    c->entries = entries;
+    c->entries = entries_;
     c->version = shm::kVersion;
-    c->arena_offset = shm::arena_offset(entries);
-    c->arena_bytes = arena_bytes_ = bytes - c->arena_offset;
+    c->arena_offset = shm::arena_offset(entries_);
+    c->arena_bytes = arena_bytes_ = s.bytes - c->arena_offset;
     c->magic = shm::kMagic;
-    arena_ = base_ + shm::arena_offset(entries);
+    arena_ = base_ + shm::arena_offset(entries_);
   }
 
   const uint64_t handle;
@@ -42,10 +52,46 @@ class Port {
     return true;
   }
 
-  // Address of `count` elements at an offset that the other side gave; 0: outside of the arena.
-  uint64_t at(uint64_t offset, uint64_t count, uint8_t dtype) const {
+  // Address of `count` elements at an offset that the other side gave; 0: outside of the arena, or of the device's pool.
+  uint64_t at(uint64_t offset, uint64_t count, uint8_t dtype, bool on_device) const {
     const unsigned __int128 end = (unsigned __int128)count * size_of(dtype) + offset;
-    return offset % 16 == 0 && end <= arena_bytes_ ? uint64_t(arena_) + offset : 0;
+    const uint64_t base = on_device ? pool_ : uint64_t(arena_);
+    return offset % 16 == 0 && end <= (on_device ? pool_bytes_ : arena_bytes_) ? base + offset : 0;
+  }
+
+  // ---- calls from a device: at most one is under way
+  bool has_pool() const { return pool_bytes_ != 0; }
+
+  // False: it has no such number.
+  bool prepare(const shm::Submission& s) {
+    if (s.number < 1 || s.number > shm::kMostPrepared) return false;
+    while (prepared_.size() < s.number) prepared_.emplace_back();
+    memcpy(static_cast<void*>(&prepared_[s.number - 1]), &s, sizeof s);
+    prepared_[s.number - 1].kind = shm::kForward;
+    return true;
+  }
+
+  // The prepared request that starts now, copied; of kind 0 where nothing was prepared.
+  bool called(shm::Submission* s) {
+    auto& word = control()->called.value;
+    if (calling_) return false;
+    const uint32_t number = word.load(std::memory_order_acquire);
+    if (!number) return false;
+    word.store(0, std::memory_order_relaxed);
+    calling_ = true;
+    memset(static_cast<void*>(s), 0, sizeof *s);
+    if (number <= prepared_.size()) memcpy(static_cast<void*>(s), &prepared_[number - 1], sizeof *s);
+    return true;
+  }
+
+  // Where the answer to the call goes; then it is published.
+  shm::Completion& open_call(bool refused) { return refused ? control()->failure : control()->last; }
+  void publish_call(bool refused) {
+    auto* c = control();
+    calling_ = false;
+    c->refusals.fetch_add(refused, std::memory_order_relaxed);
+    c->calls.fetch_add(1, std::memory_order_relaxed);
+    c->answered.value.store(refused ? shm::kRefused : shm::kGood, std::memory_order_release);
   }
 
   shm::Completion& open(uint64_t id) {
@@ -76,9 +122,12 @@ class Port {
   uint8_t* base_;
   uint8_t* arena_;
   uint64_t arena_bytes_;
+  const uint64_t pool_, pool_bytes_;
   const uint32_t entries_;
   const int client_bell_;
   uint64_t taken_ = 0, answered_ = 0;
+  std::deque<shm::Submission> prepared_;
+  bool calling_ = false;
 };
 
 }  // namespace expertd
