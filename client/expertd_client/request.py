@@ -154,6 +154,14 @@ class Request:
             self.router_weight_on_input,
         )
 
+    def with_tensors(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, output: int | None = None) -> Request:
+        """The same with other tensors of the same dtypes, which are not checked: whoever cuts a batch by himself made
+        them from those of this request.  output: DataType of the answer, None = as it was."""
+        part = self._part(hidden_states, topk_ids, topk_weights, None)
+        if output is not None:
+            object.__setattr__(part, "dtypes", (output, *self.dtypes[1:]))
+        return part
+
     def _part(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, grouped: Grouped | None) -> Request:
         """With other tensors, which need no check: they are parts of checked ones."""
         part = object.__new__(Request)

@@ -31,8 +31,11 @@ __all__ = [
     "Synthetic",
     "checked_dtype",
     "device_of",
+    "from_host",
     "from_wire",
     "keep_or",
+    "numpy_dtype",
+    "on_host",
     "take",
     "to_wire",
     "wire_dtype",
@@ -142,6 +145,36 @@ def from_wire(view: TensorView, shape: tuple[int, ...], dtype: int, device: Any)
     if array.size != count:
         raise BadResponseError.about(f"output {list(shape)}", got=f"{array.size} bytes", want=count)
     return array.view(elements).reshape(shape) if device is None else _to_torch(array, view, device)
+
+
+def on_host(x: Any) -> NDArray[Any]:
+    """The values of an array or tensor as a numpy array: its own memory where that is the host's, else a copy."""
+    if not _is_torch(x):
+        array: NDArray[Any] = x
+        return array
+    torch = sys.modules["torch"]
+    host = (x.detach() if x.requires_grad else x).cpu()
+    if host.dtype == torch.bfloat16:  # numpy has it from ml_dtypes, which torch does not know
+        return np.asarray(host.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+    return np.asarray(host.numpy())
+
+
+def from_host(array: NDArray[Any], device: Any) -> Any:
+    """The inverse: numpy where `device` is None, else a torch tensor there, without a copy on a host."""
+    if device is None:
+        return array
+    torch = sys.modules["torch"]
+    name = _TORCH_NAMES[_BY_NUMPY[array.dtype]]
+    if not array.size:
+        return torch.empty(array.shape, dtype=getattr(torch, name), device=device)
+    plain = array.view(np.int16) if array.dtype == ml_dtypes.bfloat16 else array
+    tensor = torch.from_numpy(plain).view(getattr(torch, name))
+    return tensor if device.type == "cpu" else tensor.to(device)
+
+
+def numpy_dtype(number: int) -> np.dtype[Any]:
+    """That of a float or integer DataType."""
+    return _NUMPY[number]
 
 
 def wire_dtype(dtype: Any) -> int:

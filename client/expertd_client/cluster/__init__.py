@@ -1,0 +1,27 @@
+"""One layer over many servers: ExpertCluster, AsyncExpertCluster.
+
+    table, split, join, policy    values in, values out: who holds what, a batch cut by holder, sums, which replica
+    member, members, sources      the servers: what they hold, whether they may be asked, who says which there are
+    flight, call, timers          one call: its parts under way, from the caller's tensors and back to them
+    cluster                       threads around it
+
+docs/cluster.md says how it behaves.
+"""
+
+from expertd_client.cluster.cluster import ClusterFuture, ExpertCluster
+from expertd_client.cluster.policy import OnMissing, Policy
+from expertd_client.cluster.result import Answered, ClusterResult
+from expertd_client.cluster.sources import Dns, Fixed, PlacementFile, Source
+
+__all__ = [
+    "Answered",
+    "ClusterFuture",
+    "ClusterResult",
+    "Dns",
+    "ExpertCluster",
+    "Fixed",
+    "OnMissing",
+    "PlacementFile",
+    "Policy",
+    "Source",
+]

@@ -1,0 +1,112 @@
+"""A call's way in and out: from the caller's tensors to numpy arrays that can be split, and from partial sums to the
+array or tensor that he gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertd.dtypes import dtype_name
+from expertd.errors import BadDtypeError, BadShapeError, UnsupportedCombinationError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.cluster.flight import Flight
+from expertd_client.cluster.join import Sum, join, renormalized
+from expertd_client.cluster.policy import OnMissing
+from expertd_client.cluster.result import ClusterResult
+from expertd_client.request import Request
+from expertd_client.tensors import Synthetic, checked_dtype, device_of, from_host, numpy_dtype, on_host
+
+__all__ = ["Call"]
+
+
+class Call:
+    """One forward of a cluster.
+
+    request      the caller's
+    out          where he wants the answer; None = in new memory
+    on_missing   what he wants where experts cannot be had
+    f32_sums     partial sums travel in float32 whatever the answer's dtype
+
+    host         the same request with numpy arrays
+    """
+
+    def __init__(self, request: Request, out: Any, on_missing: OnMissing, f32_sums: bool) -> None:
+        tensors = (request.hidden_states, request.topk_ids, request.topk_weights)
+        if request.grouped is not None or request.digest or any(isinstance(x, Synthetic) for x in tensors):
+            what = "grouped rows" if request.grouped is not None else "a digest" if request.digest else "Synthetic"
+            raise UnsupportedCombinationError(
+                f"cluster: got {what}, want topk_ids with values and an output tensor; call its servers one by one"
+            )
+        self._dtype = numpy_dtype(request.dtypes[0])
+        self._device = device_of(request.hidden_states)
+        self._out = out
+        self.on_missing = on_missing
+        if out is not None:
+            _check_out(out, request)
+        sums = pb.DATA_TYPE_F32 if f32_sums else None
+        self.host = request.with_tensors(on_host(tensors[0]), on_host(tensors[1]), on_host(tensors[2]), sums)
+
+    def result(self, flight: Flight, epoch: int) -> ClusterResult:
+        """The answer; raises the flight's error."""
+        if flight.error is not None:
+            raise flight.error
+        legs = flight.in_order()
+        missing, scale = np.empty((0, 2), np.int64), None
+        if flight.unserved:
+            gone, ids = flight.missing(), self.host.topk_ids
+            missing = np.stack([np.nonzero(gone)[0], ids[gone].astype(np.int64)], axis=1)
+            if self.on_missing is OnMissing.RENORMALIZE:
+                scale = renormalized(ids, self.host.topk_weights, gone)
+        sums = [Sum(leg.part.rows, leg.result.output) for leg in legs if leg.result is not None]
+        output, lent = self._output(sums, scale)
+        last = max(legs, key=lambda leg: leg.seconds).result if legs else None
+        result = ClusterResult(
+            output,
+            None,
+            sum(leg.part.routes for leg in legs),
+            pb.Timing() if last is None else last.timing,
+            pb.Load() if last is None else last.load,
+            epoch,
+            legs[0].result.release if lent and legs[0].result is not None else None,
+            flight.report(),
+            missing,
+        )
+        if not lent:
+            for leg in legs:
+                if leg.result is not None:
+                    leg.result.release()
+        flight.forget()
+        return result
+
+    def _output(self, sums: list[Sum], scale: NDArray[np.float32] | None) -> tuple[Any, bool]:
+        """The caller's array or tensor, and whether it is the memory of the only answer."""
+        if len(sums) == 1 and sums[0].rows is None and scale is None and self._out is None:
+            whole = sums[0].values
+            if whole.dtype == self._dtype:
+                return from_host(whole, self._device), self._device is None or self._device.type == "cpu"
+        direct = self._out is not None and (device_of(self._out) is None or self._out.device.type == "cpu")
+        shape = self.host.hidden_states.shape
+        target = on_host(self._out) if direct else np.empty(shape, self._dtype)
+        join(sums, target, scale)
+        if direct:
+            return self._out, False
+        output = from_host(target, self._device)
+        if self._out is not None:
+            self._out.copy_(output)
+            output = self._out
+        return output, False
+
+
+def _check_out(out: Any, request: Request) -> None:
+    shape = tuple(request.hidden_states.shape)
+    number = checked_dtype(out, "out", [dtype_name(request.dtypes[0])])
+    if tuple(out.shape) != shape:
+        raise BadShapeError.about("out", got=list(out.shape), want=f"that of hidden_states, {list(shape)}")
+    if (device_of(out) is None) != (device_of(request.hidden_states) is None):
+        raise BadDtypeError.about(
+            "out",
+            got=type(out).__name__,
+            want=f"{dtype_name(number)} as {type(request.hidden_states).__name__}, as hidden_states are",
+        )

@@ -1,0 +1,306 @@
+"""ExpertCluster: one layer over many servers, called from any thread.
+
+with ExpertCluster(["10.0.0.1:7070", "10.0.0.2:7070"], timeout_s=1.0) as experts:
+    answer = experts.forward(0, hidden_states, topk_ids, topk_weights)    # as ExpertClient's
+    answer.parts                                                          # who computed what
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from expertd.errors import DeadlineExceededError, ExpertdError, RequestCancelledError
+from expertd.placement import Placement
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.cluster.call import Call
+from expertd_client.cluster.flight import Flight, Surroundings
+from expertd_client.cluster.member import Member
+from expertd_client.cluster.members import Members, Targets
+from expertd_client.cluster.policy import OnMissing, Policy
+from expertd_client.cluster.result import ClusterResult
+from expertd_client.cluster.sources import Source, source_of
+from expertd_client.cluster.split import check_ids
+from expertd_client.cluster.timers import Timers
+from expertd_client.deadline import ThreadAlarm, deadline_in
+from expertd_client.exchange import Exchange
+from expertd_client.forwarder import Forwarder
+from expertd_client.grpc_sync import GrpcTransport
+from expertd_client.request import Request, RequestOptions
+from expertd_client.result import ForwardResult
+from expertd_client.session import Session
+from expertd_client.transport import Transport
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["ClusterFuture", "ExpertCluster"]
+
+_T = TypeVar("_T")
+
+DESCRIBE_S = 1.0
+"""How long a server has to answer Describe before it counts as away."""
+LEAVE_S = 30.0
+"""How long a server that left the placement has to answer what it has."""
+
+
+class ClusterFuture(Future[ForwardResult]):
+    """The answer to one call that is under way: a ClusterResult.  cancel() takes the call back everywhere."""
+
+    flight: Flight
+
+    def cancel(self) -> bool:
+        return super().cancel() and self.flight.cancel()
+
+
+class ExpertCluster(Forwarder):
+    """Many servers of one model, as if they were one.  Thread-safe.
+
+    servers         addresses, a Placement, or a source (expertd_client.cluster.sources)
+    timeout_s       of a forward that names none; None = no limit
+    max_in_flight   calls under way at once; one more waits, inside its own timeout
+    on_missing      what becomes of calls for experts that nobody can serve
+    f32_sums        partial sums travel in float32 also where the answer is f16 or bf16: twice the bytes, less rounding
+    policy          when parts are sent twice, and again
+    transport       the way to the server at an address
+    """
+
+    def __init__(
+        self,
+        servers: Placement | Sequence[str] | Source,
+        *,
+        timeout_s: float | None = None,
+        max_in_flight: int = 256,
+        on_missing: OnMissing = OnMissing.FAIL,
+        f32_sums: bool = False,
+        policy: Policy | None = None,
+        transport: Callable[[str], Transport] = GrpcTransport,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._on_missing = on_missing
+        self._f32_sums = f32_sums
+        self._slots = threading.Semaphore(max_in_flight)
+        self._policy = policy or Policy()
+        self._members = Members(partial(_way, transport), self._policy.stall_s)
+        self._around = Surroundings(self._members, self._policy, Timers(ThreadAlarm), self._wake)
+        self._settled = threading.Event()
+        self._closing = threading.Event()
+        self._watches: list[_Watch] = []
+        self._source = source_of(servers)
+        self._follow(self._source.read())
+        self._follower: threading.Thread | None = None
+        if self._source.every_s != float("inf"):
+            self._follower = threading.Thread(target=self._reread, name="expertd-placement", daemon=True)
+            self._follower.start()
+
+    @property
+    def servers(self) -> dict[str, str]:
+        """Address -> why it is not asked, "" = it is."""
+        return {a: m.refused for a, m in self._members.by_address.items()}
+
+    def forward_request(
+        self, request: Request, *, timeout_s: float | None = None, out: Any = None, on_missing: OnMissing | None = None
+    ) -> ClusterResult:
+        """out: where the answer goes, [M, H] of its dtype; on_missing: instead of the cluster's."""
+        landed = threading.Lock()
+        landed.acquire()
+        call = Call(request, out, on_missing or self._on_missing, self._f32_sums)
+        flight = self._take_off(call, timeout_s, lambda flight: landed.release())
+        try:
+            landed.acquire()
+        except BaseException:
+            flight.cancel()  # abandoned, by an interrupt
+            raise
+        return call.result(flight, self._members.epoch)
+
+    def submit_request(
+        self, request: Request, *, timeout_s: float | None = None, out: Any = None, on_missing: OnMissing | None = None
+    ) -> ClusterFuture:
+        future = ClusterFuture()
+        call = Call(request, out, on_missing or self._on_missing, self._f32_sums)
+
+        def landed(flight: Flight) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(call.result(flight, self._members.epoch))
+            except Exception as error:
+                future.set_exception(error)
+
+        future.flight = self._take_off(call, timeout_s, landed)
+        return future
+
+    def forward(
+        self,
+        layer: int,
+        hidden_states: Any,
+        topk_ids: Any = None,
+        topk_weights: Any = None,
+        *,
+        timeout_s: float | None = None,
+        out: Any = None,
+        on_missing: OnMissing | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> ClusterResult:
+        """Forwarder.forward says what each argument is; out and on_missing are as in forward_request."""
+        request = Request(layer, hidden_states, topk_ids, topk_weights, **options)
+        return self.forward_request(request, timeout_s=timeout_s, out=out, on_missing=on_missing)
+
+    def submit(
+        self,
+        layer: int,
+        hidden_states: Any,
+        topk_ids: Any = None,
+        topk_weights: Any = None,
+        *,
+        timeout_s: float | None = None,
+        out: Any = None,
+        on_missing: OnMissing | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> ClusterFuture:
+        """forward() without waiting for the answer."""
+        request = Request(layer, hidden_states, topk_ids, topk_weights, **options)
+        return self.submit_request(request, timeout_s=timeout_s, out=out, on_missing=on_missing)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._around.close()
+        for watch in self._watches:
+            watch.end()
+        for thread in [watch.thread for watch in self._watches] + [self._follower]:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join()
+
+    # ---- a call ------------------------------------------------------------------------------------------------------
+
+    def _take_off(self, call: Call, timeout_s: float | None, landed: Callable[[Flight], None]) -> Flight:
+        deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
+        layer = call.host.layer
+        if self._closing.is_set():
+            raise RequestCancelledError("cluster: this client is closed; make a new one")
+        if not self._settled.is_set():
+            self._settled.wait(self._policy.patience_s if deadline is None else deadline.left_s())
+        table = self._members.table(layer)
+        check_ids(call.host.topk_ids, table, layer)
+        if not self._slots.acquire(timeout=None if deadline is None else deadline.left_s()):
+            assert deadline is not None
+            raise deadline.crowded(layer)
+
+        def freed(flight: Flight) -> None:
+            self._slots.release()
+            landed(flight)
+
+        try:
+            flight = Flight(self._around, call.host, table, deadline, call.on_missing, freed)
+        except BaseException:
+            self._slots.release()
+            raise
+        flight.take_off()
+        return flight
+
+    # ---- servers -----------------------------------------------------------------------------------------------------
+
+    def _follow(self, targets: Targets) -> None:
+        """Takes what the source says."""
+        new, left = self._members.apply(targets)
+        by_member = {watch.member: watch for watch in self._watches}
+        self._watches = [watch for watch in self._watches if watch.thread.is_alive()]
+        for member in left:
+            by_member[member].wake()
+        for member in new:
+            self._watches.append(_Watch(member, self._members, self._closing, self._settled))
+
+    def _reread(self) -> None:
+        while not self._closing.wait(self._source.every_s):
+            try:
+                targets = self._source.read()
+            except (ExpertdError, OSError):
+                continue  # what it said before stays in force
+            self._follow(targets)
+
+    def _wake(self, member: Member) -> None:
+        for watch in self._watches:
+            if watch.member is member:
+                watch.wake()
+
+
+class _Watch:
+    """A thread that asks one server what it holds, as long as it belongs to the cluster."""
+
+    def __init__(self, member: Member, members: Members, closing: threading.Event, settled: threading.Event) -> None:
+        self.member = member
+        self._members = members
+        self._closing = closing
+        self._settled = settled
+        self._waking = threading.Event()
+        self.thread = threading.Thread(target=self._run, name=f"expertd-watch-{member.address}", daemon=True)
+        self.thread.start()
+
+    def wake(self) -> None:
+        """Ask now."""
+        self._waking.set()
+
+    def end(self) -> None:
+        """For close(): fail what is in flight."""
+        self.member.exchange.close()
+        self.member.transport.close()
+        self._waking.set()
+
+    def _run(self) -> None:
+        member = self.member
+        while not (member.leaving or self._closing.is_set()):
+            self._waking.clear()
+            pause_s = self._members.probed(member, self._ask())
+            if self._members.settled:
+                self._settled.set()
+            self._waking.wait(pause_s)
+        end_s = time.monotonic() + LEAVE_S
+        while member.outstanding and not self._closing.wait(0.02) and time.monotonic() < end_s:
+            pass
+        self.end()
+
+    def _ask(self) -> pb.DescribeResponse | ExpertdError:
+        """What it says of itself; a server that comes (back) has its stream open before it is asked for anything."""
+        described: Outcome[pb.DescribeResponse] = Outcome()
+        try:
+            self.member.transport.describe(pb.DescribeRequest(), DESCRIBE_S, False, described)
+            answer = described.wait(DESCRIBE_S)
+            if isinstance(answer, pb.DescribeResponse) and self.member.refused:
+                agreed: Outcome[Session] = Outcome()
+                self.member.exchange.session(agreed)
+                opened = agreed.wait(DESCRIBE_S)
+                return opened if isinstance(opened, ExpertdError) else answer
+        except (ExpertdError, ValueError) as error:  # ValueError: gRPC's, of a channel that was closed meanwhile
+            return error if isinstance(error, ExpertdError) else RequestCancelledError(str(error))
+        return answer
+
+
+class Outcome(Generic[_T]):
+    """A waiter that a thread waits with."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._value: _T | ExpertdError | None = None
+
+    def answer(self, value: _T) -> None:
+        self._value = value
+        self._done.set()
+
+    def fail(self, error: ExpertdError) -> None:
+        self._value = error
+        self._done.set()
+
+    def wait(self, timeout_s: float) -> _T | ExpertdError:
+        """What came; DeadlineExceededError where nothing did."""
+        if not self._done.wait(timeout_s + 0.1) or self._value is None:
+            return DeadlineExceededError(f"got no answer within {timeout_s} s, want one")
+        return self._value
+
+
+def _way(transport: Callable[[str], Transport], address: str) -> tuple[Transport, Exchange]:
+    made = transport(address)
+    return made, Exchange(made, ThreadAlarm)

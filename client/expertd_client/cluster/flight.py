@@ -1,0 +1,510 @@
+"""One call of a cluster: its parts, who was asked for each, and what is done when an answer comes, fails or is late.
+
+A Flight is driven by events, from any thread or from one event loop: answers and failures of its parts, and `look`,
+which its timer calls.  A part is a Leg while it is under way.  A leg is asked of one server; of a second one when the
+first is late or hung; and once more of another, or of the same after a pause, when it failed.  The first good answer of
+a leg counts, and nothing else of it does: the others are cancelled, and what they still say is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertd.errors import (
+    BadResponseError,
+    DeadlineExceededError,
+    ExpertdError,
+    LayerNotHeldError,
+    PlacementError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from expertd.ranges import format_ranges
+from expertd_client.cluster.member import Member
+from expertd_client.cluster.members import Members
+from expertd_client.cluster.policy import Latencies, OnMissing, Policy, Verdict, choose, verdict
+from expertd_client.cluster.result import Answered
+from expertd_client.cluster.split import Part, count_routes, cut, split
+from expertd_client.cluster.table import LayerTable
+from expertd_client.deadline import Deadline
+from expertd_client.request import Request
+from expertd_client.result import ForwardResult
+
+__all__ = ["Flight", "Leg", "Surroundings"]
+
+
+_STALE, _STALE_TRIES = (BadResponseError, LayerNotHeldError), 4
+"""Errors of a server that holds something else than it said a moment ago: asked again when it has been described."""
+
+
+class Timer(Protocol):
+    """Calls functions at a time."""
+
+    def at(self, when_s: float, call: Callable[[], None]) -> None:
+        """Calls it at `when_s` of time.monotonic(), or a little later."""
+        ...
+
+    def close(self) -> None:
+        """Calls nothing more."""
+
+
+class Surroundings:
+    """What all calls of a cluster share."""
+
+    def __init__(self, members: Members, policy: Policy, timer: Timer, wake: Callable[[Member], None]) -> None:
+        self.members = members
+        self.policy = policy
+        self.timer = timer
+        self.wake = wake
+        self.latencies = Latencies(policy.hedge)
+        self.rng = random.Random()
+        self.closed = False
+        self.flights: set[Flight] = set()
+
+    def close(self) -> None:
+        """Ends every call under way."""
+        self.closed = True
+        for flight in list(self.flights):
+            flight.end(RequestCancelledError("cluster: this client was closed before the answer came"))
+        self.timer.close()
+
+
+class _Try:
+    """One part at one server; the waiter of its request."""
+
+    __slots__ = ("_flight", "begin_s", "leg", "member", "request_id")
+
+    def __init__(self, flight: Flight, leg: Leg, member: Member) -> None:
+        self._flight = flight
+        self.leg = leg
+        self.member = member
+        self.begin_s = time.monotonic()
+        self.request_id = 0
+
+    def answer(self, value: ForwardResult) -> None:
+        self._flight.answered(self, value)
+
+    def fail(self, error: ExpertdError) -> None:
+        self._flight.failed(self, error)
+
+
+class Leg:
+    """A part under way.
+
+    holders   addresses of the servers that hold all of its experts; chosen: the first to be asked, None = any
+    first     the lowest expert of its groups
+    tries     where it is in flight now; asked: servers that were asked so far; spurned: where it failed
+    due_s     when something is to be done about it; infinite = when an event comes
+    since_s   when it was first found that nobody can be asked; 0 = never
+    result    its answer, from `server`, `seconds` after the call began; None until it came
+    """
+
+    __slots__ = (
+        "asked",
+        "chosen",
+        "due_s",
+        "first",
+        "holders",
+        "part",
+        "result",
+        "seconds",
+        "server",
+        "since_s",
+        "spurned",
+        "tries",
+    )
+
+    def __init__(self, part: Part, holders: Sequence[str], first: int, chosen: Member | None) -> None:
+        self.part = part
+        self.chosen = chosen
+        self.holders = holders
+        self.first = first
+        self.tries: list[_Try] = []
+        self.asked = 0
+        self.spurned: list[Member] = []
+        self.due_s = math.inf
+        self.since_s = 0.0
+        self.result: ForwardResult | None = None
+        self.server = ""
+        self.seconds = 0.0
+
+
+class Flight:
+    """request: its tensors are numpy arrays, ids checked against `table`.
+
+    landed   called once, by whoever brought the last event, when all legs are answered or the call failed
+    error    why it failed; None = it did not
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        request: Request,
+        table: LayerTable,
+        deadline: Deadline | None,
+        on_missing: OnMissing,
+        landed: Callable[[Flight], None],
+    ) -> None:
+        self.request = request
+        self.error: ExpertdError | None = None
+        self.legs: list[Leg] = []
+        self.unserved: list[Part] = []
+        self.begin_s = time.monotonic()
+        self._around = around
+        self._deadline = deadline
+        self._on_missing = on_missing
+        self._landed = landed
+        self._lock = threading.RLock()
+        self._waiting = 0  # legs without a result
+        self._over = False
+        self._next_look_s = math.inf
+        for leg in self._place(request, None, table, ()):
+            self._add(leg)
+
+    # ---- begin -------------------------------------------------------------------------------------------------------
+
+    def take_off(self) -> None:
+        """Sends everything."""
+        self._around.flights.add(self)
+        if self._around.closed:
+            self.end(RequestCancelledError("cluster: this client is closed; make a new one"))
+        if not self._waiting:
+            self.end(None)
+            return
+        for leg in list(self.legs):
+            self._ask(leg)
+
+    def _place(
+        self, request: Request, rows: NDArray[np.int64] | None, table: LayerTable, spurned: Sequence[Member]
+    ) -> list[Leg]:
+        """Legs for a request, each with the server that is to be asked first; rows: its tokens in the batch."""
+        members, now_s = self._around.members, time.monotonic()
+        chosen: dict[str, Member | None] = {}
+        owner_of_group: list[int] = []
+        for holders in table.holders:
+            there = members.usable(holders, spurned) or members.usable(holders)
+            member = choose(there, request.tokens, now_s, self._around.rng) if there else None
+            address = holders[0] if member is None else member.address
+            chosen.setdefault(address, member)
+            owner_of_group.append(list(chosen).index(address))
+        if table.whole:
+            parts = [Part(0, None, request, count_routes(request.topk_ids))]
+        else:
+            parts = split(request, table, owner_of_group, len(chosen))
+        legs: list[Leg] = []
+        for part in parts:
+            if rows is not None:
+                part = replace(part, rows=rows if part.rows is None else rows[part.rows])
+            if part.owner < 0:
+                self._nobody(part)
+            else:
+                groups = [g for g, owner in enumerate(owner_of_group) if owner == part.owner]
+                legs += self._legs(part, groups, table, list(chosen.values())[part.owner])
+        return legs
+
+    def _legs(self, part: Part, groups: list[int], table: LayerTable, chosen: Member | None) -> list[Leg]:
+        """Those of one part, cut to what each of its holders takes."""
+        holders = [a for a in table.holders[groups[0]] if all(a in table.holders[g] for g in groups)]
+        known = self._around.members.by_address
+        bounds = [known[a].max_tokens for a in holders if a in known and known[a].max_tokens]
+        first = table.first[groups[0]]
+        pieces = cut(part, min(bounds, default=0))
+        return [Leg(piece, holders, first, chosen if n == 0 else None) for n, piece in enumerate(pieces)]
+
+    def _nobody(self, part: Part) -> None:
+        """Experts that no server of the cluster holds."""
+        if self._on_missing is OnMissing.FAIL:
+            ids = part.request.topk_ids
+            raise PlacementError.about(
+                f"layer {self.request.layer}",
+                got=f"no server for experts {format_ranges(np.unique(ids[ids >= 0]).tolist())}",
+                want="a holder for every expert",
+                remedy=self._around.members.troubles() or "start servers for them, or call with SKIP or RENORMALIZE",
+            )
+        self.unserved.append(part)
+
+    def _add(self, leg: Leg) -> None:
+        self.legs.append(leg)
+        self._waiting += 1
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def answered(self, attempt: _Try, result: ForwardResult) -> None:
+        leg, member, now_s = attempt.leg, attempt.member, time.monotonic()
+        member.answered(leg.part.request.tokens, now_s - attempt.begin_s, result)
+        if result.routes_computed != leg.part.routes:
+            self._miscounted(attempt, result)
+            return
+        with self._lock:
+            if attempt not in leg.tries:
+                result.release()  # another was faster, or nobody waits any more
+                return
+            losers = [t for t in leg.tries if t is not attempt]
+            leg.tries = []
+            leg.result, leg.server, leg.seconds = result, member.address, now_s - self.begin_s
+            leg.due_s = math.inf
+            self._waiting -= 1
+            last = not self._waiting
+        self._around.latencies.add(leg.part.request.tokens, now_s - attempt.begin_s)
+        self._recall(losers)
+        if last:
+            self.end(None)
+
+    def _miscounted(self, attempt: _Try, result: ForwardResult) -> None:
+        """What it holds is not what it said: its sum is of no use."""
+        result.release()
+        self._around.wake(attempt.member)
+        self._lost(
+            attempt,
+            BadResponseError.about(
+                f"{attempt.member.address}: answer",
+                got=f"{result.routes_computed} routes computed",
+                want=f"the {attempt.leg.part.routes} that were asked for",
+            ),
+        )
+
+    def failed(self, attempt: _Try, error: ExpertdError) -> None:
+        attempt.member.failed(attempt.leg.part.request.tokens, error)
+        if isinstance(error, RequestCancelledError) and attempt.member.leaving and not self._around.closed:
+            error = UnavailableError(f"{attempt.member.address}: it left the placement", request_id=error.request_id)
+        if attempt.member.refused:
+            self._around.wake(attempt.member)
+        self._lost(attempt, error)
+
+    def _lost(self, attempt: _Try, error: ExpertdError) -> None:
+        """A try came to nothing."""
+        leg = attempt.leg
+        with self._lock:
+            if attempt not in leg.tries:
+                return
+            leg.tries.remove(attempt)
+            leg.spurned.append(attempt.member)
+            others = bool(leg.tries)
+        if isinstance(error, DeadlineExceededError) and self._late():
+            self._give_up(leg, error)
+        elif verdict(error) is Verdict.HOPELESS:
+            self.end(error)
+        elif not others:
+            self._again(leg, error)
+
+    def look(self) -> None:
+        """For the timer: does what is due."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._next_look_s = math.inf
+            due = [] if self._over else [leg for leg in self.legs if leg.due_s <= now_s]
+        for leg in due:
+            if leg.tries:
+                self._race(leg)
+            elif leg.result is None:
+                self._again(leg, None)
+
+    # ---- acts --------------------------------------------------------------------------------------------------------
+
+    def _ask(self, leg: Leg, also: bool = False) -> bool:
+        """Sends a leg to the best server that it was not sent to; also: beside the tries under way.  Whether there was
+        one."""
+        members, now_s = self._around.members, time.monotonic()
+        chosen, leg.chosen = leg.chosen, None
+        there = [chosen] if chosen else members.usable(leg.holders, [*leg.spurned, *(t.member for t in leg.tries)])
+        if not there and not also:
+            leg.spurned = []
+            there = members.usable(leg.holders)
+        if not there:
+            if not also:
+                self._again(leg, None)
+            return False
+        tokens = leg.part.request.tokens
+        attempt = _Try(self, leg, choose(there, tokens, now_s, self._around.rng))
+        with self._lock:
+            if self._over or leg.result is not None or leg not in self.legs:
+                return False
+            leg.tries.append(attempt)
+            leg.asked += 1
+            self._watch(leg, attempt, now_s)
+        try:
+            attempt.request_id = attempt.member.submit(leg.part.request, self._deadline, attempt)
+        except ExpertdError as error:
+            self.failed(attempt, error)
+        except ValueError as error:  # a number that its field cannot hold
+            attempt.member.dropped(tokens)
+            self.end(PlacementError(f"{attempt.member.address}: {error}"))
+        if attempt not in leg.tries:  # it was answered already, or the call ended while this was sent
+            self._recall([attempt])
+        return True
+
+    def _watch(self, leg: Leg, attempt: _Try, now_s: float) -> None:
+        """Sets when a leg is late: only where another server could be asked."""
+        leg.due_s = math.inf
+        if len(leg.holders) > 1:
+            late_s = self._around.latencies.late_s(leg.part.request.tokens)
+            leg.due_s = min(now_s + late_s, max(now_s + 1e-3, attempt.member.stalls_at_s() + 1e-3))
+            self._look_at(leg.due_s)
+
+    def _look_at(self, when_s: float) -> None:
+        if when_s < self._next_look_s:
+            self._next_look_s = when_s
+            self._around.timer.at(when_s, self.look)
+
+    def _race(self, leg: Leg) -> None:
+        """A leg that is late: asks another server, too."""
+        now_s = time.monotonic()
+        hung = all(t.member.stalled(now_s) for t in leg.tries)
+        sent = len(leg.tries) < 3 and (hung or (len(leg.tries) == 1 and self._around.latencies.take_hedge()))
+        if sent and self._ask(leg, also=True):
+            return
+        with self._lock:  # not now: look again when its server would count as hung
+            if leg.result is None and leg.tries:
+                soonest = min(t.member.stalls_at_s() for t in leg.tries)
+                leg.due_s = max(now_s + 0.02, soonest + 1e-3)
+                self._look_at(leg.due_s)
+
+    def _again(self, leg: Leg, error: ExpertdError | None) -> None:
+        """A leg that is nowhere in flight; error: why, None = a pause is over.  At once to a server that was not asked
+        yet; where there is none, after a pause wherever its experts are then."""
+        with self._lock:
+            if self._over or leg.result is not None or leg.tries or leg not in self.legs:
+                return
+        if error is None:
+            self._place_anew(leg)
+        elif self._around.members.usable(leg.holders, leg.spurned):
+            self._ask(leg)
+        elif error.retryable or (isinstance(error, _STALE) and len(leg.spurned) < _STALE_TRIES):
+            self._wait(leg, error)
+        else:
+            self._give_up(leg, error)
+
+    def _place_anew(self, leg: Leg) -> None:
+        """Puts legs in the place of one, as its experts are held now."""
+        members, part = self._around.members, leg.part
+        table = members.table(self.request.layer)
+        ids = part.request.topk_ids
+        groups = np.unique(table.group_of[ids[ids >= 0]]).tolist()
+        if any(g >= 0 and not members.usable(table.holders[g]) for g in groups):
+            self._wait(leg, None)
+            return
+        unserved = len(self.unserved)
+        try:
+            legs = self._place(part.request, part.rows, table, ())
+        except PlacementError as gone:
+            self.end(gone)
+            return
+        with self._lock:
+            if self._over or leg not in self.legs:
+                del self.unserved[unserved:]
+                return
+            self.legs.remove(leg)
+            self._waiting -= 1
+            for other in legs:
+                other.asked, other.since_s = leg.asked, leg.since_s
+                other.spurned = [m for m in leg.spurned if m.address in other.holders and len(other.holders) > 1]
+                self._add(other)
+            last = not self._waiting
+        for other in legs:
+            self._ask(other)
+        if last:
+            self.end(None)
+
+    def _wait(self, leg: Leg, error: ExpertdError | None) -> None:
+        """Nobody can be asked for it now."""
+        policy, now_s = self._around.policy, time.monotonic()
+        leg.since_s = leg.since_s or now_s
+        end_s = leg.since_s + policy.patience_s if self._deadline is None else self._deadline.end_s
+        if self._on_missing is not OnMissing.FAIL or now_s >= end_s:
+            self._give_up(leg, error)
+            return
+        with self._lock:
+            leg.due_s = min(now_s + policy.pause(len(leg.spurned)), end_s)
+            self._look_at(leg.due_s)
+
+    def _late(self) -> bool:
+        return self._deadline is not None and self._deadline.left_s() <= 0
+
+    def _give_up(self, leg: Leg, error: ExpertdError | None) -> None:
+        """A leg that nobody will answer."""
+        if self._on_missing is OnMissing.FAIL:
+            self.end(error or self._nobody_left(leg))
+            return
+        with self._lock:
+            if leg not in self.legs or leg.result is not None:
+                return
+            self.legs.remove(leg)
+            self.unserved.append(leg.part)
+            self._waiting -= 1
+            last = not self._waiting
+            losers, leg.tries = leg.tries, []
+        self._recall(losers)
+        if last:
+            self.end(None)
+
+    def _nobody_left(self, leg: Leg) -> ExpertdError:
+        if self._deadline is not None and self._late():
+            return self._deadline.expired(self.request.layer, 0)
+        why = self._around.members.troubles() or "all are busy"
+        text = f"layer {self.request.layer}: got no answer from {', '.join(leg.holders)}, want one of them ({why})"
+        return UnavailableError(text)
+
+    def cancel(self) -> bool:
+        """Takes the call back.  False: it has landed."""
+        return self.end(RequestCancelledError("forward: taken back by its caller"))
+
+    def end(self, error: ExpertdError | None) -> bool:
+        """The call is over: answered, or failed with `error`.  False: it was over before."""
+        with self._lock:
+            if self._over:
+                return False
+            self._over = True
+            self.error = error
+            losers = [t for leg in self.legs for t in leg.tries]
+            for leg in self.legs:
+                leg.tries = []
+                if error is not None and leg.result is not None:
+                    leg.result.release()
+        self._around.flights.discard(self)
+        self._recall(losers)
+        self._landed(self)
+        return True
+
+    def _recall(self, tries: Sequence[_Try]) -> None:
+        for t in tries:
+            if t.request_id and t.member.exchange.cancel(t.request_id):
+                t.member.dropped(t.leg.part.request.tokens)
+
+    def forget(self) -> None:
+        """Lets go of tensors: a timer may know this call for a while."""
+        with self._lock:
+            self.legs, self.unserved = [], []
+
+    # ---- end ---------------------------------------------------------------------------------------------------------
+
+    def report(self) -> tuple[Answered, ...]:
+        """Who answered what, in the order in which the parts are added."""
+        return tuple(
+            Answered(leg.server, leg.part.request.tokens, leg.part.routes, leg.asked, leg.seconds, _backend(leg.result))
+            for leg in self.in_order()
+        )
+
+    def in_order(self) -> list[Leg]:
+        """Legs in the order in which they are added: it does not depend on who answered, nor when."""
+        return sorted(self.legs, key=lambda leg: (leg.first, 0 if leg.part.rows is None else int(leg.part.rows[0])))
+
+    def missing(self) -> NDArray[np.bool_]:
+        """[M, top_k]: routes that were not computed."""
+        gone = np.zeros(self.request.topk_ids.shape, bool)
+        for part in self.unserved:
+            rows = slice(None) if part.rows is None else part.rows
+            gone[rows] |= part.request.topk_ids >= 0
+        return gone
+
+
+def _backend(result: ForwardResult | None) -> Any:
+    return "" if result is None else result.timing.backend

@@ -1,0 +1,256 @@
+"""One server of a cluster, as its clients know it: what it holds, how busy it is, whether it may be asked.
+
+A server may be asked from the first Describe that fits the cluster until its connection breaks, it drains, it leaves
+the placement, or it fails several times in a row; the next Describe that fits opens it again.  Describe is asked every
+second, ten times a second while a server is away, and at once when something failed: it costs the server a message and
+never touches the device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+from expertd.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    ExpertdError,
+    NotReadyError,
+    PlacementError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.deadline import Deadline
+from expertd_client.exchange import Exchange
+from expertd_client.request import Request
+from expertd_client.result import ForwardResult
+from expertd_client.transport import Transport, Waiter
+
+__all__ = ["Identity", "Member", "held_by"]
+
+_FAILURES = 5
+"""Failures in a row that are not the connection's, until a server is not asked for a while."""
+_HALF_S = 2.0
+"""Half-life of what is remembered of a server's distance."""
+
+
+class Identity:
+    """What all servers of a cluster have in common; learned from the first one.
+
+    fingerprint   of the model, "" = not known yet
+    """
+
+    def __init__(self, fingerprint: str = "") -> None:
+        self._fingerprint = fingerprint
+        self._hidden_size = 0
+        self._num_experts: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def num_experts(self, layer: int) -> int | None:
+        """Of the whole model; None: nobody told."""
+        return self._num_experts.get(layer)
+
+    def check(self, address: str, answer: pb.DescribeResponse) -> None:
+        """Raises PlacementError where the server is one of another model: its sums must not be added to others'."""
+        model = answer.model
+        with self._lock:
+            if not self._hidden_size:
+                self._hidden_size = model.hidden_size
+            for what, got, want in (
+                ("fingerprint", model.fingerprint, self._fingerprint or model.fingerprint),
+                ("hidden size", model.hidden_size, self._hidden_size),
+                *(
+                    (f"experts of layer {x.layer}", x.num_experts, self._num_experts.setdefault(x.layer, x.num_experts))
+                    for x in answer.layers
+                ),
+            ):
+                if got != want:
+                    raise PlacementError.about(
+                        f"{address}: {what}",
+                        got=got,
+                        want=f"{want}, as the cluster's other servers have",
+                        remedy="it serves another model: its partial sums are not added to theirs",
+                    )
+            self._fingerprint = self._fingerprint or model.fingerprint
+
+
+def held_by(answer: pb.DescribeResponse) -> dict[int, tuple[int, ...]]:
+    """Layer -> ids of the experts that a server says it holds."""
+    return {
+        layer.layer: tuple(sorted({e for r in layer.held for e in range(r.first, r.first + r.count)}))
+        for layer in answer.layers
+        if layer.held
+    }
+
+
+class Member:
+    """Thread-safe.
+
+    placed       what the placement wants it to hold; None = whatever it says
+    stall_s      Policy.stall_s
+
+    held         layer -> experts that it may be asked for
+    max_tokens   its largest batch; 0 = no bound
+    asked        whether Describe was asked, and answered or not
+    refused      why it is not asked; "" = it is
+    leaving      the placement has it no more
+    load         what it said last
+    outstanding  parts under way there, with outstanding_tokens in all
+    """
+
+    def __init__(
+        self,
+        address: str,
+        transport: Transport,
+        exchange: Exchange,
+        placed: Mapping[int, tuple[int, ...]] | None,
+        stall_s: float,
+    ) -> None:
+        self.address = address
+        self.transport = transport
+        self.exchange = exchange
+        self.held: Mapping[int, tuple[int, ...]] = placed or {}
+        self._placed = placed
+        self._says: Mapping[int, tuple[int, ...]] | None = None
+        self.max_tokens = 0
+        self.asked = False
+        self.leaving = False
+        self.refused = "not described yet"
+        self.load = pb.Load()
+        self.outstanding_tokens = 0
+        self.outstanding = 0
+        self._stall_s = stall_s
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._not_before_s = 0.0
+        self._heard_s = 0.0
+        self._distance_s = 0.0
+        self._distance_at_s = 0.0
+        self._token_s = 0.0
+        self._settled: pb.Load | None = None  # what was told before the last Describe: it says more
+
+    def __repr__(self) -> str:
+        return f"Member({self.address}, {self.refused or 'in use'}, {self.outstanding} under way)"
+
+    # ---- asked -------------------------------------------------------------------------------------------------------
+
+    def usable(self, now_s: float) -> bool:
+        """Whether it may be asked now."""
+        told = self.exchange.load
+        draining = told is not None and told.draining and told is not self._settled
+        return not (self.refused or draining or self.leaving) and now_s >= self._not_before_s
+
+    def stalled(self, now_s: float) -> bool:
+        """Whether it has work of ours and has said nothing for much longer than that work should take."""
+        if not self.outstanding:
+            return False
+        expected_s = self._distance_s + (self.outstanding_tokens + self.load.queued_tokens) * self._token_s
+        return now_s - self._heard_s > max(self._stall_s, 4.0 * expected_s)
+
+    def stalls_at_s(self) -> float:
+        """When it will be, if it says nothing until then."""
+        expected_s = self._distance_s + (self.outstanding_tokens + self.load.queued_tokens) * self._token_s
+        return self._heard_s + max(self._stall_s, 4.0 * expected_s)
+
+    def wait_s(self, tokens: int, now_s: float) -> float:
+        """For choose(): its distance, and the service of what waits there, of ours that is under way, and of `tokens`.
+        What is remembered of the distance fades, so that a server that was slow is tried again."""
+        ahead = max(self.load.queued_tokens, self.outstanding_tokens) + tokens
+        fade = 0.5 ** ((now_s - self._distance_at_s) / _HALF_S) if self._distance_s else 0.0
+        return self._distance_s * fade + ahead * max(self._token_s, 1e-9)
+
+    def submit(self, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult]) -> int:
+        """Sends a part.  Whoever calls says answered() or failed() when it ended."""
+        with self._lock:
+            if not self.outstanding:
+                self._heard_s = time.monotonic()
+            self.outstanding += 1
+            self.outstanding_tokens += request.tokens
+        return self.exchange.submit(request, deadline, waiter)
+
+    def answered(self, tokens: int, seconds: float, result: ForwardResult) -> None:
+        """A part of `tokens` tokens was answered after `seconds`."""
+        timing, load = result.timing, result.load
+        inside_s = 1e-9 * (timing.queue_ns + timing.copy_in_ns + timing.kernel_ns + timing.copy_out_ns)
+        now_s = time.monotonic()
+        with self._lock:
+            self._ended(tokens)
+            self._heard_s = now_s
+            self._failures = 0
+            self.load = load
+            self._token_s = load.token_ns * 1e-9
+            distance_s = max(0.0, seconds - inside_s)
+            self._distance_s += (distance_s - self._distance_s) * 0.2
+            self._distance_at_s = now_s
+
+    def failed(self, tokens: int, error: ExpertdError) -> None:
+        """A part failed here."""
+        with self._lock:
+            self._ended(tokens)
+            if isinstance(error, RequestCancelledError | DeadlineExceededError):
+                return  # the caller's time was over: nothing is known of the server
+            now_s = time.monotonic()
+            self._heard_s = now_s
+            if isinstance(error, UnavailableError | DrainingError | NotReadyError):
+                self.refused = self.refused or error.message
+                return
+            if error.retryable:
+                self._not_before_s = max(self._not_before_s, now_s + max(1e-3, error.retry_after_us * 1e-6))
+                return
+            self._failures += 1
+            if self._failures >= _FAILURES:
+                self.refused = f"{self._failures} failures in a row, the last: {error.message}"
+
+    def dropped(self, tokens: int) -> None:
+        """A part was taken back."""
+        with self._lock:
+            self._ended(tokens)
+
+    def _ended(self, tokens: int) -> None:
+        self.outstanding -= 1
+        self.outstanding_tokens -= tokens
+
+    # ---- watched -----------------------------------------------------------------------------------------------------
+
+    def place(self, placed: Mapping[int, tuple[int, ...]] | None) -> None:
+        """The placement wants this of it from now on."""
+        self._placed = placed
+        if self._says is None:
+            self.held = placed or {}
+        else:
+            self.held = self._says if placed is None else _both(placed, self._says)
+
+    def described(self, answer: pb.DescribeResponse, identity: Identity) -> bool:
+        """What it says of itself.  Whether that changes what is held where."""
+        before = self.held
+        try:
+            identity.check(self.address, answer)
+            refused = f"{self.address}: it drains" if answer.load.draining else ""
+        except PlacementError as error:
+            refused = error.message
+        else:
+            self._says = held_by(answer)
+            self.max_tokens = answer.limits.max_tokens
+            self.place(self._placed)
+        with self._lock:
+            self.asked = True
+            self._settled = self.exchange.load
+            self.refused = refused
+            self._failures = 0
+            self._token_s = self._token_s or answer.load.token_ns * 1e-9
+            self.load = answer.load
+        return before != self.held
+
+    def silent(self, error: ExpertdError) -> None:
+        """It did not answer Describe."""
+        self.asked = True
+        if time.monotonic() - self._heard_s > 1.0 or not self.outstanding:
+            self.refused = error.message
+
+
+def _both(placed: Mapping[int, tuple[int, ...]], says: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """Experts of a placement that a server says it holds."""
+    found = {layer: tuple(sorted(set(experts) & set(says.get(layer, ())))) for layer, experts in placed.items()}
+    return {layer: experts for layer, experts in found.items() if experts}

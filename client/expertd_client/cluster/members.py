@@ -1,0 +1,124 @@
+"""The servers of a cluster, and from what they hold the table of each layer.
+
+Members follows what the placement source says and what the servers answer to Describe.  Who asks them, a thread or a
+task for each, stands in `watch`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from expertd.errors import ExpertdError, LayerNotHeldError
+from expertd.placement import Placement
+from expertd.ranges import format_ranges
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.cluster.member import Identity, Member
+from expertd_client.cluster.table import LayerTable, layer_table
+from expertd_client.exchange import Exchange
+from expertd_client.transport import Transport
+
+__all__ = ["Members", "Targets", "addresses_of"]
+
+Targets = Placement | Sequence[str]
+"""What a source says: which server holds what, or addresses of servers that say it themselves."""
+
+PROBE_S, AWAY_S = 1.0, 0.1
+"""Between two Describes of a server: that is in use, and that is away."""
+
+
+def addresses_of(targets: Targets) -> tuple[str, ...]:
+    """Of its servers, in order."""
+    return tuple(s.address for s in targets.servers) if isinstance(targets, Placement) else tuple(targets)
+
+
+class Members:
+    """Thread-safe.  make: the way to the server at an address.
+
+    by_address  the servers, in the order of the source; never changed in place
+    epoch       of the placement; 0 = none
+    """
+
+    def __init__(self, make: Callable[[str], tuple[Transport, Exchange]], stall_s: float) -> None:
+        self.by_address: Mapping[str, Member] = {}
+        self.epoch = 0
+        self._make = make
+        self._stall_s = stall_s
+        self._identity = Identity()
+        self._placed_experts: Mapping[int, int] = {}
+        self._lock = threading.Lock()
+        self._tables: dict[int, LayerTable] = {}
+
+    def apply(self, targets: Targets) -> tuple[list[Member], list[Member]]:
+        """Takes what a source says: (members that are new, members that left).  Who left gets no new work."""
+        placed: Mapping[str, Mapping[int, tuple[int, ...]]] = {}
+        with self._lock:
+            if isinstance(targets, Placement):
+                placed = {s.address: s.layers for s in targets.servers}
+                if not self.by_address:
+                    self._identity = Identity(targets.fingerprint)
+                self.epoch, self._placed_experts = targets.epoch, targets.num_experts
+            before, after, new = self.by_address, dict[str, Member](), list[Member]()
+            for address in addresses_of(targets):
+                known = before.get(address)
+                if known is None:
+                    known = Member(address, *self._make(address), placed.get(address), self._stall_s)
+                    new.append(known)
+                else:
+                    known.place(placed.get(address))
+                after[address] = known
+            left = [m for m in before.values() if m.address not in after]
+            for member in left:
+                member.leaving = True
+            self.by_address, self._tables = after, {}
+        return new, left
+
+    def table(self, layer: int) -> LayerTable:
+        """Who holds the experts of a layer.  Raises LayerNotHeldError where nobody has said that there is such one."""
+        table = self._tables.get(layer)
+        if table is None:
+            with self._lock:
+                table = self._tables[layer] = self._table(layer)
+        return table
+
+    def _table(self, layer: int) -> LayerTable:
+        num_experts = self._placed_experts.get(layer) or self._identity.num_experts(layer)
+        held = {a: m.held[layer] for a, m in self.by_address.items() if layer in m.held}
+        if num_experts is None:
+            layers = {n for m in self.by_address.values() for n in m.held}
+            raise LayerNotHeldError.about(
+                "cluster",
+                got=f"layer {layer}",
+                want=f"one of layers {format_ranges(layers)}" if layers else "a server that answers",
+                remedy=self.troubles(),
+            )
+        inside = {a: tuple(e for e in experts if e < num_experts) for a, experts in held.items()}
+        return layer_table(num_experts, {a: experts for a, experts in inside.items() if experts})
+
+    def troubles(self) -> str:
+        """Why servers are not asked, for people; "" = all are."""
+        return "; ".join(f"{a}: {m.refused}" for a, m in self.by_address.items() if m.refused)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every server was asked what it holds, and answered or did not."""
+        return all(m.asked for m in self.by_address.values())
+
+    def probed(self, member: Member, answer: pb.DescribeResponse | ExpertdError) -> float:
+        """A Describe ended.  Seconds until the next one."""
+        if isinstance(answer, ExpertdError):
+            member.silent(answer)
+        elif member.described(answer, self._identity):
+            with self._lock:
+                self._tables = {}
+        return AWAY_S if member.refused else PROBE_S
+
+    def usable(self, addresses: Sequence[str], without: Sequence[Member] = ()) -> list[Member]:
+        """Those of the servers that may be asked now."""
+        now_s, found = time.monotonic(), []
+        for address in addresses:
+            member = self.by_address.get(address)
+            if member is not None and member not in without and member.usable(now_s):
+                found.append(member)
+        return found

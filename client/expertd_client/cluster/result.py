@@ -1,0 +1,49 @@
+"""What a cluster answers: the result of one server, and who had which part in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertd_client.result import ForwardResult
+
+__all__ = ["Answered", "ClusterResult"]
+
+
+class Answered(NamedTuple):
+    """One part of a call.
+
+    server    address of the one that answered
+    tokens    of the batch, that had a route there
+    routes    computed there
+    asked     servers that were asked, the one that answered included
+    seconds   from the call's begin to this answer
+    backend   the kernel's name
+    """
+
+    server: str
+    tokens: int
+    routes: int
+    asked: int
+    seconds: float
+    backend: str
+
+
+def nothing_missing() -> NDArray[np.int64]:
+    return np.empty((0, 2), np.int64)
+
+
+@dataclass(slots=True)
+class ClusterResult(ForwardResult):
+    """ForwardResult, the sum over all servers.  timing and load are those of the part that was answered last.
+
+    parts     in the order in which they were added up
+    missing   [n, 2] i64: (token, expert) of each route that was not computed, in the order of the batch; empty unless
+              the call was made with SKIP or RENORMALIZE
+    """
+
+    parts: tuple[Answered, ...] = ()
+    missing: NDArray[np.int64] = field(default_factory=nothing_missing)

@@ -1,0 +1,59 @@
+"""Who holds the experts of a layer, as arrays: what a batch is split by.
+
+Experts with the same holders form a group.  Two servers of one half each and a replica of the first:
+
+    a: 0-3   b: 4-7   c: 0-3      ->  group 0 = experts 0-3 at (a, c), group 1 = experts 4-7 at (b,)
+
+A group is served by one of its holders at a time, whole, so a partial sum has the same terms whoever computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["LayerTable", "layer_table"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTable:
+    """One layer.  Immutable.
+
+    num_experts   E, of the model
+    group_of      [E + 1] i64: expert -> group, -1 = nobody holds it.  The last entry is -1, too: that of the id -1
+    holders       by group: addresses of the servers that hold all of its experts, in the order of the placement
+    first         by group: its lowest expert.  Groups are in this order
+    """
+
+    num_experts: int
+    group_of: NDArray[np.int64]
+    holders: tuple[tuple[str, ...], ...]
+    first: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether one group has all experts: then nothing is split."""
+        return len(self.holders) == 1 and not (self.group_of[:-1] < 0).any()
+
+
+def layer_table(num_experts: int, held: Mapping[str, tuple[int, ...]]) -> LayerTable:
+    """The table of a layer with num_experts experts.  held: address -> ids of the experts that the server holds."""
+    addresses = list(held)
+    holds = np.zeros((num_experts, len(addresses)), bool)
+    for column, experts in enumerate(held.values()):
+        holds[list(experts), column] = True
+    group_of = np.full(num_experts + 1, -1, np.int64)
+    groups: dict[bytes, int] = {}
+    holders: list[tuple[str, ...]] = []
+    first: list[int] = []
+    for expert, row in enumerate(holds):
+        if row.any():
+            number = groups.setdefault(row.tobytes(), len(groups))
+            if number == len(holders):
+                holders.append(tuple(addresses[n] for n in np.flatnonzero(row)))
+                first.append(expert)
+            group_of[expert] = number
+    return LayerTable(num_experts, group_of, tuple(holders), tuple(first))

@@ -1,0 +1,92 @@
+"""A cluster of real servers in this process, whole model or parts of it, equals one server that has all."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from expertd_client import ExpertClient
+from expertd_client.cluster import ExpertCluster
+from expertd_kernels import reference, relative_error, tolerance
+from expertd_kernels.sources.synthetic import random_inputs
+from expertd_server.boot.assignment import open_source
+from expertd_server.config import Address, Ranges, ServeConfig
+from expertd_server.host import Host
+
+H, E, K, LAYER = 256, 8, 2, 1
+TINY = {"synthetic": "tiny:int4_g128", "device": "cpu", "listen": Address("127.0.0.1", 0), "threads": 1}
+LAYOUTS = {
+    "one": ["0-7"],
+    "two": ["0-3", "4-7"],
+    "three, uneven": ["0", "1-3", "4-7"],
+    "eight": [str(e) for e in range(E)],
+    "replicas": ["0-3", "4-7", "0-3", "4-7"],
+    "a whole replica": ["0-7", "0-3", "4-7"],
+}
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """hosts(experts, backend): the address of a server of them; each is started once."""
+    with ExitStack() as stack:
+        made: dict[tuple[str, str], list[str]] = {}
+
+        def start(experts: str, backend: str) -> str:
+            host = Host(ServeConfig(**TINY, experts=Ranges.parse(experts), backend=backend, layers=Ranges.parse("1")))
+            stack.callback(host.close)
+            address = host.start()
+            host.ready(60)
+            return address
+
+        def get(layout, backends):
+            found: list[str] = []
+            for n, experts in enumerate(layout):
+                kept = made.setdefault((experts, backends[n % len(backends)]), [])
+                if not any(a not in found for a in kept):
+                    kept.append(start(experts, backends[n % len(backends)]))
+                found.append(next(a for a in kept if a not in found))
+            return found
+
+        yield get
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return open_source(ServeConfig(**TINY)).load(LAYER, range(E))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backends", [("reference",), ("reference", "cpu_torch")], ids=["reference", "mixed"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_cluster_equals_one_server(hosts, weights, name, backends):
+    (alone,) = hosts(["0-7"], backends[:1])
+    with ExpertClient(alone) as one, ExpertCluster(hosts(LAYOUTS[name], backends), timeout_s=30.0) as cluster:
+        for tokens, seed in ((1, 0), (7, 1), (64, 2)):
+            x, ids, w = random_inputs(tokens, H, E, K, seed=seed)
+            want = reference(weights, x, ids, w)
+            for dtype, bound in ((torch.float32, tolerance("bf16")), (torch.bfloat16, tolerance("bf16"))):
+                whole = one.forward(LAYER, x.to(dtype), ids, w)
+                joined = cluster.forward(LAYER, x.to(dtype), ids, w)
+                assert joined.output.dtype == dtype
+                assert joined.routes_computed == whole.routes_computed == tokens * K
+                assert relative_error(joined.output.float(), want) <= bound
+                assert relative_error(joined.output.float(), whole.output.float()) <= bound
+
+
+@pytest.mark.timeout(120)
+def test_one_backend_in_float32_gives_the_same_bits_from_whichever_replica(hosts):
+    addresses = hosts(LAYOUTS["replicas"], ("reference",))
+    first, second, first_too, second_too = addresses
+    x, ids, w = random_inputs(33, H, E, K, seed=3)
+    answers, asked = set(), set()
+    pairs = [[a, b] for a in (first, first_too) for b in (second, second_too)]
+    for some in (*pairs, [second_too, first], addresses, addresses[::-1]):
+        with ExpertCluster(some, timeout_s=30.0) as cluster:
+            for _ in range(3):
+                answer = cluster.forward(LAYER, x.float(), ids, w)
+                answers.add(answer.output.numpy().tobytes())
+                asked.update(part.server for part in answer.parts)
+    assert len(answers) == 1
+    assert asked == set(addresses)
