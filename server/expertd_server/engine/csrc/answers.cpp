@@ -56,7 +56,7 @@ uint32_t Answers::records(BatchRecord* out, uint32_t most) {
 }
 
 Item* Answers::new_item() {
-  if (pool_.empty()) return new Item;
+  if (pool_.empty()) return new Item{};
   Item* item = pool_.back();
   pool_.pop_back();
   *item = Item{};
