@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +59,19 @@ def _tiles(tile: Tile, lay: Layout, segments: int) -> Iterator[Tile]:
     """`tile` and those that differ from it in one way."""
     yield tile
     for bn, warps in {(16, 1): ((32, 2),), (32, 2): ((16, 1), (64, 4)), (64, 4): ((32, 2), (128, 8), (128, 4))}.get(
-        (tile.bn, tile.warps), ((64, 4), (128, 8) if segments == 2 else (256, 8))
+        (tile.weight_rows, tile.warps), ((64, 4), (128, 8) if segments == 2 else (256, 8))
     ):
-        yield replace(tile, bn=bn, warps=warps)
+        yield replace(tile, weight_rows=bn, warps=warps)
     for stages in (tile.stages - 1, tile.stages + 1):
         if stages > 1:
             yield replace(tile, stages=stages)
-    for bc in (tile.bc // 2, tile.bc * 2):
+    for bc in (tile.containers // 2, tile.containers * 2):
         if 16 <= bc <= (128 if lay.elem == FLOAT else lay.sw):
-            yield replace(tile, bc=bc, kpb=1)
-    if lay.elem != FLOAT and tile.bc == lay.sw:
-        yield replace(tile, kpb=3 - tile.kpb)
-    for group_m in {1, 4, 16} - {tile.group_m}:
-        yield replace(tile, group_m=group_m)
+            yield replace(tile, containers=bc, k_blocks=1)
+    if lay.elem != FLOAT and tile.containers == lay.sw:
+        yield replace(tile, k_blocks=3 - tile.k_blocks)
+    for together in {1, 4, 16} - {tile.together}:
+        yield replace(tile, together=together)
     if lay.fold == 2 or (lay.fold == 1 and lay.elem in (0, 2)):
         yield replace(tile, weighted=not tile.weighted)
 
@@ -85,12 +85,12 @@ def candidates(experts: TritonExperts, gemm: int, base: Plan) -> list[Plan]:
     """Plans that differ from `base` in one GEMM's tile."""
     m = experts.w13 if gemm == 1 else experts.w2
     out = []
-    for tile in _tiles(base.gemm1 if gemm == 1 else base.gemm2, m.layout, m.segments):
-        if tile.stages * stage_bytes(tile, base.bm, m.layout, m.segments, False) > SHARED_BYTES:
+    for tile in _tiles(base.w13 if gemm == 1 else base.w2, m.layout, m.segments):
+        if tile.stages * stage_bytes(tile, base.rows, m.layout, m.segments, False) > SHARED_BYTES:
             continue
-        if m.segments * tile.bn * base.bm > 128 * 32 * tile.warps:  # more accumulators than registers
+        if m.segments * tile.weight_rows * base.rows > 128 * 32 * tile.warps:  # more accumulators than registers
             continue
-        out.append(replace(base, gemm1=tile) if gemm == 1 else replace(base, gemm2=tile))
+        out.append(replace(base, w13=tile) if gemm == 1 else replace(base, w2=tile))
     return out
 
 
@@ -147,7 +147,7 @@ def _compile(jobs: Sequence[Job]) -> None:
 
 def precompile(jobs: Sequence[Job], processes: int) -> None:
     """Compile the distinct kernels of `jobs`, neighbouring jobs in different processes."""
-    distinct = list({(j.shape, j.scheme, j.gemm, j.plan.bm, j.plan.direct, _tile(j)): j for j in jobs}.values())
+    distinct = list({(j.shape, j.scheme, j.gemm, j.plan.rows, j.plan.direct, _tile(j)): j for j in jobs}.values())
     workers = [multiprocessing.Process(target=_compile, args=(distinct[i::processes],)) for i in range(processes)]
     for w in workers:
         w.start()
@@ -157,7 +157,7 @@ def precompile(jobs: Sequence[Job], processes: int) -> None:
 
 
 def _tile(job: Job) -> Tile:
-    return job.plan.gemm1 if job.gemm == 1 else job.plan.gemm2
+    return job.plan.w13 if job.gemm == 1 else job.plan.w2
 
 
 class Layer:
@@ -213,8 +213,8 @@ def tune(layer: Layer, tokens: int, out: Any, budget_ms: float, deadline: float)
     start = e.plan(tokens, k)
     best: dict[str, tuple[float, Plan]] = {}
     first, _ = layer.time(tokens, start, budget_ms)
-    for bm in block_rows(start.bm):
-        here, us = replace(start, bm=bm), float("inf")
+    for bm in block_rows(start.rows):
+        here, us = replace(start, rows=bm), float("inf")
         for gemm in (1, 2):
             for plan in candidates(e, gemm, here):
                 if time.monotonic() > deadline:
@@ -226,11 +226,11 @@ def tune(layer: Layer, tokens: int, out: Any, budget_ms: float, deadline: float)
                 except Exception as failure:
                     found = float("nan")
                     record.update(failed=f"{type(failure).__name__}: {failure}"[:200])
-                out.write(json.dumps(record | {"plan": asdict(plan)}) + "\n")
+                out.write(json.dumps(record | {"plan": str(plan)}) + "\n")
                 out.flush()
                 if found < us:
                     here, us = plan, found
-        best[f"bm{bm}"] = (us, here)
+        best[f"rows {bm}"] = (us, here)
     us, plan = min(best.values(), key=lambda b: b[0])
     e._planner = lambda _: plan
     print(kernel_times(layer, tokens), flush=True)
@@ -251,9 +251,9 @@ def _jobs(shape: str, scheme: str, tokens: Sequence[int], vary: bool) -> list[Jo
     for m in tokens:
         start = experts.plan(m, s.top_k)
         out += [Job(shape, scheme, m, g, start) for g in (1, 2)]
-        for bm in block_rows(start.bm) if vary else ():
+        for bm in block_rows(start.rows) if vary else ():
             for gemm in (1, 2):
-                plans = candidates(experts, gemm, replace(start, bm=bm))
+                plans = candidates(experts, gemm, replace(start, rows=bm))
                 out += [Job(shape, scheme, m, gemm, p) for p in plans]
     return out
 

@@ -141,35 +141,56 @@ def test_error_over_ragged_sizes_and_routings(case):
 
 PLANS = {
     "ids": [
-        ("block BM8 S4 SK2", "block BM8 S2 SK2 P0"),
-        ("block BM8 T2 S2", "block BM8 T1 S2"),
-        ("block BM16 T2 S2 SK2 V1", "block BM8 S4 SK2"),
-        ("block BM8 S4 SK2", "block BM8 S2 SK2 F1"),
-        ("block BM8 T2 S2", "block BM8 T1 S2 P0 F1"),
-        ("block BM8 T2 S4 ST2", "block BM8 T2 S4 ST2 F1"),
-        ("gemv BM1 T2 W8 S1 ST8", "gemv BM1 T1 W8 S1 ST4"),
-        ("gemv BM1 T4 W4 S1 ST4", "gemv BM1 T4 W16 S1 ST16"),
+        ("block: rows 8, columns 256, mma columns 128", "block: rows 8, mma columns 128, late"),
+        ("block: rows 8, tiles 2", "block: rows 8, tiles 1"),
+        ("block: rows 16, tiles 2, mma columns 128, narrower 1", "block: rows 8, columns 256, mma columns 128"),
+        ("block: rows 8, columns 256, mma columns 128", "block: rows 8, mma columns 128, follows"),
+        ("block: rows 8, tiles 2", "block: rows 8, tiles 1, late, follows"),
+        ("block: rows 8, tiles 2, columns 256, stages 2", "block: rows 8, tiles 2, columns 256, stages 2, follows"),
+        (
+            "gemv: rows 1, tiles 2, warps 8, columns 64, stages 8",
+            "gemv: rows 1, tiles 1, warps 8, columns 64, stages 4",
+        ),
+        ("gemv: rows 1, tiles 4, columns 64, stages 4", "gemv: rows 1, tiles 4, warps 16, columns 64, stages 16"),
     ],
     "table": [
-        ("block BM8 S2 SK2", "block BM8 S4 SK2"),
-        ("block BM16 T2 S2 V1", "block BM16 T2 S2 SK2"),
-        ("block BM32 T2 V1", "block BM32 T2 V1"),
-        ("block BM8 S4 SK2", "block BM8 S2 SK2 F1"),
-        ("block BM16 T2 S2 SK2", "block BM16 T2 S2 V1 F1"),
-        ("block BM8 T2 S4 ST2", "block BM8 T2 S4 ST2 F1"),
-        ("block BM8 S4", "block BM8 S4 ST2 F1"),
-        ("block BM16 T2 S2", "block BM16 T2 S2 F1"),
+        ("block: rows 8, mma columns 128", "block: rows 8, columns 256, mma columns 128"),
+        ("block: rows 16, tiles 2, narrower 1", "block: rows 16, tiles 2, mma columns 128"),
+        ("block: rows 32, tiles 2, narrower 1", "block: rows 32, tiles 2, narrower 1"),
+        ("block: rows 8, columns 256, mma columns 128", "block: rows 8, mma columns 128, follows"),
+        ("block: rows 16, tiles 2, mma columns 128", "block: rows 16, tiles 2, narrower 1, follows"),
+        ("block: rows 8, tiles 2, columns 256, stages 2", "block: rows 8, tiles 2, columns 256, stages 2, follows"),
+        ("block: rows 8, columns 256", "block: rows 8, columns 256, stages 2, follows"),
+        ("block: rows 16, tiles 2", "block: rows 16, tiles 2, follows"),
     ],
     "lists": [
-        ("block BM8 S4 SK2", "block BM8 S4 SK2"),
-        ("block BM64 T4 W8 V3 D2 R128", "block BM64 T4 W8 V3 R128"),
-        ("block BM16 T2 S4 SK2", "block BM16 T2 S2 SK2 F1"),
-        ("block BM64 T2 ST2 V3 R128", "block BM64 T2 ST2 V3 R128 F1"),
-        ("block BM64 T2 ST2 V1 R168 X16", "block BM64 T2 ST2 V1 R168 X16 F1"),
-        ("ws BM64 T4 W8 S4 ST3 V2", "ws BM32 T4 S2 ST4 V1 R128 C2"),
-        ("ws BM128 T4 W8 ST4 V1", "ws BM128 T4 W8 ST4 V2"),
-        ("ws BM64 T4 W8 S2 ST4 V2 X16", "ws BM32 T4 W8 S2 ST4 V1 X16"),
-        ("ws BM128 T4 W8 ST4", "ws BM128 T4 W8 ST4"),
+        ("block: rows 8, columns 256, mma columns 128", "block: rows 8, columns 256, mma columns 128"),
+        (
+            "block: rows 64, tiles 4, warps 8, narrower 3, delay 2, registers 128",
+            "block: rows 64, tiles 4, warps 8, narrower 3, registers 128",
+        ),
+        ("block: rows 16, tiles 2, columns 256, mma columns 128", "block: rows 16, tiles 2, mma columns 128, follows"),
+        (
+            "block: rows 64, tiles 2, stages 2, narrower 3, registers 128",
+            "block: rows 64, tiles 2, stages 2, narrower 3, registers 128, follows",
+        ),
+        (
+            "block: rows 64, tiles 2, stages 2, narrower 1, registers 168, stretch 16",
+            "block: rows 64, tiles 2, stages 2, narrower 1, registers 168, stretch 16, follows",
+        ),
+        (
+            "ws: rows 64, tiles 4, warps 8, columns 256, stages 3, narrower 2",
+            "ws: rows 32, tiles 4, stages 4, narrower 1, registers 128, ctas 2",
+        ),
+        (
+            "ws: rows 128, tiles 4, warps 8, stages 4, narrower 1",
+            "ws: rows 128, tiles 4, warps 8, stages 4, narrower 2",
+        ),
+        (
+            "ws: rows 64, tiles 4, warps 8, stages 4, narrower 2, stretch 16",
+            "ws: rows 32, tiles 4, warps 8, stages 4, narrower 1, stretch 16",
+        ),
+        ("ws: rows 128, tiles 4, warps 8, stages 4", "ws: rows 128, tiles 4, warps 8, stages 4"),
     ],
 }
 
@@ -192,9 +213,13 @@ def test_every_kernel_and_mode(scheme, mode):
 @pytest.mark.parametrize(
     "tiles",
     [
-        "wide BM128 T4 S1 ST4", "wide BM192 T4 S1 ST4", "block BM8 S1 ST4", "block BM16 T2 S1", "block BM32 S2 SK2 V2",
+        "wide: rows 128, tiles 4, columns 64, stages 4",
+        "wide: rows 192, tiles 4, columns 64, stages 4",
+        "block: rows 8, columns 64, stages 4",
+        "block: rows 16, tiles 2, columns 64",
+        "block: rows 32, mma columns 128, narrower 2",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize(
     "case",
     [Case("bf16", bias=True), Case("bf16", "swigluoai", True, experts=9, top_k=3, hidden=1088, inner=320)],
@@ -228,8 +253,13 @@ def test_each_route_by_itself(case):
     from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 
     weights, experts = layer(case)
-    for w13, w2 in (("T1 W8", "T1 W8"), ("T4 W4", "T1 W4"), ("T2 W8", "T2 W2"), ("T4 W16 V1", "T1 W8 V1")):
-        plan = LayerPlan(0, "ids", *(TilePlan.parse(f"gemv BM1 {p} S1 ST4") for p in (w13, w2)))
+    for w13, w2 in (
+        ("tiles 1, warps 8", "tiles 1, warps 8"),
+        ("tiles 4, warps 4", "tiles 1, warps 4"),
+        ("tiles 2, warps 8", "tiles 2, warps 2"),
+        ("tiles 4, warps 16, even", "tiles 1, warps 8, even"),
+    ):
+        plan = LayerPlan(0, "ids", *(TilePlan.parse(f"gemv: rows 1 {p} S1 ST4") for p in (w13, w2)))
         for M, how in ((1, "even"), (3, "absent"), (4, "one"), (2, "skewed")):
             check(case, weights, experts, M, how, plan=plan)
             check(case, weights, experts, M, how, plan=plan, router_weight_on_input=True)
@@ -241,8 +271,11 @@ def test_two_row_tiles_of_eight_bits(scheme):
 
     case = Case(scheme, bias=True, experts=9, top_k=3, hidden=1088, inner=320)
     weights, experts = layer(case)
-    for mode, tiles in (("table", "block BM8 T2 S2"), ("lists", "block BM64 T2 ST2 V3 R168")):
-        plan = LayerPlan(0, mode, TilePlan.parse(tiles), TilePlan.parse(tiles + " F1"))
+    for mode, tiles in (
+        ("table", "block: rows 8, tiles 2"),
+        ("lists", "block: rows 64, tiles 2, stages 2, narrower 3, registers 168"),
+    ):
+        plan = LayerPlan(0, mode, TilePlan.parse(tiles), TilePlan.parse(tiles + ", follows"))
         for M, how in ((5, "absent"), (37, "skewed"), (64, "one"), (300, "even")):
             check(case, weights, experts, M, how, plan=plan)
 
@@ -266,7 +299,12 @@ def test_w2_split_over_its_columns(mode):
 
     case = Case("int4_g32", bias=True)
     weights, experts = layer(case)
-    plan = LayerPlan(0, mode, TilePlan.parse("block BM8 S4 SK2"), TilePlan.parse("block BM8 S2 SK2 Z2"))
+    plan = LayerPlan(
+        0,
+        mode,
+        TilePlan.parse("block: rows 8, columns 256, mma columns 128"),
+        TilePlan.parse("block: rows 8, mma columns 128, parts 2"),
+    )
     for M, how in ((1, "even"), (3, "absent"), (7, "even"), (5, "one")):
         check(case, weights, experts, M, how, plan=plan)
     with pytest.raises(ValueError, match="do not fit the scratch"):
@@ -276,8 +314,12 @@ def test_w2_split_over_its_columns(mode):
 @pytest.mark.parametrize(
     ("mode", "w13", "w2"),
     [
-        ("table", "block BM8 S4 SK2", "block BM8 S2 SK2 F1"),
-        ("lists", "ws BM64 T4 W8 S2 ST4 V2 X16", "ws BM128 T4 W8 S2 ST4 V1"),
+        ("table", "block: rows 8, columns 256, mma columns 128", "block: rows 8, mma columns 128, follows"),
+        (
+            "lists",
+            "ws: rows 64, tiles 4, warps 8, stages 4, narrower 2, stretch 16",
+            "ws: rows 128, tiles 4, warps 8, stages 4, narrower 1",
+        ),
     ],
 )
 def test_a_call_that_fails_leaves_no_counters(mode, w13, w2, monkeypatch):
@@ -304,8 +346,8 @@ def test_w2_following_w13_in_a_graph_of_many_layers(mode):
 
     case = Case("int4_g128", experts=32, top_k=4, hidden=2048, inner=768)
     _, experts = layer(case)
-    w13, w2 = "block BM8 T2 S2", "block BM8 T2 S4 ST2"
-    waits, follows = (LayerPlan(0, mode, TilePlan.parse(w13), TilePlan.parse(w2 + f)) for f in ("", " F1"))
+    w13, w2 = "block: rows 8, tiles 2", "block: rows 8, tiles 2, columns 256, stages 2"
+    waits, follows = (LayerPlan(0, mode, TilePlan.parse(w13), TilePlan.parse(w2 + f)) for f in ("", ", follows"))
     sizes = (1, 4, 7) if mode == "ids" else (8, 33, 64, 8)
     sets = [routed(case, M, how) for M in sizes for how in ("even", "one", "absent")]
     right = [experts(*s, plan=waits).clone() for s in sets]
@@ -329,7 +371,13 @@ def test_w2_following_w13_in_a_graph_of_many_layers(mode):
             assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("tiles", ["ws BM64 T4 W8 S2 ST4 V2 X16", "ws BM128 T4 W8 S2 ST4 V1"])
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        "ws: rows 64, tiles 4, warps 8, stages 4, narrower 2, stretch 16",
+        "ws: rows 128, tiles 4, warps 8, stages 4, narrower 1",
+    ],
+)
 def test_tiles_by_tickets_in_a_graph_of_many_layers(tiles):
     """More tiles than CTAs, fewer, and none; each call's tickets begin at zero, whatever the one before drew."""
     from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
@@ -367,7 +415,12 @@ def test_more_blocks_than_counters_wait_for_all_of_w13():
 
     case = Case("int4_g128", experts=512, top_k=10, hidden=256, inner=128)
     weights, experts = layer(case)
-    plan = LayerPlan(0, "lists", TilePlan.parse("block BM8 S2 SK2"), TilePlan.parse("block BM8 S2 SK2 F1"))
+    plan = LayerPlan(
+        0,
+        "lists",
+        TilePlan.parse("block: rows 8, mma columns 128"),
+        TilePlan.parse("block: rows 8, mma columns 128, follows"),
+    )
     assert experts._blocks(600 * 10, 8) > COUNTERS >= experts._blocks(40 * 10, 8)
     for M in (40, 600):
         check(case, weights, experts, M, "even", plan=plan)

@@ -55,7 +55,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     scale_factor: float = 1.0
     remembered: bool = False
-    bm: int | None = None
+    rows: int | None = None
     tile: dict[str, Any] = field(default_factory=dict)
 
     def scheme_value(self) -> Scheme:
@@ -119,16 +119,16 @@ SMALL: dict[str, Case] = {
     "grouped_rows": Case("bf16", k=1, E=3, M=7),
     "nowhere": Case("int4_g32", H=32, I=32, routing="nowhere", M=8),
     "no_route": Case("bf16", H=32, I=32, routing="none", M=3),
-    "one_expert": Case("bf16", H=32, I=32, routing="one", E=9, k=1, M=19, bm=16),
+    "one_expert": Case("bf16", H=32, I=32, routing="one", E=9, k=1, M=19, rows=16),
     "one_token": Case("int4_g32", H=64, I=32, M=1, E=9),
     "one_token_nowhere": Case("bf16", H=32, I=32, M=1, E=9, k=3, routing="nowhere"),
-    "many_routes": Case("bf16", H=16, I=16, E=5, k=4, M=70, tile={"bn": 16}),
-    "more_routes": Case("bf16", H=16, I=16, E=10, k=10, M=103, bm=64, tile={"bn": 16}),
+    "many_routes": Case("bf16", H=16, I=16, E=5, k=4, M=70, tile={"weight_rows": 16}),
+    "more_routes": Case("bf16", H=16, I=16, E=10, k=10, M=103, rows=64, tile={"weight_rows": 16}),
     "f32_in": Case("bf16", H=32, I=32, dtype=torch.float32),
     "remembered": Case("int4_g32", H=64, I=32, E=9, k=4, M=5, bias=True, remembered=True),
     "remembered_f32": Case("bf16", H=32, I=32, dtype=torch.float32, remembered=True),
     "remembered_w8a8": Case("e4m3_block128", H=144, I=32, E=2, M=2, quant=GROUP128, remembered=True),
-    "bm32_group": Case("bf16", H=32, I=32, E=2, M=40, bm=32, tile={"group_m": 2, "bn": 16}),
+    "bm32_group": Case("bf16", H=32, I=32, E=2, M=40, rows=32, tile={"together": 2, "weight_rows": 16}),
     # rounded activations
     "w8a8_block128": Case("e4m3_block128", H=144, I=40, quant=GROUP128),
     "w8a8_channel": Case("e4m3_channel", H=72, I=40, quant=TOKEN, bias=True),
@@ -296,10 +296,10 @@ def run(c: Case, device: torch.device | str, kind: Device) -> dict[str, Any]:
     problem = problem_of(weights, kind, top_k=c.k, activation_quant=c.quant, router_weight_on_input=c.on_input)
     packed = backend.pack(weights, problem)
     experts = backend.experts(packed, problem)
-    if c.bm or c.tile:
+    if c.rows or c.tile:
         plan = experts.plan(c.M, c.k)
-        tiles = {n: replace(getattr(plan, n), **c.tile) for n in ("gemm1", "gemm2")}
-        changed = replace(plan, bm=c.bm or plan.bm, **tiles)
+        tiles = {n: replace(getattr(plan, n), **c.tile) for n in ("w13", "w2")}
+        changed = replace(plan, rows=c.rows or plan.rows, **tiles)
         experts.plan = lambda tokens, top_k: changed
     if c.remembered and str(device) == "cpu":
         remember(experts)

@@ -56,7 +56,7 @@ experts = triton.experts(triton.pack(weights, problem), problem)
 assert len({experts.plan(tokens, k) for tokens in (1, 5, 300, 8192) for k in (1, 2, 7)}) == 1
 print("differ:", differing(experts, 5, torch.bfloat16))
 many = triton.experts(triton.pack(random_weights("int4_g32", 128, 64, 64), problem), problem)
-assert many.plan(1, 8).bm == many.plan(5000, 8).bm == 32, "24 rows an expert, however many experts there are"
+assert many.plan(1, 8).rows == many.plan(5000, 8).rows == 32, "24 rows an expert, however many experts there are"
 """
 
 

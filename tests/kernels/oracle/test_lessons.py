@@ -299,9 +299,9 @@ def test_blocks_of_tokens_follow_the_load_of_the_experts(scheme):
 
     def blocks(experts, tokens):
         w13, w2 = layout_of(s, 2 * 768, 2048, 2), layout_of(s, 2048, 768, 1)
-        portable = make_plan(Facts(experts, 8, 2, w13, w2, 2048, 768), tokens).bm
+        portable = make_plan(Facts(experts, 8, 2, w13, w2, 2048, 768, multiprocessors=132), tokens).rows
         hopper = heuristic((codec, codec), (experts, 8, 2048, 768), tokens)
-        return portable, hopper.w13.BM, hopper.w2.BM
+        return portable, hopper.w13.rows, hopper.w2.rows
 
     assert max(blocks(128, 1)) <= 16
     assert max(blocks(128, 16)) <= 16, "one row an expert"

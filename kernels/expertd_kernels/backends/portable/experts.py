@@ -119,10 +119,10 @@ class TritonExperts:
             w2.layout,
             self.hidden_size,
             self.intermediate_size,
+            multiprocessors(self.device),
             self.rounded,
             shared_bytes(self.device),
             8 if self.ptx else 16,
-            multiprocessors(self.device),
         )
 
     def __call__(
@@ -193,11 +193,11 @@ class TritonExperts:
         if not plan.direct:
             self._route(call)
         if self.rounded:
-            self._gemm_rounded(call, x, self.w13, plan.gemm1, first=True)
-            self._gemm_rounded(call, parts["h"], self.w2, plan.gemm2, first=False)
+            self._gemm_rounded(call, x, self.w13, plan.w13, first=True)
+            self._gemm_rounded(call, parts["h"], self.w2, plan.w2, first=False)
         else:
-            self._gemm(call, x, self.w13, plan.gemm1, first=True)
-            self._gemm(call, parts["h"], self.w2, plan.gemm2, first=False)
+            self._gemm(call, x, self.w13, plan.w13, first=True)
+            self._gemm(call, parts["h"], self.w2, plan.w2, first=False)
         self._combine(call)
 
     def _launch(self, call: _Call, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -224,7 +224,7 @@ class TritonExperts:
             self.hidden_size,
             self.intermediate_size,
             *ids.shape,
-            bm=0 if plan.direct else plan.bm,
+            bm=0 if plan.direct else plan.rows,
             converted=x.dtype != torch.bfloat16 or x.stride(1) != 1,
             rounded=(self._rounding(self.w13), self._rounding(self.w2)) if self.rounded else None,
         )
@@ -265,7 +265,7 @@ class TritonExperts:
             R,
             parts["blocks"].shape[0],
             **sizes,
-            BM=call.plan.bm,
+            BM=call.plan.rows,
             ALL=every,
             PDL=self.pdl,
             num_warps=4,
@@ -274,7 +274,7 @@ class TritonExperts:
     def _shared(self, call: _Call, m: Matrix, tile: Tile, first: bool) -> tuple[dict[str, Any], int, int]:
         """Constants of both kinds of GEMM, blocks and programs."""
         act = self.activation
-        tiles = -(-m.n // tile.bn)
+        tiles = -(-m.n // tile.weight_rows)
         blocks = call.ids.numel() if call.plan.direct else call.scratch["blocks"].shape[0]
         consts = {
             "TOP_K": call.ids.shape[1],
@@ -284,9 +284,9 @@ class TritonExperts:
             "ROUTER": first and call.on_input,
             "ACTIVATION": ACTIVATIONS[act.kind] if first else -1,
             "LIMITED": first and act.limit is not None,
-            "BM": call.plan.bm,
-            "BN": tile.bn,
-            "GROUP_M": tile.group_m,
+            "BM": call.plan.rows,
+            "BN": tile.weight_rows,
+            "GROUP_M": tile.together,
             "SOFT": self.soft,
             "num_warps": tile.warps,
             "num_stages": tile.stages,

@@ -77,6 +77,6 @@ class Matrix:
             "ODD": lay.odd,
             "LEFT": leftover(lay.elem, weighted, zeros, ptx),
             "COLUMNS": self.has("columns"),
-            "BC": tile.bc,
-            "KPB": tile.kpb,
+            "BC": tile.containers,
+            "KPB": tile.k_blocks,
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from expertd_kernels.backends.plan_words import in_words
 from expertd_kernels.backends.portable.layout import ELEM, FLOAT, Layout
 from expertd_kernels.weights.scheme import Element
 
@@ -19,26 +20,37 @@ E2M1 = ELEM[Element.E2M1]
 
 @dataclass(frozen=True)
 class Tile:
-    """bn weight rows of each segment; bc containers a step, or kpb whole K blocks; group_m: blocks that share a row
-    tile in L2 at a time; weighted: scales on the operand (gemm.py), ignored where the layout forbids or demands it."""
+    """One GEMM.
 
-    bn: int
-    bc: int
+    weight_rows  of each segment; BN in gemm.py
+    containers   a step, or k_blocks whole K blocks; BC and KPB in gemm.py
+    together     blocks that share a row tile in L2 at a time; GROUP_M in gemm.py
+    weighted     scales on the operand (gemm.py), ignored where the layout forbids or demands it
+    """
+
+    weight_rows: int
+    containers: int
     warps: int
     stages: int
-    group_m: int = 1
+    together: int = 1
     weighted: bool = False
-    kpb: int = 1
+    k_blocks: int = 1
+
+    def __str__(self) -> str:
+        return in_words(self)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """bm rows a block; direct: no routing kernel, one block a route."""
+    """Of a layer.  rows: tokens of a block; direct: no routing kernel, one block a route."""
 
-    bm: int
-    gemm1: Tile
-    gemm2: Tile
+    rows: int
+    w13: Tile
+    w2: Tile
     direct: bool = False
+
+    def __str__(self) -> str:
+        return in_words(self)
 
 
 @dataclass(frozen=True)
@@ -53,10 +65,10 @@ class Facts:
     w2: Layout
     hidden: int
     inner: int
+    multiprocessors: int
     rounded: bool = False
     shared_bytes: int = 227 * 1024
     narrowest: int = 8
-    multiprocessors: int = 132
 
 
 # Rows an expert up to which a line holds, rows a block, tile of GEMM 1, tile of GEMM 2.  Found with bench/triton_tune
@@ -126,9 +138,10 @@ def _lines(lay: Layout, rounded: bool) -> tuple[tuple[float, int, Tile, Tile], .
 def stage_bytes(tile: Tile, bm: int, lay: Layout, segments: int, rounded: bool) -> int:
     """Shared memory of one pipeline stage: weights of each segment, x for each code of a container, scale words."""
     if rounded:
-        return (segments * tile.bn + bm) * lay.block
-    weights = segments * tile.bn * tile.bc * 2
-    return tile.kpb * (weights + lay.p * bm * tile.bc * 2 + (0 if lay.elem == FLOAT else 8 * segments * tile.bn))
+        return (segments * tile.weight_rows + bm) * lay.block
+    weights = segments * tile.weight_rows * tile.containers * 2
+    scales = 0 if lay.elem == FLOAT else 8 * segments * tile.weight_rows
+    return tile.k_blocks * (weights + lay.p * bm * tile.containers * 2 + scales)
 
 
 def fit(tile: Tile, bm: int, lay: Layout, segments: int, facts: Facts) -> Tile:
@@ -136,8 +149,8 @@ def fit(tile: Tile, bm: int, lay: Layout, segments: int, facts: Facts) -> Tile:
     if lay.odd:
         return _ODD
     if lay.elem != FLOAT:
-        tile = replace(tile, bc=min(tile.bc, lay.sw))
-        tile = replace(tile, kpb=tile.kpb if tile.bc == lay.sw else 1)
+        tile = replace(tile, containers=min(tile.containers, lay.sw))
+        tile = replace(tile, k_blocks=tile.k_blocks if tile.containers == lay.sw else 1)
         if lay.fold == 2 and bm <= 16:  # with few accumulators it is cheaper to multiply those
             tile = replace(tile, weighted=False)
     while tile.stages > 1 and tile.stages * stage_bytes(tile, bm, lay, segments, facts.rounded) > facts.shared_bytes:
@@ -147,8 +160,8 @@ def fit(tile: Tile, bm: int, lay: Layout, segments: int, facts: Facts) -> Tile:
 
 def fill(tile: Tile, blocks: float, rows: int, facts: Facts) -> Tile:
     """Narrower row tiles while `blocks` blocks of a matrix with `rows` rows leave multiprocessors without a program."""
-    while tile.bn > 16 and blocks * -(-rows // tile.bn) < 1.25 * facts.multiprocessors:
-        tile = replace(tile, bn=tile.bn // 2, warps=max(1, min(tile.warps, tile.bn // 32)))
+    while tile.weight_rows > 16 and blocks * -(-rows // tile.weight_rows) < 1.25 * facts.multiprocessors:
+        tile = replace(tile, weight_rows=tile.weight_rows // 2, warps=max(1, min(tile.warps, tile.weight_rows // 32)))
     return tile
 
 

@@ -71,7 +71,9 @@ def launches(target, scheme, tokens, quant=ActivationQuant.NONE):
     nvidia = target.startswith("sm")
     experts.ptx, experts.pdl, experts.soft = nvidia, target in ("sm90", "sm100"), False
     w13, w2 = experts.w13.layout, experts.w2.layout
-    facts = Facts(16, 4, 2, w13, w2, 512, 256, rounded=experts.rounded, shared_bytes=SHARED[target] * 1024)
+    facts = Facts(
+        16, 4, 2, w13, w2, 512, 256, multiprocessors=132, rounded=experts.rounded, shared_bytes=SHARED[target] * 1024
+    )
     facts = replace(facts, narrowest=8 if nvidia else 16)
     experts._planner = lambda n: make_plan(facts, n)
     seen = []

@@ -39,15 +39,17 @@ def test_every_plan_fits_its_layout_and_its_device(scheme, shared_kib, narrowest
     s = Scheme.parse(scheme)
     for hidden, inner, experts in ((2048, 768, 128), (2880, 2880, 32), (7168, 2048, 256)):
         w13, w2 = layout_of(s, 2 * inner, hidden, 2), layout_of(s, hidden, inner, 1)
-        facts = Facts(experts, 8, 2, w13, w2, hidden, inner, shared_bytes=shared_kib * 1024, narrowest=narrowest)
+        facts = Facts(experts, 8, 2, w13, w2, hidden, inner, 132, shared_bytes=shared_kib * 1024, narrowest=narrowest)
         for tokens in TOKENS:
             plan = make_plan(facts, tokens)
-            assert plan.bm >= narrowest
-            for tile, lay, segments in ((plan.gemm1, w13, 2), (plan.gemm2, w2, 1)):
-                fits = tile.stages * stage_bytes(tile, plan.bm, lay, segments, False) <= facts.shared_bytes
+            assert plan.rows >= narrowest
+            for tile, lay, segments in ((plan.w13, w13, 2), (plan.w2, w2, 1)):
+                fits = tile.stages * stage_bytes(tile, plan.rows, lay, segments, False) <= facts.shared_bytes
                 assert fits or tile.stages == 1
-                assert lay.elem == FLOAT or lay.sw % tile.bc == 0
-                assert segments * tile.bn * plan.bm <= 128 * 32 * tile.warps, "accumulators beyond the registers"
+                assert lay.elem == FLOAT or lay.sw % tile.containers == 0
+                assert segments * tile.weight_rows * plan.rows <= 128 * 32 * tile.warps, (
+                    "accumulators beyond the registers"
+                )
 
 
 def odd_shapes():

@@ -7,5 +7,6 @@ grouping         how routes are cut for grouping
 tickets          which tile is next in the persistent kernels, and who hears of it
 space            scratch memory of a call, by its sizes
 gpu              what the layers ask of the GPU
+measured         numbers that plans follow, for GPUs of any size
 triton_versions  what differs between the versions of Triton
 """

@@ -128,8 +128,8 @@ def tile8(gemm: Gemm8, plan: Plan8, pdl: bool) -> Tile8:
         raise ValueError(f"w8a8 {gemm.segment} x {gemm.K}: want multiples of {GROUP}")
     return Tile8(
         gemm,
-        plan.ST,
-        plan.GM,
+        plan.stages,
+        plan.together,
         TOKENS,
         plan.depth,
         plan.listed or not gemm.first,
@@ -150,7 +150,8 @@ def tile8(gemm: Gemm8, plan: Plan8, pdl: bool) -> Tile8:
 
 @dataclass(frozen=True, eq=False)
 class TileFew:
-    """The constants of kernel `w8a8_few`; see Few8.  routes: most routes of a call, a power of two."""
+    """The constants of kernel `w8a8_few`.  From the plan (Few8): N1 rows, N2 many, ST stages, Z parts.  routes: most
+    routes of a call, a power of two."""
 
     gemm: Gemm8
     routes: int
@@ -188,16 +189,16 @@ class TileFew:
 def tile_few(gemm: Gemm8, plan: Few8, routes: int, by_route: bool) -> TileFew:
     """The constants of `plan` for `gemm`, with room for so many routes (32 or more, a power of two).  ValueError where
     they do not go together."""
-    parts = 1 if gemm.first else plan.Z
+    parts = 1 if gemm.first else plan.parts
     if gemm.K % GROUP or gemm.segment % GROUP or (not gemm.first and gemm.K % (2 * GROUP * parts)):
         raise ValueError(f"w8a8_few {gemm.segment} x {gemm.K} in {parts} parts: want multiples of {GROUP}, w2 of twice")
     return TileFew(
         gemm,
         routes,
         by_route,
-        plan.N1,
-        plan.N2,
-        plan.ST,
+        plan.rows,
+        plan.many,
+        plan.stages,
         parts,
         _SOURCE,
         gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]),

@@ -19,7 +19,7 @@ from expertd_kernels.backends.gluon.shared.launches import add_up, count, few_ti
 from expertd_kernels.backends.gluon.shared.space import tokens_of, w8a8_space
 from expertd_kernels.backends.gluon.shared.triton_versions import launch
 from expertd_kernels.backends.gluon.w8a8.constants import Gemm8, tile8, tile_few
-from expertd_kernels.backends.gluon.w8a8.plan import GROUP, TOKENS, Few8, Plan8, Shape8
+from expertd_kernels.backends.gluon.w8a8.plan import GROUP, TOKENS, Few8, Plan8, Shape8, rules8
 from expertd_kernels.backends.gluon.w8a8.prepare import (
     prepare,
     round_rows,
@@ -62,6 +62,7 @@ class W8A8Experts(InPieces):
         """gpu: None = the current one."""
         gpu = gpu or current_gpu()
         self.device, self.multiprocessors = gpu.device, gpu.multiprocessors
+        self.rules = rules8(gpu.multiprocessors)
         rounding = ActivationQuant(packed.meta["rounding"])
         self.grouped, self.static = (
             rounding is q for q in (ActivationQuant.E4M3_GROUP128, ActivationQuant.E4M3_TENSOR)
@@ -122,8 +123,8 @@ class W8A8Experts(InPieces):
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: Plan8 | None) -> None:
         M, top_k = ids.shape
         shape = Shape8(self.num_experts, top_k, self.hidden_size, self.intermediate_size)
-        p = plan or Plan8.of(M, shape, self.batch_invariant)
-        s = self._scratch(shape, M, 1 if p.few is None else p.few[1].Z)
+        p = plan or Plan8.of(M, shape, self.batch_invariant, self.rules)
+        s = self._scratch(shape, M, 1 if p.few is None else p.few[1].parts)
         q, scale = s["x"], s["x_scale"]
         if p.listed:
             q, scale = self._prepare_listed(x, ids, s)
@@ -171,7 +172,7 @@ class W8A8Experts(InPieces):
             )
         y, parts = s["y"], 1
         if p.few is not None:
-            parts = p.few[1].Z
+            parts = p.few[1].parts
             y = s["partial" if parts > 1 else "y"]
             self._few(gemms[1], p.few[1], self._w2, s["h"], s["h_scale"], ids, weights, s, y, s["h_scale"])
         else:

@@ -51,9 +51,8 @@ class Gemm:
 class Tile:
     """The constants of a kernel.  One object a distinct configuration (`tile` caches), so hashing is by identity.
 
-    From the plan: BM tokens a block, T 64-row tiles a CTA, W consumer warps, stages of S 64-column blocks, ST stages,
-    D stages between use and refill of a slot, SK 64-column blocks an MMA, V how far the last block narrows,
-    X how many tokens more than BM it may take, Z in how many parts the columns are split.
+    The plan's numbers (TilePlan) by the letters of the kernels: BM rows, T tiles, W warps, S columns and SK MMA columns
+    in 64-column blocks, ST stages, D delay, V narrower, X stretch, Z parts.
     words: mode "ids": 32-bit words that hold a bit a route; 0: no two routes share an expert, or it does not matter.
     TT: 64-row tiles an A operand covers (T; half of it in kernel "ws").
     listed: whether the intermediate stands in the order of the route lists (kernel "wide" for both GEMMs).
@@ -211,49 +210,58 @@ def tile(
 ) -> Tile:
     """The constants of `plan` for `gemm`.  ValueError where they do not go together."""
     codec, c = gemm.codec, plan
-    if not codec.planes and c.kind != "wide" and (c.kind == "ws" or min(c.T, c.S) > 1 or c.D > 1):
-        raise ValueError(f"plan {c}: bf16 weights go with kernel wide, and with kernel block under D1 and T1 or S1")
-    if c.kind == "wide" and (codec.planes or c.BM not in (128, 192) or (c.T, c.W, c.S, c.X) != (4, 4, 1, 0)):
-        raise ValueError(f"plan {c}: kernel wide takes bf16 weights, BM128 or BM192, T4 W4 S1")
-    if (64 * c.S) % codec.chunk or ((64 * c.SK) % codec.group and codec.group % (64 * c.SK)):
-        raise ValueError(f"plan {c}: a stage of {64 * c.S} columns does not hold whole groups of {codec.group}")
-    TT = c.T
-    if c.kind == "ws":
-        TT = c.T // 2
-    if TT < c.W // 4:
-        raise ValueError(f"plan {c}: {c.W} warps need {c.W // 4} row tiles an operand, it has {TT}")
-    stretches = c.kind == "ws" or (c.kind == "block" and codec.planes)
-    if c.X and (not stretches or mode != "lists" or c.X < 8 or c.X & (c.X - 1)):
-        raise ValueError(f"plan {c}: X goes with kernels ws and block, mode lists, and is a power of two, at least 8")
-    if c.Z > 1 and (gemm.first or c.kind != "block" or gemm.K % (64 * c.S * c.Z)):
-        raise ValueError(f"plan {c}: Z goes with w2 in kernel block, and {gemm.K} columns in whole stages")
-    LQ, LS = _register_layouts(codec, TT, c.W, c.SK) if codec.planes else (None, None)
-    copiers = c.W if c.kind == "block" else 4
-    scales = c.S * 64 // codec.chunk * codec.chunk_scales
+    if (
+        not codec.planes
+        and c.kernel != "wide"
+        and (c.kernel == "ws" or (c.tiles > 1 and c.columns > 64) or c.delay > 1)
+    ):
+        raise ValueError(
+            f"plan {c}: bf16 weights go with kernel wide, and with kernel block under delay 1 and tiles 1 or columns 64"
+        )
+    fixed = (c.tiles, c.warps, c.columns, c.stretch)
+    if c.kernel == "wide" and (codec.planes or c.rows not in (128, 192) or fixed != (4, 4, 64, 0)):
+        raise ValueError(f"plan {c}: kernel wide takes bf16 weights, rows 128 or 192, tiles 4, warps 4, columns 64")
+    if c.columns % codec.chunk or (c.mma_columns % codec.group and codec.group % c.mma_columns):
+        raise ValueError(f"plan {c}: a stage of {c.columns} columns does not hold whole groups of {codec.group}")
+    TT = c.tiles
+    if c.kernel == "ws":
+        TT = c.tiles // 2
+    if c.warps // 4 > TT:
+        raise ValueError(f"plan {c}: {c.warps} warps need {c.warps // 4} row tiles an operand, it has {TT}")
+    stretches = c.kernel == "ws" or (c.kernel == "block" and codec.planes)
+    if c.stretch and (not stretches or mode != "lists" or c.stretch < 8 or c.stretch & (c.stretch - 1)):
+        raise ValueError(
+            f"plan {c}: stretch goes with kernels ws and block, mode lists, and is a power of two, at least 8"
+        )
+    if c.parts > 1 and (gemm.first or c.kernel != "block" or gemm.K % (c.columns * c.parts)):
+        raise ValueError(f"plan {c}: parts go with w2 in kernel block, and {gemm.K} columns in whole stages")
+    LQ, LS = _register_layouts(codec, TT, c.warps, c.mma_columns // 64) if codec.planes else (None, None)
+    copiers = c.warps if c.kernel == "block" else 4
+    scales = c.columns // codec.chunk * codec.chunk_scales
     return Tile(
         gemm,
         codec,
         mode,
         words,
-        c.BM,
-        c.T,
+        c.rows,
+        c.tiles,
         TT,
-        c.W,
-        c.S,
-        c.ST,
-        c.D,
-        c.SK,
-        c.V,
-        c.X,
-        c.Z,
+        c.warps,
+        c.columns // 64,
+        c.stages,
+        c.delay,
+        c.mma_columns // 64,
+        c.narrower,
+        c.stretch,
+        c.parts,
         pdl,
-        pdl and c.early and not gemm.first,
+        pdl and not c.late and not gemm.first,
         _SOURCE,
         LQ,
         LS,
-        _copy_layout(64 * c.S, 8, copiers),
+        _copy_layout(c.columns, 8, copiers),
         _copy_layout(scales, 16 // codec.scale_bytes, copiers) if codec.planes else None,
-        _every_warp(32 * words, c.W) if words else None,
+        _every_warp(32 * words, c.warps) if words else None,
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3),
         listed,

@@ -57,7 +57,7 @@ class GluonExperts(InPieces):
         shape = (self.num_experts, self.top_k, self.hidden_size, self.intermediate_size)
         if plans is None and problem.batch_invariant:
             plans = one_plan((w13, w2), shape)
-        self.plans = plans or Plans.for_layer(gpu.name, w13, w2, shape)
+        self.plans = plans or Plans.for_layer(gpu.name, gpu.multiprocessors, w13, w2, shape)
 
     def _pair(self, top_k: int, weight_on_input: bool) -> tuple[Matrix, Matrix]:
         key = (top_k, weight_on_input)
@@ -89,13 +89,13 @@ class GluonExperts(InPieces):
         sizes = self.num_experts, self.hidden_size, self.intermediate_size
         s = scratch_of(self.device).kept_parts(layer_space(*sizes, tokens_of(M), top_k))
         h, done = s["h"], s["done"]
-        if p.w13.kind == "gemv":
+        if p.w13.kernel == "gemv":
             self._gemv(w13, p.w13, x, ids, weights, h, n)
             self._gemv(w2, p.w2, h, ids, weights, out, M)
             return
-        y = s["y32" if M <= FLOAT32_TOKENS and p.w2.kind == "block" else "y"]
-        if p.w2.Z * n * self.hidden_size > y.numel():
-            raise ValueError(f"gluon_sm90: {p.w2.Z} parts of {n} routes do not fit the scratch of {M} tokens")
+        y = s["y32" if M <= FLOAT32_TOKENS and p.w2.kernel == "block" else "y"]
+        if p.w2.parts * n * self.hidden_size > y.numel():
+            raise ValueError(f"gluon_sm90: {p.w2.parts} parts of {n} routes do not fit the scratch of {M} tokens")
         split = round_up(2 * n + E, 16)
         table, lists = s["ints"][:split], s["ints"][split:]
         words = 0
@@ -107,7 +107,7 @@ class GluonExperts(InPieces):
             if words > 4:
                 raise ValueError(f"gluon_sm90: mode ids takes up to 128 routes, these are {n}")
         elif p.mode == "table":
-            blocks = self._blocks(n, p.w13.BM)
+            blocks = self._blocks(n, p.w13.rows)
             table_routes[(E,)](
                 ids,
                 table,
@@ -116,7 +116,7 @@ class GluonExperts(InPieces):
                 E,
                 triton.next_power_of_2(E),
                 triton.next_power_of_2(blocks),
-                p.w13.BM,
+                p.w13.rows,
                 max(32, triton.next_power_of_2(n)),
                 True,
                 **launch(4),
@@ -124,15 +124,17 @@ class GluonExperts(InPieces):
         else:
             blocks = 0
             group(ids, s["chunks"], table, lists, E)
-        listed = p.w13.kind == p.w2.kind == "wide"
-        counted = triton.cdiv(w13.gemm.rows, p.w13.T) if p.w2.F and self._blocks(n, p.w2.BM) <= COUNTERS else 0
-        tickets = not {"wide", "ws"}.isdisjoint((p.w13.kind, p.w2.kind))
+        listed = p.w13.kernel == p.w2.kernel == "wide"
+        counted = 0
+        if p.w2.follows and self._blocks(n, p.w2.rows) <= COUNTERS:
+            counted = triton.cdiv(w13.gemm.rows, p.w13.tiles)
+        tickets = not {"wide", "ws"}.isdisjoint((p.w13.kernel, p.w2.kernel))
         how = (table, lists, weights)
         try:
             self._gemm(w13, p.w13, p.mode, blocks, x, *how, h, done, n, words, listed, counted)
             second = s["tickets" if tickets else "done"]
             self._gemm(w2, p.w2, p.mode, blocks, h, *how, y, second, n, words, listed, counted)
-            add_up(y, ids, out, E, p.w2.Z, done if counted or tickets else None)
+            add_up(y, ids, out, E, p.w2.parts, done if counted or tickets else None)
         except BaseException:  # without `combine` nobody clears the counters
             done.zero_()
             raise
@@ -140,17 +142,17 @@ class GluonExperts(InPieces):
     def _gemv(self, m: Matrix, p: TilePlan, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, b: int) -> None:
         """Kernel gemv for b routes (w13) or tokens (w2)."""
         c = slices(m.gemm, p)
-        if p.V:
+        if p.even:
             c = slices(m.gemm, p, triton.cdiv(b * c.tiles, self.multiprocessors))
         codes = m.codes if m.gemm.codec.planes else m.codes.view(torch.bfloat16)
         scales = m.scales
         if m.gemm.codec.e8m0:
             scales = scales.view(-1).view(torch.int16 if c.scale_bits == 16 else torch.int32)
-        gemv[(b * c.tiles,)](x, codes, scales, m.bias, ids, weights, out, m.unscale, c, **launch(p.W, p.R))
+        gemv[(b * c.tiles,)](x, codes, scales, m.bias, ids, weights, out, m.unscale, c, **launch(p.warps, p.registers))
 
-    def _blocks(self, n: int, BM: int) -> int:
-        """Blocks of up to BM routes that n routes make at most."""
-        blocks: int = min(n, n // BM + min(self.num_experts, n))
+    def _blocks(self, n: int, rows: int) -> int:
+        """Blocks of up to so many rows that n routes make at most."""
+        blocks: int = min(n, n // rows + min(self.num_experts, n))
         return blocks
 
     def _gemm(
@@ -175,16 +177,16 @@ class GluonExperts(InPieces):
         if key not in self._descriptors:
             self._descriptors[key] = m.descriptor(t)
         if not blocks:
-            blocks = self._blocks(n, p.BM)
+            blocks = self._blocks(n, p.rows)
         tiles = blocks * t.column_tiles * t.Z
-        grid = (tiles if p.kind == "block" else min(tiles, self.multiprocessors * p.C),)
-        options = launch(p.W, p.R)
-        kernel: Any = {"block": block, "ws": ws, "wide": wide}[p.kind]
-        if p.kind == "wide":
+        grid = (tiles if p.kernel == "block" else min(tiles, self.multiprocessors * p.ctas),)
+        options = launch(p.warps, p.registers)
+        kernel: Any = {"block": block, "ws": ws, "wide": wide}[p.kernel]
+        if p.kernel == "wide":
             h = self._boxes(out if m.gemm.first else x, t)
             kernel[grid](x, h, self._descriptors[key], m.bias, table, lists, weights, done, out, t, **options)
             return
-        results = (done, out) if p.kind == "ws" else (out, done)
+        results = (done, out) if p.kernel == "ws" else (out, done)
         args = (x, self._descriptors[key], m.scales, m.bias, table, lists, weights, *results, m.unscale, n, t)
         kernel[grid](*args, **options)
 

@@ -204,40 +204,40 @@ def _row_layout(W: int, R: int) -> Any:
 
 @cache
 def slices(gemm: Gemm, plan: TilePlan, even: int = 0) -> Slices:
-    """The constants of `plan` for `gemm`: T slices, W / T parts, ST steps ahead; even: CTAs an SM at most, 0 for as
-    many as fit.  ValueError where they do not go together."""
+    """The constants of `plan` for `gemm`; even: CTAs an SM at most, 0 for as many as fit.  ValueError where they do not
+    go together."""
     c, codec = plan, gemm.codec
-    P = c.W // c.T
-    if c.kind != "gemv" or c.T not in (1, 2, 4) or P not in (1, 2, 4, 8) or P * c.T != c.W:
-        raise ValueError(f"plan {c}: want kernel gemv with T 1, 2 or 4 and W / T 1, 2, 4 or 8")
-    if c.S not in (1, 2, 4) or gemm.K % (64 * c.S):
-        raise ValueError(f"plan {c}: want {gemm.K} columns in whole steps of S 1, 2 or 4")
-    if codec.planes and (64 * c.S) % codec.group and codec.group % (64 * c.S):
-        raise ValueError(f"plan {c}: a step of {64 * c.S} columns does not hold whole groups of {codec.group}")
+    P, S = c.warps // c.tiles, c.columns // 64
+    if c.kernel != "gemv" or c.tiles not in (1, 2, 4) or P not in (1, 2, 4, 8) or P * c.tiles != c.warps:
+        raise ValueError(f"plan {c}: want kernel gemv with tiles 1, 2 or 4 and warps 1, 2, 4 or 8 times as many")
+    if S not in (1, 2, 4) or gemm.K % c.columns:
+        raise ValueError(f"plan {c}: want {gemm.K} columns in whole steps of columns 64, 128 or 256")
+    if codec.planes and c.columns % codec.group and codec.group % c.columns:
+        raise ValueError(f"plan {c}: a step of {c.columns} columns does not hold whole groups of {codec.group}")
     slots, splits = 1, P
     if not gemm.first:
         splits = max(1, P // (1 << (gemm.top_k - 1).bit_length()))
         slots = -(-gemm.top_k // (P // splits))
-    LQ, LS = _register_layouts(codec, c.T, P, c.S)
+    LQ, LS = _register_layouts(codec, c.tiles, P, S)
     return Slices(
         gemm,
         codec,
-        c.W,
-        c.T,
+        c.warps,
+        c.tiles,
         P,
-        c.S,
-        c.ST,
+        S,
+        c.stages,
         slots,
         splits,
         even,
         P,
-        c.S,
+        S,
         _SOURCE,
         LQ,
         LS,
-        gl.BlockedLayout([1, 8], [4 // c.S, 8 * c.S], [c.W, 1], [1, 0]),
-        _input_layout(not codec.planes, c.W, P, c.S),
-        _row_layout(c.W, c.T),
+        gl.BlockedLayout([1, 8], [4 // S, 8 * S], [c.warps, 1], [1, 0]),
+        _input_layout(not codec.planes, c.warps, P, S),
+        _row_layout(c.warps, c.tiles),
         gl.SwizzledSharedLayout(8, 1, P, [1, 0]),
-        gl.NVMMADistributedLayout([2, 0], [c.W, 1], [16, 8]),
+        gl.NVMMADistributedLayout([2, 0], [c.warps, 1], [16, 8]),
     )

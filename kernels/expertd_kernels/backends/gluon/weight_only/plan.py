@@ -2,66 +2,69 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-__all__ = ["LayerPlan", "TilePlan"]
+from expertd_kernels.backends.plan_words import in_words, shown, values_of
+
+__all__ = ["KERNELS", "LayerPlan", "TilePlan"]
+
+KERNELS = ("block", "gemv", "ws", "wide")
 
 
 @dataclass(frozen=True)
 class TilePlan:
-    """One GEMM's kernel.  kind "block": one tile a CTA; "ws": persistent, warp-specialised; "wide": the same for bf16
-    weights; "gemv": each route by itself.  The letters: see Tile; for "gemv" T counts slices of 16 rows, W / T
-    warps share out K, and V1 keeps an SM to its share of the CTAs.
+    """One GEMM's kernel, and how it cuts the GEMM.
 
-    R: register cap (0: none).  C: CTAs an SM of a persistent kernel.  P: whether w2's weights are fetched before
-    w13's GEMM has ended.  X: tokens by which an expert's last block may stretch (kernels "ws" and "block", mode lists).
-    Z: parts of w2's columns, a CTA each, for so few tokens that tiles alone do not fill the GPU (kernel "block").
-    F: whether w2's tiles follow those of w13 of their own block, instead of waiting for all (kernel "block").
+    kernel       "block": one tile a CTA; "ws": persistent, warp-specialised; "wide": the same for bf16 weights;
+                 "gemv": each route by itself
+    rows         tokens of a block, an expert's routes
+    tiles        tiles of 64 weight rows of a CTA (gemv: slices of 16)
+    warps        that multiply (gemv: warps / tiles share out the columns)
+    columns      weight columns of a stage, a multiple of 64
+    stages       of the ring (gemv: steps under way)
+    narrower     narrower widths that an expert's last block may take: 1: half of the rows; 2: a quarter, too; 3 (kernel
+                 block): three quarters, too
+    delay        stages between use and refill of a slot
+    mma_columns  weight columns that an MMA takes at once, a multiple of 64
+    registers    cap of a thread's; 0: none
+    ctas         CTAs an SM of a persistent kernel
+    late         whether w2's weights are asked for only when w13's GEMM has ended
+    stretch      tokens by which an expert's last block may be longer (kernels ws and block, mode lists)
+    parts        of w2's columns, a CTA each, for so few tokens that tiles alone do not fill the GPU (kernel block)
+    follows      whether w2's tiles follow those of w13 of their own block, instead of waiting for all (kernel block)
+    even         whether an SM takes its share of the CTAs and no more (kernel gemv)
     """
 
-    kind: str
-    BM: int
-    T: int = 1
-    W: int = 4
-    S: int = 2
-    ST: int = 3
-    V: int = 0
-    D: int = 1
-    SK: int = 1
-    R: int = 0
-    C: int = 1
-    P: int = 1
-    X: int = 0
-    Z: int = 1
-    F: int = 0
+    kernel: str
+    rows: int
+    tiles: int = shown(1)
+    warps: int = shown(4)
+    columns: int = shown(128)
+    stages: int = shown(3)
+    narrower: int = 0
+    delay: int = 1
+    mma_columns: int = 64
+    registers: int = 0
+    ctas: int = 1
+    late: bool = False
+    stretch: int = 0
+    parts: int = 1
+    follows: bool = False
+    even: bool = False
 
-    @property
-    def early(self) -> bool:
-        return bool(self.P)
+    def __post_init__(self) -> None:
+        if self.kernel not in KERNELS:
+            raise ValueError(f"tile plan {self}: want kernel {', '.join(KERNELS)}")
+        if self.columns % 64 or self.mma_columns % 64:
+            raise ValueError(f"tile plan {self}: want columns and mma columns in multiples of 64")
 
     def __str__(self) -> str:
-        default = TilePlan(self.kind, 0)
-        words = [
-            f"{f.name}{getattr(self, f.name)}"
-            for f in fields(self)[1:]
-            if f.name in ("BM", "T", "W", "S", "ST") or getattr(self, f.name) != getattr(default, f.name)
-        ]
-        return " ".join([self.kind, *words])
+        return in_words(self)
 
     @classmethod
     def parse(cls, text: str) -> TilePlan:
-        """ "block BM8 T1 W4 S4 ST3 SK2" -> the plan.  ValueError for an unknown word."""
-        kind, *words = text.split()
-        values = {}
-        for w in words:
-            m = re.fullmatch(r"([A-Z]+)(\d+)", w)
-            if m is None or m[1] not in {f.name for f in fields(cls)}:
-                raise ValueError(f"tile plan {text!r}: unknown word {w!r}")
-            values[m[1]] = int(m[2])
-        if kind not in ("block", "gemv", "ws", "wide") or "BM" not in values:
-            raise ValueError(f"tile plan {text!r}: want block, gemv, ws or wide, with BM")
-        return cls(kind, **values)
+        """ "block: rows 8, columns 256, mma columns 128" -> the plan.  ValueError for an unknown word."""
+        return cls(**values_of(cls, text))
 
 
 @dataclass(frozen=True)
@@ -74,16 +77,25 @@ class LayerPlan:
     w13: TilePlan
     w2: TilePlan
 
+    def __str__(self) -> str:
+        return in_words(self)
+
     def __post_init__(self) -> None:
         both = (self.w13, self.w2)
-        if "gemv" in (self.w13.kind, self.w2.kind):
-            if self.mode != "ids" or self.w13.kind != self.w2.kind:
+        if "gemv" in (self.w13.kernel, self.w2.kernel):
+            if self.mode != "ids" or self.w13.kernel != self.w2.kernel:
                 raise ValueError(f"layer plan {self}: kernel gemv takes both GEMMs, and mode ids")
             return
-        blocks = all(p.kind == "block" and not p.X for p in both)
+        blocks = all(p.kernel == "block" and not p.stretch for p in both)
         if self.mode not in ("ids", "table", "lists") or not (blocks or self.mode == "lists"):
-            raise ValueError(f"layer plan {self}: want mode ids, table or lists: lists for kernels ws and wide, and X")
-        if self.mode == "table" and (self.w13.BM != self.w2.BM or self.w13.BM > 64):
-            raise ValueError(f"layer plan {self}: with a table both GEMMs share one BM, at most 64")
-        if self.w13.F or (self.w2.F and ({p.kind for p in both} != {"block"} or len({(p.BM, p.X) for p in both}) > 1)):
-            raise ValueError(f"layer plan {self}: F goes with w2 where both GEMMs take kernel block with one BM and X")
+            raise ValueError(
+                f"layer plan {self}: want mode ids, table or lists: lists for kernels ws and wide, and stretch"
+            )
+        if self.mode == "table" and (self.w13.rows != self.w2.rows or self.w13.rows > 64):
+            raise ValueError(f"layer plan {self}: with a table both GEMMs have blocks of the same rows, at most 64")
+        alike = {p.kernel for p in both} == {"block"} and len({(p.rows, p.stretch) for p in both}) == 1
+        if self.w13.follows or (self.w2.follows and not alike):
+            raise ValueError(
+                f"layer plan {self}: follows goes with w2 where both GEMMs take kernel block with the same rows and "
+                "stretch"
+            )

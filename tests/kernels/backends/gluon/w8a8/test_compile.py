@@ -114,12 +114,12 @@ def test_inputs_in_list_order_come_by_bulk_copies_alone(tmp_path):
 
 FEW = [
     # w13 or w2, grouped scales, plan, looking for work by route, CTAs an SM
-    (True, True, Few8(8, 8, ST=3), True, 2),
-    (True, True, Few8(8, 32, ST=3), False, 2),
-    (False, True, Few8(8, 16, ST=2), False, 3),
-    (False, True, Few8(8, 8, ST=3, Z=3), True, 2),
-    (True, False, Few8(8, 16, ST=3), False, 2),
-    (False, False, Few8(8, 16, ST=3), False, 2),
+    (True, True, Few8(8, 8, stages=3), True, 2),
+    (True, True, Few8(8, 32, stages=3), False, 2),
+    (False, True, Few8(8, 16, stages=2), False, 3),
+    (False, True, Few8(8, 8, stages=3, parts=3), True, 2),
+    (True, False, Few8(8, 16, stages=3), False, 2),
+    (False, False, Few8(8, 16, stages=3), False, 2),
 ]
 
 
@@ -147,7 +147,7 @@ def test_for_few_tokens_weights_are_asked_for_before_the_wait(tmp_path):
 
 def test_columns_of_w2_that_its_parts_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="in 4 parts"):
-        tile_few(gemm(False, True), Few8(Z=4), 64, True)
+        tile_few(gemm(False, True), Few8(parts=4), 64, True)
 
 
 def test_every_feature_compiles(tmp_path):

@@ -290,7 +290,7 @@ def test_the_launches_make_a_layer(emulated, scheme, tokens, listed):
     assert relative_error(out, reference(w, x, ids, weights)) < 6e-2
 
 
-FEW = ((Few8(8, 8), Few8(8, 8, Z=2)), (Few8(8, 16), Few8(16, 32)))
+FEW = ((Few8(8, 8), Few8(8, 8, parts=2)), (Few8(8, 16), Few8(16, 32)))
 
 
 @pytest.mark.parametrize("few", FEW, ids=["parts", "whole"])
@@ -327,7 +327,7 @@ def test_layers_of_other_shapes_and_schemes_share_one_scratch(emulated):
     for scheme, (E, H, I) in sizes.items():
         w = layer(scheme, E=E, H=H, I=I)
         layers.append((w, emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w))))
-    few = Plan8(few=(Few8(8, 8), Few8(8, 8, Z=2)))
+    few = Plan8(few=(Few8(8, 8), Few8(8, 8, parts=2)))
     for tokens, plan in ((40, Plan8()), (700, Plan8(listed=True)), (3, few), (90, Plan8(listed=True)), (7, few)):
         for w, experts in layers:
             if plan is few and experts.intermediate_size % 512:
@@ -426,7 +426,7 @@ def test_few_tokens_an_expert_take_the_kernel_that_reads_weights(shape, few):
 def test_one_token_splits_w2_where_its_tiles_do_not_fill_the_gpu(shape, parts):
     few = Plan8.of(1, shape).few
     assert few is not None
-    assert parts == few[1].Z
+    assert parts == few[1].parts
     assert shape.I % (256 * parts) == 0
 
 

@@ -38,64 +38,72 @@ def gemm(scheme: str, first: bool, **more) -> Gemm:
 def compiled(g: Gemm, plan: TilePlan, mode: str, words: int = 0, listed: bool = False, counted: int = 0):
     """Triton's compiled kernel of this GEMM under this plan."""
     c = tile(g, plan, mode, True, words, listed, counted)
-    kernel = {"block": block, "ws": ws, "wide": wide}[plan.kind]
+    kernel = {"block": block, "ws": ws, "wide": wide}[plan.kernel]
     words_type = f"tensordesc<i32[{c.T}, {16 * c.stage_units}, 32],{c.SW!r}>"
     scale = "*u8" if c.codec.e8m0 else "*bf16"
-    out = "*bf16" if g.first or plan.kind == "ws" else "*fp32"  # w2's results are f32 up to 64 tokens
-    results = ["*i32", out] if plan.kind == "ws" else [out, "*i32"]
+    out = "*bf16" if g.first or plan.kernel == "ws" else "*fp32"  # w2's results are f32 up to 64 tokens
+    results = ["*i32", out] if plan.kernel == "ws" else [out, "*i32"]
     types = ["*bf16", words_type, scale, "*fp32", "*i32", "*i32", "*fp32", *results, "fp32", "i32", "constexpr"]
-    if plan.kind == "wide":
+    if plan.kernel == "wide":
         h = f"tensordesc<bf16[64, 64],{c.SX!r}>"
         types = ["*bf16", h, words_type, "*fp32", "*i32", "*i32", "*fp32", "*i32", "*bf16", "constexpr"]
     signature = dict(zip(kernel.arg_names, types, strict=True))
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
     source = GluonASTSource(kernel, signature, {(len(types) - 1,): c}, aligned)
-    options = {"num_warps": plan.W, "launch_pdl": True} | ({"maxnreg": plan.R} if plan.R else {})
+    options = {"num_warps": plan.warps, "launch_pdl": True} | ({"maxnreg": plan.registers} if plan.registers else {})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 CASES = [
     # scheme, w13 or w2, plan, mode, words, most registers, most bytes spilled
-    ("int4_g128", True, "block BM8 S4 ST3 SK2", "table", 0, 96, 0),
-    ("int4_g128", False, "block BM8 S2 ST3 SK2", "ids", 2, 72, 0),
-    ("int4_g128", True, "block BM8 T2 S4 ST2", "table", 0, 72, 0),
-    ("int4_g128", True, "block BM8 T2 S2 ST3", "table", 0, 72, 0),
-    ("int4_g128", True, "block BM8 S4 ST3", "table", 0, 56, 0),
-    ("int4_g128", False, "block BM16 T2 S2 ST3", "table", 0, 80, 0),
-    ("int4_g32_zp", True, "block BM8 T2 S4 ST2", "table", 0, 96, 0),
-    ("mxfp4", False, "block BM8 T2 S2 ST3", "table", 0, 72, 0),
-    ("int4_g128", False, "block BM8 S2 ST3 SK2 Z2", "ids", 0, 72, 0),
-    ("int4_g128", True, "block BM64 T4 W8 V3 D2 R128", "lists", 0, 128, 32),
-    ("int4_g128", True, "block BM64 T2 S2 ST2 V3 R128", "lists", 0, 128, 32),
-    ("mxfp4", True, "block BM64 T2 S2 ST2 V3 R128", "lists", 0, 128, 32),
-    ("e4m3_block128", True, "block BM64 T2 S2 ST2 V3 R168", "lists", 0, 168, 0),
-    ("int8_channel", False, "block BM64 T2 S2 ST2 V3 R168", "lists", 0, 168, 0),
-    ("int4_g128", True, "block BM64 T2 S2 ST2 V1 R168 X16", "lists", 0, 168, 0),
-    ("int4_g32_zp", False, "block BM64 T2 S2 ST2 V1 R168 X16", "lists", 0, 168, 0),
-    ("int4_g128", True, "ws BM128 T4 W8 ST4 V1", "lists", 0, 168, 256),
-    ("int4_g128", True, "ws BM64 T4 W8 ST4 V2 X16", "lists", 0, 168, 128),
-    ("mxfp4", False, "ws BM64 T4 W8 ST4 V2 X16", "lists", 0, 168, 128),
-    ("int4_g32_zp", True, "block BM8 S4 ST3 SK2", "table", 0, 96, 0),
-    ("mxfp4", False, "block BM8 S4 ST3 SK2", "table", 0, 96, 0),
-    ("int8_channel", False, "block BM16 T2 SK2", "lists", 0, 128, 0),
-    ("int8_channel", True, "block BM8 T2 S2 ST3", "table", 0, 80, 0),
-    ("int4_g128", True, "block BM8 T2 S4 ST2", "ids", 2, 72, 0),
-    ("int4_g128", False, "block BM16 T2 S4 ST2", "table", 0, 96, 0),
-    ("e4m3_block128", True, "block BM8 S2 ST3 SK2", "table", 0, 80, 0),
-    ("e4m3_block128", True, "ws BM128 T4 W8 S2 ST3 X16", "lists", 0, 168, 256),
-    ("int8_channel", True, "ws BM128 T4 W8 S2 ST3 X16", "lists", 0, 168, 256),
-    ("int4_g128_zp", True, "ws BM128 T4 W8 ST4 X16", "lists", 0, 168, 256),
-    ("e4m3_block128", False, "ws BM64 T4 W8 ST4 V2 X16", "lists", 0, 168, 128),
-    ("bf16", True, "block BM8 S2 ST3 SK2", "table", 0, 40, 0),
-    ("bf16", False, "block BM32 T2 S1 ST4 V1", "lists", 0, 72, 0),
-    ("bf16", True, "wide BM128 T4 S1 ST4", "lists", 0, 168, 96),
-    ("bf16", False, "wide BM128 T4 S1 ST4", "lists", 0, 168, 64),
-    ("bf16", True, "wide BM192 T4 S1 ST4", "lists", 0, 128, 256),
-    ("bf16", False, "wide BM192 T4 S1 ST4", "lists", 0, 128, 0),
+    ("int4_g128", True, "block: rows 8, columns 256, stages 3, mma columns 128", "table", 0, 96, 0),
+    ("int4_g128", False, "block: rows 8, stages 3, mma columns 128", "ids", 2, 72, 0),
+    ("int4_g128", True, "block: rows 8, tiles 2, columns 256, stages 2", "table", 0, 72, 0),
+    ("int4_g128", True, "block: rows 8, tiles 2, stages 3", "table", 0, 72, 0),
+    ("int4_g128", True, "block: rows 8, columns 256, stages 3", "table", 0, 56, 0),
+    ("int4_g128", False, "block: rows 16, tiles 2, stages 3", "table", 0, 80, 0),
+    ("int4_g32_zp", True, "block: rows 8, tiles 2, columns 256, stages 2", "table", 0, 96, 0),
+    ("mxfp4", False, "block: rows 8, tiles 2, stages 3", "table", 0, 72, 0),
+    ("int4_g128", False, "block: rows 8, stages 3, mma columns 128, parts 2", "ids", 0, 72, 0),
+    ("int4_g128", True, "block: rows 64, tiles 4, warps 8, narrower 3, delay 2, registers 128", "lists", 0, 128, 32),
+    ("int4_g128", True, "block: rows 64, tiles 2, stages 2, narrower 3, registers 128", "lists", 0, 128, 32),
+    ("mxfp4", True, "block: rows 64, tiles 2, stages 2, narrower 3, registers 128", "lists", 0, 128, 32),
+    ("e4m3_block128", True, "block: rows 64, tiles 2, stages 2, narrower 3, registers 168", "lists", 0, 168, 0),
+    ("int8_channel", False, "block: rows 64, tiles 2, stages 2, narrower 3, registers 168", "lists", 0, 168, 0),
+    ("int4_g128", True, "block: rows 64, tiles 2, stages 2, narrower 1, registers 168, stretch 16", "lists", 0, 168, 0),
+    (
+        "int4_g32_zp",
+        False,
+        "block: rows 64, tiles 2, stages 2, narrower 1, registers 168, stretch 16",
+        "lists",
+        0,
+        168,
+        0,
+    ),
+    ("int4_g128", True, "ws: rows 128, tiles 4, warps 8, stages 4, narrower 1", "lists", 0, 168, 256),
+    ("int4_g128", True, "ws: rows 64, tiles 4, warps 8, stages 4, narrower 2, stretch 16", "lists", 0, 168, 128),
+    ("mxfp4", False, "ws: rows 64, tiles 4, warps 8, stages 4, narrower 2, stretch 16", "lists", 0, 168, 128),
+    ("int4_g32_zp", True, "block: rows 8, columns 256, stages 3, mma columns 128", "table", 0, 96, 0),
+    ("mxfp4", False, "block: rows 8, columns 256, stages 3, mma columns 128", "table", 0, 96, 0),
+    ("int8_channel", False, "block: rows 16, tiles 2, mma columns 128", "lists", 0, 128, 0),
+    ("int8_channel", True, "block: rows 8, tiles 2, stages 3", "table", 0, 80, 0),
+    ("int4_g128", True, "block: rows 8, tiles 2, columns 256, stages 2", "ids", 2, 72, 0),
+    ("int4_g128", False, "block: rows 16, tiles 2, columns 256, stages 2", "table", 0, 96, 0),
+    ("e4m3_block128", True, "block: rows 8, stages 3, mma columns 128", "table", 0, 80, 0),
+    ("e4m3_block128", True, "ws: rows 128, tiles 4, warps 8, stages 3, stretch 16", "lists", 0, 168, 256),
+    ("int8_channel", True, "ws: rows 128, tiles 4, warps 8, stages 3, stretch 16", "lists", 0, 168, 256),
+    ("int4_g128_zp", True, "ws: rows 128, tiles 4, warps 8, stages 4, stretch 16", "lists", 0, 168, 256),
+    ("e4m3_block128", False, "ws: rows 64, tiles 4, warps 8, stages 4, narrower 2, stretch 16", "lists", 0, 168, 128),
+    ("bf16", True, "block: rows 8, stages 3, mma columns 128", "table", 0, 40, 0),
+    ("bf16", False, "block: rows 32, tiles 2, columns 64, stages 4, narrower 1", "lists", 0, 72, 0),
+    ("bf16", True, "wide: rows 128, tiles 4, columns 64, stages 4", "lists", 0, 168, 96),
+    ("bf16", False, "wide: rows 128, tiles 4, columns 64, stages 4", "lists", 0, 168, 64),
+    ("bf16", True, "wide: rows 192, tiles 4, columns 64, stages 4", "lists", 0, 128, 256),
+    ("bf16", False, "wide: rows 192, tiles 4, columns 64, stages 4", "lists", 0, 128, 0),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{'w13' if c[1] else 'w2'}-{c[3]}-{c[2].split()[0]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{'w13' if c[1] else 'w2'}-{c[3]}-{c[2].split(':')[0]}")
 def test_it_compiles_within_its_registers_and_stays_asynchronous(case, tmp_path):
     scheme, first, plan, mode, words, most_registers, most_spilled = case
     kernel = compiled(gemm(scheme, first), TilePlan.parse(plan), mode, words, plan.startswith("wide"))
@@ -110,10 +118,10 @@ def test_it_compiles_within_its_registers_and_stays_asynchronous(case, tmp_path)
 def test_no_sum_is_taken_under_a_predicate(experts, tmp_path):
     """With few experts a branch around a sum is short enough for ptxas to turn it into predicates."""
     for first, plan, mode, words in (
-        (True, "ws BM128 T4 W8 S2 ST4 X16", "lists", 0),
-        (False, "ws BM32 T4 W4 S2 ST4 V1 R128 C2", "lists", 0),
-        (False, "block BM64 T2 W4 S2 ST2 V1 R168 X16", "lists", 0),
-        (True, "block BM8 T2 W4 S2 ST3", "ids", 2),
+        (True, "ws: rows 128, tiles 4, warps 8, stages 4, stretch 16", "lists", 0),
+        (False, "ws: rows 32, tiles 4, stages 4, narrower 1, registers 128, ctas 2", "lists", 0),
+        (False, "block: rows 64, tiles 2, stages 2, narrower 1, registers 168, stretch 16", "lists", 0),
+        (True, "block: rows 8, tiles 2, stages 3", "ids", 2),
     ):
         assembled(compiled(gemm("int4_g128", first, experts=experts), TilePlan.parse(plan), mode, words), tmp_path)
         assert any("REDUX" in line for line in disassembled(tmp_path)), "sums have another name here"
@@ -123,7 +131,10 @@ def test_no_sum_is_taken_under_a_predicate(experts, tmp_path):
 def test_w2_following_w13_costs_no_registers(tmp_path):
     """w13 counts its tiles with a release at the end, after a barrier; w2 asks before it reads, weights under way, and
     waits for the kernel only at its own end."""
-    for first, plan, most in ((True, "block BM8 T2 S2 ST3", 72), (False, "block BM8 T2 S4 ST2 F1", 72)):
+    for first, plan, most in (
+        (True, "block: rows 8, tiles 2, stages 3", 72),
+        (False, "block: rows 8, tiles 2, columns 256, stages 2, follows", 72),
+    ):
         kernel = compiled(gemm("int4_g128", first), TilePlan.parse(plan), "table", counted=24)
         registers, spilled, serialized = resources(kernel, tmp_path)
         assert (registers <= most, spilled, serialized) == (True, 0, False)
@@ -141,12 +152,12 @@ def test_every_feature_compiles(tmp_path):
     power of two."""
     g = gemm("mxfp4", True, K=2880, rows=90, x_columns=2880, x_stride=2880, out_columns=2880, experts=60, bias=True,
              weight=True, act="swigluoai", alpha=1.702, beta=1.0, limit=7.0, limited=True)  # fmt: skip
-    kernel = compiled(g, TilePlan.parse("block BM32 T4 W4 V1"), "lists")
+    kernel = compiled(g, TilePlan.parse("block: rows 32, tiles 4, narrower 1"), "lists")
     _, _, serialized = resources(kernel, tmp_path)
     assert not serialized
 
 
-@pytest.mark.parametrize("plan", [WIDE, WIDER])
+@pytest.mark.parametrize("plan", [WIDE, WIDER], ids=str)
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("first", [True, False])
 def test_every_feature_of_the_kernel_for_bf16_compiles(first, listed, plan, tmp_path):
@@ -155,7 +166,7 @@ def test_every_feature_of_the_kernel_for_bf16_compiles(first, listed, plan, tmp_
              "weight": True}  # fmt: skip
     act = {"rows": 90, "act": "swigluoai", "alpha": 1.702, "beta": 1.0, "limit": 7.0, "limited": True}
     g = gemm("bf16", first, **facts, **(act if first else {"rows": 45}))
-    kernel = compiled(g, TilePlan.parse(plan), "lists", 0, listed)
+    kernel = compiled(g, plan, "lists", 0, listed)
     _, spilled, serialized = resources(kernel, tmp_path)
     assert not serialized
     assert spilled <= 384
@@ -164,7 +175,7 @@ def test_every_feature_of_the_kernel_for_bf16_compiles(first, listed, plan, tmp_
 
 def test_a_wide_kernel_without_gate_compiles(tmp_path):
     g = gemm("bf16", True, gated=False, act="relu2", rows=13, out_columns=800)
-    _, _, serialized = resources(compiled(g, TilePlan.parse(WIDE), "lists", 0, True), tmp_path)
+    _, _, serialized = resources(compiled(g, WIDE, "lists", 0, True), tmp_path)
     assert not serialized
 
 
@@ -214,35 +225,40 @@ def test_the_kernels_around_the_gemms_compile(kernel, types, constants, tmp_path
 
 def test_a_plan_that_splits_a_group_is_refused():
     with pytest.raises(ValueError, match="does not hold whole groups"):
-        tile(gemm("int4_g128", True), TilePlan.parse("block BM8 S1"), "table", True)
+        tile(gemm("int4_g128", True), TilePlan.parse("block: rows 8, columns 64"), "table", True)
 
 
 def test_columns_that_do_not_split_are_refused():
     with pytest.raises(ValueError, match="768 columns in whole stages"):
-        tile(gemm("int4_g128", False), TilePlan.parse("block BM8 S4 Z2"), "ids", True)
-    with pytest.raises(ValueError, match="Z goes with w2"):
-        tile(gemm("int4_g128", True), TilePlan.parse("block BM8 S4 Z2"), "ids", True)
+        tile(gemm("int4_g128", False), TilePlan.parse("block: rows 8, columns 256, parts 2"), "ids", True)
+    with pytest.raises(ValueError, match="parts go with w2"):
+        tile(gemm("int4_g128", True), TilePlan.parse("block: rows 8, columns 256, parts 2"), "ids", True)
 
 
 @pytest.mark.parametrize(
     ("scheme", "plan", "mode"),
     [
-        ("int4_g128", "ws BM64 T4 W8 X4", "lists"), ("int4_g128", "ws BM64 T4 W8 X24", "lists"),
-        ("int4_g128", "block BM64 T2 X16", "table"), ("bf16", "block BM32 S2 SK2 X16", "lists"),
+        ("int4_g128", "ws: rows 64, tiles 4, warps 8, stretch 4", "lists"),
+        ("int4_g128", "ws: rows 64, tiles 4, warps 8, stretch 24", "lists"),
+        ("int4_g128", "block: rows 64, tiles 2, stretch 16", "table"),
+        ("bf16", "block: rows 32, mma columns 128, stretch 16", "lists"),
     ],
-)  # fmt: skip
+)
 def test_a_stretch_that_no_kernel_has_is_refused(scheme, plan, mode):
-    with pytest.raises(ValueError, match="X goes with kernels ws and block"):
+    with pytest.raises(ValueError, match="stretch goes with kernels ws and block"):
         tile(gemm(scheme, True), TilePlan.parse(plan), mode, True)
 
 
 @pytest.mark.parametrize(
     ("scheme", "plan"),
     [
-        ("bf16", "ws BM64 T4 W8"), ("bf16", "block BM32 T2 S2"), ("bf16", "block BM8 S1 D2"), ("int4_g128", WIDE),
-        ("bf16", "wide BM64 T4 S1"),
+        ("bf16", "ws: rows 64, tiles 4, warps 8"),
+        ("bf16", "block: rows 32, tiles 2"),
+        ("bf16", "block: rows 8, columns 64, delay 2"),
+        ("int4_g128", str(WIDE)),
+        ("bf16", "wide: rows 64, tiles 4, columns 64"),
     ],
-)  # fmt: skip
+)
 def test_bf16_weights_have_kernels_of_their_own(scheme, plan):
     with pytest.raises(ValueError, match="bf16 weights"):
         tile(gemm(scheme, True), TilePlan.parse(plan), "lists", True)

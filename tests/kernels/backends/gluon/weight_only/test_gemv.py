@@ -48,26 +48,44 @@ def compiled(g: Gemm, plan: str, even: int = 0):
     signature = dict(zip(gemv.arg_names, types, strict=True))
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
     source = GluonASTSource(gemv, signature, {(len(types) - 1,): c}, aligned)
-    options = {"num_warps": p.W, "launch_pdl": True} | ({"maxnreg": p.R} if p.R else {})
+    options = {"num_warps": p.warps, "launch_pdl": True} | ({"maxnreg": p.registers} if p.registers else {})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 CASES = [
     # scheme, w13 or w2, layer, plan, most registers
-    ("int4_g128", True, {}, "gemv BM1 T2 W8 S1 ST8", 72),
-    ("int4_g128", True, {}, "gemv BM1 T1 W4 S1 ST8", 72),
-    ("int4_g128", False, {}, "gemv BM1 T1 W8 S1 ST16", 104),
-    ("int4_g128", True, {"H": 7168, "I": 2048}, "gemv BM1 T4 W8 S1 ST4", 64),
-    ("int4_g128", False, {"H": 7168, "I": 2048}, "gemv BM1 T1 W8 S1 ST4", 64),
-    ("int4_g32_zp", True, SMALL, "gemv BM1 T2 W4 S1 ST4", 104),
-    ("mxfp4", True, OSS | ACT, "gemv BM1 T4 W8 S1 ST8", 80),
-    ("mxfp4", False, OSS, "gemv BM1 T1 W8 S1 ST8", 104),
-    ("int8_channel", True, {}, "gemv BM1 T4 W4 S1 ST4", 88),
-    ("e4m3_block128", False, {"H": 4096, "I": 14336, "top_k": 2}, "gemv BM1 T1 W8 S1 ST4", 128),
-    ("bf16", True, {"weight": True}, "gemv BM1 T2 W8 S1 ST2", 104),
-    ("bf16", False, SMALL | {"bias": True}, "gemv BM1 T1 W8 S1 ST4", 168),
-    ("int4_g128", True, SMALL | {"gated": False, "act": "relu2", "rows": 4}, "gemv BM1 T4 W4 S1 ST8", 128),
-    ("int4_g128", False, {"H": 256, "I": 128, "top_k": 10, "experts": 512}, "gemv BM1 T1 W8 S1 ST4", 128),
+    ("int4_g128", True, {}, "gemv: rows 1, tiles 2, warps 8, columns 64, stages 8", 72),
+    ("int4_g128", True, {}, "gemv: rows 1, tiles 1, warps 4, columns 64, stages 8", 72),
+    ("int4_g128", False, {}, "gemv: rows 1, tiles 1, warps 8, columns 64, stages 16", 104),
+    ("int4_g128", True, {"H": 7168, "I": 2048}, "gemv: rows 1, tiles 4, warps 8, columns 64, stages 4", 64),
+    ("int4_g128", False, {"H": 7168, "I": 2048}, "gemv: rows 1, tiles 1, warps 8, columns 64, stages 4", 64),
+    ("int4_g32_zp", True, SMALL, "gemv: rows 1, tiles 2, warps 4, columns 64, stages 4", 104),
+    ("mxfp4", True, OSS | ACT, "gemv: rows 1, tiles 4, warps 8, columns 64, stages 8", 80),
+    ("mxfp4", False, OSS, "gemv: rows 1, tiles 1, warps 8, columns 64, stages 8", 104),
+    ("int8_channel", True, {}, "gemv: rows 1, tiles 4, warps 4, columns 64, stages 4", 88),
+    (
+        "e4m3_block128",
+        False,
+        {"H": 4096, "I": 14336, "top_k": 2},
+        "gemv: rows 1, tiles 1, warps 8, columns 64, stages 4",
+        128,
+    ),
+    ("bf16", True, {"weight": True}, "gemv: rows 1, tiles 2, warps 8, columns 64, stages 2", 104),
+    ("bf16", False, SMALL | {"bias": True}, "gemv: rows 1, tiles 1, warps 8, columns 64, stages 4", 168),
+    (
+        "int4_g128",
+        True,
+        SMALL | {"gated": False, "act": "relu2", "rows": 4},
+        "gemv: rows 1, tiles 4, warps 4, columns 64, stages 8",
+        128,
+    ),
+    (
+        "int4_g128",
+        False,
+        {"H": 256, "I": 128, "top_k": 10, "experts": 512},
+        "gemv: rows 1, tiles 1, warps 8, columns 64, stages 4",
+        128,
+    ),
 ]
 
 
@@ -88,7 +106,7 @@ def test_it_compiles_within_its_registers_and_keeps_operands_there(case, tmp_pat
 
 
 def test_weights_of_w2_are_asked_for_before_w13_has_ended():
-    ptx = compiled(gemm("int4_g128", False), "gemv BM1 T1 W8 S1 ST8").asm["ptx"]
+    ptx = compiled(gemm("int4_g128", False), "gemv: rows 1, tiles 1, warps 8, columns 64, stages 8").asm["ptx"]
     wait = ptx.index("griddepcontrol.wait")
     assert ptx.count("ld.global.v4.b32", 0, wait) == 8
     assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.global.v4.b32")
@@ -97,7 +115,7 @@ def test_weights_of_w2_are_asked_for_before_w13_has_ended():
 
 def test_each_step_refills_what_it_has_used():
     """Twelve steps, eight under way: four more loads, and no product for steps that there are not."""
-    ptx = compiled(gemm("int4_g128", False), "gemv BM1 T1 W8 S1 ST8").asm["ptx"]
+    ptx = compiled(gemm("int4_g128", False), "gemv: rows 1, tiles 1, warps 8, columns 64, stages 8").asm["ptx"]
     assert ptx.count("ld.global.v4.b32") == 12
     assert ptx.count("mma.sync") == 4 * 12
     loads, products = ([m.start() for m in re.finditer(word, ptx)] for word in ("ld.global.v4.b32", "mma.sync"))
@@ -132,9 +150,9 @@ def first_uses(lines: list[str]) -> list[float]:
 @pytest.mark.parametrize(
     ("scheme", "first", "plan"),
     [
-        ("mxfp4", True, "gemv BM1 T4 W8 S1 ST8"),
-        ("mxfp4", False, "gemv BM1 T1 W8 S1 ST8"),
-        ("mxfp8", True, "gemv BM1 T2 W8 S1 ST4"),
+        ("mxfp4", True, "gemv: rows 1, tiles 4, warps 8, columns 64, stages 8"),
+        ("mxfp4", False, "gemv: rows 1, tiles 1, warps 8, columns 64, stages 8"),
+        ("mxfp8", True, "gemv: rows 1, tiles 2, warps 8, columns 64, stages 4"),
     ],
 )
 def test_no_warp_waits_for_exponents_that_it_has_just_asked_for(scheme, first, plan, tmp_path):
@@ -149,10 +167,10 @@ def test_no_warp_waits_for_exponents_that_it_has_just_asked_for(scheme, first, p
 @pytest.mark.parametrize(
     ("first", "facts", "plan", "even"),
     [
-        (False, {}, "gemv BM1 T1 W8 S1 ST16", 1),
-        (True, {}, "gemv BM1 T1 W4 S1 ST8", 6),
-        (False, {"H": 7168, "I": 2048}, "gemv BM1 T1 W8 S1 ST4", 4),
-        (True, {"H": 7168, "I": 2048}, "gemv BM1 T4 W8 S1 ST8", 3),
+        (False, {}, "gemv: rows 1, tiles 1, warps 8, columns 64, stages 16", 1),
+        (True, {}, "gemv: rows 1, tiles 1, warps 4, columns 64, stages 8", 6),
+        (False, {"H": 7168, "I": 2048}, "gemv: rows 1, tiles 1, warps 8, columns 64, stages 4", 4),
+        (True, {"H": 7168, "I": 2048}, "gemv: rows 1, tiles 4, warps 8, columns 64, stages 8", 3),
     ],
 )
 def test_an_sm_takes_its_share_of_ctas_and_no_more(first, facts, plan, even):
@@ -162,9 +180,13 @@ def test_an_sm_takes_its_share_of_ctas_and_no_more(first, facts, plan, even):
 
 
 def test_no_share_is_kept_where_inputs_alone_take_more_or_rounds_are_too_coarse():
-    c = slices(gemm("int4_g128", False, H=4096, I=14336, top_k=2), TilePlan.parse("gemv BM1 T1 W8 S1 ST8"), 4)
+    c = slices(
+        gemm("int4_g128", False, H=4096, I=14336, top_k=2),
+        TilePlan.parse("gemv: rows 1, tiles 1, warps 8, columns 64, stages 8"),
+        4,
+    )
     assert c.input_rounds == c.padded_rounds  # 56 KiB
-    c = slices(gemm("int4_g128", False), TilePlan.parse("gemv BM1 T1 W8 S1 ST16"), 5)
+    c = slices(gemm("int4_g128", False), TilePlan.parse("gemv: rows 1, tiles 1, warps 8, columns 64, stages 16"), 5)
     assert c.input_rounds == c.padded_rounds  # 16 KiB a round
 
 
@@ -173,7 +195,10 @@ def test_no_load_of_weights_has_a_mask(scheme):
     """With masks LLVM packed the halves of two indices into one 64-bit number and forgot to clear a part of it, where
     a scale covers 32 columns and w2's parts are its experts: addresses that are no multiple of 16 bytes."""
     facts = {"H": 1000, "I": 328, "bias": True}
-    for first, plan in ((True, "gemv BM1 T1 W8 S1 ST2"), (False, "gemv BM1 T1 W8 S1 ST8")):
+    for first, plan in (
+        (True, "gemv: rows 1, tiles 1, warps 8, columns 64, stages 2"),
+        (False, "gemv: rows 1, tiles 1, warps 8, columns 64, stages 8"),
+    ):
         ptx = compiled(gemm(scheme, first, **(facts | (ACT if first else {}))), plan).asm["ptx"]
         assert "ld.global.v4.b32" in ptx
         assert not re.search(r"@!?%p\d+ ld\.global\.v", ptx)
@@ -195,8 +220,8 @@ def shares(c: Slices) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4, 6, 8, 10])
 @pytest.mark.parametrize("blocks", [1, 2, 5, 12, 45, 224])
 def test_parts_cover_every_step_of_every_expert_once(blocks, top_k):
-    for plan in ("T1 W8", "T1 W4", "T2 W8", "T4 W4", "T4 W16", "T1 W2"):
-        p = TilePlan.parse(f"gemv BM1 {plan} S1 ST4")
+    for tiles, warps in ((1, 8), (1, 4), (2, 8), (4, 4), (4, 16), (1, 2)):
+        p = TilePlan.parse(f"gemv: rows 1, tiles {tiles}, warps {warps}, columns 64, stages 4")
         for first in (True, False):
             size = {"H": 64 * blocks, "I": 64} if first else {"H": 64, "I": 64 * blocks}
             c = slices(gemm("int4_g128", first, **size, top_k=top_k), p)
@@ -219,7 +244,7 @@ def test_a_lane_reads_its_own_fragments_and_scales(scheme):
     """Row of packing.py: 16 * slice + 8 * i0 + lane // 4 for words [unit, slice, lane, 4] and for scales [chunk, plane,
     slice, lane // 4, group, i0]; exponents in words of a lane's."""
     for T, W in ((1, 8), (2, 8), (4, 4), (4, 16)):
-        c = slices(gemm(scheme, True), TilePlan.parse(f"gemv BM1 T{T} W{W} S1 ST4"))
+        c = slices(gemm(scheme, True), TilePlan.parse(f"gemv: rows 1, tiles {T}, warps {W}, columns 64, stages 4"))
         gc, units = c.codec.chunk // c.codec.group, c.codec.units
         words = 2 * gc // c.scales_a_word  # of a lane, plane and chunk
         for warp in range(W):
@@ -236,7 +261,7 @@ def test_a_lane_reads_its_own_fragments_and_scales(scheme):
 def test_a_lane_reads_the_inputs_of_its_part(parts):
     """The B operand of m16n8k16 keeps column n = lane // 4 and rows 2 * (lane % 4) + {0, 1, 8, 9}; part n % parts is
     column n."""
-    c = slices(gemm("int4_g128", True), TilePlan.parse(f"gemv BM1 T1 W{parts} S1 ST4"))
+    c = slices(gemm("int4_g128", True), TilePlan.parse(f"gemv: rows 1, tiles 1, warps {parts}, columns 64, stages 4"))
     for lane in range(32):
         for r in range(16):
             column, copy, part = position(c.LB, r, lane, 0)
@@ -247,10 +272,10 @@ def test_a_lane_reads_the_inputs_of_its_part(parts):
 @pytest.mark.parametrize(
     ("scheme", "plan", "message"),
     [
-        ("int4_g128", "gemv BM1 T3 W12 S1 ST4", "want kernel gemv with T 1, 2 or 4"),
-        ("int4_g128", "gemv BM1 T1 W16 S1 ST4", "W / T 1, 2, 4 or 8"),
-        ("int4_g128", "block BM8 T1 W4 S1 ST4", "want kernel gemv"),
-        ("int4_g128", "gemv BM1 T1 W8 S8 ST4", "in whole steps of S 1, 2 or 4"),
+        ("int4_g128", "gemv: rows 1, tiles 3, warps 12, columns 64, stages 4", "want kernel gemv with tiles 1, 2 or 4"),
+        ("int4_g128", "gemv: rows 1, tiles 1, warps 16, columns 64, stages 4", "warps 1, 2, 4 or 8 times"),
+        ("int4_g128", "block: rows 8, tiles 1, warps 4, columns 64, stages 4", "want kernel gemv"),
+        ("int4_g128", "gemv: rows 1, tiles 1, warps 8, columns 512, stages 4", "in whole steps of columns 64"),
     ],
 )
 def test_plans_that_the_kernel_has_not_are_refused(scheme, plan, message):

@@ -24,9 +24,9 @@ TOKENS = [1, 2, 3, 7, 8, 16, 33, 64, 100, 128, 256, 500, 512, 1000, 2048, 5000, 
 
 def shared_bytes(plan: TilePlan, codec: Codec) -> int:
     """The ring: weights, inputs, scales of each stage (epilogues reuse it or need little)."""
-    weights = plan.T * 2048 * plan.S * codec.units
-    scales = plan.T * (plan.S * 64 // codec.chunk) * codec.chunk_scales * codec.scale_bytes if codec.planes else 0
-    return plan.ST * (weights + (plan.BM + plan.X) * 64 * plan.S * 2 + scales + 16)
+    weights = plan.tiles * 32 * plan.columns * codec.units
+    scales = plan.tiles * (plan.columns // codec.chunk) * codec.chunk_scales * codec.scale_bytes if codec.planes else 0
+    return plan.stages * (weights + (plan.rows + plan.stretch) * plan.columns * 2 + scales + 16)
 
 
 def by_tokens(scheme: str, shape: tuple[int, int, int, int]):
@@ -41,64 +41,77 @@ def check_gemv(plan: LayerPlan, codecs: tuple[Codec, Codec]) -> None:
     """Warps by powers of two, at most eight parts, and a ring of at most 16 loads of 16 bytes a lane."""
     assert plan.mode == "ids"
     for p, codec in zip((plan.w13, plan.w2), codecs, strict=True):
-        assert p.T in (1, 2, 4), p
-        assert p.W in (p.T, 2 * p.T, 4 * p.T, 8 * p.T), p
-        assert p.W <= 16, p
-        assert p.S == 1, p
-        assert p.ST & (p.ST - 1) == 0, p
-        assert 2 <= p.ST * codec.units <= 16 or p.ST <= 2, p
+        assert p.tiles in (1, 2, 4), p
+        assert p.warps in (p.tiles, 2 * p.tiles, 4 * p.tiles, 8 * p.tiles), p
+        assert p.warps <= 16, p
+        assert p.columns == 64, p
+        assert p.stages & (p.stages - 1) == 0, p
+        assert 2 <= p.stages * codec.units <= 16 or p.stages <= 2, p
 
 
 def check(plan: LayerPlan, codecs: tuple[Codec, Codec], routes: int) -> None:
-    if plan.w13.kind == "gemv":
+    if plan.w13.kernel == "gemv":
         check_gemv(plan, codecs)
         return
     for p, codec in zip((plan.w13, plan.w2), codecs, strict=True):
-        assert (64 * p.S) % codec.chunk == 0, p
-        assert p.S % p.SK == 0, p
-        assert p.SK == 1 or p.D == 1, p
-        assert p.ST > p.D, p
-        assert p.T * 4 >= p.W, p
+        assert p.columns % codec.chunk == 0, p
+        assert p.columns % p.mma_columns == 0, p
+        assert p.mma_columns == 64 or p.delay == 1, p
+        assert p.stages > p.delay, p
+        assert p.tiles * 4 >= p.warps, p
         assert shared_bytes(p, codec) <= SHARED_BYTES, p
-        assert (p.kind == "wide") <= (not codec.planes), p
-        assert codec.planes or p.kind == "wide" or (p.kind == "block" and p.D == 1 and min(p.T, p.S) == 1), p
+        assert (p.kernel == "wide") <= (not codec.planes), p
+        narrow = p.kernel == "block" and p.delay == 1 and (p.tiles == 1 or p.columns == 64)
+        assert codec.planes or p.kernel == "wide" or narrow, p
     assert plan.mode == "lists" or routes <= 1024
     assert plan.mode != "ids" or routes <= 128 or plan.tokens == 1
 
 
 def test_text_and_plan_are_inverse():
     for text in (
-        "block BM8 T1 W4 S4 ST3 SK2",
-        "ws BM128 T4 W8 S2 ST4 V1",
-        "block BM8 T1 W4 S2 ST3 SK2 R80 P0",
-        "ws BM64 T4 W8 S2 ST4 V2 X16",
-        "block BM8 T1 W4 S4 ST4 SK2 Z4",
-        "block BM64 T2 W4 S2 ST2 V1 R168 X16 F1",
-        "wide BM128 T4 W4 S1 ST4",
-        "wide BM192 T4 W4 S1 ST4",
-        "block BM8 T1 W4 S2 ST3 SK2 F1",
-        "gemv BM1 T4 W16 S1 ST8",
+        "block: rows 8, tiles 1, warps 4, columns 256, stages 3, mma columns 128",
+        "ws: rows 128, tiles 4, warps 8, columns 128, stages 4, narrower 1",
+        "block: rows 8, tiles 1, warps 4, columns 128, stages 3, mma columns 128, registers 80, late",
+        "ws: rows 64, tiles 4, warps 8, columns 128, stages 4, narrower 2, stretch 16",
+        "block: rows 8, tiles 1, warps 4, columns 256, stages 4, mma columns 128, parts 4",
+        "block: rows 64, tiles 2, warps 4, columns 128, stages 2, narrower 1, registers 168, stretch 16, follows",
+        "wide: rows 128, tiles 4, warps 4, columns 64, stages 4",
+        "wide: rows 192, tiles 4, warps 4, columns 64, stages 4",
+        "block: rows 8, tiles 1, warps 4, columns 128, stages 3, mma columns 128, follows",
+        "gemv: rows 1, tiles 4, warps 16, columns 64, stages 8, even",
+        "gemv: rows 1, tiles 4, warps 16, columns 64, stages 8",
     ):
         assert str(TilePlan.parse(text)) == text
-    with pytest.raises(ValueError, match="unknown word 'Q9'"):
-        TilePlan.parse("block BM8 Q9")
-    with pytest.raises(ValueError, match="want block, gemv, ws or wide, with BM"):
-        TilePlan.parse("block T2")
+    with pytest.raises(ValueError, match="'queues 9' is unknown"):
+        TilePlan.parse("block: rows 8, queues 9")
+    with pytest.raises(ValueError, match="want rows"):
+        TilePlan.parse("block: tiles 2")
 
 
 def test_plans_that_do_not_go_together_are_refused():
-    a, b = TilePlan.parse("block BM8"), TilePlan.parse("block BM16 T2")
-    with pytest.raises(ValueError, match="share one BM"):
+    a, b = TilePlan.parse("block: rows 8"), TilePlan.parse("block: rows 16, tiles 2")
+    with pytest.raises(ValueError, match="blocks of the same rows"):
         LayerPlan(8, "table", a, b)
-    follows = TilePlan.parse("block BM8 F1")
-    for w13, w2 in ((b, follows), (follows, a), (TilePlan.parse("ws BM8 T4"), follows), (replace(a, X=8), follows)):
-        with pytest.raises(ValueError, match="F goes with w2"):
+    follows = TilePlan.parse("block: rows 8, follows")
+    for w13, w2 in (
+        (b, follows),
+        (follows, a),
+        (TilePlan.parse("ws: rows 8, tiles 4"), follows),
+        (replace(a, stretch=8), follows),
+    ):
+        with pytest.raises(ValueError, match="follows goes with w2"):
             LayerPlan(8, "lists", w13, w2)
     with pytest.raises(ValueError, match="lists for kernels ws and wide"):
-        LayerPlan(8, "table", TilePlan.parse("ws BM64 T4 W8"), TilePlan.parse("ws BM64 T4 W8"))
-    with pytest.raises(ValueError, match="lists for kernels ws and wide, and X"):
-        LayerPlan(8, "table", replace(a, X=8), replace(a, X=8))
-    for mode, w13, w2 in (("ids", a, "gemv BM1"), ("ids", "gemv BM1", a), ("table", "gemv BM1", "gemv BM1")):
+        LayerPlan(
+            8, "table", TilePlan.parse("ws: rows 64, tiles 4, warps 8"), TilePlan.parse("ws: rows 64, tiles 4, warps 8")
+        )
+    with pytest.raises(ValueError, match="lists for kernels ws and wide, and stretch"):
+        LayerPlan(8, "table", replace(a, stretch=8), replace(a, stretch=8))
+    for mode, w13, w2 in (
+        ("ids", a, "gemv: rows 1"),
+        ("ids", "gemv: rows 1", a),
+        ("table", "gemv: rows 1", "gemv: rows 1"),
+    ):
         with pytest.raises(ValueError, match="kernel gemv takes both GEMMs, and mode ids"):
             LayerPlan(2, mode, TilePlan.parse(str(w13)), TilePlan.parse(str(w2)))
 
@@ -134,8 +147,8 @@ def test_an_experts_last_block_stretches_where_blocks_would_be_just_full(scheme,
     codec = codec_of(Scheme.parse(scheme))
     for tokens in (*stretched, *not_stretched):
         plan = heuristic((codec, codec), (128, 8, 2048, 768), tokens)
-        assert {plan.w13.X, plan.w2.X} == {16 if tokens in stretched else 0}, tokens
-        assert {plan.w13.BM, plan.w2.BM} == {128}
+        assert {plan.w13.stretch, plan.w2.stretch} == {16 if tokens in stretched else 0}, tokens
+        assert {plan.w13.rows, plan.w2.rows} == {128}
 
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "mxfp4", "int8_channel", "bf16"])
@@ -144,10 +157,10 @@ def test_w2_follows_w13_where_it_has_many_short_tiles(scheme, shape):
     _, _, H, I = shape
     for codec, tokens, hit, plan in by_tokens(scheme, shape):
         tiles = hit * -(-H // 64)
-        together = plan.w13.kind == plan.w2.kind == "block" and plan.w13.BM == plan.w2.BM
-        many = tokens > 1 and tiles >= 900 and I <= 4096 and (codec.bits < 16 or plan.w2.BM == 8)
-        assert (together and many) == plan.w2.F, (plan, tiles)
-        assert not plan.w13.F
+        together = plan.w13.kernel == plan.w2.kernel == "block" and plan.w13.rows == plan.w2.rows
+        many = tokens > 1 and tiles >= 900 and I <= 4096 and (codec.bits < 16 or plan.w2.rows == 8)
+        assert (together and many) == plan.w2.follows, (plan, tiles)
+        assert not plan.w13.follows
 
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "int4_g128_zp", "mxfp4", "int8_channel"])
@@ -161,9 +174,9 @@ def test_blocks_of_64_tokens_take_four_warps_where_w2_follows(scheme, shape):
         each = tokens * top_k / hit
         many = hit * -(-H // 64) >= 900 and I <= 4096
         for p in (plan.w13, plan.w2):
-            mine = (p.kind, p.BM, p.T, p.W) == ("block", 64, 2, 4)
+            mine = (p.kernel, p.rows, p.tiles, p.warps) == ("block", 64, 2, 4)
             assert mine == (24 < each <= (80 if codec.bits == 4 else 56) and many), plan
-            assert not mine or (16 if each > 56 else 0) == p.X, plan
+            assert not mine or (16 if each > 56 else 0) == p.stretch, plan
 
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "int4_g128_zp", "int4_g32_zp", "mxfp4"])
@@ -175,33 +188,33 @@ def test_few_tokens_take_two_row_tiles_where_those_fill_the_gpu(scheme, shape):
         if tokens == 1:
             continue
         for p, rows in ((plan.w13, -(-2 * I // 64)), (plan.w2, -(-H // 64))):
-            if p.kind == "block" and p.BM == 8:
-                assert p.T == 1 or (plan.w2.F and hit * rows >= 1200), plan
-                assert p.T == 2 or not (plan.w2.F and hit * rows >= 1848), plan
-                assert p.T == 1 or (p.SK, p.S * p.ST) in ((1, 8), (1, 6)), plan
+            if p.kernel == "block" and p.rows == 8:
+                assert p.tiles == 1 or (plan.w2.follows and hit * rows >= 1200), plan
+                assert p.tiles == 2 or not (plan.w2.follows and hit * rows >= 1848), plan
+                assert p.tiles == 1 or (p.mma_columns, p.columns * p.stages) in ((64, 512), (64, 384)), plan
 
 
 def test_the_plan_with_fewer_idle_ctas_is_taken():
     """w13 in rounds of 660 CTAs of 256-column stages or of 924 of 128-column ones: 989 CTAs are 1.5 or 1.07 rounds at
     16 tokens, 1342 are 2.03 or 1.45 at 32.  CTAs of one row tile where 684 of two would be 1.04 rounds."""
     c = codec_of(Scheme.parse("int4_g128"))
-    assert [heuristic((c, c), (128, 8, 2048, 768), m).w13.S for m in (16, 32)] == [4, 2]
-    assert [heuristic((c, c), (60, 6, 3584, 1280), m).w13.T for m in (8, 16)] == [1, 2]
+    assert [heuristic((c, c), (128, 8, 2048, 768), m).w13.columns for m in (16, 32)] == [256, 128]
+    assert [heuristic((c, c), (60, 6, 3584, 1280), m).w13.tiles for m in (8, 16)] == [1, 2]
     assert heuristic((c, c), (128, 8, 2048, 768), 8).mode == "ids"
 
 
 def test_stages_do_not_reach_far_beyond_short_columns():
     c = codec_of(Scheme.parse("mxfp4"))
     plan = heuristic((c, c), (256, 8, 2048, 320), 32)
-    assert (plan.w13.S, plan.w2.T, plan.w2.S) == (4, 2, 2)
+    assert (plan.w13.columns, plan.w2.tiles, plan.w2.columns) == (256, 2, 128)
 
 
 def test_w2_follows_w13_on_qwen3_and_not_on_mixtral():
     c = codec_of(Scheme.parse("int4_g128"))
     qwen3, mixtral = (128, 8, 2048, 768), (8, 2, 4096, 14336)
-    for plans in (lambda shape: Plans.for_layer("NVIDIA H200", c, c, shape), lambda shape: Plans((c, c), shape)):
-        assert [plans(qwen3).at(m).w2.F for m in (1, 2, 4, 8, 32, 100)] == [0, 0, 0, 1, 1, 1]
-        assert not any(plans(mixtral).at(m).w2.F for m in (1, 2, 4, 8, 32, 100))
+    for plans in (lambda shape: Plans.for_layer("NVIDIA H200", 132, c, c, shape), lambda shape: Plans((c, c), shape)):
+        assert [plans(qwen3).at(m).w2.follows for m in (1, 2, 4, 8, 32, 100)] == [0, 0, 0, 1, 1, 1]
+        assert not any(plans(mixtral).at(m).w2.follows for m in (1, 2, 4, 8, 32, 100))
 
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "mxfp4", "e4m3_block128", "bf16"])
@@ -209,8 +222,8 @@ def test_up_to_four_tokens_of_small_layers_take_kernel_gemv(scheme):
     c = codec_of(Scheme.parse(scheme))
     for m in (1, 2, 3, 4, 5):
         small, large = (heuristic((c, c), shape, m) for shape in ((128, 8, 1024, 384), (8, 2, 16384, 32768)))
-        assert (small.w13.kind == "gemv") == (m <= 4), small
-        assert large.w13.kind != "gemv", large  # its inputs do not fit a CTA's shared memory
+        assert (small.w13.kernel == "gemv") == (m <= 4), small
+        assert large.w13.kernel != "gemv", large  # its inputs do not fit a CTA's shared memory
 
 
 @pytest.mark.parametrize(
@@ -224,24 +237,30 @@ def test_up_to_four_tokens_of_small_layers_take_kernel_gemv(scheme):
 )  # fmt: skip
 def test_tokens_up_to_which_each_route_is_computed_by_itself(scheme, shape, tokens):
     c = codec_of(Scheme.parse(scheme))
-    assert [m for m in range(1, 9) if heuristic((c, c), shape, m).w13.kind == "gemv"] == list(range(1, tokens + 1))
+    assert [m for m in range(1, 9) if heuristic((c, c), shape, m).w13.kernel == "gemv"] == list(range(1, tokens + 1))
 
 
 def test_ctas_of_kernel_gemv_fill_the_gpu():
     """Qwen3-30B's w13 has 768 slices of 16 rows: 192 CTAs of four would be 1.5 an SM, 384 of two are 2.9."""
     c = codec_of(Scheme.parse("int4_g128"))
     plan = heuristic((c, c), (128, 8, 2048, 768), 1)
-    assert (str(plan.w13), str(plan.w2)) == ("gemv BM1 T2 W8 S1 ST8", "gemv BM1 T1 W8 S1 ST16")
-    assert heuristic((c, c), (16, 1, 5120, 8192), 1).w13 == TilePlan.parse("gemv BM1 T4 W16 S1 ST4")
+    assert (str(plan.w13), str(plan.w2)) == (
+        "gemv: rows 1, tiles 2, warps 8, columns 64, stages 8",
+        "gemv: rows 1, tiles 1, warps 8, columns 64, stages 16",
+    )
+    assert heuristic((c, c), (16, 1, 5120, 8192), 1).w13 == TilePlan.parse(
+        "gemv: rows 1, tiles 4, warps 16, columns 64, stages 4"
+    )
 
 
 def test_the_committed_tables_parse_and_fit():
-    files = list((Path(planning.__file__).parent / "plans").glob("*.json"))
+    files = list((Path(planning.__file__).parent / "plans").glob("nvidia_*.json"))
     assert files
     for file in files:
-        for row in json.loads(file.read_text())["layers"]:
+        table = json.loads(file.read_text())
+        for row in table["layers"]:
             w13, w2 = (next(c for c in map(codec_of, ALL) if c.name == n) for n in row["codecs"])
-            plans = Plans.for_layer("NVIDIA H200", w13, w2, tuple(row["shape"]))
+            plans = Plans.for_layer(table["gpu"], table["multiprocessors"], w13, w2, tuple(row["shape"]))
             assert plans.tuned, row
             for p in plans.tuned:
                 check(p, (w13, w2), min(p.tokens, 8192) * row["shape"][1])
@@ -253,7 +272,7 @@ ALL = [Scheme.parse(s) for s in ("int4_g128", "int4_g64", "int4_g32", "int4_g128
 
 def test_tuned_plans_come_first_and_the_heuristic_fills_in():
     c = codec_of(Scheme.parse("int4_g128"))
-    tuned = LayerPlan(16, "table", TilePlan.parse("block BM8"), TilePlan.parse("block BM8"))
+    tuned = LayerPlan(16, "table", TilePlan.parse("block: rows 8"), TilePlan.parse("block: rows 8"))
     plans = Plans((c, c), (128, 8, 2048, 768), [tuned])
     assert plans.at(16) is tuned
     assert plans.at(17) == heuristic((c, c), (128, 8, 2048, 768), 17)
@@ -264,7 +283,7 @@ def test_tuned_plans_come_first_and_the_heuristic_fills_in():
 def test_large_batches_are_planned_for_powers_of_two(scheme, shape):
     """With one mode of routing, too: its kernels are compiled for powers of two of the routes."""
     codec = codec_of(Scheme.parse(scheme))
-    plans = Plans.for_layer("NVIDIA H200", codec, codec, shape)
+    plans = Plans.for_layer("NVIDIA H200", 132, codec, codec, shape)
     for tokens in range(513, 8193, 77):
         found = plans.at(tokens)
         assert found in (plans.at(planned(tokens)), plans.at(1024))
@@ -281,5 +300,5 @@ def test_one_plan_for_batches_of_any_size(scheme):
     assert (
         len({(plans.at(m).mode, plans.at(m).w13, plans.at(m).w2) for m in (1, 2, 8, 64, 129, 1000, 8192, 65536)}) == 1
     )
-    assert {plans.at(1).w13.kind, plans.at(1).w2.kind} == {"wide" if scheme == "bf16" else "ws"}
+    assert {plans.at(1).w13.kernel, plans.at(1).w2.kernel} == {"wide" if scheme == "bf16" else "ws"}
     check(plans.at(1), (codec, codec), 8)
