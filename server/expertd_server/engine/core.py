@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "MOST_OUTCOMES",
     "REASONS",
     "BatchRecord",
     "Config",
@@ -48,6 +49,8 @@ REASONS = (
 
 STOPPED, RUN, CHECK, INTERRUPTED = 0, 1, 2, 3
 """What `Core.run` returns for."""
+MOST_OUTCOMES = 256
+"""That come with one call."""
 WHOLE, EXPERTS, COLLECT, COLLECT_ROUTES, DELIVER = range(5)
 """Pieces of a batch as CUDA graphs: see csrc/core.h."""
 
@@ -209,7 +212,7 @@ class Core:
     def __init__(self, config: Config) -> None:
         self._lib = library()
         self._core = self._lib.expertd_core(C.byref(config))
-        self._outcomes = (Outcome * 256)()
+        self._outcomes = (Outcome * MOST_OUTCOMES)()
         self._records = (BatchRecord * 256)()
         self._load = Load()
         self.bell: int = self._lib.expertd_core_bell(self._core)
@@ -264,7 +267,7 @@ class Core:
         self._lib.expertd_core_free(self._core)
 
     def outcomes(self) -> Sequence[Outcome]:
-        """Valid until the next call."""
+        """Valid until the next call; MOST_OUTCOMES: there may be more."""
         n = self._lib.expertd_core_outcomes(self._core, self._outcomes, len(self._outcomes))
         return self._outcomes[:n]
 

@@ -28,6 +28,8 @@ _KIND: Mapping[torch.dtype, Any] = {
     torch.int32: C.c_int32,
 }
 
+_MOST_VIEWS = 4096
+
 
 class Executor(Protocol):
     """For the engine's thread.  streams: compute, in and out, where the core launches graphs, else None; core: set by
@@ -75,6 +77,7 @@ class CpuExecutor:
     def __init__(self, compute_dtype: str) -> None:
         self._dtype = COMPUTE_DTYPE[compute_dtype]
         self._memory: list[Tensor] = []
+        self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
     def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
         sizes = [(s.num_experts, s.hidden_size) for s in layers] or [(1, 1)]
@@ -99,8 +102,8 @@ class CpuExecutor:
 
     def run(self, run: c.Run, layer: ServedLayer) -> int:
         M, k, H = run.rows, run.top_k, layer.hidden_size
-        hidden, out = _tensor(run.hidden, (M, H), self._dtype), _tensor(run.out, (M, H), self._dtype)
-        slots, weights = _tensor(run.slots, (M, k), torch.int32), _tensor(run.weights, (M, k), torch.float32)
+        hidden, out = self._view(run.hidden, M, H, self._dtype), self._view(run.out, M, H, self._dtype)
+        slots, weights = self._view(run.slots, M, k, torch.int32), self._view(run.weights, M, k, torch.float32)
         start = time.perf_counter_ns()
         layer.experts(hidden, slots, weights, router_weight_on_input=bool(run.router_weight_on_input), out=out)
         return time.perf_counter_ns() - start
@@ -110,6 +113,17 @@ class CpuExecutor:
 
     def forget(self, generations: Collection[int]) -> None:
         """Nothing is kept by layer."""
+
+    def _view(self, address: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """The memory there, which the core answers for.  Views are kept: making the four of a batch takes longer than
+        launching its kernel, and most batches lie where earlier ones of their size did."""
+        key = (address, rows, columns, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            view = self._views[key] = _tensor(address, (rows, columns), dtype)
+        return view
 
 
 def _tensor(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

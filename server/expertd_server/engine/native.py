@@ -1,7 +1,8 @@
 """The engine around the core in C++ (core.py): the same as Engine in engine.py, which serves where that is not built.
 
 Two threads: one lends itself to the core and computes, or launches, the batches that it returns; one hands the outcomes
-of inline requests to their transports.  Requests in shared memory meet no Python at all.
+of inline requests to their transports, unless an event loop does it (lend_outcomes).  Requests in shared memory meet no
+Python at all.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ class NativeEngine:
         self._lock, self._delivering = threading.Lock(), threading.Lock()
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running = self._ended = False
+        self._mine = threading.Event()  # the outcomes are handed out by this engine's own thread
+        self._mine.set()
         self._thread = threading.Thread(target=self._run, name="expertd-engine", daemon=True)
         self._answers = threading.Thread(target=self._hand_out, name="expertd-answers", daemon=True)
 
@@ -237,6 +240,7 @@ class NativeEngine:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         self._ended = True
+        self._mine.set()
         if self._answers.ident is not None:
             self._answers.join(timeout_s)
         with self._lock:
@@ -415,34 +419,55 @@ class NativeEngine:
         if self._on_fault is not None:
             self._on_fault(why)
 
-    # ---- the thread of the outcomes ----------------------------------------------------------------------------------
+    # ---- the thread of the outcomes, or whoever borrowed them --------------------------------------------------------
+
+    def lend_outcomes(self) -> int:
+        """From now on the caller hands the outcomes out: deliver() whenever the eventfd that this returns can be read,
+        and report() when that is done.  So an answer needs no thread between the core and an event loop."""
+        self._mine.clear()
+        return self._core.bell
+
+    def take_outcomes_back(self) -> None:
+        """The end of lend_outcomes()."""
+        self._mine.set()
+
+    def deliver(self) -> None:
+        """Hand out what has come."""
+        with self._delivering:
+            more = True
+            while more:
+                outcomes = self._core.outcomes()
+                more = len(outcomes) == c.MOST_OUTCOMES
+                for o in outcomes:
+                    self._hand_over(o)
+
+    def report(self) -> None:
+        """Count the batches that have ended."""
+        with self._delivering:
+            for record in self._core.records():
+                self._report(record)
 
     def _hand_out(self) -> None:
         poll = select.poll()
         poll.register(self._core.bell, select.POLLIN)
         while not self._ended:
+            self._mine.wait()
             poll.poll(_TICK_MS)
-            self.deliver()
+            if self._mine.is_set():
+                self.deliver()
+                self.report()
         self.deliver()
+        self.report()
 
-    def deliver(self) -> None:
-        """Hand out what has come."""
-        with self._delivering:
-            self._deliver()
-
-    def _deliver(self) -> None:
-        while outcomes := self._core.outcomes():
-            for o in outcomes:
-                if o.session_gone:
-                    self._session_gone(o.handle)
-                    continue
-                with self._lock:
-                    found = self._requests.pop(o.handle, None)
-                if found is not None:
-                    self._waited.append(o.queue_ns)
-                    reply(found[0], self._outcome(o, found[0], found[1]))
-        for record in self._core.records():
-            self._report(record)
+    def _hand_over(self, o: c.Outcome) -> None:
+        if o.session_gone:
+            self._session_gone(o.handle)
+            return
+        with self._lock:
+            found = self._requests.pop(o.handle, None)
+        if found is not None:
+            self._waited.append(o.queue_ns)
+            reply(found[0], self._outcome(o, found[0], found[1]))
 
     def _report(self, b: c.BatchRecord) -> None:
         waited, self._waited = self._waited, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 import time
 import weakref
@@ -163,6 +164,11 @@ def kind(request):
 
 in_python = pytest.mark.parametrize("kind", ["python"])
 """Looks into the engine in Python."""
+
+in_cpp = pytest.mark.parametrize(
+    "kind", [pytest.param("native", marks=pytest.mark.skipif(bool(BUILT), reason=BUILT or "built"))]
+)
+"""Looks into the one around the core."""
 
 
 @pytest.fixture(params=DEVICES)
@@ -766,3 +772,31 @@ def test_callers_answered_together_are_joined_again_when_they_come_back_one_by_o
         s.engine.submit(s.caller.request(tag, inputs(1), [[2]], [[1.0]]))
     s.caller.wait(4, 5, 6)
     assert [c[0] for c in s.fake.calls] == [1, 3, 3]
+
+
+@in_cpp
+def test_whoever_borrowed_the_outcomes_hands_them_out(make):
+    s = make()
+    one = inputs(1), [[2]], [[1.0]]
+    bell = s.engine.lend_outcomes()
+    s.engine.submit(s.caller.request(2, *one))
+    assert select.select([bell], [], [], 20)[0]
+    time.sleep(0.05)
+    assert 2 not in s.caller.outcomes
+    s.engine.deliver()
+    assert 2 in s.caller.outcomes
+    assert not s.reports
+    s.engine.report()
+    assert len(s.reports) == 1
+    s.engine.take_outcomes_back()
+    s.run(s.caller.request(3, *one))
+
+
+@in_cpp
+def test_a_view_is_kept_for_its_memory_and_size_alone(make):
+    s = make()
+    for tag, tokens in enumerate((1, 3, 3, 2, 1), 1):
+        x = inputs(tokens, tag)
+        weights = [[float(tag * row)] for row in range(1, tokens + 1)]
+        s.run(s.caller.request(tag, x, [[3]] * tokens, weights))
+        np.testing.assert_array_equal(s.caller.outputs[tag].reshape(tokens, H), x * 2.0 * torch.tensor(weights))

@@ -182,8 +182,11 @@ bool Core::waits_for_company(uint64_t now) {
   return waited_ = false;
 }
 
+// A CPU's cores are for its kernels and for the threads that bring requests: it spins only while a caller in shared
+// memory may be answered sooner than a thread wakes up.
 bool Core::sleepy(uint64_t now, uint64_t idle_since) const {
-  return now - idle_since > config_.spin_ns && now - called_ns_ > kCalledSpinNs && !waited_;
+  const uint64_t spin_ns = config_.device || !ports_.empty() ? config_.spin_ns : 0;
+  return now - idle_since > spin_ns && now - called_ns_ > kCalledSpinNs && !waited_;
 }
 
 void Core::sleep() {
