@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.backends.scales import as_f32, as_stored
+from expertd_kernels.backends.scales import as_f32, as_stored, refuse_signs
 from expertd_kernels.backends.trtllm_layout import cut_segments, pad_segments, swizzle, unswizzle
 from expertd_kernels.refused import Refused
 from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor
@@ -90,8 +90,7 @@ def _check_equal(scales: Tensor) -> None:
 
 def _check_nvfp4(q: QuantTensor) -> None:
     assert q.scales is not None
-    if bool((q.scales.view(torch.uint8) & 0x80).any()):
-        raise Refused("negative scales of nvfp4 weights are not computed: the kernel reads them without sign")
+    refuse_signs(q.scales)
     if q.global_scales is not None:
         _check_equal(q.global_scales)
 

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from expertd_kernels.backends.scales import as_f32, as_stored
-from expertd_kernels.refused import Refused
+from expertd_kernels.backends.scales import as_f32, as_stored, refuse_signs
 from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor
 from expertd_kernels.weights.scheme import WHOLE, Element, Scheme
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
@@ -67,8 +66,7 @@ def form_of(q: QuantTensor) -> str:
     assert q.global_scales is None or form == "nvfp4", "second-level scales are the row's with nvfp4 alone"
     if form == "nvfp4":
         assert q.scales is not None
-        if bool((q.scales.view(torch.uint8) & 0x80).any()):
-            raise Refused("negative scales of nvfp4 weights are not computed: the kernel reads them without sign")
+        refuse_signs(q.scales)
     return form
 
 
