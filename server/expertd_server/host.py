@@ -44,7 +44,8 @@ from expertd_server.service.service import Service
 from expertd_server.transports.grpc_server import GrpcTransport
 from expertd_server.transports.protocol import Transport
 from expertd_server.views.describe import Describer
-from expertd_server.views.metrics import BackendFacts, Metrics, MetricsHttp
+from expertd_server.views.metrics import BackendFacts, Metrics
+from expertd_server.views.metrics_http import MetricsHttp
 from expertd_server.views.render import print_decisions
 
 __all__ = ["Host", "message_bytes"]

@@ -207,6 +207,49 @@ def test_health_follows_the_server_s_life_and_idle_streams_do_not_hold_it_up(sta
     assert "Traceback" not in out
 
 
+@pytest.fixture
+def unread(start):
+    """A server, and a caller of it who does not read his answers of 4 MB."""
+    server = start()
+    address = server.until(r"serving on (\S+)")
+    outbox: queue.SimpleQueue = queue.SimpleQueue()
+    with grpc.insecure_channel(address) as channel:
+        call = ExpertServiceStub(channel).StreamForward(iter(outbox.get, None))
+        for n in range(1, 9):
+            outbox.put(pb.StreamForwardRequest(forward=request(n, tokens=4096)))
+        time.sleep(2)
+        yield server
+        call.cancel()
+        outbox.put(None)
+
+
+@pytest.mark.timeout(60)
+def test_a_caller_who_does_not_read_does_not_hold_up_the_end(unread):
+    begin = time.monotonic()
+    unread.process.send_signal(signal.SIGTERM)
+    code, out = unread.end()
+    assert time.monotonic() - begin < GRACE_S / 2, out
+    assert code == 0, out
+    assert "its caller has read nothing" in out
+    assert "Traceback" not in out
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(unread, number):
+    unread.process.send_signal(number)
+    unread.until(r"(draining)")
+    time.sleep(0.3)
+    assert unread.process.poll() is None
+    begin = time.monotonic()
+    unread.process.send_signal(number)
+    code, out = unread.end()
+    assert time.monotonic() - begin < 1.5, out
+    assert code == -number, out
+    assert "a second signal" in out
+    assert "Traceback" not in out
+
+
 def test_not_serving_while_loading_and_sigterm_then_stops_it(start):
     server = start("--synthetic", "qwen3-30b-a3b:int4_g128", "--experts", "0-7")
     address = server.until(r"listening on (\S+)")

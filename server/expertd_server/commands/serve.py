@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -103,9 +104,20 @@ def serve(config: ServeConfig, console: Console) -> int:
 
 @contextlib.contextmanager
 def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call stop()."""
+    """The first SIGTERM or SIGINT calls stop(); the second ends the process at once, as if nobody had handled it."""
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(n, lambda *_: stop()) for n in numbers]
+
+    def end(number: int, _: object) -> None:
+        print("expertd serve: a second signal: ended at once", file=sys.stderr, flush=True)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def begin(*_: object) -> None:
+        for n in numbers:
+            signal.signal(n, end)
+        stop()
+
+    before = [signal.signal(n, begin) for n in numbers]
     try:
         yield
     finally:

@@ -121,8 +121,16 @@ class Request:
     def nbytes(self) -> int:
         """Memory that it holds until it is answered: its operands, and its output."""
         weights = 0 if self.weights is None else self.weights.values.nbytes
-        out = self.tokens * self.layer.hidden_size * STORAGE[self.output_dtype].itemsize
-        return int(self.hidden.values.nbytes + self.ids.values.nbytes + weights + out)
+        return int(self.hidden.values.nbytes + self.ids.values.nbytes + weights + self._output_bytes)
+
+    @property
+    def answer_bytes(self) -> int:
+        """Memory that its answer takes until the caller has read it."""
+        return 0 if self.digest or self.into is not None else self._output_bytes
+
+    @property
+    def _output_bytes(self) -> int:
+        return self.tokens * self.layer.hidden_size * STORAGE[self.output_dtype].itemsize
 
     @property
     def cancelled(self) -> bool:

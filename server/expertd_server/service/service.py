@@ -10,16 +10,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expertd.errors import MessageTooLargeError, NotReadyError, RequestCancelledError
+from expertd.errors import (
+    MessageTooLargeError,
+    NotReadyError,
+    QueueFullError,
+    RequestCancelledError,
+    TooManyRequestsError,
+)
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView
-from expertd_server.engine.admission import Limits, State, shut
+from expertd_server.engine.admission import Limits, State, fits, shut
 from expertd_server.engine.request import STORAGE, Answer, Reply, Request, Stages
 from expertd_server.service.intake import Drawing, Intake
 from expertd_server.service.response import error_of
@@ -33,6 +40,8 @@ __all__ = ["Service"]
 
 _DRAW_AT_ONCE = 1 << 14
 """Elements that may be drawn on the transport's thread: about 0.2 ms."""
+_DRAW_LATER = 1 << 25
+"""Elements of one caller that may wait to be drawn where no other's do: about half a second."""
 
 
 class Service:
@@ -44,7 +53,9 @@ class Service:
         self._describe: Callable[[bool], pb.DescribeResponse] | None = None
         self._sessions: set[Session] = set()
         self._lock = threading.Lock()
+        self._unread_bytes = 0
         self._draw = ThreadPoolExecutor(1, "expertd-draw")
+        self._to_draw: Counter[str] = Counter()  # elements, by caller
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
@@ -80,6 +91,25 @@ class Service:
         """`session` is closed."""
         with self._lock:
             self._sessions.discard(session)
+
+    def reserve(self, own: int, nbytes: int) -> None:
+        """Room for an answer of a session that has `own` bytes of answers.  Raises TooManyRequestsError."""
+        limit = self.limits.max_unread_bytes
+        with self._lock:
+            all_ = self._unread_bytes
+            if own and not fits(own + nbytes, all_ + nbytes, limit):
+                raise TooManyRequestsError.about(
+                    "answers",
+                    got=f"{own} bytes of this connection that are not read, of {all_} in all, and {nbytes} more",
+                    want=f"at most {limit} of one connection, and room for others",
+                    remedy="read answers first",
+                )
+            self._unread_bytes += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """What reserve() gave."""
+        with self._lock:
+            self._unread_bytes -= nbytes
 
     def ensure_open(self) -> None:
         """Raises NotReadyError or DrainingError."""
@@ -127,8 +157,23 @@ class Service:
             drawing.fill(r)
             self.engine.submit(r)
         else:
+            self._reserve_drawing(r.caller, drawing.elements)
             return self._draw.submit(self._drawn, r, drawing)
         return None
+
+    def _reserve_drawing(self, caller: str, elements: int) -> None:
+        """Raises QueueFullError."""
+        with self._lock:
+            own, all_ = self._to_draw[caller], self._to_draw.total()
+            if all_ and not fits(own + elements, all_ + elements, _DRAW_LATER):
+                raise QueueFullError.about(
+                    "synthetic tensors",
+                    got=f"{all_} elements that wait to be drawn, {own} of them this caller's, and {elements} more",
+                    want=f"at most {_DRAW_LATER} of one caller, and room for others",
+                    remedy="try again after retry_after_us",
+                    retry_after_us=all_ // 64,  # a generator makes about 64 million a second
+                )
+            self._to_draw[caller] += elements
 
     def _drawn(self, r: Request, drawing: Drawing) -> None:
         """submit() of a request for which much is to be drawn.  On the thread that draws."""
@@ -139,6 +184,11 @@ class Service:
             self.engine.submit(r)
         except Exception as e:
             r.reply(r, error_of(e, "drawing a request's tensors"))
+        finally:
+            with self._lock:
+                self._to_draw[r.caller] -= drawing.elements
+                if not self._to_draw[r.caller]:
+                    del self._to_draw[r.caller]
 
     # ---- what it says of itself --------------------------------------------------------------------------------------
 

@@ -36,7 +36,8 @@ _INLINE_ONLY = "this server answers inline only"
 
 class Outlet(Protocol):
     """The way back of one connection.  None of these may block.  For every message that it is given, answers and
-    others, it calls session.written() when that has left for good: until then it counts against the caller's bound."""
+    others, it calls session.written() when that has left for good, with answer_bytes of its request where it was an
+    answer: until then it counts against the caller's bounds."""
 
     def answer(self, request: Request, answer: Answer, /) -> None:
         """A computed request, on the engine's thread (one of no tokens: within take()).  `answer.output` is
@@ -63,7 +64,9 @@ class Session:
         self._lock = threading.Lock()
         self._in_flight: dict[int, Request | None] = {}  # None: not handed to the engine yet
         self._unwritten = 0
-        self._ended = False
+        self._held_bytes = 0  # answers, from their request's taking until they have left
+        self._outbox_bytes = 0  # of them those that the outlet has
+        self._ended = self._closed = False
 
     # ---- the transport's thread --------------------------------------------------------------------------------------
 
@@ -101,6 +104,11 @@ class Session:
         """The caller has sent everything."""
         self._ended = True
 
+    @property
+    def busy(self) -> bool:
+        """Whether something of the caller's is in flight or not written."""
+        return bool(self._in_flight or self._unwritten)
+
     def finished(self) -> bool:
         """Whether the caller has sent everything and got every answer.  Raises DrainingError where the server drains
         and everything that it took from this caller is answered."""
@@ -115,16 +123,23 @@ class Session:
         """The connection is gone: what is in flight is not wanted any more."""
         self._service.forget(self)
         with self._lock:
+            self._closed = True
+            nbytes, self._outbox_bytes = self._outbox_bytes, 0
             for r in self._in_flight.values():
                 if r is not None:
                     r.cancelled = True
+        self._give_back(nbytes)
 
     # ---- any thread --------------------------------------------------------------------------------------------------
 
-    def written(self) -> None:
-        """One message that the outlet was given has left."""
+    def written(self, answer_bytes: int = 0) -> None:
+        """One message that the outlet was given has left.  answer_bytes: of its request, where it was an answer."""
         with self._lock:
             self._unwritten -= 1
+            if self._closed or not answer_bytes:
+                return
+            self._outbox_bytes -= answer_bytes
+        self._give_back(answer_bytes)
 
     def drain(self) -> None:
         """The server drains from now on: say so."""
@@ -137,9 +152,15 @@ class Session:
         try:
             timeout_ns = v.timeout_us * 1000
             r, drawing = service.check(v, self._reply, self._caller, arrival_ns, timeout_ns, into=into, tag=memory)
+            service.reserve(self._held_bytes, r.answer_bytes)
             with self._lock:
                 self._in_flight[number] = r
-            return service.submit(r, drawing)
+                self._held_bytes += r.answer_bytes
+            try:
+                return service.submit(r, drawing)
+            except Exception:
+                self._give_back(r.answer_bytes)
+                raise
         except Exception:
             with self._lock:
                 self._in_flight.pop(number, None)
@@ -173,11 +194,16 @@ class Session:
         self.refuse(RequestCancelledError("request: cancelled by its caller"), number)
 
     def _reply(self, r: Request, outcome: Outcome) -> None:
+        answered = not isinstance(outcome, ExpertdError)
         with self._lock:
-            wanted = not r.cancelled
+            wanted = not (r.cancelled or self._closed)
             if wanted:
                 del self._in_flight[r.request_id]
                 self._unwritten += 1
+                if answered:
+                    self._outbox_bytes += r.answer_bytes
+        if not (wanted and answered):
+            self._give_back(r.answer_bytes)
         try:
             if wanted:
                 self._hand_over(r, outcome)
@@ -191,11 +217,26 @@ class Session:
                 self._outlet.answer(r, outcome)
             except Exception as e:
                 outcome = error_of(e, f"the answer of layer {r.layer.layer}")
+                self._unhand(r.answer_bytes)
             else:
                 self._service.metrics.answered()
                 return
         self._service.metrics.answered(outcome.code.name, outcome.reason)
         self._outlet.send(outcome.to_request_error(r.request_id))
+
+    def _unhand(self, answer_bytes: int) -> None:
+        """The outlet was to have an answer, and has not."""
+        with self._lock:
+            if self._closed:
+                return
+            self._outbox_bytes -= answer_bytes
+        self._give_back(answer_bytes)
+
+    def _give_back(self, answer_bytes: int) -> None:
+        if answer_bytes:
+            with self._lock:
+                self._held_bytes -= answer_bytes
+            self._service.give_back(answer_bytes)
 
     def _released(self, memory: Any) -> None:
         if memory is not None:

@@ -28,6 +28,14 @@ _QUIET_S, _QUIET_LIMIT_S = 0.15, 2.0
 nothing was computed.  So a drained server closes when no call came for _QUIET_S, at the latest after _QUIET_LIMIT_S."""
 _REPORT_S = 0.01
 """Batches are counted together this long after the first of them: counting one takes as long as answering it."""
+_CONNECTIONS, _CALLS = 1024, 100
+"""Connections; calls of one connection, whose client sends no more until one is over."""
+_PENDING = _CONNECTIONS * _CALLS
+_CLOSE_S = 2.0
+"""For the last bytes of answers, once every call is over; a connection that says nothing any more would take it all."""
+_UNREAD_S, _UNREAD_DRAINING_S, _IDLE_S = 60.0, 3.0, 900.0
+"""How long a caller may leave a message unread that is being written; while the server drains; and how long a stream
+may stay without a message, which is the same as half of one: gRPC does not tell."""
 _SLACK = 2
 """gRPC's own limit is this many times ours: up to it one large request fails alone, with its reason."""
 
@@ -43,6 +51,7 @@ class ExpertServer:
         self.servicer = Servicer(service)
         self._bell, self._reporting = -1, False
         self._borrow_outcomes()
+        self._watcher: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
             options=[
@@ -51,6 +60,16 @@ class ExpertServer:
                 ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent share of its calls
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+                # gRPC's own limit of calls that nobody has looked at yet (1000, from 3000 on all) ends them with a bare
+                # CANCELLED that nobody counts.  Ours are the engine's queue and the streams of a connection.
+                ("grpc.server.max_pending_requests", _PENDING),
+                ("grpc.server.max_pending_requests_hard_limit", _PENDING),
+                ("grpc.max_concurrent_streams", _CALLS),
+                ("grpc.max_allowed_incoming_connections", _CONNECTIONS),
+                # A connection that is gone without a word, or says none of TLS and HTTP/2, goes in time.
+                ("grpc.keepalive_time_ms", 60_000),
+                ("grpc.keepalive_timeout_ms", 20_000),
+                ("grpc.server_handshake_timeout_ms", 10_000),
             ]
         )
         self._server.add_generic_rpc_handlers((self.servicer.handler(),))
@@ -66,8 +85,16 @@ class ExpertServer:
         except RuntimeError as e:
             raise OSError(str(e)) from e
         await self._server.start()
+        self._watcher = asyncio.create_task(self._watch())
         self.address = Address(listen.host, port)
         return self.address
+
+    async def _watch(self) -> None:
+        """Callers that do not read what they asked for."""
+        while True:
+            draining = self.service.engine.state is State.DRAINING
+            self.servicer.cut_off_the_silent(_UNREAD_DRAINING_S if draining else _UNREAD_S, _IDLE_S)
+            await asyncio.sleep(0.5)
 
     async def open(self) -> None:
         """Health is SERVING, if the service does."""
@@ -82,7 +109,9 @@ class ExpertServer:
             await asyncio.sleep(_POLL_S)
         if done := self._idle():
             await self._quiet(min(until_s, time.monotonic() + _QUIET_LIMIT_S))
-        await self._server.stop(max(0.1, until_s - time.monotonic()) if done else 0)
+        await self._server.stop(min(_CLOSE_S, max(0.1, until_s - time.monotonic())) if done else 0)
+        if self._watcher is not None:
+            self._watcher.cancel()
         return done
 
     def _idle(self) -> bool:
@@ -98,6 +127,8 @@ class ExpertServer:
 
     async def close(self) -> None:
         """Close at once, whatever is under way."""
+        if self._watcher is not None:
+            self._watcher.cancel()
         await self._server.stop(0)
         engine = self.service.engine
         if self._bell >= 0 and isinstance(engine, NativeEngine):

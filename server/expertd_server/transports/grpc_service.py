@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Servicer"]
 
+log = logging.getLogger(__name__)
+
 
 class Servicer:
     """The three methods; `handler()` registers them.  Made on the event loop that calls them.
@@ -37,9 +40,21 @@ class Servicer:
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self.open_calls = 0
         self.calls_begun = 0
+        self._streams: set[Stream] = set()
         self._forward = Rpc(service.metrics, "unary", "Forward")
         self._stream = Rpc(service.metrics, "bidi_stream", "StreamForward")
         self._describe = Rpc(service.metrics, "unary", "Describe")
+
+    def cut_off_the_silent(self, unread_s: float, idle_s: float) -> None:
+        """End the streams whose caller has read nothing for unread_s although there is something to read, and those on
+        which nothing has come or gone for idle_s."""
+        now = time.monotonic()
+        for stream in list(self._streams):
+            if stream.unread_s(now) > unread_s:
+                log.warning("a stream is cut off: its caller has read nothing for %.0f s", stream.unread_s(now))
+                stream.cut_off()
+            elif stream.idle_s(now) > idle_s:
+                stream.retire()
 
     def handler(self) -> grpc.GenericRpcHandler:
         return grpc.method_handlers_generic_handler(
@@ -70,7 +85,12 @@ class Servicer:
         """stream StreamForwardRequest -> stream StreamForwardResponse."""
         with _Counted(self, self._stream) as call:
             try:
-                await Stream(self._service, self._mailbox, self._stream, context).run()
+                stream = Stream(self._service, self._mailbox, self._stream, context)
+                self._streams.add(stream)
+                try:
+                    await stream.run()
+                finally:
+                    self._streams.discard(stream)
             except Exception as e:
                 await call.abort(context, error_of(e, "StreamForward"))
 
@@ -148,6 +168,8 @@ class _Counted:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._servicer.open_calls -= 1
+        if kind is asyncio.CancelledError:
+            log.debug("%s: its caller left", self._rpc.method)
         if kind is not None and self._code == "OK":
             self._code = "CANCELLED" if issubclass(kind, asyncio.CancelledError) else "UNKNOWN"
         self._rpc.finished(self._code)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from expertd.errors import ExpertdError
+from expertd.errors import ExpertdError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import decode_stream_request, encode_stream_response, peek_request_id
 from expertd_server.engine.request import Answer, Request
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Stream"]
 
+_MOST_UNREAD = 256
+"""Messages that a caller may leave unread before he is read no further."""
+
 
 class Stream:
     """`run()` is the call's life.  context: grpc.aio's, with read() and write() of bytes.  An Outlet."""
@@ -33,9 +36,29 @@ class Stream:
     def __init__(self, service: Service, mailbox: Mailbox, rpc: Rpc, context: Any) -> None:
         self._service, self._mailbox, self._rpc, self._context = service, mailbox, rpc, context
         self._session = service.session(self, context.peer())
-        self._outbox: deque[bytes] = deque()
-        self._wake = asyncio.Event()
+        self._outbox: deque[tuple[bytes, int]] = deque()  # with the answer_bytes of its request
+        self._wake, self._room = asyncio.Event(), asyncio.Event()
+        self._writing_since, self._last_s = 0.0, time.monotonic()
         self._fault: Exception | None = None
+        self._task = asyncio.current_task()
+
+    def unread_s(self, now_s: float) -> float:
+        """For how long the caller has not read a message that is being written."""
+        return now_s - self._writing_since if self._writing_since else 0.0
+
+    def idle_s(self, now_s: float) -> float:
+        """For how long nothing has come or gone."""
+        return 0.0 if self._outbox or self._writing_since or self._session.busy else now_s - self._last_s
+
+    def retire(self) -> None:
+        """End the call in order: nothing comes and nothing goes."""
+        self._fault = UnavailableError("stream: nothing came for long, so it was closed; open another one")
+        self._wake.set()
+
+    def cut_off(self) -> None:
+        """End the call without another word: its caller does not read."""
+        if self._task is not None:
+            self._task.cancel()
 
     async def run(self) -> None:
         """Until the caller has sent everything and everything is answered; DrainingError ends it before."""
@@ -51,11 +74,14 @@ class Stream:
         write, outbox, session = self._context.write, self._outbox, self._session
         while True:
             while outbox:
-                data = outbox.popleft()
+                data, answer_bytes = outbox.popleft()
+                self._writing_since = self._last_s = time.monotonic()
                 await write(data)
-                session.written()
+                self._writing_since = 0.0
+                session.written(answer_bytes)
                 self._rpc.sent()
                 self._service.metrics.bytes_out(len(data))
+            self._room.set()
             if self._fault is not None:
                 raise self._fault
             if session.finished():
@@ -68,7 +94,11 @@ class Stream:
         try:
             while (data := await read()) is not eof:
                 self._rpc.received()
+                self._last_s = time.monotonic()
                 await self._take(data)
+                if len(self._outbox) > _MOST_UNREAD:  # he does not read: read no more of his until he does
+                    self._room.clear()
+                    await self._room.wait()
         except Exception as e:
             self._fault = error_of(e, "StreamForward")
         finally:
@@ -93,12 +123,12 @@ class Stream:
     def answer(self, request: Request, answer: Answer) -> None:
         """Encoded on the engine's thread."""
         view = response_view(request, answer, self._service.load_message())
-        self._outbox.append(encode_stream_response(view))
+        self._outbox.append((encode_stream_response(view), request.answer_bytes))
         self._mailbox.post(self._wake.set)
 
     def send(self, message: pb.RequestError | pb.SessionAnswer | pb.Load) -> None:
         """Encoded at once."""
-        self._outbox.append(encode_stream_response(message))
+        self._outbox.append((encode_stream_response(message), 0))
         self._mailbox.post(self._wake.set)
 
     def released(self, memory: Any) -> None:

@@ -10,17 +10,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from expertd_server.engine.report import BatchReport, LoadNow
 from expertd_server.engine.request import Array
 
-__all__ = ["BackendFacts", "Metrics", "MetricsHttp", "Rpc", "SERVICE"]
+__all__ = ["BackendFacts", "Metrics", "Rpc", "SERVICE"]
 
 SERVICE = "expertd.v1.ExpertService"
 
@@ -46,6 +45,7 @@ class Rpc:
     """The standard grpc_server_* series of one method, with their labels bound once."""
 
     def __init__(self, metrics: Metrics, kind: str, method: str) -> None:
+        self.method = method
         labels = (kind, SERVICE, method)
         self._handled, self._labels = metrics.handled, labels
         self.started: Callable[[], None] = metrics.started.labels(*labels).inc
@@ -237,18 +237,3 @@ class _Batches(Collector):
             family = HistogramMetricFamily(name, text, labels=())
             tally.into(family)
             yield family
-
-
-class MetricsHttp:
-    """The HTTP endpoint /metrics.  Raises OSError when the address is taken."""
-
-    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
-        server: Any
-        server, self._thread = start_http_server(port, host, metrics.registry)
-        self._server = server
-        self.port: int = server.server_address[1]
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

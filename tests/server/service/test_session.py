@@ -349,3 +349,59 @@ def test_a_batch_of_no_tokens_is_answered_without_the_engine(service, experts):
     with pytest.raises(DrainingError):
         service.forward(view, lambda r, outcome: got.append(outcome), caller="me", arrival_ns=time.monotonic_ns())
     assert len(got) == 1
+
+
+def test_answers_that_nobody_reads_are_bounded_in_bytes(service, experts):
+    """A caller who leaves his answers where they are gets no more of them, and others theirs; what he held is free when
+    he goes."""
+    each = TOKENS * H * 4
+    service.limits = service.limits._replace(max_unread_bytes=3 * each, max_in_flight=100)
+    hoarder, other = Hoarder(service), Hoarder(service)
+    for number in range(1, 7):
+        hoarder.ask(number)
+    hoarder.wait(6)
+    assert [e.reason for e in hoarder.errors] == ["TOO_MANY_REQUESTS_IN_FLIGHT"] * 3
+    assert f"{3 * each} bytes of this connection that are not read" in hoarder.errors[0].message
+    other.ask(1)
+    other.wait(1)
+    assert not other.errors
+    other.session.written(other.answers.pop())
+    hoarder.session.written(hoarder.answers.pop())
+    hoarder.ask(7)
+    hoarder.wait(6)
+    assert len(hoarder.errors) == 3
+    hoarder.session.close()
+    for number in range(2, 5):
+        other.ask(number)
+    other.wait(3)
+    assert not other.errors
+    other.session.close()
+    assert service._unread_bytes == 0
+
+
+class Hoarder:
+    """An outlet that notes what it is given, and a caller who reads nothing of it."""
+
+    def __init__(self, service) -> None:
+        self.answers: list[int] = []
+        self.errors: list[pb.RequestError] = []
+        self.changed = threading.Condition()
+        self.session = service.session(self, "test")
+
+    def ask(self, number: int) -> None:
+        self.session.take(Slot(number).view(), time.monotonic_ns())
+
+    def answer(self, request, answer) -> None:
+        self.note(self.answers, request.answer_bytes)
+
+    def send(self, message) -> None:
+        self.note(self.errors, message)
+
+    def note(self, where, what) -> None:
+        with self.changed:
+            where.append(what)
+            self.changed.notify_all()
+
+    def wait(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.answers) + len(self.errors) >= count, 20)

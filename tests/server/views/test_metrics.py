@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from expertd_server.engine.report import BatchReport, LoadNow
 from expertd_server.engine.request import Stages
 from expertd_server.engine.served import ServedLayer
-from expertd_server.views.metrics import BackendFacts, Metrics, MetricsHttp, Rpc
+from expertd_server.views.metrics import BackendFacts, Metrics, Rpc
+from expertd_server.views.metrics_http import MetricsHttp
 
 
 @pytest.fixture

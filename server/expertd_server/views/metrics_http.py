@@ -1,0 +1,85 @@
+"""The HTTP endpoint /metrics.  A few threads and seconds for everybody who comes: a scrape is small, and whoever sends
+half of one must not take a thread of the server's each time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import make_wsgi_app
+
+from expertd_server.views.metrics import Metrics
+
+__all__ = ["MetricsHttp"]
+
+_AT_ONCE, _LIMIT_S = 4, 5.0
+"""Scrapes at once, beyond which connections are closed unread; and seconds for one, from its connection to its end."""
+
+
+class MetricsHttp:
+    """Serves `metrics` until close().  limit_s: for one scrape.  Raises OSError where the address is taken."""
+
+    def __init__(self, metrics: Metrics, host: str, port: int, limit_s: float = _LIMIT_S) -> None:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._server = _Server(family, where, limit_s)
+        self._server.set_app(make_wsgi_app(metrics.registry))
+        self.port: int = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="expertd-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not logged."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, family: int, where: Any, limit_s: float) -> None:
+        self.address_family = family
+        self._limit_s = limit_s
+        self._room = threading.BoundedSemaphore(_AT_ONCE)
+        super().__init__(where, _Handler)
+
+    def server_bind(self) -> None:
+        """As WSGIServer's, without asking DNS for this host's name."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        alarm = threading.Timer(self._limit_s, _hang_up, (request,))
+        alarm.daemon = True
+        alarm.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            alarm.cancel()
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller that went, or was sent away, is no news."""
+
+
+def _hang_up(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)

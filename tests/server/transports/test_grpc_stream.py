@@ -1,0 +1,95 @@
+"""One stream and a caller who does not do his part: who does not read, or says nothing for long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from expertd.errors import UnavailableError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_server.engine.admission import Limits
+from expertd_server.engine.engine import Engine
+from expertd_server.engine.scheduler import Policy
+from expertd_server.service.service import Service
+from expertd_server.transports.grpc_stream import Stream
+from expertd_server.transports.mailbox import Mailbox
+from expertd_server.views.metrics import Metrics, Rpc
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Caller:
+    """grpc.aio's context.  Sends bad messages without end, or nothing; `reads` = False: takes none of the answers."""
+
+    def __init__(self, sends: bool, reads: bool) -> None:
+        self.sends, self.reads = sends, reads
+        self.sent, self.got = 0, []
+
+    def peer(self) -> str:
+        return "ipv4:192.0.2.1:5000"
+
+    async def read(self) -> bytes:
+        if not self.sends:
+            await asyncio.Event().wait()
+        self.sent += 1
+        await asyncio.sleep(0)
+        return pb.StreamForwardRequest(forward=pb.ForwardRequest(request_id=self.sent)).SerializeToString()
+
+    async def write(self, data: bytes) -> None:
+        if not self.reads:
+            await asyncio.Event().wait()
+        self.got.append(data)
+
+
+async def stream(caller: Caller) -> Stream:
+    metrics = Metrics()
+    service = Service(Engine(torch.device("cpu"), policy=Policy(64)), metrics, Limits(64, 1 << 20, 8))
+    mailbox = Mailbox(asyncio.get_running_loop())
+    return Stream(service, mailbox, Rpc(metrics, "bidi_stream", "StreamForward"), caller)
+
+
+async def begun(caller: Caller) -> tuple[Stream, asyncio.Task]:
+    made: list[Stream] = []
+
+    async def run() -> None:
+        made.append(await stream(caller))
+        await made[0].run()
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(0.3)
+    return made[0], task
+
+
+async def test_who_does_not_read_is_read_no_further():
+    caller = Caller(sends=True, reads=False)
+    stuck, task = await begun(caller)
+    assert caller.sent < 1000
+    before = caller.sent
+    await asyncio.sleep(0.1)
+    assert caller.sent == before
+    caller.reads = True
+    assert 0.2 < stuck.unread_s(time.monotonic()) < 5
+    stuck.cut_off()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_who_reads_is_read_on():
+    caller = Caller(sends=True, reads=True)
+    going, task = await begun(caller)
+    assert caller.sent > 1000
+    assert going.unread_s(time.monotonic()) < 0.2
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_stream_on_which_nothing_comes_is_closed_in_order():
+    idle, task = await begun(Caller(sends=False, reads=True))
+    assert 0.2 < idle.idle_s(time.monotonic()) < 5
+    idle.retire()
+    with pytest.raises(UnavailableError, match="nothing came for long"):
+        await task

@@ -1,0 +1,62 @@
+"""/metrics under callers who send half of a request, or nothing: few threads, for seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+import urllib.request
+
+import pytest
+
+from expertd_server.views.metrics import Metrics
+from expertd_server.views.metrics_http import MetricsHttp
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def http():
+    made = MetricsHttp(Metrics(), "127.0.0.1", 0, limit_s=0.4)
+    yield made
+    made.close()
+
+
+def scrape(http: MetricsHttp) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{http.port}/metrics", timeout=5) as answer:
+        return answer.read().decode()
+
+
+def test_half_requests_take_few_threads_and_go_in_time(http):
+    before = threading.active_count()
+    held = []
+    for _ in range(50):
+        sock = socket.create_connection(("127.0.0.1", http.port), timeout=5)
+        sock.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        held.append(sock)
+    time.sleep(0.2)
+    assert threading.active_count() - before <= 8
+    time.sleep(0.5)
+    assert threading.active_count() - before <= 0
+    for sock in held:
+        sock.settimeout(2)
+        with contextlib.suppress(ConnectionError):
+            assert sock.recv(1) == b"", "hung up on"
+        sock.close()
+    assert "expertd_serving" in scrape(http)
+
+
+def test_who_sends_a_byte_now_and_then_is_hung_up_on_too(http):
+    with socket.create_connection(("127.0.0.1", http.port), timeout=5) as sock:
+        begin = time.monotonic()
+        with contextlib.suppress(OSError):  # a broken pipe, or a reset
+            while time.monotonic() - begin < 5:
+                sock.sendall(b"G")
+                time.sleep(0.05)
+        assert time.monotonic() - begin < 3
+    assert "expertd_serving" in scrape(http)
+
+
+def test_many_scrapes_one_after_another_are_all_answered(http):
+    assert all("expertd_serving" in scrape(http) for _ in range(20))
