@@ -9,6 +9,7 @@ BUF        := @bufbuild/buf@1.75.0
 
 BIN   := .venv/bin
 STAMP := .venv/setup-done
+DEPLOY := .venv/deploy-done
 NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_kernels/native/csrc/*.h \
   proto/expertd/shm/csrc/*.cpp proto/expertd/shm/csrc/*.h \
   server/expertd_server/engine/csrc/*.cpp server/expertd_server/engine/csrc/*.h)
@@ -28,6 +29,11 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[test]'
 	touch $(STAMP)
 
+# What checks deploy/: 120 MB that serving, the demo and all other tests do without.
+$(DEPLOY): $(STAMP)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[deploy]'
+	touch $(DEPLOY)
+
 # buf speaks to the server over reflection in one test and lints the contract; without npm that test says so and is skipped.
 node_modules/.bin/buf:
 	@if command -v npm >/dev/null; then npm install --silent --no-save --no-package-lock --no-fund --no-audit $(BUF); \
@@ -36,7 +42,7 @@ node_modules/.bin/buf:
 demo: $(STAMP)  ## serve a small GPTQ checkpoint, call it, check every answer: make demo [CHECKPOINT=DIR]
 	$(BIN)/python deploy/demo.py --checkpoint $(CHECKPOINT)
 
-test: $(STAMP) node_modules/.bin/buf ## the whole test suite
+test: $(STAMP) $(DEPLOY) node_modules/.bin/buf ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
 
 triton: $(STAMP) ## compile the GPU kernels under each Triton that the oracle takes; fetches them into build/triton once

@@ -7,6 +7,7 @@ python docs/pages.py --check    exit 1 and name them
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -232,7 +233,23 @@ def golden() -> str:
     return "\n".join(lines) + "\n"
 
 
+CHART_SCHEMA = "deploy/helm/expertd/values.schema.json"
+CHART_OPTIONS = ("shard", "experts", "listen", "metrics_listen", "cache")
+"""Options that the chart sets itself."""
+
+
+def chart_schema() -> str:
+    """The schema of the chart's values, with the names of today's options; all else in it is written by hand."""
+    from expertd_server.config import OPTIONS
+
+    schema = json.loads((ROOT / CHART_SCHEMA).read_text())
+    names = [o.flag.removeprefix("--") for o in OPTIONS if o.name not in CHART_OPTIONS]
+    schema["definitions"]["serve"]["propertyNames"]["enum"] = names
+    return json.dumps(schema, indent=1) + "\n"
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
+    CHART_SCHEMA: chart_schema,
     "DECISIONS.md": lambda: indexed((ROOT / "DECISIONS.md").read_text()),
     "docs/backends.md": backends_page,
     "docs/formats.md": formats_page,

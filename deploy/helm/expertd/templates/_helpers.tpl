@@ -1,0 +1,22 @@
+{{- define "expertd.fullname" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{ else }}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" }}{{ end }}
+{{- end }}
+
+{{- define "expertd.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "expertd.labels" -}}
+{{ include "expertd.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- /* A dict of options as the TOML that `expertd serve --config` reads.  Numbers come as floats: 1e+06 is no whole number there. */}}
+{{- define "expertd.toml" -}}
+{{- range $name, $value := . }}
+{{ $name }} = {{ if kindIs "string" $value }}{{ $value | quote }}{{ else if eq (floor $value) (float64 $value) }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}
+{{- end }}
+{{- end }}

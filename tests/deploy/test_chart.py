@@ -1,0 +1,211 @@
+"""The Helm chart: rendered with several sets of values, held against Kubernetes' schemas and expertd's own parser."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chart_kit import CHART, NEEDED, ROOT, helm, objects
+from command_kit import read
+
+from expertd_server.config import Shard
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+pytestmark = NEEDED
+EXAMPLES = {p.stem: p for p in sorted((ROOT / "deploy" / "helm" / "examples").glob("*.yaml"))}
+KUBERNETES = ("1.28", "1.37")
+
+
+def values(name: str) -> dict:
+    import yaml
+
+    return {} if name == "default" else yaml.safe_load(EXAMPLES[name].read_text())
+
+
+@pytest.fixture(scope="module", params=["default", *EXAMPLES])
+def rendered(request):
+    return objects(values(request.param))
+
+
+def sets(rendered):
+    return {name: o for (kind, name), o in rendered.items() if kind == "StatefulSet"}
+
+
+def container(stateful_set):
+    (only,) = stateful_set["spec"]["template"]["spec"]["containers"]
+    return only
+
+
+def test_there_are_three_sets_of_values():
+    assert {"mixed-pools", "small"} <= EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_every_object_is_one_that_kubernetes_takes(rendered, version):
+    import kubernetes_validate
+
+    for (kind, _), o in rendered.items():
+        if kind != "ServiceMonitor":  # a custom resource: its shape is held below
+            kubernetes_validate.validate(o, version, strict=True)
+
+
+def test_helm_finds_nothing_to_say():
+    answer = helm({})
+    assert answer["lint"]["errors"] == []
+    assert [m["error"] for m in answer["lint"]["messages"]] == ["icon is recommended"]
+
+
+def expertd_of(stateful_set, rendered, pod, tmp_path, monkeypatch):
+    """The configuration that a pod's server has: its command run by a shell with a program `expertd` that says what it
+    was given, then read by the parser with the pod's file and environment."""
+    c = container(stateful_set)
+    # Kubernetes itself puts $(NAME) in; the shell's $((...)) must be none of these.
+    assert not set(re.findall(r"\$\((\w+)\)", c["args"][0])) & {e["name"] for e in c["env"]}
+    fake = tmp_path / "expertd"
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    env = {e["name"]: e.get("value", pod) for e in c["env"]}
+    told = subprocess.run(
+        [*c["command"], *c["args"]],
+        env={**env, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=10,
+    )
+    config = rendered["ConfigMap", stateful_set["metadata"]["name"]]["data"]["expertd.toml"]
+    file = tmp_path / "expertd.toml"
+    file.write_text(config)
+    assert tomllib.loads(config)
+    words = [w.replace("/etc/expertd/expertd.toml", str(file)) for w in told.stdout.splitlines()]
+    return read(["expertd", *words], monkeypatch, {k: v for k, v in env.items() if k.startswith("EXPERTD_")})
+
+
+def test_the_pods_hold_every_part(rendered, tmp_path, monkeypatch):
+    held, of = [], set()
+    for name, s in sets(rendered).items():
+        # With autoscaling the number of pods is the autoscaler's.
+        n = s["spec"].get("replicas") or rendered["HorizontalPodAutoscaler", name]["spec"]["minReplicas"]
+        for i in range(n):
+            config = expertd_of(s, rendered, f"{name}-{i}", tmp_path, monkeypatch)
+            assert config.listen.port == container(s)["ports"][0]["containerPort"]
+            assert config.metrics_listen.port == container(s)["ports"][1]["containerPort"]
+            held.append(config.shard.rank)
+            of.add(config.shard.count)
+    (count,) = of
+    assert set(held) == set(range(count))
+    assert len({held.count(r) for r in range(count)}) == 1, "each part has as many copies as the others"
+
+
+def test_a_pod_beyond_the_first_copy_holds_a_part_again(tmp_path, monkeypatch):
+    group = {"kind": "cpu", "shards": {"first": 2, "count": 3, "of": 5}, "copies": 2}
+    rendered = objects({"groups": {"cpu": None, "a": group}})
+    (s,) = sets(rendered).values()
+    got = [expertd_of(s, rendered, f"x-1-{i}", tmp_path, monkeypatch).shard for i in range(6)]
+    assert got == [Shard(r, 5) for r in (2, 3, 4, 2, 3, 4)]
+
+
+def test_numbers_and_texts_reach_the_server_as_they_are(tmp_path, monkeypatch):
+    serve = {"max-queue-tokens": 1000000, "patience": 0.125, "max-tokens": 2048, "backend": "layers.0-2=cpu,*=auto"}
+    rendered = objects({"serve": {**serve, "grace-s": 61.5}})
+    (s,) = sets(rendered).values()
+    config = expertd_of(s, rendered, "x-1", tmp_path, monkeypatch)
+    assert (config.max_queue_tokens, config.patience, config.max_tokens) == (1000000, 0.125, 2048)
+    assert (config.backend, config.grace_s) == (serve["backend"], 61.5)
+    # preStop, then the grace time, then a margin: Kubernetes must not kill what is still answering.
+    assert s["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= 5 + 61.5
+
+
+def test_a_pod_is_asked_for_its_health_where_it_listens(rendered):
+    for s in sets(rendered).values():
+        c = container(s)
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert c[probe]["grpc"]["port"] == c["ports"][0]["containerPort"]
+        # A server that still loads is not a dead one.
+        startup = c["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
+
+
+def test_nobody_is_root_and_nothing_is_written_but_caches(rendered):
+    for s in sets(rendered).values():
+        pod, c = s["spec"]["template"]["spec"], container(s)
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["automountServiceAccountToken"] is False
+        assert c["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        volumes = {v["name"] for v in pod["volumes"]} | {
+            v["metadata"]["name"] for v in s["spec"].get("volumeClaimTemplates", [])
+        }
+        assert {m["name"] for m in c["volumeMounts"]} == volumes
+        writable = {m["mountPath"] for m in c["volumeMounts"] if not m.get("readOnly")}
+        assert writable == {"/cache", "/tmp"}
+
+
+def test_selectors_find_the_pods(rendered):
+    for name, s in sets(rendered).items():
+        labels = s["spec"]["template"]["metadata"]["labels"].items()
+        (service,) = (o for (kind, _), o in rendered.items() if kind == "Service")
+        assert service["spec"]["clusterIP"] == "None"
+        assert s["spec"]["serviceName"] == service["metadata"]["name"]
+        named = {p["name"] for p in container(s)["ports"]}
+        assert {p["targetPort"] for p in service["spec"]["ports"]} <= named
+        wanted = [service["spec"]["selector"], s["spec"]["selector"]["matchLabels"]]
+        wanted += [
+            o["spec"]["podSelector"]["matchLabels"] for (kind, _), o in rendered.items() if kind == "NetworkPolicy"
+        ]
+        budget = rendered.get(("PodDisruptionBudget", name))
+        wanted += [budget["spec"]["selector"]["matchLabels"]] if budget else []
+        assert all(w.items() <= labels for w in wanted)
+    budgets = {name for kind, name in rendered if kind == "PodDisruptionBudget"}
+    assert budgets in (set(), sets(rendered).keys())
+
+
+def test_the_mixed_example_has_its_devices_and_scales():
+    rendered = objects(values("mixed-pools"))
+    limits = {name: container(s)["resources"]["limits"] for name, s in sets(rendered).items()}
+    assert limits["demo-expertd-nvidia"]["nvidia.com/gpu"] == 1
+    assert limits["demo-expertd-intel"] == {"gpu.intel.com/xe": 1}
+    assert limits["demo-expertd-cpu"] == {"memory": "32Gi"}
+    images = {container(s)["image"].rpartition(":")[2] for s in sets(rendered).values()}
+    assert images == {"cpu", "cuda", "xpu"}
+    scaler = rendered["HorizontalPodAutoscaler", "demo-expertd-nvidia"]["spec"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (12, 24)
+    assert "replicas" not in sets(rendered)["demo-expertd-nvidia"]["spec"]
+    monitor = rendered["ServiceMonitor", "demo-expertd"]["spec"]
+    service = rendered["Service", "demo-expertd"]
+    assert monitor["endpoints"][0]["port"] in {p["name"] for p in service["spec"]["ports"]}
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    policy = rendered["NetworkPolicy", "demo-expertd"]["spec"]
+    assert policy["egress"] == []
+    assert [list(peer) for rule in policy["ingress"] for peer in rule["from"]] == [["namespaceSelector"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"serve": {"max-token": 3}}, "max-token"),
+        ({"serve": {"shard": "0/2"}}, "shard"),
+        ({"groups": {"cpu": {"kind": "tpu"}}}, "kind"),
+        ({"groups": {"cpu": {"shards": {"first": 2, "count": 2, "of": 3}}}}, r"first \+ count <= of"),
+        ({"grups": {}}, "grups"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_by_name(wrong, said):
+    assert re.search(said, helm(wrong)["error"])
+
+
+def test_the_chart_has_the_version_of_the_package():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    chart = Path(CHART / "Chart.yaml").read_text()
+    assert f'appVersion: "{version}"' in chart
