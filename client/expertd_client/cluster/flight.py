@@ -254,7 +254,8 @@ class Flight:
             leg.due_s = math.inf
             self._waiting -= 1
             last = not self._waiting
-        self._around.latencies.add(leg.part.request.tokens, now_s - attempt.begin_s)
+        if len(leg.holders) > 1:
+            self._around.latencies.add(leg.part.request.tokens, now_s - attempt.begin_s)
         self._recall(losers)
         if last:
             self.end(None)
@@ -301,7 +302,10 @@ class Flight:
         now_s = time.monotonic()
         with self._lock:
             self._next_look_s = math.inf
-            due = [] if self._over else [leg for leg in self.legs if leg.due_s <= now_s]
+            if self._over:
+                return
+            due = [leg for leg in self.legs if leg.due_s <= now_s]
+            self._look_at(min((leg.due_s for leg in self.legs if leg.due_s > now_s), default=math.inf))
         for leg in due:
             if leg.tries:
                 self._race(leg)

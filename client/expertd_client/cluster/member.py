@@ -32,6 +32,8 @@ __all__ = ["Identity", "Member", "held_by"]
 
 _FAILURES = 5
 """Failures in a row that are not the connection's, until a server is not asked for a while."""
+_REST_S, _LONGEST_S = 0.25, 10.0
+"""How long a server that hung is left alone; doubled each time it hangs again."""
 _HALF_S = 2.0
 """Half-life of what is remembered of a server's distance."""
 
@@ -124,6 +126,7 @@ class Member:
         self._stall_s = stall_s
         self._lock = threading.Lock()
         self._failures = 0
+        self._strikes = 0
         self._not_before_s = 0.0
         self._heard_s = 0.0
         self._distance_s = 0.0
@@ -140,7 +143,9 @@ class Member:
         """Whether it may be asked now."""
         told = self.exchange.load
         draining = told is not None and told.draining and told is not self._settled
-        return not (self.refused or draining or self.leaving) and now_s >= self._not_before_s
+        if self.refused or draining or self.leaving or now_s < self._not_before_s:
+            return False
+        return not (self._strikes and self.outstanding)  # after it hung: one part, to see
 
     def stalled(self, now_s: float) -> bool:
         """Whether it has work of ours and has said nothing for much longer than that work should take."""
@@ -178,7 +183,7 @@ class Member:
         with self._lock:
             self._ended(tokens)
             self._heard_s = now_s
-            self._failures = 0
+            self._failures = self._strikes = 0
             self.load = load
             self._token_s = load.token_ns * 1e-9
             distance_s = max(0.0, seconds - inside_s)
@@ -204,8 +209,12 @@ class Member:
                 self.refused = f"{self._failures} failures in a row, the last: {error.message}"
 
     def dropped(self, tokens: int) -> None:
-        """A part was taken back."""
+        """A part was taken back; from a server that hangs: it is left alone, for longer each time."""
+        now_s = time.monotonic()
         with self._lock:
+            if self.stalled(now_s) and now_s >= self._not_before_s:
+                self._strikes += 1
+                self._not_before_s = now_s + min(_LONGEST_S, _REST_S * 2.0**self._strikes)
             self._ended(tokens)
 
     def _ended(self, tokens: int) -> None:

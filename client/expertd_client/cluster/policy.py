@@ -117,7 +117,7 @@ class Latencies:
         self._count = 0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A part was answered."""
+        """A part that has replicas was answered."""
         size = tokens.bit_length()
         with self._lock:
             self._budget = min(self.SAVED, self._budget + self._share)

@@ -2,6 +2,7 @@
 
 codec    the codec beside a bare stream of bytes and the stock protobuf classes
 path     where the time of a whole request goes, by transport, beside bare bytes
+faults   what killed, hung and slow servers do to the calls of a cluster
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 from typing import Any
 
 from expertd_client import bench_codec
+from expertd_client.faults import command as faults
 from expertd_client.path import command
 
 __all__ = ["add_parser", "run"]
@@ -29,7 +31,18 @@ def add_parser(subparsers: Any, text: str) -> None:
             " in a process of their own on this host.  Ways take turns, so that what else the machine does hits all.",
         )
     )
+    trouble = "what killed, hung and slow servers do to the calls of a cluster"
+    faults.add_arguments(
+        parts.add_parser(
+            "faults",
+            help=trouble,
+            description=f"Shows {trouble}: three servers of its own on this host (it needs the extra `server`), two"
+            " replicas of one half of the experts and one of the other half; every answer is checked.",
+        )
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"codec": bench_codec.run_command, "path": command.run_command}[args.part](args)
+    return {"codec": bench_codec.run_command, "path": command.run_command, "faults": faults.run_command}[args.part](
+        args
+    )

@@ -1,0 +1,107 @@
+"""Callers in a closed loop on one forwarder, each answer checked and timed; and what an event did to them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertd_client.forwarder import Forwarder
+from expertd_client.request import Request
+
+__all__ = ["Callers", "Effect", "effect"]
+
+_PAUSE_S = 0.01
+"""After a failed call: a cluster that is gone is not asked at full speed."""
+
+
+class Callers:
+    """forwarder is called with `request` by so many threads until close(); expected: [M, H] f32; bound: how far an
+    answer may be from it, relative.
+
+    calls    (begin, end) of each call that was right, on time.monotonic(); failures: (end, why) of the others
+    """
+
+    def __init__(
+        self, forwarder: Forwarder, request: Request, expected: NDArray[np.float32], bound: float, threads: int
+    ) -> None:
+        self.calls: list[tuple[float, float]] = []
+        self.failures: list[tuple[float, str]] = []
+        self._forwarder = forwarder
+        self._request = request
+        self._expected = expected
+        self._bound = bound
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, name="expertd-caller") for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait(self, calls: int, limit_s: float) -> None:
+        """Until so many more calls were answered."""
+        wanted, end_s = len(self.calls) + calls, time.monotonic() + limit_s
+        while len(self.calls) < wanted and time.monotonic() < end_s:
+            time.sleep(0.005)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            begin_s = time.monotonic()
+            why = self._call()
+            end_s = time.monotonic()
+            if why:
+                self.failures.append((end_s, why))
+                time.sleep(_PAUSE_S)
+            else:
+                self.calls.append((begin_s, end_s))
+
+    def _call(self) -> str:
+        """Why a call failed; "" = it did not."""
+        try:
+            output = np.asarray(self._forwarder.forward_request(self._request).output, np.float32)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        off = float(np.linalg.norm(output - self._expected) / np.linalg.norm(self._expected))
+        return "" if off <= self._bound else f"wrong: {off:.1e} away from what was expected"
+
+    def __enter__(self) -> Callers:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Of one event: the longest call that was under way in the seconds after it, and when throughput was back."""
+
+    longest_s: float
+    recovered_s: float
+
+
+def effect(
+    calls: Sequence[tuple[float, float]], at_s: float, until_s: float, window_s: float = 0.2, settle: float = 0.5
+) -> Effect:
+    """What an event at `at_s` did to calls (begin, end) until `until_s`.
+
+    Recovered: the end of the first window in which as many calls were answered as in 95 % of the median window of the
+    later part (`settle`, as a share of the time) of that time, when those who are left do what they can."""
+    longest_s = max((end - begin for begin, end in calls if end >= at_s and begin <= until_s), default=until_s - at_s)
+    ends = np.array([end for _, end in calls if at_s <= end <= until_s])
+    step_s = window_s / 4
+    starts = np.arange(at_s, until_s - window_s + 1e-9, step_s)
+    if not len(starts) or not len(ends):
+        return Effect(longest_s, until_s - at_s)
+    ends.sort()
+    counts = np.searchsorted(ends, starts + window_s) - np.searchsorted(ends, starts)
+    later = counts[starts >= at_s + settle * (until_s - at_s)]
+    good = np.flatnonzero(counts >= 0.95 * float(np.median(later if len(later) else counts)))
+    return Effect(longest_s, float(starts[good[0]] - at_s + window_s) if len(good) else until_s - at_s)

@@ -1,0 +1,103 @@
+"""Servers as processes of their own, and what can happen to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from expertd.errors import UnavailableError
+
+__all__ = ["BOOT_S", "ServerProcess"]
+
+BOOT_S = 120.0
+
+
+class ServerProcess:
+    """`expertd serve` on this host.  options: of its command line, without --listen.
+
+    address   "127.0.0.1:port", the same after each start; "" before the first
+    """
+
+    def __init__(self, options: Sequence[str]) -> None:
+        self.address = ""
+        self._options = list(options)
+        self._process: subprocess.Popen[str] | None = None
+        self._serving: Future[str] = Future()
+
+    def start(self) -> None:
+        """Starts it, and does not wait."""
+        listen = self.address or "127.0.0.1:0"
+        command = [sys.executable, "-m", "expertd_server.cli", "serve", "--listen", listen, *self._options]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+        self._process, self._serving = process, Future()
+        threading.Thread(target=_read, args=(process, self._serving), name="expertd-log", daemon=True).start()
+
+    def ready(self) -> str:
+        """Waits until it serves; its address.  Raises UnavailableError with its log where it ended."""
+        self.address = self._serving.result(BOOT_S)
+        return self.address
+
+    def restart(self) -> None:
+        """start() and ready()."""
+        self.start()
+        self.ready()
+
+    def kill(self) -> None:
+        """kill -9; restart() brings it back."""
+        self._send(signal.SIGKILL)
+        self._wait()
+
+    def stop(self) -> None:
+        """SIGSTOP: it is there and does nothing."""
+        self._send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self._send(signal.SIGCONT)
+
+    def end(self) -> int:
+        """SIGTERM, and waits: the exit code."""
+        self._send(signal.SIGTERM)
+        return self._wait()
+
+    def _send(self, number: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def _wait(self) -> int:
+        return self._process.wait(60) if self._process is not None else 0
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        process = self._process
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait(60)
+
+
+def _read(process: subprocess.Popen[str], serving: Future[str]) -> None:
+    """Its log, which must be read so that it can be written; the last lines are kept until it serves."""
+    lines: list[str] = []
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            if serving.done():
+                continue
+            lines.append(line)
+            if found := re.search(r"serving on (\S+)", line):
+                serving.set_result(found[1])
+    if not serving.done():
+        serving.set_exception(UnavailableError(f"the server ended: {''.join(lines[-20:])}"))

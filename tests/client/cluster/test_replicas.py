@@ -1,0 +1,256 @@
+"""Servers that go away, come back, are slow, hang or err: the call goes on at another one, and no part counts twice."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from cluster_kit import E, Fake, Threaded, batch, experts_of, transports, until
+
+from expertd.errors import (
+    BackendFailedError,
+    BadResponseError,
+    BadShapeError,
+    DeadlineExceededError,
+    DrainingError,
+    LayerNotHeldError,
+    QueueFullError,
+    UnavailableError,
+)
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.cluster import ExpertCluster, OnMissing, Policy
+
+X, IDS, W = batch(12)
+WANT, ROUTES = experts_of(X, IDS, W, range(E))
+pytestmark = pytest.mark.timeout(60)
+
+
+def replicas(**options):
+    """Two of experts 0-3, one of 4-7."""
+    return {"a": Fake({0: range(4)}, **options), "b": Fake({0: range(4)}, **options), "c": Fake({0: range(4, 8)})}
+
+
+def cluster_of(servers, **options):
+    return ExpertCluster(list(servers), transport=transports(servers, Threaded), **{"timeout_s": 10.0} | options)
+
+
+def check(answer):
+    np.testing.assert_allclose(answer.output, WANT, rtol=1e-5, atol=1e-6)
+    assert answer.routes_computed == ROUTES
+
+
+def always(error):
+    def does(request):
+        raise error
+
+    return does
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnavailableError("gone"),
+        DrainingError("drains"),
+        QueueFullError("full", retry_after_us=10_000_000),
+        BackendFailedError("kernel"),
+        LayerNotHeldError("moved"),
+        DeadlineExceededError("the server says so"),
+    ],
+    ids=lambda error: error.reason,
+)
+def test_a_part_that_failed_is_answered_by_the_other_replica(error):
+    servers = replicas()
+    servers["a"].does = always(error)
+    with cluster_of(servers) as cluster:
+        for _ in range(20):
+            answer = cluster.forward(0, X, IDS, W)
+            check(answer)
+            assert [part.server for part in answer.parts] == ["b", "c"]
+    assert servers["a"].asked, "it was tried"
+    assert len(servers["c"].asked) == 20, "its parts were not sent again"
+
+
+def test_a_server_that_was_away_is_asked_again():
+    servers = replicas()
+    with cluster_of(servers) as cluster:
+        check(cluster.forward(0, X, IDS, W))
+        servers["a"].away = True
+        until(lambda: cluster.servers["a"])
+        for _ in range(10):
+            check(cluster.forward(0, X, IDS, W))
+        servers["a"].away = False
+        until(lambda: not cluster.servers["a"])
+        servers["b"].away = True
+        check(cluster.forward(0, X, IDS, W))
+
+
+def test_a_call_waits_for_its_only_server_inside_its_time():
+    servers = replicas()
+    with cluster_of(servers) as cluster:
+        check(cluster.forward(0, X, IDS, W))
+        servers["c"].away = True
+        with pytest.raises((DeadlineExceededError, UnavailableError)):
+            cluster.forward(0, X, IDS, W, timeout_s=0.3)
+        begin_s = time.monotonic()
+        skipped = cluster.forward(0, X, IDS, W, on_missing=OnMissing.SKIP)
+        assert time.monotonic() - begin_s < 1.0, "SKIP does not wait"
+        np.testing.assert_allclose(skipped.output, experts_of(X, IDS, W, range(4))[0], rtol=1e-5, atol=1e-6)
+        later = cluster.submit(0, X, IDS, W)
+        time.sleep(0.2)
+        assert not later.done()
+        servers["c"].away = False
+        check(later.result(5))
+    with cluster_of(servers, timeout_s=None, policy=Policy(patience_s=0.3)) as cluster:
+        check(cluster.forward(0, X, IDS, W))
+        servers["c"].away = True
+        with pytest.raises(UnavailableError, match="away"):
+            cluster.forward(0, X, IDS, W)
+
+
+def test_what_every_replica_would_refuse_is_raised_at_once():
+    servers = replicas()
+    servers["a"].does = servers["b"].does = always(BadShapeError("no"))
+    with cluster_of(servers) as cluster, pytest.raises(BadShapeError, match="no"):
+        cluster.forward(0, X, IDS, W)
+    assert len(servers["a"].asked) + len(servers["b"].asked) == 1
+
+
+def test_a_failure_of_both_replicas_is_raised_and_tried_once_each():
+    servers = replicas()
+    servers["a"].does = servers["b"].does = always(BackendFailedError("both"))
+    with cluster_of(servers) as cluster, pytest.raises(BackendFailedError, match="both"):
+        cluster.forward(0, X, IDS, W)
+    assert (len(servers["a"].asked), len(servers["b"].asked)) == (1, 1)
+
+
+def test_a_server_that_fails_again_and_again_is_left_alone_until_it_is_described():
+    servers = replicas(load=pb.Load())
+    servers["a"].does = always(BackendFailedError("kernel"))
+    with cluster_of(servers) as cluster:
+        until(
+            lambda: (check(cluster.forward(0, X, IDS, W)), "in a row" in cluster.servers["a"])[1] or not time.sleep(0)
+        )
+        until(lambda: not cluster.servers["a"])
+
+
+def test_routes_that_do_not_add_up_are_not_added():
+    servers = replicas()
+    servers["a"].routes = lambda n: n - 1
+    with cluster_of(servers) as cluster:
+        for _ in range(10):
+            check(cluster.forward(0, X, IDS, W))
+        servers["b"].routes = lambda n: n + 1
+        with pytest.raises(BadResponseError, match="routes computed"):
+            cluster.forward(0, X, IDS, W)
+
+
+def test_a_drain_is_seen_before_anything_is_refused():
+    servers = replicas()
+    with cluster_of(servers) as cluster:
+        check(cluster.forward(0, X, IDS, W))
+        servers["a"].load = pb.Load(draining=True)
+        until(
+            lambda: (
+                any(p.server == "a" for p in cluster.forward(0, X, IDS, W).parts) or "drains" in cluster.servers["a"]
+            )
+        )
+        asked = len(servers["a"].asked)
+        for _ in range(10):
+            check(cluster.forward(0, X, IDS, W))
+        assert len(servers["a"].asked) == asked
+
+
+def test_the_slower_replica_gets_less():
+    servers = replicas()
+    servers["a"].load = pb.Load(token_ns=4e6)
+    servers["b"].load = pb.Load(token_ns=1e6)
+    servers["a"].does, servers["b"].does = (lambda r: time.sleep(0.012)), (lambda r: time.sleep(0.003))
+    with cluster_of(servers) as cluster:
+        for _ in range(40):
+            check(cluster.forward(0, X, IDS, W))
+    assert len(servers["b"].asked) >= 36
+
+
+def test_a_late_part_is_hedged_within_the_budget():
+    """One of two replicas delays every 40th of its answers by 150 ms."""
+    servers = replicas()
+    lock, count = threading.Lock(), {"n": 0}
+
+    def stumble(request):
+        with lock:
+            count["n"] += 1
+            late = count["n"] % 40 == 0
+        time.sleep(0.15 if late else 0.002)
+
+    servers["a"].does, servers["b"].does = stumble, (lambda r: time.sleep(0.002))
+    calls, times = 600, []
+    with cluster_of(servers, policy=Policy(stall_s=5.0)) as cluster:
+        for _ in range(calls):
+            begin_s = time.monotonic()
+            answer = cluster.forward(0, X, IDS, W)
+            times.append(time.monotonic() - begin_s)
+            check(answer)
+    extra = len(servers["a"].asked) + len(servers["b"].asked) - calls
+    assert count["n"] > 80, "it was asked"
+    assert 0 < extra <= 0.06 * calls
+    assert sum(t > 0.14 for t in times) <= count["n"] // 40 // 2, "most of the delays are cut"
+
+
+def test_nothing_is_hedged_without_a_budget():
+    servers = replicas()
+    servers["a"].does = lambda request: time.sleep(0.02)
+    with cluster_of(servers, policy=Policy(hedge=0.0, stall_s=5.0)) as cluster:
+        for _ in range(60):
+            check(cluster.forward(0, X, IDS, W))
+    assert len(servers["a"].asked) + len(servers["b"].asked) == 60
+
+
+def test_a_hung_server_is_passed_over_whatever_the_budget():
+    servers = replicas()
+    hang = threading.Event()
+    with cluster_of(servers, policy=Policy(hedge=0.0, stall_s=0.1)) as cluster:
+        for _ in range(5):
+            check(cluster.forward(0, X, IDS, W))
+        servers["a"].does = lambda request: hang.wait(10)
+        slowest = 0.0
+        for _ in range(200):
+            begin_s = time.monotonic()
+            check(cluster.forward(0, X, IDS, W))
+            slowest = max(slowest, time.monotonic() - begin_s)
+        stuck = servers["a"].asked
+        assert slowest < 1.0
+        assert len(stuck) <= 10, "once it hangs it gets nothing"
+        hang.set()
+
+
+def test_many_callers_while_servers_come_and_go():
+    servers = replicas()
+    going, faults, calls = threading.Event(), [], []
+
+    def call():
+        while not going.is_set():
+            try:
+                check(cluster.forward(0, X, IDS, W))
+                calls.append(1)
+            except Exception as error:
+                faults.append(error)
+
+    with cluster_of(servers) as cluster:
+        callers = [threading.Thread(target=call) for _ in range(4)]
+        for t in callers:
+            t.start()
+        for n in range(10):
+            server = servers["ab"[n % 2]]
+            server.away = True
+            time.sleep(0.05)
+            server.away = False
+            until(lambda n=n: not cluster.servers["ab"[n % 2]])
+        going.set()
+        for t in callers:
+            t.join(10)
+        assert not faults
+        assert len(calls) > 50
+        assert not any(m.outstanding or m.outstanding_tokens for m in cluster._members.by_address.values())
+        assert not cluster._around.flights

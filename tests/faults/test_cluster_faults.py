@@ -1,0 +1,32 @@
+"""Servers of a cluster that are killed, stopped, restarted, slowed and cut off under load: no call fails.
+
+The long form is `expertctl bench faults`."""
+
+from __future__ import annotations
+
+import pytest
+
+from expertd_client.faults.load import effect
+from expertd_client.faults.run import FAULTS, run
+
+
+@pytest.mark.slow  # servers start five times, which takes most of its time
+@pytest.mark.timeout(240)
+def test_no_call_fails():
+    rows = list(run(FAULTS, events=1, threads=3, away_s=1.5))
+    assert [row.fault for row, _ in rows] == list(FAULTS)
+    for row, failures in rows:
+        assert not failures, row
+        assert row.failed == 0
+        assert row.calls > 50
+        assert row.longest_ms < 2000, row  # the bench's bound is 1000; this machine may be busy with other tests
+
+
+def test_what_an_event_did():
+    """A call a tenth of a second; nothing for half a second after the event, then half as fast."""
+    calls = [(n * 0.1, n * 0.1 + 0.1) for n in range(100)]  # to 10 s
+    calls += [(10.0, 10.5)] + [(10.5 + n * 0.2, 10.7 + n * 0.2) for n in range(60)]
+    found = effect(calls, 10.05, 20.0, window_s=0.4)
+    assert found.longest_s == pytest.approx(0.5)
+    assert 0.4 <= found.recovered_s <= 1.0
+    assert effect([], 0.0, 3.0).recovered_s == 3.0
