@@ -26,7 +26,7 @@ __all__ = ["GATHERED", "Rooms", "draw", "main", "read"]
 PACKAGES = ("expertd_client", "expertd_server", "expertd", "expertd_kernels")
 """In the order of the panels: upper left, upper right, lower left, lower right."""
 GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "expertd": {"words": ("__init__", "bounds", "cxx", "dtypes", "errors", "hostmem", "placement", "ranges")},
+    "expertd": {"words": ("__init__", "begun", "bounds", "cxx", "dtypes", "errors", "hostmem", "placement", "ranges")},
     "expertd_kernels": {
         "words": ("atomic_file", "problem", "protocol", "refused", "sizes"),
         "front": ("__init__", "builder", "grouped"),

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from expertd.begun import begin
 from expertd.errors import ExpertdError, InternalError, MalformedMessageError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import (
@@ -130,7 +131,7 @@ class _Stream:
         self._outbox.append(data)
         if not self._writing:
             self._writing = True
-            self._tasks.start(self._write())
+            begin(self._write())
 
     def close(self) -> None:
         self._closing = True

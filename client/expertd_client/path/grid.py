@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,6 +126,7 @@ async def _cell(
     rows = []
     for name, way in ways.items():
         server, transport, _ = name
+        way.samples.take_timings()
         if transport == INLINE:
             _add_codec(way.samples, requests[server])
         kind = BARE[transport]
@@ -136,12 +138,12 @@ async def _cell(
 
 
 def _add_codec(samples: Samples, request: Request) -> None:
-    """The codec's part of stages that no clock of the client or the server sees: inside gRPC's calls."""
-    encode_ns, decode_ns = codec_ns(request)
+    """Stages that no clock sees by themselves: gRPC's calls are in the same functions."""
+    client_encode_ns, encode_ns, decode_ns = codec_ns(request)
+    stages = samples.stages
+    stages["client_encode"] = array("q", [client_encode_ns])
     for stage, ns in (("encode", encode_ns), ("client_decode", decode_ns)):
-        values = samples.stages.get(stage)
-        for i in range(len(values or ())):
-            values[i] += ns  # type: ignore[index]
+        stages[stage] = array("q", [value + ns for value in stages.get(stage, (0,))])
 
 
 def _shape(address: str, layer: int | None, tokens: Sequence[int]) -> LayerShape:

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.percentiles import Durations
 
 __all__ = ["STAGES", "Row", "Samples", "row_of"]
@@ -24,6 +25,16 @@ STAGES: Mapping[str, str] = {
 }
 """In the order of a request's way.  Their sum is the median of the whole time."""
 
+_SERVER = {
+    "decode": "decode_ns",
+    "queue": "queue_ns",
+    "collect": "copy_in_ns",
+    "kernel": "kernel_ns",
+    "deliver": "copy_out_ns",
+    "encode": "encode_ns",
+}
+"""Stages by what the server says of them."""
+
 
 @dataclass
 class Samples:
@@ -32,14 +43,22 @@ class Samples:
     whole      seconds from before a request is made until its answer can be read
     wall_s     of all rounds together
     stages     name -> nanoseconds, one for each request
+    timings    of the answers, as they came: taking them apart takes longer than a stage
     """
 
     whole: Durations = field(default_factory=Durations)
     wall_s: float = 0.0
     stages: dict[str, array[int]] = field(default_factory=dict)
+    timings: list[pb.Timing] = field(default_factory=list)
 
     def add(self, stage: str, ns: int) -> None:
         self.stages.setdefault(stage, array("q")).append(ns)
+
+    def take_timings(self) -> None:
+        """Their fields into stages."""
+        for stage, name in _SERVER.items():
+            self.stages[stage] = array("q", [getattr(t, name) for t in self.timings])
+        self.timings.clear()
 
     def requests_per_s(self) -> float:
         return len(self.whole) / self.wall_s if self.wall_s else 0.0

@@ -160,13 +160,7 @@ async def _in_threads(call: Callable[[Any, float], None], callers: Sequence[Any]
 
 
 def _note(samples: Samples, answer: ForwardResult) -> None:
-    t = answer.timing
-    samples.add("decode", t.decode_ns)
-    samples.add("queue", t.queue_ns)
-    samples.add("collect", t.copy_in_ns)
-    samples.add("kernel", t.kernel_ns)
-    samples.add("deliver", t.copy_out_ns)
-    samples.add("encode", t.encode_ns)
+    samples.timings.append(answer.timing)
 
 
 # ---- bare channels ---------------------------------------------------------------------------------------------------
@@ -220,12 +214,13 @@ class _BareThreads:
                 echo.close()
 
 
-def codec_ns(request: Request, times: int = 15) -> tuple[int, int]:
-    """What of the wire is the codec's: (an answer to this request into bytes, and back), median nanoseconds, here."""
+def codec_ns(request: Request, times: int = 15) -> tuple[int, int, int]:
+    """What the codec takes, here: (request to bytes, an answer to it to bytes, and back), median nanoseconds."""
     output = request.view(1, 0).hidden_states
     answer = wire.ForwardResponseView(1, output, None, request.tokens)
     data = wire.encode_stream_response(answer)
     return (
+        _median_ns(lambda: wire.encode_stream_request(request.view(1, 0)), times),
         _median_ns(lambda: wire.encode_stream_response(answer), times),
         _median_ns(lambda: wire.decode_stream_response(data), times),
     )
