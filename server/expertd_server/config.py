@@ -157,10 +157,15 @@ def _choice(*names: str) -> Callable[[str], str]:
     return parse
 
 
-def _int(least: int) -> Callable[[str], int]:
+_MOST_TOKENS = 1 << 20
+_MOST = (1 << 31) - 1
+"""Of any other number: what gRPC and the contract's fields hold."""
+
+
+def _int(least: int, most: int = _MOST) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not re.fullmatch(r"-?\d+", text) or int(text) < least:
-            raise ValueError(f"got {text!r}, want a whole number >= {least}")
+        if not re.fullmatch(r"-?\d{1,18}", text) or not least <= int(text) <= most:
+            raise ValueError(f"got {text[:80]!r}, want a whole number from {least} to {most}")
         return int(text)
 
     return parse
@@ -343,7 +348,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "metrics_listen", Address.parse, "HOST:PORT", "where to serve Prometheus metrics over HTTP; default: nowhere"
     ),
-    Option("max_tokens", _int(1), "N", "most tokens of a request and of a joined batch"),
+    Option("max_tokens", _int(1, _MOST_TOKENS), "N", "most tokens of a request and of a joined batch"),
     Option(
         "warm_up_routes",
         Ranges.parse,

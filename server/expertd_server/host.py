@@ -50,6 +50,9 @@ from expertd_server.views.render import print_decisions
 
 __all__ = ["Host", "message_bytes"]
 
+_MOST_BYTES = (1 << 31) - 1
+"""Of a message: protobuf's and gRPC's own limit."""
+
 
 def message_bytes(max_tokens: int, infos: Sequence[LayerInfo]) -> int:
     """What a request of max_tokens tokens needs with everything in its widest dtype, headers included."""
@@ -212,7 +215,7 @@ class Host:
 
     def _make_service(self, source: ExpertSource, infos: Sequence[LayerInfo]) -> None:
         config = self.config
-        largest = config.max_message_bytes or message_bytes(config.max_tokens, infos)
+        largest = config.max_message_bytes or min(message_bytes(config.max_tokens, infos), _MOST_BYTES)
         limits = Limits(config.max_tokens, largest, config.max_in_flight)
         self.service = Service(self.engine, self.metrics, limits)
         self._describe = Describer(

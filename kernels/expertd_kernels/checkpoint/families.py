@@ -192,6 +192,9 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
+_MOST_LAYERS = 10_000
+
+
 def _first(config: Config, keys: tuple[str, ...]) -> Any:
     return next((config[k] for k in keys if config.get(k) is not None), None)
 
@@ -206,14 +209,14 @@ class ModelConfig:
     family: Family
     raw: Config
 
-    def _size(self, keys: tuple[str, ...], layer: int = 0) -> int:
+    def _size(self, keys: tuple[str, ...], layer: int = 0, most: int = 1 << 24) -> int:
         value = _first(self.raw, keys)
         if isinstance(value, list) and value:
             value = value[min(layer, len(value) - 1)]
         if value is None:
             return 0
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"config.json: {' or '.join(keys)} is {value!r}, want a number >= 1")
+        if type(value) is not int or not 1 <= value <= most:
+            raise CheckpointError(f"config.json: {' or '.join(keys)} is {value!r:.80}, want a number from 1 to {most}")
         return value
 
     def num_experts(self) -> int:
@@ -230,7 +233,7 @@ class ModelConfig:
         return self._size(self.family.intermediate, layer)
 
     def num_layers(self) -> int:
-        return self._size(("num_hidden_layers", "num_layers"))
+        return self._size(("num_hidden_layers", "num_layers"), most=_MOST_LAYERS)
 
     def activation(self) -> Activation:
         """The family's.  Constants in the config that it does not take would change every answer: an error."""
@@ -251,7 +254,8 @@ class ModelConfig:
         said = any(k in config for k in ("first_k_dense_replace", "num_dense_layers", "decoder_sparse_step"))
         if not layers or not said or not isinstance(dense, list) or any(type(v) is not int for v in (*first, step)):
             return None
-        return tuple(n for n in range(max(first), layers) if n not in dense and (n + 1) % step == 0)
+        left_out = {n for n in dense if type(n) is int}
+        return tuple(n for n in range(max(first), layers) if n not in left_out and (n + 1) % step == 0)
 
 
 _NESTED = (("text_config",), ("language_config",), ("llm_config",), ("thinker_config", "text_config"))

@@ -17,8 +17,10 @@ from expertd_kernels.checkpoint.errors import CheckpointError
 
 __all__ = ["inside", "read_json", "read_json_bytes", "shard_files"]
 
-MAX_JSON_BYTES = 256 << 20
-"""An index of a million tensors has about 100 MB."""
+MAX_JSON_BYTES, MAX_CONFIG_BYTES = 256 << 20, 16 << 20
+"""An index of a million tensors has about 100 MB; a configuration that lists each of 100,000 modules 10."""
+_MOST_DIGITS = 20
+"""Of an integer: 2^64 has as many.  Longer ones cost what their square costs wherever they are multiplied."""
 
 
 def inside(path: Path, root: Path) -> Path:
@@ -32,12 +34,12 @@ def inside(path: Path, root: Path) -> Path:
     raise CheckpointError(f"{path.name}: is a link out of the checkpoint folder (to {real}); copy the file into {root}")
 
 
-def read_json(path: Path, root: Path) -> dict[str, Any]:
-    """A JSON object from a file of the checkpoint."""
+def read_json(path: Path, root: Path, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """A JSON object from a file of the checkpoint; most: its bytes."""
     real = inside(path, root)
     status = real.stat()
-    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path.name}: is no regular file of at most {MAX_JSON_BYTES >> 20} MiB")
+    if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+        raise CheckpointError(f"{path.name}: is no regular file of at most {most >> 20} MiB")
     return read_json_bytes(real.read_bytes(), path.name)
 
 
@@ -53,7 +55,7 @@ def read_json_bytes(data: bytes, subject: str) -> dict[str, Any]:
         return out
 
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_int=_integer)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as e:
@@ -61,6 +63,12 @@ def read_json_bytes(data: bytes, subject: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{subject}: holds a JSON {type(value).__name__}, want an object")
     return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits, {digits[:12]}...; want at most {_MOST_DIGITS}")
+    return int(digits)
 
 
 def shard_files(root: Path) -> tuple[dict[str, str] | None, list[str]]:
@@ -75,7 +83,7 @@ def shard_files(root: Path) -> tuple[dict[str, str] | None, list[str]]:
     if len(indices) > 1:
         raise CheckpointError(f"{root}: several indices ({', '.join(indices)}); keep one")
     if indices:
-        weight_map = _weight_map(read_json(root / indices[0], root), indices[0])
+        weight_map = _weight_map(read_json(root / indices[0], root, MAX_JSON_BYTES), indices[0])
         return weight_map, sorted(set(weight_map.values()))
     if os.path.lexists(root / "model.safetensors"):
         return None, ["model.safetensors"]

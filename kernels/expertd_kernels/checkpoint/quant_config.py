@@ -9,6 +9,7 @@ from typing import Any
 
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.files import read_json
+from expertd_kernels.checkpoint.patterns import matches
 
 __all__ = ["overrides_for", "read_quant_config"]
 
@@ -86,19 +87,12 @@ def overrides_for(quant: Mapping[str, Any], module: str) -> dict[str, Any]:
     dynamic, extra = quant.get("dynamic"), quant.get("extra_config")
     if isinstance(dynamic, Mapping):
         for pattern, values in dynamic.items():
-            if _matches(re.sub(r"^[+-]:", "", pattern), module, "dynamic"):
+            if matches(re.sub(r"^[+-]:", "", pattern), module, "quantization_config: dynamic"):
                 return {} if pattern.startswith("-:") or not isinstance(values, Mapping) else dict(values)
     if isinstance(extra, Mapping):
         if isinstance(extra.get(module), Mapping):
             return dict(extra[module])
         for pattern, values in extra.items():
-            if isinstance(values, Mapping) and _matches(pattern, module, "extra_config"):
+            if isinstance(values, Mapping) and matches(pattern, module, "quantization_config: extra_config"):
                 return dict(values)
     return {}
-
-
-def _matches(pattern: str, module: str, key: str) -> bool:
-    try:
-        return re.match(pattern, module) is not None
-    except re.error as e:
-        raise CheckpointError(f"quantization_config: {key} {pattern!r} is no regular expression: {e}") from None

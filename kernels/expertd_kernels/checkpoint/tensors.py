@@ -54,6 +54,9 @@ DTYPES: Mapping[str, tuple[int, torch.dtype | None]] = {
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own limit."""
 
+MAX_RANK = 8
+"""Extents of a shape; an expert's tensors have at most four."""
+
 PAGE_BYTES, SLOW_BYTES, PIECE_BYTES = 4096, 32, 256 << 10
 """A copy to a place less than SLOW_BYTES further into its page than the source takes three to four times as long: the
 processor takes each load for one of the bytes that it has just stored, as it compares 12 bits of the addresses.
@@ -237,6 +240,8 @@ class Shard:
         if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
             raise CheckpointError(f"{where}: header entry {entry!r:.80}, want dtype, shape and data_offsets")
         dtype, shape, offsets = entry["dtype"], entry.get("shape"), entry.get("data_offsets")
+        if isinstance(shape, list) and len(shape) > MAX_RANK:
+            raise CheckpointError(f"{where}: shape has {len(shape)} extents, want at most {MAX_RANK}")
         if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             raise CheckpointError(f"{where}: shape {shape!r:.80} and data_offsets {offsets!r:.80} make no tensor")
         begin, end = offsets

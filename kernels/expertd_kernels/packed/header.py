@@ -26,6 +26,7 @@ ALIGN = 4096
 """A page: mapped tensors start on one, so kernels that want 64-byte or page alignment have it."""
 
 PARTS = ("packed", "proof")
+MAX_RANK = 16
 MOST_ROWS = 1 << 40
 """Of any extent of a tensor: far beyond every layer, far below where products of extents stop being cheap."""
 
@@ -116,6 +117,8 @@ def _place(found: Any) -> TensorPlace:
     f = _fields("a tensor of its header", found, kinds | {"checksum": str})
     if f["part"] not in PARTS:
         raise HeaderError(f"tensor {f['name']}: belongs to {f['part']!r}, want one of {', '.join(PARTS)}")
+    if len(f["shape"]) > MAX_RANK:
+        raise HeaderError(f"tensor {f['name']}: a shape of {len(f['shape'])} extents, want at most {MAX_RANK}")
     if not all(type(n) is int and 0 <= n < MOST_ROWS for n in f["shape"]):
         raise HeaderError(f"tensor {f['name']}: shape {f['shape']}, want numbers from 0 to {MOST_ROWS}")
     place = TensorPlace(**{**f, "shape": tuple(f["shape"])})

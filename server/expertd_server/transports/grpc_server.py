@@ -55,7 +55,7 @@ class ExpertServer:
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", _SLACK * service.limits.max_message_bytes),
+                ("grpc.max_receive_message_length", min(_SLACK * service.limits.max_message_bytes, (1 << 31) - 1)),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent share of its calls
                 ("grpc.keepalive_permit_without_calls", 1),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -345,7 +347,7 @@ def test_folders_that_are_no_checkpoints(tmp_path: Path) -> None:
         ({"hidden_size": 128}, r"config\.json says hidden size 128"),
         ({"moe_intermediate_size": 64}, r"config\.json says .*intermediate size 64"),
         ({"num_experts": 4}, r"experts\.3\.gate_proj: the projection is missing; layer 1 has 4 experts"),
-        ({"num_experts": 0}, r"num_experts is 0, want a number >= 1"),
+        ({"num_experts": 0}, r"num_experts is 0, want a number from 1 to"),
         ({"num_hidden_layers": 1}, r"experts in layers \[1\], but config\.json: num_hidden_layers is 1"),
         ({"quantization_config": None}, r"fits no known format; found no quantization_config"),
         ({"quantization_config": []}, r"quantization_config is a list, want an object"),
@@ -363,3 +365,73 @@ def test_layers_and_experts_that_are_not_there(sound: Path) -> None:
         source.info(0)
     with pytest.raises(KeyError, match="expert 3 of layer 1: it has experts 0 to 2"):
         source.load(1, [0, 3])
+
+
+# ---- what costs time and memory --------------------------------------------------------------------------------------
+
+
+def _put(entry: str, value: Any) -> Callable[[Path], None]:
+    """Change one thing of every header entry of one shard, as its writer would not."""
+
+    def change(folder: Path) -> None:
+        path = sorted(folder.glob("*.safetensors"))[0]
+        data = path.read_bytes()
+        length = struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8 : 8 + length])
+        name = next(n for n in header if n != "__metadata__")
+        header[name][entry] = value
+        text = json.dumps(header).replace('"LONG"', "7" * 4000).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return change
+
+
+def _config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        quant = changes.pop("quant", {})
+        config["quantization_config"] |= quant
+        path.write_text(json.dumps(config | changes).replace('"LONG"', "7" * 4000))
+
+    return change
+
+
+COSTLY: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a billion layers": (
+        _config(num_hidden_layers=10**9, first_k_dense_replace=1),
+        "num_hidden_layers or num_layers is 1000000000, want a number from 1 to 10000",
+    ),
+    "a billion experts": (_config(num_experts=10**9), "num_experts.* is 1000000000, want a number from 1 to"),
+    "a hidden size of a billion": (_config(hidden_size=10**9), "hidden_size.* is 1000000000"),
+    "a number of 4,000 digits": (_config(num_experts_per_tok="LONG"), "config.json: .*a number of 4000 digits"),
+    "a shape of a million numbers": (_put("shape", [3] * 10**6), "shape has 1000000 extents, want at most 8"),
+    "a shape of 4,000 digits": (_put("shape", ["LONG", 3]), "header.*a number of 4000 digits, 777777777777"),
+    "offsets of 4,000 digits": (_put("data_offsets", [0, "LONG"]), "header.*a number of 4000 digits"),
+    "a pattern that goes back for ever": (
+        _config(quant={"dynamic": {"+:(([a-z.0-9_]+)*)*Z": {"bits": 8}}}),
+        "quantization_config: dynamic .* may take for ever",
+    ),
+    "a pattern with too many ways": (
+        _config(quant={"extra_config": {".*" * 40 + "Z": {"bits": 8}}}),
+        "quantization_config: extra_config .* steps on a name of",
+    ),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", COSTLY)
+def test_what_costs_is_refused_before_it_is_paid(sound: Path, what: str) -> None:
+    change, says = COSTLY[what]
+    change(sound)
+    tracemalloc.start()
+    begin = time.process_time()
+    try:
+        with pytest.raises(CheckpointError, match=says) as e:
+            everything(sound)
+        spent, (_, peak) = time.process_time() - begin, tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert spent < 1.0
+    assert peak < 100e6
+    assert len(str(e.value)) < 1000

@@ -307,6 +307,7 @@ ODD = {
     "a dtype that is a module": (tensor(dtype="nn"), "dtype 'nn', which torch does not have"),
     "huge shape": (tensor(shape=[1 << 39, 1 << 39, 1 << 39]), "bytes at"),
     "extents beyond all": (tensor(shape=[0, 1 << 70]), "want numbers from 0 to"),
+    "a million extents": (tensor(shape=[1 << 39] * 1_000_000), "a shape of 1000000 extents, want at most 16"),
     "negative extent": (tensor(shape=[-1, 4]), r"shape \[-1, 4\], want numbers from 0"),
     "half an extent": (tensor(shape=[1.5]), r"shape \[1.5\]"),
     "a nested shape": (tensor(shape=[[1]]), r"shape \[\[1\]\]"),

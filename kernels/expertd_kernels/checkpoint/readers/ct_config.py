@@ -6,11 +6,11 @@ candidate; targets decide only between candidates that would read the tensors di
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from expertd_kernels.checkpoint.patterns import matches
 from expertd_kernels.checkpoint.readers.protocol import Unit
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant
 
@@ -132,10 +132,7 @@ def _targets(group: Group, name: str) -> int:
     best = 0
     for target in group.targets:
         if target.startswith("re:"):
-            try:
-                best = max(best, 2 if re.match(target[3:], name) else 0)
-            except re.error:
-                continue
+            best = max(best, 2 if matches(target[3:], name, f"quantization_config.config_groups.{group.name}") else 0)
         elif target == name:
             best = 2
         elif target == "Linear":
