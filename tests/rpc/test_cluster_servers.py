@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from expertd_client import ExpertClient
-from expertd_client.cluster import ExpertCluster
+from expertd_client.cluster import AsyncExpertCluster, ExpertCluster
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import open_source
@@ -90,3 +90,15 @@ def test_one_backend_in_float32_gives_the_same_bits_from_whichever_replica(hosts
                 asked.update(part.server for part in answer.parts)
     assert len(answers) == 1
     assert asked == set(addresses)
+
+
+@pytest.mark.timeout(120)
+async def test_in_an_event_loop_the_bits_are_the_same(hosts):
+    addresses = hosts(LAYOUTS["two"], ("reference",))
+    x, ids, w = random_inputs(9, H, E, K, seed=4)
+    with ExpertCluster(addresses, timeout_s=30.0) as cluster:
+        want = cluster.forward(LAYER, x.float(), ids, w)
+    async with AsyncExpertCluster(addresses, timeout_s=30.0) as cluster:
+        got = await cluster.forward(LAYER, x.float(), ids, w)
+    assert torch.equal(got.output, want.output)
+    assert [part.server for part in got.parts] == [part.server for part in want.parts] == addresses

@@ -3,11 +3,12 @@
     table, split, join, policy    values in, values out: who holds what, a batch cut by holder, sums, which replica
     member, members, sources      the servers: what they hold, whether they may be asked, who says which there are
     flight, call, timers          one call: its parts under way, from the caller's tensors and back to them
-    cluster                       threads around it
+    cluster, async_cluster        threads around it, or the tasks of an event loop
 
 docs/cluster.md says how it behaves.
 """
 
+from expertd_client.cluster.async_cluster import AsyncExpertCluster
 from expertd_client.cluster.cluster import ClusterFuture, ExpertCluster
 from expertd_client.cluster.policy import OnMissing, Policy
 from expertd_client.cluster.result import Answered, ClusterResult
@@ -15,6 +16,7 @@ from expertd_client.cluster.sources import Dns, Fixed, PlacementFile, Source
 
 __all__ = [
     "Answered",
+    "AsyncExpertCluster",
     "ClusterFuture",
     "ClusterResult",
     "Dns",

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -24,7 +25,6 @@ from expertd_client.cluster.members import Members, Targets
 from expertd_client.cluster.policy import OnMissing, Policy
 from expertd_client.cluster.result import ClusterResult
 from expertd_client.cluster.sources import Source, source_of
-from expertd_client.cluster.split import check_ids
 from expertd_client.cluster.timers import Timers
 from expertd_client.deadline import ThreadAlarm, deadline_in
 from expertd_client.exchange import Exchange
@@ -67,6 +67,8 @@ class ExpertCluster(Forwarder):
     f32_sums        partial sums travel in float32 also where the answer is f16 or bf16: twice the bytes, less rounding
     policy          when parts are sent twice, and again
     transport       the way to the server at an address
+
+    source_error    why the source could not be read last time, "" = it could: what it said before stays in force
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class ExpertCluster(Forwarder):
         policy: Policy | None = None,
         transport: Callable[[str], Transport] = GrpcTransport,
     ) -> None:
+        self.source_error = ""
         self._timeout_s = timeout_s
         self._on_missing = on_missing
         self._f32_sums = f32_sums
@@ -179,28 +182,23 @@ class ExpertCluster(Forwarder):
 
     def _take_off(self, call: Call, timeout_s: float | None, landed: Callable[[Flight], None]) -> Flight:
         deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
-        layer = call.host.layer
         if self._closing.is_set():
             raise RequestCancelledError("cluster: this client is closed; make a new one")
         if not self._settled.is_set():
             self._settled.wait(self._policy.patience_s if deadline is None else deadline.left_s())
-        table = self._members.table(layer)
-        check_ids(call.host.topk_ids, table, layer)
         if not self._slots.acquire(timeout=None if deadline is None else deadline.left_s()):
             assert deadline is not None
-            raise deadline.crowded(layer)
+            raise deadline.crowded(call.host.layer)
 
         def freed(flight: Flight) -> None:
             self._slots.release()
             landed(flight)
 
         try:
-            flight = Flight(self._around, call.host, table, deadline, call.on_missing, freed)
+            return self._around.flight(call, deadline, freed)
         except BaseException:
             self._slots.release()
             raise
-        flight.take_off()
-        return flight
 
     # ---- servers -----------------------------------------------------------------------------------------------------
 
@@ -218,8 +216,10 @@ class ExpertCluster(Forwarder):
         while not self._closing.wait(self._source.every_s):
             try:
                 targets = self._source.read()
-            except (ExpertdError, OSError):
-                continue  # what it said before stays in force
+            except (ExpertdError, OSError) as error:
+                self.source_error = str(error)  # what it said before stays in force
+                continue
+            self.source_error = ""
             self._follow(targets)
 
     def _wake(self, member: Member) -> None:
@@ -265,40 +265,42 @@ class _Watch:
 
     def _ask(self) -> pb.DescribeResponse | ExpertdError:
         """What it says of itself; a server that comes (back) has its stream open before it is asked for anything."""
-        described: Outcome[pb.DescribeResponse] = Outcome()
+        member = self.member
         try:
-            self.member.transport.describe(pb.DescribeRequest(), DESCRIBE_S, False, described)
+            described: _Outcome[pb.DescribeResponse] = _Outcome()
+            member.transport.describe(pb.DescribeRequest(), DESCRIBE_S, False, described)
             answer = described.wait(DESCRIBE_S)
-            if isinstance(answer, pb.DescribeResponse) and self.member.refused:
-                agreed: Outcome[Session] = Outcome()
-                self.member.exchange.session(agreed)
-                opened = agreed.wait(DESCRIBE_S)
-                return opened if isinstance(opened, ExpertdError) else answer
-        except (ExpertdError, ValueError) as error:  # ValueError: gRPC's, of a channel that was closed meanwhile
-            return error if isinstance(error, ExpertdError) else RequestCancelledError(str(error))
+            if member.refused:
+                agreed: _Outcome[Session] = _Outcome()
+                member.exchange.session(agreed)
+                agreed.wait(DESCRIBE_S)
+        except ExpertdError as error:
+            return error
+        except ValueError as error:  # gRPC's, of a channel that was closed meanwhile
+            return RequestCancelledError(str(error))
         return answer
 
 
-class Outcome(Generic[_T]):
+class _Outcome(Generic[_T]):
     """A waiter that a thread waits with."""
 
     def __init__(self) -> None:
-        self._done = threading.Event()
-        self._value: _T | ExpertdError | None = None
+        self._future: Future[_T] = Future()
 
     def answer(self, value: _T) -> None:
-        self._value = value
-        self._done.set()
+        self._future.set_result(value)
 
     def fail(self, error: ExpertdError) -> None:
-        self._value = error
-        self._done.set()
+        self._future.set_exception(error)
 
-    def wait(self, timeout_s: float) -> _T | ExpertdError:
-        """What came; DeadlineExceededError where nothing did."""
-        if not self._done.wait(timeout_s + 0.1) or self._value is None:
-            return DeadlineExceededError(f"got no answer within {timeout_s} s, want one")
-        return self._value
+    def wait(self, timeout_s: float) -> _T:
+        """What came.  Raises what it failed with, or DeadlineExceededError where nothing did."""
+        try:
+            return self._future.result(timeout_s + 0.1)
+        except FutureTimeoutError:
+            if self._future.done():  # it failed with one
+                raise
+            raise DeadlineExceededError(f"got no answer within {timeout_s} s, want one") from None
 
 
 def _way(transport: Callable[[str], Transport], address: str) -> tuple[Transport, Exchange]:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +33,14 @@ from expertd_client.cluster.member import Member
 from expertd_client.cluster.members import Members
 from expertd_client.cluster.policy import Latencies, OnMissing, Policy, Verdict, choose, verdict
 from expertd_client.cluster.result import Answered
-from expertd_client.cluster.split import Part, count_routes, cut, split
+from expertd_client.cluster.split import Part, check_ids, count_routes, cut, split
 from expertd_client.cluster.table import LayerTable
 from expertd_client.deadline import Deadline
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
+
+if TYPE_CHECKING:
+    from expertd_client.cluster.call import Call
 
 __all__ = ["Flight", "Leg", "Surroundings"]
 
@@ -69,6 +72,14 @@ class Surroundings:
         self.rng = random.Random()
         self.closed = False
         self.flights: set[Flight] = set()
+
+    def flight(self, call: Call, deadline: Deadline | None, landed: Callable[[Flight], object]) -> Flight:
+        """Starts a call.  Raises where it cannot be: LayerNotHeldError, ExpertIdOutOfRangeError, PlacementError."""
+        table = self.members.table(call.host.layer)
+        check_ids(call.host.topk_ids, table, call.host.layer)
+        flight = Flight(self, call.host, table, deadline, call.on_missing, landed)
+        flight.take_off()
+        return flight
 
     def close(self) -> None:
         """Ends every call under way."""
@@ -152,7 +163,7 @@ class Flight:
         table: LayerTable,
         deadline: Deadline | None,
         on_missing: OnMissing,
-        landed: Callable[[Flight], None],
+        landed: Callable[[Flight], object],
     ) -> None:
         self.request = request
         self.error: ExpertdError | None = None

@@ -3,13 +3,14 @@ checked, and a test says what a server does wrong."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
 import ml_dtypes
 import numpy as np
 
-from expertd.errors import RequestCancelledError, UnavailableError
+from expertd.errors import ExpertdError, RequestCancelledError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardResponseView, TensorView
 from expertd_client import FunctionTransport
@@ -122,9 +123,48 @@ class _Way:
         closed(RequestCancelledError("closed"))
 
 
+class Looped(FunctionTransport):
+    """Answers in the event loop, at once or when `later` says."""
+
+    def connect(self, deliver, closed):
+        return _Later(self._serve, deliver, closed)
+
+
+class _Later(_Way):
+    def forward(self, request_id, timeout_us, request):
+        loop, view = asyncio.get_running_loop(), request.view(request_id, timeout_us)
+        try:
+            answer, delay_s = self._serve(view), 0.0
+        except Delayed as later:
+            if later.seconds is None:
+                return
+            answer, delay_s = later.answer, later.seconds
+        except ExpertdError as error:
+            answer, delay_s = error.to_request_error(request_id), 0.0
+        loop.call_later(delay_s, self._deliver, answer)
+
+
+class Delayed(Exception):  # noqa: N818 - it is no error
+    """What a Fake's answer is raised as where it is to come later."""
+
+    def __init__(self, answer, seconds):
+        super().__init__()
+        self.answer, self.seconds = answer, seconds
+
+
+def later(server, seconds):
+    """Makes a Fake answer so many seconds later, over Looped."""
+    serve = server.serve
+
+    def delayed(request):
+        raise Delayed(serve(request), seconds)
+
+    server.serve = delayed
+
+
 def transports(servers, kind=FunctionTransport):
     """For ExpertCluster(transport=...): address -> the transport to that Fake."""
-    return lambda address: kind(servers[address].serve, servers[address].describe, address)
+    return lambda address: kind(lambda request: servers[address].serve(request), servers[address].describe, address)
 
 
 def until(condition, limit_s=5.0):
