@@ -39,7 +39,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "transports": ("grpc_aio", "grpc_common", "grpc_sync", "servicer", "shm", "transport"),
         "load": ("bench_codec", "files", "load", "percentiles", "workload"),
         "commands": ("cli",),
-        "models": ("torch_experts", "transformers"),
+        "models": ("strip", "torch_experts", "transformers"),
     },
 }
 """Modules that lie in no folder, by the room that they belong to."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from expertd.errors import BadResponseError, BadShapeError, UnsupportedCombinationError
+from expertd_client.cluster.result import ClusterResult
 from expertd_client.forwarder import Forwarder
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
@@ -171,6 +172,7 @@ class RemoteExperts(torch.nn.Module):
     def _joined(self, call: _Call, answers: list[ForwardResult], like: Tensor) -> Tensor:
         """The answers as one tensor in the shape, dtype and device of `like`."""
         computed = sum(answer.routes_computed for answer in answers)
+        computed += sum(len(a.missing) for a in answers if isinstance(a, ClusterResult))  # its caller chose OnMissing
         if computed != call.routes:
             raise BadResponseError.about(
                 f"layer {self.layer}: routes computed",

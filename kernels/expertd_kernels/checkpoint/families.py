@@ -129,7 +129,12 @@ FAMILIES: tuple[Family, ...] = (
     Family("exaone_moe", ("exaone_moe",), left_alone=_SHARED),
     Family("afmoe", ("afmoe",), left_alone=_SHARED),
     Family("solar_open", ("solar_open",), left_alone=_SHARED),
-    Family("bailing_moe", ("bailing_moe", "bailing_moe_v2", "bailing_hybrid"), left_alone=_SHARED),
+    Family(
+        "bailing_moe",
+        ("bailing_moe", "bailing_moe_v2", "bailing_hybrid"),
+        top_k=("num_experts_per_tok", "num_experts_per_token"),
+        left_alone=_SHARED,
+    ),
     Family("mimo_v2", ("mimo_v2_flash",)),
     Family(
         "hunyuan_moe",
@@ -168,6 +173,7 @@ FAMILIES: tuple[Family, ...] = (
         ("gemma4", "gemma4_text"),
         ("experts", "moe.experts"),
         activation=_gelu_tanh,
+        top_k=("top_k_experts", "num_experts_per_tok"),
         left_alone="the router and the dense MLP",
     ),
     Family(
