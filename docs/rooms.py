@@ -34,9 +34,9 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "expertd_server": {"commands": ("__init__", "cli", "extra")},
     "expertd_client": {
         "front": ("__init__", "async_client", "client", "forwarder"),
-        "requests": ("lent", "request", "result", "retry", "tensors"),
-        "exchange": ("deadline", "exchange", "link", "session"),
-        "transports": ("grpc_aio", "grpc_common", "grpc_sync", "servicer", "shm", "transport"),
+        "requests": ("deadline", "lent", "request", "result", "retry", "tensors"),
+        "exchange": ("exchange", "link", "session"),
+        "transports": ("grpc_aio", "grpc_common", "grpc_sync", "servicer", "shm", "shm_message", "transport"),
         "load": ("bench_codec", "files", "load", "percentiles", "workload"),
         "commands": ("cli",),
         "models": ("strip", "torch_experts", "transformers"),

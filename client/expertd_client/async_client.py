@@ -20,6 +20,7 @@ from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.retry import NEVER, Retry, pause_s
 from expertd_client.session import Session, unanswered
+from expertd_client.shm import AioShmChannel
 from expertd_client.transport import Transport
 
 __all__ = ["AsyncExpertClient"]
@@ -109,7 +110,11 @@ class AsyncExpertClient(AsyncForwarder):
         """Transport and exchange; made in the loop that uses them, not where the client was."""
         if self._opened is None:
             server = self._server
-            transport = AioGrpcTransport(server, unary=self._unary) if isinstance(server, str) else server
+            transport: Transport = (
+                AioGrpcTransport(server, unary=self._unary, channels=[AioShmChannel()])
+                if isinstance(server, str)
+                else server
+            )
             self._opened = (transport, Exchange(transport, LoopAlarm))
         return self._opened
 

@@ -13,7 +13,7 @@ import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
@@ -25,6 +25,8 @@ from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.retry import NEVER, Retry, pause_s
 from expertd_client.session import Session, unanswered
+from expertd_client.shm import ShmChannel
+from expertd_client.tensors import wire_dtype
 from expertd_client.transport import Transport
 
 __all__ = ["ExpertClient", "ForwardFuture"]
@@ -91,7 +93,9 @@ class ExpertClient(Forwarder):
         retry: Retry = NEVER,
         unary: bool = False,
     ) -> None:
-        self._transport: Transport = GrpcTransport(server, unary=unary) if isinstance(server, str) else server
+        self._transport: Transport = (
+            GrpcTransport(server, unary=unary, channels=[ShmChannel()]) if isinstance(server, str) else server
+        )
         self._exchange = Exchange(self._transport, ThreadAlarm)
         self._timeout_s = timeout_s
         self._retry = retry
@@ -150,10 +154,20 @@ class ExpertClient(Forwarder):
         self._exchange.close()
         self._transport.close()
 
-    def _start(self, request: Request, deadline: Deadline | None) -> ForwardFuture:
+    def _take_turn(self, request: Request, deadline: Deadline | None) -> None:
+        """Wait until fewer than max_in_flight requests are under way."""
         if not self._slots.acquire(timeout=None if deadline is None else deadline.left_s()):
             assert deadline is not None
             raise deadline.crowded(request.layer)
+
+    def slot(self, tokens: int, hidden_size: int, dtype: Any = "bf16") -> Any:
+        """[tokens, hidden_size] for hidden states, numpy, uninitialized.  Over shared memory it lies where the server
+        reads: forward(layer, slot, ...) then copies nothing.  It may be used again and again, but not be written to
+        while a request of it is under way; its memory goes back with the last array over it."""
+        return self._exchange.slot(tokens, hidden_size, wire_dtype(dtype))
+
+    def _start(self, request: Request, deadline: Deadline | None) -> ForwardFuture:
+        self._take_turn(request, deadline)
         future = ForwardFuture(self._exchange, self._slots)
         try:
             future.sent(self._exchange.submit(request, deadline, future))
@@ -163,6 +177,13 @@ class ExpertClient(Forwarder):
         return future
 
     def _once(self, request: Request, deadline: Deadline | None) -> ForwardResult:
+        self._take_turn(request, deadline)
+        try:
+            answer = self._exchange.call(request, deadline)
+        finally:
+            self._slots.release()
+        if answer is not None:
+            return answer
         future = self._start(request, deadline)
         try:
             return future.result()

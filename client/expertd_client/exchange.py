@@ -11,6 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from expertd.errors import RequestCancelledError
 from expertd.v1 import expert_service_pb2 as pb
@@ -19,7 +20,7 @@ from expertd_client.link import Link
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.session import Session
-from expertd_client.transport import Transport, Waiter
+from expertd_client.transport import ChannelFullError, Transport, Waiter
 
 __all__ = ["Exchange"]
 
@@ -28,13 +29,10 @@ _SLACK = 64
 
 
 class Exchange:
-    """Thread-safe.
-
-    load    what the server last said about itself, on an answer or unasked; None until then
-    """
+    """Thread-safe."""
 
     def __init__(self, transport: Transport, alarm: Callable[[Callable[[], None]], Alarm]) -> None:
-        self.load: pb.Load | None = None
+        self._load: pb.Load | Callable[[], pb.Load] | None = None
         self._transport = transport
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
@@ -52,6 +50,29 @@ class Exchange:
         if deadline is not None and request_id in link.pending:
             self._watch(deadline.end_s, request_id, link)
         return request_id
+
+    def call(self, request: Request, deadline: Deadline | None) -> ForwardResult | None:
+        """The answer, waited for by the calling thread itself; None: nothing was sent, because there is no channel that
+        can do so now."""
+        way = self._open().direct(request)
+        if way is None:
+            return None
+        try:
+            answer: ForwardResult = way.call(request, deadline)
+        except ChannelFullError:
+            return None
+        self._load = answer.lazy_load  # not the answer, whose memory is lent
+        return answer
+
+    def slot(self, tokens: int, hidden_size: int, dtype: int) -> Any:
+        """[tokens, hidden_size] of a DataType: in memory that the server reads where there is such, else anywhere."""
+        return self._open().slot(tokens, hidden_size, dtype)
+
+    @property
+    def load(self) -> pb.Load | None:
+        """What the server last said about itself, on an answer or unasked; None until then."""
+        load = self._load
+        return load() if callable(load) else load
 
     def cancel(self, request_id: int) -> bool:
         """Forgets the waiter of a request and tells the server.  False: it has been answered, or is being answered."""
@@ -87,7 +108,7 @@ class Exchange:
             return link
 
     def _told(self, load: pb.Load) -> None:
-        self.load = load
+        self._load = load
 
     def _watch(self, end_s: float, request_id: int, link: Link) -> None:
         """Most requests are answered long before their deadline, which then stays in the heap until it is the first, or

@@ -32,6 +32,15 @@ class Lent:
         self.__array_interface__ = np.frombuffer(memory, np.uint8).__array_interface__
         self._give_back = give_back
 
+    @classmethod
+    def at(cls, address: int, nbytes: int, give_back: Callable[[], None]) -> Lent:
+        """Memory at an address, which stays there until it is given back."""
+        lent = cls.__new__(cls)
+        lent._memory = None
+        lent.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
+        lent._give_back = give_back
+        return lent
+
     def array(self) -> NDArray[np.uint8]:
         """[n] u8 over the memory."""
         return np.asarray(self)

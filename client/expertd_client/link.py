@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from expertd.errors import (
     ExpertdError,
@@ -18,13 +18,15 @@ from expertd.errors import (
     UnimplementedError,
     from_request_error,
 )
+from expertd.shm.region import host_id
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardResponseView, StreamResponseView
 from expertd_client.deadline import Deadline
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult, result_of
 from expertd_client.session import INLINE, Session
-from expertd_client.transport import Connection, Transport, Waiter
+from expertd_client.tensors import empty
+from expertd_client.transport import ChannelFullError, Connection, Transport, Waiter
 
 __all__ = ["Link", "blame"]
 
@@ -46,11 +48,13 @@ class Link:
         self._channels = {channel.name: channel for channel in transport.channels}
         self._session = None if self._channels else Session()
         self._asking: list[Waiter[Session]] = []
+        self._opening = False
         self._beside: Connection | None = None
+        self._direct: Any = None  # that, where callers can wait themselves
         self._broken: ExpertdError | None = None
         self._inline: Connection = transport.connect(self._deliver, self._close)
         if self._channels:
-            self._inline.offer(pb.SessionOffer(transports=list(self._channels)))
+            self._inline.offer(pb.SessionOffer(transports=list(self._channels), host_id=host_id()))
 
     def forward(
         self, request_id: int, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult]
@@ -65,10 +69,36 @@ class Link:
             waiter.fail(_copy(self._error))
             return
         try:
-            way.forward(request_id, 0 if deadline is None else deadline.left_us(), request)
+            self._send(way, request_id, request, deadline, waiter)
         except Exception:  # a number that its field cannot hold, memory that cannot be read: nothing was sent
             self.pending.pop(request_id, None)
             raise
+
+    def direct(self, request: Request) -> Any:
+        """The channel on which the caller of this request can wait for the answer itself."""
+        way = self._direct
+        return way if way is not None and way.takes(request) else None
+
+    def slot(self, tokens: int, hidden_size: int, dtype: int) -> Any:
+        """[tokens, hidden_size] of a DataType, numpy: where the channel can read it, if it has room."""
+        way = self._direct
+        made = None if way is None else way.slot(tokens, hidden_size, dtype)
+        return empty(tokens, hidden_size, dtype) if made is None else made
+
+    def _send(
+        self,
+        way: Connection,
+        request_id: int,
+        request: Request,
+        deadline: Deadline | None,
+        waiter: Waiter[ForwardResult],
+    ) -> None:
+        left_us = 0 if deadline is None else deadline.left_us()
+        try:
+            way.forward(request_id, left_us, request)
+        except ChannelFullError:
+            self.pending[request_id] = (waiter, request, deadline, self._inline)
+            self._inline.forward(request_id, left_us, request)
 
     def cancel(self, request_id: int) -> bool:
         """Forgets the waiter of a request and tells the server.  False: it has been answered, or is being answered."""
@@ -133,34 +163,47 @@ class Link:
 
     def _settle(self, answer: pb.SessionAnswer) -> None:
         """The server has answered the offer: open what it accepted."""
-        if self._session is not None:
+        if self._session is not None or self._opening:
             return  # to an offer that was never made
         reasons = {v.transport: v.reason or "refused without a reason" for v in answer.verdicts if not v.accepted}
         channel = next((self._channels.get(v.transport) for v in answer.verdicts if v.accepted), None)
-        way: Connection | None = None
-        if channel is not None:
-            try:
-                way = channel.open(answer, self._deliver, self._channel_closed)
-            except (ExpertdError, OSError) as error:
-                reasons[channel.name] = str(error)
+        if channel is None:
+            self._agree(None, INLINE, reasons)
+        else:
+            self._opening = True
+            name = channel.name
+            channel.open(
+                answer, self._deliver, self._channel_closed, lambda outcome: self._opened(name, outcome, reasons)
+            )
+
+    def _opened(self, name: str, outcome: Connection | Exception, reasons: dict[str, str]) -> None:
+        if isinstance(outcome, Exception):
+            self._agree(None, INLINE, {**reasons, name: str(outcome)})
+        else:
+            self._agree(outcome, name, reasons)
+
+    def _agree(self, way: Connection | None, name: str, reasons: dict[str, str]) -> None:
+        """The session is this: `way`, or without one inline."""
         with self._lock:
+            unwanted = way
             if way is not None and self._broken is None and self.alive:
-                self._beside = way
-            elif channel is not None and self._broken is not None:
-                reasons[channel.name] = _broke(self._broken)
-            opened = channel.name if channel is not None and self._beside is not None else INLINE
-            agreed = Session(opened, {name: reasons[name] for name in self._channels if name in reasons})
+                self._beside, unwanted = way, None
+                self._direct = way if hasattr(way, "call") else None
+            elif self._broken is not None:
+                reasons = {**reasons, name: _broke(self._broken)}
+            opened = name if self._beside is not None else INLINE
+            agreed = Session(opened, {n: reasons[n] for n in self._channels if n in reasons})
             self._session = agreed
             asking, self._asking = self._asking, []
-        if way is not None and opened == INLINE:
-            way.close()
+        if unwanted is not None:
+            unwanted.close()
         for waiter in asking:
             waiter.answer(agreed)
 
     def _channel_closed(self, error: ExpertdError) -> None:
         with self._lock:
             self._broken = error
-            way, self._beside = self._beside, None
+            way, self._beside, self._direct = self._beside, None, None
             if way is None or self._session is None:
                 return  # it never opened, and _settle() says why, or this link has ended
             self._session = Session(INLINE, {**self._session.refused, self._session.transport: _broke(error)})
@@ -171,7 +214,7 @@ class Link:
         with self._lock:
             self.alive = False
             self._error = blame(error, self._target, 2)
-            way, self._beside = self._beside, None
+            way, self._beside, self._direct = self._beside, None, None
             asking, self._asking = self._asking, []
         self._fail(error, None)
         for waiter in asking:

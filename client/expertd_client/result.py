@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +15,6 @@ from expertd_client.tensors import device_of, from_wire
 __all__ = ["ForwardResult", "result_of"]
 
 
-@dataclass(slots=True)
 class ForwardResult:
     """The answer to one forward; the caller's own: `answer.output += shared_experts(x)` is fine.
 
@@ -36,13 +34,38 @@ class ForwardResult:
             total += answer.output
     """
 
-    output: Any
-    digest: pb.Digest | None
-    routes_computed: int
-    timing: pb.Timing
-    load: pb.Load
-    placement_epoch: int
-    _give_back: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+    __slots__ = ("_give_back", "_timing", "digest", "lazy_load", "output", "placement_epoch", "routes_computed")
+
+    def __init__(
+        self,
+        output: Any,
+        digest: pb.Digest | None,
+        routes_computed: int,
+        timing: pb.Timing | Callable[[], pb.Timing],
+        load: pb.Load | Callable[[], pb.Load],
+        placement_epoch: int = 0,
+        give_back: Callable[[], None] | None = None,
+    ) -> None:
+        """timing, load: the messages, or what makes them when somebody asks."""
+        self.output, self.digest, self.routes_computed = output, digest, routes_computed
+        self._timing, self.lazy_load, self.placement_epoch = timing, load, placement_epoch
+        self._give_back = give_back
+
+    @property
+    def timing(self) -> pb.Timing:
+        if not isinstance(self._timing, pb.Timing):
+            self._timing = self._timing()
+        return self._timing
+
+    @property
+    def load(self) -> pb.Load:
+        if not isinstance(self.lazy_load, pb.Load):
+            self.lazy_load = self.lazy_load()
+        return self.lazy_load
+
+    def __repr__(self) -> str:
+        shape = None if self.output is None else tuple(self.output.shape)
+        return f"ForwardResult(output {shape}, routes_computed {self.routes_computed})"
 
     def release(self) -> None:
         """Gives the memory of `output` back; arrays made from it must not be read any more.  Again: nothing happens."""

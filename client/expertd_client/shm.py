@@ -3,47 +3,81 @@
 Tensors are copied into a block of the region, or lie there already where the caller made them in a slot; the server
 writes the output into the same block, which is lent to the caller until the last array over it is gone.  What does not
 fit (rows grouped by expert, values that the server draws, digests, more bytes than the region has free) travels inline.
+
+    ShmChannel       ExpertClient: a caller waits for its own answer; a thread reads those that nobody waits for
+    AioShmChannel    AsyncExpertClient: everything in its event loop
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from expertd.errors import TABLE, ExpertdError, RequestCancelledError, UnavailableError
-from expertd.shm.client import Client
-from expertd.shm.layout import FORWARD, ROUTER_WEIGHT_ON_INPUT, Completion, Submission
+from expertd.errors import ExpertdError, RequestCancelledError, UnavailableError
+from expertd.shm.client import SPIN_NS, Client, NoRoomError, SessionEndedError
+from expertd.shm.layout import Completion
 from expertd.shm.library import LibraryMissingError
 from expertd.shm.region import Region, RegionError, supported
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, Spelling, TensorView
-from expertd_client.lent import Lent
+from expertd_client.deadline import Deadline
 from expertd_client.request import Request
-from expertd_client.transport import Closed, Connection, Deliver
+from expertd_client.result import ForwardResult
+from expertd_client.shm_message import Sent, Slots, refusal, response, result, sendable, submission_of
+from expertd_client.transport import ChannelFullError, Closed, Deliver, Ready
 
-__all__ = ["ShmChannel", "ShmConnection"]
+__all__ = ["AioShmChannel", "AioShmConnection", "ShmChannel", "ShmConnection"]
 
 _CONNECT_S = 2.0
-_ALIGN = 256
-_WAIT_NS = 500_000_000
-_SIZES = {
-    pb.DATA_TYPE_F32: 4,
-    pb.DATA_TYPE_F16: 2,
-    pb.DATA_TYPE_BF16: 2,
-    pb.DATA_TYPE_I32: 4,
-    pb.DATA_TYPE_I64: 8,
-}
+_SLICE_NS = 100_000_000
+"""How long a call may keep the interpreter from looking at signals."""
+_LOOK_NS = 500_000_000
 
 
 class ShmChannel:
-    """Read by a thread, for ExpertClient."""
+    """For ExpertClient."""
 
     name = "shm"
 
-    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed) -> Connection:
-        return ShmConnection(_enter(answer), deliver, closed)
+    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
+        def live() -> None:
+            try:
+                connection = ShmConnection(_enter(answer), deliver, closed)
+            except UnavailableError as e:
+                ready(e)
+            else:
+                ready(connection)
+                connection.read()
+
+        threading.Thread(target=live, name="expertd-shm-read", daemon=True).start()
+
+
+class AioShmChannel:
+    """For AsyncExpertClient, whose event loop opens it."""
+
+    name = "shm"
+
+    def __init__(self) -> None:
+        self._opening: set[asyncio.Task[None]] = set()
+
+    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
+        loop = asyncio.get_running_loop()
+
+        async def enter() -> None:
+            try:
+                entered = await loop.run_in_executor(None, _enter, answer)
+            except UnavailableError as e:
+                ready(e)
+            else:
+                ready(AioShmConnection(entered, deliver, closed, loop))
+
+        task = loop.create_task(enter())
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
 
 
 def _enter(answer: pb.SessionAnswer) -> tuple[socket.socket, Client]:
@@ -64,74 +98,47 @@ def _enter(answer: pb.SessionAnswer) -> tuple[socket.socket, Client]:
         raise UnavailableError(f"shared memory: {e}") from e
 
 
-class ShmConnection:
-    """One session.  Thread-safe."""
+class _Connection:
+    """What both have in common: requests that are announced, and memory that is lent."""
 
     def __init__(self, entered: tuple[socket.socket, Client], deliver: Deliver, closed: Closed) -> None:
         self._sock, self._client = entered
         self._deliver, self._closed = deliver, closed
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # an answer may be collected, and give its memory back, at any moment
         self._tickets: dict[int, int] = {}  # by request id
-        self._waiting: dict[int, tuple[int, Submission, int, int, int]] = {}  # by ticket
-        self._lent = 0
+        self._waiting: dict[int, tuple[int, Sent]] = {}  # by ticket
+        self._users = 1  # of the region: this session, calls under way, slots, and answers that are lent
         self._closing = self._over = False
         self._answer = Completion()
-        self._reader = threading.Thread(target=self._read, name="expertd-shm-read", daemon=True)
-        self._reader.start()
+        self._slots = Slots(self._client, self._use, self._unuse)
 
     def takes(self, request: Request) -> bool:
         """Whether it can travel here."""
-        if self._over or request.digest or len(request.dtypes) != 4 or any(d not in _SIZES for d in request.dtypes):
-            return False
-        if request.tokens == 0 or not hasattr(request.hidden_states, "dtype"):
-            return False
-        return not any(
-            type(x).__name__ == "Synthetic" for x in (request.hidden_states, request.topk_ids, request.topk_weights)
-        )
+        return not self._over and sendable(request)
+
+    def slot(self, tokens: int, hidden_size: int, dtype: int) -> Any:
+        """[tokens, hidden_size] of the arena, for hidden states that need no copy; None: there is no room."""
+        try:
+            self._use()
+        except ChannelFullError:
+            return None
+        try:
+            return self._slots.take(tokens, hidden_size, dtype)
+        finally:
+            self._unuse()
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
-        view = request.view(request_id, timeout_us)
-        tensors = (view.hidden_states, view.topk_ids, view.topk_weights)
-        M, H = request.tokens, int(request.hidden_states.shape[1])
-        out_bytes = M * H * _SIZES[request.dtypes[0]]  # type: ignore[index]
-        sizes = [t.raw.nbytes if isinstance(t.raw, memoryview) else len(t.raw) for t in tensors if t is not None]
-        offsets, end = [], 0
-        for size in (*sizes, out_bytes):
-            offsets.append(end)
-            end += -(-size // _ALIGN) * _ALIGN
+        sent = submission_of(request, self._slots, waits=False)
+        sent.submission.deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
         with self._lock:
             if self._over:
-                raise UnavailableError("shared memory: the session is over")
-            block = self._client.take(end)
-            if block is None:
-                raise UnavailableError(
-                    f"shared memory: a request of {end} bytes finds no room; release answers, or send it inline"
-                )
-            for t, offset, size in zip(tensors, offsets, sizes, strict=False):
-                assert t is not None
-                self._client.region.view(block + offset, size)[:] = t.raw
-            s = Submission(
-                deadline_ns=time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0,
-                hidden=block + offsets[0],
-                ids=block + offsets[1],
-                weights=block + offsets[2],
-                out=block + offsets[3],
-                layer=request.layer,
-                tokens=M,
-                top_k=request.topk_ids.shape[1],
-                kind=FORWARD,
-                hidden_dtype=request.dtypes[1],
-                ids_dtype=request.dtypes[2],
-                weights_dtype=request.dtypes[3],
-                out_dtype=request.dtypes[0],
-                flags=ROUTER_WEIGHT_ON_INPUT if request.router_weight_on_input else 0,
-            )
-            ticket = self._client.submit(s, block)
-            if not ticket:
-                self._client.give(block)
-                raise UnavailableError("shared memory: as many requests are in flight as a session holds; try again")
+                raise ChannelFullError("shared memory: the session is over")
+            try:
+                ticket = self._client.send(sent.submission, sent.tensors)
+            except NoRoomError as e:
+                raise ChannelFullError(f"shared memory: {e}") from None
             self._tickets[request_id] = ticket
-            self._waiting[ticket] = (request_id, s, request.dtypes[0], M, H)
+            self._waiting[ticket] = (request_id, sent)
 
     def cancel(self, request_id: int) -> None:
         with self._lock:
@@ -141,29 +148,6 @@ class ShmConnection:
 
     def offer(self, offer: pb.SessionOffer) -> None:
         raise AssertionError("a channel is not asked for another one")
-
-    def close(self) -> None:
-        self._closing = True
-        self._client.end()
-        if threading.current_thread() is not self._reader:
-            self._reader.join()
-
-    # ---- the reader's thread -----------------------------------------------------------------------------------------
-
-    def _read(self) -> None:
-        while not self._gone():
-            for ticket in list(self._client.next(_WAIT_NS)):
-                self._hand_over(ticket)
-        with self._lock:
-            self._over = True
-        if self._closing:
-            error: ExpertdError = RequestCancelledError("session: closed by this client")
-        else:
-            error = UnavailableError("shared memory: the server ended the session; requests can be sent again")
-        self._sock.close()
-        self._client.end()
-        self._give_back_the_region()
-        self._closed(error)
 
     def _gone(self) -> bool:
         """Whether either side has ended the session.  The socket tells when the server's process is gone."""
@@ -176,61 +160,157 @@ class ShmConnection:
         except OSError:
             return True
 
-    def _hand_over(self, ticket: int) -> None:
-        self._client.answer(ticket, self._answer)
-        with self._lock:
-            found = self._waiting.pop(ticket, None)
-            if found is None:  # cancelled meanwhile
+    def _hand_over(self, tickets: Sequence[int]) -> None:
+        for ticket in list(tickets):
+            answer = self._answer
+            self._client.answer(ticket, answer)
+            with self._lock:
+                found = self._waiting.pop(ticket, None)
+                if found is None:  # cancelled meanwhile
+                    self._client.release(ticket)
+                    continue
+                self._tickets.pop(found[0], None)
+            if answer.refused:
                 self._client.release(ticket)
-                return
-            self._tickets.pop(found[0], None)
-        if self._answer.refused:
-            self._client.release(ticket)
-            self._deliver(_error(self._answer, found[0]))
-        else:
-            self._deliver(self._response(ticket, *found))
-
-    def _response(self, ticket: int, request_id: int, s: Submission, dtype: int, M: int, H: int) -> ForwardResponseView:
-        a = self._answer
-        memory = self._client.region.view(s.out, M * H * _SIZES[dtype])  # type: ignore[index]
-        with self._lock:
-            self._lent += 1
-        lent = Lent(memory, lambda: self._back(ticket))
-        v = ForwardResponseView(
-            request_id,
-            TensorView(dtype, (M, H), Spelling.RAW, lent.array().data),
-            routes_computed=a.routes_computed,
-            timing=pb.Timing(
-                queue_ns=a.queue_ns,
-                copy_in_ns=a.collect_ns,
-                kernel_ns=a.kernel_ns,
-                copy_out_ns=a.deliver_ns,
-                batch_tokens=a.batch_tokens,
-                batch_requests=a.batch_requests,
-            ),
-            load=pb.Load(queued_tokens=a.queued_tokens, queued_requests=a.queued_requests, token_ns=a.token_ns),
-        )
-        v.give_back = lent.release
-        return v
+                self._deliver(refusal(answer).to_request_error(found[0]))
+            else:
+                self._use()
+                self._deliver(response(answer, found[0], found[1], self._client, partial(self._back, ticket)))
 
     def _back(self, ticket: int) -> None:
+        """The memory of an answer is not read any more."""
         with self._lock:
-            self._lent -= 1
-            over = self._over
-            if not over:
+            if not self._over:
                 self._client.release(ticket)
-        if over:
-            self._give_back_the_region()
+        self._unuse()
 
-    def _give_back_the_region(self) -> None:
-        """When the session is over and no answer of it is in use."""
+    def _use(self) -> None:
+        """Raises ChannelFullError where the session is over: the region may be gone."""
         with self._lock:
-            if not self._over or self._lent:
-                return
-        self._client.close()
+            if self._over:
+                raise ChannelFullError("shared memory: the session is over")
+            self._users += 1
+
+    def _unuse(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._client.close()
+
+    def _end(self) -> None:
+        """The session is over: tell, and let go of the region."""
+        with self._lock:
+            self._over = True
+        if self._closing:
+            error: ExpertdError = RequestCancelledError("session: closed by this client")
+        else:
+            error = _ended()
+        self._sock.close()
+        self._client.end()
+        self._unuse()
+        self._closed(error)
 
 
-def _error(a: Completion, request_id: int) -> pb.RequestError:
-    row: Any = TABLE.get(a.reason.decode(errors="replace"), ExpertdError)
-    error: ExpertdError = row(a.text.decode(errors="replace"), retry_after_us=a.retry_after_us)
-    return error.to_request_error(request_id)
+class ShmConnection(_Connection):
+    """One session, from any thread.  read(): for the thread that made it, until the session ends."""
+
+    def __init__(self, entered: tuple[socket.socket, Client], deliver: Deliver, closed: Closed) -> None:
+        super().__init__(entered, deliver, closed)
+        self._reader = threading.current_thread()
+
+    def call(self, request: Request, deadline: Deadline | None) -> ForwardResult:
+        """Sends a request and waits for its answer.  Raises ChannelFullError, and then nothing was sent; else the
+        server's error, or DeadlineExceededError."""
+        self._use()
+        try:
+            sent, answer = submission_of(request, self._slots, waits=True), Completion()
+            ticket = self._send_and_wait(request, sent, answer, deadline)
+        except BaseException:
+            self._unuse()
+            raise
+        if not answer.refused:
+            return result(answer, sent, request, self._client, partial(self._back, ticket))
+        self._back(ticket)
+        raise refusal(answer)
+
+    def _send_and_wait(self, request: Request, sent: Sent, answer: Completion, deadline: Deadline | None) -> int:
+        """The ticket; answer is filled."""
+        end_ns = int(deadline.end_s * 1e9) if deadline is not None else 0
+        sent.submission.deadline_ns = end_ns
+        wait_ns = _SLICE_NS if not end_ns else max(0, min(_SLICE_NS, end_ns - time.monotonic_ns()))
+        ticket = 0
+        try:
+            ticket = self._client.call(sent.submission, sent.tensors, answer, wait_ns, SPIN_NS)
+            if ticket > 0:
+                return ticket
+            ticket = -ticket
+            while True:
+                if deadline is not None and deadline.left_s() == 0.0:
+                    raise deadline.expired(request.layer, 0)
+                wait_ns = _SLICE_NS if not end_ns else max(0, min(_SLICE_NS, end_ns - time.monotonic_ns()))
+                if self._client.wait(ticket, answer, wait_ns, 0):
+                    return ticket
+        except NoRoomError as e:
+            raise ChannelFullError(f"shared memory: {e}") from None
+        except SessionEndedError:
+            if self._closing:
+                raise RequestCancelledError("session: closed by this client") from None
+            raise _ended() from None
+        except BaseException:  # too late, or interrupted
+            if ticket:
+                self._client.abandon(abs(ticket))
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            if not self._over:
+                self._client.end()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+
+    def read(self) -> None:
+        """Reads what nobody waits for, and looks whether the server is there."""
+        while not self._gone():
+            self._hand_over(self._client.watch(self._sock.fileno(), _LOOK_NS))
+        self._end()
+
+
+class AioShmConnection(_Connection):
+    """One session, in an event loop."""
+
+    def __init__(
+        self,
+        entered: tuple[socket.socket, Client],
+        deliver: Deliver,
+        closed: Closed,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__(entered, deliver, closed)
+        self._loop = loop
+        self._bell = self._client.region.client_bell
+        loop.add_reader(self._bell, self._answered)
+        loop.add_reader(self._sock, self._look)
+        self._answered()  # arms the bell
+
+    def close(self) -> None:
+        if not self._over:
+            self._closing = True
+            self._look()
+
+    def _answered(self) -> None:
+        while not self._over and (tickets := self._client.drain()):
+            self._hand_over(tickets)
+        if not self._over and self._client.over:
+            self._look()
+
+    def _look(self) -> None:
+        if not self._over and self._gone():
+            self._loop.remove_reader(self._bell)
+            self._loop.remove_reader(self._sock)
+            self._end()
+
+
+def _ended() -> UnavailableError:
+    return UnavailableError("shared memory: the server ended the session; requests can be sent again")

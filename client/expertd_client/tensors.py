@@ -32,10 +32,13 @@ __all__ = [
     "checked_dtype",
     "device_of",
     "from_host",
+    "empty",
     "from_wire",
+    "host_address",
     "keep_or",
     "numpy_dtype",
     "on_host",
+    "over_memory",
     "take",
     "to_wire",
     "wire_dtype",
@@ -175,6 +178,33 @@ def from_host(array: NDArray[Any], device: Any) -> Any:
 def numpy_dtype(number: int) -> np.dtype[Any]:
     """That of a float or integer DataType."""
     return _NUMPY[number]
+
+
+def host_address(x: Any, number: int) -> tuple[int, Any]:
+    """(address of the elements of `x` in host memory, in order and little-endian; what must live as long as it is
+    read).  number: its DataType."""
+    if isinstance(x, np.ndarray):
+        if x.flags.c_contiguous and x.dtype == _NUMPY[number]:
+            return x.__array_interface__["data"][0], x
+    elif x.device.type == "cpu" and x.is_contiguous():
+        return x.data_ptr(), x
+    raw = np.frombuffer(to_wire(x, number).raw, np.uint8)
+    return raw.__array_interface__["data"][0], raw
+
+
+def empty(tokens: int, hidden_size: int, number: int) -> NDArray[Any]:
+    """[tokens, hidden_size] of a DataType, uninitialized."""
+    return np.empty((tokens, hidden_size), _NUMPY[number])
+
+
+def over_memory(array: NDArray[np.uint8], number: int, shape: tuple[int, ...], device: Any) -> Any:
+    """[n] u8 as `shape` of a DataType: numpy, or torch on `device` where it is not None; a view but on an
+    accelerator."""
+    if device is None:
+        return array.view(_NUMPY[number]).reshape(shape)
+    torch = sys.modules["torch"]
+    tensor = torch.from_numpy(array).view(getattr(torch, _TORCH_NAMES[number])).view(shape)
+    return tensor if device.type == "cpu" else tensor.to(device)
 
 
 def wire_dtype(dtype: Any) -> int:

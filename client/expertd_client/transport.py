@@ -17,14 +17,25 @@ A plain function can stand for a server: FunctionTransport.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from expertd.errors import ExpertdError, RequestCancelledError, UnimplementedError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, StreamResponseView
 from expertd_client.request import Request
 
-__all__ = ["Channel", "Closed", "Connection", "Deliver", "FunctionTransport", "Transport", "Waiter", "no_session"]
+__all__ = [
+    "Channel",
+    "ChannelFullError",
+    "Closed",
+    "Connection",
+    "Deliver",
+    "FunctionTransport",
+    "Ready",
+    "Transport",
+    "Waiter",
+    "no_session",
+]
 
 _T = TypeVar("_T", contravariant=True)
 
@@ -33,6 +44,12 @@ Deliver = Callable[[StreamResponseView], None]
 output is lent, until the receiver calls its `give_back` (see expertd_client.lent)."""
 Closed = Callable[[ExpertdError], None]
 """Takes the reason why nothing more will be delivered."""
+Ready: TypeAlias = "Callable[[Connection | Exception], None]"
+"""Takes a channel's connection, or the reason why there is none."""
+
+
+class ChannelFullError(Exception):
+    """A channel cannot take a request now, and nothing was sent: it travels inline."""
 
 
 class Waiter(Protocol[_T]):
@@ -74,10 +91,13 @@ class Channel(Protocol):
     name: str
     """As the contract calls it in SessionOffer: "shm", "cuda_ipc", "tcp", "nixl"."""
 
-    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed) -> Connection:
-        """The channel that the server accepted: `answer` has its token and endpoint.  The token is valid until the
-        connection that carried the answer closes.  It does not wait; an ExpertdError or OSError is the reason why it
-        cannot be had, and messages stay inline.  `offer` is never called on it."""
+    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
+        """Opens the channel that the server accepted: `answer` has its token and endpoint.  The token is valid until
+        the connection that carried the answer closes.  It does not wait: ready() is called once, now or later, on any
+        thread of the transport's, with the connection, or with the reason why there is none, and messages stay inline.
+
+        Of the connection `offer` is never called; its `forward` may raise ChannelFullError.  Where callers can wait for
+        their answers themselves it has call(request, deadline) besides, which returns the ForwardResult."""
         ...
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from expertd.v1 import expert_service_pb2 as pb
 
-__all__ = ["DTYPE_NAME", "DTYPE_NUMBER", "FLOAT_DTYPES", "INT_DTYPES", "dtype_name"]
+__all__ = ["DTYPE_BYTES", "DTYPE_NAME", "DTYPE_NUMBER", "FLOAT_DTYPES", "INT_DTYPES", "dtype_name"]
 
 FLOAT_DTYPES = ("f32", "f16", "bf16")
 """Of hidden states, router weights and outputs."""
@@ -22,6 +22,15 @@ DTYPE_NUMBER: Mapping[str, pb.DataType] = {
 }
 """Every dtype that travels today.  (E4M3 is reserved.)"""
 DTYPE_NAME: Mapping[int, str] = {number: name for name, number in DTYPE_NUMBER.items()}
+
+DTYPE_BYTES: Mapping[int, int] = {
+    pb.DATA_TYPE_F32: 4,
+    pb.DATA_TYPE_F16: 2,
+    pb.DATA_TYPE_BF16: 2,
+    pb.DATA_TYPE_I32: 4,
+    pb.DATA_TYPE_I64: 8,
+}
+"""Of an element."""
 
 _WORDS = {number: name.removeprefix("DATA_TYPE_").lower() for name, number in pb.DataType.items()}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import ipaddress
 import os
 import re
 import sys
@@ -94,6 +95,16 @@ class Address:
         if m is None or int(m[3]) > 65535:
             raise ValueError(f"got {text!r}, want HOST:PORT as 127.0.0.1:50051 or [::1]:50051")
         return cls(m[1] or m[2], int(m[3]))
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this host can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -239,6 +250,8 @@ class ServeConfig:
     threads: int = 0
     listen: Address = Address("127.0.0.1", 50051)
     metrics_listen: Address | None = None
+    shm: str = "auto"
+    shm_memory: int = 4 << 30
     max_tokens: int = 4096
     warm_up_routes: Ranges | None = None
     max_message_bytes: int = 0
@@ -348,6 +361,13 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "metrics_listen", Address.parse, "HOST:PORT", "where to serve Prometheus metrics over HTTP; default: nowhere"
     ),
+    Option(
+        "shm",
+        _choice("auto", "on", "off"),
+        "HOW",
+        "shared memory for clients of the same user on this host: auto = where --listen is loopback",
+    ),
+    Option("shm_memory", _bytes, "SIZE", "most shared memory of all sessions together"),
     Option("max_tokens", _int(1, _MOST_TOKENS), "N", "most tokens of a request and of a joined batch"),
     Option(
         "warm_up_routes",

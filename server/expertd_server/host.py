@@ -24,6 +24,7 @@ from concurrent.futures import Future
 import torch
 from rich.console import Console
 
+from expertd.errors import TABLE
 from expertd_kernels.native.memory import available_bytes
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.probe import packages_for
@@ -37,12 +38,14 @@ from expertd_server.boot.prepare import Workshop
 from expertd_server.boot.progress import Progress
 from expertd_server.config import Address, ServeConfig
 from expertd_server.engine.admission import Limits, QueueLimits
-from expertd_server.engine.engine import Engine
+from expertd_server.engine.choose import AnyEngine, make_engine
+from expertd_server.engine.native import NativeEngine
 from expertd_server.engine.scheduler import Policy
 from expertd_server.residence import Residence
 from expertd_server.service.service import Service
 from expertd_server.transports.grpc_server import GrpcTransport
 from expertd_server.transports.protocol import Transport
+from expertd_server.transports.shm import ShmDoor
 from expertd_server.views.describe import Describer
 from expertd_server.views.metrics import BackendFacts, Metrics
 from expertd_server.views.metrics_http import MetricsHttp
@@ -58,6 +61,12 @@ def message_bytes(max_tokens: int, infos: Sequence[LayerInfo]) -> int:
     """What a request of max_tokens tokens needs with everything in its widest dtype, headers included."""
     widest = max(4 * i.hidden_size + 12 * i.top_k for i in infos)
     return max_tokens * widest + (64 << 10)
+
+
+def arena_bytes(max_tokens: int, infos: Sequence[LayerInfo]) -> int:
+    """Of one session's shared memory: two of its largest requests, bf16 in and out, within bounds."""
+    widest = max(4 * i.hidden_size + 12 * i.top_k for i in infos)
+    return min(max(2 * max_tokens * widest, 16 << 20), 256 << 20)
 
 
 class Host:
@@ -110,8 +119,9 @@ class Host:
         self._require_served(assignments)
         self._require_room(assignments)
         self.residence = Residence(config, assigner, self._workshop, self.engine, oracle, self._changed)
-        self._make_service(source, [a.info for a in assignments] or [source.info(source.layers[0])])
+        infos = [a.info for a in assignments] or [source.info(source.layers[0])]
         try:
+            self._make_service(source, infos)
             self._listen()
         except BaseException:
             self.close()
@@ -184,9 +194,9 @@ class Host:
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
-    def _make_engine(self, where: torch.device) -> Engine:
+    def _make_engine(self, where: torch.device) -> AnyEngine:
         config = self.config
-        engine = Engine(
+        engine, self._engine_why = make_engine(
             where,
             compute_dtype=config.compute,
             policy=Policy(config.max_tokens, config.max_wait_us * 1000, config.patience),
@@ -194,10 +204,15 @@ class Host:
                 config.max_queue_tokens, config.max_queue_requests, config.max_queue_routes, config.max_queue_bytes
             ),
             observe=self.metrics.batch,
+            answered=self._answered,
             on_fault=self._faulted,
             warm_routes=None if where.type == "cpu" else config.warm_routes,
         )
+        if self._engine_why:
+            self.say(f"engine: in Python, which is slower: {self._engine_why}")
         self.metrics.watch_load(engine.load)
+        if isinstance(engine, NativeEngine):
+            self.metrics.before_a_scrape(lambda: engine.report(scraped=True))
         return engine
 
     def _make_workshop(self, source: ExpertSource, where: torch.device) -> Workshop:
@@ -218,6 +233,7 @@ class Host:
         largest = config.max_message_bytes or min(message_bytes(config.max_tokens, infos), _MOST_BYTES)
         limits = Limits(config.max_tokens, largest, config.max_in_flight)
         self.service = Service(self.engine, self.metrics, limits)
+        self.service.doors["shm"] = self._shm(infos)
         self._describe = Describer(
             self.service.load_message,
             instance_id=uuid.uuid4().hex,
@@ -226,7 +242,23 @@ class Host:
             fingerprint=source.fingerprint,
             hidden_size=infos[0].hidden_size,
             limits=limits,
+            transports=[name for name, door in self.service.doors.items() if not isinstance(door, str)],
         )
+
+    def _shm(self, infos: Sequence[LayerInfo]) -> ShmDoor | str:
+        """The door to shared memory, or why there is none."""
+        config = self.config
+        if config.shm == "off" or (config.shm == "auto" and not config.listen.loopback):
+            return f"the server has it off: --shm {config.shm}, listening on {config.listen.host}; --shm on allows it"
+        if not isinstance(self.engine, NativeEngine):
+            return f"the server's engine is in Python: {self._engine_why}"
+        door = ShmDoor(self.engine, arena_bytes=arena_bytes(config.max_tokens, infos), most_bytes=config.shm_memory)
+        try:
+            door.start()
+        except OSError as e:
+            return str(e)
+        self._transports.append(door)
+        return door
 
     def _listen(self) -> None:
         where = self.config.metrics_listen
@@ -264,6 +296,11 @@ class Host:
         """The residence holds this now."""
         self.metrics.hold([_facts(b) for b in booted.values()])
         self._describe.update(list(booted.values()), self.residence.memory, self._workshop.device)
+
+    def _answered(self, reason: str, requests: int) -> None:
+        """The engine has answered requests without a transport of ours."""
+        code = TABLE[reason].code.name if reason else "OK"
+        self.metrics.answered(code, reason, requests)
 
     def _faulted(self, why: str) -> None:
         self.fault = why

@@ -27,7 +27,7 @@ from expertd_server.boot.measuring import Tournaments
 from expertd_server.boot.memory import MemoryPlan, free_bytes, give_back, hold, plan_memory, require_room
 from expertd_server.boot.prepare import Workshop
 from expertd_server.config import ServeConfig
-from expertd_server.engine.engine import Engine
+from expertd_server.engine.choose import AnyEngine
 from expertd_server.engine.served import ServedLayer
 
 __all__ = ["Residence"]
@@ -46,7 +46,7 @@ class Residence:
         config: ServeConfig,
         assigner: Assigner,
         workshop: Workshop,
-        engine: Engine,
+        engine: AnyEngine,
         oracle: Tournaments | None = None,
         changed: Callable[[Mapping[int, Booted]], None] = lambda booted: None,
     ) -> None:

@@ -71,12 +71,16 @@ class Beside:
         self.name, self.refuses = name, refuses
         self.ways, self.answers = [], []
 
-    def open(self, answer, deliver, closed):
+    def open(self, answer, deliver, closed, ready):
         if self.refuses is not None:
-            raise self.refuses
+            ready(self.refuses)
+            return
         self.answers.append(answer)
         self.ways.append(Way(deliver, closed))
-        return self.ways[-1]
+        self.opened(ready)
+
+    def opened(self, ready):
+        ready(self.ways[-1])
 
 
 class HandAlarm:

@@ -12,6 +12,7 @@ import torch
 from exchange_kit import Beside, Waiter, X, answer, exchange, request
 
 from expertd.errors import UnavailableError
+from expertd.shm.region import host_id
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import TensorView
 from expertd_client import Request, Session
@@ -56,7 +57,7 @@ def test_without_channels_everything_is_inline_and_nothing_is_offered():
 def test_what_is_refused_has_its_reason_and_requests_stay_inline():
     ex, hand, _, waiter = opened(Beside("shm"), Beside("tcp"))
     (way,) = hand.ways
-    assert way.offers == [pb.SessionOffer(transports=["shm", "tcp"])]
+    assert way.offers == [pb.SessionOffer(transports=["shm", "tcp"], host_id=host_id())]
     first = Waiter()
     number = ex.submit(request(), None, first)  # does not wait for the agreement
     assert (list(way.sent), waiter.told) == ([number], [])
@@ -121,10 +122,9 @@ def test_a_channel_that_does_not_open_is_a_reason(why):
 
 def test_a_channel_that_breaks_while_it_opens_never_carries_anything():
     class Brittle(Beside):
-        def open(self, answer, deliver, closed):
-            way = super().open(answer, deliver, closed)
-            way.breaks(UnavailableError("at once"))
-            return way
+        def opened(self, ready):
+            self.ways[-1].breaks(UnavailableError("at once"))
+            ready(self.ways[-1])
 
     ex, hand, _, waiter = opened(Brittle("shm"))
     hand.ways[0].deliver(said(("shm", "")))

@@ -98,6 +98,7 @@ def client(sums):
     engine.start()
     engine.open()
     door = ShmDoor(engine, arena_bytes=1 << 18)
+    door.start()
     c = ExpertClient(Transport(door))
     c.door, c.engine = door, engine
     assert c.session().transport == "shm"

@@ -55,7 +55,7 @@ def test_describe(tiny_server):
     table = expertctl("describe", tiny_server)
     assert re.search(r"0-1\s+│\s+0-7\s+│\s+8 │\s+2 │\s+128 │\s+int4_g128", table), table
     assert "H 256" in table
-    assert re.search(r"transports +inline\s+session +inline", table), table
+    assert re.search(r"transports +shm, inline\s+session +shm\b", table), table
     assert "verdict" not in table
     assert re.search(r"memory +weights 0\.\d\d, .*GiB as planned; [\d.]+ GiB free", table), table
     decisions = expertctl("describe", tiny_server, "--decisions")
@@ -63,7 +63,7 @@ def test_describe(tiny_server):
     assert "chosen" in decisions
     facts = json.loads(expertctl("describe", tiny_server, "--json"))
     assert facts["model"]["hidden_size"] == 256
-    assert (facts["transports"], facts["session"]) == ([], {"transport": "inline", "refused": {}})
+    assert (facts["transports"], facts["session"]) == (["shm"], {"transport": "shm", "refused": {}})
     assert [layer["layer"] for layer in facts["layers"]] == [0, 1]
     assert facts["layers"][0]["held"] == [{"first": 0, "count": 8}]
     assert facts["layers"][0]["verdicts"] == []

@@ -385,7 +385,7 @@ def test_a_fault_of_the_engine_reaches_the_host(monkeypatch):
     host = Host(ServeConfig(**TINY), on_fault=lambda why: told.set())
     host.start()
     host.ready(60)
-    monkeypatch.setattr("expertd_server.engine.engine.cut", lambda *args: 1 // 0)
+    monkeypatch.setattr("expertd_server.engine.native.NativeEngine._compute", lambda *args: 1 // 0)
     with ExpertClient(host.address) as client, pytest.raises(InternalError, match="ended on a fault of its own"):
         Batch(0).ask(client)
     assert told.wait(20)

@@ -70,8 +70,8 @@ class Call:
             pb.Load() if last is None else last.load,
             epoch,
             legs[0].result.release if lent and legs[0].result is not None else None,
-            flight.report(),
-            missing,
+            parts=flight.report(),
+            missing=missing,
         )
         if not lent:
             for leg in legs:

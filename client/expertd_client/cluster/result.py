@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,11 +31,6 @@ class Answered(NamedTuple):
     backend: str
 
 
-def nothing_missing() -> NDArray[np.int64]:
-    return np.empty((0, 2), np.int64)
-
-
-@dataclass(slots=True)
 class ClusterResult(ForwardResult):
     """ForwardResult, the sum over all servers.  timing and load are those of the part that was answered last.
 
@@ -45,5 +39,10 @@ class ClusterResult(ForwardResult):
               the call was made with SKIP or RENORMALIZE
     """
 
-    parts: tuple[Answered, ...] = ()
-    missing: NDArray[np.int64] = field(default_factory=nothing_missing)
+    __slots__ = ("missing", "parts")
+
+    def __init__(self, *facts: Any, parts: tuple[Answered, ...] = (), missing: NDArray[np.int64] | None = None) -> None:
+        """facts: those of ForwardResult."""
+        super().__init__(*facts)
+        self.parts = parts
+        self.missing = np.empty((0, 2), np.int64) if missing is None else missing

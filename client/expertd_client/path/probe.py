@@ -9,7 +9,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import StreamResponseView
 from expertd_client.path.rows import Samples
 from expertd_client.request import Request
-from expertd_client.transport import Channel, Closed, Connection, Deliver, Transport, Waiter
+from expertd_client.transport import Channel, Closed, Connection, Deliver, Ready, Transport, Waiter
 
 __all__ = ["Probe"]
 
@@ -51,8 +51,11 @@ class _Channel:
         self.name = channel.name
         self._channel, self._probe = channel, probe
 
-    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed) -> Connection:
-        return _Connection(self._channel.open(answer, self._probe.timed(deliver), closed), self._probe)
+    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
+        def wrapped(outcome: Connection | Exception) -> None:
+            ready(outcome if isinstance(outcome, Exception) else _Connection(outcome, self._probe))
+
+        self._channel.open(answer, self._probe.timed(deliver), closed, wrapped)
 
 
 class _Connection:
@@ -60,6 +63,8 @@ class _Connection:
         self._connection, self._probe = connection, probe
         self.takes, self.cancel = connection.takes, connection.cancel
         self.offer, self.close = connection.offer, connection.close
+        if hasattr(connection, "call"):
+            self.call, self.slot = connection.call, connection.slot  # type: ignore[attr-defined]
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
         start = time.perf_counter_ns()

@@ -5,19 +5,23 @@ from __future__ import annotations
 import ctypes as C
 from collections.abc import Sequence
 
-from expertd.shm.layout import Completion, Submission
+from expertd.shm.layout import Completion, Submission, Tensors
 from expertd.shm.library import library
 from expertd.shm.region import Region, RegionError
 
-__all__ = ["SPIN_NS", "Client", "SessionEndedError"]
+__all__ = ["SPIN_NS", "Client", "NoRoomError", "SessionEndedError"]
 
 SPIN_NS = 50_000
 """How long a waiter spins before it sleeps: longer than a small batch takes, short enough to cost nothing else."""
-_ANSWERED, _TIMED_OUT = 0, 1
+_ANSWERED, _TIMED_OUT, _NO_ROOM, _CROWDED = 0, 1, 3, 4
 
 
 class SessionEndedError(Exception):
     """The other side ended the session, or this one did."""
+
+
+class NoRoomError(Exception):
+    """The session cannot take a request now."""
 
 
 class Client:
@@ -43,10 +47,50 @@ class Client:
         """Gives a block back that no request owns."""
         self._lib.expertd_shm_give(self._client, offset)
 
-    def submit(self, request: Submission, block: int | None = None) -> int:
-        """Sends a copy of `request`.  block: goes back to the arena together with the ticket.  Returns the ticket;
-        0: as many requests are in flight as the rings hold, or the session is over."""
-        return int(self._lib.expertd_shm_submit(self._client, C.byref(request), -1 if block is None else block))
+    def submit(self, request: Submission, block: int | None = None, announced: bool = False) -> int:
+        """Sends a copy of `request`.  block: goes back to the arena together with the ticket.  announced: watch() or
+        drain() names it, and nobody waits for it.  Returns the ticket; 0: as many requests are in flight as the rings
+        hold, or the session is over."""
+        offset = -1 if block is None else block
+        return int(self._lib.expertd_shm_submit(self._client, C.byref(request), offset, announced))
+
+    def send(self, request: Submission, tensors: Tensors) -> int:
+        """Copies the tensors into the arena, and submits `request` with their places, announced.  Returns the ticket.
+        Raises NoRoomError, and then nothing was sent."""
+        ticket = C.c_uint64()
+        how = self._lib.expertd_shm_send(self._client, C.byref(request), C.byref(tensors), 1, C.byref(ticket))
+        if how:
+            raise self._no_room(how)
+        return ticket.value
+
+    def call(self, request: Submission, tensors: Tensors, answer: Completion, timeout_ns: int, spin_ns: int) -> int:
+        """send() and wait(), without announcing it.  Returns the ticket, negative where the time was over first.
+
+        Raises NoRoomError, SessionEndedError."""
+        ticket = C.c_uint64()
+        how = self._lib.expertd_shm_call(
+            self._client,
+            C.byref(request),
+            C.byref(tensors),
+            timeout_ns,
+            spin_ns,
+            C.byref(answer),
+            C.byref(ticket),
+        )
+        if how == _ANSWERED:
+            return ticket.value
+        if how == _TIMED_OUT:
+            return -ticket.value
+        if how in (_NO_ROOM, _CROWDED):
+            raise self._no_room(how)
+        raise SessionEndedError
+
+    def _no_room(self, how: int) -> Exception:
+        if self.over:
+            return NoRoomError("the session is over")
+        if how == _CROWDED:
+            return NoRoomError(f"{self.region.entries} requests are in flight, as many as a session holds")
+        return NoRoomError("the session's memory is in use, by requests and by answers that were not released")
 
     def wait(self, ticket: int, answer: Completion, timeout_ns: int = -1, spin_ns: int = SPIN_NS) -> bool:
         """Fills `answer`, reason and text only where it is refused.  False: the time was over first (negative:
@@ -59,19 +103,19 @@ class Client:
         raise SessionEndedError
 
     def drain(self) -> Sequence[int]:
-        """Tickets whose answers have come since, for an event loop that watches region.client_bell.  An empty answer
-        means that the bell will ring with the next one."""
+        """Announced tickets whose answers have come since, for an event loop that watches region.client_bell.  An empty
+        answer means that the bell will ring with the next one."""
         n = self._lib.expertd_shm_drain(self._client, self._ids, len(self._ids))
         return self._ids[:n]
 
-    def next(self, timeout_ns: int, spin_ns: int = SPIN_NS) -> Sequence[int]:
-        """Waits for answers, for one thread that reads for all: tickets whose answers have come.  Empty: the time was
-        over, or the session is."""
-        n = self._lib.expertd_shm_next(self._client, self._ids, len(self._ids), timeout_ns, spin_ns)
+    def watch(self, other: int, timeout_ns: int, spin_ns: int = SPIN_NS) -> Sequence[int]:
+        """Waits, for one thread: announced tickets whose answers have come.  Empty: the time was over, `other` is
+        readable (a socket that says when the other side is gone), or the session is over."""
+        n = self._lib.expertd_shm_watch(self._client, other, self._ids, len(self._ids), timeout_ns, spin_ns)
         return self._ids[:n]
 
     def answer(self, ticket: int, answer: Completion) -> None:
-        """Fills `answer` with that of a ticket that next() or drain() named."""
+        """Fills `answer` with that of a ticket that watch() or drain() named."""
         self._lib.expertd_shm_answer(self._client, ticket, C.byref(answer))
 
     def release(self, ticket: int) -> None:

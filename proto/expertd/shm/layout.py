@@ -24,6 +24,7 @@ __all__ = [
     "Completion",
     "DeviceCalls",
     "Submission",
+    "Tensors",
     "arena_offset",
     "region_bytes",
 ]
@@ -105,6 +106,16 @@ class DeviceCalls(C.Structure):
         ("pad2", C.c_uint8 * 48),
         ("last", Completion),
         ("failure", Completion),
+    ]
+
+
+class Tensors(C.Structure):
+    """Where a request's tensors lie in this process: addresses, and sizes in bytes.  hidden 0: in the arena, where the
+    submission says.  Of the client alone, not in a region."""
+
+    _fields_ = [
+        *((name, C.c_void_p) for name in ("hidden", "scales", "ids", "weights")),
+        *((name + "_bytes", C.c_uint64) for name in ("hidden", "scales", "ids", "weights", "out")),
     ]
 
 

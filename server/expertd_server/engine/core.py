@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from expertd_server.engine.report import WAIT_BOUNDS_NS
+
 __all__ = [
     "MOST_OUTCOMES",
     "REASONS",
@@ -145,10 +147,14 @@ class Run(C.Structure):
 class BatchRecord(C.Structure):
     """One batch, for metrics."""
 
-    _fields_ = _fields(
-        "u64: cut_ns; u32: layer backend tokens rows requests routes collect_ns kernel_ns deliver_ns failed;"
-        "u64: queue_ns_sum queue_ns_max"
-    )
+    _fields_ = [
+        *_fields(
+            "u64: cut_ns; u32: layer backend tokens rows requests routes collect_ns kernel_ns deliver_ns failed"
+            " generation"
+        ),
+        ("waits", C.c_uint32 * (len(WAIT_BOUNDS_NS) + 1)),
+        ("queue_ns_sum", C.c_uint64),
+    ]
 
 
 class Waiting(C.Structure):
@@ -192,6 +198,8 @@ def library() -> C.CDLL:
         ("_outcomes", u32, (p, p, u32)),
         ("_records", u32, (p, p, u32)),
         ("_bell", C.c_int, (p,)),
+        ("_answered", None, (p, p)),
+        ("_wait_bounds", None, (p,)),
         ("_load", None, (p, p)),
         ("_waiting", None, (p, u32, p, p)),
         ("_cancel", None, (p, u64)),
@@ -270,6 +278,12 @@ class Core:
         """Valid until the next call; MOST_OUTCOMES: there may be more."""
         n = self._lib.expertd_core_outcomes(self._core, self._outcomes, len(self._outcomes))
         return self._outcomes[:n]
+
+    def answered(self) -> Sequence[int]:
+        """Requests of sessions in shared memory answered since the last call, by index into REASONS."""
+        counts = (C.c_uint64 * len(REASONS))()
+        self._lib.expertd_core_answered(self._core, counts)
+        return list(counts)
 
     def records(self) -> Sequence[BatchRecord]:
         """Valid until the next call."""

@@ -23,6 +23,7 @@ from expertd_kernels.rows.table import WORDS
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
 from expertd_server.engine.lane import compute_stream
+from expertd_server.engine.request import Array
 from expertd_server.engine.served import ServedLayer
 
 __all__ = ["DeviceExecutor", "padded", "supported"]
@@ -101,6 +102,7 @@ class DeviceExecutor:
         self._device, self._dtype = device, COMPUTE_DTYPE[compute_dtype]
         api: Any = torch.cuda
         self.streams: Any = (compute_stream(device), api.Stream(device), api.Stream(device))
+        self._counting: Any = api.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._runtime: Any = api.cudart()
         self.core: c.Core
@@ -131,6 +133,16 @@ class DeviceExecutor:
         counts = torch.zeros(max(1, len(layer.held)), dtype=torch.int64, device=self._device)
         self._facts[layer.generation] = (slots, counts)
         return slots.data_ptr(), counts.data_ptr()
+
+    def counts(self, generation: int) -> Array | None:
+        found = self._facts.get(generation)
+        if found is None:
+            return None
+        with torch.cuda.stream(self._counting):
+            host = torch.empty(found[1].shape, dtype=torch.int64, pin_memory=True)
+            host.copy_(found[1], non_blocking=True)
+        self._counting.synchronize()
+        return host.numpy()
 
     def register(self, address: int, nbytes: int) -> None:
         with torch.cuda.device(self._device):

@@ -25,7 +25,7 @@ from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, a
 from expertd_server.engine.batch import Batch
 from expertd_server.engine.outcome import batch_outcome, dead_outcome, reply
 from expertd_server.engine.pipeline import BatchFailedError, Pipeline
-from expertd_server.engine.report import BatchReport, LoadNow
+from expertd_server.engine.report import BatchReport, LoadNow, Waits
 from expertd_server.engine.request import Request
 from expertd_server.engine.scheduler import LastBatch, Policy, Shares, Waiting, cut, trust_after, wake_at
 from expertd_server.engine.served import Holding, ServedLayer
@@ -337,7 +337,9 @@ class Engine:
         if self._observe is not None:
             try:
                 self._observe(
-                    BatchReport(b.layer, b.backend, b.tokens, len(b.requests), queue_ns, stages, b.expert_tokens)
+                    BatchReport(
+                        b.layer, b.backend, b.tokens, len(b.requests), Waits.of(queue_ns), stages, b.expert_tokens
+                    )
                 )
             except Exception:  # counting must not end the computing
                 log.exception("layer %d: a batch could not be counted", b.layer.layer)

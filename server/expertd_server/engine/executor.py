@@ -18,6 +18,7 @@ from torch import Tensor
 
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
+from expertd_server.engine.request import Array
 from expertd_server.engine.served import ServedLayer
 
 __all__ = ["CpuExecutor", "Executor"]
@@ -46,6 +47,10 @@ class Executor(Protocol):
 
     def facts(self, layer: ServedLayer) -> tuple[int, int]:
         """Addresses of a new layer's slots and counts on the device; 0 on a CPU."""
+        ...
+
+    def counts(self, generation: int) -> Array | None:
+        """[held] int64, routes by expert that the device has counted; None: the core counts.  Any thread."""
         ...
 
     def register(self, address: int, nbytes: int) -> None:
@@ -93,6 +98,9 @@ class CpuExecutor:
 
     def facts(self, layer: ServedLayer) -> tuple[int, int]:
         return 0, 0
+
+    def counts(self, generation: int) -> Array | None:
+        return None
 
     def register(self, address: int, nbytes: int) -> None:
         """The host reads its own memory."""

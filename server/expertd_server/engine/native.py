@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import select
 import threading
 import time
@@ -31,7 +32,7 @@ from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, a
 from expertd_server.engine.convert import digest
 from expertd_server.engine.executor import CpuExecutor, Executor
 from expertd_server.engine.outcome import dead_outcome, reply
-from expertd_server.engine.report import BatchReport, LoadNow
+from expertd_server.engine.report import BatchReport, LoadNow, Waits
 from expertd_server.engine.request import STORAGE, Answer, Array, Operand, Outcome, Request, Stages
 from expertd_server.engine.scheduler import Policy
 from expertd_server.engine.served import Holding, ServedLayer
@@ -45,6 +46,8 @@ _ENDED = "it ended on a fault of its own; the server's log has the trace"
 _SPIN_NS = 50_000
 _POLL_S = 0.001
 _TICK_MS = 500
+_COUNT_S = 0.5
+"""How often a device's counts of routes are fetched at most."""
 _SESSIONS = 1 << 62
 """Handles of sessions lie above those of requests."""
 
@@ -68,12 +71,13 @@ class NativeEngine:
         observe: Callable[[BatchReport], None] | None = None,
         on_fault: Callable[[str], None] | None = None,
         warm_routes: Iterable[int] | None = None,
+        answered: Callable[[str, int], None] | None = None,
     ) -> None:
         self.policy = policy
         self.state = State.LOADING
         self.holding = Holding()
         self._device, self._limits = device, limits or QueueLimits()
-        self._observe, self._on_fault = observe, on_fault
+        self._observe, self._on_fault, self._answered = observe, on_fault, answered
         self._executor = _executor(device, compute_dtype)
         on_device = self._executor.streams is not None
         self._met = None if warm_routes is None else set(warm_routes)
@@ -100,10 +104,12 @@ class NativeEngine:
         self._layers: dict[int, tuple[ServedLayer, Array]] = {}  # by generation, until they are forgotten
         self._backends: list[str] = []
         self._requests: dict[int, tuple[Request, Array, tuple[Any, ...]]] = {}  # by handle
+        self._left: dict[int, Any] = {}  # requests that were answered while the core might still read them
         self._callers: dict[str, int] = {}
-        self._waited: list[int] = []
         self._regions: dict[int, Region] = {}
-        self._counted: dict[int, Array] = {}
+        self._counted: dict[int, Array] = {}  # routes by expert that were reported, by generation
+        self._counts_due_s = 0.0
+        self._used: set[int] = set()  # generations that computed since the last look at the counts
         self._numbers = itertools.count(1)
         self._lock, self._delivering = threading.Lock(), threading.Lock()
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -242,11 +248,16 @@ class NativeEngine:
         self._ended = True
         self._mine.set()
         if self._answers.ident is not None:
-            self._answers.join(timeout_s)
+            os.eventfd_write(self._core.bell, 1)
+            self._answers.join()
         with self._lock:
-            left = [r for r, _, _ in self._requests.values()]
+            left = dict(self._requests)
             self._requests.clear()
-        for r in left:
+        if self._thread.is_alive():  # a kernel that does not end: what it reads stays, and nothing runs after it
+            self._left = left
+            for handle in left:
+                self._core.cancel(handle)
+        for r, _, _ in left.values():
             reply(r, DrainingError("server: it stopped before this request's turn came; ask another replica"))
 
     # ---- sessions in shared memory: any thread -----------------------------------------------------------------------
@@ -441,21 +452,20 @@ class NativeEngine:
                 for o in outcomes:
                     self._hand_over(o)
 
-    def report(self) -> None:
-        """Count the batches that have ended."""
+    def report(self, scraped: bool = False) -> None:
+        """Count the batches that have ended.  scraped: somebody looks at the numbers now."""
         with self._delivering:
-            for record in self._core.records():
-                self._report(record)
+            self._report(scraped)
 
     def _hand_out(self) -> None:
         poll = select.poll()
         poll.register(self._core.bell, select.POLLIN)
         while not self._ended:
-            self._mine.wait()
-            poll.poll(_TICK_MS)
+            if self._mine.wait(_TICK_MS / 1000):
+                poll.poll(_TICK_MS)
             if self._mine.is_set():
                 self.deliver()
-                self.report()
+            self.report()  # batches of sessions in shared memory ring nobody
         self.deliver()
         self.report()
 
@@ -466,25 +476,51 @@ class NativeEngine:
         with self._lock:
             found = self._requests.pop(o.handle, None)
         if found is not None:
-            self._waited.append(o.queue_ns)
             reply(found[0], self._outcome(o, found[0], found[1]))
 
-    def _report(self, b: c.BatchRecord) -> None:
-        waited, self._waited = self._waited, []
-        found = next((x for x in self._layers.values() if x[0].layer == b.layer), None)
+    def _report(self, scraped: bool) -> None:
+        try:
+            if self._answered is not None:
+                for reason, n in zip(c.REASONS, self._core.answered(), strict=True):
+                    if n:
+                        self._answered(reason, n)
+            if self._observe is not None:
+                records = self._core.records()
+                self._used.update(b.generation for b in records)
+                routes = self._routes(scraped)
+                for b in records:
+                    self._report_batch(b, routes)
+        except Exception:  # counting must not end the computing
+            log.exception("batches could not be counted")
+
+    def _report_batch(self, b: c.BatchRecord, routes: dict[int, Array]) -> None:
+        found = self._layers.get(b.generation)
         if b.failed or self._observe is None or found is None:
             return
-        served, counts = found
-        now = counts.astype(np.int64)
-        before = self._counted.get(served.generation)
-        self._counted[served.generation] = now
+        served = found[0]
         stages = Stages(b.collect_ns, b.kernel_ns, b.deliver_ns)
-        backend = self._backends[b.backend]
-        experts = now if before is None else now - before
-        try:
-            self._observe(BatchReport(served, backend, b.tokens, b.requests, waited, stages, experts))
-        except Exception:  # counting must not end the computing
-            log.exception("layer %d: a batch could not be counted", served.layer)
+        experts = routes.pop(b.generation, None)
+        if experts is None:
+            experts = np.zeros(len(served.held), np.int64)
+        waits = Waits(list(b.waits), b.queue_ns_sum)
+        self._observe(BatchReport(served, self._backends[b.backend], b.tokens, b.requests, waits, stages, experts))
+
+    def _routes(self, scraped: bool) -> dict[int, Array]:
+        """New routes by expert since the last look, by generation; a device is asked rarely."""
+        now_s = time.monotonic()
+        if self._executor.streams is not None and not scraped and now_s < self._counts_due_s:
+            return {}
+        self._counts_due_s = now_s + _COUNT_S
+        out = {}
+        for generation in self._used:
+            found = self._layers.get(generation)
+            if found is not None:
+                counts = self._executor.counts(generation)
+                now = (found[1] if counts is None else counts).astype(np.int64)
+                out[generation] = now - self._counted.get(generation, 0)
+                self._counted[generation] = now
+        self._used.clear()
+        return out
 
     def _outcome(self, o: c.Outcome, r: Request, out: Array) -> Outcome:
         if r.cancelled:

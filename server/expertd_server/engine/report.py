@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from expertd_server.engine.request import Array, Stages
 from expertd_server.engine.served import ServedLayer
 
-__all__ = ["BatchReport", "LoadNow"]
+__all__ = ["WAIT_BOUNDS_NS", "BatchReport", "LoadNow", "Waits"]
+
+WAIT_BOUNDS_NS = tuple(m * 10**e for e in range(4, 10) for m in (1, 2, 5))
+"""Bounds of the histogram of waits: 10 us to 5 s, three a decade; csrc/core.h has the same."""
 
 
 class LoadNow(NamedTuple):
@@ -20,6 +24,20 @@ class LoadNow(NamedTuple):
     draining: bool
 
 
+class Waits(NamedTuple):
+    """How long the requests of a batch waited.  counts: by WAIT_BOUNDS_NS, the last one longer."""
+
+    counts: Sequence[int]
+    sum_ns: int
+
+    @classmethod
+    def of(cls, waits_ns: Sequence[int]) -> Waits:
+        counts = [0] * (len(WAIT_BOUNDS_NS) + 1)
+        for ns in waits_ns:
+            counts[bisect_left(WAIT_BOUNDS_NS, ns)] += 1
+        return cls(counts, sum(waits_ns))
+
+
 class BatchReport(NamedTuple):
     """One computed batch, for metrics.  backend: the one that computed it; expert_tokens: [experts held] int64, routes
     that each slot served."""
@@ -28,6 +46,6 @@ class BatchReport(NamedTuple):
     backend: str
     tokens: int
     requests: int
-    queue_ns: Sequence[int]
+    waits: Waits
     stages: Stages
     expert_tokens: Array

@@ -29,11 +29,12 @@ from expertd.wire import ForwardRequestView
 from expertd_server.engine.admission import Limits, State, fits, shut
 from expertd_server.engine.request import STORAGE, Answer, Reply, Request, Stages
 from expertd_server.service.intake import Drawing, Intake
+from expertd_server.service.offers import Door, answer_offer
 from expertd_server.service.response import error_of
 from expertd_server.service.session import Outlet, Session
 
 if TYPE_CHECKING:
-    from expertd_server.engine.engine import Engine
+    from expertd_server.engine.choose import AnyEngine
     from expertd_server.views.metrics import Metrics
 
 __all__ = ["Service"]
@@ -45,12 +46,16 @@ _DRAW_LATER = 1 << 25
 
 
 class Service:
-    """One server's state and the way of a request through it.  From any thread."""
+    """One server's state and the way of a request through it.  From any thread.
 
-    def __init__(self, engine: Engine, metrics: Metrics, limits: Limits) -> None:
+    doors: the transports that a session can ask for, or why not; filled before anything listens
+    """
+
+    def __init__(self, engine: AnyEngine, metrics: Metrics, limits: Limits) -> None:
         self.engine, self.metrics, self.limits = engine, metrics, limits
         self._intake = Intake(lambda: engine.holding, limits.max_tokens)
         self._describe: Callable[[bool], pb.DescribeResponse] | None = None
+        self.doors: dict[str, Door | str] = {}
         self._sessions: set[Session] = set()
         self._lock = threading.Lock()
         self._unread_bytes = 0
@@ -86,6 +91,10 @@ class Service:
         with self._lock:
             self._sessions.add(session)
         return session
+
+    def offer(self, offer: pb.SessionOffer, caller: str) -> pb.SessionAnswer:
+        """The answer to an offer of transports."""
+        return answer_offer(self.doors, offer, caller)
 
     def forget(self, session: Session) -> None:
         """`session` is closed."""

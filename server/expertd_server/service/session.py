@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Outlet", "Session"]
 
-_INLINE_ONLY = "this server answers inline only"
-
 
 class Outlet(Protocol):
     """The way back of one connection.  None of these may block.  For every message that it is given, answers and
@@ -89,8 +87,7 @@ class Session:
         elif isinstance(message, pb.CancelRequest):
             self._cancel(message.request_id)
         elif isinstance(message, pb.SessionOffer):
-            verdicts = [pb.TransportVerdict(transport=t, reason=_INLINE_ONLY) for t in message.transports]
-            self._send(pb.SessionAnswer(verdicts=verdicts))
+            self._send(self._service.offer(message, self._caller))
         else:
             self.refuse(MalformedMessageError("message: holds nothing, want forward, cancel or session"), 0)
         return None

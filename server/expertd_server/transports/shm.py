@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _TOKEN_BYTES = 32
 _TOKEN_S, _HELLO_S = 10.0, 2.0
 """How long a token waits for its client, and a client that connected may take to send it."""
+_POLL_S = 0.002
 _BACKLOG = 64
 _MOST_PENDING = 256
 """Tokens that nobody has used yet, and connections that have not sent theirs."""
@@ -41,6 +42,10 @@ _MOST_PENDING = 256
 
 class ShmEngine(Protocol):
     """What the door needs of the engine."""
+
+    def idle(self) -> bool:
+        """Whether everything that was taken is answered."""
+        ...
 
     def add_session(self, region: Region, caller: str) -> int:
         """Serve `region`; its handle.  Raises OSError where the device cannot be given the memory."""
@@ -67,9 +72,10 @@ class _Ticket:
 
 
 class ShmDoor:
-    """arena_bytes: of each session's region; most_bytes: of all together."""
+    """A Transport that sessions of another one open.  arena_bytes: of each session's region; most_bytes: of all
+    together."""
 
-    def __init__(self, engine: ShmEngine, *, arena_bytes: int = 64 << 20, most_bytes: int = 1 << 30) -> None:
+    def __init__(self, engine: ShmEngine, *, arena_bytes: int = 64 << 20, most_bytes: int = 4 << 30) -> None:
         self._engine = engine
         self._arena_bytes, self._most = arena_bytes, most_bytes
         self._each = region_bytes(ENTRIES, arena_bytes)
@@ -77,9 +83,12 @@ class ShmDoor:
         self._tickets: dict[bytes, _Ticket] = {}
         self._guests: dict[int, _Guest] = {}
         self._why_not = supported()
-        self._closing = False
+        self._draining = self._closing = self._open = False
+
+    def start(self) -> str:
+        """Raises OSError where this host lacks what it needs."""
         if self._why_not:
-            return
+            raise OSError(self._why_not)
         name = f"\0expertd-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._listener.bind(name)
@@ -92,6 +101,19 @@ class ShmDoor:
             self._poll.register(fd, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="expertd-shm", daemon=True)
         self._thread.start()
+        self._open = True
+        return self._endpoint
+
+    def open(self) -> None:
+        """Sessions may come before: their requests wait for nobody, and are refused like all others."""
+
+    def drain(self, until_s: float) -> bool:
+        """Open no session any more, and end those that are there when everything is answered."""
+        self._draining = True
+        while not (done := self._engine.idle()) and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        self.close()
+        return done
 
     @property
     def sessions(self) -> int:
@@ -105,7 +127,7 @@ class ShmDoor:
             why = "the caller is on another host, or in another network namespace"
         with self._lock:
             self._forget_tickets()
-            if not why and self._closing:
+            if not why and (self._draining or self._closing or not self._open):
                 why = "the server drains"
             if not why and (self.sessions + len(self._tickets) + 1) * self._each > self._most:
                 why = (
@@ -121,7 +143,7 @@ class ShmDoor:
 
     def close(self) -> None:
         """Ends every session."""
-        if self._why_not or self._closing:
+        if not self._open or self._closing:
             return
         self._closing = True
         os.eventfd_write(self._wake, 1)

@@ -85,6 +85,7 @@ class Describer:
         fingerprint: str,
         hidden_size: int,
         limits: Limits,
+        transports: Sequence[str] = (),
     ) -> None:
         self._load = load
         self._always = pb.DescribeResponse(
@@ -98,6 +99,7 @@ class Describer:
             ),
             input_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
             output_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
+            transports=transports,
         )
         self.update((), None, None)
 

@@ -16,14 +16,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from expertd_server.engine.report import BatchReport, LoadNow
+from expertd_server.engine.report import WAIT_BOUNDS_NS, BatchReport, LoadNow, Waits
 from expertd_server.engine.request import Array
 
 __all__ = ["BackendFacts", "Metrics", "Rpc", "SERVICE"]
 
 SERVICE = "expertd.v1.ExpertService"
 
-_SECONDS = tuple(m * 10.0**e for e in range(-5, 1) for m in (1, 2, 5))
+_SECONDS = tuple(ns * 1e-9 for ns in WAIT_BOUNDS_NS)
 """Bounds of the time histograms: 10 us to 5 s, three a decade."""
 _TOKENS = tuple(float(1 << i) for i in range(15))
 
@@ -63,6 +63,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = r = CollectorRegistry()
+        self._first = _First()
+        r.register(self._first)  # before all others: it brings them up to date
         rpc = ("grpc_type", "grpc_service", "grpc_method")
         self.started = Counter("grpc_server_started", "RPCs begun.", rpc, registry=r)
         self.handled = Counter("grpc_server_handled", "RPCs ended, by status code.", (*rpc, "grpc_code"), registry=r)
@@ -96,13 +98,17 @@ class Metrics:
         batches = _Batches()
         r.register(batches)
         self.batch: Callable[[BatchReport], None] = batches.add
-        self._requests: dict[tuple[str, str], Callable[[], None]] = {}
+        self._requests: dict[tuple[str, str], Callable[[float], None]] = {}
         self._backends: set[tuple[str, ...]] = set()
         self.bytes_in: Callable[[float], None] = self.bytes.labels("in").inc
         self.bytes_out: Callable[[float], None] = self.bytes.labels("out").inc
 
     def serving(self, yes: bool) -> None:
         self._state.set(1 if yes else 0)
+
+    def before_a_scrape(self, work: Callable[[], None]) -> None:
+        """Call this first whenever somebody scrapes."""
+        self._first.refresh = work
 
     def watch_load(self, load: Callable[[], LoadNow]) -> None:
         """Export the queue's length; read when scraped."""
@@ -138,12 +144,12 @@ class Metrics:
         for outcome, n in lookups.items():
             self._lookups.labels(outcome).inc(n)
 
-    def answered(self, code: str = "OK", reason: str = "") -> None:
-        """One request was answered."""
+    def answered(self, code: str = "OK", reason: str = "", requests: int = 1) -> None:
+        """Requests were answered."""
         inc = self._requests.get((code, reason))
         if inc is None:
             inc = self._requests[code, reason] = self.requests.labels(code, reason).inc
-        inc()
+        inc(requests)
 
 
 class _Tally:
@@ -157,6 +163,11 @@ class _Tally:
     def add(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
+
+    def add_waits(self, waits: Waits) -> None:
+        """Many at once, counted by the same bounds."""
+        self._counts = [a + b for a, b in zip(self._counts, waits.counts, strict=True)]
+        self._sum += waits.sum_ns * 1e-9
 
     def into(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
         so_far = list(accumulate(self._counts))
@@ -186,8 +197,22 @@ class _Experts:
         return list(zip(ids.tolist(), self._counts[ids].tolist(), strict=True))
 
 
+class _First(Collector):
+    """Has no series of its own."""
+
+    def __init__(self) -> None:
+        self.refresh: Callable[[], None] = lambda: None
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        self.refresh()
+        return ()
+
+
 class _Batches(Collector):
-    """What a batch adds to the metrics.  add() is called by the engine's thread alone, collect() by whoever scrapes."""
+    """What a batch adds to the metrics.  add() is called by one thread at a time, collect() by whoever scrapes."""
 
     def __init__(self) -> None:
         self._batch_tokens, self._batch_requests = _Tally(_TOKENS), _Tally(_TOKENS[:11])
@@ -208,8 +233,7 @@ class _Batches(Collector):
         self._experts[layer].add(b)
         self._batch_tokens.add(b.tokens)
         self._batch_requests.add(b.requests)
-        for ns in b.queue_ns:
-            self._queue.add(ns * 1e-9)
+        self._queue.add_waits(b.waits)
         self._kernel[backend].add(b.stages.kernel_ns * 1e-9)
         self._copy_in.add(b.stages.copy_in_ns * 1e-9)
         self._copy_out.add(b.stages.copy_out_ns * 1e-9)

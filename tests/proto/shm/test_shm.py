@@ -221,7 +221,7 @@ def test_blocks_do_not_overlap_and_come_back(both):
 def test_an_event_loop_is_rung_for_what_it_would_miss(both):
     server, client = both
     assert list(client.drain()) == []
-    ticket = client.submit(Submission(kind=layout.FORWARD))
+    ticket = client.submit(Submission(kind=layout.FORWARD), announced=True)
     server.answer(server.take().id)
     os.eventfd_read(client.region.client_bell)  # it rang
     os.eventfd_write(client.region.client_bell, 1)

@@ -71,8 +71,8 @@ async def test_a_session_offer_gets_a_verdict_for_each_transport(served):
         await s.send(session=pb.SessionOffer(transports=["shm", "nixl"], host_id="here"))
         answer = (await s.receive()).session
         assert [(v.transport, v.accepted, v.reason) for v in answer.verdicts] == [
-            ("shm", False, "this server answers inline only"),
-            ("nixl", False, "this server answers inline only"),
+            ("shm", False, "this server does not know it"),
+            ("nixl", False, "this server does not know it"),
         ]
         await s.send(forward=batch(1, request_id=1))
         assert (await s.receive()).forward.request_id == 1

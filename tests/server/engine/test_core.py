@@ -32,6 +32,7 @@ from expertd.shm.layout import Completion, Submission
 from expertd.shm.region import Region
 from expertd_server.engine import core as module
 from expertd_server.engine.core import Config, Forward, LaneMemory, LayerFacts, Run, library
+from expertd_server.engine.report import WAIT_BOUNDS_NS
 
 pytestmark = [pytest.mark.skipif(bool(BUILT), reason=BUILT or "built"), pytest.mark.timeout(60)]
 
@@ -301,6 +302,9 @@ def test_structs_are_the_same_in_python_and_in_cpp():
         module.Waiting,
     )
     assert list(sizes) == [C.sizeof(k) for k in kinds]
+    bounds = (C.c_uint64 * len(WAIT_BOUNDS_NS))()
+    library().expertd_core_wait_bounds(bounds)
+    assert tuple(bounds) == WAIT_BOUNDS_NS
 
 
 # ---- sessions in shared memory ---------------------------------------------------------------------------------------

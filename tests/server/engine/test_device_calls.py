@@ -126,7 +126,7 @@ def test_callers_on_devices_and_on_the_host_share_a_batch():
         time.sleep(0.05)
         b.may_run.set()
         for d, t in zip(devices, tensors, strict=True):
-            assert d.end() == layout.GOOD
+            assert d.end() == layout.GOOD, (d.words.failure.reason, d.words.failure.text)
             assert torch.equal(d.tensors[1][3], expected(*t))
             assert (d.words.last.batch_requests, d.words.last.batch_tokens) == (4, 11)
         b.outcome(first[0])

@@ -57,6 +57,7 @@ def engine():
 @pytest.fixture
 def door(engine):
     d = ShmDoor(engine, arena_bytes=1 << 18, most_bytes=4 << 20)
+    d.start()
     yield d
     d.close()
 
@@ -227,6 +228,7 @@ def test_clients_killed_at_any_moment_leave_nothing_and_hurt_nobody(door, engine
 
 def test_a_closing_door_ends_sessions_and_clients_see_it(engine):
     door = ShmDoor(engine, arena_bytes=1 << 18)
+    door.start()
     sock, region = enter(door)
     client = Client(region)
     call(client)

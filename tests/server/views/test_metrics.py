@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from expertd_server.engine.report import BatchReport, LoadNow
+from expertd_server.engine.report import BatchReport, LoadNow, Waits
 from expertd_server.engine.request import Stages
 from expertd_server.engine.served import ServedLayer
 from expertd_server.views.metrics import BackendFacts, Metrics, Rpc
@@ -36,7 +36,7 @@ class Scrape:
 def report(tokens, expert_tokens, held=(4, 6)) -> BatchReport:
     layer = ServedLayer(3, 8, held, 2, 16, 32, None, "reference")
     stages = Stages(10, 20_000, 30)
-    return BatchReport(layer, "reference", tokens, 2, [1_000, 3_000_000], stages, np.array(expert_tokens))
+    return BatchReport(layer, "reference", tokens, 2, Waits.of([1_000, 3_000_000]), stages, np.array(expert_tokens))
 
 
 def test_a_scrape_sees_batches_experts_and_calls(metrics):

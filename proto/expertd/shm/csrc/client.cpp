@@ -1,7 +1,15 @@
-// The client's side of a region: an arena, tickets for what is in flight, and waiting for answers.  Thread-safe: any
-// thread may submit and wait; whoever waits reads the completions for all.  The other side is not trusted with anything
-// but the answers themselves: an id that nobody waits for is passed over.
+// The client's side of a region: an arena, tickets for what is in flight, and waiting for answers.  Thread-safe.  The
+// other side is not trusted with anything but the answers themselves: an id that nobody waits for is passed over.
+//
+// A thread that sent a request may wait for its answer itself (wait).  One of those that wait reads the completions for
+// all, and sleeps on the bell for all; when its own has come it wakes another one to do so.  Requests that nobody waits
+// for are announced: a thread (watch) or an event loop (drain) gets the tickets whose answers have come.
+#include <linux/futex.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+
 #include <algorithm>
+#include <climits>
 #include <cstddef>
 #include <cstring>
 #include <map>
@@ -66,12 +74,25 @@ class Arena {
   std::map<uint64_t, uint64_t> free_, taken_;
 };
 
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value, int64_t timeout_ns) {
+  const timespec t{timeout_ns / 1000000000, timeout_ns % 1000000000};
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, &t, nullptr, 0);
+}
+
+void wake_sleeper(std::atomic<uint32_t>& word) {
+  word.fetch_add(1);
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
 enum State : uint32_t { kFree, kInFlight, kAbandoned, kDone };
 
 struct Ticket {
   std::atomic<uint32_t> state{kFree};
+  std::atomic<uint32_t> calls{0};   // grows whenever its waiter has to look again
+  std::atomic<uint32_t> sleeps{0};  // its waiter sleeps on `calls`, or is about to
   uint64_t id = 0;
   int64_t block = kNobody;  // of the arena, given back with the ticket
+  bool announced = false;
   Completion answer;
 };
 
@@ -81,26 +102,35 @@ struct Client {
         entries(entries),
         submissions(reinterpret_cast<Submission*>(base + kPage)),
         completions(reinterpret_cast<Completion*>(base + completions_offset(entries))),
+        memory(base + arena_offset(entries)),
         server_bell(server_bell),
         client_bell(client_bell),
+        news(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
         arena(arena_bytes),
         tickets(new Ticket[entries]) {
     for (uint32_t i = entries; i-- > 0;) unused.push_back(i);
   }
+  ~Client() { close(news); }
 
   Control* const control;
   const uint32_t entries;
   Submission* const submissions;
   Completion* const completions;
+  uint8_t* const memory;
   const int server_bell, client_bell;
+  const int news;  // rings for the thread that watches: announced answers have come, or nobody else reads any more
 
   std::mutex submitting;  // arena, unused, submitted, made
   Arena arena;
   std::vector<uint32_t> unused;
   uint64_t submitted = 0, made = 0;
 
-  std::mutex reading;  // completions, answered
+  std::mutex reading;  // completions, answered, ready
   uint64_t answered = 0;
+  std::vector<uint64_t> ready;  // announced tickets whose answers have come
+  std::atomic<uint32_t> announced{0};  // in flight
+  std::atomic<uint32_t> idle{0};       // the thread that watches sleeps until there is something announced
+  std::atomic<uint32_t> sleepers{0};   // threads that sleep on their tickets
   std::unique_ptr<Ticket[]> tickets;
 
   std::atomic<bool> ended{false};
@@ -119,11 +149,6 @@ struct Client {
     return true;
   }
 
-  void wake_server() {
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // the entry, then the look at the server's sleep
-    if (control->server.sleeps.load(std::memory_order_relaxed)) ring(server_bell);
-  }
-
   void free_ticket(uint64_t id) {
     Ticket& t = ticket(id);
     const std::lock_guard<std::mutex> lock(submitting);
@@ -134,27 +159,53 @@ struct Client {
     unused.push_back(uint32_t(id & (entries - 1)));
   }
 
-  // With `reading` held: moves what has come to its tickets, and names those that somebody waits for in ids.
-  uint32_t read_completions(uint64_t* ids = nullptr, uint32_t most = ~0u) {
+  // With `reading` held: moves what has come to its tickets.
+  uint32_t read_completions() {
     uint32_t came = 0;
-    while (came < most) {
+    for (;; ++came) {
       Completion& c = completions[answered & (entries - 1)];
-      if (c.seq.load(std::memory_order_acquire) != answered + 1) break;
+      if (c.seq.load(std::memory_order_acquire) != answered + 1) return came;
       ++answered;
       const uint64_t id = c.id;
       Ticket& t = ticket(id);
       const uint32_t state = t.state.load(std::memory_order_acquire);
       if (t.id != id || (state != kInFlight && state != kAbandoned)) continue;
       memcpy(static_cast<void*>(&t.answer), &c, c.refused ? sizeof c : offsetof(Completion, reason));
+      const bool announce = t.announced;
+      if (announce) announced.fetch_sub(1);
       uint32_t expected = kInFlight;
-      if (t.state.compare_exchange_strong(expected, kDone, std::memory_order_acq_rel)) {
-        if (ids) ids[came] = id;
-        ++came;
-      } else {
+      if (!t.state.compare_exchange_strong(expected, kDone)) {
         free_ticket(id);
+      } else if (announce) {
+        ready.push_back(id);
+      } else if (t.sleeps.load()) {
+        wake_sleeper(t.calls);
       }
     }
-    return came;
+  }
+
+  uint32_t take_ready(uint64_t* ids, uint32_t most) {
+    const auto n = long(std::min<size_t>(most, ready.size()));
+    std::copy_n(ready.begin(), n, ids);
+    ready.erase(ready.begin(), ready.begin() + n);
+    return uint32_t(n);
+  }
+
+  // With `reading` held: sleeps until the server answers something, timeout_ns are over, or `other` is readable.
+  void sleep_for_all(int64_t timeout_ns, int other = -1) {
+    control->client.sleeps.store(1, std::memory_order_seq_cst);
+    if (!read_completions() && ready.empty()) sleep_on(client_bell, timeout_ns, other);
+    control->client.sleeps.store(0, std::memory_order_relaxed);
+    read_completions();
+  }
+
+  // After `reading` was given back by one who reads no more: somebody else has to.
+  void hand_on() {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (announced.load() || !ready.empty()) ring(news);
+    if (!sleepers.load()) return;
+    for (uint32_t i = 0; i < entries; ++i)
+      if (tickets[i].sleeps.load() && tickets[i].state.load() == kInFlight) return wake_sleeper(tickets[i].calls);
   }
 };
 
@@ -164,13 +215,26 @@ bool spin_for(Client* c, Ticket& t, uint64_t until) {
       if (t.state.load(std::memory_order_acquire) == kDone) return true;
       if (c->reading.try_lock()) {
         c->read_completions();
+        const bool news = !c->ready.empty();
         c->reading.unlock();
+        if (news) ring(c->news);
       }
       relax();
     }
     if (now_ns() >= until) return t.state.load(std::memory_order_acquire) == kDone;
   }
 }
+
+// Where a request's tensors lie in this process.  hidden null: the submission says where in the arena.
+struct Tensors {
+  const void *hidden, *scales, *ids, *weights;
+  uint64_t hidden_bytes, scales_bytes, ids_bytes, weights_bytes, out_bytes;
+};
+
+uint64_t rounded(uint64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+enum Sent { kSent = 0, kNoRoom = 3, kCrowded = 4 };
+enum Waited { kAnswered = 0, kTimedOut = 1, kEnded = 2 };
 
 }  // namespace
 
@@ -212,8 +276,9 @@ API void expertd_shm_give(Client* c, uint64_t at) {
 }
 
 // Sends a copy of *s; its seq and id are chosen here.  block: of the arena, given back with the ticket; -1 = none.
-// The ticket; 0: as many as there are entries are in flight, or the session is over.
-API uint64_t expertd_shm_submit(Client* c, const Submission* s, int64_t block) {
+// announced: nobody waits for it, watch() or drain() names it.  The ticket; 0: as many as there are entries are in
+// flight, or the session is over.
+API uint64_t expertd_shm_submit(Client* c, const Submission* s, int64_t block, int announced) {
   uint64_t id;
   {
     const std::lock_guard<std::mutex> lock(c->submitting);
@@ -223,8 +288,11 @@ API uint64_t expertd_shm_submit(Client* c, const Submission* s, int64_t block) {
     Ticket& t = c->tickets[index];
     t.id = id;
     t.block = block;
+    t.announced = announced != 0;
     t.state.store(kInFlight, std::memory_order_release);
+    if (announced) c->announced.fetch_add(1);
     if (!c->push(*s, id)) {
+      if (announced) c->announced.fetch_sub(1);
       t.id = 0;
       t.block = kNobody;
       t.state.store(kFree, std::memory_order_relaxed);
@@ -232,62 +300,111 @@ API uint64_t expertd_shm_submit(Client* c, const Submission* s, int64_t block) {
     }
     c->unused.pop_back();
   }
-  c->wake_server();
+  wake(c->control->server, c->server_bell);
+  if (announced && c->idle.load() && c->idle.exchange(0)) ring(c->news);
   return id;
 }
 
-enum Waited { kAnswered = 0, kTimedOut = 1, kEnded = 2 };
+// Copies the tensors into a block, sends *s with the offsets filled in.  *ticket: as of submit.  kSent, kNoRoom or
+// kCrowded: then nothing was sent.
+API int expertd_shm_send(Client* c, Submission* s, const Tensors* t, int announced, uint64_t* ticket) {
+  const uint64_t hidden = t->hidden ? rounded(t->hidden_bytes) : 0, scales = rounded(t->scales_bytes);
+  const uint64_t ids = rounded(t->ids_bytes), weights = rounded(t->weights_bytes);
+  const int64_t block = expertd_shm_take(c, hidden + scales + ids + weights + t->out_bytes);
+  if (block == kNobody) return kNoRoom;
+  uint64_t at = uint64_t(block);
+  const auto put = [&](const void* from, uint64_t bytes, uint64_t room) {
+    if (bytes) memcpy(c->memory + at, from, bytes);
+    at += room;
+    return at - room;
+  };
+  if (t->hidden) s->hidden = put(t->hidden, t->hidden_bytes, hidden);
+  s->scales = put(t->scales, t->scales_bytes, scales);
+  s->ids = put(t->ids, t->ids_bytes, ids);
+  s->weights = put(t->weights, t->weights_bytes, weights);
+  s->out = at;
+  *ticket = expertd_shm_submit(c, s, block, announced);
+  if (*ticket) return kSent;
+  expertd_shm_give(c, uint64_t(block));
+  return kCrowded;
+}
 
-// Waits for a ticket's answer: spins for spin_ns, then sleeps; timeout_ns < 0: for ever.
+// Waits for a ticket's answer, which is not announced: spins for spin_ns, then sleeps; timeout_ns < 0: for ever.
 API int expertd_shm_wait(Client* c, uint64_t id, int64_t timeout_ns, int64_t spin_ns, Completion* answer) {
   Ticket& t = c->ticket(id);
   const uint64_t begin = now_ns(), end = timeout_ns < 0 ? ~uint64_t(0) : begin + uint64_t(timeout_ns);
-  bool there = spin_for(c, t, std::min(end, begin + uint64_t(spin_ns)));
+  bool there = spin_for(c, t, std::min(end, begin + uint64_t(spin_ns))), read = false;
+  int how = kAnswered;
   while (!there) {
-    if (c->over()) return kEnded;
+    if (c->over()) how = kEnded;
     const uint64_t now = now_ns();
-    if (now >= end) return kTimedOut;
+    if (now >= end) how = kTimedOut;
+    if (how != kAnswered) break;
     const int64_t left = int64_t(std::min<uint64_t>(end - now, 100000000));
-    if (c->reading.try_lock()) {
-      c->control->client.sleeps.store(1, std::memory_order_seq_cst);
-      if (!c->read_completions()) sleep_on(c->client_bell, left);
-      c->control->client.sleeps.store(0, std::memory_order_relaxed);
-      c->read_completions();
-      c->reading.unlock();
-    } else {  // another thread sleeps on the bell and reads for all
-      const timespec pause{0, long(std::min<int64_t>(left, 20000))};
-      nanosleep(&pause, nullptr);
+    const uint32_t calls = t.calls.load();
+    t.sleeps.store(1);
+    if (t.state.load() != kDone) {
+      if (c->reading.try_lock()) {
+        read = true;
+        c->sleep_for_all(left);
+        c->reading.unlock();
+      } else {
+        c->sleepers.fetch_add(1);
+        sleep_while(t.calls, calls, left);
+        c->sleepers.fetch_sub(1);
+      }
     }
+    t.sleeps.store(0);
     there = t.state.load(std::memory_order_acquire) == kDone;
+    if (read) c->hand_on(), read = false;
   }
+  if (!there) return how;
   memcpy(static_cast<void*>(answer), &t.answer, t.answer.refused ? sizeof t.answer : offsetof(Completion, reason));
   return kAnswered;
 }
 
-// For a thread that reads for all: waits until answers come, spins for spin_ns, then sleeps.  The tickets whose answers
-// came, at most `most`; 0: the time was over, or so is the session.
-API uint32_t expertd_shm_next(Client* c, uint64_t* ids, uint32_t most, int64_t timeout_ns, int64_t spin_ns) {
-  const uint64_t begin = now_ns();
+// send() and then wait().
+API int expertd_shm_call(Client* c, Submission* s, const Tensors* tensors, int64_t timeout_ns, int64_t spin_ns,
+                         Completion* answer, uint64_t* ticket) {
+  const int sent = expertd_shm_send(c, s, tensors, 0, ticket);
+  return sent != kSent ? sent : expertd_shm_wait(c, *ticket, timeout_ns, spin_ns, answer);
+}
+
+// For one thread that looks after what is announced, and after `other`, a descriptor that becomes readable when the
+// session ends: the tickets whose answers have come, at most `most`; 0: the time was over, `other` is readable, or the
+// session is over.
+API uint32_t expertd_shm_watch(Client* c, int other, uint64_t* ids, uint32_t most, int64_t timeout_ns, int64_t spin_ns) {
+  const uint64_t begin = now_ns(), end = begin + uint64_t(timeout_ns);
+  uint64_t spin_end = begin + uint64_t(spin_ns);
   for (;;) {
-    {
-      const std::lock_guard<std::mutex> lock(c->reading);
-      if (const uint32_t n = c->read_completions(ids, most)) return n;
-      const int64_t spent = int64_t(now_ns() - begin);
-      if (c->over() || spent >= timeout_ns) return 0;
-      if (spent >= spin_ns) {
-        c->control->client.sleeps.store(1, std::memory_order_seq_cst);
-        uint32_t n = c->read_completions(ids, most);
-        if (!n) sleep_on(c->client_bell, timeout_ns - spent);
-        c->control->client.sleeps.store(0, std::memory_order_relaxed);
-        if (n) return n;
-        continue;
+    if (c->announced.load() && c->reading.try_lock()) {
+      c->read_completions();
+      uint32_t n = c->take_ready(ids, most);
+      if (!n && now_ns() >= spin_end) {
+        c->sleep_for_all(int64_t(end - std::min(end, now_ns())), other);
+        n = c->take_ready(ids, most);
       }
+      c->reading.unlock();
+      if (n) return c->hand_on(), n;
+      if (c->over() || now_ns() >= end || readable(other)) return c->hand_on(), 0;
+      relax();
+      continue;
     }
-    relax();
+    c->idle.store(1);  // then the look at what is there
+    if (c->reading.try_lock()) {
+      const uint32_t n = c->take_ready(ids, most);
+      c->reading.unlock();
+      if (n) return n;
+      if (c->announced.load()) continue;
+    }  // else whoever reads rings when he has something, or reads no more
+    const uint64_t now = now_ns();
+    if (c->over() || now >= end || readable(other)) return 0;
+    sleep_on(c->news, int64_t(end - now), other);
+    spin_end = now_ns() + uint64_t(spin_ns);
   }
 }
 
-// The answer of a ticket that next() or drain() named.
+// The answer of a ticket that watch() or drain() named.
 API void expertd_shm_answer(Client* c, uint64_t id, Completion* answer) {
   const Ticket& t = c->ticket(id);
   memcpy(static_cast<void*>(answer), &t.answer, t.answer.refused ? sizeof t.answer : offsetof(Completion, reason));
@@ -298,12 +415,12 @@ API void expertd_shm_answer(Client* c, uint64_t id, Completion* answer) {
 API uint32_t expertd_shm_drain(Client* c, uint64_t* ids, uint32_t most) {
   const std::lock_guard<std::mutex> lock(c->reading);
   sleep_on(c->client_bell, 0);
-  uint32_t n = c->read_completions(ids, most);
-  if (n == 0) {
+  c->read_completions();
+  if (c->ready.empty()) {
     c->control->client.sleeps.store(1, std::memory_order_seq_cst);
-    n = c->read_completions(ids, most);
+    c->read_completions();
   }
-  return n;
+  return c->take_ready(ids, most);
 }
 
 // Gives the ticket, and its block, back after its answer was used.
@@ -327,17 +444,20 @@ API void expertd_shm_abandon(Client* c, uint64_t id) {
     const std::lock_guard<std::mutex> lock(c->submitting);
     c->push(s, id);  // without it the request is computed in vain
   }
-  c->wake_server();
+  wake(c->control->server, c->server_bell);
 }
 
 // Everybody who waits learns that the session is over.
 API void expertd_shm_end(Client* c) {
   c->ended.store(true, std::memory_order_release);
   ring(c->client_bell);
+  ring(c->news);
+  for (uint32_t i = 0; i < c->entries; ++i)
+    if (c->tickets[i].sleeps.load()) wake_sleeper(c->tickets[i].calls);
 }
 
 // A call from a device comes soon: a device cannot ring.
-API void expertd_shm_wake(Client* c) { c->wake_server(); }
+API void expertd_shm_wake(Client* c) { wake(c->control->server, c->server_bell); }
 
 API int expertd_shm_over(Client* c) { return c->over(); }
 

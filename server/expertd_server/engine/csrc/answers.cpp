@@ -81,6 +81,7 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
     c.queued_requests = uint32_t(busy_.all_requests());
     c.token_ns = busy_.token_ns.load(std::memory_order_relaxed);
     c.backend = backend;
+    answered_[kComputed].fetch_add(1, std::memory_order_relaxed);
     publish(item, c, false);
   } else {
     Outcome o{};
@@ -106,6 +107,7 @@ void Answers::refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const
     c.retry_after_us = retry_after_us;
     snprintf(c.reason, sizeof c.reason, "%s", kReasonNames[reason]);
     vsnprintf(c.text, sizeof c.text, format, arguments);
+    answered_[reason].fetch_add(1, std::memory_order_relaxed);
     publish(item, c, true);
   } else {
     Outcome o{};
@@ -139,19 +141,23 @@ void Answers::session_gone(uint64_t handle) {
   post(o);
 }
 
-void Answers::record(const BatchRecord& r) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (records_.size() < kMostRecords) records_.push_back(r);
-}
-
-void Answers::post(const Outcome& o) {
+void Answers::flush() {
+  if (held_.empty() && held_records_.empty()) return;
   bool first;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    first = outbox_.empty();
-    outbox_.push_back(o);
+    first = outbox_.empty() && !held_.empty();
+    outbox_.insert(outbox_.end(), held_.begin(), held_.end());
+    if (records_.size() + held_records_.size() <= kMostRecords)
+      records_.insert(records_.end(), held_records_.begin(), held_records_.end());
   }
+  held_.clear();
+  held_records_.clear();
   if (first) shm::ring(bell_);
+}
+
+void Answers::answered(uint64_t* counts) {
+  for (uint32_t i = 0; i < kReasons; ++i) counts[i] += answered_[i].exchange(0, std::memory_order_relaxed);
 }
 
 }  // namespace expertd

@@ -1,6 +1,7 @@
 // The way out: completions of sessions in shared memory, outcomes of inline requests, records of batches.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <vector>
@@ -20,6 +21,8 @@ class Answers {
   uint32_t outcomes(Outcome* out, uint32_t most);
   uint32_t records(BatchRecord* out, uint32_t most);
   int bell() const { return bell_; }  // rings when there are outcomes
+  // Adds up what sessions in shared memory were answered, by Reason, since the last call.
+  void answered(uint64_t* counts);
 
   // ---- the core's thread
   Item* new_item();
@@ -30,10 +33,12 @@ class Answers {
       __attribute__((format(printf, 5, 6)));
   void refuse_bad(Item* item, const LayerFacts& layer, const Bad& bad);
   void session_gone(uint64_t handle);
-  void record(const BatchRecord& r);
+  void record(const BatchRecord& r) { held_records_.push_back(r); }
+  // Shows outcomes and records to the other threads: a batch is on record before anybody learns its outcome.
+  void flush();
 
  private:
-  void post(const Outcome& o);
+  void post(const Outcome& o) { held_.push_back(o); }
 
   const Busy& busy_;
   std::vector<Item*> pool_;
@@ -41,6 +46,9 @@ class Answers {
   std::mutex mutex_;  // outbox_, records_
   std::vector<Outcome> outbox_;
   std::vector<BatchRecord> records_;
+  std::vector<Outcome> held_;  // of the core's thread, as held_records_
+  std::vector<BatchRecord> held_records_;
+  std::atomic<uint64_t> answered_[kReasons] = {};
 };
 
 }  // namespace expertd

@@ -1,4 +1,6 @@
 // The C functions of the core; server/expertd_server/engine/core.py calls them.
+#include <algorithm>
+
 #include "core_class.h"
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -30,6 +32,8 @@ API uint32_t expertd_core_records(Core* c, BatchRecord* out, uint32_t most) { re
 API void expertd_core_interrupt(Core* c) { c->interrupt(); }
 API void expertd_core_forget_graphs(Core* c) { c->forget_graphs(); }
 API int expertd_core_waited_for(Core* c, uint32_t generation) { return c->waited_for(generation); }
+API void expertd_core_answered(Core* c, uint64_t* counts) { c->answers().answered(counts); }
+API void expertd_core_wait_bounds(uint64_t* out) { std::copy_n(kWaitBoundsNs, kWaitBounds, out); }
 API int expertd_core_bell(Core* c) { return c->answers().bell(); }
 API void expertd_core_load(Core* c, Load* out) { *out = c->load(); }
 API void expertd_core_waiting(Core* c, uint32_t caller, Waiting* all, Waiting* own) { c->waiting(caller, all, own); }

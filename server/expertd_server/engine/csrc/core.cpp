@@ -142,6 +142,7 @@ RunCode Core::run(Run* out) {
     }
     moved |= take_inbox();
     moved |= poll_ports();
+    if (moved) answers_.flush();
     now = now_ns();
     const bool interrupted = interrupted_.load(std::memory_order_relaxed);
     if (interrupted && under_way_.empty()) {
@@ -248,7 +249,7 @@ Core::Started Core::start(uint64_t now, Run* out) {
     answers_.refuse(item, kDeadlineExceeded, 0,
                     "request: its deadline passed while it waited; want a longer timeout or another replica");
   }
-  if (cut_.run.empty()) return kLaunched;
+  if (cut_.run.empty()) return answers_.flush(), kLaunched;
   Lane* lane = free_.back();
   free_.pop_back();
   lane->items.swap(cut_.run);
@@ -361,7 +362,7 @@ void Core::finish(Lane* lane, uint64_t now) {
     r.routes += routes;
     const uint64_t waited = lane->cut_ns > f.arrival_ns ? lane->cut_ns - f.arrival_ns : 0;
     r.queue_ns_sum += waited;
-    r.queue_ns_max = std::max(r.queue_ns_max, waited);
+    ++r.waits[std::lower_bound(kWaitBoundsNs, kWaitBoundsNs + kWaitBounds, waited) - kWaitBoundsNs];
     busy_.end(f.tokens);
     if (bad.any)
       answers_.refuse_bad(item, lane->layer->facts, bad);
@@ -391,6 +392,7 @@ BatchRecord Core::record_of(const Lane& lane) const {
   BatchRecord r{};
   r.cut_ns = lane.cut_ns;
   r.layer = lane.layer->facts.layer;
+  r.generation = lane.layer->facts.generation;
   r.backend = lane.layer->backend_at(lane.rows);
   r.tokens = lane.tokens;
   r.rows = lane.rows;
@@ -407,6 +409,7 @@ void Core::leave(Lane* lane, const BatchRecord& r) {
   lane->layer = nullptr;
   free_.push_back(lane);
   forget_closed();
+  answers_.flush();
   forget_retired();
 }
 
@@ -423,6 +426,7 @@ void Core::fail_all(uint32_t reason, const char* text) {
       }
       line.clear();
     }
+  answers_.flush();
   forget_retired();
 }
 

@@ -122,12 +122,19 @@ struct Run {
   uint64_t hidden, slots, weights, out;  // on a CPU: what the experts take and give
 };
 
+constexpr uint32_t kWaitBounds = 18;
+constexpr uint64_t kWaitBoundsNs[kWaitBounds] = {
+    10000,     20000,     50000,     100000,     200000,     500000,     1000000,    2000000,    5000000,
+    10000000,  20000000,  50000000,  100000000,  200000000,  500000000,  1000000000, 2000000000, 5000000000,
+};
+
 struct BatchRecord {
   uint64_t cut_ns;
   uint32_t layer, backend, tokens, rows, requests, routes;
   uint32_t collect_ns, kernel_ns, deliver_ns;
-  uint32_t failed;
-  uint64_t queue_ns_sum, queue_ns_max;
+  uint32_t failed, generation;
+  uint32_t waits[kWaitBounds + 1];  // requests by how long they waited: up to each bound, and longer
+  uint64_t queue_ns_sum;
 };
 
 // What waits, of all callers or of one.

@@ -14,7 +14,7 @@ namespace expertd {
 class Port;
 
 struct Item {
-  Forward f;
+  Forward f{};
   Account* account = nullptr;  // while it waits
   uint64_t handle = 0;   // of an inline request
   Port* port = nullptr;  // of one that came through a session in shared memory, with its own id there

@@ -102,8 +102,7 @@ class Port {
 
   void publish(shm::Completion& c) {
     c.seq.store(++answered_, std::memory_order_release);
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // the entry, then the look at the client's sleep
-    if (control()->client.sleeps.load(std::memory_order_relaxed)) shm::ring(client_bell_);
+    shm::wake(control()->client, client_bell_);
   }
 
   void sleeps(bool now) { control()->server.sleeps.store(now, std::memory_order_seq_cst); }

@@ -1,0 +1,168 @@
+"""A request as a submission in shared memory, and a completion as an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from expertd.dtypes import DTYPE_BYTES
+from expertd.errors import TABLE, ExpertdError
+from expertd.shm.client import Client
+from expertd.shm.layout import FORWARD, ROUTER_WEIGHT_ON_INPUT, Completion, Submission, Tensors
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import ForwardResponseView, Spelling, TensorView
+from expertd_client.lent import Lent
+from expertd_client.request import Request
+from expertd_client.result import ForwardResult
+from expertd_client.tensors import Synthetic, device_of, host_address, over_memory
+
+__all__ = ["Sent", "Slots", "refusal", "response", "result", "sendable", "submission_of"]
+
+_ALIGN = 16
+"""Of offsets in the arena."""
+
+
+class Sent(NamedTuple):
+    """A request on its way.  keep: whatever its addresses need alive until it was sent; shape: [M, H]."""
+
+    submission: Submission
+    tensors: Tensors
+    keep: tuple[Any, ...]
+    out_dtype: int
+    shape: tuple[int, int]
+
+
+class Slots:
+    """Hidden states that callers make in the arena itself.  use, unuse: of the region, by each slot."""
+
+    def __init__(self, client: Client, use: Callable[[], None], unuse: Callable[[], None]) -> None:
+        self._client, self._use, self._unuse = client, use, unuse
+        self._first, self._end = client.region.arena, client.region.arena + client.region.arena_bytes
+        self._taken: dict[int, int] = {}  # address: bytes
+
+    def take(self, tokens: int, hidden_size: int, dtype: int, device: Any = None) -> Any:
+        """[tokens, hidden_size] of a DataType, numpy, or torch where a (CPU) device is given; None: there is no room.
+        The memory goes back with the last array over it."""
+        nbytes = tokens * hidden_size * DTYPE_BYTES[dtype]
+        offset = self._client.take(nbytes)
+        if offset is None:
+            return None
+        address = self._first + offset
+        self._use()
+        self._taken[address] = nbytes
+        lent = Lent.at(address, nbytes, lambda: self._back(address))
+        return over_memory(lent.array(), dtype, (tokens, hidden_size), device)
+
+    def offset(self, address: int, nbytes: int, waits: bool) -> int | None:
+        """Where in the arena a tensor lies, if it can be read there: in a slot, or, while its caller waits for the
+        answer, anywhere."""
+        if not self._first <= address <= self._end - nbytes or (address - self._first) % _ALIGN:
+            return None
+        if waits or any(at <= address and address + nbytes <= at + n for at, n in list(self._taken.items())):
+            return address - self._first
+        return None
+
+    def _back(self, address: int) -> None:
+        self._taken.pop(address, None)
+        self._client.give(address - self._first)
+        self._unuse()
+
+
+def sendable(request: Request) -> bool:
+    """Whether it has a form here."""
+    if request.digest or request.grouped is not None or request.tokens == 0:
+        return False
+    return not (
+        isinstance(request.hidden_states, Synthetic)
+        or isinstance(request.topk_ids, Synthetic)
+        or isinstance(request.topk_weights, Synthetic)
+    )
+
+
+def submission_of(request: Request, slots: Slots, waits: bool) -> Sent:
+    """The submission, and where its tensors lie: they are copied when it is sent, but for hidden states in the arena.
+    waits: its caller does nothing else until it is answered."""
+    out_dtype, hidden_dtype, ids_dtype, weights_dtype = request.dtypes
+    x, ids, weights = request.hidden_states, request.topk_ids, request.topk_weights
+    M, H = x.shape
+    k = ids.shape[1]
+    s, t = Submission(), Tensors()
+    s.kind, s.layer, s.tokens, s.top_k = FORWARD, request.layer, M, k
+    s.hidden_dtype, s.ids_dtype, s.weights_dtype, s.out_dtype = hidden_dtype, ids_dtype, weights_dtype, out_dtype
+    if request.router_weight_on_input:
+        s.flags = ROUTER_WEIGHT_ON_INPUT
+    t.hidden_bytes = M * H * DTYPE_BYTES[hidden_dtype]
+    t.ids_bytes, t.weights_bytes = M * k * DTYPE_BYTES[ids_dtype], M * k * DTYPE_BYTES[weights_dtype]
+    t.out_bytes = M * H * DTYPE_BYTES[out_dtype]
+    address, kept_x = host_address(x, hidden_dtype)
+    t.ids, kept_ids = host_address(ids, ids_dtype)
+    t.weights, kept_weights = host_address(weights, weights_dtype)
+    offset = slots.offset(address, t.hidden_bytes, waits)
+    if offset is None:
+        t.hidden = address
+    else:
+        s.hidden = offset
+    return Sent(s, t, (kept_x, kept_ids, kept_weights), out_dtype, (M, H))
+
+
+def result(
+    answer: Completion, sent: Sent, request: Request, client: Client, give_back: Callable[[], None]
+) -> ForwardResult:
+    """What the caller gets.  give_back: once, when the output is not read any more."""
+    lent = _lent(sent, client, give_back)
+    device = device_of(request.hidden_states)
+    output = over_memory(lent.array(), sent.out_dtype, sent.shape, device)
+    if device is not None and device.type != "cpu":  # copied there
+        lent.release()
+    return ForwardResult(
+        output,
+        None,
+        answer.routes_computed,
+        lambda: _timing(answer),
+        lambda: _load(answer),
+        0,
+        lent.release,
+    )
+
+
+def response(
+    answer: Completion, request_id: int, sent: Sent, client: Client, give_back: Callable[[], None]
+) -> ForwardResponseView:
+    """The same as what a message would hold."""
+    lent = _lent(sent, client, give_back)
+    v = ForwardResponseView(
+        request_id,
+        TensorView(sent.out_dtype, sent.shape, Spelling.RAW, lent.array().data),
+        routes_computed=answer.routes_computed,
+        timing=_timing(answer),
+        load=_load(answer),
+    )
+    v.give_back = lent.release
+    return v
+
+
+def refusal(answer: Completion) -> ExpertdError:
+    """The server's error."""
+    row: Any = TABLE.get(answer.reason.decode(errors="replace"), ExpertdError)
+    error: ExpertdError = row(answer.text.decode(errors="replace"), retry_after_us=answer.retry_after_us)
+    return error
+
+
+def _lent(sent: Sent, client: Client, give_back: Callable[[], None]) -> Lent:
+    address = client.region.arena + sent.submission.out
+    return Lent.at(address, sent.tensors.out_bytes, give_back)
+
+
+def _timing(answer: Completion) -> pb.Timing:
+    return pb.Timing(
+        queue_ns=answer.queue_ns,
+        copy_in_ns=answer.collect_ns,
+        kernel_ns=answer.kernel_ns,
+        copy_out_ns=answer.deliver_ns,
+        batch_tokens=answer.batch_tokens,
+        batch_requests=answer.batch_requests,
+    )
+
+
+def _load(answer: Completion) -> pb.Load:
+    return pb.Load(queued_tokens=answer.queued_tokens, queued_requests=answer.queued_requests, token_ns=answer.token_ns)

@@ -1,0 +1,40 @@
+"""What becomes of an offer of faster transports (SessionOffer): which one a session gets, and why not another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from expertd.v1 import expert_service_pb2 as pb
+
+__all__ = ["Door", "Doors", "answer_offer"]
+
+
+class Door(Protocol):
+    """A way in that a session of another transport opens."""
+
+    def offer(self, caller: str, host: str, /) -> tuple[str, str, str]:
+        """(token, endpoint, "") for a caller on `host` (SessionOffer.host_id), or ("", "", why not).  Does not wait."""
+        ...
+
+
+Doors = Mapping[str, Door | str]
+"""By the transport's name in the contract; a sentence instead of a door: why this server has none."""
+
+
+def answer_offer(doors: Doors, offer: pb.SessionOffer, caller: str) -> pb.SessionAnswer:
+    """The first transport of the offer that can be had."""
+    answer, opened = pb.SessionAnswer(), ""
+    for name in offer.transports:
+        why = f"not beside {opened}, which stands before it in the offer"
+        if not opened:
+            answer.token, answer.endpoint, why = _ask(doors.get(name), offer, caller)
+            opened = "" if why else name
+        answer.verdicts.add(transport=name, accepted=opened == name and not why, reason=why)
+    return answer
+
+
+def _ask(door: Door | str | None, offer: pb.SessionOffer, caller: str) -> tuple[str, str, str]:
+    if door is None:
+        return "", "", "this server does not know it"
+    return ("", "", door) if isinstance(door, str) else door.offer(caller, offer.host_id)
