@@ -259,7 +259,7 @@ def test_each_route_by_itself(case):
         ("tiles 2, warps 8", "tiles 2, warps 2"),
         ("tiles 4, warps 16, even", "tiles 1, warps 8, even"),
     ):
-        plan = LayerPlan(0, "ids", *(TilePlan.parse(f"gemv: rows 1 {p} S1 ST4") for p in (w13, w2)))
+        plan = LayerPlan(0, "ids", *(TilePlan.parse(f"gemv: rows 1, {p}, columns 64, stages 4") for p in (w13, w2)))
         for M, how in ((1, "even"), (3, "absent"), (4, "one"), (2, "skewed")):
             check(case, weights, experts, M, how, plan=plan)
             check(case, weights, experts, M, how, plan=plan, router_weight_on_input=True)

@@ -25,12 +25,13 @@ def in_words(plan: Any) -> str:
 def values_of(kind: type[Any], text: str) -> dict[str, Any]:
     """The fields of a plan of whole numbers and truths, and of a name where it has one, as `in_words` wrote them; those
     that have a default may be left out.  ValueError for words that are unknown, twice there or not there."""
-    known = {_name(f): f for f in fields(kind)}
     values: dict[str, Any] = {}
-    named = next((f for f in known.values() if _type(f) == "str"), None)
+    words = text
+    named = next((f for f in fields(kind) if _type(f) == "str"), None)
     if named is not None:
-        values[named.name], _, text = text.partition(": ")
-    for word in filter(None, text.split(", ")):
+        values[named.name], _, words = text.partition(": ")
+    known = {_name(f): f for f in fields(kind) if f is not named}
+    for word in filter(None, words.split(", ")):
         front, _, last = word.rpartition(" ")
         name, number = (front, last) if last.isdecimal() else (word, "")
         f = known.get(name)

@@ -47,7 +47,7 @@ def test_words_make_the_plan_again():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("block: rows 8, queues 9", "'queues 9' is unknown"),
+        ("block: rows 8, queues 9", r"plan 'block: rows 8, queues 9': 'queues 9' is unknown .*words: rows, warps"),
         ("block: rows 8, rows 9", "'rows 9' is unknown or there twice"),
         ("block: rows 8, warps", "'warps' is unknown"),
         ("block: rows 8, late 1", "'late 1' is unknown"),
