@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, product
 from pathlib import Path
 
+import metrics_page
 import rooms
 from decisions import indexed
 from expertd_kernels.oracle import survey
@@ -253,6 +254,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "DECISIONS.md": lambda: indexed((ROOT / "DECISIONS.md").read_text()),
     "docs/backends.md": backends_page,
     "docs/formats.md": formats_page,
+    "docs/metrics.md": lambda: metrics_page.markdown(GENERATED),
     "docs/rooms.svg": lambda: rooms.draw(rooms.read()),
     "tests/golden/oracle_survey.txt": golden,
 }

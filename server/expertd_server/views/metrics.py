@@ -6,13 +6,14 @@ bincount a batch, turned into samples only when somebody scrapes.
 
 from __future__ import annotations
 
+import importlib.metadata
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -22,6 +23,7 @@ from expertd_server.engine.request import Array
 __all__ = ["BackendFacts", "Metrics", "Rpc", "SERVICE"]
 
 SERVICE = "expertd.v1.ExpertService"
+VERSION = importlib.metadata.version("expertd")
 
 _SECONDS = tuple(ns * 1e-9 for ns in WAIT_BOUNDS_NS)
 """Bounds of the time histograms: 10 us to 5 s, three a decade."""
@@ -82,17 +84,19 @@ class Metrics:
         self.bytes = Counter("expertd_bytes", "Bytes of messages, in and out.", ("direction",), registry=r)
         self.backend_info = Gauge(
             "expertd_backend_info",
-            "1 for the backend that serves the layer.",
+            "1: who serves the layer.",
             ("layer", "backend", "weight_scheme", "activation_scheme", "device", "chosen_by", "from_cache"),
             registry=r,
         )
         self._boot = Gauge("expertd_boot_seconds", "Time of the boot, by stage.", ("stage",), registry=r)
         self._lookups = Counter(
             "expertd_cache_lookups",
-            "Packed weights looked up in the cache on disk: hit, miss, stale or damaged; all but hits are made again.",
+            "Packed weights looked up in the cache: hit; miss, stale, damaged: made again.",
             ("outcome",),
             registry=r,
         )
+        Gauge("expertd_build_info", "1, with the version of expertd.", ("version",), registry=r).labels(VERSION).set(1)
+        ProcessCollector(registry=r)
         self._state = Gauge("expertd_serving", "1 while the server takes requests.", registry=r)
         self._state.set(0)
         batches = _Batches()

@@ -1,0 +1,97 @@
+"""docs/metrics.md: every series of a server, read from a registry that has seen one of everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from prometheus_client.core import Metric
+
+from expertd_server.engine.report import BatchReport, LoadNow
+from expertd_server.engine.request import Stages
+from expertd_server.engine.served import ServedLayer
+from expertd_server.views.metrics import BackendFacts, Metrics, Rpc
+
+__all__ = ["Series", "markdown", "seen_everything", "table"]
+
+_NO_KERNEL: Any = None
+_UNITS: Mapping[str, str] = {"seconds": "s", "bytes": "bytes", "tokens": "tokens"}
+_SUFFIXES: Mapping[str, Sequence[str]] = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric.  name: as it is queried, without a histogram's suffixes; labels: `le` left out."""
+
+    name: str
+    kind: str
+    unit: str
+    labels: tuple[str, ...]
+    text: str
+
+    @property
+    def names(self) -> set[str]:
+        """All names under which samples come."""
+        if self.kind == "histogram":
+            return {self.name + s for s in _SUFFIXES["histogram"]}
+        return {self.name}
+
+
+def table() -> list[Series]:
+    """In the order of a scrape; what the process itself tells comes last."""
+    found = [_series(m) for m in seen_everything().registry.collect()]
+    return sorted(found, key=lambda s: s.name.startswith("process_"))
+
+
+def markdown(note: str) -> str:
+    lines = list(_rows(table()))
+    return f"""# Metrics
+
+{note}
+
+`expertd serve --metrics-listen HOST:PORT` serves them at `/metrics` in Prometheus' text format. A histogram has the
+names `_bucket` (with the label `le`), `_sum` and `_count`. `expertd_expert_tokens_total` has a series for each expert.
+
+| name | kind | unit | what | labels |
+|---|---|---|---|---|
+{chr(10).join(lines)}
+
+`code` and `reason` are those of the table of errors (`expertd/errors.py`). Queries and alerts made of these:
+[deploy/prometheus](../deploy/prometheus/alerts.yaml), [operations.md](operations.md).
+"""
+
+
+def _rows(series: Sequence[Series]) -> Iterator[str]:
+    for s in series:
+        labels = ", ".join(s.labels) or "-"
+        yield f"| `{s.name}` | {s.kind} | {s.unit} | {s.text} | {labels} |"
+
+
+def _series(m: Metric) -> Series:
+    samples = [s for s in m.samples if not s.name.endswith("_created")]
+    if not samples:
+        raise ValueError(f"{m.name}: no sample was made of it; docs/metrics_page.py has to make one of everything")
+    name = m.name + (_SUFFIXES["counter"][0] if m.type == "counter" else "")
+    words = m.name.split("_")
+    unit = next((_UNITS[w] for w in reversed(words) if w in _UNITS), "1")
+    return Series(name, m.type, unit, tuple(label for label in samples[0].labels if label != "le"), m.documentation)
+
+
+def seen_everything() -> Metrics:
+    """Metrics with a sample of each series."""
+    metrics = Metrics()
+    rpc = Rpc(metrics, "unary", "Forward")
+    rpc.started()
+    rpc.received()
+    rpc.sent()
+    rpc.seconds(0.1)
+    rpc.finished("OK")
+    metrics.answered()
+    layer = ServedLayer(0, 8, (0, 1), 2, 16, 32, _NO_KERNEL, "reference")
+    metrics.batch(BatchReport(layer, "reference", 1, 1, [1], Stages(1, 1, 1), np.array([1, 1])))
+    metrics.hold([BackendFacts(0, "reference", "int4_g128", "none", "cpu", "order", False)])
+    metrics.booted({"plan": 1.0}, {"hit": 1})
+    metrics.watch_load(lambda: LoadNow(0, 0, 0.0, False))
+    return metrics
