@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from prometheus_client.core import Metric
 
-from expertd_server.engine.report import BatchReport, LoadNow
+from expertd_server.engine.report import BatchReport, LoadNow, Waits
 from expertd_server.engine.request import Stages
 from expertd_server.engine.served import ServedLayer
 from expertd_server.views.metrics import BackendFacts, Metrics, Rpc
@@ -90,7 +90,7 @@ def seen_everything() -> Metrics:
     rpc.finished("OK")
     metrics.answered()
     layer = ServedLayer(0, 8, (0, 1), 2, 16, 32, _NO_KERNEL, "reference")
-    metrics.batch(BatchReport(layer, "reference", 1, 1, [1], Stages(1, 1, 1), np.array([1, 1])))
+    metrics.batch(BatchReport(layer, "reference", 1, 1, Waits.of([1]), Stages(1, 1, 1), np.array([1, 1])))
     metrics.hold([BackendFacts(0, "reference", "int4_g128", "none", "cpu", "order", False)])
     metrics.booted({"plan": 1.0}, {"hit": 1})
     metrics.watch_load(lambda: LoadNow(0, 0, 0.0, False))
