@@ -40,6 +40,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "load": ("bench_codec", "files", "load", "percentiles", "workload"),
         "commands": ("cli",),
         "models": ("strip", "torch_experts", "transformers"),
+        "device": ("cuda_ipc", "device_copies"),
     },
 }
 """Modules that lie in no folder, by the room that they belong to."""

@@ -30,7 +30,7 @@ from expertd_client.result import ForwardResult
 from expertd_client.shm_message import Sent, Slots, refusal, response, result, sendable, submission_of
 from expertd_client.transport import ChannelFullError, Closed, Deliver, Ready
 
-__all__ = ["AioShmChannel", "AioShmConnection", "ShmChannel", "ShmConnection"]
+__all__ = ["AioShmChannel", "AioShmConnection", "ShmChannel", "ShmConnection", "enter_session"]
 
 _CONNECT_S = 2.0
 _SLICE_NS = 100_000_000
@@ -46,7 +46,7 @@ class ShmChannel:
     def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
         def live() -> None:
             try:
-                connection = ShmConnection(_enter(answer), deliver, closed)
+                connection = ShmConnection(enter_session(answer), deliver, closed)
             except UnavailableError as e:
                 ready(e)
             else:
@@ -69,7 +69,7 @@ class AioShmChannel:
 
         async def enter() -> None:
             try:
-                entered = await loop.run_in_executor(None, _enter, answer)
+                entered = await loop.run_in_executor(None, enter_session, answer)
             except UnavailableError as e:
                 ready(e)
             else:
@@ -80,7 +80,7 @@ class AioShmChannel:
         task.add_done_callback(self._opening.discard)
 
 
-def _enter(answer: pb.SessionAnswer) -> tuple[socket.socket, Client]:
+def enter_session(answer: pb.SessionAnswer) -> tuple[socket.socket, Client]:
     """The session's socket and region.  Raises UnavailableError."""
     missing = supported()
     if missing or not answer.endpoint.startswith("unix-abstract:"):

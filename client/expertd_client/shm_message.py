@@ -87,7 +87,7 @@ def submission_of(request: Request, slots: Slots, waits: bool) -> Sent:
     M, H = x.shape
     k = ids.shape[1]
     s, t = Submission(), Tensors()
-    s.kind, s.layer, s.tokens, s.top_k = FORWARD, request.layer, M, k
+    s.kind, s.layer, s.tokens, s.top_k, s.hidden_size = FORWARD, request.layer, M, k, H
     s.hidden_dtype, s.ids_dtype, s.weights_dtype, s.out_dtype = hidden_dtype, ids_dtype, weights_dtype, out_dtype
     if request.router_weight_on_input:
         s.flags = ROUTER_WEIGHT_ON_INPUT

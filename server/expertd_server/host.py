@@ -233,7 +233,8 @@ class Host:
         largest = config.max_message_bytes or min(message_bytes(config.max_tokens, infos), _MOST_BYTES)
         limits = Limits(config.max_tokens, largest, config.max_in_flight)
         self.service = Service(self.engine, self.metrics, limits)
-        self.service.doors["shm"] = self._shm(infos)
+        door = self.service.doors["shm"] = self._shm(infos)
+        self.service.doors["cuda_ipc"] = door if isinstance(door, str) else door.gpu
         self._describe = Describer(
             self.service.load_message,
             instance_id=uuid.uuid4().hex,

@@ -40,7 +40,7 @@ GOOD, REFUSED, LOST = 1, 2, 3
 """DeviceCalls.answered, once it is not 0."""
 CALLS_OFFSET = 320
 """Of DeviceCalls in the control page."""
-MOST_PREPARED = 4096
+MOST_PREPARED = 1 << 16
 """Submission.number goes from 1 to this."""
 
 
@@ -54,7 +54,8 @@ class Submission(C.Structure):
         ("flags", C.c_uint16),
         ("trace", C.c_uint8 * 24),
         ("number", C.c_uint32),
-        ("reserved", C.c_uint8 * 16),
+        ("hidden_size", C.c_uint32),
+        ("reserved", C.c_uint8 * 12),
     ]
 
 

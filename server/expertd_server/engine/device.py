@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertd.shm.cuda import device_refusal
+from expertd.shm.pool import Pool
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.rows.kernels import collect, deliver, signal
 from expertd_kernels.rows.table import WORDS
@@ -105,6 +107,7 @@ class DeviceExecutor:
         self._counting: Any = api.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._runtime: Any = api.cudart()
+        self._index: int = api.current_device() if device.index is None else device.index
         self.core: c.Core
         self._lanes: list[_Lane] = []
         self._size = (0, 0, 0)
@@ -153,6 +156,12 @@ class DeviceExecutor:
     def unregister(self, address: int) -> None:
         with torch.cuda.device(self._device):
             self._runtime.cudaHostUnregister(address)
+
+    def pool(self, nbytes: int) -> Pool:
+        return Pool.create(self._index, nbytes)
+
+    def pool_refusal(self) -> str:
+        return device_refusal(self._index)
 
     def run(self, run: c.Run, layer: ServedLayer) -> None:
         lane = self._lanes[run.lane]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from expertd.shm.pool import Pool, PoolError
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
 from expertd_server.engine.request import Array
@@ -30,6 +31,9 @@ _KIND: Mapping[torch.dtype, Any] = {
 }
 
 _MOST_VIEWS = 4096
+
+
+_NO_POOL = "the server computes on a CPU: it has no GPU whose memory could be shared"
 
 
 class Executor(Protocol):
@@ -58,6 +62,14 @@ class Executor(Protocol):
 
     def unregister(self, address: int) -> None:
         """It does no more."""
+
+    def pool(self, nbytes: int) -> Pool:
+        """Memory of the device that a client may map.  Raises PoolError."""
+        ...
+
+    def pool_refusal(self) -> str:
+        """Why there is none, "" where there is."""
+        ...
 
     def run(self, run: c.Run, layer: ServedLayer) -> int | None:
         """Compute, or launch, a batch.  Nanoseconds of the computation; None: launched, the lane's word will say."""
@@ -107,6 +119,12 @@ class CpuExecutor:
 
     def unregister(self, address: int) -> None:
         """Nothing was registered."""
+
+    def pool(self, nbytes: int) -> Pool:
+        raise PoolError(_NO_POOL)
+
+    def pool_refusal(self) -> str:
+        return _NO_POOL
 
     def run(self, run: c.Run, layer: ServedLayer) -> int:
         M, k, H = run.rows, run.top_k, layer.hidden_size

@@ -24,6 +24,7 @@ import torch
 
 from expertd.dtypes import DTYPE_NUMBER
 from expertd.errors import TABLE, DeadlineExceededError, DrainingError, ExpertdError, InternalError
+from expertd.shm.pool import Pool
 from expertd.shm.region import Region
 from expertd_kernels.oracle.probe import use_device
 from expertd_kernels.protocol import ExpertsLostError
@@ -107,6 +108,7 @@ class NativeEngine:
         self._left: dict[int, Any] = {}  # requests that were answered while the core might still read them
         self._callers: dict[str, int] = {}
         self._regions: dict[int, Region] = {}
+        self._pools: dict[int, Pool] = {}
         self._counted: dict[int, Array] = {}  # routes by expert that were reported, by generation
         self._counts_due_s = 0.0
         self._used: set[int] = set()  # generations that computed since the last look at the counts
@@ -262,12 +264,22 @@ class NativeEngine:
 
     # ---- sessions in shared memory: any thread -----------------------------------------------------------------------
 
-    def add_session(self, region: Region, caller: str) -> int:
-        """Serve what comes through `region`, which is the engine's from now on.  Its handle.  Raises OSError where the
-        device cannot be given the memory."""
+    def pool(self, nbytes: int) -> Pool:
+        """Memory of the device for a session.  Raises PoolError."""
+        return self._executor.pool(nbytes)
+
+    def pool_refusal(self) -> str:
+        """Why there is none, "" where there is."""
+        return self._executor.pool_refusal()
+
+    def add_session(self, region: Region, caller: str, pool: Pool | None = None) -> int:
+        """Serve what comes through `region`, and from a device through `pool`; both are the engine's from now on.  Its
+        handle.  Raises OSError where the device cannot be given the memory."""
         self._executor.register(region.address, region.bytes)
         handle = _SESSIONS + next(self._numbers)
         self._regions[handle] = region
+        if pool is not None:
+            self._pools[handle] = pool
         self._core.add_session(
             handle,
             region.address,
@@ -276,6 +288,7 @@ class NativeEngine:
             region.server_bell,
             region.client_bell,
             self._caller(caller),
+            (0, 0) if pool is None else (pool.address, pool.bytes),
         )
         return handle
 
@@ -284,6 +297,9 @@ class NativeEngine:
         self._core.remove_session(handle)
 
     def _session_gone(self, handle: int) -> None:
+        pool = self._pools.pop(handle, None)
+        if pool is not None:
+            pool.close()
         region = self._regions.pop(handle, None)
         if region is not None:
             self._executor.unregister(region.address)

@@ -24,10 +24,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from expertd.shm.layout import ENTRIES, region_bytes
+from expertd.shm.layout import ENTRIES, PAGE, region_bytes
+from expertd.shm.pool import Pool, PoolError
 from expertd.shm.region import Region, RegionError, host_id, peer_uid, supported
 
-__all__ = ["ShmDoor", "ShmEngine"]
+__all__ = ["GpuDoor", "ShmDoor", "ShmEngine"]
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ _TOKEN_S, _HELLO_S = 10.0, 2.0
 """How long a token waits for its client, and a client that connected may take to send it."""
 _POLL_S = 0.002
 _BACKLOG = 64
+_WORDS_BYTES = PAGE
+"""Of the arena of a session from a GPU: its tensors lie in the pool."""
 _MOST_PENDING = 256
 """Tokens that nobody has used yet, and connections that have not sent theirs."""
 
@@ -47,8 +50,16 @@ class ShmEngine(Protocol):
         """Whether everything that was taken is answered."""
         ...
 
-    def add_session(self, region: Region, caller: str) -> int:
-        """Serve `region`; its handle.  Raises OSError where the device cannot be given the memory."""
+    def add_session(self, region: Region, caller: str, pool: Pool | None = None) -> int:
+        """Serve `region`, and `pool`; its handle.  Raises OSError where the device cannot be given the memory."""
+        ...
+
+    def pool(self, nbytes: int) -> Pool:
+        """Memory of the device that a client may map.  Raises PoolError."""
+        ...
+
+    def pool_refusal(self) -> str:
+        """Why there is none, "" where there is."""
         ...
 
     def remove_session(self, handle: int) -> None:
@@ -63,21 +74,43 @@ class _Guest:
     until_s: float
     said: bytes = b""
     handle: int = 0
+    on_device: bool = False
 
 
 @dataclass
 class _Ticket:
     caller: str
+    on_device: bool
     until_s: float = field(default_factory=lambda: time.monotonic() + _TOKEN_S)
+
+
+class GpuDoor:
+    """A ShmDoor for sessions whose tensors lie on a GPU ("cuda_ipc")."""
+
+    def __init__(self, door: ShmDoor) -> None:
+        self._door = door
+
+    def offer(self, caller: str, host: str) -> tuple[str, str, str]:
+        """See ShmDoor."""
+        return self._door.offer(caller, host, on_device=True)
 
 
 class ShmDoor:
     """A Transport that sessions of another one open.  arena_bytes: of each session's region; most_bytes: of all
-    together."""
+    together.  pool_bytes: of each session from a GPU, on the server's; most_pools: sessions from GPUs."""
 
-    def __init__(self, engine: ShmEngine, *, arena_bytes: int = 64 << 20, most_bytes: int = 4 << 30) -> None:
+    def __init__(
+        self,
+        engine: ShmEngine,
+        *,
+        arena_bytes: int = 64 << 20,
+        most_bytes: int = 4 << 30,
+        pool_bytes: int = 64 << 20,
+        most_pools: int = 16,
+    ) -> None:
         self._engine = engine
         self._arena_bytes, self._most = arena_bytes, most_bytes
+        self._pool_bytes, self._most_pools = pool_bytes, most_pools
         self._each = region_bytes(ENTRIES, arena_bytes)
         self._lock = threading.Lock()
         self._tickets: dict[bytes, _Ticket] = {}
@@ -120,7 +153,12 @@ class ShmDoor:
         """Regions that are served now."""
         return sum(guest.handle != 0 for guest in list(self._guests.values()))
 
-    def offer(self, caller: str, host: str) -> tuple[str, str, str]:
+    @property
+    def gpu(self) -> GpuDoor | str:
+        """The way in for tensors on GPUs of this host, or why there is none."""
+        return self._engine.pool_refusal() or GpuDoor(self)
+
+    def offer(self, caller: str, host: str, *, on_device: bool = False) -> tuple[str, str, str]:
         """(token, endpoint, "") for a caller on `host`, or ("", "", why not)."""
         why = self._why_not
         if not why and (not host or host != host_id()):
@@ -129,7 +167,11 @@ class ShmDoor:
             self._forget_tickets()
             if not why and (self._draining or self._closing or not self._open):
                 why = "the server drains"
-            if not why and (self.sessions + len(self._tickets) + 1) * self._each > self._most:
+            taken = [g.on_device for g in list(self._guests.values()) if g.handle]
+            taken += [t.on_device for t in self._tickets.values()]
+            if not why and on_device and sum(taken) >= self._most_pools:
+                why = f"the server has {sum(taken)} sessions from GPUs, and no memory of its GPU for more"
+            if not why and not on_device and (taken.count(False) + 1) * self._each > self._most:
                 why = (
                     f"the server's shared memory is used up: {self._most} bytes for all sessions, {self._each} for each"
                 )
@@ -138,7 +180,7 @@ class ShmDoor:
             if why:
                 return "", "", why
             token = secrets.token_bytes(_TOKEN_BYTES)
-            self._tickets[token] = _Ticket(caller)
+            self._tickets[token] = _Ticket(caller, on_device)
         return token.hex(), self._endpoint, ""
 
     def close(self) -> None:
@@ -195,15 +237,23 @@ class ShmDoor:
         if ticket is None:
             log.warning("shared memory: a client came with a token that is not valid; it was refused")
             return self._dismiss(guest)
-        region = None
+        made: list[Region | Pool] = []
         try:
-            region = Region.create(self._arena_bytes)
-            guest.handle = self._engine.add_session(region, ticket.caller)
+            region, pool = Region.create(_WORDS_BYTES if ticket.on_device else self._arena_bytes), None
+            made.append(region)
+            if ticket.on_device:
+                pool = self._engine.pool(self._pool_bytes)
+                made.append(pool)
+                guest.on_device = True
+            guest.handle = self._engine.add_session(region, ticket.caller, pool)
             region.send(guest.sock)
-        except (RegionError, OSError) as e:
+            if pool is not None:
+                pool.send(guest.sock)
+        except (RegionError, PoolError, OSError) as e:
             log.warning("shared memory: a session could not be opened: %s", e)
-            if region is not None and not guest.handle:
-                region.close()
+            if not guest.handle:
+                for memory in made:
+                    memory.close()
             self._dismiss(guest)
 
     def _take_ticket(self, said: bytes) -> _Ticket | None:

@@ -85,7 +85,7 @@ enum Flag : uint16_t {
   kRouterWeightOnInput = 1,
   kOnDevice = 2,  // offsets are those of the session's memory on the device
 };
-constexpr uint32_t kMostPrepared = 4096;
+constexpr uint32_t kMostPrepared = 1 << 16;
 
 struct alignas(128) Submission {
   std::atomic<uint64_t> seq;
@@ -105,7 +105,8 @@ struct alignas(128) Submission {
   uint16_t flags;
   uint8_t trace[24];  // W3C trace id and parent id, zeros = none
   uint32_t number;    // of kPrepare, 1 to kMostPrepared: which one it is, or replaces
-  uint8_t reserved[16];
+  uint32_t hidden_size;  // what the client takes H for; 0 = not told
+  uint8_t reserved[12];
 };
 static_assert(sizeof(Submission) == 128, "two cache lines");
 

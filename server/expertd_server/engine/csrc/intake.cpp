@@ -228,6 +228,10 @@ bool Core::check(const Port* p, const shm::Submission& s, Item* item, const Laye
                     f.tokens, f.top_k, config_.max_tokens, layer.top_k);
     return false;
   }
+  if (s.hidden_size && s.hidden_size != H) {
+    answers_.refuse(item, kBadShape, 0, "hidden_states: got rows of %u, want %u", s.hidden_size, layer.hidden_size);
+    return false;
+  }
   if (k < 1 || k > layer.num_experts) {
     answers_.refuse(item, kBadShape, 0, "topk_ids: got top_k %u, want 1 to %u", f.top_k, layer.num_experts);
     return false;

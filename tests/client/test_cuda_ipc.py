@@ -1,0 +1,337 @@
+"""Sessions from a GPU against the real door and engine, on a GPU of a few lines of Python: its memory is the host's,
+its streams compute at once and wait for words in a loop."""
+# ruff: noqa: N802
+
+import contextlib
+import ctypes as C
+import threading
+import time
+
+import pytest
+import torch
+
+from expertd.errors import (
+    BadDtypeError,
+    BadShapeError,
+    ExpertIdOutOfRangeError,
+    LayerNotHeldError,
+    UnavailableError,
+)
+from expertd.shm import cuda as cuda_module
+from expertd.shm.cuda import Cuda
+from expertd.shm.library import LibraryMissingError
+from expertd.shm.library import library as client_library
+from expertd.shm.pool import PoolError
+from expertd.shm.region import host_id, supported
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client import cuda_ipc
+from expertd_server.engine.core import CoreMissingError, library
+from expertd_server.engine.native import NativeEngine
+from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.served import ServedLayer
+from expertd_server.transports.shm import ShmDoor
+
+try:
+    library()
+    client_library()
+    MISSING = supported()
+except (CoreMissingError, LibraryMissingError) as e:
+    MISSING = str(e)
+
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
+
+H, E = 32, 4
+POOL = 1 << 16
+BRING, TAKE = 1, 2
+
+
+class SoftwareGpu:
+    """The driver's functions that a session uses."""
+
+    def __init__(self):
+        self.kept = []
+        self.registered = 0
+
+    def __getattr__(self, name):
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        return lambda *arguments: 0
+
+    def cuModuleGetFunction(self, function, module, name):
+        function._obj.value = {b"bring": BRING, b"take": TAKE}[name.value]
+        return 0
+
+    def cuMemAlloc_v2(self, address, size):
+        self.kept.append(C.create_string_buffer(size.value))
+        address._obj.value = C.addressof(self.kept[-1])
+        return 0
+
+    def cuMemHostRegister_v2(self, *arguments):
+        self.registered += 1
+        return 0
+
+    def cuMemHostUnregister(self, *arguments):
+        self.registered -= 1
+        return 0
+
+    def cuLaunchKernel(self, kernel, *arguments):
+        pointers = arguments[8]
+        values = [C.c_uint64.from_address(p).value for p in pointers]
+        if kernel.value == BRING:
+            for to, source, size in zip(values[0:9:3], values[1:9:3], values[2:9:3], strict=True):
+                C.memmove(to, source, size)
+            C.c_uint32.from_address(values[9]).value = 0
+        else:
+            to, source, size, word, good, _ = values
+            if C.c_uint32.from_address(word).value == good:
+                C.memmove(to, source, size)
+            else:
+                C.memset(to, 255, size)
+        return 0
+
+    def cuStreamBatchMemOp_v2(self, stream, count, operations, flags):
+        for operation in operations:
+            word = C.c_uint32.from_address(operation.address)
+            if operation.kind == 2:
+                word.value = operation.value
+            else:
+                until = time.monotonic() + 20
+                while word.value < operation.value:
+                    assert time.monotonic() < until, "the stream waits for ever"
+                    time.sleep(1e-5)
+        return 0
+
+
+class HostPool:
+    """Memory that both sides see, under the same address."""
+
+    made = None
+
+    def __init__(self, memory):
+        self.memory, self.bytes, self.device, self.closed = memory, POOL, 0, 0
+        self.address = C.addressof(memory)
+
+    @classmethod
+    def create(cls, nbytes):
+        cls.made = cls((C.c_uint8 * POOL)())
+        return cls.made
+
+    @classmethod
+    def receive(cls, sock, device):
+        assert sock.recv(4) == b"pool"
+        return cls(cls.made.memory)
+
+    def send(self, sock):
+        sock.sendall(b"pool")
+
+    def close(self):
+        self.closed += 1
+
+
+class Stream:
+    cuda_stream = 7
+
+    def wait_stream(self, other):
+        raise AssertionError("there is one stream")
+
+
+STREAM = Stream()
+
+
+class Session(cuda_ipc.DeviceSession):
+    def _on_device(self):
+        return contextlib.nullcontext()
+
+    def _misplaced(self, t):
+        return False
+
+
+class Sums:
+    """out = x * the sum of weights * (slot + 1)"""
+
+    backend = "sums"
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, hidden_states, topk_ids, topk_weights, *, router_weight_on_input=False, out=None):
+        assert self.gate.wait(20)
+        factor = torch.where(topk_ids >= 0, (topk_ids + 1) * topk_weights, 0.0).sum(1, keepdim=True)
+        return out.copy_(hidden_states.float() * factor)
+
+
+@pytest.fixture
+def sums():
+    return Sums()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = SoftwareGpu()
+    monkeypatch.setattr(cuda_ipc, "cuda", lambda: Cuda(gpu))
+    monkeypatch.setattr(cuda_ipc, "Pool", HostPool)
+    monkeypatch.setattr(cuda_ipc, "DeviceSession", Session)
+    return gpu
+
+
+@pytest.fixture
+def server(sums, gpu):
+    engine = NativeEngine(torch.device("cpu"), compute_dtype="bf16", policy=Policy(max_tokens=64))
+    engine.hold([ServedLayer(n, E, tuple(range(E)), 2, H, 8, sums, "sums") for n in range(2)])
+    engine.pool, engine.pool_refusal = HostPool.create, lambda: ""
+    engine.start()
+    engine.open()
+    door = ShmDoor(engine, most_pools=2)
+    door.start()
+    door.engine = engine
+    yield door
+    sums.gate.set()
+    door.close()
+    engine.stop(10)
+
+
+def enter(door):
+    token, endpoint, why = door.gpu.offer("caller", host_id())
+    assert not why, why
+    return cuda_ipc.open_session(pb.SessionAnswer(token=token, endpoint=endpoint), 0)
+
+
+@pytest.fixture
+def lane(server):
+    with enter(server) as lane:
+        yield lane
+
+
+def inputs(M, x=torch.bfloat16, ids=torch.int32, w=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randint(-8, 8, (M, H), generator=g).to(x)
+    routes, weights = torch.randint(-1, E, (M, 2), generator=g), torch.randint(0, 8, (M, 2), generator=g) / 8
+    factor = torch.where(routes >= 0, (routes + 1) * weights, 0.0).sum(1, keepdim=True)
+    return (hidden, routes.to(ids), weights.to(w)), hidden.float() * factor
+
+
+def forward(lane, layer, tensors, **more):
+    return lane.forward(layer, *tensors, stream=STREAM, **more)
+
+
+def test_answers_are_right_whatever_comes(lane):
+    kinds = [(torch.bfloat16, torch.int32, torch.float32), (torch.float16, torch.int64, torch.bfloat16)]
+    for seed in range(40):
+        t, want = inputs(1 + seed % 7, *kinds[seed % 2], seed=seed)
+        out = forward(lane, seed % 2, t)
+        assert out.dtype == t[0].dtype
+        assert torch.allclose(out.float(), want, rtol=1e-2)
+        assert lane.last.routes_computed == int((t[1] >= 0).sum())
+    assert len(lane._prepared) == 14, "each kind is asked for once"
+    lane.check()
+
+
+def test_an_output_that_the_caller_brings_and_rows_that_are_not_in_one_piece(lane):
+    t, want = inputs(8)
+    out = torch.empty_like(t[0])
+    apart = torch.stack([t[0], t[0]], 1)[:, 1]
+    assert not apart.is_contiguous()
+    assert forward(lane, 0, (apart, *t[1:]), out=out) is out
+    assert torch.allclose(out.float(), want, rtol=1e-2)
+
+
+def test_a_request_that_is_refused_answers_nan_and_check_says_why(lane):
+    t, want = inputs(3)
+    bad = t[1].clone()
+    bad[2, 1] = E
+    assert forward(lane, 0, (t[0], bad, t[2])).isnan().all()
+    with pytest.raises(ExpertIdOutOfRangeError, match=r"\[2, 1\]"):
+        lane.check()
+    assert torch.allclose(forward(lane, 0, t).float(), want, rtol=1e-2)
+    forward(lane, 0, (t[0], bad, t[2]))
+    with pytest.raises(ExpertIdOutOfRangeError):
+        forward(lane, 0, t)
+
+
+def test_what_the_server_would_never_compute_is_said_at_once(lane):
+    t, _ = inputs(3)
+    with pytest.raises(LayerNotHeldError):
+        forward(lane, 5, t)
+    with pytest.raises(BadShapeError, match="rows of 16, want 32"):
+        forward(lane, 0, (t[0][:, :16].contiguous(), *t[1:]))
+    with pytest.raises(BadDtypeError):
+        forward(lane, 0, (t[0], t[1].float(), t[2]))
+    with pytest.raises(ValueError, match=r"want \[M, H\]"):
+        forward(lane, 0, (t[0], t[1], t[2].double()))
+    with pytest.raises(ValueError, match=r"want \[M, H\]"):
+        forward(lane, 0, (t[0], t[1], t[2][:, :1]))
+    with pytest.raises(ValueError, match="odd address"):
+        forward(lane, 0, (torch.zeros(3 * H + 1, dtype=torch.bfloat16)[1:].view(3, H), *t[1:]))
+    with pytest.raises(ValueError, match="split the batch"):
+        forward(lane, 0, inputs(2000)[0])
+
+
+def test_a_server_that_goes_frees_a_stream_that_waits_and_one_that_will(server, sums):
+    lane = enter(server)
+    t, want = inputs(3)
+    assert torch.allclose(forward(lane, 0, t).float(), want, rtol=1e-2)
+    sums.gate.clear()
+    threading.Timer(0.2, server.close).start()
+    assert forward(lane, 0, t).isnan().all()
+    call = next(iter(lane._prepared.values()))  # as a captured graph would: nothing looks at the host
+    out = torch.zeros_like(t[0])
+    call.take.values[0] = out.data_ptr()
+    lane._copies.bring(7, call.bring)
+    lane._start(7, call.words)
+    lane._copies.take(7, call.take)
+    assert out.isnan().all()
+    with pytest.raises(UnavailableError, match="the server ended it"):
+        forward(lane, 0, t)
+    lane.close()
+    sums.gate.set()
+
+
+def test_a_session_that_ends_leaves_nothing(server, gpu):
+    for _ in range(5):
+        lane = enter(server)
+        t, _ = inputs(2)
+        forward(lane, 0, t)
+        pool = lane._pool
+        lane.close()
+        lane.close()
+        assert pool.closed == 1
+        with pytest.raises(UnavailableError, match="closed"):
+            forward(lane, 0, t)
+    until = time.monotonic() + 5
+    while server.sessions or server.engine._pools:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert (HostPool.made.closed, gpu.registered) == (1, 0)
+
+
+def test_sessions_are_bounded_and_a_reason_is_given(server):
+    lanes = [enter(server) for _ in range(2)]
+    assert "2 sessions from GPUs" in server.gpu.offer("caller", host_id())[2]
+    assert server.offer("caller", host_id())[2] == "", "which keeps nobody from shared memory"
+    assert "host" in server.gpu.offer("caller", "another")[2]
+    server.engine.pool_refusal = lambda: "the GPU has none"
+    assert server.gpu == "the GPU has none"
+    for lane in lanes:
+        lane.close()
+
+
+def test_memory_that_cannot_be_had_ends_the_session_with_a_reason(server, monkeypatch):
+    def fails(*arguments):
+        raise PoolError("the GPUs cannot reach each other")
+
+    monkeypatch.setattr(HostPool, "receive", fails)
+    with pytest.raises(UnavailableError, match="cannot reach each other"):
+        enter(server)
+    monkeypatch.undo()
+
+
+def test_a_server_on_a_cpu_and_one_without_a_driver_say_so(monkeypatch):
+    engine = NativeEngine(torch.device("cpu"), policy=Policy(max_tokens=64))
+    assert "CPU" in engine.pool_refusal()
+    with pytest.raises(PoolError, match="CPU"):
+        engine.pool(1)
+    cuda_module.cuda.cache_clear()
+    monkeypatch.setattr(C, "CDLL", lambda name: (_ for _ in ()).throw(OSError("no such file")))
+    assert "driver cannot be used" in cuda_module.device_refusal(0)
+    cuda_module.cuda.cache_clear()
