@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from command_kit import ROOT
@@ -26,7 +29,17 @@ TARGET = {"job", "namespace", "instance", "pod", "le"}
 NAME = r"(?<![\w:])((?:expertd|grpc_server|process)_[a-z0-9_]+)(?:\{([^}]*)\})?"
 
 
+DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboard.json").read_text())
+PANELS = [p for p in DASHBOARD["panels"] if p["type"] != "row"]
+
+
+def plain(expression):
+    """Grafana's variables as what they may stand for."""
+    return re.sub(r"\$\w+", ".*", expression.replace("$__rate_interval", "5m"))
+
+
 def expressions():
+    yield from ((p["title"], plain(t["expr"])) for p in PANELS for t in p["targets"])
     yield from ((r.get("alert") or r["record"], r["expr"]) for r in RULES)
     adapter = yaml.safe_load((FOLDER / "adapter.yaml").read_text())["custom"]
     yield from (("adapter", r["seriesQuery"]) for r in adapter)
@@ -42,7 +55,11 @@ def selectors(expression):
 
 @pytest.mark.parametrize(("rule", "expression"), list(expressions()))
 def test_what_is_asked_for_is_there(rule, expression):
-    known = {"reason": set(TABLE), "code": {e.code.name for e in TABLE.values()}, "backend": {b.name for b in BACKENDS}}
+    known = {
+        "reason": set(TABLE),
+        "code": {"OK", *(e.code.name for e in TABLE.values())},
+        "backend": {b.name for b in BACKENDS},
+    }
     for name, labels in selectors(expression):
         assert name in SERIES, f"{rule}: {name} is no metric; docs/metrics.md lists them"
         assert labels.keys() <= {*SERIES[name].labels, *TARGET}, f"{rule}: labels of {name}"
@@ -86,3 +103,44 @@ def test_every_alert_is_tried():
     tried = yaml.safe_load((FOLDER / "alerts_test.yaml").read_text())["tests"]
     fired = {a["alertname"] for t in tried for a in t.get("alert_rule_test", []) if a["exp_alerts"]}
     assert fired == set(ALERTS)
+
+
+def test_the_dashboard_is_what_its_program_makes():
+    if importlib.util.find_spec("grafana_foundation_sdk") is None:
+        pytest.skip("grafana-foundation-sdk is not installed: `make test` installs the extra `deploy`")
+    spec = importlib.util.spec_from_file_location("dashboard", ROOT / "deploy/grafana/dashboard.py")
+    program = importlib.util.module_from_spec(spec)
+    sys.modules["dashboard"] = program
+    spec.loader.exec_module(program)
+    assert program.made() == program.FILE.read_text(), "stale: run python deploy/grafana/dashboard.py"
+    assert len(PANELS) == sum(len(panels) for _, panels in program.ROWS)
+
+
+def test_the_dashboard_can_be_looked_at():
+    assert len(PANELS) > 20
+    assert len({p["title"] for p in PANELS}) == len(PANELS)
+    defined = {v["name"] for v in DASHBOARD["templating"]["list"]} | {"__rate_interval"}
+    queries = [t["expr"] for p in PANELS for t in p["targets"]] + [
+        str(v["query"]) for v in DASHBOARD["templating"]["list"]
+    ]
+    assert {name for q in queries for name in re.findall(r"\$(\w+)", q)} <= defined
+    for v in DASHBOARD["templating"]["list"][1:]:
+        (metric,) = re.findall(r"\((\w+)", v["query"])
+        assert v["query"].rstrip(")").rpartition(", ")[2] in {*SERIES[metric].labels, *TARGET}
+    for p in PANELS:  # what is labelled in a legend is what the query keeps
+        for t in p["targets"]:
+            kept = {w for by in re.findall(r"by \(([^)]*)\)", t["expr"]) for w in by.split(", ")}
+            assert set(re.findall(r"{{(\w+)}}", t["legendFormat"])) <= kept
+
+
+def test_promtool_reads_the_queries_of_the_dashboard(tmp_path):
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed: apt-get install prometheus has it")
+    rules = [{"record": f"a:q{i}", "expr": e} for i, (_, e) in enumerate(expressions())]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    done = subprocess.run(
+        ["promtool", "check", "rules", str(file)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules)} rules found" in done.stdout

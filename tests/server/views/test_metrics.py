@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import urllib.request
 
 import numpy as np
@@ -57,6 +58,8 @@ def test_a_scrape_sees_batches_experts_and_calls(metrics):
     assert get("expertd_expert_tokens_total", layer="3", expert="4") == 4
     assert get("expertd_expert_tokens_total", layer="3", expert="6") == 6
     assert get("expertd_tokens_total", layer="3") == 12
+    assert get("expertd_build_info", version=importlib.metadata.version("expertd")) == 1
+    assert get("process_resident_memory_bytes") > 1 << 20
     assert get("expertd_batch_tokens_sum") == 12
     assert get("expertd_batch_requests_count") == 2
     assert get("expertd_queue_seconds_count") == 4
