@@ -3,6 +3,7 @@ same dequantized weights in transformers' own module."""
 
 from __future__ import annotations
 
+import chat
 import pytest
 import torch
 import transformers
@@ -11,7 +12,6 @@ from test_attach import PROMPTS, relative
 from tiny_models import generate
 
 from expertd_client.transformers import attach
-from expertd_kernels.checkpoint import open_checkpoint
 
 FIXTURES = (
     "gptq-w4-g128-sym-descact-false-qwen3moe1l",
@@ -29,18 +29,7 @@ def dequantized(folder):
     config.eos_token_id = None
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    source = open_checkpoint(folder)
-    for layer in source.layers:
-        weights, experts = source.load(layer), model.get_submodule(f"model.layers.{layer}.mlp.experts")
-        with torch.no_grad():
-            for name, matrix in (("gate_up_proj", weights.w13), ("down_proj", weights.w2)):
-                values, bias = matrix.dequantize(), matrix.bias
-                if not experts.is_concatenated and matrix.segments == 2:  # gate and up alternate
-                    order = torch.arange(values.shape[1]).view(2, -1).T.flatten()
-                    values, bias = values[:, order], None if bias is None else bias[:, order]
-                experts.get_parameter(name).copy_(values.mT if experts.is_transposed else values)
-                if bias is not None:
-                    experts.get_parameter(f"{name}_bias").copy_(bias)
+    chat.dequantize_into(model, folder)
     return model
 
 
@@ -62,3 +51,12 @@ def test_quantized_experts_say_what_their_dequantized_weights_say(name, served):
         with attach(model, addresses):
             assert relative(model(PROMPTS).logits, logits) <= 2e-6
             assert torch.equal(generate(model, PROMPTS, 32), tokens)
+
+
+def test_the_example_answers_a_prompt_from_a_real_checkpoint(served, capsys):
+    folder, addresses = served["mxfp4-oai-modelopt-gptoss-ns"]
+    arguments = ["--checkpoint", str(folder), "--servers", *addresses, "--prompt", "hello", "--tokens", "5"]
+    assert chat.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "no experts" in said
+    assert "5 tokens, " in said

@@ -1,0 +1,53 @@
+"""An engine of one's own: a router and a shared expert written by hand, routed experts behind a server.
+
+    python client/examples/own_engine.py 127.0.0.1:50051 [--compile]
+
+The shared expert is computed while the routed ones are under way.  With --compile the layer is one graph of
+torch.compile, in which each call is one node.
+"""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from expertd_client import ExpertClient
+from expertd_client.torch_experts import RemoteExperts
+
+
+class SparseBlock(nn.Module):
+    """[B, S, H] -> [B, S, H]."""
+
+    def __init__(self, experts: RemoteExperts, hidden: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(hidden, num_experts, bias=False)
+        self.shared = nn.Sequential(nn.Linear(hidden, 2 * hidden), nn.SiLU(), nn.Linear(2 * hidden, hidden))
+        self.experts = experts
+        self.top_k = top_k
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(self.top_k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        started = self.experts.start(x, ids, weights)  # on its way
+        shared = self.shared(x)  # meanwhile
+        return self.experts.wait(started, shared) + shared
+
+
+def main(address: str, compiled: bool) -> int:
+    with ExpertClient(address, timeout_s=30.0) as client, torch.inference_mode():
+        described = client.describe()
+        layer, hidden = described.layers[0], described.model.hidden_size
+        experts = RemoteExperts(client, layer.layer, max_tokens=described.limits.max_tokens)
+        torch.manual_seed(0)
+        block = SparseBlock(experts, hidden, layer.num_experts, layer.top_k).eval()
+        run = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+        x = torch.randn(2, 3, hidden)
+        y = run(x)
+        alone = torch.cat([block(x[:1]), block(x[1:])])  # what a token gets does not depend on its batch
+    error = float((y - alone).norm() / y.norm())
+    print(f"layer {layer.layer} on {layer.backend}: {list(y.shape)}, together against one by one: {error:.1e}")
+    return 0 if error < 1e-2 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], "--compile" in sys.argv))
