@@ -12,7 +12,8 @@ STAMP := .venv/setup-done
 DEPLOY := .venv/deploy-done
 NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_kernels/native/csrc/*.h \
   proto/expertd/shm/csrc/*.cpp proto/expertd/shm/csrc/*.h \
-  server/expertd_server/engine/csrc/*.cpp server/expertd_server/engine/csrc/*.h)
+  server/expertd_server/engine/csrc/*.cpp server/expertd_server/engine/csrc/*.h \
+  client/expertd_client/cluster/csrc/*.cpp)
 
 .PHONY: help setup demo test triton check lint format proto golden docs bench wheel clean
 

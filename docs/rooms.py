@@ -37,7 +37,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "requests": ("deadline", "lent", "request", "result", "retry", "tensors"),
         "exchange": ("exchange", "link", "session"),
         "transports": ("grpc_aio", "grpc_common", "grpc_sync", "servicer", "shm", "shm_message", "transport"),
-        "load": ("bench_codec", "files", "load", "percentiles", "workload"),
+        "load": ("bench_cluster", "bench_codec", "files", "load", "percentiles", "workload"),
         "commands": ("cli",),
         "models": ("strip", "torch_experts", "transformers"),
         "device": ("cuda_ipc", "device_copies"),

@@ -3,7 +3,7 @@ build can run it before anything is installed.
 
     LIBRARIES    folder of the sources -> the library's name, and the folders of headers it includes
 
-What cannot be compiled is left out: expertd then says so, and does without shared memory.
+What cannot be compiled is left out: expertd then says so, and does without shared memory, or more slowly.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ EXPORTS = "{ global: expertd_*; local: *; };\n"
 """Only our own functions are seen from outside: not those of the C++ library that is linked in."""
 SHM = "proto/expertd/shm/csrc"
 ENGINE = "server/expertd_server/engine/csrc"
+CLUSTER = "client/expertd_client/cluster/csrc"
 GLIBC = "2.28"
 """The oldest glibc that a library made for others runs on."""
 
@@ -68,6 +69,7 @@ def _below(root: Path, folder: str) -> Path:
 LIBRARIES = (
     Library("libexpertd_shm.so", SHM),
     Library("libexpertd_engine.so", ENGINE, [SHM]),
+    Library("libexpertd_cluster.so", CLUSTER),
 )
 
 

@@ -45,8 +45,11 @@ class Call:
         self.on_missing = on_missing
         if out is not None:
             _check_out(out, request)
-        sums = pb.DATA_TYPE_F32 if f32_sums else None
-        self.host = request.with_tensors(on_host(tensors[0]), on_host(tensors[1]), on_host(tensors[2]), sums)
+        if f32_sums or not all(isinstance(x, np.ndarray) for x in tensors):
+            sums = pb.DATA_TYPE_F32 if f32_sums else None
+            self.host = request.with_tensors(on_host(tensors[0]), on_host(tensors[1]), on_host(tensors[2]), sums)
+        else:
+            self.host = request
 
     def result(self, flight: Flight, epoch: int) -> ClusterResult:
         """The answer; raises the flight's error."""

@@ -33,7 +33,7 @@ from expertd_client.cluster.member import Member
 from expertd_client.cluster.members import Members
 from expertd_client.cluster.policy import Latencies, OnMissing, Policy, Verdict, choose, verdict
 from expertd_client.cluster.result import Answered
-from expertd_client.cluster.split import Part, check_ids, count_routes, cut, split
+from expertd_client.cluster.split import Part, check_ids, cut, split
 from expertd_client.cluster.table import LayerTable
 from expertd_client.deadline import Deadline
 from expertd_client.request import Request
@@ -76,8 +76,8 @@ class Surroundings:
     def flight(self, call: Call, deadline: Deadline | None, landed: Callable[[Flight], object]) -> Flight:
         """Starts a call.  Raises where it cannot be: LayerNotHeldError, ExpertIdOutOfRangeError, PlacementError."""
         table = self.members.table(call.host.layer)
-        check_ids(call.host.topk_ids, table, call.host.layer)
-        flight = Flight(self, call.host, table, deadline, call.on_missing, landed)
+        routes = check_ids(call.host.topk_ids, table, call.host.layer)
+        flight = Flight(self, call.host, routes, table, deadline, call.on_missing, landed)
         flight.take_off()
         return flight
 
@@ -150,7 +150,7 @@ class Leg:
 
 
 class Flight:
-    """request: its tensors are numpy arrays, ids checked against `table`.
+    """request: its tensors are numpy arrays, ids checked against `table`; routes: how many it has.
 
     landed   called once, by whoever brought the last event, when all legs are answered or the call failed
     error    why it failed; None = it did not
@@ -160,6 +160,7 @@ class Flight:
         self,
         around: Surroundings,
         request: Request,
+        routes: int,
         table: LayerTable,
         deadline: Deadline | None,
         on_missing: OnMissing,
@@ -178,7 +179,7 @@ class Flight:
         self._waiting = 0  # legs without a result
         self._over = False
         self._next_look_s = math.inf
-        for leg in self._place(request, None, table, ()):
+        for leg in self._place(request, None, routes, table, ()):
             self._add(leg)
 
     # ---- begin -------------------------------------------------------------------------------------------------------
@@ -191,24 +192,26 @@ class Flight:
         if not self._waiting:
             self.end(None)
             return
-        for leg in list(self.legs):
+        for leg in self.legs[:]:
             self._ask(leg)
 
     def _place(
-        self, request: Request, rows: NDArray[np.int64] | None, table: LayerTable, spurned: Sequence[Member]
+        self,
+        request: Request,
+        rows: NDArray[np.int64] | None,
+        routes: int,
+        table: LayerTable,
+        spurned: Sequence[Member],
     ) -> list[Leg]:
         """Legs for a request, each with the server that is to be asked first; rows: its tokens in the batch."""
-        members, now_s = self._around.members, time.monotonic()
         chosen: dict[str, Member | None] = {}
         owner_of_group: list[int] = []
         for holders in table.holders:
-            there = members.usable(holders, spurned) or members.usable(holders)
-            member = choose(there, request.tokens, now_s, self._around.rng) if there else None
-            address = holders[0] if member is None else member.address
+            address, member = self._choose(holders, request.tokens, spurned)
             chosen.setdefault(address, member)
             owner_of_group.append(list(chosen).index(address))
         if table.whole:
-            parts = [Part(0, None, request, count_routes(request.topk_ids))]
+            parts = [Part(0, None, request, routes)] if request.tokens else []
         else:
             parts = split(request, table, owner_of_group, len(chosen))
         legs: list[Leg] = []
@@ -222,9 +225,20 @@ class Flight:
                 legs += self._legs(part, groups, table, list(chosen.values())[part.owner])
         return legs
 
+    def _choose(self, holders: Sequence[str], tokens: int, spurned: Sequence[Member]) -> tuple[str, Member | None]:
+        """The holder that is to be asked first; None for the member: none can be asked now."""
+        members = self._around.members
+        there = members.usable(holders, spurned) or members.usable(holders)
+        if not there:
+            return holders[0], None
+        member = choose(there, tokens, time.monotonic(), self._around.rng)
+        return member.address, member
+
     def _legs(self, part: Part, groups: list[int], table: LayerTable, chosen: Member | None) -> list[Leg]:
         """Those of one part, cut to what each of its holders takes."""
-        holders = [a for a in table.holders[groups[0]] if all(a in table.holders[g] for g in groups)]
+        holders: Sequence[str] = table.holders[groups[0]]
+        if len(groups) > 1:
+            holders = [a for a in holders if all(a in table.holders[g] for g in groups)]
         known = self._around.members.by_address
         bounds = [known[a].max_tokens for a in holders if a in known and known[a].max_tokens]
         first = table.first[groups[0]]
@@ -409,7 +423,7 @@ class Flight:
             return
         unserved = len(self.unserved)
         try:
-            legs = self._place(part.request, part.rows, table, ())
+            legs = self._place(part.request, part.rows, part.routes, table, ())
         except PlacementError as gone:
             self.end(gone)
             return
@@ -510,6 +524,8 @@ class Flight:
 
     def in_order(self) -> list[Leg]:
         """Legs in the order in which they are added: it does not depend on who answered, nor when."""
+        if len(self.legs) == 1:
+            return self.legs
         return sorted(self.legs, key=lambda leg: (leg.first, 0 if leg.part.rows is None else int(leg.part.rows[0])))
 
     def missing(self) -> NDArray[np.bool_]:

@@ -116,9 +116,6 @@ class Members:
 
     def usable(self, addresses: Sequence[str], without: Sequence[Member] = ()) -> list[Member]:
         """Those of the servers that may be asked now."""
-        now_s, found = time.monotonic(), []
-        for address in addresses:
-            member = self.by_address.get(address)
-            if member is not None and member not in without and member.usable(now_s):
-                found.append(member)
-        return found
+        now_s, known = time.monotonic(), self.by_address
+        there = [known[a] for a in addresses if a in known]
+        return [m for m in there if m.usable(now_s) and m not in without]

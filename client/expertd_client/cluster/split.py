@@ -39,17 +39,18 @@ class Part:
     routes: int
 
 
-def check_ids(ids: NDArray[np.integer], table: LayerTable, layer: int) -> None:
-    """Raises ExpertIdOutOfRangeError for an id that the model does not have."""
+def check_ids(ids: NDArray[np.integer], table: LayerTable, layer: int) -> int:
+    """How many routes somebody is to compute.  Raises ExpertIdOutOfRangeError for ids that the model does not have."""
     if not ids.size:
-        return
-    low, high = int(ids.min()), int(ids.max())
+        return 0
+    low, high = int(np.minimum.reduce(ids, axis=None)), int(np.maximum.reduce(ids, axis=None))
     if low < -1 or high >= table.num_experts:
         raise ExpertIdOutOfRangeError.about(
             f"topk_ids of layer {layer}",
             got=low if low < -1 else high,
             want=f"0 to {table.num_experts - 1}, or -1 for a route that nobody computes",
         )
+    return ids.size if low >= 0 else count_routes(ids)
 
 
 def count_routes(ids: NDArray[np.integer]) -> int:
@@ -79,7 +80,7 @@ def _gather(request: Request, owner: NDArray[np.int64], owners: int, routes: Seq
     hit = np.zeros((owners + 2, tokens), bool)
     hit[owner, np.arange(tokens)[:, None]] = True  # rows owners and owners + 1 are those of -2 and -1
     hit[owners] = hit[owners + 1]
-    which, rows = np.nonzero(hit[: owners + 1])
+    which, rows = (np.ascontiguousarray(n) for n in np.nonzero(hit[: owners + 1]))
     mine = np.where(which == owners, -1, which)
     x, weights = request.hidden_states.take(rows, axis=0), request.topk_weights.take(rows, axis=0)
     ids = request.topk_ids.take(rows, axis=0)

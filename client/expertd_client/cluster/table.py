@@ -26,17 +26,14 @@ class LayerTable:
     group_of      [E + 1] i64: expert -> group, -1 = nobody holds it.  The last entry is -1, too: that of the id -1
     holders       by group: addresses of the servers that hold all of its experts, in the order of the placement
     first         by group: its lowest expert.  Groups are in this order
+    whole         whether one group has all experts: then nothing is split
     """
 
     num_experts: int
     group_of: NDArray[np.int64]
     holders: tuple[tuple[str, ...], ...]
     first: tuple[int, ...]
-
-    @property
-    def whole(self) -> bool:
-        """Whether one group has all experts: then nothing is split."""
-        return len(self.holders) == 1 and not (self.group_of[:-1] < 0).any()
+    whole: bool
 
 
 def layer_table(num_experts: int, held: Mapping[str, tuple[int, ...]]) -> LayerTable:
@@ -56,4 +53,5 @@ def layer_table(num_experts: int, held: Mapping[str, tuple[int, ...]]) -> LayerT
                 holders.append(tuple(addresses[n] for n in np.flatnonzero(row)))
                 first.append(expert)
             group_of[expert] = number
-    return LayerTable(num_experts, group_of, tuple(holders), tuple(first))
+    whole = len(holders) == 1 and bool((group_of[:-1] >= 0).all())
+    return LayerTable(num_experts, group_of, tuple(holders), tuple(first), whole)

@@ -2,6 +2,7 @@
 
 codec    the codec beside a bare stream of bytes and the stock protobuf classes
 path     where the time of a whole request goes, by transport, beside bare bytes
+cluster  what a cluster's client does itself, beside a plain copy
 faults   what killed, hung and slow servers do to the calls of a cluster
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from expertd_client import bench_codec
+from expertd_client import bench_cluster, bench_codec
 from expertd_client.faults import command as faults
 from expertd_client.path import command
 
@@ -31,6 +32,8 @@ def add_parser(subparsers: Any, text: str) -> None:
             " in a process of their own on this host.  Ways take turns, so that what else the machine does hits all.",
         )
     )
+    work = "what a cluster's client does itself, beside a plain copy of the bytes that it moves"
+    bench_cluster.add_arguments(parts.add_parser("cluster", help=work, description=f"Times {work}."))
     trouble = "what killed, hung and slow servers do to the calls of a cluster"
     faults.add_arguments(
         parts.add_parser(
@@ -43,6 +46,5 @@ def add_parser(subparsers: Any, text: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"codec": bench_codec.run_command, "path": command.run_command, "faults": faults.run_command}[args.part](
-        args
-    )
+    modules = {"codec": bench_codec, "path": command, "cluster": bench_cluster, "faults": faults}
+    return int(modules[args.part].run_command(args))
