@@ -93,5 +93,6 @@ def seen_everything() -> Metrics:
     metrics.batch(BatchReport(layer, "reference", 1, 1, Waits.of([1]), Stages(1, 1, 1), np.array([1, 1])))
     metrics.hold([BackendFacts(0, "reference", "int4_g128", "none", "cpu", "order", False)])
     metrics.booted({"plan": 1.0}, {"hit": 1})
+    metrics.reloaded("tls", True)
     metrics.watch_load(lambda: LoadNow(0, 0, 0.0, False))
     return metrics

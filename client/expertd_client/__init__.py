@@ -5,6 +5,7 @@ Needs grpcio, protobuf, numpy and safetensors; torch only where the caller passe
 
 from expertd_client.async_client import AsyncExpertClient
 from expertd_client.client import ExpertClient, ForwardFuture
+from expertd_client.credentials import Credentials
 from expertd_client.forwarder import AsyncForwarder, Forwarder
 from expertd_client.grpc_aio import AioGrpcTransport
 from expertd_client.grpc_sync import GrpcTransport
@@ -21,6 +22,7 @@ __all__ = [
     "AsyncForwarder",
     "Channel",
     "Connection",
+    "Credentials",
     "ExpertClient",
     "ForwardFuture",
     "ForwardResult",

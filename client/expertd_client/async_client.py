@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.credentials import Credentials
 from expertd_client.deadline import Deadline, LoopAlarm, deadline_in
 from expertd_client.exchange import Exchange
 from expertd_client.forwarder import AsyncForwarder
@@ -40,9 +41,10 @@ class AsyncExpertClient(AsyncForwarder):
         max_in_flight: int = 256,
         retry: Retry = NEVER,
         unary: bool = False,
+        credentials: Credentials | None = None,
     ) -> None:
         self._server = server
-        self._unary = unary
+        self._unary, self._credentials = unary, credentials
         self._timeout_s = timeout_s
         self._retry = retry
         self._slots = asyncio.Semaphore(max_in_flight)
@@ -111,7 +113,7 @@ class AsyncExpertClient(AsyncForwarder):
         if self._opened is None:
             server = self._server
             transport: Transport = (
-                AioGrpcTransport(server, unary=self._unary, channels=[AioShmChannel()])
+                AioGrpcTransport(server, unary=self._unary, credentials=self._credentials, channels=[AioShmChannel()])
                 if isinstance(server, str)
                 else server
             )

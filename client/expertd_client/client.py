@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.credentials import Credentials
 from expertd_client.deadline import Deadline, ThreadAlarm, deadline_in
 from expertd_client.exchange import Exchange
 from expertd_client.forwarder import Forwarder
@@ -82,6 +83,7 @@ class ExpertClient(Forwarder):
                     server's own limit stands in Describe; above it requests fail with TooManyRequestsError
     retry           what forward() sends again; by default nothing.  submit() never does
     unary           a gRPC call for each request instead of one stream for all
+    credentials     TLS and a token, where `server` is a target; None = plain text
     """
 
     def __init__(
@@ -92,9 +94,12 @@ class ExpertClient(Forwarder):
         max_in_flight: int = 256,
         retry: Retry = NEVER,
         unary: bool = False,
+        credentials: Credentials | None = None,
     ) -> None:
         self._transport: Transport = (
-            GrpcTransport(server, unary=unary, channels=[ShmChannel()]) if isinstance(server, str) else server
+            GrpcTransport(server, unary=unary, credentials=credentials, channels=[ShmChannel()])
+            if isinstance(server, str)
+            else server
         )
         self._exchange = Exchange(self._transport, ThreadAlarm)
         self._timeout_s = timeout_s

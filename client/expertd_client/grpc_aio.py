@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -23,6 +23,7 @@ from expertd.wire import (
     encode_stream_request,
 )
 from expertd_client import grpc_common as common
+from expertd_client.credentials import Credentials, Rotating
 from expertd_client.request import Request
 from expertd_client.transport import Channel, Closed, Connection, Deliver, Waiter, no_session
 
@@ -37,7 +38,7 @@ class AioGrpcTransport:
         target: str,
         *,
         unary: bool = False,
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: Credentials | None = None,
         options: common.ChannelOptions = (),
         channels: Sequence[Channel] = (),
     ) -> None:
@@ -45,30 +46,33 @@ class AioGrpcTransport:
         self.channels = () if unary else channels
         self._unary = unary
         self._tasks = _Tasks()
-        opts = common.channel_options(options)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, opts)
-        else:
-            self._channel = grpc.aio.secure_channel(target, credentials, opts)
-        self._stream_forward = self._channel.stream_stream(common.STREAM_FORWARD)
-        self._forward = self._channel.unary_unary(common.FORWARD)
-        self._describe = self._channel.unary_unary(
-            common.DESCRIBE,
-            request_serializer=pb.DescribeRequest.SerializeToString,
-            response_deserializer=pb.DescribeResponse.FromString,
-        )
+
+        def open_(secure: grpc.ChannelCredentials | None, more: list[tuple[str, Any]]) -> Any:
+            opts = common.channel_options((*more, *options))
+            if secure is None:
+                return grpc.aio.insecure_channel(target, opts)
+            return grpc.aio.secure_channel(target, secure, opts)
+
+        self._channels = Rotating(credentials or Credentials(), open_, self._close, _describe)
 
     def connect(self, deliver: Deliver, closed: Closed) -> Connection:
         if self._unary:
-            return _Calls(self._forward, self.target, self._tasks, deliver, closed)
-        return _Stream(self._stream_forward(), self.target, self._tasks, deliver, closed)
+            return _Calls(lambda: self._channels.now().forward, self.target, self._tasks, deliver, closed)
+        methods = self._channels.now()
+        methods.streams += 1
+
+        def over(error: ExpertdError) -> None:
+            methods.streams -= 1
+            closed(error)
+
+        return _Stream(methods.stream_forward(), self.target, self._tasks, deliver, over)
 
     def describe(
         self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
     ) -> None:
         async def ask() -> None:
             try:
-                answer = await self._describe(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+                answer = await self._channels.now().describe(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
             except grpc.RpcError as error:
                 waiter.fail(common.call_failed(error, self.target))
             else:
@@ -77,11 +81,22 @@ class AioGrpcTransport:
         self._tasks.start(ask())
 
     def close(self) -> None:
-        self._tasks.start(self._channel.close())
+        self._channels.close()
+
+    def _close(self, channel: Any) -> None:
+        self._tasks.start(channel.close())
 
     async def wait_closed(self) -> None:
         """Returns when channel and tasks are gone."""
         await self._tasks.wait()
+
+
+def _describe(channel: Any) -> Any:
+    return channel.unary_unary(
+        common.DESCRIBE,
+        request_serializer=pb.DescribeRequest.SerializeToString,
+        response_deserializer=pb.DescribeResponse.FromString,
+    )
 
 
 class _Tasks:
@@ -177,7 +192,9 @@ def _hidden(error: grpc.RpcError) -> bool:
 class _Calls:
     """Forward: a unary call for each request, as many at once as there are."""
 
-    def __init__(self, forward: Any, target: str, tasks: _Tasks, deliver: Deliver, closed: Closed) -> None:
+    def __init__(
+        self, forward: Callable[[], Any], target: str, tasks: _Tasks, deliver: Deliver, closed: Closed
+    ) -> None:
         self._forward = forward
         self._target = target
         self._tasks = tasks
@@ -190,7 +207,7 @@ class _Calls:
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
         data = encode_forward_request(request.view(request_id, timeout_us))
-        call = self._forward(data, timeout=common.unary_timeout_s(timeout_us))
+        call = self._forward()(data, timeout=common.unary_timeout_s(timeout_us))
         self._calls[request_id] = call
         self._tasks.start(self._finish(request_id, call))
 

@@ -23,6 +23,7 @@ from expertd.wire import (
     encode_stream_request,
 )
 from expertd_client import grpc_common as common
+from expertd_client.credentials import Credentials, Rotating
 from expertd_client.request import Request
 from expertd_client.transport import Channel, Closed, Connection, Deliver, Waiter, no_session
 
@@ -34,7 +35,7 @@ class GrpcTransport:
 
     unary         each request is a call of its own (Forward), not a message on a stream: slower, but what proxies that
                   balance single calls need
-    credentials   TLS; None = plain text
+    credentials   TLS, and a token; None = plain text and none
     options       gRPC channel options that replace this client's
     channels      what a stream may offer to use beside it, best first; unary calls have no session
     """
@@ -44,46 +45,61 @@ class GrpcTransport:
         target: str,
         *,
         unary: bool = False,
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: Credentials | None = None,
         options: common.ChannelOptions = (),
         channels: Sequence[Channel] = (),
     ) -> None:
         self.target = target
         self.channels = () if unary else channels
         self._unary = unary
-        opts = common.channel_options(options)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(target, opts)
-        else:
-            self._channel = grpc.secure_channel(target, credentials, opts)
-        self._stream_forward = self._channel.stream_stream(common.STREAM_FORWARD)  # bytes in, bytes out
-        self._forward = self._channel.unary_unary(common.FORWARD)
-        self._describe = self._channel.unary_unary(
-            common.DESCRIBE,
-            request_serializer=pb.DescribeRequest.SerializeToString,
-            response_deserializer=pb.DescribeResponse.FromString,
-        )
+
+        def open_(secure: grpc.ChannelCredentials | None, more: list[tuple[str, Any]]) -> Any:
+            opts = common.channel_options((*more, *options))
+            if secure is None:
+                return grpc.insecure_channel(target, opts)
+            return grpc.secure_channel(target, secure, opts)
+
+        self._channels = Rotating(credentials or Credentials(), open_, _close, _describe)
 
     def connect(self, deliver: Deliver, closed: Closed) -> Connection:
         if self._unary:
-            return _Calls(self._forward, self.target, deliver, closed)
-        return _Stream(self._stream_forward, self.target, deliver, closed)
+            return _Calls(lambda: self._channels.now().forward, self.target, deliver, closed)
+        methods = self._channels.now()
+        methods.streams += 1
+
+        def over(error: ExpertdError) -> None:
+            methods.streams -= 1
+            closed(error)
+
+        return _Stream(methods.stream_forward, self.target, deliver, over)
 
     def describe(
         self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
     ) -> None:
         try:
-            answer = self._describe(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            answer = self._channels.now().describe(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
         except grpc.RpcError as error:
             waiter.fail(common.call_failed(error, self.target))
         else:
             waiter.answer(answer)
 
     def close(self) -> None:
-        self._channel.close()
+        self._channels.close()
 
     async def wait_closed(self) -> None:
         """close() has waited."""
+
+
+def _describe(channel: Any) -> Any:
+    return channel.unary_unary(
+        common.DESCRIBE,
+        request_serializer=pb.DescribeRequest.SerializeToString,
+        response_deserializer=pb.DescribeResponse.FromString,
+    )
+
+
+def _close(channel: Any) -> None:
+    channel.close()
 
 
 class _Stream:
@@ -138,7 +154,7 @@ class _Stream:
 class _Calls:
     """Forward: a unary call for each request, as many at once as there are."""
 
-    def __init__(self, forward: Any, target: str, deliver: Deliver, closed: Closed) -> None:
+    def __init__(self, forward: Callable[[], Any], target: str, deliver: Deliver, closed: Closed) -> None:
         self._forward = forward
         self._target = target
         self._deliver = deliver
@@ -150,7 +166,7 @@ class _Calls:
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
         data = encode_forward_request(request.view(request_id, timeout_us))
-        call = self._forward.future(data, timeout=common.unary_timeout_s(timeout_us))
+        call = self._forward().future(data, timeout=common.unary_timeout_s(timeout_us))
         self._calls[request_id] = call
         call.add_done_callback(lambda done: self._done(request_id, done))
 

@@ -13,7 +13,9 @@ from typing import Any, TypeAlias
 
 from expertd.errors import (
     ExpertdError,
+    PermissionDeniedError,
     RequestCancelledError,
+    UnauthenticatedError,
     UnavailableError,
     UnimplementedError,
     from_request_error,
@@ -239,7 +241,7 @@ def blame(error: ExpertdError, target: str, in_flight: int) -> ExpertdError:
     everybody's.  Any other one was the fault of one request (a message too large, for one): with several in flight
     nobody knows whose, so each may be tried again; the only one in flight gets it as it is.
     """
-    if error.retryable or isinstance(error, UnimplementedError | RequestCancelledError) or in_flight == 1:
+    if error.retryable or isinstance(error, _EVERYBODYS) or in_flight == 1:
         return _copy(error)
     lost = UnavailableError(
         f"{target}: the connection broke with {in_flight} requests in flight: {error.reason}: {error.message};"
@@ -247,6 +249,9 @@ def blame(error: ExpertdError, target: str, in_flight: int) -> ExpertdError:
     )
     lost.__cause__ = error
     return lost
+
+
+_EVERYBODYS = (UnimplementedError, RequestCancelledError, UnauthenticatedError, PermissionDeniedError)
 
 
 def _broke(error: ExpertdError) -> str:

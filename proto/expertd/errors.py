@@ -56,6 +56,7 @@ __all__ = [
     "NotReadyError",
     "OutputDtypeUnsupportedError",
     "OutputFormUnknownError",
+    "PermissionDeniedError",
     "PlacementError",
     "QueueFullError",
     "RequestCancelledError",
@@ -63,6 +64,7 @@ __all__ = [
     "TABLE",
     "TooManyRequestsError",
     "TooManyTokensError",
+    "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",
     "UnrecognizedError",
@@ -306,6 +308,14 @@ class UnimplementedError(ExpertdError, code=Code.UNIMPLEMENTED, reason="UNIMPLEM
 
 class BadResponseError(ExpertdError, code=Code.INTERNAL, reason="BAD_RESPONSE"):
     """Raised by the client: the answer cannot be decoded or does not fit the request."""
+
+
+class UnauthenticatedError(ExpertdError, PermissionError, code=Code.UNAUTHENTICATED, reason="UNAUTHENTICATED"):
+    """The server asks who is calling, and got no token or certificate that it knows."""
+
+
+class PermissionDeniedError(ExpertdError, PermissionError, code=Code.PERMISSION_DENIED, reason="PERMISSION_DENIED"):
+    """The server knows the caller, who has no right to do this."""
 
 
 class PlacementError(ExpertdError, ValueError, code=Code.FAILED_PRECONDITION, reason="BAD_PLACEMENT"):

@@ -84,10 +84,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Address:
-    """HOST:PORT; an IPv6 host in brackets.  Port 0 = a free one."""
+    """HOST:PORT; an IPv6 host in brackets.  Port 0 = a free one.  Or path: of a Unix socket, "" = none."""
 
     host: str
     port: int
+    path: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Address:
@@ -96,10 +97,20 @@ class Address:
             raise ValueError(f"got {text!r}, want HOST:PORT as 127.0.0.1:50051 or [::1]:50051")
         return cls(m[1] or m[2], int(m[3]))
 
+    @classmethod
+    def parse_or_unix(cls, text: str) -> Address:
+        """Also "unix:/path"."""
+        if not text.startswith("unix:"):
+            return cls.parse(text)
+        path = text.removeprefix("unix:")
+        if not path.startswith("/") or len(path.encode()) > 107 or "\0" in path:
+            raise ValueError(f"got {text!r}, want unix:/path of at most 107 bytes")
+        return cls("", 0, path)
+
     @property
     def loopback(self) -> bool:
         """Whether only this host can reach it."""
-        if self.host == "localhost":
+        if self.path or self.host == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
@@ -107,6 +118,8 @@ class Address:
             return False
 
     def __str__(self) -> str:
+        if self.path:
+            return f"unix:{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -182,6 +195,10 @@ def _int(least: int, most: int = _MOST) -> Callable[[str], int]:
     return parse
 
 
+def _yes_no(text: str) -> bool:
+    return _choice("yes", "no")(text) == "yes"
+
+
 def _copies(text: str) -> int:
     return int(_choice("1", "2")(text))
 
@@ -252,6 +269,13 @@ class ServeConfig:
     metrics_listen: Address | None = None
     shm: str = "auto"
     shm_memory: int = 4 << 30
+    insecure: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    callers: Path | None = None
+    reflection: bool = True
+    health: bool = True
     max_tokens: int = 4096
     warm_up_routes: Ranges | None = None
     max_message_bytes: int = 0
@@ -274,8 +298,23 @@ class ServeConfig:
             raise ConfigError("--copies: got 2 with --oracle order, which chooses one backend; want --oracle measure")
         if self.warm_up_routes is not None and self.warm_up_routes.numbers[0] < 1:
             raise ConfigError(f"--warm-up-routes: got {str(self.warm_up_routes)!r}, want numbers from 1 on")
+        self._check_security()
         if self.layer_template is not None and self.checkpoint is None:
             raise ConfigError("--layer-template: got it without --checkpoint, which it describes")
+
+    def _check_security(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key: got one of them, want both or none")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ConfigError("--tls-client-ca: got it without --tls-cert and --tls-key, want all three")
+        plain = [("--listen", self.listen)] if self.tls_cert is None else []
+        for flag, where in [*plain, ("--metrics-listen", self.metrics_listen)]:
+            if where is not None and not where.loopback and not self.insecure:
+                tls = "--tls-cert and --tls-key, or " * (flag == "--listen")
+                raise ConfigError(
+                    f"{flag} {where}: everybody who can reach it would be served in plain text; want {tls}an address of"
+                    " this host alone, or --insecure where the network keeps strangers out"
+                )
 
     @property
     def compute(self) -> str:
@@ -297,6 +336,8 @@ class ServeConfig:
         lines = []
         for f in fields(self):
             value = getattr(self, f.name)
+            if isinstance(value, bool):
+                value = "yes" if value else "no"
             if value is not None:
                 number = isinstance(value, (int, float))
                 lines.append(f"{f.name.replace('_', '-')} = {value if number else chr(34) + str(value) + chr(34)}")
@@ -357,7 +398,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "threads", _int(0), "N", "CPU threads of the kernels; 0 = measured at boot (torch's operators: torch's default)"
     ),
-    Option("listen", Address.parse, "HOST:PORT", "where to serve gRPC; port 0 = a free one"),
+    Option("listen", Address.parse_or_unix, "HOST:PORT", "where to serve gRPC; port 0 = a free one; or unix:/path"),
     Option(
         "metrics_listen", Address.parse, "HOST:PORT", "where to serve Prometheus metrics over HTTP; default: nowhere"
     ),
@@ -368,6 +409,13 @@ OPTIONS: tuple[Option, ...] = (
         "shared memory for clients of the same user on this host: auto = where --listen is loopback",
     ),
     Option("shm_memory", _bytes, "SIZE", "most shared memory of all sessions together"),
+    Option("insecure", _yes_no, "yes|no", "yes: listen beyond this host without TLS"),
+    Option("tls_cert", Path, "FILE", "certificate chain in PEM; read again when it changes, as are the three below"),
+    Option("tls_key", Path, "FILE", "its key in PEM"),
+    Option("tls_client_ca", Path, "FILE", "callers need a certificate signed by one of these (mTLS)"),
+    Option("callers", Path, "FILE", "TOML with the tokens, certificates and rights of callers; default: everybody"),
+    Option("reflection", _yes_no, "yes|no", "no: reflection is closed"),
+    Option("health", _yes_no, "yes|no", "no: the health service is closed"),
     Option("max_tokens", _int(1, _MOST_TOKENS), "N", "most tokens of a request and of a joined batch"),
     Option(
         "warm_up_routes",
@@ -410,8 +458,10 @@ def add_flags(parser: argparse.ArgumentParser, names: Sequence[str] | None = Non
     for o in OPTIONS:
         if names is None or o.name in names:
             default = defaults[o.name]
+            default = {True: "yes", False: "no"}[default] if isinstance(default, bool) else default
             text = o.help + (f" (default {default})" if default is not None else "")
-            parser.add_argument(o.flag, metavar=o.metavar, help=text.replace("%", "%%"))
+            alone: dict[str, Any] = {"nargs": "?", "const": "yes"} if isinstance(defaults[o.name], bool) else {}
+            parser.add_argument(o.flag, metavar=o.metavar, help=text.replace("%", "%%"), **alone)
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file with the same names as keys; flags and EXPERTD_* go before it"
     )
@@ -464,7 +514,7 @@ def _read(path: Path) -> dict[str, str]:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"; the nearest is {near[0].replace('_', '-')}" if near else ""
             raise ConfigError(f"{path}: got the key {key!r}, want one of the options of expertd serve{hint}")
-        if not isinstance(value, (str, int, float)) or isinstance(value, bool):
-            raise ConfigError(f"{path}: {key}: got {value!r}, want a string or a number")
-        out[name] = str(value)
+        if not isinstance(value, (str, int, float)):
+            raise ConfigError(f"{path}: {key}: got {value!r}, want a string, a number, true or false")
+        out[name] = {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
     return out

@@ -42,9 +42,11 @@ from expertd_server.engine.choose import AnyEngine, make_engine
 from expertd_server.engine.native import NativeEngine
 from expertd_server.engine.scheduler import Policy
 from expertd_server.residence import Residence
+from expertd_server.service.reloading import FileError
 from expertd_server.service.service import Service
 from expertd_server.transports.grpc_server import GrpcTransport
 from expertd_server.transports.protocol import Transport
+from expertd_server.transports.security import Security
 from expertd_server.transports.shm import ShmDoor
 from expertd_server.views.describe import Describer
 from expertd_server.views.metrics import BackendFacts, Metrics
@@ -267,8 +269,14 @@ class Host:
             with _listening("--metrics-listen", where):
                 self._http = MetricsHttp(self.metrics, where.host, where.port)
             self.say(f"metrics on http://{Address(where.host, self._http.port)}/metrics")
-        grpc = GrpcTransport(self.service, self.config.listen)
-        with _listening("--listen", self.config.listen):
+        config = self.config
+        if config.callers is not None and config.tls_cert is None and not config.listen.loopback:
+            self.say("note: tokens travel in plain text (--insecure)")
+        security = Security(
+            config.tls_cert, config.tls_key, config.tls_client_ca, config.callers, config.reflection, config.health
+        )
+        grpc = GrpcTransport(self.service, config.listen, security)
+        with _listening("--listen", config.listen):
             self.address = grpc.start()
         self._transports.append(grpc)
         self.say(f"listening on {self.address}")
@@ -310,9 +318,11 @@ class Host:
 
 @contextlib.contextmanager
 def _listening(option: str, where: Address) -> Iterator[None]:
-    """OSError becomes BootError."""
+    """OSError and FileError become BootError."""
     try:
         yield
+    except FileError as e:
+        raise BootError(str(e)) from None
     except OSError as e:
         raise BootError(f"{option} {where}: cannot listen there: {e.strerror or e}") from e
 

@@ -69,7 +69,7 @@ def test_the_server_understands_its_start(steps, monkeypatch):
     assert last(steps, "USER") == "10001:10001"
     assert steps[-1] == ("USER", "10001:10001"), "no step runs as root after it"
     variables = {k: v for k, v in environment(steps).items() if k.startswith("EXPERTD_")}
-    assert len(variables) == 2
+    assert len(variables) == 3
     config = read([*json.loads(last(steps, "ENTRYPOINT")), "--synthetic", "tiny:bf16"], monkeypatch, variables)
     assert {str(config.listen.port), str(config.metrics_listen.port)} == set(last(steps, "EXPOSE").split())
     assert variables.keys() <= {o.variable for o in OPTIONS}, "a server leaves unknown variables alone"

@@ -168,7 +168,8 @@ def main() -> int:
             ok &= good
             rows.append(row)
             print(
-                f"{way:7s} {load.text:8s} us: p50 {row['p50_us']:8.1f} p99 {row['p99_us']:8.1f} p99.9 {row['p999_us']:8.1f}"
+                f"{way:7s} {load.text:8s} us: p50 {row['p50_us']:8.1f} p99 {row['p99_us']:8.1f}"
+                f" p99.9 {row['p999_us']:8.1f}"
                 f" {row['requests_per_s']:9.0f} req/s {row['tokens_per_s']:10.0f} tok/s busy {row['busy']:.2f}"
                 f" error {row['error']:.1e}{'' if good else ' WRONG'}",
                 flush=True,

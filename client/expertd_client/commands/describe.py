@@ -18,7 +18,7 @@ from expertd.dtypes import dtype_name
 from expertd.ranges import format_ranges, format_runs
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.client import ExpertClient
-from expertd_client.commands.options import add_common, console
+from expertd_client.commands.options import add_common, console, credentials
 from expertd_client.session import INLINE, Session
 
 __all__ = ["add_parser", "run"]
@@ -31,7 +31,7 @@ def add_parser(subparsers: Any, text: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with ExpertClient(args.address) as client:
+    with ExpertClient(args.address, credentials=credentials(args)) as client:
         answer = client.describe(include_decisions=args.decisions, timeout_s=args.timeout)
         session = client.session(timeout_s=args.timeout)
     if args.json:

@@ -16,7 +16,7 @@ from rich.table import Table
 from expertd.dtypes import dtype_name
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.client import ExpertClient
-from expertd_client.commands.options import add_common, add_routing, at_least, console, duration
+from expertd_client.commands.options import add_common, add_routing, at_least, console, credentials, duration
 from expertd_client.files import load_array, load_tensors, save_array
 from expertd_client.request import Request, RequestOptions
 from expertd_client.result import ForwardResult
@@ -58,7 +58,7 @@ def add_parser(subparsers: Any, text: str) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.save and args.digest:
         raise ValueError("--save: got --digest with it, want one of them: a digest has no output to write")
-    with ExpertClient(args.address, unary=args.unary, timeout_s=args.timeout) as client:
+    with ExpertClient(args.address, unary=args.unary, timeout_s=args.timeout, credentials=credentials(args)) as client:
         request = _request(args, client)
         begin_s = time.perf_counter()
         answer = client.forward_request(request)

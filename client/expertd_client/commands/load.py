@@ -17,6 +17,7 @@ from expertd_client.commands.options import (
     add_routing,
     at_least,
     console,
+    credentials,
     duration,
     numbers,
     positive,
@@ -89,7 +90,13 @@ async def _run(args: argparse.Namespace, plan: LoadPlan) -> tuple[list[int], Loa
     # In an open loop nothing may hold a request back: the number in flight is bounded by its timeout alone.
     in_flight = max(args.concurrency, 1) if plan.rate is None else 1 << 20
     clients = [
-        AsyncExpertClient(args.address, timeout_s=args.timeout, max_in_flight=in_flight, unary=args.unary)
+        AsyncExpertClient(
+            args.address,
+            timeout_s=args.timeout,
+            max_in_flight=in_flight,
+            unary=args.unary,
+            credentials=credentials(args),
+        )
         for _ in range(args.streams)
     ]
 

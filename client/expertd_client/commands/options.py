@@ -8,15 +8,45 @@ import re
 from rich.console import Console
 
 from expertd.ranges import parse_ranges
+from expertd_client.credentials import Credentials
 
-__all__ = ["add_common", "add_routing", "at_least", "console", "duration", "numbers", "positive"]
+__all__ = [
+    "add_common",
+    "add_credentials",
+    "add_routing",
+    "at_least",
+    "console",
+    "credentials",
+    "duration",
+    "numbers",
+    "positive",
+]
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """ADDRESS, --timeout, --json."""
+    """ADDRESS, --timeout, --json, and those of add_credentials."""
     parser.add_argument("address", metavar="ADDRESS", help="a gRPC target: HOST:PORT, unix:/path")
+    add_credentials(parser)
     parser.add_argument("--timeout", type=positive, default=30.0, metavar="S", help="of each request (default: 30)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    """What credentials() reads."""
+    parser.add_argument("--tls", action="store_true", help="TLS, by the authorities of this system")
+    for flag, text in (
+        ("--ca", "TLS: the server's certificate is signed by one of these (PEM)"),
+        ("--cert", "this client's certificate (PEM)"),
+        ("--key", "its key (PEM)"),
+        ("--token-file", "holds the token that is sent with every call"),
+        ("--server-name", "the name in the server's certificate, where it is not that of the address"),
+    ):
+        parser.add_argument(flag, metavar="NAME" if flag == "--server-name" else "FILE", help=text)
+
+
+def credentials(args: argparse.Namespace) -> Credentials:
+    """Of the flags of add_credentials."""
+    return Credentials(args.tls, args.ca, args.cert, args.key, args.token_file, args.server_name or "")
 
 
 def add_routing(parser: argparse.ArgumentParser) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import os
 import socket
+import stat
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from expertd_server.config import Address
 from expertd_server.engine.admission import State
@@ -17,6 +23,7 @@ from expertd_server.engine.native import NativeEngine
 from expertd_server.service.service import Service
 from expertd_server.transports.grpc_service import Servicer
 from expertd_server.transports.loop_thread import LoopThread
+from expertd_server.transports.security import Gate, GuardedReflection, Security, tls_credentials
 from expertd_server.views.metrics import SERVICE
 
 __all__ = ["ExpertServer", "GrpcTransport"]
@@ -40,15 +47,20 @@ _SLACK = 2
 """gRPC's own limit is this many times ours: up to it one large request fails alone, with its reason."""
 
 
+_OPEN = Security()
+
+
 class ExpertServer:
     """A gRPC server in front of a Service.  Its methods are the event loop's that made it.
 
     address: where it listens, known after start()
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, security: Security = _OPEN) -> None:
         self.service = service
-        self.servicer = Servicer(service)
+        gate = Gate(security.callers, service.metrics.reloaded)
+        self._credentials = tls_credentials(security, service.metrics.reloaded)
+        self.servicer = Servicer(service, gate)
         self._bell, self._reporting = -1, False
         self._borrow_outcomes()
         self._watcher: asyncio.Task[None] | None = None
@@ -73,20 +85,28 @@ class ExpertServer:
             ]
         )
         self._server.add_generic_rpc_handlers((self.servicer.handler(),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        named = [SERVICE]
+        if security.health:
+            named.append(health.SERVICE_NAME)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if security.reflection:
+            named.append(reflection.SERVICE_NAME)
+            add_ServerReflectionServicer_to_server(GuardedReflection(named, gate), self._server)
 
     async def start(self, listen: Address) -> Address:
         """Listen; health is NOT_SERVING.  Raises OSError where the address cannot be had."""
         await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
-        _try_bind(listen)
-        try:
-            port = self._server.add_insecure_port(str(listen))
-        except RuntimeError as e:
-            raise OSError(str(e)) from e
+        with _bindable(listen):
+            try:
+                if self._credentials is None:
+                    port = self._server.add_insecure_port(str(listen))
+                else:
+                    port = self._server.add_secure_port(str(listen), self._credentials)
+            except RuntimeError as e:
+                raise OSError(str(e)) from e
         await self._server.start()
         self._watcher = asyncio.create_task(self._watch())
-        self.address = Address(listen.host, port)
+        self.address = listen if listen.path else Address(listen.host, port)
         return self.address
 
     async def _watch(self) -> None:
@@ -167,8 +187,8 @@ _LOOP = LoopThread()
 class GrpcTransport:
     """gRPC as a Transport: an ExpertServer on the loop that all of this process share."""
 
-    def __init__(self, service: Service, listen: Address) -> None:
-        self._service, self._listen = service, listen
+    def __init__(self, service: Service, listen: Address, security: Security = _OPEN) -> None:
+        self._service, self._listen, self._security = service, listen, security
         self._server: ExpertServer | None = None
 
     def start(self) -> str:
@@ -182,7 +202,7 @@ class GrpcTransport:
         return str(self._server.address)
 
     async def _make(self) -> ExpertServer:
-        server = ExpertServer(self._service)
+        server = ExpertServer(self._service, self._security)
         try:
             await server.start(self._listen)
         except BaseException:
@@ -207,8 +227,29 @@ class GrpcTransport:
             _LOOP.release()
 
 
+@contextlib.contextmanager
+def _bindable(a: Address) -> Iterator[None]:
+    """Inside, `a` can be bound.  Raises OSError where it is taken or not ours: gRPC would tell only its own log why.  A
+    socket in the file system is its owner's alone."""
+    if not a.path:
+        _try_bind(a)
+        yield
+        return
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(a.path).st_mode):
+            raise FileExistsError(errno.EEXIST, "is there, and no socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
+            if s.connect_ex(a.path) == 0:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        os.unlink(a.path)  # left behind by a server that was killed
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def _try_bind(a: Address) -> None:
-    """Raises OSError when the address is taken or not ours: gRPC would tell only its own log why."""
     family, kind, proto, _, where = socket.getaddrinfo(a.host, a.port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, proto) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

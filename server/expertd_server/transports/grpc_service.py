@@ -12,13 +12,15 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from expertd import bounds
-from expertd.errors import ExpertdError, MalformedMessageError
+from expertd.errors import ExpertdError, MalformedMessageError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, decode_forward_request, encode_forward_response
 from expertd_server.engine.request import Outcome, Request
+from expertd_server.service.access import CALL, DESCRIBE
 from expertd_server.service.response import error_of, response_view
 from expertd_server.transports.grpc_stream import Stream
 from expertd_server.transports.mailbox import Mailbox
+from expertd_server.transports.security import Gate
 from expertd_server.views.metrics import SERVICE, Rpc
 
 if TYPE_CHECKING:
@@ -35,8 +37,8 @@ class Servicer:
     open_calls, calls_begun: RPCs now and ever
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, gate: Gate | None = None) -> None:
+        self._service, self._gate = service, gate or Gate(None)
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self.open_calls = 0
         self.calls_begun = 0
@@ -47,14 +49,16 @@ class Servicer:
 
     def cut_off_the_silent(self, unread_s: float, idle_s: float) -> None:
         """End the streams whose caller has read nothing for unread_s although there is something to read, and those on
-        which nothing has come or gone for idle_s."""
+        which nothing has come or gone for idle_s, and those whose caller is let in no more."""
         now = time.monotonic()
         for stream in list(self._streams):
             if stream.unread_s(now) > unread_s:
                 log.warning("a stream is cut off: its caller has read nothing for %.0f s", stream.unread_s(now))
                 stream.cut_off()
+            elif (refusal := self._gate.refusal(stream.caller)) is not None:
+                stream.retire(refusal)
             elif stream.idle_s(now) > idle_s:
-                stream.retire()
+                stream.retire(UnavailableError("stream: nothing came for long, so it was closed; open another one"))
 
     def handler(self) -> grpc.GenericRpcHandler:
         return grpc.method_handlers_generic_handler(
@@ -85,7 +89,8 @@ class Servicer:
         """stream StreamForwardRequest -> stream StreamForwardResponse."""
         with _Counted(self, self._stream) as call:
             try:
-                stream = Stream(self._service, self._mailbox, self._stream, context)
+                caller = self._gate.admit(context, CALL)
+                stream = Stream(self._service, self._mailbox, self._stream, context, caller)
                 self._streams.add(stream)
                 try:
                     await stream.run()
@@ -99,6 +104,7 @@ class Servicer:
         with _Counted(self, self._describe) as call:
             self._describe.received()
             try:
+                self._gate.admit(context, DESCRIBE)
                 out = self._answer_describe(data)
             except Exception as e:
                 await call.abort(context, error_of(e, "Describe"))
@@ -114,6 +120,7 @@ class Servicer:
 
     async def _compute(self, data: bytes, context: Any) -> bytes:
         service, mailbox, arrival_ns = self._service, self._mailbox, time.monotonic_ns()
+        caller = self._gate.admit(context, CALL)
         service.check_size(len(data))
         service.ensure_open()
         view = decode_forward_request(data)
@@ -127,7 +134,7 @@ class Servicer:
                 mailbox.post(partial(_finish, done, encoded))
 
         timeout_ns = _timeout_ns(view, context.time_remaining())
-        request = service.forward(view, reply, caller=context.peer(), arrival_ns=arrival_ns, timeout_ns=timeout_ns)
+        request = service.forward(view, reply, caller=caller, arrival_ns=arrival_ns, timeout_ns=timeout_ns)
         try:
             return await done
         finally:

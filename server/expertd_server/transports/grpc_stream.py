@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from expertd.errors import ExpertdError, UnavailableError
+from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import decode_stream_request, encode_stream_response, peek_request_id
 from expertd_server.engine.request import Answer, Request
@@ -33,9 +33,10 @@ _MOST_UNREAD = 256
 class Stream:
     """`run()` is the call's life.  context: grpc.aio's, with read() and write() of bytes.  An Outlet."""
 
-    def __init__(self, service: Service, mailbox: Mailbox, rpc: Rpc, context: Any) -> None:
+    def __init__(self, service: Service, mailbox: Mailbox, rpc: Rpc, context: Any, caller: str) -> None:
         self._service, self._mailbox, self._rpc, self._context = service, mailbox, rpc, context
-        self._session = service.session(self, context.peer())
+        self.caller = caller
+        self._session = service.session(self, caller)
         self._outbox: deque[tuple[bytes, int]] = deque()  # with the answer_bytes of its request
         self._wake, self._room = asyncio.Event(), asyncio.Event()
         self._writing_since, self._last_s = 0.0, time.monotonic()
@@ -50,9 +51,9 @@ class Stream:
         """For how long nothing has come or gone."""
         return 0.0 if self._outbox or self._writing_since or self._session.busy else now_s - self._last_s
 
-    def retire(self) -> None:
-        """End the call in order: nothing comes and nothing goes."""
-        self._fault = UnavailableError("stream: nothing came for long, so it was closed; open another one")
+    def retire(self, why: ExpertdError) -> None:
+        """End the call with `why`, as soon as what is answered is written."""
+        self._fault = why
         self._wake.set()
 
     def cut_off(self) -> None:

@@ -81,6 +81,9 @@ class Metrics:
             ("code", "reason"),
             registry=r,
         )
+        self._reloads = Counter(
+            "expertd_reloads", "Certificates or callers were read again, by outcome.", ("what", "outcome"), registry=r
+        )
         self.bytes = Counter("expertd_bytes", "Bytes of messages, in and out.", ("direction",), registry=r)
         self.backend_info = Gauge(
             "expertd_backend_info",
@@ -106,6 +109,10 @@ class Metrics:
         self._backends: set[tuple[str, ...]] = set()
         self.bytes_in: Callable[[float], None] = self.bytes.labels("in").inc
         self.bytes_out: Callable[[float], None] = self.bytes.labels("out").inc
+
+    def reloaded(self, what: str, good: bool) -> None:
+        """Files of `what` ("tls", "callers") have changed and are good, or broken."""
+        self._reloads.labels(what, "ok" if good else "broken").inc()
 
     def serving(self, yes: bool) -> None:
         self._state.set(1 if yes else 0)

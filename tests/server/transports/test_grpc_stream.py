@@ -48,7 +48,7 @@ async def stream(caller: Caller) -> Stream:
     metrics = Metrics()
     service = Service(Engine(torch.device("cpu"), policy=Policy(64)), metrics, Limits(64, 1 << 20, 8))
     mailbox = Mailbox(asyncio.get_running_loop())
-    return Stream(service, mailbox, Rpc(metrics, "bidi_stream", "StreamForward"), caller)
+    return Stream(service, mailbox, Rpc(metrics, "bidi_stream", "StreamForward"), caller, "test")
 
 
 async def begun(caller: Caller) -> tuple[Stream, asyncio.Task]:
@@ -90,6 +90,6 @@ async def test_who_reads_is_read_on():
 async def test_a_stream_on_which_nothing_comes_is_closed_in_order():
     idle, task = await begun(Caller(sends=False, reads=True))
     assert 0.2 < idle.idle_s(time.monotonic()) < 5
-    idle.retire()
+    idle.retire(UnavailableError("nothing came for long"))
     with pytest.raises(UnavailableError, match="nothing came for long"):
         await task

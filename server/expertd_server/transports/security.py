@@ -1,0 +1,135 @@
+"""TLS, and who a call is from: what gRPC knows of it, in the words of service/access.py.
+
+Certificates are read again when their files change, before the handshake of a new connection; connections that stand
+stay.  Tokens are looked at when a call begins, and every half second on streams that stand.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+from grpc_reflection.v1alpha.reflection import aio as reflection
+
+from expertd.errors import ExpertdError
+from expertd_server.service.access import CALL, DESCRIBE, Access, parse_access
+from expertd_server.service.reloading import FileError, Reloading
+
+__all__ = ["Gate", "GuardedReflection", "Security", "tls_credentials"]
+
+Told = Callable[[str, bool], None]
+
+
+class Security(NamedTuple):
+    """Of a gRPC server.  certificate, key: PEM files, None = plain text; client_ca: callers need a certificate that one
+    of these signed; callers: the file of service/access.py, None = everybody who can connect."""
+
+    certificate: Path | None = None
+    key: Path | None = None
+    client_ca: Path | None = None
+    callers: Path | None = None
+    reflection: bool = True
+    health: bool = True
+
+
+def tls_credentials(s: Security, told: Told) -> grpc.ServerCredentials | None:
+    """None = plain text.  Raises FileError."""
+    if s.certificate is None or s.key is None:
+        return None
+    paths = [s.certificate, s.key, *([s.client_ca] if s.client_ca else [])]
+    held: Reloading[Any] = Reloading("tls", paths, lambda data: _configuration(paths, data), told, every_s=0.0)
+    seen = held.generation
+
+    def fetch() -> Any:
+        """gRPC asks before each handshake; None = as before."""
+        nonlocal seen
+        held.current()
+        if held.generation == seen:
+            return None
+        seen = held.generation
+        return held.value
+
+    return grpc.dynamic_ssl_server_credentials(held.value, fetch, require_client_authentication=s.client_ca is not None)
+
+
+def _configuration(paths: Sequence[Path], data: Sequence[bytes]) -> Any:
+    """Raises FileError where key and certificate are no pair, or something is no PEM."""
+    certificate, key = data[0], data[1]
+    try:  # ssl reads files alone; that they are still those of `data` is looked at afterwards
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(paths[0], paths[1], password=_no_password)
+    except (ssl.SSLError, ValueError, OSError) as e:
+        why = getattr(e, "reason", None) or type(e).__name__
+        raise FileError(f"{paths[0]} and {paths[1]}: are no certificate and its key in PEM: {why}") from None
+    if len(data) > 2:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=data[2].decode("ascii"))
+        except (ssl.SSLError, ValueError) as e:
+            why = getattr(e, "reason", None) or type(e).__name__
+            raise FileError(f"{paths[2]}: are no certificates in PEM: {why}") from None
+    roots = data[2] if len(data) > 2 else None
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=roots)
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted")
+
+
+class Gate:
+    """Says who a call is from, and whether he may.  Raises FileError where the file of callers is not good."""
+
+    def __init__(self, callers: Path | None, told: Told = lambda what, good: None) -> None:
+        self._access: Reloading[Access] | None = None
+        if callers is not None:
+            self._access = Reloading("callers", [callers], parse_access, told)
+
+    def admit(self, context: Any, right: str) -> str:
+        """The caller's name: that of the file, else the peer's address.  Raises UnauthenticatedError or
+        PermissionDeniedError."""
+        if self._access is None:
+            return str(context.peer())
+        return self._access.current().admit(_token(context), _names(context), right)
+
+    def refusal(self, caller: str) -> ExpertdError | None:
+        """Why a caller who was let in before may not call any more."""
+        if self._access is None:
+            return None
+        try:
+            self._access.current().check(caller, CALL)
+        except ExpertdError as e:
+            return e
+        return None
+
+
+def _token(context: Any) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            text = value.decode("ascii", "replace") if isinstance(value, bytes) else value
+            kind, _, token = text.partition(" ")
+            return token.strip() if kind.lower() == "bearer" else ""
+    return None
+
+
+def _names(context: Any) -> list[str]:
+    """Of the caller's certificate, which TLS has verified."""
+    found = context.auth_context() or {}
+    values = (*found.get("x509_subject_alternative_name", ()), *found.get("x509_common_name", ()))
+    return [v.decode("utf-8", "replace") if isinstance(v, bytes) else str(v) for v in values]
+
+
+class GuardedReflection(reflection.ReflectionServicer):  # type: ignore[misc]
+    """Reflection for those who may describe."""
+
+    def __init__(self, services: Sequence[str], gate: Gate) -> None:
+        super().__init__(service_names=services)
+        self._gate = gate
+
+    async def ServerReflectionInfo(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        try:
+            self._gate.admit(context, DESCRIBE)
+        except ExpertdError as e:
+            await context.abort(e.code.grpc, e.message, e.to_trailing_metadata())
+        async for answer in super().ServerReflectionInfo(request_iterator, context):
+            yield answer

@@ -1,0 +1,322 @@
+"""TLS, mTLS, tokens and rights over a real socket, with certificates made here."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from expertd.errors import ExpertdError, PermissionDeniedError, UnauthenticatedError, UnavailableError
+from expertd_client import Credentials, ExpertClient
+from expertd_server.boot.assignment import BootError
+from expertd_server.config import Address, ConfigError, ServeConfig
+from expertd_server.host import Host
+
+pytest.importorskip("cryptography", reason="makes certificates; pip install cryptography (the extra `test` has it)")
+
+from certificates import Authority
+
+pytestmark = pytest.mark.timeout(90)
+
+TOKEN, OTHER = "s3cret-s3cret-s3cret", "an0ther-an0ther-an0ther"
+TINY = {"synthetic": "tiny:int4_g128", "device": "cpu", "backend": "reference", "threads": 1}
+
+
+@pytest.fixture
+def serve():
+    hosts: list[Host] = []
+
+    def serve(listen=Address("127.0.0.1", 0), **options) -> Host:  # noqa: B008 - a value
+        host = Host(ServeConfig(**TINY, listen=listen, **options))
+        hosts.append(host)
+        host.start()
+        host.ready(60)
+        return host
+
+    yield serve
+    for host in hosts:
+        host.close()
+
+
+@pytest.fixture
+def ca(tmp_path) -> Authority:
+    return Authority(tmp_path / "pki")
+
+
+@pytest.fixture
+def tls(ca) -> dict[str, Path]:
+    certificate, key = ca.sign("localhost")
+    return {"tls_cert": certificate, "tls_key": key}
+
+
+def call(address: str, credentials: Credentials | None = None, unary=False, **more) -> None:
+    """One request, which has to be answered."""
+    ids = np.tile(np.arange(2, dtype=np.int32), (3, 1))
+    x = np.ones((3, 256), np.float32)
+    with ExpertClient(address, credentials=credentials, unary=unary, timeout_s=10) as client:
+        answer = client.forward(0, x, ids, np.full((3, 2), 0.5, np.float32), **more)
+        assert answer.routes_computed == 6
+
+
+def fails(address: str, credentials: Credentials | None = None) -> str:
+    """What a call ends with that never comes to the server's methods."""
+    with pytest.raises((UnavailableError, ExpertdError)) as e:
+        call(address, credentials)
+    return str(e.value)
+
+
+# ---- TLS -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unary", [False, True])
+def test_tls_is_taken_by_those_who_know_its_authority(serve, ca, tls, unary):
+    host = serve(**tls)
+    call(host.address, Credentials(ca=ca.ca), unary)
+
+
+def test_who_does_not_trust_the_server_does_not_talk_to_it(serve, ca, tls, tmp_path):
+    host = serve(**tls)
+    stranger = Authority(tmp_path / "other", "other")
+    assert "CERTIFICATE_VERIFY_FAILED" in fails(host.address, Credentials(ca=stranger.ca))
+    assert fails(host.address)  # plain text
+    call(host.address, Credentials(ca=ca.ca))
+
+
+def test_an_expired_certificate_and_one_of_another_host_are_not_taken(serve, ca):
+    expired = serve(**dict(zip(("tls_cert", "tls_key"), ca.sign("old", days=(-2, -1)), strict=True)))
+    assert "CERTIFICATE_VERIFY_FAILED" in fails(expired.address, Credentials(ca=ca.ca))
+    elsewhere = ca.sign("elsewhere", alternative="elsewhere.example")
+    other = serve(**dict(zip(("tls_cert", "tls_key"), elsewhere, strict=True)))
+    assert fails(other.address, Credentials(ca=ca.ca))
+    call(other.address, Credentials(ca=ca.ca, server_name="elsewhere.example"))
+
+
+def test_mtls_wants_a_certificate_of_its_authority(serve, ca, tls, tmp_path):
+    host = serve(**tls, tls_client_ca=ca.ca)
+    good, expired = ca.sign("worker"), ca.sign("late", days=(-2, -1))
+    foreign = Authority(tmp_path / "other", "other").sign("worker")
+    call(host.address, Credentials(ca=ca.ca, certificate=good[0], key=good[1]))
+    assert fails(host.address, Credentials(ca=ca.ca))
+    assert fails(host.address, Credentials(ca=ca.ca, certificate=expired[0], key=expired[1]))
+    assert fails(host.address, Credentials(ca=ca.ca, certificate=foreign[0], key=foreign[1]))
+
+
+def test_certificates_are_replaced_under_load_and_nothing_fails(serve, ca, tls):
+    """20 times, while clients come and go and one stays."""
+    host = serve(**tls)
+    show = Credentials(ca=ca.ca)
+    failed, answered, over = [], [0], threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            try:
+                call(host.address, show)
+                answered[0] += 1
+            except ExpertdError as e:
+                failed.append(str(e))
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(3)]
+    for t in threads:
+        t.start()
+    with ExpertClient(host.address, credentials=show, timeout_s=10) as stays:
+        for _ in range(20):
+            ca.sign("localhost")  # in place: certificate, then key; between them they are no pair
+            time.sleep(0.1)
+            stays.describe()
+    over.set()
+    for t in threads:
+        t.join(20)
+    assert not failed
+    assert answered[0] > 20
+    reloads = host.metrics.registry.get_sample_value("expertd_reloads_total", {"what": "tls", "outcome": "ok"})
+    assert reloads is not None
+    assert reloads >= 10
+
+
+def test_broken_files_leave_what_was_good_and_are_told(serve, ca, tls, caplog):
+    host = serve(**tls)
+    good = tls["tls_key"].read_bytes()
+    tls["tls_key"].write_text("no key")
+    call(host.address, Credentials(ca=ca.ca))
+    call(host.address, Credentials(ca=ca.ca))
+    count = host.metrics.registry.get_sample_value
+    assert count("expertd_reloads_total", {"what": "tls", "outcome": "broken"}) == 1, "once, not each time"
+    assert "are no certificate and its key" in caplog.text
+    assert "what was good last is kept" in caplog.text
+    tls["tls_key"].unlink()
+    call(host.address, Credentials(ca=ca.ca))
+    tls["tls_key"].write_bytes(good)
+    call(host.address, Credentials(ca=ca.ca))
+
+
+def test_a_server_does_not_start_with_broken_files(serve, ca, tls, tmp_path):
+    other = ca.sign("other")
+    with pytest.raises(BootError, match="are no certificate and its key in PEM"):
+        serve(tls_cert=tls["tls_cert"], tls_key=other[1])
+    with pytest.raises(BootError, match="No such file"):
+        serve(tls_cert=tmp_path / "nowhere", tls_key=other[1])
+    (tmp_path / "callers.toml").write_text("[callers.x]\ntokens = ['short']\nrights = ['call']")
+    with pytest.raises(BootError, match=r"callers.x.tokens: one has 5 characters"):
+        serve(callers=tmp_path / "callers.toml")
+
+
+# ---- who calls -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def callers(tmp_path) -> Path:
+    path = tmp_path / "callers.toml"
+    path.write_text(
+        f'[callers.pool]\ntokens = ["{TOKEN}"]\nrights = ["call"]\n'
+        f'[callers.eyes]\ntokens = ["{OTHER}"]\nrights = ["describe"]\n'
+        '[callers.worker]\ncertificates = ["worker"]\nrights = ["admin"]\n'
+    )
+    return path
+
+
+def with_token(folder: Path, token: str, **more) -> Credentials:
+    path = folder / f"token-{token[:4]}"
+    path.write_text(token + "\n")
+    return Credentials(token_file=path, **more)
+
+
+@pytest.mark.parametrize("unary", [False, True])
+def test_a_call_needs_a_token_that_is_known_and_the_right(serve, callers, tmp_path, unary):
+    host = serve(callers=callers)
+    call(host.address, with_token(tmp_path, TOKEN), unary)
+    for credentials in (None, with_token(tmp_path, "wrong-wrong-wrong-wrong")):
+        with pytest.raises(UnauthenticatedError) as e:
+            call(host.address, credentials, unary)
+        assert "wrong-wrong" not in str(e.value)
+    with pytest.raises(PermissionDeniedError, match="caller eyes: got rights describe, want call"):
+        call(host.address, with_token(tmp_path, OTHER), unary)
+
+
+def test_describe_and_reflection_need_a_right_and_health_none(serve, callers, tmp_path):
+    host = serve(callers=callers)
+    with ExpertClient(host.address, credentials=with_token(tmp_path, OTHER)) as client:
+        assert client.describe().layers
+    with (
+        ExpertClient(host.address, credentials=with_token(tmp_path, TOKEN)) as client,
+        pytest.raises(PermissionDeniedError, match="want describe"),
+    ):
+        client.describe()
+    with grpc.insecure_channel(host.address) as channel:
+        ask = [reflection_pb2.ServerReflectionRequest(list_services="")]
+        reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+        with pytest.raises(grpc.RpcError) as e:
+            list(reflect(iter(ask)))
+        assert e.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        (answer,) = list(reflect(iter(ask), metadata=[("authorization", f"Bearer {OTHER}")]))
+        assert "expertd.v1.ExpertService" in {s.name for s in answer.list_services_response.service}
+        assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == 1
+
+
+def test_reflection_and_health_can_be_closed(serve):
+    host = serve(reflection=False, health=False)
+    call(host.address)
+    with grpc.insecure_channel(host.address) as channel:
+        for ask in (
+            lambda: health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()),
+            lambda: list(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([]))),
+        ):
+            with pytest.raises(grpc.RpcError) as e:
+                ask()
+            assert e.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_certificate_has_rights_by_its_name(serve, ca, tls, callers):
+    host = serve(**tls, tls_client_ca=ca.ca, callers=callers)
+    worker, nobody = ca.sign("worker"), ca.sign("nobody")
+    call(host.address, Credentials(ca=ca.ca, certificate=worker[0], key=worker[1]))
+    with pytest.raises(UnauthenticatedError, match="no certificate that is known"):
+        call(host.address, Credentials(ca=ca.ca, certificate=nobody[0], key=nobody[1]))
+
+
+def test_who_is_taken_out_of_the_file_is_out_also_on_a_stream_that_stands(serve, callers, tmp_path):
+    host = serve(callers=callers)
+    ids, x = np.zeros((1, 1), np.int32), np.ones((1, 256), np.float32)
+    with ExpertClient(host.address, credentials=with_token(tmp_path, TOKEN), timeout_s=10) as client:
+        client.forward(0, x, ids, ids.astype(np.float32))
+        callers.write_text("[callers.x")  # broken: what was good is kept
+        time.sleep(1.3)
+        client.forward(0, x, ids, ids.astype(np.float32))
+        callers.write_text(f'[callers.eyes]\ntokens = ["{OTHER}"]\nrights = ["call"]\n')
+        time.sleep(2)
+        with pytest.raises(UnauthenticatedError):
+            client.forward(0, x, ids, ids.astype(np.float32))
+
+
+def test_a_client_takes_a_new_token_from_its_file(serve, callers, tmp_path):
+    host = serve(callers=callers)
+    credentials = with_token(tmp_path, "stale-stale-stale-stale")
+    ids, x = np.zeros((1, 1), np.int32), np.ones((1, 256), np.float32)
+    with ExpertClient(host.address, credentials=credentials, timeout_s=10) as client:
+        with pytest.raises(UnauthenticatedError):
+            client.forward(0, x, ids, ids.astype(np.float32))
+        Path(credentials.token_file).write_text(TOKEN)  # type: ignore[arg-type]
+        time.sleep(1.1)
+        client.forward(0, x, ids, ids.astype(np.float32))
+
+
+# ---- where -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_unix_socket_is_its_owners_and_goes_with_the_server(serve, tmp_path):
+    path = tmp_path / "s"
+    host = serve(Address.parse_or_unix(f"unix:{path}"))
+    assert host.address == f"unix:{path}"
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    call(host.address)
+    with pytest.raises(BootError, match="cannot listen there"):
+        serve(Address.parse_or_unix(f"unix:{path}"))
+    call(host.address)
+
+
+def test_a_socket_that_a_killed_server_left_is_no_obstacle_and_a_file_is(serve, tmp_path):
+    import socket
+
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(str(path))
+    call(serve(Address.parse_or_unix(f"unix:{path}")).address)
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(BootError, match="no socket"):
+        serve(Address.parse_or_unix(f"unix:{tmp_path / 'file'}"))
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("listen", "more", "fine"),
+    [
+        ("127.0.0.1:1", {}, True),
+        ("127.8.0.1:1", {}, True),
+        ("[::1]:1", {}, True),
+        ("localhost:1", {}, True),
+        ("unix:/tmp/x", {}, True),
+        ("0.0.0.0:1", {}, False),
+        ("[::]:1", {}, False),
+        ("10.0.0.1:1", {}, False),
+        ("experts.example:1", {}, False),
+        ("0.0.0.0:1", {"insecure": True}, True),
+        ("0.0.0.0:1", {"tls_cert": Path("c"), "tls_key": Path("k")}, True),
+        ("127.0.0.1:1", {"metrics_listen": Address("0.0.0.0", 1)}, False),
+        ("127.0.0.1:1", {"metrics_listen": Address("0.0.0.0", 1), "insecure": True}, True),
+        ("127.0.0.1:1", {"tls_cert": Path("c")}, False),
+        ("127.0.0.1:1", {"tls_client_ca": Path("c")}, False),
+    ],
+)
+def test_strangers_are_served_in_plain_text_only_where_that_is_asked_for(listen, more, fine):
+    address = Address.parse_or_unix(listen)
+    if fine:
+        assert ServeConfig(**TINY, listen=address, **more).listen == address
+    else:
+        with pytest.raises(ConfigError, match=r"--insecure|--tls"):
+            ServeConfig(**TINY, listen=address, **more)
