@@ -249,12 +249,33 @@ def chart_schema() -> str:
     return json.dumps(schema, indent=1) + "\n"
 
 
+def options_page() -> str:
+    from expertd_server.config import OPTIONS, ServeConfig
+
+    parts = []
+    for o in OPTIONS:
+        default = getattr(ServeConfig(synthetic="tiny:bf16"), o.name) if o.name != "synthetic" else None
+        told = f" Default: `{default}`." if default not in (None, "") else ""
+        parts.append(f"### `{o.flag} {o.metavar}`\n`{o.variable}`\n\n" + textwrap.fill(f"{o.help}.{told}", WIDTH))
+    body = "\n\n".join(parts)
+    return f"""# Options of `expertd serve`
+
+{GENERATED}
+
+A flag goes before its variable in the environment, that before `--config FILE` (TOML with the same names as keys), and
+that before the default. `expertd serve --print-config` prints what it comes to.
+
+{body}
+"""
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     CHART_SCHEMA: chart_schema,
     "DECISIONS.md": lambda: indexed((ROOT / "DECISIONS.md").read_text()),
     "docs/backends.md": backends_page,
     "docs/formats.md": formats_page,
     "docs/metrics.md": lambda: metrics_page.markdown(GENERATED),
+    "docs/options.md": options_page,
     "docs/rooms.svg": lambda: rooms.draw(rooms.read()),
     "tests/golden/oracle_survey.txt": golden,
 }
