@@ -1,10 +1,11 @@
-"""The client of expertd: ExpertClient, AsyncExpertClient, and the `expertctl` command.
+"""The client of expertd: ExpertClient and ExpertCluster with their twins in an event loop, and the `expertctl` command.
 
 Needs grpcio, protobuf, numpy and safetensors; torch only where the caller passes torch tensors.
 """
 
 from expertd_client.async_client import AsyncExpertClient
 from expertd_client.client import ExpertClient, ForwardFuture
+from expertd_client.cluster import AsyncExpertCluster, ExpertCluster
 from expertd_client.credentials import Credentials
 from expertd_client.forwarder import AsyncForwarder, Forwarder
 from expertd_client.grpc_aio import AioGrpcTransport
@@ -19,11 +20,13 @@ from expertd_client.transport import Channel, Connection, FunctionTransport, Tra
 __all__ = [
     "AioGrpcTransport",
     "AsyncExpertClient",
+    "AsyncExpertCluster",
     "AsyncForwarder",
     "Channel",
     "Connection",
     "Credentials",
     "ExpertClient",
+    "ExpertCluster",
     "ForwardFuture",
     "ForwardResult",
     "Forwarder",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,3 +104,15 @@ async def test_in_an_event_loop_the_bits_are_the_same(hosts):
         got = await cluster.forward(LAYER, x.float(), ids, w)
     assert torch.equal(got.output, want.output)
     assert [part.server for part in got.parts] == [part.server for part in want.parts] == addresses
+
+
+def test_the_example_in_the_docs_runs(hosts, capsys):
+    text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    addresses = iter(hosts(LAYOUTS["replicas"][:3], ("reference",)))
+    example = re.sub(r'"10\.0\.0\.\d:7070"', lambda found: repr(next(addresses)), example)
+    x, ids, w = random_inputs(4, H, E, K, seed=5)
+    exec(example.replace("forward(0,", f"forward({LAYER},"), {"hidden_states": x, "topk_ids": ids, "topk_weights": w})
+    shown = capsys.readouterr().out
+    assert "torch.Size([4, 256])" in shown
+    assert shown.count("reference") == 2

@@ -62,7 +62,11 @@ class Call:
             missing = np.stack([np.nonzero(gone)[0], ids[gone].astype(np.int64)], axis=1)
             if self.on_missing is OnMissing.RENORMALIZE:
                 scale = renormalized(ids, self.host.topk_weights, gone)
-        sums = [Sum(leg.part.rows, leg.result.output) for leg in legs if leg.result is not None]
+        sums = [
+            Sum(leg.part.rows, leg.result.output)
+            for leg in legs
+            if leg.result is not None and leg.result.output is not None
+        ]
         output, lent = self._output(sums, scale)
         last = max(legs, key=lambda leg: leg.seconds).result if legs else None
         result = ClusterResult(
