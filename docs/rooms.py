@@ -33,7 +33,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "expertd_server": {"commands": ("__init__", "cli", "extra")},
     "expertd_client": {
-        "front": ("__init__", "async_client", "client", "forwarder"),
+        "front": ("__init__", "async_client", "client", "forwarder", "slot"),
         "requests": ("deadline", "lent", "request", "result", "retry", "tensors"),
         "exchange": ("exchange", "link", "session"),
         "transports": (

@@ -16,6 +16,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
 from expertd.errors import ExpertdError
+from expertd.shm.layout import ENTRIES
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.credentials import Credentials
 from expertd_client.deadline import Deadline, ThreadAlarm, deadline_in
@@ -27,6 +28,7 @@ from expertd_client.result import ForwardResult
 from expertd_client.retry import NEVER, Retry, pause_s
 from expertd_client.session import Session, unanswered
 from expertd_client.shm import ShmChannel
+from expertd_client.slot import Slot
 from expertd_client.tensors import wire_dtype
 from expertd_client.transport import Transport
 
@@ -105,6 +107,7 @@ class ExpertClient(Forwarder):
         self._timeout_s = timeout_s
         self._retry = retry
         self._slots = threading.Semaphore(max_in_flight)
+        self._bounded = max_in_flight < ENTRIES  # else a session in shared memory bounds itself
 
     @property
     def target(self) -> str:
@@ -165,11 +168,12 @@ class ExpertClient(Forwarder):
             assert deadline is not None
             raise deadline.crowded(request.layer)
 
-    def slot(self, tokens: int, hidden_size: int, dtype: Any = "bf16") -> Any:
-        """[tokens, hidden_size] for hidden states, numpy, uninitialized.  Over shared memory it lies where the server
-        reads: forward(layer, slot, ...) then copies nothing.  It may be used again and again, but not be written to
-        while a request of it is under way; its memory goes back with the last array over it."""
-        return self._exchange.slot(tokens, hidden_size, wire_dtype(dtype))
+    def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: Any = "bf16") -> Slot:
+        """Tensors of one batch that are sent again and again with new values: over shared memory they lie where the
+        server reads and writes, and a forward copies nothing.  dtype: of hidden states and output."""
+        number = wire_dtype(dtype)
+        made = self._exchange.slot(tokens, hidden_size, top_k, number)
+        return Slot(self, made, tokens, hidden_size, top_k, number)
 
     def _start(self, request: Request, deadline: Deadline | None) -> ForwardFuture:
         self._take_turn(request, deadline)
@@ -182,11 +186,14 @@ class ExpertClient(Forwarder):
         return future
 
     def _once(self, request: Request, deadline: Deadline | None) -> ForwardResult:
-        self._take_turn(request, deadline)
-        try:
+        if not self._bounded:
             answer = self._exchange.call(request, deadline)
-        finally:
-            self._slots.release()
+        else:
+            self._take_turn(request, deadline)
+            try:
+                answer = self._exchange.call(request, deadline)
+            finally:
+                self._slots.release()
         if answer is not None:
             return answer
         future = self._start(request, deadline)

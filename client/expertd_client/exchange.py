@@ -64,9 +64,9 @@ class Exchange:
         self._load = answer.lazy_load  # not the answer, whose memory is lent
         return answer
 
-    def slot(self, tokens: int, hidden_size: int, dtype: int) -> Any:
-        """[tokens, hidden_size] of a DataType: in memory that the server reads where there is such, else anywhere."""
-        return self._open().slot(tokens, hidden_size, dtype)
+    def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> Any:
+        """A channel's slot, as in expertd_client.slot; None: there is no channel that has one."""
+        return self._open().slot(tokens, hidden_size, top_k, dtype)
 
     @property
     def load(self) -> pb.Load | None:

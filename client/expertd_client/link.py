@@ -27,7 +27,6 @@ from expertd_client.deadline import Deadline
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult, result_of
 from expertd_client.session import INLINE, Session
-from expertd_client.tensors import empty
 from expertd_client.transport import ChannelFullError, Connection, Transport, Waiter
 
 __all__ = ["Link", "blame"]
@@ -81,11 +80,10 @@ class Link:
         way = self._direct
         return way if way is not None and way.takes(request) else None
 
-    def slot(self, tokens: int, hidden_size: int, dtype: int) -> Any:
-        """[tokens, hidden_size] of a DataType, numpy: where the channel can read it, if it has room."""
+    def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> Any:
+        """The channel's slot; None: there is no channel, or it has no room."""
         way = self._direct
-        made = None if way is None else way.slot(tokens, hidden_size, dtype)
-        return empty(tokens, hidden_size, dtype) if made is None else made
+        return None if way is None else way.slot(tokens, hidden_size, top_k, dtype)
 
     def _send(
         self,

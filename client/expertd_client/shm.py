@@ -14,20 +14,22 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
+from expertd.dtypes import DTYPE_BYTES
 from expertd.errors import ExpertdError, RequestCancelledError, UnavailableError
 from expertd.shm.client import SPIN_NS, Client, NoRoomError, SessionEndedError
-from expertd.shm.layout import Completion
+from expertd.shm.layout import FORWARD, Completion, Submission
 from expertd.shm.library import LibraryMissingError
 from expertd.shm.region import Region, RegionError, supported
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.deadline import Deadline
+from expertd_client.lent import Lent
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
-from expertd_client.shm_message import Sent, Slots, refusal, response, result, sendable, submission_of
+from expertd_client.shm_message import ALIGN, Sent, refusal, response, result, sendable, submission_of, timing_of
+from expertd_client.tensors import over_memory
 from expertd_client.transport import ChannelFullError, Closed, Deliver, Ready
 
 __all__ = ["AioShmChannel", "AioShmConnection", "ShmChannel", "ShmConnection", "enter_session"]
@@ -110,25 +112,13 @@ class _Connection:
         self._users = 1  # of the region: this session, calls under way, slots, and answers that are lent
         self._closing = self._over = False
         self._answer = Completion()
-        self._slots = Slots(self._client, self._use, self._unuse)
 
     def takes(self, request: Request) -> bool:
         """Whether it can travel here."""
         return not self._over and sendable(request)
 
-    def slot(self, tokens: int, hidden_size: int, dtype: int) -> Any:
-        """[tokens, hidden_size] of the arena, for hidden states that need no copy; None: there is no room."""
-        try:
-            self._use()
-        except ChannelFullError:
-            return None
-        try:
-            return self._slots.take(tokens, hidden_size, dtype)
-        finally:
-            self._unuse()
-
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
-        sent = submission_of(request, self._slots, waits=False)
+        sent = submission_of(request)
         sent.submission.deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
         with self._lock:
             if self._over:
@@ -224,7 +214,7 @@ class ShmConnection(_Connection):
         server's error, or DeadlineExceededError."""
         self._use()
         try:
-            sent, answer = submission_of(request, self._slots, waits=True), Completion()
+            sent, answer = submission_of(request), Completion()
             ticket = self._send_and_wait(request, sent, answer, deadline)
         except BaseException:
             self._unuse()
@@ -236,31 +226,71 @@ class ShmConnection(_Connection):
 
     def _send_and_wait(self, request: Request, sent: Sent, answer: Completion, deadline: Deadline | None) -> int:
         """The ticket; answer is filled."""
-        end_ns = int(deadline.end_s * 1e9) if deadline is not None else 0
-        sent.submission.deadline_ns = end_ns
-        wait_ns = _SLICE_NS if not end_ns else max(0, min(_SLICE_NS, end_ns - time.monotonic_ns()))
-        ticket = 0
-        try:
-            ticket = self._client.call(sent.submission, sent.tensors, answer, wait_ns, SPIN_NS)
-            if ticket > 0:
-                return ticket
+        sent.submission.deadline_ns = int(deadline.end_s * 1e9) if deadline is not None else 0
+        ticket = self._guard(
+            lambda wait_ns: self._client.call(sent.submission, sent.tensors, answer, wait_ns, SPIN_NS), deadline
+        )
+        if ticket < 0:
             ticket = -ticket
-            while True:
+            self._wait(ticket, request.layer, answer, deadline)
+        return ticket
+
+    def _wait(self, ticket: int, layer: int, answer: Completion, deadline: Deadline | None) -> None:
+        """Until the answer of a ticket in flight has come; a request that is given up is taken back."""
+        try:
+            while not self._guard(lambda wait_ns: self._client.wait(ticket, answer, wait_ns, 0), deadline):
                 if deadline is not None and deadline.left_s() == 0.0:
-                    raise deadline.expired(request.layer, 0)
-                wait_ns = _SLICE_NS if not end_ns else max(0, min(_SLICE_NS, end_ns - time.monotonic_ns()))
-                if self._client.wait(ticket, answer, wait_ns, 0):
-                    return ticket
+                    raise deadline.expired(layer, 0)
+        except BaseException:  # too late, interrupted, or the session is over
+            self._client.abandon(ticket)
+            raise
+
+    def _guard(self, wait: Callable[[int], int], deadline: Deadline | None) -> int:
+        """wait(nanoseconds), a slice at most; its exceptions as ours."""
+        wait_ns = _SLICE_NS
+        if deadline is not None:
+            wait_ns = max(0, min(wait_ns, int(deadline.left_s() * 1e9)))
+        try:
+            return wait(wait_ns)
         except NoRoomError as e:
             raise ChannelFullError(f"shared memory: {e}") from None
         except SessionEndedError:
-            if self._closing:
-                raise RequestCancelledError("session: closed by this client") from None
-            raise _ended() from None
-        except BaseException:  # too late, or interrupted
+            raise RequestCancelledError("session: closed by this client") if self._closing else _ended() from None
+
+    def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> _Slot | None:
+        """A batch's tensors in the arena; None: there is no room."""
+        try:
+            return _Slot(self, tokens, hidden_size, top_k, dtype)
+        except ChannelFullError:
+            return None
+
+    def exchange(self, s: Submission, answer: Completion, layer: int, deadline: Deadline | None) -> None:
+        """Sends a submission whose tensors lie in the arena, and fills `answer`.  Raises as call() does."""
+        self._use()
+        try:
+            s.layer, s.deadline_ns = layer, int(deadline.end_s * 1e9) if deadline is not None else 0
+            ticket = self._guard(lambda wait_ns: self._client.exchange(s, answer, wait_ns), deadline)
             if ticket:
-                self._client.abandon(abs(ticket))
-            raise
+                self._wait(ticket, layer, answer, deadline)
+                self._client.release(ticket)
+        finally:
+            self._unuse()
+        if answer.refused:
+            raise refusal(answer)
+
+    def take(self, nbytes: int) -> tuple[int, Lent]:
+        """A block of the arena: its offset, and the memory, which goes back by itself.  Raises ChannelFullError."""
+        self._use()
+        offset = self._client.take(nbytes)
+        if offset is None:
+            self._unuse()
+            raise ChannelFullError("shared memory: the session's memory is in use")
+
+        def give_back() -> None:
+            self._client.give(offset)
+            self._unuse()
+
+        return offset, Lent.at(self._client.region.arena + offset, nbytes, give_back)
 
     def close(self) -> None:
         with self._lock:
@@ -275,6 +305,33 @@ class ShmConnection(_Connection):
         while not self._gone():
             self._hand_over(self._client.watch(self._sock.fileno(), _LOOK_NS))
         self._end()
+
+
+class _Slot:
+    """A ChannelSlot."""
+
+    def __init__(self, connection: ShmConnection, tokens: int, hidden_size: int, top_k: int, dtype: int) -> None:
+        self._connection, self._answer = connection, Completion()
+        sizes = [tokens * hidden_size * DTYPE_BYTES[dtype], 4 * tokens * top_k]
+        room = [-(-n // ALIGN) * ALIGN for n in (sizes[0], sizes[1], sizes[1], sizes[0])]
+        block, lent = connection.take(sum(room))
+        at = [sum(room[:i]) for i in range(4)]
+        memory = lent.array()
+        parts = [memory[a : a + n] for a, n in zip(at, (sizes[0], sizes[1], sizes[1], sizes[0]), strict=True)]
+        self.hidden_states = over_memory(parts[0], dtype, (tokens, hidden_size), None)
+        self.topk_ids = over_memory(parts[1], pb.DATA_TYPE_I32, (tokens, top_k), None)
+        self.topk_weights = over_memory(parts[2], pb.DATA_TYPE_F32, (tokens, top_k), None)
+        self.output = over_memory(parts[3], dtype, (tokens, hidden_size), None)
+        self.topk_ids[:], self.topk_weights[:] = -1, 0
+        s = self._submission = Submission(kind=FORWARD, tokens=tokens, top_k=top_k)
+        s.hidden, s.ids, s.weights, s.out = (block + a for a in at)
+        s.hidden_dtype = s.out_dtype = dtype
+        s.ids_dtype, s.weights_dtype = pb.DATA_TYPE_I32, pb.DATA_TYPE_F32
+
+    def forward(self, layer: int, deadline: Deadline | None) -> tuple[int, Callable[[], pb.Timing]]:
+        answer = self._answer
+        self._connection.exchange(self._submission, answer, layer, deadline)
+        return answer.routes_computed, partial(timing_of, answer)
 
 
 class AioShmConnection(_Connection):

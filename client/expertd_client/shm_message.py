@@ -16,10 +16,10 @@ from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.tensors import Synthetic, device_of, host_address, over_memory
 
-__all__ = ["Sent", "Slots", "refusal", "response", "result", "sendable", "submission_of"]
+__all__ = ["ALIGN", "Sent", "refusal", "response", "result", "sendable", "submission_of", "timing_of"]
 
-_ALIGN = 16
-"""Of offsets in the arena."""
+ALIGN = 256
+"""Of tensors in a block."""
 
 
 class Sent(NamedTuple):
@@ -30,42 +30,6 @@ class Sent(NamedTuple):
     keep: tuple[Any, ...]
     out_dtype: int
     shape: tuple[int, int]
-
-
-class Slots:
-    """Hidden states that callers make in the arena itself.  use, unuse: of the region, by each slot."""
-
-    def __init__(self, client: Client, use: Callable[[], None], unuse: Callable[[], None]) -> None:
-        self._client, self._use, self._unuse = client, use, unuse
-        self._first, self._end = client.region.arena, client.region.arena + client.region.arena_bytes
-        self._taken: dict[int, int] = {}  # address: bytes
-
-    def take(self, tokens: int, hidden_size: int, dtype: int, device: Any = None) -> Any:
-        """[tokens, hidden_size] of a DataType, numpy, or torch where a (CPU) device is given; None: there is no room.
-        The memory goes back with the last array over it."""
-        nbytes = tokens * hidden_size * DTYPE_BYTES[dtype]
-        offset = self._client.take(nbytes)
-        if offset is None:
-            return None
-        address = self._first + offset
-        self._use()
-        self._taken[address] = nbytes
-        lent = Lent.at(address, nbytes, lambda: self._back(address))
-        return over_memory(lent.array(), dtype, (tokens, hidden_size), device)
-
-    def offset(self, address: int, nbytes: int, waits: bool) -> int | None:
-        """Where in the arena a tensor lies, if it can be read there: in a slot, or, while its caller waits for the
-        answer, anywhere."""
-        if not self._first <= address <= self._end - nbytes or (address - self._first) % _ALIGN:
-            return None
-        if waits or any(at <= address and address + nbytes <= at + n for at, n in list(self._taken.items())):
-            return address - self._first
-        return None
-
-    def _back(self, address: int) -> None:
-        self._taken.pop(address, None)
-        self._client.give(address - self._first)
-        self._unuse()
 
 
 def sendable(request: Request) -> bool:
@@ -79,9 +43,8 @@ def sendable(request: Request) -> bool:
     )
 
 
-def submission_of(request: Request, slots: Slots, waits: bool) -> Sent:
-    """The submission, and where its tensors lie: they are copied when it is sent, but for hidden states in the arena.
-    waits: its caller does nothing else until it is answered."""
+def submission_of(request: Request) -> Sent:
+    """The submission, and where its tensors lie: they are copied when it is sent."""
     out_dtype, hidden_dtype, ids_dtype, weights_dtype = request.dtypes
     x, ids, weights = request.hidden_states, request.topk_ids, request.topk_weights
     M, H = x.shape
@@ -94,14 +57,9 @@ def submission_of(request: Request, slots: Slots, waits: bool) -> Sent:
     t.hidden_bytes = M * H * DTYPE_BYTES[hidden_dtype]
     t.ids_bytes, t.weights_bytes = M * k * DTYPE_BYTES[ids_dtype], M * k * DTYPE_BYTES[weights_dtype]
     t.out_bytes = M * H * DTYPE_BYTES[out_dtype]
-    address, kept_x = host_address(x, hidden_dtype)
+    t.hidden, kept_x = host_address(x, hidden_dtype)
     t.ids, kept_ids = host_address(ids, ids_dtype)
     t.weights, kept_weights = host_address(weights, weights_dtype)
-    offset = slots.offset(address, t.hidden_bytes, waits)
-    if offset is None:
-        t.hidden = address
-    else:
-        s.hidden = offset
     return Sent(s, t, (kept_x, kept_ids, kept_weights), out_dtype, (M, H))
 
 
@@ -118,7 +76,7 @@ def result(
         output,
         None,
         answer.routes_computed,
-        lambda: _timing(answer),
+        lambda: timing_of(answer),
         lambda: _load(answer),
         0,
         lent.release,
@@ -134,7 +92,7 @@ def response(
         request_id,
         TensorView(sent.out_dtype, sent.shape, Spelling.RAW, lent.array().data),
         routes_computed=answer.routes_computed,
-        timing=_timing(answer),
+        timing=timing_of(answer),
         load=_load(answer),
     )
     v.give_back = lent.release
@@ -153,7 +111,7 @@ def _lent(sent: Sent, client: Client, give_back: Callable[[], None]) -> Lent:
     return Lent.at(address, sent.tensors.out_bytes, give_back)
 
 
-def _timing(answer: Completion) -> pb.Timing:
+def timing_of(answer: Completion) -> pb.Timing:
     return pb.Timing(
         queue_ns=answer.queue_ns,
         copy_in_ns=answer.collect_ns,

@@ -51,6 +51,8 @@ _NUMPY: dict[int, np.dtype[Any]] = {
     pb.DATA_TYPE_I32: np.dtype("<i4"),
     pb.DATA_TYPE_I64: np.dtype("<i8"),
 }
+_PLAIN = {**_NUMPY, pb.DATA_TYPE_BF16: np.dtype(np.int16)}
+"""What torch.from_numpy takes."""
 _BY_NUMPY = {dtype: number for number, dtype in _NUMPY.items()}
 _TORCH_NAMES: dict[int, str] = {
     pb.DATA_TYPE_F32: "float32",
@@ -90,7 +92,9 @@ def to_wire(x: Any, number: int) -> TensorView:
 def checked_dtype(x: Any, name: str, allowed: Sequence[str]) -> int:
     """The DataType of `x`, which errors call `name`.  Raises BadDtypeError for a dtype that is not among `allowed`."""
     if isinstance(x, np.ndarray):
-        number = _number_of_numpy(x.dtype)
+        number = _BY_NUMPY.get(x.dtype)
+        if number is None:
+            number = _number_of_numpy(x.dtype)
     elif _is_torch(x):
         number = _by_torch().get(x.dtype)
     elif isinstance(x, Synthetic):
@@ -203,7 +207,10 @@ def over_memory(array: NDArray[np.uint8], number: int, shape: tuple[int, ...], d
     if device is None:
         return array.view(_NUMPY[number]).reshape(shape)
     torch = sys.modules["torch"]
-    tensor = torch.from_numpy(array).view(getattr(torch, _TORCH_NAMES[number])).view(shape)
+    plain = array.view(_PLAIN[number]).reshape(shape)
+    tensor = torch.from_numpy(plain)
+    if number == pb.DATA_TYPE_BF16:
+        tensor = tensor.view(torch.bfloat16)
     return tensor if device.type == "cpu" else tensor.to(device)
 
 

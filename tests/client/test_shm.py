@@ -1,5 +1,7 @@
 """ExpertClient over shared memory, against the real door and engine; the gRPC in between is a function."""
 
+import asyncio
+import contextlib
 import threading
 import time
 
@@ -12,8 +14,8 @@ from expertd.shm.library import LibraryMissingError
 from expertd.shm.library import library as client_library
 from expertd.shm.region import host_id, supported
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client import ExpertClient
-from expertd_client.shm import ShmChannel
+from expertd_client import AsyncExpertClient, ExpertClient
+from expertd_client.shm import AioShmChannel, ShmChannel
 from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.native import NativeEngine
 from expertd_server.engine.scheduler import Policy
@@ -211,3 +213,130 @@ def test_sessions_leave_no_descriptors(client):
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < until:
         time.sleep(0.01)
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# ---- slots -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_sent_again_and_again_without_a_copy(client):
+    slot = client.slot(5, H, 2, "f32")
+    way = client._exchange._link._beside
+    for seed in range(20):
+        (x, ids, w), want = inputs(5, seed=seed)
+        slot.hidden_states[:], slot.topk_ids[:], slot.topk_weights[:] = x, ids, w
+        slot.output[:] = np.nan
+        output = slot.forward(0, timeout_s=20)
+        assert output is slot.output
+        assert np.allclose(output, want, rtol=1e-2)
+        assert slot.routes_computed == int((ids >= 0).sum())
+        assert slot.timing.batch_requests == 1
+    assert way._client.blocks == 1
+    kept = slot.output[2:]
+    del slot, output
+    assert way._client.blocks == 1, "somebody still reads it"
+    del kept
+    assert way._client.blocks == 0
+
+
+def test_a_slot_tells_of_refusals_and_deadlines_and_goes_on(client, sums):
+    slot = client.slot(3, H, 2, "f32")
+    (x, ids, w), want = inputs(3)
+    slot.hidden_states[:], slot.topk_ids[:], slot.topk_weights[:] = x, ids, w
+    slot.topk_ids[1, 0] = 99
+    with pytest.raises(ExpertIdOutOfRangeError, match="got 99"):
+        slot.forward(0)
+    slot.topk_ids[:] = ids
+    sums.gate.clear()
+    with pytest.raises(DeadlineExceededError):
+        slot.forward(0, timeout_s=0.05)
+    sums.gate.set()
+    assert np.allclose(slot.forward(0, timeout_s=20), want, rtol=1e-2)
+
+
+def test_a_slot_outlives_its_session(client):
+    slot = client.slot(3, H, 2, "f32")
+    (x, ids, w), _ = inputs(3)
+    slot.hidden_states[:], slot.topk_ids[:], slot.topk_weights[:] = x, ids, w
+    client.door.close()
+    until = time.monotonic() + 10
+    while client.session().transport == "shm" and time.monotonic() < until:
+        time.sleep(0.01)
+    with pytest.raises(UnavailableError, match=r"^inline$"):
+        slot.forward(0)
+    assert np.array_equal(slot.hidden_states, x), "its memory is still there"
+
+
+# ---- no room ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_finds_no_room_travels_inline(client):
+    args, want = inputs(64)
+    kept = []
+    while len(kept) < 100 and not client._transport.inline.asked:
+        with contextlib.suppress(UnavailableError):
+            kept.append(client.forward(0, *args).output)
+    assert 2 <= len(kept) < 100
+    with pytest.raises(UnavailableError, match=r"^inline$"):
+        client.submit(0, *args).result(10)
+    kept.clear()
+    assert np.allclose(client.forward(0, *args).output, want, rtol=1e-2), "there is room again"
+    assert client._transport.inline.asked == 2
+
+
+# ---- threads that wait for themselves, and a reader beside them ------------------------------------------------------
+
+
+def test_waiting_callers_and_futures_share_the_bell(client, sums):
+    wrong = []
+
+    def waits(seed):
+        args, want = inputs(2, seed=seed)
+        wrong.extend(n for n in range(60) if not np.allclose(client.forward(0, *args).output, want, rtol=1e-2))
+
+    def submits(seed):
+        args, want = inputs(2, seed=seed)
+        for n in range(20):
+            futures = [client.submit(0, *args) for _ in range(3)]
+            wrong.extend(n for f in futures if not np.allclose(f.result(20).output, want, rtol=1e-2))
+
+    threads = [threading.Thread(target=f, args=(i,)) for i, f in enumerate((waits, submits) * 3)]
+    for t in threads:
+        t.start()
+    time.sleep(0.02)
+    sums.gate.clear()  # everybody sleeps
+    time.sleep(0.1)
+    sums.gate.set()
+    for t in threads:
+        t.join(30)
+    assert not wrong
+    assert not any(t.is_alive() for t in threads)
+
+
+# ---- in an event loop ------------------------------------------------------------------------------------------------
+
+
+async def test_a_loop_has_its_own_way(client):
+    class LoopTransport(Transport):
+        def __init__(self, door):
+            super().__init__(door)
+            self.channels = [AioShmChannel()]
+
+        async def wait_closed(self):
+            pass
+
+    async with AsyncExpertClient(LoopTransport(client.door)) as c:
+        assert (await c.session()).transport == "shm"
+        for seed in range(5):
+            calls = [inputs(1 + n, seed=seed) for n in range(8)]
+            answers = await asyncio.gather(*(c.forward(0, *args) for args, _ in calls))
+            for answer, (_, want) in zip(answers, calls, strict=True):
+                assert np.allclose(answer.output, want, rtol=1e-2)
+        with pytest.raises(ExpertIdOutOfRangeError):
+            await c.forward(0, inputs(1)[0][0], np.array([[99, 0]], np.int32), np.ones((1, 2), np.float32))
+        await asyncio.sleep(0.05)
+        client.door.close()
+        for _ in range(500):
+            if (await c.session()).transport == "inline":
+                break
+            await asyncio.sleep(0.01)
+        assert "broke" in (await c.session()).refused["shm"]

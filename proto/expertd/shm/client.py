@@ -85,6 +85,21 @@ class Client:
             raise self._no_room(how)
         raise SessionEndedError
 
+    def exchange(self, request: Submission, answer: Completion, timeout_ns: int, spin_ns: int = SPIN_NS) -> int:
+        """Sends a request whose tensors lie in the arena, and waits.  0: `answer` is filled and its ticket given back;
+        else the time was over first, and this is the ticket.  Raises NoRoomError, SessionEndedError."""
+        ticket = C.c_uint64()
+        how = self._lib.expertd_shm_exchange(
+            self._client, C.byref(request), timeout_ns, spin_ns, C.byref(answer), C.byref(ticket)
+        )
+        if how == _ANSWERED:
+            return 0
+        if how == _TIMED_OUT:
+            return ticket.value
+        if how == _CROWDED:
+            raise self._no_room(how)
+        raise SessionEndedError
+
     def _no_room(self, how: int) -> Exception:
         if self.over:
             return NoRoomError("the session is over")

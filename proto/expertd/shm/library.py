@@ -30,6 +30,7 @@ def library() -> C.CDLL:
         ("client", p, (p, u64, u32, fd, fd)),
         ("free", None, (p,)),
         ("take", i64, (p, u64)),
+        ("exchange", fd, (p, p, i64, i64, p, p)),
         ("give", None, (p, u64)),
         ("submit", u64, (p, p, i64, fd)),
         ("send", fd, (p, p, p, fd, p)),

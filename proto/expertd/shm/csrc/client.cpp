@@ -370,6 +370,19 @@ API int expertd_shm_call(Client* c, Submission* s, const Tensors* tensors, int64
   return sent != kSent ? sent : expertd_shm_wait(c, *ticket, timeout_ns, spin_ns, answer);
 }
 
+API void expertd_shm_release(Client* c, uint64_t id);
+
+// A request whose tensors all lie in the arena, sent and waited for; its ticket is given back.  kTimedOut: *ticket is in
+// flight, for wait() and release().
+API int expertd_shm_exchange(Client* c, const Submission* s, int64_t timeout_ns, int64_t spin_ns, Completion* answer,
+                             uint64_t* ticket) {
+  *ticket = expertd_shm_submit(c, s, kNobody, 0);
+  if (!*ticket) return c->over() ? kEnded : kCrowded;
+  const int how = expertd_shm_wait(c, *ticket, timeout_ns, spin_ns, answer);
+  if (how == kAnswered) expertd_shm_release(c, *ticket);
+  return how;
+}
+
 // For one thread that looks after what is announced, and after `other`, a descriptor that becomes readable when the
 // session ends: the tickets whose answers have come, at most `most`; 0: the time was over, `other` is readable, or the
 // session is over.
