@@ -24,12 +24,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import torch
-from served import Server
 
 from expertd_client import ExpertClient, GrpcTransport
-from expertd_kernels import reference, relative_error, tolerance
-from expertd_kernels.sources.synthetic import SyntheticModel
 
 LOADS = "1x1,1x8,1x64,1x128,1x512,1x2048,1x128s,1x512s,8x8,32x4,8x256s"
 CHECKED_ROWS = 4
@@ -37,10 +33,10 @@ CHECKED_ROWS = 4
 
 def inputs(caller: int, tokens: int, experts: int, top_k: int, hidden: int) -> tuple[Any, Any, Any]:
     """bf16 [M, H], ids [M, top_k] i32 without repeats, weights [M, top_k] f32."""
-    g = torch.Generator().manual_seed(1000 + caller)
-    x = torch.randn(tokens, hidden, generator=g).bfloat16()
-    ids = torch.rand(tokens, experts, generator=g).argsort(1)[:, :top_k].int()
-    return x, ids, torch.rand(tokens, top_k, generator=g) / top_k
+    g = np.random.default_rng(1000 + caller)
+    x = g.standard_normal((tokens, hidden), np.float32).astype(ml_dtypes.bfloat16)
+    ids = g.random((tokens, experts)).argsort(1)[:, :top_k].astype(np.int32)
+    return x, ids, g.random((tokens, top_k), np.float32) / np.float32(top_k)
 
 
 def call(
@@ -48,7 +44,6 @@ def call(
     start: Barrier, out: Any,
 ) -> None:  # fmt: skip
     """One caller's process: (seconds of each call, rows of the last output, its layer)."""
-    torch.set_num_threads(1)
     server = address if way != "inline" else GrpcTransport(address)
     with ExpertClient(server, timeout_s=60) as client:
         got = client.session().transport
@@ -56,11 +51,9 @@ def call(
         x, ids, w = inputs(caller, load.tokens, *shape)
         if load.slot:
             slot = client.slot(*x.shape, ids.shape[1])
-            torch.from_numpy(slot.hidden_states.view(np.int16)).view(torch.bfloat16).copy_(x)
-            slot.topk_ids[:], slot.topk_weights[:] = ids.numpy(), w.numpy()
+            slot.hidden_states[:], slot.topk_ids[:], slot.topk_weights[:] = x, ids, w
             ask = slot.forward
         else:
-            x, ids, w = x.view(torch.int16).numpy().view(ml_dtypes.bfloat16), ids.numpy(), w.numpy()
 
             def ask(layer: int) -> Any:
                 return client.forward(layer, x, ids, w).output
@@ -92,7 +85,7 @@ def kernel_seconds(metrics: str) -> float:
     return sum(float(v) for v in re.findall(r"^expertd_kernel_seconds_sum\{.*?\} (\S+)", text, re.M))
 
 
-def measure(load: Load, way: str, server: Server, shape: tuple[int, int, int], layers: list[int], args: Any) -> Any:
+def measure(load: Load, way: str, server: Any, shape: tuple[int, int, int], layers: list[int], args: Any) -> Any:
     """The row of one load."""
     spawn = mp.get_context("spawn")
     start, out = spawn.Barrier(load.callers + 1), spawn.Queue()
@@ -104,7 +97,7 @@ def measure(load: Load, way: str, server: Server, shape: tuple[int, int, int], l
     ]
     for p in callers:
         p.start()
-    metrics = re.search(r"metrics on (\S+)", server.text())[1]  # type: ignore[index]
+    metrics = re.search(r"metrics on (\S+)", server.text())[1]
     start.wait(120)
     before, begin = kernel_seconds(metrics), time.perf_counter()
     found = [out.get(timeout=args.seconds + 60) for _ in callers]
@@ -124,15 +117,26 @@ def measure(load: Load, way: str, server: Server, shape: tuple[int, int, int], l
 
 def error_of(found: list[Any], load: Load, shape: tuple[int, int, int], weights: dict[int, Any], device: str) -> float:
     """The largest relative error of the callers' last answers."""
+    import torch
+
+    from expertd_kernels import reference, relative_error
+
     worst = 0.0
     for caller, _, rows, layer in found[:4]:
-        x, ids, w = (t[:CHECKED_ROWS].to(device) for t in inputs(caller, load.tokens, *shape))
-        want = reference(weights[layer], x, ids, w)
+        x, ids, w = (t[:CHECKED_ROWS] for t in inputs(caller, load.tokens, *shape))
+        hidden = torch.from_numpy(x.astype(np.float32)).bfloat16().to(device)
+        want = reference(weights[layer], hidden, *(torch.from_numpy(t).to(device) for t in (ids, w)))
         worst = max(worst, float(relative_error(torch.from_numpy(rows).to(device), want)))
     return worst
 
 
 def main() -> int:
+    import torch
+    from served import Server  # not at the top: each caller's process reads this file, and needs no torch
+
+    from expertd_kernels import tolerance
+    from expertd_kernels.sources.synthetic import SyntheticModel
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="qwen3-30b-a3b:int4_g128")
