@@ -235,7 +235,10 @@ def golden() -> str:
 
 
 CHART_SCHEMA = "deploy/helm/expertd/values.schema.json"
-CHART_OPTIONS = ("shard", "experts", "listen", "metrics_listen", "cache")
+CHART_OPTIONS = {
+    *("shard", "experts", "listen", "metrics_listen", "cache", "health"),
+    *("insecure", "tls_cert", "tls_key", "tls_client_ca", "callers"),
+}
 """Options that the chart sets itself."""
 
 

@@ -124,11 +124,17 @@ def test_numbers_and_texts_reach_the_server_as_they_are(tmp_path, monkeypatch):
     assert s["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= 5 + 61.5
 
 
-def test_a_pod_is_asked_for_its_health_where_it_listens(rendered):
+def test_a_pod_is_asked_for_its_health_where_it_listens(rendered, monkeypatch):
     for s in sets(rendered).values():
         c = container(s)
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert c[probe]["grpc"]["port"] == c["ports"][0]["containerPort"]
+            port = c["ports"][0]["containerPort"]
+            if "EXPERTD_TLS_CERT" not in {e["name"] for e in c["env"]}:
+                assert c[probe]["grpc"] == {"port": port}
+                continue
+            words = c[probe]["exec"]["command"]
+            assert words[:3] == ["expertctl", "health", f"127.0.0.1:{port}"]
+            read(words, monkeypatch)
         # A server that still loads is not a dead one.
         startup = c["startupProbe"]
         assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
@@ -191,11 +197,25 @@ def test_the_mixed_example_has_its_devices_and_scales():
     assert [list(peer) for rule in policy["ingress"] for peer in rule["from"]] == [["namespaceSelector"]] * 2
 
 
+def test_files_of_secrets_are_where_the_server_looks(tmp_path, monkeypatch):
+    rendered = objects(values("tls"))
+    (s,) = sets(rendered).values()
+    config = expertd_of(s, rendered, "x-0", tmp_path, monkeypatch)
+    mounts = {m["name"]: m["mountPath"] for m in container(s)["volumeMounts"]}
+    secrets = {v["name"]: v["secret"]["secretName"] for v in s["spec"]["template"]["spec"]["volumes"] if "secret" in v}
+    assert secrets == {"tls": "experts-tls", "callers": "experts-callers"}
+    files = (config.tls_cert, config.tls_key, config.tls_client_ca)
+    assert [str(f) for f in files] == [f"{mounts['tls']}/{name}" for name in ("tls.crt", "tls.key", "ca.crt")]
+    assert str(config.callers) == f"{mounts['callers']}/callers.toml"
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"serve": {"max-token": 3}}, "max-token"),
         ({"serve": {"shard": "0/2"}}, "shard"),
+        ({"serve": {"health": "no"}}, "health"),
+        ({"tls": {"secretName": "a"}}, "tls.serverName"),
         ({"groups": {"cpu": {"kind": "tpu"}}}, "kind"),
         ({"groups": {"cpu": {"shards": {"first": 2, "count": 2, "of": 3}}}}, r"first \+ count <= of"),
         ({"grups": {}}, "grups"),

@@ -20,3 +20,22 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ $name }} = {{ if kindIs "string" $value }}{{ $value | quote }}{{ else if eq (floor $value) (float64 $value) }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}
 {{- end }}
 {{- end }}
+
+{{- /* How a pod is asked for its health.  Kubernetes' own gRPC probes speak no TLS. */}}
+{{- define "expertd.probe" -}}
+{{- if .Values.tls.secretName -}}
+exec:
+  command:
+    - expertctl
+    - health
+    - 127.0.0.1:{{ .Values.service.port }}
+    - --ca=/etc/expertd-tls/ca.crt
+    - --server-name={{ required "tls.serverName: the name in the certificate" .Values.tls.serverName }}
+    {{- if .Values.tls.clientCertificates }}
+    - --cert=/etc/expertd-tls/tls.crt
+    - --key=/etc/expertd-tls/tls.key
+    {{- end }}
+{{- else -}}
+grpc: {port: {{ .Values.service.port }}}
+{{- end }}
+{{- end }}
