@@ -13,7 +13,7 @@ import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from expertd.errors import ExpertdError
 from expertd.shm.layout import ENTRIES
@@ -31,6 +31,9 @@ from expertd_client.shm import ShmChannel
 from expertd_client.slot import Slot
 from expertd_client.tensors import wire_dtype
 from expertd_client.transport import Transport
+
+if TYPE_CHECKING:
+    from expertd_client.cuda_ipc import DeviceSession
 
 __all__ = ["ExpertClient", "ForwardFuture"]
 
@@ -157,6 +160,18 @@ class ExpertClient(Forwarder):
             return answer.result(timeout_s)
         except FutureTimeoutError:
             raise unanswered(self.target, timeout_s) from None
+
+    def device_session(
+        self, device: int | str = "cuda", *, same_gpu: bool = False, timeout_s: float = 10.0
+    ) -> DeviceSession:
+        """A session of its own for a caller on a GPU of the server's host (see expertd_client.cuda_ipc): tensors travel
+        from GPU to GPU, and calls are ordered on the caller's stream.  Needs torch.
+
+        Raises UnavailableError with the reason where it cannot be had: another host, a server on a CPU, GPUs that do
+        not reach each other's memory, the server's own GPU (unless same_gpu: where MPS lets both processes run)."""
+        from expertd_client.cuda_ipc import ask_for_session, device_index
+
+        return ask_for_session(self._transport, device_index(device), same_gpu=same_gpu, timeout_s=timeout_s)
 
     def close(self) -> None:
         self._exchange.close()

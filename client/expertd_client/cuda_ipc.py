@@ -3,10 +3,10 @@
     with client.device_session("cuda:1") as lane:
         out = lane.forward(layer, hidden_states, topk_ids, topk_weights)     # [M, H], ordered on the current stream
 
-A session has memory on the server's GPU that both map, and two words in memory of the host.  A call is four operations
-on the caller's stream: copy the tensors into the pool, write the number of the request into one word, wait for the
-other, copy the output out of the pool.  All of them can be captured in a CUDA graph.  The server computes the request
-with those of all other callers, as it came through any other channel.
+A session has memory on the server's GPU that both map, and two words in memory of the host.  A call is three kernels
+on the caller's stream: one copies the tensors into the pool and then writes the number of the request into one word,
+one thread waits for the other word, and one copies the output out of the pool.  They can be captured in a CUDA graph.
+The server computes the request with those of all other callers, as if it had come through any other channel.
 
 One call of a session is under way at a time, in the order of the stream; who wants two opens two sessions.  Nothing is
 raised where the caller's host does not wait: a request that is refused answers NaN, and check() says why.
@@ -19,6 +19,8 @@ import select
 import socket
 import threading
 import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,7 +30,7 @@ import torch
 
 from expertd.errors import TABLE, ExpertdError, UnavailableError
 from expertd.shm.client import Client, SessionEndedError
-from expertd.shm.cuda import CudaError, cuda
+from expertd.shm.cuda import cuda, device_uuid
 from expertd.shm.layout import (
     CALLS_OFFSET,
     GOOD,
@@ -43,11 +45,14 @@ from expertd.shm.layout import (
     Submission,
 )
 from expertd.shm.pool import Pool, PoolError
+from expertd.shm.region import host_id
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.device_copies import Copies, Launch
+from expertd_client.session import unanswered
 from expertd_client.shm import enter_session
+from expertd_client.transport import Transport
 
-__all__ = ["DeviceSession", "open_session"]
+__all__ = ["NAME", "DeviceSession", "ask_for_session", "device_index", "open_session"]
 
 _TYPES = {
     torch.float32: pb.DATA_TYPE_F32,
@@ -56,24 +61,17 @@ _TYPES = {
     torch.int32: pb.DATA_TYPE_I32,
     torch.int64: pb.DATA_TYPE_I64,
 }
+NAME = "cuda_ipc"
+"""As the contract calls it in SessionOffer."""
+_SAME_GPU = (
+    "the server computes on this very GPU: two processes take turns on one, which costs 300 us a call;"
+    " send messages, or say same_gpu where MPS lets both run at once"
+)
 _ALIGN = 256
 _PORTABLE_MAPPED = 3
 _PREPARE_S = _OPEN_S = 10.0
 _WATCH_S = 0.001
 """How often a lost session's word is written: a stream that comes to wait later waits no longer than this."""
-_WAIT, _WRITE = 1, 2
-_AT_LEAST = 0
-
-
-class _MemoryOperation(C.Structure):
-    _fields_ = [
-        ("kind", C.c_int),
-        ("address", C.c_uint64),
-        ("value", C.c_uint64),
-        ("flags", C.c_uint),
-        ("alias", C.c_uint64),
-        ("spare", C.c_uint64),
-    ]
 
 
 @dataclass(slots=True)
@@ -81,18 +79,57 @@ class _Prepared:
     """A request that the server knows by its number, and the operations of a call."""
 
     bring: Launch
-    words: Any
     take: Launch
 
 
-def open_session(answer: pb.SessionAnswer, device: int) -> DeviceSession:
+def device_index(device: int | str) -> int:
+    """Of "cuda:1", 1, or "cuda" (the current one)."""
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
+def ask_for_session(transport: Transport, device: int, *, same_gpu: bool, timeout_s: float) -> DeviceSession:
+    """See ExpertClient.device_session."""
+    said: Future[pb.SessionAnswer] = Future()
+
+    def deliver(message: object) -> None:
+        if isinstance(message, pb.SessionAnswer) and not said.done():
+            said.set_result(message)
+
+    def closed(error: ExpertdError) -> None:
+        if not said.done():
+            said.set_exception(error)
+
+    connection = transport.connect(deliver, closed)
+    try:
+        connection.offer(pb.SessionOffer(transports=[NAME], host_id=host_id()))
+        answer = said.result(timeout_s)
+        reason = next((v.reason for v in answer.verdicts if v.transport == NAME and not v.accepted), "")
+        if reason or not answer.token:
+            raise UnavailableError(f"cuda_ipc: {reason or 'the server does not know it'}")
+        return open_session(answer, device, same_gpu=same_gpu)
+    except FutureTimeoutError:
+        raise unanswered(transport.target, timeout_s) from None
+    finally:
+        connection.close()
+
+
+def open_session(answer: pb.SessionAnswer, device: int, *, same_gpu: bool = False) -> DeviceSession:
     """The session that the server accepted, for a GPU of this process.  Raises UnavailableError with the reason why it
     cannot be had, after which messages can travel any other way."""
     sock, client = enter_session(answer)
+    pool = None
     try:
         sock.settimeout(_OPEN_S)
-        return DeviceSession(sock, client, Pool.receive(sock, device))
+        pool = Pool.receive(sock, device)
+        if pool.uuid == device_uuid(device) and not same_gpu:
+            raise PoolError(_SAME_GPU)
+        return DeviceSession(sock, client, pool)
     except (OSError, PoolError) as e:
+        if pool is not None:
+            pool.close()
         sock.close()
         client.end()
         client.close()
@@ -118,7 +155,7 @@ class DeviceSession:
         with self._driver.current(self.device):
             self._driver("cuMemHostRegister_v2", C.c_void_p(self._page), C.c_size_t(PAGE), C.c_uint(_PORTABLE_MAPPED))
             self._copies = Copies(self._driver)
-        self._batch = self._driver.library.cuStreamBatchMemOp_v2
+        self._gate = Launch(0, self._answered, GOOD, self._copies.failed)
         self._watch = threading.Thread(target=self._watch_server, name="expertd-gpu-watch", daemon=True)
         self._watch.start()
 
@@ -138,7 +175,7 @@ class DeviceSession:
 
         hidden_states [M, H] bf16, f16 or f32; topk_ids [M, k] int32 or int64; topk_weights [M, k] of a float type; all
         on this session's GPU.  timeout_s: how long it may wait on the server.  The first call of a layer, a shape and
-        types asks the server, which takes a few hundred microseconds; later ones are four operations on the stream.
+        types asks the server, which takes a few hundred microseconds; later ones are three launches.
         Raises what check() raises, ValueError for tensors that cannot be used, and what the server has against a
         request of this kind."""
         self.check()
@@ -163,7 +200,7 @@ class DeviceSession:
             with self._on_device():
                 handle: int = stream.cuda_stream
                 self._copies.bring(handle, call.bring)
-                self._start(handle, call.words)
+                self._copies.gate(handle, self._gate)
                 self._copies.take(handle, call.take)
         return out
 
@@ -216,11 +253,6 @@ class DeviceSession:
     def _on_device(self) -> AbstractContextManager[Any]:
         return nullcontext() if torch.cuda.current_device() == self.device else torch.cuda.device(self.device)
 
-    def _start(self, stream: int, words: Any) -> None:
-        code = self._batch(C.c_void_p(stream), C.c_uint(len(words)), words, C.c_uint(0))
-        if code:
-            raise CudaError(f"starting a request from a stream: CUDA error {code}")
-
     def _follow(self, stream: Any) -> None:
         """Behind what was called on another stream.  During a capture that is the business of who replays."""
         if stream != self._stream:
@@ -261,12 +293,9 @@ class DeviceSession:
         )  # fmt: skip
         there = [self._pool.address + offset for offset in at]
         segments = [n for to, size in zip(there[:3], sizes[:3], strict=True) for n in (to, 0, size)]
-        words = (_MemoryOperation * 2)(
-            _MemoryOperation(_WRITE, self._called, number, 0),
-            _MemoryOperation(_WAIT, self._answered, 1, _AT_LEAST),
-        )
-        take = Launch(sizes[3], 0, there[3], sizes[3], self._answered, GOOD, self._copies.blocks)
-        return _Prepared(Launch(sizes[0], *segments, self._answered), words, take)
+        take = Launch(sizes[3], 0, there[3], sizes[3], self._copies.failed)
+        words = (self._answered, self._called, number, self._copies.blocks)
+        return _Prepared(Launch(sizes[0], *segments, *words), take)
 
     def _ask(self, s: Submission) -> None:
         answer, ticket = Completion(), self._client.submit(s)

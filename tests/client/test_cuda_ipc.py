@@ -13,6 +13,7 @@ import torch
 from expertd.errors import (
     BadDtypeError,
     BadShapeError,
+    DeadlineExceededError,
     ExpertIdOutOfRangeError,
     LayerNotHeldError,
     UnavailableError,
@@ -24,11 +25,12 @@ from expertd.shm.library import library as client_library
 from expertd.shm.pool import PoolError
 from expertd.shm.region import host_id, supported
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client import cuda_ipc
+from expertd_client import ExpertClient, cuda_ipc
 from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.native import NativeEngine
 from expertd_server.engine.scheduler import Policy
 from expertd_server.engine.served import ServedLayer
+from expertd_server.service.offers import answer_offer
 from expertd_server.transports.shm import ShmDoor
 
 try:
@@ -42,7 +44,7 @@ pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pyte
 
 H, E = 32, 4
 POOL = 1 << 16
-BRING, TAKE = 1, 2
+BRING, GATE, TAKE = 1, 2, 3
 
 
 class SoftwareGpu:
@@ -58,7 +60,7 @@ class SoftwareGpu:
         return lambda *arguments: 0
 
     def cuModuleGetFunction(self, function, module, name):
-        function._obj.value = {b"bring": BRING, b"take": TAKE}[name.value]
+        function._obj.value = {b"bring": BRING, b"gate": GATE, b"take": TAKE}[name.value]
         return 0
 
     def cuMemAlloc_v2(self, address, size):
@@ -81,24 +83,19 @@ class SoftwareGpu:
             for to, source, size in zip(values[0:9:3], values[1:9:3], values[2:9:3], strict=True):
                 C.memmove(to, source, size)
             C.c_uint32.from_address(values[9]).value = 0
+            C.c_uint32.from_address(values[10]).value = values[11]
+        elif kernel.value == GATE:
+            word, until = C.c_uint32.from_address(values[0]), time.monotonic() + 20
+            while not word.value:
+                assert time.monotonic() < until, "the stream waits for ever"
+                time.sleep(1e-5)
+            C.c_uint32.from_address(values[2]).value = word.value != values[1]
         else:
-            to, source, size, word, good, _ = values
-            if C.c_uint32.from_address(word).value == good:
-                C.memmove(to, source, size)
-            else:
+            to, source, size, failed = values
+            if C.c_uint32.from_address(failed).value:
                 C.memset(to, 255, size)
-        return 0
-
-    def cuStreamBatchMemOp_v2(self, stream, count, operations, flags):
-        for operation in operations:
-            word = C.c_uint32.from_address(operation.address)
-            if operation.kind == 2:
-                word.value = operation.value
             else:
-                until = time.monotonic() + 20
-                while word.value < operation.value:
-                    assert time.monotonic() < until, "the stream waits for ever"
-                    time.sleep(1e-5)
+                C.memmove(to, source, size)
         return 0
 
 
@@ -106,6 +103,8 @@ class HostPool:
     """Memory that both sides see, under the same address."""
 
     made = None
+
+    uuid = b"the server's GPU"
 
     def __init__(self, memory):
         self.memory, self.bytes, self.device, self.closed = memory, POOL, 0, 0
@@ -171,6 +170,7 @@ def gpu(monkeypatch):
     gpu = SoftwareGpu()
     monkeypatch.setattr(cuda_ipc, "cuda", lambda: Cuda(gpu))
     monkeypatch.setattr(cuda_ipc, "Pool", HostPool)
+    monkeypatch.setattr(cuda_ipc, "device_uuid", lambda device: b"another GPU")
     monkeypatch.setattr(cuda_ipc, "DeviceSession", Session)
     return gpu
 
@@ -278,7 +278,7 @@ def test_a_server_that_goes_frees_a_stream_that_waits_and_one_that_will(server, 
     out = torch.zeros_like(t[0])
     call.take.values[0] = out.data_ptr()
     lane._copies.bring(7, call.bring)
-    lane._start(7, call.words)
+    lane._copies.gate(7, lane._gate)
     lane._copies.take(7, call.take)
     assert out.isnan().all()
     with pytest.raises(UnavailableError, match="the server ended it"):
@@ -324,6 +324,53 @@ def test_memory_that_cannot_be_had_ends_the_session_with_a_reason(server, monkey
     with pytest.raises(UnavailableError, match="cannot reach each other"):
         enter(server)
     monkeypatch.undo()
+
+
+class Inline:
+    """A transport whose server answers offers alone."""
+
+    target = "door"
+    channels = ()
+
+    def __init__(self, doors):
+        self.doors, self.closes = doors, 0
+
+    def connect(self, deliver, closed):
+        self.deliver = deliver
+        return self
+
+    def offer(self, offer):
+        if self.doors is not None:
+            self.deliver(answer_offer(self.doors, offer, "caller"))
+
+    def close(self):
+        self.closes += 1
+
+
+def test_a_client_asks_for_a_session_and_is_told_why_not(server):
+    transport = Inline({"shm": server, "cuda_ipc": server.gpu})
+    with ExpertClient(transport) as client:
+        with client.device_session(0) as lane:
+            t, want = inputs(3)
+            assert torch.allclose(forward(lane, 0, t).float(), want, rtol=1e-2)
+        transport.doors = {"cuda_ipc": "the server computes on a CPU"}
+        with pytest.raises(UnavailableError, match="cuda_ipc: the server computes on a CPU"):
+            client.device_session(0)
+        transport.doors = {}
+        with pytest.raises(UnavailableError, match="does not know it"):
+            client.device_session(0)
+        transport.doors = None
+        with pytest.raises(DeadlineExceededError, match="door"):
+            client.device_session(0, timeout_s=0.05)
+        assert transport.closes == 4
+
+
+def test_the_servers_own_gpu_is_refused_unless_it_is_wanted(server, monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "device_uuid", lambda device: HostPool.uuid)
+    with ExpertClient(Inline({"cuda_ipc": server.gpu})) as client:
+        with pytest.raises(UnavailableError, match="300 us"):
+            client.device_session(0)
+        client.device_session(0, same_gpu=True).close()
 
 
 def test_a_server_on_a_cpu_and_one_without_a_driver_say_so(monkeypatch):

@@ -6,7 +6,9 @@
 The server (the engine with its door, without gRPC) is this process; each caller is a process of its own.  Microseconds
 by CUDA events on the caller's stream, median and 99th percentile of 200 calls: eager (launches of a stream that waits
 for them are in it), ahead (the stream was busy, as an engine's is), graph (ahead, the call captured in a CUDA graph).
-Every answer's output was NaN before, and rows of it are compared with the float32 reference.  --hide: each process sees
+host: of the call, on the caller's; server: from the batch's launch to its end, as the server sees it.
+Every answer's output was NaN before, and rows of it are compared with the float32 reference: exit code 1 where they
+are not right.  --hide: each process sees
 its own GPU alone (CUDA_VISIBLE_DEVICES).  --kill: what becomes of each side when the other is killed.
 """
 
@@ -22,6 +24,7 @@ import traceback
 
 SHAPES = {"qwen3": (128, 8, 2048, 768), "dsv3": (64, 8, 7168, 2048)}
 CALLS = 200
+IN_A_ROW = 20
 CHECKED = 8
 
 
@@ -30,7 +33,7 @@ def enter(token, endpoint, device):
     from expertd.v1 import expert_service_pb2 as pb
     from expertd_client.cuda_ipc import open_session
 
-    return open_session(pb.SessionAnswer(token=token, endpoint=endpoint), device)
+    return open_session(pb.SessionAnswer(token=token, endpoint=endpoint), device, same_gpu=True)
 
 
 def request(shape, M, device, seed=0):
@@ -94,7 +97,7 @@ def measure(device, ticket, loads, layers, results):
                     call()
                 found = {}
                 for mode, run in (("eager", call), ("ahead", call), ("graph", graph.replay)):
-                    us, host = [], []
+                    us, host, server = [], [], []
                     out.fill_(float("nan"))
                     for _ in range(CALLS):
                         b, e = event(), event()
@@ -107,36 +110,49 @@ def measure(device, ticket, loads, layers, results):
                         e.record()
                         e.synchronize()
                         us.append(b.elapsed_time(e) * 1e3)
+                        server.append(lane.last.kernel_ns / 1e3)
                     found[mode] = (*percentiles(us), rows(t, out), statistics.median(host) * 1e6)
                 lane.check()
-                last = lane.last
-                results.put((shape, M, found, (last.queue_ns, last.collect_ns, last.kernel_ns, last.batch_requests)))
+                results.put((shape, M, found, statistics.median(server)))
     results.put(None)
 
 
-def together(device, ticket, shape, M, layer, seconds, start, seed, results):
-    """One of several callers in a closed loop."""
+def together(device, tickets, shape, M, layer, results):
+    """Several callers, each a session and a stream of this process (processes that share a GPU take turns on it), and a
+    graph of calls in a row."""
     faulthandler.dump_traceback_later(100, exit=True)
     import torch
 
     torch.cuda.set_device(device)
-    with enter(*ticket, device) as lane, torch.inference_mode():
-        t = request(shape, M, f"cuda:{device}", seed)
-        out = torch.full_like(t[0], float("nan"))
-        for _ in range(20):
-            lane.forward(layer, *t, out=out)
-        torch.cuda.synchronize()
-        results.put("ready")
-        start.wait(60)
-        us, requests, end = [], [], time.perf_counter() + seconds
-        while time.perf_counter() < end:
+    lanes, graphs, answers = [enter(*ticket, device) for ticket in tickets], [], []
+    with torch.inference_mode():
+        for i, lane in enumerate(lanes):
+            stream, t = torch.cuda.Stream(), request(shape, M, f"cuda:{device}", i)
+            out = torch.full_like(t[0], float("nan"))
+            with torch.cuda.stream(stream):
+                for _ in range(10):
+                    lane.forward(layer, *t, out=out)
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    for _ in range(IN_A_ROW):
+                        lane.forward(layer, *t, out=out)
+            graphs.append((stream, graph))
+            answers.append((t, out))
+        us, batches = [], []
+        for _ in range(30):
             begin = time.perf_counter()
-            lane.forward(layer, *t, out=out)
+            for stream, graph in graphs:
+                with torch.cuda.stream(stream):
+                    graph.replay()
             torch.cuda.synchronize()
-            us.append((time.perf_counter() - begin) * 1e6)
-            requests.append(lane.last.batch_requests)
-        lane.check()
-        results.put((us, rows(t, out), statistics.mean(requests)))
+            us.append((time.perf_counter() - begin) * 1e6 / IN_A_ROW)
+            batches += [lane.last.batch_requests for lane in lanes]
+        for lane in lanes:
+            lane.check()
+        results.put((sorted(us[10:]), [rows(*a) for a in answers], statistics.mean(batches)))
+    for lane in lanes:
+        lane.close()
 
 
 def reconnect(device, tickets, shape, layer, results):
@@ -265,10 +281,13 @@ class Served:
     def error(self, shape, checked):
         import torch
 
-        from expertd_kernels import reference, relative_error
+        from expertd_kernels import reference, relative_error, tolerance
 
         x, ids, w, out = (torch.from_numpy(v).to(self.device) for v in checked)
-        return float(relative_error(out.bfloat16(), reference(self.weights[shape], x.bfloat16(), ids, w)))
+        error = float(relative_error(out.bfloat16(), reference(self.weights[shape], x.bfloat16(), ids, w)))
+        if not error <= tolerance("bf16"):
+            raise SystemExit(f"{shape}: relative error {error}, want at most {tolerance('bf16')}")
+        return error
 
 
 def visible(device, hide):
@@ -333,42 +352,32 @@ def main() -> None:
     if loads:
         alone = {load: served.alone(*load) for load in loads}
         p = start_process(ctx, measure, results, (number, served.ticket(), loads, served.layers), see)
-        print("layer, tokens | kernels | eager p50 p99 | ahead p50 p99 | graph p50 p99 | over | host | errors")
+        print("layer, tokens | kernels | eager p50 p99 | ahead p50 p99 | graph p50 p99 | over | host | server | errors")
         while (found := take(results, 110)) is not None:
-            shape, M, modes, last = found
+            shape, M, modes, server = found
             k, errors = alone[shape, M], [served.error(shape, m[2]) for m in modes.values()]
             cells = " | ".join(f"{m[0]:7.1f} {m[1]:7.1f}" for m in modes.values())
             over = " ".join(f"{m[0] - k:+.1f}" for m in modes.values())
             hosts = " ".join(f"{m[3]:.1f}" for m in modes.values())
-            print(f"{shape} {M:4d} | {k:7.1f} | {cells} | {over} | {hosts} | {max(errors):.1e} | {last}", flush=True)
+            print(
+                f"{shape} {M:4d} | {k:7.1f} | {cells} | {over} | {hosts} | {server:.1f} | {max(errors):.1e}", flush=True
+            )
         p.join(20)
     for load in filter(None, a.callers.split(",")):
         callers, M = map(int, load.split("x"))
         for shape in shapes:
-            start = ctx.Event()
-            ps = [
-                start_process(
-                    ctx,
-                    together,
-                    results,
-                    (number, served.ticket(), shape, M, served.layers[shape], 1.0, start, i),
-                    see,
-                )
-                for i in range(callers)
-            ]
-            assert all(take(results, 90) == "ready" for _ in ps)
-            start.set()
-            found = [take(results, 60) for _ in ps]
-            us = sorted(u for f in found for u in f[0])
-            errors = max(served.error(shape, f[1]) for f in found)
+            tickets = [served.ticket() for _ in range(callers)]
+            p = start_process(ctx, together, results, (number, tickets, shape, M, served.layers[shape]), see)
+            us, answers, batch = take(results, 90)
+            errors = max(served.error(shape, checked) for checked in answers)
+            each = us[len(us) // 2]
             print(
-                f"{shape} {load}: p50 {us[len(us) // 2]:.1f} p99 {us[int(len(us) * 0.99)]:.1f} us,"
-                f" {len(us)} requests/s, {statistics.mean(f[2] for f in found):.1f} requests a batch,"
-                f" error {errors:.1e}",
+                f"{shape} {load}: {each:.1f} us a call of each ({us[0]:.1f} to {us[-1]:.1f}), kernels of all in one"
+                f" batch {served.alone(shape, callers * M):.1f} us, {callers * 1e6 / each:.0f} requests/s,"
+                f" {batch:.1f} requests a batch, error {errors:.1e}",
                 flush=True,
             )
-            for p in ps:
-                p.join(20)
+            p.join(20)
     if a.reconnects:
         tickets = ctx.Queue()
         p = start_process(ctx, reconnect, results, (number, tickets, shapes[0], 0), see)

@@ -24,9 +24,8 @@ def _e4m3(codes):
 
 
 @triton.jit
-def _hidden(line, row, info, hidden, H: tl.constexpr, BLOCK_H: tl.constexpr):
+def _hidden(from_hidden, from_scales, row, info, hidden, H: tl.constexpr, BLOCK_H: tl.constexpr):
     kind = info & 15
-    from_hidden = tl.load(line)
     out = hidden + row * H
     columns = tl.arange(0, BLOCK_H)
     inside = columns < H
@@ -41,7 +40,7 @@ def _hidden(line, row, info, hidden, H: tl.constexpr, BLOCK_H: tl.constexpr):
         tl.store(out + columns, x.to(tl.float32).to(hidden.dtype.element_ty), mask=inside)
     elif kind == 4:  # e4m3 with a scale for 128 columns
         codes = tl.load(from_hidden.to(tl.pointer_type(tl.uint8)) + columns, mask=inside, other=0)
-        scales = tl.load(line + 5).to(tl.pointer_type(tl.float32))
+        scales = from_scales.to(tl.pointer_type(tl.float32))
         scale = tl.load(scales + columns // 128, mask=inside, other=0.0)
         tl.store(out + columns, (_e4m3(codes) * scale).to(hidden.dtype.element_ty), mask=inside)
     else:
@@ -56,18 +55,15 @@ def collect(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     line = table + row * _WORDS
-    info = tl.load(line + 4)
+    # The line is the host's: all of it is asked for at once, then waited for once.  What depends on it likewise.
+    from_hidden, from_ids, from_weights = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    info, from_scales, from_slots, counts = tl.load(line + 4), tl.load(line + 5), tl.load(line + 6), tl.load(line + 7)
     there = info != 0
-    if HIDDEN:
-        _hidden(line, row, info, hidden, H, BLOCK_H)
-
     top_k = ((info >> 16) & 0xFFFF).to(tl.int32)
     E = info >> 32
-    slot_of = tl.load(line + 6).to(tl.pointer_type(tl.int32))
-    counts = tl.load(line + 7)
+    slot_of = from_slots.to(tl.pointer_type(tl.int32))
     route = tl.arange(0, BLOCK_K)
     mine = (route < top_k) & (route < K) & there
-    from_ids, from_weights = tl.load(line + 1), tl.load(line + 2)
     id = tl.full([BLOCK_K], -1, tl.int64)
     if ((info >> 4) & 15) == 6:
         id = tl.load(from_ids.to(tl.pointer_type(tl.int64)) + route, mask=mine, other=-1)
@@ -81,6 +77,8 @@ def collect(
         w = tl.load(from_weights.to(tl.pointer_type(tl.bfloat16)) + route, mask=mine, other=0.0).to(tl.float32)
     else:
         w = tl.load(from_weights.to(tl.pointer_type(tl.float16)) + route, mask=mine, other=0.0).to(tl.float32)
+    if HIDDEN:
+        _hidden(from_hidden, from_scales, row, info, hidden, H, BLOCK_H)
     odd_id = mine & ((id < -1) | (id >= E))
     odd_weight = mine & ((w != w) | (tl.abs(w) == float("inf")))
     # The first column that is wrong, an id before a weight: 1 + column, the top bit where it is a weight; 0 = none.
@@ -106,8 +104,8 @@ def deliver(table, out, H: tl.constexpr, BLOCK_H: tl.constexpr):
     to = tl.load(line + 3)
     kind = (info >> 12) & 15
     columns = tl.arange(0, BLOCK_H)
+    x = tl.load(out + row * H + columns, mask=columns < H, other=0.0)  # while the line is on its way
     inside = (columns < H) & (info != 0)
-    x = tl.load(out + row * H + columns, mask=inside, other=0.0)
     if kind == 3:
         tl.store(to.to(tl.pointer_type(tl.bfloat16)) + columns, x.to(tl.bfloat16), mask=inside)
     elif kind == 1:

@@ -64,8 +64,7 @@ def cuda() -> Cuda:
 
 
 def device_refusal(device: int) -> str:
-    """ "" where the device's memory can be shared and its streams can wait for words of the host, else what is
-    missing."""
+    """ "" where the device's memory can be shared and it reads words of the host, else what is missing."""
     try:
         driver, value = cuda(), C.c_int()
         for number, what in _NEEDED:
@@ -74,7 +73,7 @@ def device_refusal(device: int) -> str:
                 return f"the GPU or its driver has no {what}"
     except CudaError as e:
         return str(e)
-    return "" if hasattr(driver.library, "cuStreamBatchMemOp_v2") else "the CUDA driver is too old: 11.7 is the first"
+    return ""
 
 
 def device_uuid(device: int) -> bytes:
