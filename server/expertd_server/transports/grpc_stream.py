@@ -1,7 +1,7 @@
 """One StreamForward call: the messages of a session as bytes of a gRPC stream.
 
-Two coroutines a stream and none a message: one reads, one writes what has been answered.  Answers are encoded on the
-engine's thread, where the output still stands.
+A coroutine reads.  An answer is encoded where the output still stands, and written at once: on the event loop, where
+that hands the outcomes out (engine/native.py), without another turn of it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from expertd.begun import begin
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import decode_stream_request, encode_stream_response, peek_request_id
+from expertd_server.engine.admission import State
 from expertd_server.engine.request import Answer, Request
 from expertd_server.service.response import error_of, response_view
 
@@ -40,7 +42,8 @@ class Stream:
         self._outbox: deque[tuple[bytes, int]] = deque()  # with the answer_bytes of its request
         self._wake, self._room = asyncio.Event(), asyncio.Event()
         self._writing_since, self._last_s = 0.0, time.monotonic()
-        self._fault: Exception | None = None
+        self._fault: BaseException | None = None
+        self._writing = self._ended = False
         self._task = asyncio.current_task()
 
     def unread_s(self, now_s: float) -> float:
@@ -65,15 +68,31 @@ class Stream:
         """Until the caller has sent everything and everything is answered; DrainingError ends it before."""
         reader = asyncio.create_task(self._read())
         try:
-            await self._write()
+            while not self._over():
+                self._wake.clear()
+                await self._wake.wait()
         finally:
             reader.cancel()
             self._session.close()
             await asyncio.gather(reader, return_exceptions=True)
 
+    def _over(self) -> bool:
+        """Whether nothing is left to be done.  Raises what ends the call."""
+        if self._writing or self._outbox:
+            return False
+        if self._fault is not None:
+            raise self._fault
+        return self._session.finished()
+
+    def _flush(self) -> None:
+        """Write what stands in the outbox, beginning now.  On the loop."""
+        if not self._writing:
+            self._writing = True
+            begin(self._write())
+
     async def _write(self) -> None:
         write, outbox, session = self._context.write, self._outbox, self._session
-        while True:
+        try:
             while outbox:
                 data, answer_bytes = outbox.popleft()
                 self._writing_since = self._last_s = time.monotonic()
@@ -82,13 +101,14 @@ class Stream:
                 session.written(answer_bytes)
                 self._rpc.sent()
                 self._service.metrics.bytes_out(len(data))
-            self._room.set()
-            if self._fault is not None:
-                raise self._fault
-            if session.finished():
-                return
-            self._wake.clear()
-            await self._wake.wait()
+        except (Exception, asyncio.CancelledError) as e:  # the call is over, and run() is told so, or is to be
+            outbox.clear()
+            self._fault = self._fault or e
+        finally:
+            self._writing = False
+        self._room.set()
+        if self._fault is not None or self._ended or self._service.engine.state is not State.SERVING:
+            self._wake.set()
 
     async def _read(self) -> None:
         read, eof = self._context.read, grpc.aio.EOF
@@ -103,6 +123,7 @@ class Stream:
         except Exception as e:
             self._fault = error_of(e, "StreamForward")
         finally:
+            self._ended = True
             self._session.end()
             self._wake.set()
 
@@ -122,15 +143,15 @@ class Stream:
     # ---- Outlet ------------------------------------------------------------------------------------------------------
 
     def answer(self, request: Request, answer: Answer) -> None:
-        """Encoded on the engine's thread."""
+        """Encoded on the thread that hands it out."""
         view = response_view(request, answer, self._service.load_message())
         self._outbox.append((encode_stream_response(view), request.answer_bytes))
-        self._mailbox.post(self._wake.set)
+        self._mailbox.post(self._flush)
 
     def send(self, message: pb.RequestError | pb.SessionAnswer | pb.Load) -> None:
         """Encoded at once."""
         self._outbox.append((encode_stream_response(message), 0))
-        self._mailbox.post(self._wake.set)
+        self._mailbox.post(self._flush)
 
     def released(self, memory: Any) -> None:
         """Received bytes go when nothing refers to them."""
