@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from expertd_kernels.problem import Problem
 from expertd_kernels.weights.canonical import Weights
 
-__all__ = ["BackendModule", "Experts", "ExpertsLostError", "Packed"]
+__all__ = ["BackendModule", "Direct", "DirectExperts", "Experts", "ExpertsLostError", "Packed"]
 
 
 class ExpertsLostError(Exception):
@@ -62,6 +62,24 @@ class Experts(Protocol):
         here; topk_weights [M, k] f32.  Returns out [M, H] in hidden_states' dtype: every element written, rows
         without a route zero.  Rows already grouped by expert are the case k = 1 with weights 1.  Raises
         ExpertsLostError where the weights are gone."""
+        ...
+
+
+class Direct(NamedTuple):
+    """Addresses of what a server calls without Python: function(context, experts, call), where call is expertd_call of
+    native/csrc/abi.h; 0 = computed.  Valid as long as the experts are."""
+
+    function: int
+    context: int
+    experts: int
+
+
+@runtime_checkable
+class DirectExperts(Protocol):
+    """Experts that can also be called so, by the one thread that calls them, with sizes and slots that are checked."""
+
+    def direct(self) -> Direct:
+        """For hidden states and outputs of the problem's compute dtype, bf16 or f32."""
         ...
 
 

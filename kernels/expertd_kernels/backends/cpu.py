@@ -17,7 +17,7 @@ from torch import Tensor
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
 from expertd_kernels.native import library as native
 from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Packed
+from expertd_kernels.protocol import Direct, Packed
 from expertd_kernels.refused import Refused
 from expertd_kernels.weights.activation import Activation, ActivationKind
 from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
@@ -252,6 +252,13 @@ class CpuExperts:
         if out is None:
             return fresh if x is hidden_states else fresh.to(dtype)
         return out if out is fresh else out.copy_(fresh)
+
+    def direct(self) -> Direct:
+        """See protocol.DirectExperts."""
+        function = C.cast(self._forward, C.c_void_p).value
+        assert function is not None
+        assert self.context.handle.value is not None
+        return Direct(function, self.context.handle.value, C.addressof(self._layer))
 
 
 def experts(packed: Packed, problem: Problem) -> CpuExperts:

@@ -20,6 +20,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.config import Address
 
 if TYPE_CHECKING:
+    from expertd_kernels.protocol import Direct
     from expertd_server.engine.admission import Limits
 
 __all__ = ["add_parser", "run", "serving"]
@@ -125,6 +126,11 @@ class _Echo:
     """Experts that answer with what they get."""
 
     backend = "echo"
+
+    def direct(self) -> Direct:
+        from expertd_server.engine.core import copying
+
+        return copying()
 
     def __call__(
         self,

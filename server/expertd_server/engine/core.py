@@ -1,7 +1,7 @@
 """The engine's core in C++ (csrc/core.cpp), through ctypes: its structs and a thin wrapper.
 
-Every call but `run` takes microseconds; `run` waits without the interpreter's lock.  ctypes keeps the lock from none of
-them, so calls that are made often are few: one for a request, one for all outcomes that came together.
+Every call but `run` takes microseconds; `run` waits without the interpreter's lock.  Calls that are made often are few,
+one for a request, one for all outcomes that came together, and keep the lock.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from expertd_kernels.protocol import Direct
 from expertd_server.engine.report import WAIT_BOUNDS_NS
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Outcome",
     "Run",
     "Waiting",
+    "copying",
     "library",
 ]
 
@@ -117,11 +119,11 @@ class Outcome(C.Structure):
 
 class LayerFacts(C.Structure):
     """slots: [num_experts + 1] int32, copied; expert_tokens: [held] uint64 that the core counts in, or 0; the same on a
-    device: device_slots int32, device_counts int64, or 0."""
+    device: device_slots int32, device_counts int64, or 0.  call, context, experts: expertd_kernels.protocol.Direct."""
 
     _fields_ = _fields(
         "u32: layer generation hidden_size num_experts held input_weights top_k spare; ptr: slots expert_tokens;"
-        "u64: device_slots device_counts"
+        "u64: device_slots device_counts call context experts"
     )
 
 
@@ -170,12 +172,17 @@ class Load(C.Structure):
     )
 
 
+_QUICK = ("_outcomes", "_records", "_load", "_waiting", "_cancel")
+"""Calls that keep the interpreter's lock: they wait for nobody who could want it, and are over sooner than it would be
+had back from the engine's thread (46 us a request under load)."""
+
+
 @cache
 def library() -> C.CDLL:
     """Raises CoreMissingError."""
     path = Path(__file__).parent / "csrc" / "libexpertd_engine.so"
     try:
-        lib = C.CDLL(str(path))
+        lib, quick = C.CDLL(str(path)), C.PyDLL(str(path))
     except OSError as e:
         raise CoreMissingError(f"the engine's core is not built: {e}") from e
     p, u32, u64 = C.c_void_p, C.c_uint32, C.c_uint64
@@ -209,9 +216,15 @@ def library() -> C.CDLL:
         ("_add_session", None, (p, u64, p, u64, u32, C.c_int, C.c_int, u32, u64, u64)),
         ("_remove_session", None, (p, u64)),
     ):
-        function = getattr(lib, "expertd_core" + name)
+        function = getattr(quick if name in _QUICK else lib, "expertd_core" + name)
         function.restype, function.argtypes = result, arguments
+        setattr(lib, "expertd_core" + name, function)
     return lib
+
+
+def copying() -> Direct:
+    """Experts that answer with what they get."""
+    return Direct(C.cast(library().expertd_core_copy, C.c_void_p).value or 0, 0, 0)
 
 
 class Core:

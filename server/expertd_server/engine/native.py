@@ -27,7 +27,7 @@ from expertd.errors import TABLE, DeadlineExceededError, DrainingError, ExpertdE
 from expertd.shm.pool import Pool
 from expertd.shm.region import Region
 from expertd_kernels.oracle.probe import use_device
-from expertd_kernels.protocol import ExpertsLostError
+from expertd_kernels.protocol import Direct, DirectExperts, ExpertsLostError
 from expertd_server.engine import core as c
 from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, shut
 from expertd_server.engine.convert import digest
@@ -328,6 +328,7 @@ class NativeEngine:
             if name not in self._backends:
                 self._backends.append(name)
         device_slots, device_counts = self._executor.facts(s)
+        direct = _direct(s.experts) if self._device.type == "cpu" else Direct(0, 0, 0)
         facts = c.LayerFacts(
             layer=s.layer,
             generation=s.generation,
@@ -340,6 +341,9 @@ class NativeEngine:
             expert_tokens=counts.ctypes.data,
             device_slots=device_slots,
             device_counts=device_counts,
+            call=direct.function,
+            context=direct.context,
+            experts=direct.experts,
         )
         self._core.add_layer(facts, [(most or 0, self._backends.index(name)) for most, name in plan])
 
@@ -559,6 +563,11 @@ class NativeEngine:
             o.batch_requests,
             self._backends[o.backend],
         )
+
+
+def _direct(experts: object) -> Direct:
+    """How the core calls them by itself; zeros where Python must."""
+    return experts.direct() if isinstance(experts, DirectExperts) else Direct(0, 0, 0)
 
 
 def _executor(device: torch.device, compute_dtype: str) -> Executor:

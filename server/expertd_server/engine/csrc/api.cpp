@@ -3,6 +3,8 @@
 
 #include "core_class.h"
 
+#include <cstring>
+
 #define API extern "C" __attribute__((visibility("default")))
 
 using namespace expertd;
@@ -56,6 +58,12 @@ API void expertd_core_add_layer(Core* c, const LayerFacts* facts, const uint32_t
   x.made->facts.slots = x.made->slots.data();
   for (uint32_t i = 0; i < count; ++i) x.made->backends.emplace_back(backends[2 * i], backends[2 * i + 1]);
   c->command(std::move(x));
+}
+
+// Experts that answer with what they get (LayerFacts.call): for `expertd echo`.
+API int32_t expertd_core_copy(void*, const void*, const Call* c) {
+  memcpy(c->out, c->x, uint64_t(c->m) * uint64_t(c->x_stride) * (c->x_f32 ? 4 : 2));
+  return 0;
 }
 
 API void expertd_core_remove_layer(Core* c, uint32_t layer) {

@@ -271,7 +271,20 @@ Core::Started Core::start(uint64_t now, Run* out) {
   if (config_.device) return start_on_device(lane, alone, out);
   gather_here(*lane, config_, out);
   lane->launch_ns = now_ns();
-  return kNeedsRun;
+  return call(*lane, *out) ? kLaunched : kNeedsRun;
+}
+
+// Without Python.  False: it cannot be, or what was called refuses; Python then calls it again, and finds the words.
+bool Core::call(const Lane& lane, const Run& run) {
+  const LayerFacts& layer = lane.layer->facts;
+  if (!layer.call) return false;
+  const bool wide = config_.compute_dtype == kF32;
+  const Call c{reinterpret_cast<void*>(run.hidden), reinterpret_cast<int32_t*>(run.slots),
+               reinterpret_cast<float*>(run.weights), reinterpret_cast<void*>(run.out), run.rows, layer.hidden_size,
+               int32_t(run.top_k), wide, wide, int32_t(run.router_weight_on_input)};
+  if (layer.call(layer.context, layer.experts, &c)) return false;
+  done(lane.index, now_ns() - lane.launch_ns, nullptr);
+  return true;
 }
 
 Core::Started Core::start_on_device(Lane* lane, bool alone, Run* out) {

@@ -67,6 +67,18 @@ struct Outcome {
   char text[164];
 };
 
+// A batch for the experts of a layer on a CPU: expertd_call of kernels/expertd_kernels/native/csrc/abi.h.
+struct Call {
+  const void* x;         // [M, H]
+  const int32_t* slots;  // [M, top_k]
+  const float* weights;  // [M, top_k]
+  void* out;             // [M, H]
+  int64_t m, x_stride;   // x_stride: H
+  int32_t top_k;
+  int32_t x_f32, out_f32;  // 1: f32, 0: bf16
+  int32_t weight_on_input;
+};
+
 // What a layer is.  slots: [num_experts + 1] int32, position of each expert here, -1 = elsewhere; the last stands for -1.
 struct LayerFacts {
   uint32_t layer, generation;
@@ -78,6 +90,9 @@ struct LayerFacts {
   const int32_t* slots;
   uint64_t* expert_tokens;  // [held] counts of routes, or null: on a CPU, which this process counts on
   uint64_t device_slots, device_counts;  // the same on a device: slots [num_experts + 1] int32, counts [held] int64 or 0
+  int32_t (*call)(void* context, const void* experts, const Call*);  // computes a batch on a CPU; null: Python does
+  void* context;
+  const void* experts;
 };
 
 // Memory of one lane, on the host; where a device reads it, pinned.

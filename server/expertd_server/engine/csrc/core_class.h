@@ -108,6 +108,7 @@ class Core {
   bool worth_starting(uint64_t now) const;
   Layer* most_urgent(uint32_t* flag);
   Started start(uint64_t now, Run* out);
+  bool call(const Lane& lane, const Run& run);
   Started start_on_device(Lane* lane, bool alone, Run* out);
   int launch_whole(Lane* lane);
   bool sleepy(uint64_t now, uint64_t idle_since) const;

@@ -1,0 +1,155 @@
+"""Experts that the core calls without Python: the same answers, and Python where they refuse."""
+
+from __future__ import annotations
+
+import ctypes as C
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from expertd_kernels import build, decide, detect_device, problem_of
+from expertd_kernels.native.library import kernel_error
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.protocol import Direct, DirectExperts
+from expertd_kernels.sources.synthetic import random_weights
+from expertd_kernels.weights.numerics import COMPUTE_DTYPE
+from expertd_server.engine.convert import bits_of
+from expertd_server.engine.core import CoreMissingError, library
+from expertd_server.engine.native import NativeEngine
+from expertd_server.engine.request import Answer, Operand, Request
+from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.served import ServedLayer
+
+try:
+    library()
+except CoreMissingError as e:
+    pytest.skip(f"the core is not built: {e}", allow_module_level=True)
+
+H, NUM_EXPERTS, TOP_K = 64, 4, 2
+
+
+class Call(C.Structure):
+    """expertd_call of abi.h."""
+
+    _fields_ = [
+        *((name, C.c_void_p) for name in ("x", "ids", "weights", "out")),
+        *((name, C.c_int64) for name in ("m", "x_stride")),
+        *((name, C.c_int32) for name in ("top_k", "x_f32", "out_f32", "weight_on_input")),
+    ]
+
+
+FUNCTION = C.CFUNCTYPE(C.c_int32, C.c_void_p, C.c_void_p, C.POINTER(Call))
+
+
+class Counting:
+    """Experts that double what they get; in Python they count their calls.  code: what the direct call answers."""
+
+    backend = "counting"
+
+    def __init__(self, code: int = 0) -> None:
+        self.in_python = 0
+        self.calls: list[tuple[int, ...]] = []
+        self._function = FUNCTION(self._call)
+        self._code = code
+
+    def direct(self) -> Direct:
+        address = C.cast(self._function, C.c_void_p).value
+        assert address is not None
+        return Direct(address, 11, 22)
+
+    def _call(self, context: int, experts: int, call: C._Pointer[Call]) -> int:
+        c = call.contents
+        self.calls.append((context, experts, c.m, c.x_stride, c.top_k, c.x_f32, c.out_f32, c.weight_on_input))
+        if not self._code:
+            x = np.frombuffer((C.c_float * (c.m * c.x_stride)).from_address(c.x), np.float32)
+            np.frombuffer((C.c_float * x.size).from_address(c.out), np.float32)[:] = 2 * x
+        return self._code
+
+    def __call__(self, hidden_states, topk_ids, topk_weights, *, router_weight_on_input=False, out=None):
+        self.in_python += 1
+        return torch.mul(hidden_states, 2, out=out)
+
+
+class Server:
+    """An engine with one layer."""
+
+    def __init__(self, experts, dtype: str) -> None:
+        self.engine = NativeEngine(torch.device("cpu"), compute_dtype=dtype, policy=Policy(64))
+        self.engine.hold([ServedLayer(0, NUM_EXPERTS, range(NUM_EXPERTS), TOP_K, H, H, experts, experts.backend)])
+        self.engine.start()
+        self.engine.open()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        done, got = threading.Event(), []
+
+        def reply(r: Request, outcome) -> None:
+            assert isinstance(outcome, Answer), outcome
+            got.append(torch.from_numpy(outcome.output.copy()))
+            done.set()
+
+        operands = (
+            Operand(self.dtype, bits_of(x.reshape(-1))),
+            Operand("i32", ids.numpy().reshape(-1)),
+            Operand("f32", weights.numpy().reshape(-1)),
+        )
+        layer = self.engine.holding[0]
+        more = {"arrival_ns": time.monotonic_ns(), "output_dtype": self.dtype}
+        self.engine.submit(Request(layer, len(x), ids.shape[1], *operands, reply, **more))
+        assert done.wait(20)
+        return got[0].view(x.dtype).view(x.shape)
+
+
+@pytest.fixture
+def serve():
+    made: list[Server] = []
+
+    def serve(experts, dtype: str) -> Server:
+        made.append(Server(experts, dtype))
+        return made[-1]
+
+    yield serve
+    for s in made:
+        s.engine.stop(10)
+
+
+def batch(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(NUM_EXPERTS, generator=g)[:TOP_K] for _ in range(tokens)]).to(torch.int32)
+    weights = torch.rand(tokens, TOP_K, generator=g) + 0.1
+    return torch.randn(tokens, H, generator=g).to(dtype), ids, weights
+
+
+def test_what_the_call_is_told(serve):
+    experts = Counting()
+    s = serve(experts, "f32")
+    x, ids, weights = batch(3)
+    torch.testing.assert_close(s.forward(x, ids, weights), 2 * x, rtol=0, atol=0)
+    assert experts.calls == [(11, 22, 3, H, TOP_K, 1, 1, 0)]
+    assert experts.in_python == 0
+
+
+def test_what_it_refuses_is_computed_in_python(serve):
+    experts = Counting(code=1)
+    s = serve(experts, "f32")
+    for tokens in (1, 5):
+        x, ids, weights = batch(tokens)
+        torch.testing.assert_close(s.forward(x, ids, weights), 2 * x, rtol=0, atol=0)
+    assert (len(experts.calls), experts.in_python) == (2, 2)
+
+
+@pytest.mark.skipif(bool(kernel_error()), reason=kernel_error() or "built")
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_the_cpu_kernel_gives_the_same_bits(serve, dtype):
+    problem = problem_of(random_weights("int4_g32", NUM_EXPERTS, H, 32), detect_device("cpu"), compute_dtype=dtype)
+    experts = build(decide(problem, BACKENDS, "cpu"), random_weights("int4_g32", NUM_EXPERTS, H, 32))
+    assert isinstance(experts, DirectExperts)
+    s = serve(experts, dtype)
+    for tokens in (1, 2, 33):
+        x, ids, weights = batch(tokens, COMPUTE_DTYPE[dtype], seed=tokens)
+        want = experts(x, ids, weights)
+        torch.testing.assert_close(s.forward(x, ids, weights), want, rtol=0, atol=0)
+        assert want.abs().max() > 0
