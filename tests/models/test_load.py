@@ -10,10 +10,14 @@ import torch
 import transformers
 from test_attach import PROMPTS, relative
 from tiny_models import Local, save, tiny_model
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 from expertd.errors import UnsupportedCombinationError
 from expertd_client.strip import strip
-from expertd_client.transformers import attach, load_without_experts
+from expertd_client.torch_experts import RemoteExperts
+from expertd_client.transformers import attach, detach, load_without_experts
+from expertd_client.transformers.load import frontend_config
 
 MIB = 1 << 20
 
@@ -77,10 +81,30 @@ def test_where_attention_is_quantized_too_transformers_reads_it(checkpoint_folde
     assert len(far.tokens) == 4
 
 
+def test_transformers_quantizers_leave_the_replaced_modules_alone(checkpoint_folder):
+    """They put a class of their own in place of whatever is called `experts`, where there is a GPU."""
+    folder = checkpoint_folder("hf-fp8-block128-qwen3moe1l")
+    config = frontend_config(transformers.AutoConfig.from_pretrained(folder), folder)
+    said = config.quantization_config["modules_to_not_convert"]
+
+    def classes(*names):
+        copy = tiny_model("qwen3_moe", num_hidden_layers=1)
+        attach(copy, Local(folder))
+        replace_with_fp8_linear(copy, list(names), FineGrainedFP8Config())
+        return type(copy.model.layers[0].mlp.experts), type(copy.model.layers[0].self_attn.q_proj)
+
+    assert [c.__name__ for c in classes("lm_head")] == ["FP8Experts", "FP8Linear"], "transformers does so no more"
+    experts, attention = classes(*said)
+    assert issubclass(experts, RemoteExperts)
+    assert attention.__name__ == "FP8Linear"
+
+
 def test_a_model_class_of_the_callers(large):
     _, folder = large
     model = load_without_experts(folder, Local(folder), model_class=transformers.Qwen3MoeModel, dtype=torch.float32)
     assert type(model) is transformers.Qwen3MoeModel
+    with pytest.raises(UnsupportedCombinationError, match="loaded without its experts"):
+        detach(model)
 
 
 def test_what_is_no_model_of_transformers_is_refused(large, tmp_path):

@@ -13,7 +13,7 @@ from expertd.errors import UnsupportedCombinationError
 from expertd_client.strip import is_expert, is_quantized, tensor_names
 from expertd_client.transformers.attach import Servers, attach
 
-__all__ = ["load_without_experts"]
+__all__ = ["frontend_config", "load_without_experts"]
 
 _NOT_OURS = r".*\.experts"
 """For transformers' quantizers, which put classes of their own in place of modules with this name."""
@@ -38,7 +38,7 @@ def load_without_experts(
     what attach raises, and ValueError for a folder that is no checkpoint.
     """
     root = Path(path)
-    config = _without_experts(options.pop("config", None) or transformers.AutoConfig.from_pretrained(root), root)
+    config = frontend_config(options.pop("config", None) or transformers.AutoConfig.from_pretrained(root), root)
     chosen = model_class or _named(config)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -56,7 +56,7 @@ def load_without_experts(
     return model
 
 
-def _without_experts(config: Any, root: Path) -> Any:
+def frontend_config(config: Any, root: Path) -> Any:
     """The configuration with a quantization of what is left alone: of attention, if that is quantized, and of nothing
     else."""
     quantization = getattr(config, "quantization_config", None)
