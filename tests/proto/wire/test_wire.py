@@ -12,7 +12,7 @@ from expertd import wire
 from expertd.errors import MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import decode
-from expertd.wire.scan import MAX_FIELDS, OddError
+from expertd.wire.scan import MAX_FIELDS, OddError, size
 
 
 def request(**changes: Any) -> wire.ForwardRequestView:
@@ -166,8 +166,8 @@ def test_numbers_that_do_not_fit_are_not_encoded(broken: dict[str, int]) -> None
 
 def test_usual_messages_are_read_by_the_scanner() -> None:
     assert scanned(decode._stream_request, wire.encode_stream_request(request()))
-    for size in (0, 1, 127, 128, 16383, 16384, 100_000, 1 << 21, 3 << 20):  # sizes of one to four bytes
-        sized = request(hidden_states=wire.TensorView.of_raw(pb.DATA_TYPE_BF16, (1, size // 2), bytes(size)))
+    for nbytes in (0, 1, 127, 128, 16383, 16384, 100_000, 1 << 21, 3 << 20):  # sizes of one to four bytes
+        sized = request(hidden_states=wire.TensorView.of_raw(pb.DATA_TYPE_BF16, (1, nbytes // 2), bytes(nbytes)))
         assert scanned(decode._stream_request, wire.encode_stream_request(sized))
     assert scanned(decode._stream_request, wire.encode_stream_request(pb.CancelRequest(request_id=1)))
     assert scanned(decode._request, pb.ForwardRequest(grouped=pb.GroupedRows(expert_ids=[1])).SerializeToString())
@@ -207,3 +207,21 @@ def test_nested_groups_end_where_the_generated_classes_say(depth: int) -> None:
     else:
         with pytest.raises(MalformedMessageError):
             wire.decode_forward_request(data)
+
+
+@pytest.mark.parametrize("length", [0, 1, 127, 128, 16383, 16384])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_size_reaches_to_the_end_of_its_message_and_not_a_byte_further(length: int, more: int) -> None:
+    """Bytes lie behind the message: what reads one too many finds one."""
+    head, n = b"", length
+    while n >= 0x80:
+        head += bytes((n & 0x7F | 0x80,))
+        n >>= 7
+    head += bytes((n,))
+    buf = head + bytes(length + 8)
+    end = len(head) + length + more
+    if more < 0:
+        with pytest.raises(OddError, match=f"a field of {length} bytes"):
+            size(buf, 0, end)
+    else:
+        assert size(buf, 0, end) == (len(head), len(head) + length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from server_kit import FailedError, H, batch, check, values, wait_for
@@ -139,3 +140,29 @@ async def test_metrics_tell_what_happened(served):
         assert got == int((ids == expert).sum())
     assert get("expertd_queued_tokens") == 0
     assert get("expertd_serving") == 1
+
+
+@pytest.mark.timeout(30)
+async def test_a_drained_server_closes_when_no_call_has_come_for_a_while(served):
+    """A call that comes in the moment of closing would be reset without a reason (DECISIONS: it waits for quiet)."""
+    begin = time.monotonic()
+    await served.server._quiet(begin + 5)
+    assert 0.14 < time.monotonic() - begin < 1.0
+
+    async def calls() -> None:
+        for _ in range(8):
+            served.server.servicer.calls_begun += 1
+            await asyncio.sleep(0.06)
+
+    begin = time.monotonic()
+    coming = asyncio.create_task(calls())
+    await served.server._quiet(begin + 5)
+    assert coming.done(), "it waited while calls came"
+    begin = time.monotonic()
+    coming = asyncio.create_task(calls())
+    await served.server._quiet(begin + 0.2)
+    assert time.monotonic() - begin < 0.45, "and no longer than it may"
+    coming.cancel()
+    begin = time.monotonic()
+    assert await served.drain(5)
+    assert time.monotonic() - begin > 0.14, "a drain does wait for it"
