@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertd_client import ExpertClient
+from expertd_client import ExpertClient, GrpcTransport
 from expertd_client.cluster import AsyncExpertCluster, ExpertCluster
+from expertd_client.cluster.cluster import Outcome
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import open_source
@@ -92,6 +93,20 @@ def test_one_backend_in_float32_gives_the_same_bits_from_whichever_replica(hosts
                 asked.update(part.server for part in answer.parts)
     assert len(answers) == 1
     assert asked == set(addresses)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("transport", [None, GrpcTransport], ids=["best", "inline"])
+def test_servers_of_this_host_are_asked_over_shared_memory(hosts, transport):
+    addresses = hosts(LAYOUTS["two"], ("reference",))
+    x, ids, w = random_inputs(9, H, E, K, seed=6)
+    with ExpertCluster(addresses, timeout_s=30.0, transport=transport) as cluster:
+        outputs = [cluster.forward(LAYER, x, ids, w).output for _ in range(50)]
+        for member in cluster._members.by_address.values():
+            agreed = Outcome()
+            member.exchange.session(agreed)
+            assert agreed.wait(5).transport == ("inline" if transport else "shm")
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 @pytest.mark.timeout(120)

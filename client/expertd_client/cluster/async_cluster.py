@@ -26,12 +26,14 @@ from expertd_client.cluster.policy import OnMissing, Policy
 from expertd_client.cluster.result import ClusterResult
 from expertd_client.cluster.sources import Source, source_of
 from expertd_client.cluster.timers import Timers
+from expertd_client.credentials import Credentials
 from expertd_client.deadline import Deadline, LoopAlarm, deadline_in
 from expertd_client.exchange import Exchange
 from expertd_client.forwarder import AsyncForwarder
 from expertd_client.grpc_aio import AioGrpcTransport
 from expertd_client.request import Request, RequestOptions
 from expertd_client.session import Session
+from expertd_client.shm import AioShmChannel
 from expertd_client.transport import Transport
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ class AsyncExpertCluster(AsyncForwarder):
         on_missing: OnMissing = OnMissing.FAIL,
         f32_sums: bool = False,
         policy: Policy | None = None,
-        transport: Callable[[str], Transport] = AioGrpcTransport,
+        credentials: Credentials | None = None,
+        transport: Callable[[str], Transport] | None = None,
     ) -> None:
         self._source = source_of(servers)
         self.source_error = ""
@@ -64,7 +67,10 @@ class AsyncExpertCluster(AsyncForwarder):
         self._f32_sums = f32_sums
         self._slots = asyncio.Semaphore(max_in_flight)
         self._policy = policy or Policy()
-        self._members = Members(partial(_way, transport), self._policy.stall_s)
+        self._members = Members(
+            partial(_way, transport or partial(AioGrpcTransport, credentials=credentials, channels=[AioShmChannel()])),
+            self._policy.stall_s,
+        )
         self._around = Surroundings(self._members, self._policy, Timers(LoopAlarm), self._wake)
         self._settled = asyncio.Event()
         self._waking: dict[Member, asyncio.Event] = {}

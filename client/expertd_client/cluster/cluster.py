@@ -26,6 +26,7 @@ from expertd_client.cluster.policy import OnMissing, Policy
 from expertd_client.cluster.result import ClusterResult
 from expertd_client.cluster.sources import Source, source_of
 from expertd_client.cluster.timers import Timers
+from expertd_client.credentials import Credentials
 from expertd_client.deadline import ThreadAlarm, deadline_in
 from expertd_client.exchange import Exchange
 from expertd_client.forwarder import Forwarder
@@ -33,6 +34,7 @@ from expertd_client.grpc_sync import GrpcTransport
 from expertd_client.request import Request, RequestOptions
 from expertd_client.result import ForwardResult
 from expertd_client.session import Session
+from expertd_client.shm import ShmChannel
 from expertd_client.transport import Transport
 
 if TYPE_CHECKING:
@@ -66,7 +68,8 @@ class ExpertCluster(Forwarder):
     on_missing      what becomes of calls for experts that nobody can serve
     f32_sums        partial sums travel in float32 also where the answer is f16 or bf16: twice the bytes, less rounding
     policy          when parts are sent twice, and again
-    transport       the way to the server at an address
+    credentials     TLS and a token; None = plain text
+    transport       the way to the server at an address, instead of gRPC with shared memory where it can be had
 
     source_error    why the source could not be read last time, "" = it could: what it said before stays in force
     """
@@ -80,7 +83,8 @@ class ExpertCluster(Forwarder):
         on_missing: OnMissing = OnMissing.FAIL,
         f32_sums: bool = False,
         policy: Policy | None = None,
-        transport: Callable[[str], Transport] = GrpcTransport,
+        credentials: Credentials | None = None,
+        transport: Callable[[str], Transport] | None = None,
     ) -> None:
         self.source_error = ""
         self._timeout_s = timeout_s
@@ -88,7 +92,10 @@ class ExpertCluster(Forwarder):
         self._f32_sums = f32_sums
         self._slots = threading.Semaphore(max_in_flight)
         self._policy = policy or Policy()
-        self._members = Members(partial(_way, transport), self._policy.stall_s)
+        self._members = Members(
+            partial(_way, transport or partial(GrpcTransport, credentials=credentials, channels=[ShmChannel()])),
+            self._policy.stall_s,
+        )
         self._around = Surroundings(self._members, self._policy, Timers(ThreadAlarm), self._wake)
         self._settled = threading.Event()
         self._closing = threading.Event()
@@ -267,11 +274,11 @@ class _Watch:
         """What it says of itself; a server that comes (back) has its stream open before it is asked for anything."""
         member = self.member
         try:
-            described: _Outcome[pb.DescribeResponse] = _Outcome()
+            described: Outcome[pb.DescribeResponse] = Outcome()
             member.transport.describe(pb.DescribeRequest(), DESCRIBE_S, False, described)
             answer = described.wait(DESCRIBE_S)
             if member.refused:
-                agreed: _Outcome[Session] = _Outcome()
+                agreed: Outcome[Session] = Outcome()
                 member.exchange.session(agreed)
                 agreed.wait(DESCRIBE_S)
         except ExpertdError as error:
@@ -281,7 +288,7 @@ class _Watch:
         return answer
 
 
-class _Outcome(Generic[_T]):
+class Outcome(Generic[_T]):
     """A waiter that a thread waits with."""
 
     def __init__(self) -> None:

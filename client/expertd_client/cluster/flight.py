@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,7 +145,7 @@ class Leg:
         self.due_s = math.inf
         self.since_s = 0.0
         self.result: ForwardResult | None = None
-        self.server = ""
+        self.server: Member | None = None
         self.seconds = 0.0
 
 
@@ -275,7 +275,7 @@ class Flight:
                 return
             losers = [t for t in leg.tries if t is not attempt]
             leg.tries = []
-            leg.result, leg.server, leg.seconds = result, member.address, now_s - self.begin_s
+            leg.result, leg.server, leg.seconds = result, member, now_s - self.begin_s
             leg.due_s = math.inf
             self._waiting -= 1
             last = not self._waiting
@@ -517,10 +517,7 @@ class Flight:
 
     def report(self) -> tuple[Answered, ...]:
         """Who answered what, in the order in which the parts are added."""
-        return tuple(
-            Answered(leg.server, leg.part.request.tokens, leg.part.routes, leg.asked, leg.seconds, _backend(leg.result))
-            for leg in self.in_order()
-        )
+        return tuple(_answered(leg, self.request.layer) for leg in self.in_order())
 
     def in_order(self) -> list[Leg]:
         """Legs in the order in which they are added: it does not depend on who answered, nor when."""
@@ -537,5 +534,9 @@ class Flight:
         return gone
 
 
-def _backend(result: ForwardResult | None) -> Any:
-    return "" if result is None else result.timing.backend
+def _answered(leg: Leg, layer: int) -> Answered:
+    assert leg.result is not None
+    assert leg.server is not None
+    backend = leg.result.timing.backend or leg.server.backends.get(layer, "")  # shared memory does not carry the name
+    part = leg.part
+    return Answered(leg.server.address, part.request.tokens, part.routes, leg.asked, leg.seconds, backend)

@@ -94,6 +94,7 @@ class Member:
     stall_s      Policy.stall_s
 
     held         layer -> experts that it may be asked for
+    backends     layer -> name of the kernel backend
     max_tokens   its largest batch; 0 = no bound
     asked        whether Describe was asked, and answered or not
     refused      why it is not asked; "" = it is
@@ -114,6 +115,7 @@ class Member:
         self.transport = transport
         self.exchange = exchange
         self.held: Mapping[int, tuple[int, ...]] = placed or {}
+        self.backends: Mapping[int, str] = {}
         self._placed = placed
         self._says: Mapping[int, tuple[int, ...]] | None = None
         self.max_tokens = 0
@@ -241,6 +243,7 @@ class Member:
             refused = error.message
         else:
             self._says = held_by(answer)
+            self.backends = {layer.layer: layer.backend for layer in answer.layers}
             self.max_tokens = answer.limits.max_tokens
             self.place(self._placed)
         with self._lock:

@@ -20,6 +20,7 @@ from expertd_client.cluster import ExpertCluster
 from expertd_client.faults.load import Callers, Effect, effect
 from expertd_client.faults.processes import ServerProcess
 from expertd_client.faults.relay import Relay
+from expertd_client.grpc_sync import GrpcTransport
 from expertd_client.workload import LayerShape, drawn
 
 __all__ = ["FAULTS", "Row", "run"]
@@ -46,20 +47,28 @@ class Row:
 
 
 class Scene:
-    """Three servers, each behind a relay, and a cluster that knows the relays' addresses."""
+    """Three servers, each also behind a relay.
+
+    clusters   by whether it knows the relays: one over the best transport that there is, one over gRPC through relays
+    """
 
     def __init__(self, stack: ExitStack, tokens: int) -> None:
         self.servers = [stack.enter_context(ServerProcess([*MODEL, "--experts", half])) for half in HALVES]
         self.relays = [stack.enter_context(Relay(server.ready())) for server in self.servers]
-        self.cluster = stack.enter_context(ExpertCluster([relay.address for relay in self.relays]))
+        relays = [relay.address for relay in self.relays]
+        self.clusters = {
+            False: stack.enter_context(ExpertCluster([server.address for server in self.servers])),
+            True: stack.enter_context(ExpertCluster(relays, transport=GrpcTransport)),
+        }
         self.request = drawn(np.random.default_rng(0), tokens, SHAPE, 0.0)
-        self.expected = np.asarray(self.cluster.forward_request(self.request).output, np.float32)
+        self.expected = np.asarray(self.clusters[False].forward_request(self.request).output, np.float32)
 
     def back(self, which: int) -> None:
-        """Waits until the cluster asks that server again."""
+        """Waits until both clusters ask that server again."""
         end_s = time.monotonic() + BACK_S
-        while self.cluster.servers[self.relays[which].address] and time.monotonic() < end_s:
-            time.sleep(0.01)
+        for cluster in self.clusters.values():
+            while list(cluster.servers.values())[which] and time.monotonic() < end_s:
+                time.sleep(0.01)
 
     def suffer(self, callers: Callers, fault: str, which: int, away_s: float) -> Effect:
         """One event at one of the replicas, and so long without that server."""
@@ -90,6 +99,7 @@ def _events(scene: Scene, fault: str, which: int) -> tuple[Callable[[], object],
 
 
 FAULTS = ("kill", "stop", "restart", "delay", "cut")
+RELAYED = ("delay", "cut")
 
 
 def run(
@@ -99,7 +109,7 @@ def run(
     with ExitStack() as stack:
         scene = Scene(stack, tokens)
         for fault in faults:
-            with Callers(scene.cluster, scene.request, scene.expected, BOUND, threads) as callers:
+            with Callers(scene.clusters[fault in RELAYED], scene.request, scene.expected, BOUND, threads) as callers:
                 effects = [scene.suffer(callers, fault, n % 2, away_s) for n in range(events)]
             failures = [why for _, why in callers.failures]
             longest_s, recovered_s = max(e.longest_s for e in effects), max(e.recovered_s for e in effects)
