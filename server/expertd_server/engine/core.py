@@ -147,15 +147,12 @@ class Run(C.Structure):
 
 
 class BatchRecord(C.Structure):
-    """One batch, for metrics."""
+    """Batches of one layer that are alike, for metrics: tokens and requests of each, routes and times of all."""
 
     _fields_ = [
-        *_fields(
-            "u64: cut_ns; u32: layer backend tokens rows requests routes collect_ns kernel_ns deliver_ns failed"
-            " generation"
-        ),
+        *_fields("u32: layer generation backend tokens requests failed batches"),
         ("waits", C.c_uint32 * (len(WAIT_BOUNDS_NS) + 1)),
-        ("queue_ns_sum", C.c_uint64),
+        *_fields("u64: routes queue_ns collect_ns kernel_ns deliver_ns"),
     ]
 
 

@@ -505,7 +505,9 @@ class NativeEngine:
                     if n:
                         self._answered(reason, n)
             if self._observe is not None:
-                records = self._core.records()
+                records: list[c.BatchRecord] = []
+                while more := self._core.records():
+                    records.extend(c.BatchRecord.from_buffer_copy(r) for r in more)
                 self._used.update(b.generation for b in records)
                 routes = self._routes(scraped)
                 for b in records:
@@ -518,12 +520,22 @@ class NativeEngine:
         if b.failed or self._observe is None or found is None:
             return
         served = found[0]
-        stages = Stages(b.collect_ns, b.kernel_ns, b.deliver_ns)
+        stages = Stages(*(ns // b.batches for ns in (b.collect_ns, b.kernel_ns, b.deliver_ns)))
         experts = routes.pop(b.generation, None)
         if experts is None:
             experts = np.zeros(len(served.held), np.int64)
-        waits = Waits(list(b.waits), b.queue_ns_sum)
-        self._observe(BatchReport(served, self._backends[b.backend], b.tokens, b.requests, waits, stages, experts))
+        self._observe(
+            BatchReport(
+                served,
+                self._backends[b.backend],
+                b.tokens,
+                b.requests,
+                Waits(list(b.waits), b.queue_ns),
+                stages,
+                experts,
+                b.batches,
+            )
+        )
 
     def _routes(self, scraped: bool) -> dict[int, Array]:
         """New routes by expert since the last look, by generation; a device is asked rarely."""

@@ -39,8 +39,13 @@ class Waits(NamedTuple):
 
 
 class BatchReport(NamedTuple):
-    """One computed batch, for metrics.  backend: the one that computed it; expert_tokens: [experts held] int64, routes
-    that each slot served."""
+    """Computed batches of one layer that are alike, for metrics; mostly one.
+
+    backend         the one that computed them
+    tokens, requests, stages   of each, on average
+    waits           of all their requests
+    expert_tokens   [experts held] int64, routes that each slot served, in all of them
+    """
 
     layer: ServedLayer
     backend: str
@@ -49,3 +54,4 @@ class BatchReport(NamedTuple):
     waits: Waits
     stages: Stages
     expert_tokens: Array
+    batches: int = 1

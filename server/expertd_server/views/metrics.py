@@ -171,9 +171,9 @@ class _Tally:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def add(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def add(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
 
     def add_waits(self, waits: Waits) -> None:
         """Many at once, counted by the same bounds."""
@@ -240,14 +240,14 @@ class _Batches(Collector):
             self._tokens[layer] = 0
         if backend not in self._kernel:
             self._kernel[backend] = _Tally(_SECONDS)
-        self._tokens[layer] += b.tokens
+        self._tokens[layer] += b.tokens * b.batches
         self._experts[layer].add(b)
-        self._batch_tokens.add(b.tokens)
-        self._batch_requests.add(b.requests)
+        self._batch_tokens.add(b.tokens, b.batches)
+        self._batch_requests.add(b.requests, b.batches)
         self._queue.add_waits(b.waits)
-        self._kernel[backend].add(b.stages.kernel_ns * 1e-9)
-        self._copy_in.add(b.stages.copy_in_ns * 1e-9)
-        self._copy_out.add(b.stages.copy_out_ns * 1e-9)
+        self._kernel[backend].add(b.stages.kernel_ns * 1e-9, b.batches)
+        self._copy_in.add(b.stages.copy_in_ns * 1e-9, b.batches)
+        self._copy_out.add(b.stages.copy_out_ns * 1e-9, b.batches)
 
     def collect(self) -> Iterable[Metric]:
         tokens = CounterMetricFamily("expertd_tokens", "Tokens computed.", labels=("layer",))

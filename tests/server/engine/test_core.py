@@ -287,6 +287,21 @@ def test_fail_all_answers_what_waits():
     b.close()
 
 
+def test_batches_that_nobody_asked_for_are_added_up():
+    with bench() as b:
+        for n in range(700):
+            handle, _, _ = b.forward(*inputs(1 + n % 2))
+            b.outcome(handle)
+        records = []
+        while more := b.core.records():
+            records += [module.BatchRecord.from_buffer_copy(r) for r in more]
+        assert len(records) < 400
+        assert sum(r.batches for r in records) == 700
+        assert sum(r.batches * r.tokens for r in records) == 1050
+        assert sum(sum(r.waits) for r in records) == 700
+        assert {r.batches for r in records[:256]} == {1}
+
+
 def test_structs_are_the_same_in_python_and_in_cpp():
     sizes = (C.c_uint64 * 9)()
     library().expertd_core_sizes(sizes)

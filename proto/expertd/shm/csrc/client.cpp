@@ -28,6 +28,9 @@ namespace {
 
 constexpr uint64_t kAlign = 256;  // of a block of the arena
 constexpr int64_t kNobody = -1;
+constexpr uint64_t kSpinsWorth = 4;
+// Answers that usually take longer than so many times the spinning are slept for at once: a server on the same cores
+// needs them.
 
 // First fit; neighbours that are free are one.
 class Arena {
@@ -133,6 +136,7 @@ struct Client {
   std::atomic<uint32_t> sleepers{0};   // threads that sleep on their tickets
   std::unique_ptr<Ticket[]> tickets;
 
+  std::atomic<uint64_t> usual_ns{0};  // of a wait, recently
   std::atomic<bool> ended{false};
 
   bool over() const { return ended.load(std::memory_order_acquire) || control->ended.load(std::memory_order_acquire); }
@@ -333,6 +337,7 @@ API int expertd_shm_send(Client* c, Submission* s, const Tensors* t, int announc
 API int expertd_shm_wait(Client* c, uint64_t id, int64_t timeout_ns, int64_t spin_ns, Completion* answer) {
   Ticket& t = c->ticket(id);
   const uint64_t begin = now_ns(), end = timeout_ns < 0 ? ~uint64_t(0) : begin + uint64_t(timeout_ns);
+  if (c->usual_ns.load(std::memory_order_relaxed) > kSpinsWorth * uint64_t(spin_ns)) spin_ns = 0;
   bool there = spin_for(c, t, std::min(end, begin + uint64_t(spin_ns))), read = false;
   int how = kAnswered;
   while (!there) {
@@ -359,6 +364,8 @@ API int expertd_shm_wait(Client* c, uint64_t id, int64_t timeout_ns, int64_t spi
     if (read) c->hand_on(), read = false;
   }
   if (!there) return how;
+  const uint64_t usual = c->usual_ns.load(std::memory_order_relaxed), took = now_ns() - begin;
+  c->usual_ns.store(usual - usual / 8 + took / 8, std::memory_order_relaxed);
   memcpy(static_cast<void*>(answer), &t.answer, t.answer.refused ? sizeof t.answer : offsetof(Completion, reason));
   return kAnswered;
 }

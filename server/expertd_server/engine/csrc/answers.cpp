@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdarg>
 #include <cstdio>
 
@@ -12,8 +13,29 @@
 namespace expertd {
 namespace {
 
-constexpr size_t kMostRecords = 65536;
-// Of batches that nobody has asked for: metrics then miss some.
+constexpr size_t kSingleRecords = 256, kMostRecords = 65536;
+// So many batches that nobody has asked for are told one by one, later ones added to what they are like; of more than
+// kMostRecords kinds some are missed.
+
+uint64_t bound_of(uint64_t ns) {
+  return uint64_t(std::lower_bound(kWaitBoundsNs, kWaitBoundsNs + kWaitBounds, ns) - kWaitBoundsNs);
+}
+
+// Equal for batches that are alike.
+std::array<uint64_t, 4> kind_of(const BatchRecord& r) {
+  return {uint64_t(r.generation) << 32 | r.backend, uint64_t(r.tokens) << 32 | r.requests,
+          bound_of(r.collect_ns) << 16 | bound_of(r.kernel_ns) << 8 | bound_of(r.deliver_ns), r.failed};
+}
+
+void add(BatchRecord* to, const BatchRecord& r) {
+  to->batches += r.batches;
+  for (uint32_t i = 0; i <= kWaitBounds; ++i) to->waits[i] += r.waits[i];
+  to->routes += r.routes;
+  to->queue_ns += r.queue_ns;
+  to->collect_ns += r.collect_ns;
+  to->kernel_ns += r.kernel_ns;
+  to->deliver_ns += r.deliver_ns;
+}
 
 const char* const kReasonNames[kReasons] = {
     "",          "CANCELLED",         "DEADLINE_EXCEEDED",     "QUEUE_FULL",          "DRAINING",
@@ -49,6 +71,7 @@ uint32_t Answers::outcomes(Outcome* out, uint32_t most) {
 
 uint32_t Answers::records(BatchRecord* out, uint32_t most) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  kinds_.clear();  // they name places
   const auto n = long(std::min<size_t>(most, records_.size()));
   std::copy_n(records_.begin(), n, out);
   records_.erase(records_.begin(), records_.begin() + n);
@@ -148,12 +171,22 @@ void Answers::flush() {
     const std::lock_guard<std::mutex> lock(mutex_);
     first = outbox_.empty() && !held_.empty();
     outbox_.insert(outbox_.end(), held_.begin(), held_.end());
-    if (records_.size() + held_records_.size() <= kMostRecords)
-      records_.insert(records_.end(), held_records_.begin(), held_records_.end());
+    for (const BatchRecord& r : held_records_) keep(r);
   }
   held_.clear();
   held_records_.clear();
   if (first) shm::ring(bell_);
+}
+
+void Answers::keep(const BatchRecord& r) {
+  if (records_.size() < kSingleRecords) return records_.push_back(r);
+  const auto [at, is_new] = kinds_.try_emplace(kind_of(r), records_.size());
+  if (!is_new)
+    add(&records_[at->second], r);
+  else if (records_.size() < kMostRecords)
+    records_.push_back(r);
+  else
+    kinds_.erase(at);
 }
 
 void Answers::answered(uint64_t* counts) {

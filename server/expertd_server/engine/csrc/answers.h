@@ -1,8 +1,10 @@
 // The way out: completions of sessions in shared memory, outcomes of inline requests, records of batches.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <vector>
 
@@ -38,6 +40,7 @@ class Answers {
   void flush();
 
  private:
+  void keep(const BatchRecord& r);
   void post(const Outcome& o) { held_.push_back(o); }
 
   const Busy& busy_;
@@ -46,6 +49,7 @@ class Answers {
   std::mutex mutex_;  // outbox_, records_
   std::vector<Outcome> outbox_;
   std::vector<BatchRecord> records_;
+  std::map<std::array<uint64_t, 4>, size_t> kinds_;  // places in records_ of those that others may be added to
   std::vector<Outcome> held_;  // of the core's thread, as held_records_
   std::vector<BatchRecord> held_records_;
   std::atomic<uint64_t> answered_[kReasons] = {};

@@ -374,7 +374,7 @@ void Core::finish(Lane* lane, uint64_t now) {
     staged += item->port ? 0 : f.tokens;
     r.routes += routes;
     const uint64_t waited = lane->cut_ns > f.arrival_ns ? lane->cut_ns - f.arrival_ns : 0;
-    r.queue_ns_sum += waited;
+    r.queue_ns += waited;
     ++r.waits[std::lower_bound(kWaitBoundsNs, kWaitBoundsNs + kWaitBounds, waited) - kWaitBoundsNs];
     busy_.end(f.tokens);
     if (bad.any)
@@ -382,8 +382,8 @@ void Core::finish(Lane* lane, uint64_t now) {
     else
       answers_.answer(item, lane, routes, waited);
   }
-  r.kernel_ns = uint32_t(lane->kernel_ns);
-  r.deliver_ns = uint32_t(now_ns() - now);
+  r.kernel_ns = lane->kernel_ns;
+  r.deliver_ns = now_ns() - now;
   lane->layer->times.saw(lane->rows, now - begin);
   patience_.batch_ended(now_ns(), now - lane->cut_ns, lane->items.size());
   busy_.saw(lane->tokens, now - begin);
@@ -403,14 +403,13 @@ void Core::fail(Lane* lane, uint32_t reason, const char* text) {
 
 BatchRecord Core::record_of(const Lane& lane) const {
   BatchRecord r{};
-  r.cut_ns = lane.cut_ns;
+  r.batches = 1;
   r.layer = lane.layer->facts.layer;
   r.generation = lane.layer->facts.generation;
   r.backend = lane.layer->backend_at(lane.rows);
   r.tokens = lane.tokens;
-  r.rows = lane.rows;
   r.requests = uint32_t(lane.items.size());
-  r.collect_ns = uint32_t(lane.launch_ns - lane.cut_ns);
+  r.collect_ns = lane.launch_ns - lane.cut_ns;
   return r;
 }
 

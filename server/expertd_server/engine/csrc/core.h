@@ -143,13 +143,12 @@ constexpr uint64_t kWaitBoundsNs[kWaitBounds] = {
     10000000,  20000000,  50000000,  100000000,  200000000,  500000000,  1000000000, 2000000000, 5000000000,
 };
 
+// Batches of one layer that are alike: as many tokens and requests each, times within the same bounds.
 struct BatchRecord {
-  uint64_t cut_ns;
-  uint32_t layer, backend, tokens, rows, requests, routes;
-  uint32_t collect_ns, kernel_ns, deliver_ns;
-  uint32_t failed, generation;
+  uint32_t layer, generation, backend, tokens, requests, failed;
+  uint32_t batches;
   uint32_t waits[kWaitBounds + 1];  // requests by how long they waited: up to each bound, and longer
-  uint64_t queue_ns_sum;
+  uint64_t routes, queue_ns, collect_ns, kernel_ns, deliver_ns;  // of all of them together
 };
 
 // What waits, of all callers or of one.
