@@ -43,7 +43,7 @@ def call(
     caller: int, address: str, load: Load, shape: tuple[int, int, int], layers: list[int], seconds: float, way: str,
     start: Barrier, out: Any,
 ) -> None:  # fmt: skip
-    """One caller's process: (seconds of each call, rows of the last output, its layer)."""
+    """One process: puts (caller, seconds of each call, ns of some kernels, rows of the last output, its layer)."""
     server = address if way != "inline" else GrpcTransport(address)
     with ExpertClient(server, timeout_s=60) as client:
         got = client.session().transport
@@ -54,21 +54,25 @@ def call(
             slot.hidden_states[:], slot.topk_ids[:], slot.topk_weights[:] = x, ids, w
             ask = slot.forward
         else:
+            last: list[Any] = []
 
             def ask(layer: int) -> Any:
-                return client.forward(layer, x, ids, w).output
+                last[:] = [client.forward(layer, x, ids, w)]
+                return last[0].output
 
         for _ in range(6):
             for layer in layers:
                 output = ask(layer)
         output[:] = float("nan")
         start.wait(120)
-        end, times, n = time.perf_counter() + seconds, [], 0
+        end, times, kernels, n = time.perf_counter() + seconds, [], [], 0
         while (begin := time.perf_counter()) < end:
             output = ask(layers[n % len(layers)])
             times.append(time.perf_counter() - begin)
             n += 1
-        out.put((caller, times, output[:CHECKED_ROWS].astype(np.float32), layers[(n - 1) % len(layers)]))
+            if n % 16 == 0:
+                kernels.append((slot if load.slot else last[0]).timing.kernel_ns)
+        out.put((caller, times, kernels, output[:CHECKED_ROWS].astype(np.float32), layers[(n - 1) % len(layers)]))
         start.wait(120)
 
 
@@ -111,6 +115,7 @@ def measure(load: Load, way: str, server: Any, shape: tuple[int, int, int], laye
         "transport": way, "load": load.text, "p50_us": times[len(times) // 2], "p99_us": times[int(len(times) * 0.99)],
         "p999_us": times[int(len(times) * 0.999)], "requests_per_s": requests,
         "tokens_per_s": requests * load.tokens, "busy": busy,
+        "kernel_us": float(np.median(np.concatenate([t[2] for t in found]))) / 1e3,
     }  # fmt: skip
     return row, found
 
@@ -122,7 +127,7 @@ def error_of(found: list[Any], load: Load, shape: tuple[int, int, int], weights:
     from expertd_kernels import reference, relative_error
 
     worst = 0.0
-    for caller, _, rows, layer in found[:4]:
+    for caller, _, _, rows, layer in found[:4]:
         x, ids, w = (t[:CHECKED_ROWS] for t in inputs(caller, load.tokens, *shape))
         hidden = torch.from_numpy(x.astype(np.float32)).bfloat16().to(device)
         want = reference(weights[layer], hidden, *(torch.from_numpy(t).to(device) for t in (ids, w)))
@@ -141,6 +146,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="qwen3-30b-a3b:int4_g128")
     parser.add_argument("--layers", default="0-3")
+    parser.add_argument("--experts", type=int, default=0, help="the first so many of each layer; default: all")
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--loads", default=LOADS)
     parser.add_argument("--transports", type=lambda t: t.split(","), default=["shm", "inline"])
@@ -154,13 +160,15 @@ def main() -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     command = ["--synthetic", args.model, "--layers", args.layers, "--device", args.device]
     command += ["--metrics-listen", "127.0.0.1:0"]
+    if args.experts:
+        command += ["--experts", f"0-{args.experts - 1}"]
     server = Server("server", command, log)
     server.wait(200)
     with ExpertClient(server.address) as client:
         d = client.describe()
-    shape = (d.layers[0].num_experts, d.layers[0].top_k, d.model.hidden_size)
+    shape = (args.experts or d.layers[0].num_experts, d.layers[0].top_k, d.model.hidden_size)
     device = args.device
-    weights = {n: source.load(n).to(torch.device(device)) for n in layers}
+    weights = {n: source.load(n, range(shape[0])).to(torch.device(device)) for n in layers}
     print(f"{args.model}, {len(layers)} layers, {d.layers[0].backend}, {torch.__version__}", flush=True)
     rows, ok = [], True
     for load in loads:
@@ -179,7 +187,7 @@ def main() -> int:
             rows.append(row)
             print(
                 f"{way:7s} {load.text:8s} us: p50 {row['p50_us']:8.1f} p99 {row['p99_us']:8.1f}"
-                f" p99.9 {row['p999_us']:8.1f}"
+                f" p99.9 {row['p999_us']:8.1f} kernel {row['kernel_us']:7.1f}"
                 f" {row['requests_per_s']:9.0f} req/s {row['tokens_per_s']:10.0f} tok/s busy {row['busy']:.2f}"
                 f" error {row['error']:.1e}{'' if good else ' WRONG'}",
                 flush=True,
