@@ -35,8 +35,9 @@ _QUIET_S, _QUIET_LIMIT_S = 0.15, 2.0
 nothing was computed.  So a drained server closes when no call came for _QUIET_S, at the latest after _QUIET_LIMIT_S."""
 _REPORT_S = 0.01
 """Batches are counted together this long after the first of them: counting one takes as long as answering it."""
-_CONNECTIONS, _CALLS = 1024, 100
-"""Connections; calls of one connection, whose client sends no more until one is over."""
+_CONNECTIONS, _CALLS = 1024, 4096
+"""Connections; calls of one connection.  What a client sends beyond it before it has seen the settings of a new
+connection is refused without a reason (REFUSED_STREAM), so it is more than the service takes (see Servicer)."""
 _PENDING = _CONNECTIONS * _CALLS
 _CLOSE_S = 2.0
 """For the last bytes of answers, once every call is over; a connection that says nothing any more would take it all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,9 +13,10 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from expertd import bounds
-from expertd.errors import ExpertdError, MalformedMessageError, UnavailableError
+from expertd.errors import ExpertdError, MalformedMessageError, TooManyRequestsError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, decode_forward_request, encode_forward_response
+from expertd_server.engine.admission import fits
 from expertd_server.engine.request import Outcome, Request
 from expertd_server.service.access import CALL, DESCRIBE
 from expertd_server.service.response import error_of, response_view
@@ -34,7 +36,7 @@ log = logging.getLogger(__name__)
 class Servicer:
     """The three methods; `handler()` registers them.  Made on the event loop that calls them.
 
-    open_calls, calls_begun: RPCs now and ever
+    open_calls, calls_begun: RPCs now and ever; max_unary: open Forward calls of one caller where nobody else has any
     """
 
     def __init__(self, service: Service, gate: Gate | None = None) -> None:
@@ -43,6 +45,8 @@ class Servicer:
         self.open_calls = 0
         self.calls_begun = 0
         self._streams: set[Stream] = set()
+        self._unary: Counter[str] = Counter()
+        self.max_unary = 1024
         self._forward = Rpc(service.metrics, "unary", "Forward")
         self._stream = Rpc(service.metrics, "bidi_stream", "StreamForward")
         self._describe = Rpc(service.metrics, "unary", "Describe")
@@ -75,7 +79,14 @@ class Servicer:
         with _Counted(self, self._forward) as call:
             self._forward.received()
             try:
-                out = await self._compute(data, context)
+                caller = self._gate.admit(context, CALL)
+                self._enter(caller)
+                try:
+                    out = await self._compute(data, context, caller)
+                finally:
+                    self._unary[caller] -= 1
+                    if not self._unary[caller]:
+                        del self._unary[caller]
             except Exception as e:
                 error = error_of(e, "Forward")
                 self._service.metrics.answered(error.code.name, error.reason)
@@ -118,9 +129,20 @@ class Servicer:
             raise MalformedMessageError(f"message: {e}; want a DescribeRequest") from e
         return self._service.describe(request.include_decisions).SerializeToString()
 
-    async def _compute(self, data: bytes, context: Any) -> bytes:
+    def _enter(self, caller: str) -> None:
+        """One more unary call of `caller`.  Raises TooManyRequestsError."""
+        own, all_ = self._unary[caller] + 1, self._unary.total() + 1
+        if not fits(own, all_, self.max_unary):
+            raise TooManyRequestsError.about(
+                "unary calls",
+                got=f"{own} open of this caller, {all_} in all",
+                want=f"at most {self.max_unary} of one caller, and room for others",
+                remedy="wait for an answer first, or use a stream",
+            )
+        self._unary[caller] = own
+
+    async def _compute(self, data: bytes, context: Any, caller: str) -> bytes:
         service, mailbox, arrival_ns = self._service, self._mailbox, time.monotonic_ns()
-        caller = self._gate.admit(context, CALL)
         service.check_size(len(data))
         service.ensure_open()
         view = decode_forward_request(data)

@@ -213,6 +213,23 @@ async def test_more_requests_than_a_stream_may_have_are_refused(served):
             assert done == set(range(1, IN_FLIGHT + 1))
 
 
+async def test_unary_calls_are_bounded_and_who_is_refused_is_told_why_and_counted(served):
+    served.server.servicer.max_unary = 4
+    with served.busy():
+        calls = [asyncio.create_task(served.call.forward(batch(1))) for _ in range(7)]
+        done = await asyncio.wait(calls, timeout=3)
+        refused = [e for t in done[0] if (e := t.exception()) is not None]
+        assert len(refused) == 3
+        for e in refused:
+            assert (e.code, e.reason, e.retryable) == ("RESOURCE_EXHAUSTED", "TOO_MANY_REQUESTS_IN_FLIGHT", True)
+            assert "at most 4 of one caller" in str(e)
+    answers = [t for t in calls if t.exception() is None] if await asyncio.wait(calls) else []
+    assert len(answers) == 4
+    labels = {"code": "RESOURCE_EXHAUSTED", "reason": "TOO_MANY_REQUESTS_IN_FLIGHT"}
+    assert served.metrics.registry.get_sample_value("expertd_requests_total", labels) == 3
+    await served.call.forward(batch(1))
+
+
 async def test_a_full_queue_refuses_with_advice(served):
     with served.busy():
         calls = [asyncio.create_task(served.call.forward(batch(1)))]
