@@ -32,8 +32,6 @@ __all__ = ["RemoteExperts", "Started"]
 _MODULES: weakref.WeakValueDictionary[int, RemoteExperts] = weakref.WeakValueDictionary()
 """By number: what the nodes of a compiled graph carry."""
 _NUMBERS = itertools.count(1)
-_WIRE = {torch.float64: torch.float32}
-"""What travels in place of a dtype that has no name on the wire."""
 
 
 class Started(NamedTuple):
@@ -161,13 +159,15 @@ class RemoteExperts(torch.nn.Module):
         if ids.dtype not in (torch.int32, torch.int64):
             ids = ids.long()
         x, weights = _flat(hidden_states, tokens), _flat(topk_weights, tokens)
-        routed = ids >= 0
-        routes, rows = int(routed.sum()), None
-        if routes < ids.numel() and not bool((has := routed.any(1)).all()):
-            rows = has
-            x, ids, weights = x[has.to(x.device)], ids[has], weights[has.to(weights.device)]
-        x, weights = (t.to(_WIRE.get(t.dtype, t.dtype)) for t in (x, weights))
-        return _Call(Request(self.layer, x, ids, weights).cut(self.max_tokens) if routes else [], rows, routes)
+        routes, rows = ids.numel(), None
+        if routes and int(ids.min()) < 0:
+            routed = ids >= 0
+            routes, has = int(routed.sum()), routed.any(1)
+            if not bool(has.all()):
+                rows = has
+                x, ids, weights = x[has.to(x.device)], ids[has], weights[has.to(weights.device)]
+        request = Request(self.layer, _for_the_wire(x), ids, _for_the_wire(weights)) if routes else None
+        return _Call([] if request is None else request.cut(self.max_tokens), rows, routes)
 
     def _joined(self, call: _Call, answers: list[ForwardResult], like: Tensor) -> Tensor:
         """The answers as one tensor in the shape, dtype and device of `like`."""
@@ -203,8 +203,12 @@ def _results(futures: list[Future[ForwardResult]]) -> list[ForwardResult]:
 
 
 def _flat(x: Tensor, rows: int) -> Tensor:
-    """[rows, last extent], without gradients."""
-    return x.detach().reshape(rows, x.shape[-1])
+    """[rows, last extent]."""
+    return x if x.dim() == 2 else x.reshape(rows, x.shape[-1])
+
+
+def _for_the_wire(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.float64 else x
 
 
 _ONE_NODE = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]

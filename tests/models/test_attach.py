@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import FAMILIES, Local, generate, save, tiny_model
+from tiny_models import FAMILIES, Local, generate, save, tiny_model, tiny_multimodal_model
 from torch import nn
 
 from expertd.errors import PlacementError, UnsupportedCombinationError
@@ -77,6 +77,21 @@ def test_padding_is_not_sent(qwen, far):
             far.tokens.clear()
             model(torch.tensor([[5, 6, 7, 8, 9, 1, 2, 3, 4, 5]]))  # as many tokens, no mask: nothing of the old one
             assert far.tokens == [10, 10]
+
+
+def test_a_language_model_inside_of_another_model(tmp_path):
+    model = tiny_multimodal_model()
+    far = Local(save(model, tmp_path))
+    ids = torch.tensor([[0, 0, 5, 9, 11, 50, 23]])
+    mask = (ids != 0).long()
+    with torch.inference_mode():
+        logits = model(ids, attention_mask=mask).logits[:, 2:]
+        with attach(model, far) as attached:
+            assert attached.layers == {n: f"model.language_model.layers.{n}.mlp.experts" for n in range(2)}
+            assert relative(model(ids, attention_mask=mask).logits[:, 2:], logits) <= 2e-6
+        assert far.tokens == [5, 5]
+        frontend = load_without_experts(tmp_path, far, dtype=torch.float32)
+        assert relative(frontend(ids, attention_mask=mask).logits[:, 2:], logits) <= 2e-6
 
 
 def test_the_compiler_makes_one_graph_of_it(qwen, far):

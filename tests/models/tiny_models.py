@@ -104,8 +104,23 @@ def tiny_model(model_type: str, *, seed: int = 0, experts: int = 8, **sizes: int
     config = transformers.CONFIG_MAPPING[model_type](
         **{**_SIZES, **dict.fromkeys(_EXPERTS, experts), **FAMILIES[model_type], **sizes}
     )
+    return _random(transformers.AutoModelForCausalLM, config, seed)
+
+
+def tiny_multimodal_model() -> Any:
+    """Text and images: its language model stands below another one.  I is not H / 2, because a fused tensor of
+    [E, 64, 64] could lie either way in this family's checkpoints."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    text = {**_SIZES, **dict.fromkeys(_EXPERTS, 8), "moe_intermediate_size": 48, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64}
+    vision |= {"deepstack_visual_indexes": [0], "patch_size": 4, "num_position_embeddings": 16}
+    config = transformers.CONFIG_MAPPING["qwen3_vl_moe"](text_config=text, vision_config=vision)
+    return _random(transformers.AutoModelForImageTextToText, config, 0)
+
+
+def _random(auto_class: Any, config: Any, seed: int) -> Any:
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = auto_class.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".experts." in name:  # larger than the initialization: they shall matter for the next token
