@@ -3,6 +3,7 @@
 codec    the codec beside a bare stream of bytes and the stock protobuf classes
 path     where the time of a whole request goes, by transport, beside bare bytes
 cluster  what a cluster's client does itself, beside a plain copy
+replicas what choosing among replicas and asking two of them are good for
 faults   what killed, hung and slow servers do to the calls of a cluster
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 from expertd_client import bench_cluster, bench_codec
 from expertd_client.faults import command as faults
+from expertd_client.faults import replicas
 from expertd_client.path import command
 
 __all__ = ["add_parser", "run"]
@@ -34,6 +36,8 @@ def add_parser(subparsers: Any, text: str) -> None:
     )
     work = "what a cluster's client does itself, beside a plain copy of the bytes that it moves"
     bench_cluster.add_arguments(parts.add_parser("cluster", help=work, description=f"Times {work}."))
+    choice = "two replicas of which one is worse: what choosing and asking both make of it"
+    replicas.add_arguments(parts.add_parser("replicas", help=choice, description=f"Times {choice}."))
     trouble = "what killed, hung and slow servers do to the calls of a cluster"
     faults.add_arguments(
         parts.add_parser(
@@ -46,5 +50,5 @@ def add_parser(subparsers: Any, text: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    modules = {"codec": bench_codec, "path": command, "cluster": bench_cluster, "faults": faults}
+    modules = {"codec": bench_codec, "path": command, "cluster": bench_cluster, "replicas": replicas, "faults": faults}
     return int(modules[args.part].run_command(args))
