@@ -69,12 +69,12 @@ class Bench:
         self._thread = threading.Thread(target=self._run)
         self._keep = []
 
-    def add_layer(self, layer=3, generation=1, hidden_size=H):
+    def add_layer(self, layer=3, generation=1, hidden_size=H, top_k=0):
         table = slot_table()
         self.core.add_layer(
             LayerFacts(
                 layer=layer, generation=generation, hidden_size=hidden_size, num_experts=E, held=HELD, input_weights=1,
-                slots=table.ctypes.data, expert_tokens=self.counts.ctypes.data,
+                slots=table.ctypes.data, expert_tokens=self.counts.ctypes.data, top_k=top_k,
             ),
             [(4, 7), (0, 8)],
         )  # fmt: skip

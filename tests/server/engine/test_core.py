@@ -211,6 +211,48 @@ def test_a_full_queue_refuses_with_advice_and_takes_again():
         assert b.forward(*inputs(MOST))[1] == "", "an empty queue takes any request"
 
 
+@pytest.mark.parametrize(
+    ("limits", "most", "more"),
+    [({"max_queue_routes": 20}, 3, {}), ({"max_queue_bytes": 1000}, 2, {"bytes": 400})],
+    ids=["routes", "bytes"],
+)
+def test_a_queue_is_full_of_routes_or_bytes_too(limits, most, more):
+    with bench(**limits) as b:
+        b.may_run.clear()
+        first = b.forward(*inputs(1))
+        time.sleep(0.05)
+        taken = [b.forward(*inputs(2, k=3), **more) for _ in range(most)]
+        assert [reason for _, reason, _ in taken] == [""] * most
+        assert b.forward(*inputs(2, k=3), **more)[1] == "QUEUE_FULL"
+        assert b.forward(*inputs(1, k=1), caller=2)[1] == "", "room is left for others"
+        b.may_run.set()
+        for handle, *_ in (first, *taken):
+            assert b.outcome(handle)[0] == ""
+        assert b.forward(*inputs(2, k=3), **more)[1] == ""
+
+
+def test_wide_requests_are_not_one_batch_with_all_the_others():
+    """Every row of a batch is as wide as its widest: more routes than so many of the model's tokens have is two
+    batches, and one request that has more is refused in shared memory, as it is inline (service/intake.py)."""
+    with bench() as b:
+        b.add_layer(layer=5, generation=9, top_k=2)
+        b.may_run.clear()
+        b.forward(*inputs(1), layer=5)
+        time.sleep(0.05)
+        several = [b.forward(*inputs(8, k=8), layer=5), b.forward(*inputs(40, k=2), layer=5)]  # 48 x 8 > 64 x 2
+        b.may_run.set()
+        for handle, *_ in several:
+            assert b.outcome(handle)[0] == ""
+        assert [rows for layer, _, rows, *_ in b.batches if layer == 5] == [1, 8, 40]
+        c = Caller(b)
+        t = inputs(40, k=4)
+        assert c.call(c.request(*t, layer=5)) == "TOO_MANY_TOKENS"
+        assert b"got 40 tokens x 4 routes" in c.answer.text
+        t = inputs(32, k=4)
+        assert c.call(c.request(*t, layer=5)) == ""
+        c.close()
+
+
 def test_a_failed_batch_answers_all_and_the_next_one_runs():
     with bench() as b:
         b.fails = "backend x: it broke"
