@@ -379,12 +379,48 @@ def test_answers_that_nobody_reads_are_bounded_in_bytes(service, experts):
     assert service._unread_bytes == 0
 
 
+def test_an_answer_that_cannot_be_handed_over_holds_nothing(service):
+    caller = Hoarder(service)
+    caller.broken = True
+    for number in (1, 2, 3):
+        caller.ask(number)
+    caller.wait(3)
+    assert [e.reason for e in caller.errors] == ["INTERNAL"] * 3
+    assert service._unread_bytes == 0
+    caller.broken = False
+    caller.ask(4)
+    caller.wait(4)
+    assert service._unread_bytes == TOKENS * H * 4
+    caller.session.close()
+    assert service._unread_bytes == 0
+
+
+def test_requests_that_fail_or_are_taken_back_hold_nothing(service, experts):
+    caller = Hoarder(service)
+    bad = Slot(1)
+    bad.ids[0] = 99
+    caller.session.take(bad.view(), time.monotonic_ns())
+    caller.wait(1)
+    assert caller.errors[0].reason == "EXPERT_ID_OUT_OF_RANGE"
+    assert service._unread_bytes == 0
+    busy(service, experts)
+    caller.ask(2)
+    assert service._unread_bytes == TOKENS * H * 4
+    caller.session.take(pb.CancelRequest(request_id=2), time.monotonic_ns())
+    experts.gate.set()
+    end = time.monotonic() + 10
+    while service._unread_bytes and time.monotonic() < end:
+        time.sleep(0.005)
+    assert service._unread_bytes == 0
+
+
 class Hoarder:
     """An outlet that notes what it is given, and a caller who reads nothing of it."""
 
     def __init__(self, service) -> None:
         self.answers: list[int] = []
         self.errors: list[pb.RequestError] = []
+        self.broken = False
         self.changed = threading.Condition()
         self.session = service.session(self, "test")
 
@@ -392,6 +428,8 @@ class Hoarder:
         self.session.take(Slot(number).view(), time.monotonic_ns())
 
     def answer(self, request, answer) -> None:
+        if self.broken:
+            raise BrokenPipeError("the ring is gone")
         self.note(self.answers, request.answer_bytes)
 
     def send(self, message) -> None:
