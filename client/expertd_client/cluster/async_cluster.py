@@ -88,7 +88,7 @@ class AsyncExpertCluster(AsyncForwarder):
         """out: where the answer goes, [M, H] of its dtype; on_missing: instead of the cluster's."""
         deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
         call = Call(request, out, on_missing or self._on_missing, self._f32_sums)
-        await self._settle(deadline)
+        await self._settle(deadline, request.layer)
         await self._take_slot(call, deadline)
         try:
             landed = asyncio.Event()
@@ -127,13 +127,14 @@ class AsyncExpertCluster(AsyncForwarder):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def __aenter__(self: _Self) -> _Self:
-        await self._settle(None)
+        await self._settle(None, None)
         return self
 
     # ---- a call ------------------------------------------------------------------------------------------------------
 
-    async def _settle(self, deadline: Deadline | None) -> None:
-        """Follows the source from the first call on; waits until every server was asked what it holds."""
+    async def _settle(self, deadline: Deadline | None, layer: int | None) -> None:
+        """Follows the source from the first call on.  Waits until every server was asked what it holds, and until one
+        has answered that knows of the layer."""
         if self._around.closed:
             raise RequestCancelledError("cluster: this client is closed; make a new one")
         if not self._following:
@@ -141,10 +142,14 @@ class AsyncExpertCluster(AsyncForwarder):
             self._follow(self._source.read())
             if self._source.every_s < math.inf:
                 self._start(self._reread())
-        if not self._settled.is_set():
-            left_s = self._policy.patience_s if deadline is None else deadline.left_s()
-            with contextlib.suppress(asyncio.TimeoutError):  # then with those that have answered
-                await asyncio.wait_for(self._settled.wait(), left_s)
+        if self._settled.is_set() and (layer is None or self._members.knows(layer)):
+            return
+        left_s = self._policy.patience_s if deadline is None else deadline.left_s()
+        end_s = time.monotonic() + left_s
+        with contextlib.suppress(asyncio.TimeoutError):  # then with those that have answered
+            await asyncio.wait_for(self._settled.wait(), left_s)
+        while layer is not None and not self._members.knows(layer) and time.monotonic() < end_s:
+            await asyncio.sleep(0.01)
 
     async def _take_slot(self, call: Call, deadline: Deadline | None) -> None:
         if deadline is None or not self._slots.locked():

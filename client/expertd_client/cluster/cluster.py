@@ -191,8 +191,8 @@ class ExpertCluster(Forwarder):
         deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
         if self._closing.is_set():
             raise RequestCancelledError("cluster: this client is closed; make a new one")
-        if not self._settled.is_set():
-            self._settled.wait(self._policy.patience_s if deadline is None else deadline.left_s())
+        if not (self._settled.is_set() and self._members.knows(call.host.layer)):
+            self._first_words(call.host.layer, self._policy.patience_s if deadline is None else deadline.left_s())
         if not self._slots.acquire(timeout=None if deadline is None else deadline.left_s()):
             assert deadline is not None
             raise deadline.crowded(call.host.layer)
@@ -206,6 +206,13 @@ class ExpertCluster(Forwarder):
         except BaseException:
             self._slots.release()
             raise
+
+    def _first_words(self, layer: int, left_s: float) -> None:
+        """Waits until every server was asked what it holds, and until one has answered that knows of the layer."""
+        end_s = time.monotonic() + left_s
+        self._settled.wait(left_s)
+        while not self._members.knows(layer) and time.monotonic() < end_s and not self._closing.is_set():
+            time.sleep(0.01)
 
     # ---- servers -----------------------------------------------------------------------------------------------------
 

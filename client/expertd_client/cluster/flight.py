@@ -23,6 +23,7 @@ from expertd.errors import (
     BadResponseError,
     DeadlineExceededError,
     ExpertdError,
+    InternalError,
     LayerNotHeldError,
     PlacementError,
     RequestCancelledError,
@@ -219,7 +220,7 @@ class Flight:
             if rows is not None:
                 part = replace(part, rows=rows if part.rows is None else rows[part.rows])
             if part.owner < 0:
-                self._nobody(part)
+                legs += self._nobody(part)
             else:
                 groups = [g for g, owner in enumerate(owner_of_group) if owner == part.owner]
                 legs += self._legs(part, groups, table, list(chosen.values())[part.owner])
@@ -245,17 +246,23 @@ class Flight:
         pieces = cut(part, min(bounds, default=0))
         return [Leg(piece, holders, first, chosen if n == 0 else None) for n, piece in enumerate(pieces)]
 
-    def _nobody(self, part: Part) -> None:
-        """Experts that no server of the cluster holds."""
-        if self._on_missing is OnMissing.FAIL:
-            ids = part.request.topk_ids
-            raise PlacementError.about(
-                f"layer {self.request.layer}",
-                got=f"no server for experts {format_ranges(np.unique(ids[ids >= 0]).tolist())}",
-                want="a holder for every expert",
-                remedy=self._around.members.troubles() or "start servers for them, or call with SKIP or RENORMALIZE",
-            )
-        self.unserved.append(part)
+    def _nobody(self, part: Part) -> list[Leg]:
+        """Experts that no server of the cluster holds; where one did not answer yet, it may."""
+        if self._on_missing is not OnMissing.FAIL:
+            self.unserved.append(part)
+            return []
+        if self._around.members.unknown:
+            return [Leg(part, (), int(part.request.topk_ids.max()), None)]
+        raise self._nobody_holds(part)
+
+    def _nobody_holds(self, part: Part) -> PlacementError:
+        ids = part.request.topk_ids
+        return PlacementError.about(
+            f"layer {self.request.layer}",
+            got=f"no server for experts {format_ranges(np.unique(ids[ids >= 0]).tolist())}",
+            want="a holder for every expert",
+            remedy=self._around.members.troubles() or "start servers for them, or call with SKIP or RENORMALIZE",
+        )
 
     def _add(self, leg: Leg) -> None:
         self.legs.append(leg)
@@ -364,9 +371,11 @@ class Flight:
             attempt.request_id = attempt.member.submit(leg.part.request, self._deadline, attempt)
         except ExpertdError as error:
             self.failed(attempt, error)
-        except ValueError as error:  # a number that its field cannot hold
+        except Exception as error:  # memory that cannot be read, a number that its field cannot hold
             attempt.member.dropped(tokens)
-            self.end(PlacementError(f"{attempt.member.address}: {error}"))
+            fault = InternalError(f"{attempt.member.address}: cannot be sent: {type(error).__name__}: {error}")
+            fault.__cause__ = error
+            self.end(fault)
         if attempt not in leg.tries:  # it was answered already, or the call ended while this was sent
             self._recall([attempt])
         return True
@@ -415,16 +424,15 @@ class Flight:
     def _place_anew(self, leg: Leg) -> None:
         """Puts legs in the place of one, as its experts are held now."""
         members, part = self._around.members, leg.part
-        table = members.table(self.request.layer)
-        ids = part.request.topk_ids
-        groups = np.unique(table.group_of[ids[ids >= 0]]).tolist()
-        if any(g >= 0 and not members.usable(table.holders[g]) for g in groups):
-            self._wait(leg, None)
-            return
-        unserved = len(self.unserved)
+        ids, unserved = part.request.topk_ids, len(self.unserved)
         try:
+            table = members.table(self.request.layer)
+            groups = np.unique(table.group_of[ids[ids >= 0]]).tolist()
+            if any(not members.usable(table.holders[g]) if g >= 0 else members.unknown for g in groups):
+                self._wait(leg, None)
+                return
             legs = self._place(part.request, part.rows, part.routes, table, ())
-        except PlacementError as gone:
+        except ExpertdError as gone:
             self.end(gone)
             return
         with self._lock:
@@ -476,6 +484,8 @@ class Flight:
             self.end(None)
 
     def _nobody_left(self, leg: Leg) -> ExpertdError:
+        if not leg.holders:
+            return self._nobody_holds(leg.part)
         if self._deadline is not None and self._late():
             return self._deadline.expired(self.request.layer, 0)
         why = self._around.members.troubles() or "all are busy"

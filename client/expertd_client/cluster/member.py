@@ -117,6 +117,7 @@ class Member:
         self.held: Mapping[int, tuple[int, ...]] = placed or {}
         self.backends: Mapping[int, str] = {}
         self._placed = placed
+        self._foreign = False
         self._says: Mapping[int, tuple[int, ...]] | None = None
         self.max_tokens = 0
         self.asked = False
@@ -138,6 +139,11 @@ class Member:
 
     def __repr__(self) -> str:
         return f"Member({self.address}, {self.refused or 'in use'}, {self.outstanding} under way)"
+
+    @property
+    def described_once(self) -> bool:
+        """Whether it is known what it holds: it said so, or is another model's, or the placement says it."""
+        return self._says is not None or self._placed is not None or self._foreign
 
     # ---- asked -------------------------------------------------------------------------------------------------------
 
@@ -240,7 +246,7 @@ class Member:
             identity.check(self.address, answer)
             refused = f"{self.address}: it drains" if answer.load.draining else ""
         except PlacementError as error:
-            refused = error.message
+            self._foreign, refused = True, error.message
         else:
             self._says = held_by(answer)
             self.backends = {layer.layer: layer.backend for layer in answer.layers}

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from expertd.errors import ExpertdError, LayerNotHeldError
+from expertd.errors import ExpertdError, LayerNotHeldError, UnavailableError
 from expertd.placement import Placement
 from expertd.ranges import format_ranges
 from expertd.v1 import expert_service_pb2 as pb
@@ -86,11 +86,13 @@ class Members:
         num_experts = self._placed_experts.get(layer) or self._identity.num_experts(layer)
         held = {a: m.held[layer] for a, m in self.by_address.items() if layer in m.held}
         if num_experts is None:
+            if self.unknown:
+                raise UnavailableError(f"cluster: got no server that answers, want one: {self.troubles()}")
             layers = {n for m in self.by_address.values() for n in m.held}
             raise LayerNotHeldError.about(
                 "cluster",
                 got=f"layer {layer}",
-                want=f"one of layers {format_ranges(layers)}" if layers else "a server that answers",
+                want=f"one of layers {format_ranges(layers)}",
                 remedy=self.troubles(),
             )
         inside = {a: tuple(e for e in experts if e < num_experts) for a, experts in held.items()}
@@ -104,6 +106,15 @@ class Members:
     def settled(self) -> bool:
         """Whether every server was asked what it holds, and answered or did not."""
         return all(m.asked for m in self.by_address.values())
+
+    @property
+    def unknown(self) -> bool:
+        """Whether a server that may hold anything has not said yet what it holds."""
+        return not all(m.described_once or m.leaving for m in self.by_address.values())
+
+    def knows(self, layer: int) -> bool:
+        """Whether a call of that layer need not wait for a server's first word."""
+        return layer in self._tables or self._identity.num_experts(layer) is not None or not self.unknown
 
     def probed(self, member: Member, answer: pb.DescribeResponse | ExpertdError) -> float:
         """A Describe ended.  Seconds until the next one."""

@@ -114,7 +114,7 @@ class Latencies:
         self._lock = threading.Lock()
         self._recent: dict[int, deque[float]] = {}
         self._late: dict[int, float] = {}
-        self._count = 0
+        self._counts: dict[int, int] = {}
 
     def add(self, tokens: int, seconds: float) -> None:
         """A part that has replicas was answered."""
@@ -125,8 +125,8 @@ class Latencies:
             if recent is None:
                 recent = self._recent[size] = deque(maxlen=self.WINDOW)
             recent.append(seconds)
-            self._count += 1
-            if len(recent) >= self.LEAST and (size not in self._late or self._count % self.EVERY == 0):
+            count = self._counts[size] = self._counts.get(size, 0) + 1
+            if count >= self.LEAST and (size not in self._late or count % self.EVERY == 0):
                 self._late[size] = sorted(recent)[int(0.95 * len(recent))]
 
     def late_s(self, tokens: int) -> float:
