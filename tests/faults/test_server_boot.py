@@ -59,7 +59,7 @@ def test_port_in_use(capsys):
 
 
 def test_an_address_that_is_not_ours(capsys):
-    assert "cannot listen there" in refusal(capsys, *TINY, "--listen", "192.0.2.1:50051")
+    assert "cannot listen there" in refusal(capsys, *TINY, "--listen", "192.0.2.1:50051", "--insecure")
 
 
 def test_no_folder(capsys, tmp_path):
