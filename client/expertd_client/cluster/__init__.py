@@ -2,7 +2,8 @@
 
     table, split, join, policy    values in, values out: who holds what, a batch cut by holder, sums, which replica
     member, members, sources      the servers: what they hold, whether they may be asked, who says which there are
-    flight, call, timers          one call: its parts under way, from the caller's tensors and back to them
+    flight, place, call           one call: its parts under way, where they go, the caller's tensors and back to them
+    surroundings, timers          what all calls share
     cluster, async_cluster        threads around it, or the tasks of an event loop
 
 docs/cluster.md says how it behaves.

@@ -19,12 +19,13 @@ from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster.call import Call
 from expertd_client.cluster.cluster import DESCRIBE_S, LEAVE_S
-from expertd_client.cluster.flight import Surroundings
+from expertd_client.cluster.flight import start
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.members import Members, Targets
 from expertd_client.cluster.policy import OnMissing, Policy
 from expertd_client.cluster.result import ClusterResult
 from expertd_client.cluster.sources import Source, source_of
+from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.timers import Timers
 from expertd_client.credentials import Credentials
 from expertd_client.deadline import Deadline, LoopAlarm, deadline_in
@@ -92,7 +93,7 @@ class AsyncExpertCluster(AsyncForwarder):
         await self._take_slot(call, deadline)
         try:
             landed = asyncio.Event()
-            flight = self._around.flight(call, deadline, lambda flight: landed.set())
+            flight = start(self._around, call, deadline, lambda flight: landed.set())
             try:
                 await landed.wait()
             except asyncio.CancelledError:

@@ -19,12 +19,13 @@ from expertd.errors import DeadlineExceededError, ExpertdError, RequestCancelled
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster.call import Call
-from expertd_client.cluster.flight import Flight, Surroundings
+from expertd_client.cluster.flight import Flight, start
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.members import Members, Targets
 from expertd_client.cluster.policy import OnMissing, Policy
 from expertd_client.cluster.result import ClusterResult
 from expertd_client.cluster.sources import Source, source_of
+from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.timers import Timers
 from expertd_client.credentials import Credentials
 from expertd_client.deadline import ThreadAlarm, deadline_in
@@ -202,7 +203,7 @@ class ExpertCluster(Forwarder):
             landed(flight)
 
         try:
-            return self._around.flight(call, deadline, freed)
+            return start(self._around, call, deadline, freed)
         except BaseException:
             self._slots.release()
             raise

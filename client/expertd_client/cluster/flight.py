@@ -9,12 +9,10 @@ a leg counts, and nothing else of it does: the others are cancelled, and what th
 from __future__ import annotations
 
 import math
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +29,11 @@ from expertd.errors import (
 )
 from expertd.ranges import format_ranges
 from expertd_client.cluster.member import Member
-from expertd_client.cluster.members import Members
-from expertd_client.cluster.policy import Latencies, OnMissing, Policy, Verdict, choose, verdict
+from expertd_client.cluster.place import Leg, place
+from expertd_client.cluster.policy import OnMissing, Verdict, choose, verdict
 from expertd_client.cluster.result import Answered
-from expertd_client.cluster.split import Part, check_ids, cut, split
+from expertd_client.cluster.split import Part, check_ids
+from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.table import LayerTable
 from expertd_client.deadline import Deadline
 from expertd_client.request import Request
@@ -43,54 +42,14 @@ from expertd_client.result import ForwardResult
 if TYPE_CHECKING:
     from expertd_client.cluster.call import Call
 
-__all__ = ["Flight", "Leg", "Surroundings"]
+__all__ = ["Flight", "Try", "start"]
 
 
 _STALE, _STALE_TRIES = (BadResponseError, LayerNotHeldError), 4
 """Errors of a server that holds something else than it said a moment ago: asked again when it has been described."""
 
 
-class Timer(Protocol):
-    """Calls functions at a time."""
-
-    def at(self, when_s: float, call: Callable[[], None]) -> None:
-        """Calls it at `when_s` of time.monotonic(), or a little later."""
-        ...
-
-    def close(self) -> None:
-        """Calls nothing more."""
-
-
-class Surroundings:
-    """What all calls of a cluster share."""
-
-    def __init__(self, members: Members, policy: Policy, timer: Timer, wake: Callable[[Member], None]) -> None:
-        self.members = members
-        self.policy = policy
-        self.timer = timer
-        self.wake = wake
-        self.latencies = Latencies(policy.hedge)
-        self.rng = random.Random()
-        self.closed = False
-        self.flights: set[Flight] = set()
-
-    def flight(self, call: Call, deadline: Deadline | None, landed: Callable[[Flight], object]) -> Flight:
-        """Starts a call.  Raises where it cannot be: LayerNotHeldError, ExpertIdOutOfRangeError, PlacementError."""
-        table = self.members.table(call.host.layer)
-        routes = check_ids(call.host.topk_ids, table, call.host.layer)
-        flight = Flight(self, call.host, routes, table, deadline, call.on_missing, landed)
-        flight.take_off()
-        return flight
-
-    def close(self) -> None:
-        """Ends every call under way."""
-        self.closed = True
-        for flight in list(self.flights):
-            flight.end(RequestCancelledError("cluster: this client was closed before the answer came"))
-        self.timer.close()
-
-
-class _Try:
+class Try:
     """One part at one server; the waiter of its request."""
 
     __slots__ = ("_flight", "begin_s", "leg", "member", "request_id")
@@ -107,47 +66,6 @@ class _Try:
 
     def fail(self, error: ExpertdError) -> None:
         self._flight.failed(self, error)
-
-
-class Leg:
-    """A part under way.
-
-    holders   addresses of the servers that hold all of its experts; chosen: the first to be asked, None = any
-    first     the lowest expert of its groups
-    tries     where it is in flight now; asked: servers that were asked so far; spurned: where it failed
-    due_s     when something is to be done about it; infinite = when an event comes
-    since_s   when it was first found that nobody can be asked; 0 = never
-    result    its answer, from `server`, `seconds` after the call began; None until it came
-    """
-
-    __slots__ = (
-        "asked",
-        "chosen",
-        "due_s",
-        "first",
-        "holders",
-        "part",
-        "result",
-        "seconds",
-        "server",
-        "since_s",
-        "spurned",
-        "tries",
-    )
-
-    def __init__(self, part: Part, holders: Sequence[str], first: int, chosen: Member | None) -> None:
-        self.part = part
-        self.chosen = chosen
-        self.holders = holders
-        self.first = first
-        self.tries: list[_Try] = []
-        self.asked = 0
-        self.spurned: list[Member] = []
-        self.due_s = math.inf
-        self.since_s = 0.0
-        self.result: ForwardResult | None = None
-        self.server: Member | None = None
-        self.seconds = 0.0
 
 
 class Flight:
@@ -180,7 +98,7 @@ class Flight:
         self._waiting = 0  # legs without a result
         self._over = False
         self._next_look_s = math.inf
-        for leg in self._place(request, None, routes, table, ()):
+        for leg in self._place(request, None, routes, table):
             self._add(leg)
 
     # ---- begin -------------------------------------------------------------------------------------------------------
@@ -196,55 +114,12 @@ class Flight:
         for leg in self.legs[:]:
             self._ask(leg)
 
-    def _place(
-        self,
-        request: Request,
-        rows: NDArray[np.int64] | None,
-        routes: int,
-        table: LayerTable,
-        spurned: Sequence[Member],
-    ) -> list[Leg]:
-        """Legs for a request, each with the server that is to be asked first; rows: its tokens in the batch."""
-        chosen: dict[str, Member | None] = {}
-        owner_of_group: list[int] = []
-        for holders in table.holders:
-            address, member = self._choose(holders, request.tokens, spurned)
-            chosen.setdefault(address, member)
-            owner_of_group.append(list(chosen).index(address))
-        if table.whole:
-            parts = [Part(0, None, request, routes)] if request.tokens else []
-        else:
-            parts = split(request, table, owner_of_group, len(chosen))
-        legs: list[Leg] = []
-        for part in parts:
-            if rows is not None:
-                part = replace(part, rows=rows if part.rows is None else rows[part.rows])
-            if part.owner < 0:
-                legs += self._nobody(part)
-            else:
-                groups = [g for g, owner in enumerate(owner_of_group) if owner == part.owner]
-                legs += self._legs(part, groups, table, list(chosen.values())[part.owner])
+    def _place(self, request: Request, rows: NDArray[np.int64] | None, routes: int, table: LayerTable) -> list[Leg]:
+        """Legs for a request; rows: its tokens in the batch."""
+        legs, orphans = place(self._around.members, self._around.rng, request, rows, routes, table)
+        for part in orphans:
+            legs += self._nobody(part)
         return legs
-
-    def _choose(self, holders: Sequence[str], tokens: int, spurned: Sequence[Member]) -> tuple[str, Member | None]:
-        """The holder that is to be asked first; None for the member: none can be asked now."""
-        members = self._around.members
-        there = members.usable(holders, spurned) or members.usable(holders)
-        if not there:
-            return holders[0], None
-        member = choose(there, tokens, time.monotonic(), self._around.rng)
-        return member.address, member
-
-    def _legs(self, part: Part, groups: list[int], table: LayerTable, chosen: Member | None) -> list[Leg]:
-        """Those of one part, cut to what each of its holders takes."""
-        holders: Sequence[str] = table.holders[groups[0]]
-        if len(groups) > 1:
-            holders = [a for a in holders if all(a in table.holders[g] for g in groups)]
-        known = self._around.members.by_address
-        bounds = [known[a].max_tokens for a in holders if a in known and known[a].max_tokens]
-        first = table.first[groups[0]]
-        pieces = cut(part, min(bounds, default=0))
-        return [Leg(piece, holders, first, chosen if n == 0 else None) for n, piece in enumerate(pieces)]
 
     def _nobody(self, part: Part) -> list[Leg]:
         """Experts that no server of the cluster holds; where one did not answer yet, it may."""
@@ -270,7 +145,7 @@ class Flight:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def answered(self, attempt: _Try, result: ForwardResult) -> None:
+    def answered(self, attempt: Try, result: ForwardResult) -> None:
         leg, member, now_s = attempt.leg, attempt.member, time.monotonic()
         member.answered(leg.part.request.tokens, now_s - attempt.begin_s, result)
         if result.routes_computed != leg.part.routes:
@@ -292,7 +167,7 @@ class Flight:
         if last:
             self.end(None)
 
-    def _miscounted(self, attempt: _Try, result: ForwardResult) -> None:
+    def _miscounted(self, attempt: Try, result: ForwardResult) -> None:
         """What it holds is not what it said: its sum is of no use."""
         result.release()
         self._around.wake(attempt.member)
@@ -305,7 +180,7 @@ class Flight:
             ),
         )
 
-    def failed(self, attempt: _Try, error: ExpertdError) -> None:
+    def failed(self, attempt: Try, error: ExpertdError) -> None:
         attempt.member.failed(attempt.leg.part.request.tokens, error)
         if isinstance(error, RequestCancelledError) and attempt.member.leaving and not self._around.closed:
             error = UnavailableError(f"{attempt.member.address}: it left the placement", request_id=error.request_id)
@@ -313,7 +188,7 @@ class Flight:
             self._around.wake(attempt.member)
         self._lost(attempt, error)
 
-    def _lost(self, attempt: _Try, error: ExpertdError) -> None:
+    def _lost(self, attempt: Try, error: ExpertdError) -> None:
         """A try came to nothing."""
         leg = attempt.leg
         with self._lock:
@@ -360,7 +235,7 @@ class Flight:
                 self._again(leg, None)
             return False
         tokens = leg.part.request.tokens
-        attempt = _Try(self, leg, choose(there, tokens, now_s, self._around.rng))
+        attempt = Try(self, leg, choose(there, tokens, now_s, self._around.rng))
         with self._lock:
             if self._over or leg.result is not None or leg not in self.legs:
                 return False
@@ -380,7 +255,7 @@ class Flight:
             self._recall([attempt])
         return True
 
-    def _watch(self, leg: Leg, attempt: _Try, now_s: float) -> None:
+    def _watch(self, leg: Leg, attempt: Try, now_s: float) -> None:
         """Sets when a leg is late: only where another server could be asked."""
         leg.due_s = math.inf
         if len(leg.holders) > 1:
@@ -431,7 +306,7 @@ class Flight:
             if any(not members.usable(table.holders[g]) if g >= 0 else members.unknown for g in groups):
                 self._wait(leg, None)
                 return
-            legs = self._place(part.request, part.rows, part.routes, table, ())
+            legs = self._place(part.request, part.rows, part.routes, table)
         except ExpertdError as gone:
             self.end(gone)
             return
@@ -513,7 +388,7 @@ class Flight:
         self._landed(self)
         return True
 
-    def _recall(self, tries: Sequence[_Try]) -> None:
+    def _recall(self, tries: Sequence[Try]) -> None:
         for t in tries:
             if t.request_id and t.member.exchange.cancel(t.request_id):
                 t.member.dropped(t.leg.part.request.tokens)
@@ -550,3 +425,12 @@ def _answered(leg: Leg, layer: int) -> Answered:
     backend = leg.result.timing.backend or leg.server.backends.get(layer, "")  # shared memory does not carry the name
     part = leg.part
     return Answered(leg.server.address, part.request.tokens, part.routes, leg.asked, leg.seconds, backend)
+
+
+def start(around: Surroundings, call: Call, deadline: Deadline | None, landed: Callable[[Flight], object]) -> Flight:
+    """Starts a call.  Raises where it cannot be: LayerNotHeldError, ExpertIdOutOfRangeError, PlacementError."""
+    table = around.members.table(call.host.layer)
+    routes = check_ids(call.host.topk_ids, table, call.host.layer)
+    flight = Flight(around, call.host, routes, table, deadline, call.on_missing, landed)
+    flight.take_off()
+    return flight
