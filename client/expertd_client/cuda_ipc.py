@@ -154,7 +154,11 @@ class DeviceSession:
         self._lost = self._closed = False
         with self._driver.current(self.device):
             self._driver("cuMemHostRegister_v2", C.c_void_p(self._page), C.c_size_t(PAGE), C.c_uint(_PORTABLE_MAPPED))
-            self._copies = Copies(self._driver)
+            try:
+                self._copies = Copies(self._driver)
+            except BaseException:
+                self._driver("cuMemHostUnregister", C.c_void_p(self._page))
+                raise
         self._gate = Launch(0, self._answered, GOOD, self._copies.failed)
         self._watch = threading.Thread(target=self._watch_server, name="expertd-gpu-watch", daemon=True)
         self._watch.start()

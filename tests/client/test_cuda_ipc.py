@@ -373,6 +373,14 @@ def test_the_servers_own_gpu_is_refused_unless_it_is_wanted(server, monkeypatch)
         client.device_session(0, same_gpu=True).close()
 
 
+def test_kernels_that_cannot_be_loaded_end_the_session_with_a_reason(server, gpu, monkeypatch):
+    monkeypatch.setattr(SoftwareGpu, "cuModuleLoadData", lambda *arguments: 218, raising=False)
+    monkeypatch.setattr(SoftwareGpu, "cuGetErrorName", lambda *arguments: 0, raising=False)
+    with pytest.raises(UnavailableError, match="cuModuleLoadData: 218"):
+        enter(server)
+    assert gpu.registered == 0
+
+
 def test_a_server_on_a_cpu_and_one_without_a_driver_say_so(monkeypatch):
     engine = NativeEngine(torch.device("cpu"), policy=Policy(max_tokens=64))
     assert "CPU" in engine.pool_refusal()

@@ -214,7 +214,7 @@ def test_a_call_while_the_core_sleeps_is_seen_and_the_sleep_costs_little():
         time.sleep(0.05)
         before = time.process_time()
         time.sleep(0.5)
-        assert time.process_time() - before < 0.05, "of half a second"
+        assert time.process_time() - before < 0.02, "of half a second"
         d.start(1, *t)
         assert d.end(within_s=2.0) == layout.GOOD
         assert torch.equal(d.tensors[1][3], expected(*t))

@@ -165,8 +165,7 @@ RunCode Core::run(Run* out) {
     } else if (stopping_.load(std::memory_order_relaxed) && busy_.all_requests() == 0) {
       return kStopped;
     } else if (sleepy(now, idle_since)) {
-      sleep();
-      idle_since = now_ns();
+      if (sleep()) idle_since = now_ns();
     } else {
       shm::relax();
     }
@@ -190,18 +189,21 @@ bool Core::sleepy(uint64_t now, uint64_t idle_since) const {
   return now - idle_since > spin_ns && now - called_ns_ > kCalledSpinNs && !waited_;
 }
 
-void Core::sleep() {
+bool Core::sleep() {
+  bool woken = true;
   asleep_.store(true, std::memory_order_seq_cst);
   for (auto& p : ports_) p->sleeps(true);
   if (!incoming_.load(std::memory_order_seq_cst) && !poll_ports() && !stopping_.load() && !interrupted_.load()) {
     epoll_event events[16];
     const bool devices = std::any_of(ports_.begin(), ports_.end(), [](const auto& p) { return p->has_pool(); });
     const int n = epoll_wait(epoll_, events, 16, devices ? kCalledSleepMs : kSleepMs);
+    woken = n > 0;
     for (int i = 0; i < n; ++i) shm::sleep_on(events[i].data.fd, 0);
     if (devices && n > 0) called_ns_ = now_ns();  // a host that knows of a call to come
   }
   for (auto& p : ports_) p->sleeps(false);
   asleep_.store(false, std::memory_order_relaxed);
+  return woken;
 }
 
 // ---- batches ---------------------------------------------------------------------------------------------------------

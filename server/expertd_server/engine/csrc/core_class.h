@@ -82,7 +82,7 @@ class Core {
 
   void watch(int fd);
   void wake();
-  void sleep();
+  bool sleep();  // false: nothing came
   bool waits_for_company(uint64_t now);
 
   bool take_inbox();
