@@ -1,6 +1,7 @@
 """How callers get their region: tokens, who may come, who goes, and what is left behind."""
 
 import contextlib
+import ctypes as C
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from expertd.shm import layout
 from expertd.shm.client import Client
 from expertd.shm.layout import Completion, Submission
 from expertd.shm.library import LibraryMissingError
@@ -241,3 +243,60 @@ def test_a_closing_door_ends_sessions_and_clients_see_it(engine):
     sock.close()
     client.end()
     client.close()
+
+
+# ---- hostile clients -------------------------------------------------------------------------------------------------
+
+
+def garble(region, rng, frames, entries=256):
+    """Submissions of random fields, some half right; then random words over the control page, the rings and the
+    arena."""
+    memory = np.frombuffer(region.view(-layout.arena_offset(entries), region.bytes), np.uint8)
+    ring = (Submission * entries).from_address(region.address + layout.PAGE)
+    word = memory[: layout.PAGE].view(np.uint64)
+    for n in range(frames):
+        s = ring[n % entries]
+        raw = np.ctypeslib.as_array((C.c_uint8 * C.sizeof(Submission)).from_address(C.addressof(s)))
+        raw[8:] = rng.integers(0, 256, len(raw) - 8, np.uint8)
+        if rng.random() < 0.9:
+            s.layer, s.tokens, s.top_k = 0, int(rng.integers(0, 20)), int(rng.integers(0, 6))
+            s.kind, s.flags = int(rng.integers(0, 5)), int(rng.integers(0, 2))
+            s.deadline_ns = 0 if rng.random() < 0.8 else int(rng.integers(0, 1 << 62))
+            for name in ("hidden", "ids", "weights", "out"):
+                setattr(s, name, int(rng.integers(0, 1 << 18)) & ~15)
+            for name in ("hidden_dtype", "ids_dtype", "weights_dtype", "out_dtype"):
+                setattr(s, name, int(rng.integers(0, 8)))
+        s.seq = n + 1
+        if rng.random() < 0.02:
+            os.eventfd_write(region.server_bell, 1)
+        if rng.random() < 0.01:  # what it has sent changes while it is read
+            at = int(rng.integers(0, len(memory) - 8))
+            memory[at : at + 8] = rng.integers(0, 256, 8, np.uint8)
+        if n % entries == entries - 1:
+            time.sleep(0.001)
+    word[rng.integers(0, len(word), 32)] = rng.integers(0, 1 << 63, 32, np.uint64)
+    os.eventfd_write(region.server_bell, 1)
+
+
+FRAMES = int(os.environ.get("EXPERTD_FUZZ_FRAMES", "4000"))
+"""Of all hostile sessions together; 100000 for the long form."""
+
+
+def test_garbled_rings_hurt_nobody_else(door, engine):
+    good_sock, good_region = enter(door)
+    good = Client(good_region)
+    call(good)
+    fds = len(os.listdir("/proc/self/fd"))
+    for seed in range(8):
+        sock, region = enter(door)
+        garble(region, np.random.default_rng(seed), FRAMES // 8)
+        call(good)
+        sock.close()
+        region.close()
+        gone(door, engine, sessions=1)
+    call(good, 16)
+    assert len(os.listdir("/proc/self/fd")) == fds
+    good_sock.close()
+    gone(door, engine)
+    good.end()
+    good.close()
