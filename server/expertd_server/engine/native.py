@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _ENDED = "it ended on a fault of its own; the server's log has the trace"
 _SPIN_NS = 50_000
+_BRIEF_NS = 50_000
+"""A CPU's batch that takes no longer is computed by whoever brings its request, while the core's thread sleeps: that
+would not have begun before."""
 _POLL_S = 0.001
 _TICK_MS = 500
 _COUNT_S = 0.5
@@ -91,6 +94,7 @@ class NativeEngine:
                 max_queue_routes=self._limits.routes,
                 max_queue_bytes=self._limits.nbytes,
                 spin_ns=_SPIN_NS,
+                brief_ns=_BRIEF_NS,
                 patience=0.0 if on_device else policy.patience,
                 compute_dtype=DTYPE_NUMBER[compute_dtype],
                 device=on_device,

@@ -16,6 +16,7 @@ from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.protocol import Direct, DirectExperts
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
+from expertd_server.engine import native
 from expertd_server.engine.convert import bits_of
 from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.native import NativeEngine
@@ -49,8 +50,10 @@ class Counting:
 
     backend = "counting"
 
-    def __init__(self, code: int = 0) -> None:
+    def __init__(self, code: int = 0, pause_s: float = 0.0) -> None:
         self.in_python = 0
+        self.threads: list[int] = []
+        self._pause_s = pause_s
         self.calls: list[tuple[int, ...]] = []
         self._function = FUNCTION(self._call)
         self._code = code
@@ -62,6 +65,9 @@ class Counting:
 
     def _call(self, context: int, experts: int, call: C._Pointer[Call]) -> int:
         c = call.contents
+        self.threads.append(threading.get_ident())
+        if self._pause_s:
+            time.sleep(self._pause_s)
         self.calls.append((context, experts, c.m, c.x_stride, c.top_k, c.x_f32, c.out_f32, c.weight_on_input))
         if not self._code:
             x = np.frombuffer((C.c_float * (c.m * c.x_stride)).from_address(c.x), np.float32)
@@ -139,6 +145,74 @@ def test_what_it_refuses_is_computed_in_python(serve):
         x, ids, weights = batch(tokens)
         torch.testing.assert_close(s.forward(x, ids, weights), 2 * x, rtol=0, atol=0)
     assert (len(experts.calls), experts.in_python) == (2, 2)
+
+
+ASLEEP_S = 0.02
+"""After so long the core's thread sleeps."""
+
+
+def test_a_brief_batch_is_computed_by_who_brought_it_while_the_core_sleeps(serve, monkeypatch):
+    monkeypatch.setattr(native, "_BRIEF_NS", 10**9)  # a call through Python takes longer than what it stands for
+    experts = Counting()
+    s = serve(experts, "f32")
+    for n in range(1, 30):
+        x, ids, weights = batch(1 + n % 3, seed=n)
+        time.sleep(ASLEEP_S)
+        torch.testing.assert_close(s.forward(x, ids, weights), 2 * x, rtol=0, atol=0)
+    assert experts.threads[0] == s.engine._thread.ident
+    assert experts.threads[1:].count(threading.get_ident()) >= 20  # the core's thread may wake by itself, too
+    assert set(experts.threads) == {s.engine._thread.ident, threading.get_ident()}
+    assert experts.in_python == 0
+
+
+def test_a_longer_one_is_not(serve):
+    experts = Counting(pause_s=0.001)
+    s = serve(experts, "f32")
+    for _ in range(4):
+        s.forward(*batch(1))
+        time.sleep(ASLEEP_S)
+    assert experts.threads == [s.engine._thread.ident] * 4
+
+
+def test_a_brief_one_that_is_refused_there_is_computed_in_python(serve, monkeypatch):
+    monkeypatch.setattr(native, "_BRIEF_NS", 10**9)
+    experts = Counting(code=0)
+    s = serve(experts, "f32")
+    for n in range(10):
+        time.sleep(ASLEEP_S)
+        experts._code = int(n > 4)
+        x, ids, weights = batch(1, seed=n)
+        torch.testing.assert_close(s.forward(x, ids, weights), 2 * x, rtol=0, atol=0)
+    assert experts.in_python == 5
+
+
+def test_many_threads_bring_requests_while_layers_change(serve, monkeypatch):
+    monkeypatch.setattr(native, "_BRIEF_NS", 10**9)
+    experts = Counting()
+    s = serve(experts, "f32")
+    faults: list[BaseException] = []
+
+    def caller(seed: int) -> None:
+        try:
+            for n in range(100):
+                x, ids, weights = batch(1 + n % 4, seed=seed * 1000 + n)
+                torch.testing.assert_close(s.forward(x, ids, weights), 2 * x, rtol=0, atol=0)
+        except BaseException as e:
+            faults.append(e)
+
+    threads = [threading.Thread(target=caller, args=(n,)) for n in range(4)]
+    for t in threads:
+        t.start()
+    held = s.engine.holding[0]
+    while any(t.is_alive() for t in threads):
+        more = ServedLayer(1, NUM_EXPERTS, range(NUM_EXPERTS), TOP_K, H, H, experts, experts.backend)
+        s.engine.hold([held, more])
+        s.engine.hold([held])
+        assert s.engine.forget([more], 10)
+    for t in threads:
+        t.join()
+    assert not faults, faults[0]
+    assert s.engine.idle()
 
 
 @pytest.mark.skipif(bool(kernel_error()), reason=kernel_error() or "built")

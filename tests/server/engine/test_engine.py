@@ -761,7 +761,7 @@ def test_counting_that_fails_does_not_end_the_computing(make):
 
 
 def test_callers_answered_together_are_joined_again_when_they_come_back_one_by_one(make):
-    s = make(policy=Policy(64, patience=1000.0))
+    s = make(policy=Policy(64, patience=30_000.0))  # of a batch of some microseconds
     s.block()
     for tag in (1, 2, 3):
         s.engine.submit(s.caller.request(tag, inputs(1), [[2]], [[1.0]]))

@@ -1,5 +1,6 @@
 #include "core_class.h"
 
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -67,8 +68,26 @@ uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_
     busy_.admitted.fetch_add(1, std::memory_order_relaxed);
     incoming_.store(true, std::memory_order_seq_cst);
   }
-  wake();
+  if (!compute_here(f)) wake();
   return kComputed;
+}
+
+// On the thread that brought the request `f`, while the core's own sleeps: a brief batch is over before that is awake.
+// False: something is left for the core's thread.
+bool Core::compute_here(const Forward& f) {
+  int asleep = kAsleep;
+  if (config_.device || !driver_.compare_exchange_strong(asleep, kBorrowed)) return false;
+  bool all = false;
+  const auto found = layers_.find(f.layer);
+  const Layer* layer = found == layers_.end() ? nullptr : found->second.get();
+  const uint64_t expected = layer && layer->facts.call ? layer->times.expect(f.tokens) : 0;  // 0: not known yet
+  if (expected && expected <= config_.brief_ns && !interrupted_.load() && !free_.empty()) {
+    take_inbox();
+    refused_ = start(now_ns(), &left_) == kNeedsRun;
+    all = !refused_ && busy_.now(busy_.requests) == 0;
+  }
+  driver_.store(kAsleep);
+  return all;
 }
 
 void Core::command(Command&& c) {
@@ -136,6 +155,11 @@ RunCode Core::run(Run* out) {
   uint64_t now = now_ns(), idle_since = now;
   for (;;) {
     bool moved = false;
+    if (refused_) {
+      refused_ = false;
+      *out = left_;
+      return kRun;
+    }
     while (!under_way_.empty() && over(*under_way_.front())) {
       finish(pop(), now_ns());
       moved = true;
@@ -196,8 +220,10 @@ bool Core::sleep() {
   if (!incoming_.load(std::memory_order_seq_cst) && !poll_ports() && !stopping_.load() && !interrupted_.load()) {
     epoll_event events[16];
     const bool devices = std::any_of(ports_.begin(), ports_.end(), [](const auto& p) { return p->has_pool(); });
+    driver_.store(kAsleep);
     const int n = epoll_wait(epoll_, events, 16, devices ? kCalledSleepMs : kSleepMs);
     woken = n > 0;
+    for (int asleep = kAsleep; !driver_.compare_exchange_weak(asleep, kOwn); asleep = kAsleep) sched_yield();
     for (int i = 0; i < n; ++i) shm::sleep_on(events[i].data.fd, 0);
     if (devices && n > 0) called_ns_ = now_ns();  // a host that knows of a call to come
   }

@@ -78,6 +78,7 @@ class Core {
 
  private:
   enum Started { kNothing, kLaunched, kNeedsRun };
+  enum Driver { kOwn, kAsleep, kBorrowed };
   static constexpr int kNoGraph = -1;
 
   void watch(int fd);
@@ -109,6 +110,7 @@ class Core {
   Layer* most_urgent(uint32_t* flag);
   Started start(uint64_t now, Run* out);
   bool call(const Lane& lane, const Run& run);
+  bool compute_here(const Forward& f);
   Started start_on_device(Lane* lane, bool alone, Run* out);
   int launch_whole(Lane* lane);
   bool sleepy(uint64_t now, uint64_t idle_since) const;
@@ -135,6 +137,9 @@ class Core {
   Cut cut_;
   Cuda cuda_;
   Patience patience_;
+  std::atomic<int> driver_{kOwn};  // who may touch what is the core's thread's: it, nobody while it sleeps, a submitter
+  Run left_{};                     // of a batch that a submitter began and could not compute
+  bool refused_ = false;           // there is one
   bool waited_ = false;
   uint64_t checked_ns_ = 0, last_end_ns_ = 0, called_ns_ = 0;
   int epoll_ = -1, wake_ = -1;
