@@ -178,7 +178,7 @@ class AsyncExpertCluster(AsyncForwarder):
             self._start(self._watch(member))
 
     async def _reread(self) -> None:
-        while True:
+        while not self._around.closed:
             await asyncio.sleep(self._source.every_s)
             try:
                 targets = await asyncio.to_thread(self._source.read)
@@ -197,7 +197,7 @@ class AsyncExpertCluster(AsyncForwarder):
         """Asks one server what it holds, as long as it belongs to the cluster."""
         waking = self._waking[member]
         try:
-            while not member.leaving:
+            while not (member.leaving or self._around.closed):  # asyncio.wait_for may swallow what close() cancels
                 waking.clear()
                 pause_s = self._members.probed(member, await self._ask(member))
                 if self._members.settled:
@@ -205,7 +205,7 @@ class AsyncExpertCluster(AsyncForwarder):
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(waking.wait(), pause_s)
             end_s = time.monotonic() + LEAVE_S
-            while member.outstanding and time.monotonic() < end_s:
+            while member.outstanding and time.monotonic() < end_s and not self._around.closed:
                 await asyncio.sleep(0.02)
         finally:
             del self._waking[member]
