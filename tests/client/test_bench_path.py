@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from expertd.shm.region import supported
 from expertd.wire import ForwardResponseView, TensorView
 from expertd_client import ExpertClient
 from expertd_client.path import command, grid
@@ -77,6 +78,8 @@ def test_a_server_beside_the_echo_and_tables(tiny_echo: str, capsys: pytest.Capt
     assert "where it goes" in out
     assert out.count(f"{tiny_echo} │ inline") == 2
     assert out.count("echo            │ inline") == 2
+    if not supported():
+        assert out.count("echo            │ shm") == 2
 
 
 def test_more_tokens_than_the_server_takes(tiny_echo: str) -> None:

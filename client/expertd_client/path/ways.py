@@ -25,7 +25,7 @@ from expertd_client.path.rows import Samples
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.session import INLINE, Session
-from expertd_client.shm import ShmChannel
+from expertd_client.shm import AioShmChannel, ShmChannel
 from expertd_client.transport import Channel
 
 __all__ = ["BARE", "CLIENTS", "NotToBeHadError", "Way", "bare_way", "client_way", "codec_ns"]
@@ -33,7 +33,10 @@ __all__ = ["BARE", "CLIENTS", "NotToBeHadError", "Way", "bare_way", "client_way"
 BARE: Mapping[str, str] = {INLINE: "stream", "shm": "eventfd", "cuda_ipc": "eventfd", "tcp": "socket", "nixl": "socket"}
 """Which bare channel a transport is held against."""
 CLIENTS = ("asyncio", "threads")
-_CHANNELS: Mapping[tuple[str, str], Callable[[], Channel]] = {("threads", "shm"): ShmChannel}
+_CHANNELS: Mapping[tuple[str, str], Callable[[], Channel]] = {
+    ("asyncio", "shm"): AioShmChannel,
+    ("threads", "shm"): ShmChannel,
+}
 """Channels by client and name."""
 _OPEN_S = 30.0
 

@@ -27,6 +27,8 @@ __all__ = ["add_parser", "run", "serving"]
 
 _NUM_EXPERTS, _TOP_K = 8, 8
 _GRACE_S = 1.0
+_IN_FLIGHT = 2
+"""Requests of the largest size, with their answers, that a session in shared memory has room for."""
 _WIDEST = 4
 """Bytes of the widest dtype that hidden states travel in."""
 
@@ -77,6 +79,7 @@ def serving(listen: Address, hidden_size: int, max_tokens: int) -> Iterator[str]
     from expertd_server.engine.served import ServedLayer
     from expertd_server.service.service import Service
     from expertd_server.transports.grpc_server import GrpcTransport
+    from expertd_server.transports.shm import ShmDoor
     from expertd_server.views.metrics import Metrics
 
     metrics = Metrics()
@@ -85,6 +88,14 @@ def serving(listen: Address, hidden_size: int, max_tokens: int) -> Iterator[str]
     engine.hold([layer])
     limits = Limits(max_tokens, max_tokens * (_WIDEST * hidden_size + 12 * _TOP_K) + (64 << 10), 1024)
     service = Service(engine, metrics, limits)
+    door = ShmDoor(engine, arena_bytes=_IN_FLIGHT * limits.max_message_bytes)
+    service.doors["shm"] = "the server does not listen on loopback"
+    if listen.loopback:
+        try:
+            door.start()
+            service.doors["shm"] = door
+        except OSError as e:
+            service.doors["shm"] = str(e)
     transport = GrpcTransport(service, listen)
     address = transport.start()
     try:
@@ -96,6 +107,7 @@ def serving(listen: Address, hidden_size: int, max_tokens: int) -> Iterator[str]
         service.drain()
         transport.drain(time.monotonic() + _GRACE_S)
         transport.close()
+        door.close()
         engine.stop(1.0)
         service.close()
 
