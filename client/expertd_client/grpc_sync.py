@@ -85,6 +85,8 @@ class GrpcTransport:
 
     def close(self) -> None:
         self._channels.close()
+        for channel in self.channels:
+            channel.close()
 
     async def wait_closed(self) -> None:
         """close() has waited."""

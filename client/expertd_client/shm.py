@@ -45,6 +45,9 @@ class ShmChannel:
 
     name = "shm"
 
+    def __init__(self) -> None:
+        self._readers: list[threading.Thread] = []
+
     def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
         def live() -> None:
             try:
@@ -55,7 +58,14 @@ class ShmChannel:
                 ready(connection)
                 connection.read()
 
-        threading.Thread(target=live, name="expertd-shm-read", daemon=True).start()
+        self._readers = [t for t in self._readers if t.is_alive()]
+        self._readers.append(threading.Thread(target=live, name="expertd-shm-read", daemon=True))
+        self._readers[-1].start()
+
+    def close(self) -> None:
+        for reader in self._readers:
+            if reader is not threading.current_thread():
+                reader.join(2 * _CONNECT_S)
 
 
 class AioShmChannel:
@@ -80,6 +90,9 @@ class AioShmChannel:
         task = loop.create_task(enter())
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
+
+    def close(self) -> None:
+        """What is still opening closes itself."""
 
 
 def enter_session(answer: pb.SessionAnswer) -> tuple[socket.socket, Client]:

@@ -100,6 +100,9 @@ class Channel(Protocol):
         their answers themselves it has call(request, deadline) besides, which returns the ForwardResult."""
         ...
 
+    def close(self) -> None:
+        """Waits for threads of connections that are closed, or were closed as soon as they opened."""
+
 
 class Transport(Protocol):
     """The way to one server."""

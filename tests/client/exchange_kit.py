@@ -71,6 +71,9 @@ class Beside:
         self.name, self.refuses = name, refuses
         self.ways, self.answers = [], []
 
+    def close(self):
+        pass
+
     def open(self, answer, deliver, closed, ready):
         if self.refuses is not None:
             ready(self.refuses)

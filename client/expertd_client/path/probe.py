@@ -51,6 +51,9 @@ class _Channel:
         self.name = channel.name
         self._channel, self._probe = channel, probe
 
+    def close(self) -> None:
+        self._channel.close()
+
     def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
         def wrapped(outcome: Connection | Exception) -> None:
             ready(outcome if isinstance(outcome, Exception) else _Connection(outcome, self._probe))
