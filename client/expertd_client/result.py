@@ -35,6 +35,7 @@ class ForwardResult:
     """
 
     __slots__ = ("_give_back", "_timing", "digest", "lazy_load", "output", "placement_epoch", "routes_computed")
+    output: Any
 
     def __init__(
         self,

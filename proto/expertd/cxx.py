@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["LIBRARIES", "BuildError", "Library", "build", "find_compiler"]
+__all__ = ["LIBRARIES", "BuildError", "Library", "build", "find_compiler", "stale"]
 
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-shared"]
 EXPORTS = "{ global: expertd_*; local: *; };\n"
@@ -73,6 +73,23 @@ LIBRARIES = (
 )
 
 
+def _root() -> Path:
+    """Of the repository, or of the folder where the packages are installed."""
+    packages = Path(__file__).resolve().parents[1]
+    return packages.parent if (packages.parent / SHM).is_dir() else packages
+
+
+def stale(name: str) -> str:
+    """Why the library `name`, as it lies beside its sources, must not be loaded; "" = it may."""
+    root = _root()
+    library = next(x for x in LIBRARIES if x.name == name)
+    place = library.place(root)
+    mark = place / f".{name}.digest"
+    if not mark.exists() or not library.sources(root) or mark.read_text().startswith(library.digest(root)):
+        return ""
+    return f"{name} was made of other sources than those that lie there: python -m expertd.cxx makes it anew"
+
+
 def find_compiler(machine: str = "") -> list[str]:
     """The command of the C++ compiler; machine: ziglang's for that one (x86_64, aarch64), with an old glibc.  Raises
     BuildError."""
@@ -117,8 +134,7 @@ def build(library: Library, root: Path, out: Path | None = None, *, machine: str
 
 
 def main() -> int:
-    packages = Path(__file__).resolve().parents[1]
-    root = packages.parent if (packages.parent / SHM).is_dir() else packages
+    root = _root()
     for library in LIBRARIES:
         try:
             print(build(library, root))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from expertd import cxx
 from expertd.cxx import LIBRARIES
 
 ROOT = Path(__file__).parents[2]
@@ -18,3 +19,17 @@ def test_sources_and_headers_are_found_in_a_checkout_and_where_the_packages_are_
     assert all(any(p.glob("*.h")) for p in library.includes(tmp_path))
     assert library.digest(tmp_path) == library.digest(ROOT)
     assert library.place(tmp_path) == tmp_path / Path(*Path(library.folder).parts[1:])
+
+
+def test_a_library_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
+    folder = tmp_path / cxx.SHM
+    folder.mkdir(parents=True)
+    (folder / "client.cpp").write_text("int one;")
+    monkeypatch.setattr(cxx, "_root", lambda: tmp_path)
+    name = "libexpertd_shm.so"
+    assert cxx.stale(name) == "", "not known how it was made"
+    library = next(x for x in LIBRARIES if x.name == name)
+    (folder / f".{name}.digest").write_text(library.digest(tmp_path) + "x86_64")
+    assert cxx.stale(name) == ""
+    (folder / "client.cpp").write_text("int two;")
+    assert "python -m expertd.cxx" in cxx.stale(name)

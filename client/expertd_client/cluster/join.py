@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from expertd.cxx import stale
+
 __all__ = ["LIBRARY", "Sum", "join", "join_numpy", "renormalized"]
 
 LIBRARY = Path(__file__).parent / "csrc" / "libexpertd_cluster.so"
@@ -26,6 +28,8 @@ _NATIVE = (np.dtype(np.float32), _BF16)
 @cache
 def _library() -> Callable[..., None] | None:
     """The C++ twin; None where it is not built (python -m expertd.cxx)."""
+    if stale(LIBRARY.name):
+        return None
     try:
         function = C.CDLL(str(LIBRARY)).expertd_cluster_join
     except OSError:

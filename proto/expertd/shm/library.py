@@ -6,6 +6,8 @@ import ctypes as C
 from functools import cache
 from pathlib import Path
 
+from expertd.cxx import stale
+
 __all__ = ["LIBRARY", "LibraryMissingError", "library"]
 
 LIBRARY = Path(__file__).parent / "csrc" / "libexpertd_shm.so"
@@ -18,6 +20,8 @@ class LibraryMissingError(ImportError):
 @cache
 def library() -> C.CDLL:
     """Raises LibraryMissingError."""
+    if why := stale(LIBRARY.name):
+        raise LibraryMissingError(f"shared memory: {why}")
     try:
         lib = C.CDLL(str(LIBRARY))
     except OSError as e:

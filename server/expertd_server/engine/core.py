@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from expertd.cxx import stale
 from expertd_kernels.protocol import Direct
 from expertd_server.engine.report import WAIT_BOUNDS_NS
 
@@ -178,6 +179,8 @@ had back from the engine's thread (46 us a request under load)."""
 def library() -> C.CDLL:
     """Raises CoreMissingError."""
     path = Path(__file__).parent / "csrc" / "libexpertd_engine.so"
+    if why := stale(path.name):
+        raise CoreMissingError(f"the engine's core: {why}")
     try:
         lib, quick = C.CDLL(str(path)), C.PyDLL(str(path))
     except OSError as e:

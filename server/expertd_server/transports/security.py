@@ -131,5 +131,6 @@ class GuardedReflection(reflection.ReflectionServicer):  # type: ignore[misc]
             self._gate.admit(context, DESCRIBE)
         except ExpertdError as e:
             await context.abort(e.code.grpc, e.message, e.to_trailing_metadata())
-        async for answer in super().ServerReflectionInfo(request_iterator, context):
+        answers: Any = super().ServerReflectionInfo(request_iterator, context)
+        async for answer in answers:
             yield answer
