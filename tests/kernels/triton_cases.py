@@ -102,7 +102,7 @@ SMALL: dict[str, Case] = {
     "int8_channel": Case("int8_channel", H=72, I=40),
     "int8_channel_zp": Case("int8_channel_zp", F32),
     "mxfp4": Case("mxfp4", H=128, I=96),
-    "mxfp4_two_blocks": Case("mxfp4", H=352, I=32, E=2, M=2, tile={"kpb": 2}),
+    "mxfp4_two_blocks": Case("mxfp4", H=352, I=32, E=2, M=2, tile={"k_blocks": 2}),
     "mxfp8": Case("mxfp8", H=96, I=32),
     "nvfp4": Case("nvfp4", H=64, I=48),
     "e4m3_tensor": Case("e4m3_tensor", H=72, I=40),
