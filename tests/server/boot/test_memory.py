@@ -210,4 +210,6 @@ def test_the_first_version_of_control_groups(tmp_path):
 
 def test_nothing_is_known_where_nothing_can_be_read(tmp_path):
     assert available_bytes(tmp_path, tmp_path) == 0
-    assert module.free_bytes(torch.device("cpu")) == available_bytes() > 0
+    free = module.free_bytes(torch.device("cpu"))  # others allocate meanwhile
+    assert free > 0
+    assert abs(free - available_bytes()) < 1 << 30
