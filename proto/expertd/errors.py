@@ -40,6 +40,9 @@ __all__ = [
     "BadResponseError",
     "BadShapeError",
     "BadTensorSpellingError",
+    "ChangePendingError",
+    "ChangeRefusedError",
+    "ChangeUnknownError",
     "Code",
     "DeadlineExceededError",
     "DrainingError",
@@ -296,6 +299,18 @@ class BackendFailedError(ExpertdError, code=Code.INTERNAL, reason="BACKEND_FAILE
 
 class InternalError(ExpertdError, code=Code.INTERNAL, reason="INTERNAL"):
     """A fault of the server's own code."""
+
+
+class ChangeRefusedError(ExpertdError, code=Code.FAILED_PRECONDITION, reason="CHANGE_REFUSED"):
+    """A server cannot hold what it is asked to: no room, no such layer or expert, no backend, another model."""
+
+
+class ChangePendingError(ExpertdError, code=Code.ABORTED, reason="CHANGE_PENDING"):
+    """Another change of what a server holds is under way, or not committed yet."""
+
+
+class ChangeUnknownError(ExpertdError, code=Code.NOT_FOUND, reason="CHANGE_UNKNOWN"):
+    """No change of that name is ready: it was never prepared, was let go of, or its time was over."""
 
 
 class UnavailableError(ExpertdError, ConnectionError, code=Code.UNAVAILABLE, reason="UNAVAILABLE", retryable=True):

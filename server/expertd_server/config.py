@@ -51,6 +51,11 @@ class Ranges:
     def parse(cls, text: str) -> Ranges:
         return cls(text, parse_ranges(text))
 
+    @classmethod
+    def parse_or_none(cls, text: str) -> Ranges:
+        """Also "none"."""
+        return cls(text, ()) if text == "none" else cls.parse(text)
+
     def __str__(self) -> str:
         return self.text
 
@@ -267,6 +272,7 @@ class ServeConfig:
     threads: int = 0
     listen: Address = Address("127.0.0.1", 50051)
     metrics_listen: Address | None = None
+    admin_listen: Address | None = None
     shm: str = "auto"
     shm_memory: int = 4 << 30
     insecure: bool = False
@@ -316,6 +322,13 @@ class ServeConfig:
                     " this host alone, or --insecure where the network keeps strangers out"
                 )
 
+        admin = self.admin_listen
+        if admin is not None and not admin.loopback and (self.tls_cert is None or self.callers is None):
+            raise ConfigError(
+                f"--admin-listen {admin}: who reaches it could change what is served; want an address of this host"
+                " alone, or --tls-cert, --tls-key and --callers, whose callers need the right admin"
+            )
+
     @property
     def compute(self) -> str:
         """The compute dtype as kernels spell it."""
@@ -349,7 +362,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("synthetic", str, "MODEL:SCHEME", "random weights of a public model's shape, as qwen3-30b-a3b:int4_g128"),
     Option("layer_template", str, "TEMPLATE", "names of the expert tensors of a family that is not known"),
     Option("quantize", str, "SCHEME", "quantize unquantized weights while loading, as int4_g128 or mxfp4"),
-    Option("layers", Ranges.parse, "0-3,7", "layers to hold; default: all that have experts"),
+    Option("layers", Ranges.parse_or_none, "0-3,7", "layers to hold, or none; default: all that have experts"),
     Option("experts", Ranges.parse, "0-63", "global ids of the experts to hold in each layer; default: all"),
     Option("shard", Shard.parse, "RANK/COUNT", "hold part RANK (from 0) of COUNT equal parts of the experts"),
     Option("device", str, "NAME", "auto, cpu, cuda[:N] or xpu[:N]"),
@@ -401,6 +414,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("listen", Address.parse_or_unix, "HOST:PORT", "where to serve gRPC; port 0 = a free one; or unix:/path"),
     Option(
         "metrics_listen", Address.parse, "HOST:PORT", "where to serve Prometheus metrics over HTTP; default: nowhere"
+    ),
+    Option(
+        "admin_listen",
+        Address.parse_or_unix,
+        "HOST:PORT",
+        "where to serve AdminService, which changes what is held (expertctl apply); this host alone, or TLS and callers"
+        " with the right admin; or unix:/path; default: nowhere",
     ),
     Option(
         "shm",

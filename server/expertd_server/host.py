@@ -18,7 +18,7 @@ import importlib.metadata
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -36,6 +36,7 @@ from expertd_server.boot.measuring import Tournaments, settle_threads
 from expertd_server.boot.memory import free_bytes, memory_text, plan_memory, require_room
 from expertd_server.boot.prepare import Workshop
 from expertd_server.boot.progress import Progress
+from expertd_server.changes import Changes
 from expertd_server.config import Address, ServeConfig
 from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.choose import AnyEngine, make_engine
@@ -44,6 +45,7 @@ from expertd_server.engine.scheduler import Policy
 from expertd_server.residence import Residence
 from expertd_server.service.reloading import FileError
 from expertd_server.service.service import Service
+from expertd_server.transports.admin import AdminTransport
 from expertd_server.transports.grpc_server import GrpcTransport
 from expertd_server.transports.protocol import Transport
 from expertd_server.transports.security import Security
@@ -98,6 +100,7 @@ class Host:
         self._lock = threading.Lock()
         self._http: MetricsHttp | None = None
         self._transports: list[Transport] = []
+        self._admin: AdminTransport | None = None
         self._loader: threading.Thread | None = None
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -121,10 +124,11 @@ class Host:
         self._require_served(assignments)
         self._require_room(assignments)
         self.residence = Residence(config, assigner, self._workshop, self.engine, oracle, self._changed)
+        self._changes = Changes(self.residence, self._committed)
         infos = [a.info for a in assignments] or [source.info(source.layers[0])]
         try:
             self._make_service(source, infos)
-            self._listen()
+            self._listen(source.fingerprint)
         except BaseException:
             self.close()
             raise
@@ -153,6 +157,11 @@ class Host:
         with self._lock:
             transports, self._transports = self._transports, []
             http, self._http = self._http, None
+            admin, self._admin = self._admin, None
+        if admin is not None:
+            admin.close()
+        if self.address:
+            self._changes.close()
         for t in transports:
             t.close()
         if http is not None:
@@ -263,7 +272,7 @@ class Host:
         self._transports.append(door)
         return door
 
-    def _listen(self) -> None:
+    def _listen(self, fingerprint: str) -> None:
         where = self.config.metrics_listen
         if where is not None:
             with _listening("--metrics-listen", where):
@@ -280,6 +289,13 @@ class Host:
             self.address = grpc.start()
         self._transports.append(grpc)
         self.say(f"listening on {self.address}")
+        if config.admin_listen is not None:
+            self._admin = AdminTransport(
+                self._changes, self.metrics, fingerprint, config.admin_listen, security, self._serves
+            )
+            with _listening("--admin-listen", config.admin_listen):
+                self._describe.admin_address = self._admin.start()
+            self.say(f"what is held is changed on {self._describe.admin_address}")
 
     def _require_served(self, assignments: Sequence[Assignment]) -> None:
         """Raises BootError where a layer has no backend."""
@@ -301,10 +317,16 @@ class Host:
             self.say(line)
         require_room(plan, self.config, assignments, free, available_bytes())
 
-    def _changed(self, booted: Mapping[int, Booted]) -> None:
-        """The residence holds this now."""
+    def _changed(self, booted: Mapping[int, Booted], leaving: Mapping[int, Collection[int]]) -> None:
+        """The residence holds this now, and does not tell of `leaving`."""
         self.metrics.hold([_facts(b) for b in booted.values()])
-        self._describe.update(list(booted.values()), self.residence.memory, self._workshop.device)
+        self._describe.update(list(booted.values()), self.residence.memory, self._workshop.device, leaving)
+
+    def _committed(self, epoch: int) -> None:
+        self._describe.placement_epoch = epoch
+
+    def _serves(self) -> bool:
+        return self.loaded.done() and self.loaded.exception() is None
 
     def _answered(self, reason: str, requests: int) -> None:
         """The engine has answered requests without a transport of ours."""

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2
 
+from expertd.v1 import admin_service_pb2, placement_pb2
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.v1 import placement_pb2
 
 ROOT = Path(__file__).parents[2]
 PROTO = ROOT / "proto"
-CONTRACT = {"expertd/v1/expert_service.proto": pb, "expertd/v1/placement.proto": placement_pb2}
+CONTRACT = {
+    "expertd/v1/admin_service.proto": admin_service_pb2,
+    "expertd/v1/expert_service.proto": pb,
+    "expertd/v1/placement.proto": placement_pb2,
+}
 BASELINE = ROOT / "tests" / "golden" / "wire_v1.binpb"
 BUF = ROOT / "node_modules" / ".bin" / "buf"
 
@@ -48,7 +52,7 @@ def test_stubs_are_fresh(tmp_path: Path) -> None:
         pytest.skip(f"grpcio-tools {version('grpcio-tools')} is not the one that made the committed stubs")
     for made in sorted((tmp_path / "expertd/v1").iterdir()):
         assert made.read_text() == (PROTO / "expertd/v1" / made.name).read_text(), f"{made.name}: run `make proto`"
-    assert len(list((tmp_path / "expertd/v1").iterdir())) == 5
+    assert len(list((tmp_path / "expertd/v1").iterdir())) == 8
 
 
 def _bare(file: descriptor_pb2.FileDescriptorProto) -> descriptor_pb2.FileDescriptorProto:

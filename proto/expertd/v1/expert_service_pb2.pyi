@@ -254,7 +254,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, include_decisions: _Optional[bool] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("instance_id", "version", "model", "layers", "limits", "input_dtypes", "output_dtypes", "transports", "placement_epoch", "load", "memory")
+    __slots__ = ("instance_id", "version", "model", "layers", "limits", "input_dtypes", "output_dtypes", "transports", "placement_epoch", "load", "memory", "admin_address")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +266,7 @@ class DescribeResponse(_message.Message):
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     version: str
     model: Model
@@ -277,10 +278,11 @@ class DescribeResponse(_message.Message):
     placement_epoch: int
     load: Load
     memory: Memory
-    def __init__(self, instance_id: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., input_dtypes: _Optional[_Iterable[_Union[DataType, str]]] = ..., output_dtypes: _Optional[_Iterable[_Union[DataType, str]]] = ..., transports: _Optional[_Iterable[str]] = ..., placement_epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
+    admin_address: str
+    def __init__(self, instance_id: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., input_dtypes: _Optional[_Iterable[_Union[DataType, str]]] = ..., output_dtypes: _Optional[_Iterable[_Union[DataType, str]]] = ..., transports: _Optional[_Iterable[str]] = ..., placement_epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., admin_address: _Optional[str] = ...) -> None: ...
 
 class Memory(_message.Message):
-    __slots__ = ("weights_bytes", "scratch_bytes", "buffers_bytes", "graphs_bytes", "context_bytes", "pinned_bytes", "limit_bytes", "free_bytes", "weights_mapped")
+    __slots__ = ("weights_bytes", "scratch_bytes", "buffers_bytes", "graphs_bytes", "context_bytes", "pinned_bytes", "limit_bytes", "free_bytes", "weights_mapped", "loading_bytes")
     WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     SCRATCH_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +292,7 @@ class Memory(_message.Message):
     LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_MAPPED_FIELD_NUMBER: _ClassVar[int]
+    LOADING_BYTES_FIELD_NUMBER: _ClassVar[int]
     weights_bytes: int
     scratch_bytes: int
     buffers_bytes: int
@@ -299,7 +302,8 @@ class Memory(_message.Message):
     limit_bytes: int
     free_bytes: int
     weights_mapped: bool
-    def __init__(self, weights_bytes: _Optional[int] = ..., scratch_bytes: _Optional[int] = ..., buffers_bytes: _Optional[int] = ..., graphs_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., weights_mapped: _Optional[bool] = ...) -> None: ...
+    loading_bytes: int
+    def __init__(self, weights_bytes: _Optional[int] = ..., scratch_bytes: _Optional[int] = ..., buffers_bytes: _Optional[int] = ..., graphs_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., weights_mapped: _Optional[bool] = ..., loading_bytes: _Optional[int] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("family", "fingerprint", "hidden_size")

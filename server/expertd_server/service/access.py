@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from expertd.errors import PermissionDeniedError, UnauthenticatedError
 from expertd_server.service.reloading import FileError
 
-__all__ = ["CALL", "DESCRIBE", "Access", "Caller", "parse_access"]
+__all__ = ["ADMIN", "CALL", "DESCRIBE", "Access", "Caller", "parse_access"]
 
 CALL, DESCRIBE, ADMIN = "call", "describe", "admin"
 _RIGHTS = (CALL, DESCRIBE, ADMIN)

@@ -26,7 +26,7 @@ from expertd_server.transports.loop_thread import LoopThread
 from expertd_server.transports.security import Gate, GuardedReflection, Security, tls_credentials
 from expertd_server.views.metrics import SERVICE
 
-__all__ = ["ExpertServer", "GrpcTransport"]
+__all__ = ["LOOP", "ExpertServer", "GrpcTransport", "bindable"]
 
 _POLL_S = 0.005
 """How often a draining server looks whether it is done."""
@@ -97,7 +97,7 @@ class ExpertServer:
     async def start(self, listen: Address) -> Address:
         """Listen; health is NOT_SERVING.  Raises OSError where the address cannot be had."""
         await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
-        with _bindable(listen):
+        with bindable(listen):
             try:
                 if self._credentials is None:
                     port = self._server.add_insecure_port(str(listen))
@@ -182,7 +182,8 @@ class ExpertServer:
             await self._health.set(name, status)
 
 
-_LOOP = LoopThread()
+LOOP = LoopThread()
+"""Of all gRPC servers of this process."""
 
 
 class GrpcTransport:
@@ -194,11 +195,11 @@ class GrpcTransport:
 
     def start(self) -> str:
         """Raises OSError where the address cannot be had."""
-        _LOOP.acquire()
+        LOOP.acquire()
         try:
-            self._server = _LOOP.run(self._make())
+            self._server = LOOP.run(self._make())
         except BaseException:
-            _LOOP.release()
+            LOOP.release()
             raise
         return str(self._server.address)
 
@@ -214,22 +215,22 @@ class GrpcTransport:
     def open(self) -> None:
         """Health is SERVING."""
         if self._server is not None:
-            _LOOP.run(self._server.open())
+            LOOP.run(self._server.open())
 
     def drain(self, until_s: float) -> bool:
         """See ExpertServer."""
-        return self._server is None or _LOOP.run(self._server.drain(until_s))
+        return self._server is None or LOOP.run(self._server.drain(until_s))
 
     def close(self) -> None:
         """Close at once."""
         server, self._server = self._server, None
         if server is not None:
-            _LOOP.run(server.close())
-            _LOOP.release()
+            LOOP.run(server.close())
+            LOOP.release()
 
 
 @contextlib.contextmanager
-def _bindable(a: Address) -> Iterator[None]:
+def bindable(a: Address) -> Iterator[None]:
     """Inside, `a` can be bound.  Raises OSError where it is taken or not ours: gRPC would tell only its own log why.  A
     socket in the file system is its owner's alone."""
     if not a.path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES
@@ -17,16 +18,18 @@ from expertd_server.engine.admission import Limits
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Describer", "describe_layer"]
+__all__ = ["Describer", "describe_layer", "memory_message"]
 
 
-def describe_layer(b: Booted) -> pb.Layer:
-    """relative errors of the self-check stand in the verdicts of the backends that serve."""
+def describe_layer(b: Booted, leaving: Collection[int] = ()) -> pb.Layer:
+    """relative errors of the self-check stand in the verdicts of the backends that serve.  leaving: experts that are
+    held still, and not named."""
     served, info, decision = b.served, b.assignment.info, b.assignment.decision
+    held = [e for e in served.held if e not in leaving]
     return pb.Layer(
         layer=served.layer,
         num_experts=served.num_experts,
-        held=[pb.ExpertRange(first=a, count=b - a + 1) for a, b in runs(served.held)],
+        held=[pb.ExpertRange(first=a, count=b - a + 1) for a, b in runs(held)],
         top_k=served.top_k,
         intermediate_size=served.intermediate_size,
         weight_scheme=decision.problem.scheme_name,
@@ -59,7 +62,8 @@ def _advice(decision: Decision) -> pb.Advice | None:
     return pb.Advice(backend=found.backend, needs=found.needs, command=found.command, text=str(found))
 
 
-def _memory(plan: MemoryPlan) -> pb.Memory:
+def memory_message(plan: MemoryPlan) -> pb.Memory:
+    """Without what is free."""
     return pb.Memory(
         weights_bytes=plan.weights,
         scratch_bytes=plan.scratch,
@@ -69,11 +73,15 @@ def _memory(plan: MemoryPlan) -> pb.Memory:
         pinned_bytes=plan.pinned,
         limit_bytes=plan.limit,
         weights_mapped=plan.mapped,
+        loading_bytes=plan.loading,
     )
 
 
 class Describer:
-    """The answer of Describe, from the last update().  load: asked for each answer.  The rest: what never changes."""
+    """The answer of Describe, from the last update().  load: asked for each answer.  The rest: what never changes.
+
+    admin_address, placement_epoch   as in DescribeResponse; set before an update()
+    """
 
     def __init__(
         self,
@@ -101,15 +109,25 @@ class Describer:
             output_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
             transports=transports,
         )
+        self.admin_address = ""
+        self.placement_epoch = 0
         self.update((), None, None)
 
-    def update(self, booted: Sequence[Booted], memory: MemoryPlan | None, device: torch.device | None) -> None:
-        """What is held now, and where; device: None = free memory is not told."""
+    def update(
+        self,
+        booted: Sequence[Booted],
+        memory: MemoryPlan | None,
+        device: torch.device | None,
+        leaving: Mapping[int, Collection[int]] = MappingProxyType({}),
+    ) -> None:
+        """What is held now, and where; device: None = free memory is not told; leaving: what is not told, by layer."""
         full, brief = pb.DescribeResponse(), pb.DescribeResponse()
         full.CopyFrom(self._always)
-        full.layers.extend(describe_layer(b) for b in booted)
+        full.admin_address, full.placement_epoch = self.admin_address, self.placement_epoch
+        layers = (describe_layer(b, leaving.get(b.served.layer, ())) for b in booted)
+        full.layers.extend(layer for layer in layers if layer.held)
         if memory is not None:
-            full.memory.CopyFrom(_memory(memory))
+            full.memory.CopyFrom(memory_message(memory))
         brief.CopyFrom(full)
         for layer in brief.layers:
             layer.ClearField("verdicts")

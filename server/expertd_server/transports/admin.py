@@ -1,0 +1,196 @@
+"""expertd.v1.AdminService on grpc.aio, at an address of its own: how a server is given other experts.
+
+Its callers need the right "admin" where there is a file of callers.  It changes nothing itself: Changes does, in
+threads, and no call here keeps the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, TypeVar
+
+import grpc
+
+from expertd.errors import ChangeRefusedError, MalformedMessageError, NotReadyError
+from expertd.ranges import parse_ranges
+from expertd.v1 import admin_service_pb2 as pb
+from expertd.v1 import admin_service_pb2_grpc as stubs
+from expertd.v1.expert_service_pb2 import Memory
+from expertd_server.boot.memory import MemoryPlan
+from expertd_server.changes import Changes
+from expertd_server.config import Address
+from expertd_server.service.access import ADMIN
+from expertd_server.service.response import error_of
+from expertd_server.transports.grpc_server import LOOP, bindable
+from expertd_server.transports.security import Gate, Security, tls_credentials
+from expertd_server.views.describe import memory_message
+from expertd_server.views.metrics import Metrics
+
+__all__ = ["AdminTransport"]
+
+_T = TypeVar("_T")
+
+_LOOK_S = 0.02
+"""How often a caller of Prepare is told how far it is, if it got further."""
+_MOST_LAYERS, _MOST_LINGER_MS, _MOST_NAME, _KEEP_S = 1 << 14, 60_000, 256, 600
+
+
+class AdminTransport:
+    """fingerprint: of the model served; ready: whether the server has loaded what it holds at first."""
+
+    def __init__(
+        self,
+        changes: Changes,
+        metrics: Metrics,
+        fingerprint: str,
+        listen: Address,
+        security: Security,
+        ready: Callable[[], bool],
+    ) -> None:
+        self._servicer = _Servicer(changes, fingerprint, Gate(security.callers, metrics.reloaded), ready)
+        self._listen, self._security, self._told = listen, security, metrics.reloaded
+        self._server: Any = None
+
+    def start(self) -> str:
+        """Listen.  The address.  Raises OSError and FileError."""
+        LOOP.acquire()
+        try:
+            return str(LOOP.run(self._start()))
+        except BaseException:
+            LOOP.release()
+            raise
+
+    async def _start(self) -> Address:
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        stubs.add_AdminServiceServicer_to_server(self._servicer, server)  # type: ignore[no-untyped-call]
+        credentials = tls_credentials(self._security, self._told)
+        with bindable(self._listen):
+            try:
+                if credentials is None:
+                    port = server.add_insecure_port(str(self._listen))
+                else:
+                    port = server.add_secure_port(str(self._listen), credentials)
+            except RuntimeError as e:
+                raise OSError(str(e)) from e
+        await server.start()
+        self._server = server
+        return self._listen if self._listen.path else Address(self._listen.host, port)
+
+    def close(self) -> None:
+        """At once; a change that is prepared or committed goes on.  May be called twice."""
+        server, self._server = self._server, None
+        if server is not None:
+            LOOP.run(server.stop(0))
+            LOOP.release()
+
+
+class _Servicer(stubs.AdminServiceServicer):
+    """The four methods."""
+
+    def __init__(self, changes: Changes, fingerprint: str, gate: Gate, ready: Callable[[], bool]) -> None:
+        self._changes, self._fingerprint, self._gate, self._ready = changes, fingerprint, gate, ready
+
+    async def Prepare(  # noqa: N802 - gRPC's name
+        self, request: pb.PrepareRequest, context: Any
+    ) -> AsyncIterator[pb.PrepareResponse]:
+        try:
+            wanted = self._wanted(request, context)
+            if request.dry_run:
+                plan = await asyncio.to_thread(self._changes.room_for, wanted)
+                yield pb.PrepareResponse(memory=_memory(plan))
+                return
+            job = self._changes.prepare(request.change, wanted, request.keep_s or _KEEP_S)
+            told = (-1, -1)
+            while not job.ended.is_set():
+                if (job.layers, job.done) != told:
+                    told = (job.layers, job.done)
+                    yield pb.PrepareResponse(layers=job.layers, done=job.done)
+                await asyncio.sleep(_LOOK_S)
+            if job.error is not None:
+                raise job.error
+            yield pb.PrepareResponse(layers=job.layers, done=job.done, memory=_memory(job.memory))
+        except Exception as e:
+            await _abort(context, e, "Prepare")
+
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:  # noqa: N802 - gRPC's name
+        def commit() -> pb.CommitResponse:
+            if request.linger_ms > _MOST_LINGER_MS:
+                raise MalformedMessageError.about("linger_ms", got=request.linger_ms, want=f"at most {_MOST_LINGER_MS}")
+            self._changes.commit(request.change, request.epoch, request.linger_ms * 1e-3)
+            return pb.CommitResponse()
+
+        return await self._do(commit, context, "Commit")
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:  # noqa: N802 - gRPC's name
+        def abort() -> pb.AbortResponse:
+            self._changes.abort(request.change)
+            return pb.AbortResponse()
+
+        return await self._do(abort, context, "Abort")
+
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:  # noqa: N802 - gRPC's name
+        def status() -> pb.StatusResponse:
+            job, epoch = self._changes.job, self._changes.epoch
+            if job is None:
+                return pb.StatusResponse(placement_epoch=epoch)
+            return pb.StatusResponse(
+                change=job.name, state=job.state, layers=job.layers, done=job.done, placement_epoch=epoch
+            )
+
+        return await self._do(status, context, "Status")
+
+    async def _do(self, work: Callable[[], _T], context: Any, what: str) -> _T:
+        """work() in a thread, for those who may."""
+        try:
+            self._admit(context)
+            return await asyncio.to_thread(work)
+        except Exception as e:
+            await _abort(context, e, what)
+            raise
+
+    def _admit(self, context: Any) -> None:
+        self._gate.admit(context, ADMIN)
+        if not self._ready():
+            raise NotReadyError("server: it loads and checks its weights; wait until its health is SERVING")
+
+    def _wanted(self, request: pb.PrepareRequest, context: Any) -> Mapping[int, tuple[int, ...]]:
+        """Raises what refuses it."""
+        self._admit(context)
+        if not 0 < len(request.change) <= _MOST_NAME:
+            got = f"{len(request.change)} characters"
+            raise MalformedMessageError.about("PrepareRequest.change", got=got, want=f"1 to {_MOST_NAME}")
+        if request.fingerprint and request.fingerprint != self._fingerprint:
+            raise ChangeRefusedError.about(
+                "fingerprint",
+                got=request.fingerprint,
+                want=f"{self._fingerprint}, of the model that this server serves",
+            )
+        return _unfolded(request.layers)
+
+
+def _unfolded(layers: Mapping[str, str]) -> dict[int, tuple[int, ...]]:
+    """{"0-3": "0-63", "4": ""} by layer.  Raises MalformedMessageError."""
+    out: dict[int, tuple[int, ...]] = {}
+    for names, ids in layers.items():
+        try:
+            experts = parse_ranges(ids) if ids else ()
+            for layer in parse_ranges(names):
+                if layer in out or len(out) >= _MOST_LAYERS:
+                    raise ValueError(f"got layer {layer} once more, want each once and at most {_MOST_LAYERS}")
+                out[layer] = experts
+        except ValueError as e:
+            raise MalformedMessageError(f"PrepareRequest.layers: {e}") from None
+    if not out:
+        raise MalformedMessageError("PrepareRequest.layers: got none, want at least one layer")
+    return out
+
+
+def _memory(plan: MemoryPlan | None) -> Memory | None:
+    return None if plan is None else memory_message(plan)
+
+
+async def _abort(context: Any, e: Exception, what: str) -> None:
+    """End the call with the row behind `e`."""
+    error = error_of(e, what)
+    await context.abort(error.code.grpc, error.message, error.to_trailing_metadata())
