@@ -5,6 +5,7 @@ path     where the time of a whole request goes, by transport, beside bare bytes
 cluster  what a cluster's client does itself, beside a plain copy
 replicas what choosing among replicas and asking two of them are good for
 faults   what killed, hung and slow servers do to the calls of a cluster
+overload what a server makes of more requests than it can do, each with a deadline
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from expertd_client import bench_cluster, bench_codec
 from expertd_client.faults import command as faults
 from expertd_client.faults import replicas
+from expertd_client.overload import command as overload
 from expertd_client.path import command
 
 __all__ = ["add_parser", "run"]
@@ -47,8 +49,24 @@ def add_parser(subparsers: Any, text: str) -> None:
             " replicas of one half of the experts and one of the other half; every answer is checked.",
         )
     )
+    more = "what a server makes of more requests than it can do, each with a deadline"
+    overload.add_arguments(
+        parts.add_parser(
+            "overload",
+            help=more,
+            description=f"Shows {more}: its peak, the p99 at half of that, then multiples of the peak with deadlines"
+            " of four times that p99, in an open loop.  Without an address it starts a server (the extra `server`).",
+        )
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    modules = {"codec": bench_codec, "path": command, "cluster": bench_cluster, "replicas": replicas, "faults": faults}
+    modules = {
+        "codec": bench_codec,
+        "path": command,
+        "cluster": bench_cluster,
+        "replicas": replicas,
+        "faults": faults,
+        "overload": overload,
+    }
     return int(modules[args.part].run_command(args))

@@ -40,6 +40,11 @@ class ServerProcess:
         self._process, self._serving = process, Future()
         threading.Thread(target=_read, args=(process, self._serving), name="expertd-log", daemon=True).start()
 
+    @property
+    def pid(self) -> int:
+        """0 before the first start."""
+        return 0 if self._process is None else self._process.pid
+
     def ready(self) -> str:
         """Waits until it serves; its address.  Raises UnavailableError with its log where it ended."""
         self.address = self._serving.result(BOOT_S)

@@ -1,0 +1,123 @@
+"""The options of `expertctl bench overload`, and how its rows are shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from expertd_client.overload.callers import WAYS
+from expertd_client.overload.run import MODEL, Plan, measure
+from expertd_client.overload.tally import Row
+
+__all__ = ["add_arguments", "run_command"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    plan = Plan()
+    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="a server; without it one of its own")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--way", type=_ways, default=plan.ways, metavar="W,W", help=f"of {', '.join(WAYS)} (default: all but unary)"
+    )
+    parser.add_argument("--load", type=_numbers, default=plan.loads, metavar="X,X", help="of the peak (2,10)")
+    parser.add_argument("--callers", type=_count, default=plan.callers, metavar="N", help="connections (default: 4)")
+    parser.add_argument("--tokens", type=_count, default=plan.tokens, metavar="M", help=f"of a request ({plan.tokens})")
+    parser.add_argument(
+        "--in-flight", type=_count, default=plan.in_flight, metavar="N", help=f"at the peak ({plan.in_flight})"
+    )
+    parser.add_argument("--slack", type=float, default=plan.slack, metavar="X", help="deadline over normal p99 (4)")
+    parser.add_argument("--seconds", type=float, default=plan.seconds, metavar="S", help="of each measurement (5)")
+    parser.add_argument(
+        "--server", type=shlex.split, default=list(MODEL), metavar="OPTIONS", help="of the server that it starts"
+    )
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Measures and prints; 1 where nothing could be measured."""
+    plan = Plan(
+        args.address,
+        args.server,
+        args.way,
+        args.load,
+        args.callers,
+        args.in_flight,
+        args.tokens,
+        args.slack,
+        args.seconds,
+    )
+    rows = list(measure(plan))
+    if args.json:
+        peak = max((row.peak_per_s for row in rows), default=0.0)
+        print(json.dumps({"peak_per_s": peak, "rows": [asdict(row) for row in rows]}))
+    else:
+        _show(rows)
+    return 0 if rows else 1
+
+
+_COLUMNS = (
+    "load", "deadline ms", "peak/s", "offered/s", "goodput of peak", "admitted", "late", "late here", "refused",
+    "refusal p99 ms", "answer p99 ms", "left late p99 ms", "cpu here", "cpu server", "server MB",
+)  # fmt: skip
+
+
+def _show(rows: list[Row]) -> None:
+    plain = Console(highlight=False)
+    out = plain if plain.is_terminal else Console(highlight=False, width=200)
+    table = Table(title="more than the peak, with deadlines", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("way", no_wrap=True)
+    for name in _COLUMNS:
+        table.add_column(name, justify="right")
+    for r in rows:
+        table.add_row(r.way, *_cells(r))
+    out.print(table)
+    for r in rows:
+        reasons = ", ".join(f"{reason} {n:,}" for reason, n in r.refused.items()) or "nothing"
+        out.print(f"{r.way} {r.load:g}x: refused {reasons}; not retryable {r.not_retryable:,}", markup=False)
+
+
+def _cells(r: Row) -> tuple[str, ...]:
+    return (
+        f"{r.load:g}x",
+        f"{r.deadline_ms:,.1f}",
+        f"{r.peak_per_s:,.0f}",
+        f"{r.offered_per_s:,.0f}",
+        f"{r.goodput_of_peak:.1%}",
+        f"{r.admitted:,}",
+        f"{r.late_admitted:.2%}",
+        f"{r.late_generator:.2%}",
+        f"{sum(r.refused.values()):,}",
+        f"{r.refusal_p99_ms:.2f}",
+        f"{r.answer_p99_ms:.1f}",
+        f"{r.lateness_p99_ms:.2f}",
+        f"{r.generator_cpu:.2f}",
+        f"{r.server_cpu:.2f}",
+        "" if r.rss_mb is None else f"{r.rss_mb[0]:.0f} > {r.rss_mb[1]:.0f}",
+    )
+
+
+def _ways(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [n for n in names if n not in WAYS]:
+        raise argparse.ArgumentTypeError(f"got {', '.join(unknown)!r}, want some of {', '.join(WAYS)}")
+    return names
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) <= 0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want numbers > 0")
+    return numbers
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want a number >= 1")
+    return int(text)

@@ -1,0 +1,126 @@
+"""Peak, normal times, and then more than the peak: of each way in turn, on one server.
+
+peak       answers a second in a closed loop that always has enough under way
+normal     an open loop at half of that, without deadlines; its p99 times `slack` is the deadline of what follows
+load       open loops at multiples of the peak, each request with that deadline
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.async_client import AsyncExpertClient
+from expertd_client.faults.processes import ServerProcess
+from expertd_client.overload.callers import Callers
+from expertd_client.overload.loop import LoopClock, run_watched
+from expertd_client.overload.tally import Row
+from expertd_client.request import Request
+from expertd_client.workload import layer_shapes, requests
+
+__all__ = ["MODEL", "Plan", "measure"]
+
+MODEL = ("--synthetic", "qwen1.5-moe-a2.7b:int4_g128", "--layers", "0", "--device", "cpu", "--threads", "1")
+"""The server that is started where no address is given: its kernel has one thread, so that two cores are enough, and
+takes so long for few bytes that it is what limits."""
+_DESCRIBE_S = 30.0
+_NORMAL = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """address: None = a server of its own, whose options `server` are.  in_flight: of the closed loop; tokens: M of a
+    request; slack: deadline over the normal p99; seconds: of each measurement."""
+
+    address: str | None = None
+    server: Sequence[str] = MODEL
+    ways: Sequence[str] = ("streams", "one-stream", "synthetic", "shm")
+    loads: Sequence[float] = (2.0, 10.0)
+    callers: int = 4
+    in_flight: int = 32
+    tokens: int = 8
+    slack: float = 4.0
+    seconds: float = 5.0
+
+
+def measure(plan: Plan) -> Iterator[Row]:
+    """A row for each way and load."""
+    with ExitStack() as stack:
+        process = None
+        if plan.address is None:
+            process = stack.enter_context(ServerProcess(plan.server))
+            plan = replace(plan, address=process.ready())
+        for way in plan.ways:
+            clock = LoopClock()
+            yield from run_watched(_way(plan, way, clock, Watched(process.pid if process else 0)), clock)
+
+
+async def _way(plan: Plan, way: str, clock: LoopClock, server: Watched) -> list[Row]:
+    assert plan.address is not None
+    described = await _describe(plan.address)
+    shape = layer_shapes(described, None, None)[:1]
+    synthetic = way == "synthetic"
+
+    def fresh() -> Iterator[Request]:
+        return requests(shape, plan.tokens, 0.0, not synthetic, 0, digest=synthetic)
+
+    callers = Callers(plan.address, way, plan.callers, clock)
+    try:
+        await callers.open()
+        await callers.closed_loop(fresh(), plan.in_flight, plan.seconds / 4)
+        peak = await callers.closed_loop(fresh(), plan.in_flight, plan.seconds)
+        normal, _ = await callers.open_loop(fresh(), _NORMAL * peak, plan.seconds, None)
+        deadline_s = plan.slack * normal.answers.summary().p99_s
+        rows = []
+        for load in plan.loads:
+            server.begin()
+            tally, wall_s = await callers.open_loop(fresh(), load * peak, plan.seconds, deadline_s)
+            rows.append(tally.row(way, load, deadline_s, peak, wall_s, *server.end()))
+            await asyncio.sleep(0.2)
+        return rows
+    finally:
+        await callers.close()
+
+
+async def _describe(address: str) -> pb.DescribeResponse:
+    client = AsyncExpertClient(address)
+    try:
+        return await client.describe(timeout_s=_DESCRIBE_S)
+    finally:
+        await client.close()
+
+
+class Watched:
+    """CPU time and memory of this process and of the server's.  pid: 0 = it is not ours to look at."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def begin(self) -> None:
+        self._at = self._now()
+        self._rss_mb = self._memory_mb()
+
+    def end(self) -> tuple[tuple[float, float], tuple[float, float] | None]:
+        """(parts of a core since begin(): here, there), (memory then, and now)."""
+        wall_s, here_s, there_s = (b - a for a, b in zip(self._at, self._now(), strict=True))
+        rss_mb = (self._rss_mb, self._memory_mb()) if self._pid else None
+        return (here_s / wall_s, there_s / wall_s), rss_mb
+
+    def _now(self) -> tuple[float, float, float]:
+        there_s = 0.0
+        if self._pid:
+            fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+            there_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), time.process_time(), there_s
+
+    def _memory_mb(self) -> float:
+        if not self._pid:
+            return 0.0
+        pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
+        return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)

@@ -1,0 +1,136 @@
+"""`expertctl bench overload`: what it counts as in time, late, refused; what it prints.  tests/load has a short one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from dataclasses import asdict
+
+import pytest
+
+from expertd.errors import DeadlineExceededError, DrainingError, QueueFullError
+from expertd_client.cli import main
+from expertd_client.overload import command
+from expertd_client.overload.loop import LoopClock, run_watched
+from expertd_client.overload.tally import Row, Tally
+
+pytestmark = pytest.mark.timeout(20)
+
+NOBODY = ((0.5, 0.25), None)
+
+
+def row(tally: Tally, wall_s: float = 2.0) -> Row:
+    return tally.row("streams", 2.0, 0.25, 10.0, wall_s, *NOBODY)
+
+
+def sent(n: int) -> Tally:
+    tally = Tally()
+    for i in range(n):
+        tally.left(float(i), i + 0.001)
+    return tally
+
+
+def test_what_is_in_time_is_goodput_and_what_is_late_is_not():
+    tally = sent(40)
+    for _ in range(18):
+        tally.answered(0.0, 0.25, 0.2, 0.2)
+    tally.answered(0.0, 0.25, 0.26, 0.251)  # it came too late
+    tally.answered(0.0, 0.25, 0.26, 0.249)  # it may have come in time, and was looked at too late
+    for _ in range(20):
+        tally.ended(0.0, 0.003, QueueFullError("queue: full"))
+    r = row(tally)
+    assert (r.offered_per_s, r.wanted_per_s, r.admitted) == (20.0, 20.0, 20)
+    assert r.goodput_of_peak == 0.9
+    assert (r.late_admitted, r.late_generator) == (0.05, 0.05)
+    assert (r.refused, r.refusal_p99_ms, r.not_retryable) == ({"QUEUE_FULL": 20}, 3.0, 0)
+    assert (r.answer_p99_ms, r.lateness_p99_ms) == (200.0, 1.0)
+
+
+def test_no_other_end_than_a_refusal_with_a_reason_to_try_again_is_a_refusal():
+    tally = sent(4)
+    tally.answered(0.0, math.inf, 9.0, 9.0)
+    tally.ended(0.0, 0.3, DeadlineExceededError("request: it was dropped"))
+    tally.ended(0.0, 0.3, DrainingError("server: it drains"))
+    assert tally.open == 1
+    r = row(tally)
+    assert (r.admitted, r.not_retryable, r.refused) == (3, 1, {"DRAINING": 1})
+    assert r.late_admitted == round(2 / 3, 5), "one was dropped, and one has no answer"
+
+
+def test_nothing_sent():
+    r = row(Tally())
+    assert (r.goodput_of_peak, r.late_admitted, r.refusal_p99_ms) == (0.0, 0.0, 0.0)
+
+
+def test_the_clock_says_since_when_an_event_may_have_been_there():
+    clock = LoopClock()
+
+    async def measure() -> tuple[float, float, float]:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(0.05)  # it waited: what is seen now was not there before
+        idle = time.monotonic() - clock.since_s
+        busy_s = time.monotonic()
+        time.sleep(0.03)  # what comes meanwhile is heard of in the next turn, and handled in the one after
+        loop.call_soon(lambda: None)
+        await asyncio.sleep(0)
+        after_one = clock.since_s - busy_s
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return idle, after_one, clock.since_s - busy_s
+
+    idle, after_one, after_three = run_watched(measure(), clock)
+    assert 0 <= idle < 0.02
+    assert after_one <= 0.0
+    assert after_three >= 0.03
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    plans = []
+
+    def measure(plan):
+        plans.append(plan)
+        tally = sent(20)
+        for _ in range(19):
+            tally.answered(0.0, 0.25, 0.2, 0.2)
+        for way in plan.ways:
+            for load in plan.loads:
+                yield tally.row(way, load, 0.25, 10.0, 2.0, (0.5, 0.9), (100.0, 101.5))
+
+    monkeypatch.setattr(command, "measure", measure)
+    return plans
+
+
+def test_json(asked, capsys):
+    words = ["--way", "shm,unary", "--load", "3", "--callers", "2", "--server", "--threads 1", "--json"]
+    assert main(["bench", "overload", "[::1]:5", *words]) == 0
+    plan = asked[0]
+    assert (plan.address, plan.ways, plan.loads, plan.callers) == ("[::1]:5", ("shm", "unary"), (3.0,), 2)
+    assert plan.server == ["--threads", "1"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["peak_per_s"] == 10.0
+    assert [(r["way"], r["load"]) for r in found["rows"]] == [("shm", 3.0), ("unary", 3.0)]
+    wanted = {"load", "deadline_ms", "offered_per_s", "goodput_of_peak", "late_admitted", "refusal_p99_ms"}
+    assert wanted < set(found["rows"][0])
+    assert found["rows"][0]["goodput_of_peak"] == 0.95
+
+
+def test_table(asked, capsys):
+    assert main(["bench", "overload"]) == 0
+    shown = capsys.readouterr().out
+    assert "95.0%" in shown
+    assert "100 > 102" in shown
+    assert "one-stream 10x: refused nothing" in shown
+
+
+@pytest.mark.parametrize("words", [["--way", "pigeon"], ["--load", "2,0"], ["--load", "much"], ["--tokens", "0"]])
+def test_wrong_options(words, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "overload", *words])
+    assert words[1] in capsys.readouterr().err
+
+
+def test_every_field_of_a_row_is_json():
+    json.dumps(asdict(row(sent(1))))
