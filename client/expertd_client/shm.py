@@ -239,7 +239,7 @@ class ShmConnection(_Connection):
 
     def _send_and_wait(self, request: Request, sent: Sent, answer: Completion, deadline: Deadline | None) -> int:
         """The ticket; answer is filled."""
-        sent.submission.deadline_ns = int(deadline.end_s * 1e9) if deadline is not None else 0
+        sent.submission.deadline_ns = _end_ns(deadline)
         ticket = self._guard(
             lambda wait_ns: self._client.call(sent.submission, sent.tensors, answer, wait_ns, SPIN_NS), deadline
         )
@@ -281,7 +281,7 @@ class ShmConnection(_Connection):
         """Sends a submission whose tensors lie in the arena, and fills `answer`.  Raises as call() does."""
         self._use()
         try:
-            s.layer, s.deadline_ns = layer, int(deadline.end_s * 1e9) if deadline is not None else 0
+            s.layer, s.deadline_ns = layer, _end_ns(deadline)
             ticket = self._guard(lambda wait_ns: self._client.exchange(s, answer, wait_ns), deadline)
             if ticket:
                 self._wait(ticket, layer, answer, deadline)
@@ -325,18 +325,19 @@ class _Slot:
 
     def __init__(self, connection: ShmConnection, tokens: int, hidden_size: int, top_k: int, dtype: int) -> None:
         self._connection, self._answer = connection, Completion()
-        sizes = [tokens * hidden_size * DTYPE_BYTES[dtype], 4 * tokens * top_k]
-        room = [-(-n // ALIGN) * ALIGN for n in (sizes[0], sizes[1], sizes[1], sizes[0])]
+        tensor, routes = tokens * hidden_size * DTYPE_BYTES[dtype], 4 * tokens * top_k
+        sizes = [tensor, routes, routes, tensor]
+        room = [-(-n // ALIGN) * ALIGN for n in sizes]
         block, lent = connection.take(sum(room))
         at = [sum(room[:i]) for i in range(4)]
         memory = lent.array()
-        parts = [memory[a : a + n] for a, n in zip(at, (sizes[0], sizes[1], sizes[1], sizes[0]), strict=True)]
+        parts = [memory[a : a + n] for a, n in zip(at, sizes, strict=True)]
         self.hidden_states = over_memory(parts[0], dtype, (tokens, hidden_size), None)
         self.topk_ids = over_memory(parts[1], pb.DATA_TYPE_I32, (tokens, top_k), None)
         self.topk_weights = over_memory(parts[2], pb.DATA_TYPE_F32, (tokens, top_k), None)
         self.output = over_memory(parts[3], dtype, (tokens, hidden_size), None)
         self.topk_ids[:], self.topk_weights[:] = -1, 0
-        s = self._submission = Submission(kind=FORWARD, tokens=tokens, top_k=top_k)
+        s = self._submission = Submission(kind=FORWARD, tokens=tokens, top_k=top_k, hidden_size=hidden_size)
         s.hidden, s.ids, s.weights, s.out = (block + a for a in at)
         s.hidden_dtype = s.out_dtype = dtype
         s.ids_dtype, s.weights_dtype = pb.DATA_TYPE_I32, pb.DATA_TYPE_F32
@@ -380,6 +381,11 @@ class AioShmConnection(_Connection):
             self._loop.remove_reader(self._bell)
             self._loop.remove_reader(self._sock)
             self._end()
+
+
+def _end_ns(deadline: Deadline | None) -> int:
+    """On the monotonic clock, which both sides of a region have in common; 0: none."""
+    return 0 if deadline is None else int(deadline.end_s * 1e9)
 
 
 def _ended() -> UnavailableError:

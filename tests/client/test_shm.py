@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from expertd.errors import DeadlineExceededError, ExpertIdOutOfRangeError, UnavailableError
+from expertd.errors import BadShapeError, DeadlineExceededError, ExpertIdOutOfRangeError, UnavailableError
 from expertd.shm.library import LibraryMissingError
 from expertd.shm.library import library as client_library
 from expertd.shm.region import host_id, supported
@@ -251,6 +251,13 @@ def test_a_slot_tells_of_refusals_and_deadlines_and_goes_on(client, sums):
         slot.forward(0, timeout_s=0.05)
     sums.gate.set()
     assert np.allclose(slot.forward(0, timeout_s=20), want, rtol=1e-2)
+
+
+def test_a_slot_of_other_rows_than_the_layers_is_refused(client):
+    slot = client.slot(3, 2 * H, 2, "f32")
+    slot.hidden_states[:], slot.topk_ids[:], slot.topk_weights[:] = 1, 0, 1
+    with pytest.raises(BadShapeError, match=f"got rows of {2 * H}, want {H}"):
+        slot.forward(0, timeout_s=20)
 
 
 def test_a_slot_outlives_its_session(client):
