@@ -9,6 +9,7 @@ reference and of the answer that passed when the entry was written.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections import Counter, defaultdict
@@ -100,7 +101,7 @@ class Workshop:
 
     def preparing(self) -> contextlib.AbstractContextManager[Any]:
         """On a stream of its own: weights are read and packed while requests are computed."""
-        return _on(self.device, compute_stream(self.device))
+        return _on(self.device, _packing_stream(self.device))
 
     def call(self, work: Callable[[], _T]) -> _T:
         """The result of work(), which calls experts: they share their scratch memory with requests."""
@@ -110,6 +111,12 @@ class Workshop:
                 return work()
 
         return cast("_T", self.alone(run))
+
+
+@functools.cache
+def _packing_stream(device: torch.device) -> Any:
+    """One for the process: torch keeps a workspace of cuBLAS for each stream that multiplied (32 MiB on Hopper)."""
+    return compute_stream(device)
 
 
 class LayerWeights:
