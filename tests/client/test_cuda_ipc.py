@@ -179,7 +179,7 @@ def gpu(monkeypatch):
 def server(sums, gpu):
     engine = NativeEngine(torch.device("cpu"), compute_dtype="bf16", policy=Policy(max_tokens=64))
     engine.hold([ServedLayer(n, E, tuple(range(E)), 2, H, 8, sums, "sums") for n in range(2)])
-    engine.pool, engine.pool_refusal = HostPool.create, lambda: ""
+    engine.sessions.pool, engine.sessions.pool_refusal = HostPool.create, lambda: ""
     engine.start()
     engine.open()
     door = ShmDoor(engine, most_pools=2)
@@ -299,7 +299,7 @@ def test_a_session_that_ends_leaves_nothing(server, gpu):
         with pytest.raises(UnavailableError, match="closed"):
             forward(lane, 0, t)
     until = time.monotonic() + 5
-    while server.sessions or server.engine._pools:
+    while server.sessions or server.engine.sessions.pools:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert (HostPool.made.closed, gpu.registered) == (1, 0)
@@ -310,7 +310,7 @@ def test_sessions_are_bounded_and_a_reason_is_given(server):
     assert "2 sessions from GPUs" in server.gpu.offer("caller", host_id())[2]
     assert server.offer("caller", host_id())[2] == "", "which keeps nobody from shared memory"
     assert "host" in server.gpu.offer("caller", "another")[2]
-    server.engine.pool_refusal = lambda: "the GPU has none"
+    server.engine.sessions.pool_refusal = lambda: "the GPU has none"
     assert server.gpu == "the GPU has none"
     for lane in lanes:
         lane.close()
@@ -383,9 +383,9 @@ def test_kernels_that_cannot_be_loaded_end_the_session_with_a_reason(server, gpu
 
 def test_a_server_on_a_cpu_and_one_without_a_driver_say_so(monkeypatch):
     engine = NativeEngine(torch.device("cpu"), policy=Policy(max_tokens=64))
-    assert "CPU" in engine.pool_refusal()
+    assert "CPU" in engine.sessions.pool_refusal()
     with pytest.raises(PoolError, match="CPU"):
-        engine.pool(1)
+        engine.sessions.pool(1)
     cuda_module.cuda.cache_clear()
     monkeypatch.setattr(C, "CDLL", lambda name: (_ for _ in ()).throw(OSError("no such file")))
     assert "driver cannot be used" in cuda_module.device_refusal(0)

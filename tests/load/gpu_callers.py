@@ -391,7 +391,7 @@ def main() -> None:
         took = time.perf_counter() - begin
         print(f"sessions, mappings+descriptors+MiB free at 20 and at the end: {take(results, 20)}; {took:.1f} s")
         p.join(20)
-        print("left at the server:", served.door.sessions, len(served.engine._pools), flush=True)
+        print("left at the server:", served.door.sessions, served.engine.sessions.pools, flush=True)
     if a.kill:
         p = start_process(ctx, endless, results, (number, served.ticket(), shapes[0], 8, 0), see)
         assert take(results, 60) == "running"
@@ -403,7 +403,8 @@ def main() -> None:
         shape, M, modes, _ = take(results, 110)
         error = max(served.error(shape, m[2]) for m in modes.values())
         print(
-            f"a caller is killed: the next one's error {error:.1e}, pools left {len(served.engine._pools)}", flush=True
+            f"a caller is killed: the next one's error {error:.1e}, pools left {served.engine.sessions.pools}",
+            flush=True,
         )
         q.join(20)
     served.door.close()

@@ -12,15 +12,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from expertd.errors import DrainingError, ExpertdError, InternalError, QueueFullError
-from expertd_kernels.oracle.probe import use_device
+from expertd.errors import DrainingError, ExpertdError, QueueFullError
 from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit
 from expertd_server.engine.batch import Batch
 from expertd_server.engine.outcome import batch_outcome, dead_outcome, reply
@@ -29,34 +26,18 @@ from expertd_server.engine.report import BatchReport, LoadNow, Waits
 from expertd_server.engine.request import Request
 from expertd_server.engine.scheduler import LastBatch, Policy, Shares, Waiting, cut, trust_after, wake_at
 from expertd_server.engine.served import Holding, ServedLayer
+from expertd_server.engine.worker import STOPPED, LostError, Worker
 
 __all__ = ["Engine"]
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-
-_ENDED = "it ended on a fault of its own; the server's log has the trace"
 _SMOOTHING = 0.2
 """Weight of the newest batch in the moving average of the service time a token."""
 
 
-class _LostError(Exception):
-    """Nothing can be computed in this process any more: its accelerator answers every call with an error, or its
-    weights are not what was checked."""
-
-
-class Engine:
-    """Computes requests in batches on one device.
-
-    limits: of the queue; beyond them submit() refuses
-    observe: called on the engine's thread after each batch
-    on_fault: called on the engine's thread with one sentence if that thread ends on a fault of its own or the device is
-        lost; nothing is computed after it
-    warm_routes: numbers of routes a token that kernels were warmed up with, besides each layer's top-k; None: of no
-        interest, nothing compiles
-    state: SERVING takes requests; holding: what is held now; admitted: requests that submit() has taken so far
-    """
+class Engine(Worker):
+    """See Worker.  admitted: requests that submit() has taken so far."""
 
     def __init__(
         self,
@@ -69,28 +50,21 @@ class Engine:
         on_fault: Callable[[str], None] | None = None,
         warm_routes: Iterable[int] | None = None,
     ) -> None:
-        self.policy = policy
-        self.state = State.LOADING
-        self.holding = Holding()
+        super().__init__(
+            device, policy=policy, limits=limits, observe=observe, on_fault=on_fault, warm_routes=warm_routes
+        )
         self.admitted = 0
-        self._device, self._limits = device, limits or QueueLimits()
-        self._observe, self._on_fault = observe, on_fault
-        self._met = None if warm_routes is None else set(warm_routes)
         self._pipeline = Pipeline(device, compute_dtype)
         self._waiting = Waiting()
         self._shares = Shares()
-        self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # something for the engine's thread
         self._left = threading.Condition(self._lock)  # requests left the queue or the device
-        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._computing: list[Batch] = []
         self._busy_tokens = self._busy_requests = self._unanswered = 0
         self._token_ns = 0.0
         self._last: LastBatch | None = None
         self._trust = 1.0
         self._stopping = False
-        self._running = False
-        self._thread = threading.Thread(target=self._run, name="expertd-engine", daemon=True)
 
     @property
     def stream(self) -> Any:
@@ -98,17 +72,6 @@ class Engine:
         return self._pipeline.stream
 
     # ---- any thread ------------------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Start the thread.  Requests are refused until open()."""
-        self._running = True
-        self._thread.start()
-
-    def open(self) -> None:
-        """Take requests, unless it drains already."""
-        with self._lock:
-            if self.state is State.LOADING:
-                self.state = State.SERVING
 
     def hold(self, layers: Iterable[ServedLayer]) -> None:
         """Hold these layers from now on and no others.  A request is computed by what was held when it was taken."""
@@ -126,17 +89,6 @@ class Engine:
                 return False
         self.between(lambda: self._pipeline.forget(gone))
         return True
-
-    def between(self, work: Callable[[], _T]) -> _T:
-        """The result of work(), run on the engine's thread while no batch is under way.  Callers wait meanwhile."""
-        with self._lock:
-            if self._running and threading.current_thread() is not self._thread:
-                done: Future[_T] = Future()
-                self._jobs.append((work, done))
-                self._changed.notify()
-            else:
-                done = None  # type: ignore[assignment]
-        return work() if done is None else done.result()
 
     def submit(self, r: Request) -> None:
         """Put `r` into its line.  Raises LayerNotHeldError, or what admit() says."""
@@ -186,7 +138,7 @@ class Engine:
             left = self._waiting.clear()
             self._left.notify_all()
         for r in left:
-            reply(r, DrainingError("server: it stopped before this request's turn came; ask another replica"))
+            reply(r, DrainingError(STOPPED))
 
     def _queue(self, caller: str) -> Queue:
         w = self._waiting
@@ -198,23 +150,11 @@ class Engine:
 
     # ---- the engine's thread -----------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            use_device(self._device)
-            with torch.inference_mode():
-                self._loop()
-        except _LostError as e:
-            self._end(str(e), DrainingError(f"server: {e}; ask another replica"))
-        except BaseException:
-            log.critical("the engine's thread ended", exc_info=True)
-            self._end("the engine ended on a fault of its own", InternalError(f"engine: {_ENDED}"))
+    def _wake(self) -> None:
         with self._lock:
-            self._running = False
-        self._do_jobs()  # nobody computes any more: whoever waits for its job need not wait for ever
+            self._changed.notify()
 
-    def _end(self, why: str, error: ExpertdError) -> None:
-        """Take nothing more, answer what is left with `error`, and tell."""
-        log.critical("%s; the server takes no more requests", why)
+    def _abandon(self, error: ExpertdError) -> None:
         with self._lock:
             self.state = State.DRAINING
             left = [*self._waiting.clear(), *(r for b in self._computing for r in b.requests)]
@@ -223,8 +163,6 @@ class Engine:
         for r in left:
             reply(r, error)
         self._unanswered = 0
-        if self._on_fault is not None:
-            self._on_fault(why)
 
     def _loop(self) -> None:
         while self._step():
@@ -247,14 +185,6 @@ class Engine:
         if pipeline.full:
             self._finish()
         return True
-
-    def _do_jobs(self) -> None:
-        while self._jobs:
-            work, done = self._jobs.popleft()
-            try:
-                done.set_result(work())
-            except BaseException as e:
-                done.set_exception(e)
 
     def _next(self) -> Batch | None:
         """The next batch.  None: stopped, or something else to do: jobs, or batches under way."""
@@ -304,17 +234,6 @@ class Engine:
         except BatchFailedError as e:
             self._fail(e)
 
-    def _meet(self, top_k: int, layer: ServedLayer) -> None:
-        """Say so when a number of routes a token comes for the first time: an accelerator's kernels compile then."""
-        if self._met is not None and top_k not in self._met and top_k != layer.top_k:
-            self._met.add(top_k)
-            log.warning(
-                "the first batch with %d routes a token: its kernels compile now, which may take seconds;"
-                " --warm-up-routes %d does it at boot",
-                top_k,
-                top_k,
-            )
-
     def _finish(self) -> None:
         """Wait for the oldest batch under way and answer its requests."""
         try:
@@ -353,7 +272,7 @@ class Engine:
             reply(r, b.errors.get(i) or e.error)
             self._unanswered -= 1
         if e.fault:
-            raise _LostError(f"{e.fault} (after a batch of {b.tokens} tokens on backend {b.backend})") from e
+            raise LostError(f"{e.fault} (after a batch of {b.tokens} tokens on backend {b.backend})") from e
 
     def _leave(self, b: Batch) -> None:
         """`b` is computed: it counts no longer when its answers say what the load is."""

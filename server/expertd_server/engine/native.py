@@ -13,57 +13,42 @@ import os
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from expertd.dtypes import DTYPE_NUMBER
 from expertd.errors import TABLE, DeadlineExceededError, DrainingError, ExpertdError, InternalError
-from expertd.shm.pool import Pool
-from expertd.shm.region import Region
-from expertd_kernels.oracle.probe import use_device
-from expertd_kernels.protocol import Direct, DirectExperts, ExpertsLostError
+from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine import core as c
 from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, shut
 from expertd_server.engine.convert import digest
 from expertd_server.engine.executor import CpuExecutor, Executor
+from expertd_server.engine.known import KnownLayers, Tally
 from expertd_server.engine.outcome import dead_outcome, reply
-from expertd_server.engine.report import BatchReport, LoadNow, Waits
+from expertd_server.engine.report import BatchReport, LoadNow
 from expertd_server.engine.request import STORAGE, Answer, Array, Operand, Outcome, Request, Stages
 from expertd_server.engine.scheduler import Policy
 from expertd_server.engine.served import Holding, ServedLayer
+from expertd_server.engine.sessions import Sessions
+from expertd_server.engine.worker import STOPPED, LostError, Worker
 
 __all__ = ["NativeEngine"]
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-_ENDED = "it ended on a fault of its own; the server's log has the trace"
 _SPIN_NS = 50_000
 _BRIEF_NS = 50_000
 """A CPU's batch that takes no longer is computed by whoever brings its request, while the core's thread sleeps: that
 would not have begun before."""
 _POLL_S = 0.001
 _TICK_MS = 500
-_COUNT_S = 0.5
-"""How often a device's counts of routes are fetched at most."""
-_SESSIONS = 1 << 62
-"""Handles of sessions lie above those of requests."""
 
 
-class _LostError(Exception):
-    """Nothing can be computed in this process any more: its accelerator answers every call with an error, or its
-    weights are not what was checked."""
-
-
-class NativeEngine:
-    """See Engine.  observe: called with one record (core.BatchRecord) a batch and its layer, on the thread of the
-    outcomes."""
+class NativeEngine(Worker):
+    """See Worker.  sessions: in shared memory; answered: see Tally."""
 
     def __init__(
         self,
@@ -77,14 +62,11 @@ class NativeEngine:
         warm_routes: Iterable[int] | None = None,
         answered: Callable[[str, int], None] | None = None,
     ) -> None:
-        self.policy = policy
-        self.state = State.LOADING
-        self.holding = Holding()
-        self._device, self._limits = device, limits or QueueLimits()
-        self._observe, self._on_fault, self._answered = observe, on_fault, answered
+        super().__init__(
+            device, policy=policy, limits=limits, observe=observe, on_fault=on_fault, warm_routes=warm_routes
+        )
         self._executor = _executor(device, compute_dtype)
         on_device = self._executor.streams is not None
-        self._met = None if warm_routes is None else set(warm_routes)
         self._core = c.Core(
             c.Config(
                 lanes=self._executor.lanes,
@@ -102,27 +84,19 @@ class NativeEngine:
             )
         )
         self._executor.core = self._core
-        if self._executor.streams is not None and not self._core.device(
-            *(s.cuda_stream for s in self._executor.streams)
-        ):
+        if on_device and not self._core.device(*(s.cuda_stream for s in self._executor.streams)):
             raise c.CoreMissingError("the CUDA driver lacks what the core needs")
-        self._layers: dict[int, tuple[ServedLayer, Array]] = {}  # by generation, until they are forgotten
-        self._backends: list[str] = []
+        self._layers = KnownLayers(self._core, self._executor, direct=device.type == "cpu")
+        self._tally = Tally(self._core, self._layers, observe, answered, on_device)
+        self.sessions = Sessions(self._core, self._executor, self._caller)
         self._requests: dict[int, tuple[Request, Array, tuple[Any, ...]]] = {}  # by handle
         self._left: dict[int, Any] = {}  # requests that were answered while the core might still read them
         self._callers: dict[str, int] = {}
-        self._regions: dict[int, Region] = {}
-        self._pools: dict[int, Pool] = {}
-        self._counted: dict[int, Array] = {}  # routes by expert that were reported, by generation
-        self._counts_due_s = 0.0
-        self._used: set[int] = set()  # generations that computed since the last look at the counts
         self._numbers = itertools.count(1)
-        self._lock, self._delivering = threading.Lock(), threading.Lock()
-        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._running = self._ended = False
+        self._delivering = threading.Lock()
+        self._ended = False
         self._mine = threading.Event()  # the outcomes are handed out by this engine's own thread
         self._mine.set()
-        self._thread = threading.Thread(target=self._run, name="expertd-engine", daemon=True)
         self._answers = threading.Thread(target=self._hand_out, name="expertd-answers", daemon=True)
 
     @property
@@ -139,15 +113,8 @@ class NativeEngine:
 
     def start(self) -> None:
         """Start the threads.  Requests are refused until open()."""
-        self._running = True
-        self._thread.start()
+        super().start()
         self._answers.start()
-
-    def open(self) -> None:
-        """Take requests, unless it drains already."""
-        with self._lock:
-            if self.state is State.LOADING:
-                self.state = State.SERVING
 
     def hold(self, layers: Iterable[ServedLayer]) -> None:
         """Hold these layers from now on and no others.  A request is computed by what was held when it was taken."""
@@ -157,7 +124,7 @@ class NativeEngine:
             before, self.holding = self.holding, holding
         for served in holding.values():
             if before.get(served.layer) is not served:
-                self._add(served)
+                self._layers.add(served)
         for number in set(before) - set(holding):
             self._core.remove_layer(number)
 
@@ -166,30 +133,17 @@ class NativeEngine:
         False: the time was over before."""
         gone = {s.generation for s in layers}
         end = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def left_s() -> float | None:
+            return None if end is None else max(0.0, end - time.monotonic())
+
         try:
-            while self.between(lambda: any(map(self._core.waited_for, gone)), end):
+            while self.between(lambda: any(map(self._core.waited_for, gone)), left_s()):
                 time.sleep(_POLL_S)
         except TimeoutError:
             return False
         self.between(self._drop_unused)
         return True
-
-    def between(self, work: Callable[[], _T], end: float | None = None) -> _T:
-        """The result of work(), run on the engine's thread while no batch is under way.  Callers wait meanwhile.
-        Raises TimeoutError at the monotonic time `end`; the work is done all the same."""
-        with self._lock:
-            if not self._running or threading.current_thread() is self._thread:
-                done = None
-            else:
-                done = Future[_T]()
-                self._jobs.append((work, done))
-        if done is None:
-            return work()
-        self._core.interrupt()
-        try:
-            return done.result(None if end is None else max(0.0, end - time.monotonic()))
-        except FutureTimeoutError as e:
-            raise TimeoutError from e
 
     def submit(self, r: Request) -> None:
         """Put `r` into its line.  Raises LayerNotHeldError, or what admit() says."""
@@ -264,58 +218,10 @@ class NativeEngine:
             for handle in left:
                 self._core.cancel(handle)
         for r, _, _ in left.values():
-            reply(r, DrainingError("server: it stopped before this request's turn came; ask another replica"))
-
-    # ---- sessions in shared memory: any thread -----------------------------------------------------------------------
-
-    def pool(self, nbytes: int) -> Pool:
-        """Memory of the device for a session.  Raises PoolError."""
-        return self._executor.pool(nbytes)
-
-    def pool_refusal(self) -> str:
-        """Why there is none, "" where there is."""
-        return self._executor.pool_refusal()
-
-    def add_session(self, region: Region, caller: str, pool: Pool | None = None) -> int:
-        """Serve what comes through `region`, and from a device through `pool`; both are the engine's from now on.  Its
-        handle.  Raises OSError where the device cannot be given the memory."""
-        self._executor.register(region.address, region.bytes)
-        handle = _SESSIONS + next(self._numbers)
-        self._regions[handle] = region
-        if pool is not None:
-            self._pools[handle] = pool
-        self._core.add_session(
-            handle,
-            region.address,
-            region.bytes,
-            region.entries,
-            region.server_bell,
-            region.client_bell,
-            self._caller(caller),
-            (0, 0) if pool is None else (pool.address, pool.bytes),
-        )
-        return handle
-
-    def remove_session(self, handle: int) -> None:
-        """Serve it no more.  The region is closed when nothing uses it."""
-        self._core.remove_session(handle)
-
-    def _session_gone(self, handle: int) -> None:
-        pool = self._pools.pop(handle, None)
-        if pool is not None:
-            pool.close()
-        region = self._regions.pop(handle, None)
-        if region is not None:
-            self._executor.unregister(region.address)
-            region.close()
+            reply(r, DrainingError(STOPPED))
 
     def _drop_unused(self) -> None:
-        held = {s.generation for s in self.holding.values()}
-        unused = [g for g in self._layers if g not in held and not self._core.waited_for(g)]
-        self._executor.forget(set(unused))
-        for generation in unused:
-            del self._layers[generation]
-            self._counted.pop(generation, None)
+        self._tally.forget(self._layers.drop_but({s.generation for s in self.holding.values()}))
 
     def _cancel(self, r: Request) -> None:
         self._core.cancel(r.handle)
@@ -323,33 +229,6 @@ class NativeEngine:
     def _reserve(self, holding: Holding) -> None:
         for i, memory in enumerate(self._executor.reserve(self.policy.max_tokens, holding.values())):
             self._core.lane(i, memory)
-
-    def _add(self, s: ServedLayer) -> None:
-        counts = np.zeros(len(s.held), np.uint64)
-        self._layers[s.generation] = (s, counts)
-        plan = s.plan or ((None, s.backend),)
-        for _, name in plan:
-            if name not in self._backends:
-                self._backends.append(name)
-        device_slots, device_counts = self._executor.facts(s)
-        direct = _direct(s.experts) if self._device.type == "cpu" else Direct(0, 0, 0)
-        facts = c.LayerFacts(
-            layer=s.layer,
-            generation=s.generation,
-            hidden_size=s.hidden_size,
-            num_experts=s.num_experts,
-            held=len(s.held),
-            input_weights=1,
-            top_k=s.top_k,
-            slots=s.slot_of.ctypes.data,
-            expert_tokens=counts.ctypes.data,
-            device_slots=device_slots,
-            device_counts=device_counts,
-            call=direct.function,
-            context=direct.context,
-            experts=direct.experts,
-        )
-        self._core.add_layer(facts, [(most or 0, self._backends.index(name)) for most, name in plan])
 
     def _caller(self, name: str) -> int:
         number = self._callers.get(name)
@@ -370,19 +249,8 @@ class NativeEngine:
 
     # ---- the core's thread -------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            use_device(self._device)
-            with torch.inference_mode():
-                self._loop()
-        except _LostError as e:
-            self._end(str(e), DrainingError(f"server: {e}; ask another replica"))
-        except BaseException:
-            log.critical("the engine's thread ended", exc_info=True)
-            self._end("the engine ended on a fault of its own", InternalError(f"engine: {_ENDED}"))
-        with self._lock:
-            self._running = False
-        self._do_jobs()  # nobody computes any more: whoever waits for its job need not wait for ever
+    def _wake(self) -> None:
+        self._core.interrupt()
 
     def _loop(self) -> None:
         run = c.Run()
@@ -396,53 +264,32 @@ class NativeEngine:
         self._do_jobs()
 
     def _compute(self, run: c.Run) -> None:
-        layer = self._layers[run.generation][0]
+        layer = self._layers.layer(run.generation)
         self._meet(run.top_k, layer)
         backend = layer.backend_at(run.tokens)
         batch = f"after a batch of {run.tokens} tokens on backend {backend}"
         try:
             kernel_ns = self._executor.run(run, layer)
         except ExpertsLostError as e:  # no fault of the requests: they are answered as those that wait are
-            raise _LostError(f"cache: {e} ({batch})") from e
+            raise LostError(f"cache: {e} ({batch})") from e
         except Exception as e:
             log.exception("layer %d, backend %s: a batch of %d tokens failed", layer.layer, backend, run.tokens)
             text = f"backend {backend}, layer {layer.layer}, {run.tokens} tokens: {type(e).__name__}: {e}"
             fault = self._executor.fault()
             self._core.done(run.lane, 0, text)
             if fault:
-                raise _LostError(f"the device is lost to this process: {fault} ({batch})") from e
+                raise LostError(f"the device is lost to this process: {fault} ({batch})") from e
             return
         if kernel_ns is None:
             self._core.launched(run.lane)
         else:
             self._core.done(run.lane, kernel_ns)
 
-    def _meet(self, top_k: int, layer: ServedLayer) -> None:
-        """Say so when a number of routes a token comes for the first time: an accelerator's kernels compile then."""
-        if self._met is not None and top_k not in self._met and top_k != layer.top_k:
-            self._met.add(top_k)
-            log.warning(
-                "the first batch with %d routes a token: its kernels compile now, which may take seconds;"
-                " --warm-up-routes %d does it at boot",
-                top_k,
-                top_k,
-            )
-
     def _check(self, when: str) -> None:
         if fault := self._executor.fault():
-            raise _LostError(f"the device is lost to this process: {fault} ({when})")
+            raise LostError(f"the device is lost to this process: {fault} ({when})")
 
-    def _do_jobs(self) -> None:
-        while self._jobs:
-            work, done = self._jobs.popleft()
-            try:
-                done.set_result(work())
-            except BaseException as e:
-                done.set_exception(e)
-
-    def _end(self, why: str, error: ExpertdError) -> None:
-        """Take nothing more, answer what is left with `error`, and tell."""
-        log.critical("%s; the server takes no more requests", why)
+    def _abandon(self, error: ExpertdError) -> None:
         self.deliver()  # the batch that failed is answered with its own error
         with self._lock:
             self.state = State.DRAINING
@@ -451,8 +298,6 @@ class NativeEngine:
         self._core.fail_all("DRAINING" if isinstance(error, DrainingError) else "BACKEND_FAILED", error.message)
         for r, _, _ in left.values():
             reply(r, error)
-        if self._on_fault is not None:
-            self._on_fault(why)
 
     # ---- the thread of the outcomes, or whoever borrowed them --------------------------------------------------------
 
@@ -479,7 +324,7 @@ class NativeEngine:
     def report(self, scraped: bool = False) -> None:
         """Count the batches that have ended.  scraped: somebody looks at the numbers now."""
         with self._delivering:
-            self._report(scraped)
+            self._tally.report(scraped)
 
     def _hand_out(self) -> None:
         poll = select.poll()
@@ -495,68 +340,12 @@ class NativeEngine:
 
     def _hand_over(self, o: c.Outcome) -> None:
         if o.session_gone:
-            self._session_gone(o.handle)
+            self.sessions.gone(o.handle)
             return
         with self._lock:
             found = self._requests.pop(o.handle, None)
         if found is not None:
             reply(found[0], self._outcome(o, found[0], found[1]))
-
-    def _report(self, scraped: bool) -> None:
-        try:
-            if self._answered is not None:
-                for reason, n in zip(c.REASONS, self._core.answered(), strict=True):
-                    if n:
-                        self._answered(reason, n)
-            if self._observe is not None:
-                records: list[c.BatchRecord] = []
-                while more := self._core.records():
-                    records.extend(c.BatchRecord.from_buffer_copy(r) for r in more)
-                self._used.update(b.generation for b in records)
-                routes = self._routes(scraped)
-                for b in records:
-                    self._report_batch(b, routes)
-        except Exception:  # counting must not end the computing
-            log.exception("batches could not be counted")
-
-    def _report_batch(self, b: c.BatchRecord, routes: dict[int, Array]) -> None:
-        found = self._layers.get(b.generation)
-        if b.failed or self._observe is None or found is None:
-            return
-        served = found[0]
-        stages = Stages(*(ns // b.batches for ns in (b.collect_ns, b.kernel_ns, b.deliver_ns)))
-        experts = routes.pop(b.generation, None)
-        if experts is None:
-            experts = np.zeros(len(served.held), np.int64)
-        self._observe(
-            BatchReport(
-                served,
-                self._backends[b.backend],
-                b.tokens,
-                b.requests,
-                Waits(list(b.waits), b.queue_ns),
-                stages,
-                experts,
-                b.batches,
-            )
-        )
-
-    def _routes(self, scraped: bool) -> dict[int, Array]:
-        """New routes by expert since the last look, by generation; a device is asked rarely."""
-        now_s = time.monotonic()
-        if self._executor.streams is not None and not scraped and now_s < self._counts_due_s:
-            return {}
-        self._counts_due_s = now_s + _COUNT_S
-        out = {}
-        for generation in self._used:
-            found = self._layers.get(generation)
-            if found is not None:
-                counts = self._executor.counts(generation)
-                now = (found[1] if counts is None else counts).astype(np.int64)
-                out[generation] = now - self._counted.get(generation, 0)
-                self._counted[generation] = now
-        self._used.clear()
-        return out
 
     def _outcome(self, o: c.Outcome, r: Request, out: Array) -> Outcome:
         if r.cancelled:
@@ -577,13 +366,8 @@ class NativeEngine:
             Stages(o.collect_ns, o.kernel_ns, o.deliver_ns),
             o.batch_tokens,
             o.batch_requests,
-            self._backends[o.backend],
+            self._layers.backend(o.backend),
         )
-
-
-def _direct(experts: object) -> Direct:
-    """How the core calls them by itself; zeros where Python must."""
-    return experts.direct() if isinstance(experts, DirectExperts) else Direct(0, 0, 0)
 
 
 def _executor(device: torch.device, compute_dtype: str) -> Executor:

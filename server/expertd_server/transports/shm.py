@@ -43,27 +43,27 @@ _MOST_PENDING = 256
 """Tokens that nobody has used yet, and connections that have not sent theirs."""
 
 
+class ShmSessions(Protocol):
+    """See engine.sessions."""
+
+    def add(self, region: Region, caller: str, pool: Pool | None = None) -> int: ...
+
+    def remove(self, handle: int) -> None: ...
+
+    def pool(self, nbytes: int) -> Pool: ...
+
+    def pool_refusal(self) -> str: ...
+
+
 class ShmEngine(Protocol):
     """What the door needs of the engine."""
+
+    @property
+    def sessions(self) -> ShmSessions: ...
 
     def idle(self) -> bool:
         """Whether everything that was taken is answered."""
         ...
-
-    def add_session(self, region: Region, caller: str, pool: Pool | None = None) -> int:
-        """Serve `region`, and `pool`; its handle.  Raises OSError where the device cannot be given the memory."""
-        ...
-
-    def pool(self, nbytes: int) -> Pool:
-        """Memory of the device that a client may map.  Raises PoolError."""
-        ...
-
-    def pool_refusal(self) -> str:
-        """Why there is none, "" where there is."""
-        ...
-
-    def remove_session(self, handle: int) -> None:
-        """Serve it no more; the region is closed when nothing uses it."""
 
 
 @dataclass
@@ -156,7 +156,7 @@ class ShmDoor:
     @property
     def gpu(self) -> GpuDoor | str:
         """The way in for tensors on GPUs of this host, or why there is none."""
-        return self._engine.pool_refusal() or GpuDoor(self)
+        return self._engine.sessions.pool_refusal() or GpuDoor(self)
 
     def offer(self, caller: str, host: str, *, on_device: bool = False) -> tuple[str, str, str]:
         """(token, endpoint, "") for a caller on `host`, or ("", "", why not)."""
@@ -242,10 +242,10 @@ class ShmDoor:
             region, pool = Region.create(_WORDS_BYTES if ticket.on_device else self._arena_bytes), None
             made.append(region)
             if ticket.on_device:
-                pool = self._engine.pool(self._pool_bytes)
+                pool = self._engine.sessions.pool(self._pool_bytes)
                 made.append(pool)
                 guest.on_device = True
-            guest.handle = self._engine.add_session(region, ticket.caller, pool)
+            guest.handle = self._engine.sessions.add(region, ticket.caller, pool)
             region.send(guest.sock)
             if pool is not None:
                 pool.send(guest.sock)
@@ -281,4 +281,4 @@ class ShmDoor:
         del self._guests[guest.sock.fileno()]
         guest.sock.close()
         if guest.handle:
-            self._engine.remove_session(guest.handle)
+            self._engine.sessions.remove(guest.handle)

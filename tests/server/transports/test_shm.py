@@ -103,8 +103,8 @@ def call(client, tokens=3):
 
 def gone(door, engine, sessions=0):
     until = time.monotonic() + 10
-    while door.sessions != sessions or len(engine._regions) != sessions:
-        assert time.monotonic() < until, (door.sessions, engine._regions)
+    while door.sessions != sessions or len(engine.sessions) != sessions:
+        assert time.monotonic() < until, (door.sessions, len(engine.sessions))
         time.sleep(0.005)
 
 
