@@ -33,7 +33,7 @@ from expertd_kernels.sources.source import ExpertSource, LayerInfo
 from expertd_server.boot.assignment import Assigner, Assignment, BootError, files_state, open_source, resolve_device
 from expertd_server.boot.layers import Booted, Stopped
 from expertd_server.boot.measuring import Tournaments, settle_threads
-from expertd_server.boot.memory import free_bytes, memory_text, plan_memory, require_room
+from expertd_server.boot.memory import device_bytes, free_bytes, memory_text, plan_memory, require_room
 from expertd_server.boot.prepare import Workshop
 from expertd_server.boot.progress import Progress
 from expertd_server.changes import Changes
@@ -222,6 +222,8 @@ class Host:
         if self._engine_why:
             self.say(f"engine: in Python, which is slower: {self._engine_why}")
         self.metrics.watch_load(engine.load)
+        if where.type != "cpu":
+            self.metrics.watch_device(lambda: device_bytes(where))
         if isinstance(engine, NativeEngine):
             self.metrics.before_a_scrape(lambda: engine.report(scraped=True))
         return engine

@@ -14,10 +14,12 @@ the server's own resident memory: the script itself is tried that way.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import torch
@@ -25,7 +27,7 @@ from served import Report, Server, verify
 
 from expertd_client import ExpertClient
 from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
-from expertd_server.engine.graphs import sizes_up_to
+from expertd_server.engine.sizes import sizes_up_to
 
 GIB = 1 << 30
 TOKENS = 4096
@@ -87,9 +89,18 @@ def context_bytes() -> int:
     return taken
 
 
+def device_bytes(server: Server) -> dict[str, int]:
+    """expertd_device_bytes, by what; {} on a CPU."""
+    where = server.line(r"http://\S+/metrics")
+    with urllib.request.urlopen(where, timeout=10) as answer:
+        text = answer.read().decode()
+    found = re.findall(r'^expertd_device_bytes\{what="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    return {what: int(float(value)) for what, value in found}
+
+
 def every_size(s: Report, server: Server, hidden: int, experts: int) -> None:
     """Every layer at every size that is captured, then at the largest batch."""
-    sizes = [*sizes_up_to(TOKENS), TOKENS] if s.args.device != "cpu" else [1, 8, 64]
+    sizes = sizes_up_to(TOKENS) if s.args.device != "cpu" else [1, 8, 64]
     with ExpertClient(server.address, timeout_s=60) as client:
         layers = client.describe().layers
         for m in sizes:
@@ -104,7 +115,8 @@ def every_size(s: Report, server: Server, hidden: int, experts: int) -> None:
 
 def case(s: Report, name: str, context: int) -> None:
     args = (SMALL if s.args.device == "cpu" else CASES)[name]
-    server = Server(name, [*args, "--device", s.args.device, "--max-tokens", str(TOKENS)], s.args.out / f"{name}.log")
+    more = ["--device", s.args.device, "--max-tokens", str(TOKENS), "--metrics-listen", "127.0.0.1:0"]
+    server = Server(name, [*args, *more], s.args.out / f"{name}.log")
     s.servers.append(server)
     meter = Meter(s.args.device, server)
     server.wait(max(5.0, s.left()))
@@ -115,10 +127,10 @@ def case(s: Report, name: str, context: int) -> None:
     with ExpertClient(server.address) as client:
         d = client.describe()
     every_size(s, server, d.model.hidden_size, d.layers[0].num_experts)
-    taken = meter.taken()
+    taken, torchs = meter.taken(), device_bytes(server)
     meter.stop()
     rest = taken - d.memory.weights_bytes - d.memory.scratch_bytes - d.memory.buffers_bytes - context
-    table(s, name, d.memory, context, taken - booted, rest, booted, peak, taken)
+    table(s, name, d.memory, context, taken - booted, rest, booted, peak, taken, torchs)
     said = d.memory.weights_bytes + d.memory.scratch_bytes + d.memory.buffers_bytes
     said += d.memory.graphs_bytes + d.memory.context_bytes
     if s.args.device != "cpu":
@@ -132,8 +144,19 @@ def case(s: Report, name: str, context: int) -> None:
     s.check(server.stop(30) == 0, f"{name}: {server.text()[-300:]}")
 
 
-def table(s: Report, name: str, m, context: int, grown: int, rest: int, booted: int, peak: int, taken: int) -> None:
-    """What was said, and what was found where it can be told apart."""
+def table(
+    s: Report,
+    name: str,
+    m,
+    context: int,
+    grown: int,
+    rest: int,
+    booted: int,
+    peak: int,
+    taken: int,
+    torchs: dict[str, int],
+) -> None:
+    """What was said, and what was found where it can be told apart.  torchs: expertd_device_bytes, {} on a CPU."""
     rows = {
         "packed weights": (m.weights_bytes, None),
         "scratch": (m.scratch_bytes, None),
@@ -149,6 +172,13 @@ def table(s: Report, name: str, m, context: int, grown: int, rest: int, booted: 
             taken - m.weights_bytes,
         ),
     }
+    if torchs:
+        tensors = m.weights_bytes + m.scratch_bytes + m.buffers_bytes
+        rows |= {
+            "torch: tensors beside weights, scratch, buffers": (0, torchs["allocated"] - tensors),
+            "torch: kept without a tensor": (0, torchs["reserved"] - torchs["allocated"]),
+            "not torch's: context, modules, graphs": (m.graphs_bytes + m.context_bytes, taken - torchs["reserved"]),
+        }
     s.say(f"{name}, GiB: said, found")
     for what, (said, found) in rows.items():
         said_text = f"{said / GIB:.3f}" if said else ""

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 from expertd.ranges import format_ranges
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.config import ServeConfig
+from expertd_server.engine.sizes import LANES, graph_count, padded
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "MemoryPlan",
+    "device_bytes",
     "free_bytes",
     "give_back",
     "hold",
@@ -36,8 +38,8 @@ CONTEXT_BYTES = {"cuda": 700 << 20, "rocm": 700 << 20, "xpu": 500 << 20, "cpu": 
 CPU's process without weights: interpreter, torch, requests under way."""
 GRAPH_BYTES = 96 << 10
 """Of a captured graph of a layer's launches, at most."""
-LANES = 2
-"""Batches under way on an accelerator (engine/lane.py)."""
+TABLE_BYTES = 8 * 8 + 8
+"""Of a row in a batch's table and among its verdicts, in pinned memory (expertd_kernels/rows/table.py)."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,10 @@ class MemoryPlan:
 def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> MemoryPlan:
     """Of what the assignments' chosen backends take; layers without one count nothing."""
     from expertd_kernels.backends.footprint import canonical_bytes, footprint
-    from expertd_server.engine.graphs import sizes_up_to
 
     kind = assignments[0].decision.problem.device.kind
     chosen = [(a, a.decision.chosen, a.decision.problem) for a in assignments if a.decision.chosen is not None]
-    tokens = max(sizes_up_to(config.max_tokens)[-1], config.max_tokens)
+    tokens = padded(config.max_tokens)
     routes = {a.info.layer: {a.info.top_k, *config.warm_routes} for a, _, _ in chosen}
     weights, scratch, canonical = 0, 0, 0
     for a, row, problem in chosen:
@@ -100,10 +101,11 @@ def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> Memor
         context = CONTEXT_BYTES[kind]
         return MemoryPlan(kind, weights, scratch, 0, 0, 0, context, loading, 0, 0, config.memory_limit, mapped)
     size = 4 if config.compute == "f32" else 2
-    row_bytes = max((2 * size * a.info.hidden_size + 8 * max(routes[a.info.layer]) for a, _, _ in chosen), default=0)
-    buffers = LANES * tokens * row_bytes
-    captured = sum(len(routes[a.info.layer]) for a, row, _ in chosen if row.capturable and kind == "cuda")
-    graphs = LANES * captured * len(sizes_up_to(config.max_tokens))
+    hidden = max((a.info.hidden_size for a, _, _ in chosen), default=0)
+    most_routes = max((a.info.num_experts for a, _, _ in chosen), default=0)  # of a token: callers choose
+    buffers = LANES * tokens * (2 * size * hidden + 8 * most_routes)
+    captured = [(a.info.hidden_size, routes[a.info.layer]) for a, row, _ in chosen if row.capturable and kind == "cuda"]
+    graphs = graph_count(captured, config.max_tokens)
     return MemoryPlan(
         kind,
         weights,
@@ -113,7 +115,7 @@ def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> Memor
         graphs,
         CONTEXT_BYTES[kind],
         2 * canonical,
-        buffers,
+        buffers + (LANES * tokens * TABLE_BYTES if chosen else 0),
         2 * canonical,
         config.memory_limit,
     )
@@ -227,11 +229,31 @@ def hold(plan: MemoryPlan, device: torch.device) -> None:
 
 
 def give_back(device: torch.device) -> None:
-    """To the device what torch keeps of memory that packing a layer took: others may share it."""
+    """To the device what torch keeps of memory that packing and checking a layer took: others may share it.
+
+    On NVIDIA cuBLAS's workspaces, too, 32 MiB and more for each stream and thread on which the reference was computed.
+    No captured graph has one: rows that are captured call no cuBLAS."""
     import torch
 
-    if device.type != "cpu":
-        getattr(torch, device.type).empty_cache()
+    if device.type == "cpu":
+        return
+    drop_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # torch's notes on CUDA name it
+    if device.type == "cuda" and drop_workspaces is not None:
+        drop_workspaces()
+    getattr(torch, device.type).empty_cache()
+
+
+def device_bytes(device: torch.device) -> dict[str, int]:
+    """What an accelerator's memory is used for now.  free: says the driver; reserved: by torch's allocator in this
+    process; allocated: of that, by tensors."""
+    import torch
+
+    api = getattr(torch, device.type)
+    return {
+        "free": free_bytes(device),
+        "reserved": int(api.memory_reserved(device)),
+        "allocated": int(api.memory_allocated(device)),
+    }
 
 
 def memory_text(plan: MemoryPlan, free: int) -> list[str]:

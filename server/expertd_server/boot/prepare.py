@@ -37,8 +37,8 @@ from expertd_server.boot.ahead import ReadAhead
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError
 from expertd_server.boot.memory import MemoryPlan
-from expertd_server.engine.graphs import sizes_up_to
 from expertd_server.engine.lane import compute_stream
+from expertd_server.engine.sizes import sizes_up_to
 
 if TYPE_CHECKING:
     from expertd_kernels.weights.canonical import Weights
@@ -302,10 +302,9 @@ def _on(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[
 
 
 def _sizes(most: int) -> list[int]:
-    """For batches up to `most`: those that small ones are padded to, their doubles, and `most`.  Sizes between them are
-    planned alike (expertd_kernels.sizes)."""
-    doubling = (1 << i for i in range((most - 1).bit_length()))
-    return sorted({*doubling, *sizes_up_to(most), most})
+    """For batches up to `most`: those that they are padded to, and `most`.  Sizes between them are planned alike
+    (expertd_kernels.sizes)."""
+    return sorted({*sizes_up_to(most), most})
 
 
 def _routed(tokens: int, routes: int, p: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

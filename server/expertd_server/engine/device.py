@@ -27,18 +27,14 @@ from expertd_server.engine import core as c
 from expertd_server.engine.lane import compute_stream
 from expertd_server.engine.request import Array
 from expertd_server.engine.served import ServedLayer
+from expertd_server.engine.sizes import LANES, STREAMED_ROWS, WHOLE_ROWS, padded
 
-__all__ = ["DeviceExecutor", "padded", "supported"]
+__all__ = ["DeviceExecutor", "supported"]
 
 log = logging.getLogger(__name__)
 
-STREAMED_ROWS = 128
-"""From so many rows on copy engines move a batch beside another's kernels (docs/log/data-path.md)."""
-_WHOLE_ROWS = 8
-"""Up to so many rows a launch less is worth a graph more."""
 _WORTH = 2
 """A size is captured when it has come this often."""
-_LANES = 2
 _PORTABLE, _MAPPED = 1, 2
 """Flags of cudaHostRegister."""
 
@@ -50,14 +46,6 @@ def supported(device: torch.device) -> str:
     if not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph"):
         return f"torch {torch.__version__} does not give its graphs away; 2.9 does"
     return ""
-
-
-def padded(tokens: int) -> int:
-    """The size that a batch is given: powers of two to 64, then steps of at most a third."""
-    if tokens <= 64:
-        return 1 << (tokens - 1).bit_length()
-    step = 1 << ((tokens - 1).bit_length() - 2)
-    return -(-tokens // step) * step
 
 
 class _Lane:
@@ -97,7 +85,7 @@ class _Lane:
 class DeviceExecutor:
     """For the engine's thread.  `core` is set by the engine before the first batch."""
 
-    lanes = _LANES
+    lanes = LANES
     streamed_rows = STREAMED_ROWS
 
     def __init__(self, device: torch.device, compute_dtype: str) -> None:
@@ -127,7 +115,7 @@ class DeviceExecutor:
             self._kept.clear()
             self._captured.clear()
             self._lanes = []
-            self._lanes = [_Lane(*self._size, self._dtype, self._device) for _ in range(_LANES)]
+            self._lanes = [_Lane(*self._size, self._dtype, self._device) for _ in range(LANES)]
         return [lane.memory() for lane in self._lanes]
 
     def facts(self, layer: ServedLayer) -> tuple[int, int]:
@@ -211,7 +199,7 @@ class DeviceExecutor:
         wanted = [(c.EXPERTS, run.top_k, flag), (c.COLLECT, run.top_k, H), (c.DELIVER, 0, H)]
         if rows >= STREAMED_ROWS:
             wanted.append((c.COLLECT_ROUTES, run.top_k, H))
-        if rows <= _WHOLE_ROWS or run.whole:
+        if rows <= WHOLE_ROWS or run.whole:
             wanted.append((c.WHOLE, run.top_k, flag))
         for part, k, last in wanted:
             own = layer.generation if part in (c.WHOLE, c.EXPERTS) else 0

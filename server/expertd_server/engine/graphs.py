@@ -1,9 +1,8 @@
 """Small batches on an NVIDIA GPU are replayed from CUDA graphs: launching copies and a layer's kernels one by one costs
 the host more than the device takes (one token of Qwen3's int4 layer on an H200: 410 us launched, 27 us replayed).
 
-A graph holds addresses, so it belongs to one lane's buffers, one generation of a layer and one size.  Sizes are powers
-of two and then multiples of 128, the rest of a batch has no routes: there are few graphs, and every one is soon there.
-Only for rows of the table that may be captured.
+A graph holds addresses, so it belongs to one lane's buffers, one generation of a layer and one size (sizes.py).  Only
+for rows of the table that may be captured.
 
 Graphs of all lanes of an engine run on one stream, one after another, so what their calls allocate comes from one pool.
 """
@@ -20,13 +19,12 @@ import torch
 from expertd_kernels.sizes import CAPTURED_TOKENS
 from expertd_server.engine.served import ServedLayer
 
-__all__ = ["MOST_TOKENS", "Graph", "Graphs", "graph_key", "padded", "sizes_up_to", "supported"]
+__all__ = ["MOST_TOKENS", "Graph", "Graphs", "graph_key", "supported"]
 
 log = logging.getLogger(__name__)
 
 MOST_TOKENS = CAPTURED_TOKENS
 """Larger batches take the device longer than the host."""
-_DOUBLING, _STEP = 64, 128
 _MOST_GRAPHS = 2048
 _WORTH = 2
 """A size is captured when it has come this often."""
@@ -58,18 +56,6 @@ def supported(device: torch.device) -> bool:
     except TypeError:
         return False
     return True
-
-
-def padded(tokens: int) -> int:
-    """The size that a batch of `tokens` is given; itself where it is too large for a graph."""
-    if tokens > MOST_TOKENS:
-        return tokens
-    return 1 << (tokens - 1).bit_length() if tokens <= _DOUBLING else -(-tokens // _STEP) * _STEP
-
-
-def sizes_up_to(tokens: int) -> list[int]:
-    """The sizes that graphs are captured for, of batches of up to `tokens`."""
-    return sorted({padded(n) for n in range(1, min(MOST_TOKENS, tokens) + 1)})
 
 
 def _free_bytes() -> int:

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
-from expertd_server.engine.graphs import MOST_TOKENS, Graphs, graph_key, padded, supported
+from expertd_server.engine.graphs import MOST_TOKENS, Graphs, graph_key, supported
 from expertd_server.engine.request import Array, Stages
 from expertd_server.engine.served import ServedLayer
+from expertd_server.engine.sizes import LANES, padded
 
 __all__ = ["Held", "Inputs", "Lane", "compute_stream", "lanes"]
 
@@ -219,7 +220,7 @@ class DeviceLane:
         return self._hidden, self._slots, self._weights, self._out
 
     def size(self, tokens: int, capturable: bool) -> int:
-        return padded(tokens) if capturable and self._graphs is not None else tokens
+        return padded(tokens) if capturable and self._graphs is not None and tokens <= MOST_TOKENS else tokens
 
     def open(self, tokens: int, top_k: int, hidden_size: int) -> Inputs:
         return self._host.open(tokens, top_k, hidden_size)
@@ -321,4 +322,4 @@ def lanes(device: torch.device, compute_dtype: str, stream: Any) -> tuple[Lane, 
     api = getattr(torch, device.type)  # torch.cuda and torch.xpu have the same Stream, Event and stream()
     streams = (api.Stream(device), stream, api.Stream(device))
     pool = torch.cuda.graph_pool_handle() if supported(device) else None
-    return tuple(DeviceLane(dtype, device, api, streams, pool) for _ in range(2))
+    return tuple(DeviceLane(dtype, device, api, streams, pool) for _ in range(LANES))

@@ -128,6 +128,17 @@ class Metrics:
         tokens.set_function(lambda: load().queued_tokens)
         requests.set_function(lambda: load().queued_requests)
 
+    def watch_device(self, read: Callable[[], Mapping[str, int]]) -> None:
+        """Export an accelerator's memory, bytes by what they are; read when scraped."""
+        gauge = Gauge(
+            "expertd_device_bytes",
+            "An accelerator's memory: free; reserved by torch in this process, and of that allocated.",
+            ("what",),
+            registry=self.registry,
+        )
+        for what in read():
+            gauge.labels(what).set_function(lambda what=what: read()[what])  # type: ignore[misc]
+
     def hold(self, backends: Iterable[BackendFacts]) -> None:
         """What is held from now on, and who computes it."""
         now: set[tuple[str, ...]] = {

@@ -14,9 +14,10 @@ from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.problem import NAMED_DEVICES
 from expertd_server.boot import memory as module
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
-from expertd_server.boot.memory import memory_json, memory_text, plan_memory, require_room
+from expertd_server.boot.memory import give_back, memory_json, memory_text, plan_memory, require_room
 from expertd_server.cli import main
 from expertd_server.config import ConfigError, ServeConfig, resolve
+from expertd_server.engine.sizes import graph_count
 from expertd_server.host import Host
 
 GIB = 1 << 30
@@ -35,8 +36,9 @@ def test_a_whole_model_on_a_gpu_takes_its_packed_bytes_and_little_more():
     each = [footprint("gluon_sm90", a.decision.problem, 4096) for a in assignments]
     assert plan.weights == sum(f.weights_bytes for f in each) == pytest.approx(13.9 * GIB, rel=0.01)
     assert plan.scratch == max(f.scratch_bytes for f in each), "once for all layers"
-    assert plan.buffers == plan.pinned == 2 * 4096 * (2 * 2 * 2048 + 8 * 8)
-    assert plan.graph_count == 2 * 48 * 11
+    assert plan.buffers == 2 * 4096 * (2 * 2 * 2048 + 8 * 128), "a caller may ask for all 128 experts"
+    assert plan.pinned == plan.buffers + 2 * 4096 * 72, "and a line of the batch's table for each row"
+    assert plan.graph_count == graph_count([(2048, [8])] * 48, 4096)
     assert plan.serving < plan.weights + 1.5 * GIB
     assert plan.loading == 2 * canonical_bytes(assignments[0].decision.problem)
     assert plan.peak == plan.weights + plan.scratch + plan.context + plan.loading
@@ -46,8 +48,8 @@ def test_other_numbers_of_routes_and_wider_activations_count():
     plan = plan_memory(*made())
     more = plan_memory(*made(warm_up_routes=module_ranges("1,16")))
     assert more.scratch > 1.9 * plan.scratch
-    assert more.graph_count == 3 * plan.graph_count
-    assert plan_memory(*made(max_tokens=100)).buffers == 2 * 128 * (2 * 2 * 2048 + 8 * 8), "batches are padded"
+    assert more.graph_count == graph_count([(2048, [1, 8, 16])] * 48, 4096)
+    assert plan_memory(*made(max_tokens=70)).buffers == 2 * 96 * (2 * 2 * 2048 + 8 * 128), "batches are padded"
 
 
 def module_ranges(text):
@@ -122,7 +124,7 @@ def test_people_and_programs_are_told_the_same():
     plan = plan_memory(*made(memory_limit=20 * GIB))
     first, second = memory_text(plan, 70 * GIB)
     assert first.startswith("device memory, GiB: weights 13.9")
-    assert "limit 20.00, 70.00 free; 1056 graphs once every size has come" in first
+    assert "limit 20.00, 70.00 free; 2306 graphs once every size has come" in first
     assert "pinned" in second
     found = memory_json(plan, 70 * GIB)
     assert found["serving"] == plan.serving
@@ -213,3 +215,17 @@ def test_nothing_is_known_where_nothing_can_be_read(tmp_path):
     free = module.free_bytes(torch.device("cpu"))  # others allocate meanwhile
     assert free > 0
     assert abs(free - available_bytes()) < 1 << 30
+
+
+def test_what_is_given_back_counts_the_workspaces_of_cublas(monkeypatch):
+    """They are the allocator's until they are dropped: 32 MiB for each stream that computed a reference."""
+    done = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("workspaces"), raising=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("cache"))
+    give_back(torch.device("cpu"))
+    assert done == []
+    give_back(torch.device("cuda"))
+    assert done == ["workspaces", "cache"]
+    monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces")
+    give_back(torch.device("cuda"))
+    assert done == ["workspaces", "cache", "cache"]

@@ -8,7 +8,7 @@ from expertd_kernels.sizes import planned
 from expertd_server.boot import prepare as module
 from expertd_server.boot.assignment import Assignment
 from expertd_server.boot.prepare import Workshop, warm_up
-from expertd_server.engine.graphs import padded
+from expertd_server.engine.sizes import padded
 
 INT4 = Scheme.parse("int4_g32")
 
@@ -35,20 +35,19 @@ def warmed(max_tokens: int, routes=(), **problem) -> Records:
     return experts
 
 
-def test_sizes_double_up_to_the_largest_batch():
-    assert [c[0][0] for c in warmed(100).calls] == [1, 2, 4, 8, 16, 32, 64, 100, 128]
+def test_sizes_are_those_that_batches_are_padded_to_and_the_largest():
+    assert [c[0][0] for c in warmed(100).calls] == [1, 2, 4, 8, 16, 32, 64, 96, 100, 128]
     assert [c[0][0] for c in warmed(4).calls] == [1, 2, 4]
     assert [c[0][0] for c in warmed(1).calls] == [1]
-    sizes = {c[0][0] for c in warmed(5000).calls}
-    assert sizes == {*(1 << i for i in range(13)), 384, 5000}
-    assert {padded(n) for n in range(1, 513)} <= sizes, "every size that a small batch is padded to"
+    assert {c[0][0] for c in warmed(5000).calls} == {padded(n) for n in range(1, 5001)} | {5000}
 
 
 def test_every_batch_is_planned_for_a_size_that_was_warmed_up():
     """Rows choose kernels by planned(tokens): none is met first under load."""
     for most in (1, 5, 100, 511, 512, 513, 700, 1024, 2900, 4096, 5000):
         warm = {planned(n) for n in module._sizes(most)}
-        assert {planned(padded(n)) for n in range(1, most + 1)} <= warm, most
+        assert {planned(n) for tokens in range(1, most + 1) for n in (tokens, padded(tokens)) if n > 512} <= warm, most
+        assert {padded(n) for n in range(1, min(most, 512) + 1)} <= warm, most
 
 
 def test_other_numbers_of_routes_are_warmed_up_where_they_are_named():

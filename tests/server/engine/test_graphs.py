@@ -14,11 +14,12 @@ import torch
 from expertd_server.engine import graphs as module
 from expertd_server.engine.convert import bits_of
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.graphs import MOST_TOKENS, Graphs, graph_key, padded, sizes_up_to
+from expertd_server.engine.graphs import Graphs, graph_key
 from expertd_server.engine.lane import CpuLane, _Host, _Store
 from expertd_server.engine.request import Answer, Operand, Request
 from expertd_server.engine.scheduler import Policy
 from expertd_server.engine.served import ServedLayer
+from expertd_server.engine.sizes import padded
 
 H, K, E = 16, 2, 4
 
@@ -69,14 +70,6 @@ def graphs(monkeypatch):
     free = iter(range(10_000, 0, -10))
     monkeypatch.setattr(module, "_free_bytes", lambda: next(free))
     return Graphs("one for all")
-
-
-def test_sizes_are_few_up_to_the_largest_that_is_captured():
-    assert [padded(n) for n in (1, 2, 3, 5, 33, 64, MOST_TOKENS)] == [1, 2, 4, 8, 64, 64, MOST_TOKENS]
-    assert [padded(n) for n in (65, 128, 129, 300, 385)] == [128, 128, 256, 384, 512]
-    assert padded(MOST_TOKENS + 1) == MOST_TOKENS + 1
-    assert sizes_up_to(4096) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512]
-    assert sizes_up_to(100) == [1, 2, 4, 8, 16, 32, 64, 128]
 
 
 def test_what_comes_again_is_captured_once(graphs):
@@ -208,7 +201,7 @@ def test_a_padded_batch_answers_its_own_tokens(monkeypatch):
     try:
         for n, tokens in enumerate((5, 64, 3, 7, 1, 65, 18)):  # after a full batch its rows stand behind smaller ones
             s.ask(tokens, seed=n, absent=n % 2 == 1)
-        assert s.experts.sizes == [8, 64, 4, 8, 1, 128, 32]
+        assert s.experts.sizes == [8, 64, 4, 8, 1, 96, 32]
     finally:
         s.end()
 

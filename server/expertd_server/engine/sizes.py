@@ -1,0 +1,52 @@
+"""The sizes that batches of an accelerator are padded to, and how many graphs are captured for them.  Pure: the plan of
+memory, the warm-up and both engines ask here.
+
+Few sizes, so that there are few graphs and every one is soon there: powers of two to 64, then steps of at most a third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+__all__ = ["LANES", "STREAMED_ROWS", "WHOLE_ROWS", "graph_count", "padded", "sizes_up_to"]
+
+LANES = 2
+"""Batches under way on an accelerator."""
+STREAMED_ROWS = 128
+"""From so many rows on copy engines move a batch beside another's kernels (docs/log/data-path.md)."""
+WHOLE_ROWS = 8
+"""Up to so many rows a launch less is worth a graph more."""
+_DOUBLING = 64
+
+
+def padded(tokens: int) -> int:
+    """The size that a batch of `tokens` is given; the rest of it has no routes."""
+    if tokens <= _DOUBLING:
+        return 1 << (tokens - 1).bit_length()
+    step = 1 << ((tokens - 1).bit_length() - 2)
+    return -(-tokens // step) * step
+
+
+def sizes_up_to(tokens: int) -> list[int]:
+    """The sizes of batches of up to `tokens`."""
+    sizes = [1]
+    while sizes[-1] < tokens:
+        sizes.append(padded(sizes[-1] + 1))
+    return sizes
+
+
+def graph_count(layers: Iterable[tuple[int, Collection[int]]], tokens: int) -> int:
+    """Graphs of device.py once every size up to `tokens` has come; graphs.py keeps fewer.
+
+    layers: (hidden size, numbers of routes a token) of each layer that may be captured.  A layer has its experts, and
+    its whole call where that is small, for each number of routes; collecting and delivering are captured once for all
+    layers of a hidden size."""
+    sizes = sizes_up_to(tokens)
+    whole = sum(n <= WHOLE_ROWS for n in sizes)
+    streamed = sum(n >= STREAMED_ROWS for n in sizes)
+    own, shared = 0, set()
+    for hidden_size, routes in layers:
+        own += len(routes) * (len(sizes) + whole)
+        shared |= {(hidden_size, k) for k in routes}
+    collected = len(shared) * (len(sizes) + streamed)
+    return LANES * (own + collected + len({H for H, _ in shared}) * len(sizes))

@@ -1,0 +1,57 @@
+"""The sizes that batches are padded to, and how many graphs that makes: the plan of memory counts with them."""
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from expertd_server.engine.graphs import MOST_TOKENS
+from expertd_server.engine.lane import DeviceLane
+from expertd_server.engine.sizes import LANES, STREAMED_ROWS, WHOLE_ROWS, graph_count, padded, sizes_up_to
+
+
+def test_sizes_are_few_and_none_is_far_from_its_batch():
+    assert [padded(n) for n in (1, 2, 3, 5, 33, 64)] == [1, 2, 4, 8, 64, 64]
+    assert [padded(n) for n in (65, 96, 97, 128, 129, 193, 300, 385, 513, 3000)] == [
+        96, 96, 128, 128, 192, 256, 384, 512, 768, 3072,
+    ]  # fmt: skip
+    assert all(n <= padded(n) < 1.5 * n for n in range(65, 5000))
+    assert sizes_up_to(100) == [1, 2, 4, 8, 16, 32, 64, 96, 128]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 64, 65, 100, 512, 3000, 4096])
+def test_the_sizes_are_those_that_batches_are_padded_to(most):
+    assert sizes_up_to(most) == sorted({padded(n) for n in range(1, most + 1)})
+
+
+def test_the_lane_of_the_python_engine_pads_what_it_captures():
+    lane = object.__new__(DeviceLane)
+    lane._graphs = object()
+    assert [lane.size(n, True) for n in (65, MOST_TOKENS - 1, MOST_TOKENS + 1)] == [96, MOST_TOKENS, MOST_TOKENS + 1]
+    assert lane.size(65, False) == 65
+
+
+def captured(layers, tokens: int) -> int:
+    """As device.py captures: every lane, size and number of routes of every layer, one after another."""
+    seen = Counter()
+    for (layer, (H, routes)), lane, rows in product(enumerate(layers), range(LANES), sizes_up_to(tokens)):
+        for k in routes:
+            wanted = [("experts", layer, k), ("collect", H, k), ("deliver", H, 0)]
+            wanted += [("collect routes", H, k)] if rows >= STREAMED_ROWS else []
+            wanted += [("whole", layer, k)] if rows <= WHOLE_ROWS else []
+            seen.update((lane, rows, *what) for what in wanted)
+    return len(seen)
+
+
+@pytest.mark.parametrize(
+    ("layers", "tokens"),
+    [
+        ([], 4096),
+        ([(2048, [8])], 1),
+        ([(2048, [8])] * 48, 4096),
+        ([(2048, [8, 1]), (2048, [8, 1]), (7168, [6])], 300),
+        ([(2048, [8]), (2048, [4])], 64),
+    ],
+)
+def test_graphs_are_counted_as_they_are_captured(layers, tokens):
+    assert graph_count(layers, tokens) == captured(layers, tokens)
