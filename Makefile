@@ -12,6 +12,7 @@ STAMP := .venv/setup-done
 DEPLOY := .venv/deploy-done
 NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_kernels/native/csrc/*.h \
   proto/expertd/shm/csrc/*.cpp proto/expertd/shm/csrc/*.h \
+  proto/expertd/e4m3/csrc/*.cpp proto/expertd/e4m3/csrc/*.h \
   server/expertd_server/engine/csrc/*.cpp server/expertd_server/engine/csrc/*.h \
   client/expertd_client/cluster/csrc/*.cpp)
 

@@ -1,7 +1,7 @@
-"""Build hook: compiles the CPU kernel and three small libraries when a wheel or an editable install is made.
+"""Build hook: compiles the CPU kernel and four small libraries when a wheel or an editable install is made.
 
 Without a compiler the install goes on: expertd then says so, serves CPU layers with its slower fall-back, has no shared
-memory, and adds the answers of a cluster's servers more slowly.
+memory, and adds the answers of a cluster's servers and quantizes what it sends more slowly.
 
 EXPERTD_WHEEL=x86_64 or aarch64 (`make wheel` sets it) makes a wheel to give away: for that architecture and for every
 Linux with the glibc that native/csrc/build.py names.  There a failure is an error.
@@ -53,7 +53,7 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[misc, type-arg, unuse
         build_data["tag"] = f"py3-none-{platform}"  # C ABI through ctypes: any Python of this platform
 
     def _small_libraries(self, build_data: dict[str, Any], machine: str) -> None:
-        """Those of shared memory, the engine's core and a cluster's sums; without them expertd does with less."""
+        """Those of shared memory, e4m3, the engine's core and a cluster's sums; without them expertd does with less."""
         cxx = _module("expertd_cxx", ROOT / "proto" / "expertd" / "cxx.py")
         for library in cxx.LIBRARIES:
             if machine:

@@ -26,6 +26,7 @@ FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall
 EXPORTS = "{ global: expertd_*; local: *; };\n"
 """Only our own functions are seen from outside: not those of the C++ library that is linked in."""
 SHM = "proto/expertd/shm/csrc"
+E4M3 = "proto/expertd/e4m3/csrc"
 ENGINE = "server/expertd_server/engine/csrc"
 CLUSTER = "client/expertd_client/cluster/csrc"
 GLIBC = "2.28"
@@ -68,7 +69,8 @@ def _below(root: Path, folder: str) -> Path:
 
 LIBRARIES = (
     Library("libexpertd_shm.so", SHM),
-    Library("libexpertd_engine.so", ENGINE, [SHM]),
+    Library("libexpertd_e4m3.so", E4M3),
+    Library("libexpertd_engine.so", ENGINE, [SHM, E4M3]),
     Library("libexpertd_cluster.so", CLUSTER),
 )
 

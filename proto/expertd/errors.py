@@ -260,7 +260,8 @@ class OutputFormUnknownError(InvalidRequestError, code=Code.INVALID_ARGUMENT, re
 
 
 class ScalesUnsupportedError(InvalidRequestError, code=Code.UNIMPLEMENTED, reason="SCALES_UNSUPPORTED"):
-    """The tensor carries block scales, or the dtype that needs them, and this server does not take them."""
+    """The tensor carries block scales, or the dtype that needs them, and does not take them: topk_weights never do, nor
+    hidden_states of a server whose Describe does not list E4M3."""
 
 
 class UnsupportedCombinationError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="UNSUPPORTED_COMBINATION"):

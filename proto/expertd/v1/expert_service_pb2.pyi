@@ -72,12 +72,14 @@ class SyntheticValues(_message.Message):
     def __init__(self, seed: _Optional[int] = ..., zipf_exponent: _Optional[float] = ...) -> None: ...
 
 class BlockScales(_message.Message):
-    __slots__ = ("block", "raw")
+    __slots__ = ("block", "raw", "floats")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
+    FLOATS_FIELD_NUMBER: _ClassVar[int]
     block: int
     raw: bytes
-    def __init__(self, block: _Optional[int] = ..., raw: _Optional[bytes] = ...) -> None: ...
+    floats: FloatValues
+    def __init__(self, block: _Optional[int] = ..., raw: _Optional[bytes] = ..., floats: _Optional[_Union[FloatValues, _Mapping]] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
     __slots__ = ("request_id", "layer", "hidden_states", "topk_ids", "topk_weights", "grouped", "timeout_us", "output_dtype", "output_form", "traceparent", "router_weight_on_input")

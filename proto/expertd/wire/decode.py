@@ -254,6 +254,7 @@ _DATA: dict[int, Any] = {0x1A: bytes, 0x22: pb.FloatValues, 0x2A: pb.IntValues, 
 def _scales(buf: Bytes, view: memoryview, pos: int, end: int) -> ScalesView:
     block = 0
     raw: Any = b""
+    floats = None
     for _ in range(MAX_FIELDS):
         if pos >= end:
             break
@@ -264,11 +265,16 @@ def _scales(buf: Bytes, view: memoryview, pos: int, end: int) -> ScalesView:
         elif field == 0x12:
             start, pos = size(buf, pos, end)
             raw = view[start:pos]
+        elif field == 0x1A:
+            if floats is not None:
+                raise OddError("floats twice")
+            start, pos = size(buf, pos, end)
+            floats = bounds.read(pb.FloatValues, view[start:pos])
         else:
             pos = skip(buf, pos, end, field)
     if pos != end:
         raise OddError(f"more than {MAX_FIELDS} fields, or a last one beyond the end, at byte {pos}")
-    return ScalesView(block, raw)
+    return ScalesView(block, raw, floats)
 
 
 def _response(buf: Bytes, view: memoryview, pos: int, end: int) -> ForwardResponseView:

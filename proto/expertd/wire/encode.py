@@ -167,6 +167,8 @@ def _scales(s: ScalesView) -> bytes:
     if raw:
         body.append(0x12)
         body += _varint(len(raw)) + raw
+    if s.floats is not None:
+        _message(body, 0x1A, s.floats)
     return b"\x3a" + _varint(len(body)) + bytes(body)
 
 

@@ -78,7 +78,11 @@ def _tensor(message: Any, name: str) -> TensorView | None:
     tensor: pb.Tensor = getattr(message, name)
     which = tensor.WhichOneof("data")
     data: Any = None if which is None else getattr(tensor, which)
-    scales = ScalesView(tensor.scales.block, memoryview(tensor.scales.raw)) if tensor.HasField("scales") else None
+    scales = _scales(tensor.scales) if tensor.HasField("scales") else None
     return TensorView(
         tensor.dtype, tuple(tensor.shape), _SPELLING[which], memoryview(data) if which == "raw" else data, scales
     )
+
+
+def _scales(s: pb.BlockScales) -> ScalesView:
+    return ScalesView(s.block, memoryview(s.raw), s.floats if s.HasField("floats") else None)

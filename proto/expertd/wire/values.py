@@ -40,10 +40,11 @@ class Spelling:
 
 @dataclass(slots=True)
 class ScalesView:
-    """BlockScales.  block: columns a scale; raw: f32 [M, ceil(H / block)], little-endian."""
+    """BlockScales.  block: columns a scale; raw: f32 [M, ceil(H / block)], little-endian; floats: typed values."""
 
     block: int = 0
     raw: Buffer = b""
+    floats: pb.FloatValues | None = None
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES, HIDDEN_DTYPES
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.config import Address
 
@@ -131,6 +132,8 @@ def _described(hidden_size: int, limits: Limits) -> pb.DescribeResponse:
             max_message_bytes=limits.max_message_bytes,
             max_requests_in_flight=limits.max_in_flight,
         ),
+        input_dtypes=[DTYPE_NUMBER[d] for d in HIDDEN_DTYPES],
+        output_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
     )
 
 

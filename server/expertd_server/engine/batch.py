@@ -47,7 +47,7 @@ def fill(b: Batch, into: Inputs, k: int, dtype: str, ids: Array) -> None:
     H = b.layer.hidden_size
     for i, r in enumerate(b.requests):
         a, z = b.rows[i], b.rows[i + 1]
-        put_floats(into.hidden[a * H : z * H], dtype, r.hidden)
+        put_floats(into.hidden[a * H : z * H], dtype, r.hidden, H)
         mine, weights = ids[a * k : z * k], into.weights[a * k : z * k]
         if r.top_k == k:
             mine[:] = r.ids.values
@@ -107,7 +107,7 @@ def _put_weights(into: Array, r: Request) -> None:
     if r.weights is None:
         into[:] = 1.0
     else:
-        put_floats(into, "f32", r.weights)
+        put_floats(into, "f32", r.weights, r.top_k)
 
 
 def _put_narrow(ids: Array, weights: Array, r: Request, k: int) -> None:

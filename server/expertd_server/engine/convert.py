@@ -7,20 +7,24 @@ rounds to bf16, wants writable and aligned memory, hence the copy before it.
 from __future__ import annotations
 
 import zlib
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from expertd.dtypes import SCALED_COLUMNS
 from expertd_server.engine.request import STORAGE, Array, Operand
 
 __all__ = ["bits_of", "digest", "output_array", "output_into", "put_floats", "round_floats"]
 
-_TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+_TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 
 
 def bits_of(t: Tensor) -> Array:
-    """A host tensor [...] as a numpy array of the same shape and memory; bf16 as its bits, u2."""
+    """A host tensor [...] as a numpy array of the same shape and memory; bf16 and e4m3 as their bits, u2 and u1."""
+    if t.dtype is torch.float8_e4m3fn:
+        return t.view(torch.uint8).numpy()
     return t.view(torch.uint16).numpy() if t.dtype is torch.bfloat16 else t.numpy()
 
 
@@ -31,10 +35,23 @@ def round_floats(values: Array, dtype: str) -> Array:
     return bits_of(torch.from_numpy(np.array(values, dtype=np.float32)).to(_TORCH[dtype]))
 
 
-def put_floats(into: Array, dtype: str, operand: Operand) -> None:
-    """Write `operand` to `into`, flat and of as many elements, which stores `dtype` ("bf16" or "f32")."""
+@cache
+def _e4m3_values() -> Array:
+    """[256] f32, by their codes."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+
+def put_floats(into: Array, dtype: str, operand: Operand, columns: int) -> None:
+    """Write `operand`, rows of `columns`, to `into`, flat and of as many elements, which stores `dtype` ("bf16" or
+    "f32")."""
     values = operand.values
-    if operand.dtype == dtype:
+    if operand.scales is not None:
+        wide = _e4m3_values()[values].reshape(-1, columns)
+        scales = operand.scales.reshape(len(wide), -1).repeat(SCALED_COLUMNS, axis=1)
+        with np.errstate(invalid="ignore", over="ignore"):  # scales are a caller's: NaN and infinity are passed on
+            np.multiply(wide, scales[:, :columns], out=wide)
+        np.copyto(into, round_floats(wide.reshape(-1), dtype))
+    elif operand.dtype == dtype:
         np.copyto(into, values)
     elif dtype == "bf16":
         np.copyto(into, round_floats(values, "bf16"))

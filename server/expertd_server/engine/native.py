@@ -159,6 +159,7 @@ class NativeEngine(Worker):
         operands = (r.hidden, r.ids, r.weights)
         f = c.Forward(
             hidden=_address(r.hidden),
+            scales=0 if r.hidden.scales is None else r.hidden.scales.ctypes.data,
             ids=_address(r.ids),
             weights=0 if r.weights is None else _address(r.weights),
             out=out.ctypes.data,

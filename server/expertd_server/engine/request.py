@@ -22,6 +22,7 @@ STORAGE: dict[str, np.dtype[Any]] = {
     "f32": np.dtype("<f4"),
     "f16": np.dtype("<f2"),
     "bf16": np.dtype("<u2"),  # numpy has no bfloat16: its bits
+    "e4m3": np.dtype("u1"),
     "i32": np.dtype("<i4"),
     "i64": np.dtype("<i8"),
 }
@@ -30,10 +31,15 @@ STORAGE: dict[str, np.dtype[Any]] = {
 
 class Operand(NamedTuple):
     """One tensor of a request: its dtype ("bf16", ...) and its elements, flat, in STORAGE[dtype]; often a view of the
-    message it came in, so maybe unaligned and always read-only."""
+    message it came in, so maybe unaligned and always read-only.  scales: of e4m3, f32 [M * scales_of_row(H)]."""
 
     dtype: str
     values: Array
+    scales: Array | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
 class Stages(NamedTuple):
@@ -74,7 +80,7 @@ class Request:
     """One layer, one batch of M tokens.
 
     layer        as it is held when the engine takes the request; it stays this one whatever is held later
-    hidden       [M, H] float
+    hidden       [M, H] float, or e4m3 with scales
     ids          [M, top_k] int, global expert ids, -1 = nobody's
     weights      [M, top_k] float; None = all ones (rows grouped by expert)
     reply        called exactly once for every request that the engine took: with an Answer on the engine's thread,
@@ -120,8 +126,8 @@ class Request:
     @property
     def nbytes(self) -> int:
         """Memory that it holds until it is answered: its operands, and its output."""
-        weights = 0 if self.weights is None else self.weights.values.nbytes
-        return int(self.hidden.values.nbytes + self.ids.values.nbytes + weights + self._output_bytes)
+        weights = 0 if self.weights is None else self.weights.nbytes
+        return int(self.hidden.nbytes + self.ids.nbytes + weights + self._output_bytes)
 
     @property
     def answer_bytes(self) -> int:

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from expertd.dtypes import DTYPE_NAME, FLOAT_DTYPES, INT_DTYPES, dtype_name
+from expertd.dtypes import (
+    DTYPE_NAME,
+    FLOAT_DTYPES,
+    HIDDEN_DTYPES,
+    INT_DTYPES,
+    SCALED_COLUMNS,
+    dtype_name,
+    scales_of_row,
+)
 from expertd.errors import (
     BadByteCountError,
     BadDtypeError,
@@ -70,7 +78,7 @@ class Intake:
         x = v.hidden_states
         if x is None:
             raise MalformedMessageError("hidden_states: absent, want a Tensor [M, H]")
-        dtype = _dtype("hidden_states", x, FLOAT_DTYPES)
+        dtype = _dtype("hidden_states", x, HIDDEN_DTYPES)
         if len(x.shape) != 2 or x.shape[1] != layer.hidden_size:
             raise BadShapeError.about("hidden_states", got=list(x.shape), want=f"[M, {layer.hidden_size}]")
         M, H = x.shape
@@ -84,7 +92,7 @@ class Intake:
             layer=layer,
             tokens=M,
             top_k=top_k,
-            hidden=_operand("hidden_states", x, dtype, M * H),
+            hidden=_hidden(x, dtype, M, H),
             ids=ids,
             weights=weights,
             reply=reply,
@@ -166,11 +174,48 @@ def _routes(v: ForwardRequestView, layer: ServedLayer, M: int, max_tokens: int) 
     return ids, _operand("topk_weights", v.topk_weights, weight_dtype, M * k), k
 
 
+def _hidden(x: TensorView, dtype: str, M: int, H: int) -> Operand:
+    """hidden_states, with their scales where they are e4m3."""
+    operand = _operand("hidden_states", x, dtype, M * H)
+    if dtype != "e4m3":
+        return operand
+    if operand is _TO_DRAW:
+        raise BadTensorSpellingError.about(
+            "hidden_states: E4M3", got="synthetic", want="raw or floats", remedy="the server draws F32, F16 and BF16"
+        )
+    return operand._replace(scales=_scales(x, M, H))
+
+
+def _scales(x: TensorView, M: int, H: int) -> Array:
+    """f32 [M * blocks], whatever they are: what they make of their elements is the caller's."""
+    s, count = x.scales, M * scales_of_row(H)
+    if s is None:
+        if count == 0:
+            return np.empty(0, np.float32)
+        raise BadTensorSpellingError.about("hidden_states: E4M3", got="no scales", want=f"{count} of them")
+    if s.block != SCALED_COLUMNS:
+        raise BadShapeError.about("hidden_states.scales.block", got=s.block, want=SCALED_COLUMNS)
+    raw = np.frombuffer(s.raw, np.uint8)
+    if s.floats is not None:
+        if raw.size:
+            raise BadTensorSpellingError.about("hidden_states.scales", got="raw and floats", want="one of them")
+        raw = np.array(s.floats.values, np.float32).view(np.uint8)
+    want = 4 * count
+    if raw.size != want:
+        raise BadByteCountError.about(
+            "hidden_states.scales",
+            got=f"{raw.size} bytes",
+            want=f"{want}: f32 {[M, scales_of_row(H)]}, one for {SCALED_COLUMNS} columns",
+        )
+    return raw.view(np.dtype("<f4"))
+
+
 def _dtype(name: str, t: TensorView, allowed: tuple[str, ...]) -> str:
-    if t.scales is not None or t.dtype == pb.DATA_TYPE_E4M3:
-        raise ScalesUnsupportedError(
-            f"{name}: got E4M3 elements or block scales, want one of {', '.join(allowed)} without scales; this server"
-            " does not take quantized activations on the wire"
+    if t.dtype == pb.DATA_TYPE_E4M3 and "e4m3" not in allowed:
+        raise ScalesUnsupportedError(f"{name}: got E4M3, want one of {', '.join(allowed)}: hidden_states alone take it")
+    if t.scales is not None and t.dtype != pb.DATA_TYPE_E4M3:
+        raise ScalesUnsupportedError.about(
+            name, got=f"block scales with {dtype_name(t.dtype).upper()} elements", want="them with E4M3 alone"
         )
     dtype = DTYPE_NAME.get(t.dtype)
     if dtype not in allowed:
@@ -229,7 +274,9 @@ def _grouped(g: pb.GroupedRows, M: int) -> Operand:
 
 def _output(v: ForwardRequestView, hidden_dtype: str) -> tuple[str, bool]:
     """(dtype of the output, whether a digest is asked instead of it)."""
-    dtype = DTYPE_NAME.get(v.output_dtype, "") if v.output_dtype else hidden_dtype
+    dtype = "bf16" if hidden_dtype == "e4m3" else hidden_dtype
+    if v.output_dtype:
+        dtype = DTYPE_NAME.get(v.output_dtype, "")
     if dtype not in FLOAT_DTYPES:
         raise OutputDtypeUnsupportedError.about("output_dtype", got=v.output_dtype, want="BF16, F16, F32 or 0")
     if v.output_form not in _OUTPUT_FORMS:

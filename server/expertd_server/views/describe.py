@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES
+from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES, HIDDEN_DTYPES
 from expertd.ranges import runs
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels.oracle.advice import advice
@@ -105,7 +105,7 @@ class Describer:
                 max_message_bytes=limits.max_message_bytes,
                 max_requests_in_flight=limits.max_in_flight,
             ),
-            input_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
+            input_dtypes=[DTYPE_NUMBER[d] for d in HIDDEN_DTYPES],
             output_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
             transports=transports,
         )

@@ -38,7 +38,10 @@ Plain = Any  # nested tuples that compare by value
 def plain_tensor(m: Any) -> Plain:
     which = m.WhichOneof("data")
     data = b"" if which is None else m.raw if which == "raw" else getattr(m, which).SerializeToString()
-    scales = (m.scales.block, m.scales.raw) if m.HasField("scales") else None
+    scales = None
+    if m.HasField("scales"):
+        typed = m.scales.floats.SerializeToString() if m.scales.HasField("floats") else None
+        scales = (m.scales.block, m.scales.raw, typed)
     number = 0 if which is None else m.DESCRIPTOR.fields_by_name[which].number
     return (m.dtype, tuple(m.shape), number, data, scales)
 
@@ -79,7 +82,10 @@ def _plain_value(value: Any) -> Plain:
         return value.SerializeToString()
     if isinstance(value, wire.TensorView):
         data = value.data.SerializeToString() if isinstance(value.data, Message) else bytes(value.data or b"")
-        scales = None if value.scales is None else (value.scales.block, bytes(value.scales.raw))
+        scales = None
+        if (s := value.scales) is not None:
+            typed = None if s.floats is None else s.floats.SerializeToString()
+            scales = (s.block, bytes(s.raw), typed)
         return (value.dtype, value.shape, value.spelling, data, scales)
     return value
 

@@ -47,8 +47,27 @@ def _set_ids(value):
     return change
 
 
-def _scaled(r):
-    r.hidden_states.scales.block = 128
+def _scaled(name):
+    def change(r):
+        getattr(r, name).scales.block = 128
+
+    return change
+
+
+def _e4m3(block=128, scales=8, codes=1024, **more):
+    """4 rows of 256 columns want 1024 codes and 8 scales."""
+
+    def change(r):
+        of = pb.BlockScales(block=block, raw=bytes(4 * scales)) if scales is not None else None
+        if scales is not None and more.get("typed"):
+            of.floats.values.extend([1.0] * more["typed"])
+        r.hidden_states.CopyFrom(pb.Tensor(dtype=pb.DATA_TYPE_E4M3, shape=[4, 256], raw=bytes(codes), scales=of))
+
+    return change
+
+
+def _e4m3_drawn(r):
+    r.hidden_states.CopyFrom(drawn([4, 256], pb.DATA_TYPE_E4M3))
 
 
 def _typed_with_wrong_kind(r):
@@ -94,8 +113,21 @@ BAD = {
     "hidden dtype unknown": (lambda r: setattr(r.hidden_states, "dtype", 77), "BAD_DTYPE", "got 77"),
     "id dtype": (lambda r: setattr(r.topk_ids, "dtype", F32), "BAD_DTYPE", "topk_ids.dtype: got F32, want I32 or I64"),
     "weight dtype": (lambda r: setattr(r.topk_weights, "dtype", I32), "BAD_DTYPE", "topk_weights.dtype: got I32"),
-    "e4m3": (lambda r: setattr(r.hidden_states, "dtype", pb.DATA_TYPE_E4M3), "SCALES_UNSUPPORTED", "E4M3"),
-    "block scales": (_scaled, "SCALES_UNSUPPORTED", "block scales"),
+    "e4m3 without scales": (_e4m3(scales=None), "BAD_TENSOR_SPELLING", "E4M3: got no scales, want 8 of them"),
+    "e4m3 by 64": (_e4m3(block=64), "BAD_SHAPE", "hidden_states.scales.block: got 64, want 128"),
+    "e4m3 with a scale too few": (_e4m3(scales=7), "BAD_BYTE_COUNT", "got 28 bytes, want 32: f32 [4, 2]"),
+    "e4m3 with a scale for each column": (_e4m3(scales=1024), "BAD_BYTE_COUNT", "got 4096 bytes, want 32"),
+    "e4m3 with typed scales beside": (_e4m3(typed=8), "BAD_TENSOR_SPELLING", "got raw and floats, want one of them"),
+    "e4m3 with too many typed scales": (_e4m3(scales=0, typed=9), "BAD_BYTE_COUNT", "got 36 bytes, want 32"),
+    "e4m3 with a code too few": (_e4m3(codes=1023), "BAD_BYTE_COUNT", "got 1023 bytes, want 1024 for [4, 256] e4m3"),
+    "e4m3 drawn": (_e4m3_drawn, "BAD_TENSOR_SPELLING", "E4M3: got synthetic"),
+    "e4m3 weights": (
+        lambda r: setattr(r.topk_weights, "dtype", pb.DATA_TYPE_E4M3),
+        "SCALES_UNSUPPORTED",
+        "hidden_states alone",
+    ),
+    "scales of bf16": (_scaled("hidden_states"), "SCALES_UNSUPPORTED", "block scales with BF16 elements"),
+    "scales of weights": (_scaled("topk_weights"), "SCALES_UNSUPPORTED", "block scales with F32 elements"),
     "hidden rank": (lambda r: r.hidden_states.shape.append(1), "BAD_SHAPE", "got [4, 256, 1], want [M, 256]"),
     "hidden width": (lambda r: r.hidden_states.shape.__setitem__(1, 255), "BAD_SHAPE", "got [4, 255], want [M, 256]"),
     "id rows": (lambda r: r.topk_ids.shape.__setitem__(0, 3), "BAD_SHAPE", "topk_ids: got [3, 2], want [4, top_k]"),

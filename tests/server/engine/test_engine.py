@@ -207,6 +207,24 @@ def test_a_number_of_routes_whose_kernels_are_not_there_yet_is_said_once(make, c
     assert "routes" not in caplog.text, "nothing compiles on a CPU"
 
 
+def test_e4m3_of_several_callers_is_widened_by_its_scales(make):
+    """H is no whole block of 128; every code; scales of any sign, and at an odd address as they may lie in messages."""
+    s = make()
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(16, H)
+    scales = torch.tensor([0.5, -2.0, 3e-3, 448.0] * 4)
+    raw = np.frombuffer(b"x" + scales.numpy().tobytes(), np.uint8)[1:].view(np.float32)
+    requests = []
+    for tag in (1, 2):
+        r = s.caller.request(tag, torch.zeros(16, H), [[2]] * 16, [[1.0]] * 16)
+        r.hidden = Operand("e4m3", codes.view(-1).numpy(), raw)
+        assert r.nbytes == 256 + 64 + 2 * 64 + 4 * 256
+        requests.append(r)
+    s.run(*requests)
+    want = codes.view(torch.float8_e4m3fn).float() * scales[:, None]
+    for tag in (1, 2):
+        np.testing.assert_array_equal(s.caller.outputs[tag].reshape(16, H), want.numpy())
+
+
 def test_global_ids_become_slots_and_absent_experts_count_nothing(make):
     s = make()
     x = inputs(3)

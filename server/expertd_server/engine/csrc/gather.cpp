@@ -1,9 +1,10 @@
 #include "gather.h"
 
-#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
+
+#include "e4m3.h"
 
 namespace expertd {
 namespace {
@@ -43,20 +44,6 @@ uint16_t to_f16(float f) {
     return uint16_t(sign | (bits_of(r) - 0x3f000000));
   }
   return uint16_t(sign | ((a + 0xc8000fff + ((a >> 13) & 1)) >> 13));
-}
-
-const std::array<float, 256>& e4m3_values() {
-  static const std::array<float, 256> table = [] {
-    std::array<float, 256> t{};
-    for (int i = 0; i < 256; ++i) {
-      const int e = (i >> 3) & 15, m = i & 7;
-      float v = e ? std::ldexp(1.0f + float(m) / 8, e - 7) : std::ldexp(float(m) / 8, -6);
-      if (e == 15 && m == 7) v = std::numeric_limits<float>::quiet_NaN();
-      t[size_t(i)] = i & 128 ? -v : v;
-    }
-    return t;
-  }();
-  return table;
 }
 
 template <class To, class From, class Convert>
@@ -102,19 +89,7 @@ void load_floats(void* to, uint8_t to_dtype, const void* from, uint8_t from_dtyp
   if (from_dtype == to_dtype) {
     memcpy(to, from, n * size_of(to_dtype));
   } else if (from_dtype == kE4m3) {
-    const auto& table = e4m3_values();
-    const uint64_t blocks = (columns + 127) / 128;
-    const auto* codes = static_cast<const uint8_t*>(from);
-    for (uint64_t r = 0; r < rows; ++r)
-      for (uint64_t c = 0; c < columns; ++c) {
-        float scale;
-        memcpy(&scale, scales + r * blocks + c / 128, sizeof scale);
-        const float v = table[codes[r * columns + c]] * scale;
-        if (to_dtype == kBf16)
-          static_cast<uint16_t*>(to)[r * columns + c] = to_bf16(v);
-        else
-          static_cast<float*>(to)[r * columns + c] = v;
-      }
+    e4m3::widen(from, scales, int64_t(rows), int64_t(columns), to, to_dtype);
   } else if (to_dtype == kBf16) {
     if (from_dtype == kF32)
       each<uint16_t, float>(to, from, n, to_bf16);
