@@ -80,10 +80,14 @@ class AioShmChannel:
         loop = asyncio.get_running_loop()
 
         async def enter() -> None:
+            entering = _Entering(answer)
             try:
-                entered = await loop.run_in_executor(None, enter_session, answer)
+                entered = await loop.run_in_executor(None, entering.run)
             except UnavailableError as e:
                 ready(e)
+            except asyncio.CancelledError:  # the loop ends; the thread may be about to come back with a session
+                entering.abandon()
+                raise
             else:
                 ready(AioShmConnection(entered, deliver, closed, loop))
 
@@ -93,6 +97,37 @@ class AioShmChannel:
 
     def close(self) -> None:
         """What is still opening closes itself."""
+
+
+class _Entering:
+    """enter_session() on a thread, whose result somebody takes, or nobody: then it is closed."""
+
+    def __init__(self, answer: pb.SessionAnswer) -> None:
+        self._answer = answer
+        self._lock = threading.Lock()
+        self._entered: tuple[socket.socket, Client] | None = None
+        self._abandoned = False
+
+    def run(self) -> tuple[socket.socket, Client]:
+        """Raises UnavailableError."""
+        entered = enter_session(self._answer)
+        with self._lock:
+            self._entered = entered
+            if self._abandoned:
+                self._close()
+        return entered
+
+    def abandon(self) -> None:
+        """Close what has come, or is to come."""
+        with self._lock:
+            self._abandoned = True
+            self._close()
+
+    def _close(self) -> None:
+        if self._entered is not None:
+            sock, client = self._entered
+            sock.close()
+            client.close()
 
 
 def enter_session(answer: pb.SessionAnswer) -> tuple[socket.socket, Client]:

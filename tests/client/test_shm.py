@@ -14,7 +14,7 @@ from expertd.shm.library import LibraryMissingError
 from expertd.shm.library import library as client_library
 from expertd.shm.region import host_id, supported
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client import AsyncExpertClient, ExpertClient
+from expertd_client import AsyncExpertClient, ExpertClient, shm
 from expertd_client.shm import AioShmChannel, ShmChannel
 from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.native import NativeEngine
@@ -347,3 +347,33 @@ async def test_a_loop_has_its_own_way(client):
                 break
             await asyncio.sleep(0.01)
         assert "broke" in (await c.session()).refused["shm"]
+
+
+@pytest.mark.parametrize("when", ["while it connects", "when it has connected"])
+def test_a_loop_that_ends_while_a_session_is_entered_leaves_no_socket(monkeypatch, when):
+    entering, goes_on, closed = threading.Event(), threading.Event(), []
+
+    class Closes:
+        def __init__(self, name):
+            self.close = lambda: closed.append(name)
+
+    def enter_session(answer):
+        entering.set()
+        assert goes_on.wait(10)
+        return Closes("socket"), Closes("region")
+
+    monkeypatch.setattr(shm, "enter_session", enter_session)
+    channel = AioShmChannel()
+
+    async def ends_early():
+        channel.open(None, *[lambda *a: pytest.fail("nobody is left to be told")] * 3)
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(entering.wait, 10)
+        if when == "when it has connected":
+            goes_on.set()
+            time.sleep(0.1)  # the loop is told, and has no turn before it ends
+        else:
+            asyncio.get_running_loop().call_soon(threading.Timer(0.1, goes_on.set).start)
+
+    asyncio.run(ends_early())
+    assert set(closed) == {"socket", "region"}
