@@ -28,7 +28,8 @@ from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.packed import cache
 from expertd_kernels.packed.cache import PackedCache, read_entry, write_packed
 from expertd_kernels.packed.file import read_header
-from expertd_kernels.sources.synthetic import random_inputs
+from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
+from expertd_kernels.weights.digest import expert_digests
 from expertd_server.boot import measuring
 from expertd_server.boot.assignment import assign_layers, files_state, open_source
 from expertd_server.boot.layers import Booted, boot_layers
@@ -64,6 +65,11 @@ def boot(folder: Path, **options) -> tuple[list[Booted], Workshop]:
     return boot_layers(plans, workshop), workshop
 
 
+def digests_of(model: str) -> list[tuple[int, ...]]:
+    source = SyntheticModel.parse(model)
+    return [tuple(expert_digests(source.load(layer)).tolist()) for layer in source.layers]
+
+
 def answers(booted: list[Booted]) -> list[torch.Tensor]:
     b = booted[0].served
     x, ids, w = random_inputs(9, b.hidden_size, len(b.held), 2)
@@ -77,6 +83,7 @@ def test_the_second_boot_loads_nothing_and_answers_the_same(tmp_path, backend):
     second, workshop = boot(tmp_path, backend=backend)
     assert (workshop.source.loaded, dict(workshop.lookups)) == ([], {"hit": 2})
     assert set(workshop.seconds) == {"map", "check", "warm_up"}
+    assert [b.digests for b in second] == [b.digests for b in first] == digests_of("tiny:int4_g128")
     for a, b, y, z in zip(first, second, answers(first), answers(second), strict=True):
         assert torch.equal(y, z)
         assert (a.from_cache, b.from_cache) == (False, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack
+from functools import cache
 
 import grpc
 import pytest
@@ -23,6 +24,7 @@ from expertd.v1 import admin_service_pb2_grpc as stubs
 from expertd_client import ExpertClient
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
+from expertd_kernels.weights.digest import expert_digests
 from expertd_server import residence
 from expertd_server.boot.assignment import BootError, open_source
 from expertd_server.config import Address, ConfigError, Ranges, ServeConfig
@@ -34,6 +36,11 @@ H, E, K = 256, 8, 2
 HERE = Address("127.0.0.1", 0)
 TINY = {"synthetic": "tiny:int4_g128", "device": "cpu", "backend": "reference", "listen": HERE, "admin_listen": HERE}
 TINY |= {"threads": 1}
+
+
+@cache
+def digests_of(layer: int) -> list[int]:
+    return expert_digests(open_source(ServeConfig(**TINY)).load(layer, range(E))).tolist()
 
 
 class Admin:
@@ -53,11 +60,12 @@ class Admin:
             raise from_rpc_error(e) from None
 
     def held(self) -> dict[int, list[int]]:
-        """As Describe says."""
-        return {
-            x.layer: [e for r in x.held for e in range(r.first, r.first + r.count)]
-            for x in self.client.describe().layers
-        }
+        """As Describe says, with the digests of just those experts' weights."""
+        layers = self.client.describe().layers
+        held = {x.layer: [e for r in x.held for e in range(r.first, r.first + r.count)] for x in layers}
+        for x in layers:
+            assert list(x.weight_digests) == [digests_of(x.layer)[e] for e in held[x.layer]]
+        return held
 
     def check(self, weights, held) -> None:
         """It computes with these experts of layer 0."""

@@ -22,13 +22,14 @@ from expertd.errors import (
     UnavailableError,
 )
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.cluster.identity import Identity, held_by
 from expertd_client.deadline import Deadline
 from expertd_client.exchange import Exchange
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.transport import Transport, Waiter
 
-__all__ = ["Identity", "Member", "held_by"]
+__all__ = ["Member"]
 
 _FAILURES = 5
 """Failures in a row that are not the connection's, until a server is not asked for a while."""
@@ -36,55 +37,6 @@ _REST_S, _LONGEST_S = 0.25, 10.0
 """How long a server that hung is left alone; doubled each time it hangs again."""
 _HALF_S = 2.0
 """Half-life of what is remembered of a server's distance."""
-
-
-class Identity:
-    """What all servers of a cluster have in common; learned from the first one.
-
-    fingerprint   of the model, "" = not known yet
-    """
-
-    def __init__(self, fingerprint: str = "") -> None:
-        self._fingerprint = fingerprint
-        self._hidden_size = 0
-        self._num_experts: dict[int, int] = {}
-        self._lock = threading.Lock()
-
-    def num_experts(self, layer: int) -> int | None:
-        """Of the whole model; None: nobody told."""
-        return self._num_experts.get(layer)
-
-    def check(self, address: str, answer: pb.DescribeResponse) -> None:
-        """Raises PlacementError where the server is one of another model: its sums must not be added to others'."""
-        model = answer.model
-        with self._lock:
-            if not self._hidden_size:
-                self._hidden_size = model.hidden_size
-            for what, got, want in (
-                ("fingerprint", model.fingerprint, self._fingerprint or model.fingerprint),
-                ("hidden size", model.hidden_size, self._hidden_size),
-                *(
-                    (f"experts of layer {x.layer}", x.num_experts, self._num_experts.setdefault(x.layer, x.num_experts))
-                    for x in answer.layers
-                ),
-            ):
-                if got != want:
-                    raise PlacementError.about(
-                        f"{address}: {what}",
-                        got=got,
-                        want=f"{want}, as the cluster's other servers have",
-                        remedy="it serves another model: its partial sums are not added to theirs",
-                    )
-            self._fingerprint = self._fingerprint or model.fingerprint
-
-
-def held_by(answer: pb.DescribeResponse) -> dict[int, tuple[int, ...]]:
-    """Layer -> ids of the experts that a server says it holds."""
-    return {
-        layer.layer: tuple(sorted({e for r in layer.held for e in range(r.first, r.first + r.count)}))
-        for layer in answer.layers
-        if layer.held
-    }
 
 
 class Member:

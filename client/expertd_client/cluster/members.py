@@ -14,7 +14,8 @@ from expertd.errors import ExpertdError, LayerNotHeldError, UnavailableError
 from expertd.placement import Placement
 from expertd.ranges import format_ranges
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.cluster.member import Identity, Member
+from expertd_client.cluster.identity import Identity
+from expertd_client.cluster.member import Member
 from expertd_client.cluster.table import LayerTable, layer_table
 from expertd_client.exchange import Exchange
 from expertd_client.transport import Transport
@@ -71,6 +72,7 @@ class Members:
             left = [m for m in before.values() if m.address not in after]
             for member in left:
                 member.leaving = True
+                self._identity.forget(member.address)
             self.by_address, self._tables = after, {}
         return new, left
 
@@ -123,6 +125,8 @@ class Members:
         elif member.described(answer, self._identity):
             with self._lock:
                 self._tables = {}
+        if member.leaving and self.by_address.get(member.address) is None:
+            self._identity.forget(member.address)  # what it has just said
         return AWAY_S if member.refused else PROBE_S
 
     def usable(self, addresses: Sequence[str], without: Sequence[Member] = ()) -> list[Member]:

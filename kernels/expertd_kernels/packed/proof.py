@@ -41,6 +41,7 @@ class Proof:
     expected  [C, H] f32: the float32 reference of the first C rows; the routes of a row go to experts of its own kind
               only, so those rows never depend on the others
     accepted  [M, H] in the compute dtype: the answer of a backend that passed; None before one did
+    digests   [E] int64: of the canonical weights (weights.digest), for whoever has the packed ones alone
     """
 
     x: Tensor
@@ -49,9 +50,10 @@ class Proof:
     dominant: Tensor
     expected: Tensor
     accepted: Tensor | None = None
+    digests: Tensor | None = None
 
     NEEDED: ClassVar = frozenset({"x", "ids", "weights", "dominant", "expected"})
-    OPTIONAL: ClassVar = frozenset({"accepted"})
+    OPTIONAL: ClassVar = frozenset({"accepted", "digests"})
     """Fields by name."""
 
     @property
@@ -93,6 +95,7 @@ class Proof:
             torch.cat([self.weights[:first], torch.ones_like(ids, dtype=torch.float32)]),
             torch.cat([self.dominant[:first], ids[:, 0]]),
             self.expected,
+            digests=self.digests,
         )
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import torch
 
 from expertd_kernels.sources.source import ExpertSource, LayerInfo
 from expertd_kernels.weights.canonical import QuantTensor, Weights
+from expertd_kernels.weights.digest import expert_digests
 from expertd_kernels.weights.quantize import quantize, scheme_named
 from expertd_kernels.weights.scheme import Scheme
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["QuantizedSource"]
 
@@ -58,19 +57,23 @@ class QuantizedSource:
         info = self.info(layer)
         ids = list(range(info.num_experts)) if experts is None else list(experts)
         whole: Weights | None = None
+        origin: list[torch.Tensor] = []
         for first in range(0, len(ids), self.experts_at_a_time):
             few = ids[first : first + self.experts_at_a_time]
             try:
-                part = quantize(self.source.load(layer, few), self.scheme)
+                base = self.source.load(layer, few)
+                part = quantize(base, self.scheme)
             except ValueError as error:
                 raise ValueError(f"of the experts {few[0]} to {few[-1]}: {error}") from error
+            origin.append(expert_digests(base))  # devices may choose another one of two scales that are as good
+            del base
             if whole is None:
                 whole = replace(part, w13=_room(part.w13, len(ids)), w2=_room(part.w2, len(ids)))
             for matrix, its in ((whole.w13, part.w13), (whole.w2, part.w2)):
                 for name, t in its.tensors():
                     getattr(matrix, name)[first : first + len(few)] = t
         assert whole is not None, "no experts were asked for"
-        return whole
+        return replace(whole, origin=torch.cat(origin))
 
 
 def _room(q: QuantTensor, experts: int) -> QuantTensor:

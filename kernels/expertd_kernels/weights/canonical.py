@@ -209,6 +209,8 @@ class Weights:
 
     checkpoint_activation   how the checkpoint wants activations rounded; computing otherwise is a named choice
     input_scales            [E, 2] f32 static activation scales before w13 and before w2 (E4M3_TENSOR, NVFP4), or None
+    origin                  [E] int64 on the CPU: digests (weights.digest) of what these were rounded from at loading;
+                            None = they are as they were read
     """
 
     w13: QuantTensor
@@ -216,6 +218,7 @@ class Weights:
     activation: Activation = field(default_factory=Activation)
     checkpoint_activation: ActivationQuant = ActivationQuant.NONE
     input_scales: Tensor | None = None
+    origin: Tensor | None = None
 
     def __post_init__(self) -> None:
         E, N, H = self.w13.shape
@@ -253,4 +256,6 @@ class Weights:
     def experts(self, select: slice | list[int]) -> Weights:
         """The layer with only some of its experts."""
         scales = None if self.input_scales is None else self.input_scales[select]
-        return replace(self, w13=self.w13.experts(select), w2=self.w2.experts(select), input_scales=scales)
+        origin = None if self.origin is None else self.origin[select]
+        w13, w2 = self.w13.experts(select), self.w2.experts(select)
+        return replace(self, w13=w13, w2=w2, input_scales=scales, origin=origin)

@@ -318,7 +318,7 @@ class Model(_message.Message):
     def __init__(self, family: _Optional[str] = ..., fingerprint: _Optional[str] = ..., hidden_size: _Optional[int] = ...) -> None: ...
 
 class Layer(_message.Message):
-    __slots__ = ("layer", "num_experts", "held", "top_k", "intermediate_size", "weight_scheme", "activation_scheme", "checkpoint_activation_scheme", "activation", "backend", "verdicts", "chosen_by", "plan", "from_cache", "advice")
+    __slots__ = ("layer", "num_experts", "held", "top_k", "intermediate_size", "weight_scheme", "activation_scheme", "checkpoint_activation_scheme", "activation", "backend", "verdicts", "chosen_by", "plan", "from_cache", "advice", "weight_digests")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +334,7 @@ class Layer(_message.Message):
     PLAN_FIELD_NUMBER: _ClassVar[int]
     FROM_CACHE_FIELD_NUMBER: _ClassVar[int]
     ADVICE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     layer: int
     num_experts: int
     held: _containers.RepeatedCompositeFieldContainer[ExpertRange]
@@ -349,7 +350,8 @@ class Layer(_message.Message):
     plan: _containers.RepeatedCompositeFieldContainer[PlanEntry]
     from_cache: bool
     advice: Advice
-    def __init__(self, layer: _Optional[int] = ..., num_experts: _Optional[int] = ..., held: _Optional[_Iterable[_Union[ExpertRange, _Mapping]]] = ..., top_k: _Optional[int] = ..., intermediate_size: _Optional[int] = ..., weight_scheme: _Optional[str] = ..., activation_scheme: _Optional[str] = ..., checkpoint_activation_scheme: _Optional[str] = ..., activation: _Optional[str] = ..., backend: _Optional[str] = ..., verdicts: _Optional[_Iterable[_Union[BackendVerdict, _Mapping]]] = ..., chosen_by: _Optional[str] = ..., plan: _Optional[_Iterable[_Union[PlanEntry, _Mapping]]] = ..., from_cache: _Optional[bool] = ..., advice: _Optional[_Union[Advice, _Mapping]] = ...) -> None: ...
+    weight_digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., num_experts: _Optional[int] = ..., held: _Optional[_Iterable[_Union[ExpertRange, _Mapping]]] = ..., top_k: _Optional[int] = ..., intermediate_size: _Optional[int] = ..., weight_scheme: _Optional[str] = ..., activation_scheme: _Optional[str] = ..., checkpoint_activation_scheme: _Optional[str] = ..., activation: _Optional[str] = ..., backend: _Optional[str] = ..., verdicts: _Optional[_Iterable[_Union[BackendVerdict, _Mapping]]] = ..., chosen_by: _Optional[str] = ..., plan: _Optional[_Iterable[_Union[PlanEntry, _Mapping]]] = ..., from_cache: _Optional[bool] = ..., advice: _Optional[_Union[Advice, _Mapping]] = ..., weight_digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Advice(_message.Message):
     __slots__ = ("backend", "needs", "command", "text")

@@ -38,6 +38,7 @@ class Booted:
 
     error, tolerance  relative, against the float32 reference; error: of the worst backend of the plan
     errors            of each backend that serves it
+    digests           of the canonical weights, by expert held
     from_cache        whether all of its packed weights were found on disk
     """
 
@@ -47,6 +48,7 @@ class Booted:
     tolerance: float
     seconds: float
     errors: dict[str, float]
+    digests: tuple[int, ...]
     from_cache: bool
 
 
@@ -82,6 +84,7 @@ def boot_layer(
         prepared[0].check.tolerance,
         time.perf_counter() - start,
         {m.row.name: m.check.relative_error for m in prepared},
+        prepared[0].digests,
         all(m.from_cache for m in prepared),
     )
 

@@ -32,6 +32,7 @@ from expertd_kernels.protocol import Experts, Packed
 from expertd_kernels.refused import Refused
 from expertd_kernels.sources.source import ExpertSource
 from expertd_kernels.sources.synthetic import random_inputs
+from expertd_kernels.weights.digest import expert_digests
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.boot.ahead import ReadAhead
 from expertd_server.boot.assignment import Assignment, BootError
@@ -150,23 +151,29 @@ class LayerWeights:
             weights, problem = self.weights(), self._assignment.decision.problem
             kind = (problem.schemes, weights.w13.shape, weights.w2.shape)
             with self._workshop.stage("check"):
-                self._proof = prove(
+                proof = prove(
                     weights,
                     problem,
                     reference_experts=boot_reference_experts(weights, later=kind in self._workshop.proven),
                     device=self._workshop.device,
                 )
+                self._proof = replace(proof, digests=expert_digests(weights))
             self._workshop.proven.add(kind)
         return self._proof
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """Experts that passed their check.  from_cache: their packed weights were found on disk."""
+    """Experts that passed their check.
+
+    digests     of the canonical weights, by expert
+    from_cache  their packed weights were found on disk
+    """
 
     row: Backend
     experts: Experts
     check: SelfCheck
+    digests: tuple[int, ...]
     from_cache: bool
 
 
@@ -217,16 +224,18 @@ def _mapped(row: Backend, assignment: Assignment, workshop: Workshop, found: Fou
             experts = experts_of(row, found.entry.packed, problem)
             if found.entry.file is not None:
                 experts = WatchedExperts(experts, found.entry.file)
-        if found.entry.proof is None:
+        proof = found.entry.proof
+        if proof is None or proof.digests is None:
             return None, Found("damaged", "the entry has no proof to check it with")
+        digests = tuple(proof.digests.tolist())
         with workshop.stage("check"):
-            proof = found.entry.proof.to(workshop.device)
-            checked = workshop.call(lambda: check(experts, proof, problem))
+            here = proof.to(workshop.device)
+            checked = workshop.call(lambda: check(experts, here, problem))
     except Exception as e:
         return None, Found("damaged", f"its entry does not compute: {_text(e)}")
     if not checked.ok:
         return None, Found("damaged", f"its entry fails the self-check: {checked.fault}")
-    return Prepared(row, experts, checked, from_cache=True), found
+    return Prepared(row, experts, checked, digests, from_cache=True), found
 
 
 def _packed(
@@ -248,7 +257,8 @@ def _packed(
         checked = workshop.call(lambda: check(experts, proof, problem, weights))
     if not checked.ok:
         raise BackendRejectedError("checked against the float32 reference", checked.fault, wrong=True)
-    packed_here = Prepared(row, experts, checked, from_cache=False)
+    assert proof.digests is not None
+    packed_here = Prepared(row, experts, checked, tuple(proof.digests.tolist()), from_cache=False)
     if workshop.cache is None:
         return packed_here
     accepted = workshop.call(lambda: accept(experts, proof, problem))

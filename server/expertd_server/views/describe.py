@@ -52,6 +52,7 @@ def describe_layer(b: Booted, leaving: Collection[int] = ()) -> pb.Layer:
         plan=[pb.PlanEntry(max_tokens=most or 0, backend=name) for most, name in served.plan],
         from_cache=b.from_cache,
         advice=_advice(decision),
+        weight_digests=[d for e, d in zip(served.held, b.digests, strict=True) if e not in leaving],
     )
 
 

@@ -50,8 +50,9 @@ class Fake:
     A test sets `does`: called with each request before it is answered, may raise a row of the error table, or sleep.
     """
 
-    def __init__(self, held, experts=E, max_tokens=0, fingerprint="f00d", load=None, max_in_flight=0):
+    def __init__(self, held, experts=E, max_tokens=0, fingerprint="f00d", load=None, max_in_flight=0, weights=None):
         self.held, self.experts, self.max_tokens, self.fingerprint = held, experts, max_tokens, fingerprint
+        self.weights = weights or (lambda expert: [])  # expert -> digests of its weights
         self.asked, self.describes, self.away = [], 0, False
         self.does = lambda request: None
         self.routes = lambda n: n
@@ -77,7 +78,12 @@ class Fake:
         if self.away:
             raise UnavailableError("away")
         layers = [
-            pb.Layer(layer=n, num_experts=self.experts, held=[pb.ExpertRange(first=e, count=1) for e in sorted(held)])
+            pb.Layer(
+                layer=n,
+                num_experts=self.experts,
+                held=[pb.ExpertRange(first=e, count=1) for e in sorted(held)],
+                weight_digests=[digest for e in sorted(held) for digest in self.weights(e)],
+            )
             for n, held in self.held.items()
         ]
         model = pb.Model(fingerprint=self.fingerprint, hidden_size=H)

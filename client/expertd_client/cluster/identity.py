@@ -1,0 +1,133 @@
+"""What all servers of a cluster have in common: the model, and where they hold the same experts, the same weights."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertd.errors import PlacementError
+from expertd.ranges import LIMIT, format_ranges
+from expertd.v1 import expert_service_pb2 as pb
+
+__all__ = ["Identity", "held_by"]
+
+
+def held_by(answer: pb.DescribeResponse) -> dict[int, tuple[int, ...]]:
+    """Layer -> ids of the experts that a server says it holds."""
+    return {layer.layer: _held(layer) for layer in answer.layers if layer.held}
+
+
+def _held(layer: pb.Layer) -> tuple[int, ...]:
+    return tuple(sorted({e for r in layer.held for e in range(r.first, r.first + r.count)}))
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """The digests of a layer's experts, [E] each: as they were told, and by how many servers."""
+
+    digests: NDArray[np.uint32]
+    told: NDArray[np.int32]
+
+
+class Identity:
+    """Learned from the servers that came first.  Thread-safe.
+
+    fingerprint   of the model, "" = not known yet
+    """
+
+    def __init__(self, fingerprint: str = "") -> None:
+        self._fingerprint = fingerprint
+        self._hidden_size = 0
+        self._num_experts: dict[int, int] = {}
+        self._weights: dict[int, _Known] = {}
+        self._said: dict[str, dict[int, tuple[NDArray[np.int64], NDArray[np.uint32]]]] = {}
+        self._lock = threading.Lock()
+
+    def num_experts(self, layer: int) -> int | None:
+        """Of the whole model; None: nobody told."""
+        return self._num_experts.get(layer)
+
+    def check(self, address: str, answer: pb.DescribeResponse) -> None:
+        """Raises PlacementError where the server is one of another model, or holds other weights of an expert than a
+        server that was there before: its sums must not be added to others', nor stand for them."""
+        model = answer.model
+        with self._lock:
+            if not self._hidden_size:
+                self._hidden_size = model.hidden_size
+            for what, got, want in (
+                ("fingerprint", model.fingerprint, self._fingerprint or model.fingerprint),
+                ("hidden size", model.hidden_size, self._hidden_size),
+                *(
+                    (f"experts of layer {x.layer}", x.num_experts, self._num_experts.setdefault(x.layer, x.num_experts))
+                    for x in answer.layers
+                ),
+            ):
+                if got != want:
+                    raise PlacementError.about(
+                        f"{address}: {what}",
+                        got=got,
+                        want=f"{want}, as the cluster's other servers have",
+                        remedy="it serves another model: its partial sums are not added to theirs",
+                    )
+            self._fingerprint = self._fingerprint or model.fingerprint
+            self._check_weights(address, answer)
+
+    def forget(self, address: str) -> None:
+        """The server left: what it said of its weights binds nobody any more."""
+        with self._lock:
+            self._forget(address)
+
+    def _check_weights(self, address: str, answer: pb.DescribeResponse) -> None:
+        said = {
+            layer.layer: (np.array(_held(layer), np.int64), np.array(layer.weight_digests, np.uint32))
+            for layer in answer.layers
+            if layer.weight_digests and layer.held
+        }
+        before = self._said.get(address)
+        if before is not None and _same(before, said):
+            return
+        self._forget(address)
+        for number, (experts, digests) in said.items():
+            known = self._weights.get(number)
+            most = min(LIMIT, self._num_experts[number])
+            if len(experts) != len(digests) or experts[-1] >= most:
+                raise PlacementError.about(
+                    f"{address}: layer {number}",
+                    got=f"{len(digests)} digests of {len(experts)} experts up to {experts[-1]}",
+                    want=f"one for each, of ids below {most}",
+                )
+            if known is not None:
+                others = (known.told[experts] > 0) & (known.digests[experts] != digests)
+                if others.any():
+                    raise self._other_weights(address, number, experts[others])
+        self._said[address] = said
+        for number, (experts, digests) in said.items():
+            most = min(LIMIT, self._num_experts[number])
+            known = self._weights.setdefault(number, _Known(np.zeros(most, np.uint32), np.zeros(most, np.int32)))
+            known.digests[experts] = digests
+            known.told[experts] += 1
+
+    def _forget(self, address: str) -> None:
+        for number, (experts, _) in self._said.pop(address, {}).items():
+            self._weights[number].told[experts] -= 1
+
+    def _other_weights(self, address: str, number: int, experts: NDArray[np.int64]) -> PlacementError:
+        holders = [a for a, said in self._said.items() if number in said and np.isin(experts, said[number][0]).any()]
+        return PlacementError.about(
+            f"{address}: layer {number}, experts {format_ranges(experts.tolist())}",
+            got="other weights than the cluster's other servers hold under the same name",
+            want=f"those of {', '.join(holders)}",
+            remedy="it is not asked: look for a damaged or another copy of the checkpoint, on either side",
+        )
+
+
+def _same(
+    one: dict[int, tuple[NDArray[np.int64], NDArray[np.uint32]]],
+    other: dict[int, tuple[NDArray[np.int64], NDArray[np.uint32]]],
+) -> bool:
+    return one.keys() == other.keys() and all(
+        np.array_equal(a, other[n][0]) and np.array_equal(b, other[n][1]) for n, (a, b) in one.items()
+    )

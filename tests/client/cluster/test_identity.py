@@ -1,0 +1,106 @@
+"""Servers that hold other weights under the same name are not asked."""
+
+import numpy as np
+import pytest
+from cluster_kit import E, Fake, batch, experts_of, transports, until
+
+from expertd.errors import PlacementError
+from expertd.placement import Placement, Server
+from expertd_client.cluster import ExpertCluster
+from expertd_client.cluster.identity import Identity
+from expertd_client.cluster.members import Members
+
+ALL = range(E)
+
+
+def right(expert):
+    return [1000 + expert]
+
+
+def wrong_of(*experts):
+    return lambda expert: [1000 + expert + (expert in experts) * 77]
+
+
+def check(identity, address, server):
+    identity.check(address, server.describe(None))
+
+
+def test_digests_are_compared_where_experts_are_shared():
+    identity = Identity()
+    check(identity, "a", Fake({0: (0, 1, 2), 3: (0,)}, weights=right))
+    check(identity, "b", Fake({0: (2, 3)}, weights=wrong_of(3)))  # nobody else said anything of 3
+    check(identity, "silent", Fake({0: tuple(ALL)}))
+    with pytest.raises(PlacementError, match=r"^c: layer 0, experts 1-3: got other weights .* want those of a, b"):
+        check(identity, "c", Fake({0: tuple(ALL)}, weights=wrong_of(1, 2)))
+    check(identity, "d", Fake({0: (0, 1, 2)}, weights=right))
+
+
+def test_what_a_server_said_is_forgotten_when_it_leaves_or_says_something_else():
+    identity = Identity()
+    check(identity, "a", Fake({0: tuple(ALL)}, weights=wrong_of(4)))
+    for _ in range(3):
+        with pytest.raises(PlacementError):
+            check(identity, "b", Fake({0: tuple(ALL)}, weights=right))
+    check(identity, "a", Fake({0: tuple(ALL)}, weights=wrong_of(5)))  # restarted, with other weights
+    with pytest.raises(PlacementError, match="experts 5:"):
+        check(identity, "b", Fake({0: tuple(ALL)}, weights=right))
+    identity.forget("a")
+    check(identity, "b", Fake({0: tuple(ALL)}, weights=right))
+    with pytest.raises(PlacementError, match="want those of b"):
+        check(identity, "a", Fake({0: tuple(ALL)}, weights=wrong_of(5)))
+    identity.forget("a")  # it had been refused: it bound nobody
+    with pytest.raises(PlacementError, match="want those of b"):
+        check(identity, "a", Fake({0: tuple(ALL)}, weights=wrong_of(5)))
+
+
+@pytest.mark.parametrize(
+    "server", [Fake({0: (0, 1)}, weights=lambda e: [5] * e), Fake({0: (0, 9)}, weights=right)], ids=["few", "beyond"]
+)
+def test_what_cannot_be_is_refused(server):
+    with pytest.raises(PlacementError, match=r"^a: layer 0: got . digests of 2 experts up to ., want one for each"):
+        check(Identity(), "a", server)
+
+
+@pytest.mark.timeout(60)
+def test_a_server_of_changed_weights_is_refused_at_join():
+    servers = {"good": Fake({0: tuple(ALL)}, weights=right), "bad": Fake({0: tuple(ALL)}, weights=wrong_of(6))}
+    x, ids, w = batch(10)
+    source = Following("good")
+    with ExpertCluster(source, transport=transports(servers), timeout_s=10.0) as cluster:
+        cluster.forward(0, x, ids, w)
+        source.says = ("good", "bad")
+        until(lambda: "experts 6: got other weights" in cluster.servers.get("bad", ""))
+        for _ in range(20):
+            answer = cluster.forward(0, x, ids, w)
+            np.testing.assert_allclose(answer.output, experts_of(x, ids, w, ALL)[0], rtol=1e-5, atol=1e-6)
+        assert not servers["bad"].asked
+        servers["bad"].weights = right  # it was started again, with the right ones
+        until(lambda: not cluster.servers["bad"])
+        servers["good"].away = True
+        cluster.forward(0, x, ids, w)
+        assert servers["bad"].asked
+
+
+def test_who_left_while_it_was_described_binds_nobody():
+    good, bad = Fake({0: tuple(ALL)}, weights=right), Fake({0: tuple(ALL)}, weights=wrong_of(6))
+    members = Members(lambda address: (None, NoExchange()), 0.2)
+    members.apply(("a",))
+    (left,) = members.by_address.values()
+    members.apply(Placement((Server("b", {0: (0,)}),), {0: E}))
+    members.probed(left, bad.describe(None))
+    members.probed(members.by_address["b"], good.describe(None))
+    assert not members.by_address["b"].refused
+
+
+class NoExchange:
+    load = None
+
+
+class Following:
+    every_s = 0.01
+
+    def __init__(self, *says):
+        self.says = says
+
+    def read(self):
+        return self.says
