@@ -26,7 +26,7 @@ from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["CpuExperts", "experts", "pack", "unpack"]
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Version of the packed layout: a cache of another version is rebuilt."""
 
 ROWS = 16

@@ -55,7 +55,7 @@ void tile_i8(const BlockArgs& a, const Slice& s, const int32_t* index, float* ou
 #pragma GCC unroll 2
       for (int b = 0; b < NB; b++) {
         if (V::kAhead) V::prefetch(w[b] + a.ahead);
-        w[b] += kVector;
+        w[b] += s.step;
       }
       word += 2;
     };

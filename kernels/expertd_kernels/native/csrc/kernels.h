@@ -58,11 +58,11 @@ inline __attribute__((always_inline)) void for_each_index(const F& f) {
 }
 
 // Where a tile works: columns [from, to) of blocks `block`.., piece `piece` and group `group` being those of `from`. codes: of
-// these columns, NB blocks `stride` bytes apart. The sums of earlier columns are in `out` already where from > 0.
+// these columns, NB blocks `stride` bytes apart, a block's vectors `step`. The sums of earlier columns are in `out` already where from > 0.
 struct Slice {
   int block, from, to, piece, group;
   const uint8_t* codes;
-  size_t stride;
+  size_t stride, step;
 };
 
 // Calls f(k, columns, group, piece) for each piece of the slice.
@@ -90,10 +90,10 @@ template <class V, int RAW>
 struct BlockScales {
   const float* prepared;
   const uint8_t* header;
-  size_t stride, bytes;  // of a block: prepared scales, and header and codes
+  size_t stride, bytes;  // of a block: prepared scales, and header
   BlockScales(const BlockArgs& a, int block)
-      : prepared(a.scales + size_t(block) * a.g->groups * kRows), header(a.block + block * a.g->block_bytes),
-        stride(size_t(a.g->groups) * kRows), bytes(a.g->block_bytes) {}
+      : prepared(a.scales + size_t(block) * a.g->groups * kRows), header(a.pair + block * a.g->header_bytes),
+        stride(size_t(a.g->groups) * kRows), bytes(a.g->header_bytes) {}
   typename V::F at(int group, int block, int lane) const {
     const size_t i = size_t(group) * kRows + lane;
     if constexpr (RAW >= 0) return load_scales<V, RAW>(header + block * bytes + i * stored_bytes(RAW));
@@ -156,7 +156,7 @@ void tile_row_i16(const BlockArgs& a, const Slice& s, const int32_t* index, floa
 #pragma GCC unroll 2
       for (int b = 0; b < NB; b++) {
         if (V::kAhead) V::prefetch(w[b] + a.ahead);
-        w[b] += kVector;
+        w[b] += s.step;
       }
     }
     const F scale = V::bcastf(row_scale<RAW>(a, xs[p]));
@@ -229,7 +229,7 @@ void tile_i16(const BlockArgs& a, const Slice& s, const int32_t* index, float* o
 #pragma GCC unroll 2
       for (int b = 0; b < NB; b++) {
         if (V::kAhead) V::prefetch(w[b] + a.ahead);
-        w[b] += kVector;
+        w[b] += s.step;
       }
     }
 #pragma GCC unroll 16
@@ -264,9 +264,9 @@ struct Bf16Pairs {
     if constexpr (EL == EXPERTD_E2M1) table = V::table16(kE2m1);
   }
   template <int I>
-  typename V::I get(const uint8_t* from) const {
+  typename V::I get(const uint8_t* from, size_t step) const {  // step: to the block's next vector
     if constexpr (EL == kPanel || EL == EXPERTD_BF16) {
-      return V::loadi(from + I * kVector);
+      return V::loadi(from + I * step);
     } else if constexpr (EL == EXPERTD_E4M3) {
       return V::e4m3_to_bf16(I == 1 ? V::template srl16<8>(V::loadi(from)) : V::andi(V::loadi(from), V::bcasti(0x00FF00FF)));
     } else {
@@ -276,7 +276,7 @@ struct Bf16Pairs {
 };
 
 constexpr int bf16_positions(int element) { return element == EXPERTD_E4M3 ? 2 : 4; }
-constexpr int bf16_step_bytes(int element) { return element == kPanel || element == EXPERTD_BF16 ? 4 * kVector : kVector; }
+constexpr int bf16_step(int element) { return element == kPanel || element == EXPERTD_BF16 ? 4 : 1; }  // vectors of a step
 
 template <class V, int EL, int NB, int MR>
 void tile_bf16(const BlockArgs& a, const Slice& s, const int32_t* index, float* out) {
@@ -309,7 +309,7 @@ void tile_bf16(const BlockArgs& a, const Slice& s, const int32_t* index, float* 
         constexpr int i = decltype(position)::value;
         I q[R];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) q[r] = codes.template get<i>(w[r / VB] + (r % VB) * V::W * 4);
+        for (int r = 0; r < R; r++) q[r] = codes.template get<i>(w[r / VB] + (r % VB) * V::W * 4, s.step);
 #pragma GCC unroll 16
         for (int m = 0; m < MR; m++) {
           const I v = V::bcasti(x[m][pair + i]);
@@ -320,8 +320,8 @@ void tile_bf16(const BlockArgs& a, const Slice& s, const int32_t* index, float* 
 #pragma GCC unroll 2
       for (int b = 0; b < NB; b++) {
         if (EL != kPanel && V::kAhead)
-          for (int i = 0; i < bf16_step_bytes(EL); i += kVector) V::prefetch(w[b] + a.ahead + i);
-        w[b] += bf16_step_bytes(EL);
+          for (int i = 0; i < bf16_step(EL); i++) V::prefetch(w[b] + a.ahead + i * s.step);
+        w[b] += bf16_step(EL) * s.step;
       }
     }
 #pragma GCC unroll 16
@@ -338,15 +338,18 @@ void tile_bf16(const BlockArgs& a, const Slice& s, const int32_t* index, float* 
   });
 }
 
-template <class V, int EL>
-void unpack_bf16(const uint8_t* codes, int columns, bool zeros, uint8_t* panel) {
+// Columns of NB blocks, vectors of each `step` bytes apart, into panels `panel_bytes` apart.
+template <class V, int EL, int NB>
+void unpack_bf16(const uint8_t* codes, size_t step, int columns, bool zeros, uint8_t* panel, size_t panel_bytes) {
   const Bf16Pairs<V, EL> pairs(zeros);
-  for (int k = 0; k < columns; k += 2 * bf16_positions(EL), codes += bf16_step_bytes(EL)) {
-    for_each_index<bf16_positions(EL)>([&](auto i) {
-      for (int r = 0; r < kVector; r += V::W * 4) {
-        V::storei(panel + decltype(i)::value * kVector + r, pairs.template get<decltype(i)::value>(codes + r));
-      }
-    });
+  for (int k = 0; k < columns; k += 2 * bf16_positions(EL), codes += bf16_step(EL) * step) {
+    for (int b = 0; b < NB; b++)
+      for_each_index<bf16_positions(EL)>([&](auto i) {
+        for (int r = 0; r < kVector; r += V::W * 4) {
+          const typename V::I numbers = pairs.template get<decltype(i)::value>(codes + b * kVector + r, step);
+          V::storei(panel + b * panel_bytes + decltype(i)::value * kVector + r, numbers);
+        }
+      });
     panel += bf16_positions(EL) * kVector;
   }
 }
@@ -401,7 +404,7 @@ void tile_f32(const BlockArgs& a, const Slice& s, const int32_t* index, float* o
     for (int k = at; k < at + columns; k += 8) {  // 8 columns are 8 / L vectors of codes
 #pragma GCC unroll 8
       for (int v = 0; v < 8 / L; v++) {
-        const auto load = [&](int r) { return V::loadi(w[r / VB] + v * kVector + (r % VB) * V::W * 4); };
+        const auto load = [&](int r) { return V::loadi(w[r / VB] + v * s.step + (r % VB) * V::W * 4); };
         if constexpr (MR == 1 && EL == EXPERTD_E4M3) {  // columns share most of their decoding: one row vector after the other
 #pragma GCC unroll 4
           for (int r = 0; r < R; r++) {
@@ -431,8 +434,8 @@ void tile_f32(const BlockArgs& a, const Slice& s, const int32_t* index, float* o
       }
       for (int b = 0; b < NB; b++) {
         if (V::kAhead)
-          for (int v = 0; v < 8 / L; v++) V::prefetch(w[b] + a.ahead + v * kVector);
-        w[b] += 8 / L * kVector;
+          for (int v = 0; v < 8 / L; v++) V::prefetch(w[b] + a.ahead + v * s.step);
+        w[b] += 8 / L * s.step;
       }
     }
 #pragma GCC unroll 16

@@ -224,12 +224,12 @@ BlockArgs block_args(Pass& p, const Geometry& g, const expertd_matrix& matrix, c
   const size_t lanes = size_t(g.groups) * kRows;
   float* scales = s.scales.get<float>(2 * lanes);
   float* zeros = g.spec.zeros ? s.zeros.get<float>(2 * lanes) : nullptr;
-  const uint8_t* block = matrix.stream + expert * g.expert_bytes + b * g.block_bytes;
-  BlockArgs a{&g, block, nb, next ? next - block : 0, {}, scales, zeros, &rows, nullptr, 0, nullptr};
+  const uint8_t* pair = matrix.stream + expert * g.expert_bytes + b * g.block_bytes;
+  BlockArgs a{&g, pair, nb, next ? next - pair : 0, {}, scales, zeros, &rows, nullptr, 0, nullptr};
   const float factor = scale_factor(path_of(p, g), g.spec.element);
   for (int i = 0; i < nb; i++) {
     if (next)
-      for (size_t at = 0; at < g.header_bytes; at += kVector) __builtin_prefetch(next + i * g.block_bytes + at, 0, 2);
+      for (size_t at = 0; at < g.header_bytes; at += kVector) __builtin_prefetch(next + i * g.header_bytes + at, 0, 2);
     const int segments = g.spec.segments;
     const float global = matrix.global_scales ? matrix.global_scales[size_t(expert) * segments + (b + i) % segments] : 1.0f;
     a.factor[i] = global * factor;

@@ -1,18 +1,19 @@
 // The packed layout, as arithmetic on sizes.
 //
-// A matrix [E, N, K] becomes E runs of `expert_bytes`; an expert is `blocks` runs of `block_bytes`; a block holds 16 rows of one
-// segment. Blocks of the segments alternate, so that gate rows i..i+15 lie beside up rows i..i+15. One block:
+// A matrix [E, N, K] becomes E runs of `expert_bytes`. A block holds 16 rows of one segment; blocks of the segments alternate, so that
+// gate rows i..i+15 come before up rows i..i+15. Blocks 2i and 2i + 1 of an expert are a pair (the last one may be alone): one run of
+// memory, read front to back, since a core's prefetcher follows one stream far better than two. A pair:
 //
-//   header   scales [groups][lanes] as stored, then zero points [groups][lanes], padded to 64 bytes.
+//   headers  of each block: scales [groups][lanes] as stored, then zero points [groups][lanes], padded to 64 bytes.
 //            lanes = 16 (one a row), or 1 where all rows of every block share a scale.
-//   codes    vectors of 64 bytes: 16 rows x 32 bits. A lane holds 8 (4 bit), 4, 2 or 1 neighbouring columns of its row, the first
-//            one in the lowest bits. Signed 8-bit codes are stored with the top bit flipped (code + 128).
+//   codes    vectors of 64 bytes, of the blocks in turns: 16 rows x 32 bits. A lane holds 8 (4 bit), 4, 2 or 1 neighbouring columns of
+//            its row, the first one in the lowest bits. Signed 8-bit codes are stored with the top bit flipped (code + 128).
 //
 // Columns: each scale group is padded to a multiple of 8 columns (only groups whose size is no multiple of 8 need it), the last
 // one too; kp is the sum. Padded rows and columns hold code 0; they meet an activation of 0 and are never copied out.
 //
-// Example: int4, N = 32, K = 128, g = 64, bf16 scales, 2 segments: 2 blocks of 2 * 16 * 2 = 64 header bytes and 128 / 8 = 16
-// vectors = 1024 bytes of codes.
+// Example: int4, N = 32, K = 128, g = 64, bf16 scales, 2 segments: one pair of 2 x 64 header bytes (2 groups x 16 rows x 2), then
+// 128 / 8 = 16 vectors of each block, 2048 bytes.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -41,11 +42,13 @@ struct Geometry {
   int scale_bytes;        // of one stored scale; 0 if unquantized
   int scale_rows;         // canonical scale rows of an expert
   int scale_block;        // rows of a segment that share a scale
-  size_t header_bytes, block_bytes, expert_bytes;
+  size_t header_bytes, block_bytes, expert_bytes;  // block_bytes: a block's share of its pair
 
   int scale_row(int segment, int row) const {
     return segment * (scale_rows / spec.segments) + row / scale_block;
   }
+  // Blocks of the pair that block b, the first of it, begins.
+  int pair_blocks(int b) const { return b + 1 < blocks ? 2 : 1; }
   int packed_column(int k) const { return k / group_cols * group + k % group_cols; }
 };
 

@@ -27,10 +27,10 @@ struct Rows {
 constexpr int kPart = 16;
 constexpr int parts_of(int piece) { return (piece + kPart - 1) / kPart; }
 
-// Up to two neighbouring blocks against some rows: out[m][b * 16 + r] = sum over k of W[b][r][k] * x[index[m]][k].
+// A pair of blocks (the last one may be alone) against some rows: out[m][b * 16 + r] = sum over k of W[b][r][k] * x[index[m]][k].
 struct BlockArgs {
   const Geometry* g;
-  const uint8_t* block;   // the first block; the second follows
+  const uint8_t* pair;    // its headers, then codes (layout.h)
   int nb;                 // 1 or 2
   ptrdiff_t ahead;        // what is to be fetched while these blocks are read lies so many bytes behind them
   float factor[2];        // of the scales of each block

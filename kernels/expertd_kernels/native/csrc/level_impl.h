@@ -66,20 +66,18 @@ void gemm_panel(const BlockArgs& a, int block) {
   constexpr size_t kPanelBytes = kColumns * 2 * kRows;
   alignas(64) uint8_t panel[NB * kPanelBytes];
   const Geometry& g = *a.g;
-  const uint8_t* codes = a.block + block * g.block_bytes + g.header_bytes;
-  Slice s{block, 0, 0, 0, 0, panel, kPanelBytes};
+  const size_t step = a.nb * kVector;
+  const uint8_t* codes = a.pair + a.nb * g.header_bytes + block * kVector;
+  Slice s{block, 0, 0, 0, 0, panel, kPanelBytes, kVector};
   const auto flush = [&](int next_piece, int next_group) {
-    for (int b = 0; b < NB; b++) {
-      const uint8_t* from = codes + b * g.block_bytes;
-      unpack_bf16<V, EL>(from, s.to - s.from, g.spec.zeros, panel + b * kPanelBytes);
-    }
-    codes += size_t(s.to - s.from) / g.per_lane * kVector;
+    unpack_bf16<V, EL, NB>(codes, step, s.to - s.from, g.spec.zeros, panel, kPanelBytes);
+    codes += size_t(s.to - s.from) / g.per_lane * step;
     tiles<V, kPanel, P, NB, NB == 2 ? V::kTile2 : V::kTile1>(a, s);
     s.from = s.to;
     s.piece = next_piece;
     s.group = next_group;
   };
-  const Slice all{block, 0, g.kp, 0, 0, nullptr, 0};
+  const Slice all{block, 0, g.kp, 0, 0, nullptr, 0, 0};
   for_pieces(g, all, [&](int k, int columns, int group, int piece) {
     if (k + columns - s.from > kColumns) flush(piece, group);
     s.to = k + columns;
@@ -98,9 +96,8 @@ constexpr int raw_scales() {
 template <class V, int EL, Path P, int RAW>
 void gemm_row(const BlockArgs& a) {
   const Geometry& g = *a.g;
-  const uint8_t* codes = a.block + g.header_bytes;
-  if (a.nb == 2) return tile<V, EL, P, 2, 1, RAW>()(a, Slice{0, 0, g.kp, 0, 0, codes, g.block_bytes}, a.index, a.out);
-  tile<V, EL, P, 1, 1, RAW>()(a, Slice{0, 0, g.kp, 0, 0, codes, 0}, a.index, a.out);
+  const Slice s{0, 0, g.kp, 0, 0, a.pair + a.nb * g.header_bytes, kVector, size_t(a.nb) * kVector};
+  return (a.nb == 2 ? tile<V, EL, P, 2, 1, RAW>() : tile<V, EL, P, 1, 1, RAW>())(a, s, a.index, a.out);
 }
 
 template <class V, int EL, Path P>
@@ -115,7 +112,7 @@ void gemm_element(const BlockArgs& a) {
   constexpr int kTile1 = tile1_rows<V, P>();
   constexpr bool kPair = kTile2 > kTile1;  // two blocks make the better tile for any number of rows
   const Geometry& g = *a.g;
-  const uint8_t* codes = a.block + g.header_bytes;
+  const uint8_t* codes = a.pair + a.nb * g.header_bytes;
   if constexpr (panel_rows<V, EL, P>() > 0) {
     if (a.n >= panel_rows<V, EL, P>()) {
       if (kPair && a.nb == 2) return gemm_panel<V, EL, P, kPair ? 2 : 1>(a, 0);
@@ -125,10 +122,10 @@ void gemm_element(const BlockArgs& a) {
   }
   if constexpr (kTile2 > 0) {
     if (a.nb == 2 && (a.n <= kTile2 || kPair)) {
-      return tiles<V, EL, P, 2, kTile2>(a, Slice{0, 0, g.kp, 0, 0, codes, g.block_bytes});
+      return tiles<V, EL, P, 2, kTile2>(a, Slice{0, 0, g.kp, 0, 0, codes, kVector, 2 * kVector});
     }
   }
-  for (int b = 0; b < a.nb; b++) tiles<V, EL, P, 1, kTile1>(a, Slice{b, 0, g.kp, 0, 0, codes + b * g.block_bytes, 0});
+  for (int b = 0; b < a.nb; b++) tiles<V, EL, P, 1, kTile1>(a, Slice{b, 0, g.kp, 0, 0, codes + b * kVector, 0, size_t(a.nb) * kVector});
 }
 
 template <class V>

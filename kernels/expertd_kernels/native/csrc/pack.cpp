@@ -21,32 +21,32 @@ size_t row_bytes(const Geometry& g) {
   return is_nibble(g.spec.element) ? size_t(g.spec.k + 1) / 2 : size_t(g.spec.k) * element_bits(g.spec.element) / 8;
 }
 
-// 16 rows of `vectors` 32-bit words, `stride` bytes apart, to `vectors` runs of 16 words; flip is xor-ed into each word.
-void transpose_in(const uint8_t* src, size_t stride, int rows, int vectors, uint32_t flip, uint8_t* dst) {
+// 16 rows of `vectors` 32-bit words, `stride` bytes apart, to `vectors` runs of 16 words, `step` bytes apart; flip is xor-ed into each word.
+void transpose_in(const uint8_t* src, size_t stride, int rows, int vectors, uint32_t flip, uint8_t* dst, size_t step) {
   for (int v0 = 0; v0 < vectors; v0 += kStep) {
     const int n = std::min(kStep, vectors - v0);
     for (int r = 0; r < rows; r++) {
       const uint8_t* from = src + r * stride + size_t(v0) * 4;
-      uint8_t* to = dst + size_t(v0) * kVector + r * 4;
+      uint8_t* to = dst + size_t(v0) * step + r * 4;
       for (int v = 0; v < n; v++) {
         uint32_t word;
         std::memcpy(&word, from + v * 4, 4);
         word ^= flip;
-        std::memcpy(to + size_t(v) * kVector, &word, 4);
+        std::memcpy(to + size_t(v) * step, &word, 4);
       }
     }
   }
 }
 
-void transpose_out(const uint8_t* src, size_t stride, int rows, int vectors, uint32_t flip, uint8_t* dst) {
+void transpose_out(const uint8_t* src, size_t step, size_t stride, int rows, int vectors, uint32_t flip, uint8_t* dst) {
   for (int v0 = 0; v0 < vectors; v0 += kStep) {
     const int n = std::min(kStep, vectors - v0);
     for (int r = 0; r < rows; r++) {
       uint8_t* to = dst + r * stride + size_t(v0) * 4;
-      const uint8_t* from = src + size_t(v0) * kVector + r * 4;
+      const uint8_t* from = src + size_t(v0) * step + r * 4;
       for (int v = 0; v < n; v++) {
         uint32_t word;
-        std::memcpy(&word, from + size_t(v) * kVector, 4);
+        std::memcpy(&word, from + size_t(v) * step, 4);
         word ^= flip;
         std::memcpy(to + v * 4, &word, 4);
       }
@@ -75,7 +75,10 @@ struct BlockPlace {
   BlockPlace(const Geometry& g, int unit)
       : expert(unit / g.blocks), block(unit % g.blocks), segment(block % g.spec.segments), row(block / g.spec.segments * kRows),
         rows(std::min(kRows, g.seg_rows - row)) {}
-  size_t stream_at(const Geometry& g) const { return expert * g.expert_bytes + block * g.block_bytes; }
+  size_t pair_at(const Geometry& g) const { return expert * g.expert_bytes + (block & ~1) * g.block_bytes; }
+  size_t header_at(const Geometry& g) const { return pair_at(g) + (block & 1) * g.header_bytes; }
+  size_t codes_at(const Geometry& g) const { return pair_at(g) + g.pair_blocks(block & ~1) * g.header_bytes + (block & 1) * kVector; }
+  size_t step(const Geometry& g) const { return g.pair_blocks(block & ~1) * kVector; }
   size_t first_row(const Geometry& g) const { return size_t(expert) * g.spec.n + size_t(segment) * g.seg_rows + row; }
   // Index of the first scale of row r of the block in the canonical scales [E, scale_rows, groups].
   size_t scale_at(const Geometry& g, int r) const {
@@ -91,8 +94,11 @@ void pack_codes(const Job& j, const BlockPlace& at, uint8_t* dst) {
   const size_t stride = row_bytes(g);
   const uint8_t* src = j.codes + at.first_row(g) * stride;
   const int whole = g.group == g.group_cols || g.groups == 1 ? g.spec.k / g.per_lane : 0;  // vectors that need no padding
-  if (at.rows < kRows || whole < vectors) std::memset(dst, 0, size_t(vectors) * kVector);
-  transpose_in(src, stride, at.rows, whole, flip_of(g), dst);
+  const size_t step = at.step(g);
+  if (at.rows < kRows || whole < vectors) {
+    for (int v = 0; v < vectors; v++) std::memset(dst + v * step, 0, kVector);
+  }
+  transpose_in(src, stride, at.rows, whole, flip_of(g), dst, step);
   if (whole == vectors) return;
   std::vector<uint8_t> row(size_t(g.kp) * bits / 8);  // padded
   for (int r = 0; r < at.rows; r++) {
@@ -102,7 +108,7 @@ void pack_codes(const Job& j, const BlockPlace& at, uint8_t* dst) {
       move_columns(bits, src + r * stride, k, row.data(), g.packed_column(k), n);
       k += n;
     }
-    transpose_in(row.data() + size_t(whole) * 4, 0, 1, vectors - whole, flip_of(g), dst + size_t(whole) * kVector + r * 4);
+    transpose_in(row.data() + size_t(whole) * 4, 0, 1, vectors - whole, flip_of(g), dst + whole * step + r * 4, step);
   }
 }
 
@@ -112,11 +118,12 @@ void unpack_codes(const Job& j, const BlockPlace& at, const uint8_t* src) {
   const size_t stride = row_bytes(g);
   uint8_t* dst = j.to_codes + at.first_row(g) * stride;
   const int whole = g.group == g.group_cols || g.groups == 1 ? g.spec.k / g.per_lane : 0;
-  transpose_out(src, stride, at.rows, whole, flip_of(g), dst);
+  const size_t step = at.step(g);
+  transpose_out(src, step, stride, at.rows, whole, flip_of(g), dst);
   if (whole == vectors) return;
   std::vector<uint8_t> row(size_t(g.kp) * bits / 8);
   for (int r = 0; r < at.rows; r++) {
-    transpose_out(src + size_t(whole) * kVector + r * 4, 0, 1, vectors - whole, flip_of(g), row.data() + size_t(whole) * 4);
+    transpose_out(src + whole * step + r * 4, step, 0, 1, vectors - whole, flip_of(g), row.data() + size_t(whole) * 4);
     if (bits == 4 && g.spec.k % 2) dst[(r + 1) * stride - 1] = 0;  // the nibble behind an odd K
     for (int k = whole * g.per_lane; k < g.spec.k;) {
       const int n = std::min(g.group_cols - k % g.group_cols, g.spec.k - k);
@@ -140,17 +147,17 @@ void move_header(const Geometry& g, const BlockPlace& at, uint8_t* canonical, ui
 void pack_block(const Job& j, int unit) {
   const Geometry& g = j.g;
   const BlockPlace at(g, unit);
-  uint8_t* dst = j.to_stream + at.stream_at(g);
+  uint8_t* dst = j.to_stream + at.header_at(g);
   std::memset(dst, 0, g.header_bytes);
   if (g.scale_bytes) move_header<true>(g, at, const_cast<uint8_t*>(j.scales), dst, g.scale_bytes);
   if (g.spec.zeros) move_header<true>(g, at, const_cast<uint8_t*>(j.zeros), dst + size_t(g.groups) * g.lanes * g.scale_bytes, 1);
-  pack_codes(j, at, dst + g.header_bytes);
+  pack_codes(j, at, j.to_stream + at.codes_at(g));
 }
 
 void unpack_block(const Job& j, int unit) {
   const Geometry& g = j.g;
   const BlockPlace at(g, unit);
-  uint8_t* src = const_cast<uint8_t*>(j.stream) + at.stream_at(g);
+  uint8_t* src = const_cast<uint8_t*>(j.stream) + at.header_at(g);
   // Where several blocks share a scale row they write the same bytes; only the first of them does, so that no two threads meet.
   const bool owner = g.lanes == kRows || at.row % g.scale_block == 0;
   if (g.lanes == kRows && g.scale_block > 1) {
@@ -166,7 +173,7 @@ void unpack_block(const Job& j, int unit) {
     if (g.scale_bytes) move_header<false>(g, at, j.to_scales, src, g.scale_bytes);
     if (g.spec.zeros) move_header<false>(g, at, j.to_zeros, src + size_t(g.groups) * g.lanes * g.scale_bytes, 1);
   }
-  unpack_codes(j, at, src + g.header_bytes);
+  unpack_codes(j, at, j.stream + at.codes_at(g));
 }
 
 }  // namespace

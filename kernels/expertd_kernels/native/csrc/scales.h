@@ -92,7 +92,7 @@ void prepare_all(const BlockArgs& a) {
   const Geometry& g = *a.g;
   const size_t lanes = size_t(g.groups) * kRows;
   for (int b = 0; b < a.nb; b++) {
-    prepare<V>(g, a.block + b * g.block_bytes, a.factor[b], a.scales + b * lanes, a.minus_zeros ? a.minus_zeros + b * lanes : nullptr);
+    prepare<V>(g, a.pair + b * g.header_bytes, a.factor[b], a.scales + b * lanes, a.minus_zeros ? a.minus_zeros + b * lanes : nullptr);
   }
 }
 

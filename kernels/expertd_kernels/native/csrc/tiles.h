@@ -43,7 +43,7 @@ struct LowPairs {
     table = V::table16(kLow);
   }
   template <int I>
-  typename V::I get(const uint8_t* from) const {
+  typename V::I get(const uint8_t* from, size_t) const {
     return V::lookup16(table, V::template srl16<4 * I>(V::loadi(from)));
   }
 };
@@ -55,13 +55,13 @@ struct TileDecoder {
   static constexpr int kLeast = 27, kMost = 227;  // as e8m0
   static constexpr bool kBf16 = P == kBf16Tiles;
   static constexpr int kVectors = kBf16 ? bf16_positions(EL) : 1;       // of a tile, made of one step of codes
-  static constexpr int kInput = kBf16 ? bf16_step_bytes(EL) : kVector;  // bytes of codes of a step
+  static constexpr int kInput = kBf16 ? bf16_step(EL) : 1;  // vectors of codes of a step
   static constexpr int kColumns = kBf16 ? 2 * kVectors : 4;
   using Codes = std::conditional_t<FOLD, LowPairs<V>, std::conditional_t<kBf16, Bf16Pairs<V, EL>, Pairs<V, EL>>>;
 
   const Codes codes;
   const uint8_t* from;
-  size_t block;
+  size_t step, header;  // between a block's vectors, and between the blocks' headers
   ptrdiff_t ahead;
   size_t slot;  // bytes that a piece takes of a block's tiles
   uint8_t* to = nullptr;
@@ -73,8 +73,8 @@ struct TileDecoder {
   typename V::I exponents[NB];
 
   TileDecoder(const BlockArgs& a, int b, size_t slot_bytes)
-      : codes(make(a.g->spec.zeros)), from(a.block + b * a.g->block_bytes + a.g->header_bytes), block(a.g->block_bytes), ahead(a.ahead), slot(slot_bytes),
-        scales(a.block + b * a.g->block_bytes), group(a.g->group) {
+      : codes(make(a.g->spec.zeros)), from(a.pair + a.nb * a.g->header_bytes + b * kVector), step(a.nb * kVector), header(a.g->header_bytes), ahead(a.ahead),
+        slot(slot_bytes), scales(a.pair + b * a.g->header_bytes), group(a.g->group) {
     if constexpr (FOLD) next_scales();
   }
   static Codes make(bool zeros) {
@@ -93,10 +93,8 @@ struct TileDecoder {
   void one() {
 #pragma GCC unroll 2
     for (int b = 0; b < NB; b++) {
-      const uint8_t* c = from + b * block;
-      V::prefetch(c + ahead);
-      if (kInput > kVector)
-        for (int i = kVector; i < kInput; i += kVector) V::prefetch(c + ahead + i);
+      const uint8_t* c = from + b * kVector;
+      for (int i = 0; i < kInput; i++) V::prefetch(c + ahead + i * step);
       uint8_t* w = to + b * kSteps * kTileBytes;
       for_each_index<kVectors>([&](auto index) {
         constexpr int i = decltype(index)::value;
@@ -104,7 +102,7 @@ struct TileDecoder {
         else V::storei(w + i * kVector, vector<i>(c));
       });
     }
-    from += kInput;
+    from += kInput * step;
     to += kVectors * kVector;
     left -= kColumns;
     if constexpr (FOLD) {
@@ -122,12 +120,12 @@ struct TileDecoder {
  private:
   template <int I>
   typename V::I vector(const uint8_t* c) const {
-    if constexpr (kBf16) return codes.template get<I>(c);
+    if constexpr (kBf16) return codes.template get<I>(c, step);
     else return V::loadi(c);
   }
   void next_scales() {
     for (int b = 0; b < NB; b++) {
-      const typename V::I e = V::template sll<7>(V::addi(V::load_u8(scales + b * block), V::bcasti(-kLeast)));
+      const typename V::I e = V::template sll<7>(V::addi(V::load_u8(scales + b * header), V::bcasti(-kLeast)));
       exponents[b] = V::ori(e, V::template sll<16>(e));
     }
     scales += kRows;
@@ -304,7 +302,7 @@ bool can_fold(const BlockArgs& a) {
   const Geometry& g = *a.g;
   if (g.spec.scale_type != EXPERTD_SCALE_E8M0 || g.lanes != kRows || g.piece % 32) return false;
   for (int b = 0; b < a.nb; b++) {
-    const uint8_t* scales = a.block + b * g.block_bytes;
+    const uint8_t* scales = a.pair + b * g.header_bytes;
     int least = 255, most = 0;
     for (int i = 0; i < g.groups * kRows; i++) least = std::min<int>(least, scales[i]), most = std::max<int>(most, scales[i]);
     if (least < Decoder::kLeast || most > Decoder::kMost) return false;
