@@ -34,6 +34,7 @@ from expertd_client.transport import Transport
 
 if TYPE_CHECKING:
     from expertd_client.cuda_ipc import DeviceSession
+    from expertd_client.device_way import DeviceWay
 
 __all__ = ["ExpertClient", "ForwardFuture"]
 
@@ -109,6 +110,8 @@ class ExpertClient(Forwarder):
         self._exchange = Exchange(self._transport, ThreadAlarm)
         self._timeout_s = timeout_s
         self._retry = retry
+        self._ways: dict[int, DeviceWay] = {}
+        self._ways_lock = threading.Lock()
         self._slots = threading.Semaphore(max_in_flight)
         self._bounded = max_in_flight < ENTRIES  # else a session in shared memory bounds itself
 
@@ -173,7 +176,17 @@ class ExpertClient(Forwarder):
 
         return ask_for_session(self._transport, device_index(device), same_gpu=same_gpu, timeout_s=timeout_s)
 
+    def device_way(self, device: int) -> DeviceWay | None:
+        from expertd_client.device_way import DeviceWay
+
+        with self._ways_lock:
+            if device not in self._ways:
+                self._ways[device] = DeviceWay(lambda: self.device_session(device), self.describe)
+            return self._ways[device]
+
     def close(self) -> None:
+        for way in self._ways.values():
+            way.close()
         self._exchange.close()
         self._transport.close()
 

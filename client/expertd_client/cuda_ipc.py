@@ -208,6 +208,11 @@ class DeviceSession:
                 self._copies.take(handle, call.take)
         return out
 
+    @property
+    def bytes(self) -> int:
+        """Of a request's hidden states, ids, weights and output together, at most."""
+        return self._pool.bytes - 4 * _ALIGN
+
     def check(self) -> None:
         """Raises the error of a call that was refused since the last check, or UnavailableError where the server is
         gone.  Says nothing of calls that have not ended: synchronize first to know of those."""

@@ -20,6 +20,8 @@ from expertd_client.result import ForwardResult
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from expertd_client.device_way import DeviceWay
+
 __all__ = ["AsyncForwarder", "Forwarder"]
 
 _Self = TypeVar("_Self", bound="Forwarder")
@@ -42,6 +44,10 @@ class Forwarder(Protocol):
     def close(self) -> None:
         """Fails what is in flight with RequestCancelledError and gives back connections."""
         ...
+
+    def device_way(self, device: int) -> DeviceWay | None:
+        """How tensors on that GPU of this process reach the server without this host; None: it is not known."""
+        return None
 
     def forward(
         self,

@@ -7,6 +7,9 @@
     shared = shared_experts(hidden_states)                          # meanwhile
     y = experts.wait(started, shared) + shared
 
+Tensors on a GPU of the server's host travel from GPU to GPU where that can be had (expertd_client.device_way), and
+then neither call waits on this process; else they go through its memory.
+
 Both ways work inside torch.compile: each call is one node of the graph (expertd::forward, expertd::start,
 expertd::wait), never taken apart and never captured into a CUDA graph.  There are no gradients.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from expertd.errors import BadResponseError, BadShapeError, UnsupportedCombinationError
 from expertd_client.cluster.result import ClusterResult
+from expertd_client.device_way import DeviceWay
 from expertd_client.forwarder import Forwarder
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
@@ -77,7 +82,7 @@ class RemoteExperts(torch.nn.Module):
         self.layer = layer
         self.max_tokens = max_tokens
         self.timeout_s = timeout_s
-        self._under_way: dict[int, tuple[_Call, list[Future[ForwardResult]]]] = {}
+        self._under_way: dict[int, Callable[[Tensor], Tensor]] = {}
         self._tickets = itertools.count(1)
         self._number = next(_NUMBERS)
         _MODULES[self._number] = self
@@ -110,6 +115,11 @@ class RemoteExperts(torch.nn.Module):
         return f"layer={self.layer}, max_tokens={self.max_tokens}"
 
     def _forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        way = self._way(hidden_states)
+        if way is not None:
+            out = way.forward(self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s)
+            if out is not None:
+                return out.to(hidden_states.dtype).view(hidden_states.shape)
         call = self._call(hidden_states, topk_ids, topk_weights)
         if len(call.requests) == 1:
             answers = [self.forwarder.forward_request(call.requests[0], timeout_s=self.timeout_s)]
@@ -118,19 +128,35 @@ class RemoteExperts(torch.nn.Module):
         return self._joined(call, answers, hidden_states)
 
     def _start(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        call = self._call(hidden_states, topk_ids, topk_weights)
         ticket = next(self._tickets)
-        self._under_way[ticket] = (call, self._submit(call))
+        way = self._way(hidden_states)
+        if way is not None:
+            fetch = way.start(self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s)
+            if fetch is not None:
+                self._under_way[ticket] = lambda like: fetch().to(like.dtype).view(like.shape)
+                return torch.tensor(ticket)
+        call = self._call(hidden_states, topk_ids, topk_weights)
+        futures = self._submit(call)
+        self._under_way[ticket] = lambda like: self._joined(call, _results(futures), like)
         return torch.tensor(ticket)
 
     def _wait(self, ticket: Tensor, like: Tensor) -> Tensor:
-        found = self._under_way.pop(int(ticket), None)
-        if found is None:
+        fetch = self._under_way.pop(int(ticket), None)
+        if fetch is None:
             raise UnsupportedCombinationError.about(
                 f"layer {self.layer}: wait", got="a call that was fetched already", want="each start() fetched once"
             )
-        call, futures = found
-        return self._joined(call, _results(futures), like)
+        return fetch(like)
+
+    def _way(self, x: Tensor) -> DeviceWay | None:
+        device = _gpu_of(x)
+        return None if device is None else self.forwarder.device_way(device)
+
+    def _for_the_device(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self._check_shapes(x, topk_ids, topk_weights)
+        tokens = x.shape[:-1].numel()
+        ids, weights = (_flat(t.to(x.device), tokens) for t in (topk_ids, topk_weights))
+        return _for_the_wire(_flat(x, tokens)), _as_ids(ids), _for_the_wire(weights)
 
     def _submit(self, call: _Call) -> list[Future[ForwardResult]]:
         return [self.forwarder.submit_request(request, timeout_s=self.timeout_s) for request in call.requests]
@@ -146,7 +172,7 @@ class RemoteExperts(torch.nn.Module):
             remedy="call model.eval()" if self.training else "call it under torch.inference_mode() or torch.no_grad()",
         )
 
-    def _call(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> _Call:
+    def _check_shapes(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         batch = hidden_states.shape[:-1]
         if topk_ids.shape[:-1] != batch or topk_weights.shape != topk_ids.shape:
             raise BadShapeError.about(
@@ -154,10 +180,11 @@ class RemoteExperts(torch.nn.Module):
                 got=f"{list(topk_ids.shape)} and {list(topk_weights.shape)} to {list(hidden_states.shape)}",
                 want=f"both [{', '.join(map(str, batch))}, top_k]",
             )
-        tokens = batch.numel()
-        ids = _flat(topk_ids.cpu(), tokens)  # small, and their values are needed here
-        if ids.dtype not in (torch.int32, torch.int64):
-            ids = ids.long()
+
+    def _call(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> _Call:
+        self._check_shapes(hidden_states, topk_ids, topk_weights)
+        tokens = hidden_states.shape[:-1].numel()
+        ids = _as_ids(_flat(topk_ids.cpu(), tokens))  # small, and their values are needed here
         x, weights = _flat(hidden_states, tokens), _flat(topk_weights, tokens)
         routes, rows = ids.numel(), None
         if routes and int(ids.min()) < 0:
@@ -205,6 +232,14 @@ def _results(futures: list[Future[ForwardResult]]) -> list[ForwardResult]:
 def _flat(x: Tensor, rows: int) -> Tensor:
     """[rows, last extent]."""
     return x if x.dim() == 2 else x.reshape(rows, x.shape[-1])
+
+
+def _as_ids(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.int32, torch.int64) else x.long()
+
+
+def _gpu_of(x: Tensor) -> int | None:
+    return x.device.index if x.device.type == "cuda" and torch.version.hip is None else None
 
 
 def _for_the_wire(x: Tensor) -> Tensor:
