@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = {
     "health": "whether a server takes requests",
     "forward": "send one batch and show the answer",
     "load": "send many, in a closed or an open loop, and report latency and throughput",
+    "plan": "which server should hold which experts, from their load and the servers' speed and room",
     "strip": "copy a checkpoint without its experts, for a frontend",
     "bench": "measure parts of the client on this machine",
 }

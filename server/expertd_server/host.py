@@ -257,6 +257,7 @@ class Host:
             hidden_size=infos[0].hidden_size,
             limits=limits,
             transports=[name for name, door in self.service.doors.items() if not isinstance(door, str)],
+            memory_limit=config.memory_limit,
         )
 
     def _shm(self, infos: Sequence[LayerInfo]) -> ShmDoor | str:

@@ -95,8 +95,9 @@ class Describer:
         hidden_size: int,
         limits: Limits,
         transports: Sequence[str] = (),
+        memory_limit: int = 0,
     ) -> None:
-        self._load = load
+        self._load, self._limit = load, memory_limit
         self._always = pb.DescribeResponse(
             instance_id=instance_id,
             version=version,
@@ -129,6 +130,8 @@ class Describer:
         full.layers.extend(layer for layer in layers if layer.held)
         if memory is not None:
             full.memory.CopyFrom(memory_message(memory))
+        elif self._limit:
+            full.memory.limit_bytes = self._limit
         brief.CopyFrom(full)
         for layer in brief.layers:
             layer.ClearField("verdicts")

@@ -1,0 +1,105 @@
+"""A plan for people: what each server has to do before and after, as bars in a terminal or as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from expertd_client.planner.plan import Plan
+from expertd_client.planner.problem import Held, Problem
+
+__all__ = ["Bar", "bars", "sentence", "svg", "table"]
+
+_WIDTH = 28
+_MOST_ROWS = 40
+_BEFORE, _AFTER = "#9ab4cc", "#2f7d4f"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One server: seconds of work for the load, and experts held, before (None: not known) and after."""
+
+    server: str
+    before_s: float | None
+    after_s: float
+    held_before: int
+    held_after: int
+
+
+def bars(problem: Problem, current: Held | None, found: Plan) -> list[Bar]:
+    """Of every server."""
+    before = None if found.before is None else found.before.busy_s
+    held = problem.nothing() if current is None else current
+    count = [h.sum(axis=(0, 2)) for h in (held, found.held)]
+    return [
+        Bar(p.address, None if before is None else float(before[s]), float(busy), int(count[0][s]), int(count[1][s]))
+        for s, (p, busy) in enumerate(zip(problem.places, found.after.busy_s, strict=True))
+    ]
+
+
+def sentence(found: Plan) -> str:
+    """What the plan is good for."""
+    after = f"{found.after.balance:.0%} of the servers' time used"
+    text = f"{found.moves:,} moves, {found.after.copies:,} copies of experts in all; {after}"
+    if found.before is None:
+        return text
+    times = found.after.rate / max(found.before.rate, 1e-300)
+    return f"{text} ({found.before.balance:.0%} before), {times:.2f} times as many routes a second"
+
+
+def table(rows: Sequence[Bar]) -> Table:
+    """The busiest servers, where there are many."""
+    longest = max((max(r.before_s or 0.0, r.after_s) for r in rows), default=0.0) or 1.0
+    out = Table(title="time of each server for the load", title_justify="left", show_edge=False, pad_edge=False)
+    out.add_column("server")
+    out.add_column("experts", justify="right")
+    for name in ("before", "after"):
+        out.add_column(name, justify="right")
+        out.add_column("", width=_WIDTH)
+    shown = sorted(rows, key=lambda r: -max(r.before_s or 0.0, r.after_s))[:_MOST_ROWS]
+    for r in [r for r in rows if r in shown]:
+        experts = f"{r.held_before} -> {r.held_after}" if r.held_before != r.held_after else str(r.held_after)
+        cells: list[str | Text] = []
+        for busy_s, colour in ((r.before_s, _BEFORE), (r.after_s, _AFTER)):
+            part = 0.0 if busy_s is None else busy_s / longest
+            cells += ["-" if busy_s is None else f"{part:.0%}", Text("█" * round(part * _WIDTH), colour)]
+        out.add_row(r.server, experts, *cells)
+    if len(shown) < len(rows):
+        out.caption = f"{len(rows) - len(shown)} servers that do less are left out"
+    return out
+
+
+def svg(rows: Sequence[Bar], title: str) -> str:
+    """Two bars for each server; a line at the mean after."""
+    longest = max((max(r.before_s or 0.0, r.after_s) for r in rows), default=0.0) or 1.0
+    left, width, high, top = 180, 520, 30, 58
+    mean = float(np.mean([r.after_s for r in rows])) if rows else 0.0
+    height = top + high * len(rows) + 16
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 80}" height="{height}"'
+        ' font-family="Verdana,sans-serif" font-size="11" fill="#222">',
+        f'<rect width="100%" height="100%" fill="#fff"/><text x="12" y="22" font-size="13">{escape(title)}</text>',
+        f'<rect x="{left}" y="34" width="10" height="10" fill="{_BEFORE}"/><text x="{left + 14}" y="43">before</text>',
+        f'<rect x="{left + 80}" y="34" width="10" height="10" fill="{_AFTER}"/>'
+        f'<text x="{left + 94}" y="43">after</text>',
+    ]
+    for n, r in enumerate(rows):
+        y = top + n * high
+        out.append(f'<text x="{left - 8}" y="{y + 16}" text-anchor="end">{escape(r.server)}</text>')
+        for k, (busy_s, colour) in enumerate(((r.before_s, _BEFORE), (r.after_s, _AFTER))):
+            if busy_s is not None:
+                part = busy_s / longest
+                out.append(
+                    f'<rect x="{left}" y="{y + 2 + 11 * k}" width="{max(1.0, part * width):.1f}" height="10"'
+                    f' fill="{colour}"/><text x="{left + part * width + 5:.1f}" y="{y + 11 + 11 * k}"'
+                    f' font-size="9">{part:.0%}</text>'
+                )
+    x = left + mean / longest * width
+    line = f'<line x1="{x:.1f}" y1="{top - 4}" x2="{x:.1f}" y2="{height - 10}"'
+    out.append(f'{line} stroke="#a33" stroke-dasharray="3 3"/>')
+    return "\n".join([*out, "</svg>"]) + "\n"
