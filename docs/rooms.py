@@ -49,7 +49,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "load": ("bench_cluster", "bench_codec", "files", "load", "percentiles", "workload"),
         "commands": ("cli",),
         "models": ("strip", "torch_experts", "transformers"),
-        "device": ("cuda_ipc", "device_copies"),
+        "device": ("cuda_ipc", "device_copies", "device_way"),
     },
 }
 """Modules that lie in no folder, by the room that they belong to."""
