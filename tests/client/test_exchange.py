@@ -137,6 +137,46 @@ def test_an_answered_request_leaves_nothing_behind():
     assert alarm.when_s is None
 
 
+def test_before_the_first_request_nothing_is_in_flight_and_there_is_nothing_to_cancel():
+    ex, hand, _ = exchange()
+    assert ex.in_flight == 0
+    assert ex.cancel(1) is False
+    assert hand.ways == [], "no connection is made for that"
+    waiter = Waiter()
+    number = ex.submit(request(), None, waiter)
+    assert [ex.cancel(number), ex.cancel(number)] == [True, False]
+    assert hand.ways[0].cancelled == [number]
+
+
+def test_what_is_due_in_a_moment_waits_for_it():
+    ex, _, alarm = exchange()
+    now_s = time.monotonic()
+    soon, due = Waiter(), Waiter()
+    for waiter, end_s in ((soon, now_s + 0.9), (due, now_s - 0.1)):
+        ex.submit(request(), Deadline(1.0, end_s), waiter)
+    alarm.ring()
+    assert len(due.told) == 1
+    assert soon.told == []
+
+
+def test_deadlines_end_in_order_after_answered_ones_were_forgotten():
+    ex, hand, alarm = exchange()
+    now_s, left = time.monotonic(), {}
+    for n in range(200):  # the latest first, so that the heap's order is not the order in which they came
+        end_s, waiter = now_s - 1 - n, Waiter()
+        number = ex.submit(request(), Deadline(1.0, end_s), waiter)
+        if n % 40:
+            hand.ways[0].deliver(answer(number))
+        else:
+            left[number] = waiter
+    for _ in range(100):
+        number = ex.submit(request(), Deadline(1.0, now_s + 60), Waiter())
+        hand.ways[0].deliver(answer(number))
+    alarm.ring()
+    assert hand.ways[0].cancelled == sorted(left, reverse=True), "the earliest deadline first"
+    assert all(isinstance(w.what, DeadlineExceededError) for w in left.values())
+
+
 @pytest.mark.parametrize("first_s", [0.02, 30.0])
 def test_a_thread_rings_when_it_is_time_and_not_before(first_s):
     rang = threading.Event()
