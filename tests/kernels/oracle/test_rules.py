@@ -18,6 +18,7 @@ from expertd_kernels import (
     decide,
 )
 from expertd_kernels.oracle.decision import RULES, DeviceRange, SchemeSupport
+from expertd_kernels.oracle.row import CPU_KERNEL
 from expertd_kernels.problem import Device
 
 SM90 = NAMED_DEVICES["sm90"]
@@ -105,6 +106,81 @@ def test_each_rule_refuses_alone_and_says_why(case):
     found = refusals(problem)
     assert any(sentence in r for r in found), found
     assert len(found) == 1, found
+
+
+ROUNDS = replace(
+    FAST,
+    schemes=(SchemeSupport(Element.INT4, None, activations=frozenset(ActivationQuant)),),
+    activations=frozenset(ActivationKind),
+    swigluoai=(1.702, 1.0, 7.0),
+    clamp=True,
+    needs={},
+)
+WHOLE_BLOCKS = replace(
+    FAST, schemes=(SchemeSupport(Element.E4M3, None, None, whole_blocks=True),), hidden_multiple=1,
+    intermediate_multiple=1, mixed_schemes=True, needs={},
+)  # fmt: skip
+TWO_KINDS = replace(
+    FAST, devices=(DeviceRange("cuda", (9, 0), (9, 0)), DeviceRange("cuda", (10, 0), (10, 9)), DeviceRange("rocm"))
+)
+LIBRARY = replace(FAST, devices=(DeviceRange("cpu"),), needs={CPU_KERNEL: ""})
+OAI = Activation(ActivationKind.SWIGLUOAI, limit=7.0)
+E4M3 = Scheme.parse("e4m3_block128")
+CPU = replace(FITS, device=NAMED_DEVICES["cpu-avx2"])
+
+
+@pytest.mark.parametrize(
+    ("row", "problem", "sentence"),
+    [
+        (FAST, FITS, ""),
+        (FAST, replace(FITS, num_experts=129), "holds at most 128 experts, 129 are asked"),
+        (ROUNDS, replace(FITS, activation_quant=ActivationQuant.E4M3_TENSOR, static_scales=True), ""),
+        (
+            ROUNDS,
+            replace(FITS, activation_quant=ActivationQuant.E4M3_TENSOR),
+            "rounds activations to e4m3_tensor with static scales, and the checkpoint has none",
+        ),
+        (ROUNDS, replace(FITS, activation=OAI), ""),
+        (
+            ROUNDS,
+            replace(FITS, activation=replace(OAI, alpha=1.5)),
+            "computes swigluoai with alpha 1.702, beta 1.0, limit 7.0 only, alpha 1.5, beta 1.0, limit 7.0 is asked",
+        ),
+        (replace(ROUNDS, swigluoai=None), replace(FITS, activation=replace(OAI, alpha=1.5)), ""),
+        (WHOLE_BLOCKS, replace(FITS, w13=E4M3, w2=E4M3, hidden_size=2048, intermediate_size=768), ""),
+        (WHOLE_BLOCKS, replace(FITS, w13=E4M3, w2=E4M3, hidden_size=2112), "H = 2112 is no multiple of 128"),
+        (WHOLE_BLOCKS, replace(FITS, w13=E4M3, w2=E4M3, intermediate_size=704), "I = 704 is no multiple of 128"),
+        (
+            TWO_KINDS,
+            replace(FITS, device=NAMED_DEVICES["sm80"]),
+            "needs compute capability 9.0 or 10.0 to 10.9, this is cuda:sm80",
+        ),
+        (TWO_KINDS, CPU, "runs on cuda or rocm, this is cpu:x86_64"),
+        (LIBRARY, CPU, "the compiled library is not there"),
+        (LIBRARY, replace(CPU, packages={CPU_KERNEL: Package("1")}), ""),
+        (LIBRARY, replace(CPU, packages={CPU_KERNEL: Package("1", "it does not load")}), "it does not load"),
+    ],
+)
+def test_what_a_rule_lets_pass_and_what_it_refuses_lie_side_by_side(row, problem, sentence):
+    (verdict,) = decide(problem, (row,), order={"cuda": ("fast",), "cpu": ("fast",)}).verdicts
+    found = "; ".join(verdict.refusals)
+    assert found.startswith(sentence) if sentence else found == "", found
+
+
+@pytest.mark.parametrize(
+    ("w13", "w2", "hidden", "intermediate"),
+    [("e4m3_block128", "bf16", 128, 128), ("bf16", "e4m3_block128", 128, 128), ("mxfp8", "bf16", 32, 1),
+     ("bf16", "mxfp8", 1, 32)],
+)  # fmt: skip
+def test_whole_blocks_count_for_the_matrix_that_has_them(w13, w2, hidden, intermediate):
+    """w13 is [2I, H], w2 [H, I]: columns of one are rows of the other."""
+    line = replace(WHOLE_BLOCKS.schemes[0], groups=None)
+    row = replace(WHOLE_BLOCKS, schemes=(line, SchemeSupport(Element.BF16)))
+    problem = replace(FITS, w13=Scheme.parse(w13), w2=Scheme.parse(w2), hidden_size=33, intermediate_size=65)
+    (verdict,) = decide(problem, (row,), order={"cuda": ("fast",)}).verdicts
+    found = "; ".join(verdict.refusals)
+    for what, size, multiple in (("H", 33, hidden), ("I", 65, intermediate)):
+        assert (f"{what} = {size} is no multiple of {multiple} " in found) == (multiple > 1), found
 
 
 def test_every_rule_runs_so_the_answer_is_a_table():
