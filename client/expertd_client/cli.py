@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, str] = {
     "forward": "send one batch and show the answer",
     "load": "send many, in a closed or an open loop, and report latency and throughput",
     "plan": "which server should hold which experts, from their load and the servers' speed and room",
+    "apply": "bring a running cluster to a placement, while it serves",
     "strip": "copy a checkpoint without its experts, for a frontend",
     "bench": "measure parts of the client on this machine",
 }

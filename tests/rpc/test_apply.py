@@ -1,0 +1,209 @@
+"""expertctl apply: a cluster of real servers is moved while it is called, resumed, and taken back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack, closing
+
+import numpy as np
+import pytest
+
+from expertd.errors import UnavailableError
+from expertd.placement import Placement, Server
+from expertd_client import ExpertCluster
+from expertd_client.cli import main
+from expertd_client.cluster import PlacementFile
+from expertd_client.faults.load import Callers
+from expertd_client.grpc_sync import GrpcTransport
+from expertd_client.moving.move import MoveFailedError, Mover, Options, Progress
+from expertd_client.moving.steps import holdings
+from expertd_client.planner.observe import ask
+from expertd_client.workload import LayerShape, drawn
+from expertd_server import residence
+from expertd_server.boot.assignment import BootError
+from expertd_server.config import Address, Ranges, ServeConfig
+from expertd_server.host import Host
+
+pytestmark = pytest.mark.timeout(90)
+
+HERE = Address("127.0.0.1", 0)
+TINY = {"synthetic": "tiny:int4_g128", "device": "cpu", "listen": HERE, "admin_listen": HERE, "threads": 1}
+COUNTS = {0: 8, 1: 8}
+QUICK = Options(at_once=1, settle_s=1.3)
+
+
+@pytest.fixture
+def hosts():
+    """Three servers: experts 0-3, 4-7 and none."""
+    with ExitStack() as stack:
+        made = []
+        for experts in ("0-3", "4-7", None):
+            layers = None if experts else Ranges("none", ())
+            host = Host(ServeConfig(**TINY, experts=Ranges.parse(experts) if experts else None, layers=layers))
+            stack.callback(host.close)
+            host.start()
+            made.append(host)
+        for host in made:
+            host.ready(60)
+        yield made
+
+
+def placed(hosts, *held: str, epoch=5) -> Placement:
+    """held: of each server, the experts of both layers."""
+    ids = [Ranges.parse(text).numbers if text else () for text in held]
+    servers = [Server(h.address, dict.fromkeys(COUNTS, e) if e else {}) for h, e in zip(hosts, ids, strict=True)]
+    return Placement(tuple(servers), COUNTS, epoch)
+
+
+def held(hosts) -> dict:
+    return holdings(Placement.from_describe(ask([h.address for h in hosts])))
+
+
+def move(then: Placement, options=QUICK, changed=lambda progress: None) -> int:
+    progress = Progress()
+    progress.changed = lambda: changed(progress)
+    with closing(Mover(then, options=options)) as mover:
+        return mover.run(progress)
+
+
+def callers(stack, cluster, threads=2) -> Callers:
+    request = drawn(np.random.default_rng(0), 8, LayerShape(0, 256, 8, 2), 0.0)
+    expected = np.asarray(cluster.forward_request(request).output, np.float32)
+    return stack.enter_context(Callers(cluster, request, expected, 2e-2, threads))
+
+
+@pytest.mark.slow  # clients are given a second for each of four changes
+def test_experts_move_under_load_and_no_call_fails(hosts):
+    then = placed(hosts, "0-2", "4-6", "3,7,0")
+    with ExitStack() as stack:
+        addresses = [h.address for h in hosts]
+        cluster = stack.enter_context(ExpertCluster(addresses, transport=GrpcTransport))
+        load = callers(stack, cluster)
+        load.wait(20, 10)
+        assert move(then) == 6
+        moved_s = time.monotonic()
+        assert held(hosts) == holdings(then)
+        request = drawn(np.random.default_rng(1), 8, LayerShape(1, 256, 8, 2), 0.0)
+        answer = cluster.forward_request(request)
+        assert {p.server for p in answer.parts} <= set(addresses)
+        assert hosts[2].address in {p.server for p in answer.parts}, "traffic follows"
+        assert time.monotonic() - moved_s < 2
+        load.wait(20, 10)
+        assert not load.failures
+        assert len(load.calls) > 100
+    assert move(then) == 0, "nothing is left to do"
+    epochs = {a: d.placement_epoch for a, d in ask(addresses).items()}
+    assert epochs[addresses[0]] == epochs[addresses[1]] == 5
+
+
+def test_clients_that_follow_a_file_follow_the_move(hosts, tmp_path):
+    path = tmp_path / "placement.json"
+    path.write_text(placed(hosts, "0-3", "4-7", "", epoch=1).to_json())
+    then = placed(hosts, "", "4-7", "0-3")
+    with ExitStack() as stack:
+        cluster = stack.enter_context(ExpertCluster(PlacementFile(path), transport=GrpcTransport))
+        load = callers(stack, cluster)
+        assert move(then, Options(at_once=2, settle_s=1.3, publish=path)) == 8
+        load.wait(20, 10)
+        assert not load.failures
+        assert cluster.source_error == ""
+    assert Placement.from_json(path.read_text()) == Placement(then.servers, COUNTS, 5, hosts_fingerprint(hosts))
+
+
+def hosts_fingerprint(hosts) -> str:
+    return next(iter(ask([hosts[0].address]).values())).model.fingerprint
+
+
+def test_what_a_step_cannot_do_is_taken_back(hosts, monkeypatch):
+    before, real = held(hosts), residence.boot_layer
+
+    def no_more(a, *args, **kwargs):
+        if a.info.layer == 1 and a.held == (0, 1, 2, 3, 4):
+            raise BootError("layer 1: the disk is gone")
+        return real(a, *args, **kwargs)
+
+    monkeypatch.setattr(residence, "boot_layer", no_more)
+    with pytest.raises(MoveFailedError, match=r"the disk is gone; everything is held as before") as e:
+        move(placed(hosts, "0-4", "5-7", ""), Options(at_once=1, settle_s=0.05))
+    assert hosts[0].address in str(e.value)
+    assert held(hosts) == before
+    with pytest.raises(MoveFailedError, match="the disk is gone; 1 steps are done and stay"):
+        move(placed(hosts, "0-4", "5-7", ""), Options(at_once=1, settle_s=0.05, keep=True))
+    assert held(hosts)[hosts[0].address] == {0: (0, 1, 2, 3, 4), 1: (0, 1, 2, 3)}
+    monkeypatch.undo()
+    assert move(placed(hosts, "0-4", "5-7", ""), Options(settle_s=0.05)) == 1, "the other layer is there already"
+
+
+def test_a_move_that_is_stopped_goes_on_where_it_was(hosts):
+    then = placed(hosts, "0-4", "5-7", "")
+
+    def stop(progress) -> None:
+        if progress.text.startswith("step 2") and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    with pytest.raises(MoveFailedError, match="stopped after 1 of 2 steps; the same command goes on"):
+        move(then, Options(at_once=1, settle_s=0.05), stop)
+    assert held(hosts)[hosts[0].address] == {0: (0, 1, 2, 3, 4), 1: (0, 1, 2, 3)}
+    assert move(then, Options(at_once=1, settle_s=0.05)) == 1
+    assert held(hosts) == holdings(then) | {hosts[2].address: {}}
+
+
+def test_a_server_that_dies_on_the_way_costs_no_expert_its_holder(hosts):
+    """Its experts went to the third one in step 1, and stay there: the one that had them is gone."""
+    then = placed(hosts, "", "4-7", "0-3")
+    gone = hosts[0]
+
+    def die(progress) -> None:
+        if (
+            progress.text.startswith("step 2")
+            and gone.address
+            and threading.current_thread() is threading.main_thread()
+        ):
+            gone.close()
+
+    with pytest.raises(MoveFailedError, match=f"everything is held as before, but at {gone.address}, which"):
+        move(then, Options(at_once=1, settle_s=0.05, timeout_s=2.0), die)
+    now = held(hosts[1:])
+    assert now[hosts[2].address][0] == (0, 1, 2, 3)
+    assert now[hosts[1].address] == dict.fromkeys(COUNTS, (4, 5, 6, 7))
+
+
+def test_what_others_have_prepared_is_in_the_way_until_it_is_let_go_of(hosts):
+    then = placed(hosts, "0-4", "5-7", "")
+    hosts[0]._changes.prepare("somebody's", {0: range(6)}).ended.wait(20)
+    with pytest.raises(MoveFailedError, match=r"got change .somebody's., prepared"):
+        move(then, Options(settle_s=0.05))
+    assert hosts[0]._changes.job is not None, "and is not ours to let go of"
+    assert move(then, Options(settle_s=0.05, abort=True)) == 2
+
+
+def test_room_is_asked_for_before_anything_is_moved(hosts, monkeypatch):
+    monkeypatch.setattr(residence, "free_bytes", lambda device: 1)
+    with pytest.raises(MoveFailedError, match=r"GiB are free.*; nothing was moved"):
+        move(placed(hosts, "0-4", "5-7", ""))
+
+
+def test_the_command(hosts, tmp_path, capsys):
+    path = tmp_path / "then.json"
+    path.write_text(placed(hosts, "0-4", "5-7", "").to_json())
+    assert main(["apply", str(path), "--dry-run"]) == 0
+    assert "every server has room" in capsys.readouterr().out
+    assert held(hosts)[hosts[0].address][0] == (0, 1, 2, 3)
+    assert main(["apply", str(path), "--settle", "0.05"]) == 0
+    assert "2 experts moved; epoch 5 is in force" in capsys.readouterr().out
+    assert held(hosts)[hosts[0].address][0] == (0, 1, 2, 3, 4)
+    path.write_text(placed(hosts, "0-4", "6-7", "").to_json())
+    assert main(["apply", str(path)]) == 1
+    assert "nobody holds layers 0-1: experts 5" in capsys.readouterr().err
+
+
+def test_a_server_without_the_service_is_named(hosts):
+    host = Host(ServeConfig(**{**TINY, "admin_listen": None}))
+    try:
+        host.start()
+        host.ready(60)
+        with pytest.raises(UnavailableError, match=r"AdminService: got none, want one; start the server with --admin"):
+            Mover(placed([host], "0-7"))
+    finally:
+        host.close()
