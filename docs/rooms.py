@@ -34,7 +34,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "expertd_server": {"commands": ("__init__", "cli", "extra")},
     "expertd_client": {
         "front": ("__init__", "async_client", "client", "forwarder", "slot"),
-        "requests": ("deadline", "lent", "request", "result", "retry", "tensors"),
+        "requests": ("deadline", "e4m3", "lent", "request", "result", "retry", "tensors"),
         "exchange": ("exchange", "link", "session"),
         "transports": (
             "credentials",

@@ -7,6 +7,7 @@ from expertd_client.async_client import AsyncExpertClient
 from expertd_client.client import ExpertClient, ForwardFuture
 from expertd_client.cluster import AsyncExpertCluster, ExpertCluster
 from expertd_client.credentials import Credentials
+from expertd_client.e4m3 import E4m3
 from expertd_client.forwarder import AsyncForwarder, Forwarder
 from expertd_client.grpc_aio import AioGrpcTransport
 from expertd_client.grpc_sync import GrpcTransport
@@ -25,6 +26,7 @@ __all__ = [
     "Channel",
     "Connection",
     "Credentials",
+    "E4m3",
     "ExpertClient",
     "ExpertCluster",
     "ForwardFuture",

@@ -14,6 +14,7 @@ from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.credentials import Credentials
 from expertd_client.deadline import Deadline, LoopAlarm, deadline_in
+from expertd_client.e4m3 import asked_for, taken
 from expertd_client.exchange import Exchange
 from expertd_client.forwarder import AsyncForwarder
 from expertd_client.grpc_aio import AioGrpcTransport
@@ -27,6 +28,7 @@ from expertd_client.transport import Transport
 __all__ = ["AsyncExpertClient"]
 
 _T = TypeVar("_T")
+_DESCRIBE_S = 10.0
 _Self = TypeVar("_Self", bound="AsyncExpertClient")
 
 
@@ -42,11 +44,14 @@ class AsyncExpertClient(AsyncForwarder):
         retry: Retry = NEVER,
         unary: bool = False,
         credentials: Credentials | None = None,
+        wire_dtype: str | None = None,
     ) -> None:
         self._server = server
         self._unary, self._credentials = unary, credentials
         self._timeout_s = timeout_s
         self._retry = retry
+        self._quantizes = asked_for(wire_dtype)
+        self._taken: bool | None = None
         self._slots = asyncio.Semaphore(max_in_flight)
         self._opened: tuple[Transport, Exchange] | None = None
 
@@ -69,7 +74,7 @@ class AsyncExpertClient(AsyncForwarder):
         deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
         for attempt in itertools.count(1):
             try:
-                return await self._once(request, deadline)
+                return await self._once(await self._as_it_travels(request, deadline), deadline)
             except ExpertdError as error:
                 pause = pause_s(self._retry, error, attempt, None if deadline is None else deadline.left_s())
                 if pause is None:
@@ -119,6 +124,14 @@ class AsyncExpertClient(AsyncForwarder):
             )
             self._opened = (transport, Exchange(transport, LoopAlarm))
         return self._opened
+
+    async def _as_it_travels(self, request: Request, deadline: Deadline | None) -> Request:
+        """As ExpertClient's."""
+        if not self._quantizes:
+            return request
+        if self._taken is None:
+            self._taken = taken(await self.describe(timeout_s=_DESCRIBE_S if deadline is None else deadline.left_s()))
+        return request.quantized() if self._taken else request
 
     async def _once(self, request: Request, deadline: Deadline | None) -> ForwardResult:
         exchange = self._open()[1]

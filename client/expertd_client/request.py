@@ -17,10 +17,11 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from expertd.dtypes import FLOAT_DTYPES, INT_DTYPES
+from expertd.dtypes import FLOAT_DTYPES, HIDDEN_DTYPES, INT_DTYPES
 from expertd.errors import BadShapeError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView
+from expertd_client.e4m3 import E4m3, quantize
 from expertd_client.tensors import Synthetic, checked_dtype, keep_or, take, to_wire, wire_dtype
 
 __all__ = ["Grouped", "Request", "RequestOptions"]
@@ -51,11 +52,11 @@ class Request:
     """The routed experts of one layer for one batch of M tokens.  Immutable; its tensors are the caller's, and are read
     when it is sent.
 
-    hidden_states   [M, H] f32, f16 or bf16: numpy, torch on any device, or Synthetic
+    hidden_states   [M, H] f32, f16 or bf16: numpy, torch on any device, or Synthetic; or E4m3
     topk_ids        [M, top_k] i32 or i64, global expert ids, -1 = nobody's
     topk_weights    [M, top_k] f32, f16 or bf16
     grouped         instead of topk_*: rows sorted by expert, answered row by row
-    output_dtype    "f32", "f16", "bf16", or a numpy or torch dtype; None = that of hidden_states
+    output_dtype    "f32", "f16", "bf16", or a numpy or torch dtype; None = that of hidden_states, bf16 for E4m3
     digest          answer with sum, sum of squares and CRC-32 instead of the output
     traceparent     W3C trace context (reserved: it travels, and today's servers make nothing of it)
     router_weight_on_input   weights multiply the experts' inputs; top_k must be 1
@@ -78,11 +79,13 @@ class Request:
     dtypes: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        hidden = checked_dtype(self.hidden_states, "hidden_states", FLOAT_DTYPES)
+        hidden = checked_dtype(self.hidden_states, "hidden_states", HIDDEN_DTYPES)
         shape = self.hidden_states.shape
         if len(shape) != 2:
             raise BadShapeError.about("hidden_states", got=list(shape), want="[M, H]")
-        answer = hidden if self.output_dtype is None else wire_dtype(self.output_dtype)
+        answer = pb.DATA_TYPE_BF16 if hidden == pb.DATA_TYPE_E4M3 else hidden
+        if self.output_dtype is not None:
+            answer = wire_dtype(self.output_dtype)
         routes: tuple[int, ...] = ()
         if self.grouped is None:
             routes = _check_routes(self.topk_ids, self.topk_weights, shape[0])
@@ -136,6 +139,15 @@ class Request:
         if self.tokens <= max_tokens:
             return [self]
         return [self.rows(slice(first, first + max_tokens)) for first in range(0, self.tokens, max_tokens)]
+
+    def quantized(self) -> Request:
+        """The same with its hidden states as E4m3, answered in the dtype that it asked for; itself where they are that
+        already, or where the server draws them."""
+        if isinstance(self.hidden_states, E4m3 | Synthetic):
+            return self
+        part = self._part(quantize(self.hidden_states), self.topk_ids, self.topk_weights, self.grouped)
+        object.__setattr__(part, "dtypes", (self.dtypes[0], pb.DATA_TYPE_E4M3, *self.dtypes[2:]))
+        return part
 
     def view(self, request_id: int, timeout_us: int) -> ForwardRequestView:
         """The request as a message: its tensors as bytes in host memory, not copied where they lie so already."""

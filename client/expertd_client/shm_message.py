@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from expertd.dtypes import DTYPE_BYTES
+from expertd.dtypes import DTYPE_BYTES, scales_of_row
 from expertd.errors import TABLE, ExpertdError
 from expertd.shm.client import Client
 from expertd.shm.layout import FORWARD, ROUTER_WEIGHT_ON_INPUT, Completion, Submission, Tensors
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardResponseView, Spelling, TensorView
+from expertd_client.e4m3 import E4m3
 from expertd_client.lent import Lent
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
@@ -57,10 +58,16 @@ def submission_of(request: Request) -> Sent:
     t.hidden_bytes = M * H * DTYPE_BYTES[hidden_dtype]
     t.ids_bytes, t.weights_bytes = M * k * DTYPE_BYTES[ids_dtype], M * k * DTYPE_BYTES[weights_dtype]
     t.out_bytes = M * H * DTYPE_BYTES[out_dtype]
+    kept_scales = None
+    if isinstance(x, E4m3):
+        x = x.on_host()
+        t.scales, kept_scales = host_address(x.scales, pb.DATA_TYPE_F32)
+        t.scales_bytes = M * scales_of_row(H) * DTYPE_BYTES[pb.DATA_TYPE_F32]
+        x = x.codes
     t.hidden, kept_x = host_address(x, hidden_dtype)
     t.ids, kept_ids = host_address(ids, ids_dtype)
     t.weights, kept_weights = host_address(weights, weights_dtype)
-    return Sent(s, t, (kept_x, kept_ids, kept_weights), out_dtype, (M, H))
+    return Sent(s, t, (kept_x, kept_scales, kept_ids, kept_weights), out_dtype, (M, H))
 
 
 def result(

@@ -3,6 +3,7 @@
     numpy    float32, float16, bfloat16 (ml_dtypes), int32, int64
     torch    the same dtypes, on any device; the answer goes back to the device of hidden_states
     Synthetic    nothing is sent: the server draws the values
+    E4m3         hidden states that are quantized already (expertd_client.e4m3)
 
 A contiguous little-endian array in host memory is sent as it lies; anything else is copied once.  What comes back is a
 view of the message that it came in, and may be written to: the client hands the message over and keeps nothing of it.
@@ -22,10 +23,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from expertd.dtypes import DTYPE_NAME, DTYPE_NUMBER, dtype_name
+from expertd.dtypes import DTYPE_NAME, SCALED_COLUMNS, dtype_name
 from expertd.errors import BadDtypeError, BadResponseError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import Spelling, TensorView
+from expertd.wire import ScalesView, Spelling, TensorView
+from expertd_client.e4m3 import E4m3
 
 __all__ = [
     "Synthetic",
@@ -54,6 +56,7 @@ _NUMPY: dict[int, np.dtype[Any]] = {
 _PLAIN = {**_NUMPY, pb.DATA_TYPE_BF16: np.dtype(np.int16)}
 """What torch.from_numpy takes."""
 _BY_NUMPY = {dtype: number for number, dtype in _NUMPY.items()}
+_BY_NAME = {DTYPE_NAME[number]: number for number in _NUMPY}
 _TORCH_NAMES: dict[int, str] = {
     pb.DATA_TYPE_F32: "float32",
     pb.DATA_TYPE_F16: "float16",
@@ -86,6 +89,10 @@ def to_wire(x: Any, number: int) -> TensorView:
     if isinstance(x, Synthetic):
         values = pb.SyntheticValues(seed=x.seed, zipf_exponent=x.zipf_exponent)
         return TensorView(number, x.shape, Spelling.SYNTHETIC, values)
+    if isinstance(x, E4m3):
+        host = x.on_host()
+        scales = ScalesView(SCALED_COLUMNS, host.scales.reshape(-1).view(np.uint8))
+        return TensorView.of_raw(number, x.shape, host.codes.reshape(-1), scales)
     return _from_torch(x, number)
 
 
@@ -98,12 +105,14 @@ def checked_dtype(x: Any, name: str, allowed: Sequence[str]) -> int:
     elif _is_torch(x):
         number = _by_torch().get(x.dtype)
     elif isinstance(x, Synthetic):
-        number = DTYPE_NUMBER.get(x.dtype)
+        number = _BY_NAME.get(x.dtype)
+    elif isinstance(x, E4m3):
+        number = pb.DATA_TYPE_E4M3
     else:
         raise BadDtypeError.about(
             name,
             got=type(x).__name__,
-            want="a numpy array, a torch tensor or Synthetic",
+            want="a numpy array, a torch tensor, Synthetic or E4m3",
             remedy="convert it with numpy.asarray(x, dtype=...)",
         )
     if number is None or DTYPE_NAME[number] not in allowed:
@@ -115,7 +124,7 @@ def checked_dtype(x: Any, name: str, allowed: Sequence[str]) -> int:
 
 def device_of(x: Any) -> Any:
     """The torch device of `x`; None = numpy, or values that the server draws."""
-    return x.device if _is_torch(x) else None
+    return x.device if _is_torch(x) or isinstance(x, E4m3) else None
 
 
 def take(x: Any, index: Any) -> Any:
@@ -123,6 +132,8 @@ def take(x: Any, index: Any) -> Any:
     numpy array or torch tensor `index`."""
     if isinstance(index, slice):
         return x[index]
+    if isinstance(x, E4m3):
+        return E4m3(take(x.codes, index), take(x.scales, index))
     if _is_torch(x):
         return x[sys.modules["torch"].as_tensor(index, device=x.device)]
     rows = _on_host(index)
@@ -154,11 +165,11 @@ def from_wire(view: TensorView, shape: tuple[int, ...], dtype: int, device: Any)
     return array.view(elements).reshape(shape) if device is None else _to_torch(array, view, device)
 
 
-def on_host(x: Any) -> NDArray[Any]:
-    """The values of an array or tensor as a numpy array: its own memory where that is the host's, else a copy."""
+def on_host(x: Any) -> Any:
+    """The values of an array or tensor as a numpy array, or E4m3 of numpy arrays: its own memory where that is the
+    host's, else a copy."""
     if not _is_torch(x):
-        array: NDArray[Any] = x
-        return array
+        return x.on_host() if isinstance(x, E4m3) else x
     torch = sys.modules["torch"]
     host = (x.detach() if x.requires_grad else x).cpu()
     if host.dtype == torch.bfloat16:  # numpy has it from ml_dtypes, which torch does not know
@@ -186,9 +197,9 @@ def numpy_dtype(number: int) -> np.dtype[Any]:
 
 def host_address(x: Any, number: int) -> tuple[int, Any]:
     """(address of the elements of `x` in host memory, in order and little-endian; what must live as long as it is
-    read).  number: its DataType."""
+    read).  number: its DataType; uint8 are codes of any."""
     if isinstance(x, np.ndarray):
-        if x.flags.c_contiguous and x.dtype == _NUMPY[number]:
+        if x.flags.c_contiguous and (x.dtype == np.uint8 or x.dtype == _NUMPY[number]):
             return x.__array_interface__["data"][0], x
     elif x.device.type == "cpu" and x.is_contiguous():
         return x.data_ptr(), x
@@ -218,7 +229,7 @@ def wire_dtype(dtype: Any) -> int:
     """The DataType of a name ("bf16"), a numpy dtype or a torch dtype.  Raises BadDtypeError."""
     number: int | None = None
     if isinstance(dtype, str):
-        number = DTYPE_NUMBER.get(dtype)
+        number = _BY_NAME.get(dtype)
     torch = sys.modules.get("torch")
     if number is None and torch is not None and isinstance(dtype, torch.dtype):
         number = _by_torch().get(dtype)
@@ -228,7 +239,7 @@ def wire_dtype(dtype: Any) -> int:
         except TypeError:
             number = None
     if number is None:
-        raise BadDtypeError.about("dtype", got=repr(dtype), want="one of " + ", ".join(DTYPE_NUMBER))
+        raise BadDtypeError.about("dtype", got=repr(dtype), want="one of " + ", ".join(_BY_NAME))
     return number
 
 

@@ -17,6 +17,7 @@ import pytest
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as pb_grpc
 from expertd_client import ExpertClient, Synthetic
+from expertd_client.e4m3 import quantize
 from expertd_server.service.draw import draw_hidden, draw_ids, draw_weights
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +154,37 @@ def test_a_stream_typed_by_hand(tiny_server, batch, expected):
         got = np.frombuffer(base64.b64decode(raw), ml_dtypes.bfloat16).astype(np.float32)
         assert np.linalg.norm(got - want) <= 1e-2 * np.linalg.norm(want)
     assert [(e["requestId"], e["reason"]) for e in errors] == [("9", "LAYER_NOT_HELD")]
+
+
+def test_e4m3_with_scales(tiny_server, batch):
+    """Codes as the numbers that they are, and scales as numbers, too: client/examples/json_call.sh does so."""
+    x, ids, weights = (a[:1] for a in batch)
+    q = quantize(x)
+    typed = {
+        "layer": 0,
+        "hiddenStates": {
+            "dtype": "DATA_TYPE_E4M3",
+            "shape": [1, H],
+            "floats": {"values": q.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32).ravel().tolist()},
+            "scales": {"block": 128, "floats": {"values": q.scales.ravel().tolist()}},
+        },
+        "topkIds": tensor(ids, "typed"),
+        "topkWeights": tensor(weights, "typed"),
+    }
+    raw = {
+        "dtype": "DATA_TYPE_E4M3",
+        "shape": [1, H],
+        "raw": base64.b64encode(q.codes.tobytes()).decode(),
+        "scales": {"block": 128, "raw": base64.b64encode(q.scales.tobytes()).decode()},
+    }
+    with ExpertClient(tiny_server, wire_dtype="e4m3") as client:
+        expected = client.forward(0, x, ids, weights).output.tobytes()
+    for request in (typed, {**typed, "hiddenStates": raw}):
+        (answer,) = buf_curl(tiny_server, "Forward", request)
+        assert base64.b64decode(answer["output"]["raw"]) == expected
+        assert answer["output"]["dtype"] == "DATA_TYPE_BF16"
+    typed["hiddenStates"]["scales"]["floats"]["values"].append(1.0)
+    assert "got 12 bytes, want 8" in buf_curl(tiny_server, "Forward", typed, code=3 * 8)
 
 
 def test_describe(tiny_server):

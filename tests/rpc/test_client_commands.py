@@ -47,6 +47,28 @@ def test_json_example(tiny_server):
     assert "crc32" in run("sh", ROOT / "client" / "examples" / "json_call.sh", tiny_server)
 
 
+_OLD_GRPCURL = """#!{python}
+import re, subprocess, sys
+_, plain, d, data, address, method = sys.argv
+url = f"http://{{address}}/{{method}}"
+said = subprocess.run(["buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge", "-d", data, url],
+                      stdout=subprocess.PIPE, text=True, check=True).stdout
+print(re.sub(r'"(\\w+)":', lambda m: '"' + re.sub("[A-Z]", lambda c: "_" + c[0].lower(), m[1]) + '":', said))
+"""
+
+
+def test_json_example_with_a_grpcurl_that_prints_names_as_the_contract_has_them(tiny_server, tmp_path, monkeypatch):
+    """Version 1.8.6 does."""
+    if shutil.which("buf", path=PATH) is None:
+        pytest.skip("buf is not installed: make test installs it where npm is")
+    (tmp_path / "grpcurl").write_text(_OLD_GRPCURL.format(python=sys.executable))
+    (tmp_path / "grpcurl").chmod(0o755)
+    monkeypatch.setattr(sys.modules[__name__], "PATH", os.pathsep.join([str(tmp_path), PATH]))
+    said = run("sh", ROOT / "client" / "examples" / "json_call.sh", tiny_server)
+    assert "routes_computed" in said
+    assert "routesComputed" not in said
+
+
 def test_there_are_examples():
     assert [p.name for p in EXAMPLES] == ["numpy_client.py", "own_engine.py", "raw_grpcio.py", "torch_client.py"]
 
@@ -203,3 +225,18 @@ def test_health_waits_until_it_serves():
     assert (status, next(answers)) == ("SERVING", "NOT_SERVING")
     assert wait_for(lambda: "NOT_SERVING", 1, lambda: now[0], lambda s: now.__setitem__(0, now[0] + s)) == "NOT_SERVING"
     assert now[0] < 3
+
+
+def test_expertctl_asks_for_it(tiny_server):
+    def forward(*words):
+        return json.loads(expertctl("forward", tiny_server, "--json", "--m", 3, *words))["output"]
+
+    plain, e4m3 = forward(), forward("--wire-dtype", "e4m3")
+    assert plain["crc32"] != e4m3["crc32"]
+    assert e4m3["sum_of_squares"] == pytest.approx(plain["sum_of_squares"], rel=0.1)
+    report = json.loads(
+        expertctl("load", tiny_server, "--json", "--requests", 20, "--warmup", 2, "--wire-dtype", "e4m3")
+    )
+    assert (report["wire_dtype"], report["answered"], report["errors"]) == ("e4m3", 20, {})
+    refused = expertctl("load", tiny_server, "--requests", 1, "--synthetic", "--wire-dtype", "e4m3", code=2)
+    assert "nothing is sent of what is drawn" in refused

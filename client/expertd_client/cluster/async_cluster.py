@@ -29,6 +29,7 @@ from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.timers import Timers
 from expertd_client.credentials import Credentials
 from expertd_client.deadline import Deadline, LoopAlarm, deadline_in
+from expertd_client.e4m3 import asked_for
 from expertd_client.exchange import Exchange
 from expertd_client.forwarder import AsyncForwarder
 from expertd_client.grpc_aio import AioGrpcTransport
@@ -60,12 +61,14 @@ class AsyncExpertCluster(AsyncForwarder):
         policy: Policy | None = None,
         credentials: Credentials | None = None,
         transport: Callable[[str], Transport] | None = None,
+        wire_dtype: str | None = None,
     ) -> None:
         self._source = source_of(servers)
         self.source_error = ""
         self._timeout_s = timeout_s
         self._on_missing = on_missing
         self._f32_sums = f32_sums
+        self._quantizes = asked_for(wire_dtype)
         self._slots = asyncio.Semaphore(max_in_flight)
         self._policy = policy or Policy()
         self._members = Members(
@@ -93,6 +96,7 @@ class AsyncExpertCluster(AsyncForwarder):
         await self._take_slot(call, deadline)
         try:
             landed = asyncio.Event()
+            call.bring(self._quantizes and self._members.take_e4m3)
             flight = start(self._around, call, deadline, lambda flight: landed.set())
             try:
                 await landed.wait()
@@ -159,7 +163,7 @@ class AsyncExpertCluster(AsyncForwarder):
         try:
             await asyncio.wait_for(self._slots.acquire(), deadline.left_s())
         except asyncio.TimeoutError:
-            raise deadline.crowded(call.host.layer) from None
+            raise deadline.crowded(call.layer) from None
 
     # ---- servers -----------------------------------------------------------------------------------------------------
 

@@ -29,8 +29,11 @@ class Call:
     on_missing   what he wants where experts cannot be had
     f32_sums     partial sums travel in float32 whatever the answer's dtype
 
-    host         the same request with numpy arrays
+    layer        of the request
+    host         the same request with numpy arrays, once bring() was called
     """
+
+    host: Request
 
     def __init__(self, request: Request, out: Any, on_missing: OnMissing, f32_sums: bool) -> None:
         tensors = (request.hidden_states, request.topk_ids, request.topk_weights)
@@ -43,13 +46,19 @@ class Call:
         self._device = device_of(request.hidden_states)
         self._out = out
         self.on_missing = on_missing
+        self.layer = request.layer
+        self._request, self._f32_sums = request, f32_sums
         if out is not None:
             _check_out(out, request)
-        if f32_sums or not all(isinstance(x, np.ndarray) for x in tensors):
-            sums = pb.DATA_TYPE_F32 if f32_sums else None
-            self.host = request.with_tensors(on_host(tensors[0]), on_host(tensors[1]), on_host(tensors[2]), sums)
-        else:
-            self.host = request
+
+    def bring(self, e4m3: bool) -> None:
+        """To the host; e4m3: the hidden states quantized before, where they are."""
+        request = self._request.quantized() if e4m3 else self._request
+        tensors = (request.hidden_states, request.topk_ids, request.topk_weights)
+        if self._f32_sums or not all(isinstance(x, np.ndarray) for x in tensors):
+            sums = pb.DATA_TYPE_F32 if self._f32_sums else None
+            request = request.with_tensors(on_host(tensors[0]), on_host(tensors[1]), on_host(tensors[2]), sums)
+        self.host = request
 
     def result(self, flight: Flight, epoch: int) -> ClusterResult:
         """The answer; raises the flight's error."""

@@ -29,6 +29,7 @@ from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.timers import Timers
 from expertd_client.credentials import Credentials
 from expertd_client.deadline import ThreadAlarm, deadline_in
+from expertd_client.e4m3 import asked_for
 from expertd_client.exchange import Exchange
 from expertd_client.forwarder import Forwarder
 from expertd_client.grpc_sync import GrpcTransport
@@ -70,6 +71,8 @@ class ExpertCluster(Forwarder):
     f32_sums        partial sums travel in float32 also where the answer is f16 or bf16: twice the bytes, less rounding
     policy          when parts are sent twice, and again
     credentials     TLS and a token; None = plain text
+    wire_dtype      "e4m3": hidden states are quantized before they are sent (expertd_client.e4m3) where all servers
+                    take that; None = they travel as they are given
     transport       the way to the server at an address, instead of gRPC with shared memory where it can be had
 
     source_error    why the source could not be read last time, "" = it could: what it said before stays in force
@@ -86,11 +89,13 @@ class ExpertCluster(Forwarder):
         policy: Policy | None = None,
         credentials: Credentials | None = None,
         transport: Callable[[str], Transport] | None = None,
+        wire_dtype: str | None = None,
     ) -> None:
         self.source_error = ""
         self._timeout_s = timeout_s
         self._on_missing = on_missing
         self._f32_sums = f32_sums
+        self._quantizes = asked_for(wire_dtype)
         self._slots = threading.Semaphore(max_in_flight)
         self._policy = policy or Policy()
         self._members = Members(
@@ -192,17 +197,18 @@ class ExpertCluster(Forwarder):
         deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
         if self._closing.is_set():
             raise RequestCancelledError("cluster: this client is closed; make a new one")
-        if not (self._settled.is_set() and self._members.knows(call.host.layer)):
-            self._first_words(call.host.layer, self._policy.patience_s if deadline is None else deadline.left_s())
+        if not (self._settled.is_set() and self._members.knows(call.layer)):
+            self._first_words(call.layer, self._policy.patience_s if deadline is None else deadline.left_s())
         if not self._slots.acquire(timeout=None if deadline is None else deadline.left_s()):
             assert deadline is not None
-            raise deadline.crowded(call.host.layer)
+            raise deadline.crowded(call.layer)
 
         def freed(flight: Flight) -> None:
             self._slots.release()
             landed(flight)
 
         try:
+            call.bring(self._quantizes and self._members.take_e4m3)
             return start(self._around, call, deadline, freed)
         except BaseException:
             self._slots.release()

@@ -429,8 +429,8 @@ def _answered(leg: Leg, layer: int) -> Answered:
 
 def start(around: Surroundings, call: Call, deadline: Deadline | None, landed: Callable[[Flight], object]) -> Flight:
     """Starts a call.  Raises where it cannot be: LayerNotHeldError, ExpertIdOutOfRangeError, PlacementError."""
-    table = around.members.table(call.host.layer)
-    routes = check_ids(call.host.topk_ids, table, call.host.layer)
+    table = around.members.table(call.layer)
+    routes = check_ids(call.host.topk_ids, table, call.layer)
     flight = Flight(around, call.host, routes, table, deadline, call.on_missing, landed)
     flight.take_off()
     return flight

@@ -24,6 +24,7 @@ from expertd.errors import (
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster.identity import Identity, held_by
 from expertd_client.deadline import Deadline
+from expertd_client.e4m3 import taken
 from expertd_client.exchange import Exchange
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
@@ -48,6 +49,7 @@ class Member:
     held         layer -> experts that it may be asked for
     backends     layer -> name of the kernel backend
     max_tokens   its largest batch; 0 = no bound
+    takes_e4m3   hidden states as e4m3; None = it has not said
     asked        whether Describe was asked, and answered or not
     refused      why it is not asked; "" = it is
     leaving      the placement has it no more
@@ -72,6 +74,7 @@ class Member:
         self._foreign = False
         self._says: Mapping[int, tuple[int, ...]] | None = None
         self.max_tokens = 0
+        self.takes_e4m3: bool | None = None
         self.asked = False
         self.leaving = False
         self.refused = "not described yet"
@@ -203,6 +206,7 @@ class Member:
             self._says = held_by(answer)
             self.backends = {layer.layer: layer.backend for layer in answer.layers}
             self.max_tokens = answer.limits.max_tokens
+            self.takes_e4m3 = taken(answer)
             self.place(self._placed)
         with self._lock:
             self.asked = True

@@ -114,6 +114,12 @@ class Members:
         """Whether a server that may hold anything has not said yet what it holds."""
         return not all(m.described_once or m.leaving for m in self.by_address.values())
 
+    @property
+    def take_e4m3(self) -> bool:
+        """Whether every server that has said what it is takes hidden states as e4m3."""
+        said = [m.takes_e4m3 for m in self.by_address.values() if m.takes_e4m3 is not None]
+        return bool(said) and all(said)
+
     def knows(self, layer: int) -> bool:
         """Whether a call of that layer need not wait for a server's first word."""
         return layer in self._tables or self._identity.num_experts(layer) is not None or not self.unknown

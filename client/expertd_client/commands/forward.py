@@ -16,7 +16,15 @@ from rich.table import Table
 from expertd.dtypes import dtype_name
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.client import ExpertClient
-from expertd_client.commands.options import add_common, add_routing, at_least, console, credentials, duration
+from expertd_client.commands.options import (
+    add_common,
+    add_routing,
+    at_least,
+    checked_wire_dtype,
+    console,
+    credentials,
+    duration,
+)
 from expertd_client.files import load_array, load_tensors, save_array
 from expertd_client.request import Request, RequestOptions
 from expertd_client.result import ForwardResult
@@ -58,7 +66,13 @@ def add_parser(subparsers: Any, text: str) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.save and args.digest:
         raise ValueError("--save: got --digest with it, want one of them: a digest has no output to write")
-    with ExpertClient(args.address, unary=args.unary, timeout_s=args.timeout, credentials=credentials(args)) as client:
+    with ExpertClient(
+        args.address,
+        unary=args.unary,
+        timeout_s=args.timeout,
+        credentials=credentials(args),
+        wire_dtype=args.wire_dtype,
+    ) as client:
         request = _request(args, client)
         begin_s = time.perf_counter()
         answer = client.forward_request(request)
@@ -75,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _request(args: argparse.Namespace, client: ExpertClient) -> Request:
     described = client.describe(timeout_s=args.timeout)
+    checked_wire_dtype(args, described)
     shape = layer_shapes(described, None if args.layer is None else [args.layer], args.top_k)[0]
     options: RequestOptions = {
         "output_dtype": args.output_dtype,

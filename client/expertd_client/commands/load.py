@@ -16,6 +16,7 @@ from expertd_client.commands.options import (
     add_common,
     add_routing,
     at_least,
+    checked_wire_dtype,
     console,
     credentials,
     duration,
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     )
     layers, report = run_precisely(_run(args, plan))
     if args.json:
-        print(json.dumps(as_json(args.address, plan, layers, report), indent=2))
+        print(json.dumps({"wire_dtype": args.wire_dtype, **as_json(args.address, plan, layers, report)}, indent=2))
     else:
         _show(args, plan, layers, report)
     return 0 if report.answered else 1
@@ -96,6 +97,7 @@ async def _run(args: argparse.Namespace, plan: LoadPlan) -> tuple[list[int], Loa
             max_in_flight=in_flight,
             unary=args.unary,
             credentials=credentials(args),
+            wire_dtype=args.wire_dtype,
         )
         for _ in range(args.streams)
     ]
@@ -105,6 +107,7 @@ async def _run(args: argparse.Namespace, plan: LoadPlan) -> tuple[list[int], Loa
 
     try:
         described = await clients[0].describe(timeout_s=args.timeout)
+        checked_wire_dtype(args, described)
         shapes = layer_shapes(described, args.layers, args.top_k)
         drawn_here = not args.synthetic
         wanted: RequestOptions = {"output_dtype": args.output_dtype, "digest": args.digest}
@@ -147,6 +150,7 @@ def _show(args: argparse.Namespace, plan: LoadPlan, layers: list[int], r: LoadRe
         loop = f"open loop, {plan.rate:g} requests/s, {'poisson' if plan.poisson else 'fixed'} gaps"
     streams = "calls" if args.unary else f"stream{'s' if args.streams > 1 else ''}"
     title = f"{loop}; {plan.tokens} tokens a request, layers {format_ranges(layers)}, {args.streams} {streams}"
+    title += f", hidden states as {args.wire_dtype}" if args.wire_dtype else ""
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     for name in ("", "mean", "p50", "p90", "p95", "p99", "p99.9", "max"):
         table.add_column(name, justify="right" if name else "left")

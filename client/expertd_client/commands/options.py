@@ -8,13 +8,16 @@ import re
 from rich.console import Console
 
 from expertd.ranges import parse_ranges
+from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.credentials import Credentials
+from expertd_client.e4m3 import taken
 
 __all__ = [
     "add_common",
     "add_credentials",
     "add_routing",
     "at_least",
+    "checked_wire_dtype",
     "console",
     "credentials",
     "duration",
@@ -50,7 +53,7 @@ def credentials(args: argparse.Namespace) -> Credentials:
 
 
 def add_routing(parser: argparse.ArgumentParser) -> None:
-    """--m, --top-k, --zipf, --seed, --unary."""
+    """--m, --top-k, --zipf, --seed, --unary, --wire-dtype."""
     parser.add_argument("--m", type=at_least(0), default=8, metavar="M", help="tokens of a request (default: 8)")
     parser.add_argument("--top-k", type=at_least(1), metavar="K", help="routes a token; default: the model's")
     parser.add_argument(
@@ -62,6 +65,23 @@ def add_routing(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of what is drawn (default: 0)")
     parser.add_argument("--unary", action="store_true", help="a gRPC call for each request instead of one stream")
+    parser.add_argument(
+        "--wire-dtype", choices=("e4m3",), help="quantize hidden states before they are sent; default: as they are"
+    )
+
+
+def checked_wire_dtype(args: argparse.Namespace, described: pb.DescribeResponse) -> str | None:
+    """--wire-dtype, for the server that was described.  Raises ValueError where hidden states would not travel so."""
+    wanted: str | None = args.wire_dtype
+    if wanted is not None and args.synthetic:
+        raise ValueError(
+            f"--wire-dtype {wanted}: got --synthetic with it, want one of them: nothing is sent of what is drawn"
+        )
+    if wanted is not None and not taken(described):
+        raise ValueError(
+            f"--wire-dtype {wanted}: got a server that does not take it, want one that lists it in Describe"
+        )
+    return wanted
 
 
 def positive(text: str) -> float:

@@ -163,22 +163,30 @@ EXPERTD_INLINE void widen_any(const void* codes, const void* scales, int64_t row
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) inline void quantize_avx2(const void* from, int kind, int64_t rows, int64_t columns,
-                                                          int64_t stride, uint8_t* codes, float* scales) {
-  quantize_any(from, kind, rows, columns, stride, codes, scales);
-}
+#define EXPERTD_LEVEL(name, instructions)                                                                              \
+  __attribute__((target(instructions))) inline void quantize_##name(const void* from, int kind, int64_t rows,         \
+                                                                    int64_t columns, int64_t stride, uint8_t* codes, \
+                                                                    float* scales) {                                  \
+    quantize_any(from, kind, rows, columns, stride, codes, scales);                                                   \
+  }                                                                                                                    \
+  __attribute__((target(instructions))) inline void widen_##name(const void* codes, const void* scales, int64_t rows, \
+                                                                 int64_t columns, void* to, int kind) {               \
+    widen_any(codes, scales, rows, columns, to, kind);                                                                \
+  }
+EXPERTD_LEVEL(avx2, "avx2")
+EXPERTD_LEVEL(avx512, "avx2,avx512f,avx512bw,avx512dq,avx512vl")
+#undef EXPERTD_LEVEL
 
-__attribute__((target("avx2"))) inline void widen_avx2(const void* codes, const void* scales, int64_t rows,
-                                                       int64_t columns, void* to, int kind) {
-  widen_any(codes, scales, rows, columns, to, kind);
-}
-
-inline bool has_avx2() {  // the processor has it, and the system keeps its registers
+// 2: AVX-512, 1: AVX2, 0: neither; the processor has it, and the system keeps its registers.
+inline int level() {
   unsigned a, b, c, d;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & (1u << 27))) return false;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & (1u << 27))) return 0;
   unsigned low, high;
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  return (low & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & (1u << 5));
+  if ((low & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+  constexpr unsigned kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+  if ((low & 0xe6) == 0xe6 && (b & kAvx512) == kAvx512) return 2;
+  return (b & (1u << 5)) ? 1 : 0;
 }
 #endif
 
@@ -186,8 +194,9 @@ inline bool has_avx2() {  // the processor has it, and the system keeps its regi
 inline void quantize(const void* from, int kind, int64_t rows, int64_t columns, int64_t stride, uint8_t* codes,
                      float* scales) {
 #if defined(__x86_64__)
-  static const bool wide = has_avx2();
-  if (wide) return quantize_avx2(from, kind, rows, columns, stride, codes, scales);
+  static const int best = level();
+  if (best == 2) return quantize_avx512(from, kind, rows, columns, stride, codes, scales);
+  if (best == 1) return quantize_avx2(from, kind, rows, columns, stride, codes, scales);
 #endif
   quantize_any(from, kind, rows, columns, stride, codes, scales);
 }
@@ -195,8 +204,9 @@ inline void quantize(const void* from, int kind, int64_t rows, int64_t columns, 
 // The way back, to [rows, columns] of kOfF32 or kOfBf16; scales: at any address.
 inline void widen(const void* codes, const void* scales, int64_t rows, int64_t columns, void* to, int kind) {
 #if defined(__x86_64__)
-  static const bool wide = has_avx2();
-  if (wide) return widen_avx2(codes, scales, rows, columns, to, kind);
+  static const int best = level();
+  if (best == 2) return widen_avx512(codes, scales, rows, columns, to, kind);
+  if (best == 1) return widen_avx2(codes, scales, rows, columns, to, kind);
 #endif
   widen_any(codes, scales, rows, columns, to, kind);
 }

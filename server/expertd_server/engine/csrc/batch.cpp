@@ -1,6 +1,7 @@
 #include "batch.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "gather.h"
 #include "port.h"
@@ -10,6 +11,12 @@ namespace {
 
 constexpr uint32_t kRowsAPiece = 32;  // copy engines lose on shorter pieces
 constexpr uint64_t kAligned = 16;
+
+uint64_t scales_bytes(uint64_t rows, uint64_t H) { return rows * ((H + 127) / 128) * sizeof(float); }
+
+// Whether a request's e4m3 goes to the device as it is, codes and then scales in the place of its rows (where both fit:
+// a row of such an H has 2 bytes a column or more), and is widened there: half the bytes, and nothing to compute here.
+bool travels_as_e4m3(const Forward& f, uint64_t H) { return f.hidden_dtype == kE4m3 && H % kAligned == 0; }
 
 char* row_of(void* base, uint64_t row, uint64_t H, const Config& c) {
   return static_cast<char*>(base) + row * H * size_of(c.compute_dtype);
@@ -54,15 +61,23 @@ void write_table(Lane& lane, const Config& config) {
     Forward f = item->f;
     if (!item->port) {
       char* x = row_of(m.hidden, staged, H, config);
-      load_floats(x, config.compute_dtype, reinterpret_cast<void*>(f.hidden), f.hidden_dtype,
-                  reinterpret_cast<float*>(f.scales), f.tokens, H);
+      if (travels_as_e4m3(f, H)) {
+        char* scales = x + f.tokens * H;
+        memcpy(x, reinterpret_cast<void*>(f.hidden), f.tokens * H);
+        memcpy(scales, reinterpret_cast<void*>(f.scales), scales_bytes(f.tokens, H));
+        f.scales = uint64_t(scales);
+      } else {
+        load_floats(x, config.compute_dtype, reinterpret_cast<void*>(f.hidden), f.hidden_dtype,
+                    reinterpret_cast<float*>(f.scales), f.tokens, H);
+        f.hidden_dtype = config.compute_dtype;
+        f.scales = 0;
+      }
       load_ids(f, m.slots + staged_routes, m.weights + staged_routes);
       f.hidden = uint64_t(x);
-      f.scales = 0;
       f.ids = uint64_t(m.slots + staged_routes);
       f.weights = uint64_t(m.weights + staged_routes);
       f.out = uint64_t(row_of(m.out, staged, H, config));
-      f.hidden_dtype = f.out_dtype = config.compute_dtype;
+      f.out_dtype = config.compute_dtype;
       f.ids_dtype = kI32;
       f.weights_dtype = kF32;
       staged += f.tokens;
@@ -72,7 +87,7 @@ void write_table(Lane& lane, const Config& config) {
                           uint64_t(f.out_dtype) << 12 | uint64_t(f.top_k) << 16 | uint64_t(layer.num_experts) << 32;
     const uint64_t hidden_step = H * size_of(f.hidden_dtype), out_step = H * size_of(f.out_dtype);
     const uint64_t ids_step = f.top_k * size_of(f.ids_dtype), weights_step = f.top_k * size_of(f.weights_dtype);
-    const uint64_t scales_step = f.scales ? (H + 127) / 128 * sizeof(float) : 0;
+    const uint64_t scales_step = f.scales ? scales_bytes(1, H) : 0;
     for (uint64_t i = 0; i < f.tokens; ++i, line += kWords) {
       line[0] = f.hidden + i * hidden_step;
       line[1] = f.ids + i * ids_step;
@@ -100,7 +115,8 @@ bool movable(const Lane& lane, const Config& config) {
   for (const Item* i : lane.items) on_host += i->f.on_device ? 0 : i->f.tokens;
   if (on_host < config.streamed_rows || lane.items.size() * kRowsAPiece > lane.tokens) return false;
   return std::all_of(lane.items.begin(), lane.items.end(), [&](const Item* i) {
-    return !i->port || (i->f.hidden_dtype == config.compute_dtype && i->f.out_dtype == config.compute_dtype);
+    if (!i->port) return i->f.hidden_dtype != kE4m3;
+    return i->f.hidden_dtype == config.compute_dtype && i->f.out_dtype == config.compute_dtype;
   });
 }
 

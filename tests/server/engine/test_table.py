@@ -1,0 +1,105 @@
+"""What the core's table says to a device of inline requests, read here as the device would read it: csrc/batch.cpp
+compiled by itself, because a core for a device needs one."""
+
+import ctypes as C
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from expertd.cxx import E4M3, SHM, BuildError, find_compiler
+from expertd_kernels.rows import table
+from expertd_server.engine.core import Config, Forward
+
+ROOT = Path(__file__).parents[3]
+CSRC = ROOT / "server/expertd_server/engine/csrc"
+SHIM = """
+#include "batch.h"
+#include "port.h"
+using namespace expertd;
+extern "C" int test_table(LaneMemory* memory, const Config* config, uint32_t hidden_size, uint32_t count, Forward* f) {
+  Layer layer;
+  layer.facts.hidden_size = hidden_size;
+  layer.facts.num_experts = 8;
+  std::vector<Item> items(count);
+  Lane lane;
+  lane.memory = *memory;
+  lane.layer = &layer;
+  for (uint32_t i = 0; i < count; ++i) {
+    items[i].f = f[i];
+    lane.items.push_back(&items[i]);
+    lane.tokens += f[i].tokens;
+  }
+  write_table(lane, *config);
+  return movable(lane, *config);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory):
+    """Compiled once, 4 s."""
+    folder = tmp_path_factory.mktemp("table")
+    (folder / "shim.cpp").write_text(SHIM)
+    try:
+        compiler = find_compiler()
+    except BuildError as e:
+        pytest.skip(str(e))
+    places = [f"-I{p}" for p in (CSRC, ROOT / SHM, ROOT / E4M3)]
+    sources = [str(p) for p in (folder / "shim.cpp", CSRC / "batch.cpp", CSRC / "gather.cpp")]
+    command = [*compiler, "-std=c++17", "-O1", "-fPIC", "-shared", *places, *sources, "-o", str(folder / "table.so")]
+    subprocess.run(command, check=True, timeout=120)
+    return C.CDLL(str(folder / "table.so")).test_table
+
+
+def row(address, dtype, count):
+    return np.frombuffer((C.c_char * (count * np.dtype(dtype).itemsize)).from_address(address), dtype)
+
+
+@pytest.mark.parametrize(("H", "kept"), [(256, True), (272, True), (200, False), (16, True)])
+def test_e4m3_that_came_inline_is_left_to_the_device_where_it_fits(write, H, kept):
+    from expertd_server.engine.core import LaneMemory
+
+    M, k, blocks = 3, 2, -(-H // 128)
+    g = np.random.default_rng(H)
+    hidden, out = np.full(8 * 2 * H * 2, 0xEE, np.uint8), np.zeros(8 * H, np.uint16)
+    lines, ids, weights = np.zeros((8, 8), np.uint64), np.zeros((8, k), np.int32), np.zeros((8, k), np.float32)
+    memory = LaneMemory(
+        table=lines.ctypes.data, hidden=hidden.ctypes.data, slots=ids.ctypes.data, weights=weights.ctypes.data,
+        out=out.ctypes.data,
+    )  # fmt: skip
+    plain = g.standard_normal((M, H)).astype(np.float32)
+    codes = g.integers(0, 0x7F, (M, H)).astype(np.uint8)
+    scales = g.uniform(0.5, 2, (M, blocks)).astype(np.float32)
+    mine, mine_w = np.tile(np.arange(k, dtype=np.int32), (M, 1)), np.ones((M, k), np.float32)
+    common = {"ids": mine.ctypes.data, "weights": mine_w.ctypes.data, "tokens": M, "top_k": k, "ids_dtype": table.I32}
+    common |= {"weights_dtype": table.F32, "out_dtype": table.BF16}
+    both = (Forward * 2)(
+        Forward(hidden=plain.ctypes.data, hidden_dtype=table.F32, **common),
+        Forward(hidden=codes.ctypes.data, scales=scales.ctypes.data, hidden_dtype=table.E4M3, **common),
+    )
+    config = Config(max_tokens=8, compute_dtype=table.BF16, device=1, streamed_rows=1)
+    movable = write(C.byref(memory), C.byref(config), H, 2, both)
+    assert not movable, "copy engines move rows of the compute dtype alone"
+    bits = torch.from_numpy(plain).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    wide = torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * torch.from_numpy(
+        scales.repeat(128, axis=1)[:, :H]
+    )
+    for i in range(M):
+        np.testing.assert_array_equal(row(int(lines[i, 0]), np.uint16, H), bits[i])
+        assert lines[i, 4] & 15 == table.BF16
+        line = lines[M + i]
+        assert line[4] & 15 == (table.E4M3 if kept else table.BF16)
+        assert line[0] % 16 == 0 or not kept
+        if kept:
+            assert line[5] % 4 == 0
+            np.testing.assert_array_equal(row(int(line[0]), np.uint8, H), codes[i])
+            np.testing.assert_array_equal(row(int(line[5]), np.float32, blocks), scales[i])
+        else:
+            want = wide[i].bfloat16().view(torch.int16).numpy().view(np.uint16)
+            np.testing.assert_array_equal(row(int(line[0]), np.uint16, H), want)
+    rows = [int(a) for a in lines[: 2 * M, 0]]
+    assert max(rows) < hidden.ctypes.data + 2 * M * H * 2
+    assert (hidden[2 * M * H * 2 :] == 0xEE).all(), "nothing is written behind the rows"
