@@ -4,29 +4,57 @@ The long form is `expertctl bench faults`."""
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
-from expertd_client.faults.load import effect
+from expertd.errors import UnimplementedError
+from expertd_client.faults.load import effect, p99_ms
+from expertd_client.faults.netns import Namespace
 from expertd_client.faults.run import FAULTS, run
 
+HERE = tuple(fault for fault in FAULTS if fault != "partition")
 
-@pytest.mark.slow  # servers start five times, which takes most of its time
+
+@pytest.mark.slow  # servers start seven times, which takes most of its time
 @pytest.mark.timeout(240)
 def test_no_call_fails():
-    rows = list(run(FAULTS, events=1, threads=3, away_s=1.5))
-    assert [row.fault for row, _ in rows] == list(FAULTS)
+    rows = list(run(HERE, events=1, threads=3, away_s=1.5))
+    assert [row.fault for row, _ in rows] == list(HERE)
+    assert_fine(rows)
+
+
+@pytest.mark.slow  # three servers in namespaces, three outside
+@pytest.mark.timeout(120)
+def test_no_call_fails_where_packets_are_dropped():
+    try:
+        with Namespace():
+            pass
+    except UnimplementedError as why:
+        pytest.skip(str(why))
+    assert_fine(run(["partition"], events=2, threads=3, away_s=1.5))
+    assert "expertd-" not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+def assert_fine(rows):
     for row, failures in rows:
         assert not failures, row
         assert row.failed == 0
         assert row.calls > 50
         assert row.longest_ms < 2000, row  # the bench's bound is 1000; this machine may be busy with other tests
+        assert 0 < row.quiet_p99_ms <= 2000
+        assert 0 < row.p99_ms <= row.longest_ms + 0.1
 
 
 def test_what_an_event_did():
     """A call a tenth of a second; nothing for half a second after the event, then half as fast."""
     calls = [(n * 0.1, n * 0.1 + 0.1) for n in range(100)]  # to 10 s
     calls += [(10.0, 10.5)] + [(10.5 + n * 0.2, 10.7 + n * 0.2) for n in range(60)]
-    found = effect(calls, 10.05, 20.0, window_s=0.4)
+    found = effect(calls, 9.0, 10.05, 20.0, window_s=0.4)
     assert found.longest_s == pytest.approx(0.5)
     assert 0.4 <= found.recovered_s <= 1.0
-    assert effect([], 0.0, 3.0).recovered_s == 3.0
+    assert found.before == pytest.approx([0.1] * 10 + [0.5])
+    assert found.during == pytest.approx([0.2] * 48)
+    assert effect([], 0.0, 0.0, 3.0).recovered_s == 3.0
+    assert p99_ms(found.before) == pytest.approx(500.0)
+    assert p99_ms([]) == 0.0

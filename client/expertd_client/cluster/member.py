@@ -72,6 +72,7 @@ class Member:
         self.backends: Mapping[int, str] = {}
         self._placed = placed
         self._foreign = False
+        self._accepted: pb.DescribeResponse | None = None
         self._says: Mapping[int, tuple[int, ...]] | None = None
         self.max_tokens = 0
         self.takes_e4m3: bool | None = None
@@ -196,14 +197,15 @@ class Member:
 
     def described(self, answer: pb.DescribeResponse, identity: Identity) -> bool:
         """What it says of itself.  Whether that changes what is held where."""
-        before = self.held
+        before, refused = self.held, f"{self.address}: it drains" if answer.load.draining else ""
         try:
-            identity.check(self.address, answer)
-            refused = f"{self.address}: it drains" if answer.load.draining else ""
+            if not self._says_again(answer):
+                identity.check(self.address, answer)
         except PlacementError as error:
-            self._foreign, refused = True, error.message
+            self._accepted, self._foreign, refused = None, True, error.message
         else:
-            self._says = held_by(answer)
+            if self._accepted is None:
+                self._accepted, self._says = answer, held_by(answer)
             self.backends = {layer.layer: layer.backend for layer in answer.layers}
             self.max_tokens = answer.limits.max_tokens
             self.takes_e4m3 = taken(answer)
@@ -216,6 +218,14 @@ class Member:
             self._token_s = self._token_s or answer.load.token_ns * 1e-9
             self.load = answer.load
         return before != self.held
+
+    def _says_again(self, answer: pb.DescribeResponse) -> bool:
+        """Whether it says what it said when it was accepted; looking at it again each second would cost callers."""
+        last = self._accepted
+        if last is not None and last.model == answer.model and last.layers == answer.layers:
+            return True
+        self._accepted = None
+        return False
 
     def silent(self, error: ExpertdError) -> None:
         """It did not answer Describe."""

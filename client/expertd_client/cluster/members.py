@@ -6,6 +6,7 @@ task for each, stands in `watch`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,10 +51,12 @@ class Members:
         self._placed_experts: Mapping[int, int] = {}
         self._lock = threading.Lock()
         self._tables: dict[int, LayerTable] = {}
+        self._alike: dict[tuple[int, tuple[tuple[str, tuple[int, ...]], ...]], LayerTable] = {}
 
     def apply(self, targets: Targets) -> tuple[list[Member], list[Member]]:
         """Takes what a source says: (members that are new, members that left).  Who left gets no new work."""
         placed: Mapping[str, Mapping[int, tuple[int, ...]]] = {}
+        ways = {a: self._make(a) for a in addresses_of(targets) if a not in self.by_address}
         with self._lock:
             if isinstance(targets, Placement):
                 placed = {s.address: s.layers for s in targets.servers}
@@ -64,7 +67,7 @@ class Members:
             for address in addresses_of(targets):
                 known = before.get(address)
                 if known is None:
-                    known = Member(address, *self._make(address), placed.get(address), self._stall_s)
+                    known = Member(address, *ways[address], placed.get(address), self._stall_s)
                     new.append(known)
                 else:
                     known.place(placed.get(address))
@@ -73,8 +76,19 @@ class Members:
             for member in left:
                 member.leaving = True
                 self._identity.forget(member.address)
-            self.by_address, self._tables = after, {}
+            self.by_address = after
+            self._renew()
         return new, left
+
+    def _renew(self) -> None:
+        """Makes the tables that calls use anew, in the thread that learned of a change: calls go by the old ones
+        meanwhile, and wait for nothing."""
+        tables: dict[int, LayerTable] = {}
+        self._alike = {}
+        for layer in list(self._tables):
+            with contextlib.suppress(ExpertdError):
+                tables[layer] = self._table(layer)
+        self._tables = tables
 
     def table(self, layer: int) -> LayerTable:
         """Who holds the experts of a layer.  Raises LayerNotHeldError where nobody has said that there is such one."""
@@ -97,8 +111,11 @@ class Members:
                 want=f"one of layers {format_ranges(layers)}",
                 remedy=self.troubles(),
             )
-        inside = {a: tuple(e for e in experts if e < num_experts) for a, experts in held.items()}
-        return layer_table(num_experts, {a: experts for a, experts in inside.items() if experts})
+        alike = num_experts, tuple(held.items())
+        if alike not in self._alike:  # most layers are held alike
+            inside = {a: tuple(e for e in experts if e < num_experts) for a, experts in held.items()}
+            self._alike[alike] = layer_table(num_experts, {a: experts for a, experts in inside.items() if experts})
+        return self._alike[alike]
 
     def troubles(self) -> str:
         """Why servers are not asked, for people; "" = all are."""
@@ -130,7 +147,7 @@ class Members:
             member.silent(answer)
         elif member.described(answer, self._identity):
             with self._lock:
-                self._tables = {}
+                self._renew()
         if member.leaving and self.by_address.get(member.address) is None:
             self._identity.forget(member.address)  # what it has just said
         return AWAY_S if member.refused else PROBE_S

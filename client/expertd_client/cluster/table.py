@@ -42,16 +42,18 @@ def layer_table(num_experts: int, held: Mapping[str, tuple[int, ...]]) -> LayerT
     holds = np.zeros((num_experts, len(addresses)), bool)
     for column, experts in enumerate(held.values()):
         holds[list(experts), column] = True
-    group_of = np.full(num_experts + 1, -1, np.int64)
-    groups: dict[bytes, int] = {}
-    holders: list[tuple[str, ...]] = []
+    bits = np.packbits(holds, axis=1)
+    rows = bits.tobytes()
+    groups: dict[bytes, int] = {bytes(bits.shape[1]): -1}
     first: list[int] = []
-    for expert, row in enumerate(holds):
-        if row.any():
-            number = groups.setdefault(row.tobytes(), len(groups))
-            if number == len(holders):
-                holders.append(tuple(addresses[n] for n in np.flatnonzero(row)))
-                first.append(expert)
-            group_of[expert] = number
+    group_of = np.full(num_experts + 1, -1, np.int64)
+    for expert in range(num_experts):
+        row = rows[expert * bits.shape[1] : (expert + 1) * bits.shape[1]]
+        number = groups.get(row)
+        if number is None:
+            number = groups[row] = len(first)
+            first.append(expert)
+        group_of[expert] = number
+    holders = tuple(tuple(addresses[n] for n in np.flatnonzero(holds[expert])) for expert in first)
     whole = len(holders) == 1 and bool((group_of[:-1] >= 0).all())
-    return LayerTable(num_experts, group_of, tuple(holders), tuple(first), whole)
+    return LayerTable(num_experts, group_of, holders, tuple(first), whole)

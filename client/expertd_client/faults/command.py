@@ -16,7 +16,14 @@ __all__ = ["add_arguments", "run_command"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--fault", type=_faults, default=FAULTS, metavar="F,F", help=f"of {', '.join(FAULTS)} (all)")
+    usual = tuple(name for name in FAULTS if name != "partition")
+    parser.add_argument(
+        "--fault",
+        type=_faults,
+        default=usual,
+        metavar="F,F",
+        help=f"of {', '.join(FAULTS)} (all but partition, which needs root)",
+    )
     parser.add_argument("--events", type=_count, default=20, metavar="N", help="of each fault (default: 20)")
     parser.add_argument("--callers", type=_count, default=4, metavar="N", help="threads that call (default: 4)")
     parser.add_argument("--tokens", type=_count, default=8, metavar="M", help="of a call (default: 8)")
@@ -39,14 +46,15 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _show(rows: list[Row], why: Counter[str]) -> None:
-    out = Console(highlight=False)
+    plain = Console(highlight=False)
+    out = plain if plain.is_terminal else Console(highlight=False, width=120)
     table = Table(title="two replicas of one half, one of them in trouble", title_justify="left", show_edge=False)
     table.add_column("fault")
-    for name in ("events", "calls", "failed", "longest ms", "recovered s"):
+    for name in ("events", "calls", "failed", "longest ms", "recovered s", "p99 ms before", "p99 ms"):
         table.add_column(name, justify="right")
     for r in rows:
         numbers = (f"{r.events:,}", f"{r.calls:,}", f"{r.failed:,}", f"{r.longest_ms:,.0f}", f"{r.recovered_s:.2f}")
-        table.add_row(r.fault, *numbers)
+        table.add_row(r.fault, *numbers, f"{r.quiet_p99_ms:,.1f}", f"{r.p99_ms:,.1f}")
     out.print(table)
     for text, times in why.most_common(5):
         out.print(f"{times} calls: {text}", markup=False)

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertd_client.forwarder import Forwarder
+from expertd_client.percentiles import Durations
 from expertd_client.request import Request
 
-__all__ = ["Callers", "Effect", "effect"]
+__all__ = ["Callers", "Effect", "effect", "p99_ms"]
 
 _PAUSE_S = 0.01
 """After a failed call: a cluster that is gone is not asked at full speed."""
@@ -81,16 +82,24 @@ class Callers:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Of one event: the longest call that was under way in the seconds after it, and when throughput was back."""
+    """Of one event: the longest call that was under way in the seconds after it, and when throughput was back; how long
+    calls took that began in the seconds before it, and after."""
 
     longest_s: float
     recovered_s: float
+    before: Sequence[float] = ()
+    during: Sequence[float] = ()
 
 
 def effect(
-    calls: Sequence[tuple[float, float]], at_s: float, until_s: float, window_s: float = 0.2, settle: float = 0.5
+    calls: Sequence[tuple[float, float]],
+    before_s: float,
+    at_s: float,
+    until_s: float,
+    window_s: float = 0.2,
+    settle: float = 0.5,
 ) -> Effect:
-    """What an event at `at_s` did to calls (begin, end) until `until_s`.
+    """What an event at `at_s` did to calls (begin, end) until `until_s`; nothing happened from `before_s` on.
 
     Recovered: the end of the first window in which as many calls were answered as in 95 % of the median window of the
     later part (`settle`, as a share of the time) of that time, when those who are left do what they can."""
@@ -98,10 +107,20 @@ def effect(
     ends = np.array([end for _, end in calls if at_s <= end <= until_s])
     step_s = window_s / 4
     starts = np.arange(at_s, until_s - window_s + 1e-9, step_s)
+    times = [[e - b for b, e in calls if low <= b < high] for low, high in ((before_s, at_s), (at_s, until_s))]
     if not len(starts) or not len(ends):
-        return Effect(longest_s, until_s - at_s)
+        return Effect(longest_s, until_s - at_s, *times)
     ends.sort()
     counts = np.searchsorted(ends, starts + window_s) - np.searchsorted(ends, starts)
     later = counts[starts >= at_s + settle * (until_s - at_s)]
     good = np.flatnonzero(counts >= 0.95 * float(np.median(later if len(later) else counts)))
-    return Effect(longest_s, float(starts[good[0]] - at_s + window_s) if len(good) else until_s - at_s)
+    back_s = float(starts[good[0]] - at_s + window_s) if len(good) else until_s - at_s
+    return Effect(longest_s, back_s, *times)
+
+
+def p99_ms(seconds: Sequence[float]) -> float:
+    """The 99th percentile in milliseconds; 0 of none."""
+    times = Durations()
+    for s in seconds:
+        times.add(s)
+    return round(1e3 * times.summary().p99_s, 2)

@@ -1,4 +1,4 @@
-"""Servers as processes of their own, and what can happen to them."""
+"""Servers and clients as processes of their own, and what can happen to them."""
 
 from __future__ import annotations
 
@@ -9,32 +9,39 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 from expertd.errors import UnavailableError
+from expertd_client.client import ExpertClient
+from expertd_client.faults.netns import Namespace
 
-__all__ = ["BOOT_S", "ServerProcess"]
+__all__ = ["BOOT_S", "ServerProcess", "Stampede"]
 
 BOOT_S = 120.0
 
 
 class ServerProcess:
-    """`expertd serve` on this host.  options: of its command line, without --listen.
+    """`expertd serve` on this host.  options: of its command line, without --listen; inside: the network that it is in,
+    None = this one.
 
     address   "127.0.0.1:port", the same after each start; "" before the first
     """
 
-    def __init__(self, options: Sequence[str]) -> None:
+    def __init__(self, options: Sequence[str], inside: Namespace | None = None) -> None:
         self.address = ""
         self._options = list(options)
+        self._inside = inside
         self._process: subprocess.Popen[str] | None = None
         self._serving: Future[str] = Future()
 
-    def start(self) -> None:
-        """Starts it, and does not wait."""
-        listen = self.address or "127.0.0.1:0"
-        command = [sys.executable, "-m", "expertd_server.cli", "serve", "--listen", listen, *self._options]
+    def start(self, *more: str) -> None:
+        """Starts it, and does not wait; more: options besides."""
+        there = ("127.0.0.1", ()) if self._inside is None else (self._inside.address, self._inside.command)
+        listen = self.address or f"{there[0]}:0"
+        serve = ["-m", "expertd_server.cli", "serve", "--listen", listen, *self._options, *more]
+        command = [*there[1], sys.executable, *serve]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
         self._process, self._serving = process, Future()
@@ -50,9 +57,9 @@ class ServerProcess:
         self.address = self._serving.result(BOOT_S)
         return self.address
 
-    def restart(self) -> None:
+    def restart(self, *more: str) -> None:
         """start() and ready()."""
-        self.start()
+        self.start(*more)
         self.ready()
 
     def kill(self) -> None:
@@ -91,6 +98,36 @@ class ServerProcess:
                 process.send_signal(signal.SIGCONT)
             process.kill()
             process.wait(60)
+
+
+class Stampede:
+    """A client in a process of its own that keeps 64 large requests under way at one server."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def wait(self) -> None:
+        """Until the server has a queue."""
+        end_s = time.monotonic() + BOOT_S
+        with ExpertClient(self._address) as client:
+            while not client.describe().load.queued_requests and time.monotonic() < end_s:
+                time.sleep(0.01)
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(60)
+
+    def __enter__(self) -> Stampede:
+        load = ["load", self._address, "--m", "256", "--concurrency", "64", "--requests", "100000000"]
+        command = [sys.executable, "-m", "expertd_client.cli", *load]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
 
 def _read(process: subprocess.Popen[str], serving: Future[str]) -> None:

@@ -1,4 +1,7 @@
-"""Servers that hold other weights under the same name are not asked."""
+"""Servers that hold other weights under the same name are not asked, and who joins holds nobody up."""
+
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ from cluster_kit import E, Fake, batch, experts_of, transports, until
 from expertd.errors import PlacementError
 from expertd.placement import Placement, Server
 from expertd_client.cluster import ExpertCluster
+from expertd_client.cluster import members as module
 from expertd_client.cluster.identity import Identity
 from expertd_client.cluster.members import Members
 
@@ -104,3 +108,31 @@ class Following:
 
     def read(self):
         return self.says
+
+
+@pytest.mark.timeout(60)
+def test_calls_do_not_wait_for_what_a_join_has_to_work_out(monkeypatch):
+    """Tables of many layers and experts take a while: the thread that watches the new server makes them."""
+    servers = {name: Fake({0: tuple(ALL)}, weights=right) for name in ("old", "new")}
+    x, ids, w = batch(10)
+    source = Following("old")
+    with ExpertCluster(source, transport=transports(servers), timeout_s=10.0) as cluster:
+        cluster.forward(0, x, ids, w)
+        makers, made = [], module.layer_table
+
+        def slow(*args):
+            makers.append(threading.current_thread())
+            time.sleep(0.3)
+            return made(*args)
+
+        monkeypatch.setattr(module, "layer_table", slow)
+        source.says, longest_s = ("old", "new"), 0.0
+        end_s = time.monotonic() + 10
+        while not servers["new"].asked and time.monotonic() < end_s:
+            begin_s = time.monotonic()
+            cluster.forward(0, x, ids, w)
+            longest_s = max(longest_s, time.monotonic() - begin_s)
+    assert servers["new"].asked
+    assert makers
+    assert threading.current_thread() not in makers
+    assert longest_s < 0.25
