@@ -33,6 +33,18 @@ def checkpoint_folder() -> Callable[[str], Path]:
     return find
 
 
+LONG_S = 900
+"""For a test that is marked slow or gpu, or lets Triton compile."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marked = {m.name for m in item.iter_markers()}
+        compiles = "own_triton_cache" in getattr(item, "fixturenames", ())
+        if (compiles or marked & {"slow", "gpu"}) and "timeout" not in marked:
+            item.add_marker(pytest.mark.timeout(LONG_S))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     own, shared = _names(OWN), _names(SHARED)
     there = f"{len(shared | own)} checkpoint fixtures: {len(own)} of tests/fixtures"

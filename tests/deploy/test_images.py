@@ -114,6 +114,7 @@ def test_docker_compose_reads_it():
     assert services["half-0"]["build"]["target"] in STAGES
 
 
+@pytest.mark.timeout(300)  # servers and a client start one after another
 def test_two_halves_and_their_client(compose, monkeypatch):
     """The servers of the compose file on this host, with a small model, and its client against them."""
     servers = {name: s for name, s in compose.items() if name.startswith("half-")}

@@ -38,6 +38,7 @@ from expertd_server.cli import main
 from expertd_server.config import ServeConfig
 from expertd_server.views.describe import describe_layer
 
+pytestmark = pytest.mark.timeout(240)  # each test starts servers
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"
 CPU = torch.device("cpu")
 CPU_DEVICE = Device("cpu", "x86_64")

@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 
+pytestmark = pytest.mark.timeout(240)  # each test starts servers
 SERVICE = "expertd.v1.ExpertService"
 H, K = 256, 2
 GRACE_S = 20

@@ -125,11 +125,11 @@ def hostile() -> dict[str, bytes]:
 def test_a_hostile_message_costs_neither_time_nor_memory(attack):
     data = hostile()[attack]
     tracemalloc.start()
-    start_s = time.perf_counter()
+    start_s = time.thread_time()  # of this thread alone: others may keep the core
     try:
         with pytest.raises(ExpertdError) as e:
             wire.decode_forward_request(data)
-        spent_s, (_, peak) = time.perf_counter() - start_s, tracemalloc.get_traced_memory()
+        spent_s, (_, peak) = time.thread_time() - start_s, tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert e.value.request_id == 7, "who asked is told"

@@ -155,6 +155,13 @@ def test_bounded_check_compares_a_strange_row_before_it_complains() -> None:
     assert self_check(ReferenceExperts(w), w, p, reference_experts=2).ok
 
 
+def test_what_has_nothing_to_be_compared_with_is_not_checked_by_half() -> None:
+    w = random_weights("int8_channel", 16, 64, 32)
+    p = problem_of(w, detect_device("cpu"))
+    with pytest.raises(ValueError, match="neither canonical weights nor an accepted answer"):
+        check(ReferenceExperts(w), prove(w, p, reference_experts=2), p)
+
+
 def test_bounds() -> None:
     w = random_weights("int8_channel", 16, 64, 32)
     p = problem_of(w, detect_device("cpu"))

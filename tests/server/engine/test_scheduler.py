@@ -282,6 +282,27 @@ def test_who_was_away_cannot_save_up():
     assert shares.of("new") == shares.of("here")
 
 
+def test_a_share_costs_the_time_of_its_routes_as_late_batches_took_it():
+    shares = Shares()
+    shares.serve([request(tokens=10, caller="served")])
+    assert shares.lag_ns("served") == 0, "nobody knows what a route takes"
+    shares.saw(routes=10, ns=1000)
+    assert shares.lag_ns("served") == 10 * 100
+    shares.saw(routes=10, ns=2000)
+    assert 10 * 100 < shares.lag_ns("served") < 10 * 200, "one batch does not change it all"
+    for _ in range(50):
+        shares.saw(routes=10, ns=2000)
+    assert shares.lag_ns("served") == pytest.approx(10 * 200, abs=2)
+    assert shares.lag_ns("new") == 0
+
+
+def test_a_deadline_makes_more_urgent_and_none_does_not():
+    usual = urgency(request(arrival=50))
+    assert usual == 50 + 100_000_000
+    assert urgency(request(arrival=50, deadline=usual - 1)) == usual - 1
+    assert urgency(request(arrival=50, deadline=usual + 1)) == usual, "far ahead, it does not put him behind others"
+
+
 def test_callers_that_are_gone_are_forgotten():
     shares = Shares()
     for i in range(20_000):
