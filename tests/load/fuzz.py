@@ -62,7 +62,9 @@ def request(number: int, rng: random.Random) -> pb.ForwardRequest:
 
 
 def hostile(r: pb.ForwardRequest, rng: random.Random) -> pb.ForwardRequest:
-    """Its numbers changed to what hurts: shapes, ids, dtypes, layers; small `synthetic` tensors."""
+    """Its numbers changed to what hurts: shapes, ids, dtypes, layers, scales; small `synthetic` tensors."""
+    if rng.random() < 0.4:
+        scaled(r.hidden_states, rng)
     for t in (r.hidden_states, r.topk_ids, r.topk_weights):
         if rng.random() < 0.4:
             t.shape[rng.randrange(2)] = rng.choice(EXTREMES)
@@ -79,6 +81,18 @@ def hostile(r: pb.ForwardRequest, rng: random.Random) -> pb.ForwardRequest:
     if rng.random() < 0.1:
         r.grouped.CopyFrom(pb.GroupedRows(expert_ids=[rng.choice(EXTREMES)], row_counts=[rng.choice(EXTREMES)]))
     return r
+
+
+def scaled(t: pb.Tensor, rng: random.Random) -> None:
+    """As e4m3, with scales that are as many as they should be, or not, raw or typed, and of any bits."""
+    count = -(-H // 128) * t.shape[0]
+    count = rng.choice((count, count, 0, 1, count - 1, count + 1, H * t.shape[0], 1 << 12))
+    t.dtype, t.raw = pb.DATA_TYPE_E4M3, rng.randbytes(rng.choice((H * t.shape[0], H, 0)))
+    t.scales.block = rng.choice((128, 128, 128, *EXTREMES))
+    if rng.random() < 0.7:
+        t.scales.raw = rng.randbytes(4 * count + rng.choice((0, 0, 0, 1, 3)))
+    if rng.random() < 0.3:
+        t.scales.floats.values.extend(rng.choice((0.0, -1.0, float("nan"), float("inf"), 3e38)) for _ in range(count))
 
 
 def messages(seed: int, stream: bool) -> Any:
