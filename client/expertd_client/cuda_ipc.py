@@ -331,6 +331,6 @@ class DeviceSession:
 
 
 def _error(a: Completion) -> ExpertdError:
-    row: Any = TABLE.get(a.reason.decode(errors="replace"), ExpertdError)
+    row: Any = TABLE.get(a.name.decode(errors="replace"), ExpertdError)
     error: ExpertdError = row(a.text.decode(errors="replace"), retry_after_us=a.retry_after_us)
     return error

@@ -108,7 +108,7 @@ def response(
 
 def refusal(answer: Completion) -> ExpertdError:
     """The server's error."""
-    row: Any = TABLE.get(answer.reason.decode(errors="replace"), ExpertdError)
+    row: Any = TABLE.get(answer.name.decode(errors="replace"), ExpertdError)
     error: ExpertdError = row(answer.text.decode(errors="replace"), retry_after_us=answer.retry_after_us)
     return error
 
@@ -126,6 +126,7 @@ def timing_of(answer: Completion) -> pb.Timing:
         copy_out_ns=answer.deliver_ns,
         batch_tokens=answer.batch_tokens,
         batch_requests=answer.batch_requests,
+        backend=answer.name.decode(errors="replace"),
     )
 
 

@@ -120,6 +120,26 @@ def inputs(M, kind="numpy", dtype=np.float32, seed=0):
     return (x, ids, w) if kind == "numpy" else tuple(map(torch.from_numpy, (x, ids, w))), want
 
 
+def test_an_answer_names_its_backend(client, sums):
+    """Also where the completion's place held an error before, and where a plan has several."""
+    (x, ids, w), _ = inputs(3)
+    assert client.forward(0, x, ids, w).timing.backend == "sums"
+    assert client.submit(0, x, ids, w).result(20).timing.backend == "sums"
+    slot = client.slot(*x.shape, ids.shape[1], "f32")
+    slot.hidden_states[:], slot.topk_ids[:], slot.topk_weights[:] = x, ids, w
+    slot.forward(0)
+    assert slot.timing.backend == "sums"
+    for _ in range(300):  # more than the ring has places
+        with pytest.raises(ExpertIdOutOfRangeError):
+            client.forward(0, x, ids + E, w)
+    assert client.forward(0, x, ids, w).timing.backend == "sums"
+    long = "a name that is longer than the thirty-five bytes there are"
+    plan = ((2, "few"), (None, long))
+    client.engine.hold([ServedLayer(0, E, tuple(range(E)), 2, H, 8, sums, "sums", plan=plan)])
+    assert client.forward(0, x[:2], ids[:2], w[:2]).timing.backend == "few"
+    assert client.forward(0, x, ids, w).timing.backend == long[:35]
+
+
 def test_answers_are_right_in_numpy_and_torch(client):
     for seed in range(40):
         kind = "numpy" if seed % 2 else "torch"

@@ -108,7 +108,7 @@ class Client:
         return NoRoomError("the session's memory is in use, by requests and by answers that were not released")
 
     def wait(self, ticket: int, answer: Completion, timeout_ns: int = -1, spin_ns: int = SPIN_NS) -> bool:
-        """Fills `answer`, reason and text only where it is refused.  False: the time was over first (negative:
+        """Fills `answer`, its text only where it is refused.  False: the time was over first (negative:
         never).  Raises SessionEndedError."""
         how = self._lib.expertd_shm_wait(self._client, ticket, timeout_ns, spin_ns, C.byref(answer))
         if how == _ANSWERED:

@@ -60,7 +60,8 @@ class Submission(C.Structure):
 
 
 class Completion(C.Structure):
-    """One answer.  refused: reason and text say why; else the output lies where the submission wanted it."""
+    """One answer.  name: of the row of the error table where it is refused, and text says why; else of the backend, and
+    the output lies where the submission wanted it."""
 
     _fields_ = [
         ("seq", C.c_uint64),
@@ -82,8 +83,8 @@ class Completion(C.Structure):
         ),
         ("token_ns", C.c_float),
         ("retry_after_us", C.c_uint32),
-        ("backend", C.c_uint32),
-        ("reason", C.c_char * 36),
+        ("spare", C.c_uint32),
+        ("name", C.c_char * 36),
         ("text", C.c_char * 404),
     ]
 

@@ -210,7 +210,7 @@ def library() -> C.CDLL:
         ("_load", None, (p, p)),
         ("_waiting", None, (p, u32, p, p)),
         ("_cancel", None, (p, u64)),
-        ("_add_layer", None, (p, p, p, u32)),
+        ("_add_layer", None, (p, p, p, p, u32)),
         ("_remove_layer", None, (p, u32)),
         ("_add_graph", None, (p, u32, u32, u32, u32, u32, u32, u32, p)),
         ("_add_session", None, (p, u64, p, u64, u32, C.c_int, C.c_int, u32, u64, u64)),
@@ -313,9 +313,11 @@ class Core:
         self._lib.expertd_core_waiting(self._core, caller, C.byref(all_), C.byref(own))
         return all_, own
 
-    def add_layer(self, facts: LayerFacts, backends: Sequence[tuple[int, int]]) -> None:
-        flat = (C.c_uint32 * (2 * len(backends)))(*(n for pair in backends for n in pair))
-        self._lib.expertd_core_add_layer(self._core, C.byref(facts), flat, len(backends))
+    def add_layer(self, facts: LayerFacts, backends: Sequence[tuple[int, int, str]]) -> None:
+        """backends: (largest batch, 0 = any; number in outcomes and records; name in answers), ascending."""
+        numbers = (C.c_uint32 * (2 * len(backends)))(*(n for most, number, _ in backends for n in (most, number)))
+        names = (C.c_char_p * len(backends))(*(name.encode() for _, _, name in backends))
+        self._lib.expertd_core_add_layer(self._core, C.byref(facts), numbers, names, len(backends))
 
     def remove_layer(self, layer: int) -> None:
         self._lib.expertd_core_remove_layer(self._core, layer)

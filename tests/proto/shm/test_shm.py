@@ -72,7 +72,7 @@ class Server:
 
     def answer(self, id, routes=1, reason=b"", text=b""):
         c = self.completions[self.answered % self.region.entries]
-        c.id, c.routes_computed, c.refused, c.reason, c.text = id, routes, int(bool(reason)), reason, text
+        c.id, c.routes_computed, c.refused, c.name, c.text = id, routes, int(bool(reason)), reason, text
         self.answered += 1
         c.seq = self.answered
         if self.control.client_sleeps:
@@ -162,7 +162,7 @@ def test_a_refusal_comes_with_reason_and_text(both):
     server.answer(server.take().id, reason=b"BAD_SHAPE", text=b"topk_ids: got 9, want 1 to 8")
     answer = Completion()
     assert client.wait(ticket, answer)
-    assert (answer.refused, answer.reason, answer.text) == (1, b"BAD_SHAPE", b"topk_ids: got 9, want 1 to 8")
+    assert (answer.refused, answer.name, answer.text) == (1, b"BAD_SHAPE", b"topk_ids: got 9, want 1 to 8")
 
 
 def test_no_more_requests_in_flight_than_entries(both):

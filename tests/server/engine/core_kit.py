@@ -76,7 +76,7 @@ class Bench:
                 layer=layer, generation=generation, hidden_size=hidden_size, num_experts=E, held=HELD, input_weights=1,
                 slots=table.ctypes.data, expert_tokens=self.counts.ctypes.data, top_k=top_k,
             ),
-            [(4, 7), (0, 8)],
+            [(4, 7, "few"), (0, 8, "many")],
         )  # fmt: skip
 
     def start(self):

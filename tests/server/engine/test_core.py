@@ -406,7 +406,7 @@ class Caller:
         assert ticket
         assert self.client.wait(ticket, self.answer, int(within_s * 1e9)), "no answer"
         self.client.release(ticket)
-        return self.answer.reason.decode() if self.answer.refused else ""
+        return self.answer.name.decode() if self.answer.refused else ""
 
     def close(self):
         self.b.core.remove_session(self.handle)

@@ -53,7 +53,7 @@ class Device:
         ticket, answer = self.client.submit(s), Completion()
         assert self.client.wait(ticket, answer, 10**10)
         self.client.release(ticket)
-        return answer.reason.decode() if answer.refused else ""
+        return answer.name.decode() if answer.refused else ""
 
     def start(self, number, x=None, ids=None, w=None):
         """What the stream does before the experts: copies, words."""
@@ -72,7 +72,7 @@ class Device:
         return how
 
     def failure(self):
-        return self.words.failure.reason.decode()
+        return self.words.failure.name.decode()
 
     def close(self):
         self.b.core.remove_session(self.handle)
@@ -126,7 +126,7 @@ def test_callers_on_devices_and_on_the_host_share_a_batch():
         time.sleep(0.05)
         b.may_run.set()
         for d, t in zip(devices, tensors, strict=True):
-            assert d.end() == layout.GOOD, (d.words.failure.reason, d.words.failure.text)
+            assert d.end() == layout.GOOD, (d.words.failure.name, d.words.failure.text)
             assert torch.equal(d.tensors[1][3], expected(*t))
             assert (d.words.last.batch_requests, d.words.last.batch_tokens) == (4, 11)
         b.outcome(first[0])

@@ -174,7 +174,7 @@ struct Client {
       Ticket& t = ticket(id);
       const uint32_t state = t.state.load(std::memory_order_acquire);
       if (t.id != id || (state != kInFlight && state != kAbandoned)) continue;
-      memcpy(static_cast<void*>(&t.answer), &c, c.refused ? sizeof c : offsetof(Completion, reason));
+      memcpy(static_cast<void*>(&t.answer), &c, c.refused ? sizeof c : offsetof(Completion, text));
       const bool announce = t.announced;
       if (announce) announced.fetch_sub(1);
       uint32_t expected = kInFlight;
@@ -366,7 +366,7 @@ API int expertd_shm_wait(Client* c, uint64_t id, int64_t timeout_ns, int64_t spi
   if (!there) return how;
   const uint64_t usual = c->usual_ns.load(std::memory_order_relaxed), took = now_ns() - begin;
   c->usual_ns.store(usual - usual / 8 + took / 8, std::memory_order_relaxed);
-  memcpy(static_cast<void*>(answer), &t.answer, t.answer.refused ? sizeof t.answer : offsetof(Completion, reason));
+  memcpy(static_cast<void*>(answer), &t.answer, t.answer.refused ? sizeof t.answer : offsetof(Completion, text));
   return kAnswered;
 }
 
@@ -427,7 +427,7 @@ API uint32_t expertd_shm_watch(Client* c, int other, uint64_t* ids, uint32_t mos
 // The answer of a ticket that watch() or drain() named.
 API void expertd_shm_answer(Client* c, uint64_t id, Completion* answer) {
   const Ticket& t = c->ticket(id);
-  memcpy(static_cast<void*>(answer), &t.answer, t.answer.refused ? sizeof t.answer : offsetof(Completion, reason));
+  memcpy(static_cast<void*>(answer), &t.answer, t.answer.refused ? sizeof t.answer : offsetof(Completion, text));
 }
 
 // For an event loop that watches the client's bell: the tickets whose answers came, at most `most`.  Where there are

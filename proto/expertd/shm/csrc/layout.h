@@ -38,8 +38,8 @@ struct alignas(512) Completion {
   uint32_t queued_tokens, queued_requests;
   float token_ns;
   uint32_t retry_after_us;
-  uint32_t backend;  // index of its name in what the session was told
-  char reason[36];   // row of the error table
+  uint32_t spare;
+  char name[36];  // refused: row of the error table; computed: the backend
   char text[404];
 };
 static_assert(sizeof(Completion) == 512, "the first 128 bytes hold all of an answer but an error's text");

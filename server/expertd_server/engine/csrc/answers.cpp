@@ -103,7 +103,7 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
     c.queued_tokens = uint32_t(busy_.all_tokens());
     c.queued_requests = uint32_t(busy_.all_requests());
     c.token_ns = busy_.token_ns.load(std::memory_order_relaxed);
-    c.backend = backend;
+    snprintf(c.name, sizeof c.name, "%s", lane ? lane->layer->name_at(lane->rows) : "");
     answered_[kComputed].fetch_add(1, std::memory_order_relaxed);
     publish(item, c, false);
   } else {
@@ -128,7 +128,7 @@ void Answers::refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const
     auto& c = item->called ? item->port->open_call(true) : item->port->open(item->id);
     c.refused = 1;
     c.retry_after_us = retry_after_us;
-    snprintf(c.reason, sizeof c.reason, "%s", kReasonNames[reason]);
+    snprintf(c.name, sizeof c.name, "%s", kReasonNames[reason]);
     vsnprintf(c.text, sizeof c.text, format, arguments);
     answered_[reason].fetch_add(1, std::memory_order_relaxed);
     publish(item, c, true);

@@ -47,8 +47,9 @@ API void expertd_core_cancel(Core* c, uint64_t handle) {
   c->command(std::move(x));
 }
 
-// backends: `count` pairs (rows up to, 0 = any; index of the name), ascending.
-API void expertd_core_add_layer(Core* c, const LayerFacts* facts, const uint32_t* backends, uint32_t count) {
+// backends: `count` pairs (rows up to, 0 = any; the caller's number for it), ascending, and their names.
+API void expertd_core_add_layer(Core* c, const LayerFacts* facts, const uint32_t* backends, const char* const* names,
+                                uint32_t count) {
   Command x{};
   x.kind = Command::kAddLayer;
   x.layer = facts->layer;
@@ -56,7 +57,10 @@ API void expertd_core_add_layer(Core* c, const LayerFacts* facts, const uint32_t
   x.made->facts = *facts;
   x.made->slots.assign(facts->slots, facts->slots + facts->num_experts + 1);
   x.made->facts.slots = x.made->slots.data();
-  for (uint32_t i = 0; i < count; ++i) x.made->backends.emplace_back(backends[2 * i], backends[2 * i + 1]);
+  for (uint32_t i = 0; i < count; ++i) {
+    x.made->backends.emplace_back(backends[2 * i], backends[2 * i + 1]);
+    x.made->names.emplace_back(names[i]);
+  }
   c->command(std::move(x));
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -59,14 +60,19 @@ struct Layer {
   LayerFacts facts{};
   std::vector<int32_t> slots;
   std::vector<Item*> lines[2];                          // by router_weight_on_input
-  std::vector<std::pair<uint32_t, uint32_t>> backends;  // (rows up to, 0 = any; index of its name)
+  std::vector<std::pair<uint32_t, uint32_t>> backends;  // (rows up to, 0 = any; the caller's number for it)
+  std::vector<std::string> names;                       // of `backends`
   Graphs graphs;
   ServiceTime times;
 
-  uint32_t backend_at(uint32_t rows) const {
-    for (const auto& [most, index] : backends)
-      if (most == 0 || rows <= most) return index;
-    return 0;
+  uint32_t backend_at(uint32_t rows) const { return backends.empty() ? 0 : backends[place_of(rows)].second; }
+  const char* name_at(uint32_t rows) const { return names.empty() ? "" : names[place_of(rows)].c_str(); }
+
+ private:
+  size_t place_of(uint32_t rows) const {
+    size_t i = 0;
+    while (i + 1 < backends.size() && backends[i].first && rows > backends[i].first) ++i;
+    return i;
   }
 };
 
