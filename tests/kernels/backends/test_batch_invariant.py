@@ -62,7 +62,8 @@ assert many.plan(1, 8).rows == many.plan(5000, 8).rows == 32, "24 rows an expert
 
 def test_triton_has_one_plan_and_keeps_it_in_the_interpreter():
     """In a process of its own: see test_triton.py.  On a GPU: tests/gpu/test_steady_layers.py."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.path.dirname(__file__)}
+    paths = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", INTERPRETED], capture_output=True, text=True, check=False, env=env
     )
