@@ -65,7 +65,7 @@ class Family:
     blocks       where the experts hang below a layer
     names        (gate, up, down) of the projections, one expert a tensor; gate "" for an activation without mul
     fused        (gate and up, down) of [E, ...] tensors
-    transposed   fused tensors lie input-first ([E, K, N]), unless the shapes say otherwise
+    transposed   fused tensors lie input-first ([E, K, N]), unless a shape says otherwise
     interleaved  rows of the fused gate_up alternate gate, up
     num_experts, top_k, intermediate: config keys, the first that is there counts
     latent       key of a narrower input of the experts than hidden_size

@@ -41,6 +41,7 @@ class Units:
         self._seen: dict[object, tuple[Piece, int]] = {}
         H, I = model.hidden_size(), model.intermediate_size(tensors.layer)
         self._sizes = {"gate": (I, H), "up": (I, H), "gate_up": (2 * I, H), "down": (H, I)}
+        self._input_first = self._fused_input_first()
 
     def pieces(self, expert: int) -> dict[str, Piece]:
         return {projection: self._piece(self._unit(expert, projection)) for projection in self._wanted()}
@@ -74,11 +75,21 @@ class Units:
             found,
             siblings,
             self.fused,
-            self.fused and family.transposed,
+            self.fused and self._input_first,
             self.fused and family.interleaved and projection == "gate_up",
             self.quant,
             overrides_for(self.quant, name.partition("[")[0]),
         )
+
+    def _fused_input_first(self) -> bool:
+        """Whether fused matrices lie [E, K, N]: as the shape of one of them says, which holds for its square partner,
+        too (whoever writes them turns both or neither); where no shape says it, as the family does."""
+        for projection, found in self.tensors.fused.items():
+            n, k = self._sizes[projection]
+            stored = found.get("", found.get("weight"))
+            if stored is not None and n != k and stored.shape[1:] in ((n, k), (k, n)):
+                return stored.shape[1:] == (k, n)
+        return self.model.family.transposed
 
     def _short(self, projection: str) -> str:
         """What another expert's tensors call this projection: "up_proj", "w3"."""

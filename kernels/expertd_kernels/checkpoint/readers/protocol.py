@@ -51,7 +51,8 @@ class Unit:
     siblings    other tensors directly below `experts.`, by name, cut at this expert where their leading size is E:
                 {"gate_up_proj_scale_inv": ...} of the fp8 hybrid
     fused       whether it is cut out of [E, ...] tensors
-    transposed  whether the family stores fused matrices input-first ([E, K, N]): decides only where shapes cannot
+    transposed  whether fused matrices lie input-first ([E, K, N]), by the shape of their partner or by the family's
+                custom: decides only where this one's shape cannot
     interleaved whether rows of gate_up alternate gate, up, gate, up (assembly undoes it; a reader rarely cares)
     quant       the quantization config of config.json (or of the file beside it), {} if there is none
     layout      what layout() said of this unit (or of one just like it); set when read() is called

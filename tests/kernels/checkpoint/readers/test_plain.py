@@ -69,8 +69,12 @@ def test_fused_in_either_orientation(
         assert torch.equal(w.w13.bias, torch.cat((bias[:, 0::2], bias[:, 1::2]), 1).float())
 
 
-@pytest.mark.parametrize(("family", "turned"), [("qwen3_moe", False), ("qwen3_vl_moe", True)])
-def test_square_matrices_follow_the_family(write_checkpoint: Write, tmp_path: Path, family: str, turned: bool) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_square_matrix_lies_as_its_partner_does(
+    write_checkpoint: Write, tmp_path: Path, family: str, turned: bool
+) -> None:
+    """Old releases of transformers wrote qwen3_vl_moe input-first, today's output-first, always both matrices."""
     gate_up, down = draw(E, 2 * I, 2 * I, seed=1), draw(E, 2 * I, I, seed=2)
     tensors = {
         "model.layers.0.mlp.experts.gate_up_proj": gate_up,
@@ -80,6 +84,25 @@ def test_square_matrices_follow_the_family(write_checkpoint: Write, tmp_path: Pa
     w = open_checkpoint(folder).load(0)
     assert torch.equal(w.w13.codes, gate_up.transpose(1, 2) if turned else gate_up)
     assert torch.equal(w.w2.codes, down)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "gpt_oss"])
+def test_of_h_equal_to_i_the_other_matrix_tells(write_checkpoint: Write, tmp_path: Path, family: str) -> None:
+    for told in (False, True):
+        gate, up, down = (draw(E, I, I, seed=n) for n in (1, 2, 3))
+        rows = torch.stack((gate, up), 2).flatten(1, 2) if family == "gpt_oss" else torch.cat((gate, up), 1)
+        fused = {"gate_up_proj": rows, "down_proj": down}
+        tensors = {f"model.layers.0.mlp.experts.{n}": t.transpose(1, 2) if told else t for n, t in fused.items()}
+        if family == "gpt_oss":
+            tensors["model.layers.0.mlp.experts.gate_up_proj_bias"] = draw(E, 2 * I, seed=4)
+            tensors["model.layers.0.mlp.experts.down_proj_bias"] = draw(E, I, seed=5)
+        folder = write_checkpoint(
+            tmp_path / f"{told}", tensors, experts=E, hidden=I, intermediate=I, model_type=family,
+            moe_intermediate_size=I,
+        )  # fmt: skip
+        w = open_checkpoint(folder).load(0)
+        assert torch.equal(w.w13.codes, torch.cat((gate, up), 1))
+        assert torch.equal(w.w2.codes, down)
 
 
 def test_other_shapes_are_refused(write_checkpoint: Write, tmp_path: Path) -> None:
