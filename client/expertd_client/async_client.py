@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
@@ -24,6 +24,9 @@ from expertd_client.retry import NEVER, Retry, pause_s
 from expertd_client.session import Session, unanswered
 from expertd_client.shm import AioShmChannel
 from expertd_client.transport import Transport
+
+if TYPE_CHECKING:
+    from expertd_client.cuda_ipc import DeviceSession
 
 __all__ = ["AsyncExpertClient"]
 
@@ -100,6 +103,15 @@ class AsyncExpertClient(AsyncForwarder):
             return await asyncio.wait_for(answer.future, timeout_s)
         except asyncio.TimeoutError:
             raise unanswered(self.target, timeout_s) from None
+
+    async def device_session(
+        self, device: int | str = "cuda", *, same_gpu: bool = False, timeout_s: float = 10.0
+    ) -> DeviceSession:
+        """As ExpertClient's: what it gives is called without waiting, so it has no twin.  (Its first call of a layer, a
+        shape and types asks the server, a few hundred microseconds.)"""
+        from expertd_client.cuda_ipc import await_session, device_index
+
+        return await await_session(self._open()[0], device_index(device), same_gpu=same_gpu, timeout_s=timeout_s)
 
     async def close(self) -> None:
         if self._opened is None:

@@ -14,6 +14,7 @@ raised where the caller's host does not wait: a request that is refused answers 
 
 from __future__ import annotations
 
+import asyncio
 import ctypes as C
 import select
 import socket
@@ -52,7 +53,7 @@ from expertd_client.session import unanswered
 from expertd_client.shm import enter_session
 from expertd_client.transport import Transport
 
-__all__ = ["NAME", "DeviceSession", "ask_for_session", "device_index", "open_session"]
+__all__ = ["NAME", "DeviceSession", "ask_for_session", "await_session", "device_index", "open_session"]
 
 _TYPES = {
     torch.float32: pb.DATA_TYPE_F32,
@@ -105,15 +106,60 @@ def ask_for_session(transport: Transport, device: int, *, same_gpu: bool, timeou
     connection = transport.connect(deliver, closed)
     try:
         connection.offer(pb.SessionOffer(transports=[NAME], host_id=host_id()))
-        answer = said.result(timeout_s)
-        reason = next((v.reason for v in answer.verdicts if v.transport == NAME and not v.accepted), "")
-        if reason or not answer.token:
-            raise UnavailableError(f"cuda_ipc: {reason or 'the server does not know it'}")
-        return open_session(answer, device, same_gpu=same_gpu)
+        return open_session(_accepted(said.result(timeout_s)), device, same_gpu=same_gpu)
     except FutureTimeoutError:
         raise unanswered(transport.target, timeout_s) from None
     finally:
         connection.close()
+
+
+async def await_session(transport: Transport, device: int, *, same_gpu: bool, timeout_s: float) -> DeviceSession:
+    """ask_for_session() in an event loop: a thread of the loop's opens the session.  Who is cancelled meanwhile leaves
+    none behind."""
+    loop = asyncio.get_running_loop()
+    said: asyncio.Future[pb.SessionAnswer] = loop.create_future()
+
+    def deliver(message: object) -> None:
+        if isinstance(message, pb.SessionAnswer) and not said.done():
+            said.set_result(message)
+
+    def closed(error: ExpertdError) -> None:
+        if not said.done():
+            said.set_exception(error)
+
+    connection = transport.connect(deliver, closed)
+    try:
+        connection.offer(pb.SessionOffer(transports=[NAME], host_id=host_id()))
+        answer = _accepted(await asyncio.wait_for(said, timeout_s))
+        opening = Future[DeviceSession]()
+        threading.Thread(target=_open_into, args=(opening, answer, device, same_gpu), daemon=True).start()
+        return await asyncio.wrap_future(opening)
+    except asyncio.TimeoutError:
+        raise unanswered(transport.target, timeout_s) from None
+    finally:
+        connection.close()
+
+
+def _open_into(opening: Future[DeviceSession], answer: pb.SessionAnswer, device: int, same_gpu: bool) -> None:
+    """A session for whoever waits for `opening`; where nobody does any more, it is closed."""
+    try:
+        session = open_session(answer, device, same_gpu=same_gpu)
+    except BaseException as error:
+        if opening.set_running_or_notify_cancel():
+            opening.set_exception(error)
+        return
+    if opening.set_running_or_notify_cancel():
+        opening.set_result(session)
+    else:
+        session.close()
+
+
+def _accepted(answer: pb.SessionAnswer) -> pb.SessionAnswer:
+    """Raises UnavailableError with the server's reason where it is not."""
+    reason = next((v.reason for v in answer.verdicts if v.transport == NAME and not v.accepted), "")
+    if reason or not answer.token:
+        raise UnavailableError(f"cuda_ipc: {reason or 'the server does not know it'}")
+    return answer
 
 
 def open_session(answer: pb.SessionAnswer, device: int, *, same_gpu: bool = False) -> DeviceSession:

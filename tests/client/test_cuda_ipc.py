@@ -2,6 +2,7 @@
 its streams compute at once and wait for words in a loop."""
 # ruff: noqa: N802
 
+import asyncio
 import contextlib
 import ctypes as C
 import threading
@@ -25,7 +26,7 @@ from expertd.shm.library import library as client_library
 from expertd.shm.pool import PoolError
 from expertd.shm.region import host_id, supported
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client import ExpertClient, cuda_ipc, torch_experts
+from expertd_client import AsyncExpertClient, ExpertClient, cuda_ipc, torch_experts
 from expertd_client.device_way import DeviceWay
 from expertd_client.forwarder import Forwarder
 from expertd_client.result import ForwardResult
@@ -366,6 +367,54 @@ def test_a_client_asks_for_a_session_and_is_told_why_not(server):
         with pytest.raises(DeadlineExceededError, match="door"):
             client.device_session(0, timeout_s=0.05)
         assert transport.closes == 4
+
+
+class InlineInLoop(Inline):
+    async def wait_closed(self):
+        pass
+
+
+def test_a_client_in_an_event_loop_asks_likewise(server, gpu, monkeypatch):
+    transport = InlineInLoop({"shm": server, "cuda_ipc": server.gpu})
+
+    async def ask():
+        async with AsyncExpertClient(transport) as client:
+            with await client.device_session(0) as lane:
+                t, want = inputs(3)
+                assert torch.allclose(forward(lane, 0, t).float(), want, rtol=1e-2)
+            transport.doors = {"cuda_ipc": "the server computes on a CPU"}
+            with pytest.raises(UnavailableError, match="cuda_ipc: the server computes on a CPU"):
+                await client.device_session(0)
+            transport.doors = None
+            with pytest.raises(DeadlineExceededError, match="door"):
+                await client.device_session(0, timeout_s=0.05)
+            transport.doors = {"cuda_ipc": server.gpu}
+            opened, leave, left = threading.Event(), threading.Event(), []
+            true = cuda_ipc.open_session
+
+            def slow(*args, **more):
+                opened.set()
+                assert leave.wait(20)
+                left.append(true(*args, **more))
+                return left[0]
+
+            monkeypatch.setattr(cuda_ipc, "open_session", slow)
+            asking = asyncio.create_task(client.device_session(0))
+            await asyncio.to_thread(opened.wait, 20)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+        return leave, left
+
+    leave, left = asyncio.run(asyncio.wait_for(ask(), 40))
+    assert transport.closes == 4 + 1, "of each connection that asked, and of the transport"
+    leave.set()
+    for _ in range(2000):
+        if left and left[0]._closed and not gpu.registered:
+            break
+        time.sleep(0.005)
+    assert left[0]._closed
+    assert gpu.registered == 0, "who left in between left nothing"
 
 
 def test_the_servers_own_gpu_is_refused_unless_it_is_wanted(server, monkeypatch):
