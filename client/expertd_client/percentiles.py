@@ -38,6 +38,10 @@ class Durations:
     def add(self, seconds: float) -> None:
         self._values.append(seconds)
 
+    def values(self) -> list[float]:
+        """All of them."""
+        return list(self._values)
+
     def __len__(self) -> int:
         return len(self._values)
 

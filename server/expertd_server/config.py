@@ -293,6 +293,7 @@ class ServeConfig:
     max_wait_us: int = 0
     patience: float = 0.25
     grace_s: float = 30.0
+    test_route_us: int = 0
 
     def __post_init__(self) -> None:
         if (self.checkpoint is None) == (self.synthetic is None):
@@ -464,6 +465,12 @@ OPTIONS: tuple[Option, ...] = (
         "largest part of a joined batch's time to wait for the callers just answered; 0 = none",
     ),
     Option("grace_s", _seconds, "S", "after SIGTERM, the time to finish what was taken"),
+    Option(
+        "test_route_us",
+        _int(0),
+        "US",
+        "for tests: so much longer for each token of an expert, as if this machine were slower; not on a GPU",
+    ),
 )
 """In the order of --help."""
 

@@ -239,6 +239,7 @@ class Host:
             config.warm_routes,
             stream=self.engine.stream,
             alone=self.engine.between if where.type != "cpu" else lambda work: work(),
+            route_s=1e-6 * config.test_route_us if where.type == "cpu" else 0.0,
         )
 
     def _make_service(self, source: ExpertSource, infos: Sequence[LayerInfo]) -> None:

@@ -391,3 +391,14 @@ def test_a_fault_of_the_engine_reaches_the_host(monkeypatch):
     assert told.wait(20)
     assert host.fault == "the engine ended on a fault of its own"
     host.close()
+
+
+def test_a_slower_machine_can_be_played(started, weights):
+    host, batch = started(test_route_us=2000), Batch(0, tokens=8)
+    with ExpertClient(host.address) as client:
+        begin_s = time.perf_counter()
+        answer = batch.ask(client)
+        assert time.perf_counter() - begin_s >= 8 * K * 2e-3
+        batch.check(weights, answer, range(E))
+    kernel_s = host.metrics.registry.get_sample_value("expertd_kernel_seconds_sum", {"backend": "reference"})
+    assert kernel_s is None or kernel_s >= 8 * K * 2e-3

@@ -5,6 +5,8 @@ path     where the time of a whole request goes, by transport, beside bare bytes
 cluster  what a cluster's client does itself, beside a plain copy
 replicas what choosing among replicas and asking two of them are good for
 faults   what killed, hung and slow servers do to the calls of a cluster
+moves    what callers notice of experts that move between servers
+unequal  servers of different speeds: an even split, and what the planner makes of it
 overload what a server makes of more requests than it can do, each with a deadline
 """
 
@@ -15,7 +17,7 @@ from typing import Any
 
 from expertd_client import bench_cluster, bench_codec
 from expertd_client.faults import command as faults
-from expertd_client.faults import replicas
+from expertd_client.faults import moves, replicas, unequal
 from expertd_client.overload import command as overload
 from expertd_client.path import command
 
@@ -49,6 +51,24 @@ def add_parser(subparsers: Any, text: str) -> None:
             " replicas of one half of the experts and one of the other half; every answer is checked.",
         )
     )
+    moved = "what callers notice of experts that move between servers"
+    moves.add_arguments(
+        parts.add_parser(
+            "moves",
+            help=moved,
+            description=f"Shows {moved}: three servers of its own on this host (it needs the extra `server`), a tenth"
+            " of the experts there and back under a paced load; every answer is checked.",
+        )
+    )
+    speeds = "servers of different speeds and little memory: an even split, and what the planner makes of it"
+    unequal.add_arguments(
+        parts.add_parser(
+            "unequal",
+            help=speeds,
+            description=f"Shows {speeds}: three servers of its own on this host (it needs the extra `server`), whose"
+            " counters make a plan, that expertctl's code then brings them to under load.",
+        )
+    )
     more = "what a server makes of more requests than it can do, each with a deadline"
     overload.add_arguments(
         parts.add_parser(
@@ -67,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
         "cluster": bench_cluster,
         "replicas": replicas,
         "faults": faults,
+        "moves": moves,
+        "unequal": unequal,
         "overload": overload,
     }
     return int(modules[args.part].run_command(args))

@@ -35,6 +35,7 @@ class ServerProcess:
         self._inside = inside
         self._process: subprocess.Popen[str] | None = None
         self._serving: Future[str] = Future()
+        self._lines: list[str] = []
 
     def start(self, *more: str) -> None:
         """Starts it, and does not wait; more: options besides."""
@@ -44,8 +45,9 @@ class ServerProcess:
         command = [*there[1], sys.executable, *serve]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-        self._process, self._serving = process, Future()
-        threading.Thread(target=_read, args=(process, self._serving), name="expertd-log", daemon=True).start()
+        self._process, self._serving, self._lines = process, Future(), []
+        log = (process, self._serving, self._lines)
+        threading.Thread(target=_read, args=log, name="expertd-log", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -74,6 +76,10 @@ class ServerProcess:
     def go_on(self) -> None:
         """SIGCONT."""
         self._send(signal.SIGCONT)
+
+    def complaint(self) -> str:
+        """The last line of a server that ended instead of serving; "" = it serves."""
+        return self._lines[-1].strip() if self._serving.exception(BOOT_S) is not None and self._lines else ""
 
     def end(self) -> int:
         """SIGTERM, and waits: the exit code."""
@@ -130,9 +136,8 @@ class Stampede:
         self.kill()
 
 
-def _read(process: subprocess.Popen[str], serving: Future[str]) -> None:
-    """Its log, which must be read so that it can be written; the last lines are kept until it serves."""
-    lines: list[str] = []
+def _read(process: subprocess.Popen[str], serving: Future[str], lines: list[str]) -> None:
+    """Its log, which must be read so that it can be written; lines are kept until it serves."""
     assert process.stdout is not None
     with process.stdout:
         for line in process.stdout:

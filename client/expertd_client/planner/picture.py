@@ -15,7 +15,7 @@ from expertd_client.planner.problem import Held, Problem
 
 __all__ = ["Bar", "bars", "sentence", "svg", "table"]
 
-_WIDTH = 28
+_WIDTH = 18
 _MOST_ROWS = 40
 _BEFORE, _AFTER = "#9ab4cc", "#2f7d4f"
 
@@ -56,10 +56,10 @@ def table(rows: Sequence[Bar]) -> Table:
     """The busiest servers, where there are many."""
     longest = max((max(r.before_s or 0.0, r.after_s) for r in rows), default=0.0) or 1.0
     out = Table(title="time of each server for the load", title_justify="left", show_edge=False, pad_edge=False)
-    out.add_column("server")
-    out.add_column("experts", justify="right")
+    out.add_column("server", no_wrap=True)
+    out.add_column("experts", justify="right", no_wrap=True)
     for name in ("before", "after"):
-        out.add_column(name, justify="right")
+        out.add_column(name, justify="right", no_wrap=True)
         out.add_column("", width=_WIDTH)
     shown = sorted(rows, key=lambda r: -max(r.before_s or 0.0, r.after_s))[:_MOST_ROWS]
     for r in [r for r in rows if r in shown]:

@@ -49,9 +49,11 @@ def _rows() -> tuple[ModelShape, ...]:
         ModelShape("gpt-oss-20b", "gpt_oss", 32, 4, 2880, 2880, tuple(range(24)), _OAI, bias=True),
         ModelShape("gpt-oss-120b", "gpt_oss", 128, 4, 2880, 2880, tuple(range(36)), _OAI, bias=True),
         m("tiny", "qwen3_moe", 8, 2, 256, 128, range(2)),
+        m("tiny-many", "qwen3_moe", 64, 4, 256, 128, range(4)),
         ModelShape("tiny-oss", "gpt_oss", 8, 2, 320, 192, (0, 1), _OAI, bias=True),
     )
 
 
 MODELS: dict[str, ModelShape] = {row.name: row for row in _rows()}
-"""Name -> shape.  The last two are for tests: small, and in tiny-oss not square and no multiple of 128."""
+"""Name -> shape.  The last three are for tests: small, many experts, and in tiny-oss not square and no multiple of
+128."""

@@ -23,6 +23,7 @@ from expertd_server.boot.choice import BackendRejectedError, Choice
 from expertd_server.boot.measuring import Tournaments
 from expertd_server.boot.memory import give_back, hold
 from expertd_server.boot.prepare import LayerWeights, Prepared, Workshop, prepare, warm_up, will_read
+from expertd_server.boot.slowed import SlowedExperts
 from expertd_server.engine.served import ServedLayer
 
 __all__ = ["Booted", "Stopped", "boot_layer", "boot_layers"]
@@ -75,7 +76,7 @@ def boot_layer(
         choice = Choice(assignment.info.layer, assignment.decision, results, oracle.copies)
     parts = _prepared(choice, assignment, canonical, workshop)
     assignment = replace(assignment, decision=choice.decision)
-    served = _served(assignment, parts)
+    served = _served(assignment, parts, workshop.route_s)
     prepared = [m for _, m in parts]
     return Booted(
         assignment,
@@ -112,11 +113,13 @@ def _prepared(
             choice.refuse(row.name, e)
 
 
-def _served(assignment: Assignment, parts: Sequence[tuple[int | None, Prepared]]) -> ServedLayer:
+def _served(assignment: Assignment, parts: Sequence[tuple[int | None, Prepared]], route_s: float) -> ServedLayer:
     info = assignment.info
     experts: Experts = parts[0][1].experts
     if len(parts) > 1:
         experts = BucketedExperts([(most, m.experts) for most, m in parts])
+    if route_s:
+        experts = SlowedExperts(experts, route_s)
     return ServedLayer(
         layer=info.layer,
         num_experts=info.num_experts,
@@ -126,7 +129,7 @@ def _served(assignment: Assignment, parts: Sequence[tuple[int | None, Prepared]]
         intermediate_size=info.intermediate_size,
         experts=experts,
         backend="+".join(dict.fromkeys(m.row.name for _, m in parts)),
-        capturable=all(m.row.capturable for _, m in parts),
+        capturable=not route_s and all(m.row.capturable for _, m in parts),
         plan=tuple((most, m.row.name) for most, m in parts),
     )
 

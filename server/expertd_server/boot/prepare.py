@@ -64,6 +64,7 @@ class Workshop:
     memory   what the server was found to have room for
     stream   of an accelerator: what requests are computed on, with its scratch memory; None = the current one
     alone    runs work while nothing else computes on that stream
+    route_s  for tests: so much longer for each token of an expert
     seconds  spent by stage of the boot: "load" (waiting for what is read), "copy" (to the device), "measure", "pack",
              "check", "store", "map", "warm_up"
     reading  seconds of reading and bytes fetched from storage
@@ -84,6 +85,7 @@ class Workshop:
     lookups: Counter[str] = field(default_factory=Counter)
     reading: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     proven: set[tuple[Any, ...]] = field(default_factory=set)
+    route_s: float = 0.0
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
