@@ -42,11 +42,14 @@ class Exchange:
         self._due: list[tuple[float, int, Link]] = []  # a heap: (end_s, request_id, where it is in flight)
         self._due_lock = threading.Lock()
 
-    def submit(self, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult]) -> int:
-        """Sends `request` and returns its id; `waiter` gets its answer, or DeadlineExceededError in time."""
+    def submit(
+        self, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult], held: bool = False
+    ) -> int:
+        """Sends `request` and returns its id; `waiter` gets its answer, or DeadlineExceededError in time.  held: this
+        thread waits for it by collect(), as long as it does not say announce()."""
         link = self._open()
         request_id = next(self._ids)
-        link.forward(request_id, request, deadline, waiter)
+        link.forward(request_id, request, deadline, waiter, held)
         if deadline is not None and request_id in link.pending:
             self._watch(deadline.end_s, request_id, link)
         return request_id
@@ -73,6 +76,17 @@ class Exchange:
         """What the server last said about itself, on an answer or unasked; None until then."""
         load = self._load
         return load() if callable(load) else load
+
+    def collect(self, request_id: int, wait_ns: int) -> bool | None:
+        """See Link.collect."""
+        link = self._link
+        return True if link is None else link.collect(request_id, wait_ns)
+
+    def announce(self, request_id: int) -> None:
+        """See Link.announce."""
+        link = self._link
+        if link is not None:
+            link.announce(request_id)
 
     def cancel(self, request_id: int) -> bool:
         """Forgets the waiter of a request and tells the server.  False: it has been answered, or is being answered."""

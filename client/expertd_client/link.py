@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from expertd.errors import (
     ExpertdError,
@@ -58,9 +58,15 @@ class Link:
             self._inline.offer(pb.SessionOffer(transports=list(self._channels), host_id=host_id()))
 
     def forward(
-        self, request_id: int, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult]
+        self,
+        request_id: int,
+        request: Request,
+        deadline: Deadline | None,
+        waiter: Waiter[ForwardResult],
+        held: bool = False,
     ) -> None:
-        """Sends a request.  Raises where it cannot be sent; otherwise `waiter` gets to know."""
+        """Sends a request.  Raises where it cannot be sent; otherwise `waiter` gets to know.  held: the calling thread
+        waits for it by collect(), or says announce()."""
         with self._lock:
             alive = self.alive
             way = self._beside if self._beside is not None and self._beside.takes(request) else self._inline
@@ -70,7 +76,7 @@ class Link:
             waiter.fail(_copy(self._error))
             return
         try:
-            self._send(way, request_id, request, deadline, waiter)
+            self._send(way, request_id, request, deadline, waiter, held and way is self._direct)
         except Exception:  # a number that its field cannot hold, memory that cannot be read: nothing was sent
             self.pending.pop(request_id, None)
             raise
@@ -92,13 +98,29 @@ class Link:
         request: Request,
         deadline: Deadline | None,
         waiter: Waiter[ForwardResult],
+        held: bool,
     ) -> None:
         left_us = 0 if deadline is None else deadline.left_us()
         try:
-            way.forward(request_id, left_us, request)
+            (cast("Any", way).hold if held else way.forward)(request_id, left_us, request)
         except ChannelFullError:
             self.pending[request_id] = (waiter, request, deadline, self._inline)
             self._inline.forward(request_id, left_us, request)
+
+    def collect(self, request_id: int, wait_ns: int) -> bool | None:
+        """Waits for a held request and tells its waiter, on this thread.  True: it is over; False: the time was over
+        first; None: another thread tells."""
+        found = self.pending.get(request_id)
+        if found is None:
+            return True
+        collect = getattr(found[3], "collect", None)
+        return None if collect is None else cast("bool | None", collect(request_id, wait_ns))
+
+    def announce(self, request_id: int) -> None:
+        """Nobody collects it any more: another thread tells its waiter."""
+        found = self.pending.get(request_id)
+        if found is not None and hasattr(found[3], "announce"):
+            found[3].announce(request_id)
 
     def cancel(self, request_id: int) -> bool:
         """Forgets the waiter of a request and tells the server.  False: it has been answered, or is being answered."""

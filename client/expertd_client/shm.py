@@ -160,27 +160,34 @@ class _Connection:
         self._users = 1  # of the region: this session, calls under way, slots, and answers that are lent
         self._closing = self._over = False
         self._answer = Completion()
+        self._held: set[int] = set()  # tickets whose sender waits for them itself
 
     def takes(self, request: Request) -> bool:
         """Whether it can travel here."""
         return not self._over and sendable(request)
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
+        self._send(request_id, timeout_us, request, held=False)
+
+    def _send(self, request_id: int, timeout_us: int, request: Request, held: bool) -> None:
         sent = submission_of(request)
         sent.submission.deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
         with self._lock:
             if self._over:
                 raise ChannelFullError("shared memory: the session is over")
             try:
-                ticket = self._client.send(sent.submission, sent.tensors)
+                ticket = self._client.send(sent.submission, sent.tensors, announced=not held)
             except NoRoomError as e:
                 raise ChannelFullError(f"shared memory: {e}") from None
             self._tickets[request_id] = ticket
             self._waiting[ticket] = (request_id, sent)
+            if held:
+                self._held.add(ticket)
 
     def cancel(self, request_id: int) -> None:
         with self._lock:
             ticket = self._tickets.pop(request_id, None)
+            self._held.discard(ticket or 0)
             if ticket is not None and self._waiting.pop(ticket, None) is not None and not self._over:
                 self._client.abandon(ticket)
 
@@ -198,9 +205,8 @@ class _Connection:
         except OSError:
             return True
 
-    def _hand_over(self, tickets: Sequence[int]) -> None:
+    def _hand_over(self, tickets: Sequence[int], answer: Completion) -> None:
         for ticket in list(tickets):
-            answer = self._answer
             self._client.answer(ticket, answer)
             with self._lock:
                 found = self._waiting.pop(ticket, None)
@@ -305,6 +311,46 @@ class ShmConnection(_Connection):
         except SessionEndedError:
             raise RequestCancelledError("session: closed by this client") if self._closing else _ended() from None
 
+    def hold(self, request_id: int, timeout_us: int, request: Request) -> None:
+        """forward() for one whose sender waits for it by collect(), and says announce() when he no longer does."""
+        self._send(request_id, timeout_us, request, held=True)
+
+    def collect(self, request_id: int, wait_ns: int) -> bool | None:
+        """Waits for the answer and delivers it, on this thread.  True: that is done, or the request was taken back;
+        False: the time was over first; None: another thread delivers it."""
+        with self._lock:
+            ticket = self._tickets.get(request_id)
+            if ticket is None:
+                return True
+            if ticket not in self._held or self._over:
+                return None
+            self._users += 1
+        answer = Completion()
+        try:
+            if not self._client.wait(ticket, answer, wait_ns):
+                return False
+            with self._lock:
+                self._held.discard(ticket)
+            self._hand_over([ticket], answer)
+            return True
+        except SessionEndedError:  # the reading thread tells
+            return None
+        finally:
+            self._unuse()
+
+    def announce(self, request_id: int) -> None:
+        """The reading thread delivers it."""
+        with self._lock:
+            ticket = self._tickets.get(request_id)
+            if ticket is None or ticket not in self._held or self._over:
+                return
+            self._held.discard(ticket)
+            self._users += 1
+            there = self._client.announce(ticket)
+        if there:
+            self._hand_over([ticket], Completion())
+        self._unuse()
+
     def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> _Slot | None:
         """A batch's tensors in the arena; None: there is no room."""
         try:
@@ -351,7 +397,7 @@ class ShmConnection(_Connection):
     def read(self) -> None:
         """Reads what nobody waits for, and looks whether the server is there."""
         while not self._gone():
-            self._hand_over(self._client.watch(self._sock.fileno(), _LOOK_NS))
+            self._hand_over(self._client.watch(self._sock.fileno(), _LOOK_NS), self._answer)
         self._end()
 
 
@@ -407,7 +453,7 @@ class AioShmConnection(_Connection):
 
     def _answered(self) -> None:
         while not self._over and (tickets := self._client.drain()):
-            self._hand_over(tickets)
+            self._hand_over(tickets, self._answer)
         if not self._over and self._client.over:
             self._look()
 

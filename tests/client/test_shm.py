@@ -15,6 +15,7 @@ from expertd.shm.library import library as client_library
 from expertd.shm.region import host_id, supported
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import AsyncExpertClient, ExpertClient, shm
+from expertd_client.request import Request
 from expertd_client.shm import AioShmChannel, ShmChannel
 from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.native import NativeEngine
@@ -233,6 +234,92 @@ def test_sessions_leave_no_descriptors(client):
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < until:
         time.sleep(0.01)
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# ---- requests that their sender waits for (a cluster's parts) --------------------------------------------------------
+
+
+class Waiter:
+    """Says which thread told it."""
+
+    def __init__(self):
+        self.came, self.told_by, self.value = threading.Event(), None, None
+
+    def answer(self, value):
+        self.told_by, self.value = threading.get_ident(), value
+        self.came.set()
+
+    fail = answer
+
+
+def held(client, waiter, seed=0, deadline=None):
+    args, want = inputs(4, seed=seed)
+    return client._exchange.submit(Request(0, *args), deadline, waiter, held=True), want
+
+
+def test_a_held_request_is_told_by_the_thread_that_waits_for_it(client):
+    exchange = client._exchange
+    for seed in range(20):
+        waiter = Waiter()
+        number, want = held(client, waiter, seed)
+        assert exchange.collect(number, 10**10) is True
+        assert waiter.told_by == threading.get_ident()
+        assert np.allclose(waiter.value.output, want, rtol=1e-2)
+        assert exchange.collect(number, 0) is True, "it is over"
+    way = exchange._link._beside
+    del waiter
+    assert (way._client.blocks, way._held, exchange.in_flight) == (0, set(), 0)
+
+
+def test_a_held_request_that_is_late_is_told_by_the_reading_thread(client, sums):
+    exchange, waiter = client._exchange, Waiter()
+    sums.gate.clear()
+    number, want = held(client, waiter)
+    assert exchange.collect(number, 10**7) is False
+    exchange.announce(number)
+    assert exchange.collect(number, 10**7) is None
+    sums.gate.set()
+    assert waiter.came.wait(10)
+    assert waiter.told_by != threading.get_ident()
+    assert np.allclose(waiter.value.output, want, rtol=1e-2)
+
+
+def test_a_held_request_whose_answer_is_there_is_told_when_it_is_announced(client):
+    for seed in range(200):
+        waiter = Waiter()
+        number, want = held(client, waiter, seed)
+        time.sleep(seed % 8 * 1e-4)
+        client._exchange.announce(number)
+        assert waiter.came.wait(10), f"answer {seed} was told by nobody"
+        assert np.allclose(waiter.value.output, want, rtol=1e-2)
+
+
+def test_a_held_request_can_be_taken_back_while_another_thread_waits_for_it(client, sums):
+    exchange, waiter, found = client._exchange, Waiter(), []
+    sums.gate.clear()
+    number, _ = held(client, waiter)
+    waiting = threading.Thread(target=lambda: found.append(exchange.collect(number, 3 * 10**8)))
+    waiting.start()
+    time.sleep(0.05)
+    assert exchange.cancel(number)
+    sums.gate.set()
+    for seed in range(20):  # which take its ticket
+        args, want = inputs(3, seed=seed)
+        assert np.allclose(client.forward(0, *args, timeout_s=10).output, want, rtol=1e-2)
+    waiting.join(10)
+    assert found == [False]
+    assert not waiter.came.is_set()
+    assert exchange.collect(number, 0) is True
+
+
+def test_a_server_that_goes_fails_held_requests(client, sums):
+    exchange, waiter = client._exchange, Waiter()
+    sums.gate.clear()
+    number, _ = held(client, waiter)
+    threading.Timer(0.1, client.door.close).start()
+    assert exchange.collect(number, 10**10) in (None, True)
+    assert waiter.came.wait(10)
+    assert isinstance(waiter.value, UnavailableError)
 
 
 # ---- slots -----------------------------------------------------------------------------------------------------------

@@ -125,8 +125,9 @@ class ExpertCluster(Forwarder):
         landed = threading.Lock()
         landed.acquire()
         call = Call(request, out, on_missing or self._on_missing, self._f32_sums)
-        flight = self._take_off(call, timeout_s, lambda flight: landed.release())
+        flight = self._take_off(call, timeout_s, lambda flight: landed.release(), held=True)
         try:
+            flight.collect()
             landed.acquire()
         except BaseException:
             flight.cancel()  # abandoned, by an interrupt
@@ -193,7 +194,9 @@ class ExpertCluster(Forwarder):
 
     # ---- a call ------------------------------------------------------------------------------------------------------
 
-    def _take_off(self, call: Call, timeout_s: float | None, landed: Callable[[Flight], None]) -> Flight:
+    def _take_off(
+        self, call: Call, timeout_s: float | None, landed: Callable[[Flight], None], held: bool = False
+    ) -> Flight:
         deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
         if self._closing.is_set():
             raise RequestCancelledError("cluster: this client is closed; make a new one")
@@ -209,7 +212,7 @@ class ExpertCluster(Forwarder):
 
         try:
             call.bring(self._quantizes and self._members.take_e4m3)
-            return start(self._around, call, deadline, freed)
+            return start(self._around, call, deadline, freed, held)
         except BaseException:
             self._slots.release()
             raise

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 __all__ = ["Flight", "Try", "start"]
 
 
+_SLICE_S = 0.1
+"""How long a caller may keep the interpreter from looking at signals."""
 _STALE, _STALE_TRIES = (BadResponseError, LayerNotHeldError), 4
 """Errors of a server that holds something else than it said a moment ago: asked again when it has been described."""
 
@@ -103,8 +105,8 @@ class Flight:
 
     # ---- begin -------------------------------------------------------------------------------------------------------
 
-    def take_off(self) -> None:
-        """Sends everything."""
+    def take_off(self, held: bool) -> None:
+        """Sends everything.  held: the caller says collect() at once, on this thread."""
         self._around.flights.add(self)
         if self._around.closed:
             self.end(RequestCancelledError("cluster: this client is closed; make a new one"))
@@ -112,7 +114,21 @@ class Flight:
             self.end(None)
             return
         for leg in self.legs[:]:
-            self._ask(leg)
+            self._ask(leg, held=held)
+
+    def collect(self) -> None:
+        """Takes the answers where they come, which saves another thread's doing so, until one is late: what is missing
+        then comes by events as ever."""
+        for leg in self.legs[:]:
+            for attempt in leg.tries[:1]:
+                self._collect(leg, attempt)
+
+    def _collect(self, leg: Leg, attempt: Try) -> None:
+        exchange = attempt.member.exchange
+        while attempt in leg.tries and (left_s := leg.due_s - time.monotonic()) > 0:
+            if exchange.collect(attempt.request_id, int(min(left_s, _SLICE_S) * 1e9)) is not False:
+                return
+        exchange.announce(attempt.request_id)
 
     def _place(self, request: Request, rows: NDArray[np.int64] | None, routes: int, table: LayerTable) -> list[Leg]:
         """Legs for a request; rows: its tokens in the batch."""
@@ -221,9 +237,9 @@ class Flight:
 
     # ---- acts --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, leg: Leg, also: bool = False) -> bool:
-        """Sends a leg to the best server that it was not sent to; also: beside the tries under way.  Whether there was
-        one."""
+    def _ask(self, leg: Leg, also: bool = False, held: bool = False) -> bool:
+        """Sends a leg to the best server that it was not sent to; also: beside the tries under way; held: see
+        Exchange.submit.  Whether there was one."""
         members, now_s = self._around.members, time.monotonic()
         chosen, leg.chosen = leg.chosen, None
         there = [chosen] if chosen else members.usable(leg.holders, [*leg.spurned, *(t.member for t in leg.tries)])
@@ -243,7 +259,7 @@ class Flight:
             leg.asked += 1
             self._watch(leg, attempt, now_s)
         try:
-            attempt.request_id = attempt.member.submit(leg.part.request, self._deadline, attempt)
+            attempt.request_id = attempt.member.submit(leg.part.request, self._deadline, attempt, held)
         except ExpertdError as error:
             self.failed(attempt, error)
         except Exception as error:  # memory that cannot be read, a number that its field cannot hold
@@ -427,10 +443,16 @@ def _answered(leg: Leg, layer: int) -> Answered:
     return Answered(leg.server.address, part.request.tokens, part.routes, leg.asked, leg.seconds, backend)
 
 
-def start(around: Surroundings, call: Call, deadline: Deadline | None, landed: Callable[[Flight], object]) -> Flight:
-    """Starts a call.  Raises where it cannot be: LayerNotHeldError, ExpertIdOutOfRangeError, PlacementError."""
+def start(
+    around: Surroundings,
+    call: Call,
+    deadline: Deadline | None,
+    landed: Callable[[Flight], object],
+    held: bool = False,
+) -> Flight:
+    """Starts a call.  held: see Flight.take_off.  Raises LayerNotHeldError, ExpertIdOutOfRangeError, PlacementError."""
     table = around.members.table(call.layer)
     routes = check_ids(call.host.topk_ids, table, call.layer)
     flight = Flight(around, call.host, routes, table, deadline, call.on_missing, landed)
-    flight.take_off()
+    flight.take_off(held)
     return flight

@@ -130,14 +130,16 @@ class Member:
         fade = 0.5 ** ((now_s - self._distance_at_s) / _HALF_S) if self._distance_s else 0.0
         return self._distance_s * fade + ahead * max(self._token_s, 1e-9)
 
-    def submit(self, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult]) -> int:
-        """Sends a part.  Whoever calls says answered() or failed() when it ended."""
+    def submit(
+        self, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult], held: bool = False
+    ) -> int:
+        """Sends a part.  Whoever calls says answered() or failed() when it ended.  held: see Exchange.submit."""
         with self._lock:
             if not self.outstanding:
                 self._heard_s = time.monotonic()
             self.outstanding += 1
             self.outstanding_tokens += request.tokens
-        return self.exchange.submit(request, deadline, waiter)
+        return self.exchange.submit(request, deadline, waiter, held)
 
     def answered(self, tokens: int, seconds: float, result: ForwardResult) -> None:
         """A part of `tokens` tokens was answered after `seconds`."""

@@ -54,11 +54,11 @@ class Client:
         offset = -1 if block is None else block
         return int(self._lib.expertd_shm_submit(self._client, C.byref(request), offset, announced))
 
-    def send(self, request: Submission, tensors: Tensors) -> int:
-        """Copies the tensors into the arena, and submits `request` with their places, announced.  Returns the ticket.
-        Raises NoRoomError, and then nothing was sent."""
+    def send(self, request: Submission, tensors: Tensors, announced: bool = True) -> int:
+        """Copies the tensors into the arena, and submits `request` with their places.  Returns the ticket.  announced:
+        as in submit().  Raises NoRoomError, and then nothing was sent."""
         ticket = C.c_uint64()
-        how = self._lib.expertd_shm_send(self._client, C.byref(request), C.byref(tensors), 1, C.byref(ticket))
+        how = self._lib.expertd_shm_send(self._client, C.byref(request), C.byref(tensors), announced, C.byref(ticket))
         if how:
             raise self._no_room(how)
         return ticket.value
@@ -116,6 +116,11 @@ class Client:
         if how == _TIMED_OUT:
             return False
         raise SessionEndedError
+
+    def announce(self, ticket: int) -> bool:
+        """Nobody waits for it any more: watch() or drain() names it.  True: its answer is there already, and they do
+        not."""
+        return bool(self._lib.expertd_shm_announce(self._client, ticket))
 
     def drain(self) -> Sequence[int]:
         """Announced tickets whose answers have come since, for an event loop that watches region.client_bell.  An empty

@@ -43,6 +43,7 @@ def library() -> C.CDLL:
         ("drain", u32, (p, p, u32)),
         ("watch", u32, (p, fd, p, u32, i64, i64)),
         ("answer", None, (p, u64, p)),
+        ("announce", fd, (p, u64)),
         ("release", None, (p, u64)),
         ("abandon", None, (p, u64)),
         ("end", None, (p,)),

@@ -93,9 +93,9 @@ struct Ticket {
   std::atomic<uint32_t> state{kFree};
   std::atomic<uint32_t> calls{0};   // grows whenever its waiter has to look again
   std::atomic<uint32_t> sleeps{0};  // its waiter sleeps on `calls`, or is about to
-  uint64_t id = 0;
+  std::atomic<bool> announced{false};
+  std::atomic<uint64_t> id{0};
   int64_t block = kNobody;  // of the arena, given back with the ticket
-  bool announced = false;
   Completion answer;
 };
 
@@ -175,10 +175,11 @@ struct Client {
       const uint32_t state = t.state.load(std::memory_order_acquire);
       if (t.id != id || (state != kInFlight && state != kAbandoned)) continue;
       memcpy(static_cast<void*>(&t.answer), &c, c.refused ? sizeof c : offsetof(Completion, text));
-      const bool announce = t.announced;
-      if (announce) announced.fetch_sub(1);
       uint32_t expected = kInFlight;
-      if (!t.state.compare_exchange_strong(expected, kDone)) {
+      const bool wanted = t.state.compare_exchange_strong(expected, kDone);
+      const bool announce = t.announced.exchange(false);  // after the state: see expertd_shm_announce
+      if (announce) announced.fetch_sub(1);
+      if (!wanted) {
         free_ticket(id);
       } else if (announce) {
         ready.push_back(id);
@@ -213,10 +214,15 @@ struct Client {
   }
 };
 
-bool spin_for(Client* c, Ticket& t, uint64_t until) {
+// Whether the answer of `id` has come; false, too, where another thread gave the ticket up.
+bool came(const Ticket& t, uint64_t id) {
+  return t.state.load(std::memory_order_acquire) == kDone && t.id.load() == id;
+}
+
+bool spin_for(Client* c, Ticket& t, uint64_t id, uint64_t until) {
   for (;;) {
     for (int i = 0; i < 64; ++i) {
-      if (t.state.load(std::memory_order_acquire) == kDone) return true;
+      if (came(t, id)) return true;
       if (c->reading.try_lock()) {
         c->read_completions();
         const bool news = !c->ready.empty();
@@ -225,7 +231,7 @@ bool spin_for(Client* c, Ticket& t, uint64_t until) {
       }
       relax();
     }
-    if (now_ns() >= until) return t.state.load(std::memory_order_acquire) == kDone;
+    if (now_ns() >= until) return came(t, id);
   }
 }
 
@@ -338,7 +344,7 @@ API int expertd_shm_wait(Client* c, uint64_t id, int64_t timeout_ns, int64_t spi
   Ticket& t = c->ticket(id);
   const uint64_t begin = now_ns(), end = timeout_ns < 0 ? ~uint64_t(0) : begin + uint64_t(timeout_ns);
   if (c->usual_ns.load(std::memory_order_relaxed) > kSpinsWorth * uint64_t(spin_ns)) spin_ns = 0;
-  bool there = spin_for(c, t, std::min(end, begin + uint64_t(spin_ns))), read = false;
+  bool there = spin_for(c, t, id, std::min(end, begin + uint64_t(spin_ns))), read = false;
   int how = kAnswered;
   while (!there) {
     if (c->over()) how = kEnded;
@@ -360,7 +366,7 @@ API int expertd_shm_wait(Client* c, uint64_t id, int64_t timeout_ns, int64_t spi
       }
     }
     t.sleeps.store(0);
-    there = t.state.load(std::memory_order_acquire) == kDone;
+    there = came(t, id);
     if (read) c->hand_on(), read = false;
   }
   if (!there) return how;
@@ -368,6 +374,21 @@ API int expertd_shm_wait(Client* c, uint64_t id, int64_t timeout_ns, int64_t spi
   c->usual_ns.store(usual - usual / 8 + took / 8, std::memory_order_relaxed);
   memcpy(static_cast<void*>(answer), &t.answer, t.answer.refused ? sizeof t.answer : offsetof(Completion, text));
   return kAnswered;
+}
+
+// A ticket that was to be waited for is announced from now on.  1: its answer is there already, and nobody names it.
+API int expertd_shm_announce(Client* c, uint64_t id) {
+  Ticket& t = c->ticket(id);
+  if (t.id.load() != id) return 0;
+  c->announced.fetch_add(1);
+  t.announced.store(true);
+  if (t.state.load() == kDone && t.announced.exchange(false)) {
+    c->announced.fetch_sub(1);
+    return 1;
+  }
+  c->idle.store(0);
+  ring(c->news);
+  return 0;
 }
 
 // send() and then wait().
