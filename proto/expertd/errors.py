@@ -59,6 +59,7 @@ __all__ = [
     "NotReadyError",
     "OutputDtypeUnsupportedError",
     "OutputFormUnknownError",
+    "OverloadedError",
     "PermissionDeniedError",
     "PlacementError",
     "QueueFullError",
@@ -276,6 +277,11 @@ class TooManyRequestsError(
 
 class QueueFullError(ExpertdError, code=Code.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retryable=True):
     """The server's queue is full; retry_after_us estimates when it will have room."""
+
+
+class OverloadedError(ExpertdError, code=Code.RESOURCE_EXHAUSTED, reason="OVERLOADED", retryable=True):
+    """The answer would come after the request's deadline, as far as the server knows, so it is not computed.
+    retry_after_us estimates when it would be in time; another replica may be sooner."""
 
 
 class DeadlineExceededError(ExpertdError, TimeoutError, code=Code.DEADLINE_EXCEEDED, reason="DEADLINE_EXCEEDED"):

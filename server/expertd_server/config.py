@@ -290,6 +290,7 @@ class ServeConfig:
     max_queue_requests: int = 4096
     max_queue_routes: int = 1 << 20
     max_queue_bytes: int = 2 << 30
+    refuse_late: bool = True
     max_wait_us: int = 0
     patience: float = 0.25
     grace_s: float = 30.0
@@ -457,6 +458,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_queue_requests", _int(1), "N", "the same of requests"),
     Option("max_queue_routes", _int(1), "N", "the same of routes (tokens x top_k): what computing costs"),
     Option("max_queue_bytes", _bytes, "SIZE", "the same of memory that waiting requests and their answers hold"),
+    Option(
+        "refuse_late",
+        _yes_no,
+        "yes|no",
+        "yes: a request whose answer would come after its deadline, by what batches took, is refused at once; no: it"
+        " waits, and is dropped when its deadline has passed",
+    ),
     Option("max_wait_us", _int(0), "US", "how long a request may wait for company while the engine is idle"),
     Option(
         "patience",

@@ -212,7 +212,11 @@ class Host:
             compute_dtype=config.compute,
             policy=Policy(config.max_tokens, config.max_wait_us * 1000, config.patience),
             limits=QueueLimits(
-                config.max_queue_tokens, config.max_queue_requests, config.max_queue_routes, config.max_queue_bytes
+                config.max_queue_tokens,
+                config.max_queue_requests,
+                config.max_queue_routes,
+                config.max_queue_bytes,
+                config.refuse_late,
             ),
             observe=self.metrics.batch,
             answered=self._answered,

@@ -102,8 +102,8 @@ def _prepared(
             return [(most, prepared[b.name]) for most, b in wanted]
         try:
             found = prepare(row, assignment, canonical, workshop)
-            warm_up(found.experts, assignment, workshop)
-            prepared[row.name] = found
+            measured = warm_up(found.experts, assignment, workshop)
+            prepared[row.name] = replace(found, measured=tuple(measured))
         except BackendRejectedError as e:
             if fault := device_fault(workshop.device):
                 raise BootError(
@@ -131,7 +131,18 @@ def _served(assignment: Assignment, parts: Sequence[tuple[int | None, Prepared]]
         backend="+".join(dict.fromkeys(m.row.name for _, m in parts)),
         capturable=not route_s and all(m.row.capturable for _, m in parts),
         plan=tuple((most, m.row.name) for most, m in parts),
+        measured=_measured(parts),
     )
+
+
+def _measured(parts: Sequence[tuple[int | None, Prepared]]) -> tuple[tuple[int, int, int], ...]:
+    """Of each backend what it was warmed up with, of the sizes that it serves."""
+    found: list[tuple[int, int, int]] = []
+    least = 0
+    for most, m in parts:
+        found += [took for took in m.measured if least < took[0] and (most is None or took[0] <= most)]
+        least = most or least
+    return tuple(found)
 
 
 def boot_layers(

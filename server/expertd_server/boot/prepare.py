@@ -170,6 +170,7 @@ class Prepared:
 
     digests     of the canonical weights, by expert
     from_cache  their packed weights were found on disk
+    measured    (tokens, routes a token, nanoseconds) of batches, from their warm-up
     """
 
     row: Backend
@@ -177,6 +178,7 @@ class Prepared:
     check: SelfCheck
     digests: tuple[int, ...]
     from_cache: bool
+    measured: tuple[tuple[int, int, int], ...] = ()
 
 
 def prepare(row: Backend, assignment: Assignment, canonical: LayerWeights, workshop: Workshop) -> Prepared:
@@ -293,17 +295,33 @@ def _kept(workshop: Workshop, facts: dict[str, Any], packed: Packed, proof: Proo
 
 def warm_up(
     experts: Experts, assignment: Assignment, workshop: Workshop, *, on_cpu: Sequence[int] = _WARM_UP_CPU
-) -> None:
+) -> list[tuple[int, int, int]]:
     """Run the batch sizes that must not be met first under load: kernels that compile or choose on first use would hold
     up callers for seconds.  Small batches are padded to few sizes, larger ones change plans at distances of a factor of
-    two and more, and the largest takes the most scratch.  on_cpu: the sizes there.  Raises BackendRejectedError."""
+    two and more, and the largest takes the most scratch.  on_cpu: the sizes there.  Returns (tokens, routes a token,
+    nanoseconds) of the second time that each is run.  Raises BackendRejectedError."""
     p, device = assignment.decision.problem, workshop.device
+    took = []
     with _rejecting("warmed up"), workshop.stage("warm_up"), torch.inference_mode():
         for routes in dict.fromkeys((p.top_k, *workshop.routes)):
             for tokens in on_cpu if device.type == "cpu" else _sizes(workshop.max_tokens):
-                workshop.call(lambda m=tokens, k=routes: experts(*_routed(m, k, p, device)))  # type: ignore[misc]
+                batch = _routed(tokens, routes, p, device)
+                took.append((tokens, routes, workshop.call(functools.partial(_timed, experts, batch))))
         if fault := device_fault(device):  # what a kernel did wrong is told by the next call that waits
             raise RuntimeError(fault)
+    return took
+
+
+def _timed(experts: Experts, batch: tuple[Tensor, Tensor, Tensor]) -> int:
+    """Nanoseconds of a batch that was computed once before."""
+    device = batch[0].device
+    wait = getattr(torch, device.type).synchronize if device.type != "cpu" else lambda _: None
+    experts(*batch)
+    wait(device)
+    begin = time.perf_counter_ns()
+    experts(*batch)
+    wait(device)
+    return time.perf_counter_ns() - begin
 
 
 def _on(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[Any]:

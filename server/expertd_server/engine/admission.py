@@ -12,10 +12,17 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from expertd.errors import DeadlineExceededError, DrainingError, ExpertdError, NotReadyError, QueueFullError
+from expertd.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    ExpertdError,
+    NotReadyError,
+    OverloadedError,
+    QueueFullError,
+)
 from expertd_server.engine.request import Request
 
-__all__ = ["Amount", "Limits", "Queue", "QueueLimits", "State", "admit", "fits", "shut"]
+__all__ = ["Amount", "Limits", "Queue", "QueueLimits", "State", "admit", "fits", "overloaded", "shut"]
 
 
 class State(Enum):
@@ -43,12 +50,14 @@ class Amount(NamedTuple):
 
 class Queue(NamedTuple):
     """all: what waits; own: what of it the caller has sent who asks now.  token_ns: recent service time of a token, 0 =
-    not known yet."""
+    not known yet.  late_ns: how long after its deadline the answer to what he asks may come (see forecast); <= 0 = in
+    time."""
 
     state: State
     all: Amount = Amount()
     own: Amount = Amount()
     token_ns: float = 0.0
+    late_ns: float = 0.0
 
 
 class Limits(NamedTuple):
@@ -64,12 +73,14 @@ class Limits(NamedTuple):
 
 class QueueLimits(NamedTuple):
     """Most that may wait of one caller where nobody else waits; an empty queue takes any single request.  Each part is
-    bounded by itself: tokens, the routes that they take (what computing costs), the bytes held for them, requests."""
+    bounded by itself: tokens, the routes that they take (what computing costs), the bytes held for them, requests.
+    refuse_late: what cannot be answered by its deadline is refused, and dropped before that has passed."""
 
     tokens: int = 1 << 17
     requests: int = 4096
     routes: int = 1 << 20
     nbytes: int = 2 << 30
+    refuse_late: bool = True
 
 
 def shut(state: State) -> ExpertdError | None:
@@ -88,7 +99,22 @@ def admit(queue: Queue, r: Request, now_ns: int, limits: QueueLimits) -> Expertd
         return closed
     if r.expired(now_ns):
         return DeadlineExceededError("request: its deadline had passed when it came; want time left to compute it")
-    return _full(queue, r, limits) if queue.all.requests else None
+    full = _full(queue, r, limits) if queue.all.requests else None
+    if full is None and limits.refuse_late and queue.late_ns > 0:
+        return overloaded(r, now_ns, queue.late_ns)
+    return full
+
+
+def overloaded(r: Request, now_ns: int, late_ns: float) -> OverloadedError:
+    """The refusal of a request whose answer may come so long after its deadline."""
+    left_ms = (r.deadline_ns - now_ns) * 1e-6
+    return OverloadedError.about(
+        "request",
+        got=f"{left_ms:.1f} ms left of its time",
+        want=f"{left_ms + late_ns * 1e-6:.1f}, with what runs and waits before it",
+        remedy="try again after retry_after_us, or another replica",
+        retry_after_us=max(1, int(late_ns) // 1000),
+    )
 
 
 def fits(own: int, all_: int, limit: int) -> bool:

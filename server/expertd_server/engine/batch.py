@@ -32,6 +32,11 @@ class Batch:
     expert_tokens: Array = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
+    def top_k(self) -> int:
+        """Of its widest request."""
+        return max(r.top_k for r in self.requests)
+
+    @property
     def backend(self) -> str:
         """The one that computes it."""
         return self.layer.backend_at(max(self.tokens, self.padded))

@@ -27,6 +27,7 @@ __all__ = [
     "LaneMemory",
     "LayerFacts",
     "Load",
+    "Measured",
     "Outcome",
     "Run",
     "Waiting",
@@ -49,6 +50,7 @@ REASONS = (
     "NON_FINITE_WEIGHTS",
     "UNSUPPORTED_COMBINATION",
     "BACKEND_FAILED",
+    "OVERLOADED",
 )
 """Rows of the error table (expertd.errors) by the core's number; 0 = computed."""
 
@@ -88,9 +90,8 @@ class Config(C.Structure):
         *_fields(
             "u32: lanes max_tokens max_queue_requests streamed_rows; u64: max_queue_tokens"
             " max_queue_routes max_queue_bytes spin_ns brief_ns;"
-            "f32: patience; u8: compute_dtype device"
+            "f32: patience; u8: compute_dtype device refuse_late spare"
         ),
-        ("spare", C.c_uint8 * 2),
     ]
 
 
@@ -107,11 +108,11 @@ class Forward(C.Structure):
 
 
 class Outcome(C.Structure):
-    """What became of a request.  reason: index into REASONS."""
+    """What became of a request.  posted_ns: when; reason: index into REASONS."""
 
     _fields_ = [
         *_fields(
-            "u64: handle; u32: reason routes_computed queue_ns collect_ns kernel_ns deliver_ns batch_tokens"
+            "u64: handle posted_ns; u32: reason routes_computed queue_ns collect_ns kernel_ns deliver_ns batch_tokens"
             " batch_requests backend retry_after_us session_gone"
         ),
         ("text", C.c_char * 164),
@@ -126,6 +127,12 @@ class LayerFacts(C.Structure):
         "u32: layer generation hidden_size num_experts held input_weights top_k spare; ptr: slots expert_tokens;"
         "u64: device_slots device_counts call context experts"
     )
+
+
+class Measured(C.Structure):
+    """What a batch of a layer took before it was served."""
+
+    _fields_ = _fields("u32: rows top_k; u64: ns")
 
 
 class LaneMemory(C.Structure):
@@ -166,11 +173,11 @@ class Waiting(C.Structure):
 class Load(C.Structure):
     _fields_ = _fields(
         "u32: queued_tokens queued_requests waiting_tokens waiting_requests; f32: token_ns; u32: draining;"
-        "u64: admitted batches tokens"
+        "u64: admitted batches tokens wait_ns"
     )
 
 
-_QUICK = ("_outcomes", "_records", "_load", "_waiting", "_cancel")
+_QUICK = ("_outcomes", "_records", "_load", "_waiting", "_cancel", "_admits", "_went_out")
 """Calls that keep the interpreter's lock: they wait for nobody who could want it, and are over sooner than it would be
 had back from the engine's thread (46 us a request under load)."""
 
@@ -197,6 +204,8 @@ def library() -> C.CDLL:
         ("_launched", None, (p, u32)),
         ("_fail_all", None, (p, u32, C.c_char_p)),
         ("_submit", u32, (p, p, p, p)),
+        ("_admits", u32, (p, p, p)),
+        ("_went_out", None, (p, u64)),
         ("_drain", None, (p,)),
         ("_interrupt", None, (p,)),
         ("_forget_graphs", None, (p,)),
@@ -210,7 +219,7 @@ def library() -> C.CDLL:
         ("_load", None, (p, p)),
         ("_waiting", None, (p, u32, p, p)),
         ("_cancel", None, (p, u64)),
-        ("_add_layer", None, (p, p, p, p, u32)),
+        ("_add_layer", None, (p, p, p, p, u32, p, u32)),
         ("_remove_layer", None, (p, u32)),
         ("_add_graph", None, (p, u32, u32, u32, u32, u32, u32, u32, p)),
         ("_add_session", None, (p, u64, p, u64, u32, C.c_int, C.c_int, u32, u64, u64)),
@@ -263,6 +272,16 @@ class Core:
         reason = self._lib.expertd_core_submit(self._core, C.byref(request), C.byref(handle), C.byref(retry))
         return handle.value, REASONS[reason], retry.value
 
+    def admits(self, request: Forward) -> tuple[str, int]:
+        """(reason why not or "", retry_after_us): what submit() would say now; addresses are of no interest."""
+        retry = C.c_uint32()
+        reason = self._lib.expertd_core_admits(self._core, C.byref(request), C.byref(retry))
+        return REASONS[reason], retry.value
+
+    def went_out(self, ns: int) -> None:
+        """So long answers took from their outcome to their connections."""
+        self._lib.expertd_core_went_out(self._core, ns)
+
     def cancel(self, handle: int) -> None:
         self._lib.expertd_core_cancel(self._core, handle)
 
@@ -313,11 +332,15 @@ class Core:
         self._lib.expertd_core_waiting(self._core, caller, C.byref(all_), C.byref(own))
         return all_, own
 
-    def add_layer(self, facts: LayerFacts, backends: Sequence[tuple[int, int, str]]) -> None:
-        """backends: (largest batch, 0 = any; number in outcomes and records; name in answers), ascending."""
+    def add_layer(
+        self, facts: LayerFacts, backends: Sequence[tuple[int, int, str]], measured: Sequence[tuple[int, int, int]] = ()
+    ) -> None:
+        """backends: (largest batch, 0 = any; number in outcomes and records; name in answers), ascending.  measured:
+        (rows, top_k, ns) of batches that were run before."""
         numbers = (C.c_uint32 * (2 * len(backends)))(*(n for most, number, _ in backends for n in (most, number)))
         names = (C.c_char_p * len(backends))(*(name.encode() for _, _, name in backends))
-        self._lib.expertd_core_add_layer(self._core, C.byref(facts), numbers, names, len(backends))
+        took = (Measured * len(measured))(*(Measured(*m) for m in measured))
+        self._lib.expertd_core_add_layer(self._core, C.byref(facts), numbers, names, len(backends), took, len(took))
 
     def remove_layer(self, layer: int) -> None:
         self._lib.expertd_core_remove_layer(self._core, layer)

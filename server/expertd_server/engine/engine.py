@@ -20,6 +20,7 @@ import torch
 from expertd.errors import DrainingError, ExpertdError, QueueFullError
 from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit
 from expertd_server.engine.batch import Batch
+from expertd_server.engine.forecast import Forecast, LayerWork
 from expertd_server.engine.outcome import batch_outcome, dead_outcome, reply
 from expertd_server.engine.pipeline import BatchFailedError, Pipeline
 from expertd_server.engine.report import BatchReport, LoadNow, Waits
@@ -55,7 +56,8 @@ class Engine(Worker):
         )
         self.admitted = 0
         self._pipeline = Pipeline(device, compute_dtype)
-        self._waiting = Waiting()
+        self._forecast = Forecast(policy.max_tokens)
+        self._waiting = Waiting(self._forecast)
         self._shares = Shares()
         self._changed = threading.Condition(self._lock)  # something for the engine's thread
         self._left = threading.Condition(self._lock)  # requests left the queue or the device
@@ -78,7 +80,10 @@ class Engine(Worker):
         holding = Holding(layers)
         self.between(lambda: self._pipeline.reserve(self.policy.max_tokens, holding.values()))
         with self._lock:
-            self.holding = holding
+            before, self.holding = self.holding, holding
+            for s in holding.values():
+                if before.get(s.layer) is not s:
+                    self._forecast.layer(s.layer, s.top_k, s.measured)
 
     def forget(self, layers: Iterable[ServedLayer], timeout_s: float | None = None) -> bool:
         """Wait until no request uses any of these layers, which are held no more, and drop what is kept for them.
@@ -90,16 +95,24 @@ class Engine(Worker):
         self.between(lambda: self._pipeline.forget(gone))
         return True
 
+    def ask(self, r: Request) -> None:
+        """Whether submit() would take `r` now, whose tensors need not be there yet.  Raises what it would."""
+        with self._lock:
+            now = time.monotonic_ns()
+            refusal = admit(self._queue(r, now), r, now, self._limits)
+        if refusal is not None:
+            raise refusal
+
     def submit(self, r: Request) -> None:
         """Put `r` into its line.  Raises LayerNotHeldError, or what admit() says."""
         dead: list[Request] = []
         with self._lock:
             r.layer = self.holding.layer(r.layer.layer)  # it may have changed since the request was checked
             r.queued_ns = now = time.monotonic_ns()
-            refusal = admit(self._queue(r.caller), r, now, self._limits)
+            refusal = admit(self._queue(r, now), r, now, self._limits)
             if isinstance(refusal, QueueFullError):
                 dead = self._waiting.sweep(now)
-                refusal = admit(self._queue(r.caller), r, now, self._limits)
+                refusal = admit(self._queue(r, now), r, now, self._limits)
             if refusal is None:
                 self._waiting.push(r)
                 self.admitted += 1
@@ -114,7 +127,11 @@ class Engine(Worker):
         """How busy it is."""
         w = self._waiting
         draining = self.state is State.DRAINING
-        return LoadNow(w.tokens + self._busy_tokens, w.requests + self._busy_requests, self._token_ns, draining)
+        with self._lock:
+            wait_ns = int(self._forecast.running_ns(time.monotonic_ns()) + self._forecast.waiting_ns)
+        return LoadNow(
+            w.tokens + self._busy_tokens, w.requests + self._busy_requests, self._token_ns, draining, wait_ns
+        )
 
     def drain(self) -> None:
         """From now on submit() refuses; what was admitted is computed."""
@@ -140,9 +157,17 @@ class Engine(Worker):
         for r in left:
             reply(r, DrainingError(STOPPED))
 
-    def _queue(self, caller: str) -> Queue:
+    def _queue(self, r: Request, now_ns: int) -> Queue:
         w = self._waiting
-        return Queue(self.state, w.all, w.of.get(caller, Amount()), self._token_ns)
+        own, late_ns = w.of.get(r.caller, Amount()), 0.0
+        if r.deadline_ns > now_ns:
+            callers = len(w.of) + (not own.requests)
+            line = int(r.router_weight_on_input)
+            seen = self._forecast.foresee(
+                now_ns, r.layer.layer, line, r.tokens, r.top_k, r.deadline_ns, own.routes, callers, w.all.routes
+            )
+            late_ns, r.foreseen_ns = seen.late_ns, now_ns + int(seen.in_ns) if seen.in_ns else 0
+        return Queue(self.state, w.all, own, self._token_ns, late_ns)
 
     def _in_use(self) -> set[int]:
         """Generations that a request waits for or that are computed."""
@@ -195,7 +220,8 @@ class Engine(Worker):
                 if self._jobs:
                     return None
                 self._shares.settle(self._waiting.of)
-                c = cut(self._waiting.lines, now, self.policy, self._last, self._shares)
+                forecast = self._forecast if self._limits.refuse_late else None
+                c = cut(self._waiting.lines, now, self.policy, self._last, self._shares, forecast)
                 if c is None:
                     if self._pipeline.busy or (self._stopping and not self._waiting.lines):
                         return None
@@ -209,6 +235,9 @@ class Engine(Worker):
                 batch = self._batch(c.run, now) if c.run else None
                 self._unanswered += len(c.run)
                 self._waiting.remove(c)
+                for r in c.dead:
+                    if r.foreseen_ns and not r.cancelled:
+                        self._forecast.dropped(now, self._work(r.layer), r.tokens, r.top_k, r.foreseen_ns)
                 self._shares.serve(c.run)
                 self._left.notify_all()
             self._answer_dead(c.dead)
@@ -221,6 +250,7 @@ class Engine(Worker):
         for r in requests:
             rows.append(rows[-1] + r.tokens)
         b = Batch(requests[0].layer, requests, rows, rows[-1], now_ns)
+        self._forecast.begin(now_ns, self._work(b.layer), b.tokens, b.top_k)
         self._computing.append(b)
         self._busy_requests += len(requests)
         self._busy_tokens += b.tokens
@@ -228,7 +258,7 @@ class Engine(Worker):
 
     def _begin(self, b: Batch) -> None:
         """Launch a batch; a failure answers its requests."""
-        self._meet(max(r.top_k for r in b.requests), b.layer)
+        self._meet(b.top_k, b.layer)
         try:
             self._pipeline.begin(b)
         except BatchFailedError as e:
@@ -247,11 +277,18 @@ class Engine(Worker):
         self._token_ns = token_ns if not self._token_ns else self._token_ns + _SMOOTHING * (token_ns - self._token_ns)
         self._shares.saw(sum(r.routes for r in b.requests), spent)
         queue_ns = [max(0, b.cut_ns - r.queued_ns) for r in b.requests]
+        over_ns = time.monotonic_ns()
+        with self._lock:
+            behind_ns = max((over_ns - r.foreseen_ns for r in b.requests if r.foreseen_ns), default=0)
+            self._forecast.computed(over_ns, self._work(b.layer), max(b.tokens, b.padded), b.top_k, spent, behind_ns)
         self._leave(b)
         for i, r in enumerate(b.requests):
             reply(r, b.errors.get(i) or batch_outcome(c, i, queue_ns[i]))
             self._unanswered -= 1
         self._pipeline.give_back(c)
+        with self._lock:
+            out_ns = time.monotonic_ns()
+            self._forecast.went_out(out_ns, out_ns - over_ns)
         self._last = LastBatch(time.monotonic_ns(), spent, len(b.requests), self._trust)
         if self._observe is not None:
             try:
@@ -278,9 +315,13 @@ class Engine(Worker):
         """`b` is computed: it counts no longer when its answers say what the load is."""
         with self._lock:
             self._computing.remove(b)
+            self._forecast.end(time.monotonic_ns())
             self._busy_tokens -= b.tokens
             self._busy_requests -= len(b.requests)
             self._left.notify_all()
+
+    def _work(self, layer: ServedLayer) -> LayerWork:
+        return self._forecast.layer(layer.layer, layer.top_k)
 
     def _answer_dead(self, requests: Sequence[Request]) -> None:
         """Answer requests that left the queue without a batch."""

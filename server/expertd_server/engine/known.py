@@ -79,7 +79,8 @@ class KnownLayers:
             context=direct.context,
             experts=direct.experts,
         )
-        self._core.add_layer(facts, [(most or 0, self._backends.index(name), name) for most, name in plan])
+        backends = [(most or 0, self._backends.index(name), name) for most, name in plan]
+        self._core.add_layer(facts, backends, s.measured)
 
     def drop_but(self, held: Collection[int]) -> set[int]:
         """Drop what is not among `held` and is not waited for; their generations."""

@@ -20,10 +20,17 @@ import numpy as np
 import torch
 
 from expertd.dtypes import DTYPE_NUMBER
-from expertd.errors import TABLE, DeadlineExceededError, DrainingError, ExpertdError, InternalError
+from expertd.errors import (
+    TABLE,
+    DeadlineExceededError,
+    DrainingError,
+    ExpertdError,
+    InternalError,
+    OverloadedError,
+)
 from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine import core as c
-from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, shut
+from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, overloaded, shut
 from expertd_server.engine.convert import digest
 from expertd_server.engine.executor import CpuExecutor, Executor
 from expertd_server.engine.known import KnownLayers, Tally
@@ -80,6 +87,7 @@ class NativeEngine(Worker):
                 patience=0.0 if on_device else policy.patience,
                 compute_dtype=DTYPE_NUMBER[compute_dtype],
                 device=on_device,
+                refuse_late=self._limits.refuse_late,
                 streamed_rows=self._executor.streamed_rows,
             )
         )
@@ -145,6 +153,24 @@ class NativeEngine(Worker):
         self.between(self._drop_unused)
         return True
 
+    def ask(self, r: Request) -> None:
+        """Whether submit() would take `r` now, whose tensors need not be there yet.  Raises what it would."""
+        closed = shut(self.state)
+        if closed is not None:
+            raise closed
+        f = c.Forward(
+            bytes=r.nbytes,
+            deadline_ns=r.deadline_ns,
+            layer=r.layer.layer,
+            tokens=r.tokens,
+            top_k=r.top_k,
+            caller=self._caller(r.caller),
+            router_weight_on_input=r.router_weight_on_input,
+        )
+        reason, after_us = self._core.admits(f)
+        if reason:
+            raise self._refusal(reason, r, after_us)
+
     def submit(self, r: Request) -> None:
         """Put `r` into its line.  Raises LayerNotHeldError, or what admit() says."""
         closed = shut(self.state)
@@ -177,17 +203,17 @@ class NativeEngine(Worker):
             router_weight_on_input=r.router_weight_on_input,
         )
         with self._lock:  # the outcome may come before the handle is written down
-            handle, reason, _ = self._core.submit(f)
+            handle, reason, after_us = self._core.submit(f)
             if not reason:
                 r.handle, r.on_cancel = handle, self._cancel
                 self._requests[handle] = (r, out, operands)
         if reason:
-            raise self._refusal(reason, r)
+            raise self._refusal(reason, r, after_us)
 
     def load(self) -> LoadNow:
         """How busy it is."""
         n = self._core.load()
-        return LoadNow(n.queued_tokens, n.queued_requests, n.token_ns, self.state is State.DRAINING)
+        return LoadNow(n.queued_tokens, n.queued_requests, n.token_ns, self.state is State.DRAINING, n.wait_ns)
 
     def drain(self) -> None:
         """From now on submit() refuses; what was admitted is computed."""
@@ -239,8 +265,10 @@ class NativeEngine(Worker):
             number = self._callers[name] = next(self._numbers)
         return number
 
-    def _refusal(self, reason: str, r: Request) -> ExpertdError:
+    def _refusal(self, reason: str, r: Request, after_us: int) -> ExpertdError:
         """With the words of admission.py, from the same facts."""
+        if reason == OverloadedError.reason:
+            return overloaded(r, time.monotonic_ns(), 1000 * after_us)
         token_ns = self._core.load().token_ns
         waits = self._core.waiting(self._caller(r.caller))
         all_, own = (Amount(w.requests, w.tokens, w.routes, w.bytes) for w in waits)
@@ -319,8 +347,11 @@ class NativeEngine(Worker):
             while more:
                 outcomes = self._core.outcomes()
                 more = len(outcomes) == c.MOST_OUTCOMES
+                posted_ns = outcomes[0].posted_ns if outcomes else 0
                 for o in outcomes:
                     self._hand_over(o)
+                if posted_ns:
+                    self._core.went_out(time.monotonic_ns() - posted_ns)
 
     def report(self, scraped: bool = False) -> None:
         """Count the batches that have ended.  scraped: somebody looks at the numbers now."""
@@ -355,7 +386,7 @@ class NativeEngine(Worker):
             reason = c.REASONS[o.reason]
             if reason == DeadlineExceededError.reason:
                 return dead_outcome(r)
-            return TABLE[reason](o.text.decode(errors="replace"))
+            return TABLE[reason](o.text.decode(errors="replace"), retry_after_us=o.retry_after_us)
         start = time.perf_counter_ns()
         summary = digest(out, r.output_dtype) if r.digest else None
         return Answer(

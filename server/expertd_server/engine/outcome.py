@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from expertd.errors import DeadlineExceededError, ExpertdError, InternalError, RequestCancelledError
+from expertd.errors import DeadlineExceededError, ExpertdError, InternalError, OverloadedError, RequestCancelledError
 from expertd_server.engine.convert import digest, output_array, output_into
 from expertd_server.engine.pipeline import Computed
 from expertd_server.engine.request import Answer, Outcome, Request
@@ -29,7 +29,16 @@ def dead_outcome(r: Request) -> ExpertdError:
     """Of a request that left the queue without a batch."""
     if r.cancelled:
         return RequestCancelledError("request: cancelled by its caller")
-    waited_ms = (time.monotonic_ns() - r.queued_ns) / 1e6
+    now_ns = time.monotonic_ns()
+    if r.deadline_ns and not r.expired(now_ns):
+        return OverloadedError.about(
+            "request",
+            got=f"{(r.deadline_ns - now_ns) // 1000} us left of its time",
+            want="more: what was before it took longer than expected",
+            remedy="try another replica",
+            retry_after_us=1,
+        )
+    waited_ms = (now_ns - r.queued_ns) / 1e6
     return DeadlineExceededError(
         f"request of {r.tokens} tokens for layer {r.layer.layer}: its deadline passed while it waited"
         f" {waited_ms:.1f} ms in the queue; it was not computed"

@@ -81,7 +81,7 @@ class Pipeline:
         lane = self._free.popleft()
         start = time.perf_counter_ns()
         try:
-            top_k = max(r.top_k for r in b.requests)
+            top_k = b.top_k
             b.padded, routes = lane.size(b.tokens, b.layer.capturable), b.tokens * top_k
             inputs = all_rows = lane.open(b.padded, top_k, b.layer.hidden_size)
             if b.padded > b.tokens:  # the rest of the rows has no routes

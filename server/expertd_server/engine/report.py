@@ -16,12 +16,14 @@ WAIT_BOUNDS_NS = tuple(m * 10**e for e in range(4, 10) for m in (1, 2, 5))
 
 
 class LoadNow(NamedTuple):
-    """What a caller needs to choose between replicas.  token_ns: recent service time a token."""
+    """What a caller needs to choose between replicas.  token_ns: recent service time a token; wait_ns: until what waits
+    and runs now is computed, as far as is known."""
 
     queued_tokens: int
     queued_requests: int
     token_ns: float
     draining: bool
+    wait_ns: int = 0
 
 
 class Waits(NamedTuple):

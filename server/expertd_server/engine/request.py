@@ -94,7 +94,8 @@ class Request:
     tag          the transport's own: the engine does not look at it
     cancelled    set by whoever wants no answer any more: not computed unless its batch is cut already, and replied to
                  with RequestCancelledError once its memory is free
-    on_cancel, handle  the engine's: how it learns of that, and its name for the request
+    on_cancel, handle, foreseen_ns  the engine's: how it learns of that, its name for the request, and when it expected
+                 to have computed it (0 = not known)
     """
 
     layer: ServedLayer
@@ -116,6 +117,7 @@ class Request:
     tag: Any = None
     on_cancel: Callable[[Request], None] | None = None
     handle: int = 0
+    foreseen_ns: int = 0
     _cancelled: bool = False
 
     @property

@@ -11,7 +11,10 @@ was in vain the part is halved (`trust_after`), so callers that do not come back
 
 Fair: what fits into one batch is computed together, whoever asks.  What does not is taken turn by turn from the caller
 who was served least (`Shares`), and a line waits the longer the more its callers were served: so a caller who floods
-one layer or all of them holds up nobody but himself.  csrc/lines.cpp says the same in C++.
+one layer or all of them holds up nobody but himself.
+
+In time: where it is known what batches take (`forecast`), a request that would be late even alone is dropped before it
+is computed, and a batch grows no further than to where one of it would be late.  csrc/lines.cpp says the same in C++.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from expertd_server.engine.admission import Amount
+from expertd_server.engine.forecast import Bounds, Forecast
 from expertd_server.engine.request import Request
 
 __all__ = ["Cut", "LastBatch", "Line", "Policy", "Shares", "Waiting", "cut", "trust_after", "urgency", "wake_at"]
@@ -65,8 +69,8 @@ class LastBatch(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """`run` and `dead` leave `line`: `run` are computed together, `dead` (expired or cancelled) are answered with an
-    error."""
+    """`run` and `dead` leave `line`: `run` are computed together, `dead` (cancelled, expired or doomed) are answered
+    with an error."""
 
     line: Line
     run: tuple[Request, ...]
@@ -121,21 +125,30 @@ def cut(
     policy: Policy,
     last: LastBatch | None = None,
     shares: Shares | None = None,
+    forecast: Forecast | None = None,
 ) -> Cut | None:
     """The batch to run now: of the line with the most urgent request, where urgency is put off by what its caller was
-    served more than others; all of it where that is one batch, in order of arrival, else as `_turn_by_turn`.  None when
-    nothing waits, or nothing has waited long enough.  Empty lines are not allowed."""
+    served more than others; all of it where that is one batch and none of it would be late, in order of arrival, else
+    as `_turn_by_turn`.  None when nothing waits, or nothing has waited long enough.  Empty lines are not allowed.
+    forecast: None = nobody asks what batches take."""
     shares = shares or Shares()
     company_ns = _company_until(lines, policy, last)
     for line in _in_order(lines, shares) if len(lines) > 1 else lines:
+        layer = lines[line][0].layer
+        bounds = Bounds(now_ns) if forecast is None else forecast.bounds(now_ns, layer.layer)
         alive: list[Request] = []
         dead: list[Request] = []
+        all_ = _Size()
         for r in lines[line]:
-            (dead if r.cancelled or r.expired(now_ns) else alive).append(r)
-        tokens, routes = sum(r.tokens for r in alive), max((r.top_k for r in alive), default=0)
-        fits = len(alive) <= 1 or _fits(tokens, routes, alive[0], policy)
-        run = alive if fits else _turn_by_turn(alive, policy, shares)
-        full = not fits or tokens >= policy.max_tokens
+            if r.cancelled or r.expired(now_ns) or bounds.doomed(r.tokens, r.top_k, r.deadline_ns):
+                dead.append(r)
+            else:
+                alive.append(r)
+                all_ = all_.plus(r)
+        most = policy.max_tokens
+        fits = len(alive) <= 1 or (all_.fits(most, layer.top_k) and all_.in_time(bounds, all_.deadline_ns))
+        run = alive if fits else _turn_by_turn(alive, most, bounds, shares)
+        full = not fits or all_.tokens >= most
         if full or not run or now_ns >= max(run[0].arrival_ns + policy.max_wait_ns, company_ns):
             return Cut(line, tuple(run), tuple(dead))
     return None
@@ -146,30 +159,47 @@ def _in_order(lines: Mapping[Line, Sequence[Request]], shares: Shares) -> list[L
     return sorted(lines, key=lambda line: min(urgency(r) + lag_ns[r.caller] for r in lines[line]))
 
 
-def _fits(tokens: int, top_k: int, one: Request, policy: Policy) -> bool:
-    """Whether so many rows of top_k routes are one batch: it takes no more than max_tokens rows of the layer's own."""
-    return tokens <= policy.max_tokens and tokens * top_k <= policy.max_tokens * max(1, one.layer.top_k)
+class _Size(NamedTuple):
+    """Of a batch that grows.  deadline_ns: the earliest, 0 = none."""
+
+    tokens: int = 0
+    top_k: int = 0
+    deadline_ns: int = 0
+
+    def plus(self, r: Request) -> _Size:
+        deadlines = [d for d in (self.deadline_ns, r.deadline_ns) if d]
+        return _Size(self.tokens + r.tokens, max(self.top_k, r.top_k), min(deadlines, default=0))
+
+    def fits(self, max_tokens: int, top_k: int) -> bool:
+        """Whether it is one batch: it takes no more than max_tokens rows of the layer's own top_k."""
+        return self.tokens <= max_tokens and self.tokens * self.top_k <= max_tokens * max(1, top_k)
+
+    def in_time(self, bounds: Bounds, deadline_ns: int) -> bool:
+        return bounds.in_time(self.tokens, self.top_k, deadline_ns)
 
 
-def _turn_by_turn(alive: Sequence[Request], policy: Policy, shares: Shares) -> list[Request]:
-    """A batch of some of them: always the most urgent request of the caller served least, until one does not fit.  The
-    first is taken whatever its size."""
+def _turn_by_turn(alive: Sequence[Request], max_tokens: int, bounds: Bounds, shares: Shares) -> list[Request]:
+    """A batch of some of them: always the most urgent request of the caller served least, until one does not fit, or
+    makes those that were taken late.  One that only would be late itself waits for another turn.  The first is taken
+    whatever its size."""
     of: dict[str, list[Request]] = {}
     for r in sorted(alive, key=urgency)[::-1]:  # the next of each stands last; of equals the one that came first
         of.setdefault(r.caller, []).append(r)
     turns = [(shares.of(caller), urgency(q[-1]), n, q) for n, (caller, q) in enumerate(of.items())]
     heapq.heapify(turns)
     run: list[Request] = []
-    tokens = top_k = 0
+    size = _Size()
     while turns:
         served, _, n, q = turns[0]
         r = q.pop()
-        tokens, top_k = tokens + r.tokens, max(top_k, r.top_k)
-        if run and not _fits(tokens, top_k, r, policy):
+        more = size.plus(r)
+        if run and not (more.fits(max_tokens, r.layer.top_k) and more.in_time(bounds, size.deadline_ns)):
             break
-        run.append(r)
+        if not run or more.in_time(bounds, more.deadline_ns):
+            run.append(r)
+            size, served = more, served + r.routes
         if q:
-            heapq.heapreplace(turns, (served + r.routes, urgency(q[-1]), n, q))
+            heapq.heapreplace(turns, (served, urgency(q[-1]), n, q))
         else:
             heapq.heappop(turns)
     return run
@@ -199,9 +229,11 @@ class Waiting:
     """The lines and their totals.  Not thread-safe: the engine holds its lock around each call.
 
     all, of: what stands in a line, of all callers and of each, cancelled requests included until they are cut or swept
+    forecast: is told who comes and goes
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forecast: Forecast | None = None) -> None:
+        self._forecast = forecast or Forecast(1)
         self.lines: dict[Line, deque[Request]] = {}
         self.all = Amount()
         self.of: dict[str, Amount] = {}
@@ -222,6 +254,7 @@ class Waiting:
         q.append(r)
         self.all = self.all.plus(r)
         self.of[r.caller] = self.of.get(r.caller, Amount()).plus(r)
+        self._forecast.enter(r.layer.layer, int(r.router_weight_on_input), r.tokens, r.routes)
 
     def remove(self, c: Cut) -> None:
         """Take out what `cut` chose."""
@@ -255,12 +288,13 @@ class Waiting:
         """Take out everything."""
         out = [r for q in self.lines.values() for r in q]
         self.lines.clear()
-        self.of.clear()
-        self.all = Amount()
+        for r in out:
+            self._leave(r)
         return out
 
     def _leave(self, r: Request) -> None:
         self.all = self.all.minus(r)
+        self._forecast.leave(r.layer.layer, int(r.router_weight_on_input), r.tokens, r.routes)
         own = self.of[r.caller].minus(r)
         if own.requests:
             self.of[r.caller] = own

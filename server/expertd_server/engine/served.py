@@ -25,6 +25,7 @@ class ServedLayer:
     experts       the backend's; backend: its name, "a+b" where two share the work
     capturable    whether its calls may be captured in a CUDA graph
     plan          (tokens up to, backend), the last without a bound; empty: `backend` computes every batch
+    measured      (tokens, routes a token, nanoseconds) of batches that were computed before it was served
     generation    different for every ServedLayer of this process, also of the same layer: what is kept for it (a queue,
                   graphs) is kept by this number
     """
@@ -39,6 +40,7 @@ class ServedLayer:
     backend: str
     capturable: bool = False
     plan: tuple[tuple[int | None, str], ...] = ()
+    measured: tuple[tuple[int, int, int], ...] = ()
     generation: int = field(init=False, default_factory=_generations.__next__)
     slot_of: Array = field(init=False, repr=False)
     """[num_experts + 1] int32: slot of each global id, -1 = not here; the last entry answers for the id -1."""

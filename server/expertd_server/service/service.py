@@ -163,9 +163,11 @@ class Service:
         elif drawing is None:
             self.engine.submit(r)
         elif drawing.elements <= _DRAW_AT_ONCE:
+            self.engine.ask(r)
             drawing.fill(r)
             self.engine.submit(r)
         else:
+            self.engine.ask(r)
             self._reserve_drawing(r.caller, drawing.elements)
             return self._draw.submit(self._drawn, r, drawing)
         return None

@@ -122,11 +122,17 @@ class Metrics:
         self._first.refresh = work
 
     def watch_load(self, load: Callable[[], LoadNow]) -> None:
-        """Export the queue's length; read when scraped."""
+        """Export the queue's length and what it takes; read when scraped."""
         tokens = Gauge("expertd_queued_tokens", "Tokens waiting or being computed.", registry=self.registry)
         requests = Gauge("expertd_queued_requests", "Requests waiting or being computed.", registry=self.registry)
         tokens.set_function(lambda: load().queued_tokens)
         requests.set_function(lambda: load().queued_requests)
+        wait = Gauge(
+            "expertd_predicted_wait_seconds",
+            "Until what waits and runs now is computed, by what batches took.",
+            registry=self.registry,
+        )
+        wait.set_function(lambda: load().wait_ns * 1e-9)
 
     def watch_device(self, read: Callable[[], Mapping[str, int]]) -> None:
         """Export an accelerator's memory, bytes by what they are; read when scraped."""

@@ -31,7 +31,11 @@ def warmed(max_tokens: int, routes=(), **problem) -> Records:
     p = Problem(Device("cpu", "x86_64"), INT4, INT4, 3, 64, 32, **problem)
     experts = Records()
     workshop = Workshop(None, torch.device("cpu"), max_tokens=max_tokens, routes=routes)
-    warm_up(experts, Assignment(None, (0, 1, 2), decide(p)), workshop, on_cpu=module._sizes(max_tokens))
+    took = warm_up(experts, Assignment(None, (0, 1, 2), decide(p)), workshop, on_cpu=module._sizes(max_tokens))
+    again, experts.calls = experts.calls[1::2], experts.calls[::2]
+    assert again == experts.calls, "each is computed, and then timed"
+    assert [(tokens, k) for tokens, k, _ in took] == [(c[0][0], c[2][1]) for c in experts.calls]
+    assert all(0 < ns < 1e9 for _, _, ns in took)
     return experts
 
 

@@ -69,7 +69,7 @@ class Bench:
         self._thread = threading.Thread(target=self._run)
         self._keep = []
 
-    def add_layer(self, layer=3, generation=1, hidden_size=H, top_k=0):
+    def add_layer(self, layer=3, generation=1, hidden_size=H, top_k=0, measured=()):
         table = slot_table()
         self.core.add_layer(
             LayerFacts(
@@ -77,6 +77,7 @@ class Bench:
                 slots=table.ctypes.data, expert_tokens=self.counts.ctypes.data, top_k=top_k,
             ),
             [(4, 7, "few"), (0, 8, "many")],
+            measured,
         )  # fmt: skip
 
     def start(self):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertd.errors import DeadlineExceededError, DrainingError, NotReadyError, QueueFullError
+from expertd.errors import DeadlineExceededError, DrainingError, NotReadyError, OverloadedError, QueueFullError
 from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, shut
 from expertd_server.engine.request import Operand, Request
 from expertd_server.engine.served import ServedLayer
@@ -32,6 +32,18 @@ def test_a_server_that_does_not_serve_says_why_before_anything_else():
 def test_a_request_has_to_have_time_left(deadline_ns, late):
     refusal = admit(Queue(State.SERVING), request(deadline_ns=deadline_ns), 100, QueueLimits())
     assert isinstance(refusal, DeadlineExceededError) if late else refusal is None
+
+
+@pytest.mark.parametrize(
+    ("late_ns", "refuse", "refused"), [(0.0, True, False), (2.5e6, True, True), (2.5e6, False, False)]
+)
+def test_a_request_that_would_be_late_is_refused_with_what_it_lacks(late_ns, refuse, refused):
+    queue, limits = Queue(State.SERVING, late_ns=late_ns), QueueLimits(refuse_late=refuse)
+    refusal = admit(queue, request(deadline_ns=10_000_000), 4_000_000, limits)
+    assert isinstance(refusal, OverloadedError) == refused
+    if refusal is not None:
+        assert "got 6.0 ms left of its time, want 8.5" in refusal.message
+        assert refusal.retry_after_us == 2500
 
 
 def test_what_a_request_holds_is_its_operands_and_its_output():

@@ -345,7 +345,7 @@ def test_batches_that_nobody_asked_for_are_added_up():
 
 
 def test_structs_are_the_same_in_python_and_in_cpp():
-    sizes = (C.c_uint64 * 9)()
+    sizes = (C.c_uint64 * 10)()
     library().expertd_core_sizes(sizes)
     kinds = (
         Config,
@@ -357,6 +357,7 @@ def test_structs_are_the_same_in_python_and_in_cpp():
         module.BatchRecord,
         module.Load,
         module.Waiting,
+        module.Measured,
     )
     assert list(sizes) == [C.sizeof(k) for k in kinds]
     bounds = (C.c_uint64 * len(WAIT_BOUNDS_NS))()
@@ -458,6 +459,32 @@ def test_a_forged_submission_is_refused_and_the_next_one_served(name):
         assert c.call(c.request(*t)) == ""
         assert torch.equal(c.output(t[0]), expected(*t))
         c.close()
+
+
+def test_what_cannot_be_in_time_is_refused_at_once_in_shared_memory():
+    with bench(refuse_late=1) as b:
+        b.add_layer(layer=5, generation=9, measured=[(1, 3, 50_000_000)])
+        c = Caller(b)
+        time.sleep(0.05)
+        b.may_run.clear()
+        first = b.forward(*inputs(4), layer=5)  # 200 ms
+        time.sleep(0.02)
+        begin = time.monotonic()
+        s = c.request(*inputs(2), layer=5, deadline_ns=time.monotonic_ns() + 150_000_000)
+        assert c.call(s) == "OVERLOADED"
+        assert time.monotonic() - begin < 0.1
+        assert b"left of its time, want" in c.answer.text
+        assert 50_000 < c.answer.retry_after_us < 500_000
+        later = c.client.submit(c.request(*inputs(2), layer=5, deadline_ns=time.monotonic_ns() + 9_000_000_000))
+        time.sleep(0.02)
+        b.may_run.set()
+        assert c.client.wait(later, c.answer, 10**10)
+        assert not c.answer.refused
+        b.outcome(first[0])
+        c.client.release(later)
+        c.close()
+        counts = dict(zip(module.REASONS, b.core.answered(), strict=True))
+        assert (counts["OVERLOADED"], counts[""]) == (1, 1), "they are counted by reason"
 
 
 def test_a_bad_id_in_shared_memory_fails_alone():

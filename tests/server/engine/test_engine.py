@@ -22,6 +22,7 @@ from expertd.errors import (
     LayerNotHeldError,
     NonFiniteWeightsError,
     NotReadyError,
+    OverloadedError,
     QueueFullError,
     RequestCancelledError,
 )
@@ -108,8 +109,8 @@ class Caller:
         return Request(layer, len(x), ids.shape[1], hidden, ids_operand, weights, self.reply, tag=tag, **more)
 
 
-def served(layer: int, experts) -> ServedLayer:
-    return ServedLayer(layer, NUM_EXPERTS, HELD, 2, H, 32, experts, "fake")
+def served(layer: int, experts, measured=()) -> ServedLayer:
+    return ServedLayer(layer, NUM_EXPERTS, HELD, 2, H, 32, experts, "fake", measured=measured)
 
 
 ENGINES = {"python": Engine, "native": NativeEngine}
@@ -120,11 +121,13 @@ class Setup:
         self.native = kind == "native"
         self.fake = FakeExperts()
         self.reports: list[BatchReport] = []
-        layers = [served(n, self.fake) for n in engine.pop("layers", (0, 1))]
+        measured = engine.pop("measured", ())
+        layers = [served(n, self.fake, measured) for n in engine.pop("layers", (0, 1))]
         engine = {"policy": ALONE, "compute_dtype": "f32", "observe": self.reports.append} | engine
         limits = {
             name: engine.pop(f"max_queue_{name}") for name in QueueLimits._fields if f"max_queue_{name}" in engine
         }
+        limits["refuse_late"] = engine.pop("refuse_late", True)
         self.engine = ENGINES[kind](torch.device(device), limits=QueueLimits(**limits), **engine)
         self.engine.hold(layers)
         self.engine.start()
@@ -445,6 +448,76 @@ def test_both_engines_let_in_and_choose_alike(seed):
     assert python == native
     assert any(python[0].values())
     assert len(python[2]) > 3
+
+
+SLOW = ((1, 1, 20_000_000), (64, 1, 1_280_000_000))
+"""As if a row took 20 ms."""
+
+
+def one(s: Setup, tag: int, within_s: float, tokens: int = 1, **more) -> Request:
+    deadline_ns = time.monotonic_ns() + int(within_s * 1e9)
+    return s.caller.request(tag, inputs(tokens), [[2]] * tokens, [[1.0]] * tokens, deadline_ns=deadline_ns, **more)
+
+
+def test_what_cannot_be_in_time_is_refused_at_once_with_advice(make):
+    s = make(measured=SLOW)
+    s.block()
+    s.engine.submit(one(s, 1, 5.0, tokens=20))  # 400 ms
+    begin_s = time.monotonic()
+    with pytest.raises(OverloadedError, match="left of its time, want") as e:
+        s.engine.submit(one(s, 2, 0.3))
+    assert time.monotonic() - begin_s < 0.1
+    assert e.value.retryable
+    assert 100_000 < e.value.retry_after_us < 1_000_000
+    with pytest.raises(OverloadedError):
+        s.engine.ask(one(s, 3, 0.3))
+    assert s.engine.load().wait_ns > 300_000_000
+    s.engine.ask(one(s, 4, 5.0))
+    assert s.engine.load().queued_requests == 2, "who only asks does not wait"
+    s.engine.submit(one(s, 5, 5.0))
+    s.engine.submit(s.caller.request(6, inputs(1), [[2]], [[1.0]]))  # no deadline: never too late
+    s.fake.gate.set()
+    s.caller.wait(1, 5, 6)
+    assert all(isinstance(s.caller.outcomes[tag], Answer) for tag in (1, 5, 6))
+
+
+def test_it_can_be_switched_off(make):
+    s = make(measured=SLOW, refuse_late=False)
+    s.block()
+    s.engine.submit(one(s, 1, 5.0, tokens=60))
+    s.engine.submit(one(s, 2, 0.3))
+    s.fake.gate.set()
+    s.caller.wait(1, 2)
+    assert isinstance(s.caller.outcomes[2], Answer)
+
+
+def test_a_batch_grows_no_further_than_to_where_one_of_it_would_be_late(make):
+    s = make(measured=SLOW)
+    s.block()
+    s.engine.submit(one(s, 1, 1.0, tokens=4))
+    for tag in range(2, 7):
+        s.engine.submit(one(s, tag, 20.0, tokens=12))
+    time.sleep(0.05)
+    s.fake.gate.set()
+    s.caller.wait(*range(1, 7))
+    assert all(isinstance(s.caller.outcomes[tag], Answer) for tag in range(1, 7))
+    rows = [call[0] for call in s.fake.calls]
+    assert rows[1] in (4, 16, 28), "its own 4 rows and what fits into the second that it has, by 25 ms a row"
+    assert sum(rows[1:]) == 64
+
+
+def test_what_can_no_longer_be_in_time_is_dropped_before_its_deadline_has_passed(make):
+    s = make(measured=((1, 1, 10_000_000), (2, 1, 400_000_000)))
+    s.block()
+    s.engine.submit(one(s, 1, 0.6, tokens=2))  # it takes 400 ms
+    time.sleep(0.35)
+    s.engine.submit(one(s, 2, 30.0))
+    s.fake.gate.set()
+    s.caller.wait(1, 2)
+    assert isinstance(s.caller.outcomes[1], OverloadedError), s.caller.outcomes[1]
+    assert "us left of its time" in s.caller.outcomes[1].message
+    assert isinstance(s.caller.outcomes[2], Answer)
+    assert [call[0] for call in s.fake.calls] == [1, 1]
 
 
 def test_an_empty_queue_takes_a_request_of_any_size(make):

@@ -49,7 +49,7 @@ def test_a_scrape_sees_batches_experts_and_calls(metrics):
     metrics.answered("NOT_FOUND", "LAYER_NOT_HELD")
     metrics.hold([BackendFacts(3, "reference", "int4_g128", "none", "cpu:x86_64", "order", False)])
     metrics.booted({"pack": 1.5}, {"hit": 3, "stale": 1})
-    metrics.watch_load(lambda: LoadNow(11, 2, 1.0, False))
+    metrics.watch_load(lambda: LoadNow(11, 2, 1.0, False, 30_000_000))
     http = MetricsHttp(metrics, "127.0.0.1", 0)
     try:
         get = Scrape(http)
@@ -73,6 +73,7 @@ def test_a_scrape_sees_batches_experts_and_calls(metrics):
     assert get("expertd_cache_lookups_total", outcome="hit") == 3
     assert get("expertd_queued_tokens") == 11
     assert get("expertd_queued_requests") == 2
+    assert get("expertd_predicted_wait_seconds") == pytest.approx(0.03)
     assert get("expertd_serving") == 0
     call = {"grpc_type": "unary", "grpc_service": "expertd.v1.ExpertService", "grpc_method": "Forward"}
     assert get("grpc_server_started_total", **call) == 1

@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "core.h"
+#include "forecast.h"
 
 namespace expertd {
 
@@ -20,19 +21,40 @@ struct Account {
   uint64_t served = 0;  // routes; the core's thread alone
 };
 
+// What was said to a request that came.  account: what it is counted for until leave(), where reason is kComputed.
+struct Verdict {
+  uint32_t reason = kComputed;  // or kDeadlineExceeded, kQueueFull, kOverloaded
+  Account* account = nullptr;
+  uint64_t foreseen_ns = 0;  // when it is expected to be computed; 0 = not known
+  uint64_t late_ns = 0;      // of kOverloaded: how long after its deadline its answer may come
+};
+
 class Accounts {
  public:
-  // Lets `f` in: the account that it is counted for until leave(), or null where one of the bounds is in the way.
-  Account* enter(const Forward& f, const Config& c) {
+  explicit Accounts(const Config& c) : config_(c), forecast_(c.max_tokens) {}
+
+  // Whether `f` may come in now, and if so, and unless it is only asked, that it has.
+  Verdict enter(const Forward& f, uint64_t now, bool asked = false) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    Verdict v;
+    if (f.deadline_ns && now >= f.deadline_ns) return v.reason = kDeadlineExceeded, v;
     const Waiting more{1, f.tokens, routes_of(f), f.bytes};
     const auto found = of_.find(f.caller);
     const Waiting own = found == of_.end() ? Waiting{} : found->second.waiting;
-    if (all_.requests && !fits(own, more, c)) return nullptr;
-    Account& account = found == of_.end() ? of_[f.caller] : found->second;
-    add(&account.waiting, more);
+    if (all_.requests && !fits(own, more)) return v.reason = kQueueFull, v;
+    if (config_.refuse_late && f.deadline_ns) {
+      const Foreseen seen = forecast_.foresee(now, f.layer, line_of(f), f.tokens, f.top_k, f.deadline_ns, own.routes,
+                                              callers_ + !own.requests, all_.routes);
+      if (seen.late_ns > 0) return v.reason = kOverloaded, v.late_ns = uint64_t(seen.late_ns), v;
+      if (seen.in_ns > 0) v.foreseen_ns = now + uint64_t(seen.in_ns);
+    }
+    if (asked) return v;
+    v.account = found == of_.end() ? &of_[f.caller] : &found->second;
+    callers_ += !own.requests;
+    add(&v.account->waiting, more);
     add(&all_, more);
-    return &account;
+    forecast_.enter(f.layer, line_of(f), f.tokens, more.routes);
+    return v;
   }
 
   void leave(Account* account, const Forward& f) {
@@ -40,6 +62,15 @@ class Accounts {
     const Waiting less{1, f.tokens, routes_of(f), f.bytes};
     take(&account->waiting, less);
     take(&all_, less);
+    callers_ -= !account->waiting.requests;
+    forecast_.leave(f.layer, line_of(f), f.tokens, less.routes);
+  }
+
+  // Calls look(Forecast&) while nobody else looks.
+  template <class Look>
+  auto forecast(const Look& look) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return look(forecast_);
   }
 
   Waiting all() const {
@@ -93,7 +124,10 @@ class Accounts {
     return own + more + 3 * (all + more) <= 4 * limit;
   }
 
-  bool fits(const Waiting& own, const Waiting& more, const Config& c) const {
+  static uint32_t line_of(const Forward& f) { return f.router_weight_on_input ? 1 : 0; }
+
+  bool fits(const Waiting& own, const Waiting& more) const {
+    const Config& c = config_;
     return fits(own.requests, all_.requests, more.requests, c.max_queue_requests) &&
            fits(own.tokens, all_.tokens, more.tokens, c.max_queue_tokens) &&
            fits(own.routes, all_.routes, more.routes, c.max_queue_routes) &&
@@ -114,8 +148,11 @@ class Accounts {
   }
 
   mutable std::mutex mutex_;
+  const Config& config_;
+  Forecast forecast_;
   std::unordered_map<uint32_t, Account> of_;  // nodes stay where they are
   Waiting all_{};
+  uint64_t callers_ = 0;  // that have something waiting
   uint64_t floor_ = 0;
   double route_ns_ = 0;
 };

@@ -40,7 +40,7 @@ void add(BatchRecord* to, const BatchRecord& r) {
 const char* const kReasonNames[kReasons] = {
     "",          "CANCELLED",         "DEADLINE_EXCEEDED",     "QUEUE_FULL",          "DRAINING",
     "LAYER_NOT_HELD", "TOO_MANY_TOKENS", "BAD_SHAPE",          "BAD_DTYPE",           "MALFORMED_MESSAGE",
-    "EXPERT_ID_OUT_OF_RANGE", "NON_FINITE_WEIGHTS", "UNSUPPORTED_COMBINATION", "BACKEND_FAILED",
+    "EXPERT_ID_OUT_OF_RANGE", "NON_FINITE_WEIGHTS", "UNSUPPORTED_COMBINATION", "BACKEND_FAILED", "OVERLOADED",
 };
 
 void publish(const Item* item, shm::Completion& c, bool refused) {
@@ -170,6 +170,8 @@ void Answers::flush() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     first = outbox_.empty() && !held_.empty();
+    const uint64_t now = shm::now_ns();
+    for (Outcome& o : held_) o.posted_ns = now;
     outbox_.insert(outbox_.end(), held_.begin(), held_.end());
     for (const BatchRecord& r : held_records_) keep(r);
   }

@@ -12,7 +12,7 @@ using namespace expertd;
 // Of the structs, for the test that holds core.py to core.h.
 API void expertd_core_sizes(uint64_t* out) {
   const uint64_t sizes[] = {sizeof(Config), sizeof(Forward), sizeof(Outcome), sizeof(LayerFacts),
-                            sizeof(LaneMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load), sizeof(Waiting)};
+                            sizeof(LaneMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load), sizeof(Waiting), sizeof(Measured)};
   for (uint64_t size : sizes) *out++ = size;
 }
 
@@ -27,6 +27,8 @@ API void expertd_core_fail_all(Core* c, uint32_t reason, const char* text) { c->
 API uint32_t expertd_core_submit(Core* c, const Forward* f, uint64_t* handle, uint32_t* retry_after_us) {
   return c->submit(*f, handle, retry_after_us);
 }
+API uint32_t expertd_core_admits(Core* c, const Forward* f, uint32_t* retry_after_us) { return c->admits(*f, retry_after_us); }
+API void expertd_core_went_out(Core* c, uint64_t ns) { c->went_out(ns); }
 API void expertd_core_drain(Core* c) { c->drain(); }
 API void expertd_core_stop(Core* c) { c->stop(); }
 API uint32_t expertd_core_outcomes(Core* c, Outcome* out, uint32_t most) { return c->answers().outcomes(out, most); }
@@ -49,7 +51,7 @@ API void expertd_core_cancel(Core* c, uint64_t handle) {
 
 // backends: `count` pairs (rows up to, 0 = any; the caller's number for it), ascending, and their names.
 API void expertd_core_add_layer(Core* c, const LayerFacts* facts, const uint32_t* backends, const char* const* names,
-                                uint32_t count) {
+                                uint32_t count, const Measured* measured, uint32_t measurements) {
   Command x{};
   x.kind = Command::kAddLayer;
   x.layer = facts->layer;
@@ -61,6 +63,7 @@ API void expertd_core_add_layer(Core* c, const LayerFacts* facts, const uint32_t
     x.made->backends.emplace_back(backends[2 * i], backends[2 * i + 1]);
     x.made->names.emplace_back(names[i]);
   }
+  x.measured.assign(measured, measured + measurements);
   c->command(std::move(x));
 }
 
@@ -105,4 +108,42 @@ API void expertd_core_remove_session(Core* c, uint64_t handle) {
   x.kind = Command::kRemovePort;
   x.handle = handle;
   c->command(std::move(x));
+}
+
+// ---- a forecast by itself, for the test that holds it to forecast.py ------------------------------------------------------
+
+API Forecast* expertd_forecast(uint64_t max_tokens) { return new Forecast(max_tokens); }
+API void expertd_forecast_free(Forecast* f) { delete f; }
+API void expertd_forecast_layer(Forecast* f, uint32_t layer, uint64_t top_k) { f->layer(layer, top_k); }
+API void expertd_forecast_saw(Forecast* f, uint32_t layer, uint64_t rows, uint64_t top_k, uint64_t ns) {
+  f->find(layer)->times.saw(rows, top_k, ns);
+}
+API double expertd_forecast_expect(Forecast* f, uint32_t layer, uint64_t rows, uint64_t top_k) {
+  return f->find(layer)->times.expect(rows, top_k);
+}
+API void expertd_forecast_enter(Forecast* f, uint32_t layer, uint32_t line, uint64_t tokens, uint64_t routes) {
+  f->enter(layer, line, tokens, routes);
+}
+API void expertd_forecast_leave(Forecast* f, uint32_t layer, uint32_t line, uint64_t tokens, uint64_t routes) {
+  f->leave(layer, line, tokens, routes);
+}
+API void expertd_forecast_begin(Forecast* f, uint64_t now, uint32_t layer, uint64_t rows, uint64_t top_k) {
+  f->begin(now, *f->find(layer), rows, top_k);
+}
+API void expertd_forecast_computed(Forecast* f, uint64_t now, uint32_t layer, uint64_t rows, uint64_t top_k, uint64_t ns,
+                                   double behind_ns) {
+  f->computed(now, f->find(layer), rows, top_k, ns, behind_ns);
+  f->end(now);
+}
+API void expertd_forecast_dropped(Forecast* f, uint64_t now, uint32_t layer, uint64_t tokens, uint64_t top_k, uint64_t foreseen_ns) {
+  f->dropped(now, *f->find(layer), tokens, top_k, foreseen_ns);
+}
+API void expertd_forecast_went_out(Forecast* f, uint64_t now, double ns) { f->went_out(now, ns); }
+API double expertd_forecast_wait(Forecast* f, uint64_t now) { return f->running_ns(now) + f->waiting_ns(); }
+// out: when it is expected, from now, and how late it may be.
+API void expertd_forecast_foresee(Forecast* f, uint64_t now, uint32_t layer, uint32_t line, uint64_t tokens, uint64_t top_k,
+                                  uint64_t deadline_ns, uint64_t own_routes, uint64_t callers, uint64_t all_routes, double* out) {
+  const Foreseen seen = f->foresee(now, layer, line, tokens, top_k, deadline_ns, own_routes, callers, all_routes);
+  out[0] = seen.in_ns;
+  out[1] = seen.late_ns;
 }

@@ -25,7 +25,7 @@ constexpr int kCalledSleepMs = 1;
 
 }  // namespace
 
-Core::Core(const Config& config) : config_(config), answers_(busy_), lanes_(config.lanes) {
+Core::Core(const Config& config) : config_(config), answers_(busy_), lanes_(config.lanes), accounts_(config_) {
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   watch(wake_);
@@ -36,6 +36,7 @@ Core::Core(const Config& config) : config_(config), answers_(busy_), lanes_(conf
 }
 
 Core::~Core() {
+  end_door();
   close(epoll_);
   close(wake_);
 }
@@ -53,16 +54,16 @@ uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (draining_) return kDraining;
-    if (expired(f, now_ns())) return kDeadlineExceeded;
-    Account* account = accounts_.enter(f, config_);
-    if (!account) {
-      *retry_after_us = busy_.retry_after_us();
-      return kQueueFull;
+    const Verdict v = accounts_.enter(f, now_ns());
+    if (v.reason) {
+      *retry_after_us = advice_us(v);
+      return v.reason;
     }
     inbox_.emplace_back();
     inbox_.back().kind = Command::kForward;
     inbox_.back().forward = f;
-    inbox_.back().account = account;
+    inbox_.back().account = v.account;
+    inbox_.back().foreseen_ns = v.foreseen_ns;
     inbox_.back().handle = *handle = next_handle_++;
     busy_.enter(f.tokens);
     busy_.admitted.fetch_add(1, std::memory_order_relaxed);
@@ -70,6 +71,21 @@ uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_
   }
   if (!compute_here(f)) wake();
   return kComputed;
+}
+
+uint32_t Core::admits(const Forward& f, uint32_t* retry_after_us) {
+  const Verdict v = accounts_.enter(f, now_ns(), true);
+  *retry_after_us = advice_us(v);
+  return v.reason;
+}
+
+uint32_t Core::advice_us(const Verdict& v) const {
+  if (v.reason == kQueueFull) return busy_.retry_after_us();
+  return v.reason == kOverloaded ? uint32_t(std::clamp<uint64_t>(v.late_ns / 1000, 1, 1000000000)) : 0;
+}
+
+void Core::went_out(uint64_t ns) {
+  accounts_.forecast([&](Forecast& f) { f.went_out(now_ns(), double(ns)); });
 }
 
 // On the thread that brought the request `f`, while the core's own sleeps: a brief batch is over before that is awake.
@@ -80,8 +96,8 @@ bool Core::compute_here(const Forward& f) {
   bool all = false;
   const auto found = layers_.find(f.layer);
   const Layer* layer = found == layers_.end() ? nullptr : found->second.get();
-  const uint64_t expected = layer && layer->facts.call ? layer->times.expect(f.tokens) : 0;  // 0: not known yet
-  if (expected && expected <= config_.brief_ns && !interrupted_.load() && !free_.empty()) {
+  const double expected = layer && layer->facts.call ? layer->work->times.expect(f.tokens, f.top_k) : 0;  // 0: not known
+  if (expected > 0 && expected <= double(config_.brief_ns) && !interrupted_.load() && !free_.empty()) {
     take_inbox();
     refused_ = start(now_ns(), &left_) == kNeedsRun;
     all = !refused_ && busy_.now(busy_.requests) == 0;
@@ -109,8 +125,9 @@ void Core::stop() {
   shm::ring(wake_);
 }
 
-Load Core::load() const {
+Load Core::load() {
   Load l{};
+  l.wait_ns = uint64_t(accounts_.forecast([](const Forecast& f) { return f.running_ns(now_ns()) + f.waiting_ns(); }));
   l.queued_tokens = uint32_t(busy_.all_tokens());
   l.queued_requests = uint32_t(busy_.all_requests());
   l.waiting_tokens = uint32_t(busy_.now(busy_.tokens));
@@ -152,13 +169,13 @@ void Core::wake() {
 // ---- the loop --------------------------------------------------------------------------------------------------------
 
 RunCode Core::run(Run* out) {
+  take_door();
   uint64_t now = now_ns(), idle_since = now;
   for (;;) {
     bool moved = false;
     if (refused_) {
       refused_ = false;
-      *out = left_;
-      return kRun;
+      return hand_over(*out = left_);
     }
     while (!under_way_.empty() && over(*under_way_.front())) {
       finish(pop(), now_ns());
@@ -175,7 +192,7 @@ RunCode Core::run(Run* out) {
     }
     if (!interrupted && !free_.empty() && worth_starting(now) && !waits_for_company(now)) {
       const Started s = start(now, out);
-      if (s == kNeedsRun) return kRun;
+      if (s == kNeedsRun) return hand_over(*out);
       moved |= s == kLaunched;
     }
     if (moved) {
@@ -194,6 +211,12 @@ RunCode Core::run(Run* out) {
       shm::relax();
     }
   }
+}
+
+// For Python to compute, or to launch.
+RunCode Core::hand_over(const Run& run) {
+  leave_door(*lanes_[run.lane].layer->work, run.rows, run.top_k);
+  return kRun;
 }
 
 bool Core::waits_for_company(uint64_t now) {
@@ -237,14 +260,43 @@ bool Core::sleep() {
 bool Core::worth_starting(uint64_t now) const {
   if (under_way_.empty()) return true;
   const Lane* last = under_way_.back();
-  const uint64_t expected = last->layer->times.expect(last->rows), spent = now - last->launch_ns;
-  return expected <= spent + kLeadNs;
+  const double expected = last->layer->work->times.expect(last->rows, last->top_k);
+  return expected <= double(now - last->launch_ns + kLeadNs);
 }
 
 // `item` waits no more.
 void Core::unqueue(Item* item) {
   accounts_.leave(item->account, item->f);
   item->account = nullptr;
+}
+
+// `item`, which is in no line any more, is not computed.
+void Core::drop(Item* item, const Layer& layer, uint64_t now) {
+  const Forward& f = item->f;
+  if (item->foreseen_ns && !item->cancelled)
+    accounts_.forecast([&](Forecast& fc) { fc.dropped(now, *layer.work, f.tokens, f.top_k, item->foreseen_ns); });
+  unqueue(item);
+  busy_.leave(f.tokens);
+  if (f.deadline_ns > now && !item->cancelled) {
+    const uint64_t left_us = (f.deadline_ns - now) / 1000;
+    return answers_.refuse(item, kOverloaded, 1,
+                           "request: got %llu us left of its time, want more: what was before it took longer than expected;"
+                           " try another replica",
+                           static_cast<unsigned long long>(left_us));
+  }
+  answers_.refuse(item, kDeadlineExceeded, 0,
+                  "request: its deadline passed while it waited; want a longer timeout or another replica");
+}
+
+Bounds Core::bounds(const Layer& layer, uint64_t now) {
+  Bounds b{now, config_.max_tokens, layer.facts.top_k, nullptr, 0, 0};
+  if (!config_.refuse_late) return b;
+  accounts_.forecast([&](const Forecast& f) {
+    if (f.fresh(now)) b.times = &layer.work->times;
+    b.before_ns = f.running_ns(now);
+    b.after_ns = f.way_out_ns(now);
+  });
+  return b;
 }
 
 // The line with the most urgent request, where urgency is put off by what its caller was served more than others.
@@ -270,13 +322,8 @@ Core::Started Core::start(uint64_t now, Run* out) {
   uint32_t flag = 0;
   Layer* layer = most_urgent(&flag);
   if (!layer) return kNothing;
-  cut(layer->lines[flag], now, config_.max_tokens, layer->facts.top_k, accounts_, cut_);
-  for (Item* item : cut_.dropped) {
-    unqueue(item);
-    busy_.leave(item->f.tokens);
-    answers_.refuse(item, kDeadlineExceeded, 0,
-                    "request: its deadline passed while it waited; want a longer timeout or another replica");
-  }
+  cut(layer->lines[flag], bounds(*layer, now), accounts_, cut_);
+  for (Item* item : cut_.dropped) drop(item, *layer, now);
   if (cut_.run.empty()) return answers_.flush(), kLaunched;
   Lane* lane = free_.back();
   free_.pop_back();
@@ -291,6 +338,7 @@ Core::Started Core::start(uint64_t now, Run* out) {
     unqueue(item);
     busy_.begin(item->f.tokens);
   }
+  accounts_.forecast([&](Forecast& f) { f.begin(now, *layer->work, lane->tokens, lane->top_k); });
   accounts_.tidy();
   const bool alone = under_way_.empty();
   under_way_.push_back(lane);
@@ -310,7 +358,10 @@ bool Core::call(const Lane& lane, const Run& run) {
   const Call c{reinterpret_cast<void*>(run.hidden), reinterpret_cast<int32_t*>(run.slots),
                reinterpret_cast<float*>(run.weights), reinterpret_cast<void*>(run.out), run.rows, layer.hidden_size,
                int32_t(run.top_k), wide, wide, int32_t(run.router_weight_on_input)};
-  if (layer.call(layer.context, layer.experts, &c)) return false;
+  leave_door(*lane.layer->work, run.rows, run.top_k);
+  const int32_t refused = layer.call(layer.context, layer.experts, &c);
+  take_door();
+  if (refused) return false;
   done(lane.index, now_ns() - lane.launch_ns, nullptr);
   return true;
 }
@@ -377,6 +428,7 @@ Lane* Core::pop() {
 }
 
 void Core::done(uint32_t lane, uint64_t kernel_ns, const char* text) {
+  take_door();
   Lane* l = &lanes_[lane];
   under_way_.erase(std::find(under_way_.begin(), under_way_.end(), l));
   l->kernel_ns = kernel_ns;
@@ -392,6 +444,7 @@ void Core::finish(Lane* lane, uint64_t now) {
   last_end_ns_ = now;
   BatchRecord r = record_of(*lane);
   uint64_t row = 0, staged = 0, asked = 0;
+  double behind_ns = 0;
   for (size_t i = 0; i < lane->items.size(); ++i) {
     Item* item = lane->items[i];
     const Forward& f = item->f;
@@ -400,6 +453,7 @@ void Core::finish(Lane* lane, uint64_t now) {
     row += f.tokens;
     asked += routes_of(f);
     staged += item->port ? 0 : f.tokens;
+    if (item->foreseen_ns) behind_ns = std::max(behind_ns, double(now) - double(item->foreseen_ns));
     r.routes += routes;
     const uint64_t waited = lane->cut_ns > f.arrival_ns ? lane->cut_ns - f.arrival_ns : 0;
     r.queue_ns += waited;
@@ -412,7 +466,9 @@ void Core::finish(Lane* lane, uint64_t now) {
   }
   r.kernel_ns = lane->kernel_ns;
   r.deliver_ns = now_ns() - now;
-  lane->layer->times.saw(lane->rows, now - begin);
+  accounts_.forecast([&](Forecast& f) {
+    f.computed(now, lane->layer->work, lane->rows, lane->top_k, now - begin, behind_ns);
+  });
   patience_.batch_ended(now_ns(), now - lane->cut_ns, lane->items.size());
   busy_.saw(lane->tokens, now - begin);
   accounts_.saw(asked, now - begin);
@@ -442,6 +498,7 @@ BatchRecord Core::record_of(const Lane& lane) const {
 }
 
 void Core::leave(Lane* lane, const BatchRecord& r) {
+  accounts_.forecast([](Forecast& f) { f.end(now_ns()); });
   answers_.record(r);
   busy_.batches.fetch_add(1, std::memory_order_relaxed);
   busy_.served_tokens.fetch_add(lane->tokens, std::memory_order_relaxed);
@@ -454,6 +511,7 @@ void Core::leave(Lane* lane, const BatchRecord& r) {
 }
 
 void Core::fail_all(uint32_t reason, const char* text) {
+  take_door();
   drain();
   while (!under_way_.empty()) fail(pop(), reason, text);
   take_inbox();

@@ -35,6 +35,7 @@ enum Reason : uint32_t {
   kNonFiniteWeights,
   kUnsupportedCombination,
   kBackendFailed,
+  kOverloaded,
   kReasons
 };
 
@@ -57,6 +58,7 @@ struct Forward {
 // What became of one Forward, or that a session is gone (then `handle` is the session's).
 struct Outcome {
   uint64_t handle;
+  uint64_t posted_ns;  // when it was there to be taken
   uint32_t reason;  // Reason
   uint32_t routes_computed;
   uint32_t queue_ns, collect_ns, kernel_ns, deliver_ns;
@@ -95,6 +97,12 @@ struct LayerFacts {
   const void* experts;
 };
 
+// What a batch of a layer took before it was served.
+struct Measured {
+  uint32_t rows, top_k;
+  uint64_t ns;
+};
+
 // Memory of one lane, on the host; where a device reads it, pinned.
 struct LaneMemory {
   uint64_t* table;    // [rows, kWords], for devices; null on a CPU
@@ -116,7 +124,8 @@ struct Config {
   uint64_t brief_ns;  // a CPU's batch that takes no longer may be computed by the thread that brings it; 0 = none
   float patience;  // part of the last batch's time for which its callers are waited for; 0 = not at all
   uint8_t compute_dtype, device;  // device: batches are described by a table and end by a word
-  uint8_t spare[2];
+  uint8_t refuse_late;  // what cannot be answered by its deadline is refused, and dropped before that has passed
+  uint8_t spare;
 };
 
 // A piece of a batch as a CUDA graph, for one lane and up to `rows` rows.
@@ -163,6 +172,7 @@ struct Load {
   float token_ns;
   uint32_t draining;
   uint64_t admitted, batches, tokens;
+  uint64_t wait_ns;  // until what waits and runs now is computed, as far as is known
 };
 
 }  // namespace expertd

@@ -5,15 +5,18 @@
 //   sessions in shared memory (Port)              > lines -> cut -> lane -> finish <
 //   layers, sessions that come and go (any thread)/                                  \ completions in the region
 //
-// core.cpp has the loop and the batches, intake.cpp what comes in, answers.cpp what goes out, batch.cpp the memory.
+// core.cpp has the loop and the batches, intake.cpp what comes in, door.cpp who looks at that while a CPU computes,
+// answers.cpp what goes out, batch.cpp the memory.
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -36,7 +39,9 @@ struct Command {
   uint64_t handle = 0;
   Forward forward{};
   Account* account = nullptr;
+  uint64_t foreseen_ns = 0;
   std::unique_ptr<Layer> made;
+  std::vector<Measured> measured;
   std::unique_ptr<Port> port;
   Graphs::Key key{};
   uint32_t rows = 0;
@@ -51,11 +56,15 @@ class Core {
   // ---- any thread
   // Why not, or kComputed: then *handle names the request until its outcome.
   uint32_t submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us);
+  // What submit() would say now.  Of `f` no address is looked at.
+  uint32_t admits(const Forward& f, uint32_t* retry_after_us);
+  // An answer took so long from its outcome to its caller's connection.
+  void went_out(uint64_t ns);
   void command(Command&& c);
   void drain();  // takes nothing new
   void stop();   // run() returns once everything is answered
   void interrupt();  // run() returns kInterrupted when no batch is under way
-  Load load() const;
+  Load load();
   // What waits, of all callers together and of one.
   void waiting(uint32_t caller, Waiting* all, Waiting* own) const;
   Answers& answers() { return answers_; }
@@ -78,12 +87,13 @@ class Core {
 
  private:
   enum Started { kNothing, kLaunched, kNeedsRun };
-  enum Driver { kOwn, kAsleep, kBorrowed };
+  enum Driver { kOwn, kAsleep, kBorrowed, kComputing };
   static constexpr int kNoGraph = -1;
 
   void watch(int fd);
   void wake();
   bool sleep();  // false: nothing came
+  RunCode hand_over(const Run& run);
   bool waits_for_company(uint64_t now);
 
   bool take_inbox();
@@ -101,16 +111,24 @@ class Core {
   void take_back(const Which& which);
   bool poll_ports();
   void accept(Port* p, const shm::Submission& s, bool called);
+  void turn_away(Item* item, const Verdict& v);
   void prepare(Port* p, const shm::Submission& s, Item* item);
   bool check(const Port* p, const shm::Submission& s, Item* item, const LayerFacts& layer);
   void echo(Item* item, const LayerFacts& layer);
 
+  uint32_t advice_us(const Verdict& v) const;
   void unqueue(Item* item);
+  void drop(Item* item, const Layer& layer, uint64_t now);
+  Bounds bounds(const Layer& layer, uint64_t now);
   bool worth_starting(uint64_t now) const;
   Layer* most_urgent(uint32_t* flag);
   Started start(uint64_t now, Run* out);
   bool call(const Lane& lane, const Run& run);
   bool compute_here(const Forward& f);
+  void leave_door(const LayerWork& work, uint32_t rows, uint32_t top_k);
+  void take_door();
+  void keep_door();
+  void end_door();
   Started start_on_device(Lane* lane, bool alone, Run* out);
   int launch_whole(Lane* lane);
   bool sleepy(uint64_t now, uint64_t idle_since) const;
@@ -137,7 +155,12 @@ class Core {
   Cut cut_;
   Cuda cuda_;
   Patience patience_;
-  std::atomic<int> driver_{kOwn};  // who may touch what is the core's thread's: it, nobody while it sleeps, a submitter
+  // Who may touch what is the core's thread's: it, nobody while it sleeps or computes for long, somebody else meanwhile.
+  std::atomic<int> driver_{kOwn};
+  std::mutex door_;  // closing_, and driver_ where it becomes kComputing
+  std::condition_variable computing_;
+  std::thread doorman_;
+  bool closing_ = false, left_door_ = false;
   Run left_{};                     // of a batch that a submitter began and could not compute
   bool refused_ = false;           // there is one
   bool waited_ = false;

@@ -25,6 +25,7 @@ void Core::enqueue(const Command& c) {
   item->f = c.forward;
   item->handle = c.handle;
   item->account = c.account;
+  item->foreseen_ns = c.foreseen_ns;
   const auto found = layers_.find(item->f.layer);
   if (found == layers_.end()) {
     unqueue(item);
@@ -65,6 +66,11 @@ void Core::add_layer(Command& c) {
   auto& at = layers_[c.layer];
   if (at) retire(std::move(at));
   at = std::move(c.made);
+  at->work = accounts_.forecast([&](Forecast& f) {
+    LayerWork* work = f.layer(c.layer, at->facts.top_k);
+    for (const Measured& m : c.measured) work->times.saw(m.rows, m.top_k, m.ns);
+    return work;
+  });
   list_serving();
 }
 
@@ -197,21 +203,33 @@ void Core::accept(Port* p, const shm::Submission& s, bool called) {
   if (s.kind == shm::kPrepare) return prepare(p, s, item);
   if (f.tokens == 0) return answers_.answer(item, nullptr, 0, 0);
   if (draining_) return answers_.refuse(item, kDraining, 0, "server: it drains and takes no new requests; ask another replica");
-  if (expired(f, f.arrival_ns))
-    return answers_.refuse(item, kDeadlineExceeded, 0, "request: its deadline had passed when it came; want time left to compute it");
-  item->account = accounts_.enter(f, config_);
-  if (!item->account) {
-    const Waiting all = accounts_.all(), own = accounts_.of(f.caller);
-    return answers_.refuse(item, kQueueFull, busy_.retry_after_us(),
-                           "queue: got %llu requests of %llu tokens waiting, %llu of %llu this caller's, and one of %u more;"
-                           " try again after retry_after_us, or another replica",
-                           static_cast<unsigned long long>(all.requests), static_cast<unsigned long long>(all.tokens),
-                           static_cast<unsigned long long>(own.requests), static_cast<unsigned long long>(own.tokens),
-                           f.tokens);
-  }
+  const Verdict v = accounts_.enter(f, f.arrival_ns);
+  if (v.reason) return turn_away(item, v);
+  item->account = v.account;
+  item->foreseen_ns = v.foreseen_ns;
   busy_.enter(f.tokens);
   busy_.admitted.fetch_add(1, std::memory_order_relaxed);
   found->second->lines[f.router_weight_on_input].push_back(item);
+}
+
+// With the words of admission.py.
+void Core::turn_away(Item* item, const Verdict& v) {
+  const Forward& f = item->f;
+  using llu = unsigned long long;
+  if (v.reason == kDeadlineExceeded)
+    return answers_.refuse(item, v.reason, 0, "request: its deadline had passed when it came; want time left to compute it");
+  if (v.reason == kOverloaded) {
+    const double left_ms = double(f.deadline_ns - f.arrival_ns) * 1e-6;
+    return answers_.refuse(item, v.reason, advice_us(v),
+                           "request: got %.1f ms left of its time, want %.1f, with what runs and waits before it;"
+                           " try again after retry_after_us, or another replica",
+                           left_ms, left_ms + double(v.late_ns) * 1e-6);
+  }
+  const Waiting all = accounts_.all(), own = accounts_.of(f.caller);
+  answers_.refuse(item, v.reason, advice_us(v),
+                  "queue: got %llu requests of %llu tokens waiting, %llu of %llu this caller's, and one of %u more;"
+                  " try again after retry_after_us, or another replica",
+                  llu(all.requests), llu(all.tokens), llu(own.requests), llu(own.tokens), f.tokens);
 }
 
 // Everything is bounded before it is paid for; fills the addresses.  False: refused.

@@ -19,20 +19,6 @@ namespace expertd {
 constexpr double kSmoothing = 0.2;
 // Weight of the newest batch in a moving average.
 
-// Recent time of a batch by the power of two of its rows.
-class ServiceTime {
- public:
-  void saw(uint32_t rows, uint64_t ns) {
-    double& mean = mean_[index(rows)];
-    mean = mean == 0 ? double(ns) : mean + kSmoothing * (double(ns) - mean);
-  }
-  uint64_t expect(uint32_t rows) const { return uint64_t(mean_[index(rows)]); }
-
- private:
-  static int index(uint32_t rows) { return rows <= 1 ? 0 : 32 - __builtin_clz(rows - 1); }
-  double mean_[33] = {};
-};
-
 // CUDA graphs of one kind by the rows that they are for.
 class Graphs {
  public:
@@ -63,7 +49,7 @@ struct Layer {
   std::vector<std::pair<uint32_t, uint32_t>> backends;  // (rows up to, 0 = any; the caller's number for it)
   std::vector<std::string> names;                       // of `backends`
   Graphs graphs;
-  ServiceTime times;
+  LayerWork* work = nullptr;  // of all layers of this number; its times change on the core's thread alone
 
   uint32_t backend_at(uint32_t rows) const { return backends.empty() ? 0 : backends[place_of(rows)].second; }
   const char* name_at(uint32_t rows) const { return names.empty() ? "" : names[place_of(rows)].c_str(); }

@@ -7,17 +7,26 @@
 namespace expertd {
 namespace {
 
+// A batch that grows.
 struct Size {
-  uint64_t tokens = 0, top_k = 0;
+  uint64_t tokens = 0, top_k = 0, deadline_ns = ~uint64_t(0);  // the earliest
 
-  Size with(const Forward& f) const { return {tokens + f.tokens, std::max<uint64_t>(top_k, f.top_k)}; }
-  bool fits(uint64_t max_tokens, uint64_t usual_top_k) const {
-    return tokens <= max_tokens && (!usual_top_k || tokens * top_k <= max_tokens * usual_top_k);
+  Size with(const Forward& f) const {
+    return {tokens + f.tokens, std::max<uint64_t>(top_k, f.top_k),
+            f.deadline_ns ? std::min(deadline_ns, f.deadline_ns) : deadline_ns};
+  }
+  bool fits(const Bounds& b) const {
+    return tokens <= b.max_tokens && (!b.top_k || tokens * top_k <= uint64_t(b.max_tokens) * b.top_k);
+  }
+  // Whether it is computed by `deadline_ns`.
+  bool in_time(const Bounds& b, uint64_t deadline) const {
+    if (!b.times || deadline == ~uint64_t(0)) return true;
+    return double(b.now) + b.before_ns + Forecast::kSafety * b.times->expect(tokens, top_k) + b.after_ns <= double(deadline);
   }
 };
 
 // Moves some of `line` to `out`; the rest stays in order of arrival.
-void turn_by_turn(std::vector<Item*>& line, uint32_t max_tokens, uint32_t top_k, Accounts& accounts, Cut& out) {
+void turn_by_turn(std::vector<Item*>& line, const Bounds& bounds, Accounts& accounts, Cut& out) {
   std::vector<Item*> sorted = line;
   std::stable_sort(sorted.begin(), sorted.end(), [](const Item* a, const Item* b) { return urgency(a->f) < urgency(b->f); });
   struct Caller {
@@ -45,13 +54,16 @@ void turn_by_turn(std::vector<Item*>& line, uint32_t max_tokens, uint32_t top_k,
     const size_t which = std::get<2>(turns.top());
     Item* item = callers[which].items[callers[which].next];
     const Size with = size.with(item->f);
-    if (!out.run.empty() && !with.fits(max_tokens, top_k)) break;
+    const bool first = out.run.empty();
+    if (!first && !(with.fits(bounds) && with.in_time(bounds, size.deadline_ns))) break;
     turns.pop();
-    size = with;
-    out.run.push_back(item);
-    item->taken = true;
-    accounts.serve(item->account, routes_of(item->f));
     ++callers[which].next;
+    if (first || with.in_time(bounds, with.deadline_ns)) {
+      size = with;
+      out.run.push_back(item);
+      item->taken = true;
+      accounts.serve(item->account, routes_of(item->f));
+    }
     add(which);
   }
   out.tokens = uint32_t(size.tokens);
@@ -60,14 +72,14 @@ void turn_by_turn(std::vector<Item*>& line, uint32_t max_tokens, uint32_t top_k,
 
 }  // namespace
 
-void cut(std::vector<Item*>& line, uint64_t now, uint32_t max_tokens, uint32_t top_k, Accounts& accounts, Cut& out) {
+void cut(std::vector<Item*>& line, const Bounds& bounds, Accounts& accounts, Cut& out) {
   out.run.clear();
   out.dropped.clear();
   out.tokens = 0;
   Size size;
   size_t kept = 0;
   for (Item* item : line) {
-    if (item->cancelled || expired(item->f, now)) {
+    if (item->cancelled || expired(item->f, bounds.now) || doomed(item->f, bounds)) {
       out.dropped.push_back(item);
     } else {
       line[kept++] = item;
@@ -75,7 +87,8 @@ void cut(std::vector<Item*>& line, uint64_t now, uint32_t max_tokens, uint32_t t
     }
   }
   line.resize(kept);
-  if (line.size() > 1 && !size.fits(max_tokens, top_k)) return turn_by_turn(line, max_tokens, top_k, accounts, out);
+  if (line.size() > 1 && !(size.fits(bounds) && size.in_time(bounds, size.deadline_ns)))
+    return turn_by_turn(line, bounds, accounts, out);
   out.run.swap(line);
   out.tokens = uint32_t(size.tokens);
   for (const Item* item : out.run) accounts.serve(item->account, routes_of(item->f));

@@ -17,6 +17,7 @@ struct Item {
   Forward f{};
   Account* account = nullptr;  // while it waits
   uint64_t handle = 0;   // of an inline request
+  uint64_t foreseen_ns = 0;  // when it was expected to be computed, when it came; 0 = not known
   Port* port = nullptr;  // of one that came through a session in shared memory, with its own id there
   uint64_t id = 0;
   bool cancelled = false, taken = false;
@@ -59,14 +60,29 @@ class Patience {
 };
 
 struct Cut {
-  std::vector<Item*> run, dropped;  // dropped: cancelled or expired
+  std::vector<Item*> run, dropped;  // dropped: cancelled, expired, or doomed
   uint32_t tokens = 0;
 };
 
-// Takes the next batch out of `line`, in which all fit together but for their number: everything where it is one batch,
-// in order of arrival; else turn by turn from the caller served least so far, of each its most urgent request, until one
-// does not fit.  The first is taken whatever its size.  A batch has at most max_tokens rows, and as many routes as so many
-// rows of top_k have (0 = any).
-void cut(std::vector<Item*>& line, uint64_t now, uint32_t max_tokens, uint32_t top_k, Accounts& accounts, Cut& out);
+// What a batch may be.
+struct Bounds {
+  uint64_t now;
+  uint32_t max_tokens;
+  uint32_t top_k;           // rows have as many routes together as max_tokens of so many each; 0 = any number
+  const BatchTimes* times;  // what it takes; null: nobody asks
+  double before_ns, after_ns;  // until it can begin; from its end to its callers
+};
+
+// Whether `f` would be late even if it were computed now and alone.
+inline bool doomed(const Forward& f, const Bounds& b) {
+  return b.times && f.deadline_ns &&
+         double(b.now) + b.before_ns + b.times->expect(f.tokens, f.top_k) + b.after_ns > double(f.deadline_ns);
+}
+
+// Takes the next batch out of `line`, in which all fit together but for their number: everything where it is one batch
+// and none of it would be late, in order of arrival; else turn by turn from the caller served least so far, of each its
+// most urgent request, until one does not fit, or makes those that were taken late.  One that only would be late itself
+// waits for another turn.  The first is taken whatever its size.
+void cut(std::vector<Item*>& line, const Bounds& bounds, Accounts& accounts, Cut& out);
 
 }  // namespace expertd

@@ -1,0 +1,67 @@
+// Who looks at the rings while the core's thread computes on a CPU.  A batch may take longer than a request in shared
+// memory has: whether there is time for it is said at once, by a thread that borrows what is the core's meanwhile.
+#include <sched.h>
+#include <sys/epoll.h>
+
+#include "core_class.h"
+
+namespace expertd {
+namespace {
+
+constexpr double kLongNs = 1e6;  // a shorter batch is over before that thread has helped
+constexpr int kLookMs = 5;
+
+}  // namespace
+
+// Before a batch of so many rows is computed here.
+void Core::leave_door(const LayerWork& work, uint32_t rows, uint32_t top_k) {
+  const double expected = work.times.expect(rows, top_k);
+  if (config_.device || ports_.empty() || (expected > 0 && expected < kLongNs) || driver_.load() != kOwn) return;
+  if (!doorman_.joinable()) doorman_ = std::thread(&Core::keep_door, this);
+  for (auto& p : ports_) p->sleeps(true);
+  left_door_ = true;
+  {
+    const std::lock_guard<std::mutex> lock(door_);
+    driver_.store(kComputing);
+  }
+  computing_.notify_one();
+}
+
+// After it.
+void Core::take_door() {
+  if (!left_door_) return;
+  left_door_ = false;
+  for (int computing = kComputing; !driver_.compare_exchange_weak(computing, kOwn); computing = kComputing) sched_yield();
+  for (auto& p : ports_) p->sleeps(false);
+}
+
+void Core::keep_door() {
+  std::unique_lock<std::mutex> lock(door_);
+  while (!closing_) {
+    computing_.wait(lock, [&] { return closing_ || driver_.load() == kComputing; });
+    lock.unlock();
+    epoll_event events[16];
+    for (int n = 0;; n = epoll_wait(epoll_, events, 16, kLookMs)) {
+      int computing = kComputing;
+      if (!driver_.compare_exchange_strong(computing, kBorrowed)) break;  // the bells that rang are left to the core
+      for (int i = 0; i < n; ++i) shm::sleep_on(events[i].data.fd, 0);
+      bool moved = take_inbox();
+      moved |= poll_ports();
+      if (moved) answers_.flush();
+      driver_.store(kComputing);
+    }
+    lock.lock();
+  }
+}
+
+void Core::end_door() {
+  if (!doorman_.joinable()) return;
+  {
+    const std::lock_guard<std::mutex> lock(door_);
+    closing_ = true;
+  }
+  computing_.notify_one();
+  doorman_.join();
+}
+
+}  // namespace expertd
