@@ -48,7 +48,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         ),
         "load": ("bench_cluster", "bench_codec", "files", "load", "percentiles", "workload"),
         "commands": ("cli",),
-        "models": ("strip", "torch_experts", "transformers"),
+        "models": ("engines", "sglang", "strip", "torch_experts", "transformers", "vllm"),
         "device": ("cuda_ipc", "device_copies", "device_way"),
     },
 }

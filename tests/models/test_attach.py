@@ -9,9 +9,10 @@ from torch import nn
 
 from expertd.errors import PlacementError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.engines.served import misfits
 from expertd_client.torch_experts import RemoteExperts
 from expertd_client.transformers import attach, detach, load_without_experts
-from expertd_client.transformers.find import find_experts, misfits
+from expertd_client.transformers.find import find_experts
 
 PROMPTS = torch.tensor([[3, 4, 5, 9, 11, 50, 23]])
 

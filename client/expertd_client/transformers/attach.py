@@ -7,25 +7,18 @@ Replacing the modules needs nothing of the model but their names, so it works fo
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from expertd.errors import UnsupportedCombinationError
-from expertd.placement import Placement
-from expertd_client.client import ExpertClient
-from expertd_client.cluster import ExpertCluster, Source
+from expertd_client.engines.served import Found, Servers, forwarder_to, max_tokens_of
 from expertd_client.forwarder import Forwarder
 from expertd_client.torch_experts import RemoteExperts
-from expertd_client.transformers.find import Found, find_experts, misfits
+from expertd_client.transformers.find import find_experts
 
-__all__ = ["Attachment", "Servers", "attach", "detach"]
-
-Servers: TypeAlias = "str | Sequence[str] | Placement | Source | Forwarder"
-"""What computes a model's experts: the address of one server that holds them all, addresses or a placement of several,
-or a forwarder, which stays the caller's."""
+__all__ = ["Attachment", "attach", "detach"]
 
 
 class Attachment:
@@ -144,10 +137,10 @@ def attach(model: torch.nn.Module, to: Servers, *, timeout_s: float | None = Non
     layers, experts or sizes are not the model's.
     """
     found = find_experts(model)
-    forwarder = _forwarder(to)
+    forwarder = forwarder_to(to)
     attachment = Attachment(model, forwarder, owned=forwarder is not to)
     try:
-        limit = _limit(found, forwarder)
+        limit = max_tokens_of(found.values(), forwarder)
     except BaseException:
         if forwarder is not to:
             forwarder.close()
@@ -176,23 +169,7 @@ def detach(model: torch.nn.Module) -> None:
         attachment.undo()
 
 
-def _forwarder(to: Servers) -> Forwarder:
-    if isinstance(to, Forwarder):
-        return to
-    return ExpertClient(to) if isinstance(to, str) else ExpertCluster(to)
-
-
 def _layer(model: torch.nn.Module, name: str) -> _Layer:
     module = model.get_submodule(name)
     assert isinstance(module, _Layer), f"{name}: somebody else replaced it since"
     return module
-
-
-def _limit(found: Mapping[int, Found], forwarder: Forwarder) -> int:
-    """Most tokens of a request.  A single server is asked what it holds; a cluster knows who holds what, cuts by its
-    servers' limits, and refuses calls for experts that nobody holds."""
-    if not isinstance(forwarder, ExpertClient):
-        return 4096
-    described = forwarder.describe(wait_for_ready=True)
-    misfits(found.values(), described, forwarder.target)
-    return described.limits.max_tokens or 4096

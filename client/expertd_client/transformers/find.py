@@ -6,28 +6,14 @@ transformers marks the classes of experts by what its decorator `use_experts_imp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-
 import torch
 
-from expertd.errors import PlacementError, UnsupportedCombinationError
-from expertd.v1 import expert_service_pb2 as pb
+from expertd.errors import UnsupportedCombinationError
+from expertd_client.engines.served import Found
 
-__all__ = ["Found", "find_experts", "misfits"]
+__all__ = ["find_experts"]
 
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-
-
-@dataclass(frozen=True)
-class Found:
-    """name: of the module in the model; layer: its index; experts and sizes: as its weights say."""
-
-    name: str
-    layer: int
-    experts: int
-    hidden_size: int
-    intermediate_size: int
 
 
 def find_experts(model: torch.nn.Module) -> dict[int, Found]:
@@ -66,23 +52,3 @@ def _measured(name: str, module: torch.nn.Module) -> Found:
     experts, *sizes = module.get_parameter("down_proj").shape
     hidden, intermediate = sizes[::-1] if module.is_transposed else sizes
     return Found(name, layer, experts, hidden, intermediate)
-
-
-def misfits(found: Iterable[Found], described: pb.DescribeResponse, target: str) -> None:
-    """Raises PlacementError where a server cannot be the experts of this model: what it says against what they are."""
-    served: Mapping[int, pb.Layer] = {layer.layer: layer for layer in described.layers}
-    for one in found:
-        layer = served.get(one.layer)
-        if layer is None:
-            got = f"a server of layers {', '.join(map(str, served)) or 'none'}"
-            raise PlacementError.about(f"{target}: layer {one.layer}", got=got, want=f"the experts of {one.name}")
-        held = sum(span.count for span in layer.held)
-        theirs = (layer.num_experts, described.model.hidden_size, layer.intermediate_size)
-        ours = (one.experts, one.hidden_size, one.intermediate_size)
-        if theirs != ours or held != one.experts:
-            raise PlacementError.about(
-                f"{target}: layer {one.layer}",
-                got="{} experts ({} held), hidden size {}, intermediate size {}".format(theirs[0], held, *theirs[1:]),
-                want="{} experts, all held, hidden size {}, intermediate size {} as in {}".format(*ours, one.name),
-                remedy="name the servers of this model, together all of its experts" if theirs == ours else "",
-            )

@@ -10,8 +10,9 @@ from typing import Any
 import transformers
 
 from expertd.errors import UnsupportedCombinationError
+from expertd_client.engines.served import Servers
 from expertd_client.strip import is_expert, is_quantized, tensor_names
-from expertd_client.transformers.attach import Servers, attach
+from expertd_client.transformers.attach import attach
 
 __all__ = ["frontend_config", "load_without_experts"]
 

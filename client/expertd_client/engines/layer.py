@@ -1,0 +1,62 @@
+"""One layer's experts as one rank of an engine calls them.
+
+Ranks of a tensor-parallel group hold the same tokens and add their outputs up afterwards.  So each sends its share of
+the tokens, every token is sent by one rank alone, and the rows of the others are zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from expertd_client.engines.served import Found
+from expertd_client.engines.settings import Connection
+from expertd_client.torch_experts import RemoteExperts
+
+__all__ = ["RankExperts", "share"]
+
+
+def share(topk_ids: Tensor, padding: Tensor | None = None, rank: int = 0, ranks: int = 1) -> Tensor:
+    """The routes that this rank sends, [M, top_k]; those of padding and of other ranks' tokens become nobody's, -1.
+
+    padding   [M] bool, True = no token
+    rank      of `ranks` that hold the same tokens.  Token t is of rank t % ranks, so that shares are equal also where
+              the last rows are padding
+    """
+    if ranks > 1:
+        mine = torch.arange(len(topk_ids), device=topk_ids.device) % ranks == rank
+        padding = ~mine if padding is None else padding | ~mine
+    return topk_ids if padding is None else topk_ids.masked_fill(padding[:, None], -1)
+
+
+class RankExperts:
+    """The routed experts of one layer, of one rank.  No module: it has no parameters, and nothing shall move it.
+
+    rank, ranks   of those that hold the same tokens and whose outputs are added up afterwards
+    """
+
+    def __init__(self, connection: Connection, found: Found, rank: int = 0, ranks: int = 1) -> None:
+        self.remote = RemoteExperts(connection.forwarder, found.layer, max_tokens=connection.max_tokens(found)).eval()
+        self.rank, self.ranks = rank, ranks
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        padding: Tensor | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Tensor:
+        """The sum over the routes of this rank's tokens, [M, H]; zeros for the others.
+
+        meanwhile: called once while the experts are under way"""
+        ids = share(topk_ids, padding, self.rank, self.ranks)
+        if meanwhile is None:
+            answer: Tensor = self.remote(hidden_states, ids, topk_weights)
+            return answer
+        started = self.remote.start(hidden_states, ids, topk_weights)
+        meanwhile()
+        return self.remote.wait(started)

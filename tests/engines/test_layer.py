@@ -1,0 +1,92 @@
+"""One layer as one rank of an engine calls it: shares of the tokens, padding, and what runs meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kit import Connected, batch, expert_sum
+
+from expertd_client.engines.layer import RankExperts, share
+from expertd_client.engines.served import Found
+
+LAYER = Found("layers.3.experts", 3, 8, 16, 32)
+
+
+def padding_of(tokens, real):
+    return torch.arange(tokens) >= real
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 8, 33])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("padded", [0, 2, 40])
+def test_outputs_of_all_ranks_add_up_and_each_token_is_sent_once(tokens, ranks, padded):
+    x, ids, weights = batch(tokens)
+    padding = padding_of(tokens, max(tokens - padded, 0)) if padded else None
+    real = tokens if padding is None else int((~padding).sum())
+    whole, sent = torch.zeros(tokens, 16), []
+    for rank in range(ranks):
+        connection = Connected()
+        before = [t.clone() for t in (x, ids, weights)]
+        part = RankExperts(connection, LAYER, rank, ranks)(x, ids, weights, padding=padding)
+        assert all(torch.equal(a, b) for a, b in zip(before, (x, ids, weights), strict=True))
+        assert part.shape == x.shape
+        sent.append(sum(len(request.topk_ids) for request in connection.forwarder.seen))
+        assert {request.layer for request in connection.forwarder.seen} <= {3}
+        whole += part
+    wanted = expert_sum(x, ids, weights).float()
+    if padding is not None:
+        wanted[padding] = 0
+    torch.testing.assert_close(whole, wanted)
+    assert sum(sent) == real
+    assert max(sent) - min(sent) <= 1  # shares are equal, however many rows are padding
+
+
+def test_padding_alone_is_not_sent_and_its_weights_may_be_anything():
+    connection = Connected()
+    x, ids, weights = batch(6)
+    weights.fill_(float("nan"))
+    answer = RankExperts(connection, LAYER)(x, ids, weights, padding=padding_of(6, 0))
+    assert torch.equal(answer, torch.zeros(6, 16))
+    assert not connection.forwarder.seen
+
+
+def test_a_rank_without_tokens_makes_no_call():
+    connection = Connected()
+    x, ids, weights = batch(1)
+    answer = RankExperts(connection, LAYER, 1, 4)(x, ids, weights)
+    assert torch.equal(answer, torch.zeros(1, 16))
+    assert not connection.forwarder.seen
+
+
+def test_shared_experts_run_while_the_routed_ones_are_under_way():
+    connection = Connected()
+    x, ids, weights = batch(5)
+    experts = RankExperts(connection, LAYER)
+    log = connection.forwarder.log
+    fetch = experts.remote._wait
+    experts.remote._wait = lambda *args: (log.append("fetched"), fetch(*args))[1]
+    answer = experts(x, ids, weights, meanwhile=lambda: log.append("shared"))
+    torch.testing.assert_close(answer, expert_sum(x, ids, weights).float())
+    assert log == ["sent", "shared", "fetched"]
+
+
+def test_shared_experts_run_once_where_nothing_is_sent():
+    connection = Connected()
+    ran = []
+    RankExperts(connection, LAYER)(*batch(4), padding=padding_of(4, 0), meanwhile=lambda: ran.append(1))
+    assert ran == [1]
+    assert not connection.forwarder.seen
+
+
+def test_the_servers_limit_and_layer_are_asked_once():
+    connection = Connected(max_tokens=4)
+    experts = RankExperts(connection, LAYER)
+    x, ids, weights = batch(10)
+    torch.testing.assert_close(experts(x, ids, weights), expert_sum(x, ids, weights).float())
+    assert [len(request.topk_ids) for request in connection.forwarder.seen] == [4, 4, 2]
+    assert connection.found == [LAYER]
+
+
+def test_a_share_leaves_the_routers_tensor_alone_where_all_is_sent():
+    _, ids, _ = batch(5)
+    assert share(ids) is ids
