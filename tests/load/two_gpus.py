@@ -1,6 +1,7 @@
 """Two GPUs of one host: who reaches which experts how fast.
 
-    python tests/load/two_gpus.py [--model qwen3-30b-a3b:int4_g128] [--layers 0-7] [--tokens 1,8,64,128,512] [--out DIR]
+    python tests/load/two_gpus.py [--model qwen3-30b-a3b:int4_g128] [--layers 0-7] [--tokens 1,8,64,128,512]
+                                  [--parts pairs,cluster] [--out DIR]
 
 pairs     a server on each GPU, a caller on each, all four ways, through the torch module that a model calls
           (RemoteExperts): from GPU to GPU where that can be had, else by shared memory
@@ -121,6 +122,7 @@ class Bench:
     def cluster(self, whole: Server, halves: list[Server]) -> None:
         for name, forwarder in (
             ("one", ExpertClient(whole.address, timeout_s=60)),
+            ("a cluster of one", ExpertCluster([whole.address])),
             ("two halves", ExpertCluster([s.address for s in halves])),
         ):
             with forwarder:
@@ -138,6 +140,7 @@ def main() -> int:
     parser.add_argument("--model", default="qwen3-30b-a3b:int4_g128")
     parser.add_argument("--layers", default="0-7")
     parser.add_argument("--tokens", type=lambda t: [int(n) for n in t.split(",")], default=[1, 8, 64, 128, 512])
+    parser.add_argument("--parts", type=lambda t: t.split(","), default=["pairs", "cluster"])
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--out", type=Path, default=Path("build/two_gpus"))
     args = parser.parse_args()
@@ -149,8 +152,10 @@ def main() -> int:
         for server in (*whole, *halves):
             server.wait(240)
         bench.describe(whole[0].address)
-        bench.pairs(whole)
-        bench.cluster(whole[0], halves)
+        if "pairs" in args.parts:
+            bench.pairs(whole)
+        if "cluster" in args.parts:
+            bench.cluster(whole[0], halves)
     finally:
         for server in (*whole, *halves):
             if server.process.poll() is None:
