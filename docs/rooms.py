@@ -31,7 +31,10 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "words": ("atomic_file", "problem", "protocol", "refused", "sizes"),
         "front": ("__init__", "builder", "grouped"),
     },
-    "expertd_server": {"commands": ("__init__", "cli", "extra")},
+    "expertd_server": {
+        "commands": ("__init__", "cli", "extra"),
+        "residence": ("changes", "remembered", "residence"),
+    },
     "expertd_client": {
         "front": ("__init__", "async_client", "client", "forwarder", "slot"),
         "requests": ("deadline", "e4m3", "lent", "request", "result", "retry", "tensors"),

@@ -70,7 +70,8 @@ class Changes:
         self._job: Job | None = None
         self._last = ""
         self.epoch = 0
-        self._closed = False
+        self._closed = threading.Event()
+        self._idle = threading.Condition(self._lock)
 
     @property
     def job(self) -> Job | None:
@@ -88,7 +89,7 @@ class Changes:
         """Begins to make a change ready, or finds it under way.  Raises ChangePendingError where there is another."""
         asked = {layer: frozenset(experts) for layer, experts in wanted.items()}
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 raise RequestCancelledError("change: this server closes")
             job = self._job
             if job is not None and (job.name != name or job.wanted != asked):
@@ -122,14 +123,15 @@ class Changes:
         try:
             self.epoch = epoch or self.epoch
             self._committed(self.epoch)
-            self._residence.commit(job._change, linger_s, _RELEASE_S)
+            self._residence.commit(job._change, linger_s, _RELEASE_S, self._closed.wait)
             self._last = name
         except TimeoutError as e:
             self._last = name  # it is held; what is left of the old memory goes with its last request
             raise ChangePendingError(str(e)) from e
         finally:
-            with self._lock:
+            with self._idle:
                 self._job = None
+                self._idle.notify_all()
 
     def abort(self, name: str) -> None:
         """Lets go of it; returns when its memory is free.  Raises ChangePendingError where it is being committed."""
@@ -147,11 +149,13 @@ class Changes:
         self._drop(job)
 
     def close(self) -> None:
-        """Lets go of what is prepared, and takes nothing more."""
-        with self._lock:
-            self._closed = True
+        """Lets go of what is prepared, ends what is committed, and takes nothing more."""
+        with self._idle:
+            self._closed.set()
             job = self._job
-        if job is not None and job.state != admin_pb.CHANGE_STATE_COMMITTING:
+            while self._job is not None and self._job.state == admin_pb.CHANGE_STATE_COMMITTING:
+                self._idle.wait()
+        if job is not None:
             self.abort(job.name)
 
     # ---- on the thread that prepares ---------------------------------------------------------------------------------

@@ -273,6 +273,7 @@ class ServeConfig:
     listen: Address = Address("127.0.0.1", 50051)
     metrics_listen: Address | None = None
     admin_listen: Address | None = None
+    held: Path | None = None
     shm: str = "auto"
     shm_memory: int = 4 << 30
     insecure: bool = False
@@ -423,6 +424,13 @@ OPTIONS: tuple[Option, ...] = (
         "HOST:PORT",
         "where to serve AdminService, which changes what is held (expertctl apply); this host alone, or TLS and callers"
         " with the right admin; or unix:/path; default: nowhere",
+    ),
+    Option(
+        "held",
+        Path,
+        "FILE",
+        "what is held is written there whenever it is changed, and a restart holds that instead of --layers, --experts"
+        " and --shard; default: nowhere, a restart holds what the options say",
     ),
     Option(
         "shm",

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -42,6 +44,7 @@ from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.choose import AnyEngine, make_engine
 from expertd_server.engine.native import NativeEngine
 from expertd_server.engine.scheduler import Policy
+from expertd_server.remembered import recall, remember
 from expertd_server.residence import Residence
 from expertd_server.service.reloading import FileError
 from expertd_server.service.service import Service
@@ -56,6 +59,8 @@ from expertd_server.views.metrics_http import MetricsHttp
 from expertd_server.views.render import print_decisions
 
 __all__ = ["Host", "message_bytes"]
+
+log = logging.getLogger(__name__)
 
 _MOST_BYTES = (1 << 31) - 1
 """Of a message: protobuf's and gRPC's own limit."""
@@ -102,6 +107,7 @@ class Host:
         self._transports: list[Transport] = []
         self._admin: AdminTransport | None = None
         self._loader: threading.Thread | None = None
+        self._epoch = 0
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
@@ -116,7 +122,7 @@ class Host:
         self._workshop = self._make_workshop(source, where)
         with self._workshop.stage("plan"):
             assigner = Assigner(config, source, device, packages_for(device, table.BACKENDS, config.cache))
-            assignments = assigner.all()
+            assignments = self._assignments(assigner, source.fingerprint)
         oracle = Tournaments.of(config, where, assignments)
         if oracle is not None:
             assignments = [oracle.apply(a) for a in assignments]
@@ -125,6 +131,7 @@ class Host:
         self._require_room(assignments)
         self.residence = Residence(config, assigner, self._workshop, self.engine, oracle, self._changed)
         self._changes = Changes(self.residence, self._committed)
+        self._changes.epoch = self._epoch
         infos = [a.info for a in assignments] or [source.info(source.layers[0])]
         try:
             self._make_service(source, infos)
@@ -264,6 +271,7 @@ class Host:
             transports=[name for name, door in self.service.doors.items() if not isinstance(door, str)],
             memory_limit=config.memory_limit,
         )
+        self._describe.placement_epoch = self._epoch
 
     def _shm(self, infos: Sequence[LayerInfo]) -> ShmDoor | str:
         """The door to shared memory, or why there is none."""
@@ -330,8 +338,28 @@ class Host:
         self.metrics.hold([_facts(b) for b in booted.values()])
         self._describe.update(list(booted.values()), self.residence.memory, self._workshop.device, leaving)
 
+        if self.config.held is not None and not leaving and self.loaded.done():
+            self._remember(self.config.held, booted)
+
     def _committed(self, epoch: int) -> None:
-        self._describe.placement_epoch = epoch
+        self._describe.placement_epoch = self._epoch = epoch
+
+    def _assignments(self, assigner: Assigner, fingerprint: str) -> list[Assignment]:
+        """Of what was held last, where that is remembered; else of what the options say."""
+        found = None if self.config.held is None else recall(self.config.held, fingerprint)
+        if found is None:
+            return assigner.all()
+        self._epoch, layers = found
+        self.say(f"holding what was committed last, epoch {self._epoch}: {self.config.held}")
+        return assigner.these(layers)
+
+    def _remember(self, path: Path, booted: Mapping[int, Booted]) -> None:
+        layers = {n: tuple(b.assignment.held) for n, b in booted.items()}
+        counts = {n: b.served.num_experts for n, b in booted.items()}
+        try:
+            remember(path, self._describe.fingerprint, self._epoch, layers, counts)
+        except OSError as e:  # what is held is held all the same
+            log.error("--held %s: cannot be written: %s; a restart will hold something else", path, e)
 
     def _serves(self) -> bool:
         return self.loaded.done() and self.loaded.exception() is None

@@ -145,13 +145,20 @@ class Residence:
         some, _ = self._other(wanted)
         return self._require_room(some) if some else self.memory
 
-    def commit(self, change: Change, linger_s: float = 0.0, timeout_s: float | None = None) -> None:
-        """Hold it.  linger_s: so long what goes is computed still, but told no more.  TimeoutError as remove()."""
+    def commit(
+        self,
+        change: Change,
+        linger_s: float = 0.0,
+        timeout_s: float | None = None,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """Hold it.  linger_s: so long what goes is computed still, but told no more; pause: waits for that.  Raises
+        TimeoutError as remove() does."""
         try:
             leaving = self._leaving(change)
             if leaving and linger_s:
                 self._changed(self.booted, leaving)
-                time.sleep(linger_s)
+                pause(linger_s)
             gone = self._swap(change)
         finally:
             self._changing.release()

@@ -225,6 +225,7 @@ def test_an_abort_ends_a_preparation(admin, monkeypatch):
         (MalformedMessageError, "layers: got none", {}),
         (MalformedMessageError, "want numbers and ranges", {"layers": {"0": "x"}}),
         (MalformedMessageError, "layer 1 once more", {"layers": {"0-1": "1", "1": "2"}}),
+        (MalformedMessageError, "more than 2097152 ids", {"layers": {str(n): "0-1048575" for n in range(3)}}),
         (MalformedMessageError, "PrepareRequest.change", {"layers": {"0": "1"}, "change": ""}),
     ],
 )
@@ -276,3 +277,53 @@ def test_only_callers_with_the_right_admin_may(tmp_path):
         assert host._changes.job is not None
     finally:
         host.close()
+
+
+def test_a_server_that_closes_does_not_linger(admin):
+    admin.call("Prepare", change="a", layers={"0": "0-1"})
+    commit = threading.Thread(target=lambda: admin.host._changes.commit("a", linger_s=30.0))
+    commit.start()
+    while admin.call("Status").state != pb.CHANGE_STATE_COMMITTING:
+        time.sleep(0.005)
+    begin_s = time.monotonic()
+    admin.host.close()
+    commit.join(10)
+    assert time.monotonic() - begin_s < 10
+    assert not commit.is_alive()
+
+
+def test_what_was_changed_is_held_after_a_restart(tmp_path):
+    file = tmp_path / "held.json"
+
+    def hold(**more) -> Host:
+        host = Host(ServeConfig(**{**TINY, "layers": Ranges.parse("0"), "experts": Ranges.parse("0-3"), **more}))
+        hosts.append(host)
+        host.start()
+        host.ready(60)
+        return host
+
+    def held(host: Host) -> dict[int, tuple[int, ...]]:
+        return {n: tuple(b.assignment.held) for n, b in host.residence.booted.items()}
+
+    hosts: list[Host] = []
+    try:
+        first = hold(held=file)
+        assert not file.exists(), "until something is changed the options say it"
+        first._changes.prepare("a", {0: (2, 5), 1: range(8)}).ended.wait(20)
+        first._changes.commit("a", epoch=9)
+        first.close()
+        second = hold(held=file)
+        assert held(second) == {0: (2, 5), 1: tuple(range(8))}
+        assert second._describe(False).placement_epoch == second._changes.epoch == 9
+        second.residence.remove(0, 1)
+        second.close()
+        assert held(hold(held=file)) == {}
+        assert held(hold()) == {0: (0, 1, 2, 3)}
+        with pytest.raises(BootError, match=r"--held .*: got the fingerprint .* another model's; delete it"):
+            hold(held=file, synthetic="tiny-oss:mxfp4")
+        file.write_text("{")
+        with pytest.raises(BootError, match="cannot be read"):
+            hold(held=file)
+    finally:
+        for host in hosts:
+            host.close()

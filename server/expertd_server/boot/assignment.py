@@ -130,6 +130,11 @@ class Assigner:
         self.require_layers(wanted, f"--layers: got {self._config.layers}")
         return [self.layer(n) for n in wanted]
 
+    def these(self, held: Mapping[int, Collection[int]]) -> list[Assignment]:
+        """Of these experts, by layer.  Raises BootError."""
+        self.require_layers(held, f"layers to hold: got {format_ranges(held)}")
+        return [self.layer(n, experts) for n, experts in sorted(held.items()) if experts]
+
     def require_layers(self, layers: Iterable[int], got: str) -> None:
         """Raises BootError where one of them has no experts.  got: how the sentence begins."""
         missing = sorted(set(layers) - set(self._source.layers))

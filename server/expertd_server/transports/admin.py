@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 _LOOK_S = 0.02
 """How often a caller of Prepare is told how far it is, if it got further."""
-_MOST_LAYERS, _MOST_LINGER_MS, _MOST_NAME, _KEEP_S = 1 << 14, 60_000, 256, 600
+_MOST_LAYERS, _MOST_IDS, _MOST_LINGER_MS, _MOST_NAME, _KEEP_S = 1 << 14, 1 << 21, 60_000, 256, 600
 
 
 class AdminTransport:
@@ -95,7 +95,8 @@ class _Servicer(stubs.AdminServiceServicer):
         self, request: pb.PrepareRequest, context: Any
     ) -> AsyncIterator[pb.PrepareResponse]:
         try:
-            wanted = self._wanted(request, context)
+            self._admit(context)
+            wanted = await asyncio.to_thread(self._wanted, request)
             if request.dry_run:
                 plan = await asyncio.to_thread(self._changes.room_for, wanted)
                 yield pb.PrepareResponse(memory=_memory(plan))
@@ -154,9 +155,8 @@ class _Servicer(stubs.AdminServiceServicer):
         if not self._ready():
             raise NotReadyError("server: it loads and checks its weights; wait until its health is SERVING")
 
-    def _wanted(self, request: pb.PrepareRequest, context: Any) -> Mapping[int, tuple[int, ...]]:
+    def _wanted(self, request: pb.PrepareRequest) -> Mapping[int, tuple[int, ...]]:
         """Raises what refuses it."""
-        self._admit(context)
         if not 0 < len(request.change) <= _MOST_NAME:
             got = f"{len(request.change)} characters"
             raise MalformedMessageError.about("PrepareRequest.change", got=got, want=f"1 to {_MOST_NAME}")
@@ -172,9 +172,13 @@ class _Servicer(stubs.AdminServiceServicer):
 def _unfolded(layers: Mapping[str, str]) -> dict[int, tuple[int, ...]]:
     """{"0-3": "0-63", "4": ""} by layer.  Raises MalformedMessageError."""
     out: dict[int, tuple[int, ...]] = {}
+    left = _MOST_IDS
     for names, ids in layers.items():
         try:
             experts = parse_ranges(ids) if ids else ()
+            left -= len(experts)
+            if left < 0:
+                raise ValueError(f"got more than {_MOST_IDS} ids, want fewer")
             for layer in parse_ranges(names):
                 if layer in out or len(out) >= _MOST_LAYERS:
                     raise ValueError(f"got layer {layer} once more, want each once and at most {_MOST_LAYERS}")

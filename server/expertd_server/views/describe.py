@@ -97,7 +97,7 @@ class Describer:
         transports: Sequence[str] = (),
         memory_limit: int = 0,
     ) -> None:
-        self._load, self._limit = load, memory_limit
+        self._load, self._limit, self.fingerprint = load, memory_limit, fingerprint
         self._always = pb.DescribeResponse(
             instance_id=instance_id,
             version=version,
