@@ -49,7 +49,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
             "shm_message",
             "transport",
         ),
-        "load": ("bench_cluster", "bench_codec", "files", "load", "percentiles", "workload"),
+        "load": ("bench_cluster", "bench_codec", "files", "generation", "load", "percentiles", "workload"),
         "commands": ("cli",),
         "models": ("engines", "sglang", "strip", "torch_experts", "transformers", "vllm"),
         "device": ("cuda_ipc", "device_copies", "device_way"),

@@ -69,6 +69,23 @@ def test_json_example_with_a_grpcurl_that_prints_names_as_the_contract_has_them(
     assert "routesComputed" not in said
 
 
+def test_load_like_a_model_that_generates(tiny_server):
+    words = ["load", tiny_server, "--generate", 5, "--m", 2]
+    rows = json.loads(expertctl(*words, "--depth", 48, "--json"))["rows"]
+    assert [r["transport"] for r in rows] == ["shm", "inline"]
+    for r in rows:
+        assert (r["layers"], r["steps"], r["tokens"]) == (48, 5, 2)
+        assert 0 < r["kernel_us"] < r["layer_us"]["p50"] <= r["layer_us"]["p99"]
+        assert 24 * r["layer_us"]["p50"] < r["step_us"]["p50"] < 10 * 48 * r["layer_us"]["p99"]
+        assert r["slowest"]["layer"] in (0, 1)
+    assert rows[0]["layer_us"]["p50"] < rows[1]["layer_us"]["p50"], "shared memory is faster"
+    table = expertctl(*words)
+    assert "one caller, 2 tokens, 2 layers in turn, 5 steps" in table
+    assert re.search(r"shm +│ +\d.*inline │ +\d", table, re.S), table
+    assert "inline" in expertctl(*words, "--unary")
+    assert "want one: other loads have no steps" in expertctl("load", tiny_server, "--depth", 3, code=2)
+
+
 def test_there_are_examples():
     assert [p.name for p in EXAMPLES] == ["numpy_client.py", "own_engine.py", "raw_grpcio.py", "torch_client.py"]
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from expertd.ranges import format_ranges
 from expertd_client.async_client import AsyncExpertClient
+from expertd_client.commands import generation
 from expertd_client.commands.options import (
     add_common,
     add_routing,
@@ -61,6 +62,15 @@ def add_parser(subparsers: Any, text: str) -> None:
     )
     loop.add_argument("--warmup", type=at_least(0), default=POOL, metavar="N", help=f"not counted (default: {POOL})")
     loop.add_argument("--streams", type=at_least(1), default=1, metavar="N", help="connections (default: 1)")
+    turn = parser.add_argument_group("like a model that generates")
+    turn.add_argument(
+        "--generate",
+        type=at_least(1),
+        metavar="STEPS",
+        help="one caller, the layers in turn, each behind the answer of the one before it: time of a layer and of a"
+        " step, over the transport that the server gives and inline",
+    )
+    turn.add_argument("--depth", type=at_least(1), metavar="N", help="layers of a step; those of --layers over again")
     wire = parser.add_argument_group("the messages")
     wire.add_argument("--synthetic", action="store_true", help="the server draws the tensors: about 60 bytes each")
     wire.add_argument("--digest", action="store_true", help="answered by a digest instead of the output")
@@ -68,6 +78,10 @@ def add_parser(subparsers: Any, text: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.generate:
+        return generation.run(args)
+    if args.depth:
+        raise ValueError(f"--depth {args.depth}: got no --generate with it, want one: other loads have no steps")
     duration_s = args.duration or (None if args.requests else _DEFAULT_SECONDS)
     plan = LoadPlan(
         tokens=args.m,
