@@ -151,12 +151,13 @@ def _verdicts(group: list[pb.Layer]) -> Table:
 
 
 def _alike(layers: Iterable[pb.Layer]) -> list[list[pb.Layer]]:
-    """Runs of layers that differ in nothing but their number and what was measured of them."""
+    """Runs of layers that differ in nothing but their number, their weights and what was measured of them."""
 
     def key(layer: pb.Layer) -> bytes:
         same = pb.Layer()
         same.CopyFrom(layer)
         same.layer = 0
+        same.ClearField("weight_digests")
         for v in same.verdicts:
             v.microseconds = v.relative_error = 0.0
             del v.times[:]
