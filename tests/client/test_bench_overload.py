@@ -13,6 +13,7 @@ import pytest
 from expertd.errors import DeadlineExceededError, DrainingError, QueueFullError
 from expertd_client.cli import main
 from expertd_client.overload import command
+from expertd_client.overload.cost import Cost
 from expertd_client.overload.loop import LoopClock, run_watched
 from expertd_client.overload.tally import Row, Tally
 
@@ -134,3 +135,16 @@ def test_wrong_options(words, capsys):
 
 def test_every_field_of_a_row_is_json():
     json.dumps(asdict(row(sent(1))))
+
+
+def test_cost(monkeypatch, capsys):
+    def measure_cost(ways, tokens, seconds):
+        for way in ways:
+            yield Cost(way, (990.0, 1000.0), (101.0, 100.0), 0.99, 1.01)
+
+    monkeypatch.setattr(command, "measure_cost", measure_cost)
+    assert main(["bench", "overload", "--cost", "--way", "shm", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["cost"]
+    assert [(c["way"], c["of_throughput"], c["of_p50"]) for c in found] == [("shm", 0.99, 1.01)]
+    assert main(["bench", "overload", "--cost"]) == 0
+    assert "0.990" in capsys.readouterr().out

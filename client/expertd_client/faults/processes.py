@@ -29,10 +29,11 @@ class ServerProcess:
     address   "127.0.0.1:port", the same after each start; "" before the first
     """
 
-    def __init__(self, options: Sequence[str], inside: Namespace | None = None) -> None:
+    def __init__(self, options: Sequence[str], inside: Namespace | None = None, command: str = "serve") -> None:
         self.address = ""
         self._options = list(options)
         self._inside = inside
+        self._command = command
         self._process: subprocess.Popen[str] | None = None
         self._serving: Future[str] = Future()
         self._lines: list[str] = []
@@ -41,7 +42,7 @@ class ServerProcess:
         """Starts it, and does not wait; more: options besides."""
         there = ("127.0.0.1", ()) if self._inside is None else (self._inside.address, self._inside.command)
         listen = self.address or f"{there[0]}:0"
-        serve = ["-m", "expertd_server.cli", "serve", "--listen", listen, *self._options, *more]
+        serve = ["-m", "expertd_server.cli", self._command, "--listen", listen, *self._options, *more]
         command = [*there[1], sys.executable, *serve]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)

@@ -18,6 +18,7 @@ from expertd_client.grpc_aio import AioGrpcTransport
 from expertd_client.link import Link
 from expertd_client.overload.loop import LoopClock
 from expertd_client.overload.tally import Tally
+from expertd_client.percentiles import Durations
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.session import Session
@@ -67,21 +68,25 @@ class Callers:
             transport.close()
             await transport.wait_closed()
 
-    async def closed_loop(self, requests: Iterator[Request], in_flight: int, seconds: float) -> float:
-        """Answers a second while so many requests are always under way, over the later three quarters of the time."""
-        begin_s = time.monotonic()
-        counted_s, end_s, answered = begin_s + seconds / 4, begin_s + seconds, 0
+    async def closed_loop(
+        self, requests: Iterator[Request], in_flight: int, seconds: float, deadline_s: float | None = None
+    ) -> tuple[float, Durations]:
+        """Answers a second, and how long each took, while so many requests are always under way, over the later three
+        quarters of the time."""
+        begin_s, took = time.monotonic(), Durations()
+        counted_s, end_s = begin_s + seconds / 4, begin_s + seconds
 
         async def caller(link: Link) -> None:
-            nonlocal answered
-            while time.monotonic() < end_s:
+            while (left_s := time.monotonic()) < end_s:
                 done: asyncio.Future[ForwardResult] = asyncio.get_running_loop().create_future()
-                link.forward(next(self._ids), next(requests), None, _Future(done))
+                deadline = None if deadline_s is None else Deadline(deadline_s, left_s + deadline_s)
+                link.forward(next(self._ids), next(requests), deadline, _Future(done))
                 (await done).release()
-                answered += counted_s <= time.monotonic() < end_s
+                if counted_s <= (now_s := time.monotonic()) < end_s:
+                    took.add(now_s - left_s)
 
         await asyncio.gather(*(caller(self._links[n % len(self._links)]) for n in range(in_flight)))
-        return answered / (end_s - counted_s)
+        return len(took) / (end_s - counted_s), took
 
     async def open_loop(
         self, requests: Iterator[Request], rate: float, seconds: float, deadline_s: float | None, seed: int = 0

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from expertd_client.overload.callers import WAYS
+from expertd_client.overload.cost import Cost, measure_cost
 from expertd_client.overload.run import MODEL, Plan, measure
 from expertd_client.overload.tally import Row
 
@@ -33,15 +34,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slack", type=float, default=plan.slack, metavar="X", help="deadline over normal p99 (4)")
     parser.add_argument("--seconds", type=float, default=plan.seconds, metavar="S", help="of each measurement (5)")
     parser.add_argument(
+        "--paced",
+        action="store_true",
+        help="the server that it starts has a clock for a kernel: the machine may be busy",
+    )
+    parser.add_argument("--cost", action="store_true", help="what the server's forecast costs without overload instead")
+    parser.add_argument(
         "--server", type=shlex.split, default=list(MODEL), metavar="OPTIONS", help="of the server that it starts"
     )
 
 
 def run_command(args: argparse.Namespace) -> int:
     """Measures and prints; 1 where nothing could be measured."""
+    if args.cost:
+        return _cost(args)
     plan = Plan(
         args.address,
         args.server,
+        args.paced,
         args.way,
         args.load,
         args.callers,
@@ -57,6 +67,27 @@ def run_command(args: argparse.Namespace) -> int:
     else:
         _show(rows)
     return 0 if rows else 1
+
+
+def _cost(args: argparse.Namespace) -> int:
+    costs = list(measure_cost(args.way, args.tokens, args.seconds))
+    if args.json:
+        print(json.dumps({"cost": [asdict(cost) for cost in costs]}))
+        return 0
+    table = Table(title="the forecast, without overload", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("way", no_wrap=True)
+    for name in ("requests/s", "without", "ratio", "p50 us", "without", "ratio"):
+        table.add_column(name, justify="right")
+    for c in costs:
+        table.add_row(c.way, *_cost_cells(c))
+    Console(highlight=False).print(table)
+    return 0
+
+
+def _cost_cells(c: Cost) -> tuple[str, ...]:
+    (rate, rate_without), (p50, p50_without) = c.requests_per_s, c.p50_us
+    throughput = (f"{rate:,.0f}", f"{rate_without:,.0f}", f"{c.of_throughput:.3f}")
+    return (*throughput, f"{p50:,.0f}", f"{p50_without:,.0f}", f"{c.of_p50:.3f}")
 
 
 _COLUMNS = (

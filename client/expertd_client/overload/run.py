@@ -24,22 +24,25 @@ from expertd_client.overload.tally import Row
 from expertd_client.request import Request
 from expertd_client.workload import layer_shapes, requests
 
-__all__ = ["MODEL", "Plan", "measure"]
+__all__ = ["MODEL", "PACED", "Plan", "measure"]
 
 MODEL = ("--synthetic", "qwen1.5-moe-a2.7b:int4_g128", "--layers", "0", "--device", "cpu", "--threads", "1")
 """The server that is started where no address is given: its kernel has one thread, so that two cores are enough, and
 takes so long for few bytes that it is what limits."""
+PACED = ("--batch-us", "4000", "--row-us", "1200", "--hidden-size", "2048")
+"""Of `expertd echo`: a kernel that is a clock, whose capacity is the same whatever else the machine does."""
 _DESCRIBE_S = 30.0
 _NORMAL = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """address: None = a server of its own, whose options `server` are.  in_flight: of the closed loop; tokens: M of a
-    request; slack: deadline over the normal p99; seconds: of each measurement."""
+    """address: None = a server of its own, whose options `server` are, or one that keeps time (`paced`).  in_flight: of
+    the closed loop; tokens: M of a request; slack: deadline over the normal p99; seconds: of each measurement."""
 
     address: str | None = None
     server: Sequence[str] = MODEL
+    paced: bool = False
     ways: Sequence[str] = ("streams", "one-stream", "synthetic", "shm")
     loads: Sequence[float] = (2.0, 10.0)
     callers: int = 4
@@ -54,7 +57,8 @@ def measure(plan: Plan) -> Iterator[Row]:
     with ExitStack() as stack:
         process = None
         if plan.address is None:
-            process = stack.enter_context(ServerProcess(plan.server))
+            paced, serve = ServerProcess(PACED, command="echo"), ServerProcess(plan.server)
+            process = stack.enter_context(paced if plan.paced else serve)
             plan = replace(plan, address=process.ready())
         for way in plan.ways:
             clock = LoopClock()
@@ -74,7 +78,7 @@ async def _way(plan: Plan, way: str, clock: LoopClock, server: Watched) -> list[
     try:
         await callers.open()
         await callers.closed_loop(fresh(), plan.in_flight, plan.seconds / 4)
-        peak = await callers.closed_loop(fresh(), plan.in_flight, plan.seconds)
+        peak, _ = await callers.closed_loop(fresh(), plan.in_flight, plan.seconds)
         normal, _ = await callers.open_loop(fresh(), _NORMAL * peak, plan.seconds, None)
         deadline_s = plan.slack * normal.answers.summary().p99_s
         rows = []

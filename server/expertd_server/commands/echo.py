@@ -44,6 +44,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--listen", type=Address.parse, default=Address("127.0.0.1", 0), metavar="HOST:PORT")
     parser.add_argument("--hidden-size", type=int, default=4096, metavar="H", help="default: 4096")
     parser.add_argument("--max-tokens", type=int, default=4096, metavar="M", help="of a request (default: 4096)")
+    parser.add_argument("--batch-us", type=int, default=0, metavar="US", help="that a batch takes; default: none")
+    parser.add_argument("--row-us", type=int, default=0, metavar="US", help="and each of its rows; default: none")
+    parser.add_argument("--refuse-late", choices=("yes", "no"), default="yes", help="as of `expertd serve`")
     parser.add_argument("--with-stdin", action="store_true", help="end when standard input is closed, too")
 
 
@@ -58,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: over.set())
     if args.with_stdin:
         threading.Thread(target=_wait_for_stdin, args=(over,), daemon=True).start()
-    with serving(args.listen, args.hidden_size, args.max_tokens) as address:
+    pace, refuse_late = (args.batch_us, args.row_us), args.refuse_late == "yes"
+    with serving(args.listen, args.hidden_size, args.max_tokens, pace, refuse_late) as address:
         print(f"serving on {address}", flush=True)
         over.wait()
     return 0
@@ -70,11 +74,14 @@ def _wait_for_stdin(over: threading.Event) -> None:
 
 
 @contextlib.contextmanager
-def serving(listen: Address, hidden_size: int, max_tokens: int) -> Iterator[str]:
-    """Its address while it serves: one layer, 0, of 8 experts that do nothing."""
+def serving(
+    listen: Address, hidden_size: int, max_tokens: int, pace_us: tuple[int, int] = (0, 0), refuse_late: bool = True
+) -> Iterator[str]:
+    """Its address while it serves: one layer, 0, of 8 experts that do nothing.  pace_us: that a batch and each of its
+    rows take."""
     import torch
 
-    from expertd_server.engine.admission import Limits
+    from expertd_server.engine.admission import Limits, QueueLimits
     from expertd_server.engine.native import NativeEngine
     from expertd_server.engine.scheduler import Policy
     from expertd_server.engine.served import ServedLayer
@@ -84,8 +91,16 @@ def serving(listen: Address, hidden_size: int, max_tokens: int) -> Iterator[str]
     from expertd_server.views.metrics import Metrics
 
     metrics = Metrics()
-    engine: Any = NativeEngine(torch.device("cpu"), policy=Policy(max_tokens), observe=metrics.batch)
-    layer = ServedLayer(0, _NUM_EXPERTS, range(_NUM_EXPERTS), _TOP_K, hidden_size, hidden_size, _Echo(), "echo")
+    engine: Any = NativeEngine(
+        torch.device("cpu"),
+        policy=Policy(max_tokens),
+        limits=QueueLimits(refuse_late=refuse_late),
+        observe=metrics.batch,
+    )
+    experts = _Echo(*pace_us)
+    measured = tuple((m, _TOP_K, 1000 * (pace_us[0] + m * pace_us[1])) for m in (1, 32) if any(pace_us))
+    shape = (0, _NUM_EXPERTS, range(_NUM_EXPERTS), _TOP_K, hidden_size, hidden_size)
+    layer = ServedLayer(*shape, experts, "echo", measured=measured)
     engine.hold([layer])
     limits = Limits(max_tokens, max_tokens * (_WIDEST * hidden_size + 12 * _TOP_K) + (64 << 10), 1024)
     service = Service(engine, metrics, limits)
@@ -142,10 +157,13 @@ class _Echo:
 
     backend = "echo"
 
+    def __init__(self, batch_us: int, row_us: int) -> None:
+        self._pace_us = batch_us, row_us
+
     def direct(self) -> Direct:
         from expertd_server.engine.core import copying
 
-        return copying()
+        return copying(*self._pace_us)
 
     def __call__(
         self,

@@ -231,9 +231,9 @@ def library() -> C.CDLL:
     return lib
 
 
-def copying() -> Direct:
-    """Experts that answer with what they get."""
-    return Direct(C.cast(library().expertd_core_copy, C.c_void_p).value or 0, 0, 0)
+def copying(batch_us: int = 0, row_us: int = 0) -> Direct:
+    """Experts that answer with what they get, after so long."""
+    return Direct(C.cast(library().expertd_core_copy, C.c_void_p).value or 0, batch_us << 32 | row_us, 0)
 
 
 class Core:

@@ -1,0 +1,84 @@
+"""What the server's forecast costs where there is no overload: the same load with it and without, in turns.
+
+Two servers that answer with what they get (`expertd echo`), so that nothing hides it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from expertd_client.faults.processes import ServerProcess
+from expertd_client.overload.callers import Callers
+from expertd_client.overload.loop import LoopClock, run_watched
+from expertd_client.request import Request
+from expertd_client.workload import LayerShape, requests
+
+__all__ = ["Cost", "measure_cost"]
+
+_HIDDEN = 2048
+_SHAPE = LayerShape(0, _HIDDEN, 8, 8)
+_DEADLINE_S = 10.0
+_IN_FLIGHT = 16
+_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of requests of one way: medians over rounds, with the forecast and without.  of_throughput, of_p50: with over
+    without, the median of the rounds' own ratios."""
+
+    way: str
+    requests_per_s: tuple[float, float]
+    p50_us: tuple[float, float]
+    of_throughput: float
+    of_p50: float
+
+
+def measure_cost(ways: tuple[str, ...], tokens: int, seconds: float) -> Iterator[Cost]:
+    """seconds: of all rounds of a way together, each way round."""
+    with ExitStack() as stack:
+        options = ["--hidden-size", str(_HIDDEN), "--refuse-late"]
+        servers = [stack.enter_context(ServerProcess([*options, yes], command="echo")) for yes in ("yes", "no")]
+        addresses = [server.ready() for server in servers]
+        for way in ways:
+            clock = LoopClock()
+            yield run_watched(_cost(addresses, way, tokens, seconds / (4 * _ROUNDS), clock), clock)
+
+
+async def _cost(addresses: list[str], way: str, tokens: int, seconds: float, clock: LoopClock) -> Cost:
+    def fresh() -> Iterator[Request]:
+        return requests([_SHAPE], tokens, 0.0, way != "synthetic", 0, digest=way == "synthetic")
+
+    both = [Callers(address, way, 4, clock) for address in addresses]
+    rates: list[list[float]] = []
+    p50s: list[list[float]] = []
+    try:
+        for callers in both:
+            await callers.open()
+            await callers.closed_loop(fresh(), _IN_FLIGHT, seconds, _DEADLINE_S)
+        for n in range(_ROUNDS):
+            order = (0, 1) if n % 2 else (1, 0)
+            rate, p50 = [0.0, 0.0], [0.0, 0.0]
+            for i in order:
+                rate[i], _ = await both[i].closed_loop(fresh(), _IN_FLIGHT, seconds, _DEADLINE_S)
+            for i in order:
+                _, took = await both[i].closed_loop(fresh(), 1, seconds, _DEADLINE_S)
+                p50[i] = 1e6 * took.summary().p50_s
+            rates.append(rate)
+            p50s.append(p50)
+    finally:
+        for callers in both:
+            await callers.close()
+
+    def median(values: list[list[float]], i: int) -> float:
+        return round(statistics.median(v[i] for v in values), 1)
+
+    def ratio(values: list[list[float]]) -> float:
+        return round(statistics.median(a / b for a, b in values), 4)
+
+    return Cost(
+        way, (median(rates, 0), median(rates, 1)), (median(p50s, 0), median(p50s, 1)), ratio(rates), ratio(p50s)
+    )
