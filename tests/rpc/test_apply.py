@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -9,9 +10,9 @@ from contextlib import ExitStack, closing
 import numpy as np
 import pytest
 
-from expertd.errors import UnavailableError
+from expertd.errors import UnauthenticatedError, UnavailableError
 from expertd.placement import Placement, Server
-from expertd_client import ExpertCluster
+from expertd_client import Credentials, ExpertCluster
 from expertd_client.cli import main
 from expertd_client.cluster import PlacementFile
 from expertd_client.faults.load import Callers
@@ -23,7 +24,13 @@ from expertd_client.workload import LayerShape, drawn
 from expertd_server import residence
 from expertd_server.boot.assignment import BootError
 from expertd_server.config import Address, Ranges, ServeConfig
+from expertd_server.engine.native import NativeEngine
 from expertd_server.host import Host
+from expertd_server.views.metrics_http import MetricsHttp
+
+pytest.importorskip("cryptography", reason="makes certificates; pip install cryptography (the extra `test` has it)")
+
+from certificates import Authority
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -205,5 +212,61 @@ def test_a_server_without_the_service_is_named(hosts):
         host.ready(60)
         with pytest.raises(UnavailableError, match=r"AdminService: got none, want one; start the server with --admin"):
             Mover(placed([host], "0-7"))
+    finally:
+        host.close()
+
+
+def test_a_plan_of_running_servers_is_applied(hosts, tmp_path, capsys):
+    """From their counters to other holders, by the two commands."""
+    with closing(ExpertCluster([h.address for h in hosts], transport=GrpcTransport)) as cluster:
+        for n in range(20):
+            cluster.forward_request(drawn(np.random.default_rng(n), 8, LayerShape(n % 2, 256, 8, 2), 1.5))
+    pages = [MetricsPage(h) for h in hosts]
+    try:
+        facts = {h.address: {"metrics": page.where, "experts": 6} for h, page in zip(hosts, pages, strict=True)}
+        (tmp_path / "servers.json").write_text(json.dumps(facts))
+        placement = tmp_path / "placement.json"
+        command = ["plan", "--servers", str(tmp_path / "servers.json"), "--max-moves", "4", "-o", str(placement)]
+        assert main([*command, "--record", str(tmp_path / "loads.json")]) == 0
+    finally:
+        for page in pages:
+            page.close()
+    loads = json.loads((tmp_path / "loads.json").read_text())
+    assert {n: sum(row) for n, row in loads.items()} == {"0": 160.0, "1": 160.0}
+    assert loads["0"][0] == max(loads["0"]), "expert 0 is the one that is asked for most"
+    then = Placement.from_json(placement.read_text())
+    assert 0 < sum(len(e) for e in holdings(then)[hosts[2].address].values()) <= 4
+    assert main(["apply", str(placement), "--settle", "0.05"]) == 0
+    assert held(hosts) == holdings(then)
+    assert "experts moved" in capsys.readouterr().out
+
+
+class MetricsPage:
+    """A server's metrics over HTTP."""
+
+    def __init__(self, host: Host) -> None:
+        if isinstance(host.engine, NativeEngine):
+            host.engine.report(scraped=True)
+        self._http = MetricsHttp(host.metrics, "127.0.0.1", 0)
+        self.where = f"127.0.0.1:{self._http.port}"
+        self.close = self._http.close
+
+
+def test_over_tls_with_a_token(tmp_path):
+    ca = Authority(tmp_path / "pki")
+    certificate, key = ca.sign("localhost")
+    (tmp_path / "callers.toml").write_text('[callers.boss]\ntokens = ["boss-boss-boss-boss"]\nrights = ["admin"]\n')
+    (tmp_path / "token").write_text("boss-boss-boss-boss\n")
+    tls = {"tls_cert": certificate, "tls_key": key, "callers": tmp_path / "callers.toml"}
+    host = Host(ServeConfig(**TINY, **tls, experts=Ranges.parse("0-6")))
+    try:
+        host.start()
+        host.ready(60)
+        credentials = Credentials(ca=ca.ca, token_file=tmp_path / "token")
+        with closing(Mover(placed([host], "0-7"), credentials, Options(settle_s=0.05))) as mover:
+            assert mover.run(Progress()) == 2
+            assert mover.now(mover.then).servers == mover.then.servers
+        with pytest.raises(UnauthenticatedError):
+            Mover(placed([host], "0-7"), Credentials(ca=ca.ca))
     finally:
         host.close()

@@ -67,6 +67,8 @@ def show(out: Console, address: str, d: pb.DescribeResponse, session: Session) -
         facts["memory"] = _memory(d.memory)
     if d.placement_epoch:
         facts["placement"] = f"epoch {d.placement_epoch}"
+    if d.admin_address:
+        facts["admin"] = f"what it holds can be changed at {d.admin_address}"
     grid = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         grid.add_row(name, Text(value))
