@@ -19,7 +19,9 @@ from expertd_client.grpc_common import call_failed, channel_options
 
 __all__ = ["Admin", "admin_address", "name_of"]
 
-_QUICK_S, _PREPARE_S = 30.0, 3600.0
+_QUICK_S, _PREPARE_S = 5.0, 3600.0
+_KEEPALIVE = (("grpc.keepalive_time_ms", 5_000), ("grpc.keepalive_timeout_ms", 5_000))
+"""A server that hangs, or a network that is gone, is found out although loading may take an hour."""
 
 
 def admin_address(address: str, described: expert_service_pb2.DescribeResponse) -> str:
@@ -47,7 +49,7 @@ class Admin:
     def __init__(self, server: str, address: str, credentials: Credentials | None = None) -> None:
         c = credentials or Credentials()
         self._server, self._metadata = server, c.metadata()
-        options, tls = channel_options(c.options()), c.channel()
+        options, tls = channel_options([*c.options(), *_KEEPALIVE]), c.channel()
         self._channel: Any = (
             grpc.insecure_channel(address, options) if tls is None else grpc.secure_channel(address, tls, options)
         )

@@ -62,7 +62,9 @@ class AdminTransport:
             raise
 
     async def _start(self) -> Address:
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        # its callers ask often whether it is still there: loading may take long
+        pings = [("grpc.http2.min_ping_interval_without_data_ms", 2_000), ("grpc.http2.max_ping_strikes", 0)]
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0), *pings])
         stubs.add_AdminServiceServicer_to_server(self._servicer, server)  # type: ignore[no-untyped-call]
         credentials = tls_credentials(self._security, self._told)
         with bindable(self._listen):
