@@ -338,6 +338,11 @@ class ServeConfig:
         return "f32" if self.compute_dtype == "float32" else "bf16"
 
     @property
+    def offers_shm(self) -> bool:
+        """Whether clients on this host may share memory, where the host and the engine can."""
+        return self.shm == "on" or (self.shm == "auto" and self.listen.loopback)
+
+    @property
     def warm_routes(self) -> tuple[int, ...]:
         """Numbers of routes a token for which kernels are warmed up, besides each layer's top-k."""
         return tuple(self.warm_up_routes.numbers) if self.warm_up_routes else ()

@@ -276,7 +276,7 @@ class Host:
     def _shm(self, infos: Sequence[LayerInfo]) -> ShmDoor | str:
         """The door to shared memory, or why there is none."""
         config = self.config
-        if config.shm == "off" or (config.shm == "auto" and not config.listen.loopback):
+        if not config.offers_shm:
             return f"the server has it off: --shm {config.shm}, listening on {config.listen.host}; --shm on allows it"
         if not isinstance(self.engine, NativeEngine):
             return f"the server's engine is in Python: {self._engine_why}"

@@ -284,7 +284,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., input_dtypes: _Optional[_Iterable[_Union[DataType, str]]] = ..., output_dtypes: _Optional[_Iterable[_Union[DataType, str]]] = ..., transports: _Optional[_Iterable[str]] = ..., placement_epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., admin_address: _Optional[str] = ...) -> None: ...
 
 class Memory(_message.Message):
-    __slots__ = ("weights_bytes", "scratch_bytes", "buffers_bytes", "graphs_bytes", "context_bytes", "pinned_bytes", "limit_bytes", "free_bytes", "weights_mapped", "loading_bytes")
+    __slots__ = ("weights_bytes", "scratch_bytes", "buffers_bytes", "graphs_bytes", "context_bytes", "pinned_bytes", "limit_bytes", "free_bytes", "weights_mapped", "loading_bytes", "shared_bytes", "pools_bytes")
     WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     SCRATCH_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +295,8 @@ class Memory(_message.Message):
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_MAPPED_FIELD_NUMBER: _ClassVar[int]
     LOADING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POOLS_BYTES_FIELD_NUMBER: _ClassVar[int]
     weights_bytes: int
     scratch_bytes: int
     buffers_bytes: int
@@ -305,7 +307,9 @@ class Memory(_message.Message):
     free_bytes: int
     weights_mapped: bool
     loading_bytes: int
-    def __init__(self, weights_bytes: _Optional[int] = ..., scratch_bytes: _Optional[int] = ..., buffers_bytes: _Optional[int] = ..., graphs_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., weights_mapped: _Optional[bool] = ..., loading_bytes: _Optional[int] = ...) -> None: ...
+    shared_bytes: int
+    pools_bytes: int
+    def __init__(self, weights_bytes: _Optional[int] = ..., scratch_bytes: _Optional[int] = ..., buffers_bytes: _Optional[int] = ..., graphs_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., weights_mapped: _Optional[bool] = ..., loading_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., pools_bytes: _Optional[int] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("family", "fingerprint", "hidden_size")

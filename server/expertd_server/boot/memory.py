@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from expertd.ranges import format_ranges
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.config import ServeConfig
-from expertd_server.engine.sizes import LANES, graph_count, padded
+from expertd_server.engine.sizes import LANES, MOST_POOLS, POOL_BYTES, graph_count, padded
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,12 @@ class MemoryPlan:
     loading   beside the weights loaded so far, while a layer is packed
     pinned    host memory that the accelerator copies from; staging: host memory while layers are read
     limit     that the user set, 0 = none
+
+    Taken as sessions come, in none of the above and not asked for at the boot: where no room is left, a session is
+    refused with its reason, and its messages travel inline.
+
+    shared    most shared memory of callers on this host, pinned where the device is an NVIDIA GPU
+    pools     most memory of the device for callers on other GPUs of this host
     """
 
     kind: str
@@ -67,6 +73,8 @@ class MemoryPlan:
     staging: int
     limit: int = 0
     mapped: bool = False
+    shared: int = 0
+    pools: int = 0
 
     @property
     def serving(self) -> int:
@@ -94,12 +102,13 @@ def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> Memor
         for top_k in routes[a.info.layer]:
             scratch = max(scratch, footprint(row.name, replace(problem, top_k=top_k), tokens).scratch_bytes)
         canonical = max(canonical, canonical_bytes(problem))
+    shared = config.shm_memory if config.offers_shm else 0
     if kind == "cpu":
         # a layer is read while the one before is packed; and before it is mapped, it lies there packed
         mapped = config.cache is not None
         loading = (3 if mapped else 2) * canonical
         context = CONTEXT_BYTES[kind]
-        return MemoryPlan(kind, weights, scratch, 0, 0, 0, context, loading, 0, 0, config.memory_limit, mapped)
+        return MemoryPlan(kind, weights, scratch, 0, 0, 0, context, loading, 0, 0, config.memory_limit, mapped, shared)
     size = 4 if config.compute == "f32" else 2
     hidden = max((a.info.hidden_size for a, _, _ in chosen), default=0)
     most_routes = max((a.info.num_experts for a, _, _ in chosen), default=0)  # of a token: callers choose
@@ -118,6 +127,8 @@ def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> Memor
         buffers + (LANES * tokens * TABLE_BYTES if chosen else 0),
         2 * canonical,
         config.memory_limit,
+        shared=shared,
+        pools=MOST_POOLS * POOL_BYTES if shared and kind == "cuda" else 0,
     )
 
 
@@ -270,6 +281,12 @@ def memory_text(plan: MemoryPlan, free: int) -> list[str]:
             f"while loading, GiB: {_gib(plan.peak)} of the device at most; of the host {_gib(plan.pinned)} pinned, and"
             f" {_gib(plan.staging)} while layers are read"
         )
+    if plan.shared:
+        pinned = " pinned" if plan.pools else ""
+        pools = f", {_gib(plan.pools)} of the device for those on other GPUs" if plan.pools else ""
+        lines.append(
+            f"callers on this host, GiB at most, as they come: {_gib(plan.shared)} of shared memory{pinned}{pools}"
+        )
     return lines
 
 
@@ -286,6 +303,8 @@ def memory_json(plan: MemoryPlan, free: int) -> dict[str, int]:
         "pinned": plan.pinned,
         "staging": plan.staging,
         "limit": plan.limit,
+        "shared": plan.shared,
+        "pools": plan.pools,
         "free": free,
     }
 

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-__all__ = ["LANES", "STREAMED_ROWS", "WHOLE_ROWS", "graph_count", "padded", "sizes_up_to"]
+__all__ = [
+    "LANES",
+    "MOST_POOLS",
+    "POOL_BYTES",
+    "STREAMED_ROWS",
+    "WHOLE_ROWS",
+    "graph_count",
+    "padded",
+    "sizes_up_to",
+]
 
 LANES = 2
 """Batches under way on an accelerator."""
@@ -16,6 +25,10 @@ STREAMED_ROWS = 128
 """From so many rows on copy engines move a batch beside another's kernels (docs/log/data-path.md)."""
 WHOLE_ROWS = 8
 """Up to so many rows a launch less is worth a graph more."""
+MOST_POOLS = 16
+"""Sessions of callers on other GPUs at once."""
+POOL_BYTES = 64 << 20
+"""Of the server's GPU for each of them."""
 _DOUBLING = 64
 
 

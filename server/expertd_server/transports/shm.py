@@ -27,6 +27,7 @@ from typing import Protocol
 from expertd.shm.layout import ENTRIES, PAGE, region_bytes
 from expertd.shm.pool import Pool, PoolError
 from expertd.shm.region import Region, RegionError, host_id, peer_uid, supported
+from expertd_server.engine.sizes import MOST_POOLS, POOL_BYTES
 
 __all__ = ["GpuDoor", "ShmDoor", "ShmEngine"]
 
@@ -105,8 +106,8 @@ class ShmDoor:
         *,
         arena_bytes: int = 64 << 20,
         most_bytes: int = 4 << 30,
-        pool_bytes: int = 64 << 20,
-        most_pools: int = 16,
+        pool_bytes: int = POOL_BYTES,
+        most_pools: int = MOST_POOLS,
     ) -> None:
         self._engine = engine
         self._arena_bytes, self._most = arena_bytes, most_bytes

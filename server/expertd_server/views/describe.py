@@ -74,6 +74,8 @@ def memory_message(plan: MemoryPlan) -> pb.Memory:
         pinned_bytes=plan.pinned,
         limit_bytes=plan.limit,
         weights_mapped=plan.mapped,
+        shared_bytes=plan.shared,
+        pools_bytes=plan.pools,
         loading_bytes=plan.loading,
     )
 

@@ -16,7 +16,7 @@ from expertd_server.boot import memory as module
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
 from expertd_server.boot.memory import give_back, memory_json, memory_text, plan_memory, require_room
 from expertd_server.cli import main
-from expertd_server.config import ConfigError, ServeConfig, resolve
+from expertd_server.config import Address, ConfigError, ServeConfig, resolve
 from expertd_server.engine.sizes import graph_count
 from expertd_server.host import Host
 
@@ -42,6 +42,21 @@ def test_a_whole_model_on_a_gpu_takes_its_packed_bytes_and_little_more():
     assert plan.serving < plan.weights + 1.5 * GIB
     assert plan.loading == 2 * canonical_bytes(assignments[0].decision.problem)
     assert plan.peak == plan.weights + plan.scratch + plan.context + plan.loading
+
+
+def test_what_callers_may_take_is_told_and_not_asked_for():
+    plan = plan_memory(*made())
+    assert (plan.shared, plan.pools) == (4 * GIB, 16 * (64 << 20))
+    for more in ({"shm": "off"}, {"listen": Address("0.0.0.0", 0), "insecure": True}):
+        without = plan_memory(*made(**more))
+        assert (without.shared, without.pools) == (0, 0)
+        assert (without.serving, without.peak, without.pinned) == (plan.serving, plan.peak, plan.pinned)
+        assert not any("callers" in line for line in memory_text(without, 0))
+    assert plan_memory(*made(listen=Address("0.0.0.0", 0), insecure=True, shm="on", shm_memory=GIB)).shared == GIB
+    on_a_cpu = plan_memory(*made(device="cpu-avx2"))
+    assert (on_a_cpu.shared, on_a_cpu.pools) == (4 * GIB, 0)
+    assert memory_text(on_a_cpu, 0)[-1] == "callers on this host, GiB at most, as they come: 4.00 of shared memory"
+    assert memory_json(plan, 0)["pools"] == GIB
 
 
 def test_other_numbers_of_routes_and_wider_activations_count():
@@ -122,7 +137,8 @@ def test_a_cpu_has_one_memory_and_a_cache_maps_weights():
 
 def test_people_and_programs_are_told_the_same():
     plan = plan_memory(*made(memory_limit=20 * GIB))
-    first, second = memory_text(plan, 70 * GIB)
+    first, second, third = memory_text(plan, 70 * GIB)
+    assert "4.00 of shared memory pinned, 1.00 of the device for those on other GPUs" in third
     assert first.startswith("device memory, GiB: weights 13.9")
     assert "limit 20.00, 70.00 free; 2306 graphs once every size has come" in first
     assert "pinned" in second
