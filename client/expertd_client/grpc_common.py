@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "bad_answer",
     "call_failed",
     "channel_options",
+    "now_us",
     "stream_ended",
     "unary_timeout_s",
 ]
@@ -56,6 +58,11 @@ _OPTIONS: dict[str, Any] = {
 def channel_options(extra: ChannelOptions = ()) -> list[tuple[str, Any]]:
     """The options of a channel; those in `extra` win."""
     return list({**_OPTIONS, **dict(extra)}.items())
+
+
+def now_us() -> int:
+    """For ForwardRequest.sent_us."""
+    return time.monotonic_ns() // 1000
 
 
 def call_failed(error: grpc.RpcError, target: str) -> ExpertdError:

@@ -121,7 +121,7 @@ class _Stream:
         return True
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
-        self._outbox.put(encode_stream_request(request.view(request_id, timeout_us)))
+        self._outbox.put(encode_stream_request(request.view(request_id, timeout_us, common.now_us())))
 
     def cancel(self, request_id: int) -> None:
         self._outbox.put(encode_stream_request(pb.CancelRequest(request_id=request_id)))

@@ -149,8 +149,11 @@ class Request:
         object.__setattr__(part, "dtypes", (self.dtypes[0], pb.DATA_TYPE_E4M3, *self.dtypes[2:]))
         return part
 
-    def view(self, request_id: int, timeout_us: int) -> ForwardRequestView:
-        """The request as a message: its tensors as bytes in host memory, not copied where they lie so already."""
+    def view(self, request_id: int, timeout_us: int, sent_us: int = 0) -> ForwardRequestView:
+        """The request as a message: its tensors as bytes in host memory, not copied where they lie so already.
+
+        sent_us: when it leaves, on a clock of this process; 0 = nobody asks.
+        """
         grouped, dtypes = self.grouped, self.dtypes
         return ForwardRequestView(
             request_id,
@@ -164,6 +167,7 @@ class Request:
             pb.OUTPUT_FORM_DIGEST if self.digest else pb.OUTPUT_FORM_TENSOR,
             self.traceparent,
             self.router_weight_on_input,
+            sent_us,
         )
 
     def with_tensors(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, output: int | None = None) -> Request:

@@ -82,7 +82,7 @@ class BlockScales(_message.Message):
     def __init__(self, block: _Optional[int] = ..., raw: _Optional[bytes] = ..., floats: _Optional[_Union[FloatValues, _Mapping]] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("request_id", "layer", "hidden_states", "topk_ids", "topk_weights", "grouped", "timeout_us", "output_dtype", "output_form", "traceparent", "router_weight_on_input")
+    __slots__ = ("request_id", "layer", "hidden_states", "topk_ids", "topk_weights", "grouped", "timeout_us", "output_dtype", "output_form", "traceparent", "router_weight_on_input", "sent_us")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class ForwardRequest(_message.Message):
     OUTPUT_FORM_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_WEIGHT_ON_INPUT_FIELD_NUMBER: _ClassVar[int]
+    SENT_US_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     layer: int
     hidden_states: Tensor
@@ -105,7 +106,8 @@ class ForwardRequest(_message.Message):
     output_form: OutputForm
     traceparent: str
     router_weight_on_input: bool
-    def __init__(self, request_id: _Optional[int] = ..., layer: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., grouped: _Optional[_Union[GroupedRows, _Mapping]] = ..., timeout_us: _Optional[int] = ..., output_dtype: _Optional[_Union[DataType, str]] = ..., output_form: _Optional[_Union[OutputForm, str]] = ..., traceparent: _Optional[str] = ..., router_weight_on_input: _Optional[bool] = ...) -> None: ...
+    sent_us: int
+    def __init__(self, request_id: _Optional[int] = ..., layer: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., grouped: _Optional[_Union[GroupedRows, _Mapping]] = ..., timeout_us: _Optional[int] = ..., output_dtype: _Optional[_Union[DataType, str]] = ..., output_form: _Optional[_Union[OutputForm, str]] = ..., traceparent: _Optional[str] = ..., router_weight_on_input: _Optional[bool] = ..., sent_us: _Optional[int] = ...) -> None: ...
 
 class GroupedRows(_message.Message):
     __slots__ = ("expert_ids", "row_counts")

@@ -115,7 +115,7 @@ _MAX_TRACEPARENT = bounds.MOST["ForwardRequest.traceparent"]
 
 
 def _request(buf: Bytes, view: memoryview, pos: int, end: int) -> ForwardRequestView:
-    request_id = layer = timeout_us = output_dtype = output_form = 0
+    request_id = layer = timeout_us = output_dtype = output_form = sent_us = 0
     hidden_states = topk_ids = topk_weights = grouped = None
     traceparent = ""
     router_weight_on_input = False
@@ -158,6 +158,8 @@ def _request(buf: Bytes, view: memoryview, pos: int, end: int) -> ForwardRequest
         elif field == 0x58:
             flag, pos = varint(buf, pos)
             router_weight_on_input = flag != 0
+        elif field == 0x60:
+            sent_us, pos = varint(buf, pos)
         elif field == 0x52:
             start, pos = size(buf, pos, end)
             if pos - start > _MAX_TRACEPARENT:
@@ -184,6 +186,7 @@ def _request(buf: Bytes, view: memoryview, pos: int, end: int) -> ForwardRequest
         output_form,
         traceparent,
         router_weight_on_input,
+        sent_us,
     )
 
 

@@ -89,6 +89,7 @@ def _request(r: ForwardRequestView) -> tuple[list[Buffer], int]:
         tail += _varint(len(text)) + text
     if r.router_weight_on_input:
         tail += b"\x58\x01"
+    _scalar(tail, 0x60, r.sent_us, 64)
     parts.append(tail)
     return parts, size + len(tail)
 

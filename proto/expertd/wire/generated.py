@@ -40,6 +40,7 @@ def request_view(message: pb.ForwardRequest) -> ForwardRequestView:
         message.output_form,
         message.traceparent,
         message.router_weight_on_input,
+        message.sent_us,
     )
 
 

@@ -111,6 +111,7 @@ class ForwardRequestView:
     output_form: int = 0
     traceparent: str = ""
     router_weight_on_input: bool = False
+    sent_us: int = 0
 
 
 @dataclass(slots=True)

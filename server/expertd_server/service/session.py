@@ -24,6 +24,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, StreamRequestView
 from expertd_server.engine.admission import State
 from expertd_server.engine.request import Answer, Array, Outcome, Request
+from expertd_server.service.age import Age
 from expertd_server.service.response import error_of
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Session:
         self._held_bytes = 0  # answers, from their request's taking until they have left
         self._outbox_bytes = 0  # of them those that the outlet has
         self._ended = self._closed = False
+        self._age = Age()
 
     # ---- the transport's thread --------------------------------------------------------------------------------------
 
@@ -73,6 +75,7 @@ class Session:
     ) -> Future[None] | None:
         """One message of the caller; it is answered through the outlet, whatever it is.
 
+        arrival_ns: when it was read; a request's time began before, where its caller says when it left.
         into: where a forward's output is to be written, as in Request.  memory: the transport's name for what the
         message and `into` lie in; outlet.released(memory) is called once when they are used no more, maybe before this
         returns.
@@ -80,7 +83,8 @@ class Session:
         """
         if isinstance(message, ForwardRequestView):
             try:
-                return self._forward(message, arrival_ns, into, memory)
+                begun_ns = arrival_ns - self._age.of(message.sent_us, arrival_ns)
+                return self._forward(message, begun_ns, into, memory)
             except Exception as e:
                 self.refuse(error_of(e, "a request"), message.request_id)
                 self._released(memory)

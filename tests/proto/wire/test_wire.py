@@ -23,6 +23,7 @@ def request(**changes: Any) -> wire.ForwardRequestView:
         "topk_ids": wire.TensorView.of_raw(pb.DATA_TYPE_I32, (2, 1), bytes(8)),
         "topk_weights": wire.TensorView.of_raw(pb.DATA_TYPE_F32, (2, 1), bytes(8)),
         "timeout_us": 5000,
+        "sent_us": 1 << 40,
     }
     return wire.ForwardRequestView(**(values | changes))
 
