@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from expertd_kernels.native.csrc.build import stale
+
 OWN = Path(__file__).resolve().parent / "fixtures"
 """One small checkpoint for each family of formats, written by other people's tools; in the repository."""
 
@@ -50,3 +52,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     there = f"{len(shared | own)} checkpoint fixtures: {len(own)} of tests/fixtures"
     more = f"{len(shared - own)} more of ../shared/fixtures" if shared else "../shared/fixtures is not there"
     terminalreporter.write_line(f"{there}, {more}")
+    if said := stale():  # tests of the row `cpu` were skipped, and servers took a slower one
+        terminalreporter.write_line(said)

@@ -143,7 +143,18 @@ def main() -> int:
         except BuildError as e:
             print(f"{library.name}: {e}", file=sys.stderr)
             return 1
+    if said := _cpu_library(root):
+        print(said, file=sys.stderr)
     return 0
+
+
+def _cpu_library(root: Path) -> str:
+    """Whether that of the CPU's kernels, which takes minutes and has a command of its own, is stale.  Asked as a
+    process: the contract imports no kernels."""
+    script = _below(root, "kernels/expertd_kernels/native/csrc") / "build.py"
+    if not script.exists():
+        return ""
+    return subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False).stdout
 
 
 if __name__ == "__main__":

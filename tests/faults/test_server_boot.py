@@ -175,7 +175,7 @@ def test_a_compiled_kernel_that_cannot_be_used_is_said_where_it_slows_loading_an
     from expertd_kernels.checkpoint import open_checkpoint, repack
     from expertd_kernels.native import library as native
 
-    why = "cpu kernel: the library was built from sources abc, the sources here are def"
+    why = "cpu kernel: libexpertd_cpu.so was made of other sources than those that lie there: abc, not def"
     for module in (native, repack):
         monkeypatch.setattr(module, "kernel_error", lambda: why)
     repack.uses_library.cache_clear()

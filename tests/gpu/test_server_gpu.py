@@ -25,7 +25,8 @@ try:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from expertd.errors import BackendFailedError, DrainingError, UnavailableError
-    from expertd_client import ExpertClient
+    from expertd_client import ExpertClient, GrpcTransport
+    from expertd_client.e4m3 import quantize
 except Exception as e:  # a machine for kernels alone: nothing installed, or other versions of grpcio and protobuf
     pytest.skip(f"the server cannot run here: {type(e).__name__}: {e}", allow_module_level=True)
 
@@ -138,6 +139,26 @@ def test_answers_what_it_says_of_itself_drains_and_boots_again_from_the_cache(st
         assert server.stop() == 0, server.text()
         assert "requests that were taken are answered" in server.text()
     assert backends[0] == backends[1]
+
+
+def test_e4m3_from_both_ways_is_widened_on_the_device(start):
+    """Against bf16 of what the codes stand for; 300 rows are beyond what copy engines move of bf16."""
+    address = start("--synthetic", MODEL).until(r"serving on (\S+)")
+    for server in (address, GrpcTransport(address)):
+        with ExpertClient(server, timeout_s=60) as plain, ExpertClient(server, wire_dtype="e4m3", timeout_s=60) as e4m3:
+            assert plain.session().transport == e4m3.session().transport
+            for tokens in (1, 5, 300):
+                x, ids, w = random_inputs(tokens, H, E, K, seed=tokens)
+                q = quantize(x)
+                wide = q.codes.view(torch.float8_e4m3fn).float() * q.scales.repeat_interleave(128, 1)
+                want = torch.as_tensor(plain.forward(0, wide.bfloat16(), ids, w).output).float()
+                for hidden in (x, x.to("cuda")) if torch.cuda.is_available() else (x,):
+                    answer = e4m3.forward(0, hidden, ids, w)
+                    assert answer.output.device == hidden.device
+                    assert relative_error(answer.output.float(), want) <= 1e-3
+                    assert answer.timing.backend
+                right = reference(SyntheticModel.parse(MODEL).load(0), x, ids, w)
+                assert relative_error(torch.as_tensor(answer.output), right) <= 0.04 + tolerance("bf16")
 
 
 def test_measured_with_two_copies_and_eight_callers_at_once(start):

@@ -1,6 +1,8 @@
 """The small C++ libraries are found where they lie: in a checkout, and where the packages are installed."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,26 @@ def test_a_library_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
     assert cxx.stale(name) == ""
     (folder / "client.cpp").write_text("int two;")
     assert "python -m expertd.cxx" in cxx.stale(name)
+
+
+def test_a_stale_library_of_the_cpus_kernels_is_told_beside_the_small_ones(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "kernels/expertd_kernels/native/csrc"
+    folder.mkdir(parents=True)
+    (tmp_path / cxx.SHM).mkdir(parents=True)
+    shutil.copy(ROOT / "kernels/expertd_kernels/native/csrc/build.py", folder)
+    (folder / "layer.cpp").write_text("int one;")
+    monkeypatch.setattr(cxx, "_root", lambda: tmp_path)
+    monkeypatch.setattr(cxx, "build", lambda library, root: root / library.name)
+    assert cxx.main() == 0
+    assert capsys.readouterr().err == "", "none is there"
+    (folder / "libexpertd_cpu.so").write_bytes(b"of older sources")
+    assert cxx.main() == 0, "the small ones are there"
+    said = capsys.readouterr().err
+    assert "libexpertd_cpu.so was made of other sources than those that lie there" in said
+    assert "python -m expertd_kernels.native.csrc.build makes it anew" in said
+    digest = subprocess.run(
+        [sys.executable, "-c", "import build; print(build.sources_hash())"], cwd=folder, capture_output=True, text=True
+    ).stdout.strip()
+    (folder / "libexpertd_cpu.so").write_bytes(b"of " + digest.encode())
+    assert cxx.main() == 0
+    assert capsys.readouterr().err == ""

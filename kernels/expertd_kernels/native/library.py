@@ -153,8 +153,8 @@ def library() -> C.CDLL:
     built, here = lib.expertd_cpu_sources().decode(), source.sources_hash()
     if lib.expertd_cpu_abi() != ABI or (path is None and built != here):
         raise KernelMissingError(
-            f"the library was built from sources {built} (ABI {lib.expertd_cpu_abi()}), the sources here are {here}"
-            f" (ABI {ABI})"
+            f"{source.LIBRARY} was made of other sources than those that lie there: {built} (ABI"
+            f" {lib.expertd_cpu_abi()}), not {here} (ABI {ABI})"
         )
     return lib
 

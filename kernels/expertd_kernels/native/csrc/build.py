@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["LIBRARY", "BuildError", "build", "find_compiler", "is_current", "remedy", "sources_hash"]
+__all__ = ["LIBRARY", "BuildError", "build", "find_compiler", "is_current", "remedy", "sources_hash", "stale"]
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libexpertd_cpu.so"
@@ -121,6 +121,13 @@ def is_current(library: Path) -> bool:
     return library.exists() and sources_hash().encode() in library.read_bytes()
 
 
+def stale(library: Path = HERE / LIBRARY) -> str:
+    """Why a library that lies there is not used; "" = it is, or there is none."""
+    if not library.exists() or is_current(library):
+        return ""
+    return f"{library.name} was made of other sources than those that lie there: {remedy()} makes it anew"
+
+
 def build(
     out: Path | None = None,
     *,
@@ -204,9 +211,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where to put the result (default: beside the sources)")
     parser.add_argument("--sanitize", default="", metavar="LIST", help="e.g. address,undefined")
     parser.add_argument("--only-if-stale", action="store_true", help="do nothing where the result is current")
+    parser.add_argument("--check", action="store_true", help="say whether the library is stale, and build nothing")
     parser.add_argument("--machine", default="", metavar="NAME", help="x86_64 or aarch64, for an old glibc, by ziglang")
     parser.add_argument("--driver", action="store_true", help="build the self-test program instead of the library")
     args = parser.parse_args(argv)
+    if args.check:
+        print(stale(args.out or HERE / LIBRARY), end="")
+        return 0
     try:
         print(
             build(
