@@ -14,7 +14,8 @@ from expertd.shm.library import LibraryMissingError
 from expertd.shm.library import library as client_library
 from expertd.shm.region import host_id, supported
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client import AsyncExpertClient, ExpertClient, shm
+from expertd_client import AsyncExpertClient, ExpertClient, ExpertCluster, shm
+from expertd_client.cluster import cluster as cluster_module
 from expertd_client.request import Request
 from expertd_client.shm import AioShmChannel, ShmChannel
 from expertd_server.engine.core import CoreMissingError, library
@@ -84,6 +85,13 @@ class Transport:
     def connect(self, deliver, closed):
         self.inline = Inline(self.door, deliver, closed)
         return self.inline
+
+    def describe(self, request, timeout_s, wait_for_ready, waiter):
+        layer = pb.Layer(
+            layer=0, num_experts=E, held=[pb.ExpertRange(count=E)], top_k=2, intermediate_size=8, backend="sums"
+        )
+        model = pb.Model(family="sums", hidden_size=H)
+        waiter.answer(pb.DescribeResponse(model=model, layers=[layer], limits=pb.Limits(max_tokens=64)))
 
     def close(self):
         pass
@@ -320,6 +328,55 @@ def test_a_server_that_goes_fails_held_requests(client, sums):
     assert exchange.collect(number, 10**10) in (None, True)
     assert waiter.came.wait(10)
     assert isinstance(waiter.value, UnavailableError)
+
+
+# ---- a cluster of one ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(client):
+    with ExpertCluster(["door"], transport=lambda address: Transport(client.door)) as made:
+        made.forward(0, *inputs(2)[0])
+        [made.member] = made._members.by_address.values()
+        yield made
+
+
+def test_a_cluster_of_one_server_asks_it_on_the_callers_thread(cluster, monkeypatch):
+    monkeypatch.setattr(cluster_module, "start", None)  # nothing flies
+    for seed in range(20):
+        kind = "numpy" if seed % 2 else "torch"
+        args, want = inputs(1 + seed % 9, kind, seed=seed)
+        answer = cluster.forward(0, *args)
+        assert np.allclose(np.asarray(answer.output), want, rtol=1e-2)
+        assert type(answer.output) is type(args[0])
+        part = answer.parts[0]
+        assert (part.server, part.tokens, part.routes) == ("door", len(want), answer.routes_computed)
+        del answer
+    out = np.full((4, H), np.nan, np.float32)
+    args, want = inputs(4)
+    assert cluster.forward(0, *args, out=out).output is out
+    assert np.allclose(out, want, rtol=1e-2)
+    assert cluster.member.outstanding == 0
+    assert cluster.member.exchange._link._beside._client.blocks == 0
+
+
+def test_a_cluster_of_one_server_says_what_that_says_and_goes_on(cluster, sums):
+    (x, ids, w), want = inputs(3)
+    with pytest.raises(BadShapeError):
+        cluster.forward(0, x[:, : H // 2].copy(), ids, w)
+    sums.gate.clear()
+    with pytest.raises(DeadlineExceededError):
+        cluster.forward(0, x, ids, w, timeout_s=0.05)
+    sums.gate.set()
+    assert np.allclose(cluster.forward(0, x, ids, w, timeout_s=10).output, want, rtol=1e-2)
+    assert cluster.member.outstanding == 0
+
+
+def test_a_session_that_ends_fails_over_to_what_is_left(cluster, client):
+    client.door.close()
+    with pytest.raises(UnavailableError):  # the inline way of these tests answers nothing
+        cluster.forward(0, *inputs(3)[0], timeout_s=2)
+    assert cluster.member.outstanding == 0
 
 
 # ---- slots -----------------------------------------------------------------------------------------------------------

@@ -13,9 +13,11 @@ from expertd.errors import BadDtypeError, BadShapeError, UnsupportedCombinationE
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster.flight import Flight
 from expertd_client.cluster.join import Sum, join, renormalized
+from expertd_client.cluster.member import Member
 from expertd_client.cluster.policy import OnMissing
-from expertd_client.cluster.result import ClusterResult
+from expertd_client.cluster.result import Answered, ClusterResult
 from expertd_client.request import Request
+from expertd_client.result import ForwardResult
 from expertd_client.tensors import Synthetic, checked_dtype, device_of, from_host, numpy_dtype, on_host
 
 __all__ = ["Call"]
@@ -94,6 +96,27 @@ class Call:
                 if leg.result is not None:
                     leg.result.release()
         flight.forget()
+        return result
+
+    def answered_by(self, member: Member, answer: ForwardResult, seconds: float, epoch: int) -> ClusterResult:
+        """The answer where one server computed all of it."""
+        output, lent = self._output([Sum(None, answer.output)], None)
+        part = Answered(
+            member.address, self.host.tokens, answer.routes_computed, 1, seconds,
+            answer.timing.backend or member.backends.get(self.layer, ""),
+        )  # fmt: skip
+        result = ClusterResult(
+            output,
+            None,
+            answer.routes_computed,
+            answer.timing,
+            answer.lazy_load,
+            epoch,
+            answer.release if lent else None,
+            parts=(part,),
+        )
+        if not lent:
+            answer.release()
         return result
 
     def _output(self, sums: list[Sum], scale: NDArray[np.float32] | None) -> tuple[Any, bool]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from expertd.errors import DeadlineExceededError, ExpertdError, RequestCancelledError
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.cluster.alone import ask_alone
 from expertd_client.cluster.call import Call
 from expertd_client.cluster.flight import Flight, start
 from expertd_client.cluster.member import Member
@@ -28,7 +29,7 @@ from expertd_client.cluster.sources import Source, source_of
 from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.timers import Timers
 from expertd_client.credentials import Credentials
-from expertd_client.deadline import ThreadAlarm, deadline_in
+from expertd_client.deadline import Deadline, ThreadAlarm, deadline_in
 from expertd_client.e4m3 import asked_for
 from expertd_client.exchange import Exchange
 from expertd_client.forwarder import Forwarder
@@ -122,10 +123,19 @@ class ExpertCluster(Forwarder):
         self, request: Request, *, timeout_s: float | None = None, out: Any = None, on_missing: OnMissing | None = None
     ) -> ClusterResult:
         """out: where the answer goes, [M, H] of its dtype; on_missing: instead of the cluster's."""
+        call = Call(request, out, on_missing or self._on_missing, self._f32_sums)
+        deadline = self._enter(call, timeout_s)
+        try:
+            answer = ask_alone(self._around, call, deadline)
+        except BaseException:
+            self._slots.release()
+            raise
+        if answer is not None:
+            self._slots.release()
+            return answer
         landed = threading.Lock()
         landed.acquire()
-        call = Call(request, out, on_missing or self._on_missing, self._f32_sums)
-        flight = self._take_off(call, timeout_s, lambda flight: landed.release(), held=True)
+        flight = self._take_off(call, deadline, lambda flight: landed.release(), held=True)
         try:
             flight.collect()
             landed.acquire()
@@ -148,7 +158,7 @@ class ExpertCluster(Forwarder):
             except Exception as error:
                 future.set_exception(error)
 
-        future.flight = self._take_off(call, timeout_s, landed)
+        future.flight = self._take_off(call, self._enter(call, timeout_s), landed)
         return future
 
     def forward(
@@ -194,9 +204,8 @@ class ExpertCluster(Forwarder):
 
     # ---- a call ------------------------------------------------------------------------------------------------------
 
-    def _take_off(
-        self, call: Call, timeout_s: float | None, landed: Callable[[Flight], None], held: bool = False
-    ) -> Flight:
+    def _enter(self, call: Call, timeout_s: float | None) -> Deadline | None:
+        """Waits until the call may begin, and brings its tensors; one of the slots is taken."""
         deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
         if self._closing.is_set():
             raise RequestCancelledError("cluster: this client is closed; make a new one")
@@ -205,13 +214,23 @@ class ExpertCluster(Forwarder):
         if not self._slots.acquire(timeout=None if deadline is None else deadline.left_s()):
             assert deadline is not None
             raise deadline.crowded(call.layer)
+        try:
+            call.bring(self._quantizes and self._members.take_e4m3)
+        except BaseException:
+            self._slots.release()
+            raise
+        return deadline
+
+    def _take_off(
+        self, call: Call, deadline: Deadline | None, landed: Callable[[Flight], None], held: bool = False
+    ) -> Flight:
+        """The slot is free again when the flight has landed."""
 
         def freed(flight: Flight) -> None:
             self._slots.release()
             landed(flight)
 
         try:
-            call.bring(self._quantizes and self._members.take_e4m3)
             return start(self._around, call, deadline, freed, held)
         except BaseException:
             self._slots.release()

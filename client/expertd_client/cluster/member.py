@@ -134,12 +134,16 @@ class Member:
         self, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult], held: bool = False
     ) -> int:
         """Sends a part.  Whoever calls says answered() or failed() when it ended.  held: see Exchange.submit."""
+        self.begun(request.tokens)
+        return self.exchange.submit(request, deadline, waiter, held)
+
+    def begun(self, tokens: int) -> None:
+        """A part is under way."""
         with self._lock:
             if not self.outstanding:
                 self._heard_s = time.monotonic()
             self.outstanding += 1
-            self.outstanding_tokens += request.tokens
-        return self.exchange.submit(request, deadline, waiter, held)
+            self.outstanding_tokens += tokens
 
     def answered(self, tokens: int, seconds: float, result: ForwardResult) -> None:
         """A part of `tokens` tokens was answered after `seconds`."""
