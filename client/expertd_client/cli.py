@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = {
     "load": "send many, in a closed or an open loop, and report latency and throughput",
     "plan": "which server should hold which experts, from their load and the servers' speed and room",
     "apply": "bring a running cluster to a placement, while it serves",
+    "simulate": "what a cluster of many servers would make of a load",
     "strip": "copy a checkpoint without its experts, for a frontend",
     "bench": "measure parts of the client on this machine",
 }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -56,11 +55,11 @@ class Try:
 
     __slots__ = ("_flight", "begin_s", "leg", "member", "request_id")
 
-    def __init__(self, flight: Flight, leg: Leg, member: Member) -> None:
+    def __init__(self, flight: Flight, leg: Leg, member: Member, begin_s: float) -> None:
         self._flight = flight
         self.leg = leg
         self.member = member
-        self.begin_s = time.monotonic()
+        self.begin_s = begin_s
         self.request_id = 0
 
     def answer(self, value: ForwardResult) -> None:
@@ -91,7 +90,7 @@ class Flight:
         self.error: ExpertdError | None = None
         self.legs: list[Leg] = []
         self.unserved: list[Part] = []
-        self.begin_s = time.monotonic()
+        self.begin_s = around.clock()
         self._around = around
         self._deadline = deadline
         self._on_missing = on_missing
@@ -125,7 +124,7 @@ class Flight:
 
     def _collect(self, leg: Leg, attempt: Try) -> None:
         exchange = attempt.member.exchange
-        while attempt in leg.tries and (left_s := leg.due_s - time.monotonic()) > 0:
+        while attempt in leg.tries and (left_s := leg.due_s - self._around.clock()) > 0:
             if exchange.collect(attempt.request_id, int(min(left_s, _SLICE_S) * 1e9)) is not False:
                 return
         exchange.announce(attempt.request_id)
@@ -162,7 +161,7 @@ class Flight:
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def answered(self, attempt: Try, result: ForwardResult) -> None:
-        leg, member, now_s = attempt.leg, attempt.member, time.monotonic()
+        leg, member, now_s = attempt.leg, attempt.member, self._around.clock()
         member.answered(leg.part.request.tokens, now_s - attempt.begin_s, result)
         if result.routes_computed != leg.part.routes:
             self._miscounted(attempt, result)
@@ -222,7 +221,7 @@ class Flight:
 
     def look(self) -> None:
         """For the timer: does what is due."""
-        now_s = time.monotonic()
+        now_s = self._around.clock()
         with self._lock:
             self._next_look_s = math.inf
             if self._over:
@@ -240,7 +239,7 @@ class Flight:
     def _ask(self, leg: Leg, also: bool = False, held: bool = False) -> bool:
         """Sends a leg to the best server that it was not sent to; also: beside the tries under way; held: see
         Exchange.submit.  Whether there was one."""
-        members, now_s = self._around.members, time.monotonic()
+        members, now_s = self._around.members, self._around.clock()
         chosen, leg.chosen = leg.chosen, None
         there = [chosen] if chosen else members.usable(leg.holders, [*leg.spurned, *(t.member for t in leg.tries)])
         if not there and not also:
@@ -251,7 +250,7 @@ class Flight:
                 self._again(leg, None)
             return False
         tokens = leg.part.request.tokens
-        attempt = Try(self, leg, choose(there, tokens, now_s, self._around.rng))
+        attempt = Try(self, leg, choose(there, tokens, now_s, self._around.rng), now_s)
         with self._lock:
             if self._over or leg.result is not None or leg not in self.legs:
                 return False
@@ -274,8 +273,8 @@ class Flight:
     def _watch(self, leg: Leg, attempt: Try, now_s: float) -> None:
         """Sets when a leg is late: only where another server could be asked."""
         leg.due_s = math.inf
-        if len(leg.holders) > 1:
-            late_s = self._around.latencies.late_s(leg.part.request.tokens)
+        if len(leg.holders) > 1 or leg.apart:
+            late_s = math.inf if leg.apart else self._around.latencies.late_s(leg.part.request.tokens)
             leg.due_s = min(now_s + late_s, max(now_s + 1e-3, attempt.member.stalls_at_s() + 1e-3))
             self._look_at(leg.due_s)
 
@@ -286,9 +285,16 @@ class Flight:
 
     def _race(self, leg: Leg) -> None:
         """A leg that is late: asks another server, too."""
-        now_s = time.monotonic()
+        now_s = self._around.clock()
         hung = all(t.member.stalled(now_s) for t in leg.tries)
-        sent = len(leg.tries) < 3 and (hung or (len(leg.tries) == 1 and self._around.latencies.take_hedge()))
+        if hung and leg.apart:
+            self._take_apart(leg)
+            return
+        sent = (
+            not leg.apart
+            and len(leg.tries) < 3
+            and (hung or (len(leg.tries) == 1 and self._around.latencies.take_hedge()))
+        )
         if sent and self._ask(leg, also=True):
             return
         with self._lock:  # not now: look again when its server would count as hung
@@ -296,6 +302,13 @@ class Flight:
                 soonest = min(t.member.stalls_at_s() for t in leg.tries)
                 leg.due_s = max(now_s + 0.02, soonest + 1e-3)
                 self._look_at(leg.due_s)
+
+    def _take_apart(self, leg: Leg) -> None:
+        """A leg at a server that hangs, whose experts no other one holds together: goes to several instead."""
+        with self._lock:
+            losers, leg.tries = leg.tries, []
+        self._recall(losers)
+        self._again(leg, None)
 
     def _again(self, leg: Leg, error: ExpertdError | None) -> None:
         """A leg that is nowhere in flight; error: why, None = a pause is over.  At once to a server that was not asked
@@ -344,7 +357,7 @@ class Flight:
 
     def _wait(self, leg: Leg, error: ExpertdError | None) -> None:
         """Nobody can be asked for it now."""
-        policy, now_s = self._around.policy, time.monotonic()
+        policy, now_s = self._around.policy, self._around.clock()
         leg.since_s = leg.since_s or now_s
         end_s = leg.since_s + policy.patience_s if self._deadline is None else self._deadline.end_s
         if self._on_missing is not OnMissing.FAIL or now_s >= end_s:
@@ -355,7 +368,7 @@ class Flight:
             self._look_at(leg.due_s)
 
     def _late(self) -> bool:
-        return self._deadline is not None and self._deadline.left_s() <= 0
+        return self._deadline is not None and self._around.clock() >= self._deadline.end_s
 
     def _give_up(self, leg: Leg, error: ExpertdError | None) -> None:
         """A leg that nobody will answer."""

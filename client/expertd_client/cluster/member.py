@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from expertd.errors import (
     DeadlineExceededError,
@@ -45,6 +45,7 @@ class Member:
 
     placed       what the placement wants it to hold; None = whatever it says
     stall_s      Policy.stall_s
+    clock        time.monotonic, or a simulation's
 
     held         layer -> experts that it may be asked for
     backends     layer -> name of the kernel backend
@@ -64,8 +65,10 @@ class Member:
         exchange: Exchange,
         placed: Mapping[int, tuple[int, ...]] | None,
         stall_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
+        self._clock = clock
         self.transport = transport
         self.exchange = exchange
         self.held: Mapping[int, tuple[int, ...]] = placed or {}
@@ -141,7 +144,7 @@ class Member:
         """A part is under way."""
         with self._lock:
             if not self.outstanding:
-                self._heard_s = time.monotonic()
+                self._heard_s = self._clock()
             self.outstanding += 1
             self.outstanding_tokens += tokens
 
@@ -149,7 +152,7 @@ class Member:
         """A part of `tokens` tokens was answered after `seconds`."""
         timing, load = result.timing, result.load
         inside_s = 1e-9 * (timing.queue_ns + timing.copy_in_ns + timing.kernel_ns + timing.copy_out_ns)
-        now_s = time.monotonic()
+        now_s = self._clock()
         with self._lock:
             self._ended(tokens)
             self._heard_s = now_s
@@ -166,7 +169,7 @@ class Member:
             self._ended(tokens)
             if isinstance(error, RequestCancelledError | DeadlineExceededError):
                 return  # the caller's time was over: nothing is known of the server
-            now_s = time.monotonic()
+            now_s = self._clock()
             self._heard_s = now_s
             if isinstance(error, UnavailableError | DrainingError | NotReadyError):
                 self.refused = self.refused or error.message
@@ -180,7 +183,7 @@ class Member:
 
     def dropped(self, tokens: int) -> None:
         """A part was taken back; from a server that hangs: it is left alone, for longer each time."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         with self._lock:
             if self.stalled(now_s) and now_s >= self._not_before_s:
                 self._strikes += 1
@@ -236,7 +239,7 @@ class Member:
     def silent(self, error: ExpertdError) -> None:
         """It did not answer Describe."""
         self.asked = True
-        if time.monotonic() - self._heard_s > 1.0 or not self.outstanding:
+        if self._clock() - self._heard_s > 1.0 or not self.outstanding:
             self.refused = error.message
 
 

@@ -40,9 +40,16 @@ class Members:
 
     by_address  the servers, in the order of the source; never changed in place
     epoch       of the placement; 0 = none
+    clock       time.monotonic, or a simulation's
     """
 
-    def __init__(self, make: Callable[[str], tuple[Transport, Exchange]], stall_s: float) -> None:
+    def __init__(
+        self,
+        make: Callable[[str], tuple[Transport, Exchange]],
+        stall_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.clock = clock
         self.by_address: Mapping[str, Member] = {}
         self.epoch = 0
         self._make = make
@@ -67,7 +74,7 @@ class Members:
             for address in addresses_of(targets):
                 known = before.get(address)
                 if known is None:
-                    known = Member(address, *ways[address], placed.get(address), self._stall_s)
+                    known = Member(address, *ways[address], placed.get(address), self._stall_s, self.clock)
                     new.append(known)
                 else:
                     known.place(placed.get(address))
@@ -154,6 +161,6 @@ class Members:
 
     def usable(self, addresses: Sequence[str], without: Sequence[Member] = ()) -> list[Member]:
         """Those of the servers that may be asked now."""
-        now_s, known = time.monotonic(), self.by_address
+        now_s, known = self.clock(), self.by_address
         there = [known[a] for a in addresses if a in known]
         return [m for m in there if m.usable(now_s) and m not in without]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,6 +30,7 @@ class Leg:
 
     holders   addresses of the servers that hold all of its experts; chosen: the first to be asked, None = any
     first     the lowest expert of its groups
+    apart     nobody else holds all of its experts, but others hold them among themselves
     tries     where it is in flight now; asked: servers that were asked so far; spurned: where it failed
     due_s     when something is to be done about it; infinite = when an event comes
     since_s   when it was first found that nobody can be asked; 0 = never
@@ -38,6 +38,7 @@ class Leg:
     """
 
     __slots__ = (
+        "apart",
         "asked",
         "chosen",
         "due_s",
@@ -52,8 +53,11 @@ class Leg:
         "tries",
     )
 
-    def __init__(self, part: Part, holders: Sequence[str], first: int, chosen: Member | None) -> None:
+    def __init__(
+        self, part: Part, holders: Sequence[str], first: int, chosen: Member | None, apart: bool = False
+    ) -> None:
         self.part = part
+        self.apart = apart
         self.chosen = chosen
         self.holders = holders
         self.first = first
@@ -77,13 +81,16 @@ def place(
 ) -> tuple[list[Leg], list[Part]]:
     """Legs for a request, and the parts of it that nobody holds.  rows: its tokens in the batch; routes: how many."""
     chosen: dict[str, Member | None] = {}
-    owner_of_group: list[int] = []
-    for holders in table.holders:
+    number: dict[str, int] = {}
+    owner_of_group = [-1] * len(table.holders)
+    meant = [0] if table.whole else _groups(table, request)
+    for group in meant:
+        holders = table.holders[group]
         there = members.usable(holders)
-        member = choose(there, request.tokens, time.monotonic(), rng) if there else None
+        member = choose(there, request.tokens, members.clock(), rng) if there else None
         address = holders[0] if member is None else member.address
         chosen.setdefault(address, member)
-        owner_of_group.append(list(chosen).index(address))
+        owner_of_group[group] = number.setdefault(address, len(number))
     if table.whole:
         parts = [Part(0, None, request, routes)] if request.tokens else []
     else:
@@ -96,9 +103,16 @@ def place(
         if part.owner < 0:
             orphans.append(part)
         else:
-            groups = [g for g, owner in enumerate(owner_of_group) if owner == part.owner]
+            groups = [group for group in meant if owner_of_group[group] == part.owner]
             legs += _legs(members, part, groups, table, list(chosen.values())[part.owner])
     return legs, orphans
+
+
+def _groups(table: LayerTable, request: Request) -> list[int]:
+    """Those of the experts that a request means, ascending: a large cluster has many more."""
+    routes = np.bincount(table.group_of.take(request.topk_ids.ravel()) + 1, minlength=1)[1:]
+    found: list[int] = np.flatnonzero(routes).tolist()
+    return found
 
 
 def _legs(members: Members, part: Part, groups: list[int], table: LayerTable, chosen: Member | None) -> list[Leg]:
@@ -110,4 +124,5 @@ def _legs(members: Members, part: Part, groups: list[int], table: LayerTable, ch
     bounds = [known[a].max_tokens for a in holders if a in known and known[a].max_tokens]
     first = table.first[groups[0]]
     pieces = cut(part, min(bounds, default=0))
-    return [Leg(piece, holders, first, chosen if n == 0 else None) for n, piece in enumerate(pieces)]
+    apart = len(holders) < 2 and all(len(table.holders[g]) > 1 for g in groups)
+    return [Leg(piece, holders, first, chosen if n == 0 else None, apart) for n, piece in enumerate(pieces)]

@@ -83,7 +83,8 @@ def choose(candidates: Sequence[_T], tokens: int, now_s: float, rng: random.Rand
     lively = [c for c in candidates if not c.stalled(now_s)] or candidates
     if len(lively) == 1:
         return lively[0]
-    one, other = rng.sample(lively, 2)
+    first, second = int(rng.random() * len(lively)), int(rng.random() * (len(lively) - 1))
+    one, other = lively[first], lively[second + (second >= first)]
     return one if one.wait_s(tokens, now_s) <= other.wait_s(tokens, now_s) else other
 
 

@@ -10,7 +10,7 @@ from expertd.errors import RequestCancelledError
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.members import Members
 from expertd_client.cluster.policy import Latencies, Policy
-from expertd_client.cluster.timers import Timers
+from expertd_client.cluster.timers import Timer
 
 if TYPE_CHECKING:
     from expertd_client.cluster.flight import Flight
@@ -19,10 +19,11 @@ __all__ = ["Surroundings"]
 
 
 class Surroundings:
-    """wake: has a server described at once; flights: the calls under way."""
+    """clock: what all times are on; wake: has a server described at once; flights: the calls under way."""
 
-    def __init__(self, members: Members, policy: Policy, timer: Timers, wake: Callable[[Member], None]) -> None:
+    def __init__(self, members: Members, policy: Policy, timer: Timer, wake: Callable[[Member], None]) -> None:
         self.members = members
+        self.clock = members.clock
         self.policy = policy
         self.timer = timer
         self.wake = wake

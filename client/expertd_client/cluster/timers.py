@@ -8,10 +8,22 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from expertd_client.deadline import Alarm
 
-__all__ = ["Timers"]
+__all__ = ["Timer", "Timers"]
+
+
+class Timer(Protocol):
+    """Calls functions at their times."""
+
+    def at(self, when_s: float, call: Callable[[], None]) -> None:
+        """Calls it at `when_s`, or a little later; infinite = never."""
+        ...
+
+    def close(self) -> None:
+        """Calls nothing more."""
 
 
 class Timers:
