@@ -40,6 +40,8 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "requests": ("deadline", "e4m3", "lent", "request", "result", "retry", "tensors"),
         "exchange": ("exchange", "link", "session"),
         "transports": (
+            "beside",
+            "channels",
             "credentials",
             "grpc_aio",
             "grpc_common",
@@ -47,6 +49,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
             "servicer",
             "shm",
             "shm_message",
+            "tcp",
             "transport",
         ),
         "load": ("bench_cluster", "bench_codec", "files", "generation", "load", "percentiles", "workload"),

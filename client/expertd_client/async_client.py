@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.channels import channels_in_a_loop
 from expertd_client.credentials import Credentials
 from expertd_client.deadline import Deadline, LoopAlarm, deadline_in
 from expertd_client.e4m3 import asked_for, taken
@@ -22,7 +23,6 @@ from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.retry import NEVER, Retry, pause_s
 from expertd_client.session import Session, unanswered
-from expertd_client.shm import AioShmChannel
 from expertd_client.transport import Transport
 
 if TYPE_CHECKING:
@@ -130,7 +130,12 @@ class AsyncExpertClient(AsyncForwarder):
         if self._opened is None:
             server = self._server
             transport: Transport = (
-                AioGrpcTransport(server, unary=self._unary, credentials=self._credentials, channels=[AioShmChannel()])
+                AioGrpcTransport(
+                    server,
+                    unary=self._unary,
+                    credentials=self._credentials,
+                    channels=channels_in_a_loop(server, self._credentials),
+                )
                 if isinstance(server, str)
                 else server
             )

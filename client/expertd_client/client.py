@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from expertd.errors import ExpertdError
 from expertd.shm.layout import ENTRIES
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.channels import channels_of_threads
 from expertd_client.credentials import Credentials
 from expertd_client.deadline import Deadline, ThreadAlarm, deadline_in
 from expertd_client.e4m3 import asked_for, taken
@@ -28,7 +29,6 @@ from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.retry import NEVER, Retry, pause_s
 from expertd_client.session import Session, unanswered
-from expertd_client.shm import ShmChannel
 from expertd_client.slot import Slot
 from expertd_client.tensors import wire_dtype
 from expertd_client.transport import Transport
@@ -109,7 +109,9 @@ class ExpertClient(Forwarder):
         wire_dtype: str | None = None,
     ) -> None:
         self._transport: Transport = (
-            GrpcTransport(server, unary=unary, credentials=credentials, channels=[ShmChannel()])
+            GrpcTransport(
+                server, unary=unary, credentials=credentials, channels=channels_of_threads(server, credentials)
+            )
             if isinstance(server, str)
             else server
         )

@@ -72,6 +72,13 @@ class Credentials:
         )
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
+    def context(self) -> ssl.SSLContext:
+        """For sockets beside a channel, of what the files hold now: as strict as the channel.  Raises OSError."""
+        made = ssl.create_default_context(cafile=None if self.ca is None else os.fspath(self.ca))
+        if self.certificate is not None and self.key is not None:
+            made.load_cert_chain(self.certificate, self.key)
+        return made
+
     def options(self) -> list[tuple[str, Any]]:
         return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
 

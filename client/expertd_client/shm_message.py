@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from expertd.dtypes import DTYPE_BYTES, scales_of_row
 from expertd.errors import TABLE, ExpertdError
-from expertd.shm.client import Client
 from expertd.shm.layout import FORWARD, ROUTER_WEIGHT_ON_INPUT, Completion, Submission, Tensors
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardResponseView, Spelling, TensorView
@@ -17,10 +16,12 @@ from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.tensors import Synthetic, device_of, host_address, over_memory
 
-__all__ = ["ALIGN", "Sent", "refusal", "response", "result", "sendable", "submission_of", "timing_of"]
+__all__ = ["ALIGN", "Sent", "message_bytes", "refusal", "response", "result", "sendable", "submission_of", "timing_of"]
 
 ALIGN = 256
 """Of tensors in a block."""
+_HEADS = 256
+"""Bytes of a message that are no tensor's, at most."""
 
 
 class Sent(NamedTuple):
@@ -42,6 +43,16 @@ def sendable(request: Request) -> bool:
         or isinstance(request.topk_ids, Synthetic)
         or isinstance(request.topk_weights, Synthetic)
     )
+
+
+def message_bytes(request: Request) -> int:
+    """Of a sendable request as a message, at most."""
+    _, hidden_dtype, ids_dtype, weights_dtype = request.dtypes
+    M, H = request.hidden_states.shape
+    k = request.topk_ids.shape[1]
+    scales = -(-H // 128) * 4 if hidden_dtype == pb.DATA_TYPE_E4M3 else 0
+    row = H * DTYPE_BYTES[hidden_dtype] + scales + k * (DTYPE_BYTES[ids_dtype] + DTYPE_BYTES[weights_dtype])
+    return int(M * row) + _HEADS
 
 
 def submission_of(request: Request) -> Sent:
@@ -71,10 +82,10 @@ def submission_of(request: Request) -> Sent:
 
 
 def result(
-    answer: Completion, sent: Sent, request: Request, client: Client, give_back: Callable[[], None]
+    answer: Completion, sent: Sent, request: Request, address: int, give_back: Callable[[], None]
 ) -> ForwardResult:
-    """What the caller gets.  give_back: once, when the output is not read any more."""
-    lent = _lent(sent, client, give_back)
+    """What the caller gets.  address: of the output; give_back: once, when it is not read any more."""
+    lent = Lent.at(address, sent.tensors.out_bytes, give_back)
     device = device_of(request.hidden_states)
     output = over_memory(lent.array(), sent.out_dtype, sent.shape, device)
     if device is not None and device.type != "cpu":  # copied there
@@ -91,10 +102,10 @@ def result(
 
 
 def response(
-    answer: Completion, request_id: int, sent: Sent, client: Client, give_back: Callable[[], None]
+    answer: Completion, request_id: int, sent: Sent, address: int, give_back: Callable[[], None]
 ) -> ForwardResponseView:
     """The same as what a message would hold."""
-    lent = _lent(sent, client, give_back)
+    lent = Lent.at(address, sent.tensors.out_bytes, give_back)
     v = ForwardResponseView(
         request_id,
         TensorView(sent.out_dtype, sent.shape, Spelling.RAW, lent.array().data),
@@ -111,11 +122,6 @@ def refusal(answer: Completion) -> ExpertdError:
     row: Any = TABLE.get(answer.name.decode(errors="replace"), ExpertdError)
     error: ExpertdError = row(answer.text.decode(errors="replace"), retry_after_us=answer.retry_after_us)
     return error
-
-
-def _lent(sent: Sent, client: Client, give_back: Callable[[], None]) -> Lent:
-    address = client.region.arena + sent.submission.out
-    return Lent.at(address, sent.tensors.out_bytes, give_back)
 
 
 def timing_of(answer: Completion) -> pb.Timing:

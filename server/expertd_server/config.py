@@ -276,6 +276,8 @@ class ServeConfig:
     held: Path | None = None
     shm: str = "auto"
     shm_memory: int = 4 << 30
+    tcp: str = "auto"
+    tcp_listen: Address | None = None
     insecure: bool = False
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -316,10 +318,12 @@ class ServeConfig:
             raise ConfigError("--tls-cert and --tls-key: got one of them, want both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("--tls-client-ca: got it without --tls-cert and --tls-key, want all three")
-        plain = [("--listen", self.listen)] if self.tls_cert is None else []
+        plain: list[tuple[str, Address | None]] = []
+        if self.tls_cert is None:
+            plain = [("--listen", self.listen), ("--tcp-listen", self.tcp_where)]
         for flag, where in [*plain, ("--metrics-listen", self.metrics_listen)]:
             if where is not None and not where.loopback and not self.insecure:
-                tls = "--tls-cert and --tls-key, or " * (flag == "--listen")
+                tls = "--tls-cert and --tls-key, or " * (flag != "--metrics-listen")
                 raise ConfigError(
                     f"{flag} {where}: everybody who can reach it would be served in plain text; want {tls}an address of"
                     " this host alone, or --insecure where the network keeps strangers out"
@@ -331,6 +335,13 @@ class ServeConfig:
                 f"--admin-listen {admin}: who reaches it could change what is served; want an address of this host"
                 " alone, or --tls-cert, --tls-key and --callers, whose callers need the right admin"
             )
+
+    @property
+    def tcp_where(self) -> Address | None:
+        """Where sessions over TCP are served; None: nowhere."""
+        if self.tcp == "off" or (self.tcp == "auto" and self.tcp_listen is None):
+            return None
+        return self.tcp_listen or Address(self.listen.host or "127.0.0.1", 0)
 
     @property
     def compute(self) -> str:
@@ -444,6 +455,14 @@ OPTIONS: tuple[Option, ...] = (
         "shared memory for clients of the same user on this host: auto = where --listen is loopback",
     ),
     Option("shm_memory", _bytes, "SIZE", "most shared memory of all sessions together"),
+    Option(
+        "tcp",
+        _choice("auto", "on", "off"),
+        "HOW",
+        "sessions over TCP beside gRPC, for clients of other hosts, with TLS where gRPC has it: auto = where"
+        " --tcp-listen is given; on = also without, on a free port of --listen's host",
+    ),
+    Option("tcp_listen", Address.parse, "HOST:PORT", "where to serve them; port 0 = a free one"),
     Option("insecure", _yes_no, "yes|no", "yes: listen beyond this host without TLS"),
     Option("tls_cert", Path, "FILE", "certificate chain in PEM; read again when it changes, as are the three below"),
     Option("tls_key", Path, "FILE", "its key in PEM"),

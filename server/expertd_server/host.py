@@ -43,6 +43,7 @@ from expertd_server.config import Address, ServeConfig
 from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.choose import AnyEngine, make_engine
 from expertd_server.engine.native import NativeEngine
+from expertd_server.engine.peers import PeerBounds
 from expertd_server.engine.scheduler import Policy
 from expertd_server.remembered import recall, remember
 from expertd_server.residence import Residence
@@ -51,8 +52,9 @@ from expertd_server.service.service import Service
 from expertd_server.transports.admin import AdminTransport
 from expertd_server.transports.grpc_server import GrpcTransport
 from expertd_server.transports.protocol import Transport
-from expertd_server.transports.security import Security
+from expertd_server.transports.security import Security, tls_context
 from expertd_server.transports.shm import ShmDoor
+from expertd_server.transports.tcp import TcpDoor
 from expertd_server.views.describe import Describer
 from expertd_server.views.metrics import BackendFacts, Metrics
 from expertd_server.views.metrics_http import MetricsHttp
@@ -64,6 +66,8 @@ log = logging.getLogger(__name__)
 
 _MOST_BYTES = (1 << 31) - 1
 """Of a message: protobuf's and gRPC's own limit."""
+_MOST_PEER_BYTES = 1 << 30
+"""Of messages and answers of all sessions over TCP."""
 
 
 def message_bytes(max_tokens: int, infos: Sequence[LayerInfo]) -> int:
@@ -260,6 +264,7 @@ class Host:
         self.service = Service(self.engine, self.metrics, limits)
         door = self.service.doors["shm"] = self._shm(infos)
         self.service.doors["cuda_ipc"] = door if isinstance(door, str) else door.gpu
+        self.service.doors["tcp"] = self._tcp(largest)
         self._describe = Describer(
             self.service.load_message,
             instance_id=uuid.uuid4().hex,
@@ -285,6 +290,21 @@ class Host:
             door.start()
         except OSError as e:
             return str(e)
+        self._transports.append(door)
+        return door
+
+    def _tcp(self, most_message: int) -> TcpDoor | str:
+        """The door to sessions over TCP, or why there is none."""
+        config, where = self.config, self.config.tcp_where
+        if where is None:
+            return f"the server has it off: --tcp {config.tcp} without --tcp-listen; --tcp-listen HOST:PORT allows it"
+        if not isinstance(self.engine, NativeEngine):
+            return f"the server's engine is in Python: {self._engine_why}"
+        security = Security(config.tls_cert, config.tls_key, config.tls_client_ca)
+        bounds = PeerBounds(most_message, max(_MOST_PEER_BYTES, 4 * most_message), config.max_in_flight)
+        with _listening("--tcp-listen", where):
+            door = TcpDoor(self.engine, where, bounds, tls=tls_context(security, self.metrics.reloaded))
+            self.say(f"sessions over TCP on {door.start()}")
         self._transports.append(door)
         return door
 

@@ -52,9 +52,9 @@ GRID = ("--tokens", "1,3", "--callers", "1,2", "--hidden-size", "64", "--seconds
 @pytest.mark.timeout(60)
 def test_json_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     svg = tmp_path / "path.svg"
-    assert run("--json", "--svg", str(svg), *GRID, "--client", "asyncio,threads", "--transport", "inline,tcp") == 0
+    assert run("--json", "--svg", str(svg), *GRID, "--client", "asyncio,threads", "--transport", "inline,nixl") == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found["refused"]) == {"echo tcp asyncio", "echo tcp threads"}
+    assert set(found["refused"]) == {"echo nixl asyncio", "echo nixl threads"}
     assert all("no such channel" in why for why in found["refused"].values())
     keys = [(r["transport"], r["client"], r["tokens"], r["callers"]) for r in found["rows"]]
     assert keys == [("inline", c, m, n) for n in (1, 2) for m in (1, 3) for c in ("asyncio", "threads")]
@@ -73,13 +73,14 @@ def test_json_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 @pytest.mark.timeout(60)
 def test_a_server_beside_the_echo_and_tables(tiny_echo: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--tokens", "1", "--callers", "1", "--seconds", "0.1", "--hidden-size", "64")
-    assert run(tiny_echo, "--transport", "inline,shm", "--client", "threads", *words) == 0
+    assert run(tiny_echo, "--transport", "inline,shm,tcp", "--client", "threads,asyncio", *words) == 0
     out = capsys.readouterr().out
     assert "where it goes" in out
-    assert out.count(f"{tiny_echo} │ inline") == 2
-    assert out.count("echo            │ inline") == 2
+    assert out.count(f"{tiny_echo} │ inline") == 4
+    assert out.count("echo            │ inline") == 4
     if not supported():
-        assert out.count("echo            │ shm") == 2
+        assert out.count("echo            │ shm") == 4
+        assert out.count("echo            │ tcp") == 4
 
 
 def test_more_tokens_than_the_server_takes(tiny_echo: str) -> None:

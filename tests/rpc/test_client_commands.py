@@ -102,7 +102,10 @@ def test_describe(tiny_server):
     assert "chosen" in decisions
     facts = json.loads(expertctl("describe", tiny_server, "--json"))
     assert facts["model"]["hidden_size"] == 256
-    assert (facts["transports"], facts["session"]) == (["shm"], {"transport": "shm", "refused": {}})
+    assert (facts["transports"], facts["session"]) == (
+        ["shm"],
+        {"transport": "shm", "refused": {"tcp": "not beside shm, which stands before it in the offer"}},
+    )
     assert [layer["layer"] for layer in facts["layers"]] == [0, 1]
     assert facts["layers"][0]["held"] == [{"first": 0, "count": 8}]
     assert facts["layers"][0]["verdicts"] == []

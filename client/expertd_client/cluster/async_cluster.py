@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from expertd.errors import DeadlineExceededError, ExpertdError, RequestCancelledError
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.channels import channels_in_a_loop
 from expertd_client.cluster.call import Call
 from expertd_client.cluster.cluster import DESCRIBE_S, LEAVE_S
 from expertd_client.cluster.flight import start
@@ -35,7 +36,6 @@ from expertd_client.forwarder import AsyncForwarder
 from expertd_client.grpc_aio import AioGrpcTransport
 from expertd_client.request import Request, RequestOptions
 from expertd_client.session import Session
-from expertd_client.shm import AioShmChannel
 from expertd_client.transport import Transport
 
 if TYPE_CHECKING:
@@ -71,8 +71,12 @@ class AsyncExpertCluster(AsyncForwarder):
         self._quantizes = asked_for(wire_dtype)
         self._slots = asyncio.Semaphore(max_in_flight)
         self._policy = policy or Policy()
+
+        def own_transport(address: str) -> Transport:
+            return AioGrpcTransport(address, credentials=credentials, channels=channels_in_a_loop(address, credentials))
+
         self._members = Members(
-            partial(_way, transport or partial(AioGrpcTransport, credentials=credentials, channels=[AioShmChannel()])),
+            partial(_way, transport or own_transport),
             self._policy.stall_s,
         )
         self._around = Surroundings(self._members, self._policy, Timers(LoopAlarm), self._wake)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from expertd.errors import DeadlineExceededError, ExpertdError, RequestCancelledError
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.channels import channels_of_threads
 from expertd_client.cluster.alone import ask_alone
 from expertd_client.cluster.call import Call
 from expertd_client.cluster.flight import Flight, start
@@ -37,7 +38,6 @@ from expertd_client.grpc_sync import GrpcTransport
 from expertd_client.request import Request, RequestOptions
 from expertd_client.result import ForwardResult
 from expertd_client.session import Session
-from expertd_client.shm import ShmChannel
 from expertd_client.transport import Transport
 
 if TYPE_CHECKING:
@@ -99,8 +99,12 @@ class ExpertCluster(Forwarder):
         self._quantizes = asked_for(wire_dtype)
         self._slots = threading.Semaphore(max_in_flight)
         self._policy = policy or Policy()
+
+        def own_transport(address: str) -> Transport:
+            return GrpcTransport(address, credentials=credentials, channels=channels_of_threads(address, credentials))
+
         self._members = Members(
-            partial(_way, transport or partial(GrpcTransport, credentials=credentials, channels=[ShmChannel()])),
+            partial(_way, transport or own_transport),
             self._policy.stall_s,
         )
         self._around = Surroundings(self._members, self._policy, Timers(ThreadAlarm), self._wake)

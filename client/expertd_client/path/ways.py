@@ -26,6 +26,7 @@ from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.session import INLINE, Session
 from expertd_client.shm import AioShmChannel, ShmChannel
+from expertd_client.tcp import AioTcpChannel, TcpChannel
 from expertd_client.transport import Channel
 
 __all__ = ["BARE", "CLIENTS", "NotToBeHadError", "Way", "bare_way", "client_way", "codec_ns"]
@@ -33,9 +34,11 @@ __all__ = ["BARE", "CLIENTS", "NotToBeHadError", "Way", "bare_way", "client_way"
 BARE: Mapping[str, str] = {INLINE: "stream", "shm": "eventfd", "cuda_ipc": "eventfd", "tcp": "socket", "nixl": "socket"}
 """Which bare channel a transport is held against."""
 CLIENTS = ("asyncio", "threads")
-_CHANNELS: Mapping[tuple[str, str], Callable[[], Channel]] = {
-    ("asyncio", "shm"): AioShmChannel,
-    ("threads", "shm"): ShmChannel,
+_CHANNELS: Mapping[tuple[str, str], Callable[[str], Channel]] = {
+    ("asyncio", "shm"): lambda address: AioShmChannel(),
+    ("threads", "shm"): lambda address: ShmChannel(),
+    ("asyncio", "tcp"): AioTcpChannel,
+    ("threads", "tcp"): TcpChannel,
 }
 """Channels by client and name."""
 _OPEN_S = 30.0
@@ -56,7 +59,7 @@ class Way(Protocol):
 
 async def client_way(client: str, transport: str, address: str, callers: int) -> Way:
     """Raises NotToBeHadError, or a row of the error table."""
-    channels: list[Callable[[], Channel]] = []
+    channels: list[Callable[[str], Channel]] = []
     if transport != INLINE:
         make = _CHANNELS.get((client, transport))
         if make is None:
@@ -76,9 +79,11 @@ async def client_way(client: str, transport: str, address: str, callers: int) ->
 class _Tasks:
     """AsyncExpertClients, all in this loop."""
 
-    def __init__(self, address: str, callers: int, channels: Sequence[Callable[[], Channel]]) -> None:
+    def __init__(self, address: str, callers: int, channels: Sequence[Callable[[str], Channel]]) -> None:
         self.samples = Samples()
-        self._probes = [Probe(AioGrpcTransport(address, channels=[c() for c in channels])) for _ in range(callers)]
+        self._probes = [
+            Probe(AioGrpcTransport(address, channels=[c(address) for c in channels])) for _ in range(callers)
+        ]
         self._clients = [AsyncExpertClient(probe) for probe in self._probes]
 
     async def open(self) -> list[Session]:
@@ -108,9 +113,9 @@ class _Tasks:
 class _Threads:
     """ExpertClients, each called by a thread."""
 
-    def __init__(self, address: str, callers: int, channels: Sequence[Callable[[], Channel]]) -> None:
+    def __init__(self, address: str, callers: int, channels: Sequence[Callable[[str], Channel]]) -> None:
         self.samples = Samples()
-        self._probes = [Probe(GrpcTransport(address, channels=[c() for c in channels])) for _ in range(callers)]
+        self._probes = [Probe(GrpcTransport(address, channels=[c(address) for c in channels])) for _ in range(callers)]
         self._clients = [ExpertClient(probe) for probe in self._probes]
 
     async def open(self) -> list[Session]:

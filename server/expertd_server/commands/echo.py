@@ -83,11 +83,13 @@ def serving(
 
     from expertd_server.engine.admission import Limits, QueueLimits
     from expertd_server.engine.native import NativeEngine
+    from expertd_server.engine.peers import PeerBounds
     from expertd_server.engine.scheduler import Policy
     from expertd_server.engine.served import ServedLayer
     from expertd_server.service.service import Service
     from expertd_server.transports.grpc_server import GrpcTransport
     from expertd_server.transports.shm import ShmDoor
+    from expertd_server.transports.tcp import TcpDoor
     from expertd_server.views.metrics import Metrics
 
     metrics = Metrics()
@@ -112,6 +114,9 @@ def serving(
             service.doors["shm"] = door
         except OSError as e:
             service.doors["shm"] = str(e)
+    tcp = TcpDoor(engine, Address(listen.host or "127.0.0.1", 0), PeerBounds(limits.max_message_bytes))
+    tcp.start()
+    service.doors["tcp"] = tcp
     transport = GrpcTransport(service, listen)
     address = transport.start()
     try:
@@ -124,6 +129,7 @@ def serving(
         transport.drain(time.monotonic() + _GRACE_S)
         transport.close()
         door.close()
+        tcp.close()
         engine.stop(1.0)
         service.close()
 

@@ -29,6 +29,7 @@ __all__ = [
     "Load",
     "Measured",
     "Outcome",
+    "PeerBoundsStruct",
     "Run",
     "Waiting",
     "copying",
@@ -51,6 +52,13 @@ REASONS = (
     "UNSUPPORTED_COMBINATION",
     "BACKEND_FAILED",
     "OVERLOADED",
+    "MISSING_REQUEST_ID",
+    "DUPLICATE_REQUEST_ID",
+    "TOO_MANY_REQUESTS_IN_FLIGHT",
+    "BAD_BYTE_COUNT",
+    "BAD_TENSOR_SPELLING",
+    "OUTPUT_DTYPE_UNSUPPORTED",
+    "SCALES_UNSUPPORTED",
 )
 """Rows of the error table (expertd.errors) by the core's number; 0 = computed."""
 
@@ -170,6 +178,16 @@ class Waiting(C.Structure):
     _fields_ = _fields("u64: requests tokens routes bytes")
 
 
+class PeerBoundsStruct(C.Structure):
+    """engine.peers.PeerBounds, and how each reason travels: its code, whether it may be retried."""
+
+    _fields_ = [
+        *_fields("u64: most_message most_bytes; u32: most_in_flight half_ms unread_ms"),
+        ("codes", C.c_uint32 * len(REASONS)),
+        ("retryable", C.c_uint32 * len(REASONS)),
+    ]
+
+
 class Load(C.Structure):
     _fields_ = _fields(
         "u32: queued_tokens queued_requests waiting_tokens waiting_requests; f32: token_ns; u32: draining;"
@@ -228,6 +246,19 @@ def library() -> C.CDLL:
         function = getattr(quick if name in _QUICK else lib, "expertd_core" + name)
         function.restype, function.argtypes = result, arguments
         setattr(lib, "expertd_core" + name, function)
+    peers: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+        ("", p, (p, p)),
+        ("_free", None, (p,)),
+        ("_add", None, (p, u64, C.c_int, u32)),
+        ("_remove", None, (p, u64)),
+        ("_gone", u32, (p, p, u32)),
+        ("_bell", C.c_int, (p,)),
+        ("_unwritten", u64, (p,)),
+        ("_stop", None, (p,)),
+    )
+    for peers_name, returns, takes in peers:
+        function = getattr(lib, "expertd_peers" + peers_name)
+        function.restype, function.argtypes = returns, takes
     return lib
 
 
@@ -242,6 +273,7 @@ class Core:
     def __init__(self, config: Config) -> None:
         self._lib = library()
         self._core = self._lib.expertd_core(C.byref(config))
+        self.address: int = self._core
         self._outcomes = (Outcome * MOST_OUTCOMES)()
         self._records = (BatchRecord * 256)()
         self._load = Load()
@@ -312,7 +344,7 @@ class Core:
         return self._outcomes[:n]
 
     def answered(self) -> Sequence[int]:
-        """Requests of sessions in shared memory answered since the last call, by index into REASONS."""
+        """Requests of sessions in shared memory and over TCP answered since the last call, by index into REASONS."""
         counts = (C.c_uint64 * len(REASONS))()
         self._lib.expertd_core_answered(self._core, counts)
         return list(counts)

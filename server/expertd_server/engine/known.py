@@ -94,7 +94,7 @@ class KnownLayers:
 class Tally:
     """Turns the core's records of batches into reports.  One thread at a time.
 
-    observe: called with each report; answered: with a reason and how many requests of sessions in shared memory were
+    observe: called with each report; answered: with a reason and how many requests of sessions were
     answered with it since the last time; None: of no interest
     """
 

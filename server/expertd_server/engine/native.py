@@ -35,6 +35,7 @@ from expertd_server.engine.convert import digest
 from expertd_server.engine.executor import CpuExecutor, Executor
 from expertd_server.engine.known import KnownLayers, Tally
 from expertd_server.engine.outcome import dead_outcome, reply
+from expertd_server.engine.peers import PeerBounds, Peers
 from expertd_server.engine.report import BatchReport, LoadNow
 from expertd_server.engine.request import STORAGE, Answer, Array, Operand, Outcome, Request, Stages
 from expertd_server.engine.scheduler import Policy
@@ -100,6 +101,7 @@ class NativeEngine(Worker):
         self._requests: dict[int, tuple[Request, Array, tuple[Any, ...]]] = {}  # by handle
         self._left: dict[int, Any] = {}  # requests that were answered while the core might still read them
         self._callers: dict[str, int] = {}
+        self._peers: Peers | None = None
         self._numbers = itertools.count(1)
         self._delivering = threading.Lock()
         self._ended = False
@@ -232,6 +234,8 @@ class NativeEngine(Worker):
         self._core.stop()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+        if self._peers is not None:
+            self._peers.stop()
         self._ended = True
         self._mine.set()
         if self._answers.ident is not None:
@@ -246,6 +250,13 @@ class NativeEngine(Worker):
                 self._core.cancel(handle)
         for r, _, _ in left.values():
             reply(r, DrainingError(STOPPED))
+
+    def open_peers(self, bounds: PeerBounds) -> Peers:
+        """Serve sessions over TCP; once."""
+        if self._peers is not None:
+            raise RuntimeError("engine: it serves sessions over TCP already")
+        self._peers = Peers(self._core, bounds, self._caller)
+        return self._peers
 
     def _drop_unused(self) -> None:
         self._tally.forget(self._layers.drop_but({s.generation for s in self.holding.values()}))

@@ -18,7 +18,7 @@ from expertd.errors import ExpertdError
 from expertd_server.service.access import CALL, DESCRIBE, Access, parse_access
 from expertd_server.service.reloading import FileError, Reloading
 
-__all__ = ["Gate", "GuardedReflection", "Security", "tls_credentials"]
+__all__ = ["Gate", "GuardedReflection", "Security", "tls_context", "tls_credentials"]
 
 Told = Callable[[str, bool], None]
 
@@ -53,6 +53,25 @@ def tls_credentials(s: Security, told: Told) -> grpc.ServerCredentials | None:
         return held.value
 
     return grpc.dynamic_ssl_server_credentials(held.value, fetch, require_client_authentication=s.client_ca is not None)
+
+
+def tls_context(s: Security, told: Told) -> Callable[[], ssl.SSLContext] | None:
+    """The same for sockets beside gRPC's: the context of a new connection.  None = plain text.  Raises FileError."""
+    if s.certificate is None or s.key is None:
+        return None
+    paths = [s.certificate, s.key, *([s.client_ca] if s.client_ca else [])]
+    return Reloading("tls", paths, lambda data: _context(paths, data), told, every_s=0.0).current
+
+
+def _context(paths: Sequence[Path], data: Sequence[bytes]) -> ssl.SSLContext:
+    """Raises FileError."""
+    _configuration(paths, data)  # which says what is wrong
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(paths[0], paths[1], password=_no_password)
+    if len(data) > 2:
+        context.load_verify_locations(cadata=data[2].decode("ascii"))
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def _configuration(paths: Sequence[Path], data: Sequence[bytes]) -> Any:

@@ -13,7 +13,6 @@ descriptor.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import secrets
@@ -21,27 +20,28 @@ import select
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from expertd.shm.layout import ENTRIES, PAGE, region_bytes
 from expertd.shm.pool import Pool, PoolError
 from expertd.shm.region import Region, RegionError, host_id, peer_uid, supported
 from expertd_server.engine.sizes import MOST_POOLS, POOL_BYTES
+from expertd_server.transports.tickets import Tickets
 
 __all__ = ["GpuDoor", "ShmDoor", "ShmEngine"]
 
 log = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 32
-_TOKEN_S, _HELLO_S = 10.0, 2.0
-"""How long a token waits for its client, and a client that connected may take to send it."""
+_HELLO_S = 2.0
+"""How long a client that connected may take to send its token."""
 _POLL_S = 0.002
 _BACKLOG = 64
 _WORDS_BYTES = PAGE
 """Of the arena of a session from a GPU: its tensors lie in the pool."""
 _MOST_PENDING = 256
-"""Tokens that nobody has used yet, and connections that have not sent theirs."""
+"""Connections that have not sent their token."""
 
 
 class ShmSessions(Protocol):
@@ -78,11 +78,9 @@ class _Guest:
     on_device: bool = False
 
 
-@dataclass
-class _Ticket:
+class _Ticket(NamedTuple):
     caller: str
     on_device: bool
-    until_s: float = field(default_factory=lambda: time.monotonic() + _TOKEN_S)
 
 
 class GpuDoor:
@@ -114,7 +112,7 @@ class ShmDoor:
         self._pool_bytes, self._most_pools = pool_bytes, most_pools
         self._each = region_bytes(ENTRIES, arena_bytes)
         self._lock = threading.Lock()
-        self._tickets: dict[bytes, _Ticket] = {}
+        self._tickets: Tickets[_Ticket] = Tickets()
         self._guests: dict[int, _Guest] = {}
         self._why_not = supported()
         self._draining = self._closing = self._open = False
@@ -165,24 +163,20 @@ class ShmDoor:
         if not why and (not host or host != host_id()):
             why = "the caller is on another host, or in another network namespace"
         with self._lock:
-            self._forget_tickets()
             if not why and (self._draining or self._closing or not self._open):
                 why = "the server drains"
             taken = [g.on_device for g in list(self._guests.values()) if g.handle]
-            taken += [t.on_device for t in self._tickets.values()]
+            taken += [t.on_device for t in self._tickets.waiting()]
             if not why and on_device and sum(taken) >= self._most_pools:
                 why = f"the server has {sum(taken)} sessions from GPUs, and no memory of its GPU for more"
             if not why and not on_device and (taken.count(False) + 1) * self._each > self._most:
                 why = (
                     f"the server's shared memory is used up: {self._most} bytes for all sessions, {self._each} for each"
                 )
-            if not why and len(self._tickets) >= _MOST_PENDING:
-                why = "too many sessions are being opened; try again"
             if why:
                 return "", "", why
-            token = secrets.token_bytes(_TOKEN_BYTES)
-            self._tickets[token] = _Ticket(caller, on_device)
-        return token.hex(), self._endpoint, ""
+            token = self._tickets.issue(_Ticket(caller, on_device))
+        return (token, self._endpoint, "") if token else ("", "", "too many sessions are being opened; try again")
 
     def close(self) -> None:
         """Ends every session."""
@@ -259,18 +253,9 @@ class ShmDoor:
 
     def _take_ticket(self, said: bytes) -> _Ticket | None:
         try:
-            token = bytes.fromhex(said.decode("ascii"))
+            return self._tickets.take(bytes.fromhex(said.decode("ascii")))
         except ValueError:
             return None
-        with self._lock:
-            self._forget_tickets()
-            found = next((t for t in self._tickets if hmac.compare_digest(t, token)), None)
-            return None if found is None else self._tickets.pop(found)
-
-    def _forget_tickets(self) -> None:
-        now = time.monotonic()
-        for token in [t for t, ticket in self._tickets.items() if ticket.until_s < now]:
-            del self._tickets[token]
 
     def _dismiss_the_silent(self) -> None:
         now = time.monotonic()

@@ -41,6 +41,8 @@ const char* const kReasonNames[kReasons] = {
     "",          "CANCELLED",         "DEADLINE_EXCEEDED",     "QUEUE_FULL",          "DRAINING",
     "LAYER_NOT_HELD", "TOO_MANY_TOKENS", "BAD_SHAPE",          "BAD_DTYPE",           "MALFORMED_MESSAGE",
     "EXPERT_ID_OUT_OF_RANGE", "NON_FINITE_WEIGHTS", "UNSUPPORTED_COMBINATION", "BACKEND_FAILED", "OVERLOADED",
+    "MISSING_REQUEST_ID", "DUPLICATE_REQUEST_ID", "TOO_MANY_REQUESTS_IN_FLIGHT", "BAD_BYTE_COUNT", "BAD_TENSOR_SPELLING",
+    "OUTPUT_DTYPE_UNSUPPORTED", "SCALES_UNSUPPORTED",
 };
 
 void publish(const Item* item, shm::Completion& c, bool refused) {
@@ -52,6 +54,8 @@ void publish(const Item* item, shm::Completion& c, bool refused) {
 }
 
 }  // namespace
+
+const char* reason_name(uint32_t reason) { return kReasonNames[reason]; }
 
 Answers::Answers(const Busy& busy) : busy_(busy), bell_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 
@@ -104,7 +108,7 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
     c.queued_requests = uint32_t(busy_.all_requests());
     c.token_ns = busy_.token_ns.load(std::memory_order_relaxed);
     snprintf(c.name, sizeof c.name, "%s", lane ? lane->layer->name_at(lane->rows) : "");
-    answered_[kComputed].fetch_add(1, std::memory_order_relaxed);
+    count(kComputed);
     publish(item, c, false);
   } else {
     Outcome o{};
@@ -116,7 +120,8 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
     o.batch_tokens = tokens;
     o.batch_requests = requests;
     o.backend = backend;
-    post(o);
+    if (item->work && lane) snprintf(o.text, sizeof o.text, "%s", lane->layer->name_at(lane->rows));
+    post(item, o);
   }
   give_back(item);
 }
@@ -130,7 +135,7 @@ void Answers::refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const
     c.retry_after_us = retry_after_us;
     snprintf(c.name, sizeof c.name, "%s", kReasonNames[reason]);
     vsnprintf(c.text, sizeof c.text, format, arguments);
-    answered_[reason].fetch_add(1, std::memory_order_relaxed);
+    count(reason);
     publish(item, c, true);
   } else {
     Outcome o{};
@@ -138,7 +143,7 @@ void Answers::refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const
     o.reason = reason;
     o.retry_after_us = retry_after_us;
     vsnprintf(o.text, sizeof o.text, format, arguments);
-    post(o);
+    post(item, o);
   }
   va_end(arguments);
   give_back(item);
@@ -161,7 +166,7 @@ void Answers::session_gone(uint64_t handle) {
   Outcome o{};
   o.handle = handle;
   o.session_gone = 1;
-  post(o);
+  held_.push_back(o);
 }
 
 void Answers::flush() {

@@ -14,6 +14,15 @@
 
 namespace expertd {
 
+// Who gets the outcomes of requests that are no Python's.
+class Sink {
+ public:
+  virtual ~Sink() = default;
+  virtual void outcome(Work* work, const Outcome& o) = 0;  // any thread
+};
+
+const char* reason_name(uint32_t reason);
+
 class Answers {
  public:
   explicit Answers(const Busy& busy);
@@ -23,8 +32,12 @@ class Answers {
   uint32_t outcomes(Outcome* out, uint32_t most);
   uint32_t records(BatchRecord* out, uint32_t most);
   int bell() const { return bell_; }  // rings when there are outcomes
-  // Adds up what sessions in shared memory were answered, by Reason, since the last call.
+  // Adds up what sessions of a channel were answered, by Reason, since the last call.
   void answered(uint64_t* counts);
+  void count(uint32_t reason) { answered_[reason].fetch_add(1, std::memory_order_relaxed); }
+
+  // ---- before there is a request of a Work
+  void sink(Sink* sink) { sink_ = sink; }
 
   // ---- the core's thread
   Item* new_item();
@@ -41,9 +54,15 @@ class Answers {
 
  private:
   void keep(const BatchRecord& r);
-  void post(const Outcome& o) { held_.push_back(o); }
+  void post(const Item* item, const Outcome& o) {
+    if (item->work)
+      sink_->outcome(item->work, o);
+    else
+      held_.push_back(o);
+  }
 
   const Busy& busy_;
+  Sink* sink_ = nullptr;
   std::vector<Item*> pool_;
   int bell_;
   std::mutex mutex_;  // outbox_, records_

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "core_class.h"
+#include "peers.h"
 
 #include <unistd.h>
 
@@ -14,7 +15,8 @@ using namespace expertd;
 // Of the structs, for the test that holds core.py to core.h.
 API void expertd_core_sizes(uint64_t* out) {
   const uint64_t sizes[] = {sizeof(Config), sizeof(Forward), sizeof(Outcome), sizeof(LayerFacts),
-                            sizeof(LaneMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load), sizeof(Waiting), sizeof(Measured)};
+                            sizeof(LaneMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load), sizeof(Waiting), sizeof(Measured),
+                            sizeof(PeerBounds)};
   for (uint64_t size : sizes) *out++ = size;
 }
 
@@ -152,3 +154,18 @@ API void expertd_forecast_foresee(Forecast* f, uint64_t now, uint32_t layer, uin
   out[0] = seen.in_ns;
   out[1] = seen.late_ns;
 }
+
+// ---- sessions over TCP.  They are freed before the core, after whatever runs it.
+
+API Peers* expertd_peers(Core* c, const PeerBounds* bounds) {
+  auto* p = new Peers(*c, c->answers(), *bounds);
+  c->answers().sink(p);
+  return p;
+}
+API void expertd_peers_free(Peers* p) { delete p; }
+API void expertd_peers_add(Peers* p, uint64_t handle, int fd, uint32_t caller) { p->add(handle, fd, caller); }
+API void expertd_peers_remove(Peers* p, uint64_t handle) { p->remove(handle); }
+API uint32_t expertd_peers_gone(Peers* p, uint64_t* handles, uint32_t most) { return p->gone(handles, most); }
+API int expertd_peers_bell(Peers* p) { return p->bell(); }
+API uint64_t expertd_peers_unwritten(Peers* p) { return p->unwritten(); }
+API void expertd_peers_stop(Peers* p) { p->stop(); }

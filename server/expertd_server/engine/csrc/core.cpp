@@ -50,7 +50,7 @@ void Core::watch(int fd) {
 
 // ---- any thread ------------------------------------------------------------------------------------------------------
 
-uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us) {
+uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us, Work* work) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (draining_) return kDraining;
@@ -64,6 +64,7 @@ uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_
     inbox_.back().forward = f;
     inbox_.back().account = v.account;
     inbox_.back().foreseen_ns = v.foreseen_ns;
+    inbox_.back().work = work;
     inbox_.back().handle = *handle = next_handle_++;
     busy_.enter(f.tokens);
     busy_.admitted.fetch_add(1, std::memory_order_relaxed);

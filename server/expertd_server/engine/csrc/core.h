@@ -36,6 +36,13 @@ enum Reason : uint32_t {
   kUnsupportedCombination,
   kBackendFailed,
   kOverloaded,
+  kMissingRequestId,
+  kDuplicateRequestId,
+  kTooManyRequests,
+  kBadByteCount,
+  kBadTensorSpelling,
+  kOutputDtypeUnsupported,
+  kScalesUnsupported,
   kReasons
 };
 
@@ -66,7 +73,7 @@ struct Outcome {
   uint32_t backend;
   uint32_t retry_after_us;
   uint32_t session_gone;
-  char text[164];
+  char text[164];  // why it is refused; of a request over TCP that is computed, the backend
 };
 
 // A batch for the experts of a layer on a CPU: expertd_call of kernels/expertd_kernels/native/csrc/abi.h.

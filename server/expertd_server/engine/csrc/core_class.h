@@ -40,6 +40,7 @@ struct Command {
   Forward forward{};
   Account* account = nullptr;
   uint64_t foreseen_ns = 0;
+  Work* work = nullptr;
   std::unique_ptr<Layer> made;
   std::vector<Measured> measured;
   std::unique_ptr<Port> port;
@@ -55,7 +56,8 @@ class Core {
 
   // ---- any thread
   // Why not, or kComputed: then *handle names the request until its outcome.
-  uint32_t submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us);
+  // work: who gets the outcome, null = outcomes().
+  uint32_t submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us, Work* work = nullptr);
   // What submit() would say now.  Of `f` no address is looked at.
   uint32_t admits(const Forward& f, uint32_t* retry_after_us);
   // An answer took so long from its outcome to its caller's connection.
@@ -113,6 +115,7 @@ class Core {
   void accept(Port* p, const shm::Submission& s, bool called);
   void turn_away(Item* item, const Verdict& v);
   void prepare(Port* p, const shm::Submission& s, Item* item);
+  bool fits(Item* item, const LayerFacts& layer, uint32_t hidden_size);
   bool check(const Port* p, const shm::Submission& s, Item* item, const LayerFacts& layer);
   void echo(Item* item, const LayerFacts& layer);
 

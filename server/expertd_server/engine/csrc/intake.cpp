@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "core_class.h"
+#include "peers.h"
 
 namespace expertd {
 
@@ -26,13 +27,18 @@ void Core::enqueue(const Command& c) {
   item->handle = c.handle;
   item->account = c.account;
   item->foreseen_ns = c.foreseen_ns;
+  item->work = c.work;
   const auto found = layers_.find(item->f.layer);
+  const Forward f = item->f;  // the item is gone where it is answered
+  Account* account = item->account;
   if (found == layers_.end()) {
-    unqueue(item);
-    busy_.leave(item->f.tokens);
-    return answers_.refuse(item, kLayerNotHeld, 0, "layer: got %u, want one of those held here; Describe lists them", item->f.layer);
+    answers_.refuse(item, kLayerNotHeld, 0, "layer: got %u, want one of those held here; Describe lists them", f.layer);
+  } else if (!item->work || fits(item, found->second->facts, item->work->hidden_size)) {  // Python has checked its own
+    if (f.tokens) return found->second->lines[f.router_weight_on_input ? 1 : 0].push_back(item);
+    answers_.answer(item, nullptr, 0, 0);
   }
-  found->second->lines[item->f.router_weight_on_input ? 1 : 0].push_back(item);
+  accounts_.leave(account, f);
+  busy_.leave(f.tokens);
 }
 
 void Core::obey(Command& c) {
@@ -232,10 +238,10 @@ void Core::turn_away(Item* item, const Verdict& v) {
                   llu(all.requests), llu(all.tokens), llu(own.requests), llu(own.tokens), f.tokens);
 }
 
-// Everything is bounded before it is paid for; fills the addresses.  False: refused.
-bool Core::check(const Port* p, const shm::Submission& s, Item* item, const LayerFacts& layer) {
+// Everything is bounded before it is paid for.  hidden_size: what the caller takes H for, 0 = not told.  False: refused.
+bool Core::fits(Item* item, const LayerFacts& layer, uint32_t hidden_size) {
   const auto is_float = [](uint8_t dtype) { return dtype == kF32 || dtype == kF16 || dtype == kBf16; };
-  Forward& f = item->f;
+  const Forward& f = item->f;
   const uint64_t M = f.tokens, H = layer.hidden_size, k = f.top_k;
   if (M > config_.max_tokens) {
     answers_.refuse(item, kTooManyTokens, 0, "hidden_states: got %u tokens, want at most %u; split the batch", f.tokens, config_.max_tokens);
@@ -246,16 +252,15 @@ bool Core::check(const Port* p, const shm::Submission& s, Item* item, const Laye
                     f.tokens, f.top_k, config_.max_tokens, layer.top_k);
     return false;
   }
-  if (s.hidden_size && s.hidden_size != H) {
-    answers_.refuse(item, kBadShape, 0, "hidden_states: got rows of %u, want %u", s.hidden_size, layer.hidden_size);
+  if (hidden_size && hidden_size != H) {
+    answers_.refuse(item, kBadShape, 0, "hidden_states: got rows of %u, want %u", hidden_size, layer.hidden_size);
     return false;
   }
   if (k < 1 || k > layer.num_experts) {
     answers_.refuse(item, kBadShape, 0, "topk_ids: got top_k %u, want 1 to %u", f.top_k, layer.num_experts);
     return false;
   }
-  const bool scaled = f.hidden_dtype == kE4m3;
-  if (!(is_float(f.hidden_dtype) || scaled) || !is_float(f.weights_dtype) || !is_float(f.out_dtype) ||
+  if (!(is_float(f.hidden_dtype) || f.hidden_dtype == kE4m3) || !is_float(f.weights_dtype) || !is_float(f.out_dtype) ||
       (f.ids_dtype != kI32 && f.ids_dtype != kI64)) {
     answers_.refuse(item, kBadDtype, 0, "dtypes of hidden_states, topk_ids, topk_weights, output: got %u, %u, %u, %u, want a float, an integer and two floats",
                     f.hidden_dtype, f.ids_dtype, f.weights_dtype, f.out_dtype);
@@ -265,6 +270,15 @@ bool Core::check(const Port* p, const shm::Submission& s, Item* item, const Laye
     answers_.refuse(item, kUnsupportedCombination, 0, "router_weight_on_input: got top_k %u, want 1 and a backend that takes it", f.top_k);
     return false;
   }
+  return true;
+}
+
+// And fills the addresses.
+bool Core::check(const Port* p, const shm::Submission& s, Item* item, const LayerFacts& layer) {
+  Forward& f = item->f;
+  const uint64_t M = f.tokens, H = layer.hidden_size, k = f.top_k;
+  const bool scaled = f.hidden_dtype == kE4m3;
+  if (!fits(item, layer, s.hidden_size)) return false;
   if (f.on_device && (!p->has_pool() || (s.kind != shm::kForward && s.kind != shm::kPrepare))) {
     answers_.refuse(item, kMalformed, 0, "tensors: got offsets on a device, want a session with memory there, and a forward");
     return false;

@@ -12,6 +12,7 @@
 namespace expertd {
 
 class Port;
+struct Work;
 
 struct Item {
   Forward f{};
@@ -20,6 +21,7 @@ struct Item {
   uint64_t foreseen_ns = 0;  // when it was expected to be computed, when it came; 0 = not known
   Port* port = nullptr;  // of one that came through a session in shared memory, with its own id there
   uint64_t id = 0;
+  Work* work = nullptr;  // of one that came over TCP: its outcome goes there
   bool cancelled = false, taken = false;
   bool called = false;  // by the session's device: its answer is a word, no completion
 };

@@ -1,0 +1,334 @@
+"""Connections beside the stream whose other half is C++: what shared memory and TCP have in common.
+
+Requests travel as submissions (expertd.shm.layout); what has no such form (rows grouped by expert, values that the
+server draws, digests) travels inline.  The output of an answer is lent to the caller until the last array over it is
+gone.
+
+    CallConnection    ExpertClient: a caller waits for its own answer; a thread reads those that nobody waits for
+    LoopConnection    AsyncExpertClient: everything in its event loop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from expertd.errors import ExpertdError, RequestCancelledError, UnavailableError
+from expertd.shm.client import SPIN_NS, NoRoomError, SessionEndedError
+from expertd.shm.layout import Completion
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.deadline import Deadline
+from expertd_client.request import Request
+from expertd_client.result import ForwardResult
+from expertd_client.shm_message import Sent, refusal, response, result, sendable, submission_of
+from expertd_client.transport import ChannelFullError, Closed, Deliver
+
+__all__ = ["BesideConnection", "CallConnection", "Entering", "LoopConnection", "end_ns"]
+
+_T = TypeVar("_T")
+
+_SLICE_NS = 100_000_000
+"""How long a call may keep the interpreter from looking at signals."""
+
+
+class BesideConnection:
+    """Requests that are announced, and memory that is lent.  client: expertd.shm.client.Client, or TCP's."""
+
+    what: str
+    """In texts of errors."""
+
+    def __init__(self, client: Any, deliver: Deliver, closed: Closed) -> None:
+        self._client = client
+        self._deliver, self._closed = deliver, closed
+        self._lock = threading.RLock()  # an answer may be collected, and give its memory back, at any moment
+        self._tickets: dict[int, int] = {}  # by request id
+        self._waiting: dict[int, tuple[int, Sent]] = {}  # by ticket
+        self._users = 1  # of the memory: this session, calls under way, slots, and answers that are lent
+        self._closing = self._over = False
+        self._answer = Completion()
+        self._held: set[int] = set()  # tickets whose sender waits for them itself
+
+    def takes(self, request: Request) -> bool:
+        """Whether it can travel here."""
+        return not self._over and sendable(request)
+
+    def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
+        self._send(request_id, timeout_us, request, held=False)
+
+    def _send(self, request_id: int, timeout_us: int, request: Request, held: bool) -> None:
+        sent = submission_of(request)
+        sent.submission.deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
+        with self._lock:
+            if self._over:
+                raise ChannelFullError(f"{self.what}: the session is over")
+            try:
+                ticket = self._client.send(sent.submission, sent.tensors, announced=not held)
+            except NoRoomError as e:
+                raise ChannelFullError(f"{self.what}: {e}") from None
+            self._tickets[request_id] = ticket
+            self._waiting[ticket] = (request_id, sent)
+            if held:
+                self._held.add(ticket)
+
+    def cancel(self, request_id: int) -> None:
+        with self._lock:
+            ticket = self._tickets.pop(request_id, None)
+            self._held.discard(ticket or 0)
+            if ticket is not None and self._waiting.pop(ticket, None) is not None and not self._over:
+                self._client.abandon(ticket)
+
+    def offer(self, offer: pb.SessionOffer) -> None:
+        raise AssertionError("a channel is not asked for another one")
+
+    def _gone(self) -> bool:
+        """Whether either side has ended the session."""
+        return bool(self._closing or self._client.over)
+
+    def _release(self) -> None:
+        """The session is over; memory that is lent stays."""
+
+    def _hand_over(self, tickets: Sequence[int], answer: Completion) -> None:
+        for ticket in list(tickets):
+            self._client.answer(ticket, answer)
+            with self._lock:
+                found = self._waiting.pop(ticket, None)
+                if found is None:  # cancelled meanwhile
+                    self._client.release(ticket)
+                    continue
+                self._tickets.pop(found[0], None)
+            if answer.refused:
+                self._client.release(ticket)
+                self._deliver(refusal(answer).to_request_error(found[0]))
+            else:
+                self._use()
+                self._deliver(
+                    response(answer, found[0], found[1], self._output(ticket, found[1]), partial(self._back, ticket))
+                )
+
+    def _output(self, ticket: int, sent: Sent) -> int:
+        return int(self._client.output(ticket, sent.submission))
+
+    def _ended(self) -> UnavailableError:
+        return UnavailableError(f"{self.what}: the server ended the session; requests can be sent again")
+
+    def _back(self, ticket: int) -> None:
+        """The memory of an answer is not read any more."""
+        with self._lock:
+            if not self._over:
+                self._client.release(ticket)
+        self._unuse()
+
+    def _use(self) -> None:
+        """Raises ChannelFullError where the session is over: its memory may be gone."""
+        with self._lock:
+            if self._over:
+                raise ChannelFullError(f"{self.what}: the session is over")
+            self._users += 1
+
+    def _unuse(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._client.close()
+
+    def _end(self) -> None:
+        """The session is over: tell, and let go of the memory."""
+        with self._lock:
+            self._over = True
+        if self._closing:
+            error: ExpertdError = RequestCancelledError("session: closed by this client")
+        else:
+            error = self._ended()
+        self._release()
+        self._client.end()
+        self._unuse()
+        self._closed(error)
+
+
+class CallConnection(BesideConnection):
+    """One session, from any thread.  read(): for the thread that made it, until the session ends."""
+
+    def __init__(self, client: Any, deliver: Deliver, closed: Closed) -> None:
+        super().__init__(client, deliver, closed)
+        self._reader = threading.current_thread()
+
+    def call(self, request: Request, deadline: Deadline | None) -> ForwardResult:
+        """Sends a request and waits for its answer.  Raises ChannelFullError, and then nothing was sent; else the
+        server's error, or DeadlineExceededError."""
+        self._use()
+        try:
+            sent, answer = submission_of(request), Completion()
+            ticket = self._send_and_wait(request, sent, answer, deadline)
+        except BaseException:
+            self._unuse()
+            raise
+        if not answer.refused:
+            return result(answer, sent, request, self._output(ticket, sent), partial(self._back, ticket))
+        self._back(ticket)
+        raise refusal(answer)
+
+    def _send_and_wait(self, request: Request, sent: Sent, answer: Completion, deadline: Deadline | None) -> int:
+        """The ticket; answer is filled."""
+        sent.submission.deadline_ns = end_ns(deadline)
+        ticket = self._guard(
+            lambda wait_ns: self._client.call(sent.submission, sent.tensors, answer, wait_ns, SPIN_NS), deadline
+        )
+        if ticket < 0:
+            ticket = -ticket
+            self._wait(ticket, request.layer, answer, deadline)
+        return ticket
+
+    def _wait(self, ticket: int, layer: int, answer: Completion, deadline: Deadline | None) -> None:
+        """Until the answer of a ticket in flight has come; a request that is given up is taken back."""
+        try:
+            while not self._guard(lambda wait_ns: self._client.wait(ticket, answer, wait_ns, 0), deadline):
+                if deadline is not None and deadline.left_s() == 0.0:
+                    raise deadline.expired(layer, 0)
+        except BaseException:  # too late, interrupted, or the session is over
+            self._client.abandon(ticket)
+            raise
+
+    def _guard(self, wait: Callable[[int], int], deadline: Deadline | None) -> int:
+        """wait(nanoseconds), a slice at most; its exceptions as ours."""
+        wait_ns = _SLICE_NS
+        if deadline is not None:
+            wait_ns = max(0, min(wait_ns, int(deadline.left_s() * 1e9)))
+        try:
+            return wait(wait_ns)
+        except NoRoomError as e:
+            raise ChannelFullError(f"{self.what}: {e}") from None
+        except SessionEndedError:
+            raise RequestCancelledError("session: closed by this client") if self._closing else self._ended() from None
+
+    def hold(self, request_id: int, timeout_us: int, request: Request) -> None:
+        """forward() for one whose sender waits for it by collect(), and says announce() when he no longer does."""
+        self._send(request_id, timeout_us, request, held=True)
+
+    def collect(self, request_id: int, wait_ns: int) -> bool | None:
+        """Waits for the answer and delivers it, on this thread.  True: that is done, or the request was taken back;
+        False: the time was over first; None: another thread delivers it."""
+        with self._lock:
+            ticket = self._tickets.get(request_id)
+            if ticket is None:
+                return True
+            if ticket not in self._held or self._over:
+                return None
+            self._users += 1
+        answer = Completion()
+        try:
+            if not self._client.wait(ticket, answer, wait_ns):
+                return False
+            with self._lock:
+                self._held.discard(ticket)
+            self._hand_over([ticket], answer)
+            return True
+        except SessionEndedError:  # the reading thread tells
+            return None
+        finally:
+            self._unuse()
+
+    def announce(self, request_id: int) -> None:
+        """The reading thread delivers it."""
+        with self._lock:
+            ticket = self._tickets.get(request_id)
+            if ticket is None or ticket not in self._held or self._over:
+                return
+            self._held.discard(ticket)
+            self._users += 1
+            there = self._client.announce(ticket)
+        if there:
+            self._hand_over([ticket], Completion())
+        self._unuse()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            if not self._over:
+                self._client.end()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+
+    def read(self) -> None:
+        """Reads what nobody waits for, and looks whether the server is there."""
+        while not self._gone():
+            self._hand_over(self._watch(), self._answer)
+        self._end()
+
+    def _watch(self) -> Sequence[int]:
+        """Announced tickets whose answers have come; waits for a while."""
+        raise NotImplementedError
+
+    def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> Any:
+        """A batch's tensors where the server reads them; None: there is no such place."""
+        del tokens, hidden_size, top_k, dtype
+        return None
+
+
+class LoopConnection(BesideConnection):
+    """One session, in an event loop.  bell: becomes readable when answers have come; others: when the session ends."""
+
+    def __init__(
+        self, client: Any, deliver: Deliver, closed: Closed, loop: asyncio.AbstractEventLoop, bell: int, *others: int
+    ) -> None:
+        super().__init__(client, deliver, closed)
+        self._loop, self._fds = loop, (bell, *others)
+        loop.add_reader(bell, self._come)
+        for fd in others:
+            loop.add_reader(fd, self._look)
+        self._come()  # arms the bell
+
+    def close(self) -> None:
+        if not self._over:
+            self._closing = True
+            self._look()
+
+    def _come(self) -> None:
+        while not self._over and (tickets := self._client.drain()):
+            self._hand_over(tickets, self._answer)
+        if not self._over and self._client.over:
+            self._look()
+
+    def _look(self) -> None:
+        if not self._over and self._gone():
+            for fd in self._fds:
+                self._loop.remove_reader(fd)
+            self._end()
+
+
+class Entering(Generic[_T]):
+    """enter() on a thread, whose result somebody takes, or nobody: then it is closed."""
+
+    def __init__(self, enter: Callable[[], _T], close: Callable[[_T], None]) -> None:
+        self._enter, self._close = enter, close
+        self._lock = threading.Lock()
+        self._entered: list[_T] = []
+        self._abandoned = False
+
+    def run(self) -> _T:
+        """Raises what enter() raises."""
+        entered = self._enter()
+        with self._lock:
+            self._entered.append(entered)
+            if self._abandoned:
+                self._close_all()
+        return entered
+
+    def abandon(self) -> None:
+        """Close what has come, or is to come."""
+        with self._lock:
+            self._abandoned = True
+            self._close_all()
+
+    def _close_all(self) -> None:
+        while self._entered:
+            self._close(self._entered.pop())
+
+
+def end_ns(deadline: Deadline | None) -> int:
+    """On the monotonic clock of this host; 0: none."""
+    return 0 if deadline is None else int(deadline.end_s * 1e9)

@@ -1,0 +1,191 @@
+"""Requests as frames over TCP (expertd.tcp): for servers on other hosts, where both have it.
+
+What has no form there (rows grouped by expert, values that the server draws, digests, messages larger than the
+server takes) travels inline.  Where the session has TLS, so has the channel: nothing travels in plain text that did not
+before.
+
+    TcpChannel       ExpertClient: a caller waits for its own answer; a thread reads those that nobody waits for
+    AioTcpChannel    AsyncExpertClient: everything in its event loop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+from collections.abc import Sequence
+
+from expertd.errors import UnavailableError
+from expertd.tcp.client import Client
+from expertd.tcp.entry import Endpoint, EntryError, connect, enter, host_of, parse_endpoint
+from expertd.tcp.library import LibraryMissingError
+from expertd.tcp.tls import carried
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.beside import CallConnection, Entering, LoopConnection
+from expertd_client.credentials import Credentials
+from expertd_client.request import Request
+from expertd_client.shm_message import message_bytes
+from expertd_client.transport import Closed, Deliver, Ready
+
+__all__ = ["AioTcpChannel", "TcpChannel", "TcpConnection"]
+
+_CONNECT_S = 3.0
+_LOOK_NS = 500_000_000
+
+
+class _Way:
+    """To the server of one gRPC target.  credentials: those of the session."""
+
+    def __init__(self, target: str, credentials: Credentials | None = None) -> None:
+        self._target, self._credentials = target, credentials or Credentials()
+
+    def enter(self, answer: pb.SessionAnswer) -> tuple[Client, int]:
+        """The session, and the most bytes of a message.  Raises UnavailableError."""
+        sock: socket.socket | None = None
+        try:
+            endpoint = parse_endpoint(answer.endpoint)
+            if self._credentials.secure and not endpoint.secure:
+                raise EntryError("the session has TLS, and the server names an endpoint without it")
+            host = endpoint.host or host_of(self._target)
+            if not host:
+                raise EntryError(f"the server is reached by {self._target}, which names no host")
+            sock = connect(host, endpoint.port, _CONNECT_S)
+            if endpoint.secure:
+                sock = self._secured(sock, endpoint)
+            most_bytes = enter(sock, answer.token, _CONNECT_S)
+            if isinstance(sock, ssl.SSLSocket):
+                sock = carried(sock, "expertd-tcp-tls")
+            return Client(sock), most_bytes
+        except (OSError, ValueError, EntryError, LibraryMissingError) as e:
+            if sock is not None:
+                sock.close()
+            raise UnavailableError(f"tcp: {e}") from e
+
+    def _secured(self, sock: socket.socket, endpoint: Endpoint) -> socket.socket:
+        """After the handshake.  Raises OSError."""
+        try:
+            name = self._credentials.server_name or host_of(self._target) or endpoint.host
+            return self._credentials.context().wrap_socket(sock, server_hostname=name)
+        except BaseException:
+            sock.close()
+            raise
+
+
+class TcpChannel:
+    """For ExpertClient."""
+
+    name = "tcp"
+
+    def __init__(self, target: str, credentials: Credentials | None = None) -> None:
+        self._way = _Way(target, credentials)
+        self._readers: list[threading.Thread] = []
+
+    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
+        def live() -> None:
+            try:
+                connection = TcpConnection(self._way.enter(answer), deliver, closed)
+            except UnavailableError as e:
+                ready(e)
+            else:
+                ready(connection)
+                connection.read()
+
+        self._readers = [t for t in self._readers if t.is_alive()]
+        self._readers.append(threading.Thread(target=live, name="expertd-tcp-read", daemon=True))
+        self._readers[-1].start()
+
+    def close(self) -> None:
+        for reader in self._readers:
+            if reader is not threading.current_thread():
+                reader.join(2 * _CONNECT_S)
+
+
+class AioTcpChannel:
+    """For AsyncExpertClient, whose event loop opens it."""
+
+    name = "tcp"
+
+    def __init__(self, target: str, credentials: Credentials | None = None) -> None:
+        self._way = _Way(target, credentials)
+        self._opening: set[asyncio.Task[None]] = set()
+
+    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
+        loop = asyncio.get_running_loop()
+
+        async def enter_() -> None:
+            entering = Entering(lambda: self._way.enter(answer), lambda entered: entered[0].close())
+            try:
+                entered = await loop.run_in_executor(None, entering.run)
+            except UnavailableError as e:
+                ready(e)
+            except asyncio.CancelledError:  # the loop ends; the thread may be about to come back with a session
+                entering.abandon()
+                raise
+            else:
+                ready(_AioTcpConnection(entered, deliver, closed, loop))
+
+        task = loop.create_task(enter_())
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    def close(self) -> None:
+        """What is still opening closes itself."""
+
+
+class TcpConnection(CallConnection):
+    """One session, from any thread.  read(): for the thread that made it, until the session ends."""
+
+    what = "tcp"
+
+    def __init__(self, entered: tuple[Client, int], deliver: Deliver, closed: Closed) -> None:
+        client, self._most_bytes = entered
+        super().__init__(client, deliver, closed)
+
+    def takes(self, request: Request) -> bool:
+        return super().takes(request) and message_bytes(request) <= self._most_bytes
+
+    def _watch(self) -> Sequence[int]:
+        return self._client.watch(_LOOK_NS)  # type: ignore[no-any-return]
+
+
+class _AioTcpConnection(LoopConnection):
+    """One session, in an event loop."""
+
+    what = "tcp"
+
+    def __init__(
+        self, entered: tuple[Client, int], deliver: Deliver, closed: Closed, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        client, self._most_bytes = entered
+        self._writes = False
+        super().__init__(client, deliver, closed, loop, client.sock.fileno())
+
+    def takes(self, request: Request) -> bool:
+        return super().takes(request) and message_bytes(request) <= self._most_bytes
+
+    def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
+        super().forward(request_id, timeout_us, request)
+        self._write()
+
+    def cancel(self, request_id: int) -> None:
+        super().cancel(request_id)
+        self._write()
+
+    def _come(self) -> None:
+        super()._come()
+        self._write()
+
+    def _write(self) -> None:
+        """Have the loop say when the socket takes more, as long as something waits for it."""
+        if self._over or self._writes == bool(self._client.waiting):
+            return
+        self._writes = not self._writes
+        if self._writes:
+            self._loop.add_writer(self._fds[0], self._come)
+        else:
+            self._loop.remove_writer(self._fds[0])
+
+    def _release(self) -> None:
+        if self._writes:
+            self._loop.remove_writer(self._fds[0])

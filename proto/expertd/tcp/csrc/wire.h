@@ -1,0 +1,188 @@
+// The messages of the contract that travel in frames, read and written without copies: what expertd/wire does in Python.
+// A test holds the two together.  Nothing is trusted: every length is checked against what is there.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+namespace expertd::tcp {
+
+// Reads fields of one message.  After anything wrong `good` is false and there are no fields any more.
+class Fields {
+ public:
+  Fields() = default;
+  Fields(const uint8_t* at, uint64_t bytes) : at_(at), end_(at + bytes) {}
+
+  bool good = true;
+  uint32_t number = 0, kind = 0;  // of the field: 0 varint, 1 fixed64, 2 bytes, 5 fixed32
+  uint64_t value = 0;             // of numbers
+  const uint8_t* data = nullptr;  // of bytes
+  uint64_t bytes = 0;
+
+  // The next field; false: there is none.
+  bool next() {
+    if (!good || at_ == end_) return false;
+    if (++fields_ > kMostFields) return good = false;
+    uint64_t tag = 0;
+    if (!varint(&tag) || tag >> 32) return good = false;
+    number = uint32_t(tag >> 3);
+    kind = uint32_t(tag & 7);
+    if (number == 0) return good = false;
+    switch (kind) {
+      case 0:
+        return good = varint(&value);
+      case 1:
+        return good = fixed(8);
+      case 2:
+        if (!varint(&bytes) || bytes > uint64_t(end_ - at_)) return good = false;
+        data = at_;
+        at_ += bytes;
+        return true;
+      case 5:
+        return good = fixed(4);
+      default:
+        return good = false;
+    }
+  }
+
+  bool varint(uint64_t* out) {
+    uint64_t v = 0;
+    for (uint32_t shift = 0; shift < 70; shift += 7) {
+      if (at_ == end_) return false;
+      const uint8_t byte = *at_++;
+      if (shift == 63 && byte > 1) return false;
+      v |= uint64_t(byte & 0x7f) << shift;
+      if (byte < 0x80) return *out = v, true;
+    }
+    return false;
+  }
+  bool empty() const { return at_ == end_; }
+  Fields inside() const { return Fields(data, bytes); }
+
+ private:
+  static constexpr uint32_t kMostFields = 64;
+
+  bool fixed(uint32_t n) {
+    if (uint64_t(end_ - at_) < n) return false;
+    value = 0;
+    memcpy(&value, at_, n);
+    at_ += n;
+    return true;
+  }
+
+  const uint8_t* at_ = nullptr;
+  const uint8_t* end_ = nullptr;
+  uint32_t fields_ = 0;
+};
+
+// A Tensor.  raw: its bytes; odd: spelled in another way, and so are its scales.
+struct Tensor {
+  bool there = false, odd = false, has_scales = false, odd_scales = false;
+  uint32_t dtype = 0, rank = 0, block = 0;
+  uint64_t shape[2] = {};
+  const uint8_t *raw = nullptr, *scales = nullptr;
+  uint64_t bytes = 0, scales_bytes = 0;
+
+  // False: it is no Tensor.  Of longer shapes only the rank is kept.
+  bool read(Fields f) {
+    if (there) return false;  // twice
+    there = true;
+    while (f.next()) {
+      if (f.number == 1 && f.kind == 0) {
+        dtype = uint32_t(f.value);
+      } else if (f.number == 2 && f.kind == 0) {
+        extent(f.value);
+      } else if (f.number == 2 && f.kind == 2) {
+        for (Fields packed = f.inside(); !packed.empty() && rank <= kMostRank;) {
+          uint64_t v = 0;
+          if (!packed.varint(&v)) return false;
+          extent(v);
+        }
+      } else if (f.number == 3 && f.kind == 2) {
+        raw = f.data;
+        bytes = f.bytes;
+      } else if (f.number >= 4 && f.number <= 6) {
+        odd = true;
+      } else if (f.number == 7 && f.kind == 2) {
+        has_scales = true;
+        for (Fields s = f.inside(); s.next() || !s.good;) {
+          if (!s.good) return false;
+          if (s.number == 1 && s.kind == 0) block = uint32_t(s.value);
+          if (s.number == 2 && s.kind == 2) scales = s.data, scales_bytes = s.bytes;
+          if (s.number > 2) odd_scales = true;
+        }
+      }
+    }
+    return f.good;
+  }
+
+ private:
+  static constexpr uint32_t kMostRank = 8;
+
+  void extent(uint64_t v) {
+    if (rank < 2) shape[rank] = uint32_t(v);
+    ++rank;
+  }
+};
+
+// Writes fields.
+class Writer {
+ public:
+  explicit Writer(std::string* out) : out_(out) {}
+
+  void varint(uint64_t v) {
+    for (; v >= 0x80; v >>= 7) out_->push_back(char(v | 0x80));
+    out_->push_back(char(v));
+  }
+  // Left out where it is 0.
+  void number(uint32_t field, uint64_t v) {
+    if (!v) return;
+    varint(field << 3);
+    varint(v);
+  }
+  void real(uint32_t field, float v) {
+    if (v == 0) return;
+    varint(field << 3 | 5);
+    out_->append(reinterpret_cast<const char*>(&v), sizeof v);
+  }
+  void text(uint32_t field, const char* v, size_t n) {
+    if (!n) return;
+    open(field, n);
+    out_->append(v, n);
+  }
+  void message(uint32_t field, const std::string& m) {
+    open(field, m.size());
+    out_->append(m);
+  }
+  // What comes before `bytes` bytes.
+  void open(uint32_t field, uint64_t bytes) {
+    varint(field << 3 | 2);
+    varint(bytes);
+  }
+
+ private:
+  std::string* out_;
+};
+
+// What stands in a Tensor before its elements.
+inline std::string tensor_head(uint32_t dtype, uint64_t rows, uint64_t columns, uint64_t bytes) {
+  std::string shape, out;
+  Writer(&shape).varint(rows);
+  Writer(&shape).varint(columns);
+  Writer w(&out);
+  w.number(1, dtype);
+  w.message(2, shape);
+  w.open(3, bytes);
+  return out;
+}
+
+inline std::string scales_field(uint32_t block, uint64_t bytes) {
+  std::string inner, out;
+  Writer(&inner).number(1, block);
+  Writer(&inner).open(2, bytes);
+  Writer(&out).open(7, inner.size() + bytes);
+  return out + inner;
+}
+
+}  // namespace expertd::tcp

@@ -1,0 +1,463 @@
+#include "peers.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "core_class.h"
+#include "wait.h"
+
+namespace expertd {
+namespace {
+
+using shm::now_ns;
+using tcp::Head;
+
+constexpr int kTickMs = 200;
+constexpr uint64_t kMs = 1000000;
+constexpr uint64_t kWholeFactor = 6;   // half_ms times this is what a whole frame may take
+constexpr size_t kMostUnread = 256;    // answers that a peer may leave unread before he is read no further
+constexpr size_t kMostParts = 24;      // of one write
+constexpr uint64_t kKept = 128 << 20;  // bytes of unused buffers
+
+}  // namespace
+
+Peers::Peers(Core& core, Answers& answers, const PeerBounds& bounds)
+    : core_(core), answers_(answers), bounds_(bounds), pool_(kKept) {
+  epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  bell_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  epoll_event e{};
+  e.events = EPOLLIN;
+  epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &e);
+  thread_ = std::thread([this] { run(); });
+}
+
+Peers::~Peers() {
+  stop();
+  for (auto& p : peers_) {
+    if (p->fd >= 0) close(p->fd);
+    for (auto& [id, work] : p->works) delete work;
+    for (Message& m : p->outbox) delete m.work;
+  }
+  for (auto& p : added_) close(p->fd);
+  for (Work* w : unused_) delete w;
+  for (int fd : {epoll_, wake_, bell_}) close(fd);
+}
+
+// ---- any thread ------------------------------------------------------------------------------------------------------
+
+void Peers::add(uint64_t handle, int fd, uint32_t caller) {
+  auto p = std::make_unique<Peer>();
+  p->handle = handle;
+  p->fd = fd;
+  p->caller = caller;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    added_.push_back(std::move(p));
+    news_.store(true);
+  }
+  shm::ring(wake_);
+}
+
+void Peers::remove(uint64_t handle) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    removed_.push_back(handle);
+    news_.store(true);
+  }
+  shm::ring(wake_);
+}
+
+void Peers::outcome(Work* work, const Outcome& o) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    done_.emplace_back(work, o);
+    news_.store(true);
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // what was put there, then the look at the sleep
+  if (asleep_.load(std::memory_order_relaxed) && asleep_.exchange(false)) shm::ring(wake_);
+}
+
+uint32_t Peers::gone(uint64_t* handles, uint32_t most) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  shm::sleep_on(bell_, 0);
+  const auto n = long(std::min<size_t>(most, gone_.size()));
+  std::copy_n(gone_.begin(), n, handles);
+  gone_.erase(gone_.begin(), gone_.begin() + n);
+  if (!gone_.empty()) shm::ring(bell_);
+  return uint32_t(n);
+}
+
+void Peers::stop() {
+  stopping_.store(true);
+  shm::ring(wake_);
+  if (thread_.joinable()) thread_.join();
+}
+
+// ---- the thread ------------------------------------------------------------------------------------------------------
+
+void Peers::run() {
+  uint64_t next_tick = now_ns() + kTickMs * kMs;
+  epoll_event events[64];
+  while (!stopping_.load()) {
+    asleep_.store(true, std::memory_order_seq_cst);
+    const int n = epoll_wait(epoll_, events, 64, news_.load(std::memory_order_seq_cst) ? 0 : kTickMs);
+    asleep_.store(false, std::memory_order_relaxed);
+    for (int i = 0; i < n; ++i) {
+      auto* p = static_cast<Peer*>(events[i].data.ptr);
+      if (!p) {
+        shm::sleep_on(wake_, 0);
+        continue;
+      }
+      if (p->gone) continue;
+      if (events[i].events & EPOLLOUT) flush(p);
+      if (!p->gone && events[i].events & EPOLLIN) read(p);
+      if (!p->gone && events[i].events & (EPOLLERR | EPOLLHUP)) drop(p);
+    }
+    take_news();
+    if (freed_) resume();
+    const uint64_t now = now_ns();
+    if (now >= next_tick) {
+      tick(now);
+      next_tick = now + kTickMs * kMs;
+    }
+    if (buried_) bury();
+  }
+}
+
+void Peers::take_news() {
+  while (news_.load()) {
+    std::vector<std::unique_ptr<Peer>> added;
+    std::vector<uint64_t> removed;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      news_.store(false);
+      taken_.swap(done_);
+      added.swap(added_);
+      removed.swap(removed_);
+    }
+    for (auto& p : added) {
+      by_handle_[p->handle] = p.get();
+      watch(p.get());
+      peers_.push_back(std::move(p));
+    }
+    for (const auto& [work, o] : taken_) finish(work, o);
+    taken_.clear();
+    for (uint64_t handle : removed)
+      if (const auto found = by_handle_.find(handle); found != by_handle_.end()) drop(found->second);
+  }
+}
+
+// Peers that hold others' room: half a frame that does not grow, answers that are not read.
+void Peers::tick(uint64_t now) {
+  for (auto& p : peers_) {
+    if (p->gone) continue;
+    const bool half = p->have && !p->paused;
+    if (half && (now - p->grown_ns > bounds_.half_ms * kMs || now - p->begun_ns > kWholeFactor * bounds_.half_ms * kMs))
+      drop(p.get());
+    else if (p->stuck_ns && now - p->stuck_ns > bounds_.unread_ms * kMs)
+      drop(p.get());
+  }
+}
+
+// What is gone and not in the core any more.
+void Peers::bury() {
+  buried_ = false;
+  const auto over = [&](const std::unique_ptr<Peer>& p) {
+    if (!p->gone) return false;
+    if (p->in_core) return false;
+    by_handle_.erase(p->handle);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      gone_.push_back(p->handle);
+    }
+    shm::ring(bell_);
+    return true;
+  };
+  peers_.erase(std::remove_if(peers_.begin(), peers_.end(), over), peers_.end());
+}
+
+void Peers::watch(Peer* p) {
+  epoll_event e{};
+  const bool full = p->outbox.size() > kMostUnread;
+  e.events = (p->paused || full ? 0u : EPOLLIN) | (p->outbox.empty() ? 0u : EPOLLOUT);
+  e.data.ptr = p;
+  const uint32_t want = e.events | 1u << 30;  // never 0
+  if (p->watched == want) return;
+  epoll_ctl(epoll_, p->watched ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, p->fd, &e);
+  p->watched = want;
+}
+
+void Peers::drop(Peer* p) {
+  if (p->gone) return;
+  p->gone = buried_ = true;
+  close(p->fd);  // which takes it out of the epoll
+  p->fd = -1;
+  pool_.give(&p->body);
+  for (Message& m : p->outbox) written(p, &m);
+  p->outbox.clear();
+  if (p->have == sizeof p->head && !p->paused) give_back(p, p->head.length);
+  for (auto& [id, work] : p->works) {
+    work->cancelled = true;
+    Command c{};
+    c.kind = Command::kCancel;
+    c.handle = work->handle;
+    core_.command(std::move(c));
+  }
+  p->works.clear();
+}
+
+// ---- frames in -------------------------------------------------------------------------------------------------------
+
+void Peers::read(Peer* p) {
+  if (p->paused) return;
+  if (p->have < sizeof p->head) {
+    const ssize_t n = recv(p->fd, reinterpret_cast<char*>(&p->head) + p->have, sizeof p->head - p->have, MSG_DONTWAIT);
+    if (n <= 0) {
+      if (n == 0 || (errno != EAGAIN && errno != EINTR)) drop(p);
+      return;
+    }
+    p->grown_ns = now_ns();
+    if (p->have == 0) p->begun_ns = p->grown_ns;
+    p->have += uint32_t(n);
+    if (p->have < sizeof p->head) return;
+    if (!begin(p)) return;
+  }
+  const ssize_t n = recv(p->fd, p->body.at + p->got, p->head.length - p->got, MSG_DONTWAIT);
+  if (n <= 0) {
+    if (n == 0 || (errno != EAGAIN && errno != EINTR)) drop(p);
+    return;
+  }
+  p->grown_ns = now_ns();
+  p->got += uint64_t(n);
+  if (p->got == p->head.length) handle(p);
+}
+
+// The head is there: room for the rest.  False: not now, or never.
+bool Peers::begin(Peer* p) {
+  const Head& h = p->head;
+  if (h.magic != tcp::kMagic || h.sequence != p->received + 1 || h.length == 0 || h.length > bounds_.most_message) {
+    p->have = 0;  // nothing was reserved for it
+    return drop(p), false;
+  }
+  if (!reserve(p, h.length)) {
+    p->paused = true;
+    return watch(p), false;
+  }
+  p->body = pool_.take(h.length, std::min(h.lead, h.length));
+  p->got = 0;
+  if (p->body) return true;
+  drop(p);  // there is no memory
+  return false;
+}
+
+// Those who had to wait for room.
+void Peers::resume() {
+  freed_ = false;
+  for (auto& p : peers_) {
+    if (!p->paused || p->gone) continue;
+    p->paused = false;
+    p->begun_ns = p->grown_ns = now_ns();
+    if (begin(p.get())) watch(p.get());
+  }
+}
+
+void Peers::handle(Peer* p) {
+  const uint64_t arrival_ns = now_ns(), bytes = p->head.length;
+  tcp::Buffer in = p->body;
+  p->body = tcp::Buffer{};
+  p->have = 0;
+  p->got = 0;
+  ++p->received;
+  tcp::Fields fields(in.at, bytes), forwarded;
+  uint32_t kind = 0;
+  while (fields.next()) {
+    if (fields.kind != 2 || fields.number > 3) continue;
+    kind = fields.number;
+    forwarded = fields.inside();
+  }
+  if (fields.good && kind == 1) return forward(p, forwarded, in, bytes, arrival_ns);
+  pool_.give(&in);
+  give_back(p, bytes);
+  if (!fields.good)
+    refuse(p, 0, kMalformed, 0, "frame: got bytes that are no StreamForwardRequest; want a serialized protobuf message");
+  else if (kind == 2)
+    cancel(p, forwarded);
+  else
+    refuse(p, 0, kMalformed, 0, "message: holds nothing that travels here, want forward or cancel");
+}
+
+void Peers::cancel(Peer* p, tcp::Fields fields) {
+  uint64_t id = 0;
+  while (fields.next())
+    if (fields.number == 1 && fields.kind == 0) id = fields.value;
+  const auto found = p->works.find(id);
+  if (found == p->works.end()) return;  // answered before the cancel came
+  Work* work = found->second;
+  work->cancelled = true;
+  p->works.erase(found);
+  Command c{};
+  c.kind = Command::kCancel;
+  c.handle = work->handle;
+  core_.command(std::move(c));
+  refuse(p, id, kCancelled, 0, "request: cancelled by its caller");
+}
+
+// ---- frames out ------------------------------------------------------------------------------------------------------
+
+void Peers::refuse(Peer* p, uint64_t id, uint32_t reason, uint32_t retry_after_us, const std::string& text) {
+  answers_.count(reason);
+  if (p->gone) return;
+  std::string error;
+  tcp::Writer w(&error);
+  const char* name = reason_name(reason);
+  w.number(1, id);
+  w.number(2, bounds_.codes[reason]);
+  w.text(3, name, strlen(name));
+  w.text(4, text.data(), text.size());
+  w.number(5, bounds_.retryable[reason]);
+  w.number(6, retry_after_us);
+  Message m;
+  tcp::Writer(&m.head).message(2, error);
+  send(p, std::move(m));
+}
+
+void Peers::finish(Work* work, const Outcome& o) {
+  Peer* p = work->peer;
+  --p->in_core;
+  if (p->gone) buried_ = true;
+  if (work->cancelled || p->gone) return free_work(work);
+  p->works.erase(work->id);
+  if (o.reason) {
+    refuse(p, work->id, o.reason, o.retry_after_us, o.text);
+    return free_work(work);
+  }
+  answers_.count(kComputed);
+  std::string timing, load, id, output;
+  tcp::Writer t(&timing);
+  t.number(1, work->decode_ns);
+  t.number(2, o.queue_ns);
+  t.number(3, o.collect_ns);
+  t.number(4, o.kernel_ns);
+  t.number(5, o.deliver_ns);
+  t.number(7, o.batch_tokens);
+  t.number(8, o.batch_requests);
+  t.text(9, o.text, strlen(o.text));
+  const Load n = core_.load();
+  tcp::Writer l(&load);
+  l.number(1, n.queued_tokens);
+  l.number(2, n.queued_requests);
+  l.real(3, n.token_ns);
+  l.number(4, n.draining);
+  Message m;
+  m.work = work;
+  tcp::Writer tail(&m.tail);
+  tail.number(4, o.routes_computed);
+  tail.message(5, timing);
+  tail.message(6, load);
+  tcp::Writer(&id).number(1, work->id);
+  const std::string inner = tcp::tensor_head(work->f.out_dtype, work->f.tokens, work->hidden_size, work->out_bytes);
+  tcp::Writer(&output).open(2, inner.size() + work->out_bytes);
+  tcp::Writer(&m.head).open(1, id.size() + output.size() + inner.size() + work->out_bytes + m.tail.size());
+  m.head += id + output + inner;
+  pool_.give(&work->in);
+  send(p, std::move(m));
+}
+
+void Peers::send(Peer* p, Message&& m) {
+  const Head head{tcp::kMagic, uint32_t(m.bytes()), ++p->sent, uint32_t(m.work ? m.head.size() : 0)};
+  m.head.insert(0, reinterpret_cast<const char*>(&head), sizeof head);
+  unwritten_.fetch_add(1);
+  p->outbox.push_back(std::move(m));
+  if (p->outbox.size() == 1) flush(p);
+  if (!p->gone) watch(p);
+}
+
+// Writes as much as the socket takes.
+void Peers::flush(Peer* p) {
+  while (!p->outbox.empty()) {
+    iovec parts[kMostParts];
+    size_t n = 0;
+    for (const Message& m : p->outbox) {
+      if (n + 3 > kMostParts) break;
+      uint64_t skip = m.written;
+      const auto part = [&](const void* at, uint64_t bytes) {
+        if (skip >= bytes) {
+          skip -= bytes;
+        } else {
+          parts[n++] = {const_cast<char*>(static_cast<const char*>(at)) + skip, bytes - skip};
+          skip = 0;
+        }
+      };
+      part(m.head.data(), m.head.size());
+      if (m.work) part(m.work->out.at, m.work->out_bytes);
+      part(m.tail.data(), m.tail.size());
+    }
+    msghdr h{};
+    h.msg_iov = parts;
+    h.msg_iovlen = n;
+    const ssize_t sent = sendmsg(p->fd, &h, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0) {
+      if (errno == EINTR) continue;
+      if (errno != EAGAIN) return drop(p);
+      if (!p->stuck_ns) p->stuck_ns = now_ns();
+      break;
+    }
+    p->stuck_ns = 0;
+    for (uint64_t left = uint64_t(sent); left;) {
+      Message& m = p->outbox.front();
+      const uint64_t more = std::min(left, m.bytes() - m.written);
+      m.written += more;
+      left -= more;
+      if (m.written < m.bytes()) break;
+      written(p, &m);
+      p->outbox.pop_front();
+    }
+  }
+  watch(p);
+}
+
+void Peers::written(Peer*, Message* m) {
+  unwritten_.fetch_sub(1);
+  if (m->work) free_work(m->work);
+  m->work = nullptr;
+}
+
+// ---- room ------------------------------------------------------------------------------------------------------------
+
+// A peer alone may have all; n who want as much as they can get have 4/(3n + 1) of it each (see Accounts).
+bool Peers::reserve(Peer* p, uint64_t bytes) {
+  if (held_ && p->held + bytes + 3 * (held_ + bytes) > 4 * bounds_.most_bytes) return false;
+  p->held += bytes;
+  held_ += bytes;
+  return true;
+}
+
+void Peers::give_back(Peer* p, uint64_t bytes) {
+  p->held -= bytes;
+  held_ -= bytes;
+  freed_ = true;
+}
+
+Work* Peers::new_work() {
+  if (unused_.empty()) return new Work{};
+  Work* work = unused_.back();
+  unused_.pop_back();
+  return work;
+}
+
+void Peers::free_work(Work* work) {
+  pool_.give(&work->in);
+  pool_.give(&work->out);
+  give_back(work->peer, work->held);
+  *work = Work{};
+  unused_.push_back(work);
+}
+
+}  // namespace expertd

@@ -1,0 +1,79 @@
+"""Sessions over TCP that the core serves (csrc/peers.cpp), through ctypes."""
+
+from __future__ import annotations
+
+import ctypes as C
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from expertd.errors import TABLE
+from expertd_server.engine.core import REASONS, Core, PeerBoundsStruct, library
+
+__all__ = ["PeerBounds", "Peers"]
+
+_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class PeerBounds:
+    """Of sessions over TCP.
+
+    most_message      bytes of one message
+    most_bytes        of messages and answers of all sessions together
+    most_in_flight    requests of one session
+    half_s            until a message that began must have grown; a whole one may take six times as long
+    unread_s          until an answer must have been read further
+    """
+
+    most_message: int
+    most_bytes: int = 1 << 30
+    most_in_flight: int = 1024
+    half_s: float = 10.0
+    unread_s: float = 60.0
+
+
+class Peers:
+    """From any thread.  number_of: a caller's number in the core; bell: an eventfd that is readable when gone() has
+    something to say."""
+
+    def __init__(self, core: Core, bounds: PeerBounds, number_of: Callable[[str], int]) -> None:
+        self._lib, self._number_of = library(), number_of
+        self._handles = itertools.count(1)
+        rows = [TABLE[reason] if reason else None for reason in REASONS]
+        told = PeerBoundsStruct(
+            bounds.most_message,
+            bounds.most_bytes,
+            bounds.most_in_flight,
+            int(bounds.half_s * 1000),
+            int(bounds.unread_s * 1000),
+        )
+        told.codes[:] = [0 if row is None else int(row.code) for row in rows]
+        told.retryable[:] = [row is not None and row.retryable for row in rows]
+        self._peers = self._lib.expertd_peers(core.address, C.byref(told))
+        self.bell: int = self._lib.expertd_peers_bell(self._peers)
+        self._gone = (C.c_uint64 * _AT_ONCE)()
+
+    def add(self, fd: int, caller: str) -> int:
+        """Serve a session whose client has entered; fd is theirs from now on.  Its handle."""
+        handle = next(self._handles)
+        self._lib.expertd_peers_add(self._peers, handle, fd, self._number_of(caller))
+        return handle
+
+    def remove(self, handle: int) -> None:
+        """Serve it no more."""
+        self._lib.expertd_peers_remove(self._peers, handle)
+
+    def gone(self) -> Sequence[int]:
+        """Handles of sessions that ended since the last call."""
+        n = self._lib.expertd_peers_gone(self._peers, self._gone, _AT_ONCE)
+        return self._gone[:n]
+
+    @property
+    def unwritten(self) -> int:
+        """Answers that their callers have not read."""
+        return int(self._lib.expertd_peers_unwritten(self._peers))
+
+    def stop(self) -> None:
+        """Nothing is read or written any more."""
+        self._lib.expertd_peers_stop(self._peers)

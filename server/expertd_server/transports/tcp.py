@@ -1,0 +1,206 @@
+"""TCP: how callers on other hosts get a session of frames (expertd.tcp), which the engine's core then serves.
+
+    door.offer(caller)   a token and an endpoint for a SessionAnswer, or why not
+    the client           connects to the endpoint, through TLS where gRPC has it, and sends the token
+    the door             takes the token once, says how long a message may be, gives the socket to the core
+    the socket           stays open: when either side goes, the other sees it
+
+A thread accepts; each client that is entering has one of its own, for seconds.  No error and no log names a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from expertd.tcp.entry import ENTRY_BYTES, Endpoint, read_exactly, settle, token_of, welcome
+from expertd.tcp.tls import carried
+from expertd_server.config import Address
+from expertd_server.engine.peers import PeerBounds, Peers
+from expertd_server.transports.tickets import Tickets
+
+__all__ = ["TcpDoor", "TcpEngine"]
+
+log = logging.getLogger(__name__)
+
+_ENTER_S = 3.0
+"""For TLS and the token."""
+_POLL_S = 0.002
+_GONE_S = 1.0
+_BACKLOG = 64
+_MOST_ENTERING = 128
+_WILDCARDS = ("0.0.0.0", "::")
+
+
+class TcpEngine(Protocol):
+    """What the door needs of the engine."""
+
+    def idle(self) -> bool:
+        """Whether everything that was taken is answered."""
+        ...
+
+    def open_peers(self, bounds: PeerBounds) -> Peers:
+        """Serve sessions over TCP; once."""
+        ...
+
+
+class TcpDoor:
+    """A Transport that sessions of another one open.  tls: the context of a new connection, None = plain text."""
+
+    def __init__(
+        self,
+        engine: TcpEngine,
+        listen: Address,
+        bounds: PeerBounds,
+        *,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+        most_sessions: int = 256,
+    ) -> None:
+        self._engine, self._listen, self._bounds = engine, listen, bounds
+        self._tls, self._most = tls, most_sessions
+        self._tickets: Tickets[str] = Tickets()
+        self._lock = threading.Lock()
+        self._sessions: set[int] = set()
+        self._admitting = 0
+        self._entering = threading.Semaphore(_MOST_ENTERING)
+        self._draining = self._closing = self._open = False
+        self.address = ""
+
+    def start(self) -> str:
+        """Raises OSError where the address cannot be had."""
+        family = socket.AF_INET6 if ":" in self._listen.host else socket.AF_INET
+        self._listener = socket.create_server((self._listen.host, self._listen.port), family=family, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        port = self._listener.getsockname()[1]
+        self.address = str(Address(self._listen.host, port))
+        host = "" if self._listen.host in _WILDCARDS else self._listen.host
+        self._endpoint = str(Endpoint(self._tls is not None, host, port))
+        self._peers = self._engine.open_peers(self._bounds)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="expertd-tcp", daemon=True)
+        self._thread.start()
+        self._open = True
+        return self.address
+
+    def open(self) -> None:
+        """Sessions may come before: their requests wait."""
+
+    def drain(self, until_s: float) -> bool:
+        """Open no session any more, and end those that are there when everything is answered and read."""
+        self._draining = True
+        while not (done := self._engine.idle() and not self._peers.unwritten) and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        self.close()
+        return done
+
+    @property
+    def sessions(self) -> int:
+        """That are served now."""
+        return len(self._sessions)
+
+    def offer(self, caller: str, host: str) -> tuple[str, str, str]:
+        """(token, endpoint, "") for a caller, or ("", "", why not)."""
+        del host
+        if self._draining or self._closing or not self._open:
+            return "", "", "the server drains"
+        with self._lock:
+            taken = len(self._sessions) + self._admitting + len(self._tickets.waiting())
+        if taken >= self._most:
+            return "", "", f"the server has {self._most} sessions over TCP, and no room for more"
+        token = self._tickets.issue(caller)
+        return (token, self._endpoint, "") if token else ("", "", "too many sessions are being opened; try again")
+
+    def close(self) -> None:
+        """Ends every session."""
+        if not self._open or self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(10)
+        os.close(self._wake)
+
+    # ---- the door's thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for fd in (self._listener.fileno(), self._wake, self._peers.bell):
+            poll.register(fd, select.POLLIN)
+        while not self._closing:
+            for fd, _ in poll.poll():
+                if fd == self._listener.fileno():
+                    self._welcome()
+                elif fd == self._peers.bell:
+                    self._bury()
+        self._listener.close()
+        with self._lock:
+            left = list(self._sessions)
+        for handle in left:
+            self._peers.remove(handle)
+        until_s = time.monotonic() + _GONE_S
+        while self._sessions and time.monotonic() < until_s:
+            self._bury()
+            time.sleep(_POLL_S)
+
+    def _bury(self) -> None:
+        gone = self._peers.gone()
+        with self._lock:
+            self._sessions.difference_update(gone)
+
+    def _welcome(self) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            if not self._entering.acquire(blocking=False):
+                sock.close()
+                return
+            threading.Thread(target=self._enter, args=(sock,), name="expertd-tcp-enter", daemon=True).start()
+
+    # ---- a client's thread -------------------------------------------------------------------------------------------
+
+    def _enter(self, sock: socket.socket) -> None:
+        try:
+            self._admit(sock)
+        except (OSError, ValueError):  # it went, or speaks no TLS
+            sock.close()
+        finally:
+            self._entering.release()
+
+    def _admit(self, sock: socket.socket) -> None:
+        """Raises OSError, ValueError."""
+        until_s = time.monotonic() + _ENTER_S
+        settle(sock)
+        if self._tls is not None:
+            sock.settimeout(_ENTER_S)
+            sock = self._tls().wrap_socket(sock, server_side=True)
+        said = read_exactly(sock, ENTRY_BYTES, until_s)
+        token = token_of(said) if len(said) == ENTRY_BYTES else None
+        with self._lock:
+            caller = None if token is None else self._tickets.take(token)
+            self._admitting += caller is not None
+        if caller is None:
+            if said:
+                log.warning("tcp: a client came with a token that is not valid; it was refused")
+            sock.close()
+            return
+        try:
+            welcome(sock, self._bounds.most_message)
+            if isinstance(sock, ssl.SSLSocket):
+                sock = carried(sock, "expertd-tcp-tls")
+            sock.setblocking(False)
+        except BaseException:
+            with self._lock:
+                self._admitting -= 1
+            raise
+        with self._lock:
+            self._admitting -= 1
+            handle = self._peers.add(sock.detach(), caller)
+            self._sessions.add(handle)
+        if self._closing:
+            self._peers.remove(handle)
