@@ -37,7 +37,7 @@ __all__ = ["Row", "add_arguments", "run", "run_command"]
 
 _LAYERS, _EXPERTS, _TOP_K, _HIDDEN = 4, 64, 4, 256
 MODEL = ("--synthetic", "tiny-many:int4_g128", "--device", "cpu", "--threads", "1", "--max-tokens", "256")
-ROUTE_US = (300, 600, 1200)
+ROUTE_US = (1000, 2000, 4000)
 """How much longer each of the servers takes for a token of an expert."""
 _SHARE = 0.85
 """Of the model's weights, what a server's memory has room for beside all else."""
