@@ -64,6 +64,7 @@ class Bench:
         self.may_run.set()
         self.interrupted = threading.Event()
         self.fails = ""
+        self.takes_s = 0.0
         self.answered = {}
         self._arrived = threading.Condition()
         self._thread = threading.Thread(target=self._run)
@@ -93,6 +94,8 @@ class Bench:
                 continue
             assert code == module.RUN
             assert self.may_run.wait(20)
+            if self.takes_s:
+                time.sleep(self.takes_s)
             x = tensor(run.hidden, (run.rows, H), self.dtype)
             slots = tensor(run.slots, (run.rows, run.top_k), torch.int32)
             w = tensor(run.weights, (run.rows, run.top_k), torch.float32)

@@ -2,6 +2,7 @@
 
 import ctypes as C
 import random
+import threading
 import time
 
 import numpy as np
@@ -485,6 +486,40 @@ def test_what_cannot_be_in_time_is_refused_at_once_in_shared_memory():
         c.close()
         counts = dict(zip(module.REASONS, b.core.answered(), strict=True))
         assert (counts["OVERLOADED"], counts[""]) == (1, 1), "they are counted by reason"
+
+
+def test_rings_are_looked_at_while_it_computes_and_everybody_gets_his_own():
+    """Batches long enough that another thread keeps the door, short enough that it comes and goes."""
+    with bench(refuse_late=1) as b:
+        b.add_layer(layer=5, generation=9, measured=[(1, 3, 2_000_000)])
+        b.takes_s = 0.002
+        callers = [Caller(b, handle=1000 + n, caller=n) for n in range(3)]
+        wrong, seen = [], []
+
+        def call(n):
+            for i in range(60):
+                t = inputs(1 + (n + i) % 4, seed=100 * n + i)
+                s = callers[n].request(*t, layer=5, deadline_ns=time.monotonic_ns() + (10_000_000_000 if i % 3 else 1))
+                reason = callers[n].call(s)
+                seen.append(reason)
+                if not reason and not torch.equal(callers[n].output(t[0]), expected(*t)):
+                    wrong.append((n, i))
+                for block in (s.hidden, s.ids, s.weights, s.out):
+                    callers[n].client.give(block)
+
+        threads = [threading.Thread(target=call, args=(n,)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(60):  # inline, meanwhile
+            b.outcome(b.forward(*inputs(2), layer=5)[0])
+        for thread in threads:
+            thread.join(30)
+        assert not wrong
+        assert seen.count("") == 120
+        assert seen.count("DEADLINE_EXCEEDED") == 60
+        for c in callers:
+            c.close()
+        assert b.core.load().queued_requests == 0
 
 
 def test_a_bad_id_in_shared_memory_fails_alone():
