@@ -11,6 +11,7 @@ docs/cluster.md says how it behaves.
 
 from expertd_client.cluster.async_cluster import AsyncExpertCluster
 from expertd_client.cluster.cluster import ClusterFuture, ExpertCluster
+from expertd_client.cluster.kubernetes import EndpointSlices
 from expertd_client.cluster.policy import OnMissing, Policy
 from expertd_client.cluster.result import Answered, ClusterResult
 from expertd_client.cluster.sources import Dns, Fixed, PlacementFile, Source
@@ -21,6 +22,7 @@ __all__ = [
     "ClusterFuture",
     "ClusterResult",
     "Dns",
+    "EndpointSlices",
     "ExpertCluster",
     "Fixed",
     "OnMissing",

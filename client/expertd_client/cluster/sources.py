@@ -5,6 +5,7 @@ it runs.
     Placement(...)                        expertd.placement: who holds what
     PlacementFile("placement.json")       its JSON, read again when it changes
     Dns("experts.svc:7070")               every address behind a name (a headless service), resolved again
+    EndpointSlices("experts")             the ready endpoints of a Kubernetes service (cluster.kubernetes)
 """
 
 from __future__ import annotations
