@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 MOE = "vllm.model_executor.layers.fused_moe"
+SGL = "sglang.srt.layers.moe"
 USED = {
     "vllm": [
         "vllm.config:get_current_vllm_config",
@@ -69,6 +70,35 @@ USED = {
         "torch.ops.vllm:moe_forward",
         "torch.ops.vllm:moe_forward_shared",
     ],
+    "sglang": [
+        f"{SGL}.fused_moe_triton.layer:FusedMoE",
+        f"{SGL}.fused_moe_triton.layer:FusedMoE.forward_impl",
+        f"{SGL}.fused_moe_triton.layer:FusedMoE.run_moe_core",
+        f"{SGL}.moe_runner.base:DispatchMoeRunnerCore",
+        f"{SGL}.moe_runner.base:DispatchMoeRunnerCore.run_from_dispatch",
+        f"{SGL}.moe_runner.base:MoeQuantInfo",
+        f"{SGL}.moe_runner.base:MoeRunnerConfig[apply_router_weight_on_input,no_combine,routed_scaling_factor]",
+        f"{SGL}.moe_runner.runner:MoeRunner",
+        f"{SGL}.moe_runner.runner:MoeRunner.run",
+        f"{SGL}.moe_runner.runner:register_moe_runner_core",
+        f"{SGL}.token_dispatcher.standard:StandardCombineInput",
+        f"{SGL}.token_dispatcher.standard:StandardDispatchOutput",
+        f"{SGL}.topk:StandardTopKOutput",
+        f"{SGL}.utils:get_moe_a2a_backend",
+        f"{SGL}.utils:resolve_moe_runner_backend",
+        "sglang.srt.layers.quantization.base_config:FusedMoEMethodBase",
+        "sglang.srt.layers.quantization.base_config:FusedMoEMethodBase.apply",
+        "sglang.srt.layers.quantization.base_config:FusedMoEMethodBase.create_moe_runner",
+        "sglang.srt.layers.quantization.base_config:FusedMoEMethodBase.create_weights",
+        "sglang.srt.model_executor.cuda_graph_config:Backend.DISABLED",
+        "sglang.srt.model_executor.cuda_graph_config:Phase.ALL",
+        "sglang.srt.plugins.hook_registry:HookRegistry.register",
+        "sglang.srt.plugins.hook_registry:HookType.AROUND",
+        "sglang.srt.runtime_context:get_exec",
+        "sglang.srt.runtime_context:get_lora",
+        "sglang.srt.runtime_context:get_server_args",
+        "sglang.srt.utils:is_cuda",
+    ],
 }
 
 
@@ -118,6 +148,10 @@ def recorded(package: str) -> dict[str, Any]:
 if __name__ == "__main__":
     os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
     package = sys.argv[1]
+    if package == "sglang":
+        import sglang_cpu_ops
+
+        sglang_cpu_ops.stand_ins()
     text = json.dumps(record(package), indent=1)
     if "--write" in sys.argv:
         (Path(__file__).parent / f"{package}.json").write_text(text + "\n")

@@ -33,7 +33,7 @@ def test_all_that_an_adapter_imports_is_recorded(package):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
-@pytest.mark.parametrize(("package", "group"), [("vllm", "vllm.general_plugins")])
+@pytest.mark.parametrize(("package", "group"), [("vllm", "vllm.general_plugins"), ("sglang", "sglang.srt.plugins")])
 def test_the_extra_pins_what_was_recorded_and_the_entry_point_is_there(package, group):
     import tomllib
 

@@ -4,5 +4,5 @@
     settings    the same, as a user writes it in an engine's configuration or in the environment
     layer       one layer of one rank: its share of the tokens, no padding, shared experts meanwhile
 
-The adapters are expertd_client.transformers and .vllm.
+The adapters are expertd_client.transformers, .vllm and .sglang.
 """

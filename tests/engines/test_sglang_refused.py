@@ -1,0 +1,48 @@
+"""What SGLang cannot do with remote experts, in sentences; without SGLang."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import expertd_client.sglang
+from expertd.errors import UnsupportedCombinationError
+from expertd_client.sglang.refused import Configured, refuse
+
+
+def test_what_works_is_let_through():
+    refuse("layers.0", Configured())
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (Configured(cuda_graphs=("decode", "prefill")), "got CUDA graphs for decode and prefill, want none"),
+        (
+            Configured(cuda_graphs=("decode", "prefill")),
+            "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled",
+        ),
+        (Configured(ep_size=4), "got expert parallelism over 4 ranks"),
+        (Configured(a2a="deepep"), "got all-to-all by deepep"),
+        (Configured(eplb=True), "got expert load balancing (EPLB)"),
+        (Configured(redundant_experts=2), "got 2 redundant experts"),
+        (Configured(fused_shared_experts=1), "got 1 fused shared experts"),
+        (Configured(weights_on_input=True), "got router weights on the experts' inputs"),
+        (Configured(no_combine=True), "got outputs of single experts"),
+        (Configured(draft=True), "got a draft model with experts"),
+        (Configured(lora=True), "got LoRA"),
+        (Configured(method="KTEPWrapperMethod"), "got KTEPWrapperMethod for its experts"),
+    ],
+)
+def test_what_a_server_would_compute_otherwise(found, said):
+    with pytest.raises(UnsupportedCombinationError) as raised:
+        refuse("layers.0", found)
+    assert str(raised.value).startswith("layers.0: remote experts: got")
+    assert said in str(raised.value)
+
+
+def test_nothing_is_imported_where_nobody_names_servers(monkeypatch):
+    monkeypatch.delenv("EXPERTD_ADDRESS", raising=False)
+    expertd_client.sglang.register()
+    assert "expertd_client.sglang.plugin" not in sys.modules
