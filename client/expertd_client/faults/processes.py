@@ -78,6 +78,13 @@ class ServerProcess:
         """SIGCONT."""
         self._send(signal.SIGCONT)
 
+    def said(self, pattern: str) -> str:
+        """The first group of a pattern in what it logged before it served.  Raises UnavailableError."""
+        found = re.search(pattern, "".join(self._lines))
+        if found is None:
+            raise UnavailableError.about(f"{self.address}: log", got="no such line", want=pattern)
+        return found[1]
+
     def complaint(self) -> str:
         """The last line of a server that ended instead of serving; "" = it serves."""
         return self._lines[-1].strip() if self._serving.exception(BOOT_S) is not None and self._lines else ""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import sys
 import threading
 import time
@@ -103,12 +102,9 @@ def run(seconds: float, callers: int = 32, tokens: int = 4, zipf: float = 0.5) -
         limit = _limit(whole.ready())
         whole.end()
         alone = stack.enter_context(ServerProcess([*MODEL, "--memory-limit", str(limit)])).complaint()
-        ports = [_free_port() for _ in ROUTE_US]
-        servers = [
-            stack.enter_context(ServerProcess([*MODEL, *_options(n, port, limit)])) for n, port in enumerate(ports)
-        ]
+        servers = [stack.enter_context(ServerProcess([*MODEL, *_options(n, limit)])) for n in range(len(ROUTE_US))]
         addresses = [server.ready() for server in servers]
-        metrics = {a: f"127.0.0.1:{port}" for a, port in zip(addresses, ports, strict=True)}
+        metrics = {server.address: server.said(r"metrics on http://(\S+)/metrics") for server in servers}
         cluster = stack.enter_context(ExpertCluster(addresses))
         load = _Load(cluster, callers, tokens, zipf)
         stack.callback(load.close)
@@ -148,15 +144,9 @@ def _limit(address: str) -> int:
     return int(beside + _SHARE * memory.weights_bytes)
 
 
-def _options(n: int, port: int, limit: int) -> list[str]:
+def _options(n: int, limit: int) -> list[str]:
     shard = ["--shard", f"{n}/{len(ROUTE_US)}", "--memory-limit", str(limit), "--test-route-us", str(ROUTE_US[n])]
-    return [*shard, "--metrics-listen", f"127.0.0.1:{port}", "--admin-listen", "127.0.0.1:0"]
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    return [*shard, "--metrics-listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
 
 
 def _plan(addresses: Sequence[str], counted: dict[str, observe.Counters]) -> tuple[Problem, Plan]:
