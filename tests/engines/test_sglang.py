@@ -45,9 +45,8 @@ def run(plugins, checkpoint, address, tmp_path, **options):
     return found["tokens"], list(ranks.values())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
-def test_the_same_tokens_with_one_call_a_layer_and_step(models, plugins, tmp_path, family):
-    model, whole, front = models(family)
+def test_the_same_tokens_with_one_call_a_layer_and_step(models, plugins, tmp_path):
+    model, whole, front = models("qwen3_moe")
     with hosts([{"checkpoint": whole}]) as [address]:
         tokens, [rank] = run(plugins, front, address, tmp_path)
     assert tokens == greedy(model)
@@ -57,17 +56,6 @@ def test_the_same_tokens_with_one_call_a_layer_and_step(models, plugins, tmp_pat
     assert len(calls) == 2 * len(steps)
     assert sum(line["tokens"] for line in calls) == 2 * sum(line["step"] for line in steps)
     assert sum(line["step"] for line in steps) >= sum(map(len, PROMPTS))
-
-
-def test_two_tensor_parallel_ranks_send_each_token_once(models, plugins, tmp_path):
-    model, whole, front = models("qwen3_moe")
-    with hosts([{"checkpoint": whole, "shard": "0/2"}, {"checkpoint": whole, "shard": "1/2"}]) as addresses:
-        tokens, ranks = run(plugins, front, ",".join(addresses), tmp_path, tp_size=2)
-    assert tokens == greedy(model)
-    assert len(ranks) == 2
-    sent = [sum(line["tokens"] for line in rank if "layer" in line) for rank in ranks]
-    assert sum(sent) == 2 * sum(line["step"] for line in ranks[0] if "step" in line)
-    assert min(sent) > 0
 
 
 @pytest.fixture(scope="module")
