@@ -162,7 +162,7 @@ class Changes:
 
     def _prepare(self, job: Job, keep_s: float) -> None:
         with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), int(os.environ.get("XNICE", "10")))
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             job.memory = self._residence.room_for(job.wanted)
             job._change = self._residence.prepare(job.wanted, lambda n, of: _count(job, n, of), job._unwanted.is_set)
