@@ -23,7 +23,7 @@ if not MISSING:
     from expertd_kernels.backends import cpu, cpu_w4a8
     from expertd_kernels.native import library as native
 
-ROUNDS_MIDDLE = {"avx512_bf16", "avx512_vnni", "avx512_amx"}
+ROUNDS_MIDDLE = {"avx512_bf16", "avx512_bytes", "avx512_vnni", "avx512_amx"}
 """Levels that also round the values between the GEMMs to bf16, for some elements: 6e-3."""
 DEFAULT_TOLERANCE = 6e-3 if not MISSING and native.levels()[0] in ROUNDS_MIDDLE else 4e-3
 LEVELS = [] if MISSING else native.levels()

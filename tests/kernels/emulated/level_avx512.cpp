@@ -9,6 +9,6 @@ namespace expertd {
 struct Emulated : Avx512 {
   static constexpr bool kRegister = false;
 };
-const Level kAvx512 = level<Emulated>("avx512", false, [] { return true; });
+const Level kAvx512 = level<Emulated>("avx512", kI16, false, [] { return true; });
 
 }  // namespace expertd

@@ -11,9 +11,20 @@ namespace expertd {
 
 struct Emulated : Avx512 {
   static constexpr bool kRegister = false;
+  template <int N>
+  static void dot_bytes(I (&sums)[N], const I (&codes)[N], const int32_t* x) {
+    for (int i = 0; i < N; i++) sums[i] = _mm512_dpbusd_epi32(sums[i], codes[i], bcasti(*x));
+  }
+  static I lookup6(I table, I index) {
+    uint8_t t[64], b[64];
+    storei(t, table), storei(b, index);
+    for (uint8_t& x : b) x = t[x & 63];
+    return loadi(b);
+  }
 };
-const Level kAvx512Vnni = level<Emulated>("avx512_vnni", false, [] { return true; });
-const Level kAvx512Bf16 = level<Emulated>("avx512_bf16", true, [] { return true; });
+const Level kAvx512Vnni = level<Emulated>("avx512_vnni", kI16, false, [] { return true; });
+const Level kAvx512Bf16 = level<Emulated>("avx512_bf16", kBf16, true, [] { return true; });
+const Level kAvx512Bytes = level<Emulated>("avx512_bytes", kBytes, true, [] { return true; });
 const Level kAvx512Amx = level_with_tiles<Emulated, emulated::Tiles>("avx512_amx", 4, [] { return true; });
 
 }  // namespace expertd

@@ -17,6 +17,7 @@ import pytest
 X86 = platform.machine() in ("x86_64", "AMD64")
 pytestmark = pytest.mark.skipif(not X86, reason=f"{platform.machine()}: the AVX-512 levels are for x86-64")
 
+AVX512 = ("avx512", "avx512_vnni", "avx512_bytes", "avx512_bf16", "avx512_amx")
 SIMDE = Path(os.environ.get("EXPERTD_SIMDE", "/usr/include"))
 """Folder that holds simde/: SIMD Everywhere, MIT licence."""
 
@@ -38,7 +39,7 @@ def program(tmp_path_factory):
 def assert_all_levels_pass(code: int, output: str) -> None:
     levels = re.search(r"^levels: (.*)$", output, re.MULTILINE)
     assert levels is not None, output
-    assert {"avx512", "avx512_vnni", "avx512_bf16", "avx512_amx", "portable"} <= set(levels[1].split(",")), levels[1]
+    assert {*AVX512, "portable"} <= set(levels[1].split(",")), levels[1]
     tiled = re.search(r"^(\d+) through matrix tiles$", output, re.MULTILINE)
     assert tiled is not None, output
     assert int(tiled[1]) > 40
@@ -56,7 +57,7 @@ def test_avx512_levels_on_emulated_instructions(program):
 def test_a_wrong_weight_is_noticed_at_every_level(program):
     code, output = driver.run(program, "wrong")
     assert code == 1
-    for level in ("avx512", "avx512_vnni", "avx512_bf16", "avx512_amx"):
+    for level in AVX512:
         assert re.search(rf"^{level} element .*relative error", output, re.MULTILINE), level
 
 

@@ -194,15 +194,20 @@ struct DownUnits {
 // While a pair of blocks is read, another one is fetched from memory: the one that its thread will read some pairs later, be it of
 // the next expert, unit or phase. Without that, each jump to another place would wait for the memory. A pair that is longer than
 // the distance fetches itself: then the next place is `ahead` bytes on.
+size_t bytes_ahead(const Pass& p, const Geometry& g) {
+  constexpr size_t kBytesAhead = 32 << 10;  // into the second level (docs/log/cpu-zen4.md)
+  return path_of(p, g) == kBytes ? kBytesAhead : p.context.level->ahead;
+}
+
 int pairs_ahead(const Pass& p, const Geometry& g) {
-  const size_t ahead = p.context.level->ahead, pair = 2 * g.block_bytes;
+  const size_t ahead = bytes_ahead(p, g), pair = 2 * g.block_bytes;
   return pair > 5 * ahead ? 0 : std::max(1, int((ahead + pair / 2) / pair));
 }
 
 // After pair `i` of the first phase's list (expert after expert, `pairs` each); the thread's list ends at `end`, w2 follows.
 const uint8_t* after_up(const Pass& p, int i, int end, int thread) {
   const int pairs = (p.g13.blocks + 1) / 2, distance = p.ahead13, next = i + distance;
-  if (!distance) return block_at(p, p.g13, p.layer.w13, i / pairs, i % pairs * 2) + p.context.level->ahead;
+  if (!distance) return block_at(p, p.g13, p.layer.w13, i / pairs, i % pairs * 2) + bytes_ahead(p, p.g13);
   if (next < end) return block_at(p, p.g13, p.layer.w13, next / pairs, next % pairs * 2);
   const DownUnits units(p);
   const int unit = units.first(thread, p.context.pool.threads());
@@ -212,7 +217,7 @@ const uint8_t* after_up(const Pass& p, int i, int end, int thread) {
 // After pair `i` of a unit's list in the second phase.
 const uint8_t* after_down(const Pass& p, const DownUnits& units, int unit, int i) {
   const int pairs = units.pairs(unit), all = pairs * p.routes.active, distance = p.ahead2, next = i + distance;
-  if (!distance) return block_at(p, p.g2, p.layer.w2, i / pairs, unit * units.step + i % pairs * 2) + p.context.level->ahead;
+  if (!distance) return block_at(p, p.g2, p.layer.w2, i / pairs, unit * units.step + i % pairs * 2) + bytes_ahead(p, p.g2);
   if (next < all) return block_at(p, p.g2, p.layer.w2, next / pairs, unit * units.step + next % pairs * 2);
   return unit + 1 < units.count ? block_at(p, p.g2, p.layer.w2, 0, (unit + 1) * units.step + (next - all) * 2) : nullptr;
 }

@@ -8,9 +8,9 @@ namespace expertd {
 // How weights and activations meet: as f32; as integers, activations in 16-bit fixed point with one power-of-two scale a piece; as
 // bf16 pairs, where the processor multiplies those; or, where that was asked for, as int4 and 8-bit activations with one scale for 16
 // columns. 16 bits and bf16 also for matrix tiles of 16 rows (tiles.h), where 16-bit numbers are two planes of bytes.
-enum Path { kF32, kI16, kBf16, kI8, kI16Tiles, kBf16Tiles };
+enum Path { kF32, kI16, kBytes, kBf16, kI8, kI16Tiles, kBf16Tiles };
 constexpr bool is_tiled(Path path) { return path >= kI16Tiles; }
-constexpr bool is_integer(Path path) { return path == kI16 || path == kI8 || path == kI16Tiles; }
+constexpr bool is_integer(Path path) { return path == kI16 || path == kBytes || path == kI8 || path == kI16Tiles; }
 
 // Rows of activations, ready for a matrix's kernel.
 struct Rows {
@@ -50,7 +50,9 @@ struct Activation {
 
 struct Level {
   const char* name;
-  bool use_bf16;  // a dot product of bf16 pairs is there, and the fastest way
+  Path integers;  // how int4 and e2m1 are multiplied
+  Path bytes;     // how int8 is
+  bool use_bf16;  // a dot product of bf16 pairs is there, and the fastest way for other elements
   int ahead;      // bytes to fetch weights ahead of their use
   int tile_rows;  // mean rows of an expert from which on they go through matrix tiles; 0 = there are none
   bool (*runs)();
@@ -93,8 +95,8 @@ inline Path path_of(const Level& level, int compute, int element, bool tiles) {
   // Where there are tiles, 16 bits are as fast as 8 or faster, for few rows and for many (docs/log/cpu-xeon.md).
   if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4 && !level.tile_rows) return kI8;
   if (tiles) return element == EXPERTD_INT8 ? kI16Tiles : kBf16Tiles;
-  if (level.use_bf16 && element != EXPERTD_INT8) return kBf16;
-  return is_integral(element) ? kI16 : kF32;
+  if (!is_integral(element)) return level.use_bf16 ? kBf16 : kF32;
+  return element == EXPERTD_INT8 ? level.bytes : level.integers;
 }
 
 // Bytes of a row of activations.
@@ -119,7 +121,7 @@ constexpr int code_offset(int element, bool zeros) {
 
 extern const Level kPortable;
 #if defined(__x86_64__)
-extern const Level kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAvx512Amx;
+extern const Level kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAvx512Bytes, kAvx512Amx;
 #endif
 
 }  // namespace expertd

@@ -5,6 +5,6 @@
 
 namespace expertd {
 
-const Level kAvx2 = level<Avx2>("avx2", false, [] { return processor().avx2; });
+const Level kAvx2 = level<Avx2>("avx2", kI16, false, [] { return processor().avx2; });
 
 }  // namespace expertd

@@ -5,6 +5,6 @@
 
 namespace expertd {
 
-const Level kAvx512 = level<Avx512>("avx512", false, [] { return processor().avx512; });
+const Level kAvx512 = level<Avx512>("avx512", kI16, false, [] { return processor().avx512; });
 
 }  // namespace expertd

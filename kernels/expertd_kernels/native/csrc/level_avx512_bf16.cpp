@@ -21,8 +21,9 @@ bool runs_with_tiles() {
 
 // The same instructions; which of them is faster is the maker's affair. On a Xeon of 2023 whole layers ran at 80 GFLOP/s a core with
 // vdpbf16ps and at 208 Gop/s with vpdpwssd; on Zen 5 vdpbf16ps does twice the multiply-adds of the integer ones.
-const Level kAvx512Vnni = level<Avx512>("avx512_vnni", false, runs);
-const Level kAvx512Bf16 = level<Avx512>("avx512_bf16", true, runs);
+const Level kAvx512Vnni = level<Avx512>("avx512_vnni", kI16, false, runs);
+const Level kAvx512Bf16 = level<Avx512>("avx512_bf16", kBf16, true, runs);
+const Level kAvx512Bytes = level<Avx512>("avx512_bytes", kBytes, true, [] { return processor().avx512_bf16 && processor().avx512_vbmi; });
 const Level kAvx512Amx = level_with_tiles<Avx512, AmxTiles>("avx512_amx", kTilesFrom, runs_with_tiles);
 
 }  // namespace expertd

@@ -2,6 +2,7 @@
 #pragma once
 #include <chrono>
 
+#include "bytes.h"
 #include "int8.h"
 #include "tiles.h"
 
@@ -14,6 +15,7 @@ template <class V, int EL, Path P, int NB, int MR, int RAW = -1>
 constexpr TileFunction tile() {
   if constexpr (P == kF32) return tile_f32<V, EL, NB, MR>;
   else if constexpr (P == kBf16) return tile_bf16<V, EL, NB, MR>;
+  else if constexpr (P == kBytes) return tile_bytes<V, EL, NB, MR, RAW>;
   else if constexpr (P == kI8) return tile_i8<V, NB, MR, RAW>;
   else if constexpr (MR == 1 && EL == EXPERTD_INT4) return tile_row_i16<V, EL, NB, RAW>;
   else return tile_i16<V, EL, NB, MR, RAW>;
@@ -41,7 +43,7 @@ void tiles(const BlockArgs& a, const Slice& s) {
 // Rows of a tile over one block.
 template <class V, Path P>
 constexpr int tile1_rows() {
-  return P == kF32 ? V::kTile1F : V::kTile1;
+  return P == kF32 ? V::kTile1F : P == kBytes ? kMostBytes - 1 : V::kTile1;
 }
 
 // Rows of a tile over two blocks; 0 = one block at a time. e2m1 takes many registers to decode: two blocks at once only for one row,
@@ -49,6 +51,7 @@ constexpr int tile1_rows() {
 template <class V, int EL, Path P>
 constexpr int tile2_rows() {
   if (P == kF32) return is_integral(EL) ? 0 : V::kTile2F;
+  if (P == kBytes) return kMostBytes;
   return P == kI16 && EL == EXPERTD_E2M1 && V::W == 8 ? 1 : V::kTile2;
 }
 
@@ -88,7 +91,7 @@ void gemm_panel(const BlockArgs& a, int block) {
 // The type of scales that a single row takes as they are stored; -1 = none.
 template <int EL, Path P>
 constexpr int raw_scales() {
-  if (P != kI16 && P != kI8) return -1;
+  if (P != kI16 && P != kI8 && P != kBytes) return -1;
   return EL == EXPERTD_INT4 ? EXPERTD_SCALE_BF16 : EL == EXPERTD_E2M1 ? EXPERTD_SCALE_E8M0 : -1;
 }
 
@@ -135,6 +138,12 @@ void gemm(Path path, const BlockArgs& a) {
   if (path == kI16) {
     if (element == EXPERTD_INT8) return gemm_element<V, EXPERTD_INT8, kI16>(a);
     return element == EXPERTD_INT4 ? gemm_element<V, EXPERTD_INT4, kI16>(a) : gemm_element<V, EXPERTD_E2M1, kI16>(a);
+  }
+  if constexpr (V::kBytes) {
+    if (path == kBytes) {
+      if (element == EXPERTD_INT8) return gemm_element<V, EXPERTD_INT8, kBytes>(a);
+      return element == EXPERTD_INT4 ? gemm_element<V, EXPERTD_INT4, kBytes>(a) : gemm_element<V, EXPERTD_E2M1, kBytes>(a);
+    }
   }
   if constexpr (V::kBf16) {
     if (path == kBf16) {
@@ -250,8 +259,8 @@ uint64_t read_all(const uint8_t* data, size_t bytes) {
 }
 
 template <class V>
-constexpr Level level(const char* name, bool use_bf16, bool (*runs)()) {
-  return Level{name,       use_bf16, V::kAhead,   0,            runs,    load_row<V>, round_row<V>,
+constexpr Level level(const char* name, Path integers, bool use_bf16, bool (*runs)()) {
+  return Level{name, integers, integers == kBytes ? kBytes : kI16, use_bf16, V::kAhead,   0,            runs,    load_row<V>, round_row<V>,
                gemm<V>,    activate<V>, combine<V>, store_row<V>, peak<V>, read_all<V>};
 }
 
@@ -269,7 +278,7 @@ double peak_with_tiles(int kind, double seconds) {
 // As level(), with matrix tiles T (simd_amx.h) for experts that have `rows` rows or more in the mean.
 template <class V, class T>
 constexpr Level level_with_tiles(const char* name, int rows, bool (*runs)()) {
-  Level made = level<V>(name, false, runs);
+  Level made = level<V>(name, kI16, false, runs);
   made.tile_rows = rows;
   made.gemm = gemm_with_tiles<V, T>;
   made.peak = peak_with_tiles<V, T>;

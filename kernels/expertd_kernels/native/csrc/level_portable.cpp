@@ -4,6 +4,6 @@
 
 namespace expertd {
 
-const Level kPortable = level<Portable>("portable", Portable::kBf16, [] { return true; });
+const Level kPortable = level<Portable>("portable", Portable::kBf16 ? kBf16 : kI16, Portable::kBf16, [] { return true; });
 
 }  // namespace expertd

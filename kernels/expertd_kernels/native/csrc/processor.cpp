@@ -24,16 +24,16 @@ Processor ask() {
   Processor p;
   unsigned a, b, c, d;
   if (!__get_cpuid(0, &a, &b, &c, &d)) return p;
-  p.amd = b == signature_AMD_ebx;
   constexpr uint64_t kFma = bit(12), kOsXsave = bit(27);
   if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, kFma | kOsXsave)) return p;
   constexpr uint64_t kYmm = bit(1) | bit(2), kZmm = kYmm | bit(5) | bit(6) | bit(7);
   const uint64_t saved = saved_registers();
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !has(saved, kYmm)) return p;
-  constexpr uint64_t kAvx2 = bit(5), kF = bit(16), kDq = bit(17), kBw = bit(30), kVl = bit(31), kVnni = bit(11), kBf16 = bit(5);
+  constexpr uint64_t kAvx2 = bit(5), kF = bit(16), kDq = bit(17), kBw = bit(30), kVl = bit(31), kVnni = bit(11), kVbmi = bit(1), kBf16 = bit(5);
   p.avx2 = has(b, kAvx2);
   p.avx512 = p.avx2 && has(saved, kZmm) && has(b, kF | kDq | kBw | kVl);
   const bool vnni = has(c, kVnni);
+  p.avx512_vbmi = p.avx512 && has(c, kVbmi);
   p.avx512_bf16 = p.avx512 && vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && has(a, kBf16);
   return p;
 }

@@ -5,10 +5,10 @@
 namespace expertd {
 
 struct Processor {
-  bool amd = false;          // made by AMD
   bool avx2 = false;         // and FMA
   bool avx512 = false;       // F, BW, VL, DQ
   bool avx512_bf16 = false;  // those, VNNI and BF16
+  bool avx512_vbmi = false;
 };
 
 const Processor& processor();

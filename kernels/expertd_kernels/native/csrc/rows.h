@@ -36,15 +36,27 @@ void load_row(const void* src, bool f32, const int32_t* map, int k, int kp, floa
   for (int i = k; i < kp; i++) dst[i] = 0.0f;
 }
 
+// What the planes of bytes.h can hold.
+constexpr int kMostOf16 = 32639, kMostOf12 = 30208;
+
 // The scale of a piece: the power of two that brings its largest magnitude into [2^14, 2^15). bf16 inputs within 2^7 of the largest
 // are then exact. NaN or infinity anywhere in the piece makes the scale NaN, so that the row's answer is NaN too.
-inline void piece_scale(int32_t largest_bits, float& scale, float& inverse) {
+// limit: of the magnitudes; where it is kMostOf12, the scale is no power of two.
+inline void piece_scale(int32_t largest_bits, int limit, float& scale, float& inverse) {
   scale = inverse = 0.0f;
   if (largest_bits >= 0x7F800000) {
     scale = __builtin_nanf("");
   } else if (largest_bits > 0) {
     int e = (largest_bits >> 23) - 127;
     e = e < -100 ? -100 : e;
+    if (limit == kMostOf12) {  // every bit counts
+      float most;
+      __builtin_memcpy(&most, &largest_bits, 4);
+      scale = most > 1e-30f ? most / limit : 0.0f;
+      inverse = most > 1e-30f ? limit / most : 0.0f;
+      return;
+    }
+    if (limit < 32767 && (largest_bits & 0x007FFFFF) > 0x007EFEFF) e++;  // 32639.5 / 2^14
     const int32_t s = (127 + e - 14) << 23, i = (127 + 14 - e) << 23;
     __builtin_memcpy(&scale, &s, 4);
     __builtin_memcpy(&inverse, &i, 4);
@@ -86,9 +98,9 @@ inline void store_planes(const int32_t* q, int n, const TileRow& row, size_t fir
   }
 }
 
-// store(q): takes the n rounded values.
+// store(q): takes the n rounded values, of magnitude `limit` at most.
 template <class V, class Store>
-void quantize_piece(const float* src, int n, const Store& store, float& scale, int32_t& sum) {
+void quantize_piece(const float* src, int n, const Store& store, float& scale, int32_t& sum, int limit = 32767) {
   alignas(64) float v[kMaxPiece + 16];
   alignas(64) int32_t q[kMaxPiece + 16];
   alignas(64) int32_t lanes[V::W];
@@ -100,9 +112,9 @@ void quantize_piece(const float* src, int n, const Store& store, float& scale, i
   int32_t largest = 0;
   for (int i = 0; i < V::W; i++) largest = lanes[i] > largest ? lanes[i] : largest;
   float inverse;
-  piece_scale(largest, scale, inverse);
+  piece_scale(largest, limit, scale, inverse);
   // Adding 1.5 * 2^23 rounds to the nearest integer (ties to even) and leaves it in the low bits.
-  const typename V::F inv = V::bcastf(inverse), magic = V::bcastf(12582912.0f), most = V::bcastf(32767.0f);
+  const typename V::F inv = V::bcastf(inverse), magic = V::bcastf(12582912.0f), most = V::bcastf(float(limit));
   const typename V::I magic_bits = V::bcasti(-0x4B400000);
   typename V::I total = V::bcasti(0);
   for (int i = 0; i < n; i += V::W) {
@@ -194,8 +206,58 @@ void int8_piece(const float* src, int n, int32_t* dst, float* scales, float& sum
     }
 }
 
+// The planes of bytes of one piece (bytes.h).  16 bits, `words` = 4 (e2m1) or 2 (int8) words of 4 * words / 2 columns.
+template <int WORDS>
+inline void store_bytes_of(const int32_t* q, int n, int32_t* dst) {
+  constexpr int kApart = WORDS / 2;  // columns of a word are so far apart
+  for (int c = 0; c < n; c += 4 * kApart, dst += WORDS)
+    for (int w = 0; w < kApart; w++) {
+      uint32_t high = 0, low = 0;
+      for (int b = 0; b < 4; b++) {
+        const int32_t v = q[c + b * kApart + w];
+        high |= (uint32_t(v + 128) >> 8 & 0xFF) << 8 * b;
+        low |= (uint32_t(v) & 0xFF) << 8 * b;
+      }
+      dst[w] = int32_t(high), dst[kApart + w] = int32_t(low);
+    }
+}
+
+// int4: 12 bits of a piece. Returns the sum of the values as they are stored.
+inline int32_t store_three(const int32_t* q, int n, int32_t* dst) {
+  int32_t sum = 0;
+  for (int c = 0; c < n; c += 8, dst += 3) {
+    uint32_t words[3] = {};
+    for (int i = 0; i < 4; i++) {
+      const int32_t x = q[c + 2 * i], y = (q[c + 2 * i + 1] + 8) >> 4;  // in sixteenths
+      const int32_t near = y + ((x - y + 8) & ~15), z = int8_t(near), a = (near - z) >> 8, b = (y - z) >> 4;
+      sum += near + 16 * y;
+      words[0] |= (uint32_t(a) & 0xFF) << 8 * i;
+      words[1] |= (uint32_t(b) & 0xFF) << 8 * i;
+      words[2] |= (uint32_t(z) & 0xFF) << 8 * i;
+    }
+    for (int w = 0; w < 3; w++) dst[w] = int32_t(words[w]);
+  }
+  return sum;
+}
+
+template <class V>
+void byte_piece(const Geometry& g, const float* src, int n, int32_t* dst, const Rows& rows, size_t piece) {
+  const int element = g.spec.element;
+  int32_t sum, three = 0;
+  const auto store = [&](const int32_t* q) {
+    if (element == EXPERTD_INT4) three = store_three(q, n, dst);
+    else if (element == EXPERTD_E2M1) store_bytes_of<4>(q, n, dst);
+    else store_bytes_of<2>(q, n, dst);
+  };
+  quantize_piece<V>(src, n, store, rows.scales[piece], sum, element == EXPERTD_INT4 ? kMostOf12 : kMostOf16);
+  if (element == EXPERTD_INT4) sum = three;
+  rows.sums[piece] = float(sum);
+  rows.starts[piece] = -code_offset(element, g.spec.zeros) * sum;
+}
+
 template <class V>
 void round_piece(Path path, const Geometry& g, const float* src, int n, int32_t* dst, const Rows& rows, size_t piece) {
+  if (path == kBytes) return byte_piece<V>(g, src, n, dst, rows, piece);
   if (path == kBf16) return bf16_piece<V>(src, n, g.per_lane, dst, rows.sums[piece]);
   if (path == kI8) return int8_piece<V>(src, n, dst, rows.scales + piece * parts_of(g.piece), rows.sums[piece]);
   int32_t sum;
@@ -215,17 +277,20 @@ void round_tiled_piece(Path path, const Geometry& g, const float* src, int n, co
   rows.starts[piece] = -code_offset(g.spec.element, g.spec.zeros) * sum;
 }
 
+// Bytes of 8 columns of a row that does not go through tiles.
+constexpr size_t packed_bytes(Path path, int element) { return path == kI8 ? 8 : path == kBytes && element == EXPERTD_INT4 ? 12 : 16; }
+
 template <class V>
 void round_row(Path path, const Geometry& g, const float* src, const Rows& rows, int row) {
   uint8_t* dst = rows.data + size_t(row) * rows.stride;
-  const size_t first = size_t(row) * rows.pieces, bytes = path == kI8 ? 1 : 2;  // of a column
+  const size_t first = size_t(row) * rows.pieces, bytes8 = packed_bytes(path, g.spec.element);  // of 8 columns
   size_t piece = first;
   for (int at = 0; at < g.kp; at += g.group) {
     const int end = at + g.group < g.kp ? at + g.group : g.kp;
     for (int k = at; k < end; k += g.piece, piece++) {
       const int n = k + g.piece < end ? g.piece : end - k;
       if (is_tiled(path)) round_tiled_piece<V>(path, g, src + k, n, TileRow(rows, row), piece - first, rows, piece);
-      else round_piece<V>(path, g, src + k, n, reinterpret_cast<int32_t*>(dst + k * bytes), rows, piece);
+      else round_piece<V>(path, g, src + k, n, reinterpret_cast<int32_t*>(dst + k / 8 * bytes8), rows, piece);
     }
   }
 }

@@ -9,6 +9,7 @@ namespace expertd {
 struct Avx2 {
   static constexpr bool kRegister = true;  // a vector fits a register
   static constexpr bool kBf16 = false;
+  static constexpr bool kBytes = false;
   // Rows of activations in a tile: of one block, with f32; of two blocks, with f32. Sums must fit the registers.
   static constexpr int W = 8, kTile1 = 5, kTile1F = 6, kTile2 = 2, kTile2F = 2, kChains = 1, kAhead = 32 << 10;
   using I = __m256i;

@@ -13,6 +13,7 @@ namespace expertd {
 struct Portable {
   static constexpr bool kRegister = false;  // a vector may take more than one register
   static constexpr bool kBf16 = EXPERTD_PORTABLE_BF16;  // off: f32 is faster; on: to test the kernels of levels that have it
+  static constexpr bool kBytes = false;
   static constexpr int W = 8, kTile1 = 4, kTile1F = 4, kTile2 = 2, kTile2F = 2, kChains = 1, kAhead = 0;
   typedef int32_t I __attribute__((vector_size(32)));
   typedef uint32_t U __attribute__((vector_size(32)));
