@@ -16,6 +16,7 @@ from expertd_client.result import ForwardResult
 from expertd_client.retry import Retry
 from expertd_client.session import Session
 from expertd_client.tensors import Synthetic
+from expertd_client.tracing import Trace, trace
 from expertd_client.transport import Channel, Connection, FunctionTransport, Transport
 
 __all__ = [
@@ -39,5 +40,7 @@ __all__ = [
     "Retry",
     "Session",
     "Synthetic",
+    "Trace",
     "Transport",
+    "trace",
 ]

@@ -23,6 +23,7 @@ from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.retry import NEVER, Retry, pause_s
 from expertd_client.session import Session, unanswered
+from expertd_client.tracing import recorder
 from expertd_client.transport import Transport
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class AsyncExpertClient(AsyncForwarder):
 
     async def _once(self, request: Request, deadline: Deadline | None) -> ForwardResult:
         exchange = self._open()[1]
+        traced = (now := recorder.active) and now.single(request, self.target)
         if deadline is None or not self._slots.locked():
             await self._slots.acquire()
         else:
@@ -160,7 +162,13 @@ class AsyncExpertClient(AsyncForwarder):
         request_id = 0
         try:
             request_id = exchange.submit(request, deadline, answer)
-            return await answer.future
+            if traced is None:
+                return await answer.future
+            traced.parts[-1].sent(exchange.way)
+            result = await answer.future
+            traced.parts[-1].answered(result.timing)
+            traced.end()
+            return result
         finally:
             self._slots.release()
             exchange.cancel(request_id)  # abandoned; it does nothing to a request that has ended

@@ -25,6 +25,7 @@ from expertd_client.deadline import Deadline
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.shm_message import Sent, refusal, response, result, sendable, submission_of
+from expertd_client.tracing import TracedCall
 from expertd_client.transport import ChannelFullError, Closed, Deliver
 
 __all__ = ["BesideConnection", "CallConnection", "Entering", "LoopConnection", "end_ns"]
@@ -157,18 +158,24 @@ class CallConnection(BesideConnection):
         super().__init__(client, deliver, closed)
         self._reader = threading.current_thread()
 
-    def call(self, request: Request, deadline: Deadline | None) -> ForwardResult:
+    def call(self, request: Request, deadline: Deadline | None, traced: TracedCall | None = None) -> ForwardResult:
         """Sends a request and waits for its answer.  Raises ChannelFullError, and then nothing was sent; else the
         server's error, or DeadlineExceededError."""
         self._use()
         try:
             sent, answer = submission_of(request), Completion()
-            ticket = self._send_and_wait(request, sent, answer, deadline)
+            if traced is None:
+                ticket = self._send_and_wait(request, sent, answer, deadline)
+            else:
+                ticket = self._send_then_wait(request, sent, answer, deadline, traced)
         except BaseException:
             self._unuse()
             raise
         if not answer.refused:
-            return result(answer, sent, request, self._output(ticket, sent), partial(self._back, ticket))
+            found = result(answer, sent, request, self._output(ticket, sent), partial(self._back, ticket))
+            if traced is not None:
+                traced.parts[-1].answered(found.timing)
+            return found
         self._back(ticket)
         raise refusal(answer)
 
@@ -183,10 +190,22 @@ class CallConnection(BesideConnection):
             self._wait(ticket, request.layer, answer, deadline)
         return ticket
 
-    def _wait(self, ticket: int, layer: int, answer: Completion, deadline: Deadline | None) -> None:
+    def _send_then_wait(
+        self, request: Request, sent: Sent, answer: Completion, deadline: Deadline | None, traced: TracedCall
+    ) -> int:
+        """_send_and_wait() in two steps, to know when the first was over."""
+        sent.submission.deadline_ns = end_ns(deadline)
+        ticket = self._guard(
+            lambda wait_ns: self._client.send(sent.submission, sent.tensors, announced=False), deadline
+        )
+        traced.parts[-1].sent()
+        self._wait(ticket, request.layer, answer, deadline, SPIN_NS)
+        return ticket
+
+    def _wait(self, ticket: int, layer: int, answer: Completion, deadline: Deadline | None, spin_ns: int = 0) -> None:
         """Until the answer of a ticket in flight has come; a request that is given up is taken back."""
         try:
-            while not self._guard(lambda wait_ns: self._client.wait(ticket, answer, wait_ns, 0), deadline):
+            while not self._guard(lambda wait_ns: self._client.wait(ticket, answer, wait_ns, spin_ns), deadline):
                 if deadline is not None and deadline.left_s() == 0.0:
                     raise deadline.expired(layer, 0)
         except BaseException:  # too late, interrupted, or the session is over

@@ -31,6 +31,7 @@ from expertd_client.retry import NEVER, Retry, pause_s
 from expertd_client.session import Session, unanswered
 from expertd_client.slot import Slot
 from expertd_client.tensors import wire_dtype
+from expertd_client.tracing import TracedCall, recorder
 from expertd_client.transport import Transport
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ class ExpertClient(Forwarder):
 
     def submit_request(self, request: Request, *, timeout_s: float | None = None) -> ForwardFuture:
         deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
-        return self._start(self._as_it_travels(request, deadline), deadline)
+        request = self._as_it_travels(request, deadline)
+        return self._start(request, deadline, (now := recorder.active) and now.single(request, self.target))
 
     def describe(
         self, *, include_decisions: bool = False, timeout_s: float = 10.0, wait_for_ready: bool = False
@@ -223,28 +225,35 @@ class ExpertClient(Forwarder):
         made = self._exchange.slot(tokens, hidden_size, top_k, number)
         return Slot(self, made, tokens, hidden_size, top_k, number)
 
-    def _start(self, request: Request, deadline: Deadline | None) -> ForwardFuture:
+    def _start(self, request: Request, deadline: Deadline | None, traced: TracedCall | None) -> ForwardFuture:
         self._take_turn(request, deadline)
         future = ForwardFuture(self._exchange, self._slots)
+        if traced is not None:
+            future.add_done_callback(traced.landed)
         try:
             future.sent(self._exchange.submit(request, deadline, future))
+            if traced is not None:
+                traced.parts[-1].sent(self._exchange.way)
         except BaseException:
             self._slots.release()
             raise
         return future
 
     def _once(self, request: Request, deadline: Deadline | None) -> ForwardResult:
+        traced = (now := recorder.active) and now.single(request, self.target)
         if not self._bounded:
-            answer = self._exchange.call(request, deadline)
+            answer = self._exchange.call(request, deadline, traced)
         else:
             self._take_turn(request, deadline)
             try:
-                answer = self._exchange.call(request, deadline)
+                answer = self._exchange.call(request, deadline, traced)
             finally:
                 self._slots.release()
         if answer is not None:
+            if traced is not None:
+                traced.end()
             return answer
-        future = self._start(request, deadline)
+        future = self._start(request, deadline, traced)
         try:
             return future.result()
         except BaseException:

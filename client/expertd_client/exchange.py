@@ -19,7 +19,8 @@ from expertd_client.deadline import Alarm, Deadline
 from expertd_client.link import Link
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
-from expertd_client.session import Session
+from expertd_client.session import INLINE, Session
+from expertd_client.tracing import TracedCall
 from expertd_client.transport import ChannelFullError, Transport, Waiter
 
 __all__ = ["Exchange"]
@@ -54,16 +55,20 @@ class Exchange:
             self._watch(deadline.end_s, request_id, link)
         return request_id
 
-    def call(self, request: Request, deadline: Deadline | None) -> ForwardResult | None:
+    def call(
+        self, request: Request, deadline: Deadline | None, traced: TracedCall | None = None
+    ) -> ForwardResult | None:
         """The answer, waited for by the calling thread itself; None: nothing was sent, because there is no channel that
         can do so now."""
         way = self._open().direct(request)
         if way is None:
             return None
         try:
-            answer: ForwardResult = way.call(request, deadline)
+            answer: ForwardResult = way.call(request, deadline, traced)
         except ChannelFullError:
             return None
+        if traced is not None:
+            traced.parts[-1].transport = self.way
         self._load = answer.lazy_load  # not the answer, whose memory is lent
         return answer
 
@@ -96,6 +101,12 @@ class Exchange:
     def session(self, waiter: Waiter[Session]) -> None:
         """`waiter` gets how messages travel on the present connection."""
         self._open().session(waiter)
+
+    @property
+    def way(self) -> str:
+        """Transport of the session; "inline" until one is agreed on."""
+        link = self._link
+        return INLINE if link is None or link.agreed is None else link.agreed.transport
 
     @property
     def in_flight(self) -> int:

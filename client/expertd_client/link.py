@@ -146,6 +146,11 @@ class Link:
         else:
             waiter.fail(_copy(self._error))
 
+    @property
+    def agreed(self) -> Session | None:
+        """The session; None until the server has answered the offer."""
+        return self._session
+
     def close(self) -> None:
         """Fails what is in flight with RequestCancelledError."""
         self._inline.close()

@@ -133,6 +133,7 @@ def timing_of(answer: Completion) -> pb.Timing:
         batch_tokens=answer.batch_tokens,
         batch_requests=answer.batch_requests,
         backend=answer.name.decode(errors="replace"),
+        arrival_ns=answer.arrival_ns,
     )
 
 

@@ -21,6 +21,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.deadline import Deadline, deadline_in
 from expertd_client.request import Request
 from expertd_client.tensors import empty
+from expertd_client.tracing import recorder
 from expertd_client.transport import ChannelFullError
 
 if TYPE_CHECKING:
@@ -81,13 +82,23 @@ class Slot:
         rows of expertd.errors."""
         if self._made is not None:
             try:
+                traced = (now := recorder.active) and now.single(self._request(layer), self._target())
                 self.routes_computed, self._timing = self._made.forward(layer, deadline_in(timeout_s))
             except ChannelFullError:
                 pass
             else:
+                if traced is not None:
+                    traced.over("shm", self.timing)
                 return self.output
-        request = Request(layer, self.hidden_states, self.topk_ids, self.topk_weights, output_dtype=self.output.dtype)
+        request = self._request(layer)
         with self._client.forward_request(request, timeout_s=timeout_s) as answer:
             self.output[:] = answer.output
             self.routes_computed, self._timing = answer.routes_computed, answer.timing
         return self.output
+
+    def _target(self) -> str:
+        return str(getattr(self._client, "target", ""))
+
+    def _request(self, layer: int) -> Request:
+        dtype = self.output.dtype
+        return Request(layer, self.hidden_states, self.topk_ids, self.topk_weights, output_dtype=dtype)

@@ -31,6 +31,7 @@ from expertd_client.device_way import DeviceWay
 from expertd_client.forwarder import Forwarder
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
+from expertd_client.tracing import recorder
 
 __all__ = ["RemoteExperts", "Started"]
 
@@ -115,6 +116,12 @@ class RemoteExperts(torch.nn.Module):
         return f"layer={self.layer}, max_tokens={self.max_tokens}"
 
     def _forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        now = recorder.active
+        if now is None:
+            return self._experts(hidden_states, topk_ids, topk_weights)
+        return now.module("experts", self.layer, lambda: self._experts(hidden_states, topk_ids, topk_weights))
+
+    def _experts(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         way = self._way(hidden_states)
         if way is not None:
             out = way.forward(self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s)
@@ -128,6 +135,12 @@ class RemoteExperts(torch.nn.Module):
         return self._joined(call, answers, hidden_states)
 
     def _start(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        now = recorder.active
+        if now is None:
+            return self._begin(hidden_states, topk_ids, topk_weights)
+        return now.module("start", self.layer, lambda: self._begin(hidden_states, topk_ids, topk_weights))
+
+    def _begin(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         ticket = next(self._tickets)
         way = self._way(hidden_states)
         if way is not None:
@@ -146,7 +159,10 @@ class RemoteExperts(torch.nn.Module):
             raise UnsupportedCombinationError.about(
                 f"layer {self.layer}: wait", got="a call that was fetched already", want="each start() fetched once"
             )
-        return fetch(like)
+        now = recorder.active
+        if now is None:
+            return fetch(like)
+        return now.module("wait", self.layer, lambda: fetch(like))
 
     def _way(self, x: Tensor) -> DeviceWay | None:
         device = _gpu_of(x)

@@ -28,7 +28,10 @@ def ask_alone(around: Surroundings, call: Call, deadline: Deadline | None) -> Cl
     begin_s = time.monotonic()
     member.begun(tokens)
     try:
-        answer = member.exchange.call(call.host, deadline)
+        if call.traced is not None:
+            call.traced.split()
+            call.traced.part(member.address, tokens)
+        answer = member.exchange.call(call.host, deadline, call.traced)
     except ExpertdError as error:
         member.failed(tokens, error)
         if member.refused:

@@ -19,6 +19,7 @@ from expertd_client.cluster.result import Answered, ClusterResult
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.tensors import Synthetic, checked_dtype, device_of, from_host, numpy_dtype, on_host
+from expertd_client.tracing import recorder
 
 __all__ = ["Call"]
 
@@ -31,6 +32,7 @@ class Call:
     on_missing   what he wants where experts cannot be had
     f32_sums     partial sums travel in float32 whatever the answer's dtype
 
+    traced       what is recorded of it; None = nothing is
     layer        of the request
     host         the same request with numpy arrays, once bring() was called
     """
@@ -44,6 +46,7 @@ class Call:
             raise UnsupportedCombinationError(
                 f"cluster: got {what}, want topk_ids with values and an output tensor; call its servers one by one"
             )
+        self.traced = (now := recorder.active) and now.call(request)
         self._dtype = numpy_dtype(request.dtypes[0])
         self._device = device_of(request.hidden_states)
         self._out = out
@@ -66,6 +69,8 @@ class Call:
         """The answer; raises the flight's error."""
         if flight.error is not None:
             raise flight.error
+        if self.traced is not None:
+            self.traced.answers_are_there()
         legs = flight.in_order()
         missing, scale = np.empty((0, 2), np.int64), None
         if flight.unserved:
@@ -96,10 +101,14 @@ class Call:
                 if leg.result is not None:
                     leg.result.release()
         flight.forget()
+        if self.traced is not None:
+            self.traced.end()
         return result
 
     def answered_by(self, member: Member, answer: ForwardResult, seconds: float, epoch: int) -> ClusterResult:
         """The answer where one server computed all of it."""
+        if self.traced is not None:
+            self.traced.answers_are_there()
         output, lent = self._output([Sum(None, answer.output)], None)
         part = Answered(
             member.address, self.host.tokens, answer.routes_computed, 1, seconds,
@@ -117,6 +126,8 @@ class Call:
         )
         if not lent:
             answer.release()
+        if self.traced is not None:
+            self.traced.end()
         return result
 
     def _output(self, sums: list[Sum], scale: NDArray[np.float32] | None) -> tuple[Any, bool]:

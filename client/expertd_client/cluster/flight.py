@@ -37,6 +37,7 @@ from expertd_client.cluster.table import LayerTable
 from expertd_client.deadline import Deadline
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
+from expertd_client.tracing import TracedCall
 
 if TYPE_CHECKING:
     from expertd_client.cluster.call import Call
@@ -53,7 +54,7 @@ _STALE, _STALE_TRIES = (BadResponseError, LayerNotHeldError), 4
 class Try:
     """One part at one server; the waiter of its request."""
 
-    __slots__ = ("_flight", "begin_s", "leg", "member", "request_id")
+    __slots__ = ("_flight", "begin_s", "leg", "member", "request_id", "traced")
 
     def __init__(self, flight: Flight, leg: Leg, member: Member, begin_s: float) -> None:
         self._flight = flight
@@ -61,6 +62,8 @@ class Try:
         self.member = member
         self.begin_s = begin_s
         self.request_id = 0
+        traced = flight.traced
+        self.traced = None if traced is None else traced.part(member.address, leg.part.request.tokens)
 
     def answer(self, value: ForwardResult) -> None:
         self._flight.answered(self, value)
@@ -72,6 +75,7 @@ class Try:
 class Flight:
     """request: its tensors are numpy arrays, ids checked against `table`; routes: how many it has.
 
+    traced   what is recorded of it; None = nothing is
     landed   called once, by whoever brought the last event, when all legs are answered or the call failed
     error    why it failed; None = it did not
     """
@@ -85,8 +89,10 @@ class Flight:
         deadline: Deadline | None,
         on_missing: OnMissing,
         landed: Callable[[Flight], object],
+        traced: TracedCall | None = None,
     ) -> None:
         self.request = request
+        self.traced = traced
         self.error: ExpertdError | None = None
         self.legs: list[Leg] = []
         self.unserved: list[Part] = []
@@ -171,6 +177,8 @@ class Flight:
                 result.release()  # another was faster, or nobody waits any more
                 return
             losers = [t for t in leg.tries if t is not attempt]
+            if attempt.traced is not None:
+                attempt.traced.answered(result.timing, int(now_s * 1e9))
             leg.tries = []
             leg.result, leg.server, leg.seconds = result, member, now_s - self.begin_s
             leg.due_s = math.inf
@@ -259,6 +267,8 @@ class Flight:
             self._watch(leg, attempt, now_s)
         try:
             attempt.request_id = attempt.member.submit(leg.part.request, self._deadline, attempt, held)
+            if attempt.traced is not None:
+                attempt.traced.sent(attempt.member.exchange.way)
         except ExpertdError as error:
             self.failed(attempt, error)
         except Exception as error:  # memory that cannot be read, a number that its field cannot hold
@@ -466,6 +476,8 @@ def start(
     """Starts a call.  held: see Flight.take_off.  Raises LayerNotHeldError, ExpertIdOutOfRangeError, PlacementError."""
     table = around.members.table(call.layer)
     routes = check_ids(call.host.topk_ids, table, call.layer)
-    flight = Flight(around, call.host, routes, table, deadline, call.on_missing, landed)
+    flight = Flight(around, call.host, routes, table, deadline, call.on_missing, landed, call.traced)
+    if call.traced is not None:
+        call.traced.split()
     flight.take_off(held)
     return flight

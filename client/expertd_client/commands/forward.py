@@ -28,6 +28,7 @@ from expertd_client.commands.options import (
 from expertd_client.files import load_array, load_tensors, save_array
 from expertd_client.request import Request, RequestOptions
 from expertd_client.result import ForwardResult
+from expertd_client.tracing.stages import SERVER
 from expertd_client.workload import drawn, layer_shapes, synthetic
 
 __all__ = ["add_parser", "run"]
@@ -150,7 +151,7 @@ def _show(report: dict[str, Any]) -> None:
         else "digest",
         "digest": f"sum {out['sum']:.6g}, sum of squares {out['sum_of_squares']:.6g}, crc32 {out['crc32']}",
         "round trip": duration(report["round_trip_us"] * 1e-6),
-        "server": ", ".join(f"{k[:-3]} {duration(v * 1e-9)}" for k, v in t.items() if k.endswith("_ns")),
+        "server": ", ".join(f"{k[:-3]} {duration(v * 1e-9)}" for k, v in t.items() if k in SERVER.values()),
         "batch": f"{t['batch_tokens']} tokens of {t['batch_requests']} requests, backend {t['backend']}",
     }
     for name, value in rows.items():

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.percentiles import Durations
+from expertd_client.tracing.stages import SERVER
 
 __all__ = ["STAGES", "Row", "Samples", "row_of"]
 
@@ -24,16 +25,6 @@ STAGES: Mapping[str, str] = {
     "client_decode": "bytes to the answer, and to who waits for it",
 }
 """In the order of a request's way.  Their sum is the median of the whole time."""
-
-_SERVER = {
-    "decode": "decode_ns",
-    "queue": "queue_ns",
-    "collect": "copy_in_ns",
-    "kernel": "kernel_ns",
-    "deliver": "copy_out_ns",
-    "encode": "encode_ns",
-}
-"""Stages by what the server says of them."""
 
 
 @dataclass
@@ -56,7 +47,7 @@ class Samples:
 
     def take_timings(self) -> None:
         """Their fields into stages."""
-        for stage, name in _SERVER.items():
+        for stage, name in SERVER.items():
             self.stages[stage] = array("q", [getattr(t, name) for t in self.timings])
         self.timings.clear()
 

@@ -83,7 +83,7 @@ class Completion(C.Structure):
         ),
         ("token_ns", C.c_float),
         ("retry_after_us", C.c_uint32),
-        ("spare", C.c_uint32),
+        ("arrival_ns", C.c_uint64),
         ("name", C.c_char * 36),
         ("text", C.c_char * 404),
     ]

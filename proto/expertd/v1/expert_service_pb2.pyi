@@ -146,7 +146,7 @@ class Digest(_message.Message):
     def __init__(self, sum: _Optional[float] = ..., sum_of_squares: _Optional[float] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("decode_ns", "queue_ns", "copy_in_ns", "kernel_ns", "copy_out_ns", "encode_ns", "batch_tokens", "batch_requests", "backend")
+    __slots__ = ("decode_ns", "queue_ns", "copy_in_ns", "kernel_ns", "copy_out_ns", "encode_ns", "batch_tokens", "batch_requests", "backend", "arrival_ns")
     DECODE_NS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     COPY_IN_NS_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,7 @@ class Timing(_message.Message):
     BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_NS_FIELD_NUMBER: _ClassVar[int]
     decode_ns: int
     queue_ns: int
     copy_in_ns: int
@@ -165,7 +166,8 @@ class Timing(_message.Message):
     batch_tokens: int
     batch_requests: int
     backend: str
-    def __init__(self, decode_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., copy_in_ns: _Optional[int] = ..., kernel_ns: _Optional[int] = ..., copy_out_ns: _Optional[int] = ..., encode_ns: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., batch_requests: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
+    arrival_ns: int
+    def __init__(self, decode_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., copy_in_ns: _Optional[int] = ..., kernel_ns: _Optional[int] = ..., copy_out_ns: _Optional[int] = ..., encode_ns: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., batch_requests: _Optional[int] = ..., backend: _Optional[str] = ..., arrival_ns: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("queued_tokens", "queued_requests", "token_ns", "draining")

@@ -28,6 +28,7 @@ def response_view(r: Request, a: Answer, load: pb.Load) -> ForwardResponseView:
         batch_tokens=a.batch_tokens,
         batch_requests=a.batch_requests,
         backend=a.backend,
+        arrival_ns=r.arrival_ns,
     )
     if a.digest is not None:
         v.digest = pb.Digest(sum=a.digest[0], sum_of_squares=a.digest[1], crc32=a.digest[2])

@@ -53,7 +53,7 @@ class Server:
     def __init__(self, region):
         self.region = region
         self.control = Control.from_address(region.address)
-        self.control.version, self.control.entries = 1, region.entries
+        self.control.version, self.control.entries = 2, region.entries
         self.control.arena_offset, self.control.arena_bytes = layout.arena_offset(region.entries), region.arena_bytes
         self.control.magic = b"expshm01"
         at = region.address + layout.PAGE

@@ -19,7 +19,7 @@
 namespace expertd::shm {
 
 constexpr uint64_t kMagic = 0x31306d6873707865;  // "expshm01"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr uint64_t kPage = 4096;
 
 // One side's sleep: it sets `sleeps`, looks once more, then reads its eventfd; who writes an entry rings if it is set,
@@ -38,7 +38,7 @@ struct alignas(512) Completion {
   uint32_t queued_tokens, queued_requests;
   float token_ns;
   uint32_t retry_after_us;
-  uint32_t spare;
+  uint64_t arrival_ns;
   char name[36];  // refused: row of the error table; computed: the backend
   char text[404];
 };

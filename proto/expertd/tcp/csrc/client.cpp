@@ -323,6 +323,7 @@ struct Client {
       if (timing.number == 7) c.batch_tokens = ns;
       if (timing.number == 8) c.batch_requests = ns;
       if (timing.number == 9 && timing.kind == 2) memcpy(c.name, timing.data, std::min<uint64_t>(timing.bytes, sizeof c.name - 1));
+      if (timing.number == 10) c.arrival_ns = timing.value;
     }
     while (load.next()) {
       if (load.number == 1) c.queued_tokens = uint32_t(load.value);

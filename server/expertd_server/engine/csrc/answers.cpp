@@ -98,6 +98,7 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
     auto& c = item->called ? item->port->open_call(false) : item->port->open(item->id);
     c.refused = 0;
     c.routes_computed = routes;
+    c.arrival_ns = item->f.arrival_ns;
     c.queue_ns = uint32_t(waited_ns);
     c.collect_ns = collect_ns;
     c.kernel_ns = kernel_ns;

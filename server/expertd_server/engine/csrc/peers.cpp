@@ -349,6 +349,7 @@ void Peers::finish(Work* work, const Outcome& o) {
   t.number(7, o.batch_tokens);
   t.number(8, o.batch_requests);
   t.text(9, o.text, strlen(o.text));
+  t.number(10, work->f.arrival_ns);
   const Load n = core_.load();
   tcp::Writer l(&load);
   l.number(1, n.queued_tokens);
