@@ -146,6 +146,9 @@ class Changes:
                 job._timer.cancel()
         if job._thread is not None:
             job._thread.join()
+        if job._timer is not None and job._timer is not threading.current_thread():
+            job._timer.cancel()
+            job._timer.join()
         self._drop(job)
 
     def close(self) -> None:
