@@ -127,8 +127,9 @@ def connection_to(settings: Settings) -> Connection:
 
 def _forwarder(settings: Settings) -> Forwarder:
     more: dict[str, Any] = {"timeout_s": settings.timeout_s, "credentials": settings.credentials}
+    first = next(iter(settings.servers))
     if settings.placement:
-        return ExpertCluster(PlacementFile(settings.servers[0]), **more)
+        return ExpertCluster(PlacementFile(first), **more)
     if len(settings.servers) > 1:
         return ExpertCluster(settings.servers, **more)
-    return ExpertClient(settings.servers[0], **more)
+    return ExpertClient(first, **more)
