@@ -17,6 +17,7 @@ from expertd.errors import (
     BadResponseError,
     DeadlineExceededError,
     DrainingError,
+    ExpertdError,
     ExpertIdOutOfRangeError,
     LayerNotHeldError,
     UnavailableError,
@@ -606,7 +607,7 @@ def test_garbled_answers_do_not_crash_the_client(serving):
             ends += 1
             client.close()
             client = serving(serve)
-        with contextlib.suppress(UnavailableError, BadResponseError, DeadlineExceededError):
+        with contextlib.suppress(ExpertdError):  # a reason may be garbled, too
             client.forward(0, *args, timeout_s=0.05)
     assert ends > 0
 
