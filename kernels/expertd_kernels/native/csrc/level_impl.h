@@ -260,7 +260,7 @@ uint64_t read_all(const uint8_t* data, size_t bytes) {
 
 template <class V>
 constexpr Level level(const char* name, Path integers, bool use_bf16, bool (*runs)()) {
-  return Level{name, integers, integers == kBytes ? kBytes : kI16, use_bf16, V::kAhead,   0,            runs,    load_row<V>, round_row<V>,
+  return Level{name, integers, kI16, use_bf16, V::kAhead,   0,            runs,    load_row<V>, round_row<V>,
                gemm<V>,    activate<V>, combine<V>, store_row<V>, peak<V>, read_all<V>};
 }
 
