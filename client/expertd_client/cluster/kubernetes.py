@@ -61,7 +61,7 @@ class EndpointSlices:
     def _watch(self) -> None:
         from kubernetes.watch import Watch
 
-        watch = Watch()
+        watch: Any = Watch()
         for event in watch.stream(
             self._api.list_namespaced_endpoint_slice,
             self._namespace,
