@@ -155,7 +155,8 @@ def quantize_torch(x: Any) -> E4m3:
     padded = torch.zeros((M, scales_of_row(H) * SCALED_COLUMNS), dtype=torch.float32, device=x.device)
     padded[:, :H] = x
     blocks = padded.view(M, scales_of_row(H), SCALED_COLUMNS)
-    scales = (blocks.abs().amax(2) / _MOST).clamp_min(_LEAST_SCALE) if blocks.numel() else blocks[..., 0]
+    most = torch.tensor(_MOST, device=x.device)  # by a number of Python's CUDA multiplies with its inverse: another bit
+    scales = (blocks.abs().amax(2) / most).clamp_min(_LEAST_SCALE) if blocks.numel() else blocks[..., 0]
     finite = scales.isfinite()
     scales = scales.where(finite, torch.nan)
     codes = (blocks * (1 / scales)[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
