@@ -105,7 +105,8 @@ class BesideConnection:
                 self._client.release(ticket)
                 self._deliver(refusal(answer).to_request_error(found[0]))
             else:
-                self._use()
+                with self._lock:  # whoever is here keeps the memory, also where the session has just ended
+                    self._users += 1
                 self._deliver(
                     response(answer, found[0], found[1], self._output(ticket, found[1]), partial(self._back, ticket))
                 )

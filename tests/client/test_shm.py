@@ -320,6 +320,28 @@ def test_a_held_request_can_be_taken_back_while_another_thread_waits_for_it(clie
     assert exchange.collect(number, 0) is True
 
 
+def test_a_held_answer_that_came_before_the_session_ended_is_told(client, monkeypatch):
+    """The caller has it in hand when the reading thread ends the session."""
+    exchange, waiter = client._exchange, Waiter()
+    number, want = held(client, waiter)
+    way = exchange._link._beside
+    answer = way._client.answer
+
+    def late(ticket, into):
+        answer(ticket, into)
+        client.door.close()
+        until = time.monotonic() + 10
+        while not way._over:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    monkeypatch.setattr(way._client, "answer", late)
+    assert exchange.collect(number, 10**10) is True
+    assert waiter.came.wait(10)
+    if not isinstance(waiter.value, UnavailableError):  # whoever was first tells
+        assert np.allclose(waiter.value.output, want, rtol=1e-2)
+
+
 def test_a_server_that_goes_fails_held_requests(client, sums):
     exchange, waiter = client._exchange, Waiter()
     sums.gate.clear()
