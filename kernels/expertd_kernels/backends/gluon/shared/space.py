@@ -36,7 +36,7 @@ def layer_space(experts: int, H: int, I: int, tokens: int, top_k: int) -> Layout
             "chunks": (Chunks.table(n, experts), torch.int16),
             "h": ((n * round_up(I, TILE),), torch.bfloat16),
             "y": ((n * H,), torch.bfloat16),
-            "y32": ((n * H if tokens <= FLOAT32_TOKENS else 0,), torch.float32),
+            "y32": ((min(n, FLOAT32_TOKENS * top_k) * H,), torch.float32),
         },
         # finished tiles of w13 a block; or w13's tickets, and a line on w2's (kernels "wide" and "ws")
         {"done": (0, COUNTERS), "tickets": (LINE, COUNTERS)},
