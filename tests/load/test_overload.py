@@ -6,9 +6,15 @@ The bounds leave room for a busy machine: without admission a sixth of the peak 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
+import selectors
+
 import pytest
 
 from expertd.shm.region import supported
+from expertd_client.overload.loop import LoopClock
 from expertd_client.overload.run import Plan, measure
 
 pytestmark = pytest.mark.timeout(60)  # two processes' start, and 4 s of load for each way
@@ -26,3 +32,32 @@ def test_twice_the_peak(way):
     assert row.refusal_p99_ms < row.deadline_ms / 2
     assert row.rss_mb is not None
     assert row.rss_mb[1] < row.rss_mb[0] + 50
+
+
+@pytest.fixture
+def many_descriptors():
+    """Room for two thousand, while it lasts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"a process may have {hard} descriptors here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_descriptors_beyond_select_are_watched_too(many_descriptors):
+    """A process that holds a thousand others."""
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1024)]
+    try:
+        with contextlib.closing(LoopClock()) as clock:
+            reads, writes = os.pipe()
+            held += [reads, writes]
+            assert reads >= 1024
+            clock.register(reads, selectors.EVENT_READ)
+            assert clock.select(0.01) == []
+            os.write(writes, b"x")
+            [(key, what)] = clock.select(5)
+            assert (key.fd, what) == (reads, selectors.EVENT_READ)
+    finally:
+        for fd in held:
+            os.close(fd)

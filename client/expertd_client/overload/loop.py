@@ -7,6 +7,8 @@ an answer that is late by the clock, but not by `since_s`, is late because of th
 from __future__ import annotations
 
 import asyncio
+import math
+import select
 import selectors
 import time
 from collections.abc import Coroutine
@@ -15,6 +17,8 @@ from typing import Any, TypeVar
 __all__ = ["LoopClock", "run_watched"]
 
 _T = TypeVar("_T")
+_MOST_OF_SELECT = 1024
+"""FD_SETSIZE: descriptors from here on are beyond select()."""
 _WAITED_S = 20e-6
 """A look for events that took longer has waited for them: nothing was there before."""
 
@@ -33,6 +37,21 @@ class LoopClock(selectors.SelectSelector):
     def since_s(self) -> float:
         """time.monotonic() before which nothing of what is handled now can have come."""
         return self._before_s
+
+    def _select(self, readers: Any, writers: Any, others: Any, timeout: float | None) -> Any:
+        """select(), whose timeout is exact; poll(), of whole milliseconds, where descriptors are too large for it."""
+        if max((*readers, *writers), default=0) < _MOST_OF_SELECT:
+            return select.select(readers, writers, others, timeout)
+        poll = select.poll()
+        for fd in {*readers, *writers}:
+            poll.register(fd, (select.POLLIN if fd in readers else 0) | (select.POLLOUT if fd in writers else 0))
+        found = poll.poll(None if timeout is None else math.ceil(timeout * 1e3))
+        ended = select.POLLERR | select.POLLHUP | select.POLLNVAL
+        return (
+            [fd for fd, what in found if what & (select.POLLIN | ended) and fd in readers],
+            [fd for fd, what in found if what & (select.POLLOUT | ended) and fd in writers],
+            [],
+        )
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         asked_s = time.monotonic()
