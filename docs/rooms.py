@@ -52,7 +52,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
             "tcp",
             "transport",
         ),
-        "load": ("bench_cluster", "bench_codec", "files", "generation", "load", "percentiles", "workload"),
+        "load": ("bench_cluster", "bench_codec", "files", "generation", "load", "selector", "percentiles", "workload"),
         "commands": ("cli",),
         "models": ("engines", "sglang", "strip", "torch_experts", "transformers", "vllm"),
         "device": ("cuda_ipc", "device_copies", "device_way"),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import selectors
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, fields
@@ -26,7 +25,7 @@ from expertd_client.percentiles import Durations, Summary
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 
-__all__ = ["LoadPlan", "LoadReport", "Send", "ServerSide", "departures", "run_load", "run_precisely"]
+__all__ = ["LoadPlan", "LoadReport", "Send", "ServerSide", "departures", "run_load"]
 
 _T = TypeVar("_T")
 
@@ -172,17 +171,6 @@ async def _depart(plan: LoadPlan, requests: Iterator[Request], send: Send, tally
             return
         tally.lateness.add(tally.elapsed_s() - at_s)
         flock.start(tally.measure(send(next(requests), number), at_s))
-
-
-def run_precisely(work: Coroutine[object, object, _T]) -> _T:
-    """asyncio.run() with timers of microseconds: the usual selector rounds every wait up to a millisecond, by which a
-    request of the open loop would leave late; select() does not."""
-    loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
-    try:
-        return loop.run_until_complete(work)
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
 
 
 class _Flock:

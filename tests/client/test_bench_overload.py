@@ -14,8 +14,9 @@ from expertd.errors import DeadlineExceededError, DrainingError, QueueFullError
 from expertd_client.cli import main
 from expertd_client.overload import command
 from expertd_client.overload.cost import Cost
-from expertd_client.overload.loop import LoopClock, run_watched
+from expertd_client.overload.loop import LoopClock
 from expertd_client.overload.tally import Row, Tally
+from expertd_client.selector import run_precisely
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -81,7 +82,7 @@ def test_the_clock_says_since_when_an_event_may_have_been_there():
         await asyncio.sleep(0)
         return idle, after_one, clock.since_s - busy_s
 
-    idle, after_one, after_three = run_watched(measure(), clock)
+    idle, after_one, after_three = run_precisely(measure(), clock)
     assert 0 <= idle < 0.02
     assert after_one <= 0.0
     assert after_three >= 0.03

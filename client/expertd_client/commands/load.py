@@ -24,10 +24,11 @@ from expertd_client.commands.options import (
     numbers,
     positive,
 )
-from expertd_client.load import LoadPlan, LoadReport, run_load, run_precisely
+from expertd_client.load import LoadPlan, LoadReport, run_load
 from expertd_client.percentiles import Summary
 from expertd_client.request import Request, RequestOptions
 from expertd_client.result import ForwardResult
+from expertd_client.selector import run_precisely
 from expertd_client.workload import POOL, layer_shapes, requests
 
 __all__ = ["add_parser", "run"]

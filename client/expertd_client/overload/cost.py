@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from expertd_client.faults.processes import ServerProcess
 from expertd_client.overload.callers import Callers
-from expertd_client.overload.loop import LoopClock, run_watched
+from expertd_client.overload.loop import LoopClock
 from expertd_client.request import Request
+from expertd_client.selector import run_precisely
 from expertd_client.workload import LayerShape, requests
 
 __all__ = ["Cost", "measure_cost"]
@@ -45,7 +46,7 @@ def measure_cost(ways: tuple[str, ...], tokens: int, seconds: float) -> Iterator
         addresses = [server.ready() for server in servers]
         for way in ways:
             clock = LoopClock()
-            yield run_watched(_cost(addresses, way, tokens, seconds / (4 * _ROUNDS), clock), clock)
+            yield run_precisely(_cost(addresses, way, tokens, seconds / (4 * _ROUNDS), clock), clock)
 
 
 async def _cost(addresses: list[str], way: str, tokens: int, seconds: float, clock: LoopClock) -> Cost:

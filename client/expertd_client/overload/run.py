@@ -19,9 +19,10 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.async_client import AsyncExpertClient
 from expertd_client.faults.processes import ServerProcess
 from expertd_client.overload.callers import Callers
-from expertd_client.overload.loop import LoopClock, run_watched
+from expertd_client.overload.loop import LoopClock
 from expertd_client.overload.tally import Row
 from expertd_client.request import Request
+from expertd_client.selector import run_precisely
 from expertd_client.workload import layer_shapes, requests
 
 __all__ = ["MODEL", "PACED", "Plan", "measure"]
@@ -62,7 +63,7 @@ def measure(plan: Plan) -> Iterator[Row]:
             plan = replace(plan, address=process.ready())
         for way in plan.ways:
             clock = LoopClock()
-            yield from run_watched(_way(plan, way, clock, Watched(process.pid if process else 0)), clock)
+            yield from run_precisely(_way(plan, way, clock, Watched(process.pid if process else 0)), clock)
 
 
 async def _way(plan: Plan, way: str, clock: LoopClock, server: Watched) -> list[Row]:
