@@ -10,7 +10,8 @@ remote, host   the same through this host's memory
 in process     expertd's kernels instead of its experts, on the first GPU
 
 One greedy step after a prompt: milliseconds, tokens/s, and the distance of the prompt's last logits from those of
-transformers' own experts (bf16: the order of sums differs).  The exit code is 1 where that is above 5 %.
+transformers' own experts (bf16: the order of sums differs).  The exit code is 1 where that is above 5 %.  Of each
+remote way and batch one more step is recorded (DIR/WAY-BATCH.json for Perfetto, .svg).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from served import Server
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from expertd_client import trace
 from expertd_client.transformers import attach, detach
 from expertd_kernels import build, decide, detect_device, problem_of
 from expertd_kernels.sources.synthetic import SyntheticModel
@@ -69,14 +71,16 @@ def random_model(args: argparse.Namespace, weights: Any) -> Any:
 
 
 @torch.inference_mode()
-def decode(model: Any, batch: int, steps: int) -> tuple[list[float], Any]:
-    """(seconds of each step, the prompt's last logits [batch, vocab])."""
+def decode(model: Any, batch: int, steps: int, recorded: Path | None = None) -> tuple[list[float], Any]:
+    """(seconds of each step, the prompt's last logits [batch, vocab]); one step more is written to `recorded`."""
     device = model.device
     generator = torch.Generator().manual_seed(batch)
     prompt = torch.randint(0, model.config.vocab_size, (batch, PROMPT), generator=generator).to(device)
     out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
     first, times = out.logits[:, -1].float(), []
-    for n in range(steps + 3):
+
+    def step() -> float:
+        nonlocal out
         token = out.logits[:, -1:].argmax(-1)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -84,8 +88,15 @@ def decode(model: Any, batch: int, steps: int) -> tuple[list[float], Any]:
         out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    for n in range(steps + 3):
+        seconds = step()
         if n >= 3:
-            times.append(time.perf_counter() - begin)
+            times.append(seconds)
+    if recorded is not None:
+        with trace(recorded):
+            step()
     return times, first
 
 
@@ -95,7 +106,8 @@ class Bench:
 
     def way(self, name: str) -> None:
         for batch in self.args.batches:
-            times, logits = decode(self.model, batch, self.args.steps)
+            recorded = self.args.out / f"{name.replace(', ', '-')}-{batch}.json" if name.startswith("remote") else None
+            times, logits = decode(self.model, batch, self.args.steps, recorded)
             want = self.right.setdefault(batch, logits)
             distance = float((logits - want).norm() / want.norm())
             p50 = statistics.median(times)
