@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from expertd.ranges import parse_ranges
+from expertd_server.logs import FORMATS, LEVELS
 
 __all__ = [
     "Address",
@@ -297,6 +298,8 @@ class ServeConfig:
     max_wait_us: int = 0
     patience: float = 0.25
     grace_s: float = 30.0
+    log_level: str = "info"
+    log_format: str = "text"
     test_route_us: int = 0
 
     def __post_init__(self) -> None:
@@ -505,6 +508,14 @@ OPTIONS: tuple[Option, ...] = (
         "largest part of a joined batch's time to wait for the callers just answered; 0 = none",
     ),
     Option("grace_s", _seconds, "S", "after SIGTERM, the time to finish what was taken"),
+    Option("log_level", _choice(*LEVELS), "LEVEL", "debug, info, warning or error: the least that is logged"),
+    Option(
+        "log_format",
+        _choice(*FORMATS),
+        "HOW",
+        "text: lines on standard error, and what people want to see on standard output; json: one object a line on"
+        " standard error, what is said at boot as well, and nothing on standard output",
+    ),
     Option(
         "test_route_us",
         _int(0),

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -45,6 +46,7 @@ from expertd_server.engine.choose import AnyEngine, make_engine
 from expertd_server.engine.native import NativeEngine
 from expertd_server.engine.peers import PeerBounds
 from expertd_server.engine.scheduler import Policy
+from expertd_server.logs import fields
 from expertd_server.remembered import recall, remember
 from expertd_server.residence import Residence
 from expertd_server.service.reloading import FileError
@@ -103,6 +105,7 @@ class Host:
         self.fault = ""
         self.metrics = Metrics()
         self.loaded: Future[None] = Future()
+        self._logs_facts = config.log_format == "json"
         self._console = console or Console(quiet=True)
         self._on_fault = on_fault
         self._closing = threading.Event()
@@ -130,7 +133,7 @@ class Host:
         oracle = Tournaments.of(config, where, assignments)
         if oracle is not None:
             assignments = [oracle.apply(a) for a in assignments]
-        print_decisions(self._console, assignments, pending=oracle is not None)
+        self._tell_decisions(assignments, pending=oracle is not None)
         self._require_served(assignments)
         self._require_room(assignments)
         self.residence = Residence(config, assigner, self._workshop, self.engine, oracle, self._changed)
@@ -183,24 +186,26 @@ class Host:
             self.engine.stop(0.1)
             self.service.close()
 
-    def say(self, text: str) -> None:
-        """Tell people."""
+    def say(self, text: str, **facts: Any) -> None:
+        """Tell people, or the log where it is for programs, which get the facts by themselves, too."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
+        if self._logs_facts:
+            log.info("%s", text, extra=fields(**facts))
 
     # ---- on the thread that loads ------------------------------------------------------------------------------------
 
     def _boot(self, assignments: Sequence[Assignment]) -> None:
         try:
             settle_threads(self.config, assignments, lambda text: self.say(f"cpu kernel: {text}"))
-            with Progress(self._console, len(assignments), self._workshop) as progress:
+            with Progress(self._console, len(assignments), self._workshop, self.say) as progress:
                 self.residence.boot(assignments, progress.done, self._closing.is_set)
             changed = [
                 b.assignment
                 for b, a in zip(self.residence.booted.values(), assignments, strict=True)
                 if b.assignment.decision != a.decision
             ]
-            print_decisions(self._console, changed)
+            self._tell_decisions(changed)
             self.metrics.booted(self._workshop.seconds, self._workshop.lookups)
             with self._lock:
                 if self._closing.is_set():
@@ -313,7 +318,8 @@ class Host:
         if where is not None:
             with _listening("--metrics-listen", where):
                 self._http = MetricsHttp(self.metrics, where.host, where.port)
-            self.say(f"metrics on http://{Address(where.host, self._http.port)}/metrics")
+            at = f"http://{Address(where.host, self._http.port)}/metrics"
+            self.say(f"metrics on {at}", metrics=at)
         config = self.config
         if config.callers is not None and config.tls_cert is None and not config.listen.loopback:
             self.say("note: tokens travel in plain text (--insecure)")
@@ -324,7 +330,7 @@ class Host:
         with _listening("--listen", config.listen):
             self.address = grpc.start()
         self._transports.append(grpc)
-        self.say(f"listening on {self.address}")
+        self.say(f"listening on {self.address}", address=self.address)
         if config.admin_listen is not None:
             self._admin = AdminTransport(
                 self._changes, self.metrics, fingerprint, config.admin_listen, security, self._serves
@@ -332,6 +338,17 @@ class Host:
             with _listening("--admin-listen", config.admin_listen):
                 self._describe.admin_address = self._admin.start()
             self.say(f"what is held is changed on {self._describe.admin_address}")
+
+    def _tell_decisions(self, assignments: Sequence[Assignment], pending: bool = False) -> None:
+        """Which backend serves each layer.  pending: it is to be measured."""
+        print_decisions(self._console, assignments, pending)
+        if not self._logs_facts or pending:
+            return
+        for a in assignments:
+            chosen = None if a.decision.chosen is None else a.decision.chosen.name
+            facts = {"backend": chosen, "chosen_by": a.chosen_by, "device": str(a.decision.problem.device)}
+            text = f"layer {a.info.layer}: {a.decision.problem.scheme_name} on backend {chosen}"
+            log.info("%s", text, extra=fields(layer=a.info.layer, scheme=a.decision.problem.scheme_name, **facts))
 
     def _require_served(self, assignments: Sequence[Assignment]) -> None:
         """Raises BootError where a layer has no backend."""
@@ -388,6 +405,8 @@ class Host:
         """The engine has answered requests without a transport of ours."""
         code = TABLE[reason].code.name if reason else "OK"
         self.metrics.answered(code, reason, requests)
+        if reason:
+            self.service.refusals.tell_many(reason, "sessions in shared memory or over TCP", requests)
 
     def _faulted(self, why: str) -> None:
         self.fault = why

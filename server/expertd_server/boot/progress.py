@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich import progress as rich_progress
@@ -16,13 +17,13 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """with Progress(console, layers, workshop) as p: ... p.done(booted) after each layer; workshop: its stages are
-    summed up at the end."""
+    """with Progress(console, layers, workshop, say) as p: ... p.done(booted) after each layer; workshop: its stages are
+    summed up at the end; say: tells a line, with facts by name."""
 
-    def __init__(self, console: Console, layers: int, workshop: Workshop) -> None:
-        self._console, self._layers, self._count, self._workshop = console, layers, 0, workshop
+    def __init__(self, console: Console, layers: int, workshop: Workshop, say: Callable[..., None]) -> None:
+        self._layers, self._count, self._workshop, self._say = layers, 0, workshop, say
         self._bar: rich_progress.Progress | None = None
-        if console.is_terminal:
+        if console.is_terminal and not console.quiet:
             self._bar = rich_progress.Progress(
                 rich_progress.TextColumn("loading"),
                 rich_progress.BarColumn(),
@@ -49,22 +50,20 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=text)
         else:
-            self._line(f"[{self._count}/{self._layers}] {text}")
+            facts = {"layer": b.served.layer, "backend": b.served.backend, "error": b.error, "seconds": b.seconds}
+            self._say(f"[{self._count}/{self._layers}] {text}", **facts)
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
         if kind is None:
             stages = ", ".join(f"{name.replace('_', '-')} {s:.2f}" for name, s in self._workshop.seconds.items())
-            self._line(f"loaded {self._count} layers in {time.perf_counter() - self._start:.2f} s ({stages})")
+            took = time.perf_counter() - self._start
+            self._say(f"loaded {self._count} layers in {took:.2f} s ({stages})", layers=self._count, seconds=took)
             w = self._workshop
             if "load" in w.seconds:
                 read = int(getattr(w.source, "bytes_read", 0))
-                self._line(bound_text(read, w.reading["seconds"], int(w.reading["fetched"]), w.seconds))
+                self._say(bound_text(read, w.reading["seconds"], int(w.reading["fetched"]), w.seconds))
             if self._workshop.lookups:
                 found = ", ".join(f"{n} {outcome}" for outcome, n in sorted(self._workshop.lookups.items()))
-                self._line(f"cache: {found}")
-
-    def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self._console.file.flush()
+                self._say(f"cache: {found}")

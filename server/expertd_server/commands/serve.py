@@ -16,12 +16,15 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from expertd_server import logs
 from expertd_server.config import ConfigError, ServeConfig, add_flags, resolve
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["add_parser", "as_server", "run", "serve"]
+
+log = logging.getLogger(__name__)
 
 _SWITCH_S = 0.0003
 """How long the event loop and the engine's thread may keep Python's lock from each other.  At Python's default of 5 ms
@@ -48,11 +51,9 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print(config)
         return 0
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logs.configure(config.log_level, config.log_format)
     # torch and grpc take a second to import: only now, when the options are known to be good.
     import faulthandler
-
-    from rich.console import Console
 
     from expertd.hostmem import tune_allocator
     from expertd_server.boot.assignment import BootError
@@ -62,10 +63,20 @@ def run(args: argparse.Namespace) -> int:
     # kill -USR1 prints every thread's stack: what a server that hangs is doing.
     faulthandler.register(signal.SIGUSR1, file=2)
     try:
-        return serve(config, Console(width=None if sys.stdout.isatty() else 120))
+        return serve(config, _console(config))
     except BootError as e:
-        print(f"expertd serve: {e}", file=sys.stderr)
+        if config.log_format == "json":
+            log.critical("%s", e)
+        else:
+            print(f"expertd serve: {e}", file=sys.stderr)
         return 1
+
+
+def _console(config: ServeConfig) -> Console:
+    """Where people are told; a log in JSON has all of it, and nothing but it is printed."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120, quiet=config.log_format == "json")
 
 
 def as_server() -> None:
@@ -108,7 +119,7 @@ def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGINT)
 
     def end(number: int, _: object) -> None:
-        print("expertd serve: a second signal: ended at once", file=sys.stderr, flush=True)
+        log.critical("a second signal: ended at once")
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expertd.errors import (
+    ExpertdError,
     MessageTooLargeError,
     NotReadyError,
     QueueFullError,
@@ -30,6 +31,7 @@ from expertd_server.engine.admission import Limits, State, fits, shut
 from expertd_server.engine.request import STORAGE, Answer, Reply, Request, Stages
 from expertd_server.service.intake import Drawing, Intake
 from expertd_server.service.offers import Door, answer_offer
+from expertd_server.service.refusals import Refusals
 from expertd_server.service.response import error_of
 from expertd_server.service.session import Outlet, Session
 
@@ -56,6 +58,7 @@ class Service:
         self._intake = Intake(lambda: engine.holding, limits.max_tokens)
         self._describe: Callable[[bool], pb.DescribeResponse] | None = None
         self.doors: dict[str, Door | str] = {}
+        self.refusals = Refusals()
         self._sessions: set[Session] = set()
         self._lock = threading.Lock()
         self._unread_bytes = 0
@@ -85,9 +88,10 @@ class Service:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def session(self, outlet: Outlet, caller: str) -> Session:
-        """For one connection of `caller`, a peer's address or a name.  It lives until its close()."""
-        session = Session(self, outlet, caller)
+    def session(self, outlet: Outlet, caller: str, name: str = "") -> Session:
+        """For one connection of `caller`, a peer's address or a name.  name: the caller's for it, "" = none.  It lives
+        until its close()."""
+        session = Session(self, outlet, caller, name)
         with self._lock:
             self._sessions.add(session)
         return session
@@ -100,6 +104,12 @@ class Service:
         """`session` is closed."""
         with self._lock:
             self._sessions.discard(session)
+
+    def refused(self, error: ExpertdError, caller: str, request: str = "") -> str:
+        """Count and log a request that is answered with `error`.  request: its id, "" = none.  The id that the log
+        has, "" = it has no line of it."""
+        self.metrics.answered(error.code.name, error.reason)
+        return self.refusals.tell(error, caller, request)
 
     def reserve(self, own: int, nbytes: int) -> None:
         """Room for an answer of a session that has `own` bytes of answers.  Raises TooManyRequestsError."""

@@ -58,8 +58,8 @@ class Session:
     written(): a caller that does not read its answers is bounded, too.
     """
 
-    def __init__(self, service: Service, outlet: Outlet, caller: str) -> None:
-        self._service, self._outlet, self._caller = service, outlet, caller
+    def __init__(self, service: Service, outlet: Outlet, caller: str, name: str = "") -> None:
+        self._service, self._outlet, self._caller, self._name = service, outlet, caller, name
         self._lock = threading.Lock()
         self._in_flight: dict[int, Request | None] = {}  # None: not handed to the engine yet
         self._unwritten = 0
@@ -98,7 +98,7 @@ class Session:
 
     def refuse(self, error: ExpertdError, request_id: int) -> None:
         """Answer a message with `error`.  request_id: 0 = it could not be read."""
-        self._service.metrics.answered(error.code.name, error.reason)
+        self._refused(error, request_id)
         self._send(error.to_request_error(request_id))
 
     def end(self) -> None:
@@ -222,8 +222,13 @@ class Session:
             else:
                 self._service.metrics.answered()
                 return
-        self._service.metrics.answered(outcome.code.name, outcome.reason)
+        self._refused(outcome, r.request_id)
         self._outlet.send(outcome.to_request_error(r.request_id))
+
+    def _refused(self, error: ExpertdError, request_id: int) -> None:
+        """Counted and logged: a request is what its caller calls it, or the connection."""
+        number = str(request_id) if request_id else ""
+        self._service.refused(error, self._caller, f"{self._name}/{number}" if self._name else number)
 
     def _unhand(self, answer_bytes: int) -> None:
         """The outlet was to have an answer, and has not."""

@@ -115,6 +115,7 @@ class ExpertServer:
         while True:
             draining = self.service.engine.state is State.DRAINING
             self.servicer.cut_off_the_silent(_UNREAD_DRAINING_S if draining else _UNREAD_S, _IDLE_S)
+            self.service.refusals.flush()
             await asyncio.sleep(0.5)
 
     async def open(self) -> None:

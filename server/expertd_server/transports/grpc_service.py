@@ -19,6 +19,7 @@ from expertd.wire import ForwardRequestView, decode_forward_request, encode_forw
 from expertd_server.engine.admission import fits
 from expertd_server.engine.request import Outcome, Request
 from expertd_server.service.access import CALL, DESCRIBE
+from expertd_server.service.refusals import REQUEST_ID, request_id_of
 from expertd_server.service.response import error_of, response_view
 from expertd_server.transports.grpc_stream import Stream
 from expertd_server.transports.mailbox import Mailbox
@@ -78,6 +79,7 @@ class Servicer:
         """ForwardRequest -> ForwardResponse."""
         with _Counted(self, self._forward) as call:
             self._forward.received()
+            caller = ""
             try:
                 caller = self._gate.admit(context, CALL)
                 self._enter(caller)
@@ -89,8 +91,9 @@ class Servicer:
                         del self._unary[caller]
             except Exception as e:
                 error = error_of(e, "Forward")
-                self._service.metrics.answered(error.code.name, error.reason)
-                await call.abort(context, error)
+                given = request_id_of(context.invocation_metadata())
+                told = self._service.refused(error, caller or str(context.peer()), given)
+                await call.abort(context, error, told or given)
             self._service.metrics.answered()
             self._service.metrics.bytes_out(len(out))
             self._forward.sent()
@@ -108,7 +111,7 @@ class Servicer:
                 finally:
                     self._streams.discard(stream)
             except Exception as e:
-                await call.abort(context, error_of(e, "StreamForward"))
+                await call.abort(context, self._ended(error_of(e, "StreamForward"), context))
 
     async def describe(self, data: bytes, context: Any) -> bytes:
         """DescribeRequest -> DescribeResponse."""
@@ -118,9 +121,15 @@ class Servicer:
                 self._gate.admit(context, DESCRIBE)
                 out = self._answer_describe(data)
             except Exception as e:
-                await call.abort(context, error_of(e, "Describe"))
+                await call.abort(context, self._ended(error_of(e, "Describe"), context))
             self._describe.sent()
             return out
+
+    def _ended(self, error: ExpertdError, context: Any) -> ExpertdError:
+        """A call that is no request by itself ends with `error`, which the log is told."""
+        given = request_id_of(context.invocation_metadata())
+        self._service.refusals.tell(error, str(context.peer()), given)
+        return error
 
     def _answer_describe(self, data: bytes) -> bytes:
         try:
@@ -204,8 +213,9 @@ class _Counted:
         self._rpc.finished(self._code)
         self._rpc.seconds(time.perf_counter() - self._start)
 
-    async def abort(self, context: Any, error: ExpertdError) -> NoReturn:
-        """End the RPC with `error`."""
+    async def abort(self, context: Any, error: ExpertdError, request: str = "") -> NoReturn:
+        """End the RPC with `error`.  request: the id under which the log tells of it, "" = none."""
         self._code = error.code.name
-        await context.abort(error.code.grpc, error.message, error.to_trailing_metadata())
+        named = ((REQUEST_ID, request),) if request else ()
+        await context.abort(error.code.grpc, error.message, (*error.to_trailing_metadata(), *named))
         raise AssertionError("abort() raises")

@@ -19,6 +19,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import decode_stream_request, encode_stream_response, peek_request_id
 from expertd_server.engine.admission import State
 from expertd_server.engine.request import Answer, Request
+from expertd_server.service.refusals import request_id_of
 from expertd_server.service.response import error_of, response_view
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Stream:
     def __init__(self, service: Service, mailbox: Mailbox, rpc: Rpc, context: Any, caller: str) -> None:
         self._service, self._mailbox, self._rpc, self._context = service, mailbox, rpc, context
         self.caller = caller
-        self._session = service.session(self, caller)
+        self._session = service.session(self, caller, request_id_of(context.invocation_metadata()))
         self._outbox: deque[tuple[bytes, int]] = deque()  # with the answer_bytes of its request
         self._wake, self._room = asyncio.Event(), asyncio.Event()
         self._writing_since, self._last_s = 0.0, time.monotonic()

@@ -69,6 +69,9 @@ class Context:
     def peer(self):
         return "ipv4:192.0.2.1:5000"
 
+    def invocation_metadata(self):
+        return ()
+
     async def abort(self, code, details="", trailing_metadata=()):
         self.status = (code, details, trailing_metadata)
         raise AbortedError

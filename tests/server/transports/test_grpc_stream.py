@@ -33,6 +33,9 @@ class Caller:
     def peer(self) -> str:
         return "ipv4:192.0.2.1:5000"
 
+    def invocation_metadata(self):
+        return ()
+
     async def read(self) -> bytes:
         if not self.sends:
             await asyncio.Event().wait()
