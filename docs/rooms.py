@@ -40,6 +40,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "requests": ("deadline", "e4m3", "lent", "request", "result", "retry", "tensors"),
         "exchange": ("exchange", "link", "session"),
         "transports": (
+            "address",
             "beside",
             "channels",
             "credentials",
@@ -53,6 +54,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
             "transport",
         ),
         "load": ("bench_cluster", "bench_codec", "files", "generation", "load", "selector", "percentiles", "workload"),
+        "bars": ("bars", "tables"),
         "commands": ("cli",),
         "models": ("engines", "sglang", "strip", "torch_experts", "transformers", "vllm"),
         "device": ("cuda_ipc", "device_copies", "device_way"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.address import parse_address
 from expertd_client.channels import channels_in_a_loop
 from expertd_client.credentials import Credentials
 from expertd_client.deadline import Deadline, LoopAlarm, deadline_in
@@ -51,6 +52,7 @@ class AsyncExpertClient(AsyncForwarder):
         wire_dtype: str | None = None,
     ) -> None:
         self._server = server
+        self._target = parse_address(server).target if isinstance(server, str) else server.target
         self._unary, self._credentials = unary, credentials
         self._timeout_s = timeout_s
         self._retry = retry
@@ -62,7 +64,7 @@ class AsyncExpertClient(AsyncForwarder):
     @property
     def target(self) -> str:
         """The server's address."""
-        return self._server if isinstance(self._server, str) else self._server.target
+        return self._target
 
     @property
     def load(self) -> pb.Load | None:

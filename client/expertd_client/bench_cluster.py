@@ -31,6 +31,7 @@ from expertd_client.cluster import ExpertCluster
 from expertd_client.cluster.join import Sum, join
 from expertd_client.cluster.split import split
 from expertd_client.cluster.table import layer_table
+from expertd_client.tables import print_table
 from expertd_client.transport import FunctionTransport
 from expertd_client.workload import LayerShape, drawn
 
@@ -191,11 +192,11 @@ def _show(rows: list[Row], ones: list[One]) -> None:
     for r in rows:
         times = (f"{r.split_us:,.0f}", f"{r.join_us:,.0f}", f"{r.copy_us:,.0f}", f"{r.ratio:.2f}", f"{r.call_us:,.0f}")
         table.add_row(f"{r.tokens:,}", f"{r.hidden_size:,}", f"{r.bytes:,}", *times)
-    out.print(table)
+    print_table(out, table)
     table = Table(title="one server, microseconds of a call", title_justify="left", show_edge=False, pad_edge=False)
     for name in ("M", "H", "ExpertClient", "ExpertCluster", "more"):
         table.add_column(name, justify="right")
     for o in ones:
         more = o.cluster_us - o.client_us
         table.add_row(f"{o.tokens}", f"{o.hidden_size:,}", f"{o.client_us:.0f}", f"{o.cluster_us:.0f}", f"{more:.0f}")
-    out.print(table)
+    print_table(out, table)

@@ -36,6 +36,7 @@ from expertd import wire
 from expertd.hostmem import tune_allocator
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as pb_grpc
+from expertd_client.tables import print_table
 
 __all__ = ["Row", "add_arguments", "run", "run_command"]
 
@@ -91,7 +92,7 @@ def run_command(args: argparse.Namespace) -> int:
     for r in rows:
         times = (f"{t:,.0f}" for t in (r.expertd_us, r.bytes_stream_us, r.protobuf_us))
         table.add_row(f"{r.bytes:,}", *times, f"{r.ratio_vs_bytes_stream:.2f}x", f"{r.ratio_vs_protobuf:.2f}x")
-    Console().print(table)
+    print_table(Console(), table)
     return 0
 
 

@@ -11,12 +11,13 @@ import importlib
 import importlib.metadata
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import ModuleType
 
 from expertd.errors import ExpertdError
 from expertd.hostmem import tune_allocator
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "parser_of"]
 
 COMMANDS: Mapping[str, str] = {
     "describe": "what a server holds, accepts and chose",
@@ -29,6 +30,7 @@ COMMANDS: Mapping[str, str] = {
     "trace": "call every layer and write where the time went, for Perfetto and as a picture",
     "strip": "copy a checkpoint without its experts, for a frontend",
     "bench": "measure parts of the client on this machine",
+    "completion": "a script that completes commands and options in bash, zsh or fish",
 }
 """Command -> what --help says.  Module: expertd_client.commands.NAME, with add_parser(subparsers) and run(args)."""
 
@@ -36,17 +38,7 @@ COMMANDS: Mapping[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="expertctl", description="Talks to an expertd server.")
-    parser.add_argument("--version", action="version", version=f"expertctl {importlib.metadata.version('expertd')}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    named = next((a for a in argv if not a.startswith("-")), None)
-    modules = {}
-    for name, text in COMMANDS.items():
-        if name == named:
-            modules[name] = importlib.import_module(f"expertd_client.commands.{name}")
-            modules[name].add_parser(subparsers, text)
-        else:
-            subparsers.add_parser(name, help=text)
+    parser, modules = parser_of([a for a in argv if not a.startswith("-")][:1])
     args = parser.parse_args(argv)
     tune_allocator()
     try:
@@ -59,6 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def parser_of(whole: Collection[str]) -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:
+    """The parser, with the arguments of the commands in `whole`, and their modules; others are names alone, so that
+    nothing is imported for them."""
+    parser = argparse.ArgumentParser(prog="expertctl", description="Talks to an expertd server.")
+    parser.add_argument("--version", action="version", version=f"expertctl {importlib.metadata.version('expertd')}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    modules = {}
+    for name, text in COMMANDS.items():
+        if name in whole:
+            modules[name] = importlib.import_module(f"expertd_client.commands.{name}")
+            modules[name].add_parser(subparsers, text)
+        else:
+            subparsers.add_parser(name, help=text)
+    return parser, modules
 
 
 def _complain(error: ExpertdError, as_json: bool) -> None:

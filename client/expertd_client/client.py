@@ -86,13 +86,14 @@ class ForwardFuture(Future[ForwardResult]):
 class ExpertClient(Forwarder):
     """One server.  Thread-safe; connects with the first call, and again after the connection broke.
 
-    server          a gRPC target ("host:port"), or any transport (see expertd_client.transport)
+    server          its address ("host", "host:port", "https://host", "unix:/path": expertd_client.address), or any
+                    transport (see expertd_client.transport)
     timeout_s       of a forward that names none; None = no limit
     max_in_flight   requests under way at once; one more waits, inside its own timeout, until another is answered.  The
                     server's own limit stands in Describe; above it requests fail with TooManyRequestsError
     retry           what forward() sends again; by default nothing.  submit() never does
     unary           a gRPC call for each request instead of one stream for all
-    credentials     TLS and a token, where `server` is a target; None = plain text
+    credentials     TLS and a token, where `server` is an address; None = plain text, but for https
     wire_dtype      "e4m3": hidden states are quantized before they are sent (expertd_client.e4m3: within 2^-4 of each
                     value, 0.516 of bf16's bytes) where the server takes that, which the first call asks it by
                     Describe; None = they travel as they are given

@@ -23,6 +23,7 @@ from expertd.wire import (
     encode_stream_request,
 )
 from expertd_client import grpc_common as common
+from expertd_client.address import reach
 from expertd_client.credentials import Credentials, Rotating
 from expertd_client.request import Request
 from expertd_client.transport import Channel, Closed, Connection, Deliver, Waiter, no_session
@@ -42,6 +43,7 @@ class AioGrpcTransport:
         options: common.ChannelOptions = (),
         channels: Sequence[Channel] = (),
     ) -> None:
+        target, credentials = reach(target, credentials)
         self.target = target
         self.channels = () if unary else channels
         self._unary = unary
@@ -53,7 +55,7 @@ class AioGrpcTransport:
                 return grpc.aio.insecure_channel(target, opts)
             return grpc.aio.secure_channel(target, secure, opts)
 
-        self._channels = Rotating(credentials or Credentials(), open_, self._close, _describe)
+        self._channels = Rotating(credentials, open_, self._close, _describe)
 
     def connect(self, deliver: Deliver, closed: Closed) -> Connection:
         if self._unary:

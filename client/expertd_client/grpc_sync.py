@@ -23,6 +23,7 @@ from expertd.wire import (
     encode_stream_request,
 )
 from expertd_client import grpc_common as common
+from expertd_client.address import reach
 from expertd_client.credentials import Credentials, Rotating
 from expertd_client.request import Request
 from expertd_client.transport import Channel, Closed, Connection, Deliver, Waiter, no_session
@@ -31,7 +32,7 @@ __all__ = ["GrpcTransport"]
 
 
 class GrpcTransport:
-    """A server behind a gRPC target ("host:port", "unix:/path", "dns:///name:port").
+    """A server at an address (expertd_client.address), or behind another gRPC target ("dns:///name:port").
 
     unary         each request is a call of its own (Forward), not a message on a stream: slower, but what proxies that
                   balance single calls need
@@ -49,6 +50,7 @@ class GrpcTransport:
         options: common.ChannelOptions = (),
         channels: Sequence[Channel] = (),
     ) -> None:
+        target, credentials = reach(target, credentials)
         self.target = target
         self.channels = () if unary else channels
         self._unary = unary
@@ -59,7 +61,7 @@ class GrpcTransport:
                 return grpc.insecure_channel(target, opts)
             return grpc.secure_channel(target, secure, opts)
 
-        self._channels = Rotating(credentials or Credentials(), open_, _close, _describe)
+        self._channels = Rotating(credentials, open_, _close, _describe)
 
     def connect(self, deliver: Deliver, closed: Closed) -> Connection:
         if self._unary:

@@ -22,6 +22,7 @@ from expertd.tcp.entry import Endpoint, EntryError, connect, enter, host_of, par
 from expertd.tcp.library import LibraryMissingError
 from expertd.tcp.tls import carried
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.address import reach
 from expertd_client.beside import CallConnection, Entering, LoopConnection
 from expertd_client.credentials import Credentials
 from expertd_client.request import Request
@@ -38,7 +39,7 @@ class _Way:
     """To the server of one gRPC target.  credentials: those of the session."""
 
     def __init__(self, target: str, credentials: Credentials | None = None) -> None:
-        self._target, self._credentials = target, credentials or Credentials()
+        self._target, self._credentials = reach(target, credentials)
 
     def enter(self, answer: pb.SessionAnswer) -> tuple[Client, int]:
         """The session, and the most bytes of a message.  Raises UnavailableError."""

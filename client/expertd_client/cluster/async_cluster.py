@@ -189,12 +189,10 @@ class AsyncExpertCluster(AsyncForwarder):
         while not self._around.closed:
             await asyncio.sleep(self._source.every_s)
             try:
-                targets = await asyncio.to_thread(self._source.read)
-            except (ExpertdError, OSError) as error:
+                self._follow(await asyncio.to_thread(self._source.read))
+                self.source_error = ""
+            except (ExpertdError, OSError, ValueError) as error:  # ValueError: an address that is none
                 self.source_error = str(error)  # what it said before stays in force
-                continue
-            self.source_error = ""
-            self._follow(targets)
 
     def _wake(self, member: Member) -> None:
         waking = self._waking.get(member)

@@ -262,12 +262,10 @@ class ExpertCluster(Forwarder):
     def _reread(self) -> None:
         while not self._closing.wait(self._source.every_s):
             try:
-                targets = self._source.read()
-            except (ExpertdError, OSError) as error:
+                self._follow(self._source.read())
+                self.source_error = ""
+            except (ExpertdError, OSError, ValueError) as error:  # ValueError: an address that is none
                 self.source_error = str(error)  # what it said before stays in force
-                continue
-            self.source_error = ""
-            self._follow(targets)
 
     def _wake(self, member: Member) -> None:
         for watch in self._watches:

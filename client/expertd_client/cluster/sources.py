@@ -11,6 +11,7 @@ it runs.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Protocol, runtime_checkable
 
 from expertd.errors import PlacementError
 from expertd.placement import Placement
+from expertd_client.address import PORT
 from expertd_client.cluster.members import Targets
 
 __all__ = ["Dns", "Fixed", "PlacementFile", "Source", "source_of"]
@@ -73,14 +75,14 @@ class PlacementFile:
 
 
 class Dns:
-    """Every address that a name has: "experts.svc:7070"."""
+    """Every address that a name has: "experts.svc:7070"; without a port it is 50051."""
 
     def __init__(self, target: str, every_s: float = 1.0) -> None:
         self.every_s = every_s
-        self._host, _, port = target.rpartition(":")
-        if not self._host or not port.isdigit():
-            raise PlacementError.about("DNS name", got=repr(target), want='"name:port"')
-        self._port = int(port)
+        m = re.fullmatch(r"([^:/\s]+)(?::(\d+))?", target)
+        if m is None:
+            raise PlacementError.about("DNS name", got=repr(target), want='"name" or "name:port"')
+        self._host, self._port = m[1], int(m[2] or PORT)
 
     def read(self) -> Targets:
         found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)

@@ -74,10 +74,15 @@ def show(out: Console, address: str, d: pb.DescribeResponse, session: Session) -
         grid.add_row(name, Text(value))
     out.print(grid)
     out.print()
-    out.print(_layers(d.layers))
+    groups = _alike(d.layers)
+    out.print(_layers(groups))
+    how = [(format_ranges(layer.layer for layer in group), _how(group)) for group in groups]
+    same = len({text for _, text in how}) == 1
+    for layers, text in how[: 1 if same else None]:
+        out.print(Text(text if same else f"layers {layers}: {text}"))
     for text in dict.fromkeys(layer.advice.text for layer in d.layers if layer.HasField("advice")):
         out.print(Text(text, "bold"), soft_wrap=True)
-    for group in _alike(d.layers):
+    for group in groups:
         if group[0].verdicts:
             out.print()
             out.print(_verdicts(group))
@@ -92,12 +97,13 @@ def _memory(m: pb.Memory) -> str:
     return f"{planned} GiB as planned; " + (f"{m.free_bytes / 2**30:,.2f} GiB free" if m.free_bytes else "free unknown")
 
 
-def _layers(layers: Iterable[pb.Layer]) -> Table:
+def _layers(groups: list[list[pb.Layer]]) -> Table:
     table = Table(show_edge=False, pad_edge=False)
-    names = ("layers", "experts held", "of", "top-k", "I", "weights", "activations", "function", "backend", "chosen")
+    names = ("layers", "experts held", "of", "top-k", "I", "weights", "backend")
     for name in names:
-        table.add_column(name, justify="right" if name in ("of", "top-k", "I") else "left")
-    for group in _alike(layers):
+        number = name in ("of", "top-k", "I")
+        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    for group in groups:
         x = group[0]
         table.add_row(
             format_ranges(layer.layer for layer in group),
@@ -106,12 +112,16 @@ def _layers(layers: Iterable[pb.Layer]) -> Table:
             str(x.top_k),
             str(x.intermediate_size),
             x.weight_scheme,
-            _activations(x),
-            x.activation,
             Text(_plan(x), "bold"),
-            f"by {x.chosen_by or 'order'}{', mapped from the cache' if x.from_cache else ''}",
         )
     return table
+
+
+def _how(group: list[pb.Layer]) -> str:
+    """What has no column, of layers that are alike."""
+    x = group[0]
+    cached = ", mapped from the cache" if x.from_cache else ""
+    return f"{x.activation}, activations {_activations(x)}, backend chosen by {x.chosen_by or 'order'}{cached}"
 
 
 def _plan(layer: pb.Layer) -> str:

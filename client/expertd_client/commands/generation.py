@@ -15,6 +15,7 @@ from expertd_client.commands.options import checked_wire_dtype, console, credent
 from expertd_client.generation import Generation, generate
 from expertd_client.grpc_sync import GrpcTransport
 from expertd_client.session import INLINE
+from expertd_client.tables import print_table
 from expertd_client.workload import layer_shapes, requests
 
 __all__ = ["run"]
@@ -81,4 +82,4 @@ def _show(args: argparse.Namespace, found: list[Generation]) -> None:
     for g in found:
         times = (g.layer.p50_s, g.layer.p99_s, g.step.p50_s, g.step.p99_s, g.kernel_s)
         table.add_row(g.transport, *map(duration, times), f"{g.slowest[0]}: {duration(g.slowest[1])}")
-    console().print(table)
+    print_table(console(), table)

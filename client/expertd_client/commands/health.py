@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from expertd_client.commands.options import add_credentials, at_least_0, credentials, positive
+from expertd_client.address import reach
+from expertd_client.commands.options import ADDRESS, add_credentials, at_least_0, credentials, positive
 from expertd_client.grpc_common import channel_options
 
 __all__ = ["add_parser", "run", "wait_for"]
@@ -25,19 +26,17 @@ def add_parser(subparsers: Any, text: str) -> None:
     parser = subparsers.add_parser(
         "health", help=text, description=f"Says {text}.  Exit code 0: SERVING; 1: anything else."
     )
-    parser.add_argument("address", metavar="ADDRESS", help="a gRPC target: HOST:PORT, unix:/path")
+    parser.add_argument("address", metavar="ADDRESS", help=ADDRESS)
     add_credentials(parser)
     parser.add_argument("--timeout", type=positive, default=5.0, metavar="S", help="of each question (default: 5)")
     parser.add_argument("--wait", type=at_least_0, default=0.0, metavar="S", help="ask again for so long (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
-    shown = credentials(args)
+    address, shown = reach(args.address, credentials(args))
     secure, options = shown.channel(), channel_options(shown.options())
     with (
-        grpc.insecure_channel(args.address, options)
-        if secure is None
-        else grpc.secure_channel(args.address, secure, options)
+        grpc.insecure_channel(address, options) if secure is None else grpc.secure_channel(address, secure, options)
     ) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         status = wait_for(lambda: _status(check, args.timeout), args.wait)

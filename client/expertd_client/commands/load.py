@@ -29,6 +29,7 @@ from expertd_client.percentiles import Summary
 from expertd_client.request import Request, RequestOptions
 from expertd_client.result import ForwardResult
 from expertd_client.selector import run_precisely
+from expertd_client.tables import print_table
 from expertd_client.workload import POOL, layer_shapes, requests
 
 __all__ = ["add_parser", "run"]
@@ -172,7 +173,7 @@ def _show(args: argparse.Namespace, plan: LoadPlan, layers: list[int], r: LoadRe
     for name, s in (("latency", r.latency), *((("lateness", r.lateness),) if plan.rate is not None else ())):
         cells = (s.mean_s, s.p50_s, s.p90_s, s.p95_s, s.p99_s, s.p999_s, s.max_s)
         table.add_row(name, *(duration(v) for v in cells))
-    out.print(table)
+    print_table(out, table)
     rows = {
         "answered": f"{r.answered:,} in {r.wall_s:.2f} s: {r.requests_per_s:,.1f} requests/s,"
         f" {r.tokens_per_s:,.1f} tokens/s",

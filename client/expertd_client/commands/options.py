@@ -13,6 +13,7 @@ from expertd_client.credentials import Credentials
 from expertd_client.e4m3 import taken
 
 __all__ = [
+    "ADDRESS",
     "add_common",
     "add_credentials",
     "add_routing",
@@ -26,9 +27,13 @@ __all__ = [
 ]
 
 
+ADDRESS = "HOST or HOST:PORT (50051), [::1]:PORT, unix:/path, https://HOST (TLS)"
+"""Of --help: what expertd_client.address reads."""
+
+
 def add_common(parser: argparse.ArgumentParser) -> None:
     """ADDRESS, --timeout, --json, and those of add_credentials."""
-    parser.add_argument("address", metavar="ADDRESS", help="a gRPC target: HOST:PORT, unix:/path")
+    parser.add_argument("address", metavar="ADDRESS", help=ADDRESS)
     add_credentials(parser)
     parser.add_argument("--timeout", type=positive, default=30.0, metavar="S", help="of each request (default: 30)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -120,10 +125,12 @@ def numbers(text: str) -> list[int]:
 
 
 def duration(seconds: float) -> str:
-    """For people: "412 us", "3.21 ms", "1.04 s"."""
-    if seconds < 1e-3:
+    """For people, in at most seven characters below three hours: "412 us", "3.21 ms", "44.2 ms", "1.04 s"."""
+    if seconds < 999.5e-6:
         return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.2f} ms" if seconds < 1.0 else f"{seconds:.2f} s"
+    value, unit = (seconds * 1e3, "ms") if seconds < 0.9995 else (seconds, "s")
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
 
 
 def console() -> Console:

@@ -12,6 +12,7 @@ from typing import Any
 from expertd.errors import PlacementError
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.address import parse_address
 from expertd_client.commands.options import add_credentials, at_least, console, credentials, positive
 from expertd_client.planner import observe, picture
 from expertd_client.planner.observe import Counters, Machine
@@ -95,7 +96,7 @@ def _counted(args: argparse.Namespace, machines: Mapping[str, Machine]) -> dict[
     """What servers counted; {} where a trace says it, and speeds need not be measured."""
     urls = {a: m.metrics for a, m in machines.items() if m.metrics}
     if args.metrics is not None:
-        urls = {a: f"{a.rpartition(':')[0]}:{args.metrics}" for a in machines} | urls
+        urls = {a: parse_address(a).beside(args.metrics) for a in machines} | urls
     if args.offline or not urls:
         return {}
     before = observe.scrape(urls, args.timeout) if args.window else {}

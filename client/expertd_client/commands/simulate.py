@@ -17,6 +17,7 @@ from expertd_client.simulation.real import run_real
 from expertd_client.simulation.service import H200_INT4, Service, measured
 from expertd_client.simulation.simulate import simulate
 from expertd_client.simulation.trace import busiest_s, placed, shape_of, traced
+from expertd_client.tables import print_table
 
 __all__ = ["add_parser", "run"]
 
@@ -113,6 +114,6 @@ def _show(args: argparse.Namespace, rows: dict[str, Outcome], outages: int, busy
         numbers = (f"{r.calls:,}", f"{r.failed:,}", f"{r.goodput:,.0f}", f"{r.p50_ms:.3f}", f"{r.p99_ms:.3f}")
         table.add_row(name, *numbers, f"{r.extra:.2%}", f"{r.seconds:.1f}")
     out = console()
-    out.print(table)
+    print_table(out, table)
     for text, times in why.most_common(5):
         out.print(f"{times} calls: {text}", markup=False)

@@ -17,6 +17,7 @@ from expertd_client.cluster import ExpertCluster
 from expertd_client.commands.options import add_common, add_routing, at_least, console, credentials, duration, numbers
 from expertd_client.forwarder import Forwarder
 from expertd_client.request import Request
+from expertd_client.tables import print_table
 from expertd_client.tracing import Trace, trace
 from expertd_client.tracing.chrome import clocks
 from expertd_client.tracing.picture import by_layer
@@ -121,7 +122,7 @@ def _show(found: Trace, out: Path) -> None:
     for n, stages in itertools.islice(layers.items(), 40):
         table.add_row(str(n), *(duration(stages[name] * 1e-6) for name in names), duration(sum(stages.values()) * 1e-6))
     screen = console()
-    screen.print(table)
+    print_table(screen, table)
     if len(layers) > 40:
         screen.print(f"{len(layers) - 40} layers more in the files")
     for server, clock in clocks(found).items():

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from expertd_client.faults.run import AWAY_S, FAULTS, Row, run
+from expertd_client.tables import print_table
 
 __all__ = ["add_arguments", "run_command"]
 
@@ -55,7 +56,7 @@ def _show(rows: list[Row], why: Counter[str]) -> None:
     for r in rows:
         numbers = (f"{r.events:,}", f"{r.calls:,}", f"{r.failed:,}", f"{r.longest_ms:,.0f}", f"{r.recovered_s:.2f}")
         table.add_row(r.fault, *numbers, f"{r.quiet_p99_ms:,.1f}", f"{r.p99_ms:,.1f}")
-    out.print(table)
+    print_table(out, table)
     for text, times in why.most_common(5):
         out.print(f"{times} calls: {text}", markup=False)
 

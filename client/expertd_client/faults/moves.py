@@ -32,6 +32,7 @@ from expertd.placement import Placement, Server
 from expertd_client.cluster import ExpertCluster
 from expertd_client.faults.processes import ServerProcess
 from expertd_client.percentiles import Durations
+from expertd_client.tables import print_table
 from expertd_client.workload import LayerShape, drawn
 
 __all__ = ["Row", "add_arguments", "run", "run_command"]
@@ -222,7 +223,7 @@ def run_command(args: argparse.Namespace) -> int:
         numbers = (f"{r.calls:,}", f"{r.failed:,}", f"{r.p50_ms:.2f}", f"{r.p99_ms:.2f}", f"{r.longest_ms:.1f}")
         table.add_row(r.phase, *numbers)
     out, last = Console(highlight=False), rows[-1]
-    out.print(table)
+    print_table(out, table)
     out.print(
         f"{last.moved} experts moved in {last.seconds} s; p99 of a move over the quiet time before it, median:"
         f" {last.p99_ratio:.2f}; the new holder answered {last.follow_s:.2f} s after it held them",

@@ -35,6 +35,7 @@ from expertd_client.cluster import ExpertCluster, Policy
 from expertd_client.forwarder import Forwarder
 from expertd_client.percentiles import Durations
 from expertd_client.request import Request
+from expertd_client.tables import print_table
 from expertd_client.transport import Channel, Closed, Connection, Deliver, Waiter, no_session
 
 __all__ = ["Row", "add_arguments", "measure", "run_command"]
@@ -198,5 +199,5 @@ def run_command(args: argparse.Namespace) -> int:
         table.add_column(name, justify="right")
     for r in rows:
         table.add_row(r.case, r.way, f"{r.calls:,}", f"{r.p50_ms:.1f}", f"{r.p99_ms:.1f}", f"{r.extra:.1%}")
-    Console(highlight=False).print(table)
+    print_table(Console(highlight=False), table)
     return 0

@@ -30,6 +30,7 @@ from expertd_client.planner import observe, picture
 from expertd_client.planner.picture import Bar
 from expertd_client.planner.plan import Plan, plan
 from expertd_client.planner.problem import Problem, held_of, placement_of
+from expertd_client.tables import print_table
 from expertd_client.workload import LayerShape, drawn
 
 __all__ = ["Row", "add_arguments", "run", "run_command"]
@@ -185,6 +186,6 @@ def run_command(args: argparse.Namespace) -> int:
         held = " ".join(map(str, r.held))
         numbers = (f"{r.calls:,}", str(r.failed), f"{r.rate:,.0f}", f"{r.times:.2f}", f"{r.forecast:.2f}")
         table.add_row(r.placement, held, *numbers)
-    out.print(table)
+    print_table(out, table)
     out.print(picture.table(bars))
     return 1 if failed else 0

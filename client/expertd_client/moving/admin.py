@@ -14,6 +14,7 @@ from expertd.ranges import format_ranges
 from expertd.v1 import admin_service_pb2 as pb
 from expertd.v1 import admin_service_pb2_grpc as stubs
 from expertd.v1 import expert_service_pb2
+from expertd_client.address import parse_address, reach
 from expertd_client.credentials import Credentials
 from expertd_client.grpc_common import call_failed, channel_options
 
@@ -33,7 +34,7 @@ def admin_address(address: str, described: expert_service_pb2.DescribeResponse) 
         )
     host, _, port = told.rpartition(":")
     if re.fullmatch(r"0\.0\.0\.0|\[[0:]+\]", host):  # every address of its host
-        return f"{address.rpartition(':')[0]}:{port}"
+        return parse_address(address).beside(port)
     return told
 
 
@@ -47,7 +48,7 @@ class Admin:
     """server: its own address, for errors; address: of its AdminService."""
 
     def __init__(self, server: str, address: str, credentials: Credentials | None = None) -> None:
-        c = credentials or Credentials()
+        address, c = reach(address, reach(server, credentials)[1])
         self._server, self._metadata = server, c.metadata()
         options, tls = channel_options([*c.options(), *_KEEPALIVE]), c.channel()
         self._channel: Any = (

@@ -14,6 +14,7 @@ from expertd_client.overload.callers import WAYS
 from expertd_client.overload.cost import Cost, measure_cost
 from expertd_client.overload.run import MODEL, Plan, measure
 from expertd_client.overload.tally import Row
+from expertd_client.tables import print_table
 
 __all__ = ["add_arguments", "run_command"]
 
@@ -80,7 +81,7 @@ def _cost(args: argparse.Namespace) -> int:
         table.add_column(name, justify="right")
     for c in costs:
         table.add_row(c.way, *_cost_cells(c))
-    Console(highlight=False).print(table)
+    print_table(Console(highlight=False), table)
     return 0
 
 
@@ -105,7 +106,7 @@ def _show(rows: list[Row]) -> None:
         table.add_column(name, justify="right")
     for r in rows:
         table.add_row(r.way, *_cells(r))
-    out.print(table)
+    print_table(out, table)
     for r in rows:
         reasons = ", ".join(f"{reason} {n:,}" for reason, n in r.refused.items()) or "nothing"
         out.print(f"{r.way} {r.load:g}x: refused {reasons}; not retryable {r.not_retryable:,}", markup=False)

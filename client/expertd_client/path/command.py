@@ -15,6 +15,7 @@ from expertd_client.path.grid import Measured, Plan, measure
 from expertd_client.path.picture import draw
 from expertd_client.path.rows import STAGES, Row
 from expertd_client.path.ways import BARE, CLIENTS
+from expertd_client.tables import print_table
 
 __all__ = ["add_arguments", "run_command"]
 
@@ -67,8 +68,8 @@ def _show(found: Measured) -> None:
     plain = Console(highlight=False)
     out = plain if plain.is_terminal else Console(highlight=False, width=180)
     if found.rows:
-        out.print(_times(found.rows))
-        out.print(_stages(found.rows))
+        print_table(out, _times(found.rows))
+        print_table(out, _stages(found.rows))
     for what, why in found.refused.items():
         out.print(f"{what}: {why}", markup=False)
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from expertd.errors import PlacementError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.address import parse_address
 from expertd_client.client import ExpertClient
 from expertd_client.credentials import Credentials
 from expertd_client.planner.problem import Place, Problem
@@ -208,7 +209,7 @@ def places_of(
     besides = max((_besides(d.memory) for d in described.values() if d.layers), default=0)
     out = []
     for address, m in machines.items():
-        host = m.host or address.rpartition(":")[0]
+        host = m.host or parse_address(address).host
         room, total = (0, False) if m.drain else (m.experts, False)
         if not room and not m.drain:
             room, total = _room(address, described.get(address), expert, besides, layers), True

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from html import escape
 
 import numpy as np
+import rich.bar
+from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from expertd_client.planner.plan import Plan
 from expertd_client.planner.problem import Held, Problem
@@ -56,18 +57,18 @@ def table(rows: Sequence[Bar]) -> Table:
     """The busiest servers, where there are many."""
     longest = max((max(r.before_s or 0.0, r.after_s) for r in rows), default=0.0) or 1.0
     out = Table(title="time of each server for the load", title_justify="left", show_edge=False, pad_edge=False)
-    out.add_column("server", no_wrap=True)
+    out.add_column("server", overflow="fold")
     out.add_column("experts", justify="right", no_wrap=True)
     for name in ("before", "after"):
         out.add_column(name, justify="right", no_wrap=True)
-        out.add_column("", width=_WIDTH)
+        out.add_column("", max_width=_WIDTH)
     shown = sorted(rows, key=lambda r: -max(r.before_s or 0.0, r.after_s))[:_MOST_ROWS]
     for r in [r for r in rows if r in shown]:
         experts = f"{r.held_before} -> {r.held_after}" if r.held_before != r.held_after else str(r.held_after)
-        cells: list[str | Text] = []
+        cells: list[RenderableType] = []
         for busy_s, colour in ((r.before_s, _BEFORE), (r.after_s, _AFTER)):
             part = 0.0 if busy_s is None else busy_s / longest
-            cells += ["-" if busy_s is None else f"{part:.0%}", Text("█" * round(part * _WIDTH), colour)]
+            cells += ["-" if busy_s is None else f"{part:.0%}", rich.bar.Bar(1.0, 0.0, part, color=colour)]
         out.add_row(r.server, experts, *cells)
     if len(shown) < len(rows):
         out.caption = f"{len(rows) - len(shown)} servers that do less are left out"

@@ -121,7 +121,8 @@ def test_dns(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     assert Dns("experts.svc:7070").read() == ("10.0.0.1:7070", "10.0.0.2:7070", "[fd00::1]:7070")
-    for wrong in ("experts.svc", ":7070", "experts:http"):
+    assert Dns("experts.svc").read()[0] == "10.0.0.1:50051"
+    for wrong in ("", ":7070", "experts:http", "https://experts"):
         with pytest.raises(PlacementError, match="name:port"):
             Dns(wrong)
 

@@ -1,0 +1,89 @@
+"""What commands print in a terminal of 80 columns: every table whole, no cell cut."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from expertd_client.commands.options import duration
+from expertd_client.tables import print_table
+
+WIDTH = 80
+
+
+def on_a_terminal(*words):
+    """What a command shows on a terminal of WIDTH columns, less its colours; it must exit with 0."""
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.environ.pop("COLUMNS", None)
+        os.environ.update(TERM="xterm", NO_COLOR="1")
+        os.execv(sys.executable, [sys.executable, "-m", "expertd_client.cli", *map(str, words)])
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 50, WIDTH, 0, 0))
+    shown = b""
+    while True:
+        try:
+            piece = os.read(fd, 1 << 16)
+        except OSError:  # the other side is gone
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(fd)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, shown.decode()
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        (["describe", "A"], ["experts held", "int4_g128", "silu_and_mul, activations none, backend chosen by order"]),
+        (["describe", "A", "--decisions"], ["relative error"]),
+        (["forward", "A"], ["crc32"]),
+        (["load", "A", "--requests", "50"], ["p99.9"]),
+        (["load", "A", "--requests", "20", "--rate", "200"], ["lateness", "p99.9"]),
+        (["load", "A", "--generate", "2"], ["slowest layer"]),
+        (["bench", "path", "--tokens", "1", "--callers", "1", "--seconds", "0.05", "A"], ["bare p50", "of bare"]),
+        (["simulate", "--calls", "500", "--experts", "32", "--servers", "64"], ["p99"]),
+        (["--help"], ["completion"]),
+    ],
+    ids=lambda x: " ".join(x),
+)
+def test_nothing_is_cut(tiny_server, words, want):
+    text = on_a_terminal(*(tiny_server if word == "A" else word for word in words))
+    assert "…" not in text, text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= WIDTH, text
+    for part in want:
+        assert part in text, text
+
+
+def test_a_table_that_does_not_fit_is_turned(capsys):
+    table = Table(title="many", show_edge=False, pad_edge=False)
+    for n in range(12):
+        table.add_column(f"column {n}")
+    for row in "abcdefghijkl":
+        table.add_row(*(f"{row * 5}-{n}" for n in range(12)))
+    print_table(Console(width=240), table)
+    assert re.search(r"column 0 +┃ column 1 +┃", capsys.readouterr().out)
+    print_table(Console(width=60), table)
+    text = capsys.readouterr().out
+    assert text.startswith("many")
+    assert all(len(line) <= 60 for line in text.splitlines())
+    for n in range(12):
+        assert len(re.findall(rf"^column {n} +│ ", text, re.M)) == 3, text
+        assert all(f"{row * 5}-{n}" in text for row in "abcdefghijkl")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 us"), (412e-6, "412 us"), (999.6e-6, "1.00 ms"), (3.214e-3, "3.21 ms"), (9.996e-3, "10.0 ms"),
+     (0.0442, "44.2 ms"), (0.1302, "130 ms"), (0.99961, "1.00 s"), (1.04, "1.04 s"), (123.4, "123 s")],
+)  # fmt: skip
+def test_durations_have_three_digits(seconds, text):
+    assert duration(seconds) == text
