@@ -60,8 +60,9 @@ class Experts(Protocol):
     ) -> Tensor:
         """hidden_states [M, H] bf16 (or f32 where the backend computes in f32); topk_ids [M, k] int32 slots, -1 = not
         here; topk_weights [M, k] f32.  Returns out [M, H] in hidden_states' dtype: every element written, rows
-        without a route zero.  Rows already grouped by expert are the case k = 1 with weights 1.  Raises
-        ExpertsLostError where the weights are gone."""
+        without a route zero; other memory than hidden_states', unless the row of the table says `in_place`.  Rows
+        already grouped by expert are the case k = 1 with weights 1.  Raises ExpertsLostError where the weights are
+        gone."""
         ...
 
 

@@ -229,9 +229,11 @@ class Residence:
         """The plan of what is held and of `assignments` beside it.  Raises BootError where that does not fit."""
         held = [b.assignment for b in self.booted.values()]
         plan, free = plan_memory(self._config, [*held, *assignments]), free_bytes(self._workshop.device)
-        if free and held:
+        if free and held:  # what is held is not free, and counts in the plan; of the graphs, those that are there yet
             now = plan_memory(self._config, held)
-            free += now.serving - now.context
+            free += now.weights + now.scratch + now.buffers
+            if now.graphs:
+                free += min(now.graphs, self._engine.graph_bytes)
         require_room(plan, self._config, [*held, *assignments], free, available_bytes())
         return plan
 

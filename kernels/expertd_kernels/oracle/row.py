@@ -109,6 +109,7 @@ class Backend:
     act_order, bias, clamp, deterministic: features computed, not dropped
     native_threads  it computes on the threads of our own CPU library, whose number is settled before it packs
     capturable      a call may be captured in a CUDA graph: once warm it neither waits nor allocates
+    in_place        the output may lie where the hidden states do: what writes it comes after all that read them
     batch_invariant  computes a token to the same bits whatever batch it comes in, if the problem demands it
     unclamped       functions before which it does not clamp, though before others it does
     hidden_multiple, intermediate_multiple: sizes it needs; 1 = any
@@ -132,6 +133,7 @@ class Backend:
     batch_invariant: bool = False
     native_threads: bool = False
     capturable: bool = False
+    in_place: bool = False
     mixed_schemes: bool = True
     unclamped: frozenset[ActivationKind] = frozenset()
     hidden_multiple: int = 1

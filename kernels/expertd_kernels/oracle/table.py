@@ -47,6 +47,7 @@ BACKENDS: tuple[Backend, ...] = (
         max_experts=512,
         batch_invariant=True,
         capturable=True,
+        in_place=True,
     ),
     Backend(
         name="gluon_w8a8",
@@ -74,6 +75,7 @@ BACKENDS: tuple[Backend, ...] = (
         max_experts=512,
         batch_invariant=True,
         capturable=True,
+        in_place=True,
         mixed_schemes=False,
     ),
     Backend(

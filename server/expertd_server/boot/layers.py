@@ -130,6 +130,7 @@ def _served(assignment: Assignment, parts: Sequence[tuple[int | None, Prepared]]
         experts=experts,
         backend="+".join(dict.fromkeys(m.row.name for _, m in parts)),
         capturable=not route_s and all(m.row.capturable for _, m in parts),
+        in_place=all(m.row.in_place for _, m in parts),
         plan=tuple((most, m.row.name) for most, m in parts),
         measured=_measured(parts),
     )

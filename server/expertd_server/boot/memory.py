@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from expertd.ranges import format_ranges
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.config import ServeConfig
-from expertd_server.engine.sizes import LANES, MOST_POOLS, POOL_BYTES, graph_count, padded
+from expertd_server.engine.sizes import LANES, MOST_OTHERS, MOST_POOLS, POOL_BYTES, graph_count, lane_bytes, padded
 
 if TYPE_CHECKING:
     import torch
@@ -54,11 +54,12 @@ class MemoryPlan:
     pinned    host memory that the accelerator copies from; staging: host memory while layers are read
     limit     that the user set, 0 = none
 
-    Taken as sessions come, in none of the above and not asked for at the boot: where no room is left, a session is
-    refused with its reason, and its messages travel inline.
+    Taken as they come, in none of the above and not asked for at the boot.  Where no room is left, a session is refused
+    with its reason, and its messages travel inline; a call is launched without a graph.
 
     shared    most shared memory of callers on this host, pinned where the device is an NVIDIA GPU
     pools     most memory of the device for callers on other GPUs of this host
+    others    most memory of graphs of calls that are not known at the boot: other numbers of routes a token
     """
 
     kind: str
@@ -75,6 +76,7 @@ class MemoryPlan:
     mapped: bool = False
     shared: int = 0
     pools: int = 0
+    others: int = 0
 
     @property
     def serving(self) -> int:
@@ -112,7 +114,8 @@ def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> Memor
     size = 4 if config.compute == "f32" else 2
     hidden = max((a.info.hidden_size for a, _, _ in chosen), default=0)
     most_routes = max((a.info.num_experts for a, _, _ in chosen), default=0)  # of a token: callers choose
-    buffers = LANES * tokens * (2 * size * hidden + 8 * most_routes)
+    in_place = all(row.in_place for _, row, _ in chosen)
+    buffers = LANES * lane_bytes(tokens, hidden, most_routes, size, in_place)
     captured = [(a.info.hidden_size, routes[a.info.layer]) for a, row, _ in chosen if row.capturable and kind == "cuda"]
     graphs = graph_count(captured, config.max_tokens)
     return MemoryPlan(
@@ -124,11 +127,12 @@ def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> Memor
         graphs,
         CONTEXT_BYTES[kind],
         2 * canonical,
-        buffers + (LANES * tokens * TABLE_BYTES if chosen else 0),
+        LANES * lane_bytes(tokens, hidden, most_routes, size, False) + (LANES * tokens * TABLE_BYTES if chosen else 0),
         2 * canonical,
         config.memory_limit,
         shared=shared,
         pools=MOST_POOLS * POOL_BYTES if shared and kind == "cuda" else 0,
+        others=MOST_OTHERS * GRAPH_BYTES if graphs else 0,
     )
 
 
@@ -287,6 +291,10 @@ def memory_text(plan: MemoryPlan, free: int) -> list[str]:
         lines.append(
             f"callers on this host, GiB at most, as they come: {_gib(plan.shared)} of shared memory{pinned}{pools}"
         )
+    if plan.others:
+        lines.append(
+            f"calls with other numbers of routes a token, GiB at most, as they come: {_gib(plan.others)} of graphs"
+        )
     return lines
 
 
@@ -305,6 +313,7 @@ def memory_json(plan: MemoryPlan, free: int) -> dict[str, int]:
         "limit": plan.limit,
         "shared": plan.shared,
         "pools": plan.pools,
+        "others": plan.others,
         "free": free,
     }
 

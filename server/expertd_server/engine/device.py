@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes as C
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -24,17 +23,17 @@ from expertd_kernels.rows.kernels import collect, deliver, signal
 from expertd_kernels.rows.table import WORDS
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
+from expertd_server.engine.graphs import free_now
 from expertd_server.engine.lane import compute_stream
+from expertd_server.engine.pieces import Pieces
 from expertd_server.engine.request import Array
 from expertd_server.engine.served import ServedLayer
-from expertd_server.engine.sizes import LANES, STREAMED_ROWS, WHOLE_ROWS, padded
+from expertd_server.engine.sizes import LANES, STREAMED_ROWS, padded
 
 __all__ = ["DeviceExecutor", "supported"]
 
 log = logging.getLogger(__name__)
 
-_WORTH = 2
-"""A size is captured when it has come this often."""
 _PORTABLE, _MAPPED = 1, 2
 """Flags of cudaHostRegister."""
 
@@ -49,9 +48,9 @@ def supported(device: torch.device) -> str:
 
 
 class _Lane:
-    """One lane's memory: pinned on the host, and on the device."""
+    """One lane's memory: pinned on the host, and on the device, there with an output of its own if it is `apart`."""
 
-    def __init__(self, tokens: int, k: int, H: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, tokens: int, k: int, H: int, apart: int, dtype: torch.dtype, device: torch.device) -> None:
         def pinned(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
@@ -63,7 +62,8 @@ class _Lane:
             pinned(tokens * k, dtype=torch.float32),
             pinned(tokens * H, dtype=dtype),
         ]
-        self.hidden, self.out = (torch.empty(tokens * H, dtype=dtype, device=device) for _ in range(2))
+        self.hidden = torch.empty(tokens * H, dtype=dtype, device=device)
+        self.out = torch.empty_like(self.hidden) if apart else self.hidden
         self.slots = torch.empty(tokens * k, dtype=torch.int32, device=device)
         self.weights = torch.empty(tokens * k, dtype=torch.float32, device=device)
 
@@ -88,7 +88,7 @@ class DeviceExecutor:
     lanes = LANES
     streamed_rows = STREAMED_ROWS
 
-    def __init__(self, device: torch.device, compute_dtype: str) -> None:
+    def __init__(self, device: torch.device, compute_dtype: str, warm_routes: Iterable[int] = ()) -> None:
         self._device, self._dtype = device, COMPUTE_DTYPE[compute_dtype]
         api: Any = torch.cuda
         self.streams: Any = (compute_stream(device), api.Stream(device), api.Stream(device))
@@ -98,25 +98,28 @@ class DeviceExecutor:
         self._index: int = api.current_device() if device.index is None else device.index
         self.core: c.Core
         self._lanes: list[_Lane] = []
-        self._size = (0, 0, 0)
+        self._size = (0, 0, 0, 0)
         self._facts: dict[int, tuple[Tensor, Tensor]] = {}  # by generation
-        self._seen: Counter[tuple[int, ...]] = Counter()
-        self._kept: dict[int, list[Any]] = {}  # graphs by generation, 0 = those of all layers
-        self._captured: set[tuple[int, ...]] = set()
+        self.pieces = Pieces(warm_routes)
         self._works = True
         self._driver = C.CDLL("libcuda.so.1")
 
     def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
-        sizes = [(s.num_experts, s.hidden_size) for s in layers] or [(1, 1)]
-        wanted = (padded(tokens), max(k for k, _ in sizes), max(H for _, H in sizes))
-        if any(want > have for want, have in zip(wanted, self._size, strict=True)):
-            self._size = (max(wanted[0], self._size[0]), max(wanted[1], self._size[1]), max(wanted[2], self._size[2]))
+        sizes = [(s.num_experts, s.hidden_size, int(not s.in_place)) for s in layers] or [(1, 1, 0)]
+        k, H, apart = (max(column) for column in zip(*sizes, strict=True))
+        wanted, have = (padded(tokens), k, H, apart), self._size
+        if any(want > now for want, now in zip(wanted, have, strict=True)):
+            tokens, k, H, apart = (max(pair) for pair in zip(wanted, have, strict=True))
+            self._size = (tokens, k, H, apart)
             self.core.forget_graphs()  # they hold addresses
-            self._kept.clear()
-            self._captured.clear()
+            self._destroy(self.pieces.clear())
             self._lanes = []
             self._lanes = [_Lane(*self._size, self._dtype, self._device) for _ in range(LANES)]
         return [lane.memory() for lane in self._lanes]
+
+    @property
+    def graph_bytes(self) -> int:
+        return self.pieces.nbytes
 
     def facts(self, layer: ServedLayer) -> tuple[int, int]:
         """Addresses of its slots and of its counts of routes on the device."""
@@ -191,27 +194,13 @@ class DeviceExecutor:
 
     def _capture(self, run: c.Run, rows: int, layer: ServedLayer, parts: dict[int, Callable[[], None]]) -> None:
         """Capture the pieces of a size that comes often; what has just run is warm."""
-        size = (layer.generation, run.lane, rows, run.top_k, run.router_weight_on_input)
-        self._seen[size] += 1
-        if not self._works or self._seen[size] < _WORTH:
-            return
-        H, flag = layer.hidden_size, run.router_weight_on_input
-        wanted = [(c.EXPERTS, run.top_k, flag), (c.COLLECT, run.top_k, H), (c.DELIVER, 0, H)]
-        if rows >= STREAMED_ROWS:
-            wanted.append((c.COLLECT_ROUTES, run.top_k, H))
-        if rows <= WHOLE_ROWS or run.whole:
-            wanted.append((c.WHOLE, run.top_k, flag))
-        for part, k, last in wanted:
-            own = layer.generation if part in (c.WHOLE, c.EXPERTS) else 0
-            key = (own, part, run.lane, rows, k, last)
-            if key in self._captured:
-                continue
-            graph = self._graph(parts[part])
+        for piece in self.pieces.wanted(layer, run, rows) if self._works else ():
+            free = free_now()
+            graph = self._graph(parts[piece.part])
             if graph is None:
                 return
-            self._captured.add(key)
-            self._kept.setdefault(own, []).append(graph)
-            self.core.add_graph(layer.layer, layer.generation, part, run.lane, rows, k, last, graph[1])
+            self.pieces.add(layer, piece, graph, max(0, free - free_now()))
+            self.core.add_graph(layer.layer, layer.generation, *piece[1:], graph[1])
 
     def _graph(self, body: Callable[[], None]) -> tuple[Any, int] | None:
         """(torch's graph, the driver's executable) of body(); None: it cannot be captured, nor anything from now on."""
@@ -240,8 +229,8 @@ class DeviceExecutor:
         """Drop the graphs of layers that are not held any more: a graph keeps its layer's memory alive."""
         for generation in generations:
             self._facts.pop(generation, None)
-            for _, made in self._kept.pop(generation, []):
-                self._driver.cuGraphExecDestroy(C.c_void_p(made))
-        self._captured = {key for key in self._captured if key[0] not in generations}
-        for key in [key for key in self._seen if key[0] in generations]:
-            del self._seen[key]
+        self._destroy(self.pieces.forget(generations))
+
+    def _destroy(self, graphs: Iterable[tuple[Any, int]]) -> None:
+        for _, made in graphs:
+            self._driver.cuGraphExecDestroy(C.c_void_p(made))

@@ -73,6 +73,10 @@ class Engine(Worker):
         """Of an accelerator: what everything is computed on; None on a CPU."""
         return self._pipeline.stream
 
+    @property
+    def graph_bytes(self) -> int:
+        return self.between(lambda: self._pipeline.graph_bytes)
+
     # ---- any thread ------------------------------------------------------------------------------------------------
 
     def hold(self, layers: Iterable[ServedLayer]) -> None:

@@ -37,8 +37,8 @@ _NO_POOL = "the server computes on a CPU: it has no GPU whose memory could be sh
 
 
 class Executor(Protocol):
-    """For the engine's thread.  streams: compute, in and out, where the core launches graphs, else None; core: set by
-    the engine."""
+    """For the engine's thread.  streams: compute, in and out, where the core launches graphs, else None; graph_bytes:
+    of the device, that captured graphs took; core: set by the engine."""
 
     lanes: int
     streamed_rows: int
@@ -48,6 +48,9 @@ class Executor(Protocol):
     def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
         """Room for the largest batch of any of `layers` in each lane; what was given before is used no more."""
         ...
+
+    @property
+    def graph_bytes(self) -> int: ...
 
     def facts(self, layer: ServedLayer) -> tuple[int, int]:
         """Addresses of a new layer's slots and counts on the device; 0 on a CPU."""
@@ -89,6 +92,7 @@ class CpuExecutor:
     lanes = 1
     streamed_rows = 0
     streams: Any = None
+    graph_bytes = 0
     core: c.Core
 
     def __init__(self, compute_dtype: str) -> None:

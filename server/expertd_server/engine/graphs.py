@@ -19,7 +19,7 @@ import torch
 from expertd_kernels.sizes import CAPTURED_TOKENS
 from expertd_server.engine.served import ServedLayer
 
-__all__ = ["MOST_TOKENS", "Graph", "Graphs", "graph_key", "supported"]
+__all__ = ["MOST_TOKENS", "Graph", "Graphs", "free_now", "graph_key", "supported"]
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,13 @@ def graph_key(layer: ServedLayer, router_weight_on_input: bool, tokens: int, top
 
 
 class Graph(NamedTuple):
-    """replay() launches it; copied and computed: its events when the inputs are there and when the output is."""
+    """replay() launches it; copied and computed: its events when the inputs are there and when the output is; nbytes:
+    of the device's memory, that went when it was captured, as the driver tells."""
 
     replay: Callable[[], object]
     copied: Any
     computed: Any
+    nbytes: int
 
 
 def supported(device: torch.device) -> bool:
@@ -58,7 +60,8 @@ def supported(device: torch.device) -> bool:
     return True
 
 
-def _free_bytes() -> int:
+def free_now() -> int:
+    """Bytes of the current GPU's memory that nobody has."""
     return int(torch.cuda.mem_get_info()[0])
 
 
@@ -69,11 +72,10 @@ def _event() -> Any:
 class Graphs:
     """The graphs of one lane; for the engine's thread, on the stream that is current.
 
-    pool: of memory, of all lanes of a stream; most: how many are kept; nbytes: device memory that went when they were
-    captured, as the driver tells"""
+    pool: of memory, of all lanes of a stream; most: how many are kept"""
 
     def __init__(self, pool: Any, most: int = _MOST_GRAPHS) -> None:
-        self.most, self.nbytes = most, 0
+        self.most = most
         self._pool = pool
         self._found: OrderedDict[Key, Graph] = OrderedDict()
         self._seen: Counter[Key] = Counter()
@@ -81,6 +83,11 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._found)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that the graphs took."""
+        return sum(g.nbytes for g in self._found.values())
 
     def get(self, key: Key) -> Graph | None:
         """What was captured as `key`."""
@@ -103,7 +110,7 @@ class Graphs:
         self._seen[key] += 1
         if not self._works or self._seen[key] < _WORTH or key in self._found:
             return
-        free = _free_bytes()
+        free = free_now()
         graph, copied, computed = torch.cuda.CUDAGraph(), _event(), _event()
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -115,7 +122,6 @@ class Graphs:
             self._works = False
             log.warning("a call could not be captured in a CUDA graph, so none is from now on: %s", e)
             return
-        self.nbytes += max(0, free - _free_bytes())
-        self._found[key] = Graph(graph.replay, copied, computed)
+        self._found[key] = Graph(graph.replay, copied, computed, max(0, free - free_now()))
         if len(self._found) > self.most:
             self._found.popitem(last=False)

@@ -2,13 +2,13 @@
 and events, so that copying one batch overlaps with computing another.
 
     lane.reserve(M, top_k, H)   room for the largest batch: pinned memory that grows under load stops the device, and
-                                graphs hold addresses
+                                graphs hold addresses; in_place: outputs lie where the inputs did
     lane.size(M, capturable)    rows to open for a batch of M; those behind the batch must have slots of -1
     lane.open(M, top_k, H)      flat numpy views to fill: hidden, slots, weights
     lane.launch(layer, ...)     starts copy in, kernel, copy out; returns at once where the device allows it
     lane.collect()              waits; the output [M, H] on the host and the time of each stage
     lane.fault()                after a failure: why the device is lost to this process, "" where it is not
-    lane.held()                 the memory that it holds
+    lane.graph_bytes            of the device, that its captured graphs took
     lane.forget(generations)    drops what is kept for layers that are not held any more
 """
 
@@ -29,7 +29,7 @@ from expertd_server.engine.request import Array, Stages
 from expertd_server.engine.served import ServedLayer
 from expertd_server.engine.sizes import LANES, padded
 
-__all__ = ["Held", "Inputs", "Lane", "compute_stream", "lanes"]
+__all__ = ["Inputs", "Lane", "compute_stream", "lanes"]
 
 _Part = Callable[[], None]
 _MOST_VIEWS = 1024
@@ -45,20 +45,10 @@ class Inputs(NamedTuple):
     weights: Array
 
 
-class Held(NamedTuple):
-    """Bytes that lanes hold: of buffers on the accelerator, of host memory that it copies from (pinned), of captured
-    graphs; and how many graphs there are."""
-
-    device_bytes: int
-    pinned_bytes: int
-    graph_bytes: int
-    graphs: int
-
-
 class Lane(Protocol):
     """One batch's place.  Used by the engine's thread only."""
 
-    def reserve(self, tokens: int, top_k: int, hidden_size: int) -> None: ...
+    def reserve(self, tokens: int, top_k: int, hidden_size: int, in_place: bool) -> None: ...
 
     def size(self, tokens: int, capturable: bool) -> int: ...
 
@@ -70,7 +60,8 @@ class Lane(Protocol):
 
     def fault(self) -> str: ...
 
-    def held(self) -> Held: ...
+    @property
+    def graph_bytes(self) -> int: ...
 
     def forget(self, generations: Collection[int]) -> None: ...
 
@@ -164,7 +155,7 @@ class CpuLane:
         self._host = _Host(dtype, pinned=False)
         self._kernel_ns = 0
 
-    def reserve(self, tokens: int, top_k: int, hidden_size: int) -> None:
+    def reserve(self, tokens: int, top_k: int, hidden_size: int, in_place: bool) -> None:
         """Nothing: host memory costs little to grow."""
 
     def size(self, tokens: int, capturable: bool) -> int:
@@ -185,8 +176,9 @@ class CpuLane:
     def fault(self) -> str:
         return ""
 
-    def held(self) -> Held:
-        return Held(0, 0, 0, 0)
+    @property
+    def graph_bytes(self) -> int:
+        return 0
 
     def forget(self, generations: Collection[int]) -> None:
         """Nothing is kept by layer."""
@@ -210,11 +202,12 @@ class DeviceLane:
         self._marks = self._now = tuple(api.Event(enable_timing=True) for _ in range(6))
         self._graphs = None if pool is None else Graphs(pool)
 
-    def reserve(self, tokens: int, top_k: int, hidden_size: int) -> None:
+    def reserve(self, tokens: int, top_k: int, hidden_size: int, in_place: bool) -> None:
         tokens = padded(tokens)
         self._host.reserve(tokens, top_k, hidden_size)
-        for store, columns in zip(self._stores(), (hidden_size, top_k, top_k, hidden_size), strict=True):
-            store.reserve(tokens * columns)
+        columns = (hidden_size, top_k, top_k, 0 if in_place else hidden_size)
+        for store, each in zip(self._stores(), columns, strict=True):
+            store.reserve(tokens * each)
 
     def _stores(self) -> tuple[_Store, ...]:
         return self._hidden, self._slots, self._weights, self._out
@@ -230,7 +223,7 @@ class DeviceLane:
         hidden = self._hidden.get(*h.hidden.shape)
         slots = self._slots.get(*h.slots.shape)
         weights = self._weights.get(*h.weights.shape)
-        out = self._out.get(*h.out.shape)
+        out = hidden if layer.in_place else self._out.get(*h.out.shape)
 
         def copy_in() -> None:
             hidden.copy_(h.hidden, non_blocking=True)
@@ -288,10 +281,9 @@ class DeviceLane:
     def fault(self) -> str:
         return device_fault(self._device)
 
-    def held(self) -> Held:
-        graphs = self._graphs
-        captured = (0, 0) if graphs is None else (graphs.nbytes, len(graphs))
-        return Held(sum(s.nbytes for s in self._stores()), self._host.nbytes, *captured)
+    @property
+    def graph_bytes(self) -> int:
+        return 0 if self._graphs is None else self._graphs.nbytes
 
     def forget(self, generations: Collection[int]) -> None:
         if self._graphs is not None:

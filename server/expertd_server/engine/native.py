@@ -73,7 +73,7 @@ class NativeEngine(Worker):
         super().__init__(
             device, policy=policy, limits=limits, observe=observe, on_fault=on_fault, warm_routes=warm_routes
         )
-        self._executor = _executor(device, compute_dtype)
+        self._executor = _executor(device, compute_dtype, () if warm_routes is None else warm_routes)
         on_device = self._executor.streams is not None
         self._core = c.Core(
             c.Config(
@@ -113,6 +113,10 @@ class NativeEngine(Worker):
     def stream(self) -> Any:
         """Of an accelerator: what everything is computed on; None on a CPU."""
         return None if self._executor.streams is None else self._executor.streams[0]
+
+    @property
+    def graph_bytes(self) -> int:
+        return self.between(lambda: self._executor.graph_bytes)
 
     @property
     def admitted(self) -> int:
@@ -413,12 +417,12 @@ class NativeEngine(Worker):
         )
 
 
-def _executor(device: torch.device, compute_dtype: str) -> Executor:
+def _executor(device: torch.device, compute_dtype: str, warm_routes: Iterable[int]) -> Executor:
     if device.type == "cpu":
         return CpuExecutor(compute_dtype)
     from expertd_server.engine.device import DeviceExecutor  # needs triton
 
-    return DeviceExecutor(device, compute_dtype)
+    return DeviceExecutor(device, compute_dtype, warm_routes)
 
 
 def _address(operand: Operand) -> int:

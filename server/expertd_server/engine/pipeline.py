@@ -64,12 +64,18 @@ class Pipeline:
         """Whether no lane is free."""
         return not self._free
 
+    @property
+    def graph_bytes(self) -> int:
+        """Of the device, that captured graphs took."""
+        return sum(lane.graph_bytes for lane in self._lanes)
+
     def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> None:
         """Room for the largest batch of any of `layers`: pinned memory that grows under load stops the device."""
-        sizes = [(s.top_k, s.hidden_size) for s in layers]
+        sizes = [(s.top_k, s.hidden_size, s.in_place) for s in layers]
         if sizes:
+            routes, hidden_sizes, in_place = zip(*sizes, strict=True)
             for lane in self._lanes:
-                lane.reserve(tokens, max(k for k, _ in sizes), max(H for _, H in sizes))
+                lane.reserve(tokens, max(routes), max(hidden_sizes), all(in_place))
 
     def forget(self, generations: Collection[int]) -> None:
         """Drop what is kept for layers that are not held any more."""

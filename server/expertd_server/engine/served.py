@@ -24,6 +24,7 @@ class ServedLayer:
     num_experts   of the whole model; held: global ids of the experts here, in the order of their slots
     experts       the backend's; backend: its name, "a+b" where two share the work
     capturable    whether its calls may be captured in a CUDA graph
+    in_place      whether the output may lie where the hidden states do
     plan          (tokens up to, backend), the last without a bound; empty: `backend` computes every batch
     measured      (tokens, routes a token, nanoseconds) of batches that were computed before it was served
     generation    different for every ServedLayer of this process, also of the same layer: what is kept for it (a queue,
@@ -39,6 +40,7 @@ class ServedLayer:
     experts: Experts
     backend: str
     capturable: bool = False
+    in_place: bool = False
     plan: tuple[tuple[int | None, str], ...] = ()
     measured: tuple[tuple[int, int, int], ...] = ()
     generation: int = field(init=False, default_factory=_generations.__next__)

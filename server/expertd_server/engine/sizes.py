@@ -10,11 +10,13 @@ from collections.abc import Collection, Iterable
 
 __all__ = [
     "LANES",
+    "MOST_OTHERS",
     "MOST_POOLS",
     "POOL_BYTES",
     "STREAMED_ROWS",
     "WHOLE_ROWS",
     "graph_count",
+    "lane_bytes",
     "padded",
     "sizes_up_to",
 ]
@@ -25,6 +27,8 @@ STREAMED_ROWS = 128
 """From so many rows on copy engines move a batch beside another's kernels (docs/log/data-path.md)."""
 WHOLE_ROWS = 8
 """Up to so many rows a launch less is worth a graph more."""
+MOST_OTHERS = 1024
+"""Graphs of batches that the plan of memory does not count (pieces.py), as they come."""
 MOST_POOLS = 16
 """Sessions of callers on other GPUs at once."""
 POOL_BYTES = 64 << 20
@@ -48,8 +52,16 @@ def sizes_up_to(tokens: int) -> list[int]:
     return sizes
 
 
+def lane_bytes(tokens: int, hidden_size: int, routes: int, element: int, in_place: bool) -> int:
+    """Of a lane's buffers: inputs and output of `element` bytes a number, a slot and a weight for each route.
+
+    in_place: the output lies where the inputs did."""
+    return tokens * ((1 if in_place else 2) * element * hidden_size + 8 * routes)
+
+
 def graph_count(layers: Iterable[tuple[int, Collection[int]]], tokens: int) -> int:
-    """Graphs of device.py once every size up to `tokens` has come; graphs.py keeps fewer.
+    """Graphs of pieces.py once every size up to `tokens` has come, of calls that are known at the boot; graphs.py
+    keeps fewer.
 
     layers: (hidden size, numbers of routes a token) of each layer that may be captured.  A layer has its experts, and
     its whole call where that is small, for each number of routes; collecting and delivering are captured once for all

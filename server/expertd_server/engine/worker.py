@@ -70,6 +70,11 @@ class Worker(abc.ABC):
 
     # ---- any thread --------------------------------------------------------------------------------------------------
 
+    @property
+    @abc.abstractmethod
+    def graph_bytes(self) -> int:
+        """Of the device's memory, what captured graphs took so far."""
+
     def start(self) -> None:
         """Start the thread.  Requests are refused until open()."""
         self._running = True

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from expertd_kernels.native.memory import available_bytes, cgroup_limit_bytes
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.problem import NAMED_DEVICES
+from expertd_server import residence
 from expertd_server.boot import memory as module
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
 from expertd_server.boot.memory import give_back, memory_json, memory_text, plan_memory, require_room
@@ -19,6 +21,7 @@ from expertd_server.cli import main
 from expertd_server.config import Address, ConfigError, ServeConfig, resolve
 from expertd_server.engine.sizes import graph_count
 from expertd_server.host import Host
+from expertd_server.residence import Residence
 
 GIB = 1 << 30
 QWEN = "qwen3-30b-a3b:int4_g128"
@@ -36,8 +39,10 @@ def test_a_whole_model_on_a_gpu_takes_its_packed_bytes_and_little_more():
     each = [footprint("gluon_sm90", a.decision.problem, 4096) for a in assignments]
     assert plan.weights == sum(f.weights_bytes for f in each) == pytest.approx(13.9 * GIB, rel=0.01)
     assert plan.scratch == max(f.scratch_bytes for f in each), "once for all layers"
-    assert plan.buffers == 2 * 4096 * (2 * 2 * 2048 + 8 * 128), "a caller may ask for all 128 experts"
-    assert plan.pinned == plan.buffers + 2 * 4096 * 72, "and a line of the batch's table for each row"
+    assert plan.buffers == 2 * 4096 * (2 * 2048 + 8 * 128), (
+        "outputs where inputs were; a caller may ask for all experts"
+    )
+    assert plan.pinned == 2 * 4096 * (2 * 2 * 2048 + 8 * 128 + 72), "host memory, and a line of the table for each row"
     assert plan.graph_count == graph_count([(2048, [8])] * 48, 4096)
     assert plan.serving < plan.weights + 1.5 * GIB
     assert plan.loading == 2 * canonical_bytes(assignments[0].decision.problem)
@@ -64,7 +69,26 @@ def test_other_numbers_of_routes_and_wider_activations_count():
     more = plan_memory(*made(warm_up_routes=module_ranges("1,16")))
     assert more.scratch > 1.9 * plan.scratch
     assert more.graph_count == graph_count([(2048, [1, 8, 16])] * 48, 4096)
-    assert plan_memory(*made(max_tokens=70)).buffers == 2 * 96 * (2 * 2 * 2048 + 8 * 128), "batches are padded"
+    assert plan_memory(*made(max_tokens=70)).buffers == 2 * 96 * (2 * 2048 + 8 * 128), "batches are padded"
+
+
+@pytest.mark.parametrize(
+    ("synthetic", "more"),
+    [(QWEN, {}), ("deepseek-v3:e4m3_block128", {"layers": "3-22", "shard": "0/8"})],
+    ids=["qwen3", "deepseek"],
+)
+def test_beside_the_packed_weights_there_is_at_most_a_gib_and_a_half(synthetic, more):
+    if more:
+        more = {"layers": module_ranges(more["layers"]), "shard": module_shard(more["shard"])}
+    plan = plan_memory(*made(synthetic=synthetic, max_tokens=4096, **more))
+    assert 0.5 * GIB < plan.serving - plan.weights <= 1.5 * GIB
+    assert plan.others == 1024 * (96 << 10)
+    assert any("other numbers of routes a token" in line for line in memory_text(plan, 0))
+
+
+def test_a_row_that_cannot_compute_in_place_has_outputs_of_their_own():
+    one, other = (plan_memory(*made(backend=row)) for row in ("gluon_sm90", "triton"))
+    assert other.buffers - one.buffers == 2 * 4096 * 2 * 2048
 
 
 def module_ranges(text):
@@ -137,8 +161,9 @@ def test_a_cpu_has_one_memory_and_a_cache_maps_weights():
 
 def test_people_and_programs_are_told_the_same():
     plan = plan_memory(*made(memory_limit=20 * GIB))
-    first, second, third = memory_text(plan, 70 * GIB)
+    first, second, third, fourth = memory_text(plan, 70 * GIB)
     assert "4.00 of shared memory pinned, 1.00 of the device for those on other GPUs" in third
+    assert "as they come: 0.09 of graphs" in fourth
     assert first.startswith("device memory, GiB: weights 13.9")
     assert "limit 20.00, 70.00 free; 2306 graphs once every size has come" in first
     assert "pinned" in second
@@ -146,6 +171,24 @@ def test_people_and_programs_are_told_the_same():
     assert found["serving"] == plan.serving
     assert found["limit"] == 20 * GIB
     assert sum(found[k] for k in ("weights", "scratch", "buffers", "graphs", "context")) == found["serving"]
+
+
+@pytest.mark.parametrize("captured", [0, 10 << 20, 10 * GIB])
+def test_what_is_held_makes_room_by_what_it_takes_now(monkeypatch, captured):
+    """Graphs that are not captured yet take nothing: the device says that their memory is free."""
+    config, assignments = made()
+    held, more = assignments[:2], assignments[2:3]
+    now, asked = plan_memory(config, held), []
+    monkeypatch.setattr(residence, "free_bytes", lambda device: 5 * GIB)
+    monkeypatch.setattr(residence, "require_room", lambda plan, config, of, free, staging: asked.append((of, free)))
+    r = object.__new__(Residence)
+    r._config, r._workshop = config, SimpleNamespace(device=torch.device("cpu"))
+    r._engine = SimpleNamespace(graph_bytes=captured)
+    r.booted = {n: SimpleNamespace(assignment=a) for n, a in enumerate(held)}
+    r._require_room(more)
+    graphs = min(captured, now.graphs)
+    assert asked == [([*held, *more], 5 * GIB + now.weights + now.scratch + now.buffers + graphs)]
+    assert now.serving == now.weights + now.scratch + now.buffers + now.graphs + now.context, "or a part is forgotten"
 
 
 def test_explain_shows_the_plan_of_a_device_that_is_not_here(capsys):

@@ -68,7 +68,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(module, "_event", object)
     free = iter(range(10_000, 0, -10))
-    monkeypatch.setattr(module, "_free_bytes", lambda: next(free))
+    monkeypatch.setattr(module, "free_now", lambda: next(free))
     return Graphs("one for all")
 
 

@@ -1,0 +1,104 @@
+"""What the lanes of both engines hold of an accelerator: where outputs lie, and when memory is made anew.  The device
+is this machine's memory; what runs on a GPU is in tests/gpu."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from expertd_server.engine.device import DeviceExecutor
+from expertd_server.engine.lane import DeviceLane
+from expertd_server.engine.pieces import Pieces
+from expertd_server.engine.served import ServedLayer
+from expertd_server.engine.sizes import lane_bytes
+
+CPU = torch.device("cpu")
+H, E, K = 64, 8, 2
+
+
+def layer(in_place, experts=None, hidden=H):
+    return ServedLayer(0, E, range(E), K, hidden, 32, experts=experts, backend="b", in_place=in_place)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Host memory that a device would copy from, without a device."""
+    zeros, empty = torch.zeros, torch.empty
+    monkeypatch.setattr(torch, "zeros", lambda *a, pin_memory=False, **more: zeros(*a, **more))
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **more: empty(*a, **more))
+
+
+@pytest.fixture
+def executor(plain, monkeypatch):
+    made = object.__new__(DeviceExecutor)
+    made._device, made._dtype, made._lanes, made._size = CPU, torch.bfloat16, [], (0, 0, 0, 0)
+    made.pieces, made.core = Pieces(), SimpleNamespace(forget_graphs=lambda: forgotten.append(True))
+    made._driver = SimpleNamespace(cuGraphExecDestroy=lambda graph: destroyed.append(graph.value))
+    forgotten, destroyed = made.forgotten, made.destroyed = [], []
+    return made
+
+
+def test_outputs_lie_where_inputs_did_until_a_layer_wants_them_apart(executor):
+    first = executor.reserve(100, [layer(True), layer(True)])
+    assert all(m.device_out == m.device_hidden for m in first)
+    assert all(m.out != m.hidden for m in first), "host memory: answers are read while the next batch is filled"
+    held = sum(t.nbytes for t in (executor._lanes[0].hidden, executor._lanes[0].slots, executor._lanes[0].weights))
+    assert held == lane_bytes(128, H, E, 2, in_place=True) == lane_bytes(128, H, E, 2, False) - 128 * 2 * H
+    executor.pieces._kept[(0, 0, 0, 0, 0, 0)] = (None, 77)
+    again = executor.reserve(100, [layer(True)])
+    assert [m.device_hidden for m in again] == [m.device_hidden for m in first]
+    assert not executor.destroyed
+
+    apart = executor.reserve(100, [layer(True), layer(False)])
+    assert all(m.device_out != m.device_hidden for m in apart)
+    assert executor.destroyed == [77], "graphs hold addresses"
+    assert len(executor.pieces) == 0
+    executor.reserve(100, [layer(True)])
+    assert all(lane.out is not lane.hidden for lane in executor._lanes), "it does not shrink"
+
+
+class Api:
+    """What a lane asks torch.cuda for."""
+
+    class Event:
+        def __init__(self, **more):
+            pass
+
+        def record(self):
+            pass
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return 0.0
+
+    @staticmethod
+    def stream(_):
+        return nullcontext()
+
+
+class Experts:
+    backend = "b"
+
+    def __call__(self, x, ids, weights, *, router_weight_on_input=False, out=None):
+        self.over = out.data_ptr() == x.data_ptr()
+        return out.copy_(2 * x)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_lane_of_the_python_engine(plain, in_place):
+    stream = SimpleNamespace(wait_event=lambda mark: None)
+    made = DeviceLane(torch.bfloat16, CPU, Api, (stream, stream, stream), pool=None)
+    made.reserve(100, K, H, in_place)
+    assert sum(s.nbytes for s in made._stores()) == lane_bytes(128, H, K, 2, in_place)
+    experts = Experts()
+    inputs = made.open(3, K, H)
+    inputs.hidden[:] = 0x3F80  # 1.0
+    inputs.slots[:] = 0
+    made.launch(layer(in_place, experts), False)
+    out, _ = made.collect()
+    assert experts.over == in_place
+    assert torch.equal(out, torch.full((3, H), 2.0, dtype=torch.bfloat16))
+    assert bool((made._host.now.hidden == 1).all()), "what the caller sent is as it was"

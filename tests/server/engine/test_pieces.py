@@ -1,0 +1,124 @@
+"""Which pieces of a batch are captured: as many as the plan of memory counts, and a bounded number of others."""
+
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+
+from expertd_server.engine import core as c
+from expertd_server.engine.pieces import Pieces
+from expertd_server.engine.served import ServedLayer
+from expertd_server.engine.sizes import LANES, MOST_OTHERS, graph_count, sizes_up_to
+
+
+def layer(number=0, top_k=8, H=2048):
+    return ServedLayer(number, 128, range(128), top_k, H, 768, experts=None, backend="b", capturable=True)
+
+
+def came(pieces, served, *, lane=0, rows=1, top_k=8, on_input=0, whole=0, nbytes=100):
+    """A batch of this size has run; what is wanted is captured.  How many."""
+    ran = SimpleNamespace(lane=lane, top_k=top_k, router_weight_on_input=on_input, whole=whole)
+    wanted = pieces.wanted(served, ran, rows)
+    for piece in wanted:
+        pieces.add(served, piece, f"{piece}", nbytes)
+    return len(wanted)
+
+
+def every(pieces, layers, tokens, routes):
+    for _, served, lane, rows, k in product(range(3), layers, range(LANES), sizes_up_to(tokens), routes):
+        came(pieces, served, lane=lane, rows=rows, top_k=k)
+
+
+@pytest.mark.parametrize(("layers", "tokens", "warm"), [(1, 1, ()), (4, 300, ()), (3, 4096, (1, 6)), (48, 4096, ())])
+def test_what_is_captured_is_what_the_plan_counts(layers, tokens, warm):
+    pieces = Pieces(warm)
+    every(pieces, [layer(n) for n in range(layers)], tokens, (8, *warm))
+    assert len(pieces) == graph_count([(2048, {8, *warm})] * layers, tokens)
+    assert pieces.others == 0
+
+
+def test_a_size_is_captured_when_it_comes_again_and_once():
+    pieces, served = Pieces(), layer()
+    assert came(pieces, served) == 0, "once is no reason to capture"
+    assert came(pieces, served) == 4, "experts, collect, deliver, the whole"
+    assert came(pieces, served) == 0
+    other = layer(1)
+    assert came(pieces, other) == 0
+    assert came(pieces, other) == 2, "collect and deliver serve all layers of a hidden size"
+    assert came(pieces, served, rows=256) + came(pieces, served, rows=256) == 4, "routes alone instead of the whole"
+    assert pieces.nbytes == 10 * 100
+
+
+def test_callers_who_vary_their_routes_get_graphs_up_to_a_bound():
+    pieces, served = Pieces(most_others=30), layer()
+    for k, _ in product(range(1, 129), range(3)):
+        came(pieces, served, top_k=k)
+    assert 30 <= pieces.others < 30 + 4, "a batch that was begun is captured whole"
+    planned = len(pieces) - pieces.others
+    assert planned == 4, "the layer's own number of routes"
+    for k, _ in product(range(1, 129), range(3)):
+        assert came(pieces, served, top_k=k, lane=1) == 0 or k == 8, "eager from now on, but what the plan counts"
+    assert MOST_OTHERS == 1024
+
+
+@pytest.mark.parametrize("more", [{"on_input": 1}, {"top_k": 3}, {"whole": 1, "rows": 64}])
+def test_what_the_plan_does_not_count_is_an_other(more):
+    pieces, served = Pieces(most_others=1), layer()
+    came(pieces, served, **more)
+    came(pieces, served, **more)
+    assert pieces.others >= 1
+    assert pieces.full
+    size = {**more, "lane": 1}
+    came(pieces, served, **size)
+    taken = came(pieces, served, **size)
+    assert taken == (3 if "whole" in more else 0), "experts, collect and deliver of a known size are planned"
+
+
+def test_a_warm_number_of_routes_is_no_other():
+    pieces = Pieces(warm_routes=(3,), most_others=0)
+    came(pieces, layer(), top_k=3)
+    assert came(pieces, layer(), top_k=3) == 0, "another layer's first"
+    served = layer(1)
+    came(pieces, served, top_k=3)
+    assert came(pieces, served, top_k=3) == 4
+    assert pieces.others == 0
+
+
+def test_layers_that_go_take_their_graphs_and_make_room():
+    pieces, gone, stays = Pieces(most_others=2), layer(0), layer(1)
+    for served in (gone, stays):
+        came(pieces, served)
+        came(pieces, served)
+    came(pieces, gone, top_k=3)
+    came(pieces, gone, top_k=3)
+    assert pieces.full
+    destroyed = pieces.forget({gone.generation})
+    assert len(destroyed) == 4, "experts and the whole, of two numbers of routes"
+    assert all(f"generation={gone.generation}," in graph for graph in destroyed)
+    assert (len(pieces), pieces.nbytes) == (5, 500), "what all layers share stays, its collect of 3 routes among it"
+    assert not pieces.full
+    assert len(pieces.clear()) == 5
+    assert (len(pieces), pieces.nbytes, pieces.others) == (0, 0, 0)
+    assert came(pieces, stays) == 4, "addresses have changed, so what comes again is captured again"
+
+
+def test_what_was_seen_is_bounded(monkeypatch):
+    monkeypatch.setattr("expertd_server.engine.pieces._MOST_SEEN", 10)
+    pieces, served = Pieces(), layer()
+    for k in range(1, 100):
+        came(pieces, served, top_k=k)
+    assert len(pieces._seen) <= 11
+
+
+def test_the_parts_are_those_of_the_core():
+    pieces, served = Pieces(), layer()
+    ran = SimpleNamespace(lane=1, top_k=8, router_weight_on_input=0, whole=0)
+    pieces.wanted(served, ran, 128)
+    parts = {p.part: (p.generation, *p[2:]) for p in pieces.wanted(served, ran, 128)}
+    own = served.generation
+    assert parts == {
+        c.EXPERTS: (own, 1, 128, 8, 0),
+        c.COLLECT: (0, 1, 128, 8, 2048),
+        c.DELIVER: (0, 1, 128, 0, 2048),
+        c.COLLECT_ROUTES: (0, 1, 128, 8, 2048),
+    }
