@@ -42,6 +42,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "transports": (
             "address",
             "beside",
+            "beside_channel",
             "channels",
             "credentials",
             "grpc_aio",

@@ -15,11 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from expertd.errors import ExpertdError, RequestCancelledError, UnavailableError
-from expertd.shm.client import SPIN_NS, NoRoomError, SessionEndedError
 from expertd.shm.layout import Completion
+from expertd.shm.tickets import SPIN_NS, NoRoomError, SessionEndedError, Tickets
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.deadline import Deadline
 from expertd_client.request import Request
@@ -28,21 +28,21 @@ from expertd_client.shm_message import Sent, refusal, response, result, sendable
 from expertd_client.tracing import TracedCall
 from expertd_client.transport import ChannelFullError, Closed, Deliver
 
-__all__ = ["BesideConnection", "CallConnection", "Entering", "LoopConnection", "end_ns"]
-
-_T = TypeVar("_T")
+__all__ = ["BesideConnection", "CallConnection", "LoopConnection", "end_ns"]
 
 _SLICE_NS = 100_000_000
 """How long a call may keep the interpreter from looking at signals."""
+_LOOK_NS = 500_000_000
+"""How long a reading thread waits before it looks whether the session is over."""
 
 
 class BesideConnection:
-    """Requests that are announced, and memory that is lent.  client: expertd.shm.client.Client, or TCP's."""
+    """Requests that are announced, and memory that is lent."""
 
     what: str
     """In texts of errors."""
 
-    def __init__(self, client: Any, deliver: Deliver, closed: Closed) -> None:
+    def __init__(self, client: Tickets, deliver: Deliver, closed: Closed) -> None:
         self._client = client
         self._deliver, self._closed = deliver, closed
         self._lock = threading.RLock()  # an answer may be collected, and give its memory back, at any moment
@@ -153,11 +153,12 @@ class BesideConnection:
 
 
 class CallConnection(BesideConnection):
-    """One session, from any thread.  read(): for the thread that made it, until the session ends."""
+    """One session, from any thread.  read(): for the thread that made it, until the session ends.  other: a descriptor
+    that becomes readable then, -1 = none."""
 
-    def __init__(self, client: Any, deliver: Deliver, closed: Closed) -> None:
+    def __init__(self, client: Tickets, deliver: Deliver, closed: Closed, other: int = -1) -> None:
         super().__init__(client, deliver, closed)
-        self._reader = threading.current_thread()
+        self._reader, self._other = threading.current_thread(), other
 
     def call(self, request: Request, deadline: Deadline | None, traced: TracedCall | None = None) -> ForwardResult:
         """Sends a request and waits for its answer.  Raises ChannelFullError, and then nothing was sent; else the
@@ -276,12 +277,8 @@ class CallConnection(BesideConnection):
     def read(self) -> None:
         """Reads what nobody waits for, and looks whether the server is there."""
         while not self._gone():
-            self._hand_over(self._watch(), self._answer)
+            self._hand_over(self._client.watch(_LOOK_NS, self._other), self._answer)
         self._end()
-
-    def _watch(self) -> Sequence[int]:
-        """Announced tickets whose answers have come; waits for a while."""
-        raise NotImplementedError
 
     def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> Any:
         """A batch's tensors where the server reads them; None: there is no such place."""
@@ -293,7 +290,13 @@ class LoopConnection(BesideConnection):
     """One session, in an event loop.  bell: becomes readable when answers have come; others: when the session ends."""
 
     def __init__(
-        self, client: Any, deliver: Deliver, closed: Closed, loop: asyncio.AbstractEventLoop, bell: int, *others: int
+        self,
+        client: Tickets,
+        deliver: Deliver,
+        closed: Closed,
+        loop: asyncio.AbstractEventLoop,
+        bell: int,
+        *others: int,
     ) -> None:
         super().__init__(client, deliver, closed)
         self._loop, self._fds = loop, (bell, *others)
@@ -318,35 +321,6 @@ class LoopConnection(BesideConnection):
             for fd in self._fds:
                 self._loop.remove_reader(fd)
             self._end()
-
-
-class Entering(Generic[_T]):
-    """enter() on a thread, whose result somebody takes, or nobody: then it is closed."""
-
-    def __init__(self, enter: Callable[[], _T], close: Callable[[_T], None]) -> None:
-        self._enter, self._close = enter, close
-        self._lock = threading.Lock()
-        self._entered: list[_T] = []
-        self._abandoned = False
-
-    def run(self) -> _T:
-        """Raises what enter() raises."""
-        entered = self._enter()
-        with self._lock:
-            self._entered.append(entered)
-            if self._abandoned:
-                self._close_all()
-        return entered
-
-    def abandon(self) -> None:
-        """Close what has come, or is to come."""
-        with self._lock:
-            self._abandoned = True
-            self._close_all()
-
-    def _close_all(self) -> None:
-        while self._entered:
-            self._close(self._entered.pop())
 
 
 def end_ns(deadline: Deadline | None) -> int:

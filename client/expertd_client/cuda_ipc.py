@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from expertd.errors import TABLE, ExpertdError, UnavailableError
-from expertd.shm.client import Client, SessionEndedError
+from expertd.shm.client import Client
 from expertd.shm.cuda import cuda, device_uuid
 from expertd.shm.layout import (
     CALLS_OFFSET,
@@ -47,6 +47,7 @@ from expertd.shm.layout import (
 )
 from expertd.shm.pool import Pool, PoolError
 from expertd.shm.region import host_id
+from expertd.shm.tickets import SessionEndedError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.device_copies import Copies, Launch
 from expertd_client.session import unanswered

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 from expertd.dtypes import DTYPE_BYTES
 from expertd.errors import UnavailableError
@@ -23,85 +23,54 @@ from expertd.shm.layout import FORWARD, Completion, Submission
 from expertd.shm.library import LibraryMissingError
 from expertd.shm.region import Region, RegionError, supported
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.beside import CallConnection, Entering, LoopConnection, end_ns
+from expertd_client.beside import CallConnection, LoopConnection, end_ns
+from expertd_client.beside_channel import CallChannel, LoopChannel
 from expertd_client.deadline import Deadline
 from expertd_client.lent import Lent
 from expertd_client.shm_message import ALIGN, refusal, timing_of
 from expertd_client.tensors import over_memory
-from expertd_client.transport import ChannelFullError, Closed, Deliver, Ready
+from expertd_client.transport import ChannelFullError, Closed, Deliver
 
 __all__ = ["AioShmChannel", "AioShmConnection", "ShmChannel", "ShmConnection", "enter_session"]
 
 _CONNECT_S = 2.0
-_LOOK_NS = 500_000_000
 
 
-class ShmChannel:
+_Entered: TypeAlias = tuple[socket.socket, Client]
+
+
+class ShmChannel(CallChannel[_Entered]):
     """For ExpertClient."""
 
     name = "shm"
 
-    def __init__(self) -> None:
-        self._readers: list[threading.Thread] = []
+    def _enter(self, answer: pb.SessionAnswer) -> _Entered:
+        return enter_session(answer)
 
-    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
-        def live() -> None:
-            try:
-                connection = ShmConnection(enter_session(answer), deliver, closed)
-            except UnavailableError as e:
-                ready(e)
-            else:
-                ready(connection)
-                connection.read()
-
-        self._readers = [t for t in self._readers if t.is_alive()]
-        self._readers.append(threading.Thread(target=live, name="expertd-shm-read", daemon=True))
-        self._readers[-1].start()
-
-    def close(self) -> None:
-        for reader in self._readers:
-            if reader is not threading.current_thread():
-                reader.join(2 * _CONNECT_S)
+    def _connection(self, entered: _Entered, deliver: Deliver, closed: Closed) -> ShmConnection:
+        return ShmConnection(entered, deliver, closed)
 
 
-class AioShmChannel:
+class AioShmChannel(LoopChannel[_Entered]):
     """For AsyncExpertClient, whose event loop opens it."""
 
     name = "shm"
 
-    def __init__(self) -> None:
-        self._opening: set[asyncio.Task[None]] = set()
+    def _enter(self, answer: pb.SessionAnswer) -> _Entered:
+        return enter_session(answer)
 
-    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
-        loop = asyncio.get_running_loop()
+    def _leave(self, entered: _Entered) -> None:
+        sock, client = entered
+        sock.close()
+        client.close()
 
-        async def enter() -> None:
-            entering = Entering(lambda: enter_session(answer), _leave)
-            try:
-                entered = await loop.run_in_executor(None, entering.run)
-            except UnavailableError as e:
-                ready(e)
-            except asyncio.CancelledError:  # the loop ends; the thread may be about to come back with a session
-                entering.abandon()
-                raise
-            else:
-                ready(AioShmConnection(entered, deliver, closed, loop))
-
-        task = loop.create_task(enter())
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
-
-    def close(self) -> None:
-        """What is still opening closes itself."""
+    def _connection(
+        self, entered: _Entered, deliver: Deliver, closed: Closed, loop: asyncio.AbstractEventLoop
+    ) -> AioShmConnection:
+        return AioShmConnection(entered, deliver, closed, loop)
 
 
-def _leave(entered: tuple[socket.socket, Client]) -> None:
-    sock, client = entered
-    sock.close()
-    client.close()
-
-
-def enter_session(answer: pb.SessionAnswer) -> tuple[socket.socket, Client]:
+def enter_session(answer: pb.SessionAnswer) -> _Entered:
     """The session's socket and region.  Raises UnavailableError."""
     missing = supported()
     if missing or not answer.endpoint.startswith("unix-abstract:"):
@@ -124,18 +93,15 @@ class ShmConnection(CallConnection):
 
     what = "shared memory"
 
-    def __init__(self, entered: tuple[socket.socket, Client], deliver: Deliver, closed: Closed) -> None:
-        self._sock, client = entered
-        super().__init__(client, deliver, closed)
+    def __init__(self, entered: _Entered, deliver: Deliver, closed: Closed) -> None:
+        self._sock, self._memory = entered
+        super().__init__(self._memory, deliver, closed, self._sock.fileno())
 
     def _gone(self) -> bool:
         return super()._gone() or _ended(self._sock)
 
     def _release(self) -> None:
         self._sock.close()
-
-    def _watch(self) -> Sequence[int]:
-        return self._client.watch(self._sock.fileno(), _LOOK_NS)  # type: ignore[no-any-return]
 
     def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> _Slot | None:
         """A batch's tensors in the arena; None: there is no room."""
@@ -149,7 +115,7 @@ class ShmConnection(CallConnection):
         self._use()
         try:
             s.layer, s.deadline_ns = layer, end_ns(deadline)
-            ticket = self._guard(lambda wait_ns: self._client.exchange(s, answer, wait_ns), deadline)
+            ticket = self._guard(lambda wait_ns: self._memory.exchange(s, answer, wait_ns), deadline)
             if ticket:
                 self._wait(ticket, layer, answer, deadline)
                 self._client.release(ticket)
@@ -161,16 +127,16 @@ class ShmConnection(CallConnection):
     def take(self, nbytes: int) -> tuple[int, Lent]:
         """A block of the arena: its offset, and the memory, which goes back by itself.  Raises ChannelFullError."""
         self._use()
-        offset = self._client.take(nbytes)
+        offset = self._memory.take(nbytes)
         if offset is None:
             self._unuse()
             raise ChannelFullError("shared memory: the session's memory is in use")
 
         def give_back() -> None:
-            self._client.give(offset)
+            self._memory.give(offset)
             self._unuse()
 
-        return offset, Lent.at(self._client.region.arena + offset, nbytes, give_back)
+        return offset, Lent.at(self._memory.region.arena + offset, nbytes, give_back)
 
 
 class _Slot:
@@ -208,7 +174,7 @@ class AioShmConnection(LoopConnection):
 
     def __init__(
         self,
-        entered: tuple[socket.socket, Client],
+        entered: _Entered,
         deliver: Deliver,
         closed: Closed,
         loop: asyncio.AbstractEventLoop,

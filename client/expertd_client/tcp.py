@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-import threading
-from collections.abc import Sequence
+from typing import TypeAlias
 
 from expertd.errors import UnavailableError
 from expertd.tcp.client import Client
@@ -23,16 +22,16 @@ from expertd.tcp.library import LibraryMissingError
 from expertd.tcp.tls import carried
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.address import reach
-from expertd_client.beside import CallConnection, Entering, LoopConnection
+from expertd_client.beside import CallConnection, LoopConnection
+from expertd_client.beside_channel import CallChannel, LoopChannel
 from expertd_client.credentials import Credentials
 from expertd_client.request import Request
 from expertd_client.shm_message import message_bytes
-from expertd_client.transport import Closed, Deliver, Ready
+from expertd_client.transport import Closed, Deliver
 
 __all__ = ["AioTcpChannel", "TcpChannel", "TcpConnection"]
 
 _CONNECT_S = 3.0
-_LOOK_NS = 500_000_000
 
 
 class _Way:
@@ -73,65 +72,45 @@ class _Way:
             raise
 
 
-class TcpChannel:
+_Entered: TypeAlias = tuple[Client, int]
+"""The session, and the most bytes of a message."""
+
+
+class TcpChannel(CallChannel[_Entered]):
     """For ExpertClient."""
 
     name = "tcp"
 
     def __init__(self, target: str, credentials: Credentials | None = None) -> None:
+        super().__init__()
         self._way = _Way(target, credentials)
-        self._readers: list[threading.Thread] = []
 
-    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
-        def live() -> None:
-            try:
-                connection = TcpConnection(self._way.enter(answer), deliver, closed)
-            except UnavailableError as e:
-                ready(e)
-            else:
-                ready(connection)
-                connection.read()
+    def _enter(self, answer: pb.SessionAnswer) -> _Entered:
+        return self._way.enter(answer)
 
-        self._readers = [t for t in self._readers if t.is_alive()]
-        self._readers.append(threading.Thread(target=live, name="expertd-tcp-read", daemon=True))
-        self._readers[-1].start()
-
-    def close(self) -> None:
-        for reader in self._readers:
-            if reader is not threading.current_thread():
-                reader.join(2 * _CONNECT_S)
+    def _connection(self, entered: _Entered, deliver: Deliver, closed: Closed) -> TcpConnection:
+        return TcpConnection(entered, deliver, closed)
 
 
-class AioTcpChannel:
+class AioTcpChannel(LoopChannel[_Entered]):
     """For AsyncExpertClient, whose event loop opens it."""
 
     name = "tcp"
 
     def __init__(self, target: str, credentials: Credentials | None = None) -> None:
+        super().__init__()
         self._way = _Way(target, credentials)
-        self._opening: set[asyncio.Task[None]] = set()
 
-    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
-        loop = asyncio.get_running_loop()
+    def _enter(self, answer: pb.SessionAnswer) -> _Entered:
+        return self._way.enter(answer)
 
-        async def enter_() -> None:
-            entering = Entering(lambda: self._way.enter(answer), lambda entered: entered[0].close())
-            try:
-                entered = await loop.run_in_executor(None, entering.run)
-            except UnavailableError as e:
-                ready(e)
-            except asyncio.CancelledError:  # the loop ends; the thread may be about to come back with a session
-                entering.abandon()
-                raise
-            else:
-                ready(_AioTcpConnection(entered, deliver, closed, loop))
+    def _leave(self, entered: _Entered) -> None:
+        entered[0].close()
 
-        task = loop.create_task(enter_())
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
-
-    def close(self) -> None:
-        """What is still opening closes itself."""
+    def _connection(
+        self, entered: _Entered, deliver: Deliver, closed: Closed, loop: asyncio.AbstractEventLoop
+    ) -> _AioTcpConnection:
+        return _AioTcpConnection(entered, deliver, closed, loop)
 
 
 class TcpConnection(CallConnection):
@@ -139,15 +118,12 @@ class TcpConnection(CallConnection):
 
     what = "tcp"
 
-    def __init__(self, entered: tuple[Client, int], deliver: Deliver, closed: Closed) -> None:
+    def __init__(self, entered: _Entered, deliver: Deliver, closed: Closed) -> None:
         client, self._most_bytes = entered
         super().__init__(client, deliver, closed)
 
     def takes(self, request: Request) -> bool:
         return super().takes(request) and message_bytes(request) <= self._most_bytes
-
-    def _watch(self) -> Sequence[int]:
-        return self._client.watch(_LOOK_NS)  # type: ignore[no-any-return]
 
 
 class _AioTcpConnection(LoopConnection):
@@ -155,12 +131,10 @@ class _AioTcpConnection(LoopConnection):
 
     what = "tcp"
 
-    def __init__(
-        self, entered: tuple[Client, int], deliver: Deliver, closed: Closed, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        client, self._most_bytes = entered
+    def __init__(self, entered: _Entered, deliver: Deliver, closed: Closed, loop: asyncio.AbstractEventLoop) -> None:
+        self._frames, self._most_bytes = entered
         self._writes = False
-        super().__init__(client, deliver, closed, loop, client.sock.fileno())
+        super().__init__(self._frames, deliver, closed, loop, self._frames.sock.fileno())
 
     def takes(self, request: Request) -> bool:
         return super().takes(request) and message_bytes(request) <= self._most_bytes
@@ -179,7 +153,7 @@ class _AioTcpConnection(LoopConnection):
 
     def _write(self) -> None:
         """Have the loop say when the socket takes more, as long as something waits for it."""
-        if self._over or self._writes == bool(self._client.waiting):
+        if self._over or self._writes == bool(self._frames.waiting):
             return
         self._writes = not self._writes
         if self._writes:

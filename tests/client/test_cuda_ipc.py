@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from beside_kit import E, H, Sums, missing, summing_engine
 
 from expertd.errors import (
     BadDtypeError,
@@ -21,32 +22,21 @@ from expertd.errors import (
 )
 from expertd.shm import cuda as cuda_module
 from expertd.shm.cuda import Cuda
-from expertd.shm.library import LibraryMissingError
-from expertd.shm.library import library as client_library
 from expertd.shm.pool import PoolError
-from expertd.shm.region import host_id, supported
+from expertd.shm.region import host_id
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import AsyncExpertClient, ExpertClient, cuda_ipc, torch_experts
 from expertd_client.device_way import DeviceWay
 from expertd_client.forwarder import Forwarder
 from expertd_client.result import ForwardResult
-from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.native import NativeEngine
 from expertd_server.engine.scheduler import Policy
-from expertd_server.engine.served import ServedLayer
 from expertd_server.service.offers import answer_offer
 from expertd_server.transports.shm import ShmDoor
 
-try:
-    library()
-    client_library()
-    MISSING = supported()
-except (CoreMissingError, LibraryMissingError) as e:
-    MISSING = str(e)
-
+MISSING = missing()
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
 
-H, E = 32, 4
 POOL = 1 << 16
 BRING, GATE, TAKE = 1, 2, 3
 
@@ -149,21 +139,6 @@ class Session(cuda_ipc.DeviceSession):
         return False
 
 
-class Sums:
-    """out = x * the sum of weights * (slot + 1)"""
-
-    backend = "sums"
-
-    def __init__(self):
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def __call__(self, hidden_states, topk_ids, topk_weights, *, router_weight_on_input=False, out=None):
-        assert self.gate.wait(20)
-        factor = torch.where(topk_ids >= 0, (topk_ids + 1) * topk_weights, 0.0).sum(1, keepdim=True)
-        return out.copy_(hidden_states.float() * factor)
-
-
 @pytest.fixture
 def sums():
     return Sums()
@@ -181,8 +156,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def server(sums, gpu):
-    engine = NativeEngine(torch.device("cpu"), compute_dtype="bf16", policy=Policy(max_tokens=64))
-    engine.hold([ServedLayer(n, E, tuple(range(E)), 2, H, 8, sums, "sums") for n in range(2)])
+    engine = summing_engine(sums, layers=2)
     engine.sessions.pool, engine.sessions.pool_refusal = HostPool.create, lambda: ""
     engine.start()
     engine.open()

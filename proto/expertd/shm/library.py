@@ -1,16 +1,39 @@
-"""The C++ of the client's side, through ctypes."""
+"""The C++ of the client's side, through ctypes; what is common to all ways is TICKETS."""
 
 from __future__ import annotations
 
 import ctypes as C
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from expertd.cxx import stale
 
-__all__ = ["LIBRARY", "LibraryMissingError", "library"]
+__all__ = ["LIBRARY", "TICKETS", "LibraryMissingError", "library", "load"]
 
 LIBRARY = Path(__file__).parent / "csrc" / "libexpertd_shm.so"
+
+_P, _U32, _U64, _I64, _INT = C.c_void_p, C.c_uint32, C.c_uint64, C.c_int64, C.c_int
+Signature = tuple[str, Any, tuple[Any, ...]]
+
+TICKETS: tuple[Signature, ...] = (
+    ("free", None, (_P,)),
+    ("send", _INT, (_P, _P, _P, _INT, _P)),
+    ("call", _INT, (_P, _P, _P, _I64, _I64, _P, _P)),
+    ("wait", _INT, (_P, _U64, _I64, _I64, _P)),
+    ("announce", _INT, (_P, _U64)),
+    ("answer", None, (_P, _U64, _P)),
+    ("watch", _U32, (_P, _INT, _P, _U32, _I64)),
+    ("drain", _U32, (_P, _P, _U32)),
+    ("release", None, (_P, _U64)),
+    ("abandon", None, (_P, _U64)),
+    ("end", None, (_P,)),
+    ("over", _INT, (_P,)),
+    ("taken", _U64, (_P,)),
+)
+"""Of tickets.h: name, result, arguments."""
 
 
 class LibraryMissingError(ImportError):
@@ -18,39 +41,35 @@ class LibraryMissingError(ImportError):
 
 
 @cache
-def library() -> C.CDLL:
-    """Raises LibraryMissingError."""
-    if why := stale(LIBRARY.name):
-        raise LibraryMissingError(f"shared memory: {why}")
+def library() -> Any:
+    """Its functions, by their names without the prefix.  Raises LibraryMissingError."""
+    own: tuple[Signature, ...] = (
+        ("sizes", None, (_P,)),
+        ("client", _P, (_P, _U64, _U32, _INT, _INT)),
+        ("take", _I64, (_P, _U64)),
+        ("give", None, (_P, _U64)),
+        ("blocks", _U64, (_P,)),
+        ("submit", _U64, (_P, _P, _I64, _INT)),
+        ("exchange", _INT, (_P, _P, _I64, _I64, _P, _P)),
+        ("wake", None, (_P,)),
+    )
+    return load(LIBRARY, "shared memory", "expertd_shm_", (*TICKETS, *own))
+
+
+def load(path: Path, what: str, prefix: str, signatures: Sequence[Signature]) -> SimpleNamespace:
+    """The functions of a library, by their names without the prefix.  what: in texts of errors.  Raises
+    LibraryMissingError."""
+    if why := stale(path.name):
+        raise LibraryMissingError(f"{what}: {why}")
     try:
-        lib = C.CDLL(str(LIBRARY))
+        lib = C.CDLL(str(path))
     except OSError as e:
         raise LibraryMissingError(
-            "shared memory: its library is not built; install a C++17 compiler and expertd again"
+            f"{what}: its library is not built; install a C++17 compiler and expertd again"
         ) from e
-    p, u32, u64, i64, fd = C.c_void_p, C.c_uint32, C.c_uint64, C.c_int64, C.c_int
-    for name, result, arguments in (
-        ("sizes", None, (p,)),
-        ("client", p, (p, u64, u32, fd, fd)),
-        ("free", None, (p,)),
-        ("take", i64, (p, u64)),
-        ("exchange", fd, (p, p, i64, i64, p, p)),
-        ("give", None, (p, u64)),
-        ("submit", u64, (p, p, i64, fd)),
-        ("send", fd, (p, p, p, fd, p)),
-        ("call", fd, (p, p, p, i64, i64, p, p)),
-        ("wait", fd, (p, u64, i64, i64, p)),
-        ("drain", u32, (p, p, u32)),
-        ("watch", u32, (p, fd, p, u32, i64, i64)),
-        ("answer", None, (p, u64, p)),
-        ("announce", fd, (p, u64)),
-        ("release", None, (p, u64)),
-        ("abandon", None, (p, u64)),
-        ("end", None, (p,)),
-        ("wake", None, (p,)),
-        ("over", fd, (p,)),
-        ("blocks", u64, (p,)),
-    ):
-        function = getattr(lib, "expertd_shm_" + name)
+    found = SimpleNamespace()
+    for name, result, arguments in signatures:
+        function = getattr(lib, prefix + name)
         function.restype, function.argtypes = result, arguments
-    return lib
+        setattr(found, name, function)
+    return found

@@ -12,10 +12,11 @@ import time
 import pytest
 
 from expertd.shm import layout
-from expertd.shm.client import Client, SessionEndedError
+from expertd.shm.client import Client
 from expertd.shm.layout import Completion, DeviceCalls, Submission
 from expertd.shm.library import LibraryMissingError, library
 from expertd.shm.region import Region, RegionError, peer_uid, supported
+from expertd.shm.tickets import SessionEndedError
 
 try:
     library()
@@ -107,7 +108,7 @@ def serving(server, **how):
 
 def test_layout_is_the_same_in_python_and_in_cpp():
     sizes = (C.c_uint64 * 12)()
-    library().expertd_shm_sizes(sizes)
+    library().sizes(sizes)
     assert list(sizes) == [
         layout.PAGE,
         C.sizeof(Submission),
@@ -352,3 +353,33 @@ def test_a_view_keeps_the_memory_after_the_session():
     region.close()
     view[:] = b"fine"
     assert bytes(view) == b"fine"
+
+
+def test_one_that_sleeps_is_not_forgotten_by_one_that_spins(both):
+    """Who spins holds the lock of those who read, now and then, so that who sleeps does not read himself."""
+    server, client = both
+    late = []
+    for _ in range(20):
+        spins, sleeps = client.submit(Submission(kind=layout.FORWARD)), client.submit(Submission(kind=layout.FORWARD))
+        while server.take():
+            pass
+        came = {}
+
+        def wait(ticket, spin_ns, came=came):
+            client.wait(ticket, Completion(), 5 * 10**9, spin_ns)
+            came[ticket] = time.monotonic()
+
+        threads = [threading.Thread(target=wait, args=args) for args in ((spins, 2 * 10**9), (sleeps, 0))]
+        for t in threads:
+            t.start()
+            time.sleep(0.003)
+        server.answer(spins)
+        threads[0].join()
+        time.sleep(0.001)
+        answered = time.monotonic()
+        server.answer(sleeps)
+        threads[1].join()
+        late.append(came[sleeps] - answered)
+        client.release(spins)
+        client.release(sleeps)
+    assert sum(s > 0.05 for s in late) <= 1, "of 100 ms, after which a sleeper looks by itself"

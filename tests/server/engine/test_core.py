@@ -28,9 +28,10 @@ from core_kit import (
 )  # fmt: skip
 
 from expertd.shm import layout
-from expertd.shm.client import Client, SessionEndedError
+from expertd.shm.client import Client
 from expertd.shm.layout import Completion, Submission
 from expertd.shm.region import Region
+from expertd.shm.tickets import SessionEndedError
 from expertd_server.engine import core as module
 from expertd_server.engine.core import Config, Forward, LaneMemory, LayerFacts, Run, library
 from expertd_server.engine.report import WAIT_BOUNDS_NS
