@@ -3,6 +3,8 @@ kernels a call starts, that their main loops keep to registers and barriers, and
 
 test_triton_versions.py runs this file under other versions of Triton."""
 
+import re
+
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
@@ -43,6 +45,14 @@ MOST_SPILLS = {"w8a8": 4}
 """Accesses of local memory in a main loop: from 3.7 on ptxas reloads up to four numbers of one of four loops."""
 
 
+def reused_barriers(ttgir: str) -> list[str]:
+    """Names of barriers whose shared memory is free for other data before the kernel ends: neither a partition of
+    warps uses them nor is their end written down."""
+    names = re.findall(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\S*xi64,", ttgir)
+    kept = re.findall(r"ttg\.(?:warp_specialize|local_dealloc)[( ](.*)", ttgir)
+    return [name for name in names if not any(re.search(rf"{re.escape(name)}\b", line) for line in kept)]
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[1]}-{c[2]}-{c[0]}-{c[3]}")
 def test_a_call_compiles(case, tmp_path):
     model, scheme, rounding, tokens, kernels, least = case
@@ -54,6 +64,8 @@ def test_a_call_compiles(case, tmp_path):
         if launch.kernel not in PRODUCTS:
             assert launch.registers(tmp_path)[1] == 0, f"{launch.kernel} spills"
     gemms = [launch for launch in found if launch.kernel in PRODUCTS]
+    for launch in gemms:
+        assert not reused_barriers(launch.compiled.asm["ttgir"]), f"{launch.kernel}: see triton_versions.keep_alive"
     for launch, ctas in zip(gemms, least, strict=True):
         loops = launch.loops(tmp_path)
         assert loops or launch.kernel == "gemv", "no loop has products: is the disassembly read rightly?"

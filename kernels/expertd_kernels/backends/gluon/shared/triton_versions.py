@@ -52,7 +52,11 @@ REINTERPRET = "reinterpret" if VERSION >= (3, 9) else "_reinterpret"
 
 @builtin
 def keep_alive(memory, _semantic=None):
-    """Until here nothing else lies in this shared memory."""
+    """Until here nothing else lies in this shared memory.
+
+    Barriers (mbarrier) need it to the kernel's end: PTX leaves undefined what happens to other data in the place of one
+    that was not invalidated.  A GPU that takes turns with another process, and so puts a running kernel aside, writes
+    the barrier's state over them when it goes on (docs/log/two-processes.md)."""
     memory._keep_alive(_semantic=_semantic)
 
 

@@ -168,10 +168,13 @@ def w8a8(x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, tickets, C:
     tile = gl.allocate_shared_memory(gl.int32, [4 * C.ST, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
-    largest = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    met = gl.allocate_shared_memory(gl.int64, [2, 1], _BARRIER)
-    for i in gl.static_range(2):
-        mbarrier.init(met.index(i), count=1)
+    largest = tile
+    met = full
+    if C.split and C.gemm.first:  # not for w2: the memory of a barrier without users would be free for other data
+        largest = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        met = gl.allocate_shared_memory(gl.int64, [2, 1], _BARRIER)
+        for i in gl.static_range(2):
+            mbarrier.init(met.index(i), count=1)
     ST: gl.constexpr = C.ST
     for i in gl.static_range(ST):
         mbarrier.init(full.index(i), count=1 if C.listed else 2)

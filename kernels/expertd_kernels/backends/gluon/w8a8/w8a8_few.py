@@ -19,7 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from expertd_kernels.backends.gluon.shared.triton_versions import barrier, copy_elements, copy_tile, warpgroup_mma_wait
+from expertd_kernels.backends.gluon.shared.triton_versions import (
+    barrier,
+    copy_elements,
+    copy_tile,
+    keep_alive,
+    warpgroup_mma_wait,
+)
 from expertd_kernels.backends.gluon.w8a8.epilogue import LARGEST, LEAST, activate
 from expertd_kernels.backends.gluon.weight_only.pieces import _BARRIER
 
@@ -253,5 +259,6 @@ def w8a8_few(x, xs, wd, ws, bias, ids, lists, tw, out, out_scale, n_routes, C: g
                 slot, ph = _pass(x, xs, wd, ws, bias, lists, tw, out, out_scale, e, base + at, n - at, tile, part, run0,
                                  run1, x_s, w_s, full, slot, ph, asked, C.N2, C)  # fmt: skip
                 barrier()
+        keep_alive(full)
     elif gl.program_id(0) == 0:  # the launch ends after the one before it, even where no CTA has work
         gdc_wait()

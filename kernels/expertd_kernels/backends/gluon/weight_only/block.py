@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from expertd_kernels.backends.gluon.shared.triton_versions import barrier, reinterpret, warpgroup_mma_wait
+from expertd_kernels.backends.gluon.shared.triton_versions import barrier, keep_alive, reinterpret, warpgroup_mma_wait
 from expertd_kernels.backends.gluon.weight_only.dequant import load, unpack
 from expertd_kernels.backends.gluon.weight_only.pieces import (
     await_tiles,
@@ -202,5 +202,6 @@ def block(x, wd, ws, bias, table, lists, tw, out, done, unscale, routes_in_all, 
             _tile(x, wd, ws, bias, lists, tw, out, done, unscale, e, base, n, tile, k0, ring, B, 0, C)
         if C.counted > 0 and C.gemm.first:
             count_tile(done)
+        keep_alive(full)
     if (C.early or (C.counted > 0 and not C.gemm.first)) and gl.program_id(0) == gl.num_programs(0) - 1:
         gdc_wait()  # this kernel ends after w13's, also where no CTA has a route

@@ -1,0 +1,83 @@
+"""Answers beside other processes on the same GPU: it takes turns between them, and puts running kernels aside for it.
+
+The processes run this file.  Each keeps its own answers of when it was alone, and compares bits.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertd_kernels import build, decide, detect_device, problem_of
+from expertd_kernels.bench.cuda import shape_of
+from expertd_kernels.sources.synthetic import random_inputs, random_weights
+from expertd_kernels.weights.scheme import ActivationQuant, Scheme
+
+pytestmark = pytest.mark.gpu
+
+PROCESSES, TURN_S = 3, 6.0
+CASES = [
+    ("e4m3_block128", "e4m3_group128"),
+    ("e4m3_channel", "e4m3_token"),
+    ("int4_g128", "none"),
+    ("mxfp4", "none"),
+    ("bf16", "none"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "rounding"), CASES)
+def test_answers_beside_other_processes_have_the_bits_of_those_alone(scheme, rounding, tmp_path):
+    command = [sys.executable, __file__, scheme, rounding, str(tmp_path)]
+    processes = [
+        subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for n in range(PROCESSES)
+    ]
+    said = [p.communicate(timeout=240)[0] for p in processes]
+    for text in said:
+        assert text.splitlines()[-1].endswith(" calls, 0 wrong"), text
+
+
+def meet(folder: Path, name: str, me: int) -> None:
+    (folder / f"{name}.{me}").touch()
+    end = time.monotonic() + 120
+    while len(list(folder.glob(f"{name}.*"))) < PROCESSES:
+        assert time.monotonic() < end, f"{name}: the others did not come"
+        time.sleep(0.005)
+
+
+def main(scheme: str, rounding: str, folder: Path, me: int) -> None:
+    s = shape_of("deepseek-v3/64")
+    w = random_weights(
+        Scheme.parse(scheme), s.num_experts, s.hidden_size, s.intermediate_size, activation=s.activation, device="cuda"
+    )
+    asked = problem_of(w, detect_device("cuda"), top_k=s.top_k, activation_quant=ActivationQuant(rounding))
+    layer = build(decide(asked), w)
+    calls = []
+    for turn in range(PROCESSES):
+        meet(folder, f"alone{turn}", me)
+        if turn == me:
+            for M, at_once in ((8, 200), (64, 40), (256, 20), (2048, 1), (4096, 1)):
+                x, ids, weights = random_inputs(M, s.hidden_size, s.num_experts, s.top_k, device="cuda")
+                calls.append((x, ids, weights, layer(x, ids, weights).clone(), at_once))
+            torch.cuda.synchronize()
+    meet(folder, "begin", me)
+    count = wrong = 0
+    end = time.monotonic() + TURN_S
+    while time.monotonic() < end:
+        for x, ids, weights, want, at_once in calls:
+            outs = [torch.full_like(x, float("nan")) for _ in range(at_once)]
+            for out in outs:
+                layer(x, ids, weights, out=out)
+            count += at_once
+            wrong += sum(not torch.equal(out, want) for out in outs)
+    meet(folder, "end", me)
+    print(f"{scheme} {rounding}: {count} calls, {wrong} wrong")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
