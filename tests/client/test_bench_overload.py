@@ -127,7 +127,18 @@ def test_table(asked, capsys):
     assert "one-stream 10x: refused nothing" in shown
 
 
-@pytest.mark.parametrize("words", [["--way", "pigeon"], ["--load", "2,0"], ["--load", "much"], ["--tokens", "0"]])
+def test_beside_a_bare_server_and_on_cores_of_their_own(asked):
+    assert main(["bench", "overload", "--paced", "--bare", "--cores", "3,1"]) == 0
+    assert (asked[0].bare, asked[0].cores, asked[0].server) == (True, (3, 1), None)
+    bare = sent(1)
+    bare.ended(0.0, 0.002, QueueFullError("queue: full"))
+    assert sent(1).row("streams", 2.0, 0.25, 10.0, 2.0, *NOBODY, bare).bare_refusal_p99_ms == 2.0
+
+
+WRONG = [["--way", "pigeon"], ["--load", "2,0"], ["--load", "much"], ["--tokens", "0"], ["--cores", "1"]]
+
+
+@pytest.mark.parametrize("words", WRONG)
 def test_wrong_options(words, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "overload", *words])

@@ -20,7 +20,7 @@ from expertd_client.overload.run import Plan, measure
 pytestmark = pytest.mark.timeout(60)  # two processes' start, and 4 s of load for each way
 
 
-@pytest.mark.parametrize("way", ["streams", "one-stream", "synthetic", "shm"])
+@pytest.mark.parametrize("way", ["streams", "one-stream", "synthetic", "shm", "tcp"])
 def test_twice_the_peak(way):
     if way == "shm" and (why := supported()):
         pytest.skip(why)

@@ -24,16 +24,22 @@ BOOT_S = 120.0
 
 class ServerProcess:
     """`expertd serve` on this host.  options: of its command line, without --listen; inside: the network that it is in,
-    None = this one.
+    None = this one.  command, module: what is served instead, by a module whose first argument is the command.
 
     address   "127.0.0.1:port", the same after each start; "" before the first
     """
 
-    def __init__(self, options: Sequence[str], inside: Namespace | None = None, command: str = "serve") -> None:
+    def __init__(
+        self,
+        options: Sequence[str],
+        inside: Namespace | None = None,
+        command: str = "serve",
+        module: str = "expertd_server.cli",
+    ) -> None:
         self.address = ""
         self._options = list(options)
         self._inside = inside
-        self._command = command
+        self._command, self._module = command, module
         self._process: subprocess.Popen[str] | None = None
         self._serving: Future[str] = Future()
         self._lines: list[str] = []
@@ -42,7 +48,7 @@ class ServerProcess:
         """Starts it, and does not wait; more: options besides."""
         there = ("127.0.0.1", ()) if self._inside is None else (self._inside.address, self._inside.command)
         listen = self.address or f"{there[0]}:0"
-        serve = ["-m", "expertd_server.cli", self._command, "--listen", listen, *self._options, *more]
+        serve = ["-m", self._module, self._command, "--listen", listen, *self._options, *more]
         command = [*there[1], sys.executable, *serve]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)

@@ -23,6 +23,7 @@ from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.session import Session
 from expertd_client.shm import AioShmChannel
+from expertd_client.tcp import AioTcpChannel
 from expertd_client.transport import Channel
 
 __all__ = ["WAYS", "Callers"]
@@ -32,6 +33,7 @@ WAYS: Mapping[str, str] = {
     "one-stream": "all callers on one stream",
     "synthetic": "messages of 60 bytes: the server draws the tensors, and answers with a digest",
     "shm": "shared memory, a session for each caller",
+    "tcp": "a framed TCP session for each caller",
     "unary": "a call for each request",
 }
 _OPEN_S = 30.0
@@ -42,10 +44,11 @@ class Callers:
     """open() before anything else; close() at the end."""
 
     def __init__(self, address: str, way: str, callers: int, clock: LoopClock) -> None:
-        self._way, self._clock = way, clock
-        shared: list[Callable[[], Channel]] = [AioShmChannel] if way == "shm" else []
+        self._clock = clock
+        make: dict[str, Callable[[], Channel]] = {"shm": AioShmChannel, "tcp": lambda: AioTcpChannel(address)}
+        self._channel = way if way in make else ""
         self._transports = [
-            AioGrpcTransport(address, unary=way == "unary", channels=[make() for make in shared])
+            AioGrpcTransport(address, unary=way == "unary", channels=[make[way]()] if way in make else [])
             for _ in range(1 if way == "one-stream" else callers)
         ]
         self._links: list[Link] = []
@@ -58,8 +61,9 @@ class Callers:
             asked: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
             link.session(_Future(asked))
             agreed = await asyncio.wait_for(asked, _OPEN_S)
-            if self._way == "shm" and agreed.transport != "shm":
-                raise UnavailableError(f"shared memory: {agreed.refused.get('shm', 'the session is inline')}")
+            if self._channel and agreed.transport != self._channel:
+                why = agreed.refused.get(self._channel, "the session is inline")
+                raise UnavailableError(f"{WAYS[self._channel]}: {why}")
 
     async def close(self) -> None:
         for link in self._links:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from expertd_client.overload.callers import WAYS
 from expertd_client.overload.cost import Cost, measure_cost
-from expertd_client.overload.run import MODEL, Plan, measure
+from expertd_client.overload.run import Plan, measure
 from expertd_client.overload.tally import Row
 from expertd_client.tables import print_table
 
@@ -39,9 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the server that it starts has a clock for a kernel: the machine may be busy",
     )
+    parser.add_argument(
+        "--bare", action="store_true", help="each load also on a bare grpc.aio server that refuses everything at once"
+    )
     parser.add_argument("--cost", action="store_true", help="what the server's forecast costs without overload instead")
     parser.add_argument(
-        "--server", type=shlex.split, default=list(MODEL), metavar="OPTIONS", help="of the server that it starts"
+        "--server",
+        type=shlex.split,
+        metavar="OPTIONS",
+        help="of the server that it starts; of `expertd echo` if --paced",
+    )
+    parser.add_argument(
+        "--cores", type=_cores, metavar="S,G", help="the core of the servers that it starts, and its own"
     )
 
 
@@ -60,6 +69,8 @@ def run_command(args: argparse.Namespace) -> int:
         args.tokens,
         args.slack,
         args.seconds,
+        args.bare,
+        args.cores,
     )
     rows = list(measure(plan))
     if args.json:
@@ -93,7 +104,7 @@ def _cost_cells(c: Cost) -> tuple[str, ...]:
 
 _COLUMNS = (
     "load", "deadline ms", "peak/s", "offered/s", "goodput of peak", "admitted", "late", "late here", "refused",
-    "refusal p99 ms", "answer p99 ms", "left late p99 ms", "cpu here", "cpu server", "server MB",
+    "refusal p99 ms", "of a bare one", "answer p99 ms", "left late p99 ms", "cpu here", "cpu server", "server MB",
 )  # fmt: skip
 
 
@@ -124,6 +135,7 @@ def _cells(r: Row) -> tuple[str, ...]:
         f"{r.late_generator:.2%}",
         f"{sum(r.refused.values()):,}",
         f"{r.refusal_p99_ms:.2f}",
+        "" if r.bare_refusal_p99_ms is None else f"{r.bare_refusal_p99_ms:.2f}",
         f"{r.answer_p99_ms:.1f}",
         f"{r.lateness_p99_ms:.2f}",
         f"{r.generator_cpu:.2f}",
@@ -147,6 +159,13 @@ def _numbers(text: str) -> tuple[float, ...]:
     if not numbers or min(numbers) <= 0:
         raise argparse.ArgumentTypeError(f"got {text!r}, want numbers > 0")
     return numbers
+
+
+def _cores(text: str) -> tuple[int, int]:
+    parts = text.split(",")
+    if len(parts) != 2 or not all(p.isdecimal() for p in parts):
+        raise argparse.ArgumentTypeError(f"got {text!r}, want two cores' numbers: 0,1")
+    return int(parts[0]), int(parts[1])
 
 
 def _count(text: str) -> int:

@@ -18,9 +18,10 @@ from pathlib import Path
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.async_client import AsyncExpertClient
 from expertd_client.faults.processes import ServerProcess
+from expertd_client.overload import bare as bare_server
 from expertd_client.overload.callers import Callers
 from expertd_client.overload.loop import LoopClock
-from expertd_client.overload.tally import Row
+from expertd_client.overload.tally import Row, Tally
 from expertd_client.request import Request
 from expertd_client.selector import run_precisely
 from expertd_client.workload import layer_shapes, requests
@@ -32,41 +33,55 @@ MODEL = ("--synthetic", "qwen1.5-moe-a2.7b:int4_g128", "--layers", "0", "--devic
 takes so long for few bytes that it is what limits."""
 PACED = ("--batch-us", "4000", "--row-us", "1200", "--hidden-size", "2048")
 """Of `expertd echo`: a kernel that is a clock, whose capacity is the same whatever else the machine does."""
+BARE_WAYS = ("streams", "one-stream", "synthetic")
+"""Those that a bare server is compared in."""
 _DESCRIBE_S = 30.0
 _NORMAL = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """address: None = a server of its own, whose options `server` are, or one that keeps time (`paced`).  in_flight: of
-    the closed loop; tokens: M of a request; slack: deadline over the normal p99; seconds: of each measurement."""
+    """address: None = a server of its own, or one that keeps time (`paced`); server: its options, None = MODEL or
+    PACED.  cores: of the servers that it starts, and its own; None = whatever the system gives.  in_flight: of the
+    closed loop; tokens: M of a request; slack: deadline over the normal p99; seconds: of each measurement.
+    bare: each load once more on a bare server, where the way is gRPC's."""
 
     address: str | None = None
-    server: Sequence[str] = MODEL
+    server: Sequence[str] | None = None
     paced: bool = False
-    ways: Sequence[str] = ("streams", "one-stream", "synthetic", "shm")
+    ways: Sequence[str] = ("streams", "one-stream", "synthetic", "shm", "tcp")
     loads: Sequence[float] = (2.0, 10.0)
     callers: int = 4
     in_flight: int = 32
     tokens: int = 8
     slack: float = 4.0
     seconds: float = 5.0
+    bare: bool = False
+    cores: tuple[int, int] | None = None
 
 
 def measure(plan: Plan) -> Iterator[Row]:
     """A row for each way and load."""
     with ExitStack() as stack:
-        process = None
+        started, bare = [], ""
         if plan.address is None:
-            paced, serve = ServerProcess(PACED, command="echo"), ServerProcess(plan.server)
-            process = stack.enter_context(paced if plan.paced else serve)
-            plan = replace(plan, address=process.ready())
+            options = (PACED if plan.paced else MODEL) if plan.server is None else plan.server
+            started.append(stack.enter_context(ServerProcess(options, command="echo" if plan.paced else "serve")))
+            plan = replace(plan, address=started[0].ready())
+        watched = Watched(started[0].pid if started else 0)
+        if plan.bare:
+            started.append(stack.enter_context(ServerProcess([], command="refuse", module=bare_server.__name__)))
+            bare = started[-1].ready()
+        if plan.cores is not None:
+            for pid, core in (*((s.pid, plan.cores[0]) for s in started), (os.getpid(), plan.cores[1])):
+                _pin(pid, core)
         for way in plan.ways:
             clock = LoopClock()
-            yield from run_precisely(_way(plan, way, clock, Watched(process.pid if process else 0)), clock)
+            yield from run_precisely(_way(plan, way, clock, watched, bare), clock)
 
 
-async def _way(plan: Plan, way: str, clock: LoopClock, server: Watched) -> list[Row]:
+async def _way(plan: Plan, way: str, clock: LoopClock, server: Watched, bare: str) -> list[Row]:
+    """bare: address of a bare server, "" = none."""
     assert plan.address is not None
     described = await _describe(plan.address)
     shape = layer_shapes(described, None, None)[:1]
@@ -74,6 +89,16 @@ async def _way(plan: Plan, way: str, clock: LoopClock, server: Watched) -> list[
 
     def fresh() -> Iterator[Request]:
         return requests(shape, plan.tokens, 0.0, not synthetic, 0, digest=synthetic)
+
+    async def beside(rate: float, deadline_s: float) -> Tally | None:
+        if not bare or way not in BARE_WAYS:
+            return None
+        others = Callers(bare, way, plan.callers, clock)
+        try:
+            await others.open()
+            return (await others.open_loop(fresh(), rate, plan.seconds, deadline_s))[0]
+        finally:
+            await others.close()
 
     callers = Callers(plan.address, way, plan.callers, clock)
     try:
@@ -86,11 +111,19 @@ async def _way(plan: Plan, way: str, clock: LoopClock, server: Watched) -> list[
         for load in plan.loads:
             server.begin()
             tally, wall_s = await callers.open_loop(fresh(), load * peak, plan.seconds, deadline_s)
-            rows.append(tally.row(way, load, deadline_s, peak, wall_s, *server.end()))
+            cpu, rss_mb = server.end()
+            bare_tally = await beside(load * peak, deadline_s)
+            rows.append(tally.row(way, load, deadline_s, peak, wall_s, cpu, rss_mb, bare_tally))
             await asyncio.sleep(0.2)
         return rows
     finally:
         await callers.close()
+
+
+def _pin(pid: int, core: int) -> None:
+    """Every thread of a process, and those that they start."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), {core})
 
 
 async def _describe(address: str) -> pb.DescribeResponse:

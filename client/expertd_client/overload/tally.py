@@ -29,6 +29,8 @@ class Row:
     lateness_p99_ms    how long after its time a request left
     generator_cpu, server_cpu   part of a core that each took; 0 = not known
     rss_mb             of the server, before and after; None = not known
+    bare_refusal_p99_ms   of a bare grpc.aio server that refuses everything at once, under the same load; None = not
+                       measured
     """
 
     way: str
@@ -49,6 +51,7 @@ class Row:
     generator_cpu: float
     server_cpu: float
     rss_mb: tuple[float, float] | None
+    bare_refusal_p99_ms: float | None = None
 
 
 @dataclass(slots=True)
@@ -101,8 +104,9 @@ class Tally:
         wall_s: float,
         cpu: tuple[float, float],
         rss_mb: tuple[float, float] | None,
+        bare: Tally | None = None,
     ) -> Row:
-        """wall_s: while requests left.  cpu: of the generator and the server."""
+        """wall_s: while requests left.  cpu: of the generator and the server.  bare: the same load on a bare server."""
         admitted = self.sent - len(self.refusals)
         lost = self.late + self.failed.total() + self.open
 
@@ -131,4 +135,5 @@ class Tally:
             generator_cpu=round(cpu[0], 3),
             server_cpu=round(cpu[1], 3),
             rss_mb=rss_mb,
+            bare_refusal_p99_ms=None if bare is None else ms(bare.refusals),
         )

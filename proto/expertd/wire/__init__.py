@@ -21,6 +21,7 @@ from expertd.wire.decode import (
     decode_forward_response,
     decode_stream_request,
     decode_stream_response,
+    peek_forward,
     peek_request_id,
 )
 from expertd.wire.encode import (
@@ -30,6 +31,7 @@ from expertd.wire.encode import (
     encode_stream_response,
 )
 from expertd.wire.values import (
+    ForwardHead,
     ForwardRequestView,
     ForwardResponseView,
     ScalesView,
@@ -40,6 +42,7 @@ from expertd.wire.values import (
 )
 
 __all__ = [
+    "ForwardHead",
     "ForwardRequestView",
     "ForwardResponseView",
     "ScalesView",
@@ -55,5 +58,6 @@ __all__ = [
     "encode_forward_response",
     "encode_stream_request",
     "encode_stream_response",
+    "peek_forward",
     "peek_request_id",
 ]

@@ -24,6 +24,7 @@ from expertd.wire.scan import (
     varint,
 )
 from expertd.wire.values import (
+    ForwardHead,
     ForwardRequestView,
     ForwardResponseView,
     ScalesView,
@@ -38,6 +39,7 @@ __all__ = [
     "decode_forward_response",
     "decode_stream_request",
     "decode_stream_response",
+    "peek_forward",
     "peek_request_id",
 ]
 
@@ -345,6 +347,48 @@ def _stream_response(buf: Bytes, view: memoryview, pos: int, end: int) -> Stream
     if field == 0x12:
         return bounds.read(pb.RequestError, view[start:stop])
     raise OddError("not an answer")
+
+
+def peek_forward(buf: Bytes) -> ForwardHead | None:
+    """The head of the request in a StreamForwardRequest, a third of the time that reading it takes.  A look: what is
+    wrong elsewhere in the message is not seen.  None: it holds something else, or is written as nobody writes it."""
+    end = len(buf)
+    number = layer = timeout_us = sent_us = 0
+    tokens = top_k = 1
+    try:
+        pos, stop = size(buf, 1, end)
+        if buf[0] != 0x0A or stop != end:
+            return None
+        for _ in range(MAX_FIELDS):
+            if pos >= end:
+                break
+            field, pos = tag(buf, pos)
+            if field & 7 == 2:
+                start, pos = size(buf, pos, end)
+                if field == 0x1A:
+                    tokens = _extents(buf, start, pos)[0]
+                elif field == 0x22:
+                    top_k = _extents(buf, start, pos)[1]
+            elif field == 0x08:
+                number, pos = varint(buf, pos)
+            elif field == 0x10:
+                layer, pos = varint(buf, pos)
+            elif field == 0x38:
+                timeout_us, pos = varint(buf, pos)
+            elif field == 0x60:
+                sent_us, pos = varint(buf, pos)
+            else:
+                pos = skip(buf, pos, end, field)
+    except (OddError, IndexError, ExpertdError):
+        return None
+    return ForwardHead(number, layer & 0xFFFFFFFF, tokens, top_k, timeout_us, sent_us)
+
+
+def _extents(buf: Bytes, pos: int, end: int) -> tuple[int, ...]:
+    """The shape of a Tensor that begins as serializers begin it.  Raises OddError, or IndexError."""
+    if buf[pos] != 0x08 or buf[pos + 2] != 0x12 or pos + 4 + buf[pos + 3] > end:
+        raise OddError("no shape in its usual place")
+    return dtype_and_shape(bytes(buf[pos : pos + 4 + buf[pos + 3]]))[1]
 
 
 def peek_request_id(buf: Bytes, stream: bool) -> int:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from expertd.v1 import expert_service_pb2 as pb
 
 __all__ = [
     "Buffer",
+    "ForwardHead",
     "ForwardRequestView",
     "ForwardResponseView",
     "ScalesView",
@@ -94,6 +95,17 @@ class TensorView:
         """The seed and the distribution; only where spelling is SYNTHETIC."""
         assert isinstance(self.data, pb.SyntheticValues), self.spelling
         return self.data
+
+
+class ForwardHead(NamedTuple):
+    """Of a ForwardRequest what decides how long it may take.  tokens, top_k: 1 where they were not found."""
+
+    request_id: int
+    layer: int
+    tokens: int
+    top_k: int
+    timeout_us: int
+    sent_us: int
 
 
 @dataclass(slots=True)

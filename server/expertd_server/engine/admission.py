@@ -22,7 +22,7 @@ from expertd.errors import (
 )
 from expertd_server.engine.request import Request
 
-__all__ = ["Amount", "Limits", "Queue", "QueueLimits", "State", "admit", "fits", "overloaded", "shut"]
+__all__ = ["Amount", "Limits", "Queue", "QueueLimits", "State", "admit", "fits", "overloaded", "shut", "too_late"]
 
 
 class State(Enum):
@@ -98,16 +98,21 @@ def admit(queue: Queue, r: Request, now_ns: int, limits: QueueLimits) -> Expertd
     if closed is not None:
         return closed
     if r.expired(now_ns):
-        return DeadlineExceededError("request: its deadline had passed when it came; want time left to compute it")
+        return too_late()
     full = _full(queue, r, limits) if queue.all.requests else None
     if full is None and limits.refuse_late and queue.late_ns > 0:
-        return overloaded(r, now_ns, queue.late_ns)
+        return overloaded(r.deadline_ns, now_ns, queue.late_ns)
     return full
 
 
-def overloaded(r: Request, now_ns: int, late_ns: float) -> OverloadedError:
+def too_late() -> DeadlineExceededError:
+    """The refusal of a request that came after its deadline."""
+    return DeadlineExceededError("request: its deadline had passed when it came; want time left to compute it")
+
+
+def overloaded(deadline_ns: int, now_ns: int, late_ns: float) -> OverloadedError:
     """The refusal of a request whose answer may come so long after its deadline."""
-    left_ms = (r.deadline_ns - now_ns) * 1e-6
+    left_ms = (deadline_ns - now_ns) * 1e-6
     return OverloadedError.about(
         "request",
         got=f"{left_ms:.1f} ms left of its time",

@@ -28,9 +28,10 @@ from expertd.errors import (
     InternalError,
     OverloadedError,
 )
+from expertd.wire import ForwardHead
 from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine import core as c
-from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, overloaded, shut
+from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, overloaded, shut, too_late
 from expertd_server.engine.convert import digest
 from expertd_server.engine.executor import CpuExecutor, Executor
 from expertd_server.engine.known import KnownLayers, Tally
@@ -177,6 +178,19 @@ class NativeEngine(Worker):
         if reason:
             raise self._refusal(reason, r, after_us)
 
+    def hopeless(self, head: ForwardHead, caller: str, deadline_ns: int) -> ExpertdError | None:
+        f = c.Forward(
+            deadline_ns=deadline_ns,
+            layer=head.layer,
+            tokens=head.tokens,
+            top_k=head.top_k,
+            caller=self._caller(caller),
+        )
+        reason, after_us = self._core.admits(f)
+        if reason == OverloadedError.reason:
+            return overloaded(deadline_ns, time.monotonic_ns(), 1000 * after_us)
+        return too_late() if reason == DeadlineExceededError.reason else None
+
     def submit(self, r: Request) -> None:
         """Put `r` into its line.  Raises LayerNotHeldError, or what admit() says."""
         closed = shut(self.state)
@@ -283,7 +297,7 @@ class NativeEngine(Worker):
     def _refusal(self, reason: str, r: Request, after_us: int) -> ExpertdError:
         """With the words of admission.py, from the same facts."""
         if reason == OverloadedError.reason:
-            return overloaded(r, time.monotonic_ns(), 1000 * after_us)
+            return overloaded(r.deadline_ns, time.monotonic_ns(), 1000 * after_us)
         token_ns = self._core.load().token_ns
         waits = self._core.waiting(self._caller(r.caller))
         all_, own = (Amount(w.requests, w.tokens, w.routes, w.bytes) for w in waits)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from expertd.errors import DrainingError, ExpertdError, InternalError
+from expertd.wire import ForwardHead
 from expertd_kernels.oracle.probe import use_device
 from expertd_server.engine.admission import QueueLimits, State
 from expertd_server.engine.report import BatchReport
@@ -101,6 +102,11 @@ class Worker(abc.ABC):
             return done.result(timeout_s)
         except FutureTimeoutError as e:
             raise TimeoutError from e
+
+    def hopeless(self, head: ForwardHead, caller: str, deadline_ns: int) -> ExpertdError | None:
+        """Why a request of which no more is known would not be taken now, for the time that it has; None: it may be, or
+        this engine is not quicker to say than submit()."""
+        return None
 
     # ---- the engine's thread -----------------------------------------------------------------------------------------
 

@@ -12,16 +12,18 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from expertd.errors import (
+    DeadlineExceededError,
     DrainingError,
     DuplicateRequestIdError,
     ExpertdError,
     MalformedMessageError,
     MissingRequestIdError,
+    OverloadedError,
     RequestCancelledError,
     TooManyRequestsError,
 )
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, StreamRequestView
+from expertd.wire import ForwardRequestView, StreamRequestView, peek_forward
 from expertd_server.engine.admission import State
 from expertd_server.engine.request import Answer, Array, Outcome, Request
 from expertd_server.service.age import Age
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from expertd_server.service.service import Service
 
 __all__ = ["Outlet", "Session"]
+
+_PRESSED_NS = 100_000_000
+"""After a refusal for the time, so long the next ones are looked at before they are read."""
 
 
 class Outlet(Protocol):
@@ -67,6 +72,7 @@ class Session:
         self._outbox_bytes = 0  # of them those that the outlet has
         self._ended = self._closed = False
         self._age = Age()
+        self._pressed_until_ns = 0
 
     # ---- the transport's thread --------------------------------------------------------------------------------------
 
@@ -86,7 +92,10 @@ class Session:
                 begun_ns = arrival_ns - self._age.of(message.sent_us, arrival_ns)
                 return self._forward(message, begun_ns, into, memory)
             except Exception as e:
-                self.refuse(error_of(e, "a request"), message.request_id)
+                error = error_of(e, "a request")
+                if isinstance(error, OverloadedError | DeadlineExceededError):
+                    self._pressed_until_ns = arrival_ns + _PRESSED_NS
+                self.refuse(error, message.request_id)
                 self._released(memory)
         elif isinstance(message, pb.CancelRequest):
             self._cancel(message.request_id)
@@ -95,6 +104,23 @@ class Session:
         else:
             self.refuse(MalformedMessageError("message: holds nothing, want forward, cancel or session"), 0)
         return None
+
+    def turn_away(self, data: bytes, arrival_ns: int) -> bool:
+        """Answer a stream's message that holds a request for which there is no time, without reading more of it than
+        that.  False: it is to be read; always where nobody was refused for that lately, so that who is taken does not
+        pay for it."""
+        if arrival_ns > self._pressed_until_ns or self._service.engine.state is not State.SERVING:
+            return False
+        head = peek_forward(data)
+        if head is None or not head.timeout_us or not head.request_id or head.request_id in self._in_flight:
+            return False
+        begun_ns = arrival_ns - self._age.of(head.sent_us, arrival_ns)
+        error = self._service.engine.hopeless(head, self._caller, begun_ns + 1000 * head.timeout_us)
+        if error is None:
+            return False
+        self._pressed_until_ns = arrival_ns + _PRESSED_NS
+        self.refuse(error, head.request_id)
+        return True
 
     def refuse(self, error: ExpertdError, request_id: int) -> None:
         """Answer a message with `error`.  request_id: 0 = it could not be read."""

@@ -40,7 +40,8 @@ class Stream:
         self._service, self._mailbox, self._rpc, self._context = service, mailbox, rpc, context
         self.caller = caller
         self._session = service.session(self, caller, request_id_of(context.invocation_metadata()))
-        self._outbox: deque[tuple[bytes, int]] = deque()  # with the answer_bytes of its request
+        self._outbox: deque[tuple[bytes, int]] = deque()  # answers, with the answer_bytes of their requests
+        self._small: deque[bytes] = deque()  # refusals and what else is no answer
         self._wake, self._room = asyncio.Event(), asyncio.Event()
         self._writing_since, self._last_s = 0.0, time.monotonic()
         self._fault: BaseException | None = None
@@ -53,7 +54,7 @@ class Stream:
 
     def idle_s(self, now_s: float) -> float:
         """For how long nothing has come or gone."""
-        return 0.0 if self._outbox or self._writing_since or self._session.busy else now_s - self._last_s
+        return 0.0 if self._waiting or self._writing_since or self._session.busy else now_s - self._last_s
 
     def retire(self, why: ExpertdError) -> None:
         """End the call with `why`, as soon as what is answered is written."""
@@ -79,11 +80,16 @@ class Stream:
 
     def _over(self) -> bool:
         """Whether nothing is left to be done.  Raises what ends the call."""
-        if self._writing or self._outbox:
+        if self._writing or self._waiting:
             return False
         if self._fault is not None:
             raise self._fault
         return self._session.finished()
+
+    @property
+    def _waiting(self) -> int:
+        """Messages that are to be written."""
+        return len(self._outbox) + len(self._small)
 
     def _flush(self) -> None:
         """Write what stands in the outbox, beginning now.  On the loop."""
@@ -92,10 +98,15 @@ class Stream:
             begin(self._write())
 
     async def _write(self) -> None:
-        write, outbox, session = self._context.write, self._outbox, self._session
+        write, outbox, small, session = self._context.write, self._outbox, self._small, self._session
+        answer_next = False
         try:
-            while outbox:
-                data, answer_bytes = outbox.popleft()
+            while outbox or small:
+                # In turns: a refusal waits behind no whole batch of answers, nor an answer behind a flood of refusals.
+                if small and not (answer_next and outbox):
+                    data, answer_bytes, answer_next = small.popleft(), 0, True
+                else:
+                    (data, answer_bytes), answer_next = outbox.popleft(), False
                 self._writing_since = self._last_s = time.monotonic()
                 await write(data)
                 self._writing_since = 0.0
@@ -104,6 +115,7 @@ class Stream:
                 self._service.metrics.bytes_out(len(data))
         except (Exception, asyncio.CancelledError) as e:  # the call is over, and run() is told so, or is to be
             outbox.clear()
+            small.clear()
             self._fault = self._fault or e
         finally:
             self._writing = False
@@ -118,7 +130,7 @@ class Stream:
                 self._rpc.received()
                 self._last_s = time.monotonic()
                 await self._take(data)
-                if len(self._outbox) > _MOST_UNREAD:  # he does not read: read no more of his until he does
+                if self._waiting > _MOST_UNREAD:  # he does not read: read no more of his until he does
                     self._room.clear()
                     await self._room.wait()
         except Exception as e:
@@ -133,6 +145,8 @@ class Stream:
         arrival_ns = time.monotonic_ns()
         try:
             self._service.check_size(len(data))
+            if self._session.turn_away(data, arrival_ns):
+                return
             message = decode_stream_request(data)
         except ExpertdError as e:
             self._session.refuse(e, peek_request_id(data, stream=True))
@@ -151,7 +165,7 @@ class Stream:
 
     def send(self, message: pb.RequestError | pb.SessionAnswer | pb.Load) -> None:
         """Encoded at once."""
-        self._outbox.append((encode_stream_response(message), 0))
+        self._small.append(encode_stream_response(message))
         self._mailbox.post(self._flush)
 
     def released(self, memory: Any) -> None:

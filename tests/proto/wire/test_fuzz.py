@@ -241,12 +241,21 @@ def too_long(message: Any) -> bool:
     return any(too_long(value) for f, value in message.ListFields() if f.message_type is not None and not f.is_repeated)
 
 
+def check_head(data: bytes, message: Any) -> None:
+    """What a look finds in a sound message is what it holds."""
+    head, f = decode.peek_forward(data), message.forward
+    if head is not None:
+        assert head[:2] + head[4:] == (f.request_id, f.layer, f.timeout_us, f.sent_us), data.hex()
+
+
 def check_parity(kind: Kind, data: bytes) -> bool:
     """Whether both accept it; fails where they differ."""
     cls, plain, decode_fast, _, _ = kind
     try:
         message = cls.FromString(data)
     except DecodeError:
+        if cls is pb.StreamForwardRequest:
+            decode.peek_forward(data)  # whatever it finds in there
         with pytest.raises(REFUSED):
             decode_fast(data)
         return False
@@ -255,6 +264,8 @@ def check_parity(kind: Kind, data: bytes) -> bool:
             decode_fast(data)
         return False
     want = plain(message)
+    if cls is pb.StreamForwardRequest:
+        check_head(data, message)
     try:
         got = plain_view(decode_fast(data))
     except MalformedMessageError as e:  # a small message longer than expertd.bounds allows: no other one may be refused

@@ -154,6 +154,24 @@ def test_a_broken_message_on_a_stream_still_tells_whose_it_is() -> None:
     assert wire.peek_request_id(b"\x1a\x05", stream=True) == 0
 
 
+def test_the_head_of_a_request_is_found_without_reading_the_rest() -> None:
+    whole = request(layer=3, timeout_us=250_000, sent_us=1 << 40)
+    assert whole.hidden_states is not None
+    assert whole.topk_ids is not None
+    found = wire.peek_forward(wire.encode_stream_request(whole))
+    shapes = (whole.hidden_states.shape[0], whole.topk_ids.shape[1])
+    assert found == wire.ForwardHead(300, 3, *shapes, 250_000, 1 << 40)
+    assert wire.peek_forward(wire.encode_stream_request(wire.ForwardRequestView(request_id=9))) == (9, 0, 1, 1, 0, 0)
+    for other in (
+        b"",
+        b"\x0a",
+        b"\x0a\x05\x08",
+        wire.encode_stream_request(pb.CancelRequest(request_id=9)),
+        pb.StreamForwardRequest(forward=pb.ForwardRequest(hidden_states=pb.Tensor(shape=[1] * 9))).SerializeToString(),
+    ):
+        assert wire.peek_forward(other) is None
+
+
 @pytest.mark.parametrize(
     "broken", [{"request_id": -1}, {"layer": 1 << 32}, {"timeout_us": 1 << 64}, {"output_dtype": 1 << 31}]
 )

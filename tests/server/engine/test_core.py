@@ -490,6 +490,26 @@ def test_what_cannot_be_in_time_is_refused_at_once_in_shared_memory():
         assert (counts["OVERLOADED"], counts[""]) == (1, 1), "they are counted by reason"
 
 
+def test_every_call_during_a_long_batch_is_heard_not_the_first_alone():
+    """A sleep is rung for once: whoever keeps the door says again that he sleeps, else the next caller waits for his
+    next look, 5 ms."""
+    with bench(refuse_late=1) as b:
+        b.add_layer(layer=5, generation=9, measured=[(1, 3, 50_000_000)])
+        c = Caller(b)
+        b.may_run.clear()
+        first = b.forward(*inputs(4), layer=5)
+        time.sleep(0.02)
+        took_s = []
+        for _ in range(40):
+            begin = time.monotonic()
+            assert c.call(c.request(*inputs(2), layer=5, deadline_ns=1)) == "DEADLINE_EXCEEDED"
+            took_s.append(time.monotonic() - begin)
+        b.may_run.set()
+        b.outcome(first[0])
+        c.close()
+        assert sorted(took_s)[len(took_s) // 2] < 0.0025
+
+
 def test_rings_are_looked_at_while_it_computes_and_everybody_gets_his_own():
     """Batches long enough that another thread keeps the door, short enough that it comes and goes."""
     with bench(refuse_late=1) as b:

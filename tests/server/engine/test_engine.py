@@ -26,6 +26,7 @@ from expertd.errors import (
     QueueFullError,
     RequestCancelledError,
 )
+from expertd.wire import ForwardHead
 from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine import pipeline
 from expertd_server.engine.admission import QueueLimits
@@ -360,6 +361,28 @@ def test_a_deadline_that_has_passed_is_refused_at_the_door(make):
     with pytest.raises(DeadlineExceededError, match="had passed when it came"):
         s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]], deadline_ns=time.monotonic_ns() - 1))
     assert s.fake.calls == []
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("native", marks=pytest.mark.skipif(bool(BUILT), reason=BUILT or "built"))]
+)
+def test_what_is_hopeless_is_what_submit_would_refuse_for_the_time(make, kind):
+    s = make(measured=[(1, 1, 50_000_000)])
+    s.block()
+    s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+
+    def hopeless(timeout_ms, layer=0):
+        head = ForwardHead(9, layer, 1, 1, 1, 0)
+        return s.engine.hopeless(head, "test", time.monotonic_ns() + int(timeout_ms * 1e6))
+
+    assert hopeless(10_000) is None
+    assert hopeless(20, layer=7) is None, "a layer that is not held: for submit() to say"
+    assert hopeless(20).reason == "OVERLOADED"
+    assert hopeless(20).retry_after_us > 1000
+    assert hopeless(-1).reason == "DEADLINE_EXCEEDED"
+    with pytest.raises(OverloadedError):
+        s.engine.submit(s.caller.request(2, inputs(1), [[2]], [[1.0]], deadline_ns=time.monotonic_ns() + 20_000_000))
+    s.fake.gate.set()
 
 
 def test_a_full_queue_refuses_clearly_and_says_when_to_come_again(make):

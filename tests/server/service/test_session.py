@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ import torch
 
 from expertd.errors import DrainingError, InternalError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, TensorView
-from expertd_server.engine.admission import Limits, QueueLimits
+from expertd.wire import ForwardRequestView, TensorView, encode_stream_request
+from expertd_server.engine.admission import Limits, QueueLimits, overloaded
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.request import Answer
 from expertd_server.engine.scheduler import Policy
@@ -225,6 +226,41 @@ def test_a_connection_that_goes_gets_all_its_memory_back_and_no_answer(service, 
     assert [(s.released, s.answers, s.errors) for s in slots] == [(1, [], [])] * 3
     service.drain()
     assert peer.outlet.said == [], "a closed session is not told that the server drains"
+
+
+def test_under_pressure_a_request_without_time_is_refused_before_it_is_read(service, monkeypatch):
+    asked = []
+
+    def hopeless(head, caller, deadline_ns):
+        asked.append((head.tokens, head.top_k, caller, deadline_ns))
+        return overloaded(deadline_ns, 0, 5000.0) if head.layer == 0 else None
+
+    monkeypatch.setattr(service.engine, "hopeless", hopeless)
+    peer, now = Peer(service), time.monotonic_ns()
+    view = Slot(7).view(timeout_us=1000)
+    data = encode_stream_request(view)
+    assert not peer.session.turn_away(data, now), "nobody was refused for the time yet"
+    assert asked == []
+    assert peer.send(1, timeout_us=1).errors[0].reason == "DEADLINE_EXCEEDED"  # 1 us is over before it is looked at
+    now = time.monotonic_ns()
+    assert peer.session.turn_away(data, now)
+    assert asked == [(TOKENS, K, "test", now + 1_000_000)]
+    error = peer.outlet.said[-1]
+    assert (error.request_id, error.reason, error.retryable) == (7, "OVERLOADED", True)
+    assert counted(service, "RESOURCE_EXHAUSTED", "OVERLOADED") == 1
+
+    # What is for the whole way in to say: no deadline, no id, one that is in flight, time enough, another message.
+    for fields in ({"timeout_us": 0}, {"request_id": 0}, {"layer": 1}):
+        assert not peer.session.turn_away(encode_stream_request(replace(view, **fields)), now)
+    assert not peer.session.turn_away(encode_stream_request(pb.CancelRequest(request_id=7)), now)
+    peer.session._in_flight[7] = None
+    assert not peer.session.turn_away(data, now)
+    del peer.session._in_flight[7]
+    assert peer.session.turn_away(data, now + 90_000_000)
+    assert peer.session.turn_away(data, now + 180_000_000), "each refusal makes it last longer"
+    assert not peer.session.turn_away(data, now + 300_000_000), "nobody was refused for long"
+    service.engine.drain()
+    assert not peer.session.turn_away(data, now + 190_000_000), "DRAINING says more"
 
 
 def test_a_deadline_counts_from_the_arrival_of_the_message(service, experts):

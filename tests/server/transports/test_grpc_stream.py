@@ -97,6 +97,19 @@ async def test_who_reads_is_read_on():
         await task
 
 
+async def test_refusals_and_answers_take_turns():
+    caller = Caller(sends=False, reads=True)
+    one, task = await begun(caller)
+    one._outbox.extend((b"answer", 0) for _ in range(3))
+    one._small.extend(b"refusal" for _ in range(5))
+    one._flush()
+    await until(lambda: len(caller.got) == 8)
+    assert caller.got == [b"refusal", b"answer"] * 3 + [b"refusal"] * 2
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_a_stream_on_which_nothing_comes_is_closed_in_order():
     idle, task = await begun(Caller(sends=False, reads=True))
     await until(lambda: idle.idle_s(time.monotonic()) > 0.2)

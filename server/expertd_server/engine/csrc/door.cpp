@@ -25,6 +25,7 @@ void Core::leave_door(const LayerWork& work, uint32_t rows, uint32_t top_k) {
     driver_.store(kComputing);
   }
   computing_.notify_one();
+  shm::ring(wake_);  // where it still waits for the bells of the batch before: what came since then rang none
 }
 
 // After it.
@@ -45,6 +46,7 @@ void Core::keep_door() {
       int computing = kComputing;
       if (!driver_.compare_exchange_strong(computing, kBorrowed)) break;  // the bells that rang are left to the core
       for (int i = 0; i < n; ++i) shm::sleep_on(events[i].data.fd, 0);
+      for (auto& p : ports_) p->sleeps(true);  // each is rung for once, so again, and then the look
       bool moved = take_inbox();
       moved |= poll_ports();
       if (moved) answers_.flush();
