@@ -27,6 +27,7 @@ try:
     from expertd.errors import BackendFailedError, DrainingError, UnavailableError
     from expertd_client import ExpertClient, GrpcTransport
     from expertd_client.e4m3 import quantize
+    from expertd_client.tcp import TcpChannel
 except Exception as e:  # a machine for kernels alone: nothing installed, or other versions of grpcio and protobuf
     pytest.skip(f"the server cannot run here: {type(e).__name__}: {e}", allow_module_level=True)
 
@@ -159,6 +160,45 @@ def test_e4m3_from_both_ways_is_widened_on_the_device(start):
                     assert answer.timing.backend
                 right = reference(SyntheticModel.parse(MODEL).load(0), x, ids, w)
                 assert relative_error(torch.as_tensor(answer.output), right) <= 0.04 + tolerance("bf16")
+
+
+def test_sessions_over_tcp_by_one_and_by_eight_callers(start):
+    """Also as e4m3 and from CUDA tensors; 300 rows are beyond what travels in one piece, and a drain answers all."""
+    server = start("--synthetic", MODEL, "--layers", "0-1", "--tcp-listen", "127.0.0.1:0")
+    address = server.until(r"serving on (\S+)")
+
+    def connected(**options) -> ExpertClient:
+        made = ExpertClient(GrpcTransport(address, channels=[TcpChannel(address)]), timeout_s=60, **options)
+        assert made.session().transport == "tcp", made.session()
+        return made
+
+    with connected() as client, connected(wire_dtype="e4m3") as e4m3:
+        for tokens in (1, 5, 300):
+            assert_right(client, tokens, layer=tokens % 2)
+            x, ids, w = random_inputs(tokens, H, E, K, seed=tokens)
+            want = reference(SyntheticModel.parse(MODEL).load(0), x, ids, w)
+            for hidden in (x, x.to("cuda")) if torch.cuda.is_available() else (x,):
+                for c, more in ((client, 0.0), (e4m3, 0.04)):
+                    output = c.forward(0, hidden, ids, w).output
+                    assert output.device == hidden.device
+                    assert relative_error(output.float().cpu(), want) <= tolerance("bf16") + more
+        faults: list[BaseException] = []
+
+        def caller(i: int) -> None:
+            try:
+                with connected() as mine:
+                    for n in range(10):
+                        assert_right(mine, 1 + (i + n) % 9)
+            except BaseException as e:
+                faults.append(e)
+
+        threads = [threading.Thread(target=caller, args=(i,)) for i in range(8)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert not faults, faults
+    assert server.stop() == 0, server.text()
 
 
 def test_measured_with_two_copies_and_eight_callers_at_once(start):

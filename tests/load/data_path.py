@@ -1,7 +1,7 @@
 """What callers on the server's host get of an accelerator: `expertd serve`, and clients in processes of their own.
 
     python tests/load/data_path.py [--device cuda] [--model qwen3-30b-a3b:int4_g128] [--layers 0-3] [--seconds 1]
-                                   [--loads 1x1,1x8,8x8] [--transports shm,inline] [--out FILE.json]
+                                   [--loads 1x1,1x8,8x8] [--transports shm,tcp,inline] [--out FILE.json]
 
 A load is CALLERSxTOKENS: each caller sends its next request when the last one is answered, going through the layers.
 "s" behind it: tensors are made in a slot.  The last answer of each caller is compared with the float32 reference
@@ -26,6 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from expertd_client import ExpertClient, GrpcTransport
+from expertd_client.tcp import TcpChannel
 
 LOADS = "1x1,1x8,1x64,1x128,1x512,1x2048,1x128s,1x512s,8x8,32x4,8x256s"
 CHECKED_ROWS = 4
@@ -44,8 +45,8 @@ def call(
     start: Barrier, out: Any,
 ) -> None:  # fmt: skip
     """One process: puts (caller, seconds of each call, ns of some kernels, rows of the last output, its layer)."""
-    server = address if way != "inline" else GrpcTransport(address)
-    with ExpertClient(server, timeout_s=60) as client:
+    ways = {"shm": lambda: address, "tcp": lambda: GrpcTransport(address, channels=[TcpChannel(address)])}
+    with ExpertClient(ways.get(way, lambda: GrpcTransport(address))(), timeout_s=60) as client:
         got = client.session().transport
         assert got == way, (got, client.session())
         x, ids, w = inputs(caller, load.tokens, *shape)
@@ -160,6 +161,8 @@ def main() -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     command = ["--synthetic", args.model, "--layers", args.layers, "--device", args.device]
     command += ["--metrics-listen", "127.0.0.1:0"]
+    if "tcp" in args.transports:
+        command += ["--tcp-listen", "127.0.0.1:0"]
     if args.experts:
         command += ["--experts", f"0-{args.experts - 1}"]
     server = Server("server", command, log)

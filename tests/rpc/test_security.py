@@ -14,7 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from expertd.errors import ExpertdError, PermissionDeniedError, UnauthenticatedError, UnavailableError
+from expertd.shm.region import host_id
+from expertd.tcp.entry import connect, enter, parse_endpoint
+from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import Credentials, ExpertClient
+from expertd_client.shm import enter_session
 from expertd_server.boot.assignment import BootError
 from expertd_server.config import Address, ConfigError, ServeConfig
 from expertd_server.host import Host
@@ -252,6 +256,54 @@ def test_who_is_taken_out_of_the_file_is_out_also_on_a_stream_that_stands(serve,
         time.sleep(2)
         with pytest.raises(UnauthenticatedError):
             client.forward(0, x, ids, ids.astype(np.float32))
+
+
+def entered(door, caller):
+    """A session of `caller` that no stream's end ends, and the socket that tells of its own."""
+    token, endpoint, why = door.offer(caller, host_id())
+    assert not why, why
+    if endpoint.startswith("tcp:"):
+        at = parse_endpoint(endpoint)
+        sock = connect(at.host, at.port, 5)
+        enter(sock, token, 5)
+        return sock
+    sock, client = enter_session(pb.SessionAnswer(token=token, endpoint=endpoint))
+    client.close()
+    return sock
+
+
+def wait_for(true) -> None:
+    until = time.monotonic() + 5
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def ended(sock) -> bool:
+    sock.settimeout(5)
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("way", ["tcp", "shm"])
+def test_who_is_taken_out_of_the_file_loses_sessions_beside_the_stream_too(serve, callers, tmp_path, way):
+    """A client of ours goes with its stream; another one need not."""
+    host = serve(callers=callers, tcp_listen=Address("127.0.0.1", 0))
+    door = host.service.doors[way]
+    if isinstance(door, str):
+        pytest.skip(door)
+    with entered(door, "pool") as gone, entered(door, "worker") as stays:
+        unused = door.offer("pool", host_id())[0]
+        wait_for(lambda: door.sessions == 2)
+        callers.write_text('[callers.worker]\ncertificates = ["worker"]\nrights = ["admin"]\n')
+        assert ended(gone)
+        wait_for(lambda: door.sessions == 1)
+        assert door._tickets.take(bytes.fromhex(unused)) is None
+        stays.settimeout(0.7)
+        with pytest.raises(TimeoutError):
+            stays.recv(1)
 
 
 def test_a_client_takes_a_new_token_from_its_file(serve, callers, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from expertd.v1 import expert_service_pb2 as pb
@@ -16,6 +16,9 @@ class Door(Protocol):
     def offer(self, caller: str, host: str, /) -> tuple[str, str, str]:
         """(token, endpoint, "") for a caller on `host` (SessionOffer.host_id), or ("", "", why not).  Does not wait."""
         ...
+
+    def dismiss(self, unwelcome: Callable[[str], bool], /) -> None:
+        """Ends the sessions of callers who are let in no more, and forgets their tokens."""
 
 
 Doors = Mapping[str, Door | str]

@@ -54,7 +54,7 @@ class Servicer:
 
     def cut_off_the_silent(self, unread_s: float, idle_s: float) -> None:
         """End the streams whose caller has read nothing for unread_s although there is something to read, and those on
-        which nothing has come or gone for idle_s, and those whose caller is let in no more."""
+        which nothing has come or gone for idle_s, and whatever belongs to a caller who is let in no more."""
         now = time.monotonic()
         for stream in list(self._streams):
             if stream.unread_s(now) > unread_s:
@@ -64,6 +64,10 @@ class Servicer:
                 stream.retire(refusal)
             elif stream.idle_s(now) > idle_s:
                 stream.retire(UnavailableError("stream: nothing came for long, so it was closed; open another one"))
+        if self._gate.guards:
+            for door in self._service.doors.values():
+                if not isinstance(door, str):
+                    door.dismiss(lambda caller: self._gate.refusal(caller) is not None)
 
     def handler(self) -> grpc.GenericRpcHandler:
         return grpc.method_handlers_generic_handler(

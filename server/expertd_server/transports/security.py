@@ -104,6 +104,11 @@ class Gate:
         if callers is not None:
             self._access = Reloading("callers", [callers], parse_access, told)
 
+    @property
+    def guards(self) -> bool:
+        """Whether there is anybody whom it would not let in."""
+        return self._access is not None
+
     def admit(self, context: Any, right: str) -> str:
         """The caller's name: that of the file, else the peer's address.  Raises UnauthenticatedError or
         PermissionDeniedError."""

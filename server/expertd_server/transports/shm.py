@@ -20,6 +20,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -76,6 +77,7 @@ class _Guest:
     said: bytes = b""
     handle: int = 0
     on_device: bool = False
+    caller: str = ""
 
 
 class _Ticket(NamedTuple):
@@ -92,6 +94,10 @@ class GpuDoor:
     def offer(self, caller: str, host: str) -> tuple[str, str, str]:
         """See ShmDoor."""
         return self._door.offer(caller, host, on_device=True)
+
+    def dismiss(self, unwelcome: Callable[[str], bool]) -> None:
+        """See ShmDoor, whose sessions these are, too."""
+        self._door.dismiss(unwelcome)
 
 
 class ShmDoor:
@@ -178,6 +184,14 @@ class ShmDoor:
             token = self._tickets.issue(_Ticket(caller, on_device))
         return (token, self._endpoint, "") if token else ("", "", "too many sessions are being opened; try again")
 
+    def dismiss(self, unwelcome: Callable[[str], bool]) -> None:
+        """Ends the sessions of callers who are let in no more, and forgets their tokens."""
+        self._tickets.drop(lambda ticket: unwelcome(ticket.caller))
+        for guest in list(self._guests.values()):
+            if guest.handle and unwelcome(guest.caller):
+                with contextlib.suppress(OSError):  # it goes by itself
+                    guest.sock.shutdown(socket.SHUT_RDWR)  # which the door's thread hears
+
     def close(self) -> None:
         """Ends every session."""
         if not self._open or self._closing:
@@ -232,6 +246,7 @@ class ShmDoor:
         if ticket is None:
             log.warning("shared memory: a client came with a token that is not valid; it was refused")
             return self._dismiss(guest)
+        guest.caller = ticket.caller
         made: list[Region | Pool] = []
         try:
             region, pool = Region.create(_WORDS_BYTES if ticket.on_device else self._arena_bytes), None

@@ -68,7 +68,7 @@ class TcpDoor:
         self._tls, self._most = tls, most_sessions
         self._tickets: Tickets[str] = Tickets()
         self._lock = threading.Lock()
-        self._sessions: set[int] = set()
+        self._sessions: dict[int, str] = {}  # their callers, by handle
         self._admitting = 0
         self._entering = threading.Semaphore(_MOST_ENTERING)
         self._draining = self._closing = self._open = False
@@ -118,6 +118,14 @@ class TcpDoor:
         token = self._tickets.issue(caller)
         return (token, self._endpoint, "") if token else ("", "", "too many sessions are being opened; try again")
 
+    def dismiss(self, unwelcome: Callable[[str], bool]) -> None:
+        """Ends the sessions of callers who are let in no more, and forgets their tokens."""
+        self._tickets.drop(unwelcome)
+        with self._lock:
+            found = [handle for handle, caller in self._sessions.items() if unwelcome(caller)]
+        for handle in found:
+            self._peers.remove(handle)
+
     def close(self) -> None:
         """Ends every session."""
         if not self._open or self._closing:
@@ -152,7 +160,8 @@ class TcpDoor:
     def _bury(self) -> None:
         gone = self._peers.gone()
         with self._lock:
-            self._sessions.difference_update(gone)
+            for handle in gone:
+                self._sessions.pop(handle, None)
 
     def _welcome(self) -> None:
         with contextlib.suppress(OSError):
@@ -201,6 +210,6 @@ class TcpDoor:
         with self._lock:
             self._admitting -= 1
             handle = self._peers.add(sock.detach(), caller)
-            self._sessions.add(handle)
+            self._sessions[handle] = caller
         if self._closing:
             self._peers.remove(handle)

@@ -6,7 +6,7 @@ import hmac
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 __all__ = ["Tickets"]
@@ -47,6 +47,12 @@ class Tickets(Generic[_T]):
         with self._lock:
             self._forget()
             return [what for what, _ in self._open.values()]
+
+    def drop(self, unwanted: Callable[[_T], bool]) -> None:
+        """Tokens that are not valid any more."""
+        with self._lock:
+            for token in [t for t, (what, _) in self._open.items() if unwanted(what)]:
+                del self._open[token]
 
     def _forget(self) -> None:
         now = time.monotonic()
