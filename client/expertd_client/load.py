@@ -13,19 +13,20 @@ bottleneck."""
 from __future__ import annotations
 
 import asyncio
-import random
+from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from expertd.errors import ExpertdError
+from expertd_client.departures import LoadPlan, departures
 from expertd_client.percentiles import Durations, Summary
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 
-__all__ = ["LoadPlan", "LoadReport", "Send", "ServerSide", "departures", "run_load"]
+__all__ = ["LoadReport", "LoadRun", "Now", "Raw", "Send", "ServerSide", "run_load"]
 
 _T = TypeVar("_T")
 
@@ -35,40 +36,6 @@ Send = Callable[[Request, int], Awaitable[ForwardResult]]
 _FAILURE_PAUSE_S = 0.01
 """After a failed request a caller of the closed loop waits this long: a server that is gone is not asked at full
 speed."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """What to send, and when to stop; `requests` and `duration_s` bound the run together, and one must be given.
-
-    tokens        M of each request
-    concurrency   closed loop: callers
-    rate          open loop: requests a second; None = closed loop
-    poisson       open loop: exponential gaps instead of equal ones
-    requests      most requests to send
-    duration_s    no request leaves later than this
-    warmup        requests sent before, one after the other, and not counted
-    seed          of the Poisson process
-    """
-
-    tokens: int
-    concurrency: int = 1
-    rate: float | None = None
-    poisson: bool = True
-    requests: int | None = None
-    duration_s: float | None = None
-    warmup: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, value in (("rate", self.rate), ("requests", self.requests), ("duration_s", self.duration_s)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}: got {value}, want > 0")
-        if self.requests is None and self.duration_s is None:
-            raise ValueError("load: got no bound, want requests, duration_s or both")
-        if self.concurrency < 1 or self.tokens < 0 or self.warmup < 0:
-            got = f"concurrency {self.concurrency}, tokens {self.tokens}, warmup {self.warmup}"
-            raise ValueError(f"load: got {got}, want concurrency >= 1 and the others >= 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +53,15 @@ class ServerSide:
 
 
 _SERVER_FIELDS = tuple(f.name for f in fields(ServerSide))
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Seconds: when each answer came and what it took, and when each failure did."""
+
+    ends_s: Sequence[float]
+    latencies_s: Sequence[float]
+    failures_s: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +84,7 @@ class LoadReport:
     lateness: Summary
     server: ServerSide
     backends: dict[str, int]
+    raw: Raw = field(default_factory=lambda: Raw((), (), ()), repr=False)
 
     @property
     def failed(self) -> int:
@@ -122,31 +99,50 @@ class LoadReport:
         return self.tokens / self.wall_s if self.wall_s else 0.0
 
 
-def departures(plan: LoadPlan) -> Iterator[float]:
-    """Open loop: seconds after the start at which each request is meant to leave, as many as the plan allows."""
-    assert plan.rate is not None
-    rng = random.Random(plan.seed)
-    at_s = 0.0
-    for n in count():
-        if plan.requests is not None and n >= plan.requests:
-            return
-        if plan.duration_s is not None and at_s >= plan.duration_s:
-            return
-        yield at_s
-        at_s = at_s + rng.expovariate(plan.rate) if plan.poisson else (n + 1) / plan.rate
-
-
 async def run_load(plan: LoadPlan, requests: Iterator[Request], send: Send) -> LoadReport:
     """Runs the plan.  Errors of the table are counted; any other exception ends the run and is raised."""
-    for n in range(plan.warmup):
-        await send(next(requests), n)
-    tally = _Tally(asyncio.get_running_loop().time)
-    async with _Flock() as flock:
-        if plan.rate is None:
-            _start_callers(plan, requests, send, tally, flock)
-        else:
-            await _depart(plan, requests, send, tally, flock)
-    return tally.report(plan)
+    return await LoadRun(plan).run(requests, send)
+
+
+class LoadRun:
+    """One run of a plan, which can be looked at and stopped."""
+
+    def __init__(self, plan: LoadPlan) -> None:
+        self.plan, self.stopped = plan, False
+        self._tally: _Tally | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._flock = _Flock()
+
+    async def run(self, requests: Iterator[Request], send: Send) -> LoadReport:
+        """As run_load(); after stop() the report of what was answered until then."""
+        self._task = asyncio.current_task()
+        try:
+            for n in range(self.plan.warmup):
+                await send(next(requests), n)
+            self._tally = tally = _Tally(asyncio.get_running_loop().time)
+            async with self._flock:
+                if not self.plan.open:
+                    _start_callers(self.plan, requests, send, tally, self._flock)
+                else:
+                    await _depart(self.plan, requests, send, tally, self._flock)
+        except asyncio.CancelledError:
+            if not self.stopped:
+                raise
+        finally:
+            self._task = None
+        return (self._tally or _Tally(asyncio.get_running_loop().time)).report()
+
+    def stop(self) -> None:
+        """Ends it now, what is in flight as well; from its loop."""
+        self.stopped = True
+        if self._task is not None:
+            self._task.cancel()
+
+    @property
+    def now(self) -> Now:
+        """How it stands."""
+        tally = self._tally
+        return Now() if tally is None else tally.now(self._flock.size)
 
 
 def _start_callers(plan: LoadPlan, requests: Iterator[Request], send: Send, tally: _Tally, flock: _Flock) -> None:
@@ -157,7 +153,8 @@ def _start_callers(plan: LoadPlan, requests: Iterator[Request], send: Send, tall
             begin_s = tally.elapsed_s()
             if plan.duration_s is not None and begin_s >= plan.duration_s:
                 return
-            if not await tally.measure(send(next(requests), connection), begin_s):
+            request = next(requests)
+            if not await tally.measure(send(request, connection), begin_s, request.tokens):
                 await asyncio.sleep(_FAILURE_PAUSE_S)
 
     for n in range(plan.concurrency):
@@ -170,7 +167,19 @@ async def _depart(plan: LoadPlan, requests: Iterator[Request], send: Send, tally
         if flock.fault is not None:
             return
         tally.lateness.add(tally.elapsed_s() - at_s)
-        flock.start(tally.measure(send(next(requests), number), at_s))
+        request = next(requests)
+        flock.start(tally.measure(send(request, number), at_s, request.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """Of a run that goes on: seconds since it began; latencies of the answers since the last look."""
+
+    elapsed_s: float = 0.0
+    answered: int = 0
+    failed: int = 0
+    in_flight: int = 0
+    since_last: Summary = field(default_factory=Summary)
 
 
 class _Flock:
@@ -184,6 +193,10 @@ class _Flock:
         task: asyncio.Task[object] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+
+    @property
+    def size(self) -> int:
+        return len(self._tasks)
 
     def _ended(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
@@ -213,40 +226,50 @@ class _Tally:
         self._start_s = clock()
         self._last_s = 0.0
         self._latency = Durations()
+        self._ends_s, self._failures_s = array("d"), array("d")
+        self._seen = 0
         self._errors: Counter[str] = Counter()
         self._backends: Counter[str] = Counter()
-        self._routes = 0
+        self._routes = self._tokens = 0
         self._sums = dict.fromkeys(_SERVER_FIELDS, 0)
 
     def elapsed_s(self) -> float:
         return self._clock() - self._start_s
 
-    async def measure(self, answer: Awaitable[ForwardResult], begin_s: float) -> bool:
+    async def measure(self, answer: Awaitable[ForwardResult], begin_s: float, tokens: int) -> bool:
         """Waits for the answer to a request that left, or was meant to leave, at begin_s; whether there was one."""
         try:
             result = await answer
         except ExpertdError as error:
             self._errors[error.reason] += 1
-            return False
-        finally:
             self._last_s = self.elapsed_s()
+            self._failures_s.append(self._last_s)
+            return False
+        self._last_s = self.elapsed_s()
+        self._ends_s.append(self._last_s)
         self._latency.add(self._last_s - begin_s)
+        self._tokens += tokens
         self._routes += result.routes_computed
         self._backends[result.timing.backend] += 1
         for name in _SERVER_FIELDS:
             self._sums[name] += getattr(result.timing, name)
         return True
 
-    def report(self, plan: LoadPlan) -> LoadReport:
+    def now(self, in_flight: int) -> Now:
+        fresh, self._seen = self._latency.summary(self._seen), len(self._latency)
+        return Now(self.elapsed_s(), self._seen, len(self._failures_s), in_flight, fresh)
+
+    def report(self) -> LoadReport:
         n = len(self._latency)
         return LoadReport(
             wall_s=self._last_s,
             answered=n,
             errors=dict(self._errors.most_common()),
-            tokens=n * plan.tokens,
+            tokens=self._tokens,
             routes_computed=self._routes,
             latency=self._latency.summary(),
             lateness=self.lateness.summary(),
             server=ServerSide(**{name: total / n for name, total in self._sums.items()} if n else {}),
             backends=dict(self._backends.most_common()),
+            raw=Raw(self._ends_s, self._latency.values(), self._failures_s),
         )

@@ -45,10 +45,11 @@ class Durations:
     def __len__(self) -> int:
         return len(self._values)
 
-    def summary(self) -> Summary:
-        if not self._values:
+    def summary(self, first: int = 0) -> Summary:
+        """Of those from number `first` on."""
+        if len(self._values) <= first:
             return Summary()
-        v = np.asarray(self._values)
+        v = np.array(self._values[first:])
         # Not percentile(99.9): 99.9 / 100 is no 0.999, and of 1000 durations it gives the largest.
         p50, p90, p95, p99, p999 = np.quantile(v, _QUANTILES, method="inverted_cdf").tolist()
         return Summary(

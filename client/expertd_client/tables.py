@@ -1,4 +1,4 @@
-"""Tables that stay whole where a terminal is narrow."""
+"""Tables that stay whole where a terminal is narrow, and times in few characters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["print_table"]
+__all__ = ["duration", "print_table"]
 
 _NO_LIMIT = 10_000
 
@@ -40,3 +40,12 @@ def _turned(names: list[str], rows: list[tuple[object, ...]]) -> Table:
 def _width(out: Console, table: Table) -> int:
     """Of its lines, where nothing is wrapped."""
     return Measurement.get(out, out.options.update(max_width=_NO_LIMIT), table).maximum
+
+
+def duration(seconds: float) -> str:
+    """For people, in at most seven characters below three hours: "412 us", "3.21 ms", "44.2 ms", "1.04 s"."""
+    if seconds < 999.5e-6:
+        return f"{seconds * 1e6:.0f} us"
+    value, unit = (seconds * 1e3, "ms") if seconds < 0.9995 else (seconds, "s")
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"

@@ -6,7 +6,7 @@ values differ: the server's generator is its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
@@ -22,7 +22,17 @@ from expertd_client.tensors import Synthetic
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["POOL", "LayerShape", "drawn", "layer_shapes", "requests", "routes", "synthetic"]
+__all__ = [
+    "POOL",
+    "LayerShape",
+    "Popularity",
+    "drawn",
+    "layer_shapes",
+    "requests",
+    "routes",
+    "synthetic",
+    "with_routes",
+]
 
 POOL = 16
 """Different requests that are sent in turn: enough that those in one batch differ, few enough that whoever draws them,
@@ -55,24 +65,46 @@ def layer_shapes(described: pb.DescribeResponse, layers: Sequence[int] | None, t
     return shapes
 
 
-def routes(rng: np.random.Generator, tokens: int, shape: LayerShape, zipf: float) -> NDArray[np.int32]:
-    """[tokens, top_k] i32: different experts for each token, expert e with the weight 1 / (e + 1) ** zipf.
+Popularity = Callable[[LayerShape], NDArray[np.float64]]
+"""The logarithm of each expert's weight, [num_experts]; -inf: never, unless nobody else is left."""
+
+
+def routes(
+    rng: np.random.Generator, tokens: int, shape: LayerShape, popularity: float | Popularity
+) -> NDArray[np.int32]:
+    """[tokens, top_k] i32: different experts for each token.  popularity: a number is Zipf's exponent: expert e with
+    the weight 1 / (e + 1) ** popularity.
 
     Sampling without replacement by the Gumbel trick: the top_k largest of log weight + Gumbel noise."""
-    log_weight = -zipf * np.log(np.arange(1, shape.num_experts + 1))
+    if isinstance(popularity, float | int):
+        log_weight = -popularity * np.log(np.arange(1, shape.num_experts + 1))
+    else:
+        log_weight = popularity(shape)
     keys = log_weight + rng.gumbel(size=(tokens, shape.num_experts))
     return np.argsort(-keys, axis=1)[:, : shape.top_k].astype(np.int32)
 
 
 def drawn(
-    rng: np.random.Generator, tokens: int, shape: LayerShape, zipf: float, **options: Unpack[RequestOptions]
+    rng: np.random.Generator,
+    tokens: int,
+    shape: LayerShape,
+    popularity: float | Popularity,
+    **options: Unpack[RequestOptions],
 ) -> Request:
     """A request with its tensors: bf16 hidden states, i32 ids, f32 weights."""
-    logits = np.exp(rng.standard_normal((tokens, shape.top_k), dtype=np.float32))
+    return with_routes(rng, shape, routes(rng, tokens, shape, popularity), **options)
+
+
+def with_routes(
+    rng: np.random.Generator, shape: LayerShape, ids: NDArray[np.int32], **options: Unpack[RequestOptions]
+) -> Request:
+    """The same with given ids, [M, top_k]."""
+    tokens = len(ids)
+    logits = np.exp(rng.standard_normal(ids.shape, dtype=np.float32))
     return Request(
         shape.layer,
         rng.standard_normal((tokens, shape.hidden_size), dtype=np.float32).astype(ml_dtypes.bfloat16),
-        routes(rng, tokens, shape, zipf),
+        ids,
         logits / logits.sum(axis=1, keepdims=True, dtype=np.float32),
         **options,
     )
@@ -92,16 +124,19 @@ def synthetic(seed: int, tokens: int, shape: LayerShape, zipf: float, **options:
 def requests(
     shapes: Sequence[LayerShape],
     tokens: int,
-    zipf: float,
+    popularity: float | Popularity,
     on_the_wire: bool,
     seed: int,
     **options: Unpack[RequestOptions],
 ) -> Iterator[Request]:
     """Endless: the layers in turn, POOL different ones over and over.  on_the_wire: with their tensors, otherwise
-    synthetic."""
+    synthetic, which only a number of popularity can say."""
     if on_the_wire:
         rng = np.random.default_rng(seed)
-        pool = [drawn(rng, tokens, shapes[n % len(shapes)], zipf, **options) for n in range(max(POOL, len(shapes)))]
+        pool = [
+            drawn(rng, tokens, shapes[n % len(shapes)], popularity, **options) for n in range(max(POOL, len(shapes)))
+        ]
         pool = pool[: len(pool) // len(shapes) * len(shapes)]  # whole turns, so that the layers stay in order
         return (pool[n % len(pool)] for n in count())
-    return (synthetic(seed + n % POOL, tokens, shapes[n % len(shapes)], zipf, **options) for n in count())
+    assert isinstance(popularity, float | int)
+    return (synthetic(seed + n % POOL, tokens, shapes[n % len(shapes)], popularity, **options) for n in count())

@@ -14,7 +14,8 @@ import pytest
 from expertd.shm.region import supported
 from expertd.wire import ForwardResponseView, TensorView
 from expertd_client import ExpertClient
-from expertd_client.path import command, grid
+from expertd_client.echo import echo_server
+from expertd_client.path import command
 from expertd_client.path.bare import EventfdEcho, SocketEcho, bare_server
 from expertd_client.path.picture import draw
 from expertd_client.path.probe import Probe
@@ -99,7 +100,7 @@ def test_echo(tiny_echo: str) -> None:
 
 @pytest.fixture(scope="module")
 def tiny_echo():
-    with grid._echo_server(32, 16) as address:
+    with echo_server(32, 16) as address:
         yield address
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from expertd.errors import QueueFullError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.load import LoadPlan, departures, run_load
+from expertd_client.departures import LoadPlan, departures
+from expertd_client.load import run_load
 from expertd_client.percentiles import Durations, Summary
 from expertd_client.result import ForwardResult
 from expertd_client.workload import LayerShape, drawn, layer_shapes, requests, routes, synthetic

@@ -157,7 +157,9 @@ def test_forward_of_files_and_into_a_file(tiny_server, tmp_path):
 
 
 @pytest.mark.parametrize(("loop", "name"), [(["--concurrency", 3], "closed"), (["--rate", 200], "open")])
-@pytest.mark.parametrize("message", [[], ["--synthetic", "--digest", "--zipf", "1.1"], ["--unary", "--streams", 2]])
+@pytest.mark.parametrize(
+    "message", [[], ["--synthetic", "--digest", "--routing", "zipf:1.1"], ["--unary", "--streams", 2]]
+)
 def test_load(tiny_server, loop, name, message):
     words = ["--m", 2, "--requests", 60, "--warmup", 4, *loop, *message]
     report = json.loads(expertctl("load", tiny_server, "--json", *words))

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from expertd_client.commands.options import duration
-from expertd_client.tables import print_table
+from expertd_client.tables import duration, print_table
 
 WIDTH = 80
 

@@ -23,11 +23,12 @@ from expertd_client.commands.options import (
     checked_wire_dtype,
     console,
     credentials,
-    duration,
+    popularity,
 )
 from expertd_client.files import load_array, load_tensors, save_array
 from expertd_client.request import Request, RequestOptions
 from expertd_client.result import ForwardResult
+from expertd_client.tables import duration
 from expertd_client.tracing.stages import SERVER
 from expertd_client.workload import drawn, layer_shapes, synthetic
 
@@ -98,14 +99,15 @@ def _request(args: argparse.Namespace, client: ExpertClient) -> Request:
         "router_weight_on_input": args.router_weight_on_input,
     }
     files = {name: getattr(args, name) for name in _NAMES if getattr(args, name)}
+    wanted = popularity(args)
     if args.synthetic:
         if files or args.tensors:
             raise ValueError("--synthetic: got files with it, want one of them: the server draws all three tensors")
-        return synthetic(args.seed, args.m, shape, args.zipf, **options)
+        return synthetic(args.seed, args.m, shape, args.routing.zipf, **options)
     read: dict[str, Any] = load_tensors(args.tensors, _NAMES) if args.tensors else {}
     read.update({name: load_array(path) for name, path in files.items()})
     tokens = next((len(array) for array in read.values() if array.ndim), args.m)
-    values = drawn(np.random.default_rng(args.seed), tokens, shape, args.zipf)
+    values = drawn(np.random.default_rng(args.seed), tokens, shape, wanted)
     return Request(shape.layer, *(read.get(name, getattr(values, name)) for name in _NAMES), **options)
 
 

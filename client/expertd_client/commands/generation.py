@@ -11,11 +11,11 @@ from typing import Any
 from rich.table import Table
 
 from expertd_client.client import ExpertClient
-from expertd_client.commands.options import checked_wire_dtype, console, credentials, duration
+from expertd_client.commands.options import checked_wire_dtype, console, credentials, popularity
 from expertd_client.generation import Generation, generate
 from expertd_client.grpc_sync import GrpcTransport
 from expertd_client.session import INLINE
-from expertd_client.tables import print_table
+from expertd_client.tables import duration, print_table
 from expertd_client.workload import layer_shapes, requests
 
 __all__ = ["run"]
@@ -44,7 +44,8 @@ def _one(args: argparse.Namespace, server: str | GrpcTransport) -> Generation:
         wanted: Any = {"output_dtype": args.output_dtype, "digest": args.digest}
         turn = list(
             islice(
-                requests(shapes, args.m, args.zipf, not args.synthetic, args.seed, **wanted), args.depth or len(shapes)
+                requests(shapes, args.m, popularity(args), not args.synthetic, args.seed, **wanted),
+                args.depth or len(shapes),
             )
         )
         transport = INLINE if args.unary else client.session().transport

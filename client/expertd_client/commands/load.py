@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
-from collections.abc import Awaitable
-from dataclasses import asdict
+import re
+from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from expertd.ranges import format_ranges
-from expertd_client.async_client import AsyncExpertClient
 from expertd_client.commands import generation
-from expertd_client.commands.options import (
-    add_common,
-    add_routing,
-    at_least,
-    checked_wire_dtype,
-    console,
-    credentials,
-    duration,
-    numbers,
-    positive,
-)
-from expertd_client.load import LoadPlan, LoadReport, run_load
-from expertd_client.percentiles import Summary
-from expertd_client.request import Request, RequestOptions
-from expertd_client.result import ForwardResult
+from expertd_client.commands.callers import Callers
+from expertd_client.commands.options import add_common, add_routing, at_least, console, numbers, positive
+from expertd_client.departures import LoadPlan
+from expertd_client.echo import echo_server, no_echo
+from expertd_client.loadtest.page import NO_PLOTLY, page
+from expertd_client.loadtest.series import NO_HDR, hdr_text
+from expertd_client.loadtest.show import Outcome, as_json, show
+from expertd_client.loadtest.slo import parse_promise
 from expertd_client.selector import run_precisely
-from expertd_client.tables import print_table
-from expertd_client.workload import POOL, layer_shapes, requests
+from expertd_client.workload import POOL
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "add_reports", "check_reports", "finish", "run"]
 
-_DEFAULT_SECONDS = 10.0
+_DEFAULT_SECONDS, _TRIAL_SECONDS = 10.0, 3.0
+INTERRUPTED = 130
 
 
 def add_parser(subparsers: Any, text: str) -> None:
@@ -43,24 +34,31 @@ def add_parser(subparsers: Any, text: str) -> None:
         help=text,
         description="Sends many requests.  Closed loop: --concurrency callers, each waits for its answer before it"
         " sends again.  Open loop: --rate requests a second leave on time, answered or not, and latency counts from the"
-        " time at which a request was meant to leave.",
+        " time at which a request was meant to leave.  Several values are a sweep.",
         epilog="Exit code 1 where no request was answered; those that failed beside answered ones are a result, shown"
-        " by reason.",
+        " by reason.  Ctrl-C: a report of what came until then, exit code 130.",
     )
-    add_common(parser)
+    add_common(parser, needs_address=False)
+    parser.add_argument("--echo", action="store_true", help="load an echo server that is started here: no kernels")
+    parser.add_argument("--hidden-size", type=at_least(1), default=4096, metavar="H", help="of the echo (4096)")
     add_routing(parser)
     parser.add_argument("--layers", type=numbers, metavar="0-3,7", help="in turn; default: all that the server holds")
     loop = parser.add_argument_group("the loop")
-    loop.add_argument("--concurrency", type=at_least(1), default=8, metavar="N", help="callers (default: 8)")
-    loop.add_argument("--rate", type=positive, metavar="R", help="open loop: requests a second")
+    loop.add_argument("--concurrency", type=_callers, default=[8], metavar="N,N", help="callers (default: 8)")
+    loop.add_argument("--rate", type=_rates, metavar="R,R", help="open loop: requests a second; a ramp: 100..1000")
     loop.add_argument(
         "--arrivals", choices=("poisson", "fixed"), default="poisson", help="open loop: gaps (default: poisson)"
     )
+    loop.add_argument("--slo", type=parse_promise, metavar="p99<20ms", help="search the largest rate that keeps it")
+    loop.add_argument("--repeats", type=at_least(1), default=3, metavar="N", help="of --slo's last trial (3)")
     loop.add_argument(
         "--requests", type=at_least(1), metavar="N", help="most requests; default: no limit but --duration"
     )
     loop.add_argument(
-        "--duration", type=positive, metavar="S", help="seconds; default: 10, or no limit where --requests is given"
+        "--duration",
+        type=positive,
+        metavar="S",
+        help="seconds; default: 10, or 3 for each trial of --slo, or no limit where --requests is given",
     )
     loop.add_argument("--warmup", type=at_least(0), default=POOL, metavar="N", help=f"not counted (default: {POOL})")
     loop.add_argument("--streams", type=at_least(1), default=1, metavar="N", help="connections (default: 1)")
@@ -77,115 +75,125 @@ def add_parser(subparsers: Any, text: str) -> None:
     wire.add_argument("--synthetic", action="store_true", help="the server draws the tensors: about 60 bytes each")
     wire.add_argument("--digest", action="store_true", help="answered by a digest instead of the output")
     wire.add_argument("--output-dtype", choices=("bf16", "f16", "f32"), default="bf16", help="default: bf16")
+    add_reports(parser)
+
+
+def add_reports(parser: argparse.ArgumentParser) -> None:
+    """What finish() writes."""
+    reports = parser.add_argument_group("reports")
+    reports.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots (extra `load`)")
+    reports.add_argument("--hdr", type=Path, metavar="FILE", help="write latencies as .hgrm (extra `load`)")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.generate:
-        return generation.run(args)
-    if args.depth:
-        raise ValueError(f"--depth {args.depth}: got no --generate with it, want one: other loads have no steps")
-    duration_s = args.duration or (None if args.requests else _DEFAULT_SECONDS)
-    plan = LoadPlan(
-        tokens=args.m,
-        concurrency=args.concurrency,
-        rate=args.rate,
-        poisson=args.arrivals == "poisson",
-        requests=args.requests,
-        duration_s=duration_s,
-        warmup=args.warmup,
-        seed=args.seed,
-    )
-    layers, report = run_precisely(_run(args, plan))
+    _check(args)
+    with contextlib.ExitStack() as stack:
+        if args.echo:
+            if missing := no_echo():
+                raise ValueError(f"--echo: {missing}")
+            args.address = stack.enter_context(echo_server(args.hidden_size, max(4096, args.m)))
+        if args.generate:
+            return generation.run(args)
+        return finish(args, run_precisely(_run(args)))
+
+
+def finish(args: argparse.Namespace, o: Outcome) -> int:
+    """Prints and writes what was found; the exit code."""
     if args.json:
-        print(json.dumps({"wire_dtype": args.wire_dtype, **as_json(args.address, plan, layers, report)}, indent=2))
+        print(json.dumps(as_json(o), indent=2))
     else:
-        _show(args, plan, layers, report)
-    return 0 if report.answered else 1
+        show(console(), o)
+    if args.html is not None:
+        args.html.write_text(page(o), encoding="utf-8")
+    if args.hdr is not None and o.runs:
+        args.hdr.write_text(hdr_text(o.runs[-1].report.raw.latencies_s), encoding="ascii")
+    if o.interrupted:
+        return INTERRUPTED
+    return 0 if any(run.report.answered for run in o.runs) else 1
 
 
-async def _run(args: argparse.Namespace, plan: LoadPlan) -> tuple[list[int], LoadReport]:
-    # In an open loop nothing may hold a request back: the number in flight is bounded by its timeout alone.
-    in_flight = max(args.concurrency, 1) if plan.rate is None else 1 << 20
-    clients = [
-        AsyncExpertClient(
-            args.address,
-            timeout_s=args.timeout,
-            max_in_flight=in_flight,
-            unary=args.unary,
-            credentials=credentials(args),
-            wire_dtype=args.wire_dtype,
+def _check(args: argparse.Namespace) -> None:
+    """Raises ValueError for options that exclude each other."""
+    if args.echo == (args.address is not None):
+        got = "both" if args.echo else "neither"
+        raise ValueError(f"ADDRESS and --echo: got {got}, want one of them")
+    if args.depth and not args.generate:
+        raise ValueError(f"--depth {args.depth}: got no --generate with it, want one: other loads have no steps")
+    several = len(args.concurrency) * len(args.rate or [0]) > 1
+    if several and (args.slo or args.generate):
+        other = "--slo" if args.slo else "--generate"
+        raise ValueError(f"{other}: got a sweep with it, want one value of --concurrency and no --rate")
+    if args.slo and args.rate:
+        raise ValueError("--slo: got --rate with it, want one of them: the rate is what is searched")
+    if args.rate and len(args.concurrency) > 1:
+        raise ValueError("--concurrency: got several with --rate, want one of them to have several")
+    if args.hdr is not None and several:
+        raise ValueError("--hdr: got a sweep with it, want one run: a file has one histogram")
+    if (ramp := next((r for r in args.rate or () if r[1]), None)) and args.requests and not args.duration:
+        raise ValueError(f"--rate {ramp[0]:g}..{ramp[1]:g}: got --requests, want --duration: its end")
+    check_reports(args)
+
+
+def check_reports(args: argparse.Namespace) -> None:
+    """Before anything is sent.  Raises ValueError for a report that could not be written."""
+    for flag, path, module, why in (("--html", args.html, "plotly", NO_PLOTLY), ("--hdr", args.hdr, "hdrh", NO_HDR)):
+        if path is not None and importlib.util.find_spec(module) is None:
+            raise ValueError(f"{flag}: {why}")
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{flag} {path}: got a folder that is not there, want one that is")
+
+
+def _plans(args: argparse.Namespace) -> list[LoadPlan]:
+    seconds = args.duration or (None if args.requests else _TRIAL_SECONDS if args.slo else _DEFAULT_SECONDS)
+    return [
+        LoadPlan(
+            tokens=args.m,
+            concurrency=callers,
+            rate=rate[0],
+            rate_to=rate[1],
+            poisson=args.arrivals == "poisson",
+            requests=args.requests,
+            duration_s=seconds,
+            warmup=args.warmup,
+            seed=args.seed,
         )
-        for _ in range(args.streams)
+        for callers in args.concurrency
+        for rate in args.rate or [(None, None)]
     ]
 
-    def send(request: Request, connection: int) -> Awaitable[ForwardResult]:
-        return clients[connection % len(clients)].forward_request(request)
 
-    try:
-        described = await clients[0].describe(timeout_s=args.timeout)
-        checked_wire_dtype(args, described)
-        shapes = layer_shapes(described, args.layers, args.top_k)
-        drawn_here = not args.synthetic
-        wanted: RequestOptions = {"output_dtype": args.output_dtype, "digest": args.digest}
-        endless = requests(shapes, plan.tokens, args.zipf, drawn_here, args.seed, **wanted)
-        return [s.layer for s in shapes], await run_load(plan, endless, send)
-    finally:
-        for client in clients:
-            await client.close()
+async def _run(args: argparse.Namespace) -> Outcome:
+    plans = _plans(args)
+    closed = not args.slo and not args.rate
+    found = None
+    async with Callers(args, args.address, max(args.concurrency) if closed else None) as callers:
+        if args.slo:
+            found = await callers.largest_rate(args.slo, plans[0], args.repeats)
+        else:
+            await callers.each(plans)
+        return Outcome(args.address, callers.layers, _settings(args), callers.runs, found, callers.interrupted)
 
 
-def as_json(address: str, plan: LoadPlan, layers: list[int], report: LoadReport) -> dict[str, Any]:
-    """The report for programs; durations in microseconds, the server's in nanoseconds."""
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    streams = f"{args.streams} {'calls' if args.unary else 'stream' + 's' * (args.streams > 1)}"
+    drawn = ", drawn by the server" if args.synthetic else ""
+    quantized = f", hidden states as {args.wire_dtype}" if args.wire_dtype else ""
     return {
-        "address": address,
-        "plan": {**asdict(plan), "loop": "closed" if plan.rate is None else "open", "layers": layers},
-        "wall_s": report.wall_s,
-        "answered": report.answered,
-        "failed": report.failed,
-        "errors": report.errors,
-        "requests_per_s": report.requests_per_s,
-        "tokens_per_s": report.tokens_per_s,
-        "routes_computed": report.routes_computed,
-        "latency_us": _us(report.latency),
-        "lateness_us": None if plan.rate is None else _us(report.lateness),
-        "server": asdict(report.server),
-        "backends": report.backends,
+        "wire_dtype": args.wire_dtype,
+        "routing": args.routing.text,
+        "messages": f"{streams}{drawn}{quantized}",
+        "echo": args.echo,
     }
 
 
-def _us(s: Summary) -> dict[str, float]:
-    values = asdict(s)
-    count = values.pop("count")
-    return {"count": count, **{name.removesuffix("_s"): round(v * 1e6, 1) for name, v in values.items()}}
+def _callers(text: str) -> list[int]:
+    return [at_least(1)(part) for part in text.split(",")]
 
 
-def _show(args: argparse.Namespace, plan: LoadPlan, layers: list[int], r: LoadReport) -> None:
-    out = console()
-    loop = f"closed loop, {plan.concurrency} callers"
-    if plan.rate is not None:
-        loop = f"open loop, {plan.rate:g} requests/s, {'poisson' if plan.poisson else 'fixed'} gaps"
-    streams = "calls" if args.unary else f"stream{'s' if args.streams > 1 else ''}"
-    title = f"{loop}; {plan.tokens} tokens a request, layers {format_ranges(layers)}, {args.streams} {streams}"
-    title += f", hidden states as {args.wire_dtype}" if args.wire_dtype else ""
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    for name in ("", "mean", "p50", "p90", "p95", "p99", "p99.9", "max"):
-        table.add_column(name, justify="right" if name else "left")
-    for name, s in (("latency", r.latency), *((("lateness", r.lateness),) if plan.rate is not None else ())):
-        cells = (s.mean_s, s.p50_s, s.p90_s, s.p95_s, s.p99_s, s.p999_s, s.max_s)
-        table.add_row(name, *(duration(v) for v in cells))
-    print_table(out, table)
-    rows = {
-        "answered": f"{r.answered:,} in {r.wall_s:.2f} s: {r.requests_per_s:,.1f} requests/s,"
-        f" {r.tokens_per_s:,.1f} tokens/s",
-        "failed": f"{r.failed:,}" + "".join(f", {reason} {n:,}" for reason, n in r.errors.items()),
-        "routes": f"{r.routes_computed:,} computed",
-        "server": ", ".join(
-            f"{name[:-3]} {duration(ns * 1e-9)}" for name, ns in asdict(r.server).items() if name.endswith("_ns")
-        ),
-        "batch": f"{r.server.batch_tokens:.1f} tokens of {r.server.batch_requests:.1f} requests on average; backend "
-        + ", ".join(r.backends),
-    }
-    grid = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        grid.add_row(name, value)
-    out.print(grid, markup=False)
+def _rates(text: str) -> list[tuple[float, float | None]]:
+    """ "100,200" or "100..1000" -> (rate, rate_to or None) of each run."""
+    out: list[tuple[float, float | None]] = []
+    for part in text.split(","):
+        m = re.fullmatch(r"(.+?)\.\.(.+)", part)
+        out.append((positive(m[1]), positive(m[2])) if m else (positive(part), None))
+    return out

@@ -11,6 +11,8 @@ from expertd.ranges import parse_ranges
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.credentials import Credentials
 from expertd_client.e4m3 import taken
+from expertd_client.loadtest.routing import KINDS, Routing, parse_routing
+from expertd_client.workload import Popularity
 
 __all__ = [
     "ADDRESS",
@@ -21,8 +23,8 @@ __all__ = [
     "checked_wire_dtype",
     "console",
     "credentials",
-    "duration",
     "numbers",
+    "popularity",
     "positive",
 ]
 
@@ -31,9 +33,9 @@ ADDRESS = "HOST or HOST:PORT (50051), [::1]:PORT, unix:/path, https://HOST (TLS)
 """Of --help: what expertd_client.address reads."""
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
+def add_common(parser: argparse.ArgumentParser, needs_address: bool = True) -> None:
     """ADDRESS, --timeout, --json, and those of add_credentials."""
-    parser.add_argument("address", metavar="ADDRESS", help=ADDRESS)
+    parser.add_argument("address", metavar="ADDRESS", nargs=None if needs_address else "?", help=ADDRESS)
     add_credentials(parser)
     parser.add_argument("--timeout", type=positive, default=30.0, metavar="S", help="of each request (default: 30)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -58,15 +60,15 @@ def credentials(args: argparse.Namespace) -> Credentials:
 
 
 def add_routing(parser: argparse.ArgumentParser) -> None:
-    """--m, --top-k, --zipf, --seed, --unary, --wire-dtype."""
+    """--m, --top-k, --routing, --seed, --unary, --wire-dtype."""
     parser.add_argument("--m", type=at_least(0), default=8, metavar="M", help="tokens of a request (default: 8)")
     parser.add_argument("--top-k", type=at_least(1), metavar="K", help="routes a token; default: the model's")
     parser.add_argument(
-        "--zipf",
-        type=at_least_0,
-        default=0.0,
-        metavar="S",
-        help="expert e with the weight 1/(e+1)^S; 0 = uniform (default)",
+        "--routing",
+        type=parse_routing,
+        default=Routing(),
+        metavar="KIND",
+        help=f"which experts are asked for: {KINDS} (default: uniform)",
     )
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of what is drawn (default: 0)")
     parser.add_argument("--unary", action="store_true", help="a gRPC call for each request instead of one stream")
@@ -87,6 +89,19 @@ def checked_wire_dtype(args: argparse.Namespace, described: pb.DescribeResponse)
             f"--wire-dtype {wanted}: got a server that does not take it, want one that lists it in Describe"
         )
     return wanted
+
+
+def popularity(args: argparse.Namespace) -> float | Popularity:
+    """--routing as numbers; of Zipf's exponent alone where --synthetic is given.  Raises ValueError."""
+    routing: Routing = args.routing
+    if routing.path is not None:
+        raise ValueError(f"--routing {routing.text}: got it without a load, want it in expertctl load")
+    if routing.zipf is not None:
+        return routing.zipf
+    if getattr(args, "synthetic", False):
+        got = f"--synthetic: got --routing {routing.text} with it"
+        raise ValueError(f"{got}, want uniform or zipf: servers draw no others")
+    return lambda shape: routing.log_weights(shape, args.seed)
 
 
 def positive(text: str) -> float:
@@ -122,15 +137,6 @@ def numbers(text: str) -> list[int]:
         return list(parse_ranges(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def duration(seconds: float) -> str:
-    """For people, in at most seven characters below three hours: "412 us", "3.21 ms", "44.2 ms", "1.04 s"."""
-    if seconds < 999.5e-6:
-        return f"{seconds * 1e6:.0f} us"
-    value, unit = (seconds * 1e3, "ms") if seconds < 0.9995 else (seconds, "s")
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f} {unit}"
 
 
 def console() -> Console:

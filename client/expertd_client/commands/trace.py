@@ -14,10 +14,10 @@ from rich.table import Table
 
 from expertd_client.client import ExpertClient
 from expertd_client.cluster import ExpertCluster
-from expertd_client.commands.options import add_common, add_routing, at_least, console, credentials, duration, numbers
+from expertd_client.commands.options import add_common, add_routing, at_least, console, credentials, numbers, popularity
 from expertd_client.forwarder import Forwarder
 from expertd_client.request import Request
-from expertd_client.tables import print_table
+from expertd_client.tables import duration, print_table
 from expertd_client.tracing import Trace, trace
 from expertd_client.tracing.chrome import clocks
 from expertd_client.tracing.picture import by_layer
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         shapes = _shapes(args, servers)
         forwarder = stack.enter_context(_forwarder(args, servers))
         rng = np.random.default_rng(args.seed)
-        batches = [drawn(rng, args.m, shape, args.zipf) for shape in shapes]
+        batches = [drawn(rng, args.m, shape, popularity(args)) for shape in shapes]
         for _ in range(args.warmup):
             _step(forwarder, batches)
         with trace(args.out) as found:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
-import subprocess
-import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from expertd_client.client import ExpertClient
+from expertd_client.echo import echo_server, no_echo
 from expertd_client.path.bare import Bare, bare_server
 from expertd_client.path.rows import Row, Samples, row_of
 from expertd_client.path.ways import BARE, NotToBeHadError, Way, bare_way, client_way, codec_ns
@@ -68,10 +66,10 @@ def measure(plan: Plan) -> Measured:
             shape = _shape(plan.address, plan.layer, plan.tokens)
             shapes[plan.address] = (plan.address, shape)
             hidden_size = shape.hidden_size
-        if missing := _no_echo():
+        if missing := no_echo():
             out.refused[ECHO] = missing
         else:
-            address = stack.enter_context(_echo_server(hidden_size, max(plan.tokens)))
+            address = stack.enter_context(echo_server(hidden_size, max(plan.tokens)))
             shapes[ECHO] = (address, _shape(address, None, plan.tokens))
         if not shapes:
             raise ValueError(f"no server: {missing}; or name the address of one")
@@ -153,37 +151,3 @@ def _shape(address: str, layer: int | None, tokens: Sequence[int]) -> LayerShape
     if max(tokens) > most:
         raise ValueError(f"tokens: got {max(tokens)}, want at most {most}, the limit of {address}")
     return layer_shapes(described, None if layer is None else [layer], None)[0]
-
-
-# ---- the echo server -------------------------------------------------------------------------------------------------
-
-
-def _no_echo() -> str:
-    """Why there can be no echo server."""
-    for module in ("expertd_server", "torch"):
-        if importlib.util.find_spec(module) is None:
-            return f"the echo server needs {module}, which is not installed: pip install 'expertd[server]'"
-    return ""
-
-
-@contextlib.contextmanager
-def _echo_server(hidden_size: int, max_tokens: int) -> Iterator[str]:
-    """The address of `expertd echo` as a process of its own.  Raises RuntimeError where it does not start."""
-    command = [sys.executable, "-m", "expertd_server.cli", "echo", "--with-stdin"]
-    command += ["--hidden-size", str(hidden_size), "--max-tokens", str(max_tokens)]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        line = child.stdout.readline()
-        if not line.startswith("serving on "):
-            raise RuntimeError(f"echo server: got {line!r} (exit code {child.poll()}), want 'serving on ADDRESS'")
-        yield line.split()[-1]
-    finally:
-        child.stdin.close()
-        child.stdout.close()
-        try:
-            child.wait(10)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()

@@ -1,0 +1,252 @@
+"""What is around the load generator's loop: routing, the search for the largest rate, slices, histograms, the page."""
+
+import argparse
+import math
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from expertd_client.departures import LoadPlan, departures
+from expertd_client.load import LoadReport, Now, Raw, ServerSide
+from expertd_client.loadtest.live import line
+from expertd_client.loadtest.page import page
+from expertd_client.loadtest.routing import parse_routing
+from expertd_client.loadtest.series import hdr_encoded, hdr_text, quantile_curve, slices
+from expertd_client.loadtest.show import Outcome, Run, as_json
+from expertd_client.loadtest.slo import Trial, parse_promise, search, upper_share
+from expertd_client.percentiles import Durations, Summary
+from expertd_client.workload import LayerShape, routes
+
+SHAPE = LayerShape(layer=3, hidden_size=16, num_experts=64, top_k=4)
+
+
+# ---- routing ---------------------------------------------------------------------------------------------------------
+
+
+def counted(text, seed=0, tokens=20_000):
+    weights = parse_routing(text).log_weights
+    ids = routes(np.random.default_rng(1), tokens, SHAPE, lambda shape: weights(shape, seed))
+    assert all(len(set(row)) == SHAPE.top_k for row in ids[:200].tolist())
+    return np.bincount(ids.ravel(), minlength=64) / ids.size
+
+
+def test_uniform_and_zipf():
+    even = counted("uniform")
+    assert abs(even * 64 - 1).max() < 0.1
+    skewed = counted("zipf:1.2")
+    assert skewed[0] > 5 * skewed[20] > 0
+    assert parse_routing("zipf:1.2").zipf == 1.2
+    assert parse_routing("uniform").zipf == 0.0
+
+
+def test_hot_experts_have_their_share_and_the_seed_draws_them():
+    share = counted("hot:16:0.8")
+    hot = np.sort(np.argsort(share)[-16:])
+    assert share[hot].sum() == pytest.approx(0.8, abs=0.04)  # a little less: no expert stands twice in a token
+    assert np.delete(share, hot).min() > 0
+    assert counted("hot:16:0.8")[hot].sum() == share[hot].sum()
+    other = np.sort(np.argsort(counted("hot:16:0.8", seed=1))[-16:])
+    assert other.tolist() != hot.tolist()
+    assert counted("hot:16")[hot].sum() > share[hot].sum()  # 0.9 where it is not said
+
+
+def test_incast_is_one_set_of_experts_for_everybody():
+    share = counted("incast")
+    assert np.count_nonzero(share) == SHAPE.top_k
+    assert share.max() == 0.25
+    assert np.count_nonzero(counted("hot:2:1")) > 2  # top-4 of two: the others come from everywhere
+
+
+@pytest.mark.parametrize("text", ["", "zipf", "zipf:-1", "zipf:nan", "hot", "hot:0", "hot:4:0", "hot:4:2", "incast:3",
+                                  "recorded:", "uniform:1", "even"])  # fmt: skip
+def test_a_routing_that_is_none(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="want uniform, zipf:S, hot"):
+        parse_routing(text)
+
+
+def test_more_hot_experts_than_there_are():
+    with pytest.raises(ValueError, match="--routing hot:65: got 65 experts, want 1 to 64"):
+        counted("hot:65")
+
+
+# ---- departures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize(("first", "last"), [(100.0, 900.0), (900.0, 100.0)])
+def test_a_ramp_has_its_two_rates(first, last, poisson):
+    plan = LoadPlan(tokens=1, rate=first, rate_to=last, duration_s=20.0, poisson=poisson)
+    at = np.array(list(departures(plan)))
+    assert (np.diff(at) >= 0).all()
+    assert at[-1] < 20.0
+    per_second = np.histogram(at, np.arange(21.0))[0]
+    want = first + (last - first) * (np.arange(20) + 0.5) / 20
+    assert np.abs(per_second - want).max() < (4 * math.sqrt(900) if poisson else 2)
+    assert len(at) == pytest.approx(10_000, rel=0.05)
+
+
+def test_a_schedule_is_kept():
+    plan = LoadPlan(tokens=0, schedule=[0.0, 0.5, 0.5, 2.0], requests=3)
+    assert list(departures(plan)) == [0.0, 0.5, 0.5]
+    assert plan.open
+    for wrong in ({"rate": 1.0, "schedule": [0.0]}, {"rate": 1.0, "rate_to": 2.0, "requests": 3}):
+        with pytest.raises(ValueError, match="want"):
+            LoadPlan(tokens=0, **wrong)
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """Waits of an M/M/1 line: with `capacity` requests a second, the share e^(-(capacity - rate) t) takes longer
+    than t."""
+
+    def __init__(self, capacity, promise, seed=0):
+        self.capacity, self.promise, self.rng = capacity, promise, np.random.default_rng(seed)
+        self.asked = []
+
+    def share(self, rate):
+        return math.exp(-(self.capacity - rate) * self.promise.bound_s) if rate < self.capacity else 1.0
+
+    async def __call__(self, rate):
+        self.asked.append(rate)
+        n = self.promise.requests(rate, 3.0)
+        late = int(self.rng.binomial(n, self.share(rate)))
+        return Trial(rate, n, late, self.promise.bound_s * (2 if late > n / 100 else 0.5))
+
+
+async def test_the_search_finds_the_rate_of_a_line():
+    promise = parse_promise("p99<20ms")
+    true = 1000 - math.log(100) / 0.02  # 769.7: where just 1 % take longer
+    found = []
+    for seed in range(20):
+        server = Server(1000.0, promise, seed)
+        found.append(await search(promise, 990.0, server))
+        assert len(server.asked) < 45
+    rates = [f.rate for f in found]
+    assert all(0.88 * true < rate for rate in rates), rates
+    wrong = sum(rate > true for rate in rates)
+    assert wrong <= 3, rates  # with 95 % confidence one in twenty
+    assert all(f.at_most <= 0.01 and f.share < f.at_most and len(f.repeats) == 3 for f in found)
+    assert not any(f.limited for f in found)
+    assert re.search(r"p99 < 20 ms up to 7\d\d\.\d requests/s \(95 % confidence\)", found[0].sentence())
+
+
+async def test_where_the_peak_itself_keeps_it_that_is_said():
+    promise = parse_promise("p50<1s")
+    found = await search(promise, 500.0, Server(1000.0, promise))
+    assert (found.rate, found.limited) == (500.0, True)
+    assert "more could not be offered" in found.sentence()
+
+
+async def test_where_no_rate_keeps_it():
+    promise = parse_promise("p99.9<1us")
+    found = await search(promise, 500.0, Server(1000.0, promise))
+    assert found.rate is None
+    assert "no rate keeps p99.9 < 1 us" in found.sentence()
+
+
+async def test_what_the_generator_could_not_offer_is_no_answer():
+    async def behind(rate):
+        return Trial(rate, 1000, 0, 0.001, behind=rate > 100)
+
+    found = await search(parse_promise("p99<20ms"), 1000.0, behind)
+    assert 90 < found.rate <= 100
+    assert found.limited
+
+
+def test_wilsons_bound():
+    assert upper_share(0, 268) > 0.0099 > upper_share(0, 300)
+    assert upper_share(10, 1000) == pytest.approx(0.0166, abs=1e-4)
+    assert upper_share(0, 0) == 1.0
+    assert upper_share(5, 5) == 1.0
+
+
+@pytest.mark.parametrize("text", ["p99", "p99<20", "p0<1s", "p100<1s", "p99>20ms", "99<20ms", "p99<0ms"])
+def test_a_promise_that_is_none(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="want a promise as p99<20ms"):
+        parse_promise(text)
+
+
+def test_promises_are_read():
+    p = parse_promise("p99.9<500us")
+    assert (p.quantile, p.bound_s, p.text) == (0.999, 0.0005, "p99.9 < 500 us")
+    assert p.requests(10, 1) == 5000
+    assert p.requests(1e6, 1) == 1_000_000
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+def report(latencies, failures=()):
+    d = Durations()
+    for v in latencies:
+        d.add(v)
+    ends = np.cumsum(latencies).tolist()
+    return LoadReport(ends[-1], len(latencies), {"UNAVAILABLE": len(failures)} if failures else {}, 8, 16, d.summary(),
+                      Summary(), ServerSide(kernel_ns=1e6), {"cpu": 1}, Raw(ends, latencies, failures))  # fmt: skip
+
+
+def test_slices_hold_every_answer_once():
+    rng = np.random.default_rng(0)
+    ends, took = np.sort(rng.uniform(0, 7.3, 5000)), rng.exponential(0.01, 5000)
+    found = slices(ends.tolist(), took.tolist(), [0.05, 7.2])
+    assert (sum(s.answered for s in found), sum(s.failed for s in found)) == (5000, 2)
+    assert len(found) <= 120
+    assert found[0].begin_s == 0
+    assert found[-1].end_s == pytest.approx(ends.max())
+    assert all(a.end_s == pytest.approx(b.begin_s) for a, b in pairwise(found))
+    first = took[(ends >= 0) & (ends < found[0].end_s)]
+    assert found[0].p50_us == pytest.approx(np.quantile(first, 0.5, method="inverted_cdf") * 1e6)
+    assert found[3].rate == pytest.approx(5000 / 7.3, rel=0.5)
+    assert slices([], [], []) == []
+
+
+def test_the_histogram_is_hdrhistograms_own():
+    from hdrh.histogram import HdrHistogram
+
+    took = np.random.default_rng(0).exponential(0.01, 3000).tolist()
+    again = HdrHistogram.decode(hdr_encoded(took))
+    assert again.get_total_count() == 3000
+    assert again.get_value_at_percentile(99) == pytest.approx(np.quantile(took, 0.99) * 1e6, rel=2e-3)
+    text = hdr_text(took)
+    assert "Percentile" in text
+    assert re.search(r"#\[Max +=", text)
+    x, y = quantile_curve(np.asarray(took))
+    assert x[0] == 1
+    assert y == sorted(y)
+    assert y[-1] == pytest.approx(max(took) * 1e6)
+
+
+def test_the_page_stands_alone():
+    rng = np.random.default_rng(0)
+    runs = [Run(LoadPlan(1, concurrency=c, requests=9), report(rng.exponential(0.01, 99).tolist())) for c in (1, 8)]
+    html = page(Outcome("<b>&host", [0], {"routing": "uniform"}, runs, interrupted=True))
+    assert "&lt;b&gt;&amp;host" in html
+    assert "<b>&host" not in html
+    assert "Interrupted" in html
+    assert html.count("Plotly.newPlot(") == 4
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", html)
+    one = page(Outcome("host", [0], {}, runs[:1]))
+    assert one.count("Plotly.newPlot(") == 3
+
+
+def test_json_of_one_run_and_of_several():
+    run = Run(LoadPlan(1, concurrency=2, requests=9), report([0.01] * 9, [0.05]))
+    one = as_json(Outcome("host", [0], {"routing": "uniform"}, [run]))
+    assert (one["answered"], one["failed"], one["interrupted"], one["routing"]) == (9, 1, False, "uniform")
+    assert one["series"][0]["failed"] == 1
+    assert one["hdr"].startswith("HIST")
+    several = as_json(Outcome("host", [0], {}, [run, run]))
+    assert [r["answered"] for r in several["runs"]] == [9, 9]
+
+
+def test_the_line_of_progress_fits_a_terminal():
+    before = Now(123.0, 1_000_000, 5, 64)
+    now = Now(123.25, 1_123_456, 99_999, 1024, Summary(count=9, p50_s=0.1234, p99_s=1.234))
+    text = line("50 to 500 requests/s", before, now, 600.0)
+    assert "123/600 s" in text
+    assert "493,824/s" in text
+    assert len(line("1024 callers", before, now, 600.0)) <= 100

@@ -1,0 +1,113 @@
+"""expertctl load beyond one run: sweeps, ramps, promises, Ctrl-C, reports, the echo server."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+
+def expertctl(*words, code=0):
+    command = [sys.executable, "-m", "expertd_client.cli", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stdout + done.stderr
+
+
+def test_a_sweep_of_callers(tiny_server, tmp_path):
+    words = ["--concurrency", "1,4", "--requests", 40, "--html", tmp_path / "r.html"]
+    found = json.loads(expertctl("load", tiny_server, "--json", *words))
+    assert [r["plan"]["concurrency"] for r in found["runs"]] == [1, 4]
+    assert [r["answered"] for r in found["runs"]] == [40, 40]
+    assert "Latency and throughput" in (tmp_path / "r.html").read_text()
+    table = expertctl("load", tiny_server, "--rate", "200,400", "--duration", 0.3)
+    assert "200 requests/s" in table
+    assert "400 requests/s" in table
+
+
+def test_a_ramp(tiny_server, tmp_path):
+    words = ["load", tiny_server, "--rate", "20..380", "--duration", 1, "--arrivals", "fixed", "--json"]
+    found = json.loads(expertctl(*words, "--hdr", tmp_path / "r.hgrm", "--routing", "hot:2:0.9"))
+    assert (found["plan"]["rate"], found["plan"]["rate_to"], found["plan"]["loop"]) == (20, 380, "open")
+    assert found["answered"] == pytest.approx(200, abs=2)
+    half = [s["answered"] for s in found["series"] if s["end_s"] <= 0.5]
+    assert sum(half) < 90  # 55 are due by then, and 145 in the second half
+    assert found["routing"] == "hot:2:0.9"
+    assert "Percentile" in (tmp_path / "r.hgrm").read_text()
+
+
+def test_a_promise(tiny_server):
+    words = ["load", tiny_server, "--slo", "p90<2s", "--duration", 0.2, "--repeats", 2, "--json", "--m", 1]
+    found = json.loads(expertctl(*words))["slo"]
+    assert found["rate"] > 10
+    assert found["limited"]  # two seconds are far more than this server ever takes
+    assert found["late_share_at_most"] <= 0.1
+    assert found["confidence"] == 0.95
+    assert all(t["keeps"] for t in found["trials"][-2:])
+    assert "no rate keeps p50 < 1 us" in expertctl("load", tiny_server, "--slo", "p50<1us", "--duration", 0.05)
+
+
+def read_until(terminal, pattern):
+    """What comes there, until the pattern does or nothing more."""
+    said = ""
+    while not re.search(pattern, said):
+        try:
+            said += os.read(terminal, 1 << 16).decode()
+        except OSError:
+            break
+    return said
+
+
+@pytest.mark.parametrize("words", [["--rate", "50"], [], ["--concurrency", "2,3"]])
+def test_ctrl_c_leaves_a_report(tiny_server, words, tmp_path):
+    page = tmp_path / "r.html"
+    command = [sys.executable, "-m", "expertd_client.cli", "load", tiny_server, "--duration", "30", "--json", *words]
+    terminal, its_end = pty.openpty()  # standard error: where it goes on, it shows how
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    child = subprocess.Popen([*command, "--html", page], stdout=subprocess.PIPE, stderr=its_end, text=True, env=env)
+    os.close(its_end)
+    err = read_until(terminal, r" [1-9][\d,]* ok ")
+    time.sleep(0.5)
+    os.kill(child.pid, signal.SIGINT)
+    threading.Thread(target=read_until, args=(terminal, "$^"), daemon=True).start()
+    out, _ = child.communicate(timeout=30)
+    assert child.returncode == 130, err
+    found = json.loads(out)
+    assert found["interrupted"] is True
+    assert found["answered"] > 10
+    assert 0.1 < found["wall_s"] < 20
+    assert "Interrupted" in page.read_text()
+
+
+def test_the_echo_server():
+    found = json.loads(expertctl("load", "--echo", "--hidden-size", 256, "--requests", 50, "--json"))
+    assert found["backends"] == {"echo": 50}
+    assert found["echo"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        ([], "ADDRESS and --echo: got neither"),
+        (["A", "--echo"], "got both"),
+        (["A", "--slo", "p99<1s", "--rate", "5"], "--slo: got --rate"),
+        (["A", "--slo", "p99<1s", "--concurrency", "1,2"], "--slo: got a sweep"),
+        (["A", "--rate", "5,6", "--concurrency", "1,2"], "--concurrency: got several with --rate"),
+        (["A", "--rate", "5..6", "--requests", "3"], "want --duration: its end"),
+        (["A", "--rate", "5..0"], "> 0"),
+        (["A", "--rate", "5,6", "--hdr", "x"], "--hdr: got a sweep"),
+        (["A", "--html", "/no/such/folder/r.html"], "a folder that is not there"),
+        (["A", "--synthetic", "--routing", "incast"], "servers draw no others"),
+        (["A", "--routing", "recorded:nothing.npz"], "nothing.npz: cannot be read as a recording"),
+    ],
+)
+def test_what_does_not_go_together(tiny_server, words, want):
+    said = expertctl("load", *(tiny_server if w == "A" else w for w in words), code=2)
+    assert want in said
+    assert "Traceback" not in said
