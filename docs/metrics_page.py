@@ -95,5 +95,6 @@ def seen_everything() -> Metrics:
     metrics.booted({"plan": 1.0}, {"hit": 1})
     metrics.reloaded("tls", True)
     metrics.watch_load(lambda: LoadNow(0, 0, 0.0, False))
+    metrics.untraced.inc(0)
     metrics.watch_device(lambda: {"free": 1, "reserved": 1, "allocated": 1})
     return metrics

@@ -26,7 +26,20 @@ __all__ = ["GATHERED", "Rooms", "draw", "main", "read"]
 PACKAGES = ("expertd_client", "expertd_server", "expertd", "expertd_kernels")
 """In the order of the panels: upper left, upper right, lower left, lower right."""
 GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "expertd": {"words": ("__init__", "begun", "bounds", "cxx", "dtypes", "errors", "hostmem", "placement", "ranges")},
+    "expertd": {
+        "words": (
+            "__init__",
+            "begun",
+            "bounds",
+            "cxx",
+            "dtypes",
+            "errors",
+            "hostmem",
+            "placement",
+            "ranges",
+            "trace_context",
+        )
+    },
     "expertd_kernels": {
         "words": ("atomic_file", "problem", "protocol", "refused", "sizes"),
         "front": ("__init__", "builder", "grouped"),
@@ -37,7 +50,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "expertd_client": {
         "front": ("__init__", "async_client", "client", "forwarder", "slot"),
-        "requests": ("deadline", "e4m3", "lent", "request", "result", "retry", "tensors"),
+        "requests": ("current_span", "deadline", "e4m3", "lent", "request", "result", "retry", "tensors"),
         "exchange": ("exchange", "link", "session"),
         "transports": (
             "address",

@@ -21,6 +21,7 @@ from expertd.dtypes import FLOAT_DTYPES, HIDDEN_DTYPES, INT_DTYPES
 from expertd.errors import BadShapeError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView
+from expertd_client.current_span import current_traceparent
 from expertd_client.e4m3 import E4m3, quantize
 from expertd_client.tensors import Synthetic, checked_dtype, keep_or, take, to_wire, wire_dtype
 
@@ -58,7 +59,7 @@ class Request:
     grouped         instead of topk_*: rows sorted by expert, answered row by row
     output_dtype    "f32", "f16", "bf16", or a numpy or torch dtype; None = that of hidden_states, bf16 for E4m3
     digest          answer with sum, sum of squares and CRC-32 instead of the output
-    traceparent     W3C trace context (reserved: it travels, and today's servers make nothing of it)
+    traceparent     W3C trace context; "" = that of OpenTelemetry's span that the caller is in, if it records one
     router_weight_on_input   weights multiply the experts' inputs; top_k must be 1
 
     dtypes          DataTypes of the answer, hidden_states, topk_ids, topk_weights (the last two unless grouped)
@@ -92,6 +93,8 @@ class Request:
         else:
             _check_grouped(self.grouped, self.topk_ids, self.topk_weights, shape[0])
         object.__setattr__(self, "dtypes", (answer, hidden, *routes))
+        if not self.traceparent and (current := current_traceparent()):
+            object.__setattr__(self, "traceparent", current)
 
     @property
     def tokens(self) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_uint8
 from typing import Any, NamedTuple
 
 from expertd.dtypes import DTYPE_BYTES, scales_of_row
 from expertd.errors import TABLE, ExpertdError
 from expertd.shm.layout import FORWARD, ROUTER_WEIGHT_ON_INPUT, Completion, Submission, Tensors
+from expertd.trace_context import context_of
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardResponseView, Spelling, TensorView
 from expertd_client.e4m3 import E4m3
@@ -64,6 +66,8 @@ def submission_of(request: Request) -> Sent:
     s, t = Submission(), Tensors()
     s.kind, s.layer, s.tokens, s.top_k, s.hidden_size = FORWARD, request.layer, M, k, H
     s.hidden_dtype, s.ids_dtype, s.weights_dtype, s.out_dtype = hidden_dtype, ids_dtype, weights_dtype, out_dtype
+    if request.traceparent:
+        s.trace = (c_uint8 * 24)(*context_of(request.traceparent))
     if request.router_weight_on_input:
         s.flags = ROUTER_WEIGHT_ON_INPUT
     t.hidden_bytes = M * H * DTYPE_BYTES[hidden_dtype]

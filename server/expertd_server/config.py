@@ -300,6 +300,7 @@ class ServeConfig:
     grace_s: float = 30.0
     log_level: str = "info"
     log_format: str = "text"
+    traces: bool = False
     test_route_us: int = 0
 
     def __post_init__(self) -> None:
@@ -515,6 +516,13 @@ OPTIONS: tuple[Option, ...] = (
         "HOW",
         "text: lines on standard error, and what people want to see on standard output; json: one object a line on"
         " standard error, what is said at boot as well, and nothing on standard output",
+    ),
+    Option(
+        "traces",
+        _yes_no,
+        "yes|no",
+        "yes: requests whose callers record a trace (traceparent) become spans of OpenTelemetry, with the SDK that this"
+        " process has, and exemplars of the histograms",
     ),
     Option(
         "test_route_us",

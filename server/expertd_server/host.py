@@ -61,6 +61,7 @@ from expertd_server.views.describe import Describer
 from expertd_server.views.metrics import BackendFacts, Metrics
 from expertd_server.views.metrics_http import MetricsHttp
 from expertd_server.views.render import print_decisions
+from expertd_server.views.traces import Traces, TracesMissingError
 
 __all__ = ["Host", "message_bytes"]
 
@@ -113,6 +114,7 @@ class Host:
         self._http: MetricsHttp | None = None
         self._transports: list[Transport] = []
         self._admin: AdminTransport | None = None
+        self._traces: Traces | None = None
         self._loader: threading.Thread | None = None
         self._epoch = 0
 
@@ -125,6 +127,7 @@ class Host:
         source = open_source(config, where)
         if config.threads:
             torch.set_num_threads(config.threads)
+        self._traces = self._make_traces()
         self.engine = self._make_engine(where)
         self._workshop = self._make_workshop(source, where)
         with self._workshop.stage("plan"):
@@ -185,6 +188,8 @@ class Host:
         if self.address:
             self.engine.stop(0.1)
             self.service.close()
+        if self._traces is not None:
+            self._traces.close()
 
     def say(self, text: str, **facts: Any) -> None:
         """Tell people, or the log where it is for programs, which get the facts by themselves, too."""
@@ -236,6 +241,7 @@ class Host:
             ),
             observe=self.metrics.batch,
             answered=self._answered,
+            traced=None if self._traces is None else self._traces.add,
             on_fault=self._faulted,
             warm_routes=None if where.type == "cpu" else config.warm_routes,
         )
@@ -247,6 +253,15 @@ class Host:
         if isinstance(engine, NativeEngine):
             self.metrics.before_a_scrape(lambda: engine.report(scraped=True))
         return engine
+
+    def _make_traces(self) -> Traces | None:
+        """Raises BootError."""
+        if not self.config.traces:
+            return None
+        try:
+            return Traces(self.metrics)
+        except TracesMissingError as e:
+            raise BootError(f"--traces yes: {e}") from None
 
     def _make_workshop(self, source: ExpertSource, where: torch.device) -> Workshop:
         config = self.config
@@ -267,6 +282,7 @@ class Host:
         largest = config.max_message_bytes or min(message_bytes(config.max_tokens, infos), _MOST_BYTES)
         limits = Limits(config.max_tokens, largest, config.max_in_flight)
         self.service = Service(self.engine, self.metrics, limits)
+        self.service.traced = None if self._traces is None else self._traces.add
         door = self.service.doors["shm"] = self._shm(infos)
         self.service.doors["cuda_ipc"] = door if isinstance(door, str) else door.gpu
         self.service.doors["tcp"] = self._tcp(largest)

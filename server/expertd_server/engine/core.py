@@ -31,6 +31,7 @@ __all__ = [
     "Outcome",
     "PeerBoundsStruct",
     "Run",
+    "TraceRecord",
     "Waiting",
     "copying",
     "library",
@@ -98,7 +99,7 @@ class Config(C.Structure):
         *_fields(
             "u32: lanes max_tokens max_queue_requests streamed_rows; u64: max_queue_tokens"
             " max_queue_routes max_queue_bytes spin_ns brief_ns;"
-            "f32: patience; u8: compute_dtype device refuse_late spare"
+            "f32: patience; u8: compute_dtype device refuse_late traces"
         ),
     ]
 
@@ -112,6 +113,7 @@ class Forward(C.Structure):
             "u8: hidden_dtype ids_dtype weights_dtype out_dtype router_weight_on_input on_device"
         ),
         ("spare", C.c_uint8 * 2),
+        ("trace", C.c_uint8 * 24),
     ]
 
 
@@ -172,6 +174,19 @@ class BatchRecord(C.Structure):
     ]
 
 
+class TraceRecord(C.Structure):
+    """The way of one request of a session, by transport (1 shared memory, 2 TCP), that its caller traces.  trace: as
+    expertd.trace_context has it; times of CLOCK_MONOTONIC; computed_ns: end of the kernel, 0 = it was not computed."""
+
+    _fields_ = [
+        ("trace", C.c_uint8 * 24),
+        *_fields(
+            "u64: arrival_ns computed_ns answered_ns; u32: layer tokens top_k reason backend queue_ns collect_ns"
+            " kernel_ns batch_tokens batch_requests transport spare"
+        ),
+    ]
+
+
 class Waiting(C.Structure):
     """What waits, of all callers or of one.  bytes: of memory."""
 
@@ -195,7 +210,7 @@ class Load(C.Structure):
     )
 
 
-_QUICK = ("_outcomes", "_records", "_load", "_waiting", "_cancel", "_admits", "_went_out")
+_QUICK = ("_outcomes", "_records", "_traces", "_load", "_waiting", "_cancel", "_admits", "_went_out")
 """Calls that keep the interpreter's lock: they wait for nobody who could want it, and are over sooner than it would be
 had back from the engine's thread (46 us a request under load)."""
 
@@ -231,6 +246,7 @@ def library() -> C.CDLL:
         ("_stop", None, (p,)),
         ("_outcomes", u32, (p, p, u32)),
         ("_records", u32, (p, p, u32)),
+        ("_traces", u32, (p, p, u32)),
         ("_bell", C.c_int, (p,)),
         ("_answered", None, (p, p)),
         ("_wait_bounds", None, (p,)),
@@ -276,6 +292,7 @@ class Core:
         self.address: int = self._core
         self._outcomes = (Outcome * MOST_OUTCOMES)()
         self._records = (BatchRecord * 256)()
+        self._traces = (TraceRecord * 256)()
         self._load = Load()
         self.bell: int = self._lib.expertd_core_bell(self._core)
 
@@ -353,6 +370,11 @@ class Core:
         """Valid until the next call."""
         n = self._lib.expertd_core_records(self._core, self._records, len(self._records))
         return self._records[:n]
+
+    def traces(self) -> Sequence[TraceRecord]:
+        """Valid until the next call."""
+        n = self._lib.expertd_core_traces(self._core, self._traces, len(self._traces))
+        return self._traces[:n]
 
     def load(self) -> Load:
         self._lib.expertd_core_load(self._core, C.byref(self._load))

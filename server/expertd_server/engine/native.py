@@ -37,7 +37,7 @@ from expertd_server.engine.executor import CpuExecutor, Executor
 from expertd_server.engine.known import KnownLayers, Tally
 from expertd_server.engine.outcome import dead_outcome, reply
 from expertd_server.engine.peers import PeerBounds, Peers
-from expertd_server.engine.report import BatchReport, LoadNow
+from expertd_server.engine.report import BatchReport, LoadNow, RequestReport, stages_of
 from expertd_server.engine.request import STORAGE, Answer, Array, Operand, Outcome, Request, Stages
 from expertd_server.engine.scheduler import Policy
 from expertd_server.engine.served import Holding, ServedLayer
@@ -53,11 +53,14 @@ _BRIEF_NS = 50_000
 """A CPU's batch that takes no longer is computed by whoever brings its request, while the core's thread sleeps: that
 would not have begun before."""
 _POLL_S = 0.001
+_TRANSPORTS = ("", "shm", "tcp")
+"""By the core's number."""
 _TICK_MS = 500
 
 
 class NativeEngine(Worker):
-    """See Worker.  sessions: in shared memory; answered: see Tally."""
+    """See Worker.  sessions: in shared memory; answered: see Tally; traced: told of requests of sessions that their
+    callers trace, None: nobody looks for them."""
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class NativeEngine(Worker):
         on_fault: Callable[[str], None] | None = None,
         warm_routes: Iterable[int] | None = None,
         answered: Callable[[str, int], None] | None = None,
+        traced: Callable[[RequestReport], None] | None = None,
     ) -> None:
         super().__init__(
             device, policy=policy, limits=limits, observe=observe, on_fault=on_fault, warm_routes=warm_routes
@@ -91,6 +95,7 @@ class NativeEngine(Worker):
                 device=on_device,
                 refuse_late=self._limits.refuse_late,
                 streamed_rows=self._executor.streamed_rows,
+                traces=traced is not None,
             )
         )
         self._executor.core = self._core
@@ -98,6 +103,7 @@ class NativeEngine(Worker):
             raise c.CoreMissingError("the CUDA driver lacks what the core needs")
         self._layers = KnownLayers(self._core, self._executor, direct=device.type == "cpu")
         self._tally = Tally(self._core, self._layers, observe, answered, on_device)
+        self._traced = traced
         self.sessions = Sessions(self._core, self._executor, self._caller)
         self._requests: dict[int, tuple[Request, Array, tuple[Any, ...]]] = {}  # by handle
         self._left: dict[int, Any] = {}  # requests that were answered while the core might still read them
@@ -386,6 +392,30 @@ class NativeEngine(Worker):
         """Count the batches that have ended.  scraped: somebody looks at the numbers now."""
         with self._delivering:
             self._tally.report(scraped)
+            if self._traced is not None:
+                self._tell_traces(self._traced)
+
+    def _tell_traces(self, traced: Callable[[RequestReport], None]) -> None:
+        while records := self._core.traces():
+            for t in records:
+                traced(self._request_report(t))
+
+    def _request_report(self, t: c.TraceRecord) -> RequestReport:
+        at = (t.arrival_ns, t.queue_ns, t.collect_ns, t.kernel_ns, t.answered_ns, t.computed_ns)
+        return RequestReport(
+            bytes(t.trace),
+            _TRANSPORTS[t.transport],
+            t.layer,
+            t.tokens,
+            t.top_k,
+            c.REASONS[t.reason],
+            self._layers.backend(t.backend) if t.computed_ns else "",
+            t.batch_tokens,
+            t.batch_requests,
+            t.arrival_ns,
+            t.answered_ns,
+            stages_of(*at) if t.computed_ns else (),
+        )
 
     def _hand_out(self) -> None:
         poll = select.poll()

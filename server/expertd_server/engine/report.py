@@ -9,7 +9,7 @@ from typing import NamedTuple
 from expertd_server.engine.request import Array, Stages
 from expertd_server.engine.served import ServedLayer
 
-__all__ = ["WAIT_BOUNDS_NS", "BatchReport", "LoadNow", "Waits"]
+__all__ = ["WAIT_BOUNDS_NS", "BatchReport", "LoadNow", "RequestReport", "Waits", "stages_of"]
 
 WAIT_BOUNDS_NS = tuple(m * 10**e for e in range(4, 10) for m in (1, 2, 5))
 """Bounds of the histogram of waits: 10 us to 5 s, three a decade; csrc/core.h has the same."""
@@ -57,3 +57,43 @@ class BatchReport(NamedTuple):
     stages: Stages
     expert_tokens: Array
     batches: int = 1
+
+
+class RequestReport(NamedTuple):
+    """The way of one request that its caller traces.
+
+    context      of the caller, as expertd.trace_context has it
+    transport    "unary", "inline" (messages of a stream), "shm" or "tcp"
+    reason       of the error that answered it, "" = it was computed
+    arrival_ns, answered_ns   on time.monotonic_ns()'s clock
+    stages       ((name, begin, end), ...) on it, in order: queue, collect, kernel, deliver; none of a refused one
+    """
+
+    context: bytes
+    transport: str
+    layer: int
+    tokens: int
+    top_k: int
+    reason: str
+    backend: str
+    batch_tokens: int
+    batch_requests: int
+    arrival_ns: int
+    answered_ns: int
+    stages: tuple[tuple[str, int, int], ...]
+
+
+def stages_of(
+    arrival_ns: int, queue_ns: int, collect_ns: int, kernel_ns: int, answered_ns: int, computed_ns: int = 0
+) -> tuple[tuple[str, int, int], ...]:
+    """Where the stages lie.  computed_ns: end of the kernel; 0 = the kernel followed the collecting at once.  What a
+    device computes beside another batch waits between both."""
+    cut = arrival_ns + queue_ns
+    collected = cut + collect_ns
+    end = computed_ns or collected + kernel_ns
+    return (
+        ("queue", arrival_ns, cut),
+        ("collect", cut, collected),
+        ("kernel", max(collected, end - kernel_ns), end),
+        ("deliver", end, max(end, answered_ns)),
+    )

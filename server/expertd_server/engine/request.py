@@ -91,7 +91,8 @@ class Request:
     arrival_ns   time.monotonic_ns() when its message came; queued_ns: the same when the engine took it
     deadline_ns  on the same clock; 0 = none
     into         where the output is to be written: [M * H] STORAGE[output_dtype], aligned, writable; None = nowhere
-    tag          the transport's own: the engine does not look at it
+    tag          the transport's own: the engine does not look at it, nor at
+    trace, transport  of expertd.trace_context, b"" = its way is not told of; how it came, as RequestReport has it
     cancelled    set by whoever wants no answer any more: not computed unless its batch is cut already, and replied to
                  with RequestCancelledError once its memory is free
     on_cancel, handle, foreseen_ns  the engine's: how it learns of that, its name for the request, and when it expected
@@ -115,6 +116,8 @@ class Request:
     digest: bool = False
     into: Array | None = None
     tag: Any = None
+    trace: bytes = b""
+    transport: str = ""
     on_cancel: Callable[[Request], None] | None = None
     handle: int = 0
     foreseen_ns: int = 0

@@ -38,6 +38,12 @@ def request_id_of(metadata: Iterable[tuple[str, Any]] | None) -> str:
     return ""
 
 
+def traceparent_of(metadata: Iterable[tuple[str, Any]] | None) -> str:
+    """Of a call's metadata, "" where there is none."""
+    found = next((value for key, value in metadata or () if key == "traceparent"), "")
+    return found if isinstance(found, str) else ""
+
+
 class _Line:
     """What is told of one reason and one caller.  until_s: no other line before; left: refused since the last one."""
 

@@ -8,9 +8,10 @@ from expertd.dtypes import DTYPE_NUMBER
 from expertd.errors import ExpertdError, InternalError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardResponseView, TensorView
-from expertd_server.engine.request import Answer, Request
+from expertd_server.engine.report import RequestReport, stages_of
+from expertd_server.engine.request import Answer, Outcome, Request
 
-__all__ = ["error_of", "response_view"]
+__all__ = ["error_of", "report_of", "response_view"]
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,17 @@ def response_view(r: Request, a: Answer, load: pb.Load) -> ForwardResponseView:
     else:
         v.output = TensorView.of_raw(DTYPE_NUMBER[r.output_dtype], (r.tokens, r.layer.hidden_size), a.output)
     return v
+
+
+def report_of(r: Request, outcome: Outcome, answered_ns: int) -> RequestReport:
+    """The way of a request that is answered."""
+    head = (r.trace, r.transport, r.layer.layer, r.tokens, r.top_k)
+    if isinstance(outcome, ExpertdError):
+        return RequestReport(*head, outcome.reason, "", 0, 0, r.arrival_ns, answered_ns, ())
+    s, taken = outcome.stages, r.queued_ns
+    stages = stages_of(taken, outcome.queue_ns, s.copy_in_ns, s.kernel_ns, answered_ns)
+    batch = (outcome.batch_tokens, outcome.batch_requests)
+    return RequestReport(*head, "", outcome.backend, *batch, r.arrival_ns, answered_ns, stages)
 
 
 def error_of(e: Exception, what: str) -> ExpertdError:

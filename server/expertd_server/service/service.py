@@ -25,14 +25,16 @@ from expertd.errors import (
     RequestCancelledError,
     TooManyRequestsError,
 )
+from expertd.trace_context import context_of
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView
 from expertd_server.engine.admission import Limits, State, fits, shut
-from expertd_server.engine.request import STORAGE, Answer, Reply, Request, Stages
+from expertd_server.engine.report import RequestReport
+from expertd_server.engine.request import STORAGE, Answer, Outcome, Reply, Request, Stages
 from expertd_server.service.intake import Drawing, Intake
 from expertd_server.service.offers import Door, answer_offer
 from expertd_server.service.refusals import Refusals
-from expertd_server.service.response import error_of
+from expertd_server.service.response import error_of, report_of
 from expertd_server.service.session import Outlet, Session
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class Service:
     """One server's state and the way of a request through it.  From any thread.
 
     doors: the transports that a session can ask for, or why not; filled before anything listens
+    traced: told of requests that their callers trace, None: nobody looks for them; set before anything listens
     """
 
     def __init__(self, engine: AnyEngine, metrics: Metrics, limits: Limits) -> None:
@@ -59,6 +62,7 @@ class Service:
         self._describe: Callable[[bool], pb.DescribeResponse] | None = None
         self.doors: dict[str, Door | str] = {}
         self.refusals = Refusals()
+        self.traced: Callable[[RequestReport], None] | None = None
         self._sessions: set[Session] = set()
         self._lock = threading.Lock()
         self._unread_bytes = 0
@@ -88,10 +92,10 @@ class Service:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def session(self, outlet: Outlet, caller: str, name: str = "") -> Session:
-        """For one connection of `caller`, a peer's address or a name.  name: the caller's for it, "" = none.  It lives
-        until its close()."""
-        session = Session(self, outlet, caller, name)
+    def session(self, outlet: Outlet, caller: str, name: str = "", traceparent: str = "") -> Session:
+        """For one connection of `caller`, a peer's address or a name.  name, traceparent: the caller's for it, "" =
+        none.  It lives until its close()."""
+        session = Session(self, outlet, caller, name, traceparent)
         with self._lock:
             self._sessions.add(session)
         return session
@@ -152,7 +156,8 @@ class Service:
     ) -> Request:
         """Take one request; reply gets its outcome, maybe before this returns.  Raises the row that refuses it.
 
-        timeout_ns: from arrival_ns, 0 = none.  more: `into` and `tag` of the Request.
+        timeout_ns: from arrival_ns, 0 = none.  more: `into`, `tag` and `transport` of the Request, and the connection's
+        traceparent.
         """
         self.ensure_open()
         request, drawing = self.check(view, reply, caller, arrival_ns, timeout_ns, **more)
@@ -160,11 +165,25 @@ class Service:
         return request
 
     def check(
-        self, view: ForwardRequestView, reply: Reply, caller: str, arrival_ns: int, timeout_ns: int, **more: Any
+        self,
+        view: ForwardRequestView,
+        reply: Reply,
+        caller: str,
+        arrival_ns: int,
+        timeout_ns: int,
+        traceparent: str = "",
+        **more: Any,
     ) -> tuple[Request, Drawing | None]:
         """The first half of forward()."""
         deadline_ns = arrival_ns + timeout_ns if timeout_ns else 0
+        if self.traced is not None and (context := context_of(view.traceparent or traceparent)):
+            more["trace"] = context
         return self._intake.request(view, reply, caller=caller, arrival_ns=arrival_ns, deadline_ns=deadline_ns, **more)
+
+    def tell(self, r: Request, outcome: Outcome) -> None:
+        """Of a request that its caller traces and that has just been answered with `outcome`."""
+        if self.traced is not None and r.trace:
+            self.traced(report_of(r, outcome, time.monotonic_ns()))
 
     def submit(self, r: Request, drawing: Drawing | None) -> Future[None] | None:
         """The second half.  A Future while much is drawn: whoever reads requests of this caller waits for it first."""

@@ -63,8 +63,9 @@ class Session:
     written(): a caller that does not read its answers is bounded, too.
     """
 
-    def __init__(self, service: Service, outlet: Outlet, caller: str, name: str = "") -> None:
+    def __init__(self, service: Service, outlet: Outlet, caller: str, name: str = "", traceparent: str = "") -> None:
         self._service, self._outlet, self._caller, self._name = service, outlet, caller, name
+        self._traceparent = traceparent
         self._lock = threading.Lock()
         self._in_flight: dict[int, Request | None] = {}  # None: not handed to the engine yet
         self._unwritten = 0
@@ -178,7 +179,8 @@ class Session:
         self._register(number)
         try:
             timeout_ns = v.timeout_us * 1000
-            r, drawing = service.check(v, self._reply, self._caller, arrival_ns, timeout_ns, into=into, tag=memory)
+            more = {"traceparent": self._traceparent, "into": into, "tag": memory, "transport": "inline"}
+            r, drawing = service.check(v, self._reply, self._caller, arrival_ns, timeout_ns, **more)
             service.reserve(self._held_bytes, r.answer_bytes)
             with self._lock:
                 self._in_flight[number] = r
@@ -235,6 +237,7 @@ class Session:
             if wanted:
                 self._hand_over(r, outcome)
         finally:
+            self._service.tell(r, outcome)
             self._released(r.tag)
 
     def _hand_over(self, r: Request, outcome: Outcome) -> None:

@@ -19,7 +19,7 @@ from expertd.wire import ForwardRequestView, decode_forward_request, encode_forw
 from expertd_server.engine.admission import fits
 from expertd_server.engine.request import Outcome, Request
 from expertd_server.service.access import CALL, DESCRIBE
-from expertd_server.service.refusals import REQUEST_ID, request_id_of
+from expertd_server.service.refusals import REQUEST_ID, request_id_of, traceparent_of
 from expertd_server.service.response import error_of, response_view
 from expertd_server.transports.grpc_stream import Stream
 from expertd_server.transports.mailbox import Mailbox
@@ -167,9 +167,13 @@ class Servicer:
             else:
                 encoded = encode_forward_response(response_view(r, outcome, service.load_message()))
                 mailbox.post(partial(_finish, done, encoded))
+            service.tell(r, outcome)
 
+        more: dict[str, Any] = {"transport": "unary"}
+        if service.traced is not None:
+            more["traceparent"] = traceparent_of(context.invocation_metadata())
         timeout_ns = _timeout_ns(view, context.time_remaining())
-        request = service.forward(view, reply, caller=caller, arrival_ns=arrival_ns, timeout_ns=timeout_ns)
+        request = service.forward(view, reply, caller=caller, arrival_ns=arrival_ns, timeout_ns=timeout_ns, **more)
         try:
             return await done
         finally:

@@ -19,7 +19,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import decode_stream_request, encode_stream_response, peek_request_id
 from expertd_server.engine.admission import State
 from expertd_server.engine.request import Answer, Request
-from expertd_server.service.refusals import request_id_of
+from expertd_server.service.refusals import request_id_of, traceparent_of
 from expertd_server.service.response import error_of, response_view
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class Stream:
     def __init__(self, service: Service, mailbox: Mailbox, rpc: Rpc, context: Any, caller: str) -> None:
         self._service, self._mailbox, self._rpc, self._context = service, mailbox, rpc, context
         self.caller = caller
-        self._session = service.session(self, caller, request_id_of(context.invocation_metadata()))
+        told = context.invocation_metadata()
+        self._session = service.session(self, caller, request_id_of(told), traceparent_of(told))
         self._outbox: deque[tuple[bytes, int]] = deque()  # answers, with the answer_bytes of their requests
         self._small: deque[bytes] = deque()  # refusals and what else is no answer
         self._wake, self._room = asyncio.Event(), asyncio.Event()

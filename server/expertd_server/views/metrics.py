@@ -7,6 +7,7 @@ bincount a batch, turned into samples only when somebody scrapes.
 from __future__ import annotations
 
 import importlib.metadata
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
-from expertd_server.engine.report import WAIT_BOUNDS_NS, BatchReport, LoadNow, Waits
+from expertd_server.engine.report import WAIT_BOUNDS_NS, BatchReport, LoadNow, RequestReport, Waits
 from expertd_server.engine.request import Array
 
 __all__ = ["BackendFacts", "Metrics", "Rpc", "SERVICE"]
@@ -102,9 +104,13 @@ class Metrics:
         ProcessCollector(registry=r)
         self._state = Gauge("expertd_serving", "1 while the server takes requests.", registry=r)
         self._state.set(0)
+        self.untraced = Counter(
+            "expertd_untraced_requests", "Traced requests of which no spans were made: too many at once.", registry=r
+        )
         batches = _Batches()
         r.register(batches)
         self.batch: Callable[[BatchReport], None] = batches.add
+        self.exemplify: Callable[[RequestReport, str, str], None] = batches.exemplify
         self._requests: dict[tuple[str, str], Callable[[float], None]] = {}
         self._backends: set[tuple[str, ...]] = set()
         self.bytes_in: Callable[[float], None] = self.bytes.labels("in").inc
@@ -187,6 +193,11 @@ class _Tally:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        self._exemplars: dict[int, Exemplar] = {}  # by bucket: of a request in it, the last one
+
+    def exemplify(self, value: float, labels: dict[str, str]) -> None:
+        """A request that was counted here has a trace."""
+        self._exemplars[bisect_left(self._bounds, value)] = Exemplar(labels, value, time.time())
 
     def add(self, value: float, times: int = 1) -> None:
         self._counts[bisect_left(self._bounds, value)] += times
@@ -200,7 +211,11 @@ class _Tally:
     def into(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
         so_far = list(accumulate(self._counts))
         names = [*(f"{b:g}" for b in self._bounds), "+Inf"]
-        family.add_metric(labels, list(zip(names, so_far, strict=True)), self._sum)
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+        for i, (name, n) in enumerate(zip(names, so_far, strict=True)):
+            exemplar = self._exemplars.get(i)
+            buckets.append((name, n) if exemplar is None else (name, n, exemplar))
+        family.add_metric(labels, buckets, self._sum)
 
 
 class _Experts:
@@ -265,6 +280,15 @@ class _Batches(Collector):
         self._kernel[backend].add(b.stages.kernel_ns * 1e-9, b.batches)
         self._copy_in.add(b.stages.copy_in_ns * 1e-9, b.batches)
         self._copy_out.add(b.stages.copy_out_ns * 1e-9, b.batches)
+
+    def exemplify(self, r: RequestReport, trace_id: str, span_id: str) -> None:
+        """`r`, which was computed, can be looked up under these.  By one other thread."""
+        labels = {"trace_id": trace_id, "span_id": span_id}
+        took = {name: (end - begin) * 1e-9 for name, begin, end in r.stages}
+        self._queue.exemplify(took["queue"], labels)
+        kernel = self._kernel.get(r.backend)
+        if kernel is not None:
+            kernel.exemplify(took["kernel"], labels)
 
     def collect(self) -> Iterable[Metric]:
         tokens = CounterMetricFamily("expertd_tokens", "Tokens computed.", labels=("layer",))

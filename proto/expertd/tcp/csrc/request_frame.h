@@ -60,6 +60,8 @@ struct Frame {
     Writer last(&tail);
     if (s.deadline_ns) last.number(7, s.deadline_ns > now ? (s.deadline_ns - now) / 1000 + 1 : 1);
     last.number(8, s.out_dtype);
+    const std::string traceparent = traceparent_of(s.trace);
+    last.text(10, traceparent.data(), traceparent.size());
     last.number(11, s.flags & shm::kRouterWeightOnInput ? 1 : 0);
     const uint64_t inner = first.size() + t.hidden_bytes + scales.size() + (scaled ? t.scales_bytes : 0) + ids.size() +
                            t.ids_bytes + weights.size() + t.weights_bytes + tail.size();

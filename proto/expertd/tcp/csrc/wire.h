@@ -165,6 +165,42 @@ class Writer {
   std::string* out_;
 };
 
+// Of a traceparent whose caller records, trace id and span id into out[24]; zeros where it is none.  As
+// expertd/trace_context.py.
+inline void read_traceparent(const uint8_t* text, uint64_t n, uint8_t* out) {
+  constexpr uint64_t kBytes = 55;
+  memset(out, 0, 24);
+  if (n < kBytes || text[2] != '-' || text[35] != '-' || text[52] != '-' || (n > kBytes && text[kBytes] != '-')) return;
+  const auto digit = [](uint8_t c) { return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1; };
+  uint8_t bytes[26], *to = bytes;
+  bool trace = false, parent = false;
+  for (uint64_t i = 0; i < kBytes; i += i == 0 || i == 33 || i == 50 ? 3 : 2) {
+    const int high = digit(text[i]), low = digit(text[i + 1]);
+    if (high < 0 || low < 0) return;
+    *to = uint8_t(high << 4 | low);
+    if (*to && to > bytes && to <= bytes + 16) trace = true;
+    if (*to && to > bytes + 16 && to <= bytes + 24) parent = true;
+    ++to;
+  }
+  if (bytes[0] == 0xff || (bytes[0] == 0 && n > kBytes) || !trace || !parent || !(bytes[25] & 1)) return;
+  memcpy(out, bytes + 1, 24);
+}
+
+// The text of such 24 bytes; nothing where they are zeros.
+inline std::string traceparent_of(const uint8_t* trace) {
+  std::string out;
+  uint64_t id[2];
+  memcpy(id, trace, sizeof id);
+  if (!(id[0] | id[1])) return out;
+  out = "00-";
+  for (int i = 0; i < 24; ++i) {
+    out += "0123456789abcdef"[trace[i] >> 4];
+    out += "0123456789abcdef"[trace[i] & 15];
+    if (i == 15) out += '-';
+  }
+  return out + "-01";
+}
+
 // What stands in a Tensor before its elements.
 inline std::string tensor_head(uint32_t dtype, uint64_t rows, uint64_t columns, uint64_t bytes) {
   std::string shape, out;

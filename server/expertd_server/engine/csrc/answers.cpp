@@ -13,7 +13,7 @@
 namespace expertd {
 namespace {
 
-constexpr size_t kSingleRecords = 256, kMostRecords = 65536;
+constexpr size_t kSingleRecords = 256, kMostRecords = 65536, kMostTraces = 16384;
 // So many batches that nobody has asked for are told one by one, later ones added to what they are like; of more than
 // kMostRecords kinds some are missed.
 
@@ -82,6 +82,14 @@ uint32_t Answers::records(BatchRecord* out, uint32_t most) {
   return uint32_t(n);
 }
 
+uint32_t Answers::traces(TraceRecord* out, uint32_t most) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto n = long(std::min<size_t>(most, traces_.size()));
+  std::copy_n(traces_.begin(), n, out);
+  traces_.erase(traces_.begin(), traces_.begin() + n);
+  return uint32_t(n);
+}
+
 Item* Answers::new_item() {
   if (pool_.empty()) return new Item{};
   Item* item = pool_.back();
@@ -93,6 +101,7 @@ Item* Answers::new_item() {
 void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t waited_ns) {
   const uint32_t backend = lane ? lane->layer->backend_at(lane->rows) : 0;
   const auto collect_ns = uint32_t(lane ? lane->launch_ns - lane->cut_ns : 0), kernel_ns = uint32_t(lane ? lane->kernel_ns : 0);
+  if (item->f.traced()) trace(item, lane, kComputed, waited_ns);
   const uint32_t tokens = lane ? lane->tokens : 0, requests = lane ? uint32_t(lane->items.size()) : 0;
   if (item->port) {
     auto& c = item->called ? item->port->open_call(false) : item->port->open(item->id);
@@ -128,6 +137,7 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
 }
 
 void Answers::refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const char* format, ...) {
+  if (item->f.traced()) trace(item, nullptr, reason, 0);
   va_list arguments;
   va_start(arguments, format);
   if (item->port) {
@@ -148,6 +158,29 @@ void Answers::refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const
   }
   va_end(arguments);
   give_back(item);
+}
+
+void Answers::trace(const Item* item, const Lane* lane, uint32_t reason, uint64_t waited_ns) {
+  const Forward& f = item->f;
+  TraceRecord t{};
+  memcpy(t.trace, f.trace, sizeof t.trace);
+  t.arrival_ns = f.arrival_ns;
+  t.answered_ns = shm::now_ns();
+  t.layer = f.layer;
+  t.tokens = f.tokens;
+  t.top_k = f.top_k;
+  t.reason = reason;
+  t.transport = item->port ? 1 : 2;
+  if (lane) {
+    t.computed_ns = lane->computed_ns;
+    t.backend = lane->layer->backend_at(lane->rows);
+    t.queue_ns = uint32_t(waited_ns);
+    t.collect_ns = uint32_t(lane->launch_ns - lane->cut_ns);
+    t.kernel_ns = uint32_t(lane->kernel_ns);
+    t.batch_tokens = lane->tokens;
+    t.batch_requests = uint32_t(lane->items.size());
+  }
+  held_traces_.push_back(t);
 }
 
 void Answers::refuse_bad(Item* item, const LayerFacts& layer, const Bad& bad) {
@@ -171,7 +204,7 @@ void Answers::session_gone(uint64_t handle) {
 }
 
 void Answers::flush() {
-  if (held_.empty() && held_records_.empty()) return;
+  if (held_.empty() && held_records_.empty() && held_traces_.empty()) return;
   bool first;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -180,9 +213,12 @@ void Answers::flush() {
     for (Outcome& o : held_) o.posted_ns = now;
     outbox_.insert(outbox_.end(), held_.begin(), held_.end());
     for (const BatchRecord& r : held_records_) keep(r);
+    for (const TraceRecord& t : held_traces_)
+      if (traces_.size() < kMostTraces) traces_.push_back(t);
   }
   held_.clear();
   held_records_.clear();
+  held_traces_.clear();
   if (first) shm::ring(bell_);
 }
 

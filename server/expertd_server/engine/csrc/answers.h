@@ -31,6 +31,7 @@ class Answers {
   // ---- any thread
   uint32_t outcomes(Outcome* out, uint32_t most);
   uint32_t records(BatchRecord* out, uint32_t most);
+  uint32_t traces(TraceRecord* out, uint32_t most);
   int bell() const { return bell_; }  // rings when there are outcomes
   // Adds up what sessions of a channel were answered, by Reason, since the last call.
   void answered(uint64_t* counts);
@@ -54,6 +55,7 @@ class Answers {
 
  private:
   void keep(const BatchRecord& r);
+  void trace(const Item* item, const Lane* lane, uint32_t reason, uint64_t waited_ns);
   void post(const Item* item, const Outcome& o) {
     if (item->work)
       sink_->outcome(item->work, o);
@@ -68,9 +70,11 @@ class Answers {
   std::mutex mutex_;  // outbox_, records_
   std::vector<Outcome> outbox_;
   std::vector<BatchRecord> records_;
+  std::vector<TraceRecord> traces_;
   std::map<std::array<uint64_t, 4>, size_t> kinds_;  // places in records_ of those that others may be added to
   std::vector<Outcome> held_;  // of the core's thread, as held_records_
   std::vector<BatchRecord> held_records_;
+  std::vector<TraceRecord> held_traces_;
   std::atomic<uint64_t> answered_[kReasons] = {};
 };
 

@@ -16,7 +16,7 @@ using namespace expertd;
 API void expertd_core_sizes(uint64_t* out) {
   const uint64_t sizes[] = {sizeof(Config), sizeof(Forward), sizeof(Outcome), sizeof(LayerFacts),
                             sizeof(LaneMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load), sizeof(Waiting), sizeof(Measured),
-                            sizeof(PeerBounds)};
+                            sizeof(PeerBounds), sizeof(TraceRecord)};
   for (uint64_t size : sizes) *out++ = size;
 }
 
@@ -37,6 +37,7 @@ API void expertd_core_drain(Core* c) { c->drain(); }
 API void expertd_core_stop(Core* c) { c->stop(); }
 API uint32_t expertd_core_outcomes(Core* c, Outcome* out, uint32_t most) { return c->answers().outcomes(out, most); }
 API uint32_t expertd_core_records(Core* c, BatchRecord* out, uint32_t most) { return c->answers().records(out, most); }
+API uint32_t expertd_core_traces(Core* c, TraceRecord* out, uint32_t most) { return c->answers().traces(out, most); }
 API void expertd_core_interrupt(Core* c) { c->interrupt(); }
 API void expertd_core_forget_graphs(Core* c) { c->forget_graphs(); }
 API int expertd_core_waited_for(Core* c, uint32_t generation) { return c->waited_for(generation); }
@@ -154,6 +155,9 @@ API void expertd_forecast_foresee(Forecast* f, uint64_t now, uint32_t layer, uin
   out[0] = seen.in_ns;
   out[1] = seen.late_ns;
 }
+
+// For the test that holds it to expertd/trace_context.py.
+API void expertd_read_traceparent(const uint8_t* text, uint64_t n, uint8_t* out) { tcp::read_traceparent(text, n, out); }
 
 // ---- sessions over TCP.  They are freed before the core, after whatever runs it.
 

@@ -442,7 +442,7 @@ void Core::done(uint32_t lane, uint64_t kernel_ns, const char* text) {
 void Core::finish(Lane* lane, uint64_t now) {
   const uint64_t begin = std::max(lane->launch_ns, last_end_ns_);  // before that the device computed another batch
   if (config_.device) lane->kernel_ns = now - begin;
-  last_end_ns_ = now;
+  last_end_ns_ = lane->computed_ns = now;
   BatchRecord r = record_of(*lane);
   uint64_t row = 0, staged = 0, asked = 0;
   double behind_ns = 0;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace expertd {
 
@@ -60,6 +61,13 @@ struct Forward {
   uint8_t router_weight_on_input;
   uint8_t on_device;  // the addresses are the device's; only of sessions
   uint8_t spare[2];
+  uint8_t trace[24];  // W3C trace id and the caller's span id where its way is told of (TraceRecord), else zeros
+
+  bool traced() const {
+    uint64_t id[2];
+    memcpy(id, trace, sizeof id);
+    return id[0] | id[1];
+  }
 };
 
 // What became of one Forward, or that a session is gone (then `handle` is the session's).
@@ -132,7 +140,7 @@ struct Config {
   float patience;  // part of the last batch's time for which its callers are waited for; 0 = not at all
   uint8_t compute_dtype, device;  // device: batches are described by a table and end by a word
   uint8_t refuse_late;  // what cannot be answered by its deadline is refused, and dropped before that has passed
-  uint8_t spare;
+  uint8_t traces;       // requests that have a trace are told of
 };
 
 // A piece of a batch as a CUDA graph, for one lane and up to `rows` rows.
@@ -166,6 +174,15 @@ struct BatchRecord {
   uint32_t batches;
   uint32_t waits[kWaitBounds + 1];  // requests by how long they waited: up to each bound, and longer
   uint64_t routes, queue_ns, collect_ns, kernel_ns, deliver_ns;  // of all of them together
+};
+
+// The way of one request of a session in shared memory (transport 1) or over TCP (2) that its caller traces.
+struct TraceRecord {
+  uint8_t trace[24];
+  uint64_t arrival_ns, computed_ns, answered_ns;  // CLOCK_MONOTONIC; computed: end of the kernel, 0 = it was not computed
+  uint32_t layer, tokens, top_k, reason, backend;
+  uint32_t queue_ns, collect_ns, kernel_ns;  // from arrival to the cut of its batch; to the launch; in the kernel
+  uint32_t batch_tokens, batch_requests, transport, spare;
 };
 
 // What waits, of all callers or of one.

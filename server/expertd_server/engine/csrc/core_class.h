@@ -70,6 +70,7 @@ class Core {
   // What waits, of all callers together and of one.
   void waiting(uint32_t caller, Waiting* all, Waiting* own) const;
   Answers& answers() { return answers_; }
+  bool traces() const { return config_.traces != 0; }
 
   // ---- before run, or on its thread
   void lane(uint32_t index, const LaneMemory& memory) { lanes_[index].memory = memory; }

@@ -199,6 +199,7 @@ void Core::accept(Port* p, const shm::Submission& s, bool called) {
   f.out_dtype = s.out_dtype;
   f.router_weight_on_input = (s.flags & shm::kRouterWeightOnInput) != 0;
   f.on_device = (s.flags & shm::kOnDevice) != 0;
+  if (config_.traces && !called) memcpy(f.trace, s.trace, sizeof f.trace);
   if (called && s.kind == 0) return answers_.refuse(item, kMalformed, 0, "call: got a number under which nothing was prepared");
   const auto found = layers_.find(s.layer);
   if (found == layers_.end())

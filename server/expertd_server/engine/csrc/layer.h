@@ -69,7 +69,7 @@ struct Lane {
   std::vector<uint32_t> routes;  // on a CPU, by item
   Layer* layer = nullptr;
   uint32_t index = 0, tokens = 0, rows = 0, top_k = 0, router_weight_on_input = 0;
-  uint64_t cut_ns = 0, launch_ns = 0, kernel_ns = 0;
+  uint64_t cut_ns = 0, launch_ns = 0, kernel_ns = 0, computed_ns = 0;
   bool in_place_out = false;
 };
 

@@ -36,6 +36,8 @@ struct Asked {
   uint32_t layer = 0, output_dtype = 0, output_form = 0;
   bool grouped = false, weight_on_input = false, good = true;
   tcp::Tensor hidden, ids, weights;
+  const uint8_t* traceparent = nullptr;
+  uint64_t traceparent_bytes = 0;
 
   explicit Asked(tcp::Fields f) {
     while (f.next()) {
@@ -51,6 +53,7 @@ struct Asked {
         if (f.number == 4) good &= ids.read(f.inside());
         if (f.number == 5) good &= weights.read(f.inside());
         if (f.number == 6) grouped = true;
+        if (f.number == 10) traceparent = f.data, traceparent_bytes = f.bytes;
       }
     }
     good &= f.good;
@@ -157,6 +160,7 @@ void Peers::forward(Peer* p, tcp::Fields fields, tcp::Buffer in, uint64_t bytes,
   f.weights_dtype = uint8_t(a.weights.dtype);
   f.out_dtype = output_dtype(a);
   f.router_weight_on_input = a.weight_on_input;
+  if (core_.traces()) tcp::read_traceparent(a.traceparent, a.traceparent_bytes, f.trace);
   work->decode_ns = f.arrival_ns - arrival_ns;
   p->works[a.id] = work;
   ++p->in_core;

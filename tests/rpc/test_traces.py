@@ -1,0 +1,249 @@
+"""Spans of traced requests over every transport, with OpenTelemetry's own SDK, and exemplars in a scrape."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import urllib.request
+
+import grpc
+import numpy as np
+import pytest
+
+from expertd.errors import LayerNotHeldError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
+from expertd_client import ExpertClient
+from expertd_server.boot.assignment import BootError
+from expertd_server.config import Address, ServeConfig
+from expertd_server.engine import choose
+from expertd_server.engine.core import CoreMissingError, library
+from expertd_server.host import Host
+
+pytest.importorskip("opentelemetry.sdk", reason="the extra `test` has it: pip install opentelemetry-sdk")
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+try:
+    library()
+    MISSING = ""
+except CoreMissingError as e:
+    MISSING = str(e)
+
+pytestmark = pytest.mark.timeout(90)
+needs_core = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there")
+
+HERE = Address("127.0.0.1", 0)
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = f"00-{TRACE}-{SPAN}-01"
+UNSAMPLED = f"00-{TRACE}-{SPAN}-00"
+STAGES = ["queue", "collect", "kernel", "deliver"]
+WAYS = {
+    "unary": ({"shm": "off"}, {"unary": True}),
+    "inline": ({"shm": "off"}, {}),
+    "shm": ({"shm": "on"}, {}),
+    "tcp": ({"shm": "off", "tcp_listen": HERE}, {}),
+}
+"""Transport -> options of the server, and of the client."""
+
+
+@pytest.fixture(scope="module")
+def exporter():
+    """Of the process's provider, which OpenTelemetry sets once."""
+    made = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(made))
+    trace.set_tracer_provider(provider)
+    return made
+
+
+@pytest.fixture
+def spans(exporter):
+    """spans(n): the spans so far, once there are n."""
+    exporter.clear()
+
+    def spans(n: int):
+        until_s = time.monotonic() + 10
+        while len(exporter.get_finished_spans()) < n and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return list(exporter.get_finished_spans())
+
+    return spans
+
+
+@pytest.fixture
+def serve(exporter):
+    hosts: list[Host] = []
+
+    def serve(**options) -> Host:
+        tiny = {"synthetic": "tiny:int4_g128", "device": "cpu", "threads": 1, "listen": HERE, "traces": True}
+        host = Host(ServeConfig(**(tiny | options)))
+        hosts.append(host)
+        host.start()
+        host.ready(60)
+        return host
+
+    yield serve
+    for host in hosts:
+        host.close()
+
+
+def ask(client: ExpertClient, layer: int = 0, **more):
+    ids = np.tile(np.arange(2, dtype=np.int32), (3, 1))
+    x = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+    return client.forward(layer, x, ids, np.full((3, 2), 0.5, np.float32), **more)
+
+
+def connect(host: Host, way: str) -> ExpertClient:
+    client = ExpertClient(host.address, timeout_s=20, **WAYS[way][1])
+    if way in ("shm", "tcp"):
+        assert client.session().transport == way
+    return client
+
+
+def check(told, transport: str) -> None:
+    """The spans of one request: as its own times say, under its caller's."""
+    root = next(s for s in told if s.kind is trace.SpanKind.SERVER)
+    stages = [s for s in told if s is not root]
+    assert (f"{root.context.trace_id:032x}", f"{root.parent.span_id:016x}") == (TRACE, SPAN)
+    assert root.parent.is_remote
+    assert root.name == "expertd.v1.ExpertService/" + ("Forward" if transport == "unary" else "StreamForward")
+    told_of = {k.removeprefix("expertd."): v for k, v in root.attributes.items() if k.startswith("expertd.")}
+    assert told_of.pop("backend") in ("cpu", "cpu_torch", "reference")
+    assert told_of == {
+        "transport": transport,
+        "layer": 0,
+        "tokens": 3,
+        "top_k": 2,
+        "batch_tokens": 3,
+        "batch_requests": 1,
+    }
+    assert sorted(s.name for s in stages) == sorted(STAGES)
+    stages.sort(key=lambda s: STAGES.index(s.name))
+    assert all(s.parent.span_id == root.context.span_id for s in stages)
+    assert all(a.end_time <= b.start_time for a, b in itertools.pairwise(stages))
+    assert all(s.start_time <= s.end_time for s in stages)
+    assert root.start_time <= stages[0].start_time
+    assert stages[-1].end_time <= root.end_time
+    assert stages[2].end_time > stages[2].start_time, "the kernel takes time"
+    assert abs(root.end_time - time.time_ns()) < 60e9
+
+
+@needs_core
+@pytest.mark.parametrize("way", WAYS)
+def test_a_traced_request_is_spans_of_its_callers_trace(serve, spans, way):
+    host = serve(**WAYS[way][0])
+    with connect(host, way) as client:
+        ask(client)
+        ask(client, traceparent=UNSAMPLED)
+        ask(client, traceparent="nonsense")
+        ask(client, traceparent=PARENT)
+    told = spans(5)
+    assert len(told) == 5, "one request of four is traced"
+    check(told, way)
+
+
+@pytest.mark.parametrize("way", ["unary", "inline"])
+def test_the_engine_in_python_tells_the_same(serve, spans, monkeypatch, way):
+    monkeypatch.setattr(choose, "_why_not", lambda device: "this test wants the other")
+    host = serve(**WAYS[way][0])
+    with connect(host, way) as client:
+        ask(client, traceparent=PARENT)
+    check(spans(5), way)
+
+
+def test_the_context_of_a_call_is_that_of_its_metadata(serve, spans):
+    host = serve(shm="off")
+    request = pb.ForwardRequest(layer=0, request_id=1)
+    tensors = (("hidden_states", [3, 256], "BF16"), ("topk_ids", [3, 2], "I32"), ("topk_weights", [3, 2], "F32"))
+    for name, shape, dtype in tensors:
+        tensor = getattr(request, name)
+        tensor.dtype, tensor.synthetic.seed = pb.DataType.Value(f"DATA_TYPE_{dtype}"), 1
+        tensor.shape.extend(shape)
+    with grpc.insecure_channel(host.address) as channel:
+        stub = ExpertServiceStub(channel)
+        stub.Forward(request, metadata=(("traceparent", PARENT),), timeout=20)
+        check(spans(5), "unary")
+        messages = iter([pb.StreamForwardRequest(forward=request)])
+        list(stub.StreamForward(messages, metadata=(("traceparent", PARENT),), timeout=20))
+        check(spans(10)[5:], "inline")
+
+
+@needs_core
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_a_refused_request_is_a_span_with_its_reason(serve, spans, way):
+    host = serve(**WAYS[way][0])
+    with connect(host, way) as client, pytest.raises(LayerNotHeldError):
+        ask(client, layer=77, traceparent=PARENT)
+    (told,) = spans(1)
+    assert told.status.status_code is trace.StatusCode.ERROR
+    assert told.attributes["error.type"] == "LAYER_NOT_HELD"
+
+
+@needs_core
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_within_a_span_is_told_of_without_a_word(serve, spans, way):
+    host = serve(**WAYS[way][0])
+    tracer = trace.get_tracer("caller")
+    with connect(host, way) as client, tracer.start_as_current_span("step") as step:
+        ask(client)
+    told = spans(6)
+    assert {s.context.trace_id for s in told} == {step.get_span_context().trace_id}
+    (root,) = [s for s in told if s.kind is trace.SpanKind.SERVER]
+    assert root.parent.span_id == step.get_span_context().span_id
+
+
+@needs_core
+@pytest.mark.parametrize("way", WAYS)
+def test_nobody_is_told_where_traces_are_off(serve, spans, way):
+    host = serve(**WAYS[way][0], traces=False)
+    with connect(host, way) as client:
+        ask(client, traceparent=PARENT)
+        host.engine.report(scraped=True)
+    host.close()
+    assert spans(0) == []
+
+
+def scrape(host: Host, accept: str) -> str:
+    at = f"http://127.0.0.1:{host._http.port}/metrics"
+    with urllib.request.urlopen(urllib.request.Request(at, headers={"Accept": accept}), timeout=5) as answer:
+        return answer.read().decode()
+
+
+@needs_core
+@pytest.mark.parametrize("way", WAYS)
+def test_histograms_have_the_trace_as_exemplar(serve, spans, way):
+    host = serve(**WAYS[way][0], metrics_listen=HERE)
+    with connect(host, way) as client:
+        ask(client, traceparent=PARENT)
+        host.engine.report(scraped=True)
+        root = next(s for s in spans(5) if s.kind is trace.SpanKind.SERVER)
+        scrape(host, "text/plain")  # counted at the latest now, whichever came first
+        ask(client, traceparent=PARENT)
+        host.engine.report(scraped=True)
+        last = [s for s in spans(10) if s.kind is trace.SpanKind.SERVER][-1]
+        time.sleep(0.1)
+        text = scrape(host, "application/openmetrics-text; version=1.0.0")
+    found = {
+        sample.name: sample.exemplar
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.exemplar is not None
+    }
+    assert set(found) == {"expertd_queue_seconds_bucket", "expertd_kernel_seconds_bucket"}
+    ids = {f"{s.context.span_id:016x}" for s in (root, last)}
+    for exemplar in found.values():
+        assert exemplar.labels["trace_id"] == TRACE
+        assert exemplar.labels["span_id"] in ids
+        assert exemplar.value >= 0
+    assert "trace_id" not in scrape(host, "text/plain")
+
+
+def test_traces_without_the_package_say_what_to_install(serve, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry", None)
+    with pytest.raises(BootError, match=r"pip install 'expertd\[otel\]'"):
+        serve()
