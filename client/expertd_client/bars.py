@@ -10,7 +10,7 @@ __all__ = ["Bar", "stacked"]
 
 _COLOURS = (
     *("#4e79a7", "#d3d3d0", "#9c755f", "#e8c547", "#76b7b2", "#e15759", "#59a14f", "#b07aa1", "#86bcb6"),
-    *("#f1a340", "#bab0ac", "#7f7f7f"),
+    *("#f1a340", "#bab0ac", "#7f7f7f", "#e377c2"),
 )
 _LABEL, _BAR, _NUMBERS, _ROW, _THICK, _HEAD = 330, 640, 210, 24, 16, 56
 _STYLE = """text{font-family:"DejaVu Sans",Verdana,sans-serif;font-size:12px;fill:#222}

@@ -14,6 +14,7 @@ from torch import Tensor
 from expertd.errors import ExpertdError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cuda_ipc import DeviceSession
+from expertd_client.tracing import gpu_clock, recorder
 
 __all__ = ["DeviceWay"]
 
@@ -54,6 +55,7 @@ class DeviceWay:
             if session is None or not rows:
                 return None
             out = torch.empty_like(x)
+            over = (now := recorder.active) and gpu_clock.timed(now, layer, x)
             try:
                 for at in range(0, len(x), rows):
                     piece = slice(at, at + rows)
@@ -62,6 +64,8 @@ class DeviceWay:
             except UnavailableError as e:
                 self._lose(e)
                 return None
+            if over is not None:
+                over()
             return out
 
     def start(

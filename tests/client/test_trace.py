@@ -1,10 +1,12 @@
 """trace(): what is recorded of a client's calls, how a server's stages are placed, and that nothing is recorded
 otherwise."""
 
+import contextlib
 import itertools
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +19,8 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardResponseView, TensorView
 from expertd_client import ExpertClient, trace
 from expertd_client.torch_experts import RemoteExperts
-from expertd_client.tracing import Part, TracedCall, recorder
-from expertd_client.tracing.picture import by_layer
+from expertd_client.tracing import Part, TracedCall, gpu_clock, recorder
+from expertd_client.tracing.picture import by_layer, draw
 from expertd_client.tracing.stages import SERVER, own_clock, placed, stages_of
 
 pytestmark = pytest.mark.timeout(30)
@@ -169,3 +171,46 @@ def test_of_several_servers_the_last_answer_counts():
     call.parts = [part(100, 200, 900, kernel_ns=300), part(200, 260, 2100, queue_ns=40, kernel_ns=1000)]
     found = {name: ns for name, ns in stages_of(call).items() if ns}
     assert found == {"split": 100, "send": 160, "queue": 40, "kernel": 1000, "wire": 800, "wake": 50, "join": 50}
+
+
+class StreamOfEvents:
+    """torch.cuda as far as a clock needs it: each event is a millisecond after the one before."""
+
+    def __init__(self):
+        self.count = itertools.count()
+
+    def Event(self, enable_timing):  # noqa: N802
+        assert enable_timing
+        recorded = []
+        return SimpleNamespace(
+            at=recorded,
+            record=lambda: recorded.append(next(self.count)),
+            synchronize=lambda: None,
+            elapsed_time=lambda other: float(other.at[0] - recorded[0]),
+        )
+
+    def device(self, index):
+        return contextlib.nullcontext()
+
+    def is_current_stream_capturing(self):
+        return False
+
+
+def test_calls_from_gpu_to_gpu_are_timed_by_the_gpu(monkeypatch):
+    monkeypatch.setattr(gpu_clock.torch, "cuda", StreamOfEvents())
+    with trace() as t:
+        for layer in (0, 1):
+            over = gpu_clock.timed(t, layer, torch.zeros(3, 8))
+            t.module("experts", layer, over)
+        assert [m.name for m in t.modules] == ["experts", "experts"], "nothing waits for the GPU before the end"
+        time.sleep(6e-3)
+    _, tracks = checked(t)
+    (gpu,) = (events for (process, track), events in tracks.items() if track == "cpu")
+    assert [(name, end - begin) for begin, end, name, _ in gpu] == [
+        ("from GPU to GPU 0", MS), ("from GPU to GPU 1", MS), ("attention 1", MS),
+    ]  # fmt: skip
+    assert gpu[0][3] == {"layer": 0, "tokens": 3}
+    stages = by_layer(t)
+    assert stages[0]["from GPU to GPU"] == stages[1]["from GPU to GPU"] == stages[1]["attention"] == 1000.0
+    assert stages[0]["attention"] == 0, "the host's own gaps say nothing of the GPU"
+    assert "layer 1: 1 call, 3 tokens, 1 server" in draw(t)

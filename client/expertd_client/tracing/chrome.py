@@ -1,8 +1,9 @@
 """A trace in the JSON that chrome://tracing and ui.perfetto.dev read (the Trace Event Format: complete events "X",
 microseconds).
 
-One process stands for the caller, with a track for each thread, and one for each server, with a track for each request
-that it had at once.  Events of one track lie one after another or inside each other.
+One process stands for the caller, with a track for each thread and for each GPU whose tensors went to another one, and
+one process for each server, with a track for each request that it had at once.  Events of one track lie one after
+another or inside each other.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def events(trace: Trace) -> list[dict[str, Any]]:
     writer = _Writer(trace.begin_ns)
     caller = f"caller (process {os.getpid()})"
     for module in trace.modules:
-        writer.put(caller, module.thread, Span(f"{module.name} {module.layer}", module.begin_ns, module.end_ns))
+        about = {"layer": module.layer, "tokens": module.tokens} if module.tokens else {}
+        writer.put(caller, module.thread, Span(f"{module.name} {module.layer}", module.begin_ns, module.end_ns), about)
     for thread, gap in attention(trace.modules):
         writer.put(caller, thread, gap, {"what": "between two calls: attention, router, and what else the model does"})
     lanes = _Lanes((m.thread, m.begin_ns, m.end_ns) for m in trace.modules)

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from expertd_client.bars import Bar, stacked
 from expertd_client.tracing.chrome import attention
-from expertd_client.tracing.recorder import Trace
+from expertd_client.tracing.recorder import FROM_GPU_TO_GPU, Module, Trace
 from expertd_client.tracing.stages import STAGES, stages_of
 
 __all__ = ["by_layer", "draw"]
@@ -14,12 +14,13 @@ __all__ = ["by_layer", "draw"]
 
 def draw(trace: Trace) -> str:
     """One bar for each layer."""
-    calls = trace.finished
     bars = []
     for layer, stages in by_layer(trace).items():
-        here = [c for c in calls if c.layer == layer]
-        tokens, servers = sum(c.tokens for c in here), len({p.server for c in here for p in c.answers})
-        label = f"layer {layer}: {len(here)} call{'s' * (len(here) != 1)}, {tokens:,} tokens, "
+        calls = [c for c in trace.finished if c.layer == layer]
+        gpu = [m for m in _between_gpus(trace) if m.layer == layer]
+        count, tokens = len(calls) + len(gpu), sum(c.tokens for c in calls) + sum(m.tokens for m in gpu)
+        servers = len({p.server for c in calls for p in c.answers}) or 1
+        label = f"layer {layer}: {count} call{'s' * (count != 1)}, {tokens:,} tokens, "
         label += f"{servers} server{'s' * (servers != 1)}"
         bars.append(Bar(label, stages, f"{sum(stages.values()):,.0f} us a call"))
     title = "Where the time of each layer goes (means; of several servers the one that answered last)"
@@ -34,8 +35,18 @@ def by_layer(trace: Trace) -> dict[int, dict[str, float]]:
         counts[call.layer] += 1
         for name, ns in stages_of(call).items():
             sums[call.layer][name] += ns
-    for gap in (gap for _, gap in attention(trace.modules) if gap.name.startswith("attention")):
+    for module in _between_gpus(trace):
+        counts[module.layer] += 1
+        sums[module.layer][FROM_GPU_TO_GPU] += module.end_ns - module.begin_ns
+    gpus = {m.thread for m in _between_gpus(trace)}
+    for thread, gap in attention(trace.modules):
+        if not gap.name.startswith("attention"):
+            continue
         layer = int(gap.name.removeprefix("attention "))
-        if layer in counts:
+        if layer in counts and (thread in gpus or not sums[layer][FROM_GPU_TO_GPU]):  # else the host only asks for it
             sums[layer]["attention"] += gap.end_ns - gap.begin_ns
     return {n: {name: ns / 1000 / counts[n] for name, ns in sums[n].items()} for n in sorted(counts)}
+
+
+def _between_gpus(trace: Trace) -> list[Module]:
+    return [m for m in trace.modules if m.name == FROM_GPU_TO_GPU]

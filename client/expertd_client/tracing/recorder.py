@@ -24,7 +24,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 
-__all__ = ["Module", "Part", "Trace", "TracedCall", "active", "trace"]
+__all__ = ["FROM_GPU_TO_GPU", "Module", "Part", "Trace", "TracedCall", "active", "trace"]
 
 _T = TypeVar("_T")
 
@@ -112,23 +112,30 @@ class TracedCall:
         return [part for part in self.parts if part.timing is not None]
 
 
+FROM_GPU_TO_GPU = "from GPU to GPU"
+
+
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One call of a torch module (expertd_client.torch_experts): "experts", or its two halves "start" and "wait"."""
+    """One call of a torch module (expertd_client.torch_experts): "experts", or its two halves "start" and "wait", on a
+    thread of this host.  Where tensors travel from GPU to GPU that is only the time to ask for it, and there is another
+    of the name FROM_GPU_TO_GPU, by the clock of the caller's GPU, whose `thread` is that GPU's name."""
 
     name: str
     layer: int
     thread: str
     begin_ns: int
     end_ns: int
+    tokens: int = 0
 
 
 @final
 class Trace:
     """What was recorded.  Thread-safe while it is active.
 
-    calls     every forward, in the order in which they began
-    modules   calls of torch modules, around the forwards that they made
+    calls       every forward, in the order in which they began
+    modules     calls of torch modules, around the forwards that they made
+    before_end  what finds out, when the trace ends, what nothing waited for before
     """
 
     def __init__(self) -> None:
@@ -136,6 +143,7 @@ class Trace:
         self.end_ns = 0
         self.calls: list[TracedCall] = []
         self.modules: list[Module] = []
+        self.before_end: list[Callable[[], None]] = []
 
     @property
     def finished(self) -> list[TracedCall]:
@@ -196,6 +204,8 @@ def trace(path: str | Path | None = None) -> Iterator[Trace]:
         yield found
     finally:
         active = None
+        for find_out in found.before_end:
+            find_out()
         found.end_ns = time.monotonic_ns()
     if path is not None:
         found.write(path)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.tracing.recorder import Part, TracedCall
+from expertd_client.tracing.recorder import FROM_GPU_TO_GPU, Part, TracedCall
 
 __all__ = ["SERVER", "STAGES", "Placed", "Span", "own_clock", "placed", "stages_of"]
 
@@ -20,8 +20,9 @@ SERVER: Mapping[str, str] = {
     "encode": "encode_ns",
 }
 """A server's stages, in their order, by their fields in Timing."""
-STAGES: Sequence[str] = ("attention", "split", "send", *SERVER, "wire", "wake", "join")
-"""Of a step, in the order in which a picture shows them; attention stands between calls, the others are a call's."""
+STAGES: Sequence[str] = ("attention", "split", "send", *SERVER, "wire", "wake", "join", FROM_GPU_TO_GPU)
+"""Of a step, in the order in which a picture shows them; attention stands between calls, the others are a call's; what
+travels from GPU to GPU is one piece."""
 
 
 class Span(NamedTuple):
