@@ -24,6 +24,8 @@ COMMANDS: Mapping[str, str] = {
     "health": "whether a server takes requests",
     "forward": "send one batch and show the answer",
     "load": "send many, in a closed or an open loop, and report latency and throughput",
+    "record": "which layers and experts a server's callers ask for, when",
+    "replay": "send what was recorded again, at the same times or N times as fast",
     "plan": "which server should hold which experts, from their load and the servers' speed and room",
     "apply": "bring a running cluster to a placement, while it serves",
     "simulate": "what a cluster of many servers would make of a load",

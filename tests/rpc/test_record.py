@@ -1,0 +1,245 @@
+"""Recordings: what the proxy notes and hands on, what is sent again, and files that are none."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from expertd.errors import MessageTooLargeError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.v1 import expert_service_pb2_grpc as stubs
+from expertd_client import AsyncExpertClient, Synthetic
+from expertd_client.credentials import Credentials
+from expertd_client.loadtest.proxy import Proxy, Recorder
+from expertd_client.loadtest.recording import DRAWN, Recording, replayed, routes_of
+from expertd_client.workload import LayerShape
+
+H, E = 256, 8
+
+
+def batch(seed, tokens, top_k=2, dtype=np.int32):
+    rng = np.random.default_rng(seed)
+    ids = np.argsort(rng.random((tokens, E)), axis=1)[:, :top_k].astype(dtype)
+    return rng.standard_normal((tokens, H)).astype(np.float32), ids, rng.random((tokens, top_k)).astype(np.float32)
+
+
+async def test_calls_go_through_and_are_noted(tiny_server):
+    recorder = Recorder(100)
+    x, ids, weights = batch(0, 5)
+    wide = batch(1, 3, top_k=3, dtype=np.int64)
+    async with Proxy(tiny_server, "127.0.0.1:0", Credentials(), recorder) as proxy:
+        async with AsyncExpertClient(tiny_server) as straight:
+            want = (await straight.forward(1, x, ids, weights)).output.copy()
+            described = await straight.describe()
+        for unary in (False, True):
+            async with AsyncExpertClient(proxy.address, unary=unary) as client:
+                if not unary:
+                    session = await client.session()
+                    assert session.transport == "inline"
+                    assert "recorded" in str(session.refused)
+                np.testing.assert_array_equal((await client.forward(1, x, ids, weights)).output, want)
+                await client.forward(0, *wide)
+                await client.forward(0, Synthetic((4, H), 7, "bf16"), Synthetic((4, 2), 7, "i32"),
+                                     Synthetic((4, 2), 7, "f32"))  # fmt: skip
+                with pytest.raises(MessageTooLargeError):
+                    await client.forward(0, *batch(2, 5000))
+        async with grpc.aio.insecure_channel(proxy.address) as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert health.status == health_pb2.HealthCheckResponse.SERVING
+            f32 = {"dtype": pb.DATA_TYPE_F32}
+            await stubs.ExpertServiceStub(channel).Forward(
+                pb.ForwardRequest(
+                    hidden_states=pb.Tensor(shape=[1, H], floats=pb.FloatValues(values=[1.0] * H), **f32),
+                    topk_ids=pb.Tensor(dtype=pb.DATA_TYPE_I32, shape=[1, 2], ints=pb.IntValues(values=[3, -1])),
+                    topk_weights=pb.Tensor(shape=[1, 2], floats=pb.FloatValues(values=[1.0, 0.0]), **f32),
+                )
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await channel.unary_unary("/expertd.v1.ExpertService/Nothing")(b"")
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    found = recorder.recording(described)
+    assert found.layer.tolist() == [1, 0, 0, 0] * 2 + [0]
+    assert found.tokens.tolist() == [5, 3, 4, 5000] * 2 + [1]
+    assert found.top_k.tolist() == [2, 3, 2, 2] * 2 + [2]
+    np.testing.assert_array_equal(found.ids(0), ids)
+    np.testing.assert_array_equal(found.ids(5), wide[1])
+    assert (found.ids(2) == DRAWN).all()
+    assert found.ids(8).tolist() == [[3, -1]]
+    assert found.at_us[0] == 0
+    assert (np.diff(found.at_us) > 0).all()
+    assert (found.hidden_size, found.num_experts) == (H, {0: E, 1: E})
+    found.check()
+
+
+async def test_what_a_broken_caller_gets_is_the_servers_word(tiny_server):
+    recorder = Recorder(9)
+    async with (
+        Proxy(tiny_server, "127.0.0.1:0", Credentials(), recorder) as proxy,
+        grpc.aio.insecure_channel(proxy.address) as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await channel.unary_unary("/expertd.v1.ExpertService/Forward")(b"\xff\xff\xff")
+    assert dict(refused.value.trailing_metadata())["expertd-reason"] == "MALFORMED_MESSAGE"
+    assert len(recorder) == 0
+
+
+async def test_a_token_is_shown_for_callers_and_deadlines_travel(tmp_path):
+    """Behind a proxy whose server is a function: what it is asked with."""
+    (tmp_path / "token").write_text("abcdefghijklmnopqrst\n")
+    seen = {}
+
+    async def describe(request, context):
+        seen.update(dict(context.invocation_metadata()), left=context.time_remaining())
+        return pb.DescribeResponse(version="9")
+
+    server = grpc.aio.server()
+    rows = {"Describe": grpc.unary_unary_rpc_method_handler(describe, pb.DescribeRequest.FromString,
+                                                            pb.DescribeResponse.SerializeToString)}  # fmt: skip
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("expertd.v1.ExpertService", rows),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    shown = Credentials(token_file=tmp_path / "token")
+    proxy = Proxy(f"127.0.0.1:{port}", f"unix:{tmp_path}/s", shown, Recorder(1))
+    async with proxy, AsyncExpertClient(f"unix:{tmp_path}/s") as client:
+        assert (await client.describe(timeout_s=7)).version == "9"
+    await server.stop(0)
+    assert seen["authorization"] == "Bearer abcdefghijklmnopqrst"
+    assert 5 < seen["left"] < 8
+
+
+def made(**changes):
+    arrays = {
+        "at_us": np.array([0, 10, 20]),
+        "layer": np.array([0, 1, 0], np.int32),
+        "tokens": np.array([2, 1, 1], np.int32),
+        "top_k": np.array([2, 2, 2], np.int32),
+        "topk_ids": np.array([0, 1, 2, 3, 4, 5, 6, 7], np.int32),
+        "fingerprint": "f",
+        "hidden_size": H,
+        "num_experts": {0: E, 1: E},
+    }
+    return Recording(**{**arrays, **changes})
+
+
+def test_a_file_is_read_as_it_was_written_and_holds_no_payload(tmp_path):
+    made().save(tmp_path / "r.npz")
+    again = Recording.load(tmp_path / "r.npz")
+    for name in ("at_us", "layer", "tokens", "top_k", "topk_ids"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(made(), name))
+    assert (again.fingerprint, again.hidden_size, again.num_experts) == ("f", H, {0: E, 1: E})
+    with np.load(tmp_path / "r.npz", allow_pickle=False) as raw:
+        assert sorted(raw) == ["at_us", "header", "layer", "tokens", "top_k", "topk_ids"]
+        assert all(raw[name].dtype.kind in "iU" for name in raw)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"at_us": np.array([0, 20, 10])}, "at_us: want ascending"),
+        ({"topk_ids": np.zeros(7, np.int32)}, "topk_ids"),
+        ({"topk_ids": np.full(8, -3, np.int32)}, "topk_ids"),
+        ({"layer": np.array([0, 1], np.int32)}, "layer: got int32"),
+        ({"tokens": np.array([2, 1, 1.0])}, "tokens: got float64"),
+        ({"num_experts": {0: E}}, "got none of layer 1"),
+    ],
+)
+def test_a_file_that_is_no_recording(tmp_path, changes, why):
+    made(**changes).save(tmp_path / "r.npz")
+    with pytest.raises(ValueError, match=why) as told:
+        Recording.load(tmp_path / "r.npz")
+    assert "want what expertctl record wrote" in str(told.value)
+    (tmp_path / "text").write_text("no")
+    with pytest.raises(ValueError, match="cannot be read as a recording"):
+        Recording.load(tmp_path / "text")
+
+
+def test_recorded_routes_come_in_their_order_and_again():
+    rows = routes_of(made(), LayerShape(0, H, E, 2), tokens=2)
+    assert [next(rows).tolist() for _ in range(3)] == [[[0, 1], [2, 3]], [[6, 7], [0, 1]], [[2, 3], [6, 7]]]
+    with pytest.raises(ValueError, match="no routes of layer 0 with top-3"):
+        routes_of(made(), LayerShape(0, H, E, 3), tokens=2)
+    with pytest.raises(ValueError, match="got expert 7, want fewer than 4"):
+        routes_of(made(), LayerShape(0, H, 4, 2), tokens=2)
+
+
+def test_what_is_sent_again():
+    layers = [pb.Layer(layer=n, num_experts=E, top_k=2) for n in (0, 1)]
+    described = pb.DescribeResponse(model=pb.Model(hidden_size=H), layers=layers)
+    found = list(replayed(made(), described, 0))
+    assert [r.layer for r in found] == [0, 1, 0]
+    assert [np.asarray(r.topk_ids).tolist() for r in found] == [[[0, 1], [2, 3]], [[4, 5]], [[6, 7]]]
+    for r in found:
+        np.testing.assert_allclose(np.asarray(r.topk_weights).sum(axis=1), 1, rtol=1e-6)
+        assert np.asarray(r.hidden_states).astype(np.float32).any()
+    drawn = made(topk_ids=np.array([0, 1, 2, 3, DRAWN, DRAWN, 6, 7], np.int32))
+    assert (np.asarray(list(replayed(drawn, described, 0))[1].topk_ids) >= 0).all()
+    with pytest.raises(ValueError, match="got hidden size 256, want 8"):
+        replayed(made(), pb.DescribeResponse(model=pb.Model(hidden_size=8), layers=layers), 0)
+    with pytest.raises(ValueError, match=r"got experts by layer \{1: 8\}, want \{1: 'none'\}"):
+        replayed(made(), pb.DescribeResponse(model=pb.Model(hidden_size=H), layers=layers[:1]), 0)
+
+
+def expertctl(*words, code=0):
+    command = [sys.executable, "-m", "expertd_client.cli", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "requests"])
+def test_record_and_replay_as_commands(tiny_server, tmp_path, how):
+    file = tmp_path / "r.npz"
+    command = [sys.executable, "-u", "-m", "expertd_client.cli", "record", tiny_server, "-o", str(file)]
+    command += ["--requests", "16"] if how == "requests" else []
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        address = child.stdout.readline().split()[2]
+        words = ["--requests", 40, "--warmup", 0, "--rate", 200, "--m", 3, "--json"]
+        sent = json.loads(expertctl("load", address, *words))
+        assert sent["answered"] == 40
+        if how == "ctrl-c":
+            os.kill(child.pid, signal.SIGINT)
+        out, _ = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert child.returncode == 0
+    count = 40 if how == "ctrl-c" else 16
+    assert f"{count} requests of {3 * count} tokens" in out
+    found = json.loads(expertctl("replay", file, tiny_server, "--speed", 4, "--json"))
+    assert (found["answered"], found["routes_computed"]) == (count, count * 3 * 2)
+    assert found["plan"]["loop"] == "open"
+    recorded_s = float(Recording.load(file).at_us[-1]) * 1e-6
+    assert recorded_s / 4 <= found["wall_s"] < recorded_s / 4 + 5
+    routed = json.loads(expertctl("load", tiny_server, "--routing", f"recorded:{file}", "--requests", 20, "--json"))
+    assert (routed["answered"], routed["failed"]) == (20, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        (["record", "A", "-o", "x", "--listen", "0.0.0.0:7"], "travels in plain text"),
+        (["record", "A", "-o", "x", "--listen", "nonsense"], "127.0.0.1:PORT"),
+        (["record", "A", "-o", "/no/such/folder/x"], "a folder that is not there"),
+        (["replay", "README.md", "A"], "README.md: cannot be read as a recording"),
+        (["forward", "A", "--routing", "recorded:x"], "want it in expertctl load"),
+    ],
+)
+def test_wrong_command_lines(tiny_server, words, want):
+    assert want in expertctl(*(tiny_server if w == "A" else w for w in words), code=2)
+
+
+def test_the_proxy_ends_with_calls_open(tiny_server):
+    async def go():
+        async with Proxy(tiny_server, "127.0.0.1:0", Credentials(), Recorder(5)) as proxy:
+            client = AsyncExpertClient(proxy.address)
+            await client.forward(0, *batch(0, 1))
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(go(), 20))
