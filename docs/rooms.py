@@ -63,6 +63,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
             "grpc_sync",
             "servicer",
             "shm",
+            "shm_device",
             "shm_message",
             "tcp",
             "transport",

@@ -136,7 +136,11 @@ class BesideConnection:
             self._users -= 1
             last = self._users == 0
         if last:
-            self._client.close()
+            self._close()
+
+    def _close(self) -> None:
+        """Nobody uses the memory any more."""
+        self._client.close()
 
     def _end(self) -> None:
         """The session is over: tell, and let go of the memory."""

@@ -3,6 +3,7 @@
 Tensors are copied into a block of the region, or lie there already where the caller made them in a slot; the server
 writes the output into the same block, which is lent to the caller until the last array over it is gone.  What does not
 fit (rows grouped by expert, values that the server draws, digests, more bytes than the region has free) travels inline.
+Tensors on a GPU of the caller's are copied by it (expertd_client.shm_device) where ExpertClient.forward waits for them.
 
     ShmChannel       ExpertClient: a caller waits for its own answer; a thread reads those that nobody waits for
     AioShmChannel    AsyncExpertClient: everything in its event loop
@@ -11,7 +12,9 @@ fit (rows grouped by expert, values that the server draws, digests, more bytes t
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -22,16 +25,23 @@ from expertd.shm.client import Client
 from expertd.shm.layout import FORWARD, Completion, Submission
 from expertd.shm.library import LibraryMissingError
 from expertd.shm.region import Region, RegionError, supported
+from expertd.shm.tickets import SPIN_NS
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.beside import CallConnection, LoopConnection, end_ns
 from expertd_client.beside_channel import CallChannel, LoopChannel
 from expertd_client.deadline import Deadline
 from expertd_client.lent import Lent
-from expertd_client.shm_message import ALIGN, refusal, timing_of
-from expertd_client.tensors import over_memory
+from expertd_client.request import Request
+from expertd_client.result import ForwardResult
+from expertd_client.shm_device import Pinned, on_gpu
+from expertd_client.shm_message import ALIGN, refusal, result_with, timing_of
+from expertd_client.tensors import device_of, over_memory
+from expertd_client.tracing import TracedCall
 from expertd_client.transport import ChannelFullError, Closed, Deliver
 
 __all__ = ["AioShmChannel", "AioShmConnection", "ShmChannel", "ShmConnection", "enter_session"]
+
+log = logging.getLogger(__name__)
 
 _CONNECT_S = 2.0
 
@@ -95,13 +105,73 @@ class ShmConnection(CallConnection):
 
     def __init__(self, entered: _Entered, deliver: Deliver, closed: Closed) -> None:
         self._sock, self._memory = entered
+        self._pinned: Pinned | None = None  # made when it is needed first
+        self._pinnable, self._pinning = True, threading.Lock()
         super().__init__(self._memory, deliver, closed, self._sock.fileno())
+
+    def call(self, request: Request, deadline: Deadline | None, traced: TracedCall | None = None) -> ForwardResult:
+        if self._pinnable and on_gpu(request) and (pinned := self._pin()) is not None:
+            return self._call_from_gpu(pinned, request, deadline, traced)
+        return super().call(request, deadline, traced)
+
+    def _pin(self) -> Pinned | None:
+        """None: the driver does not take this memory."""
+        with self._pinning:
+            if self._pinned is None and self._pinnable:
+                try:
+                    self._pinned = Pinned(self._memory)
+                except RuntimeError as e:
+                    self._pinnable = False
+                    log.warning("shared memory: tensors on a GPU are copied on the host, too: %s", e)
+            return self._pinned
+
+    def _call_from_gpu(
+        self, pinned: Pinned, request: Request, deadline: Deadline | None, traced: TracedCall | None
+    ) -> ForwardResult:
+        """call() for tensors on a GPU, which copies them into the arena, and the output from there."""
+        self._use()
+        try:
+            put = pinned.put(request)
+            if put is None:
+                raise ChannelFullError("shared memory: the session's memory is in use")
+            sent, block = put
+            sent.submission.deadline_ns = end_ns(deadline)
+            ticket = self._memory.submit(sent.submission, block)
+            if not ticket:
+                self._memory.give(block)
+                raise ChannelFullError(
+                    "shared memory: as many requests are in flight as a session holds, or it is over"
+                )
+            if traced is not None:
+                traced.parts[-1].sent()
+            answer = Completion()
+            self._wait(ticket, request.layer, answer, deadline, SPIN_NS)
+        except BaseException:
+            self._unuse()
+            raise
+        if answer.refused:
+            self._back(ticket)
+            raise refusal(answer)
+        output = pinned.get(sent, device_of(request.hidden_states), partial(self._back, ticket))
+        if self._over:
+            pinned.sweep(wait=True)
+        found = result_with(answer, output)
+        if traced is not None:
+            traced.parts[-1].answered(found.timing)
+        return found
 
     def _gone(self) -> bool:
         return super()._gone() or _ended(self._sock)
 
     def _release(self) -> None:
         self._sock.close()
+        if self._pinned is not None:
+            self._pinned.sweep(wait=True)
+
+    def _close(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
+        super()._close()
 
     def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> _Slot | None:
         """A batch's tensors in the arena; None: there is no room."""

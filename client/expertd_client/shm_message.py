@@ -18,7 +18,19 @@ from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.tensors import Synthetic, device_of, host_address, over_memory
 
-__all__ = ["ALIGN", "Sent", "message_bytes", "refusal", "response", "result", "sendable", "submission_of", "timing_of"]
+__all__ = [
+    "ALIGN",
+    "Sent",
+    "head_of",
+    "message_bytes",
+    "refusal",
+    "response",
+    "result",
+    "result_with",
+    "sendable",
+    "submission_of",
+    "timing_of",
+]
 
 ALIGN = 256
 """Of tensors in a block."""
@@ -57,19 +69,26 @@ def message_bytes(request: Request) -> int:
     return int(M * row) + _HEADS
 
 
+def head_of(request: Request) -> Submission:
+    """The submission but for where its tensors lie."""
+    s = Submission()
+    M, H = request.hidden_states.shape
+    s.kind, s.layer, s.tokens, s.hidden_size, s.top_k = FORWARD, request.layer, M, H, request.topk_ids.shape[1]
+    s.out_dtype, s.hidden_dtype, s.ids_dtype, s.weights_dtype = request.dtypes
+    if request.traceparent:
+        s.trace = (c_uint8 * 24)(*context_of(request.traceparent))
+    if request.router_weight_on_input:
+        s.flags = ROUTER_WEIGHT_ON_INPUT
+    return s
+
+
 def submission_of(request: Request) -> Sent:
     """The submission, and where its tensors lie: they are copied when it is sent."""
     out_dtype, hidden_dtype, ids_dtype, weights_dtype = request.dtypes
     x, ids, weights = request.hidden_states, request.topk_ids, request.topk_weights
     M, H = x.shape
     k = ids.shape[1]
-    s, t = Submission(), Tensors()
-    s.kind, s.layer, s.tokens, s.top_k, s.hidden_size = FORWARD, request.layer, M, k, H
-    s.hidden_dtype, s.ids_dtype, s.weights_dtype, s.out_dtype = hidden_dtype, ids_dtype, weights_dtype, out_dtype
-    if request.traceparent:
-        s.trace = (c_uint8 * 24)(*context_of(request.traceparent))
-    if request.router_weight_on_input:
-        s.flags = ROUTER_WEIGHT_ON_INPUT
+    s, t = head_of(request), Tensors()
     t.hidden_bytes = M * H * DTYPE_BYTES[hidden_dtype]
     t.ids_bytes, t.weights_bytes = M * k * DTYPE_BYTES[ids_dtype], M * k * DTYPE_BYTES[weights_dtype]
     t.out_bytes = M * H * DTYPE_BYTES[out_dtype]
@@ -94,15 +113,13 @@ def result(
     output = over_memory(lent.array(), sent.out_dtype, sent.shape, device)
     if device is not None and device.type != "cpu":  # copied there
         lent.release()
-    return ForwardResult(
-        output,
-        None,
-        answer.routes_computed,
-        lambda: timing_of(answer),
-        lambda: _load(answer),
-        0,
-        lent.release,
-    )
+    return result_with(answer, output, lent.release)
+
+
+def result_with(answer: Completion, output: Any, give_back: Callable[[], None] | None = None) -> ForwardResult:
+    """What the caller gets, with an output that is his."""
+    timing, load = (lambda: timing_of(answer)), (lambda: _load(answer))
+    return ForwardResult(output, None, answer.routes_computed, timing, load, 0, give_back)
 
 
 def response(

@@ -43,6 +43,7 @@ __all__ = [
     "over_memory",
     "take",
     "to_wire",
+    "torch_dtype",
     "wire_dtype",
 ]
 
@@ -283,6 +284,11 @@ def _to_torch(array: NDArray[np.uint8], view: TensorView, device: Any) -> Any:
 
 
 @lru_cache(maxsize=1)
+def torch_dtype(number: int) -> Any:
+    """torch's of a DataType; torch has been imported."""
+    return getattr(sys.modules["torch"], _TORCH_NAMES[number])
+
+
 def _by_torch() -> dict[Any, int]:
     torch = sys.modules["torch"]
     return {getattr(torch, name): number for number, name in _TORCH_NAMES.items()}

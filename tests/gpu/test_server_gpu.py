@@ -162,6 +162,30 @@ def test_e4m3_from_both_ways_is_widened_on_the_device(start):
                 assert relative_error(torch.as_tensor(answer.output), right) <= 0.04 + tolerance("bf16")
 
 
+def test_cuda_tensors_go_straight_into_shared_memory_in_the_order_of_their_stream(start):
+    """Inputs that a stream still computes, rows that are apart, outputs that are read at once and kept."""
+    if not torch.cuda.is_available():
+        pytest.skip("its tensors are CUDA's")
+    address = start("--synthetic", MODEL, "--layers", "0").until(r"serving on (\S+)")
+    weights, kept = SyntheticModel.parse(MODEL).load(0), []
+    with ExpertClient(address, timeout_s=60) as client:
+        assert client.session().transport == "shm"
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for n, tokens in enumerate((1, 5, 64, 300) * 10):
+                x, ids, w = (t.to("cuda") for t in random_inputs(tokens, H, E, K, seed=n))
+                late = torch.full((tokens, 2 * H), float("nan"), dtype=x.dtype, device="cuda")
+                torch.cuda._sleep(2_000_000)  # a millisecond until the values are there
+                late[:, :H] = x
+                output = client.forward(0, late[:, :H], ids, w).output
+                kept.append((output, output.float() + 0, reference(weights, *(t.cpu() for t in (x, ids, w)))))
+            torch.cuda.current_stream().synchronize()
+        pinned = client._exchange._link._beside._pinned
+        assert pinned is not None, "copied on the host"
+        for output, read_at_once, want in kept:
+            assert relative_error(output.float().cpu(), want) <= tolerance("bf16")
+            assert torch.equal(output.float(), read_at_once)
+
+
 def test_sessions_over_tcp_by_one_and_by_eight_callers(start):
     """Also as e4m3 and from CUDA tensors; 300 rows are beyond what travels in one piece, and a drain answers all."""
     server = start("--synthetic", MODEL, "--layers", "0-1", "--tcp-listen", "127.0.0.1:0")
