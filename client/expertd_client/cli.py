@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, str] = {
     "plan": "which server should hold which experts, from their load and the servers' speed and room",
     "apply": "bring a running cluster to a placement, while it serves",
     "simulate": "what a cluster of many servers would make of a load",
+    "ray": "servers as actors of a Ray cluster",
     "trace": "call every layer and write where the time went, for Perfetto and as a picture",
     "strip": "copy a checkpoint without its experts, for a frontend",
     "bench": "measure parts of the client on this machine",

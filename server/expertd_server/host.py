@@ -89,7 +89,7 @@ class Host:
     """console: where people are told; None: nowhere.  on_fault: called once, on the engine's thread, with the sentence
     why nothing is computed any more: close it then, and start another process where it says that the device is lost.
 
-    address    where gRPC is served; metrics: this host's series
+    address    where gRPC is served; metrics: this host's series; metrics_address: where Prometheus reads them
     residence  what it holds
     loaded     done when it is SERVING, or with the reason why it is not: BootError, or Stopped after close()
     fault      what on_fault was told, "" = none
@@ -103,6 +103,7 @@ class Host:
     ) -> None:
         self.config = config
         self.address = ""
+        self.metrics_address = ""
         self.fault = ""
         self.metrics = Metrics()
         self.loaded: Future[None] = Future()
@@ -334,7 +335,8 @@ class Host:
         if where is not None:
             with _listening("--metrics-listen", where):
                 self._http = MetricsHttp(self.metrics, where.host, where.port)
-            at = f"http://{Address(where.host, self._http.port)}/metrics"
+            self.metrics_address = str(Address(where.host, self._http.port))
+            at = f"http://{self.metrics_address}/metrics"
             self.say(f"metrics on {at}", metrics=at)
         config = self.config
         if config.callers is not None and config.tls_cert is None and not config.listen.loopback:

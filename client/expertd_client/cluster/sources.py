@@ -5,6 +5,7 @@ it runs.
     Placement(...)                        expertd.placement: who holds what
     PlacementFile("placement.json")       its JSON, read again when it changes
     Dns("experts.svc:7070")               every address behind a name (a headless service), resolved again
+    RayServers("experts")                 those of `expertctl ray up` (expertd_client.ray)
     EndpointSlices("experts")             the ready endpoints of a Kubernetes service (cluster.kubernetes)
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -22,7 +24,7 @@ from expertd.placement import Placement
 from expertd_client.address import PORT
 from expertd_client.cluster.members import Targets
 
-__all__ = ["Dns", "Fixed", "PlacementFile", "Source", "source_of"]
+__all__ = ["Dns", "Fixed", "PlacementFile", "Source", "publish", "source_of"]
 
 
 @runtime_checkable
@@ -72,6 +74,15 @@ class PlacementFile:
                 )
             self._placement, self._seen = placement, seen
         return self._placement
+
+
+def publish(path: Path, placement: Placement) -> None:
+    """Write it for PlacementFile, by renaming, so that nobody reads half of it."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(placement.to_json())
+    os.chmod(name, 0o644)
+    os.replace(name, path)
 
 
 class Dns:

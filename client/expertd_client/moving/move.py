@@ -6,8 +6,6 @@ to do is always found out from what the servers hold.
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +17,7 @@ from typing import TypeVar
 
 from expertd.errors import ChangeRefusedError, ExpertdError, PlacementError
 from expertd.placement import Placement, Server
+from expertd_client.cluster.sources import publish
 from expertd_client.credentials import Credentials
 from expertd_client.moving.admin import Admin, admin_address
 from expertd_client.moving.steps import Holdings, Step, changed, holdings, kept, loads, step_of
@@ -199,7 +198,7 @@ class Mover:
         """What clients that follow a file are to go by from now on: what is held, but these layers as they will be."""
         path = self._options.publish
         if path is not None:
-            _write(path, _mixed(self.now(then), then, layers))
+            publish(path, _mixed(self.now(then), then, layers))
 
     def _take_back(self, step: Step, done: int, progress: Progress) -> str:
         """After a failure.  What it came to, in words."""
@@ -265,15 +264,6 @@ def _mixed(now: Placement, then: Placement, layers: Iterable[int]) -> Placement:
         kept |= {n: e for n, e in server.layers.items() if n in new}
         servers.append(Server(server.address, dict(sorted(kept.items()))))
     return Placement(tuple(servers), {**now.num_experts, **then.num_experts}, then.epoch, now.fingerprint)
-
-
-def _write(path: Path, placement: Placement) -> None:
-    """By renaming, so that nobody reads half of it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(placement.to_json())
-    os.chmod(name, 0o644)
-    os.replace(name, path)
 
 
 def _text(layers: Sequence[int]) -> str:

@@ -22,7 +22,7 @@ from expertd_server.config import ConfigError, ServeConfig, add_flags, resolve
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["add_parser", "as_server", "run", "serve"]
+__all__ = ["add_parser", "as_server", "quiet_memory", "run", "serve"]
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def serve(config: ServeConfig, console: Console) -> int:
             host.say("stopped while loading")
             return 0
         host.ready()
-        _quiet_memory()
+        quiet_memory()
         host.say(f"serving on {host.address}")
         events.get()
         host.say(f"draining: {host.engine.load().queued_requests} requests under way")
@@ -136,7 +136,7 @@ def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(n, handler)
 
 
-def _quiet_memory() -> None:
+def quiet_memory() -> None:
     """What the boot made stays for the process's life: keep the garbage collector from walking it again and again."""
     gc.collect()
     gc.freeze()
