@@ -70,7 +70,6 @@ def number(title: str, unit: str, expression: str, legend: str = "") -> Panel:
 
 _NOT_OK = rate("expertd_requests_total", more=', code!="OK"') + " / " + rate("expertd_requests_total")
 _LAYERS = f"count by (backend) (expertd_backend_info{{{CHOSEN}}})"
-_OF_EXPERTS = rate("expertd_expert_tokens_total", "layer, expert")
 _OF_LAYERS = rate("expertd_expert_tokens_total", "expert", ', layer=~"$layer"')
 
 ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
@@ -118,19 +117,19 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
             Panel(
                 "Routes a second, by server",
                 "short",
-                each(rate("expertd_expert_tokens_total", "instance")),
+                each(rate("expertd_routes_total", "instance")),
                 "The largest decides how long a layer takes",
             ),
             Panel(
                 "The ten hottest experts",
                 "short",
                 each(f"topk(10, {_OF_LAYERS})", "expert"),
-                "Of the layers chosen above",
+                "Of the layers chosen above; needs --expert-metrics yes",
             ),
             Panel(
                 "The hottest expert against the mean",
                 "short",
-                each(f"max by (layer) ({_OF_EXPERTS}) / avg by (layer) ({_OF_EXPERTS})", "layer"),
+                each(f"max by (layer) (expertd_expert_imbalance{{{CHOSEN}}})", "layer"),
             ),
         ),
     ),

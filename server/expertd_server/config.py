@@ -273,6 +273,7 @@ class ServeConfig:
     threads: int = 0
     listen: Address = Address("127.0.0.1", 50051)
     metrics_listen: Address | None = None
+    expert_metrics: bool = False
     admin_listen: Address | None = None
     held: Path | None = None
     shm: str = "auto"
@@ -437,6 +438,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("listen", Address.parse_or_unix, "HOST:PORT", "where to serve gRPC; port 0 = a free one; or unix:/path"),
     Option(
         "metrics_listen", Address.parse, "HOST:PORT", "where to serve Prometheus metrics over HTTP; default: nowhere"
+    ),
+    Option(
+        "expert_metrics",
+        _yes_no,
+        "yes|no",
+        "yes: the metrics have a series for each expert of each layer, thousands of a large model: what expertctl plan"
+        " --metrics reads",
     ),
     Option(
         "admin_listen",

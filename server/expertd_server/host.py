@@ -36,7 +36,7 @@ from expertd_kernels.sources.source import ExpertSource, LayerInfo
 from expertd_server.boot.assignment import Assigner, Assignment, BootError, files_state, open_source, resolve_device
 from expertd_server.boot.layers import Booted, Stopped
 from expertd_server.boot.measuring import Tournaments, settle_threads
-from expertd_server.boot.memory import device_bytes, free_bytes, memory_text, plan_memory, require_room
+from expertd_server.boot.memory import device_bytes, free_bytes, memory_text, plan_memory, planned_bytes, require_room
 from expertd_server.boot.prepare import Workshop
 from expertd_server.boot.progress import Progress
 from expertd_server.changes import Changes
@@ -58,6 +58,7 @@ from expertd_server.transports.security import Security, tls_context
 from expertd_server.transports.shm import ShmDoor
 from expertd_server.transports.tcp import TcpDoor
 from expertd_server.views.describe import Describer
+from expertd_server.views.gpu_metrics import gpu_facts
 from expertd_server.views.metrics import BackendFacts, Metrics
 from expertd_server.views.metrics_http import MetricsHttp
 from expertd_server.views.render import print_decisions
@@ -105,7 +106,7 @@ class Host:
         self.address = ""
         self.metrics_address = ""
         self.fault = ""
-        self.metrics = Metrics()
+        self.metrics = Metrics(each_expert=config.expert_metrics)
         self.loaded: Future[None] = Future()
         self._logs_facts = config.log_format == "json"
         self._console = console or Console(quiet=True)
@@ -251,9 +252,19 @@ class Host:
         self.metrics.watch_load(engine.load)
         if where.type != "cpu":
             self.metrics.watch_device(lambda: device_bytes(where))
+        if where.type == "cuda" and torch.version.hip is None and config.metrics_listen is not None:
+            self._watch_gpu(where)
         if isinstance(engine, NativeEngine):
             self.metrics.before_a_scrape(lambda: engine.report(scraped=True))
         return engine
+
+    def _watch_gpu(self, where: torch.device) -> None:
+        uuid = str(torch.cuda.get_device_properties(where).uuid)
+        facts = gpu_facts(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        if isinstance(facts, str):
+            self.say(f"note: no metrics of the GPU itself: {facts}")
+        else:
+            self.metrics.registry.register(facts)
 
     def _make_traces(self) -> Traces | None:
         """Raises BootError."""
@@ -391,6 +402,8 @@ class Host:
     def _changed(self, booted: Mapping[int, Booted], leaving: Mapping[int, Collection[int]]) -> None:
         """The residence holds this now, and does not tell of `leaving`."""
         self.metrics.hold([_facts(b) for b in booted.values()])
+        if self.residence.memory is not None:
+            self.metrics.plan(planned_bytes(self.residence.memory))
         self._describe.update(list(booted.values()), self.residence.memory, self._workshop.device, leaving)
 
         if self.config.held is not None and not leaving and self.loaded.done():

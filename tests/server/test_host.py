@@ -142,7 +142,7 @@ def test_two_hosts_of_one_process_hold_a_half_each(started, weights):
 
 
 def test_a_host_without_layers_serves_what_it_is_given_later(started, weights):
-    host = started(layers=NO_LAYER)
+    host = started(expert_metrics=True, layers=NO_LAYER)
     assert status(host.address) == health_pb2.HealthCheckResponse.SERVING
     with ExpertClient(host.address) as client:
         batch = Batch(0)

@@ -147,7 +147,7 @@ def _limit(address: str) -> int:
 
 def _options(n: int, limit: int) -> list[str]:
     shard = ["--shard", f"{n}/{len(ROUTE_US)}", "--memory-limit", str(limit), "--test-route-us", str(ROUTE_US[n])]
-    return [*shard, "--metrics-listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
+    return [*shard, "--metrics-listen", "127.0.0.1:0", "--expert-metrics", "yes", "--admin-listen", "127.0.0.1:0"]
 
 
 def _plan(addresses: Sequence[str], counted: dict[str, observe.Counters]) -> tuple[Problem, Plan]:

@@ -151,9 +151,13 @@ def scrape(urls: Mapping[str, str], timeout_s: float = 10.0) -> dict[str, Counte
     def one(where: str) -> Counters:
         try:
             with urllib.request.urlopen(f"http://{where}/metrics", timeout=timeout_s) as answer:
-                return counters(answer.read().decode("utf-8", "replace"))
+                text = answer.read().decode("utf-8", "replace")
         except OSError as error:
             raise UnavailableError(f"metrics of {where}: {error}; want the server's --metrics-listen") from None
+        found = counters(text)
+        if found.kernel_s and not found.routes:
+            raise UnavailableError(f"metrics of {where}: no series by expert; want the server's --expert-metrics yes")
+        return found
 
     return dict(zip(urls, _each(one, list(urls.values())), strict=True))
 

@@ -29,6 +29,7 @@ __all__ = [
     "memory_json",
     "memory_text",
     "plan_memory",
+    "planned_bytes",
     "require_room",
 ]
 
@@ -269,6 +270,12 @@ def device_bytes(device: torch.device) -> dict[str, int]:
         "reserved": int(api.memory_reserved(device)),
         "allocated": int(api.memory_allocated(device)),
     }
+
+
+def planned_bytes(plan: MemoryPlan) -> dict[str, int]:
+    """What the plan counts, by what it is."""
+    names = ("weights", "scratch", "buffers", "graphs", "context", "pinned", "shared", "pools")
+    return {name: getattr(plan, name) for name in names}
 
 
 def memory_text(plan: MemoryPlan, free: int) -> list[str]:

@@ -24,7 +24,7 @@ from expertd_server.service.response import error_of, response_view
 from expertd_server.transports.grpc_stream import Stream
 from expertd_server.transports.mailbox import Mailbox
 from expertd_server.transports.security import Gate
-from expertd_server.views.metrics import SERVICE, Rpc
+from expertd_server.views.call_metrics import SERVICE, Rpc
 
 if TYPE_CHECKING:
     from expertd_server.service.service import Service
@@ -83,6 +83,7 @@ class Servicer:
         """ForwardRequest -> ForwardResponse."""
         with _Counted(self, self._forward) as call:
             self._forward.received()
+            call.bytes_in = len(data)
             caller = ""
             try:
                 caller = self._gate.admit(context, CALL)
@@ -101,6 +102,7 @@ class Servicer:
             self._service.metrics.answered()
             self._service.metrics.bytes_out(len(out))
             self._forward.sent()
+            call.bytes_out = len(out)
             return out
 
     async def stream_forward(self, _: Any, context: Any) -> None:
@@ -114,6 +116,7 @@ class Servicer:
                     await stream.run()
                 finally:
                     self._streams.discard(stream)
+                    call.bytes_in, call.bytes_out = stream.bytes_in, stream.bytes_out
             except Exception as e:
                 await call.abort(context, self._ended(error_of(e, "StreamForward"), context))
 
@@ -121,12 +124,14 @@ class Servicer:
         """DescribeRequest -> DescribeResponse."""
         with _Counted(self, self._describe) as call:
             self._describe.received()
+            call.bytes_in = len(data)
             try:
                 self._gate.admit(context, DESCRIBE)
                 out = self._answer_describe(data)
             except Exception as e:
                 await call.abort(context, self._ended(error_of(e, "Describe"), context))
             self._describe.sent()
+            call.bytes_out = len(out)
             return out
 
     def _ended(self, error: ExpertdError, context: Any) -> ExpertdError:
@@ -204,6 +209,7 @@ class _Counted:
     def __init__(self, servicer: Servicer, rpc: Rpc) -> None:
         self._servicer, self._rpc = servicer, rpc
         self._code = "OK"
+        self.bytes_in = self.bytes_out = 0
 
     def __enter__(self) -> _Counted:
         self._servicer.open_calls += 1
@@ -218,8 +224,7 @@ class _Counted:
             log.debug("%s: its caller left", self._rpc.method)
         if kind is not None and self._code == "OK":
             self._code = "CANCELLED" if issubclass(kind, asyncio.CancelledError) else "UNKNOWN"
-        self._rpc.finished(self._code)
-        self._rpc.seconds(time.perf_counter() - self._start)
+        self._rpc.ended(self._code, time.perf_counter() - self._start, self.bytes_in, self.bytes_out)
 
     async def abort(self, context: Any, error: ExpertdError, request: str = "") -> NoReturn:
         """End the RPC with `error`.  request: the id under which the log tells of it, "" = none."""

@@ -25,7 +25,7 @@ from expertd_server.service.response import error_of, response_view
 if TYPE_CHECKING:
     from expertd_server.service.service import Service
     from expertd_server.transports.mailbox import Mailbox
-    from expertd_server.views.metrics import Rpc
+    from expertd_server.views.call_metrics import Rpc
 
 __all__ = ["Stream"]
 
@@ -39,6 +39,7 @@ class Stream:
     def __init__(self, service: Service, mailbox: Mailbox, rpc: Rpc, context: Any, caller: str) -> None:
         self._service, self._mailbox, self._rpc, self._context = service, mailbox, rpc, context
         self.caller = caller
+        self.bytes_in = self.bytes_out = 0
         told = context.invocation_metadata()
         self._session = service.session(self, caller, request_id_of(told), traceparent_of(told))
         self._outbox: deque[tuple[bytes, int]] = deque()  # answers, with the answer_bytes of their requests
@@ -114,6 +115,7 @@ class Stream:
                 session.written(answer_bytes)
                 self._rpc.sent()
                 self._service.metrics.bytes_out(len(data))
+                self.bytes_out += len(data)
         except (Exception, asyncio.CancelledError) as e:  # the call is over, and run() is told so, or is to be
             outbox.clear()
             small.clear()
@@ -129,6 +131,7 @@ class Stream:
         try:
             while (data := await read()) is not eof:
                 self._rpc.received()
+                self.bytes_in += len(data)
                 self._last_s = time.monotonic()
                 await self._take(data)
                 if self._waiting > _MOST_UNREAD:  # he does not read: read no more of his until he does

@@ -7,6 +7,8 @@ bincount a batch, turned into samples only when somebody scrapes.
 from __future__ import annotations
 
 import importlib.metadata
+import platform
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,20 +17,22 @@ from itertools import accumulate
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from expertd_server.engine.report import WAIT_BOUNDS_NS, BatchReport, LoadNow, RequestReport, Waits
 from expertd_server.engine.request import Array
+from expertd_server.views.call_metrics import SERVICE, Calls, Rpc
 
 __all__ = ["BackendFacts", "Metrics", "Rpc", "SERVICE"]
 
-SERVICE = "expertd.v1.ExpertService"
 VERSION = importlib.metadata.version("expertd")
 
 _SECONDS = tuple(ns * 1e-9 for ns in WAIT_BOUNDS_NS)
 """Bounds of the time histograms: 10 us to 5 s, three a decade."""
+_HALF_S = 60.0
+"""After which a route counts half for what is uneven now."""
 _TOKENS = tuple(float(1 << i) for i in range(15))
 
 
@@ -45,27 +49,10 @@ class BackendFacts:
     from_cache: bool
 
 
-class Rpc:
-    """The standard grpc_server_* series of one method, with their labels bound once."""
-
-    def __init__(self, metrics: Metrics, kind: str, method: str) -> None:
-        self.method = method
-        labels = (kind, SERVICE, method)
-        self._handled, self._labels = metrics.handled, labels
-        self.started: Callable[[], None] = metrics.started.labels(*labels).inc
-        self.received: Callable[[], None] = metrics.received.labels(*labels).inc
-        self.sent: Callable[[], None] = metrics.sent.labels(*labels).inc
-        self.seconds: Callable[[float], None] = metrics.handling.labels(*labels).observe
-
-    def finished(self, code: str) -> None:
-        """code: gRPC's name, "OK", "UNAVAILABLE", ..."""
-        self._handled.labels(*self._labels, code).inc()
-
-
 class Metrics:
-    """All series of one server, in a registry of its own."""
+    """All series of one server, in a registry of its own.  each_expert: also one for each expert of each layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, each_expert: bool = True) -> None:
         self.registry = r = CollectorRegistry()
         self._first = _First()
         r.register(self._first)  # before all others: it brings them up to date
@@ -77,6 +64,8 @@ class Metrics:
         self.handling = Histogram(
             "grpc_server_handling_seconds", "Time from begin to end of an RPC.", rpc, registry=r, buckets=_SECONDS
         )
+        self.calls = Calls()
+        r.register(self.calls)
         self.requests = Counter(
             "expertd_requests",
             "Requests answered, by status code and reason (OK: none).",
@@ -100,14 +89,18 @@ class Metrics:
             ("outcome",),
             registry=r,
         )
-        Gauge("expertd_build_info", "1, with the version of expertd.", ("version",), registry=r).labels(VERSION).set(1)
+        build = Gauge("expertd_build_info", "1, with versions.", ("version", "python", "torch", "grpc"), registry=r)
+        build.labels(VERSION, platform.python_version(), *_versions("torch", "grpcio")).set(1)
         ProcessCollector(registry=r)
+        self._planned = Gauge(
+            "expertd_planned_bytes", "Memory by the plan that fits what is held now.", ("what",), registry=r
+        )
         self._state = Gauge("expertd_serving", "1 while the server takes requests.", registry=r)
         self._state.set(0)
         self.untraced = Counter(
             "expertd_untraced_requests", "Traced requests of which no spans were made: too many at once.", registry=r
         )
-        batches = _Batches()
+        batches = _Batches(each_expert)
         r.register(batches)
         self.batch: Callable[[BatchReport], None] = batches.add
         self.exemplify: Callable[[RequestReport, str, str], None] = batches.exemplify
@@ -151,6 +144,11 @@ class Metrics:
         for what in read():
             gauge.labels(what).set_function(lambda what=what: read()[what])  # type: ignore[misc]
 
+    def plan(self, nbytes: Mapping[str, int]) -> None:
+        """What is held takes so much, by what it is."""
+        for what, n in nbytes.items():
+            self._planned.labels(what).set(n)
+
     def hold(self, backends: Iterable[BackendFacts]) -> None:
         """What is held from now on, and who computes it."""
         now: set[tuple[str, ...]] = {
@@ -184,6 +182,17 @@ class Metrics:
         if inc is None:
             inc = self._requests[code, reason] = self.requests.labels(code, reason).inc
         inc(requests)
+
+
+def _versions(*packages: str) -> list[str]:
+    """Of installed packages, "" where one is not."""
+    found = []
+    for name in packages:
+        try:
+            found.append(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            found.append("")
+    return found
 
 
 class _Tally:
@@ -224,6 +233,9 @@ class _Experts:
 
     def __init__(self, num_experts: int) -> None:
         self._counts = np.zeros(num_experts, np.int64)
+        self._recent = np.zeros(num_experts)
+        self._before = np.zeros(num_experts, np.int64)
+        self._looked_s = time.monotonic()
         self._ever = np.zeros(num_experts, bool)
         self._generation = 0
         self._ids: Array = np.empty(0, np.int64)
@@ -233,6 +245,25 @@ class _Experts:
             self._generation, self._ids = b.layer.generation, np.asarray(b.layer.held, np.int64)
             self._ever[self._ids] = True
         self._counts[self._ids] += b.expert_tokens
+
+    def imbalance(self, now_s: float) -> float:
+        """Routes of the hottest expert against the mean of those held, of about the last minute; 0 = there were none.
+        One thread at a time."""
+        counts = self._counts.copy()
+        self._recent *= 0.5 ** ((now_s - self._looked_s) / _HALF_S)
+        self._recent += counts - self._before
+        self._before, self._looked_s = counts, now_s
+        recent = self._recent[self._ids]
+        return float(recent.max() / recent.mean()) if recent.sum() >= 1e-3 else 0.0
+
+    @property
+    def routes(self) -> int:
+        return int(self._counts.sum())
+
+    @property
+    def recent(self) -> list[tuple[int, float]]:
+        """(global id, routes of about the last minute before the last imbalance()) of those held."""
+        return list(zip(self._ids.tolist(), self._recent[self._ids].tolist(), strict=True))
 
     def samples(self) -> list[tuple[int, int]]:
         """(global id, routes)."""
@@ -257,7 +288,9 @@ class _First(Collector):
 class _Batches(Collector):
     """What a batch adds to the metrics.  add() is called by one thread at a time, collect() by whoever scrapes."""
 
-    def __init__(self) -> None:
+    def __init__(self, each_expert: bool) -> None:
+        self._each_expert = each_expert
+        self._looking = threading.Lock()
         self._batch_tokens, self._batch_requests = _Tally(_TOKENS), _Tally(_TOKENS[:11])
         self._queue, self._copy_in, self._copy_out = _Tally(_SECONDS), _Tally(_SECONDS), _Tally(_SECONDS)
         self._kernel: dict[str, _Tally] = {}
@@ -290,13 +323,30 @@ class _Batches(Collector):
         if kernel is not None:
             kernel.exemplify(took["kernel"], labels)
 
+    def imbalance(self) -> dict[int, float]:
+        """By layer."""
+        with self._looking:
+            now_s = time.monotonic()
+            return {layer: counts.imbalance(now_s) for layer, counts in list(self._experts.items())}
+
     def collect(self) -> Iterable[Metric]:
         tokens = CounterMetricFamily("expertd_tokens", "Tokens computed.", labels=("layer",))
         for layer, n in list(self._tokens.items()):
             tokens.add_metric((str(layer),), n)
-        experts = CounterMetricFamily("expertd_expert_tokens", "Routes served, by expert.", labels=("layer", "expert"))
+        routes = CounterMetricFamily("expertd_routes", "Routes served.", labels=("layer",))
+        uneven = GaugeMetricFamily(
+            "expertd_expert_imbalance",
+            "Routes of a layer's hottest expert against the mean of those held, of about the last minute.",
+            labels=("layer",),
+        )
+        experts = CounterMetricFamily(
+            "expertd_expert_tokens", "Routes served, by expert (--expert-metrics yes).", labels=("layer", "expert")
+        )
+        for layer, ratio in self.imbalance().items():
+            uneven.add_metric((str(layer),), ratio)
         for layer, counts in list(self._experts.items()):
-            for expert, n in counts.samples():
+            routes.add_metric((str(layer),), counts.routes)
+            for expert, n in counts.samples() if self._each_expert else ():
                 experts.add_metric((str(layer), str(expert)), n)
         kernel = HistogramMetricFamily("expertd_kernel_seconds", "Time of a batch in the kernel.", labels=("backend",))
         for backend, tally in list(self._kernel.items()):
@@ -304,7 +354,7 @@ class _Batches(Collector):
         copy = HistogramMetricFamily("expertd_copy_seconds", "Time of a batch in copies.", labels=("direction",))
         self._copy_in.into(copy, ("in",))
         self._copy_out.into(copy, ("out",))
-        yield from (tokens, experts, kernel, copy)
+        yield from (tokens, routes, uneven, *([experts] if self._each_expert else []), kernel, copy)
         for name, text, tally in (
             ("expertd_batch_tokens", "Tokens of a joined batch.", self._batch_tokens),
             ("expertd_batch_requests", "Requests of a joined batch.", self._batch_requests),

@@ -18,7 +18,8 @@ from expertd_server.service.service import Service
 from expertd_server.transports.grpc_stream import _MOST_UNREAD as MOST_UNREAD
 from expertd_server.transports.grpc_stream import Stream
 from expertd_server.transports.mailbox import Mailbox
-from expertd_server.views.metrics import Metrics, Rpc
+from expertd_server.views.call_metrics import Rpc
+from expertd_server.views.metrics import Metrics
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -1,0 +1,121 @@
+"""Series of RPCs: the `grpc_server_*` that go-grpc-prometheus made usual, and beside them the names that gRPC's own
+OpenTelemetry plugins have (proposal A66), as Prometheus spells them.
+
+Both are filled from one look at a call's end; a histogram with one writer costs a tenth of one that locks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from expertd_server.views.metrics import Metrics
+
+__all__ = ["SERVICE", "Calls", "Rpc"]
+
+SERVICE = "expertd.v1.ExpertService"
+
+_A66_SECONDS = (
+    *(0.00001, 0.00005, 0.0001, 0.0003, 0.0006, 0.0008, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01),
+    *(0.013, 0.016, 0.02, 0.025, 0.03, 0.04, 0.05, 0.065, 0.08, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65),
+    *(0.8, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0),
+)
+_A66_BYTES = (*(float(1 << i) for i in (10, 11)), *(float(1 << i) for i in range(12, 33, 2)))
+
+
+class Rpc:
+    """One method, with its labels bound once.  ended() is called by one thread at a time."""
+
+    def __init__(self, metrics: Metrics, kind: str, method: str) -> None:
+        self.method = method
+        labels = (kind, SERVICE, method)
+        self._handled, self._labels, self._calls = metrics.handled, labels, metrics.calls
+        self._begun: Callable[[], None] = metrics.started.labels(*labels).inc
+        self.received: Callable[[], None] = metrics.received.labels(*labels).inc
+        self.sent: Callable[[], None] = metrics.sent.labels(*labels).inc
+        self._seconds: Callable[[float], None] = metrics.handling.labels(*labels).observe
+
+    def started(self) -> None:
+        self._begun()
+        self._calls.started(f"{SERVICE}/{self.method}")
+
+    def ended(self, code: str, seconds: float, bytes_in: int, bytes_out: int) -> None:
+        """code: gRPC's name, "OK", "UNAVAILABLE", ...; bytes: of all its messages."""
+        self._handled.labels(*self._labels, code).inc()
+        self._seconds(seconds)
+        self._calls.ended(f"{SERVICE}/{self.method}", code, seconds, bytes_in, bytes_out)
+
+
+class _Sums:
+    """Three histograms of the calls of one method and status."""
+
+    def __init__(self) -> None:
+        self.seconds, self.bytes_in, self.bytes_out = (_Histogram(b) for b in (_A66_SECONDS, _A66_BYTES, _A66_BYTES))
+
+
+class _Histogram:
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def into(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        names = [*(f"{b:g}" for b in self._bounds), "+Inf"]
+        family.add_metric(labels, list(zip(names, accumulate(self._counts), strict=True)), self._sum)
+
+
+class Calls(Collector):
+    """The series of A66.  started() and ended() by one thread, collect() by whoever scrapes."""
+
+    def __init__(self) -> None:
+        self._started: dict[str, int] = {}
+        self._ended: dict[tuple[str, str], _Sums] = {}
+
+    def started(self, method: str) -> None:
+        self._started[method] = self._started.get(method, 0) + 1
+
+    def ended(self, method: str, code: str, seconds: float, bytes_in: int, bytes_out: int) -> None:
+        sums = self._ended.get((method, code))
+        if sums is None:
+            sums = self._ended[method, code] = _Sums()
+        sums.seconds.add(seconds)
+        sums.bytes_in.add(bytes_in)
+        sums.bytes_out.add(bytes_out)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        begun = CounterMetricFamily(
+            "grpc_server_call_started",
+            "Calls begun (grpc.server.call.started).",
+            labels=("grpc_method",),
+        )
+        for method, n in list(self._started.items()):
+            begun.add_metric((method,), n)
+        yield begun
+        for name, text, which in (
+            ("duration_seconds", "Time of a call (grpc.server.call.duration).", "seconds"),
+            (
+                "rcvd_total_compressed_message_size_bytes",
+                "Bytes of a call's requests (grpc.server.call.rcvd_total_compressed_message_size).",
+                "bytes_in",
+            ),
+            (
+                "sent_total_compressed_message_size_bytes",
+                "Bytes of a call's answers (grpc.server.call.sent_total_compressed_message_size).",
+                "bytes_out",
+            ),
+        ):
+            family = HistogramMetricFamily(f"grpc_server_call_{name}", text, labels=("grpc_method", "grpc_status"))
+            for labels, sums in list(self._ended.items()):
+                getattr(sums, which).into(family, labels)
+            yield family
