@@ -37,7 +37,7 @@ from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.boot.ahead import ReadAhead
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError
-from expertd_server.boot.memory import MemoryPlan
+from expertd_server.boot.memory import MemoryPlan, settle
 from expertd_server.engine.lane import compute_stream
 from expertd_server.engine.sizes import sizes_up_to
 
@@ -255,6 +255,10 @@ def _packed(
     problem, weights = assignment.decision.problem, canonical.weights()
     with _rejecting("packing"), workshop.stage("pack"):
         packed = pack(row, weights, problem)
+        if workshop.memory is not None:  # while nobody else computes: it makes the device wait
+            tensors = dict(packed.tensors)
+            packed = replace(packed, tensors=tensors)  # which nobody else holds
+            settle(tensors, workshop.device)
         experts = experts_of(row, packed, problem)
     proof = canonical.proof()
     with _rejecting("first called"), workshop.stage("check"):

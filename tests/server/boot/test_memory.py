@@ -1,6 +1,7 @@
 """The plan of memory: its sum, what it says of it, and a server that does not fit is refused before it loads."""
 
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from expertd_kernels.problem import NAMED_DEVICES
 from expertd_server import residence
 from expertd_server.boot import memory as module
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
-from expertd_server.boot.memory import give_back, memory_json, memory_text, plan_memory, require_room
+from expertd_server.boot.memory import give_back, memory_json, memory_text, plan_memory, require_room, settle
 from expertd_server.cli import main
 from expertd_server.config import Address, ConfigError, ServeConfig, resolve
 from expertd_server.engine.sizes import graph_count
@@ -82,7 +83,7 @@ def test_beside_the_packed_weights_there_is_at_most_a_gib_and_a_half(synthetic, 
         more = {"layers": module_ranges(more["layers"]), "shard": module_shard(more["shard"])}
     plan = plan_memory(*made(synthetic=synthetic, max_tokens=4096, **more))
     assert 0.5 * GIB < plan.serving - plan.weights <= 1.5 * GIB
-    assert plan.others == 1024 * (96 << 10)
+    assert plan.others == 1024 * module.GRAPH_BYTES
     assert any("other numbers of routes a token" in line for line in memory_text(plan, 0))
 
 
@@ -163,7 +164,7 @@ def test_people_and_programs_are_told_the_same():
     plan = plan_memory(*made(memory_limit=20 * GIB))
     first, second, third, fourth = memory_text(plan, 70 * GIB)
     assert "4.00 of shared memory pinned, 1.00 of the device for those on other GPUs" in third
-    assert "as they come: 0.09 of graphs" in fourth
+    assert "as they come: 0.06 of graphs" in fourth
     assert first.startswith("device memory, GiB: weights 13.9")
     assert "limit 20.00, 70.00 free; 2306 graphs once every size has come" in first
     assert "pinned" in second
@@ -274,6 +275,18 @@ def test_nothing_is_known_where_nothing_can_be_read(tmp_path):
     free = module.free_bytes(torch.device("cpu"))  # others allocate meanwhile
     assert free > 0
     assert abs(free - available_bytes()) < 1 << 30
+
+
+def test_packed_tensors_get_memory_of_their_own(monkeypatch):
+    """A GPU's allocator has given back what it kept before each of them is copied, and the copy is the only one."""
+    done, kept = [], {name: torch.full((4,), n) for n, name in enumerate("abc")}
+    before = {name: (t.data_ptr(), weakref.ref(t)) for name, t in kept.items()}
+    monkeypatch.setattr(module, "give_back", lambda device: done.append([ref() is None for _, ref in before.values()]))
+    settle(kept, torch.device("cuda"))
+    assert done == [[False] * 3, [True, False, False], [True, True, False]]
+    assert [t.tolist() for t in kept.values()] == [[n] * 4 for n in range(3)]
+    settle(kept, torch.device("cpu"))
+    assert len(done) == 3, "host memory has no such blocks"
 
 
 def test_what_is_given_back_counts_the_workspaces_of_cublas(monkeypatch):

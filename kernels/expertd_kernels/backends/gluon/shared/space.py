@@ -35,8 +35,8 @@ def layer_space(experts: int, H: int, I: int, tokens: int, top_k: int) -> Layout
             "ints": ((2 * n + round_up(experts, 16) + n + 64 * min(experts, n) + 64,), torch.int32),
             "chunks": (Chunks.table(n, experts), torch.int16),
             "h": ((n * round_up(I, TILE),), torch.bfloat16),
-            "y": ((n * H,), torch.bfloat16),
-            "y32": ((min(n, FLOAT32_TOKENS * top_k) * H,), torch.float32),
+            # w2's results, or those of few tokens as f32
+            "y": ((max(n, 2 * min(n, FLOAT32_TOKENS * top_k)) * H,), torch.bfloat16),
         },
         # finished tiles of w13 a block; or w13's tickets, and a line on w2's (kernels "wide" and "ws")
         {"done": (0, COUNTERS), "tickets": (LINE, COUNTERS)},

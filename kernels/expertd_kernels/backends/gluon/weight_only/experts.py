@@ -93,7 +93,7 @@ class GluonExperts(InPieces):
             self._gemv(w13, p.w13, x, ids, weights, h, n)
             self._gemv(w2, p.w2, h, ids, weights, out, M)
             return
-        y = s["y32" if M <= FLOAT32_TOKENS and p.w2.kernel == "block" else "y"]
+        y = s["y"].view(torch.float32) if M <= FLOAT32_TOKENS and p.w2.kernel == "block" else s["y"]
         if p.w2.parts * n * self.hidden_size > y.numel():
             raise ValueError(f"gluon_sm90: {p.w2.parts} parts of {n} routes do not fit the scratch of {M} tokens")
         split = round_up(2 * n + E, 16)
