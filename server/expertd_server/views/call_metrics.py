@@ -96,22 +96,22 @@ class Calls(Collector):
     def collect(self) -> Iterable[Metric]:
         begun = CounterMetricFamily(
             "grpc_server_call_started",
-            "Calls begun (grpc.server.call.started).",
+            "Calls begun.",
             labels=("grpc_method",),
         )
         for method, n in list(self._started.items()):
             begun.add_metric((method,), n)
         yield begun
         for name, text, which in (
-            ("duration_seconds", "Time of a call (grpc.server.call.duration).", "seconds"),
+            ("duration_seconds", "Time of a call.", "seconds"),
             (
                 "rcvd_total_compressed_message_size_bytes",
-                "Bytes of a call's requests (grpc.server.call.rcvd_total_compressed_message_size).",
+                "Bytes of a call's requests.",
                 "bytes_in",
             ),
             (
                 "sent_total_compressed_message_size_bytes",
-                "Bytes of a call's answers (grpc.server.call.sent_total_compressed_message_size).",
+                "Bytes of a call's answers.",
                 "bytes_out",
             ),
         ):
