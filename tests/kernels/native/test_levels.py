@@ -15,7 +15,10 @@ import driver
 import pytest
 
 X86 = platform.machine() in ("x86_64", "AMD64")
-pytestmark = pytest.mark.skipif(not X86, reason=f"{platform.machine()}: the AVX-512 levels are for x86-64")
+pytestmark = [
+    pytest.mark.skipif(not X86, reason=f"{platform.machine()}: the AVX-512 levels are for x86-64"),
+    pytest.mark.slow,  # compiles for half a minute, on a loaded machine for two
+]
 
 AVX512 = ("avx512", "avx512_vnni", "avx512_bytes", "avx512_bf16", "avx512_amx")
 SIMDE = Path(os.environ.get("EXPERTD_SIMDE", "/usr/include"))

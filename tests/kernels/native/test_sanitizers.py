@@ -6,6 +6,8 @@ from __future__ import annotations
 import driver
 import pytest
 
+pytestmark = pytest.mark.slow  # compiles for half a minute, on a loaded machine for two
+
 SENTENCES = {
     "overflow": "heap-buffer-overflow",
     "misaligned": "misaligned address",
