@@ -237,7 +237,7 @@ def golden() -> str:
 CHART_SCHEMA = "deploy/helm/expertd/values.schema.json"
 CHART_OPTIONS = {
     *("shard", "experts", "listen", "metrics_listen", "cache", "health"),
-    *("insecure", "tls_cert", "tls_key", "tls_client_ca", "callers"),
+    *("insecure", "tls_cert", "tls_key", "tls_client_ca", "callers", "admin_listen", "held", "tcp_listen"),
 }
 """Options that the chart sets itself."""
 

@@ -209,9 +209,101 @@ def test_files_of_secrets_are_where_the_server_looks(tmp_path, monkeypatch):
     assert str(config.callers) == f"{mounts['callers']}/callers.toml"
 
 
+def ports_for(policy, peer) -> set[str]:
+    """Names of the ports that the pods of a NetworkPolicyPeer reach."""
+    rules = [rule for rule in policy["spec"]["ingress"] if peer in rule.get("from", [peer])]
+    return {p["port"] for rule in rules for p in rule["ports"]}
+
+
+def test_what_is_held_is_changed_by_its_own_callers_on_its_own_port(tmp_path, monkeypatch):
+    wanted = values("moving")
+    rendered = objects(wanted)
+    (s,) = sets(rendered).values()
+    config = expertd_of(s, rendered, "x-4", tmp_path, monkeypatch)
+    ports = {p["name"]: p["containerPort"] for p in container(s)["ports"]}
+    assert (config.admin_listen.port, config.tcp_where.port) == (ports["admin"], ports["tcp"])
+    assert len(set(ports.values())) == len(ports) == 4
+    assert config.shard == Shard(1, 3)
+    assert config.expert_metrics, "the job plans by the routes that each expert got"
+    kept = {m["mountPath"] for m in container(s)["volumeMounts"] if m["name"] == "cache"}
+    assert {str(config.held.parent)} == kept
+    assert [v["metadata"]["name"] for v in s["spec"]["volumeClaimTemplates"]] == ["cache"]
+    policy = rendered["NetworkPolicy", "demo-expertd"]
+    (client,), (admin,) = wanted["networkPolicy"]["clients"], wanted["networkPolicy"]["admins"]
+    assert ports_for(policy, client) == {"grpc", "tcp", "metrics"}
+    assert ports_for(policy, admin) == {"grpc", "admin", "metrics"}
+    assert ports_for(policy, {"podSelector": {}}) == {"metrics"}
+
+
+def test_nothing_of_it_is_there_unless_asked_for(tmp_path, monkeypatch):
+    rendered = objects({})
+    (s,) = sets(rendered).values()
+    config = expertd_of(s, rendered, "x-0", tmp_path, monkeypatch)
+    assert (config.admin_listen, config.held, config.tcp_where) == (None, None, None)
+    assert ports_for(rendered["NetworkPolicy", "demo-expertd"], {"podSelector": {}}) == {"grpc", "metrics"}
+    assert not [kind for kind, _ in rendered if kind.startswith("Role")]
+
+
+def test_clients_that_follow_endpointslices_may_and_may_nothing_else():
+    rendered = objects(values("moving"))
+    (role,) = (o for (kind, _), o in rendered.items() if kind == "Role")
+    (binding,) = (o for (kind, _), o in rendered.items() if kind == "RoleBinding")
+    assert role["rules"] == [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+    ]
+    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", role["metadata"]["name"])
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "frontend", "namespace": "web"}]
+    (service,) = (o for (kind, _), o in rendered.items() if kind == "Service")
+    assert "grpc" in {p["name"] for p in service["spec"]["ports"]}, "the port that EndpointSlices(port=) names"
+
+
+def test_the_job_that_moves_experts(monkeypatch, tmp_path):
+    """Its script, run by a shell with a program `expertctl` that says what it was given, read by the parser."""
+    import kubernetes_validate
+    import yaml
+
+    job = yaml.safe_load((ROOT / "deploy/kubernetes/apply.yaml").read_text())
+    for version in KUBERNETES:
+        kubernetes_validate.validate(job, version, strict=True)
+    rendered = objects(values("moving"))
+    (s,) = sets(rendered).values()
+    pod = job["spec"]["template"]
+    (c,) = pod["spec"]["containers"]
+    (admin,) = values("moving")["networkPolicy"]["admins"]
+    assert admin["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert s["spec"]["replicas"] == int(next(e["value"] for e in c["env"] if e["name"] == "PODS"))
+    fake = tmp_path / "expertctl"
+    fake.write_text('#!/bin/sh\necho expertctl "$@"\n')
+    fake.chmod(0o755)
+    for dry in ("--dry-run", ""):
+        env = {e["name"]: e["value"] for e in c["env"]} | {"DRY_RUN": dry, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        told = subprocess.run(
+            [*c["command"], *c["args"]], env=env, capture_output=True, text=True, check=True, timeout=10
+        )
+        plan, apply = (line.split() for line in told.stdout.splitlines())
+        assert [w for w in plan if ":50051" in w] == [
+            f"experts-expertd-cpu-{n}.experts-expertd.inference.svc:50051" for n in range(6)
+        ]
+        assert (dry in apply) or not dry
+        read(plan, monkeypatch)
+        read(apply, monkeypatch)
+    mounted = {m["mountPath"] for m in c["volumeMounts"]}
+    assert {"/tls", "/admin", "/tmp"} == mounted
+
+
+MOVES = {"admin": {"enabled": True}}
+BEHIND_TLS = {"tls": {"secretName": "a", "serverName": "b"}, "callersSecret": "c", **MOVES}
+ADMINS = {"networkPolicy": {"admins": [{"podSelector": {"matchLabels": {"a": "b"}}}]}}
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
+        (MOVES, "want tls.secretName and callersSecret"),
+        (BEHIND_TLS, "networkPolicy.admins: got nobody"),
+        ({**BEHIND_TLS, **ADMINS, "groups": {"cpu": {"cacheSize": ""}}}, "groups.cpu has no cacheSize"),
+        ({**BEHIND_TLS, **ADMINS, "groups": {"cpu": {"autoscaling": {"enabled": True}}}}, "want one of the two"),
+        ({"serve": {"admin-listen": "0.0.0.0:1"}}, "admin-listen"),
         ({"serve": {"max-token": 3}}, "max-token"),
         ({"serve": {"shard": "0/2"}}, "shard"),
         ({"serve": {"health": "no"}}, "health"),
