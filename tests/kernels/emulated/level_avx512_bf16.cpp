@@ -15,6 +15,7 @@ struct Emulated : Avx512 {
   static void dot_bytes(I (&sums)[N], const I (&codes)[N], const int32_t* x) {
     for (int i = 0; i < N; i++) sums[i] = _mm512_dpbusd_epi32(sums[i], codes[i], bcasti(*x));
   }
+  static I load_once(const void* p) { return loadi(p); }
   static I lookup6(I table, I index) {
     uint8_t t[64], b[64];
     storei(t, table), storei(b, index);

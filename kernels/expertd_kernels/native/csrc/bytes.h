@@ -37,6 +37,7 @@ void tile_bytes(const BlockArgs& a, const Slice& s, const int32_t* index, float*
   using F = typename V::F;
   static_assert(V::W == kRows);
   constexpr int kWords = byte_words(EL), kColumns = 32 / element_bits(EL);
+  constexpr bool kFetches = fetches(kBytes, EL);
   constexpr bool kApart = EL == EXPERTD_INT4 && MR <= 2;  // odd columns stay where they are, 16 times too large, in sums of their own
   const I low = V::bcasti(0x0F0F0F0F), high = V::bcasti(int32_t(0xF0F0F0F0u));
   const Geometry& g = *a.g;
@@ -44,7 +45,7 @@ void tile_bytes(const BlockArgs& a, const Slice& s, const int32_t* index, float*
   const int32_t* x[MR];
   const size_t stride = size_t(g.groups) * kRows;
   const BlockScales<V, RAW> ws(a, 0);
-  const bool fetch = index == a.index;  // later tiles of rows find the codes in a cache
+  const bool fetch = kFetches && index == a.index;  // later tiles of rows find the codes in a cache
   const uint8_t* w = s.codes;
   I table = V::bcasti(0);
   if constexpr (EL == EXPERTD_E2M1) table = V::e2m1_table();
@@ -64,7 +65,7 @@ void tile_bytes(const BlockArgs& a, const Slice& s, const int32_t* index, float*
     });
     for (; at < end; at += kWords, w += NB * kVector) {
       I raw[NB], codes[NB];
-      each<NB>([&](auto b) INLINED { raw[b.value] = V::loadi(w + b.value * kVector); });
+      each<NB>([&](auto b) INLINED { raw[b.value] = kFetches ? V::loadi(w + b.value * kVector) : V::load_once(w + b.value * kVector); });
       if (fetch) each<NB>([&](auto b) INLINED { V::prefetch2(w + b.value * kVector + a.ahead); });
       if constexpr (EL == EXPERTD_E2M1) {
         each<2>([&](auto number) INLINED {

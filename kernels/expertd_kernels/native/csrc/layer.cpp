@@ -187,91 +187,95 @@ struct DownUnits {
     step = std::max(4, std::min(fit, fair) & ~1);
     count = (blocks + step - 1) / step;
   }
-  int pairs(int unit) const { return (std::min(step, blocks - unit * step) + 1) / 2; }
   int first(int thread, int threads) const { return int(int64_t(count) * thread / threads); }  // as Pool::run_even
 };
 
 // While a pair of blocks is read, another one is fetched from memory: the one that its thread will read some pairs later, be it of
 // the next expert, unit or phase. Without that, each jump to another place would wait for the memory. A pair that is longer than
-// the distance fetches itself: then the next place is `ahead` bytes on.
+// the distance fetches itself: then the next place is `ahead` bytes on. 0: nothing is fetched.
 size_t bytes_ahead(const Pass& p, const Geometry& g) {
   constexpr size_t kBytesAhead = 32 << 10;  // into the second level (docs/log/cpu-zen4.md)
-  return path_of(p, g) == kBytes ? kBytesAhead : p.context.level->ahead;
+  const Path path = path_of(p, g);
+  if (!fetches(path, g.spec.element)) return 0;
+  return path == kBytes ? kBytesAhead : p.context.level->ahead;
 }
 
 int pairs_ahead(const Pass& p, const Geometry& g) {
   const size_t ahead = bytes_ahead(p, g), pair = 2 * g.block_bytes;
-  return pair > 5 * ahead ? 0 : std::max(1, int((ahead + pair / 2) / pair));
+  return !ahead || pair > 5 * ahead ? 0 : std::max(1, int((ahead + pair / 2) / pair));
 }
 
-// After pair `i` of the first phase's list (expert after expert, `pairs` each); the thread's list ends at `end`, w2 follows.
-const uint8_t* after_up(const Pass& p, int i, int end, int thread) {
-  const int pairs = (p.g13.blocks + 1) / 2, distance = p.ahead13, next = i + distance;
-  if (!distance) return block_at(p, p.g13, p.layer.w13, i / pairs, i % pairs * 2) + bytes_ahead(p, p.g13);
-  if (next < end) return block_at(p, p.g13, p.layer.w13, next / pairs, next % pairs * 2);
+// Where a thread's reading goes on after pair `end` - 1 of the first phase's list (expert after expert, `pairs` each); its list ends at
+// `last`, w2 follows.
+const uint8_t* after_up(const Pass& p, int end, int last, int thread) {
+  const int pairs = (p.g13.blocks + 1) / 2;
+  if (end < last) return block_at(p, p.g13, p.layer.w13, end / pairs, end % pairs * 2);
   const DownUnits units(p);
-  const int unit = units.first(thread, p.context.pool.threads());
-  return block_at(p, p.g2, p.layer.w2, 0, unit * units.step) + (next - end) * 2 * p.g13.block_bytes;
+  return block_at(p, p.g2, p.layer.w2, 0, units.first(thread, p.context.pool.threads()) * units.step);
 }
 
-// After pair `i` of a unit's list in the second phase.
-const uint8_t* after_down(const Pass& p, const DownUnits& units, int unit, int i) {
-  const int pairs = units.pairs(unit), all = pairs * p.routes.active, distance = p.ahead2, next = i + distance;
-  if (!distance) return block_at(p, p.g2, p.layer.w2, i / pairs, unit * units.step + i % pairs * 2) + bytes_ahead(p, p.g2);
-  if (next < all) return block_at(p, p.g2, p.layer.w2, next / pairs, unit * units.step + next % pairs * 2);
-  return unit + 1 < units.count ? block_at(p, p.g2, p.layer.w2, 0, (unit + 1) * units.step + (next - all) * 2) : nullptr;
+// The same after the blocks of a unit of w2 of one expert.
+const uint8_t* after_down(const Pass& p, const DownUnits& units, int unit, int active) {
+  if (active + 1 < p.routes.active) return block_at(p, p.g2, p.layer.w2, active + 1, unit * units.step);
+  return unit + 1 < units.count ? block_at(p, p.g2, p.layer.w2, 0, (unit + 1) * units.step) : nullptr;
 }
 
-// Blocks b, b + 1 of an expert, for gemm(). next: the pair to fetch meanwhile, or nullptr.
-BlockArgs block_args(Pass& p, const Geometry& g, const expertd_matrix& matrix, const Rows& rows, int expert, int b, int nb,
-                     const uint8_t* next, int thread) {
+// `blocks` blocks from b on of an expert, for gemm(). next: what the thread reads after them, or nullptr.
+BlockRun block_run(Pass& p, const Geometry& g, const expertd_matrix& matrix, const Rows& rows, int expert, int b, int blocks,
+                   const uint8_t* next, int distance, int thread) {
   ThreadScratch& s = p.context.scratch[thread];
   const size_t lanes = size_t(g.groups) * kRows;
   float* scales = s.scales.get<float>(2 * lanes);
   float* zeros = g.spec.zeros ? s.zeros.get<float>(2 * lanes) : nullptr;
   const uint8_t* pair = matrix.stream + expert * g.expert_bytes + b * g.block_bytes;
-  BlockArgs a{&g, pair, nb, next ? next - pair : 0, {}, scales, zeros, &rows, nullptr, 0, nullptr};
+  BlockArgs first{&g, pair, 2, 0, {}, scales, zeros, &rows, nullptr, 0, nullptr};
   const float factor = scale_factor(path_of(p, g), g.spec.element);
-  for (int i = 0; i < nb; i++) {
-    if (next)
-      for (size_t at = 0; at < g.header_bytes; at += kVector) __builtin_prefetch(next + i * g.header_bytes + at, 0, 2);
+  for (int i = 0; i < 2; i++) {  // b is even, and a run of two segments has both: all pairs have the same factors
     const int segments = g.spec.segments;
     const float global = matrix.global_scales ? matrix.global_scales[size_t(expert) * segments + (b + i) % segments] : 1.0f;
-    a.factor[i] = global * factor;
+    first.factor[i] = global * factor;
   }
-  return a;
+  return {first, blocks, distance, ptrdiff_t(bytes_ahead(p, g)), next};
 }
 
-// Calls use(first row, rows, tile [rows][32]) for all rows [from, to) of an index list.
+// Calls use(pair, first row, rows, tile [rows][32]) for all pairs of a run and all rows [from, to) of an index list.
 template <class Use>
-void gemm(Pass& p, BlockArgs a, const int32_t* index, int from, int to, int thread, const Use& use) {
-  a.out = p.context.scratch[thread].tile.get<float>(kSlice * 2 * kRows);
-  for (int at = from; at < to; at += kSlice) {
-    a.n = std::min(kSlice, to - at);
-    a.index = index + at;
-    p.context.level->gemm(path_of(p, *a.g), a);
-    use(at, a.n, a.out);
+void gemm(Pass& p, const BlockRun& run, const int32_t* index, int from, int to, int thread, const Use& use) {
+  const int rows = std::min(kSlice, to - from), fit = std::max(1, kSlice / rows), pairs = run.pairs();
+  const size_t pair_bytes = 2 * run.first.g->block_bytes;
+  BlockRun part = run;
+  part.first.out = p.context.scratch[thread].tile.get<float>(kSlice * 2 * kRows);
+  for (int pair = 0; pair < pairs; pair += fit) {
+    const int n = std::min(fit, pairs - pair);
+    part.first.pair = run.first.pair + pair * pair_bytes;
+    part.blocks = std::min(2 * n, run.blocks - 2 * pair);
+    part.next = pair + n < pairs ? part.first.pair + n * pair_bytes : run.next;
+    for (int at = from; at < to; at += kSlice) {
+      part.first.n = std::min(kSlice, to - at);
+      part.first.index = index + at;
+      p.context.level->gemm(path_of(p, *part.first.g), part);
+      for (int i = 0; i < n; i++) use(pair + i, at, part.first.n, part.first.out + size_t(i) * part.first.n * 2 * kRows);
+    }
   }
 }
 
 const float kNoBias[2 * kRows] = {};
 
-// Blocks (2 pair, 2 pair + 1) of one expert's w13 for all its rows: gate and up, or two neighbours where there is no mul.
-void up_pair(Pass& p, int active, int pair, const uint8_t* next, int thread) {
+// Pairs [from, to) of one expert's w13 for all its rows: gate and up, or two neighbours where there is no mul.
+void up_pairs(Pass& p, int active, int from, int to, const uint8_t* next, int thread) {
   const Geometry& g = p.g13;
   const bool gated = g.spec.segments == 2;
-  const int expert = p.routes.expert[active], b = 2 * pair, nb = std::min(2, g.blocks - b);
-  const BlockArgs a = block_args(p, g, p.layer.w13, p.input, expert, b, nb, next, thread);
-  float bias[2 * kRows] = {};
-  if (p.layer.w13.bias) {
-    std::memcpy(bias, p.layer.w13.bias + (size_t(expert) * g.blocks + b) * kRows, sizeof(float) * kRows * nb);
-  }
+  const int expert = p.routes.expert[active], blocks = std::min(2 * to, g.blocks) - 2 * from;
+  const BlockRun run = block_run(p, g, p.layer.w13, p.input, expert, 2 * from, blocks, next, p.ahead13, thread);
+  const float* biases = p.layer.w13.bias ? p.layer.w13.bias + (size_t(expert) * g.blocks + 2 * from) * kRows : nullptr;
   const Activation act{p.layer.activation, p.layer.has_limit != 0, p.layer.alpha, p.layer.beta, p.layer.limit};
   const int columns = gated ? kRows : 2 * kRows;
   const int* index = p.shared && !is_tiled(path_of(p, g)) ? p.routes.token : p.routes.index;
-  gemm(p, a, index, p.routes.first[active], p.routes.first[active + 1], thread,
-       [&](int row, int n, const float* tile) {
-         p.context.level->activate(act, tile, bias, n, gated, p.hidden + row * p.hidden_stride + pair * columns, p.hidden_stride);
+  gemm(p, run, index, p.routes.first[active], p.routes.first[active + 1], thread,
+       [&](int pair, int row, int n, const float* tile) {
+         float bias[2 * kRows] = {};
+         if (biases) std::memcpy(bias, biases + size_t(pair) * 2 * kRows, sizeof(float) * kRows * std::min(2, blocks - 2 * pair));
+         p.context.level->activate(act, tile, bias, n, gated, p.hidden + row * p.hidden_stride + (from + pair) * columns, p.hidden_stride);
        });
 }
 
@@ -292,9 +296,8 @@ void up_phase(Pass& p) {
     const int active = u / per_expert, from = u % per_expert * step;
     const int stop = u >= start[thread] && u < start[thread + 1] ? start[thread + 1] : n;
     const int end = stop / per_expert * pairs + stop % per_expert * step;
-    for (int pair = from; pair < std::min(from + step, pairs); pair++) {
-      up_pair(p, active, pair, after_up(p, active * pairs + pair, end, thread), thread);
-    }
+    const int to = std::min(from + step, pairs);
+    up_pairs(p, active, from, to, after_up(p, active * pairs + to, end, thread), thread);
   };
   if (worth_sharing(p, p.g13)) {
     p.context.pool.run(n, start.data(), unit);
@@ -310,20 +313,19 @@ void down_unit(Pass& p, const DownUnits& units, int unit, int thread) {
   const int from = unit * units.step, to = std::min(from + units.step, units.blocks), columns = (to - from) * kRows;
   float* acc = p.context.scratch[thread].acc.get<float>(size_t(p.m) * columns);
   std::memset(acc, 0, sizeof(float) * p.m * columns);
-  for (int active = 0, i = 0; active < p.routes.active; active++) {
+  for (int active = 0; active < p.routes.active; active++) {
     const int expert = p.routes.expert[active];
-    for (int b = from; b < to; b += 2, i++) {
-      const int nb = std::min(2, to - b);
-      const BlockArgs a = block_args(p, g, p.layer.w2, p.middle, expert, b, nb, after_down(p, units, unit, i), thread);
-      const float* bias = p.layer.w2.bias ? p.layer.w2.bias + (size_t(expert) * g.blocks + b) * kRows : kNoBias;
-      gemm(p, a, p.routes.index, p.routes.first[active], p.routes.first[active + 1], thread, [&](int row, int n, const float* tile) {
-        for (int i = 0; i < n; i++) {
-          const float weight = p.call.weight_on_input ? 1.0f : p.routes.weight[row + i];
-          float* to_row = acc + size_t(p.routes.token[row + i]) * columns + (b - from) * kRows;
-          p.context.level->combine(tile + i * 2 * kRows, bias, weight, nb * kRows, to_row);
-        }
-      });
-    }
+    const uint8_t* next = after_down(p, units, unit, active);
+    const BlockRun run = block_run(p, g, p.layer.w2, p.middle, expert, from, to - from, next, p.ahead2, thread);
+    const float* bias = p.layer.w2.bias ? p.layer.w2.bias + (size_t(expert) * g.blocks + from) * kRows : nullptr;
+    gemm(p, run, p.routes.index, p.routes.first[active], p.routes.first[active + 1], thread, [&](int pair, int row, int n, const float* tile) {
+      const int width = std::min(2 * kRows, columns - pair * 2 * kRows);
+      for (int i = 0; i < n; i++) {
+        const float weight = p.call.weight_on_input ? 1.0f : p.routes.weight[row + i];
+        float* to_row = acc + size_t(p.routes.token[row + i]) * columns + pair * 2 * kRows;
+        p.context.level->combine(tile + i * 2 * kRows, bias ? bias + pair * 2 * kRows : kNoBias, weight, width, to_row);
+      }
+    });
   }
   const int H = g.spec.n, at = from * kRows, width = std::min(columns, H - at), size = p.call.out_f32 ? 4 : 2;
   for (int t = 0; t < p.m; t++) {

@@ -42,6 +42,34 @@ struct BlockArgs {
   float* out;             // [n][32]
 };
 
+// Pairs of blocks that lie one behind the other, against the same rows: out[pair][m][b * 16 + r]. One call for many pairs, because what
+// stands around a pair (300 cycles) is time in which the memory waits.
+struct BlockRun {
+  BlockArgs first;      // the first pair; nb, ahead: set by for_pairs()
+  int blocks;           // of all pairs
+  int distance;         // in pairs: what is fetched meanwhile; 0 = `near` bytes
+  ptrdiff_t near;
+  const uint8_t* next;  // what is read after the run, or nullptr
+  int pairs() const { return (blocks + 1) / 2; }
+};
+
+// f(BlockArgs) for each pair of a run, in order.
+template <class F>
+void for_pairs(const BlockRun& run, const F& f) {
+  BlockArgs a = run.first;
+  const Geometry& g = *a.g;
+  const ptrdiff_t bytes = ptrdiff_t(2 * g.block_bytes);
+  const int pairs = run.pairs();
+  for (int i = 0; i < pairs; i++, a.pair += bytes, a.out += size_t(a.n) * 2 * kRows) {
+    const int target = i + run.distance - pairs;  // pairs behind the run's end
+    a.nb = 2 * i + 1 < run.blocks ? 2 : 1;
+    a.ahead = !run.distance ? run.near : target < 0 ? run.distance * bytes : run.next ? run.next + target * bytes - a.pair : 0;
+    if (a.ahead)
+      for (size_t at = 0; at < a.nb * g.header_bytes; at += kVector) __builtin_prefetch(a.pair + a.ahead + at, 0, 2);
+    f(a);
+  }
+}
+
 struct Activation {
   int kind;
   bool limited;
@@ -60,7 +88,7 @@ struct Level {
   void (*load_row)(const void* src, bool f32, const int32_t* map, int k, int kp, float factor, float* dst);
   // src [kp] f32 -> row `row` of rows, for all paths but kF32.
   void (*round_row)(Path path, const Geometry& g, const float* src, const Rows& rows, int row);
-  void (*gemm)(Path path, const BlockArgs&);
+  void (*gemm)(Path path, const BlockRun&);
   // tile [n][32] (gate 16, up 16; or 16 without mul) + bias [32] -> h[m][0..16), rows `stride` floats apart.
   void (*activate)(const Activation&, const float* tile, const float* bias, int n, bool gated, float* h, size_t stride);
   // acc[cols] += weight * (tile[cols] + bias[cols]); cols a multiple of 16.
@@ -113,6 +141,10 @@ constexpr float input_factor(Path path, int element) {
 constexpr float scale_factor(Path path, int element) {  // e2m1 is computed with as twice its value, an integer
   return element == EXPERTD_E2M1 ? 0.5f : input_factor(path, element);
 }
+
+// Whether weights are fetched before their use. int4 as bytes takes so few instructions that what a core executes out of order reaches far
+// enough, and fetches cost it a sixth of its speed; elements that take more lose a third without them (docs/log/cpu-zen4.md).
+constexpr bool fetches(Path path, int element) { return path != kBytes || element != EXPERTD_INT4; }
 
 // What a stored integral code has on top of its number (e2m1: on top of twice its number).
 constexpr int code_offset(int element, bool zeros) {

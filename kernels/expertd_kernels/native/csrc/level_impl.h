@@ -88,10 +88,10 @@ void gemm_panel(const BlockArgs& a, int block) {
   flush(0, 0);
 }
 
-// The type of scales that a single row takes as they are stored; -1 = none.
+// The type of scales that a single row takes as they are stored; -1 = none. Where nothing is fetched, headers are read first, in order.
 template <int EL, Path P>
 constexpr int raw_scales() {
-  if (P != kI16 && P != kI8 && P != kBytes) return -1;
+  if ((P != kI16 && P != kI8 && P != kBytes) || !fetches(P, EL)) return -1;
   return EL == EXPERTD_INT4 ? EXPERTD_SCALE_BF16 : EL == EXPERTD_E2M1 ? EXPERTD_SCALE_E8M0 : -1;
 }
 
@@ -132,7 +132,7 @@ void gemm_element(const BlockArgs& a) {
 }
 
 template <class V>
-void gemm(Path path, const BlockArgs& a) {
+void gemm_pair(Path path, const BlockArgs& a) {
   const int element = a.g->spec.element;
   if (path == kI8) return gemm_element<V, EXPERTD_INT4, kI8>(a);
   if (path == kI16) {
@@ -164,6 +164,11 @@ void gemm(Path path, const BlockArgs& a) {
     case EXPERTD_F16: return gemm_element<V, EXPERTD_F16, kF32>(a);
     default: return gemm_element<V, EXPERTD_F32, kF32>(a);
   }
+}
+
+template <class V>
+void gemm(Path path, const BlockRun& run) {
+  for_pairs(run, [path](const BlockArgs& a) { gemm_pair<V>(path, a); });
 }
 
 template <class V, class T>
@@ -265,9 +270,9 @@ constexpr Level level(const char* name, Path integers, bool use_bf16, bool (*run
 }
 
 template <class V, class T>
-void gemm_with_tiles(Path path, const BlockArgs& a) {
-  if (!is_tiled(path)) return gemm<V>(path, a);
-  gemm_tiles<V, T>(a);
+void gemm_with_tiles(Path path, const BlockRun& run) {
+  if (!is_tiled(path)) return gemm<V>(path, run);
+  for_pairs(run, gemm_tiles<V, T>);
 }
 
 template <class V, class T>

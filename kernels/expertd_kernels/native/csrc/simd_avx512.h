@@ -67,6 +67,12 @@ struct Avx512 {
     I t;
     asm("vpbroadcastd %3, %1\n\tvpdpbusd %1, %2, %0" : "+v"(s[0]), "=&v"(t) : "v"(u[0]), "m"(*x));
   }
+  // The compiler would rather read memory again for each use; a line that is still on its way is then asked for three times.
+  static inline __attribute__((always_inline)) I load_once(const void* p) {
+    I a = loadi(p);
+    asm("" : "+v"(a));
+    return a;
+  }
   static I lookup6(I table, I index) {  // the low 6 bits of each byte. As assembly: only levels that ask for VBMI may have it
     I t;
     asm("vpermb %1, %2, %0" : "=v"(t) : "v"(table), "v"(index));
