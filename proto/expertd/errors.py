@@ -20,7 +20,8 @@ to repeat.
 
 Non-finite numbers: router weights with NaN or infinity are refused (NON_FINITE_WEIGHTS): they are few, and one of them
 ruins a sum that other servers add to.  hidden_states may hold NaN or infinity: rows are independent, what comes out of
-such a row is as undefined as what went in, and looking at every element would cost a pass over the largest tensor.
+such a row is as undefined as what went in, and looking at every element costs a pass over the largest tensor.  A server
+does that where it was started with --nonfinite: it refuses them (NON_FINITE_HIDDEN_STATES), or counts both as 0.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ __all__ = [
     "MalformedMessageError",
     "MessageTooLargeError",
     "MissingRequestIdError",
+    "NonFiniteHiddenStatesError",
     "NonFiniteWeightsError",
     "NotReadyError",
     "OutputDtypeUnsupportedError",
@@ -226,6 +228,10 @@ class BadTensorSpellingError(InvalidRequestError, code=Code.INVALID_ARGUMENT, re
 
 class NonFiniteWeightsError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="NON_FINITE_WEIGHTS"):
     """Router weights hold NaN or infinity."""
+
+
+class NonFiniteHiddenStatesError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="NON_FINITE_HIDDEN_STATES"):
+    """Hidden states hold NaN or infinity, in the dtype that the experts compute in, and the server refuses that."""
 
 
 class ExpertIdOutOfRangeError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="EXPERT_ID_OUT_OF_RANGE"):

@@ -296,6 +296,7 @@ class ServeConfig:
     max_queue_routes: int = 1 << 20
     max_queue_bytes: int = 2 << 30
     refuse_late: bool = True
+    nonfinite: str = "pass"
     max_wait_us: int = 0
     patience: float = 0.25
     grace_s: float = 30.0
@@ -508,6 +509,14 @@ OPTIONS: tuple[Option, ...] = (
         "yes|no",
         "yes: a request whose answer would come after its deadline, by what batches took, is refused at once; no: it"
         " waits, and is dropped when its deadline has passed",
+    ),
+    Option(
+        "nonfinite",
+        _choice("pass", "refuse", "zero"),
+        "WHAT",
+        "what becomes of NaN and infinity. pass: hidden states are computed as they are, a router weight refuses its"
+        " request; refuse: both do, and the error names the row; zero: both count as 0. Other than pass, every hidden"
+        " state is looked at, and tensors on a device are not taken there",
     ),
     Option("max_wait_us", _int(0), "US", "how long a request may wait for company while the engine is idle"),
     Option(

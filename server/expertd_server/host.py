@@ -241,6 +241,7 @@ class Host:
                 config.max_queue_bytes,
                 config.refuse_late,
             ),
+            nonfinite=config.nonfinite,
             observe=self.metrics.batch,
             answered=self._answered,
             traced=None if self._traces is None else self._traces.add,
@@ -297,6 +298,8 @@ class Host:
         self.service.traced = None if self._traces is None else self._traces.add
         door = self.service.doors["shm"] = self._shm(infos)
         self.service.doors["cuda_ipc"] = door if isinstance(door, str) else door.gpu
+        if config.nonfinite != "pass":
+            self.service.doors["cuda_ipc"] = f"--nonfinite {config.nonfinite}: numbers on a device are not looked at"
         self.service.doors["tcp"] = self._tcp(largest)
         self._describe = Describer(
             self.service.load_message,

@@ -1,12 +1,14 @@
 """Messages that nobody sends, against a live server, and a control between them.
 
-    python tests/load/fuzz.py [--messages 1000000] [--unary 20000] [--seed 0] [--json]
+    python tests/load/fuzz.py [--way stream|tcp|shm] [--messages 1000000] [--unary 20000] [--seed 0] [--json]
 
 Starts `expertd serve` (tiny, two layers) and sends messages made field by field at the wire level (the generator of
 tests/proto/wire/test_fuzz.py), whole requests with bits flipped, bytes inserted and removed, and requests whose numbers
 are hostile, on one stream, and a part as unary calls.  After every 500 a control: its answer must have the bits of the
-first, within a second.  Prints what the server said, and the memory it took.  Exit code 1 = a control that was wrong or
-late, a call that ended without a reason, a server that is gone, or more than 200 MB.
+first, within a second.  tcp: the same messages in frames, some with a wrong head; shm: submissions near what is right
+and none at all, and noise in the region; both beside an honest session (fuzz_sessions.py).  Prints what the server
+said, and the memory it took.  Exit code 1 = a control that was wrong or late, a call that ended without a reason, a
+server that is gone, or more than 200 MB.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "proto/wire"))
 
+from fuzz_sessions import fuzz_sessions
 from hostile import Server
 from test_fuzz import Generator
 
@@ -201,26 +204,48 @@ def fuzz(address: str, stream: int, unary: int, seed: int) -> tuple[Counter[str]
     return said, controls
 
 
+def fuzz_beside(address: str, way: str, count: int, seed: int) -> tuple[Counter[str], Controls]:
+    """The same of a session over TCP ("tcp") or in shared memory ("shm")."""
+    said: Counter[str] = Counter()
+    controls = Controls()
+
+    def saw(raw: bytes, took_s: float) -> None:
+        controls.saw(pb.ForwardResponse(output=pb.Tensor(raw=raw)), took_s)
+
+    fuzz_sessions(address, way, count, seed, messages(seed, stream=True), said, saw)
+    return said, controls
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--messages", type=int, default=1_000_000, help="on a stream")
+    parser.add_argument("--way", choices=("stream", "tcp", "shm"), default="stream")
+    parser.add_argument("--messages", type=int, default=1_000_000, help="on a stream, or in sessions")
     parser.add_argument("--unary", type=int, default=20_000, help="unary calls")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server = Server(
-            ROOT, Path(folder) / "log", ["--synthetic", "tiny:int4_g128", "--device", "cpu", "--threads", "1"]
+            ROOT,
+            Path(folder) / "log",
+            ["--synthetic", "tiny:int4_g128", "--device", "cpu", "--threads", "1", "--tcp", "on"],
         )
-        fuzz(server.address, 2000, 500, args.seed + 1000)  # so that buffers have their size
+
+        def attack(count: int, unary: int, seed: int) -> tuple[Counter[str], Controls]:
+            if args.way == "stream":
+                return fuzz(server.address, count, unary, seed)
+            return fuzz_beside(server.address, args.way, count, seed)
+
+        attack(2000, 500, args.seed + 1000)  # so that buffers have their size
         before, begin = server.memory(), time.monotonic()
-        said, controls = fuzz(server.address, args.messages, args.unary, args.seed)
+        said, controls = attack(args.messages, args.unary, args.seed)
         took_s, grown = time.monotonic() - begin, (server.memory() - before) / 1e6
         alive = server.process.poll() is None
         server.stop()
         traces = (Path(folder) / "log").read_text().count("Traceback")
     out = {
-        "messages": args.messages, "unary": args.unary, "seconds": round(took_s), "grown_mb": round(grown, 1),
+        "way": args.way, "messages": args.messages, "unary": args.unary if args.way == "stream" else 0,
+        "seconds": round(took_s), "grown_mb": round(grown, 1),
         "controls": controls.count, "wrong": controls.wrong, "longest_control_s": round(controls.longest_s, 3),
         "tracebacks": traces, "alive": alive, "said": dict(said.most_common()),
     }  # fmt: skip

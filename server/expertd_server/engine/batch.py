@@ -6,13 +6,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from expertd.errors import ExpertdError, ExpertIdOutOfRangeError, NonFiniteWeightsError
+from expertd.errors import (
+    ExpertdError,
+    ExpertIdOutOfRangeError,
+    NonFiniteHiddenStatesError,
+    NonFiniteWeightsError,
+)
 from expertd_server.engine.convert import put_floats
 from expertd_server.engine.lane import Inputs
 from expertd_server.engine.request import Array, Request
 from expertd_server.engine.served import ServedLayer
 
-__all__ = ["Batch", "fill"]
+__all__ = ["NONFINITE", "Batch", "fill"]
+
+NONFINITE = ("pass", "refuse", "zero")
+"""What becomes of NaN and infinity: hidden states pass and weights refuse their request, both do, both count as 0.  In
+the order of csrc/core.h."""
+_EXPONENT = {"bf16": 0x7F80, "f32": 0x7F800000}
 
 
 @dataclass(slots=True)
@@ -42,17 +52,19 @@ class Batch:
         return self.layer.backend_at(max(self.tokens, self.padded))
 
 
-def fill(b: Batch, into: Inputs, k: int, dtype: str, ids: Array) -> None:
+def fill(b: Batch, into: Inputs, k: int, dtype: str, ids: Array, nonfinite: str = "pass") -> None:
     """Copy the requests of `b` side by side, global ids turned into slots.  One with bad ids or weights gets its
     error and routes of -1; the others do not notice.
 
     k: routes of a row, the largest top_k of the batch.  dtype: "bf16" or "f32", of into.hidden.  ids: room for
-    [M * k] int64, wide enough that no id wraps round.
+    [M * k] int64, wide enough that no id wraps round.  nonfinite: of NONFINITE.
     """
     H = b.layer.hidden_size
     for i, r in enumerate(b.requests):
         a, z = b.rows[i], b.rows[i + 1]
         put_floats(into.hidden[a * H : z * H], dtype, r.hidden, H)
+        if nonfinite != "pass":
+            _settle(b, i, into.hidden[a * H : z * H], dtype, nonfinite)
         mine, weights = ids[a * k : z * k], into.weights[a * k : z * k]
         if r.top_k == k:
             mine[:] = r.ids.values
@@ -63,14 +75,38 @@ def fill(b: Batch, into: Inputs, k: int, dtype: str, ids: Array) -> None:
     if np.maximum.reduce((ids + 1).view(np.uint64)) > b.layer.num_experts:
         _find_bad_ids(b, ids, k)
     np.take(b.layer.slot_of, ids, out=into.slots, mode="wrap")  # -1 wraps round to the last entry, which is -1
-    if not np.logical_and.reduce(np.isfinite(into.weights)):
+    if nonfinite == "zero":
+        into.weights[~np.isfinite(into.weights)] = 0.0
+    elif not np.logical_and.reduce(np.isfinite(into.weights)):
         _find_bad_weights(b, into, k)
+    for i in b.errors:
+        into.slots[b.rows[i] * k : b.rows[i + 1] * k] = -1
     here = into.slots >= 0
     if len(b.requests) == 1:
         b.routes = [int(np.count_nonzero(here))]
     else:
         b.routes = np.add.reduceat(here, [a * k for a in b.rows[:-1]], dtype=np.int64).tolist()
     b.expert_tokens = np.bincount(into.slots[here], minlength=len(b.layer.held))
+
+
+def _settle(b: Batch, i: int, x: Array, dtype: str, nonfinite: str) -> None:
+    """Hidden states of request i as they are computed: its error where they are refused, and zeros."""
+    bits = x.view(np.uint32) if dtype == "f32" else x
+    odd = np.flatnonzero((bits & _EXPONENT[dtype]) == _EXPONENT[dtype])
+    if not len(odd):
+        return
+    if nonfinite == "zero":
+        x[odd] = 0
+        return
+    t, column = divmod(int(odd[0]), b.layer.hidden_size)
+    got = np.left_shift(x[odd[:1]], 16, dtype=np.uint32).view(np.float32) if dtype == "bf16" else x[odd[:1]]
+    b.errors[i] = NonFiniteHiddenStatesError.about(
+        f"hidden_states[{t}, {column}]",
+        got=float(got[0]),
+        want="finite numbers: the server refuses others",
+        remedy=f"{len(odd)} of {len(x)} are not finite",
+    )
+    x[:] = 0
 
 
 def _find_bad_ids(b: Batch, ids: Array, k: int) -> None:

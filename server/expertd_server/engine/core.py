@@ -60,6 +60,7 @@ REASONS = (
     "BAD_TENSOR_SPELLING",
     "OUTPUT_DTYPE_UNSUPPORTED",
     "SCALES_UNSUPPORTED",
+    "NON_FINITE_HIDDEN_STATES",
 )
 """Rows of the error table (expertd.errors) by the core's number; 0 = computed."""
 
@@ -99,8 +100,9 @@ class Config(C.Structure):
         *_fields(
             "u32: lanes max_tokens max_queue_requests streamed_rows; u64: max_queue_tokens"
             " max_queue_routes max_queue_bytes spin_ns brief_ns;"
-            "f32: patience; u8: compute_dtype device refuse_late traces"
+            "f32: patience; u8: compute_dtype device refuse_late traces nonfinite"
         ),
+        ("spare", C.c_uint8 * 7),
     ]
 
 

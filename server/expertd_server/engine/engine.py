@@ -50,12 +50,13 @@ class Engine(Worker):
         observe: Callable[[BatchReport], None] | None = None,
         on_fault: Callable[[str], None] | None = None,
         warm_routes: Iterable[int] | None = None,
+        nonfinite: str = "pass",
     ) -> None:
         super().__init__(
             device, policy=policy, limits=limits, observe=observe, on_fault=on_fault, warm_routes=warm_routes
         )
         self.admitted = 0
-        self._pipeline = Pipeline(device, compute_dtype)
+        self._pipeline = Pipeline(device, compute_dtype, nonfinite)
         self._forecast = Forecast(policy.max_tokens)
         self._waiting = Waiting(self._forecast)
         self._shares = Shares()

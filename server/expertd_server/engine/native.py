@@ -32,6 +32,7 @@ from expertd.wire import ForwardHead
 from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine import core as c
 from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, overloaded, shut, too_late
+from expertd_server.engine.batch import NONFINITE
 from expertd_server.engine.convert import digest
 from expertd_server.engine.executor import CpuExecutor, Executor
 from expertd_server.engine.known import KnownLayers, Tally
@@ -74,6 +75,7 @@ class NativeEngine(Worker):
         warm_routes: Iterable[int] | None = None,
         answered: Callable[[str, int], None] | None = None,
         traced: Callable[[RequestReport], None] | None = None,
+        nonfinite: str = "pass",
     ) -> None:
         super().__init__(
             device, policy=policy, limits=limits, observe=observe, on_fault=on_fault, warm_routes=warm_routes
@@ -94,6 +96,7 @@ class NativeEngine(Worker):
                 compute_dtype=DTYPE_NUMBER[compute_dtype],
                 device=on_device,
                 refuse_late=self._limits.refuse_late,
+                nonfinite=NONFINITE.index(nonfinite),
                 streamed_rows=self._executor.streamed_rows,
                 traces=traced is not None,
             )

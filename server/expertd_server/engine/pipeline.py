@@ -44,10 +44,11 @@ class Computed(NamedTuple):
 
 
 class Pipeline:
-    """The lanes of one device and what is in them.  stream: what their batches are computed on, None on a CPU."""
+    """The lanes of one device and what is in them.  stream: what their batches are computed on, None on a CPU.
+    nonfinite: of batch.NONFINITE."""
 
-    def __init__(self, device: torch.device, compute_dtype: str) -> None:
-        self._dtype = compute_dtype
+    def __init__(self, device: torch.device, compute_dtype: str, nonfinite: str = "pass") -> None:
+        self._dtype, self._nonfinite = compute_dtype, nonfinite
         self.stream = compute_stream(device)
         self._lanes = lanes(device, compute_dtype, self.stream)
         self._free = deque(self._lanes)
@@ -97,7 +98,7 @@ class Pipeline:
                     all_rows.slots[:routes],
                     all_rows.weights[:routes],
                 )
-            fill(b, inputs, top_k, self._dtype, self._ids.get(routes))
+            fill(b, inputs, top_k, self._dtype, self._ids.get(routes), self._nonfinite)
             b.fill_ns = time.perf_counter_ns() - start
             lane.launch(b.layer, b.requests[0].router_weight_on_input)
         except Exception as e:

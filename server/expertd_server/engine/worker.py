@@ -45,6 +45,7 @@ class Worker(abc.ABC):
         lost; nothing is computed after it
     warm_routes: numbers of routes a token that kernels were warmed up with, besides each layer's top-k; None: of no
         interest, nothing compiles
+    nonfinite: see batch.NONFINITE
     state: SERVING takes requests; holding: what is held now
     """
 

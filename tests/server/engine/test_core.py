@@ -545,6 +545,24 @@ def test_rings_are_looked_at_while_it_computes_and_everybody_gets_his_own():
         assert b.core.load().queued_requests == 0
 
 
+@pytest.mark.parametrize("policy", [0, 1, 2])
+def test_numbers_that_are_none_in_shared_memory(policy):
+    """A request alone, of the compute dtype: where nothing is looked at it is read in place."""
+    with bench(nonfinite=policy) as b:
+        c = Caller(b)
+        x, ids, w = inputs(3)
+        x[2, 7] = float("nan")
+        reason = c.call(c.request(x, ids, w))
+        assert reason == ("NON_FINITE_HIDDEN_STATES" if policy == 1 else "")
+        if policy == 1:
+            assert b"hidden_states[2, 7]: got nan" in c.answer.text
+        else:
+            want = expected(x if policy == 0 else x.nan_to_num(0), ids, w)
+            assert torch.equal(c.output(x).nan_to_num(1e9), want.nan_to_num(1e9))
+        assert c.call(c.request(*inputs(2))) == ""
+        c.close()
+
+
 def test_a_bad_id_in_shared_memory_fails_alone():
     with bench() as b:
         c = Caller(b)

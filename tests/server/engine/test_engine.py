@@ -20,6 +20,7 @@ from expertd.errors import (
     ExpertIdOutOfRangeError,
     InternalError,
     LayerNotHeldError,
+    NonFiniteHiddenStatesError,
     NonFiniteWeightsError,
     NotReadyError,
     OverloadedError,
@@ -316,6 +317,45 @@ def test_a_bad_request_fails_alone_in_its_batch(make, ids, weights, error, says)
         raise s.caller.outcomes[2]
     assert torch.equal(torch.from_numpy(s.caller.outputs[1]).view(1, H), x * 3)
     assert torch.equal(torch.from_numpy(s.caller.outputs[3]).view(1, H), x * 5)
+
+
+ODD = (float("nan"), float("inf"), float("-inf"))
+
+
+@pytest.mark.parametrize("compute_dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("hidden_dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("nonfinite", ["pass", "refuse", "zero"])
+def test_hidden_states_that_are_no_numbers_go_by_the_servers_policy(make, nonfinite, odd, hidden_dtype, compute_dtype):
+    s = make(nonfinite=nonfinite, compute_dtype=compute_dtype)
+    s.block()
+    fine, other = ((4 * inputs(m)).round() for m in (2, 3))  # bf16 and f16 hold them
+    other[1, 5] = other[2, 0] = odd
+    s.engine.submit(s.caller.request(1, fine, [[2]] * 2, [[1.0]] * 2))
+    s.engine.submit(s.caller.request(2, other, [[3]] * 3, [[1.0]] * 3, hidden_dtype=hidden_dtype))
+    s.fake.gate.set()
+    s.caller.wait(1, 2)
+    assert torch.equal(torch.from_numpy(s.caller.outputs[1]).view(2, H), fine)
+    if nonfinite == "refuse":
+        with pytest.raises(NonFiniteHiddenStatesError, match=rf"hidden_states\[1, 5\]: got {odd}, want finite numbers"):
+            raise s.caller.outcomes[2]
+        return
+    got = torch.from_numpy(s.caller.outputs[2]).view(3, H)
+    want = (other if nonfinite == "pass" else torch.where(other.isfinite(), other, 0.0)) * 2
+    assert torch.equal(got[0], want[0]), "other rows do not notice"
+    assert torch.equal(got.nan_to_num(7, 8, 9), want.nan_to_num(7, 8, 9))
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_weights_that_are_no_numbers_count_as_zero_where_that_is_asked(make, odd):
+    s = make(nonfinite="zero")
+    x = inputs(1)
+    s.run(s.caller.request(1, x, [[2, 3]], [[odd, 1.0]]))
+    assert torch.equal(torch.from_numpy(s.caller.outputs[1]).view(1, H), x * 2)
+    assert s.caller.outcomes[1].routes_computed == 2
+    s = make(nonfinite="refuse")
+    s.run(s.caller.request(1, x, [[2, 3]], [[odd, 1.0]]))
+    assert isinstance(s.caller.outcomes[1], NonFiniteWeightsError)
 
 
 def test_ids_beyond_32_bits_do_not_wrap_round(make):

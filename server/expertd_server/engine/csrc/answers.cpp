@@ -42,7 +42,7 @@ const char* const kReasonNames[kReasons] = {
     "LAYER_NOT_HELD", "TOO_MANY_TOKENS", "BAD_SHAPE",          "BAD_DTYPE",           "MALFORMED_MESSAGE",
     "EXPERT_ID_OUT_OF_RANGE", "NON_FINITE_WEIGHTS", "UNSUPPORTED_COMBINATION", "BACKEND_FAILED", "OVERLOADED",
     "MISSING_REQUEST_ID", "DUPLICATE_REQUEST_ID", "TOO_MANY_REQUESTS_IN_FLIGHT", "BAD_BYTE_COUNT", "BAD_TENSOR_SPELLING",
-    "OUTPUT_DTYPE_UNSUPPORTED", "SCALES_UNSUPPORTED",
+    "OUTPUT_DTYPE_UNSUPPORTED", "SCALES_UNSUPPORTED", "NON_FINITE_HIDDEN_STATES",
 };
 
 void publish(const Item* item, shm::Completion& c, bool refused) {
@@ -185,7 +185,10 @@ void Answers::trace(const Item* item, const Lane* lane, uint32_t reason, uint64_
 
 void Answers::refuse_bad(Item* item, const LayerFacts& layer, const Bad& bad) {
   char got[40] = "another number";  // a device says which is wrong, not what it is
-  if (bad.weight) {
+  if (bad.hidden) {
+    refuse(item, kNonFiniteHiddenStates, 0, "hidden_states[%u, %u]: got %g, want finite numbers: the server refuses others", bad.row,
+           bad.column, bad.value);
+  } else if (bad.weight) {
     if (bad.value != 0) snprintf(got, sizeof got, "%g", bad.value);
     refuse(item, kNonFiniteWeights, 0, "topk_weights[%u, %u]: got %s, want a finite number", bad.row, bad.column, got);
   } else {

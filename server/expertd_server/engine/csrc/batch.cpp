@@ -30,7 +30,8 @@ void gather_here(Lane& lane, const Config& config, Run* run) {
   const uint64_t H = layer.hidden_size;
   const Forward& only = lane.items.front()->f;
   const bool alone = lane.items.size() == 1;
-  const bool in_place = alone && only.hidden_dtype == config.compute_dtype && only.hidden % kAligned == 0;
+  const bool in_place = config.nonfinite == kPass && alone && only.hidden_dtype == config.compute_dtype &&
+                        only.hidden % kAligned == 0;  // else what is read has to stay what was looked at
   lane.in_place_out = alone && only.out_dtype == config.compute_dtype && only.out % kAligned == 0;
   lane.rows = lane.tokens;
   lane.bad.assign(lane.items.size(), Bad{});
@@ -38,11 +39,14 @@ void gather_here(Lane& lane, const Config& config, Run* run) {
   uint64_t row = 0;
   for (size_t i = 0; i < lane.items.size(); ++i) {
     const Forward& f = lane.items[i]->f;
-    if (!in_place)
-      load_floats(row_of(m.hidden, row, H, config), config.compute_dtype, reinterpret_cast<void*>(f.hidden), f.hidden_dtype,
-                  reinterpret_cast<float*>(f.scales), f.tokens, H);
+    if (!in_place) {
+      char* x = row_of(m.hidden, row, H, config);
+      load_floats(x, config.compute_dtype, reinterpret_cast<void*>(f.hidden), f.hidden_dtype, reinterpret_cast<float*>(f.scales),
+                  f.tokens, H);
+      settle_floats(x, config.compute_dtype, f.tokens, H, config.nonfinite, &lane.bad[i]);
+    }
     lane.routes[i] = load_routes(f, layer, lane.top_k, m.slots + row * lane.top_k, m.weights + row * lane.top_k,
-                                 layer.expert_tokens, &lane.bad[i]);
+                                 layer.expert_tokens, config.nonfinite, &lane.bad[i]);
     row += f.tokens;
   }
   run->hidden = in_place ? only.hidden : uint64_t(m.hidden);
@@ -55,13 +59,16 @@ void write_table(Lane& lane, const Config& config) {
   const LayerFacts& layer = lane.layer->facts;
   const LaneMemory& m = lane.memory;
   const uint64_t H = layer.hidden_size;
-  uint64_t staged = 0, staged_routes = 0;
+  const bool looked_at = config.nonfinite != kPass;  // here, so tensors of sessions in shared memory are staged, too
+  uint64_t staged = 0, staged_routes = 0, outputs = 0;
   uint64_t* line = m.table;
-  for (const Item* item : lane.items) {
+  lane.bad.assign(lane.items.size(), Bad{});
+  for (size_t i = 0; i < lane.items.size(); ++i) {
+    const Item* item = lane.items[i];
     Forward f = item->f;
-    if (!item->port) {
+    if (!item->port || looked_at) {
       char* x = row_of(m.hidden, staged, H, config);
-      if (travels_as_e4m3(f, H)) {
+      if (travels_as_e4m3(f, H) && !looked_at) {
         char* scales = x + f.tokens * H;
         memcpy(x, reinterpret_cast<void*>(f.hidden), f.tokens * H);
         memcpy(scales, reinterpret_cast<void*>(f.scales), scales_bytes(f.tokens, H));
@@ -69,19 +76,23 @@ void write_table(Lane& lane, const Config& config) {
       } else {
         load_floats(x, config.compute_dtype, reinterpret_cast<void*>(f.hidden), f.hidden_dtype,
                     reinterpret_cast<float*>(f.scales), f.tokens, H);
+        settle_floats(x, config.compute_dtype, f.tokens, H, config.nonfinite, &lane.bad[i]);
         f.hidden_dtype = config.compute_dtype;
         f.scales = 0;
       }
-      load_ids(f, m.slots + staged_routes, m.weights + staged_routes);
+      load_ids(f, m.slots + staged_routes, m.weights + staged_routes, config.nonfinite);
       f.hidden = uint64_t(x);
       f.ids = uint64_t(m.slots + staged_routes);
       f.weights = uint64_t(m.weights + staged_routes);
-      f.out = uint64_t(row_of(m.out, staged, H, config));
-      f.out_dtype = config.compute_dtype;
       f.ids_dtype = kI32;
       f.weights_dtype = kF32;
       staged += f.tokens;
       staged_routes += uint64_t(f.tokens) * f.top_k;
+    }
+    if (!item->port) {
+      f.out = uint64_t(row_of(m.out, outputs, H, config));
+      f.out_dtype = config.compute_dtype;
+      outputs += f.tokens;
     }
     const uint64_t info = uint64_t(f.hidden_dtype) | uint64_t(f.ids_dtype) << 4 | uint64_t(f.weights_dtype) << 8 |
                           uint64_t(f.out_dtype) << 12 | uint64_t(f.top_k) << 16 | uint64_t(layer.num_experts) << 32;
@@ -153,6 +164,7 @@ uint32_t scatter(const Lane& lane, const Config& config, size_t i, uint64_t row,
   const Forward& f = item->f;
   const uint64_t H = lane.layer->facts.hidden_size;
   uint32_t routes = 0;
+  *bad = lane.bad[i];
   if (config.device) {
     const uint32_t* v = lane.memory.verdicts + 2 * row;
     for (uint32_t t = 0; t < f.tokens; ++t, v += 2) {
@@ -161,7 +173,6 @@ uint32_t scatter(const Lane& lane, const Config& config, size_t i, uint64_t row,
     }
   } else {
     routes = lane.routes[i];
-    *bad = lane.bad[i];
   }
   if (bad->any) return 0;
   const bool copied = config.device ? !item->port : !lane.in_place_out;

@@ -44,7 +44,15 @@ enum Reason : uint32_t {
   kBadTensorSpelling,
   kOutputDtypeUnsupported,
   kScalesUnsupported,
+  kNonFiniteHiddenStates,
   kReasons
+};
+
+// What becomes of hidden states and router weights that are NaN or infinite.
+enum NonFinite : uint8_t {
+  kPass = 0,    // hidden states are computed as they are; a weight refuses its request
+  kRefuse = 1,  // either refuses its request
+  kZero = 2,    // either counts as 0
 };
 
 // One request of a transport that has its tensors in this process.  Addresses stay valid until its outcome.
@@ -141,6 +149,8 @@ struct Config {
   uint8_t compute_dtype, device;  // device: batches are described by a table and end by a word
   uint8_t refuse_late;  // what cannot be answered by its deadline is refused, and dropped before that has passed
   uint8_t traces;       // requests that have a trace are told of
+  uint8_t nonfinite;    // NonFinite
+  uint8_t spare[7];
 };
 
 // A piece of a batch as a CUDA graph, for one lane and up to `rows` rows.

@@ -57,6 +57,28 @@ void each(void* to, const void* from, uint64_t n, Convert convert) {
   }
 }
 
+// exponent: its bits, which are all set in what is NaN or infinite.
+template <class Bits, class Value>
+void settle(Bits* x, Bits exponent, uint64_t rows, uint64_t columns, uint8_t policy, Bad* bad, Value value) {
+  for (uint64_t r = 0; r < rows; ++r) {
+    Bits* row = x + r * columns;
+    Bits odd = 0;
+    for (uint64_t c = 0; c < columns; ++c) odd |= Bits(Bits(row[c] & exponent) == exponent);  // one pass, in vectors
+    if (!odd) continue;
+    uint64_t c = 0;
+    for (; c < columns; ++c) {
+      if ((row[c] & exponent) != exponent) continue;
+      if (policy == kRefuse) break;
+      row[c] = 0;
+    }
+    if (policy != kRefuse) continue;
+    const double found = value(row[c]);
+    *bad = {true, false, uint32_t(r), uint32_t(c), std::isnan(found) ? NAN : found, true};  // NaN without a sign
+    memset(x, 0, rows * columns * sizeof(Bits));
+    return;
+  }
+}
+
 float load_weight(const Forward& f, uint64_t i) {
   const auto* at = reinterpret_cast<const char*>(f.weights) + i * size_of(f.weights_dtype);
   if (f.weights_dtype == kF32) {
@@ -118,8 +140,17 @@ void store_floats(void* to, uint8_t to_dtype, const void* from, uint8_t from_dty
   }
 }
 
+void settle_floats(void* x, uint8_t dtype, uint64_t rows, uint64_t columns, uint8_t policy, Bad* bad) {
+  if (policy == kPass) return;
+  if (dtype == kF32)
+    settle(static_cast<uint32_t*>(x), 0x7f800000u, rows, columns, policy, bad, [](uint32_t v) { return from_bits(v); });
+  else
+    settle(static_cast<uint16_t*>(x), uint16_t(0x7f80), rows, columns, policy, bad,
+           [](uint16_t v) { return from_bits(uint32_t(v) << 16); });
+}
+
 uint32_t load_routes(const Forward& f, const LayerFacts& layer, uint32_t wide, int32_t* slots, float* weights,
-                     uint64_t* counts, Bad* bad) {
+                     uint64_t* counts, uint8_t policy, Bad* bad) {
   const uint32_t k = f.top_k;
   uint32_t routes = 0;
   for (uint32_t r = 0; r < f.tokens && !bad->any; ++r) {
@@ -132,7 +163,8 @@ uint32_t load_routes(const Forward& f, const LayerFacts& layer, uint32_t wide, i
         continue;
       }
       const int64_t id = load_id(f, uint64_t(r) * k + j);
-      const float weight = f.weights ? load_weight(f, uint64_t(r) * k + j) : 1.0f;
+      float weight = f.weights ? load_weight(f, uint64_t(r) * k + j) : 1.0f;
+      if (policy == kZero && !std::isfinite(weight)) weight = 0;
       const bool wrong = id < -1 || id >= int64_t(layer.num_experts);
       if (wrong || !std::isfinite(weight)) {
         *bad = {true, !wrong, r, j, wrong ? double(id) : double(weight)};
@@ -156,11 +188,12 @@ uint32_t load_routes(const Forward& f, const LayerFacts& layer, uint32_t wide, i
   return routes;
 }
 
-void load_ids(const Forward& f, int32_t* ids, float* weights) {
+void load_ids(const Forward& f, int32_t* ids, float* weights, uint8_t policy) {
   for (uint64_t i = 0; i < uint64_t(f.tokens) * f.top_k; ++i) {
     const int64_t id = load_id(f, i);
     ids[i] = id == int32_t(id) ? int32_t(id) : std::numeric_limits<int32_t>::min();
     weights[i] = f.weights ? load_weight(f, i) : 1.0f;
+    if (policy == kZero && !std::isfinite(weights[i])) weights[i] = 0;
   }
 }
 

@@ -20,15 +20,20 @@ struct Bad {
   bool any = false, weight = false;  // which tensor
   uint32_t row = 0, column = 0;
   double value = 0;
+  bool hidden = false;  // hidden states, instead of ids or weights
 };
+
+// [rows, columns] of bf16 or f32, after their conversion to what the experts read.  kRefuse: the first that is NaN or
+// infinite is said, and all become 0; kZero: those that are become 0.
+void settle_floats(void* x, uint8_t dtype, uint64_t rows, uint64_t columns, uint8_t policy, Bad* bad);
 
 // Ids [M, k] and weights [M, k] of one request into [M, wide] slots and weights; what is behind column k gets -1 and 0.
 // On a bad id or weight every slot of the request becomes -1 and every weight 0, and what was bad is said.
-// Returns the routes that experts here serve; counts[slot] grows by them.
+// Where something is bad already, the same.  Returns the routes that experts here serve; counts[slot] grows by them.
 uint32_t load_routes(const Forward& f, const LayerFacts& layer, uint32_t wide, int32_t* slots, float* weights,
-                     uint64_t* counts, Bad* bad);
+                     uint64_t* counts, uint8_t policy, Bad* bad);
 
 // The same tensors for a device, which checks and maps ids itself: ids as i32 (one that i32 cannot hold as INT32_MIN).
-void load_ids(const Forward& f, int32_t* ids, float* weights);
+void load_ids(const Forward& f, int32_t* ids, float* weights, uint8_t policy);
 
 }  // namespace expertd

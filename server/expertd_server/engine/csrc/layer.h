@@ -65,7 +65,7 @@ struct Layer {
 struct Lane {
   LaneMemory memory{};
   std::vector<Item*> items;
-  std::vector<Bad> bad;          // on a CPU, by item
+  std::vector<Bad> bad;          // by item; of a device's batch what was found on the host
   std::vector<uint32_t> routes;  // on a CPU, by item
   Layer* layer = nullptr;
   uint32_t index = 0, tokens = 0, rows = 0, top_k = 0, router_weight_on_input = 0;

@@ -1,0 +1,221 @@
+"""A server under mixed load for long: what it holds of memory, and whether it becomes slower.
+
+    python tests/load/soak.py [--minutes 15] [--callers 6] [--json]
+
+Callers come and go: each opens a connection (stream, shared memory, TCP, unary calls in turn), sends requests of 1 to
+200 tokens with small pauses, some with deadlines that pass and some that it cancels, and leaves in order, or with
+requests under way; now and then one is killed.  Every answer is compared with the first of its kind.  "machine" is how
+late a sleep of 5 ms ends beside it (p99): what the answers' p99 is to be read against.  Exit code 1 = an error that was
+not asked for, a wrong answer, memory that grew by more than --most-growth between the second tenth and the last, or a
+p99 of the last third above --most-drift times that of the first, where the machine's did not rise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from hostile import Server
+
+from expertd.errors import DeadlineExceededError, OverloadedError
+from expertd_client.client import ExpertClient
+from expertd_client.grpc_sync import GrpcTransport
+from expertd_client.shm import ShmChannel
+from expertd_client.tcp import TcpChannel
+
+__all__ = ["soak"]
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = ["--synthetic", "tiny:int4_g128", "--device", "cpu", "--threads", "1", "--tcp", "on"]
+WAYS = ("stream", "shm", "tcp", "unary")
+SIZES = (1, 1, 1, 3, 8, 33, 200)
+H, K, EXPERTS = 256, 2, 8
+SAMPLE_S = 1.0
+KILL_EVERY_S = 30.0
+
+
+@dataclass
+class Seen:
+    """times: (end, seconds) of answers; rss: (time, bytes); late: (time, seconds) of sleeps."""
+
+    times: list[tuple[float, float]] = field(default_factory=list)
+    rss: list[tuple[float, int]] = field(default_factory=list)
+    late: list[tuple[float, float]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+def tensors(M: int) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(M)
+    ids = np.stack([rng.permutation(EXPERTS)[:K] for _ in range(M)]).astype(np.int32)
+    return rng.standard_normal((M, H), np.float32), ids, np.full((M, K), 0.5, np.float32)
+
+
+REQUESTS = {M: tensors(M) for M in set(SIZES)}
+
+
+def client_of(address: str, way: str) -> ExpertClient:
+    if way == "unary":
+        return ExpertClient(address, unary=True)
+    channels = {"shm": [ShmChannel()], "tcp": [TcpChannel(address)], "stream": []}[way]
+    return ExpertClient(GrpcTransport(address, channels=channels))
+
+
+class Caller(threading.Thread):
+    """Comes and goes until `end_s`."""
+
+    def __init__(self, address: str, number: int, end_s: float, seen: Seen, first: dict[int, Any]) -> None:
+        super().__init__(daemon=True)
+        self._address, self._end_s, self._seen, self._first = address, end_s, seen, first
+        self._rng = random.Random(number)
+        self._number = number
+
+    def run(self) -> None:
+        while time.monotonic() < self._end_s:
+            way = WAYS[self._number % len(WAYS)]
+            self._number += 1
+            try:
+                self._visit(way)
+            except Exception as e:
+                self._seen.wrong.append(f"{way}: {type(e).__name__}: {e}")
+
+    def _visit(self, way: str) -> None:
+        client = client_of(self._address, way)
+        try:
+            for _ in range(self._rng.randrange(5, 200)):
+                if time.monotonic() > self._end_s:
+                    return
+                self._ask(client, way)
+                time.sleep(self._rng.random() * 0.02)
+            if self._rng.random() < 0.5:  # and leave with these under way
+                for M in (200, 200, 1):
+                    client.submit(0, *REQUESTS[M])
+                self._seen.counts["left with requests under way"] += 1
+        finally:
+            client.close()
+
+    def _ask(self, client: ExpertClient, way: str) -> None:
+        M, kind = self._rng.choice(SIZES), self._rng.random()
+        if kind < 0.02:
+            client.submit(1, *REQUESTS[M]).cancel()
+            self._seen.counts["cancelled"] += 1
+            return
+        begin = time.monotonic()
+        try:
+            answer = client.forward(0, *REQUESTS[M], timeout_s=1e-5 if kind < 0.04 else 60.0)
+        except (DeadlineExceededError, OverloadedError):
+            if kind >= 0.04:
+                raise
+            self._seen.counts["no time"] += 1
+            return
+        end = time.monotonic()
+        self._seen.times.append((end, end - begin))
+        self._seen.counts[way] += 1
+        output = np.array(answer.output)
+        first = self._first.setdefault(M, output)
+        if not np.allclose(output, first, rtol=0.02, atol=0.02 * float(np.abs(first).max())):
+            self._seen.wrong.append(f"{way}, {M} tokens: another answer")
+        answer.release()
+
+
+def listen(begin: float, end: float, seen: Seen) -> None:
+    """How late sleeps end."""
+    while (now := time.monotonic()) < end:
+        time.sleep(0.005)
+        seen.late.append((now - begin, time.monotonic() - now - 0.005))
+
+
+def soak(server: Server, seconds: float, callers: int) -> Seen:
+    """Every caller's life, and the server's memory once a second."""
+    seen, first, begin = Seen(), dict[int, Any](), time.monotonic()
+    threads = [Caller(server.address, n, begin + seconds, seen, first) for n in range(callers)]
+    for thread in [*threads, threading.Thread(target=listen, args=(begin, begin + seconds, seen), daemon=True)]:
+        thread.start()
+    victim: subprocess.Popen[bytes] | None = None
+    kill_at = begin + KILL_EVERY_S / 2
+    while (now := time.monotonic()) < begin + seconds and server.process.poll() is None:
+        seen.rss.append((now - begin, server.memory()))
+        if now > kill_at:
+            kill_at += KILL_EVERY_S / 2
+            if victim is None:
+                load = ["load", server.address, "--m", "32", "--concurrency", "4", "--requests", "1000000"]
+                victim = subprocess.Popen(
+                    [sys.executable, "-m", "expertd_client.cli", *load],
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            else:
+                victim.kill()
+                victim.wait()
+                victim = None
+                seen.counts["killed"] += 1
+        time.sleep(SAMPLE_S)
+    if victim is not None:
+        victim.kill()
+        victim.wait()
+    for thread in threads:
+        thread.join(90)
+        if thread.is_alive():
+            seen.wrong.append("a caller hangs")
+    seen.times = [(at - begin, took) for at, took in seen.times]
+    return seen
+
+
+def report(seen: Seen, seconds: float) -> dict[str, Any]:
+    """Medians of memory over tenths of the time, and p99s over thirds of it."""
+
+    def rss(low: float, high: float) -> float:
+        return float(np.median([b for t, b in seen.rss if low * seconds <= t < high * seconds])) / 1e6
+
+    def p99_ms(values: list[tuple[float, float]], third: int) -> float:
+        took = [s for t, s in values if third * seconds / 3 <= t < (third + 1) * seconds / 3]
+        return round(1e3 * float(np.quantile(took, 0.99)), 2)
+
+    then, now = rss(0.1, 0.2), rss(0.9, 1.0)
+    return {
+        "seconds": round(seconds), "answers": len(seen.times), "counts": dict(seen.counts), "wrong": len(seen.wrong),
+        "examples": seen.wrong[:5], "rss_mb": [round(then, 1), round(now, 1)], "growth": round(now / then - 1, 4),
+        "p99_ms": [p99_ms(seen.times, n) for n in range(3)],
+        "machine_p99_ms": [p99_ms(seen.late, n) for n in range(3)],
+        "longest_s": round(max(s for _, s in seen.times), 3),
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--callers", type=int, default=6)
+    parser.add_argument("--most-growth", type=float, default=0.02, metavar="PART")
+    parser.add_argument("--most-drift", type=float, default=1.5, metavar="X")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(ROOT, Path(folder) / "log", OPTIONS)
+        seen = soak(server, 60 * args.minutes, args.callers)
+        alive = server.process.poll() is None
+        server.stop()
+        traces = (Path(folder) / "log").read_text().count("Traceback")
+    out = report(seen, 60 * args.minutes) | {"alive": alive, "tracebacks": traces}
+    print(json.dumps(out) if args.json else "\n".join(f"{k}: {v}" for k, v in out.items()))
+    answers, machine = out["p99_ms"], out["machine_p99_ms"]
+    drift = answers[2] / answers[0] / max(1.0, machine[2] / machine[0])
+    bad = out["wrong"] or traces or not alive
+    return int(bool(bad or out["growth"] > args.most_growth or drift > args.most_drift))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
