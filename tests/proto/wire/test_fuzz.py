@@ -47,12 +47,17 @@ def plain_tensor(m: Any) -> Plain:
     return (m.dtype, tuple(m.shape), number, data, scales)
 
 
+def fields_of(message: Any) -> list[Any]:
+    """Those that mean something."""
+    return [f for f in message.DESCRIPTOR.fields if f.name != "padding"]
+
+
 def plain_message(m: Any) -> Plain:
-    """Every field of a ForwardRequest or ForwardResponse, or the bytes of any other message."""
+    """Every field of a ForwardRequest or ForwardResponse but padding, or the bytes of any other message."""
     if not isinstance(m, pb.ForwardRequest | pb.ForwardResponse):
         return (type(m).__name__, m.SerializeToString())
     out = []
-    for f in m.DESCRIPTOR.fields:
+    for f in fields_of(type(m)):
         value = getattr(m, f.name)
         if f.message_type is None:
             out.append(value)
@@ -75,7 +80,10 @@ def plain_view(view: Any) -> Plain:
     if isinstance(view, Message):
         return plain_message(view)
     message = pb.ForwardRequest if isinstance(view, wire.ForwardRequestView) else pb.ForwardResponse
-    return (message.__name__, *(_plain_value(getattr(view, f.name)) for f in message.DESCRIPTOR.fields))
+    return (
+        message.__name__,
+        *(_plain_value(getattr(view, f.name)) for f in message.DESCRIPTOR.fields if f.name != "padding"),
+    )
 
 
 def _plain_value(value: Any) -> Plain:
@@ -322,6 +330,9 @@ def test_writing_is_that_of_the_generated_classes(seed: int) -> None:
         message.DiscardUnknownFields()
         if too_long(message):
             continue
+        stream = isinstance(message, pb.StreamForwardRequest | pb.StreamForwardResponse)
+        if not stream or message.HasField("forward"):
+            (message.forward if stream else message).ClearField("padding")
         want = message.SerializeToString()
         view = decode_fast(want)
         if view is not None:

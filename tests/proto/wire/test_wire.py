@@ -11,7 +11,7 @@ import pytest
 from expertd import wire
 from expertd.errors import MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import decode
+from expertd.wire import decode, encode
 from expertd.wire.scan import MAX_FIELDS, OddError, size
 
 
@@ -244,3 +244,52 @@ def test_a_size_reaches_to_the_end_of_its_message_and_not_a_byte_further(length:
             size(buf, 0, end)
     else:
         assert size(buf, 0, end) == (len(head), len(head) + length)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("answer", [False, True])
+def test_elements_of_a_large_first_tensor_are_aligned_whatever_stands_before(wrapped: bool, answer: bool) -> None:
+    """So that who receives the message reads them without a copy."""
+    seen = set()
+    for n in range(40):
+        request_id = (1 << n) - 1
+        for size_ in (encode.PADDED_BYTES, (1 << 21) - 40 + n, 3 << 20):
+            tensor = wire.TensorView.of_raw(pb.DATA_TYPE_F32, (size_, n + 1), bytes([7]) * size_)
+            if answer:
+                value: Any = wire.ForwardResponseView(
+                    request_id, tensor, routes_computed=2, timing=pb.Timing(queue_ns=1)
+                )
+                data = (wire.encode_stream_response if wrapped else wire.encode_forward_response)(value)
+                got: Any = (wire.decode_stream_response if wrapped else wire.decode_forward_response)(data)
+                plain: Any = (pb.StreamForwardResponse if wrapped else pb.ForwardResponse).FromString(data)
+            else:
+                value = request(request_id=request_id, hidden_states=tensor)
+                data = (wire.encode_stream_request if wrapped else wire.encode_forward_request)(value)
+                got = (wire.decode_stream_request if wrapped else wire.decode_forward_request)(data)
+                plain = (pb.StreamForwardRequest if wrapped else pb.ForwardRequest).FromString(data)
+            assert got == value
+            plain = plain.forward if wrapped else plain
+            seen.add(len(plain.padding))
+            plain.padding = b""
+            like = (pb.ForwardResponse if answer else pb.ForwardRequest).FromString(
+                wire.encode_forward_response(value) if answer else wire.encode_forward_request(value)
+            )
+            like.padding = b""
+            assert plain == like
+            at = data.index(bytes([7]) * 64)
+            crosses = wrapped and (1 << 21) - 60 < len(data) < (1 << 21) + 20  # where the padding lengthens the header
+            assert at % encode.ALIGNED_BYTES == 0 or crosses, (n, size_, at)
+    assert len(seen) > 5
+
+
+def test_padding_is_a_field_of_every_length_but_one() -> None:
+    assert [len(field) for field in encode._PADDING] == [0, 17, *range(2, encode.ALIGNED_BYTES)]
+    for field in encode._PADDING:
+        for message in (pb.ForwardRequest, pb.ForwardResponse):
+            assert message(padding=bytes(max(0, len(field) - 2))) == message.FromString(field)
+
+
+def test_a_small_message_has_no_padding() -> None:
+    data = wire.encode_forward_request(request())
+    assert pb.ForwardRequest.FromString(data).padding == b""
+    assert data == pb.ForwardRequest.FromString(data).SerializeToString()
