@@ -135,7 +135,14 @@ def test_beside_a_bare_server_and_on_cores_of_their_own(asked):
     assert sent(1).row("streams", 2.0, 0.25, 10.0, 2.0, *NOBODY, bare).bare_refusal_p99_ms == 2.0
 
 
-WRONG = [["--way", "pigeon"], ["--load", "2,0"], ["--load", "much"], ["--tokens", "0"], ["--cores", "1"]]
+WRONG = [
+    ["--way", "pigeon"],
+    ["--load", "2,0"],
+    ["--load", "much"],
+    ["--tokens", "0"],
+    ["--cores", "1"],
+    ["--cost", "much"],
+]
 
 
 @pytest.mark.parametrize("words", WRONG)
@@ -150,13 +157,14 @@ def test_every_field_of_a_row_is_json():
 
 
 def test_cost(monkeypatch, capsys):
-    def measure_cost(ways, tokens, seconds):
+    def measure_cost(ways, tokens, seconds, parts, certificates):
         for way in ways:
-            yield Cost(way, (990.0, 1000.0), (101.0, 100.0), 0.99, 1.01)
+            yield Cost(parts[0], way, (990.0, 1000.0), (101.0, 100.0), 0.99, 1.01)
 
     monkeypatch.setattr(command, "measure_cost", measure_cost)
-    assert main(["bench", "overload", "--cost", "--way", "shm", "--json"]) == 0
+    assert main(["bench", "overload", "--cost", "mtls", "--way", "shm", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["cost"]
+    assert found[0]["part"] == "mtls"
     assert [(c["way"], c["of_throughput"], c["of_p50"]) for c in found] == [("shm", 0.99, 1.01)]
     assert main(["bench", "overload", "--cost"]) == 0
     assert "0.990" in capsys.readouterr().out

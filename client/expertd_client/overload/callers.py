@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from expertd.errors import ExpertdError, UnavailableError
+from expertd_client.credentials import Credentials
 from expertd_client.deadline import Deadline
 from expertd_client.grpc_aio import AioGrpcTransport
 from expertd_client.link import Link
@@ -43,12 +44,19 @@ _GRACE_S = 2.0
 class Callers:
     """open() before anything else; close() at the end."""
 
-    def __init__(self, address: str, way: str, callers: int, clock: LoopClock) -> None:
+    def __init__(
+        self, address: str, way: str, callers: int, clock: LoopClock, credentials: Credentials | None = None
+    ) -> None:
         self._clock = clock
         make: dict[str, Callable[[], Channel]] = {"shm": AioShmChannel, "tcp": lambda: AioTcpChannel(address)}
         self._channel = way if way in make else ""
         self._transports = [
-            AioGrpcTransport(address, unary=way == "unary", channels=[make[way]()] if way in make else [])
+            AioGrpcTransport(
+                address,
+                unary=way == "unary",
+                credentials=credentials,
+                channels=[make[way]()] if way in make else [],
+            )
             for _ in range(1 if way == "one-stream" else callers)
         ]
         self._links: list[Link] = []

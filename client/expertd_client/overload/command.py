@@ -6,12 +6,13 @@ import argparse
 import json
 import shlex
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from expertd_client.overload.callers import WAYS
-from expertd_client.overload.cost import Cost, measure_cost
+from expertd_client.overload.cost import PARTS, Cost, measure_cost
 from expertd_client.overload.run import Plan, measure
 from expertd_client.overload.tally import Row
 from expertd_client.tables import print_table
@@ -42,7 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bare", action="store_true", help="each load also on a bare grpc.aio server that refuses everything at once"
     )
-    parser.add_argument("--cost", action="store_true", help="what the server's forecast costs without overload instead")
+    parser.add_argument(
+        "--cost",
+        type=_parts,
+        nargs="?",
+        const=("forecast",),
+        metavar="PART,PART",
+        help=f"what parts of the server cost without overload instead: of {', '.join(PARTS)} (default: forecast)",
+    )
+    parser.add_argument(
+        "--certificates",
+        type=Path,
+        metavar="DIR",
+        help="for tls and mtls: ca.pem, server.pem, server.key, client.pem, client.key",
+    )
     parser.add_argument(
         "--server",
         type=shlex.split,
@@ -82,16 +96,17 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _cost(args: argparse.Namespace) -> int:
-    costs = list(measure_cost(args.way, args.tokens, args.seconds))
+    costs = list(measure_cost(args.way, args.tokens, args.seconds, args.cost, args.certificates))
     if args.json:
         print(json.dumps({"cost": [asdict(cost) for cost in costs]}))
         return 0
-    table = Table(title="the forecast, without overload", title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(title="parts of the server, without overload", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("part", no_wrap=True)
     table.add_column("way", no_wrap=True)
     for name in ("requests/s", "without", "ratio", "p50 us", "without", "ratio"):
         table.add_column(name, justify="right")
     for c in costs:
-        table.add_row(c.way, *_cost_cells(c))
+        table.add_row(c.part, c.way, *_cost_cells(c))
     print_table(Console(highlight=False), table)
     return 0
 
@@ -142,6 +157,13 @@ def _cells(r: Row) -> tuple[str, ...]:
         f"{r.server_cpu:.2f}",
         "" if r.rss_mb is None else f"{r.rss_mb[0]:.0f} > {r.rss_mb[1]:.0f}",
     )
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [n for n in names if n not in PARTS]:
+        raise argparse.ArgumentTypeError(f"got {', '.join(unknown)!r}, want some of {', '.join(PARTS)}")
+    return names
 
 
 def _ways(text: str) -> tuple[str, ...]:

@@ -1,4 +1,8 @@
-"""What the server's forecast costs where there is no overload: the same load with it and without, in turns.
+"""What a part of the server costs where there is no overload: the same load with it and without, in turns.
+
+    forecast    admission by what batches take
+    nonfinite   a look at every hidden state (--nonfinite refuse)
+    tls, mtls   of gRPC, from certificates in a folder: ca.pem, server.pem, server.key, client.pem, client.key
 
 Two servers that answer with what they get (`expertd echo`), so that nothing hides it.
 """
@@ -6,10 +10,12 @@ Two servers that answer with what they get (`expertd echo`), so that nothing hid
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
+from expertd_client.credentials import Credentials
 from expertd_client.faults.processes import ServerProcess
 from expertd_client.overload.callers import Callers
 from expertd_client.overload.loop import LoopClock
@@ -17,8 +23,9 @@ from expertd_client.request import Request
 from expertd_client.selector import run_precisely
 from expertd_client.workload import LayerShape, requests
 
-__all__ = ["Cost", "measure_cost"]
+__all__ = ["PARTS", "Cost", "measure_cost"]
 
+PARTS = ("forecast", "nonfinite", "tls", "mtls")
 _HIDDEN = 2048
 _SHAPE = LayerShape(0, _HIDDEN, 8, 8)
 _DEADLINE_S = 10.0
@@ -28,9 +35,10 @@ _ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of requests of one way: medians over rounds, with the forecast and without.  of_throughput, of_p50: with over
+    """Of requests of one way: medians over rounds, with the part and without.  of_throughput, of_p50: with over
     without, the median of the rounds' own ratios."""
 
+    part: str
     way: str
     requests_per_s: tuple[float, float]
     p50_us: tuple[float, float]
@@ -38,22 +46,53 @@ class Cost:
     of_p50: float
 
 
-def measure_cost(ways: tuple[str, ...], tokens: int, seconds: float) -> Iterator[Cost]:
+def measure_cost(
+    ways: tuple[str, ...],
+    tokens: int,
+    seconds: float,
+    parts: Sequence[str] = ("forecast",),
+    certificates: Path | None = None,
+) -> Iterator[Cost]:
     """seconds: of all rounds of a way together, each way round."""
-    with ExitStack() as stack:
-        options = ["--hidden-size", str(_HIDDEN), "--refuse-late"]
-        servers = [stack.enter_context(ServerProcess([*options, yes], command="echo")) for yes in ("yes", "no")]
-        addresses = [server.ready() for server in servers]
-        for way in ways:
-            clock = LoopClock()
-            yield run_precisely(_cost(addresses, way, tokens, seconds / (4 * _ROUNDS), clock), clock)
+    for part in parts:
+        options, credentials = _with(part, certificates)
+        with ExitStack() as stack:
+            always = ["--hidden-size", str(_HIDDEN)]
+            servers = [
+                stack.enter_context(ServerProcess([*always, *o], command="echo")) for o in (options, _without(part))
+            ]
+            to = [(server.ready(), shown) for server, shown in zip(servers, (credentials, None), strict=True)]
+            for way in ways:
+                clock = LoopClock()
+                yield run_precisely(_cost(part, to, way, tokens, seconds / (4 * _ROUNDS), clock), clock)
 
 
-async def _cost(addresses: list[str], way: str, tokens: int, seconds: float, clock: LoopClock) -> Cost:
+def _with(part: str, folder: Path | None) -> tuple[list[str], Credentials | None]:
+    """Options of the server, and what callers show it.  Raises ValueError."""
+    if part == "forecast":
+        return ["--refuse-late", "yes"], None
+    if part == "nonfinite":
+        return ["--nonfinite", "refuse"], None
+    if folder is None:
+        raise ValueError(f"{part}: got no folder of certificates, want ca.pem, server.pem, server.key, ...")
+    ca, client = folder / "ca.pem", (folder / "client.pem", folder / "client.key")
+    options = ["--tls-cert", str(folder / "server.pem"), "--tls-key", str(folder / "server.key")]
+    if part == "tls":
+        return options, Credentials(ca=ca)
+    return [*options, "--tls-client-ca", str(ca)], Credentials(ca=ca, certificate=client[0], key=client[1])
+
+
+def _without(part: str) -> list[str]:
+    return ["--refuse-late", "no"] if part == "forecast" else []
+
+
+async def _cost(
+    part: str, to: list[tuple[str, Credentials | None]], way: str, tokens: int, seconds: float, clock: LoopClock
+) -> Cost:
     def fresh() -> Iterator[Request]:
         return requests([_SHAPE], tokens, 0.0, way != "synthetic", 0, digest=way == "synthetic")
 
-    both = [Callers(address, way, 4, clock) for address in addresses]
+    both = [Callers(address, way, 4, clock, shown) for address, shown in to]
     rates: list[list[float]] = []
     p50s: list[list[float]] = []
     try:
@@ -81,5 +120,5 @@ async def _cost(addresses: list[str], way: str, tokens: int, seconds: float, clo
         return round(statistics.median(a / b for a, b in values), 4)
 
     return Cost(
-        way, (median(rates, 0), median(rates, 1)), (median(p50s, 0), median(p50s, 1)), ratio(rates), ratio(p50s)
+        part, way, (median(rates, 0), median(rates, 1)), (median(p50s, 0), median(p50s, 1)), ratio(rates), ratio(p50s)
     )

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES, HIDDEN_DTYPES
@@ -23,6 +24,7 @@ from expertd_server.config import Address
 if TYPE_CHECKING:
     from expertd_kernels.protocol import Direct
     from expertd_server.engine.admission import Limits
+    from expertd_server.transports.security import Security
 
 __all__ = ["add_parser", "run", "serving"]
 
@@ -47,12 +49,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--batch-us", type=int, default=0, metavar="US", help="that a batch takes; default: none")
     parser.add_argument("--row-us", type=int, default=0, metavar="US", help="and each of its rows; default: none")
     parser.add_argument("--refuse-late", choices=("yes", "no"), default="yes", help="as of `expertd serve`")
+    parser.add_argument("--nonfinite", choices=("pass", "refuse", "zero"), default="pass", help="as of `expertd serve`")
+    for name in ("--tls-cert", "--tls-key", "--tls-client-ca"):
+        parser.add_argument(name, type=Path, metavar="FILE", help="as of `expertd serve`, for gRPC")
     parser.add_argument("--with-stdin", action="store_true", help="end when standard input is closed, too")
 
 
 def run(args: argparse.Namespace) -> int:
     from expertd.hostmem import tune_allocator
     from expertd_server.commands.serve import as_server
+    from expertd_server.transports.security import Security
 
     tune_allocator()
     as_server()
@@ -62,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
     if args.with_stdin:
         threading.Thread(target=_wait_for_stdin, args=(over,), daemon=True).start()
     pace, refuse_late = (args.batch_us, args.row_us), args.refuse_late == "yes"
-    with serving(args.listen, args.hidden_size, args.max_tokens, pace, refuse_late) as address:
+    security = Security(args.tls_cert, args.tls_key, args.tls_client_ca)
+    with serving(
+        args.listen, args.hidden_size, args.max_tokens, pace, refuse_late, args.nonfinite, security
+    ) as address:
         print(f"serving on {address}", flush=True)
         over.wait()
     return 0
@@ -75,10 +84,16 @@ def _wait_for_stdin(over: threading.Event) -> None:
 
 @contextlib.contextmanager
 def serving(
-    listen: Address, hidden_size: int, max_tokens: int, pace_us: tuple[int, int] = (0, 0), refuse_late: bool = True
+    listen: Address,
+    hidden_size: int,
+    max_tokens: int,
+    pace_us: tuple[int, int] = (0, 0),
+    refuse_late: bool = True,
+    nonfinite: str = "pass",
+    security: Security | None = None,
 ) -> Iterator[str]:
     """Its address while it serves: one layer, 0, of 8 experts that do nothing.  pace_us: that a batch and each of its
-    rows take."""
+    rows take.  security: of gRPC."""
     import torch
 
     from expertd_server.engine.admission import Limits, QueueLimits
@@ -97,6 +112,7 @@ def serving(
         torch.device("cpu"),
         policy=Policy(max_tokens),
         limits=QueueLimits(refuse_late=refuse_late),
+        nonfinite=nonfinite,
         observe=metrics.batch,
     )
     experts = _Echo(*pace_us)
@@ -117,7 +133,7 @@ def serving(
     tcp = TcpDoor(engine, Address(listen.host or "127.0.0.1", 0), PeerBounds(limits.max_message_bytes))
     tcp.start()
     service.doors["tcp"] = tcp
-    transport = GrpcTransport(service, listen)
+    transport = GrpcTransport(service, listen, *([] if security is None else [security]))
     address = transport.start()
     try:
         engine.start()
