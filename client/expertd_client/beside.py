@@ -11,6 +11,7 @@ gone.
 from __future__ import annotations
 
 import asyncio
+import ctypes as C
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -51,34 +52,27 @@ class BesideConnection:
         self._users = 1  # of the memory: this session, calls under way, slots, and answers that are lent
         self._closing = self._over = False
         self._answer = Completion()
-        self._held: set[int] = set()  # tickets whose sender waits for them itself
 
     def takes(self, request: Request) -> bool:
         """Whether it can travel here."""
         return not self._over and sendable(request)
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
-        self._send(request_id, timeout_us, request, held=False)
-
-    def _send(self, request_id: int, timeout_us: int, request: Request, held: bool) -> None:
         sent = submission_of(request)
         sent.submission.deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
         with self._lock:
             if self._over:
                 raise ChannelFullError(f"{self.what}: the session is over")
             try:
-                ticket = self._client.send(sent.submission, sent.tensors, announced=not held)
+                ticket = self._client.send(sent.submission, sent.tensors, announced=True)
             except NoRoomError as e:
                 raise ChannelFullError(f"{self.what}: {e}") from None
             self._tickets[request_id] = ticket
             self._waiting[ticket] = (request_id, sent)
-            if held:
-                self._held.add(ticket)
 
     def cancel(self, request_id: int) -> None:
         with self._lock:
             ticket = self._tickets.pop(request_id, None)
-            self._held.discard(ticket or 0)
             if ticket is not None and self._waiting.pop(ticket, None) is not None and not self._over:
                 self._client.abandon(ticket)
 
@@ -114,7 +108,10 @@ class BesideConnection:
     def _output(self, ticket: int, sent: Sent) -> int:
         return int(self._client.output(ticket, sent.submission))
 
-    def _ended(self) -> UnavailableError:
+    def lost(self) -> ExpertdError:
+        """What becomes of requests in flight when the session is over."""
+        if self._closing:
+            return RequestCancelledError("session: closed by this client")
         return UnavailableError(f"{self.what}: the server ended the session; requests can be sent again")
 
     def _back(self, ticket: int) -> None:
@@ -146,10 +143,7 @@ class BesideConnection:
         """The session is over: tell, and let go of the memory."""
         with self._lock:
             self._over = True
-        if self._closing:
-            error: ExpertdError = RequestCancelledError("session: closed by this client")
-        else:
-            error = self._ended()
+        error = self.lost()
         self._release()
         self._client.end()
         self._unuse()
@@ -158,11 +152,18 @@ class BesideConnection:
 
 class CallConnection(BesideConnection):
     """One session, from any thread.  read(): for the thread that made it, until the session ends.  other: a descriptor
-    that becomes readable then, -1 = none."""
+    that becomes readable then, -1 = none.
+
+    session      address of its expertd.shm.layout.Session, of use between use() and unuse()
+    most_bytes   of a message; 0 = no bound
+    """
+
+    most_bytes = 0
 
     def __init__(self, client: Tickets, deliver: Deliver, closed: Closed, other: int = -1) -> None:
         super().__init__(client, deliver, closed)
         self._reader, self._other = threading.current_thread(), other
+        self.session = C.addressof(client.session)
 
     def call(self, request: Request, deadline: Deadline | None, traced: TracedCall | None = None) -> ForwardResult:
         """Sends a request and waits for its answer.  Raises ChannelFullError, and then nothing was sent; else the
@@ -228,47 +229,41 @@ class CallConnection(BesideConnection):
         except NoRoomError as e:
             raise ChannelFullError(f"{self.what}: {e}") from None
         except SessionEndedError:
-            raise RequestCancelledError("session: closed by this client") if self._closing else self._ended() from None
+            raise self.lost() from None
 
-    def hold(self, request_id: int, timeout_us: int, request: Request) -> None:
-        """forward() for one whose sender waits for it by collect(), and says announce() when he no longer does."""
-        self._send(request_id, timeout_us, request, held=True)
+    # ---- for whoever sends and waits by `session` --------------------------------------------------------------------
 
-    def collect(self, request_id: int, wait_ns: int) -> bool | None:
-        """Waits for the answer and delivers it, on this thread.  True: that is done, or the request was taken back;
-        False: the time was over first; None: another thread delivers it."""
+    def use(self) -> None:
+        """Raises ChannelFullError where the session is over: its memory may be gone."""
+        self._use()
+
+    def unuse(self) -> None:
+        """Once for each use()."""
+        self._unuse()
+
+    def lend(self, ticket: int, sent: Sent, request: Request, answer: Completion) -> ForwardResult:
+        """An answer that was not refused.  A use() goes with it."""
+        return result(answer, sent, request, self._output(ticket, sent), partial(self._back, ticket))
+
+    def release(self, ticket: int) -> None:
+        """Of an answer that is not read any more."""
+        self._client.release(ticket)
+
+    def abandon(self, ticket: int) -> None:
+        """Of a request in flight that nobody wants any more."""
+        self._client.abandon(ticket)
+
+    def adopt(self, request_id: int, ticket: int, sent: Sent) -> None:
+        """A request in flight that nobody waits for any more: it is delivered as if forward() had sent it.  Raises
+        ChannelFullError where the session is over."""
         with self._lock:
-            ticket = self._tickets.get(request_id)
-            if ticket is None:
-                return True
-            if ticket not in self._held or self._over:
-                return None
-            self._users += 1
-        answer = Completion()
-        try:
-            if not self._client.wait(ticket, answer, wait_ns):
-                return False
-            with self._lock:
-                self._held.discard(ticket)
-            self._hand_over([ticket], answer)
-            return True
-        except SessionEndedError:  # the reading thread tells
-            return None
-        finally:
-            self._unuse()
-
-    def announce(self, request_id: int) -> None:
-        """The reading thread delivers it."""
-        with self._lock:
-            ticket = self._tickets.get(request_id)
-            if ticket is None or ticket not in self._held or self._over:
-                return
-            self._held.discard(ticket)
-            self._users += 1
+            if self._over:
+                raise ChannelFullError(f"{self.what}: the session is over")
+            self._tickets[request_id] = ticket
+            self._waiting[ticket] = (request_id, sent)
             there = self._client.announce(ticket)
         if there:
             self._hand_over([ticket], Completion())
-        self._unuse()
 
     def close(self) -> None:
         with self._lock:

@@ -15,11 +15,13 @@ from typing import Any
 
 from expertd.errors import RequestCancelledError
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.beside import CallConnection
 from expertd_client.deadline import Alarm, Deadline
 from expertd_client.link import Link
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
 from expertd_client.session import INLINE, Session
+from expertd_client.shm_message import Sent
 from expertd_client.tracing import TracedCall
 from expertd_client.transport import ChannelFullError, Transport, Waiter
 
@@ -43,14 +45,11 @@ class Exchange:
         self._due: list[tuple[float, int, Link]] = []  # a heap: (end_s, request_id, where it is in flight)
         self._due_lock = threading.Lock()
 
-    def submit(
-        self, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult], held: bool = False
-    ) -> int:
-        """Sends `request` and returns its id; `waiter` gets its answer, or DeadlineExceededError in time.  held: this
-        thread waits for it by collect(), as long as it does not say announce()."""
+    def submit(self, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult]) -> int:
+        """Sends `request` and returns its id; `waiter` gets its answer, or DeadlineExceededError in time."""
         link = self._open()
         request_id = next(self._ids)
-        link.forward(request_id, request, deadline, waiter, held)
+        link.forward(request_id, request, deadline, waiter)
         if deadline is not None and request_id in link.pending:
             self._watch(deadline.end_s, request_id, link)
         return request_id
@@ -82,16 +81,28 @@ class Exchange:
         load = self._load
         return load() if callable(load) else load
 
-    def collect(self, request_id: int, wait_ns: int) -> bool | None:
-        """See Link.collect."""
+    def direct(self) -> tuple[Link, CallConnection] | None:
+        """For who sends and waits by a session's own functions; None: there is no such session now."""
         link = self._link
-        return True if link is None else link.collect(request_id, wait_ns)
+        way = None if link is None or not link.alive else link.beside
+        return (link, way) if link is not None and isinstance(way, CallConnection) else None
 
-    def announce(self, request_id: int) -> None:
-        """See Link.announce."""
-        link = self._link
-        if link is not None:
-            link.announce(request_id)
+    def adopt(
+        self,
+        link: Link,
+        way: CallConnection,
+        ticket: int,
+        sent: Sent,
+        request: Request,
+        deadline: Deadline | None,
+        waiter: Waiter[ForwardResult],
+    ) -> int:
+        """As submit(), of a request that is on its way: its caller does not wait for it any more."""
+        request_id = next(self._ids)
+        link.adopt(request_id, way, ticket, sent, request, deadline, waiter)
+        if deadline is not None and request_id in link.pending:
+            self._watch(deadline.end_s, request_id, link)
+        return request_id
 
     def cancel(self, request_id: int) -> bool:
         """Forgets the waiter of a request and tells the server.  False: it has been answered, or is being answered."""

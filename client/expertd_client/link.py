@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from expertd.errors import (
     ExpertdError,
@@ -27,6 +27,7 @@ from expertd_client.deadline import Deadline
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult, result_of
 from expertd_client.session import INLINE, Session
+from expertd_client.shm_message import Sent
 from expertd_client.transport import ChannelFullError, Connection, Transport, Waiter
 
 __all__ = ["Link", "blame"]
@@ -63,10 +64,8 @@ class Link:
         request: Request,
         deadline: Deadline | None,
         waiter: Waiter[ForwardResult],
-        held: bool = False,
     ) -> None:
-        """Sends a request.  Raises where it cannot be sent; otherwise `waiter` gets to know.  held: the calling thread
-        waits for it by collect(), or says announce()."""
+        """Sends a request.  Raises where it cannot be sent; otherwise `waiter` gets to know."""
         with self._lock:
             alive = self.alive
             way = self._beside if self._beside is not None and self._beside.takes(request) else self._inline
@@ -76,7 +75,7 @@ class Link:
             waiter.fail(_copy(self._error))
             return
         try:
-            self._send(way, request_id, request, deadline, waiter, held and way is self._direct)
+            self._send(way, request_id, request, deadline, waiter)
         except Exception:  # a number that its field cannot hold, memory that cannot be read: nothing was sent
             self.pending.pop(request_id, None)
             raise
@@ -85,6 +84,11 @@ class Link:
         """The channel on which the caller of this request can wait for the answer itself."""
         way = self._direct
         return way if way is not None and way.takes(request) else None
+
+    @property
+    def beside(self) -> Connection | None:
+        """The channel; None: there is none."""
+        return self._beside
 
     def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> Any:
         """The channel's slot; None: there is no channel, or it has no room."""
@@ -98,29 +102,36 @@ class Link:
         request: Request,
         deadline: Deadline | None,
         waiter: Waiter[ForwardResult],
-        held: bool,
     ) -> None:
         left_us = 0 if deadline is None else deadline.left_us()
         try:
-            (cast("Any", way).hold if held else way.forward)(request_id, left_us, request)
+            way.forward(request_id, left_us, request)
         except ChannelFullError:
             self.pending[request_id] = (waiter, request, deadline, self._inline)
             self._inline.forward(request_id, left_us, request)
 
-    def collect(self, request_id: int, wait_ns: int) -> bool | None:
-        """Waits for a held request and tells its waiter, on this thread.  True: it is over; False: the time was over
-        first; None: another thread tells."""
-        found = self.pending.get(request_id)
-        if found is None:
-            return True
-        collect = getattr(found[3], "collect", None)
-        return None if collect is None else cast("bool | None", collect(request_id, wait_ns))
-
-    def announce(self, request_id: int) -> None:
-        """Nobody collects it any more: another thread tells its waiter."""
-        found = self.pending.get(request_id)
-        if found is not None and hasattr(found[3], "announce"):
-            found[3].announce(request_id)
+    def adopt(
+        self,
+        request_id: int,
+        way: Any,
+        ticket: int,
+        sent: Sent,
+        request: Request,
+        deadline: Deadline | None,
+        waiter: Waiter[ForwardResult],
+    ) -> None:
+        """Takes over a request that its caller sent by himself on `way`, beside: `waiter` gets to know."""
+        with self._lock:
+            alive = self.alive
+            if alive:
+                self.pending[request_id] = (waiter, request, deadline, way)
+        try:
+            if not alive:
+                raise ChannelFullError
+            way.adopt(request_id, ticket, sent)
+        except ChannelFullError:  # the session is over
+            if not alive or self.pending.pop(request_id, None) is not None:
+                waiter.fail(_copy(self._broken or self._error))
 
     def cancel(self, request_id: int) -> bool:
         """Forgets the waiter of a request and tells the server.  False: it has been answered, or is being answered."""

@@ -22,6 +22,7 @@ __all__ = [
     "ALIGN",
     "Sent",
     "head_of",
+    "load_of",
     "message_bytes",
     "refusal",
     "response",
@@ -118,7 +119,7 @@ def result(
 
 def result_with(answer: Completion, output: Any, give_back: Callable[[], None] | None = None) -> ForwardResult:
     """What the caller gets, with an output that is his."""
-    timing, load = (lambda: timing_of(answer)), (lambda: _load(answer))
+    timing, load = (lambda: timing_of(answer)), (lambda: load_of(answer))
     return ForwardResult(output, None, answer.routes_computed, timing, load, 0, give_back)
 
 
@@ -132,7 +133,7 @@ def response(
         TensorView(sent.out_dtype, sent.shape, Spelling.RAW, lent.array().data),
         routes_computed=answer.routes_computed,
         timing=timing_of(answer),
-        load=_load(answer),
+        load=load_of(answer),
     )
     v.give_back = lent.release
     return v
@@ -158,5 +159,5 @@ def timing_of(answer: Completion) -> pb.Timing:
     )
 
 
-def _load(answer: Completion) -> pb.Load:
+def load_of(answer: Completion) -> pb.Load:
     return pb.Load(queued_tokens=answer.queued_tokens, queued_requests=answer.queued_requests, token_ns=answer.token_ns)

@@ -119,11 +119,11 @@ class TcpConnection(CallConnection):
     what = "tcp"
 
     def __init__(self, entered: _Entered, deliver: Deliver, closed: Closed) -> None:
-        client, self._most_bytes = entered
+        client, self.most_bytes = entered
         super().__init__(client, deliver, closed)
 
     def takes(self, request: Request) -> bool:
-        return super().takes(request) and message_bytes(request) <= self._most_bytes
+        return super().takes(request) and message_bytes(request) <= self.most_bytes
 
 
 class _AioTcpConnection(LoopConnection):

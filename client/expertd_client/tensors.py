@@ -200,7 +200,8 @@ def host_address(x: Any, number: int) -> tuple[int, Any]:
     """(address of the elements of `x` in host memory, in order and little-endian; what must live as long as it is
     read).  number: its DataType; uint8 are codes of any."""
     if isinstance(x, np.ndarray):
-        if x.flags.c_contiguous and (x.dtype == np.uint8 or x.dtype == _NUMPY[number]):
+        dtype = x.dtype
+        if x.flags.c_contiguous and (dtype is _NUMPY.get(number) or dtype == np.uint8 or dtype == _NUMPY[number]):
             return x.__array_interface__["data"][0], x
     elif x.device.type == "cpu" and x.is_contiguous():
         return x.data_ptr(), x

@@ -73,7 +73,7 @@ LIBRARIES = (
     Library("libexpertd_e4m3.so", E4M3),
     Library("libexpertd_tcp.so", TCP, [SHM]),
     Library("libexpertd_engine.so", ENGINE, [SHM, E4M3, TCP]),
-    Library("libexpertd_cluster.so", CLUSTER),
+    Library("libexpertd_cluster.so", CLUSTER, [SHM]),
 )
 
 

@@ -13,7 +13,6 @@ from beside_kit import E, H, Sums, Transport, inputs, missing, summing_engine
 from expertd.errors import BadShapeError, DeadlineExceededError, ExpertIdOutOfRangeError, UnavailableError
 from expertd_client import ExpertClient, ExpertCluster, shm
 from expertd_client.cluster import cluster as cluster_module
-from expertd_client.request import Request
 from expertd_client.shm import AioShmChannel, ShmChannel
 from expertd_server.engine.served import ServedLayer
 from expertd_server.transports.shm import ShmDoor
@@ -77,114 +76,6 @@ def test_many_threads_share_a_session(client):
     for t in threads:
         t.join()
     assert not wrong
-
-
-# ---- requests that their sender waits for (a cluster's parts) --------------------------------------------------------
-
-
-class Waiter:
-    """Says which thread told it."""
-
-    def __init__(self):
-        self.came, self.told_by, self.value = threading.Event(), None, None
-
-    def answer(self, value):
-        self.told_by, self.value = threading.get_ident(), value
-        self.came.set()
-
-    fail = answer
-
-
-def held(client, waiter, seed=0, deadline=None):
-    args, want = inputs(4, seed=seed)
-    return client._exchange.submit(Request(0, *args), deadline, waiter, held=True), want
-
-
-def test_a_held_request_is_told_by_the_thread_that_waits_for_it(client):
-    exchange = client._exchange
-    for seed in range(20):
-        waiter = Waiter()
-        number, want = held(client, waiter, seed)
-        assert exchange.collect(number, 10**10) is True
-        assert waiter.told_by == threading.get_ident()
-        assert np.allclose(waiter.value.output, want, rtol=1e-2)
-        assert exchange.collect(number, 0) is True, "it is over"
-    way = exchange._link._beside
-    del waiter
-    assert (way._client.blocks, way._held, exchange.in_flight) == (0, set(), 0)
-
-
-def test_a_held_request_that_is_late_is_told_by_the_reading_thread(client, sums):
-    exchange, waiter = client._exchange, Waiter()
-    sums.gate.clear()
-    number, want = held(client, waiter)
-    assert exchange.collect(number, 10**7) is False
-    exchange.announce(number)
-    assert exchange.collect(number, 10**7) is None
-    sums.gate.set()
-    assert waiter.came.wait(10)
-    assert waiter.told_by != threading.get_ident()
-    assert np.allclose(waiter.value.output, want, rtol=1e-2)
-
-
-def test_a_held_request_whose_answer_is_there_is_told_when_it_is_announced(client):
-    for seed in range(200):
-        waiter = Waiter()
-        number, want = held(client, waiter, seed)
-        time.sleep(seed % 8 * 1e-4)
-        client._exchange.announce(number)
-        assert waiter.came.wait(10), f"answer {seed} was told by nobody"
-        assert np.allclose(waiter.value.output, want, rtol=1e-2)
-
-
-def test_a_held_request_can_be_taken_back_while_another_thread_waits_for_it(client, sums):
-    exchange, waiter, found = client._exchange, Waiter(), []
-    sums.gate.clear()
-    number, _ = held(client, waiter)
-    waiting = threading.Thread(target=lambda: found.append(exchange.collect(number, 3 * 10**8)))
-    waiting.start()
-    time.sleep(0.05)
-    assert exchange.cancel(number)
-    sums.gate.set()
-    for seed in range(20):  # which take its ticket
-        args, want = inputs(3, seed=seed)
-        assert np.allclose(client.forward(0, *args, timeout_s=10).output, want, rtol=1e-2)
-    waiting.join(10)
-    assert found == [False]
-    assert not waiter.came.is_set()
-    assert exchange.collect(number, 0) is True
-
-
-def test_a_held_answer_that_came_before_the_session_ended_is_told(client, monkeypatch):
-    """The caller has it in hand when the reading thread ends the session."""
-    exchange, waiter = client._exchange, Waiter()
-    number, want = held(client, waiter)
-    way = exchange._link._beside
-    answer = way._client.answer
-
-    def late(ticket, into):
-        answer(ticket, into)
-        client.door.close()
-        until = time.monotonic() + 10
-        while not way._over:
-            assert time.monotonic() < until
-            time.sleep(0.001)
-
-    monkeypatch.setattr(way._client, "answer", late)
-    assert exchange.collect(number, 10**10) is True
-    assert waiter.came.wait(10)
-    if not isinstance(waiter.value, UnavailableError):  # whoever was first tells
-        assert np.allclose(waiter.value.output, want, rtol=1e-2)
-
-
-def test_a_server_that_goes_fails_held_requests(client, sums):
-    exchange, waiter = client._exchange, Waiter()
-    sums.gate.clear()
-    number, _ = held(client, waiter)
-    threading.Timer(0.1, client.door.close).start()
-    assert exchange.collect(number, 10**10) in (None, True)
-    assert waiter.came.wait(10)
-    assert isinstance(waiter.value, UnavailableError)
 
 
 # ---- a cluster of one ------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@ array or tensor that he gets."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,10 @@ from expertd.errors import BadDtypeError, BadShapeError, UnsupportedCombinationE
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster.flight import Flight
 from expertd_client.cluster.join import Sum, join, renormalized
-from expertd_client.cluster.member import Member
+from expertd_client.cluster.leg import in_order, report
 from expertd_client.cluster.policy import OnMissing
-from expertd_client.cluster.result import Answered, ClusterResult
+from expertd_client.cluster.result import ClusterResult
 from expertd_client.request import Request
-from expertd_client.result import ForwardResult
 from expertd_client.tensors import Synthetic, checked_dtype, device_of, from_host, numpy_dtype, on_host
 from expertd_client.tracing import recorder
 
@@ -71,10 +70,10 @@ class Call:
             raise flight.error
         if self.traced is not None:
             self.traced.answers_are_there()
-        legs = flight.in_order()
+        legs = in_order(flight.legs)
         missing, scale = np.empty((0, 2), np.int64), None
-        if flight.unserved:
-            gone, ids = flight.missing(), self.host.topk_ids
+        if flight.unserved.parts:
+            gone, ids = flight.unserved.missing(), self.host.topk_ids
             missing = np.stack([np.nonzero(gone)[0], ids[gone].astype(np.int64)], axis=1)
             if self.on_missing is OnMissing.RENORMALIZE:
                 scale = renormalized(ids, self.host.topk_weights, gone)
@@ -83,7 +82,13 @@ class Call:
             for leg in legs
             if leg.result is not None and leg.result.output is not None
         ]
-        output, lent = self._output(sums, scale)
+        lent = False
+        if len(sums) == 1 and sums[0].rows is None and scale is None and self.lends(sums[0].values.dtype):
+            output, lent = self.lent(sums[0].values)
+        else:
+            target = self.target()
+            join(sums, target, scale)
+            output = self.delivered(target)
         last = max(legs, key=lambda leg: leg.seconds).result if legs else None
         result = ClusterResult(
             output,
@@ -93,7 +98,7 @@ class Call:
             pb.Load() if last is None else last.load,
             epoch,
             legs[0].result.release if lent and legs[0].result is not None else None,
-            parts=flight.report(),
+            parts=report(legs, self.layer),
             missing=missing,
         )
         if not lent:
@@ -105,48 +110,34 @@ class Call:
             self.traced.end()
         return result
 
-    def answered_by(self, member: Member, answer: ForwardResult, seconds: float, epoch: int) -> ClusterResult:
-        """The answer where one server computed all of it."""
-        if self.traced is not None:
-            self.traced.answers_are_there()
-        output, lent = self._output([Sum(None, answer.output)], None)
-        part = Answered(
-            member.address, self.host.tokens, answer.routes_computed, 1, seconds,
-            answer.timing.backend or member.backends.get(self.layer, ""),
-        )  # fmt: skip
-        result = ClusterResult(
-            output,
-            None,
-            answer.routes_computed,
-            answer.timing,
-            answer.lazy_load,
-            epoch,
-            answer.release if lent else None,
-            parts=(part,),
-        )
-        if not lent:
-            answer.release()
-        if self.traced is not None:
-            self.traced.end()
-        return result
+    def lends(self, sums: np.dtype[Any]) -> bool:
+        """Whether the caller may get the memory of the only partial sum, of that dtype."""
+        return self._out is None and sums == self._dtype
 
-    def _output(self, sums: list[Sum], scale: NDArray[np.float32] | None) -> tuple[Any, bool]:
-        """The caller's array or tensor, and whether it is the memory of the only answer."""
-        if len(sums) == 1 and sums[0].rows is None and scale is None and self._out is None:
-            whole = sums[0].values
-            if whole.dtype == self._dtype:
-                return from_host(whole, self._device), self._device is None or self._device.type == "cpu"
-        direct = self._out is not None and (device_of(self._out) is None or self._out.device.type == "cpu")
-        shape = self.host.hidden_states.shape
-        target = on_host(self._out) if direct else np.empty(shape, self._dtype)
-        join(sums, target, scale)
-        if direct:
-            return self._out, False
+    def lent(self, values: NDArray[Any]) -> tuple[Any, bool]:
+        """His array or tensor over it, and whether it is that memory still, not a copy on a device."""
+        return from_host(values, self._device), self._device is None or self._device.type == "cpu"
+
+    def target(self) -> NDArray[Any]:
+        """[M, H]: where the sum is to be written; then delivered()."""
+        if self._direct:
+            return cast("NDArray[Any]", on_host(self._out))
+        return np.empty(self.host.hidden_states.shape, self._dtype)
+
+    def delivered(self, target: NDArray[Any]) -> Any:
+        """What the caller gets."""
+        if self._direct:
+            return self._out
         output = from_host(target, self._device)
         if self._out is not None:
             self._out.copy_(output)
             output = self._out
-        return output, False
+        return output
+
+    @property
+    def _direct(self) -> bool:
+        """Whether the caller's `out` can be written to from here."""
+        return self._out is not None and (device_of(self._out) is None or self._out.device.type == "cpu")
 
 
 def _check_out(out: Any, request: Request) -> None:

@@ -19,8 +19,8 @@ from expertd.errors import DeadlineExceededError, ExpertdError, RequestCancelled
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.channels import channels_of_threads
-from expertd_client.cluster.alone import ask_alone
 from expertd_client.cluster.call import Call
+from expertd_client.cluster.direct import DirectCall, direct_call
 from expertd_client.cluster.flight import Flight, start
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.members import Members, Targets
@@ -130,7 +130,8 @@ class ExpertCluster(Forwarder):
         call = Call(request, out, on_missing or self._on_missing, self._f32_sums)
         deadline = self._enter(call, timeout_s)
         try:
-            answer = ask_alone(self._around, call, deadline)
+            direct = direct_call(self._around, call, deadline)
+            answer = None if direct is None else direct.answer()
         except BaseException:
             self._slots.release()
             raise
@@ -139,9 +140,8 @@ class ExpertCluster(Forwarder):
             return answer
         landed = threading.Lock()
         landed.acquire()
-        flight = self._take_off(call, deadline, lambda flight: landed.release(), held=True)
+        flight = self._take_off(call, deadline, lambda flight: landed.release(), direct)
         try:
-            flight.collect()
             landed.acquire()
         except BaseException:
             flight.cancel()  # abandoned, by an interrupt
@@ -226,16 +226,22 @@ class ExpertCluster(Forwarder):
         return deadline
 
     def _take_off(
-        self, call: Call, deadline: Deadline | None, landed: Callable[[Flight], None], held: bool = False
+        self,
+        call: Call,
+        deadline: Deadline | None,
+        landed: Callable[[Flight], None],
+        direct: DirectCall | None = None,
     ) -> Flight:
-        """The slot is free again when the flight has landed."""
+        """The slot is free again when the flight has landed.  direct: what there is of the call already."""
 
         def freed(flight: Flight) -> None:
             self._slots.release()
             landed(flight)
 
         try:
-            return start(self._around, call, deadline, freed, held)
+            if direct is not None:
+                return direct.hand_over(freed)
+            return start(self._around, call, deadline, freed)
         except BaseException:
             self._slots.release()
             raise

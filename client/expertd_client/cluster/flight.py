@@ -22,58 +22,32 @@ from expertd.errors import (
     ExpertdError,
     InternalError,
     LayerNotHeldError,
-    PlacementError,
     RequestCancelledError,
     UnavailableError,
 )
-from expertd.ranges import format_ranges
+from expertd_client.cluster.leg import Leg, Try
 from expertd_client.cluster.member import Member
-from expertd_client.cluster.place import Leg, place
-from expertd_client.cluster.policy import OnMissing, Verdict, choose, verdict
-from expertd_client.cluster.result import Answered
-from expertd_client.cluster.split import Part, check_ids
+from expertd_client.cluster.place import place
+from expertd_client.cluster.policy import Verdict, choose, verdict
+from expertd_client.cluster.split import Meant, meant
 from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.table import LayerTable
+from expertd_client.cluster.unserved import Unserved
 from expertd_client.deadline import Deadline
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
-from expertd_client.tracing import TracedCall
 
 if TYPE_CHECKING:
     from expertd_client.cluster.call import Call
 
-__all__ = ["Flight", "Try", "start"]
+__all__ = ["Flight", "start"]
 
-
-_SLICE_S = 0.1
-"""How long a caller may keep the interpreter from looking at signals."""
 _STALE, _STALE_TRIES = (BadResponseError, LayerNotHeldError), 4
 """Errors of a server that holds something else than it said a moment ago: asked again when it has been described."""
 
 
-class Try:
-    """One part at one server; the waiter of its request."""
-
-    __slots__ = ("_flight", "begin_s", "leg", "member", "request_id", "traced")
-
-    def __init__(self, flight: Flight, leg: Leg, member: Member, begin_s: float) -> None:
-        self._flight = flight
-        self.leg = leg
-        self.member = member
-        self.begin_s = begin_s
-        self.request_id = 0
-        traced = flight.traced
-        self.traced = None if traced is None else traced.part(member.address, leg.part.request.tokens)
-
-    def answer(self, value: ForwardResult) -> None:
-        self._flight.answered(self, value)
-
-    def fail(self, error: ExpertdError) -> None:
-        self._flight.failed(self, error)
-
-
 class Flight:
-    """request: its tensors are numpy arrays, ids checked against `table`; routes: how many it has.
+    """request: its tensors are numpy arrays.
 
     traced   what is recorded of it; None = nothing is
     landed   called once, by whoever brought the last event, when all legs are answered or the call failed
@@ -83,35 +57,39 @@ class Flight:
     def __init__(
         self,
         around: Surroundings,
-        request: Request,
-        routes: int,
-        table: LayerTable,
+        call: Call,
         deadline: Deadline | None,
-        on_missing: OnMissing,
         landed: Callable[[Flight], object],
-        traced: TracedCall | None = None,
+        begin_s: float | None = None,
     ) -> None:
-        self.request = request
-        self.traced = traced
+        self.request = call.host
+        self.traced = call.traced
         self.error: ExpertdError | None = None
         self.legs: list[Leg] = []
-        self.unserved: list[Part] = []
-        self.begin_s = around.clock()
+        self.unserved = Unserved(around.members, call.host, call.on_missing)
+        self.begin_s = around.clock() if begin_s is None else begin_s
         self._around = around
         self._deadline = deadline
-        self._on_missing = on_missing
         self._landed = landed
         self._lock = threading.RLock()
         self._waiting = 0  # legs without a result
         self._over = False
         self._next_look_s = math.inf
-        for leg in self._place(request, None, routes, table):
-            self._add(leg)
 
     # ---- begin -------------------------------------------------------------------------------------------------------
 
-    def take_off(self, held: bool) -> None:
-        """Sends everything.  held: the caller says collect() at once, on this thread."""
+    def place(self, meant: Meant, table: LayerTable) -> None:
+        """Finds the legs.  Raises PlacementError."""
+        for leg in self._place(self.request, None, meant, table):
+            self.add(leg)
+
+    def add(self, leg: Leg) -> None:
+        """One more."""
+        self.legs.append(leg)
+        self._waiting += 1
+
+    def take_off(self) -> None:
+        """Sends everything that is not under way."""
         self._around.flights.add(self)
         if self._around.closed:
             self.end(RequestCancelledError("cluster: this client is closed; make a new one"))
@@ -119,55 +97,31 @@ class Flight:
             self.end(None)
             return
         for leg in self.legs[:]:
-            self._ask(leg, held=held)
+            if not leg.asked:
+                self._ask(leg)
 
-    def collect(self) -> None:
-        """Takes the answers where they come, which saves another thread's doing so, until one is late: what is missing
-        then comes by events as ever."""
-        for leg in self.legs[:]:
-            for attempt in leg.tries[:1]:
-                self._collect(leg, attempt)
+    def sent(self, leg: Leg, member: Member) -> Try:
+        """For whoever sent a leg himself, before take_off(): what becomes of it is told to the try."""
+        attempt = Try(self, leg, member, self.begin_s)
+        leg.tries.append(attempt)
+        leg.asked = 1
+        with self._lock:
+            self._watch(leg, attempt, self.begin_s)
+        return attempt
 
-    def _collect(self, leg: Leg, attempt: Try) -> None:
-        exchange = attempt.member.exchange
-        while attempt in leg.tries and (left_s := leg.due_s - self._around.clock()) > 0:
-            if exchange.collect(attempt.request_id, int(min(left_s, _SLICE_S) * 1e9)) is not False:
-                return
-        exchange.announce(attempt.request_id)
-
-    def _place(self, request: Request, rows: NDArray[np.int64] | None, routes: int, table: LayerTable) -> list[Leg]:
+    def _place(self, request: Request, rows: NDArray[np.int64] | None, meant: Meant, table: LayerTable) -> list[Leg]:
         """Legs for a request; rows: its tokens in the batch."""
-        legs, orphans = place(self._around.members, self._around.rng, request, rows, routes, table)
+        legs, orphans = place(self._around.members, self._around.rng, request, rows, meant, table)
         for part in orphans:
-            legs += self._nobody(part)
+            legs += self.unserved.legs(part)
         return legs
-
-    def _nobody(self, part: Part) -> list[Leg]:
-        """Experts that no server of the cluster holds; where one did not answer yet, it may."""
-        if self._on_missing is not OnMissing.FAIL:
-            self.unserved.append(part)
-            return []
-        if self._around.members.unknown:
-            return [Leg(part, (), int(part.request.topk_ids.max()), None)]
-        raise self._nobody_holds(part)
-
-    def _nobody_holds(self, part: Part) -> PlacementError:
-        ids = part.request.topk_ids
-        return PlacementError.about(
-            f"layer {self.request.layer}",
-            got=f"no server for experts {format_ranges(np.unique(ids[ids >= 0]).tolist())}",
-            want="a holder for every expert",
-            remedy=self._around.members.troubles() or "start servers for them, or call with SKIP or RENORMALIZE",
-        )
-
-    def _add(self, leg: Leg) -> None:
-        self.legs.append(leg)
-        self._waiting += 1
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def answered(self, attempt: Try, result: ForwardResult) -> None:
-        leg, member, now_s = attempt.leg, attempt.member, self._around.clock()
+    def answered(self, attempt: Try, result: ForwardResult, at_s: float | None = None) -> None:
+        """at_s: when it was; None = now."""
+        leg, member = attempt.leg, attempt.member
+        now_s = self._around.clock() if at_s is None else at_s
         member.answered(leg.part.request.tokens, now_s - attempt.begin_s, result)
         if result.routes_computed != leg.part.routes:
             self._miscounted(attempt, result)
@@ -186,7 +140,7 @@ class Flight:
             last = not self._waiting
         if len(leg.holders) > 1:
             self._around.latencies.add(leg.part.request.tokens, now_s - attempt.begin_s)
-        self._recall(losers)
+        _recall(losers)
         if last:
             self.end(None)
 
@@ -244,9 +198,9 @@ class Flight:
 
     # ---- acts --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, leg: Leg, also: bool = False, held: bool = False) -> bool:
-        """Sends a leg to the best server that it was not sent to; also: beside the tries under way; held: see
-        Exchange.submit.  Whether there was one."""
+    def _ask(self, leg: Leg, also: bool = False) -> bool:
+        """Sends a leg to the best server that it was not sent to; also: beside the tries under way.  Whether there was
+        one."""
         members, now_s = self._around.members, self._around.clock()
         chosen, leg.chosen = leg.chosen, None
         there = [chosen] if chosen else members.usable(leg.holders, [*leg.spurned, *(t.member for t in leg.tries)])
@@ -266,7 +220,7 @@ class Flight:
             leg.asked += 1
             self._watch(leg, attempt, now_s)
         try:
-            attempt.request_id = attempt.member.submit(leg.part.request, self._deadline, attempt, held)
+            attempt.request_id = attempt.member.submit(leg.part.request, self._deadline, attempt)
             if attempt.traced is not None:
                 attempt.traced.sent(attempt.member.exchange.way)
         except ExpertdError as error:
@@ -277,7 +231,7 @@ class Flight:
             fault.__cause__ = error
             self.end(fault)
         if attempt not in leg.tries:  # it was answered already, or the call ended while this was sent
-            self._recall([attempt])
+            attempt.recall()
         return True
 
     def _watch(self, leg: Leg, attempt: Try, now_s: float) -> None:
@@ -317,7 +271,7 @@ class Flight:
         """A leg at a server that hangs, whose experts no other one holds together: goes to several instead."""
         with self._lock:
             losers, leg.tries = leg.tries, []
-        self._recall(losers)
+        _recall(losers)
         self._again(leg, None)
 
     def _again(self, leg: Leg, error: ExpertdError | None) -> None:
@@ -338,27 +292,28 @@ class Flight:
     def _place_anew(self, leg: Leg) -> None:
         """Puts legs in the place of one, as its experts are held now."""
         members, part = self._around.members, leg.part
-        ids, unserved = part.request.topk_ids, len(self.unserved)
+        unserved = len(self.unserved.parts)
+        self.unserved.look()
         try:
             table = members.table(self.request.layer)
-            groups = np.unique(table.group_of[ids[ids >= 0]]).tolist()
-            if any(not members.usable(table.holders[g]) if g >= 0 else members.unknown for g in groups):
+            found = meant(part.request.topk_ids, table, self.request.layer)
+            if (found.orphans and members.unknown) or not all(members.usable(table.holders[g]) for g in found.groups):
                 self._wait(leg, None)
                 return
-            legs = self._place(part.request, part.rows, part.routes, table)
+            legs = self._place(part.request, part.rows, found, table)
         except ExpertdError as gone:
             self.end(gone)
             return
         with self._lock:
             if self._over or leg not in self.legs:
-                del self.unserved[unserved:]
+                del self.unserved.parts[unserved:]
                 return
             self.legs.remove(leg)
             self._waiting -= 1
             for other in legs:
                 other.asked, other.since_s = leg.asked, leg.since_s
                 other.spurned = [m for m in leg.spurned if m.address in other.holders and len(other.holders) > 1]
-                self._add(other)
+                self.add(other)
             last = not self._waiting
         for other in legs:
             self._ask(other)
@@ -370,7 +325,7 @@ class Flight:
         policy, now_s = self._around.policy, self._around.clock()
         leg.since_s = leg.since_s or now_s
         end_s = leg.since_s + policy.patience_s if self._deadline is None else self._deadline.end_s
-        if self._on_missing is not OnMissing.FAIL or now_s >= end_s:
+        if not self.unserved.fails or now_s >= end_s:
             self._give_up(leg, error)
             return
         with self._lock:
@@ -382,29 +337,25 @@ class Flight:
 
     def _give_up(self, leg: Leg, error: ExpertdError | None) -> None:
         """A leg that nobody will answer."""
-        if self._on_missing is OnMissing.FAIL:
+        if self.unserved.fails:
             self.end(error or self._nobody_left(leg))
             return
         with self._lock:
             if leg not in self.legs or leg.result is not None:
                 return
             self.legs.remove(leg)
-            self.unserved.append(leg.part)
+            self.unserved.parts.append(leg.part)
             self._waiting -= 1
             last = not self._waiting
             losers, leg.tries = leg.tries, []
-        self._recall(losers)
+        _recall(losers)
         if last:
             self.end(None)
 
     def _nobody_left(self, leg: Leg) -> ExpertdError:
-        if not leg.holders:
-            return self._nobody_holds(leg.part)
-        if self._deadline is not None and self._late():
+        if leg.holders and self._deadline is not None and self._late():
             return self._deadline.expired(self.request.layer, 0)
-        why = self._around.members.troubles() or "all are busy"
-        text = f"layer {self.request.layer}: got no answer from {', '.join(leg.holders)}, want one of them ({why})"
-        return UnavailableError(text)
+        return self.unserved.error(leg)
 
     def cancel(self) -> bool:
         """Takes the call back.  False: it has landed."""
@@ -423,61 +374,27 @@ class Flight:
                 if error is not None and leg.result is not None:
                     leg.result.release()
         self._around.flights.discard(self)
-        self._recall(losers)
+        _recall(losers)
         self._landed(self)
         return True
-
-    def _recall(self, tries: Sequence[Try]) -> None:
-        for t in tries:
-            if t.request_id and t.member.exchange.cancel(t.request_id):
-                t.member.dropped(t.leg.part.request.tokens)
 
     def forget(self) -> None:
         """Lets go of tensors: a timer may know this call for a while."""
         with self._lock:
-            self.legs, self.unserved = [], []
-
-    # ---- end ---------------------------------------------------------------------------------------------------------
-
-    def report(self) -> tuple[Answered, ...]:
-        """Who answered what, in the order in which the parts are added."""
-        return tuple(_answered(leg, self.request.layer) for leg in self.in_order())
-
-    def in_order(self) -> list[Leg]:
-        """Legs in the order in which they are added: it does not depend on who answered, nor when."""
-        if len(self.legs) == 1:
-            return self.legs
-        return sorted(self.legs, key=lambda leg: (leg.first, 0 if leg.part.rows is None else int(leg.part.rows[0])))
-
-    def missing(self) -> NDArray[np.bool_]:
-        """[M, top_k]: routes that were not computed."""
-        gone = np.zeros(self.request.topk_ids.shape, bool)
-        for part in self.unserved:
-            rows = slice(None) if part.rows is None else part.rows
-            gone[rows] |= part.request.topk_ids >= 0
-        return gone
+            self.legs, self.unserved.parts = [], []
 
 
-def _answered(leg: Leg, layer: int) -> Answered:
-    assert leg.result is not None
-    assert leg.server is not None
-    backend = leg.result.timing.backend or leg.server.backends.get(layer, "")  # shared memory does not carry the name
-    part = leg.part
-    return Answered(leg.server.address, part.request.tokens, part.routes, leg.asked, leg.seconds, backend)
+def _recall(tries: Sequence[Try]) -> None:
+    for attempt in tries:
+        attempt.recall()
 
 
-def start(
-    around: Surroundings,
-    call: Call,
-    deadline: Deadline | None,
-    landed: Callable[[Flight], object],
-    held: bool = False,
-) -> Flight:
-    """Starts a call.  held: see Flight.take_off.  Raises LayerNotHeldError, ExpertIdOutOfRangeError, PlacementError."""
+def start(around: Surroundings, call: Call, deadline: Deadline | None, landed: Callable[[Flight], object]) -> Flight:
+    """Starts a call.  Raises LayerNotHeldError, ExpertIdOutOfRangeError, PlacementError."""
+    flight = Flight(around, call, deadline, landed)
     table = around.members.table(call.layer)
-    routes = check_ids(call.host.topk_ids, table, call.layer)
-    flight = Flight(around, call.host, routes, table, deadline, call.on_missing, landed, call.traced)
+    flight.place(meant(call.host.topk_ids, table, call.layer), table)
     if call.traced is not None:
         call.traced.split()
-    flight.take_off(held)
+    flight.take_off()
     return flight

@@ -6,37 +6,19 @@ answers came nor on which replica made them.
 
 from __future__ import annotations
 
-import ctypes as C
-from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from expertd.cxx import stale
+from expertd_client.cluster.native import at, library
 
-__all__ = ["LIBRARY", "Sum", "join", "join_numpy", "renormalized"]
+__all__ = ["Sum", "adds_up", "join", "join_numpy", "renormalized"]
 
-LIBRARY = Path(__file__).parent / "csrc" / "libexpertd_cluster.so"
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _NATIVE = (np.dtype(np.float32), _BF16)
-
-
-@cache
-def _library() -> Callable[..., None] | None:
-    """The C++ twin; None where it is not built (python -m expertd.cxx)."""
-    if stale(LIBRARY.name):
-        return None
-    try:
-        function = C.CDLL(str(LIBRARY)).expertd_cluster_join
-    except OSError:
-        return None
-    p, n = C.c_void_p, C.c_int64
-    function.restype, function.argtypes = None, (p, n, C.c_int, n, n, p, p, C.c_int, n)
-    return function
 
 
 class Sum(NamedTuple):
@@ -50,36 +32,33 @@ def join(sums: Sequence[Sum], out: NDArray[Any], scale: NDArray[np.float32] | No
     """Writes the sum of `sums` over each token into `out` [M, H] f32, f16 or bf16: zeros where it is in none.
 
     scale: [M] f32, what each token's sum is multiplied with."""
-    native = _library()
+    native = library()
     if native is None or not sums or not _takes(sums, out):
         join_numpy(sums, out, scale)
         return
-    parts = np.array([(0 if s.rows is None else _at(s.rows), len(s.values), _at(s.values), 0, 0) for s in sums])
-    native(
-        _at(parts),
+    parts = np.array([(0 if s.rows is None else at(s.rows), len(s.values), at(s.values), 0, 0) for s in sums])
+    native.join(
+        at(parts),
         len(sums),
         sums[0].values.dtype == _BF16,
         out.shape[0],
         out.shape[1],
-        None if scale is None else _at(scale),
-        _at(out),
+        None if scale is None else at(scale),
+        at(out),
         out.dtype == _BF16,
         out.strides[0],
     )
 
 
-def _at(array: NDArray[Any]) -> int:
-    """Its address."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+def adds_up(sums: np.dtype[Any], out: NDArray[Any]) -> bool:
+    """Whether the C++ twin adds sums of that dtype up into such an array."""
+    return sums in _NATIVE and out.dtype in _NATIVE and out.strides[1] == out.itemsize
 
 
 def _takes(sums: Sequence[Sum], out: NDArray[Any]) -> bool:
     """Whether the C++ twin reads and writes such arrays."""
     dtype = sums[0].values.dtype
-    if dtype not in _NATIVE or out.dtype not in _NATIVE or out.strides[1] != out.itemsize:
-        return False
-    return all(
+    return adds_up(dtype, out) and all(
         s.values.dtype == dtype and s.values.flags.c_contiguous and (s.rows is None or s.rows.flags.c_contiguous)
         for s in sums
     )

@@ -52,9 +52,9 @@ class Member:
     max_tokens   its largest batch; 0 = no bound
     takes_e4m3   hidden states as e4m3; None = it has not said
     asked        whether Describe was asked, and answered or not
+    known        whether the cluster's tables say what it holds: it said so, or is another model's, or it was placed
     refused      why it is not asked; "" = it is
     leaving      the placement has it no more
-    load         what it said last
     outstanding  parts under way there, with outstanding_tokens in all
     """
 
@@ -74,7 +74,7 @@ class Member:
         self.held: Mapping[int, tuple[int, ...]] = placed or {}
         self.backends: Mapping[int, str] = {}
         self._placed = placed
-        self._foreign = False
+        self.known = placed is not None
         self._accepted: pb.DescribeResponse | None = None
         self._says: Mapping[int, tuple[int, ...]] | None = None
         self.max_tokens = 0
@@ -82,7 +82,7 @@ class Member:
         self.asked = False
         self.leaving = False
         self.refused = "not described yet"
-        self.load = pb.Load()
+        self._queued_tokens = 0  # as it said last
         self.outstanding_tokens = 0
         self.outstanding = 0
         self._stall_s = stall_s
@@ -99,11 +99,6 @@ class Member:
     def __repr__(self) -> str:
         return f"Member({self.address}, {self.refused or 'in use'}, {self.outstanding} under way)"
 
-    @property
-    def described_once(self) -> bool:
-        """Whether it is known what it holds: it said so, or is another model's, or the placement says it."""
-        return self._says is not None or self._placed is not None or self._foreign
-
     # ---- asked -------------------------------------------------------------------------------------------------------
 
     def usable(self, now_s: float) -> bool:
@@ -118,27 +113,25 @@ class Member:
         """Whether it has work of ours and has said nothing for much longer than that work should take."""
         if not self.outstanding:
             return False
-        expected_s = self._distance_s + (self.outstanding_tokens + self.load.queued_tokens) * self._token_s
+        expected_s = self._distance_s + (self.outstanding_tokens + self._queued_tokens) * self._token_s
         return now_s - self._heard_s > max(self._stall_s, 4.0 * expected_s)
 
     def stalls_at_s(self) -> float:
         """When it will be, if it says nothing until then."""
-        expected_s = self._distance_s + (self.outstanding_tokens + self.load.queued_tokens) * self._token_s
+        expected_s = self._distance_s + (self.outstanding_tokens + self._queued_tokens) * self._token_s
         return self._heard_s + max(self._stall_s, 4.0 * expected_s)
 
     def wait_s(self, tokens: int, now_s: float) -> float:
         """For choose(): its distance, and the service of what waits there, of ours that is under way, and of `tokens`.
         What is remembered of the distance fades, so that a server that was slow is tried again."""
-        ahead = max(self.load.queued_tokens, self.outstanding_tokens) + tokens
+        ahead = max(self._queued_tokens, self.outstanding_tokens) + tokens
         fade = 0.5 ** ((now_s - self._distance_at_s) / _HALF_S) if self._distance_s else 0.0
         return self._distance_s * fade + ahead * max(self._token_s, 1e-9)
 
-    def submit(
-        self, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult], held: bool = False
-    ) -> int:
-        """Sends a part.  Whoever calls says answered() or failed() when it ended.  held: see Exchange.submit."""
+    def submit(self, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult]) -> int:
+        """Sends a part.  Whoever calls says answered() or failed() when it ended."""
         self.begun(request.tokens)
-        return self.exchange.submit(request, deadline, waiter, held)
+        return self.exchange.submit(request, deadline, waiter)
 
     def begun(self, tokens: int) -> None:
         """A part is under way."""
@@ -151,17 +144,24 @@ class Member:
     def answered(self, tokens: int, seconds: float, result: ForwardResult) -> None:
         """A part of `tokens` tokens was answered after `seconds`."""
         timing, load = result.timing, result.load
-        inside_s = 1e-9 * (timing.queue_ns + timing.copy_in_ns + timing.kernel_ns + timing.copy_out_ns)
+        inside_ns = timing.queue_ns + timing.copy_in_ns + timing.kernel_ns + timing.copy_out_ns
+        self.heard(tokens, seconds, inside_ns, load.queued_tokens, load.token_ns)
+
+    def heard(
+        self, tokens: int, seconds: float, inside_ns: int, queued_tokens: int, token_ns: float, late: bool = False
+    ) -> None:
+        """answered(), with what the answer said.  late: it may have come earlier than after `seconds`."""
         now_s = self._clock()
         with self._lock:
             self._ended(tokens)
             self._heard_s = now_s
             self._failures = self._strikes = 0
-            self.load = load
-            self._token_s = load.token_ns * 1e-9
-            distance_s = max(0.0, seconds - inside_s)
-            self._distance_s += (distance_s - self._distance_s) * 0.2
-            self._distance_at_s = now_s
+            self._queued_tokens = queued_tokens
+            self._token_s = token_ns * 1e-9
+            distance_s = max(0.0, seconds - inside_ns * 1e-9)
+            if not late or distance_s < self._distance_s:
+                self._distance_s += (distance_s - self._distance_s) * 0.2
+                self._distance_at_s = now_s
 
     def failed(self, tokens: int, error: ExpertdError) -> None:
         """A part failed here."""
@@ -199,6 +199,7 @@ class Member:
     def place(self, placed: Mapping[int, tuple[int, ...]] | None) -> None:
         """The placement wants this of it from now on."""
         self._placed = placed
+        self.known = self.known or placed is not None
         if self._says is None:
             self.held = placed or {}
         else:
@@ -211,7 +212,7 @@ class Member:
             if not self._says_again(answer):
                 identity.check(self.address, answer)
         except PlacementError as error:
-            self._accepted, self._foreign, refused = None, True, error.message
+            self._accepted, refused = None, error.message
         else:
             if self._accepted is None:
                 self._accepted, self._says = answer, held_by(answer)
@@ -225,7 +226,7 @@ class Member:
             self.refused = refused
             self._failures = 0
             self._token_s = self._token_s or answer.load.token_ns * 1e-9
-            self.load = answer.load
+            self._queued_tokens = answer.load.queued_tokens
         return before != self.held
 
     def _says_again(self, answer: pb.DescribeResponse) -> bool:

@@ -136,7 +136,7 @@ class Members:
     @property
     def unknown(self) -> bool:
         """Whether a server that may hold anything has not said yet what it holds."""
-        return not all(m.described_once or m.leaving for m in self.by_address.values())
+        return not all(m.known or m.leaving for m in self.by_address.values())
 
     @property
     def take_e4m3(self) -> bool:
@@ -152,9 +152,11 @@ class Members:
         """A Describe ended.  Seconds until the next one."""
         if isinstance(answer, ExpertdError):
             member.silent(answer)
-        elif member.described(answer, self._identity):
-            with self._lock:
-                self._renew()
+        else:
+            if member.described(answer, self._identity):
+                with self._lock:
+                    self._renew()
+            member.known = True  # not before the tables say it: a call in between would find nobody, and fail
         if member.leaving and self.by_address.get(member.address) is None:
             self._identity.forget(member.address)  # what it has just said
         return AWAY_S if member.refused else PROBE_S

@@ -5,22 +5,42 @@
      [1, 2],                                               [1,  2]]                  [ 4, 7]]
      [4, 7]]
 
-All parts of a batch are gathered at once, so the work does not grow with the number of servers.
+In C++ where that is built (csrc/split.cpp), in numpy otherwise: the same parts.
 """
 
 from __future__ import annotations
 
+import ctypes as C
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from expertd.errors import ExpertIdOutOfRangeError
+from expertd_client.cluster.native import BATCH, OWNERS, Library, Room, at, batch_of, library
 from expertd_client.cluster.table import LayerTable
+from expertd_client.e4m3 import E4m3
 from expertd_client.request import Request
 
-__all__ = ["Part", "check_ids", "count_routes", "cut", "split"]
+__all__ = [
+    "Meant",
+    "Part",
+    "Shares",
+    "cut",
+    "meant",
+    "meant_numpy",
+    "part_of",
+    "scanned",
+    "shares",
+    "split",
+    "split_numpy",
+]
+
+_IDS = (np.dtype(np.int32), np.dtype(np.int64))
+_BITS, _MOST = 63, 512
+"""Groups that fit into a number, and numbers that are remembered of a table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,23 +59,76 @@ class Part:
     routes: int
 
 
-def check_ids(ids: NDArray[np.integer], table: LayerTable, layer: int) -> int:
-    """How many routes somebody is to compute.  Raises ExpertIdOutOfRangeError for ids that the model does not have."""
+class Meant(NamedTuple):
+    """What the ids of a batch are of.
+
+    routes    those that are not -1
+    groups    of the table, ascending; orphans: whether experts that nobody holds are among them
+    """
+
+    routes: int
+    groups: tuple[int, ...]
+    orphans: bool
+
+
+class Shares(NamedTuple):
+    """How many tokens and routes each server gets, and which: rows[begins[n] : begins[n] + tokens[n]]."""
+
+    tokens: list[int]
+    routes: list[int]
+    begins: list[int]
+    rows: NDArray[np.int64]
+
+
+# ---- which experts are meant -----------------------------------------------------------------------------------------
+
+
+def meant(ids: NDArray[np.integer], table: LayerTable, layer: int) -> Meant:
+    """Of a batch.  Raises ExpertIdOutOfRangeError for ids that the model does not have."""
+    native = library()
+    if native is None or not ids.flags.c_contiguous or ids.dtype not in _IDS:
+        return meant_numpy(ids, table, layer)
+    batch = BATCH.pack(0, 0, at(ids), 0, 0, 0, 0, *ids.shape, ids.itemsize == 8)
+    return scanned(native, batch, table, layer)
+
+
+def scanned(native: Library, batch: Any, table: LayerTable, layer: int) -> Meant:
+    """The same by the C++ twin.  batch: a BATCH, or its address."""
+    groups, found = len(table.holders), C.c_int64()
+    flags = (C.c_uint8 * (groups + 1))() if groups >= _BITS else None
+    routes = native.scan(batch, table.group_of_at, table.num_experts, groups, flags, C.byref(found))
+    if routes < 0:
+        raise _unknown(found.value, table, layer)
+    bits = found.value if flags is None else -1
+    if (known := table.groups_of_bits.get(bits)) is None:
+        set_ = [bits >> n & 1 for n in range(groups + 1)] if flags is None else flags
+        known = tuple([n for n in range(groups) if set_[n]]), bool(set_[groups])
+        if flags is None and len(table.groups_of_bits) < _MOST:
+            table.groups_of_bits[bits] = known
+    return Meant(routes, *known)
+
+
+def meant_numpy(ids: NDArray[np.integer], table: LayerTable, layer: int) -> Meant:
+    """meant() without its C++ twin."""
     if not ids.size:
-        return 0
-    low, high = int(np.minimum.reduce(ids, axis=None)), int(np.maximum.reduce(ids, axis=None))
+        return Meant(0, (), False)
+    low, high = int(ids.min()), int(ids.max())
     if low < -1 or high >= table.num_experts:
-        raise ExpertIdOutOfRangeError.about(
-            f"topk_ids of layer {layer}",
-            got=low if low < -1 else high,
-            want=f"0 to {table.num_experts - 1}, or -1 for a route that nobody computes",
-        )
-    return ids.size if low >= 0 else count_routes(ids)
+        raise _unknown(low if low < -1 else high, table, layer)
+    there = ids[ids >= 0]
+    groups = np.unique(table.group_of.take(there)).tolist()
+    return Meant(there.size, tuple(g for g in groups if g >= 0), -1 in groups)
 
 
-def count_routes(ids: NDArray[np.integer]) -> int:
-    """Routes that somebody is to compute."""
-    return int(np.count_nonzero(ids >= 0))
+def _unknown(expert: int, table: LayerTable, layer: int) -> ExpertIdOutOfRangeError:
+    return ExpertIdOutOfRangeError.about(
+        f"topk_ids of layer {layer}",
+        got=expert,
+        want=f"0 to {table.num_experts - 1}, or -1 for a route that nobody computes",
+    )
+
+
+# ---- who gets what ---------------------------------------------------------------------------------------------------
 
 
 def split(request: Request, table: LayerTable, owner_of_group: Sequence[int], owners: int) -> list[Part]:
@@ -64,6 +137,73 @@ def split(request: Request, table: LayerTable, owner_of_group: Sequence[int], ow
 
     owner_of_group   by group of the table: the number of the server that is to compute it, < owners, or -1
     """
+    native = library()
+    if native is None or not request.tokens:
+        return split_numpy(request, table, owner_of_group, owners)
+    of_group = np.array([*owner_of_group, owners], np.int32)  # the last one: that of experts without a group
+    of_group[of_group < 0] = owners
+    group_of = np.where(table.group_of < 0, len(of_group) - 1, table.group_of)
+    values, kept = batch_of(request)
+    batch = BATCH.pack(*values)
+    who = OWNERS.pack(at(group_of), at(of_group), table.num_experts, owners + 1)
+    found = shares(native, batch, who, request, owners + 1)
+    present = [n for n in range(owners + 1) if found.tokens[n]]
+    if len(present) == 1 and found.tokens[present[0]] == request.tokens:
+        return [Part(_owner(present[0], owners), None, request, found.routes[present[0]])]
+    room = _like(request, sum(found.tokens))
+    parts = [
+        Part(
+            _owner(n, owners),
+            found.rows[found.begins[n] : found.begins[n] + found.tokens[n]],
+            _gathered(native, batch, who, n, found, room),
+            found.routes[n],
+        )
+        for n in present
+    ]
+    del kept  # they were read until here
+    return parts
+
+
+def shares(native: Library, batch: Any, owners: Any, request: Request, count: int) -> Shares:
+    """What each of `count` servers gets.  batch, owners: BATCH and OWNERS, or their addresses."""
+    tokens, top_k = request.topk_ids.shape
+    rows, found = np.empty(tokens * min(top_k, count), np.int64), (C.c_int64 * (3 * count))()
+    where, step = C.addressof(found), 8 * count
+    native.count(batch, owners, where, where + step, where + 2 * step, at(rows))
+    counts = found[:]
+    return Shares(counts[:count], counts[count : 2 * count], counts[2 * count :], rows)
+
+
+def _owner(number: int, owners: int) -> int:
+    return number if number < owners else -1
+
+
+def _like(request: Request, tokens: int) -> Request:
+    """Room for that many tokens."""
+    x, ids, weights = request.hidden_states, request.topk_ids, request.topk_weights
+
+    def room(array: NDArray[Any]) -> NDArray[Any]:
+        return np.empty((tokens, array.shape[1]), array.dtype.newbyteorder("="))
+
+    hidden = E4m3(room(x.codes), room(x.scales)) if isinstance(x, E4m3) else room(x)
+    return request.with_tensors(hidden, room(ids), room(weights))
+
+
+def _gathered(native: Library, batch: Any, owners: Any, owner: int, found: Shares, room: Request) -> Request:
+    """The part of one server, in its place of the room for all."""
+    begin, tokens = found.begins[owner], found.tokens[owner]
+    part = room.rows(slice(begin, begin + tokens))
+    x, scales = part.hidden_states, None
+    if isinstance(x, E4m3):
+        x, scales = x.codes, at(x.scales)
+    places = Room(at(x), scales, at(part.topk_ids), at(part.topk_weights))
+    rows = at(found.rows) + found.rows.itemsize * begin
+    native.gather(batch, owners, owner, rows, tokens, C.byref(places))
+    return part
+
+
+def split_numpy(request: Request, table: LayerTable, owner_of_group: Sequence[int], owners: int) -> list[Part]:
+    """split() without its C++ twin: all parts are gathered at once."""
     ids = request.topk_ids
     of_expert = np.array([*owner_of_group, -2], np.int64)[table.group_of]  # no group, -1: the last one
     of_expert[:-1][of_expert[:-1] == -2] = -1
@@ -72,27 +212,16 @@ def split(request: Request, table: LayerTable, owner_of_group: Sequence[int], ow
     present = [n for n in range(-1, owners) if routes[n + 1]]
     if len(present) == 1 and bool((owner >= -1).any(axis=1).all()):
         return [Part(present[0], None, request, routes[present[0] + 1])]
-    return _gather(request, owner, owners, routes)
+    hits = [(n, np.flatnonzero((owner == n).any(axis=1))) for n in [*range(owners), -1]]
+    return [Part(n, rows, part_of(request, rows, owner[rows] == n), routes[n + 1]) for n, rows in hits if rows.size]
 
 
-def _gather(request: Request, owner: NDArray[np.int64], owners: int, routes: Sequence[int]) -> list[Part]:
-    tokens = request.tokens
-    hit = np.zeros((owners + 2, tokens), bool)
-    hit[owner, np.arange(tokens)[:, None]] = True  # rows owners and owners + 1 are those of -2 and -1
-    hit[owners] = hit[owners + 1]
-    which, rows = (np.ascontiguousarray(n) for n in np.nonzero(hit[: owners + 1]))
-    mine = np.where(which == owners, -1, which)
-    x, weights = request.hidden_states.take(rows, axis=0), request.topk_weights.take(rows, axis=0)
-    ids = request.topk_ids.take(rows, axis=0)
-    ids[owner.take(rows, axis=0) != mine[:, None]] = -1
-    parts, ends = [], np.searchsorted(which, np.arange(owners + 2)).tolist()
-    for n in range(owners + 1):
-        first, end = ends[n], ends[n + 1]
-        if first < end:
-            number = n if n < owners else -1
-            part = request.with_tensors(x[first:end], ids[first:end], weights[first:end])
-            parts.append(Part(number, rows[first:end], part, routes[number + 1]))
-    return parts
+def part_of(request: Request, rows: NDArray[np.int64], mine: NDArray[np.bool_]) -> Request:
+    """Those tokens; routes that are not mine [m, top_k] become -1."""
+    part = request.rows(rows)
+    return part.with_tensors(
+        part.hidden_states, np.where(mine, part.topk_ids, -1).astype(part.topk_ids.dtype), part.topk_weights
+    )
 
 
 def cut(part: Part, max_tokens: int) -> list[Part]:
@@ -103,5 +232,5 @@ def cut(part: Part, max_tokens: int) -> list[Part]:
     pieces = []
     for n, request in enumerate(part.request.cut(max_tokens)):
         of_piece = rows[n * max_tokens : (n + 1) * max_tokens]
-        pieces.append(Part(part.owner, of_piece, request, count_routes(request.topk_ids)))
+        pieces.append(Part(part.owner, of_piece, request, int(np.count_nonzero(request.topk_ids >= 0))))
     return [piece for piece in pieces if piece.routes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as C
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,13 +14,17 @@ from expertd_client.cluster.policy import Latencies, Policy
 from expertd_client.cluster.timers import Timer
 
 if TYPE_CHECKING:
+    from expertd_client.cluster.desk import Desk
     from expertd_client.cluster.flight import Flight
 
 __all__ = ["Surroundings"]
 
 
 class Surroundings:
-    """clock: what all times are on; wake: has a server described at once; flights: the calls under way."""
+    """clock: what all times are on; wake: has a server described at once; flights: the calls under way.
+
+    desks      that nobody uses; usual_ns: what calls that wait for themselves take (expertd_client.cluster.direct)
+    """
 
     def __init__(self, members: Members, policy: Policy, timer: Timer, wake: Callable[[Member], None]) -> None:
         self.members = members
@@ -31,6 +36,8 @@ class Surroundings:
         self.rng = random.Random()
         self.closed = False
         self.flights: set[Flight] = set()
+        self.desks: list[Desk] = []
+        self.usual_ns = C.c_uint64()
 
     def close(self) -> None:
         """Ends every call under way."""

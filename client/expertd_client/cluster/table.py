@@ -10,23 +10,31 @@ A group is served by one of its holders at a time, whole, so a partial sum has t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from expertd_client.cluster.assign import Assignment
 
 __all__ = ["LayerTable", "layer_table"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTable:
-    """One layer.  Immutable.
+    """One layer.  Immutable, but for what is remembered of it.
 
     num_experts   E, of the model
     group_of      [E + 1] i64: expert -> group, -1 = nobody holds it.  The last entry is -1, too: that of the id -1
     holders       by group: addresses of the servers that hold all of its experts, in the order of the placement
     first         by group: its lowest expert.  Groups are in this order
     whole         whether one group has all experts: then nothing is split
+    single        whether every group has one holder, so that groups are servers: addresses [groups], else none
+    groups        all of them
+    group_of_at   address of group_of
+    remembered    of expertd_client.cluster.assign; groups_of_bits: of expertd_client.cluster.split
     """
 
     num_experts: int
@@ -34,6 +42,12 @@ class LayerTable:
     holders: tuple[tuple[str, ...], ...]
     first: tuple[int, ...]
     whole: bool
+    single: bool
+    addresses: tuple[str, ...]
+    groups: tuple[int, ...]
+    group_of_at: int
+    groups_of_bits: dict[int, tuple[tuple[int, ...], bool]] = field(default_factory=dict, repr=False)
+    remembered: dict[tuple[tuple[int, ...], tuple[str, ...]], Assignment] = field(default_factory=dict, repr=False)
 
 
 def layer_table(num_experts: int, held: Mapping[str, tuple[int, ...]]) -> LayerTable:
@@ -56,4 +70,15 @@ def layer_table(num_experts: int, held: Mapping[str, tuple[int, ...]]) -> LayerT
         group_of[expert] = number
     holders = tuple(tuple(addresses[n] for n in np.flatnonzero(holds[expert])) for expert in first)
     whole = len(holders) == 1 and bool((group_of[:-1] >= 0).all())
-    return LayerTable(num_experts, group_of, holders, tuple(first), whole)
+    single = all(len(of_group) == 1 for of_group in holders)
+    return LayerTable(
+        num_experts,
+        group_of,
+        holders,
+        tuple(first),
+        whole,
+        single,
+        tuple(of_group[0] for of_group in holders) if single else (),
+        tuple(range(len(holders))),
+        group_of.__array_interface__["data"][0],
+    )

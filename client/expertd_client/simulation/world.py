@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from expertd.errors import DeadlineExceededError, ExpertdError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.cluster.flight import Try
+from expertd_client.cluster.leg import Try
 from expertd_client.deadline import Deadline
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
@@ -182,7 +182,7 @@ class SimulatedExchange:
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Part] = {}
 
-    def submit(self, request: Request, deadline: Deadline | None, waiter: Try, held: bool = False) -> int:
+    def submit(self, request: Request, deadline: Deadline | None, waiter: Try) -> int:
         part = _Part(self, next(self._numbers), request.tokens, waiter)
         self._pending[part.number] = part
         self._world.at(self._world.now_s + self._server.half_s(), lambda: self._server.arrive(part))

@@ -24,7 +24,7 @@ class Client(Tickets):
         client = lib.client(region.address, region.bytes, region.entries, region.server_bell, region.client_bell)
         if not client:
             raise RegionError("session: the shared memory is of another version")
-        super().__init__(lib, client, region.entries)
+        super().__init__(lib, client, region.entries, region.arena)
 
     def take(self, nbytes: int) -> int | None:
         """A block of the arena: its offset, a multiple of 256; None: there is no room now."""

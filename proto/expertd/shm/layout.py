@@ -6,6 +6,7 @@ Control page | Submission[entries] | Completion[entries] | arena
 from __future__ import annotations
 
 import ctypes as C
+from typing import Any
 
 __all__ = [
     "CALLS_OFFSET",
@@ -23,6 +24,7 @@ __all__ = [
     "ROUTER_WEIGHT_ON_INPUT",
     "Completion",
     "DeviceCalls",
+    "Session",
     "Submission",
     "Tensors",
     "arena_offset",
@@ -119,6 +121,28 @@ class Tensors(C.Structure):
         *((name, C.c_void_p) for name in ("hidden", "scales", "ids", "weights")),
         *((name + "_bytes", C.c_uint64) for name in ("hidden", "scales", "ids", "weights", "out")),
     ]
+
+
+class Session(C.Structure):
+    """A session by the functions of its library, for C++ that waits for several of them.  Of the client alone.
+
+    arena    address of the arena; 0: messages carry the tensors
+    output   0: it lies in the arena, where the submission says"""
+
+    _fields_ = [
+        (name, C.c_void_p)
+        for name in (
+            *("client", "arena", "take", "give", "submit", "send", "see"),
+            *("wait", "answer", "output", "release", "leave"),
+        )
+    ]
+
+    @classmethod
+    def of(cls, client: int, arena: int, library: Any) -> Session:
+        """library: expertd.shm.library.library(), or TCP's."""
+        names = [str(name) for name, *_ in cls._fields_[2:]]
+        calls = {name: C.cast(f, C.c_void_p).value for name in names if (f := getattr(library, name, None)) is not None}
+        return cls(client=client, arena=arena, **calls)
 
 
 def arena_offset(entries: int) -> int:

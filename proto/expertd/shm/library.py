@@ -23,6 +23,8 @@ TICKETS: tuple[Signature, ...] = (
     ("send", _INT, (_P, _P, _P, _INT, _P)),
     ("call", _INT, (_P, _P, _P, _I64, _I64, _P, _P)),
     ("wait", _INT, (_P, _U64, _I64, _I64, _P)),
+    ("see", _INT, (_P, _U64)),
+    ("leave", None, (_P,)),
     ("announce", _INT, (_P, _U64)),
     ("answer", None, (_P, _U64, _P)),
     ("watch", _U32, (_P, _INT, _P, _U32, _I64)),

@@ -11,7 +11,7 @@ import ctypes as C
 from collections.abc import Sequence
 from typing import Any
 
-from expertd.shm.layout import Completion, Submission, Tensors
+from expertd.shm.layout import Completion, Session, Submission, Tensors
 
 __all__ = ["SPIN_NS", "NoRoomError", "SessionEndedError", "Tickets"]
 
@@ -29,15 +29,18 @@ class NoRoomError(Exception):
 
 
 class Tickets:
-    """A request in flight is a ticket, until its answer was used and it is released."""
+    """A request in flight is a ticket, until its answer was used and it is released.
+
+    session   the same for C++ that waits for several of them, until close()"""
 
     full: str
     """Why there is no room though tickets are free."""
 
-    def __init__(self, library: Any, client: Any, entries: int) -> None:
-        """client: what the library made; entries: tickets that there are."""
+    def __init__(self, library: Any, client: Any, entries: int, arena: int = 0) -> None:
+        """client: what the library made; entries: tickets that there are; arena: address of that of a region."""
         self._lib, self._client, self._entries = library, client, entries
         self._ids = (C.c_uint64 * entries)()
+        self.session = Session.of(client, arena, library)
 
     def send(self, request: Submission, tensors: Tensors, announced: bool = True) -> int:
         """Sends `request`: its tensors are read before this returns, and it does not wait for the server.  Returns the

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES, HIDDEN_DTYPES
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_server.config import Address
+from expertd_server.config import Address, Shard
 
 if TYPE_CHECKING:
     from expertd_kernels.protocol import Direct
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run", "serving"]
 
 _NUM_EXPERTS, _TOP_K = 8, 8
+_WHOLE = Shard(0, 1)
 _GRACE_S = 1.0
 _IN_FLIGHT = 2
 """Requests of the largest size, with their answers, that a session in shared memory has room for."""
@@ -46,6 +47,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--listen", type=Address.parse, default=Address("127.0.0.1", 0), metavar="HOST:PORT")
     parser.add_argument("--hidden-size", type=int, default=4096, metavar="H", help="default: 4096")
     parser.add_argument("--max-tokens", type=int, default=4096, metavar="M", help="of a request (default: 4096)")
+    parser.add_argument("--experts", type=int, default=_NUM_EXPERTS, metavar="E", help="of the layer (default: 8)")
+    parser.add_argument("--shard", type=Shard.parse, default=_WHOLE, metavar="RANK/COUNT", help="of them that are here")
     parser.add_argument("--batch-us", type=int, default=0, metavar="US", help="that a batch takes; default: none")
     parser.add_argument("--row-us", type=int, default=0, metavar="US", help="and each of its rows; default: none")
     parser.add_argument("--refuse-late", choices=("yes", "no"), default="yes", help="as of `expertd serve`")
@@ -68,9 +71,18 @@ def run(args: argparse.Namespace) -> int:
     if args.with_stdin:
         threading.Thread(target=_wait_for_stdin, args=(over,), daemon=True).start()
     pace, refuse_late = (args.batch_us, args.row_us), args.refuse_late == "yes"
+    held = args.shard.experts(args.experts)
     security = Security(args.tls_cert, args.tls_key, args.tls_client_ca)
     with serving(
-        args.listen, args.hidden_size, args.max_tokens, pace, refuse_late, args.nonfinite, security
+        args.listen,
+        args.hidden_size,
+        args.max_tokens,
+        pace,
+        refuse_late,
+        args.nonfinite,
+        security,
+        args.experts,
+        held,
     ) as address:
         print(f"serving on {address}", flush=True)
         over.wait()
@@ -91,9 +103,11 @@ def serving(
     refuse_late: bool = True,
     nonfinite: str = "pass",
     security: Security | None = None,
+    num_experts: int = _NUM_EXPERTS,
+    held: range = range(_NUM_EXPERTS),
 ) -> Iterator[str]:
-    """Its address while it serves: one layer, 0, of 8 experts that do nothing.  pace_us: that a batch and each of its
-    rows take.  security: of gRPC."""
+    """Its address while it serves: one layer, 0, of experts that do nothing, of which those `held` are here.  pace_us:
+    that a batch and each of its rows take.  security: of gRPC."""
     import torch
 
     from expertd_server.engine.admission import Limits, QueueLimits
@@ -117,7 +131,7 @@ def serving(
     )
     experts = _Echo(*pace_us)
     measured = tuple((m, _TOP_K, 1000 * (pace_us[0] + m * pace_us[1])) for m in (1, 32) if any(pace_us))
-    shape = (0, _NUM_EXPERTS, range(_NUM_EXPERTS), _TOP_K, hidden_size, hidden_size)
+    shape = (0, num_experts, held, _TOP_K, hidden_size, hidden_size)
     layer = ServedLayer(*shape, experts, "echo", measured=measured)
     engine.hold([layer])
     limits = Limits(max_tokens, max_tokens * (_WIDEST * hidden_size + 12 * _TOP_K) + (64 << 10), 1024)
@@ -137,7 +151,7 @@ def serving(
     address = transport.start()
     try:
         engine.start()
-        service.open(lambda decisions: _described(hidden_size, limits))
+        service.open(lambda decisions: _described(hidden_size, limits, num_experts, held))
         transport.open()
         yield address
     finally:
@@ -150,15 +164,15 @@ def serving(
         service.close()
 
 
-def _described(hidden_size: int, limits: Limits) -> pb.DescribeResponse:
+def _described(hidden_size: int, limits: Limits, num_experts: int, held: range) -> pb.DescribeResponse:
     return pb.DescribeResponse(
         version=importlib.metadata.version("expertd"),
         model=pb.Model(family="echo", hidden_size=hidden_size),
         layers=[
             pb.Layer(
                 layer=0,
-                num_experts=_NUM_EXPERTS,
-                held=[pb.ExpertRange(first=0, count=_NUM_EXPERTS)],
+                num_experts=num_experts,
+                held=[pb.ExpertRange(first=held.start, count=len(held))],
                 top_k=_TOP_K,
                 intermediate_size=hidden_size,
                 backend="echo",

@@ -2,7 +2,8 @@
 //
 // A block of columns of one token stays in registers and in the first cache while all servers' rows are added to it, so
 // each answer is read once and the sum is written once.
-#include <cstdint>
+#include "join.h"
+
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -12,6 +13,9 @@
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("O3")  // what clang does at O2: loops whose length is not known become vectors, too
 #endif
+
+using expertd::cluster::Job;
+using expertd::cluster::Part;
 
 namespace {
 
@@ -57,25 +61,8 @@ INLINE void put(Out* to, const float* sum, int64_t n) {
   for (int64_t i = 0; i < n; ++i) store(sum[i], to + i);
 }
 
-struct Part {
-  const int64_t* rows;  // its tokens, ascending; null = all
-  int64_t count;        // how many
-  const void* values;   // [count, hidden]
-  int64_t at;           // the next of its rows; 0 at the start
-  const void* mine;     // of this token: row number n of those that it has
-};
-
-struct Job {
-  Part* parts;
-  int64_t count;
-  int64_t tokens, hidden;
-  const float* scale;  // by token; null = 1
-  void* out;           // [tokens, hidden]
-  int64_t stride;      // bytes from one token's row to the next
-};
-
 template <typename In, typename Out>
-INLINE void join(const Job& job) {
+INLINE void add_up(const Job& job) {
   float sum[BLOCK];
   for (int64_t token = 0; token < job.tokens; ++token) {
     int64_t found = 0;
@@ -104,9 +91,9 @@ INLINE void join(const Job& job) {
 
 INLINE void any(const Job& job, int in_bf16, int out_bf16) {
   if (in_bf16)
-    out_bf16 ? join<Bf16, Bf16>(job) : join<Bf16, float>(job);
+    out_bf16 ? add_up<Bf16, Bf16>(job) : add_up<Bf16, float>(job);
   else
-    out_bf16 ? join<float, Bf16>(job) : join<float, float>(job);
+    out_bf16 ? add_up<float, Bf16>(job) : add_up<float, float>(job);
 }
 
 #if defined(__x86_64__)
@@ -123,14 +110,17 @@ bool has_avx2() {  // the processor has it, and the system keeps its registers
 
 }  // namespace
 
-// parts: [count] of Part.
-extern "C" __attribute__((visibility("default"))) void expertd_cluster_join(
-    void* parts, int64_t count, int in_bf16, int64_t tokens, int64_t hidden, const float* scale, void* out,
-    int out_bf16, int64_t stride) {
-  const Job job{static_cast<Part*>(parts), count, tokens, hidden, scale, out, stride};
+void expertd::cluster::join(const Job& job, int in_bf16, int out_bf16) {
 #if defined(__x86_64__)
   static const bool wide = has_avx2();
   if (wide) return with_avx2(job, in_bf16, out_bf16);
 #endif
   any(job, in_bf16, out_bf16);
+}
+
+// parts: [count] of Part.
+extern "C" __attribute__((visibility("default"))) void expertd_cluster_join(
+    void* parts, int64_t count, int in_bf16, int64_t tokens, int64_t hidden, const float* scale, void* out,
+    int out_bf16, int64_t stride) {
+  expertd::cluster::join({static_cast<Part*>(parts), count, tokens, hidden, scale, out, stride}, in_bf16, out_bf16);
 }

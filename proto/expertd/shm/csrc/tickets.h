@@ -169,6 +169,19 @@ class Tickets {
     return kAnswered;
   }
 
+  // For one who waits for several sessions: whether the answer of a ticket, which is not announced, has come; -1: it has
+  // not, and the session is over.  leave() when he looks no more.
+  int see(uint64_t id) {
+    const T& t = ticket(id);
+    if (came(t, id)) return 1;
+    if (reading.try_lock()) {
+      way().look();
+      reading.unlock();
+      if (readies_.load()) tell_news();
+    }
+    return came(t, id) ? 1 : way().over() ? -1 : 0;
+  }
+
   // send() and then wait(): a Sent, or a Waited.
   int call(Submission* s, const Tensors* tensors, int64_t timeout_ns, int64_t spin_ns, Completion* answer, uint64_t* id) {
     const uint64_t end = end_of(now_ns(), timeout_ns);
@@ -359,6 +372,8 @@ class Tickets {
   API int expertd_##way##_wait(Client* c, uint64_t id, int64_t timeout_ns, int64_t spin_ns, Completion* answer) {      \
     return c->wait(id, timeout_ns, spin_ns, answer);                                                                   \
   }                                                                                                                    \
+  API int expertd_##way##_see(Client* c, uint64_t id) { return c->see(id); }                                           \
+  API void expertd_##way##_leave(Client* c) { c->hand_on(false); }                                                     \
   API int expertd_##way##_announce(Client* c, uint64_t id) { return c->announce(id); }                                 \
   API void expertd_##way##_answer(Client* c, uint64_t id, Completion* answer) {                                        \
     expertd::shm::copy_answer(c->ticket(id).answer, answer);                                                           \
