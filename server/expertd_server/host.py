@@ -246,6 +246,7 @@ class Host:
             answered=self._answered,
             traced=None if self._traces is None else self._traces.add,
             on_fault=self._faulted,
+            trouble=self.metrics.trouble,
             warm_routes=None if where.type == "cpu" else config.warm_routes,
         )
         if self._engine_why:
@@ -444,6 +445,7 @@ class Host:
 
     def _faulted(self, why: str) -> None:
         self.fault = why
+        self.metrics.serving(False)
         self._on_fault(why)
 
 

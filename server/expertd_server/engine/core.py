@@ -158,10 +158,10 @@ class LaneMemory(C.Structure):
 
 class Run(C.Structure):
     """A batch that the caller of `Core.run` computes.  Addresses on a CPU, 0 on a device (its table says).  whole: a
-    graph of all of it pays, whatever its size."""
+    graph of all of it pays, whatever its size; launch_error: of CUDA, because of which the core could not launch it."""
 
     _fields_ = _fields(
-        "u32: lane layer generation tokens rows top_k router_weight_on_input requests whole spare;"
+        "u32: lane layer generation tokens rows top_k router_weight_on_input requests whole launch_error;"
         "u64: hidden slots weights out"
     )
 

@@ -24,6 +24,7 @@ from expertd_kernels.rows.table import WORDS
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
 from expertd_server.engine.graphs import free_now
+from expertd_server.engine.halves import compute, unheard
 from expertd_server.engine.lane import compute_stream
 from expertd_server.engine.pieces import Pieces
 from expertd_server.engine.request import Array
@@ -97,6 +98,7 @@ class DeviceExecutor:
         self._runtime: Any = api.cudart()
         self._index: int = api.current_device() if device.index is None else device.index
         self.core: c.Core
+        self.trouble: Callable[[str], None] = unheard
         self._lanes: list[_Lane] = []
         self._size = (0, 0, 0, 0)
         self._facts: dict[int, tuple[Tensor, Tensor]] = {}  # by generation
@@ -158,11 +160,34 @@ class DeviceExecutor:
         lane = self._lanes[run.lane]
         rows = padded(run.tokens) if layer.capturable else run.tokens
         lane.table[run.tokens : rows, 4] = 0
+        if run.launch_error:  # some of its pieces ran, and are over: the word may say that all is
+            lane.done[0] = 0
         parts = self._parts(lane, rows, run.top_k, bool(run.router_weight_on_input), layer)
         with torch.cuda.stream(self.streams[0]):
-            parts[c.WHOLE]()
-            if layer.capturable:
+            if self._launch(parts, lane, rows, run, layer):
+                self.trouble("split")
+            elif layer.capturable:
                 self._capture(run, rows, layer, parts)
+
+    def _launch(
+        self, parts: dict[int, Callable[[], None]], lane: _Lane, rows: int, run: c.Run, layer: ServedLayer
+    ) -> bool:
+        """The whole batch, piece by piece.  True: its experts in two halves, because memory ran out."""
+        H, k, on_input = layer.hidden_size, run.top_k, bool(run.router_weight_on_input)
+        hidden, out = lane.hidden[: rows * H].view(rows, H), lane.out[: rows * H].view(rows, H)
+        slots, weights = lane.slots[: rows * k].view(rows, k), lane.weights[: rows * k].view(rows, k)
+
+        def call(a: int, z: int) -> None:
+            layer.experts(hidden[a:z], slots[a:z], weights[a:z], router_weight_on_input=on_input, out=out[a:z])
+
+        def again() -> None:
+            if lane.out is lane.hidden:  # collecting counts routes, so not for nothing
+                parts[c.COLLECT]()
+
+        parts[c.COLLECT]()
+        split = compute(call, rows, again, f"layer {layer.layer}, {rows} rows")
+        parts[c.DELIVER]()
+        return split
 
     def _parts(
         self, lane: _Lane, rows: int, k: int, on_input: bool, layer: ServedLayer

@@ -21,6 +21,7 @@ from expertd.errors import DrainingError, ExpertdError, QueueFullError
 from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit
 from expertd_server.engine.batch import Batch
 from expertd_server.engine.forecast import Forecast, LayerWork
+from expertd_server.engine.halves import unheard
 from expertd_server.engine.outcome import batch_outcome, dead_outcome, reply
 from expertd_server.engine.pipeline import BatchFailedError, Pipeline
 from expertd_server.engine.report import BatchReport, LoadNow, Waits
@@ -51,12 +52,19 @@ class Engine(Worker):
         on_fault: Callable[[str], None] | None = None,
         warm_routes: Iterable[int] | None = None,
         nonfinite: str = "pass",
+        trouble: Callable[[str], None] = unheard,
     ) -> None:
         super().__init__(
-            device, policy=policy, limits=limits, observe=observe, on_fault=on_fault, warm_routes=warm_routes
+            device,
+            policy=policy,
+            limits=limits,
+            observe=observe,
+            on_fault=on_fault,
+            warm_routes=warm_routes,
+            trouble=trouble,
         )
         self.admitted = 0
-        self._pipeline = Pipeline(device, compute_dtype, nonfinite)
+        self._pipeline = Pipeline(device, compute_dtype, nonfinite, trouble)
         self._forecast = Forecast(policy.max_tokens)
         self._waiting = Waiting(self._forecast)
         self._shares = Shares()
@@ -309,6 +317,7 @@ class Engine(Worker):
         """Answer every request of a batch with its failure.  The engine goes on, unless device or weights are lost."""
         b = e.batch
         log.error("a batch failed: %s", e, exc_info=e.__cause__)
+        self._trouble("failed")
         self._leave(b)
         for i, r in enumerate(b.requests):
             reply(r, b.errors.get(i) or e.error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes as C
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 from expertd.shm.pool import Pool, PoolError
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
+from expertd_server.engine.halves import compute, unheard
 from expertd_server.engine.request import Array
 from expertd_server.engine.served import ServedLayer
 
@@ -38,8 +39,9 @@ _NO_POOL = "the server computes on a CPU: it has no GPU whose memory could be sh
 
 class Executor(Protocol):
     """For the engine's thread.  streams: compute, in and out, where the core launches graphs, else None; graph_bytes:
-    of the device, that captured graphs took; core: set by the engine."""
+    of the device, that captured graphs took; core, and trouble, which is told what Worker is: set by the engine."""
 
+    trouble: Callable[[str], None]
     lanes: int
     streamed_rows: int
     streams: Any
@@ -96,6 +98,7 @@ class CpuExecutor:
     core: c.Core
 
     def __init__(self, compute_dtype: str) -> None:
+        self.trouble: Callable[[str], None] = unheard
         self._dtype = COMPUTE_DTYPE[compute_dtype]
         self._memory: list[Tensor] = []
         self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
@@ -134,8 +137,18 @@ class CpuExecutor:
         M, k, H = run.rows, run.top_k, layer.hidden_size
         hidden, out = self._view(run.hidden, M, H, self._dtype), self._view(run.out, M, H, self._dtype)
         slots, weights = self._view(run.slots, M, k, torch.int32), self._view(run.weights, M, k, torch.float32)
+        on_input = bool(run.router_weight_on_input)
+
+        def call(a: int, z: int) -> None:
+            layer.experts(hidden[a:z], slots[a:z], weights[a:z], router_weight_on_input=on_input, out=out[a:z])
+
+        def again() -> None:
+            if abs(run.hidden - run.out) < hidden.numel() * hidden.element_size():
+                raise MemoryError("its caller wants the output where the input lies, which may be gone")
+
         start = time.perf_counter_ns()
-        layer.experts(hidden, slots, weights, router_weight_on_input=bool(run.router_weight_on_input), out=out)
+        if compute(call, M, again, f"layer {layer.layer}, {M} tokens"):
+            self.trouble("split")
         return time.perf_counter_ns() - start
 
     def fault(self) -> str:

@@ -24,7 +24,9 @@ from torch import Tensor
 
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
+from expertd_server.engine import halves
 from expertd_server.engine.graphs import MOST_TOKENS, Graphs, graph_key, supported
+from expertd_server.engine.halves import unheard
 from expertd_server.engine.request import Array, Stages
 from expertd_server.engine.served import ServedLayer
 from expertd_server.engine.sizes import LANES, padded
@@ -32,6 +34,7 @@ from expertd_server.engine.sizes import LANES, padded
 __all__ = ["Inputs", "Lane", "compute_stream", "lanes"]
 
 _Part = Callable[[], None]
+Trouble = Callable[[str], None]
 _MOST_VIEWS = 1024
 _BITS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
 
@@ -151,8 +154,8 @@ class _Host:
 class CpuLane:
     """The kernel reads and writes the host buffers themselves; launch() is the computation."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._host = _Host(dtype, pinned=False)
+    def __init__(self, dtype: torch.dtype, trouble: Trouble = unheard) -> None:
+        self._host, self._trouble = _Host(dtype, pinned=False), trouble
         self._kernel_ns = 0
 
     def reserve(self, tokens: int, top_k: int, hidden_size: int, in_place: bool) -> None:
@@ -166,8 +169,20 @@ class CpuLane:
 
     def launch(self, layer: ServedLayer, router_weight_on_input: bool) -> None:
         h = self._host.now
+
+        def call(a: int, z: int) -> None:
+            rows = slice(a, z)
+            layer.experts(
+                h.hidden[rows],
+                h.slots[rows],
+                h.weights[rows],
+                router_weight_on_input=router_weight_on_input,
+                out=h.out[rows],
+            )
+
         start = time.perf_counter_ns()
-        layer.experts(h.hidden, h.slots, h.weights, router_weight_on_input=router_weight_on_input, out=h.out)
+        if halves.compute(call, len(h.hidden), lambda: None, f"layer {layer.layer}, {len(h.hidden)} tokens"):
+            self._trouble("split")
         self._kernel_ns = time.perf_counter_ns() - start
 
     def collect(self) -> tuple[Tensor, Stages]:
@@ -189,8 +204,15 @@ class DeviceLane:
     scratch memory belongs to the one that computes."""
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, api: Any, streams: tuple[Any, Any, Any], pool: Any
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        api: Any,
+        streams: tuple[Any, Any, Any],
+        pool: Any,
+        trouble: Trouble = unheard,
     ) -> None:
+        self._trouble = trouble
         self._host = _Host(dtype, pinned=True)
         self._api, self._device = api, device
         self._in, self._compute, self._back = streams
@@ -236,15 +258,23 @@ class DeviceLane:
         def copy_out() -> None:
             h.out.copy_(out, non_blocking=True)
 
+        def compute_or_halve() -> None:
+            def call(a: int, z: int) -> None:
+                rows, on_input = slice(a, z), router_weight_on_input
+                layer.experts(hidden[rows], slots[rows], weights[rows], router_weight_on_input=on_input, out=out[rows])
+
+            if halves.compute(call, len(hidden), copy_in, f"layer {layer.layer}, {len(hidden)} rows"):
+                self._trouble("split")
+
         parts = (copy_in, compute, copy_out)
         if self._graphs is None or not layer.capturable or len(hidden) > MOST_TOKENS:
-            self._launch(*parts)
+            self._launch(copy_in, compute_or_halve, copy_out)
             return
         tensors = (hidden, slots, weights, out, h.hidden, h.slots, h.weights, h.out)
         key = graph_key(layer, router_weight_on_input, *slots.shape, *(t.data_ptr() for t in tensors))
         graph = self._graphs.get(key)
         if graph is None:
-            self._launch(*parts)
+            self._launch(copy_in, compute_or_halve, copy_out)
             with self._api.stream(self._compute):  # while the device computes
                 self._graphs.capture(key, partial(_recorded, parts))
             return
@@ -305,13 +335,14 @@ def compute_stream(device: torch.device) -> Any:
     return None if device.type == "cpu" else getattr(torch, device.type).Stream(device)
 
 
-def lanes(device: torch.device, compute_dtype: str, stream: Any) -> tuple[Lane, ...]:
+def lanes(device: torch.device, compute_dtype: str, stream: Any, trouble: Trouble = unheard) -> tuple[Lane, ...]:
     """The lanes of an engine: one on a CPU, where computing and copying compete for the same cores; two on an
-    accelerator, so that one batch is filled and copied while another is computed.  stream: of compute_stream()."""
+    accelerator, so that one batch is filled and copied while another is computed.  stream: of compute_stream();
+    trouble: told what Worker is."""
     dtype = COMPUTE_DTYPE[compute_dtype]
     if device.type == "cpu":
-        return (CpuLane(dtype),)
+        return (CpuLane(dtype, trouble),)
     api = getattr(torch, device.type)  # torch.cuda and torch.xpu have the same Stream, Event and stream()
     streams = (api.Stream(device), stream, api.Stream(device))
     pool = torch.cuda.graph_pool_handle() if supported(device) else None
-    return tuple(DeviceLane(dtype, device, api, streams, pool) for _ in range(LANES))
+    return tuple(DeviceLane(dtype, device, api, streams, pool, trouble) for _ in range(LANES))

@@ -35,6 +35,7 @@ from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, a
 from expertd_server.engine.batch import NONFINITE
 from expertd_server.engine.convert import digest
 from expertd_server.engine.executor import CpuExecutor, Executor
+from expertd_server.engine.halves import unheard
 from expertd_server.engine.known import KnownLayers, Tally
 from expertd_server.engine.outcome import dead_outcome, reply
 from expertd_server.engine.peers import PeerBounds, Peers
@@ -73,12 +74,19 @@ class NativeEngine(Worker):
         observe: Callable[[BatchReport], None] | None = None,
         on_fault: Callable[[str], None] | None = None,
         warm_routes: Iterable[int] | None = None,
+        trouble: Callable[[str], None] = unheard,
         answered: Callable[[str, int], None] | None = None,
         traced: Callable[[RequestReport], None] | None = None,
         nonfinite: str = "pass",
     ) -> None:
         super().__init__(
-            device, policy=policy, limits=limits, observe=observe, on_fault=on_fault, warm_routes=warm_routes
+            device,
+            policy=policy,
+            limits=limits,
+            observe=observe,
+            on_fault=on_fault,
+            warm_routes=warm_routes,
+            trouble=trouble,
         )
         self._executor = _executor(device, compute_dtype, () if warm_routes is None else warm_routes)
         on_device = self._executor.streams is not None
@@ -101,7 +109,7 @@ class NativeEngine(Worker):
                 traces=traced is not None,
             )
         )
-        self._executor.core = self._core
+        self._executor.core, self._executor.trouble = self._core, trouble
         if on_device and not self._core.device(*(s.cuda_stream for s in self._executor.streams)):
             raise c.CoreMissingError("the CUDA driver lacks what the core needs")
         self._layers = KnownLayers(self._core, self._executor, direct=device.type == "cpu")
@@ -335,12 +343,16 @@ class NativeEngine(Worker):
         self._meet(run.top_k, layer)
         backend = layer.backend_at(run.tokens)
         batch = f"after a batch of {run.tokens} tokens on backend {backend}"
+        if run.launch_error:
+            log.warning("layer %d: a graph could not be launched: CUDA error %d", layer.layer, run.launch_error)
+            self._check(f"launching {run.tokens} tokens for layer {layer.layer}")
         try:
             kernel_ns = self._executor.run(run, layer)
         except ExpertsLostError as e:  # no fault of the requests: they are answered as those that wait are
             raise LostError(f"cache: {e} ({batch})") from e
         except Exception as e:
             log.exception("layer %d, backend %s: a batch of %d tokens failed", layer.layer, backend, run.tokens)
+            self._trouble("failed")
             text = f"backend {backend}, layer {layer.layer}, {run.tokens} tokens: {type(e).__name__}: {e}"
             fault = self._executor.fault()
             self._core.done(run.lane, 0, text)

@@ -18,7 +18,8 @@ from torch import Tensor
 from expertd.errors import BackendFailedError, DrainingError, ExpertdError
 from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine.batch import Batch, fill
-from expertd_server.engine.lane import Inputs, Lane, compute_stream, lanes
+from expertd_server.engine.halves import unheard
+from expertd_server.engine.lane import Inputs, Lane, Trouble, compute_stream, lanes
 from expertd_server.engine.request import Array, Stages
 from expertd_server.engine.served import ServedLayer
 
@@ -47,10 +48,12 @@ class Pipeline:
     """The lanes of one device and what is in them.  stream: what their batches are computed on, None on a CPU.
     nonfinite: of batch.NONFINITE."""
 
-    def __init__(self, device: torch.device, compute_dtype: str, nonfinite: str = "pass") -> None:
+    def __init__(
+        self, device: torch.device, compute_dtype: str, nonfinite: str = "pass", trouble: Trouble = unheard
+    ) -> None:
         self._dtype, self._nonfinite = compute_dtype, nonfinite
         self.stream = compute_stream(device)
-        self._lanes = lanes(device, compute_dtype, self.stream)
+        self._lanes = lanes(device, compute_dtype, self.stream, trouble)
         self._free = deque(self._lanes)
         self._under_way: deque[tuple[Lane, Batch]] = deque()
         self._ids = _Ids()

@@ -43,6 +43,8 @@ class Worker(abc.ABC):
     observe: called with one report a batch, or several batches that were added up, on a thread of the engine
     on_fault: called on the engine's thread with one sentence if that thread ends on a fault of its own or the device is
         lost; nothing is computed after it
+    trouble: told on the engine's thread of each batch that memory ran out for and that was computed in halves
+        ("split"), of each that failed ("failed"), and when nothing is computed any more ("lost")
     warm_routes: numbers of routes a token that kernels were warmed up with, besides each layer's top-k; None: of no
         interest, nothing compiles
     nonfinite: see batch.NONFINITE
@@ -58,7 +60,9 @@ class Worker(abc.ABC):
         observe: Callable[[BatchReport], None] | None,
         on_fault: Callable[[str], None] | None,
         warm_routes: Iterable[int] | None,
+        trouble: Callable[[str], None],
     ) -> None:
+        self._trouble = trouble
         self.policy = policy
         self.state = State.LOADING
         self.holding = Holding()
@@ -139,6 +143,7 @@ class Worker(abc.ABC):
 
     def _end(self, why: str, error: ExpertdError) -> None:
         log.critical("%s; the server takes no more requests", why)
+        self._trouble("lost")
         self._abandon(error)
         if self._on_fault is not None:
             self._on_fault(why)

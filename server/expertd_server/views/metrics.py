@@ -97,6 +97,14 @@ class Metrics:
         )
         self._state = Gauge("expertd_serving", "1 while the server takes requests.", registry=r)
         self._state.set(0)
+        self._faults = Counter(
+            "expertd_faults",
+            "Batches computed in halves for want of memory, batches that failed, ends of the computing.",
+            ("kind",),
+            registry=r,
+        )
+        for kind in ("split", "failed", "lost"):
+            self._faults.labels(kind)
         self.untraced = Counter(
             "expertd_untraced_requests", "Traced requests of which no spans were made: too many at once.", registry=r
         )
@@ -112,6 +120,10 @@ class Metrics:
     def reloaded(self, what: str, good: bool) -> None:
         """Files of `what` ("tls", "callers") have changed and are good, or broken."""
         self._reloads.labels(what, "ok" if good else "broken").inc()
+
+    def trouble(self, kind: str) -> None:
+        """See Worker."""
+        self._faults.labels(kind).inc()
 
     def serving(self, yes: bool) -> None:
         self._state.set(1 if yes else 0)

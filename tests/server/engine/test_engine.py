@@ -59,6 +59,7 @@ class FakeExperts:
         self.gate.set()
         self.entered = threading.Event()
         self.error: Exception | None = None
+        self.most_rows = 1 << 30  # for more there is no memory
         self.cancel = None
 
     def __call__(self, hidden_states, topk_ids, topk_weights, *, router_weight_on_input=False, out=None):
@@ -69,6 +70,9 @@ class FakeExperts:
             self.cancel()
         if self.error is not None:
             raise self.error
+        if len(hidden_states) > self.most_rows:
+            out.fill_(float("inf"))  # what a kernel wrote before memory ran out
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
         assert topk_ids.dtype == torch.int32
         assert topk_weights.dtype == torch.float32
         assert torch.isfinite(topk_weights).all()
@@ -777,7 +781,7 @@ def test_work_between_batches_has_the_device_for_itself(make):
 
 def test_work_between_batches_waits_for_all_that_is_under_way(monkeypatch):
     two = (CpuLane(torch.float32), CpuLane(torch.float32))  # one batch is collected after the next was launched
-    monkeypatch.setattr(pipeline, "lanes", lambda device, dtype, stream: two)
+    monkeypatch.setattr(pipeline, "lanes", lambda *_: two)
     s = Setup("python", "cpu")
     s.block()
     for tag in (1, 2, 3):
@@ -883,6 +887,59 @@ def test_a_lost_device_ends_the_engine_and_what_waits_may_go_elsewhere(make, mon
     with pytest.raises(DrainingError):
         s.engine.submit(s.caller.request(3, inputs(1), [[2]], [[1.0]]))
     assert s.engine.idle()
+
+
+@pytest.mark.parametrize("rows", [2, 5, 8])
+def test_a_batch_that_memory_runs_out_for_is_computed_in_halves(make, caplog, rows):
+    troubles = []
+    s = make(trouble=troubles.append)
+    s.fake.most_rows = (rows + 1) // 2
+    x = inputs(rows)
+    s.run(s.caller.request(1, x, [[2, 3]] * rows, [[1.0, 0.5]] * rows))
+    want = x * (1.0 * 1 + 0.5 * 2)
+    assert torch.equal(torch.from_numpy(s.caller.outputs[1]).view(rows, H), want)
+    assert s.caller.outcomes[1].routes_computed == 2 * rows
+    assert [tokens for tokens, *_ in s.fake.calls] == [rows, (rows + 1) // 2, rows // 2]
+    assert troubles == ["split"]
+    assert "CUDA out of memory" in caplog.text
+    s.run(s.caller.request(2, inputs(1), [[2]], [[1.0]]))
+    assert isinstance(s.caller.outcomes[2], Answer)
+
+
+def test_halves_are_not_halved(make):
+    """Memory that is not enough for half of a batch fails it, and nothing else."""
+    troubles = []
+    s = make(trouble=troubles.append)
+    s.fake.most_rows = 2
+    s.run(s.caller.request(1, inputs(8), [[2]] * 8, [[1.0]] * 8))
+    assert isinstance(s.caller.outcomes[1], BackendFailedError)
+    assert "out of memory" in str(s.caller.outcomes[1])
+    assert [tokens for tokens, *_ in s.fake.calls] == [8, 4]
+    s.run(s.caller.request(2, inputs(2), [[2]] * 2, [[1.0]] * 2))
+    assert isinstance(s.caller.outcomes[2], Answer)
+    assert troubles == ["failed"]
+
+
+@in_cpp
+def test_what_was_overwritten_is_not_computed_again(make):
+    """A caller who wants the output where the input lies: half a try may have spoiled it."""
+    s = make()
+    s.fake.most_rows = 2
+    x = inputs(4)
+    r = s.caller.request(1, x, [[2]] * 4, [[1.0]] * 4)
+    memory = np.array(r.hidden.values).view(np.float32)
+    r.hidden, r.into = Operand("f32", memory), memory
+    s.run(r)
+    assert isinstance(s.caller.outcomes[1], BackendFailedError)
+    assert [tokens for tokens, *_ in s.fake.calls] == [4]
+
+
+def test_other_errors_are_not_tried_again(make):
+    s = make()
+    s.fake.error = RuntimeError("out of registers")
+    s.run(s.caller.request(1, inputs(4), [[2]] * 4, [[1.0]] * 4))
+    assert isinstance(s.caller.outcomes[1], BackendFailedError)
+    assert len(s.fake.calls) == 1
 
 
 def test_lost_weights_end_the_engine_and_every_caller_may_go_elsewhere(make):

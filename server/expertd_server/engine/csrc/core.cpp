@@ -374,18 +374,12 @@ Core::Started Core::start_on_device(Lane* lane, bool alone, Run* out) {
   lane->launch_ns = now_ns();
   const bool streamed = config_.streamed_rows && movable(*lane, config_);
   const int error = alone && !streamed ? launch_whole(lane) : launch_parts(lane, streamed);
-  if (error == kNoGraph) {
-    pad_table(*lane, lane->tokens);
-    out->rows = lane->rows;
-    out->whole = alone && on_device(*lane);
-    return kNeedsRun;
-  }
-  if (error) {
-    char text[64];
-    snprintf(text, sizeof text, "launching a graph: CUDA error %d", error);
-    done(lane->index, 0, text);
-  }
-  return kLaunched;
+  if (!error) return kLaunched;
+  pad_table(*lane, lane->tokens);
+  out->rows = lane->rows;
+  out->whole = error == kNoGraph && alone && on_device(*lane);
+  out->launch_error = error == kNoGraph ? 0 : uint32_t(error);
+  return kNeedsRun;
 }
 
 int Core::launch_whole(Lane* lane) {

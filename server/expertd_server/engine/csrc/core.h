@@ -168,7 +168,8 @@ struct Run {
   uint32_t tokens;  // rows that hold something
   uint32_t rows;    // rows to compute
   uint32_t top_k, router_weight_on_input, requests;
-  uint32_t whole, spare;                 // to be captured in one piece
+  uint32_t whole;                        // to be captured in one piece
+  uint32_t launch_error;                 // of CUDA: its graphs could not be launched; 0 = it has none
   uint64_t hidden, slots, weights, out;  // on a CPU: what the experts take and give
 };
 
