@@ -28,6 +28,7 @@ __all__ = [
     "bad_answer",
     "call_failed",
     "channel_options",
+    "hidden_status",
     "now_us",
     "stream_ended",
     "unary_timeout_s",
@@ -104,3 +105,10 @@ def bad_answer(error: MalformedMessageError, target: str) -> BadResponseError:
 def unary_timeout_s(timeout_us: int) -> float | None:
     """The gRPC deadline of a unary Forward: the request's own timeout; None = none."""
     return timeout_us * 1e-6 if timeout_us else None
+
+
+def hidden_status(error: grpc.RpcError) -> bool:
+    """Whether grpc.aio hides the status that the stream ended with: where a write begins after the end has come and
+    before it was seen, this text replaces what the server said (12 of 300 streams to a server without the method)."""
+    call: Any = error
+    return call.code() is grpc.StatusCode.INTERNAL and call.details() == "Internal error from Core"

@@ -23,12 +23,15 @@ from expertd.wire.values import Spelling
 from expertd_client import grpc_common as common
 from expertd_client.address import parse_address, reach
 from expertd_client.credentials import Credentials
+from expertd_client.grpc_common import hidden_status
 from expertd_client.loadtest.recording import DRAWN, Recording
 from expertd_client.transport import no_session
 
 __all__ = ["Proxy", "Recorder"]
 
 _NO_SESSION = "this call is recorded: its messages stay on the stream"
+_UNARY = (common.FORWARD, common.DESCRIBE, "/grpc.health.v1.Health/Check")
+"""Handed on as what they are: a stream that the server refuses at once may hide why (grpc_common.hidden_status)."""
 _OF_A_HOP = ("grpc-", "te", "user-agent", "content-type", ":")
 """Beginnings of metadata that gRPC makes itself."""
 
@@ -132,7 +135,31 @@ class Proxy:
         metadata = [(k, v) for k, v in context.invocation_metadata() or () if not k.startswith(_OF_A_HOP)]
         if not any(k == "authorization" for k, _ in metadata):
             metadata += self._metadata
-        call = self._channel.stream_stream(method)(timeout=context.time_remaining(), metadata=metadata)
+        more_of_it = {"timeout": context.time_remaining(), "metadata": metadata}
+        hand_on = self._unary if method in _UNARY else self._stream
+        try:
+            code, text, more = await hand_on(method, context, more_of_it)
+        except grpc.aio.AioRpcError as error:
+            code, text, more = error.code(), error.details(), error.trailing_metadata()
+            if hidden_status(error):
+                code, text = grpc.StatusCode.UNAVAILABLE, "the call ended while a message was written; send again"
+        trailing = tuple((k, v) for k, v in more or () if not k.startswith(_OF_A_HOP))
+        if code is not grpc.StatusCode.OK:
+            await context.abort(code, text or "", trailing)
+        context.set_trailing_metadata(trailing)
+
+    async def _unary(self, method: str, context: Any, more: dict[str, Any]) -> Any:
+        data = await context.read()
+        if data is grpc.aio.EOF:
+            return grpc.StatusCode.CANCELLED, "no message came", ()
+        if method == common.FORWARD:
+            self._note(decode_forward_request, data)
+        call = self._channel.unary_unary(method)(data, **more)
+        await context.write(await call)
+        return await call.code(), await call.details(), await call.trailing_metadata()
+
+    async def _stream(self, method: str, context: Any, more: dict[str, Any]) -> Any:
+        call = self._channel.stream_stream(method)(**more)
         writes = asyncio.Lock()
 
         async def answer(data: bytes) -> None:
@@ -143,24 +170,16 @@ class Proxy:
         try:
             while (data := await call.read()) is not grpc.aio.EOF:
                 await answer(data)
-            code, text, more = await call.code(), await call.details(), await call.trailing_metadata()
-        except grpc.aio.AioRpcError as error:
-            code, text, more = error.code(), error.details(), error.trailing_metadata()
+            return await call.code(), await call.details(), await call.trailing_metadata()
         finally:
             there.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await there
             call.cancel()
-        trailing = tuple((k, v) for k, v in more or () if not k.startswith(_OF_A_HOP))
-        if code is not grpc.StatusCode.OK:
-            await context.abort(code, text or "", trailing)
-        context.set_trailing_metadata(trailing)
 
     async def _bring(self, method: str, context: Any, call: Any, answer: Callable[[bytes], Any]) -> None:
         async for data in _messages(context):
-            if method == common.FORWARD:
-                self._note(decode_forward_request, data)
-            elif method == common.STREAM_FORWARD:
+            if method == common.STREAM_FORWARD:
                 message = self._note(decode_stream_request, data)
                 if isinstance(message, pb.SessionOffer):
                     said = pb.StreamForwardResponse(session=no_session(message, _NO_SESSION))
