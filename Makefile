@@ -31,9 +31,11 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[test]'
 	touch $(STAMP)
 
+# tritonclient calls the KServe facade in a test.  Without its own requirements: it asks for an older protobuf than it needs.
 # What checks deploy/: 120 MB that serving, the demo and all other tests do without.
 $(DEPLOY): $(STAMP)
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[deploy]'
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-deps tritonclient python-rapidjson
 	touch $(DEPLOY)
 
 # buf speaks to the server over reflection in one test and lints the contract; without npm that test says so and is skipped.
@@ -66,7 +68,7 @@ format: $(STAMP) ## apply the formatter and the fixes that are safe
 	$(BIN)/ruff format .
 
 proto: $(STAMP) ## regenerate the stubs from the contract
-	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto proto/expertd/v1/*.proto
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto proto/expertd/v1/*.proto proto/expertd/kserve/*.proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --grpc_python_out=proto proto/expertd/v1/*_service.proto
 
 docs: $(STAMP)  ## regenerate what docs/ has from the code: pages, the picture of the rooms, the index of DECISIONS.md

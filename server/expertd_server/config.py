@@ -287,6 +287,7 @@ class ServeConfig:
     callers: Path | None = None
     reflection: bool = True
     health: bool = True
+    kserve: bool = False
     max_tokens: int = 4096
     warm_up_routes: Ranges | None = None
     max_message_bytes: int = 0
@@ -483,6 +484,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("callers", Path, "FILE", "TOML with the tokens, certificates and rights of callers; default: everybody"),
     Option("reflection", _yes_no, "yes|no", "no: reflection is closed"),
     Option("health", _yes_no, "yes|no", "no: the health service is closed"),
+    Option("kserve", _yes_no, "yes|no", "yes: layers as models of the Open Inference Protocol (KServe v2), too"),
     Option("max_tokens", _int(1, _MOST_TOKENS), "N", "most tokens of a request and of a joined batch"),
     Option(
         "warm_up_routes",

@@ -357,7 +357,13 @@ class Host:
         if config.callers is not None and config.tls_cert is None and not config.listen.loopback:
             self.say("note: tokens travel in plain text (--insecure)")
         security = Security(
-            config.tls_cert, config.tls_key, config.tls_client_ca, config.callers, config.reflection, config.health
+            config.tls_cert,
+            config.tls_key,
+            config.tls_client_ca,
+            config.callers,
+            config.reflection,
+            config.health,
+            config.kserve,
         )
         grpc = GrpcTransport(self.service, config.listen, security)
         with _listening("--listen", config.listen):

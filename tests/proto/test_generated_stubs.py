@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2
 
+from expertd.kserve import inference_pb2
 from expertd.v1 import admin_service_pb2, placement_pb2
 from expertd.v1 import expert_service_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
 PROTO = ROOT / "proto"
 CONTRACT = {
+    "expertd/kserve/inference.proto": inference_pb2,
     "expertd/v1/admin_service.proto": admin_service_pb2,
     "expertd/v1/expert_service.proto": pb,
     "expertd/v1/placement.proto": placement_pb2,
@@ -41,7 +43,7 @@ def test_stubs_are_fresh(tmp_path: Path) -> None:
     """`make proto` would change nothing."""
     generate(tmp_path)
     made_files = descriptor_pb2.FileDescriptorSet.FromString((tmp_path / "set").read_bytes()).file
-    assert {file.name for file in made_files} == {f"expertd/v1/{p.name}" for p in PROTO.glob("expertd/v1/*.proto")}
+    assert {file.name for file in made_files} == {str(p.relative_to(PROTO)) for p in PROTO.rglob("*.proto")}
     for file in made_files:
         committed = descriptor_pb2.FileDescriptorProto()
         CONTRACT[file.name].DESCRIPTOR.CopyToProto(committed)
@@ -50,9 +52,10 @@ def test_stubs_are_fresh(tmp_path: Path) -> None:
     grpc_stub = (PROTO / "expertd/v1/expert_service_pb2_grpc.py").read_text()
     if f"GRPC_GENERATED_VERSION = '{version('grpcio-tools')}'" not in grpc_stub:
         pytest.skip(f"grpcio-tools {version('grpcio-tools')} is not the one that made the committed stubs")
-    for made in sorted((tmp_path / "expertd/v1").iterdir()):
-        assert made.read_text() == (PROTO / "expertd/v1" / made.name).read_text(), f"{made.name}: run `make proto`"
-    assert len(list((tmp_path / "expertd/v1").iterdir())) == 8
+    made = sorted(p for p in (tmp_path / "expertd").rglob("*") if p.is_file())
+    for path in made:
+        assert path.read_text() == (PROTO / path.relative_to(tmp_path)).read_text(), f"{path.name}: run `make proto`"
+    assert len(made) == 10
 
 
 def _bare(file: descriptor_pb2.FileDescriptorProto) -> descriptor_pb2.FileDescriptorProto:

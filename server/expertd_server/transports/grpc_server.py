@@ -87,6 +87,11 @@ class ExpertServer:
         )
         self._server.add_generic_rpc_handlers((self.servicer.handler(),))
         named = [SERVICE]
+        if security.kserve:
+            from expertd_server.transports.kserve import KSERVE, KServe  # its messages exist once in a process
+
+            named.append(KSERVE)
+            self._server.add_generic_rpc_handlers((KServe(service, self.servicer).handler(),))
         if security.health:
             named.append(health.SERVICE_NAME)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,7 +18,7 @@ from expertd.errors import ExpertdError, MalformedMessageError, TooManyRequestsE
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, decode_forward_request, encode_forward_response
 from expertd_server.engine.admission import fits
-from expertd_server.engine.request import Outcome, Request
+from expertd_server.engine.request import Answer, Outcome, Request
 from expertd_server.service.access import CALL, DESCRIBE
 from expertd_server.service.refusals import REQUEST_ID, request_id_of, traceparent_of
 from expertd_server.service.response import error_of, response_view
@@ -81,27 +82,45 @@ class Servicer:
 
     async def forward(self, data: bytes, context: Any) -> bytes:
         """ForwardRequest -> ForwardResponse."""
-        with _Counted(self, self._forward) as call:
-            self._forward.received()
+        load = self._service.load_message
+
+        def encode(r: Request, a: Answer) -> bytes:
+            return encode_forward_response(response_view(r, a, load()))
+
+        return await self.compute(self._forward, data, context, CALL, decode_forward_request, encode)
+
+    async def compute(
+        self,
+        rpc: Rpc,
+        data: bytes,
+        context: Any,
+        right: str,
+        decode: Callable[[bytes], ForwardRequestView],
+        encode: Callable[[Request, Answer], bytes],
+    ) -> bytes:
+        """One request as a call of its own, in whatever protocol.  decode raises what refuses it; encode: on the
+        engine's thread, where the output stands."""
+        with _Counted(self, rpc) as call:
+            rpc.received()
             call.bytes_in = len(data)
             caller = ""
             try:
-                caller = self._gate.admit(context, CALL)
+                caller = self._gate.admit(context, right)
                 self._enter(caller)
                 try:
-                    out = await self._compute(data, context, caller)
+                    out = await self._compute(data, context, caller, decode, encode)
                 finally:
                     self._unary[caller] -= 1
                     if not self._unary[caller]:
                         del self._unary[caller]
             except Exception as e:
-                error = error_of(e, "Forward")
+                error = error_of(e, rpc.method)
                 given = request_id_of(context.invocation_metadata())
                 told = self._service.refused(error, caller or str(context.peer()), given)
                 await call.abort(context, error, told or given)
             self._service.metrics.answered()
             self._service.metrics.bytes_out(len(out))
-            self._forward.sent()
+            rpc.sent()
             call.bytes_out = len(out)
             return out
 
@@ -122,15 +141,20 @@ class Servicer:
 
     async def describe(self, data: bytes, context: Any) -> bytes:
         """DescribeRequest -> DescribeResponse."""
-        with _Counted(self, self._describe) as call:
-            self._describe.received()
+        return await self.tell(self._describe, data, context, DESCRIBE, self._answer_describe)
+
+    async def tell(self, rpc: Rpc, data: bytes, context: Any, right: str, answer: Callable[[bytes], bytes]) -> bytes:
+        """A call that is no request: answer(), for those who may.  right: "" = everybody."""
+        with _Counted(self, rpc) as call:
+            rpc.received()
             call.bytes_in = len(data)
             try:
-                self._gate.admit(context, DESCRIBE)
-                out = self._answer_describe(data)
+                if right:
+                    self._gate.admit(context, right)
+                out = answer(data)
             except Exception as e:
-                await call.abort(context, self._ended(error_of(e, "Describe"), context))
-            self._describe.sent()
+                await call.abort(context, self._ended(error_of(e, rpc.method), context))
+            rpc.sent()
             call.bytes_out = len(out)
             return out
 
@@ -159,19 +183,25 @@ class Servicer:
             )
         self._unary[caller] = own
 
-    async def _compute(self, data: bytes, context: Any, caller: str) -> bytes:
+    async def _compute(
+        self,
+        data: bytes,
+        context: Any,
+        caller: str,
+        decode: Callable[[bytes], ForwardRequestView],
+        encode: Callable[[Request, Answer], bytes],
+    ) -> bytes:
         service, mailbox, arrival_ns = self._service, self._mailbox, time.monotonic_ns()
         service.check_size(len(data))
         service.ensure_open()
-        view = decode_forward_request(data)
+        view = decode(data)
         done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         def reply(r: Request, outcome: Outcome) -> None:  # an answer on the engine's thread, where its output stands
             if isinstance(outcome, ExpertdError):
                 mailbox.post(partial(_fail, done, outcome))
             else:
-                encoded = encode_forward_response(response_view(r, outcome, service.load_message()))
-                mailbox.post(partial(_finish, done, encoded))
+                mailbox.post(partial(_finish, done, encode(r, outcome)))
             service.tell(r, outcome)
 
         more: dict[str, Any] = {"transport": "unary"}

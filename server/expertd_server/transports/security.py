@@ -33,6 +33,7 @@ class Security(NamedTuple):
     callers: Path | None = None
     reflection: bool = True
     health: bool = True
+    kserve: bool = False
 
 
 def tls_credentials(s: Security, told: Told) -> grpc.ServerCredentials | None:

@@ -32,9 +32,9 @@ _A66_BYTES = (*(float(1 << i) for i in (10, 11)), *(float(1 << i) for i in range
 class Rpc:
     """One method, with its labels bound once.  ended() is called by one thread at a time."""
 
-    def __init__(self, metrics: Metrics, kind: str, method: str) -> None:
-        self.method = method
-        labels = (kind, SERVICE, method)
+    def __init__(self, metrics: Metrics, kind: str, method: str, service: str = SERVICE) -> None:
+        self.method, self._name = method, f"{service}/{method}"
+        labels = (kind, service, method)
         self._handled, self._labels, self._calls = metrics.handled, labels, metrics.calls
         self._begun: Callable[[], None] = metrics.started.labels(*labels).inc
         self.received: Callable[[], None] = metrics.received.labels(*labels).inc
@@ -43,13 +43,13 @@ class Rpc:
 
     def started(self) -> None:
         self._begun()
-        self._calls.started(f"{SERVICE}/{self.method}")
+        self._calls.started(self._name)
 
     def ended(self, code: str, seconds: float, bytes_in: int, bytes_out: int) -> None:
         """code: gRPC's name, "OK", "UNAVAILABLE", ...; bytes: of all its messages."""
         self._handled.labels(*self._labels, code).inc()
         self._seconds(seconds)
-        self._calls.ended(f"{SERVICE}/{self.method}", code, seconds, bytes_in, bytes_out)
+        self._calls.ended(self._name, code, seconds, bytes_in, bytes_out)
 
 
 class _Sums:
