@@ -29,7 +29,7 @@ from expertd_server.engine.lane import compute_stream
 from expertd_server.engine.pieces import Pieces
 from expertd_server.engine.request import Array
 from expertd_server.engine.served import ServedLayer
-from expertd_server.engine.sizes import LANES, STREAMED_ROWS, padded
+from expertd_server.engine.sizes import LANES, STREAMED_ROWS, lane_routes, padded
 
 __all__ = ["DeviceExecutor", "supported"]
 
@@ -49,9 +49,10 @@ def supported(device: torch.device) -> str:
 
 
 class _Lane:
-    """One lane's memory: pinned on the host, and on the device, there with an output of its own if it is `apart`."""
+    """One lane's memory: pinned on the host, and on the device, there with an output of its own if it is `apart`.
+    routes: slots of all tokens together."""
 
-    def __init__(self, tokens: int, k: int, H: int, apart: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, tokens: int, routes: int, H: int, apart: int, dtype: torch.dtype, device: torch.device) -> None:
         def pinned(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
@@ -59,14 +60,14 @@ class _Lane:
         self.verdicts, self.done = pinned(tokens, 2, dtype=torch.int32), pinned(16, dtype=torch.int32)
         self.host = [
             pinned(tokens * H, dtype=dtype),
-            pinned(tokens * k, dtype=torch.int32),
-            pinned(tokens * k, dtype=torch.float32),
+            pinned(routes, dtype=torch.int32),
+            pinned(routes, dtype=torch.float32),
             pinned(tokens * H, dtype=dtype),
         ]
         self.hidden = torch.empty(tokens * H, dtype=dtype, device=device)
         self.out = torch.empty_like(self.hidden) if apart else self.hidden
-        self.slots = torch.empty(tokens * k, dtype=torch.int32, device=device)
-        self.weights = torch.empty(tokens * k, dtype=torch.float32, device=device)
+        self.slots = torch.empty(routes, dtype=torch.int32, device=device)
+        self.weights = torch.empty(routes, dtype=torch.float32, device=device)
 
     def memory(self) -> c.LaneMemory:
         hidden, slots, weights, out = (t.data_ptr() for t in self.host)
@@ -107,12 +108,14 @@ class DeviceExecutor:
         self._driver = C.CDLL("libcuda.so.1")
 
     def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
-        sizes = [(s.num_experts, s.hidden_size, int(not s.in_place)) for s in layers] or [(1, 1, 0)]
-        k, H, apart = (max(column) for column in zip(*sizes, strict=True))
-        wanted, have = (padded(tokens), k, H, apart), self._size
+        sizes = [(lane_routes(tokens, s.top_k, s.num_experts), s.hidden_size, int(not s.in_place)) for s in layers] or [
+            (1, 1, 0)
+        ]
+        routes, H, apart = (max(column) for column in zip(*sizes, strict=True))
+        wanted, have = (padded(tokens), routes, H, apart), self._size
         if any(want > now for want, now in zip(wanted, have, strict=True)):
-            tokens, k, H, apart = (max(pair) for pair in zip(wanted, have, strict=True))
-            self._size = (tokens, k, H, apart)
+            rows, routes, H, apart = (max(pair) for pair in zip(wanted, have, strict=True))
+            self._size = (rows, routes, H, apart)
             self.core.forget_graphs()  # they hold addresses
             self._destroy(self.pieces.clear())
             self._lanes = []

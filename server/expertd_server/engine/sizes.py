@@ -17,6 +17,7 @@ __all__ = [
     "WHOLE_ROWS",
     "graph_count",
     "lane_bytes",
+    "lane_routes",
     "padded",
     "sizes_up_to",
 ]
@@ -52,11 +53,21 @@ def sizes_up_to(tokens: int) -> list[int]:
     return sizes
 
 
+def lane_routes(tokens: int, top_k: int, num_experts: int) -> int:
+    """Slots that a batch of a layer needs at most: the core cuts batches at tokens x top_k routes (lines.cpp), whatever
+    number a token has, up to one for each expert; then they are padded."""
+    most = before = 0
+    for size in sizes_up_to(tokens):
+        most = max(most, size * max(1, min(num_experts, tokens * top_k // (before + 1))))
+        before = size
+    return most
+
+
 def lane_bytes(tokens: int, hidden_size: int, routes: int, element: int, in_place: bool) -> int:
     """Of a lane's buffers: inputs and output of `element` bytes a number, a slot and a weight for each route.
 
-    in_place: the output lies where the inputs did."""
-    return tokens * ((1 if in_place else 2) * element * hidden_size + 8 * routes)
+    in_place: the output lies where the inputs did; routes: of lane_routes()."""
+    return tokens * (1 if in_place else 2) * element * hidden_size + 8 * routes
 
 
 def graph_count(layers: Iterable[tuple[int, Collection[int]]], tokens: int) -> int:

@@ -20,7 +20,7 @@ from expertd_server.boot.assignment import BootError, assign_layers, open_source
 from expertd_server.boot.memory import give_back, memory_json, memory_text, plan_memory, require_room, settle
 from expertd_server.cli import main
 from expertd_server.config import Address, ConfigError, ServeConfig, resolve
-from expertd_server.engine.sizes import graph_count
+from expertd_server.engine.sizes import graph_count, lane_routes
 from expertd_server.host import Host
 from expertd_server.residence import Residence
 
@@ -40,10 +40,11 @@ def test_a_whole_model_on_a_gpu_takes_its_packed_bytes_and_little_more():
     each = [footprint("gluon_sm90", a.decision.problem, 4096) for a in assignments]
     assert plan.weights == sum(f.weights_bytes for f in each) == pytest.approx(13.9 * GIB, rel=0.01)
     assert plan.scratch == max(f.scratch_bytes for f in each), "once for all layers"
-    assert plan.buffers == 2 * 4096 * (2 * 2048 + 8 * 128), (
-        "outputs where inputs were; a caller may ask for all experts"
+    routes = lane_routes(4096, 8, 128)
+    assert plan.buffers == 2 * (4096 * 2 * 2048 + 8 * routes), "outputs where inputs were"
+    assert plan.pinned == 2 * (4096 * (2 * 2 * 2048 + 72) + 8 * routes), (
+        "host memory, and a line of the table for a row"
     )
-    assert plan.pinned == 2 * 4096 * (2 * 2 * 2048 + 8 * 128 + 72), "host memory, and a line of the table for each row"
     assert plan.graph_count == graph_count([(2048, [8])] * 48, 4096)
     assert plan.serving < plan.weights + 1.5 * GIB
     assert plan.loading == 2 * canonical_bytes(assignments[0].decision.problem)
@@ -70,7 +71,9 @@ def test_other_numbers_of_routes_and_wider_activations_count():
     more = plan_memory(*made(warm_up_routes=module_ranges("1,16")))
     assert more.scratch > 1.9 * plan.scratch
     assert more.graph_count == graph_count([(2048, [1, 8, 16])] * 48, 4096)
-    assert plan_memory(*made(max_tokens=70)).buffers == 2 * 96 * (2 * 2048 + 8 * 128), "batches are padded"
+    assert plan_memory(*made(max_tokens=70)).buffers == 2 * (96 * 2 * 2048 + 8 * lane_routes(70, 8, 128)), (
+        "batches are padded"
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,15 +281,31 @@ def test_nothing_is_known_where_nothing_can_be_read(tmp_path):
 
 
 def test_packed_tensors_get_memory_of_their_own(monkeypatch):
-    """A GPU's allocator has given back what it kept before each of them is copied, and the copy is the only one."""
-    done, kept = [], {name: torch.full((4,), n) for n, name in enumerate("abc")}
-    before = {name: (t.data_ptr(), weakref.ref(t)) for name, t in kept.items()}
-    monkeypatch.setattr(module, "give_back", lambda device: done.append([ref() is None for _, ref in before.values()]))
+    """What a GPU's allocator keeps is given back first; then one block is asked for, as large as all of them, and what
+    they were in before is free."""
+    kept = {
+        "codes": torch.arange(1000, dtype=torch.int32).view(10, 100),
+        "scales": torch.linspace(0, 1, 77).to(torch.float8_e4m3fn),
+        "none": torch.empty(0, 3),
+        "biases": torch.linspace(-1, 1, 9, dtype=torch.bfloat16),
+    }
+    wanted = {name: t.clone() for name, t in kept.items()}
+    before = [weakref.ref(t) for t in kept.values()]
+    done, empty = [], torch.empty
+    monkeypatch.setattr(module, "give_back", lambda device: done.append("given back"))
+    monkeypatch.setattr(
+        torch, "empty", lambda n, *, dtype, device: done.append((n, device.type)) or empty(n, dtype=dtype)
+    )
     settle(kept, torch.device("cuda"))
-    assert done == [[False] * 3, [True, False, False], [True, True, False]]
-    assert [t.tolist() for t in kept.values()] == [[n] * 4 for n in range(3)]
+    assert done == ["given back", (4096 + 512 + 512, "cuda")]
+    assert not any(ref() is not None for ref in before)
+    assert len({t.untyped_storage().data_ptr() for t in kept.values()}) == 1
+    for name, t in kept.items():
+        assert (t.dtype, t.shape, t.is_contiguous()) == (wanted[name].dtype, wanted[name].shape, True)
+        assert torch.equal(t.view(torch.uint8), wanted[name].view(torch.uint8))
+    same = dict(kept)
     settle(kept, torch.device("cpu"))
-    assert len(done) == 3, "host memory has no such blocks"
+    assert all(kept[name] is t for name, t in same.items()), "host memory has no such blocks"
 
 
 def test_what_is_given_back_counts_the_workspaces_of_cublas(monkeypatch):

@@ -11,7 +11,7 @@ from expertd_server.engine.device import DeviceExecutor
 from expertd_server.engine.lane import DeviceLane
 from expertd_server.engine.pieces import Pieces
 from expertd_server.engine.served import ServedLayer
-from expertd_server.engine.sizes import lane_bytes
+from expertd_server.engine.sizes import lane_bytes, lane_routes
 
 CPU = torch.device("cpu")
 H, E, K = 64, 8, 2
@@ -44,7 +44,8 @@ def test_outputs_lie_where_inputs_did_until_a_layer_wants_them_apart(executor):
     assert all(m.device_out == m.device_hidden for m in first)
     assert all(m.out != m.hidden for m in first), "host memory: answers are read while the next batch is filled"
     held = sum(t.nbytes for t in (executor._lanes[0].hidden, executor._lanes[0].slots, executor._lanes[0].weights))
-    assert held == lane_bytes(128, H, E, 2, in_place=True) == lane_bytes(128, H, E, 2, False) - 128 * 2 * H
+    routes = lane_routes(100, K, E)
+    assert held == lane_bytes(128, H, routes, 2, in_place=True) == lane_bytes(128, H, routes, 2, False) - 128 * 2 * H
     executor.pieces._kept[(0, 0, 0, 0, 0, 0)] = (None, 77)
     again = executor.reserve(100, [layer(True)])
     assert [m.device_hidden for m in again] == [m.device_hidden for m in first]
@@ -92,7 +93,7 @@ def test_a_lane_of_the_python_engine(plain, in_place):
     stream = SimpleNamespace(wait_event=lambda mark: None)
     made = DeviceLane(torch.bfloat16, CPU, Api, (stream, stream, stream), pool=None)
     made.reserve(100, K, H, in_place)
-    assert sum(s.nbytes for s in made._stores()) == lane_bytes(128, H, K, 2, in_place)
+    assert sum(s.nbytes for s in made._stores()) == lane_bytes(128, H, 128 * K, 2, in_place)
     experts = Experts()
     inputs = made.open(3, K, H)
     inputs.hidden[:] = 0x3F80  # 1.0

@@ -7,7 +7,7 @@ import pytest
 
 from expertd_server.engine.graphs import MOST_TOKENS
 from expertd_server.engine.lane import DeviceLane
-from expertd_server.engine.sizes import LANES, STREAMED_ROWS, WHOLE_ROWS, graph_count, padded, sizes_up_to
+from expertd_server.engine.sizes import LANES, STREAMED_ROWS, WHOLE_ROWS, graph_count, lane_routes, padded, sizes_up_to
 
 
 def test_sizes_are_few_and_none_is_far_from_its_batch():
@@ -55,3 +55,16 @@ def captured(layers, tokens: int) -> int:
 )
 def test_graphs_are_counted_as_they_are_captured(layers, tokens):
     assert graph_count(layers, tokens) == captured(layers, tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"), [(1, 1, 1), (1, 8, 128), (70, 4, 64), (100, 8, 6), (300, 8, 256), (1000, 2, 512)]
+)
+def test_a_lane_has_room_for_every_batch_that_the_core_cuts(tokens, top_k, experts):
+    """At most tokens x top_k routes together (lines.cpp), any number for a token."""
+    needed = [padded(n) * k for n in range(1, tokens + 1) for k in range(1, experts + 1) if n * k <= tokens * top_k]
+    assert lane_routes(tokens, top_k, experts) == max(needed)
+
+
+def test_room_for_routes_is_little():
+    assert lane_routes(4096, 8, 256) < 1.5 * 4096 * 8
