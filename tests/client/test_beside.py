@@ -251,3 +251,34 @@ async def test_a_loop_has_its_own_way(door, name):
                 break
             await asyncio.sleep(0.01)
         assert "broke" in (await c.session()).refused[name]
+
+
+async def test_a_loop_looks_by_itself_for_answers_that_come_soon_and_not_for_others(door, name, sums, monkeypatch):
+    """A quick answer is found without the bell; one that takes longer than looking is worth is waited for."""
+    channel = AioShmChannel() if name == "shm" else AioTcpChannel(WHERE)
+    async with AsyncExpertClient(Transport(door.offer, channel)) as c:
+        assert (await c.session()).transport == name
+        beside, args = c._opened[1]._link._beside, inputs(2)[0]
+        looked, poll = [0], beside._client.poll
+
+        def counted():
+            looked[0] += 1
+            return poll()
+
+        monkeypatch.setattr(beside._client, "poll", counted)
+        beside._usual_ns = 0
+        await c.forward(0, *args)
+        assert looked[0] > 0
+        beside._usual_ns, looked[0] = 10**9, 0
+        await c.forward(0, *args)
+        assert looked[0] == 0
+        assert beside._usual_ns < 10**9, "it learns that they are quick again"
+        beside._usual_ns = 0
+        sums.gate.clear()
+        slow = asyncio.ensure_future(c.forward(0, *args))
+        await asyncio.sleep(0.05)
+        at = looked[0]
+        await asyncio.sleep(0.1)
+        assert looked[0] == at, "it sleeps"
+        sums.gate.set()
+        await slow

@@ -28,6 +28,7 @@ TICKETS: tuple[Signature, ...] = (
     ("announce", _INT, (_P, _U64)),
     ("answer", None, (_P, _U64, _P)),
     ("watch", _U32, (_P, _INT, _P, _U32, _I64)),
+    ("poll", _U32, (_P, _P, _U32)),
     ("drain", _U32, (_P, _P, _U32)),
     ("release", None, (_P, _U64)),
     ("abandon", None, (_P, _U64)),

@@ -230,6 +230,20 @@ def test_an_event_loop_is_rung_for_what_it_would_miss(both):
     assert client.wait(ticket, Completion(), timeout_ns=0)
 
 
+def test_who_looks_by_himself_is_not_rung(both):
+    server, client = both
+    assert not client.drain()
+    assert server.control.client_sleeps
+    assert not client.poll()
+    assert not server.control.client_sleeps
+    ticket = client.submit(Submission(kind=layout.FORWARD), announced=True)
+    server.answer(server.take().id)
+    assert list(client.poll()) == [ticket]
+    client.release(ticket)
+    assert not client.drain()
+    assert server.control.client_sleeps, "from here on it is"
+
+
 def test_the_end_reaches_everybody_who_waits(both):
     server, client = both
     ticket = client.submit(Submission(kind=layout.FORWARD))

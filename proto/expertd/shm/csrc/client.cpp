@@ -154,6 +154,8 @@ struct Client : Tickets<Client, Request> {
 
   void sleep_idle(int64_t timeout_ns, int other) { sleep_on(news, timeout_ns, other); }
 
+  void unbell() { control->client.sleeps.store(0, std::memory_order_relaxed); }
+
   // Where nothing has come the bell is armed, so that the next answer rings it.
   uint32_t drain(uint64_t* ids, uint32_t most) {
     const std::lock_guard<std::mutex> lock(reading);

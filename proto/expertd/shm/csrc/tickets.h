@@ -16,7 +16,8 @@
 //   unwritten()                 whether what was sent has to be carried on by somebody
 //   tell_cancel(id)             the server shall not compute it
 //   give_back(ticket)           with `holding` held: what belongs to the ticket beside its answer
-//   drain(tickets, most)        what look() finds, for an event loop
+//   drain(tickets, most)        what look() finds, for an event loop that is told of what comes later
+//   unbell()                    with `reading` held: nothing has to tell it, since it looks by itself
 #pragma once
 
 #include <linux/futex.h>
@@ -155,6 +156,14 @@ class Tickets {
     ready_.erase(ready_.begin(), ready_.begin() + n);
     readies_.store(uint32_t(ready_.size()));
     return uint32_t(n);
+  }
+
+  // For an event loop that looks again soon: as drain(), but it is not told of what comes later.
+  uint32_t poll(uint64_t* ids, uint32_t most) {
+    const std::lock_guard<std::mutex> lock(reading);
+    way().unbell();
+    way().look();
+    return take_ready(ids, most);
   }
 
   // Waits for a ticket's answer, which is not announced: spins for spin_ns, then sleeps; timeout_ns < 0: for ever.
@@ -381,6 +390,7 @@ class Tickets {
   API uint32_t expertd_##way##_watch(Client* c, int other, uint64_t* ids, uint32_t most, int64_t timeout_ns) {         \
     return c->watch(other, ids, most, timeout_ns);                                                                     \
   }                                                                                                                    \
+  API uint32_t expertd_##way##_poll(Client* c, uint64_t* ids, uint32_t most) { return c->poll(ids, most); }            \
   API uint32_t expertd_##way##_drain(Client* c, uint64_t* ids, uint32_t most) { return c->drain(ids, most); }          \
   API void expertd_##way##_release(Client* c, uint64_t id) { c->release(id); }                                         \
   API void expertd_##way##_abandon(Client* c, uint64_t id) { c->abandon(id); }                                         \

@@ -284,6 +284,8 @@ struct Client : expertd::shm::Tickets<Client, Request> {
     }
   }
 
+  void unbell() {}  // the socket is readable by itself
+
   // Writes what waits, too.
   uint32_t drain(uint64_t* ids, uint32_t most) {
     if (waiting.load()) {
