@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, str] = {
     "health": "whether a server takes requests",
     "forward": "send one batch and show the answer",
     "load": "send many, in a closed or an open loop, and report latency and throughput",
+    "top": "servers as they work: queue, rates, latency, device, the hottest experts",
     "record": "which layers and experts a server's callers ask for, when",
     "replay": "send what was recorded again, at the same times or N times as fast",
     "plan": "which server should hold which experts, from their load and the servers' speed and room",

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from expertd.errors import UnavailableError
+
 __all__ = ["echo_server", "no_echo"]
 
 
@@ -21,7 +23,7 @@ def no_echo() -> str:
 
 @contextlib.contextmanager
 def echo_server(hidden_size: int, max_tokens: int) -> Iterator[str]:
-    """The address of `expertd echo` as a process of its own.  Raises RuntimeError where it does not start."""
+    """The address of `expertd echo` as a process of its own.  Raises UnavailableError where it does not start."""
     command = [sys.executable, "-m", "expertd_server.cli", "echo", "--with-stdin"]
     command += ["--hidden-size", str(hidden_size), "--max-tokens", str(max_tokens)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -30,7 +32,7 @@ def echo_server(hidden_size: int, max_tokens: int) -> Iterator[str]:
     try:
         line = child.stdout.readline()
         if not line.startswith("serving on "):
-            raise RuntimeError(f"echo server: got {line!r} (exit code {child.poll()}), want 'serving on ADDRESS'")
+            raise UnavailableError(f"echo server: got {line!r} (exit code {child.poll()}), want 'serving on ADDRESS'")
         yield line.split()[-1]
     finally:
         child.stdin.close()

@@ -1,0 +1,95 @@
+"""docs/load.md: every command and snippet is run as it stands there, but for the address."""
+
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from expertd_server.config import Address, ServeConfig
+from expertd_server.host import Host
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "load.md").read_text()
+BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", TEXT, re.S) for kind in ("sh", "python")}
+PATH = os.pathsep.join([str(Path(sys.executable).parent), str(ROOT / "node_modules" / ".bin"), os.environ["PATH"]])
+
+pytestmark = pytest.mark.timeout(170)  # a dozen commands, each a process that imports its client
+
+
+@pytest.fixture(scope="module")
+def address():
+    host = Host(ServeConfig(synthetic="tiny:int4_g128", listen=Address("127.0.0.1", 0), device="cpu", threads=1,
+                            kserve=True))  # fmt: skip
+    host.start()
+    host.ready(60)
+    yield host.address
+    host.close()
+
+
+def run(text, address, folder, **more):
+    text = text.replace("127.0.0.1:50051", str(address))
+    text = re.sub(r"127\.0\.0\.1(?=\s)", str(address), text)
+    env = {**os.environ, "PATH": PATH, "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = more.pop("words", ["bash", "-euc"])
+    return subprocess.Popen([*words, text], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True, **more)  # fmt: skip
+
+
+def done(child):
+    said, _ = child.communicate(timeout=160)
+    assert child.returncode == 0, said
+    return said
+
+
+def test_the_page_has_these_blocks():
+    firsts = [block.split()[:2] for block in BLOCKS["sh"]]
+    assert firsts == [["buf", "curl"], *(["expertctl", c] for c in ("load", "record", "load", "replay"))]
+    assert len(BLOCKS["python"]) == 1
+
+
+def test_calls_by_hand(address, tmp_path):
+    if shutil.which("buf", path=PATH) is None:
+        pytest.skip("buf is not installed: make test installs it where npm is")
+    said = done(run(BLOCKS["sh"][0], address, tmp_path))
+    assert said.count('"crc32"') == 2
+    assert '"hiddenSize": 256' in said
+    assert '"SERVING"' in said
+
+
+def test_loads(address, tmp_path):
+    said = done(run(BLOCKS["sh"][1], address, tmp_path))
+    assert "backend echo" in said
+    assert "16 callers" in said
+    assert "95 % confidence" in said
+    assert (tmp_path / "sweep.html").read_text().startswith("<!DOCTYPE html>")
+    assert "Percentile" in (tmp_path / "ramp.hgrm").read_text()
+
+
+def test_recording(address, tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    record, load, replay = (block.replace("50061", str(port)) for block in BLOCKS["sh"][2:])
+    recorder = run(record, address, tmp_path)
+    for _ in range(300):
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.1)
+    assert "answered  100" in done(run(load, address, tmp_path))
+    assert "100 requests of 200 tokens" in done(recorder)
+    assert "answered  100" in done(run(replay, address, tmp_path))
+
+
+def test_tritonclient(address, tmp_path):
+    if importlib.util.find_spec("tritonclient") is None:
+        pytest.skip("tritonclient is not installed: make test installs it")
+    words = [sys.executable, "-W", "ignore", "-c"]
+    assert done(run(BLOCKS["python"][0], address, tmp_path, words=words)).strip() == "(5, 256)"
