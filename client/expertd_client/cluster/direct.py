@@ -212,7 +212,11 @@ class DirectCall:
         """None: hand_over()."""
         if self._call.traced is not None:
             self._call.traced.split()
-        target = self._fill()
+        try:
+            target = self._fill()
+        except BaseException:
+            self._leave()
+            raise
         self._begin_s = self._around.clock()
         try:
             for server in self._servers:
@@ -224,7 +228,12 @@ class DirectCall:
         except BaseException:  # an interrupt
             self._abandon()
             raise
-        return self._result(target) if how == _DONE else None
+        if how != _DONE:
+            return None
+        try:
+            return self._result(target)
+        finally:
+            self._leave()
 
     # ---- the ordinary ------------------------------------------------------------------------------------------------
 
@@ -286,7 +295,6 @@ class DirectCall:
             if not self._adds:
                 self._add_up(told, target)
             output = call.delivered(target)
-        self._leave()
         result = ClusterResult(
             output,
             None,
@@ -333,9 +341,14 @@ class DirectCall:
 
     def hand_over(self, landed: Callable[[Flight], object]) -> Flight:
         """The call as a Flight, with what was answered, what failed and what is under way."""
+        try:
+            parts = self._parts()
+        except BaseException:
+            self._abandon()
+            raise
         flight = Flight(self._around, self._call, self._deadline, landed, self._begin_s)
         sent = []
-        for server, part in zip(self._servers, self._parts(), strict=True):
+        for server, part in zip(self._servers, parts, strict=True):
             assigned = server.assigned
             leg = Leg(part, assigned.holders, assigned.first, None, assigned.apart)
             flight.add(leg)

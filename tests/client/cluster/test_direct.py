@@ -56,7 +56,7 @@ class Server:
         self.name, self.held, self.kind = name, tuple(held), kind
         self.gate = threading.Event()
         self.gate.set()
-        self.calls = 0
+        self.calls, self.entered = 0, threading.Event()
         self.engine = NativeEngine(torch.device("cpu"), compute_dtype="bf16", policy=Batching(max_tokens=64))
         self.engine.hold([ServedLayer(0, E, self.held, K, H, 8, self, "sums")])
         self.engine.start()
@@ -68,6 +68,7 @@ class Server:
         self.door.start()
 
     def __call__(self, hidden_states, topk_ids, topk_weights, *, router_weight_on_input=False, out=None):
+        self.entered.set()
         assert self.gate.wait(20)
         self.calls += 1
         experts = torch.tensor([*self.held, -1])[topk_ids.long()]
@@ -283,9 +284,8 @@ def test_a_session_that_ends_while_it_is_waited_for(start):
     answers = []
     calling = threading.Thread(target=lambda: answers.append(cluster.forward(0, *args, timeout_s=20)))
     calling.start()
-    members = cluster._members.by_address
-    until(lambda: members["s1"].outstanding + members["s2"].outstanding == 1)
-    gone, left = (1, 2) if members["s1"].outstanding else (2, 1)
+    until(lambda: any(server.entered.is_set() for server in cluster.found[1:]))
+    gone, left = (1, 2) if cluster.found[1].entered.is_set() else (2, 1)
     cluster.found[left].gate.set()
     cluster.found[gone].door.close()
     calling.join(15)
@@ -367,6 +367,22 @@ def test_many_callers(start):
     del futures, future
     until(lambda: not cluster._around.flights)
     nothing_left(cluster)
+
+
+def test_an_answer_that_cannot_be_given_leaves_nothing_behind(start, monkeypatch):
+    cluster = start(LOW, HIGH)
+    args, want = inputs(5, absent=0.0)
+    for where in ("target", "delivered"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"expertd_client.cluster.call.Call.{where}", failing)
+            with pytest.raises(MemoryError):
+                cluster.forward(0, *args)
+        nothing_left(cluster)
+    assert near(cluster.forward(0, *args).output, want)
+
+
+def failing(*args):
+    raise MemoryError
 
 
 def test_a_trace_knows_when_each_part_went_and_came(start):
