@@ -255,7 +255,9 @@ def _packed(
     problem, weights = assignment.decision.problem, canonical.weights()
     with _rejecting("packing"), workshop.stage("pack"):
         packed = pack(row, weights, problem)
-        if workshop.memory is not None:  # while nobody else computes: it makes the device wait
+        if (
+            workshop.memory is not None and workshop.device.type != "cpu"
+        ):  # nobody else computes: it makes the device wait
             tensors = dict(packed.tensors)
             packed = replace(packed, tensors=tensors)  # which nobody else holds
             settle(tensors, workshop.device)
