@@ -16,6 +16,22 @@ struct Emulated : Avx512 {
     for (int i = 0; i < N; i++) sums[i] = _mm512_dpbusd_epi32(sums[i], codes[i], bcasti(*x));
   }
   static I load_once(const void* p) { return loadi(p); }
+  static void even_and_odd(const int32_t* p, I& even, I& odd) {
+    int32_t lanes[2][16];
+    for (int i = 0; i < 32; i++) lanes[i % 2][i / 2] = p[i];
+    even = loadi(lanes[0]), odd = loadi(lanes[1]);
+  }
+  static I subi(I a, I b) {
+    int32_t x[16], y[16];
+    storei(x, a), storei(y, b);
+    for (int i = 0; i < 16; i++) x[i] -= y[i];
+    return loadi(x);
+  }
+  static void store_low_bytes(void* p, I v) {
+    int32_t lanes[16];
+    storei(lanes, v);
+    for (int i = 0; i < 16; i++) static_cast<uint8_t*>(p)[i] = uint8_t(lanes[i]);
+  }
   static I lookup6(I table, I index) {
     uint8_t t[64], b[64];
     storei(t, table), storei(b, index);

@@ -1,13 +1,12 @@
 // Integer codes as bytes, multiplied by unsigned bytes times signed ones (vpdpbusd): activations are planes of signed bytes.
 //
-//   int8, e2m1   16 bits in two planes: q = 256 high + low. int8 codes meet them as they are stored; e2m1 codes become 2 * value + 12 by a
-//                look-up in a table of bytes.
+//   e2m1         16 bits in two planes: q = 256 high + low. Codes become 2 * value + 12 by a look-up in a table of bytes.
 //   int4         12 bits in three products instead of four. A byte of codes is lo + 16 hi, and any byte is a factor: with x (meets lo) =
 //                256 a + z and y (meets hi) = 256 b + 16 z,  lo x + hi y = 256 lo a + 16 (16 hi) b + (lo + 16 hi) z.  One z serves both
 //                columns; the points (x, y) that can be written so lie 16 apart, and the largest of a piece is 30208.
 //
 // Words of a row of activations, in order: int4, 8 columns: a of columns 0, 2, 4, 6; b of 1, 3, 5, 7; z of the pairs. e2m1, 8 columns: high
-// bytes of 0, 2, 4, 6; of 1, 3, 5, 7; then low bytes. int8, 4 columns: high, low. Sums are exact 32-bit integers.
+// bytes of 0, 2, 4, 6; of 1, 3, 5, 7; then low bytes. Sums are exact 32-bit integers. (int8 keeps vpdpwssd, which was faster.)
 #pragma once
 #include <type_traits>
 
@@ -16,7 +15,7 @@
 namespace expertd {
 namespace {
 
-constexpr int byte_words(int element) { return element == EXPERTD_INT4 ? 3 : element == EXPERTD_E2M1 ? 4 : 2; }  // of a vector of codes
+constexpr int byte_words(int element) { return element == EXPERTD_INT4 ? 3 : 4; }  // of a vector of codes
 constexpr int kMostBytes = 6;  // rows of a tile: sums of two planes of two blocks fit the registers
 
 #define INLINED __attribute__((always_inline))
@@ -37,7 +36,7 @@ void tile_bytes(const BlockArgs& a, const Slice& s, const int32_t* index, float*
   using F = typename V::F;
   static_assert(V::W == kRows);
   constexpr int kWords = byte_words(EL), kColumns = 32 / element_bits(EL);
-  constexpr bool kFetches = fetches(kBytes, EL);
+  constexpr bool kFetches = fetches(kBytes, EL, MR);
   constexpr bool kApart = EL == EXPERTD_INT4 && MR <= 2;  // odd columns stay where they are, 16 times too large, in sums of their own
   const I low = V::bcasti(0x0F0F0F0F), high = V::bcasti(int32_t(0xF0F0F0F0u));
   const Geometry& g = *a.g;
@@ -74,9 +73,6 @@ void tile_bytes(const BlockArgs& a, const Slice& s, const int32_t* index, float*
           each<MR>([&](auto m) INLINED { V::dot_bytes(highs[m.value], codes, x[m.value] + at + odd); });
           each<MR>([&](auto m) INLINED { V::dot_bytes(ones[m.value], codes, x[m.value] + at + odd + 2); });
         });
-      } else if constexpr (EL == EXPERTD_INT8) {
-        each<MR>([&](auto m) INLINED { V::dot_bytes(highs[m.value], raw, x[m.value] + at); });
-        each<MR>([&](auto m) INLINED { V::dot_bytes(ones[m.value], raw, x[m.value] + at + 1); });
       } else {
         each<MR>([&](auto m) INLINED { V::dot_bytes(ones[m.value], raw, x[m.value] + at + 2); });
         each<NB>([&](auto b) INLINED { codes[b.value] = V::andi(raw[b.value], low); });

@@ -192,17 +192,15 @@ struct DownUnits {
 
 // While a pair of blocks is read, another one is fetched from memory: the one that its thread will read some pairs later, be it of
 // the next expert, unit or phase. Without that, each jump to another place would wait for the memory. A pair that is longer than
-// the distance fetches itself: then the next place is `ahead` bytes on. 0: nothing is fetched.
+// the distance fetches itself: then the next place is `ahead` bytes on.
 size_t bytes_ahead(const Pass& p, const Geometry& g) {
   constexpr size_t kBytesAhead = 32 << 10;  // into the second level (docs/log/cpu-zen4.md)
-  const Path path = path_of(p, g);
-  if (!fetches(path, g.spec.element)) return 0;
-  return path == kBytes ? kBytesAhead : p.context.level->ahead;
+  return path_of(p, g) == kBytes ? kBytesAhead : p.context.level->ahead;
 }
 
 int pairs_ahead(const Pass& p, const Geometry& g) {
   const size_t ahead = bytes_ahead(p, g), pair = 2 * g.block_bytes;
-  return !ahead || pair > 5 * ahead ? 0 : std::max(1, int((ahead + pair / 2) / pair));
+  return pair > 5 * ahead ? 0 : std::max(1, int((ahead + pair / 2) / pair));
 }
 
 // Where a thread's reading goes on after pair `end` - 1 of the first phase's list (expert after expert, `pairs` each); its list ends at
@@ -244,6 +242,7 @@ void gemm(Pass& p, const BlockRun& run, const int32_t* index, int from, int to, 
   const int rows = std::min(kSlice, to - from), fit = std::max(1, kSlice / rows), pairs = run.pairs();
   const size_t pair_bytes = 2 * run.first.g->block_bytes;
   BlockRun part = run;
+  if (!fetches(path_of(p, *run.first.g), run.first.g->spec.element, rows)) part.distance = 0, part.near = 0;
   part.first.out = p.context.scratch[thread].tile.get<float>(kSlice * 2 * kRows);
   for (int pair = 0; pair < pairs; pair += fit) {
     const int n = std::min(fit, pairs - pair);

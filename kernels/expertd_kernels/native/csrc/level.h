@@ -78,8 +78,7 @@ struct Activation {
 
 struct Level {
   const char* name;
-  Path integers;  // how int4 and e2m1 are multiplied
-  Path bytes;     // how int8 is
+  Path integers;  // how int4 and e2m1 are multiplied; int8 always by kI16
   bool use_bf16;  // a dot product of bf16 pairs is there, and the fastest way for other elements
   int ahead;      // bytes to fetch weights ahead of their use
   int tile_rows;  // mean rows of an expert from which on they go through matrix tiles; 0 = there are none
@@ -124,7 +123,7 @@ inline Path path_of(const Level& level, int compute, int element, bool tiles) {
   if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4 && !level.tile_rows) return kI8;
   if (tiles) return element == EXPERTD_INT8 ? kI16Tiles : kBf16Tiles;
   if (!is_integral(element)) return level.use_bf16 ? kBf16 : kF32;
-  return element == EXPERTD_INT8 ? level.bytes : level.integers;
+  return element == EXPERTD_INT8 ? kI16 : level.integers;
 }
 
 // Bytes of a row of activations.
@@ -142,9 +141,10 @@ constexpr float scale_factor(Path path, int element) {  // e2m1 is computed with
   return element == EXPERTD_E2M1 ? 0.5f : input_factor(path, element);
 }
 
-// Whether weights are fetched before their use. int4 as bytes takes so few instructions that what a core executes out of order reaches far
-// enough, and fetches cost it a sixth of its speed; elements that take more lose a third without them (docs/log/cpu-zen4.md).
-constexpr bool fetches(Path path, int element) { return path != kBytes || element != EXPERTD_INT4; }
+// Whether weights that meet so many rows are fetched before their use. int4 as bytes takes so few instructions for one row that
+// what a core executes out of order reaches far enough, and fetches cost a sixth of the speed; all that takes more instructions loses up
+// to a third without them (docs/log/cpu-zen4.md).
+constexpr bool fetches(Path path, int element, int rows) { return path != kBytes || element != EXPERTD_INT4 || rows > 1; }
 
 // What a stored integral code has on top of its number (e2m1: on top of twice its number).
 constexpr int code_offset(int element, bool zeros) {

@@ -91,7 +91,7 @@ void gemm_panel(const BlockArgs& a, int block) {
 // The type of scales that a single row takes as they are stored; -1 = none. Where nothing is fetched, headers are read first, in order.
 template <int EL, Path P>
 constexpr int raw_scales() {
-  if ((P != kI16 && P != kI8 && P != kBytes) || !fetches(P, EL)) return -1;
+  if ((P != kI16 && P != kI8 && P != kBytes) || !fetches(P, EL, 1)) return -1;
   return EL == EXPERTD_INT4 ? EXPERTD_SCALE_BF16 : EL == EXPERTD_E2M1 ? EXPERTD_SCALE_E8M0 : -1;
 }
 
@@ -141,7 +141,6 @@ void gemm_pair(Path path, const BlockArgs& a) {
   }
   if constexpr (V::kBytes) {
     if (path == kBytes) {
-      if (element == EXPERTD_INT8) return gemm_element<V, EXPERTD_INT8, kBytes>(a);
       return element == EXPERTD_INT4 ? gemm_element<V, EXPERTD_INT4, kBytes>(a) : gemm_element<V, EXPERTD_E2M1, kBytes>(a);
     }
   }
@@ -265,7 +264,7 @@ uint64_t read_all(const uint8_t* data, size_t bytes) {
 
 template <class V>
 constexpr Level level(const char* name, Path integers, bool use_bf16, bool (*runs)()) {
-  return Level{name, integers, kI16, use_bf16, V::kAhead,   0,            runs,    load_row<V>, round_row<V>,
+  return Level{name, integers, use_bf16, V::kAhead,   0,            runs,    load_row<V>, round_row<V>,
                gemm<V>,    activate<V>, combine<V>, store_row<V>, peak<V>, read_all<V>};
 }
 

@@ -206,23 +206,21 @@ void int8_piece(const float* src, int n, int32_t* dst, float* scales, float& sum
     }
 }
 
-// The planes of bytes of one piece (bytes.h).  16 bits, `words` = 4 (e2m1) or 2 (int8) words of 4 * words / 2 columns.
-template <int WORDS>
-inline void store_bytes_of(const int32_t* q, int n, int32_t* dst) {
-  constexpr int kApart = WORDS / 2;  // columns of a word are so far apart
-  for (int c = 0; c < n; c += 4 * kApart, dst += WORDS)
-    for (int w = 0; w < kApart; w++) {
+// The planes of bytes of one piece (bytes.h). e2m1: 16 bits, four words of 8 columns.
+inline void store_bytes(const int32_t* q, int n, int32_t* dst) {
+  for (int c = 0; c < n; c += 8, dst += 4)
+    for (int odd = 0; odd < 2; odd++) {
       uint32_t high = 0, low = 0;
       for (int b = 0; b < 4; b++) {
-        const int32_t v = q[c + b * kApart + w];
+        const int32_t v = q[c + 2 * b + odd];
         high |= (uint32_t(v + 128) >> 8 & 0xFF) << 8 * b;
         low |= (uint32_t(v) & 0xFF) << 8 * b;
       }
-      dst[w] = int32_t(high), dst[kApart + w] = int32_t(low);
+      dst[odd] = int32_t(high), dst[2 + odd] = int32_t(low);
     }
 }
 
-// int4: 12 bits of a piece. Returns the sum of the values as they are stored.
+// int4: 12 bits of a piece, 8 columns at a time. Returns the sum of the values as they are stored.
 inline int32_t store_three(const int32_t* q, int n, int32_t* dst) {
   int32_t sum = 0;
   for (int c = 0; c < n; c += 8, dst += 3) {
@@ -240,14 +238,42 @@ inline int32_t store_three(const int32_t* q, int n, int32_t* dst) {
   return sum;
 }
 
+// The same, 32 columns at a time where there are so many.
+template <class V>
+int32_t store_many_threes(const int32_t* q, int n, int32_t* dst) {
+  using I = typename V::I;
+  constexpr int kColumns = 32;
+  const I eight = V::bcasti(8);
+  I total = V::bcasti(0);
+  int at = 0;
+  for (; at + kColumns <= n; at += kColumns, dst += 12) {
+    alignas(16) int32_t words[3][4];
+    I x, y;
+    V::even_and_odd(q + at, x, y);
+    y = V::template sra<4>(V::addi(y, eight));
+    const I near = V::addi(y, V::andi(V::addi(V::subi(x, y), eight), V::bcasti(~15)));
+    const I z = V::template sra<24>(V::template sll<24>(near));
+    total = V::addi(total, V::addi(near, V::template sll<4>(y)));
+    V::store_low_bytes(words[0], V::template sra<8>(V::subi(near, z)));
+    V::store_low_bytes(words[1], V::template sra<4>(V::subi(y, z)));
+    V::store_low_bytes(words[2], z);
+    for (int c = 0; c < 4; c++)
+      for (int w = 0; w < 3; w++) dst[3 * c + w] = words[w][c];
+  }
+  alignas(64) int32_t lanes[V::W];
+  V::storei(lanes, total);
+  int32_t sum = store_three(q + at, n - at, dst);
+  for (int i = 0; i < V::W; i++) sum += lanes[i];
+  return sum;
+}
+
 template <class V>
 void byte_piece(const Geometry& g, const float* src, int n, int32_t* dst, const Rows& rows, size_t piece) {
   const int element = g.spec.element;
   int32_t sum, three = 0;
   const auto store = [&](const int32_t* q) {
-    if (element == EXPERTD_INT4) three = store_three(q, n, dst);
-    else if (element == EXPERTD_E2M1) store_bytes_of<4>(q, n, dst);
-    else store_bytes_of<2>(q, n, dst);
+    if (element == EXPERTD_INT4) three = store_many_threes<V>(q, n, dst);
+    else store_bytes(q, n, dst);
   };
   quantize_piece<V>(src, n, store, rows.scales[piece], sum, element == EXPERTD_INT4 ? kMostOf12 : kMostOf16);
   if (element == EXPERTD_INT4) sum = three;
@@ -257,7 +283,9 @@ void byte_piece(const Geometry& g, const float* src, int n, int32_t* dst, const 
 
 template <class V>
 void round_piece(Path path, const Geometry& g, const float* src, int n, int32_t* dst, const Rows& rows, size_t piece) {
-  if (path == kBytes) return byte_piece<V>(g, src, n, dst, rows, piece);
+  if constexpr (V::kBytes) {
+    if (path == kBytes) return byte_piece<V>(g, src, n, dst, rows, piece);
+  }
   if (path == kBf16) return bf16_piece<V>(src, n, g.per_lane, dst, rows.sums[piece]);
   if (path == kI8) return int8_piece<V>(src, n, dst, rows.scales + piece * parts_of(g.piece), rows.sums[piece]);
   int32_t sum;

@@ -73,6 +73,14 @@ struct Avx512 {
     asm("" : "+v"(a));
     return a;
   }
+  static void even_and_odd(const int32_t* p, I& even, I& odd) {  // of 32 numbers
+    const I numbers = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const I a = loadi(p), b = loadi(p + W);
+    even = _mm512_permutex2var_epi32(a, numbers, b);
+    odd = _mm512_permutex2var_epi32(a, addi(numbers, bcasti(1)), b);
+  }
+  static void store_low_bytes(void* p, I v) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }  // of each lane
+  static I subi(I a, I b) { return _mm512_sub_epi32(a, b); }
   static I lookup6(I table, I index) {  // the low 6 bits of each byte. As assembly: only levels that ask for VBMI may have it
     I t;
     asm("vpermb %1, %2, %0" : "=v"(t) : "v"(table), "v"(index));
