@@ -74,6 +74,8 @@ class Frames:
     def send(self, data: bytes, rng: random.Random) -> None:
         """One frame, whose head is wrong now and then: then the session ends."""
         self.sent += 1
+        if not data and rng.random() < 0.95:  # an empty frame ends the session, too
+            data = b"\0"
         head = [_MAGIC, len(data), self.sent & 0xFFFFFFFF, rng.choice((0, 0, len(data), rng.getrandbits(32)))]
         if rng.random() < 0.0005:
             part = rng.randrange(3)
@@ -87,7 +89,10 @@ class Frames:
         try:
             with self._sock.makefile("rb") as answers:
                 while len(head := answers.read(_HEAD.size)) == _HEAD.size:
-                    m = decode_stream_response(answers.read(_HEAD.unpack(head)[1]))
+                    data = answers.read(length := _HEAD.unpack(head)[1])
+                    if len(data) < length:
+                        break  # the session ended while it was written
+                    m = decode_stream_response(data)
                     self._said[m.reason if isinstance(m, pb.RequestError) else type(m).__name__] += 1
         except OSError:
             pass

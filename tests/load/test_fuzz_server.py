@@ -1,10 +1,13 @@
-"""The short form of tests/load/fuzz.py: some thousand messages that nobody sends, and controls between them."""
+"""The short forms of tests/load/fuzz.py and soak.py: some thousand messages that nobody sends, and controls between;
+callers that come and go for some seconds."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,28 +15,61 @@ from expertd_server.config import Address, ServeConfig
 from expertd_server.host import Host
 
 
-@pytest.fixture(scope="module")
-def fuzz():
-    spec = importlib.util.spec_from_file_location("fuzz_server", Path(__file__).parent / "fuzz.py")
+def load(name: str):
+    """A module of this folder that is a program."""
+    spec = importlib.util.spec_from_file_location(f"{name}_of_load", Path(__file__).parent / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     before = list(sys.path)
     spec.loader.exec_module(module)
     sys.path[:] = before
-    return module.fuzz
+    return module
 
 
-@pytest.mark.timeout(120)
-def test_messages_that_nobody_sends_leave_the_server_as_it_was(fuzz):
-    host = Host(ServeConfig(synthetic="tiny:int4_g128", device="cpu", threads=1, listen=Address("127.0.0.1", 0)))
+@pytest.fixture(scope="module")
+def fuzz():
+    return load("fuzz")
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    here = Address("127.0.0.1", 0)
+    host = Host(ServeConfig(synthetic="tiny:int4_g128", device="cpu", threads=1, listen=here, tcp="on"))
     host.start()
     try:
         host.ready(60)
-        said, controls = fuzz(host.address, stream=3000, unary=300, seed=7)
-        assert controls.wrong == 0, said
-        assert controls.count == 12
-        assert {"forward", "MALFORMED_MESSAGE", "BAD_SHAPE", "unary OK", "unary MALFORMED_MESSAGE"} <= said.keys()
-        assert host.drain(10), "nothing of it is left in flight"
+        yield host
     finally:
         host.close()
+
+
+@pytest.mark.timeout(120)
+def test_messages_that_nobody_sends_leave_the_server_as_it_was(fuzz, host):
+    said, controls = fuzz.fuzz(host.address, stream=3000, unary=300, seed=7)
+    assert controls.wrong == 0, said
+    assert controls.count == 12
+    assert {"forward", "MALFORMED_MESSAGE", "BAD_SHAPE", "unary OK", "unary MALFORMED_MESSAGE"} <= said.keys()
+    assert host.drain(10), "nothing of it is left in flight"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", ["tcp", "shm"])
+def test_so_do_frames_and_submissions_of_noise(fuzz, host, way):
+    said, controls = fuzz.fuzz_beside(host.address, way, 3000, seed=7)
+    assert controls.wrong == 0, said
+    assert controls.count == 6
+    assert said["sessions"] >= 1
+    assert way == "shm" or {"ForwardResponseView", "MALFORMED_MESSAGE", "BAD_BYTE_COUNT"} <= said.keys()
+    assert host.drain(10), "nothing of it is left in flight"
+
+
+@pytest.mark.timeout(120)
+def test_callers_that_come_and_go(host):
+    """4 s, so that each way was used, left with requests under way, and cancelled on."""
+    soak = load("soak")
+    server = SimpleNamespace(address=host.address, process=SimpleNamespace(poll=lambda: None), memory=lambda: 1)
+    seen = soak.soak(server, 4.0, callers=4)
+    assert seen.wrong == []
+    assert {"stream", "shm", "tcp", "unary", "cancelled", "no time"} <= seen.counts.keys()
+    assert host.drain(10)

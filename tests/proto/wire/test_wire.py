@@ -173,11 +173,33 @@ def test_the_head_of_a_request_is_found_without_reading_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [{"request_id": -1}, {"layer": 1 << 32}, {"timeout_us": 1 << 64}, {"output_dtype": 1 << 31}]
+    "broken",
+    [
+        {"request_id": -1},
+        {"request_id": 1 << 64},
+        {"layer": 1 << 32},
+        {"timeout_us": 1 << 64},
+        {"sent_us": 1 << 64},
+        {"output_dtype": 1 << 31},
+        {"output_dtype": -(1 << 31) - 1},
+    ],
 )
 def test_numbers_that_do_not_fit_are_not_encoded(broken: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(broken.values())))):
         wire.encode_forward_request(request(**broken))
+
+
+def test_the_largest_numbers_that_fit_are_encoded() -> None:
+    most: dict[str, int] = {"request_id": (1 << 64) - 1, "layer": (1 << 32) - 1, "timeout_us": (1 << 64) - 1}
+    most |= {"sent_us": (1 << 64) - 1, "output_dtype": (1 << 31) - 1, "output_form": -(1 << 31)}
+    seen = wire.decode_forward_request(wire.encode_forward_request(request(**most)))
+    assert {name: getattr(seen, name) for name in most} == most
+
+
+@pytest.mark.parametrize("broken", [{"request_id": 1 << 64}, {"routes_computed": 1 << 64}, {"placement_epoch": -1}])
+def test_numbers_of_an_answer_that_do_not_fit_are_not_encoded(broken: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(broken.values())))):
+        wire.encode_forward_response(wire.ForwardResponseView(**broken))
 
 
 # ---- who reads what --------------------------------------------------------------------------------------------------
