@@ -1,6 +1,8 @@
 """expertctl top: two looks at servers, and what they say together."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -83,5 +85,15 @@ def test_as_a_command():
         assert address in table
         assert "serving" in table
         top("127.0.0.1:1", "--once", code=1)
+        command = [sys.executable, "-m", "expertd_client.cli", "top", address, "--every", "0.2"]
+        env = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "80"}
+        live = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
+        shown = b""
+        while shown.count(address.encode()) < 2:  # drawn twice
+            shown += os.read(live.stdout.fileno(), 1 << 16)
+        live.send_signal(signal.SIGINT)
+        live.communicate(timeout=20)
+        assert live.returncode == 130
+        assert b"serving" in shown
     finally:
         host.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
@@ -112,9 +114,10 @@ def _live(before: list[Seen], all_of_them: Any, every_s: float) -> None:
         while True:
             time.sleep(every_s)
             after = all_of_them()
-            with out.capture() as captured:
-                print_table(out, _table([row_of(a, b) for a, b in zip(before, after, strict=True)]))
-            live.update(captured.get().rstrip("\n"), refresh=True)
+            drawn = io.StringIO()  # the live console would draw itself into what it captures
+            paper = Console(file=drawn, width=out.width)
+            print_table(paper, _table([row_of(a, b) for a, b in zip(before, after, strict=True)]))
+            live.update(Text(drawn.getvalue().rstrip("\n")), refresh=True)
             before = after
 
 
