@@ -288,6 +288,7 @@ class ServeConfig:
     reflection: bool = True
     health: bool = True
     kserve: bool = False
+    channelz: str = "auto"
     max_tokens: int = 4096
     warm_up_routes: Ranges | None = None
     max_message_bytes: int = 0
@@ -485,6 +486,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("reflection", _yes_no, "yes|no", "no: reflection is closed"),
     Option("health", _yes_no, "yes|no", "no: the health service is closed"),
     Option("kserve", _yes_no, "yes|no", "yes: layers as models of the Open Inference Protocol (KServe v2), too"),
+    Option(
+        "channelz",
+        _choice("auto", "on", "off"),
+        "HOW",
+        "gRPC's view of its own connections and streams (grpc.channelz.v1.Channelz), for callers who may describe: auto"
+        " = where --listen is loopback and grpcio-channelz is installed",
+    ),
     Option("max_tokens", _int(1, _MOST_TOKENS), "N", "most tokens of a request and of a joined batch"),
     Option(
         "warm_up_routes",

@@ -51,6 +51,7 @@ from expertd_server.remembered import recall, remember
 from expertd_server.residence import Residence
 from expertd_server.service.reloading import FileError
 from expertd_server.service.service import Service
+from expertd_server.transports import channelz
 from expertd_server.transports.admin import AdminTransport
 from expertd_server.transports.grpc_server import GrpcTransport
 from expertd_server.transports.protocol import Transport
@@ -364,6 +365,7 @@ class Host:
             config.reflection,
             config.health,
             config.kserve,
+            self._channelz(),
         )
         grpc = GrpcTransport(self.service, config.listen, security)
         with _listening("--listen", config.listen):
@@ -388,6 +390,13 @@ class Host:
             facts = {"backend": chosen, "chosen_by": a.chosen_by, "device": str(a.decision.problem.device)}
             text = f"layer {a.info.layer}: {a.decision.problem.scheme_name} on backend {chosen}"
             log.info("%s", text, extra=fields(layer=a.info.layer, scheme=a.decision.problem.scheme_name, **facts))
+
+    def _channelz(self) -> bool:
+        """Whether it is served.  Raises BootError where it is asked for and cannot be."""
+        how, why_not = self.config.channelz, channelz.missing()
+        if how == "on" and why_not:
+            raise BootError(f"--channelz on: {why_not}")
+        return how == "on" or (how == "auto" and self.config.listen.loopback and not why_not)
 
     def _require_served(self, assignments: Sequence[Assignment]) -> None:
         """Raises BootError where a layer has no backend."""

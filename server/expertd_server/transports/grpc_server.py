@@ -21,6 +21,7 @@ from expertd_server.config import Address
 from expertd_server.engine.admission import State
 from expertd_server.engine.native import NativeEngine
 from expertd_server.service.service import Service
+from expertd_server.transports import channelz
 from expertd_server.transports.grpc_service import Servicer
 from expertd_server.transports.loop_thread import LoopThread
 from expertd_server.transports.security import Gate, GuardedReflection, Security, tls_credentials
@@ -72,6 +73,7 @@ class ExpertServer:
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent share of its calls
                 ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.enable_channelz", int(security.channelz)),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 # gRPC's own limit of calls that nobody has looked at yet (1000, from 3000 on all) ends them with a bare
                 # CANCELLED that nobody counts.  Ours are the engine's queue and the streams of a connection.
@@ -95,6 +97,9 @@ class ExpertServer:
         if security.health:
             named.append(health.SERVICE_NAME)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if security.channelz:
+            named.append(channelz.NAME)
+            channelz.add_channelz(self._server, gate)
         if security.reflection:
             named.append(reflection.SERVICE_NAME)
             add_ServerReflectionServicer_to_server(GuardedReflection(named, gate), self._server)

@@ -34,6 +34,7 @@ class Security(NamedTuple):
     reflection: bool = True
     health: bool = True
     kserve: bool = False
+    channelz: bool = False
 
 
 def tls_credentials(s: Security, told: Told) -> grpc.ServerCredentials | None:
