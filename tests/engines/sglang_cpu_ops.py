@@ -14,12 +14,21 @@ _KEPT: list[Any] = []
 
 
 def stand_ins() -> None:
-    """Both: torchvision, and vLLM's rotary embedding, which SGLang imports and then does without."""
+    """torchvision; vLLM's rotary embedding, which SGLang imports and then does without; the gate of a shared expert,
+    for which it has a Triton kernel alone."""
     torchvision_without_ops()
     if importlib.util.find_spec("vllm") is None and "vllm" not in sys.modules:
         ops = ModuleType("vllm._custom_ops")
         ops.rotary_embedding = None  # type: ignore[attr-defined]
         sys.modules |= {"vllm": ModuleType("vllm"), "vllm._custom_ops": ops}
+    from sglang.kernels.ops.elementwise import elementwise
+
+    elementwise.fused_gate_sigmoid_mul_add = _gated
+
+
+def _gated(hidden_states: Any, gate: Any, shared: Any, out: Any) -> None:
+    """out [M, H] += the shared expert's output, gated."""
+    out += (hidden_states @ gate).sigmoid()[:, None] * shared
 
 
 def torchvision_without_ops() -> None:

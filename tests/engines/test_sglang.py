@@ -45,8 +45,9 @@ def run(plugins, checkpoint, address, tmp_path, **options):
     return found["tokens"], list(ranks.values())
 
 
-def test_the_same_tokens_with_one_call_a_layer_and_step(models, plugins, tmp_path):
-    model, whole, front = models("qwen3_moe")
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_the_same_tokens_with_one_call_a_layer_and_step(models, plugins, tmp_path, family):
+    model, whole, front = models(family)
     with hosts([{"checkpoint": whole}]) as [address]:
         tokens, [rank] = run(plugins, front, address, tmp_path)
     assert tokens == greedy(model)
@@ -56,6 +57,22 @@ def test_the_same_tokens_with_one_call_a_layer_and_step(models, plugins, tmp_pat
     assert len(calls) == 2 * len(steps)
     assert sum(line["tokens"] for line in calls) == 2 * sum(line["step"] for line in steps)
     assert sum(line["step"] for line in steps) >= sum(map(len, PROMPTS))
+
+
+def test_two_tensor_parallel_ranks_send_each_token_once(models, plugins, tmp_path):
+    """Two processes on this host, which speak gloo."""
+    model, whole, front = models("qwen3_moe")
+    with hosts([{"checkpoint": whole, "shard": "0/2"}, {"checkpoint": whole, "shard": "1/2"}]) as addresses:
+        tokens, ranks = run(plugins, front, ",".join(addresses), tmp_path, tp_size=2)
+    assert tokens == greedy(model)
+    assert len(ranks) == 2
+    steps = [[line for line in rank if "step" in line] for rank in ranks]
+    calls = [[line for line in rank if "layer" in line] for rank in ranks]
+    sent = [sum(line["tokens"] for line in of_rank) for of_rank in calls]
+    assert sum(sent) == 2 * sum(line["step"] for line in steps[0])
+    assert min(sent) > 0
+    assert all(len(of_rank) <= 2 * len(steps[0]) for of_rank in calls)
+    assert {line["expert_parameters"] for of_rank in steps for line in of_rank} == {0}
 
 
 @pytest.fixture(scope="module")
