@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -169,7 +169,7 @@ class Proxy:
         there = asyncio.create_task(self._bring(method, context, call, answer))
         try:
             while (data := await call.read()) is not grpc.aio.EOF:
-                await answer(data)
+                await answer(cast(bytes, data))
             return await call.code(), await call.details(), await call.trailing_metadata()
         finally:
             there.cancel()

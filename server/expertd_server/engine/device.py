@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes as C
 import logging
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from expertd_server.engine import core as c
 from expertd_server.engine.graphs import free_now
 from expertd_server.engine.halves import compute, unheard
 from expertd_server.engine.lane import compute_stream
-from expertd_server.engine.pieces import Pieces
+from expertd_server.engine.pieces import Pieces, Ran
 from expertd_server.engine.request import Array
 from expertd_server.engine.served import ServedLayer
 from expertd_server.engine.sizes import LANES, STREAMED_ROWS, lane_routes, padded
@@ -222,7 +222,7 @@ class DeviceExecutor:
 
     def _capture(self, run: c.Run, rows: int, layer: ServedLayer, parts: dict[int, Callable[[], None]]) -> None:
         """Capture the pieces of a size that comes often; what has just run is warm."""
-        for piece in self.pieces.wanted(layer, run, rows) if self._works else ():
+        for piece in self.pieces.wanted(layer, cast(Ran, run), rows) if self._works else ():
             free = free_now()
             graph = self._graph(parts[piece.part])
             if graph is None:
