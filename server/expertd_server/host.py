@@ -62,6 +62,7 @@ from expertd_server.views.describe import Describer
 from expertd_server.views.gpu_metrics import gpu_facts
 from expertd_server.views.metrics import BackendFacts, Metrics
 from expertd_server.views.metrics_http import MetricsHttp
+from expertd_server.views.page import Page
 from expertd_server.views.render import print_decisions
 from expertd_server.views.traces import Traces, TracesMissingError
 
@@ -350,10 +351,11 @@ class Host:
         where = self.config.metrics_listen
         if where is not None:
             with _listening("--metrics-listen", where):
-                self._http = MetricsHttp(self.metrics, where.host, where.port)
+                page = Page(self.metrics, self._describe)
+                self._http = MetricsHttp(self.metrics, where.host, where.port, page)
             self.metrics_address = str(Address(where.host, self._http.port))
             at = f"http://{self.metrics_address}/metrics"
-            self.say(f"metrics on {at}", metrics=at)
+            self.say(f"metrics on {at} (to look at: http://{self.metrics_address}/)", metrics=at)
         config = self.config
         if config.callers is not None and config.tls_cert is None and not config.listen.loopback:
             self.say("note: tokens travel in plain text (--insecure)")

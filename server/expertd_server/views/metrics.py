@@ -112,6 +112,7 @@ class Metrics:
         r.register(batches)
         self.batch: Callable[[BatchReport], None] = batches.add
         self.exemplify: Callable[[RequestReport, str, str], None] = batches.exemplify
+        self.experts: Callable[[], dict[int, tuple[float, list[tuple[int, float]]]]] = batches.experts
         self._requests: dict[tuple[str, str], Callable[[float], None]] = {}
         self._backends: set[tuple[str, ...]] = set()
         self.bytes_in: Callable[[float], None] = self.bytes.labels("in").inc
@@ -337,9 +338,13 @@ class _Batches(Collector):
 
     def imbalance(self) -> dict[int, float]:
         """By layer."""
+        return {layer: ratio for layer, (ratio, _) in self.experts().items()}
+
+    def experts(self) -> dict[int, tuple[float, list[tuple[int, float]]]]:
+        """layer -> imbalance, and (global id, routes of about the last minute) of those held."""
         with self._looking:
             now_s = time.monotonic()
-            return {layer: counts.imbalance(now_s) for layer, counts in list(self._experts.items())}
+            return {n: (counts.imbalance(now_s), counts.recent) for n, counts in list(self._experts.items())}
 
     def collect(self) -> Iterable[Metric]:
         tokens = CounterMetricFamily("expertd_tokens", "Tokens computed.", labels=("layer",))

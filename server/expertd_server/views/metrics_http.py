@@ -1,18 +1,23 @@
-"""The HTTP endpoint /metrics.  A few threads and seconds for everybody who comes: a scrape is small, and whoever sends
-half of one must not take a thread of the server's each time."""
+"""The HTTP endpoint: /metrics, and the page at /.  A few threads and seconds for everybody who comes: a scrape is
+small, and whoever sends half of one must not take a thread of the server's each time."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+from collections.abc import Iterable
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import make_wsgi_app
 
 from expertd_server.views.metrics import Metrics
+from expertd_server.views.page import Page
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 __all__ = ["MetricsHttp"]
 
@@ -21,12 +26,15 @@ _AT_ONCE, _LIMIT_S = 4, 5.0
 
 
 class MetricsHttp:
-    """Serves `metrics` until close().  limit_s: for one scrape.  Raises OSError where the address is taken."""
+    """Serves `metrics`, and `page` where there is one, until close().  limit_s: for one scrape.  Raises OSError where
+    the address is taken."""
 
-    def __init__(self, metrics: Metrics, host: str, port: int, limit_s: float = _LIMIT_S) -> None:
+    def __init__(
+        self, metrics: Metrics, host: str, port: int, page: Page | None = None, limit_s: float = _LIMIT_S
+    ) -> None:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._server = _Server(family, where, limit_s)
-        self._server.set_app(make_wsgi_app(metrics.registry))
+        self._server.set_app(_by_path(make_wsgi_app(metrics.registry), page))
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="expertd-metrics", daemon=True)
         self._thread.start()
@@ -35,6 +43,27 @@ class MetricsHttp:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _by_path(metrics: WSGIApplication, page: Page | None) -> WSGIApplication:
+    def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "")
+        if page is not None and environ["REQUEST_METHOD"] == "GET" and path in ("/", "/page.json"):
+            policy = "default-src 'none'"
+            body, kind = b"", "application/json"
+            if path == "/":
+                (body, policy), kind = page.html(), "text/html; charset=utf-8"
+            else:
+                body = page.facts()
+            start("200 OK", [
+                ("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store"),
+                ("Content-Security-Policy", policy), ("X-Content-Type-Options", "nosniff"),
+                ("Referrer-Policy", "no-referrer"),
+            ])  # fmt: skip
+            return [body]
+        return metrics(environ, start)
+
+    return answer
 
 
 class _Handler(WSGIRequestHandler):
