@@ -300,7 +300,7 @@ def test_a_server_whose_entry_is_changed_in_place_answers_no_more_and_ends_with_
                 error = e
         assert error.retryable
         assert (answers > 0) == (how == "cut while it computes")
-        assert process.wait(timeout=60) == 1
+        assert process.wait(timeout=60) == 3
     text = log.read_text()
     assert re.search(rf"stopped: cache: \S*{entry.name}: .* while it was mapped.*; start the server again", text), text
     with started(folder, log) as (process, address), ExpertClient(address) as client:

@@ -18,7 +18,10 @@ from expertd_kernels.bench.cuda import shape_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.scheme import ActivationQuant, Scheme
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of NVIDIA, this machine has none"),
+]
 
 PROCESSES, TURN_S = 3, 6.0
 CASES = [

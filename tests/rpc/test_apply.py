@@ -35,7 +35,10 @@ from certificates import Authority
 pytestmark = pytest.mark.timeout(90)
 
 HERE = Address("127.0.0.1", 0)
-TINY = {"synthetic": "tiny:int4_g128", "device": "cpu", "listen": HERE, "admin_listen": HERE, "threads": 1}
+TINY = {
+    "synthetic": "tiny:int4_g128", "device": "cpu", "listen": HERE, "admin_listen": HERE, "threads": 1,
+    "expert_metrics": True,
+}  # fmt: skip
 COUNTS = {0: 8, 1: 8}
 QUICK = Options(at_once=1, settle_s=1.3)
 
