@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import grpc
@@ -402,3 +402,30 @@ def test_a_slower_machine_can_be_played(started, weights):
         batch.check(weights, answer, range(E))
     kernel_s = host.metrics.registry.get_sample_value("expertd_kernel_seconds_sum", {"backend": "reference"})
     assert kernel_s is None or kernel_s >= 8 * K * 2e-3
+
+
+def test_hosts_that_are_gone_leave_no_descriptor_open():
+    def one() -> None:
+        host = Host(ServeConfig(**TINY, tcp="on"))
+        try:
+            host.start()
+            host.ready(60)
+            with ExpertClient(host.address) as client:
+                x, ids, w = random_inputs(4, H, E, K)
+                assert client.forward(0, x, ids, w).routes_computed == 4 * K
+        finally:
+            host.close()
+
+    def opened() -> list[str]:
+        gc.collect()
+        found = []
+        for fd in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                found.append(str(fd.readlink()))
+        return [name for name in found if name.startswith(("anon_inode", "/memfd"))]
+
+    one()
+    before = len(opened())
+    for _ in range(3):
+        one()
+    assert len(opened()) <= before

@@ -7,6 +7,7 @@ one for a request, one for all outcomes that came together, and keep the lock.
 from __future__ import annotations
 
 import ctypes as C
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -297,6 +298,9 @@ class Core:
         self._traces = (TraceRecord * 256)()
         self._load = Load()
         self.bell: int = self._lib.expertd_core_bell(self._core)
+        # Calls of one that has stopped are right as long as anybody can make them.
+        self._end = weakref.finalize(self, self._lib.expertd_core_free, self._core)
+        self._end.atexit = False
 
     def lane(self, index: int, memory: LaneMemory) -> None:
         self._lib.expertd_core_lane(self._core, index, C.byref(memory))
@@ -355,7 +359,8 @@ class Core:
         self._lib.expertd_core_stop(self._core)
 
     def free(self) -> None:
-        self._lib.expertd_core_free(self._core)
+        """Now, and not when nobody has it any more."""
+        self._end()
 
     def outcomes(self) -> Sequence[Outcome]:
         """Valid until the next call; MOST_OUTCOMES: there may be more."""

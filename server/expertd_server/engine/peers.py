@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as C
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class Peers:
         told.retryable[:] = [row is not None and row.retryable for row in rows]
         self._peers = self._lib.expertd_peers(core.address, C.byref(told))
         self.bell: int = self._lib.expertd_peers_bell(self._peers)
+        weakref.finalize(self, _free, self._peers, core).atexit = False
         self._gone = (C.c_uint64 * _AT_ONCE)()
 
     def add(self, fd: int, caller: str) -> int:
@@ -77,3 +79,9 @@ class Peers:
     def stop(self) -> None:
         """Nothing is read or written any more."""
         self._lib.expertd_peers_stop(self._peers)
+
+
+def _free(peers: int, core: Core) -> None:
+    """core: must outlive them."""
+    del core
+    library().expertd_peers_free(peers)
