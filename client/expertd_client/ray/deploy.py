@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayError
@@ -95,7 +95,7 @@ def down(name: str, grace_s: float) -> bool:
     with contextlib.suppress(RayError):
         answered = bool(ray.get(keeper.down.remote(grace_s), timeout=grace_s + _ASK_S))
     ray.kill(keeper)
-    for left in ray.util.list_named_actors(all_namespaces=True):  # of a keeper that could not do it
+    for left in _named():  # of a keeper that could not do it
         if left["namespace"] == NAMESPACE and left["name"].startswith(f"{name}/"):
             with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(left["name"], namespace=NAMESPACE))
@@ -106,7 +106,12 @@ def down(name: str, grace_s: float) -> bool:
 
 
 def _there(name: str) -> bool:
-    return any(a["namespace"] == NAMESPACE and a["name"] == name for a in ray.util.list_named_actors(True))
+    return any(a["namespace"] == NAMESPACE and a["name"] == name for a in _named())
+
+
+def _named() -> list[dict[str, str]]:
+    """Each named actor of the cluster: its "namespace" and "name"."""
+    return cast(list[dict[str, str]], ray.util.list_named_actors(all_namespaces=True))
 
 
 def _keeper(name: str) -> Any:
