@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from in_process import hosts
 
 from expertd_server.boot.assignment import BootError
-from expertd_server.config import Address, ServeConfig
-from expertd_server.host import Host
+from expertd_server.config import Address
 from expertd_server.transports import channelz
 
 pytest.importorskip("grpc_channelz", reason="the extra `channelz` has it: pip install grpcio-channelz")
@@ -21,16 +21,8 @@ TOKEN, OTHER = "s3cret-s3cret-s3cret", "an0ther-an0ther-an0ther"
 
 @pytest.fixture
 def serve():
-    hosts: list[Host] = []
-
-    def serve(listen=Address("127.0.0.1", 0), **options) -> Host:  # noqa: B008 - a value
-        hosts.append(Host(ServeConfig(**TINY, listen=listen, **options)))
-        hosts[-1].start()
-        return hosts[-1]
-
-    yield serve
-    for host in hosts:
-        host.close()
+    with hosts(**TINY) as start:
+        yield start
 
 
 def ask(address: str, token: str = ""):

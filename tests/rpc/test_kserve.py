@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from in_process import hosts
 from safetensors.numpy import load_file
 
 from expertd.errors import ExpertdError
@@ -19,8 +20,7 @@ from expertd.kserve import inference_pb2 as kserve
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as stubs
 from expertd_kernels import tolerance
-from expertd_server.config import Address, ServeConfig
-from expertd_server.host import Host
+from expertd_server.config import Address
 from expertd_server.transports.kserve import read_request
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"
@@ -30,27 +30,10 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory):
+def serve():
     """A host with the facade: serve(**changes of its configuration)."""
-    hosts = []
-
-    def start(**changes):
-        given = {
-            "checkpoint": FIXTURE,
-            "listen": Address("127.0.0.1", 0),
-            "device": "cpu",
-            "threads": 1,
-            "kserve": True,
-        }
-        host = Host(ServeConfig(**{**given, **changes}))
-        hosts.append(host)
-        host.start()
-        host.ready(60)
-        return host
-
-    yield start
-    for host in hosts:
-        host.close()
+    with hosts(checkpoint=FIXTURE, kserve=True) as start:
+        yield start
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,12 @@ import logging
 import grpc
 import numpy as np
 import pytest
+from in_process import hosts
 
 from expertd.errors import LayerNotHeldError, PermissionDeniedError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_client import Credentials, ExpertClient
-from expertd_server.config import Address, ServeConfig
-from expertd_server.host import Host
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -24,19 +23,8 @@ WRONG_LAYER = pb.ForwardRequest(request_id=5, layer=77)
 @pytest.fixture
 def serve(caplog):
     caplog.set_level(logging.INFO, "expertd_server")
-    hosts: list[Host] = []
-
-    def serve(**options) -> Host:
-        tiny = {"synthetic": "tiny:int4_g128", "device": "cpu", "backend": "reference", "threads": 1}
-        host = Host(ServeConfig(**tiny, listen=Address("127.0.0.1", 0), **options))
-        hosts.append(host)
-        host.start()
-        host.ready(60)
-        return host
-
-    yield serve
-    for host in hosts:
-        host.close()
+    with hosts(synthetic="tiny:int4_g128", backend="reference") as start:
+        yield start
 
 
 def refusals(caplog) -> list[dict]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from in_process import hosts
 
 from expertd.errors import ExpertdError, PermissionDeniedError, UnauthenticatedError, UnavailableError
 from expertd.shm.region import host_id
@@ -21,7 +22,6 @@ from expertd_client import Credentials, ExpertClient
 from expertd_client.shm import enter_session
 from expertd_server.boot.assignment import BootError
 from expertd_server.config import Address, ConfigError, ServeConfig
-from expertd_server.host import Host
 
 pytest.importorskip("cryptography", reason="makes certificates; pip install cryptography (the extra `test` has it)")
 
@@ -35,18 +35,8 @@ TINY = {"synthetic": "tiny:int4_g128", "device": "cpu", "backend": "reference", 
 
 @pytest.fixture
 def serve():
-    hosts: list[Host] = []
-
-    def serve(listen=Address("127.0.0.1", 0), **options) -> Host:  # noqa: B008 - a value
-        host = Host(ServeConfig(**TINY, listen=listen, **options))
-        hosts.append(host)
-        host.start()
-        host.ready(60)
-        return host
-
-    yield serve
-    for host in hosts:
-        host.close()
+    with hosts(**TINY) as start:
+        yield start
 
 
 @pytest.fixture

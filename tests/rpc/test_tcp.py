@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from in_process import hosts
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import AsyncExpertClient, Credentials, ExpertClient
@@ -17,7 +18,6 @@ from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import open_source
 from expertd_server.config import Address, ConfigError, Ranges, ServeConfig
 from expertd_server.engine.core import CoreMissingError, library
-from expertd_server.host import Host
 
 try:
     library()
@@ -40,18 +40,8 @@ TINY = {
 
 @pytest.fixture
 def serve():
-    hosts = []
-
-    def serve(listen=Address("127.0.0.1", 0), **options):  # noqa: B008 - a value
-        host = Host(ServeConfig(**{**TINY, "listen": listen, **options}))
-        hosts.append(host)
-        host.start()
-        host.ready(60)
-        return host
-
-    yield serve
-    for host in hosts:
-        host.close()
+    with hosts(**TINY) as start:
+        yield start
 
 
 @pytest.fixture(scope="module")

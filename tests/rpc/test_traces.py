@@ -9,13 +9,14 @@ import urllib.request
 import grpc
 import numpy as np
 import pytest
+from in_process import hosts
 
 from expertd.errors import LayerNotHeldError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_client import ExpertClient
 from expertd_server.boot.assignment import BootError
-from expertd_server.config import Address, ServeConfig
+from expertd_server.config import Address
 from expertd_server.engine import choose
 from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.host import Host
@@ -77,19 +78,8 @@ def spans(exporter):
 
 @pytest.fixture
 def serve(exporter):
-    hosts: list[Host] = []
-
-    def serve(**options) -> Host:
-        tiny = {"synthetic": "tiny:int4_g128", "device": "cpu", "threads": 1, "listen": HERE, "traces": True}
-        host = Host(ServeConfig(**(tiny | options)))
-        hosts.append(host)
-        host.start()
-        host.ready(60)
-        return host
-
-    yield serve
-    for host in hosts:
-        host.close()
+    with hosts(synthetic="tiny:int4_g128", traces=True) as start:
+        yield start
 
 
 def ask(client: ExpertClient, layer: int = 0, **more):
