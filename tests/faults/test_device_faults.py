@@ -14,6 +14,7 @@ import urllib.request
 
 import grpc
 import pytest
+from faulty_program import faulty_program
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from expertd.errors import BackendFailedError, ExpertdError
@@ -24,12 +25,9 @@ from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
 pytestmark = pytest.mark.timeout(240)  # a process is started
 
 E, K, H = 8, 2, 256
-FAULTY = """
-import os, sys, time
-from dataclasses import replace
-import torch
-from expertd_kernels.backends import reference
-from expertd_kernels.oracle import table
+FAULTY = faulty_program(
+    """
+import os, time
 from expertd_server.engine import executor, lane
 
 LOST = []
@@ -52,16 +50,8 @@ if "--python" in sys.argv:
     sys.argv.remove("--python")
     from expertd_server.engine import choose
     choose._why_not = lambda device: "asked for"
-module = type(sys)("faulty_backend")
-module.pack = reference.pack
-module.experts = lambda packed, problem: Experts(reference.unpack(packed))
-sys.modules["faulty_backend"] = module
-row = next(b for b in table.BACKENDS if b.name == "reference")
-table.BACKENDS = (replace(row, name="faulty", target="faulty_backend"), row)
-table.ORDER = {}
-from expertd_server.cli import main
-sys.exit(main(sys.argv[1:]))
 """
+)
 
 
 class Server:

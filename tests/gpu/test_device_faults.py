@@ -10,6 +10,7 @@ import urllib.request
 
 import pytest
 import torch
+from faulty_program import faulty_program
 
 from expertd_kernels import detect_device, reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
@@ -25,14 +26,10 @@ pytestmark = [
     pytest.mark.skipif(detect_device("auto").kind != "cuda", reason="needs a GPU of NVIDIA or AMD"),
 ]
 MODEL, E, K, H = "tiny:int4_g128", 8, 2, 256
-FAULTY = """
-import sys
-from dataclasses import replace
-import torch
+FAULTY = faulty_program(
+    """
 import triton
 import triton.language as tl
-from expertd_kernels.backends import reference
-from expertd_kernels.oracle import table
 
 @triton.jit
 def wild(x, far):
@@ -46,17 +43,8 @@ class Experts(reference.ReferenceExperts):
             wild[(1,)](x, 1 << 44)  # an address that is nobody's
             torch.cuda.synchronize()
         return super().__call__(x, ids, w, **more)
-
-module = type(sys)("faulty_backend")
-module.pack = reference.pack
-module.experts = lambda packed, problem: Experts(reference.unpack(packed))
-sys.modules["faulty_backend"] = module
-row = next(b for b in table.BACKENDS if b.name == "reference")
-table.BACKENDS = (replace(row, name="faulty", target="faulty_backend"), row)
-table.ORDER = {}
-from expertd_server.cli import main
-sys.exit(main(sys.argv[1:]))
 """
+)
 
 
 @pytest.fixture

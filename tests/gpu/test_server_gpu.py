@@ -9,12 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from faulty_program import faulty_program
 
 from expertd_kernels import detect_device, reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
@@ -39,29 +40,15 @@ BOOT_S = 300.0
 MODEL = "tiny:int4_g128"
 E, K, H = 8, 2, 256
 
-FAULTY = """
-import sys
-from dataclasses import replace
-import torch
-from expertd_kernels.oracle import table
-from expertd_kernels.backends import reference
-
+FAULTY = faulty_program(
+    """
 class Experts(reference.ReferenceExperts):
     def __call__(self, x, ids, w, **more):
         if len(x) == 13:
             torch.zeros(4, device=x.device)[torch.full((1,), 99, device=x.device)] = 1.0  # an assertion in a kernel
         return super().__call__(x, ids, w, **more)
-
-module = type(sys)("faulty_backend")
-module.pack = reference.pack
-module.experts = lambda packed, problem: Experts(reference.unpack(packed))
-sys.modules["faulty_backend"] = module
-row = next(b for b in table.BACKENDS if b.name == "reference")
-table.BACKENDS = (replace(row, name="faulty", target="faulty_backend"), row)
-table.ORDER = {}
-from expertd_server.cli import main
-sys.exit(main(sys.argv[1:]))
 """
+)
 
 
 class Process:
@@ -90,6 +77,13 @@ class Process:
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
+
+
+def eight_at_once(caller) -> None:
+    """caller(0) to caller(7) on threads of their own; the first error of any."""
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(caller, i) for i in range(8)]:
+            done.result()
 
 
 @pytest.fixture
@@ -206,22 +200,13 @@ def test_sessions_over_tcp_by_one_and_by_eight_callers(start):
                     output = c.forward(0, hidden, ids, w).output
                     assert output.device == hidden.device
                     assert relative_error(output.float().cpu(), want) <= tolerance("bf16") + more
-        faults: list[BaseException] = []
 
         def caller(i: int) -> None:
-            try:
-                with connected() as mine:
-                    for n in range(10):
-                        assert_right(mine, 1 + (i + n) % 9)
-            except BaseException as e:
-                faults.append(e)
+            with connected() as mine:
+                for n in range(10):
+                    assert_right(mine, 1 + (i + n) % 9)
 
-        threads = [threading.Thread(target=caller, args=(i,)) for i in range(8)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        assert not faults, faults
+        eight_at_once(caller)
     assert server.stop() == 0, server.text()
 
 
@@ -233,21 +218,12 @@ def test_measured_with_two_copies_and_eight_callers_at_once(start):
         assert layer.chosen_by == "measure"
         measured = {v.backend: [t.tokens for t in v.times] for v in layer.verdicts if v.times}
         assert measured[layer.plan[-1].backend] == [1, 8, 64]
-        faults: list[BaseException] = []
 
         def caller(i: int) -> None:
-            try:
-                for n in range(10):
-                    assert_right(client, 1 + (i + n) % 9)
-            except BaseException as e:
-                faults.append(e)
+            for n in range(10):
+                assert_right(client, 1 + (i + n) % 9)
 
-        threads = [threading.Thread(target=caller, args=(i,)) for i in range(8)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-    assert not faults, faults
+        eight_at_once(caller)
     assert server.stop() == 0, server.text()
 
 
