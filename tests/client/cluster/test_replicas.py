@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from cluster_kit import E, Fake, Threaded, batch, experts_of, transports, until
+from cluster_kit import E, Fake, Threaded, batch, experts_of, nothing_under_way, transports, until
 
 from expertd.errors import (
     BackendFailedError,
@@ -137,7 +137,7 @@ def test_what_cannot_be_sent_ends_the_call(monkeypatch):
             monkeypatch.setattr(member.exchange, "submit", lambda *args: 1 / 0)
         with pytest.raises(InternalError, match="cannot be sent: ZeroDivisionError"):
             cluster.forward(0, X, IDS, W)
-        assert not any(m.outstanding for m in cluster._members.by_address.values())
+        nothing_under_way(cluster)
 
 
 def test_what_every_replica_would_refuse_is_raised_at_once():
@@ -218,7 +218,7 @@ def test_a_late_part_is_asked_of_the_other_replica_too():
         assert len(servers["a"].asked) + len(servers["b"].asked) == before + 2
         release.set()
         check(cluster.forward(0, X, IDS, W))
-        assert not any(m.outstanding for m in cluster._members.by_address.values())
+        nothing_under_way(cluster)
 
 
 def test_nothing_is_hedged_without_a_budget():
@@ -280,5 +280,4 @@ def test_many_callers_while_servers_come_and_go():
             t.join(10)
         assert not faults
         assert len(calls) > 50
-        assert not any(m.outstanding or m.outstanding_tokens for m in cluster._members.by_address.values())
-        assert not cluster._around.flights
+        nothing_under_way(cluster)
