@@ -47,7 +47,7 @@ demo: $(STAMP)  ## serve a small GPTQ checkpoint, call it, check every answer: m
 	$(BIN)/python deploy/demo.py --checkpoint $(CHECKPOINT)
 
 test: $(STAMP) $(DEPLOY) node_modules/.bin/buf ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cache-clear -n 2 --dist loadfile $(TEST_ARGS) || $(BIN)/python tests/again.py $$?
 
 triton: $(STAMP) ## compile the GPU kernels under each Triton that the oracle takes; fetches them into build/triton once
 	EXPERTD_TEST_TRITON=all $(BIN)/python -m pytest tests/kernels/backends/gluon/shared/test_triton_versions.py
