@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from expertd_kernels.bench.cpu import OURS, READ
+from expertd_kernels.bench.cpu import OURS, READ, RUNS
 from expertd_kernels.bench.points import read_points
 
 __all__ = ["EIGHT_BIT", "FOUR_BIT_PEERS", "main", "markdown", "summary"]
@@ -71,8 +71,9 @@ def summary(rows: Iterable[Record]) -> list[dict[str, Any]]:
 
 def _cell(row: Record, point: Mapping[str, Record]) -> str:
     text = f"{row['us'] / 1e3:.2f}"
-    if row["backend"] != READ:
-        text += f" ({row['roofline_fraction'] * 100:.0f} % {row['bound'][0]})"
+    if row["backend"] not in (READ, RUNS):
+        text += f" ({row['roofline_fraction'] * 100:.0f} % {row['bound'][0]}"
+        text += f", {row['runs_fraction'] * 100:.0f} % s)" if row.get("runs_fraction") else ")"
     found = ratio(point, row["backend"]) if row["backend"] in OURS else None
     return text if found is None else f"{text} **{found[0]:.2f}x**"
 
@@ -91,7 +92,7 @@ def markdown(rows: Sequence[Record]) -> str:
         for name in names:
             error = max((p[name]["relative_error"] for p in mine.values() if name in p), default=0.0)
             cells = [_cell(p[name], p) if name in p else "" for p in mine.values()]
-            shown = "" if name == READ else f"{error * 100:.2g} %"
+            shown = "" if name in (READ, RUNS) else f"{error * 100:.2g} %"
             out.append(f"| {name} | {shown} | " + " | ".join(cells) + " |")
     compared = summary(rows)
     if compared:

@@ -1,6 +1,8 @@
-"""Other CPU implementations of the same layer, timed in turns with ours.  Each is imported only when asked for.
+"""Other CPU implementations of the same layer, each in processes of its own, timed in turns with ours.
 
-    python kernels/bench/peers_cpu.py [--peers torch_int4pack,ggml] [arguments of python -m expertd_kernels.bench]
+    python kernels/bench/peers_cpu.py [--peers torch_int4pack,ggml] [--table FILE.md] [arguments of the bench]
+
+makes this machine's table beside the lines of `python -m expertd_kernels.bench`, whose arguments it takes.
 
 torch's operators are there with torch.  The others come from `pip install onnxruntime onnx libggml-python`, none of
 which expertd needs otherwise.
@@ -11,16 +13,19 @@ Where it cannot be had, the text says why.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import cpu_table
 from expertd_kernels.backends import cpu_torch
 from expertd_kernels.bench import __main__ as bench
 from expertd_kernels.bench.prepared import Prepared
@@ -32,7 +37,7 @@ from expertd_kernels.weights.float32 import apply_activation
 from expertd_kernels.weights.scheme import Element
 from peers_ggml import ggml_layer
 
-__all__ = ["PEERS", "Call", "main", "peer", "peers"]
+__all__ = ["FAST", "PEERS", "Call", "main", "peer"]
 
 DENSE_WEIGHTS = 2_000_000_000
 """Most weights that a peer holds as bf16."""
@@ -155,6 +160,10 @@ PEERS: Mapping[str, Callable[[Weights, int, int], Call | str]] = {
 }
 
 
+FAST = ("torch_int4pack", "onnxruntime_int8", "ggml")
+"""Timed where none are named: the fastest ones of every machine so far."""
+
+
 def peer(name: str, weights: Weights, top_k: int, threads: int) -> Call | str:
     """The peer's call, or why there is none."""
     try:
@@ -163,30 +172,40 @@ def peer(name: str, weights: Weights, top_k: int, threads: int) -> Call | str:
         return f"{type(e).__name__}: {str(e)[:160]}"
 
 
-def peers(weights: Weights, top_k: int, threads: int, *, names: Sequence[str] = tuple(PEERS)) -> dict[str, Call]:
-    """Those of `names` that can be had; why the others cannot goes to stderr."""
-    found: dict[str, Call] = {}
-    for name in names:
-        made = peer(name, weights, top_k, threads)
-        if isinstance(made, str):
-            print(f"{name}: {made}", file=sys.stderr)
-        else:
-            found[name] = made
-    return found
+def _below(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many times as fast as the fastest peer of each point; lines of at most 80 characters."""
+    out = [
+        "",
+        "",
+        "times as fast as the fastest 4-bit peer",
+        "row        shape            scheme          threads   mean  least",
+    ]
+    for r in cpu_table.summary(rows):
+        names = f"{r['backend']:10s} {r['shape']:16s} {r['scheme']:15s}"
+        out.append(f"{names} {r['threads']:7d} {r['geometric_mean']:6.2f} {r['least']:6.2f}")
+    return "\n".join(out) if len(out) > 4 else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of the bench; 1 for an unknown name."""
     p = bench.parser()
     p.prog, p.description = "python kernels/bench/peers_cpu.py", __doc__
-    p.add_argument("--peers", default=",".join(PEERS), metavar="LIST", help=f"of {', '.join(PEERS)} (default: all)")
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.add_argument("--peers", default=",".join(FAST), metavar="LIST", help=f"of {', '.join(PEERS)} ({', '.join(FAST)})")
+    p.add_argument("--table", type=Path, metavar="FILE.md", help="write the points as cpu_table.py shows them")
     args = p.parse_args(argv)
     names = args.peers.split(",")
     unknown = [name for name in names if name not in PEERS]
     if unknown or args.device != "cpu":
         print(f"peers {', '.join(unknown)}: want --device cpu, and of {', '.join(PEERS)}", file=sys.stderr)
         return 1
-    return bench.measure(args, others=partial(peers, names=names))
+
+    def more(rows: Sequence[Mapping[str, Any]]) -> str:
+        if args.table:
+            args.table.write_text(cpu_table.markdown(rows))
+        return _below(rows)
+
+    return bench.measure(args, others={name: partial(peer, name) for name in names}, more=more)
 
 
 if __name__ == "__main__":

@@ -36,10 +36,14 @@ def parser() -> argparse.ArgumentParser:
         default="wall",
         help="cpu: cpu = processor time of the calling thread, on a busy machine (one thread only)",
     )
-    p.add_argument("--seconds", type=float, default=1.0, help="cpu: time for each row (default 1)")
+    p.add_argument("--seconds", type=float, help="cpu: time for each row of a point in a process (default 0.3)")
+    p.add_argument("--processes", type=int, metavar="N", help="cpu: figures are medians over so many (default 3)")
+    p.add_argument("--quick", action="store_true", help="cpu: one process, M 1, 16 and 256, 0.1 s")
     p.add_argument("--routing", type=_names, metavar="LIST", help="cuda: uniform, zipf")
     p.add_argument("--activations", metavar="HOW", help="cuda: how they are rounded, for instance e4m3_group128")
-    p.add_argument("--budget", type=float, metavar="S", help="cuda: begin no layer after so many seconds")
+    p.add_argument(
+        "--budget", type=float, metavar="S", help="begin no layer (cuda), no point (cpu: 150 a layer) after so many s"
+    )
     p.add_argument("--jobs", type=int, metavar="N", help="cuda: N processes compile all layers' kernels first")
     p.add_argument("--csv", metavar="FILE", help="one line a point, with the machine and its ceilings")
     p.add_argument(
@@ -57,14 +61,15 @@ def main(argv: list[str] | None = None) -> int:
 def measure(args: argparse.Namespace, **more: Any) -> int:
     """The exit code of `main`, for arguments of `parser()`.  more: for the device's `run` beside them."""
     target = args.json
-    args.json = target if args.device == "cuda" and target != "-" else None  # that bench writes after each layer
+    if args.device == "cuda" and target == "-":
+        args.json = None  # that bench writes its file after each layer
     if args.device == "cuda":  # and takes comma-separated lists
         args.shape, args.scheme, args.backend, args.routing = (
             value and ",".join(value) for value in (args.shape, args.scheme, args.backend, args.routing)
         )
     try:
         result = importlib.import_module(f"expertd_kernels.bench.{args.device}").run(args, **more)
-    except ValueError as e:
+    except (ValueError, RuntimeError) as e:
         print(e, file=sys.stderr)
         return 1
     if target == "-":

@@ -6,15 +6,18 @@ its weights come from memory all the same: a benchmark that calls one layer agai
 
 from __future__ import annotations
 
+import ctypes as C
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from expertd_kernels.backends.cpu import CpuExperts
 from expertd_kernels.native import library as native
 from expertd_kernels.native.cores import SYSTEM
 from expertd_kernels.protocol import Packed
 
-__all__ = ["Evictor", "Reader", "last_level_cache"]
+__all__ = ["Evictor", "Reader", "RunsReader", "last_level_cache"]
 
 UNKNOWN = 64 << 20
 MOST = 1 << 30
@@ -60,3 +63,27 @@ class Reader:
         self.at = 0 if self.at + nbytes > self.data.numel() else self.at
         native.library().expertd_cpu_read_gb_s(self.context.handle, self.data.data_ptr() + self.at, nbytes)
         self.at += nbytes
+
+
+READ = 3
+"""EXPERTD_COMPUTE_READ of abi.h."""
+
+
+class RunsReader:
+    """Called as a layer, reads what the layer reads: each thread its part of the experts that the routes touch, in the
+    order in which it would compute with them.  Nothing is computed or written."""
+
+    def __init__(self, experts: CpuExperts) -> None:
+        self.experts = experts  # holds the memory
+        self.direct = experts.direct()
+        self.layer = native.Layer.from_buffer_copy(native.Layer.from_address(self.direct.experts))
+        self.layer.compute = READ
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        (M, H), k = x.shape, ids.shape[1]
+        f32 = x.dtype is torch.float32
+        pointers = [t.data_ptr() for t in (x, ids, weights, x)]  # the answer's is not used
+        call = native.call_bytes(*pointers, M, H, k, f32, f32, False)
+        context = self.experts.context
+        error = native.library().expertd_cpu_forward(context.handle, C.byref(self.layer), call)
+        context.check(error, f"reading what {M} tokens touch")

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["read_points", "write_points"]
 
-_WHOLE = frozenset({"M", "threads"})
+_WHOLE = frozenset({"M", "threads", "processes"})
 _NUMBERS = ("us", "_s", "fraction", "error", "tolerance")
 """How the names of columns end that hold numbers: units are in names."""
 

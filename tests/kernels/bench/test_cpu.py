@@ -23,7 +23,9 @@ PEAKS = {"read_gb_s": 20.0, "bf16_gflop_s": 100.0, "int8_gop_s": 400.0, "int16_g
 
 def row(backend, us, *, M=1, gb_s=10.0, gflop_s=20.0):
     return {"shape": "s", "scheme": "int4_g128", "backend": backend, "threads": 1, "M": M, "us": us, "gb_s": gb_s,
-            "gflop_s": gflop_s, "roofline_fraction": gb_s / 20.0, "bound": "read", "relative_error": 0.0}  # fmt: skip
+            "gflop_s": gflop_s, "roofline_fraction": gb_s / 20.0, "bound": "read", "relative_error": 0.0,
+            "read_fraction": gb_s / 20.0, "runs_fraction": gb_s / 16.0, "fastest_us": us, "slowest_us": us,
+            "processes": 1}  # fmt: skip
 
 
 def test_a_slice_has_no_more_routes_than_experts():
@@ -58,7 +60,7 @@ def test_ratios_are_to_the_fastest_peer_of_each_point():
     assert found["cpu"]["least"] == pytest.approx(1.5)
     assert found["cpu_w4a8"]["geometric_mean"] == pytest.approx(2.5)
     text = cpu_table.markdown(rows)
-    assert "| cpu | 0 % | 0.01 (50 % r) **1.50x** |" in text
+    assert "| cpu | 0 % | 0.01 (50 % r, 62 % s) **1.50x** |" in text
     assert "| s | int4_g128 | 1 | cpu | 3.00 | 1.50 |" in text
     assert cpu_table.summary([row("cpu", 10)]) == []
 
@@ -81,8 +83,8 @@ TINY = ["--device", "cpu", "--shape", "tiny/1", "--scheme", "int4_g128,int8_g128
 def test_one_small_run_with_a_peer(tmp_path, capsys):
     out, points = tmp_path / "out.json", tmp_path / "out.csv"
     files = ["--json", str(out), "--csv", str(points)]
-    more = ["--seconds", "0.001", "--clock", "cpu", "--peers", "torch_int4pack"]
-    assert peers_cpu.main([*TINY, *more, *files]) == 0
+    more = ["--quick", "--seconds", "0.001", "--clock", "cpu", "--peers", "torch_int4pack"]
+    assert peers_cpu.main([*TINY, *more, *files, "--table", str(tmp_path / "table.md")]) == 0
     result = json.loads(out.read_text())
     assert {"read_gb_s", "bf16_gflop_s", "int8_gop_s"} <= set(result["ceilings"])
     assert all(value > 0 for value in result["ceilings"].values())
@@ -91,20 +93,31 @@ def test_one_small_run_with_a_peer(tmp_path, capsys):
     assert set(result["rows"][0]) == {*row("cpu", 1)}
     assert {(r["scheme"], r["backend"]) for r in result["rows"]} == {
         ("int4_g128", "cpu"), ("int4_g128", "cpu_w4a8"), ("int4_g128", "torch_int4pack"), ("int4_g128", "plain_read"),
-        ("int8_g128", "cpu"), ("int8_g128", "plain_read")}  # fmt: skip
-    assert all(0 < r["relative_error"] < 0.05 for r in result["rows"] if r["backend"] != "plain_read")
+        ("int4_g128", "same_runs"), ("int8_g128", "cpu"), ("int8_g128", "plain_read"),
+        ("int8_g128", "same_runs")}  # fmt: skip
+    assert all(
+        0 < r["relative_error"] < 0.05 for r in result["rows"] if r["backend"] not in ("plain_read", "same_runs")
+    )
+    assert all(r["read_fraction"] > 0 and r["runs_fraction"] > 0 for r in result["rows"])
+    assert {r["runs_fraction"] for r in result["rows"] if r["backend"] == "same_runs"} == {1.0}
     assert all(r["roofline_fraction"] > 0 for r in result["rows"])
     assert all(r["roofline_fraction"] == pytest.approx(1) for r in result["rows"] if r["backend"] == "plain_read")
-    assert "torch's int4 operator does not take this scheme" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert shown.err.count("torch_int4pack: torch's int4 operator does not take this scheme") == 1
+    for text in ("tiny/1 int4_g128, 1 thread, 1 process", "\nsame_runs", "times as fast as the fastest 4-bit peer"):
+        assert text in shown.out
+    assert max(map(len, shown.out[shown.out.index("tiny/1 int4") :].splitlines())) <= 80
     assert cpu_table.main([str(tmp_path / "out.md"), str(points)]) == 0
     assert "## tiny/1, int4_g128, 1 thread" in (tmp_path / "out.md").read_text()
+    assert (tmp_path / "table.md").read_text() == (tmp_path / "out.md").read_text()
 
 
 @built
 def test_the_bench_alone_times_ours_and_refuses_a_clock_that_sees_one_thread(capsys):
-    assert main([*TINY, "--seconds", "0.001", "--json"]) == 0
+    assert main([*TINY, "--seconds", "0.001", "--processes", "2", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {r["backend"] for r in rows} == {"cpu", "cpu_w4a8", "plain_read"}
+    assert {r["backend"] for r in rows} == {"cpu", "cpu_w4a8", "plain_read", "same_runs"}
+    assert all(r["processes"] == 2 and r["fastest_us"] <= r["us"] <= r["slowest_us"] for r in rows)
     assert main(["--device", "cpu", "--shape", "tiny/1", "--clock", "cpu", "--threads", "2"]) == 1
 
 

@@ -100,7 +100,7 @@ double expertd_cpu_read_gb_s(expertd_context* context, const uint8_t* data, int6
   const int n = int(bytes / kPart);
   std::atomic<uint64_t> sum{0};
   const auto start = std::chrono::steady_clock::now();
-  context->pool.run_even(n, [&](int unit, int) { sum += context->level->read(data + unit * kPart, kPart); });
+  context->pool.run_even(n, [&](int unit, int) { sum += context->level->read(data + unit * kPart, kPart, true); });
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return n * double(kPart) / seconds / 1e9 + double(sum.load() & 1) * 1e-12;  // the sum must not be optimized away
 }

@@ -239,6 +239,10 @@ BlockRun block_run(Pass& p, const Geometry& g, const expertd_matrix& matrix, con
 // Calls use(pair, first row, rows, tile [rows][32]) for all pairs of a run and all rows [from, to) of an index list.
 template <class Use>
 void gemm(Pass& p, const BlockRun& run, const int32_t* index, int from, int to, int thread, const Use& use) {
+  if (p.layer.compute == EXPERTD_COMPUTE_READ) {
+    p.context.level->read(run.first.pair, run.blocks * run.first.g->block_bytes, false);
+    return;
+  }
   const int rows = std::min(kSlice, to - from), fit = std::max(1, kSlice / rows), pairs = run.pairs();
   const size_t pair_bytes = 2 * run.first.g->block_bytes;
   BlockRun part = run;
@@ -326,6 +330,7 @@ void down_unit(Pass& p, const DownUnits& units, int unit, int thread) {
       }
     });
   }
+  if (p.layer.compute == EXPERTD_COMPUTE_READ) return;
   const int H = g.spec.n, at = from * kRows, width = std::min(columns, H - at), size = p.call.out_f32 ? 4 : 2;
   for (int t = 0; t < p.m; t++) {
     p.context.level->store(acc + size_t(t) * columns, width, p.call.out_f32, p.out + (size_t(t) * H + at) * size);
@@ -356,9 +361,10 @@ void run_pass(Pass& p, const int32_t* ids, const float* weights) {
   p.middle = make_rows(p.context.middle, p.g2, path_of(p, p.g2), p.routes.tile_first, p.routes.tile_rows, p.routes.count);
   p.hidden_stride = size_t(p.g2.spec.k + 31) / 32 * 32 + 16;
   p.hidden = p.context.hidden.get<float>(p.hidden_stride * p.routes.count);
-  input_rows(p);
+  const bool computes = p.layer.compute != EXPERTD_COMPUTE_READ;
+  if (computes) input_rows(p);
   up_phase(p);
-  middle_rows(p);
+  if (computes) middle_rows(p);
   down_phase(p);
 }
 

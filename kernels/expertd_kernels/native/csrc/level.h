@@ -94,7 +94,7 @@ struct Level {
   void (*combine)(const float* tile, const float* bias, float weight, int cols, float* acc);
   void (*store)(const float* src, int n, bool f32, void* dst);
   double (*peak)(int kind, double seconds);  // one thread's arithmetic peak, EXPERTD_PEAK_*, in operations a second
-  uint64_t (*read)(const uint8_t* data, size_t bytes);  // reads all of it, returns something that depends on it
+  uint64_t (*read)(const uint8_t* data, size_t bytes, bool side_by_side);  // reads all of it, returns something that depends on it
 };
 
 // Columns that a piece takes in rows for tiles: whole rows of 64 bytes.
