@@ -1,4 +1,4 @@
-"""Hidden states as e4m3 with an f32 scale for 128 columns of a row: 0.516 of bf16's bytes on the wire.
+"""Hidden states and outputs as e4m3 with an f32 scale for 128 columns of a row: 0.516 of bf16's bytes on the wire.
 
     scale = max(largest magnitude of the block / 448, 1e-12)
     code  = value * (1 / scale), to the nearest e4m3, ties to even
@@ -7,6 +7,8 @@ So each finite value comes back within max(2^-4 * |value|, 2^-10 * scale) of wha
 the widening to bf16 on the server adds 2^-9 of it at most.  Kernels of the server that round activations to e4m3 by the
 same rule find the same codes again, the next ones being 2^-4 away or more: so such a layer rounds once, not twice.  A
 block with NaN or infinity becomes NaN, which spoils its own row, as it would have.
+
+An output is quantized on the server by the same rule, from the bf16 (or f32) that it would have been.
 
 Three twins give the same bits: C++ (expertd.e4m3), numpy where that is not built, and torch on an accelerator.
 """
@@ -22,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertd.dtypes import SCALED_COLUMNS, scales_of_row
-from expertd.e4m3 import quantizer
+from expertd.e4m3 import quantizer, widener
 from expertd.errors import BadDtypeError, BadShapeError
 from expertd.v1 import expert_service_pb2 as pb
 
-__all__ = ["E4m3", "asked_for", "quantize", "quantize_numpy", "quantize_torch", "taken"]
+__all__ = ["E4m3", "asked_for", "quantize", "quantize_numpy", "quantize_torch", "taken", "widen_numpy"]
 
 _MOST, _LEAST_SCALE = 448.0, 1e-12
 _ELEMENTS = ("uint8", "float8_e4m3fn")
@@ -89,6 +91,20 @@ class E4m3:
             return self
         return E4m3(np.ascontiguousarray(codes), np.ascontiguousarray(scales))
 
+    def widened(self) -> Any:
+        """[M, H] f32, code * scale: of the same kind and on the same device."""
+        if _is_torch(self.codes):
+            torch = sys.modules["torch"]
+            wide = self.codes.view(torch.float8_e4m3fn).float()
+            return wide.mul_(self.scales.repeat_interleave(SCALED_COLUMNS, 1)[:, : wide.shape[1]])
+        host, widen = self.on_host(), widener()
+        if widen is None:
+            return widen_numpy(host)
+        M, H = host.shape
+        out = np.empty((M, H), np.float32)
+        widen(_at(host.codes), _at(host.scales), M, H, _at(out), _KINDS["float32"])
+        return out
+
 
 def asked_for(wire_dtype: str | None) -> bool:
     """Of a client's option: whether it asks for e4m3.  Raises BadDtypeError for anything but "e4m3" and None."""
@@ -146,6 +162,13 @@ def quantize_numpy(x: NDArray[Any]) -> E4m3:
     codes = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     codes[~finite] = 0
     return E4m3(np.ascontiguousarray(codes.reshape(padded.shape)[:, :H]), scales)
+
+
+def widen_numpy(x: E4m3) -> NDArray[np.float32]:
+    """E4m3.widened() of arrays without its C++ twin: the same bits."""
+    wide: NDArray[np.float32] = x.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    wide *= x.scales.repeat(SCALED_COLUMNS, axis=1)[:, : x.shape[1]]
+    return wide
 
 
 def quantize_torch(x: Any) -> E4m3:

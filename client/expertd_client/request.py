@@ -57,7 +57,8 @@ class Request:
     topk_ids        [M, top_k] i32 or i64, global expert ids, -1 = nobody's
     topk_weights    [M, top_k] f32, f16 or bf16
     grouped         instead of topk_*: rows sorted by expert, answered row by row
-    output_dtype    "f32", "f16", "bf16", or a numpy or torch dtype; None = that of hidden_states, bf16 for E4m3
+    output_dtype    "f32", "f16", "bf16", or a numpy or torch dtype; None = that of hidden_states, bf16 for E4m3.
+                    "e4m3": as E4m3, half the bytes of bf16, from a server whose Describe has it in output_dtypes
     digest          answer with sum, sum of squares and CRC-32 instead of the output
     traceparent     W3C trace context; "" = that of OpenTelemetry's span that the caller is in, if it records one
     router_weight_on_input   weights multiply the experts' inputs; top_k must be 1
@@ -86,7 +87,7 @@ class Request:
             raise BadShapeError.about("hidden_states", got=list(shape), want="[M, H]")
         answer = pb.DATA_TYPE_BF16 if hidden == pb.DATA_TYPE_E4M3 else hidden
         if self.output_dtype is not None:
-            answer = wire_dtype(self.output_dtype)
+            answer = pb.DATA_TYPE_E4M3 if self.output_dtype == "e4m3" else wire_dtype(self.output_dtype)
         routes: tuple[int, ...] = ()
         if self.grouped is None:
             routes = _check_routes(self.topk_ids, self.topk_weights, shape[0])

@@ -18,9 +18,9 @@ __all__ = ["ForwardResult", "result_of"]
 class ForwardResult:
     """The answer to one forward; the caller's own: `answer.output += shared_experts(x)` is fine.
 
-    output            [M, H] in the dtype that was asked for, of the kind (numpy or torch, device) of hidden_states: the
-                      sum over the routes that this server computed, times their weights; None where a digest was
-                      asked for, and after release()
+    output            [M, H] in the dtype that was asked for (e4m3: as E4m3), of the kind (numpy or torch, device) of
+                      hidden_states: the sum over the routes that this server computed, times their weights; None where
+                      a digest was asked for, and after release()
     digest            sum, sum of squares and CRC-32 of the output, where asked for
     routes_computed   over all servers these add up to M * top_k less the -1s
     timing            nanoseconds of the server's stages, and the batch that this request was part of

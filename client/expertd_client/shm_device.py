@@ -30,9 +30,10 @@ _PORTABLE = 1
 
 
 def on_gpu(request: Request) -> bool:
-    """Whether its hidden states lie on a GPU, and its routes in tensors of torch."""
+    """Whether its hidden states lie on a GPU, and its routes in tensors of torch.  Outputs of e4m3 go by way of the
+    host."""
     device = device_of(request.hidden_states)
-    if device is None or device.type != "cuda":
+    if device is None or device.type != "cuda" or request.dtypes[0] == pb.DATA_TYPE_E4M3:
         return False
     return device_of(request.topk_ids) is not None and device_of(request.topk_weights) is not None
 

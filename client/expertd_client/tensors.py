@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from expertd.dtypes import DTYPE_NAME, SCALED_COLUMNS, dtype_name
+from expertd.dtypes import DTYPE_NAME, SCALED_COLUMNS, dtype_name, scales_at, scales_of_row
 from expertd.errors import BadDtypeError, BadResponseError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ScalesView, Spelling, TensorView
@@ -157,13 +157,31 @@ def from_wire(view: TensorView, shape: tuple[int, ...], dtype: int, device: Any)
         raise BadResponseError.about("output", got=got, want=f"raw bytes of {dtype_name(dtype)}")
     if view.shape != shape:
         raise BadResponseError.about("output", got=f"shape {list(view.shape)}", want=list(shape))
+    if dtype == pb.DATA_TYPE_E4M3:
+        return _e4m3_from_wire(view, shape, device)
     elements = _NUMPY[dtype]
-    raw = b"" if empty else view.raw
-    array = _writable(raw, elements.itemsize)
-    count = math.prod(shape) * elements.itemsize
+    array = _bytes_of(b"" if empty else view.raw, shape, elements.itemsize)
+    return array.view(elements).reshape(shape) if device is None else _to_torch(array, view, device)
+
+
+def _e4m3_from_wire(view: TensorView, shape: tuple[int, ...], device: Any) -> E4m3:
+    blocks = (shape[0], scales_of_row(shape[1]))
+    raw: Any = view.raw if view.spelling == Spelling.RAW else b""
+    scales: Any = b"" if view.scales is None else view.scales.raw
+    if math.prod(blocks) and (view.scales is None or view.scales.block != SCALED_COLUMNS or view.scales.floats):
+        raise BadResponseError.about("output", got="no such scales", want=f"raw ones for {SCALED_COLUMNS} columns each")
+    codes = _bytes_of(raw, shape, 1).reshape(shape)
+    f32 = _bytes_of(scales, blocks, 4).view(_NUMPY[pb.DATA_TYPE_F32]).reshape(blocks)
+    return E4m3(from_host(codes, device), from_host(f32, device))
+
+
+def _bytes_of(raw: Any, shape: tuple[int, ...], itemsize: int) -> NDArray[np.uint8]:
+    """[n] u8, writable and aligned.  Raises BadResponseError where it is not of `shape`."""
+    array = _writable(raw, itemsize)
+    count = math.prod(shape) * itemsize
     if array.size != count:
         raise BadResponseError.about(f"output {list(shape)}", got=f"{array.size} bytes", want=count)
-    return array.view(elements).reshape(shape) if device is None else _to_torch(array, view, device)
+    return array
 
 
 def on_host(x: Any) -> Any:
@@ -183,7 +201,7 @@ def from_host(array: NDArray[Any], device: Any) -> Any:
     if device is None:
         return array
     torch = sys.modules["torch"]
-    name = _TORCH_NAMES[_BY_NUMPY[array.dtype]]
+    name = "uint8" if array.dtype == np.uint8 else _TORCH_NAMES[_BY_NUMPY[array.dtype]]
     if not array.size:
         return torch.empty(array.shape, dtype=getattr(torch, name), device=device)
     plain = array.view(np.int16) if array.dtype == ml_dtypes.bfloat16 else array
@@ -216,7 +234,11 @@ def empty(tokens: int, hidden_size: int, number: int) -> NDArray[Any]:
 
 def over_memory(array: NDArray[np.uint8], number: int, shape: tuple[int, ...], device: Any) -> Any:
     """[n] u8 as `shape` of a DataType: numpy, or torch on `device` where it is not None; a view but on an
-    accelerator."""
+    accelerator.  E4M3: in one piece (expertd.dtypes.scales_at), as E4m3."""
+    if number == pb.DATA_TYPE_E4M3:
+        M, H = shape
+        scales = array[scales_at(M, H) :].view(np.float32).reshape(M, scales_of_row(H))
+        return E4m3(from_host(array[: M * H].reshape(shape), device), from_host(scales, device))
     if device is None:
         return array.view(_NUMPY[number]).reshape(shape)
     torch = sys.modules["torch"]

@@ -71,7 +71,7 @@ def _below(root: Path, folder: str) -> Path:
 LIBRARIES = (
     Library("libexpertd_shm.so", SHM),
     Library("libexpertd_e4m3.so", E4M3),
-    Library("libexpertd_tcp.so", TCP, [SHM]),
+    Library("libexpertd_tcp.so", TCP, [SHM, E4M3]),
     Library("libexpertd_engine.so", ENGINE, [SHM, E4M3, TCP]),
     Library("libexpertd_cluster.so", CLUSTER, [SHM]),
 )

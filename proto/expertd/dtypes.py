@@ -15,13 +15,15 @@ __all__ = [
     "INT_DTYPES",
     "SCALED_COLUMNS",
     "dtype_name",
+    "scales_at",
     "scales_of_row",
+    "tensor_bytes",
 ]
 
 FLOAT_DTYPES = ("f32", "f16", "bf16")
-"""Of router weights and outputs."""
+"""Of router weights, and of outputs."""
 HIDDEN_DTYPES = (*FLOAT_DTYPES, "e4m3")
-"""Of hidden states."""
+"""Of hidden states, and of outputs on request."""
 INT_DTYPES = ("i32", "i64")
 """Of expert ids."""
 
@@ -60,3 +62,15 @@ def dtype_name(number: int) -> str:
 def scales_of_row(columns: int) -> int:
     """f32 scales of a row of e4m3: the last one may be of fewer columns."""
     return -(-columns // SCALED_COLUMNS)
+
+
+def scales_at(rows: int, columns: int) -> int:
+    """Bytes from the codes of e4m3 [rows, columns] to their scales, where both lie in one piece of memory."""
+    return -(-rows * columns // 4) * 4
+
+
+def tensor_bytes(number: int, rows: int, columns: int) -> int:
+    """Of [rows, columns] of a DataType in one piece of memory, e4m3 with its scales."""
+    if number == pb.DATA_TYPE_E4M3:
+        return scales_at(rows, columns) + 4 * rows * scales_of_row(columns)
+    return rows * columns * DTYPE_BYTES[number]

@@ -12,7 +12,7 @@ from expertd.errors import BadDtypeError, BadShapeError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardResponseView, TensorView, decode_forward_request, encode_forward_request
 from expertd_client import AsyncExpertClient, E4m3, ExpertClient, ExpertCluster, FunctionTransport, Request
-from expertd_client.e4m3 import quantize, quantize_numpy, quantize_torch
+from expertd_client.e4m3 import quantize, quantize_numpy, quantize_torch, widen_numpy
 
 built = pytest.mark.skipif(quantizer() is None, reason="libexpertd_e4m3.so is not built: python -m expertd.cxx")
 DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
@@ -55,6 +55,16 @@ def test_cpp_numpy_and_torch_give_the_same_bits(shape, dtype):
     same(got, quantize_numpy(x))
     same(got, quantize_torch(torch_of(x)))
     same(got, quantize(torch_of(x)))
+
+
+@pytest.mark.parametrize("shape", [(64, 1024), (5, 200), (3, 127), (0, 128)], ids=str)
+def test_cpp_numpy_and_torch_widen_to_the_same_bits(shape):
+    q = quantize_numpy(rows(shape) if shape[0] else np.empty(shape, np.float32))
+    q.codes[:2, :7] = [0x7F, 0xFF, 0x80, 0x01, 0x87, 0x08, 0xFE]  # NaN, zero, subnormal and largest
+    tensors = E4m3(torch.from_numpy(q.codes), torch.from_numpy(q.scales))
+    for got in (q.widened(), widen_numpy(q), tensors.widened().numpy()):
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, wide(q))
 
 
 @built

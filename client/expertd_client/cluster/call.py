@@ -45,6 +45,11 @@ class Call:
             raise UnsupportedCombinationError(
                 f"cluster: got {what}, want topk_ids with values and an output tensor; call its servers one by one"
             )
+        if request.dtypes[0] == pb.DATA_TYPE_E4M3:
+            raise UnsupportedCombinationError(
+                "cluster: got output_dtype e4m3, want bf16, f16 or f32: partial sums would be rounded before they are"
+                " added, and their sum again; a server answers in e4m3 when it is asked itself"
+            )
         self.traced = (now := recorder.active) and now.call(request)
         self._dtype = numpy_dtype(request.dtypes[0])
         self._device = device_of(request.hidden_states)

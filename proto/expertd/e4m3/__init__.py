@@ -3,6 +3,6 @@
 csrc/e4m3.h says how a row is quantized; the engine's core includes it, and a client calls it by addresses.
 """
 
-from expertd.e4m3.library import quantizer
+from expertd.e4m3.library import quantizer, widener
 
-__all__ = ["quantizer"]
+__all__ = ["quantizer", "widener"]

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES, HIDDEN_DTYPES
+from expertd.dtypes import DTYPE_NUMBER, HIDDEN_DTYPES
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.config import Address, Shard
 
@@ -165,6 +165,8 @@ def serving(
 
 
 def _described(hidden_size: int, limits: Limits, num_experts: int, held: range) -> pb.DescribeResponse:
+    from expertd_server.engine.convert import output_dtypes
+
     return pb.DescribeResponse(
         version=importlib.metadata.version("expertd"),
         model=pb.Model(family="echo", hidden_size=hidden_size),
@@ -184,7 +186,7 @@ def _described(hidden_size: int, limits: Limits, num_experts: int, held: range) 
             max_requests_in_flight=limits.max_in_flight,
         ),
         input_dtypes=[DTYPE_NUMBER[d] for d in HIDDEN_DTYPES],
-        output_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
+        output_dtypes=[DTYPE_NUMBER[d] for d in output_dtypes()],
     )
 
 

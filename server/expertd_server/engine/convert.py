@@ -13,12 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.dtypes import SCALED_COLUMNS
+from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES, SCALED_COLUMNS, scales_at, tensor_bytes
+from expertd.e4m3 import quantizer
 from expertd_server.engine.request import STORAGE, Array, Operand
 
-__all__ = ["bits_of", "digest", "output_array", "output_into", "put_floats", "round_floats"]
+__all__ = ["bits_of", "digest", "output_array", "output_dtypes", "output_into", "put_floats", "round_floats"]
 
 _TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+_WORD = {t: word for word, t in _TORCH.items()}
+
+
+def output_dtypes() -> tuple[str, ...]:
+    """What requests may ask for."""
+    return FLOAT_DTYPES if quantizer() is None else (*FLOAT_DTYPES, "e4m3")
 
 
 def bits_of(t: Tensor) -> Array:
@@ -62,12 +69,23 @@ def put_floats(into: Array, dtype: str, operand: Operand, columns: int) -> None:
 
 
 def output_array(out: Tensor, dtype: str) -> Array:
-    """Rows [m, H] of a kernel's output -> flat STORAGE[dtype]; shares memory where nothing has to be converted."""
+    """Rows [m, H] of a kernel's output -> flat STORAGE[dtype], e4m3 with its scales; shares memory where nothing has to
+    be converted."""
+    if dtype == "e4m3":
+        return output_into(np.empty(tensor_bytes(DTYPE_NUMBER[dtype], *out.shape), np.uint8), out, dtype)
     return bits_of(out.reshape(-1).to(_TORCH[dtype]))
 
 
 def output_into(into: Array, out: Tensor, dtype: str) -> Array:
-    """Write rows [m, H] of a kernel's output to `into`, flat STORAGE[dtype]; returns it."""
+    """Write rows [m, H] of a kernel's output to `into`, as output_array() makes it; returns it."""
+    if dtype == "e4m3":
+        quantize, (rows, columns) = quantizer(), out.shape
+        assert quantize is not None  # else it is none of output_dtypes()
+        out = out.contiguous()
+        kind, to = DTYPE_NUMBER[_WORD[out.dtype]], into.ctypes.data
+        stride = columns * out.element_size()
+        quantize(out.data_ptr(), kind, rows, columns, stride, to, to + scales_at(rows, columns))
+        return into
     bits = torch.from_numpy(into)
     (bits.view(torch.bfloat16) if dtype == "bf16" else bits).copy_(out.reshape(-1))
     return into

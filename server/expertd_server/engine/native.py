@@ -218,7 +218,7 @@ class NativeEngine(Worker):
         if r.tokens > self.policy.max_tokens:
             raise InternalError(f"engine: a request of {r.tokens} tokens, want at most {self.policy.max_tokens}")
         into = r.into if r.into is not None and not r.digest else None
-        out = np.empty(r.tokens * r.layer.hidden_size, STORAGE[r.output_dtype]) if into is None else into
+        out = np.empty(r.output_bytes, np.uint8).view(STORAGE[r.output_dtype]) if into is None else into
         operands = (r.hidden, r.ids, r.weights)
         f = c.Forward(
             hidden=_address(r.hidden),

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import numpy as np
 from numpy.typing import NDArray
 
+from expertd.dtypes import DTYPE_NUMBER, tensor_bytes
+
 if TYPE_CHECKING:
     from expertd.errors import ExpertdError
     from expertd_server.engine.served import ServedLayer
@@ -53,8 +55,8 @@ class Stages(NamedTuple):
 class Answer(NamedTuple):
     """A computed request.
 
-    output           [M, H] flat, STORAGE[output_dtype]: the request's `into` where it has one, else memory that is
-                     valid only while `reply` runs (it is reused)
+    output           [M, H] flat, STORAGE[output_dtype], e4m3 with its scales behind it (tensor_bytes): the request's
+                     `into` where it has one, else memory that is valid only while `reply` runs (it is reused)
     digest           (sum, sum of squares, zlib CRC-32 of the output's bytes), when the request asked for one
     routes_computed  routes of this request that experts held here served
     queue_ns         from its taking to the cut of its batch; encode_ns: for the output's conversion and digest
@@ -90,7 +92,7 @@ class Request:
     request_id   the caller's name for it, given back; 0 = none
     arrival_ns   time.monotonic_ns() when its message came; queued_ns: the same when the engine took it
     deadline_ns  on the same clock; 0 = none
-    into         where the output is to be written: [M * H] STORAGE[output_dtype], aligned, writable; None = nowhere
+    into         where the output is to be written: as Answer.output, aligned, writable; None = nowhere
     tag          the transport's own: the engine does not look at it, nor at
     trace, transport  of expertd.trace_context, b"" = its way is not told of; how it came, as RequestReport has it
     cancelled    set by whoever wants no answer any more: not computed unless its batch is cut already, and replied to
@@ -132,16 +134,16 @@ class Request:
     def nbytes(self) -> int:
         """Memory that it holds until it is answered: its operands, and its output."""
         weights = 0 if self.weights is None else self.weights.nbytes
-        return int(self.hidden.nbytes + self.ids.nbytes + weights + self._output_bytes)
+        return int(self.hidden.nbytes + self.ids.nbytes + weights + self.output_bytes)
 
     @property
     def answer_bytes(self) -> int:
         """Memory that its answer takes until the caller has read it."""
-        return 0 if self.digest or self.into is not None else self._output_bytes
+        return 0 if self.digest or self.into is not None else self.output_bytes
 
     @property
-    def _output_bytes(self) -> int:
-        return self.tokens * self.layer.hidden_size * STORAGE[self.output_dtype].itemsize
+    def output_bytes(self) -> int:
+        return tensor_bytes(DTYPE_NUMBER[self.output_dtype], self.tokens, self.layer.hidden_size)
 
     @property
     def cancelled(self) -> bool:

@@ -33,7 +33,7 @@ from expertd.errors import (
 )
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, Spelling, TensorView
-from expertd_server.engine.convert import round_floats
+from expertd_server.engine.convert import output_dtypes, round_floats
 from expertd_server.engine.request import STORAGE, Array, Operand, Reply, Request
 from expertd_server.engine.served import Holding, ServedLayer
 from expertd_server.service.draw import Drawer
@@ -277,8 +277,15 @@ def _output(v: ForwardRequestView, hidden_dtype: str) -> tuple[str, bool]:
     dtype = "bf16" if hidden_dtype == "e4m3" else hidden_dtype
     if v.output_dtype:
         dtype = DTYPE_NAME.get(v.output_dtype, "")
-    if dtype not in FLOAT_DTYPES:
-        raise OutputDtypeUnsupportedError.about("output_dtype", got=v.output_dtype, want="BF16, F16, F32 or 0")
+    if dtype not in output_dtypes():
+        want = ", ".join(d.upper() for d in output_dtypes())
+        got = dtype_name(v.output_dtype).upper()
+        raise OutputDtypeUnsupportedError.about("output_dtype", got=got, want=f"{want} or 0")
     if v.output_form not in _OUTPUT_FORMS:
         raise OutputFormUnknownError.about("output_form", got=v.output_form, want="TENSOR (1, or 0) or DIGEST (2)")
-    return dtype, v.output_form == pb.OUTPUT_FORM_DIGEST
+    digest = v.output_form == pb.OUTPUT_FORM_DIGEST
+    if digest and dtype == "e4m3":
+        raise UnsupportedCombinationError.about(
+            "output_form", got="DIGEST of E4M3", want="TENSOR", remedy="digests are of F32, F16 and BF16"
+        )
+    return dtype, digest

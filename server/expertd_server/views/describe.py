@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from expertd.dtypes import DTYPE_NUMBER, FLOAT_DTYPES, HIDDEN_DTYPES
+from expertd.dtypes import DTYPE_NUMBER, HIDDEN_DTYPES
 from expertd.ranges import runs
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels.oracle.advice import advice
@@ -14,6 +14,7 @@ from expertd_kernels.oracle.decision import Decision
 from expertd_server.boot.layers import Booted
 from expertd_server.boot.memory import MemoryPlan, free_bytes
 from expertd_server.engine.admission import Limits
+from expertd_server.engine.convert import output_dtypes
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,7 @@ class Describer:
                 max_requests_in_flight=limits.max_in_flight,
             ),
             input_dtypes=[DTYPE_NUMBER[d] for d in HIDDEN_DTYPES],
-            output_dtypes=[DTYPE_NUMBER[d] for d in FLOAT_DTYPES],
+            output_dtypes=[DTYPE_NUMBER[d] for d in output_dtypes()],
             transports=transports,
         )
         self.admin_address = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from server_kit import BF16, F16, F32, H, batch, check, expected, tensor, values
+from server_kit import BF16, F16, F32, FailedError, H, batch, check, expected, tensor, values
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels import relative_error, tolerance
@@ -71,7 +71,27 @@ async def test_a_scale_that_is_no_number_spoils_its_own_row(served):
 async def test_describe_names_it(served):
     d = await served.call.describe()
     assert E4M3 in d.input_dtypes
-    assert E4M3 not in d.output_dtypes
+    assert E4M3 in d.output_dtypes
+
+
+@pytest.mark.parametrize("hidden", [F32, BF16])
+async def test_an_output_of_e4m3_is_what_bf16_rounds_to(served, hidden):
+    dtypes = (hidden, pb.DATA_TYPE_I32, F32)
+    plain = await served.call.forward(batch(7, seed=3, layer=1, dtypes=dtypes, output_dtype=BF16))
+    a = await served.call.forward(batch(7, seed=3, layer=1, dtypes=dtypes, output_dtype=E4M3))
+    assert (a.output.dtype, list(a.output.shape), a.output.scales.block) == (E4M3, [7, H], 128)
+    blocks = values(plain.output).float().view(7, -1, 128)
+    scales = blocks.abs().amax(2) / 448
+    codes = (blocks * (1 / scales)[..., None]).to(torch.float8_e4m3fn)
+    assert a.output.raw == codes.view(torch.uint8).numpy().tobytes()
+    assert a.output.scales.raw == scales.numpy().tobytes()
+
+
+async def test_no_digest_is_made_of_e4m3(served):
+    r = batch(2, output_dtype=E4M3)
+    r.output_form = pb.OUTPUT_FORM_DIGEST
+    with pytest.raises(FailedError, match="DIGEST of E4M3"):
+        await served.call.forward(r)
 
 
 async def test_no_tokens_need_no_scales(served):

@@ -152,7 +152,11 @@ BAD = {
     "id too large": (_set_ids(8), "EXPERT_ID_OUT_OF_RANGE", "topk_ids[3, 0] of layer 0: got 8, want 0 to 7"),
     "id too small": (_set_ids(-2), "EXPERT_ID_OUT_OF_RANGE", "got -2"),
     "nan weight": (_nan, "NON_FINITE_WEIGHTS", "topk_weights[2, 1]: got nan"),
-    "output dtype": (lambda r: setattr(r, "output_dtype", I32), "OUTPUT_DTYPE_UNSUPPORTED", "want BF16, F16, F32 or 0"),
+    "output dtype": (
+        lambda r: setattr(r, "output_dtype", I32),
+        "OUTPUT_DTYPE_UNSUPPORTED",
+        "want F32, F16, BF16, E4M3 or 0",
+    ),
     "output form": (lambda r: setattr(r, "output_form", 9), "OUTPUT_FORM_UNKNOWN", "got 9"),
     "input weights with top_k 2": (
         lambda r: setattr(r, "router_weight_on_input", True),

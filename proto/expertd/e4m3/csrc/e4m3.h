@@ -1,5 +1,5 @@
 // Rows of e4m3 with an f32 scale for 128 columns: made of f32, f16 or bf16, and widened again.  Header only, so that the
-// engine's core has it, too.  The twins in numpy and torch (expertd_client/scaled.py) give the same bits.
+// engine's core has it, too.  The twins in numpy and torch (expertd_client/e4m3.py) give the same bits.
 //
 //   scale = max(largest magnitude / 448, 1e-12); NaN where a value of the block is NaN or infinite
 //   code  = value * (1 / scale), to nearest even
@@ -26,6 +26,12 @@ constexpr int64_t kPiece = 16;   // of a block, the largest magnitude of which i
 constexpr float kMost = 448.0f, kLeastScale = 1e-12f;
 
 inline int64_t blocks_of(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
+
+// Where codes and scales lie in one piece of memory: bytes from the first code to the scales, and of both together.
+inline uint64_t scales_at(uint64_t rows, uint64_t columns) { return (rows * columns + 3) / 4 * 4; }
+inline uint64_t bytes_of(uint64_t rows, uint64_t columns) {
+  return scales_at(rows, columns) + rows * uint64_t(blocks_of(int64_t(columns))) * sizeof(float);
+}
 
 struct Bf16 {
   uint16_t bits;

@@ -8,6 +8,7 @@
 #include <deque>
 #include <mutex>
 
+#include "e4m3.h"
 #include "frame.h"
 #include "layout.h"
 #include "read_answer.h"
@@ -41,8 +42,18 @@ struct Request : expertd::shm::Ticket {
   const uint8_t* output = nullptr;
 
   bool asked_for(const Tensor& t) const {
+    const bool scaled = out_dtype == Frame::kE4m3;
+    const uint64_t before_scales = expertd::e4m3::scales_at(rows, columns);
+    const uint64_t bytes = scaled ? rows * columns : out_bytes, scales_bytes = scaled ? out_bytes - before_scales : 0;
     return t.there && !t.odd && t.dtype == out_dtype && t.rank == 2 && t.shape[0] == rows && t.shape[1] == columns &&
-           t.bytes == out_bytes;
+           t.bytes == bytes && t.scales_bytes == scales_bytes && (!scales_bytes || t.scales >= t.raw + before_scales);
+  }
+
+  // Where it was asked for: its scales to where they lie in one piece of memory with the codes, 1 to 4 bytes further up.
+  void join(const Tensor& t) const {
+    if (!t.scales_bytes) return;
+    auto* codes = const_cast<uint8_t*>(t.raw);  // of memory that is this ticket's
+    memmove(codes + expertd::e4m3::scales_at(rows, columns), t.scales, t.scales_bytes);
   }
 };
 
@@ -240,6 +251,7 @@ struct Client : expertd::shm::Tickets<Client, Request> {
     Request* t = good ? in_flight(answer.completion.id) : nullptr;
     if (t) {
       if (!answer.completion.refused && t->asked_for(answer.output)) {
+        t->join(answer.output);
         std::swap(t->memory, body);
         t->output = answer.output.raw;
       } else if (!answer.completion.refused) {

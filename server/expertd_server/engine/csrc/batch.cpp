@@ -89,7 +89,7 @@ void write_table(Lane& lane, const Config& config) {
       staged += f.tokens;
       staged_routes += uint64_t(f.tokens) * f.top_k;
     }
-    if (!item->port) {
+    if (is_output_staged(*item)) {
       f.out = uint64_t(row_of(m.out, outputs, H, config));
       f.out_dtype = config.compute_dtype;
       outputs += f.tokens;
@@ -175,10 +175,10 @@ uint32_t scatter(const Lane& lane, const Config& config, size_t i, uint64_t row,
     routes = lane.routes[i];
   }
   if (bad->any) return 0;
-  const bool copied = config.device ? !item->port : !lane.in_place_out;
+  const bool copied = config.device ? is_output_staged(*item) : !lane.in_place_out;
   if (copied)
     store_floats(reinterpret_cast<void*>(f.out), f.out_dtype, row_of(lane.memory.out, config.device ? staged : row, H, config),
-                 config.compute_dtype, f.tokens * H);
+                 config.compute_dtype, f.tokens, H);
   return routes;
 }
 

@@ -4,6 +4,7 @@
 #include "core.h"
 #include "cuda.h"
 #include "layer.h"
+#include "lines.h"
 
 namespace expertd {
 
@@ -26,6 +27,10 @@ bool movable(const Lane& lane, const Config& config);
 // Hidden states in and outputs out by the copy engines.  A CUDA error, or 0.
 int copy_in(const Lane& lane, const Config& config, Cuda& cuda);
 int copy_out(const Lane& lane, const Config& config, Cuda& cuda);
+
+// Whether the device delivers a request's rows into the lane's own memory, in the compute dtype: no device of ours writes
+// into that of a transport in this process, or e4m3.
+inline bool is_output_staged(const Item& i) { return !i.port || i.f.out_dtype == kE4m3; }
 
 // After the experts: item `i`, whose first row is `row` (`staged` of them before it in the lane's own memory), gets its
 // rows, unless it is bad.  Returns its routes.

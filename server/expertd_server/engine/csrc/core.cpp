@@ -447,7 +447,7 @@ void Core::finish(Lane* lane, uint64_t now) {
     const uint32_t routes = scatter(*lane, config_, i, row, staged, &bad);
     row += f.tokens;
     asked += routes_of(f);
-    staged += item->port ? 0 : f.tokens;
+    staged += is_output_staged(*item) ? f.tokens : 0;
     if (item->foreseen_ns) behind_ns = std::max(behind_ns, double(now) - double(item->foreseen_ns));
     r.routes += routes;
     const uint64_t waited = lane->cut_ns > f.arrival_ns ? lane->cut_ns - f.arrival_ns : 0;

@@ -61,7 +61,7 @@ struct Forward {
   uint64_t scales;   // of e4m3 hidden states: f32 [M, ceil(H / 128)]; else 0
   uint64_t ids;      // [M, top_k] of ids_dtype
   uint64_t weights;  // [M, top_k] of weights_dtype; 0 = all ones
-  uint64_t out;      // [M, H] of out_dtype
+  uint64_t out;      // [M, H] of out_dtype; of e4m3 with its scales behind it, as e4m3.h has them in one piece
   uint64_t bytes;    // of memory that the request holds until it is answered; 0 = none of this process's own
   uint64_t arrival_ns, deadline_ns;  // CLOCK_MONOTONIC; deadline 0 = none
   uint32_t layer, tokens, top_k, caller;

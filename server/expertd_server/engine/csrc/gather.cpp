@@ -4,7 +4,6 @@
 #include <cstring>
 #include <limits>
 
-#include "e4m3.h"
 
 namespace expertd {
 namespace {
@@ -140,9 +139,14 @@ void load_floats(void* to, uint8_t to_dtype, const void* from, uint8_t from_dtyp
   }
 }
 
-void store_floats(void* to, uint8_t to_dtype, const void* from, uint8_t from_dtype, uint64_t n) {
+void store_floats(void* to, uint8_t to_dtype, const void* from, uint8_t from_dtype, uint64_t rows, uint64_t columns) {
+  const uint64_t n = rows * columns;
   if (from_dtype == to_dtype) {
     memcpy(to, from, n * size_of(to_dtype));
+  } else if (to_dtype == kE4m3) {
+    auto* codes = static_cast<uint8_t*>(to);
+    e4m3::quantize(from, from_dtype, int64_t(rows), int64_t(columns), int64_t(columns * size_of(from_dtype)), codes,
+                   reinterpret_cast<float*>(codes + e4m3::scales_at(rows, columns)));
   } else if (from_dtype == kBf16) {
     const auto wide = [](uint16_t v) { return from_bits(uint32_t(v) << 16); };
     if (to_dtype == kF32)

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core.h"
+#include "e4m3.h"
 
 namespace expertd {
 
@@ -13,8 +14,13 @@ namespace expertd {
 void load_floats(void* to, uint8_t to_dtype, const void* from, uint8_t from_dtype, const float* scales, uint64_t rows,
                  uint64_t columns);
 
-// n elements; from: bf16 or f32; to: f32, f16 or bf16, rounded to nearest even.
-void store_floats(void* to, uint8_t to_dtype, const void* from, uint8_t from_dtype, uint64_t n);
+// Of [rows, columns] in memory, e4m3 with its scales.
+inline uint64_t tensor_bytes(uint8_t dtype, uint64_t rows, uint64_t columns) {
+  return dtype == kE4m3 ? e4m3::bytes_of(rows, columns) : rows * columns * size_of(dtype);
+}
+
+// from: bf16 or f32; to: f32, f16 or bf16, rounded to nearest even, or e4m3.
+void store_floats(void* to, uint8_t to_dtype, const void* from, uint8_t from_dtype, uint64_t rows, uint64_t columns);
 
 struct Bad {
   bool any = false, weight = false;  // which tensor

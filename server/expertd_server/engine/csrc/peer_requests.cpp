@@ -107,8 +107,8 @@ void check(const Asked& a, Refusal& refuse) {
   check_routes("topk_ids", a.ids, a.hidden.shape[0], a.ids.shape[1], true, refuse);
   if (refuse.reason) return;
   check_routes("topk_weights", a.weights, a.hidden.shape[0], a.ids.shape[1], false, refuse);
-  if (!refuse.reason && a.output_dtype && !is_float(a.output_dtype))
-    refuse(kOutputDtypeUnsupported, "output_dtype: got %u, want BF16, F16, F32 or 0", a.output_dtype);
+  if (!refuse.reason && a.output_dtype && !is_float(a.output_dtype) && a.output_dtype != kE4m3)
+    refuse(kOutputDtypeUnsupported, "output_dtype: got %u, want F32, F16, BF16, E4M3 or 0", a.output_dtype);
 }
 
 uint8_t output_dtype(const Asked& a) {
@@ -125,7 +125,7 @@ void Peers::forward(Peer* p, tcp::Fields fields, tcp::Buffer in, uint64_t bytes,
   check(a, refusal);
   if (!refusal.reason && p->works.count(a.id))
     refusal(kDuplicateRequestId, "request_id: got one that is in flight, want another one");
-  const uint64_t out_bytes = refusal.reason ? 0 : a.hidden.shape[0] * a.hidden.shape[1] * size_of(output_dtype(a));
+  const uint64_t out_bytes = refusal.reason ? 0 : tensor_bytes(output_dtype(a), a.hidden.shape[0], a.hidden.shape[1]);
   if (!refusal.reason && (p->works.size() >= bounds_.most_in_flight || !reserve(p, out_bytes)))
     refusal(kTooManyRequests, "session: got %zu requests in flight with %llu bytes, and one more; read answers first", p->works.size(),
             (unsigned long long)p->held);
@@ -139,7 +139,7 @@ void Peers::forward(Peer* p, tcp::Fields fields, tcp::Buffer in, uint64_t bytes,
   work->id = a.id;
   work->in = in;
   work->held = bytes + out_bytes;
-  work->out_bytes = out_bytes;
+  work->out_bytes = a.hidden.shape[0] * a.hidden.shape[1] * size_of(output_dtype(a));
   work->out = pool_.take(out_bytes);
   work->hidden_size = uint32_t(a.hidden.shape[1]);
   Forward& f = work->f;

@@ -42,7 +42,7 @@ struct Work {
   Peer* peer = nullptr;
   uint64_t id = 0, handle = 0;  // the peer's, the core's
   tcp::Buffer in, out;
-  uint64_t held = 0, out_bytes = 0;  // of the room for all; of the output
+  uint64_t held = 0, out_bytes = 0;  // of the room for all; of the output's elements
   Forward f{};
   uint32_t hidden_size = 0;
   uint64_t decode_ns = 0;

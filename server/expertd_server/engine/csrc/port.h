@@ -52,9 +52,9 @@ class Port {
     return true;
   }
 
-  // Address of `count` elements at an offset that the other side gave; 0: outside of the arena, or of the device's pool.
-  uint64_t at(uint64_t offset, uint64_t count, uint8_t dtype, bool on_device) const {
-    const unsigned __int128 end = (unsigned __int128)count * size_of(dtype) + offset;
+  // Address of `bytes` at an offset that the other side gave; 0: outside of the arena, or of the device's pool.
+  uint64_t at(uint64_t offset, uint64_t bytes, bool on_device) const {
+    const unsigned __int128 end = (unsigned __int128)bytes + offset;
     const uint64_t base = on_device ? pool_ : uint64_t(arena_);
     return offset % 16 == 0 && end <= (on_device ? pool_bytes_ : arena_bytes_) ? base + offset : 0;
   }
