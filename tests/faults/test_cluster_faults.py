@@ -50,11 +50,14 @@ def test_what_an_event_did():
     """A call a tenth of a second; nothing for half a second after the event, then half as fast."""
     calls = [(n * 0.1, n * 0.1 + 0.1) for n in range(100)]  # to 10 s
     calls += [(10.0, 10.5)] + [(10.5 + n * 0.2, 10.7 + n * 0.2) for n in range(60)]
-    found = effect(calls, 9.0, 10.05, 20.0, window_s=0.4)
+    found = effect(calls, 9.0, 10.05, 20.0, 20.0, window_s=0.4)
     assert found.longest_s == pytest.approx(0.5)
+    while_back = effect([*calls, (20.5, 21.2), (30.0, 33.0)], 9.0, 10.05, 20.0, 22.0, window_s=0.4)
+    assert while_back.longest_s == pytest.approx(0.7)
+    assert while_back.recovered_s == found.recovered_s
     assert 0.4 <= found.recovered_s <= 1.0
     assert found.before == pytest.approx([0.1] * 10 + [0.5])
     assert found.during == pytest.approx([0.2] * 48)
-    assert effect([], 0.0, 0.0, 3.0).recovered_s == 3.0
+    assert effect([], 0.0, 0.0, 3.0, 4.0).recovered_s == 3.0
     assert p99_ms(found.before) == pytest.approx(500.0)
     assert p99_ms([]) == 0.0

@@ -82,8 +82,8 @@ class Callers:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Of one event: the longest call that was under way in the seconds after it, and when throughput was back; how long
-    calls took that began in the seconds before it, and after."""
+    """Of one event: the longest call that was under way from then until all was as before, and when throughput was
+    back; how long calls took that began in the seconds before it, and after."""
 
     longest_s: float
     recovered_s: float
@@ -96,14 +96,16 @@ def effect(
     before_s: float,
     at_s: float,
     until_s: float,
+    back_s: float,
     window_s: float = 0.2,
     settle: float = 0.5,
 ) -> Effect:
-    """What an event at `at_s` did to calls (begin, end) until `until_s`; nothing happened from `before_s` on.
+    """What an event at `at_s` did to calls (begin, end) until `until_s`; nothing happened from `before_s` on, and at
+    `back_s` all was as before.
 
     Recovered: the end of the first window in which as many calls were answered as in 95 % of the median window of the
     later part (`settle`, as a share of the time) of that time, when those who are left do what they can."""
-    longest_s = max((end - begin for begin, end in calls if end >= at_s and begin <= until_s), default=until_s - at_s)
+    longest_s = max((end - begin for begin, end in calls if end >= at_s and begin <= back_s), default=back_s - at_s)
     ends = np.array([end for _, end in calls if at_s <= end <= until_s])
     step_s = window_s / 4
     starts = np.arange(at_s, until_s - window_s + 1e-9, step_s)

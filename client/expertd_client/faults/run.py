@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from expertd_client.faults.load import Callers, Effect, effect, p99_ms
 from expertd_client.faults.scene import FAULTS, Event, Scene
@@ -19,9 +20,9 @@ AWAY_S, QUIET_S = 2.5, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a fault did: over `events` of it, calls and how many of them failed, the longest call, and the longest time
-    until throughput was that of the servers that were left; the 99th percentile of calls in the seconds before events,
-    and in those of events."""
+    """What a fault did: over `events` of it, calls and how many of them failed, the longest call until all was as
+    before, and the longest time until throughput was that of the servers that were left; the 99th percentile of calls
+    in the seconds before events, and in those of events."""
 
     fault: str
     events: int
@@ -40,17 +41,18 @@ def run(
     with ExitStack() as stack:
         scene = Scene(stack, tokens, faults)
         for fault in faults:
-            with Callers(scene.cluster(fault), scene.request, scene.expected, BOUND, threads) as callers:
-                effects = []
+            cluster, expected = scene.cluster(fault)
+            with Callers(cluster, scene.request, expected, BOUND, threads) as callers:
+                effects, wrong = [], list[str]()
                 for n in range(events):
-                    effects.append(_suffer(callers, scene.event(fault, n % 2), away_s))
-                    scene.back(n % 2)
-            failures = [why for _, why in callers.failures]
+                    event = scene.event(fault, n % 2)
+                    effects.append(_suffer(callers, event, away_s, wrong, partial(scene.back, n % 2)))
+            failures = [*wrong, *(why for _, why in callers.failures)]
             yield _row(fault, effects, len(callers.calls), len(failures)), failures
 
 
-def _suffer(callers: Callers, event: Event, away_s: float) -> Effect:
-    """One event, and so long without whom it met."""
+def _suffer(callers: Callers, event: Event, away_s: float, wrong: list[str], back: Callable[[], object]) -> Effect:
+    """One event, so long without whom it met, and until he is back."""
     event.ready()
     callers.wait(50, 5.0)
     before_s = time.monotonic()
@@ -59,10 +61,13 @@ def _suffer(callers: Callers, event: Event, away_s: float) -> Effect:
     event.begin()
     time.sleep(away_s)
     until_s = time.monotonic()
-    callers.wait(1, 5.0)
-    found = effect(list(callers.calls), before_s, at_s, until_s)
+    if why := event.wrong():
+        wrong.append(why)
     event.end()
-    return found
+    back()
+    back_s = time.monotonic()
+    callers.wait(1, 5.0)
+    return effect(list(callers.calls), before_s, at_s, until_s, back_s)
 
 
 def _row(fault: str, effects: Sequence[Effect], calls: int, failed: int) -> Row:

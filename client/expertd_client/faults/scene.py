@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from expertd_client.cluster import ExpertCluster
+from expertd_client.faults.damaged import write_copies
 from expertd_client.faults.netns import Namespace
 from expertd_client.faults.processes import ServerProcess, Stampede
 from expertd_client.faults.relay import Relay
@@ -20,7 +23,8 @@ from expertd_client.workload import LayerShape, drawn
 
 __all__ = ["FAULTS", "Event", "Scene"]
 
-MODEL = ("--synthetic", "tiny:int4_g128", "--layers", "0", "--device", "cpu", "--threads", "1")
+ALONE = ("--device", "cpu", "--threads", "1")
+MODEL = ("--synthetic", "tiny:int4_g128", "--layers", "0", *ALONE)
 SHAPE = LayerShape(0, 256, 8, 2)
 HALVES = ("0-3", "0-3", "4-7")
 BACK_S = 30.0
@@ -31,21 +35,25 @@ FAULTS = {
     "restart": "SIGTERM and a new start, one replica after the other",
     "restart-cached": "the same with packed weights kept on disk",
     "join": "a third replica is added to the placement, and leaves it again",
+    "garbage": "the same with one whose copy of the weights is damaged, which is to be refused",
     "delay": "everything from one of them comes 100 ms later",
     "cut": "nothing gets through to one of them any more, and no connection breaks",
     "partition": "the same by packets, between network namespaces (needs root)",
     "client": "another client, with 64 large requests under way at one of them, is killed",
 }
 """What may happen."""
+_KINDS = {"delay": "relayed", "cut": "relayed", "join": "told", "garbage": "copies", "partition": "apart"}
+"""The cluster that it happens to; the others: "direct"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """ready: before it; begin: it; end: after it."""
+    """ready: before it; begin: it; wrong: what should not have come of it, "" = nothing; end: after it."""
 
     begin: Callable[[], object]
     end: Callable[[], object] = lambda: None
     ready: Callable[[], object] = lambda: None
+    wrong: Callable[[], str] = lambda: ""
 
 
 class Told:
@@ -54,6 +62,9 @@ class Told:
     every_s = 0.02
 
     def __init__(self, addresses: Sequence[str]) -> None:
+        self.addresses = tuple(addresses)
+
+    def tell(self, addresses: Sequence[str]) -> None:
         self.addresses = tuple(addresses)
 
     def read(self) -> tuple[str, ...]:
@@ -65,23 +76,27 @@ class Scene:
 
     def __init__(self, stack: ExitStack, tokens: int, faults: Sequence[str]) -> None:
         self._stack = stack
-        near = HALVES if set(faults) - {"partition"} else ()
-        self.servers = [stack.enter_context(ServerProcess([*MODEL, "--experts", half])) for half in near]
-        spares = [stack.enter_context(ServerProcess([*MODEL, "--experts", HALVES[0]]))] if "join" in faults else []
+        near = HALVES if set(faults) - {"partition", "garbage"} else ()
+        self.servers = self._started([[*MODEL, "--experts", half] for half in near])
+        spares = self._started([[*MODEL, "--experts", HALVES[0]]] if "join" in faults else [])
         self._relays = [stack.enter_context(Relay(server.ready())) for server in self.servers]
         self._addresses = [server.address for server in self.servers]
         self._spares = [server.ready() for server in spares]
         self._clusters: dict[str, ExpertCluster] = {}
+        self._expected: dict[str, NDArray[np.float32]] = {}
         self.request = drawn(np.random.default_rng(0), tokens, SHAPE, 0.0)
-        output = self.cluster(faults[0]).forward_request(self.request).output
-        self.expected = np.asarray(output, np.float32)
 
-    def cluster(self, fault: str) -> ExpertCluster:
-        """The one that a fault happens to; made when it is first asked for."""
-        kind = {"delay": "relayed", "cut": "relayed", "join": "told", "partition": "apart"}.get(fault, "direct")
+    def cluster(self, fault: str) -> tuple[ExpertCluster, NDArray[np.float32]]:
+        """The one that a fault happens to, and what it answers to the request, [M, H]; made when it is first asked
+        for."""
+        kind = _KINDS.get(fault, "direct")
         if kind not in self._clusters:
-            self._clusters[kind] = self._stack.enter_context(self._made(kind))
-        return self._clusters[kind]
+            cluster = self._clusters[kind] = self._stack.enter_context(self._made(kind))
+            self._expected[kind] = np.asarray(cluster.forward_request(self.request).output, np.float32)
+        return self._clusters[kind], self._expected[kind]
+
+    def _started(self, options: Sequence[Sequence[str]]) -> list[ServerProcess]:
+        return [self._stack.enter_context(ServerProcess(each)) for each in options]
 
     def _made(self, kind: str) -> ExpertCluster:
         if kind == "relayed":
@@ -89,6 +104,14 @@ class Scene:
         if kind == "told":
             self._told = Told(self._addresses)
             return ExpertCluster(self._told)
+        if kind == "copies":
+            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="expertd-copies-"))
+            whole, damaged = write_copies(Path(folder), SHAPE)
+            held = [(whole, half) for half in HALVES] + [(damaged, HALVES[0])]
+            copies = self._started([["--checkpoint", str(f), "--experts", half, *ALONE] for f, half in held])
+            *good, self._damaged = [server.ready() for server in copies]
+            self._copies = Told(good)
+            return ExpertCluster(self._copies)
         if kind == "apart":
             self._namespaces = [self._stack.enter_context(Namespace()) for _ in HALVES]
             far = [
@@ -109,6 +132,13 @@ class Scene:
         """A fault at one of the replicas."""
         if fault == "partition":
             return Event(self._namespaces[which].cut, self._namespaces[which].mend)
+        if fault == "garbage":
+            good = self._copies.addresses
+            return Event(
+                lambda: self._copies.tell([*good, self._damaged]),
+                lambda: self._copies.tell(good),
+                wrong=self._admitted,
+            )
         server, relay = self.servers[which], self._relays[which]
         if fault == "kill":
             return Event(server.kill, server.restart)
@@ -119,7 +149,8 @@ class Scene:
         if fault == "restart-cached":
             return Event(server.end, lambda: server.restart("--cache", self._cache()))
         if fault == "join":
-            return Event(lambda: self._tell(self._spares), lambda: self._tell([]))
+            near = self._addresses
+            return Event(lambda: self._told.tell([*near, *self._spares]), lambda: self._told.tell(near))
         if fault == "delay":
             return Event(lambda: relay.slow(0.1), lambda: relay.slow(0.0))
         if fault == "cut":
@@ -127,8 +158,10 @@ class Scene:
         others = Stampede(server.address)
         return Event(others.kill, ready=lambda: self._stack.enter_context(others).wait())
 
-    def _tell(self, more: Sequence[str]) -> None:
-        self._told.addresses = (*self._addresses, *more)
+    def _admitted(self) -> str:
+        """Why the damaged copy is not refused as it should be."""
+        why = self._clusters["copies"].servers.get(self._damaged, "it is not there")
+        return "" if "other weights" in why else f"the damaged copy: {why or 'is asked'}"
 
     def _cache(self) -> str:
         if not hasattr(self, "_folder"):
