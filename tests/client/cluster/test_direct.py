@@ -246,16 +246,37 @@ def test_what_is_wrong_with_a_request_is_said_at_once(start):
     nothing_left(cluster)
 
 
-def test_a_deadline_ends_a_call_and_the_next_one_goes_on(start):
-    cluster = start(LOW, HIGH)
+SPLIT_OR_WHOLE = pytest.mark.parametrize("holdings", [(LOW, HIGH), (ALL,)])
+
+
+@SPLIT_OR_WHOLE
+def test_a_deadline_ends_a_call_and_the_next_one_goes_on(start, holdings):
+    cluster = start(*holdings)
     args, want = inputs(3, absent=0.0)
-    cluster.found[1].gate.clear()
+    cluster.found[-1].gate.clear()
     begin = time.monotonic()
     with pytest.raises(DeadlineExceededError):
         cluster.forward(0, *args, timeout_s=0.05)
     assert 0.05 <= time.monotonic() - begin < 2
-    cluster.found[1].gate.set()
+    cluster.found[-1].gate.set()
     assert near(cluster.forward(0, *args, timeout_s=10).output, want)
+    nothing_left(cluster)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_late_call_of_one_server_goes_to_its_replica(start, kind):
+    cluster = start(ALL, ALL, kinds=(kind,), policy=Policy(hedge=0.0, stall_s=0.05))
+    cluster.found[0].gate.clear()
+    asked = set()
+    for seed in range(6):
+        args, want = inputs(5, seed, absent=0.0)
+        answer = cluster.forward(0, *args, timeout_s=10)
+        assert near(answer.output, want)
+        asked |= {(part.server, part.asked) for part in answer.parts}
+        del answer
+    assert ("s1", 2) in asked, "the other one was never asked first"
+    cluster.found[0].gate.set()
+    until(lambda: cluster._members.by_address["s0"].outstanding == 0)
     nothing_left(cluster)
 
 
@@ -275,16 +296,18 @@ def test_a_late_part_goes_to_another_replica_and_the_answered_one_is_kept(start,
     nothing_left(cluster)
 
 
-def test_a_session_that_ends_while_it_is_waited_for(start):
-    cluster = start(LOW, HIGH, HIGH, policy=Policy(hedge=0.0, stall_s=5.0))
-    for n in (1, 2):
+@pytest.mark.parametrize("holdings", [(LOW, HIGH, HIGH), (ALL, ALL)])
+def test_a_session_that_ends_while_it_is_waited_for(start, holdings):
+    cluster = start(*holdings, policy=Policy(hedge=0.0, stall_s=5.0))
+    one, other = len(holdings) - 2, len(holdings) - 1
+    for n in (one, other):
         cluster.found[n].gate.clear()
     args, want = inputs(5, absent=0.0)
     answers = []
     calling = threading.Thread(target=lambda: answers.append(cluster.forward(0, *args, timeout_s=20)))
     calling.start()
-    until(lambda: any(server.entered.is_set() for server in cluster.found[1:]))
-    gone, left = (1, 2) if cluster.found[1].entered.is_set() else (2, 1)
+    until(lambda: any(cluster.found[n].entered.is_set() for n in (one, other)))
+    gone, left = (one, other) if cluster.found[one].entered.is_set() else (other, one)
     cluster.found[left].gate.set()
     cluster.found[gone].door.close()
     calling.join(15)
@@ -292,29 +315,31 @@ def test_a_session_that_ends_while_it_is_waited_for(start):
     assert [p.asked for p in answers[0].parts if p.server == f"s{left}"] == [2]
 
 
-def test_routes_that_do_not_add_up_are_not_added(start, monkeypatch):
+@pytest.mark.parametrize("holdings", [(LOW, HIGH, HIGH), (ALL, ALL)])
+def test_routes_that_do_not_add_up_are_not_added(start, monkeypatch, holdings):
     """A server that says that it holds more than it does."""
-    cluster = start(LOW, HIGH, HIGH)
-    liar = cluster.found[1]
+    cluster = start(*holdings)
+    liar = cluster.found[-1]
     liar.engine.hold([ServedLayer(0, E, (4, 5), K, H, 8, liar, "sums")])
     liar.held = (4, 5)
-    monkeypatch.setattr(liar, "held", HIGH)  # it goes on saying so
+    monkeypatch.setattr(liar, "held", holdings[-1])  # it goes on saying so
     for seed in range(20):
         args, want = inputs(6, seed, absent=0.0)
         assert near(cluster.forward(0, *args, timeout_s=10).output, want)
     nothing_left(cluster)
 
 
-def test_an_interrupt_takes_everything_back(start):
-    cluster = start(LOW, HIGH)
-    cluster.found[1].gate.clear()
+@SPLIT_OR_WHOLE
+def test_an_interrupt_takes_everything_back(start, holdings):
+    cluster = start(*holdings)
+    cluster.found[-1].gate.clear()
     args, want = inputs(5, absent=0.0)
     timer = threading.Timer(0.25, lambda: signal.raise_signal(signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         cluster.forward(0, *args, timeout_s=20)
     timer.join()
-    cluster.found[1].gate.set()
+    cluster.found[-1].gate.set()
     assert near(cluster.forward(0, *args, timeout_s=10).output, want)
     nothing_left(cluster)
 
@@ -368,29 +393,48 @@ def test_many_callers(start):
     nothing_left(cluster)
 
 
-def test_an_answer_that_cannot_be_given_leaves_nothing_behind(start, monkeypatch):
-    cluster = start(LOW, HIGH)
+def test_a_call_that_finds_no_room_waits_for_some(start):
+    """Answers that are lent fill the session's memory, and the inline way answers nothing."""
+    cluster = start(ALL)
+    args, want = inputs(60)
+    answers = (cluster.forward(0, *args, timeout_s=0.2) for _ in range(100))
+    lent = []
+    with pytest.raises((DeadlineExceededError, UnavailableError)):
+        lent.extend(answers)
+    assert len(lent) > 3
+    while lent:
+        lent.pop().release()
+    until(lambda: not any(cluster.servers.values()))
+    assert near(cluster.forward(0, *args, timeout_s=10).output, want)
+    nothing_left(cluster)
+
+
+@SPLIT_OR_WHOLE
+def test_an_answer_that_cannot_be_given_leaves_nothing_behind(start, monkeypatch, holdings):
+    cluster = start(*holdings)
     args, want = inputs(5, absent=0.0)
+    out = np.empty(args[0].shape, np.float32)
     for where in ("target", "delivered"):
         with monkeypatch.context() as patched:
             patched.setattr(f"expertd_client.cluster.call.Call.{where}", failing)
             with pytest.raises(MemoryError):
-                cluster.forward(0, *args)
+                cluster.forward(0, *args, out=out)
         nothing_left(cluster)
-    assert near(cluster.forward(0, *args).output, want)
+    assert near(cluster.forward(0, *args, out=out).output, want)
 
 
 def failing(*args):
     raise MemoryError
 
 
-def test_a_trace_knows_when_each_part_went_and_came(start):
-    cluster = start(LOW, HIGH)
+@SPLIT_OR_WHOLE
+def test_a_trace_knows_when_each_part_went_and_came(start, holdings):
+    cluster = start(*holdings)
     args, _ = inputs(5, absent=0.0)
     with trace() as t:
         cluster.forward(0, *args)
     [call] = t.finished
-    assert [p.server for p in call.answers] == ["s0", "s1"]
+    assert [p.server for p in call.answers] == ["s0", "s1"][: len(holdings)]
     for part in call.answers:
         assert part.transport == "shm"
         assert call.begin_ns < part.begin_ns < part.sent_ns < part.answered_ns <= call.joined_ns < call.end_ns

@@ -1,0 +1,146 @@
+"""One server of a call that its caller carries out himself: its session, and what it is told about."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from expertd.shm.layout import Completion
+from expertd_client.beside import CallConnection
+from expertd_client.cluster import native
+from expertd_client.cluster.assign import Assigned
+from expertd_client.cluster.leg import Leg, Try
+from expertd_client.cluster.member import Member
+from expertd_client.cluster.place import most_tokens
+from expertd_client.cluster.result import Answered
+from expertd_client.cluster.split import Part
+from expertd_client.cluster.surroundings import Surroundings
+from expertd_client.deadline import Deadline
+from expertd_client.link import Link
+from expertd_client.request import Request
+from expertd_client.result import ForwardResult
+from expertd_client.shm_message import Sent, message_bytes, refusal
+from expertd_client.transport import ChannelFullError
+
+if TYPE_CHECKING:
+    from expertd_client.cluster.flight import Flight
+
+__all__ = ["Asked", "asked"]
+
+
+class Asked:
+    """Its session is used until leave().  tokens, routes: of its part."""
+
+    __slots__ = ("_used", "assigned", "link", "member", "routes", "tokens", "way")
+
+    def __init__(
+        self, member: Member, assigned: Assigned, link: Link, way: CallConnection, tokens: int, routes: int
+    ) -> None:
+        """Raises ChannelFullError where the session is over."""
+        self.member, self.assigned, self.link, self.way = member, assigned, link, way
+        self.tokens, self.routes = tokens, routes
+        way.use()
+        self._used = True
+
+    def leave(self) -> None:
+        """The session is not used any more."""
+        if self._used:
+            self._used = False
+            self.way.unuse()
+
+    def lend(self, ticket: int, sent: Sent, request: Request, answer: Completion) -> ForwardResult:
+        """The answer, whose memory, and so the session, stays until it is released."""
+        self._used = False
+        return self.way.lend(ticket, sent, request, answer)
+
+    def late_at_s(self, around: Surroundings, begin_s: float) -> float:
+        """When somebody else is to be asked for its part; infinite: nobody else could be."""
+        assigned = self.assigned
+        if len(assigned.holders) < 2 and not assigned.apart:
+            return math.inf
+        late_s = math.inf if assigned.apart else around.latencies.late_s(self.tokens)
+        return min(begin_s + late_s, max(begin_s, self.member.stalls_at_s()) + 1e-3)
+
+    def answered(
+        self,
+        around: Surroundings,
+        layer: int,
+        seconds: float,
+        inside_ns: int,
+        queued_tokens: int,
+        token_ns: float,
+        name: bytes,
+        late: bool = False,
+    ) -> Answered:
+        """Its part was answered `seconds` after the call began, or, if late, somewhat earlier.  name: of the backend,
+        and the others as the answer says."""
+        self.member.heard(self.tokens, seconds, inside_ns, queued_tokens, token_ns, late)
+        if len(self.assigned.holders) > 1 and not late:
+            around.latencies.add(self.tokens, seconds)
+        backend = _text(name) or self.member.backends.get(layer, "")
+        return Answered(self.member.address, self.tokens, self.routes, 1, seconds, backend)
+
+    # ---- out of the ordinary -----------------------------------------------------------------------------------------
+
+    def leg(self, part: Part) -> Leg:
+        """Its part of a Flight."""
+        return Leg(part, self.assigned.holders, self.assigned.first, None, self.assigned.apart)
+
+    def tell(
+        self,
+        flight: Flight,
+        attempt: Try,
+        deadline: Deadline | None,
+        ticket: int,
+        state: int,
+        at_s: float,
+        sent: Sent,
+        answer: Completion,
+    ) -> None:
+        """Tells a Flight what became of a part that was sent: it is in one of native's states since `at_s`.  ticket: 0
+        where the session ended before one was known."""
+        way, request = self.way, attempt.leg.part.request
+        if state == native.ANSWERED:
+            flight.answered(attempt, self.lend(ticket, sent, request, answer), at_s)
+        elif state == native.REFUSED:
+            way.release(ticket)
+            flight.failed(attempt, refusal(answer))
+        elif state == native.LOST:
+            if ticket:
+                way.abandon(ticket)
+            flight.failed(attempt, way.lost())
+        else:
+            exchange = self.member.exchange
+            attempt.request_id = exchange.adopt(self.link, way, ticket, sent, request, deadline, attempt)
+            if attempt not in attempt.leg.tries:  # the call was over before
+                attempt.recall()
+
+    def abandon(self, ticket: int) -> None:
+        """Nobody wants its answer; 0: it was not sent."""
+        if ticket:
+            self.way.abandon(ticket)
+        self.member.dropped(self.tokens)
+
+
+def asked(around: Surroundings, assigned: Assigned, request: Request, tokens: int, routes: int) -> Asked | None:
+    """None: the server cannot be asked so now for a part of a request."""
+    member = around.members.by_address.get(assigned.server)
+    if member is None or not member.usable(around.clock()):
+        return None
+    direct = member.exchange.direct()
+    if direct is None or 0 < most_tokens(around.members, assigned.holders) < tokens:
+        return None
+    link, way = direct
+    if 0 < way.most_bytes < message_bytes(request):
+        return None
+    try:
+        return Asked(member, assigned, link, way, tokens, routes)
+    except ChannelFullError:
+        return None
+
+
+@lru_cache(maxsize=256)
+def _text(name: bytes) -> str:
+    """Of a backend, filled up with zeros."""
+    return name.rstrip(b"\0").decode(errors="replace")
