@@ -120,6 +120,7 @@ def seen_everything() -> Metrics:
     metrics.hold([BackendFacts(0, "reference", "int4_g128", "none", "cpu", "order", False)])
     metrics.booted({"plan": 1.0}, {"hit": 1})
     metrics.reloaded("tls", True)
+    metrics.connection_cut("half-sent messages hold too much")
     metrics.plan({"weights": 1})
     metrics.registry.register(GpuFacts(SeenGpu(), None))
     metrics.watch_load(lambda: LoadNow(0, 0, 0.0, False))

@@ -297,6 +297,7 @@ class ServeConfig:
     max_queue_requests: int = 4096
     max_queue_routes: int = 1 << 20
     max_queue_bytes: int = 2 << 30
+    max_half_sent_bytes: int = 1 << 29
     refuse_late: bool = True
     nonfinite: str = "pass"
     max_wait_us: int = 0
@@ -513,6 +514,14 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_queue_requests", _int(1), "N", "the same of requests"),
     Option("max_queue_routes", _int(1), "N", "the same of routes (tokens x top_k): what computing costs"),
     Option("max_queue_bytes", _bytes, "SIZE", "the same of memory that waiting requests and their answers hold"),
+    Option(
+        "max_half_sent_bytes",
+        _bytes,
+        "SIZE",
+        "most that one TCP connection of gRPC may hold of messages that are not whole yet, and 4/3 of it all together;"
+        " beyond it connections end, first those on which nothing came whole for longest; at least twice"
+        " max-message-bytes",
+    ),
     Option(
         "refuse_late",
         _yes_no,

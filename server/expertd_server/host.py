@@ -296,7 +296,9 @@ class Host:
     def _make_service(self, source: ExpertSource, infos: Sequence[LayerInfo]) -> None:
         config = self.config
         largest = config.max_message_bytes or min(message_bytes(config.max_tokens, infos), _MOST_BYTES)
-        limits = Limits(config.max_tokens, largest, config.max_in_flight)
+        limits = Limits(
+            config.max_tokens, largest, config.max_in_flight, max_half_sent_bytes=config.max_half_sent_bytes
+        )
         self.service = Service(self.engine, self.metrics, limits)
         self.service.traced = None if self._traces is None else self._traces.add
         door = self.service.doors["shm"] = self._shm(infos)

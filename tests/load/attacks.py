@@ -15,9 +15,9 @@ from pathlib import Path
 
 import grpc
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rpc/server"))
 
-from h2 import HalfSent
+from http2 import HalfSent
 
 from expertd.v1 import expert_service_pb2 as pb
 
@@ -141,6 +141,11 @@ async def half_sent(address: str, _: str, seconds: float) -> str:
     return await _hold(address, seconds, connections=20, streams=1, size=60_000_000)
 
 
+async def half_sent_more(address: str, _: str, seconds: float) -> str:
+    """100 connections, each with the beginning of a message of 60 MB."""
+    return await _hold(address, seconds, connections=100, streams=1, size=60_000_000)
+
+
 async def half_sent_streams(address: str, _: str, seconds: float) -> str:
     """One connection with 100 calls, each with the beginning of a message of 20 MB."""
     return await _hold(address, seconds, connections=1, streams=100, size=20_000_000)
@@ -205,6 +210,7 @@ ATTACKS: dict[str, Callable[[str, str, float], Awaitable[str]]] = {
         unread_refusals,
         unread_answers,
         half_sent,
+        half_sent_more,
         half_sent_streams,
         burst,
         flood,

@@ -63,12 +63,13 @@ class Queue(NamedTuple):
 class Limits(NamedTuple):
     """max_tokens: of a request.  max_message_bytes: of a received message.  max_in_flight: requests of one session.
     max_unread_bytes: answers, from their request's taking until they have left, of one session where no other has any
-    (see fits)."""
+    (see fits).  max_half_sent_bytes: of messages that are not whole yet, likewise, of one connection."""
 
     max_tokens: int
     max_message_bytes: int
     max_in_flight: int
     max_unread_bytes: int = 1 << 29
+    max_half_sent_bytes: int = 1 << 29
 
 
 class QueueLimits(NamedTuple):

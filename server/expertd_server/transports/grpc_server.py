@@ -23,6 +23,7 @@ from expertd_server.engine.native import NativeEngine
 from expertd_server.service.service import Service
 from expertd_server.transports import channelz
 from expertd_server.transports.grpc_service import Servicer
+from expertd_server.transports.half_sent import HalfSent
 from expertd_server.transports.loop_thread import LoopThread
 from expertd_server.transports.security import Gate, GuardedReflection, Security, tls_credentials
 from expertd_server.views.metrics import SERVICE
@@ -65,7 +66,7 @@ class ExpertServer:
         self.servicer = Servicer(service, gate)
         self._bell, self._reporting = -1, False
         self._borrow_outcomes()
-        self._watcher: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
             options=[
@@ -87,22 +88,25 @@ class ExpertServer:
                 ("grpc.server_handshake_timeout_ms", 10_000),
             ]
         )
-        self._server.add_generic_rpc_handlers((self.servicer.handler(),))
+        limits = service.limits
+        most = max(limits.max_half_sent_bytes, _SLACK * limits.max_message_bytes)
+        self._half_sent = front = HalfSent(self._server, most, service.metrics.connection_cut)
+        front.add_generic_rpc_handlers((self.servicer.handler(),))
         named = [SERVICE]
         if security.kserve:
             from expertd_server.transports.kserve import KSERVE, KServe  # its messages exist once in a process
 
             named.append(KSERVE)
-            self._server.add_generic_rpc_handlers((KServe(service, self.servicer).handler(),))
+            front.add_generic_rpc_handlers((KServe(service, self.servicer).handler(),))
         if security.health:
             named.append(health.SERVICE_NAME)
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, front)
         if security.channelz:
             named.append(channelz.NAME)
-            channelz.add_channelz(self._server, gate)
+            channelz.add_channelz(front, gate)
         if security.reflection:
             named.append(reflection.SERVICE_NAME)
-            add_ServerReflectionServicer_to_server(GuardedReflection(named, gate), self._server)
+            add_ServerReflectionServicer_to_server(GuardedReflection(named, gate), front)
 
     async def start(self, listen: Address) -> Address:
         """Listen; health is NOT_SERVING.  Raises OSError where the address cannot be had."""
@@ -116,7 +120,10 @@ class ExpertServer:
             except RuntimeError as e:
                 raise OSError(str(e)) from e
         await self._server.start()
-        self._watcher = asyncio.create_task(self._watch())
+        self._watchers = [
+            asyncio.create_task(self._watch()),
+            asyncio.create_task(self._half_sent.watch(0 if listen.path else port)),
+        ]
         self.address = listen if listen.path else Address(listen.host, port)
         return self.address
 
@@ -142,8 +149,8 @@ class ExpertServer:
         if done := self._idle():
             await self._quiet(min(until_s, time.monotonic() + _QUIET_LIMIT_S))
         await self._server.stop(min(_CLOSE_S, max(0.1, until_s - time.monotonic())) if done else 0)
-        if self._watcher is not None:
-            self._watcher.cancel()
+        for task in self._watchers:
+            task.cancel()
         return done
 
     def _idle(self) -> bool:
@@ -159,8 +166,8 @@ class ExpertServer:
 
     async def close(self) -> None:
         """Close at once, whatever is under way."""
-        if self._watcher is not None:
-            self._watcher.cancel()
+        for task in self._watchers:
+            task.cancel()
         await self._server.stop(0)
         engine = self.service.engine
         if self._bell >= 0 and isinstance(engine, NativeEngine):

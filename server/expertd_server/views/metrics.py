@@ -75,6 +75,12 @@ class Metrics:
         self._reloads = Counter(
             "expertd_reloads", "Certificates or callers were read again, by outcome.", ("what", "outcome"), registry=r
         )
+        self._cut = Counter(
+            "expertd_connections_ended",
+            "Connections that the server ended: half-sent messages held too much, or did not go on.",
+            ("why",),
+            registry=r,
+        )
         self.bytes = Counter("expertd_bytes", "Bytes of messages, in and out.", ("direction",), registry=r)
         self.backend_info = Gauge(
             "expertd_backend_info",
@@ -121,6 +127,10 @@ class Metrics:
     def reloaded(self, what: str, good: bool) -> None:
         """Files of `what` ("tls", "callers") have changed and are good, or broken."""
         self._reloads.labels(what, "ok" if good else "broken").inc()
+
+    def connection_cut(self, why: str) -> None:
+        """See transports/half_sent.py."""
+        self._cut.labels(why).inc()
 
     def trouble(self, kind: str) -> None:
         """See Worker."""
