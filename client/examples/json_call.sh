@@ -13,12 +13,12 @@ call() {  # METHOD JSON
     fi
 }
 
-# The number that follows NAME in JSON on standard input; buf and newer grpcurls print hiddenSize, older ones hidden_size.
+# The number that follows NAME in JSON on standard input.
 number() {
-    tr -d ' \n"_' | tr '[:upper:]' '[:lower:]' | sed -n "s/.*$1:\([0-9]*\).*/\1/p"
+    tr -d ' \n"' | sed -n "s/.*$1:\([0-9]*\).*/\1/p"
 }
 
-hidden=$(call Describe '{}' | number hiddensize)
+hidden=$(call Describe '{}' | number hiddenSize)
 test -n "$hidden"
 echo "hidden size $hidden"
 
@@ -31,7 +31,7 @@ first=$(call Forward "$drawn")
 second=$(call Forward "$drawn")
 echo "$first"
 test "$(echo "$first" | number crc32)" = "$(echo "$second" | number crc32)"
-test "$(echo "$first" | number routescomputed)" = 8
+test "$(echo "$first" | number routesComputed)" = 8
 
 # One token typed as values: expert 1 alone, with a weight of 1; the second route goes nowhere.
 ones=$(yes 1 | head -n "$hidden" | paste -sd, -)
@@ -41,7 +41,7 @@ typed="{\"layer\": 0, \"outputForm\": \"OUTPUT_FORM_DIGEST\",
   \"topkWeights\":  {\"dtype\": \"DATA_TYPE_F32\", \"shape\": [1, 2], \"floats\": {\"values\": [1, 0.5]}}}"
 third=$(call Forward "$typed")
 echo "$third"
-test "$(echo "$third" | number routescomputed)" = 1
+test "$(echo "$third" | number routesComputed)" = 1
 
 # The same token as e4m3: numbers that e4m3 holds, and a scale for 128 of them, with which they are multiplied.
 halves=$(yes 0.5 | head -n "$hidden" | paste -sd, -)

@@ -48,23 +48,39 @@ def done(child):
     return said
 
 
+BUF, GRPCURL, LOADS, *RECORDING = BLOCKS["sh"]
+
+
 def test_the_page_has_these_blocks():
-    firsts = [block.split()[:2] for block in BLOCKS["sh"]]
-    assert firsts == [["buf", "curl"], *(["expertctl", c] for c in ("load", "record", "load", "replay"))]
+    assert BUF.startswith("buf curl")
+    assert "grpcurl -plaintext" in GRPCURL
+    assert [block.split()[:2] for block in (LOADS, *RECORDING)] == [
+        ["expertctl", c] for c in ("load", "record", "load", "replay")
+    ]
     assert len(BLOCKS["python"]) == 1
 
 
 def test_calls_by_hand(address, tmp_path):
     if shutil.which("buf", path=PATH) is None:
         pytest.skip("buf is not installed: make test installs it where npm is")
-    said = done(run(BLOCKS["sh"][0], address, tmp_path))
+    said = done(run(BUF, address, tmp_path))
     assert said.count('"crc32"') == 2
     assert '"hiddenSize": 256' in said
     assert '"SERVING"' in said
 
 
+def test_calls_with_grpcurl_and_ghz(address, tmp_path):
+    for tool in ("grpcurl", "ghz"):
+        if shutil.which(tool, path=PATH) is None:
+            pytest.skip(f"{tool} is not installed")
+    said = done(run(GRPCURL, address, tmp_path))
+    assert "expertd.v1.ExpertService" in said
+    assert '"routesComputed": "8"' in said
+    assert "[OK]   1000 responses" in said
+
+
 def test_loads(address, tmp_path):
-    said = done(run(BLOCKS["sh"][1], address, tmp_path))
+    said = done(run(LOADS, address, tmp_path))
     assert "backend echo" in said
     assert "16 callers" in said
     assert "95 % confidence" in said
@@ -76,7 +92,7 @@ def test_recording(address, tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    record, load, replay = (block.replace("50061", str(port)) for block in BLOCKS["sh"][2:])
+    record, load, replay = (block.replace("50061", str(port)) for block in RECORDING)
     recorder = run(record, address, tmp_path)
     for _ in range(300):
         with socket.socket() as s:

@@ -14,8 +14,6 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from expertd_server.config import Address
 from expertd_server.engine.admission import State
@@ -25,7 +23,8 @@ from expertd_server.transports import channelz
 from expertd_server.transports.grpc_service import Servicer
 from expertd_server.transports.half_sent import HalfSent
 from expertd_server.transports.loop_thread import LoopThread
-from expertd_server.transports.security import Gate, GuardedReflection, Security, tls_credentials
+from expertd_server.transports.reflection import add_reflection
+from expertd_server.transports.security import Gate, Security, tls_credentials
 from expertd_server.views.metrics import SERVICE
 
 __all__ = ["LOOP", "ExpertServer", "GrpcTransport", "bindable"]
@@ -105,8 +104,7 @@ class ExpertServer:
             named.append(channelz.NAME)
             channelz.add_channelz(front, gate)
         if security.reflection:
-            named.append(reflection.SERVICE_NAME)
-            add_ServerReflectionServicer_to_server(GuardedReflection(named, gate), front)
+            add_reflection(front, named, gate)
 
     async def start(self, listen: Address) -> Address:
         """Listen; health is NOT_SERVING.  Raises OSError where the address cannot be had."""

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
-from grpc_reflection.v1alpha.reflection import aio as reflection
 
 from expertd.errors import ExpertdError
-from expertd_server.service.access import CALL, DESCRIBE, Access, parse_access
+from expertd_server.service.access import CALL, Access, parse_access
 from expertd_server.service.reloading import FileError, Reloading
 
-__all__ = ["Gate", "GuardedReflection", "Security", "tls_context", "tls_credentials"]
+__all__ = ["Gate", "Security", "tls_context", "tls_credentials"]
 
 Told = Callable[[str, bool], None]
 
@@ -143,20 +142,3 @@ def _names(context: Any) -> list[str]:
     found = context.auth_context() or {}
     values = (*found.get("x509_subject_alternative_name", ()), *found.get("x509_common_name", ()))
     return [v.decode("utf-8", "replace") if isinstance(v, bytes) else str(v) for v in values]
-
-
-class GuardedReflection(reflection.ReflectionServicer):  # type: ignore[misc]
-    """Reflection for those who may describe."""
-
-    def __init__(self, services: Sequence[str], gate: Gate) -> None:
-        super().__init__(service_names=services)
-        self._gate = gate
-
-    async def ServerReflectionInfo(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
-        try:
-            self._gate.admit(context, DESCRIBE)
-        except ExpertdError as e:
-            await context.abort(e.code.grpc, e.message, e.to_trailing_metadata())
-        answers: Any = super().ServerReflectionInfo(request_iterator, context)
-        async for answer in answers:
-            yield answer
