@@ -16,6 +16,7 @@ def test_the_first_step_is_taken_at_once_and_the_rest_when_it_may_go_on() -> Non
         loop = asyncio.get_running_loop()
         first: asyncio.Future[str] = loop.create_future()
         broken: asyncio.Future[str] = loop.create_future()
+        ended = asyncio.Event()
 
         async def work() -> None:
             seen.append("begun")
@@ -28,6 +29,7 @@ def test_the_first_step_is_taken_at_once_and_the_rest_when_it_may_go_on() -> Non
                 seen.append(str(e))
             await asyncio.sleep(0.001)
             seen.append("done")
+            ended.set()
 
         begin(work())
         assert seen == ["begun"]
@@ -36,7 +38,7 @@ def test_the_first_step_is_taken_at_once_and_the_rest_when_it_may_go_on() -> Non
         await asyncio.sleep(0)
         assert seen == ["begun", "first"]
         broken.set_exception(OSError("broken"))
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(ended.wait(), 20)
 
     asyncio.run(main())
     assert seen == ["begun", "first", "slept", "broken", "done"]

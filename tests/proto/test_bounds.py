@@ -3,6 +3,7 @@ generator, is refused by name before it is paid for; as long as allowed, it is r
 
 from __future__ import annotations
 
+import contextlib
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -120,30 +121,40 @@ def hostile() -> dict[str, bytes]:
     }
 
 
+def spent_s(read: Callable[[bytes], object], data: bytes) -> float:
+    """Time of this thread alone, as others may keep the core: the least of three."""
+    took = []
+    for _ in range(3):
+        begin_s = time.thread_time()
+        with contextlib.suppress(ExpertdError):
+            read(data)
+        took.append(time.thread_time() - begin_s)
+    return min(took)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("attack", hostile())
 def test_a_hostile_message_costs_neither_time_nor_memory(attack):
+    """Time: at most a few times what protobuf takes to read the same bytes once, here and now."""
     data = hostile()[attack]
     tracemalloc.start()
-    start_s = time.thread_time()  # of this thread alone: others may keep the core
     try:
         with pytest.raises(ExpertdError) as e:
             wire.decode_forward_request(data)
-        spent_s, (_, peak) = time.thread_time() - start_s, tracemalloc.get_traced_memory()
+        _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert e.value.request_id == 7, "who asked is told"
     assert len(str(e.value)) < 700
-    assert spent_s < 0.25
     assert peak < 4 << 20
+    assert spent_s(wire.decode_forward_request, data) < 3 * spent_s(pb.ForwardRequest.FromString, data)
 
 
 def test_an_offer_of_two_million_transports_is_refused_before_it_is_read():
     data = pb.StreamForwardRequest(session=pb.SessionOffer(transports=["shm"] * 2_200_000)).SerializeToString()
-    start_s = time.perf_counter()
     with pytest.raises(MalformedMessageError, match=f"where it has more than {ODD_BYTES}"):
         wire.decode_stream_request(data)
-    assert time.perf_counter() - start_s < 0.1
+    assert spent_s(wire.decode_stream_request, data) < spent_s(pb.StreamForwardRequest.FromString, data) / 10
 
 
 @pytest.mark.parametrize("cls", MOST_BYTES, ids=lambda c: c.__name__)

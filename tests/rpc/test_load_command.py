@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -73,15 +72,15 @@ def test_ctrl_c_leaves_a_report(tiny_server, words, tmp_path):
     child = subprocess.Popen([*command, "--html", page], stdout=subprocess.PIPE, stderr=its_end, text=True, env=env)
     os.close(its_end)
     err = read_until(terminal, r" [1-9][\d,]* ok ")
-    time.sleep(0.5)
+    read_until(terminal, r" [1-9]\d[\d,]* ok ")
     os.kill(child.pid, signal.SIGINT)
     threading.Thread(target=read_until, args=(terminal, "$^"), daemon=True).start()
     out, _ = child.communicate(timeout=30)
     assert child.returncode == 130, err
     found = json.loads(out)
     assert found["interrupted"] is True
-    assert found["answered"] > 10
-    assert 0.1 < found["wall_s"] < 20
+    assert found["answered"] >= 10
+    assert 0 < found["wall_s"] < 30, "it did not run to its end"
     assert "Interrupted" in page.read_text()
 
 

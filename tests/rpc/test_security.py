@@ -239,13 +239,19 @@ def test_who_is_taken_out_of_the_file_is_out_also_on_a_stream_that_stands(serve,
     ids, x = np.zeros((1, 1), np.int32), np.ones((1, 256), np.float32)
     with ExpertClient(host.address, credentials=with_token(tmp_path, TOKEN), timeout_s=10) as client:
         client.forward(0, x, ids, ids.astype(np.float32))
-        callers.write_text("[callers.x")  # broken: what was good is kept
-        time.sleep(1.3)
+        callers.write_text("[callers.x")  # broken
+        time.sleep(1.3)  # it was looked at, and what was good is kept
         client.forward(0, x, ids, ids.astype(np.float32))
         callers.write_text(f'[callers.eyes]\ntokens = ["{OTHER}"]\nrights = ["call"]\n')
-        time.sleep(2)
-        with pytest.raises(UnauthenticatedError):
-            client.forward(0, x, ids, ids.astype(np.float32))
+        wait_for(lambda: refused(client, x, ids))
+
+
+def refused(client, x, ids) -> bool:
+    try:
+        client.forward(0, x, ids, ids.astype(np.float32))
+    except UnauthenticatedError:
+        return True
+    return False
 
 
 def entered(door, caller):
@@ -263,14 +269,14 @@ def entered(door, caller):
 
 
 def wait_for(true) -> None:
-    until = time.monotonic() + 5
+    until = time.monotonic() + 20
     while not true():
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
 def ended(sock) -> bool:
-    sock.settimeout(5)
+    sock.settimeout(20)
     try:
         return sock.recv(1) == b""
     except ConnectionResetError:

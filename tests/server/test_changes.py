@@ -142,18 +142,18 @@ def test_what_goes_is_computed_while_clients_turn_away(admin, weights):
     admin.call("Prepare", change="a", layers={"0": "0-1"})
     ended: list[float] = []
     commit = threading.Thread(
-        target=lambda: (admin.call("Commit", change="a", linger_ms=1000), ended.append(time.monotonic()))
+        target=lambda: (admin.call("Commit", change="a", linger_ms=3000), ended.append(time.monotonic()))
     )
     begin_s = time.monotonic()
     commit.start()
     while admin.held() != {0: [0, 1]}:
-        assert time.monotonic() < begin_s + 0.8, "Describe names them no more at once"
+        assert not ended, "Describe names them no more at once, not after the time that clients are given"
     admin.check(weights, range(4))
     assert admin.call("Status").state == pb.CHANGE_STATE_COMMITTING
     with pytest.raises(ChangePendingError):
         admin.call("Abort", change="a")
     commit.join(20)
-    assert ended[0] - begin_s >= 1.0
+    assert ended[0] - begin_s >= 3.0
     admin.check(weights, range(2))
 
 

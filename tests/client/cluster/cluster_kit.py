@@ -173,7 +173,7 @@ def transports(servers, kind=FunctionTransport):
     return lambda address: kind(lambda request: servers[address].serve(request), servers[address].describe, address)
 
 
-def until(condition, limit_s=5.0):
+def until(condition, limit_s=20.0):
     end_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end_s, "it did not happen"

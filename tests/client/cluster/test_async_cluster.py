@@ -70,11 +70,19 @@ async def test_a_failed_a_late_and_a_hung_replica():
         while cluster.servers["a"]:
             await asyncio.sleep(0.01)
         later(servers["a"], None)
-        begin_s = time.monotonic()
+        asked = len(servers["a"].asked)
         for _ in range(30):
             check(await cluster.forward(0, X, IDS, W))
-        assert time.monotonic() - begin_s < 2.0
-        assert not any(m.outstanding for m in cluster._members.by_address.values())
+        assert len(servers["a"].asked) <= asked + 10, "once it hangs it gets nothing"
+        await nothing_outstanding(cluster)
+
+
+async def nothing_outstanding(cluster):
+    """What a timer sent as its call ended is taken back a moment later."""
+    end_s = time.monotonic() + 20
+    while any(m.outstanding for m in cluster._members.by_address.values()):
+        assert time.monotonic() < end_s, "it did not happen"
+        await asyncio.sleep(0.002)
 
 
 async def test_deadlines_cancels_and_experts_that_are_missing():
@@ -92,7 +100,7 @@ async def test_deadlines_cancels_and_experts_that_are_missing():
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert not cluster._around.flights
-        assert not any(m.outstanding for m in cluster._members.by_address.values())
+        await nothing_outstanding(cluster)
     del servers["c"]
     async with cluster_of(servers) as cluster:
         with pytest.raises(PlacementError, match="no server for experts 4-7"):

@@ -257,7 +257,7 @@ def test_a_deadline_ends_a_call_and_the_next_one_goes_on(start, holdings):
     begin = time.monotonic()
     with pytest.raises(DeadlineExceededError):
         cluster.forward(0, *args, timeout_s=0.05)
-    assert 0.05 <= time.monotonic() - begin < 2
+    assert 0.05 <= time.monotonic() - begin < 10
     cluster.found[-1].gate.set()
     assert near(cluster.forward(0, *args, timeout_s=10).output, want)
     nothing_left(cluster)

@@ -399,4 +399,4 @@ def test_one_that_sleeps_is_not_forgotten_by_one_that_spins(both):
         late.append(came[sleeps] - answered)
         client.release(spins)
         client.release(sleeps)
-    assert sum(s > 0.05 for s in late) <= 1, "of 100 ms, after which a sleeper looks by itself"
+    assert sorted(late)[len(late) // 2] < 0.025, "half of 50 ms: a sleeper looks by itself after 100"

@@ -44,6 +44,13 @@ def tensor(address, shape, dtype):
     return torch.from_numpy(np.ctypeslib.as_array((kind * n).from_address(address))).view(dtype).view(shape)
 
 
+def until(condition, within_s=20.0):
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not happen"
+        time.sleep(0.001)
+
+
 class Bench:
     """A core with its thread."""
 
@@ -62,6 +69,7 @@ class Bench:
         self.batches = []
         self.may_run = threading.Event()
         self.may_run.set()
+        self.begun = 0  # batches that its thread has taken up
         self.interrupted = threading.Event()
         self.fails = ""
         self.takes_s = 0.0
@@ -93,6 +101,7 @@ class Bench:
                 self.interrupted.set()
                 continue
             assert code == module.RUN
+            self.begun += 1
             assert self.may_run.wait(20)
             if self.takes_s:
                 time.sleep(self.takes_s)
@@ -120,14 +129,34 @@ class Bench:
         handle, reason, _ = self.core.submit(f)
         return handle, reason, out
 
-    def outcome(self, handle, within_s=10.0):
+    def hold(self, *request, **more):
+        """forward(), whose batch has begun and ends when may_run is set: what comes after it waits."""
+        self.may_run.clear()
+        before = self.begun
+        taken = self.forward(*request, **more)
+        until(lambda: self.begun > before)
+        return taken
+
+    def turn(self):
+        """Waits until the core has taken what was said to it before."""
+        self.interrupted.clear()
+        self.core.interrupt()
+        assert self.interrupted.wait(20)
+
+    def until_taken(self, requests):
+        """So many wait or are under way."""
+        until(lambda: self.core.load().queued_requests == requests)
+
+    def outcome(self, handle):
         """(reason, routes, text) of a request; waits."""
-        end = time.monotonic() + within_s
-        while handle not in self.answered:
+
+        def came():
             for o in self.core.outcomes():
                 self.answered[o.handle] = (module.REASONS[o.reason], o.routes_computed, o.text.decode(), o.session_gone)
-            assert time.monotonic() < end, "no outcome"
-            time.sleep(0.001)
+            return handle in self.answered
+
+        if handle not in self.answered:
+            until(came)
         return self.answered[handle]
 
     def close(self):

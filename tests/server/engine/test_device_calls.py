@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from core_kit import BUILT, E4M3, NUMBER, bench, expected, inputs
+from core_kit import BUILT, E4M3, NUMBER, bench, expected, inputs, until
 
 from expertd.shm import layout
 from expertd.shm.client import Client
@@ -63,13 +63,10 @@ class Device:
         self.words.answered = 0
         self.words.called = number
 
-    def end(self, within_s=10.0):
+    def end(self, within_s=20.0):
         """What the stream waits for."""
-        until = time.monotonic() + within_s
-        while not (how := self.words.answered):
-            assert time.monotonic() < until, "never answered"
-            time.sleep(1e-5)
-        return how
+        until(lambda: self.words.answered, within_s)
+        return self.words.answered
 
     def failure(self):
         return self.words.failure.name.decode()
@@ -117,13 +114,10 @@ def test_callers_on_devices_and_on_the_host_share_a_batch():
         tensors = [inputs(2 + n, seed=n) for n in range(3)]
         for d, t in zip(devices, tensors, strict=True):
             assert d.prepare(1, *t) == ""
-        b.may_run.clear()
-        first = b.forward(*inputs(1))
-        time.sleep(0.02)
+        first = b.hold(*inputs(1))
         inline = b.forward(*(mine := inputs(2, seed=9)))
         for d, t in zip(devices, tensors, strict=True):
             d.start(1, *t)
-        time.sleep(0.05)
         b.may_run.set()
         for d, t in zip(devices, tensors, strict=True):
             assert d.end() == layout.GOOD, (d.words.failure.name, d.words.failure.text)
@@ -192,11 +186,11 @@ def test_a_bad_id_a_passed_deadline_and_a_layer_that_went_are_refused_at_the_cal
         d.start(3, x, ids, w)
         assert (d.end(), d.failure()) == (layout.REFUSED, "DEADLINE_EXCEEDED")
         b.core.remove_layer(3)
-        time.sleep(0.02)
+        b.turn()
         d.start(1, x, ids, w)
         assert (d.end(), d.failure()) == (layout.REFUSED, "LAYER_NOT_HELD")
         b.add_layer(generation=2)
-        time.sleep(0.02)
+        b.turn()
         d.start(1, x, ids, w)
         assert d.end() == layout.GOOD
         assert torch.equal(d.tensors[1][3], expected(x, ids, w))
@@ -214,9 +208,9 @@ def test_a_call_while_the_core_sleeps_is_seen_and_the_sleep_costs_little():
         time.sleep(0.05)
         before = time.process_time()
         time.sleep(0.5)
-        assert time.process_time() - before < 0.02, "of half a second"
+        assert time.process_time() - before < 0.25, "of half a second, where it would watch all the time"
         d.start(1, *t)
-        assert d.end(within_s=2.0) == layout.GOOD
+        assert d.end() == layout.GOOD
         assert torch.equal(d.tensors[1][3], expected(*t))
         time.sleep(0.05)
         d.client.wake()  # the core watches without sleep again
@@ -235,7 +229,7 @@ def test_draining_and_failing_answer_calls():
         assert (d.end(), d.failure()) == (layout.REFUSED, "BACKEND_FAILED")
         b.fails = ""
         b.core.drain()
-        time.sleep(0.02)
+        b.turn()
         d.start(1, *t)
         assert (d.end(), d.failure()) == (layout.REFUSED, "DRAINING")
         d.close()
@@ -249,12 +243,11 @@ def test_a_session_that_goes_under_a_call():
             assert each.prepare(1, *t) == ""
         b.may_run.clear()
         d.start(1, *t)
-        time.sleep(0.02)
-        other.start(1, *t)  # waits
-        time.sleep(0.02)
+        until(lambda: b.begun == 1)
+        other.start(1, *t)
+        until(lambda: other.words.called == 0)  # it is taken, and waits
         b.core.remove_session(2000)
         b.core.remove_session(2001)
-        time.sleep(0.05)
         b.may_run.set()
         assert b.outcome(2000)[3] == b.outcome(2001)[3] == 1
         assert d.end() == layout.GOOD

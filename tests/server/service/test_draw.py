@@ -48,9 +48,9 @@ def test_threads_that_draw_at_once_get_what_each_would_alone(switching):
 def test_a_new_seed_costs_the_same_however_many_are_kept():
     drawer, times = Drawer(), []
     for seed in range(6000):
-        start = time.perf_counter()
+        start = time.thread_time()
         drawer.weights(seed, 1, 2, "f32")
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     assert median(times[-500:]) < 4 * median(times[:500])
 
 
