@@ -1,0 +1,174 @@
+"""Layers that change while requests wait and run, and work between batches."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from setup_kit import ALONE, Caller, FakeExperts, Setup, in_python, inputs, served
+
+from expertd.errors import (
+    DrainingError,
+    LayerNotHeldError,
+    NotReadyError,
+)
+from expertd_server.engine import pipeline
+from expertd_server.engine.engine import Engine
+from expertd_server.engine.executor import CpuExecutor
+from expertd_server.engine.lane import CpuLane, DeviceLane
+from expertd_server.engine.request import Answer
+
+
+def test_an_engine_takes_nothing_before_it_is_opened():
+    engine = Engine(torch.device("cpu"), policy=ALONE)
+    fake = FakeExperts()
+    engine.hold([served(0, fake)])
+    engine.start()
+    caller = Caller()
+    with pytest.raises(NotReadyError, match="until its health is SERVING"):
+        engine.submit(caller.request(1, inputs(1), [[2]], [[1.0]]))
+    engine.open()
+    engine.submit(caller.request(1, inputs(1), [[2]], [[1.0]]))
+    caller.wait(1)
+    engine.stop(10)
+    engine.open()
+    with pytest.raises(DrainingError):
+        engine.submit(caller.request(2, inputs(1), [[2]], [[1.0]]))
+
+
+def test_an_engine_without_layers_works_and_takes_them_later(make):
+    s = make(layers=())
+    with pytest.raises(LayerNotHeldError, match="want one of those held here: none"):
+        s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+    s.engine.hold([served(4, s.fake)])
+    s.run(s.caller.request(1, inputs(1), [[2]], [[1.0]], layer=4))
+    assert isinstance(s.caller.outcomes[1], Answer)
+    s.engine.hold([])
+    with pytest.raises(LayerNotHeldError):
+        s.engine.submit(s.caller.request(2, inputs(1), [[2]], [[1.0]], layer=4))
+
+
+def test_what_waits_is_computed_by_what_was_held_when_it_came(make):
+    s = make()
+    s.block()
+    s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+    other = FakeExperts()
+    swapped = threading.Thread(target=s.engine.hold, args=([served(0, other)],))
+    swapped.start()
+    time.sleep(0.05)
+    assert swapped.is_alive(), "layers change between batches"
+    s.fake.gate.set()
+    swapped.join(20)
+    s.caller.wait(1)
+    s.run(s.caller.request(2, inputs(1), [[2]], [[1.0]]))
+    assert (len(s.fake.calls), len(other.calls)) == (2, 1)
+
+
+def test_a_request_checked_before_a_change_is_computed_by_what_is_held_when_it_is_taken(make):
+    s = make()
+    r = s.caller.request(1, inputs(1), [[2]], [[1.0]], layer=s.engine.holding.layer(0))
+    other = FakeExperts()
+    s.engine.hold([served(0, other)])
+    s.run(r)
+    assert (len(s.fake.calls), len(other.calls)) == (0, 1)
+
+
+def test_a_layer_is_forgotten_when_nothing_in_flight_uses_it(make):
+    s = make()
+    old = s.engine.holding.layer(0)
+    s.block()
+    s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+    fake, s.fake = s.fake, FakeExperts()
+    threading.Timer(0.1, fake.gate.set).start()
+    s.engine.hold([served(0, s.fake)])
+    assert s.engine.forget([old], 20)
+    assert len(fake.calls) == 2
+    watch = weakref.ref(fake)
+    until = time.monotonic() + 10
+    while len(s.reports) < 2 and time.monotonic() < until:
+        time.sleep(0.001)
+    s.reports.clear()
+    del fake, old
+    until = time.monotonic() + 10
+    while watch() is not None and time.monotonic() < until:
+        time.sleep(0.001)  # the engine's thread has just told the second, and may not have gone on
+    assert watch() is None, "nobody holds on to it: not the engine's thread, not its requests"
+
+
+def test_lanes_drop_what_they_keep_for_a_forgotten_layer(make, monkeypatch):
+    dropped = []
+    for lane in (CpuLane, DeviceLane, CpuExecutor):
+        monkeypatch.setattr(lane, "forget", lambda lane, generations: dropped.append(generations))
+    s = make()
+    a, b = s.engine.holding.values()
+    s.engine.hold([])
+    assert s.engine.forget([a, b], 20)
+    assert dropped
+    assert all(gone == {a.generation, b.generation} for gone in dropped)
+
+
+def test_a_layer_still_in_use_is_not_forgotten(make):
+    s = make()
+    old = s.engine.holding.layer(0)
+    s.block()
+    assert not s.engine.forget([old], 0.05)
+    s.fake.gate.set()
+    assert s.engine.forget([old], 20)
+
+
+def test_work_between_batches_has_the_device_for_itself(make):
+    s = make()
+    s.block()
+    done = []
+    threads = [threading.Thread(target=lambda: done.append(s.engine.between(threading.get_ident))) for _ in range(2)]
+    for t in threads:
+        t.start()
+    s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+    time.sleep(0.05)
+    assert not done
+    s.fake.gate.set()
+    for t in threads:
+        t.join(20)
+    assert done == [s.engine._thread.ident] * 2
+    with pytest.raises(ZeroDivisionError):
+        s.engine.between(lambda: 1 // 0)
+    s.caller.wait(1)
+    s.engine.stop(10)
+    assert s.engine.between(threading.get_ident) == threading.get_ident(), "nobody computes any more"
+
+
+def test_work_between_batches_waits_for_all_that_is_under_way(monkeypatch):
+    two = (CpuLane(torch.float32), CpuLane(torch.float32))  # one batch is collected after the next was launched
+    monkeypatch.setattr(pipeline, "lanes", lambda *_: two)
+    s = Setup("python", "cpu")
+    s.block()
+    for tag in (1, 2, 3):
+        s.engine.submit(s.caller.request(tag, inputs(1), [[2]], [[1.0]], layer=tag % 2))
+    busy = []
+    work = threading.Thread(target=lambda: busy.append(s.engine.between(lambda: s.engine._pipeline.busy)))
+    work.start()
+    time.sleep(0.05)
+    s.fake.gate.set()
+    work.join(20)
+    assert busy == [False]
+    s.caller.wait(1, 2, 3)
+    s.engine.stop(10)
+
+
+@in_python
+def test_whoever_waits_for_work_between_batches_is_not_forgotten_when_the_engine_ends(make, monkeypatch):
+    s = make()
+    s.block()
+    s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
+    monkeypatch.setattr(s.engine, "_step", lambda: 1 // 0)
+    done = []
+    work = threading.Thread(target=lambda: done.append(s.engine.between(lambda: "done")), daemon=True)
+    work.start()
+    time.sleep(0.05)
+    s.fake.gate.set()
+    work.join(20)
+    assert done == ["done"]
+    s.caller.wait(0, 1)
