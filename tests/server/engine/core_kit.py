@@ -1,5 +1,5 @@
-"""A core on a CPU with its thread, and experts of one line: y = x * sum(weight * (slot + 1)), exact for
-small numbers."""
+"""A core on a CPU with its thread, callers in shared memory, and experts of one line: y = x * sum(weight * (slot + 1)),
+exact for small numbers."""
 
 import contextlib
 import ctypes as C
@@ -9,6 +9,10 @@ import time
 import numpy as np
 import torch
 
+from expertd.shm import layout
+from expertd.shm.client import Client
+from expertd.shm.layout import Completion, Submission
+from expertd.shm.region import Region
 from expertd_server.engine import core as module
 from expertd_server.engine.core import Config, Core, CoreMissingError, Forward, LaneMemory, LayerFacts, Run, library
 
@@ -185,3 +189,55 @@ def inputs(M, k=3, x=torch.float32, ids=torch.int32, w=torch.float32, seed=0):
         torch.randint(-1, E, (M, k), generator=g).to(ids),
         (torch.randint(0, 8, (M, k), generator=g) / 8).to(w),
     )
+
+
+class Caller:
+    """A client's session and the tensors of one request in it."""
+
+    def __init__(self, b, handle=1000, entries=16, caller=9):
+        self.region = Region.create(1 << 20, entries)
+        b.core.add_session(
+            handle, self.region.address, self.region.bytes, entries, self.region.server_bell, self.region.client_bell,
+            caller,
+        )  # fmt: skip
+        self.client = Client(self.region)
+        self.b, self.handle = b, handle
+        self.answer = Completion()
+
+    def would_ring(self):
+        """Whether the server's side says that it sleeps: who submits then rings, and takes that back."""
+        return C.c_uint32.from_address(self.region.address + 128).value == 1
+
+    def put(self, t):
+        block = self.client.take(t.numel() * t.element_size())
+        raw = t.contiguous().view(torch.uint8).reshape(-1).numpy()
+        np.frombuffer(self.region.view(block, raw.nbytes), np.uint8)[:] = raw
+        return block
+
+    def request(self, x, ids, w, layer=3, kind=layout.FORWARD, **more):
+        self.out = self.client.take(x.numel() * 4)
+        s = Submission(
+            kind=kind, layer=layer, tokens=len(x), top_k=ids.shape[1], hidden=self.put(x), ids=self.put(ids),
+            weights=self.put(w), out=self.out, hidden_dtype=NUMBER[x.dtype], ids_dtype=NUMBER[ids.dtype],
+            weights_dtype=NUMBER[w.dtype], out_dtype=NUMBER[x.dtype],
+        )  # fmt: skip
+        for name, value in more.items():
+            setattr(s, name, value)
+        return s
+
+    def output(self, like):
+        raw = bytes(self.region.view(self.out, like.numel() * like.element_size()))
+        return torch.frombuffer(bytearray(raw), dtype=like.dtype).view(like.shape)
+
+    def call(self, s, within_s=10):
+        ticket = self.client.submit(s)
+        assert ticket
+        assert self.client.wait(ticket, self.answer, int(within_s * 1e9)), "no answer"
+        self.client.release(ticket)
+        return self.answer.name.decode() if self.answer.refused else ""
+
+    def close(self):
+        self.b.core.remove_session(self.handle)
+        assert self.b.outcome(self.handle)[3] == 1
+        self.client.end()
+        self.client.close()
