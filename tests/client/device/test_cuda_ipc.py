@@ -1,16 +1,14 @@
-"""Sessions from a GPU against the real door and engine, on a GPU of a few lines of Python: its memory is the host's,
-its streams compute at once and wait for words in a loop."""
-# ruff: noqa: N802
+"""Sessions between GPUs of one host: words and copies on a stream."""
 
 import asyncio
-import contextlib
 import ctypes as C
 import threading
 import time
 
 import pytest
 import torch
-from beside_kit import E, H, Sums, missing, summing_engine
+from beside_kit import E, H
+from software_gpu import MISSING, HostPool, SoftwareGpu, enter, forward, inputs
 
 from expertd.errors import (
     BadDtypeError,
@@ -21,176 +19,14 @@ from expertd.errors import (
     UnavailableError,
 )
 from expertd.shm import cuda as cuda_module
-from expertd.shm.cuda import Cuda
 from expertd.shm.pool import PoolError
 from expertd.shm.region import host_id
-from expertd.v1 import expert_service_pb2 as pb
-from expertd_client import AsyncExpertClient, ExpertClient, cuda_ipc, torch_experts
-from expertd_client.device_way import DeviceWay
-from expertd_client.forwarder import Forwarder
-from expertd_client.result import ForwardResult
+from expertd_client import AsyncExpertClient, ExpertClient, cuda_ipc
 from expertd_server.engine.native import NativeEngine
 from expertd_server.engine.scheduler import Policy
 from expertd_server.service.offers import answer_offer
-from expertd_server.transports.shm import ShmDoor
 
-MISSING = missing()
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
-
-POOL = 1 << 16
-BRING, GATE, TAKE = 1, 2, 3
-
-
-class SoftwareGpu:
-    """The driver's functions that a session uses."""
-
-    def __init__(self):
-        self.kept = []
-        self.registered = 0
-
-    def __getattr__(self, name):
-        if not name.startswith("cu"):
-            raise AttributeError(name)
-        return lambda *arguments: 0
-
-    def cuModuleGetFunction(self, function, module, name):
-        function._obj.value = {b"bring": BRING, b"gate": GATE, b"take": TAKE}[name.value]
-        return 0
-
-    def cuMemAlloc_v2(self, address, size):
-        self.kept.append(C.create_string_buffer(size.value))
-        address._obj.value = C.addressof(self.kept[-1])
-        return 0
-
-    def cuMemHostRegister_v2(self, *arguments):
-        self.registered += 1
-        return 0
-
-    def cuMemHostUnregister(self, *arguments):
-        self.registered -= 1
-        return 0
-
-    def cuLaunchKernel(self, kernel, *arguments):
-        pointers = arguments[8]
-        values = [C.c_uint64.from_address(p).value for p in pointers]
-        if kernel.value == BRING:
-            for to, source, size in zip(values[0:9:3], values[1:9:3], values[2:9:3], strict=True):
-                C.memmove(to, source, size)
-            C.c_uint32.from_address(values[9]).value = 0
-            C.c_uint32.from_address(values[10]).value = values[11]
-        elif kernel.value == GATE:
-            word, until = C.c_uint32.from_address(values[0]), time.monotonic() + 20
-            while not word.value:
-                assert time.monotonic() < until, "the stream waits for ever"
-                time.sleep(1e-5)
-            C.c_uint32.from_address(values[2]).value = word.value != values[1]
-        else:
-            to, source, size, failed = values
-            if C.c_uint32.from_address(failed).value:
-                C.memset(to, 255, size)
-            else:
-                C.memmove(to, source, size)
-        return 0
-
-
-class HostPool:
-    """Memory that both sides see, under the same address."""
-
-    made = None
-
-    uuid = b"the server's GPU"
-
-    def __init__(self, memory):
-        self.memory, self.bytes, self.device, self.closed = memory, POOL, 0, 0
-        self.address = C.addressof(memory)
-
-    @classmethod
-    def create(cls, nbytes):
-        cls.made = cls((C.c_uint8 * POOL)())
-        return cls.made
-
-    @classmethod
-    def receive(cls, sock, device):
-        assert sock.recv(4) == b"pool"
-        return cls(cls.made.memory)
-
-    def send(self, sock):
-        sock.sendall(b"pool")
-
-    def close(self):
-        self.closed += 1
-
-
-class Stream:
-    cuda_stream = 7
-
-    def wait_stream(self, other):
-        raise AssertionError("there is one stream")
-
-
-STREAM = Stream()
-
-
-class Session(cuda_ipc.DeviceSession):
-    def _on_device(self):
-        return contextlib.nullcontext()
-
-    def _misplaced(self, t):
-        return False
-
-
-@pytest.fixture
-def sums():
-    return Sums()
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    gpu = SoftwareGpu()
-    monkeypatch.setattr(cuda_ipc, "cuda", lambda: Cuda(gpu))
-    monkeypatch.setattr(cuda_ipc, "Pool", HostPool)
-    monkeypatch.setattr(cuda_ipc, "device_uuid", lambda device: b"another GPU")
-    monkeypatch.setattr(cuda_ipc, "DeviceSession", Session)
-    return gpu
-
-
-@pytest.fixture
-def server(sums, gpu):
-    engine = summing_engine(sums, layers=2)
-    engine.sessions.pool, engine.sessions.pool_refusal = HostPool.create, lambda: ""
-    engine.start()
-    engine.open()
-    door = ShmDoor(engine, most_pools=2)
-    door.start()
-    door.engine = engine
-    yield door
-    sums.gate.set()
-    door.close()
-    engine.stop(10)
-
-
-def enter(door):
-    token, endpoint, why = door.gpu.offer("caller", host_id())
-    assert not why, why
-    return cuda_ipc.open_session(pb.SessionAnswer(token=token, endpoint=endpoint), 0)
-
-
-@pytest.fixture
-def lane(server):
-    with enter(server) as lane:
-        yield lane
-
-
-def inputs(M, x=torch.bfloat16, ids=torch.int32, w=torch.float32, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    hidden = torch.randint(-8, 8, (M, H), generator=g).to(x)
-    routes, weights = torch.randint(-1, E, (M, 2), generator=g), torch.randint(0, 8, (M, 2), generator=g) / 8
-    factor = torch.where(routes >= 0, (routes + 1) * weights, 0.0).sum(1, keepdim=True)
-    return (hidden, routes.to(ids), weights.to(w)), hidden.float() * factor
-
-
-def forward(lane, layer, tensors, **more):
-    return lane.forward(layer, *tensors, stream=STREAM, **more)
 
 
 def test_answers_are_right_whatever_comes(lane):
@@ -416,105 +252,3 @@ def test_a_server_on_a_cpu_and_one_without_a_driver_say_so(monkeypatch):
     monkeypatch.setattr(C, "CDLL", lambda name: (_ for _ in ()).throw(OSError("no such file")))
     assert "driver cannot be used" in cuda_module.device_refusal(0)
     cuda_module.cuda.cache_clear()
-
-
-# ---- torch modules (expertd_client.device_way) -----------------------------------------------------------------------
-
-
-def described(held=E, max_tokens=64):
-    layers = [pb.Layer(layer=n, num_experts=E, held=[pb.ExpertRange(first=0, count=held)]) for n in range(2)]
-    return pb.DescribeResponse(layers=layers, limits=pb.Limits(max_tokens=max_tokens))
-
-
-class Far(Forwarder):
-    """Everything but a session is counted."""
-
-    def __init__(self, way):
-        self.way, self.requests = way, 0
-
-    def device_way(self, device):
-        return self.way
-
-    def forward_request(self, request, *, timeout_s=None):
-        self.requests += 1
-        factor = ((request.topk_ids + 1) * request.topk_weights).sum(1, keepdim=True)
-        out = (request.hidden_states.float() * factor).to(request.hidden_states.dtype)
-        return ForwardResult(out, None, int((request.topk_ids >= 0).sum()), pb.Timing(), pb.Load(), 0)
-
-    def submit_request(self, request, *, timeout_s=None):
-        raise AssertionError("one request is enough")
-
-    def close(self):
-        pass
-
-
-@pytest.fixture
-def on_gpu(monkeypatch):
-    """Tensors count as lying on GPU 0."""
-    monkeypatch.setattr(torch_experts, "_gpu_of", lambda x: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM)
-
-
-def remote(open_session, **facts):
-    way = DeviceWay(open_session, lambda: described(**facts))
-    far = Far(way)
-    return torch_experts.RemoteExperts(far, 1).eval(), far, way
-
-
-def test_a_module_on_a_gpu_sends_from_there(server, on_gpu):
-    experts, far, way = remote(lambda: enter(server))
-    for seed in range(3):
-        t, want = inputs(5, seed=seed)
-        assert torch.allclose(experts(*t).float(), want, rtol=1e-2)
-    x, ids, w = inputs(6, x=torch.float32)[0]
-    out = experts(x.double().view(2, 3, H), ids.short().view(2, 3, 2), w.double().view(2, 3, 2))
-    assert (out.dtype, out.shape, far.requests, way.reason) == (torch.float64, (2, 3, H), 0, "")
-    assert torch.allclose(out.view(6, H).float(), inputs(6, x=torch.float32)[1], rtol=1e-2)
-    way.close()
-
-
-def test_a_batch_beyond_the_limit_goes_in_pieces(server, on_gpu):
-    experts, far, way = remote(lambda: enter(server), max_tokens=7)
-    t, want = inputs(30)
-    assert torch.allclose(experts(*t).float(), want, rtol=1e-2)
-    assert far.requests == 0
-    assert {key[1] for key in way._session._prepared} == {7, 2}
-    way.close()
-
-
-def test_layers_of_which_the_server_lacks_experts_travel_as_others_do(server, on_gpu):
-    experts, far, way = remote(lambda: enter(server), held=E - 1)
-    x, ids, w = inputs(5)[0]
-    assert torch.allclose(experts(x, ids.abs(), w).float(), x.float() * ((ids.abs() + 1) * w).sum(1, keepdim=True))
-    assert far.requests == 1
-    way.close()
-
-
-def test_where_no_session_can_be_had_nothing_is_lost_and_it_is_not_asked_each_time(on_gpu):
-    asked = []
-
-    def none():
-        asked.append(1)
-        raise UnavailableError("cuda_ipc: the server computes on a CPU")
-
-    experts, far, way = remote(none)
-    x, ids, w = inputs(5)[0]
-    for _ in range(3):
-        experts(x, ids.abs(), w)
-    assert (far.requests, len(asked)) == (3, 1)
-    assert "on a CPU" in way.reason
-
-
-def test_a_session_that_broke_is_opened_again(server, on_gpu, monkeypatch):
-    experts, far, way = remote(lambda: enter(server))
-    x, ids, w = inputs(5)[0]
-    experts(x, ids.abs(), w)
-    monkeypatch.setattr(way._session, "_lost", True)
-    experts(x, ids.abs(), w)
-    assert (far.requests, "ended" in way.reason) == (1, True)
-    way._not_before_s = 0.0
-    experts(x, ids.abs(), w)
-    assert (far.requests, way.reason) == (1, "")
-    way.close()
-    experts(x, ids.abs(), w)
-    assert (far.requests, way.reason) == (2, "closed")

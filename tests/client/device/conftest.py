@@ -1,0 +1,45 @@
+"""A server whose pools are on a GPU that is played, and a lane to it."""
+
+import pytest
+from beside_kit import Sums, summing_engine
+from software_gpu import HostPool, Session, SoftwareGpu, enter
+
+from expertd.shm.cuda import Cuda
+from expertd_client import cuda_ipc
+from expertd_server.transports.shm import ShmDoor
+
+
+@pytest.fixture
+def sums():
+    return Sums()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = SoftwareGpu()
+    monkeypatch.setattr(cuda_ipc, "cuda", lambda: Cuda(gpu))
+    monkeypatch.setattr(cuda_ipc, "Pool", HostPool)
+    monkeypatch.setattr(cuda_ipc, "device_uuid", lambda device: b"another GPU")
+    monkeypatch.setattr(cuda_ipc, "DeviceSession", Session)
+    return gpu
+
+
+@pytest.fixture
+def server(sums, gpu):
+    engine = summing_engine(sums, layers=2)
+    engine.sessions.pool, engine.sessions.pool_refusal = HostPool.create, lambda: ""
+    engine.start()
+    engine.open()
+    door = ShmDoor(engine, most_pools=2)
+    door.start()
+    door.engine = engine
+    yield door
+    sums.gate.set()
+    door.close()
+    engine.stop(10)
+
+
+@pytest.fixture
+def lane(server):
+    with enter(server) as lane:
+        yield lane
