@@ -244,7 +244,7 @@ CHART_OPTIONS = {
 
 def chart_schema() -> str:
     """The schema of the chart's values, with the names of today's options; all else in it is written by hand."""
-    from expertd_server.config import OPTIONS
+    from expertd_server.config.options import OPTIONS
 
     schema = json.loads((ROOT / CHART_SCHEMA).read_text())
     names = [o.flag.removeprefix("--") for o in OPTIONS if o.name not in CHART_OPTIONS]
@@ -253,7 +253,8 @@ def chart_schema() -> str:
 
 
 def options_page() -> str:
-    from expertd_server.config import OPTIONS, ServeConfig
+    from expertd_server.config.options import OPTIONS
+    from expertd_server.config.serve import ServeConfig
 
     parts = []
     for o in OPTIONS:

@@ -40,7 +40,8 @@ from expertd_server.boot.memory import device_bytes, free_bytes, memory_text, pl
 from expertd_server.boot.prepare import Workshop
 from expertd_server.boot.progress import Progress
 from expertd_server.changes import Changes
-from expertd_server.config import Address, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Address
 from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.choose import AnyEngine, make_engine
 from expertd_server.engine.native import NativeEngine

@@ -30,7 +30,7 @@ from expertd_server.boot.layers import Booted, Stopped, boot_layer, boot_layers
 from expertd_server.boot.measuring import Tournaments
 from expertd_server.boot.memory import MemoryPlan, free_bytes, give_back, hold, plan_memory, require_room
 from expertd_server.boot.prepare import Workshop
-from expertd_server.config import ServeConfig
+from expertd_server.config.serve import ServeConfig
 from expertd_server.engine.choose import AnyEngine
 from expertd_server.engine.served import ServedLayer
 

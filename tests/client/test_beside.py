@@ -23,7 +23,7 @@ from expertd_client import AsyncExpertClient, ExpertClient
 from expertd_client.e4m3 import quantize
 from expertd_client.shm import AioShmChannel, ShmChannel
 from expertd_client.tcp import AioTcpChannel, TcpChannel
-from expertd_server.config import Address
+from expertd_server.config.values import Address
 from expertd_server.engine.peers import PeerBounds
 from expertd_server.transports.shm import ShmDoor
 from expertd_server.transports.tcp import TcpDoor

@@ -12,7 +12,7 @@ import pytest
 from chart_kit import CHART, NEEDED, ROOT, helm, objects
 from command_kit import read
 
-from expertd_server.config import Shard
+from expertd_server.config.values import Shard
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -20,7 +20,7 @@ from command_kit import ROOT, read
 from image_steps import StepError, chain, environment, last
 from image_steps import read as stages_of
 
-from expertd_server.config import OPTIONS
+from expertd_server.config.options import OPTIONS
 
 TEXT = (ROOT / "deploy" / "Dockerfile").read_text()
 STAGES = stages_of(TEXT)

@@ -8,7 +8,7 @@ import shlex
 import pytest
 from command_kit import ROOT, pasted, read
 
-from expertd_server.config import OPTIONS
+from expertd_server.config.options import OPTIONS
 
 PAGES = sorted(p for where in ("*.md", "docs/*.md", "[a-z]*/README.md") for p in ROOT.glob(where))
 COMMANDS = [(str(p.relative_to(ROOT)), words) for p in PAGES for words in pasted(p.read_text())]

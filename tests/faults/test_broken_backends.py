@@ -23,7 +23,7 @@ from expertd_server.boot.layers import boot_layers
 from expertd_server.boot.measuring import Tournaments
 from expertd_server.boot.prepare import Workshop
 from expertd_server.cli import main
-from expertd_server.config import ServeConfig
+from expertd_server.config.serve import ServeConfig
 from expertd_server.views.describe import describe_layer
 
 CPU = Device("cpu", "x86_64")

@@ -33,7 +33,7 @@ from expertd_server.boot.assignment import assign_layers, open_source
 from expertd_server.boot.layers import boot_layers
 from expertd_server.boot.memory import plan_memory
 from expertd_server.boot.prepare import Workshop
-from expertd_server.config import ServeConfig
+from expertd_server.config.serve import ServeConfig
 
 def status(key):
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(key + ":"))

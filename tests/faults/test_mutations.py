@@ -21,7 +21,7 @@ from expertd_kernels.oracle.table import BACKENDS
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
 from expertd_server.boot.layers import boot_layers
 from expertd_server.boot.prepare import Workshop
-from expertd_server.config import ServeConfig
+from expertd_server.config.serve import ServeConfig
 
 OWN = sorted(p.parent for p in FOLDERS[0].glob("*/config.json"))
 MOST = 20

@@ -35,7 +35,7 @@ from expertd_server.boot.assignment import assign_layers, files_state, open_sour
 from expertd_server.boot.layers import Booted, boot_layers
 from expertd_server.boot.prepare import Workshop
 from expertd_server.cli import main
-from expertd_server.config import ServeConfig
+from expertd_server.config.serve import ServeConfig
 from expertd_server.views.describe import describe_layer
 
 pytestmark = pytest.mark.timeout(240)  # each test starts servers
@@ -94,7 +94,7 @@ def test_the_second_boot_loads_nothing_and_answers_the_same(tmp_path, backend):
 
 def test_a_part_of_the_experts_is_an_entry_of_its_own(tmp_path):
     boot(tmp_path, layers=None)
-    from expertd_server.config import Shard
+    from expertd_server.config.values import Shard
 
     _, workshop = boot(tmp_path, shard=Shard.parse("1/2"))
     assert dict(workshop.lookups) == {"miss": 2}

@@ -17,7 +17,8 @@ try:
     from expertd.errors import LayerNotHeldError
     from expertd_client import ExpertClient
     from expertd_server.boot.assignment import open_source
-    from expertd_server.config import Address, Ranges, ServeConfig
+    from expertd_server.config.serve import ServeConfig
+    from expertd_server.config.values import Address, Ranges
     from expertd_server.host import Host
 except Exception as e:  # a machine for kernels alone: nothing installed, or other versions of grpcio and protobuf
     pytest.skip(f"the server cannot run here: {type(e).__name__}: {e}", allow_module_level=True)

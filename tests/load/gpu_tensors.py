@@ -20,7 +20,8 @@ import torch
 from expertd_client import ExpertClient
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
-from expertd_server.config import Address, Ranges, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Address, Ranges
 from expertd_server.host import Host
 
 ROWS = 4

@@ -33,7 +33,8 @@ MODEL, H, K, TOKENS = "tiny:int4_g128", 256, 2, 8
 def serve(way: str) -> None:
     """A server until standard input is closed; its addresses go to standard output."""
     from expertd_server.commands.serve import as_server
-    from expertd_server.config import Address, ServeConfig
+    from expertd_server.config.serve import ServeConfig
+    from expertd_server.config.values import Address
     from expertd_server.host import Host
 
     if way in ("ready", "traced"):

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from expertd_server.config import Address, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Address
 from expertd_server.host import Host
 
 

@@ -48,7 +48,8 @@ def hosts(configs: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
 def main() -> None:
     from pathlib import Path
 
-    from expertd_server.config import Address, ServeConfig, Shard
+    from expertd_server.config.serve import ServeConfig
+    from expertd_server.config.values import Address, Shard
     from expertd_server.host import Host
 
     started = []

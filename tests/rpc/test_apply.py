@@ -23,7 +23,8 @@ from expertd_client.planner.observe import ask
 from expertd_client.workload import LayerShape, drawn
 from expertd_server import residence
 from expertd_server.boot.assignment import BootError
-from expertd_server.config import Address, Ranges, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Address, Ranges
 from expertd_server.engine.native import NativeEngine
 from expertd_server.host import Host
 from expertd_server.views.metrics_http import MetricsHttp

@@ -7,7 +7,7 @@ import pytest
 from in_process import hosts
 
 from expertd_server.boot.assignment import BootError
-from expertd_server.config import Address
+from expertd_server.config.values import Address
 from expertd_server.transports import channelz
 
 pytest.importorskip("grpc_channelz", reason="the extra `channelz` has it: pip install grpcio-channelz")

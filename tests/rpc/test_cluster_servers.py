@@ -15,7 +15,8 @@ from expertd_client.cluster.cluster import Outcome
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import open_source
-from expertd_server.config import Address, Ranges, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Address, Ranges
 from expertd_server.host import Host
 
 H, E, K, LAYER = 256, 8, 2, 1

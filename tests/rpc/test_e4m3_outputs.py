@@ -24,7 +24,8 @@ from expertd_client.e4m3 import quantize
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import open_source
-from expertd_server.config import Address, Ranges, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Address, Ranges
 
 pytestmark = pytest.mark.timeout(90)
 

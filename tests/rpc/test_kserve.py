@@ -20,7 +20,7 @@ from expertd.kserve import inference_pb2 as kserve
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as stubs
 from expertd_kernels import tolerance
-from expertd_server.config import Address
+from expertd_server.config.values import Address
 from expertd_server.transports.kserve import read_request
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from expertd_server.config import Address, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Address
 from expertd_server.host import Host
 
 ROOT = Path(__file__).parents[2]

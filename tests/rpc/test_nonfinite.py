@@ -9,7 +9,8 @@ from expertd_client import E4m3, ExpertClient, GrpcTransport
 from expertd_client.e4m3 import quantize
 from expertd_client.shm import ShmChannel
 from expertd_client.tcp import TcpChannel
-from expertd_server.config import Address, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Address
 from expertd_server.host import Host
 
 pytestmark = pytest.mark.timeout(90)

@@ -21,7 +21,8 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import Credentials, ExpertClient
 from expertd_client.shm import enter_session
 from expertd_server.boot.assignment import BootError
-from expertd_server.config import Address, ConfigError, ServeConfig
+from expertd_server.config.serve import ConfigError, ServeConfig
+from expertd_server.config.values import Address
 
 pytest.importorskip("cryptography", reason="makes certificates; pip install cryptography (the extra `test` has it)")
 

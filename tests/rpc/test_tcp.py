@@ -16,7 +16,8 @@ from expertd_client.tcp import TcpChannel
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import open_source
-from expertd_server.config import Address, ConfigError, Ranges, ServeConfig
+from expertd_server.config.serve import ConfigError, ServeConfig
+from expertd_server.config.values import Address, Ranges
 from expertd_server.engine.core import CoreMissingError, library
 
 try:

@@ -12,7 +12,8 @@ import pytest
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import ExpertClient
 from expertd_client.commands.top import Seen, row_of, samples
-from expertd_server.config import Address, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Address
 from expertd_server.host import Host
 
 BEFORE = """# HELP expertd_tokens_total Tokens.

@@ -16,7 +16,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_client import ExpertClient
 from expertd_server.boot.assignment import BootError
-from expertd_server.config import Address
+from expertd_server.config.values import Address
 from expertd_server.engine import choose
 from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.host import Host

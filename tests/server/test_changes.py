@@ -27,7 +27,8 @@ from expertd_kernels.sources.synthetic import random_inputs
 from expertd_kernels.weights.digest import expert_digests
 from expertd_server import residence
 from expertd_server.boot.assignment import BootError, open_source
-from expertd_server.config import Address, ConfigError, Ranges, ServeConfig
+from expertd_server.config.serve import ConfigError, ServeConfig
+from expertd_server.config.values import Address, Ranges
 from expertd_server.host import Host
 
 pytestmark = pytest.mark.timeout(60)

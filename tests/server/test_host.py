@@ -22,7 +22,8 @@ from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server import residence
 from expertd_server.boot.assignment import BootError, open_source
 from expertd_server.boot.layers import Stopped
-from expertd_server.config import Address, Ranges, ServeConfig, Shard
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Address, Ranges, Shard
 from expertd_server.host import Host
 
 H, E, K = 256, 8, 2

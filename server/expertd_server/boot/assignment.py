@@ -17,7 +17,8 @@ from expertd_kernels.oracle.decision import Decision, decide
 from expertd_kernels.problem import Device, Package
 from expertd_kernels.sources.source import ExpertSource, LayerInfo
 from expertd_kernels.weights.scheme import ActivationQuant
-from expertd_server.config import Pins, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Pins
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

@@ -31,7 +31,7 @@ from expertd_kernels.weights.canonical import Weights
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.memory import free_bytes
 from expertd_server.boot.prepare import LayerWeights, Workshop
-from expertd_server.config import ServeConfig
+from expertd_server.config.serve import ServeConfig
 
 __all__ = ["Tournaments", "affordable_copies", "results_text", "settle_threads", "settled_threads", "user_folder"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from expertd.ranges import format_ranges
 from expertd_server.boot.assignment import Assignment, BootError
-from expertd_server.config import ServeConfig
+from expertd_server.config.serve import ServeConfig
 from expertd_server.engine.sizes import (
     LANES,
     MOST_OTHERS,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertd.dtypes import DTYPE_NUMBER, HIDDEN_DTYPES
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_server.config import Address, Shard
+from expertd_server.config.values import Address, Shard
 
 if TYPE_CHECKING:
     from expertd_kernels.protocol import Direct

@@ -7,7 +7,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from expertd_server.config import ConfigError, ServeConfig, add_flags, resolve
+from expertd_server.config.resolve import add_flags, resolve
+from expertd_server.config.serve import ConfigError, ServeConfig
 
 if TYPE_CHECKING:
     from expertd_kernels.problem import Device

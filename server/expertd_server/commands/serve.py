@@ -17,7 +17,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from expertd_server import logs
-from expertd_server.config import ConfigError, ServeConfig, add_flags, resolve
+from expertd_server.config.resolve import add_flags, resolve
+from expertd_server.config.serve import ConfigError, ServeConfig
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from expertd_server.config import ConfigError, add_flags, resolve
+from expertd_server.config.resolve import add_flags, resolve
+from expertd_server.config.serve import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console

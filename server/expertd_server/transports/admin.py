@@ -19,7 +19,7 @@ from expertd.v1 import admin_service_pb2_grpc as stubs
 from expertd.v1.expert_service_pb2 import Memory
 from expertd_server.boot.memory import MemoryPlan
 from expertd_server.changes import Changes
-from expertd_server.config import Address
+from expertd_server.config.values import Address
 from expertd_server.service.access import ADMIN
 from expertd_server.service.response import error_of
 from expertd_server.transports.grpc_server import LOOP, bindable

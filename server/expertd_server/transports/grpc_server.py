@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from expertd_server.config import Address
+from expertd_server.config.values import Address
 from expertd_server.engine.admission import State
 from expertd_server.engine.native import NativeEngine
 from expertd_server.service.service import Service

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from expertd.tcp.entry import ENTRY_BYTES, Endpoint, read_exactly, settle, token_of, welcome
 from expertd.tcp.tls import carried
-from expertd_server.config import Address
+from expertd_server.config.values import Address
 from expertd_server.engine.peers import PeerBounds, Peers
 from expertd_server.transports.tickets import Tickets
 

@@ -26,7 +26,7 @@ from expertd_client.cluster import cluster as module
 from expertd_client.e4m3 import quantize
 from expertd_client.shm import ShmChannel
 from expertd_client.tcp import TcpChannel
-from expertd_server.config import Address
+from expertd_server.config.values import Address
 from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.native import NativeEngine
 from expertd_server.engine.peers import PeerBounds

@@ -14,7 +14,7 @@ from expertd_server.boot.assignment import assign_layers, open_source
 from expertd_server.boot.layers import boot_layers
 from expertd_server.boot.memory import plan_memory
 from expertd_server.boot.prepare import Workshop
-from expertd_server.config import Address
+from expertd_server.config.values import Address
 from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.scheduler import Policy

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from expertd_server.config import Address, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Address
 from expertd_server.host import Host
 
 HERE = Address("127.0.0.1", 0)

@@ -19,7 +19,8 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
-from expertd_server.config import Address, Ranges, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Address, Ranges
 from expertd_server.engine.engine import Engine
 from expertd_server.transports.grpc_server import ExpertServer
 from expertd_server.transports.grpc_service import Servicer

@@ -18,7 +18,8 @@ from expertd_kernels.oracle.table import BACKENDS
 from expertd_server.boot.assignment import assign_layers, open_source
 from expertd_server.boot.layers import boot_layers
 from expertd_server.boot.prepare import Workshop
-from expertd_server.config import Address, Ranges, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Address, Ranges
 from expertd_server.engine.admission import Limits
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.scheduler import Policy

@@ -16,7 +16,7 @@ from expertd_server.boot.ahead import ReadAhead, bound_text, storage_bytes
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
 from expertd_server.boot.layers import boot_layers
 from expertd_server.boot.prepare import Workshop
-from expertd_server.config import ServeConfig
+from expertd_server.config.serve import ServeConfig
 
 
 class Source:

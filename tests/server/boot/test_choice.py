@@ -29,7 +29,8 @@ from expertd_server.boot.choice import BackendRejectedError, Choice
 from expertd_server.boot.layers import boot_layers
 from expertd_server.boot.measuring import Tournaments, affordable_copies
 from expertd_server.boot.prepare import Workshop
-from expertd_server.config import Ranges, ServeConfig
+from expertd_server.config.serve import ServeConfig
+from expertd_server.config.values import Ranges
 from expertd_server.views.describe import describe_layer
 
 PACKAGES = dict(assumed_packages(BACKENDS))

@@ -19,7 +19,9 @@ from expertd_server.boot import memory as module
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
 from expertd_server.boot.memory import give_back, memory_json, memory_text, plan_memory, require_room, settle
 from expertd_server.cli import main
-from expertd_server.config import Address, ConfigError, ServeConfig, resolve
+from expertd_server.config.resolve import resolve
+from expertd_server.config.serve import ConfigError, ServeConfig
+from expertd_server.config.values import Address
 from expertd_server.engine.sizes import graph_count, lane_routes
 from expertd_server.host import Host
 from expertd_server.residence import Residence
@@ -96,7 +98,7 @@ def test_a_row_that_cannot_compute_in_place_has_outputs_of_their_own():
 
 
 def module_ranges(text):
-    from expertd_server.config import Ranges
+    from expertd_server.config.values import Ranges
 
     return Ranges.parse(text)
 
@@ -123,7 +125,7 @@ def test_what_would_fit_is_said_in_layers_and_in_experts():
 
 
 def module_shard(text):
-    from expertd_server.config import Shard
+    from expertd_server.config.values import Shard
 
     return Shard.parse(text)
 

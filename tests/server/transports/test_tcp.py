@@ -19,7 +19,7 @@ from expertd.errors import TABLE
 from expertd.tcp.entry import EntryError, enter
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardResponseView, ScalesView, TensorView, decode_stream_request, encode_stream_request
-from expertd_server.config import Address
+from expertd_server.config.values import Address
 from expertd_server.engine.admission import Limits
 from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.native import NativeEngine

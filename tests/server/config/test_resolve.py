@@ -7,17 +7,10 @@ import dataclasses
 
 import pytest
 
-from expertd_server.config import (
-    OPTIONS,
-    Address,
-    ConfigError,
-    Ranges,
-    ServeConfig,
-    Shard,
-    add_flags,
-    parse_backend,
-    resolve,
-)
+from expertd_server.config.options import OPTIONS
+from expertd_server.config.resolve import add_flags, resolve
+from expertd_server.config.serve import ConfigError, ServeConfig
+from expertd_server.config.values import Address, Ranges, Shard, parse_backend
 
 
 def config(*flags: str, env: dict[str, str] | None = None) -> ServeConfig:
