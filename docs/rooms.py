@@ -46,6 +46,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "expertd_server": {
         "commands": ("__init__", "cli", "extra"),
+        "host": ("doors", "host"),
         "residence": ("changes", "remembered", "residence"),
     },
     "expertd_client": {

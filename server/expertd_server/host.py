@@ -13,13 +13,12 @@ kernel's number of threads.  Several hosts live side by side, each with its own 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -42,23 +41,18 @@ from expertd_server.boot.progress import Progress
 from expertd_server.changes import Changes
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Address
+from expertd_server.doors import largest_message, listening, security_of, shm_door, tcp_door
 from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.choose import AnyEngine, make_engine
 from expertd_server.engine.native import NativeEngine
-from expertd_server.engine.peers import PeerBounds
 from expertd_server.engine.scheduler import Policy
 from expertd_server.logs import fields
 from expertd_server.remembered import recall, remember
 from expertd_server.residence import Residence
-from expertd_server.service.reloading import FileError
 from expertd_server.service.service import Service
-from expertd_server.transports import channelz
 from expertd_server.transports.admin import AdminTransport
 from expertd_server.transports.grpc_server import GrpcTransport
 from expertd_server.transports.protocol import Transport
-from expertd_server.transports.security import Security, tls_context
-from expertd_server.transports.shm import ShmDoor
-from expertd_server.transports.tcp import TcpDoor
 from expertd_server.views.describe import Describer
 from expertd_server.views.gpu_metrics import gpu_facts
 from expertd_server.views.metrics import BackendFacts, Metrics
@@ -67,26 +61,9 @@ from expertd_server.views.page import Page
 from expertd_server.views.render import print_decisions
 from expertd_server.views.traces import Traces, TracesMissingError
 
-__all__ = ["Host", "message_bytes"]
+__all__ = ["Host"]
 
 log = logging.getLogger(__name__)
-
-_MOST_BYTES = (1 << 31) - 1
-"""Of a message: protobuf's and gRPC's own limit."""
-_MOST_PEER_BYTES = 1 << 30
-"""Of messages and answers of all sessions over TCP."""
-
-
-def message_bytes(max_tokens: int, infos: Sequence[LayerInfo]) -> int:
-    """What a request of max_tokens tokens needs with everything in its widest dtype, headers included."""
-    widest = max(4 * i.hidden_size + 12 * i.top_k for i in infos)
-    return max_tokens * widest + (64 << 10)
-
-
-def arena_bytes(max_tokens: int, infos: Sequence[LayerInfo]) -> int:
-    """Of one session's shared memory: two of its largest requests, bf16 in and out, within bounds."""
-    widest = max(4 * i.hidden_size + 12 * i.top_k for i in infos)
-    return min(max(2 * max_tokens * widest, 16 << 20), 256 << 20)
 
 
 class Host:
@@ -296,17 +273,24 @@ class Host:
 
     def _make_service(self, source: ExpertSource, infos: Sequence[LayerInfo]) -> None:
         config = self.config
-        largest = config.max_message_bytes or min(message_bytes(config.max_tokens, infos), _MOST_BYTES)
+        largest = largest_message(config, infos)
         limits = Limits(
             config.max_tokens, largest, config.max_in_flight, max_half_sent_bytes=config.max_half_sent_bytes
         )
         self.service = Service(self.engine, self.metrics, limits)
         self.service.traced = None if self._traces is None else self._traces.add
-        door = self.service.doors["shm"] = self._shm(infos)
+        door = self.service.doors["shm"] = shm_door(config, self.engine, self._engine_why, infos)
+        if not isinstance(door, str):
+            self._transports.append(door)
         self.service.doors["cuda_ipc"] = door if isinstance(door, str) else door.gpu
         if config.nonfinite != "pass":
             self.service.doors["cuda_ipc"] = f"--nonfinite {config.nonfinite}: numbers on a device are not looked at"
-        self.service.doors["tcp"] = self._tcp(largest)
+        tcp = self.service.doors["tcp"] = tcp_door(
+            config, self.engine, self._engine_why, largest, self.metrics.reloaded
+        )
+        if not isinstance(tcp, str):
+            self._transports.append(tcp)
+            self.say(f"sessions over TCP on {tcp.address}")
         self._describe = Describer(
             self.service.load_message,
             instance_id=uuid.uuid4().hex,
@@ -320,40 +304,10 @@ class Host:
         )
         self._describe.placement_epoch = self._epoch
 
-    def _shm(self, infos: Sequence[LayerInfo]) -> ShmDoor | str:
-        """The door to shared memory, or why there is none."""
-        config = self.config
-        if not config.offers_shm:
-            return f"the server has it off: --shm {config.shm}, listening on {config.listen.host}; --shm on allows it"
-        if not isinstance(self.engine, NativeEngine):
-            return f"the server's engine is in Python: {self._engine_why}"
-        door = ShmDoor(self.engine, arena_bytes=arena_bytes(config.max_tokens, infos), most_bytes=config.shm_memory)
-        try:
-            door.start()
-        except OSError as e:
-            return str(e)
-        self._transports.append(door)
-        return door
-
-    def _tcp(self, most_message: int) -> TcpDoor | str:
-        """The door to sessions over TCP, or why there is none."""
-        config, where = self.config, self.config.tcp_where
-        if where is None:
-            return f"the server has it off: --tcp {config.tcp} without --tcp-listen; --tcp-listen HOST:PORT allows it"
-        if not isinstance(self.engine, NativeEngine):
-            return f"the server's engine is in Python: {self._engine_why}"
-        security = Security(config.tls_cert, config.tls_key, config.tls_client_ca)
-        bounds = PeerBounds(most_message, max(_MOST_PEER_BYTES, 4 * most_message), config.max_in_flight)
-        with _listening("--tcp-listen", where):
-            door = TcpDoor(self.engine, where, bounds, tls=tls_context(security, self.metrics.reloaded))
-            self.say(f"sessions over TCP on {door.start()}")
-        self._transports.append(door)
-        return door
-
     def _listen(self, fingerprint: str) -> None:
         where = self.config.metrics_listen
         if where is not None:
-            with _listening("--metrics-listen", where):
+            with listening("--metrics-listen", where):
                 page = Page(self.metrics, self._describe)
                 self._http = MetricsHttp(self.metrics, where.host, where.port, page)
             self.metrics_address = str(Address(where.host, self._http.port))
@@ -362,18 +316,9 @@ class Host:
         config = self.config
         if config.callers is not None and config.tls_cert is None and not config.listen.loopback:
             self.say("note: tokens travel in plain text (--insecure)")
-        security = Security(
-            config.tls_cert,
-            config.tls_key,
-            config.tls_client_ca,
-            config.callers,
-            config.reflection,
-            config.health,
-            config.kserve,
-            self._channelz(),
-        )
+        security = security_of(config)
         grpc = GrpcTransport(self.service, config.listen, security)
-        with _listening("--listen", config.listen):
+        with listening("--listen", config.listen):
             self.address = grpc.start()
         self._transports.append(grpc)
         self.say(f"listening on {self.address}", address=self.address)
@@ -381,7 +326,7 @@ class Host:
             self._admin = AdminTransport(
                 self._changes, self.metrics, fingerprint, config.admin_listen, security, self._serves
             )
-            with _listening("--admin-listen", config.admin_listen):
+            with listening("--admin-listen", config.admin_listen):
                 self._describe.admin_address = self._admin.start()
             self.say(f"what is held is changed on {self._describe.admin_address}")
 
@@ -395,13 +340,6 @@ class Host:
             facts = {"backend": chosen, "chosen_by": a.chosen_by, "device": str(a.decision.problem.device)}
             text = f"layer {a.info.layer}: {a.decision.problem.scheme_name} on backend {chosen}"
             log.info("%s", text, extra=fields(layer=a.info.layer, scheme=a.decision.problem.scheme_name, **facts))
-
-    def _channelz(self) -> bool:
-        """Whether it is served.  Raises BootError where it is asked for and cannot be."""
-        how, why_not = self.config.channelz, channelz.missing()
-        if how == "on" and why_not:
-            raise BootError(f"--channelz on: {why_not}")
-        return how == "on" or (how == "auto" and self.config.listen.loopback and not why_not)
 
     def _require_served(self, assignments: Sequence[Assignment]) -> None:
         """Raises BootError where a layer has no backend."""
@@ -467,17 +405,6 @@ class Host:
         self.fault = why
         self.metrics.serving(False)
         self._on_fault(why)
-
-
-@contextlib.contextmanager
-def _listening(option: str, where: Address) -> Iterator[None]:
-    """OSError and FileError become BootError."""
-    try:
-        yield
-    except FileError as e:
-        raise BootError(str(e)) from None
-    except OSError as e:
-        raise BootError(f"{option} {where}: cannot listen there: {e.strerror or e}") from e
 
 
 def _facts(b: Booted) -> BackendFacts:
