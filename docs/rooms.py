@@ -72,6 +72,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "load": (
             "bench_cluster",
             "bench_codec",
+            "child",
             "departures",
             "echo",
             "files",

@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -36,6 +35,7 @@ from expertd import wire
 from expertd.hostmem import tune_allocator
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as pb_grpc
+from expertd_client.child import child_server
 from expertd_client.tables import print_table
 
 __all__ = ["Row", "add_arguments", "run", "run_command"]
@@ -233,23 +233,9 @@ def _pb_tensor(dtype: int, shape: tuple[int, ...], raw: bytes) -> pb.Tensor:
 @contextlib.contextmanager
 def _server_process(tune: bool) -> Any:
     """Ports by variant, while the child lives.  The child ends when its standard input is closed."""
-    command = [sys.executable, "-m", "expertd_client.bench_codec", "--serve", *(() if tune else ("--untuned",))]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        line = child.stdout.readline()
-        if not line:
-            raise RuntimeError(f"echo server: ended with code {child.wait()} before it listened")
+    words = () if tune else ("--untuned",)
+    with child_server("echo server", "expertd_client.bench_codec", "--serve", *words) as line:
         yield json.loads(line)
-    finally:
-        child.stdin.close()
-        try:
-            child.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        child.stdout.close()
 
 
 async def _serve() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator
 
 from expertd.errors import UnavailableError
+from expertd_client.child import child_server
 
 __all__ = ["echo_server", "no_echo"]
 
@@ -24,21 +23,8 @@ def no_echo() -> str:
 @contextlib.contextmanager
 def echo_server(hidden_size: int, max_tokens: int) -> Iterator[str]:
     """The address of `expertd echo` as a process of its own.  Raises UnavailableError where it does not start."""
-    command = [sys.executable, "-m", "expertd_server.cli", "echo", "--with-stdin"]
-    command += ["--hidden-size", str(hidden_size), "--max-tokens", str(max_tokens)]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        line = child.stdout.readline()
+    words = ("echo", "--with-stdin", "--hidden-size", str(hidden_size), "--max-tokens", str(max_tokens))
+    with child_server("echo server", "expertd_server.cli", *words) as line:
         if not line.startswith("serving on "):
-            raise UnavailableError(f"echo server: got {line!r} (exit code {child.poll()}), want 'serving on ADDRESS'")
+            raise UnavailableError(f"echo server: got {line!r}, want 'serving on ADDRESS'")
         yield line.split()[-1]
-    finally:
-        child.stdin.close()
-        child.stdout.close()
-        try:
-            child.wait(10)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()

@@ -17,7 +17,6 @@ import mmap
 import os
 import socket
 import struct
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -27,6 +26,7 @@ import grpc
 import grpc.aio
 
 from expertd.hostmem import tune_allocator
+from expertd_client.child import child_server
 
 __all__ = ["Bare", "EventfdEcho", "SocketEcho", "StreamEcho", "bare_server"]
 
@@ -76,32 +76,15 @@ class Bare:
 
 @contextlib.contextmanager
 def bare_server(callers: int, most_bytes: int) -> Iterator[Bare]:
-    """The server process, for as many callers and bytes at most.  Raises RuntimeError where it does not start."""
+    """The server process, for as many callers and bytes at most.  Raises UnavailableError where it does not start."""
     memories = [Memory.make(most_bytes) for _ in range(callers)]
     fds = [m.fds() for m in memories]
-    command = [sys.executable, "-m", "expertd_client.path.bare", json.dumps({"fds": fds, "most": most_bytes})]
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        pass_fds=[fd for three in fds for fd in three],
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
+    given = json.dumps({"fds": fds, "most": most_bytes})
+    pass_fds = [fd for three in fds for fd in three]
     try:
-        line = child.stdout.readline()
-        if not line:
-            raise RuntimeError(f"bare echo server: ended with code {child.wait()} before it listened")
-        yield Bare(**json.loads(line), memories=memories)
+        with child_server("bare echo server", "expertd_client.path.bare", given, pass_fds=pass_fds) as line:
+            yield Bare(**json.loads(line), memories=memories)
     finally:
-        child.stdin.close()
-        child.stdout.close()
-        try:
-            child.wait(5)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
         for memory in memories:
             memory.close()
 
