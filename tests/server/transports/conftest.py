@@ -1,0 +1,35 @@
+"""An engine, and a door for sessions over TCP in front of it."""
+
+import pytest
+import torch
+from door_kit import BOUNDS, Doubles, E, H, K, M
+
+from expertd_server.config.values import Address
+from expertd_server.engine.native import NativeEngine
+from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.served import ServedLayer
+from expertd_server.transports.tcp import TcpDoor
+
+
+@pytest.fixture
+def doubles():
+    return Doubles()
+
+
+@pytest.fixture
+def engine(doubles):
+    e = NativeEngine(torch.device("cpu"), compute_dtype="f32", policy=Policy(max_tokens=M))
+    e.hold([ServedLayer(0, E, tuple(range(E)), K, H, 8, doubles, "doubles")])
+    e.start()
+    e.open()
+    yield e
+    doubles.gate.set()
+    e.stop(10)
+
+
+@pytest.fixture
+def door(engine):
+    d = TcpDoor(engine, Address("127.0.0.1", 0), BOUNDS, most_sessions=12)
+    d.start()
+    yield d
+    d.close()

@@ -1,0 +1,202 @@
+"""What a frame may hold: a request over TCP is answered as a message in Python is."""
+
+import time
+
+import numpy as np
+import pytest
+from door_kit import MISSING, E, H, K, M, batch, call, until
+from tcp_kit import Twin, request, tensor
+
+from expertd.errors import TABLE
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import ScalesView, TensorView, decode_stream_request, encode_stream_request
+from expertd_server.engine.admission import Limits
+from expertd_server.service.service import Service
+from expertd_server.views.metrics import Metrics
+
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
+
+
+class Outlet:
+    """Gets what a Session says."""
+
+    def __init__(self):
+        self.said = []
+
+    def answer(self, request, answer):
+        self.said.append(np.array(answer.output).tobytes())
+
+    def send(self, message):
+        self.said.append(message)
+
+    def released(self, memory):
+        pass
+
+
+def in_python(engine, data):
+    """What a Session makes of a message's bytes: the output's bytes, or the error's (code, reason, retryable)."""
+    outlet = Outlet()
+    session = Service(engine, Metrics(), Limits(M, 64 << 10, 8)).session(outlet, "caller")
+    session.take(decode_stream_request(data), time.monotonic_ns())
+    until(lambda: outlet.said)
+    said = outlet.said[0]
+    return said if isinstance(said, bytes) else (said.code, said.reason, said.retryable)
+
+
+def over_tcp(peer, data):
+    peer.send_bytes(data)
+    said = peer.receive()
+    if isinstance(said, pb.RequestError):
+        assert 0 < len(said.message) < 600
+        return said.code, said.reason, said.retryable
+    return bytes(said.output.raw)
+
+
+def changed(**fields):
+    x, ids, w = batch()
+    r = request(7, x, ids, w)
+    for name, value in fields.items():
+        setattr(r, name, value)
+    return r
+
+
+X, IDS, W = batch()
+SCALES = np.full((3, 1), 0.5, np.float32)
+
+
+def scaled(view, scales, block=128):
+    return TensorView(view.dtype, view.shape, view.spelling, view.data, ScalesView(block, scales.tobytes()))
+
+
+def e4m3(scales=SCALES, block=128):
+    """Codes of 1, 2, 3: their halves are the values."""
+    codes = np.tile(np.array([0x38, 0x40, 0x44, 0xC4], np.uint8), (3, H // 4))
+    return scaled(TensorView.of_raw(pb.DATA_TYPE_E4M3, codes.shape, codes.tobytes()), scales, block)
+
+
+E4M3 = e4m3()
+REQUESTS = {
+    "as it should be": changed(),
+    "f16": changed(hidden_states=tensor(X, "f16")),
+    "f16 out": changed(output_dtype=pb.DATA_TYPE_F16),
+    "bf16 out": changed(output_dtype=pb.DATA_TYPE_BF16),
+    "i64 ids": changed(topk_ids=tensor(IDS, "i64")),
+    "f16 weights": changed(topk_weights=tensor(W, "f16")),
+    "absent experts": changed(topk_ids=tensor(np.full_like(IDS, -1))),
+    "nobody's token": changed(hidden_states=tensor(X[:0]), topk_ids=tensor(IDS[:0], "i32"), topk_weights=tensor(W[:0])),
+    "one route": changed(topk_ids=tensor(IDS[:, :1], "i32"), topk_weights=tensor(W[:, :1])),
+    "no id": changed(request_id=0),
+    "another layer": changed(layer=3),
+    "no hidden states": changed(hidden_states=None),
+    "no ids": changed(topk_ids=None),
+    "no weights": changed(topk_weights=None),
+    "e4m3": changed(hidden_states=E4M3),
+    "e4m3 without scales": changed(hidden_states=TensorView.of_raw(pb.DATA_TYPE_E4M3, (3, H), E4M3.raw)),
+    "scales of other rows": changed(hidden_states=e4m3(scales=SCALES[:2])),
+    "scales of floats": changed(hidden_states=scaled(tensor(X), SCALES)),
+    "other blocks": changed(hidden_states=e4m3(block=64)),
+    "e4m3 for weights": changed(topk_weights=TensorView.of_raw(pb.DATA_TYPE_E4M3, (3, K), b"8" * 3 * K)),
+    "scales of ids": changed(topk_ids=scaled(tensor(IDS, "i32"), SCALES)),
+    "integers for hidden states": changed(hidden_states=tensor(X, "i32")),
+    "floats for ids": changed(topk_ids=tensor(IDS, "f32")),
+    "integers for weights": changed(topk_weights=tensor(W, "i32")),
+    "other rows": changed(hidden_states=tensor(np.ones((3, H + 1)))),
+    "one extent": changed(hidden_states=tensor(X, shape=(3 * H,))),
+    "three extents": changed(hidden_states=tensor(X, shape=(3, H, 1))),
+    "too few bytes": changed(hidden_states=tensor(X[:2], shape=(3, H))),
+    "too many bytes of ids": changed(topk_ids=tensor(IDS, "i32", shape=(3, 1)), topk_weights=tensor(W[:, :1])),
+    "ids of other tokens": changed(topk_ids=tensor(IDS[:2], "i32")),
+    "weights of other routes": changed(topk_weights=tensor(W[:, :1])),
+    "more routes than experts": changed(
+        topk_ids=tensor(np.zeros((3, E + 1)), "i32"), topk_weights=tensor(np.ones((3, E + 1)))
+    ),
+    "too many tokens": changed(
+        hidden_states=tensor(np.ones((M + 1, H))),
+        topk_ids=tensor(np.zeros((M + 1, K)), "i32"),
+        topk_weights=tensor(np.ones((M + 1, K))),
+    ),
+    "too many routes": changed(
+        hidden_states=tensor(np.ones((M, H))),
+        topk_ids=tensor(np.zeros((M, E)), "i32"),
+        topk_weights=tensor(np.ones((M, E))),
+    ),
+    "an expert that is none": changed(topk_ids=tensor(np.full_like(IDS, 99), "i32")),
+    "weights that are not finite": changed(topk_weights=tensor(np.full_like(W, np.nan))),
+    "an output that is none": changed(output_dtype=pb.DATA_TYPE_I32),
+    "a weight on the input of two routes": changed(router_weight_on_input=True),
+}
+REQUESTS["absent experts"].topk_ids = tensor(np.full_like(IDS, -1), "i32")
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_is_answered_as_by_python(door, engine, name):
+    data = encode_stream_request(REQUESTS[name])
+    want = in_python(engine, data)
+    with Twin(door) as peer:
+        assert over_tcp(peer, data) == want
+        call(peer, 8)  # and the session goes on
+
+
+def test_what_has_no_form_here_is_refused_by_name(door):
+    with Twin(door) as peer:
+        grouped = changed(topk_ids=None, topk_weights=None, grouped=pb.GroupedRows(expert_ids=[0], row_counts=[3]))
+        peer.send(grouped)
+        assert peer.receive().reason == "UNSUPPORTED_COMBINATION"
+        peer.send(changed(output_form=pb.OUTPUT_FORM_DIGEST))
+        assert peer.receive().reason == "UNSUPPORTED_COMBINATION"
+        drawn = pb.StreamForwardRequest(forward=pb.ForwardRequest(request_id=3))
+        drawn.forward.hidden_states.dtype = pb.DATA_TYPE_F32
+        drawn.forward.hidden_states.shape.extend([3, H])
+        drawn.forward.hidden_states.synthetic.seed = 1
+        peer.send_bytes(drawn.SerializeToString())
+        assert peer.receive().reason == "BAD_TENSOR_SPELLING"
+        for odd in (b"", pb.StreamForwardRequest(session=pb.SessionOffer()).SerializeToString() or b"\x1a\x00"):
+            if odd:
+                peer.send_bytes(odd)
+                assert (said := peer.receive()).reason == "MALFORMED_MESSAGE"
+                assert said.request_id == 0
+        call(peer, 9)
+
+
+def test_serializers_may_spell_a_message_otherwise(door):
+    """Fields in another order, shapes that are not packed, fields that nobody knows."""
+    x, ids, w = batch()
+    message = pb.StreamForwardRequest.FromString(encode_stream_request(request(5, x, ids, w)))
+
+    def field(number, data):
+        return bytes([number << 3 | 2]) + _varint(len(data)) + data
+
+    parts = []
+    for number, name in ((5, "topk_weights"), (4, "topk_ids"), (3, "hidden_states")):
+        t = getattr(message.forward, name)
+        shape = b"".join(b"\x10" + _varint(n) for n in t.shape)
+        parts.append(field(number, b"\xa2\x06\x01x" + field(3, t.raw) + shape + b"\x08" + _varint(t.dtype)))
+    data = field(1, b"".join(parts) + b"\xa2\x06\x03new" + b"\x08\x05")
+    with Twin(door) as peer:
+        peer.send_bytes(data)
+        answer = peer.receive()
+        assert np.array_equal(np.frombuffer(answer.output.raw, np.float32).reshape(3, H), 3 * x)
+
+
+def _varint(n):
+    out = b""
+    while n >= 0x80:
+        out, n = out + bytes([n & 0x7F | 0x80]), n >> 7
+    return out + bytes([n])
+
+
+@pytest.mark.parametrize("lead", [0, 1, 63, 64, 70, 2**32 - 1])
+def test_a_lead_is_a_hint(door, lead):
+    x, ids, w = batch()
+    with Twin(door) as peer:
+        peer.send_bytes(encode_stream_request(request(1, x, ids, w)), lead=lead)
+        assert peer.receive().routes_computed == 3 * K
+
+
+def test_every_reason_travels_as_its_row(door):
+    """Code and retryable of an error are those of the table."""
+    with Twin(door) as peer:
+        peer.send(changed(layer=3))
+        said = peer.receive()
+        row = TABLE["LAYER_NOT_HELD"]
+        assert (said.code, said.retryable, said.request_id) == (int(row.code), row.retryable, 7)
