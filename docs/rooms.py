@@ -85,7 +85,6 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "bars": ("bars", "tables"),
         "commands": ("cli",),
         "models": ("engines", "sglang", "strip", "torch_experts", "transformers", "vllm"),
-        "device": ("cuda_ipc", "device_copies", "device_way"),
     },
 }
 """Modules that lie in no folder, by the room that they belong to."""

@@ -28,7 +28,7 @@ from expertd_client.tracing import recorder
 from expertd_client.transport import Transport
 
 if TYPE_CHECKING:
-    from expertd_client.cuda_ipc import DeviceSession
+    from expertd_client.device.session import DeviceSession
 
 __all__ = ["AsyncExpertClient"]
 
@@ -112,7 +112,7 @@ class AsyncExpertClient(AsyncForwarder):
     ) -> DeviceSession:
         """As ExpertClient's: what it gives is called without waiting, so it has no twin.  (Its first call of a layer, a
         shape and types asks the server, a few hundred microseconds.)"""
-        from expertd_client.cuda_ipc import await_session, device_index
+        from expertd_client.device.cuda_ipc import await_session, device_index
 
         return await await_session(self._open()[0], device_index(device), same_gpu=same_gpu, timeout_s=timeout_s)
 

@@ -35,8 +35,8 @@ from expertd_client.tracing import TracedCall, recorder
 from expertd_client.transport import Transport
 
 if TYPE_CHECKING:
-    from expertd_client.cuda_ipc import DeviceSession
-    from expertd_client.device_way import DeviceWay
+    from expertd_client.device.session import DeviceSession
+    from expertd_client.device.way import DeviceWay
 
 __all__ = ["ExpertClient", "ForwardFuture"]
 
@@ -181,17 +181,17 @@ class ExpertClient(Forwarder):
     def device_session(
         self, device: int | str = "cuda", *, same_gpu: bool = False, timeout_s: float = 10.0
     ) -> DeviceSession:
-        """A session of its own for a caller on a GPU of the server's host (see expertd_client.cuda_ipc): tensors travel
-        from GPU to GPU, and calls are ordered on the caller's stream.  Needs torch.
+        """A session of its own for a caller on a GPU of the server's host (expertd_client.device): tensors travel from
+        GPU to GPU, and calls are ordered on the caller's stream.  Needs torch.
 
         Raises UnavailableError with the reason where it cannot be had: another host, a server on a CPU, GPUs that do
         not reach each other's memory, the server's own GPU (unless same_gpu: where MPS lets both processes run)."""
-        from expertd_client.cuda_ipc import ask_for_session, device_index
+        from expertd_client.device.cuda_ipc import ask_for_session, device_index
 
         return ask_for_session(self._transport, device_index(device), same_gpu=same_gpu, timeout_s=timeout_s)
 
     def device_way(self, device: int) -> DeviceWay | None:
-        from expertd_client.device_way import DeviceWay
+        from expertd_client.device.way import DeviceWay
 
         with self._ways_lock:
             if device not in self._ways:

@@ -20,7 +20,7 @@ from expertd_client.result import ForwardResult
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from expertd_client.device_way import DeviceWay
+    from expertd_client.device.way import DeviceWay
 
 __all__ = ["AsyncForwarder", "Forwarder"]
 

@@ -7,7 +7,7 @@
     shared = shared_experts(hidden_states)                          # meanwhile
     y = experts.wait(started, shared) + shared
 
-Tensors on a GPU of the server's host travel from GPU to GPU where that can be had (expertd_client.device_way), and
+Tensors on a GPU of the server's host travel from GPU to GPU where that can be had (expertd_client.device.way), and
 then neither call waits on this process; else they go through its memory.
 
 Both ways work inside torch.compile: each call is one node of the graph (expertd::forward, expertd::start,
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from expertd.errors import BadResponseError, BadShapeError, UnsupportedCombinationError
 from expertd_client.cluster.result import ClusterResult
-from expertd_client.device_way import DeviceWay
+from expertd_client.device.way import DeviceWay
 from expertd_client.forwarder import Forwarder
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult

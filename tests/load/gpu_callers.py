@@ -1,4 +1,4 @@
-"""Callers on GPUs of the server's host (expertd_client.cuda_ipc): correctness, and time from input ready to output.
+"""Callers on GPUs of the server's host (device_session.py): correctness, and time from input ready to output.
 
     python tests/load/gpu_callers.py [--server 0] [--caller 1] [--shapes qwen3,dsv3] [--tokens 1,8,128,512]
                                      [--callers 8x32] [--reconnects 1000] [--hide] [--kill]
@@ -31,7 +31,7 @@ CHECKED = 8
 def enter(token, endpoint, device):
     """A session as the client's transport opens it."""
     from expertd.v1 import expert_service_pb2 as pb
-    from expertd_client.cuda_ipc import open_session
+    from expertd_client.device.cuda_ipc import open_session
 
     return open_session(pb.SessionAnswer(token=token, endpoint=endpoint), device, same_gpu=True)
 

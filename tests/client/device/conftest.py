@@ -5,7 +5,7 @@ from beside_kit import Sums, summing_engine
 from software_gpu import HostPool, Session, SoftwareGpu, enter
 
 from expertd.shm.cuda import Cuda
-from expertd_client import cuda_ipc
+from expertd_client.device import cuda_ipc, session
 from expertd_server.transports.shm import ShmDoor
 
 
@@ -17,7 +17,7 @@ def sums():
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = SoftwareGpu()
-    monkeypatch.setattr(cuda_ipc, "cuda", lambda: Cuda(gpu))
+    monkeypatch.setattr(session, "cuda", lambda: Cuda(gpu))
     monkeypatch.setattr(cuda_ipc, "Pool", HostPool)
     monkeypatch.setattr(cuda_ipc, "device_uuid", lambda device: b"another GPU")
     monkeypatch.setattr(cuda_ipc, "DeviceSession", Session)

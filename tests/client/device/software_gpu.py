@@ -10,7 +10,7 @@ from beside_kit import E, H, missing
 
 from expertd.shm.region import host_id
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client import cuda_ipc
+from expertd_client.device import cuda_ipc, session
 
 MISSING = missing()
 
@@ -108,7 +108,7 @@ class Stream:
 STREAM = Stream()
 
 
-class Session(cuda_ipc.DeviceSession):
+class Session(session.DeviceSession):
     def _on_device(self):
         return contextlib.nullcontext()
 

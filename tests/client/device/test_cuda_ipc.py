@@ -21,7 +21,8 @@ from expertd.errors import (
 from expertd.shm import cuda as cuda_module
 from expertd.shm.pool import PoolError
 from expertd.shm.region import host_id
-from expertd_client import AsyncExpertClient, ExpertClient, cuda_ipc
+from expertd_client import AsyncExpertClient, ExpertClient
+from expertd_client.device import cuda_ipc
 from expertd_server.engine.native import NativeEngine
 from expertd_server.engine.scheduler import Policy
 from expertd_server.service.offers import answer_offer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from expertd.errors import ExpertdError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.cuda_ipc import DeviceSession
+from expertd_client.device.session import DeviceSession
 from expertd_client.tracing import gpu_clock, recorder
 
 __all__ = ["DeviceWay"]

@@ -1,4 +1,4 @@
-"""Torch modules on a GPU whose experts are behind such a session (expertd_client.device_way)."""
+"""Torch modules on a GPU whose experts are behind such a session (expertd_client.device.way)."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from expertd.errors import (
 )
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import torch_experts
-from expertd_client.device_way import DeviceWay
+from expertd_client.device.way import DeviceWay
 from expertd_client.forwarder import Forwarder
 from expertd_client.result import ForwardResult
 
