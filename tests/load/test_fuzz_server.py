@@ -67,10 +67,15 @@ def test_so_do_frames_and_submissions_of_noise(fuzz, host, way):
 
 @pytest.mark.timeout(120)
 def test_callers_that_come_and_go(host):
-    """4 s, so that each way was used, left with requests under way, and cancelled on."""
-    soak = load("soak")
+    """For 4 s, and on until each way was used, requests were cancelled, and some had no time."""
+    soak, counted = load("soak"), set()
     server = SimpleNamespace(address=host.address, process=SimpleNamespace(poll=lambda: None), memory=lambda: 1)
-    seen = soak.soak(server, 4.0, callers=4)
-    assert seen.wrong == []
-    assert {"stream", "shm", "tcp", "unary", "cancelled", "no time"} <= seen.counts.keys()
+    for _ in range(15):
+        seen = soak.soak(server, 4.0, callers=4)
+        assert seen.wrong == []
+        counted |= seen.counts.keys()
+        if {"stream", "shm", "tcp", "unary", "cancelled", "no time"} <= counted:
+            break
+    else:
+        pytest.fail(f"seen in a minute: {counted}")
     assert host.drain(10)

@@ -1,7 +1,8 @@
 """The short form of `expertctl bench overload --paced`: twice what a server can do, in seconds.  The rules alone are in
 tests/server/engine/test_overload.py, on a clock of their own; here are sockets, rings and the way between.
 
-The bounds leave room for a busy machine: without admission a sixth of the peak is in time, and four of five are late.
+The bounds lie between what admission reaches on a quiet machine (nine tenths of the peak in time, few late) and what
+there is without it: a sixth of the peak in time, and four of five late.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def test_twice_the_peak(way):
     row = next(iter(measure(Plan(paced=True, ways=(way,), loads=(2.0,), tokens=4, seconds=1.5))))
     assert row.offered_per_s > 1.5 * row.peak_per_s, "the load was there"
     assert set(row.refused) == {"OVERLOADED"}
-    assert row.goodput_of_peak >= 0.6
-    assert row.late_admitted <= 0.1
-    assert row.refusal_p99_ms < row.deadline_ms / 2
+    assert row.goodput_of_peak >= 0.4
+    assert row.late_admitted <= 0.3
+    assert row.refusal_p99_ms < row.deadline_ms
     assert row.rss_mb is not None
     assert row.rss_mb[1] < row.rss_mb[0] + 50
 
