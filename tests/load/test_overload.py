@@ -1,7 +1,7 @@
 """The short form of `expertctl bench overload --paced`: twice what a server can do, in seconds.  The rules alone are in
 tests/server/engine/test_overload.py, on a clock of their own; here are sockets, rings and the way between.
 
-The bounds lie between what admission reaches on a quiet machine (nine tenths of the peak in time, few late) and what
+The bounds lie between what admission reaches on a quiet machine (99 % of the peak in time, hardly any late) and what
 there is without it: a sixth of the peak in time, and four of five late.
 """
 
