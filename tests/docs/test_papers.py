@@ -21,6 +21,7 @@ READ = [p for p in PAPERS if p.name != "DECISIONS.md" and "results" not in p.par
 MOST_COLUMNS = 150
 
 
+@pytest.mark.timeout(300)  # the survey asks every rule about every model: 10 s of a core that is free
 @pytest.mark.parametrize("name", sorted(PAGES.keys() - {"docs/rooms.svg"}))
 def test_generated_files_are_up_to_date(name):
     assert (ROOT / name).read_text() == PAGES[name](), f"{name} is stale: run `make docs` and read the diff"
