@@ -3,8 +3,11 @@
     split   a batch to parts, one for each server: what the servers are sent is gathered
     join    their answers to one: added in float32
     copy    the same bytes copied once, from and to memory that was used before
-    call    a whole call whose servers answer at once and for nothing: all of the client's own work
-    one     the same with one server, beside ExpertClient
+
+And calls of echo servers on this host, over the transport that a user gets there (it needs the extra `server`):
+
+    one     a cluster of one server, beside ExpertClient
+    own     several servers: until the last part is sent, and from the last answer until the caller has his
 
 Ways take turns, so what else the machine does hits all of them.
 """
@@ -17,28 +20,32 @@ import io
 import json
 import pstats
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, ForwardResponseView, TensorView
 from expertd_client.client import ExpertClient
 from expertd_client.cluster import ExpertCluster
 from expertd_client.cluster.join import Sum, join
 from expertd_client.cluster.split import split
 from expertd_client.cluster.table import layer_table
+from expertd_client.echo import echo_server, no_echo
+from expertd_client.request import Request
 from expertd_client.tables import print_table
-from expertd_client.transport import FunctionTransport
+from expertd_client.tracing import trace
 from expertd_client.workload import LayerShape, drawn
 
-__all__ = ["Row", "add_arguments", "measure", "measure_one", "run_command"]
+__all__ = ["One", "Own", "Row", "add_arguments", "measure", "measure_one", "measure_own", "run_command"]
 
 EXPERTS = 256
 SIZES = ((1, 2048), (8, 2048), (8, 7168), (128, 2048), (128, 7168), (512, 7168))
+CALLS_HIDDEN, CALLS_TOKENS = 2048, (1, 8, 128)
+"""Of calls of echo servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +60,30 @@ class Row:
     split_us: float
     join_us: float
     copy_us: float
-    call_us: float
     ratio: float
 
 
 @dataclass(frozen=True, slots=True)
 class One:
-    """Medians of a call, in microseconds: ExpertClient, and a cluster of one server."""
+    """Medians of a call, in microseconds: ExpertClient, and a cluster of one server.  transport: of both."""
 
     tokens: int
     hidden_size: int
+    transport: str
     client_us: float
     cluster_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Medians of what the client does of a call, in microseconds: until the last part is sent, and from the last answer
+    until the caller has his."""
+
+    tokens: int
+    hidden_size: int
+    servers: int
+    before_us: float
+    after_us: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,19 +96,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     rows = [measure(m, h, args.top_k, args.servers, args.rounds) for m, h in SIZES]
-    ones = [measure_one(m, h, args.top_k, args.rounds * 5) for m, h in SIZES[:2]]
+    ones: list[One] = []
+    owns: list[Own] = []
+    profiled, missing = "", no_echo()
+    if not missing:
+        requests = [_request(m, CALLS_HIDDEN, args.top_k) for m in CALLS_TOKENS]
+        with _echoes(1) as (address,), ExpertClient(address) as client, ExpertCluster([address]) as cluster:
+            ones = [measure_one(client, cluster, request, args.rounds * 20) for request in requests]
+        with _echoes(args.servers) as addresses, ExpertCluster(addresses) as cluster:
+            owns = [measure_own(cluster, request, args.servers, args.rounds * 5) for request in requests]
+            if args.profile:
+                profiled = profile(cluster, requests[1])
     if args.json:
-        print(json.dumps({"rows": [asdict(r) for r in rows], "one": [asdict(o) for o in ones]}))
+        facts = {"rows": [asdict(r) for r in rows], "one": [asdict(o) for o in ones], "own": [asdict(o) for o in owns]}
+        print(json.dumps(facts | ({"missing": missing} if missing else {})))
     else:
-        _show(rows, ones)
-    if args.profile:
-        print(profile(8, 2048, args.top_k, args.servers))
+        _show(rows, ones, owns)
+        if missing:
+            print(f"no calls were timed: {missing}")
+    if profiled:
+        print(profiled)
     return 0
 
 
 def measure(tokens: int, hidden_size: int, top_k: int, servers: int, rounds: int) -> Row:
     """One size, bf16 in and out, experts spread evenly, routes uniform."""
-    request = drawn(np.random.default_rng(0), tokens, LayerShape(0, hidden_size, EXPERTS, top_k), 0.0)
+    request = _request(tokens, hidden_size, top_k)
     table = layer_table(EXPERTS, {str(n): tuple(range(EXPERTS)[n::servers]) for n in range(servers)})
     owners = list(range(len(table.holders)))
     parts = split(request, table, owners, len(owners))
@@ -102,41 +134,60 @@ def measure(tokens: int, hidden_size: int, top_k: int, servers: int, rounds: int
         np.copyto(room[0], sent)
         np.copyto(room[1], came)
 
-    with _cluster(table.holders, hidden_size) as cluster:
-        split_us, join_us, copy_us, call_us = _medians(
-            rounds,
-            lambda: split(request, table, owners, len(owners)),
-            lambda: join(answers, out),
-            copy,
-            lambda: cluster.forward_request(request),
-        )
+    split_us, join_us, copy_us = _medians(
+        rounds, lambda: split(request, table, owners, len(owners)), lambda: join(answers, out), copy
+    )
     ratio = (split_us + join_us) / copy_us
-    return Row(tokens, hidden_size, top_k, servers, 2 * sent.nbytes, split_us, join_us, copy_us, call_us, ratio)
+    return Row(tokens, hidden_size, top_k, servers, 2 * sent.nbytes, split_us, join_us, copy_us, ratio)
 
 
-def measure_one(tokens: int, hidden_size: int, top_k: int, rounds: int) -> One:
-    """A whole call of one server that answers at once."""
-    request = drawn(np.random.default_rng(0), tokens, LayerShape(0, hidden_size, EXPERTS, top_k), 0.0)
-    with (
-        ExpertClient(_server("0", range(EXPERTS), hidden_size)) as client,
-        _cluster([("0",)], hidden_size) as cluster,
-    ):
-        client_us, cluster_us = _medians(
-            rounds, lambda: client.forward_request(request), lambda: cluster.forward_request(request)
-        )
-    return One(tokens, hidden_size, client_us, cluster_us)
+def measure_one(client: ExpertClient, cluster: ExpertCluster, request: Request, rounds: int) -> One:
+    """A call of one server, by both."""
+    transport = client.session().transport
+    client_us, cluster_us = _medians(
+        rounds, lambda: client.forward_request(request), lambda: cluster.forward_request(request)
+    )
+    return One(request.tokens, request.hidden_states.shape[1], transport, client_us, cluster_us)
 
 
-def profile(tokens: int, hidden_size: int, top_k: int, servers: int) -> str:
-    """Where the time of whole calls goes."""
-    request = drawn(np.random.default_rng(0), tokens, LayerShape(0, hidden_size, EXPERTS, top_k), 0.0)
-    with _cluster([(str(n),) for n in range(servers)], hidden_size) as cluster:
-        cluster.forward_request(request)
-        found = cProfile.Profile()
-        found.runcall(lambda: [cluster.forward_request(request) for _ in range(300)])
+def measure_own(cluster: ExpertCluster, request: Request, servers: int, rounds: int) -> Own:
+    """The client's share of a call, as trace() has it."""
+    cluster.forward_request(request)
+    with trace() as traced:
+        for _ in range(rounds):
+            cluster.forward_request(request)
+    calls = traced.finished
+    before_ns = [max(part.sent_ns for part in call.parts) - call.begin_ns for call in calls]
+    after_ns = [call.end_ns - call.joined_ns for call in calls]
+    before_us, after_us = (round(float(np.median(ns)) * 1e-3, 1) for ns in (before_ns, after_ns))
+    return Own(request.tokens, request.hidden_states.shape[1], servers, before_us, after_us)
+
+
+def profile(cluster: ExpertCluster, request: Request) -> str:
+    """Where the time of calls goes."""
+    found = cProfile.Profile()
+    found.runcall(_call, cluster, request, 300)
     text = io.StringIO()
     pstats.Stats(found, stream=text).sort_stats("tottime").print_stats(20)
     return text.getvalue()
+
+
+def _call(cluster: ExpertCluster, request: Request, times: int) -> None:
+    for _ in range(times):
+        cluster.forward_request(request).release()
+
+
+def _request(tokens: int, hidden_size: int, top_k: int) -> Request:
+    return drawn(np.random.default_rng(0), tokens, LayerShape(0, hidden_size, EXPERTS, top_k), 0.0)
+
+
+@contextmanager
+def _echoes(servers: int) -> Iterator[list[str]]:
+    """Addresses of echo servers that hold as many experts each."""
+    with ExitStack() as stack:
+        shards = [("--experts", str(EXPERTS), "--shard", f"{n}/{servers}") for n in range(servers)]
+        most = max(CALLS_TOKENS)
+        yield [stack.enter_context(echo_server(CALLS_HIDDEN, most, *shard)) for shard in shards]
 
 
 def _medians(rounds: int, *ways: Callable[[], object]) -> list[float]:
@@ -152,51 +203,35 @@ def _medians(rounds: int, *ways: Callable[[], object]) -> list[float]:
     return [round(float(t) * 1e6, 1) for t in np.median(times, axis=1)]
 
 
-def _cluster(holders: object, hidden_size: int) -> ExpertCluster:
-    """A cluster whose servers are functions that answer with their input; each expert is at one of them."""
-    assert isinstance(holders, list | tuple)
-    names = [names[0] for names in holders]
-    held: Mapping[str, range] = {name: range(n, EXPERTS, len(names)) for n, name in enumerate(names)}
-    return ExpertCluster(names, transport=lambda address: _server(address, held[address], hidden_size))
-
-
-def _server(address: str, experts: range, hidden_size: int) -> FunctionTransport:
-    holds = np.zeros(EXPERTS + 1, bool)
-    holds[experts] = True
-
-    def serve(request: ForwardRequestView) -> ForwardResponseView:
-        assert request.topk_ids is not None
-        ids = np.frombuffer(request.topk_ids.raw, np.int32)
-        hidden = request.hidden_states
-        assert hidden is not None
-        output = TensorView.of_raw(pb.DATA_TYPE_BF16, hidden.shape, hidden.raw)
-        routes = int(np.count_nonzero(holds[ids]))
-        return ForwardResponseView(request.request_id, output, routes_computed=routes, load=pb.Load(token_ns=100.0))
-
-    def describe(request: pb.DescribeRequest) -> pb.DescribeResponse:
-        held = [pb.ExpertRange(first=e, count=1) for e in experts]
-        layer = pb.Layer(layer=0, num_experts=EXPERTS, held=held)
-        return pb.DescribeResponse(model=pb.Model(fingerprint="bench", hidden_size=hidden_size), layers=[layer])
-
-    return FunctionTransport(serve, describe, address)
-
-
-def _show(rows: list[Row], ones: list[One]) -> None:
+def _show(rows: list[Row], ones: list[One], owns: list[Own]) -> None:
     plain = Console(highlight=False)
     out = plain if plain.is_terminal else Console(highlight=False, width=120)
     first = rows[0]
     title = f"the client's own work, microseconds: {first.servers} servers, top-{first.top_k}, bf16"
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    for name in ("M", "H", "bytes moved", "split", "join", "plain copy", "(split + join) / copy", "whole call"):
+    times = [(f"{r.split_us:,.0f}", f"{r.join_us:,.0f}", f"{r.copy_us:,.0f}", f"{r.ratio:.2f}") for r in rows]
+    names = ("M", "H", "bytes moved", "split", "join", "plain copy", "(split + join) / copy")
+    facts = [(f"{r.tokens:,}", f"{r.hidden_size:,}", f"{r.bytes:,}") for r in rows]
+    _print(out, title, names, [(*fact, *time) for fact, time in zip(facts, times, strict=True)])
+    if ones:
+        cells = [
+            (f"{o.tokens}", f"{o.client_us:.0f}", f"{o.cluster_us:.0f}", f"{o.cluster_us - o.client_us:.0f}")
+            for o in ones
+        ]
+        title = f"a call of one server, microseconds: H {ones[0].hidden_size}, {ones[0].transport}"
+        _print(out, title, ("M", "ExpertClient", "ExpertCluster", "more"), cells)
+    if owns:
+        cells = [
+            (f"{o.tokens}", f"{o.before_us:.0f}", f"{o.after_us:.0f}", f"{o.before_us + o.after_us:.0f}") for o in owns
+        ]
+        title = f"the client's share of a call of {owns[0].servers} servers, microseconds: H {owns[0].hidden_size}"
+        _print(out, title, ("M", "until all is sent", "after the last answer", "both"), cells)
+
+
+def _print(out: Console, title: str, names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
+    out.print(Text(title, "italic"))  # a title of the table's is broken where that is narrow
+    table = Table(show_edge=False, pad_edge=False)
+    for name in names:
         table.add_column(name, justify="right")
-    for r in rows:
-        times = (f"{r.split_us:,.0f}", f"{r.join_us:,.0f}", f"{r.copy_us:,.0f}", f"{r.ratio:.2f}", f"{r.call_us:,.0f}")
-        table.add_row(f"{r.tokens:,}", f"{r.hidden_size:,}", f"{r.bytes:,}", *times)
-    print_table(out, table)
-    table = Table(title="one server, microseconds of a call", title_justify="left", show_edge=False, pad_edge=False)
-    for name in ("M", "H", "ExpertClient", "ExpertCluster", "more"):
-        table.add_column(name, justify="right")
-    for o in ones:
-        more = o.cluster_us - o.client_us
-        table.add_row(f"{o.tokens}", f"{o.hidden_size:,}", f"{o.client_us:.0f}", f"{o.cluster_us:.0f}", f"{more:.0f}")
+    for row in rows:
+        table.add_row(*row)
     print_table(out, table)

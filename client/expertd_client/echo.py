@@ -21,10 +21,10 @@ def no_echo() -> str:
 
 
 @contextlib.contextmanager
-def echo_server(hidden_size: int, max_tokens: int) -> Iterator[str]:
+def echo_server(hidden_size: int, max_tokens: int, *options: str) -> Iterator[str]:
     """The address of `expertd echo` as a process of its own.  Raises UnavailableError where it does not start."""
     words = ("echo", "--with-stdin", "--hidden-size", str(hidden_size), "--max-tokens", str(max_tokens))
-    with child_server("echo server", "expertd_server.cli", *words) as line:
+    with child_server("echo server", "expertd_server.cli", *words, *options) as line:
         if not line.startswith("serving on "):
             raise UnavailableError(f"echo server: got {line!r}, want 'serving on ADDRESS'")
         yield line.split()[-1]

@@ -1,9 +1,10 @@
-"""`expertctl bench cluster`: rows that say what they measured, and calls that reach every server."""
+"""`expertctl bench cluster`: rows that say what they measured, and calls of real servers, over what users get."""
 
 import json
 
 import pytest
 
+from expertd.shm.region import supported
 from expertd_client import bench_cluster
 from expertd_client.cli import main
 
@@ -15,18 +16,38 @@ def test_rows():
     assert 2 * 4 <= row.bytes // (2 * 64) <= 2 * 3 * 4, "each token at one to three servers, there and back"
     assert min(row.split_us, row.join_us, row.copy_us) > 0
     assert row.ratio == pytest.approx((row.split_us + row.join_us) / row.copy_us)
-    assert row.call_us > row.split_us + row.join_us
-    one = bench_cluster.measure_one(4, 64, 8, rounds=20)
-    assert one.cluster_us > one.client_us > 0
 
 
+@pytest.mark.timeout(120)  # three echo servers start, one after another
 def test_command(monkeypatch, capsys):
     monkeypatch.setattr(bench_cluster, "SIZES", ((1, 64), (2, 32)))
-    assert main(["bench", "cluster", "--rounds", "2", "--servers", "2", "--json"]) == 0
+    monkeypatch.setattr(bench_cluster, "CALLS_HIDDEN", 64)
+    monkeypatch.setattr(bench_cluster, "CALLS_TOKENS", (2, 5))
+    run = main(["bench", "cluster", "--rounds", "2", "--servers", "2", "--json"])
+    assert run == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["tokens"] for row in found["rows"]] == [1, 2]
-    assert [one["hidden_size"] for one in found["one"]] == [64, 32]
-    assert main(["bench", "cluster", "--rounds", "2", "--servers", "2", "--profile"]) == 0
+    assert [(one["tokens"], one["hidden_size"]) for one in found["one"]] == [(2, 64), (5, 64)]
+    assert {one["transport"] for one in found["one"]} == {"inline" if supported() else "shm"}
+    assert all(one["cluster_us"] > 0 < one["client_us"] for one in found["one"])
+    assert [(own["tokens"], own["servers"]) for own in found["own"]] == [(2, 2), (5, 2)]
+    assert all(own["before_us"] > 0 < own["after_us"] for own in found["own"])
+
+
+def test_tables_where_there_is_no_server(monkeypatch, capsys):
+    monkeypatch.setattr(bench_cluster, "SIZES", ((1, 64),))
+    monkeypatch.setattr(bench_cluster, "no_echo", lambda: "it is not there")
+    assert main(["bench", "cluster", "--rounds", "2", "--servers", "2"]) == 0
     shown = capsys.readouterr().out
     assert "(split + join) / copy" in shown
-    assert "flight.py" in shown
+    assert "no calls were timed: it is not there" in shown
+    assert "ExpertClient" not in shown
+
+
+def test_tables_of_calls(capsys):
+    one, own = bench_cluster.One(8, 2048, "shm", 41.2, 55.9), bench_cluster.Own(8, 2048, 3, 70.4, 30.2)
+    bench_cluster._show([bench_cluster.Row(8, 2048, 8, 3, 1, 1.0, 1.0, 1.0, 2.0)], [one], [own])
+    shown = capsys.readouterr().out
+    assert "a call of one server, microseconds: H 2048, shm" in shown
+    assert ["8", "41", "56", "15"] in [line.replace("│", " ").split() for line in shown.splitlines()]
+    assert ["8", "70", "30", "101"] in [line.replace("│", " ").split() for line in shown.splitlines()]

@@ -119,14 +119,15 @@ def test_the_command(capsys, monkeypatch):
         main([*asked, "--service", "h:1"])
 
 
-def test_check_says_how_far_apart(capsys, monkeypatch):
+@pytest.mark.parametrize("worse", [{"p99_ms": 1000.0}, {"failed": 30}])
+def test_check_says_how_far_apart(capsys, monkeypatch, worse):
     from expertd_client.commands import simulate as command
 
     real = command.run_real
 
     def slower(placement, service, trace, timeout_s, policy):
         outcome, tally, given = real(placement, service, trace, timeout_s, policy)
-        return replace(outcome, p99_ms=outcome.p99_ms * 10), tally, given
+        return replace(outcome, **worse), tally, given
 
     monkeypatch.setattr(command, "run_real", slower)
     assert main(["simulate", "--check", "--calls", "60", "--failures", "0", "--json"]) == 1

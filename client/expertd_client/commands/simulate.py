@@ -86,19 +86,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(args, rows, len(trace.outages), busy, why.why)
         if args.check:
-            print(f"apart: {apart:.1%} at most, of goodput, p50 and p99")
+            print(f"apart: {apart:.1%} at most, of goodput, p50, p99 and failed calls")
     return 1 if apart > AGREE else 0
 
 
 def _apart(rows: dict[str, Outcome]) -> float:
-    """Relative, the largest difference."""
+    """Relative, the largest difference; of failed calls, where they are less than a hundredth, to that."""
     real, simulated = rows["real"], rows["simulated"]
     pairs = (
         (simulated.goodput, real.goodput),
         (simulated.p50_ms, real.p50_ms),
         (simulated.p99_ms, real.p99_ms),
     )
-    return max(abs(one / max(1e-9, other) - 1.0) for one, other in pairs)
+    failed = abs(simulated.failed - real.failed) / max(real.failed, 0.01 * real.calls)
+    return max(failed, *(abs(one / max(1e-9, other) - 1.0) for one, other in pairs))
 
 
 def _show(args: argparse.Namespace, rows: dict[str, Outcome], outages: int, busy: float, why: Counter[str]) -> None:

@@ -87,21 +87,25 @@ class Sleeper:
     def submit(self, view: ForwardRequestView, wanted: Callable[[], bool], deliver: Deliver) -> None:
         with self._lock:
             self._waiting += 1
-        self._pool.submit(self._serve, view, wanted, deliver)
+        self._pool.submit(self._serve, view, wanted, deliver, time.monotonic_ns())
 
-    def _serve(self, view: ForwardRequestView, wanted: Callable[[], bool], deliver: Deliver) -> None:
+    def _serve(self, view: ForwardRequestView, wanted: Callable[[], bool], deliver: Deliver, came_ns: int) -> None:
+        begun_ns = time.monotonic_ns()
         with self._lock:
             self._waiting -= 1
             self.computed += wanted()
             late = self._rng.random() < self._stumbles
         if not wanted():
             return
-        time.sleep(self._service_s + (STUMBLE_S if late else 0.0))
+        time.sleep(self._service_s)
+        timing = pb.Timing(queue_ns=begun_ns - came_ns, kernel_ns=time.monotonic_ns() - begun_ns)
+        if late:
+            time.sleep(STUMBLE_S)  # on the way
         hidden = view.hidden_states
         assert hidden is not None
         load = pb.Load(queued_tokens=TOKENS * self._waiting, token_ns=1e9 * self._service_s / TOKENS)
         output = TensorView.of_raw(hidden.dtype, hidden.shape, hidden.raw)
-        deliver(ForwardResponseView(view.request_id, output, routes_computed=TOKENS, load=load))
+        deliver(ForwardResponseView(view.request_id, output, routes_computed=TOKENS, timing=timing, load=load))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
