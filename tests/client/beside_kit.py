@@ -117,7 +117,7 @@ def way(client):
     return client._exchange._link._beside
 
 
-def until(true, within_s=10.0):
+def until(true, within_s=20.0):
     end = time.monotonic() + within_s
     while not true():
         assert time.monotonic() < end

@@ -128,14 +128,14 @@ def test_a_cluster_keeps_its_servers_where_a_file_brings_a_wrong_address(tmp_pat
     write("127.0.0.1:1", 1)
     with ExpertCluster(PlacementFile(path, every_s=0.01), timeout_s=5) as cluster:
         write("127.0.0.1:x", 2)
-        for _ in range(500):
+        for _ in range(2000):
             if cluster.source_error:
                 break
             np.testing.assert_equal(list(cluster.servers), ["127.0.0.1:1"])
             cluster._closing.wait(0.01)
         assert "the port 'x'" in cluster.source_error
         write("127.0.0.1", 3)
-        for _ in range(500):
+        for _ in range(2000):
             if (list(cluster.servers), cluster.source_error) == (["127.0.0.1"], ""):
                 break
             cluster._closing.wait(0.01)

@@ -208,7 +208,7 @@ def test_a_server_that_goes_fails_what_is_in_flight_and_what_comes_later_travels
     waiter = threading.Thread(target=waits)
     waiter.start()
     future = client.submit(0, *inputs(2)[0])
-    time.sleep(0.05)
+    until(lambda: way(client)._client.taken == 2)
     door.close()
     with pytest.raises(UnavailableError, match="ended the session"):
         future.result(10)

@@ -245,7 +245,7 @@ def test_a_second_signal_ends_it_at_once(unread, number):
     begin = time.monotonic()
     unread.process.send_signal(number)
     code, out = unread.end()
-    assert time.monotonic() - begin < 1.5, out
+    assert time.monotonic() - begin < GRACE_S / 2, out
     assert code == -number, out
     assert "a second signal" in out
     assert "Traceback" not in out

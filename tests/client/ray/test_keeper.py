@@ -67,7 +67,7 @@ async def keeper(monkeypatch):
 
 async def listed(keeper, wanted, after=0):
     """What is said as soon as it is `wanted`."""
-    for _ in range(100):
+    for _ in range(1000):
         said = await keeper.servers(after)
         if said is not None and said[1] == wanted:
             return said
@@ -110,5 +110,9 @@ async def test_news_come_at_once_and_only_news(keeper):
     await listed(keeper, (), later)
     one.said = one.serving
     await listed(keeper, ("10.0.0.1:70",))
+    for _ in range(1000):
+        if len(keeper.made) == 3:
+            break
+        await asyncio.sleep(0.02)
     await asyncio.sleep(module._LOOK_S + 1.2)
     assert keeper.made == [Place(0, 0), Place(1, 0), Place(1, 0)], "who is gone for good is made anew, once"

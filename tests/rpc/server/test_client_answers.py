@@ -79,7 +79,9 @@ async def test_a_request_that_is_taken_back_while_it_waits_is_never_computed(ser
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await asyncio.sleep(0.05)
+        cancelled = {"code": "CANCELLED", "reason": "CANCELLED"}
+        get = served.metrics.registry.get_sample_value
+        await wait_for(lambda: get("expertd_requests_total", cancelled))
     await first
     await client.forward(0, x, ids, w)
     assert served.kernels == [3, 3]

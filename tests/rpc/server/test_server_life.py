@@ -48,7 +48,7 @@ async def test_a_cancelled_request_is_answered_as_such_and_not_computed(served):
             await wait_for(lambda: served.engine.load().queued_requests == 4)
             unary.cancel()
             await asyncio.gather(unary, return_exceptions=True)
-            await asyncio.sleep(0.1)
+            await wait_for(lambda: served.server.servicer.open_calls == 2)
             served.gate.set()
             assert (await s.receive()).forward.request_id == 2
     await first
