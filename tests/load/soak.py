@@ -4,15 +4,17 @@
 
 Callers come and go: each opens a connection (stream, shared memory, TCP, unary calls in turn), sends requests of 1 to
 200 tokens with small pauses, some with deadlines that pass and some that it cancels, and leaves in order, or with
-requests under way; now and then one is killed.  Every answer is compared with the first of its kind.  "machine" is how
-late a sleep of 5 ms ends beside it (p99): what the answers' p99 is to be read against.  Exit code 1 = an error that was
-not asked for, a wrong answer, memory that grew by more than --most-growth between the second tenth and the last, or a
-p99 of the last third above --most-drift times that of the first, where the machine's did not rise.
+requests under way; now and then one is killed.  Every answer is compared with the first of its kind.  "control" is the
+same caller's round trip to a bare server beside it, which does nothing but refuse (expertd_client.overload.bare): what
+the machine and the callers' own process do to times, they do to both.  Drift is how p99 over the control's p99 of the
+same third has changed from the first third to the last.  Exit code 1 = an error that was not asked for, a wrong answer,
+memory that grew by more than --most-growth between the second tenth and the last, or a drift above --most-drift.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import subprocess
@@ -21,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,11 +53,11 @@ KILL_EVERY_S = 30.0
 
 @dataclass
 class Seen:
-    """times: (end, seconds) of answers; rss: (time, bytes); late: (time, seconds) of sleeps."""
+    """times: (end, seconds) of answers; rss: (time, bytes); control: (end, seconds) of refusals by the bare server."""
 
     times: list[tuple[float, float]] = field(default_factory=list)
     rss: list[tuple[float, int]] = field(default_factory=list)
-    late: list[tuple[float, float]] = field(default_factory=list)
+    control: list[tuple[float, float]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
@@ -132,18 +135,44 @@ class Caller(threading.Thread):
         answer.release()
 
 
-def listen(begin: float, end: float, seen: Seen) -> None:
-    """How late sleeps end."""
-    while (now := time.monotonic()) < end:
-        time.sleep(0.005)
-        seen.late.append((now - begin, time.monotonic() - now - 0.005))
+class Control(threading.Thread):
+    """Asks the bare server at `address` as often as a caller asks, until `end_s`."""
+
+    def __init__(self, address: str, end_s: float, seen: Seen) -> None:
+        super().__init__(daemon=True)
+        self._address, self._end_s, self._seen = address, end_s, seen
+
+    def run(self) -> None:
+        rng = random.Random(0)
+        with ExpertClient(self._address) as client:
+            while time.monotonic() < self._end_s:
+                x, ids, w = REQUESTS[rng.choice(SIZES)]
+                begin = time.monotonic()
+                with contextlib.suppress(OverloadedError):
+                    client.forward(0, x, ids, w, timeout_s=60.0)
+                end = time.monotonic()
+                self._seen.control.append((end, end - begin))
+                time.sleep(rng.random() * 0.02)
 
 
-def soak(server: Server, seconds: float, callers: int) -> Seen:
-    """Every caller's life, and the server's memory once a second."""
+@contextlib.contextmanager
+def bare_server() -> Iterator[str]:
+    """Its address."""
+    command = [sys.executable, "-m", "expertd_client.overload.bare", "refuse"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.terminate()
+
+
+def soak(server: Server, seconds: float, callers: int, control: str) -> Seen:
+    """Every caller's life, and the server's memory once a second.  control: address of a bare server."""
     seen, first, begin = Seen(), dict[int, Any](), time.monotonic()
-    threads = [Caller(server.address, n, begin + seconds, seen, first) for n in range(callers)]
-    for thread in [*threads, threading.Thread(target=listen, args=(begin, begin + seconds, seen), daemon=True)]:
+    threads: list[threading.Thread] = [Caller(server.address, n, begin + seconds, seen, first) for n in range(callers)]
+    threads.append(Control(control, begin + seconds, seen))
+    for thread in threads:
         thread.start()
     victim: subprocess.Popen[bytes] | None = None
     kill_at = begin + KILL_EVERY_S / 2
@@ -172,6 +201,7 @@ def soak(server: Server, seconds: float, callers: int) -> Seen:
         if thread.is_alive():
             seen.wrong.append("a caller hangs")
     seen.times = [(at - begin, took) for at, took in seen.times]
+    seen.control = [(at - begin, took) for at, took in seen.control]
     return seen
 
 
@@ -186,11 +216,12 @@ def report(seen: Seen, seconds: float) -> dict[str, Any]:
         return round(1e3 * float(np.quantile(took, 0.99)), 2)
 
     then, now = rss(0.1, 0.2), rss(0.9, 1.0)
+    answers, control = ([p99_ms(values, n) for n in range(3)] for values in (seen.times, seen.control))
     return {
         "seconds": round(seconds), "answers": len(seen.times), "counts": dict(seen.counts), "wrong": len(seen.wrong),
         "examples": seen.wrong[:5], "rss_mb": [round(then, 1), round(now, 1)], "growth": round(now / then - 1, 4),
-        "p99_ms": [p99_ms(seen.times, n) for n in range(3)],
-        "machine_p99_ms": [p99_ms(seen.late, n) for n in range(3)],
+        "p99_ms": answers, "control_p99_ms": control,
+        "drift": round(answers[2] / answers[0] / (control[2] / control[0]), 3),
         "longest_s": round(max(s for _, s in seen.times), 3),
     }  # fmt: skip
 
@@ -205,16 +236,15 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server = Server(ROOT, Path(folder) / "log", OPTIONS)
-        seen = soak(server, 60 * args.minutes, args.callers)
+        with bare_server() as control:
+            seen = soak(server, 60 * args.minutes, args.callers, control)
         alive = server.process.poll() is None
         server.stop()
         traces = (Path(folder) / "log").read_text().count("Traceback")
     out = report(seen, 60 * args.minutes) | {"alive": alive, "tracebacks": traces}
     print(json.dumps(out) if args.json else "\n".join(f"{k}: {v}" for k, v in out.items()))
-    answers, machine = out["p99_ms"], out["machine_p99_ms"]
-    drift = answers[2] / answers[0] / max(1.0, machine[2] / machine[0])
     bad = out["wrong"] or traces or not alive
-    return int(bool(bad or out["growth"] > args.most_growth or drift > args.most_drift))
+    return int(bool(bad or out["growth"] > args.most_growth or out["drift"] > args.most_drift))
 
 
 if __name__ == "__main__":

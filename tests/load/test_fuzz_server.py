@@ -70,12 +70,30 @@ def test_callers_that_come_and_go(host):
     """For 4 s, and on until each way was used, requests were cancelled, and some had no time."""
     soak, counted = load("soak"), set()
     server = SimpleNamespace(address=host.address, process=SimpleNamespace(poll=lambda: None), memory=lambda: 1)
-    for _ in range(15):
-        seen = soak.soak(server, 4.0, callers=4)
-        assert seen.wrong == []
-        counted |= seen.counts.keys()
-        if {"stream", "shm", "tcp", "unary", "cancelled", "no time"} <= counted:
-            break
-    else:
-        pytest.fail(f"seen in a minute: {counted}")
+    with soak.bare_server() as control:
+        for _ in range(15):
+            seen = soak.soak(server, 4.0, callers=4, control=control)
+            assert seen.wrong == []
+            assert len(seen.control) > 20
+            counted |= seen.counts.keys()
+            if {"stream", "shm", "tcp", "unary", "cancelled", "no time"} <= counted:
+                break
+        else:
+            pytest.fail(f"seen in a minute: {counted}")
     assert host.drain(10)
+
+
+@pytest.mark.parametrize(("machine", "server", "drift"), [(2.0, 2.0, 1.0), (1.0, 3.0, 3.0), (4.0, 2.0, 0.5)])
+def test_drift_is_the_servers_and_not_the_machines(machine, server, drift):
+    """In the last third times are so many times those of the first, on a bare server beside it and on this one."""
+    soak = load("soak")
+    seen = soak.Seen()
+    for third in range(3):
+        for n in range(100):
+            at = 100 * third + n
+            seen.rss.append((at, 1000))
+            seen.control.append((at, 0.001 * (machine if third == 2 else 1)))
+            seen.times.append((at, 0.010 * (server if third == 2 else 1)))
+    out = soak.report(seen, 300)
+    assert out["drift"] == drift
+    assert out["p99_ms"] == [10, 10, 10 * server]

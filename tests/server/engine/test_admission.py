@@ -88,6 +88,12 @@ def test_bytes_are_bounded():
     assert "got 681 bytes waiting" in refusal.message
 
 
+def test_what_leaves_takes_as_much_away_as_it_brought():
+    waiting = Amount(5, 50, 100, 10_000)
+    assert waiting.plus(request(7, 3)) == Amount(6, 57, 121, 10_000 + request(7, 3).nbytes)
+    assert waiting.plus(request(7, 3)).minus(request(7, 3)) == waiting
+
+
 def test_an_empty_queue_takes_any_single_request():
     assert admit(Queue(State.SERVING), request(tokens=1 << 20, top_k=8), 0, LIMITS) is None
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import time
 
+import grpc
 import pytest
 
-from expertd_server.transports.half_sent import STALL_S, Connection, _address, verdicts
+from expertd_server.transports.half_sent import MESSAGE_S, STALL_S, Connection, HalfSent, _address, verdicts
 from expertd_server.transports.tcp_info import Connected, Sockets, peer_of
 
 MB = 1_000_000
@@ -70,12 +73,13 @@ def test_nor_what_trickles():
     assert c.stalls(now_s + 1)
 
 
-def test_messages_that_come_whole_go_on():
+@pytest.mark.parametrize("size", [2 * MB, 2 * MB // 15])
+def test_messages_that_come_whole_go_on(size):
     """One message after the other, and never none begun."""
     c, received, now_s = connection(received=2 * MB), 2 * MB, 0.0
     for _ in range(int(7 * STALL_S)):
-        received, now_s = received + 2 * MB, now_s + 1
-        c.whole += 2 * MB
+        received, now_s = received + size, now_s + 1
+        c.whole += size
         c.look(received, now_s)
         assert not c.stalls(now_s)
     c.whole += 1000  # is not worth naming
@@ -105,6 +109,102 @@ def test_what_stalls_goes_first_and_is_counted_no_more():
     stalled, other = connection(received=8 * MB), connection(received=8 * MB, now_s=STALL_S)
     later = STALL_S + 0.5
     assert verdicts([other, stalled], 8 * MB, later) == [(stalled, "half-sent messages do not go on")]
+
+
+class Context:
+    """grpc.aio's, whose caller sends `messages` and then nothing more."""
+
+    def __init__(self, *messages) -> None:
+        self.messages, self.status = list(messages), None
+
+    def peer(self) -> str:
+        return "ipv4:192.0.2.1:5000"
+
+    def invocation_metadata(self):
+        return None
+
+    async def read(self):
+        if not self.messages:
+            await asyncio.Event().wait()
+        return self.messages.pop(0)
+
+    async def write(self, data) -> None: ...
+
+    async def abort(self, code, details, metadata=()) -> None:
+        self.status = code
+        raise AbortedError
+
+
+class AbortedError(Exception):
+    pass
+
+
+async def one(inner, context: Context, read=None) -> tuple[HalfSent, Connection, asyncio.Task]:
+    """A call of one message, begun."""
+    front = HalfSent(None, MB)
+    handler = front._wrapped(grpc.unary_unary_rpc_method_handler(inner, read))
+    call = asyncio.create_task(handler.stream_unary(None, context))
+    await asyncio.sleep(0)
+    (found,) = front._connections.values()
+    return front, found, call
+
+
+async def echo(data, context) -> bytes:
+    return data
+
+
+async def test_a_call_of_one_message_has_it_counted():
+    _, c, call = await one(echo, Context(b"x" * 64_000))
+    assert await call == b"x" * 64_000
+    assert c.calls == 0
+    assert 64_000 + 64_000 // 128 + 64_000 // 64 < c.whole < 64_000 + 64_000 // 128 + 64_000 // 64 + 2000
+    assert not c.unsure
+
+
+async def test_a_message_that_does_not_come_ends_its_call_with_a_reason():
+    context = Context()
+    front, c, call = await one(echo, context)
+    front._give_up(time.monotonic() + MESSAGE_S - 1)
+    await asyncio.sleep(0)
+    assert c.calls == 1
+    front._give_up(time.monotonic() + MESSAGE_S + 1)
+    with pytest.raises(AbortedError):
+        await call
+    assert context.status is grpc.StatusCode.UNAVAILABLE
+    assert (c.calls, c.unsure) == (0, True)
+
+
+async def test_so_does_a_caller_who_leaves_but_nobody_is_told():
+    context = Context()
+    _, c, call = await one(echo, context)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (context.status, c.calls, c.unsure) == (None, 0, True)
+
+
+@pytest.mark.parametrize("messages", [(grpc.aio.EOF,), (b"not a number",)])
+async def test_no_message_and_one_that_cannot_be_read_are_refused(messages):
+    context = Context(*messages)
+    _, _, call = await one(echo, context, read=int)
+    with pytest.raises(AbortedError):
+        await call
+    assert context.status is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(("messages", "unsure"), [((b"xyz", grpc.aio.EOF), False), ((b"xyz",), True)])
+async def test_a_stream_that_ends_before_its_caller_did_leaves_a_rest(messages, unsure):
+    front, got = HalfSent(None, MB), []
+
+    async def inner(_, context) -> None:
+        for _ in messages:
+            got.append(await context.read())
+
+    await front._wrapped(grpc.stream_stream_rpc_method_handler(inner)).stream_stream(None, Context(*messages))
+    (c,) = front._connections.values()
+    assert got == list(messages)
+    assert c.whole > 3
+    assert (c.calls, c.unsure) == (0, unsure)
 
 
 @pytest.mark.parametrize(
