@@ -1,12 +1,14 @@
 """What callers on the server's host get of an accelerator: `expertd serve`, and clients in processes of their own.
 
     python tests/load/data_path.py [--device cuda] [--model qwen3-30b-a3b:int4_g128] [--layers 0-3] [--seconds 1]
+                                   [--threads N]
                                    [--loads 1x1,1x8,8x8] [--transports shm,tcp,inline] [--out FILE.json]
 
 A load is CALLERSxTOKENS: each caller sends its next request when the last one is answered, going through the layers.
 "s" behind it: tensors are made in a slot.  The last answer of each caller is compared with the float32 reference
 (its memory was poisoned before); a row without that is an error, and the exit code 1.  busy: part of the time in which
-the device computed batches, as the server counts it.
+the device computed batches, as the server counts it.  around: median of what a request takes beyond its own kernel, one
+in sixteen looked at; of it queue and collect are the server's, before the kernel.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def call(
     caller: int, address: str, load: Load, shape: tuple[int, int, int], layers: list[int], seconds: float, way: str,
     start: Barrier, out: Any,
 ) -> None:  # fmt: skip
-    """One process: puts (caller, seconds of each call, ns of some kernels, rows of the last output, its layer)."""
+    """One process: puts (caller, seconds of each call, (whole, queue, collect, kernel) ns of some, rows of the last
+    output, its layer)."""
     ways = {"shm": lambda: address, "tcp": lambda: GrpcTransport(address, channels=[TcpChannel(address)])}
     with ExpertClient(ways.get(way, lambda: GrpcTransport(address))(), timeout_s=60) as client:
         got = client.session().transport
@@ -66,14 +69,15 @@ def call(
                 output = ask(layer)
         output[:] = float("nan")
         start.wait(120)
-        end, times, kernels, n = time.perf_counter() + seconds, [], [], 0
+        end, times, stages, n = time.perf_counter() + seconds, [], [], 0
         while (begin := time.perf_counter()) < end:
             output = ask(layers[n % len(layers)])
             times.append(time.perf_counter() - begin)
             n += 1
             if n % 16 == 0:
-                kernels.append((slot if load.slot else last[0]).timing.kernel_ns)
-        out.put((caller, times, kernels, output[:CHECKED_ROWS].astype(np.float32), layers[(n - 1) % len(layers)]))
+                t = (slot if load.slot else last[0]).timing
+                stages.append((times[-1] * 1e9, t.queue_ns, t.copy_in_ns, t.kernel_ns))
+        out.put((caller, times, stages, output[:CHECKED_ROWS].astype(np.float32), layers[(n - 1) % len(layers)]))
         start.wait(120)
 
 
@@ -112,11 +116,13 @@ def measure(load: Load, way: str, server: Any, shape: tuple[int, int, int], laye
         p.join(20)
     times = np.sort(np.concatenate([np.array(t[1][len(t[1]) // 10 :]) for t in found])) * 1e6
     requests = sum(len(t[1]) for t in found) / args.seconds
+    whole, queue, collect, kernel = np.concatenate([np.array(t[2]) for t in found]).T / 1e3
     row = {
         "transport": way, "load": load.text, "p50_us": times[len(times) // 2], "p99_us": times[int(len(times) * 0.99)],
         "p999_us": times[int(len(times) * 0.999)], "requests_per_s": requests,
         "tokens_per_s": requests * load.tokens, "busy": busy,
-        "kernel_us": float(np.median(np.concatenate([t[2] for t in found]))) / 1e3,
+        "kernel_us": float(np.median(kernel)), "around_us": float(np.median(whole - kernel)),
+        "queue_us": float(np.median(queue)), "collect_us": float(np.median(collect)),
     }  # fmt: skip
     return row, found
 
@@ -148,6 +154,7 @@ def main() -> int:
     parser.add_argument("--model", default="qwen3-30b-a3b:int4_g128")
     parser.add_argument("--layers", default="0-3")
     parser.add_argument("--experts", type=int, default=0, help="the first so many of each layer; default: all")
+    parser.add_argument("--threads", help="of the server's kernels on a CPU; default: its own choice")
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--loads", default=LOADS)
     parser.add_argument("--transports", type=lambda t: t.split(","), default=["shm", "inline"])
@@ -163,6 +170,8 @@ def main() -> int:
     command += ["--metrics-listen", "127.0.0.1:0"]
     if "tcp" in args.transports:
         command += ["--tcp-listen", "127.0.0.1:0"]
+    if args.threads:
+        command += ["--threads", args.threads]
     if args.experts:
         command += ["--experts", f"0-{args.experts - 1}"]
     server = Server("server", command, log)
@@ -190,7 +199,8 @@ def main() -> int:
             rows.append(row)
             print(
                 f"{way:7s} {load.text:8s} us: p50 {row['p50_us']:8.1f} p99 {row['p99_us']:8.1f}"
-                f" p99.9 {row['p999_us']:8.1f} kernel {row['kernel_us']:7.1f}"
+                f" p99.9 {row['p999_us']:8.1f} kernel {row['kernel_us']:7.1f} around {row['around_us']:6.1f}"
+                f" (queue {row['queue_us']:.1f} collect {row['collect_us']:.1f})"
                 f" {row['requests_per_s']:9.0f} req/s {row['tokens_per_s']:10.0f} tok/s busy {row['busy']:.2f}"
                 f" error {row['error']:.1e}{'' if good else ' WRONG'}",
                 flush=True,

@@ -1,4 +1,4 @@
-"""The engine's core in C++ (csrc/core.cpp), through ctypes: its structs and a thin wrapper.
+"""The engine's core in C++ (csrc/core.cpp), through ctypes: a thin wrapper, with its structs (abi.py).
 
 Every call but `run` takes microseconds; `run` waits without the interpreter's lock.  Calls that are made often are few,
 one for a request, one for all outcomes that came together, and keep the lock.
@@ -15,202 +15,65 @@ from typing import Any
 
 from expertd.cxx import stale
 from expertd_kernels.protocol import Direct
-from expertd_server.engine.report import WAIT_BOUNDS_NS
+from expertd_server.engine.abi import (
+    CHECK,
+    COLLECT,
+    COLLECT_ROUTES,
+    DELIVER,
+    EXPERTS,
+    INTERRUPTED,
+    MOST_OUTCOMES,
+    REASONS,
+    RUN,
+    STOPPED,
+    WHOLE,
+    BatchRecord,
+    Config,
+    Forward,
+    LaneMemory,
+    LayerFacts,
+    Load,
+    Measured,
+    Outcome,
+    PeerBoundsStruct,
+    Run,
+    TraceRecord,
+    Waiting,
+)
 
 __all__ = [
-    "MOST_OUTCOMES",
-    "REASONS",
     "BatchRecord",
+    "CHECK",
+    "COLLECT",
+    "COLLECT_ROUTES",
     "Config",
     "Core",
     "CoreMissingError",
+    "DELIVER",
+    "EXPERTS",
     "Forward",
+    "INTERRUPTED",
     "LaneMemory",
     "LayerFacts",
     "Load",
+    "MOST_OUTCOMES",
     "Measured",
     "Outcome",
     "PeerBoundsStruct",
+    "REASONS",
+    "RUN",
     "Run",
+    "STOPPED",
     "TraceRecord",
+    "WHOLE",
     "Waiting",
     "copying",
     "library",
 ]
 
-REASONS = (
-    "",
-    "CANCELLED",
-    "DEADLINE_EXCEEDED",
-    "QUEUE_FULL",
-    "DRAINING",
-    "LAYER_NOT_HELD",
-    "TOO_MANY_TOKENS",
-    "BAD_SHAPE",
-    "BAD_DTYPE",
-    "MALFORMED_MESSAGE",
-    "EXPERT_ID_OUT_OF_RANGE",
-    "NON_FINITE_WEIGHTS",
-    "UNSUPPORTED_COMBINATION",
-    "BACKEND_FAILED",
-    "OVERLOADED",
-    "MISSING_REQUEST_ID",
-    "DUPLICATE_REQUEST_ID",
-    "TOO_MANY_REQUESTS_IN_FLIGHT",
-    "BAD_BYTE_COUNT",
-    "BAD_TENSOR_SPELLING",
-    "OUTPUT_DTYPE_UNSUPPORTED",
-    "SCALES_UNSUPPORTED",
-    "NON_FINITE_HIDDEN_STATES",
-)
-"""Rows of the error table (expertd.errors) by the core's number; 0 = computed."""
-
-STOPPED, RUN, CHECK, INTERRUPTED = 0, 1, 2, 3
-"""What `Core.run` returns for."""
-MOST_OUTCOMES = 256
-"""That come with one call."""
-WHOLE, EXPERTS, COLLECT, COLLECT_ROUTES, DELIVER = range(5)
-"""Pieces of a batch as CUDA graphs: see csrc/core.h."""
-
 
 class CoreMissingError(ImportError):
     """The library is not there or does not load."""
-
-
-def _fields(spec: str) -> list[tuple[str, Any]]:
-    """ "u64: a b; u32: c" -> ctypes fields."""
-    kinds: dict[str, Any] = {
-        "u64": C.c_uint64,
-        "u32": C.c_uint32,
-        "u16": C.c_uint16,
-        "u8": C.c_uint8,
-        "f32": C.c_float,
-        "ptr": C.c_void_p,
-    }
-    out = []
-    for part in spec.split(";"):
-        kind, names = part.split(":")
-        out += [(name, kinds[kind.strip()]) for name in names.split()]
-    return out
-
-
-class Config(C.Structure):
-    """Of a core.  device: 1 where batches are described by a table and end by a word (a GPU)."""
-
-    _fields_ = [
-        *_fields(
-            "u32: lanes max_tokens max_queue_requests streamed_rows; u64: max_queue_tokens"
-            " max_queue_routes max_queue_bytes spin_ns brief_ns;"
-            "f32: patience; u8: compute_dtype device refuse_late traces nonfinite"
-        ),
-        ("spare", C.c_uint8 * 7),
-    ]
-
-
-class Forward(C.Structure):
-    """A request whose tensors lie in this process; addresses.  bytes: memory that it holds until it is answered."""
-
-    _fields_ = [
-        *_fields(
-            "u64: hidden scales ids weights out bytes arrival_ns deadline_ns; u32: layer tokens top_k caller;"
-            "u8: hidden_dtype ids_dtype weights_dtype out_dtype router_weight_on_input on_device"
-        ),
-        ("spare", C.c_uint8 * 2),
-        ("trace", C.c_uint8 * 24),
-    ]
-
-
-class Outcome(C.Structure):
-    """What became of a request.  posted_ns: when; reason: index into REASONS."""
-
-    _fields_ = [
-        *_fields(
-            "u64: handle posted_ns; u32: reason routes_computed queue_ns collect_ns kernel_ns deliver_ns batch_tokens"
-            " batch_requests backend retry_after_us session_gone"
-        ),
-        ("text", C.c_char * 164),
-    ]
-
-
-class LayerFacts(C.Structure):
-    """slots: [num_experts + 1] int32, copied; expert_tokens: [held] uint64 that the core counts in, or 0; the same on a
-    device: device_slots int32, device_counts int64, or 0.  call, context, experts: expertd_kernels.protocol.Direct."""
-
-    _fields_ = _fields(
-        "u32: layer generation hidden_size num_experts held input_weights top_k spare; ptr: slots expert_tokens;"
-        "u64: device_slots device_counts call context experts"
-    )
-
-
-class Measured(C.Structure):
-    """What a batch of a layer took before it was served."""
-
-    _fields_ = _fields("u32: rows top_k; u64: ns")
-
-
-class LaneMemory(C.Structure):
-    """Addresses of a lane's host memory; table, verdicts, done: for devices."""
-
-    _fields_ = _fields(
-        "ptr: table verdicts done hidden slots weights out; u64: hidden_bytes slots_bytes weights_bytes out_bytes"
-        " device_hidden device_out"
-    )
-
-
-class Run(C.Structure):
-    """A batch that the caller of `Core.run` computes.  Addresses on a CPU, 0 on a device (its table says).  whole: a
-    graph of all of it pays, whatever its size; launch_error: of CUDA, because of which the core could not launch it."""
-
-    _fields_ = _fields(
-        "u32: lane layer generation tokens rows top_k router_weight_on_input requests whole launch_error;"
-        "u64: hidden slots weights out"
-    )
-
-
-class BatchRecord(C.Structure):
-    """Batches of one layer that are alike, for metrics: tokens and requests of each, routes and times of all."""
-
-    _fields_ = [
-        *_fields("u32: layer generation backend tokens requests failed batches"),
-        ("waits", C.c_uint32 * (len(WAIT_BOUNDS_NS) + 1)),
-        *_fields("u64: routes queue_ns collect_ns kernel_ns deliver_ns"),
-    ]
-
-
-class TraceRecord(C.Structure):
-    """The way of one request of a session, by transport (1 shared memory, 2 TCP), that its caller traces.  trace: as
-    expertd.trace_context has it; times of CLOCK_MONOTONIC; computed_ns: end of the kernel, 0 = it was not computed."""
-
-    _fields_ = [
-        ("trace", C.c_uint8 * 24),
-        *_fields(
-            "u64: arrival_ns computed_ns answered_ns; u32: layer tokens top_k reason backend queue_ns collect_ns"
-            " kernel_ns batch_tokens batch_requests transport spare"
-        ),
-    ]
-
-
-class Waiting(C.Structure):
-    """What waits, of all callers or of one.  bytes: of memory."""
-
-    _fields_ = _fields("u64: requests tokens routes bytes")
-
-
-class PeerBoundsStruct(C.Structure):
-    """engine.peers.PeerBounds, and how each reason travels: its code, whether it may be retried."""
-
-    _fields_ = [
-        *_fields("u64: most_message most_bytes; u32: most_in_flight half_ms unread_ms"),
-        ("codes", C.c_uint32 * len(REASONS)),
-        ("retryable", C.c_uint32 * len(REASONS)),
-    ]
-
-
-class Load(C.Structure):
-    _fields_ = _fields(
-        "u32: queued_tokens queued_requests waiting_tokens waiting_requests; f32: token_ns; u32: draining;"
-        "u64: admitted batches tokens wait_ns"
-    )
 
 
 _QUICK = ("_outcomes", "_records", "_traces", "_load", "_waiting", "_cancel", "_admits", "_went_out")

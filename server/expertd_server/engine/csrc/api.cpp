@@ -12,7 +12,7 @@
 
 using namespace expertd;
 
-// Of the structs, for the test that holds core.py to core.h.
+// Of the structs, for the test that holds abi.py to core.h.
 API void expertd_core_sizes(uint64_t* out) {
   const uint64_t sizes[] = {sizeof(Config), sizeof(Forward), sizeof(Outcome), sizeof(LayerFacts),
                             sizeof(LaneMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load), sizeof(Waiting), sizeof(Measured),

@@ -1,4 +1,4 @@
-// The C ABI of the engine's core.  server/expertd_server/engine/core.py says the same to ctypes; a test holds the sizes
+// The C ABI of the engine's core.  server/expertd_server/engine/abi.py says the same to ctypes; a test holds the sizes
 // together.
 #pragma once
 
