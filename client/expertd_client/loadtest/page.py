@@ -16,9 +16,11 @@ __all__ = ["NO_PLOTLY", "page"]
 NO_PLOTLY = "it needs plotly, which is not installed: pip install 'expertd[load]'"
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1060px;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}"
+    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .7em;text-align:right;white-space:nowrap;"
+    "border-bottom:1px solid #ddd}"
     "td:first-child,th:first-child{text-align:left}h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em}"
 )
+_LAYOUT = {"template": "plotly_white", "height": 420, "margin": {"l": 60, "r": 60, "t": 20, "b": 50}}
 _STAGES = ("queue_ns", "decode_ns", "copy_in_ns", "kernel_ns", "copy_out_ns", "encode_ns")
 
 
@@ -36,7 +38,7 @@ def page(o: Outcome) -> str:
         + plotly.io.to_html(figure, full_html=False, include_plotlyjs=n == 0, config={"displaylogo": False})
         for n, (title, figure) in enumerate((t, f) for t, f in figures if f.data)
     ]
-    settings = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in o.settings.items() if v not in (None, ""))
+    settings = ", ".join(f"{k.replace('_', ' ')}: {v}" for k, v in o.settings.items() if v not in (None, "", False))
     said = f"<p><b>{escape(o.slo.sentence())}</b></p>" if o.slo is not None else ""
     cut = "<p><b>Interrupted: this is what came until then.</b></p>" if o.interrupted else ""
     return (
@@ -63,9 +65,11 @@ def _figure(x: str, y: str, **axes: Any) -> Any:
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    figure.update_layout(template="plotly_white", height=420, margin={"l": 60, "r": 60, "t": 20, "b": 50})
+    figure.update_layout(**_LAYOUT)
     figure.update_xaxes(title=x, **{k: v for k, v in axes.items() if k != "log_y"})
-    figure.update_yaxes(title=y, type="log" if axes.get("log_y") else "linear", rangemode="tozero")
+    figure.update_yaxes(title=y, rangemode="tozero")
+    if axes.get("log_y"):
+        figure.update_yaxes(type="log", dtick="D2")
     return figure
 
 
@@ -81,23 +85,33 @@ def _quantiles(o: Outcome) -> Any:
 
 
 def _times(o: Outcome) -> Any:
-    figure = _figure("seconds", "ms", log_y=True)
-    figure.update_layout(yaxis2={"title": "requests/s", "overlaying": "y", "side": "right", "rangemode": "tozero"})
-    for run in o.runs:
-        raw, name = run.report.raw, describe_plan(run.plan)
+    """Latencies above, rates below; a load has one colour in both."""
+    import plotly.express
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(rows=2, shared_xaxes=True, row_heights=[0.64, 0.36], vertical_spacing=0.06)
+    figure.update_layout(**_LAYOUT | {"height": 560})
+    figure.update_yaxes(title="ms", type="log", dtick="D2", row=1)
+    figure.update_yaxes(title="requests/s", rangemode="tozero", row=2)
+    figure.update_xaxes(title="seconds", row=2)
+    colours = plotly.express.colors.qualitative.Plotly
+    for n, run in enumerate(o.runs):
+        raw, name, colour = run.report.raw, describe_plan(run.plan), colours[n % len(colours)]
         found = slices(raw.ends_s, raw.latencies_s, raw.failures_s)
         at = [(s.begin_s + s.end_s) / 2 for s in found]
-        for quantile in ("p50_us", "p99_us"):
+        for quantile, dash in (("p50_us", "solid"), ("p99_us", "dot")):
             y = [getattr(s, quantile) / 1e3 or None for s in found]
-            figure.add_scatter(x=at, y=y, mode="lines", name=f"{name}: {quantile[:3]}")
-        figure.add_scatter(x=at, y=[s.rate for s in found], mode="lines", name=f"{name}: rate", yaxis="y2",
-                           line={"dash": "dot"})  # fmt: skip
+            line = {"dash": dash, "color": colour}
+            figure.add_scatter(x=at, y=y, mode="lines", name=f"{name}: {quantile[:3]}", line=line, row=1, col=1)
+        figure.add_scatter(x=at, y=[s.rate for s in found], mode="lines", name=name, line={"color": colour},
+                           showlegend=False, row=2, col=1)  # fmt: skip
     return figure
 
 
 def _stages(o: Outcome) -> Any:
     figure = _figure("microseconds, on average", "")
-    figure.update_layout(barmode="stack")
+    figure.update_layout(barmode="stack", height=160 + 40 * len(o.runs))
+    figure.update_yaxes(type="category", autorange="reversed")  # the first load on top, as in the table
     for stage in _STAGES:
         x = [getattr(run.report.server, stage) / 1e3 for run in o.runs]
         figure.add_bar(x=x, y=[describe_plan(run.plan) for run in o.runs], orientation="h", name=stage[:-3])

@@ -10,6 +10,7 @@ import pytest
 
 from expertd_client.departures import LoadPlan, departures
 from expertd_client.load import LoadReport, Now, Raw, ServerSide
+from expertd_client.loadtest import page as page_module
 from expertd_client.loadtest.live import line
 from expertd_client.loadtest.page import page
 from expertd_client.loadtest.routing import parse_routing
@@ -220,17 +221,36 @@ def test_the_histogram_is_hdrhistograms_own():
     assert y[-1] == pytest.approx(max(took) * 1e6)
 
 
-def test_the_page_stands_alone():
+def two_runs(address="host"):
     rng = np.random.default_rng(0)
     runs = [Run(LoadPlan(1, concurrency=c, requests=9), report(rng.exponential(0.01, 99).tolist())) for c in (1, 8)]
-    html = page(Outcome("<b>&host", [0], {"routing": "uniform"}, runs, interrupted=True))
+    return Outcome(address, [0], {"routing": "uniform", "echo": False}, runs, interrupted=True)
+
+
+def test_the_page_stands_alone():
+    html = page(two_runs("<b>&host"))
+    assert "<p>routing: uniform</p>" in html
     assert "&lt;b&gt;&amp;host" in html
     assert "<b>&host" not in html
     assert "Interrupted" in html
     assert html.count("Plotly.newPlot(") == 4
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", html)
-    one = page(Outcome("host", [0], {}, runs[:1]))
+    one = page(Outcome("host", [0], {}, two_runs().runs[:1]))
     assert one.count("Plotly.newPlot(") == 3
+
+
+def test_stages_are_bars_by_load_and_no_figure_has_two_scales():
+    stages = page_module._stages(two_runs()).to_dict()
+    assert stages["layout"]["yaxis"]["type"] == "category"
+    assert [bar["y"] for bar in stages["data"]] == [["1 caller", "8 callers"]] * 6
+    times = page_module._times(two_runs()).to_dict()
+    assert {axis for axis in times["layout"] if axis.startswith("yaxis")} == {"yaxis", "yaxis2"}
+    assert "overlaying" not in times["layout"]["yaxis2"]
+    colours = {}
+    for curve in times["data"]:
+        colours.setdefault(curve["name"].split(":")[0], set()).add(curve["line"]["color"])
+    assert all(len(found) == 1 for found in colours.values()), "a load has one colour"
+    assert len(set.union(*colours.values())) == 2
 
 
 def test_json_of_one_run_and_of_several():
