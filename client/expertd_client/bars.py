@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-__all__ = ["Bar", "stacked"]
+__all__ = ["COLOURS", "Bar", "stacked"]
 
-_COLOURS = (
-    *("#4e79a7", "#d3d3d0", "#9c755f", "#e8c547", "#76b7b2", "#e15759", "#59a14f", "#b07aa1", "#86bcb6"),
-    *("#f1a340", "#bab0ac", "#7f7f7f", "#e377c2"),
-)
+COLOURS = {
+    "client_encode": "#4e79a7", "client_decode": "#a0cbe8", "attention": "#f1a340", "split": "#274060",
+    "send": "#4e79a7", "decode": "#9c755f", "queue": "#e8c547", "collect": "#499894", "kernel": "#e15759",
+    "deliver": "#8cd17d", "encode": "#b07aa1", "wire": "#d3d3d0", "wake": "#8a8a8a", "join": "#a0cbe8",
+    "from GPU to GPU": "#e377c2",
+}  # fmt: skip
+"""Of the stages, the same in every picture; what a client does before and after has the same two blues."""
 _LABEL, _BAR, _NUMBERS, _ROW, _THICK, _HEAD = 330, 640, 210, 24, 16, 56
 _STYLE = """text{font-family:"DejaVu Sans",Verdana,sans-serif;font-size:12px;fill:#222}
 .title{font-size:15px;font-weight:bold}.group{font-weight:bold}.bare{stroke:#000;stroke-width:2}"""
@@ -27,9 +30,11 @@ class Bar(NamedTuple):
 
 
 def stacked(title: str, stages: Sequence[str], groups: Mapping[str, Sequence[Bar]], mark: str = "") -> str:
-    """Bars of one group (by its heading) share a scale; the groups do not.  stages: names in the legend, in the order
-    of their colours; mark: what the black lines mean."""
-    colours = dict(zip(stages, _COLOURS, strict=False))
+    """Bars of one group (by its heading) share a scale; the groups do not.  stages: names of COLOURS, in the order of
+    the legend; mark: what the black lines mean."""
+    colours = {name: COLOURS[name] for name in stages}
+    if len(groups) > 1:
+        title += "; each block has a scale of its own"
     parts, y = _legend(title, colours, mark), _HEAD + _ROW
     for heading, bars in groups.items():
         parts.append(f'<text class="group" x="10" y="{y + 12}">{escape(heading)}</text>')

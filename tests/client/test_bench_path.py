@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -14,12 +15,14 @@ import pytest
 from expertd.shm.region import supported
 from expertd.wire import ForwardResponseView, TensorView
 from expertd_client import ExpertClient
+from expertd_client.bars import COLOURS
 from expertd_client.echo import echo_server
 from expertd_client.path import command
 from expertd_client.path.bare import EventfdEcho, SocketEcho, bare_server
 from expertd_client.path.picture import draw
 from expertd_client.path.probe import Probe
 from expertd_client.path.rows import STAGES, Row, Samples, row_of, stages_us
+from expertd_client.tracing.stages import STAGES as TRACED
 from expertd_client.transport import FunctionTransport
 
 FIELDS = {
@@ -173,3 +176,12 @@ def test_wrong_words(words: list[str], text: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         run(*words)
     assert text in capsys.readouterr().err
+
+
+def test_a_stage_has_one_colour_in_every_picture_and_none_two_in_one():
+    """Both pictures take their colours from one table, so the reader of one can read the other."""
+    for stages in (STAGES, TRACED):
+        assert len({COLOURS[name] for name in stages}) == len(stages)
+    two = draw([row(), replace(row(), tokens=9)])
+    assert "each block has a scale of its own" in two
+    assert "each block" not in draw([row()])

@@ -19,6 +19,7 @@ __all__ = ["Bar", "bars", "sentence", "svg", "table"]
 _WIDTH = 18
 _MOST_ROWS = 40
 _BEFORE, _AFTER = "#9ab4cc", "#2f7d4f"
+_MEAN = 'stroke="#a33" stroke-dasharray="3 3"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +77,21 @@ def table(rows: Sequence[Bar]) -> Table:
 
 
 def svg(rows: Sequence[Bar], title: str) -> str:
-    """Two bars for each server; a line at the mean after."""
+    """Two bars for each server; a line at the mean after; as wide as names of servers and the title ask."""
     longest = max((max(r.before_s or 0.0, r.after_s) for r in rows), default=0.0) or 1.0
-    left, width, high, top = 180, 520, 30, 58
+    left = max(180, 7 * max((len(r.server) for r in rows), default=0) + 20)
+    width, high, top = 520, 30, 58
     mean = float(np.mean([r.after_s for r in rows])) if rows else 0.0
-    height = top + high * len(rows) + 16
+    height, across = top + high * len(rows) + 16, max(left + width + 80, 8 * len(title) + 24)
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 80}" height="{height}"'
-        ' font-family="Verdana,sans-serif" font-size="11" fill="#222">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{height}" font-family="Verdana,sans-serif"'
+        ' font-size="11" fill="#222">',
         f'<rect width="100%" height="100%" fill="#fff"/><text x="12" y="22" font-size="13">{escape(title)}</text>',
         f'<rect x="{left}" y="34" width="10" height="10" fill="{_BEFORE}"/><text x="{left + 14}" y="43">before</text>',
-        f'<rect x="{left + 80}" y="34" width="10" height="10" fill="{_AFTER}"/>'
-        f'<text x="{left + 94}" y="43">after</text>',
+        f'<rect x="{left + 70}" y="34" width="10" height="10" fill="{_AFTER}"/>'
+        f'<text x="{left + 84}" y="43">after</text>',
+        f'<path d="M{left + 130} 32V46" {_MEAN}/><text x="{left + 138}" y="43">mean after</text>',
+        f'<text x="{left + 220}" y="43">time for the load; 100% is the longest</text>',
     ]
     for n, r in enumerate(rows):
         y = top + n * high
@@ -102,5 +106,5 @@ def svg(rows: Sequence[Bar], title: str) -> str:
                 )
     x = left + mean / longest * width
     line = f'<line x1="{x:.1f}" y1="{top - 4}" x2="{x:.1f}" y2="{height - 10}"'
-    out.append(f'{line} stroke="#a33" stroke-dasharray="3 3"/>')
+    out.append(f"{line} {_MEAN}/>")
     return "\n".join([*out, "</svg>"]) + "\n"
