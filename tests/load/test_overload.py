@@ -17,22 +17,35 @@ import pytest
 from expertd.shm.region import supported
 from expertd_client.overload.loop import LoopClock
 from expertd_client.overload.run import Plan, measure
+from expertd_client.overload.tally import Row
 
-pytestmark = pytest.mark.timeout(60)  # two processes' start, and 4 s of load for each way
+pytestmark = pytest.mark.timeout(180)  # two processes' start, and 4 s of load for each way: 8 s, five times at most
 
 
 @pytest.mark.parametrize("way", ["streams", "one-stream", "synthetic", "shm", "tcp"])
 def test_twice_the_peak(way):
     if way == "shm" and (why := supported()):
         pytest.skip(why)
-    row = next(iter(measure(Plan(paced=True, ways=(way,), loads=(2.0,), tokens=4, seconds=1.5))))
+    for _ in range(5):
+        row = next(iter(measure(Plan(paced=True, ways=(way,), loads=(2.0,), tokens=4, seconds=1.5))))
+        assert set(row.refused) <= {"OVERLOADED"}
+        assert row.rss_mb is not None
+        assert row.rss_mb[1] < row.rss_mb[0] + 50
+        if quiet(row):
+            break
+    else:
+        pytest.skip(f"this machine is too busy to judge: the generator itself was {row.lateness_p99_ms:.0f} ms late")
     assert row.offered_per_s > 1.5 * row.peak_per_s, "the load was there"
-    assert set(row.refused) == {"OVERLOADED"}
+    assert row.refused
     assert row.goodput_of_peak >= 0.4
     assert row.late_admitted <= 0.3
     assert row.refusal_p99_ms < row.deadline_ms
-    assert row.rss_mb is not None
-    assert row.rss_mb[1] < row.rss_mb[0] + 50
+
+
+def quiet(row: Row) -> bool:
+    """Whether the machine let its processes run, by a control of the same run: how late the generator, which has little
+    to do, was itself."""
+    return row.lateness_p99_ms < row.deadline_ms / 10
 
 
 @pytest.fixture
