@@ -126,15 +126,17 @@ void tile_row_i16(const BlockArgs& a, const Slice& s, const int32_t* index, floa
   for_pieces(g, s, [&](int, int columns, int group, int p) {
     I acc[R][SUMS];
     const I start = V::bcasti(starts[p]), none = V::bcasti(0);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-      for (int c = 0; c < SUMS; c++) acc[r][c] = c ? none : start;
+    // Constant indices: sums that loops fill are kept on the stack by g++ 12, unrolled or not.
+    for_each_index<R>([&](auto row) __attribute__((always_inline)) {
+      for_each_index<SUMS>([&](auto sum) __attribute__((always_inline)) {
+        acc[decltype(row)::value][decltype(sum)::value] = decltype(sum)::value ? none : start;
+      });
+    });
     for (const int32_t* last = x + columns / 2; x < last; x += P) {
       I v[P];
       for_each_index<P>([&](auto i) { v[decltype(i)::value] = V::bcasti(x[decltype(i)::value]); });
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++) {
+      for_each_index<R>([&](auto row) __attribute__((always_inline)) {
+        constexpr int r = decltype(row)::value;
         const uint8_t* from = w[r / VB] + (r % VB) * V::W * 4;
         if constexpr (kSplit) {
           const I raw = V::loadi(from), high = V::template srl16<8>(raw), mask = V::bcasti(0x000F000F), mask16 = V::bcasti(0x00F000F0);
@@ -143,16 +145,16 @@ void tile_row_i16(const BlockArgs& a, const Slice& s, const int32_t* index, floa
           acc[r][0] = V::dot16(acc[r][0], V::andi(high, mask), v[2]);
           acc[r][1] = V::dot16(acc[r][1], V::andi(high, mask16), v[3]);
         } else {
-          for_each_index<parts(EL)>([&](auto number) {
+          for_each_index<parts(EL)>([&](auto number) __attribute__((always_inline)) {
             constexpr int part = decltype(number)::value;
             const I decoded = codes.template part<part>(from);
-            for_each_index<P / parts(EL)>([&](auto index) {
+            for_each_index<P / parts(EL)>([&](auto index) __attribute__((always_inline)) {
               constexpr int i = part + decltype(index)::value * parts(EL);
               acc[r][i % SUMS] = V::dot16(acc[r][i % SUMS], codes.template get<i>(decoded), v[i]);
             });
           });
         }
-      }
+      });
 #pragma GCC unroll 2
       for (int b = 0; b < NB; b++) {
         if (V::kAhead) V::prefetch(w[b] + a.ahead);
@@ -160,17 +162,17 @@ void tile_row_i16(const BlockArgs& a, const Slice& s, const int32_t* index, floa
       }
     }
     const F scale = V::bcastf(row_scale<RAW>(a, xs[p]));
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
+    for_each_index<R>([&](auto row) __attribute__((always_inline)) {
+      constexpr int r = decltype(row)::value;
       I sum = acc[r][0];
       if constexpr (kSplit) sum = V::addi(sum, V::template sra<4>(acc[r][1]));
       else
-        for (int c = 1; c < SUMS; c++) sum = V::addi(sum, acc[r][c]);
+        for_each_index<SUMS - 1>([&](auto c) __attribute__((always_inline)) { sum = V::addi(sum, acc[r][decltype(c)::value + 1]); });
       F f = V::cvt(sum);
       const size_t lane = (r / VB) * stride + (r % VB) * V::W;
       if (wz) f = V::fma(V::loadf(wz + group * kRows + lane), V::bcastf(sums[p]), f);
       V::storef(out + r * V::W, V::fma(f, V::mul(ws.at(group, r / VB, r % VB * V::W), scale), V::loadf(out + r * V::W)));
-    }
+    });
   });
 }
 
