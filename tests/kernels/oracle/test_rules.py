@@ -124,6 +124,9 @@ TWO_KINDS = replace(
     FAST, devices=(DeviceRange("cuda", (9, 0), (9, 0)), DeviceRange("cuda", (10, 0), (10, 9)), DeviceRange("rocm"))
 )
 LIBRARY = replace(FAST, devices=(DeviceRange("cpu"),), needs={CPU_KERNEL: ""})
+ONE_FUNCTION = replace(
+    FAST, schemes=(SchemeSupport(Element.INT4, None, functions=frozenset({ActivationKind.SILU_AND_MUL})),)
+)
 OAI = Activation(ActivationKind.SWIGLUOAI, limit=7.0)
 E4M3 = Scheme.parse("e4m3_block128")
 CPU = replace(FITS, device=NAMED_DEVICES["cpu-avx2"])
@@ -133,6 +136,13 @@ CPU = replace(FITS, device=NAMED_DEVICES["cpu-avx2"])
     ("row", "problem", "sentence"),
     [
         (FAST, FITS, ""),
+        (replace(FAST, mixed_schemes=True), replace(FITS, w2=Scheme.parse("int4_g64")), ""),
+        (
+            replace(ONE_FUNCTION, activations=frozenset(ActivationKind)),
+            replace(FITS, activation=OAI),
+            f"does not compute {ActivationKind.SWIGLUOAI.value} with int4_g128 weights",
+        ),
+        (ONE_FUNCTION, FITS, ""),
         (FAST, replace(FITS, num_experts=129), "holds at most 128 experts, 129 are asked"),
         (ROUNDS, replace(FITS, activation_quant=ActivationQuant.E4M3_TENSOR, static_scales=True), ""),
         (

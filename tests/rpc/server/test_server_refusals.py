@@ -82,6 +82,20 @@ def _typed_too_wide(r):
     r.topk_ids.CopyFrom(pb.Tensor(dtype=I32, shape=[4, K], ints=pb.IntValues(values=[1 << 40] * 8)))
 
 
+def _grouped_beside(field):
+    """Rows grouped by expert, and one of what says otherwise."""
+
+    def change(r):
+        kept = {"topk_ids": values(r.topk_ids), "topk_weights": values(r.topk_weights)}
+        _grouped([1], [4])(r)
+        if field == "router_weight_on_input":
+            r.router_weight_on_input = True
+        else:
+            getattr(r, field).CopyFrom(tensor(kept[field], I32 if field == "topk_ids" else F32))
+
+    return change
+
+
 def _grouped(ids, counts):
     def change(r):
         r.ClearField("topk_ids")
@@ -91,11 +105,15 @@ def _grouped(ids, counts):
     return change
 
 
-def _wide(r):
-    """Few bytes, and four times the routes that any batch of the model has."""
-    r.hidden_states.CopyFrom(drawn([64, 256], BF16))
-    r.topk_ids.CopyFrom(drawn([64, 8], I32))
-    r.topk_weights.CopyFrom(drawn([64, 8], F32))
+def _wide(tokens, top_k):
+    """Few bytes, and more routes than any batch of the model has."""
+
+    def change(r):
+        r.hidden_states.CopyFrom(drawn([tokens, 256], BF16))
+        r.topk_ids.CopyFrom(drawn([tokens, top_k], I32))
+        r.topk_weights.CopyFrom(drawn([tokens, top_k], F32))
+
+    return change
 
 
 def _long_shape(r):
@@ -103,7 +121,8 @@ def _long_shape(r):
 
 
 BAD = {
-    "routes": (_wide, "TOO_MANY_TOKENS", "topk_ids: got 512 routes, 8 for each of 64 tokens, want at most 128"),
+    "routes": (_wide(64, 8), "TOO_MANY_TOKENS", "topk_ids: got 512 routes, 8 for each of 64 tokens, want at most 128"),
+    "a route too many": (_wide(43, 3), "TOO_MANY_TOKENS", "topk_ids: got 129 routes, 3 for each of 43 tokens"),
     "a long shape": (_long_shape, "BAD_SHAPE", "Tensor.shape: got 9 extents, want at most 8"),
     "no hidden states": (lambda r: r.ClearField("hidden_states"), "MALFORMED_MESSAGE", "hidden_states: absent"),
     "no ids": (lambda r: r.ClearField("topk_ids"), "MALFORMED_MESSAGE", "topk_ids: absent"),
@@ -165,6 +184,13 @@ BAD = {
     ),
     "grouped and routed": (
         lambda r: r.grouped.CopyFrom(pb.GroupedRows(expert_ids=[1], row_counts=[4])),
+        "UNSUPPORTED_COMBINATION",
+        "grouped: given together",
+    ),
+    "grouped and ids": (_grouped_beside("topk_ids"), "UNSUPPORTED_COMBINATION", "grouped: given together"),
+    "grouped and weights": (_grouped_beside("topk_weights"), "UNSUPPORTED_COMBINATION", "grouped: given together"),
+    "grouped and weighed before": (
+        _grouped_beside("router_weight_on_input"),
         "UNSUPPORTED_COMBINATION",
         "grouped: given together",
     ),

@@ -92,11 +92,37 @@ def test_a_session_is_finished_when_everything_is_written(service, experts):
     slot = peer.send(1)
     peer.session.end()
     assert not peer.session.finished()
+    assert peer.session.busy, "in flight"
     experts.gate.set()
     peer.wait(slot)
     assert not peer.session.finished(), "its answer is still to be written"
+    assert peer.session.busy
     peer.session.written()
     assert peer.session.finished()
+    assert not peer.session.busy
+
+
+def test_a_cancel_that_comes_too_late_or_of_nothing_says_nothing(service):
+    peer = Peer(service)
+    peer.wait(peer.send(1))
+    for number in (0, 1, 7):
+        peer.session.take(pb.CancelRequest(request_id=number), time.monotonic_ns())
+    assert peer.outlet.said == []
+    assert not peer.session.busy
+
+
+def test_a_message_that_holds_nothing_or_a_request_without_an_id_is_refused(service):
+    peer = Peer(service)
+    peer.session.take(None, time.monotonic_ns())
+    peer.wait(peer.send(0))
+    assert (peer.outlet.said[0].reason, peer.outlet.said[0].request_id) == ("MALFORMED_MESSAGE", 0)
+    assert [e.reason for e in peer.outlet.slots[0].errors] == ["MISSING_REQUEST_ID"]
+
+
+def test_an_offer_is_answered(service):
+    peer = Peer(service)
+    peer.session.take(pb.SessionOffer(), time.monotonic_ns())
+    assert [type(m) for m in peer.outlet.said] == [pb.SessionAnswer]
 
 
 def test_a_draining_server_tells_its_sessions_and_ends_them_when_all_is_answered(service, experts):
