@@ -2,7 +2,8 @@
 
     python tests/load/observability.py [--turns 20] [--requests 60] [--out FILE.json]
 
-plain      nobody scrapes, traces are off
+plain      nobody scrapes, traces and channelz are off
+channelz   gRPC counts its calls and connections (--channelz on), and nobody asks
 scraped    its metrics are scraped once a second, with a series for each expert
 ready      traces are on (--traces yes), and no request is traced
 traced     every request is traced, into an SDK that samples all and exports nowhere
@@ -24,7 +25,7 @@ import urllib.request
 
 import numpy as np
 
-WAYS = ("plain", "scraped", "ready", "traced")
+WAYS = ("plain", "channelz", "scraped", "ready", "traced")
 TRANSPORTS = {"unary": {"unary": True}, "inline": {}, "shm": {}, "tcp": {}}
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 MODEL, H, K, TOKENS = "tiny:int4_g128", 256, 2, 8
@@ -47,6 +48,7 @@ def serve(way: str) -> None:
     as_server()
     here = Address("127.0.0.1", 0)
     more = {"traces": way in ("ready", "traced"), "expert_metrics": way == "scraped"}
+    more["channelz"] = "on" if way == "channelz" else "off"
     hosts = []
     for shm, tcp in (("off", None), ("on", None), ("off", here)):
         config = ServeConfig(
@@ -114,7 +116,7 @@ def table(took: dict[str, dict[str, list[float]]]) -> list[str]:
     """p50 in microseconds of the plain server; of the others p50 and rate as ratios to it."""
     lines = [
         "| transport | plain p50, us |" + "".join(f" {w} p50 | rate |" for w in WAYS[1:]),
-        "|---|---|" + "---|---|" * 3,
+        "|---|---|" + "---|---|" * len(WAYS[1:]),
     ]
     for t, ways in took.items():
         plain = ways["plain"]

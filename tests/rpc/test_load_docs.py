@@ -1,6 +1,7 @@
 """docs/load.md: every command and snippet is run as it stands there, but for the address."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -10,8 +11,10 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from expertd_client import ExpertClient
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Address
 from expertd_server.host import Host
@@ -49,7 +52,8 @@ def done(child):
     return said
 
 
-BUF, GRPCURL, LOADS, *RECORDING = BLOCKS["sh"]
+BUF, GRPCURL, LOADS, *RECORDING, PERF = BLOCKS["sh"]
+TRITON, PERF_DATA = BLOCKS["python"]
 
 
 def test_the_page_has_these_blocks():
@@ -58,7 +62,7 @@ def test_the_page_has_these_blocks():
     assert [block.split()[:2] for block in (LOADS, *RECORDING)] == [
         ["expertctl", c] for c in ("load", "record", "load", "replay")
     ]
-    assert len(BLOCKS["python"]) == 1
+    assert PERF.startswith("perf_analyzer")
 
 
 def test_calls_by_hand(address, tmp_path):
@@ -109,4 +113,21 @@ def test_tritonclient(address, tmp_path):
     if importlib.util.find_spec("tritonclient") is None:
         pytest.skip("tritonclient is not installed: make test installs it")
     words = [sys.executable, "-W", "ignore", "-c"]
-    assert done(run(BLOCKS["python"][0], address, tmp_path, words=words)).strip() == "(5, 256)"
+    assert done(run(TRITON, address, tmp_path, words=words)).strip() == "(5, 256)"
+
+
+def test_perf_analyzer(address, tmp_path):
+    """Its data are requests that the layer answers; the program itself runs where it is installed."""
+    done(run(PERF_DATA, address, tmp_path, words=[sys.executable, "-c"]))
+    data = json.loads((tmp_path / "perf.json").read_text())["data"]
+    assert len(data) == 16
+    with ExpertClient(address) as client:
+        for request in data:
+            values = {name: np.array(t["content"]).reshape(t["shape"]) for name, t in request.items()}
+            x, weights = (values[name].astype(np.float32) for name in ("hidden_states", "topk_weights"))
+            answer = client.forward(0, x, values["topk_ids"].astype(np.int32), weights)
+            assert answer.routes_computed == 16
+    if shutil.which("perf_analyzer", path=PATH) is None:
+        pytest.skip("perf_analyzer is not installed")
+    said = done(run(PERF.replace("2000", "100"), address, tmp_path))
+    assert "Request count: 100" in said
