@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.slow,  # compiles for half a minute, on a loaded machine for two
 ]
 
-AVX512 = ("avx512", "avx512_vnni", "avx512_bytes", "avx512_bf16", "avx512_amx")
+AVX512 = ("avx512", "avx512_vnni", "avx512_bytes", "avx512_bytes_ahead", "avx512_bf16", "avx512_amx")
 SIMDE = Path(os.environ.get("EXPERTD_SIMDE", "/usr/include"))
 """Folder that holds simde/: SIMD Everywhere, MIT licence."""
 

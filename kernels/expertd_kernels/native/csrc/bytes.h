@@ -30,13 +30,13 @@ INLINED inline void each(const F& f) {
 }
 
 // As tile_i16: out[m][b * 16 + r] = sum over pieces of scale * (sums of products).
-template <class V, int EL, int NB, int MR, int RAW>
+// FETCH: what the layer asks for is fetched (fetches() in level.h).
+template <class V, int EL, int NB, int MR, int RAW, bool FETCH>
 void tile_bytes(const BlockArgs& a, const Slice& s, const int32_t* index, float* out) {
   using I = typename V::I;
   using F = typename V::F;
   static_assert(V::W == kRows);
   constexpr int kWords = byte_words(EL), kColumns = 32 / element_bits(EL);
-  constexpr bool kFetches = fetches(kBytes, EL, MR);
   constexpr bool kApart = EL == EXPERTD_INT4 && MR <= 2;  // odd columns stay where they are, 16 times too large, in sums of their own
   const I low = V::bcasti(0x0F0F0F0F), high = V::bcasti(int32_t(0xF0F0F0F0u));
   const Geometry& g = *a.g;
@@ -44,7 +44,7 @@ void tile_bytes(const BlockArgs& a, const Slice& s, const int32_t* index, float*
   const int32_t* x[MR];
   const size_t stride = size_t(g.groups) * kRows;
   const BlockScales<V, RAW> ws(a, 0);
-  const bool fetch = kFetches && index == a.index;  // later tiles of rows find the codes in a cache
+  const bool fetch = FETCH && index == a.index;  // later tiles of rows find the codes in a cache
   const uint8_t* w = s.codes;
   I table = V::bcasti(0);
   if constexpr (EL == EXPERTD_E2M1) table = V::e2m1_table();
@@ -64,7 +64,7 @@ void tile_bytes(const BlockArgs& a, const Slice& s, const int32_t* index, float*
     });
     for (; at < end; at += kWords, w += NB * kVector) {
       I raw[NB], codes[NB];
-      each<NB>([&](auto b) INLINED { raw[b.value] = kFetches ? V::loadi(w + b.value * kVector) : V::load_once(w + b.value * kVector); });
+      each<NB>([&](auto b) INLINED { raw[b.value] = FETCH ? V::loadi(w + b.value * kVector) : V::load_once(w + b.value * kVector); });
       if (fetch) each<NB>([&](auto b) INLINED { V::prefetch2(w + b.value * kVector + a.ahead); });
       if constexpr (EL == EXPERTD_E2M1) {
         each<2>([&](auto number) INLINED {

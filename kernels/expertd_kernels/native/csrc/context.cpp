@@ -25,9 +25,9 @@ std::vector<const Level*> by_products() {
     f32 = std::max(f32, kAvx512Bf16.peak(EXPERTD_PEAK_F32, 1e-4) / 32);
     bytes = std::max(bytes, kAvx512Bf16.peak(EXPERTD_PEAK_INT8, 1e-4) / 128);
   }
-  if (bf16 < 0.7 * f32) return {&kAvx512Vnni, &kAvx512Bytes, &kAvx512Bf16};
-  if (3 * bf16 > 4 * bytes) return {&kAvx512Bf16, &kAvx512Bytes, &kAvx512Vnni};  // four products of bf16 for three of bytes
-  return {&kAvx512Bytes, &kAvx512Bf16, &kAvx512Vnni};
+  if (bf16 < 0.7 * f32) return {&kAvx512BytesAhead, &kAvx512Vnni, &kAvx512Bytes, &kAvx512Bf16};
+  if (3 * bf16 > 4 * bytes) return {&kAvx512Bf16, &kAvx512Bytes, &kAvx512Vnni, &kAvx512BytesAhead};  // four products of bf16 for three of bytes
+  return {&kAvx512Bytes, &kAvx512Bf16, &kAvx512Vnni, &kAvx512BytesAhead};
 }
 #endif
 

@@ -117,9 +117,13 @@ void make_row(Pass& p, const Geometry& g, const expertd_matrix& matrix, const Ro
   const Level& level = *p.context.level;
   const Path path = path_of(p, g);
   const int32_t* map = matrix.columns ? matrix.columns + size_t(expert) * g.kp : nullptr;
+  factor *= input_factor(path, g.spec.element);
+  if (path != kF32 && f32 && factor == 1.0f && !map && g.kp == g.spec.k) {  // as it lies
+    return level.round_row(path, g, static_cast<const float*>(src), rows, row);
+  }
   float* loaded = path == kF32 ? reinterpret_cast<float*>(rows.data + size_t(row) * rows.stride)
                                : p.context.scratch[thread].row.get<float>(g.kp + 16);
-  level.load_row(src, f32, map, g.spec.k, g.kp, factor * input_factor(path, g.spec.element), loaded);
+  level.load_row(src, f32, map, g.spec.k, g.kp, factor, loaded);
   if (path != kF32) level.round_row(path, g, loaded, rows, row);
 }
 
@@ -183,7 +187,8 @@ struct DownUnits {
   DownUnits(const Pass& p) : blocks(p.g2.blocks) {
     // Blocks whose sums of all tokens stay in the cache. Tiles read all rows of activations for each unit: fewer units, then.
     const int fit = std::max(1, (p.tiles ? 1024 << 10 : 64 << 10) / (64 * p.m));
-    const int fair = std::max(1, blocks / (4 * p.context.pool.threads()));  // enough units to steal
+    // A thread's units: four where there are many threads that steal from each other, fewer where each jump to another expert counts more.
+    const int threads = p.context.pool.threads(), each = p.tiles ? 4 : std::min(4, threads), fair = std::max(1, blocks / (each * threads));
     step = std::max(4, std::min(fit, fair) & ~1);
     count = (blocks + step - 1) / step;
   }
@@ -246,7 +251,7 @@ void gemm(Pass& p, const BlockRun& run, const int32_t* index, int from, int to, 
   const int rows = std::min(kSlice, to - from), fit = std::max(1, kSlice / rows), pairs = run.pairs();
   const size_t pair_bytes = 2 * run.first.g->block_bytes;
   BlockRun part = run;
-  if (!fetches(path_of(p, *run.first.g), run.first.g->spec.element, rows)) part.distance = 0, part.near = 0;
+  if (!fetches(*p.context.level, path_of(p, *run.first.g), run.first.g->spec.element, rows)) part.distance = 0, part.near = 0;
   part.first.out = p.context.scratch[thread].tile.get<float>(kSlice * 2 * kRows);
   for (int pair = 0; pair < pairs; pair += fit) {
     const int n = std::min(fit, pairs - pair);

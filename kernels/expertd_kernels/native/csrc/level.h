@@ -78,7 +78,8 @@ struct Activation {
 
 struct Level {
   const char* name;
-  Path integers;  // how int4 and e2m1 are multiplied; int8 always by kI16
+  Path int4, e2m1;  // how they are multiplied; int8 always by kI16
+  bool fetch_rows;  // int4 as bytes is fetched for a single row, too
   bool use_bf16;  // a dot product of bf16 pairs is there, and the fastest way for other elements
   int ahead;      // bytes to fetch weights ahead of their use
   int tile_rows;  // mean rows of an expert from which on they go through matrix tiles; 0 = there are none
@@ -123,7 +124,7 @@ inline Path path_of(const Level& level, int compute, int element, bool tiles) {
   if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4 && !level.tile_rows) return kI8;
   if (tiles) return element == EXPERTD_INT8 ? kI16Tiles : kBf16Tiles;
   if (!is_integral(element)) return level.use_bf16 ? kBf16 : kF32;
-  return element == EXPERTD_INT8 ? kI16 : level.integers;
+  return element == EXPERTD_INT4 ? level.int4 : element == EXPERTD_E2M1 ? level.e2m1 : kI16;
 }
 
 // Bytes of a row of activations.
@@ -141,10 +142,12 @@ constexpr float scale_factor(Path path, int element) {  // e2m1 is computed with
   return element == EXPERTD_E2M1 ? 0.5f : input_factor(path, element);
 }
 
-// Whether weights that meet so many rows are fetched before their use. int4 as bytes takes so few instructions for one row that
-// what a core executes out of order reaches far enough, and fetches cost a sixth of the speed; all that takes more instructions loses up
-// to a third without them (docs/log/cpu-zen4.md).
-constexpr bool fetches(Path path, int element, int rows) { return path != kBytes || element != EXPERTD_INT4 || rows > 1; }
+// Whether weights that meet so many rows are fetched before their use. int4 as bytes takes so few instructions for one row that a Zen 4
+// core fetches one long stream by itself, and software's fetches cost it a sixth of the speed; a Xeon of 2023 reads a quarter less without
+// them. All that takes more instructions loses up to a third without (docs/log/cpu-zen4.md, cpu-xeon.md).
+constexpr bool fetches(const Level& level, Path path, int element, int rows) {
+  return path != kBytes || element != EXPERTD_INT4 || rows > 1 || level.fetch_rows;
+}
 
 // What a stored integral code has on top of its number (e2m1: on top of twice its number).
 constexpr int code_offset(int element, bool zeros) {
@@ -153,7 +156,7 @@ constexpr int code_offset(int element, bool zeros) {
 
 extern const Level kPortable;
 #if defined(__x86_64__)
-extern const Level kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAvx512Bytes, kAvx512Amx;
+extern const Level kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAvx512Bytes, kAvx512BytesAhead, kAvx512Amx;
 #endif
 
 }  // namespace expertd

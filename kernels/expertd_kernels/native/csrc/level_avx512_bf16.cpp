@@ -12,8 +12,10 @@ constexpr int kTilesFrom = 12;  // measured, docs/log/cpu-xeon.md
 
 bool runs() { return processor().avx512_bf16; }
 
+bool runs_with_bytes() { return processor().avx512_bf16 && processor().avx512_vbmi; }
+
 bool runs_with_tiles() {
-  static const bool allowed = runs() && AmxTiles::allowed();
+  static const bool allowed = runs_with_bytes() && AmxTiles::allowed();
   return allowed;
 }
 
@@ -23,7 +25,8 @@ bool runs_with_tiles() {
 // vdpbf16ps and at 208 Gop/s with vpdpwssd; on Zen 5 vdpbf16ps does twice the multiply-adds of the integer ones.
 const Level kAvx512Vnni = level<Avx512>("avx512_vnni", kI16, false, runs);
 const Level kAvx512Bf16 = level<Avx512>("avx512_bf16", kBf16, true, runs);
-const Level kAvx512Bytes = level<Avx512>("avx512_bytes", kBytes, true, [] { return processor().avx512_bf16 && processor().avx512_vbmi; });
+const Level kAvx512Bytes = level<Avx512>("avx512_bytes", kBytes, true, runs_with_bytes);
+const Level kAvx512BytesAhead = level<Avx512>("avx512_bytes_ahead", kBytes, false, runs_with_bytes, true);
 const Level kAvx512Amx = level_with_tiles<Avx512, AmxTiles>("avx512_amx", kTilesFrom, runs_with_tiles);
 
 }  // namespace expertd

@@ -15,7 +15,7 @@ template <class V, int EL, Path P, int NB, int MR, int RAW = -1>
 constexpr TileFunction tile() {
   if constexpr (P == kF32) return tile_f32<V, EL, NB, MR>;
   else if constexpr (P == kBf16) return tile_bf16<V, EL, NB, MR>;
-  else if constexpr (P == kBytes) return tile_bytes<V, EL, NB, MR, RAW>;
+  else if constexpr (P == kBytes) return tile_bytes<V, EL, NB, MR, RAW, true>;
   else if constexpr (P == kI8) return tile_i8<V, NB, MR, RAW>;
   else if constexpr (MR == 1 && EL == EXPERTD_INT4) return tile_row_i16<V, EL, NB, RAW>;
   else return tile_i16<V, EL, NB, MR, RAW>;
@@ -30,13 +30,22 @@ TileFunction tile_of(int rows) {
   return tile<V, EL, P, NB, MOST>();
 }
 
+// int4 as bytes where nothing is fetched: one row.
+template <class V, int EL, Path P, int NB>
+constexpr TileFunction tile_unfetched() {
+  if constexpr (P == kBytes && EL == EXPERTD_INT4) return tile_bytes<V, EL, NB, 1, -1, false>;
+  else return nullptr;
+}
+
 // All rows of a slice, in tiles of nearly equal height, at most MOST each.
 template <class V, int EL, Path P, int NB, int MOST>
 void tiles(const BlockArgs& a, const Slice& s) {
   const int count = (a.n + MOST - 1) / MOST;
   for (int t = 0; t < count; t++) {
     const int from = int(int64_t(a.n) * t / count), to = int(int64_t(a.n) * (t + 1) / count);
-    tile_of<V, EL, P, NB, MOST>(to - from)(a, s, a.index + from, a.out + from * 2 * kRows + s.block * kRows);
+    constexpr TileFunction kUnfetched = tile_unfetched<V, EL, P, NB>();
+    const TileFunction f = kUnfetched && a.n == 1 && !a.ahead ? kUnfetched : tile_of<V, EL, P, NB, MOST>(to - from);
+    f(a, s, a.index + from, a.out + from * 2 * kRows + s.block * kRows);
   }
 }
 
@@ -88,10 +97,11 @@ void gemm_panel(const BlockArgs& a, int block) {
   flush(0, 0);
 }
 
-// The type of scales that a single row takes as they are stored; -1 = none. Where nothing is fetched, headers are read first, in order.
+// The type of scales that a single row takes as they are stored; -1 = none. Where nothing is fetched (int4 as bytes) headers are read
+// first, in order.
 template <int EL, Path P>
 constexpr int raw_scales() {
-  if ((P != kI16 && P != kI8 && P != kBytes) || !fetches(P, EL, 1)) return -1;
+  if ((P != kI16 && P != kI8 && P != kBytes) || (P == kBytes && EL == EXPERTD_INT4)) return -1;
   return EL == EXPERTD_INT4 ? EXPERTD_SCALE_BF16 : EL == EXPERTD_E2M1 ? EXPERTD_SCALE_E8M0 : -1;
 }
 
@@ -266,8 +276,8 @@ uint64_t read_all(const uint8_t* data, size_t bytes, bool side_by_side) {
 }
 
 template <class V>
-constexpr Level level(const char* name, Path integers, bool use_bf16, bool (*runs)()) {
-  return Level{name, integers, use_bf16, V::kAhead,   0,            runs,    load_row<V>, round_row<V>,
+constexpr Level level(const char* name, Path integers, bool use_bf16, bool (*runs)(), bool fetch_rows = false) {
+  return Level{name, integers, integers, fetch_rows, use_bf16, V::kAhead,   0,            runs,    load_row<V>, round_row<V>,
                gemm<V>,    activate<V>, combine<V>, store_row<V>, peak<V>, read_all<V>};
 }
 
@@ -285,7 +295,8 @@ double peak_with_tiles(int kind, double seconds) {
 // As level(), with matrix tiles T (simd_amx.h) for experts that have `rows` rows or more in the mean.
 template <class V, class T>
 constexpr Level level_with_tiles(const char* name, int rows, bool (*runs)()) {
-  Level made = level<V>(name, kI16, false, runs);
+  Level made = level<V>(name, kI16, false, runs, true);
+  made.int4 = kBytes;  // below `rows` rows; measured, docs/log/cpu-xeon.md
   made.tile_rows = rows;
   made.gemm = gemm_with_tiles<V, T>;
   made.peak = peak_with_tiles<V, T>;

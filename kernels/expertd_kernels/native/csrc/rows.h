@@ -28,12 +28,13 @@ void load_row(const void* src, bool f32, const int32_t* map, int k, int kp, floa
     for (int i = 0; i < kp; i++) dst[i] = map[i] < 0 ? 0.0f : factor * (f32 ? f[map[i]] : bf16_to_f32(b[map[i]]));
     return;
   }
-  if (f32) {
-    for (int i = 0; i < k; i++) dst[i] = f[i] * factor;
-  } else {
-    for (int i = 0; i < k; i++) dst[i] = bf16_to_f32(b[i]) * factor;
+  int i = 0;
+  for (const typename V::F times = V::bcastf(factor); i + V::W <= k; i += V::W) {
+    const auto* half = reinterpret_cast<const uint8_t*>(b + i);
+    V::storef(dst + i, V::mul(f32 ? V::loadf(f + i) : V::cast(V::template sll<16>(V::load_u16(half))), times));
   }
-  for (int i = k; i < kp; i++) dst[i] = 0.0f;
+  for (; i < k; i++) dst[i] = factor * (f32 ? f[i] : bf16_to_f32(b[i]));
+  for (; i < kp; i++) dst[i] = 0.0f;
 }
 
 // What the planes of bytes.h can hold.
