@@ -43,8 +43,8 @@ LEVELS: Mapping[str, tuple[str, str, str, str]] = {
     "avx512_bytes": ("level_avx512_bf16", _BYTES, _INT, _BF16),
     "avx512_bf16": ("level_avx512_bf16", _BF16, _INT, _BF16),
 }
-"""Level -> source, and the functions for 4-bit codes, int8 and e4m3.  avx512_amx has those of avx512_vnni for few rows;
-its tiles have no loop of this kind."""
+"""Level -> source, and the functions for 4-bit codes, int8 and e4m3.  avx512_amx has those of avx512_vnni for few rows,
+int4 as bytes; its tiles have no loop of this kind."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,13 @@ def kernels() -> list[Kernel]:
 def loop_of(kernel: Kernel, loops: Sequence[Loop]) -> tuple[Loop, float] | None:
     """The kernel's loop with the most products, of two blocks where there is one -> (loop, vectors of codes in it)."""
     source = LEVELS[kernel.level][0]
+    unfetched = (kernel.function, kernel.scheme, kernel.rows) == (_BYTES, "int4_g128", 1)  # fetches() in csrc/level.h
+    fetched = "false" if unfetched else "true"
     for blocks in (2, 1):
         rows = rf", {kernel.rows}" if kernel.function != _INT or kernel.rows > 1 else r"(?:, 1)?"
-        want = re.compile(rf"{kernel.function}<\w+, {ELEMENTS[kernel.scheme]}, {blocks}{rows}(?:, -?\d+)?>")
+        want = re.compile(
+            rf"{kernel.function}<\w+, {ELEMENTS[kernel.scheme]}, {blocks}{rows}(?:, -?\d+)?(?:, {fetched})?>"
+        )
         found = []
         for loop in loops:
             if loop.source == source and want.fullmatch(loop.function):
