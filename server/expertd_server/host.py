@@ -237,7 +237,7 @@ class Host:
         if where.type == "cuda" and torch.version.hip is None and config.metrics_listen is not None:
             self._watch_gpu(where)
         if isinstance(engine, NativeEngine):
-            self.metrics.before_a_scrape(lambda: engine.report(scraped=True))
+            self.metrics.before_a_scrape(lambda: engine.delivery.report(scraped=True))
         return engine
 
     def _watch_gpu(self, where: torch.device) -> None:

@@ -250,7 +250,7 @@ class MetricsPage:
 
     def __init__(self, host: Host) -> None:
         if isinstance(host.engine, NativeEngine):
-            host.engine.report(scraped=True)
+            host.engine.delivery.report(scraped=True)
         self._http = MetricsHttp(host.metrics, "127.0.0.1", 0)
         self.where = f"127.0.0.1:{self._http.port}"
         self.close = self._http.close

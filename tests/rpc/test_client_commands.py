@@ -139,6 +139,21 @@ def test_forward_of_files_and_into_a_file(tiny_server, tmp_path):
     assert (again["tokens"], again["output"]["dtype"]) == (3, "f32")
 
 
+def test_forward_and_load_with_outputs_in_e4m3(tiny_server, tmp_path):
+    def forward(dtype, *words):
+        return json.loads(expertctl("forward", tiny_server, "--json", "--output-dtype", dtype, *words))["output"]
+
+    wide, small = forward("bf16"), forward("e4m3", "--save", tmp_path / "out.npy")
+    assert (small["dtype"], small["shape"]) == ("e4m3", wide["shape"])
+    assert small["sum_of_squares"] == pytest.approx(wide["sum_of_squares"], rel=0.05)
+    saved = np.load(tmp_path / "out.npy")
+    assert saved.dtype == np.float32
+    assert float(saved.max()) == pytest.approx(small["max"])
+    load = ["load", tiny_server, "--json", "--requests", 20, "--warmup", 2, "--output-dtype"]
+    report = json.loads(expertctl(*load, "e4m3"))
+    assert (report["answered"], report["failed"]) == (20, 0)
+
+
 @pytest.mark.parametrize(("loop", "name"), [(["--concurrency", 3], "closed"), (["--rate", 200], "open")])
 @pytest.mark.parametrize(
     "message", [[], ["--synthetic", "--digest", "--routing", "zipf:1.1"], ["--unary", "--streams", 2]]

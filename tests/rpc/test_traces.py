@@ -193,7 +193,7 @@ def test_nobody_is_told_where_traces_are_off(serve, spans, way):
     host = serve(**WAYS[way][0], traces=False)
     with connect(host, way) as client:
         ask(client, traceparent=PARENT)
-        host.engine.report(scraped=True)
+        host.engine.delivery.report(scraped=True)
     host.close()
     assert spans(0) == []
 
@@ -210,11 +210,11 @@ def test_histograms_have_the_trace_as_exemplar(serve, spans, way):
     host = serve(**WAYS[way][0], metrics_listen=HERE)
     with connect(host, way) as client:
         ask(client, traceparent=PARENT)
-        host.engine.report(scraped=True)
+        host.engine.delivery.report(scraped=True)
         root = next(s for s in spans(5) if s.kind is trace.SpanKind.SERVER)
         scrape(host, "text/plain")  # counted at the latest now, whichever came first
         ask(client, traceparent=PARENT)
-        host.engine.report(scraped=True)
+        host.engine.delivery.report(scraped=True)
         last = [s for s in spans(10) if s.kind is trace.SpanKind.SERVER][-1]
         found, end_s = {}, time.monotonic() + 20  # a span is told before its exemplar
         while len(found) < 2 and time.monotonic() < end_s:

@@ -17,6 +17,7 @@ from expertd.dtypes import dtype_name
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.client import ExpertClient
 from expertd_client.commands.options import (
+    OUTPUT_DTYPES,
     add_common,
     add_routing,
     at_least,
@@ -25,6 +26,7 @@ from expertd_client.commands.options import (
     credentials,
     popularity,
 )
+from expertd_client.e4m3 import E4m3
 from expertd_client.files import load_array, load_tensors, save_array
 from expertd_client.request import Request, RequestOptions
 from expertd_client.result import ForwardResult
@@ -57,9 +59,9 @@ def add_parser(subparsers: Any, text: str) -> None:
             "--" + name.replace("_", "-"), type=Path, metavar="FILE", help=".npy, in place of that tensor"
         )
     answer = parser.add_argument_group("the answer")
-    answer.add_argument("--output-dtype", choices=("bf16", "f16", "f32"), help="default: that of hidden_states")
+    answer.add_argument("--output-dtype", choices=OUTPUT_DTYPES, help="default: that of hidden_states")
     answer.add_argument("--digest", action="store_true", help="ask for sum, sum of squares and CRC-32 alone")
-    answer.add_argument("--save", type=Path, metavar="FILE", help="write the output to a .npy file (bf16 as f32)")
+    answer.add_argument("--save", type=Path, metavar="FILE", help="write the output as .npy (bf16 and e4m3 as f32)")
     answer.add_argument(
         "--router-weight-on-input", action="store_true", help="weights multiply the experts' inputs (top-k 1)"
     )
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         answer = client.forward_request(request)
         round_trip_s = time.perf_counter() - begin_s
     if args.save:
-        save_array(args.save, answer.output)
+        save_array(args.save, answer.output.widened() if isinstance(answer.output, E4m3) else answer.output)
     report = _report(request, answer, round_trip_s)
     if args.json:
         print(json.dumps(report, indent=2))
@@ -126,18 +128,21 @@ def _report(request: Request, answer: ForwardResult, round_trip_s: float) -> dic
 
 
 def _output(answer: ForwardResult, dtype: str) -> dict[str, Any]:
-    """The digest as the server makes it, whoever made it, and the range where the output itself came."""
+    """The digest as the server makes it, whoever made it, and the range where the output itself came.  Of e4m3 the sums
+    and the range are of code * scale, and the CRC-32 is that of the codes."""
     if answer.output is None:
         d = answer.digest or pb.Digest()
         return {"sum": d.sum, "sum_of_squares": d.sum_of_squares, "crc32": f"{d.crc32:08x}"}
-    out = answer.output
+    out, raw = answer.output, answer.output
+    if isinstance(out, E4m3):
+        out, raw = out.widened(), out.codes
     wide = out.astype(np.float64) if out.dtype != ml_dtypes.bfloat16 else out.astype(np.float32).astype(np.float64)
     return {
         "dtype": dtype,
         "shape": list(out.shape),
         "sum": float(wide.sum()),
         "sum_of_squares": float((wide * wide).sum()),
-        "crc32": f"{zlib.crc32(out.tobytes()):08x}",
+        "crc32": f"{zlib.crc32(raw.tobytes()):08x}",
         "min": float(wide.min()) if wide.size else 0.0,
         "max": float(wide.max()) if wide.size else 0.0,
     }

@@ -12,7 +12,15 @@ from typing import Any
 
 from expertd_client.commands import generation
 from expertd_client.commands.callers import Callers
-from expertd_client.commands.options import add_common, add_routing, at_least, console, numbers, positive
+from expertd_client.commands.options import (
+    OUTPUT_DTYPES,
+    add_common,
+    add_routing,
+    at_least,
+    console,
+    numbers,
+    positive,
+)
 from expertd_client.departures import LoadPlan
 from expertd_client.echo import echo_server, no_echo
 from expertd_client.loadtest.page import NO_PLOTLY, page
@@ -74,7 +82,7 @@ def add_parser(subparsers: Any, text: str) -> None:
     wire = parser.add_argument_group("the messages")
     wire.add_argument("--synthetic", action="store_true", help="the server draws the tensors: about 60 bytes each")
     wire.add_argument("--digest", action="store_true", help="answered by a digest instead of the output")
-    wire.add_argument("--output-dtype", choices=("bf16", "f16", "f32"), default="bf16", help="default: bf16")
+    wire.add_argument("--output-dtype", choices=OUTPUT_DTYPES, default="bf16", help="default: bf16")
     add_reports(parser)
 
 

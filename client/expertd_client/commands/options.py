@@ -16,6 +16,7 @@ from expertd_client.workload import Popularity
 
 __all__ = [
     "ADDRESS",
+    "OUTPUT_DTYPES",
     "add_common",
     "add_credentials",
     "add_routing",
@@ -31,6 +32,8 @@ __all__ = [
 
 ADDRESS = "HOST or HOST:PORT (50051), [::1]:PORT, unix:/path, https://HOST (TLS)"
 """Of --help: what expertd_client.address reads."""
+OUTPUT_DTYPES = ("bf16", "f16", "f32", "e4m3")
+"""Of --output-dtype: what Request.output_dtype takes by name."""
 
 
 def add_common(parser: argparse.ArgumentParser, needs_address: bool = True) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from expertd_client.commands.callers import Callers
 from expertd_client.commands.load import add_reports, check_reports, finish
-from expertd_client.commands.options import add_common, at_least, positive
+from expertd_client.commands.options import OUTPUT_DTYPES, add_common, at_least, positive
 from expertd_client.departures import LoadPlan
 from expertd_client.loadtest.recording import Recording, replayed
 from expertd_client.loadtest.show import Outcome
@@ -32,7 +32,7 @@ def add_parser(subparsers: Any, text: str) -> None:
     parser.add_argument("--streams", type=at_least(1), default=1, metavar="N", help="connections (1)")
     parser.add_argument("--unary", action="store_true", help="a gRPC call for each request instead of one stream")
     parser.add_argument("--wire-dtype", choices=("e4m3",), help="quantize hidden states before they are sent")
-    parser.add_argument("--output-dtype", choices=("bf16", "f16", "f32"), default="bf16", help="default: bf16")
+    parser.add_argument("--output-dtype", choices=OUTPUT_DTYPES, default="bf16", help="default: bf16")
     add_reports(parser)
 
 

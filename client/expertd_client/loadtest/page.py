@@ -90,7 +90,7 @@ def _times(o: Outcome) -> Any:
     from plotly.subplots import make_subplots
 
     figure = make_subplots(rows=2, shared_xaxes=True, row_heights=[0.64, 0.36], vertical_spacing=0.06)
-    figure.update_layout(**_LAYOUT | {"height": 560})
+    figure.update_layout(_LAYOUT | {"height": 560})
     figure.update_yaxes(title="ms", type="log", dtick="D2", row=1)
     figure.update_yaxes(title="requests/s", rangemode="tozero", row=2)
     figure.update_xaxes(title="seconds", row=2)

@@ -1,7 +1,7 @@
 """The engine around the core in C++ (core.py): the same as Engine in engine.py, which serves where that is not built.
 
 Two threads: one lends itself to the core and computes, or launches, the batches that it returns; one hands the outcomes
-of inline requests to their transports, unless an event loop does it (lend_outcomes).  Requests in shared memory meet no
+of inline requests to their transports (delivery.py), unless an event loop does it.  Requests in shared memory meet no
 Python at all.
 """
 
@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import select
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,14 +30,14 @@ from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine import core as c
 from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, overloaded, shut, too_late
 from expertd_server.engine.batch import NONFINITE
-from expertd_server.engine.convert import digest
+from expertd_server.engine.delivery import Delivery, Waiting
 from expertd_server.engine.executor import CpuExecutor, Executor
 from expertd_server.engine.halves import unheard
 from expertd_server.engine.known import KnownLayers, Tally
-from expertd_server.engine.outcome import dead_outcome, reply
+from expertd_server.engine.outcome import reply
 from expertd_server.engine.peers import PeerBounds, Peers
-from expertd_server.engine.report import BatchReport, LoadNow, RequestReport, stages_of
-from expertd_server.engine.request import STORAGE, Answer, Array, Operand, Outcome, Request, Stages
+from expertd_server.engine.report import BatchReport, LoadNow, RequestReport
+from expertd_server.engine.request import STORAGE, Operand, Request
 from expertd_server.engine.scheduler import Policy
 from expertd_server.engine.served import Holding, ServedLayer
 from expertd_server.engine.sessions import Sessions
@@ -55,14 +52,11 @@ _BRIEF_NS = 50_000
 """A CPU's batch that takes no longer is computed by whoever brings its request, while the core's thread sleeps: that
 would not have begun before."""
 _POLL_S = 0.001
-_TRANSPORTS = ("", "shm", "tcp")
-"""By the core's number."""
-_TICK_MS = 500
 
 
 class NativeEngine(Worker):
-    """See Worker.  sessions: in shared memory; answered: see Tally; traced: told of requests of sessions that their
-    callers trace, None: nobody looks for them."""
+    """See Worker.  sessions: in shared memory; delivery: of outcomes; answered: see Tally; traced: told of requests of
+    sessions that their callers trace, None: nobody looks for them."""
 
     def __init__(
         self,
@@ -114,18 +108,12 @@ class NativeEngine(Worker):
             raise c.CoreMissingError("the CUDA driver lacks what the core needs")
         self._layers = KnownLayers(self._core, self._executor, direct=device.type == "cpu")
         self._tally = Tally(self._core, self._layers, observe, answered, on_device)
-        self._traced = traced
         self.sessions = Sessions(self._core, self._executor, self._caller)
-        self._requests: dict[int, tuple[Request, Array, tuple[Any, ...]]] = {}  # by handle
-        self._left: dict[int, Any] = {}  # requests that were answered while the core might still read them
+        self.delivery = Delivery(self._core, self._layers, self._tally, self.sessions.gone, traced)
+        self._left: list[Waiting] = []  # requests that were answered while the core might still read them
         self._callers: dict[str, int] = {}
         self._peers: Peers | None = None
         self._numbers = itertools.count(1)
-        self._delivering = threading.Lock()
-        self._ended = False
-        self._mine = threading.Event()  # the outcomes are handed out by this engine's own thread
-        self._mine.set()
-        self._answers = threading.Thread(target=self._hand_out, name="expertd-answers", daemon=True)
 
     @property
     def stream(self) -> Any:
@@ -146,7 +134,7 @@ class NativeEngine(Worker):
     def start(self) -> None:
         """Start the threads.  Requests are refused until open()."""
         super().start()
-        self._answers.start()
+        self.delivery.start()
 
     def hold(self, layers: Iterable[ServedLayer]) -> None:
         """Hold these layers from now on and no others.  A request is computed by what was held when it was taken."""
@@ -239,11 +227,7 @@ class NativeEngine(Worker):
             out_dtype=DTYPE_NUMBER[r.output_dtype],
             router_weight_on_input=r.router_weight_on_input,
         )
-        with self._lock:  # the outcome may come before the handle is written down
-            handle, reason, after_us = self._core.submit(f)
-            if not reason:
-                r.handle, r.on_cancel = handle, self._cancel
-                self._requests[handle] = (r, out, operands)
+        reason, after_us = self.delivery.submit(f, r, out, operands)
         if reason:
             raise self._refusal(reason, r, after_us)
 
@@ -260,7 +244,7 @@ class NativeEngine(Worker):
 
     def idle(self) -> bool:
         """Whether nothing waits, is under way or is unanswered."""
-        return not self._requests and self._core.load().queued_requests == 0
+        return not self.delivery.waiting and self._core.load().queued_requests == 0
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Drain, wait for the threads, and end them.  What still waits after timeout_s is answered with
@@ -271,20 +255,14 @@ class NativeEngine(Worker):
             self._thread.join(timeout_s)
         if self._peers is not None:
             self._peers.stop()
-        self._ended = True
-        self._mine.set()
-        if self._answers.ident is not None:
-            os.eventfd_write(self._core.bell, 1)
-            self._answers.join()
-        with self._lock:
-            left = dict(self._requests)
-            self._requests.clear()
+        self.delivery.stop()
+        left = self.delivery.take_all()
         if self._thread.is_alive():  # a kernel that does not end: what it reads stays, and nothing runs after it
             self._left = left
-            for handle in left:
-                self._core.cancel(handle)
-        for r, _, _ in left.values():
-            reply(r, DrainingError(STOPPED))
+            for w in left:
+                self._core.cancel(w.request.handle)
+        for w in left:
+            reply(w.request, DrainingError(STOPPED))
 
     def open_peers(self, bounds: PeerBounds) -> Peers:
         """Serve sessions over TCP; once."""
@@ -295,9 +273,6 @@ class NativeEngine(Worker):
 
     def _drop_unused(self) -> None:
         self._tally.forget(self._layers.drop_but({s.generation for s in self.holding.values()}))
-
-    def _cancel(self, r: Request) -> None:
-        self._core.cancel(r.handle)
 
     def _reserve(self, holding: Holding) -> None:
         for i, memory in enumerate(self._executor.reserve(self.policy.max_tokens, holding.values())):
@@ -369,111 +344,13 @@ class NativeEngine(Worker):
             raise LostError(f"the device is lost to this process: {fault} ({when})")
 
     def _abandon(self, error: ExpertdError) -> None:
-        self.deliver()  # the batch that failed is answered with its own error
+        self.delivery.deliver()  # the batch that failed is answered with its own error
         with self._lock:
             self.state = State.DRAINING
-            left = dict(self._requests)
-            self._requests.clear()
+        left = self.delivery.take_all()
         self._core.fail_all("DRAINING" if isinstance(error, DrainingError) else "BACKEND_FAILED", error.message)
-        for r, _, _ in left.values():
-            reply(r, error)
-
-    # ---- the thread of the outcomes, or whoever borrowed them --------------------------------------------------------
-
-    def lend_outcomes(self) -> int:
-        """From now on the caller hands the outcomes out: deliver() whenever the eventfd that this returns can be read,
-        and report() when that is done.  So an answer needs no thread between the core and an event loop."""
-        self._mine.clear()
-        return self._core.bell
-
-    def take_outcomes_back(self) -> None:
-        """The end of lend_outcomes()."""
-        self._mine.set()
-
-    def deliver(self) -> None:
-        """Hand out what has come."""
-        with self._delivering:
-            more = True
-            while more:
-                outcomes = self._core.outcomes()
-                more = len(outcomes) == c.MOST_OUTCOMES
-                posted_ns = outcomes[0].posted_ns if outcomes else 0
-                for o in outcomes:
-                    self._hand_over(o)
-                if posted_ns:
-                    self._core.went_out(time.monotonic_ns() - posted_ns)
-
-    def report(self, scraped: bool = False) -> None:
-        """Count the batches that have ended.  scraped: somebody looks at the numbers now."""
-        with self._delivering:
-            self._tally.report(scraped)
-            if self._traced is not None:
-                self._tell_traces(self._traced)
-
-    def _tell_traces(self, traced: Callable[[RequestReport], None]) -> None:
-        while records := self._core.traces():
-            for t in records:
-                traced(self._request_report(t))
-
-    def _request_report(self, t: c.TraceRecord) -> RequestReport:
-        at = (t.arrival_ns, t.queue_ns, t.collect_ns, t.kernel_ns, t.answered_ns, t.computed_ns)
-        return RequestReport(
-            bytes(t.trace),
-            _TRANSPORTS[t.transport],
-            t.layer,
-            t.tokens,
-            t.top_k,
-            c.REASONS[t.reason],
-            self._layers.backend(t.backend) if t.computed_ns else "",
-            t.batch_tokens,
-            t.batch_requests,
-            t.arrival_ns,
-            t.answered_ns,
-            stages_of(*at) if t.computed_ns else (),
-        )
-
-    def _hand_out(self) -> None:
-        poll = select.poll()
-        poll.register(self._core.bell, select.POLLIN)
-        while not self._ended:
-            if self._mine.wait(_TICK_MS / 1000):
-                poll.poll(_TICK_MS)
-            if self._mine.is_set():
-                self.deliver()
-            self.report()  # batches of sessions in shared memory ring nobody
-        self.deliver()
-        self.report()
-
-    def _hand_over(self, o: c.Outcome) -> None:
-        if o.session_gone:
-            self.sessions.gone(o.handle)
-            return
-        with self._lock:
-            found = self._requests.pop(o.handle, None)
-        if found is not None:
-            reply(found[0], self._outcome(o, found[0], found[1]))
-
-    def _outcome(self, o: c.Outcome, r: Request, out: Array) -> Outcome:
-        if r.cancelled:
-            return dead_outcome(r)
-        if o.reason:
-            reason = c.REASONS[o.reason]
-            if reason == DeadlineExceededError.reason:
-                return dead_outcome(r)
-            return TABLE[reason](o.text.decode(errors="replace"), retry_after_us=o.retry_after_us)
-        start = time.perf_counter_ns()
-        summary = digest(out, r.output_dtype) if r.digest else None
-        return Answer(
-            out,
-            summary,
-            o.routes_computed,
-            o.queue_ns,
-            time.perf_counter_ns() - start,
-            Stages(o.collect_ns, o.kernel_ns, o.deliver_ns),
-            o.batch_tokens,
-            o.batch_requests,
-            self._layers.backend(o.backend),
-        )
+        for w in left:
+            reply(w.request, error)
 
 
 def _executor(device: torch.device, compute_dtype: str, warm_routes: Iterable[int]) -> Executor:

@@ -171,26 +171,26 @@ class ExpertServer:
         if self._bell >= 0 and isinstance(engine, NativeEngine):
             asyncio.get_running_loop().remove_reader(self._bell)
             self._bell = -1
-            engine.take_outcomes_back()
+            engine.delivery.take_back()
 
     def _borrow_outcomes(self) -> None:
         """The loop that writes the answers hands them out itself: a thread between would be one more to wake."""
         engine = self.service.engine
         if not isinstance(engine, NativeEngine):
             return
-        native, loop = engine, asyncio.get_running_loop()
+        delivery, loop = engine.delivery, asyncio.get_running_loop()
 
         def ring() -> None:
-            native.deliver()
+            delivery.deliver()
             if not self._reporting:
                 self._reporting = True
                 loop.call_later(_REPORT_S, report)
 
         def report() -> None:
             self._reporting = False
-            native.report()
+            delivery.report()
 
-        self._bell = native.lend_outcomes()
+        self._bell = delivery.lend()
         loop.add_reader(self._bell, ring)
 
     async def _report(self, status: Any) -> None:

@@ -1,7 +1,7 @@
 """One StreamForward call: the messages of a session as bytes of a gRPC stream.
 
 A coroutine reads.  An answer is encoded where the output still stands, and written at once: on the event loop, where
-that hands the outcomes out (engine/native.py), without another turn of it.
+that hands the outcomes out (engine/delivery.py), without another turn of it.
 """
 
 from __future__ import annotations

@@ -299,16 +299,16 @@ def test_callers_answered_together_are_joined_again_when_they_come_back_one_by_o
 def test_whoever_borrowed_the_outcomes_hands_them_out(make):
     s = make()
     one = inputs(1), [[2]], [[1.0]]
-    bell = s.engine.lend_outcomes()
+    bell = s.engine.delivery.lend()
     s.engine.submit(s.caller.request(2, *one))
     assert select.select([bell], [], [], 20)[0]
     time.sleep(0.05)
     assert 2 not in s.caller.outcomes
-    s.engine.deliver()
+    s.engine.delivery.deliver()
     assert 2 in s.caller.outcomes
-    s.engine.report()
+    s.engine.delivery.report()
     assert len(s.reports) == 1
-    s.engine.take_outcomes_back()
+    s.engine.delivery.take_back()
     s.run(s.caller.request(3, *one))
 
 
