@@ -80,7 +80,7 @@ class LoneCall:
             else:
                 ticket = -way.send(sent)
                 self._sent_ns = time.monotonic_ns()
-            self._ticket, self._state = abs(ticket), native.IN_FLIGHT
+            self._ticket, self._state = (ticket if ticket > 0 else -ticket), native.IN_FLIGHT
             there = ticket > 0
             while not there and self._around.clock() < due_s:
                 there = way.wait(self._ticket, answer, self._slice_ns(due_s))

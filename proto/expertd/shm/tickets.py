@@ -57,10 +57,15 @@ class Tickets:
 
         Raises NoRoomError, SessionEndedError."""
         ticket = C.c_uint64()
-        how = self._lib.call(
-            self._client, C.byref(request), C.byref(tensors), timeout_ns, spin_ns, C.byref(answer), C.byref(ticket)
-        )
-        return ticket.value if self._answered(how) else -ticket.value
+        try:
+            how = self._lib.call(
+                self._client, C.byref(request), C.byref(tensors), timeout_ns, spin_ns, C.byref(answer), C.byref(ticket)
+            )
+            return ticket.value if self._answered(how) else -ticket.value
+        except KeyboardInterrupt:  # the caller will never know the ticket
+            if ticket.value:
+                self.abandon(ticket.value)
+            raise
 
     def wait(self, ticket: int, answer: Completion, timeout_ns: int = -1, spin_ns: int = SPIN_NS) -> bool:
         """Fills `answer`, its text only where it is refused.  False: the time was over first (negative:

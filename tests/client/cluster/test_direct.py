@@ -329,12 +329,14 @@ def test_routes_that_do_not_add_up_are_not_added(start, monkeypatch, holdings):
     nothing_left(cluster)
 
 
+@pytest.mark.parametrize("after_s", [0.03, 0.25])  # while it is sent and first waited for, and later
 @SPLIT_OR_WHOLE
-def test_an_interrupt_takes_everything_back(start, holdings):
+def test_an_interrupt_takes_everything_back(start, holdings, after_s):
     cluster = start(*holdings)
-    cluster.found[-1].gate.clear()
     args, want = inputs(5, absent=0.0)
-    timer = threading.Timer(0.25, lambda: signal.raise_signal(signal.SIGINT))
+    assert near(cluster.forward(0, *args, timeout_s=10).output, want)
+    cluster.found[-1].gate.clear()
+    timer = threading.Timer(after_s, lambda: signal.raise_signal(signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         cluster.forward(0, *args, timeout_s=20)
