@@ -62,8 +62,8 @@ class Sockets:
     @staticmethod
     def shut(c: Connected) -> None:
         """End the connection; who reads from it sees its end."""
-        with contextlib.suppress(OSError), _borrowed(c.fd, c.inode) as own:
-            own.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), _borrowed(c.fd, c.inode) as its:
+            its.shutdown(socket.SHUT_RDWR)
 
 
 def peer_of(host: str, port: int) -> Peer:
@@ -75,13 +75,15 @@ def peer_of(host: str, port: int) -> Peer:
 
 @contextlib.contextmanager
 def _borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
-    """A descriptor of our own for somebody else's socket.  Raises OSError where it is that no more."""
-    own = os.dup(fd)
-    if os.fstat(own).st_ino != inode:
-        os.close(own)
-        raise OSError("another one by now")
-    with socket.socket(fileno=own) as s:
-        yield s
+    """Somebody else's socket, without a second descriptor: while that is open, epoll speaks of a connection that its
+    owner has closed and forgotten.  Raises OSError where it is that no more."""
+    its = socket.socket(fileno=fd)
+    try:
+        if os.fstat(fd).st_ino != inode:
+            raise OSError("another one by now")
+        yield its
+    finally:
+        its.detach()
 
 
 def _socket_fds() -> list[tuple[int, int]]:
@@ -98,8 +100,8 @@ def _socket_fds() -> list[tuple[int, int]]:
 
 def _ends(fd: int, inode: int) -> tuple[int, Peer] | None:
     """Own port and peer.  None = no connection of TCP."""
-    with contextlib.suppress(OSError), _borrowed(fd, inode) as own:
-        if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
-            there = own.getpeername()
-            return own.getsockname()[1], peer_of(there[0], there[1])
+    with contextlib.suppress(OSError), _borrowed(fd, inode) as its:
+        if its.family in (socket.AF_INET, socket.AF_INET6) and its.type == socket.SOCK_STREAM:
+            there = its.getpeername()
+            return its.getsockname()[1], peer_of(there[0], there[1])
     return None

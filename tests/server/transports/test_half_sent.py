@@ -10,6 +10,7 @@ import time
 import grpc
 import pytest
 
+from expertd_server.transports import tcp_info
 from expertd_server.transports.half_sent import MESSAGE_S, STALL_S, Connection, HalfSent, _address, verdicts
 from expertd_server.transports.tcp_info import Connected, Sockets, peer_of
 
@@ -244,6 +245,21 @@ def test_the_kernel_says_what_came(pair):
         got += len(there.recv(1 << 20))
     found = Sockets().connected(port)
     assert found == {here.getsockname(): Connected(there.fileno(), os.fstat(there.fileno()).st_ino, 70_000)}
+
+
+def test_a_connection_that_is_looked_at_ends_when_its_owner_closes_it(pair, monkeypatch):
+    """A second descriptor, however short-lived, would keep it open and in its owner's epoll."""
+    here, there = pair
+    copies = []
+    monkeypatch.setattr(os, "dup", lambda fd: copies.append(fd) or fd)
+    monkeypatch.setattr(socket.socket, "dup", lambda s: copies.append(s) or s)
+    with tcp_info._borrowed(there.fileno(), os.fstat(there.fileno()).st_ino) as its:
+        assert its.fileno() == there.fileno()
+        there.close()
+        assert here.recv(1) == b""
+    assert not copies
+    Sockets().connected(here.getsockname()[1])
+    assert not copies
 
 
 def test_a_connection_is_shut_and_no_other_that_has_its_number(pair):
