@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         compiles = "own_triton_cache" in getattr(item, "fixturenames", ())
         if (compiles or marked & {"slow", "gpu"}) and "timeout" not in marked:
             item.add_marker(pytest.mark.timeout(LONG_S))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure is shown by way of ast.parse, which in Python 3.11 fails with a SystemError, and takes the whole run
+    with it, where a finalizer comes in between that shows a traceback of its own."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
