@@ -329,9 +329,16 @@ def test_routes_that_do_not_add_up_are_not_added(start, monkeypatch, holdings):
     nothing_left(cluster)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.25])  # in the first time that it is waited for, and in a later one
+@pytest.fixture
+def default_sigint():
+    """Whatever a test before has left."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @SPLIT_OR_WHOLE
-def test_an_interrupt_takes_everything_back(start, holdings, after_s):
+def test_an_interrupt_takes_everything_back(start, holdings, default_sigint):
     cluster = start(*holdings)
     args, want = inputs(5, absent=0.0)
     assert near(cluster.forward(0, *args, timeout_s=10).output, want)
@@ -341,7 +348,6 @@ def test_an_interrupt_takes_everything_back(start, holdings, after_s):
 
     def interrupt():
         assert held.entered.wait(20)
-        time.sleep(after_s)
         signal.raise_signal(signal.SIGINT)
 
     interrupting = threading.Thread(target=interrupt)
