@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from core_library import needs_core
 from in_process import hosts
 
 from expertd.v1 import expert_service_pb2 as pb
@@ -18,15 +19,8 @@ from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import open_source
 from expertd_server.config.serve import ConfigError, ServeConfig
 from expertd_server.config.values import Address, Ranges
-from expertd_server.engine.core import CoreMissingError, library
 
-try:
-    library()
-    MISSING = ""
-except CoreMissingError as e:
-    MISSING = str(e)
-
-pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(90)]
+pytestmark = [needs_core, pytest.mark.timeout(90)]
 
 LAYER = 1
 TINY = {

@@ -9,6 +9,7 @@ import urllib.request
 import grpc
 import numpy as np
 import pytest
+from core_library import needs_core
 from in_process import hosts
 
 from expertd.errors import LayerNotHeldError
@@ -18,7 +19,6 @@ from expertd_client import ExpertClient
 from expertd_server.boot.assignment import BootError
 from expertd_server.config.values import Address
 from expertd_server.engine import choose
-from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.host import Host
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `test` has it: pip install opentelemetry-sdk")
@@ -29,14 +29,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-try:
-    library()
-    MISSING = ""
-except CoreMissingError as e:
-    MISSING = str(e)
-
 pytestmark = pytest.mark.timeout(90)
-needs_core = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there")
 
 HERE = Address("127.0.0.1", 0)
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -41,18 +42,9 @@ def device_index(device: int | str) -> int:
 def ask_for_session(transport: Transport, device: int, *, same_gpu: bool, timeout_s: float) -> DeviceSession:
     """See ExpertClient.device_session."""
     said: Future[pb.SessionAnswer] = Future()
-
-    def deliver(message: object) -> None:
-        if isinstance(message, pb.SessionAnswer) and not said.done():
-            said.set_result(message)
-
-    def closed(error: ExpertdError) -> None:
-        if not said.done():
-            said.set_exception(error)
-
-    connection = transport.connect(deliver, closed)
+    connection = transport.connect(*_into(said))
     try:
-        connection.offer(pb.SessionOffer(transports=[NAME], host_id=host_id()))
+        connection.offer(_offer())
         return open_session(_accepted(said.result(timeout_s)), device, same_gpu=same_gpu)
     except FutureTimeoutError:
         raise unanswered(transport.target, timeout_s) from None
@@ -65,6 +57,27 @@ async def await_session(transport: Transport, device: int, *, same_gpu: bool, ti
     none behind."""
     loop = asyncio.get_running_loop()
     said: asyncio.Future[pb.SessionAnswer] = loop.create_future()
+    connection = transport.connect(*_into(said))
+    try:
+        connection.offer(_offer())
+        answer = _accepted(await asyncio.wait_for(said, timeout_s))
+        opening = Future[DeviceSession]()
+        threading.Thread(target=_open_into, args=(opening, answer, device, same_gpu), daemon=True).start()
+        return await asyncio.wrap_future(opening)
+    except asyncio.TimeoutError:
+        raise unanswered(transport.target, timeout_s) from None
+    finally:
+        connection.close()
+
+
+def _offer() -> pb.SessionOffer:
+    return pb.SessionOffer(transports=[NAME], host_id=host_id())
+
+
+def _into(
+    said: Future[pb.SessionAnswer] | asyncio.Future[pb.SessionAnswer],
+) -> tuple[Callable[[object], None], Callable[[ExpertdError], None]]:
+    """What a connection is to call: the server's answer, or its end, goes into `said`."""
 
     def deliver(message: object) -> None:
         if isinstance(message, pb.SessionAnswer) and not said.done():
@@ -74,17 +87,7 @@ async def await_session(transport: Transport, device: int, *, same_gpu: bool, ti
         if not said.done():
             said.set_exception(error)
 
-    connection = transport.connect(deliver, closed)
-    try:
-        connection.offer(pb.SessionOffer(transports=[NAME], host_id=host_id()))
-        answer = _accepted(await asyncio.wait_for(said, timeout_s))
-        opening = Future[DeviceSession]()
-        threading.Thread(target=_open_into, args=(opening, answer, device, same_gpu), daemon=True).start()
-        return await asyncio.wrap_future(opening)
-    except asyncio.TimeoutError:
-        raise unanswered(transport.target, timeout_s) from None
-    finally:
-        connection.close()
+    return deliver, closed
 
 
 def _open_into(opening: Future[DeviceSession], answer: pb.SessionAnswer, device: int, same_gpu: bool) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from setup_kit import BUILT, DEVICES, Setup
+from core_library import needs_core
+from setup_kit import DEVICES, Setup
 
 
-@pytest.fixture(
-    params=["python", pytest.param("native", marks=pytest.mark.skipif(bool(BUILT), reason=BUILT or "built"))]
-)
+@pytest.fixture(params=["python", pytest.param("native", marks=needs_core)])
 def kind(request):
     """Of the engine: in Python, or around the core in C++."""
     return request.param

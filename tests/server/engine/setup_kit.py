@@ -8,13 +8,13 @@ import time
 import numpy as np
 import pytest
 import torch
+from core_library import needs_core
 
 from expertd.errors import (
     ExpertdError,
 )
 from expertd_server.engine.admission import QueueLimits
 from expertd_server.engine.convert import bits_of
-from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.native import NativeEngine
 from expertd_server.engine.report import BatchReport
@@ -136,19 +136,10 @@ class Setup:
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
 
-try:
-    library()
-    BUILT = ""
-except CoreMissingError as e:
-    BUILT = str(e)
-
-
 in_python = pytest.mark.parametrize("kind", ["python"])
 """Looks into the engine in Python."""
 
-in_cpp = pytest.mark.parametrize(
-    "kind", [pytest.param("native", marks=pytest.mark.skipif(bool(BUILT), reason=BUILT or "built"))]
-)
+in_cpp = pytest.mark.parametrize("kind", [pytest.param("native", marks=needs_core)])
 """Looks into the one around the core."""
 
 

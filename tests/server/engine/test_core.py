@@ -6,7 +6,6 @@ import pytest
 import torch
 from core_kit import (
     BF16,
-    BUILT,
     F32,
     HELD,
     MOST,
@@ -18,12 +17,13 @@ from core_kit import (
     inputs,
     slot_table,
 )  # fmt: skip
+from core_library import needs_core
 
 from expertd_server.engine import core as module
 from expertd_server.engine.core import Config, Forward, LaneMemory, LayerFacts, Run, library
 from expertd_server.engine.report import WAIT_BOUNDS_NS
 
-pytestmark = [pytest.mark.skipif(bool(BUILT), reason=BUILT or "built"), pytest.mark.timeout(60)]
+pytestmark = [needs_core, pytest.mark.timeout(60)]
 
 
 @pytest.mark.parametrize("compute", [F32, BF16])

@@ -4,7 +4,6 @@ import time
 
 import pytest
 from core_kit import (
-    BUILT,
     MOST,
     Bench,
     Caller,
@@ -12,8 +11,9 @@ from core_kit import (
     inputs,
     until,
 )  # fmt: skip
+from core_library import needs_core
 
-pytestmark = [pytest.mark.skipif(bool(BUILT), reason=BUILT or "built"), pytest.mark.timeout(60)]
+pytestmark = [needs_core, pytest.mark.timeout(60)]
 
 
 def test_what_is_not_held_is_refused():

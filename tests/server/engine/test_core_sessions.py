@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 from core_kit import (
-    BUILT,
     E4M3,
     F32,
     I32,
@@ -21,13 +20,14 @@ from core_kit import (
     inputs,
     until,
 )  # fmt: skip
+from core_library import needs_core
 
 from expertd.shm import layout
 from expertd.shm.layout import Submission
 from expertd.shm.tickets import SessionEndedError
 from expertd_server.engine import core as module
 
-pytestmark = [pytest.mark.skipif(bool(BUILT), reason=BUILT or "built"), pytest.mark.timeout(60)]
+pytestmark = [needs_core, pytest.mark.timeout(60)]
 
 
 def test_a_session_in_shared_memory_gives_the_same_answers():

@@ -7,14 +7,15 @@ import time
 
 import pytest
 import torch
-from core_kit import BUILT, E4M3, NUMBER, bench, expected, inputs, until
+from core_kit import E4M3, NUMBER, bench, expected, inputs, until
+from core_library import needs_core
 
 from expertd.shm import layout
 from expertd.shm.client import Client
 from expertd.shm.layout import Completion, DeviceCalls, Submission
 from expertd.shm.region import Region
 
-pytestmark = [pytest.mark.skipif(bool(BUILT), reason=BUILT or "built"), pytest.mark.timeout(60)]
+pytestmark = [needs_core, pytest.mark.timeout(60)]
 
 POOL = 1 << 16
 

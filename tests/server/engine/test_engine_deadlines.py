@@ -6,7 +6,8 @@ import time
 
 import numpy as np
 import pytest
-from setup_kit import BUILT, SOON_S, Setup, in_python, inputs, one, pass_deadline
+from core_library import needs_core
+from setup_kit import SOON_S, Setup, in_python, inputs, one, pass_deadline
 
 from expertd.errors import (
     DeadlineExceededError,
@@ -44,9 +45,7 @@ def test_a_deadline_that_has_passed_is_refused_at_the_door(make):
     assert s.fake.calls == []
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("native", marks=pytest.mark.skipif(bool(BUILT), reason=BUILT or "built"))]
-)
+@pytest.mark.parametrize("kind", [pytest.param("native", marks=needs_core)])
 def test_what_is_hopeless_is_what_submit_would_refuse_for_the_time(make, kind):
     s = make(measured=[(1, 1, 5_000_000_000)])
     s.block()
@@ -145,7 +144,7 @@ def admitted_and_computed(kind: str, seed: int):
     return verdicts, list(s.caller.outcomes), [(b.requests, b.tokens) for b in s.reports]
 
 
-@pytest.mark.skipif(bool(BUILT), reason=BUILT or "built")
+@needs_core
 @pytest.mark.parametrize("seed", range(6))
 def test_both_engines_let_in_and_choose_alike(seed):
     python, native = admitted_and_computed("python", seed), admitted_and_computed("native", seed)

@@ -6,18 +6,14 @@ import ctypes as C
 import random
 
 import pytest
+from core_library import needs_core
 
-from expertd_server.engine.core import CoreMissingError, library
+from expertd_server.engine.core import library
 from expertd_server.engine.forecast import SAFETY, BatchTimes, Bounds, Forecast
 
 pytestmark = pytest.mark.timeout(30)
 
 MS, SECOND = 1_000_000, 1_000_000_000
-try:
-    library()
-    BUILT = ""
-except CoreMissingError as e:
-    BUILT = str(e)
 
 
 def times(*batches: tuple[int, int, int]) -> BatchTimes:
@@ -196,7 +192,7 @@ class Native:
         return tuple(out)
 
 
-@pytest.mark.skipif(bool(BUILT), reason=BUILT or "built")
+@needs_core
 @pytest.mark.parametrize("seed", range(8))
 def test_the_twin_in_cpp_expects_the_same(seed):
     rng = random.Random(seed)

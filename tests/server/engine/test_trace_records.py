@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import ctypes as C
 
-import pytest
+from core_library import needs_core
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from expertd.trace_context import context_of
-from expertd_server.engine.core import CoreMissingError, library
+from expertd_server.engine.core import library
 
-try:
-    library()
-    MISSING = ""
-except CoreMissingError as e:
-    MISSING = str(e)
-
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there")
+pytestmark = needs_core
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 GOOD = f"00-{TRACE}-{SPAN}-01"

@@ -7,14 +7,7 @@ import numpy as np
 from tcp_kit import request
 
 from expertd.wire import ForwardResponseView
-from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.peers import PeerBounds
-
-try:
-    library()
-    MISSING = ""
-except CoreMissingError as e:
-    MISSING = str(e)
 
 H, E, K, M = 32, 4, 2, 16
 BOUNDS = PeerBounds(64 << 10, 1 << 20, 8, half_s=0.4, unread_s=0.5)

@@ -9,7 +9,8 @@ import time
 
 import numpy as np
 import pytest
-from door_kit import BOUNDS, MISSING, K, M, batch, call, gone, until
+from core_library import needs_core
+from door_kit import BOUNDS, K, M, batch, call, gone, until
 from tcp_kit import ARRAYS, HEAD, NUMBERS, Twin, dial, request
 
 from expertd.tcp.entry import EntryError, enter
@@ -19,7 +20,7 @@ from expertd_server.transports import tcp as module
 from expertd_server.transports import tickets
 from expertd_server.transports.tcp import TcpDoor
 
-pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
+pytestmark = [needs_core, pytest.mark.timeout(60)]
 
 
 def test_a_client_comes_calls_and_goes(door):

@@ -4,7 +4,8 @@ import time
 
 import numpy as np
 import pytest
-from door_kit import MISSING, E, H, K, M, batch, call, until
+from core_library import needs_core
+from door_kit import E, H, K, M, batch, call, until
 from tcp_kit import Twin, request, tensor
 
 from expertd.errors import TABLE
@@ -14,7 +15,7 @@ from expertd_server.engine.admission import Limits
 from expertd_server.service.service import Service
 from expertd_server.views.metrics import Metrics
 
-pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
+pytestmark = [needs_core, pytest.mark.timeout(60)]
 
 
 class Outlet:

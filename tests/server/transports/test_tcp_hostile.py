@@ -10,7 +10,8 @@ import time
 
 import numpy as np
 import pytest
-from door_kit import BOUNDS, MISSING, E, H, K, M, batch, call, gone, until
+from core_library import needs_core
+from door_kit import BOUNDS, E, H, K, M, batch, call, gone, until
 from tcp_kit import HEAD, Twin, dial, request
 
 from expertd.tcp.entry import enter
@@ -19,7 +20,7 @@ from expertd_server.config.values import Address
 from expertd_server.engine.peers import PeerBounds
 from expertd_server.transports.tcp import TcpDoor
 
-pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
+pytestmark = [needs_core, pytest.mark.timeout(60)]
 
 
 @pytest.mark.parametrize(
