@@ -2,7 +2,6 @@
 gRPC is a function."""
 
 import threading
-import time
 
 import numpy as np
 import torch
@@ -115,10 +114,3 @@ class Transport:
 
 def way(client):
     return client._exchange._link._beside
-
-
-def until(true, within_s=20.0):
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)

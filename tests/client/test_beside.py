@@ -10,7 +10,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from beside_kit import Sums, Transport, inputs, missing, summing_engine, until, way
+from beside_kit import Sums, Transport, inputs, missing, summing_engine, way
+from waiting import until
 
 from expertd.errors import (
     DeadlineExceededError,

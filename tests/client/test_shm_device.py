@@ -6,7 +6,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-from beside_kit import E, H, Sums, Transport, inputs, missing, summing_engine, until, way
+from beside_kit import E, H, Sums, Transport, inputs, missing, summing_engine, way
+from waiting import until
 
 from expertd.errors import ExpertIdOutOfRangeError, UnavailableError
 from expertd_client import ExpertClient, shm, shm_device

@@ -9,8 +9,9 @@ import time
 
 import numpy as np
 import pytest
-from beside_kit import H, Transport, inputs, missing, until
+from beside_kit import H, Transport, inputs, missing
 from tcp_kit import HEAD, MAGIC
+from waiting import until
 
 from expertd.errors import (
     BadResponseError,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from http2 import HalfSent as Half
 from in_process import hosts
+from waiting import until
 
 from expertd_client import ExpertClient
 from expertd_server.transports import half_sent
@@ -31,13 +31,6 @@ def half_sent_of(host) -> half_sent.HalfSent:
 
 def held(host) -> int:
     return sum(c.held for c in half_sent_of(host)._connections.values())
-
-
-def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def ask(address: str, unary: bool = False, times: int = 1, tokens: int = 3) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import ml_dtypes
 import numpy as np
+from waiting import until
 
 from expertd.errors import ExpertdError, RequestCancelledError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
@@ -171,13 +171,6 @@ def later(server, seconds):
 def transports(servers, kind=FunctionTransport):
     """For ExpertCluster(transport=...): address -> the transport to that Fake."""
     return lambda address: kind(lambda request: servers[address].serve(request), servers[address].describe, address)
-
-
-def until(condition, limit_s=20.0):
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not happen"
-        time.sleep(0.002)
 
 
 def nothing_under_way(cluster):

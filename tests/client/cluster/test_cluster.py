@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from cluster_kit import E, Fake, H, Threaded, batch, experts_of, transports, until
+from cluster_kit import E, Fake, H, Threaded, batch, experts_of, transports
+from waiting import until
 
 from expertd.errors import (
     BadDtypeError,

@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from cluster_kit import nothing_under_way, until
+from cluster_kit import nothing_under_way
+from waiting import until
 
 from expertd.errors import BadShapeError, DeadlineExceededError, ExpertIdOutOfRangeError, UnavailableError
 from expertd.shm.library import LibraryMissingError

@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlparse
 
 import pytest
-from cluster_kit import E, Fake, batch, transports, until
+from cluster_kit import E, Fake, batch, transports
+from waiting import until
 
 from expertd.errors import PlacementError
 from expertd_client.cluster import EndpointSlices, ExpertCluster

@@ -4,7 +4,8 @@ import threading
 
 import numpy as np
 import pytest
-from cluster_kit import E, Fake, batch, experts_of, transports, until
+from cluster_kit import E, Fake, batch, experts_of, transports
+from waiting import until
 
 from expertd.errors import PlacementError
 from expertd.placement import Placement, Server

@@ -7,7 +7,8 @@ import time
 
 import numpy as np
 import pytest
-from cluster_kit import E, Fake, Threaded, batch, experts_of, nothing_under_way, transports, until
+from cluster_kit import E, Fake, Threaded, batch, experts_of, nothing_under_way, transports
+from waiting import until
 
 from expertd.errors import (
     BackendFailedError,

@@ -10,7 +10,8 @@ import time
 
 import numpy as np
 import pytest
-from cluster_kit import E, Fake, Looped, Threaded, batch, experts_of, transports, until
+from cluster_kit import E, Fake, Looped, Threaded, batch, experts_of, transports
+from waiting import until
 
 from expertd.errors import PlacementError
 from expertd.placement import Placement, Server

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import torch
+from waiting import until
 
 from expertd.shm import layout
 from expertd.shm.client import Client
@@ -40,13 +41,6 @@ def tensor(address, shape, dtype):
     n = int(np.prod(shape))
     kind = {torch.float32: C.c_float, torch.bfloat16: C.c_int16, torch.int32: C.c_int32}[dtype]
     return torch.from_numpy(np.ctypeslib.as_array((kind * n).from_address(address))).view(dtype).view(shape)
-
-
-def until(condition, within_s=20.0):
-    end_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not happen"
-        time.sleep(0.001)
 
 
 class Bench:

@@ -9,9 +9,9 @@ from core_kit import (
     Caller,
     bench,
     inputs,
-    until,
 )  # fmt: skip
 from core_library import needs_core
+from waiting import until
 
 pytestmark = [needs_core, pytest.mark.timeout(60)]
 

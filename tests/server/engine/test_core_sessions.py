@@ -18,9 +18,9 @@ from core_kit import (
     bench,
     expected,
     inputs,
-    until,
 )  # fmt: skip
 from core_library import needs_core
+from waiting import until
 
 from expertd.shm import layout
 from expertd.shm.layout import Submission

@@ -7,8 +7,9 @@ import time
 
 import pytest
 import torch
-from core_kit import E4M3, NUMBER, bench, expected, inputs, until
+from core_kit import E4M3, NUMBER, bench, expected, inputs
 from core_library import needs_core
+from waiting import until
 
 from expertd.shm import layout
 from expertd.shm.client import Client

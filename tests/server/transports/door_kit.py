@@ -1,10 +1,10 @@
 """A door for sessions over TCP, in front of an engine with a backend that one can compute by hand."""
 
 import threading
-import time
 
 import numpy as np
 from tcp_kit import request
+from waiting import until
 
 from expertd.wire import ForwardResponseView
 from expertd_server.engine.peers import PeerBounds
@@ -52,13 +52,6 @@ def call(peer, number=1, tokens=3, **more):
     assert answer.request_id == number
     assert np.array_equal(np.frombuffer(answer.output.raw, np.float32).reshape(tokens, H), 3 * x)
     return answer
-
-
-def until(condition, within_s=20.0):
-    end_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not happen"
-        time.sleep(0.005)
 
 
 def gone(door, sessions=0):

@@ -10,8 +10,9 @@ import time
 import numpy as np
 import pytest
 from core_library import needs_core
-from door_kit import BOUNDS, K, M, batch, call, gone, until
+from door_kit import BOUNDS, K, M, batch, call, gone
 from tcp_kit import ARRAYS, HEAD, NUMBERS, Twin, dial, request
+from waiting import until
 
 from expertd.tcp.entry import EntryError, enter
 from expertd.v1 import expert_service_pb2 as pb

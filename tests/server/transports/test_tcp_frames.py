@@ -5,8 +5,9 @@ import time
 import numpy as np
 import pytest
 from core_library import needs_core
-from door_kit import E, H, K, M, batch, call, until
+from door_kit import E, H, K, M, batch, call
 from tcp_kit import Twin, request, tensor
+from waiting import until
 
 from expertd.errors import TABLE
 from expertd.v1 import expert_service_pb2 as pb

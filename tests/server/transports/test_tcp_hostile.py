@@ -11,8 +11,9 @@ import time
 import numpy as np
 import pytest
 from core_library import needs_core
-from door_kit import BOUNDS, E, H, K, M, batch, call, gone, until
+from door_kit import BOUNDS, E, H, K, M, batch, call, gone
 from tcp_kit import HEAD, Twin, dial, request
+from waiting import until
 
 from expertd.tcp.entry import enter
 from expertd.wire import encode_stream_request

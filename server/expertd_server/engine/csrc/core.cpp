@@ -66,9 +66,10 @@ uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_
     inbox_.back().foreseen_ns = v.foreseen_ns;
     inbox_.back().work = work;
     inbox_.back().handle = *handle = next_handle_++;
+    incoming_.store(true, std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_release);  // waits_for_company: whoever is counted has been announced
     busy_.enter(f.tokens);
     busy_.admitted.fetch_add(1, std::memory_order_relaxed);
-    incoming_.store(true, std::memory_order_seq_cst);
   }
   if (!compute_here(f)) wake();
   return kComputed;
@@ -222,8 +223,9 @@ RunCode Core::hand_over(const Run& run) {
 
 bool Core::waits_for_company(uint64_t now) {
   if (config_.patience <= 0 || !under_way_.empty()) return false;
-  if (incoming_.load(std::memory_order_relaxed)) return true;  // it counts as waiting, and stands in no line yet
   const uint64_t waiting = busy_.now(busy_.requests);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (incoming_.load(std::memory_order_relaxed)) return true;  // it may count as waiting, and stands in no line yet
   if (waiting == 0) return false;
   if (now < patience_.until(config_.patience, waiting)) return waited_ = true;
   if (waited_) patience_.waited(waiting);
