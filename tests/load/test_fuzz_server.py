@@ -10,9 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from in_process import hosts
 
-from expertd_server.config.serve import ServeConfig
-from expertd_server.config.values import Address
 from expertd_server.host import Host
 
 
@@ -35,14 +34,8 @@ def fuzz():
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    here = Address("127.0.0.1", 0)
-    host = Host(ServeConfig(synthetic="tiny:int4_g128", device="cpu", threads=1, listen=here, tcp="on"))
-    host.start()
-    try:
-        host.ready(60)
-        yield host
-    finally:
-        host.close()
+    with hosts(synthetic="tiny:int4_g128", tcp="on") as serve:
+        yield serve()
 
 
 @pytest.mark.timeout(120)

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import ExitStack, closing
 
+import in_process
 import numpy as np
 import pytest
 
@@ -210,14 +211,10 @@ def test_the_command(hosts, tmp_path, capsys):
 
 
 def test_a_server_without_the_service_is_named(hosts):
-    host = Host(ServeConfig(**{**TINY, "admin_listen": None}))
-    try:
-        host.start()
-        host.ready(60)
+    with in_process.hosts(**TINY) as serve:
+        host = serve(admin_listen=None)
         with pytest.raises(UnavailableError, match=r"AdminService: got none, want one; start the server with --admin"):
             Mover(placed([host], "0-7"))
-    finally:
-        host.close()
 
 
 def test_a_plan_of_running_servers_is_applied(hosts, tmp_path, capsys):
@@ -262,15 +259,11 @@ def test_over_tls_with_a_token(tmp_path):
     (tmp_path / "callers.toml").write_text('[callers.boss]\ntokens = ["boss-boss-boss-boss"]\nrights = ["admin"]\n')
     (tmp_path / "token").write_text("boss-boss-boss-boss\n")
     tls = {"tls_cert": certificate, "tls_key": key, "callers": tmp_path / "callers.toml"}
-    host = Host(ServeConfig(**TINY, **tls, experts=Ranges.parse("0-6")))
-    try:
-        host.start()
-        host.ready(60)
+    with in_process.hosts(**TINY, **tls) as serve:
+        host = serve(experts=Ranges.parse("0-6"))
         credentials = Credentials(ca=ca.ca, token_file=tmp_path / "token")
         with closing(Mover(placed([host], "0-7"), credentials, Options(settle_s=0.05))) as mover:
             assert mover.run(Progress()) == 2
             assert mover.now(mover.then).servers == mover.then.servers
         with pytest.raises(UnauthenticatedError):
             Mover(placed([host], "0-7"), Credentials(ca=ca.ca))
-    finally:
-        host.close()

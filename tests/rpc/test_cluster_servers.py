@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
 from pathlib import Path
 
+import in_process
 import pytest
 import torch
 
@@ -16,11 +16,10 @@ from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import open_source
 from expertd_server.config.serve import ServeConfig
-from expertd_server.config.values import Address, Ranges
-from expertd_server.host import Host
+from expertd_server.config.values import Ranges
 
 H, E, K, LAYER = 256, 8, 2, 1
-TINY = {"synthetic": "tiny:int4_g128", "device": "cpu", "listen": Address("127.0.0.1", 0), "threads": 1}
+TINY = {"synthetic": "tiny:int4_g128"}
 LAYOUTS = {
     "one": ["0-7"],
     "two": ["0-3", "4-7"],
@@ -34,15 +33,11 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def hosts():
     """hosts(experts, backend): the address of a server of them; each is started once."""
-    with ExitStack() as stack:
+    with in_process.hosts(**TINY, layers=Ranges.parse("1")) as serve:
         made: dict[tuple[str, str], list[str]] = {}
 
         def start(experts: str, backend: str) -> str:
-            host = Host(ServeConfig(**TINY, experts=Ranges.parse(experts), backend=backend, layers=Ranges.parse("1")))
-            stack.callback(host.close)
-            address = host.start()
-            host.ready(60)
-            return address
+            return serve(experts=Ranges.parse(experts), backend=backend).address
 
         def get(layout, backends):
             found: list[str] = []

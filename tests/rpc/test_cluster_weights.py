@@ -6,18 +6,17 @@ import json
 import shutil
 import struct
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from in_process import hosts
 
 from expertd_client.cluster import ExpertCluster
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import open_source
 from expertd_server.config.serve import ServeConfig
-from expertd_server.config.values import Address, Ranges
-from expertd_server.host import Host
+from expertd_server.config.values import Ranges
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"
 TENSOR = "model.layers.0.mlp.experts.5.down_proj.qweight"
@@ -26,17 +25,8 @@ TENSOR = "model.layers.0.mlp.experts.5.down_proj.qweight"
 @pytest.fixture
 def served():
     """served(checkpoint, **options): the address of a server of it."""
-    with ExitStack() as stack:
-
-        def start(checkpoint, **options):
-            config = {"device": "cpu", "listen": Address("127.0.0.1", 0), "threads": 1, **options}
-            host = Host(ServeConfig(checkpoint=checkpoint, **config))
-            stack.callback(host.close)
-            address = host.start()
-            host.ready(60)
-            return address
-
-        yield start
+    with hosts() as serve:
+        yield lambda checkpoint, **options: serve(checkpoint=checkpoint, **options).address
 
 
 def damaged(folder):

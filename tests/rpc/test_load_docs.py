@@ -13,11 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from in_process import hosts
 
 from expertd_client import ExpertClient
-from expertd_server.config.serve import ServeConfig
-from expertd_server.config.values import Address
-from expertd_server.host import Host
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "load.md").read_text()
@@ -29,12 +27,8 @@ pytestmark = pytest.mark.timeout(170)  # a dozen commands, each a process that i
 
 @pytest.fixture(scope="module")
 def address():
-    host = Host(ServeConfig(synthetic="tiny:int4_g128", listen=Address("127.0.0.1", 0), device="cpu", threads=1,
-                            kserve=True))  # fmt: skip
-    host.start()
-    host.ready(60)
-    yield host.address
-    host.close()
+    with hosts(synthetic="tiny:int4_g128", kserve=True) as serve:
+        yield serve().address
 
 
 def run(text, address, folder, **more):

@@ -3,15 +3,13 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from in_process import hosts
 
 from expertd.errors import NonFiniteHiddenStatesError, NonFiniteWeightsError
 from expertd_client import E4m3, ExpertClient, GrpcTransport
 from expertd_client.e4m3 import quantize
 from expertd_client.shm import ShmChannel
 from expertd_client.tcp import TcpChannel
-from expertd_server.config.serve import ServeConfig
-from expertd_server.config.values import Address
-from expertd_server.host import Host
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -21,16 +19,8 @@ WAYS = ("stream", "unary", "shm", "tcp")
 
 @pytest.fixture(scope="module", params=["pass", "refuse", "zero"])
 def server(request):
-    here = Address("127.0.0.1", 0)
-    host = Host(
-        ServeConfig(synthetic="tiny:int4_g128", device="cpu", threads=1, listen=here, tcp="on", nonfinite=request.param)
-    )
-    host.start()
-    try:
-        host.ready(60)
-        yield request.param, host.address
-    finally:
-        host.close()
+    with hosts(synthetic="tiny:int4_g128", tcp="on", nonfinite=request.param) as serve:
+        yield request.param, serve().address
 
 
 def client_of(address, way):

@@ -8,13 +8,11 @@ import sys
 
 import numpy as np
 import pytest
+from in_process import HERE, hosts
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import ExpertClient
 from expertd_client.commands.top import Seen, row_of, samples
-from expertd_server.config.serve import ServeConfig
-from expertd_server.config.values import Address
-from expertd_server.host import Host
 
 BEFORE = """# HELP expertd_tokens_total Tokens.
 expertd_tokens_total{layer="0"} 100.0
@@ -61,12 +59,8 @@ def test_what_is_not_known_is_not_told():
 
 @pytest.mark.timeout(120)  # four commands, each a process that imports its client
 def test_as_a_command():
-    here = Address("127.0.0.1", 0)
-    host = Host(ServeConfig(synthetic="tiny:int4_g128", listen=here, metrics_listen=here, device="cpu", threads=1,
-                            expert_metrics=True))  # fmt: skip
-    host.start()
-    try:
-        host.ready(60)
+    with hosts(synthetic="tiny:int4_g128", metrics_listen=HERE, expert_metrics=True) as serve:
+        host = serve()
         address, port = str(host.address), str(host.metrics_address).rpartition(":")[2]
         with ExpertClient(address) as client:
             ids = np.tile(np.int32([1, 5]), (6, 1))
@@ -96,5 +90,3 @@ def test_as_a_command():
         live.communicate(timeout=20)
         assert live.returncode == 130
         assert b"serving" in shown
-    finally:
-        host.close()
