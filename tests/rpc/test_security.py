@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from in_process import hosts
+from waiting import until
 
 from expertd.errors import ExpertdError, PermissionDeniedError, UnauthenticatedError, UnavailableError
 from expertd.shm.region import host_id
@@ -244,7 +245,7 @@ def test_who_is_taken_out_of_the_file_is_out_also_on_a_stream_that_stands(serve,
         time.sleep(1.3)  # it was looked at, and what was good is kept
         client.forward(0, x, ids, ids.astype(np.float32))
         callers.write_text(f'[callers.eyes]\ntokens = ["{OTHER}"]\nrights = ["call"]\n')
-        wait_for(lambda: refused(client, x, ids))
+        until(lambda: refused(client, x, ids))
 
 
 def refused(client, x, ids) -> bool:
@@ -269,13 +270,6 @@ def entered(door, caller):
     return sock
 
 
-def wait_for(true) -> None:
-    until = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def ended(sock) -> bool:
     sock.settimeout(20)
     try:
@@ -293,10 +287,10 @@ def test_who_is_taken_out_of_the_file_loses_sessions_beside_the_stream_too(serve
         pytest.skip(door)
     with entered(door, "pool") as gone, entered(door, "worker") as stays:
         unused = door.offer("pool", host_id())[0]
-        wait_for(lambda: door.sessions == 2)
+        until(lambda: door.sessions == 2)
         callers.write_text('[callers.worker]\ncertificates = ["worker"]\nrights = ["admin"]\n')
         assert ended(gone)
-        wait_for(lambda: door.sessions == 1)
+        until(lambda: door.sessions == 1)
         assert door._tickets.take(bytes.fromhex(unused)) is None
         stays.settimeout(0.7)
         with pytest.raises(TimeoutError):

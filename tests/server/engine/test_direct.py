@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from core_library import needs_core
 
 from expertd_kernels import build, decide, detect_device, problem_of
 from expertd_kernels.native.library import kernel_error
@@ -18,16 +19,12 @@ from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import native
 from expertd_server.engine.convert import bits_of
-from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.native import NativeEngine
 from expertd_server.engine.request import Answer, Operand, Request
 from expertd_server.engine.scheduler import Policy
 from expertd_server.engine.served import ServedLayer
 
-try:
-    library()
-except CoreMissingError as e:
-    pytest.skip(f"the core is not built: {e}", allow_module_level=True)
+pytestmark = needs_core
 
 H, NUM_EXPERTS, TOP_K = 64, 4, 2
 
