@@ -102,8 +102,9 @@ def test_honest_traffic_leaves_nothing_that_looks_held(serve):
             client.forward(0, x, ids, w).release()
         for _ in range(50):
             client.forward(0, *wide).release()
-        time.sleep(0.6)
+        answered_s = time.monotonic()
         (connection,) = half_sent_of(host)._connections.values()
+        until(lambda: connection._seen_s > answered_s)
         assert connection.calls == 1
         assert connection.held < 4096
         assert not connection.unsure

@@ -77,6 +77,7 @@ def test_what_it_shows(http):
 
 
 def test_an_answer_serves_for_a_moment(http, metrics, monkeypatch):
+    monkeypatch.setattr(pages, "_KEPT_S", 20.0)
     first = get(http, "/page.json")[1]
     metrics.answered()
     assert get(http, "/page.json")[1] == first
