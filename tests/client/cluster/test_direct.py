@@ -1,176 +1,25 @@
-"""Calls that the calling thread carries out itself, over sessions in shared memory and on TCP with real engines, and
-what becomes of them when a server does not do its part."""
+"""Calls that the calling thread carries out itself, over sessions in shared memory and on TCP with real engines."""
 
 from __future__ import annotations
 
 import itertools
-import signal
 import threading
 import time
-from contextlib import ExitStack
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from cluster_kit import nothing_under_way
+from direct_kit import ALL, HIGH, LOW, SPLIT_OR_WHOLE, E, H, inputs, near, needs_libraries, nothing_left
 from waiting import until
 
 from expertd.errors import BadShapeError, DeadlineExceededError, ExpertIdOutOfRangeError, UnavailableError
-from expertd.shm.library import LibraryMissingError
-from expertd.shm.library import library as client_library
-from expertd.shm.region import host_id, supported
-from expertd.v1 import expert_service_pb2 as pb
-from expertd_client import ExpertCluster, trace
-from expertd_client.cluster import Policy, native
+from expertd_client import trace
+from expertd_client.cluster import Policy
 from expertd_client.cluster import cluster as module
 from expertd_client.e4m3 import quantize
-from expertd_client.shm import ShmChannel
-from expertd_client.tcp import TcpChannel
-from expertd_server.config.values import Address
-from expertd_server.engine.core import CoreMissingError, library
-from expertd_server.engine.native import NativeEngine
-from expertd_server.engine.peers import PeerBounds
-from expertd_server.engine.scheduler import Policy as Batching
-from expertd_server.engine.served import ServedLayer
-from expertd_server.transports.shm import ShmDoor
-from expertd_server.transports.tcp import TcpDoor
 
-try:
-    library()
-    client_library()
-    MISSING = supported() or ("" if native.library() else "python -m expertd.cxx")
-except (CoreMissingError, LibraryMissingError) as e:
-    MISSING = str(e)
-
-pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
-
-H, E, K = 48, 8, 3
-
-
-class Server:
-    """out = x * the sum of weights * (expert + 1), over the experts held, from `first` on.  gate: shut = it waits."""
-
-    backend = "sums"
-
-    def __init__(self, name, held, kind):
-        self.name, self.held, self.kind = name, tuple(held), kind
-        self.gate = threading.Event()
-        self.gate.set()
-        self.calls, self.entered = 0, threading.Event()
-        self.engine = NativeEngine(torch.device("cpu"), compute_dtype="bf16", policy=Batching(max_tokens=64))
-        self.engine.hold([ServedLayer(0, E, self.held, K, H, 8, self, "sums")])
-        self.engine.start()
-        self.engine.open()
-        if kind == "shm":
-            self.door = ShmDoor(self.engine, arena_bytes=1 << 18)
-        else:
-            self.door = TcpDoor(self.engine, Address("127.0.0.1", 0), PeerBounds(8 << 20))
-        self.door.start()
-
-    def __call__(self, hidden_states, topk_ids, topk_weights, *, router_weight_on_input=False, out=None):
-        self.entered.set()
-        assert self.gate.wait(20)
-        self.calls += 1
-        experts = torch.tensor([*self.held, -1])[topk_ids.long()]
-        factor = torch.where(topk_ids >= 0, (experts + 1) * topk_weights, 0.0).sum(1, keepdim=True)
-        return out.copy_(hidden_states.float() * factor)
-
-    def close(self):
-        self.gate.set()
-        self.door.close()
-        self.engine.stop(10)
-
-
-class _Transport:
-    """Whose inline way answers nothing."""
-
-    def __init__(self, server):
-        self.server, self.target = server, server.name
-        self.channels = [ShmChannel() if server.kind == "shm" else TcpChannel("127.0.0.1:1")]
-
-    def connect(self, deliver, closed):
-        return _Inline(self.server, deliver, closed)
-
-    def describe(self, request, timeout_s, wait_for_ready, waiter):
-        s = self.server
-        held = [pb.ExpertRange(first=e, count=1) for e in s.held]
-        layer = pb.Layer(layer=0, num_experts=E, held=held, top_k=K, intermediate_size=8, backend="sums")
-        model = pb.Model(family="sums", hidden_size=H)
-        waiter.answer(pb.DescribeResponse(model=model, layers=[layer], limits=pb.Limits(max_tokens=64)))
-
-    def close(self):
-        pass
-
-
-class _Inline:
-    def __init__(self, server, deliver, closed):
-        self.server, self.deliver, self.closed = server, deliver, closed
-
-    def offer(self, offer):
-        token, endpoint, why = self.server.door.offer("me", host_id() if self.server.kind == "shm" else "")
-        verdicts = [pb.TransportVerdict(transport=self.server.kind, accepted=not why, reason=why)]
-        self.deliver(pb.SessionAnswer(verdicts=verdicts, token=token, endpoint=endpoint))
-
-    def takes(self, request):
-        return True
-
-    def forward(self, request_id, timeout_us, request):
-        raise UnavailableError("inline")
-
-    def cancel(self, request_id):
-        pass
-
-    def close(self):
-        self.closed(UnavailableError("closed"))
-
-
-@pytest.fixture
-def start():
-    """start(*holdings, kinds, **options): an ExpertCluster of servers s0, s1, ..., as .servers."""
-    with ExitStack() as stack:
-
-        def make(*holdings, kinds=("shm",), **options):
-            found = [Server(f"s{n}", h, kinds[n % len(kinds)]) for n, h in enumerate(holdings)]
-            for server in found:
-                stack.callback(server.close)
-            by_name = {s.name: s for s in found}
-            cluster = ExpertCluster(list(by_name), transport=lambda name: _Transport(by_name[name]), **options)
-            stack.callback(cluster.close)
-            cluster.found = found
-            until(lambda: not any(cluster.servers.values()))
-            return cluster
-
-        yield make
-
-
-def inputs(M, seed=0, dtype=np.float32, absent=0.2):
-    g = np.random.default_rng(seed)
-    x = g.integers(-8, 8, (M, H)).astype(dtype)
-    ids = np.argsort(g.random((M, E)), axis=1)[:, :K].astype(np.int32)
-    ids[g.random(ids.shape) < absent] = -1
-    w = (g.integers(0, 8, (M, K)) / 8).astype(np.float32)
-    factor = np.where(ids >= 0, (ids + 1) * w, 0).sum(1, keepdims=True)
-    return (x, ids, w), x.astype(np.float32) * factor
-
-
-def near(output, want):
-    """As bf16 has it, in which the servers compute."""
-    return np.allclose(np.asarray(output, np.float32), want, rtol=2e-2)
-
-
-def nothing_left(cluster):
-    """No work under way, no memory lent, no session used."""
-    nothing_under_way(cluster)
-    for m in cluster._members.by_address.values():
-        way = m.exchange._link.beside
-        if way is not None:
-            until(lambda way=way: way._client.taken == 0)
-            assert way._users == 1
-            assert (way._tickets, way._waiting) == ({}, {})
-
-
-LOW, HIGH, ALL = range(4), range(4, 8), range(8)
+pytestmark = [needs_libraries, pytest.mark.timeout(60)]
 
 
 @pytest.mark.parametrize(
@@ -247,141 +96,6 @@ def test_what_is_wrong_with_a_request_is_said_at_once(start):
     nothing_left(cluster)
 
 
-SPLIT_OR_WHOLE = pytest.mark.parametrize("holdings", [(LOW, HIGH), (ALL,)])
-
-
-@SPLIT_OR_WHOLE
-def test_a_deadline_ends_a_call_and_the_next_one_goes_on(start, holdings):
-    cluster = start(*holdings)
-    args, want = inputs(3, absent=0.0)
-    cluster.found[-1].gate.clear()
-    begin = time.monotonic()
-    with pytest.raises(DeadlineExceededError):
-        cluster.forward(0, *args, timeout_s=0.05)
-    assert 0.05 <= time.monotonic() - begin < 10
-    cluster.found[-1].gate.set()
-    assert near(cluster.forward(0, *args, timeout_s=10).output, want)
-    nothing_left(cluster)
-
-
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_a_late_call_of_one_server_goes_to_its_replica(start, kind):
-    cluster = start(ALL, ALL, kinds=(kind,), policy=Policy(hedge=0.0, stall_s=0.05))
-    cluster.found[0].gate.clear()
-    asked = set()
-    for seed in range(6):
-        args, want = inputs(5, seed, absent=0.0)
-        answer = cluster.forward(0, *args, timeout_s=10)
-        assert near(answer.output, want)
-        asked |= {(part.server, part.asked) for part in answer.parts}
-        del answer
-    assert ("s1", 2) in asked, "the other one was never asked first"
-    cluster.found[0].gate.set()
-    until(lambda: cluster._members.by_address["s0"].outstanding == 0)
-    nothing_left(cluster)
-
-
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_a_late_part_goes_to_another_replica_and_the_answered_one_is_kept(start, kind):
-    cluster = start(LOW, HIGH, HIGH, kinds=(kind,), policy=Policy(hedge=0.0, stall_s=0.05))
-    cluster.found[1].gate.clear()
-    before = cluster.found[0].calls
-    for seed in range(6):  # one of them asks the replica that hangs first
-        args, want = inputs(5, seed, absent=0.0)
-        answer = cluster.forward(0, *args, timeout_s=10)
-        assert near(answer.output, want)
-        del answer
-    assert cluster.found[0].calls == before + 6, "a part that was answered is not asked for again"
-    cluster.found[1].gate.set()
-    until(lambda: cluster._members.by_address["s1"].outstanding == 0)
-    nothing_left(cluster)
-
-
-@pytest.mark.parametrize("holdings", [(LOW, HIGH, HIGH), (ALL, ALL)])
-def test_a_session_that_ends_while_it_is_waited_for(start, holdings):
-    cluster = start(*holdings, policy=Policy(hedge=0.0, stall_s=5.0))
-    one, other = len(holdings) - 2, len(holdings) - 1
-    for n in (one, other):
-        cluster.found[n].gate.clear()
-    args, want = inputs(5, absent=0.0)
-    answers = []
-    calling = threading.Thread(target=lambda: answers.append(cluster.forward(0, *args, timeout_s=20)))
-    calling.start()
-    until(lambda: any(cluster.found[n].entered.is_set() for n in (one, other)))
-    gone, left = (one, other) if cluster.found[one].entered.is_set() else (other, one)
-    cluster.found[left].gate.set()
-    cluster.found[gone].door.close()
-    calling.join(15)
-    assert near(answers[0].output, want)
-    assert [p.asked for p in answers[0].parts if p.server == f"s{left}"] == [2]
-
-
-@pytest.mark.parametrize("holdings", [(LOW, HIGH, HIGH), (ALL, ALL)])
-def test_routes_that_do_not_add_up_are_not_added(start, monkeypatch, holdings):
-    """A server that says that it holds more than it does."""
-    cluster = start(*holdings)
-    liar = cluster.found[-1]
-    liar.engine.hold([ServedLayer(0, E, (4, 5), K, H, 8, liar, "sums")])
-    liar.held = (4, 5)
-    monkeypatch.setattr(liar, "held", holdings[-1])  # it goes on saying so
-    for seed in range(20):
-        args, want = inputs(6, seed, absent=0.0)
-        assert near(cluster.forward(0, *args, timeout_s=10).output, want)
-    nothing_left(cluster)
-
-
-@pytest.fixture
-def default_sigint():
-    """Whatever a test before has left."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@SPLIT_OR_WHOLE
-def test_an_interrupt_takes_everything_back(start, holdings, default_sigint):
-    cluster = start(*holdings)
-    args, want = inputs(5, absent=0.0)
-    assert near(cluster.forward(0, *args, timeout_s=10).output, want)
-    held = cluster.found[-1]
-    held.entered.clear()
-    held.gate.clear()
-
-    def interrupt():
-        assert held.entered.wait(20)
-        signal.raise_signal(signal.SIGINT)
-
-    interrupting = threading.Thread(target=interrupt)
-    interrupting.start()
-    with pytest.raises(KeyboardInterrupt):
-        cluster.forward(0, *args, timeout_s=40)
-    interrupting.join()
-    held.gate.set()
-    assert near(cluster.forward(0, *args, timeout_s=10).output, want)
-    nothing_left(cluster)
-
-
-def test_a_cluster_that_is_closed_meanwhile(start):
-    cluster = start(LOW, HIGH)
-    cluster.found[1].gate.clear()
-    args, _ = inputs(5, absent=0.0)
-    said = []
-
-    def call():
-        try:
-            cluster.forward(0, *args, timeout_s=20)
-        except Exception as error:
-            said.append(error)
-
-    calling = threading.Thread(target=call)
-    calling.start()
-    until(lambda: cluster._members.by_address["s1"].outstanding == 1)
-    threading.Timer(0.3, cluster.found[1].gate.set).start()
-    cluster.close()
-    calling.join(10)
-    assert [type(e).__name__ for e in said] == ["RequestCancelledError"]
-
-
 def test_many_callers(start):
     cluster = start(LOW, HIGH, LOW, HIGH, kinds=("shm", "shm", "tcp", "tcp"), policy=Policy(hedge=0.05))
     wrong, longest = [], []
@@ -424,24 +138,6 @@ def test_a_call_that_finds_no_room_waits_for_some(start):
     until(lambda: not any(cluster.servers.values()))
     assert near(cluster.forward(0, *args, timeout_s=10).output, want)
     nothing_left(cluster)
-
-
-@SPLIT_OR_WHOLE
-def test_an_answer_that_cannot_be_given_leaves_nothing_behind(start, monkeypatch, holdings):
-    cluster = start(*holdings)
-    args, want = inputs(5, absent=0.0)
-    out = np.empty(args[0].shape, np.float32)
-    for where in ("target", "delivered"):
-        with monkeypatch.context() as patched:
-            patched.setattr(f"expertd_client.cluster.call.Call.{where}", failing)
-            with pytest.raises(MemoryError):
-                cluster.forward(0, *args, out=out)
-        nothing_left(cluster)
-    assert near(cluster.forward(0, *args, out=out).output, want)
-
-
-def failing(*args):
-    raise MemoryError
 
 
 @SPLIT_OR_WHOLE
