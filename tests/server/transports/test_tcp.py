@@ -1,11 +1,14 @@
 """Sessions over TCP: who may enter, many requests at once, a drain, and what is left behind."""
 
 import contextlib
+import fcntl
 import gc
 import os
+import socket
 import struct
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -153,6 +156,30 @@ def test_a_drain_answers_what_was_taken(door, engine, doubles):
         thread.join(10)
         assert drained == [True]
         assert peer.receive() is None
+
+
+def test_a_socket_that_a_starting_child_has_a_copy_of_is_watched_no_more(engine):
+    """The core would hear of it, and look for a session that is not there."""
+    peers = engine.open_peers(BOUNDS)
+    ours, theirs = socket.socketpair()
+    fd = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 700)  # a number that nothing else gets meanwhile
+    with ours, theirs:
+        handle = peers.add(fd, "caller")
+        until(lambda: fd in watched())
+        theirs.close()
+        until(lambda: handle in peers.gone())
+        assert fd not in watched()
+
+
+def watched():
+    """Descriptors that epolls of this process tell of."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                lines = Path(f"/proc/self/fdinfo/{name}").read_text().splitlines()
+                found |= {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
+    return found
 
 
 def test_no_thread_and_no_socket_is_left_behind(engine):

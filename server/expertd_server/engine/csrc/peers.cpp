@@ -197,7 +197,8 @@ void Peers::watch(Peer* p) {
 void Peers::drop(Peer* p) {
   if (p->gone) return;
   p->gone = buried_ = true;
-  close(p->fd);  // which takes it out of the epoll
+  epoll_ctl(epoll_, EPOLL_CTL_DEL, p->fd, nullptr);  // not by close(): a child that is being started has a copy
+  close(p->fd);
   p->fd = -1;
   pool_.give(&p->body);
   for (Message& m : p->outbox) written(p, &m);
