@@ -68,7 +68,7 @@ def message_bytes(request: Request) -> int:
     _, hidden_dtype, ids_dtype, weights_dtype = request.dtypes
     M, H = request.hidden_states.shape
     k = request.topk_ids.shape[1]
-    scales = -(-H // 128) * 4 if hidden_dtype == pb.DATA_TYPE_E4M3 else 0
+    scales = scales_of_row(H) * DTYPE_BYTES[pb.DATA_TYPE_F32] if hidden_dtype == pb.DATA_TYPE_E4M3 else 0
     row = H * DTYPE_BYTES[hidden_dtype] + scales + k * (DTYPE_BYTES[ids_dtype] + DTYPE_BYTES[weights_dtype])
     return int(M * row) + _HEADS
 

@@ -43,7 +43,7 @@ def _output(r: Request, a: Answer) -> TensorView:
     number = DTYPE_NUMBER[r.output_dtype]
     if r.output_dtype != "e4m3":
         return TensorView.of_raw(number, shape, a.output)
-    scales = ScalesView(SCALED_COLUMNS, a.output[scales_at(M, H) :].tobytes())
+    scales = ScalesView(SCALED_COLUMNS, a.output[scales_at(M, H) :])
     return TensorView.of_raw(number, shape, a.output[: M * H], scales)
 
 

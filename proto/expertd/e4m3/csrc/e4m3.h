@@ -27,11 +27,13 @@ constexpr float kMost = 448.0f, kLeastScale = 1e-12f;
 
 inline int64_t blocks_of(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
 
-// Where codes and scales lie in one piece of memory: bytes from the first code to the scales, and of both together.
+// Where codes and scales lie in one piece of memory: bytes from the first code to the scales, of these, and of both.
 inline uint64_t scales_at(uint64_t rows, uint64_t columns) { return (rows * columns + 3) / 4 * 4; }
-inline uint64_t bytes_of(uint64_t rows, uint64_t columns) {
-  return scales_at(rows, columns) + rows * uint64_t(blocks_of(int64_t(columns))) * sizeof(float);
+inline uint64_t scales_bytes(uint64_t rows, uint64_t columns) {
+  constexpr uint64_t kColumns = kBlock;
+  return rows * ((columns + kColumns - 1) / kColumns) * sizeof(float);
 }
+inline uint64_t bytes_of(uint64_t rows, uint64_t columns) { return scales_at(rows, columns) + scales_bytes(rows, columns); }
 
 struct Bf16 {
   uint16_t bits;

@@ -12,8 +12,6 @@ namespace {
 constexpr uint32_t kRowsAPiece = 32;  // copy engines lose on shorter pieces
 constexpr uint64_t kAligned = 16;
 
-uint64_t scales_bytes(uint64_t rows, uint64_t H) { return rows * ((H + 127) / 128) * sizeof(float); }
-
 // Whether a request's e4m3 goes to the device as it is, codes and then scales in the place of its rows (where both fit:
 // a row of such an H has 2 bytes a column or more), and is widened there: half the bytes, and nothing to compute here.
 bool travels_as_e4m3(const Forward& f, uint64_t H) { return f.hidden_dtype == kE4m3 && H % kAligned == 0; }
@@ -71,7 +69,7 @@ void write_table(Lane& lane, const Config& config) {
       if (travels_as_e4m3(f, H) && !looked_at) {
         char* scales = x + f.tokens * H;
         memcpy(x, reinterpret_cast<void*>(f.hidden), f.tokens * H);
-        memcpy(scales, reinterpret_cast<void*>(f.scales), scales_bytes(f.tokens, H));
+        memcpy(scales, reinterpret_cast<void*>(f.scales), e4m3::scales_bytes(f.tokens, H));
         f.scales = uint64_t(scales);
       } else {
         load_floats(x, config.compute_dtype, reinterpret_cast<void*>(f.hidden), f.hidden_dtype,
@@ -98,7 +96,7 @@ void write_table(Lane& lane, const Config& config) {
                           uint64_t(f.out_dtype) << 12 | uint64_t(f.top_k) << 16 | uint64_t(layer.num_experts) << 32;
     const uint64_t hidden_step = H * size_of(f.hidden_dtype), out_step = H * size_of(f.out_dtype);
     const uint64_t ids_step = f.top_k * size_of(f.ids_dtype), weights_step = f.top_k * size_of(f.weights_dtype);
-    const uint64_t scales_step = f.scales ? scales_bytes(1, H) : 0;
+    const uint64_t scales_step = f.scales ? e4m3::scales_bytes(1, H) : 0;
     for (uint64_t i = 0; i < f.tokens; ++i, line += kWords) {
       line[0] = f.hidden + i * hidden_step;
       line[1] = f.ids + i * ids_step;

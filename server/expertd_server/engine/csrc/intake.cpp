@@ -264,7 +264,7 @@ bool Core::fits(Item* item, const LayerFacts& layer, uint32_t hidden_size) {
   const bool good_output = is_float(f.out_dtype) || (f.out_dtype == kE4m3 && !f.on_device);
   if (!(is_float(f.hidden_dtype) || f.hidden_dtype == kE4m3) || !is_float(f.weights_dtype) || !good_output ||
       (f.ids_dtype != kI32 && f.ids_dtype != kI64)) {
-    answers_.refuse(item, kBadDtype, 0, 
+    answers_.refuse(item, kBadDtype, 0,
                     "dtypes of hidden_states, topk_ids, topk_weights, output: got %u, %u, %u, %u, want a float, an integer and two"
                     " floats, of which E4M3 may be the first, and the last where it is on the host",
                     f.hidden_dtype, f.ids_dtype, f.weights_dtype, f.out_dtype);
@@ -291,7 +291,7 @@ bool Core::check(const Port* p, const shm::Submission& s, Item* item, const Laye
   f.ids = p->at(s.ids, M * k * size_of(f.ids_dtype), f.on_device);
   f.weights = p->at(s.weights, M * k * size_of(f.weights_dtype), f.on_device);
   f.out = p->at(s.out, tensor_bytes(f.out_dtype, M, H), f.on_device);
-  f.scales = scaled ? p->at(s.scales, M * ((H + 127) / 128) * sizeof(float), f.on_device) : 0;
+  f.scales = scaled ? p->at(s.scales, e4m3::scales_bytes(M, H), f.on_device) : 0;
   if (!f.hidden || !f.ids || !f.weights || !f.out || (scaled && !f.scales)) {
     answers_.refuse(item, kMalformed, 0, "tensors: got offsets outside of the session's memory, or no multiples of 16");
     return false;
@@ -312,7 +312,7 @@ void Core::echo(Item* item, const LayerFacts& layer) {
   };
   if (f.out_dtype == f.hidden_dtype) {
     copy(f.out, f.hidden, M * H * size_of(f.out_dtype));
-    if (f.scales) copy(f.out + e4m3::scales_at(M, H), f.scales, e4m3::bytes_of(M, H) - e4m3::scales_at(M, H));
+    if (f.scales) copy(f.out + e4m3::scales_at(M, H), f.scales, e4m3::scales_bytes(M, H));
   }
   answers_.answer(item, nullptr, 0, 0);
 }

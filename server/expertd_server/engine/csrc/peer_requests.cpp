@@ -10,7 +10,7 @@
 namespace expertd {
 namespace {
 
-constexpr uint32_t kDigest = 2, kScaleBlock = 128;
+constexpr uint32_t kDigest = 2, kScaleBlock = e4m3::kBlock;
 
 bool is_float(uint32_t dtype) { return dtype == kF32 || dtype == kF16 || dtype == kBf16; }
 bool is_integer(uint32_t dtype) { return dtype == kI32 || dtype == kI64; }
@@ -72,7 +72,7 @@ void check_hidden(const tcp::Tensor& t, Refusal& refuse) {
   if (t.bytes != want)
     return refuse(kBadByteCount, "hidden_states.raw: got %llu bytes, want %llu for [%llu, %llu]", (unsigned long long)t.bytes,
                   (unsigned long long)want, (unsigned long long)t.shape[0], (unsigned long long)t.shape[1]);
-  const uint64_t scales = t.shape[0] * ((t.shape[1] + kScaleBlock - 1) / kScaleBlock) * sizeof(float);
+  const uint64_t scales = e4m3::scales_bytes(t.shape[0], t.shape[1]);
   if (!scaled || (!t.has_scales && !scales)) return;
   if (!t.has_scales) return refuse(kBadTensorSpelling, "hidden_states: E4M3: got no scales, want f32 for blocks of %u columns", kScaleBlock);
   if (t.block != kScaleBlock) return refuse(kBadShape, "hidden_states.scales.block: got %u, want %u", t.block, kScaleBlock);

@@ -340,7 +340,7 @@ void Peers::finish(Work* work, const Outcome& o) {
     return free_work(work);
   }
   answers_.count(kComputed);
-  std::string timing, load, id, output, scales;
+  std::string timing, load, id, output;
   tcp::Writer t(&timing);
   t.number(1, work->decode_ns);
   t.number(2, o.queue_ns);
@@ -357,22 +357,22 @@ void Peers::finish(Work* work, const Outcome& o) {
   l.number(2, n.queued_requests);
   l.real(3, n.token_ns);
   l.number(4, n.draining);
-  if (work->f.out_dtype == kE4m3) {
-    const uint64_t at = e4m3::scales_at(work->f.tokens, work->hidden_size);
-    const uint64_t bytes = e4m3::bytes_of(work->f.tokens, work->hidden_size) - at;
-    scales = tcp::scales_field(uint32_t(e4m3::kBlock), bytes);
-    scales.append(reinterpret_cast<const char*>(work->out.at) + at, bytes);
-  }
   Message m;
   m.work = work;
-  m.tail = scales;
+  if (work->f.out_dtype == kE4m3) {
+    const uint64_t at = e4m3::scales_at(work->f.tokens, work->hidden_size);
+    const uint64_t bytes = e4m3::scales_bytes(work->f.tokens, work->hidden_size);
+    m.tail = tcp::scales_field(uint32_t(e4m3::kBlock), bytes);
+    m.tail.append(reinterpret_cast<const char*>(work->out.at) + at, bytes);
+  }
+  const uint64_t scales = m.tail.size();
   tcp::Writer tail(&m.tail);
   tail.number(4, o.routes_computed);
   tail.message(5, timing);
   tail.message(6, load);
   tcp::Writer(&id).number(1, work->id);
   const std::string inner = tcp::tensor_head(work->f.out_dtype, work->f.tokens, work->hidden_size, work->out_bytes);
-  tcp::Writer(&output).open(2, inner.size() + work->out_bytes + scales.size());
+  tcp::Writer(&output).open(2, inner.size() + work->out_bytes + scales);
   tcp::Writer(&m.head).open(1, id.size() + output.size() + inner.size() + work->out_bytes + m.tail.size());
   m.head += id + output + inner;
   pool_.give(&work->in);
