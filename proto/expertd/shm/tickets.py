@@ -62,7 +62,7 @@ class Tickets:
                 self._client, C.byref(request), C.byref(tensors), timeout_ns, spin_ns, C.byref(answer), C.byref(ticket)
             )
             return ticket.value if self._answered(how) else -ticket.value
-        except KeyboardInterrupt:  # the caller will never know the ticket
+        except BaseException:  # a signal's handler, or the session is over: the caller will never know the ticket
             if ticket.value:
                 self.abandon(ticket.value)
             raise

@@ -13,6 +13,8 @@ from direct_kit import ALL, HIGH, LOW, SPLIT_OR_WHOLE, E, H, K, inputs, near, ne
 from waiting import until
 
 from expertd.errors import DeadlineExceededError
+from expertd.shm.tickets import SessionEndedError
+from expertd_client.beside import CallConnection
 from expertd_client.cluster import Policy
 from expertd_server.engine.served import ServedLayer
 
@@ -85,6 +87,25 @@ def test_a_session_that_ends_while_it_is_waited_for(start, holdings):
     assert [p.asked for p in answers[0].parts if p.server == f"s{left}"] == [2]
 
 
+def test_a_server_whose_session_ended_while_it_was_asked_is_not_asked_again(start, monkeypatch):
+    cluster = start(ALL, ALL, policy=Policy(hedge=0.0))
+    asked = []
+
+    def ask(way, *_):
+        asked.append(way)
+        raise SessionEndedError
+
+    monkeypatch.setattr(CallConnection, "ask", ask)  # the sessions are there: either server would answer
+    args, want = inputs(5, absent=0.0)
+    answer = cluster.forward(0, *args, timeout_s=10)
+    assert near(answer.output, want)
+    [part] = answer.parts
+    ways = {name: m.exchange._link.beside for name, m in cluster._members.by_address.items()}
+    assert len(asked) == 1
+    assert ways[part.server] is not asked[0]
+    assert part.asked == 2, "both, though one of them did not answer"
+
+
 @pytest.mark.parametrize("holdings", [(LOW, HIGH, HIGH), (ALL, ALL)])
 def test_routes_that_do_not_add_up_are_not_added(start, monkeypatch, holdings):
     """A server that says that it holds more than it does."""
@@ -99,16 +120,20 @@ def test_routes_that_do_not_add_up_are_not_added(start, monkeypatch, holdings):
     nothing_left(cluster)
 
 
-@pytest.fixture
-def default_sigint():
-    """Whatever a test before has left."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
+@pytest.fixture(params=[KeyboardInterrupt, SystemExit])
+def interrupt(request):
+    """What a signal raises; whatever a test before has left."""
+
+    def handle(*_):
+        raise request.param
+
+    before = signal.signal(signal.SIGINT, handle)
+    yield request.param
     signal.signal(signal.SIGINT, before)
 
 
 @SPLIT_OR_WHOLE
-def test_an_interrupt_takes_everything_back(start, holdings, default_sigint):
+def test_an_interrupt_takes_everything_back(start, holdings, interrupt):
     cluster = start(*holdings)
     args, want = inputs(5, absent=0.0)
     assert near(cluster.forward(0, *args, timeout_s=10).output, want)
@@ -116,13 +141,13 @@ def test_an_interrupt_takes_everything_back(start, holdings, default_sigint):
     held.entered.clear()
     held.gate.clear()
 
-    def interrupt():
+    def signals():
         assert held.entered.wait(20)
         signal.raise_signal(signal.SIGINT)
 
-    interrupting = threading.Thread(target=interrupt)
+    interrupting = threading.Thread(target=signals)
     interrupting.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(interrupt):
         cluster.forward(0, *args, timeout_s=40)
     interrupting.join()
     held.gate.set()
