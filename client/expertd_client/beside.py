@@ -29,9 +29,9 @@ from expertd_client.shm_message import Sent, refusal, response, result, sendable
 from expertd_client.tracing import TracedCall
 from expertd_client.transport import ChannelFullError, Closed, Deliver
 
-__all__ = ["BesideConnection", "CallConnection", "LoopConnection", "end_ns"]
+__all__ = ["SLICE_S", "BesideConnection", "CallConnection", "LoopConnection", "end_ns"]
 
-_SLICE_NS = 100_000_000
+SLICE_S = 0.1
 """How long a call may keep the interpreter from looking at signals."""
 _SPINS_WORTH = 4
 """Answers that usually take longer than so many times the spinning are slept for at once."""
@@ -225,11 +225,9 @@ class CallConnection(BesideConnection):
 
     def _guard(self, wait: Callable[[int], int], deadline: Deadline | None) -> int:
         """wait(nanoseconds), a slice at most; its exceptions as ours."""
-        wait_ns = _SLICE_NS
-        if deadline is not None:
-            wait_ns = max(0, min(wait_ns, int(deadline.left_s() * 1e9)))
+        wait_s = SLICE_S if deadline is None else min(SLICE_S, deadline.left_s())
         try:
-            return wait(wait_ns)
+            return wait(int(wait_s * 1e9))
         except NoRoomError as e:
             raise ChannelFullError(f"{self.what}: {e}") from None
         except SessionEndedError:

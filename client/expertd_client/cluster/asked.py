@@ -20,7 +20,8 @@ from expertd_client.deadline import Deadline
 from expertd_client.link import Link
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
-from expertd_client.shm_message import Sent, message_bytes, refusal
+from expertd_client.shm_message import Sent, message_bytes, refusal, timing_of
+from expertd_client.tracing import TracedCall
 from expertd_client.transport import ChannelFullError
 
 if TYPE_CHECKING:
@@ -80,6 +81,13 @@ class Asked:
             around.latencies.add(self.tokens, seconds)
         backend = _text(name) or self.member.backends.get(layer, "")
         return Answered(self.member.address, self.tokens, self.routes, 1, seconds, backend)
+
+    def record(self, traced: TracedCall, begin_s: float, sent_ns: int, answer: Completion, answered_ns: int) -> None:
+        """For a trace: when its part was sent and answered."""
+        part = traced.part(self.member.address, self.tokens)
+        part.begin_ns, part.sent_ns = int(begin_s * 1e9), sent_ns
+        part.transport = self.member.exchange.way
+        part.answered(timing_of(answer), answered_ns)
 
     # ---- out of the ordinary -----------------------------------------------------------------------------------------
 

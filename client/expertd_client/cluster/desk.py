@@ -76,10 +76,8 @@ class Desk:
         return Shares(counts[:servers], counts[servers : 2 * servers], counts[2 * servers :], self._rows)
 
     def put_share(self, number: int, owner: int, session: int, begin: int, tokens: int, routes: int) -> None:
-        """owner: number of the server; session: its address; begin: of its tokens among all that were counted, -1: it
-        has all."""
-        rows = 0 if begin < 0 else self._rows_at + 8 * begin
-        at = number * native.SHARE_BYTES
+        """owner: number of the server; session: its address; begin: of its tokens among all that were counted."""
+        rows, at = self._rows_at + 8 * begin, number * native.SHARE_BYTES
         native.SHARE.pack_into(self._shares, at, session, owner, rows, tokens, routes, 0, 0, 0)
 
     def put_call(self, request: Request, top_k: int, end_s: float, servers: int) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from expertd.dtypes import DTYPE_BYTES
 from expertd.shm.layout import Tensors
-from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.beside import SLICE_S
 from expertd_client.cluster import native
 from expertd_client.cluster.asked import Asked, asked
 from expertd_client.cluster.assign import Assignment, assignment
@@ -28,7 +28,7 @@ from expertd_client.cluster.join import Sum, adds_up, join
 from expertd_client.cluster.lone import LoneCall
 from expertd_client.cluster.policy import choose
 from expertd_client.cluster.result import Answered, ClusterResult
-from expertd_client.cluster.split import Part, Shares, part_of, scanned
+from expertd_client.cluster.split import Part, Shares, meant, part_of, scanned
 from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.table import LayerTable
 from expertd_client.deadline import Deadline
@@ -39,8 +39,6 @@ from expertd_client.tensors import numpy_dtype
 
 __all__ = ["DirectCall", "direct_call"]
 
-_SLICE_S = 0.1
-"""How long a call may keep the interpreter from looking at signals."""
 _DONE, _TIME_OVER = 0, 1
 
 
@@ -58,10 +56,8 @@ def direct_call(around: Surroundings, call: Call, deadline: Deadline | None) -> 
     if library is None or not call.host.tokens or not _has_sessions(around, table):
         return None
     if table.whole:
-        sent, ids = submission_of(call.host), call.host.topk_ids
-        batch = native.BATCH.pack(0, 0, sent.tensors.ids, 0, 0, 0, 0, *ids.shape, int(_wide(call.host)))
-        routes, groups, _ = scanned(library, batch, table, call.layer)
-        return _lone(around, call, deadline, _assigned(around, table, groups, call.host), routes, sent)
+        routes, groups, _ = meant(call.host.topk_ids, table, call.layer)
+        return _lone(around, call, deadline, _assigned(around, table, groups, call.host), routes)
     desk = around.desks.pop() if around.desks else Desk(around.usual_ns)
     made = None
     try:
@@ -98,7 +94,7 @@ def _made(
     if found is None:
         return None
     if count == 1 and found.tokens[0] == tokens:
-        return _lone(around, call, deadline, assigned, found.routes[0], submission_of(request))
+        return _lone(around, call, deadline, assigned, found.routes[0])
     servers = _servers(around, assigned, request, found)
     if not servers:
         return None
@@ -106,15 +102,14 @@ def _made(
 
 
 def _lone(
-    around: Surroundings, call: Call, deadline: Deadline | None, to: Assignment | None, routes: int, sent: Sent
+    around: Surroundings, call: Call, deadline: Deadline | None, to: Assignment | None, routes: int
 ) -> LoneCall | None:
     """Of the only server that gets something."""
-    server = None if to is None else asked(around, to.servers[0], call.host, call.host.tokens, routes)
+    if to is None:
+        return None
+    sent = submission_of(call.host)
+    server = asked(around, to.servers[0], call.host, call.host.tokens, routes)
     return None if server is None else LoneCall(around, call, deadline, server, sent)
-
-
-def _wide(request: Request) -> bool:
-    return request.dtypes[2] == pb.DATA_TYPE_I64
 
 
 def _has_sessions(around: Surroundings, table: LayerTable) -> bool:
@@ -224,7 +219,7 @@ class DirectCall:
         return min(due_s, *(share.server.late_at_s(self._around, self._begin_s) for share in self._shares))
 
     def _until_ns(self, due_s: float) -> int:
-        return int(min(due_s, self._around.clock() + _SLICE_S) * 1e9)
+        return int(min(due_s, self._around.clock() + SLICE_S) * 1e9)
 
     def _leave(self) -> None:
         for share in self._shares:
@@ -260,11 +255,8 @@ class DirectCall:
         traced = self._call.traced
         assert traced is not None
         for share, one in zip(self._shares, told, strict=True):
-            member = share.server.member
-            part = traced.part(member.address, share.server.tokens)
-            part.begin_ns, part.sent_ns = int(self._begin_s * 1e9), one.sent_ns
-            part.transport = member.exchange.way
-            part.answered(timing_of(self._desk.answer(share.number)), one.answered_ns)
+            answer = self._desk.answer(share.number)
+            share.server.record(traced, self._begin_s, one.sent_ns, answer, one.answered_ns)
         traced.joined_ns = max(one.answered_ns for one in told)
 
     def _add_up(self, told: list[Told], target: NDArray[Any]) -> None:

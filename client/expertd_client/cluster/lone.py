@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from expertd.shm.layout import Completion
 from expertd.shm.tickets import NoRoomError, SessionEndedError
-from expertd_client.beside import end_ns
+from expertd_client.beside import SLICE_S, end_ns
 from expertd_client.cluster import native
 from expertd_client.cluster.asked import Asked
 from expertd_client.cluster.call import Call
@@ -28,9 +28,6 @@ from expertd_client.shm_message import Sent, load_of, timing_of
 from expertd_client.tensors import numpy_dtype
 
 __all__ = ["LoneCall"]
-
-_SLICE_S = 0.1
-"""How long a call may keep the interpreter from looking at signals."""
 
 
 class LoneCall:
@@ -80,7 +77,7 @@ class LoneCall:
             else:
                 ticket = -way.send(sent)
                 self._sent_ns = time.monotonic_ns()
-            self._ticket, self._state = (ticket if ticket > 0 else -ticket), native.IN_FLIGHT
+            self._ticket, self._state = abs(ticket), native.IN_FLIGHT
             there = ticket > 0
             while not there and self._around.clock() < due_s:
                 there = way.wait(self._ticket, answer, self._slice_ns(due_s))
@@ -93,13 +90,14 @@ class LoneCall:
         self._at_s = self._around.clock()
 
     def _slice_ns(self, due_s: float) -> int:
-        return max(0, int(min(due_s - self._around.clock(), _SLICE_S) * 1e9))
+        return max(0, int(min(due_s - self._around.clock(), SLICE_S) * 1e9))
 
     def _result(self, target: NDArray[Any] | None) -> ClusterResult:
         call, asked, answer = self._call, self._asked, self._answer
         part = self._heard()
         if call.traced is not None:
-            self._record()
+            call.traced.joined_ns = answered_ns = int(self._at_s * 1e9)
+            asked.record(call.traced, self._begin_s, self._sent_ns, answer, answered_ns)
         only = asked.lend(self._ticket, self._sent, call.host, answer)
         give_back = None
         if target is None:
@@ -124,16 +122,6 @@ class LoneCall:
         inside_ns = answer.queue_ns + answer.collect_ns + answer.kernel_ns + answer.deliver_ns
         seconds, load = self._at_s - self._begin_s, (answer.queued_tokens, answer.token_ns)
         return self._asked.answered(self._around, self._call.layer, seconds, inside_ns, *load, answer.name)
-
-    def _record(self) -> None:
-        """For a trace."""
-        traced, asked = self._call.traced, self._asked
-        assert traced is not None
-        part = traced.part(asked.member.address, asked.tokens)
-        part.begin_ns, part.sent_ns = int(self._begin_s * 1e9), self._sent_ns
-        part.transport = asked.member.exchange.way
-        part.answered(timing_of(self._answer), int(self._at_s * 1e9))
-        traced.joined_ns = part.answered_ns
 
     # ---- out of the ordinary -----------------------------------------------------------------------------------------
 

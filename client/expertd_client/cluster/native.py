@@ -7,7 +7,7 @@ have them, which costs less than field by field; a test holds both together.
     CALL      after both: shares, how many, bytes of a row of a partial sum, usual_ns, spin_ns; the array where sums are
               added up (0 = they are not), bytes from row to row, whether partial sums are bf16, and the array
     FORM      a submission with what all parts have in common
-    SHARE     one server's part: address of its Session, its number, address of its rows (0 = all), tokens, routes,
+    SHARE     one server's part: address of its Session, its number, address of its rows, tokens, routes,
               ticket, STATE, 0
     SENT      of the same, from its ticket on: ticket, STATE, whether the answer may have come before answered_ns,
               sent_ns, answered_ns, inside_ns, queued_tokens, token_ns, the backend's name

@@ -63,7 +63,7 @@ enum State : uint32_t { kUnsent = 0, kInFlight = 1, kAnswered = 2, kRefused = 3,
 struct Share {
   const Session* session;
   int64_t owner;
-  const int64_t* rows;  // its tokens; null = all
+  const int64_t* rows;  // its tokens
   int64_t tokens, routes;
   uint64_t ticket;
   uint32_t state;
