@@ -24,6 +24,7 @@ from expertd_client.shm import enter_session
 from expertd_server.boot.assignment import BootError
 from expertd_server.config.serve import ConfigError, ServeConfig
 from expertd_server.config.values import Address
+from expertd_server.transports import security
 
 pytest.importorskip("cryptography", reason="makes certificates; pip install cryptography (the extra `test` has it)")
 
@@ -134,6 +135,22 @@ def test_certificates_are_replaced_under_load_and_nothing_fails(serve, ca, tls):
     reloads = host.metrics.registry.get_sample_value("expertd_reloads_total", {"what": "tls", "outcome": "ok"})
     assert reloads is not None
     assert reloads >= 10
+
+
+def test_new_certificates_wait_for_handshakes_that_have_just_begun(ca, tls, monkeypatch):
+    """gRPC holds its lock while it asks: nobody begins one meanwhile."""
+    asked, waited = [], []
+    monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", lambda first, fetch, **_: asked.append(fetch))
+    monkeypatch.setattr(security.time, "sleep", waited.append)
+    security.tls_credentials(security.Security(tls["tls_cert"], tls["tls_key"]), lambda what, good: None)
+    [fetch] = asked
+    assert fetch() is None
+    assert not waited
+    ca.sign("localhost")
+    assert fetch() is not None
+    assert waited == [security._SETTLE_S]
+    assert fetch() is None
+    assert len(waited) == 1
 
 
 def test_broken_files_leave_what_was_good_and_are_told(serve, ca, tls, caplog):

@@ -7,6 +7,7 @@ stay.  Tokens are looked at when a call begins, and every half second on streams
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,11 @@ from expertd_server.service.reloading import FileError, Reloading
 __all__ = ["Gate", "Security", "tls_context", "tls_credentials"]
 
 Told = Callable[[str, bool], None]
+
+_SETTLE_S = 0.05
+"""gRPC asks for certificates under a lock, and begins the handshake after it, with what was made of those before: new
+ones free that, and a handshake that has just begun would end the process.  So new ones are told so much later, while
+nobody else may ask."""
 
 
 class Security(NamedTuple):
@@ -51,6 +57,7 @@ def tls_credentials(s: Security, told: Told) -> grpc.ServerCredentials | None:
         if held.generation == seen:
             return None
         seen = held.generation
+        time.sleep(_SETTLE_S)
         return held.value
 
     return grpc.dynamic_ssl_server_credentials(held.value, fetch, require_client_authentication=s.client_ca is not None)
