@@ -104,7 +104,7 @@ def run_command(args: argparse.Namespace) -> int:
         with _echoes(1) as (address,), ExpertClient(address) as client, ExpertCluster([address]) as cluster:
             ones = [measure_one(client, cluster, request, args.rounds * 20) for request in requests]
         with _echoes(args.servers) as addresses, ExpertCluster(addresses) as cluster:
-            owns = [measure_own(cluster, request, args.servers, args.rounds * 5) for request in requests]
+            owns = [measure_own(cluster, request, args.rounds * 5) for request in requests]
             if args.profile:
                 profiled = profile(cluster, requests[1])
     if args.json:
@@ -150,7 +150,7 @@ def measure_one(client: ExpertClient, cluster: ExpertCluster, request: Request, 
     return One(request.tokens, request.hidden_states.shape[1], transport, client_us, cluster_us)
 
 
-def measure_own(cluster: ExpertCluster, request: Request, servers: int, rounds: int) -> Own:
+def measure_own(cluster: ExpertCluster, request: Request, rounds: int) -> Own:
     """The client's share of a call, as trace() has it."""
     cluster.forward_request(request)
     with trace() as traced:
@@ -160,7 +160,7 @@ def measure_own(cluster: ExpertCluster, request: Request, servers: int, rounds: 
     before_ns = [max(part.sent_ns for part in call.parts) - call.begin_ns for call in calls]
     after_ns = [call.end_ns - call.joined_ns for call in calls]
     before_us, after_us = (round(float(np.median(ns)) * 1e-3, 1) for ns in (before_ns, after_ns))
-    return Own(request.tokens, request.hidden_states.shape[1], servers, before_us, after_us)
+    return Own(request.tokens, request.hidden_states.shape[1], len(cluster.servers), before_us, after_us)
 
 
 def profile(cluster: ExpertCluster, request: Request) -> str:

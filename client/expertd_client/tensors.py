@@ -161,7 +161,7 @@ def from_wire(view: TensorView, shape: tuple[int, ...], dtype: int, device: Any)
         return _e4m3_from_wire(view, shape, device)
     elements = _NUMPY[dtype]
     array = _bytes_of(b"" if empty else view.raw, shape, elements.itemsize)
-    return array.view(elements).reshape(shape) if device is None else _to_torch(array, view, device)
+    return from_host(array.view(elements).reshape(shape), device)
 
 
 def _e4m3_from_wire(view: TensorView, shape: tuple[int, ...], device: Any) -> E4m3:
@@ -295,15 +295,6 @@ def _from_torch(x: Any, number: int) -> TensorView:
         host = host.cpu()
     flat = host.contiguous().view(-1).view(torch.uint8).numpy()
     return TensorView.of_raw(number, tuple(x.shape), flat)
-
-
-def _to_torch(array: NDArray[np.uint8], view: TensorView, device: Any) -> Any:
-    torch = sys.modules["torch"]
-    dtype = getattr(torch, _TORCH_NAMES[view.dtype])
-    if not array.size:  # torch does not change the element size of nothing
-        return torch.empty(view.shape, dtype=dtype, device=device)
-    tensor = torch.from_numpy(array).view(dtype).reshape(view.shape)
-    return tensor if device.type == "cpu" else tensor.to(device)
 
 
 @lru_cache(maxsize=1)

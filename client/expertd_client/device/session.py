@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from expertd.errors import TABLE, ExpertdError, UnavailableError
+from expertd.errors import UnavailableError
 from expertd.shm.client import Client
 from expertd.shm.cuda import cuda
 from expertd.shm.layout import (
@@ -46,6 +46,7 @@ from expertd.shm.pool import Pool
 from expertd.shm.tickets import SessionEndedError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.device.copies import Copies, Launch
+from expertd_client.shm_message import refusal
 
 __all__ = ["DeviceSession"]
 
@@ -158,7 +159,7 @@ class DeviceSession:
         refusals: int = self._words.refusals
         if refusals != self._told:
             self._told = refusals
-            raise _error(self._words.failure)
+            raise refusal(self._words.failure)
 
     @property
     def last(self) -> Completion:
@@ -250,7 +251,7 @@ class DeviceSession:
             raise UnavailableError("device session: the server ended it; open another one") from e
         self._client.release(ticket)
         if answer.refused:
-            raise _error(answer)
+            raise refusal(answer)
 
     def _watch_server(self) -> None:
         """When the server is gone, every stream that waits for it, now or later, gets LOST."""
@@ -263,9 +264,3 @@ class DeviceSession:
             if self._words.answered == 0:
                 self._words.answered = LOST
             time.sleep(_WATCH_S)
-
-
-def _error(a: Completion) -> ExpertdError:
-    row: Any = TABLE.get(a.name.decode(errors="replace"), ExpertdError)
-    error: ExpertdError = row(a.text.decode(errors="replace"), retry_after_us=a.retry_after_us)
-    return error
