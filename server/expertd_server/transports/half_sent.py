@@ -22,7 +22,7 @@ import grpc
 
 from expertd.errors import ExpertdError, MalformedMessageError, UnavailableError
 from expertd_server.engine.admission import fits
-from expertd_server.transports.tcp_info import Connected, Peer, Sockets, peer_of
+from expertd_server.transports.tcp_info import Peer, Sockets, peer_of
 
 __all__ = ["Connection", "HalfSent", "verdicts"]
 
@@ -53,12 +53,11 @@ class Connection:
 
     __slots__ = (
         *("_grew_at", "_grew_s", "_seen_s", "_taken", "_whole_s"),
-        *("calls", "held", "peer", "socket", "unsure", "whole"),
+        *("calls", "held", "peer", "unsure", "whole"),
     )
 
     def __init__(self, peer: Peer | None, now_s: float) -> None:
         self.peer = peer
-        self.socket: Connected | None = None
         self.calls = self.whole = self.held = self._taken = self._grew_at = 0
         self.unsure = False
         self._seen_s = self._grew_s = self._whole_s = now_s
@@ -225,7 +224,6 @@ class HalfSent:
         sockets = self._sockets.connected(port)
         for name, connection in list(self._connections.items()):
             socket = sockets.get(connection.peer) if connection.peer else None
-            connection.socket = socket
             if socket is not None:
                 connection.look(socket.received, now_s)
             elif connection.calls:
@@ -235,8 +233,8 @@ class HalfSent:
         for connection, why in verdicts(self._connections.values(), self._limit, now_s):
             log.warning("the connection of %s is ended: %s (%d bytes)", connection.peer, why, connection.held)
             self._cut(why)
-            if connection.socket is not None:
-                self._sockets.shut(connection.socket)
+            assert connection.peer is not None  # nothing is held of others
+            self._sockets.shut(sockets[connection.peer])
         return sum(c.held for c in self._connections.values()) > self._limit // 4
 
 

@@ -140,10 +140,6 @@ class BatchMetrics(Collector):
         if kernel is not None:
             kernel.exemplify(took["kernel"], labels)
 
-    def imbalance(self) -> dict[int, float]:
-        """By layer."""
-        return {layer: ratio for layer, (ratio, _) in self.experts().items()}
-
     def experts(self) -> dict[int, tuple[float, list[tuple[int, float]]]]:
         """layer -> imbalance, and (global id, routes of about the last minute) of those held."""
         with self._looking:
@@ -163,7 +159,7 @@ class BatchMetrics(Collector):
         experts = CounterMetricFamily(
             "expertd_expert_tokens", "Routes served, by expert (--expert-metrics yes).", labels=("layer", "expert")
         )
-        for layer, ratio in self.imbalance().items():
+        for layer, (ratio, _) in self.experts().items():
             uneven.add_metric((str(layer),), ratio)
         for layer, counts in list(self._experts.items()):
             routes.add_metric((str(layer),), counts.routes)

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from expertd.ranges import runs
+from expertd.ranges import format_ranges, format_runs
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.views.metrics import Metrics
 
@@ -102,7 +102,7 @@ def _groups(layers: Iterable[pb.Layer]) -> list[dict[str, Any]]:
             "activations": layer.activation_scheme,
             "backend": layer.backend,
             "chosen_by": layer.chosen_by,
-            "experts": ",".join(_range(r.first, r.first + r.count - 1) for r in layer.held),
+            "experts": format_runs((r.first, r.first + r.count - 1) for r in layer.held),
             "num_experts": layer.num_experts,
             "top_k": layer.top_k,
             "intermediate_size": layer.intermediate_size,
@@ -111,11 +111,7 @@ def _groups(layers: Iterable[pb.Layer]) -> list[dict[str, Any]]:
             "verdicts": [{"backend": v.backend, "refusals": list(v.refusals)} for v in layer.verdicts],
         }
         alike.setdefault(json.dumps(about), ([], about))[0].append(layer.layer)
-    return [{"layers": ",".join(_range(a, b) for a, b in runs(numbers)), **about} for numbers, about in alike.values()]
-
-
-def _range(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
+    return [{"layers": format_ranges(numbers), **about} for numbers, about in alike.values()]
 
 
 @cache
