@@ -25,7 +25,7 @@ from expertd_kernels.bench.cpu import machine
 from expertd_kernels.native import library as native
 from expertd_kernels.native.csrc import build
 
-__all__ = ["CORES", "ROWS", "Kernel", "find_mca", "kernels", "loop_of", "main", "markdown", "predicted"]
+__all__ = ["CORES", "ROWS", "Kernel", "find_mca", "kernels", "loop_of", "loops_of", "main", "markdown", "predicted"]
 
 HERE = Path(__file__).resolve().parent
 CORES = ("znver3", "znver4", "znver5", "sapphirerapids", "graniterapids")
@@ -96,6 +96,11 @@ def loop_of(kernel: Kernel, loops: Sequence[Loop]) -> tuple[Loop, float] | None:
     return None
 
 
+def loops_of(loops: Sequence[Loop]) -> dict[Kernel, tuple[Loop, float]]:
+    """loop_of() of each kernel that has one."""
+    return {kernel: found for kernel in kernels() if (found := loop_of(kernel, loops))}
+
+
 def find_mca() -> str:
     """The newest llvm-mca on the path.  FileNotFoundError says what to install."""
     numbered = [f"llvm-mca-{n}" for n in range(30, 11, -1)]
@@ -135,18 +140,16 @@ def measured() -> dict[Kernel, float]:
 
 
 def markdown(
-    loops: Sequence[Loop], prediction: Mapping[tuple[Kernel, str], float], timed: Mapping[Kernel, float]
+    found: Mapping[Kernel, tuple[Loop, float]],
+    prediction: Mapping[tuple[Kernel, str], float],
+    timed: Mapping[Kernel, float],
 ) -> str:
-    """A line for each kernel."""
+    """A line for each kernel.  found: its loop, and the vectors of codes in it."""
     out = [
         f"| level | scheme | rows | instructions | {' | '.join(CORES)} | measured |",
         "|---" * (len(CORES) + 5) + "|",
     ]
-    for kernel in kernels():
-        found = loop_of(kernel, loops)
-        if found is None:
-            continue
-        loop, vectors = found
+    for kernel, (loop, vectors) in found.items():
         cells = [f"{prediction[kernel, core]:.1f}" if (kernel, core) in prediction else "" for core in CORES]
         cells.append(f"{timed[kernel]:.1f}" if kernel in timed else "")
         out.append(
@@ -168,18 +171,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError as e:
         print(e, file=sys.stderr)
         return 1
-    loops = inner_loops(build.HERE / build.LIBRARY, sorted({source for source, *_ in LEVELS.values()}))
-    asked = [(kernel, core) for kernel in kernels() if loop_of(kernel, loops) for core in CORES]
-    if not asked:
+    found = loops_of(inner_loops(build.HERE / build.LIBRARY, sorted({source for source, *_ in LEVELS.values()})))
+    if not found:
         print(f"{build.LIBRARY}: no loop that is known in it; a stripped one has no names", file=sys.stderr)
         return 1
 
     def predict(one: tuple[Kernel, str]) -> float | None:
-        found = loop_of(one[0], loops)
-        assert found is not None, "asked for it"
-        cycles = predicted(mca, found[0], one[1])
-        return None if cycles is None else cycles / found[1]
+        loop, vectors = found[one[0]]
+        cycles = predicted(mca, loop, one[1])
+        return None if cycles is None else cycles / vectors
 
+    asked = [(kernel, core) for kernel in found for core in CORES]
     with ThreadPoolExecutor(2) as pool:
         prediction = {one: c for one, c in zip(asked, pool.map(predict, asked), strict=True) if c is not None}
     version = subprocess.run([mca, "--version"], capture_output=True, text=True, check=True).stdout
@@ -187,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = machine()
     text = (
         f"{' '.join(version.split()[:4])}; {compiler.splitlines()[0]}; measured: {facts['cpu']}, level {facts['level']}"
-        f", commit {facts['commit']}\n\n{markdown(loops, prediction, measured())}"
+        f", commit {facts['commit']}\n\n{markdown(found, prediction, measured())}"
     )
     if args.out:
         args.out.write_text(text)

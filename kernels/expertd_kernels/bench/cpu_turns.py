@@ -62,7 +62,7 @@ class _Fault:
     text: str
 
 
-def _serve(pipe: Connection[Any, Any], _: str) -> None:
+def _serve(pipe: Connection[Any, Any]) -> None:
     """Does as it is told until the pipe closes; answers (result, whether its threads are at rest)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks closes the pipe
     layer: TimedLayer | None = None
@@ -90,7 +90,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.name, self.say = name, say
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, name), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
 

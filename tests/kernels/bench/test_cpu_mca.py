@@ -4,7 +4,7 @@ import pytest
 
 import cpu_mca
 from cpu_loops import Instruction, Loop, inner_loops, missing_tools
-from cpu_mca import LEVELS, Kernel, find_mca, kernels, loop_of, markdown, predicted
+from cpu_mca import LEVELS, Kernel, find_mca, kernels, loop_of, loops_of, markdown, predicted
 from expertd_kernels.native import library as native
 from expertd_kernels.native.csrc import build
 
@@ -49,7 +49,7 @@ def test_products_say_how_many_vectors_of_codes_a_loop_takes(kernel, function, d
 def test_the_table_has_a_line_for_each_kernel_that_was_found():
     found = loop("tile_bytes<Avx512, 0, 2, 1, -1>", *["vpdpbusd %zmm1,%zmm2,%zmm3"] * 6, "jne 10 <x+0x10>")
     kernel = Kernel("avx512_bytes", "int4_g128", 1)
-    text = markdown([found], {(kernel, "znver4"): 7.5}, {kernel: 3.21})
+    text = markdown(loops_of([found]), {(kernel, "znver4"): 7.5}, {kernel: 3.21})
     assert text.splitlines()[2:] == ["| `avx512_bytes` | int4_g128 | 1 | 3.5 |  | 7.5 |  |  |  | 3.2 |"]
 
 
@@ -65,7 +65,7 @@ def test_every_kernel_of_the_built_library_has_a_loop():
     loops = inner_loops(build.HERE / build.LIBRARY, sorted({source for source, *_ in LEVELS.values()}))
     if not loops:
         pytest.skip(f"{build.LIBRARY} has no AVX code, or was stripped of its names")
-    assert [k for k in kernels() if loop_of(k, loops) is None] == []
+    assert list(loops_of(loops)) == kernels()
 
 
 def test_llvm_mca_predicts_a_loop_and_knows_who_has_its_instructions():
