@@ -1,4 +1,4 @@
-"""Callers on GPUs of the server's host (device_session.py): correctness, and time from input ready to output.
+"""Callers on GPUs of the server's host (expertd_client.device): correctness, and time from input ready to output.
 
     python tests/load/gpu_callers.py [--server 0] [--caller 1] [--shapes qwen3,dsv3] [--tokens 1,8,128,512]
                                      [--callers 8x32] [--reconnects 1000] [--hide] [--kill]

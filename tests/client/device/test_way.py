@@ -5,9 +5,7 @@ import torch
 from beside_kit import E, H
 from software_gpu import MISSING, STREAM, enter, inputs
 
-from expertd.errors import (
-    UnavailableError,
-)
+from expertd.errors import UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import torch_experts
 from expertd_client.device.way import DeviceWay

@@ -10,9 +10,7 @@ import pytest
 import torch
 from core_library import needs_core
 
-from expertd.errors import (
-    ExpertdError,
-)
+from expertd.errors import ExpertdError
 from expertd_server.engine.admission import QueueLimits
 from expertd_server.engine.convert import bits_of
 from expertd_server.engine.engine import Engine

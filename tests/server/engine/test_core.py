@@ -4,19 +4,7 @@ import ctypes as C
 
 import pytest
 import torch
-from core_kit import (
-    BF16,
-    F32,
-    HELD,
-    MOST,
-    TORCH,
-    E,
-    H,
-    bench,
-    expected,
-    inputs,
-    slot_table,
-)  # fmt: skip
+from core_kit import BF16, F32, HELD, MOST, TORCH, E, H, bench, expected, inputs, slot_table
 from core_library import needs_core
 
 from expertd_server.engine import core as module

@@ -3,13 +3,7 @@
 import time
 
 import pytest
-from core_kit import (
-    MOST,
-    Bench,
-    Caller,
-    bench,
-    inputs,
-)  # fmt: skip
+from core_kit import MOST, Bench, Caller, bench, inputs
 from core_library import needs_core
 from waiting import until
 

@@ -7,18 +7,7 @@ import time
 
 import pytest
 import torch
-from core_kit import (
-    E4M3,
-    F32,
-    I32,
-    MOST,
-    Caller,
-    E,
-    H,
-    bench,
-    expected,
-    inputs,
-)  # fmt: skip
+from core_kit import E4M3, F32, I32, MOST, Caller, E, H, bench, expected, inputs
 from core_library import needs_core
 from waiting import until
 
@@ -38,8 +27,7 @@ def test_a_session_in_shared_memory_gives_the_same_answers():
             assert c.call(c.request(*t)) == ""
             assert torch.equal(c.output(t[0]), expected(*t))
             assert c.answer.batch_requests == 1
-            for block in (0,):
-                c.client.give(block)
+            c.client.give(c.out)
         c.close()
 
 
