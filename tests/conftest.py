@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -34,6 +35,12 @@ def checkpoint_folder() -> Callable[[str], Path]:
         )
 
     return find
+
+
+def pytest_configure() -> None:
+    """What tests start is to end by Ctrl-C, which a shell's background job, and all its children, would ignore."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 LONG_S = 900

@@ -82,11 +82,14 @@ def test_as_a_command():
         top("127.0.0.1:1", "--once", code=1)
         command = [sys.executable, "-m", "expertd_client.cli", "top", address, "--every", "0.2"]
         env = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "80"}
-        live = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
-        shown = b""
-        while shown.count(address.encode()) < 2:  # drawn twice
-            shown += os.read(live.stdout.fileno(), 1 << 16)
-        live.send_signal(signal.SIGINT)
-        live.communicate(timeout=20)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as live:
+            try:
+                shown = b""
+                while shown.count(address.encode()) < 2:  # drawn twice
+                    shown += os.read(live.stdout.fileno(), 1 << 16)
+                live.send_signal(signal.SIGINT)
+                live.communicate(timeout=20)
+            finally:
+                live.kill()
         assert live.returncode == 130
         assert b"serving" in shown
