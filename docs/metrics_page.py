@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from prometheus_client.core import Metric
 
-from expertd_server.engine.report import BatchReport, LoadNow, Waits
+from expertd_server.engine.report import BatchReport, LoadNow, RequestReport, Waits, stages_of
 from expertd_server.engine.request import Stages
 from expertd_server.engine.served import ServedLayer
 from expertd_server.views.call_metrics import Rpc
@@ -26,13 +26,15 @@ _SUFFIXES: Mapping[str, Sequence[str]] = {"histogram": ("_bucket", "_sum", "_cou
 
 @dataclass(frozen=True)
 class Series:
-    """One metric.  name: as it is queried, without a histogram's suffixes; labels: `le` left out."""
+    """One metric.  name: as it is queried, without a histogram's suffixes; labels: `le` left out; exemplars: it can
+    have some."""
 
     name: str
     kind: str
     unit: str
     labels: tuple[str, ...]
     text: str
+    exemplars: bool
 
     @property
     def names(self) -> set[str]:
@@ -58,7 +60,9 @@ def markdown(note: str) -> str:
 names `_bucket` (with the label `le`), `_sum` and `_count`. `expertd_expert_tokens_total` has a series for each expert
 of each layer, 6,000 to 23,000 of a large model, and is there with `--expert-metrics yes` alone. `grpc_server_call_*`
 are the names of gRPC's OpenTelemetry plugins (proposal A66) as Prometheus spells them. `expertd_gpu_*` are there on
-NVIDIA GPUs with the extra `nvml`, as far as the GPU tells.
+NVIDIA GPUs with the extra `nvml`, as far as the GPU tells. With `--traces yes`, buckets of histograms with a star have
+the last traced request in them as exemplar (`trace_id`, `span_id`) in OpenMetrics: its own wait, its batch, and its
+call where that was for it alone (`Forward`, `ModelInfer`).
 
 | name | kind | unit | what | labels |
 |---|---|---|---|---|
@@ -72,7 +76,8 @@ NVIDIA GPUs with the extra `nvml`, as far as the GPU tells.
 def _rows(series: Sequence[Series]) -> Iterator[str]:
     for s in series:
         labels = ", ".join(s.labels) or "-"
-        yield f"| `{s.name}` | {s.kind} | {s.unit} | {s.text} | {labels} |"
+        kind = rf"{s.kind} \*" if s.exemplars else s.kind
+        yield f"| `{s.name}` | {kind} | {s.unit} | {s.text} | {labels} |"
 
 
 def _series(m: Metric) -> Series:
@@ -82,7 +87,8 @@ def _series(m: Metric) -> Series:
     name = m.name + (_SUFFIXES["counter"][0] if m.type == "counter" else "")
     words = m.name.split("_")
     unit = next((_UNITS[w] for w in reversed(words) if w in _UNITS), "1")
-    return Series(name, m.type, unit, tuple(label for label in samples[0].labels if label != "le"), m.documentation)
+    labels = tuple(label for label in samples[0].labels if label != "le")
+    return Series(name, m.type, unit, labels, m.documentation, any(s.exemplar for s in samples))
 
 
 class SeenGpu:
@@ -116,7 +122,11 @@ def seen_everything() -> Metrics:
     rpc.ended("OK", 0.1, 1, 1)
     metrics.answered()
     layer = ServedLayer(0, 8, (0, 1), 2, 16, 32, _NO_KERNEL, "reference")
-    metrics.batch(BatchReport(layer, "reference", 1, 1, Waits.of([1]), Stages(1, 1, 1), np.array([1, 1])))
+    stages = Stages(1, 1, 1)
+    metrics.batch(BatchReport(layer, "reference", 1, 1, Waits.of([1]), stages, np.array([1, 1])))
+    own = rpc.report("OK", 0.1, 1, 1)
+    way = stages_of(0, 1, 1, 1, 4)
+    metrics.exemplify(RequestReport(b"", "unary", 0, 1, 2, "", "reference", 1, 1, 0, 4, way, stages, own), "1", "2")
     metrics.hold([BackendFacts(0, "reference", "int4_g128", "none", "cpu", "order", False)])
     metrics.booted({"plan": 1.0}, {"hit": 1})
     metrics.reloaded("tls", True)

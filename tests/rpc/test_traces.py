@@ -12,7 +12,8 @@ import pytest
 from core_library import needs_core
 from in_process import hosts
 
-from expertd.errors import LayerNotHeldError
+from expertd.errors import ExpertIdOutOfRangeError, LayerNotHeldError
+from expertd.kserve import inference_pb2 as kserve
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_client import ExpertClient
@@ -191,10 +192,54 @@ def test_nobody_is_told_where_traces_are_off(serve, spans, way):
     assert spans(0) == []
 
 
+BATCH = {f"expertd_{name}_bucket" for name in (
+    "queue_seconds", "kernel_seconds", "copy_seconds", "batch_tokens", "batch_requests",
+)}  # fmt: skip
+CALL = {f"grpc_server_{name}_bucket" for name in (
+    "handling_seconds", "call_duration_seconds", "call_rcvd_total_compressed_message_size_bytes",
+    "call_sent_total_compressed_message_size_bytes",
+)}  # fmt: skip
+
+
 def scrape(host: Host, accept: str) -> str:
     at = f"http://127.0.0.1:{host._http.port}/metrics"
     with urllib.request.urlopen(urllib.request.Request(at, headers={"Accept": accept}), timeout=5) as answer:
         return answer.read().decode()
+
+
+def exemplified(host: Host, names: set[str]) -> dict[str, list[tuple[object, float]]]:
+    """(sample, how many are in its bucket alone) of those with an exemplar, by name, once there are `names`."""
+    found: dict[str, list[tuple[object, float]]] = {}
+    end_s = time.monotonic() + 20  # a span is told before its exemplar
+    while not names <= set(found) and time.monotonic() < end_s:
+        found, before = {}, {}
+        text = scrape(host, "application/openmetrics-text; version=1.0.0")
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                series = sample.name, frozenset((k, v) for k, v in sample.labels.items() if k != "le")
+                if sample.exemplar is not None:
+                    found.setdefault(sample.name, []).append((sample, sample.value - before.get(series, 0.0)))
+                before[series] = sample.value
+    return found
+
+
+def checked_exemplars(host: Host, spans, want: set[str]) -> dict[str, list[tuple[object, float]]]:
+    """Two requests were traced: each of the histograms that `want` names has one of them, where it was counted."""
+    roots = [s for s in spans(10) if s.kind is trace.SpanKind.SERVER]
+    found = exemplified(host, want)
+    assert set(found) == want
+    assert {s.labels["direction"] for s, _ in found["expertd_copy_seconds_bucket"]} == {"in", "out"}
+    ids = {f"{s.context.span_id:016x}" for s in roots}
+    for samples in found.values():
+        for sample, counted in samples:
+            assert sample.exemplar.labels["trace_id"] == TRACE
+            assert sample.exemplar.labels["span_id"] in ids
+            assert 0 <= sample.exemplar.value <= float(sample.labels["le"])
+            assert counted >= 1, f"nothing is counted in the bucket of {sample}"
+    for name, value in (("expertd_batch_tokens_bucket", 3), ("expertd_batch_requests_bucket", 1)):
+        assert [s.exemplar.value for s, _ in found[name]] == [value]
+    assert "trace_id" not in scrape(host, "text/plain")
+    return found
 
 
 @needs_core
@@ -202,29 +247,60 @@ def scrape(host: Host, accept: str) -> str:
 def test_histograms_have_the_trace_as_exemplar(serve, spans, way):
     host = serve(**WAYS[way][0], metrics_listen=HERE)
     with connect(host, way) as client:
-        ask(client, traceparent=PARENT)
+        for _ in range(2):
+            ask(client)
+            ask(client, traceparent=PARENT)
         host.engine.delivery.report(scraped=True)
-        root = next(s for s in spans(5) if s.kind is trace.SpanKind.SERVER)
-        scrape(host, "text/plain")  # counted at the latest now, whichever came first
-        ask(client, traceparent=PARENT)
-        host.engine.delivery.report(scraped=True)
-        last = [s for s in spans(10) if s.kind is trace.SpanKind.SERVER][-1]
-        found, end_s = {}, time.monotonic() + 20  # a span is told before its exemplar
-        while len(found) < 2 and time.monotonic() < end_s:
-            text = scrape(host, "application/openmetrics-text; version=1.0.0")
-            found = {
-                sample.name: sample.exemplar
-                for family in text_string_to_metric_families(text)
-                for sample in family.samples
-                if sample.exemplar is not None
-            }
-    assert set(found) == {"expertd_queue_seconds_bucket", "expertd_kernel_seconds_bucket"}
-    ids = {f"{s.context.span_id:016x}" for s in (root, last)}
-    for exemplar in found.values():
-        assert exemplar.labels["trace_id"] == TRACE
-        assert exemplar.labels["span_id"] in ids
-        assert exemplar.value >= 0
-    assert "trace_id" not in scrape(host, "text/plain")
+        found = checked_exemplars(host, spans, BATCH | (CALL if way == "unary" else set()))
+    assert all(s.exemplar.value > 0 for s, _ in found["expertd_copy_seconds_bucket"])
+
+
+@pytest.mark.parametrize("way", ["unary", "inline"])
+def test_histograms_of_the_engine_in_python_have_it_too(serve, spans, monkeypatch, way):
+    monkeypatch.setattr(choose, "_why_not", lambda device: "this test wants the other")
+    host = serve(**WAYS[way][0], metrics_listen=HERE)
+    with connect(host, way) as client:
+        for _ in range(2):
+            ask(client, traceparent=PARENT)
+        checked_exemplars(host, spans, BATCH | (CALL if way == "unary" else set()))
+
+
+def test_a_call_of_no_tokens_is_of_no_batch(serve, spans):
+    host = serve(shm="off", metrics_listen=HERE)
+    none = np.empty((0, 2), np.int32)
+    with connect(host, "unary") as client:
+        client.forward(0, np.empty((0, 256), np.float32), none, none.astype(np.float32), traceparent=PARENT)
+        assert set(exemplified(host, CALL)) == CALL
+
+
+def test_a_call_that_fails_is_an_exemplar_of_its_status(serve, spans):
+    host = serve(shm="off", metrics_listen=HERE)
+    with connect(host, "unary") as client, pytest.raises(ExpertIdOutOfRangeError):
+        client.forward(0, np.ones((1, 256), np.float32), np.int32([[99, 0]]), np.ones((1, 2), np.float32),
+                       traceparent=PARENT)  # fmt: skip
+    (told,) = spans(1)
+    assert told.attributes["error.type"] == "EXPERT_ID_OUT_OF_RANGE"
+    found = exemplified(host, CALL)
+    assert set(found) == CALL
+    assert {s.labels["grpc_status"] for s, _ in found["grpc_server_call_duration_seconds_bucket"]} == {
+        "INVALID_ARGUMENT"
+    }
+
+
+def test_a_facades_call_has_its_own_name(serve, spans):
+    host = serve(shm="off", kserve=True, metrics_listen=HERE)
+    x, ids, weights = np.ones((3, 256), np.float32), np.tile(np.int32([0, 1]), (3, 1)), np.full((3, 2), 0.5, np.float32)
+    request = kserve.ModelInferRequest(model_name="layer_0")
+    for name, a in (("hidden_states", x), ("topk_ids", ids), ("topk_weights", weights)):
+        request.inputs.add(name=name, datatype="INT32" if a.dtype == np.int32 else "FP32", shape=a.shape)
+        request.raw_input_contents.append(a.tobytes())
+    with grpc.insecure_channel(host.address) as channel:
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        infer(request.SerializeToString(), metadata=(("traceparent", PARENT),), timeout=20)
+    (root,) = [s for s in spans(5) if s.kind is trace.SpanKind.SERVER]
+    assert root.name == "inference.GRPCInferenceService/ModelInfer"
+    found = exemplified(host, CALL)
+    assert {s.labels["grpc_method"] for s, _ in found["grpc_server_handling_seconds_bucket"]} == {"ModelInfer"}
 
 
 def test_traces_without_the_package_say_what_to_install(serve, monkeypatch):

@@ -170,13 +170,14 @@ class BatchRecord(C.Structure):
 
 class TraceRecord(C.Structure):
     """The way of one request of a session, by transport (1 shared memory, 2 TCP), that its caller traces.  trace: as
-    expertd.trace_context has it; times of CLOCK_MONOTONIC; computed_ns: end of the kernel, 0 = it was not computed."""
+    expertd.trace_context has it; times of CLOCK_MONOTONIC; computed_ns: end of the kernel, 0 = it was not computed;
+    deliver_ns: of its whole batch."""
 
     _fields_ = [
         ("trace", C.c_uint8 * 24),
         *_fields(
             "u64: arrival_ns computed_ns answered_ns; u32: layer tokens top_k reason backend queue_ns collect_ns"
-            " kernel_ns batch_tokens batch_requests transport spare"
+            " kernel_ns batch_tokens batch_requests transport deliver_ns"
         ),
     ]
 

@@ -189,4 +189,5 @@ class Delivery:
             t.arrival_ns,
             t.answered_ns,
             stages_of(*at) if t.computed_ns else (),
+            Stages(t.collect_ns, t.kernel_ns, t.deliver_ns) if t.computed_ns else None,
         )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from expertd_server.engine.request import Array, Stages
 from expertd_server.engine.served import ServedLayer
 
-__all__ = ["WAIT_BOUNDS_NS", "BatchReport", "LoadNow", "RequestReport", "Waits", "stages_of"]
+__all__ = ["WAIT_BOUNDS_NS", "BatchReport", "CallReport", "LoadNow", "RequestReport", "Waits", "stages_of"]
 
 WAIT_BOUNDS_NS = tuple(m * 10**e for e in range(4, 10) for m in (1, 2, 5))
 """Bounds of the histogram of waits: 10 us to 5 s, three a decade; csrc/core.h has the same."""
@@ -59,6 +59,19 @@ class BatchReport(NamedTuple):
     batches: int = 1
 
 
+class CallReport(NamedTuple):
+    """An RPC that has ended, as its metrics have it.  kind, service, method: grpc_type, ...; code: gRPC's name; bytes:
+    of all its messages."""
+
+    kind: str
+    service: str
+    method: str
+    code: str
+    seconds: float
+    bytes_in: int
+    bytes_out: int
+
+
 class RequestReport(NamedTuple):
     """The way of one request that its caller traces.
 
@@ -67,6 +80,8 @@ class RequestReport(NamedTuple):
     reason       of the error that answered it, "" = it was computed
     arrival_ns, answered_ns   on time.monotonic_ns()'s clock
     stages       ((name, begin, end), ...) on it, in order: queue, collect, kernel, deliver; none of a refused one
+    batch        what its batch was counted with; None where it was in none
+    call         the RPC that was for it alone; None of one in a session
     """
 
     context: bytes
@@ -81,6 +96,8 @@ class RequestReport(NamedTuple):
     arrival_ns: int
     answered_ns: int
     stages: tuple[tuple[str, int, int], ...]
+    batch: Stages | None = None
+    call: CallReport | None = None
 
 
 def stages_of(

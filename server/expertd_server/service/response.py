@@ -55,7 +55,8 @@ def report_of(r: Request, outcome: Outcome, answered_ns: int) -> RequestReport:
     s, taken = outcome.stages, r.queued_ns
     stages = stages_of(taken, outcome.queue_ns, s.copy_in_ns, s.kernel_ns, answered_ns)
     batch = (outcome.batch_tokens, outcome.batch_requests)
-    return RequestReport(*head, "", outcome.backend, *batch, r.arrival_ns, answered_ns, stages)
+    counted = s if outcome.batch_requests else None  # a request of no tokens has no batch
+    return RequestReport(*head, "", outcome.backend, *batch, r.arrival_ns, answered_ns, stages, counted)
 
 
 def error_of(e: Exception, what: str) -> ExpertdError:

@@ -180,10 +180,14 @@ class Service:
             more["trace"] = context
         return self._intake.request(view, reply, caller=caller, arrival_ns=arrival_ns, deadline_ns=deadline_ns, **more)
 
-    def tell(self, r: Request, outcome: Outcome) -> None:
-        """Of a request that its caller traces and that has just been answered with `outcome`."""
-        if self.traced is not None and r.trace:
-            self.traced(report_of(r, outcome, time.monotonic_ns()))
+    def report(self, r: Request, outcome: Outcome) -> RequestReport | None:
+        """Of a request that its caller traces and that is answered with `outcome` now; None: nobody wants to know."""
+        return report_of(r, outcome, time.monotonic_ns()) if self.traced is not None and r.trace else None
+
+    def tell(self, report: RequestReport | None) -> None:
+        """What report() found."""
+        if self.traced is not None and report is not None:
+            self.traced(report)
 
     def submit(self, r: Request, drawing: Drawing | None) -> Future[None] | None:
         """The second half.  A Future while much is drawn: whoever reads requests of this caller waits for it first."""

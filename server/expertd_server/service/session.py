@@ -237,7 +237,7 @@ class Session:
             if wanted:
                 self._hand_over(r, outcome)
         finally:
-            self._service.tell(r, outcome)
+            self._service.tell(self._service.report(r, outcome))
             self._released(r.tag)
 
     def _hand_over(self, r: Request, outcome: Outcome) -> None:

@@ -18,6 +18,7 @@ from expertd.errors import ExpertdError, MalformedMessageError, TooManyRequestsE
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, decode_forward_request, encode_forward_response
 from expertd_server.engine.admission import fits
+from expertd_server.engine.report import RequestReport
 from expertd_server.engine.request import Answer, Outcome, Request
 from expertd_server.service.access import CALL, DESCRIBE
 from expertd_server.service.refusals import REQUEST_ID, request_id_of, traceparent_of
@@ -108,7 +109,7 @@ class Servicer:
                 caller = self._gate.admit(context, right)
                 self._enter(caller)
                 try:
-                    out = await self._compute(data, context, caller, decode, encode)
+                    out = await self._compute(call, data, context, caller, decode, encode)
                 finally:
                     self._unary[caller] -= 1
                     if not self._unary[caller]:
@@ -158,6 +159,10 @@ class Servicer:
             call.bytes_out = len(out)
             return out
 
+    def tell_of(self, report: RequestReport) -> None:
+        """Of a request that its caller traces."""
+        self._service.tell(report)
+
     def _ended(self, error: ExpertdError, context: Any) -> ExpertdError:
         """A call that is no request by itself ends with `error`, which the log is told."""
         given = request_id_of(context.invocation_metadata())
@@ -185,6 +190,7 @@ class Servicer:
 
     async def _compute(
         self,
+        call: _Counted,
         data: bytes,
         context: Any,
         caller: str,
@@ -199,10 +205,12 @@ class Servicer:
 
         def reply(r: Request, outcome: Outcome) -> None:  # an answer on the engine's thread, where its output stands
             if isinstance(outcome, ExpertdError):
-                mailbox.post(partial(_fail, done, outcome))
+                answer = partial(_fail, done, outcome)
             else:
-                mailbox.post(partial(_finish, done, encode(r, outcome)))
-            service.tell(r, outcome)
+                answer = partial(_finish, done, encode(r, outcome))
+            if (report := service.report(r, outcome)) is not None:  # before the answer, which ends the call
+                mailbox.post(partial(call.answers, report))
+            mailbox.post(answer)
 
         more: dict[str, Any] = {"transport": "unary"}
         if service.traced is not None:
@@ -239,7 +247,15 @@ class _Counted:
     def __init__(self, servicer: Servicer, rpc: Rpc) -> None:
         self._servicer, self._rpc = servicer, rpc
         self._code = "OK"
+        self._seconds: float | None = None
+        self._report: RequestReport | None = None
         self.bytes_in = self.bytes_out = 0
+
+    def answers(self, report: RequestReport) -> None:
+        """It is for one request, which its caller traces: that is told of when both have ended.  On the loop."""
+        self._report = report
+        if self._seconds is not None:
+            self._tell(report, self._seconds)
 
     def __enter__(self) -> _Counted:
         self._servicer.open_calls += 1
@@ -254,7 +270,14 @@ class _Counted:
             log.debug("%s: its caller left", self._rpc.method)
         if kind is not None and self._code == "OK":
             self._code = "CANCELLED" if issubclass(kind, asyncio.CancelledError) else "UNKNOWN"
-        self._rpc.ended(self._code, time.perf_counter() - self._start, self.bytes_in, self.bytes_out)
+        self._seconds = time.perf_counter() - self._start
+        self._rpc.ended(self._code, self._seconds, self.bytes_in, self.bytes_out)
+        if self._report is not None:
+            self._tell(self._report, self._seconds)
+
+    def _tell(self, report: RequestReport, seconds: float) -> None:
+        call = self._rpc.report(self._code, seconds, self.bytes_in, self.bytes_out)
+        self._servicer.tell_of(report._replace(call=call))
 
     async def abort(self, context: Any, error: ExpertdError, request: str = "") -> NoReturn:
         """End the RPC with `error`.  request: the id under which the log tells of it, "" = none."""

@@ -5,57 +5,21 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Exemplar
 
-from expertd_server.engine.report import WAIT_BOUNDS_NS, BatchReport, RequestReport, Waits
+from expertd_server.engine.report import BatchReport, RequestReport
 from expertd_server.engine.request import Array
+from expertd_server.views.tally import SECONDS, Tally
 
-__all__ = ["SECONDS", "BatchMetrics"]
+__all__ = ["BatchMetrics"]
 
-SECONDS = tuple(ns * 1e-9 for ns in WAIT_BOUNDS_NS)
-"""Bounds of the time histograms: 10 us to 5 s, three a decade."""
 _HALF_S = 60.0
 """After which a route counts half for what is uneven now."""
 _TOKENS = tuple(float(1 << i) for i in range(15))
-
-
-class _Tally:
-    """A histogram with one writer: a tenth of the cost of one that locks.  A scrape may miss what is being added."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        self._exemplars: dict[int, Exemplar] = {}  # by bucket: of a request in it, the last one
-
-    def exemplify(self, value: float, labels: dict[str, str]) -> None:
-        """A request that was counted here has a trace."""
-        self._exemplars[bisect_left(self._bounds, value)] = Exemplar(labels, value, time.time())
-
-    def add(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def add_waits(self, waits: Waits) -> None:
-        """Many at once, counted by the same bounds."""
-        self._counts = [a + b for a, b in zip(self._counts, waits.counts, strict=True)]
-        self._sum += waits.sum_ns * 1e-9
-
-    def into(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
-        so_far = list(accumulate(self._counts))
-        names = [*(f"{b:g}" for b in self._bounds), "+Inf"]
-        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
-        for i, (name, n) in enumerate(zip(names, so_far, strict=True)):
-            exemplar = self._exemplars.get(i)
-            buckets.append((name, n) if exemplar is None else (name, n, exemplar))
-        family.add_metric(labels, buckets, self._sum)
 
 
 class _Experts:
@@ -108,9 +72,9 @@ class BatchMetrics(Collector):
     def __init__(self, each_expert: bool) -> None:
         self._each_expert = each_expert
         self._looking = threading.Lock()
-        self._batch_tokens, self._batch_requests = _Tally(_TOKENS), _Tally(_TOKENS[:11])
-        self._queue, self._copy_in, self._copy_out = _Tally(SECONDS), _Tally(SECONDS), _Tally(SECONDS)
-        self._kernel: dict[str, _Tally] = {}
+        self._batch_tokens, self._batch_requests = Tally(_TOKENS), Tally(_TOKENS[:11])
+        self._queue, self._copy_in, self._copy_out = Tally(SECONDS), Tally(SECONDS), Tally(SECONDS)
+        self._kernel: dict[str, Tally] = {}
         self._tokens: dict[int, int] = {}
         self._experts: dict[int, _Experts] = {}
 
@@ -121,7 +85,7 @@ class BatchMetrics(Collector):
             self._experts[layer] = _Experts(b.layer.num_experts)
             self._tokens[layer] = 0
         if backend not in self._kernel:
-            self._kernel[backend] = _Tally(SECONDS)
+            self._kernel.setdefault(backend, Tally(SECONDS))
         self._tokens[layer] += b.tokens * b.batches
         self._experts[layer].add(b)
         self._batch_tokens.add(b.tokens, b.batches)
@@ -131,14 +95,18 @@ class BatchMetrics(Collector):
         self._copy_in.add(b.stages.copy_in_ns * 1e-9, b.batches)
         self._copy_out.add(b.stages.copy_out_ns * 1e-9, b.batches)
 
-    def exemplify(self, r: RequestReport, trace_id: str, span_id: str) -> None:
-        """`r`, which was computed, can be looked up under these.  By one other thread."""
-        labels = {"trace_id": trace_id, "span_id": span_id}
-        took = {name: (end - begin) * 1e-9 for name, begin, end in r.stages}
-        self._queue.exemplify(took["queue"], labels)
-        kernel = self._kernel.get(r.backend)
-        if kernel is not None:
-            kernel.exemplify(took["kernel"], labels)
+    def exemplify(self, r: RequestReport, labels: Mapping[str, str]) -> None:
+        """What was counted of `r` can be looked up under `labels`.  By one other thread."""
+        if r.batch is None:
+            return
+        _, begin_ns, cut_ns = r.stages[0]
+        self._queue.exemplify((cut_ns - begin_ns) * 1e-9, labels)
+        self._batch_tokens.exemplify(r.batch_tokens, labels)
+        self._batch_requests.exemplify(r.batch_requests, labels)
+        self._copy_in.exemplify(r.batch.copy_in_ns * 1e-9, labels)
+        self._copy_out.exemplify(r.batch.copy_out_ns * 1e-9, labels)
+        kernel = self._kernel.setdefault(r.backend, Tally(SECONDS))  # its batch may be counted only now
+        kernel.exemplify(r.batch.kernel_ns * 1e-9, labels)
 
     def experts(self) -> dict[int, tuple[float, list[tuple[int, float]]]]:
         """layer -> imbalance, and (global id, routes of about the last minute) of those held."""

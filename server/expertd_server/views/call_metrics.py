@@ -1,25 +1,28 @@
 """Series of RPCs: the `grpc_server_*` that go-grpc-prometheus made usual, and beside them the names that gRPC's own
 OpenTelemetry plugins have (proposal A66), as Prometheus spells them.
 
-Both are filled from one look at a call's end; a histogram with one writer costs a tenth of one that locks.
+Both are filled from one look at a call's end.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from expertd_server.engine.report import CallReport
+from expertd_server.views.tally import SECONDS, Tally
+
 if TYPE_CHECKING:
     from expertd_server.views.metrics import Metrics
 
-__all__ = ["SERVICE", "Calls", "Rpc"]
+__all__ = ["RPC", "SERVICE", "Calls", "Rpc"]
 
 SERVICE = "expertd.v1.ExpertService"
+RPC = ("grpc_type", "grpc_service", "grpc_method")
+"""Labels of the `grpc_server_*`."""
 
 _A66_SECONDS = (
     *(0.00001, 0.00005, 0.0001, 0.0003, 0.0006, 0.0008, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01),
@@ -39,7 +42,7 @@ class Rpc:
         self._begun: Callable[[], None] = metrics.started.labels(*labels).inc
         self.received: Callable[[], None] = metrics.received.labels(*labels).inc
         self.sent: Callable[[], None] = metrics.sent.labels(*labels).inc
-        self._seconds: Callable[[float], None] = metrics.handling.labels(*labels).observe
+        self._handling = metrics.calls.handling(labels)
 
     def started(self) -> None:
         self._begun()
@@ -48,36 +51,33 @@ class Rpc:
     def ended(self, code: str, seconds: float, bytes_in: int, bytes_out: int) -> None:
         """code: gRPC's name, "OK", "UNAVAILABLE", ...; bytes: of all its messages."""
         self._handled.labels(*self._labels, code).inc()
-        self._seconds(seconds)
+        self._handling.add(seconds)
         self._calls.ended(self._name, code, seconds, bytes_in, bytes_out)
+
+    def report(self, code: str, seconds: float, bytes_in: int, bytes_out: int) -> CallReport:
+        """What ended() was told, for Calls.exemplify()."""
+        return CallReport(*self._labels, code, seconds, bytes_in, bytes_out)
 
 
 class _Sums:
     """Three histograms of the calls of one method and status."""
 
     def __init__(self) -> None:
-        self.seconds, self.bytes_in, self.bytes_out = (_Histogram(b) for b in (_A66_SECONDS, _A66_BYTES, _A66_BYTES))
-
-
-class _Histogram:
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
-
-    def add(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def into(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        names = [*(f"{b:g}" for b in self._bounds), "+Inf"]
-        family.add_metric(labels, list(zip(names, accumulate(self._counts), strict=True)), self._sum)
+        self.seconds, self.bytes_in, self.bytes_out = (Tally(b) for b in (_A66_SECONDS, _A66_BYTES, _A66_BYTES))
 
 
 class Calls(Collector):
-    """The series of A66.  started() and ended() by one thread, collect() by whoever scrapes."""
+    """Histograms of calls, and the other series of A66.  started() and ended() by one thread, exemplify() by another,
+    collect() by whoever scrapes."""
 
     def __init__(self) -> None:
+        self._handling: dict[tuple[str, str, str], Tally] = {}
         self._started: dict[str, int] = {}
         self._ended: dict[tuple[str, str], _Sums] = {}
+
+    def handling(self, labels: tuple[str, str, str]) -> Tally:
+        """Of a method, by the labels of RPC: seconds of its calls."""
+        return self._handling.setdefault(labels, Tally(SECONDS))
 
     def started(self, method: str) -> None:
         self._started[method] = self._started.get(method, 0) + 1
@@ -90,32 +90,34 @@ class Calls(Collector):
         sums.bytes_in.add(bytes_in)
         sums.bytes_out.add(bytes_out)
 
+    def exemplify(self, c: CallReport, labels: Mapping[str, str]) -> None:
+        """`c`, which has ended, can be looked up under `labels`."""
+        self._handling[c.kind, c.service, c.method].exemplify(c.seconds, labels)
+        sums = self._ended[f"{c.service}/{c.method}", c.code]
+        sums.seconds.exemplify(c.seconds, labels)
+        sums.bytes_in.exemplify(c.bytes_in, labels)
+        sums.bytes_out.exemplify(c.bytes_out, labels)
+
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        begun = CounterMetricFamily(
-            "grpc_server_call_started",
-            "Calls begun.",
-            labels=("grpc_method",),
+        handling = HistogramMetricFamily(
+            "grpc_server_handling_seconds", "Time from begin to end of an RPC.", labels=RPC
         )
+        for labels, tally in list(self._handling.items()):
+            tally.into(handling, labels)
+        yield handling
+        begun = CounterMetricFamily("grpc_server_call_started", "Calls begun.", labels=("grpc_method",))
         for method, n in list(self._started.items()):
             begun.add_metric((method,), n)
         yield begun
         for name, text, which in (
             ("duration_seconds", "Time of a call.", "seconds"),
-            (
-                "rcvd_total_compressed_message_size_bytes",
-                "Bytes of a call's requests.",
-                "bytes_in",
-            ),
-            (
-                "sent_total_compressed_message_size_bytes",
-                "Bytes of a call's answers.",
-                "bytes_out",
-            ),
+            ("rcvd_total_compressed_message_size_bytes", "Bytes of a call's requests.", "bytes_in"),
+            ("sent_total_compressed_message_size_bytes", "Bytes of a call's answers.", "bytes_out"),
         ):
             family = HistogramMetricFamily(f"grpc_server_call_{name}", text, labels=("grpc_method", "grpc_status"))
-            for labels, sums in list(self._ended.items()):
-                getattr(sums, which).into(family, labels)
+            for (method, code), sums in list(self._ended.items()):
+                getattr(sums, which).into(family, (method, code))
             yield family

@@ -10,13 +10,13 @@ import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from expertd_server.engine.report import BatchReport, LoadNow, RequestReport
-from expertd_server.views.batch_metrics import SECONDS, BatchMetrics
-from expertd_server.views.call_metrics import SERVICE, Calls, Rpc
+from expertd_server.views.batch_metrics import BatchMetrics
+from expertd_server.views.call_metrics import RPC, SERVICE, Calls, Rpc
 
 __all__ = ["BackendFacts", "Metrics", "Rpc", "SERVICE"]
 
@@ -43,14 +43,10 @@ class Metrics:
         self.registry = r = CollectorRegistry()
         self._first = _First()
         r.register(self._first)  # before all others: it brings them up to date
-        rpc = ("grpc_type", "grpc_service", "grpc_method")
-        self.started = Counter("grpc_server_started", "RPCs begun.", rpc, registry=r)
-        self.handled = Counter("grpc_server_handled", "RPCs ended, by status code.", (*rpc, "grpc_code"), registry=r)
-        self.received = Counter("grpc_server_msg_received", "Messages received.", rpc, registry=r)
-        self.sent = Counter("grpc_server_msg_sent", "Messages sent.", rpc, registry=r)
-        self.handling = Histogram(
-            "grpc_server_handling_seconds", "Time from begin to end of an RPC.", rpc, registry=r, buckets=SECONDS
-        )
+        self.started = Counter("grpc_server_started", "RPCs begun.", RPC, registry=r)
+        self.handled = Counter("grpc_server_handled", "RPCs ended, by status code.", (*RPC, "grpc_code"), registry=r)
+        self.received = Counter("grpc_server_msg_received", "Messages received.", RPC, registry=r)
+        self.sent = Counter("grpc_server_msg_sent", "Messages sent.", RPC, registry=r)
         self.calls = Calls()
         r.register(self.calls)
         self.requests = Counter(
@@ -101,15 +97,21 @@ class Metrics:
         self.untraced = Counter(
             "expertd_untraced_requests", "Traced requests of which no spans were made: too many at once.", registry=r
         )
-        batches = BatchMetrics(each_expert)
+        self._batches = batches = BatchMetrics(each_expert)
         r.register(batches)
         self.batch: Callable[[BatchReport], None] = batches.add
-        self.exemplify: Callable[[RequestReport, str, str], None] = batches.exemplify
         self.experts: Callable[[], dict[int, tuple[float, list[tuple[int, float]]]]] = batches.experts
         self._requests: dict[tuple[str, str], Callable[[float], None]] = {}
         self._backends: set[tuple[str, ...]] = set()
         self.bytes_in: Callable[[float], None] = self.bytes.labels("in").inc
         self.bytes_out: Callable[[float], None] = self.bytes.labels("out").inc
+
+    def exemplify(self, r: RequestReport, trace_id: str, span_id: str) -> None:
+        """What was counted of `r` can be looked up under these.  By one thread at a time."""
+        labels = {"trace_id": trace_id, "span_id": span_id}
+        self._batches.exemplify(r, labels)
+        if r.call is not None:
+            self.calls.exemplify(r.call, labels)
 
     def reloaded(self, what: str, good: bool) -> None:
         """Files of `what` ("tls", "callers") have changed and are good, or broken."""

@@ -4,7 +4,8 @@ A request is traced when its caller records a trace and says so (`traceparent`, 
 samples is the caller.  What is known of it is put into a queue when it is answered; a thread of its own makes spans
 of that, so they cost the request a few microseconds, and nothing where they are off.
 
-    expertd.v1.ExpertService/StreamForward     from the request's arrival until it is answered
+    expertd.v1.ExpertService/StreamForward     from the request's arrival until it is answered; one that is a call
+                                               of its own has that call's name
       queue, collect, kernel, deliver          its batch's
 
 Spans go where the process's OpenTelemetry SDK sends them: without one nobody sees them.
@@ -26,7 +27,6 @@ __all__ = ["Traces", "TracesMissingError"]
 log = logging.getLogger(__name__)
 
 _MOST_WAITING = 16_384
-_METHODS = {"unary": "Forward"}
 _END_S = 2.0
 
 
@@ -79,14 +79,14 @@ class Traces:
             is_remote=True,
             trace_flags=api.TraceFlags(api.TraceFlags.SAMPLED),
         )
-        method = _METHODS.get(r.transport, "StreamForward")
+        service, method = (r.call.service, r.call.method) if r.call else (SERVICE, "StreamForward")
         span = self._tracer.start_span(
-            f"{SERVICE}/{method}",
+            f"{service}/{method}",
             api.set_span_in_context(api.NonRecordingSpan(caller)),
             api.SpanKind.SERVER,
             {
                 "rpc.system": "grpc",
-                "rpc.service": SERVICE,
+                "rpc.service": service,
                 "rpc.method": method,
                 "expertd.transport": r.transport,
                 "expertd.layer": r.layer,
@@ -105,7 +105,7 @@ class Traces:
             span.set_status(api.StatusCode.ERROR, r.reason)
         span.end(r.answered_ns + behind_ns)
         told = span.get_span_context()
-        if r.stages and told.trace_flags.sampled:
+        if told.trace_flags.sampled:
             self._metrics.exemplify(r, f"{told.trace_id:032x}", f"{told.span_id:016x}")
 
 

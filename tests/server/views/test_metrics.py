@@ -74,8 +74,8 @@ def test_a_scrape_sees_batches_experts_and_calls(metrics):
     assert get("grpc_server_call_duration_seconds_bucket", **method, le="0.2") == 0
     assert get("grpc_server_call_duration_seconds_bucket", **method, le="0.25") == 1
     assert get("grpc_server_call_rcvd_total_compressed_message_size_bytes_sum", **method) == 1500
-    assert get("grpc_server_call_sent_total_compressed_message_size_bytes_bucket", **method, le="2048") == 0
-    assert get("grpc_server_call_sent_total_compressed_message_size_bytes_bucket", **method, le="4096") == 1
+    assert get("grpc_server_call_sent_total_compressed_message_size_bytes_bucket", **method, le="2048.0") == 0
+    assert get("grpc_server_call_sent_total_compressed_message_size_bytes_bucket", **method, le="4096.0") == 1
     assert get("expertd_routes_total", layer="3") == 10
     assert get("process_resident_memory_bytes") > 1 << 20
     assert get("expertd_batch_tokens_sum") == 12

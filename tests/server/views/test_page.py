@@ -69,7 +69,7 @@ def test_what_it_shows(http):
     assert facts["now"]["expertd_serving"] == 1
     assert facts["counts"] == {"expertd_requests_total OK": 2, "expertd_tokens_total 1": 5}
     (experts,) = facts["experts"]
-    assert (experts["layer"], experts["imbalance"]) == (1, 2.0)
+    assert (experts["layer"], experts["imbalance"]) == (1, pytest.approx(2.0))
     assert np.allclose(experts["recent"], [[2, 6.0], [3, 0.0], [4, 3.0]], rtol=1e-3)
     waits = facts["times"]["expertd_queue_seconds"]
     assert waits[-1] == ["+Inf", 2.0]

@@ -183,6 +183,13 @@ void Answers::trace(const Item* item, const Lane* lane, uint32_t reason, uint64_
   held_traces_.push_back(t);
 }
 
+void Answers::delivered(uint32_t deliver_ns) {
+  for (Outcome& o : held_)
+    if (o.batch_requests && !o.deliver_ns) o.deliver_ns = deliver_ns;
+  for (TraceRecord& t : held_traces_)
+    if (t.batch_requests && !t.deliver_ns) t.deliver_ns = deliver_ns;
+}
+
 void Answers::refuse_bad(Item* item, const LayerFacts& layer, const Bad& bad) {
   char got[40] = "another number";  // a device says which is wrong, not what it is
   if (bad.hidden) {

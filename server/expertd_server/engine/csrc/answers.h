@@ -49,6 +49,8 @@ class Answers {
       __attribute__((format(printf, 5, 6)));
   void refuse_bad(Item* item, const LayerFacts& layer, const Bad& bad);
   void session_gone(uint64_t handle);
+  // All of a batch is answered, which took so long: what is held of it is told so.
+  void delivered(uint32_t deliver_ns);
   void record(const BatchRecord& r) { held_records_.push_back(r); }
   // Shows outcomes and records to the other threads: a batch is on record before anybody learns its outcome.
   void flush();

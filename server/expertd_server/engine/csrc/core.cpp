@@ -463,6 +463,7 @@ void Core::finish(Lane* lane, uint64_t now) {
   }
   r.kernel_ns = lane->kernel_ns;
   r.deliver_ns = now_ns() - now;
+  answers_.delivered(uint32_t(r.deliver_ns));
   accounts_.forecast([&](Forecast& f) {
     f.computed(now, lane->layer->work, lane->rows, lane->top_k, now - begin, behind_ns);
   });

@@ -193,7 +193,7 @@ struct TraceRecord {
   uint64_t arrival_ns, computed_ns, answered_ns;  // CLOCK_MONOTONIC; computed: end of the kernel, 0 = it was not computed
   uint32_t layer, tokens, top_k, reason, backend;
   uint32_t queue_ns, collect_ns, kernel_ns;  // from arrival to the cut of its batch; to the launch; in the kernel
-  uint32_t batch_tokens, batch_requests, transport, spare;
+  uint32_t batch_tokens, batch_requests, transport, deliver_ns;  // deliver: of its whole batch
 };
 
 // What waits, of all callers or of one.
