@@ -207,7 +207,7 @@ class Core:
         self._lib.expertd_core_drain(self._core)
 
     def interrupt(self) -> None:
-        """run() returns INTERRUPTED as soon as no batch is under way."""
+        """run() returns INTERRUPTED as soon as no batch is under way and what was said before is taken."""
         self._lib.expertd_core_interrupt(self._core)
 
     def forget_graphs(self) -> None:

@@ -173,6 +173,36 @@ def test_echo_and_no_tokens():
         c.close()
 
 
+def test_who_interrupts_sees_what_came_before():
+    """He drops a layer for which nothing waits: a request that came before its successor stands in its line by then."""
+    with bench() as b:
+        b.add_layer(layer=5, generation=9, measured=[(1, 3, 1000)])  # so brief that nobody looks at the rings meanwhile
+        b.add_layer(layer=7, generation=3, hidden_size=2048)
+        c = Caller(b, entries=256)
+        s = Submission(
+            kind=layout.ECHO, layer=7, tokens=MOST, top_k=1, hidden_dtype=F32, ids_dtype=I32, weights_dtype=F32,
+            out_dtype=F32, out=1 << 19,
+        )  # fmt: skip
+        for n in range(10):
+            before = b.hold(*inputs(1), layer=5)
+            tickets = [c.client.submit(s) for _ in range(256)]
+            b.may_run.set()
+            assert c.client.wait(tickets[0], c.answer, 10**10)  # for milliseconds it looks at nothing but the others
+            b.batches.clear()
+            request = b.forward(*inputs(2))
+            b.add_layer(generation=2 - n % 2)
+            b.turn()
+            assert b.waited[n % 2] or b.batches
+            for handle, reason, _ in (before, request):
+                assert not reason
+                assert b.outcome(handle)[0] == ""
+            for ticket in tickets:
+                assert c.client.wait(ticket, c.answer, 10**10)
+                assert not c.answer.refused, c.answer.text
+                c.client.release(ticket)
+        c.close()
+
+
 def test_inline_and_shared_requests_share_a_batch():
     with bench() as b:
         c = Caller(b)

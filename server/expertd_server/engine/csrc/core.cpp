@@ -189,7 +189,8 @@ RunCode Core::run(Run* out) {
     now = now_ns();
     const bool interrupted = interrupted_.load(std::memory_order_relaxed);
     if (interrupted && under_way_.empty()) {
-      interrupted_.store(false);
+      interrupted_.exchange(false);  // then what was said before it
+      if (take_inbox()) answers_.flush();
       return kInterrupted;
     }
     if (!interrupted && !free_.empty() && worth_starting(now) && !waits_for_company(now)) {

@@ -65,7 +65,7 @@ class Core {
   void command(Command&& c);
   void drain();  // takes nothing new
   void stop();   // run() returns once everything is answered
-  void interrupt();  // run() returns kInterrupted when no batch is under way
+  void interrupt();  // run() returns kInterrupted when no batch is under way and what was said before is taken
   Load load();
   // What waits, of all callers together and of one.
   void waiting(uint32_t caller, Waiting* all, Waiting* own) const;
