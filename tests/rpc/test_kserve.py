@@ -5,6 +5,7 @@ import json
 import random
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import grpc
@@ -177,9 +178,17 @@ def test_typed_contents_are_of_their_datatype():
     made.inputs[0].datatype = "BF16"
     with pytest.raises(ExpertdError, match="want FP32, INT32 or INT64; send raw"):
         read_request(made.SerializeToString())
-    large = request(typed=True, **arrays(hidden_states=np.ones((1100, H), np.float32)))
-    with pytest.raises(ExpertdError, match="want at most 1048576"):
-        read_request(large.SerializeToString())
+
+
+def test_many_typed_numbers_are_refused_before_they_are_copied():
+    large = request(typed=True, **arrays(hidden_states=np.ones((1100, H), np.float32))).SerializeToString()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ExpertdError, match="want at most 1048576"):
+            read_request(large)
+        assert tracemalloc.get_traced_memory()[1] < len(large) / 10
+    finally:
+        tracemalloc.stop()
 
 
 def test_whatever_bytes_come_are_read_or_refused():

@@ -249,11 +249,11 @@ def _split(data: bytes) -> tuple[bytes, list[memoryview]]:
             pos = stop
     except (OddError, IndexError) as e:
         raise MalformedMessageError(f"message: {e}; want a ModelInferRequest") from e
-    head = b"".join(rest)
-    if len(head) > _MOST_TYPED:
-        got = f"{len(head)} bytes beside raw contents"
+    nbytes = sum(map(len, rest))
+    if nbytes > _MOST_TYPED:  # before they are copied, let alone read
+        got = f"{nbytes} bytes beside raw contents"
         raise MessageTooLargeError.about("message", got=got, want=f"at most {_MOST_TYPED}", remedy="send raw contents")
-    return head, raw
+    return b"".join(rest), raw
 
 
 def _inputs(read: kserve.ModelInferRequest, raw: list[memoryview]) -> dict[str, TensorView]:
