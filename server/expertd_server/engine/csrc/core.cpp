@@ -251,12 +251,21 @@ bool Core::sleep() {
     const int n = epoll_wait(epoll_, events, 16, devices ? kCalledSleepMs : kSleepMs);
     woken = n > 0;
     for (int asleep = kAsleep; !driver_.compare_exchange_weak(asleep, kOwn); asleep = kAsleep) sched_yield();
-    for (int i = 0; i < n; ++i) shm::sleep_on(events[i].data.fd, 0);
+    take_bells(events, n);
     if (devices && n > 0) called_ns_ = now_ns();  // a host that knows of a call to come
   }
   for (auto& p : ports_) p->sleeps(false);
   asleep_.store(false, std::memory_order_relaxed);
   return woken;
+}
+
+// The bells that rang, of what is still here: the descriptor of a port that was removed meanwhile may be another's already.
+void Core::take_bells(const epoll_event* events, int n) {
+  for (int i = 0; i < n; ++i) {
+    const int fd = events[i].data.fd;
+    if (fd == wake_ || std::any_of(ports_.begin(), ports_.end(), [&](const auto& p) { return p->bell == fd; }))
+      shm::sleep_on(fd, 0);
+  }
 }
 
 // ---- batches ---------------------------------------------------------------------------------------------------------

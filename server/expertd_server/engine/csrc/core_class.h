@@ -9,6 +9,8 @@
 // answers.cpp what goes out, batch.cpp the memory.
 #pragma once
 
+#include <sys/epoll.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -96,6 +98,7 @@ class Core {
   void watch(int fd);
   void wake();
   bool sleep();  // false: nothing came
+  void take_bells(const epoll_event* events, int n);
   RunCode hand_over(const Run& run);
   bool waits_for_company(uint64_t now);
 

@@ -45,7 +45,7 @@ void Core::keep_door() {
     for (int n = 0;; n = epoll_wait(epoll_, events, 16, kLookMs)) {
       int computing = kComputing;
       if (!driver_.compare_exchange_strong(computing, kBorrowed)) break;  // the bells that rang are left to the core
-      for (int i = 0; i < n; ++i) shm::sleep_on(events[i].data.fd, 0);
+      take_bells(events, n);
       for (auto& p : ports_) p->sleeps(true);  // each is rung for once, so again, and then the look
       bool moved = take_inbox();
       moved |= poll_ports();
