@@ -129,9 +129,9 @@ def test_a_request_has_its_time(door, engine, doubles):
         doubles.hold()
         peer.send(request(1, *batch(1)))
         doubles.until_held()
-        peer.send(request(2, *batch(1), timeout_us=300_000))
+        peer.send(request(2, *batch(1), timeout_us=1_000_000))
         until(lambda: engine.load().queued_requests == 2)
-        time.sleep(0.4)
+        time.sleep(1.0)
         doubles.gate.set()
         said = {m.request_id: m for m in (peer.receive(), peer.receive())}
         assert said[2].reason == "DEADLINE_EXCEEDED"
