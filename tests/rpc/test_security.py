@@ -270,6 +270,8 @@ def refused(client, x, ids) -> bool:
         client.forward(0, x, ids, ids.astype(np.float32))
     except UnauthenticatedError:
         return True
+    except UnavailableError:  # of a call that the end of its session meets; the next one is refused
+        return False
     return False
 
 
