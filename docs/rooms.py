@@ -37,6 +37,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
             "hostmem",
             "placement",
             "ranges",
+            "tables",
             "trace_context",
         )
     },
@@ -82,7 +83,6 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
             "percentiles",
             "workload",
         ),
-        "bars": ("bars", "tables"),
         "commands": ("cli",),
         "models": ("engines", "sglang", "strip", "torch_experts", "transformers", "vllm"),
     },

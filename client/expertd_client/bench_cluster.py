@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from expertd.tables import print_table
 from expertd_client.client import ExpertClient
 from expertd_client.cluster import ExpertCluster
 from expertd_client.cluster.join import Sum, join
@@ -36,7 +37,6 @@ from expertd_client.cluster.split import split
 from expertd_client.cluster.table import layer_table
 from expertd_client.echo import echo_server, no_echo
 from expertd_client.request import Request
-from expertd_client.tables import print_table
 from expertd_client.tracing import trace
 from expertd_client.workload import LayerShape, drawn
 

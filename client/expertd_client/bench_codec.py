@@ -33,10 +33,10 @@ from rich.table import Table
 
 from expertd import wire
 from expertd.hostmem import tune_allocator
+from expertd.tables import print_table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as pb_grpc
 from expertd_client.child import child_server
-from expertd_client.tables import print_table
 
 __all__ = ["Row", "add_arguments", "run", "run_command"]
 

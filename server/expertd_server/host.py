@@ -27,6 +27,7 @@ import torch
 from rich.console import Console
 
 from expertd.errors import TABLE
+from expertd.tables import print_sentence
 from expertd_kernels.native.memory import available_bytes
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.probe import packages_for
@@ -175,7 +176,7 @@ class Host:
 
     def say(self, text: str, **facts: Any) -> None:
         """Tell people, or the log where it is for programs, which get the facts by themselves, too."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_sentence(self._console, text)
         self._console.file.flush()
         if self._logs_facts:
             log.info("%s", text, extra=fields(**facts))

@@ -11,19 +11,20 @@ import termios
 import pytest
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from expertd_client.tables import duration, print_table
+from expertd.tables import VerdictRow, duration, print_sentence, print_table, print_verdicts
 
 WIDTH = 80
 
 
-def on_a_terminal(*words):
+def on_a_terminal(*words, module="expertd_client.cli"):
     """What a command shows on a terminal of WIDTH columns, less its colours; it must exit with 0."""
     pid, fd = pty.fork()
     if pid == 0:
         os.environ.pop("COLUMNS", None)
         os.environ.update(TERM="xterm", NO_COLOR="1")
-        os.execv(sys.executable, [sys.executable, "-m", "expertd_client.cli", *map(str, words)])
+        os.execv(sys.executable, [sys.executable, "-m", module, *map(str, words)])
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 50, WIDTH, 0, 0))
     shown = b""
     while True:
@@ -43,7 +44,7 @@ def on_a_terminal(*words):
     ("words", "want"),
     [
         (["describe", "A"], ["experts held", "int4_g128", "silu_and_mul, activations none, backend chosen by order"]),
-        (["describe", "A", "--decisions"], ["relative error"]),
+        (["describe", "A", "--decisions"], ["error"]),
         (["forward", "A"], ["crc32"]),
         (["load", "A", "--requests", "50"], ["p99.9"]),
         (["load", "A", "--requests", "20", "--rate", "200"], ["lateness", "p99.9"]),
@@ -60,6 +61,47 @@ def test_nothing_is_cut(tiny_server, words, want):
     assert max(len(line.rstrip()) for line in text.splitlines()) <= WIDTH, text
     for part in want:
         assert part in text, text
+
+
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [(["explain"], ["deepgemm, humming, marlin"]), (["explain", "--all"], ["deepgemm"]),
+     (["verify"], ["int4_g128", "tolerance"])],
+    ids=lambda x: " ".join(x),
+)  # fmt: skip
+def test_nothing_is_cut_of_what_servers_say(words, want):
+    text = on_a_terminal(*words, "--synthetic", "tiny:int4_g128", "--device", "cpu", module="expertd_server.cli")
+    assert "…" not in text, text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= WIDTH, text
+    for part in want:
+        assert part in text, text
+
+
+def test_sentences_leave_numbers_their_room(capsys):
+    why = "runs on cuda, this is cpu:x86_64; package flashinfer-python>=0.7.2,<0.8 is not installed"
+    rows = [
+        VerdictRow(Text("cpu"), Text("chosen"), ["7", "25", "187", "2,868", "2.0e-03"]),
+        VerdictRow(Text("flashinfer_cutlass"), Text(why), [""] * 5),
+    ]
+    columns = ["us at 1", "us at 8", "us at 64", "us at 512", "error"]
+    print_verdicts(Console(width=200), rows, columns)
+    assert re.search(r"flashinfer_cutlass │ runs .* installed +│", capsys.readouterr().out)
+    print_verdicts(Console(width=WIDTH), rows, columns)
+    text = capsys.readouterr().out
+    assert "…" not in text
+    assert all(len(line) <= WIDTH for line in text.splitlines())
+    assert re.search(r"cpu +│ chosen +│ +7 │ +25 │ +187 │ +2,868 │ 2.0e-03", text)
+    assert "flashinfer_cutlass │ runs on cuda, this is cpu:x86_64; package" in text
+    print_verdicts(Console(width=WIDTH), rows[1:], ())
+    assert "verdict" in capsys.readouterr().out
+
+
+def test_sentences_are_broken_between_words_on_a_terminal_alone(capsys):
+    text = "word " * 40 + "end"
+    print_sentence(Console(width=WIDTH, force_terminal=True), text)
+    assert all(line.endswith(("word", "end")) for line in re.sub(r" +\n", "\n", capsys.readouterr().out).splitlines())
+    print_sentence(Console(width=WIDTH), text)
+    assert capsys.readouterr().out == text + "\n"
 
 
 def test_a_table_that_does_not_fit_is_turned(capsys):

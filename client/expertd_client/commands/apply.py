@@ -14,6 +14,7 @@ from rich.table import Table
 
 from expertd.placement import Placement
 from expertd.ranges import format_ranges
+from expertd.tables import print_table
 from expertd_client.commands.options import add_credentials, at_least, at_least_0, console, credentials, positive
 from expertd_client.moving.move import MoveFailedError, Mover, Options, Progress
 from expertd_client.moving.steps import Step
@@ -51,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
     with closing(Mover(then, credentials(args), options)) as mover:
         if args.dry_run:
             found = mover.steps()
-            out.print(_table(found) if found else "nothing to do: everything is held as placed")
+            if found:
+                print_table(out, _table(found))
+            out.print("every server has room for them" if found else "nothing to do: everything is held as placed")
             return 0
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         with Bar(*columns, console=out, disable=not out.is_terminal) as bar:
@@ -78,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(steps: list[Step]) -> Table:
-    out = Table(show_edge=False, pad_edge=False, caption="every server has room for them", caption_justify="left")
+    out = Table(show_edge=False, pad_edge=False)
     for name in ("step", "layers", "experts moved", "servers that load", "that let go"):
         out.add_column(name, justify="left" if name == "layers" else "right")
     for n, step in enumerate(steps):

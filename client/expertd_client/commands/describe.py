@@ -16,6 +16,7 @@ from rich.text import Text
 
 from expertd.dtypes import dtype_name
 from expertd.ranges import format_ranges, format_runs
+from expertd.tables import VerdictRow, print_table, print_verdicts
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.client import ExpertClient
 from expertd_client.commands.options import add_common, console, credentials
@@ -75,7 +76,7 @@ def show(out: Console, address: str, d: pb.DescribeResponse, session: Session) -
     out.print(grid)
     out.print()
     groups = _alike(d.layers)
-    out.print(_layers(groups))
+    print_table(out, _layers(groups))
     how = [(format_ranges(layer.layer for layer in group), _how(group)) for group in groups]
     same = len({text for _, text in how}) == 1
     for layers, text in how[: 1 if same else None]:
@@ -85,7 +86,7 @@ def show(out: Console, address: str, d: pb.DescribeResponse, session: Session) -
     for group in groups:
         if group[0].verdicts:
             out.print()
-            out.print(_verdicts(group))
+            _print_verdicts(out, group)
 
 
 def _memory(m: pb.Memory) -> str:
@@ -101,8 +102,7 @@ def _layers(groups: list[list[pb.Layer]]) -> Table:
     table = Table(show_edge=False, pad_edge=False)
     names = ("layers", "experts held", "of", "top-k", "I", "weights", "backend")
     for name in names:
-        number = name in ("of", "top-k", "I")
-        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        table.add_column(name, justify="right" if name in ("of", "top-k", "I") else "left")
     for group in groups:
         x = group[0]
         table.add_row(
@@ -137,29 +137,20 @@ def _activations(layer: pb.Layer) -> str:
     return does if wants in ("", does) else f"{does} (checkpoint: {wants})"
 
 
-def _verdicts(group: list[pb.Layer]) -> Table:
-    table = Table(
-        show_edge=False, pad_edge=False, title=f"layers {format_ranges(x.layer for x in group)}", title_justify="left"
-    )
-    table.add_column("backend", no_wrap=True)
-    table.add_column("verdict")
+def _print_verdicts(out: Console, group: list[pb.Layer]) -> None:
     counts = sorted({t.tokens for v in group[0].verdicts for t in v.times})
-    for tokens in counts:
-        table.add_column(f"M = {tokens}", justify="right")
-    table.add_column("relative error", justify="right")
+    rows = []
     for v in group[0].verdicts:
         chosen = v.backend == group[0].backend
         times = {t.tokens: t.microseconds for t in v.times}
         verdict = Text("; ".join(v.refusals), "dim")
         if v.eligible:
             verdict = Text("chosen", "bold green") if chosen else Text("eligible")
-        table.add_row(
-            Text(v.backend, "bold" if chosen else ""),
-            verdict,
-            *(f"{times[n]:,.0f} us" if n in times else "" for n in counts),
-            f"{v.relative_error:.1e}" if v.relative_error else "",
-        )
-    return table
+        cells = [f"{times[n]:,.0f}" if n in times else "" for n in counts]
+        cells.append(f"{v.relative_error:.1e}" if v.relative_error else "")
+        rows.append(VerdictRow(Text(v.backend, "bold" if chosen else ""), verdict, cells))
+    out.print(Text(f"layers {format_ranges(x.layer for x in group)}", "italic"))
+    print_verdicts(out, rows, [*(f"us at {n}" for n in counts), "error"])
 
 
 def _alike(layers: Iterable[pb.Layer]) -> list[list[pb.Layer]]:

@@ -14,6 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from expertd.dtypes import dtype_name
+from expertd.tables import duration
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.client import ExpertClient
 from expertd_client.commands.options import (
@@ -30,7 +31,6 @@ from expertd_client.e4m3 import E4m3
 from expertd_client.files import load_array, load_tensors, save_array
 from expertd_client.request import Request, RequestOptions
 from expertd_client.result import ForwardResult
-from expertd_client.tables import duration
 from expertd_client.tracing.stages import SERVER
 from expertd_client.workload import drawn, layer_shapes, synthetic
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from rich.table import Table
 
+from expertd.tables import duration, print_table
 from expertd_client.client import ExpertClient
 from expertd_client.commands.options import checked_wire_dtype, console, credentials, popularity
 from expertd_client.generation import Generation, generate
 from expertd_client.grpc_sync import GrpcTransport
 from expertd_client.session import INLINE
-from expertd_client.tables import duration, print_table
 from expertd_client.workload import layer_shapes, requests
 
 __all__ = ["run"]

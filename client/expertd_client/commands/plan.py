@@ -11,6 +11,7 @@ from typing import Any
 
 from expertd.errors import PlacementError
 from expertd.placement import Placement
+from expertd.tables import print_sentence
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.address import parse_address
 from expertd_client.commands.options import add_credentials, at_least, console, credentials, positive
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     out = console()
     out.print(picture.table(rows))
-    out.print(picture.sentence(found), soft_wrap=True)
+    print_sentence(out, picture.sentence(found))
     for path in (args.output, args.svg, args.record):
         if path is not None:
             out.print(f"written: {path}", soft_wrap=True)

@@ -144,7 +144,7 @@ def _follow(args: argparse.Namespace) -> int:
 def _table(rows: Any) -> Table:
     out = Table(show_edge=False, pad_edge=False)
     for name in ("part", "replica", "state", "address", "starts", "why"):
-        out.add_column(name, justify="right" if name in ("part", "replica", "starts") else "left")
+        out.add_column(name, justify="right" if name in ("part", "replica", "starts") else "left", overflow="fold")
     for row in rows:
         out.add_row(*(str(row[k]) for k in ("part", "replica", "phase", "address", "starts", "why")))
     return out

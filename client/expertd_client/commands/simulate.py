@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from expertd.tables import print_table
 from expertd_client.cluster.policy import Policy
 from expertd_client.commands.options import at_least, console, positive
 from expertd_client.simulation.outcome import Outcome
@@ -17,7 +18,6 @@ from expertd_client.simulation.real import run_real
 from expertd_client.simulation.service import H200_INT4, Service, measured
 from expertd_client.simulation.simulate import simulate
 from expertd_client.simulation.trace import busiest_s, placed, shape_of, traced
-from expertd_client.tables import print_table
 
 __all__ = ["add_parser", "run"]
 

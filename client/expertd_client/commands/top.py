@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from expertd.errors import ExpertdError
+from expertd.tables import duration, print_table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.address import parse_address
 from expertd_client.client import ExpertClient
 from expertd_client.commands.options import ADDRESS, add_credentials, at_least, console, credentials, positive
-from expertd_client.tables import duration, print_table
 
 __all__ = ["Row", "Seen", "add_parser", "row_of", "run", "samples"]
 

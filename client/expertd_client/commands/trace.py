@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from expertd.tables import duration, print_table
 from expertd_client.client import ExpertClient
 from expertd_client.cluster import ExpertCluster
 from expertd_client.commands.options import add_common, add_routing, at_least, console, credentials, numbers, popularity
 from expertd_client.forwarder import Forwarder
 from expertd_client.request import Request
-from expertd_client.tables import duration, print_table
 from expertd_client.tracing import Trace, trace
 from expertd_client.tracing.chrome import clocks
 from expertd_client.tracing.picture import by_layer

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
+from expertd.tables import print_table
 from expertd_client.faults.run import AWAY_S, FAULTS, Row, run
-from expertd_client.tables import print_table
 
 __all__ = ["add_arguments", "run_command"]
 

@@ -29,10 +29,10 @@ from rich.table import Table
 
 from expertd.errors import UnavailableError
 from expertd.placement import Placement, Server
+from expertd.tables import print_sentence, print_table
 from expertd_client.cluster import ExpertCluster
 from expertd_client.faults.processes import ServerProcess
 from expertd_client.percentiles import Durations
-from expertd_client.tables import print_table
 from expertd_client.workload import LayerShape, drawn
 
 __all__ = ["Row", "add_arguments", "run", "run_command"]
@@ -224,10 +224,10 @@ def run_command(args: argparse.Namespace) -> int:
         table.add_row(r.phase, *numbers)
     out, last = Console(highlight=False), rows[-1]
     print_table(out, table)
-    out.print(
+    print_sentence(
+        out,
         f"{last.moved} experts moved in {last.seconds} s; p99 of a move over the quiet time before it, median:"
         f" {last.p99_ratio:.2f}; the new holder answered {last.follow_s:.2f} s after it held them",
-        soft_wrap=True,
     )
     for text in dict.fromkeys(why):
         out.print(text, markup=False)

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from expertd.errors import RequestCancelledError
+from expertd.tables import print_table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, ForwardResponseView, TensorView
 from expertd_client.client import ExpertClient
@@ -35,7 +36,6 @@ from expertd_client.cluster import ExpertCluster, Policy
 from expertd_client.forwarder import Forwarder
 from expertd_client.percentiles import Durations
 from expertd_client.request import Request
-from expertd_client.tables import print_table
 from expertd_client.transport import Channel, Closed, Connection, Deliver, Waiter, no_session
 
 __all__ = ["Row", "add_arguments", "measure", "run_command"]

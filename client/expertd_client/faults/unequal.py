@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from expertd.placement import Placement
+from expertd.tables import print_sentence, print_table
 from expertd_client.cluster import ExpertCluster
 from expertd_client.faults.processes import ServerProcess
 from expertd_client.moving.move import Mover, Options, Progress
@@ -30,7 +31,6 @@ from expertd_client.planner import observe, picture
 from expertd_client.planner.picture import Bar
 from expertd_client.planner.plan import Plan, plan
 from expertd_client.planner.problem import Problem, held_of, placement_of
-from expertd_client.tables import print_table
 from expertd_client.workload import LayerShape, drawn
 
 __all__ = ["Row", "add_arguments", "run", "run_command"]
@@ -176,7 +176,7 @@ def run_command(args: argparse.Namespace) -> int:
         print(json.dumps({"alone": alone, "rows": [asdict(row) for row in rows]}))
         return 1 if failed else 0
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    out.print(f"one server for everything: {alone or 'has room for it'}", markup=False, soft_wrap=True)
+    print_sentence(out, f"one server for everything: {alone or 'has room for it'}")
     delays = ", ".join(f"{us} us" for us in ROUTE_US)
     table = Table(title=f"three servers, {delays} a route", title_justify="left", show_edge=False)
     table.add_column("placement")

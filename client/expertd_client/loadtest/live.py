@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from expertd.tables import duration
 from expertd_client.load import LoadRun, Now
-from expertd_client.tables import duration
 
 __all__ = ["line", "stoppable", "watched"]
 
@@ -50,7 +50,7 @@ def line(what: str, before: Now, now: Now, duration_s: float | None) -> str:
     """At most 80 characters for a `what` of 20."""
     took = now.elapsed_s - before.elapsed_s
     rate = (now.answered - before.answered) / took if took > 0 else 0.0
-    whole = f"/{duration_s:.0f}" if duration_s else ""
+    whole = f"/{duration_s:.3g}" if duration_s else ""
     parts = [what, f"{now.elapsed_s:.0f}{whole} s", f"{now.answered:,} ok", f"{rate:,.0f}/s"]
     if now.since_last.count:
         parts.append(f"p50 {duration(now.since_last.p50_s)} p99 {duration(now.since_last.p99_s)}")

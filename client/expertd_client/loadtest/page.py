@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from expertd.tables import duration
 from expertd_client.loadtest.series import quantile_curve, slices
 from expertd_client.loadtest.show import Outcome, describe_plan
-from expertd_client.tables import duration
 
 __all__ = ["NO_PLOTLY", "page"]
 

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from expertd.ranges import format_ranges
+from expertd.tables import duration, print_table
 from expertd_client.departures import LoadPlan
 from expertd_client.load import LoadReport
 from expertd_client.loadtest.series import hdr_encoded, slices
 from expertd_client.loadtest.slo import Found
 from expertd_client.percentiles import Summary
-from expertd_client.tables import duration, print_table
 
 __all__ = ["Outcome", "Run", "as_json", "describe_plan", "show"]
 

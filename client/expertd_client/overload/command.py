@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from expertd.tables import print_table
 from expertd_client.overload.callers import WAYS
 from expertd_client.overload.cost import PARTS, Cost, measure_cost
 from expertd_client.overload.run import Plan, measure
 from expertd_client.overload.tally import Row
-from expertd_client.tables import print_table
 
 __all__ = ["add_arguments", "run_command"]
 

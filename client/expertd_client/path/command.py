@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from expertd.tables import print_table
 from expertd_client.path.grid import Measured, Plan, measure
 from expertd_client.path.picture import draw
 from expertd_client.path.rows import STAGES, Row
 from expertd_client.path.ways import BARE, CLIENTS
-from expertd_client.tables import print_table
 
 __all__ = ["add_arguments", "run_command"]
 

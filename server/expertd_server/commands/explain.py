@@ -55,6 +55,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from expertd.tables import print_sentence
     from expertd_kernels.oracle.probe import assumed_packages, installed_packages, packages_for
     from expertd_kernels.oracle.table import BACKENDS
     from expertd_server.boot.assignment import BootError, assign_layers, open_source, resolve_device
@@ -85,12 +86,12 @@ def run(args: argparse.Namespace) -> int:
         premises = {"packages": "assumed" if assumed else "installed", "memory": memory_json(memory, free)}
         print(json.dumps({**premises, **decisions_json(assignments)}, indent=2))
         return 0
+    console = Console(width=None if sys.stdout.isatty() else 120)
     for line in _premises(config.device, device, here, assumed):
-        print(line)
-    sys.stdout.flush()
-    print_decisions(Console(width=None if sys.stdout.isatty() else 120), assignments, every_row=args.all)
+        print_sentence(console, line)
+    print_decisions(console, assignments, every_row=args.all)
     for line in memory_text(memory, free):
-        print(line)
+        print_sentence(console, line)
     return 0
 
 

@@ -145,29 +145,32 @@ def _as_json(layers: Sequence[LayerResult], cases: Sequence[CaseResult]) -> dict
 
 def _print(console: Console, layers: Sequence[LayerResult], cases: Sequence[CaseResult]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
-    def row(error: float, limit: float, ok: bool) -> tuple[str, str, str]:
-        return f"{error:.2e}", f"{limit:.0e}", "[green]ok[/]" if ok else "[bold red]FAILED[/]"
+    from expertd.tables import print_sentence, print_table
+
+    def row(error: float, limit: float, ok: bool) -> tuple[str, str, Text]:
+        return f"{error:.2e}", f"{limit:.0e}", Text("ok", "green") if ok else Text("FAILED", "bold red")
 
     table = Table(show_edge=False, pad_edge=False)
-    for name in ("layer", "scheme", "backend", "experts", "relative error", "tolerance", "", "MiB read", "s"):
-        numeric = name in ("layer", "relative error", "tolerance", "MiB read", "s")
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=name == "backend")
+    for name in ("layer", "scheme", "backend", "experts", "error", "tolerance", "", "MiB", "s"):
+        numeric = name in ("layer", "error", "tolerance", "MiB", "s")
+        table.add_column(name, justify="right" if numeric else "left")
     for r in layers:
         some = f"{r.experts_compared} of {r.experts}" if r.experts_compared < r.experts else str(r.experts)
         table.add_row(
             str(r.layer), r.scheme, r.backend or "none", some, *row(r.relative_error, r.tolerance, r.ok),
             f"{r.bytes_read / 2**20:.1f}", f"{r.seconds:.2f}",
         )  # fmt: skip
-    console.print(table)
+    print_table(console, table)
     for r in layers:
         if r.fault:
-            console.print(f"layer {r.layer}: {r.fault}", markup=False, highlight=False, soft_wrap=True)
+            print_sentence(console, f"layer {r.layer}: {r.fault}")
     if cases:
         console.print()
         table = Table(show_edge=False, pad_edge=False)
-        for name in ("case", "layer", "compared with", "relative error", "tolerance", ""):
-            table.add_column(name, justify="right" if name in ("layer", "relative error", "tolerance") else "left")
+        for name in ("case", "layer", "compared with", "error", "tolerance", ""):
+            table.add_column(name, justify="right" if name in ("layer", "error", "tolerance") else "left")
         for c in cases:
             table.add_row(c.case, str(c.layer), c.against, *row(c.relative_error, c.tolerance, c.ok))
-        console.print(table)
+        print_table(console, table)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from expertd.ranges import format_ranges
+from expertd.tables import VerdictRow, print_sentence, print_verdicts
 from expertd_kernels.oracle.advice import advice
 from expertd_kernels.oracle.decision import Decision, Verdict
 from expertd_server.boot.assignment import Assignment
@@ -83,7 +83,7 @@ def _print_group(console: Console, assignments: Sequence[Assignment], pending: b
     first, d = assignments[0], assignments[0].decision
     p = d.problem
     layers = format_ranges(x.info.layer for x in assignments)
-    _say(
+    print_sentence(
         console,
         f"layer{'s' if len(assignments) > 1 else ''} {layers}: {p.scheme_name},"
         f" {p.num_experts} of {first.info.num_experts} experts,"
@@ -91,31 +91,20 @@ def _print_group(console: Console, assignments: Sequence[Assignment], pending: b
         f" on {p.device}: {p.weight_bytes / 2**20:,.1f} MiB a layer",
     )
     folded = [] if every_row else [v.backend for v in d.verdicts if v.elsewhere and v.backend != d.pin]
-    console.print(_table(first, folded, pending and first.chosen_by == "order"))
+    _print_verdicts(console, first, folded, pending and first.chosen_by == "order")
     if folded:
-        _say(console, f"for other devices (expertd explain --all says more): {', '.join(folded)}")
+        print_sentence(console, f"for other devices (expertd explain --all says more): {', '.join(folded)}")
     if found := advice(d):
-        _say(console, str(found), "bold")
+        console.print(str(found), style="bold", markup=False, highlight=False, soft_wrap=True)  # it ends in a command
     for note in _notes(first):
-        _say(console, f"note: {note}")
+        print_sentence(console, f"note: {note}")
 
 
-def _say(console: Console, text: str, style: str = "") -> None:
-    """One line, however long."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def _table(assignment: Assignment, folded: Sequence[str], pending: bool) -> Table:
+def _print_verdicts(console: Console, assignment: Assignment, folded: Sequence[str], pending: bool) -> None:
     d = assignment.decision
     tokens = max(([m for m, _ in v.times] for v in d.verdicts), key=len, default=[])
     errors = any(v.relative_error is not None for v in d.verdicts)
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("backend", no_wrap=True)
-    table.add_column("verdict")
-    for m in tokens:
-        table.add_column(f"us at {m}", justify="right", no_wrap=True)
-    if errors:
-        table.add_column("error", justify="right", no_wrap=True)
+    rows = []
     for v in d.verdicts:
         if v.backend in folded:
             continue
@@ -125,8 +114,8 @@ def _table(assignment: Assignment, folded: Sequence[str], pending: bool) -> Tabl
         if errors:
             cells.append("" if v.relative_error is None else f"{v.relative_error:.1e}")
         name = Text(v.backend, "bold" if chosen and not pending else "")
-        table.add_row(name, _verdict(d, v.backend, v.refusals, pending), *cells)
-    return table
+        rows.append(VerdictRow(name, _verdict(d, v.backend, v.refusals, pending), cells))
+    print_verdicts(console, rows, [f"us at {m}" for m in tokens] + ["error"] * errors)
 
 
 def _verdict(d: Decision, backend: str, refusals: Sequence[str], pending: bool) -> Text:

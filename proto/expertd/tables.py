@@ -1,0 +1,94 @@
+"""Tables that stay whole where a terminal is narrow, and times in few characters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["VerdictRow", "duration", "print_sentence", "print_table", "print_verdicts"]
+
+_NO_LIMIT = 10_000
+_READABLE = 36
+"""Columns that sentences of a table want beside its numbers."""
+
+
+class VerdictRow(NamedTuple):
+    """A line of print_verdicts().  cells: numbers, none or as many as there are columns for them."""
+
+    name: Text
+    text: Text
+    cells: Sequence[str] = ()
+
+
+def print_table(out: Console, table: Table) -> None:
+    """As it is where its lines fit; else turned: a line for each column, and as many rows beside one another as fit."""
+    if _width(out, table) <= out.width:
+        out.print(table)
+        return
+    names = [str(column.header) for column in table.columns]
+    columns = [list(column.cells) for column in table.columns]
+    rows = list(zip(*columns, strict=True))
+    out.print(Text(str(table.title or ""), "italic"))
+    while rows:
+        count = next((n for n in range(len(rows), 1, -1) if _width(out, _turned(names, rows[:n])) <= out.width), 1)
+        out.print(_turned(names, rows[:count]))
+        rows = rows[count:]
+
+
+def print_verdicts(out: Console, rows: Sequence[VerdictRow], columns: Sequence[str]) -> None:
+    """Names, sentences and numbers; where that is too much for a line, sentences without numbers in a table of their
+    own.  columns: names of the cells."""
+    lines = [VerdictRow(r.name, r.text, r.cells or [""] * len(columns)) for r in rows]
+    spoken = _verdicts([VerdictRow(r.name, Text(), r.cells) for r in lines], columns)
+    if not columns or _width(out, spoken) + _READABLE <= out.width:
+        out.print(_verdicts(lines, columns))
+        return
+    if counted := [r for r in rows if any(r.cells)]:
+        print_table(out, _verdicts(counted, columns))
+    if said := [VerdictRow(r.name, r.text) for r in rows if not any(r.cells)]:
+        out.print(_verdicts(said, ()))
+
+
+def _verdicts(rows: Sequence[VerdictRow], columns: Sequence[str]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("backend", no_wrap=True)
+    table.add_column("verdict", overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in rows:
+        table.add_row(r.name, r.text, *r.cells)
+    return table
+
+
+def print_sentence(out: Console, text: str, style: str = "") -> None:
+    """Broken between words on a terminal; one line, however long, in a file."""
+    out.print(text, style=style, markup=False, highlight=False, soft_wrap=not out.is_terminal)
+
+
+def _turned(names: list[str], rows: list[tuple[object, ...]]) -> Table:
+    turned = Table(show_edge=False, pad_edge=False, show_header=False)
+    turned.add_column(style="bold", no_wrap=True)
+    for _ in rows:
+        turned.add_column(justify="right", overflow="fold")
+    for name, cells in zip(names, zip(*rows, strict=True), strict=True):
+        turned.add_row(name, *(str(cell) for cell in cells))
+    return turned
+
+
+def _width(out: Console, table: Table) -> int:
+    """Of its lines, where nothing is wrapped."""
+    return Measurement.get(out, out.options.update(max_width=_NO_LIMIT), table).maximum
+
+
+def duration(seconds: float) -> str:
+    """For people, in at most seven characters below three hours: "412 us", "3.21 ms", "44.2 ms", "1.04 s"."""
+    if seconds < 999.5e-6:
+        return f"{seconds * 1e6:.0f} us"
+    value, unit = (seconds * 1e3, "ms") if seconds < 0.9995 else (seconds, "s")
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
