@@ -60,6 +60,7 @@ assert many.plan(1, 8).rows == many.plan(5000, 8).rows == 32, "24 rows an expert
 """
 
 
+@pytest.mark.timeout(300)  # the interpreter: 18 s beside other work
 def test_triton_has_one_plan_and_keeps_it_in_the_interpreter():
     """In a process of its own: see test_triton.py.  On a GPU: tests/gpu/test_steady_layers.py."""
     paths = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
