@@ -49,16 +49,20 @@ class LayerShape:
     top_k: int
 
 
-def layer_shapes(described: pb.DescribeResponse, layers: Sequence[int] | None, top_k: int | None) -> list[LayerShape]:
-    """The shapes of `layers` (None = all that the server holds), with the model's top_k unless another one is given.
-    Raises ValueError for a layer that the server does not hold."""
-    held = {layer.layer: layer for layer in described.layers}
+def layer_shapes(
+    described: pb.DescribeResponse | Sequence[pb.DescribeResponse], layers: Sequence[int] | None, top_k: int | None
+) -> list[LayerShape]:
+    """The shapes of `layers` (None = all that are held), with the model's top_k unless another one is given.
+    described: by a server, or by all of a cluster's.  Raises ValueError for a layer that no server holds."""
+    servers = [described] if isinstance(described, pb.DescribeResponse) else described
+    held = {layer.layer: (layer, server.model.hidden_size) for server in servers for layer in server.layers}
     wanted = sorted(held) if layers is None else list(layers)
     missing = [n for n in wanted if n not in held]
     if missing or not wanted:
-        raise ValueError(f"layers: got {missing or 'none'}, want some of those that the server holds: {sorted(held)}")
-    hidden = described.model.hidden_size
-    shapes = [LayerShape(n, hidden, held[n].num_experts, top_k or held[n].top_k) for n in wanted]
+        who = "the servers hold" if len(servers) > 1 else "the server holds"
+        raise ValueError(f"layers: got {missing or 'none'}, want some of those that {who}: {sorted(held)}")
+    found = [(n, *held[n]) for n in wanted]
+    shapes = [LayerShape(n, hidden, layer.num_experts, top_k or layer.top_k) for n, layer, hidden in found]
     for s in shapes:
         if not 1 <= s.top_k <= s.num_experts:
             raise ValueError(f"top_k: got {s.top_k}, want 1 to {s.num_experts}, the experts of layer {s.layer}")

@@ -269,3 +269,11 @@ def test_layers_and_top_k_must_be_the_servers():
         layer_shapes(described, None, 9)
     with pytest.raises(ValueError, match="layers: got none"):
         layer_shapes(pb.DescribeResponse(), None, None)
+    other = pb.DescribeResponse()
+    other.CopyFrom(described)
+    del other.layers[:]
+    other.layers.add(layer=5, num_experts=4, top_k=1)
+    assert [s.layer for s in layer_shapes([described, other], None, None)] == [1, 2, 5]
+    assert layer_shapes([described, other], [5], None) == [LayerShape(5, 16, 4, 1)]
+    with pytest.raises(ValueError, match="the servers hold"):
+        layer_shapes([described, other], [7], None)

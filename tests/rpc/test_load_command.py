@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 
 import pytest
+
+from expertd_client.echo import echo_server
 
 
 def expertctl(*words, code=0):
@@ -90,9 +93,30 @@ def test_the_echo_server():
     assert found["echo"] is True
 
 
+@pytest.mark.timeout(120)  # two servers and three commands, each a process that imports what it needs
+def test_several_servers_are_one_cluster():
+    with ExitStack() as stack:
+        shards = [("--experts", "8", "--shard", f"{n}/2") for n in range(2)]
+        servers = [stack.enter_context(echo_server(256, 64, *shard)) for shard in shards]
+        found = json.loads(expertctl("load", *servers, "--requests", 40, "--top-k", 2, "--streams", 2, "--json"))
+        assert (found["answered"], found["errors"]) == (40, {})
+        assert found["routes_computed"] == 40 * 8 * 2, "each half of the experts computed its own"
+        assert (found["address"], found["servers"]) == (" ".join(servers), "a cluster of 2 servers")
+        text = " ".join(expertctl("load", *servers, "--rate", 50, "--requests", 10).split())
+        assert "layers 0, a cluster of 2 servers, 1 stream" in text
+        assert "last server" in text
+        half = json.loads(expertctl("load", servers[0], "--requests", 40, "--top-k", 2, "--json"))
+        assert 0 < half["routes_computed"] < 40 * 8 * 2, "alone it computes its own experts' routes"
+
+
 @pytest.mark.parametrize(
     ("words", "want"),
     [
+        (["A", "A", "--unary"], "--unary: got 2 servers with it, want one: a cluster keeps a stream to each"),
+        (["A", "A", "--synthetic"], "--synthetic: got 2 servers with it"),
+        (["A", "A", "--digest"], "--digest: got 2 servers with it"),
+        (["A", "A", "--generate", "2"], "expertctl trace"),
+        (["A", "A", "--output-dtype", "e4m3"], "parts have to be added"),
         ([], "ADDRESS and --echo: got neither"),
         (["A", "--echo"], "got both"),
         (["A", "--slo", "p99<1s", "--rate", "5"], "--slo: got --rate"),

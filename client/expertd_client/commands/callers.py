@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,10 @@ import numpy as np
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.async_client import AsyncExpertClient
+from expertd_client.cluster import AsyncExpertCluster
 from expertd_client.commands.options import checked_wire_dtype, credentials, popularity
 from expertd_client.departures import LoadPlan
+from expertd_client.forwarder import AsyncForwarder
 from expertd_client.load import LoadReport, LoadRun
 from expertd_client.loadtest.live import stoppable, watched
 from expertd_client.loadtest.recording import Recording, routes_of
@@ -34,33 +36,30 @@ _LATE_SHARE = 0.25
 
 
 class Callers:
-    """To one server.  args: those of `expertctl load`.  Ctrl-C ends what is under way (`interrupted`)."""
+    """To one server, or to several as one cluster.  args: those of `expertctl load`.  Ctrl-C ends what is under way
+    (`interrupted`)."""
 
-    def __init__(self, args: argparse.Namespace, address: str, in_flight: int | None = None) -> None:
-        self._args, self.interrupted = args, False
+    def __init__(self, args: argparse.Namespace, servers: Sequence[str], in_flight: int | None = None) -> None:
+        self._args, self._servers, self.interrupted = args, servers, False
         self._run: LoadRun | None = None
         self.runs: list[Run] = []
-        self._clients = [
-            AsyncExpertClient(
-                address,
-                timeout_s=args.timeout,
-                max_in_flight=in_flight or _NO_BOUND,
-                unary=args.unary,
-                credentials=credentials(args),
-                wire_dtype=args.wire_dtype,
-            )
-            for _ in range(args.streams)
-        ]
-        self.described = pb.DescribeResponse()
+        self._clients = [_forwarder(args, servers, in_flight or _NO_BOUND) for _ in range(args.streams)]
+        self.described: list[pb.DescribeResponse] = []
         self._shapes: list[LayerShape] = []
 
     async def __aenter__(self) -> Callers:
         try:
-            self.described = await self._clients[0].describe(timeout_s=self._args.timeout)
+            self.described = [await self._describe(server) for server in self._servers]
+            for client in self._clients:
+                await client.__aenter__()
         except BaseException:
             await self.__aexit__()
             raise
         return self
+
+    async def _describe(self, server: str) -> pb.DescribeResponse:
+        async with AsyncExpertClient(server, credentials=credentials(self._args)) as client:
+            return await client.describe(timeout_s=self._args.timeout)
 
     async def __aexit__(self, *_: object) -> None:
         for client in self._clients:
@@ -69,7 +68,8 @@ class Callers:
     def endless(self) -> Iterator[Request]:
         """What the options ask for.  Raises ValueError."""
         args = self._args
-        checked_wire_dtype(args, self.described)
+        for described in self.described:
+            checked_wire_dtype(args, described)
         self._shapes = layer_shapes(self.described, args.layers, args.top_k)
         wanted: Any = {"output_dtype": args.output_dtype, "digest": args.digest}
         routing: Routing = args.routing
@@ -130,6 +130,18 @@ class Callers:
 
     def _send(self, request: Request, connection: int) -> Awaitable[ForwardResult]:
         return self._clients[connection % len(self._clients)].forward_request(request)
+
+
+def _forwarder(args: argparse.Namespace, servers: Sequence[str], in_flight: int) -> AsyncForwarder:
+    common: dict[str, Any] = {
+        "timeout_s": args.timeout,
+        "max_in_flight": in_flight,
+        "credentials": credentials(args),
+        "wire_dtype": args.wire_dtype,
+    }
+    if len(servers) > 1:
+        return AsyncExpertCluster(servers, **common)
+    return AsyncExpertClient(servers[0], unary=args.unary, **common)
 
 
 class _InterruptedError(Exception):

@@ -23,9 +23,10 @@ __all__ = ["run"]
 
 def run(args: argparse.Namespace) -> int:
     """Over the transport that the server gives, then inline."""
-    found = [_one(args, args.address)]
+    (address,) = args.address
+    found = [_one(args, address)]
     if found[0].transport != INLINE:
-        found.append(_one(args, GrpcTransport(args.address, unary=args.unary, credentials=credentials(args))))
+        found.append(_one(args, GrpcTransport(address, unary=args.unary, credentials=credentials(args))))
     if args.json:
         print(json.dumps({"rows": [_as_json(args, g) for g in found]}, indent=2))
     else:

@@ -46,7 +46,7 @@ def add_parser(subparsers: Any, text: str) -> None:
         epilog="Exit code 1 where no request was answered; those that failed beside answered ones are a result, shown"
         " by reason.  Ctrl-C: a report of what came until then, exit code 130.",
     )
-    add_common(parser, needs_address=False)
+    add_common(parser, "*")
     parser.add_argument("--echo", action="store_true", help="load an echo server that is started here: no kernels")
     parser.add_argument("--hidden-size", type=at_least(1), default=4096, metavar="H", help="of the echo (4096)")
     add_routing(parser)
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         if args.echo:
             if missing := no_echo():
                 raise ValueError(f"--echo: {missing}")
-            args.address = stack.enter_context(echo_server(args.hidden_size, max(4096, args.m)))
+            args.address = [stack.enter_context(echo_server(args.hidden_size, max(4096, args.m)))]
         if args.generate:
             return generation.run(args)
         return finish(args, run_precisely(_run(args)))
@@ -122,9 +122,10 @@ def finish(args: argparse.Namespace, o: Outcome) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises ValueError for options that exclude each other."""
-    if args.echo == (args.address is not None):
+    if args.echo == bool(args.address):
         got = "both" if args.echo else "neither"
         raise ValueError(f"ADDRESS and --echo: got {got}, want one of them")
+    _check_cluster(args)
     if args.depth and not args.generate:
         raise ValueError(f"--depth {args.depth}: got no --generate with it, want one: other loads have no steps")
     several = len(args.concurrency) * len(args.rate or [0]) > 1
@@ -140,6 +141,22 @@ def _check(args: argparse.Namespace) -> None:
     if (ramp := next((r for r in args.rate or () if r[1]), None)) and args.requests and not args.duration:
         raise ValueError(f"--rate {ramp[0]:g}..{ramp[1]:g}: got --requests, want --duration: its end")
     check_reports(args)
+
+
+def _check_cluster(args: argparse.Namespace) -> None:
+    """Raises ValueError for what one server alone can be asked."""
+    if len(args.address) < 2:
+        return
+    for name, why in (
+        ("unary", "a cluster keeps a stream to each"),
+        ("synthetic", "each server would draw its own routes"),
+        ("digest", "a digest of a part is none of the sum"),
+        ("generate", f"expertctl trace {' '.join(args.address)} shows where a cluster's step goes"),
+    ):
+        if getattr(args, name):
+            raise ValueError(f"--{name}: got {len(args.address)} servers with it, want one: {why}")
+    if args.output_dtype == "e4m3":
+        raise ValueError(f"--output-dtype e4m3: got {len(args.address)} servers, want one: parts have to be added")
 
 
 def check_reports(args: argparse.Namespace) -> None:
@@ -179,15 +196,19 @@ async def _run(args: argparse.Namespace) -> Outcome:
             found = await callers.largest_rate(args.slo, plans[0], args.repeats)
         else:
             await callers.each(plans)
-        return Outcome(args.address, callers.layers, _settings(args), callers.runs, found, callers.interrupted)
+        return Outcome(
+            " ".join(args.address), callers.layers, _settings(args), callers.runs, found, callers.interrupted
+        )
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     streams = f"{args.streams} {'calls' if args.unary else 'stream' + 's' * (args.streams > 1)}"
     drawn = ", drawn by the server" if args.synthetic else ""
     quantized = f", hidden states as {args.wire_dtype}" if args.wire_dtype else ""
+    servers = len(args.address)
     return {
         "wire_dtype": args.wire_dtype,
+        **({"servers": f"a cluster of {servers} servers"} if servers > 1 else {}),
         "routing": args.routing.text,
         "messages": f"{streams}{drawn}{quantized}",
         "echo": args.echo,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import Literal
 
 from rich.console import Console
 
@@ -36,9 +37,10 @@ OUTPUT_DTYPES = ("bf16", "f16", "f32", "e4m3")
 """Of --output-dtype: what Request.output_dtype takes by name."""
 
 
-def add_common(parser: argparse.ArgumentParser, needs_address: bool = True) -> None:
-    """ADDRESS, --timeout, --json, and those of add_credentials."""
-    parser.add_argument("address", metavar="ADDRESS", nargs=None if needs_address else "?", help=ADDRESS)
+def add_common(parser: argparse.ArgumentParser, addresses: Literal["+", "*"] | None = None) -> None:
+    """ADDRESS, --timeout, --json, and those of add_credentials.  addresses: how many, as argparse's nargs."""
+    several = "" if addresses is None else "; several are called as one cluster"
+    parser.add_argument("address", metavar="ADDRESS", nargs=addresses, help=ADDRESS + several)
     add_credentials(parser)
     parser.add_argument("--timeout", type=positive, default=30.0, metavar="S", help="of each request (default: 30)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

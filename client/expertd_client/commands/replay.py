@@ -47,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
 async def _replay(args: argparse.Namespace, recording: Recording) -> Outcome:
     count = min(len(recording), args.requests or len(recording))
     plan = LoadPlan(tokens=0, schedule=(recording.at_us[:count] * 1e-6 / args.speed).tolist(), seed=args.seed)
-    async with Callers(args, args.address) as callers:
-        wanted = replayed(recording, callers.described, args.seed, output_dtype=args.output_dtype)
+    async with Callers(args, [args.address]) as callers:
+        (described,) = callers.described
+        wanted = replayed(recording, described, args.seed, output_dtype=args.output_dtype)
         await callers.run(plan, wanted)
     settings = {"wire_dtype": args.wire_dtype, "recording": str(args.recording), "speed": args.speed}
     layers = sorted(set(recording.layer[:count].tolist()))

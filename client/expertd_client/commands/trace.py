@@ -34,9 +34,8 @@ def add_parser(subparsers: Any, text: str) -> None:
         description="Calls the layers in turn, as a step of a model does without its attention, and writes FILE, for"
         " ui.perfetto.dev and chrome://tracing, and a picture of each layer beside it (.svg).  For a model of your own:"
         " `with expertd_client.trace(FILE):` around what it does.",
-        epilog="ADDRESS may be several, with commas between them: they are called as one cluster.",
     )
-    add_common(parser)
+    add_common(parser, "+")
     add_routing(parser)
     parser.add_argument("--layers", type=numbers, metavar="0-3,7", help="default: all that the servers hold")
     parser.add_argument("--steps", type=at_least(1), default=1, metavar="N", help="through all layers (default: 1)")
@@ -45,9 +44,7 @@ def add_parser(subparsers: Any, text: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    servers = [a for a in args.address.split(",") if a]
-    if not servers:
-        raise ValueError(f"ADDRESS: got {args.address!r}, want one or more with commas between them")
+    servers: list[str] = args.address
     if len(servers) > 1 and args.unary:
         raise ValueError("--unary: got several servers, want one: a cluster keeps one stream to each")
     if args.out.suffix == ".svg":
@@ -85,17 +82,11 @@ def _forwarder(args: argparse.Namespace, servers: list[str]) -> Forwarder:
 
 def _shapes(args: argparse.Namespace, servers: list[str]) -> list[LayerShape]:
     """Of the layers that all servers together hold."""
-    found: dict[int, LayerShape] = {}
+    described = []
     for server in servers:
         with ExpertClient(server, credentials=credentials(args)) as client:
-            described = client.describe(timeout_s=args.timeout)
-        here = [layer.layer for layer in described.layers if args.layers is None or layer.layer in args.layers]
-        if here:
-            found.update({shape.layer: shape for shape in layer_shapes(described, here, args.top_k)})
-    missing = sorted(set(args.layers or ()) - set(found))
-    if missing or not found:
-        raise ValueError(f"layers: got {missing or 'none'}, want some of those that the servers hold: {sorted(found)}")
-    return [found[n] for n in sorted(found)]
+            described.append(client.describe(timeout_s=args.timeout))
+    return layer_shapes(described, args.layers, args.top_k)
 
 
 def _step(forwarder: Forwarder, batches: list[Request]) -> None:

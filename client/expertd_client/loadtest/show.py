@@ -19,6 +19,7 @@ from expertd_client.percentiles import Summary
 
 __all__ = ["Outcome", "Run", "as_json", "describe_plan", "show"]
 
+_TOLD = ("servers", "messages", "routing")
 _QUANTILES = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 
 
@@ -117,7 +118,7 @@ def show(out: Console, o: Outcome) -> None:
 def _title(o: Outcome) -> str:
     plan = o.runs[0].plan
     tokens = f"{plan.tokens} tokens a request, " if plan.tokens else ""
-    more = "".join(f", {v}" for k, v in o.settings.items() if k in ("messages", "routing") and v != "uniform")
+    more = "".join(f", {v}" for k, v in o.settings.items() if k in _TOLD and v != "uniform")
     return f"{tokens}layers {format_ranges(o.layers)}{more}"
 
 
@@ -137,7 +138,7 @@ def _show_run(out: Console, run: Run, o: Outcome) -> None:
         f" {r.tokens_per_s:,.1f} tokens/s",
         "failed": f"{r.failed:,}" + "".join(f", {reason} {n:,}" for reason, n in r.errors.items()),
         "routes": f"{r.routes_computed:,} computed",
-        "server": ", ".join(
+        "last server" if "servers" in o.settings else "server": ", ".join(
             f"{name[:-3]} {duration(ns * 1e-9)}" for name, ns in asdict(r.server).items() if name.endswith("_ns")
         ),
         "batch": f"{r.server.batch_tokens:.1f} tokens of {r.server.batch_requests:.1f} requests on average; backend "
