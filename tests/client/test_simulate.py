@@ -1,19 +1,27 @@
 """A simulated cluster: the same code as a real one, on a clock that stands while it runs."""
 
+import gc
 import json
+import random
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cli import main
+from expertd_client.cluster.flight import Flight
 from expertd_client.cluster.policy import Policy
+from expertd_client.deadline import Deadline
 from expertd_client.simulation import service as services
+from expertd_client.simulation.outcome import Tally
 from expertd_client.simulation.real import run_real
 from expertd_client.simulation.service import H200_INT4, Service
 from expertd_client.simulation.simulate import simulate
 from expertd_client.simulation.trace import Outage, busiest_s, placed, shape_of, traced
-from expertd_client.simulation.world import World
+from expertd_client.simulation.world import SimulatedExchange, SimulatedServer, World
 
 SHAPE = shape_of(8, 2)
 SLEEPY = Service(((1, 4e-3), (32, 12e-3)), (1e-3,), 32)
@@ -69,6 +77,48 @@ def test_a_server_that_fails_costs_no_call_where_there_is_another(hangs):
     longest_s = float((tally.ended_s - tally.begun_s).max())
     assert longest_s < 0.5
     assert (longest_s > 0.15) == hangs, "a hung server is waited for until its silence tells"
+
+
+def test_a_deadline_to_come_keeps_nothing_of_a_part_that_was_answered():
+    class Waiter:
+        leg = SimpleNamespace(part=SimpleNamespace(routes=2))
+
+        def answer(self, result):
+            answers.append(result.routes_computed)
+
+    world, answers, waiter = World(), [], Waiter()
+    server = SimulatedServer(world, SLEEPY, pb.DescribeResponse(), random.Random(0))
+    SimulatedExchange(world, server).submit(SimpleNamespace(tokens=1), Deadline(1.0, 1.0), waiter)
+    there = weakref.ref(waiter)
+    del waiter
+    world.run(lambda: bool(answers))
+    assert answers == [2]
+    assert world.now_s < 0.1
+    assert there() is None
+
+
+def test_calls_that_ended_go_without_the_collector(monkeypatch):
+    """It stands while the clock runs, and nothing piles up: failed, hedged and repeated calls, too."""
+    ended, alive = Tally.ended, []
+
+    def flights_there():
+        return sum(type(o) is Flight for o in gc.get_objects())
+
+    def look(tally, number, now_s, error):
+        ended(tally, number, now_s, error)
+        if number == 1999:
+            alive.append((gc.isenabled(), flights_there()))
+
+    monkeypatch.setattr(Tally, "ended", look)
+    outages = [Outage(float(n), n % 3, 0.7, n % 2 == 0) for n in range(1, 20)]
+    gc.collect()
+    before = flights_there()  # of other tests
+    outcome, _ = simulate(placement_of(), SLEEPY, trace_of(outages, calls=2000), 0.2, Policy())
+    assert gc.isenabled()
+    assert outcome.failed > 10
+    ((enabled, flights),) = alive
+    assert not enabled
+    assert flights - before < 100
 
 
 def test_where_nobody_is_left_calls_fail_in_time():
@@ -149,13 +199,10 @@ class Answering:
         pass
 
     def describe(self):
-        from expertd.v1 import expert_service_pb2 as pb
-
         layer = pb.Layer(layer=0, num_experts=8, top_k=2, held=[pb.ExpertRange(first=0, count=8)])
         return pb.DescribeResponse(model=pb.Model(hidden_size=16), layers=[layer], limits=pb.Limits(max_tokens=8))
 
     def forward_request(self, request):
-        from expertd.v1 import expert_service_pb2 as pb
         from expertd_client.result import ForwardResult
 
         return ForwardResult(None, None, 0, pb.Timing(kernel_ns=1_000_000 + 10_000 * request.tokens), pb.Load())

@@ -103,9 +103,10 @@ class Member:
 
     def usable(self, now_s: float) -> bool:
         """Whether it may be asked now."""
+        if self.refused or self.leaving or now_s < self._not_before_s:
+            return False
         told = self.exchange.load
-        draining = told is not None and told.draining and told is not self._settled
-        if self.refused or draining or self.leaving or now_s < self._not_before_s:
+        if told is not None and told is not self._settled and told.draining:
             return False
         return not (self._strikes and self.outstanding)  # after it hung: one part, to see
 

@@ -58,6 +58,7 @@ class Members:
         self._placed_experts: Mapping[int, int] = {}
         self._lock = threading.Lock()
         self._tables: dict[int, LayerTable] = {}
+        self._all_known: Mapping[str, Member] | None = None
         self._alike: dict[tuple[int, tuple[tuple[str, tuple[int, ...]], ...]], LayerTable] = {}
 
     def apply(self, targets: Targets) -> tuple[list[Member], list[Member]]:
@@ -136,7 +137,12 @@ class Members:
     @property
     def unknown(self) -> bool:
         """Whether a server that may hold anything has not said yet what it holds."""
-        return not all(m.known or m.leaving for m in self.by_address.values())
+        if self._all_known is not self.by_address:
+            now = self.by_address
+            if not all(m.known or m.leaving for m in now.values()):
+                return True
+            self._all_known = now  # who has said it once is known for good
+        return False
 
     @property
     def take_e4m3(self) -> bool:
@@ -164,5 +170,5 @@ class Members:
     def usable(self, addresses: Sequence[str], without: Sequence[Member] = ()) -> list[Member]:
         """Those of the servers that may be asked now."""
         now_s, known = self.clock(), self.by_address
-        there = [known[a] for a in addresses if a in known]
-        return [m for m in there if m.usable(now_s) and m not in without]
+        there = [m for a in addresses if (m := known.get(a)) is not None and m.usable(now_s)]
+        return [m for m in there if m not in without] if without else there

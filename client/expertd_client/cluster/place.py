@@ -42,7 +42,7 @@ def place(
     if table.whole:
         parts = [Part(0, None, request, meant.routes)] if request.tokens and meant.groups else []
     else:
-        parts = split(request, table, assigned.owner_of_group.tolist(), len(assigned.servers))
+        parts = split(request, table, assigned.owner_of_group, len(assigned.servers))
     legs: list[Leg] = []
     orphans: list[Part] = []
     for part in parts:
@@ -64,7 +64,8 @@ def most_tokens(members: Members, holders: Sequence[str]) -> int:
 
 def _legs(members: Members, part: Part, server: Assigned, chosen: Member | None) -> list[Leg]:
     """Those of one part, cut to what each of its holders takes."""
-    pieces = cut(part, most_tokens(members, server.holders))
+    one = part.request.tokens == 1  # it fits everywhere
+    pieces = [part] if one else cut(part, most_tokens(members, server.holders))
     return [
         Leg(piece, server.holders, server.first, chosen if n == 0 else None, server.apart)
         for n, piece in enumerate(pieces)

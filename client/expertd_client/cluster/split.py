@@ -38,6 +38,7 @@ __all__ = [
     "split_numpy",
 ]
 
+_Owners = Sequence[int] | NDArray[np.int32]
 _IDS = (np.dtype(np.int32), np.dtype(np.int64))
 _BITS, _MOST = 63, 512
 """Groups that fit into a number, and numbers that are remembered of a table."""
@@ -101,8 +102,12 @@ def scanned(native: Library, batch: Any, table: LayerTable, layer: int) -> Meant
         raise _unknown(found.value, table, layer)
     bits = found.value if flags is None else -1
     if (known := table.groups_of_bits.get(bits)) is None:
-        set_ = [bits >> n & 1 for n in range(groups + 1)] if flags is None else flags
-        known = tuple([n for n in range(groups) if set_[n]]), bool(set_[groups])
+        if flags is None:
+            there = [n for n in range(groups + 1) if bits >> n & 1]
+        else:
+            there = np.frombuffer(bytes(flags), np.uint8).nonzero()[0].tolist()
+        orphans = bool(there) and there[-1] == groups
+        known = tuple(there[:-1] if orphans else there), orphans
         if flags is None and len(table.groups_of_bits) < _MOST:
             table.groups_of_bits[bits] = known
     return Meant(routes, *known)
@@ -131,7 +136,7 @@ def _unknown(expert: int, table: LayerTable, layer: int) -> ExpertIdOutOfRangeEr
 # ---- who gets what ---------------------------------------------------------------------------------------------------
 
 
-def split(request: Request, table: LayerTable, owner_of_group: Sequence[int], owners: int) -> list[Part]:
+def split(request: Request, table: LayerTable, owner_of_group: _Owners, owners: int) -> list[Part]:
     """The parts of a request whose tensors are numpy arrays, in the order of their owners; that of nobody, if there is
     one, comes last.  A route with the id -1 is in no part, and a token without routes neither.
 
@@ -140,7 +145,8 @@ def split(request: Request, table: LayerTable, owner_of_group: Sequence[int], ow
     native = library()
     if native is None or not request.tokens:
         return split_numpy(request, table, owner_of_group, owners)
-    of_group = np.array([*owner_of_group, owners], np.int32)  # the last one: that of experts without a group
+    of_group = np.full(len(owner_of_group) + 1, owners, np.int32)  # the last one: that of experts without a group
+    of_group[:-1] = owner_of_group
     of_group[of_group < 0] = owners
     group_of = np.where(table.group_of < 0, len(of_group) - 1, table.group_of)
     values, kept = batch_of(request)
@@ -150,15 +156,15 @@ def split(request: Request, table: LayerTable, owner_of_group: Sequence[int], ow
     present = [n for n in range(owners + 1) if found.tokens[n]]
     if len(present) == 1 and found.tokens[present[0]] == request.tokens:
         return [Part(_owner(present[0], owners), None, request, found.routes[present[0]])]
-    room = _like(request, sum(found.tokens))
+    gathered = _gathered(native, batch, who, found, present, _like(request, sum(found.tokens)))
     parts = [
         Part(
             _owner(n, owners),
             found.rows[found.begins[n] : found.begins[n] + found.tokens[n]],
-            _gathered(native, batch, who, n, found, room),
+            part,
             found.routes[n],
         )
-        for n in present
+        for n, part in zip(present, gathered, strict=True)
     ]
     del kept  # they were read until here
     return parts
@@ -189,20 +195,24 @@ def _like(request: Request, tokens: int) -> Request:
     return request.with_tensors(hidden, room(ids), room(weights))
 
 
-def _gathered(native: Library, batch: Any, owners: Any, owner: int, found: Shares, room: Request) -> Request:
-    """The part of one server, in its place of the room for all."""
-    begin, tokens = found.begins[owner], found.tokens[owner]
-    part = room.rows(slice(begin, begin + tokens))
-    x, scales = part.hidden_states, None
-    if isinstance(x, E4m3):
-        x, scales = x.codes, at(x.scales)
-    places = Room(at(x), scales, at(part.topk_ids), at(part.topk_weights))
-    rows = at(found.rows) + found.rows.itemsize * begin
-    native.gather(batch, owners, owner, rows, tokens, C.byref(places))
-    return part
+def _gathered(
+    native: Library, batch: Any, owners: Any, found: Shares, present: Sequence[int], room: Request
+) -> list[Request]:
+    """The parts of those servers, each in its place of the room for all.  An array's address costs more than a row."""
+    hidden, ids, weights = room.hidden_states, room.topk_ids, room.topk_weights
+    arrays = (hidden.codes, hidden.scales) if isinstance(hidden, E4m3) else (hidden, None)
+    wide = [(at(a), a.strides[0]) if a is not None else (0, 0) for a in (*arrays, ids, weights, found.rows)]
+    parts = []
+    for owner in present:
+        begin, tokens = found.begins[owner], found.tokens[owner]
+        *places, rows = [address + begin * bytes_ for address, bytes_ in wide]
+        native.gather(batch, owners, owner, rows, tokens, C.byref(Room(*places)))
+        mine = slice(begin, begin + tokens)
+        parts.append(room.with_tensors(hidden[mine], ids[mine], weights[mine]))
+    return parts
 
 
-def split_numpy(request: Request, table: LayerTable, owner_of_group: Sequence[int], owners: int) -> list[Part]:
+def split_numpy(request: Request, table: LayerTable, owner_of_group: _Owners, owners: int) -> list[Part]:
     """split() without its C++ twin: all parts are gathered at once."""
     ids = request.topk_ids
     of_expert = np.array([*owner_of_group, -2], np.int64)[table.group_of]  # no group, -1: the last one

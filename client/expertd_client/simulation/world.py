@@ -49,13 +49,13 @@ class World:
 class _Part:
     """A request at one server."""
 
-    __slots__ = ("arrived_s", "exchange", "number", "recalled_s", "tokens", "waiter")
+    __slots__ = ("arrived_s", "exchange", "number", "recalled_s", "routes", "tokens")
 
-    def __init__(self, exchange: SimulatedExchange, number: int, tokens: int, waiter: Try) -> None:
+    def __init__(self, exchange: SimulatedExchange, number: int, tokens: int, routes: int) -> None:
         self.exchange = exchange
         self.number = number
         self.tokens = tokens
-        self.waiter = waiter
+        self.routes = routes
         self.arrived_s = 0.0
         self.recalled_s = float("inf")
 
@@ -153,7 +153,7 @@ class SimulatedServer:
         load = self._load()
         for part in batch:
             timing = pb.Timing(queue_ns=int(1e9 * (begun_s - part.arrived_s)), kernel_ns=int(1e9 * took_s))
-            result = ForwardResult(None, None, part.waiter.leg.part.routes, timing, load)
+            result = ForwardResult(None, None, part.routes, timing, load)
             self._later(part.exchange.deliver, part, result)
         if self._queue:
             self._begin()
@@ -173,38 +173,41 @@ class SimulatedServer:
 
 
 class SimulatedExchange:
-    """The way to one server, as a cluster's member has it (expertd_client.exchange)."""
+    """The way to one server, as a cluster's member has it (expertd_client.exchange).
+
+    A part knows its number alone, not who waits for it: its deadline is remembered until it comes, and would keep a
+    call that was answered long ago."""
 
     def __init__(self, world: World, server: SimulatedServer) -> None:
         self.load: pb.Load | None = None
         self._world = world
         self._server = server
         self._numbers = itertools.count(1)
-        self._pending: dict[int, _Part] = {}
+        self._pending: dict[int, tuple[_Part, Try]] = {}
 
     def submit(self, request: Request, deadline: Deadline | None, waiter: Try) -> int:
-        part = _Part(self, next(self._numbers), request.tokens, waiter)
-        self._pending[part.number] = part
+        part = _Part(self, next(self._numbers), request.tokens, waiter.leg.part.routes)
+        self._pending[part.number] = part, waiter
         self._world.at(self._world.now_s + self._server.half_s(), lambda: self._server.arrive(part))
         if deadline is not None:
             self._world.at(deadline.end_s, lambda: self.fail(part, DeadlineExceededError("no answer in time")))
         return part.number
 
     def cancel(self, number: int) -> bool:
-        part = self._pending.pop(number, None)
-        if part is None:
+        pending = self._pending.pop(number, None)
+        if pending is None:
             return False
-        part.recalled_s = self._world.now_s + self._server.half_s()
+        pending[0].recalled_s = self._world.now_s + self._server.half_s()
         return True
 
     def deliver(self, part: _Part, result: ForwardResult) -> None:
-        if self._pending.pop(part.number, None) is not None:
+        if (pending := self._pending.pop(part.number, None)) is not None:
             self.load = result.load
-            part.waiter.answer(result)
+            pending[1].answer(result)
 
     def fail(self, part: _Part, error: ExpertdError) -> None:
-        if self._pending.pop(part.number, None) is not None:
-            part.waiter.fail(error)
+        if (pending := self._pending.pop(part.number, None)) is not None:
+            pending[1].fail(error)
 
     def close(self) -> None:
         """Nothing to give back."""
