@@ -12,10 +12,11 @@ import pytest
 
 from expertd.errors import DeadlineExceededError, DrainingError, QueueFullError
 from expertd_client.cli import main
-from expertd_client.overload import command
+from expertd_client.overload import command, cost
 from expertd_client.overload.cost import Cost
 from expertd_client.overload.loop import LoopClock
 from expertd_client.overload.tally import Row, Tally
+from expertd_client.percentiles import Durations
 from expertd_client.selector import run_precisely
 
 pytestmark = pytest.mark.timeout(20)
@@ -156,6 +157,24 @@ def test_wrong_options(words, capsys):
 
 def test_every_field_of_a_row_is_json():
     json.dumps(asdict(row(sent(1))))
+
+
+def test_a_cost_without_answers_asks_for_more_time(monkeypatch):
+    class Silent:
+        def __init__(self, *_):
+            pass
+
+        async def open(self):
+            pass
+
+        async def closed_loop(self, *_):
+            return 0.0, Durations()
+
+        close = open
+
+    monkeypatch.setattr(cost, "Callers", Silent)
+    with pytest.raises(ValueError, match="--seconds: got a piece of 10 ms without an answer, want more"):
+        asyncio.run(cost._cost("forecast", [("a", None), ("b", None)], "streams", 1, 0.01, LoopClock()))
 
 
 def test_cost(monkeypatch, capsys):

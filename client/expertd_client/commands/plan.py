@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         print(placement.to_json(), end="")
         return 0
     out = console()
-    out.print(picture.table(rows))
+    out.print(picture.table(rows, out.width))
     print_sentence(out, picture.sentence(found))
     for path in (args.output, args.svg, args.record):
         if path is not None:

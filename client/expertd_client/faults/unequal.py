@@ -187,5 +187,5 @@ def run_command(args: argparse.Namespace) -> int:
         numbers = (f"{r.calls:,}", str(r.failed), f"{r.rate:,.0f}", f"{r.times:.2f}", f"{r.forecast:.2f}")
         table.add_row(r.placement, held, *numbers)
     print_table(out, table)
-    out.print(picture.table(bars))
+    out.print(picture.table(bars, out.width))
     return 1 if failed else 0

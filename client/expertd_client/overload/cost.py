@@ -107,6 +107,9 @@ async def _cost(
             for i in order:
                 _, took = await both[i].closed_loop(fresh(), 1, seconds, _DEADLINE_S)
                 p50[i] = 1e6 * took.summary().p50_s
+            if not all(rate + p50):
+                got = f"a piece of {seconds * 1e3:.0f} ms without an answer"
+                raise ValueError(f"--seconds: got {got}, want more: each measurement has {4 * _ROUNDS} pieces")
             rates.append(rate)
             p50s.append(p50)
     finally:

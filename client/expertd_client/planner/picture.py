@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -17,6 +18,8 @@ from expertd_client.planner.problem import Held, Problem
 __all__ = ["Bar", "bars", "sentence", "svg", "table"]
 
 _WIDTH = 18
+_NUMBERS = 52
+"""Columns of all but the names, with bars of ten."""
 _MOST_ROWS = 40
 _BEFORE, _AFTER = "#9ab4cc", "#2f7d4f"
 _MEAN = 'stroke="#a33" stroke-dasharray="3 3"'
@@ -54,11 +57,11 @@ def sentence(found: Plan) -> str:
     return f"{text} ({found.before.balance:.0%} before), {times:.2f} times as many routes a second"
 
 
-def table(rows: Sequence[Bar]) -> Table:
-    """The busiest servers, where there are many."""
+def table(rows: Sequence[Bar], width: int) -> Table:
+    """The busiest servers, where there are many.  width: columns that there are for it."""
     longest = max((max(r.before_s or 0.0, r.after_s) for r in rows), default=0.0) or 1.0
     out = Table(title="time of each server for the load", title_justify="left", show_edge=False, pad_edge=False)
-    out.add_column("server", overflow="fold")
+    out.add_column("server", no_wrap=True)
     out.add_column("experts", justify="right", no_wrap=True)
     for name in ("before", "after"):
         out.add_column(name, justify="right", no_wrap=True)
@@ -70,10 +73,21 @@ def table(rows: Sequence[Bar]) -> Table:
         for busy_s, colour in ((r.before_s, _BEFORE), (r.after_s, _AFTER)):
             part = 0.0 if busy_s is None else busy_s / longest
             cells += ["-" if busy_s is None else f"{part:.0%}", rich.bar.Bar(1.0, 0.0, part, color=colour)]
-        out.add_row(r.server, experts, *cells)
+        out.add_row(_broken(r.server, max(16, width - _NUMBERS)), experts, *cells)
     if len(shown) < len(rows):
         out.caption = f"{len(rows) - len(shown)} servers that do less are left out"
     return out
+
+
+def _broken(address: str, width: int) -> str:
+    """Between the parts of its name, where it is longer than that; a part that is longer itself anywhere."""
+    lines = [""]
+    whole = re.split(r"(?<=[.:])", address)
+    for part in (w[n : n + width] for w in whole for n in range(0, len(w), width)):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def svg(rows: Sequence[Bar], title: str) -> str:
