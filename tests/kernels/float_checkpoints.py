@@ -21,7 +21,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 AT = "model.layers.0.mlp.experts"
 NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float32: "F32", torch.bfloat16: "BF16",
-    torch.uint8: "U8", torch.int8: "I8",
+    torch.uint8: "U8", torch.int8: "I8", torch.float16: "F16",
 }  # fmt: skip
 
 

@@ -55,6 +55,11 @@ def test_a_promise_of_the_same_bits_in_any_batch_is_kept_or_seen() -> None:
         def __call__(self, x, *more, **named):  # type: ignore[no-untyped-def]
             return super().__call__(x, *more, **named).mul_(1 + 1e-6 * len(x))
 
+    class WaversAlone(ReferenceExperts):
+        def __call__(self, x, *more, **named):  # type: ignore[no-untyped-def]
+            return super().__call__(x, *more, **named).mul_(1 + 1e-6 * (len(x) == 1))
+
+    assert not self_check(WaversAlone(w), w, p).ok
     found = self_check(Wavers(w), w, p)
     assert found.fault == "a token's bits depend on the batch that it is computed in"
     assert self_check(Wavers(w), w, problem_of(w, detect_device("cpu"), top_k=2, compute_dtype="f32")).ok
@@ -82,8 +87,10 @@ class Broken:
         y = self.inner(x, ids, weights, router_weight_on_input=router_weight_on_input)
         if self.fault == "rows not written" and out is not None:
             return out
-        if self.fault == "one row off at M = 1" and len(x) == 1:
+        if self.fault == f"one row off at M = {len(x)}":
             y = y * 1.1
+        if self.fault == "too large":
+            y[hit.any(dim=1)] *= 100
         if self.fault == "nan for an expert":
             y[hit.any(dim=1)] = float("nan")
         return y if out is None else out.copy_(y)
@@ -96,6 +103,7 @@ FAULTS = (
     "absent route computed",
     "rows not written",
     "one row off at M = 1",
+    "one row off at M = 4",
     "nan for an expert",
 )
 
@@ -153,6 +161,27 @@ def test_bounded_check_compares_a_strange_row_before_it_complains() -> None:
     w.w2.scales[9] = 0
     p = problem_of(w, detect_device("cpu"), top_k=1)
     assert self_check(ReferenceExperts(w), w, p, reference_experts=2).ok
+
+
+def test_rows_that_need_no_look_take_no_place_of_those_that_do() -> None:
+    """Four strange rows are compared; the compared ones, the one without a route among them, are none of these."""
+    w = random_weights("int8_channel", 16, 64, 32)
+    assert w.w2.scales is not None
+    w.w2.scales[[3, 5, 7]] = 0
+    p = problem_of(w, detect_device("cpu"), top_k=1)
+    assert self_check(ReferenceExperts(w), w, p, reference_experts=2).ok
+    found = self_check(Broken(w, "expert dropped", 9), w, p, reference_experts=2)
+    assert "expert slot 9" in found.fault
+
+
+def test_a_row_that_is_too_large_is_seen_where_all_are_small() -> None:
+    w = random_weights("int8_channel", 16, 64, 32)
+    assert w.w2.scales is not None
+    w.w2.scales.mul_(1e-4)
+    p = problem_of(w, detect_device("cpu"), top_k=1, compute_dtype="f32")
+    assert self_check(ReferenceExperts(w), w, p, reference_experts=2).ok
+    found = self_check(Broken(w, "too large", 9), w, p, reference_experts=2)
+    assert "expert slot 9" in found.fault
 
 
 def test_what_has_nothing_to_be_compared_with_is_not_checked_by_half() -> None:

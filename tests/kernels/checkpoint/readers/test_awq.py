@@ -29,13 +29,16 @@ def pack_columns(codes: Tensor) -> Tensor:
     return torch.where(out >= 1 << 31, out - (1 << 32), out).int()
 
 
-def projection(g: torch.Generator, pack: Any, n: int, k: int, group: int, zero_point: bool, version: str) -> Any:
+def projection(
+    g: torch.Generator, pack: Any, n: int, k: int, group: int, zero_point: bool, version: str,
+    dtype: torch.dtype = torch.float16,
+) -> Any:  # fmt: skip
     """Tensors as AutoAWQ writes them, and the [n, k] f32 that they mean."""
     of = torch.arange(k) // (k if group == -1 else group)
     groups = int(of.max()) + 1
     q = torch.randint(0, 16, (n, k), generator=g)
     zeros = torch.randint(0, 16, (n, groups), generator=g) if zero_point else torch.full((n, groups), 8)
-    scales = (torch.randn(n, groups, generator=g) * 0.1).half()
+    scales = (torch.randn(n, groups, generator=g) * 0.1).to(dtype)
     if version == "gemm":
         parts = {"qweight": pack_columns(q.t()), "qzeros": pack_columns(zeros.t()), "scales": scales.t()}
     else:
@@ -119,6 +122,9 @@ def test_zero_points_that_the_config_denies_are_refused(make: Callable[..., Any]
         ({"version": "gemv_fast"}, r"awq_other: this version of AWQ's packing is not read"),
         ({"version": "new"}, r"fits no known format; .*version 'new'"),
         ({"bits": 8}, r"bits 8 .* want 4"),
+        ({"group_size": 0}, r"group_size 0 in .* want -1 or a number > 0"),
+        ({"group_size": -2}, r"group_size -2 in .* want -1 or a number > 0"),
+        ({"group_size": "32"}, r"group_size '32' in .* want -1 or a number > 0"),
         ({"group_size": 64}, r"gate_proj\.scales: shape \[2, 96\], want \[1, 96\]"),
     ],
 )
@@ -128,6 +134,23 @@ def test_configurations_that_do_not_fit_are_refused(
     make(tmp_path, quant=quant)
     with pytest.raises(CheckpointError, match=says):
         open_checkpoint(tmp_path).load(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hidden", [36, 45])
+def test_columns_that_fill_no_word_and_scales_of_any_type(
+    write_checkpoint: Callable[..., Path], pack_stream: Any, tmp_path: Path, hidden: int, dtype: torch.dtype
+) -> None:
+    """Where `down` is not quantized nothing asks for a hidden size of whole words."""
+    g = torch.Generator().manual_seed(hidden)
+    down = torch.randn(hidden, 24, generator=g).to(dtype)
+    tensors, means = {f"{PREFIX}.0.down_proj.weight": down}, {(0, "down"): down.float()}
+    for name in ("gate", "up"):
+        parts, means[0, name] = projection(g, pack_stream, 24, hidden, 32, True, "gemm", dtype)
+        tensors |= {f"{PREFIX}.0.{name}_proj.{s}": t for s, t in parts.items()}
+    quant = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    write_checkpoint(tmp_path, tensors, quant=quant, experts=1, hidden=hidden, intermediate=24)
+    assert_means(tmp_path, means)
 
 
 def test_the_library_and_torch_repack_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,24 @@ PAIRS = torch.zeros(64, 32, dtype=torch.uint8)
 BLOCK: Config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 ONE, TWO = torch.ones(1, 1), torch.ones(2, 2)
 
+INT4 = one_layer(torch.zeros(32, 64, dtype=torch.uint8), weight_scale=torch.ones(64, 2), pre_quant_scale=torch.ones(64))
+AWQ: Config = {**modelopt("W4A16_AWQ"), "group_size": 32}
+
 REFUSED: dict[str, tuple[Tensors, Config, str]] = {
+    "ModelOpt AWQ, groups of none": (INT4, {**AWQ, "group_size": 0}, "group_size 0 in .* want a number > 0"),
+    "ModelOpt AWQ, groups as text": (INT4, {**AWQ, "group_size": "32"}, "group_size '32' in .* want a number > 0"),
+    "ModelOpt AWQ, odd groups": (INT4, {**AWQ, "group_size": 33}, "group_size 33 in .* want a power of two"),
+    "ModelOpt AWQ, zero points": (INT4, {**AWQ, "has_zero_point": True}, "has_zero_point is true"),
+    "ModelOpt AWQ, another algorithm": (
+        INT4,
+        {**AWQ, "quant_algo": "W4A16_NVFP4"},
+        "quant_algo is W4A16_NVFP4, but the tensors are int4 codes",
+    ),
+    "ModelOpt AWQ, a factor of zero": (
+        {**INT4, f"{AT}.0.gate_proj.pre_quant_scale": torch.zeros(64)},
+        AWQ,
+        "pre_quant_scale: a factor is NaN, infinite or not above 0",
+    ),
     "e5m2": (
         one_layer(torch.zeros(64, 64).to(torch.float8_e5m2), weight_scale_inv=ONE),
         BLOCK,
@@ -50,6 +67,41 @@ REFUSED: dict[str, tuple[Tensors, Config, str]] = {
         one_layer(CODES, weight_scale_inv=TWO),
         {"quant_method": "fp8", "weight_block_size": [0, 128]},
         r"weight_block_size \[0, 128\]",
+    ),
+    "block of one number": (
+        one_layer(CODES, weight_scale_inv=TWO),
+        {"quant_method": "fp8", "weight_block_size": 128},
+        r"weight_block_size 128; want two positive integers",
+    ),
+    "a tensor that nobody reads, ModelOpt fp8": (
+        one_layer(CODES, weight_scale=torch.ones(()), weight_amount=ONE),
+        modelopt("FP8_PER_CHANNEL_PER_TOKEN"),
+        "'weight_amount' is not known",
+    ),
+    "a tensor that nobody reads, ModelOpt mxfp8": (
+        one_layer(CODES, weight_scale=torch.full((64, 2), 127, dtype=torch.uint8), weight_amount=ONE),
+        modelopt("MXFP8"),
+        "'weight_amount' is not known",
+    ),
+    "a tensor that nobody reads, ModelOpt nvfp4": (
+        one_layer(
+            PAIRS,
+            weight_scale=torch.ones(64, 4).to(torch.float8_e4m3fn),
+            weight_scale_2=torch.ones(()),
+            weight_amount=ONE,
+        ),
+        modelopt("W4A16_NVFP4"),
+        "'weight_amount' is not known",
+    ),
+    "a tensor that nobody reads, ModelOpt mxfp4": (
+        one_layer(PAIRS, weight_scale=torch.full((64, 2), 127, dtype=torch.uint8), weight_amount=ONE),
+        modelopt("MXFP4"),
+        "'weight_amount' is not known",
+    ),
+    "a tensor that nobody reads, fp8": (
+        one_layer(CODES, weight_scale_inv=ONE, weight_amount=ONE),
+        BLOCK,
+        "'weight_amount' is not known",
     ),
     "two scales": (one_layer(CODES, weight_scale_inv=ONE, weight_scale=ONE), BLOCK, "'weight_scale_inv' is not known"),
     "no scales": (one_layer(CODES), {"quant_method": "fp8"}, "fits no known format"),

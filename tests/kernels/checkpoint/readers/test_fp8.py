@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 
 from expertd_kernels import ActivationQuant
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
+from expertd_kernels.checkpoint.readers.fp8 import is_autoround_fp8
+from expertd_kernels.checkpoint.readers.protocol import Unit
+from expertd_kernels.checkpoint.tensors import Stored
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -60,8 +64,14 @@ def test_scales_of_all_experts_in_one_tensor(tmp_path: Path, H: int, I: int) -> 
             values[e, p] = codes.float() * scale
     write(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]}, E, H, I)
     source = open_checkpoint(tmp_path)
-    check(source.load(0), values)
+    w = source.load(0)
+    check(w, values)
     assert source.info(0).w13.element.value == "e4m3"  # split blocks, not widened weights
+    assert w.checkpoint_activation is ActivationQuant.E4M3_GROUP128
+    tensors[f"{AT}.down_proj_scale_inv"] = s2.bfloat16()
+    write(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]}, E, H, I)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj_scale_inv.* is F32 and .* is BF16; want one dtype"):
+        open_checkpoint(tmp_path).load(0)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -122,3 +132,23 @@ def test_experts_of_two_e2m1_a_byte(tmp_path: Path, scale_name: str) -> None:
     w = open_checkpoint(tmp_path).load(0)
     check(w, values)
     assert w.w13.scheme.name == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("method", "data_type", "dtypes", "plain"),
+    [
+        ("auto-round", None, {"weight": "F8_E4M3", "weight_scale": "U8", "input_scale": "F32"}, False),
+        ("auto-round", None, {"weight": "U8", "weight_scale": "BF16"}, True),
+        ("auto-round", "fp8", {"weight": "F8_E4M3", "weight_scale": "U8"}, True),
+        ("auto-round", "mx_fp", {"weight": "F8_E4M3", "weight_scale": "F32"}, False),
+        ("fp8", "fp8", {"weight": "F8_E4M3", "weight_scale": "F32"}, False),
+    ],
+)
+def test_what_auto_round_made_in_plain_fp8(
+    method: str, data_type: str | None, dtypes: dict[str, str], plain: bool
+) -> None:
+    """By the data type, where it is said; else one scale that is an exponent tells a block format."""
+    nowhere: Any = None
+    tensors = {s: Stored(s, dtype, (64, 64), nowhere, 0, 0) for s, dtype in dtypes.items()}
+    quant = {"quant_method": method, "data_type": data_type}
+    assert is_autoround_fp8(Unit("gate", 0, 0, "gate", 64, 64, tensors, quant=quant)) is plain

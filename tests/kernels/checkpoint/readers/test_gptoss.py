@@ -31,11 +31,12 @@ def gptoss_tensors(E: int, H: int, I: int) -> tuple[Tensors, dict[tuple[int, str
     return tensors, values
 
 
+@pytest.mark.parametrize("e8m0", ["", "_scales"])
 @pytest.mark.parametrize(("E", "H", "I"), [(1, 32, 32), (3, 64, 64), (2, 96, 160), (2, 192, 96)])
-def test_gptoss_blocks_of_any_shape(tmp_path: Path, E: int, H: int, I: int) -> None:
-    """Square ones, too, and sizes that are multiples of 32 only."""
+def test_gptoss_blocks_of_any_shape(tmp_path: Path, E: int, H: int, I: int, e8m0: str) -> None:
+    """Square ones, too, and sizes that are multiples of 32 only; scales as bytes or under their own name."""
     tensors, values = gptoss_tensors(E, H, I)
-    write(tmp_path, tensors, {"quant_method": "mxfp4"}, E, H, I, "gpt_oss")
+    write(tmp_path, tensors, {"quant_method": "mxfp4"}, E, H, I, "gpt_oss", e8m0)
     w = open_checkpoint(tmp_path).load(0)
     check(w, values)
     assert w.w13.bias is not None
@@ -51,6 +52,7 @@ def test_gptoss_blocks_of_any_shape(tmp_path: Path, E: int, H: int, I: int) -> N
         ("down_proj_blocks", torch.zeros(2, 96, 2, 16, dtype=torch.uint8), r"96 x 64 weights"),
         ("down_proj_scales", torch.full((2, 96, 3), 255, dtype=torch.uint8), r"a scale is NaN"),
         ("down_proj_scales", None, r"'scales'"),
+        ("down_proj_amount", torch.ones(2, 96), r"'amount' is not known"),
     ],
 )  # fmt: skip
 def test_broken_gptoss_tensors_are_named(tmp_path: Path, name: str, value: Tensor | None, want: str) -> None:

@@ -79,9 +79,11 @@ def test_modelopt_fp8(tmp_path: Path, algo: str, activation: ActivationQuant, H:
         ("W4A8_MXFP4_FP8", True, ActivationQuant.E4M3_TENSOR),
         ("W4A8_MXFP4_FP8", False, ActivationQuant.E4M3_TOKEN),
         ("mxfp4", False, ActivationQuant.NONE),
+        ("MIXED_PRECISION", True, ActivationQuant.E4M3_TENSOR),  # which does not name these modules
     ],
 )
-def test_modelopt_mxfp4(tmp_path: Path, algo: str, input_scale: bool, activation: ActivationQuant) -> None:
+@pytest.mark.parametrize("e8m0", ["", "weight_scale"])
+def test_modelopt_mxfp4(tmp_path: Path, algo: str, input_scale: bool, activation: ActivationQuant, e8m0: str) -> None:
     g = torch.Generator().manual_seed(4)
     tensors, values = {}, {}
     for p, (n, k) in sizes(64, 96).items():
@@ -91,7 +93,7 @@ def test_modelopt_mxfp4(tmp_path: Path, algo: str, input_scale: bool, activation
         if input_scale:
             tensors[f"{AT}.0.{p}_proj.input_scale"] = torch.tensor(0.5)
         values[0, p] = E2M1[codes] * spread(torch.exp2(scales.float() - 127), 1, 32, n, k)
-    write(tmp_path, tensors, modelopt(algo), 1, 64, 96)
+    write(tmp_path, tensors, modelopt(algo), 1, 64, 96, e8m0=e8m0)
     w = open_checkpoint(tmp_path).load(0)
     check(w, values)
     assert w.checkpoint_activation is activation
@@ -121,3 +123,38 @@ def test_modelopt_mxfp8_blocks_along_the_outputs(tmp_path: Path, E: int, H: int,
     write(tmp_path, tensors, modelopt("MXFP8"), E, H, I, "gpt_oss")
     with pytest.raises(CheckpointError, match=r"down_proj.*does not fit bf16"):
         open_checkpoint(tmp_path).load(0)
+
+
+def two_rows_a_byte(codes: Tensor) -> Tensor:
+    """[N, K] codes -8..7 -> [N/2, K] u8, the even row in the low nibble."""
+    nibbles = codes & 15
+    return (nibbles[0::2] | nibbles[1::2] << 4).to(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("H", "bias"), [(64, False), (64, True), (45, False)])
+def test_modelopt_awq(tmp_path: Path, H: int, bias: bool, dtype: torch.dtype) -> None:
+    """Factors of any type; an odd number of columns, which only a `down` that is not quantized allows; biases."""
+    g, I = torch.Generator().manual_seed(H), 48
+    tensors, values = {}, {}
+    inputs = {k: (torch.rand(k, generator=g) + 0.5).to(dtype) for k in (H, I)}
+    for p, (n, k) in sizes(H, I).items():
+        at, codes = f"{AT}.0.{p}_proj", torch.randint(-8, 8, (n, k), generator=g)
+        if n % 2:
+            tensors[f"{at}.weight"] = codes.bfloat16()
+            values[0, p] = codes.float()
+            continue
+        scales = torch.rand(n, -(-k // 32), generator=g)
+        tensors |= {f"{at}.weight": two_rows_a_byte(codes), f"{at}.weight_scale": scales}
+        tensors[f"{at}.pre_quant_scale"] = inputs[k]
+        values[0, p] = codes * spread(scales, 1, 32, n, k) * inputs[k].float()
+        if bias:
+            tensors[f"{at}.bias"] = torch.randn(n, generator=g)
+    write(tmp_path, tensors, {**modelopt("W4A16_AWQ"), "group_size": 32}, 1, H, I)
+    w = open_checkpoint(tmp_path).load(0)
+    check(w, values)
+    if bias:
+        assert w.w13.bias is not None
+        assert w.w2.bias is not None
+        assert torch.equal(w.w13.bias[0], torch.cat([tensors[f"{AT}.0.{p}_proj.bias"] for p in ("gate", "up")]))
+        assert torch.equal(w.w2.bias[0], tensors[f"{AT}.0.down_proj.bias"])

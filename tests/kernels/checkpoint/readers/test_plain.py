@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,19 @@ def test_of_h_equal_to_i_the_other_matrix_tells(write_checkpoint: Write, tmp_pat
         assert torch.equal(w.w2.codes, down)
 
 
+def test_where_the_config_names_no_inner_size_the_tensors_do(write_checkpoint: Write, tmp_path: Path) -> None:
+    gate_up, down = draw(E, 2 * I, H, seed=1), draw(E, H, I, seed=2)
+    at = "model.layers.0.mlp.experts"
+    tensors = {f"{at}.gate_up_proj": gate_up, f"{at}.down_proj": down}
+    folder = write_checkpoint(tmp_path, tensors, experts=E, hidden=H, intermediate=I)
+    config = json.loads((folder / "config.json").read_text())
+    del config["moe_intermediate_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    w = open_checkpoint(folder).load(0)
+    assert torch.equal(w.w13.codes, gate_up)
+    assert torch.equal(w.w2.codes, down)
+
+
 def test_other_shapes_are_refused(write_checkpoint: Write, tmp_path: Path) -> None:
     tensors = {
         "model.layers.0.mlp.experts.gate_up_proj": draw(E, 2 * I, H + 1, seed=1),
@@ -112,6 +126,32 @@ def test_other_shapes_are_refused(write_checkpoint: Write, tmp_path: Path) -> No
     }
     folder = write_checkpoint(tmp_path, tensors, experts=E, hidden=H, intermediate=I)
     with pytest.raises(CheckpointError, match=r"gate_up_proj\[0\]: shape \[48, 41\].*want \[48, 40\] or \[40, 48\]"):
+        open_checkpoint(folder).load(0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_tensor_that_nobody_reads_is_refused(write_checkpoint: Write, tmp_path: Path, fused: bool) -> None:
+    """It may matter: read without it the numbers could be others."""
+    at = "model.layers.0.mlp.experts"
+    if fused:
+        tensors = {f"{at}.gate_up_proj": draw(E, 2 * I, H, seed=1), f"{at}.down_proj": draw(E, H, I, seed=2)}
+        tensors[f"{at}.down_proj_amount"] = draw(E, H, seed=3)
+    else:
+        sizes = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
+        tensors = {f"{at}.{e}.{n}.weight": draw(*s, seed=e) for e in range(E) for n, s in sizes.items()}
+        tensors[f"{at}.1.down_proj.weight_amount"] = draw(H, seed=3)
+    folder = write_checkpoint(tmp_path, tensors, experts=E, hidden=H, intermediate=I)
+    with pytest.raises(CheckpointError, match=r"down_proj.*fits no known format.*amount' is not known"):
+        open_checkpoint(folder).load(0)
+
+
+def test_an_expert_of_three_dimensions_is_refused(write_checkpoint: Write, tmp_path: Path) -> None:
+    sizes = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I, 1)}
+    tensors = {
+        f"model.layers.0.mlp.experts.{e}.{n}.weight": draw(*s, seed=e) for e in range(E) for n, s in sizes.items()
+    }
+    folder = write_checkpoint(tmp_path, tensors, experts=E, hidden=H, intermediate=I)
+    with pytest.raises(CheckpointError, match=r"0\.down_proj\.weight: shape \[40, 24, 1\].*want two dimensions"):
         open_checkpoint(folder).load(0)
 
 
