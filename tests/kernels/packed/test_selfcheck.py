@@ -59,8 +59,8 @@ def test_a_promise_of_the_same_bits_in_any_batch_is_kept_or_seen() -> None:
         def __call__(self, x, *more, **named):  # type: ignore[no-untyped-def]
             return super().__call__(x, *more, **named).mul_(1 + 1e-6 * (len(x) == 1))
 
-    assert not self_check(WaversAlone(w), w, p).ok
-    found = self_check(Wavers(w), w, p)
+    assert not self_check(WaversAlone(w, True), w, p).ok
+    found = self_check(Wavers(w, True), w, p)
     assert found.fault == "a token's bits depend on the batch that it is computed in"
     assert self_check(Wavers(w), w, problem_of(w, detect_device("cpu"), top_k=2, compute_dtype="f32")).ok
 

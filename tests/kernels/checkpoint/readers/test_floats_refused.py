@@ -73,6 +73,11 @@ REFUSED: dict[str, tuple[Tensors, Config, str]] = {
         {"quant_method": "fp8", "weight_block_size": 128},
         r"weight_block_size 128; want two positive integers",
     ),
+    "block of text": (
+        one_layer(CODES, weight_scale_inv=TWO),
+        {"quant_method": "fp8", "weight_block_size": ["128", 128]},
+        r"weight_block_size \['128', 128\]; want two positive integers",
+    ),
     "a tensor that nobody reads, ModelOpt fp8": (
         one_layer(CODES, weight_scale=torch.ones(()), weight_amount=ONE),
         modelopt("FP8_PER_CHANNEL_PER_TOKEN"),
