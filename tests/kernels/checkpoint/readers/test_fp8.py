@@ -152,3 +152,14 @@ def test_what_auto_round_made_in_plain_fp8(
     tensors = {s: Stored(s, dtype, (64, 64), nowhere, 0, 0) for s, dtype in dtypes.items()}
     quant = {"quant_method": method, "data_type": data_type}
     assert is_autoround_fp8(Unit("gate", 0, 0, "gate", 64, 64, tensors, quant=quant)) is plain
+
+
+@pytest.mark.parametrize("quant", [{"quant_method": "fbgemm_fp8"}, {"quant_method": "auto-round", "data_type": "fp8"}])
+def test_other_methods_that_store_fp8(tmp_path: Path, quant: dict[str, Any]) -> None:
+    g, tensors, values = torch.Generator().manual_seed(11), {}, {}
+    for p, (n, k) in sizes(64, 48).items():
+        scale, codes = torch.rand(n, 1, generator=g), e4m3(g, n, k)
+        tensors |= {f"{AT}.0.{p}_proj.weight": codes, f"{AT}.0.{p}_proj.weight_scale": scale}
+        values[0, p] = codes.float() * scale
+    write(tmp_path, tensors, quant, 1, 64, 48)
+    check(open_checkpoint(tmp_path).load(0), values)
