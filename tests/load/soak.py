@@ -240,8 +240,8 @@ def main() -> int:
             seen = soak(server, 60 * args.minutes, args.callers, control)
         alive = server.process.poll() is None
         server.stop()
-        traces = (Path(folder) / "log").read_text().count("Traceback")
-    out = report(seen, 60 * args.minutes) | {"alive": alive, "tracebacks": traces}
+        traces = ["Traceback" + t[:2000] for t in (Path(folder) / "log").read_text().split("Traceback")[1:]]
+    out = report(seen, 60 * args.minutes) | {"alive": alive, "tracebacks": len(traces), "first": traces[:3]}
     print(json.dumps(out) if args.json else "\n".join(f"{k}: {v}" for k, v in out.items()))
     bad = out["wrong"] or traces or not alive
     return int(bool(bad or out["growth"] > args.most_growth or out["drift"] > args.most_drift))

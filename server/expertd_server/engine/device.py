@@ -23,7 +23,7 @@ from expertd_kernels.rows.kernels import collect, deliver, signal
 from expertd_kernels.rows.table import WORDS
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
-from expertd_server.engine.graphs import free_now
+from expertd_server.engine.graphs import free_now, record
 from expertd_server.engine.halves import compute, unheard
 from expertd_server.engine.lane import compute_stream
 from expertd_server.engine.pieces import Pieces, Ran
@@ -234,11 +234,7 @@ class DeviceExecutor:
         """(torch's graph, the driver's executable) of body(); None: it cannot be captured, nor anything from now on."""
         graph, made = torch.cuda.CUDAGraph(keep_graph=True), C.c_void_p()
         try:
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                body()
-            finally:
-                graph.capture_end()
+            record(graph, self._pool, body)
             raw = C.c_void_p(graph.raw_cuda_graph())
             error = self._driver.cuGraphInstantiateWithFlags(C.byref(made), raw, C.c_ulonglong(0))
             if error:

@@ -19,7 +19,7 @@ import torch
 from expertd_kernels.sizes import CAPTURED_TOKENS
 from expertd_server.engine.served import ServedLayer
 
-__all__ = ["MOST_TOKENS", "Graph", "Graphs", "free_now", "graph_key", "supported"]
+__all__ = ["MOST_TOKENS", "Graph", "Graphs", "free_now", "graph_key", "record", "supported"]
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,29 @@ def _event() -> Any:
     return torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
 
 
+def record(graph: Any, pool: Any, body: Callable[[], object]) -> None:
+    """Capture body() in `graph`, a torch.cuda.CUDAGraph.  RuntimeError: it cannot be captured.
+
+    A capture that fails leaves the device's default generator inside of it (torch 2.11: the end raises before it lets
+    go of it), and every later draw of this process would raise: it gets a state of its own again."""
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            body()
+        finally:
+            graph.capture_end()
+    except RuntimeError:
+        _free_generator()
+        raise
+
+
+def _free_generator() -> None:
+    generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+    fresh: Any = torch.Generator(generator.device)
+    fresh.manual_seed(generator.initial_seed())
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
 class Graphs:
     """The graphs of one lane; for the engine's thread, on the stream that is current.
 
@@ -113,11 +136,7 @@ class Graphs:
         free = free_now()
         graph, copied, computed = torch.cuda.CUDAGraph(), _event(), _event()
         try:
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                body(copied, computed)
-            finally:
-                graph.capture_end()
+            record(graph, self._pool, lambda: body(copied, computed))
         except RuntimeError as e:
             self._works = False
             log.warning("a call could not be captured in a CUDA graph, so none is from now on: %s", e)

@@ -13,7 +13,10 @@ from core_library import needs_core
 from expertd.errors import ExpertdError
 from expertd_server.engine.admission import QueueLimits
 from expertd_server.engine.convert import bits_of
+from expertd_server.engine.device import DeviceExecutor
 from expertd_server.engine.engine import Engine
+from expertd_server.engine.executor import CpuExecutor
+from expertd_server.engine.lane import CpuLane, DeviceLane
 from expertd_server.engine.native import NativeEngine
 from expertd_server.engine.report import BatchReport
 from expertd_server.engine.request import Answer, Operand, Request
@@ -139,6 +142,13 @@ in_python = pytest.mark.parametrize("kind", ["python"])
 
 in_cpp = pytest.mark.parametrize("kind", [pytest.param("native", marks=needs_core)])
 """Looks into the one around the core."""
+
+
+on_cpu = pytest.mark.parametrize("make", ["cpu"], indirect=True)
+"""Of what an engine does on no other device."""
+
+LANES = (CpuLane, DeviceLane, CpuExecutor, DeviceExecutor)
+"""Whatever runs a batch."""
 
 
 def inputs(tokens: int, seed: int = 0) -> torch.Tensor:

@@ -9,7 +9,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from setup_kit import H, in_cpp, inputs
+from setup_kit import H, in_cpp, inputs, on_cpu
 
 from expertd.errors import (
     DrainingError,
@@ -281,6 +281,7 @@ def test_layers_take_turns_by_their_oldest_request(make):
     assert [(b.layer.layer, b.requests) for b in s.reports] == [(0, 1), (1, 2), (0, 1)]
 
 
+@on_cpu
 def test_callers_answered_together_are_joined_again_when_they_come_back_one_by_one(make):
     s = make(policy=Policy(64, patience=1e7))  # of a batch of some microseconds
     s.block()

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from setup_kit import H, in_cpp, in_python, inputs
+from setup_kit import LANES, H, in_cpp, in_python, inputs, on_cpu
 
 from expertd.errors import (
     BackendFailedError,
@@ -15,8 +15,6 @@ from expertd.errors import (
     InternalError,
 )
 from expertd_kernels.protocol import ExpertsLostError
-from expertd_server.engine.executor import CpuExecutor
-from expertd_server.engine.lane import CpuLane, DeviceLane
 from expertd_server.engine.request import Answer, Operand
 
 
@@ -79,7 +77,7 @@ def test_a_lost_device_ends_the_engine_and_what_waits_may_go_elsewhere(make, mon
     for tag in (1, 2):
         s.engine.submit(s.caller.request(tag, inputs(1), [[2]], [[1.0]]))
     s.fake.error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    for lane in (CpuLane, DeviceLane, CpuExecutor):
+    for lane in LANES:
         monkeypatch.setattr(lane, "fault", lambda lane: "CUDA error: an illegal memory access was encountered")
     s.fake.gate.set()
     s.caller.wait(0, 1, 2)
@@ -128,6 +126,7 @@ def test_halves_are_not_halved(make):
 
 
 @in_cpp
+@on_cpu
 def test_what_was_overwritten_is_not_computed_again(make):
     """A caller who wants the output where the input lies: half a try may have spoiled it."""
     s = make()

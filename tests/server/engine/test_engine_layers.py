@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from setup_kit import ALONE, Caller, FakeExperts, Setup, in_python, inputs, served
+from setup_kit import ALONE, LANES, Caller, FakeExperts, Setup, in_python, inputs, served
 
 from expertd.errors import (
     DrainingError,
@@ -17,8 +17,7 @@ from expertd.errors import (
 )
 from expertd_server.engine import pipeline
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.executor import CpuExecutor
-from expertd_server.engine.lane import CpuLane, DeviceLane
+from expertd_server.engine.lane import CpuLane
 from expertd_server.engine.request import Answer
 
 
@@ -100,7 +99,7 @@ def test_a_layer_is_forgotten_when_nothing_in_flight_uses_it(make):
 
 def test_lanes_drop_what_they_keep_for_a_forgotten_layer(make, monkeypatch):
     dropped = []
-    for lane in (CpuLane, DeviceLane, CpuExecutor):
+    for lane in LANES:
         monkeypatch.setattr(lane, "forget", lambda lane, generations: dropped.append(generations))
     s = make()
     a, b = s.engine.holding.values()

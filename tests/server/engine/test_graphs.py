@@ -143,6 +143,8 @@ def test_a_call_that_cannot_be_captured_is_made_as_before(graphs, monkeypatch, c
     def refuse(graph):
         raise RuntimeError("operation not permitted when stream is capturing")
 
+    freed = []
+    monkeypatch.setattr(module, "_free_generator", lambda: freed.append(1))
     monkeypatch.setattr(FakeGraph, "capture_end", refuse)
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
@@ -150,6 +152,7 @@ def test_a_call_that_cannot_be_captured_is_made_as_before(graphs, monkeypatch, c
             assert graphs.get((1,)) is None
     assert len(caplog.records) == 1
     assert "not permitted" in caplog.text
+    assert freed == [1]
 
 
 class Setup:
@@ -240,3 +243,4 @@ def test_experts_that_wait_are_called_as_before(on_gpu, caplog):
         s.ask((1, 3)[n % 2], seed=n)
     assert "could not be captured" in caplog.text
     assert len(s.experts.sizes) >= 20
+    assert torch.isfinite(torch.randn(2, device="cuda")).all(), "who draws numbers in this process still can"

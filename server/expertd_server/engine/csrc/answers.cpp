@@ -191,7 +191,7 @@ void Answers::delivered(uint32_t deliver_ns) {
 }
 
 void Answers::refuse_bad(Item* item, const LayerFacts& layer, const Bad& bad) {
-  char got[40] = "another number";  // a device says which is wrong, not what it is
+  char got[40] = "another number";  // its memory is a device's, or says otherwise now
   if (bad.hidden) {
     refuse(item, kNonFiniteHiddenStates, 0, "hidden_states[%u, %u]: got %g, want finite numbers: the server refuses others", bad.row,
            bad.column, bad.value);

@@ -167,7 +167,10 @@ uint32_t scatter(const Lane& lane, const Config& config, size_t i, uint64_t row,
     const uint32_t* v = lane.memory.verdicts + 2 * row;
     for (uint32_t t = 0; t < f.tokens; ++t, v += 2) {
       routes += v[0];
-      if (v[1] && !bad->any) *bad = {true, (v[1] >> 31) != 0, t, (v[1] & 0x7fffffff) - 1, 0};
+      if (v[1] && !bad->any) {
+        *bad = {true, (v[1] >> 31) != 0, t, (v[1] & 0x7fffffff) - 1, 0};
+        bad->value = bad_value(f, lane.layer->facts, *bad);
+      }
     }
   } else {
     routes = lane.routes[i];

@@ -207,6 +207,17 @@ uint32_t load_routes(const Forward& f, const LayerFacts& layer, uint32_t wide, i
   return routes;
 }
 
+double bad_value(const Forward& f, const LayerFacts& layer, const Bad& bad) {
+  if (f.on_device || (bad.weight && !f.weights)) return 0;
+  const uint64_t i = uint64_t(bad.row) * f.top_k + bad.column;
+  if (bad.weight) {
+    const double weight = load_weight(f, i);
+    return std::isfinite(weight) ? 0 : weight;
+  }
+  const int64_t id = load_id(f, i);
+  return id < -1 || id >= int64_t(layer.num_experts) ? double(id) : 0;
+}
+
 void load_ids(const Forward& f, int32_t* ids, float* weights, uint8_t policy) {
   for (uint64_t i = 0; i < uint64_t(f.tokens) * f.top_k; ++i) {
     const int64_t id = load_id(f, i);

@@ -39,6 +39,10 @@ void settle_floats(void* x, uint8_t dtype, uint64_t rows, uint64_t columns, uint
 uint32_t load_routes(const Forward& f, const LayerFacts& layer, uint32_t wide, int32_t* slots, float* weights,
                      uint64_t* counts, uint8_t policy, Bad* bad);
 
+// For what a device found bad: the value at its row and column, as the caller's memory has it now; 0 where that is good
+// (it was changed meanwhile), or not this processor's to read.
+double bad_value(const Forward& f, const LayerFacts& layer, const Bad& bad);
+
 // The same tensors for a device, which checks and maps ids itself: ids as i32 (one that i32 cannot hold as INT32_MIN).
 void load_ids(const Forward& f, int32_t* ids, float* weights, uint8_t policy);
 
