@@ -73,6 +73,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "load": (
             "bench_cluster",
             "bench_codec",
+            "by_server",
             "child",
             "departures",
             "echo",

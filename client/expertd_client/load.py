@@ -21,6 +21,8 @@ from itertools import count
 from typing import Any, TypeVar
 
 from expertd.errors import ExpertdError
+from expertd_client.by_server import ByServer, ServerAnswers
+from expertd_client.cluster import ClusterResult
 from expertd_client.departures import LoadPlan, departures
 from expertd_client.percentiles import Durations, Summary
 from expertd_client.request import Request
@@ -73,6 +75,7 @@ class LoadReport:
     routes_computed   over all answers
     latency           of the answered ones
     lateness          open loop: how long after its time a request left this generator
+    by_server         of a cluster: what each server answered
     """
 
     wall_s: float
@@ -85,6 +88,7 @@ class LoadReport:
     server: ServerSide
     backends: dict[str, int]
     raw: Raw = field(default_factory=lambda: Raw((), (), ()), repr=False)
+    by_server: Sequence[ServerAnswers] = ()
 
     @property
     def failed(self) -> int:
@@ -230,6 +234,7 @@ class _Tally:
         self._seen = 0
         self._errors: Counter[str] = Counter()
         self._backends: Counter[str] = Counter()
+        self._by_server = ByServer()
         self._routes = self._tokens = 0
         self._sums = dict.fromkeys(_SERVER_FIELDS, 0)
 
@@ -251,6 +256,8 @@ class _Tally:
         self._tokens += tokens
         self._routes += result.routes_computed
         self._backends[result.timing.backend] += 1
+        if isinstance(result, ClusterResult):
+            self._by_server.add(result.parts)
         for name in _SERVER_FIELDS:
             self._sums[name] += getattr(result.timing, name)
         return True
@@ -272,4 +279,5 @@ class _Tally:
             server=ServerSide(**{name: total / n for name, total in self._sums.items()} if n else {}),
             backends=dict(self._backends.most_common()),
             raw=Raw(self._ends_s, self._latency.values(), self._failures_s),
+            by_server=self._by_server.report(),
         )

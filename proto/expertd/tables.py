@@ -26,14 +26,17 @@ class VerdictRow(NamedTuple):
 
 
 def print_table(out: Console, table: Table) -> None:
-    """As it is where its lines fit; else turned: a line for each column, and as many rows beside one another as fit."""
+    """As it is where its lines fit; else turned: a line for each column, and as many rows beside one another as fit.
+    Its title is a sentence before it: the table's width is none of its."""
+    title, table.title = table.title, None
+    if title:
+        print_sentence(out, str(title), "italic")
     if _width(out, table) <= out.width:
         out.print(table)
         return
     names = [str(column.header) for column in table.columns]
     columns = [list(column.cells) for column in table.columns]
     rows = list(zip(*columns, strict=True))
-    out.print(Text(str(table.title or ""), "italic"))
     while rows:
         count = next((n for n in range(len(rows), 1, -1) if _width(out, _turned(names, rows[:n])) <= out.width), 1)
         out.print(_turned(names, rows[:count]))

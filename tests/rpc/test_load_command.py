@@ -93,20 +93,34 @@ def test_the_echo_server():
     assert found["echo"] is True
 
 
-@pytest.mark.timeout(120)  # two servers and three commands, each a process that imports what it needs
-def test_several_servers_are_one_cluster():
+@pytest.mark.timeout(120)  # three servers and four commands, each a process that imports what it needs
+def test_several_servers_are_one_cluster(tmp_path):
     with ExitStack() as stack:
-        shards = [("--experts", "8", "--shard", f"{n}/2") for n in range(2)]
+        shards = [("--experts", "9", "--shard", f"{n}/3") for n in range(3)]
         servers = [stack.enter_context(echo_server(256, 64, *shard)) for shard in shards]
-        found = json.loads(expertctl("load", *servers, "--requests", 40, "--top-k", 2, "--streams", 2, "--json"))
+        words = ["--requests", 40, "--top-k", 2, "--streams", 2, "--html", tmp_path / "r.html"]
+        found = json.loads(expertctl("load", *servers, *words, "--json"))
         assert (found["answered"], found["errors"]) == (40, {})
-        assert found["routes_computed"] == 40 * 8 * 2, "each half of the experts computed its own"
-        assert (found["address"], found["servers"]) == (" ".join(servers), "a cluster of 2 servers")
+        assert found["routes_computed"] == 40 * 8 * 2, "each third of the experts computed its own"
+        assert (found["address"], found["servers"]) == (" ".join(servers), "a cluster of 3 servers")
+        each = found["by_server"]
+        assert [one["server"] for one in each] == servers
+        assert sum(one["routes"] for one in each) == found["routes_computed"]
+        assert all(0 < one["parts"] <= 40 and one["backends"] == {"echo": one["parts"]} for one in each)
+        assert max(one["latency_us"]["max"] for one in each) <= found["latency_us"]["max"]
+        page = (tmp_path / "r.html").read_text()
+        assert all(f"<td>{one['server']}</td><td>echo</td><td>{one['parts']}</td>" in page for one in each)
+        assert page.count("Plotly.newPlot(") == 3
         text = " ".join(expertctl("load", *servers, "--rate", 50, "--requests", 10).split())
-        assert "layers 0, a cluster of 2 servers, 1 stream" in text
+        assert "layers 0, a cluster of 3 servers, 1 stream" in text
         assert "last server" in text
-        half = json.loads(expertctl("load", servers[0], "--requests", 40, "--top-k", 2, "--json"))
-        assert 0 < half["routes_computed"] < 40 * 8 * 2, "alone it computes its own experts' routes"
+        assert all(f"{server} │ echo │" in text for server in servers)
+        sweep = expertctl("load", *servers, "--concurrency", "1,2", "--requests", 10)
+        assert all(len(re.findall(rf"^{n} callers? +│ {server} │", sweep, re.M)) == 1
+                   for n in (1, 2) for server in servers)  # fmt: skip
+        third = json.loads(expertctl("load", servers[0], "--requests", 40, "--top-k", 2, "--json"))
+        assert third["routes_computed"] == pytest.approx(each[0]["routes"], rel=0.2), "alone it computes its own"
+        assert "by_server" not in third
 
 
 @pytest.mark.parametrize(
@@ -116,7 +130,10 @@ def test_several_servers_are_one_cluster():
         (["A", "A", "--synthetic"], "--synthetic: got 2 servers with it"),
         (["A", "A", "--digest"], "--digest: got 2 servers with it"),
         (["A", "A", "--generate", "2"], "expertctl trace"),
-        (["A", "A", "--output-dtype", "e4m3"], "parts have to be added"),
+        (
+            ["A", "A", "--output-dtype", "e4m3"],
+            "--output-dtype e4m3: got 2 servers with it, want one: parts have to be",
+        ),
         ([], "ADDRESS and --echo: got neither"),
         (["A", "--echo"], "got both"),
         (["A", "--slo", "p99<1s", "--rate", "5"], "--slo: got --rate"),

@@ -104,6 +104,14 @@ def test_sentences_are_broken_between_words_on_a_terminal_alone(capsys):
     assert capsys.readouterr().out == text + "\n"
 
 
+def test_a_title_that_is_wider_than_its_table_is_one_line_in_a_file(capsys):
+    for width, terminal, want in ((80, True, 2), (80, False, 1), (200, True, 1)):
+        table = Table("one", title="word " * 20 + "end", show_edge=False, pad_edge=False)
+        print_table(Console(width=width, force_terminal=terminal, no_color=True), table)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "word" in line]
+        assert len(lines) == want, lines
+
+
 def test_a_table_that_does_not_fit_is_turned(capsys):
     table = Table(title="many", show_edge=False, pad_edge=False)
     for n in range(12):

@@ -11,7 +11,9 @@ import numpy as np
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.async_client import AsyncExpertClient
+from expertd_client.by_server import of_all
 from expertd_client.cluster import AsyncExpertCluster
+from expertd_client.commands.connect import connected
 from expertd_client.commands.options import checked_wire_dtype, credentials, popularity
 from expertd_client.departures import LoadPlan
 from expertd_client.forwarder import AsyncForwarder
@@ -43,13 +45,16 @@ class Callers:
         self._args, self._servers, self.interrupted = args, servers, False
         self._run: LoadRun | None = None
         self.runs: list[Run] = []
-        self._clients = [_forwarder(args, servers, in_flight or _NO_BOUND) for _ in range(args.streams)]
+        self._clients: list[AsyncForwarder] = [
+            connected(args, servers, AsyncExpertClient, AsyncExpertCluster, max_in_flight=in_flight or _NO_BOUND)
+            for _ in range(args.streams)
+        ]
         self.described: list[pb.DescribeResponse] = []
         self._shapes: list[LayerShape] = []
 
     async def __aenter__(self) -> Callers:
         try:
-            self.described = [await self._describe(server) for server in self._servers]
+            self.described = await self._describe()
             for client in self._clients:
                 await client.__aenter__()
         except BaseException:
@@ -57,9 +62,16 @@ class Callers:
             raise
         return self
 
-    async def _describe(self, server: str) -> pb.DescribeResponse:
-        async with AsyncExpertClient(server, credentials=credentials(self._args)) as client:
-            return await client.describe(timeout_s=self._args.timeout)
+    async def _describe(self) -> list[pb.DescribeResponse]:
+        """By each server, before a cluster waits for one that is not there."""
+        first, timeout_s = self._clients[0], self._args.timeout
+        if isinstance(first, AsyncExpertClient):
+            return [await first.describe(timeout_s=timeout_s)]
+        found = []
+        for server in self._servers:
+            async with AsyncExpertClient(server, credentials=credentials(self._args)) as client:
+                found.append(await client.describe(timeout_s=timeout_s))
+        return found
 
     async def __aexit__(self, *_: object) -> None:
         for client in self._clients:
@@ -92,6 +104,8 @@ class Callers:
         with stoppable(self.stop):
             async with watched(self._run, describe_plan(plan)):
                 report = await self._run.run(wanted, self._send)
+        if len(self._servers) > 1:
+            report = replace(report, by_server=of_all(report.by_server, self._servers))
         self.runs.append(Run(plan, report))
         return report
 
@@ -130,18 +144,6 @@ class Callers:
 
     def _send(self, request: Request, connection: int) -> Awaitable[ForwardResult]:
         return self._clients[connection % len(self._clients)].forward_request(request)
-
-
-def _forwarder(args: argparse.Namespace, servers: Sequence[str], in_flight: int) -> AsyncForwarder:
-    common: dict[str, Any] = {
-        "timeout_s": args.timeout,
-        "max_in_flight": in_flight,
-        "credentials": credentials(args),
-        "wire_dtype": args.wire_dtype,
-    }
-    if len(servers) > 1:
-        return AsyncExpertCluster(servers, **common)
-    return AsyncExpertClient(servers[0], unary=args.unary, **common)
 
 
 class _InterruptedError(Exception):

@@ -12,6 +12,7 @@ from typing import Any
 
 from expertd_client.commands import generation
 from expertd_client.commands.callers import Callers
+from expertd_client.commands.connect import for_one_server
 from expertd_client.commands.options import (
     OUTPUT_DTYPES,
     add_common,
@@ -147,16 +148,14 @@ def _check_cluster(args: argparse.Namespace) -> None:
     """Raises ValueError for what one server alone can be asked."""
     if len(args.address) < 2:
         return
-    for name, why in (
-        ("unary", "a cluster keeps a stream to each"),
-        ("synthetic", "each server would draw its own routes"),
-        ("digest", "a digest of a part is none of the sum"),
-        ("generate", f"expertctl trace {' '.join(args.address)} shows where a cluster's step goes"),
+    for flag, given, why in (
+        ("--synthetic", args.synthetic, "each server would draw its own routes"),
+        ("--digest", args.digest, "a digest of a part is none of the sum"),
+        ("--generate", args.generate, f"expertctl trace {' '.join(args.address)} shows where a cluster's step goes"),
+        ("--output-dtype e4m3", args.output_dtype == "e4m3", "parts have to be added"),
     ):
-        if getattr(args, name):
-            raise ValueError(f"--{name}: got {len(args.address)} servers with it, want one: {why}")
-    if args.output_dtype == "e4m3":
-        raise ValueError(f"--output-dtype e4m3: got {len(args.address)} servers, want one: parts have to be added")
+        if given:
+            raise for_one_server(flag, args.address, why)
 
 
 def check_reports(args: argparse.Namespace) -> None:

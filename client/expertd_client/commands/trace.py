@@ -15,6 +15,7 @@ from rich.table import Table
 from expertd.tables import duration, print_table
 from expertd_client.client import ExpertClient
 from expertd_client.cluster import ExpertCluster
+from expertd_client.commands.connect import connected
 from expertd_client.commands.options import add_common, add_routing, at_least, console, credentials, numbers, popularity
 from expertd_client.forwarder import Forwarder
 from expertd_client.request import Request
@@ -45,13 +46,13 @@ def add_parser(subparsers: Any, text: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     servers: list[str] = args.address
-    if len(servers) > 1 and args.unary:
-        raise ValueError("--unary: got several servers, want one: a cluster keeps one stream to each")
     if args.out.suffix == ".svg":
         raise ValueError(f"--out: got {args.out}, want another suffix: the picture beside it is named so")
     with ExitStack() as stack:
+        forwarder = stack.enter_context(connected(args, servers, ExpertClient, ExpertCluster))
         shapes = _shapes(args, servers)
-        forwarder = stack.enter_context(_forwarder(args, servers))
+        if isinstance(forwarder, ExpertClient) and not args.unary:
+            forwarder.session(timeout_s=args.timeout)  # else the first calls travel inline
         rng = np.random.default_rng(args.seed)
         batches = [drawn(rng, args.m, shape, popularity(args)) for shape in shapes]
         for _ in range(args.warmup):
@@ -64,20 +65,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(found, args.out)
     return 0
-
-
-def _forwarder(args: argparse.Namespace, servers: list[str]) -> Forwarder:
-    common: dict[str, Any] = {
-        "timeout_s": args.timeout,
-        "credentials": credentials(args),
-        "wire_dtype": args.wire_dtype,
-    }
-    if len(servers) > 1:
-        return ExpertCluster(servers, **common)
-    client = ExpertClient(servers[0], unary=args.unary, **common)
-    if not args.unary:
-        client.session(timeout_s=args.timeout)  # else the first calls travel inline
-    return client
 
 
 def _shapes(args: argparse.Namespace, servers: list[str]) -> list[LayerShape]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from expertd.tables import duration
 from expertd_client.loadtest.series import quantile_curve, slices
-from expertd_client.loadtest.show import Outcome, describe_plan
+from expertd_client.loadtest.show import SERVER_COLUMNS, Outcome, describe_plan, server_rows
 
 __all__ = ["NO_PLOTLY", "page"]
 
@@ -28,7 +29,9 @@ def page(o: Outcome) -> str:
     """The document, by plotly."""
     import plotly.io
 
-    figures = [("Latency by percentile", _quantiles(o)), ("While it ran", _times(o)), ("The server's time", _stages(o))]
+    servers = server_rows(o.runs)
+    stages = "The time of the server that answered last" if servers else "The server's time"
+    figures = [("Latency by percentile", _quantiles(o)), ("While it ran", _times(o)), (stages, _stages(o))]
     if len(o.runs) > 1:
         figures.insert(0, ("Latency and throughput", _sweep(o)))
     if o.slo is not None:
@@ -40,15 +43,16 @@ def page(o: Outcome) -> str:
     ]
     settings = ", ".join(f"{k.replace('_', ' ')}: {v}" for k, v in o.settings.items() if v not in (None, "", False))
     said = f"<p><b>{escape(o.slo.sentence())}</b></p>" if o.slo is not None else ""
+    by_server = f"<h2>What each server answered</h2>{_table(SERVER_COLUMNS, servers)}" if servers else ""
     cut = "<p><b>Interrupted: this is what came until then.</b></p>" if o.interrupted else ""
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>expertctl load {escape(o.address)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>expertctl load {escape(o.address)}</h1><p>{escape(settings)}</p>"
-        f"{said}{cut}{_table(o)}{''.join(parts)}</body></html>\n"
+        f"{said}{cut}{_runs(o)}{by_server}{''.join(parts)}</body></html>\n"
     )
 
 
-def _table(o: Outcome) -> str:
+def _runs(o: Outcome) -> str:
     names = ("load", "answered", "failed", "requests/s", "tokens/s", "mean", "p50", "p90", "p99", "p99.9", "max")
     rows = []
     for run in o.runs:
@@ -56,6 +60,10 @@ def _table(o: Outcome) -> str:
         counts = (f"{r.answered:,}", f"{r.failed:,}", f"{r.requests_per_s:,.1f}", f"{r.tokens_per_s:,.1f}")
         times = (duration(v) for v in (s.mean_s, s.p50_s, s.p90_s, s.p99_s, s.p999_s, s.max_s))
         rows.append((describe_plan(run.plan), *counts, *times))
+    return _table(names, rows)
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"

@@ -11,15 +11,18 @@ from rich.table import Table
 
 from expertd.ranges import format_ranges
 from expertd.tables import duration, print_table
+from expertd_client.by_server import ServerAnswers
 from expertd_client.departures import LoadPlan
 from expertd_client.load import LoadReport
 from expertd_client.loadtest.series import hdr_encoded, slices
 from expertd_client.loadtest.slo import Found
 from expertd_client.percentiles import Summary
 
-__all__ = ["Outcome", "Run", "as_json", "describe_plan", "show"]
+__all__ = ["SERVER_COLUMNS", "Outcome", "Run", "as_json", "describe_plan", "server_rows", "show"]
 
 _TOLD = ("servers", "messages", "routing")
+SERVER_COLUMNS = ("load", "server", "backend", "parts", "routes", "helped", "p50", "p99")
+"""Of server_rows()."""
 _QUANTILES = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 
 
@@ -68,9 +71,14 @@ def _run_json(run: Run, layers: Sequence[int]) -> dict[str, Any]:
         "lateness_us": _us(report.lateness) if plan.open else None,
         "server": asdict(report.server),
         "backends": report.backends,
+        **({"by_server": [_server_json(one) for one in report.by_server]} if report.by_server else {}),
         "series": [asdict(s) for s in slices(raw.ends_s, raw.latencies_s, raw.failures_s)],
         "hdr": hdr_encoded(raw.latencies_s),
     }
+
+
+def _server_json(one: ServerAnswers) -> dict[str, Any]:
+    return {**{k: v for k, v in asdict(one).items() if k != "latency"}, "latency_us": _us(one.latency)}
 
 
 def _slo_json(found: Found) -> dict[str, Any]:
@@ -108,6 +116,7 @@ def show(out: Console, o: Outcome) -> None:
         _show_run(out, o.runs[0], o)
     elif o.runs and o.slo is None:
         print_table(out, _table_of_runs(o))
+        _show_servers(out, o.runs)
     if o.slo is not None:
         print_table(out, _table_of_trials(o.slo))
         out.print(o.slo.sentence(), markup=False, style="bold")
@@ -138,7 +147,7 @@ def _show_run(out: Console, run: Run, o: Outcome) -> None:
         f" {r.tokens_per_s:,.1f} tokens/s",
         "failed": f"{r.failed:,}" + "".join(f", {reason} {n:,}" for reason, n in r.errors.items()),
         "routes": f"{r.routes_computed:,} computed",
-        "last server" if "servers" in o.settings else "server": ", ".join(
+        "last server" if r.by_server else "server": ", ".join(
             f"{name[:-3]} {duration(ns * 1e-9)}" for name, ns in asdict(r.server).items() if name.endswith("_ns")
         ),
         "batch": f"{r.server.batch_tokens:.1f} tokens of {r.server.batch_requests:.1f} requests on average; backend "
@@ -148,6 +157,34 @@ def _show_run(out: Console, run: Run, o: Outcome) -> None:
     for name, value in rows.items():
         grid.add_row(name, value)
     out.print(grid, markup=False)
+    _show_servers(out, [run])
+
+
+def _show_servers(out: Console, runs: Sequence[Run]) -> None:
+    """A line for each server of a cluster, by load where there are several."""
+    if not any(run.report.by_server for run in runs):
+        return
+    table = Table(title="what each server answered", title_justify="left", show_edge=False, pad_edge=False)
+    for name in SERVER_COLUMNS[len(runs) == 1 :]:
+        table.add_column(name, justify="left" if name in ("load", "server") else "right")
+    for cells in server_rows(runs):
+        table.add_row(*cells[len(runs) == 1 :])
+    print_table(out, table)
+
+
+def server_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """What each server of a cluster answered in each run, under SERVER_COLUMNS; none where one server was called."""
+    return [
+        (
+            describe_plan(run.plan),
+            one.server,
+            ", ".join(one.backends) or "none",
+            *(f"{n:,}" for n in (one.parts, one.routes, one.helped)),
+            *(duration(v) for v in (one.latency.p50_s, one.latency.p99_s)),
+        )
+        for run in runs
+        for one in run.report.by_server
+    ]
 
 
 def _table_of_runs(o: Outcome) -> Table:

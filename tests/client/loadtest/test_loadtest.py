@@ -1,13 +1,18 @@
 """What is around the load generator's loop: routing, the search for the largest rate, slices, histograms, the page."""
 
 import argparse
+import io
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from expertd_client.by_server import ByServer, of_all
+from expertd_client.cluster import Answered
 from expertd_client.departures import LoadPlan, departures
 from expertd_client.load import LoadReport, Now, Raw, ServerSide
 from expertd_client.loadtest import page as page_module
@@ -15,7 +20,7 @@ from expertd_client.loadtest.live import line
 from expertd_client.loadtest.page import page
 from expertd_client.loadtest.routing import parse_routing
 from expertd_client.loadtest.series import hdr_encoded, hdr_text, quantile_curve, slices
-from expertd_client.loadtest.show import Outcome, Run, as_json
+from expertd_client.loadtest.show import Outcome, Run, as_json, show
 from expertd_client.loadtest.slo import Trial, parse_promise, search, upper_share
 from expertd_client.percentiles import Durations, Summary
 from expertd_client.workload import LayerShape, routes
@@ -237,6 +242,27 @@ def test_the_page_stands_alone():
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", html)
     one = page(Outcome("host", [0], {}, two_runs().runs[:1]))
     assert one.count("Plotly.newPlot(") == 3
+
+
+def test_what_each_server_of_a_cluster_answered():
+    counted = ByServer()
+    counted.add([Answered("b:1", 3, 5, 1, 0.010, "cpu"), Answered("a:1", 4, 7, 2, 0.030, "triton")])
+    counted.add([Answered("a:1", 1, 1, 1, 0.020, "cpu")])
+    a, gone, b = of_all(counted.report(), ["a:1", "gone:1", "b:1"])
+    assert (a.server, a.parts, a.tokens, a.routes, a.helped, a.backends) == ("a:1", 2, 5, 8, 1, {"triton": 1, "cpu": 1})
+    assert (a.latency.count, a.latency.p50_s, a.latency.max_s) == (2, 0.020, 0.030)
+    assert (gone.server, gone.parts, gone.routes, gone.latency.count, gone.backends) == ("gone:1", 0, 0, 0, {})
+    assert (b.server, b.parts, b.tokens, b.routes, b.helped, b.backends) == ("b:1", 1, 3, 5, 0, {"cpu": 1})
+    run = Run(LoadPlan(1, concurrency=2, requests=9), replace(report([0.01] * 9), by_server=[a, gone, b]))
+    out = Console(width=80, force_terminal=True, no_color=True, file=io.StringIO())
+    show(out, Outcome("a:1 gone:1 b:1", [0], {"servers": "a cluster of 3 servers", "messages": "1 stream"}, [run]))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.file.getvalue())
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80, text
+    assert re.search(r"^a:1 +│ triton, cpu │ +2 │ +8 │ +1 │ 20.0 ms │ 30.0 ms", text, re.M), text
+    assert re.search(r"^gone:1 │ +none │ +0 │ +0 │ +0 │", text, re.M), text
+    told = as_json(Outcome("a:1 gone:1 b:1", [0], {}, [run]))["by_server"]
+    assert [(one["server"], one["parts"], one["latency_us"]["max"]) for one in told] == [
+        ("a:1", 2, 30_000), ("gone:1", 0, 0), ("b:1", 1, 10_000)]  # fmt: skip
 
 
 def test_stages_are_bars_by_load_and_no_figure_has_two_scales():
