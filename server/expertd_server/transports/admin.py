@@ -23,6 +23,7 @@ from expertd_server.config.values import Address
 from expertd_server.service.access import ADMIN
 from expertd_server.service.response import error_of
 from expertd_server.transports.grpc_server import LOOP, bindable
+from expertd_server.transports.left import tell_of_leaving_at_debug
 from expertd_server.transports.security import Gate, Security, tls_credentials
 from expertd_server.views.describe import memory_message
 from expertd_server.views.metrics import Metrics
@@ -62,6 +63,7 @@ class AdminTransport:
             raise
 
     async def _start(self) -> Address:
+        tell_of_leaving_at_debug()
         # its callers ask often whether it is still there: loading may take long
         pings = [("grpc.http2.min_ping_interval_without_data_ms", 2_000), ("grpc.http2.max_ping_strikes", 0)]
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0), *pings])

@@ -22,6 +22,7 @@ from expertd_server.service.service import Service
 from expertd_server.transports import channelz
 from expertd_server.transports.grpc_service import Servicer
 from expertd_server.transports.half_sent import HalfSent
+from expertd_server.transports.left import tell_of_leaving_at_debug
 from expertd_server.transports.loop_thread import LoopThread
 from expertd_server.transports.reflection import add_reflection
 from expertd_server.transports.security import Gate, Security, tls_credentials
@@ -67,6 +68,7 @@ class ExpertServer:
         self._borrow_outcomes()
         self._watchers: list[asyncio.Task[None]] = []
         self._health = health.aio.HealthServicer()
+        tell_of_leaving_at_debug()
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", min(_SLACK * service.limits.max_message_bytes, (1 << 31) - 1)),

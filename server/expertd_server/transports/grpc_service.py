@@ -24,6 +24,7 @@ from expertd_server.service.access import CALL, DESCRIBE
 from expertd_server.service.refusals import REQUEST_ID, request_id_of, traceparent_of
 from expertd_server.service.response import error_of, response_view
 from expertd_server.transports.grpc_stream import Stream
+from expertd_server.transports.left import has_left
 from expertd_server.transports.mailbox import Mailbox
 from expertd_server.transports.security import Gate
 from expertd_server.views.call_metrics import SERVICE, Rpc
@@ -138,6 +139,8 @@ class Servicer:
                     self._streams.discard(stream)
                     call.bytes_in, call.bytes_out = stream.bytes_in, stream.bytes_out
             except Exception as e:
+                if has_left(e):
+                    raise  # to gRPC, as where an answer cannot be sent
                 await call.abort(context, self._ended(error_of(e, "StreamForward"), context))
 
     async def describe(self, data: bytes, context: Any) -> bytes:
@@ -264,12 +267,13 @@ class _Counted:
         self._rpc.started()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, _: object) -> None:
         self._servicer.open_calls -= 1
         if kind is asyncio.CancelledError:
             log.debug("%s: its caller left", self._rpc.method)
         if kind is not None and self._code == "OK":
-            self._code = "CANCELLED" if issubclass(kind, asyncio.CancelledError) else "UNKNOWN"
+            left = issubclass(kind, asyncio.CancelledError) or has_left(e)
+            self._code = "CANCELLED" if left else "UNKNOWN"
         self._seconds = time.perf_counter() - self._start
         self._rpc.ended(self._code, self._seconds, self.bytes_in, self.bytes_out)
         if self._report is not None:

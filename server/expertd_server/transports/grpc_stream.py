@@ -20,7 +20,7 @@ from expertd.wire import decode_stream_request, encode_stream_response, peek_req
 from expertd_server.engine.admission import State
 from expertd_server.engine.request import Answer, Request
 from expertd_server.service.refusals import request_id_of, traceparent_of
-from expertd_server.service.response import error_of, response_view
+from expertd_server.service.response import response_view
 
 if TYPE_CHECKING:
     from expertd_server.service.service import Service
@@ -138,7 +138,7 @@ class Stream:
                     self._room.clear()
                     await self._room.wait()
         except Exception as e:
-            self._fault = error_of(e, "StreamForward")
+            self._fault = e
         finally:
             self._ended = True
             self._session.end()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
+from grpc._cython.cygrpc import ExecuteBatchError
 
 from expertd.errors import UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
@@ -15,6 +17,7 @@ from expertd_server.engine.admission import Limits
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.scheduler import Policy
 from expertd_server.service.service import Service
+from expertd_server.transports.grpc_service import Servicer
 from expertd_server.transports.grpc_stream import _MOST_UNREAD as MOST_UNREAD
 from expertd_server.transports.grpc_stream import Stream
 from expertd_server.transports.mailbox import Mailbox
@@ -50,9 +53,13 @@ class Caller:
         self.got.append(data)
 
 
+def new_service(metrics: Metrics) -> Service:
+    return Service(Engine(torch.device("cpu"), policy=Policy(64)), metrics, Limits(64, 1 << 20, 8))
+
+
 async def stream(caller: Caller) -> Stream:
     metrics = Metrics()
-    service = Service(Engine(torch.device("cpu"), policy=Policy(64)), metrics, Limits(64, 1 << 20, 8))
+    service = new_service(metrics)
     mailbox = Mailbox(asyncio.get_running_loop())
     return Stream(service, mailbox, Rpc(metrics, "bidi_stream", "StreamForward"), caller, "test")
 
@@ -117,3 +124,20 @@ async def test_a_stream_on_which_nothing_comes_is_closed_in_order():
     idle.retire(UnavailableError("nothing came for long"))
     with pytest.raises(UnavailableError, match="nothing came for long"):
         await task
+
+
+class Gone(Caller):
+    """Leaves after the first message that he sent."""
+
+    async def write(self, data: bytes) -> None:
+        raise ExecuteBatchError('Failed "execute_batch": (<SendMessageOperation>)')
+
+
+async def test_a_caller_who_left_before_his_answer_is_no_fault_of_ours(caplog):
+    metrics = Metrics()
+    with pytest.raises(ExecuteBatchError):  # gRPC knows what it is
+        await Servicer(new_service(metrics)).stream_forward(None, Gone(sends=True, reads=True))
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    handled = next(f for f in metrics.registry.collect() if f.name == "grpc_server_handled")
+    counted = {s.labels["grpc_code"] for s in handled.samples if s.labels["grpc_method"] == "StreamForward" and s.value}
+    assert counted == {"CANCELLED"}
