@@ -187,7 +187,7 @@ def test_check_says_how_far_apart(capsys, monkeypatch, worse):
 
 
 class Answering:
-    """A client whose server takes 1 ms and 10 us a token."""
+    """A client whose server has experts 2 and 3 of 8 and takes 1 ms and 10 us a token."""
 
     def __init__(self, address, timeout_s):
         self.address = address
@@ -199,12 +199,15 @@ class Answering:
         pass
 
     def describe(self):
-        layer = pb.Layer(layer=0, num_experts=8, top_k=2, held=[pb.ExpertRange(first=0, count=8)])
+        layer = pb.Layer(layer=0, num_experts=8, top_k=2, held=[pb.ExpertRange(first=2, count=2)])
         return pb.DescribeResponse(model=pb.Model(hidden_size=16), layers=[layer], limits=pb.Limits(max_tokens=8))
 
     def forward_request(self, request):
         from expertd_client.result import ForwardResult
 
+        ids = request.topk_ids
+        assert np.isin(ids, (-1, 2, 3)).all(), "a route to another server's expert"
+        assert (ids >= 0).any(axis=1).all(), "a token that a cluster would not send"
         return ForwardResult(None, None, 0, pb.Timing(kernel_ns=1_000_000 + 10_000 * request.tokens), pb.Load())
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from expertd_client.client import ExpertClient
-from expertd_client.workload import drawn, layer_shapes
+from expertd_client.cluster.identity import held_by
+from expertd_client.request import Request
+from expertd_client.workload import LayerShape, layer_shapes, routes, with_routes
 
 __all__ = ["H200_INT4", "Service", "measured"]
 
@@ -48,14 +50,15 @@ H200_INT4 = Service(
 
 
 def measured(address: str, rounds: int = 20) -> Service:
-    """Of the first layer that a server holds: medians of what it says of batches of 1, 2, 4 ... tokens, none of them
-    joined with others."""
+    """Of the first layer that a server holds: medians of what it says of batches of 1, 2, 4 ... tokens as a cluster
+    would send them there, none of them joined with others."""
     with ExpertClient(address, timeout_s=30.0) as client:
         described = client.describe()
         (shape, *_), most = layer_shapes(described, None, None), described.limits.max_tokens or 4096
         batches, ways, late = [], [], []
+        held = held_by(described)[shape.layer]
         for tokens in (1 << n for n in range(most.bit_length())):
-            request, inside = drawn(np.random.default_rng(tokens), tokens, shape, 0.0), []
+            request, inside = _part(np.random.default_rng(tokens), tokens, shape, held), []
             for _ in range(rounds):
                 begin_s = time.perf_counter()
                 timing = client.forward_request(request).timing
@@ -65,3 +68,13 @@ def measured(address: str, rounds: int = 20) -> Service:
             batches.append((tokens, statistics.median(inside)))
             late += [max(0.0, seconds - batches[-1][1]) for seconds in inside]
         return Service(batches, ways, most, late)
+
+
+def _part(rng: np.random.Generator, tokens: int, shape: LayerShape, held: Sequence[int]) -> Request:
+    """So many tokens, each with a route to one of those experts at least; the routes to others are left out."""
+    found = np.empty((0, shape.top_k), np.int32)
+    while len(found) < tokens:
+        ids = routes(rng, tokens, shape, 0.0)
+        ids[~np.isin(ids, held)] = -1
+        found = np.concatenate([found, ids[(ids >= 0).any(axis=1)]])
+    return with_routes(rng, shape, found[:tokens])
