@@ -123,16 +123,17 @@ class BesideConnection:
         with self._lock:
             if not self._over:
                 self._client.release(ticket)
-        self._unuse()
+        self.unuse()
 
-    def _use(self) -> None:
+    def use(self) -> None:
         """Raises ChannelFullError where the session is over: its memory may be gone."""
         with self._lock:
             if self._over:
                 raise ChannelFullError(f"{self.what}: the session is over")
             self._users += 1
 
-    def _unuse(self) -> None:
+    def unuse(self) -> None:
+        """Once for each use()."""
         with self._lock:
             self._users -= 1
             last = self._users == 0
@@ -150,7 +151,7 @@ class BesideConnection:
         error = self.lost()
         self._release()
         self._client.end()
-        self._unuse()
+        self.unuse()
         self._closed(error)
 
 
@@ -172,7 +173,7 @@ class CallConnection(BesideConnection):
     def call(self, request: Request, deadline: Deadline | None, traced: TracedCall | None = None) -> ForwardResult:
         """Sends a request and waits for its answer.  Raises ChannelFullError, and then nothing was sent; else the
         server's error, or DeadlineExceededError."""
-        self._use()
+        self.use()
         try:
             sent, answer = submission_of(request), Completion()
             if traced is None:
@@ -180,7 +181,7 @@ class CallConnection(BesideConnection):
             else:
                 ticket = self._send_then_wait(request, sent, answer, deadline, traced)
         except BaseException:
-            self._unuse()
+            self.unuse()
             raise
         if not answer.refused:
             found = result(answer, sent, request, self._output(ticket, sent), partial(self._back, ticket))
@@ -234,14 +235,6 @@ class CallConnection(BesideConnection):
             raise self.lost() from None
 
     # ---- for whoever sends and waits by himself, by `session` or by these --------------------------------------------
-
-    def use(self) -> None:
-        """Raises ChannelFullError where the session is over: its memory may be gone."""
-        self._use()
-
-    def unuse(self) -> None:
-        """Once for each use()."""
-        self._unuse()
 
     def send(self, sent: Sent) -> int:
         """The ticket.  Raises NoRoomError, and then nothing was sent."""

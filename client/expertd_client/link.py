@@ -38,20 +38,24 @@ _Pending: TypeAlias = tuple[Waiter[ForwardResult], Request, "Deadline | None", C
 
 
 class Link:
-    """Thread-safe.  alive: whether it takes requests.  told: gets what the server says of its load."""
+    """Thread-safe.  told: gets what the server says of its load.
+
+    alive    whether it takes requests
+    beside   the channel; None: there is none
+    """
 
     def __init__(self, transport: Transport, told: Callable[[pb.Load], None]) -> None:
         self.pending: dict[int, _Pending] = {}
         self.alive = True
         self._told = told
         self._target = transport.target
-        self._lock = threading.Lock()  # `alive`, `pending`, `_beside` and `_session` change together
+        self._lock = threading.Lock()  # `alive`, `pending`, `beside` and `_session` change together
         self._error: ExpertdError = UnavailableError(f"{transport.target}: the connection is closed")
         self._channels = {channel.name: channel for channel in transport.channels}
         self._session = None if self._channels else Session()
         self._asking: list[Waiter[Session]] = []
         self._opening = False
-        self._beside: Connection | None = None
+        self.beside: Connection | None = None
         self._direct: Any = None  # that, where callers can wait themselves
         self._broken: ExpertdError | None = None
         self._inline: Connection = transport.connect(self._deliver, self._close)
@@ -68,7 +72,7 @@ class Link:
         """Sends a request.  Raises where it cannot be sent; otherwise `waiter` gets to know."""
         with self._lock:
             alive = self.alive
-            way = self._beside if self._beside is not None and self._beside.takes(request) else self._inline
+            way = self.beside if self.beside is not None and self.beside.takes(request) else self._inline
             if alive:
                 self.pending[request_id] = (waiter, request, deadline, way)
         if not alive:  # it broke between the choice of this link and now: nothing was sent
@@ -84,11 +88,6 @@ class Link:
         """The channel on which the caller of this request can wait for the answer itself."""
         way = self._direct
         return way if way is not None and way.takes(request) else None
-
-    @property
-    def beside(self) -> Connection | None:
-        """The channel; None: there is none."""
-        return self._beside
 
     def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> Any:
         """The channel's slot; None: there is no channel, or it has no room."""
@@ -225,11 +224,11 @@ class Link:
         with self._lock:
             unwanted = way
             if way is not None and self._broken is None and self.alive:
-                self._beside, unwanted = way, None
+                self.beside, unwanted = way, None
                 self._direct = way if hasattr(way, "call") else None
             elif self._broken is not None:
                 reasons = {**reasons, name: _broke(self._broken)}
-            opened = name if self._beside is not None else INLINE
+            opened = name if self.beside is not None else INLINE
             agreed = Session(opened, {n: reasons[n] for n in self._channels if n in reasons})
             self._session = agreed
             asking, self._asking = self._asking, []
@@ -241,7 +240,7 @@ class Link:
     def _channel_closed(self, error: ExpertdError) -> None:
         with self._lock:
             self._broken = error
-            way, self._beside, self._direct = self._beside, None, None
+            way, self.beside, self._direct = self.beside, None, None
             if way is None or self._session is None:
                 return  # it never opened, and _settle() says why, or this link has ended
             self._session = Session(INLINE, {**self._session.refused, self._session.transport: _broke(error)})
@@ -252,7 +251,7 @@ class Link:
         with self._lock:
             self.alive = False
             self._error = blame(error, self._target, 2)
-            way, self._beside, self._direct = self._beside, None, None
+            way, self.beside, self._direct = self.beside, None, None
             asking, self._asking = self._asking, []
         self._fail(error, None)
         for waiter in asking:

@@ -129,7 +129,7 @@ class ShmConnection(CallConnection):
         self, pinned: Pinned, request: Request, deadline: Deadline | None, traced: TracedCall | None
     ) -> ForwardResult:
         """call() for tensors on a GPU, which copies them into the arena, and the output from there."""
-        self._use()
+        self.use()
         try:
             put = pinned.put(request)
             if put is None:
@@ -147,7 +147,7 @@ class ShmConnection(CallConnection):
             answer = Completion()
             self._wait(ticket, request.layer, answer, deadline, SPIN_NS)
         except BaseException:
-            self._unuse()
+            self.unuse()
             raise
         if answer.refused:
             self._back(ticket)
@@ -182,7 +182,7 @@ class ShmConnection(CallConnection):
 
     def exchange(self, s: Submission, answer: Completion, layer: int, deadline: Deadline | None) -> None:
         """Sends a submission whose tensors lie in the arena, and fills `answer`.  Raises as call() does."""
-        self._use()
+        self.use()
         try:
             s.layer, s.deadline_ns = layer, end_ns(deadline)
             ticket = self._guard(lambda wait_ns: self._memory.exchange(s, answer, wait_ns), deadline)
@@ -190,21 +190,21 @@ class ShmConnection(CallConnection):
                 self._wait(ticket, layer, answer, deadline)
                 self._client.release(ticket)
         finally:
-            self._unuse()
+            self.unuse()
         if answer.refused:
             raise refusal(answer)
 
     def take(self, nbytes: int) -> tuple[int, Lent]:
         """A block of the arena: its offset, and the memory, which goes back by itself.  Raises ChannelFullError."""
-        self._use()
+        self.use()
         offset = self._memory.take(nbytes)
         if offset is None:
-            self._unuse()
+            self.unuse()
             raise ChannelFullError("shared memory: the session's memory is in use")
 
         def give_back() -> None:
             self._memory.give(offset)
-            self._unuse()
+            self.unuse()
 
         return offset, Lent.at(self._memory.region.arena + offset, nbytes, give_back)
 

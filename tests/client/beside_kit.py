@@ -113,4 +113,4 @@ class Transport:
 
 
 def way(client):
-    return client._exchange._link._beside
+    return client._exchange._link.beside

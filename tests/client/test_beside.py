@@ -261,7 +261,7 @@ async def test_a_loop_looks_by_itself_for_answers_that_come_soon_and_not_for_oth
     channel = AioShmChannel() if name == "shm" else AioTcpChannel(WHERE)
     async with AsyncExpertClient(Transport(door.offer, channel)) as c:
         assert (await c.session()).transport == name
-        beside, args = c._opened[1]._link._beside, inputs(2)[0]
+        beside, args = c._opened[1]._link.beside, inputs(2)[0]
         looked, poll = [0], beside._client.poll
 
         def counted():

@@ -105,7 +105,7 @@ def test_a_cluster_of_one_server_asks_it_on_the_callers_thread(cluster, monkeypa
     assert cluster.forward(0, *args, out=out).output is out
     assert np.allclose(out, want, rtol=1e-2)
     assert cluster.member.outstanding == 0
-    assert cluster.member.exchange._link._beside._client.blocks == 0
+    assert cluster.member.exchange._link.beside._client.blocks == 0
 
 
 def test_a_cluster_of_one_server_says_what_that_says_and_goes_on(cluster, sums):
@@ -132,7 +132,7 @@ def test_a_session_that_ends_fails_over_to_what_is_left(cluster, client):
 
 def test_a_slot_is_sent_again_and_again_without_a_copy(client):
     slot = client.slot(5, H, 2, "f32")
-    way = client._exchange._link._beside
+    way = client._exchange._link.beside
     for seed in range(20):
         (x, ids, w), want = inputs(5, seed=seed)
         slot.hidden_states[:], slot.topk_ids[:], slot.topk_weights[:] = x, ids, w

@@ -173,7 +173,7 @@ def test_cuda_tensors_go_straight_into_shared_memory_in_the_order_of_their_strea
                 output = client.forward(0, late[:, :H], ids, w).output
                 kept.append((output, output.float() + 0, reference(weights, *(t.cpu() for t in (x, ids, w)))))
             torch.cuda.current_stream().synchronize()
-        pinned = client._exchange._link._beside._pinned
+        pinned = client._exchange._link.beside._pinned
         assert pinned is not None, "copied on the host"
         for output, read_at_once, want in kept:
             assert relative_error(output.float().cpu(), want) <= tolerance("bf16")

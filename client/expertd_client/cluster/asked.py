@@ -58,7 +58,7 @@ class Asked:
     def late_at_s(self, around: Surroundings, begin_s: float) -> float:
         """When somebody else is to be asked for its part; infinite: nobody else could be."""
         assigned = self.assigned
-        if len(assigned.holders) < 2 and not assigned.apart:
+        if not assigned.raced:
             return math.inf
         late_s = math.inf if assigned.apart else around.latencies.late_s(self.tokens)
         return min(begin_s + late_s, max(begin_s, self.member.stalls_at_s()) + 1e-3)
@@ -66,19 +66,20 @@ class Asked:
     def answered(
         self,
         around: Surroundings,
-        layer: int,
         seconds: float,
         inside_ns: int,
         queued_tokens: int,
         token_ns: float,
-        name: bytes,
         late: bool = False,
-    ) -> Answered:
-        """Its part was answered `seconds` after the call began, or, if late, somewhat earlier.  name: of the backend,
-        and the others as the answer says."""
+    ) -> None:
+        """Its part was answered `seconds` after the call began, or, if late, somewhat earlier; the others as the answer
+        says."""
         self.member.heard(self.tokens, seconds, inside_ns, queued_tokens, token_ns, late)
         if len(self.assigned.holders) > 1 and not late:
             around.latencies.add(self.tokens, seconds)
+
+    def report(self, layer: int, seconds: float, name: bytes) -> Answered:
+        """For the caller.  name: of the backend, as the answer says."""
         backend = _text(name) or self.member.backends.get(layer, "")
         return Answered(self.member.address, self.tokens, self.routes, 1, seconds, backend)
 
@@ -131,13 +132,15 @@ class Asked:
         self.member.dropped(self.tokens)
 
 
-def asked(around: Surroundings, assigned: Assigned, request: Request, tokens: int, routes: int) -> Asked | None:
+def asked(
+    around: Surroundings, assigned: Assigned, request: Request, tokens: int, routes: int, now_s: float
+) -> Asked | None:
     """None: the server cannot be asked so now for a part of a request."""
     member = around.members.by_address.get(assigned.server)
-    if member is None or not member.usable(around.clock()):
+    if member is None or not member.usable(now_s):
         return None
     direct = member.exchange.direct()
-    if direct is None or 0 < most_tokens(around.members, assigned.holders) < tokens:
+    if direct is None or (tokens > 1 and 0 < most_tokens(around.members, assigned.holders) < tokens):
         return None
     link, way = direct
     if 0 < way.most_bytes < message_bytes(request):

@@ -24,20 +24,23 @@ class Assigned:
     holders   addresses of the servers that hold all of its groups
     first     the lowest expert of its groups
     apart     nobody else holds all of its groups, but others hold them among themselves
+    raced     somebody else can be asked when it is late
     """
 
     server: str
     holders: tuple[str, ...]
     first: int
     apart: bool
+    raced: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
-    """servers: in the order of the lowest expert of each, in which sums are added; owner_of_group [groups] i32: a
-    number of them, -1 = none; owner_of_group_at: its address."""
+    """servers: in the order of the lowest expert of each, in which sums are added; raced: whether one of them is;
+    owner_of_group [groups] i32: a number of them, -1 = none; owner_of_group_at: its address."""
 
     servers: tuple[Assigned, ...]
+    raced: bool
     owner_of_group: NDArray[np.int32]
     owner_of_group_at: int
 
@@ -66,5 +69,6 @@ def _made(table: LayerTable, groups: tuple[int, ...], chosen: tuple[str, ...]) -
         if len(mine) > 1:
             holders = tuple(a for a in holders if all(a in table.holders[g] for g in mine))
         apart = len(holders) < 2 and all(len(table.holders[g]) > 1 for g in mine)
-        servers.append(Assigned(address, holders, table.first[mine[0]], apart))
-    return Assignment(tuple(servers), owner_of_group, owner_of_group.__array_interface__["data"][0])
+        servers.append(Assigned(address, holders, table.first[mine[0]], apart, apart or len(holders) > 1))
+    raced = any(server.raced for server in servers)
+    return Assignment(tuple(servers), raced, owner_of_group, owner_of_group.__array_interface__["data"][0])

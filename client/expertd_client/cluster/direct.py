@@ -8,9 +8,10 @@ call, with what was answered and what is under way: hand_over().
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,21 +34,13 @@ from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.table import LayerTable
 from expertd_client.deadline import Deadline
 from expertd_client.request import Request
-from expertd_client.result import ForwardResult
 from expertd_client.shm_message import Sent, load_of, submission_of, timing_of
 from expertd_client.tensors import numpy_dtype
+from expertd_client.tracing import TracedCall
 
 __all__ = ["DirectCall", "direct_call"]
 
 _DONE, _TIME_OVER = 0, 1
-
-
-class _Share(NamedTuple):
-    """number: of its place at the desk; owner: of the assignment."""
-
-    number: int
-    owner: int
-    server: Asked
 
 
 def direct_call(around: Surroundings, call: Call, deadline: Deadline | None) -> DirectCall | LoneCall | None:
@@ -90,7 +83,7 @@ def _made(
         return None
     count = len(assigned.servers)
     desk.put_owners(table.group_of_at, assigned.owner_of_group_at, table.num_experts, count)
-    found = desk.count(library, tokens, top_k, count)
+    found = desk.count(library, tokens, top_k)
     if found is None:
         return None
     if count == 1 and found.tokens[0] == tokens:
@@ -108,7 +101,7 @@ def _lone(
     if to is None:
         return None
     sent = submission_of(call.host)
-    server = asked(around, to.servers[0], call.host, call.host.tokens, routes)
+    server = asked(around, to.servers[0], call.host, call.host.tokens, routes, around.clock())
     return None if server is None else LoneCall(around, call, deadline, server, sent)
 
 
@@ -131,19 +124,20 @@ def _assigned(around: Surroundings, table: LayerTable, groups: tuple[int, ...], 
     return assignment(table, groups, tuple(chosen)) if chosen else None
 
 
-def _servers(around: Surroundings, assigned: Assignment, request: Request, found: Shares) -> list[_Share] | None:
+def _servers(around: Surroundings, assigned: Assignment, request: Request, found: Shares) -> list[Asked] | None:
     """Those that get something; None: one of them cannot be asked so now."""
-    shares: list[_Share] = []
-    for owner, one in enumerate(assigned.servers):
-        if not found.tokens[owner]:
+    servers: list[Asked] = []
+    now_s = around.clock()
+    for one, tokens, routes in zip(assigned.servers, found.tokens, found.routes, strict=False):
+        if not tokens:
             continue
-        server = asked(around, one, request, found.tokens[owner], found.routes[owner])
+        server = asked(around, one, request, tokens, routes, now_s)
         if server is None:
-            for share in shares:
-                share.server.leave()
+            for other in servers:
+                other.leave()
             return None
-        shares.append(_Share(len(shares), owner, server))
-    return shares
+        servers.append(server)
+    return servers
 
 
 class DirectCall:
@@ -162,12 +156,12 @@ class DirectCall:
         assigned: Assignment,
         desk: Desk,
         kept: Any,
-        shares: list[_Share],
+        servers: list[Asked],
         found: Shares,
     ) -> None:
         self._library, self._around, self._call, self._deadline = library, around, call, deadline
         self._table, self._assigned, self._desk, self._kept = table, assigned, desk, kept
-        self._shares, self._found = shares, found
+        self._servers, self._found = servers, found
         self._adds = False
         self._begin_s = 0.0
 
@@ -182,8 +176,8 @@ class DirectCall:
             raise
         self._begin_s = self._around.clock()
         try:
-            for share in self._shares:
-                share.server.member.begun(share.server.tokens)
+            for server in self._servers:
+                server.member.begun(server.tokens)
             due_s = self._due_s()
             how = self._library.ask(self._desk.call, self._until_ns(due_s))
             while how == _TIME_OVER and self._around.clock() < due_s:
@@ -202,83 +196,78 @@ class DirectCall:
 
     def _fill(self) -> NDArray[Any]:
         """What the C++ is told.  Returns the array where the sum comes."""
-        desk, request, begins = self._desk, self._call.host, self._found.begins
+        request = self._call.host
         end_s = math.inf if self._deadline is None else self._deadline.end_s
-        desk.put_call(request, request.topk_ids.shape[1], end_s, len(self._shares))
-        for number, owner, server in self._shares:
-            desk.put_share(number, owner, server.way.session, begins[owner], server.tokens, server.routes)
+        ways = iter(self._servers)
+        sessions = [next(ways).way.session if tokens else 0 for tokens in self._found.tokens]
         sums, target = numpy_dtype(request.dtypes[0]), self._call.target()
         self._adds = adds_up(sums, target)
         address = native.at(target) if self._adds else 0
-        desk.put_sum(address, target.strides[0], sums.itemsize == 2, target.itemsize == 2)
+        widths = sums.itemsize == 2, target.itemsize == 2
+        self._desk.put_call(request, end_s, sessions, address, target.strides[0], *widths)
         return target
 
     def _due_s(self) -> float:
         """When somebody else is to be asked, or the time is over."""
         due_s = math.inf if self._deadline is None else self._deadline.end_s
-        return min(due_s, *(share.server.late_at_s(self._around, self._begin_s) for share in self._shares))
+        if not self._assigned.raced:
+            return due_s
+        return min(due_s, *(server.late_at_s(self._around, self._begin_s) for server in self._servers))
 
     def _until_ns(self, due_s: float) -> int:
         return int(min(due_s, self._around.clock() + SLICE_S) * 1e9)
 
     def _leave(self) -> None:
-        for share in self._shares:
-            share.server.leave()
+        for server in self._servers:
+            server.leave()
         self._around.desks.append(self._desk)
 
     def _result(self, target: NDArray[Any]) -> ClusterResult:
         """All parts were answered, and added up where the C++ does that."""
-        call, desk = self._call, self._desk
-        told = [desk.told(share.number) for share in self._shares]
-        last = max(range(len(told)), key=lambda n: told[n].answered_ns)
-        answer = desk.answer(self._shares[last].number)
-        parts = tuple([self._heard(share.server, one) for share, one in zip(self._shares, told, strict=True)])
-        if call.traced is not None:
-            self._record(told)
+        call, told = self._call, self._desk.told()
+        begin_s, last, last_ns = self._begin_s, 0, 0
+        for n, (_, _, late, _, answered_ns, inside_ns, queued_tokens, token_ns, _) in enumerate(told):
+            if answered_ns > last_ns:
+                last, last_ns = n, answered_ns
+            seconds = answered_ns * 1e-9 - begin_s
+            self._servers[n].answered(self._around, seconds, inside_ns, queued_tokens, token_ns, late > 0)
         if not self._adds:
             self._add_up(told, target)
-        output = call.delivered(target)
-        routes = sum(share.server.routes for share in self._shares)
+        output, answer = call.delivered(target), self._desk.answer(last)
         timing, load = partial(timing_of, answer), partial(load_of, answer)
+        parts = partial(_reports, self._servers, told, call.layer, begin_s)
+        routes = sum(server.routes for server in self._servers)
         result = ClusterResult(output, None, routes, timing, load, self._around.members.epoch, None, parts=parts)
         if call.traced is not None:
-            call.traced.end()
+            self._record(call.traced, told, last_ns)
         return result
 
-    def _heard(self, server: Asked, told: Told) -> Answered:
-        seconds, late = told.answered_ns * 1e-9 - self._begin_s, bool(told.late)
-        load = told.queued_tokens, told.token_ns
-        return server.answered(self._around, self._call.layer, seconds, told.inside_ns, *load, told.name, late)
-
-    def _record(self, told: list[Told]) -> None:
-        """For a trace: when each part was sent and answered."""
-        traced = self._call.traced
-        assert traced is not None
-        for share, one in zip(self._shares, told, strict=True):
-            answer = self._desk.answer(share.number)
-            share.server.record(traced, self._begin_s, one.sent_ns, answer, one.answered_ns)
-        traced.joined_ns = max(one.answered_ns for one in told)
+    def _record(self, traced: TracedCall, told: list[Told], last_ns: int) -> None:
+        """For a trace: when each part was sent and answered.  Its own time is not in it."""
+        end_ns = time.monotonic_ns()
+        for n, (server, one) in enumerate(zip(self._servers, told, strict=True)):
+            server.record(traced, self._begin_s, one[3], self._desk.answer(n), one[4])
+        traced.over_at(last_ns, end_ns)
 
     def _add_up(self, told: list[Told], target: NDArray[Any]) -> None:
         """Where the C++ does not: sums in f16."""
         parts = self._parts()
-        answers = [self._lent(*each) for each in zip(self._shares, told, parts, strict=True)]
+        answers = []
+        for n, (server, part) in enumerate(zip(self._servers, parts, strict=True)):
+            answers.append(server.lend(told[n][0], self._sent(n), part.request, self._desk.answer(n)))
         join([Sum(part.rows, answer.output) for part, answer in zip(parts, answers, strict=True)], target)
         for answer in answers:
             answer.release()
 
-    def _lent(self, share: _Share, told: Told, part: Part) -> ForwardResult:
-        return share.server.lend(told.ticket, self._sent(share), part.request, self._desk.answer(share.number))
-
-    def _sent(self, share: _Share) -> Sent:
-        """Its part as a request that was sent."""
+    def _sent(self, number: int) -> Sent:
+        """A part as a request that was sent."""
         hidden_size, out_dtype, tokens = (
             self._call.host.hidden_states.shape[1],
             self._call.host.dtypes[0],
-            share.server.tokens,
+            self._servers[number].tokens,
         )
         room = Tensors(out_bytes=tokens * hidden_size * DTYPE_BYTES[out_dtype])
-        return Sent(self._desk.submission(share.number), room, (), out_dtype, (tokens, hidden_size))
+        return Sent(self._desk.submission(number), room, (), out_dtype, (tokens, hidden_size))
 
     # ---- out of the ordinary -----------------------------------------------------------------------------------------
 
@@ -290,28 +279,28 @@ class DirectCall:
             self._abandon()
             raise
         flight = Flight(self._around, self._call, self._deadline, landed, self._begin_s)
-        sent = []
-        for share, part in zip(self._shares, parts, strict=True):
-            leg = share.server.leg(part)
+        told, sent = self._desk.told(), []
+        for n, (server, part) in enumerate(zip(self._servers, parts, strict=True)):
+            leg = server.leg(part)
             flight.add(leg)
-            told = self._desk.told(share.number)
-            if told.ticket:
-                sent.append((told, share, flight.sent(leg, share.server.member)))
+            if told[n][0]:
+                sent.append((told[n], n, flight.sent(leg, server.member)))
             else:
-                share.server.member.dropped(share.server.tokens)
+                server.member.dropped(server.tokens)
         flight.take_off()
-        for told, share, attempt in sorted(sent, key=lambda one: one[0].state):  # first what is in flight
+        sent.sort(key=lambda one: one[0][1])  # first what is in flight
+        for (ticket, state, _, sent_ns, answered_ns, *_), n, attempt in sent:
+            server, answer = self._servers[n], self._desk.answer(n)
             if attempt.traced is not None:
-                attempt.traced.sent_ns, attempt.traced.transport = told.sent_ns, share.server.member.exchange.way
-            how = told.ticket, told.state, told.answered_ns * 1e-9
-            answer = self._desk.answer(share.number)
-            share.server.tell(flight, attempt, self._deadline, *how, self._sent(share), answer)
+                attempt.traced.sent_ns, attempt.traced.transport = sent_ns, server.member.exchange.way
+            server.tell(flight, attempt, self._deadline, ticket, state, answered_ns * 1e-9, self._sent(n), answer)
         self._leave()
         return flight
 
     def _abandon(self) -> None:
-        for share in self._shares:
-            share.server.abandon(self._desk.told(share.number).ticket)
+        tickets = [one[0] for one in self._desk.told()]
+        for n, server in enumerate(self._servers):
+            server.abandon(tickets[n] if tickets else 0)
         self._leave()
 
     def _parts(self) -> list[Part]:
@@ -320,8 +309,16 @@ class DirectCall:
         ids = request.topk_ids
         owner = np.where(ids < 0, -1, self._assigned.owner_of_group[self._table.group_of[ids]])
         parts = []
-        for _, n, server in self._shares:
-            begin = found.begins[n]
-            rows = found.rows[begin : begin + server.tokens].copy()  # the desk's
-            parts.append(Part(n, rows, part_of(request, rows, owner[rows] == n), server.routes))
+        servers = iter(self._servers)
+        for n, (tokens, begin) in enumerate(zip(found.tokens, found.begins, strict=True)):
+            if tokens:
+                rows = found.rows[begin : begin + tokens].copy()  # the desk's
+                parts.append(Part(n, rows, part_of(request, rows, owner[rows] == n), next(servers).routes))
         return parts
+
+
+def _reports(servers: Sequence[Asked], told: Sequence[Told], layer: int, begin_s: float) -> tuple[Answered, ...]:
+    """Who answered what.  Not a method: an answer that is kept shall not keep the call's tensors."""
+    return tuple(
+        server.report(layer, one[4] * 1e-9 - begin_s, one[8]) for server, one in zip(servers, told, strict=True)
+    )

@@ -94,10 +94,9 @@ class LoneCall:
 
     def _result(self, target: NDArray[Any] | None) -> ClusterResult:
         call, asked, answer = self._call, self._asked, self._answer
-        part = self._heard()
-        if call.traced is not None:
-            call.traced.joined_ns = answered_ns = int(self._at_s * 1e9)
-            asked.record(call.traced, self._begin_s, self._sent_ns, answer, answered_ns)
+        seconds = self._at_s - self._begin_s
+        inside_ns = answer.queue_ns + answer.collect_ns + answer.kernel_ns + answer.deliver_ns
+        asked.answered(self._around, seconds, inside_ns, answer.queued_tokens, answer.token_ns)
         only = asked.lend(self._ticket, self._sent, call.host, answer)
         give_back = None
         if target is None:
@@ -112,16 +111,13 @@ class LoneCall:
             output = call.delivered(target)
         epoch = self._around.members.epoch
         timing, load = partial(timing_of, answer), partial(load_of, answer)
-        result = ClusterResult(output, None, asked.routes, timing, load, epoch, give_back, parts=(part,))
+        parts = partial(_report, asked, call.layer, seconds, answer)
+        result = ClusterResult(output, None, asked.routes, timing, load, epoch, give_back, parts=parts)
         if call.traced is not None:
-            call.traced.end()
+            end_ns, answered_ns = time.monotonic_ns(), int(self._at_s * 1e9)
+            asked.record(call.traced, self._begin_s, self._sent_ns, answer, answered_ns)
+            call.traced.over_at(answered_ns, end_ns)
         return result
-
-    def _heard(self) -> Answered:
-        answer = self._answer
-        inside_ns = answer.queue_ns + answer.collect_ns + answer.kernel_ns + answer.deliver_ns
-        seconds, load = self._at_s - self._begin_s, (answer.queued_tokens, answer.token_ns)
-        return self._asked.answered(self._around, self._call.layer, seconds, inside_ns, *load, answer.name)
 
     # ---- out of the ordinary -----------------------------------------------------------------------------------------
 
@@ -147,3 +143,8 @@ class LoneCall:
     def _abandon(self) -> None:
         self._asked.abandon(self._ticket)
         self._asked.leave()
+
+
+def _report(asked: Asked, layer: int, seconds: float, answer: Completion) -> tuple[Answered, ...]:
+    """Not a method: an answer that is kept shall not keep the call's tensors."""
+    return (asked.report(layer, seconds, answer.name),)

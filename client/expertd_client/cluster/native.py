@@ -4,12 +4,11 @@ have them, which costs less than field by field; a test holds both together.
     BATCH     tensors of a request in host memory: hidden, scales, ids, weights; bytes of a row of hidden, scales and
               weights; tokens, top_k, whether ids are i64
     OWNERS    which server computes which expert: addresses of group_of and owner_of_group; experts, servers
-    CALL      after both: shares, how many, bytes of a row of a partial sum, usual_ns, spin_ns; the array where sums are
-              added up (0 = they are not), bytes from row to row, whether partial sums are bf16, and the array
+    CALL      after both: shares, how many (0: none yet), Sessions of the servers that get something, what count()
+              found, rows, bytes of a row of a partial sum, usual_ns, spin_ns; the array where sums are added up (0 =
+              they are not), bytes from row to row, whether partial sums are bf16, and the array
     FORM      a submission with what all parts have in common
-    SHARE     one server's part: address of its Session, its number, address of its rows, tokens, routes,
-              ticket, STATE, 0
-    SENT      of the same, from its ticket on: ticket, STATE, whether the answer may have come before answered_ns,
+    TOLD      one server's part, once it was sent: ticket, STATE, whether the answer may have come before answered_ns,
               sent_ns, answered_ns, inside_ns, queued_tokens, token_ns, the backend's name
 
 What takes microseconds keeps the interpreter's lock: given back, it might not come again for milliseconds.
@@ -44,11 +43,10 @@ __all__ = [
     "LOST",
     "OWNERS",
     "REFUSED",
-    "SENT",
-    "SENT_AT",
-    "SHARE",
     "SHARE_BYTES",
     "SUBMISSION_AT",
+    "TOLD",
+    "TOLD_AT",
     "Library",
     "Room",
     "at",
@@ -59,12 +57,13 @@ __all__ = [
 LIBRARY = Path(__file__).parent / "csrc" / "libexpertd_cluster.so"
 IN_FLIGHT, ANSWERED, REFUSED, LOST = 1, 2, 3, 4
 """STATE of a share; 0 = it was not sent."""
-BATCH, OWNERS, CALL, FORM = Struct("=4Q6q"), Struct("=2Q2q"), Struct("=QqqQqQq2i"), Struct("=8Q3I6BH24s2I12x")
-SHARE, SENT = Struct("=QqQqqQ2I"), Struct("=Q2I3QIf36s4x")
-SENT_AT = 40
-SUBMISSION_AT = SENT_AT + SENT.size + 8
+BATCH, OWNERS, CALL, FORM = Struct("=4Q6q"), Struct("=2Q2q"), Struct("=Qq3QqQqQq2i"), Struct("=8Q3I6BH24s2I12x")
+_TOLD, TOLD_AT = "Q2I3QIf36s4x", 40
+SUBMISSION_AT = TOLD_AT + Struct("=" + _TOLD).size + 8
 ANSWER_AT = SUBMISSION_AT + C.sizeof(Submission)
 SHARE_BYTES = ANSWER_AT + C.sizeof(Completion)
+TOLD = Struct(f"={TOLD_AT}x{_TOLD}{SHARE_BYTES - SUBMISSION_AT + 8}x")
+"""Of a whole share."""
 
 
 class Room(C.Structure):

@@ -59,6 +59,8 @@ def place(
 def most_tokens(members: Members, holders: Sequence[str]) -> int:
     """That each of the servers takes at once; 0 = no bound."""
     known = members.by_address
+    if len(holders) == 1:
+        return known[holders[0]].max_tokens if holders[0] in known else 0
     return min((m for a in holders if a in known and (m := known[a].max_tokens)), default=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,10 +40,26 @@ class ClusterResult(ForwardResult):
               the call was made with SKIP or RENORMALIZE
     """
 
-    __slots__ = ("missing", "parts")
+    __slots__ = ("_missing", "_parts")
 
-    def __init__(self, *facts: Any, parts: tuple[Answered, ...] = (), missing: NDArray[np.int64] | None = None) -> None:
-        """facts: those of ForwardResult."""
+    def __init__(
+        self,
+        *facts: Any,
+        parts: tuple[Answered, ...] | Callable[[], tuple[Answered, ...]] = (),
+        missing: NDArray[np.int64] | None = None,
+    ) -> None:
+        """facts: those of ForwardResult; parts: or what makes them when somebody asks; missing: None = none is."""
         super().__init__(*facts)
-        self.parts = parts
-        self.missing = np.empty((0, 2), np.int64) if missing is None else missing
+        self._parts, self._missing = parts, missing
+
+    @property
+    def parts(self) -> tuple[Answered, ...]:
+        if not isinstance(self._parts, tuple):
+            self._parts = self._parts()
+        return self._parts
+
+    @property
+    def missing(self) -> NDArray[np.int64]:
+        if self._missing is None:
+            self._missing = np.empty((0, 2), np.int64)
+        return self._missing

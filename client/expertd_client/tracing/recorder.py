@@ -93,6 +93,10 @@ class TracedCall:
         """The caller has his answer."""
         self.end_ns = time.monotonic_ns()
 
+    def over_at(self, joined_ns: int, end_ns: int) -> None:
+        """All answers were there, and the caller had his, at these times: for who records a call when it is over."""
+        self.joined_ns, self.end_ns = joined_ns, end_ns
+
     def landed(self, future: Future[ForwardResult]) -> None:
         """For a future of a call with one part."""
         if not future.cancelled() and future.exception() is None:

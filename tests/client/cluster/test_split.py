@@ -113,7 +113,7 @@ def test_structures():
         native.BATCH.size + native.OWNERS.size,
         form,
         form + native.FORM.size,
-        native.SENT_AT,
+        native.TOLD_AT,
         native.SUBMISSION_AT,
         native.ANSWER_AT,
         native.SHARE_BYTES,

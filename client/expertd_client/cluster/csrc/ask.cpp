@@ -83,8 +83,11 @@ struct Call {
   Batch batch;
   Owners owners;
   Share* shares;
-  int64_t count;
-  int64_t out_row;    // bytes of a row of a partial sum
+  int64_t count;  // of shares; 0 until ask()
+  const Session* const* sessions;  // [owners.count]: of those that get something
+  const int64_t* found;            // [3, owners.count]: tokens, routes, where its tokens begin in rows
+  const int64_t* rows;
+  int64_t out_row;     // bytes of a row of a partial sum
   uint64_t* usual_ns;  // of a wait, recently
   int64_t spin_ns;
   void* out;  // null: sums are not added up here
@@ -138,11 +141,25 @@ void send_by_message(const Call& c, Share& s, const Sizes& sizes) {
   if (s.session->send(s.session->client, s.submission, &t, 0, &s.ticket)) s.ticket = 0;
 }
 
+// One share for each server that gets something, in their order.
+void deal(Call& c) {
+  const int64_t owners = c.owners.count, *tokens = c.found, *routes = tokens + owners, *begins = routes + owners;
+  for (int64_t n = 0; n < owners; ++n) {
+    if (!tokens[n]) continue;
+    Share& s = c.shares[c.count++];
+    s.session = c.sessions[n];
+    s.owner = n;
+    s.rows = c.rows + begins[n];
+    s.tokens = tokens[n];
+    s.routes = routes[n];
+    s.ticket = 0;
+    s.state = kUnsent;
+  }
+}
+
 void send(const Call& c, Share& s) {
   memcpy(s.submission, c.form, sizeof s.submission);
   put(s.submission, offsetof(Submission, tokens), uint32_t(s.tokens));
-  s.ticket = 0;
-  s.state = kUnsent;
   const Sizes sizes(c, s.tokens);
   s.session->arena ? send_by_arena(c, s, sizes) : send_by_message(c, s, sizes);
   s.sent_ns = now_ns();
@@ -268,8 +285,9 @@ API int expertd_cluster_wait(Call* c, uint64_t until_ns) {
   return found;
 }
 
-// Sends all parts, and waits.
+// Makes all parts, sends them, and waits.
 API int expertd_cluster_ask(Call* c, uint64_t until_ns) {
+  deal(*c);
   for (int64_t n = 0; n < c->count; ++n) send(*c, c->shares[n]);
   return expertd_cluster_wait(c, until_ns);
 }
