@@ -5,11 +5,12 @@
 
 The server (the engine with its door, without gRPC) is this process; each caller is a process of its own.  Microseconds
 by CUDA events on the caller's stream, median and 99th percentile of 200 calls: eager (launches of a stream that waits
-for them are in it), ahead (the stream was busy, as an engine's is), graph (ahead, the call captured in a CUDA graph).
+for them are in it), ahead (the stream was busy, as an engine's is), graph (ahead, the call captured in a CUDA graph),
+slot (that, its tensors in the session's memory).
 host: of the call, on the caller's; server: from the batch's launch to its end, as the server sees it.
 Every answer's output was NaN before, and rows of it are compared with the float32 reference: exit code 1 where they
-are not right.  --hide: each process sees
-its own GPU alone (CUDA_VISIBLE_DEVICES).  --kill: what becomes of each side when the other is killed.
+are not right.  --hide: each process sees its own GPU alone (CUDA_VISIBLE_DEVICES).  --kill: what becomes of each side
+when the other is killed.
 """
 
 from __future__ import annotations
@@ -95,8 +96,18 @@ def measure(device, ticket, loads, layers, results):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=stream):
                     call()
+                slot = lane.slot(M, t[0].shape[1], t[1].shape[1])
+                for to, tensor in zip((slot.hidden_states, slot.topk_ids, slot.topk_weights), t, strict=True):
+                    to.copy_(tensor)
+                for _ in range(8):
+                    slot.forward(layers[shape])
+                stream.synchronize()
+                in_place = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(in_place, stream=stream):
+                    slot.forward(layers[shape])
                 found = {}
-                for mode, run in (("eager", call), ("ahead", call), ("graph", graph.replay)):
+                ways = (("eager", call, out), ("ahead", call, out), ("graph", graph.replay, out))
+                for mode, run, out in (*ways, ("slot", in_place.replay, slot.output)):
                     us, host, server = [], [], []
                     out.fill_(float("nan"))
                     for _ in range(CALLS):
@@ -113,6 +124,7 @@ def measure(device, ticket, loads, layers, results):
                         server.append(lane.last.kernel_ns / 1e3)
                     found[mode] = (*percentiles(us), rows(t, out), statistics.median(host) * 1e6)
                 lane.check()
+                slot.close()
                 results.put((shape, M, found, statistics.median(server)))
     results.put(None)
 
@@ -352,7 +364,7 @@ def main() -> None:
     if loads:
         alone = {load: served.alone(*load) for load in loads}
         p = start_process(ctx, measure, results, (number, served.ticket(), loads, served.layers), see)
-        print("layer, tokens | kernels | eager p50 p99 | ahead p50 p99 | graph p50 p99 | over | host | server | errors")
+        print("layer, tokens | kernels | eager p50 p99 | ahead | graph | slot | over | host | server | errors")
         while (found := take(results, 110)) is not None:
             shape, M, modes, server = found
             k, errors = alone[shape, M], [served.error(shape, m[2]) for m in modes.values()]

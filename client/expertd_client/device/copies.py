@@ -1,13 +1,13 @@
-"""Three kernels of a caller on a GPU, as PTX that the driver compiles for whatever GPU it finds: they need no compiler
+"""Two kernels of a caller on a GPU, as PTX that the driver compiles for whatever GPU it finds: they need no compiler
 and no package.
 
-    bring   three tensors into the session's memory, in one launch; then 0 into one word of the host and a number into
-            another, once everybody sees the tensors
-    gate    one thread, which waits until the first of those words is not 0 and says whether it is the one that is good.
-            A stream's own wait (cuStreamWaitValue32) looks once in 9 us
-    take    a tensor out of the session's memory, or, where the gate saw another word, NaN (every bit set) in its place:
-            an answer that failed is never mistaken for one.  It does not look at the host's word itself: a block's read
-            of that takes a microsecond and no two overlap
+    call    three tensors into the session's memory (none, where the caller made them there); then, once everybody sees
+            them, 0 into one word of the host and a number into another.  The block that is last then waits until the
+            first of those words is not 0, and says whether it is the one that is good; where it is not, it makes a
+            tensor NaN (every bit set).  A stream's own wait (cuStreamWaitValue32) looks once in 9 us
+    take    a tensor out of the session's memory, or, where the word was not the good one, NaN in its place: an answer
+            that failed is never mistaken for one.  It does not look at the host's word itself: a block's read of that
+            takes a microsecond and no two overlap
 
 Addresses are multiples of 16.
 """
@@ -21,6 +21,7 @@ from expertd.shm.cuda import Cuda, CudaError
 __all__ = ["Copies", "Launch", "ptx"]
 
 _THREADS = 512
+_COUNT = C.c_uint(_THREADS)
 _MOST_BLOCKS = 528
 _WORDS_BYTES = 512
 _VECTOR = 16
@@ -43,25 +44,55 @@ _INDEX = """
   mul.wide.u32 %a1, %r5, 16;
   cvt.u64.u32 %a2, %r4;
 """
-_WORDS = """
+_CALL = """
   membar.sys;
   bar.sync 0;
   setp.ne.u32 %p1, %r0, 0;
-  @%p1 bra OVER;
+  @%p1 bra TOLD;
+  mov.u32 %r13, 0;
+  st.shared.u32 [spoilt], %r13;
   ld.param.u64 %a12, [blocks];
   atom.global.add.u32 %r12, [%a12], 1;
-  sub.u32 %r13, %r3, 1;
-  setp.ne.u32 %p2, %r12, %r13;
-  @%p2 bra OVER;
-  mov.u32 %r13, 0;
+  sub.u32 %r14, %r3, 1;
+  setp.ne.u32 %p2, %r12, %r14;
+  @%p2 bra TOLD;
   st.volatile.global.u32 [%a12], %r13;
-  ld.param.u64 %a10, [cleared];
-  st.volatile.global.u32 [%a10], %r13;
+  ld.param.u64 %a13, [answered];
+  st.volatile.global.u32 [%a13], %r13;
   membar.sys;
-  ld.param.u64 %a10, [word];
+  ld.param.u64 %a10, [called];
   ld.param.u64 %a11, [number];
   cvt.u32.u64 %r11, %a11;
   st.volatile.global.u32 [%a10], %r11;
+  ld.param.u64 %a11, [good];
+  cvt.u32.u64 %r11, %a11;
+AGAIN:
+  ld.volatile.global.u32 %r12, [%a13];
+  setp.eq.u32 %p2, %r12, 0;
+  @%p2 bra AGAIN;
+  membar.sys;
+  setp.ne.u32 %p2, %r12, %r11;
+  selp.b32 %r13, 1, 0, %p2;
+  ld.param.u64 %a12, [failed];
+  st.global.u32 [%a12], %r13;
+  st.shared.u32 [spoilt], %r13;
+TOLD:
+  bar.sync 0;
+  ld.shared.u32 %r13, [spoilt];
+  setp.eq.u32 %p2, %r13, 0;
+  @%p2 bra OVER;
+  ld.param.u64 %a3, [spoil];
+  ld.param.u64 %a6, [spoil_bytes];
+  mul.wide.u32 %a7, %r0, 4;
+  mul.wide.u32 %a1, %r2, 4;
+  mov.u32 %r6, -1;
+SPOIL:
+  setp.ge.u64 %p0, %a7, %a6;
+  @%p0 bra OVER;
+  add.u64 %a9, %a3, %a7;
+  st.global.u32 [%a9], %r6;
+  add.u64 %a7, %a7, %a1;
+  bra SPOIL;
 OVER:
 """
 _SEGMENT = """
@@ -90,27 +121,6 @@ REST{n}:
 END{n}:
 """
 _PARAMETERS = ".param .u64 to{n}, .param .u64 from{n}, .param .u64 bytes{n}"
-_GATE = """
-.visible .entry gate(.param .u64 word, .param .u64 good, .param .u64 failed)
-{
-  .reg .pred %p<2>;
-  .reg .b32 %r<3>;
-  .reg .b64 %a<3>;
-  ld.param.u64 %a0, [word];
-  ld.param.u64 %a1, [good];
-  ld.param.u64 %a2, [failed];
-  cvt.u32.u64 %r1, %a1;
-AGAIN:
-  ld.volatile.global.u32 %r0, [%a0];
-  setp.eq.u32 %p0, %r0, 0;
-  @%p0 bra AGAIN;
-  membar.sys;
-  setp.ne.u32 %p1, %r0, %r1;
-  selp.b32 %r2, 1, 0, %p1;
-  st.global.u32 [%a2], %r2;
-  ret;
-}
-"""
 _TAKE = """
 .visible .entry take(.param .u64 to, .param .u64 from, .param .u64 bytes, .param .u64 failed)
 {{
@@ -154,29 +164,29 @@ END:
 
 def ptx() -> str:
     """Of both kernels."""
-    parameters = ", ".join(_PARAMETERS.format(n=n) for n in range(3))
+    tensors = ", ".join(_PARAMETERS.format(n=n) for n in range(3))
     segments = "".join(_SEGMENT.format(n=n) for n in range(3))
-    words = ".param .u64 cleared, .param .u64 word, .param .u64 number, .param .u64 blocks"
-    bring = f".visible .entry bring({parameters}, {words})\n{{{_INDEX}{segments}{_WORDS}  ret;\n}}\n"
-    return _HEAD + bring + _GATE + _TAKE.format(index=_INDEX)
+    words = ("answered", "called", "number", "blocks", "good", "failed", "spoil", "spoil_bytes")
+    parameters = ", ".join((tensors, *(f".param .u64 {word}" for word in words)))
+    body = f"  .shared .align 4 .b32 spoilt;\n{_INDEX}{segments}{_CALL}  ret;\n"
+    return f"{_HEAD}.visible .entry call({parameters})\n{{{body}}}\n" + _TAKE.format(index=_INDEX)
 
 
 class Launch:
-    """Arguments of a launch that is made again and again.  nbytes: of its largest tensor; 0 = one thread."""
+    """Arguments of a launch that is made again and again.  nbytes: of its largest tensor; 0 = one block."""
 
     def __init__(self, nbytes: int, *values: int) -> None:
         self.values = (C.c_uint64 * len(values))(*values)
         first = C.addressof(self.values)
         self.pointers = (C.c_void_p * len(values))(*(first + 8 * i for i in range(len(values))))
         self.blocks = C.c_uint(max(1, min(_MOST_BLOCKS, -(-nbytes // (_VECTOR * _THREADS)))))
-        self.threads = C.c_uint(_THREADS if nbytes else 1)
 
 
 class Copies:
     """For one GPU.  Its methods launch on a stream (the driver's handle) of the current context, one after another.
 
-    blocks   address of a word in which the blocks of `bring` count themselves
-    failed   address of the word in which `gate` tells `take`"""
+    blocks   address of a word in which the blocks of `call` count themselves
+    failed   address of the word in which `call` tells `take`"""
 
     def __init__(self, driver: Cuda) -> None:
         """With the GPU's context current.  Raises CudaError."""
@@ -186,16 +196,13 @@ class Copies:
         driver("cuMemAlloc_v2", C.byref(memory), C.c_size_t(_WORDS_BYTES))
         driver("cuMemsetD8_v2", memory, C.c_ubyte(0), C.c_size_t(_WORDS_BYTES))
         self.blocks, self.failed = memory.value, memory.value + _WORDS_BYTES // 2
-        self._bring, self._gate, self._take = (self._function(name) for name in (b"bring", b"gate", b"take"))
+        self._call, self._take = (self._function(name) for name in (b"call", b"take"))
 
-    def bring(self, stream: int, launch: Launch) -> None:
-        """launch.values: to, from and bytes of three segments, the address of the word to clear, that of the word to
-        write, the number to write, and `blocks`."""
-        self._start(self._bring, stream, launch)
-
-    def gate(self, stream: int, launch: Launch) -> None:
-        """launch.values: the address of a word, what it must be, and `failed`."""
-        self._start(self._gate, stream, launch)
+    def call(self, stream: int, launch: Launch) -> None:
+        """launch.values: to, from and bytes of three segments, the addresses of the word that is answered and of the
+        one that calls, the number to call with, `blocks`, what the answer must be, `failed`, and what becomes NaN where
+        it is not: its address and bytes, a multiple of 4."""
+        self._start(self._call, stream, launch)
 
     def take(self, stream: int, launch: Launch) -> None:
         """launch.values: to, from, bytes, and `failed`."""
@@ -212,7 +219,7 @@ class Copies:
         return found
 
     def _start(self, kernel: C.c_void_p, stream: int, launch: Launch) -> None:
-        size = (launch.blocks, 1, 1, launch.threads, 1, 1)
+        size = (launch.blocks, 1, 1, _COUNT, 1, 1)
         code = self._launch(kernel, *size, 0, C.c_void_p(stream), launch.pointers, None)
         if code:
             raise CudaError(f"launching a copy: CUDA error {code}")

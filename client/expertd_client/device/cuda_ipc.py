@@ -25,7 +25,7 @@ __all__ = ["NAME", "ask_for_session", "await_session", "device_index", "open_ses
 NAME = "cuda_ipc"
 """As the contract calls it in SessionOffer."""
 _SAME_GPU = (
-    "the server computes on this very GPU: two processes take turns on one, which costs 300 us a call;"
+    "the server computes on this very GPU: two processes take turns on one, which costs milliseconds a call;"
     " send messages, or say same_gpu where MPS lets both run at once"
 )
 _OPEN_S = 10.0

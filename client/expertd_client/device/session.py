@@ -3,9 +3,10 @@
     with client.device_session("cuda:1") as lane:
         out = lane.forward(layer, hidden_states, topk_ids, topk_weights)     # [M, H], ordered on the current stream
 
-A session has memory on the server's GPU that both map, and two words in memory of the host.  A call is three kernels
-on the caller's stream: one copies the tensors into the pool and then writes the number of the request into one word,
-one thread waits for the other word, and one copies the output out of the pool.  They can be captured in a CUDA graph.
+A session has memory on the server's GPU that both map, and two words in memory of the host.  A call is two kernels
+on the caller's stream: one copies the tensors into the pool, writes the number of the request into one word and waits
+for the other one; one copies the output out of the pool.  They can be captured in a CUDA graph.  Whoever makes the
+tensors in the pool and reads the output there (slot()) needs the first alone, and nothing is copied.
 The server computes the request with those of all other callers, as if it had come through any other channel.
 
 One call of a session is under way at a time, in the order of the stream; who wants two opens two sessions.  Nothing is
@@ -46,6 +47,8 @@ from expertd.shm.pool import Pool
 from expertd.shm.tickets import SessionEndedError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.device.copies import Copies, Launch
+from expertd_client.device.dlpack import tensor_at
+from expertd_client.device.slot import ALIGN, DeviceSlot, Ground, Place
 from expertd_client.shm_message import refusal
 
 __all__ = ["DeviceSession"]
@@ -57,7 +60,6 @@ _TYPES = {
     torch.int32: pb.DATA_TYPE_I32,
     torch.int64: pb.DATA_TYPE_I64,
 }
-_ALIGN = 256
 _PORTABLE_MAPPED = 3
 _PREPARE_S = 10.0
 _WATCH_S = 0.001
@@ -66,10 +68,10 @@ _WATCH_S = 0.001
 
 @dataclass(slots=True)
 class _Prepared:
-    """A request that the server knows by its number, and the operations of a call."""
+    """A request that the server knows by its number, and the operations of a call; take: None in a slot."""
 
-    bring: Launch
-    take: Launch
+    call: Launch
+    take: Launch | None
 
 
 class DeviceSession:
@@ -85,6 +87,7 @@ class DeviceSession:
         self._answered = region.address + CALLS_OFFSET + DeviceCalls.answered.offset
         self._page = region.address
         self._prepared: dict[tuple[Any, ...], _Prepared] = {}
+        self._ground = Ground(pool.bytes)
         self._told = 0
         self._stream: Any = None
         self._lost = self._closed = False
@@ -95,7 +98,6 @@ class DeviceSession:
             except BaseException:
                 self._driver("cuMemHostUnregister", C.c_void_p(self._page))
                 raise
-        self._gate = Launch(0, self._answered, GOOD, self._copies.failed)
         self._watch = threading.Thread(target=self._watch_server, name="expertd-gpu-watch", daemon=True)
         self._watch.start()
 
@@ -115,7 +117,7 @@ class DeviceSession:
 
         hidden_states [M, H] bf16, f16 or f32; topk_ids [M, k] int32 or int64; topk_weights [M, k] of a float type; all
         on this session's GPU.  timeout_s: how long it may wait on the server.  The first call of a layer, a shape and
-        types asks the server, which takes a few hundred microseconds; later ones are three launches.
+        types asks the server, which takes a few hundred microseconds; later ones are two launches.
         Raises what check() raises, ValueError for tensors that cannot be used, and what the server has against a
         request of this kind."""
         self.check()
@@ -129,25 +131,63 @@ class DeviceSession:
         call = self._prepared.get(key)
         if call is None:
             call = self._prepared[key] = self._prepare(layer, x, ids, w, router_weight_on_input, timeout_s)
-        values = call.bring.values
+        assert call.take is not None
+        values = call.call.values
         values[1], values[4], values[7] = x.data_ptr(), ids.data_ptr(), w.data_ptr()
         call.take.values[0] = to = out.data_ptr()
         if (values[1] | values[4] | values[7] | to) % 16:
             raise ValueError("tensors: got one at an odd address, want all at multiples of 16 bytes; clone() it")
-        self._follow(stream)
-        self._client.wake()
         if M:
-            with self._on_device():
-                handle: int = stream.cuda_stream
-                self._copies.bring(handle, call.bring)
-                self._copies.gate(handle, self._gate)
-                self._copies.take(handle, call.take)
+            self._launch(call, stream)
         return out
+
+    def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype = torch.bfloat16) -> DeviceSlot:
+        """Tensors of one batch that are sent again and again with new values: they lie where the server reads and
+        writes.  They take from `bytes` until the slot is closed, and end with the session.  dtype: of hidden states and
+        output.  Raises ValueError where the session has not so much memory left."""
+        shapes: list[tuple[tuple[int, int], torch.dtype]] = [
+            ((tokens, hidden_size), dtype),
+            ((tokens, top_k), torch.int32),
+            ((tokens, top_k), torch.float32),
+            ((tokens, hidden_size), dtype),
+        ]
+        if tokens < 1 or dtype not in _TYPES or not dtype.is_floating_point:
+            raise ValueError(f"device slot: got {tokens} tokens of {dtype}, want at least 1, of bf16, f16 or f32")
+        place = self._ground.slot([rows * columns * kind.itemsize for (rows, columns), kind in shapes])
+        if place is None:
+            raise ValueError(
+                f"device session: got no memory left for a slot of {tokens} tokens; close one, or open another"
+            )
+        at = zip(place[:4], shapes, strict=True)
+        tensors = [self._tensor(self._pool.address + offset, shape, kind) for offset, (shape, kind) in at]
+        tensors[1].fill_(-1)
+        return DeviceSlot(self, place, tensors, lambda: self._ground.free(place))
+
+    def forward_slot(
+        self,
+        layer: int,
+        slot: DeviceSlot,
+        place: Place,
+        stream: Any,
+        router_weight_on_input: bool,
+        timeout_s: float | None,
+    ) -> None:
+        """DeviceSlot.forward; for it alone."""
+        self.check()
+        x, ids, w = slot.hidden_states, slot.topk_ids, slot.topk_weights
+        key = (layer, *x.shape, ids.shape[1], x.dtype, place.hidden, router_weight_on_input, timeout_s)
+        call = self._prepared.get(key)
+        if call is None:
+            number = self._number(layer, place, x, ids, w, router_weight_on_input, timeout_s)
+            out = -(-x.numel() * x.element_size() // 4) * 4  # its place ends no earlier
+            launch = Launch(0, *(0,) * 9, *self._words_of(number), self._pool.address + place.out, out)
+            call = self._prepared[key] = _Prepared(launch, None)
+        self._launch(call, torch.cuda.current_stream(x.device) if stream is None else stream)
 
     @property
     def bytes(self) -> int:
         """Of a request's hidden states, ids, weights and output together, at most."""
-        return self._pool.bytes - 4 * _ALIGN
+        return self._ground.left - 4 * ALIGN
 
     def check(self) -> None:
         """Raises the error of a call that was refused since the last check, or UnavailableError where the server is
@@ -192,6 +232,21 @@ class DeviceSession:
     ) -> None:
         self.close()
 
+    def _tensor(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return tensor_at(address, shape, dtype, self.device)
+
+    def _launch(self, call: _Prepared, stream: Any) -> None:
+        self._follow(stream)
+        self._client.wake()
+        with self._on_device():
+            handle: int = stream.cuda_stream
+            self._copies.call(handle, call.call)
+            if call.take is not None:
+                self._copies.take(handle, call.take)
+
+    def _words_of(self, number: int) -> tuple[int, ...]:
+        return (self._answered, self._called, number, self._copies.blocks, GOOD, self._copies.failed)
+
     def _misplaced(self, t: torch.Tensor) -> bool:
         return t.device.type != "cuda" or t.device.index != self.device
 
@@ -215,32 +270,35 @@ class DeviceSession:
                 f"tensors: got {tuple(x.shape)} {x.dtype}, {tuple(ids.shape)} {ids.dtype}, {tuple(w.shape)} {w.dtype},"
                 " want [M, H], [M, k] and [M, k] of float, int32 or int64, and float"
             )
+        sizes = [t.numel() * t.element_size() for t in (x, ids, w, x)]
+        place = self._ground.call(sizes)
+        if place is None:
+            raise ValueError(
+                f"device session: got a request of {sum(sizes)} bytes, want at most {self.bytes}; split the batch"
+            )
+        number = self._number(layer, place, x, ids, w, router_weight_on_input, timeout_s)
+        there = [self._pool.address + offset for offset in place[:4]]
+        segments = [n for to, size in zip(there[:3], sizes[:3], strict=True) for n in (to, 0, size)]
+        take = Launch(sizes[3], 0, there[3], sizes[3], self._copies.failed)
+        return _Prepared(Launch(sizes[0], *segments, *self._words_of(number), 0, 0), take)
+
+    def _number(
+        self, layer: int, place: Place, x: Any, ids: Any, w: Any, router_weight_on_input: bool, timeout_s: float | None
+    ) -> int:
+        """By which the server knows requests of a layer with tensors at `place`, of these shapes and types."""
         if len(self._prepared) >= MOST_PREPARED:
             raise ValueError(f"device session: got more than {MOST_PREPARED} kinds of requests; open another one")
         number = len(self._prepared) + 1
-        sizes = [t.numel() * t.element_size() for t in (x, ids, w, x)]
-        at, end = [], 0
-        for size in sizes:
-            at.append(end)
-            end += -(-size // _ALIGN) * _ALIGN
-        if end > self._pool.bytes:
-            raise ValueError(
-                f"device session: got a request of {end} bytes, want at most {self._pool.bytes}; split the batch"
-            )
         self._ask(
             Submission(
                 kind=PREPARE, flags=ON_DEVICE | (ROUTER_WEIGHT_ON_INPUT if router_weight_on_input else 0),
-                number=number, layer=layer, tokens=len(x), top_k=ids.shape[1], hidden=at[0], ids=at[1], weights=at[2],
-                out=at[3], hidden_dtype=_TYPES[x.dtype], ids_dtype=_TYPES[ids.dtype], weights_dtype=_TYPES[w.dtype],
-                out_dtype=_TYPES[x.dtype], hidden_size=x.shape[1],
+                number=number, layer=layer, tokens=len(x), top_k=ids.shape[1], hidden=place.hidden, ids=place.ids,
+                weights=place.weights, out=place.out, hidden_dtype=_TYPES[x.dtype], ids_dtype=_TYPES[ids.dtype],
+                weights_dtype=_TYPES[w.dtype], out_dtype=_TYPES[x.dtype], hidden_size=x.shape[1],
                 deadline_ns=0 if timeout_s is None else max(1, int(timeout_s * 1e9)),
             )
         )  # fmt: skip
-        there = [self._pool.address + offset for offset in at]
-        segments = [n for to, size in zip(there[:3], sizes[:3], strict=True) for n in (to, 0, size)]
-        take = Launch(sizes[3], 0, there[3], sizes[3], self._copies.failed)
-        words = (self._answered, self._called, number, self._copies.blocks)
-        return _Prepared(Launch(sizes[0], *segments, *words), take)
+        return number
 
     def _ask(self, s: Submission) -> None:
         answer, ticket = Completion(), self._client.submit(s)

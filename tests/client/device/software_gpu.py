@@ -11,11 +11,12 @@ from beside_kit import E, H, missing
 from expertd.shm.region import host_id
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.device import cuda_ipc, session
+from expertd_client.device.dlpack import CPU, tensor_at
 
 MISSING = missing()
 
 POOL = 1 << 16
-BRING, GATE, TAKE = 1, 2, 3
+CALL, TAKE = 1, 2
 
 
 class SoftwareGpu:
@@ -31,7 +32,7 @@ class SoftwareGpu:
         return lambda *arguments: 0
 
     def cuModuleGetFunction(self, function, module, name):
-        function._obj.value = {b"bring": BRING, b"gate": GATE, b"take": TAKE}[name.value]
+        function._obj.value = {b"call": CALL, b"take": TAKE}[name.value]
         return 0
 
     def cuMemAlloc_v2(self, address, size):
@@ -50,17 +51,19 @@ class SoftwareGpu:
     def cuLaunchKernel(self, kernel, *arguments):
         pointers = arguments[8]
         values = [C.c_uint64.from_address(p).value for p in pointers]
-        if kernel.value == BRING:
+        if kernel.value == CALL:
             for to, source, size in zip(values[0:9:3], values[1:9:3], values[2:9:3], strict=True):
                 C.memmove(to, source, size)
-            C.c_uint32.from_address(values[9]).value = 0
-            C.c_uint32.from_address(values[10]).value = values[11]
-        elif kernel.value == GATE:
-            word, until = C.c_uint32.from_address(values[0]), time.monotonic() + 20
+            answered, called, number, _, good, failed, spoil, size = values[9:]
+            word, until = C.c_uint32.from_address(answered), time.monotonic() + 20
+            word.value = 0
+            C.c_uint32.from_address(called).value = number
             while not word.value:
                 assert time.monotonic() < until, "the stream waits for ever"
                 time.sleep(1e-5)
-            C.c_uint32.from_address(values[2]).value = word.value != values[1]
+            bad = C.c_uint32.from_address(failed).value = word.value != good
+            if bad:
+                C.memset(spoil, 255, size)
         else:
             to, source, size, failed = values
             if C.c_uint32.from_address(failed).value:
@@ -114,6 +117,9 @@ class Session(session.DeviceSession):
 
     def _misplaced(self, t):
         return False
+
+    def _tensor(self, address, shape, dtype):
+        return tensor_at(address, shape, dtype, 0, CPU)
 
 
 def enter(door):
