@@ -7,7 +7,8 @@
 And calls of echo servers on this host, over the transport that a user gets there (it needs the extra `server`):
 
     one     a cluster of one server, beside ExpertClient
-    own     several servers: until the last part is sent, and from the last answer until the caller has his
+    own     several servers: until the last part is sent, and from the last answer until the caller has his; and that of
+            the calls in which nobody else got the caller's core: servers that are woken on it are not his work
 
 Ways take turns, so what else the machine does hits all of them.
 """
@@ -19,6 +20,7 @@ import cProfile
 import io
 import json
 import pstats
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -77,13 +79,18 @@ class One:
 @dataclass(frozen=True, slots=True)
 class Own:
     """Medians of what the client does of a call, in microseconds: until the last part is sent, and from the last answer
-    until the caller has his."""
+    until the caller has his.
+
+    kept      share of the calls in which the caller kept his core from beginning to end, but for sleeping
+    kept_us   of those, both; 0 = there was none"""
 
     tokens: int
     hidden_size: int
     servers: int
     before_us: float
     after_us: float
+    kept: float
+    kept_us: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,14 +160,24 @@ def measure_one(client: ExpertClient, cluster: ExpertCluster, request: Request, 
 def measure_own(cluster: ExpertCluster, request: Request, rounds: int) -> Own:
     """The client's share of a call, as trace() has it."""
     cluster.forward_request(request)
+    lost = [_cores_lost()]
     with trace() as traced:
         for _ in range(rounds):
             cluster.forward_request(request)
+            lost.append(_cores_lost())
     calls = traced.finished
-    before_ns = [max(part.sent_ns for part in call.parts) - call.begin_ns for call in calls]
-    after_ns = [call.end_ns - call.joined_ns for call in calls]
-    before_us, after_us = (round(float(np.median(ns)) * 1e-3, 1) for ns in (before_ns, after_ns))
-    return Own(request.tokens, request.hidden_states.shape[1], len(cluster.servers), before_us, after_us)
+    before_ns = np.array([max(part.sent_ns for part in call.parts) - call.begin_ns for call in calls])
+    after_ns = np.array([call.end_ns - call.joined_ns for call in calls])
+    kept = np.diff(lost) == 0
+    times = before_ns, after_ns, (before_ns + after_ns)[kept] if kept.any() else np.zeros(1)
+    before_us, after_us, kept_us = (round(float(np.median(ns)) * 1e-3, 1) for ns in times)
+    facts = request.tokens, request.hidden_states.shape[1], len(cluster.servers)
+    return Own(*facts, before_us, after_us, round(float(kept.mean()), 3), kept_us)
+
+
+def _cores_lost() -> int:
+    """How often somebody else got this thread's core before it gave it up."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 def profile(cluster: ExpertCluster, request: Request) -> str:
@@ -220,11 +237,16 @@ def _show(rows: list[Row], ones: list[One], owns: list[Own]) -> None:
         title = f"a call of one server, microseconds: H {ones[0].hidden_size}, {ones[0].transport}"
         _print(out, title, ("M", "ExpertClient", "ExpertCluster", "more"), cells)
     if owns:
-        cells = [
-            (f"{o.tokens}", f"{o.before_us:.0f}", f"{o.after_us:.0f}", f"{o.before_us + o.after_us:.0f}") for o in owns
-        ]
+        times = [(f"{o.before_us:.0f}", f"{o.after_us:.0f}", f"{o.before_us + o.after_us:.0f}") for o in owns]
+        kept = [(f"{o.kept_us:.0f}" if o.kept else "-", f"{o.kept:.0%}") for o in owns]
+        cells = [(f"{o.tokens}", *t, *k) for o, t, k in zip(owns, times, kept, strict=True)]
         title = f"the client's share of a call of {owns[0].servers} servers, microseconds: H {owns[0].hidden_size}"
-        _print(out, title, ("M", "until all is sent", "after the last answer", "both"), cells)
+        _print(
+            out,
+            title,
+            ("M", "until all is sent", "after the last answer", "both", "where the core was kept", "calls"),
+            cells,
+        )
 
 
 def _print(out: Console, title: str, names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:

@@ -7,6 +7,7 @@ import pytest
 from expertd.shm.region import supported
 from expertd_client import bench_cluster
 from expertd_client.cli import main
+from expertd_client.tracing import recorder
 
 
 def test_rows():
@@ -45,9 +46,31 @@ def test_tables_where_there_is_no_server(monkeypatch, capsys):
 
 
 def test_tables_of_calls(capsys):
-    one, own = bench_cluster.One(8, 2048, "shm", 41.2, 55.9), bench_cluster.Own(8, 2048, 3, 70.4, 30.2)
-    bench_cluster._show([bench_cluster.Row(8, 2048, 8, 3, 1, 1.0, 1.0, 1.0, 2.0)], [one], [own])
+    one, own = bench_cluster.One(8, 2048, "shm", 41.2, 55.9), bench_cluster.Own(8, 2048, 3, 70.4, 30.2, 0.25, 90.4)
+    never = bench_cluster.Own(128, 2048, 3, 300.0, 100.0, 0.0, 0.0)
+    bench_cluster._show([bench_cluster.Row(8, 2048, 8, 3, 1, 1.0, 1.0, 1.0, 2.0)], [one], [own, never])
     shown = capsys.readouterr().out
     assert "a call of one server, microseconds: H 2048, shm" in shown
     assert ["8", "41", "56", "15"] in [line.replace("│", " ").split() for line in shown.splitlines()]
-    assert ["8", "70", "30", "101"] in [line.replace("│", " ").split() for line in shown.splitlines()]
+    rows = [line.replace("│", " ").split() for line in shown.splitlines()]
+    assert ["8", "70", "30", "101", "90", "25%"] in rows
+    assert ["128", "300", "100", "400", "-", "0%"] in rows
+
+
+def test_calls_in_which_the_core_was_lost_are_left_out(monkeypatch):
+    """Of four calls the second and third: both took twice as long."""
+
+    class Cluster:
+        servers = ("a", "b")
+
+        def forward_request(self, request):
+            if recorder.active is not None:
+                call = recorder.active.call(request)
+                slow = len(recorder.active.calls) in (2, 3)
+                call.begin_ns, call.joined_ns, call.end_ns = 1000, 60_000, 70_000 + 10_000 * slow
+                call.part("a", 1).sent_ns = 1000 + 20_000 * (1 + slow)
+
+    lost = iter((5, 5, 6, 8, 8))
+    monkeypatch.setattr(bench_cluster, "_cores_lost", lambda: next(lost))
+    own = bench_cluster.measure_own(Cluster(), bench_cluster._request(3, 64, 2), 4)
+    assert (own.before_us, own.after_us, own.kept, own.kept_us) == (30.0, 15.0, 0.5, 30.0)
