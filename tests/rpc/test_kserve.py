@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2
+from google.protobuf.internal import encoder
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from in_process import hosts
 from safetensors.numpy import load_file
@@ -22,7 +23,8 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as stubs
 from expertd_kernels import tolerance
 from expertd_server.config.values import Address
-from expertd_server.transports.kserve import read_request
+from expertd_server.transports import kserve_messages
+from expertd_server.transports.kserve_messages import read_request
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"
 H, K = 256, 4
@@ -180,15 +182,91 @@ def test_typed_contents_are_of_their_datatype():
         read_request(made.SerializeToString())
 
 
-def test_many_typed_numbers_are_refused_before_they_are_copied():
-    large = request(typed=True, **arrays(hidden_states=np.ones((1100, H), np.float32))).SerializeToString()
+def typed_ids(count):
+    made = request(typed=True, **arrays())
+    made.inputs[1].contents.ClearField("int64_contents")
+    made.inputs[1].contents.int64_contents.extend([1] * count)
+    return made
+
+
+def many(add, count):
+    """A request with so many of what `add` adds one of."""
+    made = request(**arrays())
+    for n in range(count):
+        add(made, n)
+    return made
+
+
+LONG = {
+    "parameters of an input": (
+        lambda: many(lambda r, n: r.inputs[0].parameters[f"{n:x}"].SetInParent(), 110_000),
+        "more than 64 fields",
+    ),
+    "parameters": (lambda: many(lambda r, n: r.parameters[f"{n:x}"].SetInParent(), 110_000), "more than 64 fields"),
+    "parameters of the output": (
+        lambda: many(lambda r, n: (r.outputs[0] if n else r.outputs.add()).parameters[f"{n}"].SetInParent(), 9000),
+        "at most 16384; send fewer",
+    ),
+    "ids": (lambda: typed_ids(1_000_000), "1000004 bytes of typed elements, want at most 131072"),
+    "extents": (lambda: many(lambda r, n: r.inputs[0].shape.append(1), 100_000), "at most 16384; send fewer"),
+    "inputs": (lambda: many(lambda r, n: r.inputs.add(), 4), "more than 3 inputs"),
+    "id": (lambda: many(lambda r, n: setattr(r, "id", "x" * 20_000), 1), "at most 16384; send fewer"),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_what_is_too_long_is_refused_before_it_is_read(name, monkeypatch):
+    make, text = LONG[name]
+    data, read = make().SerializeToString(), []
+
+    class Generated:
+        class ModelInferRequest:
+            @staticmethod
+            def FromString(message):  # noqa: N802 - protobuf's name
+                read.append(len(message))
+                return kserve.ModelInferRequest.FromString(message)
+
+    monkeypatch.setattr(kserve_messages, "kserve", Generated)
     tracemalloc.start()
     try:
-        with pytest.raises(ExpertdError, match="want at most 1048576"):
-            read_request(large)
-        assert tracemalloc.get_traced_memory()[1] < len(large) / 10
+        with pytest.raises(ExpertdError, match=text):
+            read_request(data)
+        assert tracemalloc.get_traced_memory()[1] < 50_000
     finally:
         tracemalloc.stop()
+    assert sum(read) < 500
+
+
+def test_typed_floats_are_read_where_they_are():
+    """Their number is bounded by the message's length alone, as that of raw ones: they cost nothing."""
+    x = np.random.default_rng(0).standard_normal((4000, H), np.float32)
+    data = request(typed=True, **arrays(hidden_states=x)).SerializeToString()
+    tracemalloc.start()
+    try:
+        view, _ = read_request(data)
+        assert tracemalloc.get_traced_memory()[1] < 50_000
+    finally:
+        tracemalloc.stop()
+    assert bytes(view.hidden_states.raw) == x.tobytes()
+
+
+def test_typed_numbers_that_are_not_packed_are_read_and_bounded():
+    made = request(typed=True, **arrays())
+    packed = made.inputs[1].contents.SerializeToString()
+    loose = b"".join(b"\x18" + bytes([n]) for n in made.inputs[1].contents.int64_contents)  # field 3 for each
+    for spelled in (packed, loose, loose + b"\x18\x01" * 70_000):
+        field = b"\x2a" + encoder._VarintBytes(len(spelled)) + spelled
+        x = kserve.ModelInferRequest.InferInputTensor.FromString(made.inputs[1].SerializeToString())
+        x.ClearField("contents")
+        bare = kserve.ModelInferRequest.FromString(made.SerializeToString())
+        del bare.inputs[1]
+        body = x.SerializeToString() + field
+        data = bare.SerializeToString() + b"\x2a" + encoder._VarintBytes(len(body)) + body
+        if len(spelled) < 100:
+            assert bytes(read_request(data)[0].topk_ids.raw) == arrays()["topk_ids"].tobytes()
+            continue
+        with pytest.raises(ExpertdError, match="140040 bytes of typed elements"):
+            read_request(data)
 
 
 def test_whatever_bytes_come_are_read_or_refused():
@@ -211,7 +289,7 @@ def test_whatever_bytes_come_are_read_or_refused():
         assert bytes(view.hidden_states.raw) == whole.raw_input_contents[by_name["hidden_states"]]
     assert taken > 200
     with pytest.raises(ExpertdError, match="more than 64 fields"):
-        read_request(b"\x2a\x00" * 65)
+        read_request(b"\x22\x00" * 65)
 
 
 def test_rights_are_those_of_forward_and_describe(serve, tmp_path):
