@@ -299,3 +299,29 @@ def test_random_bytes_in_the_rings_hurt_nobody_else():
         b.core.remove_session(1000)
         assert b.outcome(1000)[3] == 1
         assert b.core.load().queued_requests == 0
+
+
+def test_a_core_whose_requests_come_soon_spins_for_the_next_and_else_sleeps_at_once():
+    """Of those looks that came in time: this thread may be kept from running, too."""
+    spin_s = 0.04
+    with bench(spin_ns=int(spin_s * 1e9)) as b:
+        c, t = Caller(b), inputs(2)
+
+        def sleeps_at_once(rest_s, rounds):
+            """After each of the last answers; the first ones are to learn from."""
+            found = []
+            for n in range(rounds):
+                time.sleep(rest_s)
+                assert c.call(c.request(*t)) == ""
+                end_s = time.monotonic() + spin_s / 2
+                while n >= rounds - 5 and time.monotonic() < end_s and not c.would_ring():
+                    time.sleep(0.001)
+                if n >= rounds - 5 and time.monotonic() < end_s + spin_s / 4:
+                    found.append(c.would_ring())
+                c.client.give(c.out)
+            return found
+
+        assert not any(sleeps_at_once(0, 20)), "they come sooner than it would be awake"
+        assert any(sleeps_at_once(3.2 * spin_s, 16)), "it spins, though nothing will come"
+        assert not all(sleeps_at_once(0, 30)), "it never spins again"
+        c.close()

@@ -18,6 +18,9 @@ constexpr uint64_t kLeadNs = 200000;
 // A second batch is started behind one that is under way when that is expected to take no longer than this: early
 // enough that the device does not wait, late enough that a request of another layer is not behind two long batches.
 constexpr int kSleepMs = 1000;
+constexpr uint64_t kRestsWorth = 2, kLongestRest = 3;
+// Rests that usually take longer than so many times the spinning are slept from the start: it would not see their end, and
+// whoever shares these cores waits for it.  Longer ones than that many times it count as that: a pause is forgotten soon.
 constexpr uint64_t kCalledSpinNs = 5000000;
 constexpr int kCalledSleepMs = 1;
 // A device cannot ring: for so long after its last call the core watches for the next, then it looks so often, or is rung
@@ -172,7 +175,7 @@ void Core::wake() {
 
 RunCode Core::run(Run* out) {
   take_door();
-  uint64_t now = now_ns(), idle_since = now;
+  uint64_t now = now_ns(), idle_since = now, rests_since = now;
   for (;;) {
     bool moved = false;
     if (refused_) {
@@ -183,10 +186,11 @@ RunCode Core::run(Run* out) {
       finish(pop(), now_ns());
       moved = true;
     }
-    moved |= take_inbox();
-    moved |= poll_ports();
+    const bool told = take_inbox(), came = poll_ports();
+    moved |= told || came;
     if (moved) answers_.flush();
     now = now_ns();
+    if (came) rested(now - rests_since);
     const bool interrupted = interrupted_.load(std::memory_order_relaxed);
     if (interrupted && under_way_.empty()) {
       interrupted_.exchange(false);  // then what was said before it
@@ -199,7 +203,7 @@ RunCode Core::run(Run* out) {
       moved |= s == kLaunched;
     }
     if (moved) {
-      idle_since = now_ns();
+      idle_since = rests_since = now_ns();
     } else if (!under_way_.empty()) {
       if (now - std::max(under_way_.front()->launch_ns, checked_ns_) > kCheckNs) {
         checked_ns_ = now;
@@ -234,10 +238,16 @@ bool Core::waits_for_company(uint64_t now) {
 }
 
 // A CPU's cores are for its kernels and for the threads that bring requests: it spins only while a caller in shared
-// memory may be answered sooner than a thread wakes up.
+// memory may be answered sooner than a thread wakes up, and while their requests come that soon.
 bool Core::sleepy(uint64_t now, uint64_t idle_since) const {
-  const uint64_t spin_ns = config_.device || !ports_.empty() ? config_.spin_ns : 0;
+  const bool soon = !ports_.empty() && usual_rest_ns_ <= kRestsWorth * config_.spin_ns;
+  const uint64_t spin_ns = config_.device || soon ? config_.spin_ns : 0;
   return now - idle_since > spin_ns && now - called_ns_ > kCalledSpinNs && !waited_;
+}
+
+void Core::rested(uint64_t ns) {
+  const uint64_t most = kLongestRest * config_.spin_ns;
+  usual_rest_ns_ = usual_rest_ns_ - usual_rest_ns_ / 8 + std::min(ns, most) / 8;
 }
 
 bool Core::sleep() {

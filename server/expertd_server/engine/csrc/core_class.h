@@ -139,6 +139,7 @@ class Core {
   Started start_on_device(Lane* lane, bool alone, Run* out);
   int launch_whole(Lane* lane);
   bool sleepy(uint64_t now, uint64_t idle_since) const;
+  void rested(uint64_t ns);
   int launch_parts(Lane* lane, bool streamed);
   bool over(const Lane& lane) const;
   Lane* pop();
@@ -172,6 +173,7 @@ class Core {
   bool refused_ = false;           // there is one
   bool waited_ = false;
   uint64_t checked_ns_ = 0, last_end_ns_ = 0, called_ns_ = 0;
+  uint64_t usual_rest_ns_ = 0;  // from when there was nothing to do until something came, recently
   int epoll_ = -1, wake_ = -1;
 
   std::mutex mutex_;  // inbox_, next_handle_
