@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from expertd.tables import print_table
+from expertd.tables import console, print_table
 from expertd_client.client import ExpertClient
 from expertd_client.cluster import ExpertCluster
 from expertd_client.cluster.join import Sum, join
@@ -221,8 +221,7 @@ def _medians(rounds: int, *ways: Callable[[], object]) -> list[float]:
 
 
 def _show(rows: list[Row], ones: list[One], owns: list[Own]) -> None:
-    plain = Console(highlight=False)
-    out = plain if plain.is_terminal else Console(highlight=False, width=120)
+    out = console()
     first = rows[0]
     title = f"the client's own work, microseconds: {first.servers} servers, top-{first.top_k}, bf16"
     times = [(f"{r.split_us:,.0f}", f"{r.join_us:,.0f}", f"{r.copy_us:,.0f}", f"{r.ratio:.2f}") for r in rows]

@@ -28,12 +28,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc
-from rich.console import Console
 from rich.table import Table
 
 from expertd import wire
 from expertd.hostmem import tune_allocator
-from expertd.tables import print_table
+from expertd.tables import console, print_table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as pb_grpc
 from expertd_client.child import child_server
@@ -92,7 +91,7 @@ def run_command(args: argparse.Namespace) -> int:
     for r in rows:
         times = (f"{t:,.0f}" for t in (r.expertd_us, r.bytes_stream_us, r.protobuf_us))
         table.add_row(f"{r.bytes:,}", *times, f"{r.ratio_vs_bytes_stream:.2f}x", f"{r.ratio_vs_protobuf:.2f}x")
-    print_table(Console(), table)
+    print_table(console(), table)
     return 0
 
 

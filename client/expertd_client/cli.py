@@ -10,6 +10,7 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
@@ -46,13 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     tune_allocator()
     try:
-        return int(modules[args.command].run(args))
+        code = int(modules[args.command].run(args))
+        sys.stdout.flush()
+        return code
     except ExpertdError as error:
         _complain(error, getattr(args, "json", False))
         return 1
     except ValueError as error:  # an argument that only the server's description, or a file, shows to be wrong
         print(f"expertctl {args.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads it has seen enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a file that cannot be written, a disk that is full
+        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"expertctl {args.command}: {said}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

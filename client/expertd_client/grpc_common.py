@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -72,9 +73,19 @@ def call_failed(error: grpc.RpcError, target: str) -> ExpertdError:
     row = from_rpc_error(error)
     if isinstance(row, RequestCancelledError) and not _has_reason(error):  # a server or proxy that was going away
         row = UnavailableError("the other side cancelled the call; send again, or to another replica")
-    row.args = (f"{target}: {row.message}",)
+    said = row.message
+    if isinstance(row, UnavailableError) and not _has_reason(error) and (m := _UNREACHABLE.match(said)):
+        said = f"got {m[1] or m[2]}, want an expertd server that listens there"
+    row.args = (f"{target}: {said}",)
     row.__cause__ = error
     return row
+
+
+_UNREACHABLE = re.compile(
+    r"failed to connect to all addresses; last error: [A-Z_]+: \S+: (?:Failed to connect to remote host: )?(.+)"
+    r"|errors resolving .*: ([^:\]]+)\]*$"
+)
+"""What grpcio (1.85) says where nobody listens, with the cause as its group; other texts stay as they are."""
 
 
 def _has_reason(error: grpc.RpcError) -> bool:

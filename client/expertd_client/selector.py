@@ -43,5 +43,12 @@ def run_precisely(work: Coroutine[Any, Any, _T], selector: ExactSelector | None 
     try:
         return loop.run_until_complete(work)
     finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+        try:
+            if left := asyncio.all_tasks(loop):  # a session that is still being agreed on
+                for task in left:
+                    task.cancel()
+                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+        finally:
+            loop.close()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TypeVar
 
 from google.protobuf import json_format
@@ -149,6 +150,16 @@ class Placement:
     def to_json(self) -> str:
         """The JSON, for people and files."""
         return json_format.MessageToJson(self.to_message(), preserving_proto_field_name=True) + "\n"
+
+    @classmethod
+    def from_file(cls, path: Path) -> Placement:
+        """from_json() of a file; where it raises PlacementError, its text begins with the file's name."""
+        try:
+            return cls.from_json(path.read_bytes())
+        except OSError as error:
+            raise PlacementError(f"{path}: cannot be read: {error.strerror}") from None
+        except PlacementError as error:
+            raise PlacementError(f"{path}: {error.message}") from error
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Placement:

@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["VerdictRow", "duration", "print_sentence", "print_table", "print_verdicts"]
+__all__ = ["VerdictRow", "console", "duration", "print_sentence", "print_table", "print_verdicts"]
 
 _NO_LIMIT = 10_000
 _READABLE = 36
@@ -25,12 +25,26 @@ class VerdictRow(NamedTuple):
     cells: Sequence[str] = ()
 
 
+def console(columns: int = 120) -> Console:
+    """Standard output: as wide as a terminal; so many columns in a file, so that no report is cut there.  Nothing in
+    brackets or between colons has a meaning: [fd00::12:34]:7070 is an address."""
+    plain = Console(highlight=False, markup=False, emoji=False)
+    return plain if plain.is_terminal else Console(highlight=False, markup=False, emoji=False, width=columns)
+
+
 def print_table(out: Console, table: Table) -> None:
     """As it is where its lines fit; else turned: a line for each column, and as many rows beside one another as fit.
     Its title is a sentence before it: the table's width is none of its."""
     title, table.title = table.title, None
     if title:
         print_sentence(out, str(title), "italic")
+    try:
+        _print_whole(out, table)
+    finally:
+        table.title = title
+
+
+def _print_whole(out: Console, table: Table) -> None:
     if _width(out, table) <= out.width:
         out.print(table)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -44,7 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"expertd {args.command}: {missing}", file=sys.stderr)
         return 1
     try:
-        return int(modules[args.command].run(args))
+        code = int(modules[args.command].run(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads it has seen enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -151,6 +152,17 @@ def _describe(
     ]
     model = pb.Model(family="mixtral", fingerprint=fingerprint, hidden_size=64)
     return pb.DescribeResponse(model=model, layers=layers, placement_epoch=epoch)
+
+
+def test_a_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    with pytest.raises(PlacementError, match=re.escape(f"{file}: cannot be read: No such file")):
+        Placement.from_file(file)
+    file.write_text(TWO.to_json())
+    assert Placement.from_file(file) == TWO
+    file.write_text("{")
+    with pytest.raises(PlacementError, match=re.escape(f"{file}: placement: Failed")):
+        Placement.from_file(file)
 
 
 def test_from_describe() -> None:

@@ -195,11 +195,42 @@ def test_what_the_server_refuses_is_a_reason(tiny_server):
     assert report["errors"] == {error["reason"]: 3}
 
 
-@pytest.mark.parametrize("command", ["describe", "forward", "load"])
-def test_nobody_there(command):
-    text = expertctl(command, "127.0.0.1:1", code=1)
-    assert text.startswith("expertctl: UNAVAILABLE: 127.0.0.1:1: ")
+SAYS = "got Connection refused, want an expertd server that listens there"
+
+
+@pytest.mark.parametrize("words", [["describe"], ["forward"], ["load"], ["trace"], ["record", "-o", "/tmp/never"]])
+def test_nobody_there(words):
+    text = expertctl(words[0], "127.0.0.1:1", *words[1:], code=1)
+    assert text == f"expertctl: UNAVAILABLE: 127.0.0.1:1: {SAYS}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "want"),
+    [
+        (["record", "A", "-o", "."], 2, "--output: got the folder '.', want a file"),
+        (["record", "A", "-o", "/no/such/r.npz"], 2, "got '/no/such/r.npz', in a folder that is not there"),
+        (["record", "A", "-o", "/tmp/never", "--listen", "A"], 1, "HERE: cannot listen there: Address already in use"),
+        (["trace", "A", "--out", "/no/such/t.json"], 2, "in a folder that is not there"),
+        (["forward", "A", "--save", "."], 2, "want a file"),
+        (["apply", "/no/such/p.json"], 1, "BAD_PLACEMENT: /no/such/p.json: cannot be read: No such file"),
+        (["apply", "README.md"], 1, "BAD_PLACEMENT: README.md: placement: Failed to load JSON"),
+        (["replay", "README.md", "A"], 2, "README.md: cannot be read as a recording: it is no .npz file; want what"),
+        (["simulate", "--failures", "-3"], 2, "got '-3', want a number >= 0"),
+        (["simulate", "--hangs", "7"], 2, "got '7', want a share from 0 to 1"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_a_file_or_number_that_is_none_is_named_before_anything_is_done(tiny_server, words, code, want):
+    text = expertctl(*(tiny_server if w == "A" else w for w in words), code=code)
+    assert want.replace("HERE", tiny_server) in text
     assert "Traceback" not in text
+    assert "grpc" not in text.lower(), "its own log says nothing"
+
+
+def test_who_reads_no_further_gets_no_traceback(tiny_server):
+    command = f"{sys.executable} -m expertd_client.cli describe {tiny_server} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=50, check=True)
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -234,7 +265,7 @@ def test_bench_codec_is_there():
 def test_health(tiny_server):
     assert expertctl("health", tiny_server) == "SERVING\n"
     began = time.monotonic()
-    assert "UNAVAILABLE" in expertctl("health", "127.0.0.1:1", code=1)
+    assert expertctl("health", "127.0.0.1:1", code=1) == f"UNAVAILABLE: 127.0.0.1:1: {SAYS}\n"
     assert time.monotonic() - began < 10
 
 

@@ -7,15 +7,19 @@ import re
 import struct
 import sys
 import termios
+from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from expertd.tables import VerdictRow, duration, print_sentence, print_table, print_verdicts
+from expertd.tables import VerdictRow, console, duration, print_sentence, print_table, print_verdicts
+from expertd_client.loadtest.recording import Recording
 
 WIDTH = 80
+SHARDED = str(Path(__file__).parents[1] / "fixtures" / "bf16-sharded-qwen3moe1l")
 
 
 def on_a_terminal(*words, module="expertd_client.cli"):
@@ -50,13 +54,14 @@ def on_a_terminal(*words, module="expertd_client.cli"):
         (["load", "A", "--requests", "20", "--rate", "200"], ["lateness", "p99.9"]),
         (["load", "A", "--generate", "2"], ["slowest layer"]),
         (["bench", "path", "--tokens", "1", "--callers", "1", "--seconds", "0.05", "A"], ["bare p50", "of bare"]),
-        (["simulate", "--calls", "500", "--experts", "32", "--servers", "64"], ["p99"]),
+        (["simulate", "--calls", "500", "--experts", "32", "--servers", "64"], ["p99 ms ┃ extra work ┃ took s"]),
+        (["strip", SHARDED, "TMP"], ["left out: 24 tensors of experts, "]),
         (["--help"], ["completion"]),
     ],
     ids=lambda x: " ".join(x),
 )
-def test_nothing_is_cut(tiny_server, words, want):
-    text = on_a_terminal(*(tiny_server if word == "A" else word for word in words))
+def test_nothing_is_cut(tiny_server, words, want, tmp_path):
+    text = on_a_terminal(*({"A": tiny_server, "TMP": tmp_path / "out"}.get(word, word) for word in words))
     assert "…" not in text, text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= WIDTH, text
     for part in want:
@@ -75,6 +80,28 @@ def test_nothing_is_cut_of_what_servers_say(words, want):
     assert max(len(line.rstrip()) for line in text.splitlines()) <= WIDTH, text
     for part in want:
         assert part in text, text
+
+
+def test_nothing_is_cut_of_what_quantize_says(tmp_path):
+    text = on_a_terminal("quantize", SHARDED, tmp_path / "out", "--scheme", "int4_g128", module="expertd_server.cli")
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= WIDTH, text
+    assert "8 experts of 1 layer in int4_g128" in " ".join(text.split())
+
+
+def test_nothing_is_cut_of_what_is_recorded_and_sent_again(tiny_server, tmp_path):
+    file = tmp_path / "r.npz"
+    made(file)
+    text = on_a_terminal("replay", file, tiny_server, "--speed", "10")
+    assert max(len(line.rstrip()) for line in text.splitlines() if "\r" not in line) <= WIDTH, text
+    assert re.search(r"^lateness │", text, re.M), text
+    assert "answered  2 in" in text
+
+
+def made(file):
+    arrays = {name: np.array([0, 1], np.int32) for name in ("at_us", "layer")}
+    sizes = {name: np.array([1, 1], np.int32) for name in ("tokens", "top_k")}
+    Recording(**arrays, **sizes, topk_ids=np.array([3, 4], np.int32), fingerprint="", hidden_size=256,
+              num_experts={0: 8, 1: 8}).save(file)  # fmt: skip
 
 
 def test_sentences_leave_numbers_their_room(capsys):
@@ -127,6 +154,15 @@ def test_a_table_that_does_not_fit_is_turned(capsys):
     for n in range(12):
         assert len(re.findall(rf"^column {n} +│ ", text, re.M)) == 3, text
         assert all(f"{row * 5}-{n}" in text for row in "abcdefghijkl")
+
+
+def test_an_address_is_no_markup(capsys):
+    address = "[fd00:1234:5678::17]:39311"
+    table = Table("server", show_edge=False)
+    table.add_row(address)
+    print_table(console(), table)
+    console().print(address)
+    assert capsys.readouterr().out.count(address) == 2
 
 
 @pytest.mark.parametrize(

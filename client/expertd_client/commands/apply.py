@@ -14,8 +14,15 @@ from rich.table import Table
 
 from expertd.placement import Placement
 from expertd.ranges import format_ranges
-from expertd.tables import print_table
-from expertd_client.commands.options import add_credentials, at_least, at_least_0, console, credentials, positive
+from expertd.tables import console, print_table
+from expertd_client.commands.options import (
+    add_credentials,
+    at_least,
+    at_least_0,
+    credentials,
+    new_file,
+    positive,
+)
 from expertd_client.moving.move import MoveFailedError, Mover, Options, Progress
 from expertd_client.moving.steps import Step
 
@@ -38,7 +45,9 @@ def add_parser(subparsers: Any, text: str) -> None:
         metavar="S",
         help="until clients, which ask each second, know of a change (2)",
     )
-    parser.add_argument("--publish", type=Path, metavar="FILE", help="a placement that clients follow, kept up to date")
+    parser.add_argument(
+        "--publish", type=new_file, metavar="FILE", help="a placement that clients follow, kept up to date"
+    )
     parser.add_argument("--keep", action="store_true", help="where a step fails, keep what was done")
     parser.add_argument("--abort", action="store_true", help="let go of changes that others have prepared")
     parser.add_argument("--timeout", type=positive, default=10.0, metavar="S", help="of each question (10)")
@@ -46,7 +55,7 @@ def add_parser(subparsers: Any, text: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    then = Placement.from_json(args.placement.read_bytes())
+    then = Placement.from_file(args.placement)
     options = Options(args.at_once, args.settle, args.publish, args.keep, args.abort, args.timeout)
     out = console()
     with closing(Mover(then, credentials(args), options)) as mover:
@@ -58,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         with Bar(*columns, console=out, disable=not out.is_terminal) as bar:
-            task = bar.add_task("looking")
+            task = bar.add_task("looking", total=None)
             progress = Progress()
             last = ""
 

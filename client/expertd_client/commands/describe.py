@@ -16,10 +16,10 @@ from rich.text import Text
 
 from expertd.dtypes import dtype_name
 from expertd.ranges import format_ranges, format_runs
-from expertd.tables import VerdictRow, print_table, print_verdicts
+from expertd.tables import VerdictRow, console, print_table, print_verdicts
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.client import ExpertClient
-from expertd_client.commands.options import add_common, console, credentials
+from expertd_client.commands.options import add_common, credentials
 from expertd_client.session import INLINE, Session
 
 __all__ = ["add_parser", "run"]

@@ -14,7 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from expertd.dtypes import dtype_name
-from expertd.tables import duration
+from expertd.tables import console, duration
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.client import ExpertClient
 from expertd_client.commands.options import (
@@ -23,8 +23,8 @@ from expertd_client.commands.options import (
     add_routing,
     at_least,
     checked_wire_dtype,
-    console,
     credentials,
+    new_file,
     popularity,
 )
 from expertd_client.e4m3 import E4m3
@@ -61,7 +61,7 @@ def add_parser(subparsers: Any, text: str) -> None:
     answer = parser.add_argument_group("the answer")
     answer.add_argument("--output-dtype", choices=OUTPUT_DTYPES, help="default: that of hidden_states")
     answer.add_argument("--digest", action="store_true", help="ask for sum, sum of squares and CRC-32 alone")
-    answer.add_argument("--save", type=Path, metavar="FILE", help="write the output as .npy (bf16 and e4m3 as f32)")
+    answer.add_argument("--save", type=new_file, metavar="FILE", help="write the output as .npy (bf16 and e4m3 as f32)")
     answer.add_argument(
         "--router-weight-on-input", action="store_true", help="weights multiply the experts' inputs (top-k 1)"
     )

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from expertd.tables import duration, print_table
+from expertd.tables import console, duration, print_table
 from expertd_client.client import ExpertClient
-from expertd_client.commands.options import checked_wire_dtype, console, credentials, popularity
+from expertd_client.commands.options import checked_wire_dtype, credentials, popularity
 from expertd_client.generation import Generation, generate
 from expertd_client.grpc_sync import GrpcTransport
 from expertd_client.session import INLINE

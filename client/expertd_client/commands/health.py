@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from expertd_client.address import reach
 from expertd_client.commands.options import ADDRESS, add_credentials, at_least_0, credentials, positive
-from expertd_client.grpc_common import channel_options
+from expertd_client.grpc_common import call_failed, channel_options
 
 __all__ = ["add_parser", "run", "wait_for"]
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         grpc.insecure_channel(address, options) if secure is None else grpc.secure_channel(address, secure, options)
     ) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
-        status = wait_for(lambda: _status(check, args.timeout), args.wait)
+        status = wait_for(lambda: _status(check, address, args.timeout), args.wait)
     print(status)
     return 0 if status == SERVING else 1
 
@@ -57,10 +57,11 @@ def wait_for(
     return status
 
 
-def _status(check: Callable[..., Any], timeout_s: float) -> str:
+def _status(check: Callable[..., Any], target: str, timeout_s: float) -> str:
     """The name of the server's status, or why there is none."""
     try:
         answer = check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=False)
     except grpc.RpcError as error:
-        return f"{error.code().name}: {error.details()}"
+        row = call_failed(error, target)
+        return f"{row.reason}: {row.message}"
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

@@ -7,9 +7,9 @@ import contextlib
 import importlib.util
 import json
 import re
-from pathlib import Path
 from typing import Any
 
+from expertd.tables import console
 from expertd_client.commands import generation
 from expertd_client.commands.callers import Callers
 from expertd_client.commands.connect import for_one_server
@@ -18,7 +18,7 @@ from expertd_client.commands.options import (
     add_common,
     add_routing,
     at_least,
-    console,
+    new_file,
     numbers,
     positive,
 )
@@ -90,8 +90,8 @@ def add_parser(subparsers: Any, text: str) -> None:
 def add_reports(parser: argparse.ArgumentParser) -> None:
     """What finish() writes."""
     reports = parser.add_argument_group("reports")
-    reports.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots (extra `load`)")
-    reports.add_argument("--hdr", type=Path, metavar="FILE", help="write latencies as .hgrm (extra `load`)")
+    reports.add_argument("--html", type=new_file, metavar="FILE", help="write a page with plots (extra `load`)")
+    reports.add_argument("--hdr", type=new_file, metavar="FILE", help="write latencies as .hgrm (extra `load`)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -159,12 +159,10 @@ def _check_cluster(args: argparse.Namespace) -> None:
 
 
 def check_reports(args: argparse.Namespace) -> None:
-    """Before anything is sent.  Raises ValueError for a report that could not be written."""
+    """Before anything is sent.  Raises ValueError for a report that nobody here can make."""
     for flag, path, module, why in (("--html", args.html, "plotly", NO_PLOTLY), ("--hdr", args.hdr, "hdrh", NO_HDR)):
         if path is not None and importlib.util.find_spec(module) is None:
             raise ValueError(f"{flag}: {why}")
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{flag} {path}: got a folder that is not there, want one that is")
 
 
 def _plans(args: argparse.Namespace) -> list[LoadPlan]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from typing import Literal
-
-from rich.console import Console
 
 from expertd.ranges import parse_ranges
 from expertd.v1 import expert_service_pb2 as pb
@@ -22,12 +21,14 @@ __all__ = [
     "add_credentials",
     "add_routing",
     "at_least",
+    "at_least_0",
     "checked_wire_dtype",
-    "console",
     "credentials",
+    "new_file",
     "numbers",
     "popularity",
     "positive",
+    "share",
 ]
 
 
@@ -124,6 +125,14 @@ def at_least_0(text: str) -> float:
     return float(text)
 
 
+def share(text: str) -> float:
+    """From 0 to 1, as argparse's type."""
+    value = at_least_0(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want a share from 0 to 1")
+    return value
+
+
 class at_least:  # noqa: N801 - reads as the function that it is
     """A whole number >= least, as argparse's type."""
 
@@ -144,7 +153,11 @@ def numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def console() -> Console:
-    """Standard output; 120 columns where it is no terminal, so that a report in a file is not cut."""
-    plain = Console(highlight=False)
-    return plain if plain.is_terminal else Console(highlight=False, width=120)
+def new_file(text: str) -> Path:
+    """A file that is to be written at the end, as argparse's type: what could not be written is known before."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"got the folder {text!r}, want a file")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}, in a folder that is not there; want it in one that is")
+    return path

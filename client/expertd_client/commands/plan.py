@@ -11,10 +11,10 @@ from typing import Any
 
 from expertd.errors import PlacementError
 from expertd.placement import Placement
-from expertd.tables import print_sentence
+from expertd.tables import console, print_sentence
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.address import parse_address
-from expertd_client.commands.options import add_credentials, at_least, console, credentials, positive
+from expertd_client.commands.options import add_credentials, at_least, credentials, new_file, positive
 from expertd_client.planner import observe, picture
 from expertd_client.planner.observe import Counters, Machine
 from expertd_client.planner.plan import plan
@@ -41,20 +41,20 @@ def add_parser(subparsers: Any, text: str) -> None:
     load.add_argument("--trace", type=Path, metavar="FILE", help="the load: {layer: [routes by expert]}, or an .npy")
     load.add_argument("--window", type=positive, metavar="S", help="count for so long; default: since servers started")
     parser.add_argument("--metrics", type=at_least(1), metavar="PORT", help="of the servers' Prometheus counters")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write the load there, for --trace")
+    parser.add_argument("--record", type=new_file, metavar="FILE", help="write the load there, for --trace")
     parser.add_argument("--max-moves", type=at_least(0), metavar="N", help="experts that servers may have to load")
     parser.add_argument("--copies", type=at_least(1), default=1, metavar="N", help="of each expert, at least (1)")
     parser.add_argument("--extra", type=at_least(0), metavar="N", help="copies of a layer beyond those; default: room")
     parser.add_argument("--groups", type=at_least(1), default=0, metavar="N", help="of experts that share a zone")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the placement there")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture there")
+    parser.add_argument("-o", "--output", type=new_file, metavar="FILE", help="write the placement there")
+    parser.add_argument("--svg", type=new_file, metavar="FILE", help="write a picture there")
     parser.add_argument("--timeout", type=positive, default=10.0, metavar="S", help="of each question (10)")
     parser.add_argument("--json", action="store_true", help="print the placement and nothing else")
     add_credentials(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    current = None if args.current is None else Placement.from_json(args.current.read_bytes())
+    current = None if args.current is None else Placement.from_file(args.current)
     machines = _machines(args, current)
     described: dict[str, pb.DescribeResponse] = {}
     if not args.offline:

@@ -6,18 +6,29 @@ import argparse
 import json
 import os
 import signal
+import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from expertd.errors import UnimplementedError
 from expertd.placement import Placement
-from expertd_client.commands.options import add_credentials, at_least, at_least_0, console, credentials, positive
+from expertd.tables import console, print_sentence, print_table
+from expertd_client.commands.options import (
+    add_credentials,
+    at_least,
+    at_least_0,
+    credentials,
+    new_file,
+    positive,
+)
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from expertd_client.ray.deploy import Rows
     from expertd_client.ray.spec import Spec
 
 __all__ = ["add_parser", "run"]
@@ -53,7 +64,7 @@ def add_parser(subparsers: Any, text: str) -> None:
     down = actions.add_parser("down", help="answer what was taken, and end them all")
     down.add_argument("--grace", type=at_least_0, default=30.0, metavar="S", help="for what was taken (30)")
     follow = actions.add_parser("follow", help="keep a placement's file up to date, for clients that are not in Ray")
-    follow.add_argument("file", type=Path, metavar="FILE", help="what PlacementFile and EXPERTD_ADDRESS read")
+    follow.add_argument("file", type=new_file, metavar="FILE", help="what PlacementFile and EXPERTD_ADDRESS read")
     follow.add_argument("--timeout", type=positive, default=10.0, metavar="S", help="of each question (10)")
     add_credentials(follow)
     for action in (up, status, down, follow):
@@ -91,7 +102,7 @@ def _spec(args: argparse.Namespace) -> Spec:
 
 
 def _up(spec: Spec, args: argparse.Namespace) -> int:
-    from expertd_client.ray.deploy import Rows, up
+    from expertd_client.ray.deploy import up
 
     out, begin_s = console(), time.monotonic()
     with out.status("starting") as line:
@@ -100,8 +111,12 @@ def _up(spec: Spec, args: argparse.Namespace) -> int:
             phases = [row["phase"] for row in rows]
             line.update(", ".join(f"{phases.count(p)} {p}" for p in sorted(set(phases))))
 
-        rows = up(spec, args.wait, told)
-    out.print(_table(rows))
+        try:
+            rows = up(spec, args.wait, told)
+        except KeyboardInterrupt:
+            print("expertctl ray up: the servers go on starting; status shows them, down ends them", file=sys.stderr)
+            raise
+    _show(out, rows)
     out.print(f"{len(rows)} servers serve after {time.monotonic() - begin_s:.0f} s", soft_wrap=True)
     return 0
 
@@ -113,7 +128,7 @@ def _status(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"servers": rows}))
     else:
-        console().print(_table(rows))
+        _show(console(), rows)
     return 0 if all(row["phase"] == "serving" for row in rows) else 1
 
 
@@ -141,10 +156,14 @@ def _follow(args: argparse.Namespace) -> int:
     return 0
 
 
-def _table(rows: Any) -> Table:
-    out = Table(show_edge=False, pad_edge=False)
-    for name in ("part", "replica", "state", "address", "starts", "why"):
-        out.add_column(name, justify="right" if name in ("part", "replica", "starts") else "left", overflow="fold")
+def _show(out: Console, rows: Rows) -> None:
+    """A line for each server; what some say of their state is a sentence below."""
+    table = Table(show_edge=False, pad_edge=False)
+    for name in ("part", "replica", "state", "address", "starts"):
+        table.add_column(name, justify="right" if name in ("part", "replica", "starts") else "left")
     for row in rows:
-        out.add_row(*(str(row[k]) for k in ("part", "replica", "phase", "address", "starts", "why")))
-    return out
+        table.add_row(*(str(row[k]) for k in ("part", "replica", "phase", "address", "starts")))
+    print_table(out, table)
+    for row in rows:
+        if row["why"]:
+            print_sentence(out, f"part {row['part']}, replica {row['replica']}: {row['why']}")

@@ -7,13 +7,13 @@ import asyncio
 import contextlib
 import ipaddress
 import json
-from pathlib import Path
 from typing import Any
 
+from expertd.tables import console
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.address import parse_address
 from expertd_client.async_client import AsyncExpertClient
-from expertd_client.commands.options import add_common, at_least, console, credentials, positive
+from expertd_client.commands.options import add_common, at_least, credentials, new_file, positive
 from expertd_client.loadtest.live import stoppable
 from expertd_client.loadtest.proxy import Proxy, Recorder
 from expertd_client.loadtest.recording import Recording
@@ -33,7 +33,7 @@ def add_parser(subparsers: Any, text: str) -> None:
         " memory, nor on TCP of their own.",
     )
     add_common(parser)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the recording (.npz)")
+    parser.add_argument("-o", "--output", type=new_file, required=True, metavar="FILE", help="the recording (.npz)")
     parser.add_argument(
         "--listen", type=_here, default="127.0.0.1:0", metavar="HOST:PORT", help="of this host; default: a free port"
     )
@@ -42,12 +42,7 @@ def add_parser(subparsers: Any, text: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not args.output.absolute().parent.is_dir():
-        raise ValueError(f"--output {args.output}: got a folder that is not there, want one that is")
-    try:
-        recording = asyncio.run(_record(args))
-    except OSError as error:
-        raise ValueError(str(error)) from None
+    recording = asyncio.run(_record(args))
     recording.save(args.output)
     facts = {
         "file": str(args.output),

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from expertd.tables import print_table
+from expertd.tables import console, print_table
 from expertd_client.cluster.policy import Policy
-from expertd_client.commands.options import at_least, console, positive
+from expertd_client.commands.options import at_least, at_least_0, positive, share
 from expertd_client.simulation.outcome import Outcome
 from expertd_client.simulation.real import run_real
 from expertd_client.simulation.service import H200_INT4, Service, measured
@@ -40,15 +40,15 @@ def add_parser(subparsers: Any, text: str) -> None:
     add("--tokens", type=at_least(1), default=1, metavar="M", help="of a call (1)")
     add("--experts", type=at_least(1), metavar="E", help="of the layer (256; with --check 8)")
     add("--top-k", type=at_least(1), metavar="K", help="routes of a token (8; with --check 2)")
-    add("--zipf", type=float, default=0.8, metavar="Z", help="expert e is drawn with the weight 1/(e+1)^Z (0.8)")
+    add("--zipf", type=at_least_0, default=0.8, metavar="Z", help="expert e is drawn with the weight 1/(e+1)^Z (0.8)")
     add("--copies", type=at_least(1), default=2, metavar="N", help="of each expert, at least (2)")
     add("--room", type=at_least(1), metavar="N", help="experts of a server (4; with --check 6)")
-    add("--failures", type=float, metavar="R", help="servers that fail in a second (4; with --check 0.1)")
+    add("--failures", type=at_least_0, metavar="R", help="servers that fail in a second (4; with --check 0.1)")
     add("--down", type=positive, default=1.0, metavar="S", help="that they are away, on average (1)")
-    add("--hangs", type=float, default=0.25, metavar="P", help="share that hangs and does not die (0.25)")
+    add("--hangs", type=share, default=0.25, metavar="P", help="share that hangs and does not die (0.25)")
     add("--timeout", type=positive, default=1.0, metavar="S", help="of a call (1)")
     add("--service", metavar="ADDRESS", help="measure a server's times; default: int4 of Qwen3-30B on an H200")
-    add("--seed", type=int, default=0, metavar="N", help="another one draws other calls and failures (0)")
+    add("--seed", type=at_least(0), default=0, metavar="N", help="another one draws other calls and failures (0)")
     add("--check", action="store_true", help="the same for real, too: 1 where they differ by more than 15 %%")
     add("--json", action="store_true", help="print JSON instead of a table")
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(args, rows, len(trace.outages), busy, why.why)
         if args.check:
-            print(f"apart: {apart:.1%} at most, of goodput, p50, p99 and failed calls")
+            print(f"apart: got {apart:.1%} at most, of goodput, p50, p99 and failed calls; want {AGREE:.0%} at most")
     return 1 if apart > AGREE else 0
 
 
@@ -107,7 +107,7 @@ def _show(args: argparse.Namespace, rows: dict[str, Outcome], outages: int, busy
         f"{args.servers} servers, the busiest {busy:.0%} busy, {outages} failures of {args.down:g} s; calls of"
         f" {args.tokens} tokens, top-{args.top_k} of {args.experts}, Zipf {args.zipf:g}"
     )
-    table = Table(title=title, title_justify="left", show_edge=False)
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("")
     for name in ("calls", "failed", "goodput /s", "p50 ms", "p99 ms", "extra work", "took s"):
         table.add_column(name, justify="right")

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich import progress
 
-from expertd_client.commands.options import console
+from expertd.tables import console
 from expertd_client.strip import strip
 
 __all__ = ["add_parser", "run"]
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     out = console()
     columns = (progress.TextColumn("copying"), progress.BarColumn(), progress.DownloadColumn())
     with progress.Progress(*columns, console=out, disable=not out.is_terminal, transient=True) as bar:
-        task = bar.add_task("")
+        task = bar.add_task("", total=None)
         done = strip(args.source, args.destination, lambda n, total: bar.update(task, completed=n, total=total))
     if args.json:
         print(json.dumps(asdict(done)))

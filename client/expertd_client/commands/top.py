@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from expertd.errors import ExpertdError
-from expertd.tables import duration, print_table
+from expertd.tables import console, duration, print_table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.address import parse_address
 from expertd_client.client import ExpertClient
-from expertd_client.commands.options import ADDRESS, add_credentials, at_least, console, credentials, positive
+from expertd_client.commands.options import ADDRESS, add_credentials, at_least, credentials, positive
 
 __all__ = ["Row", "Seen", "add_parser", "row_of", "run", "samples"]
 
@@ -109,13 +109,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _live(before: list[Seen], all_of_them: Any, every_s: float) -> None:
-    out = Console(highlight=False)
+    out = console()
     with Live(console=out, auto_refresh=False, screen=out.is_terminal) as live:
         while True:
             time.sleep(every_s)
             after = all_of_them()
             drawn = io.StringIO()  # the live console would draw itself into what it captures
-            paper = Console(file=drawn, width=out.width)
+            paper = Console(file=drawn, width=out.width, markup=False, emoji=False)
             print_table(paper, _table([row_of(a, b) for a, b in zip(before, after, strict=True)]))
             live.update(Text(drawn.getvalue().rstrip("\n")), refresh=True)
             before = after

@@ -12,11 +12,19 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from expertd.tables import duration, print_table
+from expertd.tables import console, duration, print_table
 from expertd_client.client import ExpertClient
 from expertd_client.cluster import ExpertCluster
 from expertd_client.commands.connect import connected
-from expertd_client.commands.options import add_common, add_routing, at_least, console, credentials, numbers, popularity
+from expertd_client.commands.options import (
+    add_common,
+    add_routing,
+    at_least,
+    credentials,
+    new_file,
+    numbers,
+    popularity,
+)
 from expertd_client.forwarder import Forwarder
 from expertd_client.request import Request
 from expertd_client.tracing import Trace, trace
@@ -41,7 +49,7 @@ def add_parser(subparsers: Any, text: str) -> None:
     parser.add_argument("--layers", type=numbers, metavar="0-3,7", help="default: all that the servers hold")
     parser.add_argument("--steps", type=at_least(1), default=1, metavar="N", help="through all layers (default: 1)")
     parser.add_argument("--warmup", type=at_least(0), default=3, metavar="N", help="steps before it (default: 3)")
-    parser.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
+    parser.add_argument("--out", type=new_file, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,10 +7,9 @@ import json
 from collections import Counter
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 
-from expertd.tables import print_table
+from expertd.tables import console, print_table
 from expertd_client.faults.run import AWAY_S, FAULTS, Row, run
 
 __all__ = ["add_arguments", "run_command"]
@@ -47,8 +46,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _show(rows: list[Row], why: Counter[str]) -> None:
-    plain = Console(highlight=False)
-    out = plain if plain.is_terminal else Console(highlight=False, width=120)
+    out = console()
     table = Table(title="two replicas of one half, one of them in trouble", title_justify="left", show_edge=False)
     table.add_column("fault")
     for name in ("events", "calls", "failed", "longest ms", "recovered s", "p99 ms before", "p99 ms"):

@@ -24,12 +24,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from expertd.errors import UnavailableError
 from expertd.placement import Placement, Server
-from expertd.tables import print_sentence, print_table
+from expertd.tables import console, print_sentence, print_table
 from expertd_client.cluster import ExpertCluster
 from expertd_client.faults.processes import ServerProcess
 from expertd_client.percentiles import Durations
@@ -222,7 +221,7 @@ def run_command(args: argparse.Namespace) -> int:
     for r in rows:
         numbers = (f"{r.calls:,}", f"{r.failed:,}", f"{r.p50_ms:.2f}", f"{r.p99_ms:.2f}", f"{r.longest_ms:.1f}")
         table.add_row(r.phase, *numbers)
-    out, last = Console(highlight=False), rows[-1]
+    out, last = console(), rows[-1]
     print_table(out, table)
     print_sentence(
         out,

@@ -24,11 +24,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from expertd.errors import RequestCancelledError
-from expertd.tables import print_table
+from expertd.tables import console, print_table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, ForwardResponseView, TensorView
 from expertd_client.client import ExpertClient
@@ -203,5 +202,5 @@ def run_command(args: argparse.Namespace) -> int:
         table.add_column(name, justify="right")
     for r in rows:
         table.add_row(r.case, r.way, f"{r.calls:,}", f"{r.p50_ms:.1f}", f"{r.p99_ms:.1f}", f"{r.extra:.1%}")
-    print_table(Console(highlight=False), table)
+    print_table(console(), table)
     return 0

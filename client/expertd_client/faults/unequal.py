@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -19,11 +18,10 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from expertd.placement import Placement
-from expertd.tables import print_sentence, print_table
+from expertd.tables import console, print_sentence, print_table
 from expertd_client.cluster import ExpertCluster
 from expertd_client.faults.processes import ServerProcess
 from expertd_client.moving.move import Mover, Options, Progress
@@ -175,7 +173,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"alone": alone, "rows": [asdict(row) for row in rows]}))
         return 1 if failed else 0
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    out = console()
     print_sentence(out, f"one server for everything: {alone or 'has room for it'}")
     delays = ", ".join(f"{us} us" for us in ROUTE_US)
     table = Table(title=f"three servers, {delays} a route", title_justify="left", show_edge=False)

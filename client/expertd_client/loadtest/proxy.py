@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
@@ -117,9 +118,10 @@ class Proxy:
         self._server = grpc.aio.server(options=[*unlimited, ("grpc.so_reuseport", 0)])
         self._server.add_generic_rpc_handlers((_Handler(self._call),))
         try:
+            _try_bind(self._listen)
             port = self._server.add_insecure_port(self._listen)
-        except RuntimeError as e:
-            raise OSError(f"{self._listen}: cannot be listened on: {e}") from None
+        except (OSError, RuntimeError) as e:
+            raise OSError(f"{self._listen}: cannot listen there: {getattr(e, 'strerror', None) or e}") from None
         await self._server.start()
         found = parse_address(self._listen) if not self._listen.endswith(":0") else None
         unix = found is not None and not found.host
@@ -197,6 +199,17 @@ class Proxy:
         if isinstance(message, ForwardRequestView):
             self._recorder.note(message, at_ns)
         return message
+
+
+def _try_bind(listen: str) -> None:
+    """Raises OSError where it is taken: gRPC would tell only its own log why."""
+    host, _, port = listen.rpartition(":")
+    if host == "unix":
+        return
+    family, kind, proto, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, proto) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(where)
 
 
 async def _messages(context: Any) -> AsyncIterator[bytes]:

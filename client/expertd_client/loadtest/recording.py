@@ -41,7 +41,7 @@ _ARRAYS = ("at_us", "layer", "tokens", "top_k", "topk_ids")
 
 @dataclass(frozen=True)
 class Recording:
-    """As in the file; num_experts: by layer."""
+    """As in the file; num_experts: by layer; name: the file's, of errors."""
 
     at_us: NDArray[np.int64]
     layer: NDArray[np.int32]
@@ -51,6 +51,7 @@ class Recording:
     fingerprint: str
     hidden_size: int
     num_experts: Mapping[int, int]
+    name: str = "recording"
 
     def __len__(self) -> int:
         return len(self.at_us)
@@ -82,6 +83,8 @@ class Recording:
     def load(cls, path: Path) -> Recording:
         """Raises ValueError."""
         try:
+            if path.is_file() and not zipfile.is_zipfile(path):
+                raise ValueError("it is no .npz file")  # numpy would try to unpickle it
             with np.load(path, allow_pickle=False) as found:
                 header: dict[str, Any] = json.loads(str(found["header"][()]))
                 if header["format"] != FORMAT:
@@ -89,7 +92,7 @@ class Recording:
                 arrays = {name: found[name] for name in _ARRAYS}
             experts = {int(n): int(e) for n, e in header["num_experts"].items()}
             made = cls(**arrays, fingerprint=header["fingerprint"], hidden_size=header["hidden_size"],
-                       num_experts=experts)  # fmt: skip
+                       num_experts=experts, name=str(path))  # fmt: skip
             made.check()
         except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as e:
             raise ValueError(f"{path}: cannot be read as a recording: {e}; want what expertctl record wrote") from None
@@ -117,10 +120,10 @@ def routes_of(recording: Recording, shape: LayerShape, tokens: int) -> Iterator[
     mine = [n for n in range(len(recording)) if recording.layer[n] == shape.layer and recording.top_k[n] == shape.top_k]
     rows = [ids for n in mine if len(ids := recording.ids(n)) and (ids != DRAWN).all()]
     if not rows:
-        raise ValueError(f"recording: got no routes of layer {shape.layer} with top-{shape.top_k}, want some")
+        raise ValueError(f"{recording.name}: got no routes of layer {shape.layer} with top-{shape.top_k}, want some")
     pool = np.concatenate(rows)
     if pool.max() >= shape.num_experts:
-        raise ValueError(f"recording: got expert {pool.max()}, want fewer than {shape.num_experts}, the layer's")
+        raise ValueError(f"{recording.name}: got expert {pool.max()}, want fewer than {shape.num_experts}, the layer's")
     return (pool[(n * tokens + np.arange(tokens)) % len(pool)] for n in count())
 
 
@@ -146,11 +149,11 @@ def replayed(recording: Recording, described: pb.DescribeResponse, seed: int, **
 
 def _check_model(recording: Recording, hidden_size: int, num_experts: Mapping[int, int]) -> None:
     if hidden_size != recording.hidden_size:
-        raise ValueError(f"recording: got hidden size {recording.hidden_size}, want {hidden_size}, the server's")
+        raise ValueError(f"{recording.name}: got hidden size {recording.hidden_size}, want {hidden_size}, the server's")
     wrong: Sequence[int] = [
         n for n in np.unique(recording.layer).tolist() if num_experts.get(n) != recording.num_experts[n]
     ]
     if wrong:
         got = {n: recording.num_experts[n] for n in wrong}
         want = {n: num_experts.get(n, "none") for n in wrong}
-        raise ValueError(f"recording: got experts by layer {got}, want {want}, the server's")
+        raise ValueError(f"{recording.name}: got experts by layer {got}, want {want}, the server's")

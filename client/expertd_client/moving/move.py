@@ -82,7 +82,8 @@ class Mover:
             raise PlacementError.about("fingerprint", got=self.first.fingerprint, want=f"{then.fingerprint}, as placed")
         for layer, n in then.num_experts.items():
             if self.first.num_experts.get(layer, n) != n:
-                raise PlacementError.about(f"experts of layer {layer}", got=self.first.num_experts[layer], want=n)
+                got, want = self.first.num_experts[layer], f"{n}, as placed"
+                raise PlacementError.about(f"experts of layer {layer}", got=got, want=want)
         then.check_complete()
         self._stack = ExitStack()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(_AT_ONCE))

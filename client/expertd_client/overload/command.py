@@ -8,10 +8,9 @@ import shlex
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from expertd.tables import print_table
+from expertd.tables import console, print_table
 from expertd_client.overload.callers import WAYS
 from expertd_client.overload.cost import PARTS, Cost, measure_cost
 from expertd_client.overload.run import Plan, measure
@@ -107,7 +106,7 @@ def _cost(args: argparse.Namespace) -> int:
         table.add_column(name, justify="right")
     for c in costs:
         table.add_row(c.part, c.way, *_cost_cells(c))
-    print_table(Console(highlight=False), table)
+    print_table(console(), table)
     return 0
 
 
@@ -124,8 +123,7 @@ _COLUMNS = (
 
 
 def _show(rows: list[Row]) -> None:
-    plain = Console(highlight=False)
-    out = plain if plain.is_terminal else Console(highlight=False, width=200)
+    out = console(200)
     table = Table(title="more than the peak, with deadlines", title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("way", no_wrap=True)
     for name in _COLUMNS:

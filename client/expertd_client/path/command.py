@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from expertd.tables import print_table
+from expertd.tables import console, print_table
 from expertd_client.path.grid import Measured, Plan, measure
 from expertd_client.path.picture import draw
 from expertd_client.path.rows import STAGES, Row
@@ -65,8 +64,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _show(found: Measured) -> None:
-    plain = Console(highlight=False)
-    out = plain if plain.is_terminal else Console(highlight=False, width=180)
+    out = console(180)
     if found.rows:
         print_table(out, _times(found.rows))
         print_table(out, _stages(found.rows))

@@ -68,12 +68,12 @@ def _waited(keeper: Any, wait_s: float, told: Callable[[Rows], None]) -> Rows:
         if all(row["phase"] == "serving" for row in rows):
             return rows
         if time.monotonic() > end_s:
-            late = [f"{r['part']}.{r['replica']} {r['phase']}" for r in rows if r["phase"] != "serving"]
+            late = [f"part {r['part']}, replica {r['replica']} {r['phase']}" for r in rows if r["phase"] != "serving"]
             raise DeadlineExceededError.about(
                 "servers",
-                got=", ".join(late),
+                got="; ".join(late),
                 want=f"all to serve in {wait_s:g} s",
-                remedy="ray status: is there room",
+                remedy="`ray status` tells whether there is room",
             )
         time.sleep(_POLL_S)
 

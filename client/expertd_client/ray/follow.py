@@ -23,7 +23,7 @@ class Follower:
 
     def __init__(self, source: Source, file: Path, credentials: Credentials | None, timeout_s: float) -> None:
         self._source, self._file, self._credentials, self._timeout_s = source, file, credentials, timeout_s
-        self._last = Placement.from_json(file.read_bytes()) if file.exists() else None
+        self._last = Placement.from_file(file) if file.exists() else None
 
     def step(self) -> Placement | None:
         """Waits for news as the source does; what was written, None = nothing has changed, or somebody does not

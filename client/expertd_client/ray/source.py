@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import time
 
 import ray
@@ -13,6 +16,7 @@ from expertd_client.ray.spec import NAMESPACE
 
 __all__ = ["RayServers", "connect"]
 
+_REACH_S = 5.0
 _PAUSE_S = 0.2
 """After the keeper could not be asked."""
 
@@ -22,12 +26,15 @@ def connect(address: str | None = None) -> bool:
     Whether it was in none.  Raises PlacementError where there is nothing to join."""
     if ray.is_initialized():
         return False
+    wanted = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        ray.init(address or "auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-    except ConnectionError as error:
-        raise PlacementError.about(
-            "Ray", got=str(error).splitlines()[0], want="a cluster", remedy="ray start --head, or name one"
-        ) from None
+        if m := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", wanted):
+            socket.create_connection((m[1].strip("[]"), int(m[2])), _REACH_S).close()  # Ray itself tries for 40 s
+        ray.init(wanted, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+    except OSError as error:
+        where = "none on this host" if wanted == "auto" else f"none at {wanted}: {error}"
+        remedy = "ray start --head, or name another one: --ray ADDRESS, RAY_ADDRESS"
+        raise PlacementError.about("Ray", got=where, want="a cluster", remedy=remedy) from None
     return True
 
 

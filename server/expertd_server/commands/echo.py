@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertd.dtypes import DTYPE_NUMBER, HIDDEN_DTYPES
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_server.config.parsers import argument, whole
 from expertd_server.config.values import Address, Shard
 
 if TYPE_CHECKING:
@@ -44,13 +45,23 @@ def add_parser(subparsers: Any) -> None:
         description="A server without experts: every row of hidden states comes back as it was sent.  What remains is"
         " the service's own time: expertctl bench path measures it, beside bare streams of the same bytes.",
     )
-    parser.add_argument("--listen", type=Address.parse, default=Address("127.0.0.1", 0), metavar="HOST:PORT")
-    parser.add_argument("--hidden-size", type=int, default=4096, metavar="H", help="default: 4096")
-    parser.add_argument("--max-tokens", type=int, default=4096, metavar="M", help="of a request (default: 4096)")
-    parser.add_argument("--experts", type=int, default=_NUM_EXPERTS, metavar="E", help="of the layer (default: 8)")
-    parser.add_argument("--shard", type=Shard.parse, default=_WHOLE, metavar="RANK/COUNT", help="of them that are here")
-    parser.add_argument("--batch-us", type=int, default=0, metavar="US", help="that a batch takes; default: none")
-    parser.add_argument("--row-us", type=int, default=0, metavar="US", help="and each of its rows; default: none")
+    parser.add_argument("--listen", type=argument(Address.parse), default=Address("127.0.0.1", 0), metavar="HOST:PORT")
+    parser.add_argument("--hidden-size", type=argument(whole(1)), default=4096, metavar="H", help="default: 4096")
+    parser.add_argument(
+        "--max-tokens", type=argument(whole(1)), default=4096, metavar="M", help="of a request (default: 4096)"
+    )
+    parser.add_argument(
+        "--experts", type=argument(whole(1)), default=_NUM_EXPERTS, metavar="E", help="of the layer (default: 8)"
+    )
+    parser.add_argument(
+        "--shard", type=argument(Shard.parse), default=_WHOLE, metavar="RANK/COUNT", help="of them that are here"
+    )
+    parser.add_argument(
+        "--batch-us", type=argument(whole(0)), default=0, metavar="US", help="that a batch takes; default: none"
+    )
+    parser.add_argument(
+        "--row-us", type=argument(whole(0)), default=0, metavar="US", help="and each of its rows; default: none"
+    )
     parser.add_argument("--refuse-late", choices=("yes", "no"), default="yes", help="as of `expertd serve`")
     parser.add_argument("--nonfinite", choices=("pass", "refuse", "zero"), default="pass", help="as of `expertd serve`")
     for name in ("--tls-cert", "--tls-key", "--tls-client-ca"):
@@ -60,6 +71,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from expertd.hostmem import tune_allocator
+    from expertd_server.boot.assignment import BootError
     from expertd_server.commands.serve import as_server
     from expertd_server.transports.security import Security
 
@@ -73,19 +85,23 @@ def run(args: argparse.Namespace) -> int:
     pace, refuse_late = (args.batch_us, args.row_us), args.refuse_late == "yes"
     held = args.shard.experts(args.experts)
     security = Security(args.tls_cert, args.tls_key, args.tls_client_ca)
-    with serving(
-        args.listen,
-        args.hidden_size,
-        args.max_tokens,
-        pace,
-        refuse_late,
-        args.nonfinite,
-        security,
-        args.experts,
-        held,
-    ) as address:
-        print(f"serving on {address}", flush=True)
-        over.wait()
+    try:
+        with serving(
+            args.listen,
+            args.hidden_size,
+            args.max_tokens,
+            pace,
+            refuse_late,
+            args.nonfinite,
+            security,
+            args.experts,
+            held,
+        ) as address:
+            print(f"serving on {address}", flush=True)
+            over.wait()
+    except BootError as error:
+        print(f"expertd echo: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -110,6 +126,7 @@ def serving(
     that a batch and each of its rows take.  security: of gRPC."""
     import torch
 
+    from expertd_server.doors import listening
     from expertd_server.engine.admission import Limits, QueueLimits
     from expertd_server.engine.native import NativeEngine
     from expertd_server.engine.peers import PeerBounds
@@ -148,7 +165,8 @@ def serving(
     tcp.start()
     service.doors["tcp"] = tcp
     transport = GrpcTransport(service, listen, *([] if security is None else [security]))
-    address = transport.start()
+    with listening("--listen", listen):
+        address = transport.start()
     try:
         engine.start()
         service.open(lambda decisions: _described(hidden_size, limits, num_experts, held))

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expertd_server.config.parsers import argument, whole
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -32,7 +34,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--scheme", required=True, metavar="NAME", help="int4_g128, int8, e4m3_block128, mxfp4, ...")
     parser.add_argument("--layer-template", metavar="TEMPLATE", help="names of the expert tensors, where not known")
     parser.add_argument("--shard-gib", type=float, default=4.0, metavar="N", help="largest file (default 4)")
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; 0 = torch's default")
+    parser.add_argument(
+        "--threads", type=argument(whole(0)), default=0, metavar="N", help="CPU threads; 0 = torch's default"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,11 +100,15 @@ class _Progress:
 
 
 def _print(s: Summary, destination: Path, seconds: float) -> None:
+    from expertd.tables import console, print_sentence
+
     worst = max(s.errors, key=lambda n: max(s.errors[n]))
     w13, w2 = s.errors[worst]
-    print(
-        f"{destination}: {s.experts} experts of {s.layers} layers in {s.scheme} ({s.format}),"
-        f" {s.bytes_before / 2**20:,.1f} -> {s.bytes_after / 2**20:,.1f} MiB in {len(s.files)}"
-        f" file{'s' if len(s.files) > 1 else ''}, {seconds:.1f} s\n"
-        f"largest relative error of the weights: layer {worst}, w13 {w13:.4f}, w2 {w2:.4f} (first expert of each layer)"
-    )
+    layers = f"{s.layers} layer{'s' if s.layers > 1 else ''}"
+    size = f"{s.bytes_before / 2**20:,.1f} -> {s.bytes_after / 2**20:,.1f} MiB"
+    files = f"{len(s.files)} file{'s' if len(s.files) > 1 else ''}"
+    for text in (
+        f"{destination}: {s.experts} experts of {layers} in {s.scheme} ({s.format}), {size}, {files}, {seconds:.1f} s",
+        f"largest relative error of the weights: layer {worst}, w13 {w13:.4f}, w2 {w2:.4f} (first expert of each)",
+    ):
+        print_sentence(console(), text)

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
 from expertd_server.config.values import parse_backend
 
-__all__ = ["backend", "choice", "copies", "part", "seconds", "size", "whole", "yes_no"]
+__all__ = ["argument", "backend", "choice", "copies", "part", "seconds", "size", "whole", "yes_no"]
+
+
+_T = TypeVar("_T")
+
+
+def argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """As argparse's type: what is wrong is said, which argparse does for no other ValueError."""
+
+    def checked(text: str) -> _T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
 
 
 def backend(text: str) -> str:

@@ -1,9 +1,12 @@
 """What is around the load generator's loop: routing, the search for the largest rate, slices, histograms, the page."""
 
 import argparse
+import asyncio
 import io
 import math
 import re
+import threading
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -23,6 +26,7 @@ from expertd_client.loadtest.series import hdr_encoded, hdr_text, quantile_curve
 from expertd_client.loadtest.show import Outcome, Run, as_json, show
 from expertd_client.loadtest.slo import Trial, parse_promise, search, upper_share
 from expertd_client.percentiles import Durations, Summary
+from expertd_client.selector import run_precisely
 from expertd_client.workload import LayerShape, routes
 
 SHAPE = LayerShape(layer=3, hidden_size=16, num_experts=64, top_k=4)
@@ -287,6 +291,25 @@ def test_json_of_one_run_and_of_several():
     assert one["hdr"].startswith("HIST")
     several = as_json(Outcome("host", [0], {}, [run, run]))
     assert [r["answered"] for r in several["runs"]] == [9, 9]
+
+
+def test_what_is_left_in_a_loop_is_cancelled_before_it_ends():
+    ended, tasks = [], []
+
+    async def left():
+        try:
+            await asyncio.to_thread(time.sleep, 0.2)
+        finally:
+            ended.append("task")
+
+    async def work():
+        tasks.append(asyncio.create_task(left()))
+        await asyncio.sleep(0.01)
+        return 7
+
+    assert run_precisely(work()) == 7
+    assert ended == ["task"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncio_")]
 
 
 def test_the_line_of_progress_fits_a_terminal():

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import io
+import re
+import time
 
 import pytest
+from rich.console import Console
 
 from expertd.errors import PlacementError
-from expertd_client.commands.ray import add_parser
+from expertd_client.cli import main
+from expertd_client.commands.ray import _show, add_parser
 
 pytest.importorskip("ray", reason="the room imports it; pip install ray (the extra `deploy` has it)")
 
@@ -15,6 +20,27 @@ from expertd_client.ray.spec import Place, Spec, needs_of, strategy_of
 from expertd_client.ray.watched import Watched
 
 SERVING = {"phase": "serving", "why": "", "address": "10.0.0.1:7070", "metrics": "", "node": "10.0.0.1", "pid": 7}
+
+
+def test_what_servers_say_stands_below_a_table_that_is_whole():
+    why = "--max-tokens: got 'none', want a whole number from 1 to 1048576; " * 3
+    rows = [{"part": 0, "replica": n, "phase": "failed", "address": "[fd00:1234:5678::17]:39311", "starts": 3,
+             "why": why * n} for n in range(2)]  # fmt: skip
+    out = io.StringIO()
+    _show(Console(width=80, file=out, force_terminal=True, no_color=True, markup=False, emoji=False), rows)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert all(len(line) <= 80 for line in text.splitlines()), text
+    assert text.count("[fd00:1234:5678::17]:39311") == 2
+    assert f"part 0, replica 1: {why}".strip() == " ".join(text[text.index("part 0, ") :].split())
+
+
+def test_a_cluster_that_is_none_is_told_at_once(monkeypatch, capsys):
+    began = time.monotonic()
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert main(["ray", "status"]) == 1
+    assert time.monotonic() - began < 5
+    want = "Ray: got none at 127.0.0.1:1: [Errno 111] Connection refused, want a cluster; ray start --head, or name"
+    assert want in capsys.readouterr().err
 
 
 def test_every_part_has_its_replicas():
