@@ -29,7 +29,6 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from expertd.tables import console, print_table
 from expertd_client.client import ExpertClient
@@ -236,21 +235,19 @@ def _show(rows: list[Row], ones: list[One], owns: list[Own]) -> None:
         title = f"a call of one server, microseconds: H {ones[0].hidden_size}, {ones[0].transport}"
         _print(out, title, ("M", "ExpertClient", "ExpertCluster", "more"), cells)
     if owns:
-        times = [(f"{o.before_us:.0f}", f"{o.after_us:.0f}", f"{o.before_us + o.after_us:.0f}") for o in owns]
+        own = [(f"{o.before_us:.0f}", f"{o.after_us:.0f}", f"{o.before_us + o.after_us:.0f}") for o in owns]
         kept = [(f"{o.kept_us:.0f}" if o.kept else "-", f"{o.kept:.0%}") for o in owns]
-        cells = [(f"{o.tokens}", *t, *k) for o, t, k in zip(owns, times, kept, strict=True)]
         title = f"the client's share of a call of {owns[0].servers} servers, microseconds: H {owns[0].hidden_size}"
         _print(
             out,
             title,
             ("M", "until all is sent", "after the last answer", "both", "where the core was kept", "calls"),
-            cells,
+            [(f"{o.tokens}", *t, *k) for o, t, k in zip(owns, own, kept, strict=True)],
         )
 
 
 def _print(out: Console, title: str, names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
-    out.print(Text(title, "italic"))  # a title of the table's is broken where that is narrow
-    table = Table(show_edge=False, pad_edge=False)
+    table = Table(title=title, show_edge=False, pad_edge=False)
     for name in names:
         table.add_column(name, justify="right")
     for row in rows:
