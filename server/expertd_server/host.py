@@ -101,6 +101,11 @@ class Host:
         self._loader: threading.Thread | None = None
         self._epoch = 0
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes; after start()."""
+        return self._workshop.device
+
     # ---- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> str:

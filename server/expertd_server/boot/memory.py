@@ -45,9 +45,12 @@ __all__ = [
 ]
 
 GIB = 1 << 30
-CONTEXT_BYTES = {"cuda": 776 << 20, "rocm": 700 << 20, "xpu": 500 << 20, "cpu": 512 << 20}
-"""Of an accelerator's driver for a process that computes there: context, compiled kernels, libraries' workspaces.  Of a
-CPU's process without weights: interpreter, torch, requests under way."""
+CONTEXT_BYTES = {"cuda": 616 << 20, "rocm": 700 << 20, "xpu": 500 << 20, "cpu": 512 << 20}
+"""Of an accelerator's driver for a process that computes there: context (on NVIDIA after stacks.py), compiled kernels,
+libraries' workspaces.  Of a CPU's process without weights: interpreter, torch, requests under way."""
+BOOT_BYTES = {"cuda": 300 << 20}
+"""What else a boot takes there until it ends: stacks (stacks.py), cuBLAS's workspaces for the reference, blocks of the
+allocator.  210 MiB for Qwen3-30B-A3B, 290 for 20 layers of DeepSeek-V3 (H200)."""
 _ALIGNMENT = 512
 GRAPH_BYTES = 64 << 10
 """Of a captured graph of a layer's launches: 58 to 60 KiB in the mean of a thousand and two thousand (H200)."""
@@ -141,7 +144,7 @@ def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> Memor
         graphs * GRAPH_BYTES,
         graphs,
         CONTEXT_BYTES[kind],
-        2 * canonical,
+        2 * canonical + (BOOT_BYTES.get(kind, 0) if chosen else 0),
         LANES * lane_bytes(tokens, hidden, most_routes, size, False) + (LANES * tokens * TABLE_BYTES if chosen else 0),
         2 * canonical,
         config.memory_limit,

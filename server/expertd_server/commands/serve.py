@@ -21,6 +21,7 @@ from expertd_server.config.resolve import add_flags, resolve
 from expertd_server.config.serve import ConfigError, ServeConfig
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
 __all__ = ["add_parser", "as_server", "quiet_memory", "run", "serve"]
@@ -101,8 +102,8 @@ def serve(config: ServeConfig, console: Console) -> int:
         if not host.loaded.done():
             host.say("stopped while loading")
             return 0
+        quiet_memory(host.device)
         host.ready()
-        quiet_memory()
         host.say(f"serving on {host.address}")
         events.get()
         host.say(f"draining: {host.engine.load().queued_requests} requests under way")
@@ -142,7 +143,11 @@ def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(n, handler)
 
 
-def quiet_memory() -> None:
-    """What the boot made stays for the process's life: keep the garbage collector from walking it again and again."""
+def quiet_memory(device: torch.device) -> None:
+    """After a boot in a process of the server's own.  What was made stays for the process's life: keep the garbage
+    collector from walking it again and again; and what the boot's kernels alone needed goes back to the device."""
+    from expertd_server.boot.stacks import narrow_stacks
+
     gc.collect()
     gc.freeze()
+    narrow_stacks(device)

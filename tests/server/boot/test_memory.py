@@ -49,7 +49,7 @@ def test_a_whole_model_on_a_gpu_takes_its_packed_bytes_and_little_more():
     )
     assert plan.graph_count == graph_count([(2048, [8])] * 48, 4096)
     assert plan.serving < plan.weights + 1.5 * GIB
-    assert plan.loading == 2 * canonical_bytes(assignments[0].decision.problem)
+    assert plan.loading == 2 * canonical_bytes(assignments[0].decision.problem) + module.BOOT_BYTES["cuda"]
     assert plan.peak == plan.weights + plan.scratch + plan.context + plan.loading
 
 
