@@ -6,15 +6,12 @@ from collections.abc import Callable
 from ctypes import c_uint8
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from expertd.dtypes import DTYPE_BYTES, SCALED_COLUMNS, scales_at, scales_of_row, tensor_bytes
+from expertd.dtypes import DTYPE_BYTES, scales_of_row, tensor_bytes
 from expertd.errors import TABLE, ExpertdError
 from expertd.shm.layout import FORWARD, ROUTER_WEIGHT_ON_INPUT, Completion, Submission, Tensors
 from expertd.trace_context import context_of
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, ScalesView, TensorView
+from expertd.wire import ForwardResponseView, TensorView
 from expertd_client.e4m3 import E4m3
 from expertd_client.lent import Lent
 from expertd_client.request import Request
@@ -133,21 +130,13 @@ def response(
     lent = Lent.at(address, sent.tensors.out_bytes, give_back)
     v = ForwardResponseView(
         request_id,
-        _view(sent, lent.array()),
+        TensorView.of_piece(sent.out_dtype, sent.shape, lent.array().data),
         routes_computed=answer.routes_computed,
         timing=timing_of(answer),
         load=load_of(answer),
     )
     v.give_back = lent.release
     return v
-
-
-def _view(sent: Sent, memory: NDArray[np.uint8]) -> TensorView:
-    if sent.out_dtype != pb.DATA_TYPE_E4M3:
-        return TensorView.of_raw(sent.out_dtype, sent.shape, memory.data)
-    M, H = sent.shape
-    scales = ScalesView(SCALED_COLUMNS, memory[scales_at(M, H) :].data)
-    return TensorView.of_raw(sent.out_dtype, sent.shape, memory[: M * H].data, scales)
 
 
 def refusal(answer: Completion) -> ExpertdError:

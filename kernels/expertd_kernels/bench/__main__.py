@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from expertd_kernels.bench.faults import WorkerError
+
 
 def _names(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
@@ -69,7 +71,7 @@ def measure(args: argparse.Namespace, **more: Any) -> int:
         )
     try:
         result = importlib.import_module(f"expertd_kernels.bench.{args.device}").run(args, **more)
-    except (ValueError, RuntimeError) as e:
+    except (ValueError, WorkerError) as e:
         print(e, file=sys.stderr)
         return 1
     if target == "-":

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from expertd_kernels.bench.cpu_layer import OURS, READ, RUNS, Maker, Point, TimedLayer, ceilings, settle
+from expertd_kernels.bench.faults import WorkerError
 
 __all__ = ["Key", "Plan", "Sample", "generation", "samples"]
 
@@ -84,7 +85,7 @@ def _serve(pipe: Connection[Any, Any]) -> None:
 
 
 class _Worker:
-    """A process that times; RuntimeError for what it could not do, or if it ended."""
+    """A process that times; WorkerError for what it could not do, or if it ended."""
 
     def __init__(self, name: str, say: Callable[[str], None]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -98,18 +99,18 @@ class _Worker:
         try:
             self._pipe.send((do, arguments))
         except OSError:
-            raise RuntimeError(f"{self.name}: its process has ended") from None
+            raise WorkerError(f"{self.name}: its process has ended") from None
 
     def receive(self) -> Any:
         try:
             answer, rests = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(STOP_S)
-            raise RuntimeError(f"{self.name}: its process ended, exit code {self._process.exitcode}") from None
+            raise WorkerError(f"{self.name}: its process ended, exit code {self._process.exitcode}") from None
         if not rests:
             self.say(f"{self.name}: its threads compute between calls and may disturb the others")
         if isinstance(answer, _Fault):
-            raise RuntimeError(f"{self.name}: {answer.text}")
+            raise WorkerError(f"{self.name}: {answer.text}")
         return answer
 
     def close(self) -> None:
@@ -143,7 +144,7 @@ class _Crew:
                         worker.send(do, *arguments)
                     else:
                         answers[worker.name] = worker.receive()
-                except RuntimeError as e:
+                except WorkerError as e:
                     if worker is self.workers[0]:
                         raise
                     self.say(f"{e}; left out from here on")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from expertd.dtypes import SCALED_COLUMNS, scales_at
 from expertd.v1 import expert_service_pb2 as pb
 
 __all__ = [
@@ -69,6 +70,15 @@ class TensorView:
     @classmethod
     def of_raw(cls, dtype: int, shape: tuple[int, ...], raw: Buffer, scales: ScalesView | None = None) -> TensorView:
         return cls(dtype, shape, Spelling.RAW, raw, scales)
+
+    @classmethod
+    def of_piece(cls, dtype: int, shape: tuple[int, int], memory: Buffer) -> TensorView:
+        """[M, H] in one piece of memory of u8, E4M3 with its scales behind it (expertd.dtypes.tensor_bytes)."""
+        if dtype != pb.DATA_TYPE_E4M3:
+            return cls.of_raw(dtype, shape, memory)
+        M, H = shape
+        scales = ScalesView(SCALED_COLUMNS, memory[scales_at(M, H) :])
+        return cls.of_raw(dtype, shape, memory[: M * H], scales)
 
     @property
     def raw(self) -> Buffer:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from expertd.dtypes import DTYPE_NUMBER, SCALED_COLUMNS, scales_at
+from expertd.dtypes import DTYPE_NUMBER
 from expertd.errors import ExpertdError, InternalError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, ScalesView, TensorView
+from expertd.wire import ForwardResponseView, TensorView
 from expertd_server.engine.report import RequestReport, stages_of
 from expertd_server.engine.request import Answer, Outcome, Request
 
@@ -34,17 +34,8 @@ def response_view(r: Request, a: Answer, load: pb.Load) -> ForwardResponseView:
     if a.digest is not None:
         v.digest = pb.Digest(sum=a.digest[0], sum_of_squares=a.digest[1], crc32=a.digest[2])
     else:
-        v.output = _output(r, a)
+        v.output = TensorView.of_piece(DTYPE_NUMBER[r.output_dtype], (r.tokens, r.layer.hidden_size), a.output)
     return v
-
-
-def _output(r: Request, a: Answer) -> TensorView:
-    shape = M, H = r.tokens, r.layer.hidden_size
-    number = DTYPE_NUMBER[r.output_dtype]
-    if r.output_dtype != "e4m3":
-        return TensorView.of_raw(number, shape, a.output)
-    scales = ScalesView(SCALED_COLUMNS, a.output[scales_at(M, H) :])
-    return TensorView.of_raw(number, shape, a.output[: M * H], scales)
 
 
 def report_of(r: Request, outcome: Outcome, answered_ns: int) -> RequestReport:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from expertd_kernels import ActivationQuant, Scheme, decide, detect_device, problem_of
-from expertd_kernels.bench import cuda, cuda_timing
+from expertd_kernels.bench import cpu, cuda, cuda_timing
 from expertd_kernels.bench.__main__ import main
+from expertd_kernels.bench.faults import WorkerError
 from expertd_kernels.bench.points import read_points
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.float32 import reference
@@ -23,6 +24,21 @@ def test_shapes_by_name_slice_and_numbers():
     for wrong in ("qwen9", "deepseek-v3/x", "E60-k6"):
         with pytest.raises(ValueError, match="want a model, MODEL/EXPERTS"):
             cuda.shape_of(wrong)
+
+
+def test_what_a_gpu_raises_is_no_sentence_of_the_bench(monkeypatch, capsys):
+    def fails(error):
+        def run(args):
+            raise error
+
+        return run
+
+    monkeypatch.setattr(cuda, "run", fails(RuntimeError("CUDA error: an illegal memory access was encountered")))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        main(["--device", "cuda"])
+    monkeypatch.setattr(cpu, "run", fails(WorkerError("ours: its process ended, exit code -9")))
+    assert main(["--device", "cpu"]) == 1
+    assert capsys.readouterr().err == "ours: its process ended, exit code -9\n"
 
 
 def test_the_suite_names_real_shapes_and_schemes():

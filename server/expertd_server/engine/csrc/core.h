@@ -20,6 +20,8 @@ inline uint32_t size_of(uint8_t dtype) {
   }
 }
 
+inline bool is_float(uint32_t dtype) { return dtype == kF32 || dtype == kF16 || dtype == kBf16; }
+
 // Rows of the error table, by number.
 enum Reason : uint32_t {
   kComputed = 0,

@@ -241,7 +241,6 @@ void Core::turn_away(Item* item, const Verdict& v) {
 
 // Everything is bounded before it is paid for.  hidden_size: what the caller takes H for, 0 = not told.  False: refused.
 bool Core::fits(Item* item, const LayerFacts& layer, uint32_t hidden_size) {
-  const auto is_float = [](uint8_t dtype) { return dtype == kF32 || dtype == kF16 || dtype == kBf16; };
   const Forward& f = item->f;
   const uint64_t M = f.tokens, H = layer.hidden_size, k = f.top_k;
   if (M > config_.max_tokens) {

@@ -12,7 +12,6 @@ namespace {
 
 constexpr uint32_t kDigest = 2, kScaleBlock = e4m3::kBlock;
 
-bool is_float(uint32_t dtype) { return dtype == kF32 || dtype == kF16 || dtype == kBf16; }
 bool is_integer(uint32_t dtype) { return dtype == kI32 || dtype == kI64; }
 
 struct Refusal {
