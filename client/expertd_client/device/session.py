@@ -22,6 +22,7 @@ import threading
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -161,18 +162,17 @@ class DeviceSession:
         at = zip(place[:4], shapes, strict=True)
         tensors = [self._tensor(self._pool.address + offset, shape, kind) for offset, (shape, kind) in at]
         tensors[1].fill_(-1)
-        return DeviceSlot(self, place, tensors, lambda: self._ground.free(place))
+        return DeviceSlot(tensors, partial(self._forward_slot, place), partial(self._ground.free, place))
 
-    def forward_slot(
+    def _forward_slot(
         self,
-        layer: int,
-        slot: DeviceSlot,
         place: Place,
+        slot: DeviceSlot,
+        layer: int,
         stream: Any,
         router_weight_on_input: bool,
         timeout_s: float | None,
     ) -> None:
-        """DeviceSlot.forward; for it alone."""
         self.check()
         x, ids, w = slot.hidden_states, slot.topk_ids, slot.topk_weights
         key = (layer, *x.shape, ids.shape[1], x.dtype, place.hidden, router_weight_on_input, timeout_s)

@@ -4,13 +4,10 @@ there has nothing copied, and a call is one kernel."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from expertd_client.device.session import DeviceSession
 
 __all__ = ["ALIGN", "DeviceSlot", "Ground", "Place"]
 
@@ -83,9 +80,12 @@ class DeviceSlot:
     output            [M, H]: what the last forward gives, until the next one; NaN where that was refused
     """
 
-    def __init__(self, session: DeviceSession, place: Place, tensors: list[Tensor], free: Callable[[], None]) -> None:
-        self._session, self._place, self._free = session, place, free
+    def __init__(self, tensors: list[Tensor], call: Callable[..., Any], free: Callable[[], None]) -> None:
+        """call(slot, layer, stream, router_weight_on_input, timeout_s) gives a call to the stream; free() ends what the
+        tensors lie in."""
         self.hidden_states, self.topk_ids, self.topk_weights, self.output = tensors
+        self._call = call
+        self._free: Callable[[], None] | None = free
 
     def forward(
         self,
@@ -99,12 +99,12 @@ class DeviceSlot:
         DeviceSession.forward otherwise; it can be captured in a CUDA graph."""
         if self._free is None:
             raise ValueError("device slot: closed")
-        self._session.forward_slot(layer, self, self._place, stream, router_weight_on_input, timeout_s)
+        self._call(self, layer, stream, router_weight_on_input, timeout_s)
         return self.output
 
     def close(self) -> None:
         """Gives its memory to other slots; when nothing that reads or writes it is under way.  Its tensors must not be
         used afterwards."""
-        free, self._free = self._free, None  # type: ignore[assignment]
+        free, self._free = self._free, None
         if free is not None:
             free()
