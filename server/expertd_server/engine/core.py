@@ -109,6 +109,7 @@ def library() -> C.CDLL:
         ("_interrupt", None, (p,)),
         ("_forget_graphs", None, (p,)),
         ("_waited_for", C.c_int, (p, u32)),
+        ("_computing", C.c_int, (p, p, p)),
         ("_stop", None, (p,)),
         ("_outcomes", u32, (p, p, u32)),
         ("_records", u32, (p, p, u32)),
@@ -136,7 +137,7 @@ def library() -> C.CDLL:
         ("_gone", u32, (p, p, u32)),
         ("_bell", C.c_int, (p,)),
         ("_unwritten", u64, (p,)),
-        ("_stop", None, (p,)),
+        ("_stop", C.c_int, (p, u64)),
     )
     for peers_name, returns, takes in peers:
         function = getattr(lib, "expertd_peers" + peers_name)
@@ -249,6 +250,13 @@ class Core:
     def load(self) -> Load:
         self._lib.expertd_core_load(self._core, C.byref(self._load))
         return self._load
+
+    def computing(self) -> tuple[int, int] | None:
+        """Layer and rows of the batch that was begun last; None: none is under way."""
+        layer, rows = C.c_uint32(), C.c_uint32()
+        if not self._lib.expertd_core_computing(self._core, C.byref(layer), C.byref(rows)):
+            return None
+        return layer.value, rows.value
 
     def waiting(self, caller: int) -> tuple[Waiting, Waiting]:
         """What waits: of all callers, and of one."""

@@ -66,13 +66,14 @@ class Delivery:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Hand out what has come, and end the thread."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Hand out what has come, and end the thread.  False: it has not ended after timeout_s."""
         self._ended = True
         self._mine.set()
         if self._thread.ident is not None:
             os.eventfd_write(self._core.bell, 1)
-            self._thread.join()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def submit(self, f: c.Forward, r: Request, out: Array, operands: tuple[Any, ...]) -> tuple[str, int]:
         """Give a request to the core.  The reason why it is refused, "" = it is not, and after how many us to ask
@@ -87,11 +88,16 @@ class Delivery:
     def _cancel(self, r: Request) -> None:
         self._core.cancel(r.handle)
 
-    def take_all(self) -> list[Waiting]:
-        """What waits, which is the caller's to answer from now on."""
-        with self._lock:
+    def take_all(self, timeout_s: float = -1) -> list[Waiting] | None:
+        """What waits, which is the caller's to answer from now on.  None: after timeout_s (-1 = for ever) somebody
+        still computes a request that he brought."""
+        if not self._lock.acquire(timeout=timeout_s):
+            return None
+        try:
             left = list(self._waiting.values())
             self._waiting.clear()
+        finally:
+            self._lock.release()
         return left
 
     # ---- the thread, or whoever borrowed its work --------------------------------------------------------------------

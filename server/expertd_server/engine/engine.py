@@ -164,6 +164,8 @@ class Engine(Worker):
             self._changed.notify()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                log.warning("stop: the engine's thread did not end in %.1f s: a batch is computed", timeout_s)
         with self._lock:
             left = self._waiting.clear()
             self._left.notify_all()

@@ -52,6 +52,10 @@ _BRIEF_NS = 50_000
 """A CPU's batch that takes no longer is computed by whoever brings its request, while the core's thread sleeps: that
 would not have begun before."""
 _POLL_S = 0.001
+_LEAST_S = 0.05
+"""What each thread of an engine that stops is given at least: one that does not hang needs less."""
+_hung: list[NativeEngine] = []
+"""Stopped with a kernel that does not end on a thread that holds nothing, and kept to the end of the process."""
 
 
 class NativeEngine(Worker):
@@ -248,21 +252,45 @@ class NativeEngine(Worker):
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Drain, wait for the threads, and end them.  What still waits after timeout_s is answered with
-        DrainingError."""
+        DrainingError; then the log says which batch does not end."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def left_s() -> float | None:
+            return None if end is None else max(_LEAST_S, end - time.monotonic())
+
         self.drain()
         self._core.stop()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        if self._peers is not None:
-            self._peers.stop()
-        self.delivery.stop()
-        left = self.delivery.take_all()
-        if self._thread.is_alive():  # a kernel that does not end: what it reads stays, and nothing runs after it
+        hang = ["the engine's thread"] * self._thread.is_alive()
+        if self._peers is not None and not self._peers.stop(left_s()):
+            hang.append("the thread of sessions over TCP")
+        if not self.delivery.stop(left_s()):
+            hang.append("the thread of answers")
+        left = self.delivery.take_all(-1 if end is None else left_s() or -1)
+        if left is None:
+            hang.append("a thread that brought a request")
+            left = []
+        if hang:  # the kernel reads weights, lanes and requests, which may not be freed before it has ended
+            if not self._thread.is_alive():  # that would hold them, through this engine, as long as it takes
+                _hung.append(self)  # leaked on purpose
             self._left = left
             for w in left:
                 self._core.cancel(w.request.handle)
+            log.warning("stop: %s did not end in %.1f s%s", ", ".join(hang), timeout_s or 0.0, self._what_runs())
         for w in left:
             reply(w.request, DrainingError(STOPPED))
+
+    def _what_runs(self) -> str:
+        batch = self._core.computing()
+        if batch is None:
+            return ""
+        layer, rows = batch
+        served = self.holding.get(layer)
+        backend = "" if served is None else f" on backend {served.backend_at(rows)}"
+        return (
+            f": a batch of {rows} tokens for layer {layer}{backend} is computed; what it reads is kept until that ends"
+        )
 
     def open_peers(self, bounds: PeerBounds) -> Peers:
         """Serve sessions over TCP; once."""
@@ -347,7 +375,7 @@ class NativeEngine(Worker):
         self.delivery.deliver()  # the batch that failed is answered with its own error
         with self._lock:
             self.state = State.DRAINING
-        left = self.delivery.take_all()
+        left = self.delivery.take_all() or []
         self._core.fail_all("DRAINING" if isinstance(error, DrainingError) else "BACKEND_FAILED", error.message)
         for w in left:
             reply(w.request, error)

@@ -14,6 +14,7 @@ from expertd_server.engine.core import REASONS, Core, PeerBoundsStruct, library
 __all__ = ["PeerBounds", "Peers"]
 
 _AT_ONCE = 256
+_FOR_EVER_MS = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,11 @@ class Peers:
         """Answers that their callers have not read."""
         return int(self._lib.expertd_peers_unwritten(self._peers))
 
-    def stop(self) -> None:
-        """Nothing is read or written any more."""
-        self._lib.expertd_peers_stop(self._peers)
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Nothing is read or written any more.  False: after timeout_s a kernel has not ended that their thread called;
+        then nobody may let go of them, because it reads what is theirs."""
+        wait_ms = _FOR_EVER_MS if timeout_s is None else int(1000 * timeout_s)
+        return bool(self._lib.expertd_peers_stop(self._peers, wait_ms))
 
 
 def _free(peers: int, core: Core) -> None:

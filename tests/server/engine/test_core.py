@@ -1,10 +1,11 @@
 """The engine's core on a CPU, with experts of one line: y = x * sum(weight * (slot + 1)), exact for small numbers."""
 
 import ctypes as C
+import threading
 
 import pytest
 import torch
-from core_kit import BF16, F32, HELD, MOST, TORCH, E, H, bench, expected, inputs, slot_table
+from core_kit import BF16, F32, HELD, MOST, TORCH, Bench, Caller, E, H, bench, expected, inputs, slot_table
 from core_library import needs_core
 
 from expertd_server.engine import core as module
@@ -186,3 +187,18 @@ def test_structs_are_the_same_in_python_and_in_cpp():
     bounds = (C.c_uint64 * len(WAIT_BOUNDS_NS))()
     library().expertd_core_wait_bounds(bounds)
     assert tuple(bounds) == WAIT_BOUNDS_NS
+
+
+def test_a_core_that_is_dropped_within_a_batch_ends():
+    """Nobody says done() any more where the thread that computes ended on a fault of its own."""
+    b = Bench()
+    b.add_layer()
+    caller = Caller(b)  # so that somebody looks after the rings while a batch is computed
+    _, reason, _ = b.forward(*inputs(2))
+    assert not reason
+    assert b.core.run(Run()) == module.RUN
+    ends = threading.Thread(target=b.core.free, daemon=True)
+    ends.start()
+    ends.join(20)
+    assert not ends.is_alive()
+    caller.region.close()

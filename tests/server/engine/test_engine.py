@@ -215,13 +215,14 @@ def test_drain_refuses_new_requests_and_finishes_those_taken(make):
     assert s.engine.idle()
 
 
-def test_stop_answers_what_it_could_not_compute(make):
+def test_stop_answers_what_it_could_not_compute_and_says_what_it_waited_for(make, caplog):
     s = make()
     s.block()
     s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
     s.engine.stop(0.05)
     s.caller.wait(1)
     assert isinstance(s.caller.outcomes[1], DrainingError)
+    assert "stop: the engine's thread did not end in 0." in caplog.text
 
 
 def test_a_layer_that_is_not_held_is_refused(make):

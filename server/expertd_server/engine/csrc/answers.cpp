@@ -60,7 +60,6 @@ const char* reason_name(uint32_t reason) { return kReasonNames[reason]; }
 Answers::Answers(const Busy& busy) : busy_(busy), bell_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 
 Answers::~Answers() {
-  for (Item* item : pool_) delete item;
   close(bell_);
 }
 
@@ -91,7 +90,7 @@ uint32_t Answers::traces(TraceRecord* out, uint32_t most) {
 }
 
 Item* Answers::new_item() {
-  if (pool_.empty()) return new Item{};
+  if (pool_.empty()) return items_.emplace_back(std::make_unique<Item>()).get();
   Item* item = pool_.back();
   pool_.pop_back();
   *item = Item{};

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -67,6 +68,7 @@ class Answers {
 
   const Busy& busy_;
   Sink* sink_ = nullptr;
+  std::vector<std::unique_ptr<Item>> items_;  // all, also those that wait or are computed
   std::vector<Item*> pool_;
   int bell_;
   std::mutex mutex_;  // outbox_, records_

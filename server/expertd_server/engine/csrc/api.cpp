@@ -41,6 +41,7 @@ API uint32_t expertd_core_traces(Core* c, TraceRecord* out, uint32_t most) { ret
 API void expertd_core_interrupt(Core* c) { c->interrupt(); }
 API void expertd_core_forget_graphs(Core* c) { c->forget_graphs(); }
 API int expertd_core_waited_for(Core* c, uint32_t generation) { return c->waited_for(generation); }
+API int expertd_core_computing(Core* c, uint32_t* layer, uint32_t* rows) { return c->computing(layer, rows); }
 API void expertd_core_answered(Core* c, uint64_t* counts) { c->answers().answered(counts); }
 API void expertd_core_wait_bounds(uint64_t* out) { std::copy_n(kWaitBoundsNs, kWaitBounds, out); }
 API int expertd_core_bell(Core* c) { return c->answers().bell(); }
@@ -172,4 +173,4 @@ API void expertd_peers_remove(Peers* p, uint64_t handle) { p->remove(handle); }
 API uint32_t expertd_peers_gone(Peers* p, uint64_t* handles, uint32_t most) { return p->gone(handles, most); }
 API int expertd_peers_bell(Peers* p) { return p->bell(); }
 API uint64_t expertd_peers_unwritten(Peers* p) { return p->unwritten(); }
-API void expertd_peers_stop(Peers* p) { p->stop(); }
+API int expertd_peers_stop(Peers* p, uint64_t wait_ms) { return p->stop(wait_ms); }

@@ -160,6 +160,13 @@ void Core::forget_graphs() {
   for (Layer* layer : serving_) layer->graphs = Graphs();
 }
 
+bool Core::computing(uint32_t* layer, uint32_t* rows) const {
+  const uint64_t begun = begun_.load(std::memory_order_relaxed);
+  *layer = uint32_t(begun >> 31);
+  *rows = uint32_t(begun & 0x7fffffff);
+  return begun != 0;
+}
+
 bool Core::waited_for(uint32_t generation) const {
   return std::any_of(serving_.begin(), serving_.end(), [&](const Layer* l) {
     return l->facts.generation == generation && (!l->lines[0].empty() || !l->lines[1].empty());
@@ -260,7 +267,8 @@ bool Core::sleep() {
     driver_.store(kAsleep);
     const int n = epoll_wait(epoll_, events, 16, devices ? kCalledSleepMs : kSleepMs);
     woken = n > 0;
-    for (int asleep = kAsleep; !driver_.compare_exchange_weak(asleep, kOwn); asleep = kAsleep) sched_yield();
+    for (int asleep = kAsleep; !driver_.compare_exchange_weak(asleep, kOwn); asleep = kAsleep)
+      stopping_.load(std::memory_order_relaxed) ? usleep(1000) : sched_yield();  // a kernel may hang there
     take_bells(events, n);
     if (devices && n > 0) called_ns_ = now_ns();  // a host that knows of a call to come
   }
@@ -365,6 +373,7 @@ Core::Started Core::start(uint64_t now, Run* out) {
   accounts_.tidy();
   const bool alone = under_way_.empty();
   under_way_.push_back(lane);
+  begun_.store(1ull << 63 | uint64_t(layer->facts.layer) << 31 | (lane->tokens & 0x7fffffff), std::memory_order_relaxed);
   *out = Run{lane->index, layer->facts.layer, layer->facts.generation, lane->tokens, lane->tokens, lane->top_k, flag,
              uint32_t(lane->items.size()), 0, 0, 0, 0, 0, 0};
   if (config_.device) return start_on_device(lane, alone, out);
@@ -518,6 +527,7 @@ BatchRecord Core::record_of(const Lane& lane) const {
 void Core::leave(Lane* lane, const BatchRecord& r) {
   accounts_.forecast([](Forecast& f) { f.end(now_ns()); });
   answers_.record(r);
+  if (under_way_.empty()) begun_.store(0, std::memory_order_relaxed);
   busy_.batches.fetch_add(1, std::memory_order_relaxed);
   busy_.served_tokens.fetch_add(lane->tokens, std::memory_order_relaxed);
   lane->items.clear();

@@ -73,6 +73,8 @@ class Core {
   void waiting(uint32_t caller, Waiting* all, Waiting* own) const;
   Answers& answers() { return answers_; }
   bool traces() const { return config_.traces != 0; }
+  // The batch that was begun last: its layer and rows.  False: none is under way.
+  bool computing(uint32_t* layer, uint32_t* rows) const;
 
   // ---- before run, or on its thread
   void lane(uint32_t index, const LaneMemory& memory) { lanes_[index].memory = memory; }
@@ -165,13 +167,15 @@ class Core {
   Patience patience_;
   // Who may touch what is the core's thread's: it, nobody while it sleeps or computes for long, somebody else meanwhile.
   std::atomic<int> driver_{kOwn};
-  std::mutex door_;  // closing_, and driver_ where it becomes kComputing
+  std::mutex door_;  // closing_ and driver_ where they become true and kComputing
   std::condition_variable computing_;
   std::thread doorman_;
-  bool closing_ = false, left_door_ = false;
+  std::atomic<bool> closing_{false};
+  bool left_door_ = false;
   Run left_{};                     // of a batch that a submitter began and could not compute
   bool refused_ = false;           // there is one
   bool waited_ = false;
+  std::atomic<uint64_t> begun_{0};  // 1 << 63 | layer << 31 | rows of the batch that was begun last, 0 = it is over
   uint64_t checked_ns_ = 0, last_end_ns_ = 0, called_ns_ = 0;
   uint64_t usual_rest_ns_ = 0;  // from when there was nothing to do until something came, recently
   int epoll_ = -1, wake_ = -1;

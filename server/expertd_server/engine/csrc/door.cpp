@@ -44,6 +44,7 @@ void Core::keep_door() {
     epoll_event events[16];
     for (int n = 0;; n = epoll_wait(epoll_, events, 16, kLookMs)) {
       int computing = kComputing;
+      if (closing_.load()) break;  // nobody takes this door again: the batch does not end, or nobody said that it has
       if (!driver_.compare_exchange_strong(computing, kBorrowed)) break;  // the bells that rang are left to the core
       take_bells(events, n);
       for (auto& p : ports_) p->sleeps(true);  // each is rung for once, so again, and then the look

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 
 #include "core_class.h"
@@ -20,6 +21,7 @@ using tcp::Head;
 
 constexpr int kTickMs = 200;
 constexpr uint64_t kMs = 1000000;
+constexpr uint64_t kForEver = uint64_t(1) << 40;  // ms
 constexpr uint64_t kWholeFactor = 6;   // half_ms times this is what a whole frame may take
 constexpr size_t kMostUnread = 256;    // answers that a peer may leave unread before he is read no further
 constexpr size_t kMostParts = 24;      // of one write
@@ -35,18 +37,23 @@ Peers::Peers(Core& core, Answers& answers, const PeerBounds& bounds)
   epoll_event e{};
   e.events = EPOLLIN;
   epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &e);
-  thread_ = std::thread([this] { run(); });
+  thread_ = std::thread([this] {
+    run();
+    end_.set_value();
+  });
 }
 
 Peers::~Peers() {
-  stop();
+  stop(kForEver);
   for (auto& p : peers_) {
     if (p->fd >= 0) close(p->fd);
-    for (auto& [id, work] : p->works) delete work;
-    for (Message& m : p->outbox) delete m.work;
+    pool_.give(&p->body);
   }
   for (auto& p : added_) close(p->fd);
-  for (Work* w : unused_) delete w;
+  for (auto& work : works_) {  // also what the core has, or had and told of when nobody listened any more
+    pool_.give(&work->in);
+    pool_.give(&work->out);
+  }
   for (int fd : {epoll_, wake_, bell_}) close(fd);
 }
 
@@ -94,10 +101,13 @@ uint32_t Peers::gone(uint64_t* handles, uint32_t most) {
   return uint32_t(n);
 }
 
-void Peers::stop() {
+bool Peers::stop(uint64_t wait_ms) {
+  if (!thread_.joinable()) return true;
   stopping_.store(true);
   shm::ring(wake_);
-  if (thread_.joinable()) thread_.join();
+  if (ended_.wait_for(std::chrono::milliseconds(std::min(wait_ms, kForEver))) != std::future_status::ready) return false;
+  thread_.join();
+  return true;
 }
 
 // ---- the thread ------------------------------------------------------------------------------------------------------
@@ -455,7 +465,7 @@ void Peers::give_back(Peer* p, uint64_t bytes) {
 }
 
 Work* Peers::new_work() {
-  if (unused_.empty()) return new Work{};
+  if (unused_.empty()) return works_.emplace_back(std::make_unique<Work>()).get();
   Work* work = unused_.back();
   unused_.pop_back();
   return work;

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -86,7 +87,9 @@ class Peers : public Sink {
   uint32_t gone(uint64_t* handles, uint32_t most);
   int bell() const { return bell_; }
   uint64_t unwritten() const { return unwritten_.load(); }  // answers
-  void stop();
+  // Nothing is read or written any more.  False: after wait_ms their thread has not ended, because a kernel that it called
+  // has not.  They are not to be destroyed then, nor the core: it reads their memory.
+  bool stop(uint64_t wait_ms);
 
  private:
   void run();
@@ -118,6 +121,7 @@ class Peers : public Sink {
   tcp::Pool pool_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::unordered_map<uint64_t, Peer*> by_handle_;
+  std::vector<std::unique_ptr<Work>> works_;  // all
   std::vector<Work*> unused_;
   uint64_t held_ = 0;  // room, of all
   bool freed_ = false, buried_ = false;
@@ -129,6 +133,8 @@ class Peers : public Sink {
   std::vector<uint64_t> removed_, gone_;
   std::atomic<uint64_t> unwritten_{0};
   std::atomic<bool> news_{false}, asleep_{false}, stopping_{false};
+  std::promise<void> end_;
+  std::future<void> ended_ = end_.get_future();
   std::thread thread_;
 };
 
