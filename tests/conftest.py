@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,19 @@ def checkpoint_folder() -> Callable[[str], Path]:
         )
 
     return find
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """What a server in this process has set for all that is logged, is set back."""
+    root, ours = logging.getLogger(), [logging.getLogger(n) for n in ("expertd", "expertd_kernels", "expertd_server")]
+    handlers, levels = root.handlers[:], [log.level for log in (root, *ours)]
+    yield
+    logging.captureWarnings(False)
+    for handler in [h for h in root.handlers if h not in handlers]:
+        root.removeHandler(handler)
+    for log, level in zip((root, *ours), levels, strict=True):
+        log.setLevel(level)
 
 
 def pytest_configure() -> None:

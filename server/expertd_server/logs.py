@@ -30,15 +30,27 @@ def fields(**values: Any) -> dict[str, Any]:
 
 
 def configure(level: str, form: str, stream: TextIO | None = None) -> None:
-    """Send everything that is logged in this process to `stream`, standard error by default.  level: of our own
+    """Send everything that is logged in this process to `stream`, or to what is standard error then.  level: of our own
     modules; others tell nothing below info."""
     number = getattr(logging, level.upper())
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = _ToStandardError() if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=max(number, logging.INFO), handlers=[handler], force=True)
     for name in _OURS:
         logging.getLogger(name).setLevel(number)
     logging.captureWarnings(True)
+
+
+class _ToStandardError(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 knows no argument
+    """As it is when a line comes: a process that a server is part of may replace it, and close what it was."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: TextIO) -> None:
+        """What the base class found."""
 
 
 class TextFormatter(logging.Formatter):

@@ -22,20 +22,26 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 @pytest.fixture
 def configured():
     """configured(level, form): what is logged from then on."""
-    root, ours = logging.getLogger(), [logging.getLogger(n) for n in ("expertd", "expertd_kernels", "expertd_server")]
-    before = root.handlers[:], root.level, [log.level for log in ours]
     stream = io.StringIO()
 
     def configure(level: str, form: str) -> io.StringIO:
         logs.configure(level, form, stream)
         return stream
 
-    yield configure
-    logging.captureWarnings(False)
-    root.handlers[:], root.level = before[0], before[1]
-    root.setLevel(before[1])
-    for log, level in zip(ours, before[2], strict=True):
-        log.setLevel(level)
+    return configure
+
+
+def test_lines_go_to_what_is_standard_error_then(monkeypatch):
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    logs.configure("info", "text")
+    log = logging.getLogger("expertd_server.x")
+    log.info("one")
+    assert re.fullmatch(rf"{TIME} INFO expertd_server\.x: one\n", first.getvalue())
+    first.close()
+    monkeypatch.setattr(sys, "stderr", second)
+    log.info("two")
+    assert re.fullmatch(rf"{TIME} INFO expertd_server\.x: two\n", second.getvalue())
 
 
 def test_a_line_has_its_time_and_is_one_line_whatever_stands_in_it(configured):
