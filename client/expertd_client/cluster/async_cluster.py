@@ -193,6 +193,8 @@ class AsyncExpertCluster(AsyncForwarder):
                 self.source_error = ""
             except (ExpertdError, OSError, ValueError) as error:  # ValueError: an address that is none
                 self.source_error = str(error)  # what it said before stays in force
+            except Exception as error:  # a fault of somebody's source; it is read again
+                self.source_error = f"{type(error).__name__}: {error}"
 
     def _wake(self, member: Member) -> None:
         waking = self._waking.get(member)

@@ -262,7 +262,8 @@ class ExpertCluster(Forwarder):
         by_member = {watch.member: watch for watch in self._watches}
         self._watches = [watch for watch in self._watches if watch.thread.is_alive()]
         for member in left:
-            by_member[member].wake()
+            if member in by_member:
+                by_member[member].wake()
         for member in new:
             self._watches.append(_Watch(member, self._members, self._closing, self._settled))
 
@@ -273,6 +274,8 @@ class ExpertCluster(Forwarder):
                 self.source_error = ""
             except (ExpertdError, OSError, ValueError) as error:  # ValueError: an address that is none
                 self.source_error = str(error)  # what it said before stays in force
+            except Exception as error:  # a fault of somebody's source; it is read again
+                self.source_error = f"{type(error).__name__}: {error}"
 
     def _wake(self, member: Member) -> None:
         for watch in self._watches:

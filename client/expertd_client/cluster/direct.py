@@ -51,14 +51,21 @@ def direct_call(around: Surroundings, call: Call, deadline: Deadline | None) -> 
     if table.whole:
         routes, groups, _ = meant(call.host.topk_ids, table, call.layer)
         return _lone(around, call, deadline, _assigned(around, table, groups, call.host), routes)
-    desk = around.desks.pop() if around.desks else Desk(around.usual_ns)
-    made = None
+    desk, made = _desk(around), None
     try:
         made = _made(library, around, call, deadline, table, desk)
     finally:
         if not isinstance(made, DirectCall):
             around.desks.append(desk)
     return made
+
+
+def _desk(around: Surroundings) -> Desk:
+    """One that nobody uses."""
+    try:
+        return around.desks.pop()
+    except IndexError:  # a look before could be too early: another thread may take the last one
+        return Desk(around.usual_ns)
 
 
 def _made(

@@ -152,3 +152,18 @@ def test_a_trace_knows_when_each_part_went_and_came(start, holdings):
         assert part.transport == "shm"
         assert call.begin_ns < part.begin_ns < part.sent_ns < part.answered_ns <= call.joined_ns < call.end_ns
         assert part.timing.backend == "sums"
+
+
+def test_two_callers_may_want_the_last_desk(start, monkeypatch):
+    class Taken(list):
+        def __bool__(self):
+            return True
+
+    cluster = start(LOW, HIGH)
+    monkeypatch.setattr(module, "start", None)
+    cluster._around.desks = Taken()
+    args, want = inputs(9)
+    answer = cluster.forward(0, *args)
+    assert near(answer.output, want)
+    del answer
+    nothing_left(cluster)

@@ -131,3 +131,40 @@ def test_dns(monkeypatch):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError):
         ExpertCluster(PlacementFile(tmp_path / "no.json"))
+
+
+class Faulty:
+    """A source of somebody's own: the first two readings after the first have a fault."""
+
+    every_s = 0.02
+
+    def __init__(self):
+        self.readings = 0
+
+    def read(self):
+        self.readings += 1
+        if self.readings in (2, 3):
+            raise KeyError("metadata")
+        return ("a",) if self.readings < 30 else ("b",)
+
+
+def test_a_source_with_a_fault_is_read_again():
+    with ExpertCluster(Faulty(), transport=transports(fleet(), Threaded), timeout_s=10.0) as cluster:
+        until(lambda: cluster.source_error == "KeyError: 'metadata'")
+        check(cluster.forward(0, X, IDS, W))
+        until(lambda: list(cluster.servers) == ["b"])
+        assert not cluster.source_error
+        check(cluster.forward(0, X, IDS, W))
+
+
+async def test_a_source_with_a_fault_is_read_again_in_a_loop():
+    async with AsyncExpertCluster(Faulty(), transport=transports(fleet(), Looped), timeout_s=10.0) as cluster:
+        said = set()
+        for _ in range(500):
+            said.add(cluster.source_error)
+            if list(cluster.servers) == ["b"]:
+                break
+            await asyncio.sleep(0.01)
+        assert said == {"", "KeyError: 'metadata'"}
+        assert list(cluster.servers) == ["b"]
+        check(await cluster.forward(0, X, IDS, W))
