@@ -5,7 +5,7 @@
 //   sessions in shared memory (Port)              > lines -> cut -> lane -> finish <
 //   layers, sessions that come and go (any thread)/                                  \ completions in the region
 //
-// core.cpp has the loop and the batches, intake.cpp what comes in, door.cpp who looks at that while a CPU computes,
+// core.cpp has the loop, lanes.cpp the batches, intake.cpp what comes in, door.cpp who looks at that while a CPU computes,
 // answers.cpp what goes out, batch.cpp the memory.
 #pragma once
 
