@@ -42,7 +42,13 @@ COMMANDS: Mapping[str, str] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main(argv: list[str]) -> int:
     parser, modules = parser_of([a for a in argv if not a.startswith("-")][:1])
     args = parser.parse_args(argv)
     tune_allocator()
@@ -63,8 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         print(f"expertctl {args.command}: {said}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def parser_of(whole: Collection[str]) -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:

@@ -18,7 +18,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from expertd.dtypes import FLOAT_DTYPES, HIDDEN_DTYPES, INT_DTYPES
-from expertd.errors import BadShapeError, UnsupportedCombinationError
+from expertd.errors import BadShapeError, LayerNotHeldError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView
 from expertd_client.current_span import current_traceparent
@@ -26,6 +26,9 @@ from expertd_client.e4m3 import E4m3, quantize
 from expertd_client.tensors import Synthetic, checked_dtype, keep_or, take, to_wire, wire_dtype
 
 __all__ = ["Grouped", "Request", "RequestOptions"]
+
+_LAYERS = 1 << 32
+"""That the message's field can name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ class Request:
 
     dtypes          DataTypes of the answer, hidden_states, topk_ids, topk_weights (the last two unless grouped)
 
-    Raises BadDtypeError and BadShapeError for what can be seen without the server.
+    Raises BadDtypeError, BadShapeError and, for a layer that is no number, LayerNotHeldError: what can be seen without
+    the server.
     """
 
     layer: int
@@ -81,6 +85,8 @@ class Request:
     dtypes: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        if not (hasattr(self.layer, "__index__") and 0 <= self.layer < _LAYERS):  # None would travel as layer 0
+            raise LayerNotHeldError.about("layer", got=repr(self.layer), want="a whole number from 0 to 2^32 - 1")
         hidden = checked_dtype(self.hidden_states, "hidden_states", HIDDEN_DTYPES)
         shape = self.hidden_states.shape
         if len(shape) != 2:

@@ -26,7 +26,13 @@ COMMANDS: Mapping[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code (2 for a wrong command line, as argparse does; 1 where the
     install is not that of a server)."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="expertd", description="Serves the experts of quantized MoE models over gRPC."
     )
@@ -51,8 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads it has seen enough: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertd.errors import BadDtypeError, BadShapeError, UnsupportedCombinationError
+from expertd.errors import BadDtypeError, BadShapeError, LayerNotHeldError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import Grouped, Request, Synthetic
 
@@ -69,6 +69,13 @@ def test_shapes_fit_each_other(wrong, says):
 def test_dtypes_fit_their_place(wrong):
     with pytest.raises(BadDtypeError):
         request(**wrong)
+
+
+@pytest.mark.parametrize("layer", [None, "0", 1.0, -1, 1 << 32])
+def test_a_layer_is_a_number(layer):
+    with pytest.raises(LayerNotHeldError, match=r"layer: got .*, want a whole number from 0 to 2\^32 - 1"):
+        request(layer=layer)
+    assert request(layer=np.int64(3)).layer == 3
 
 
 def test_it_cannot_be_changed():

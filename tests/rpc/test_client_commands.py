@@ -15,7 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from expertd_client import cli as client_cli
 from expertd_client.commands.health import wait_for
+from expertd_server import cli as server_cli
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(p for p in (ROOT / "client" / "examples").glob("*.py") if p.name != "chat.py")  # tests/models runs it
@@ -254,6 +256,17 @@ def test_a_wrong_command_line_is_told_what_is_right(tiny_server, words, want):
     text = expertctl(words[0], tiny_server, *words[1:], code=2)
     assert want in text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [(client_cli, ["describe", "A"]), (server_cli, ["serve", "--synthetic", "tiny:bf16"])]
+)
+def test_ctrl_c_while_a_command_is_imported(module, words, monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.importlib, "import_module", interrupted)
+    assert module.main(words) == 130
 
 
 def test_bench_codec_is_there():

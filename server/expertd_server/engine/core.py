@@ -90,7 +90,8 @@ def library() -> C.CDLL:
     try:
         lib, quick = C.CDLL(str(path)), C.PyDLL(str(path))
     except OSError as e:
-        raise CoreMissingError(f"the engine's core is not built: {e}") from e
+        remedy = "install a C++17 compiler and expertd again, or in a checkout: python -m expertd.cxx"
+        raise CoreMissingError(f"the engine's core is not built: {e}; {remedy}") from e
     p, u32, u64 = C.c_void_p, C.c_uint32, C.c_uint64
     for name, result, arguments in (
         ("_sizes", None, (p,)),
