@@ -76,6 +76,8 @@ def call_failed(error: grpc.RpcError, target: str) -> ExpertdError:
     said = row.message
     if isinstance(row, UnavailableError) and not _has_reason(error) and (m := _UNREACHABLE.match(said)):
         said = f"got {m[1] or m[2]}, want an expertd server that listens there"
+    if said == "Deadline Exceeded":  # gRPC's own words: no server said them
+        said = "got no answer in time, want one; look whether it serves there, or give it more time"
     row.args = (f"{target}: {said}",)
     row.__cause__ = error
     return row

@@ -133,6 +133,12 @@ def test_detach_puts_the_same_modules_back(qwen, far):
         detach(model)
 
 
+def test_what_is_attached_already_is_told(qwen, far):
+    model, _ = qwen
+    with attach(model, far), pytest.raises(UnsupportedCombinationError, match=r"compute already, .* detach\(model\)"):
+        attach(model, far)
+
+
 def test_what_was_not_kept_cannot_be_put_back(tmp_path):
     model = tiny_model("mixtral")
     far = Local(save(model, tmp_path))

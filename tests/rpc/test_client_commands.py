@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -204,6 +205,16 @@ SAYS = "got Connection refused, want an expertd server that listens there"
 def test_nobody_there(words):
     text = expertctl(words[0], "127.0.0.1:1", *words[1:], code=1)
     assert text == f"expertctl: UNAVAILABLE: 127.0.0.1:1: {SAYS}\n"
+
+
+def test_somebody_who_never_answers():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        said = "got no answer in time, want one; look whether it serves there, or give it more time"
+        text = expertctl("health", address, "--timeout", 0.3, code=1)
+        assert text == f"DEADLINE_EXCEEDED: {address}: {said}\n"
 
 
 @pytest.mark.parametrize(

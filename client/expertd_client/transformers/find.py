@@ -10,6 +10,7 @@ import torch
 
 from expertd.errors import UnsupportedCombinationError
 from expertd_client.engines.served import Found
+from expertd_client.torch_experts import RemoteExperts
 
 __all__ = ["find_experts"]
 
@@ -36,6 +37,13 @@ def find_experts(model: torch.nn.Module) -> dict[int, Found]:
                 remedy="attach the part of the model that the checkpoint's layers are of",
             )
         found[one.layer] = one
+    if not found and any(isinstance(module, RemoteExperts) for module in model.modules()):
+        raise UnsupportedCombinationError.about(
+            type(model).__name__,
+            got="experts that servers compute already",
+            want="a model's own",
+            remedy="detach(model) before it is attached to others",
+        )
     if not found:
         raise UnsupportedCombinationError.about(
             type(model).__name__,
