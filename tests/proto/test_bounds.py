@@ -150,6 +150,39 @@ def test_a_hostile_message_costs_neither_time_nor_memory(attack):
     assert spent_s(wire.decode_forward_request, data) < 3 * spent_s(pb.ForwardRequest.FromString, data)
 
 
+def typed(tag: bytes, values: bytes) -> bytes:
+    tensor = tag + varint(len(values)) + values
+    return b"\x08\x07\x1a" + varint(len(tensor)) + tensor
+
+
+FLOATS, INTS, MiB = b"\x22", b"\x2a", 1 << 20
+TYPED = {
+    "as many as fit": (typed(INTS, b"\x0a" + varint(MiB - 5) + b"\x01" * (MiB - 5)), "got 1048571 elements, want"),
+    "ten million": (typed(INTS, b"\x0a" + varint(10 * MiB) + b"\x01" * 10 * MiB), "bytes, want at most 1048576"),
+    "one by one": (typed(INTS, b"\x08\x01" * (MiB // 2)), "not one packed field"),
+    "empty pieces": (typed(INTS, b"\x0a\x00" * (MiB // 2)), "not one packed field"),
+    "empty pieces of floats": (typed(FLOATS, b"\x0a\x00" * (2 * MiB)), "not one packed field"),
+    "floats one by one": (typed(FLOATS, b"\x0d\x00\x00\x00\x00" * (MiB // 2)), "not one packed field"),
+    "something else": (typed(FLOATS, b"\x12\x00" * (2 * MiB)), "not one packed field"),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("how", TYPED)
+def test_typed_numbers_are_counted_before_they_are_read(how):
+    data, said = TYPED[how]
+    with pytest.raises(MalformedMessageError, match=said) as e:
+        wire.decode_forward_request(data)
+    assert e.value.request_id == 7
+    assert spent_s(wire.decode_forward_request, data) < spent_s(pb.ForwardRequest.FromString, data) / 2
+
+
+def test_typed_numbers_as_many_as_allowed_are_read():
+    ids = pb.IntValues(values=[-1] * 100_000 + [127] * 10_000)
+    view = wire.decode_forward_request(typed(INTS, ids.SerializeToString()))
+    assert list(view.hidden_states.ints) == list(ids.values)  # type: ignore[union-attr]
+
+
 def test_an_offer_of_two_million_transports_is_refused_before_it_is_read():
     data = pb.StreamForwardRequest(session=pb.SessionOffer(transports=["shm"] * 2_200_000)).SerializeToString()
     with pytest.raises(MalformedMessageError, match=f"where it has more than {ODD_BYTES}"):
