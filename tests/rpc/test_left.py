@@ -1,13 +1,16 @@
-"""Callers who leave before they are answered: at most a line at debug, on every way a call can end."""
+"""What calls leave behind that end before their answer: at most a line at debug, and nothing of their messages."""
 
+import gc
 import logging
 import random
 import threading
 import time
+import tracemalloc
 from collections import Counter
 
 import grpc
 import pytest
+from google.protobuf.internal import encoder
 from grpc._cython.cygrpc import ExecuteBatchError
 from in_process import hosts
 
@@ -87,3 +90,34 @@ def test_a_call_that_we_get_wrong_is_told_with_its_trace(host, caplog):
     (line,) = [r for r in caplog.records if "/a/B" in r.getMessage()]
     assert line.levelno == logging.ERROR
     assert line.exc_info
+
+
+@pytest.mark.parametrize(
+    "method", [SERVICE + "Forward", SERVICE + "Describe", "/grpc.health.v1.Health/Check", CALLS[-1][0]]
+)
+def test_a_refused_message_is_let_go_of_at_once(host, method):
+    """And not when the collector of cycles comes: until then a hundred calls hold a hundred messages."""
+    raw = b"\x1a" + encoder._VarintBytes(1_000_000) + bytes(1_000_000)
+    tensor = b"\x08\x01\x12\x02\x01\x01" + raw  # F32 [1, 1]
+    data = b"\x1a" + encoder._VarintBytes(len(tensor)) + tensor
+    data = b"\xff" * len(data) if "Health" in method else data
+    with grpc.insecure_channel(host.address) as channel:
+        call = channel.unary_unary(method)
+
+        def refused():
+            with pytest.raises(grpc.RpcError) as e:
+                call(data, timeout=20)
+            assert e.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+
+        refused()
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(20):
+                refused()
+            held = [s.size for s in tracemalloc.take_snapshot().statistics("lineno") if s.size > 500_000]
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    assert sum(held) < 5_000_000

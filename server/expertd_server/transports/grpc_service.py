@@ -286,6 +286,7 @@ class _Counted:
     async def abort(self, context: Any, error: ExpertdError, request: str = "") -> NoReturn:
         """End the RPC with `error`.  request: the id under which the log tells of it, "" = none."""
         self._code = error.code.name
+        error.__traceback__ = None  # which has the function that has `error`: a circle, with the message in it
         named = ((REQUEST_ID, request),) if request else ()
         await context.abort(error.code.grpc, error.message, (*error.to_trailing_metadata(), *named))
         raise AssertionError("abort() raises")

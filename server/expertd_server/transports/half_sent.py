@@ -139,14 +139,20 @@ class HalfSent:
     def _one(self, inner: Any, read: Callable[[bytes], Any] | None) -> Any:
         async def method(_: Any, context: Any) -> Any:
             connection = self._begun(context)
+            data = None
             try:
-                data = await self._message(context, connection)
-                out = await inner(_read(data, read) if read else data, context)
-                connection.whole += len(out) >> _PER_BYTE_OUT if isinstance(out, bytes) else 0
-                return out
-            except ExpertdError as e:
-                log.debug("a call of %s: %s", context.peer(), e.message)
-                await context.abort(e.code.grpc, e.message, e.to_trailing_metadata())
+                try:
+                    data = await self._message(context, connection)
+                    out = await inner(_read(data, read) if read else data, context)
+                    connection.whole += len(out) >> _PER_BYTE_OUT if isinstance(out, bytes) else 0
+                    return out
+                except ExpertdError as e:
+                    log.debug("a call of %s: %s", context.peer(), e.message)
+                    e.__traceback__ = None
+                    await context.abort(e.code.grpc, e.message, e.to_trailing_metadata())
+            except grpc.aio.AbortError as e:
+                data = None
+                raise _alone(e) from None
             finally:
                 connection.calls -= 1
 
@@ -187,6 +193,8 @@ class HalfSent:
                     return
                 async for answer in inner(messages, context):
                     await context.write(answer)
+            except grpc.aio.AbortError as e:
+                raise _alone(e) from None
             finally:
                 connection.unsure |= not counting.ended
                 connection.calls -= 1
@@ -269,6 +277,14 @@ class _Counting:
     def write(self, data: bytes) -> Any:
         self._connection.whole += len(data) >> _PER_BYTE_OUT
         return self._write(data)
+
+
+def _alone(e: Exception) -> Exception:
+    """`e` without the functions that it came through, which have the message in their hands: gRPC keeps the exception
+    of an aborted call, and that would keep the context that it is kept in, until the collector of cycles comes, some
+    hundred calls later."""
+    e.__context__ = None
+    return e.with_traceback(None)
 
 
 def _came(connection: Connection, data: bytes) -> None:
