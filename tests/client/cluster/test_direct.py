@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -165,5 +166,19 @@ def test_two_callers_may_want_the_last_desk(start, monkeypatch):
     args, want = inputs(9)
     answer = cluster.forward(0, *args)
     assert near(answer.output, want)
+    del answer
+    nothing_left(cluster)
+
+
+@pytest.mark.parametrize("holdings", [(ALL,), (LOW, HIGH)])
+def test_an_answer_that_is_kept_does_not_keep_the_tensors_of_its_call(start, holdings):
+    cluster = start(*holdings)
+    (x, ids, w), want = inputs(9)
+    answer = cluster.forward(0, x, ids, w)
+    given = weakref.ref(x)
+    del x
+    assert given() is None
+    assert near(answer.output, want)
+    assert sum(part.tokens for part in answer.parts) >= 9, "who answered what is made when it is asked for"
     del answer
     nothing_left(cluster)
