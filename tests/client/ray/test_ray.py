@@ -135,7 +135,7 @@ def test_what_cannot_serve_says_why_and_leaves_nothing(nodes, capsys):
     assert "part 0, replica 0: --max-tokens: got 'none'" in capsys.readouterr().err
     assert nothing_is_left()
     assert main(["ray", "up", *TINY, "--resources", "xpu=1", "--wait", "1"]) == 1
-    assert "got 0.0 pending, want all to serve in 1 s" in capsys.readouterr().err
+    assert "got part 0, replica 0 pending, want all to serve in 1 s" in capsys.readouterr().err
     assert nothing_is_left()
 
 

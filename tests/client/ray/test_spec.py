@@ -16,6 +16,7 @@ from expertd_client.commands.ray import _show, add_parser
 
 pytest.importorskip("ray", reason="the room imports it; pip install ray (the extra `deploy` has it)")
 
+from expertd_client.ray import deploy, source
 from expertd_client.ray.spec import Place, Spec, needs_of, strategy_of
 from expertd_client.ray.watched import Watched
 
@@ -41,6 +42,16 @@ def test_a_cluster_that_is_none_is_told_at_once(monkeypatch, capsys):
     assert time.monotonic() - began < 5
     want = "Ray: got none at 127.0.0.1:1: [Errno 111] Connection refused, want a cluster; ray start --head, or name"
     assert want in capsys.readouterr().err
+
+
+def test_who_stops_waiting_is_told_that_the_servers_go_on(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(source, "connect", lambda address: False)
+    monkeypatch.setattr(deploy, "up", interrupted)
+    assert main(["ray", "up", "--synthetic", "tiny:int4_g128"]) == 130
+    assert "the servers go on starting; status shows them, down ends them" in capsys.readouterr().err
 
 
 def test_every_part_has_its_replicas():
