@@ -227,9 +227,9 @@ const uint8_t* after_down(const Pass& p, const DownUnits& units, int unit, int a
 BlockRun block_run(Pass& p, const Geometry& g, const expertd_matrix& matrix, const Rows& rows, int expert, int b, int blocks,
                    const uint8_t* next, int distance, int thread) {
   ThreadScratch& s = p.context.scratch[thread];
-  const size_t lanes = size_t(g.groups) * kRows;
-  float* scales = s.scales.get<float>(2 * lanes);
-  float* zeros = g.spec.zeros ? s.zeros.get<float>(2 * lanes) : nullptr;
+  const size_t lanes = size_t(2 * kPairsInTurns) * g.groups * kRows;
+  float* scales = s.scales.get<float>(lanes);
+  float* zeros = g.spec.zeros ? s.zeros.get<float>(lanes) : nullptr;
   const uint8_t* pair = matrix.stream + expert * g.expert_bytes + b * g.block_bytes;
   BlockArgs first{&g, pair, 2, 0, {}, scales, zeros, &rows, nullptr, 0, nullptr};
   const float factor = scale_factor(path_of(p, g), g.spec.element);
@@ -248,11 +248,12 @@ void gemm(Pass& p, const BlockRun& run, const int32_t* index, int from, int to, 
     p.context.level->read(run.first.pair, run.blocks * run.first.g->block_bytes, false);
     return;
   }
-  const int rows = std::min(kSlice, to - from), fit = std::max(1, kSlice / rows), pairs = run.pairs();
+  const int room = path_of(p, *run.first.g) == kBf16Tiles ? kPanelRows : kSlice;
+  const int rows = std::min(kSlice, to - from), fit = std::max(1, room / rows), pairs = run.pairs();
   const size_t pair_bytes = 2 * run.first.g->block_bytes;
   BlockRun part = run;
   if (!fetches(*p.context.level, path_of(p, *run.first.g), run.first.g->spec.element, rows)) part.distance = 0, part.near = 0;
-  part.first.out = p.context.scratch[thread].tile.get<float>(kSlice * 2 * kRows);
+  part.first.out = p.context.scratch[thread].tile.get<float>(size_t(room) * 2 * kRows);
   for (int pair = 0; pair < pairs; pair += fit) {
     const int n = std::min(fit, pairs - pair);
     part.first.pair = run.first.pair + pair * pair_bytes;

@@ -7,7 +7,7 @@ namespace expertd {
 
 // How weights and activations meet: as f32; as integers, activations in 16-bit fixed point with one power-of-two scale a piece; as
 // bf16 pairs, where the processor multiplies those; or, where that was asked for, as int4 and 8-bit activations with one scale for 16
-// columns. 16 bits and bf16 also for matrix tiles of 16 rows (tiles.h), where 16-bit numbers are two planes of bytes.
+// columns. 16 bits and bf16 also for matrix tiles of 16 rows (tiles.h, panels.h), where 16-bit numbers are two planes of bytes.
 enum Path { kF32, kI16, kBytes, kBf16, kI8, kI16Tiles, kBf16Tiles };
 constexpr bool is_tiled(Path path) { return path >= kI16Tiles; }
 constexpr bool is_integer(Path path) { return path == kI16 || path == kBytes || path == kI8 || path == kI16Tiles; }
@@ -34,8 +34,8 @@ struct BlockArgs {
   int nb;                 // 1 or 2
   ptrdiff_t ahead;        // what is to be fetched while these blocks are read lies so many bytes behind them
   float factor[2];        // of the scales of each block
-  float* scales;          // [nb][groups][16], room for what prepare() in scales.h makes of the headers
-  float* minus_zeros;     // [nb][groups][16], or nullptr: symmetric
+  float* scales;          // [nb][groups][16], room for what prepare() in scales.h makes of the headers; kBf16Tiles: of kPairsInTurns pairs
+  float* minus_zeros;     // as scales, or nullptr: symmetric
   const Rows* rows;
   const int32_t* index;   // [n] row numbers
   int n;
@@ -109,6 +109,10 @@ constexpr int kSlice = 96;  // rows of an expert that meet a pair of blocks at a
 // Tile `t` of `n` <= kSlice rows begins here: ceil(n / 16) tiles of nearly equal height.
 constexpr int tiles_of(int n) { return (n + kTileRows - 1) / kTileRows; }
 constexpr int tile_begin(int n, int t) { return n * t / tiles_of(n); }
+
+// Pairs of blocks that take turns on tiles of bf16 (panels.h), and rows of sums, of all pairs, that a call has room for there.
+constexpr int kPairsInTurns = 2;
+constexpr int kPanelRows = 4 * kSlice;
 
 // Whether a pass goes through matrix tiles. Short pieces would leave half of a tile empty; other elements than integers have no faster
 // way for few rows.

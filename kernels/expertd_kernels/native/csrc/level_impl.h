@@ -4,7 +4,7 @@
 
 #include "bytes.h"
 #include "int8.h"
-#include "tiles.h"
+#include "panels.h"
 
 namespace expertd {
 namespace {
@@ -284,6 +284,7 @@ constexpr Level level(const char* name, Path integers, bool use_bf16, bool (*run
 template <class V, class T>
 void gemm_with_tiles(Path path, const BlockRun& run) {
   if (!is_tiled(path)) return gemm<V>(path, run);
+  if (path == kBf16Tiles) return gemm_panels<V, T>(run);
   for_pairs(run, gemm_tiles<V, T>);
 }
 
