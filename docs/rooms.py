@@ -74,6 +74,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
             "bench_cluster",
             "bench_codec",
             "by_server",
+            "counts",
             "child",
             "departures",
             "echo",

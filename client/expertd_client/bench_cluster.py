@@ -36,6 +36,7 @@ from expertd_client.cluster import ExpertCluster
 from expertd_client.cluster.join import Sum, join
 from expertd_client.cluster.split import split
 from expertd_client.cluster.table import layer_table
+from expertd_client.counts import at_least
 from expertd_client.echo import echo_server, no_echo
 from expertd_client.request import Request
 from expertd_client.tracing import trace
@@ -93,9 +94,9 @@ class Own:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--servers", type=int, default=8, metavar="N", help="that the experts are spread over (8)")
-    parser.add_argument("--top-k", type=int, default=8, metavar="K", help="routes a token (8)")
-    parser.add_argument("--rounds", type=int, default=60, metavar="N", help="of each way (60)")
+    parser.add_argument("--servers", type=at_least(1), default=8, metavar="N", help="that the experts lie on (8)")
+    parser.add_argument("--top-k", type=at_least(1), default=8, metavar="K", help="routes a token (8)")
+    parser.add_argument("--rounds", type=at_least(1), default=60, metavar="N", help="of each way (60)")
     parser.add_argument("--profile", action="store_true", help="show where the time of whole calls goes")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 

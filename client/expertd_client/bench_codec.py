@@ -36,6 +36,7 @@ from expertd.tables import console, print_table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as pb_grpc
 from expertd_client.child import child_server
+from expertd_client.counts import positive
 
 __all__ = ["Row", "add_arguments", "run", "run_command"]
 
@@ -72,7 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sizes", type=_sizes, default=SIZES, metavar="N,N,...", help="bytes of a tensor (default: 8 KiB to 16 MiB)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=2.0, metavar="S", help="time for each size, all variants together (default: 2)"
+        "--seconds",
+        type=positive,
+        default=2.0,
+        metavar="S",
+        help="for each size, all variants together (default: 2)",
     )
     parser.add_argument(
         "--untuned", action="store_true", help="leave the C allocator as it is, to see what tuning it is worth"

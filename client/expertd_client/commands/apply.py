@@ -15,14 +15,8 @@ from rich.table import Table
 from expertd.placement import Placement
 from expertd.ranges import format_ranges
 from expertd.tables import console, print_table
-from expertd_client.commands.options import (
-    add_credentials,
-    at_least,
-    at_least_0,
-    credentials,
-    new_file,
-    positive,
-)
+from expertd_client.commands.options import add_credentials, credentials, new_file
+from expertd_client.counts import at_least, at_least_0, positive
 from expertd_client.moving.move import MoveFailedError, Mover, Options, Progress
 from expertd_client.moving.steps import Step
 

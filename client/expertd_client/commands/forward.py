@@ -21,12 +21,12 @@ from expertd_client.commands.options import (
     OUTPUT_DTYPES,
     add_common,
     add_routing,
-    at_least,
     checked_wire_dtype,
     credentials,
     new_file,
     popularity,
 )
+from expertd_client.counts import at_least
 from expertd_client.e4m3 import E4m3
 from expertd_client.files import load_array, load_tensors, save_array
 from expertd_client.request import Request, RequestOptions

@@ -13,7 +13,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from expertd_client.address import reach
-from expertd_client.commands.options import ADDRESS, add_credentials, at_least_0, credentials, positive
+from expertd_client.commands.options import ADDRESS, add_credentials, credentials
+from expertd_client.counts import at_least_0, positive
 from expertd_client.grpc_common import call_failed, channel_options
 
 __all__ = ["add_parser", "run", "wait_for"]

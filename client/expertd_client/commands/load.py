@@ -13,15 +13,8 @@ from expertd.tables import console
 from expertd_client.commands import generation
 from expertd_client.commands.callers import Callers
 from expertd_client.commands.connect import for_one_server
-from expertd_client.commands.options import (
-    OUTPUT_DTYPES,
-    add_common,
-    add_routing,
-    at_least,
-    new_file,
-    numbers,
-    positive,
-)
+from expertd_client.commands.options import OUTPUT_DTYPES, add_common, add_routing, new_file, numbers
+from expertd_client.counts import at_least, positive
 from expertd_client.departures import LoadPlan
 from expertd_client.echo import echo_server, no_echo
 from expertd_client.loadtest.page import NO_PLOTLY, page

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import Literal
 
 from expertd.ranges import parse_ranges
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.counts import at_least, positive
 from expertd_client.credentials import Credentials
 from expertd_client.e4m3 import taken
 from expertd_client.loadtest.routing import KINDS, Routing, parse_routing
@@ -20,15 +20,11 @@ __all__ = [
     "add_common",
     "add_credentials",
     "add_routing",
-    "at_least",
-    "at_least_0",
     "checked_wire_dtype",
     "credentials",
     "new_file",
     "numbers",
     "popularity",
-    "positive",
-    "share",
 ]
 
 
@@ -108,41 +104,6 @@ def popularity(args: argparse.Namespace) -> float | Popularity:
         got = f"--synthetic: got --routing {routing.text} with it"
         raise ValueError(f"{got}, want uniform or zipf: servers draw no others")
     return lambda shape: routing.log_weights(shape, args.seed)
-
-
-def positive(text: str) -> float:
-    """A number > 0, as argparse's type."""
-    value = at_least_0(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"got {text!r}, want a number > 0")
-    return value
-
-
-def at_least_0(text: str) -> float:
-    """A number >= 0, as argparse's type."""
-    if not re.fullmatch(r"\d+(\.\d*)?(e[+-]?\d+)?|\.\d+", text):
-        raise argparse.ArgumentTypeError(f"got {text!r}, want a number >= 0")
-    return float(text)
-
-
-def share(text: str) -> float:
-    """From 0 to 1, as argparse's type."""
-    value = at_least_0(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, want a share from 0 to 1")
-    return value
-
-
-class at_least:  # noqa: N801 - reads as the function that it is
-    """A whole number >= least, as argparse's type."""
-
-    def __init__(self, least: int) -> None:
-        self._least = least
-
-    def __call__(self, text: str) -> int:
-        if not re.fullmatch(r"\d+", text) or int(text) < self._least:
-            raise argparse.ArgumentTypeError(f"got {text!r}, want a whole number >= {self._least}")
-        return int(text)
 
 
 def numbers(text: str) -> list[int]:

@@ -14,7 +14,8 @@ from expertd.placement import Placement
 from expertd.tables import console, print_sentence
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.address import parse_address
-from expertd_client.commands.options import add_credentials, at_least, credentials, new_file, positive
+from expertd_client.commands.options import add_credentials, credentials, new_file
+from expertd_client.counts import at_least, positive
 from expertd_client.planner import observe, picture
 from expertd_client.planner.observe import Counters, Machine
 from expertd_client.planner.plan import plan

@@ -16,14 +16,8 @@ from rich.table import Table
 from expertd.errors import UnimplementedError
 from expertd.placement import Placement
 from expertd.tables import console, print_sentence, print_table
-from expertd_client.commands.options import (
-    add_credentials,
-    at_least,
-    at_least_0,
-    credentials,
-    new_file,
-    positive,
-)
+from expertd_client.commands.options import add_credentials, credentials, new_file
+from expertd_client.counts import at_least, at_least_0, positive
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,7 +13,8 @@ from expertd.tables import console
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.address import parse_address
 from expertd_client.async_client import AsyncExpertClient
-from expertd_client.commands.options import add_common, at_least, credentials, new_file, positive
+from expertd_client.commands.options import add_common, credentials, new_file
+from expertd_client.counts import at_least, positive
 from expertd_client.loadtest.live import stoppable
 from expertd_client.loadtest.proxy import Proxy, Recorder
 from expertd_client.loadtest.recording import Recording

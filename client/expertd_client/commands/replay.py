@@ -8,7 +8,8 @@ from typing import Any
 
 from expertd_client.commands.callers import Callers
 from expertd_client.commands.load import add_reports, check_reports, finish
-from expertd_client.commands.options import OUTPUT_DTYPES, add_common, at_least, positive
+from expertd_client.commands.options import OUTPUT_DTYPES, add_common
+from expertd_client.counts import at_least, positive
 from expertd_client.departures import LoadPlan
 from expertd_client.loadtest.recording import Recording, replayed
 from expertd_client.loadtest.show import Outcome

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from expertd.tables import console, print_table
 from expertd_client.cluster.policy import Policy
-from expertd_client.commands.options import at_least, at_least_0, positive, share
+from expertd_client.counts import at_least, at_least_0, positive, share
 from expertd_client.simulation.outcome import Outcome
 from expertd_client.simulation.real import run_real
 from expertd_client.simulation.service import H200_INT4, Service, measured

@@ -23,7 +23,8 @@ from expertd.tables import console, duration, print_table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.address import parse_address
 from expertd_client.client import ExpertClient
-from expertd_client.commands.options import ADDRESS, add_credentials, at_least, credentials, positive
+from expertd_client.commands.options import ADDRESS, add_credentials, credentials
+from expertd_client.counts import at_least, positive
 
 __all__ = ["Row", "Seen", "add_parser", "row_of", "run", "samples"]
 

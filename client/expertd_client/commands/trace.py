@@ -16,15 +16,8 @@ from expertd.tables import console, duration, print_table
 from expertd_client.client import ExpertClient
 from expertd_client.cluster import ExpertCluster
 from expertd_client.commands.connect import connected
-from expertd_client.commands.options import (
-    add_common,
-    add_routing,
-    at_least,
-    credentials,
-    new_file,
-    numbers,
-    popularity,
-)
+from expertd_client.commands.options import add_common, add_routing, credentials, new_file, numbers, popularity
+from expertd_client.counts import at_least
 from expertd_client.forwarder import Forwarder
 from expertd_client.request import Request
 from expertd_client.tracing import Trace, trace

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from rich.table import Table
 
 from expertd.tables import console, print_table
+from expertd_client.counts import at_least, positive
 from expertd_client.faults.run import AWAY_S, FAULTS, Row, run
 
 __all__ = ["add_arguments", "run_command"]
@@ -24,10 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F,F",
         help=f"of {', '.join(FAULTS)} (all but partition, which needs root)",
     )
-    parser.add_argument("--events", type=_count, default=20, metavar="N", help="of each fault (default: 20)")
-    parser.add_argument("--callers", type=_count, default=4, metavar="N", help="threads that call (default: 4)")
-    parser.add_argument("--tokens", type=_count, default=8, metavar="M", help="of a call (default: 8)")
-    parser.add_argument("--away", type=float, default=AWAY_S, metavar="S", help=f"length of an event ({AWAY_S})")
+    parser.add_argument("--events", type=at_least(1), default=20, metavar="N", help="of each fault (default: 20)")
+    parser.add_argument("--callers", type=at_least(1), default=4, metavar="N", help="threads that call (default: 4)")
+    parser.add_argument("--tokens", type=at_least(1), default=8, metavar="M", help="of a call (default: 8)")
+    parser.add_argument("--away", type=positive, default=AWAY_S, metavar="S", help=f"length of an event ({AWAY_S})")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -64,9 +65,3 @@ def _faults(text: str) -> tuple[str, ...]:
     if unknown := [n for n in names if n not in FAULTS]:
         raise argparse.ArgumentTypeError(f"got {', '.join(unknown)!r}, want some of {', '.join(FAULTS)}")
     return names
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, want a number >= 1")
-    return int(text)

@@ -30,6 +30,7 @@ from expertd.errors import UnavailableError
 from expertd.placement import Placement, Server
 from expertd.tables import console, print_sentence, print_table
 from expertd_client.cluster import ExpertCluster
+from expertd_client.counts import at_least, positive
 from expertd_client.faults.processes import ServerProcess
 from expertd_client.percentiles import Durations
 from expertd_client.workload import LayerShape, drawn
@@ -201,10 +202,10 @@ def _rows(seen: _Seen, rounds: int, moved: int, spent_s: float, follow: Sequence
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=6, metavar="N", help="moves, there and back in turns (6)")
-    parser.add_argument("--callers", type=int, default=4, metavar="N", help="threads that call (4)")
-    parser.add_argument("--pace", type=float, default=20.0, metavar="N", help="calls a second of each (20)")
-    parser.add_argument("--tokens", type=int, default=8, metavar="M", help="of a call (8)")
+    parser.add_argument("--rounds", type=at_least(1), default=6, metavar="N", help="moves, there and back in turns (6)")
+    parser.add_argument("--callers", type=at_least(1), default=4, metavar="N", help="threads that call (4)")
+    parser.add_argument("--pace", type=positive, default=20.0, metavar="N", help="calls a second of each (20)")
+    parser.add_argument("--tokens", type=at_least(1), default=8, metavar="M", help="of a call (8)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 

@@ -32,6 +32,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardRequestView, ForwardResponseView, TensorView
 from expertd_client.client import ExpertClient
 from expertd_client.cluster import ExpertCluster, Policy
+from expertd_client.counts import at_least
 from expertd_client.forwarder import Forwarder
 from expertd_client.percentiles import Durations
 from expertd_client.request import Request
@@ -185,8 +186,8 @@ def _row(case: str, way: str, ways: Sequence[Forwarder], servers: Sequence[Sleep
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--calls", type=int, default=3000, metavar="N", help="of each way (3000)")
-    parser.add_argument("--callers", type=int, default=2, metavar="N", help="threads that call (2)")
+    parser.add_argument("--calls", type=at_least(1), default=3000, metavar="N", help="of each way (3000)")
+    parser.add_argument("--callers", type=at_least(1), default=2, metavar="N", help="threads that call (2)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 

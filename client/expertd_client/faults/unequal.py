@@ -23,6 +23,7 @@ from rich.table import Table
 from expertd.placement import Placement
 from expertd.tables import console, print_sentence, print_table
 from expertd_client.cluster import ExpertCluster
+from expertd_client.counts import at_least, at_least_0, positive
 from expertd_client.faults.processes import ServerProcess
 from expertd_client.moving.move import Mover, Options, Progress
 from expertd_client.planner import observe, picture
@@ -159,10 +160,10 @@ def _plan(addresses: Sequence[str], counted: dict[str, observe.Counters]) -> tup
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=15.0, metavar="S", help="of each measurement (15)")
-    parser.add_argument("--callers", type=int, default=32, metavar="N", help="threads that call (32)")
-    parser.add_argument("--tokens", type=int, default=4, metavar="M", help="of a call (4)")
-    parser.add_argument("--zipf", type=float, default=0.5, metavar="S", help="expert e with weight 1/(e+1)^S (0.5)")
+    parser.add_argument("--seconds", type=positive, default=15.0, metavar="S", help="of each measurement (15)")
+    parser.add_argument("--callers", type=at_least(1), default=32, metavar="N", help="threads that call (32)")
+    parser.add_argument("--tokens", type=at_least(1), default=4, metavar="M", help="of a call (4)")
+    parser.add_argument("--zipf", type=at_least_0, default=0.5, metavar="S", help="expert e weighs 1/(e+1)^S (0.5)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 

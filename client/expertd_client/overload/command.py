@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from expertd.tables import console, print_table
+from expertd_client.counts import at_least, positive
 from expertd_client.overload.callers import WAYS
 from expertd_client.overload.cost import PARTS, Cost, measure_cost
 from expertd_client.overload.run import Plan, measure
@@ -27,13 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--way", type=_ways, default=plan.ways, metavar="W,W", help=f"of {', '.join(WAYS)} (default: all but unary)"
     )
     parser.add_argument("--load", type=_numbers, default=plan.loads, metavar="X,X", help="of the peak (2,10)")
-    parser.add_argument("--callers", type=_count, default=plan.callers, metavar="N", help="connections (default: 4)")
-    parser.add_argument("--tokens", type=_count, default=plan.tokens, metavar="M", help=f"of a request ({plan.tokens})")
+    parser.add_argument("--callers", type=at_least(1), default=plan.callers, metavar="N", help="connections (4)")
     parser.add_argument(
-        "--in-flight", type=_count, default=plan.in_flight, metavar="N", help=f"at the peak ({plan.in_flight})"
+        "--tokens", type=at_least(1), default=plan.tokens, metavar="M", help=f"of a call ({plan.tokens})"
     )
-    parser.add_argument("--slack", type=float, default=plan.slack, metavar="X", help="deadline over normal p99 (4)")
-    parser.add_argument("--seconds", type=float, default=plan.seconds, metavar="S", help="of each measurement (5)")
+    parser.add_argument(
+        "--in-flight", type=at_least(1), default=plan.in_flight, metavar="N", help=f"at the peak ({plan.in_flight})"
+    )
+    parser.add_argument("--slack", type=positive, default=plan.slack, metavar="X", help="deadline over normal p99 (4)")
+    parser.add_argument("--seconds", type=positive, default=plan.seconds, metavar="S", help="of each measurement (5)")
     parser.add_argument(
         "--paced",
         action="store_true",
@@ -186,9 +189,3 @@ def _cores(text: str) -> tuple[int, int]:
     if len(parts) != 2 or not all(p.isdecimal() for p in parts):
         raise argparse.ArgumentTypeError(f"got {text!r}, want two cores' numbers: 0,1")
     return int(parts[0]), int(parts[1])
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, want a number >= 1")
-    return int(text)

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from expertd.tables import console, print_table
+from expertd_client.counts import at_least, positive
 from expertd_client.path.grid import Measured, Plan, measure
 from expertd_client.path.picture import draw
 from expertd_client.path.rows import STAGES, Row
@@ -36,9 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         shown = ",".join(map(str, default))
         parser.add_argument(name, type=_counts, default=default, metavar="N,N", help=f"{text} (default: {shown})")
-    parser.add_argument("--hidden-size", type=_count, default=plan.hidden_size, metavar="H", help="of the echo (4096)")
-    parser.add_argument("--layer", type=int, metavar="N", help="of the server; default: its first")
-    parser.add_argument("--seconds", type=float, default=plan.seconds, metavar="S", help="for each cell (default: 3)")
+    parser.add_argument(
+        "--hidden-size", type=at_least(1), default=plan.hidden_size, metavar="H", help="of echoes (4096)"
+    )
+    parser.add_argument("--layer", type=at_least(0), metavar="N", help="of the server; default: its first")
+    parser.add_argument("--seconds", type=positive, default=plan.seconds, metavar="S", help="for each cell (3)")
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -119,11 +122,5 @@ class _names:  # noqa: N801 - reads as the function that it is
         return names
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, want a number >= 1")
-    return int(text)
-
-
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_count(part) for part in text.split(",")))
+    return tuple(dict.fromkeys(at_least(1)(part) for part in text.split(",")))
