@@ -36,7 +36,7 @@ from expertd.tables import console, print_table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as pb_grpc
 from expertd_client.child import child_server
-from expertd_client.counts import positive
+from expertd_client.counts import at_least_0
 
 __all__ = ["Row", "add_arguments", "run", "run_command"]
 
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=positive,
+        type=at_least_0,
         default=2.0,
         metavar="S",
         help="for each size, all variants together (default: 2)",

@@ -169,7 +169,7 @@ def _raw(v):
     [
         (["--transport", "inline,pigeon"], "got 'pigeon', want some of inline, shm"),
         (["--client", "tasks"], "want some of asyncio, threads"),
-        (["--tokens", "1,0"], "got '0', want a number >= 1"),
+        (["--tokens", "1,0"], "got '0', want a whole number >= 1"),
     ],
 )
 def test_wrong_words(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
