@@ -50,6 +50,8 @@ _TYPES = {
 CPU, CUDA = 1, 2
 """Kinds of devices, as DLPack numbers them."""
 
+_capsule = C.PYFUNCTYPE(C.py_object, C.c_void_p, C.c_char_p, C.c_void_p)(("PyCapsule_New", C.pythonapi))
+"""One of our own: what is set on ctypes.pythonapi's is set for the whole process."""
 _alive: dict[int, tuple[Any, ...]] = {}
 
 
@@ -67,6 +69,4 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: 
         _Tensor(address, _Device(kind, device), len(shape), _TYPES[dtype], extents, None, 0), None, _let_go
     )
     _alive[C.addressof(managed)] = (managed, extents)
-    new = C.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = C.py_object, [C.c_void_p, C.c_char_p, C.c_void_p]
-    return from_dlpack(new(C.addressof(managed), b"dltensor", None))
+    return from_dlpack(_capsule(C.addressof(managed), b"dltensor", None))
