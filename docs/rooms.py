@@ -52,7 +52,17 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "expertd_client": {
         "front": ("__init__", "async_client", "client", "forwarder", "slot"),
-        "requests": ("current_span", "deadline", "e4m3", "lent", "request", "result", "retry", "tensors"),
+        "requests": (
+            "current_span",
+            "deadline",
+            "e4m3",
+            "lent",
+            "request",
+            "request_checks",
+            "result",
+            "retry",
+            "tensors",
+        ),
         "exchange": ("exchange", "link", "session"),
         "transports": (
             "address",

@@ -143,7 +143,7 @@ class Exchange:
                 link = self._link = Link(self._transport, self._told)
             return link
 
-    def _told(self, load: pb.Load) -> None:
+    def _told(self, load: pb.Load | Callable[[], pb.Load]) -> None:
         self._load = load
 
     def _watch(self, end_s: float, request_id: int, link: Link) -> None:

@@ -17,8 +17,8 @@ import grpc
 from expertd.errors import ExpertdError, InternalError, MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import (
+    UsualAnswers,
     decode_forward_response,
-    decode_stream_response,
     encode_forward_request,
     encode_stream_request,
 )
@@ -123,7 +123,7 @@ class _Stream:
         return True
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
-        self._outbox.put(encode_stream_request(request.view(request_id, timeout_us, common.now_us())))
+        self._outbox.put(request.message(request_id, timeout_us, common.now_us()))
 
     def cancel(self, request_id: int) -> None:
         self._outbox.put(encode_stream_request(pb.CancelRequest(request_id=request_id)))
@@ -139,9 +139,10 @@ class _Stream:
 
     def _read(self) -> None:
         error: ExpertdError = InternalError(f"{self._target}: the thread that reads the stream died")
+        answers = UsualAnswers()
         try:
             for data in self._call:
-                message = decode_stream_response(data)
+                message = answers.read(data)
                 if message is not None:  # None: of a kind that only a newer client asks for
                     self._deliver(message)
             error = common.stream_ended(None, self._target, self._closing)

@@ -22,13 +22,13 @@ from expertd.errors import (
 )
 from expertd.shm.region import host_id
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, StreamResponseView
+from expertd.wire import ForwardResponseView, UsualAnswer
 from expertd_client.deadline import Deadline
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult, result_of
 from expertd_client.session import INLINE, Session
 from expertd_client.shm_message import Sent
-from expertd_client.transport import ChannelFullError, Connection, Transport, Waiter
+from expertd_client.transport import ChannelFullError, Connection, Delivered, Transport, Waiter
 
 __all__ = ["Link", "blame"]
 
@@ -44,7 +44,7 @@ class Link:
     beside   the channel; None: there is none
     """
 
-    def __init__(self, transport: Transport, told: Callable[[pb.Load], None]) -> None:
+    def __init__(self, transport: Transport, told: Callable[[pb.Load | Callable[[], pb.Load]], None]) -> None:
         self.pending: dict[int, _Pending] = {}
         self.alive = True
         self._told = told
@@ -171,10 +171,12 @@ class Link:
             found[3].cancel(request_id)
         return found
 
-    def _deliver(self, message: StreamResponseView) -> None:
+    def _deliver(self, message: Delivered) -> None:
         """An id that nobody waits for is that of a cancelled or expired request: its answer is not wanted any more."""
-        if isinstance(message, ForwardResponseView):
-            if message.load is not None:
+        if isinstance(message, UsualAnswer | ForwardResponseView):
+            if isinstance(message, UsualAnswer):
+                self._told(message.told.load)
+            elif message.load is not None:
                 self._told(message.load)
             found = self.pending.pop(message.request_id, None)
             if found is not None:
@@ -185,7 +187,7 @@ class Link:
                     waiter.fail(_addressed(misfit, message.request_id))
                 else:
                     waiter.answer(result)
-            elif message.give_back is not None:
+            elif isinstance(message, ForwardResponseView) and message.give_back is not None:
                 message.give_back()
         elif isinstance(message, pb.RequestError):
             error = from_request_error(message)

@@ -12,18 +12,18 @@ device.  Whatever forwards takes Requests (see expertd_client.forwarder); forwar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any, TypedDict
 
 import numpy as np
 
-from expertd.dtypes import FLOAT_DTYPES, HIDDEN_DTYPES, INT_DTYPES
 from expertd.errors import BadShapeError, LayerNotHeldError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView
+from expertd.wire import ForwardRequestView, RequestForm, encode_stream_request
 from expertd_client.current_span import current_traceparent
 from expertd_client.e4m3 import E4m3, quantize
-from expertd_client.tensors import Synthetic, checked_dtype, keep_or, take, to_wire, wire_dtype
+from expertd_client.request_checks import checked, form_of
+from expertd_client.tensors import Synthetic, bytes_of, keep_or, take, to_wire
 
 __all__ = ["Grouped", "Request", "RequestOptions"]
 
@@ -51,8 +51,36 @@ class RequestOptions(TypedDict, total=False):
     traceparent: str
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Request:
+class _Fields:
+    """Those of a Request, while it is being made."""
+
+    __slots__ = (
+        "_form",
+        "digest",
+        "dtypes",
+        "grouped",
+        "hidden_states",
+        "layer",
+        "output_dtype",
+        "router_weight_on_input",
+        "topk_ids",
+        "topk_weights",
+        "traceparent",
+    )
+    layer: int
+    hidden_states: Any
+    topk_ids: Any
+    topk_weights: Any
+    grouped: Grouped | None
+    output_dtype: Any
+    router_weight_on_input: bool
+    digest: bool
+    traceparent: str
+    dtypes: tuple[int, ...]
+    _form: RequestForm | None
+
+
+class Request(_Fields):
     """The routed experts of one layer for one batch of M tokens.  Immutable; its tensors are the caller's, and are read
     when it is sent.
 
@@ -72,36 +100,34 @@ class Request:
     the server.
     """
 
-    layer: int
-    hidden_states: Any
-    topk_ids: Any = None
-    topk_weights: Any = None
-    _: KW_ONLY
-    grouped: Grouped | None = None
-    output_dtype: Any = None
-    router_weight_on_input: bool = False
-    digest: bool = False
-    traceparent: str = ""
-    dtypes: tuple[int, ...] = field(init=False)
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        if not (hasattr(self.layer, "__index__") and 0 <= self.layer < _LAYERS):  # None would travel as layer 0
-            raise LayerNotHeldError.about("layer", got=repr(self.layer), want="a whole number from 0 to 2^32 - 1")
-        hidden = checked_dtype(self.hidden_states, "hidden_states", HIDDEN_DTYPES)
-        shape = self.hidden_states.shape
-        if len(shape) != 2:
-            raise BadShapeError.about("hidden_states", got=list(shape), want="[M, H]")
-        answer = pb.DATA_TYPE_BF16 if hidden == pb.DATA_TYPE_E4M3 else hidden
-        if self.output_dtype is not None:
-            answer = pb.DATA_TYPE_E4M3 if self.output_dtype == "e4m3" else wire_dtype(self.output_dtype)
-        routes: tuple[int, ...] = ()
-        if self.grouped is None:
-            routes = _check_routes(self.topk_ids, self.topk_weights, shape[0])
-        else:
-            _check_grouped(self.grouped, self.topk_ids, self.topk_weights, shape[0])
-        object.__setattr__(self, "dtypes", (answer, hidden, *routes))
-        if not self.traceparent and (current := current_traceparent()):
-            object.__setattr__(self, "traceparent", current)
+    def __new__(
+        cls,
+        layer: int,
+        hidden_states: Any,
+        topk_ids: Any = None,
+        topk_weights: Any = None,
+        *,
+        grouped: Grouped | None = None,
+        output_dtype: Any = None,
+        router_weight_on_input: bool = False,
+        digest: bool = False,
+        traceparent: str = "",
+    ) -> Request:
+        if not (hasattr(layer, "__index__") and 0 <= layer < _LAYERS):  # None would travel as layer 0
+            raise LayerNotHeldError.about("layer", got=repr(layer), want="a whole number from 0 to 2^32 - 1")
+        made = _Fields()
+        made.layer = layer
+        made.hidden_states, made.topk_ids, made.topk_weights = hidden_states, topk_ids, topk_weights
+        made.grouped, made.output_dtype = grouped, output_dtype
+        made.router_weight_on_input, made.digest = router_weight_on_input, digest
+        made.traceparent = traceparent or current_traceparent()
+        made.dtypes, made._form = checked(hidden_states, topk_ids, topk_weights, grouped, output_dtype)
+        return _finished(made)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"Request: got an assignment to {name}, want another Request: it has been checked")
 
     @property
     def tokens(self) -> int:
@@ -155,9 +181,24 @@ class Request:
         already, or where the server draws them."""
         if isinstance(self.hidden_states, E4m3 | Synthetic):
             return self
-        part = self._part(quantize(self.hidden_states), self.topk_ids, self.topk_weights, self.grouped)
-        object.__setattr__(part, "dtypes", (self.dtypes[0], pb.DATA_TYPE_E4M3, *self.dtypes[2:]))
-        return part
+        dtypes = (self.dtypes[0], pb.DATA_TYPE_E4M3, *self.dtypes[2:])
+        return self._part(quantize(self.hidden_states), self.topk_ids, self.topk_weights, self.grouped, dtypes)
+
+    def message(self, request_id: int, timeout_us: int, sent_us: int = 0) -> bytes:
+        """view() as a StreamForwardRequest."""
+        form = self._form or _form_of(self)
+        if form is None or self.digest or self.router_weight_on_input or self.traceparent:
+            return encode_stream_request(self.view(request_id, timeout_us, sent_us))
+        dtypes = self.dtypes
+        return form.message(
+            request_id,
+            self.layer,
+            timeout_us,
+            sent_us,
+            bytes_of(self.hidden_states, dtypes[1]),
+            bytes_of(self.topk_ids, dtypes[2]),
+            bytes_of(self.topk_weights, dtypes[3]),
+        )
 
     def view(self, request_id: int, timeout_us: int, sent_us: int = 0) -> ForwardRequestView:
         """The request as a message: its tensors as bytes in host memory, not copied where they lie so already.
@@ -183,56 +224,37 @@ class Request:
     def with_tensors(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, output: int | None = None) -> Request:
         """The same with other tensors of the same dtypes, which are not checked: whoever cuts a batch by himself made
         them from those of this request.  output: DataType of the answer, None = as it was."""
-        part = self._part(hidden_states, topk_ids, topk_weights, None)
-        if output is not None:
-            object.__setattr__(part, "dtypes", (output, *self.dtypes[1:]))
-        return part
+        dtypes = self.dtypes if output is None else (output, *self.dtypes[1:])
+        return self._part(hidden_states, topk_ids, topk_weights, None, dtypes)
 
-    def _part(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, grouped: Grouped | None) -> Request:
-        """With other tensors, which need no check: they are parts of checked ones."""
-        part = object.__new__(Request)
-        put = object.__setattr__
-        for name in ("layer", "output_dtype", "router_weight_on_input", "digest", "traceparent", "dtypes"):
-            put(part, name, getattr(self, name))
-        put(part, "hidden_states", hidden_states)
-        put(part, "topk_ids", topk_ids)
-        put(part, "topk_weights", topk_weights)
-        put(part, "grouped", grouped)
-        return part
-
-
-def _check_routes(topk_ids: Any, topk_weights: Any, tokens: int) -> tuple[int, int]:
-    """The DataTypes of both."""
-    if topk_ids is None or topk_weights is None:
-        raise _one_way("no topk_ids or no topk_weights")
-    dtypes = (
-        checked_dtype(topk_ids, "topk_ids", INT_DTYPES),
-        checked_dtype(topk_weights, "topk_weights", FLOAT_DTYPES),
-    )
-    shape = topk_ids.shape
-    if len(shape) != 2 or shape[0] != tokens:
-        raise BadShapeError.about("topk_ids", got=list(shape), want=f"[{tokens}, top_k]")
-    if topk_weights.shape != shape:
-        want = f"the shape of topk_ids, {list(shape)}"
-        raise BadShapeError.about("topk_weights", got=list(topk_weights.shape), want=want)
-    return dtypes
+    def _part(
+        self,
+        hidden_states: Any,
+        topk_ids: Any,
+        topk_weights: Any,
+        grouped: Grouped | None,
+        dtypes: tuple[int, ...] | None = None,
+    ) -> Request:
+        """With other tensors, which need no check: they are parts of checked ones.  dtypes: None = as here."""
+        part = _Fields()
+        part.layer, part.output_dtype, part.traceparent = self.layer, self.output_dtype, self.traceparent
+        part.router_weight_on_input, part.digest = self.router_weight_on_input, self.digest
+        part.hidden_states, part.topk_ids, part.topk_weights = hidden_states, topk_ids, topk_weights
+        part.grouped, part.dtypes, part._form = grouped, dtypes or self.dtypes, None
+        return _finished(part)
 
 
-def _check_grouped(grouped: Grouped, topk_ids: Any, topk_weights: Any, tokens: int) -> None:
-    if topk_ids is not None or topk_weights is not None:
-        raise _one_way("grouped with topk_ids or topk_weights")
-    experts, counts = len(grouped.expert_ids), len(grouped.row_counts)
-    if experts != counts:
-        raise BadShapeError.about(
-            "grouped", got=f"{experts} expert_ids and {counts} row_counts", want="as many of each"
-        )
-    rows = sum(grouped.row_counts)
-    if rows != tokens:
-        raise BadShapeError.about("grouped.row_counts", got=f"{rows} rows", want=f"the {tokens} of hidden_states")
+def _finished(made: Any) -> Request:
+    """Not to be changed from here on.  (object.__setattr__ of eleven slots costs ten times what assignments do.)"""
+    made.__class__ = Request
+    request: Request = made
+    return request
 
 
-def _one_way(got: str) -> BadShapeError:
-    return BadShapeError.about("forward", got=got, want="topk_ids and topk_weights, or grouped alone")
+def _form_of(request: Request) -> RequestForm | None:
+    if request.grouped is not None:
+        return None
+    return form_of(request.dtypes, request.hidden_states, request.topk_ids, request.topk_weights)
 
 
 def _grouped_rows(grouped: Grouped, index: Any) -> Grouped:

@@ -31,6 +31,8 @@ from expertd_client.e4m3 import E4m3
 
 __all__ = [
     "Synthetic",
+    "array_of",
+    "bytes_of",
     "checked_dtype",
     "device_of",
     "from_host",
@@ -66,6 +68,9 @@ _TORCH_NAMES: dict[int, str] = {
     pb.DATA_TYPE_I64: "int64",
 }
 
+_FEW_BYTES = 32 << 10
+"""Copied within a microsecond or two."""
+
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
@@ -95,6 +100,14 @@ def to_wire(x: Any, number: int) -> TensorView:
         scales = ScalesView(SCALED_COLUMNS, host.scales.reshape(-1).view(np.uint8))
         return TensorView.of_raw(number, x.shape, host.codes.reshape(-1), scales)
     return _from_torch(x, number)
+
+
+def bytes_of(x: Any, number: int) -> Any:
+    """The bytes of a numpy array or a torch tensor as they travel, which are copied where they are few: that is less
+    work than a view of them.  number: its DataType."""
+    if type(x) is np.ndarray and x.nbytes <= _FEW_BYTES and x.dtype == _NUMPY[number]:
+        return x.tobytes()
+    return to_wire(x, number).data
 
 
 def checked_dtype(x: Any, name: str, allowed: Sequence[str]) -> int:
@@ -146,6 +159,16 @@ def keep_or(x: Any, keep: Any, other: int) -> Any:
     if _is_torch(x):
         return x.where(sys.modules["torch"].as_tensor(keep, device=x.device), other)
     return np.where(_on_host(keep), x, x.dtype.type(other))
+
+
+def array_of(message: bytes, begin: int, end: int, dtype: int, shape: tuple[int, ...]) -> NDArray[Any] | None:
+    """The few bytes of a message from `begin` to `end` as an array of their own: copied, which is less work than a view
+    that can be written to.  None: they are many, or not as many as `shape` has."""
+    kind = _NUMPY.get(dtype)
+    if end - begin > _FEW_BYTES or kind is None or math.prod(shape) * kind.itemsize != end - begin:
+        return None
+    array: NDArray[Any] = np.ndarray(shape, kind, bytearray(message[begin:end]))
+    return array
 
 
 def from_wire(view: TensorView, shape: tuple[int, ...], dtype: int, device: Any) -> Any:

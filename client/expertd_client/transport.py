@@ -21,7 +21,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from expertd.errors import ExpertdError, RequestCancelledError, UnimplementedError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, StreamResponseView
+from expertd.wire import ForwardRequestView, StreamResponseView, UsualAnswer
 from expertd_client.request import Request
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Closed",
     "Connection",
     "Deliver",
+    "Delivered",
     "FunctionTransport",
     "Ready",
     "Transport",
@@ -39,7 +40,8 @@ __all__ = [
 
 _T = TypeVar("_T", contravariant=True)
 
-Deliver = Callable[[StreamResponseView], None]
+Delivered: TypeAlias = "StreamResponseView | UsualAnswer"
+Deliver = Callable[[Delivered], None]
 """Takes one message that the server sent.  What it holds belongs to the receiver from then on; where the memory of an
 output is lent, until the receiver calls its `give_back` (see expertd_client.lent)."""
 Closed = Callable[[ExpertdError], None]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from expertd.errors import BadDtypeError, BadShapeError, LayerNotHeldError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import encode_stream_request
 from expertd_client import Grouped, Request, Synthetic
 
 X, IDS, WEIGHTS = np.ones((3, 8), np.float32), np.ones((3, 2), np.int32), np.ones((3, 2), np.float32)
@@ -206,3 +207,57 @@ def test_nobody_here_knows_the_rows_that_the_server_draws():
     for cut in (lambda: drawn.rows(slice(2)), lambda: drawn.routes(np.ones((6, 2), bool)), lambda: drawn.cut(3)):
         with pytest.raises(UnsupportedCombinationError, match=r"layer 0, \[6, 8\], top_k 2.*Synthetic"):
             cut()
+
+
+# ---- the message in few steps ----------------------------------------------------------------------------------------
+
+
+def batch(tokens=3, hidden=8):
+    rng = np.random.default_rng(tokens)
+    x = rng.standard_normal((tokens, hidden)).astype(np.float32)
+    return x, rng.integers(0, 9, (tokens, 2)).astype(np.int32), rng.random((tokens, 2), np.float32) + 0.5
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 700])  # 700: padded, and more than is copied at once
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, ids, w: (x, ids, w),
+        lambda x, ids, w: (x.astype(ml_dtypes.bfloat16), ids.astype(np.int64), w.astype(np.float16)),
+        lambda x, ids, w: (x.astype(">f4"), ids.astype(">i4"), w.astype(">f4")),
+        lambda x, ids, w: (np.repeat(x, 2, 1)[:, ::2], ids[::-1], np.asfortranarray(w)),
+        lambda x, ids, w: tuple(map(torch.from_numpy, (x, ids, w))),
+        lambda x, ids, w: (torch.from_numpy(x).bfloat16().repeat(1, 2)[:, ::2], torch.from_numpy(ids), w),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"output_dtype": "f16"}, {"digest": True}, {"traceparent": "00-a-b-01"}])
+def test_a_message_is_that_of_the_view(tokens, change, options):
+    r = Request(4, *change(*batch(tokens)), **options)
+    assert r.message(9, 700, 1 << 40) == encode_stream_request(r.view(9, 700, 1 << 40))
+    part = r.rows(slice(0, 2))
+    assert part.message(10, 0) == encode_stream_request(part.view(10, 0))
+
+
+def test_a_message_of_what_is_not_raw_is_that_of_the_view():
+    x, ids, w = batch(3, 128)
+    for r in (
+        Request(0, x, ids, w).quantized(),
+        Request(0, Synthetic((3, 8), 1), ids, w),
+        Request(0, x, Synthetic((3, 2), 1, "i32"), w),
+        Request(0, x, grouped=Grouped([5, 7], [1, 2])),
+        Request(0, x[:, :1], ids[:, :1], w[:, :1], router_weight_on_input=True),
+    ):
+        assert r.message(9, 700, 5) == encode_stream_request(r.view(9, 700, 5))
+
+
+def test_a_check_is_remembered_for_the_same_kinds_only():
+    class Lookalike:
+        dtype, shape = IDS.dtype, IDS.shape
+
+    request()
+    with pytest.raises(BadDtypeError, match="topk_ids: got Lookalike"):
+        request(ids=Lookalike())
+    with pytest.raises(BadDtypeError, match="dtype: got"):
+        request(output_dtype=["f32"])
+    assert request(output_dtype="f16").dtypes[0] == pb.DATA_TYPE_F16
+    assert request().dtypes[0] == pb.DATA_TYPE_F32

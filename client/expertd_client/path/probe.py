@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import StreamResponseView
 from expertd_client.path.rows import Samples
 from expertd_client.request import Request
-from expertd_client.transport import Channel, Closed, Connection, Deliver, Ready, Transport, Waiter
+from expertd_client.transport import Channel, Closed, Connection, Deliver, Delivered, Ready, Transport, Waiter
 
 __all__ = ["Probe"]
 
@@ -38,7 +37,7 @@ class Probe:
         await self._transport.wait_closed()
 
     def timed(self, deliver: Deliver) -> Deliver:
-        def timed(message: StreamResponseView) -> None:
+        def timed(message: Delivered) -> None:
             start = time.perf_counter_ns()
             deliver(message)
             self.samples.add("client_decode", time.perf_counter_ns() - start)

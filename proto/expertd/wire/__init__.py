@@ -25,11 +25,13 @@ from expertd.wire.decode import (
     peek_request_id,
 )
 from expertd.wire.encode import (
+    RequestForm,
     encode_forward_request,
     encode_forward_response,
     encode_stream_request,
     encode_stream_response,
 )
+from expertd.wire.usual import Told, UsualAnswer, UsualAnswers
 from expertd.wire.values import (
     ForwardHead,
     ForwardRequestView,
@@ -45,11 +47,15 @@ __all__ = [
     "ForwardHead",
     "ForwardRequestView",
     "ForwardResponseView",
+    "RequestForm",
     "ScalesView",
     "Spelling",
     "StreamRequestView",
     "StreamResponseView",
     "TensorView",
+    "Told",
+    "UsualAnswer",
+    "UsualAnswers",
     "decode_forward_request",
     "decode_forward_response",
     "decode_stream_request",

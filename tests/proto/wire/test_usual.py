@@ -1,0 +1,140 @@
+"""The short ways for the two messages of every request, held to the codec's: the same bytes, the same values, and where
+bytes are broken nothing that the codec does not say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertd.errors import BadResponseError, MalformedMessageError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import (
+    ForwardRequestView,
+    ForwardResponseView,
+    RequestForm,
+    TensorView,
+    UsualAnswer,
+    UsualAnswers,
+    decode_stream_response,
+    encode_stream_request,
+    encode_stream_response,
+)
+
+NUMBERS = st.one_of(st.integers(0, 300), st.integers(0, 2**64 - 1))
+BF16, I32, F32 = pb.DATA_TYPE_BF16, pb.DATA_TYPE_I32, pb.DATA_TYPE_F32
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 9), st.integers(1, 3000), st.integers(1, 2**64 - 1), st.integers(0, 2**32 - 1), NUMBERS, NUMBERS)
+def test_a_request_has_the_codecs_bytes(tokens, hidden, request_id, layer, timeout_us, sent_us):
+    rng = np.random.default_rng(tokens * 3001 + hidden)
+    x, ids, w = rng.bytes(tokens * hidden * 2), rng.bytes(tokens * 8), rng.bytes(tokens * 8)
+    form = RequestForm(BF16, (BF16, (tokens, hidden), len(x)), (I32, (tokens, 2), len(ids)), (F32, (tokens, 2), len(w)))
+    view = ForwardRequestView(
+        request_id,
+        layer,
+        TensorView.of_raw(BF16, (tokens, hidden), x),
+        TensorView.of_raw(I32, (tokens, 2), ids),
+        TensorView.of_raw(F32, (tokens, 2), w),
+        timeout_us=timeout_us,
+        output_dtype=BF16,
+        output_form=pb.OUTPUT_FORM_TENSOR,
+        sent_us=sent_us,
+    )
+    assert form.message(request_id, layer, timeout_us, sent_us, x, ids, w) == encode_stream_request(view)
+
+
+def answer(tokens=2, hidden=5, request_id=300, routes=16, backend="cpu"):
+    raw = np.random.default_rng(hidden).bytes(tokens * hidden * 2)
+    timing = pb.Timing(queue_ns=1, kernel_ns=70_000, batch_tokens=tokens, backend=backend)
+    load = pb.Load(queued_tokens=9)
+    return ForwardResponseView(request_id, TensorView.of_raw(BF16, (tokens, hidden), raw), None, routes, timing, load)
+
+
+def read(data, first):
+    """`data` read by a reader that has seen `first`; an answer as the codec gives it."""
+    answers = UsualAnswers()
+    answers.read(encode_stream_response(first))
+    found = answers.read(data)
+    return found.view() if isinstance(found, UsualAnswer) else found
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 9), st.integers(1, 3000), NUMBERS, NUMBERS)
+def test_an_answer_has_the_codecs_values(tokens, hidden, request_id, routes):
+    one = answer(tokens, hidden, request_id, routes)
+    data = encode_stream_response(one)
+    assert read(data, one) == decode_stream_response(data) == one
+
+
+def test_the_second_answer_of_a_shape_is_read_the_short_way():
+    answers = UsualAnswers()
+    small, large = encode_stream_response(answer()), encode_stream_response(answer(9, 2000))
+    kinds = [type(answers.read(data)) for data in (small, large, small, large, small)]
+    assert kinds == [ForwardResponseView, ForwardResponseView, UsualAnswer, UsualAnswer, UsualAnswer]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pb.RequestError(request_id=3, reason="BUSY"),
+        pb.SessionAnswer(token="t"),
+        pb.Load(queued_tokens=1),
+        ForwardResponseView(1, TensorView.of_raw(F32, (2, 5), bytes(40)), None, 3, pb.Timing(), pb.Load()),
+        ForwardResponseView(1, TensorView.of_raw(BF16, (2, 5), bytes(20)), None, 3, pb.Timing(queue_ns=1), None),
+        ForwardResponseView(1, TensorView.of_raw(BF16, (2, 5), bytes(20)), None, 3, None, pb.Load(queued_tokens=1)),
+        ForwardResponseView(1, None, pb.Digest(crc32=5), 3, pb.Timing(), pb.Load()),
+        ForwardResponseView(
+            1, TensorView.of_raw(BF16, (2, 5), bytes(20)), None, 3, pb.Timing(queue_ns=1), pb.Load(queued_tokens=1), 7
+        ),
+        answer(backend="x" * 150),
+    ],
+)
+def test_what_is_not_as_usual_goes_by_the_codec(other):
+    data = encode_stream_response(other)
+    assert read(data, answer()) == decode_stream_response(data) == other
+
+
+def test_a_message_without_a_kind_is_none():
+    assert read(b"", answer()) is None
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.data())
+def test_broken_bytes_are_what_the_codec_says(data):
+    one = answer()
+    whole = bytearray(encode_stream_response(one))
+    for _ in range(data.draw(st.integers(1, 2))):
+        at = data.draw(st.integers(0, len(whole) - 1))
+        how = data.draw(st.sampled_from(["set", "cut", "insert", "remove"]))
+        if how == "set":
+            whole[at] = data.draw(st.integers(0, 255))
+        elif how == "cut":
+            del whole[max(1, at) :]
+        elif how == "insert":
+            whole[at:at] = data.draw(st.binary(min_size=1, max_size=4))
+        elif len(whole) > 1:
+            del whole[at]
+    broken = bytes(whole)
+    try:
+        want = decode_stream_response(broken)
+    except MalformedMessageError:
+        with pytest.raises((MalformedMessageError, BadResponseError)):
+            read(broken, one)
+    else:
+        assert read(broken, one) == want
+
+
+def test_a_broken_timing_is_found_when_somebody_asks():
+    data = bytearray(encode_stream_response(answer()))
+    at = bytes(data).rindex(b"cpu") - 2
+    data[at] = 0x07  # a field number 0
+    answers = UsualAnswers()
+    answers.read(encode_stream_response(answer()))
+    found = answers.read(bytes(data))
+    assert isinstance(found, UsualAnswer)
+    assert found.told.load() == pb.Load(queued_tokens=9)
+    with pytest.raises(BadResponseError, match="answer: got bytes that are no Timing"):
+        found.told.timing()
