@@ -62,6 +62,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
             "result",
             "retry",
             "tensors",
+            "turns",
         ),
         "exchange": ("exchange", "link", "session"),
         "transports": (

@@ -26,6 +26,7 @@ from expertd_client.retry import NEVER, Retry, pause_s
 from expertd_client.session import Session, unanswered
 from expertd_client.tracing import recorder
 from expertd_client.transport import Transport
+from expertd_client.turns import LoopTurns
 
 if TYPE_CHECKING:
     from expertd_client.device.session import DeviceSession
@@ -58,7 +59,7 @@ class AsyncExpertClient(AsyncForwarder):
         self._retry = retry
         self._quantizes = asked_for(wire_dtype)
         self._taken: bool | None = None
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._turns = LoopTurns(max_in_flight)
         self._opened: tuple[Transport, Exchange] | None = None
 
     @property
@@ -80,7 +81,9 @@ class AsyncExpertClient(AsyncForwarder):
         deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
         for attempt in itertools.count(1):
             try:
-                return await self._once(await self._as_it_travels(request, deadline), deadline)
+                if self._quantizes:
+                    request = await self._as_it_travels(request, deadline)
+                return await self._once(request, deadline)
             except ExpertdError as error:
                 pause = pause_s(self._retry, error, attempt, None if deadline is None else deadline.left_s())
                 if pause is None:
@@ -147,19 +150,17 @@ class AsyncExpertClient(AsyncForwarder):
 
     async def _as_it_travels(self, request: Request, deadline: Deadline | None) -> Request:
         """As ExpertClient's."""
-        if not self._quantizes:
-            return request
         if self._taken is None:
             self._taken = taken(await self.describe(timeout_s=_DESCRIBE_S if deadline is None else deadline.left_s()))
         return request.quantized() if self._taken else request
 
     async def _once(self, request: Request, deadline: Deadline | None) -> ForwardResult:
-        exchange = self._open()[1]
+        _, exchange = self._opened or self._open()
         traced = (now := recorder.active) and now.single(request, self.target)
-        if deadline is None or not self._slots.locked():
-            await self._slots.acquire()
+        if self._turns.free:
+            self._turns.free -= 1
         else:
-            await self._wait_for_slot(request, deadline)
+            await self._wait_for_turn(request, deadline)
         answer = _Answer()
         request_id = 0
         try:
@@ -171,19 +172,24 @@ class AsyncExpertClient(AsyncForwarder):
             traced.parts[-1].answered(result.timing)
             traced.end()
             return result
-        finally:
-            self._slots.release()
+        except BaseException:
             exchange.cancel(request_id)  # abandoned; it does nothing to a request that has ended
+            raise
+        finally:
+            self._turns.release()
 
-    async def _wait_for_slot(self, request: Request, deadline: Deadline) -> None:
+    async def _wait_for_turn(self, request: Request, deadline: Deadline | None) -> None:
         try:
-            await asyncio.wait_for(self._slots.acquire(), deadline.left_s())
+            await asyncio.wait_for(self._turns.wait(), None if deadline is None else deadline.left_s())
         except asyncio.TimeoutError:
+            assert deadline is not None
             raise deadline.crowded(request.layer) from None
 
 
 class _Promise(Generic[_T]):
     """A future of the running loop that a transport can fill; what comes after its end is dropped."""
+
+    __slots__ = ("future",)
 
     def __init__(self) -> None:
         self.future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
@@ -199,6 +205,8 @@ class _Promise(Generic[_T]):
 
 class _Answer(_Promise[ForwardResult]):
     """That of a forward, whose memory goes back where nobody waits any more."""
+
+    __slots__ = ()
 
     def answer(self, value: ForwardResult) -> None:
         if self.future.done():

@@ -33,6 +33,7 @@ from expertd_client.slot import Slot
 from expertd_client.tensors import wire_dtype
 from expertd_client.tracing import TracedCall, recorder
 from expertd_client.transport import Transport
+from expertd_client.turns import Turns
 
 if TYPE_CHECKING:
     from expertd_client.device.session import DeviceSession
@@ -51,17 +52,17 @@ class ForwardFuture(Future[ForwardResult]):
     cancel()   takes the request back: the server drops it if its kernel has not begun
     """
 
-    def __init__(self, exchange: Exchange, slots: threading.Semaphore) -> None:
+    def __init__(self, exchange: Exchange, turns: Turns) -> None:
         super().__init__()
         self._exchange = exchange
-        self._slots = slots
+        self._turns = turns
         self._request_id = 0
 
     def cancel(self) -> bool:
         if not super().cancel():
             return False
         if self._exchange.cancel(self._request_id):
-            self._slots.release()
+            self._turns.release()
         return True
 
     def sent(self, request_id: int) -> None:
@@ -70,7 +71,7 @@ class ForwardFuture(Future[ForwardResult]):
 
     def answer(self, value: ForwardResult) -> None:
         """For the exchange, once."""
-        self._slots.release()
+        self._turns.release()
         if self.set_running_or_notify_cancel():
             self.set_result(value)
         else:
@@ -78,7 +79,7 @@ class ForwardFuture(Future[ForwardResult]):
 
     def fail(self, error: ExpertdError) -> None:
         """For the exchange, once, instead of answer()."""
-        self._slots.release()
+        self._turns.release()
         if self.set_running_or_notify_cancel():
             self.set_exception(error)
 
@@ -124,7 +125,7 @@ class ExpertClient(Forwarder):
         self._ways_lock = threading.Lock()
         self._quantizes = asked_for(wire_dtype)
         self._taken: bool | None = None
-        self._slots = threading.Semaphore(max_in_flight)
+        self._turns = Turns(max_in_flight)
         self._bounded = max_in_flight < ENTRIES  # else a session in shared memory bounds itself
 
     @property
@@ -214,7 +215,7 @@ class ExpertClient(Forwarder):
 
     def _take_turn(self, request: Request, deadline: Deadline | None) -> None:
         """Wait until fewer than max_in_flight requests are under way."""
-        if not self._slots.acquire(timeout=None if deadline is None else deadline.left_s()):
+        if not self._turns.acquire(None if deadline is None else deadline.left_s()):
             assert deadline is not None
             raise deadline.crowded(request.layer)
 
@@ -228,7 +229,7 @@ class ExpertClient(Forwarder):
 
     def _start(self, request: Request, deadline: Deadline | None, traced: TracedCall | None) -> ForwardFuture:
         self._take_turn(request, deadline)
-        future = ForwardFuture(self._exchange, self._slots)
+        future = ForwardFuture(self._exchange, self._turns)
         if traced is not None:
             future.add_done_callback(traced.landed)
         try:
@@ -236,30 +237,76 @@ class ExpertClient(Forwarder):
             if traced is not None:
                 traced.parts[-1].sent(self._exchange.way)
         except BaseException:
-            self._slots.release()
+            self._turns.release()
             raise
         return future
 
     def _once(self, request: Request, deadline: Deadline | None) -> ForwardResult:
         traced = (now := recorder.active) and now.single(request, self.target)
-        if not self._bounded:
+        if self._bounded:
+            self._take_turn(request, deadline)
+        try:
             answer = self._exchange.call(request, deadline, traced)
-        else:
+            if answer is None and self._bounded:
+                return self._wait(request, deadline, traced)
+        finally:
+            if self._bounded:
+                self._turns.release()
+        if answer is None:
             self._take_turn(request, deadline)
             try:
-                answer = self._exchange.call(request, deadline, traced)
+                return self._wait(request, deadline, traced)
             finally:
-                self._slots.release()
-        if answer is not None:
-            if traced is not None:
-                traced.end()
-            return answer
-        future = self._start(request, deadline, traced)
+                self._turns.release()
+        if traced is not None:
+            traced.end()
+        return answer
+
+    def _wait(self, request: Request, deadline: Deadline | None, traced: TracedCall | None) -> ForwardResult:
+        """The answer of a request that somebody else reads."""
+        answer = _Answer()
+        request_id = self._exchange.submit(request, deadline, answer)
+        if traced is not None:
+            traced.parts[-1].sent(self._exchange.way)
         try:
-            return future.result()
+            result = answer.wait()
         except BaseException:
-            future.cancel()  # abandoned, by an interrupt for one; it does nothing to a request that has ended
+            self._exchange.cancel(
+                request_id
+            )  # abandoned, by an interrupt for one; to one that has ended it does nothing
             raise
+        if traced is not None:
+            traced.parts[-1].answered(result.timing)
+            traced.end()
+        return result
+
+
+class _Answer:
+    """One thread's wait for one answer: what a Future is, without what nobody here asks of one."""
+
+    __slots__ = ("_came", "_error", "_value")
+
+    def __init__(self) -> None:
+        self._value: ForwardResult | None = None
+        self._error: ExpertdError | None = None
+        self._came = threading.Lock()
+        self._came.acquire()
+
+    def wait(self) -> ForwardResult:
+        """Raises what came instead."""
+        self._came.acquire()
+        if self._value is None:
+            assert self._error is not None
+            raise self._error
+        return self._value
+
+    def answer(self, value: ForwardResult) -> None:
+        self._value = value
+        self._came.release()
+
+    def fail(self, error: ExpertdError) -> None:
+        self._error = error
+        self._came.release()
 
 
 class _Promise(Future[_T]):

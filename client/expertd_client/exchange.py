@@ -6,8 +6,8 @@ between threads and an event loop is the alarm that watches the deadlines (exper
 
 from __future__ import annotations
 
-import heapq
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -27,8 +27,8 @@ from expertd_client.transport import ChannelFullError, Transport, Waiter
 
 __all__ = ["Exchange"]
 
-_SLACK = 64
-"""Deadlines of answered requests that are kept before they are looked for."""
+_REST = 20
+"""Of the time between two looks at deadlines, to what one look took."""
 
 
 class Exchange:
@@ -42,16 +42,14 @@ class Exchange:
         self._link: Link | None = None
         self._closed = False
         self._alarm = alarm(self._end_what_is_due)
-        self._due: list[tuple[float, int, Link]] = []  # a heap: (end_s, request_id, where it is in flight)
-        self._due_lock = threading.Lock()
 
     def submit(self, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult]) -> int:
         """Sends `request` and returns its id; `waiter` gets its answer, or DeadlineExceededError in time."""
         link = self._open()
         request_id = next(self._ids)
         link.forward(request_id, request, deadline, waiter)
-        if deadline is not None and request_id in link.pending:
-            self._watch(deadline.end_s, request_id, link)
+        if deadline is not None:
+            self._alarm.set(deadline.end_s)
         return request_id
 
     def call(
@@ -100,8 +98,8 @@ class Exchange:
         """As submit(), of a request that is on its way: its caller does not wait for it any more."""
         request_id = next(self._ids)
         link.adopt(request_id, way, ticket, sent, request, deadline, waiter)
-        if deadline is not None and request_id in link.pending:
-            self._watch(deadline.end_s, request_id, link)
+        if deadline is not None:
+            self._alarm.set(deadline.end_s)
         return request_id
 
     def cancel(self, request_id: int) -> bool:
@@ -135,6 +133,9 @@ class Exchange:
         self._alarm.close()
 
     def _open(self) -> Link:
+        link = self._link
+        if link is not None and link.alive:  # close() takes it away
+            return link
         with self._lock:
             if self._closed:
                 raise RequestCancelledError(f"{self._transport.target}: this client is closed; make a new one")
@@ -146,24 +147,23 @@ class Exchange:
     def _told(self, load: pb.Load | Callable[[], pb.Load]) -> None:
         self._load = load
 
-    def _watch(self, end_s: float, request_id: int, link: Link) -> None:
-        """Most requests are answered long before their deadline, which then stays in the heap until it is the first, or
-        until there are many of its kind: so an answer costs nothing here, and a request a comparison."""
-        with self._due_lock:
-            if len(self._due) > _SLACK + 4 * len(link.pending):
-                self._due = [entry for entry in self._due if entry[1] in entry[2].pending]
-                heapq.heapify(self._due)
-            heapq.heappush(self._due, (end_s, request_id, link))
-        self._alarm.set(end_s)
-
     def _end_what_is_due(self) -> None:
-        """For the alarm."""
-        now_s, over = time.monotonic(), []
-        with self._due_lock:
-            while self._due and (self._due[0][0] <= now_s or self._due[0][1] not in self._due[0][2].pending):
-                over.append(heapq.heappop(self._due))
-            next_s = self._due[0][0] if self._due else None
-        for _, request_id, link in over:
+        """For the alarm.  It is set to the earliest deadline of those in flight or earlier: an answer changes nothing
+        in it, and a request costs one comparison.  While many deadlines pass one after the other it rests between two
+        looks, so that looking takes a twentieth of the time at most."""
+        now_s, link, next_s = time.monotonic(), self._link, math.inf
+        if link is None:
+            return
+        due = []
+        for request_id, (_, _, deadline, _) in link.pending.copy().items():
+            if deadline is None:
+                continue
+            if deadline.end_s <= now_s:
+                due.append((deadline.end_s, request_id))
+            elif deadline.end_s < next_s:
+                next_s = deadline.end_s
+        for _, request_id in sorted(due):
             link.expire(request_id)
-        if next_s is not None:
-            self._alarm.set(next_s)
+        if next_s != math.inf:
+            over_s = time.monotonic()
+            self._alarm.set(max(next_s, over_s + _REST * (over_s - now_s)))

@@ -49,7 +49,9 @@ class Link:
         self.alive = True
         self._told = told
         self._target = transport.target
-        self._lock = threading.Lock()  # `alive`, `pending`, `beside` and `_session` change together
+        self._lock = (
+            threading.Lock()
+        )  # `alive`, `beside` and `_session` change together, and `pending` with a channel's end
         self._error: ExpertdError = UnavailableError(f"{transport.target}: the connection is closed")
         self._channels = {channel.name: channel for channel in transport.channels}
         self._session = None if self._channels else Session()
@@ -70,16 +72,23 @@ class Link:
         waiter: Waiter[ForwardResult],
     ) -> None:
         """Sends a request.  Raises where it cannot be sent; otherwise `waiter` gets to know."""
-        with self._lock:
-            alive = self.alive
-            way = self.beside if self.beside is not None and self.beside.takes(request) else self._inline
-            if alive:
+        way = self._inline
+        if self.beside is None:
+            self.pending[request_id] = (waiter, request, deadline, way)
+        else:
+            with self._lock:  # what is on a channel when it ends is failed under this lock
+                if self.beside is not None and self.beside.takes(request):
+                    way = self.beside
                 self.pending[request_id] = (waiter, request, deadline, way)
-        if not alive:  # it broke between the choice of this link and now: nothing was sent
-            waiter.fail(_copy(self._error))
+        if not self.alive:  # it broke between the choice of this link and now: nothing was sent
+            if self.pending.pop(request_id, None) is not None:  # else _close() found it there
+                waiter.fail(_copy(self._error))
             return
+        left_us = 0 if deadline is None else deadline.left_us()
         try:
-            self._send(way, request_id, request, deadline, waiter)
+            way.forward(request_id, left_us, request)
+        except ChannelFullError:
+            self._forward_inline(request_id, left_us, request, deadline, waiter)
         except Exception:  # a number that its field cannot hold, memory that cannot be read: nothing was sent
             self.pending.pop(request_id, None)
             raise
@@ -94,20 +103,21 @@ class Link:
         way = self._direct
         return None if way is None else way.slot(tokens, hidden_size, top_k, dtype)
 
-    def _send(
+    def _forward_inline(
         self,
-        way: Connection,
         request_id: int,
+        left_us: int,
         request: Request,
         deadline: Deadline | None,
         waiter: Waiter[ForwardResult],
     ) -> None:
-        left_us = 0 if deadline is None else deadline.left_us()
+        """What the channel had no room for."""
+        self.pending[request_id] = (waiter, request, deadline, self._inline)
         try:
-            way.forward(request_id, left_us, request)
-        except ChannelFullError:
-            self.pending[request_id] = (waiter, request, deadline, self._inline)
             self._inline.forward(request_id, left_us, request)
+        except Exception:
+            self.pending.pop(request_id, None)
+            raise
 
     def adopt(
         self,
@@ -251,8 +261,8 @@ class Link:
     def _close(self, error: ExpertdError) -> None:
         """The connection ended, and the session with it."""
         with self._lock:
-            self.alive = False
             self._error = blame(error, self._target, 2)
+            self.alive = False  # from here on whoever adds to `pending` sees it, or is in it below
             way, self.beside, self._direct = self.beside, None, None
             asking, self._asking = self._asking, []
         self._fail(error, None)
@@ -264,8 +274,8 @@ class Link:
     def _fail(self, error: ExpertdError, way: Connection | None) -> None:
         """Fails what is in flight on `way`; None = everything."""
         with self._lock:
-            there = list(self.pending.items())  # at once: others take answered ones out meanwhile
-            lost = [n for n, found in there if way is None or found[3] is way]
+            there = self.pending.copy()  # at once: others add, and take answered ones out, meanwhile
+            lost = [n for n, found in there.items() if way is None or found[3] is way]
             taken = [(n, found[0]) for n in lost if (found := self.pending.pop(n, None)) is not None]
         for request_id, waiter in taken:
             waiter.fail(_addressed(blame(error, self._target, len(taken)), request_id))

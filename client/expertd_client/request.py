@@ -56,6 +56,7 @@ class _Fields:
 
     __slots__ = (
         "_form",
+        "_plain",
         "digest",
         "dtypes",
         "grouped",
@@ -78,6 +79,7 @@ class _Fields:
     traceparent: str
     dtypes: tuple[int, ...]
     _form: RequestForm | None
+    _plain: bool
 
 
 class Request(_Fields):
@@ -123,7 +125,7 @@ class Request(_Fields):
         made.grouped, made.output_dtype = grouped, output_dtype
         made.router_weight_on_input, made.digest = router_weight_on_input, digest
         made.traceparent = traceparent or current_traceparent()
-        made.dtypes, made._form = checked(hidden_states, topk_ids, topk_weights, grouped, output_dtype)
+        made.dtypes, made._form, made._plain = checked(hidden_states, topk_ids, topk_weights, grouped, output_dtype)
         return _finished(made)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -189,16 +191,12 @@ class Request(_Fields):
         form = self._form or _form_of(self)
         if form is None or self.digest or self.router_weight_on_input or self.traceparent:
             return encode_stream_request(self.view(request_id, timeout_us, sent_us))
-        dtypes = self.dtypes
-        return form.message(
-            request_id,
-            self.layer,
-            timeout_us,
-            sent_us,
-            bytes_of(self.hidden_states, dtypes[1]),
-            bytes_of(self.topk_ids, dtypes[2]),
-            bytes_of(self.topk_weights, dtypes[3]),
-        )
+        x, ids, w = self.hidden_states, self.topk_ids, self.topk_weights
+        if self._plain:
+            x, ids, w = x.tobytes(), ids.tobytes(), w.tobytes()
+        else:
+            x, ids, w = map(bytes_of, (x, ids, w), self.dtypes[1:])
+        return form.message(request_id, self.layer, timeout_us, sent_us, x, ids, w)
 
     def view(self, request_id: int, timeout_us: int, sent_us: int = 0) -> ForwardRequestView:
         """The request as a message: its tensors as bytes in host memory, not copied where they lie so already.
@@ -240,7 +238,7 @@ class Request(_Fields):
         part.layer, part.output_dtype, part.traceparent = self.layer, self.output_dtype, self.traceparent
         part.router_weight_on_input, part.digest = self.router_weight_on_input, self.digest
         part.hidden_states, part.topk_ids, part.topk_weights = hidden_states, topk_ids, topk_weights
-        part.grouped, part.dtypes, part._form = grouped, dtypes or self.dtypes, None
+        part.grouped, part.dtypes, part._form, part._plain = grouped, dtypes or self.dtypes, None, False
         return _finished(part)
 
 

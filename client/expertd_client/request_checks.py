@@ -11,14 +11,14 @@ from expertd.errors import BadShapeError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import RequestForm
 from expertd_client.e4m3 import E4m3
-from expertd_client.tensors import Synthetic, checked_dtype, wire_dtype
+from expertd_client.tensors import Synthetic, are_few_bytes, checked_dtype, wire_dtype
 
 if TYPE_CHECKING:
     from expertd_client.request import Grouped
 
 __all__ = ["checked", "form_of"]
 
-_Checked: TypeAlias = "tuple[tuple[int, ...], RequestForm | None]"
+_Checked: TypeAlias = "tuple[tuple[int, ...], RequestForm | None, bool]"
 _known: dict[object, _Checked] = {}
 """What checked() found, by types, dtypes and shapes: callers send the same ones again and again."""
 _KNOWN = 4096
@@ -28,9 +28,9 @@ _KNOWN = 4096
 def checked(
     hidden_states: Any, topk_ids: Any, topk_weights: Any, grouped: Grouped | None, output_dtype: Any
 ) -> _Checked:
-    """Request.dtypes, and the form of its message where there is one."""
+    """(Request.dtypes; the form of its message, where it has one; whether all three tensors are_few_bytes())."""
     if grouped is not None:
-        return _check(hidden_states, topk_ids, topk_weights, grouped, output_dtype), None
+        return _check(hidden_states, topk_ids, topk_weights, grouped, output_dtype), None, False
     try:
         key = (
             *(type(hidden_states), hidden_states.dtype, hidden_states.shape),
@@ -40,12 +40,14 @@ def checked(
         )
         found = _known.get(key)
     except (AttributeError, TypeError):  # no tensor; _check() says so
-        return _check(hidden_states, topk_ids, topk_weights, None, output_dtype), None
+        return _check(hidden_states, topk_ids, topk_weights, None, output_dtype), None, False
     if found is None:
         dtypes = _check(hidden_states, topk_ids, topk_weights, None, output_dtype)
         if len(_known) >= _KNOWN:
             _known.clear()
-        found = _known[key] = dtypes, form_of(dtypes, hidden_states, topk_ids, topk_weights)
+        tensors = (hidden_states, topk_ids, topk_weights)
+        plain = all(are_few_bytes(x, number) for x, number in zip(tensors, dtypes[1:], strict=True))
+        found = _known[key] = dtypes, form_of(dtypes, *tensors), plain
     return found
 
 

@@ -31,6 +31,7 @@ from expertd_client.e4m3 import E4m3
 
 __all__ = [
     "Synthetic",
+    "are_few_bytes",
     "array_of",
     "bytes_of",
     "checked_dtype",
@@ -103,11 +104,13 @@ def to_wire(x: Any, number: int) -> TensorView:
 
 
 def bytes_of(x: Any, number: int) -> Any:
-    """The bytes of a numpy array or a torch tensor as they travel, which are copied where they are few: that is less
-    work than a view of them.  number: its DataType."""
-    if type(x) is np.ndarray and x.nbytes <= _FEW_BYTES and x.dtype == _NUMPY[number]:
-        return x.tobytes()
-    return to_wire(x, number).data
+    """The bytes of a numpy array or a torch tensor as they travel.  number: its DataType."""
+    return x.tobytes() if are_few_bytes(x, number) else to_wire(x, number).data
+
+
+def are_few_bytes(x: Any, number: int) -> bool:
+    """Whether `x` is a numpy array that is better copied by tobytes() than viewed, as it travels."""
+    return type(x) is np.ndarray and x.nbytes <= _FEW_BYTES and x.dtype == _NUMPY[number]
 
 
 def checked_dtype(x: Any, name: str, allowed: Sequence[str]) -> int:

@@ -130,11 +130,22 @@ def test_an_answered_request_leaves_nothing_behind():
     for _ in range(5000):
         number = ex.submit(request(), deadline_in(30.0), Waiter())
         hand.ways[0].deliver(answer(number))
-    assert len(ex._due) < 100
     assert alarm.sets == 1, "the first deadline; the others are later"
     alarm.ring()
-    assert ex._due == []
     assert alarm.when_s is None
+
+
+def test_while_many_deadlines_pass_looks_at_them_are_rare(monkeypatch):
+    ex, hand, alarm = exchange()
+    now_s = time.monotonic()
+    for n in range(50):
+        ex.submit(request(), Deadline(1.0, now_s + 9 + n), Waiter())
+    clock = iter([now_s + 10.0, now_s + 10.5])  # a look that takes half a second
+    monkeypatch.setattr("expertd_client.exchange.time.monotonic", lambda: next(clock))
+    alarm.ring()
+    monkeypatch.undo()
+    assert (ex.in_flight, len(hand.ways[0].cancelled)) == (48, 2)
+    assert alarm.when_s == pytest.approx(now_s + 10.5 + 20 * 0.5), "not at the next deadline"
 
 
 def test_before_the_first_request_nothing_is_in_flight_and_there_is_nothing_to_cancel():
@@ -162,7 +173,7 @@ def test_what_is_due_in_a_moment_waits_for_it():
 def test_deadlines_end_in_order_after_answered_ones_were_forgotten():
     ex, hand, alarm = exchange()
     now_s, left = time.monotonic(), {}
-    for n in range(200):  # the latest first, so that the heap's order is not the order in which they came
+    for n in range(200):  # the latest first, so that their order is not the one in which they came
         end_s, waiter = now_s - 1 - n, Waiter()
         number = ex.submit(request(), Deadline(1.0, end_s), waiter)
         if n % 40:
@@ -286,3 +297,24 @@ def test_the_servers_advice_and_the_callers_time_count():
 
 def test_what_would_fail_again_is_not_sent_again():
     assert pause_s(Retry(attempts=5), BadShapeError("x"), 1, None) is None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_request_that_meets_the_end_of_its_connection_is_told_once_and_not_sent(when):
+    ex, hand, _ = exchange()
+    ex.submit(request(), None, Waiter())
+    link, (way,) = ex._link, hand.ways
+
+    class Pending(dict):
+        def __setitem__(self, request_id, found):
+            if when == "after":
+                super().__setitem__(request_id, found)
+            way.breaks(UnavailableError("gone"))
+            if when == "before":
+                super().__setitem__(request_id, found)
+
+    link.pending = Pending(link.pending)
+    late = Waiter()
+    number = ex.submit(request(), None, late)
+    assert (late.what.message, ex.in_flight) == ("gone", 0)  # .what: told once
+    assert number not in way.sent
