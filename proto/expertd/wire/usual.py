@@ -124,9 +124,13 @@ class UsualAnswers:
             return None
         timing_at = pos + 2
         pos = timing_at + data[pos + 1]
-        if data[pos] != 0x32 or data[pos + 1] >= 0x80 or pos + 2 + data[pos + 1] != end:
+        if data[pos] != 0x32 or data[pos + 1] >= 0x80:
             return None
-        told = Told(data[tail:], timing_at - tail, pos + 2 - tail)
+        load_at = pos + 2
+        pos = load_at + data[pos + 1]
+        if pos != end and (data[pos] != 0x7A or pos + 2 + data[pos + 1] != end):  # padding
+            return None
+        told = Told(data[tail:pos], timing_at - tail, load_at - tail)
         return UsualAnswer(request_id, dtype, shape, data, begin, tail, routes_computed, told)
 
     def _remember(self, output: TensorView | None) -> None:

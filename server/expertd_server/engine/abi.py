@@ -13,6 +13,7 @@ __all__ = [
     "COLLECT_ROUTES",
     "DELIVER",
     "EXPERTS",
+    "FORM_BYTES",
     "INTERRUPTED",
     "MOST_OUTCOMES",
     "REASONS",
@@ -22,6 +23,7 @@ __all__ = [
     "BatchRecord",
     "Config",
     "Forward",
+    "InlineMessage",
     "LaneMemory",
     "LayerFacts",
     "Load",
@@ -64,6 +66,8 @@ STOPPED, RUN, CHECK, INTERRUPTED = 0, 1, 2, 3
 """What `Core.run` returns for."""
 MOST_OUTCOMES = 256
 """That come with one call."""
+FORM_BYTES = 24
+"""Of what is alike in requests that are checked alike."""
 WHOLE, EXPERTS, COLLECT, COLLECT_ROUTES, DELIVER = range(5)
 """Pieces of a batch as CUDA graphs: see csrc/core.h."""
 
@@ -104,10 +108,19 @@ class Forward(C.Structure):
     _fields_ = [
         *_fields(
             "u64: hidden scales ids weights out bytes arrival_ns deadline_ns; u32: layer tokens top_k caller;"
-            "u8: hidden_dtype ids_dtype weights_dtype out_dtype router_weight_on_input on_device"
+            "u8: hidden_dtype ids_dtype weights_dtype out_dtype router_weight_on_input on_device named spare"
         ),
-        ("spare", C.c_uint8 * 2),
         ("trace", C.c_uint8 * 24),
+    ]
+
+
+class InlineMessage(C.Structure):
+    """A message that holds a request.  form: see csrc/core.h; hidden, scales, ids, weights: where they begin in it;
+    answer_bytes: of the message that answers it."""
+
+    _fields_ = [
+        ("form", C.c_uint8 * FORM_BYTES),
+        *_fields("u32: traced; u64: request_id timeout_us sent_us hidden scales ids weights answer_bytes"),
     ]
 
 

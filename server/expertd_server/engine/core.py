@@ -21,6 +21,7 @@ from expertd_server.engine.abi import (
     COLLECT_ROUTES,
     DELIVER,
     EXPERTS,
+    FORM_BYTES,
     INTERRUPTED,
     MOST_OUTCOMES,
     REASONS,
@@ -30,6 +31,7 @@ from expertd_server.engine.abi import (
     BatchRecord,
     Config,
     Forward,
+    InlineMessage,
     LaneMemory,
     LayerFacts,
     Load,
@@ -51,8 +53,10 @@ __all__ = [
     "CoreMissingError",
     "DELIVER",
     "EXPERTS",
+    "FORM_BYTES",
     "Forward",
     "INTERRUPTED",
+    "InlineMessage",
     "LaneMemory",
     "LayerFacts",
     "Load",
@@ -130,6 +134,13 @@ def library() -> C.CDLL:
         function = getattr(quick if name in _QUICK else lib, "expertd_core" + name)
         function.restype, function.argtypes = result, arguments
         setattr(lib, "expertd_core" + name, function)
+    quick.expertd_message_look.argtypes = (C.c_char_p, u64, p)
+    quick.expertd_message_answer.restype = None
+    quick.expertd_message_answer.argtypes = (p, C.c_char_p, u64, p)
+    lib.expertd_message_submit.restype = u32
+    lib.expertd_message_submit.argtypes = (p, p, C.c_char_p, C.c_char_p, u32, u64, u64, p, p, p)
+    for name in ("expertd_message_look", "expertd_message_answer"):
+        setattr(lib, name, getattr(quick, name))
     peers: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
         ("", p, (p, p)),
         ("_free", None, (p,)),
@@ -162,6 +173,8 @@ class Core:
         self._records = (BatchRecord * 256)()
         self._traces = (TraceRecord * 256)()
         self._load = Load()
+        self._handle, self._retry, self._outcome = C.c_uint64(), C.c_uint32(), Outcome()  # of the last message
+        self._message_at = tuple(map(C.addressof, (self._handle, self._retry, self._outcome)))
         self.bell: int = self._lib.expertd_core_bell(self._core)
         # Calls of one that has stopped are right as long as anybody can make them.
         self._end = weakref.finalize(self, self._lib.expertd_core_free, self._core)
@@ -191,6 +204,23 @@ class Core:
         handle, retry = C.c_uint64(), C.c_uint32()
         reason = self._lib.expertd_core_submit(self._core, C.byref(request), C.byref(handle), C.byref(retry))
         return handle.value, REASONS[reason], retry.value
+
+    def submit_message(
+        self, message: int, data: bytes, answer: bytes, caller: int, begun_ns: int, deadline_ns: int
+    ) -> tuple[int, str, int, Outcome | None]:
+        """As submit(), and the outcome where that is there already.  message: the address of the
+        InlineMessage that was read of `data`.  The answer is written into `answer`; both stay until then.  By one
+        thread at a time."""
+        reason = self._lib.expertd_message_submit(
+            self._core, message, data, answer, caller, begun_ns, deadline_ns, *self._message_at
+        )
+        if reason:
+            return 0, REASONS[reason], self._retry.value, None
+        return self._handle.value, "", 0, self._outcome if self._outcome.handle else None
+
+    def answer_message(self, answer: bytes, outcome: Outcome) -> None:
+        """Write what `answer` lacks of a request that is computed."""
+        self._lib.expertd_message_answer(self._core, answer, len(answer), C.addressof(outcome))
 
     def admits(self, request: Forward) -> tuple[str, int]:
         """(reason why not or "", retry_after_us): what submit() would say now; addresses are of no interest."""

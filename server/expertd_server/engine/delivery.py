@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from expertd.errors import TABLE, DeadlineExceededError
+from expertd.errors import TABLE, DeadlineExceededError, ExpertdError
 from expertd_server.engine import core as c
 from expertd_server.engine.convert import digest
 from expertd_server.engine.known import KnownLayers, Tally
-from expertd_server.engine.outcome import dead_outcome, reply
+from expertd_server.engine.outcome import dead_outcome, hand_over, reply
 from expertd_server.engine.report import RequestReport, stages_of
-from expertd_server.engine.request import Answer, Array, Outcome, Request, Stages
+from expertd_server.engine.request import Answer, Array, Request, Stages
 
 __all__ = ["Delivery", "Waiting"]
 
@@ -30,11 +30,13 @@ _TICK_MS = 500
 
 
 class Waiting(NamedTuple):
-    """A request that the core has.  out: where its output is written; operands: kept while they may be read."""
+    """A request that the core has.  out: where its output is written, None: into `answer`, the message that is to be
+    sent; operands: kept while they may be read."""
 
     request: Request
-    out: Array
+    out: Array | None
     operands: tuple[Any, ...]
+    answer: bytes = b""
 
 
 class Delivery:
@@ -84,6 +86,24 @@ class Delivery:
                 r.handle, r.on_cancel = handle, self._cancel
                 self._waiting[handle] = Waiting(r, out, operands)
         return reason, after_us
+
+    def submit_message(self, r: Request, message: int, data: bytes, answer: bytes, caller: int) -> tuple[str, int]:
+        """The same for a message; see Messages and Core."""
+        times = r.arrival_ns, r.deadline_ns
+        with self._lock:
+            handle, reason, after_us, outcome = self._core.submit_message(message, data, answer, caller, *times)
+            if reason:
+                return reason, after_us
+            if outcome is None:
+                r.handle, r.on_cancel = handle, self._cancel
+                self._waiting[handle] = Waiting(r, None, (data,), answer)
+                return "", 0
+            error = self._error(outcome, r) if outcome.reason else None
+        if error is None:
+            hand_over(r, answer)
+        else:
+            reply(r, error)
+        return "", 0
 
     def _cancel(self, r: Request) -> None:
         self._core.cancel(r.handle)
@@ -150,17 +170,24 @@ class Delivery:
             return
         with self._lock:
             found = self._waiting.pop(o.handle, None)
-        if found is not None:
-            reply(found.request, self._outcome(o, found.request, found.out))
+        if found is None:
+            return
+        r, out = found.request, found.out
+        if r.cancelled or o.reason:
+            reply(r, self._error(o, r))
+        elif out is None:
+            self._core.answer_message(found.answer, o)
+            hand_over(r, found.answer)
+        else:
+            reply(r, self._answer(o, r, out))
 
-    def _outcome(self, o: c.Outcome, r: Request, out: Array) -> Outcome:
-        if r.cancelled:
+    def _error(self, o: c.Outcome, r: Request) -> ExpertdError:
+        reason = c.REASONS[o.reason]
+        if r.cancelled or reason == DeadlineExceededError.reason:
             return dead_outcome(r)
-        if o.reason:
-            reason = c.REASONS[o.reason]
-            if reason == DeadlineExceededError.reason:
-                return dead_outcome(r)
-            return TABLE[reason](o.text.decode(errors="replace"), retry_after_us=o.retry_after_us)
+        return TABLE[reason](o.text.decode(errors="replace"), retry_after_us=o.retry_after_us)
+
+    def _answer(self, o: c.Outcome, r: Request, out: Array) -> Answer:
         start = time.perf_counter_ns()
         summary = digest(out, r.output_dtype) if r.digest else None
         return Answer(

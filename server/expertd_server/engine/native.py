@@ -34,6 +34,7 @@ from expertd_server.engine.delivery import Delivery, Waiting
 from expertd_server.engine.executor import CpuExecutor, Executor
 from expertd_server.engine.halves import unheard
 from expertd_server.engine.known import KnownLayers, Tally
+from expertd_server.engine.messages import Messages
 from expertd_server.engine.outcome import reply
 from expertd_server.engine.peers import PeerBounds, Peers
 from expertd_server.engine.report import BatchReport, LoadNow, RequestReport
@@ -118,6 +119,7 @@ class NativeEngine(Worker):
         self._callers: dict[str, int] = {}
         self._peers: Peers | None = None
         self._numbers = itertools.count(1)
+        self.messages = Messages(self._core, self.delivery, self._caller)
 
     @property
     def stream(self) -> Any:

@@ -10,7 +10,7 @@ from expertd_server.engine.convert import digest, output_array, output_into
 from expertd_server.engine.pipeline import Computed
 from expertd_server.engine.request import Answer, Outcome, Request
 
-__all__ = ["batch_outcome", "dead_outcome", "reply"]
+__all__ = ["batch_outcome", "dead_outcome", "hand_over", "reply"]
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,16 @@ def reply(r: Request, outcome: Outcome) -> None:
         log.exception("layer %d: an outcome could not be handed over", r.layer.layer)
         if not isinstance(outcome, ExpertdError):
             reply(r, InternalError(f"answer of layer {r.layer.layer}: {type(e).__name__}: {e}"))
+
+
+def hand_over(r: Request, message: bytes) -> None:
+    """Tell, of a request whose answer is written."""
+    assert r.ready is not None
+    try:
+        r.ready(r, message)
+    except Exception as e:
+        log.exception("layer %d: an answer could not be handed over", r.layer.layer)
+        reply(r, InternalError(f"answer of layer {r.layer.layer}: {type(e).__name__}: {e}"))
 
 
 def dead_outcome(r: Request) -> ExpertdError:

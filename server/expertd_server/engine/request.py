@@ -95,6 +95,7 @@ class Request:
     into         where the output is to be written: as Answer.output, aligned, writable; None = nowhere
     tag          the transport's own: the engine does not look at it, nor at
     trace, transport  of expertd.trace_context, b"" = its way is not told of; how it came, as RequestReport has it
+    ready        of a message that the core answers: called instead of reply where it is computed, with the whole answer
     cancelled    set by whoever wants no answer any more: not computed unless its batch is cut already, and replied to
                  with RequestCancelledError once its memory is free
     on_cancel, handle, foreseen_ns  the engine's: how it learns of that, its name for the request, and when it expected
@@ -120,6 +121,7 @@ class Request:
     tag: Any = None
     trace: bytes = b""
     transport: str = ""
+    ready: Callable[[Request, bytes], None] | None = None
     on_cancel: Callable[[Request], None] | None = None
     handle: int = 0
     foreseen_ns: int = 0

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -20,6 +20,9 @@ from expertd_server.engine.admission import QueueLimits, State
 from expertd_server.engine.report import BatchReport
 from expertd_server.engine.scheduler import Policy
 from expertd_server.engine.served import Holding, ServedLayer
+
+if TYPE_CHECKING:
+    from expertd_server.engine.messages import Messages
 
 __all__ = ["STOPPED", "LostError", "Worker"]
 
@@ -49,7 +52,10 @@ class Worker(abc.ABC):
         interest, nothing compiles
     nonfinite: see batch.NONFINITE
     state: SERVING takes requests; holding: what is held now
+    messages: who takes messages of gRPC streams as they come; None: nobody
     """
+
+    messages: Messages | None = None
 
     def __init__(
         self,

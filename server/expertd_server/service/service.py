@@ -31,6 +31,7 @@ from expertd.wire import ForwardRequestView
 from expertd_server.engine.admission import Limits, State, fits, shut
 from expertd_server.engine.report import RequestReport
 from expertd_server.engine.request import STORAGE, Answer, Outcome, Reply, Request, Stages
+from expertd_server.service.forms import Forms
 from expertd_server.service.intake import Drawing, Intake
 from expertd_server.service.offers import Door, answer_offer
 from expertd_server.service.refusals import Refusals
@@ -59,6 +60,7 @@ class Service:
     def __init__(self, engine: AnyEngine, metrics: Metrics, limits: Limits) -> None:
         self.engine, self.metrics, self.limits = engine, metrics, limits
         self._intake = Intake(lambda: engine.holding, limits.max_tokens)
+        self.forms = Forms(lambda: engine.holding, self._sample)
         self._describe: Callable[[bool], pb.DescribeResponse] | None = None
         self.doors: dict[str, Door | str] = {}
         self.refusals = Refusals()
@@ -179,6 +181,10 @@ class Service:
         if self.traced is not None and (context := context_of(view.traceparent or traceparent)):
             more["trace"] = context
         return self._intake.request(view, reply, caller=caller, arrival_ns=arrival_ns, deadline_ns=deadline_ns, **more)
+
+    def _sample(self, view: ForwardRequestView) -> Request:
+        """A request that nobody submits."""
+        return self._intake.request(view, lambda *_: None)[0]
 
     def report(self, r: Request, outcome: Outcome) -> RequestReport | None:
         """Of a request that its caller traces and that is answered with `outcome` now; None: nobody wants to know."""

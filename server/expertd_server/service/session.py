@@ -47,6 +47,9 @@ class Outlet(Protocol):
         """A computed request, on the engine's thread (one of no tokens: within take()).  `answer.output` is
         `request.into`, or is gone when this returns.  If it raises, the caller gets that as an error."""
 
+    def ready(self, message: bytes, answer_bytes: int, /) -> None:
+        """A computed request that came by take_message(): the whole answer, on the engine's thread or within that."""
+
     def send(self, message: pb.RequestError | pb.SessionAnswer | pb.Load, /) -> None:
         """A small message, from any thread: an error of a request or of a message that had no id, the answer to an
         offer, or the server's load, unasked."""
@@ -74,6 +77,8 @@ class Session:
         self._ended = self._closed = False
         self._age = Age()
         self._pressed_until_ns = 0
+        self._messages = service.engine.messages
+        self._looked = None if self._messages is None else self._messages.looked()
 
     # ---- the transport's thread --------------------------------------------------------------------------------------
 
@@ -105,6 +110,64 @@ class Session:
         else:
             self.refuse(MalformedMessageError("message: holds nothing, want forward, cancel or session"), 0)
         return None
+
+    def take_message(self, data: bytes, arrival_ns: int) -> bool:
+        """Take a stream's message that holds a request like one that was taken before, without decoding it, or refuse
+        it for want of time.  False: it is to be read; nothing was done with it."""
+        service, messages, looked = self._service, self._messages, self._looked
+        if messages is None or looked is None:
+            return False
+        found = looked.look(data)
+        if found is None or service.engine.state is not State.SERVING:
+            return False
+        form, m = service.forms.find(found, data), looked.message
+        if form is None or (service.traced is not None and (m.traced or self._traceparent)):
+            return False
+        begun_ns = arrival_ns - self._age.of(m.sent_us, arrival_ns)
+        number, timeout_us, nbytes = m.request_id, m.timeout_us, form.answer_bytes
+        r = Request(
+            form.layer,
+            form.tokens,
+            form.top_k,
+            form.hidden,
+            form.ids,
+            form.weights,
+            self._reply,
+            self._caller,
+            number,
+            begun_ns,
+            arrival_ns,
+            begun_ns + 1000 * timeout_us if timeout_us else 0,
+            form.router_weight_on_input,
+            form.output_dtype,
+            ready=self._settle,
+        )
+        with self._lock:
+            in_flight, held = self._in_flight, self._held_bytes
+            if number in in_flight or len(in_flight) + self._unwritten >= service.limits.max_in_flight:
+                return False
+            in_flight[number] = r
+            self._held_bytes = held + nbytes
+        try:
+            service.reserve(held, nbytes)
+        except TooManyRequestsError:
+            with self._lock:
+                del self._in_flight[number]
+                self._held_bytes -= nbytes
+            return False
+        try:
+            if messages.submit(r, looked, data):
+                return True
+            error = None
+        except (OverloadedError, DeadlineExceededError) as e:
+            error = e
+        with self._lock:
+            del self._in_flight[number]
+        self._give_back(nbytes)
+        if error is None:
+            return False
+        self.refuse(error, number)
+        return True
 
     def turn_away(self, data: bytes, arrival_ns: int) -> bool:
         """Answer a stream's message that holds a request for which there is no time, without reading more of it than
@@ -167,7 +230,8 @@ class Session:
             if self._closed or not answer_bytes:
                 return
             self._outbox_bytes -= answer_bytes
-        self._give_back(answer_bytes)
+            self._held_bytes -= answer_bytes
+        self._service.give_back(answer_bytes)
 
     def drain(self) -> None:
         """The server drains from now on: say so."""
@@ -223,31 +287,39 @@ class Session:
         self.refuse(RequestCancelledError("request: cancelled by its caller"), number)
 
     def _reply(self, r: Request, outcome: Outcome) -> None:
+        try:
+            self._settle(r, outcome)
+        finally:
+            self._service.tell(self._service.report(r, outcome))
+            self._released(r.tag)
+
+    def _settle(self, r: Request, outcome: Outcome | bytes) -> None:
+        """bytes: the whole answer."""
         answered = not isinstance(outcome, ExpertdError)
+        nbytes = r.answer_bytes
         with self._lock:
             wanted = not (r.cancelled or self._closed)
             if wanted:
                 del self._in_flight[r.request_id]
                 self._unwritten += 1
                 if answered:
-                    self._outbox_bytes += r.answer_bytes
+                    self._outbox_bytes += nbytes
         if not (wanted and answered):
-            self._give_back(r.answer_bytes)
-        try:
-            if wanted:
-                self._hand_over(r, outcome)
-        finally:
-            self._service.tell(self._service.report(r, outcome))
-            self._released(r.tag)
+            self._give_back(nbytes)
+        if wanted:
+            self._hand_over(r, outcome, nbytes)
 
-    def _hand_over(self, r: Request, outcome: Outcome) -> None:
+    def _hand_over(self, r: Request, outcome: Outcome | bytes, nbytes: int) -> None:
         """Give the outlet an outcome, which counts as unwritten already."""
         if not isinstance(outcome, ExpertdError):
             try:
-                self._outlet.answer(r, outcome)
+                if isinstance(outcome, bytes):
+                    self._outlet.ready(outcome, nbytes)
+                else:
+                    self._outlet.answer(r, outcome)
             except Exception as e:
                 outcome = error_of(e, f"the answer of layer {r.layer.layer}")
-                self._unhand(r.answer_bytes)
+                self._unhand(nbytes)
             else:
                 self._service.metrics.answered()
                 return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -133,7 +134,9 @@ class Stream:
                 self._rpc.received()
                 self.bytes_in += len(data)
                 self._last_s = time.monotonic()
-                await self._take(data)
+                wait = self._take(data)
+                if wait is not None:
+                    await asyncio.wrap_future(wait)
                 if self._waiting > _MOST_UNREAD:  # he does not read: read no more of his until he does
                     self._room.clear()
                     await self._room.wait()
@@ -144,20 +147,18 @@ class Stream:
             self._session.end()
             self._wake.set()
 
-    async def _take(self, data: bytes) -> None:
-        """One message of the caller."""
-        arrival_ns = time.monotonic_ns()
+    def _take(self, data: bytes) -> Future[None] | None:
+        """One message of the caller.  A Future: read no further until it is done."""
+        arrival_ns, session = time.monotonic_ns(), self._session
         try:
             self._service.check_size(len(data))
-            if self._session.turn_away(data, arrival_ns):
-                return
+            if session.take_message(data, arrival_ns) or session.turn_away(data, arrival_ns):
+                return None
             message = decode_stream_request(data)
         except ExpertdError as e:
-            self._session.refuse(e, peek_request_id(data, stream=True))
-            return
-        wait = self._session.take(message, arrival_ns)
-        if wait is not None:
-            await asyncio.wrap_future(wait)
+            session.refuse(e, peek_request_id(data, stream=True))
+            return None
+        return session.take(message, arrival_ns)
 
     # ---- Outlet ------------------------------------------------------------------------------------------------------
 
@@ -165,6 +166,11 @@ class Stream:
         """Encoded on the thread that hands it out."""
         view = response_view(request, answer, self._service.load_message())
         self._outbox.append((encode_stream_response(view), request.answer_bytes))
+        self._mailbox.post(self._flush)
+
+    def ready(self, message: bytes, answer_bytes: int) -> None:
+        """Encoded by the core."""
+        self._outbox.append((message, answer_bytes))
         self._mailbox.post(self._flush)
 
     def send(self, message: pb.RequestError | pb.SessionAnswer | pb.Load) -> None:

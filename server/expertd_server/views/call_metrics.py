@@ -33,15 +33,15 @@ _A66_BYTES = (*(float(1 << i) for i in (10, 11)), *(float(1 << i) for i in range
 
 
 class Rpc:
-    """One method, with its labels bound once.  ended() is called by one thread at a time."""
+    """One method, with its labels bound once.  By one thread at a time."""
 
     def __init__(self, metrics: Metrics, kind: str, method: str, service: str = SERVICE) -> None:
         self.method, self._name = method, f"{service}/{method}"
         labels = (kind, service, method)
         self._handled, self._labels, self._calls = metrics.handled, labels, metrics.calls
         self._begun: Callable[[], None] = metrics.started.labels(*labels).inc
-        self.received: Callable[[], None] = metrics.received.labels(*labels).inc
-        self.sent: Callable[[], None] = metrics.sent.labels(*labels).inc
+        self.received = metrics.count(metrics.received.labels(*labels).inc).add
+        self.sent = metrics.count(metrics.sent.labels(*labels).inc).add
         self._handling = metrics.calls.handling(labels)
 
     def started(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import HistogramMetricFamily
@@ -13,10 +14,29 @@ from prometheus_client.utils import floatToGoString
 
 from expertd_server.engine.report import WAIT_BOUNDS_NS, Waits
 
-__all__ = ["SECONDS", "Tally"]
+__all__ = ["SECONDS", "Count", "Tally"]
 
 SECONDS = tuple(ns * 1e-9 for ns in WAIT_BOUNDS_NS)
 """Bounds of the time histograms: 10 us to 5 s, three a decade."""
+
+
+class Count:
+    """What happens for every message, counted by one thread, without a lock; any thread may tell().  inc: Prometheus's,
+    which is told of it then."""
+
+    def __init__(self, inc: Callable[[float], None]) -> None:
+        self._inc = inc
+        self._n = self._told = 0
+        self._lock = threading.Lock()
+
+    def add(self, n: int = 1) -> None:
+        self._n += n
+
+    def tell(self) -> None:
+        with self._lock:
+            n = self._n
+            self._inc(n - self._told)
+            self._told = n
 
 
 class Tally:

@@ -76,6 +76,25 @@ def test_the_second_answer_of_a_shape_is_read_the_short_way():
     assert kinds == [ForwardResponseView, ForwardResponseView, UsualAnswer, UsualAnswer, UsualAnswer]
 
 
+@pytest.mark.parametrize("padding", [b"\x7a\x00", b"\x7a\x05" + bytes(5), b"\x7a\x7f" + bytes(127)])
+def test_padding_may_stand_behind_everything(padding):
+    """Where a server fixes an answer's size before it knows what stands behind the output."""
+    one = answer(9, 2000)
+    whole = encode_stream_response(one)
+    inner = whole[4:] + padding
+    size = len(inner)
+    data = b"\x0a" + bytes((size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14)) + inner
+    answers = UsualAnswers()
+    answers.read(whole)
+    found = answers.read(data)
+    assert isinstance(found, UsualAnswer)
+    assert found.view() == decode_stream_response(data) == one
+    with pytest.raises(MalformedMessageError):
+        answers.read(data[:-1])
+    other = answers.read(data[:-1] + b"\x01") if len(padding) > 2 else found
+    assert isinstance(other, UsualAnswer), "what it holds means nothing"
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -25,7 +25,7 @@ class Fields {
     if (!good || at_ == end_) return false;
     if (++fields_ > kMostFields) return good = false;
     uint64_t tag = 0;
-    if (!varint(&tag) || tag >> 32) return good = false;
+    if (!varint(&tag, kShort) || tag >> 32) return good = false;
     number = uint32_t(tag >> 3);
     kind = uint32_t(tag & 7);
     if (number == 0) return good = false;
@@ -35,7 +35,7 @@ class Fields {
       case 1:
         return good = fixed(8);
       case 2:
-        if (!varint(&bytes) || bytes > uint64_t(end_ - at_)) return good = false;
+        if (!varint(&bytes, kShort) || bytes > uint64_t(end_ - at_)) return good = false;
         data = at_;
         at_ += bytes;
         return true;
@@ -46,9 +46,10 @@ class Fields {
     }
   }
 
-  bool varint(uint64_t* out) {
+  // most: bytes that it may have.
+  bool varint(uint64_t* out, uint32_t most = 10) {
     uint64_t v = 0;
-    for (uint32_t shift = 0; shift < 70; shift += 7) {
+    for (uint32_t shift = 0; shift < 7 * most; shift += 7) {
       if (at_ == end_) return false;
       const uint8_t byte = *at_++;
       if (shift == 63 && byte > 1) return false;
@@ -62,6 +63,7 @@ class Fields {
 
  private:
   static constexpr uint32_t kMostFields = 64;
+  static constexpr uint32_t kShort = 5;  // bytes of a tag or a size, as the protobuf readers take them
 
   bool fixed(uint32_t n) {
     if (uint64_t(end_ - at_) < n) return false;

@@ -129,7 +129,7 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
     o.batch_tokens = tokens;
     o.batch_requests = requests;
     o.backend = backend;
-    if (item->work && lane) snprintf(o.text, sizeof o.text, "%s", lane->layer->name_at(lane->rows));
+    if (item->f.named && lane) snprintf(o.text, sizeof o.text, "%s", lane->layer->name_at(lane->rows));
     post(item, o);
   }
   give_back(item);
@@ -183,6 +183,7 @@ void Answers::trace(const Item* item, const Lane* lane, uint32_t reason, uint64_
 }
 
 void Answers::delivered(uint32_t deliver_ns) {
+  if (awaited_ && awaited_->batch_requests && !awaited_->deliver_ns) awaited_->deliver_ns = deliver_ns;
   for (Outcome& o : held_)
     if (o.batch_requests && !o.deliver_ns) o.deliver_ns = deliver_ns;
   for (TraceRecord& t : held_traces_)

@@ -53,6 +53,11 @@ class Answers {
   // All of a batch is answered, which took so long: what is held of it is told so.
   void delivered(uint32_t deliver_ns);
   void record(const BatchRecord& r) { held_records_.push_back(r); }
+  // The outcome of `handle` is to go there, and not to outcomes(); null: none is.
+  void await(uint64_t handle, Outcome* there) {
+    awaited_handle_ = handle;
+    awaited_ = there;
+  }
   // Shows outcomes and records to the other threads: a batch is on record before anybody learns its outcome.
   void flush();
 
@@ -62,6 +67,8 @@ class Answers {
   void post(const Item* item, const Outcome& o) {
     if (item->work)
       sink_->outcome(item->work, o);
+    else if (awaited_ && item->handle == awaited_handle_)
+      *awaited_ = o;
     else
       held_.push_back(o);
   }
@@ -76,6 +83,8 @@ class Answers {
   std::vector<BatchRecord> records_;
   std::vector<TraceRecord> traces_;
   std::map<std::array<uint64_t, 4>, size_t> kinds_;  // places in records_ of those that others may be added to
+  uint64_t awaited_handle_ = 0;
+  Outcome* awaited_ = nullptr;
   std::vector<Outcome> held_;  // of the core's thread, as held_records_
   std::vector<BatchRecord> held_records_;
   std::vector<TraceRecord> held_traces_;

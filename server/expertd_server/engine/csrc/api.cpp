@@ -16,7 +16,7 @@ using namespace expertd;
 API void expertd_core_sizes(uint64_t* out) {
   const uint64_t sizes[] = {sizeof(Config), sizeof(Forward), sizeof(Outcome), sizeof(LayerFacts),
                             sizeof(LaneMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load), sizeof(Waiting), sizeof(Measured),
-                            sizeof(PeerBounds), sizeof(TraceRecord)};
+                            sizeof(PeerBounds), sizeof(TraceRecord), sizeof(InlineMessage)};
   for (uint64_t size : sizes) *out++ = size;
 }
 

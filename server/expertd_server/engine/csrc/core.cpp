@@ -53,7 +53,7 @@ void Core::watch(int fd) {
 
 // ---- any thread ------------------------------------------------------------------------------------------------------
 
-uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us, Work* work) {
+uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us, Work* work, Outcome* at_once) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (draining_) return kDraining;
@@ -74,7 +74,7 @@ uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_
     busy_.enter(f.tokens);
     busy_.admitted.fetch_add(1, std::memory_order_relaxed);
   }
-  if (!compute_here(f)) wake();
+  if (!compute_here(f, *handle, at_once)) wake();
   return kComputed;
 }
 
@@ -95,7 +95,7 @@ void Core::went_out(uint64_t ns) {
 
 // On the thread that brought the request `f`, while the core's own sleeps: a brief batch is over before that is awake.
 // False: something is left for the core's thread.
-bool Core::compute_here(const Forward& f) {
+bool Core::compute_here(const Forward& f, uint64_t handle, Outcome* at_once) {
   int asleep = kAsleep;
   if (config_.device || !driver_.compare_exchange_strong(asleep, kBorrowed)) return false;
   bool all = false;
@@ -103,8 +103,10 @@ bool Core::compute_here(const Forward& f) {
   const Layer* layer = found == layers_.end() ? nullptr : found->second.get();
   const double expected = layer && layer->facts.call ? layer->work->times.expect(f.tokens, f.top_k) : 0;  // 0: not known
   if (expected > 0 && expected <= double(config_.brief_ns) && !interrupted_.load() && !free_.empty()) {
+    answers_.await(handle, at_once);
     take_inbox();
     refused_ = start(now_ns(), &left_) == kNeedsRun;
+    answers_.await(0, nullptr);
     all = !refused_ && busy_.now(busy_.requests) == 0;
   }
   driver_.store(kAsleep);

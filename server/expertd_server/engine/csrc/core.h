@@ -70,7 +70,8 @@ struct Forward {
   uint8_t hidden_dtype, ids_dtype, weights_dtype, out_dtype;
   uint8_t router_weight_on_input;
   uint8_t on_device;  // the addresses are the device's; only of sessions
-  uint8_t spare[2];
+  uint8_t named;      // its outcome's text is the backend, where it is computed
+  uint8_t spare;
   uint8_t trace[24];  // W3C trace id and the caller's span id where its way is told of (TraceRecord), else zeros
 
   bool traced() const {
@@ -78,6 +79,23 @@ struct Forward {
     memcpy(id, trace, sizeof id);
     return id[0] | id[1];
   }
+};
+
+// What requests have in common that are checked alike: only ids and weights are left to be looked at.
+struct Form {
+  uint32_t layer, tokens, hidden_size, top_k;
+  uint8_t hidden_dtype, ids_dtype, weights_dtype, out_dtype;  // out: as it is answered
+  uint8_t router_weight_on_input;
+  uint8_t spare[3];
+};
+
+// A message of a gRPC stream that holds a request with raw tensors, and nothing unusual (messages.cpp).
+struct InlineMessage {
+  Form form;
+  uint32_t traced;  // it has a traceparent
+  uint64_t request_id, timeout_us, sent_us;
+  uint64_t hidden, scales, ids, weights;  // where they begin in the message
+  uint64_t answer_bytes;                  // of the message that answers it
 };
 
 // What became of one Forward, or that a session is gone (then `handle` is the session's).
@@ -91,7 +109,7 @@ struct Outcome {
   uint32_t backend;
   uint32_t retry_after_us;
   uint32_t session_gone;
-  char text[164];  // why it is refused; of a request over TCP that is computed, the backend
+  char text[164];  // why it is refused; the backend of one that is computed and asks for it (Forward::named)
 };
 
 // A batch for the experts of a layer on a CPU: expertd_call of kernels/expertd_kernels/native/csrc/abi.h.

@@ -58,8 +58,9 @@ class Core {
 
   // ---- any thread
   // Why not, or kComputed: then *handle names the request until its outcome.
-  // work: who gets the outcome, null = outcomes().
-  uint32_t submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us, Work* work = nullptr);
+  // work: who gets the outcome, null = outcomes().  at_once: it goes there, with its handle, if it is there on return.
+  uint32_t submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us, Work* work = nullptr,
+                  Outcome* at_once = nullptr);
   // What submit() would say now.  Of `f` no address is looked at.
   uint32_t admits(const Forward& f, uint32_t* retry_after_us);
   // An answer took so long from its outcome to its caller's connection.
@@ -133,7 +134,7 @@ class Core {
   Layer* most_urgent(uint32_t* flag);
   Started start(uint64_t now, Run* out);
   bool call(const Lane& lane, const Run& run);
-  bool compute_here(const Forward& f);
+  bool compute_here(const Forward& f, uint64_t handle, Outcome* at_once);
   void leave_door(const LayerWork& work, uint32_t rows, uint32_t top_k);
   void take_door();
   void keep_door();

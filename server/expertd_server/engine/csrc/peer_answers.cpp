@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "asked.h"
 #include "core_class.h"
 
 namespace expertd {
@@ -18,6 +19,30 @@ using tcp::Head;
 constexpr size_t kMostParts = 24;  // of one write
 
 }  // namespace
+
+std::string answer_tail(const Outcome& o, const Load& n, uint64_t decode_ns, uint64_t arrival_ns) {
+  std::string timing, load, out;
+  tcp::Writer t(&timing);
+  t.number(1, decode_ns);
+  t.number(2, o.queue_ns);
+  t.number(3, o.collect_ns);
+  t.number(4, o.kernel_ns);
+  t.number(5, o.deliver_ns);
+  t.number(7, o.batch_tokens);
+  t.number(8, o.batch_requests);
+  t.text(9, o.text, strlen(o.text));
+  t.number(10, arrival_ns);
+  tcp::Writer l(&load);
+  l.number(1, n.queued_tokens);
+  l.number(2, n.queued_requests);
+  l.real(3, n.token_ns);
+  l.number(4, n.draining);
+  tcp::Writer w(&out);
+  w.number(4, o.routes_computed);
+  w.message(5, timing);
+  w.message(6, load);
+  return out;
+}
 
 void Peers::refuse(Peer* p, uint64_t id, uint32_t reason, uint32_t retry_after_us, const std::string& text) {
   answers_.count(reason);
@@ -47,23 +72,7 @@ void Peers::finish(Work* work, const Outcome& o) {
     return free_work(work);
   }
   answers_.count(kComputed);
-  std::string timing, load, id, output;
-  tcp::Writer t(&timing);
-  t.number(1, work->decode_ns);
-  t.number(2, o.queue_ns);
-  t.number(3, o.collect_ns);
-  t.number(4, o.kernel_ns);
-  t.number(5, o.deliver_ns);
-  t.number(7, o.batch_tokens);
-  t.number(8, o.batch_requests);
-  t.text(9, o.text, strlen(o.text));
-  t.number(10, work->f.arrival_ns);
-  const Load n = core_.load();
-  tcp::Writer l(&load);
-  l.number(1, n.queued_tokens);
-  l.number(2, n.queued_requests);
-  l.real(3, n.token_ns);
-  l.number(4, n.draining);
+  std::string id, output;
   Message m;
   m.work = work;
   if (work->f.out_dtype == kE4m3) {
@@ -73,10 +82,7 @@ void Peers::finish(Work* work, const Outcome& o) {
     m.tail.append(reinterpret_cast<const char*>(work->out.at) + at, bytes);
   }
   const uint64_t scales = m.tail.size();
-  tcp::Writer tail(&m.tail);
-  tail.number(4, o.routes_computed);
-  tail.message(5, timing);
-  tail.message(6, load);
+  m.tail += answer_tail(o, core_.load(), work->decode_ns, work->f.arrival_ns);
   tcp::Writer(&id).number(1, work->id);
   const std::string inner = tcp::tensor_head(work->f.out_dtype, work->f.tokens, work->hidden_size, work->out_bytes);
   tcp::Writer(&output).open(2, inner.size() + work->out_bytes + scales);

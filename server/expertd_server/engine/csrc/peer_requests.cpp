@@ -3,6 +3,7 @@
 #include <cstdarg>
 #include <cstdio>
 
+#include "asked.h"
 #include "core_class.h"
 #include "peers.h"
 #include "wait.h"
@@ -26,36 +27,6 @@ struct Refusal {
     va_end(arguments);
     reason = why;
     text = line;
-  }
-};
-
-// The fields of a ForwardRequest.
-struct Asked {
-  uint64_t id = 0, timeout_us = 0;
-  uint32_t layer = 0, output_dtype = 0, output_form = 0;
-  bool grouped = false, weight_on_input = false, good = true;
-  tcp::Tensor hidden, ids, weights;
-  const uint8_t* traceparent = nullptr;
-  uint64_t traceparent_bytes = 0;
-
-  explicit Asked(tcp::Fields f) {
-    while (f.next()) {
-      if (f.kind == 0) {
-        if (f.number == 1) id = f.value;
-        if (f.number == 2) layer = uint32_t(f.value);
-        if (f.number == 7) timeout_us = f.value;
-        if (f.number == 8) output_dtype = uint32_t(f.value);
-        if (f.number == 9) output_form = uint32_t(f.value);
-        if (f.number == 11) weight_on_input = f.value != 0;
-      } else if (f.kind == 2) {
-        if (f.number == 3) good &= hidden.read(f.inside());
-        if (f.number == 4) good &= ids.read(f.inside());
-        if (f.number == 5) good &= weights.read(f.inside());
-        if (f.number == 6) grouped = true;
-        if (f.number == 10) traceparent = f.data, traceparent_bytes = f.bytes;
-      }
-    }
-    good &= f.good;
   }
 };
 
@@ -110,12 +81,13 @@ void check(const Asked& a, Refusal& refuse) {
     refuse(kOutputDtypeUnsupported, "output_dtype: got %u, want F32, F16, BF16, E4M3 or 0", a.output_dtype);
 }
 
-uint8_t output_dtype(const Asked& a) {
-  if (a.output_dtype) return uint8_t(a.output_dtype);
-  return a.hidden.dtype == kE4m3 ? uint8_t(kBf16) : uint8_t(a.hidden.dtype);
-}
-
 }  // namespace
+
+bool sound(const Asked& a) {
+  Refusal refusal;
+  check(a, refusal);
+  return !refusal.reason;
+}
 
 // `in` of `bytes`, reserved, holds the fields.
 void Peers::forward(Peer* p, tcp::Fields fields, tcp::Buffer in, uint64_t bytes, uint64_t arrival_ns) {
@@ -159,6 +131,7 @@ void Peers::forward(Peer* p, tcp::Fields fields, tcp::Buffer in, uint64_t bytes,
   f.weights_dtype = uint8_t(a.weights.dtype);
   f.out_dtype = output_dtype(a);
   f.router_weight_on_input = a.weight_on_input;
+  f.named = 1;
   if (core_.traces()) tcp::read_traceparent(a.traceparent, a.traceparent_bytes, f.trace);
   work->decode_ns = f.arrival_ns - arrival_ns;
   p->works[a.id] = work;

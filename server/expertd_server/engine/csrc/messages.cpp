@@ -1,0 +1,144 @@
+// Requests of gRPC streams as the bytes they came in, and answers as the bytes that go out: what Python neither decodes nor
+// checks nor encodes, because it has taken such a request before (service/forms.py).
+//
+// An answer is a piece of memory of its final size: a head, the output, written there by the batch itself, and a tail;
+// padding fills what the two leave.
+#include <algorithm>
+#include <cstring>
+
+#include "asked.h"
+#include "core_class.h"
+#include "peers.h"
+
+namespace expertd {
+namespace {
+
+constexpr uint64_t kHead = 64, kTail = 160;  // bytes, at least as many as their fields can have
+constexpr size_t kMostName = 64;             // of a backend; what is longer is cut
+constexpr uint64_t kMostTraceparent = 64;
+
+// Until the tail is written, what it is made of stands in its place.
+struct Draft {
+  uint64_t begun_ns, arrival_ns;
+};
+
+// Some bytes in a field that means nothing; two at least.
+std::string padding(uint64_t bytes) {
+  const uint64_t size = bytes - (bytes < 0x82 ? 2 : 3);
+  std::string out;
+  tcp::Writer(&out).open(15, size);
+  out.append(size, '\0');
+  return out;
+}
+
+uint64_t output_bytes(const Form& f) { return uint64_t(f.tokens) * f.hidden_size * size_of(f.out_dtype); }
+
+bool ascii(const uint8_t* at, uint64_t n) {
+  return std::all_of(at, at + n, [](uint8_t c) { return c < 0x80; });
+}
+
+void write_head(uint8_t* answer, const InlineMessage& m) {
+  const Form& f = m.form;
+  const uint64_t bytes = output_bytes(f);
+  const std::string tensor = tcp::tensor_head(f.out_dtype, f.tokens, f.hidden_size, bytes);
+  std::string wrapper, id, output;
+  tcp::Writer(&id).number(1, m.request_id);
+  tcp::Writer(&output).open(2, tensor.size() + bytes);
+  tcp::Writer(&wrapper).open(1, m.answer_bytes);  // as long as the size of what is inside is to be, which is a little less
+  uint64_t size = m.answer_bytes - wrapper.size();
+  for (size_t i = 1; i < wrapper.size(); ++i, size >>= 7) wrapper[i] = char(size & 0x7f | (i + 1 < wrapper.size() ? 0x80 : 0));
+  const std::string end = output + tensor, begin = wrapper + id;
+  const std::string head = begin + padding(kHead - begin.size() - end.size()) + end;
+  memcpy(answer, head.data(), kHead);
+}
+
+void write_tail(uint8_t* answer, uint64_t bytes, Outcome o, const Load& load) {
+  Draft d;
+  uint8_t* at = answer + bytes - kTail;
+  memcpy(&d, at, sizeof d);
+  o.text[kMostName] = 0;
+  std::string tail = answer_tail(o, load, d.arrival_ns - d.begun_ns, d.begun_ns);
+  tail += padding(kTail - tail.size());
+  memcpy(at, tail.data(), kTail);
+}
+
+// False: it holds something else, or what Python is to look at.
+bool look(const uint8_t* at, uint64_t n, InlineMessage* m) {
+  tcp::Fields stream(at, n);
+  if (!stream.next() || stream.number != 1 || stream.kind != 2 || !stream.empty()) return false;
+  const Asked a(stream.inside());
+  const uint8_t out = output_dtype(a);
+  if (!sound(a) || out == kE4m3 || !a.hidden.shape[0] || !a.hidden.shape[1]) return false;
+  if (a.traceparent && (a.traceparent_bytes > kMostTraceparent || !ascii(a.traceparent, a.traceparent_bytes))) return false;
+  const auto place = [&](const uint8_t* data) { return data ? uint64_t(data - at) : 0; };
+  *m = InlineMessage{};
+  m->form = {a.layer,
+             uint32_t(a.hidden.shape[0]),
+             uint32_t(a.hidden.shape[1]),
+             uint32_t(a.ids.shape[1]),
+             uint8_t(a.hidden.dtype),
+             uint8_t(a.ids.dtype),
+             uint8_t(a.weights.dtype),
+             out,
+             uint8_t(a.weight_on_input),
+             {}};
+  m->traced = a.traceparent_bytes != 0;
+  m->request_id = a.id;
+  m->timeout_us = a.timeout_us;
+  m->sent_us = a.sent_us;
+  m->hidden = place(a.hidden.raw);
+  m->scales = a.hidden.dtype == kE4m3 ? place(a.hidden.scales) : 0;
+  m->ids = place(a.ids.raw);
+  m->weights = place(a.weights.raw);
+  m->answer_bytes = kHead + output_bytes(m->form) + kTail;
+  return true;
+}
+
+}  // namespace
+
+#define API extern "C" __attribute__((visibility("default")))
+
+API int expertd_message_look(const uint8_t* at, uint64_t n, InlineMessage* m) { return look(at, n, m); }
+
+// message: as it was looked at; answer: its memory.  Both stay until the outcome, which is at *out, with the answer written
+// where it is computed, if it is there already: then its handle is not 0.
+API uint32_t expertd_message_submit(Core* core, const InlineMessage* m, const uint8_t* message, uint8_t* answer, uint32_t caller,
+                                    uint64_t begun_ns, uint64_t deadline_ns, uint64_t* handle, uint32_t* retry_after_us,
+                                    Outcome* out) {
+  const Form& form = m->form;
+  const auto address = [&](uint64_t place) { return uint64_t(message + place); };
+  Forward f{};
+  f.hidden = address(m->hidden);
+  f.scales = m->scales ? address(m->scales) : 0;
+  f.ids = address(m->ids);
+  f.weights = address(m->weights);
+  f.out = uint64_t(answer + kHead);
+  f.layer = form.layer;
+  f.tokens = form.tokens;
+  f.top_k = form.top_k;
+  f.caller = caller;
+  f.hidden_dtype = form.hidden_dtype;
+  f.ids_dtype = form.ids_dtype;
+  f.weights_dtype = form.weights_dtype;
+  f.out_dtype = form.out_dtype;
+  f.router_weight_on_input = form.router_weight_on_input;
+  f.named = 1;
+  f.deadline_ns = deadline_ns;
+  f.arrival_ns = shm::now_ns();
+  f.bytes = tensor_bytes(f.hidden_dtype, f.tokens, form.hidden_size) + output_bytes(form) +
+            routes_of(f) * (size_of(f.ids_dtype) + size_of(f.weights_dtype));
+  write_head(answer, *m);
+  const Draft d{begun_ns, f.arrival_ns};
+  memcpy(answer + m->answer_bytes - kTail, &d, sizeof d);
+  out->handle = 0;
+  const uint32_t reason = core->submit(f, handle, retry_after_us, nullptr, out);
+  if (!reason && out->handle && !out->reason) write_tail(answer, m->answer_bytes, *out, core->load());
+  return reason;
+}
+
+// The answer of a request whose outcome came later.
+API void expertd_message_answer(Core* core, uint8_t* answer, uint64_t bytes, const Outcome* o) {
+  write_tail(answer, bytes, *o, core->load());
+}
+
+}  // namespace expertd

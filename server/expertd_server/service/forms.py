@@ -1,0 +1,81 @@
+"""Requests like one that was taken before.
+
+What the checks of intake.py go by is, for raw tensors, the same in every message of one form: layer, shapes and dtypes.
+So the verdict on the first is remembered as long as the same layers are held, and the core reads the others by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from expertd.errors import ExpertdError
+from expertd.wire import ForwardRequestView, decode_stream_request
+from expertd_server.engine.request import Operand, Request
+from expertd_server.engine.served import Holding, ServedLayer
+
+__all__ = ["Form", "Forms"]
+
+_MOST = 4096
+"""Forms that are remembered: each takes about 1 KiB."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What every request of a form becomes, but for its tensors: hidden, ids and weights are empty here."""
+
+    layer: ServedLayer
+    tokens: int
+    top_k: int
+    hidden: Operand
+    ids: Operand
+    weights: Operand
+    router_weight_on_input: bool
+    output_dtype: str
+    answer_bytes: int
+
+
+class Forms:
+    """For one thread.  holding: what is held now; check: the checks of a request, raising the row that refuses it."""
+
+    def __init__(self, holding: Callable[[], Holding], check: Callable[[ForwardRequestView], Request]) -> None:
+        self._holding, self._check = holding, check
+        self._held = holding()
+        self._known: dict[bytes, Form | None] = {}
+
+    def find(self, form: bytes, data: bytes) -> Form | None:
+        """The form of the message `data`, which has the facts `form`; None: it would be refused."""
+        held = self._holding()
+        if held is not self._held:
+            self._held = held
+            self._known.clear()
+        try:
+            return self._known[form]
+        except KeyError:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            found = self._known[form] = self._learn(data)
+            return found
+
+    def _learn(self, data: bytes) -> Form | None:
+        try:
+            message = decode_stream_request(data)
+            r = self._check(message) if isinstance(message, ForwardRequestView) else None
+        except ExpertdError:
+            return None
+        if r is None or r.weights is None:
+            return None
+        hidden, ids, weights = (Operand(o.dtype, np.empty(0)) for o in (r.hidden, r.ids, r.weights))
+        return Form(
+            r.layer,
+            r.tokens,
+            r.top_k,
+            hidden,
+            ids,
+            weights,
+            r.router_weight_on_input,
+            r.output_dtype,
+            r.answer_bytes,
+        )
