@@ -53,6 +53,10 @@ class Client(Tickets):
         del ticket
         return int(self.region.arena + request.out)
 
+    def recall(self, ticket: int) -> None:
+        """Asks the server not to compute a request in flight.  Its answer comes all the same, and is wanted."""
+        self._lib.recall(self._client, ticket)
+
     def wake(self) -> None:
         """A call from a device comes soon (see layout.DeviceCalls), which cannot ring."""
         self._lib.wake(self._client)

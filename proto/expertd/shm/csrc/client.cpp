@@ -225,5 +225,8 @@ API int expertd_shm_exchange(Client* c, const Submission* s, int64_t timeout_ns,
   return how;
 }
 
+// Asks the server not to compute a request in flight, whose answer is wanted all the same.
+API void expertd_shm_recall(Client* c, uint64_t ticket) { c->tell_cancel(ticket); }
+
 // A call from a device comes soon: a device cannot ring.
 API void expertd_shm_wake(Client* c) { wake(c->control->server, c->server_bell); }

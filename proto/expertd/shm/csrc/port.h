@@ -1,4 +1,4 @@
-// One session in shared memory, as the server sees it.  The other side may write anything anywhere in the region at any
+// One session in shared memory, as the server sees it, or who stands for one.  The other side may write anything anywhere in the region at any
 // time: what is read is copied once, then checked, and the copy is used.
 #pragma once
 
@@ -6,7 +6,6 @@
 #include <cstring>
 #include <deque>
 
-#include "core.h"
 #include "layout.h"
 #include "wait.h"
 
