@@ -29,19 +29,30 @@ from expertd_client.request import Request
 from expertd_client.shm_message import message_bytes
 from expertd_client.transport import Closed, Deliver
 
-__all__ = ["AioTcpChannel", "TcpChannel", "TcpConnection"]
+__all__ = ["AioTcpChannel", "TcpChannel", "TcpConnection", "TcpWay"]
 
 _CONNECT_S = 3.0
 
 
-class _Way:
-    """To the server of one gRPC target.  credentials: those of the session."""
+class TcpWay:
+    """To the server of one gRPC target.  credentials: those of the session; name: of the channel."""
 
-    def __init__(self, target: str, credentials: Credentials | None = None) -> None:
+    def __init__(self, target: str, credentials: Credentials | None = None, name: str = "tcp") -> None:
         self._target, self._credentials = reach(target, credentials)
+        self._name = name
 
     def enter(self, answer: pb.SessionAnswer) -> tuple[Client, int]:
         """The session, and the most bytes of a message.  Raises UnavailableError."""
+        sock, most_bytes, _ = self.dial(answer)
+        try:
+            return Client(sock), most_bytes
+        except LibraryMissingError as e:
+            sock.close()
+            raise UnavailableError(f"{self._name}: {e}") from e
+
+    def dial(self, answer: pb.SessionAnswer) -> tuple[socket.socket, int, str]:
+        """A connection that the server has let in, the number that it said, and its address.  Raises
+        UnavailableError."""
         sock: socket.socket | None = None
         try:
             endpoint = parse_endpoint(answer.endpoint)
@@ -51,16 +62,17 @@ class _Way:
             if not host:
                 raise EntryError(f"the server is reached by {self._target}, which names no host")
             sock = connect(host, endpoint.port, _CONNECT_S)
+            address = str(sock.getpeername()[0])
             if endpoint.secure:
                 sock = self._secured(sock, endpoint)
             most_bytes = enter(sock, answer.token, _CONNECT_S)
             if isinstance(sock, ssl.SSLSocket):
-                sock = carried(sock, "expertd-tcp-tls")
-            return Client(sock), most_bytes
-        except (OSError, ValueError, EntryError, LibraryMissingError) as e:
+                sock = carried(sock, f"expertd-{self._name}-tls")
+            return sock, most_bytes, address
+        except (OSError, ValueError, EntryError) as e:
             if sock is not None:
                 sock.close()
-            raise UnavailableError(f"tcp: {e}") from e
+            raise UnavailableError(f"{self._name}: {e}") from e
 
     def _secured(self, sock: socket.socket, endpoint: Endpoint) -> socket.socket:
         """After the handshake.  Raises OSError."""
@@ -83,7 +95,7 @@ class TcpChannel(CallChannel[_Entered]):
 
     def __init__(self, target: str, credentials: Credentials | None = None) -> None:
         super().__init__()
-        self._way = _Way(target, credentials)
+        self._way = TcpWay(target, credentials)
 
     def _enter(self, answer: pb.SessionAnswer) -> _Entered:
         return self._way.enter(answer)
@@ -99,7 +111,7 @@ class AioTcpChannel(LoopChannel[_Entered]):
 
     def __init__(self, target: str, credentials: Credentials | None = None) -> None:
         super().__init__()
-        self._way = _Way(target, credentials)
+        self._way = TcpWay(target, credentials)
 
     def _enter(self, answer: pb.SessionAnswer) -> _Entered:
         return self._way.enter(answer)

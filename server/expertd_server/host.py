@@ -42,7 +42,7 @@ from expertd_server.boot.progress import Progress
 from expertd_server.changes import Changes
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Address
-from expertd_server.doors import largest_message, listening, security_of, shm_door, tcp_door
+from expertd_server.doors import largest_message, listening, nixl_door, security_of, shm_door, tcp_door
 from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.choose import AnyEngine, make_engine
 from expertd_server.engine.native import NativeEngine
@@ -297,6 +297,12 @@ class Host:
         if not isinstance(tcp, str):
             self._transports.append(tcp)
             self.say(f"sessions over TCP on {tcp.address}")
+        nixl = self.service.doors["nixl"] = nixl_door(
+            config, self.engine, self._engine_why, infos, self.metrics.reloaded
+        )
+        if not isinstance(nixl, str):
+            self._transports.append(nixl)
+            self.say(f"sessions over NIXL on {nixl.address}")
         self._describe = Describer(
             self.service.load_message,
             instance_id=uuid.uuid4().hex,

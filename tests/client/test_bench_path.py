@@ -56,9 +56,9 @@ GRID = ("--tokens", "1,3", "--callers", "1,2", "--hidden-size", "64", "--seconds
 @pytest.mark.timeout(60)
 def test_json_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     svg = tmp_path / "path.svg"
-    assert run("--json", "--svg", str(svg), *GRID, "--client", "asyncio,threads", "--transport", "inline,nixl") == 0
+    assert run("--json", "--svg", str(svg), *GRID, "--client", "asyncio,threads", "--transport", "inline,cuda_ipc") == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found["refused"]) == {"echo nixl asyncio", "echo nixl threads"}
+    assert set(found["refused"]) == {"echo cuda_ipc asyncio", "echo cuda_ipc threads"}
     assert all("no such channel" in why for why in found["refused"].values())
     keys = [(r["transport"], r["client"], r["tokens"], r["callers"]) for r in found["rows"]]
     assert keys == [("inline", c, m, n) for n in (1, 2) for m in (1, 3) for c in ("asyncio", "threads")]

@@ -1,4 +1,4 @@
-"""ExpertClient over shared memory and over TCP: what is the same, against the real doors and the real engine; the gRPC
+"""ExpertClient over shared memory, TCP and NIXL: what is the same, against the real doors and the real engine; the gRPC
 in between is a function."""
 
 import asyncio
@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from beside_kit import Sums, Transport, inputs, missing, summing_engine, way
+from beside_kit import Sums, Transport, inputs, missing, needs_nixl, summing_engine, way
 from waiting import until
 
 from expertd.errors import (
@@ -22,10 +22,12 @@ from expertd.errors import (
 )
 from expertd_client import AsyncExpertClient, ExpertClient
 from expertd_client.e4m3 import quantize
+from expertd_client.nixl import AioNixlChannel, NixlChannel
 from expertd_client.shm import AioShmChannel, ShmChannel
 from expertd_client.tcp import AioTcpChannel, TcpChannel
 from expertd_server.config.values import Address
 from expertd_server.engine.peers import PeerBounds
+from expertd_server.transports.nixl import NixlEngine
 from expertd_server.transports.shm import ShmDoor
 from expertd_server.transports.tcp import TcpDoor
 
@@ -35,7 +37,7 @@ pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pyte
 WHERE = "127.0.0.1:1"
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", "tcp", pytest.param("nixl", marks=needs_nixl)])
 def name(request):
     return request.param
 
@@ -59,17 +61,25 @@ def engine(sums):
 def door(engine, name):
     if name == "shm":
         door = ShmDoor(engine, arena_bytes=8 << 20)
-    else:
+    elif name == "tcp":
         door = TcpDoor(engine, Address("127.0.0.1", 0), PeerBounds(8 << 20))
+    else:
+        relays = NixlEngine(engine, local=True)
+        door = TcpDoor(relays, Address("127.0.0.1", 0), PeerBounds(8 << 20), name="NIXL")
     door.start()
     yield door
     door.close()
 
 
 def connected(door, name):
-    client = ExpertClient(Transport(door.offer, ShmChannel() if name == "shm" else TcpChannel(WHERE)))
-    assert client.session().transport == name
+    channel = {"shm": ShmChannel, "tcp": lambda: TcpChannel(WHERE), "nixl": lambda: NixlChannel(WHERE)}[name]()
+    client = ExpertClient(Transport(door.offer, channel))
+    assert client.session(timeout_s=30).transport == name, client.session()
     return client
+
+
+def loop_channel(name):
+    return {"shm": AioShmChannel, "tcp": lambda: AioTcpChannel(WHERE), "nixl": lambda: AioNixlChannel(WHERE)}[name]()
 
 
 @pytest.fixture
@@ -231,16 +241,16 @@ def test_an_idle_session_sees_its_end(client, door):
 def test_sessions_leave_no_descriptors(client, door, name):
     gc.collect()  # engines of other tests have descriptors
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
+    for _ in range(6 if name == "nixl" else 20):  # which starts two processes for each
         with connected(door, name) as c:
             c.forward(0, *inputs(2)[0])
     until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 async def test_a_loop_has_its_own_way(door, name):
-    channel = AioShmChannel() if name == "shm" else AioTcpChannel(WHERE)
+    channel = loop_channel(name)
     async with AsyncExpertClient(Transport(door.offer, channel)) as c:
-        assert (await c.session()).transport == name
+        assert (await c.session(timeout_s=30)).transport == name
         for seed, most in enumerate((8, 8, 2000)):
             calls = [inputs(1 + n * most // 8, seed=seed) for n in range(8)]
             answers = await asyncio.gather(*(c.forward(0, *args) for args, _ in calls))
@@ -258,9 +268,9 @@ async def test_a_loop_has_its_own_way(door, name):
 
 async def test_a_loop_looks_by_itself_for_answers_that_come_soon_and_not_for_others(door, name, sums, monkeypatch):
     """A quick answer is found without the bell; one that takes longer than looking is worth is waited for."""
-    channel = AioShmChannel() if name == "shm" else AioTcpChannel(WHERE)
+    channel = loop_channel(name)
     async with AsyncExpertClient(Transport(door.offer, channel)) as c:
-        assert (await c.session()).transport == name
+        assert (await c.session(timeout_s=30)).transport == name
         beside, args = c._opened[1]._link.beside, inputs(2)[0]
         looked, poll = [0], beside._client.poll
 

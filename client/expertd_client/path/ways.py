@@ -19,6 +19,7 @@ from expertd_client.async_client import AsyncExpertClient
 from expertd_client.client import ExpertClient
 from expertd_client.grpc_aio import AioGrpcTransport
 from expertd_client.grpc_sync import GrpcTransport
+from expertd_client.nixl import AioNixlChannel, NixlChannel
 from expertd_client.path.bare import Bare, EventfdEcho, SocketEcho, StreamEcho
 from expertd_client.path.probe import Probe
 from expertd_client.path.rows import Samples
@@ -39,6 +40,8 @@ _CHANNELS: Mapping[tuple[str, str], Callable[[str], Channel]] = {
     ("threads", "shm"): lambda address: ShmChannel(),
     ("asyncio", "tcp"): AioTcpChannel,
     ("threads", "tcp"): TcpChannel,
+    ("asyncio", "nixl"): AioNixlChannel,
+    ("threads", "nixl"): NixlChannel,
 }
 """Channels by client and name."""
 _OPEN_S = 30.0

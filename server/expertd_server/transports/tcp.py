@@ -18,13 +18,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from expertd.tcp.entry import ENTRY_BYTES, Endpoint, read_exactly, settle, token_of, welcome
 from expertd.tcp.tls import carried
 from expertd_server.config.values import Address
-from expertd_server.engine.peers import PeerBounds, Peers
+from expertd_server.engine.peers import PeerBounds
 from expertd_server.transports.tickets import Tickets
 
 __all__ = ["TcpDoor", "TcpEngine"]
@@ -40,6 +40,21 @@ _MOST_ENTERING = 128
 _WILDCARDS = ("0.0.0.0", "::")
 
 
+class Entered(Protocol):
+    """Sessions whose clients were let in: engine.peers.Peers, or transports.nixl.Relays."""
+
+    bell: int
+
+    def add(self, fd: int, caller: str) -> int: ...
+
+    def remove(self, handle: int) -> None: ...
+
+    def gone(self) -> Sequence[int]: ...
+
+    @property
+    def unwritten(self) -> int: ...
+
+
 class TcpEngine(Protocol):
     """What the door needs of the engine."""
 
@@ -47,13 +62,14 @@ class TcpEngine(Protocol):
         """Whether everything that was taken is answered."""
         ...
 
-    def open_peers(self, bounds: PeerBounds) -> Peers:
+    def open_peers(self, bounds: PeerBounds) -> Entered:
         """Serve sessions over TCP; once."""
         ...
 
 
 class TcpDoor:
-    """A Transport that sessions of another one open.  tls: the context of a new connection, None = plain text."""
+    """A Transport that sessions of another one open.  tls: the context of a new connection, None = plain text; name:
+    of what its sessions are, in texts."""
 
     def __init__(
         self,
@@ -63,8 +79,9 @@ class TcpDoor:
         *,
         tls: Callable[[], ssl.SSLContext] | None = None,
         most_sessions: int = 256,
+        name: str = "TCP",
     ) -> None:
-        self._engine, self._listen, self._bounds = engine, listen, bounds
+        self._engine, self._listen, self._bounds, self._name = engine, listen, bounds, name
         self._tls, self._most = tls, most_sessions
         self._tickets: Tickets[str] = Tickets()
         self._lock = threading.Lock()
@@ -114,7 +131,7 @@ class TcpDoor:
         with self._lock:
             taken = len(self._sessions) + self._admitting + len(self._tickets.waiting())
         if taken >= self._most:
-            return "", "", f"the server has {self._most} sessions over TCP, and no room for more"
+            return "", "", f"the server has {self._most} sessions over {self._name}, and no room for more"
         token = self._tickets.issue(caller)
         return (token, self._endpoint, "") if token else ("", "", "too many sessions are being opened; try again")
 
@@ -195,7 +212,7 @@ class TcpDoor:
             self._admitting += caller is not None
         if caller is None:
             if said:
-                log.warning("tcp: a client came with a token that is not valid; it was refused")
+                log.warning("%s: a client came with a token that is not valid; it was refused", self._name.lower())
             sock.close()
             return
         try:
