@@ -78,6 +78,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
             "shm",
             "shm_device",
             "shm_message",
+            "nixl",
             "tcp",
             "transport",
         ),
