@@ -173,8 +173,6 @@ class Core:
         self._records = (BatchRecord * 256)()
         self._traces = (TraceRecord * 256)()
         self._load = Load()
-        self._handle, self._retry, self._outcome = C.c_uint64(), C.c_uint32(), Outcome()  # of the last message
-        self._message_at = tuple(map(C.addressof, (self._handle, self._retry, self._outcome)))
         self.bell: int = self._lib.expertd_core_bell(self._core)
         # Calls of one that has stopped are right as long as anybody can make them.
         self._end = weakref.finalize(self, self._lib.expertd_core_free, self._core)
@@ -204,19 +202,6 @@ class Core:
         handle, retry = C.c_uint64(), C.c_uint32()
         reason = self._lib.expertd_core_submit(self._core, C.byref(request), C.byref(handle), C.byref(retry))
         return handle.value, REASONS[reason], retry.value
-
-    def submit_message(
-        self, message: int, data: bytes, answer: bytes, caller: int, begun_ns: int, deadline_ns: int
-    ) -> tuple[int, str, int, Outcome | None]:
-        """As submit(), and the outcome where that is there already.  message: the address of the
-        InlineMessage that was read of `data`.  The answer is written into `answer`; both stay until then.  By one
-        thread at a time."""
-        reason = self._lib.expertd_message_submit(
-            self._core, message, data, answer, caller, begun_ns, deadline_ns, *self._message_at
-        )
-        if reason:
-            return 0, REASONS[reason], self._retry.value, None
-        return self._handle.value, "", 0, self._outcome if self._outcome.handle else None
 
     def answer_message(self, answer: bytes, outcome: Outcome) -> None:
         """Write what `answer` lacks of a request that is computed."""

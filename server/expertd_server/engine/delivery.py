@@ -40,7 +40,8 @@ class Waiting(NamedTuple):
 
 
 class Delivery:
-    """session_gone: told of sessions in shared memory that have ended, by handle; traced: see NativeEngine."""
+    """session_gone: told of sessions in shared memory that have ended, by handle; traced: see NativeEngine.  lock:
+    whoever gives a request to the core holds it until that is written down."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Delivery:
         self._core, self._layers, self._tally = core, layers, tally
         self._session_gone, self._traced = session_gone, traced
         self._waiting: dict[int, Waiting] = {}  # by handle
-        self._lock = threading.Lock()  # of _waiting
+        self.lock = threading.Lock()  # of _waiting
         self._delivering = threading.Lock()
         self._ended = False
         self._mine = threading.Event()  # outcomes are handed out by the thread below
@@ -80,30 +81,17 @@ class Delivery:
     def submit(self, f: c.Forward, r: Request, out: Array, operands: tuple[Any, ...]) -> tuple[str, int]:
         """Give a request to the core.  The reason why it is refused, "" = it is not, and after how many us to ask
         again."""
-        with self._lock:  # the outcome may come before the handle is written down
+        with self.lock:  # the outcome may come before the handle is written down
             handle, reason, after_us = self._core.submit(f)
             if not reason:
                 r.handle, r.on_cancel = handle, self._cancel
                 self._waiting[handle] = Waiting(r, out, operands)
         return reason, after_us
 
-    def submit_message(self, r: Request, message: int, data: bytes, answer: bytes, caller: int) -> tuple[str, int]:
-        """The same for a message; see Messages and Core."""
-        times = r.arrival_ns, r.deadline_ns
-        with self._lock:
-            handle, reason, after_us, outcome = self._core.submit_message(message, data, answer, caller, *times)
-            if reason:
-                return reason, after_us
-            if outcome is None:
-                r.handle, r.on_cancel = handle, self._cancel
-                self._waiting[handle] = Waiting(r, None, (data,), answer)
-                return "", 0
-            error = self._error(outcome, r) if outcome.reason else None
-        if error is None:
-            hand_over(r, answer)
-        else:
-            reply(r, error)
-        return "", 0
+    def wait_for(self, handle: int, r: Request, data: bytes, answer: bytes) -> None:
+        """`r`, which the message `data` holds, was given to the core under `lock`."""
+        r.handle, r.on_cancel = handle, self._cancel
+        self._waiting[handle] = Waiting(r, None, (data,), answer)
 
     def _cancel(self, r: Request) -> None:
         self._core.cancel(r.handle)
@@ -111,13 +99,13 @@ class Delivery:
     def take_all(self, timeout_s: float = -1) -> list[Waiting] | None:
         """What waits, which is the caller's to answer from now on.  None: after timeout_s (-1 = for ever) somebody
         still computes a request that he brought."""
-        if not self._lock.acquire(timeout=timeout_s):
+        if not self.lock.acquire(timeout=timeout_s):
             return None
         try:
             left = list(self._waiting.values())
             self._waiting.clear()
         finally:
-            self._lock.release()
+            self.lock.release()
         return left
 
     # ---- the thread, or whoever borrowed its work --------------------------------------------------------------------
@@ -168,7 +156,7 @@ class Delivery:
         if o.session_gone:
             self._session_gone(o.handle)
             return
-        with self._lock:
+        with self.lock:
             found = self._waiting.pop(o.handle, None)
         if found is None:
             return

@@ -6,9 +6,9 @@ import ctypes as C
 import time
 from collections.abc import Callable
 
-from expertd.errors import DeadlineExceededError, OverloadedError
+from expertd.errors import TABLE, DeadlineExceededError, OverloadedError
 from expertd_server.engine.admission import overloaded, too_late
-from expertd_server.engine.core import FORM_BYTES, Core, InlineMessage, library
+from expertd_server.engine.core import FORM_BYTES, REASONS, Core, InlineMessage, Outcome, library
 from expertd_server.engine.delivery import Delivery
 from expertd_server.engine.request import Request
 
@@ -44,19 +44,50 @@ class Messages:
 
     def __init__(self, core: Core, delivery: Delivery, number_of: Callable[[str], int]) -> None:
         self._core, self._delivery, self._number_of = core, delivery, number_of
+        self._submit = library().expertd_message_submit
+        self._handle, self._after_us, self._outcome = (
+            C.c_uint64(),
+            C.c_uint32(),
+            Outcome(),
+        )  # while delivery.lock is held
+        self._out = tuple(map(C.addressof, (self._handle, self._after_us, self._outcome)))
 
     def looked(self) -> Looked:
         """For one thread."""
         return Looked()
 
-    def submit(self, r: Request, looked: Looked, data: bytes) -> bool:
-        """Put `r`, which `data` holds that was `looked` at, into its line.  r.ready or r.reply gets what becomes of it,
-        maybe before this returns; r.hidden, r.ids and r.weights are not looked at.  Raises OverloadedError and
-        DeadlineExceededError.  False: it is refused for another reason, which submit() of the engine tells."""
+    def submit(
+        self,
+        looked: Looked,
+        data: bytes,
+        caller: str,
+        begun_ns: int,
+        deadline_ns: int,
+        under_way: Callable[[], Request],
+    ) -> bytes | bool:
+        """Put the request that `data` holds, and that was `looked` at, into its line: between two sleeps every function
+        is run out of cold caches, so this is one.
+
+        The answer, where it is there at once.  True: its Request, which under_way() makes, will be told.  False: it is
+        refused, for a reason that submit() of the engine tells.  Raises the row that refuses it for want of time, or
+        for what its batch found at once."""
         answer = _new_bytes(None, looked.message.answer_bytes)
-        reason, after_us = self._delivery.submit_message(r, looked.address, data, answer, self._number_of(r.caller))
-        if reason == OverloadedError.reason:
-            raise overloaded(r.deadline_ns, time.monotonic_ns(), 1000 * after_us)
-        if reason == DeadlineExceededError.reason:
+        number, delivery, outcome = self._number_of(caller), self._delivery, self._outcome
+        with delivery.lock:
+            reason = self._submit(
+                self._core.address, looked.address, data, answer, number, begun_ns, deadline_ns, *self._out
+            )
+            if not reason:
+                if not outcome.handle:
+                    delivery.wait_for(self._handle.value, under_way(), data, answer)
+                    return True
+                if not outcome.reason:
+                    return answer
+                error = TABLE[REASONS[outcome.reason]]
+                raise error(outcome.text.decode(errors="replace"), retry_after_us=outcome.retry_after_us)
+            after_us = self._after_us.value
+        if REASONS[reason] == OverloadedError.reason:
+            raise overloaded(deadline_ns, time.monotonic_ns(), 1000 * after_us)
+        if REASONS[reason] == DeadlineExceededError.reason:
             raise too_late()
-        return not reason
+        return False

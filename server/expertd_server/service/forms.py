@@ -13,7 +13,7 @@ import numpy as np
 
 from expertd.errors import ExpertdError
 from expertd.wire import ForwardRequestView, decode_stream_request
-from expertd_server.engine.request import Operand, Request
+from expertd_server.engine.request import Operand, Reply, Request
 from expertd_server.engine.served import Holding, ServedLayer
 
 __all__ = ["Form", "Forms"]
@@ -35,6 +35,35 @@ class Form:
     router_weight_on_input: bool
     output_dtype: str
     answer_bytes: int
+
+    def request(
+        self,
+        reply: Reply,
+        ready: Callable[[Request, bytes], None],
+        caller: str,
+        request_id: int,
+        arrival_ns: int,
+        queued_ns: int,
+        deadline_ns: int,
+    ) -> Request:
+        """One of this form: see Request."""
+        return Request(
+            self.layer,
+            self.tokens,
+            self.top_k,
+            self.hidden,
+            self.ids,
+            self.weights,
+            reply,
+            caller,
+            request_id,
+            arrival_ns,
+            queued_ns,
+            deadline_ns,
+            self.router_weight_on_input,
+            self.output_dtype,
+            ready=ready,
+        )
 
 
 class Forms:

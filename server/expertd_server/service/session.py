@@ -111,9 +111,10 @@ class Session:
             self.refuse(MalformedMessageError("message: holds nothing, want forward, cancel or session"), 0)
         return None
 
-    def take_message(self, data: bytes, arrival_ns: int) -> bool:
+    def take_message(self, data: bytes, arrival_ns: int) -> tuple[bytes, int] | bool:
         """Take a stream's message that holds a request like one that was taken before, without decoding it, or refuse
-        it for want of time.  False: it is to be read; nothing was done with it."""
+        it.  The answer, with its answer_bytes, where it is there at once; else it goes to the outlet.  False: the
+        message is to be read; nothing was done with it."""
         service, messages, looked = self._service, self._messages, self._looked
         if messages is None or looked is None:
             return False
@@ -123,51 +124,47 @@ class Session:
         form, m = service.forms.find(found, data), looked.message
         if form is None or (service.traced is not None and (m.traced or self._traceparent)):
             return False
-        begun_ns = arrival_ns - self._age.of(m.sent_us, arrival_ns)
         number, timeout_us, nbytes = m.request_id, m.timeout_us, form.answer_bytes
-        r = Request(
-            form.layer,
-            form.tokens,
-            form.top_k,
-            form.hidden,
-            form.ids,
-            form.weights,
-            self._reply,
-            self._caller,
-            number,
-            begun_ns,
-            arrival_ns,
-            begun_ns + 1000 * timeout_us if timeout_us else 0,
-            form.router_weight_on_input,
-            form.output_dtype,
-            ready=self._settle,
-        )
-        with self._lock:
-            in_flight, held = self._in_flight, self._held_bytes
-            if number in in_flight or len(in_flight) + self._unwritten >= service.limits.max_in_flight:
-                return False
-            in_flight[number] = r
-            self._held_bytes = held + nbytes
-        try:
-            service.reserve(held, nbytes)
-        except TooManyRequestsError:
+        # Others only take out of these: what looks full may not be, and is looked at with the lock then.
+        if number in self._in_flight or len(self._in_flight) + self._unwritten >= service.limits.max_in_flight:
+            return False
+        begun_ns = arrival_ns - self._age.of(m.sent_us, arrival_ns)
+        deadline_ns = begun_ns + 1000 * timeout_us if timeout_us else 0
+
+        def under_way() -> Request:
+            r = form.request(self._reply, self._settle, self._caller, number, begun_ns, arrival_ns, deadline_ns)
             with self._lock:
-                del self._in_flight[number]
-                self._held_bytes -= nbytes
+                self._in_flight[number] = r
+                self._held_bytes += nbytes
+            return r
+
+        try:
+            service.reserve(self._held_bytes, nbytes)
+        except TooManyRequestsError:
             return False
         try:
-            if messages.submit(r, looked, data):
-                return True
-            error = None
-        except (OverloadedError, DeadlineExceededError) as e:
-            error = e
+            taken = messages.submit(looked, data, self._caller, begun_ns, deadline_ns, under_way)
+        except ExpertdError as e:
+            service.give_back(nbytes)
+            if isinstance(e, OverloadedError | DeadlineExceededError):
+                self._pressed_until_ns = arrival_ns + _PRESSED_NS
+            self.refuse(e, number)
+            return True
+        if not isinstance(taken, bytes):
+            if not taken:
+                service.give_back(nbytes)
+            return taken
         with self._lock:
-            del self._in_flight[number]
-        self._give_back(nbytes)
-        if error is None:
-            return False
-        self.refuse(error, number)
-        return True
+            closed = self._closed
+            if not closed:
+                self._unwritten += 1
+                self._held_bytes += nbytes
+                self._outbox_bytes += nbytes
+        if closed:
+            service.give_back(nbytes)
+            return True
+        service.metrics.computed()
+        return taken, nbytes
 
     def turn_away(self, data: bytes, arrival_ns: int) -> bool:
         """Answer a stream's message that holds a request for which there is no time, without reading more of it than

@@ -152,7 +152,13 @@ class Stream:
         arrival_ns, session = time.monotonic_ns(), self._session
         try:
             self._service.check_size(len(data))
-            if session.take_message(data, arrival_ns) or session.turn_away(data, arrival_ns):
+            taken = session.take_message(data, arrival_ns)
+            if taken is not False:
+                if taken is not True:
+                    self._outbox.append(taken)
+                    self._flush()
+                return None
+            if session.turn_away(data, arrival_ns):
                 return None
             message = decode_stream_request(data)
         except ExpertdError as e:

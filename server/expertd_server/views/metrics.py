@@ -105,7 +105,10 @@ class Metrics:
         self._requests: dict[tuple[str, str], Callable[[float], None]] = {}
         self._backends: set[tuple[str, ...]] = set()
         self.bytes_in = self.count(self.bytes.labels("in").inc).add
+        self.computed = self.count(self.requests.labels("OK", "").inc).add
         self.bytes_out = self.count(self.bytes.labels("out").inc).add
+
+        """computed: a request of a stream was answered at once.  All three are its thread's."""
 
     def count(self, inc: Callable[[float], None]) -> Count:
         """A count that `inc` is told whenever somebody scrapes."""

@@ -82,8 +82,11 @@ class Peer:
     def send(self, data, now_ns=0):
         now_ns = now_ns or time.monotonic_ns()
         try:
-            if self.session.take_message(data, now_ns):
+            taken = self.session.take_message(data, now_ns)
+            if taken is not False:
                 self.usual += 1
+                if taken is not True:
+                    self.outlet.ready(*taken)
             else:
                 self.session.take(decode_stream_request(data), now_ns)
         except ExpertdError as e:
@@ -321,16 +324,24 @@ def test_a_message_is_kept_while_the_core_reads_it(service, doubles):
     until(lambda: sys.getrefcount(data) == nobody)
 
 
-def test_an_outlet_that_fails_is_told_as_an_error(brief):
-    peer = Peer(brief)
+def test_an_outlet_that_fails_is_told_as_an_error(service):
+    peer = Peer(service)
 
     def broken(message, answer_bytes):
         raise BrokenPipeError("the stream is gone")
 
     peer.outlet.ready = broken
     peer.send(data_of(1))
-    assert [e.reason for e in peer.outlet.said] == ["INTERNAL"]
-    assert not peer.session.busy
+    assert [e.reason for e in peer.wait()] == ["INTERNAL"]
+    until(lambda: not peer.session.busy)
+    nothing_left(service)
+
+
+def test_an_answer_for_nobody_leaves_nothing(brief):
+    peer = Peer(brief)
+    peer.session.close()
+    peer.send(data_of(1))
+    assert peer.outlet.said == []
     nothing_left(brief)
 
 
