@@ -301,7 +301,7 @@ def _vendor_scratch(p: Problem, tokens: int) -> int:
     return 2 * tokens * (p.top_k * by_route + p.hidden_size)
 
 
-CPU_PASS_BYTES = 96 << 20
+CPU_PASS_BYTES = 384 << 20
 """The C++ kernel's bound on what it keeps by route; see csrc/layer.cpp."""
 
 

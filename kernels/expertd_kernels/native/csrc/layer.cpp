@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kSerial = 24 << 10;              // elements below which preparing rows is not worth waking threads
 constexpr double kSerialUs = 40;               // phases shorter than this are not worth waking threads
-constexpr size_t kPassBytes = size_t(96) << 20;  // middle rows of one pass over the layer; more tokens take more passes
+constexpr size_t kPassBytes = size_t(384) << 20;  // rows of one pass over the layer; more tokens take more passes, which read all weights again
 
 struct Routes {       // sorted by expert, then by token
   int count, active;  // routes; experts that have any
@@ -227,7 +227,7 @@ const uint8_t* after_down(const Pass& p, const DownUnits& units, int unit, int a
 BlockRun block_run(Pass& p, const Geometry& g, const expertd_matrix& matrix, const Rows& rows, int expert, int b, int blocks,
                    const uint8_t* next, int distance, int thread) {
   ThreadScratch& s = p.context.scratch[thread];
-  const size_t lanes = size_t(2 * kPairsInTurns) * g.groups * kRows;
+  const size_t lanes = size_t(2) * g.groups * kRows;
   float* scales = s.scales.get<float>(lanes);
   float* zeros = g.spec.zeros ? s.zeros.get<float>(lanes) : nullptr;
   const uint8_t* pair = matrix.stream + expert * g.expert_bytes + b * g.block_bytes;
@@ -396,7 +396,8 @@ extern "C" int32_t expertd_cpu_forward(expertd_context* context, const expertd_l
   if (!context || !valid(*layer, *call, g13, g2)) return EXPERTD_BAD_ARGUMENT;
   std::lock_guard<std::mutex> lock(context->busy);
   const size_t route_bytes = size_t(g2.spec.k) * 8 + size_t(g13.kp) * (call->weight_on_input || layer->w13.columns || context->level->tile_rows ? 4 : 0) + 64;
-  const int64_t pass = std::max<int64_t>(1, std::min<int64_t>(4096, kPassBytes / (route_bytes * call->top_k)));
+  const int64_t most = std::max<int64_t>(1, std::min<int64_t>(4096, kPassBytes / (route_bytes * call->top_k)));
+  const int64_t passes = std::max<int64_t>(1, (call->m + most - 1) / most), pass = (call->m + passes - 1) / passes;  // of nearly equal size
   try {
     for (int64_t at = 0; at < call->m; at += pass) {
       const size_t x_row = size_t(call->x_stride) * (call->x_f32 ? 4 : 2), out_row = size_t(g2.spec.n) * (call->out_f32 ? 4 : 2);

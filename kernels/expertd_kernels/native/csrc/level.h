@@ -34,7 +34,7 @@ struct BlockArgs {
   int nb;                 // 1 or 2
   ptrdiff_t ahead;        // what is to be fetched while these blocks are read lies so many bytes behind them
   float factor[2];        // of the scales of each block
-  float* scales;          // [nb][groups][16], room for what prepare() in scales.h makes of the headers; kBf16Tiles: of kPairsInTurns pairs
+  float* scales;          // [nb][groups][16], room for what prepare() in scales.h makes of the headers
   float* minus_zeros;     // as scales, or nullptr: symmetric
   const Rows* rows;
   const int32_t* index;   // [n] row numbers
@@ -110,8 +110,7 @@ constexpr int kSlice = 96;  // rows of an expert that meet a pair of blocks at a
 constexpr int tiles_of(int n) { return (n + kTileRows - 1) / kTileRows; }
 constexpr int tile_begin(int n, int t) { return n * t / tiles_of(n); }
 
-// Pairs of blocks that take turns on tiles of bf16 (panels.h), and rows of sums, of all pairs, that a call has room for there.
-constexpr int kPairsInTurns = 2;
+// Rows of sums, of all pairs, that a call has room for on tiles of bf16 (panels.h).
 constexpr int kPanelRows = 4 * kSlice;
 
 // Whether a pass goes through matrix tiles. Short pieces would leave half of a tile empty; other elements than integers have no faster

@@ -11,7 +11,6 @@ struct Bf16Codes {
   static constexpr int kInput = bf16_step(EL), kVectors = bf16_positions(EL), kColumns = 2 * kVectors;
   Bf16Pairs<V, EL> pairs;
   explicit Bf16Codes(const BlockArgs& a) : pairs(a.g->spec.zeros) {}
-  static inline __attribute__((always_inline)) void fetch(const void* p) { V::prefetch2(p); }
   template <int I>
   typename V::I get(const uint8_t* from, size_t step, int) const { return pairs.template get<I>(from, step); }
   void next() {}
@@ -29,7 +28,6 @@ class FoldedCodes {
     table_ = V::table16(kLow);
     next_group();
   }
-  static inline __attribute__((always_inline)) void fetch(const void* p) { V::prefetch2(p); }
   template <int I>
   typename V::I get(const uint8_t* from, size_t, int b) const {
     return V::add16(V::lookup16(table_, V::template srl16<4 * I>(V::loadi(from))), exponents_[b]);

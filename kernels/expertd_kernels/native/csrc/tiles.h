@@ -24,7 +24,7 @@ constexpr int tile_steps(Path path, int columns) { return tile_columns(path, col
 
 // Neighbouring columns whose products are summed before they are scaled.
 struct TilePiece {
-  int index, group, columns;
+  int index, group, columns, end;  // end: the column behind it
 };
 
 // The pieces of a row in order: at most `most` columns each, of one group or (across) of several.
@@ -37,76 +37,61 @@ struct TilePieces {
     int n = 0;
     for (; n < room && column < g.kp; n++, index++) {
       const int end = across ? g.kp : std::min((group + 1) * g.group, g.kp), columns = std::min(most, end - column);
-      to[n] = {index, group, columns};
       column += columns;
+      to[n] = {index, group, columns, column};
       group += column == end;
     }
     return n;
   }
 };
 
-// The codes of NB blocks on their way into tiles of 16 rows of 64 bytes, `apart` bytes between the blocks'. One step of Codes at a time, so
-// that it fits between products; what the next blocks need is fetched meanwhile. Codes: how a step of codes becomes vectors of tiles.
-// Always inlined: one call between products would keep the decoder in memory.
+// The codes of some pieces of NB blocks -> tiles of 16 rows of 64 bytes, `slot` bytes a piece, `apart` bytes between the blocks'; what a
+// piece lacks of whole tiles becomes zero (what was there may be NaN). In one go: steps between products, or of two pairs in turns, keep
+// the decoder in memory, and took up to twice as long (docs/log/cpu-xeon.md). Codes: how a step of codes becomes vectors of tiles. Returns
+// where the next codes are.
 template <class V, class Codes, int NB>
-class TileDecoder {
+inline const uint8_t* decode_pieces(Codes& codes, const uint8_t* from, const TilePiece* pieces, int count, uint8_t* tiles, size_t slot, size_t apart) {
+  constexpr size_t kStep = NB * kVector;  // between a block's vectors
+  for (int p = 0; p < count; p++, tiles += slot) {
+    uint8_t* to = tiles;
+    for (int left = pieces[p].columns; left > 0; left -= Codes::kColumns) {
+#pragma GCC unroll 2
+      for (int b = 0; b < NB; b++) {
+        for_each_index<Codes::kVectors>([&](auto index) __attribute__((always_inline)) {
+          constexpr int i = decltype(index)::value;
+          V::storei(to + b * apart + i * kVector, codes.template get<i>(from + b * kVector, kStep, b));
+        });
+      }
+      from += Codes::kInput * kStep;
+      to += Codes::kVectors * kVector;
+      codes.next();
+    }
+    for (; to < tiles + slot; to += kVector)
+      for (int b = 0; b < NB; b++) V::storei(to + b * apart, V::bcasti(0));
+  }
+  return from;
+}
+
+// Codes that are needed later, on their way into the second-level cache: some lines after each step of products. All of a panel's at once
+// take the core's buffers for lines that come, which the loads of tiles then wait for: half of the speed where codes come from memory.
+template <class V>
+class Ahead {
  public:
-  TileDecoder(const BlockArgs& a, size_t piece_bytes, size_t apart)
-      : codes_(a), from_(a.pair + a.nb * a.g->header_bytes), step_(a.nb * kVector), ahead_(a.ahead), slot_(piece_bytes), apart_(apart) {}
-  // The next pieces, and where the tiles of the first block go, piece_bytes each.
-  inline __attribute__((always_inline)) void begin(const TilePiece* pieces, int count, uint8_t* tiles) {
-    piece_ = pieces;
-    end_ = pieces + count;
-    to_ = tiles;
-    next_slot_ = tiles + slot_;
-    left_ = count ? piece_->columns : 0;
-  }
-  inline __attribute__((always_inline)) void some(int steps) {
-    for (; steps > 0 && piece_ != end_; steps--) one();
-  }
-  inline __attribute__((always_inline)) void rest() {
-    while (piece_ != end_) one();
+  // [from, to), in so many steps.
+  Ahead(const uint8_t* from, const uint8_t* to, int steps) : at_(from), end_(to), share_(int((to - from) / kVector + steps - 1) / steps) {}
+  inline __attribute__((always_inline)) void some() {
+    for (int i = 0; i < share_ && at_ < end_; i++, at_ += kVector) V::prefetch2(at_);
   }
 
  private:
-  inline __attribute__((always_inline)) void one() {
-#pragma GCC unroll 2
-    for (int b = 0; b < NB; b++) {
-      const uint8_t* c = from_ + b * kVector;
-      for (int i = 0; i < Codes::kInput; i++) Codes::fetch(c + ahead_ + i * step_);
-      for_each_index<Codes::kVectors>([&](auto index) {
-        constexpr int i = decltype(index)::value;
-        V::storei(to_ + b * apart_ + i * kVector, codes_.template get<i>(c, step_, b));
-      });
-    }
-    from_ += Codes::kInput * step_;
-    to_ += Codes::kVectors * kVector;
-    codes_.next();
-    if ((left_ -= Codes::kColumns) <= 0) turn();
-  }
-  // The end of a piece: what it lacks of whole tiles becomes zero (what was there may be NaN).
-  void turn() {
-    for (; to_ < next_slot_; to_ += kVector)
-      for (int b = 0; b < NB; b++) V::storei(to_ + b * apart_, V::bcasti(0));
-    next_slot_ += slot_;
-    left_ = ++piece_ == end_ ? 0 : piece_->columns;
-  }
-
-  Codes codes_;
-  const uint8_t* from_;
-  size_t step_;  // between a block's vectors
-  ptrdiff_t ahead_;
-  size_t slot_, apart_;
-  uint8_t *to_ = nullptr, *next_slot_ = nullptr;
-  const TilePiece *piece_ = nullptr, *end_ = nullptr;
-  int left_ = 0;  // columns of the piece
+  const uint8_t *at_, *end_;
+  int share_;
 };
 
 template <class V>
 struct ByteCodes {
   static constexpr int kInput = 1, kVectors = 1, kColumns = 4;  // of a step: vectors of codes and of a tile, columns
   explicit ByteCodes(const BlockArgs&) {}
-  static inline __attribute__((always_inline)) void fetch(const void* p) { V::prefetch(p); }
   template <int I>
   typename V::I get(const uint8_t* from, size_t, int) const { return V::loadi(from); }
   void next() {}
@@ -122,9 +107,9 @@ constexpr int kSteps = 8;  // tiles of weights of a block that are decoded at a 
 constexpr size_t kBlockTiles = kSteps * kTileBytes;
 
 // Products of the two planes of a tile of rows, `apart` bytes between them, and one piece of NB blocks. Sums go to `sums`, [plane][block]
-// tiles. between(): after each step, while the tiles multiply.
-template <class T, int NB, class Between>
-inline void multiply_planes(const uint8_t* x, size_t apart, size_t x_step, const uint8_t* w, int steps, uint8_t* sums, const Between& between) {
+// tiles.
+template <class T, int NB, class Fetch>
+inline void multiply_planes(const uint8_t* x, size_t apart, size_t x_step, const uint8_t* w, int steps, uint8_t* sums, Fetch& ahead) {
   T::template zero<0>();
   T::template zero<2>();
   if constexpr (NB == 2) T::template zero<1>(), T::template zero<3>();
@@ -137,7 +122,7 @@ inline void multiply_planes(const uint8_t* x, size_t apart, size_t x_step, const
     T::template load<5>(x + apart, kVector);
     T::template dot_uu<2, 5, 6>();
     if constexpr (NB == 2) T::template dot_uu<3, 5, 7>();
-    between();
+    ahead.some();
   }
   T::template store<0>(sums);
   if constexpr (NB == 2) T::template store<1>(sums + kTileBytes);
@@ -178,43 +163,36 @@ void add_planes(const BlockArgs& a, const PlaneSums& t, const uint8_t* sums) {
   }
 }
 
-// NB blocks of int8: some pieces at a time are copied into tiles in the first-level cache and meet all rows there. While they do, the next
-// ones are copied, and the sums of the products before are scaled.
+// NB blocks of int8: some pieces at a time are copied into tiles in the first-level cache and meet all rows there. The sums of the
+// products before are scaled meanwhile.
 template <class V, class T, int NB>
 void gemm_planes(const BlockArgs& a) {
-  using Decoder = TileDecoder<V, ByteCodes<V>, NB>;
-  alignas(64) uint8_t tiles[2][NB * kBlockTiles], sums[2][4 * kTileBytes];
+  alignas(64) uint8_t tiles[NB * kBlockTiles], sums[2][4 * kTileBytes];
   const Geometry& g = *a.g;
   const int steps = tile_steps(kI16Tiles, g.piece), fit = kSteps / steps, all = tiles_of(a.n);
-  const int calls = all * fit * steps * ByteCodes<V>::kColumns, share = (fit * g.piece + calls - 1) / calls;
   prepare_all<V>(a);
   zero_out<V, NB>(a);
   TilePieces row{g, g.piece, false};
-  TilePiece pieces[2][kSteps];
-  Decoder decoder(a, steps * kTileBytes, kBlockTiles);
-  const auto between = [&] { decoder.some(share); };
-  int count = row.take(pieces[0], fit);
-  decoder.begin(pieces[0], count, tiles[0]);
-  decoder.rest();
+  TilePiece pieces[kSteps];
+  ByteCodes<V> codes(a);
+  const uint8_t* from = a.pair + a.nb * g.header_bytes;
   PlaneSums before{};
   int half = 0;  // where the next sums go
-  for (int now = 0; count; now ^= 1) {
-    const int following = row.take(pieces[now ^ 1], fit);
-    decoder.begin(pieces[now ^ 1], following, tiles[now ^ 1]);
+  while (const int count = row.take(pieces, fit)) {
+    const uint8_t* codes_of = from;
+    from = decode_pieces<V, ByteCodes<V>, NB>(codes, from, pieces, count, tiles, steps * kTileBytes, kBlockTiles);
+    Ahead<V> ahead(codes_of + a.ahead, from + a.ahead, all * count * steps);
     for (int t = 0; t < all; t++) {
       const int begin = tile_begin(a.n, t), rows = tile_begin(a.n, t + 1) - begin;
       const size_t step = size_t(rows) * kVector;
       const uint8_t* data = a.rows->data + size_t(a.index[0] + begin) * a.rows->stride;
       for (int i = 0; i < count; i++, half ^= 1) {
-        const TilePiece& piece = pieces[now][i];
-        const uint8_t *x = data + size_t(piece.index) * 2 * steps * step, *w = tiles[now] + size_t(i) * steps * kTileBytes;
-        multiply_planes<T, NB>(x, steps * step, step, w, tile_steps(kI16Tiles, piece.columns), sums[half], between);
+        const uint8_t *x = data + size_t(pieces[i].index) * 2 * steps * step, *w = tiles + size_t(i) * steps * kTileBytes;
+        multiply_planes<T, NB>(x, steps * step, step, w, tile_steps(kI16Tiles, pieces[i].columns), sums[half], ahead);
         if (before.rows) add_planes<V, NB>(a, before, sums[half ^ 1]);
-        before = {begin, rows, piece};
+        before = {begin, rows, pieces[i]};
       }
     }
-    decoder.rest();
-    count = following;
   }
   add_planes<V, NB>(a, before, sums[half ^ 1]);
 }
