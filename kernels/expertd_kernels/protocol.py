@@ -19,7 +19,16 @@ from torch import Tensor
 from expertd_kernels.problem import Problem
 from expertd_kernels.weights.canonical import Weights
 
-__all__ = ["BackendModule", "Direct", "DirectExperts", "Experts", "ExpertsLostError", "Packed"]
+__all__ = [
+    "BackendModule",
+    "Direct",
+    "DirectExperts",
+    "E4m3Experts",
+    "Experts",
+    "ExpertsLostError",
+    "Packed",
+    "takes_e4m3",
+]
 
 
 class ExpertsLostError(Exception):
@@ -64,6 +73,35 @@ class Experts(Protocol):
         already grouped by expert are the case k = 1 with weights 1.  Raises ExpertsLostError where the weights are
         gone."""
         ...
+
+
+@runtime_checkable
+class E4m3Experts(Protocol):
+    """Experts that may be able to compute from hidden states that are e4m3 with a scale for 128 columns already.
+
+    takes_e4m3  whether these can: they would round their inputs so themselves (ActivationQuant.E4M3_GROUP128)"""
+
+    takes_e4m3: bool
+
+    def of_e4m3(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor,
+    ) -> Tensor:
+        """As Experts.__call__ of codes * scales, taken as they are: codes [M, H] e4m3, scales [M, H / 128] f32, both
+        contiguous, their first elements at multiples of 16 bytes; out [M, H] bf16, other memory.  Of rows that were
+        rounded by the backend's own rule (rows/rounding.py) the bits of Experts.__call__."""
+        ...
+
+
+def takes_e4m3(experts: Experts) -> bool:
+    """Whether `experts` compute from e4m3 with a scale for 128 columns, by of_e4m3()."""
+    return isinstance(experts, E4m3Experts) and experts.takes_e4m3
 
 
 class Direct(NamedTuple):

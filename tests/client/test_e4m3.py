@@ -13,6 +13,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardResponseView, TensorView, decode_forward_request, encode_forward_request
 from expertd_client import AsyncExpertClient, E4m3, ExpertClient, ExpertCluster, FunctionTransport, Request
 from expertd_client.e4m3 import quantize, quantize_numpy, quantize_torch, widen_numpy
+from expertd_kernels.backends.rounding import round_groups
 
 built = pytest.mark.skipif(quantizer() is None, reason="libexpertd_e4m3.so is not built: python -m expertd.cxx")
 DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
@@ -233,3 +234,21 @@ def test_a_cluster_quantizes_where_all_its_servers_take_it(takes):
     want = pb.DATA_TYPE_E4M3 if all(takes) else pb.DATA_TYPE_F32
     assert servers["server0"].came == [want] * 2
     assert servers["server1"].came == [want]
+
+
+def test_a_second_rounding_by_the_same_rule_changes_no_code_and_scales_by_2_to_the_minus_8():
+    """Widened to bf16 on the way, as for layers that take no codes: what a w8a8 layer then makes of it.  Scales of
+    another rule lose in it about as much as in the first rounding."""
+    q = quantize(rows((64, 1024)))
+    codes, scales = torch.from_numpy(np.asarray(q.codes)), torch.from_numpy(np.asarray(q.scales))
+    meant = codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(128, 1)
+    again, again_scales = round_groups(meant.bfloat16())
+    assert torch.equal(again.view(torch.uint8), codes)
+    apart = ((again_scales - scales) / scales).abs()
+    assert 0 < float(apart.max()) <= 2**-8
+
+    powers = torch.exp2(torch.ceil(torch.log2(scales))).repeat_interleave(128, 1)
+    exact = (meant / powers).to(torch.float8_e4m3fn).float() * powers
+    again, again_scales = round_groups(exact.bfloat16())
+    lost = again.float() * again_scales.repeat_interleave(128, 1) - exact
+    assert 0.01 < float(lost.norm() / exact.norm()) < 0.04

@@ -5,15 +5,18 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import triton
 from poisoned import counters_are_zero, poison_scratch
 
 from expertd_kernels import Activation, decide, detect_device, reference, relative_error
 from expertd_kernels.backends.gluon.w8a8.plan import Few8, Plan8
+from expertd_kernels.backends.gluon.w8a8.prepare import round_to_places
 from expertd_kernels.builder import build, problem_of
 from expertd_kernels.measure.timing import captured
 from expertd_kernels.oracle.decision import NoBackendError
 from expertd_kernels.oracle.probe import installed_packages
 from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.protocol import takes_e4m3
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.numerics import tolerance
 from expertd_kernels.weights.scheme import ActivationQuant
@@ -158,6 +161,55 @@ def test_short_blocks_which_both_warpgroups_compute(case, listed):
     weights, experts = layer(case)
     for M, how in ((1, "even"), (32, "one"), (33, "one"), (60, "absent"), (130, "skewed"), (700, "even")):
         check(case, weights, experts, M, how, plan=Plan8(listed=listed))
+
+
+def rounded(x):
+    """Codes and scales of x by the rule of the row, as `collect` makes them."""
+    M, H = x.shape
+    places = torch.arange(M, dtype=torch.int32, device="cuda")
+    codes = torch.empty(M, H, dtype=torch.float8_e4m3fn, device="cuda")
+    scales = torch.full((M, H // 128), float("nan"), device="cuda")
+    width = min(1024, triton.next_power_of_2(H))
+    round_to_places[(M * -(-H // width),)](x, places, codes, scales, M, 1, H, True, False, 1, width, False)
+    return codes, scales
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "batch-invariant"])
+@pytest.mark.parametrize("on_input", [False, True], ids=["", "on-input"])
+def test_inputs_that_are_e4m3_already_have_the_bits_of_those_that_it_rounds(invariant, on_input):
+    """Eager and from a graph, over poisoned memory, at sizes of every kernel; then scales of another kind: powers of
+    two, of which a second rounding would lose."""
+    case = Case(inner=512)
+    weights, experts = layer(case, batch_invariant=invariant)
+    assert takes_e4m3(experts)
+    for M in (1, 3, 33, 200, 1000, 4096):
+        x, ids, w = routed(case, M, "absent" if M > 1 else "even")
+        wanted = experts(x, ids, w, router_weight_on_input=on_input)
+        codes, scales = rounded(x)
+        out = torch.full_like(x, float("nan"))
+        poison_scratch()
+        assert experts.of_e4m3(codes, scales, ids, w, router_weight_on_input=on_input, out=out) is out
+        assert torch.equal(out, wanted), M
+        replay = captured(
+            lambda _, q=(codes, scales, ids, w), out=out: experts.of_e4m3(*q, router_weight_on_input=on_input, out=out),
+            1,
+            x.device,
+        )
+        out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        replay(0)
+        torch.cuda.synchronize()
+        assert torch.equal(out, wanted), M
+        assert counters_are_zero()
+
+        powers = torch.exp2(torch.ceil(torch.log2(scales)))
+        codes = (x.float().view(M, -1, 128) / powers[:, :, None]).to(torch.float8_e4m3fn)
+        meant = (codes.float() * powers[:, :, None]).view(x.shape).bfloat16()
+        experts.of_e4m3(codes.view(x.shape), powers, ids, w, router_weight_on_input=on_input, out=out)
+        rows = torch.arange(0, M, -(-M // 100), device="cuda")
+        right = reference(weights, meant[rows], ids[rows], w[rows], router_weight_on_input=on_input)
+        twice = experts(meant, ids, w, router_weight_on_input=on_input)
+        assert relative_error(out[rows], right) < 0.9 * relative_error(twice[rows], right)
 
 
 def test_the_router_weight_on_the_input():

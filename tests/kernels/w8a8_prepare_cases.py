@@ -10,7 +10,7 @@ from routing_cases import routes, same_lists, unwritten
 
 from expertd_kernels.backends.gluon.shared.grouping import Chunks
 from expertd_kernels.backends.gluon.shared.routing import count_routes
-from expertd_kernels.backends.gluon.w8a8.prepare import prepare, round_to_places
+from expertd_kernels.backends.gluon.w8a8.prepare import copy_to_places, prepare, round_to_places
 from expertd_kernels.backends.rounding import round_groups
 
 H, R, B = 384, 4, 512
@@ -59,7 +59,29 @@ def spread() -> None:
     assert int(scale.isnan().any(1).sum()) == top_k + 1, "places of routes to nowhere are written"
 
 
-CASES = {"few routes": lambda: prepared(True), "many routes": lambda: prepared(False), "to their places": spread}
+def copied() -> None:
+    """Codes and scales of any kind, as they are."""
+    tokens, top_k = 37, 3
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(0, 256, (tokens, H), generator=generator, dtype=torch.int32).to(torch.uint8)
+    scales = torch.randn(tokens, H // 128, generator=generator)
+    there = torch.randperm(tokens * top_k, generator=generator).int().view(tokens, top_k)
+    there[1, 1], there[5] = -1, -1
+    q, scale = unrounded(tokens * top_k)
+    x = codes.view(torch.float8_e4m3fn)
+    copy_to_places[(-(-tokens // R),)](x, scales, there, q, scale, tokens, top_k, H, R, B, False)
+    to, token = there[there >= 0].long(), (there >= 0).nonzero()[:, 0]
+    assert torch.equal(q.view(torch.uint8)[to], codes[token])
+    assert torch.equal(scale[to], scales[token])
+    assert int(scale.isnan().any(1).sum()) == top_k + 1, "places of routes to nowhere are written"
+
+
+CASES = {
+    "few routes": lambda: prepared(True),
+    "many routes": lambda: prepared(False),
+    "to their places": spread,
+    "copied to their places": copied,
+}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ Four launches a layer (routes grouped and inputs rounded, w13 + activation + rou
 chained by programmatic dependent launch; no host synchronization.  For many tokens the first is three: inputs are then
 rounded to the places of their routes.  With one dynamic scale a row (channel and tensor
 weights) the intermediate is rounded by a launch of its own, since its scale needs the whole row.  Static scales: the
-largest of all experts', since a token is rounded once for all of them.
+largest of all experts', since a token is rounded once for all of them.  Inputs that are e4m3 with a scale for 128
+columns already are taken as they are (E4m3Experts).
 
 Packed weights: blocks of 128 x 128 codes that follow each other, so that a bulk copy reads 16 KiB in a row; scales as
 f32, otherwise as they are.

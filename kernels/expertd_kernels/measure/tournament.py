@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.packed.proof import Proof, boot_reference_experts, prove
 from expertd_kernels.packed.selfcheck import check
 from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Experts
+from expertd_kernels.protocol import E4m3Experts, Experts, takes_e4m3
 from expertd_kernels.refused import Refused
 from expertd_kernels.sizes import CAPTURED_TOKENS
 from expertd_kernels.sources.synthetic import random_inputs
@@ -217,6 +217,7 @@ class BucketedExperts:
         assert plan[-1][0] is None, "the last entry of a plan has no bound"
         self.plan = tuple(plan)
         self.backend = "+".join(dict.fromkeys(e.backend for _, e in plan))
+        self.takes_e4m3 = all(takes_e4m3(e) for _, e in plan)
 
     def __call__(
         self,
@@ -227,9 +228,27 @@ class BucketedExperts:
         router_weight_on_input: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        tokens = hidden_states.shape[0]
-        experts = next(e for most, e in self.plan if most is None or tokens <= most)
+        experts = self._at(hidden_states.shape[0])
         return experts(hidden_states, topk_ids, topk_weights, router_weight_on_input=router_weight_on_input, out=out)
+
+    def of_e4m3(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor,
+    ) -> Tensor:
+        """See protocol.E4m3Experts."""
+        experts = cast(E4m3Experts, self._at(codes.shape[0]))
+        return experts.of_e4m3(
+            codes, scales, topk_ids, topk_weights, router_weight_on_input=router_weight_on_input, out=out
+        )
+
+    def _at(self, tokens: int) -> Experts:
+        return next(e for most, e in self.plan if most is None or tokens <= most)
 
 
 @dataclass(frozen=True)

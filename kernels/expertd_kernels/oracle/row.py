@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from expertd_kernels.problem import Device
+from expertd_kernels.problem import Device, Problem
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
 
@@ -110,6 +110,7 @@ class Backend:
     native_threads  it computes on the threads of our own CPU library, whose number is settled before it packs
     capturable      a call may be captured in a CUDA graph: once warm it neither waits nor allocates
     in_place        the output may lie where the hidden states do: what writes it comes after all that read them
+    e4m3_inputs     its experts take hidden states that are e4m3 already (protocol.E4m3Experts), see takes_e4m3
     batch_invariant  computes a token to the same bits whatever batch it comes in, if the problem demands it
     unclamped       functions before which it does not clamp, though before others it does
     hidden_multiple, intermediate_multiple: sizes it needs; 1 = any
@@ -134,9 +135,14 @@ class Backend:
     native_threads: bool = False
     capturable: bool = False
     in_place: bool = False
+    e4m3_inputs: bool = False
     mixed_schemes: bool = True
     unclamped: frozenset[ActivationKind] = frozenset()
     hidden_multiple: int = 1
     intermediate_multiple: int = 1
     max_experts: int = 0
     hardware: str = ""
+
+    def takes_e4m3(self, problem: Problem) -> bool:
+        """Whether its experts of `problem` compute from inputs that are e4m3 with a scale for 128 columns."""
+        return self.e4m3_inputs and problem.activation_quant is ActivationQuant.E4M3_GROUP128

@@ -76,6 +76,7 @@ BACKENDS: tuple[Backend, ...] = (
         batch_invariant=True,
         capturable=True,
         in_place=True,
+        e4m3_inputs=True,
         mixed_schemes=False,
     ),
     Backend(

@@ -5,9 +5,14 @@
 import triton
 import triton.language as tl
 
+from expertd_kernels.rows.rounding import largest_of, to_codes
 from expertd_kernels.rows.table import WORDS
 
-__all__ = ["collect", "deliver", "signal"]
+__all__ = ["AS_CODES", "FROM_STAGED", "NOTHING", "WIDENED", "collect", "deliver", "signal"]
+
+NOTHING, WIDENED, AS_CODES, FROM_STAGED = 0, 1, 2, 3
+"""What collect makes of hidden states: nothing; numbers of `hidden`'s type; e4m3 codes and scales, of what the table
+names, or of `staged`."""
 
 _WORDS = tl.constexpr(WORDS)
 
@@ -48,8 +53,43 @@ def _hidden(from_hidden, from_scales, row, info, hidden, H: tl.constexpr, BLOCK_
 
 
 @triton.jit
+def _codes(
+    from_hidden, from_scales, row, info, codes, scales, staged, H: tl.constexpr, BLOCK_H: tl.constexpr,
+    STAGED: tl.constexpr,
+):  # fmt: skip
+    """One row as codes and scales: e4m3 as it is, other numbers rounded to bf16 first, as where nothing takes codes.
+    STAGED: somebody else has brought it, e4m3 to its place."""
+    kind = info & 15
+    columns, group = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_H // 128)
+    inside, there = columns < H, group < H // 128
+    codes += row * H
+    scales += row * (H // 128)
+    if kind == 4:
+        if not STAGED:
+            c = tl.load(from_hidden.to(tl.pointer_type(tl.uint8)) + columns, mask=inside, other=0)
+            s = tl.load(from_scales.to(tl.pointer_type(tl.float32)) + group, mask=there, other=0.0)
+            tl.store(codes + columns, c, mask=inside)
+            tl.store(scales + group, s, mask=there)
+    else:
+        x = tl.zeros([BLOCK_H], tl.float32)  # padding's
+        if STAGED:
+            x = tl.load(staged + row * H + columns, mask=inside & (info != 0), other=0.0).to(tl.float32)
+        elif kind == 3:
+            x = tl.load(from_hidden.to(tl.pointer_type(tl.bfloat16)) + columns, mask=inside, other=0.0).to(tl.float32)
+        elif kind == 1:
+            x = tl.load(from_hidden.to(tl.pointer_type(tl.float32)) + columns, mask=inside, other=0.0)
+        elif kind == 2:
+            x = tl.load(from_hidden.to(tl.pointer_type(tl.float16)) + columns, mask=inside, other=0.0).to(tl.float32)
+        v = tl.reshape(x.to(tl.bfloat16).to(tl.float32), [1, BLOCK_H // 128, 128])
+        largest = largest_of(v)
+        c = to_codes(tl.reshape(v / largest[:, :, None], [BLOCK_H])).to(tl.uint8, bitcast=True)
+        tl.store(codes + columns, c, mask=inside)
+        tl.store(scales + group, tl.reshape(largest, [BLOCK_H // 128]), mask=there)
+
+
+@triton.jit
 def collect(
-    table, hidden, slots, weights, verdicts,
+    table, hidden, scales, staged, slots, weights, verdicts,
     H: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
     HIDDEN: tl.constexpr,
 ):  # fmt: skip
@@ -77,8 +117,10 @@ def collect(
         w = tl.load(from_weights.to(tl.pointer_type(tl.bfloat16)) + route, mask=mine, other=0.0).to(tl.float32)
     else:
         w = tl.load(from_weights.to(tl.pointer_type(tl.float16)) + route, mask=mine, other=0.0).to(tl.float32)
-    if HIDDEN:
+    if HIDDEN == 1:
         _hidden(from_hidden, from_scales, row, info, hidden, H, BLOCK_H)
+    elif HIDDEN > 1:
+        _codes(from_hidden, from_scales, row, info, hidden, scales, staged, H, BLOCK_H, HIDDEN == 3)
     odd_id = mine & ((id < -1) | (id >= E))
     odd_weight = mine & ((w != w) | (tl.abs(w) == float("inf")))
     # The first column that is wrong, an id before a weight: 1 + column, the top bit where it is a weight; 0 = none.

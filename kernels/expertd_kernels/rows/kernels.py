@@ -1,7 +1,8 @@
 """`collect`, `deliver` and `signal`: the ends of a batch on any GPU that Triton compiles for.
 
 Callers' tensors lie in pinned host memory, a row anywhere; the table (table.py) says where.  collect brings them into
-the batch's device buffers, converted, with global expert ids turned into slots and every id and weight checked; deliver
+the batch's device buffers, converted, with global expert ids turned into slots and every id and weight checked
+(collect_e4m3: hidden states as codes and scales, for experts that take those); deliver
 writes each row of the output to its caller; signal writes one word that the host polls.  What is checked is what is
 used: an id is read once, and a caller that changes its memory meanwhile spoils nothing but its own answer.
 
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
 from expertd_kernels.rows import device_code
+from expertd_kernels.rows.table import SCALED_COLUMNS
 
-__all__ = ["collect", "deliver", "signal"]
+__all__ = ["collect", "collect_e4m3", "deliver", "signal"]
 
 
 def _warps(H: int) -> int:
@@ -47,8 +50,36 @@ def collect(
     K = slots.shape[1]
     kernel: Any = device_code.collect
     kernel[(rows,)](
-        table, slots if hidden is None else hidden, slots, weights, verdicts,
-        H, K, triton.next_power_of_2(H), triton.next_power_of_2(K), hidden is not None, num_warps=_warps(H),
+        table, slots if hidden is None else hidden, slots, slots, slots, weights, verdicts,
+        H, K, triton.next_power_of_2(H), triton.next_power_of_2(K), device_code.WIDENED if hidden is not None else
+        device_code.NOTHING, num_warps=_warps(H),
+    )  # fmt: skip
+
+
+def collect_e4m3(
+    table: Tensor,
+    rows: int,
+    codes: Tensor,
+    scales: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    verdicts: Tensor,
+    staged: Tensor | None = None,
+) -> None:
+    """As collect, for experts that take e4m3: hidden states that are e4m3 as they came, others rounded to bf16 and then
+    by the rule of rounding.py.
+
+    codes   [>= rows, H] e4m3, out, and scales [>= rows, H / 128] f32, out; H a multiple of 128
+    staged  [>= rows, H] bf16: hidden states that somebody else has brought, e4m3 to codes and scales; None = the table
+            says where they are
+    """
+    H, K = codes.shape[1], slots.shape[1]
+    assert H % SCALED_COLUMNS == 0, f"{H} columns, want a multiple of {SCALED_COLUMNS}"
+    kernel: Any = device_code.collect
+    kernel[(rows,)](
+        table, codes.view(torch.uint8), scales, slots if staged is None else staged, slots, weights, verdicts,
+        H, K, triton.next_power_of_2(H), triton.next_power_of_2(K), device_code.AS_CODES if staged is None else
+        device_code.FROM_STAGED, num_warps=_warps(H),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from expertd_kernels import Device, decide, problem_of, reference
 from expertd_kernels.backends.reference import ReferenceExperts
 from expertd_kernels.measure.tournament import BucketedExperts, Remembered, Result, choose, measure, with_results
 from expertd_kernels.oracle.decision import Backend, DeviceRange, SchemeSupport
+from expertd_kernels.protocol import takes_e4m3
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.scheme import Element
 
@@ -129,6 +130,24 @@ def test_buckets_dispatch_by_tokens():
         x, ids, w = random_inputs(m, 64, 4, 2, dtype=torch.float32)
         assert torch.allclose(experts(x, ids, w), reference(WEIGHTS, x, ids, w), atol=1e-6)
     assert used == ["small", "small", "large", "large"]
+
+
+def test_a_layer_takes_e4m3_where_every_backend_of_its_plan_does():
+    class Taking:
+        takes_e4m3 = True
+
+        def __init__(self, name):
+            self.backend = name
+
+        def of_e4m3(self, codes, scales, ids, w, *, router_weight_on_input=False, out):
+            return self.backend, codes, scales, ids, w, router_weight_on_input, out
+
+    experts = BucketedExperts([(4, Taking("small")), (None, Taking("large"))])
+    assert takes_e4m3(experts)
+    for m, name in ((4, "small"), (5, "large")):
+        given = torch.zeros(m, 128), 1, 2, 3
+        assert experts.of_e4m3(*given, router_weight_on_input=True, out=4) == (name, *given, True, 4)
+    assert not takes_e4m3(BucketedExperts([(4, Taking("small")), (None, ReferenceExperts(WEIGHTS))]))
 
 
 def test_results_are_remembered_by_device_versions_and_shapes(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,6 +39,11 @@ class InPieces(ABC):
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: Any) -> None:
         """x, out [M, H] bf16, ids [M, k] int32, weights [M, k] f32, all contiguous; plan: None = the usual one."""
 
+    def _pieces(self, tokens: int, top_k: int) -> Iterator[slice]:
+        """The rows of each piece of a batch."""
+        piece = min(self.most_tokens, piece_tokens(top_k, self.hidden_size))
+        return (slice(at, at + piece) for at in range(0, tokens, piece))
+
     def __call__(
         self,
         hidden_states: Tensor,
@@ -61,8 +67,6 @@ class InPieces(ABC):
             )
         if out is None:
             out = torch.empty_like(x)
-        piece = min(self.most_tokens, piece_tokens(ids.shape[1], self.hidden_size))
-        for at in range(0, M, piece):
-            part = slice(at, at + piece)
+        for part in self._pieces(M, ids.shape[1]):
             self._run(x[part], ids[part], weights[part], out[part], router_weight_on_input, plan)
         return out

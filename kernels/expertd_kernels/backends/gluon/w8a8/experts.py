@@ -21,6 +21,7 @@ from expertd_kernels.backends.gluon.shared.triton_versions import launch
 from expertd_kernels.backends.gluon.w8a8.constants import Gemm8, tile8, tile_few
 from expertd_kernels.backends.gluon.w8a8.plan import GROUP, TOKENS, Few8, Plan8, Shape8, rules8
 from expertd_kernels.backends.gluon.w8a8.prepare import (
+    copy_to_places,
     prepare,
     round_rows,
     round_to_places,
@@ -78,6 +79,11 @@ class W8A8Experts(InPieces):
         settle_counters(self.device)
 
     @property
+    def takes_e4m3(self) -> bool:
+        """See protocol.E4m3Experts."""
+        return self.grouped
+
+    @property
     def rounds_h(self) -> bool:
         """Whether w13's kernel rounds the intermediate; else its scale needs the whole row, and a launch more."""
         return self.grouped or self.static
@@ -120,16 +126,58 @@ class W8A8Experts(InPieces):
             return {**s, "x_scale": x, "listed_scale": x, "h_scale": h}
         return s
 
-    def _run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, on_input: bool, plan: Plan8 | None) -> None:
+    def of_e4m3(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        router_weight_on_input: bool = False,
+        out: Tensor,
+        plan: Plan8 | None = None,
+    ) -> Tensor:
+        """See protocol.E4m3Experts.  plan: as of a call.  ValueError for inputs of other shapes or types."""
+        (M, top_k), H = topk_ids.shape, self.hidden_size
+        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
+        if not self.grouped or codes.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32:
+            raise ValueError(
+                f"{self.backend}: codes {codes.dtype}, scales {scales.dtype}; want e4m3 and f32, and a layer whose"
+                " inputs are rounded by groups of 128"
+            )
+        if codes.shape != (M, H) or scales.shape != (M, H // GROUP) or weights.shape != ids.shape:
+            raise ValueError(
+                f"{self.backend}: codes {tuple(codes.shape)}, scales {tuple(scales.shape)}, topk_ids"
+                f" {tuple(ids.shape)}, topk_weights {tuple(weights.shape)}; want [M, {H}], [M, {H // GROUP}] and two"
+                " [M, k]"
+            )
+        for part in self._pieces(M, top_k):
+            self._run(codes[part], ids[part], weights[part], out[part], router_weight_on_input, plan, scales[part])
+        return out
+
+    def _run(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        on_input: bool,
+        plan: Plan8 | None,
+        scales: Tensor | None = None,
+    ) -> None:
+        """scales: of x that is e4m3 already."""
         M, top_k = ids.shape
         shape = Shape8(self.num_experts, top_k, self.hidden_size, self.intermediate_size)
         p = plan or Plan8.of(M, shape, self.batch_invariant, self.rules)
         s = self._scratch(shape, M, 1 if p.few is None else p.few[1].parts)
-        q, scale = s["x"], s["x_scale"]
         if p.listed:
-            q, scale = self._prepare_listed(x, ids, s)
-        else:
+            q, scale = self._prepare_listed(x, scales, ids, s)
+        elif scales is None:
+            q, scale = s["x"], s["x_scale"]
             self._prepare(x, ids, s, p.few is not None)
+        else:
+            q, scale = x, scales
+            self._prepare(None, ids, s, p.few is not None)
         try:
             self._products(q, scale, ids, weights, out, on_input, p, s)
         except BaseException:  # without `combine` nobody clears the tickets
@@ -188,9 +236,10 @@ class W8A8Experts(InPieces):
             B = min(1024, B)
         return max(1, 512 * warps // B), B
 
-    def _prepare(self, x: Tensor, ids: Tensor, s: Parts, few: bool = False) -> None:
-        """Routes grouped by expert, inputs rounded."""
-        n, M, H, E = ids.numel(), x.shape[0], self.hidden_size, self.num_experts
+    def _prepare(self, x: Tensor | None, ids: Tensor, s: Parts, few: bool = False) -> None:
+        """Routes grouped by expert, inputs rounded; without inputs the same kernel has no programs for them."""
+        n, H, E = ids.numel(), self.hidden_size, self.num_experts
+        x, M = (s["y"], 0) if x is None else (x, x.shape[0])
         c = None if n <= FEW else Chunks.of(n, E)
         if c is not None:
             count(ids, s["chunks"], c)
@@ -202,14 +251,19 @@ class W8A8Experts(InPieces):
             **launch(WARPS),
         )  # fmt: skip
 
-    def _prepare_listed(self, x: Tensor, ids: Tensor, s: Parts) -> tuple[Tensor, Tensor]:
-        """As _prepare, but the rounded inputs and their scales in the order of the list."""
+    def _prepare_listed(self, x: Tensor, scales: Tensor | None, ids: Tensor, s: Parts) -> tuple[Tensor, Tensor]:
+        """As _prepare, but the rounded inputs and their scales in the order of the list.  scales: as _run's."""
         M, top_k, H = *ids.shape, self.hidden_size
         # w2 writes y when w13 has read its inputs: they share the memory
         q, scale = s["y"].view(torch.float8_e4m3fn).view(-1, H)[: len(s["y"])], s["listed_scale"]
         group(ids, s["chunks"], s["counts"], s["lists"], self.num_experts, s["places"])
         warps = 8
         R, B = self._round_tile(H, warps)
+        if scales is not None:
+            copy_to_places[(triton.cdiv(M, R) * triton.cdiv(H, B),)](
+                x, scales, s["places"], q, scale, M, top_k, H, R, B, True, **launch(warps),
+            )  # fmt: skip
+            return q, scale
         round_to_places[(triton.cdiv(M, R) * triton.cdiv(H, B),)](
             x, s["places"], q, scale, M, top_k, H, self.grouped, self.static, R, B, True, **launch(warps),
         )  # fmt: skip
@@ -252,9 +306,11 @@ class W8A8Experts(InPieces):
         out_scale: Tensor,
     ) -> None:
         t = tile8(gemm, p, True)
-        key = x.data_ptr(), x.shape  # layouts of many sizes begin at one address
+        copied = x if t.listed else s["h"]  # gathered inputs, which may lie anywhere, are not read by it
+        key = copied.data_ptr(), copied.shape  # layouts of many sizes begin at one address
         if key not in self._descriptors:
-            self._descriptors[key] = TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [TOKENS, GROUP], t.SA)
+            size = list(copied.shape)
+            self._descriptors[key] = TensorDescriptor(copied, size, [size[1], 1], [TOKENS, GROUP], t.SA)
         blocks = min(n, n // TOKENS + min(self.num_experts, n))
         grid = (min(blocks * t.column_tiles, self.multiprocessors),)
         kernel: Any = w8a8

@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from expertd_kernels.backends.gluon.shared.routing import group_few, place
+from expertd_kernels.rows.rounding import largest_of, to_codes
 
 
 @triton.jit
@@ -20,7 +21,7 @@ def _rounded(
     v = tl.load(x + row.to(tl.int64)[:, None] * COLUMNS + k[None, :], mask=here, other=0.0).to(tl.float32)
     if GROUPED:
         v = tl.reshape(v, [R, B // 128, 128])
-        s = tl.maximum(tl.max(tl.abs(v), 2), 1e-30) / 448.0
+        s = largest_of(v)
         v = tl.reshape(v / s[:, :, None], [R, B])
     elif STATIC:
         s = tl.load(scale)
@@ -28,7 +29,7 @@ def _rounded(
     else:
         s = tl.maximum(tl.max(tl.abs(v), 1), 1e-30) / 448.0
         v = v / s[:, None]
-    return tl.minimum(tl.maximum(v, -448.0), 448.0).to(tl.float8e4nv), s
+    return to_codes(v), s
 
 
 @triton.jit
@@ -58,6 +59,17 @@ def _round(
     k = program % PARTS * B + tl.arange(0, B)
     v, s = _rounded(x, scale, row, k, n_rows, COLUMNS, GROUPED, STATIC, R, B)
     _keep(v, s, q, scale, row, k, program % PARTS, row < n_rows, COLUMNS, GROUPED, STATIC, B)
+
+
+@triton.jit
+def _spread(
+    v, s, places, q, scale, row, k, part, n_rows, TOPK: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
+    STATIC: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Rows `row` as _rounded gives them to the places [n_rows, TOPK] of their routes; see _keep."""
+    for j in tl.static_range(TOPK):
+        at = tl.load(places + row * TOPK + j, mask=row < n_rows, other=-1)
+        _keep(v, s, q, scale, at, k, part, at >= 0, COLUMNS, GROUPED, STATIC, B)
 
 
 @triton.jit(do_not_specialize=["n", "chunks", "n_rows"])
@@ -114,6 +126,26 @@ def round_to_places(
     v, s = _rounded(x, scale, row, k, n_rows, COLUMNS, GROUPED, STATIC, R, B)
     if PDL:
         gdc_wait()  # x is older than the kernel before, the places are not
-    for j in tl.static_range(TOPK):
-        at = tl.load(places + row * TOPK + j, mask=row < n_rows, other=-1)
-        _keep(v, s, q, scale, at, k, part, at >= 0, COLUMNS, GROUPED, STATIC, B)
+    _spread(v, s, places, q, scale, row, k, part, n_rows, TOPK, COLUMNS, GROUPED, STATIC, B)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def copy_to_places(
+    x, x_scale, places, q, scale, n_rows, TOPK: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As round_to_places, of rows that are rounded by groups already: x e4m3 [n_rows, COLUMNS], x_scale."""
+    if PDL:
+        gdc_launch_dependents()
+    PARTS: tl.constexpr = (COLUMNS + B - 1) // B
+    GROUPS: tl.constexpr = COLUMNS // 128
+    part = tl.program_id(0) % PARTS
+    row = tl.program_id(0) // PARTS * R + tl.arange(0, R)
+    k = part * B + tl.arange(0, B)
+    g = part * (B // 128) + tl.arange(0, B // 128)
+    there = row < n_rows
+    v = tl.load(x + row.to(tl.int64)[:, None] * COLUMNS + k[None, :], mask=there[:, None] & (k < COLUMNS)[None, :])
+    s = tl.load(x_scale + row[:, None] * GROUPS + g[None, :], mask=there[:, None] & (g < GROUPS)[None, :])
+    if PDL:
+        gdc_wait()  # as there
+    _spread(v, s, places, q, scale, row, k, part, n_rows, TOPK, COLUMNS, True, False, B)

@@ -16,6 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from expertd_kernels.backends.gluon.w8a8.constants import Gemm8, tile8, tile_few  # noqa: E402
 from expertd_kernels.backends.gluon.w8a8.plan import Few8, Plan8  # noqa: E402
 from expertd_kernels.backends.gluon.w8a8.prepare import (  # noqa: E402
+    copy_to_places,
     prepare,
     round_rows,
     round_to_places,
@@ -175,6 +176,10 @@ def test_the_kernels_before_the_gemms_compile(grouped):
         (round_rows, inputs, rounding),
         (round_to_places, ["*bf16", "*i32", "*fp8e4nv", "*fp32", "i32"], {"TOPK": 8, **rounding, "PDL": True}),
     )
+    if grouped:
+        listed = {"TOPK": 8, "COLUMNS": 2048, "R": 4, "B": 1024, "PDL": True}
+        copied = ["*fp8e4nv", "*fp32", "*i32", "*fp8e4nv", "*fp32", "i32"]
+        cases = (*cases, (copy_to_places, copied, listed))
     for kernel, types, constants in cases:
         names = kernel.arg_names
         signature = dict(zip(names, types + ["constexpr"] * len(constants), strict=True))

@@ -12,7 +12,10 @@ from expertd_kernels.backends import gluon_w8a8 as backend
 from expertd_kernels.backends.footprint import footprint
 from expertd_kernels.backends.gluon.shared.gpu import Gpu
 from expertd_kernels.backends.gluon.w8a8.plan import Few8, Plan8, Shape8
+from expertd_kernels.backends.rounding import round_groups
 from expertd_kernels.backends.scratch import scratch_of
+from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.protocol import takes_e4m3
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.float32 import apply_activation
 from expertd_kernels.weights.scheme import Element, ScaleType
@@ -137,6 +140,13 @@ def _round_to_places(grid, x, places, q, scale, n_rows, top_k, columns, grouped,
         scale[to[to >= 0]] = scales[token]
 
 
+def _copy_to_places(grid, x, x_scale, places, q, scale, n_rows, top_k, columns, R, B, pdl):
+    assert grid[0] == -(-n_rows // R) * -(-columns // B)
+    to = places[: n_rows * top_k].long()
+    token = torch.arange(n_rows).repeat_interleave(top_k)[to >= 0]
+    q[to[to >= 0]], scale[to[to >= 0]] = x[token], x_scale[token]
+
+
 def _prepare(grid, ids, table, counts, lists, n, chunks, x, q, scale, n_rows, E, padded, rows, columns, *rounding):
     if padded:
         assert rows * (chunks - 1) < n <= rows * chunks
@@ -200,7 +210,8 @@ def _intermediate(g, y, place, out, out_scale):
 def _w8a8(grid, x, xd, xs, wd, ws, bias, counts, lists, tw, out, out_scale, tickets, t):
     """What the kernel promises: see its docstring."""
     g, at = t.gemm, 0
-    assert (xd.base.data_ptr(), xd.shape) == (x.data_ptr(), list(x.shape)), "a view of another size"
+    if t.listed:
+        assert (xd.base.data_ptr(), xd.shape) == (x.data_ptr(), list(x.shape)), "a view of another size"
     assert tickets[0] == 0, "the call before left its tickets"
     tickets[0] = 3
     assert wd.shape == [g.experts * t.rows * g.K // 128, 128]
@@ -266,6 +277,7 @@ def emulated(monkeypatch):
         "w8a8_few": _w8a8_few,
         "round_rows": _round_rows,
         "round_to_places": _round_to_places,
+        "copy_to_places": _copy_to_places,
         "w8a8": _w8a8,
     }
     for name, run in kernels.items():
@@ -305,6 +317,67 @@ def test_the_launches_for_few_tokens_make_a_layer(emulated, scheme, tokens, few)
     out = torch.full_like(x, float("nan"))
     experts(x, ids, weights, out=out, plan=Plan8(few=few))
     assert relative_error(out, reference(w, x, torch.where(ids < 9, ids, -1), weights)) < 6e-2
+
+
+PLANS = (Plan8(few=FEW[0]), Plan8(few=FEW[1]), Plan8(), Plan8(listed=True))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["parts", "few", "gathered", "listed"])
+@pytest.mark.parametrize("on_input", [False, True])
+def test_inputs_that_are_e4m3_already_are_taken_as_they_are(emulated, plan, on_input):
+    """The bits of a call with what they stand for, where they are what that would be rounded to; scales of any kind are
+    right, too, and more than a call's: nothing is rounded a second time."""
+    tokens, H, E = 40, 384, 9
+    w = layer("e4m3_block128", E=E, H=H, I=512)
+    experts = emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w))
+    assert takes_e4m3(experts)
+    x, ids, weights = random_inputs(tokens, H, E, 2, seed=tokens)
+    ids[0, 0], ids[1] = -1, -1
+    more = {"plan": plan, "router_weight_on_input": on_input}
+    out = torch.full_like(x, float("nan"))
+    codes, scales = round_groups(x)
+    assert experts.of_e4m3(codes, scales, ids, weights, out=out, **more) is out
+    assert torch.equal(out, experts(x, ids, weights, **more))
+
+    powers = torch.exp2(torch.ceil(torch.log2(scales)))
+    codes = (x.float().view(tokens, -1, 128) / powers[:, :, None]).to(torch.float8_e4m3fn)
+    meant = (codes.float() * powers[:, :, None]).view(tokens, H).bfloat16()
+    codes = codes.view(tokens, H)
+    experts.of_e4m3(codes, powers, ids, weights, out=out, **more)
+    right = reference(w, meant, ids, weights, router_weight_on_input=on_input)
+    assert relative_error(out, right) < 0.8 * relative_error(experts(meant, ids, weights, **more), right)
+
+
+def test_e4m3_inputs_in_pieces_and_those_that_are_refused(emulated):
+    w = layer("e4m3_block128", E=4, H=256, I=128)
+    experts = emulated.W8A8Experts(backend.pack(w, problem(w)), problem(w))
+    x, ids, weights = random_inputs(77, 256, 4, 2, seed=3)
+    codes, scales = round_groups(x)
+    whole = experts.of_e4m3(codes, scales, ids, weights, out=torch.empty_like(x))
+    experts.most_tokens = 32
+    assert torch.equal(experts.of_e4m3(codes, scales, ids, weights, out=torch.full_like(x, float("nan"))), whole)
+    for odd in (
+        (x, scales),
+        (codes, scales.double()),
+        (codes[:, :128], scales),
+        (codes, scales[:, :1]),
+        (codes[1:], scales),
+    ):
+        with pytest.raises(ValueError, match="want"):
+            experts.of_e4m3(*odd, ids, weights, out=torch.empty_like(x))
+    other = layer("e4m3_channel", E=4)
+    by_row = emulated.W8A8Experts(backend.pack(other, problem(other)), problem(other))
+    assert not takes_e4m3(by_row)
+    with pytest.raises(ValueError, match="groups of 128"):
+        by_row.of_e4m3(codes, scales, ids, weights, out=torch.empty_like(x))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_table_says_whether_a_layer_takes_e4m3(emulated, scheme):
+    row = next(b for b in BACKENDS if b.name == "gluon_w8a8")
+    w = layer(scheme)
+    asked = problem(w)
+    assert row.takes_e4m3(asked) == takes_e4m3(emulated.W8A8Experts(backend.pack(w, asked), asked))
 
 
 def test_static_scales_round_by_the_largest_of_all_experts(emulated):
