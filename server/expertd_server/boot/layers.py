@@ -16,7 +16,7 @@ import torch
 
 from expertd_kernels.measure.tournament import BucketedExperts
 from expertd_kernels.oracle.probe import device_fault
-from expertd_kernels.protocol import Experts
+from expertd_kernels.protocol import Experts, takes_e4m3
 from expertd_server.boot.ahead import ReadAhead, storage_bytes
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError, Choice
@@ -131,6 +131,7 @@ def _served(assignment: Assignment, parts: Sequence[tuple[int | None, Prepared]]
         backend="+".join(dict.fromkeys(m.row.name for _, m in parts)),
         capturable=not route_s and all(m.row.capturable for _, m in parts),
         in_place=all(m.row.in_place for _, m in parts),
+        takes_e4m3=takes_e4m3(experts),
         plan=tuple((most, m.row.name) for most, m in parts),
         measured=_measured(parts),
     )

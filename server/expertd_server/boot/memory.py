@@ -133,8 +133,14 @@ def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> Memor
         (lane_routes(config.max_tokens, a.info.top_k, a.info.num_experts) for a, _, _ in chosen), default=0
     )
     in_place = all(row.in_place for _, row, _ in chosen)
-    buffers = LANES * lane_bytes(tokens, hidden, most_routes, size, in_place)
-    captured = [(a.info.hidden_size, routes[a.info.layer]) for a, row, _ in chosen if row.capturable and kind == "cuda"]
+    taken = {a.info.layer: row.takes_e4m3(problem) for a, row, problem in chosen}
+    coded = max((a.info.hidden_size for a, _, _ in chosen if taken[a.info.layer]), default=0)
+    buffers = LANES * lane_bytes(tokens, hidden, most_routes, size, in_place, coded)
+    captured = [
+        (a.info.hidden_size, routes[a.info.layer], taken[a.info.layer])
+        for a, row, _ in chosen
+        if row.capturable and kind == "cuda"
+    ]
     graphs = graph_count(captured, config.max_tokens)
     return MemoryPlan(
         kind,

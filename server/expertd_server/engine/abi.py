@@ -10,7 +10,9 @@ from expertd_server.engine.report import WAIT_BOUNDS_NS
 __all__ = [
     "CHECK",
     "COLLECT",
+    "COLLECT_E4M3",
     "COLLECT_ROUTES",
+    "COLLECT_STAGED",
     "DELIVER",
     "EXPERTS",
     "FORM_BYTES",
@@ -68,7 +70,7 @@ MOST_OUTCOMES = 256
 """That come with one call."""
 FORM_BYTES = 24
 """Of what is alike in requests that are checked alike."""
-WHOLE, EXPERTS, COLLECT, COLLECT_ROUTES, DELIVER = range(5)
+WHOLE, EXPERTS, COLLECT, COLLECT_ROUTES, DELIVER, COLLECT_E4M3, COLLECT_STAGED = range(7)
 """Pieces of a batch as CUDA graphs: see csrc/core.h."""
 
 
@@ -141,7 +143,8 @@ class LayerFacts(C.Structure):
     device: device_slots int32, device_counts int64, or 0.  call, context, experts: expertd_kernels.protocol.Direct."""
 
     _fields_ = _fields(
-        "u32: layer generation hidden_size num_experts held input_weights top_k spare; ptr: slots expert_tokens;"
+        "u32: layer generation hidden_size num_experts held input_weights top_k takes_e4m3; ptr: slots"
+        " expert_tokens;"
         "u64: device_slots device_counts call context experts"
     )
 
@@ -157,7 +160,7 @@ class LaneMemory(C.Structure):
 
     _fields_ = _fields(
         "ptr: table verdicts done hidden slots weights out; u64: hidden_bytes slots_bytes weights_bytes out_bytes"
-        " device_hidden device_out"
+        " device_hidden device_out device_codes device_scales"
     )
 
 

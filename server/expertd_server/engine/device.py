@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes as C
 import logging
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 from expertd.shm.cuda import device_refusal
 from expertd.shm.pool import Pool
 from expertd_kernels.oracle.probe import device_fault
-from expertd_kernels.rows.kernels import collect, deliver, signal
+from expertd_kernels.protocol import E4m3Experts
+from expertd_kernels.rows.kernels import collect, collect_e4m3, deliver, signal
 from expertd_kernels.rows.table import WORDS
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
@@ -29,7 +31,7 @@ from expertd_server.engine.lane import compute_stream
 from expertd_server.engine.pieces import Pieces, Ran
 from expertd_server.engine.request import Array
 from expertd_server.engine.served import ServedLayer
-from expertd_server.engine.sizes import LANES, STREAMED_ROWS, lane_routes, padded
+from expertd_server.engine.sizes import LANES, STREAMED_ROWS, lane_routes, padded, scales_of
 
 __all__ = ["DeviceExecutor", "supported"]
 
@@ -50,9 +52,11 @@ def supported(device: torch.device) -> str:
 
 class _Lane:
     """One lane's memory: pinned on the host, and on the device, there with an output of its own if it is `apart`.
-    routes: slots of all tokens together."""
+    routes: slots of all tokens together; coded: columns of e4m3 inputs, 0 = no layer takes them."""
 
-    def __init__(self, tokens: int, routes: int, H: int, apart: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, tokens: int, routes: int, H: int, apart: int, coded: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         def pinned(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
@@ -66,6 +70,8 @@ class _Lane:
         ]
         self.hidden = torch.empty(tokens * H, dtype=dtype, device=device)
         self.out = torch.empty_like(self.hidden) if apart else self.hidden
+        self.codes = torch.empty(tokens * coded, dtype=torch.float8_e4m3fn, device=device)
+        self.scales = torch.empty(tokens * scales_of(coded), dtype=torch.float32, device=device)
         self.slots = torch.empty(routes, dtype=torch.int32, device=device)
         self.weights = torch.empty(routes, dtype=torch.float32, device=device)
 
@@ -81,7 +87,70 @@ class _Lane:
             out=out,
             device_hidden=self.hidden.data_ptr(),
             device_out=self.out.data_ptr(),
+            device_codes=self.codes.data_ptr(),
+            device_scales=self.scales.data_ptr(),
         )
+
+
+class _Rows:
+    """The first `number` rows of a lane, as a batch of a layer is launched on them: its pieces."""
+
+    def __init__(self, lane: _Lane, layer: ServedLayer, number: int, top_k: int, on_input: bool) -> None:
+        def rows(of: Tensor, columns: int) -> Tensor:
+            return of[: number * columns].view(number, columns)
+
+        H = layer.hidden_size
+        self.number, self._lane, self._layer, self._on_input = number, lane, layer, on_input
+        self._hidden, self._out = rows(lane.hidden, H), rows(lane.out, H)
+        self._slots, self._weights = rows(lane.slots, top_k), rows(lane.weights, top_k)
+        if layer.takes_e4m3:
+            self._codes, self._scales = rows(lane.codes, H), rows(lane.scales, scales_of(H))
+
+    def compute(self, a: int, z: int) -> None:
+        """The experts of rows a to z."""
+        part, on_input = slice(a, z), self._on_input
+        routes, out = (self._slots[part], self._weights[part]), self._out[part]
+        if self._layer.takes_e4m3:
+            experts = cast(E4m3Experts, self._layer.experts)
+            experts.of_e4m3(self._codes[part], self._scales[part], *routes, router_weight_on_input=on_input, out=out)
+        else:
+            self._layer.experts(self._hidden[part], *routes, router_weight_on_input=on_input, out=out)
+
+    def collect(self, streamed: bool = False) -> None:
+        """streamed: copy engines have brought the hidden states."""
+        lane, routes = self._lane, (self._slots, self._weights, self._lane.verdicts)
+        if self._layer.takes_e4m3:
+            staged = self._hidden if streamed else None
+            collect_e4m3(lane.table, self.number, self._codes, self._scales, *routes, staged)
+        else:
+            collect(lane.table, self.number, None if streamed else self._hidden, *routes)
+
+    def collect_again(self) -> None:
+        """What the experts read, where they may have written over it; collecting counts routes, so not for nothing."""
+        if self._lane.out is self._lane.hidden and not self._layer.takes_e4m3:
+            self.collect()
+
+    def deliver(self) -> None:
+        deliver(self._lane.table, self.number, self._out)
+        signal(self._lane.done[:1])
+
+    def _whole(self) -> None:
+        self.collect()
+        self.compute(0, self.number)
+        self.deliver()
+
+    def parts(self) -> dict[int, Callable[[], None]]:
+        """By what the core calls them."""
+        bring, streamed = (
+            (c.COLLECT_E4M3, c.COLLECT_STAGED) if self._layer.takes_e4m3 else (c.COLLECT, c.COLLECT_ROUTES)
+        )
+        return {
+            c.WHOLE: self._whole,
+            c.EXPERTS: partial(self.compute, 0, self.number),
+            bring: self.collect,
+            streamed: partial(self.collect, streamed=True),
+            c.DELIVER: self.deliver,
+        }
 
 
 class DeviceExecutor:
@@ -101,21 +170,26 @@ class DeviceExecutor:
         self.core: c.Core
         self.trouble: Callable[[str], None] = unheard
         self._lanes: list[_Lane] = []
-        self._size = (0, 0, 0, 0)
+        self._size = (0, 0, 0, 0, 0)
         self._facts: dict[int, tuple[Tensor, Tensor]] = {}  # by generation
         self.pieces = Pieces(warm_routes)
         self._works = True
         self._driver = C.CDLL("libcuda.so.1")
 
     def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
-        sizes = [(lane_routes(tokens, s.top_k, s.num_experts), s.hidden_size, int(not s.in_place)) for s in layers] or [
-            (1, 1, 0)
-        ]
-        routes, H, apart = (max(column) for column in zip(*sizes, strict=True))
-        wanted, have = (padded(tokens), routes, H, apart), self._size
+        sizes = [
+            (
+                lane_routes(tokens, s.top_k, s.num_experts),
+                s.hidden_size,
+                int(not s.in_place),
+                s.hidden_size if s.takes_e4m3 else 0,
+            )
+            for s in layers
+        ] or [(1, 1, 0, 0)]
+        wanted, have = (padded(tokens), *(max(column) for column in zip(*sizes, strict=True))), self._size
         if any(want > now for want, now in zip(wanted, have, strict=True)):
-            rows, routes, H, apart = (max(pair) for pair in zip(wanted, have, strict=True))
-            self._size = (rows, routes, H, apart)
+            rows, routes, H, apart, coded = (max(pair) for pair in zip(wanted, have, strict=True))
+            self._size = (rows, routes, H, apart, coded)
             self.core.forget_graphs()  # they hold addresses
             self._destroy(self.pieces.clear())
             self._lanes = []
@@ -165,60 +239,19 @@ class DeviceExecutor:
         lane.table[run.tokens : rows, 4] = 0
         if run.launch_error:  # some of its pieces ran, and are over: the word may say that all is
             lane.done[0] = 0
-        parts = self._parts(lane, rows, run.top_k, bool(run.router_weight_on_input), layer)
+        views = _Rows(lane, layer, rows, run.top_k, bool(run.router_weight_on_input))
         with torch.cuda.stream(self.streams[0]):
-            if self._launch(parts, lane, rows, run, layer):
+            if self._launch(views, f"layer {layer.layer}, {rows} rows"):
                 self.trouble("split")
             elif layer.capturable:
-                self._capture(run, rows, layer, parts)
+                self._capture(run, rows, layer, views.parts())
 
-    def _launch(
-        self, parts: dict[int, Callable[[], None]], lane: _Lane, rows: int, run: c.Run, layer: ServedLayer
-    ) -> bool:
+    def _launch(self, rows: _Rows, where: str) -> bool:
         """The whole batch, piece by piece.  True: its experts in two halves, because memory ran out."""
-        H, k, on_input = layer.hidden_size, run.top_k, bool(run.router_weight_on_input)
-        hidden, out = lane.hidden[: rows * H].view(rows, H), lane.out[: rows * H].view(rows, H)
-        slots, weights = lane.slots[: rows * k].view(rows, k), lane.weights[: rows * k].view(rows, k)
-
-        def call(a: int, z: int) -> None:
-            layer.experts(hidden[a:z], slots[a:z], weights[a:z], router_weight_on_input=on_input, out=out[a:z])
-
-        def again() -> None:
-            if lane.out is lane.hidden:  # collecting counts routes, so not for nothing
-                parts[c.COLLECT]()
-
-        parts[c.COLLECT]()
-        split = compute(call, rows, again, f"layer {layer.layer}, {rows} rows")
-        parts[c.DELIVER]()
+        rows.collect()
+        split = compute(rows.compute, rows.number, rows.collect_again, where)
+        rows.deliver()
         return split
-
-    def _parts(
-        self, lane: _Lane, rows: int, k: int, on_input: bool, layer: ServedLayer
-    ) -> dict[int, Callable[[], None]]:
-        H = layer.hidden_size
-        hidden, out = lane.hidden[: rows * H].view(rows, H), lane.out[: rows * H].view(rows, H)
-        slots, weights = lane.slots[: rows * k].view(rows, k), lane.weights[: rows * k].view(rows, k)
-        done = lane.done[:1]
-
-        def experts() -> None:
-            layer.experts(hidden, slots, weights, router_weight_on_input=on_input, out=out)
-
-        def bring() -> None:
-            collect(lane.table, rows, hidden, slots, weights, lane.verdicts)
-
-        def bring_routes() -> None:
-            collect(lane.table, rows, None, slots, weights, lane.verdicts)
-
-        def take() -> None:
-            deliver(lane.table, rows, out)
-            signal(done)
-
-        def whole() -> None:
-            bring()
-            experts()
-            take()
-
-        return {c.WHOLE: whole, c.EXPERTS: experts, c.COLLECT: bring, c.COLLECT_ROUTES: bring_routes, c.DELIVER: take}
 
     def _capture(self, run: c.Run, rows: int, layer: ServedLayer, parts: dict[int, Callable[[], None]]) -> None:
         """Capture the pieces of a size that comes often; what has just run is warm."""

@@ -71,6 +71,7 @@ class KnownLayers:
             held=len(s.held),
             input_weights=1,
             top_k=s.top_k,
+            takes_e4m3=s.takes_e4m3,
             slots=s.slot_of.ctypes.data,
             expert_tokens=counts.ctypes.data,
             device_slots=device_slots,

@@ -85,13 +85,14 @@ class Pieces:
         if self._seen[size] < _WORTH:
             return []
         own, lane, H = layer.generation, int(run.lane), layer.hidden_size
+        bring, streamed = (c.COLLECT_E4M3, c.COLLECT_STAGED) if layer.takes_e4m3 else (c.COLLECT, c.COLLECT_ROUTES)
         pieces = [
             Piece(own, c.EXPERTS, lane, rows, k, flag),
-            Piece(0, c.COLLECT, lane, rows, k, H),
+            Piece(0, bring, lane, rows, k, H),
             Piece(0, c.DELIVER, lane, rows, 0, H),
         ]
         if rows >= STREAMED_ROWS:
-            pieces.append(Piece(0, c.COLLECT_ROUTES, lane, rows, k, H))
+            pieces.append(Piece(0, streamed, lane, rows, k, H))
         if rows <= WHOLE_ROWS or (run.whole and not self.full):
             pieces.append(Piece(own, c.WHOLE, lane, rows, k, flag))
         return [p for p in pieces if p not in self._kept]
@@ -109,7 +110,7 @@ class Pieces:
         """Whether sizes.graph_count counts it."""
         if p.part == c.DELIVER:
             return True
-        if p.part in (c.COLLECT, c.COLLECT_ROUTES):
+        if p.part in (c.COLLECT, c.COLLECT_ROUTES, c.COLLECT_E4M3, c.COLLECT_STAGED):
             return self._known(layer, p.top_k)
         return self._known(layer, p.top_k) and not p.last and (p.part == c.EXPERTS or p.rows <= WHOLE_ROWS)
 

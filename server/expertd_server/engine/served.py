@@ -25,6 +25,7 @@ class ServedLayer:
     experts       the backend's; backend: its name, "a+b" where two share the work
     capturable    whether its calls may be captured in a CUDA graph
     in_place      whether the output may lie where the hidden states do
+    takes_e4m3    whether a GPU's batches are brought to the experts as e4m3 with a scale for 128 columns
     plan          (tokens up to, backend), the last without a bound; empty: `backend` computes every batch
     measured      (tokens, routes a token, nanoseconds) of batches that were computed before it was served
     generation    different for every ServedLayer of this process, also of the same layer: what is kept for it (a queue,
@@ -41,6 +42,7 @@ class ServedLayer:
     backend: str
     capturable: bool = False
     in_place: bool = False
+    takes_e4m3: bool = False
     plan: tuple[tuple[int | None, str], ...] = ()
     measured: tuple[tuple[int, int, int], ...] = ()
     generation: int = field(init=False, default_factory=_generations.__next__)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from expertd_kernels.rows.table import SCALED_COLUMNS
+
 __all__ = [
     "LANES",
     "MOST_OTHERS",
@@ -19,6 +21,7 @@ __all__ = [
     "lane_bytes",
     "lane_routes",
     "padded",
+    "scales_of",
     "sizes_up_to",
 ]
 
@@ -63,26 +66,33 @@ def lane_routes(tokens: int, top_k: int, num_experts: int) -> int:
     return most
 
 
-def lane_bytes(tokens: int, hidden_size: int, routes: int, element: int, in_place: bool) -> int:
+def lane_bytes(tokens: int, hidden_size: int, routes: int, element: int, in_place: bool, coded: int = 0) -> int:
     """Of a lane's buffers: inputs and output of `element` bytes a number, a slot and a weight for each route.
 
-    in_place: the output lies where the inputs did; routes: of lane_routes()."""
-    return tokens * (1 if in_place else 2) * element * hidden_size + 8 * routes
+    in_place: the output lies where the inputs did; routes: of lane_routes(); coded: columns of inputs that there are as
+    e4m3, too."""
+    codes = tokens * (coded + 4 * scales_of(coded))
+    return tokens * (1 if in_place else 2) * element * hidden_size + 8 * routes + codes
 
 
-def graph_count(layers: Iterable[tuple[int, Collection[int]]], tokens: int) -> int:
+def scales_of(hidden_size: int) -> int:
+    """Scales of a row that comes as e4m3."""
+    return -(-hidden_size // SCALED_COLUMNS)
+
+
+def graph_count(layers: Iterable[tuple[int, Collection[int], bool]], tokens: int) -> int:
     """Graphs of pieces.py once every size up to `tokens` has come, of calls that are known at the boot; graphs.py
     keeps fewer.
 
-    layers: (hidden size, numbers of routes a token) of each layer that may be captured.  A layer has its experts, and
-    its whole call where that is small, for each number of routes; collecting and delivering are captured once for all
-    layers of a hidden size."""
+    layers: (hidden size, numbers of routes a token, whether it takes e4m3) of each layer that may be captured.  A layer
+    has its experts, and its whole call where that is small, for each number of routes; collecting is captured once for
+    all layers of a hidden size that are alike in that, delivering for all of a hidden size."""
     sizes = sizes_up_to(tokens)
     whole = sum(n <= WHOLE_ROWS for n in sizes)
     streamed = sum(n >= STREAMED_ROWS for n in sizes)
     own, shared = 0, set()
-    for hidden_size, routes in layers:
+    for hidden_size, routes, takes_e4m3 in layers:
         own += len(routes) * (len(sizes) + whole)
-        shared |= {(hidden_size, k) for k in routes}
+        shared |= {(hidden_size, k, takes_e4m3) for k in routes}
     collected = len(shared) * (len(sizes) + streamed)
-    return LANES * (own + collected + len({H for H, _ in shared}) * len(sizes))
+    return LANES * (own + collected + len({H for H, _, _ in shared}) * len(sizes))

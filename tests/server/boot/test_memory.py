@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ from expertd_kernels.native.memory import available_bytes, cgroup_limit_bytes
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.problem import NAMED_DEVICES
+from expertd_kernels.sources.synthetic import SyntheticModel
+from expertd_kernels.weights.scheme import ActivationQuant
 from expertd_server import residence
 from expertd_server.boot import memory as module
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
@@ -47,10 +50,26 @@ def test_a_whole_model_on_a_gpu_takes_its_packed_bytes_and_little_more():
     assert plan.pinned == 2 * (4096 * (2 * 2 * 2048 + 72) + 8 * routes), (
         "host memory, and a line of the table for a row"
     )
-    assert plan.graph_count == graph_count([(2048, [8])] * 48, 4096)
+    assert plan.graph_count == graph_count([(2048, [8], False)] * 48, 4096)
     assert plan.serving < plan.weights + 1.5 * GIB
     assert plan.loading == 2 * canonical_bytes(assignments[0].decision.problem) + module.BOOT_BYTES["cuda"]
     assert plan.peak == plan.weights + plan.scratch + plan.context + plan.loading
+
+
+def test_layers_that_take_e4m3_have_room_for_codes_and_scales_and_as_many_graphs(monkeypatch):
+    info = SyntheticModel.info
+
+    def plan(scheme, how, **more):
+        rounded = lambda *which: replace(info(*which), checkpoint_activation=how)  # noqa: E731
+        monkeypatch.setattr(SyntheticModel, "info", rounded)
+        return plan_memory(*made(synthetic=f"qwen3-30b-a3b:{scheme}", **more))
+
+    plain = plan("e4m3_block128", ActivationQuant.E4M3_GROUP128)
+    coded = plan("e4m3_block128", ActivationQuant.E4M3_GROUP128, activations="checkpoint")
+    by_row = plan("e4m3_channel", ActivationQuant.E4M3_TOKEN, activations="checkpoint")
+    assert coded.buffers - plain.buffers == 2 * 4096 * (2048 + 4 * 16)
+    assert by_row.buffers == plain.buffers
+    assert coded.graph_count == by_row.graph_count == plain.graph_count == graph_count([(2048, [8], True)] * 48, 4096)
 
 
 def test_what_callers_may_take_is_told_and_not_asked_for():
@@ -72,7 +91,7 @@ def test_other_numbers_of_routes_and_wider_activations_count():
     plan = plan_memory(*made())
     more = plan_memory(*made(warm_up_routes=module_ranges("1,16")))
     assert more.scratch > 1.9 * plan.scratch
-    assert more.graph_count == graph_count([(2048, [1, 8, 16])] * 48, 4096)
+    assert more.graph_count == graph_count([(2048, [1, 8, 16], False)] * 48, 4096)
     assert plan_memory(*made(max_tokens=70)).buffers == 2 * (96 * 2 * 2048 + 8 * lane_routes(70, 8, 128)), (
         "batches are padded"
     )

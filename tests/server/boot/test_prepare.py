@@ -68,3 +68,22 @@ def test_tokens_have_as_many_routes_as_requests_also_where_fewer_experts_are_hel
             assert ids == (x[0], top_k)
             assert set(used) <= {-1, 0, 1, 2}
             assert (-1 in used) == (top_k > 3)
+
+
+def test_layers_that_take_e4m3_are_warmed_up_so_too():
+    """What an engine on a GPU calls; every size, once."""
+    coded = []
+
+    class Taking(Records):
+        takes_e4m3 = True
+
+        def of_e4m3(self, codes, scales, ids, weights, *, out):
+            assert (codes.dtype, scales.dtype, out.dtype) == (torch.float8_e4m3fn, torch.float32, torch.bfloat16)
+            assert scales.shape == (len(codes), 2)
+            coded.append((codes.shape, ids.shape))
+
+    p = Problem(Device("cpu", "x86_64"), INT4, INT4, 3, 256, 32, top_k=2)
+    experts, workshop = Taking(), Workshop(None, torch.device("cpu"), routes=(1,))
+    warm_up(experts, Assignment(None, (0, 1, 2), decide(p)), workshop, on_cpu=(1, 4))
+    assert coded == [(x, ids) for x, _, ids, _ in experts.calls[::2]]
+    assert len(coded) == 4

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from expertd_server.engine import core as c
+from expertd_server.engine import device as module
 from expertd_server.engine.device import DeviceExecutor
 from expertd_server.engine.lane import DeviceLane
 from expertd_server.engine.pieces import Pieces
@@ -17,8 +19,8 @@ CPU = torch.device("cpu")
 H, E, K = 64, 8, 2
 
 
-def layer(in_place, experts=None, hidden=H):
-    return ServedLayer(0, E, range(E), K, hidden, 32, experts=experts, backend="b", in_place=in_place)
+def layer(in_place, experts=None, hidden=H, coded=False):
+    return ServedLayer(0, E, range(E), K, hidden, 32, experts=experts, backend="b", in_place=in_place, takes_e4m3=coded)
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def plain(monkeypatch):
 @pytest.fixture
 def executor(plain, monkeypatch):
     made = object.__new__(DeviceExecutor)
-    made._device, made._dtype, made._lanes, made._size = CPU, torch.bfloat16, [], (0, 0, 0, 0)
+    made._device, made._dtype, made._lanes, made._size = CPU, torch.bfloat16, [], (0, 0, 0, 0, 0)
     made.pieces, made.core = Pieces(), SimpleNamespace(forget_graphs=lambda: forgotten.append(True))
     made._driver = SimpleNamespace(cuGraphExecDestroy=lambda graph: destroyed.append(graph.value))
     forgotten, destroyed = made.forgotten, made.destroyed = [], []
@@ -57,6 +59,75 @@ def test_outputs_lie_where_inputs_did_until_a_layer_wants_them_apart(executor):
     assert len(executor.pieces) == 0
     executor.reserve(100, [layer(True)])
     assert all(lane.out is not lane.hidden for lane in executor._lanes), "it does not shrink"
+
+
+def test_codes_and_scales_have_room_for_the_widest_layer_that_takes_them(executor):
+    executor.reserve(100, [layer(True, hidden=512), layer(True, hidden=256, coded=True)])
+    lane = executor._lanes[0]
+    assert (lane.codes.numel(), lane.scales.numel()) == (128 * 256, 128 * 2)
+    held = sum(t.nbytes for t in (lane.hidden, lane.slots, lane.weights, lane.codes, lane.scales))
+    assert held == lane_bytes(128, 512, lane_routes(100, K, E), 2, in_place=True, coded=256)
+    executor.pieces._kept[(0, 0, 0, 0, 0, 0)] = (None, 77)
+    executor.reserve(100, [layer(True, hidden=512, coded=True)])
+    assert executor._lanes[0].codes.numel() == 128 * 512
+    assert executor.destroyed == [77], "graphs hold addresses"
+
+
+class E4m3:
+    """Experts that note what they are given and answer with what it stands for, doubled."""
+
+    backend, takes_e4m3 = "b", True
+
+    def __init__(self, fails_at=0):
+        self.fails_at, self.calls = fails_at, []
+
+    def __call__(self, *_, **__):
+        raise AssertionError("widened")
+
+    def of_e4m3(self, codes, scales, ids, weights, *, router_weight_on_input=False, out):
+        self.calls.append((len(codes), router_weight_on_input, ids[:, 0].tolist()))
+        if len(codes) == self.fails_at:
+            out.fill_(float("nan"))
+            raise torch.OutOfMemoryError("out of memory")
+        return out.copy_(2 * codes.float() * scales.repeat_interleave(128, 1))
+
+
+@pytest.mark.parametrize("fails_at", [0, 6])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_layer_that_takes_e4m3_is_given_codes_also_in_halves(executor, monkeypatch, in_place, fails_at):
+    """The output lies over the hidden states, never over the codes: nothing is collected again."""
+    width, rows, experts, seen = 256, 6, E4m3(fails_at), []
+    served = layer(in_place, experts, hidden=width, coded=True)
+    executor.reserve(8, [served])
+    lane = executor._lanes[0]
+    for t in (lane.hidden, lane.out, lane.codes.view(torch.uint8), lane.scales):
+        t.fill_(7)
+
+    def brought(table, number, codes, scales, slots, weights, verdicts, staged):
+        seen.append(("collect", number, None if staged is None else tuple(staged.shape)))
+        assert (codes.shape, scales.shape) == ((rows, width), (rows, 2))
+        codes.copy_(torch.arange(rows)[:, None].expand(rows, width).to(torch.float8_e4m3fn))
+        scales.fill_(0.5)
+        slots.copy_(torch.arange(rows)[:, None].expand(rows, K))
+
+    def took(table, number, out):
+        seen.append(("deliver", number, out[:, 0].tolist()))
+
+    monkeypatch.setattr(module, "collect_e4m3", brought)
+    monkeypatch.setattr(module, "deliver", took)
+    monkeypatch.setattr(module, "signal", lambda done: seen.append("signal"))
+    views = module._Rows(lane, served, rows, K, on_input=True)
+    assert executor._launch(views, "a batch") == bool(fails_at)
+    assert seen == [("collect", rows, None), ("deliver", rows, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]), "signal"]
+    whole, halves = [(6, True, [0, 1, 2, 3, 4, 5])], [(3, True, [0, 1, 2]), (3, True, [3, 4, 5])]
+    assert experts.calls == (whole + halves if fails_at else whole)
+
+    seen.clear()
+    parts = views.parts()
+    assert set(parts) == {c.WHOLE, c.EXPERTS, c.COLLECT_E4M3, c.COLLECT_STAGED, c.DELIVER}
+    parts[c.COLLECT_STAGED]()
+    parts[c.COLLECT_E4M3]()
+    assert seen == [("collect", rows, (rows, width)), ("collect", rows, None)]
 
 
 class Api:

@@ -11,8 +11,10 @@ from expertd_server.engine.served import ServedLayer
 from expertd_server.engine.sizes import LANES, MOST_OTHERS, graph_count, sizes_up_to
 
 
-def layer(number=0, top_k=8, H=2048):
-    return ServedLayer(number, 128, range(128), top_k, H, 768, experts=None, backend="b", capturable=True)
+def layer(number=0, top_k=8, H=2048, coded=False):
+    return ServedLayer(
+        number, 128, range(128), top_k, H, 768, experts=None, backend="b", capturable=True, takes_e4m3=coded
+    )
 
 
 def came(pieces, served, *, lane=0, rows=1, top_k=8, on_input=0, whole=0, nbytes=100):
@@ -33,8 +35,20 @@ def every(pieces, layers, tokens, routes):
 def test_what_is_captured_is_what_the_plan_counts(layers, tokens, warm):
     pieces = Pieces(warm)
     every(pieces, [layer(n) for n in range(layers)], tokens, (8, *warm))
-    assert len(pieces) == graph_count([(2048, {8, *warm})] * layers, tokens)
+    assert len(pieces) == graph_count([(2048, {8, *warm}, False)] * layers, tokens)
     assert pieces.others == 0
+
+
+def test_layers_that_take_e4m3_share_what_brings_it_with_their_like_alone():
+    pieces, layers = Pieces(), [layer(0), layer(1, coded=True), layer(2, coded=True)]
+    every(pieces, layers, 300, (8,))
+    assert len(pieces) == graph_count([(2048, {8}, s.takes_e4m3) for s in layers], 300)
+    assert pieces.others == 0
+    parts = {p.part for p in pieces._kept}
+    assert parts == set(range(7)), "of both kinds"
+    came(pieces, layers[1], top_k=3)
+    came(pieces, layers[1], top_k=3)
+    assert pieces.others == 3, "experts, what brings them, and the whole of a number of routes that nobody planned"
 
 
 def test_a_size_is_captured_when_it_comes_again_and_once():

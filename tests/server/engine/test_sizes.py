@@ -34,10 +34,10 @@ def test_the_lane_of_the_python_engine_pads_what_it_captures():
 def captured(layers, tokens: int) -> int:
     """As device.py captures: every lane, size and number of routes of every layer, one after another."""
     seen = Counter()
-    for (layer, (H, routes)), lane, rows in product(enumerate(layers), range(LANES), sizes_up_to(tokens)):
+    for (layer, (H, routes, coded)), lane, rows in product(enumerate(layers), range(LANES), sizes_up_to(tokens)):
         for k in routes:
-            wanted = [("experts", layer, k), ("collect", H, k), ("deliver", H, 0)]
-            wanted += [("collect routes", H, k)] if rows >= STREAMED_ROWS else []
+            wanted = [("experts", layer, k), ("collect", H, k, coded), ("deliver", H, 0)]
+            wanted += [("collect routes", H, k, coded)] if rows >= STREAMED_ROWS else []
             wanted += [("whole", layer, k)] if rows <= WHOLE_ROWS else []
             seen.update((lane, rows, *what) for what in wanted)
     return len(seen)
@@ -47,10 +47,11 @@ def captured(layers, tokens: int) -> int:
     ("layers", "tokens"),
     [
         ([], 4096),
-        ([(2048, [8])], 1),
-        ([(2048, [8])] * 48, 4096),
-        ([(2048, [8, 1]), (2048, [8, 1]), (7168, [6])], 300),
-        ([(2048, [8]), (2048, [4])], 64),
+        ([(2048, [8], False)], 1),
+        ([(2048, [8], True)] * 48, 4096),
+        ([(2048, [8, 1], False), (2048, [8, 1], False), (7168, [6], True)], 300),
+        ([(2048, [8], False), (2048, [4], False)], 64),
+        ([(2048, [8], False), (2048, [8], True), (2048, [4], True)], 300),
     ],
 )
 def test_graphs_are_counted_as_they_are_captured(layers, tokens):

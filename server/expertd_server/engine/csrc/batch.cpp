@@ -123,21 +123,32 @@ bool movable(const Lane& lane, const Config& config) {
   uint32_t on_host = 0;
   for (const Item* i : lane.items) on_host += i->f.on_device ? 0 : i->f.tokens;
   if (on_host < config.streamed_rows || lane.items.size() * kRowsAPiece > lane.tokens) return false;
+  const bool takes_e4m3 = lane.layer->facts.takes_e4m3 && config.nonfinite == kPass;  // else what is staged is wide
   return std::all_of(lane.items.begin(), lane.items.end(), [&](const Item* i) {
-    if (!i->port) return i->f.hidden_dtype != kE4m3;
-    return i->f.hidden_dtype == config.compute_dtype && i->f.out_dtype == config.compute_dtype;
+    if (i->f.hidden_dtype == kE4m3 && !takes_e4m3) return false;
+    if (!i->port) return true;
+    const bool as_it_is = i->f.hidden_dtype == config.compute_dtype || i->f.hidden_dtype == kE4m3;
+    return as_it_is && i->f.out_dtype == config.compute_dtype;
   });
 }
 
 int copy_in(const Lane& lane, const Config& config, Cuda& cuda) {
-  const uint64_t row_bytes = uint64_t(lane.layer->facts.hidden_size) * size_of(config.compute_dtype);
+  const LaneMemory& m = lane.memory;
+  const uint64_t H = lane.layer->facts.hidden_size, row_bytes = H * size_of(config.compute_dtype);
   uint64_t row = 0;
   int error = 0;
   for (const Item* item : lane.items) {
-    const uint64_t from = lane.memory.table[row * kWords], to = lane.memory.device_hidden + row * row_bytes;
-    const size_t bytes = item->f.tokens * row_bytes;
-    error |= item->f.on_device ? cuda.on_device(to, from, bytes, cuda.in)
-                               : cuda.to_device(to, reinterpret_cast<void*>(from), bytes, cuda.in);
+    const auto copy = [&](uint64_t to, uint64_t from, size_t bytes) {
+      error |= item->f.on_device ? cuda.on_device(to, from, bytes, cuda.in)
+                                 : cuda.to_device(to, reinterpret_cast<void*>(from), bytes, cuda.in);
+    };
+    const uint64_t* line = m.table + row * kWords;
+    if (item->f.hidden_dtype == kE4m3) {
+      copy(m.device_codes + row * H, line[0], item->f.tokens * H);
+      copy(m.device_scales + e4m3::scales_bytes(row, H), line[5], e4m3::scales_bytes(item->f.tokens, H));
+    } else {
+      copy(m.device_hidden + row * row_bytes, line[0], item->f.tokens * row_bytes);
+    }
     row += item->f.tokens;
   }
   return error;

@@ -131,7 +131,7 @@ struct LayerFacts {
   uint32_t held;  // experts here
   uint32_t input_weights;  // takes the router weight on the input
   uint32_t top_k;          // of the model; a batch has at most max_tokens times as many routes.  0 = no bound
-  uint32_t spare;
+  uint32_t takes_e4m3;     // on a device: its experts take hidden states as codes and scales
   const int32_t* slots;
   uint64_t* expert_tokens;  // [held] counts of routes, or null: on a CPU, which this process counts on
   uint64_t device_slots, device_counts;  // the same on a device: slots [num_experts + 1] int32, counts [held] int64 or 0
@@ -157,6 +157,7 @@ struct LaneMemory {
   void* out;          // [rows, H] of the compute dtype
   uint64_t hidden_bytes, slots_bytes, weights_bytes, out_bytes;
   uint64_t device_hidden, device_out;  // the device's [rows, H] of the compute dtype, for batches moved by copy engines
+  uint64_t device_codes, device_scales;  // e4m3 [rows, H] and f32 [rows, H / 128], where a layer takes them; else 0
 };
 
 // What a core is for.
@@ -180,6 +181,8 @@ enum Part : uint32_t {
   kCollect = 2,        // of any layer of this hidden size and top_k, as are those below
   kCollectRoutes = 3,  // ids and weights alone: copy engines bring the hidden states
   kDeliver = 4,        // and the word
+  kCollectE4m3 = 5,    // kCollect for layers that take codes and scales
+  kCollectStaged = 6,  // kCollectRoutes for them: what copy engines bring is rounded
 };
 
 // A batch that the owner of the thread has to run (what has no graph).

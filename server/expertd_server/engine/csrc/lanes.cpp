@@ -83,7 +83,10 @@ int Core::launch_parts(Lane* lane, bool streamed) {
   const auto [rows, experts] =
       lane->layer->graphs.at_least({kExperts, lane->index, lane->top_k, lane->router_weight_on_input}, lane->tokens);
   const uint32_t H = lane->layer->facts.hidden_size;
-  void* collect = shared_.exactly({streamed ? kCollectRoutes : kCollect, lane->index, lane->top_k, H}, rows);
+  const Part bring = lane->layer->facts.takes_e4m3 ? streamed ? kCollectStaged : kCollectE4m3
+                     : streamed                    ? kCollectRoutes
+                                                   : kCollect;
+  void* collect = shared_.exactly({bring, lane->index, lane->top_k, H}, rows);
   void* deliver = shared_.exactly({kDeliver, lane->index, 0, H}, rows);
   if (!experts || !collect || !deliver) return kNoGraph;
   pad_table(*lane, rows);
