@@ -75,6 +75,18 @@ def test_json_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 
 @pytest.mark.timeout(60)
+def test_ready_made_messages_cost_no_client(tiny_echo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--tokens", "2", "--callers", "1,3", "--seconds", "0.2", "--hidden-size", "32", "--client", "bytes")
+    assert run(tiny_echo, "--json", "--transport", "inline,tcp", *words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "echo tcp bytes" in found["refused"]
+    assert [(r["server"], r["callers"]) for r in found["rows"]] == [(s, n) for n in (1, 3) for s in (tiny_echo, "echo")]
+    for r in found["rows"]:
+        assert min(r["p50_us"], r["requests_per_s"], r["kernel_us"], r["stages_us"]["decode"]) > 0
+        assert r["stages_us"]["client_encode"] == r["stages_us"]["client_decode"] == 0
+
+
+@pytest.mark.timeout(60)
 def test_a_server_beside_the_echo_and_tables(tiny_echo: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--tokens", "1", "--callers", "1", "--seconds", "0.1", "--hidden-size", "64")
     assert run(tiny_echo, "--transport", "inline,shm,tcp", "--client", "threads,asyncio", *words) == 0

@@ -93,15 +93,19 @@ def bare_server(callers: int, most_bytes: int) -> Iterator[Bare]:
 
 
 class StreamEcho:
-    """One stream over a connection of its own."""
+    """One stream over a connection of its own.  address, method: of who answers."""
 
-    def __init__(self, bare: Bare) -> None:
-        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{bare.stream}", options=_OPTIONS)
-        self._call: Any = self._channel.stream_stream(_METHOD)()
+    def __init__(self, address: str, method: str = _METHOD) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._call: Any = self._channel.stream_stream(method)()
 
     async def echo(self, payload: bytes) -> None:
-        await self._call.write(payload)
-        _check(len(await self._call.read()), len(payload))
+        _check(len(await self.ask(payload)), len(payload))
+
+    async def ask(self, message: bytes) -> bytes:
+        await self._call.write(message)
+        answer: bytes = await self._call.read()
+        return answer
 
     async def close(self) -> None:
         await self._call.done_writing()

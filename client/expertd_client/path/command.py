@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport", type=_names(BARE), default=plan.transports, metavar="T,T", help=f"of {', '.join(BARE)} (inline)"
     )
     parser.add_argument(
-        "--client", type=_names(CLIENTS), default=plan.clients, metavar="C,C", help="asyncio (default), threads"
+        "--client",
+        type=_names(CLIENTS),
+        default=plan.clients,
+        metavar="C,C",
+        help="asyncio (default), threads, bytes: messages made before, as the bare stream's, inline",
     )
     for name, default, text in (
         ("--tokens", plan.tokens, "M of a request"),

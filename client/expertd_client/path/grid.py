@@ -123,9 +123,9 @@ async def _cell(
             await way.round(load, each_s)
     rows = []
     for name, way in ways.items():
-        server, transport, _ = name
+        server, transport, client = name
         way.samples.take_timings()
-        if transport == INLINE:
+        if transport == INLINE and client != "bytes":
             _add_codec(way.samples, requests[server])
         kind = BARE[transport]
         sizes = (tokens, hidden_size, callers)
@@ -137,11 +137,10 @@ async def _cell(
 
 def _add_codec(samples: Samples, request: Request) -> None:
     """Stages that no clock sees by themselves: gRPC's calls are in the same functions."""
-    client_encode_ns, encode_ns, decode_ns = codec_ns(request)
+    encode_ns, decode_ns = codec_ns(request)
     stages = samples.stages
-    stages["client_encode"] = array("q", [client_encode_ns])
-    for stage, ns in (("encode", encode_ns), ("client_decode", decode_ns)):
-        stages[stage] = array("q", [value + ns for value in stages.get(stage, (0,))])
+    stages["client_encode"] = array("q", [encode_ns])
+    stages["client_decode"] = array("q", [value + decode_ns for value in stages.get("client_decode", (0,))])
 
 
 def _shape(address: str, layer: int | None, tokens: Sequence[int]) -> LayerShape:

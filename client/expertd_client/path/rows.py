@@ -21,7 +21,7 @@ STAGES: Mapping[str, str] = {
     "collect": "the batch gathered, converted, and moved to the device",
     "kernel": "the experts",
     "deliver": "the output moved back and converted",
-    "encode": "the answer to bytes",
+    "encode": "the answer to bytes, as far as the server tells of it: what is written in place takes nothing",
     "client_decode": "bytes to the answer, and to who waits for it",
 }
 """In the order of a request's way.  Their sum is the median of the whole time."""
@@ -61,7 +61,7 @@ class Row:
 
     server        "echo", or the address
     bytes         of the hidden states; as many come back
-    client        "asyncio" or "threads"
+    client        "asyncio", "threads" or "bytes"
     callers       each with a connection of its own, and one request under way
     bare          what bare_us and bare_requests_per_s are of: "stream", "socket" or "eventfd"
     """
