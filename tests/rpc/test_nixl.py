@@ -2,9 +2,11 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from waiting import until
 
 from expertd.errors import UnavailableError
 from expertd.nixl import find
-from expertd_client import AsyncExpertClient, ExpertClient, cli
+from expertd_client import AsyncExpertClient, Credentials, ExpertClient, cli
 from expertd_client.cluster import ExpertCluster
 from expertd_client.path import command
 from expertd_kernels import reference, relative_error, tolerance
@@ -182,6 +184,30 @@ def test_a_drain_answers_what_was_taken(serve, batches, asked):
                 right(f.result(), want)
         drained.join(30)
         assert not drained.is_alive()
+
+
+@needs_nixl
+def test_where_grpc_has_tls_it_is_entered_through_tls(serve, batches, asked, tmp_path):
+    pytest.importorskip("cryptography", reason="makes certificates; pip install cryptography")
+    from certificates import Authority
+
+    ca = Authority(tmp_path / "pki")
+    certificate, key = ca.sign("localhost")
+    host = serve(tls_cert=certificate, tls_key=key)
+    args, want = batches[0]
+    with ExpertClient(host.address, credentials=Credentials(ca=ca.ca, server_name="localhost"), timeout_s=30) as client:
+        assert client.session(timeout_s=30).transport == "nixl", client.session()
+        for _ in range(5):
+            right(client.forward(*args), want)
+        door = host.service.doors["nixl"]
+        token, endpoint, _ = door.offer("caller", "")
+        assert endpoint.startswith("tls://")
+        with socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])), 5) as plain:
+            plain.sendall(b"expdtcp1" + token.encode())
+            plain.settimeout(5)
+            with contextlib.suppress(ConnectionError):
+                assert b"expdtcp1" not in plain.recv(100), "it speaks without TLS"
+        assert door.sessions == 1
 
 
 @needs_nixl

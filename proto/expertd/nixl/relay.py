@@ -52,6 +52,8 @@ _HOT_S = 0.05
 _NAP_MS, _SLEEP_MS = 1, 100
 _AFTERMATH_S = 0.1
 """How long after the last word it naps instead of sleeping: what NIXL took for sent may still want to be carried on."""
+_FORGET_S = 5.0
+"""How long it waits for what was announced and did not come, or for the announcement of what did."""
 _LAST_S = 1.0
 """For answers that are ready when the server ends the session."""
 
@@ -111,6 +113,8 @@ class Relay:
                     self._listen(poll, 0)
                 os.sched_yield()
                 continue
+            if quiet_s > _FORGET_S:
+                self._expected = 0
             if not busy and self._nods_off():
                 continue
             self._listen(poll, _NAP_MS if busy or quiet_s < _AFTERMATH_S else _SLEEP_MS)

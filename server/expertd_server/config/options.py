@@ -136,7 +136,8 @@ OPTIONS: tuple[Option, ...] = (
         Address.parse,
         "HOST:PORT",
         "where clients of other hosts get sessions over NIXL (RDMA, or TCP), which encrypts nothing: for networks that"
-        " keep strangers out; its own ports are UCX's; port 0 = a free one; default: nowhere",
+        " keep strangers out; as many as --shm-memory has room for; its own ports are UCX's; port 0 = a free one;"
+        " default: nowhere",
     ),
     Option("insecure", yes_no, "yes|no", "yes: listen beyond this host without TLS"),
     Option("tls_cert", Path, "FILE", "certificate chain in PEM; read again when it changes, as are the three below"),

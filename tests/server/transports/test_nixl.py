@@ -3,10 +3,12 @@ ways beside the stream is in tests/client/test_beside.py."""
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -335,6 +337,30 @@ def test_a_cancel_reaches_the_server():
         sums.gate.set()
         answers = [parse_answer(peer.hear())[1] for _ in range(2)]
         assert {a.id: a.name for a in answers}[2] == b"CANCELLED"
+
+
+def test_answers_that_are_ready_arrive_though_the_server_closes():
+    """Its relay is stopped while they are computed, and goes on when the session is over."""
+    sums, before = Sums(), set(relays("far"))
+    with opened(sums) as (engine, door), connected(door) as client:
+        calls = [inputs(5, seed=n) for n in range(6)]
+        far = (set(relays("far")) - before).pop()
+        sums.gate.clear()
+        futures = [client.submit(0, *args) for args, _ in calls]
+        until(lambda: engine.load().queued_requests == len(calls))
+        os.kill(far, signal.SIGSTOP)
+        closing, ended = threading.Thread(target=door.close), select.poll()
+        ended.register(door._peers._relays[1].owner, 0)
+        try:
+            sums.gate.set()
+            until(engine.idle)
+            closing.start()
+            until(lambda: ended.poll(0))
+        finally:
+            os.kill(far, signal.SIGCONT)
+        for future, (_, want) in zip(futures, calls, strict=True):
+            assert np.allclose(future.result(20).output, want, rtol=1e-2)
+        closing.join(20)
 
 
 def test_without_room_the_reason_says_so():
