@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import c_uint8
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from expertd.dtypes import DTYPE_BYTES, scales_of_row, tensor_bytes
@@ -16,7 +17,7 @@ from expertd_client.e4m3 import E4m3
 from expertd_client.lent import Lent
 from expertd_client.request import Request
 from expertd_client.result import ForwardResult
-from expertd_client.tensors import Synthetic, device_of, host_address, over_memory
+from expertd_client.tensors import Synthetic, are_few_bytes, device_of, host_address, over_memory
 
 __all__ = [
     "ALIGN",
@@ -72,10 +73,9 @@ def message_bytes(request: Request) -> int:
 
 def head_of(request: Request) -> Submission:
     """The submission but for where its tensors lie."""
-    s = Submission()
     M, H = request.hidden_states.shape
-    s.kind, s.layer, s.tokens, s.hidden_size, s.top_k = FORWARD, request.layer, M, H, request.topk_ids.shape[1]
-    s.out_dtype, s.hidden_dtype, s.ids_dtype, s.weights_dtype = request.dtypes
+    s = Submission.from_buffer_copy(_form(request.dtypes, M, H, request.topk_ids.shape[1])[0])
+    s.layer = request.layer
     if request.traceparent:
         s.trace = (c_uint8 * 24)(*context_of(request.traceparent))
     if request.router_weight_on_input:
@@ -88,21 +88,39 @@ def submission_of(request: Request) -> Sent:
     out_dtype, hidden_dtype, ids_dtype, weights_dtype = request.dtypes
     x, ids, weights = request.hidden_states, request.topk_ids, request.topk_weights
     M, H = x.shape
-    k = ids.shape[1]
-    s, t = head_of(request), Tensors()
-    t.hidden_bytes = M * H * DTYPE_BYTES[hidden_dtype]
-    t.ids_bytes, t.weights_bytes = M * k * DTYPE_BYTES[ids_dtype], M * k * DTYPE_BYTES[weights_dtype]
-    t.out_bytes = tensor_bytes(out_dtype, M, H)
+    s, t = head_of(request), Tensors.from_buffer_copy(_form(request.dtypes, M, H, ids.shape[1])[1])
     kept_scales = None
     if isinstance(x, E4m3):
         x = x.on_host()
         t.scales, kept_scales = host_address(x.scales, pb.DATA_TYPE_F32)
-        t.scales_bytes = M * scales_of_row(H) * DTYPE_BYTES[pb.DATA_TYPE_F32]
-        x = x.codes
-    t.hidden, kept_x = host_address(x, hidden_dtype)
-    t.ids, kept_ids = host_address(ids, ids_dtype)
-    t.weights, kept_weights = host_address(weights, weights_dtype)
+        t.hidden, kept_x = host_address(x.codes, hidden_dtype)
+    else:
+        t.hidden, kept_x = _place(x, hidden_dtype)
+    t.ids, kept_ids = _place(ids, ids_dtype)
+    t.weights, kept_weights = _place(weights, weights_dtype)
     return Sent(s, t, (kept_x, kept_scales, kept_ids, kept_weights), out_dtype, (M, H))
+
+
+@lru_cache(maxsize=1024)
+def _form(dtypes: tuple[int, ...], M: int, H: int, top_k: int) -> tuple[Submission, Tensors]:
+    """What is the same in all requests of these dtypes and shapes.  (To set a field takes 0.1 us, and there are 15.)"""
+    s, t = Submission(), Tensors()
+    s.kind, s.tokens, s.hidden_size, s.top_k = FORWARD, M, H, top_k
+    s.out_dtype, s.hidden_dtype, s.ids_dtype, s.weights_dtype = dtypes
+    t.hidden_bytes = M * H * DTYPE_BYTES[s.hidden_dtype]
+    t.ids_bytes, t.weights_bytes = M * top_k * DTYPE_BYTES[s.ids_dtype], M * top_k * DTYPE_BYTES[s.weights_dtype]
+    t.out_bytes = tensor_bytes(s.out_dtype, M, H)
+    if s.hidden_dtype == pb.DATA_TYPE_E4M3:
+        t.scales_bytes = M * scales_of_row(H) * DTYPE_BYTES[pb.DATA_TYPE_F32]
+    return s, t
+
+
+def _place(x: Any, number: int) -> tuple[Any, Any]:
+    """As host_address(), or twice the bytes of few: a copy of them takes less than numpy's word where they lie."""
+    if are_few_bytes(x, number):
+        few = x.tobytes()
+        return few, few
+    return host_address(x, number)
 
 
 def result(

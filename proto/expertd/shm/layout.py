@@ -114,11 +114,11 @@ class DeviceCalls(C.Structure):
 
 
 class Tensors(C.Structure):
-    """Where a request's tensors lie in this process: addresses, and sizes in bytes.  hidden 0: in the arena, where the
-    submission says.  Of the client alone, not in a region."""
+    """Where a request's tensors lie in this process: addresses, or bytes, which it then keeps, and sizes in bytes.
+    hidden 0: in the arena, where the submission says.  Of the client alone, not in a region."""
 
     _fields_ = [
-        *((name, C.c_void_p) for name in ("hidden", "scales", "ids", "weights")),
+        *((name, C.c_char_p) for name in ("hidden", "scales", "ids", "weights")),
         *((name + "_bytes", C.c_uint64) for name in ("hidden", "scales", "ids", "weights", "out")),
     ]
 
