@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from expertd.begun import begin
-from expertd.errors import ExpertdError, InternalError, MalformedMessageError, UnavailableError
+from expertd.errors import ExpertdError, InternalError, InvalidRequestError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import (
     UsualAnswers,
@@ -178,7 +178,7 @@ class _Stream:
                 error = UnavailableError(f"{self._target}: the stream ended while a message was written; send again")
         except asyncio.CancelledError:
             error = common.stream_ended(None, self._target, closing=True)
-        except MalformedMessageError as bad:
+        except InvalidRequestError as bad:
             self._call.cancel()
             error = common.bad_answer(bad, self._target)
         finally:
@@ -229,7 +229,7 @@ class _Calls:
             return  # by this client, which waits for no answer
         except grpc.RpcError as error:
             self._deliver(common.call_failed(error, self._target).to_request_error(request_id))
-        except MalformedMessageError as error:
+        except InvalidRequestError as error:
             self._deliver(common.bad_answer(error, self._target).to_request_error(request_id))
         finally:
             self._calls.pop(request_id, None)

@@ -13,7 +13,7 @@ from expertd.errors import (
     REASON_KEY,
     BadResponseError,
     ExpertdError,
-    MalformedMessageError,
+    InvalidRequestError,
     RequestCancelledError,
     UnavailableError,
     from_rpc_error,
@@ -108,7 +108,7 @@ def stream_ended(error: grpc.RpcError | None, target: str, closing: bool) -> Exp
     return call_failed(error, target)
 
 
-def bad_answer(error: MalformedMessageError, target: str) -> BadResponseError:
+def bad_answer(error: InvalidRequestError, target: str) -> BadResponseError:
     """An answer that is no message of this contract."""
     bad = BadResponseError(f"{target}: {error.message}", request_id=error.request_id)
     bad.__cause__ = error

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from expertd.errors import ExpertdError, InternalError, MalformedMessageError
+from expertd.errors import ExpertdError, InternalError, InvalidRequestError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import (
     UsualAnswers,
@@ -148,7 +148,7 @@ class _Stream:
             error = common.stream_ended(None, self._target, self._closing)
         except grpc.RpcError as broken:
             error = common.stream_ended(broken, self._target, self._closing)
-        except MalformedMessageError as bad:
+        except InvalidRequestError as bad:
             self._call.cancel()
             error = common.bad_answer(bad, self._target)
         finally:
@@ -198,5 +198,5 @@ class _Calls:
             return  # by this client, which waits for no answer
         except grpc.RpcError as error:
             self._deliver(common.call_failed(error, self._target).to_request_error(request_id))
-        except MalformedMessageError as error:
+        except InvalidRequestError as error:
             self._deliver(common.bad_answer(error, self._target).to_request_error(request_id))

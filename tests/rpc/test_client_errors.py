@@ -95,10 +95,21 @@ def test_an_answer_that_does_not_fit_is_refused(client, servicer, wrong):
         client.forward(*batch())
 
 
-def test_bytes_that_are_no_message_are_refused(kind):
+LONG = pb.ForwardResponse(request_id=1, output=pb.Tensor(shape=[1] * 40))
+
+
+@pytest.mark.parametrize(
+    ("whole", "part"),
+    [
+        (b"\xff\xff\xff", b"\xff\xff\xff"),
+        (LONG.SerializeToString(), pb.StreamForwardResponse(forward=LONG).SerializeToString()),
+    ],
+    ids=["no message", "a shape of 40 extents"],
+)
+def test_bytes_that_are_no_answer_are_refused(kind, whole, part):
     handlers = {
-        "Forward": grpc.unary_unary_rpc_method_handler(lambda data, context: b"\xff\xff\xff"),
-        "StreamForward": grpc.stream_stream_rpc_method_handler(lambda data, context: (b"\xff\xff\xff" for _ in data)),
+        "Forward": grpc.unary_unary_rpc_method_handler(lambda data, context: whole),
+        "StreamForward": grpc.stream_stream_rpc_method_handler(lambda data, context: (part for _ in data)),
     }
     server = grpc.server(futures.ThreadPoolExecutor(4))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("expertd.v1.ExpertService", handlers),))

@@ -134,7 +134,9 @@ class EventfdEcho:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._answer = bytearray(memory.most)
+        self._answer = memoryview(
+            bytearray(memory.most)
+        )  # a bytearray's slice would be assigned by way of another copy
 
     def echo(self, payload: bytes) -> None:
         m, n = self._memory, len(payload)
