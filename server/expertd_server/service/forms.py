@@ -2,10 +2,12 @@
 
 What the checks of intake.py go by is, for raw tensors, the same in every message of one form: layer, shapes and dtypes.
 So the verdict on the first is remembered as long as the same layers are held, and the core reads the others by itself.
+What is remembered keeps no layer: one that is removed is gone, whether another message comes or not.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,9 +26,10 @@ _MOST = 4096
 
 @dataclass(frozen=True)
 class Form:
-    """What every request of a form becomes, but for its tensors: hidden, ids and weights are empty here."""
+    """What every request of a form becomes, but for its tensors: hidden, ids and weights are empty here.  layer: gives
+    it, None where it is gone."""
 
-    layer: ServedLayer
+    layer: Callable[[], ServedLayer | None]
     tokens: int
     top_k: int
     hidden: Operand
@@ -38,6 +41,7 @@ class Form:
 
     def request(
         self,
+        layer: ServedLayer,
         reply: Reply,
         ready: Callable[[Request, bytes], None],
         caller: str,
@@ -48,7 +52,7 @@ class Form:
     ) -> Request:
         """One of this form: see Request."""
         return Request(
-            self.layer,
+            layer,
             self.tokens,
             self.top_k,
             self.hidden,
@@ -71,14 +75,14 @@ class Forms:
 
     def __init__(self, holding: Callable[[], Holding], check: Callable[[ForwardRequestView], Request]) -> None:
         self._holding, self._check = holding, check
-        self._held = holding()
+        self._held = weakref.ref(holding())
         self._known: dict[bytes, Form | None] = {}
 
     def find(self, form: bytes, data: bytes) -> Form | None:
         """The form of the message `data`, which has the facts `form`; None: it would be refused."""
         held = self._holding()
-        if held is not self._held:
-            self._held = held
+        if held is not self._held():
+            self._held = weakref.ref(held)
             self._known.clear()
         try:
             return self._known[form]
@@ -98,7 +102,7 @@ class Forms:
             return None
         hidden, ids, weights = (Operand(o.dtype, np.empty(0)) for o in (r.hidden, r.ids, r.weights))
         return Form(
-            r.layer,
+            weakref.ref(r.layer),
             r.tokens,
             r.top_k,
             hidden,

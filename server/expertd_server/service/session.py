@@ -122,7 +122,8 @@ class Session:
         if found is None or service.engine.state is not State.SERVING:
             return False
         form, m = service.forms.find(found, data), looked.message
-        if form is None or (service.traced is not None and (m.traced or self._traceparent)):
+        layer = None if form is None else form.layer()
+        if form is None or layer is None or (service.traced is not None and (m.traced or self._traceparent)):
             return False
         number, timeout_us, nbytes = m.request_id, m.timeout_us, form.answer_bytes
         # Others only take out of these: what looks full may not be, and is looked at with the lock then.
@@ -132,7 +133,7 @@ class Session:
         deadline_ns = begun_ns + 1000 * timeout_us if timeout_us else 0
 
         def under_way() -> Request:
-            r = form.request(self._reply, self._settle, self._caller, number, begun_ns, arrival_ns, deadline_ns)
+            r = form.request(layer, self._reply, self._settle, self._caller, number, begun_ns, arrival_ns, deadline_ns)
             with self._lock:
                 self._in_flight[number] = r
                 self._held_bytes += nbytes
