@@ -133,7 +133,7 @@ def leave_one_in_the_core(rows: int) -> None:
 
 
 def test_what_is_in_flight_when_sessions_end_is_given_back():
-    rows, rounds = 32768, 12  # 4 MiB in and 4 MiB out
+    rows, rounds = 32768, 24  # 4 MiB in and 4 MiB out; what the allocator keeps for good may be 30 MiB
     leave_one_in_the_core(rows)
     before = rss()
     for _ in range(rounds):
