@@ -49,9 +49,8 @@ class Link:
         self.alive = True
         self._told = told
         self._target = transport.target
-        self._lock = (
-            threading.Lock()
-        )  # `alive`, `beside` and `_session` change together, and `pending` with a channel's end
+        # `alive`, `beside` and `_session` change together, and `pending` with a channel's end
+        self._lock = threading.Lock()
         self._error: ExpertdError = UnavailableError(f"{transport.target}: the connection is closed")
         self._channels = {channel.name: channel for channel in transport.channels}
         self._session = None if self._channels else Session()

@@ -24,10 +24,8 @@ from expertd.shm.client import Client
 from expertd.shm.library import LibraryMissingError
 from expertd.shm.region import Region, RegionError, supported
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.beside_channel import CallChannel, LoopChannel
-from expertd_client.credentials import Credentials
-from expertd_client.shm import AioShmConnection, ShmConnection
-from expertd_client.tcp import TcpWay
+from expertd_client.shm import AioShmChannel, AioShmConnection, ShmChannel, ShmConnection
+from expertd_client.tcp import ByTcp, TcpWay
 from expertd_client.transport import Closed, Deliver
 
 __all__ = ["AioNixlChannel", "NixlChannel", "NixlConnection"]
@@ -40,14 +38,10 @@ _MOST_ARENA = 1 << 32
 _Entered: TypeAlias = tuple[socket.socket, Client]
 
 
-class NixlChannel(CallChannel[_Entered]):
+class NixlChannel(ByTcp, ShmChannel):
     """For ExpertClient."""
 
     name = "nixl"
-
-    def __init__(self, target: str, credentials: Credentials | None = None) -> None:
-        super().__init__()
-        self._way = TcpWay(target, credentials, "nixl")
 
     def _enter(self, answer: pb.SessionAnswer) -> _Entered:
         return _entered(self._way, answer)
@@ -56,22 +50,13 @@ class NixlChannel(CallChannel[_Entered]):
         return NixlConnection(entered, deliver, closed)
 
 
-class AioNixlChannel(LoopChannel[_Entered]):
+class AioNixlChannel(ByTcp, AioShmChannel):
     """For AsyncExpertClient, whose event loop opens it."""
 
     name = "nixl"
 
-    def __init__(self, target: str, credentials: Credentials | None = None) -> None:
-        super().__init__()
-        self._way = TcpWay(target, credentials, "nixl")
-
     def _enter(self, answer: pb.SessionAnswer) -> _Entered:
         return _entered(self._way, answer)
-
-    def _leave(self, entered: _Entered) -> None:
-        sock, client = entered
-        sock.close()
-        client.close()
 
     def _connection(
         self, entered: _Entered, deliver: Deliver, closed: Closed, loop: asyncio.AbstractEventLoop

@@ -29,7 +29,7 @@ from expertd_client.request import Request
 from expertd_client.shm_message import message_bytes
 from expertd_client.transport import Closed, Deliver
 
-__all__ = ["AioTcpChannel", "TcpChannel", "TcpConnection", "TcpWay"]
+__all__ = ["AioTcpChannel", "ByTcp", "TcpChannel", "TcpConnection", "TcpWay"]
 
 _CONNECT_S = 3.0
 
@@ -37,7 +37,7 @@ _CONNECT_S = 3.0
 class TcpWay:
     """To the server of one gRPC target.  credentials: those of the session; name: of the channel."""
 
-    def __init__(self, target: str, credentials: Credentials | None = None, name: str = "tcp") -> None:
+    def __init__(self, target: str, credentials: Credentials | None, name: str) -> None:
         self._target, self._credentials = reach(target, credentials)
         self._name = name
 
@@ -84,18 +84,24 @@ class TcpWay:
             raise
 
 
+class ByTcp:
+    """Of a channel: its sessions begin with a TCP connection."""
+
+    name: str
+
+    def __init__(self, target: str, credentials: Credentials | None = None) -> None:
+        super().__init__()
+        self._way = TcpWay(target, credentials, self.name)
+
+
 _Entered: TypeAlias = tuple[Client, int]
 """The session, and the most bytes of a message."""
 
 
-class TcpChannel(CallChannel[_Entered]):
+class TcpChannel(ByTcp, CallChannel[_Entered]):
     """For ExpertClient."""
 
     name = "tcp"
-
-    def __init__(self, target: str, credentials: Credentials | None = None) -> None:
-        super().__init__()
-        self._way = TcpWay(target, credentials)
 
     def _enter(self, answer: pb.SessionAnswer) -> _Entered:
         return self._way.enter(answer)
@@ -104,14 +110,10 @@ class TcpChannel(CallChannel[_Entered]):
         return TcpConnection(entered, deliver, closed)
 
 
-class AioTcpChannel(LoopChannel[_Entered]):
+class AioTcpChannel(ByTcp, LoopChannel[_Entered]):
     """For AsyncExpertClient, whose event loop opens it."""
 
     name = "tcp"
-
-    def __init__(self, target: str, credentials: Credentials | None = None) -> None:
-        super().__init__()
-        self._way = TcpWay(target, credentials)
 
     def _enter(self, answer: pb.SessionAnswer) -> _Entered:
         return self._way.enter(answer)

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from expertd.dtypes import scales_of_row
 from expertd.shm.cuda import device_refusal
 from expertd.shm.pool import Pool
 from expertd_kernels.oracle.probe import device_fault
@@ -28,10 +29,10 @@ from expertd_server.engine import core as c
 from expertd_server.engine.graphs import free_now, record
 from expertd_server.engine.halves import compute, unheard
 from expertd_server.engine.lane import compute_stream
-from expertd_server.engine.pieces import Pieces, Ran
+from expertd_server.engine.pieces import Pieces, Ran, collecting
 from expertd_server.engine.request import Array
 from expertd_server.engine.served import ServedLayer
-from expertd_server.engine.sizes import LANES, STREAMED_ROWS, lane_routes, padded, scales_of
+from expertd_server.engine.sizes import LANES, STREAMED_ROWS, lane_routes, padded
 
 __all__ = ["DeviceExecutor", "supported"]
 
@@ -71,7 +72,7 @@ class _Lane:
         self.hidden = torch.empty(tokens * H, dtype=dtype, device=device)
         self.out = torch.empty_like(self.hidden) if apart else self.hidden
         self.codes = torch.empty(tokens * coded, dtype=torch.float8_e4m3fn, device=device)
-        self.scales = torch.empty(tokens * scales_of(coded), dtype=torch.float32, device=device)
+        self.scales = torch.empty(tokens * scales_of_row(coded), dtype=torch.float32, device=device)
         self.slots = torch.empty(routes, dtype=torch.int32, device=device)
         self.weights = torch.empty(routes, dtype=torch.float32, device=device)
 
@@ -104,7 +105,7 @@ class _Rows:
         self._hidden, self._out = rows(lane.hidden, H), rows(lane.out, H)
         self._slots, self._weights = rows(lane.slots, top_k), rows(lane.weights, top_k)
         if layer.takes_e4m3:
-            self._codes, self._scales = rows(lane.codes, H), rows(lane.scales, scales_of(H))
+            self._codes, self._scales = rows(lane.codes, H), rows(lane.scales, scales_of_row(H))
 
     def compute(self, a: int, z: int) -> None:
         """The experts of rows a to z."""
@@ -141,9 +142,7 @@ class _Rows:
 
     def parts(self) -> dict[int, Callable[[], None]]:
         """By what the core calls them."""
-        bring, streamed = (
-            (c.COLLECT_E4M3, c.COLLECT_STAGED) if self._layer.takes_e4m3 else (c.COLLECT, c.COLLECT_ROUTES)
-        )
+        bring, streamed = collecting(self._layer)
         return {
             c.WHOLE: self._whole,
             c.EXPERTS: partial(self.compute, 0, self.number),

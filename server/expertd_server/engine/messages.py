@@ -45,11 +45,8 @@ class Messages:
     def __init__(self, core: Core, delivery: Delivery, number_of: Callable[[str], int]) -> None:
         self._core, self._delivery, self._number_of = core, delivery, number_of
         self._submit = library().expertd_message_submit
-        self._handle, self._after_us, self._outcome = (
-            C.c_uint64(),
-            C.c_uint32(),
-            Outcome(),
-        )  # while delivery.lock is held
+        # While delivery.lock is held:
+        self._handle, self._after_us, self._outcome = C.c_uint64(), C.c_uint32(), Outcome()
         self._out = tuple(map(C.addressof, (self._handle, self._after_us, self._outcome)))
 
     def looked(self) -> Looked:

@@ -16,7 +16,7 @@ from expertd_server.engine import core as c
 from expertd_server.engine.served import ServedLayer
 from expertd_server.engine.sizes import MOST_OTHERS, STREAMED_ROWS, WHOLE_ROWS
 
-__all__ = ["Piece", "Pieces", "Ran"]
+__all__ = ["Piece", "Pieces", "Ran", "collecting"]
 
 _WORTH = 2
 """A size is captured when it has come this often."""
@@ -42,6 +42,11 @@ class Piece(NamedTuple):
     rows: int
     top_k: int
     last: int
+
+
+def collecting(layer: ServedLayer) -> tuple[int, int]:
+    """The parts that bring a batch of `layer`: of themselves, and where copy engines have brought the hidden states."""
+    return (c.COLLECT_E4M3, c.COLLECT_STAGED) if layer.takes_e4m3 else (c.COLLECT, c.COLLECT_ROUTES)
 
 
 class Pieces:
@@ -85,7 +90,7 @@ class Pieces:
         if self._seen[size] < _WORTH:
             return []
         own, lane, H = layer.generation, int(run.lane), layer.hidden_size
-        bring, streamed = (c.COLLECT_E4M3, c.COLLECT_STAGED) if layer.takes_e4m3 else (c.COLLECT, c.COLLECT_ROUTES)
+        bring, streamed = collecting(layer)
         pieces = [
             Piece(own, c.EXPERTS, lane, rows, k, flag),
             Piece(0, bring, lane, rows, k, H),
@@ -110,7 +115,7 @@ class Pieces:
         """Whether sizes.graph_count counts it."""
         if p.part == c.DELIVER:
             return True
-        if p.part in (c.COLLECT, c.COLLECT_ROUTES, c.COLLECT_E4M3, c.COLLECT_STAGED):
+        if p.part in collecting(layer):
             return self._known(layer, p.top_k)
         return self._known(layer, p.top_k) and not p.last and (p.part == c.EXPERTS or p.rows <= WHOLE_ROWS)
 

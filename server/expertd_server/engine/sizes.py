@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from expertd_kernels.rows.table import SCALED_COLUMNS
+from expertd.dtypes import scales_of_row
 
 __all__ = [
     "LANES",
@@ -21,7 +21,6 @@ __all__ = [
     "lane_bytes",
     "lane_routes",
     "padded",
-    "scales_of",
     "sizes_up_to",
 ]
 
@@ -71,13 +70,8 @@ def lane_bytes(tokens: int, hidden_size: int, routes: int, element: int, in_plac
 
     in_place: the output lies where the inputs did; routes: of lane_routes(); coded: columns of inputs that there are as
     e4m3, too."""
-    codes = tokens * (coded + 4 * scales_of(coded))
+    codes = tokens * (coded + 4 * scales_of_row(coded))
     return tokens * (1 if in_place else 2) * element * hidden_size + 8 * routes + codes
-
-
-def scales_of(hidden_size: int) -> int:
-    """Scales of a row that comes as e4m3."""
-    return -(-hidden_size // SCALED_COLUMNS)
 
 
 def graph_count(layers: Iterable[tuple[int, Collection[int], bool]], tokens: int) -> int:
