@@ -1,21 +1,25 @@
 """`python kernels/bench/suite.py --out FOLDER`: all that needs a GPU, one step after the other, in a given time.
 
-    tests      tests/gpu, in several processes on the one GPU where pytest-xdist is there (needs pytest)
+    tests      all tests marked gpu, in --jobs processes on the one GPU; they compile the kernels of what follows
+    alone      those of them that are marked alone: other processes, faults of the device
     numerics   every row and scheme against the float32 reference
     ours       our rows at all points of the bench
     rounded    rows that round activations to e4m3, on e4m3 blocks
     peers      every row that is not refused, ours too, on int4, mxfp4 and bf16
     flashinfer the rows of FlashInfer alone, which compiles for many minutes at its first use
 
-Each step is a process with its own log and has at most its share of the time that is left; then it is stopped with all
-that it started, and what it had written stays.  The folder holds suite.md, and of each step a log, a table and the
-figures.  Wheels of packages that are not installed (humming-kernels, sgl-deep-gemm, flashinfer-python, pytest, ...) are
-taken from --wheels FOLDER, without their dependencies.
+Each step is a process with its own log and has at most its share of the time that is left: what the steps after it do
+not want.  Then it is stopped with all that it started, by SIGINT and, GRACE_S later, by SIGKILL.  The folder holds
+suite.md, and of each step a log, a table and the figures; of the tests JUnit's files and rows.md, a table by row.
+Wheels of packages that are not installed (humming-kernels, sgl-deep-gemm, flashinfer-python, pytest, ...) are taken
+from --wheels FOLDER, without their dependencies.  The tests need pytest with the plugins asyncio, timeout and xdist.
+All steps share what was compiled; --cache FOLDER says where that is, to carry it from one machine to the next.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -24,12 +28,20 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
+
+from suite_rows import gpu_files, summary_by_row
 
 __all__ = ["STEPS", "Done", "Step", "main", "run_steps"]
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+GRACE_S = 20.0
+"""Between SIGINT and SIGKILL: pytest ends its processes and writes what it has."""
+PLUGINS = ("asyncio", "timeout", "xdist")
+"""Of pytest, by the names of their entry points; others that a machine may have are not loaded."""
+CACHES = {"TRITON_CACHE_DIR": "triton", "FLASHINFER_WORKSPACE_BASE": "flashinfer", "DG_JIT_CACHE_DIR": "deepgemm"}
+"""Where Triton, FlashInfer and DeepGEMM keep what they compiled, below --cache."""
 OURS = "gluon_sm90,triton"
 QUICK = "all,-flashinfer_cutlass,-flashinfer_trtllm"
 """Rows that are ready within seconds."""
@@ -38,7 +50,8 @@ PEERS = ("--shape", "qwen3-30b-a3b,mixtral-8x7b,gpt-oss-120b", "--scheme", "int4
 
 @dataclass(frozen=True)
 class Step:
-    """command(out, seconds, jobs) -> arguments of this Python.  share: of the time that is left when it begins."""
+    """command(out, seconds, jobs) -> arguments of this Python.  share: of the time, in relation to the shares of the
+    steps that are run after it."""
 
     name: str
     share: float
@@ -65,11 +78,19 @@ def _bench(name: str, *more: str) -> Callable[[Path, float, int], list[str]]:
     return command
 
 
-def _tests(out: Path, seconds: float, processes: int) -> list[str]:
-    # Not the project's configuration: it names plugins that a bare machine may lack.  What the tests need of it:
-    needed = [f"pythonpath={Path('tests/kernels').resolve()}", "markers=gpu: needs an accelerator"]
-    plain = ["-c", os.devnull, "--rootdir", ".", "--import-mode", "importlib", "-p", "no:cacheprovider"]
-    return ["-m", "pytest", "tests/gpu", "-v", *plain, *(word for ini in needed for word in ("-o", ini))]
+def _tests(name: str, marks: str, *more: str) -> Callable[[Path, float, int], list[str]]:
+    """The last tests begin while there is time to end: then pytest's report is whole."""
+
+    def command(out: Path, seconds: float, processes: int) -> list[str]:
+        files = [str(path) for path in gpu_files(ROOT)]
+        plugins = [word for name in PLUGINS for word in ("-p", name)]
+        settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-m", marks]
+        reports = [f"--junitxml={out / name}.xml", "--durations=40", "-v"]
+        limit = f"--session-timeout={0.9 * seconds:.0f}"
+        beside = [word.format(processes=processes) for word in more]
+        return ["-m", "pytest", *plugins, *files, *settings, *reports, limit, *beside]
+
+    return command
 
 
 def _numerics(out: Path, seconds: float, processes: int) -> list[str]:
@@ -89,19 +110,20 @@ def _flashinfer(out: Path, seconds: float, processes: int) -> list[str]:
 STEPS: Mapping[str, Step] = {
     s.name: s
     for s in (
-        Step("tests", 0.25, _tests),
-        Step("numerics", 0.4, _numerics),
-        Step("ours", 0.5, _bench("ours", "--backend", OURS)),
+        Step("tests", 30, _tests("tests", "gpu and not alone", "-n", "{processes}", "--dist", "worksteal")),
+        Step("alone", 8, _tests("alone", "gpu and alone")),
+        Step("numerics", 28, _numerics),
+        Step("ours", 20, _bench("ours", "--backend", OURS)),
         Step(
             "rounded",
-            0.35,
+            7,
             _bench(
                 "rounded", "--scheme", "e4m3_block128", "--shape", "qwen3-30b-a3b,mixtral-8x7b,deepseek-v3/64",
                 "--activations", "e4m3_group128", "--backend", QUICK,
             ),
         ),
-        Step("peers", 0.9, _bench("peers", *PEERS, "--backend", QUICK)),
-        Step("flashinfer", 1.0, _flashinfer),
+        Step("peers", 12, _bench("peers", *PEERS, "--backend", QUICK)),
+        Step("flashinfer", 2, _flashinfer),
     )
 }  # fmt: skip
 
@@ -111,13 +133,13 @@ def run_steps(
 ) -> list[Done]:
     """Run the steps one after the other; a step that begins with less than ten seconds left is not run."""
     end = time.monotonic() + seconds
-    done = []
-    for step in steps:
+    done: list[Done] = []
+    for n, step in enumerate(steps):
         left = end - time.monotonic()
         if left < 10.0:
             done.append(Done(step.name, None, 0.0, "not run: no time was left"))
             continue
-        share = left * step.share
+        share = left * step.share / sum(s.share for s in steps[n:])
         done.append(_run(step.name, [sys.executable, *step.command(out, share, jobs)], out, share, environment))
         print(f"{step.name}: {_verdict(done[-1])} after {done[-1].seconds:.0f} s; {done[-1].last}", flush=True)
         (out / "suite.md").write_text(summary(done))
@@ -134,10 +156,19 @@ def _run(name: str, command: list[str], out: Path, seconds: float, environment: 
         try:
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: the step and what it started, nothing else
-            process.wait()
+            _stop(process)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return Done(name, code, time.monotonic() - begin, lines[-1][:200] if lines else "it said nothing")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """The process, which leads a session of its own, and all that it started."""
+    os.killpg(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _verdict(d: Done) -> str:
@@ -174,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--seconds", type=float, default=570.0, help="for all steps together (default 570)")
     p.add_argument("--steps", default=",".join(STEPS), metavar="LIST", help=f"of {','.join(STEPS)} (default: all)")
     p.add_argument("--wheels", type=Path, metavar="FOLDER")
+    p.add_argument("--cache", type=Path, metavar="FOLDER", help="for compiled kernels (default: each package's own)")
     p.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes at a time")
     args = p.parse_args(argv)
     unknown = [s for s in args.steps.split(",") if s not in STEPS]
@@ -181,9 +213,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"steps {', '.join(unknown)}: known are {', '.join(STEPS)}", file=sys.stderr)
         return 1
     begin = time.monotonic()
+    args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")  # see backends/humming.py
+    if args.cache:
+        environment |= {name: str(args.cache.resolve() / folder) for name, folder in CACHES.items()}
     with tempfile.TemporaryDirectory() as target:
         if args.wheels:
             try:
@@ -193,12 +228,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 1
             sys.path.append(target)
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (target, environment.get("PYTHONPATH"))))
-        if find_spec("xdist") is not None:
-            environment["PYTEST_ADDOPTS"] = (
-                f"-n {max(1, args.jobs // 2)} {environment.get('PYTEST_ADDOPTS', '')}".strip()
-            )
         left = args.seconds - (time.monotonic() - begin)
         done = run_steps([STEPS[s] for s in args.steps.split(",")], args.out, left, args.jobs, environment)
+    if reports := [args.out / f"{d.step}.xml" for d in done if (args.out / f"{d.step}.xml").is_file()]:
+        text = summary_by_row(reports)
+        (args.out / "rows.md").write_text(text)
+        print(text)
     return 0 if all(d.code == 0 for d in done) else 1
 
 

@@ -10,7 +10,7 @@ test and reloading are written once for all of them:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -119,6 +119,16 @@ class DirectExperts(Protocol):
 
     def direct(self) -> Direct:
         """For hidden states and outputs of the problem's compute dtype, bf16 or f32."""
+        ...
+
+
+@runtime_checkable
+class CompiledExperts(Protocol):
+    """Experts whose kernels compile at the first call of each size, and can be compiled before, side by side."""
+
+    def compile_ahead(self, sizes: Iterable[tuple[int, int]], threads: int, on_input: bool = False) -> None:
+        """For calls of these (tokens, routes a token), in so many threads; what is on disk is only loaded.
+        on_input: with the router weight on the input."""
         ...
 
 

@@ -20,6 +20,7 @@ from expertd_kernels.weights.scheme import ActivationQuant, Scheme
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of NVIDIA, this machine has none"),
 ]
 

@@ -23,6 +23,7 @@ except Exception as e:  # a machine for kernels alone
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(detect_device("auto").kind != "cuda", reason="needs a GPU of NVIDIA or AMD"),
 ]
 MODEL, E, K, H = "tiny:int4_g128", 8, 2, 256

@@ -139,6 +139,7 @@ def test_error_over_ragged_sizes_and_routings(case):
     check(case, weights, experts, 9, "even", router_weight_on_input=True)
 
 
+FOUR_QUARTERS = "ws: rows 64, tiles 4, stages 3, narrower 1, registers 128, ctas 2"
 PLANS = {
     "ids": [
         ("block: rows 8, columns 256, mma columns 128", "block: rows 8, mma columns 128, late"),
@@ -191,6 +192,12 @@ PLANS = {
             "ws: rows 32, tiles 4, warps 8, stages 4, narrower 1, stretch 16",
         ),
         ("ws: rows 128, tiles 4, warps 8, stages 4", "ws: rows 128, tiles 4, warps 8, stages 4"),
+        (FOUR_QUARTERS, FOUR_QUARTERS),
+        (FOUR_QUARTERS, FOUR_QUARTERS + ", follows"),
+        (
+            "ws: rows 64, tiles 4, warps 8, stages 4, narrower 2, stretch 16",
+            "ws: rows 64, tiles 4, warps 8, stages 4, narrower 2, stretch 16, follows",
+        ),
     ],
 }
 
@@ -376,15 +383,17 @@ def test_w2_following_w13_in_a_graph_of_many_layers(mode):
     [
         "ws: rows 64, tiles 4, warps 8, stages 4, narrower 2, stretch 16",
         "ws: rows 128, tiles 4, warps 8, stages 4, narrower 1",
+        FOUR_QUARTERS,
     ],
 )
-def test_tiles_by_tickets_in_a_graph_of_many_layers(tiles):
+@pytest.mark.parametrize("follows", ["", ", follows"])
+def test_tiles_by_tickets_in_a_graph_of_many_layers(tiles, follows):
     """More tiles than CTAs, fewer, and none; each call's tickets begin at zero, whatever the one before drew."""
     from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 
     case = Case("int4_g128", experts=32, top_k=4, hidden=2048, inner=768)
     weights, experts = layer(case)
-    plan = LayerPlan(0, "lists", TilePlan.parse(tiles), TilePlan.parse(tiles))
+    plan = LayerPlan(0, "lists", TilePlan.parse(tiles), TilePlan.parse(tiles + follows))
     sets = [routed(case, M, how) for M in (700, 2, 1500) for how in ("even", "one", "absent")]
     x, ids, w = sets[0]
     sets.insert(4, (x, torch.full_like(ids, -1), w))
@@ -421,8 +430,8 @@ def test_more_blocks_than_counters_wait_for_all_of_w13():
         TilePlan.parse("block: rows 8, mma columns 128"),
         TilePlan.parse("block: rows 8, mma columns 128, follows"),
     )
-    assert experts._blocks(600 * 10, 8) > COUNTERS >= experts._blocks(40 * 10, 8)
-    for M in (40, 600):
+    assert experts._blocks(1500 * 10, 8) > COUNTERS >= experts._blocks(40 * 10, 8)
+    for M in (40, 1500):
         check(case, weights, experts, M, "even", plan=plan)
 
 

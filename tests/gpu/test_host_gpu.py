@@ -19,7 +19,7 @@ try:
     from expertd_server.boot.assignment import open_source
     from expertd_server.config.serve import ServeConfig
     from expertd_server.config.values import Address, Ranges
-    from expertd_server.host import Host
+    from expertd_server.host.host import Host
 except Exception as e:  # a machine for kernels alone: nothing installed, or other versions of grpcio and protobuf
     pytest.skip(f"the server cannot run here: {type(e).__name__}: {e}", allow_module_level=True)
 

@@ -27,8 +27,8 @@ try:
 
     from expertd.errors import BackendFailedError, DrainingError, UnavailableError
     from expertd_client import ExpertClient, GrpcTransport
-    from expertd_client.e4m3 import quantize
-    from expertd_client.tcp import TcpChannel
+    from expertd_client.requests.e4m3 import quantize
+    from expertd_client.transports.tcp.session import TcpChannel
 except Exception as e:  # a machine for kernels alone: nothing installed, or other versions of grpcio and protobuf
     pytest.skip(f"the server cannot run here: {type(e).__name__}: {e}", allow_module_level=True)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import cpu_levels
 import numpy as np
 import pytest
 import torch
@@ -77,3 +78,11 @@ def own_triton_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles in this test alone what it is asked for."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+@pytest.fixture(params=cpu_levels.KNOWN)
+def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test runs at every instruction-set level of the CPU kernel, natively or emulated."""
+    with cpu_levels.on_level(request.param):
+        request.node.user_properties.append((cpu_levels.RAN, [request.param, cpu_levels.how(request.param)]))
+        yield request.param

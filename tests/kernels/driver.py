@@ -13,16 +13,21 @@ EMULATED = Path(__file__).parent / "emulated"
 LEVELS = ("level_avx512", "level_avx512_bf16")
 
 
+def stand_ins(extra: tuple[str, ...]) -> dict[str, tuple[Path, list[str]]]:
+    """The AVX-512 levels on emulated instructions.  Not optimized: the kernels unroll their loops, and every
+    instruction is a function."""
+    flags = ["-O0", "-mavx2", "-mfma", f"-I{EMULATED}", *extra]
+    return {name: (EMULATED / f"{name}.cpp", flags) for name in LEVELS}
+
+
 def make(folder: Path, sanitize: str = "", emulate: tuple[str, ...] | None = None) -> Path:
     """The program.  emulate: flags for the AVX-512 levels on emulated instructions; None: the levels as they are."""
     try:
         build.find_compiler()
     except build.BuildError as e:
         pytest.skip(str(e))
-    # Not optimized: the kernels unroll their loops, and every instruction is a function.
-    flags = ["-O0", "-mavx2", "-mfma", f"-I{EMULATED}", *(emulate or ())]
-    stand_ins = {} if emulate is None else {name: (EMULATED / f"{name}.cpp", flags) for name in LEVELS}
-    return build.build(folder / "driver", driver=True, sanitize=sanitize, stand_ins=stand_ins)
+    units = {} if emulate is None else stand_ins(emulate)
+    return build.build(folder / "driver", driver=True, sanitize=sanitize, stand_ins=units)
 
 
 def run(program: Path, *mistake: str) -> tuple[int, str]:

@@ -66,6 +66,36 @@ def grouped(E: int, n: int) -> None:
         assert torch.equal(again, lists), f"without places, {how}"
 
 
+def listed(E: int, n: int, BM: int, X: int) -> None:
+    """The list of blocks: every route once, in the order of the list; blocks of more than half before all shorter."""
+    c = Chunks.of(n, E)
+    counted, room = torch.empty(Chunks.table(n, E), dtype=torch.int16), 1 << (n // BM + min(E, n)).bit_length()
+    for how in ("spread", "one expert", "nowhere"):
+        ids = routes(E, n, how)
+        count_routes[(c.number,)](ids, counted, n, E, c.padded, c.size, False)
+        counts, lists, blocks = unwritten(E), unwritten(n), unwritten(2 + 2 * room)
+        sizes = n, c.number, E, c.padded, c.size, c.rows, False
+        place_routes[(c.number + 1,)](ids, counted, counts, lists, None, *sizes, blocks, BM, X, room)
+        same_lists(ids, E, counts, lists)
+        number = int(blocks[0])
+        word, base = blocks[2::2], blocks[3::2]
+        e, rows = word & 0xFFFF, word >> 16
+        assert (e[number:] == E).all(), "an entry beyond the last block has an expert"
+        assert (rows[number:] == 0).all(), "an entry beyond the last block has routes"
+        starts = counts.cumsum(0) - counts
+        seen = torch.zeros(int(counts.sum()), dtype=torch.int32)
+        for i in range(number):
+            at, r = int(base[i]), int(rows[i])
+            expert = int(e[i])
+            assert 0 < r <= BM + X, "a block's routes"
+            assert starts[expert] <= at, "a block begins before its expert"
+            assert at + r <= starts[expert] + counts[expert], "a block ends behind its expert"
+            seen[at : at + r] += 1
+        assert (seen == 1).all(), "a route that is in no block, or in two"
+        short = (rows[:number] <= BM // 2).int()
+        assert (short[1:] >= short[:-1]).all(), "a long block behind a short one"
+
+
 def few(E: int, n: int) -> None:
     for how in ROUTINGS:
         ids, counts, lists = routes(E, n, how), unwritten(E), unwritten(n)
@@ -113,6 +143,10 @@ def summed(parts: int, counters: bool, weighted: bool) -> None:
 
 
 CASES = {
+    **{
+        f"listed {E} x {n}, blocks of {b} + {x}": partial(listed, E, n, b, x)
+        for E, n, b, x in ((8, 700, 32, 0), (60, 900, 64, 16), (512, 1100, 64, 0))
+    },
     **{name: partial(grouped, *a) for name, a in GROUPED.items()},
     **{name: partial(few, *a) for name, a in FEW.items()},
     **{name: partial(table, *a) for name, a in TABLES.items()},

@@ -6,6 +6,7 @@ from functools import cache
 from types import ModuleType
 
 import torch
+import trtllm_checks as checks
 from vendor import functions, package_folder
 
 from expertd_kernels import NAMED_DEVICES, ActivationQuant, decide, problem_of
@@ -28,7 +29,7 @@ def layer(scheme, H=256, I=128, E=3, **kw):
     w = random_weights(scheme, E, H, I, bias=kw.pop("bias", scheme == "mxfp4"), **kw)
     if scheme not in STATIC:
         return w
-    steps = torch.tensor([[0.008, 0.011], [0.01, 0.007], [0.009, 0.009]])[:E]
+    steps = torch.tensor([[0.008, 0.011], [0.01, 0.007], [0.009, 0.009]]).repeat(-(-E // 3), 1)[:E]
     return replace(w, input_scales=steps / 6 if scheme == "nvfp4" else steps)
 
 
@@ -133,8 +134,8 @@ class EntryPoints:
 
     def _run(self, form, x, ids, weights, k):
         E = k["local_num_experts"]
-        assert k["num_experts"] > E
-        assert k["local_expert_offset"] == 0
+        checks.routing(ids, weights, x, k)
+        assert k["num_experts"] > E, "absent routes go to an expert that is elsewhere"
         assert int(ids.min()) >= 0
         assert int(ids.max()) < k["num_experts"]
         w13 = self._matrix(k["gemm1_weights"], k.get("gemm1_weights_scale"), form, True)
@@ -170,6 +171,7 @@ class EntryPoints:
     def trtllm_fp8_per_tensor_scale_routed_moe(self, topk_ids, hidden_states, **k):
         assert hidden_states.dtype == torch.float8_e4m3fn
         assert not k.pop("use_routing_scales_on_input")
+        checks.e4m3_tensor(hidden_states, k)
         given = dict.fromkeys(("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"))
         given |= {"output1_gate": k.pop("output1_scales_gate_scalar"), "output1": k.pop("output1_scales_scalar")}
         return self._run("tensor", hidden_states, *topk_ids, {**k, **given, "output2": k.pop("output2_scales_scalar")})
@@ -182,14 +184,16 @@ class EntryPoints:
 
     def trtllm_bf16_routed_moe(self, topk_ids, hidden_states, use_shuffled_weight, weight_layout, **k):
         assert use_shuffled_weight
-        assert weight_layout == 2
+        checks.bf16(hidden_states, {**k, "weight_layout": weight_layout})
         return self._run("bf16", hidden_states, *topk_ids, k)
 
     def trtllm_mxint4_block_scale_routed_moe(self, topk_ids, hidden_states, **k):
+        checks.mxint4(hidden_states, k)
         weights = (topk_ids & 0xFFFF).to(torch.int16).view(torch.bfloat16)
         return [self._run("int4", hidden_states, topk_ids >> 16, weights, k)]
 
     def trtllm_fp4_block_scale_routed_moe(self, topk_ids, hidden_states, hidden_states_scale, **k):
+        checks.e2m1(hidden_states, hidden_states_scale, k)
         if hidden_states.dtype == torch.uint8:
             return [self._nvfp4(topk_ids, hidden_states, hidden_states_scale, k)]
         if hidden_states_scale is not None:
@@ -200,6 +204,7 @@ class EntryPoints:
         return [self._run("mxfp4", hidden_states, *topk_ids, k)]
 
     def trtllm_fp8_block_scale_routed_moe(self, topk_ids, hidden_states, hidden_states_scale, **k):
+        checks.e4m3_blocks(hidden_states, hidden_states_scale, k)
         assert k["weight_layout"] == 0
         assert k["use_shuffled_weight"] == (k["fp8_quantization_type"] == 2)
         if k["fp8_quantization_type"] == 2:

@@ -1,8 +1,9 @@
 """What the tests of kernel packages' rows share: the packages' Python sources, for tests that compare with their own
 functions on a CPU, `bits`, `check_packing` and `refused`.
 
-A package counts as there when it is installed, or when EXPERTD_TEST_WHEELS names a folder with unpacked wheels (each in
-a folder of its own, or all in one).  Nothing is imported as the package itself: its native parts are not needed.
+A package counts as there when it is installed, or when `make vendor` has unpacked its wheel (fetch_vendor.py), or when
+EXPERTD_TEST_WHEELS names a folder with unpacked wheels (each in a folder of its own, or all in one).  Nothing is
+imported as the package itself: its native parts are not needed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from fetch_vendor import PLACE
 
 from expertd_kernels.builder import pack
 from expertd_kernels.oracle.table import BACKENDS
@@ -29,10 +31,10 @@ def package_folder(name: str) -> Path:
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations)))
-    root = os.environ.get("EXPERTD_TEST_WHEELS")
-    found = [*Path(root).glob(name), *Path(root).glob(f"*/{name}")] if root else []
+    root = Path(os.environ.get("EXPERTD_TEST_WHEELS") or PLACE)
+    found = [*root.glob(name), *root.glob(f"*/{name}")]
     if not found:
-        pytest.skip(f"package {name} is neither installed nor unpacked below EXPERTD_TEST_WHEELS")
+        pytest.skip(f"package {name} is neither installed nor unpacked: `make vendor` fetches it")
     return found[0]
 
 

@@ -181,6 +181,7 @@ class CpuExperts:
             activation.beta,
             activation.limit or 0.0,
             INT8 if backend == "cpu_w4a8" else COMPUTE[problem.compute_dtype],
+            problem.batch_invariant,
         )
         self._reference = C.byref(self._layer)
         self._forward = native.library().expertd_cpu_forward

@@ -70,6 +70,13 @@ def unpack(packed: Packed) -> Weights:
     return unpack_layer(packed, unpack_matrix)
 
 
+def experts_of_package(num_experts: int) -> int:
+    """How many experts the package is told: ours, at least one that is elsewhere (absent routes go there), and as many
+    as make a multiple of 4, which its e4m3 and mxfp8 kernels ask for (trtllm_fused_moe_kernel_launcher.cu,
+    Fp8BlockScaleLauncher::check_routing in 0.7.2)."""
+    return (num_experts + 1 + 3) // 4 * 4
+
+
 def experts(packed: Packed, problem: Problem) -> TrtllmExperts:
     """Ready to compute on the current CUDA device.  Raises Refused for another layout version."""
     require_version(packed, LAYOUT_VERSION)
@@ -95,7 +102,7 @@ class TrtllmExperts:
             for value in (a.alpha if oai else None, a.beta if oai else None, a.limit)
         )
         self.sizes = {
-            "num_experts": self.num_experts + 1,  # the last one is elsewhere: where absent routes go
+            "num_experts": experts_of_package(self.num_experts),
             "n_group": None,
             "topk_group": None,
             "intermediate_size": w13["rows"],

@@ -17,7 +17,7 @@ from expertd_kernels.backends import cutlass_layout, trtllm_layout
 from expertd_kernels.backends.cpu import spec_of, stream_size
 from expertd_kernels.backends.cpu_torch import int4_fits
 from expertd_kernels.backends.glue_space import MOST_BYTES, MOST_ROUTES, between, call_space, capacity, sorted_rows
-from expertd_kernels.backends.gluon.shared.calls import piece_tokens
+from expertd_kernels.backends.gluon.shared.pieces import piece_tokens
 from expertd_kernels.backends.gluon.shared.space import layer_space as gluon_space
 from expertd_kernels.backends.gluon.shared.space import tokens_of, w8a8_space
 from expertd_kernels.backends.gluon.w8a8.plan import Shape8
@@ -28,7 +28,9 @@ from expertd_kernels.backends.portable.space import CHUNK_TOKENS, Rounded, layer
 from expertd_kernels.backends.scratch import Layout
 from expertd_kernels.backends.xpu_layout import form_for as xpu_form
 from expertd_kernels.backends.xpu_layout import int4_group
+from expertd_kernels.native import library as native
 from expertd_kernels.native.library import KernelMissingError
+from expertd_kernels.native.processor import cpu_features
 from expertd_kernels.problem import Problem
 from expertd_kernels.weights.canonical import CODE_DTYPE
 from expertd_kernels.weights.scheme import ActivationQuant, Element, ScaleType, Scheme
@@ -301,18 +303,36 @@ def _vendor_scratch(p: Problem, tokens: int) -> int:
     return 2 * tokens * (p.top_k * by_route + p.hidden_size)
 
 
+TILES = "avx512_amx"
+"""The CPU kernel's level with matrix tiles."""
+
 CPU_PASS_BYTES = 384 << 20
 """The C++ kernel's bound on what it keeps by route; see csrc/layer.cpp."""
 
 
+def _uses_tiles(p: Problem) -> bool:
+    """Whether the CPU kernel prepares rows for matrix tiles: by the level that runs, where the layer is for a processor
+    like this one, else by what the processor can do."""
+    if p.device.features == cpu_features() and not native.kernel_error():
+        return native.level_in_use() == TILES
+    return "amx_tile" in p.device.features
+
+
+def _cpu_row(columns: int, width: int, group: int) -> int:
+    """A row of activations: its numbers, `width` bytes each, padded, and for each piece a scale and two sums."""
+    return columns * width // 64 * 64 + 128 + 12 * -(-columns // min(group or 128, 128))
+
+
 def _cpu_scratch(p: Problem, tokens: int) -> int:
     """Rows of tokens, of the intermediate (f32, and as w2 reads it) and, for matrix tiles or an order of columns, of
-    inputs by route."""
-    H, I, by_route = p.hidden_size, p.intermediate_size, p.act_order or "amx_tile" in p.device.features
+    inputs by route; each thread's sums."""
+    H, I, by_route = p.hidden_size, p.intermediate_size, p.act_order or _uses_tiles(p)
     m = max(1, min(tokens, 4096, CPU_PASS_BYTES // ((8 * I + 4 * H * by_route) * p.top_k)))
     wide = 2 if p.w13.element.integer and p.compute_dtype == "bf16" else 4
-    routes = m * p.top_k
-    return m * H * (wide + 4) + routes * (I * (wide + 4) + H * wide * by_route) + 8 * 4 * (routes + m)
+    routes, of_input = m * p.top_k, _cpu_row(H, wide, p.w13.cols)
+    middle = _cpu_row(I, wide, p.w2.cols) + 4 * (round_up(I, 32) + 16)
+    sums = native.default_threads() * 256 * m
+    return m * of_input + routes * (middle + of_input * by_route) + 8 * 4 * (routes + m) + sums
 
 
 def _float_scratch(p: Problem, tokens: int) -> int:

@@ -23,7 +23,7 @@ __all__ = ["COUNTERS", "Layout", "Scratch", "Shapes", "held_bytes", "reserve", "
 
 ALIGNMENT = 256
 FIRST_BYTES = 1 << 20
-COUNTERS = 1024
+COUNTERS = 2048
 """int32 words of a stream's counters."""
 STREAMS = 64
 """Streams whose counters are made together: torch gives out 32 of each priority, over and over."""

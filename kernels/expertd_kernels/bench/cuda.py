@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -249,13 +249,16 @@ def points(
     routing: str,
     top: Ceilings,
     how: ActivationQuant = ActivationQuant.NONE,
+    others: Mapping[str, Callable[[Weights], Experts]] | None = None,
 ) -> list[Row]:
-    """All rows of one layer, with activations rounded `how`.  One whose error is above the tolerance gets no time."""
+    """All rows of one layer, with activations rounded `how`.  One whose error is above the tolerance gets no time.
+    others: what is no row of the table but is timed beside them."""
     weights = _weights(shape, scheme)
     H, I, seg = shape.hidden_size, shape.intermediate_size, shape.activation.segments
     bias_bytes = 2 * (seg * I + H) if shape.bias else 0
     expert_bytes = scheme.nbytes(seg * I, H, seg) + scheme.nbytes(H, I) + bias_bytes
     candidates = _candidates(weights, shape.top_k, backends, how)
+    candidates |= {name: make(weights) for name, make in (others or {}).items()}
     limit = tolerance("bf16", how)
     rows = []
     for M in tokens:

@@ -31,13 +31,14 @@ __all__ = [
     "context",
     "default_threads",
     "kernel_error",
+    "level_in_use",
     "levels",
     "library",
     "physical_cpus",
     "use_threads",
 ]
 
-ABI = 1
+ABI = 2
 HUGE_PAGE = 2 << 20
 
 
@@ -94,6 +95,7 @@ class Layer(C.Structure):
         ("beta", C.c_float),
         ("limit", C.c_float),
         ("compute", C.c_int32),
+        ("batch_invariant", C.c_int32),
     ]
 
 
@@ -172,6 +174,11 @@ def levels() -> list[str]:
     """Instruction-set levels that run on this machine, best first."""
     text: bytes = library().expertd_cpu_levels()
     return text.decode().split(",")
+
+
+def level_in_use() -> str:
+    """The level of contexts that name none: $EXPERTD_CPU_ISA, else the best that runs here."""
+    return os.environ.get("EXPERTD_CPU_ISA", "") or levels()[0]
 
 
 @cache

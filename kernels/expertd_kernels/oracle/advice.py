@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from expertd_kernels.oracle import table
-from expertd_kernels.oracle.decision import Backend, Decision, Verdict
+from expertd_kernels.oracle.decision import Decision, Grade, Verdict
 from expertd_kernels.oracle.refusal import Remedy
 
 __all__ = ["Advice", "advice"]
@@ -16,7 +14,8 @@ __all__ = ["Advice", "advice"]
 class Advice:
     """A row that only the install keeps from serving.
 
-    earlier: it stands before the chosen row in the platform's order (else nothing is chosen); hardware: as in Backend.
+    earlier: it stands before the chosen row (else nothing is chosen); hardware: what is known of it, "" where it ran on
+    this hardware.
     needs, command: as in Remedy, of everything that is missing.
     """
 
@@ -35,7 +34,7 @@ class Advice:
         return f"{rank}row {name} needs {self.needs}: {self.command}"
 
 
-def advice(decision: Decision, backends: Sequence[Backend] | None = None) -> Advice | None:
+def advice(decision: Decision) -> Advice | None:
     """The first row before the chosen one that the user can have by changing the install; None where there is none.
     Of a pin that is refused: that row; one that is served is the user's own choice."""
     chosen = decision.chosen
@@ -48,11 +47,10 @@ def advice(decision: Decision, backends: Sequence[Backend] | None = None) -> Adv
     if first is None:
         return None
     remedies = _remedies(first)
-    hardware = {b.name: b.hardware for b in (table.BACKENDS if backends is None else backends)}
     return Advice(
         first.backend,
         chosen is not None,
-        hardware.get(first.backend, ""),
+        "" if first.grade is Grade.RUN else str(first.grade),
         " and ".join(r.needs for r in remedies),
         " && ".join(r.command for r in remedies),
     )

@@ -1,8 +1,9 @@
 """The oracle: which backend serves a layer, and why not the others.  Pure: imports no torch and no backend.
 
 A backend is a row of facts (row.py).  A rule is a function (backend, problem) -> refusal | None (rules.py).  Every rule
-runs for every row, so the answer is a table and not the last reason.  `decide` takes the first eligible row of the
-platform's order; a pinned backend is used or refused, never replaced.
+runs for every row, so the answer is a table and not the last reason.  `decide` takes the first eligible row: the best
+known one (row.Grade), and of equals the first of the platform's order.  A pinned backend is used or refused, never
+replaced.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from typing import Any
 
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.refusal import Refusal, RefusalKind, Remedy
-from expertd_kernels.oracle.row import Backend, DeviceRange, SchemeSupport
-from expertd_kernels.oracle.rules import RULES, judge
+from expertd_kernels.oracle.row import Backend, DeviceRange, Grade, SchemeSupport
+from expertd_kernels.oracle.rules import RULES, grade, judge
 from expertd_kernels.problem import Device, Problem
 
 __all__ = [
     "Backend",
     "Decision",
     "DeviceRange",
+    "Grade",
     "NoBackendError",
     "RULES",
     "Refusal",
@@ -36,11 +38,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rules say of one row.  Filled by a measurement: times, microseconds by token count; microseconds, their
-    geometric mean; relative_error, against the float32 reference."""
+    """What the rules say of one row, and what is known of it there.  Filled by a measurement: times, microseconds by
+    token count; microseconds, their geometric mean; relative_error, against the float32 reference."""
 
     backend: str
     refusals: tuple[Refusal, ...] = ()
+    grade: Grade = Grade.RUN
     microseconds: float | None = None
     relative_error: float | None = None
     times: tuple[tuple[int, float], ...] = ()
@@ -64,6 +67,11 @@ class Decision:
     chosen: Backend | None
     verdicts: tuple[Verdict, ...]
     pin: str | None = None
+
+    @property
+    def grade(self) -> Grade | None:
+        """What is known of the chosen row on this device; None where nothing is chosen."""
+        return next((v.grade for v in self.verdicts if self.chosen is not None and v.backend == self.chosen.name), None)
 
     @property
     def pinned(self) -> bool:
@@ -101,7 +109,7 @@ def decide(
     pin: str | None = None,
     order: Mapping[str, Sequence[str]] | None = None,
 ) -> Decision:
-    """Judge every row and choose the first eligible one.
+    """Judge every row and choose the first eligible one: rows of a higher grade first, fallbacks last.
 
     backends, order: the table and the platform orders; default: expertd_kernels.oracle.table.
     pin: a backend's name: it is chosen if it is eligible, else nothing is.  ValueError for an unknown name.
@@ -111,7 +119,9 @@ def decide(
     )
     if pin is not None and pin not in {b.name for b in rows}:
         raise ValueError(f"backend {pin!r}: known are {', '.join(sorted(b.name for b in rows))}")
-    verdicts = tuple(Verdict(b.name, judge(b, problem)) for b in rows)
+    grades = {b.name: grade(b, problem) for b in rows}
+    rows.sort(key=lambda b: (b.fallback, -grades[b.name]))  # stable: equals keep the platform's order
+    verdicts = tuple(Verdict(b.name, judge(b, problem), grades[b.name]) for b in rows)
     eligible = {v.backend for v in verdicts if v.eligible}
     chosen = next((b for b in rows if b.name in eligible and pin in (None, b.name)), None)
     return Decision(problem, chosen, verdicts, pin)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expertd_kernels.native.processor import cpu_features, cpu_info
+from expertd_kernels.oracle.build_facts import FACTS
 from expertd_kernels.oracle.decision import Backend
 from expertd_kernels.oracle.devices import cuda_device, rocm_device, xpu_device
 from expertd_kernels.oracle.import_health import ImportHealth, installed_as
+from expertd_kernels.oracle.intel_gpus import xe_generation
 from expertd_kernels.oracle.row import CPU_KERNEL
 from expertd_kernels.problem import Device, Package
 
@@ -28,45 +30,16 @@ __all__ = [
     "use_device",
 ]
 
-_CPU_FLAGS = frozenset(
-    [
-        "avx2",
-        "fma",
-        "f16c",
-        "avx512f",
-        "avx512bw",
-        "avx512vl",
-        "avx512dq",
-        "avx512_bf16",
-        "avx512_vnni",
-        "amx_tile",
-        "amx_bf16",
-        "amx_int8",
-    ]
-)
 _ACCELERATORS = ("cuda", "rocm", "xpu")
-
-
-def _cpuinfo(*keys: str) -> str:
-    """The first value of one of `keys` in the kernel's list of processors; "" where it tells none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(keys)), "")
 
 
 def cpu_name() -> str:
     """The processor's marketing name; "" where it cannot be told."""
-    return _cpuinfo("model name")
+    return cpu_info("model name")
 
 
-@cache
 def _cpu() -> Device:
-    arch = platform.machine()
-    words = set(_cpuinfo("flags", "Features").split())
-    features = {w for w in words if w in _CPU_FLAGS} | ({"neon"} if "asimd" in words else set())
-    return Device("cpu", arch, features=frozenset(features))
+    return Device("cpu", platform.machine(), features=cpu_features())
 
 
 def detect_device(name: str = "auto") -> Device:
@@ -85,7 +58,8 @@ def detect_device(name: str = "auto") -> Device:
             return rocm_device(torch.cuda.get_device_properties(i).gcnArchName.split(":")[0])
         return cuda_device(torch.cuda.get_device_capability(i))
     if kind in ("auto", "xpu") and torch.xpu.is_available():
-        return xpu_device(_xe(torch.xpu.get_device_properties(i).name))
+        found = torch.xpu.get_device_properties(i)
+        return xpu_device(xe_generation(found.name, getattr(found, "device_id", 0)))
     if kind == "auto":
         return _cpu()
     raise RuntimeError(f"device {name!r} is not on this machine; --device cpu always is")
@@ -102,17 +76,6 @@ def _index(name: str, kind: str, index: str) -> int:
     if count and int(index) >= count:
         raise RuntimeError(f"device {name!r} is not on this machine, which has {kind}:0 to {kind}:{count - 1}")
     return int(index)
-
-
-def _xe(name: str) -> str:
-    """Architecture from an Intel device name: Battlemage (B-series) is Xe2, Panther Lake and later Xe3."""
-    return (
-        "xe3"
-        if "Xe3" in name or "Panther" in name
-        else "xe2"
-        if any(word in name for word in ("B5", "B6", "B7", "Xe2"))
-        else "xe"
-    )
 
 
 def _api(device: torch.device) -> Any:
@@ -160,7 +123,9 @@ def installed_packages(
             error = native.kernel_error()
             out[name] = Package(str(native.ABI), error, native.source.remedy() if error else "")
             continue
-        if (dist := installed_as(name)) is not None:
+        if name in FACTS:
+            out[name] = FACTS[name]()
+        elif (dist := installed_as(name)) is not None:
             out[name] = Package(dist.version, health.error(name) if probe_imports else "")
     health.keep()
     return out

@@ -4,15 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from expertd_kernels.problem import Device, Problem
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
 
-__all__ = ["CPU_KERNEL", "Backend", "DeviceRange", "SchemeSupport"]
+__all__ = ["CPU_KERNEL", "Backend", "DeviceRange", "Grade", "SchemeSupport"]
 
 CPU_KERNEL = "expertd-cpu-kernel"
 """What the `cpu` rows need, among the packages: our own shared object, which an install without a compiler lacks."""
+
+
+class Grade(IntEnum):
+    """What is known of a backend on one device with one layer's weights.  Higher is better known.
+
+    WRITTEN        only written: nothing was compared with anything
+    CHECKED        compared on a CPU with the package's own Python code, or run in Triton's interpreter
+    RUN_ELSEWHERE  run on hardware of the same kind, of another architecture
+    RUN            run on hardware of this architecture, beside the float32 reference
+    """
+
+    WRITTEN = 0
+    CHECKED = 1
+    RUN_ELSEWHERE = 2
+    RUN = 3
+
+    def __str__(self) -> str:
+        return (
+            "not run on hardware, not compared with anything",
+            "not run on hardware, compared with a reference on a CPU",
+            "run on other devices of this kind, not on this one",
+            "run on this hardware",
+        )[self]
 
 
 @dataclass(frozen=True)
@@ -23,6 +47,12 @@ class DeviceRange:
     least: tuple[int, int] = (0, 0)
     most: tuple[int, int] = (99, 99)
     arch: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        """ "SM90", "x86_64", "rocm"."""
+        if self.kind == "cuda" and self.least == self.most:
+            return f"SM{self.least[0]}{self.least[1]}"
+        return ", ".join(sorted(self.arch)) or self.kind
 
     def refusal(self, device: Device) -> str | None:
         """Why `device` is not among them; None if it is."""
@@ -51,6 +81,7 @@ class SchemeSupport:
     whole_blocks: a block of scales that H or I cuts is not computed: blocks divide both.
     hidden_multiple, intermediate_multiple: sizes needed with these weights, beyond the row's.
     clamp: whether the row's clamp before the activation works with these weights.
+    ran: whether these weights were run where the row was (Backend.ran).
 
     Lines of one element may differ in their activations and devices: the rules judge by the line that fits both.
     """
@@ -69,6 +100,7 @@ class SchemeSupport:
     hidden_multiple: int = 1
     intermediate_multiple: int = 1
     clamp: bool = True
+    ran: bool = True
 
     def refusal(self, s: Scheme) -> str | None:
         """Why scheme `s`, which has this element, is not covered; None if it is."""
@@ -104,7 +136,7 @@ class Backend:
     schemes         what it computes on
     activations     functions between the GEMMs
     swigluoai       (alpha, beta, limit) that SWIGLUOAI is computed with, where they are fixed; None = any
-    needs           distributions and version ranges, e.g. {"triton": ">=3.2"}, or CPU_KERNEL
+    needs           distributions and version ranges, e.g. {"triton": ">=3.2"}; CPU_KERNEL, and build_facts.FACTS
     compute_dtypes  "bf16", "f32"
     act_order, bias, clamp, deterministic: features computed, not dropped
     native_threads  it computes on the threads of our own CPU library, whose number is settled before it packs
@@ -115,7 +147,9 @@ class Backend:
     unclamped       functions before which it does not clamp, though before others it does
     hidden_multiple, intermediate_multiple: sizes it needs; 1 = any
     max_experts     0 = no limit
-    hardware        "" or what its docs must say, e.g. "not run on hardware"
+    ran             devices that it was run on, beside the float32 reference: its grade there (Grade.RUN)
+    checked         compared on a CPU with the package's own Python code, or run in Triton's interpreter
+    fallback        right everywhere and fast nowhere: it stands last, whatever its grade
     """
 
     name: str
@@ -141,7 +175,30 @@ class Backend:
     hidden_multiple: int = 1
     intermediate_multiple: int = 1
     max_experts: int = 0
-    hardware: str = ""
+    ran: tuple[DeviceRange, ...] = ()
+    checked: bool = True
+    fallback: bool = False
+
+    def grade(self, device: Device, ran: bool = True) -> Grade:
+        """What is known of it on `device`; ran: whether the layer's weights were run where the row was."""
+        if ran and any(r.refusal(device) is None for r in self.ran):
+            return Grade.RUN
+        if ran and any(r.kind == device.kind for r in self.ran):
+            return Grade.RUN_ELSEWHERE
+        return Grade.CHECKED if self.checked else Grade.WRITTEN
+
+    @property
+    def hardware(self) -> str:
+        """What its docs must say of where it ran; "" where it ran everywhere that it claims."""
+        if not self.ran:
+            return "not run on hardware"
+        if all(d in self.ran for d in self.devices) and all(s.ran for s in self.schemes):
+            return ""
+        devices = ", ".join(dict.fromkeys(str(r) for r in self.ran))
+        some = [s.element.value for s in self.schemes if s.ran]
+        if len(some) < len(self.schemes):
+            return f"{', '.join(dict.fromkeys(some))} run on {devices}; all else not run on hardware"
+        return f"run on {devices} only; on other devices not run on hardware"
 
     def takes_e4m3(self, problem: Problem) -> bool:
         """Whether its experts of `problem` compute from inputs that are e4m3 with a scale for 128 columns."""

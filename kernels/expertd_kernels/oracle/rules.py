@@ -10,13 +10,14 @@ from functools import cache
 
 from packaging.specifiers import SpecifierSet
 
+from expertd_kernels.oracle.build_facts import FACTS
 from expertd_kernels.oracle.refusal import Refusal, RefusalKind, Remedy
-from expertd_kernels.oracle.row import CPU_KERNEL, Backend, DeviceRange, SchemeSupport
+from expertd_kernels.oracle.row import CPU_KERNEL, Backend, DeviceRange, Grade, SchemeSupport
 from expertd_kernels.problem import Device, Package, Problem
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.scheme import ActivationQuant, Scheme
 
-__all__ = ["RULES", "Rule", "judge"]
+__all__ = ["RULES", "Rule", "grade", "judge"]
 
 Rule = Callable[[Backend, Problem], "str | None"]
 
@@ -68,6 +69,9 @@ def _lacking(name: str, want: str, have: Package | None, kind: str) -> tuple[str
             return None
         command = (have.remedy if have else "") or "python -m expertd_kernels.native.csrc.build"
         return have.error if have else "the compiled library is not there", Remedy("its compiled library", command)
+    if name in FACTS:
+        fault = f"{name} was not looked for" if have is None else have.error
+        return (fault, Remedy(name, have.remedy if have else "")) if fault else None
     install = Remedy(f"{name} {want}".rstrip(), f"pip install '{name}{want}'")
     if name == "triton" and kind in ("rocm", "xpu"):  # another one than on the package index
         install = Remedy(install.needs, f"install torch's build for {kind}, which brings it (docs/install.md)")
@@ -98,6 +102,12 @@ def _support(b: Backend, s: Scheme, p: Problem) -> tuple[SchemeSupport | None, s
             key=lambda x: (p.activation_quant in x.activations, _elsewhere(x.devices, p.device) is None),
         ), None
     return None, f"{s.name}: " + " or ".join(dict.fromkeys(r for r in reasons if r))
+
+
+def grade(b: Backend, p: Problem) -> Grade:
+    """What is known of the row on `p`'s device with its weights."""
+    lines = [_support(b, s, p)[0] for s in p.schemes]
+    return b.grade(p.device, ran=all(x is None or x.ran for x in lines))
 
 
 def rule_scheme(b: Backend, p: Problem) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from expertd_kernels.oracle.build_facts import CUDA_COMPILER, FLASHINFER_CUTLASS, FLASHINFER_TRTLLM
 from expertd_kernels.oracle.row import CPU_KERNEL, Backend, DeviceRange, SchemeSupport
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType
@@ -21,6 +22,7 @@ _SM89_UP = (DeviceRange("cuda", (8, 9)),)
 _E4M3_DOTS = (*_SM89_UP, DeviceRange("rocm", arch=frozenset({"gfx950"})))
 """Where Triton multiplies e4m3 as the checkpoints have it; older AMD GPUs have another e4m3."""
 _SM90 = (DeviceRange("cuda", (9, 0), (9, 0)),)
+_X86 = (DeviceRange("cpu", arch=frozenset({"x86_64"})),)
 _SM10X = (DeviceRange("cuda", (10, 0), (10, 9)),)
 _SM100_UP = (DeviceRange("cuda", (10, 0), (12, 9)),)
 _GFX950 = (DeviceRange("rocm", arch=frozenset({"gfx950"})),)
@@ -48,6 +50,7 @@ BACKENDS: tuple[Backend, ...] = (
         batch_invariant=True,
         capturable=True,
         in_place=True,
+        ran=_SM90,
     ),
     Backend(
         name="gluon_w8a8",
@@ -78,6 +81,7 @@ BACKENDS: tuple[Backend, ...] = (
         in_place=True,
         e4m3_inputs=True,
         mixed_schemes=False,
+        ran=_SM90,
     ),
     Backend(
         name="triton",
@@ -89,7 +93,7 @@ BACKENDS: tuple[Backend, ...] = (
         act_order=True,
         max_experts=512,
         batch_invariant=True,
-        hardware="run on SM90 only; on other devices not run on hardware",
+        ran=_SM90,
         capturable=True,
     ),
     Backend(
@@ -128,7 +132,7 @@ BACKENDS: tuple[Backend, ...] = (
         needs={"triton": ">=3.6"},
         max_experts=512,
         batch_invariant=True,
-        hardware="run on SM90 only; on other devices not run on hardware",
+        ran=_SM90,
         capturable=True,
     ),
     Backend(
@@ -154,7 +158,7 @@ BACKENDS: tuple[Backend, ...] = (
         mixed_schemes=False,
         batch_invariant=True,
         capturable=True,
-        hardware="run on SM90 only; on other devices not run on hardware",
+        ran=_SM90,
     ),
     Backend(
         name="flashinfer_trtllm",
@@ -206,11 +210,10 @@ BACKENDS: tuple[Backend, ...] = (
         ),
         summary="TRTLLM-generated kernels in FlashInfer, routes given; pads H and I to 128 (4 bits: 256)",
         activations=frozenset({ActivationKind.SILU_AND_MUL, ActivationKind.SWIGLUOAI}),
-        needs={"flashinfer-python": ">=0.7.2,<0.8"},
+        needs={"flashinfer-python": ">=0.7.2,<0.8", FLASHINFER_TRTLLM: ""},
         max_experts=2047,
         mixed_schemes=False,
         deterministic=False,
-        hardware="not run on hardware",
     ),
     Backend(
         name="flashinfer_cutlass",
@@ -224,6 +227,7 @@ BACKENDS: tuple[Backend, ...] = (
                 scales=_E8M0,
                 activations=frozenset({ActivationQuant.MXFP8}),
                 devices=_SM100_UP,
+                ran=False,
             ),
             SchemeSupport(
                 Element.E4M3,
@@ -231,6 +235,7 @@ BACKENDS: tuple[Backend, ...] = (
                 scales=_E8M0,
                 activations=frozenset({ActivationQuant.MXFP8}),
                 devices=_SM10X,
+                ran=False,
             ),
             SchemeSupport(
                 Element.E2M1,
@@ -239,6 +244,7 @@ BACKENDS: tuple[Backend, ...] = (
                 global_scale=True,
                 activations=frozenset({ActivationQuant.NVFP4}),
                 devices=_SM100_UP,
+                ran=False,
                 functions=_SILU,
                 biased=False,
                 clamp=False,
@@ -265,10 +271,10 @@ BACKENDS: tuple[Backend, ...] = (
         ),
         summary="CUTLASS kernels in FlashInfer, routes given; pads H and I to 8 (e4m3: 16, 4 bits: 128)",
         unclamped=frozenset({ActivationKind.GELU_AND_MUL, ActivationKind.GELU_TANH_AND_MUL}),
-        needs={"flashinfer-python": ">=0.7.2,<0.8"},
+        needs={"flashinfer-python": ">=0.7.2,<0.8", FLASHINFER_CUTLASS: ""},
         mixed_schemes=False,
         deterministic=False,
-        hardware="bf16, mxfp4 and e4m3 on e4m3 run on SM90; all else not run on hardware",
+        ran=_SM90,
     ),
     Backend(
         name="deepgemm",
@@ -286,10 +292,10 @@ BACKENDS: tuple[Backend, ...] = (
             SchemeSupport(Element.BF16, hidden_multiple=64, intermediate_multiple=64),
         ),
         summary="DeepGEMM's grouped GEMMs through sgl-deep-gemm, compiled at first use (needs nvcc)",
-        needs={"sgl-deep-gemm": ">=0.1.5,<0.3", "triton": ">=3.6"},
+        needs={"sgl-deep-gemm": ">=0.1.5,<0.3", "triton": ">=3.6", CUDA_COMPILER: ""},
         mixed_schemes=False,
         deterministic=False,
-        hardware="run on SM90 only; on other devices not run on hardware",
+        ran=_SM90,
     ),
     Backend(
         name="humming",
@@ -307,7 +313,7 @@ BACKENDS: tuple[Backend, ...] = (
         hidden_multiple=64,
         intermediate_multiple=64,
         deterministic=False,
-        hardware="run on SM90 only; on other devices not run on hardware",
+        ran=_SM90,
     ),
     Backend(
         name="marlin",
@@ -319,11 +325,11 @@ BACKENDS: tuple[Backend, ...] = (
             SchemeSupport(Element.E2M1, groups=frozenset({32}), scales=_E8M0, whole_blocks=True),
         ),
         summary="weight-only, the MoE Marlin kernels that sglang ships, compiled at first use (needs nvcc)",
-        needs={"sglang": ">=0.5.23,<0.6", "triton": ">=3.6"},
+        needs={"sglang": ">=0.5.23,<0.6", "triton": ">=3.6", CUDA_COMPILER: ""},
         hidden_multiple=128,
         intermediate_multiple=64,
         deterministic=False,
-        hardware="run on SM90 only; on other devices not run on hardware",
+        ran=_SM90,
     ),
     Backend(
         name="aiter",
@@ -355,7 +361,6 @@ BACKENDS: tuple[Backend, ...] = (
         intermediate_multiple=128,
         mixed_schemes=False,
         deterministic=False,
-        hardware="not run on hardware",
     ),
     Backend(
         name="xpu",
@@ -384,7 +389,6 @@ BACKENDS: tuple[Backend, ...] = (
         max_experts=1024,
         mixed_schemes=False,
         deterministic=False,
-        hardware="not run on hardware",
     ),
     Backend(
         name="cpu",
@@ -396,6 +400,8 @@ BACKENDS: tuple[Backend, ...] = (
         needs={CPU_KERNEL: ""},
         compute_dtypes=frozenset({"bf16", "f32"}),
         act_order=True,
+        batch_invariant=True,
+        ran=_X86,
     ),
     Backend(
         name="cpu_w4a8",
@@ -415,6 +421,8 @@ BACKENDS: tuple[Backend, ...] = (
         summary="the same kernel with activations rounded to 8 bits by token and 16 columns: 1.0 % error",
         needs={CPU_KERNEL: ""},
         act_order=True,
+        batch_invariant=True,
+        ran=_X86,
     ),
     Backend(
         name="cpu_torch",
@@ -424,6 +432,8 @@ BACKENDS: tuple[Backend, ...] = (
         summary="torch's own CPU operators, for machines without the compiled kernel: right, and slower than cpu",
         compute_dtypes=frozenset({"bf16", "f32"}),
         act_order=True,
+        ran=_X86,
+        fallback=True,
     ),
     Backend(
         name="reference",
@@ -434,6 +444,8 @@ BACKENDS: tuple[Backend, ...] = (
         compute_dtypes=frozenset({"bf16", "f32"}),
         act_order=True,
         batch_invariant=True,
+        ran=(*_X86, *_SM90),
+        fallback=True,
     ),
 )
 
@@ -450,4 +462,5 @@ ORDER: Mapping[str, Sequence[str]] = {
     "rocm": ("triton", "aiter", "triton_w8a8", "triton_w4a8", "reference"),
     "xpu": ("xpu", "triton", "reference"),
 }
-"""Order of preference by arch or kind of device; rows not named follow in the order of the table."""
+"""Order of preference by arch or kind of device, among rows of one grade (row.Grade): a row that is less well known
+stands behind.  Rows not named follow in the order of the table."""

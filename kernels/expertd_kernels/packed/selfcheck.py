@@ -24,7 +24,7 @@ from expertd_kernels.protocol import Experts
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.numerics import relative_error, tolerance
 
-__all__ = ["SelfCheck", "accept", "boot_reference_experts", "check", "self_check"]
+__all__ = ["SMALL_BATCHES", "SelfCheck", "accept", "boot_reference_experts", "check", "self_check"]
 
 ROW_SLACK = 4.0
 """A single row may be this much worse than the tolerance, which is meant for whole batches."""

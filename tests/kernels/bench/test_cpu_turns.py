@@ -1,5 +1,6 @@
 """Processes of the CPU benchmark: what they read, that they rest between turns, that one that ends stops no other."""
 
+import contextlib
 import ctypes as C
 import math
 import mmap
@@ -62,19 +63,43 @@ def test_the_read_of_the_same_runs_touches_the_routed_experts_and_nothing_else(t
         assert touched == {p for e in (1, 6) for p in range(e * nbytes // PAGE, -(-(e + 1) * nbytes // PAGE))}, name
 
 
+class Spinner:
+    """A thread that computes for half a second or so of a core.  spent_s: its CPU time, when it is over."""
+
+    def __init__(self):
+        self._begun, self.spent_s = threading.Event(), math.inf
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        assert self._begun.wait(60)
+
+    def _run(self):
+        self._begun.set()
+        bench_peers.spin(1_000_000)
+        self.spent_s = time.thread_time()
+
+    def so_far_s(self):
+        with contextlib.suppress(OSError):  # it is over
+            return time.clock_gettime(time.pthread_getcpuclockid(self.thread.ident))
+        return self.spent_s
+
+
 def test_a_process_rests_when_no_thread_computes():
-    assert settle()
-    thread, begin_s = threading.Thread(target=bench_peers.spin, args=(1_000_000,)), time.process_time()
-    thread.start()
-    assert not settle(limit_s=0.01)
-    assert settle(limit_s=20)
-    rested_s = time.process_time()
-    thread.join(20)
-    assert time.process_time() - rested_s < (rested_s - begin_s) / 2, "it had computed nearly all"
+    assert settle(limit_s=60)
+    for _ in range(20):
+        spinner = Spinner()
+        rested = settle(limit_s=0.01)
+        if computed := spinner.thread.is_alive():  # else it was over before anybody looked: this machine is busy
+            break
+    assert computed
+    assert not rested
+    assert settle(limit_s=60)
+    so_far_s = spinner.so_far_s()
+    spinner.thread.join(60)
+    assert so_far_s > spinner.spent_s / 2, "it had computed nearly all"
 
 
 @built
-@pytest.mark.timeout(180)  # four processes import torch
+@pytest.mark.timeout(400)  # four processes import torch
 def test_a_peer_that_ends_or_cannot_be_had_is_told_and_stops_no_other():
     said, peaks = [], {}
     others = {"spins": bench_peers.spins, "ends": bench_peers.ends, "no": bench_peers.raises}
@@ -83,7 +108,7 @@ def test_a_peer_that_ends_or_cannot_be_had_is_told_and_stops_no_other():
     ours = {"cpu", "plain_read", "same_runs", "spins"}
     assert points[(*LAYER, 1, 1)].keys() == ours | {"ends"}
     assert points[(*LAYER, 1, 9)].keys() == ours
-    assert sorted(said) == [
+    assert sorted(text for text in said if "may disturb the others" not in text) == [  # as on a busy machine
         "ends: its process ended, exit code 3; left out from here on",
         "no: RuntimeError: no 1 threads; left out from here on",
     ]

@@ -35,13 +35,15 @@ def test_steps_run_and_say_what_they_came_to(tmp_path):
     assert (tmp_path / "bad.log").read_text() == "no\n"
 
 
-def test_a_step_that_takes_longer_than_its_share_is_stopped_with_what_it_started(tmp_path):
+def test_a_step_that_takes_longer_than_its_share_is_stopped_with_what_it_started(tmp_path, monkeypatch):
     code = (
-        "import pathlib, subprocess, sys, time\n"
+        "import pathlib, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         f"p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(p.pid)); print('begun', flush=True); time.sleep(600)"
     )
-    done = run(tmp_path, step("long", code, share=0.2), step("next", "print('still')"), seconds=15.0)
+    monkeypatch.setattr(suite, "GRACE_S", 0.5)
+    done = run(tmp_path, step("long", code, share=0.2), step("next", "print('still')"), seconds=60.0)
     assert done["long"].code is None
     assert done["long"].last == "begun"
     child = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
@@ -66,7 +68,7 @@ def test_without_time_nothing_is_begun(tmp_path):
 def test_the_commands_are_ones_that_the_benches_take(name, tmp_path):
     command = suite.STEPS[name].command(tmp_path, 100.0, 12)
     if command[:2] == ["-m", "pytest"]:
-        assert "tests/gpu" in command
+        assert any(Path(word).match("tests/gpu/test_triton_gpu.py") for word in command)
     elif command[0] != "-m":
         assert Path(command[0]).samefile("kernels/bench/numerics.py")
         args = numerics_parser().parse_args(command[1:])
@@ -79,17 +81,46 @@ def test_the_commands_are_ones_that_the_benches_take(name, tmp_path):
     assert all(str(part).startswith(str(tmp_path)) for part in command if str(part).endswith((".json", ".md", ".csv")))
 
 
-def test_the_gpu_tests_find_what_they_share_without_the_projects_configuration(tmp_path):
-    command = suite.STEPS["tests"].command(tmp_path, 100.0, 12)
-    listed = subprocess.run([sys.executable, *command, "--collect-only"], capture_output=True, text=True, check=False)
+def test_a_step_is_asked_to_end_before_it_is_killed(tmp_path):
+    code = (
+        "import time\ntry:\n    print('begun', flush=True); time.sleep(600)\n"
+        "except KeyboardInterrupt:\n    print('what it has')"
+    )
+    done = run(tmp_path, step("long", code, share=0.2), step("next", "print('still')"), seconds=60.0)
+    assert (done["long"].code, done["long"].last) == (None, "what it has")
+
+
+def test_a_step_has_all_the_time_that_no_later_one_wants(tmp_path):
+    given = {}
+    steps = [
+        suite.Step(name, share, lambda out, seconds, jobs, name=name: given.update({name: seconds}) or ["-c", "1"])
+        for name, share in (("first", 3), ("second", 1))
+    ]
+    suite.run_steps(steps, tmp_path, 4000.0, 2, {})
+    assert given["first"] == pytest.approx(3000, abs=1)
+    assert 3000 < given["second"] < 4000
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "not_there"),
+    [
+        ("tests", ("test_triton_gpu.py", "test_graphs.py", "test_counted.py"), ("test_beside_others.py",)),
+        ("alone", ("test_beside_others.py", "test_device_faults.py"), ("test_triton_gpu.py", "test_graphs.py")),
+    ],
+)
+def test_the_gpu_tests_are_found_wherever_they_lie(name, there, not_there, tmp_path):
+    command = [word for word in suite.STEPS[name].command(tmp_path, 100.0, 12) if word != "-v"]
+    listed = subprocess.run(
+        [sys.executable, *command, "--collect-only", "-q", "-n", "0"], capture_output=True, text=True, cwd=tmp_path
+    )
     assert listed.returncode == 0, listed.stdout + listed.stderr
-    assert "test_triton_gpu.py" in listed.stdout
-    assert "PytestUnknownMarkWarning" not in listed.stdout
+    assert all(file in listed.stdout for file in there)
+    assert not any(file in listed.stdout for file in not_there)
 
 
 def test_unknown_steps_and_empty_folders_of_wheels_are_refused(tmp_path, capsys):
     assert main(["--out", str(tmp_path / "o"), "--steps", "tests,nope"]) == 1
-    assert "steps nope: known are tests, numerics" in capsys.readouterr().err
+    assert "steps nope: known are tests, alone, numerics" in capsys.readouterr().err
     assert main(["--out", str(tmp_path / "o"), "--wheels", str(tmp_path)]) == 1
     assert "there are no wheels" in capsys.readouterr().err
 

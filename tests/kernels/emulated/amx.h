@@ -5,6 +5,8 @@
 
 #include "avx512.h"
 
+#pragma GCC push_options
+#pragma GCC optimize("O2")
 namespace emulated {
 
 struct Tiles {
@@ -59,7 +61,7 @@ struct Tiles {
   static void copy(Tile& t, void* p, size_t stride, int rows, bool in) {
     for (int r = 0; r < rows; r++) {
       char* at = static_cast<char*>(p) + r * stride;
-      std::memcpy(in ? static_cast<void*>(t.u[r]) : at, in ? at : static_cast<const void*>(t.u[r]), 64);
+      __builtin_memcpy(in ? static_cast<void*>(t.u[r]) : at, in ? at : static_cast<const void*>(t.u[r]), 64);
     }
   }
   template <class F>
@@ -72,10 +74,11 @@ struct Tiles {
     for (int m = 0; m < 16; m++)
       for (int k = 0; k < 16; k++)
         for (int n = 0; n < 16; n++) {
-          const float odd = flushed(std::fma(bf16(a.h[m][2 * k + 1]), bf16(b.h[k][2 * n + 1]), flushed(c.f[m][n])));
-          c.f[m][n] = flushed(std::fma(bf16(a.h[m][2 * k]), bf16(b.h[k][2 * n]), odd));
+          const float odd = flushed(__builtin_fmaf(bf16(a.h[m][2 * k + 1]), bf16(b.h[k][2 * n + 1]), flushed(c.f[m][n])));
+          c.f[m][n] = flushed(__builtin_fmaf(bf16(a.h[m][2 * k]), bf16(b.h[k][2 * n]), odd));
         }
   }
 };
 
 }  // namespace emulated
+#pragma GCC pop_options

@@ -17,8 +17,10 @@
 #include <cstdint>
 #include <cstring>
 
-// Not inlined: the kernels unroll their loops, and would take minutes to compile.
-#define EMULATED inline __attribute__((noinline, optimize("O2")))
+// Not inlined: the kernels unroll their loops, and would take minutes to compile. What stands here is optimized, all else is not.
+#define EMULATED inline __attribute__((noinline))
+#pragma GCC push_options
+#pragma GCC optimize("O2")
 
 namespace emulated {
 
@@ -33,9 +35,9 @@ struct Lanes {
   T at[count];
   Lanes() = default;
   template <class V>
-  explicit Lanes(const V& v) { static_assert(sizeof v == 64); std::memcpy(at, &v, 64); }
+  explicit Lanes(const V& v) { static_assert(sizeof v == 64); __builtin_memcpy(at, &v, 64); }
   template <class V>
-  V as() const { V v; std::memcpy(&v, at, 64); return v; }
+  V as() const { V v; __builtin_memcpy(&v, at, 64); return v; }
 };
 
 // One result of T for each lane of `a` (and `b`): f(a[i], b[i]).
@@ -52,10 +54,10 @@ inline V lanes2(const V& a, const V& b, const F& f) {
   return x.template as<V>();
 }
 
-EMULATED I512 mm512_loadu_si512(const void* p) { I512 v; std::memcpy(&v, p, 64); return v; }
-EMULATED F512 mm512_loadu_ps(const void* p) { F512 v; std::memcpy(&v, p, 64); return v; }
-EMULATED void mm512_storeu_si512(void* p, I512 v) { std::memcpy(p, &v, 64); }
-EMULATED void mm512_storeu_ps(void* p, F512 v) { std::memcpy(p, &v, 64); }
+EMULATED I512 mm512_loadu_si512(const void* p) { I512 v; __builtin_memcpy(&v, p, 64); return v; }
+EMULATED F512 mm512_loadu_ps(const void* p) { F512 v; __builtin_memcpy(&v, p, 64); return v; }
+EMULATED void mm512_storeu_si512(void* p, I512 v) { __builtin_memcpy(p, &v, 64); }
+EMULATED void mm512_storeu_ps(void* p, F512 v) { __builtin_memcpy(p, &v, 64); }
 EMULATED I512 mm512_castps_si512(F512 v) { return mm512_loadu_si512(&v); }
 EMULATED F512 mm512_castsi512_ps(I512 v) { return mm512_loadu_ps(&v); }
 
@@ -69,12 +71,12 @@ EMULATED F512 mm512_setr_ps(X... x) {
 }
 EMULATED I512 mm512_broadcast_i32x4(__m128i v) {
   I512 x;
-  for (int i = 0; i < 4; i++) std::memcpy(reinterpret_cast<char*>(&x) + 16 * i, &v, 16);
+  for (int i = 0; i < 4; i++) __builtin_memcpy(reinterpret_cast<char*>(&x) + 16 * i, &v, 16);
   return x;
 }
 EMULATED I512 mm512_broadcast_i64x4(__m256i v) {
   I512 x;
-  for (int i = 0; i < 2; i++) std::memcpy(reinterpret_cast<char*>(&x) + 32 * i, &v, 32);
+  for (int i = 0; i < 2; i++) __builtin_memcpy(reinterpret_cast<char*>(&x) + 32 * i, &v, 32);
   return x;
 }
 
@@ -94,14 +96,14 @@ EMULATED I512 mm512_srli_epi16(I512 a, unsigned n) { return lanes1<I512, uint16_
 EMULATED I512 mm512_cvtepu8_epi32(__m128i v) {
   uint8_t from[16];
   Lanes<int32_t> to;
-  std::memcpy(from, &v, 16);
+  __builtin_memcpy(from, &v, 16);
   for (int i = 0; i < 16; i++) to.at[i] = from[i];
   return to.as<I512>();
 }
 EMULATED I512 mm512_cvtepu16_epi32(__m256i v) {
   uint16_t from[16];
   Lanes<int32_t> to;
-  std::memcpy(from, &v, 32);
+  __builtin_memcpy(from, &v, 32);
   for (int i = 0; i < 16; i++) to.at[i] = from[i];
   return to.as<I512>();
 }
@@ -119,7 +121,7 @@ EMULATED F512 mm512_div_ps(F512 a, F512 b) { return a / b; }
 EMULATED F512 mm512_fmadd_ps(F512 a, F512 b, F512 c) {
   const Lanes<float> x(a), y(b);
   Lanes<float> z(c);
-  for (int i = 0; i < 16; i++) z.at[i] = std::fma(x.at[i], y.at[i], z.at[i]);
+  for (int i = 0; i < 16; i++) z.at[i] = __builtin_fmaf(x.at[i], y.at[i], z.at[i]);
   return z.as<F512>();
 }
 // The second operand where either is NaN, or both are zero.
@@ -157,16 +159,16 @@ EMULATED I512 mm512_dpbusd_epi32(I512 acc, I512 a, I512 b) {
 inline float bf16(uint16_t h) {  // subnormals are zero
   const uint32_t u = uint32_t(h & 0x7F80 ? h : h & 0x8000) << 16;
   float f;
-  std::memcpy(&f, &u, 4);
+  __builtin_memcpy(&f, &u, 4);
   return f;
 }
-inline float flushed(float f) { return std::fabs(f) < 0x1p-126f ? std::copysign(0.0f, f) : f; }
+inline float flushed(float f) { return __builtin_fabsf(f) < 0x1p-126f ? __builtin_copysignf(0.0f, f) : f; }
 EMULATED F512 mm512_dpbf16_ps(F512 acc, B512 a, B512 b) {
   const Lanes<uint16_t> x(a), y(b);
   Lanes<float> sum(acc);
   for (int i = 0; i < 16; i++) {
-    const float odd = flushed(std::fma(bf16(x.at[2 * i + 1]), bf16(y.at[2 * i + 1]), flushed(sum.at[i])));
-    sum.at[i] = flushed(std::fma(bf16(x.at[2 * i]), bf16(y.at[2 * i]), odd));
+    const float odd = flushed(__builtin_fmaf(bf16(x.at[2 * i + 1]), bf16(y.at[2 * i + 1]), flushed(sum.at[i])));
+    sum.at[i] = flushed(__builtin_fmaf(bf16(x.at[2 * i]), bf16(y.at[2 * i]), odd));
   }
   return sum.as<F512>();
 }
@@ -204,6 +206,7 @@ EMULATED __mmask32 mm512_cmplt_epu16_mask(const V& a, const V& b) {
 }
 
 }  // namespace emulated
+#pragma GCC pop_options
 
 #ifdef EXPERTD_SIMDE
 #undef __m512i

@@ -3,12 +3,13 @@
 #include "simd_avx512.h"
 
 #include "level_impl.h"
+#include "quick.h"
 
 namespace expertd {
 
 struct Emulated : Avx512 {
   static constexpr bool kRegister = false;
 };
-const Level kAvx512 = level<Emulated>("avx512", kI16, false, [] { return true; });
+const Level kAvx512 = quick(level<Emulated>("avx512", kI16, false, [] { return true; }));
 
 }  // namespace expertd

@@ -4,6 +4,7 @@
 #include "simd_avx512.h"
 
 #include "level_impl.h"
+#include "quick.h"
 
 #include "amx.h"
 
@@ -39,10 +40,10 @@ struct Emulated : Avx512 {
     return loadi(b);
   }
 };
-const Level kAvx512Vnni = level<Emulated>("avx512_vnni", kI16, false, [] { return true; });
-const Level kAvx512Bf16 = level<Emulated>("avx512_bf16", kBf16, true, [] { return true; });
-const Level kAvx512Bytes = level<Emulated>("avx512_bytes", kBytes, true, [] { return true; });
-const Level kAvx512BytesAhead = level<Emulated>("avx512_bytes_ahead", kBytes, false, [] { return true; }, true);
-const Level kAvx512Amx = level_with_tiles<Emulated, emulated::Tiles>("avx512_amx", 4, [] { return true; });
+const Level kAvx512Vnni = quick(level<Emulated>("avx512_vnni", kI16, false, [] { return true; }));
+const Level kAvx512Bf16 = quick(level<Emulated>("avx512_bf16", kBf16, true, [] { return true; }));
+const Level kAvx512Bytes = quick(level<Emulated>("avx512_bytes", kBytes, true, [] { return true; }));
+const Level kAvx512BytesAhead = quick(level<Emulated>("avx512_bytes_ahead", kBytes, false, [] { return true; }, true));
+const Level kAvx512Amx = quick(level_with_tiles<Emulated, emulated::Tiles>("avx512_amx", 4, [] { return true; }));
 
 }  // namespace expertd

@@ -11,7 +11,7 @@ from expertd_kernels.native import library as native
 from expertd_kernels.native.csrc import build
 
 LEVELS = ("level_avx2", "level_avx512", "level_avx512_bf16")
-NEVER = re.compile(r"tile_row_i16<Avx512|tile_bytes<\w+, \d, \d, [123],|tile_bf16<\w+, \d+, \d, [1-8]>")
+NEVER = re.compile(r"tile_row_i16<Avx512|tile_bytes<\w+, \d, \d, [123],|tile_bf16<\w+, \d+, \d, [1-8], \d>")
 SELDOM = re.compile(r"tile_row_i16<Avx2|tile_bytes<|tile_i16<\w+, \d, \d, [12],")
 """Where registers are just too few, at most one move for four products: they hide it."""
 
@@ -33,6 +33,24 @@ def test_products_are_not_spilled_at_any_level():
     assert kinds == want
     wrong = {f"{loop.source} {loop.function}": spills(loop) for loop, most in allowed if len(spills(loop)) > most}
     assert wrong == {}, "sums go to the stack in each step: indices that are no constants, or too many sums"
+
+
+def test_levels_without_bf16_have_none_of_its_instructions():
+    """`avx512_vnni` and `avx512_bytes_ahead` run without BF16, and share a source with levels that have it:
+    its instructions may stand only in functions that those levels never call."""
+    text = subprocess.run(
+        ["objdump", "-d", "-C", "--no-show-raw-insn", str(build.HERE / build.LIBRARY)],
+        capture_output=True, text=True, check=True, timeout=60,
+    ).stdout  # fmt: skip
+    function, found = "", set()
+    for line in text.splitlines():
+        if line.endswith(">:"):
+            function = line
+        elif re.search(r"\t(vdpbf16ps|vcvtne\w*bf16)", line):
+            found.add(function)
+    if not found:
+        pytest.skip(f"{build.LIBRARY} has no AVX code, or was stripped of its names")
+    assert {f for f in found if not re.search(r"tile_bf16<|::peak<", f)} == set()
 
 
 BROKEN = """

@@ -4,6 +4,7 @@ platform that they have it for: the row, or that nothing computes it, with each 
 import pytest
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, Problem, Scheme, decide
+from expertd_kernels.oracle.decision import Grade
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
 
@@ -28,7 +29,7 @@ EXPECTED = [
     ("sm90", "int4_g128", NONE, {"act_order": True}, "triton"),
     ("sm90", "int8_channel", NONE, {}, "gluon_sm90"),
     ("sm90", "int8_channel_zp", NONE, {}, "gluon_sm90"),
-    ("sm100", "int4_g32", NONE, {}, "flashinfer_trtllm"),
+    ("sm100", "int4_g32", NONE, {}, "triton"),
     ("sm100", "int4_g32", NONE, {"bias": True}, "triton"),
     ("sm100", "int4_g32_zp", NONE, {}, "triton"),
     ("sm100", "int4_g128", NONE, {}, "triton"),
@@ -50,9 +51,9 @@ EXPECTED = [
     ("sm90", "e4m3_tensor", TENSOR, {"bias": True}, "gluon_w8a8"),
     ("sm90", "e4m3_tensor", TENSOR, RELU2, "triton_w8a8"),
     ("sm80", "e4m3_block128", GROUP128, {}, None),
-    ("sm100", "e4m3_block128", GROUP128, {}, "flashinfer_trtllm"),
+    ("sm100", "e4m3_block128", GROUP128, {}, "triton_w8a8"),
     ("sm100", "e4m3_block128", GROUP128, {"bias": True}, "triton_w8a8"),
-    ("sm100", "e4m3_tensor", TENSOR, {}, "flashinfer_trtllm"),
+    ("sm100", "e4m3_tensor", TENSOR, {}, "triton_w8a8"),
     ("sm120", "e4m3_tensor", TENSOR, {}, "triton_w8a8"),
     ("gfx942", "e4m3_block128", NONE, {}, "triton"),
     ("gfx942", "e4m3_block128", GROUP128, {}, None),
@@ -74,7 +75,7 @@ EXPECTED = [
     # mxfp8
     ("sm90", "mxfp8", NONE, {}, "gluon_sm90"),
     ("sm90", "mxfp8", MXFP8, {}, "triton_w8a8"),
-    ("sm100", "mxfp8", MXFP8, {}, "flashinfer_trtllm"),
+    ("sm100", "mxfp8", MXFP8, {}, "triton_w8a8"),
     ("sm100", "mxfp8", NONE, {}, "triton"),
     ("gfx950", "mxfp8", NONE, {}, "triton"),
     ("xpu-xe3", "mxfp8", NONE, {}, "xpu"),
@@ -90,9 +91,9 @@ EXPECTED = [
     ("sm80", "mxfp4", NONE, GPT_OSS, "triton"),
     ("sm90", "mxfp4", NONE, GPT_OSS, "gluon_sm90"),
     ("sm90", "mxfp4", MXFP8, GPT_OSS, "triton_w4a8"),
-    ("sm100", "mxfp4", NONE, GPT_OSS, "flashinfer_trtllm"),
-    ("sm100", "mxfp4", MXFP8, GPT_OSS, "flashinfer_trtllm"),
-    ("sm120", "mxfp4", MXFP8, GPT_OSS, "flashinfer_cutlass"),
+    ("sm100", "mxfp4", NONE, GPT_OSS, "triton"),
+    ("sm100", "mxfp4", MXFP8, GPT_OSS, "triton_w4a8"),
+    ("sm120", "mxfp4", MXFP8, GPT_OSS, "triton_w4a8"),
     ("sm120", "mxfp4", NONE, GPT_OSS, "triton"),
     ("sm100", "mxfp4", MXFP4, {}, None),
     ("gfx950", "mxfp4", NONE, GPT_OSS, "triton"),
@@ -102,7 +103,7 @@ EXPECTED = [
     ("sm80", "bf16", NONE, {}, "triton"),
     ("sm90", "bf16", NONE, {}, "gluon_sm90"),
     ("sm90", "bf16", NONE, RELU2, "gluon_sm90"),
-    ("sm100", "bf16", NONE, {}, "flashinfer_trtllm"),
+    ("sm100", "bf16", NONE, {}, "triton"),
     ("sm100", "bf16", NONE, GPT_OSS, "triton"),
     ("sm100", "bf16", NONE, RELU2, "triton"),
     ("gfx942", "bf16", NONE, {}, "triton"),
@@ -157,11 +158,38 @@ def test_each_device_and_each_scheme_is_asked_about():
 
 
 @pytest.mark.parametrize("device", NAMED_DEVICES)
-def test_a_row_that_nobody_ran_is_chosen_only_where_no_row_that_ran_is_eligible_or_on_other_hardware(device):
-    """Where the project's own kernels were measured, nothing unproven goes before them."""
-    unproven = {b.name for b in BACKENDS if b.hardware == "not run on hardware"}
-    for scheme in ("int4_g128", "mxfp4", "e4m3_block128", "bf16"):
+def test_a_lower_grade_never_stands_before_a_higher_one(device):
+    """Fallbacks are last, whatever is known of them: they are slow."""
+    fallbacks = {b.name for b in BACKENDS if b.fallback}
+    for scheme in ("int4_g128", "int4_g32", "mxfp4", "mxfp8", "e4m3_block128", "bf16"):
         s = Scheme.parse(scheme)
-        d = decide(Problem(NAMED_DEVICES[device], s, s, 128, 2048, 768, 8, packages=PACKAGES))
-        if d.chosen.name in unproven:
-            assert device.startswith(("sm100", "sm103", "xpu"))
+        for how in (NONE, GROUP128, MXFP8):
+            d = decide(Problem(NAMED_DEVICES[device], s, s, 128, 2048, 768, 8, packages=PACKAGES, activation_quant=how))
+            grades = [v.grade for v in d.verdicts if v.backend not in fallbacks]
+            assert grades == sorted(grades, reverse=True)
+            names = [v.backend in fallbacks for v in d.verdicts]
+            assert names == sorted(names)
+            first = next((v for v in d.verdicts if v.eligible), None)
+            assert d.chosen is None if first is None else (d.chosen.name, d.grade) == (first.backend, first.grade)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "scheme", "grade"),
+    [
+        ("gluon_sm90", "sm90", "int4_g128", Grade.RUN),
+        ("triton", "sm90", "int4_g128", Grade.RUN),
+        ("triton", "sm100", "int4_g128", Grade.RUN_ELSEWHERE),
+        ("triton", "xpu-xe2", "int4_g128", Grade.CHECKED),
+        ("flashinfer_trtllm", "sm100", "mxfp8", Grade.CHECKED),
+        ("flashinfer_cutlass", "sm90", "mxfp4", Grade.RUN),
+        ("flashinfer_cutlass", "sm120", "nvfp4", Grade.CHECKED),
+        ("xpu", "xpu-xe2", "int4_g128", Grade.CHECKED),
+        ("cpu", "cpu-avx512", "int4_g128", Grade.RUN),
+        ("cpu", "cpu-arm", "int4_g128", Grade.RUN_ELSEWHERE),
+    ],
+)
+def test_what_is_known_of_a_row_depends_on_the_device_and_the_weights(name, device, scheme, grade):
+    s = Scheme.parse(scheme)
+    how = NVFP4 if scheme == "nvfp4" else NONE
+    d = decide(Problem(NAMED_DEVICES[device], s, s, 128, 2048, 768, 8, packages=PACKAGES, activation_quant=how))
+    assert next(v.grade for v in d.verdicts if v.backend == name) is grade

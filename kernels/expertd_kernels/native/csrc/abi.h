@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-#define EXPERTD_CPU_ABI 1
+#define EXPERTD_CPU_ABI 2
 #define EXPERTD_API __attribute__((visibility("default")))
 
 enum { EXPERTD_OK = 0, EXPERTD_BAD_ARGUMENT = 1, EXPERTD_NO_MEMORY = 2, EXPERTD_NO_LEVEL = 3, EXPERTD_READ_FAILED = 4 };
@@ -50,6 +50,7 @@ typedef struct {
   int32_t has_limit;
   float alpha, beta, limit;
   int32_t compute;  // EXPERTD_COMPUTE_*
+  int32_t batch_invariant;  // 1: a token's bits do not depend on the batch that it is computed in
 } expertd_layer;
 
 typedef struct {

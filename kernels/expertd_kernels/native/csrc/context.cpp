@@ -15,10 +15,10 @@ namespace expertd {
 namespace {
 
 #if defined(__x86_64__) && !defined(EXPERTD_NO_AVX512) && !defined(EXPERTD_ONLY_PORTABLE)
-// Which of the levels with VNNI and BF16 is the best: processors with the same flags differ by five in what their products take. A Xeon
+// Levels with VNNI, best first: processors with the same flags differ by five in what their products take. A Xeon
 // of 2023 does a quarter as many dot products of bf16 as multiply-adds of f32; Zen 5 does twice as many as of bytes, Zen 4 as many.
 std::vector<const Level*> by_products() {
-  if (!kAvx512Bf16.runs()) return {};
+  if (!kAvx512Bf16.runs()) return {&kAvx512BytesAhead, &kAvx512Vnni};  // each where it runs: VNNI without BF16, or neither
   double bf16 = 0, f32 = 0, bytes = 0;  // instructions a second, of the fastest of some short times
   for (int i = 0; i < 12; i++) {
     bf16 = std::max(bf16, kAvx512Bf16.peak(EXPERTD_PEAK_BF16, 1e-4) / 64);

@@ -306,15 +306,14 @@ void run(const Case& c, const std::string& level, int threads) {
   const Found found = routes_of(ids.get(), routes - (mistake == "overflow"), c.experts);
   for (const int compute : {EXPERTD_COMPUTE_BF16, EXPERTD_COMPUTE_F32, EXPERTD_COMPUTE_INT8}) {
     if (compute == EXPERTD_COMPUTE_INT8 && c.scheme.element != EXPERTD_INT4) continue;
-    const expertd_layer layer{view(a), view(b), c.activation, c.bias, 1.702f, 1.0f, 7.0f, compute};
+    const expertd_layer layer{view(a), view(b), c.activation, c.bias, 1.702f, 1.0f, 7.0f, compute, 0};
     expertd_call call{x.get(), ids.get(), weights.get(), again.get(), c.tokens, c.hidden, c.top_k, 1, 1, c.on_input};
     for (size_t i = 0; i < values; i++) out[i] = again[i] = NAN;
     if (expertd_cpu_forward(other, &layer, &call)) std::abort();
     call.out = out.get();
     double error = 0, norm = 0;
-    const bool tiles = expertd::use_tiles(*context->level, compute, a.g, int(found.count), int(found.active)) &&
-                       expertd::use_tiles(*context->level, compute, b.g, int(found.count), int(found.active));
-    const expertd::Path path = expertd::path_of(*context->level, compute, c.scheme.element, tiles);
+    const bool tiles = expertd::use_tiles(*context->level, layer, a.g, b.g, int(found.count), int(found.active));
+    const expertd::Path path = expertd::path_of(*context->level, compute, c.scheme.element, tiles, false);
     tiled += tiles;
     const std::vector<float> want = expected(a, b, layer, call, path == expertd::kBf16 || path == expertd::kBf16Tiles);
     // Of the router's weights: every level reads them one at a time, and hidden states by vectors that may lie anywhere.

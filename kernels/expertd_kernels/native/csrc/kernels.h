@@ -280,11 +280,20 @@ struct Bf16Pairs {
 constexpr int bf16_positions(int element) { return element == EXPERTD_E4M3 ? 2 : 4; }
 constexpr int bf16_step(int element) { return element == kPanel || element == EXPERTD_BF16 ? 4 : 1; }  // vectors of a step
 
-template <class V, int EL, int NB, int MR>
+// Sums that a tile of few rows has for each of its numbers, so that more products are under way. With several, bits depend on the rows of a
+// tile.
+template <class V, int EL, bool F32>
+constexpr int chains(int nb, int rows) {
+  const int vectors = nb * kRows / V::W * rows;
+  if (F32) return vectors < (EL == EXPERTD_E4M3 ? 6 : 8) ? 2 : 1;  // e4m3 needs registers to decode
+  return vectors < V::kChains ? bf16_positions(EL) : 1;
+}
+
+template <class V, int EL, int NB, int MR, int CH>
 void tile_bf16(const BlockArgs& a, const Slice& s, const int32_t* index, float* out) {
   using I = typename V::I;
   using F = typename V::F;
-  constexpr int VB = kRows / V::W, R = NB * VB, P = bf16_positions(EL), CH = R * MR < V::kChains ? P : 1;
+  constexpr int VB = kRows / V::W, R = NB * VB, P = bf16_positions(EL);
   const Geometry& g = *a.g;
   const size_t stride = size_t(g.groups) * kRows;
   const int32_t* x[MR];
@@ -379,12 +388,11 @@ typename V::F value(typename V::I raw, typename V::F minus_zero) {
   }
 }
 
-template <class V, int EL, int NB, int MR>
+template <class V, int EL, int NB, int MR, int CH>
 void tile_f32(const BlockArgs& a, const Slice& s, const int32_t* index, float* out) {
   using I = typename V::I;
   using F = typename V::F;
   constexpr int VB = kRows / V::W, R = NB * VB, L = 32 / element_bits(EL);
-  constexpr int CH = R * MR < (EL == EXPERTD_E4M3 ? 6 : 8) ? 2 : 1;  // e4m3 needs registers to decode
   const Geometry& g = *a.g;
   const uint8_t* w[NB];
   const float *x[MR], *ws = a.scales + size_t(s.block) * g.groups * kRows;

@@ -41,7 +41,9 @@ struct Pass {
   int ahead13, ahead2;  // pairs_ahead() of the matrices
 };
 
-Path path_of(const Pass& p, const Geometry& g) { return path_of(*p.context.level, p.layer.compute, g.spec.element, p.tiles); }
+Path path_of(const Pass& p, const Geometry& g) {
+  return path_of(*p.context.level, p.layer.compute, g.spec.element, p.tiles, p.layer.batch_invariant != 0);
+}
 
 Rows make_rows(RowBuffers& b, const Geometry& g, Path path, const int* tile_first, const int* tile_rows, int count) {
   Rows r{};
@@ -231,7 +233,7 @@ BlockRun block_run(Pass& p, const Geometry& g, const expertd_matrix& matrix, con
   float* scales = s.scales.get<float>(lanes);
   float* zeros = g.spec.zeros ? s.zeros.get<float>(lanes) : nullptr;
   const uint8_t* pair = matrix.stream + expert * g.expert_bytes + b * g.block_bytes;
-  BlockArgs first{&g, pair, 2, 0, {}, scales, zeros, &rows, nullptr, 0, nullptr};
+  BlockArgs first{&g, pair, 2, 0, {}, scales, zeros, &rows, nullptr, 0, nullptr, p.layer.batch_invariant != 0};
   const float factor = scale_factor(path_of(p, g), g.spec.element);
   for (int i = 0; i < 2; i++) {  // b is even, and a run of two segments has both: all pairs have the same factors
     const int segments = g.spec.segments;
@@ -355,8 +357,7 @@ void down_phase(Pass& p) {
 
 void run_pass(Pass& p, const int32_t* ids, const float* weights) {
   p.routes = sort_routes(p, ids, weights);
-  p.tiles = use_tiles(*p.context.level, p.layer.compute, p.g13, p.routes.count, p.routes.active) &&
-            use_tiles(*p.context.level, p.layer.compute, p.g2, p.routes.count, p.routes.active);
+  p.tiles = use_tiles(*p.context.level, p.layer, p.g13, p.g2, p.routes.count, p.routes.active);
   if (p.tiles) place_in_tiles(p.routes, p.m);
   p.ahead13 = pairs_ahead(p, p.g13);
   p.ahead2 = pairs_ahead(p, p.g2);

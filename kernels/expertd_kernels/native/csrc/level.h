@@ -1,6 +1,8 @@
 // One instruction-set level: the functions that the layer is made of. Each level_*.cpp compiles the same templates (kernels.h)
 // for its own vector type and with its own compiler flags; nothing outside those files may use their instructions.
 #pragma once
+#include <climits>
+
 #include "layout.h"
 
 namespace expertd {
@@ -40,6 +42,7 @@ struct BlockArgs {
   const int32_t* index;   // [n] row numbers
   int n;
   float* out;             // [n][32]
+  bool invariant;         // the order of sums must not depend on n
 };
 
 // Pairs of blocks that lie one behind the other, against the same rows: out[pair][m][b * 16 + r]. One call for many pairs, because what
@@ -79,6 +82,7 @@ struct Activation {
 struct Level {
   const char* name;
   Path int4, e2m1;  // how they are multiplied; int8 always by kI16
+  Path exact_int4;  // how int4 is multiplied in whole numbers: kBytes or kI16
   bool fetch_rows;  // int4 as bytes is fetched for a single row, too
   bool use_bf16;  // a dot product of bf16 pairs is there, and the fastest way for other elements
   int ahead;      // bytes to fetch weights ahead of their use
@@ -113,21 +117,36 @@ constexpr int tile_begin(int n, int t) { return n * t / tiles_of(n); }
 // Rows of sums, of all pairs, that a call has room for on tiles of bf16 (panels.h).
 constexpr int kPanelRows = 4 * kSlice;
 
-// Whether a pass goes through matrix tiles. Short pieces would leave half of a tile empty; other elements than integers have no faster
-// way for few rows.
-inline bool use_tiles(const Level& level, int compute, const Geometry& g, int routes, int active) {
-  if (!level.tile_rows || compute == EXPERTD_COMPUTE_F32) return false;
+// Whether the rows of a matrix may go through matrix tiles. Short pieces would leave half of a tile empty; other elements than integers
+// have no faster way for few rows.
+inline bool has_tiles(const Level& level, const Geometry& g, int routes, int active) {
   if (!is_integral(g.spec.element)) return routes >= level.tile_rows / 4 * active;
   return g.piece >= (g.spec.element == EXPERTD_INT8 ? 64 : 32) && routes >= level.tile_rows * active;
 }
 
-inline Path path_of(const Level& level, int compute, int element, bool tiles) {
+// Whether a pass goes through matrix tiles. Where bits may not depend on the batch, nor may the arithmetic: tiles of int8 are exact, as its
+// other path is; tiles round the activations of all others to bf16, so int4 never takes them (kBytes is near their speed) and the others
+// always do (docs/log/cpu-xeon.md).
+inline bool use_tiles(const Level& level, const expertd_layer& layer, const Geometry& g13, const Geometry& g2, int routes, int active) {
+  if (!level.tile_rows || layer.compute == EXPERTD_COMPUTE_F32) return false;
+  const int a = g13.spec.element, b = g2.spec.element;
+  if (layer.batch_invariant && (a != EXPERTD_INT8 || b != EXPERTD_INT8)) {
+    const auto never = [](int element) { return element == EXPERTD_INT4 || element == EXPERTD_F16 || element == EXPERTD_F32; };
+    return !never(a) && !never(b) && has_tiles(level, g13, INT_MAX, 1) && has_tiles(level, g2, INT_MAX, 1);
+  }
+  return has_tiles(level, g13, routes, active) && has_tiles(level, g2, routes, active);
+}
+
+inline Path path_of(const Level& level, int compute, int element, bool tiles, bool invariant) {
   if (compute == EXPERTD_COMPUTE_F32 || element == EXPERTD_F16 || element == EXPERTD_F32) return kF32;
   // Where there are tiles, 16 bits are as fast as 8 or faster, for few rows and for many (docs/log/cpu-xeon.md).
   if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4 && !level.tile_rows) return kI8;
   if (tiles) return element == EXPERTD_INT8 ? kI16Tiles : kBf16Tiles;
   if (!is_integral(element)) return level.use_bf16 ? kBf16 : kF32;
-  return element == EXPERTD_INT4 ? level.int4 : element == EXPERTD_E2M1 ? level.e2m1 : kI16;
+  const Path path = element == EXPERTD_INT4 ? level.int4 : element == EXPERTD_E2M1 ? level.e2m1 : kI16;
+  // Sums of bf16 products depend on their order, which is fast for one row or for many; those of whole numbers do not.
+  if (invariant && path == kBf16) return element == EXPERTD_INT4 ? level.exact_int4 : kI16;
+  return path;
 }
 
 // Bytes of a row of activations.

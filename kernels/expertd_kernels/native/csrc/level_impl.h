@@ -11,10 +11,10 @@ namespace {
 
 using TileFunction = void (*)(const BlockArgs&, const Slice&, const int32_t* index, float* out);
 
-template <class V, int EL, Path P, int NB, int MR, int RAW = -1>
+template <class V, int EL, Path P, int NB, int MR, int RAW = -1, bool INVARIANT = false>
 constexpr TileFunction tile() {
-  if constexpr (P == kF32) return tile_f32<V, EL, NB, MR>;
-  else if constexpr (P == kBf16) return tile_bf16<V, EL, NB, MR>;
+  if constexpr (P == kF32) return tile_f32<V, EL, NB, MR, INVARIANT ? 1 : chains<V, EL, true>(NB, MR)>;
+  else if constexpr (P == kBf16) return tile_bf16<V, EL, NB, MR, INVARIANT ? 1 : chains<V, EL, false>(NB, MR)>;
   else if constexpr (P == kBytes) return tile_bytes<V, EL, NB, MR, RAW, true>;
   else if constexpr (P == kI8) return tile_i8<V, NB, MR, RAW>;
   else if constexpr (MR == 1 && EL == EXPERTD_INT4) return tile_row_i16<V, EL, NB, RAW>;
@@ -22,12 +22,12 @@ constexpr TileFunction tile() {
 }
 
 // The tile function for NB blocks and `rows` rows of activations (1..MOST).
-template <class V, int EL, Path P, int NB, int MOST>
+template <class V, int EL, Path P, int NB, int MOST, bool INVARIANT>
 TileFunction tile_of(int rows) {
   if constexpr (MOST > 1) {
-    if (rows < MOST) return tile_of<V, EL, P, NB, MOST - 1>(rows);
+    if (rows < MOST) return tile_of<V, EL, P, NB, MOST - 1, INVARIANT>(rows);
   }
-  return tile<V, EL, P, NB, MOST>();
+  return tile<V, EL, P, NB, MOST, -1, INVARIANT>();
 }
 
 // int4 as bytes where nothing is fetched: one row.
@@ -44,7 +44,8 @@ void tiles(const BlockArgs& a, const Slice& s) {
   for (int t = 0; t < count; t++) {
     const int from = int(int64_t(a.n) * t / count), to = int(int64_t(a.n) * (t + 1) / count);
     constexpr TileFunction kUnfetched = tile_unfetched<V, EL, P, NB>();
-    const TileFunction f = kUnfetched && a.n == 1 && !a.ahead ? kUnfetched : tile_of<V, EL, P, NB, MOST>(to - from);
+    const auto of = a.invariant ? tile_of<V, EL, P, NB, MOST, true> : tile_of<V, EL, P, NB, MOST, false>;
+    const TileFunction f = kUnfetched && a.n == 1 && !a.ahead ? kUnfetched : of(to - from);
     f(a, s, a.index + from, a.out + from * 2 * kRows + s.block * kRows);
   }
 }
@@ -277,7 +278,7 @@ uint64_t read_all(const uint8_t* data, size_t bytes, bool side_by_side) {
 
 template <class V>
 constexpr Level level(const char* name, Path integers, bool use_bf16, bool (*runs)(), bool fetch_rows = false) {
-  return Level{name, integers, integers, fetch_rows, use_bf16, V::kAhead,   0,            runs,    load_row<V>, round_row<V>,
+  return Level{name, integers, integers, V::kBytes ? kBytes : kI16, fetch_rows, use_bf16, V::kAhead,   0,            runs,    load_row<V>, round_row<V>,
                gemm<V>,    activate<V>, combine<V>, store_row<V>, peak<V>, read_all<V>};
 }
 

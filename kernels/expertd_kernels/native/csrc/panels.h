@@ -103,7 +103,7 @@ template <class V, int NB>
 void copy_sums(const BlockArgs& a, const uint8_t* sums) {
   const int all = tiles_of(a.n);
   for (int t = 0; t < all; t++) {
-    const bool halves = t + 1 == all && all % 2;
+    const bool halves = t + 1 == all && all % 2 && !a.invariant;
     for (int m = tile_begin(a.n, t), r = 0; m < tile_begin(a.n, t + 1); m++, r++)
       for (int b = 0; b < NB; b++) {
         const uint8_t* from = sums + (2 * t + b) * kTileBytes + r * kVector;
@@ -114,7 +114,8 @@ void copy_sums(const BlockArgs& a, const uint8_t* sums) {
   }
 }
 
-// NB blocks, pieces of `most` columns. A lone tile of rows takes even and odd steps side by side: four sums at a time.
+// NB blocks, pieces of `most` columns. A lone tile of rows takes even and odd steps side by side, four sums at a time, where the order of
+// sums may depend on the number of rows.
 template <class V, class T, class Codes, int NB>
 void summed_panels(const BlockArgs& a, int most) {
   alignas(64) uint8_t sums[kSumTiles * kTileBytes];
@@ -132,6 +133,10 @@ void summed_panels(const BlockArgs& a, int most) {
       multiply_panel<T, 2, NB, true>(sources, panel.steps, begin, end, ahead);
     }
     if (t == all) return;
+    if (a.invariant) {
+      const PanelSource lone = source(t);
+      return multiply_panel<T, 1, NB, true>(&lone, panel.steps, begin, end, ahead);
+    }
     PanelSource sources[2] = {source(t), source(t)};
     sources[1].x += sources[1].x_step, sources[1].w += kTileBytes, sources[1].sums += 2 * kTileBytes;
     for (auto& s : sources) s.x_step *= 2, s.w_step *= 2;

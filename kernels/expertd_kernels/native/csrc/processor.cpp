@@ -32,9 +32,9 @@ Processor ask() {
   constexpr uint64_t kAvx2 = bit(5), kF = bit(16), kDq = bit(17), kBw = bit(30), kVl = bit(31), kVnni = bit(11), kVbmi = bit(1), kBf16 = bit(5);
   p.avx2 = has(b, kAvx2);
   p.avx512 = p.avx2 && has(saved, kZmm) && has(b, kF | kDq | kBw | kVl);
-  const bool vnni = has(c, kVnni);
+  p.avx512_vnni = p.avx512 && has(c, kVnni);
   p.avx512_vbmi = p.avx512 && has(c, kVbmi);
-  p.avx512_bf16 = p.avx512 && vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && has(a, kBf16);
+  p.avx512_bf16 = p.avx512_vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && has(a, kBf16);
   return p;
 }
 #else

@@ -7,6 +7,7 @@ namespace expertd {
 struct Processor {
   bool avx2 = false;         // and FMA
   bool avx512 = false;       // F, BW, VL, DQ
+  bool avx512_vnni = false;  // those and VNNI
   bool avx512_bf16 = false;  // those, VNNI and BF16
   bool avx512_vbmi = false;
 };

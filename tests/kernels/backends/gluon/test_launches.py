@@ -21,10 +21,10 @@ CASES = [
     ("qwen3-30b-a3b", "int4_g128", "none", 1, ["gemv", "gemv"], (7, 3)),
     ("qwen3-30b-a3b", "int4_g128", "none", 8, ["block", "block", "combine"], (5, 5)),
     ("qwen3-30b-a3b", "int4_g128", "none", 128, ["table_routes", "block", "block", "combine"], (6, 6)),
-    ("qwen3-30b-a3b", "int4_g128", "none", 256, ["group_few", "ws", "block", "combine"], (2, 4)),
+    ("qwen3-30b-a3b", "int4_g128", "none", 256, ["group_few", "both", "combine"], (2,)),
     ("qwen3-30b-a3b", "int4_g128", "none", 1024, [*SORTED, "block", "block", "combine"], (3, 3)),
-    ("qwen3-30b-a3b", "int4_g128", "none", 2048, [*SORTED, "ws", "ws", "combine"], (1, 1)),
-    ("qwen3-30b-a3b", "e4m3_block128", "none", 2048, [*SORTED, "ws", "ws", "combine"], (1, 1)),
+    ("qwen3-30b-a3b", "int4_g128", "none", 2048, [*SORTED, "both", "combine"], (1,)),
+    ("qwen3-30b-a3b", "e4m3_block128", "none", 2048, [*SORTED, "both", "combine"], (1,)),
     ("gpt-oss-120b", "mxfp4", "none", 2, ["gemv", "gemv"], (3, 2)),
     ("qwen3-30b-a3b", "mxfp4", "none", 2, ["gemv", "gemv"], (3, 2)),  # a share of the CTAs, no more
     ("gpt-oss-120b", "mxfp4", "none", 2048, [*SORTED, "block", "block", "combine"], (3, 3)),
@@ -38,7 +38,7 @@ CASES = [
     ("qwen3-30b-a3b", "e4m3_channel", "e4m3_token", 8,
      ["prepare", "w8a8_few", "round_rows", "w8a8_few", "combine"], (3, 3)),
 ]  # fmt: skip
-PRODUCTS = ("gemv", "block", "ws", "wide", "w8a8", "w8a8_few")
+PRODUCTS = ("gemv", "block", "both", "ws", "wide", "w8a8", "w8a8_few")
 MOST_BARRIERS = {"block": 5, "ws": 2, "wide": 2, "w8a8": 2}
 """In a stage, where nothing but stages is in the loop.  The persistent kernels need one for the slot that they free."""
 MOST_SPILLS = {"w8a8": 4}

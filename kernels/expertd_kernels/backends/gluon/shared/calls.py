@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_TOKENS", "InPieces", "piece_tokens"]
+from expertd_kernels.backends.gluon.shared.pieces import MAX_TOKENS, piece_tokens
+from expertd_kernels.backends.gluon.shared.triton_versions import compiling
 
-MAX_TOKENS = 8192
-"""Tokens a launch at most; larger batches go in pieces."""
-MAX_OUTPUT_BYTES = 1 << 30
-"""Bytes of w2's results [M, top_k, H] at most; a smaller piece is taken where more would be needed."""
+__all__ = ["InPieces"]
+
 MAX_TOP_K = 32
 """Routes of a token: the summing kernel keeps a bit for each."""
-
-
-def piece_tokens(top_k: int, hidden_size: int) -> int:
-    """Tokens a launch: a power of two."""
-    most = MAX_OUTPUT_BYTES // (top_k * hidden_size * 2)
-    return min(MAX_TOKENS, 1 << max(0, most.bit_length() - 1))
 
 
 class InPieces(ABC):
@@ -32,6 +25,7 @@ class InPieces(ABC):
     size may allocate and compile; make it before capturing a CUDA graph.  most_tokens: of a piece, a power of two."""
 
     backend: str
+    device: torch.device
     hidden_size: int
     most_tokens: int = MAX_TOKENS
 
@@ -43,6 +37,18 @@ class InPieces(ABC):
         """The rows of each piece of a batch."""
         piece = min(self.most_tokens, piece_tokens(top_k, self.hidden_size))
         return (slice(at, at + piece) for at in range(0, tokens, piece))
+
+    def compile_ahead(self, sizes: Iterable[tuple[int, int]], threads: int, on_input: bool = False) -> None:
+        """As protocol.CompiledExperts.  Nothing is computed."""
+        sizes, device = list(sizes), self.device
+        most = max((tokens for tokens, _ in sizes), default=0)
+        x = torch.empty(min(most, self.most_tokens), self.hidden_size, dtype=torch.bfloat16, device=device)
+        with compiling(threads):
+            for tokens, top_k in sizes:
+                for part in {min(s.stop, tokens) - s.start for s in self._pieces(tokens, top_k)}:
+                    rows = x[:part]
+                    ids = torch.empty(part, top_k, dtype=torch.int32, device=device)
+                    self._run(rows, ids, ids.view(torch.float32), rows, on_input, None)
 
     def __call__(
         self,

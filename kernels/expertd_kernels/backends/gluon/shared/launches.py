@@ -7,7 +7,7 @@ from torch import Tensor
 
 from expertd_kernels.backends.gluon.shared.grouping import FEW, WARPS, Chunks
 from expertd_kernels.backends.gluon.shared.routing import combine, count_routes, group_few, place_routes
-from expertd_kernels.backends.gluon.shared.triton_versions import launch
+from expertd_kernels.backends.gluon.shared.triton_versions import launch, start
 
 __all__ = ["add_up", "count", "few_tile", "group"]
 
@@ -20,21 +20,30 @@ def few_tile(n: int) -> tuple[int, int]:
 
 def count(ids: Tensor, table: Tensor, c: Chunks) -> None:
     """Each chunk's routes of each expert; the kernel behind places them, and may read the ids before it waits."""
-    count_routes[(c.number,)](ids, table, ids.numel(), c.experts, c.padded, c.size, True, **launch(WARPS))
+    start(count_routes, (c.number,), ids, table, ids.numel(), c.experts, c.padded, c.size, True, **launch(WARPS))
 
 
 def group(
-    ids: Tensor, table: Tensor, counts: Tensor, lists: Tensor, experts: int, places: Tensor | None = None
+    ids: Tensor,
+    table: Tensor,
+    counts: Tensor,
+    lists: Tensor,
+    experts: int,
+    places: Tensor | None = None,
+    blocks: tuple[Tensor, int, int] | None = None,
 ) -> None:
-    """ids [routes] -> counts [E], lists [routes] and, unless None, places [routes]; see routing.place_routes."""
+    """ids [routes] -> counts [E], lists [routes] and, unless None, places [routes]; see routing.place_routes.
+    blocks: (where they are listed, routes of one, routes more of a last one), for more than FEW routes."""
     n = ids.numel()
     if n <= FEW and places is None:
-        group_few[(experts,)](ids, counts, lists, n, *few_tile(n), True, **launch(WARPS))
+        start(group_few, (experts,), ids, counts, lists, n, *few_tile(n), True, **launch(WARPS))
         return
     c = Chunks.of(n, experts)
     count(ids, table, c)
-    place_routes[(c.number,)](
-        ids, table, counts, lists, places, n, c.number, experts, c.padded, c.size, c.rows, True,
+    more = () if blocks is None else (*blocks, (blocks[0].numel() - 2) // 2)
+    start(
+        place_routes, (c.number + (blocks is not None),),
+        ids, table, counts, lists, places, n, c.number, experts, c.padded, c.size, c.rows, True, *more,
         **launch(WARPS),
     )  # fmt: skip
 
@@ -55,7 +64,8 @@ def add_up(
     registers of a full multiprocessor hold five rows, and the others come a round trip later."""
     (M, top_k), H = ids.shape, out.shape[1]
     width, warps = (256, 4) if M < 64 else (512, 4) if M <= 512 else (2048, 8)
-    combine[(M, triton.cdiv(H, width))](
+    start(
+        combine, (M, triton.cdiv(H, width)),
         y, ids, out, H, experts, top_k, width, True, parts, done, 0 if done is None else done.numel(), weights,
         **launch(warps),
     )  # fmt: skip

@@ -163,16 +163,53 @@ def place(
         tl.store(places + r, tl.where(here, at, -1), mask=r < n)
 
 
+@triton.jit
+def _list_blocks(
+    table, blocks, chunks, E: tl.constexpr, EP: tl.constexpr, BC: tl.constexpr,
+    BM: tl.constexpr, X: tl.constexpr, MAXB: tl.constexpr,
+):  # fmt: skip
+    """blocks [2 + 2 * MAXB]: how many there are; from 2 on of each expert | routes << 16 and its first place in the
+    list, beyond the last one expert E without routes.  An expert's last block has up to BM + X routes; blocks of more
+    than BM / 2 routes of all experts come first."""
+    experts = tl.arange(0, EP)
+    cnt, _ = _before(table, 0, chunks, EP, BC)
+    n = tl.where(cnt > X, (cnt - X + (BM - 1)) // BM, tl.minimum(cnt, 1))
+    last = cnt - (n - 1) * BM
+    short = ((cnt > 0) & (last <= BM // 2)).to(tl.int32)
+    long = n - short
+    all_long = tl.sum(long, 0)
+    first_long, first_short = tl.cumsum(long, 0) - long, tl.cumsum(short, 0) - short
+    base = tl.cumsum(cnt, 0) - cnt
+    total = all_long + tl.sum(short, 0)
+    tl.store(blocks, total)
+    for j in range(tl.max(n, 0)):
+        at = blocks + 2 + 2 * tl.where(j < long, first_long + j, all_long + first_short)
+        tl.store(at, experts | (tl.where(j == n - 1, last, BM) << 16), mask=j < n)
+        tl.store(at + 1, base + j * BM, mask=j < n)
+    b = tl.arange(0, MAXB)
+    tl.store(blocks + 2 + 2 * b, E, mask=b >= total)
+
+
 @triton.jit(do_not_specialize=["n", "chunks"])
 def place_routes(
     ids, table, counts, lists, places, n, chunks, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr,
-    BC: tl.constexpr, PDL: tl.constexpr,
+    BC: tl.constexpr, PDL: tl.constexpr, blocks=None, BM: tl.constexpr = 0, X: tl.constexpr = 0,
+    MAXB: tl.constexpr = 0,
 ):  # fmt: skip
     """counts [E], lists [n] as group_few leaves them, a program a chunk of C ids; table: what count_routes left, BC
-    chunks of it at a time; places [n]: the inverse of lists, -1 where a route goes nowhere; or None."""
+    chunks of it at a time; places [n]: the inverse of lists, -1 where a route goes nowhere; or None.  blocks: see
+    _list_blocks; a program more lists them."""
     if PDL:
         gdc_launch_dependents()
-    place(ids, table, counts, lists, places, n, chunks, E, EP, C, BC, PDL)
+    if MAXB > 0:
+        if tl.program_id(0) == chunks:
+            if PDL:
+                gdc_wait()
+            _list_blocks(table, blocks, chunks, E, EP, BC, BM, X, MAXB)
+        else:
+            place(ids, table, counts, lists, places, n, chunks, E, EP, C, BC, PDL)
+    else:
+        place(ids, table, counts, lists, places, n, chunks, E, EP, C, BC, PDL)
 
 
 @triton.jit

@@ -13,11 +13,14 @@ from expertd_kernels.backends.gluon.w8a8.plan import GROUP, Shape8
 from expertd_kernels.backends.gluon.weight_only.packed_matrix import TILE, round_up
 from expertd_kernels.backends.scratch import COUNTERS, Layout
 
-__all__ = ["FLOAT32_TOKENS", "layer_space", "tokens_of", "w8a8_space"]
+__all__ = ["FLOAT32_TOKENS", "LISTED_ROWS", "layer_space", "tokens_of", "w8a8_space"]
 
 FLOAT32_TOKENS = 64
 """Up to here w2's results are f32 (kernel `ws` has no shared memory for it).  With 128 tokens bf16, half of the traffic
 of the sum, is 2 % of the layer faster, with 32 it is not."""
+
+LISTED_ROWS = 32
+"""Routes of a block, of which lists of blocks are made: with fewer, another kernel makes a table."""
 
 
 def tokens_of(tokens: int) -> int:
@@ -34,6 +37,8 @@ def layer_space(experts: int, H: int, I: int, tokens: int, top_k: int) -> Layout
             # table (at most n blocks, rounded up) and route lists (whole blocks of at most 64), or counts and lists
             "ints": ((2 * n + round_up(experts, 16) + n + 64 * min(experts, n) + 64,), torch.int32),
             "chunks": (Chunks.table(n, experts), torch.int16),
+            # a list of blocks of at least LISTED_ROWS: see routing._list_blocks
+            "blocks": ((2 + 2 * (1 << (n // LISTED_ROWS + min(experts, n)).bit_length()),), torch.int32),
             "h": ((n * round_up(I, TILE),), torch.bfloat16),
             # w2's results, or those of few tokens as f32
             "y": ((max(n, 2 * min(n, FLOAT32_TOKENS * top_k)) * H,), torch.bfloat16),

@@ -12,6 +12,10 @@
 tests/kernels/backends/gluon/shared/test_triton_versions.py compiles every kernel under each of them.
 """
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -24,7 +28,17 @@ from triton.language.core import builtin
 
 from expertd_kernels.backends.triton_launch import OPTIONS
 
-__all__ = ["barrier", "copy_elements", "copy_tile", "keep_alive", "launch", "reinterpret", "warpgroup_mma_wait"]
+__all__ = [
+    "barrier",
+    "compiling",
+    "copy_elements",
+    "copy_tile",
+    "keep_alive",
+    "launch",
+    "reinterpret",
+    "start",
+    "warpgroup_mma_wait",
+]
 
 VERSION = tuple(int(number) for number in triton.__version__.split(".")[:2])
 
@@ -39,6 +53,29 @@ def launch(warps: int, registers: int = 0) -> dict[str, Any]:
     by programmatic dependent launch."""
     options = {"num_warps": warps, "launch_pdl": True, **OPTIONS, **ASSEMBLER}
     return options | ({"maxnreg": registers} if registers else {})
+
+
+_ahead: ContextVar[bool] = ContextVar("_ahead", default=False)
+
+
+def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """kernel[grid](*arguments, **options); inside of `compiling`, compiled but not launched."""
+    if _ahead.get():
+        kernel.warmup(*arguments, grid=grid, **options)
+    else:
+        kernel[grid](*arguments, **options)
+
+
+@contextmanager
+def compiling(threads: int) -> Iterator[None]:
+    """What `start` is given in this block is compiled by so many threads, or found on disk; at its end all is there.
+    An error of the compiler is raised by the kernel's first launch, as without."""
+    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        token = _ahead.set(True)
+        try:
+            yield
+        finally:
+            _ahead.reset(token)
 
 
 barrier = gl.barrier if VERSION >= (3, 7) else gl.thread_barrier

@@ -17,7 +17,7 @@ from expertd_kernels.backends.gluon.shared.gpu import Gpu, current_gpu
 from expertd_kernels.backends.gluon.shared.grouping import FEW, WARPS, Chunks
 from expertd_kernels.backends.gluon.shared.launches import add_up, count, few_tile, group
 from expertd_kernels.backends.gluon.shared.space import tokens_of, w8a8_space
-from expertd_kernels.backends.gluon.shared.triton_versions import launch
+from expertd_kernels.backends.gluon.shared.triton_versions import launch, start
 from expertd_kernels.backends.gluon.w8a8.constants import Gemm8, tile8, tile_few
 from expertd_kernels.backends.gluon.w8a8.plan import GROUP, TOKENS, Few8, Plan8, Shape8, rules8
 from expertd_kernels.backends.gluon.w8a8.prepare import (
@@ -206,7 +206,9 @@ class W8A8Experts(InPieces):
             self._multiply(gemms[0], p, self._w13, q, scale, weights, s, n, h, s["h_scale"])
         if not self.rounds_h:
             R, B = self._round_tile(self.intermediate_size, 4)
-            round_rows[(triton.cdiv(n, R),)](
+            start(
+                round_rows,
+                (triton.cdiv(n, R),),
                 s["wide"],
                 s["h"],
                 s["h_scale"],
@@ -245,7 +247,8 @@ class W8A8Experts(InPieces):
             count(ids, s["chunks"], c)
         R, B = self._round_tile(H, WARPS)
         groups = few_tile(n) if c is None else (c.size, c.rows)
-        prepare[((E if c is None else c.number) + triton.cdiv(M, R) * triton.cdiv(H, B),)](
+        start(
+            prepare, ((E if c is None else c.number) + triton.cdiv(M, R) * triton.cdiv(H, B),),
             ids, s["chunks"], s["counts"], s["lists"], n, 0 if c is None else c.number, x, s["x"], s["x_scale"], M,
             E, 0 if c is None else c.padded, *groups, H, self.grouped, self.static, R, B, few, True,
             **launch(WARPS),
@@ -260,11 +263,13 @@ class W8A8Experts(InPieces):
         warps = 8
         R, B = self._round_tile(H, warps)
         if scales is not None:
-            copy_to_places[(triton.cdiv(M, R) * triton.cdiv(H, B),)](
+            start(
+                copy_to_places, (triton.cdiv(M, R) * triton.cdiv(H, B),),
                 x, scales, s["places"], q, scale, M, top_k, H, R, B, True, **launch(warps),
             )  # fmt: skip
             return q, scale
-        round_to_places[(triton.cdiv(M, R) * triton.cdiv(H, B),)](
+        start(
+            round_to_places, (triton.cdiv(M, R) * triton.cdiv(H, B),),
             x, s["places"], q, scale, M, top_k, H, self.grouped, self.static, R, B, True, **launch(warps),
         )  # fmt: skip
         return q, scale
@@ -287,8 +292,8 @@ class W8A8Experts(InPieces):
         t = tile_few(gemm, p, next(r for r in (64, 256, 1024) if n <= r), by_route)
         grid = (t.column_tiles * t.Z * (n if by_route else self.num_experts),)
         kernel: Any = w8a8_few
-        kernel[grid](
-            x, x_scale, m.codes, m.scales, m.bias, ids, s["lists"], weights, out, out_scale, n, t,
+        start(
+            kernel, grid, x, x_scale, m.codes, m.scales, m.bias, ids, s["lists"], weights, out, out_scale, n, t,
             **launch(4),
         )  # fmt: skip
 
@@ -314,7 +319,9 @@ class W8A8Experts(InPieces):
         blocks = min(n, n // TOKENS + min(self.num_experts, n))
         grid = (min(blocks * t.column_tiles, self.multiprocessors),)
         kernel: Any = w8a8
-        kernel[grid](
+        start(
+            kernel,
+            grid,
             x,
             self._descriptors[key],
             x_scale,

@@ -26,6 +26,7 @@ from expertd_kernels.backends.gluon.weight_only.pieces import (
     epilogue,
     find_block,
     input_rows,
+    listed_block,
     load_bias,
     own_block,
     route_weights,
@@ -151,7 +152,8 @@ def _tile(
 def block(x, wd, ws, bias, table, lists, tw, out, done, unscale, routes_in_all, C: gl.constexpr):
     """out[route] = act(w13 x[token]) or w2 h[route], for one block of routes x T row tiles a CTA.
 
-    table: by mode, the ids [routes_in_all], the table of blocks, or the counts [E] of `lists`.  Mode "ids": a CTA a
+    table: by mode, the ids [routes_in_all], the table of blocks, or the counts [E] of
+    `lists` (C.tabled: the list of blocks).  Mode "ids": a CTA a
     route; with words = 0 each route is a block, else the first of an expert's stands for all.
 
     counted: w13 counts the finished tiles of each block in done [blocks], and a tile of w2 waits for its own block
@@ -181,6 +183,8 @@ def block(x, wd, ws, bias, table, lists, tw, out, done, unscale, routes_in_all, 
         e = v & 0xFFFF
         base = blk * C.BM
         n = v >> 16
+    elif C.tabled:
+        e, base, n = listed_block(table, blk, True)
     else:
         ie, cnt, nb, cum = block_list(table, C, C.W, C.X)
         e, base, n = find_block(ie, cnt, nb, cum, blk, C)

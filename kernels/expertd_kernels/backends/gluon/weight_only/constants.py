@@ -56,6 +56,7 @@ class Tile:
     words: mode "ids": 32-bit words that hold a bit a route; 0: no two routes share an expert, or it does not matter.
     TT: 64-row tiles an A operand covers (T; half of it in kernel "ws").
     listed: whether the intermediate stands in the order of the route lists (kernel "wide" for both GEMMs).
+    tabled: mode "lists": whether blocks were listed (routing._list_blocks); else each CTA counts them from the counts.
     counted: w13's tiles of a block, which it counts and w2's tiles of that block wait for; 0: w2 waits for all of w13.
     """
 
@@ -86,6 +87,7 @@ class Tile:
     SW: Any
     listed: bool
     counted: int
+    tabled: bool
 
     @property
     def slices(self) -> int:
@@ -96,6 +98,11 @@ class Tile:
     def iterations(self) -> int:
         """Stages that cover a CTA's part of K; the last may reach beyond it."""
         return -(-self.gemm.K // (64 * self.S * self.Z))
+
+    @property
+    def producer_registers(self) -> int:
+        """Kernel "ws": of a thread that copies.  What those of four row tiles and one warpgroup leave."""
+        return 48 if 4 * self.TT == self.T else 56
 
     @property
     def parts(self) -> int:
@@ -206,7 +213,14 @@ def _every_warp(n: int, warps: int) -> Any:
 
 @cache
 def tile(
-    gemm: Gemm, plan: TilePlan, mode: str, pdl: bool, words: int = 0, listed: bool = False, counted: int = 0
+    gemm: Gemm,
+    plan: TilePlan,
+    mode: str,
+    pdl: bool,
+    words: int = 0,
+    listed: bool = False,
+    counted: int = 0,
+    tabled: bool = False,
 ) -> Tile:
     """The constants of `plan` for `gemm`.  ValueError where they do not go together."""
     codec, c = gemm.codec, plan
@@ -225,7 +239,7 @@ def tile(
         raise ValueError(f"plan {c}: a stage of {c.columns} columns does not hold whole groups of {codec.group}")
     TT = c.tiles
     if c.kernel == "ws":
-        TT = c.tiles // 2
+        TT = c.tiles // 4 if c.rows == 64 and c.warps == 4 and c.tiles == 4 else c.tiles // 2
     if c.warps // 4 > TT:
         raise ValueError(f"plan {c}: {c.warps} warps need {c.warps // 4} row tiles an operand, it has {TT}")
     stretches = c.kernel == "ws" or (c.kernel == "block" and codec.planes)
@@ -266,4 +280,5 @@ def tile(
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3),
         listed,
         counted,
+        tabled,
     )

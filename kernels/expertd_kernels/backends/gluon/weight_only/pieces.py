@@ -63,7 +63,33 @@ def block_order(counts, C: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
+def order_of(counts, C: gl.constexpr, W: gl.constexpr):
+    """what find_ordered needs: block_order; or, where blocks are listed, the list and how many they are"""
+    return (counts, gl.load(counts)) if C.tabled else block_order(counts, C, W)
+
+
+@gluon.jit
+def listed_block(blocks, block, here):
+    """(expert, first route in the list, routes), none where not `here`"""
+    v = gl.load(blocks + 2 + 2 * block, mask=here, other=0)
+    base = gl.load(blocks + 3 + 2 * block, mask=here, other=0)
+    return v & 0xFFFF, base, v >> 16
+
+
+@gluon.jit
 def find_ordered(order, t, C: gl.constexpr):
+    """tile number -> (expert, first route of the block in the list, its routes, column tile); no routes where there is
+    no such tile"""
+    block = t // C.column_tiles
+    if C.tabled:
+        e, base, n = listed_block(order[0], block, block < order[1])
+    else:
+        e, base, n, _col = _find_counted(order, t, C)
+    return e, base, n, t % C.column_tiles
+
+
+@gluon.jit
+def _find_counted(order, t, C: gl.constexpr):
     """tile number -> (expert, first route of the block in the list, its routes, column tile); no routes where there is
     no such tile.  All sums are taken whatever the block is: under a branch, ptxas 12.8 gives REDUX another predicate
     than the branch's (seen in its machine code)"""
@@ -76,6 +102,24 @@ def find_ordered(order, t, C: gl.constexpr):
     n = gl.sum(gl.where(ie == e, cnt, 0), 0) - b * C.BM
     base = gl.sum(gl.where(ie < e, cnt, 0), 0) + b * C.BM
     return e, base, gl.where(n > C.BM + C.X, C.BM, n), t % C.column_tiles
+
+
+@gluon.jit
+def find_of_both(order, t, C: gl.constexpr, D: gl.constexpr):
+    """Tile number among those of w13 (C) and then those of w2 (D), in the same order of blocks -> (expert, first route
+    of the block in the list, its routes, column tile, block, whether it is w2's); no routes where there is no such
+    tile"""
+    if C.tabled:
+        first = order[1] * C.column_tiles
+    else:
+        _ie, _cnt, _long, _cum, cum_short, all_long = order
+        first = (all_long + gl.max(cum_short, 0)) * C.column_tiles
+    second = t >= first
+    u = gl.where(second, t - first, t)
+    block = gl.where(second, u // D.column_tiles, u // C.column_tiles)
+    col = gl.where(second, u % D.column_tiles, u % C.column_tiles)
+    e, base, n, _col = find_ordered(order, block * C.column_tiles, C)
+    return e, base, n, col, block, second.to(gl.int32)
 
 
 def _nth_bit(words):
@@ -135,6 +179,15 @@ def await_tiles(done, C: gl.constexpr):
     gl.inline_asm_elementwise(
         AWAIT, "=&r,l,r", [at, gl.where(i < 32, C.counted, 0)], dtype=gl.int32, is_pure=False, pack=1
     )
+    barrier()
+
+
+@gluon.jit
+def await_block(done, many: gl.constexpr, W: gl.constexpr):
+    """as await_tiles, for a partition of W warps"""
+    i = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    at = done.to(gl.int64, bitcast=True) + i * 0
+    gl.inline_asm_elementwise(AWAIT, "=&r,l,r", [at, gl.where(i < 32, many, 0)], dtype=gl.int32, is_pure=False, pack=1)
     barrier()
 
 
@@ -231,9 +284,16 @@ def load_bias(bias, row, C: gl.constexpr, MMA: gl.constexpr):
     return b
 
 
+SIGMOID = gl.constexpr(
+    "{\n.reg .f32 t;\nmul.ftz.f32 t, $1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\n"
+    "add.ftz.f32 t, t, 0f3F800000;\nrcp.approx.ftz.f32 $0, t;\n}"
+)
+"""PTX: 1 / (1 + exp(-v)) in five instructions, right to a few 2**-23; the compiler's division alone takes nine."""
+
+
 @gluon.jit
 def _sigmoid(v):
-    return 1.0 / (1.0 + gl.exp(-v))
+    return gl.inline_asm_elementwise(SIGMOID, "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -244,7 +304,7 @@ def _act(g, u, C: gl.constexpr):
         g = gl.minimum(g, C.gemm.limit)
         u = gl.maximum(gl.minimum(u, C.gemm.limit), -C.gemm.limit)
     if A == "silu_and_mul":
-        y = g / (1.0 + gl.exp(-g)) * u
+        y = g * _sigmoid(g) * u
     elif A == "swigluoai":
         y = (u + C.gemm.beta) * g * _sigmoid(C.gemm.alpha * g)
     elif A == "gelu_tanh_and_mul":  # 0.5 * (1 + tanh(v)) = sigmoid(2 v)

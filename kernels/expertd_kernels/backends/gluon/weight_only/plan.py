@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from expertd_kernels.backends.plan_words import in_words, shown, values_of
 
@@ -31,7 +31,8 @@ class TilePlan:
     late         whether w2's weights are asked for only when w13's GEMM has ended
     stretch      tokens by which an expert's last block may be longer (kernels ws and block, mode lists)
     parts        of w2's columns, a CTA each, for so few tokens that tiles alone do not fill the GPU (kernel block)
-    follows      whether w2's tiles follow those of w13 of their own block, instead of waiting for all (kernel block)
+    follows      whether w2's tiles follow those of w13 of their own block, instead of waiting for all (kernel block;
+                 kernel ws: in one launch with them)
     even         whether an SM takes its share of the CTAs and no more (kernel gemv)
     """
 
@@ -94,8 +95,9 @@ class LayerPlan:
         if self.mode == "table" and (self.w13.rows != self.w2.rows or self.w13.rows > 64):
             raise ValueError(f"layer plan {self}: with a table both GEMMs have blocks of the same rows, at most 64")
         alike = {p.kernel for p in both} == {"block"} and len({(p.rows, p.stretch) for p in both}) == 1
+        alike |= self.w13.kernel == "ws" and replace(self.w2, follows=False) == self.w13
         if self.w13.follows or (self.w2.follows and not alike):
             raise ValueError(
                 f"layer plan {self}: follows goes with w2 where both GEMMs take kernel block with the same rows and "
-                "stretch"
+                "stretch, or kernel ws with the same plan"
             )

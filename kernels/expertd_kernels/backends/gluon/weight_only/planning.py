@@ -31,14 +31,27 @@ class Plans:
     """The plans of one layer: tuned ones for some ranges of tokens, the heuristic elsewhere."""
 
     def __init__(
-        self, codecs: tuple[Codec, Codec], shape: Shape, tuned: Sequence[LayerPlan] = (), rules: Rules | None = None
+        self,
+        codecs: tuple[Codec, Codec],
+        shape: Shape,
+        tuned: Sequence[LayerPlan] = (),
+        rules: Rules | None = None,
+        invariant: bool = False,
     ) -> None:
+        """invariant: a row's bits must not depend on the batch: only kernels that add up its products in one order."""
         self.codecs, self.shape, self.rules = codecs, shape, rules or rules_of()
+        if invariant:
+            self.rules = replace(self.rules, gemv_tokens=0)
+            tuned = [p for p in tuned if p.w13.kernel != "gemv" and p.w2.parts == 1]
+            if 16 in (c.bits for c in codecs):
+                tuned = [replace(one_plan(codecs), tokens=1 << 30)]
         self.tuned = sorted(tuned, key=lambda p: p.tokens)
         self._found: dict[int, LayerPlan] = {}
 
     @classmethod
-    def for_layer(cls, gpu: str, multiprocessors: int, w13: Codec, w2: Codec, shape: Shape) -> Plans:
+    def for_layer(
+        cls, gpu: str, multiprocessors: int, w13: Codec, w2: Codec, shape: Shape, invariant: bool = False
+    ) -> Plans:
         """With the committed table of this GPU, if it has the shape and the codecs."""
         path = Path(__file__).parent / "plans" / (re.sub(r"\W+", "_", gpu.lower()) + ".json")
         table = json.loads(path.read_text()) if path.exists() else None
@@ -50,7 +63,7 @@ class Plans:
             if (row["codecs"], row["shape"]) == wanted
             for p in row["plans"]
         ]
-        return cls((w13, w2), shape, tuned, rules_of(multiprocessors))
+        return cls((w13, w2), shape, tuned, rules_of(multiprocessors), invariant)
 
     def at(self, tokens: int) -> LayerPlan:
         """The plan for this many tokens."""
@@ -65,13 +78,13 @@ class Plans:
         return self._found[tokens]
 
 
-def one_plan(codecs: tuple[Codec, Codec], shape: Shape) -> Plans:
-    """The same plan for every number of tokens: each row of a GEMM is computed by the same steps in any batch, and w2's
-    results are rounded alike.  Blocks of 64 tokens (bf16: 128), between decoding and prefill."""
+def one_plan(codecs: tuple[Codec, Codec]) -> LayerPlan:
+    """With bf16 weights kernel `wide` for every number of tokens: it has tokens on the other side of the product than
+    `block`, which nobody has shown to give the same bits."""
     blocks = TilePlan("ws", 64, tiles=4, warps=8, stages=4, narrower=2)
     plans = {4: replace(blocks, columns=256, stages=3), 8: blocks, 16: WIDE}
     w13, w2 = (plans[c.bits] for c in codecs)
-    return Plans(codecs, shape, [LayerPlan(1 << 30, "lists", w13, w2)])
+    return LayerPlan(0, "lists", w13, w2)
 
 
 def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int, rules: Rules | None = None) -> LayerPlan:
@@ -85,6 +98,8 @@ def heuristic(codecs: tuple[Codec, Codec], shape: Shape, tokens: int, rules: Rul
     each = tokens * top_k / hit
     rows = (-(-2 * I // 64), -(-H // 64))
     follows = tokens > 1 and _follows(I, hit * rows[1], r)
+    if together := _together(codecs, E, each, follows):
+        return LayerPlan(tokens, "lists", together, replace(together, follows=E <= 256))
     w13 = _gemm_plan(codecs[0], H, each, hit * rows[0], tokens, follows, r)
     w2 = _gemm_plan(codecs[1], I, each, hit * rows[1], tokens, follows, r, first=False)
     listed = (w13.kernel, w2.kernel) != ("block", "block") or w13.stretch or w2.stretch
@@ -104,6 +119,25 @@ def _follows(K: int, row_tiles: float, r: Rules) -> bool:
     few, or long ones, lose as much: those that start first end first, and the rest does not fill the GPU.
     With bf16 weights only blocks of 8 tokens were timed (0 to 2.5 %)."""
     return row_tiles >= r.many and r.short >= K
+
+
+def _together(codecs: tuple[Codec, Codec], experts: int, each: float, follows: bool) -> TilePlan | None:
+    """Kernel `ws` for both GEMMs where that was ahead (docs/log/h200-band.md), in one launch but with 512 experts: one
+    warpgroup a CTA, two CTAs an SM, whose ends lie beside each other's products; and blocks of 128 tokens."""
+    c = codecs[0]
+    if not follows or c != codecs[1] or c.planes == 0:
+        return None
+    light = c.bits == 4 and (c.planes == 1 or c.group >= 64)
+    if light and 12 < each <= 24:
+        return TilePlan("ws", 32, tiles=4, stages=4, narrower=1, registers=128, ctas=2)
+    quarters = TilePlan("ws", 64, tiles=4, stages=3, narrower=1, registers=128, ctas=2)
+    if c.kind == "int" and c.bits == 4 and c.group >= 64:
+        if experts > 256:
+            return quarters if 24 < each <= 200 else None
+        if 24 < each <= 48 or 80 < each <= 96:
+            return quarters
+    long = _eight_warps(c, 0, each)
+    return long if experts <= 256 and 96 < each <= 300 and long.rows == 128 and long.stretch else None
 
 
 def _gemm_plan(

@@ -26,13 +26,16 @@ from expertd_kernels.backends.gluon.shared.triton_versions import barrier, warpg
 from expertd_kernels.backends.gluon.weight_only.dequant import load, unpack
 from expertd_kernels.backends.gluon.weight_only.pieces import (
     _BARRIER,
-    block_order,
+    await_block,
     copy_inputs,
     copy_weights,
+    count_tile,
     epilogue,
+    find_of_both,
     find_ordered,
     input_rows,
     load_bias,
+    order_of,
     route_weights,
     routes,
     stages,
@@ -54,7 +57,7 @@ def _fill(x, wd, ws, row, n, f, f2, i, wb, xs, xt, sb, full, empty, slot, ph, C:
 @gluon.jit
 def _producer(x, wd, ws, counts, lists, tickets, tiles, wb, xs, xt, sb, full, empty, C: gl.constexpr):
     ALMOST: gl.constexpr = C.iterations - EARLY if C.iterations > EARLY else 0
-    order = block_order(counts, C, 4)
+    order = order_of(counts, C, 4)
     slot = gl.to_tensor(0)
     ph = gl.to_tensor(1)
     e, base, n, col = find_ordered(order, gl.program_id(0), C)
@@ -162,6 +165,56 @@ def _two_halves(wb, xs, xt, sb, full, empty, slot, ph, N: gl.constexpr, X: gl.co
 
 
 @gluon.jit
+def _four_quarters(wb, xs, sb, full, empty, slot, ph, N: gl.constexpr, C: gl.constexpr):
+    """[64, N] four times, for one warpgroup that has four row tiles: half of the registers of two halves hold weights
+    that are multiplied or unpacked.  The words of a tile are fetched before the wait for the tensor cores."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.W, 1], [16, N, 16])
+    AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    PARTS: gl.constexpr = C.S // C.SK
+    t0 = warpgroup_mma_init(gl.zeros([64, N], gl.float32, MMA))
+    t1 = warpgroup_mma_init(gl.zeros([64, N], gl.float32, MMA))
+    t2 = warpgroup_mma_init(gl.zeros([64, N], gl.float32, MMA))
+    t3 = warpgroup_mma_init(gl.zeros([64, N], gl.float32, MMA))
+    a1 = gl.zeros([64, 64 * C.SK], gl.bfloat16, AL)
+    mbarrier.wait(full.index(slot), ph)
+    fence_async_shared()
+    q, s = _load(wb, sb, slot, 0, 0, C)
+    for i in range(C.iterations):
+        last = i + 1 == C.iterations
+        ns = gl.where(slot == C.ST - 1, 0, slot + 1)
+        nph = gl.where(ns == 0, ph ^ 1, ph)
+        for j in gl.static_range(PARTS):
+            t0, _u, a0 = _multiply(t0, t0, q, s, xs, xs, slot, j, N, 0, C, AL)
+            q, s = _load(wb, sb, slot, 1, j, C)
+            t3, a1 = warpgroup_mma_wait(1, deps=[t3, a1])
+            if j == 0:  # every MMA of the stage before is done
+                _free(empty, slot, i > 0, C)
+            t1, _u, a1 = _multiply(t1, t1, q, s, xs, xs, slot, j, N, 0, C, AL)
+            q, s = _load(wb, sb, slot, 2, j, C)
+            t0, a0 = warpgroup_mma_wait(1, deps=[t0, a0])
+            t0 = warpgroup_mma_init(t0)
+            t2, _u, a0 = _multiply(t2, t2, q, s, xs, xs, slot, j, N, 0, C, AL)
+            q, s = _load(wb, sb, slot, 3, j, C)
+            t1, a1 = warpgroup_mma_wait(1, deps=[t1, a1])
+            t1 = warpgroup_mma_init(t1)
+            t3, _u, a1 = _multiply(warpgroup_mma_init(t3), t3, q, s, xs, xs, slot, j, N, 0, C, AL)
+            if j == PARTS - 1:  # the next stage; after the last one, this stage again, unused
+                ls = gl.where(last, slot, ns)
+                mbarrier.wait(full.index(ls), gl.where(last, ph, nph))
+                fence_async_shared()
+                q, s = _load(wb, sb, ls, 0, 0, C)
+            else:
+                q, s = _load(wb, sb, slot, 0, j + 1, C)
+            t2, a0 = warpgroup_mma_wait(1, deps=[t2, a0])
+            t2 = warpgroup_mma_init(t2)
+        slot = ns
+        ph = nph
+    c0, c1, c2, c3, a1 = warpgroup_mma_wait(0, deps=[t0, t1, t2, t3, a1])
+    _free(empty, slot, True, C)
+    return c0, c1, c2, c3, slot, ph
+
+
+@gluon.jit
 def _results(acc, bias, lists, tw, out, unscale, row, base, n0: gl.constexpr, n, t, N: gl.constexpr, C: gl.constexpr):
     """columns n0 .. n0 + N of a block, row tiles t .. t + TT"""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.W, 1], [16, N, 16])
@@ -198,9 +251,16 @@ def _tile(
     LN: gl.constexpr = gl.BlockedLayout([1], [32], [C.W], [0])
     r = routes(lists, base, 0, n, N, C, LN)
     wt = route_weights(tw, r, unscale, C)
-    c0, c1, u0, u1, slot, ph = _two_halves(wb, xs, xt, sb, full, empty, slot, ph, N, X, C)
     row = e * C.gemm.rows
     t = tile * C.T
+    if C.TT * 4 == C.T:
+        c0, c1, c2, c3, slot, ph = _four_quarters(wb, xs, sb, full, empty, slot, ph, N, C)
+        epilogue(c0, r, wt, load_bias(bias, row + t, C, MMA), out, unscale, t, C, N, MMA)
+        epilogue(c1, r, wt, load_bias(bias, row + t + 1, C, MMA), out, unscale, t + 1, C, N, MMA)
+        epilogue(c2, r, wt, load_bias(bias, row + t + 2, C, MMA), out, unscale, t + 2, C, N, MMA)
+        epilogue(c3, r, wt, load_bias(bias, row + t + 3, C, MMA), out, unscale, t + 3, C, N, MMA)
+        return slot, ph
+    c0, c1, u0, u1, slot, ph = _two_halves(wb, xs, xt, sb, full, empty, slot, ph, N, X, C)
     epilogue(c0, r, wt, load_bias(bias, row + t, C, MMA), out, unscale, t, C, N, MMA)
     epilogue(c1, r, wt, load_bias(bias, row + t + C.TT, C, MMA), out, unscale, t + C.TT, C, N, MMA)
     if X > 0:
@@ -238,7 +298,8 @@ def _consumer(bias, lists, tw, out, unscale, tiles, wb, xs, xt, sb, full, empty,
 
 @gluon.jit(do_not_specialize=["routes_in_all"])
 def ws(x, wd, sd, bias, counts, lists, tw, tickets, out, unscale, routes_in_all, C: gl.constexpr):
-    """out[route] = act(w13 x[token]) or w2 h[route]; routes grouped by expert: counts [E], lists [routes].
+    """out[route] = act(w13 x[token]) or w2 h[route]; routes grouped by expert: counts [E]
+    (C.tabled: the list of blocks), lists [routes].
     tickets [1] int32, zero at first: how many tiles were drawn beside the first one of each CTA."""
     if C.pdl:
         gdc_wait()
@@ -252,11 +313,143 @@ def ws(x, wd, sd, bias, counts, lists, tw, tickets, out, unscale, routes_in_all,
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     barrier()
+    R: gl.constexpr = C.producer_registers
     gl.warp_specialize(
         [
             (_consumer, (bias, lists, tw, out, unscale, tiles, wb, xs, xt, sb, full, empty, C)),
             (_producer, (x, wd, sd, counts, lists, tickets, tiles, wb, xs, xt, sb, full, empty, C)),
         ],
         [4],
-        [56],
+        [R],
+    )
+
+
+SECOND = gl.constexpr(1 << 30)
+"""Added to what consumers are told of a tile: it is w2's.  Below: column tile + block * 4096."""
+
+
+@gluon.jit
+def _both_producer(
+    x, wd, sd, h, wd2, sd2, counts, lists, tickets, tiles, wb, xs, xt, sb, full, empty,
+    C: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """w13's tiles, then w2's, each of which begins when w13's tiles of its block have been counted.  The first tile is
+    drawn, too: a tile that is waited for belongs to a CTA that runs."""
+    ALMOST: gl.constexpr = C.iterations - EARLY if C.iterations > EARLY else 0
+    ALMOST2: gl.constexpr = D.iterations - EARLY if D.iterations > EARLY else 0
+    NX: gl.constexpr = C.X if C.X > 0 else C.BM
+    t = gl.atomic_add(tickets, 1, sem="relaxed")
+    order = order_of(counts, C, 4)
+    slot = gl.to_tensor(0)
+    ph = gl.to_tensor(1)
+    e, base, n, col, block, second = find_of_both(order, t, C, D)
+    while (n > 0) & (second == 0):
+        f = input_rows(routes(lists, base, 0, n, C.BM, C, gl.SliceLayout(1, C.LX)), C)
+        f2 = input_rows(routes(lists, base, C.BM, n, NX, C, gl.SliceLayout(1, C.LX)), C)
+        row = e * C.gemm.rows + col * C.T
+        mbarrier.wait(empty.index(slot), ph)
+        tell(tiles, slot, e, base, n, col + block * 4096, 4)
+        for i in range(ALMOST):
+            slot, ph = _fill(x, wd, sd, row, n, f, f2, i, wb, xs, xt, sb, full, empty, slot, ph, C)
+        t = gl.atomic_add(tickets, 1, sem="relaxed")
+        e, base, next_n, col, block, second = find_of_both(order, t, C, D)
+        for i in range(ALMOST, C.iterations):
+            slot, ph = _fill(x, wd, sd, row, n, f, f2, i, wb, xs, xt, sb, full, empty, slot, ph, C)
+        n = next_n
+    while n > 0:
+        f = input_rows(routes(lists, base, 0, n, D.BM, D, gl.SliceLayout(1, D.LX)), D)
+        f2 = input_rows(routes(lists, base, D.BM, n, NX, D, gl.SliceLayout(1, D.LX)), D)
+        row = e * D.gemm.rows + col * D.T
+        await_block(tickets + 32 + block, C.column_tiles, 4)
+        mbarrier.wait(empty.index(slot), ph)
+        tell(tiles, slot, e, base, n, col + SECOND, 4)
+        for i in range(ALMOST2):
+            slot, ph = _fill(h, wd2, sd2, row, n, f, f2, i, wb, xs, xt, sb, full, empty, slot, ph, D)
+        t = gl.atomic_add(tickets, 1, sem="relaxed")
+        e, base, next_n, col, block, second = find_of_both(order, t, C, D)
+        for i in range(ALMOST2, D.iterations):
+            slot, ph = _fill(h, wd2, sd2, row, n, f, f2, i, wb, xs, xt, sb, full, empty, slot, ph, D)
+        n = next_n
+    async_copy.wait_group(0)
+    mbarrier.wait(empty.index(slot), ph)
+    tell(tiles, slot, 0, 0, 0, 0, 4)
+    mbarrier.arrive(full.index(slot), count=129)
+
+
+@gluon.jit
+def _any_tile(
+    bias, lists, tw, out, unscale, e, base, n, k, wb, xs, xt, sb, full, empty, slot, ph, C: gl.constexpr
+):  # fmt: skip
+    """the tile, as narrow as its routes allow"""
+    B: gl.constexpr = C.BM
+    if C.V >= 2 and n <= B // 4:
+        slot, ph = _tile(
+            bias, lists, tw, out, unscale, e, base, n, k, wb, xs, xt, sb, full, empty, slot, ph, B // 4, 0, C
+        )
+    elif C.V >= 1 and n <= B // 2:
+        slot, ph = _tile(
+            bias, lists, tw, out, unscale, e, base, n, k, wb, xs, xt, sb, full, empty, slot, ph, B // 2, 0, C
+        )
+    elif C.X == 0 or n <= B:
+        slot, ph = _tile(bias, lists, tw, out, unscale, e, base, n, k, wb, xs, xt, sb, full, empty, slot, ph, B, 0, C)
+    else:
+        slot, ph = _tile(bias, lists, tw, out, unscale, e, base, n, k, wb, xs, xt, sb, full, empty, slot, ph, B, C.X, C)
+    return slot, ph
+
+
+@gluon.jit
+def _both_consumer(
+    bias, h, unscale, bias2, y, unscale2, lists, tw, tickets, tiles, wb, xs, xt, sb, full, empty,
+    C: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    slot = gl.to_tensor(0)
+    ph = gl.to_tensor(0)
+    e, base, n, k = told(tiles, full, slot, ph, C.W)
+    while (n > 0) & (k < SECOND):
+        slot, ph = _any_tile(
+            bias, lists, tw, h, unscale, e, base, n, k & 4095, wb, xs, xt, sb, full, empty, slot, ph, C
+        )
+        count_tile(tickets + 32 + (k >> 12))
+        e, base, n, k = told(tiles, full, slot, ph, C.W)
+    while n > 0:
+        slot, ph = _any_tile(
+            bias2, lists, tw, y, unscale2, e, base, n, k & 4095, wb, xs, xt, sb, full, empty, slot, ph, D
+        )
+        e, base, n, k = told(tiles, full, slot, ph, C.W)
+
+
+@gluon.jit(do_not_specialize=["routes_in_all"])
+def both(
+    x, wd, sd, bias, h, wd2, sd2, bias2, counts, lists, tw, tickets, y, unscale, unscale2, routes_in_all,
+    C: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """h[route] = act(w13 x[token]) and y[route] = w2 h[route] in one launch: as `ws`, the ring runs on from one into
+    the other.  tickets [32 + blocks] int32, zero at first: tiles drawn, and from 32 on w13's finished tiles of each
+    block.  C, D: w13's and w2's constants, alike but for the matrices."""
+    if C.pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+    wb, xs, sb, full = stages(C, sd.dtype.element_ty, 129)  # 128 producer threads (cp.async) + 1 (TMA bytes)
+    xt = gl.allocate_shared_memory(gl.bfloat16, [C.ST, C.X, 64 * C.S], C.SX) if C.X > 0 else xs
+    tiles = gl.allocate_shared_memory(gl.int32, [4 * C.ST, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    empty = gl.allocate_shared_memory(gl.int64, [C.ST, 1], _BARRIER)
+    ST: gl.constexpr = C.ST
+    for i in gl.static_range(ST):
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    R: gl.constexpr = C.producer_registers
+    gl.warp_specialize(
+        [
+            (
+                _both_consumer,
+                (bias, h, unscale, bias2, y, unscale2, lists, tw, tickets, tiles, wb, xs, xt, sb, full, empty, C, D),
+            ),
+            (
+                _both_producer,
+                (x, wd, sd, h, wd2, sd2, counts, lists, tickets, tiles, wb, xs, xt, sb, full, empty, C, D),
+            ),
+        ],
+        [4],
+        [R],
     )

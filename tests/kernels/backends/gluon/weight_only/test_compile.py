@@ -18,7 +18,7 @@ from expertd_kernels.backends.gluon.weight_only.constants import Gemm, tile  # n
 from expertd_kernels.backends.gluon.weight_only.plan import TilePlan  # noqa: E402
 from expertd_kernels.backends.gluon.weight_only.planning import WIDE, WIDER  # noqa: E402
 from expertd_kernels.backends.gluon.weight_only.wide import wide  # noqa: E402
-from expertd_kernels.backends.gluon.weight_only.ws import ws  # noqa: E402
+from expertd_kernels.backends.gluon.weight_only.ws import both, ws  # noqa: E402
 from expertd_kernels.weights.scheme import Scheme  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_triton_cache")
@@ -114,6 +114,40 @@ def test_it_compiles_within_its_registers_and_stays_asynchronous(case, tmp_path)
     assert kernel.metadata.shared <= 232448
 
 
+QUARTERS = "ws: rows 64, tiles 4, stages 3, narrower 1, registers 128, ctas 2"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "plan", "most_spilled"),
+    [
+        ("int4_g128", QUARTERS, 160),
+        ("mxfp4", QUARTERS, 160),
+        ("int4_g128_zp", "ws: rows 128, tiles 4, warps 8, stages 4, stretch 16", 256),
+        ("e4m3_block128", "ws: rows 128, tiles 4, warps 8, stages 3, stretch 16", 256),
+    ],
+)
+@pytest.mark.parametrize("tabled", [False, True])
+def test_both_gemms_in_one_launch_stay_asynchronous(scheme, plan, most_spilled, tabled, tmp_path):
+    """The consumers spill nothing in their loops; what is spilled are addresses of the threads that copy."""
+    p = TilePlan.parse(plan)
+    C, D = (tile(gemm(scheme, first), p, "lists", True, tabled=tabled) for first in (True, False))
+    words = [f"tensordesc<i32[{c.T}, {16 * c.stage_units}, 32],{c.SW!r}>" for c in (C, D)]
+    scale = "*u8" if C.codec.e8m0 else "*bf16"
+    types = ["*bf16", words[0], scale, "*fp32", "*bf16", words[1], scale, "*fp32", "*i32", "*i32", "*fp32", "*i32",
+             "*bf16", "fp32", "fp32", "i32", "constexpr", "constexpr"]  # fmt: skip
+    signature = dict(zip(both.arg_names, types, strict=True))
+    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
+    source = GluonASTSource(both, signature, {(16,): C, (17,): D}, aligned)
+    options = {"num_warps": p.warps, "launch_pdl": True} | ({"maxnreg": p.registers} if p.registers else {})
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    registers, spilled, serialized = resources(kernel, tmp_path)
+    assert not serialized
+    assert registers <= (p.registers or 168)
+    assert spilled <= most_spilled
+    assert p.ctas * (kernel.metadata.shared + 1024) <= 233472
+    assert not predicated_sums(tmp_path)
+
+
 @pytest.mark.parametrize("experts", [8, 60])
 def test_no_sum_is_taken_under_a_predicate(experts, tmp_path):
     """With few experts a branch around a sum is short enough for ptxas to turn it into predicates."""
@@ -202,7 +236,23 @@ def test_a_wide_kernel_without_gate_compiles(tmp_path):
         (
             place_routes,
             ["*i32", "*i16", "*i32", "*i32", "i32", "i32"],
-            {"places": None, "E": 512, "EP": 512, "C": 512, "BC": 8, "PDL": True},
+            {
+                "places": None,
+                "E": 512,
+                "EP": 512,
+                "C": 512,
+                "BC": 8,
+                "PDL": True,
+                "blocks": None,
+                "BM": 0,
+                "X": 0,
+                "MAXB": 0,
+            },
+        ),
+        (
+            place_routes,
+            ["*i32", "*i16", "*i32", "*i32", "i32", "i32", "*i32"],
+            {"places": None, "E": 60, "EP": 64, "C": 512, "BC": 8, "PDL": True, "BM": 64, "X": 16, "MAXB": 2048},
         ),
         (
             table_routes,
@@ -210,7 +260,16 @@ def test_a_wide_kernel_without_gate_compiles(tmp_path):
             {"E": 60, "EP": 64, "MAXB": 128, "BM": 8, "B": 512, "PDL": True},
         ),
     ],
-    ids=["combine", "combine_parts", "combine_weighted", "group_few", "count_routes", "place_routes", "table_routes"],
+    ids=[
+        "combine",
+        "combine_parts",
+        "combine_weighted",
+        "group_few",
+        "count_routes",
+        "place_routes",
+        "list_blocks",
+        "table_routes",
+    ],
 )
 def test_the_kernels_around_the_gemms_compile(kernel, types, constants, tmp_path):
     names = kernel.arg_names

@@ -1,0 +1,83 @@
+"""`make vendor`: the Python sources of vendors' wheels, in build/vendor, one folder for each line of vendor.txt.
+
+pip fetches each wheel without its dependencies and checks its hash.  Only what tests read is unpacked (KEPT), and the
+wheel is removed: 300 MB come over the line, 20 MB stay.  A folder is named after the wheel's hash, so that what is
+there is not fetched again, and another pin is.  Nothing of a wheel is installed, and nothing of it is run here.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+LIST = Path(__file__).with_name("vendor.txt")
+PLACE = Path(__file__).resolve().parents[2] / "build/vendor"
+KEPT = re.compile(
+    r"(aiter|deep_gemm|vllm_xpu_kernels)/.*\.py"
+    r"|flashinfer/(utils|fused_moe/.*)\.py|flashinfer/data/csrc/nv_internal/.*/moe_gemm_mixed_utils\.cu"
+    r"|sglang/(srt/layers/.*|kernels/ops/moe/.*|test/test_marlin_utils)\.py"
+)
+PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux2014_x86_64")
+SAME = ("--python-version", "3.11", *(word for p in PLATFORMS for word in ("--platform", p)))
+"""Wheels for one Python and one machine, whichever they are fetched on: their sources are the same."""
+
+
+def wanted(text: str) -> dict[str, str]:
+    """{folder: pip's line with the hash}."""
+    found = {}
+    for line in text.splitlines():
+        if pin := re.fullmatch(r"([\w.-]+)==(\S+) --hash=sha256:([0-9a-f]{64})", line):
+            found[f"{pin[1]}-{pin[2]}-{pin[3][:16]}"] = line
+        elif line.strip() and not line.startswith("#"):
+            raise ValueError(f"{LIST.name}: want NAME==VERSION --hash=sha256:HASH, this is {line}")
+    return found
+
+
+def unpack(wheel: Path, folder: Path) -> None:
+    """The files of KEPT, all or nothing."""
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:  # extract() leaves no way out of the folder
+        names = [name for name in archive.namelist() if KEPT.fullmatch(name)]
+        if not names:
+            raise ValueError(f"{wheel.name} has none of the files that tests read")
+        archive.extractall(part, names)
+    part.rename(folder)
+
+
+def fetch(line: str, folder: Path) -> None:
+    """Raises CalledProcessError where pip cannot fetch it."""
+    with tempfile.TemporaryDirectory() as downloads:
+        (asks := Path(downloads) / "wanted.txt").write_text(line + "\n")
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+        subprocess.run([*pip, *SAME, "-d", downloads, "-r", str(asks)], check=True)
+        unpack(next(Path(downloads).glob("*.whl")), folder)
+
+
+def main() -> int:
+    """Fetches what is missing and removes what is no longer wanted."""
+    folders = wanted(LIST.read_text())
+    PLACE.mkdir(parents=True, exist_ok=True)
+    for other in PLACE.iterdir():
+        if other.name not in folders:
+            shutil.rmtree(other)
+    failed = 0
+    for name, line in folders.items():
+        if (PLACE / name).is_dir():
+            continue
+        try:
+            fetch(line, PLACE / name)
+            print(f"fetched {name}", flush=True)
+        except (subprocess.CalledProcessError, ValueError) as e:
+            print(f"{name}: {e}", file=sys.stderr)
+            failed = 1
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
