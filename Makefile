@@ -4,22 +4,24 @@ PYTHON     ?= python3
 CHECKPOINT ?= tests/fixtures/gptq-w4-g128-sym-descact-false-qwen3moe1l
 PIP_ARGS   ?=
 TEST_ARGS  ?=
+SOAK_S     ?= 600
 MACHINES   ?= x86_64,aarch64
 BUF        := @bufbuild/buf@1.75.0
 
 BIN   := .venv/bin
 STAMP := .venv/setup-done
 DEPLOY := .venv/deploy-done
+SIMDE := build/simde/usr/include/simde/x86/avx512.h
 NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_kernels/native/csrc/*.h \
   proto/expertd/shm/csrc/*.cpp proto/expertd/shm/csrc/*.h \
   proto/expertd/e4m3/csrc/*.cpp proto/expertd/e4m3/csrc/*.h \
   server/expertd_server/engine/csrc/*.cpp server/expertd_server/engine/csrc/*.h \
   client/expertd_client/cluster/csrc/*.cpp)
 
-.PHONY: help setup demo test triton check lint format proto golden docs bench wheel clean
+.PHONY: help setup demo test soak vendor triton aarch64 check lint format proto golden docs bench wheel clean
 
 help:           ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 setup: $(STAMP) ## .venv with everything pinned by constraints.txt, the package editable, the native kernel compiled
 
@@ -43,11 +45,31 @@ node_modules/.bin/buf:
 	@if command -v npm >/dev/null; then npm install --silent --no-save --no-package-lock --no-fund --no-audit $(BUF); \
 	else echo "npm is not installed: buf lint and the buf curl test are left out"; fi
 
+# The headers of a second emulation of AVX-512, beside our own, in one test; without apt that test says so and is skipped.
+$(SIMDE):
+	@if command -v apt-get >/dev/null && mkdir -p build/simde && cd build/simde && apt-get download -q libsimde-dev >/dev/null 2>&1; \
+	then dpkg-deb -x libsimde-dev_*.deb .; else echo "libsimde-dev cannot be fetched: the second emulation of AVX-512 is left out"; fi
+
 demo: $(STAMP)  ## serve a small GPTQ checkpoint, call it, check every answer: make demo [CHECKPOINT=DIR]
 	$(BIN)/python deploy/demo.py --checkpoint $(CHECKPOINT)
 
-test: $(STAMP) $(DEPLOY) node_modules/.bin/buf ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cache-clear -n 2 --dist loadfile $(TEST_ARGS) || $(BIN)/python tests/again.py $$?
+test: $(STAMP) $(DEPLOY) node_modules/.bin/buf $(SIMDE) ## the whole test suite
+	$(BIN)/python tests/kernels/cpu_levels.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cache-clear -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS) || $(BIN)/python tests/again.py $$?
+
+soak: $(STAMP) $(DEPLOY) ## the long forms, which `make test` leaves out; no new one begins after SOAK_S seconds
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --session-timeout=$(SOAK_S) $(TEST_ARGS)
+
+vendor: $(STAMP) ## the Python sources of vendors' wheels, which tests compare with: 300 MB over the line, once
+	$(BIN)/python tests/kernels/fetch_vendor.py
+
+# Some two minutes of a core and 440 MB, so CI leaves it out.  The self-test in C++ alone: Python and torch are not emulated.
+aarch64: $(STAMP) ## the CPU kernel's self-test for aarch64, compiled by ziglang, run by Debian's qemu-user
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt ziglang
+	mkdir -p build/aarch64 && cd build/aarch64 && apt-get download -q qemu-user-static libc6-arm64-cross
+	cd build/aarch64 && for d in *.deb; do dpkg-deb -x $$d . || exit 1; done
+	$(BIN)/python -m expertd_kernels.native.csrc.build --driver --machine aarch64 --out build/aarch64/driver
+	build/aarch64/usr/bin/qemu-aarch64-static -L build/aarch64/usr/aarch64-linux-gnu build/aarch64/driver
 
 triton: $(STAMP) ## compile the GPU kernels under each Triton that the oracle takes; fetches them into build/triton once
 	EXPERTD_TEST_TRITON=all $(BIN)/python -m pytest tests/kernels/backends/gluon/shared/test_triton_versions.py

@@ -1,7 +1,8 @@
 """Build hook: compiles the CPU kernel and four small libraries when a wheel or an editable install is made.
 
-Without a compiler the install goes on: expertd then says so, serves CPU layers with its slower fall-back, has no shared
-memory, and adds the answers of a cluster's servers and quantizes what it sends more slowly.
+Where the machine has no compiler, the build gets one from PyPI (ziglang, 100 MB, for the build alone).  Where a library
+cannot be compiled the install goes on: the server then says at its start that its core is missing, and a client has no
+shared memory.
 
 EXPERTD_WHEEL=x86_64 or aarch64 (`make wheel` sets it) makes a wheel to give away: for that architecture and for every
 Linux with the glibc that native/csrc/build.py names.  There a failure is an error.
@@ -19,6 +20,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOT = Path(__file__).resolve().parent
+ZIG = "ziglang>=0.13"
 CSRC = ROOT / "kernels" / "expertd_kernels" / "native" / "csrc"
 
 
@@ -33,6 +35,15 @@ def _module(name: str, path: Path) -> ModuleType:
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[misc, type-arg, unused-ignore]
     """Adds the shared objects to the wheel, and tags the wheel for the machines that it runs on."""
+
+    def dependencies(self) -> list[str]:
+        """What the build needs besides hatchling: a compiler where this machine has none."""
+        cxx = _module("expertd_cxx", ROOT / "proto" / "expertd" / "cxx.py")
+        try:
+            cxx.find_compiler(os.environ.get("EXPERTD_WHEEL", ""))
+        except cxx.BuildError:
+            return [ZIG]
+        return []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         machine = os.environ.get("EXPERTD_WHEEL", "")

@@ -149,6 +149,10 @@ def backends_page() -> str:
         if rounding != "weight-only" and by_row:
             served = "; ".join(f"`{b}` on {', '.join(devices)}" for b, devices in by_row.items())
             rounded.append(_wrapped(f"`{scheme}`, {rounding}: {served}"))
+    same = "\n".join(
+        f"| `{b.name}` | {'yes' if b.deterministic else 'no'} | {'yes' if b.batch_invariant else 'no'} |"
+        for b in BACKENDS
+    )
     orders = "\n".join(_wrapped(f"{where}: {', '.join(names)}") for where, names in ORDER.items())
     rows = "\n\n".join(map(_facts, BACKENDS))
     return f"""# Backends
@@ -172,6 +176,13 @@ Weight-only, which is how checkpoints are served unless `--activations checkpoin
 With activations rounded as a checkpoint may ask (elsewhere no row, and `expertd explain` says why of each):
 
 {chr(10).join(rounded)}
+
+## The same bits
+From run to run with `--deterministic runs`; in any batch as well with `--deterministic batches`.
+
+| backend | `runs` | `batches` |
+|---|---|---|
+{same}
 
 ## The rows
 

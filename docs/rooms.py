@@ -23,8 +23,9 @@ from layers import Layers, layered
 
 __all__ = ["GATHERED", "Rooms", "draw", "main", "read"]
 
-PACKAGES = ("expertd_client", "expertd_server", "expertd", "expertd_kernels")
-"""In the order of the panels: upper left, upper right, lower left, lower right."""
+ROWS = (("expertctl", "expertd_server"), ("expertd_client", "expertd_kernels"), ("expertd",))
+"""Of panels, from above, each from left to right."""
+PACKAGES = tuple(package for row in ROWS for package in row)
 GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "expertd": {
         "words": (
@@ -45,61 +46,9 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "words": ("atomic_file", "problem", "protocol", "refused", "sizes"),
         "front": ("__init__", "builder", "grouped"),
     },
-    "expertd_server": {
-        "commands": ("__init__", "cli", "extra"),
-        "host": ("doors", "host"),
-        "residence": ("changes", "remembered", "residence"),
-    },
-    "expertd_client": {
-        "front": ("__init__", "async_client", "client", "forwarder", "slot"),
-        "requests": (
-            "current_span",
-            "deadline",
-            "e4m3",
-            "lent",
-            "request",
-            "request_checks",
-            "result",
-            "retry",
-            "tensors",
-            "turns",
-        ),
-        "exchange": ("exchange", "link", "session"),
-        "transports": (
-            "address",
-            "beside",
-            "beside_channel",
-            "channels",
-            "credentials",
-            "grpc_aio",
-            "grpc_common",
-            "grpc_sync",
-            "servicer",
-            "shm",
-            "shm_device",
-            "shm_message",
-            "nixl",
-            "tcp",
-            "transport",
-        ),
-        "load": (
-            "bench_cluster",
-            "bench_codec",
-            "by_server",
-            "counts",
-            "child",
-            "departures",
-            "echo",
-            "files",
-            "generation",
-            "load",
-            "selector",
-            "percentiles",
-            "workload",
-        ),
-        "commands": ("cli",),
-        "models": ("engines", "sglang", "strip", "torch_experts", "transformers", "vllm"),
-    },
+    "expertd_server": {"commands": ("__init__", "cli", "commands")},
+    "expertctl": {"commands": ("__init__", "cli", "commands")},
+    "expertd_client": {"front": ("__init__",)},
 }
 """Modules that lie in no folder, by the room that they belong to."""
 
@@ -210,6 +159,7 @@ def _box(package: str, room: str, modules: int, rooms: Rooms, x: float, y: float
         "expertd_kernels": "kernels",
         "expertd_server": "server",
         "expertd_client": "client",
+        "expertctl": "tools",
     }
     outside = [f"{short[o]} {n}" for (p, r, o), n in sorted(rooms.across.items()) if (p, r) == (package, room)]
     left, top = x - BOX_W / 2, y - BOX_H / 2
@@ -244,13 +194,15 @@ def draw(rooms: Rooms) -> str:
     """The picture as SVG text."""
     panels = {p: layered(sorted(rooms.rooms[p]), rooms.inside[p]) for p in PACKAGES}
     size = {p: _size(found) for p, found in panels.items()}
-    upper, lower, gap = PACKAGES[:2], PACKAGES[2:], 70
-    left = max(size[upper[0]][0], size[lower[0]][0])
-    top = max(size[p][1] for p in upper)
-    origin = {upper[0]: (10.0, 10.0), upper[1]: (10 + left + gap, 10.0), lower[0]: (10.0, 10 + top + gap)}
-    origin[lower[1]] = (10 + left + gap, 10 + top + gap)
-    width = 20 + left + gap + max(size[upper[1]][0], size[lower[1]][0])
-    height = 20 + top + gap + max(size[p][1] for p in lower)
+    origin, width, height, gap = {}, 0.0, 10.0, 70
+    for row in ROWS:
+        left = 10.0
+        for package in row:
+            origin[package] = left, height
+            left += size[package][0] + gap
+        width = max(width, left - gap + 10)
+        height += max(size[p][1] for p in row) + gap
+    height += 10 - gap
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}"'
         f' viewBox="0 0 {width:.0f} {height:.0f}">',
@@ -274,11 +226,14 @@ def draw(rooms: Rooms) -> str:
 def _bundle(
     a: tuple[float, float], a_size: tuple[float, float], b: tuple[float, float], b_size: tuple[float, float], count: int
 ) -> str:
-    """The thick arrow from one package to another: straight down where they stand above each other, else slanting."""
-    x1, y1 = a[0] + min(a_size[0], b_size[0]) / 2, a[1] + a_size[1]
-    x2, y2 = b[0] + min(a_size[0], b_size[0]) / 2, b[1]
-    if abs(a[0] - b[0]) > 1:  # from one column to the other
-        x1, x2 = (a[0] + 30, b[0] + b_size[0] - 30) if a[0] > b[0] else (a[0] + a_size[0] - 30, b[0] + 30)
+    """The thick arrow from one package to another: straight down where one stands above the other, else slanting."""
+    (ax, ay), (bx, by) = a, b
+    low, high = max(ax, bx), min(ax + a_size[0], bx + b_size[0])
+    if low < high:
+        x1 = x2 = low + 30 + 40 * (by - ay > 1.5 * a_size[1])  # an arrow over a row passes beside those between rows
+    else:
+        x1, x2 = (ax + 60, bx + b_size[0] - 30) if ax > bx else (ax + a_size[0] - 30, bx + 60)
+    y1, y2 = ay + a_size[1], by
     return (
         f'<path class="bundle" d="M{x1:.0f} {y1:.0f} L{x2:.0f} {y2:.0f}" marker-end="url(#bundle)"/>'
         f'<text class="bundle-count" x="{(x1 + x2) / 2 + 8:.0f}" y="{(y1 + y2) / 2 - (14 if x1 != x2 else -4):.0f}">'

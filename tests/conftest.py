@@ -8,7 +8,11 @@ import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
+import cpu_levels
 import pytest
+from alone import Turns
+from seconds import COMMITTED, RECORDED, Seconds, read, write
+from skips import Skip, by_reason, others, reason_of
 
 from expertd_kernels.native.csrc.build import stale
 
@@ -51,22 +55,61 @@ def logging_as_before() -> Iterator[None]:
         log.setLevel(level)
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-other-skips", action="store_true", help="fail where a skip is not on the list in kit/skips.py"
+    )
+
+
+SKIPPED: list[Skip] = []
+"""Of this run."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        SKIPPED.append(Skip(report.nodeid, reason_of(report.longrepr)))
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped:
+        SKIPPED.append(Skip(report.nodeid, reason_of(report.longrepr)))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if not hasattr(session.config, "workerinput"):
+        if session.config.getoption("--no-other-skips") and exitstatus == 0 and others(SKIPPED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        seconds = session.config.pluginmanager.get_plugin("seconds")
+        whole = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS  # not a part of a file
+        if whole and seconds is not None:
+            write(RECORDED, {**read(RECORDED), **seconds.files()})
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """What tests start is to end by Ctrl-C, which a shell's background job, and all its children, would ignore."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.pluginmanager.register(Seconds({**read(COMMITTED), **read(RECORDED)}), "seconds")
+    if hasattr(config, "workerinput"):  # one of several processes of pytest-xdist
+        config.pluginmanager.register(Turns(Path(config.option.basetemp).parent))
 
+
+LEAST_S = 240
+"""No limit of a test is shorter: it is there for what hangs, and a busy machine takes ten times as long as another."""
 
 LONG_S = 900
-"""For a test that is marked slow or gpu, or lets Triton compile."""
+"""For a test that is marked slow, soak or gpu, or lets Triton compile, or needs the emulated library."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marked = {m.name for m in item.iter_markers()}
-        compiles = "own_triton_cache" in getattr(item, "fixturenames", ())
-        if (compiles or marked & {"slow", "gpu"}) and "timeout" not in marked:
+        compiles = {"own_triton_cache", "cpu_level"} & set(getattr(item, "fixturenames", ()))
+        if (compiles or marked & {"slow", "soak", "gpu"}) and "timeout" not in marked:
             item.add_marker(pytest.mark.timeout(LONG_S))
+        limit = item.get_closest_marker("timeout")
+        if limit is not None and limit.args[0] < LEAST_S:
+            item.add_marker(pytest.mark.timeout(LEAST_S), append=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -87,5 +130,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     there = f"{len(shared | own)} checkpoint fixtures: {len(own)} of tests/fixtures"
     more = f"{len(shared - own)} more of ../shared/fixtures" if shared else "../shared/fixtures is not there"
     terminalreporter.write_line(f"{there}, {more}")
+    for line in by_reason(SKIPPED):
+        terminalreporter.write_line(line)
+    for line in by_reason(others(SKIPPED)):
+        terminalreporter.write_line(f"not on the list of skips (tests/kit/skips.py): {line}")
+    reports = (r for found in terminalreporter.stats.values() for r in found)
+    if levels := cpu_levels.summary(cpu_levels.ran(reports)):
+        terminalreporter.write_line(levels)
     if said := stale():  # tests of the row `cpu` were skipped, and servers took a slower one
         terminalreporter.write_line(said)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from expertd_client import ExpertClient
-from expertd_client.torch_experts import RemoteExperts
+from expertd_client.engines.torch_experts import RemoteExperts
 
 
 class SparseBlock(nn.Module):

@@ -7,13 +7,28 @@ expertd.placement   which server holds which experts
 expertd.dtypes      the words for element types, "bf16", and their numbers in the contract
 expertd.ranges      sets of numbers as people write them, "0-3,7"
 expertd.hostmem     the C allocator, tuned for large messages
+
+Names are imported when they are first used: `python -m expertd.cxx` runs in a checkout of which nothing is installed.
 """
 
-from importlib.metadata import version
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from expertd.errors import ExpertdError
-from expertd.placement import Placement
+if TYPE_CHECKING:
+    from expertd.errors import ExpertdError
+    from expertd.placement import Placement
 
 __all__ = ["ExpertdError", "Placement", "__version__"]
 
-__version__ = version("expertd")
+__version__: str
+_MODULES = {"ExpertdError": "errors", "Placement": "placement"}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("expertd")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

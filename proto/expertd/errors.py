@@ -179,6 +179,13 @@ class ExpertdError(Exception):
     def message(self) -> str:
         return str(self.args[0])
 
+    def copy(self) -> ExpertdError:
+        """The same row as another object: each of several waiters raises its own, with its own traceback."""
+        other = type(self)(self.message, retry_after_us=self.retry_after_us)
+        other.code, other.reason, other.retryable = self.code, self.reason, self.retryable
+        other.__cause__ = self.__cause__
+        return other
+
     def to_request_error(self, request_id: int | None = None) -> pb.RequestError:
         """As a message on a stream; request_id overrides the error's own."""
         return pb.RequestError(

@@ -12,6 +12,7 @@ in both forms.  Unknown keys are refused: a word that is misspelt must not be ig
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,14 +22,34 @@ from typing import TypeVar
 from google.protobuf import json_format
 
 from expertd.errors import PlacementError
-from expertd.ranges import LIMIT, format_ranges, parse_ranges
+from expertd.ranges import format_ranges, merged, parse_ranges
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import placement_pb2
 
-__all__ = ["VERSION", "Placement", "Server"]
+__all__ = [
+    "MOST_EXPERTS",
+    "MOST_HELD",
+    "MOST_LAYERS",
+    "MOST_OF_MODEL",
+    "MOST_SERVERS",
+    "VERSION",
+    "Placement",
+    "Server",
+    "expert_ids",
+]
 
 VERSION = 1
 """Of the message."""
+MOST_EXPERTS = 1 << 16
+"""Of a layer."""
+MOST_LAYERS = 1 << 12
+MOST_OF_MODEL = 1 << 19
+"""Experts of all layers of a model together."""
+MOST_SERVERS = 1 << 14
+MOST_HELD = 1 << 21
+"""Experts of all layers that all servers of a placement hold together."""
+_MOST_BYTES = 8 << 20
+"""Of a placement in JSON."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +60,7 @@ class Server:
     layers: Mapping[int, tuple[int, ...]]
 
     def __post_init__(self) -> None:
-        if not self.address or self.address.split() != [self.address]:
+        if not self.address.isprintable() or self.address.split() != [self.address]:
             raise PlacementError.about("server address", got=repr(self.address), want='"host:port"')
         for layer, experts in self.layers.items():
             if layer < 0 or not experts or list(experts) != sorted(set(experts)) or experts[0] < 0:
@@ -60,6 +81,7 @@ class Placement:
     def __post_init__(self) -> None:
         if self.epoch < 0:
             raise PlacementError.about("epoch", got=repr(self.epoch), want="a number >= 0")
+        self._check_sizes()
         seen: set[str] = set()
         for server in self.servers:
             if server.address in seen:
@@ -75,16 +97,33 @@ class Placement:
                         else "a layer of num_experts",
                     )
 
+    def _check_sizes(self) -> None:
+        """Whatever a placement says is bounded before a table is made of it."""
+        held = sum(len(experts) for s in self.servers for experts in s.layers.values())
+        for what, got, most in (
+            ("num_experts: layers", len(self.num_experts), MOST_LAYERS),
+            ("num_experts: a layer", max(self.num_experts.values(), default=0), MOST_EXPERTS),
+            ("num_experts: all layers", sum(self.num_experts.values()), MOST_OF_MODEL),
+            ("servers", len(self.servers), MOST_SERVERS),
+            ("servers: experts that they hold", held, MOST_HELD),
+        ):
+            if got > most:
+                raise PlacementError.about(what, got=got, want=f"at most {most}")
+
     @cached_property
     def _holders(self) -> Mapping[int, list[tuple[str, ...]]]:
         """By layer, then by expert id: the addresses of its holders, in the order of `servers`."""
-        table: dict[int, list[tuple[str, ...]]] = {layer: [()] * n for layer, n in self.num_experts.items()}
+        table: dict[int, list[list[str] | tuple[()]]] = {layer: [()] * n for layer, n in self.num_experts.items()}
         for server in self.servers:
             for layer, experts in server.layers.items():
                 row = table[layer]
                 for expert in experts:
-                    row[expert] += (server.address,)
-        return table
+                    found = row[expert]
+                    if isinstance(found, list):
+                        found.append(server.address)
+                    else:
+                        row[expert] = [server.address]
+        return {layer: [tuple(found) for found in row] for layer, row in table.items()}
 
     def holders(self, layer: int, expert: int) -> tuple[str, ...]:
         """Addresses of the servers that hold it; () = nobody.  Raises PlacementError for what the model has not."""
@@ -134,16 +173,20 @@ class Placement:
                 "placement version", got=message.version, want=VERSION, remedy="use an expertd that knows it"
             )
         num_experts: dict[int, int] = {}
+        left = MOST_OF_MODEL
         for layers, n in sorted(message.num_experts.items()):
-            if not 0 < n <= LIMIT:
-                raise PlacementError.about(f"num_experts of layers {layers}", got=n, want=f"1 to {LIMIT}")
-            _unfold("num_experts", num_experts, layers, n)
+            if not 0 < n <= MOST_EXPERTS:
+                raise PlacementError.about(f"num_experts of layers {layers}", got=n, want=f"1 to {MOST_EXPERTS}")
+            left -= n * _unfold("num_experts", num_experts, layers, n, left // n)
+        if len(message.servers) > MOST_SERVERS:
+            raise PlacementError.about("servers", got=len(message.servers), want=f"at most {MOST_SERVERS}")
         servers = []
+        left = MOST_HELD
         for server in message.servers:
             held: dict[int, tuple[int, ...]] = {}
-            for layers, experts in sorted(server.layers.items()):
-                where = f"{server.address}: layers {layers}"
-                _unfold(server.address, held, layers, _ranges(where, experts))
+            for layers, text in sorted(server.layers.items()):
+                experts = _ranges(f"{server.address}: layers {layers}", text, min(left, MOST_EXPERTS))
+                left -= len(experts) * _unfold(server.address, held, layers, experts, left // len(experts))
             servers.append(Server(server.address, held))
         return cls(tuple(servers), num_experts, message.epoch, message.fingerprint)
 
@@ -164,7 +207,12 @@ class Placement:
     @classmethod
     def from_json(cls, text: str | bytes) -> Placement:
         """The inverse.  Raises PlacementError that names the key and what was expected there."""
+        if len(text) > _MOST_BYTES:
+            raise PlacementError.about("placement", got=f"{len(text)} bytes", want=f"at most {_MOST_BYTES}")
         message = placement_pb2.Placement()
+        servers = _servers(text)
+        if servers > MOST_SERVERS:  # before it takes seconds to read them
+            raise PlacementError.about("servers", got=servers, want=f"at most {MOST_SERVERS}")
         try:
             json_format.Parse(text, message)
         except (json_format.ParseError, UnicodeDecodeError) as error:
@@ -177,6 +225,7 @@ class Placement:
         PlacementError where they do not serve the same model."""
         num_experts: dict[int, int] = {}
         servers = []
+        left = MOST_HELD
         first: tuple[str, pb.DescribeResponse] | None = None
         for address, answer in answers.items():
             if first is None:
@@ -196,7 +245,8 @@ class Placement:
                         got=f"{held.num_experts} at {address}",
                         want=num_experts[held.layer],
                     )
-                experts = _held(address, held)
+                experts = expert_ids(address, held, left)
+                left -= len(experts)
                 if experts:
                     layers[held.layer] = experts
             servers.append(Server(address, layers))
@@ -206,17 +256,18 @@ class Placement:
         )
 
 
-def _held(address: str, layer: pb.Layer) -> tuple[int, ...]:
-    experts: list[int] = []
-    for r in layer.held:
-        if r.first + r.count > min(layer.num_experts, LIMIT):
-            raise PlacementError.about(
-                f"{address}: layer {layer.layer}",
-                got=f"experts {r.first} to {r.first + r.count - 1}",
-                want=f"ids below {min(layer.num_experts, LIMIT)}",
-            )
-        experts.extend(range(r.first, r.first + r.count))
-    return tuple(sorted(set(experts)))
+def expert_ids(address: str, layer: pb.Layer, most: int = MOST_HELD) -> tuple[int, ...]:
+    """The experts of a layer that the server at `address` says it holds, ascending.  Raises PlacementError where it
+    names others than the layer has, or more than `most`."""
+    below = min(layer.num_experts, MOST_EXPERTS)
+    pairs = merged((r.first, r.first + r.count - 1) for r in layer.held if r.count)
+    if pairs and pairs[-1][1] >= below:
+        raise PlacementError.about(
+            f"{address}: layer {layer.layer}", got=f"experts up to {pairs[-1][1]}", want=f"ids below {below}"
+        )
+    if sum(last - first + 1 for first, last in pairs) > most:
+        raise PlacementError.about(f"{address}: layer {layer.layer}", got="too many experts", want=f"{most} at most")
+    return tuple(n for first, last in pairs for n in range(first, last + 1))
 
 
 def _model(answer: pb.DescribeResponse) -> str:
@@ -235,15 +286,28 @@ def _fold(by_layer: Mapping[int, tuple[int, ...]]) -> dict[str, str]:
 _T = TypeVar("_T")
 
 
-def _unfold(where: str, into: dict[int, _T], layers: str, value: _T) -> None:
-    for layer in _ranges(where, layers):
+def _unfold(where: str, into: dict[int, _T], layers: str, value: _T, most: int) -> int:
+    """How many layers have the value now, `most` at most."""
+    found = _ranges(where, layers, min(most, MOST_LAYERS - len(into)))
+    for layer in found:
         if layer in into:
             raise PlacementError.about(f"{where}: layers", got=f"layer {layer} under two keys", want="each layer once")
         into[layer] = value
+    return len(found)
 
 
-def _ranges(where: str, text: str) -> tuple[int, ...]:
+def _ranges(where: str, text: str, most: int) -> tuple[int, ...]:
     try:
-        return parse_ranges(text)
+        return parse_ranges(text, most)
     except ValueError as error:
         raise PlacementError(f"{where}: {error}") from None
+
+
+def _servers(text: str | bytes) -> int:
+    """How many servers a JSON lists; 0 where it is none, which is told by whoever reads it."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return 0
+    servers = found.get("servers") if isinstance(found, dict) else None
+    return len(servers) if isinstance(servers, list) else 0

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from expertd_server.extra import complaint
+from expertd_server.commands.extra import complaint
 
 __all__ = ["COMMANDS", "main"]
 

@@ -15,8 +15,8 @@ from expertd.shm.region import host_id, supported
 from expertd.tcp.library import library as tcp_library
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.core import CoreMissingError, library
-from expertd_server.engine.native import NativeEngine
-from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.engine import Engine
+from expertd_server.engine.policy import Policy
 from expertd_server.engine.served import ServedLayer
 
 H, E = 32, 4
@@ -50,7 +50,7 @@ class Sums:
 
 def summing_engine(sums, max_tokens=64, layers=1):
     """Before its start()."""
-    engine = NativeEngine(torch.device("cpu"), compute_dtype="bf16", policy=Policy(max_tokens=max_tokens))
+    engine = Engine(torch.device("cpu"), compute_dtype="bf16", policy=Policy(max_tokens=max_tokens))
     engine.hold([ServedLayer(n, E, tuple(range(E)), 2, H, 8, sums, "sums") for n in range(layers)])
     return engine
 

@@ -8,7 +8,7 @@ from expertd.errors import RequestCancelledError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardResponseView, TensorView
 from expertd_client import Request
-from expertd_client.exchange import Exchange
+from expertd_client.exchange.exchange import Exchange
 
 X = np.ones((3, 8), np.float32)
 
@@ -48,6 +48,9 @@ class Way:
 
     def close(self):
         self.breaks(RequestCancelledError("closed by this client"))
+
+    def broke(self, error):
+        self.breaks(error)
 
 
 class Hand:

@@ -6,8 +6,8 @@ import json
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 
+from expertctl.pictures.trace import by_layer, draw
 from expertd_client.tracing.chrome import as_json
-from expertd_client.tracing.picture import by_layer, draw
 from expertd_client.tracing.stages import STAGES, stages_of
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from expertd_client import cli as client_cli
+from expertctl import cli as client_cli
 from expertd_server import cli as server_cli
 from expertd_server.config.resolve import resolve
 from expertd_server.config.serve import ServeConfig
 
 ROOT = Path(__file__).parents[2]
-_CLIS = {"expertd": ("expertd_server", server_cli), "expertctl": ("expertd_client", client_cli)}
+_CLIS = {"expertd": ("expertd_server", server_cli), "expertctl": ("expertctl", client_cli)}
 
 
 def read(

@@ -98,7 +98,9 @@ def test_links_lead_somewhere(paper):
 
 @pytest.mark.parametrize("paper", READ, ids=lambda p: str(p.relative_to(ROOT)))
 def test_lines_can_be_read(paper):
-    long = [f"{n}: {len(line)}" for n, line in enumerate(paper.read_text().splitlines(), 1) if len(line) > MOST_COLUMNS]
+    """Rows of tables may be longer: Markdown cannot wrap them."""
+    lines = [(n, line) for n, line in enumerate(paper.read_text().splitlines(), 1) if not line.startswith("|")]
+    long = [f"{n}: {len(line)}" for n, line in lines if len(line) > MOST_COLUMNS]
     assert not long, f"{paper.name}: lines beyond {MOST_COLUMNS} columns (line: columns): {', '.join(long)}"
 
 
@@ -137,6 +139,7 @@ SOURCES = {
     "kernels": (ROOT / "kernels/expertd_kernels", ROOT / "kernels"),
     "server": (ROOT / "server/expertd_server",),
     "client": (ROOT / "client/expertd_client",),
+    "expertctl": (ROOT / "client/expertctl",),
     "docs": (ROOT / "docs",),
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tiny_models import save, tiny_model
 
-from expertd_client.strip import strip
+from expertd_client.engines.strip import strip
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 import torch
 
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.forwarder import Forwarder
-from expertd_client.result import ForwardResult
+from expertd_client.clients.forwarder import Forwarder
+from expertd_client.requests.result import ForwardResult
 
 H, E, TOP_K = 16, 8, 2
 SCALES = torch.linspace(0.5, 2.0, E, dtype=torch.float64)

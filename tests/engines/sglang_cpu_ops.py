@@ -48,7 +48,7 @@ def write_down() -> None:
     """The plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from expertd_client.client import ExpertClient
+    from expertd_client.clients.client import ExpertClient
     from expertd_client.cluster import ExpertCluster
 
     for forwarder in (ExpertClient, ExpertCluster):

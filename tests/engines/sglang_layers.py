@@ -21,10 +21,10 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_exec, get_parallel
 
-import expertd_client.sglang
+import expertd_client.engines.sglang
 from expertd.errors import UnsupportedCombinationError
 from expertd_client.engines import settings
-from expertd_client.sglang import plugin
+from expertd_client.engines.sglang import plugin
 
 NAME = "model.layers.3.mlp.experts"
 CONNECTION = kit.Connected()
@@ -119,8 +119,8 @@ def main() -> None:
         stack.enter_context(get_context().override_server_args(device="cpu"))
         with parallel(1, 0):
             before = [list(p.shape) for p in layer(hidden_size=64, intermediate_size=64).parameters()]
-        expertd_client.sglang.register()
-        expertd_client.sglang.register()
+        expertd_client.engines.sglang.register()
+        expertd_client.engines.sglang.register()
         HookRegistry.apply_hooks()
         found = {"before": before, "one": one(), "two": two(), "scaled": scaled(), "refusals": refusals()}
     print("\n@" + json.dumps(found), flush=True)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 def imported(package):
     """ "module:name" of each import of an engine in its adapter."""
     found = set()
-    for path in (ROOT / "client/expertd_client" / package).glob("*.py"):
+    for path in (ROOT / "client/expertd_client/engines" / package).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
                 found |= {f"{node.module}:{alias.name}" for alias in node.names}

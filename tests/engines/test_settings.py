@@ -8,12 +8,12 @@ import pytest
 
 from expertd.errors import PlacementError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.client import ExpertClient
+from expertd_client.clients.client import ExpertClient
 from expertd_client.cluster import ExpertCluster
-from expertd_client.credentials import Credentials
 from expertd_client.engines import settings as module
 from expertd_client.engines.served import Found
 from expertd_client.engines.settings import Settings, connection_to, settings_of
+from expertd_client.transports.credentials import Credentials
 
 
 def test_nobody_asked():

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-import expertd_client.sglang
+import expertd_client.engines.sglang
 from expertd.errors import UnsupportedCombinationError
-from expertd_client.sglang.refused import Configured, refuse
+from expertd_client.engines.sglang.refused import Configured, refuse
 
 
 def test_what_works_is_let_through():
@@ -44,5 +44,5 @@ def test_what_a_server_would_compute_otherwise(found, said):
 
 def test_nothing_is_imported_where_nobody_names_servers(monkeypatch):
     monkeypatch.delenv("EXPERTD_ADDRESS", raising=False)
-    expertd_client.sglang.register()
-    assert "expertd_client.sglang.plugin" not in sys.modules
+    expertd_client.engines.sglang.register()
+    assert "expertd_client.engines.sglang.plugin" not in sys.modules

@@ -7,7 +7,7 @@ from types import SimpleNamespace as Of
 import pytest
 
 from expertd.errors import UnsupportedCombinationError
-from expertd_client.vllm.refused import refuse_engine, refuse_layer
+from expertd_client.engines.vllm.refused import refuse_engine, refuse_layer
 
 
 class Graphs:

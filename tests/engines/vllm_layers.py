@@ -19,7 +19,7 @@ from vllm.forward_context import in_piecewise_cudagraph, set_forward_context
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-import expertd_client.vllm
+import expertd_client.engines.vllm
 from expertd.errors import UnsupportedCombinationError
 from expertd_client.engines import settings
 
@@ -70,7 +70,7 @@ def routed(runner: MoERunner, x: torch.Tensor, logits: torch.Tensor) -> torch.Te
 
 def inert() -> Any:
     """Classes where nobody names a server."""
-    expertd_client.vllm.register()
+    expertd_client.engines.vllm.register()
     runner = layer(eager(), hidden_size=64, intermediate_size=64)
     sizes = [list(p.shape) for p in runner.routed_experts.parameters()]
     return [type(runner).__name__, type(runner.routed_experts).__name__, sizes]
@@ -86,7 +86,7 @@ def taken() -> Any:
 
     PluggableLayer.register_oot(Other, name="RoutedExperts")
     try:
-        expertd_client.vllm.register()
+        expertd_client.engines.vllm.register()
     except UnsupportedCombinationError as error:
         return str(error)
 
@@ -104,7 +104,7 @@ def step(runner: MoERunner, config: Any, tokens: int, **context: Any) -> tuple[t
 
 def padding() -> Any:
     """Rows that the forward context calls padding are not sent, in a layer with shared experts."""
-    expertd_client.vllm.register()
+    expertd_client.engines.vllm.register()
     connection, config = connected(), eager()
     runner = layer(config, shared_experts=Shared())
     found, wanted = step(runner, config, 6, is_padding=torch.arange(6) >= 4)
@@ -117,7 +117,7 @@ def padding() -> Any:
 def addresses() -> Any:
     """Addresses of the two outputs of a layer in steps of several sizes, with graphs and without; and that they are
     right."""
-    expertd_client.vllm.register()
+    expertd_client.engines.vllm.register()
     connected()
     compilation = CompilationConfig(mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode.PIECEWISE)
     config = VllmConfig(compilation_config=compilation)
@@ -144,7 +144,7 @@ def split() -> Any:
     """Pieces of a graph with one layer between two additions, by vLLM's own splitting."""
     from vllm.compilation.backends import split_graph
 
-    expertd_client.vllm.register()
+    expertd_client.engines.vllm.register()
     connected()
     config = eager()
     config.compilation_config.splitting_ops = ["vllm::unified_attention_with_output"]
@@ -165,7 +165,7 @@ def split() -> Any:
 
 def refusals() -> Any:
     """What is said of real configurations."""
-    expertd_client.vllm.register()
+    expertd_client.engines.vllm.register()
     connected()
     full, compiled = eager(), eager()
     full.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
@@ -200,7 +200,7 @@ def stranger() -> Any:
     class Own(RoutedExperts):
         pass
 
-    expertd_client.vllm.register()
+    expertd_client.engines.vllm.register()
     connected()
     try:
         layer(eager(), routed_experts_cls=Own, hidden_size=64, intermediate_size=64)

@@ -28,7 +28,7 @@ E, K, H = 8, 2, 256
 FAULTY = faulty_program(
     """
 import os, time
-from expertd_server.engine import executor, lane
+from expertd_server.engine import engine, executor, plain
 
 LOST = []
 
@@ -44,12 +44,11 @@ class Experts(reference.ReferenceExperts):
             raise RuntimeError(LOST[0])
         return super().__call__(x, ids, w, **more)
 
-for where in (executor.CpuExecutor, lane.CpuLane):
+for where in (executor.CpuExecutor, plain.PlainExecutor):
     where.fault = lambda self: LOST[0] if LOST else ""
-if "--python" in sys.argv:
-    sys.argv.remove("--python")
-    from expertd_server.engine import choose
-    choose._why_not = lambda device: "asked for"
+if "--plain" in sys.argv:
+    sys.argv.remove("--plain")
+    engine.executor_of = lambda device, dtype, warm: (plain.PlainExecutor(device, dtype, "asked for"), "asked for")
 """
 )
 
@@ -101,7 +100,7 @@ class Server:
             time.sleep(0.02)
 
 
-@pytest.fixture(params=[(), ("--python",)], ids=["native", "python"])
+@pytest.fixture(params=[(), ("--plain",)], ids=["direct", "plain"])
 def server(request, tmp_path):
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY)

@@ -144,7 +144,11 @@ def test_an_unknown_family_lists_the_known_ones(capsys, checkpoint):
         ((*TINY, "--backend", "zebra"), "--backend: got zebra, want for 'zebra' one of aiter, cpu", 1),
         ((*TINY, "--backend", "layers.0=reference,layers.1=tritom,*=auto"), "want for 'tritom' one of", 1),
         ((*TINY, "--backend", "layers.1-2=cpu,*=auto"), "layer 2 has no experts; layers with experts: 0-1", 1),
-        ((*TINY, "--backend", "cpu", "--deterministic", "batches"), "--backend cpu does not serve layer 0", 1),
+        (
+            (*TINY, "--backend", "cpu_torch", "--deterministic", "batches"),
+            "--backend cpu_torch does not serve layer 0",
+            1,
+        ),
         ((*TINY, "--device", "zebra"), "want auto, cpu, cuda[:N], rocm[:N] or xpu[:N]", 1),
         ((*TINY, "--quantize", "int4_g128"), "is int4_g128 already", 1),
         ((*TINY, "--max-tokens", "none"), "--max-tokens: got 'none'", 2),

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -257,15 +256,6 @@ def started(folder: Path, log: Path):
             process.wait()
 
 
-@contextlib.contextmanager
-def server(folder: Path, log: Path):
-    """(pid, log's text) of such a server, which ends well when it is asked to."""
-    with started(folder, log) as (process, _):
-        yield process.pid, log.read_text()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
-
-
 def _needs_the_kernel() -> None:
     if error := kernel_error():
         pytest.skip(error)
@@ -289,13 +279,14 @@ def test_a_server_whose_entry_is_changed_in_place_answers_no_more_and_ends_with_
         elif how == "cut":
             os.truncate(entry, 5000)
         assert torch.equal(client.forward(0, x, ids, w).output, right[0]), "the other layer's file is as it was"
+        answered, answers, error = threading.Event(), 0, None
         if how == "cut while it computes":
-            threading.Timer(0.3, os.truncate, (entry, 5000)).start()
-        answers, error = 0, None
+            threading.Thread(target=lambda: answered.wait(60) and os.truncate(entry, 5000)).start()
         while error is None:
             try:
                 assert torch.equal(client.forward(1, x, ids, w).output, right[1]), "a wrong answer got out"
                 answers += 1
+                answered.set()
             except ExpertdError as e:
                 error = e
         assert error.retryable
@@ -324,13 +315,20 @@ def shares(pid: int, suffix: str) -> dict[str, int]:
 def test_two_servers_compute_from_one_copy_of_the_weights(tmp_path):
     _needs_the_kernel()
     folder = tmp_path / "cache"
-    with server(folder, tmp_path / "a") as (a, first), server(folder, tmp_path / "b") as (b, second):
-        assert "cache: 2 miss" in first, first
-        assert "cache: 2 hit" in second, second
+    x, ids, w = random_inputs(64, 256, 8, 2)  # every expert
+    with contextlib.ExitStack() as stack:
+        pids = []
+        for name, cached in (("a", "cache: 2 miss"), ("b", "cache: 2 hit")):
+            process, address = stack.enter_context(started(folder, tmp_path / name))
+            assert cached in (tmp_path / name).read_text()
+            client = stack.enter_context(ExpertClient(address))
+            for layer in (0, 1):  # whatever is to be mapped is read now
+                client.forward(layer, x, ids, w)
+            pids.append(process.pid)
         kept = sum(p.stat().st_size for p in folder.glob("*.packed")) >> 10
-        for pid in (a, b):  # the first one, too: it maps what it has written
+        for pid in pids:  # the first one, too: it maps what it has written
             found = shares(pid, ".packed")
-            assert found["Rss"] >= 0.8 * kept
+            assert found["Rss"] >= 0.8 * kept, found
             assert found["Private_Dirty"] == 0, "nobody wrote to the weights"
             assert found["Pss"] <= 0.6 * found["Rss"], f"each page belongs to both servers: {found}"
 

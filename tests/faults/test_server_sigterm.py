@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections import Counter
 
@@ -17,14 +16,15 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from waiting import until
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 
-pytestmark = pytest.mark.timeout(240)  # each test starts servers
+pytestmark = pytest.mark.timeout(400)  # each test starts servers
 SERVICE = "expertd.v1.ExpertService"
 H, K = 256, 2
-GRACE_S = 20
+GRACE_S = 100
 
 
 class Process:
@@ -47,7 +47,7 @@ class Process:
 
     def end(self) -> tuple[int, str]:
         """(exit code, everything it printed)."""
-        out, _ = self.process.communicate(timeout=60)
+        out, _ = self.process.communicate(timeout=GRACE_S)
         return self.process.returncode, "".join(self.lines) + out
 
 
@@ -109,7 +109,7 @@ class Load:
             while True:
                 n += 1
                 try:
-                    answer = stub.Forward(request(n), timeout=30)
+                    answer = stub.Forward(request(n), timeout=GRACE_S)
                 except grpc.RpcError as e:
                     self.count(f"unary {e.code().name}")
                     return
@@ -150,17 +150,12 @@ def test_sigterm_under_load_loses_nothing_that_was_taken(start):
     server = start()
     address = server.until(r"serving on (\S+)")
     load = Load(address)
-    deadline = time.monotonic() + 30
-    while load.answered < 200:
-        assert time.monotonic() < deadline, "".join(server.lines)
-        time.sleep(0.01)
-    begin = time.monotonic()
+    until(lambda: load.answered >= 200, 100)
     server.process.send_signal(signal.SIGTERM)
     for t in load.threads:
-        t.join(60)
+        t.join(GRACE_S)
         assert not t.is_alive()
     code, out = server.end()
-    assert time.monotonic() - begin < GRACE_S
     assert code == 0, out
     taken = int(re.search(r"stopped: all (\d+) requests that were taken are answered", out)[1])
     assert load.answered == taken, f"every request that was taken has its answer at its caller: {load.outcomes}"
@@ -208,45 +203,46 @@ def test_health_follows_the_server_s_life_and_idle_streams_do_not_hold_it_up(sta
     assert "Traceback" not in out
 
 
+def computed(metrics: str) -> float:
+    """Tokens, over all layers."""
+    text = urllib.request.urlopen(metrics).read().decode()
+    return sum(float(n) for n in re.findall(r"^expertd_tokens_total\{.*\} (\S+)$", text, re.M))
+
+
 @pytest.fixture
 def unread(start):
-    """A server, and a caller of it who does not read his answers of 4 MB."""
-    server = start()
+    """A server that has computed for a caller who does not read his answers of 4 MB."""
+    server = start("--metrics-listen", "127.0.0.1:0")
+    metrics = server.until(r"metrics on (\S+)")
     address = server.until(r"serving on (\S+)")
     outbox: queue.SimpleQueue = queue.SimpleQueue()
     with grpc.insecure_channel(address) as channel:
         call = ExpertServiceStub(channel).StreamForward(iter(outbox.get, None))
         for n in range(1, 9):
             outbox.put(pb.StreamForwardRequest(forward=request(n, tokens=4096)))
-        time.sleep(2)
+        until(lambda: computed(metrics) >= 2 * 4096, 60)  # more than both sides' buffers take
         yield server
         call.cancel()
         outbox.put(None)
 
 
-@pytest.mark.timeout(60)
 def test_a_caller_who_does_not_read_does_not_hold_up_the_end(unread):
-    begin = time.monotonic()
     unread.process.send_signal(signal.SIGTERM)
     code, out = unread.end()
-    assert time.monotonic() - begin < GRACE_S / 2, out
     assert code == 0, out
     assert "its caller has read nothing" in out
+    assert "grace time" not in out, "it did not take all of it"
     assert "Traceback" not in out
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_it_at_once(unread, number):
     unread.process.send_signal(number)
     unread.until(r"(draining)")
-    time.sleep(0.3)
-    assert unread.process.poll() is None
-    begin = time.monotonic()
     unread.process.send_signal(number)
     code, out = unread.end()
-    assert time.monotonic() - begin < GRACE_S / 2, out
     assert code == -number, out
+    assert "stopped" not in out, "it was not over by itself"
     assert "a second signal" in out
     assert "Traceback" not in out
 

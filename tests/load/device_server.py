@@ -81,7 +81,7 @@ def boot(r: Report, names: list[str], run: str) -> dict[str, Server]:
 
 def throughput(s: Report, server: Server, tokens: int, processes: int, callers: int, seconds: float) -> None:
     """callers in a closed loop, spread over processes."""
-    command = [sys.executable, "-m", "expertd_client.cli", "load", server.address, "--m", str(tokens), "--json"]
+    command = [sys.executable, "-m", "expertctl.cli", "load", server.address, "--m", str(tokens), "--json"]
     command += ["--concurrency", str(callers // processes), "--duration", str(seconds), "--warmup", "8"]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
     found = [json.loads(p.communicate(timeout=seconds + 20)[0]) for p in runs]

@@ -302,8 +302,8 @@ MIXES = (("bf16",), ("e4m3",), ("bf16", "e4m3", "e4m3", "bf16"), ("e4m3", "bf16"
 
 def served(names: list[str], made: list[Any], device: torch.device, turns: int = 6) -> bool:
     """Through the engine: cold, captured and replayed batches; several requests at once."""
-    from expertd_server.engine.native import NativeEngine
-    from expertd_server.engine.scheduler import Policy
+    from expertd_server.engine.engine import Engine
+    from expertd_server.engine.policy import Policy
     from expertd_server.engine.served import ServedLayer
 
     fine = True
@@ -313,7 +313,7 @@ def served(names: list[str], made: list[Any], device: torch.device, turns: int =
         for s, _, _ in made
     ]
     for codes in (False, True):
-        engine = NativeEngine(device, policy=Policy(max_tokens=512))
+        engine = Engine(device, policy=Policy(max_tokens=512))
         layers = [
             ServedLayer(
                 i, s.num_experts, range(s.num_experts), s.top_k, s.hidden_size, s.intermediate_size, experts,

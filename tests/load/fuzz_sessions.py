@@ -23,10 +23,10 @@ from expertd.shm.region import host_id
 from expertd.tcp.entry import connect, enter, parse_endpoint
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import decode_stream_response
-from expertd_client.client import ExpertClient
-from expertd_client.grpc_sync import GrpcTransport
-from expertd_client.shm import ShmChannel, enter_session
-from expertd_client.tcp import TcpChannel
+from expertd_client.clients.client import ExpertClient
+from expertd_client.transports.grpc.sync import GrpcTransport
+from expertd_client.transports.shm.session import ShmChannel, enter_session
+from expertd_client.transports.tcp.session import TcpChannel
 
 __all__ = ["fuzz_sessions"]
 
@@ -110,7 +110,7 @@ class Noise:
         with offered(address, "shm") as answer:
             self._sock, self._client = enter_session(answer)
         region = self._client.region
-        self._base, self._bell = region.address, region.server_bell
+        self._base, self._bell = region.address, region.bell
         self._entries, self._arena, self._arena_bytes = region.entries, region.arena, region.arena_bytes
         self._ring = (layout.Submission * self._entries).from_address(self._base + layout.PAGE)
         self._taken = C.c_uint64.from_address(self._base + _TAKEN)
@@ -131,7 +131,8 @@ class Noise:
             C.memmove(self._base + 4 * rng.randrange(48), rng.randbytes(4), 4)
         self.sent += 1
         C.c_uint64.from_address(at).value = self.sent
-        os.eventfd_write(self._bell, 1)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._bell, b".")
 
     def wait(self) -> bool:
         """Until everything was taken; False: it was not."""

@@ -226,8 +226,8 @@ class Served:
         import torch
 
         from expertd_kernels import QuantTensor, Scheme, Weights, build, decide, detect_device, problem_of
-        from expertd_server.engine.native import NativeEngine
-        from expertd_server.engine.scheduler import Policy
+        from expertd_server.engine.engine import Engine
+        from expertd_server.engine.policy import Policy
         from expertd_server.engine.served import ServedLayer
         from expertd_server.transports.shm import ShmDoor
 
@@ -250,7 +250,7 @@ class Served:
                 ServedLayer(number, E, tuple(range(E)), k, H, I, self.experts[shape], decision.chosen.name, True)
             )
         self.layers = {shape: number for number, shape in enumerate(shapes)}
-        self.engine = NativeEngine(self.device, policy=Policy(max_tokens=2048))
+        self.engine = Engine(self.device, policy=Policy(max_tokens=2048))
         self.engine.hold(layers)
         self.engine.start()
         self.engine.open()

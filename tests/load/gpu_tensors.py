@@ -22,7 +22,7 @@ from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Address, Ranges
-from expertd_server.host import Host
+from expertd_server.host.host import Host
 
 ROWS = 4
 

@@ -34,15 +34,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_models import save, tiny_model
 from transformers import AutoModelForCausalLM
 
+from expertctl.pictures.trace import by_layer, write
 from expertd_client import ExpertClient, trace
-from expertd_client.grpc_sync import GrpcTransport
-from expertd_client.shm import ShmChannel
-from expertd_client.strip import strip
-from expertd_client.tcp import TcpChannel
-from expertd_client.torch_experts import RemoteExperts
-from expertd_client.tracing.picture import by_layer
+from expertd_client.engines.strip import strip
+from expertd_client.engines.torch_experts import RemoteExperts
 from expertd_client.tracing.stages import STAGES
 from expertd_client.transformers import load_without_experts
+from expertd_client.transports.grpc.sync import GrpcTransport
+from expertd_client.transports.shm.session import ShmChannel
+from expertd_client.transports.tcp.session import TcpChannel
 
 HIDDEN, ROUTES = 256, 8
 TOKENS = (1, 32)
@@ -118,9 +118,10 @@ def show_layer(model: Any, address: str, calls: int, out: Path, stack: ExitStack
 
 def traced(experts: Any, tensors: Any, path: Path, calls: int) -> dict[str, float]:
     """Stage -> mean microseconds; {} = nobody was called."""
-    with trace(path) as found:
+    with trace() as found:
         for _ in range(calls):
             experts(*tensors)
+    write(found, path)
     return by_layer(found).get(0, {})
 
 

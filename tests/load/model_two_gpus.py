@@ -29,6 +29,7 @@ import torch
 from served import Server
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from expertctl.pictures.trace import write
 from expertd_client import trace
 from expertd_client.transformers import attach, detach
 from expertd_kernels import build, decide, detect_device, problem_of
@@ -95,8 +96,9 @@ def decode(model: Any, batch: int, steps: int, recorded: Path | None = None) -> 
         if n >= 3:
             times.append(seconds)
     if recorded is not None:
-        with trace(recorded):
+        with trace() as found:
             step()
+        write(found, recorded)
     return times, first
 
 

@@ -36,7 +36,7 @@ def serve(way: str) -> None:
     from expertd_server.commands.serve import as_server
     from expertd_server.config.serve import ServeConfig
     from expertd_server.config.values import Address
-    from expertd_server.host import Host
+    from expertd_server.host.host import Host
 
     if way in ("ready", "traced"):
         from opentelemetry import trace

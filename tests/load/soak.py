@@ -5,7 +5,7 @@
 Callers come and go: each opens a connection (stream, shared memory, TCP, unary calls in turn), sends requests of 1 to
 200 tokens with small pauses, some with deadlines that pass and some that it cancels, and leaves in order, or with
 requests under way; now and then one is killed.  Every answer is compared with the first of its kind.  "control" is the
-same caller's round trip to a bare server beside it, which does nothing but refuse (expertd_client.overload.bare): what
+same caller's round trip to a bare server beside it, which does nothing but refuse (expertctl.bench.overload.bare): what
 the machine and the callers' own process do to times, they do to both.  Drift is how p99 over the control's p99 of the
 same third has changed from the first third to the last.  Exit code 1 = an error that was not asked for, a wrong answer,
 memory that grew by more than --most-growth between the second tenth and the last, or a drift above --most-drift.
@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hostile import Server
 
 from expertd.errors import DeadlineExceededError, OverloadedError
-from expertd_client.client import ExpertClient
-from expertd_client.grpc_sync import GrpcTransport
-from expertd_client.shm import ShmChannel
-from expertd_client.tcp import TcpChannel
+from expertd_client.clients.client import ExpertClient
+from expertd_client.transports.grpc.sync import GrpcTransport
+from expertd_client.transports.shm.session import ShmChannel
+from expertd_client.transports.tcp.session import TcpChannel
 
 __all__ = ["soak"]
 
@@ -158,7 +158,7 @@ class Control(threading.Thread):
 @contextlib.contextmanager
 def bare_server() -> Iterator[str]:
     """Its address."""
-    command = [sys.executable, "-m", "expertd_client.overload.bare", "refuse"]
+    command = [sys.executable, "-m", "expertctl.bench.overload.bare", "refuse"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -183,7 +183,7 @@ def soak(server: Server, seconds: float, callers: int, control: str) -> Seen:
             if victim is None:
                 load = ["load", server.address, "--m", "32", "--concurrency", "4", "--requests", "1000000"]
                 victim = subprocess.Popen(
-                    [sys.executable, "-m", "expertd_client.cli", *load],
+                    [sys.executable, "-m", "expertctl.cli", *load],
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                 )

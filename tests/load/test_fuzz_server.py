@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from in_process import hosts
 
-from expertd_server.host import Host
+from expertd_server.host.host import Host
 
 
 def load(name: str):

@@ -7,13 +7,13 @@ import selectors
 import numpy as np
 import pytest
 
+from expertctl.common.percentiles import Durations, Summary
+from expertctl.common.workload import LayerShape, drawn, layer_shapes, requests, routes, synthetic
+from expertctl.load.departures import LoadPlan, departures
+from expertctl.load.generator import run_load
 from expertd.errors import QueueFullError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.departures import LoadPlan, departures
-from expertd_client.load import run_load
-from expertd_client.percentiles import Durations, Summary
-from expertd_client.result import ForwardResult
-from expertd_client.workload import LayerShape, drawn, layer_shapes, requests, routes, synthetic
+from expertd_client.requests.result import ForwardResult
 
 SHAPE = LayerShape(layer=3, hidden_size=16, num_experts=8, top_k=2)
 

@@ -1,4 +1,4 @@
-"""The short form of `expertctl bench overload --paced`: twice what a server can do, in seconds.  The rules alone are in
+"""Short forms of `expertctl bench overload --paced`: twice what a server can do, in seconds.  The rules alone are in
 tests/server/engine/test_overload.py, on a clock of their own; here are sockets, rings and the way between.
 
 The bounds lie between what admission reaches on a quiet machine (99 % of the peak in time, hardly any late) and what
@@ -14,38 +14,45 @@ import selectors
 
 import pytest
 
+from expertctl.bench.overload.loop import LoopClock
+from expertctl.bench.overload.run import Plan, measure
+from expertctl.bench.overload.tally import Row
 from expertd.shm.region import supported
-from expertd_client.overload.loop import LoopClock
-from expertd_client.overload.run import Plan, measure
-from expertd_client.overload.tally import Row
 
-pytestmark = pytest.mark.timeout(180)  # two processes' start, and 4 s of load for each way: 8 s, five times at most
+WAYS = ("streams", "one-stream", "synthetic", "shm", "tcp")
 
 
-@pytest.mark.parametrize("way", ["streams", "one-stream", "synthetic", "shm", "tcp"])
-def test_twice_the_peak(way):
+def at_twice_the_peak(way: str, seconds: float) -> Row:
     if way == "shm" and (why := supported()):
         pytest.skip(why)
-    for _ in range(5):
-        row = next(iter(measure(Plan(paced=True, ways=(way,), loads=(2.0,), tokens=4, seconds=1.5))))
-        assert set(row.refused) <= {"OVERLOADED"}
-        assert row.rss_mb is not None
-        assert row.rss_mb[1] < row.rss_mb[0] + 50
-        if quiet(row):
-            break
-    else:
-        pytest.skip(f"this machine is too busy to judge: the generator itself was {row.lateness_p99_ms:.0f} ms late")
+    (row,) = measure(Plan(paced=True, ways=(way,), loads=(2.0,), tokens=4, seconds=seconds))
+    assert isinstance(row, Row), row
+    assert set(row.refused) <= {"OVERLOADED"}
+    assert row.rss_mb is not None
+    assert row.rss_mb[1] < row.rss_mb[0] + 50
+    return row
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_refused_at_twice_the_peak_is_refused_as_overload(way):
+    """Whatever else this machine does; how much is in time is for the soak test."""
+    row = at_twice_the_peak(way, 0.5)
+    assert row.peak_per_s > 0
+    assert row.offered_per_s > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", WAYS)
+def test_twice_the_peak(way):
+    """Judged on a run in which the generator, which has little to do, was itself in time: the machine let it run."""
+    rows = (at_twice_the_peak(way, 1.5) for _ in range(5))
+    row = next((row for row in rows if row.lateness_p99_ms < row.deadline_ms / 10), None)
+    assert row is not None, "this machine is too busy to measure on"
     assert row.offered_per_s > 1.5 * row.peak_per_s, "the load was there"
     assert row.refused
     assert row.goodput_of_peak >= 0.4
     assert row.late_admitted <= 0.3
     assert row.refusal_p99_ms < row.deadline_ms
-
-
-def quiet(row: Row) -> bool:
-    """Whether the machine let its processes run, by a control of the same run: how late the generator, which has little
-    to do, was itself."""
-    return row.lateness_p99_ms < row.deadline_ms / 10
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ import torch
 from served import Server
 
 from expertd_client import ExpertClient, ExpertCluster
-from expertd_client.torch_experts import RemoteExperts
+from expertd_client.engines.torch_experts import RemoteExperts
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
 

@@ -50,7 +50,7 @@ def main() -> None:
 
     from expertd_server.config.serve import ServeConfig
     from expertd_server.config.values import Address, Shard
-    from expertd_server.host import Host
+    from expertd_server.host.host import Host
 
     started = []
     for fields in json.loads(sys.argv[1]):

@@ -10,7 +10,7 @@ from torch import nn
 from expertd.errors import PlacementError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.engines.served import misfits
-from expertd_client.torch_experts import RemoteExperts
+from expertd_client.engines.torch_experts import RemoteExperts
 from expertd_client.transformers import attach, detach, load_without_experts
 from expertd_client.transformers.find import find_experts
 

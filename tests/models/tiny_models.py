@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.forwarder import Forwarder
-from expertd_client.result import ForwardResult
+from expertd_client.clients.forwarder import Forwarder
+from expertd_client.requests.result import ForwardResult
 from expertd_kernels import reference
 from expertd_kernels.checkpoint import open_checkpoint
 

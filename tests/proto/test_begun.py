@@ -65,7 +65,8 @@ def test_what_it_raises_later_is_the_loops() -> None:
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, facts: told.append(str(facts["exception"])))
         begin(work())
-        await asyncio.sleep(0.01)
+        for _ in range(10):
+            await asyncio.sleep(0)
 
     asyncio.run(main())
     assert told == ["later"]

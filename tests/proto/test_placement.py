@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -180,5 +182,69 @@ def test_from_describe_refuses_mixed_models() -> None:
         Placement.from_describe({"a:1": a, "b:1": _describe({0: [(4, 4)]}, n=16)})
     with pytest.raises(PlacementError, match="want ids below 8"):
         Placement.from_describe({"a:1": _describe({0: [(4, 5)]})})
-    with pytest.raises(PlacementError, match="want ids below 1048576"):  # and does not fill the memory
+    with pytest.raises(PlacementError, match="want ids below 65536"):  # and does not fill the memory
         Placement.from_describe({"a:1": _describe({0: [(0, 4_000_000_000)]}, n=4_000_000_000)})
+
+
+def _small(**changes: object) -> str:
+    return json.dumps({"version": 1, "num_experts": {"0": 8}, "servers": [], **changes})
+
+
+_SERVER = {"address": "a:1", "layers": {"0": "0-7"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (_small(num_experts={"0-1048575": 1048576}), "got 1048576, want 1 to 65536"),
+        (_small(num_experts={"0-1048575": 65536}), "1048576 numbers, want at most 8"),
+        (_small(num_experts={"0-1048575": 1}), "1048576 numbers, want at most 4096"),
+        (_small(servers=[{"address": "a:1", "layers": {"0-1048575": "0"}}], num_experts={"0-1000": 8}), "want at most"),
+        (_small(servers=[{"address": "a:1", "layers": {"0": "0-1048575"}}]), "want at most 65536"),
+        (_small(servers=[_SERVER] * 16385), "servers: got 16385, want at most 16384"),
+        ('{"servers": [' + ",".join(["{}"] * 1_000_000) + "]}", "servers: got 1000000, want at most 16384"),
+        (_small(servers=[{"address": "a" * (9 << 20), "layers": {}}]), "bytes, want at most"),
+        (_small(servers=[{**_SERVER, "address": "evil\n:1"}]), "server address"),
+        (_small(servers=[{**_SERVER, "address": "unix-abstract:a\0b"}]), "server address"),
+    ],
+)
+def test_a_small_file_takes_no_large_memory(text: str, says: str) -> None:
+    begun = time.process_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(PlacementError, match=re.escape(says)):
+            Placement.from_json(text)
+        assert tracemalloc.get_traced_memory()[1] < 20 * len(text) + (1 << 24)
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - begun < 15
+
+
+def test_a_large_placement_is_read_and_its_replicas_found() -> None:
+    """Every server holds all: as many tuples as experts, whose lengths are the servers'."""
+    servers = tuple(Server(f"10.0.{i // 256}.{i % 256}:7070", {0: tuple(range(64))}) for i in range(4096))
+    begun = time.process_time()
+    p = Placement.from_json(Placement(servers, {0: 64}).to_json())
+    assert len(p.holders(0, 63)) == 4096
+    assert time.process_time() - begun < 20
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pb.Layer(layer=0, num_experts=2**32 - 1, held=[pb.ExpertRange(first=0, count=2**32 - 1)]),
+        pb.Layer(layer=0, num_experts=8, held=[pb.ExpertRange(first=2**32 - 2, count=4)]),
+        pb.Layer(layer=0, num_experts=1 << 20, held=[pb.ExpertRange(first=0, count=1 << 20)] * 20_000),
+    ],
+)
+def test_what_a_server_says_of_itself_is_bounded(layer: pb.Layer) -> None:
+    begun = time.process_time()
+    with pytest.raises(PlacementError, match=r"at most|ids below"):
+        Placement.from_describe({"a:1": pb.DescribeResponse(layers=[layer])})
+    assert time.process_time() - begun < 10
+
+
+def test_ranges_that_overlap_are_one() -> None:
+    layer = pb.Layer(layer=0, num_experts=8, held=[pb.ExpertRange(first=2, count=3)] * 20_000)
+    p = Placement.from_describe({"a:1": pb.DescribeResponse(layers=[layer])})
+    assert p.servers[0].layers == {0: (2, 3, 4)}

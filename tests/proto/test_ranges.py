@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,3 +35,16 @@ def test_what_is_no_range(text: str) -> None:
 def test_numbers_that_would_fill_the_memory(text: str) -> None:
     with pytest.raises(ValueError, match=r"want numbers below 2\^20"):
         parse_ranges(text)
+
+
+def test_ranges_that_are_written_again_and_again_cost_nothing() -> None:
+    begun = time.process_time()
+    assert len(parse_ranges(",".join(["0-1048575"] * 4096))) == 1 << 20
+    with pytest.raises(ValueError, match="1048576 numbers, want at most 1000"):
+        parse_ranges(",".join(["0-1048575"] * 4096), most=1000)
+    assert time.process_time() - begun < 5, "expanded one by one it takes minutes"
+    with pytest.raises(ValueError, match="at most 4096 ranges"):
+        parse_ranges(",".join(["0-1048575"] * 4097))
+    with pytest.raises(ValueError, match="want numbers and ranges") as said:
+        parse_ranges("0," * 4000 + "x")
+    assert len(str(said.value)) < 200, "what was got is cut"

@@ -17,7 +17,7 @@ import pytest
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as pb_grpc
 from expertd_client import ExpertClient, Synthetic
-from expertd_client.e4m3 import quantize
+from expertd_client.requests.e4m3 import quantize
 from expertd_server.service.draw import draw_hidden, draw_ids, draw_weights
 
 ROOT = Path(__file__).parents[2]

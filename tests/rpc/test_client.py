@@ -31,7 +31,7 @@ from expertd_client import (
     Grouped,
     Synthetic,
 )
-from expertd_client.servicer import ServicerTransport
+from expertd_client.transports.in_process import ServicerTransport
 
 # ---- what goes in and what comes out ---------------------------------------------------------------------------------
 
@@ -245,7 +245,5 @@ async def test_a_task_that_is_cancelled_takes_its_request_back(servicer, address
 
 
 def test_torch_is_not_imported_by_the_client():
-    code = (
-        "import sys, expertd_client, expertd_client.cli, expertd_client.commands.load; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, expertd_client, expertctl.cli, expertctl.commands.load; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "error", "-c", code], check=False).returncode == 0

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from expertd_client import cli as client_cli
-from expertd_client.commands.health import wait_for
+from expertctl import cli as client_cli
+from expertctl.commands.health import wait_for
 from expertd_server import cli as server_cli
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def run(*words, code=0):
 
 
 def expertctl(*words, code=0):
-    return run(sys.executable, "-m", "expertd_client.cli", *words, code=code)
+    return run(sys.executable, "-m", "expertctl.cli", *words, code=code)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
@@ -241,7 +241,7 @@ def test_a_file_or_number_that_is_none_is_named_before_anything_is_done(tiny_ser
 
 
 def test_who_reads_no_further_gets_no_traceback(tiny_server):
-    command = f"{sys.executable} -m expertd_client.cli describe {tiny_server} | true"
+    command = f"{sys.executable} -m expertctl.cli describe {tiny_server} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=50, check=True)
     assert done.stderr == ""
 

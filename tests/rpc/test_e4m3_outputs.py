@@ -20,7 +20,7 @@ from expertd_client import (
     FunctionTransport,
     GrpcTransport,
 )
-from expertd_client.e4m3 import quantize
+from expertd_client.requests.e4m3 import quantize
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import open_source

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from expertd_client import AsyncExpertClient, E4m3, ExpertClient, ExpertCluster, GrpcTransport
-from expertd_client.e4m3 import quantize
+from expertd_client.requests.e4m3 import quantize
 from expertd_kernels import (
     build,
     decide,

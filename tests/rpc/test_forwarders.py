@@ -21,7 +21,7 @@ from expertd_client import (
     FunctionTransport,
     Request,
 )
-from expertd_client.servicer import ServicerTransport
+from expertd_client.transports.in_process import ServicerTransport
 
 
 def by_function():

@@ -12,11 +12,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from expertd_client.echo import echo_server
+from expertctl.common.echo import echo_server
 
 
 def expertctl(*words, code=0):
-    command = [sys.executable, "-m", "expertd_client.cli", *map(str, words)]
+    command = [sys.executable, "-m", "expertctl.cli", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout if code == 0 else done.stdout + done.stderr
@@ -69,7 +69,7 @@ def read_until(terminal, pattern):
 @pytest.mark.parametrize("words", [["--rate", "50"], [], ["--concurrency", "2,3"]])
 def test_ctrl_c_leaves_a_report(tiny_server, words, tmp_path):
     page = tmp_path / "r.html"
-    command = [sys.executable, "-m", "expertd_client.cli", "load", tiny_server, "--duration", "30", "--json", *words]
+    command = [sys.executable, "-m", "expertctl.cli", "load", tiny_server, "--duration", "30", "--json", *words]
     terminal, its_end = pty.openpty()  # standard error: where it goes on, it shows how
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     child = subprocess.Popen([*command, "--html", page], stdout=subprocess.PIPE, stderr=its_end, text=True, env=env)

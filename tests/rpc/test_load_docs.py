@@ -1,5 +1,6 @@
 """docs/load.md: every command and snippet is run as it stands there, but for the address."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -8,12 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from in_process import hosts
+from waiting import until
 
 from expertd_client import ExpertClient
 
@@ -22,7 +23,7 @@ TEXT = (ROOT / "docs" / "load.md").read_text()
 BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", TEXT, re.S) for kind in ("sh", "python")}
 PATH = os.pathsep.join([str(Path(sys.executable).parent), str(ROOT / "node_modules" / ".bin"), os.environ["PATH"]])
 
-pytestmark = pytest.mark.timeout(170)  # a dozen commands, each a process that imports its client
+pytestmark = pytest.mark.timeout(600)  # a dozen commands, each a process that imports its client
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def run(text, address, folder, **more):
 
 
 def done(child):
-    said, _ = child.communicate(timeout=160)
+    said, _ = child.communicate(timeout=500)
     assert child.returncode == 0, said
     return said
 
@@ -87,17 +88,26 @@ def test_loads(address, tmp_path):
     assert "Percentile" in (tmp_path / "ramp.hgrm").read_text()
 
 
-def test_recording(address, tmp_path):
+def free_port() -> int:
+    """One that nobody is given who asks the system for any port: below the range of those."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("all are taken")
+
+
+def listens(port) -> bool:
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+        return s.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_recording(address, tmp_path):
+    port = free_port()
     record, load, replay = (block.replace("50061", str(port)) for block in RECORDING)
     recorder = run(record, address, tmp_path)
-    for _ in range(300):
-        with socket.socket() as s:
-            if s.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.1)
+    until(lambda: recorder.poll() is not None or listens(port), 120)
+    assert recorder.poll() is None, recorder.communicate()[0]
     assert "answered  100" in done(run(load, address, tmp_path))
     assert "100 requests of 200 tokens" in done(recorder)
     assert "answered  100" in done(run(replay, address, tmp_path))

@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from expertctl.load.recording import Recording
 from expertd.tables import VerdictRow, console, duration, print_sentence, print_table, print_verdicts
-from expertd_client.loadtest.recording import Recording
 
 WIDTH = 80
 SHARDED = str(Path(__file__).parents[1] / "fixtures" / "bf16-sharded-qwen3moe1l")
 
 
-def on_a_terminal(*words, module="expertd_client.cli"):
+def on_a_terminal(*words, module="expertctl.cli"):
     """What a command shows on a terminal of WIDTH columns, less its colours; it must exit with 0."""
     pid, fd = pty.fork()
     if pid == 0:
@@ -98,7 +98,7 @@ def test_nothing_is_cut_of_what_is_recorded_and_sent_again(tiny_server, tmp_path
 
 
 def made(file):
-    arrays = {name: np.array([0, 1], np.int32) for name in ("at_us", "layer")}
+    arrays = {"at_us": np.array([0, 1], np.int64), "layer": np.array([0, 1], np.int32)}
     sizes = {name: np.array([1, 1], np.int32) for name in ("tokens", "top_k")}
     Recording(**arrays, **sizes, topk_ids=np.array([3, 4], np.int32), fingerprint="", hidden_size=256,
               num_experts={0: 8, 1: 8}).save(file)  # fmt: skip

@@ -18,11 +18,12 @@ from core_library import needs_core
 from in_process import hosts
 from waiting import until
 
+from expertctl import cli
+from expertctl.bench.path import command
 from expertd.errors import UnavailableError
 from expertd.nixl import find
-from expertd_client import AsyncExpertClient, Credentials, ExpertClient, cli
+from expertd_client import AsyncExpertClient, Credentials, ExpertClient
 from expertd_client.cluster import ExpertCluster
-from expertd_client.path import command
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import BootError, open_source

@@ -7,9 +7,9 @@ from in_process import hosts
 
 from expertd.errors import NonFiniteHiddenStatesError, NonFiniteWeightsError
 from expertd_client import E4m3, ExpertClient, GrpcTransport
-from expertd_client.e4m3 import quantize
-from expertd_client.shm import ShmChannel
-from expertd_client.tcp import TcpChannel
+from expertd_client.requests.e4m3 import quantize
+from expertd_client.transports.shm.session import ShmChannel
+from expertd_client.transports.tcp.session import TcpChannel
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -6,20 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 
 import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from expertctl.common.workload import LayerShape
+from expertctl.load import recording
+from expertctl.load.proxy import Proxy, Recorder
+from expertctl.load.recording import DRAWN, Recording, replayed, routes_of
 from expertd.errors import MessageTooLargeError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as stubs
 from expertd_client import AsyncExpertClient, Synthetic
-from expertd_client.credentials import Credentials
-from expertd_client.loadtest.proxy import Proxy, Recorder
-from expertd_client.loadtest.recording import DRAWN, Recording, replayed, routes_of
-from expertd_client.workload import LayerShape
+from expertd_client.transports.credentials import Credentials
 
 H, E = 256, 8
 
@@ -108,10 +110,10 @@ async def test_a_token_is_shown_for_callers_and_deadlines_travel(tmp_path):
     shown = Credentials(token_file=tmp_path / "token")
     proxy = Proxy(f"127.0.0.1:{port}", f"unix:{tmp_path}/s", shown, Recorder(1))
     async with proxy, AsyncExpertClient(f"unix:{tmp_path}/s") as client:
-        assert (await client.describe(timeout_s=7)).version == "9"
+        assert (await client.describe(timeout_s=70)).version == "9"
     await server.stop(0)
     assert seen["authorization"] == "Bearer abcdefghijklmnopqrst"
-    assert 5 < seen["left"] < 8
+    assert 35 < seen["left"] <= 70
 
 
 def made(**changes):
@@ -139,15 +141,28 @@ def test_a_file_is_read_as_it_was_written_and_holds_no_payload(tmp_path):
         assert all(raw[name].dtype.kind in "iU" for name in raw)
 
 
+NONE = np.zeros(0, np.int32)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"at_us": np.array([0, 20, 10])}, "at_us: want ascending"),
         ({"topk_ids": np.zeros(7, np.int32)}, "topk_ids"),
         ({"topk_ids": np.full(8, -3, np.int32)}, "topk_ids"),
-        ({"layer": np.array([0, 1], np.int32)}, "layer: got int32"),
+        ({"layer": np.array([0, 1], np.int32)}, "layer: got .* want 3 numbers"),
         ({"tokens": np.array([2, 1, 1.0])}, "tokens: got float64"),
         ({"num_experts": {0: E}}, "got none of layer 1"),
+        (
+            {"tokens": np.full(3, 2**31 - 1, np.int32), "top_k": np.zeros(3, np.int32), "topk_ids": NONE},
+            "tokens: .* from 0 to",
+        ),
+        ({"top_k": np.full(3, 2**31 - 1, np.int32), "tokens": np.zeros(3, np.int32), "topk_ids": NONE}, "top_k: "),
+        ({"tokens": np.array([2, 1, 1], np.int8)}, "tokens: got int8"),
+        ({"topk_ids": np.zeros(8, np.int8)}, "topk_ids: got int8"),
+        ({"topk_ids": np.zeros((4, 2), np.int32)}, "topk_ids: got int32"),
+        ({"hidden_size": 1 << 40}, "hidden_size"),
+        ({"hidden_size": "many"}, "header"),
     ],
 )
 def test_a_file_that_is_no_recording(tmp_path, changes, why):
@@ -158,6 +173,35 @@ def test_a_file_that_is_no_recording(tmp_path, changes, why):
     (tmp_path / "text").write_text("no")
     with pytest.raises(ValueError, match="cannot be read as a recording"):
         Recording.load(tmp_path / "text")
+
+
+@pytest.mark.parametrize("experts", [[8, 8], "0-1", None, {"0": None}, {"x": 8}])
+def test_a_header_of_another_form(tmp_path, experts):
+    header = {"format": 1, "fingerprint": "f", "hidden_size": H, "num_experts": experts}
+    arrays = {name: getattr(made(), name) for name in ("at_us", "layer", "tokens", "top_k", "topk_ids")}
+    with (tmp_path / "r.npz").open("wb") as file:
+        np.savez(file, header=json.dumps(header), **arrays)
+    with pytest.raises(ValueError, match="want what expertctl record wrote"):
+        Recording.load(tmp_path / "r.npz")
+
+
+def test_what_a_small_file_says_of_its_size_is_not_believed(tmp_path, monkeypatch):
+    path = tmp_path / "r.npz"
+    made().save(path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    head = members["topk_ids.npy"]
+    claim = head[:10] + head[10 : 10 + 118].replace(b"(8,)", b"(8000000000000,)")[:117] + b"\n" + head[128:]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in (members | {"topk_ids.npy": claim}).items():
+            archive.writestr(name, data)
+    with pytest.raises(ValueError, match="want fewer"):
+        Recording.load(path)
+    monkeypatch.setattr(recording, "_MOST_BYTES", 1 << 20)
+    made(topk_ids=np.zeros(1 << 18, np.int32)).save(path)
+    assert path.stat().st_size < 10_000
+    with pytest.raises(ValueError, match="want fewer"):
+        Recording.load(path)
 
 
 def test_recorded_routes_come_in_their_order_and_again():
@@ -187,8 +231,8 @@ def test_what_is_sent_again():
 
 
 def expertctl(*words, code=0):
-    command = [sys.executable, "-m", "expertd_client.cli", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    command = [sys.executable, "-m", "expertctl.cli", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout if code == 0 else done.stderr
 
@@ -196,7 +240,7 @@ def expertctl(*words, code=0):
 @pytest.mark.parametrize("how", ["ctrl-c", "requests"])
 def test_record_and_replay_as_commands(tiny_server, tmp_path, how):
     file = tmp_path / "r.npz"
-    command = [sys.executable, "-u", "-m", "expertd_client.cli", "record", tiny_server, "-o", str(file)]
+    command = [sys.executable, "-u", "-m", "expertctl.cli", "record", tiny_server, "-o", str(file)]
     command += ["--requests", "16"] if how == "requests" else []
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -206,17 +250,17 @@ def test_record_and_replay_as_commands(tiny_server, tmp_path, how):
         assert sent["answered"] == 40
         if how == "ctrl-c":
             os.kill(child.pid, signal.SIGINT)
-        out, _ = child.communicate(timeout=30)
+        out, _ = child.communicate(timeout=100)
     finally:
         child.kill()
     assert child.returncode == 0
     count = 40 if how == "ctrl-c" else 16
     assert f"{count} requests of {3 * count} tokens" in out
-    found = json.loads(expertctl("replay", file, tiny_server, "--speed", 4, "--json"))
+    recorded_s = float(Recording.load(file).at_us[-1]) * 1e-6
+    found = json.loads(expertctl("replay", file, tiny_server, "--speed", recorded_s / 2, "--json"))
     assert (found["answered"], found["routes_computed"]) == (count, count * 3 * 2)
     assert found["plan"]["loop"] == "open"
-    recorded_s = float(Recording.load(file).at_us[-1]) * 1e-6
-    assert recorded_s / 4 <= found["wall_s"] < recorded_s / 4 + 5
+    assert found["wall_s"] >= 2, "as slowly as was asked for"
     routed = json.loads(expertctl("load", tiny_server, "--routing", f"recorded:{file}", "--requests", 20, "--json"))
     assert (routed["answered"], routed["failed"]) == (20, 0)
 

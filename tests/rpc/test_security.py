@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import ssl
 import threading
 import time
 from pathlib import Path
@@ -20,15 +23,20 @@ from expertd.shm.region import host_id
 from expertd.tcp.entry import connect, enter, parse_endpoint
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import Credentials, ExpertClient
-from expertd_client.shm import enter_session
+from expertd_client.transports.grpc.sync import GrpcTransport
+from expertd_client.transports.shm.session import ShmChannel, enter_session
+from expertd_client.transports.tcp.session import TcpChannel
 from expertd_server.boot.assignment import BootError
 from expertd_server.config.serve import ConfigError, ServeConfig
 from expertd_server.config.values import Address
+from expertd_server.service.access import Admitted
 from expertd_server.transports import security
+from expertd_server.transports.x509 import certificate_until_s
 
 pytest.importorskip("cryptography", reason="makes certificates; pip install cryptography (the extra `test` has it)")
 
 from certificates import Authority
+from cryptography import x509
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -316,6 +324,66 @@ def test_who_is_taken_out_of_the_file_loses_sessions_beside_the_stream_too(serve
             stays.recv(1)
 
 
+@pytest.mark.parametrize("way", ["inline", "shm", "tcp"])
+def test_a_token_that_is_replaced_is_out_on_every_session_that_stands(serve, callers, tmp_path, way):
+    """The caller's name stays in the file."""
+    host = serve(callers=callers, tcp_listen=Address("127.0.0.1", 0))
+    credentials = with_token(tmp_path, TOKEN)
+    channels = {"inline": [], "shm": [ShmChannel()], "tcp": [TcpChannel(host.address, credentials)]}[way]
+    ids, x = np.zeros((1, 1), np.int32), np.ones((1, 256), np.float32)
+    transport = GrpcTransport(host.address, credentials=credentials, channels=channels)
+    with ExpertClient(transport, timeout_s=10) as client:
+        client.forward(0, x, ids, ids.astype(np.float32))
+        assert client.session().transport == way
+        text = callers.read_text()
+        callers.write_text(text.replace(TOKEN, "an0ther-token-of-the-pool"))
+        until(lambda: refused(client, x, ids))
+        callers.write_text(text)
+
+
+@pytest.mark.parametrize("way", ["tcp", "shm"])
+def test_sessions_beside_the_stream_end_with_their_credential(serve, callers, way):
+    """Of callers whose stream does not end theirs."""
+    host = serve(callers=callers, tcp_listen=Address("127.0.0.1", 0))
+    door = host.service.doors[way]
+    if isinstance(door, str):
+        pytest.skip(door)
+    digest = hashlib.sha256(TOKEN.encode()).digest()
+    shown = [Admitted("pool", digest), Admitted("worker", "worker"), Admitted("worker", "worker", time.time() + 1)]
+    with contextlib.ExitStack() as stack:
+        token, stays, expires = [stack.enter_context(entered(door, a)) for a in shown]
+        until(lambda: door.sessions == 3)
+        callers.write_text(callers.read_text().replace(TOKEN, "an0ther-token-of-the-pool"))
+        assert ended(token)
+        assert ended(expires)
+        until(lambda: door.sessions == 1)
+        stays.settimeout(0.7)
+        with pytest.raises(TimeoutError):
+            stays.recv(1)
+
+
+def test_a_certificate_that_expires_ends_its_stream(serve, ca, tls, callers):
+    host = serve(**tls, tls_client_ca=ca.ca, callers=callers, shm="off")
+    certificate, key = ca.sign("worker", days=(-1, 6 / 86400))
+    credentials = Credentials(ca=ca.ca, certificate=certificate, key=key)
+    until_s = certificate_until_s(certificate.read_bytes())
+    ids, x = np.zeros((1, 1), np.int32), np.ones((1, 256), np.float32)
+    with ExpertClient(host.address, credentials=credentials, timeout_s=10) as client:
+        client.forward(0, x, ids, ids.astype(np.float32))
+        until(lambda: time.time() > until_s + 1)
+        until(lambda: refused(client, x, ids))
+
+
+@pytest.mark.parametrize("days", [(-1, 1), (-1, 3650), (-1, 40_000)])
+def test_the_end_of_a_certificate_is_read_as_openssl_reads_it(ca, days):
+    pem = ca.sign("worker", days=days)[0].read_bytes()
+    assert certificate_until_s(pem) == x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+    der = ssl.PEM_cert_to_DER_cert(pem.decode())
+    for n in range(0, 120, 7):
+        with pytest.raises(ValueError, match=r"cut short|time data"):
+            certificate_until_s(ssl.DER_cert_to_PEM_cert(der[:n]).encode())
+
+
 def test_a_client_takes_a_new_token_from_its_file(serve, callers, tmp_path):
     host = serve(callers=callers)
     credentials = with_token(tmp_path, "stale-stale-stale-stale")
@@ -324,8 +392,7 @@ def test_a_client_takes_a_new_token_from_its_file(serve, callers, tmp_path):
         with pytest.raises(UnauthenticatedError):
             client.forward(0, x, ids, ids.astype(np.float32))
         Path(credentials.token_file).write_text(TOKEN)  # type: ignore[arg-type]
-        time.sleep(1.1)
-        client.forward(0, x, ids, ids.astype(np.float32))
+        until(lambda: not refused(client, x, ids))
 
 
 # ---- where -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from in_process import hosts
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import AsyncExpertClient, Credentials, ExpertClient
 from expertd_client.cluster import AsyncExpertCluster, ExpertCluster
-from expertd_client.tcp import TcpChannel
+from expertd_client.transports.tcp.session import TcpChannel
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import open_source

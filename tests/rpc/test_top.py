@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from in_process import HERE, hosts
 
+from expertctl.commands.top import Seen, row_of, samples
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import ExpertClient
-from expertd_client.commands.top import Seen, row_of, samples
 
 BEFORE = """# HELP expertd_tokens_total Tokens.
 expertd_tokens_total{layer="0"} 100.0
@@ -67,7 +67,7 @@ def test_as_a_command():
             client.forward(0, np.ones((6, 256), np.float32), ids, np.full((6, 2), 0.5, np.float32))
 
         def top(*words, code=0):
-            command = [sys.executable, "-m", "expertd_client.cli", "top", *words]
+            command = [sys.executable, "-m", "expertctl.cli", "top", *words]
             done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
             assert done.returncode == code, done.stdout + done.stderr
             return done.stdout
@@ -80,7 +80,7 @@ def test_as_a_command():
         assert address in table
         assert "serving" in table
         top("127.0.0.1:1", "--once", code=1)
-        command = [sys.executable, "-m", "expertd_client.cli", "top", address, "--every", "0.2"]
+        command = [sys.executable, "-m", "expertctl.cli", "top", address, "--every", "0.2"]
         env = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "80"}
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as live:
             try:

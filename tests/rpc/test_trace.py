@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from trace_kit import checked
 
+from expertctl.cli import main
+from expertctl.pictures.trace import by_layer
 from expertd.shm.region import supported
 from expertd_client import AsyncExpertClient, ExpertClient, ExpertCluster, trace
-from expertd_client.cli import main
-from expertd_client.tracing.picture import by_layer
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -19,8 +19,7 @@ from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_client import ExpertClient
 from expertd_server.boot.assignment import BootError
 from expertd_server.config.values import Address
-from expertd_server.engine import choose
-from expertd_server.host import Host
+from expertd_server.host.host import Host
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `test` has it: pip install opentelemetry-sdk")
 
@@ -129,15 +128,6 @@ def test_a_traced_request_is_spans_of_its_callers_trace(serve, spans, way):
     told = spans(5)
     assert len(told) == 5, "one request of four is traced"
     check(told, way)
-
-
-@pytest.mark.parametrize("way", ["unary", "inline"])
-def test_the_engine_in_python_tells_the_same(serve, spans, monkeypatch, way):
-    monkeypatch.setattr(choose, "_why_not", lambda device: "this test wants the other")
-    host = serve(**WAYS[way][0])
-    with connect(host, way) as client:
-        ask(client, traceparent=PARENT)
-    check(spans(5), way)
 
 
 def test_the_context_of_a_call_is_that_of_its_metadata(serve, spans):
@@ -253,16 +243,6 @@ def test_histograms_have_the_trace_as_exemplar(serve, spans, way):
         host.engine.delivery.report(scraped=True)
         found = checked_exemplars(host, spans, BATCH | (CALL if way == "unary" else set()))
     assert all(s.exemplar.value > 0 for s, _ in found["expertd_copy_seconds_bucket"])
-
-
-@pytest.mark.parametrize("way", ["unary", "inline"])
-def test_histograms_of_the_engine_in_python_have_it_too(serve, spans, monkeypatch, way):
-    monkeypatch.setattr(choose, "_why_not", lambda device: "this test wants the other")
-    host = serve(**WAYS[way][0], metrics_listen=HERE)
-    with connect(host, way) as client:
-        for _ in range(2):
-            ask(client, traceparent=PARENT)
-        checked_exemplars(host, spans, BATCH | (CALL if way == "unary" else set()))
 
 
 def test_a_call_of_no_tokens_is_of_no_batch(serve, spans):

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from expertd.shm.layout import Completion
-from expertd_client.beside import CallConnection
 from expertd_client.cluster import native
 from expertd_client.cluster.assign import Assigned
 from expertd_client.cluster.leg import Leg, Try
@@ -16,13 +15,14 @@ from expertd_client.cluster.place import most_tokens
 from expertd_client.cluster.result import Answered
 from expertd_client.cluster.split import Part
 from expertd_client.cluster.surroundings import Surroundings
-from expertd_client.deadline import Deadline
-from expertd_client.link import Link
-from expertd_client.request import Request
-from expertd_client.result import ForwardResult
-from expertd_client.shm_message import Sent, message_bytes, refusal, timing_of
+from expertd_client.exchange.link import Link
+from expertd_client.requests.deadline import Deadline
+from expertd_client.requests.request import Request
+from expertd_client.requests.result import ForwardResult
 from expertd_client.tracing import TracedCall
-from expertd_client.transport import ChannelFullError
+from expertd_client.transports.beside import CallConnection
+from expertd_client.transports.message import Sent, message_bytes, refusal, timing_of
+from expertd_client.transports.protocol import ChannelFullError
 
 if TYPE_CHECKING:
     from expertd_client.cluster.flight import Flight

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from expertd.errors import DeadlineExceededError, ExpertdError, RequestCancelledError
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.channels import channels_in_a_loop
+from expertd_client.clients.forwarder import AsyncForwarder
 from expertd_client.cluster.call import Call
 from expertd_client.cluster.cluster import DESCRIBE_S, LEAVE_S
 from expertd_client.cluster.flight import start
@@ -28,15 +28,15 @@ from expertd_client.cluster.result import ClusterResult
 from expertd_client.cluster.sources import Source, source_of
 from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.timers import Timers
-from expertd_client.credentials import Credentials
-from expertd_client.deadline import Deadline, LoopAlarm, deadline_in
-from expertd_client.e4m3 import asked_for
-from expertd_client.exchange import Exchange
-from expertd_client.forwarder import AsyncForwarder
-from expertd_client.grpc_aio import AioGrpcTransport
-from expertd_client.request import Request, RequestOptions
-from expertd_client.session import Session
-from expertd_client.transport import Transport
+from expertd_client.exchange.exchange import Exchange
+from expertd_client.exchange.session import Session
+from expertd_client.requests.deadline import Deadline, LoopAlarm, deadline_in
+from expertd_client.requests.e4m3 import asked_for
+from expertd_client.requests.request import Request, RequestOptions
+from expertd_client.transports.channels import channels_in_a_loop
+from expertd_client.transports.credentials import Credentials
+from expertd_client.transports.grpc.aio import AioGrpcTransport
+from expertd_client.transports.protocol import Transport
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -16,8 +16,8 @@ from expertd_client.cluster.join import Sum, join, renormalized
 from expertd_client.cluster.leg import in_order, report
 from expertd_client.cluster.policy import OnMissing
 from expertd_client.cluster.result import ClusterResult
-from expertd_client.request import Request
-from expertd_client.tensors import Synthetic, checked_dtype, device_of, from_host, numpy_dtype, on_host
+from expertd_client.requests.request import Request
+from expertd_client.requests.tensors import Synthetic, checked_dtype, device_of, from_host, numpy_dtype, on_host
 from expertd_client.tracing import recorder
 
 __all__ = ["Call"]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from expertd.errors import DeadlineExceededError, ExpertdError, RequestCancelledError
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.channels import channels_of_threads
+from expertd_client.clients.forwarder import Forwarder
 from expertd_client.cluster.call import Call
 from expertd_client.cluster.direct import DirectCall, direct_call
 from expertd_client.cluster.flight import Flight, start
@@ -30,16 +30,16 @@ from expertd_client.cluster.result import ClusterResult
 from expertd_client.cluster.sources import Source, source_of
 from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.timers import Timers
-from expertd_client.credentials import Credentials
-from expertd_client.deadline import Deadline, ThreadAlarm, deadline_in
-from expertd_client.e4m3 import asked_for
-from expertd_client.exchange import Exchange
-from expertd_client.forwarder import Forwarder
-from expertd_client.grpc_sync import GrpcTransport
-from expertd_client.request import Request, RequestOptions
-from expertd_client.result import ForwardResult
-from expertd_client.session import Session
-from expertd_client.transport import Transport
+from expertd_client.exchange.exchange import Exchange
+from expertd_client.exchange.session import Session
+from expertd_client.requests.deadline import Deadline, ThreadAlarm, deadline_in
+from expertd_client.requests.e4m3 import asked_for
+from expertd_client.requests.request import Request, RequestOptions
+from expertd_client.requests.result import ForwardResult
+from expertd_client.transports.channels import channels_of_threads
+from expertd_client.transports.credentials import Credentials
+from expertd_client.transports.grpc.sync import GrpcTransport
+from expertd_client.transports.protocol import Transport
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,7 +73,7 @@ class ExpertCluster(Forwarder):
     f32_sums        partial sums travel in float32 also where the answer is f16 or bf16: twice the bytes, less rounding
     policy          when parts are sent twice, and again
     credentials     TLS and a token; None = plain text
-    wire_dtype      "e4m3": hidden states are quantized before they are sent (expertd_client.e4m3) where all servers
+    wire_dtype      "e4m3": hidden states are quantized before they are sent (requests/e4m3.py) where all servers
                     take that; None = they travel as they are given
     transport       the way to the server at an address, instead of gRPC with shared memory where it can be had
 

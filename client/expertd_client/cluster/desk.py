@@ -16,7 +16,7 @@ from expertd.shm.tickets import SPIN_NS
 from expertd.trace_context import context_of
 from expertd_client.cluster import native
 from expertd_client.cluster.split import Shares
-from expertd_client.request import Request
+from expertd_client.requests.request import Request
 
 __all__ = ["Desk", "Told"]
 

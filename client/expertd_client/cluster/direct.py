@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from expertd.dtypes import DTYPE_BYTES
 from expertd.shm.layout import Tensors
-from expertd_client.beside import SLICE_S
 from expertd_client.cluster import native
 from expertd_client.cluster.asked import Asked, asked
 from expertd_client.cluster.assign import Assignment, assignment
@@ -32,11 +31,12 @@ from expertd_client.cluster.result import Answered, ClusterResult
 from expertd_client.cluster.split import Part, Shares, meant, part_of, scanned
 from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.table import LayerTable
-from expertd_client.deadline import Deadline
-from expertd_client.request import Request
-from expertd_client.shm_message import Sent, load_of, submission_of, timing_of
-from expertd_client.tensors import numpy_dtype
+from expertd_client.requests.deadline import Deadline
+from expertd_client.requests.request import Request
+from expertd_client.requests.tensors import numpy_dtype
 from expertd_client.tracing import TracedCall
+from expertd_client.transports.beside import SLICE_S
+from expertd_client.transports.message import Sent, load_of, submission_of, timing_of
 
 __all__ = ["DirectCall", "direct_call"]
 

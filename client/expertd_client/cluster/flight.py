@@ -33,9 +33,9 @@ from expertd_client.cluster.split import Meant, meant
 from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.table import LayerTable
 from expertd_client.cluster.unserved import Unserved
-from expertd_client.deadline import Deadline
-from expertd_client.request import Request
-from expertd_client.result import ForwardResult
+from expertd_client.requests.deadline import Deadline
+from expertd_client.requests.request import Request
+from expertd_client.requests.result import ForwardResult
 
 if TYPE_CHECKING:
     from expertd_client.cluster.call import Call
@@ -72,7 +72,7 @@ class Flight:
         self._deadline = deadline
         self._landed = landed
         self._lock = threading.RLock()
-        self._waiting = 0  # legs without a result
+        self._waiting = 1  # legs without a result, and one until take_off(): others may come before
         self._over = False
         self._next_look_s = math.inf
 
@@ -93,12 +93,16 @@ class Flight:
         self._around.flights.add(self)
         if self._around.closed:
             self.end(RequestCancelledError("cluster: this client is closed; make a new one"))
-        if not self._waiting:
-            self.end(None)
-            return
         for leg in self.legs[:]:
             if not leg.asked:
                 self._ask(leg)
+        with self._lock:
+            self._waiting -= 1
+            last = not self._waiting
+        if last:
+            self.end(None)
+        if self._over:  # perhaps before it was added
+            self._around.flights.discard(self)
 
     def sent(self, leg: Leg, member: Member) -> Try:
         """For whoever sent a leg himself, before take_off(): what becomes of it is told to the try."""
@@ -305,8 +309,8 @@ class Flight:
             self.end(gone)
             return
         with self._lock:
-            if self._over or leg not in self.legs:
-                del self.unserved.parts[unserved:]
+            if self._over or leg not in self.legs or leg.tries or leg.result is not None:
+                del self.unserved.parts[unserved:]  # meanwhile somebody was asked: what failed it does that, too
                 return
             self.legs.remove(leg)
             self._waiting -= 1

@@ -9,19 +9,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertd.errors import PlacementError
-from expertd.ranges import LIMIT, format_ranges
+from expertd.placement import MOST_EXPERTS, MOST_OF_MODEL, expert_ids
+from expertd.ranges import format_ranges
 from expertd.v1 import expert_service_pb2 as pb
 
 __all__ = ["Identity", "held_by"]
 
 
 def held_by(answer: pb.DescribeResponse) -> dict[int, tuple[int, ...]]:
-    """Layer -> ids of the experts that a server says it holds."""
-    return {layer.layer: _held(layer) for layer in answer.layers if layer.held}
+    """Layer -> ids of the experts that a server says it holds.  Raises PlacementError where these cannot be."""
+    return {layer.layer: expert_ids("Describe", layer) for layer in answer.layers if layer.held}
 
 
-def _held(layer: pb.Layer) -> tuple[int, ...]:
-    return tuple(sorted({e for r in layer.held for e in range(r.first, r.first + r.count)}))
+def _check_sizes(address: str, answer: pb.DescribeResponse) -> None:
+    """Before a table is made of what a server says.  Raises PlacementError."""
+    sizes = [layer.num_experts for layer in answer.layers]
+    for what, got, most in (
+        ("experts of a layer", max(sizes, default=0), MOST_EXPERTS),
+        ("experts of all layers", sum(sizes), MOST_OF_MODEL),
+    ):
+        if got > most:
+            raise PlacementError.about(f"{address}: {what}", got=got, want=f"at most {most}")
+    for layer in answer.layers:
+        expert_ids(address, layer)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +64,7 @@ class Identity:
         """Raises PlacementError where the server is one of another model, or holds other weights of an expert than a
         server that was there before: its sums must not be added to others', nor stand for them."""
         model = answer.model
+        _check_sizes(address, answer)
         with self._lock:
             if not self._hidden_size:
                 self._hidden_size = model.hidden_size
@@ -82,7 +93,7 @@ class Identity:
 
     def _check_weights(self, address: str, answer: pb.DescribeResponse) -> None:
         said = {
-            layer.layer: (np.array(_held(layer), np.int64), np.array(layer.weight_digests, np.uint32))
+            layer.layer: (np.array(expert_ids(address, layer), np.int64), np.array(layer.weight_digests, np.uint32))
             for layer in answer.layers
             if layer.weight_digests and layer.held
         }
@@ -92,7 +103,7 @@ class Identity:
         self._forget(address)
         for number, (experts, digests) in said.items():
             known = self._weights.get(number)
-            most = min(LIMIT, self._num_experts[number])
+            most = self._num_experts[number]
             if len(experts) != len(digests) or experts[-1] >= most:
                 raise PlacementError.about(
                     f"{address}: layer {number}",
@@ -105,7 +116,7 @@ class Identity:
                     raise self._other_weights(address, number, experts[others])
         self._said[address] = said
         for number, (experts, digests) in said.items():
-            most = min(LIMIT, self._num_experts[number])
+            most = self._num_experts[number]
             known = self._weights.setdefault(number, _Known(np.zeros(most, np.uint32), np.zeros(most, np.int32)))
             known.digests[experts] = digests
             known.told[experts] += 1

@@ -43,10 +43,10 @@ class EndpointSlices:
             else:
                 self._watch()
         except ApiException as error:
-            self._version = None  # 410: what it knew is too old; otherwise it may be
-            if error.status != 410:
+            again, self._version = self._version is not None, None  # 410: what it knew is too old; otherwise it may be
+            if error.status != 410 or not again:
                 raise self._unread(f"{error.status} {error.reason}") from None
-            return self.read()
+            return self.read()  # a list, which is not tried twice
         except HTTPError as error:
             raise self._unread(type(error).__name__) from error
         return self._addresses()

@@ -10,7 +10,7 @@ from expertd.errors import ExpertdError
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.result import Answered
 from expertd_client.cluster.split import Part
-from expertd_client.result import ForwardResult
+from expertd_client.requests.result import ForwardResult
 
 if TYPE_CHECKING:
     from expertd_client.cluster.flight import Flight

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from expertd.shm.layout import Completion
 from expertd.shm.tickets import NoRoomError, SessionEndedError
-from expertd_client.beside import SLICE_S, end_ns
 from expertd_client.cluster import native
 from expertd_client.cluster.asked import Asked
 from expertd_client.cluster.call import Call
@@ -23,9 +22,10 @@ from expertd_client.cluster.join import Sum, join
 from expertd_client.cluster.result import Answered, ClusterResult
 from expertd_client.cluster.split import Part
 from expertd_client.cluster.surroundings import Surroundings
-from expertd_client.deadline import Deadline
-from expertd_client.shm_message import Sent, load_of, timing_of
-from expertd_client.tensors import numpy_dtype
+from expertd_client.requests.deadline import Deadline
+from expertd_client.requests.tensors import numpy_dtype
+from expertd_client.transports.beside import SLICE_S, end_ns
+from expertd_client.transports.message import Sent, load_of, timing_of
 
 __all__ = ["LoneCall"]
 

@@ -23,12 +23,12 @@ from expertd.errors import (
 )
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster.identity import Identity, held_by
-from expertd_client.deadline import Deadline
-from expertd_client.e4m3 import taken
-from expertd_client.exchange import Exchange
-from expertd_client.request import Request
-from expertd_client.result import ForwardResult
-from expertd_client.transport import Transport, Waiter
+from expertd_client.exchange.exchange import Exchange
+from expertd_client.requests.deadline import Deadline
+from expertd_client.requests.e4m3 import taken
+from expertd_client.requests.request import Request
+from expertd_client.requests.result import ForwardResult
+from expertd_client.transports.protocol import Transport, Waiter
 
 __all__ = ["Member"]
 

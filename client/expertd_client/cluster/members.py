@@ -18,8 +18,8 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster.identity import Identity
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.table import LayerTable, layer_table
-from expertd_client.exchange import Exchange
-from expertd_client.transport import Transport
+from expertd_client.exchange.exchange import Exchange
+from expertd_client.transports.protocol import Transport
 
 __all__ = ["Members", "Targets", "addresses_of"]
 

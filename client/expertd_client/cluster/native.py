@@ -28,9 +28,9 @@ from expertd.cxx import stale
 from expertd.dtypes import DTYPE_BYTES, scales_of_row
 from expertd.shm.layout import Completion, Submission
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.e4m3 import E4m3
-from expertd_client.request import Request
-from expertd_client.tensors import host_address
+from expertd_client.requests.e4m3 import E4m3
+from expertd_client.requests.request import Request
+from expertd_client.requests.tensors import host_address
 
 __all__ = [
     "ANSWERED",

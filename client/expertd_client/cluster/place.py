@@ -16,7 +16,7 @@ from expertd_client.cluster.members import Members
 from expertd_client.cluster.policy import choose
 from expertd_client.cluster.split import Meant, Part, cut, split
 from expertd_client.cluster.table import LayerTable
-from expertd_client.request import Request
+from expertd_client.requests.request import Request
 
 __all__ = ["most_tokens", "place"]
 

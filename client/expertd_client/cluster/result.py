@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from expertd_client.result import ForwardResult
+from expertd_client.requests.result import ForwardResult
 
 __all__ = ["Answered", "ClusterResult"]
 

@@ -5,7 +5,7 @@ it runs.
     Placement(...)                        expertd.placement: who holds what
     PlacementFile("placement.json")       its JSON, read again when it changes
     Dns("experts.svc:7070")               every address behind a name (a headless service), resolved again
-    RayServers("experts")                 those of `expertctl ray up` (expertd_client.ray)
+    RayServers("experts")                 those of `expertctl ray up` (expertctl.ray)
     EndpointSlices("experts")             the ready endpoints of a Kubernetes service (cluster.kubernetes)
 """
 
@@ -21,8 +21,8 @@ from typing import Protocol, runtime_checkable
 
 from expertd.errors import PlacementError
 from expertd.placement import Placement
-from expertd_client.address import PORT
 from expertd_client.cluster.members import Targets
+from expertd_client.transports.address import PORT
 
 __all__ = ["Dns", "Fixed", "PlacementFile", "Source", "publish", "source_of"]
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from expertd.errors import ExpertIdOutOfRangeError
 from expertd_client.cluster.native import BATCH, OWNERS, Library, Room, at, batch_of, library
 from expertd_client.cluster.table import LayerTable
-from expertd_client.e4m3 import E4m3
-from expertd_client.request import Request
+from expertd_client.requests.e4m3 import E4m3
+from expertd_client.requests.request import Request
 
 __all__ = [
     "Meant",

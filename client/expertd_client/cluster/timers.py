@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from expertd_client.deadline import Alarm
+from expertd_client.requests.deadline import Alarm
 
 __all__ = ["Timer", "Timers"]
 

@@ -11,7 +11,7 @@ from expertd_client.cluster.leg import Leg
 from expertd_client.cluster.members import Members
 from expertd_client.cluster.policy import OnMissing
 from expertd_client.cluster.split import Part
-from expertd_client.request import Request
+from expertd_client.requests.request import Request
 
 __all__ = ["Unserved"]
 

@@ -50,7 +50,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.device.copies import Copies, Launch
 from expertd_client.device.dlpack import tensor_at
 from expertd_client.device.slot import ALIGN, DeviceSlot, Ground, Place
-from expertd_client.shm_message import refusal
+from expertd_client.transports.message import refusal
 
 __all__ = ["DeviceSession"]
 
@@ -314,7 +314,7 @@ class DeviceSession:
     def _watch_server(self) -> None:
         """When the server is gone, every stream that waits for it, now or later, gets LOST."""
         poll = select.poll()
-        poll.register(self._sock.fileno(), select.POLLIN)
+        poll.register(self._sock.fileno(), select.POLLRDHUP)  # else it is a bell
         while not self._closed and not self._lost:
             if poll.poll():
                 self._lost = not self._closed

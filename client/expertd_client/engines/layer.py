@@ -13,7 +13,7 @@ from torch import Tensor
 
 from expertd_client.engines.served import Found
 from expertd_client.engines.settings import Connection
-from expertd_client.torch_experts import RemoteExperts
+from expertd_client.engines.torch_experts import RemoteExperts
 
 __all__ = ["RankExperts", "share"]
 

@@ -9,9 +9,9 @@ from typing import TypeAlias
 from expertd.errors import PlacementError
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.client import ExpertClient
+from expertd_client.clients.client import ExpertClient
+from expertd_client.clients.forwarder import Forwarder
 from expertd_client.cluster import ExpertCluster, Source
-from expertd_client.forwarder import Forwarder
 
 __all__ = ["DEFAULT_MAX_TOKENS", "Found", "Servers", "forwarder_to", "max_tokens_of", "misfits"]
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from expertd.errors import UnsupportedCombinationError
-from expertd_client.client import ExpertClient
+from expertd_client.clients.client import ExpertClient
+from expertd_client.clients.forwarder import Forwarder
 from expertd_client.cluster import ExpertCluster, PlacementFile
-from expertd_client.credentials import Credentials
 from expertd_client.engines.served import Found, max_tokens_of
-from expertd_client.forwarder import Forwarder
+from expertd_client.transports.credentials import Credentials
 
 __all__ = ["Connection", "Settings", "connection_to", "settings_of"]
 

@@ -1,4 +1,4 @@
-"""What calls did, as a picture of time: for Chrome's and Perfetto's trace viewers, and as SVG."""
+"""What calls did, and when: recorded by trace(), written for Chrome's and Perfetto's trace viewers."""
 
 from expertd_client.tracing.recorder import Module, Part, Trace, TracedCall, trace
 

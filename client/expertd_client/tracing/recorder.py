@@ -2,7 +2,7 @@
 
 with expertd_client.trace("step.json") as t:
     model.generate(**prompt, max_new_tokens=1)      # or any calls of a client or a cluster
-t.calls                                             # step.json and step.svg are written
+t.calls                                             # step.json is written
 
 Clients look at `active` once a call; where it is None nothing else happens.  Times are nanoseconds of this host's
 monotonic clock.
@@ -21,8 +21,8 @@ from typing import TypeVar, final
 
 from expertd.errors import UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.request import Request
-from expertd_client.result import ForwardResult
+from expertd_client.requests.request import Request
+from expertd_client.requests.result import ForwardResult
 
 __all__ = ["FROM_GPU_TO_GPU", "Module", "Part", "Trace", "TracedCall", "active", "trace"]
 
@@ -121,7 +121,7 @@ FROM_GPU_TO_GPU = "from GPU to GPU"
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One call of a torch module (expertd_client.torch_experts): "experts", or its two halves "start" and "wait", on a
+    """One call of a torch module (RemoteExperts): "experts", or its two halves "start" and "wait", on a
     thread of this host.  Where tensors travel from GPU to GPU that is only the time to ask for it, and there is another
     of the name FROM_GPU_TO_GPU, by the clock of the caller's GPU, whose `thread` is that GPU's name."""
 
@@ -177,13 +177,10 @@ class Trace:
             self.modules.append(Module(name, layer, thread, begin_ns, time.monotonic_ns()))
 
     def write(self, path: str | Path) -> None:
-        """The trace to `path` and the picture beside it, with the suffix .svg."""
+        """The trace to `path`, for chrome://tracing and ui.perfetto.dev."""
         from expertd_client.tracing.chrome import as_json
-        from expertd_client.tracing.picture import draw
 
-        path = Path(path)
-        path.write_text(as_json(self))
-        path.with_suffix(".svg").write_text(draw(self))
+        Path(path).write_text(as_json(self))
 
 
 active: Trace | None = None
@@ -194,7 +191,7 @@ _LOCK = threading.Lock()
 @contextmanager
 def trace(path: str | Path | None = None) -> Iterator[Trace]:
     """Records what this process calls meanwhile; at the end writes `path`, a JSON for chrome://tracing and
-    ui.perfetto.dev, and a picture beside it (.svg); None = nothing is written, see Trace.
+    ui.perfetto.dev; None = nothing is written, see Trace.  A picture of it: expertctl.pictures.trace.
 
     One at a time in a process: raises UnsupportedCombinationError where another is active."""
     global active

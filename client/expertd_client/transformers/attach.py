@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from expertd.errors import UnsupportedCombinationError
+from expertd_client.clients.forwarder import Forwarder
 from expertd_client.engines.served import Found, Servers, forwarder_to, max_tokens_of
-from expertd_client.forwarder import Forwarder
-from expertd_client.torch_experts import RemoteExperts
+from expertd_client.engines.torch_experts import RemoteExperts
 from expertd_client.transformers.find import find_experts
 
 __all__ = ["Attachment", "attach", "detach"]

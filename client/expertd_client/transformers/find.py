@@ -10,7 +10,7 @@ import torch
 
 from expertd.errors import UnsupportedCombinationError
 from expertd_client.engines.served import Found
-from expertd_client.torch_experts import RemoteExperts
+from expertd_client.engines.torch_experts import RemoteExperts
 
 __all__ = ["find_experts"]
 

@@ -11,7 +11,7 @@ import transformers
 
 from expertd.errors import UnsupportedCombinationError
 from expertd_client.engines.served import Servers
-from expertd_client.strip import is_expert, is_quantized, tensor_names
+from expertd_client.engines.strip import is_expert, is_quantized, tensor_names
 from expertd_client.transformers.attach import attach
 
 __all__ = ["frontend_config", "load_without_experts"]

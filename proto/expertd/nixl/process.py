@@ -27,14 +27,15 @@ class RelayError(Exception):
 
 class RelayProcess:
     """One relay.  role: relay.NEAR or FAR.  wire: to the other one; it is the relay's from now on.  local: the other
-    one is on this host, so UCX need not listen beyond it.
+    one is on this host, so UCX need not listen beyond it.  bell: the relay's end of the region's (Region.ring_here),
+    the relay's from now on.
 
     owner   readable when the relay has ended; closing it ends the relay"""
 
-    def __init__(self, role: str, region: Region, wire: socket.socket, *, local: bool) -> None:
+    def __init__(self, role: str, region: Region, bell: socket.socket, wire: socket.socket, *, local: bool) -> None:
         self.owner, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "expertd.nixl.relay", role, str(theirs.fileno()), str(wire.fileno())]
-        fds = [theirs.fileno(), wire.fileno()]
+        fds = [theirs.fileno(), wire.fileno(), bell.fileno()]
+        command = [sys.executable, "-m", "expertd.nixl.relay", role, *map(str, fds)]
         try:
             self._process = subprocess.Popen(
                 command,
@@ -50,6 +51,7 @@ class RelayProcess:
         finally:
             theirs.close()
             wire.close()
+            bell.close()
 
     @property
     def pid(self) -> int:

@@ -1,9 +1,10 @@
-"""The relays of a session, each a process: python -m expertd.nixl.relay ROLE OWNER WIRE, two descriptors of sockets.
+"""The relays of a session, each a process: python -m expertd.nixl.relay ROLE OWNER WIRE BELL, three sockets.
 
 OWNER    to the process that started it: the region comes first; then one line goes back, READY or why not.  When
          either side closes it the session is over.
 WIRE     to the other relay: what each needs to know of the other, then a byte for each notification, so that a
          relay sleeps while nothing is under way.  When either closes it the session is over.
+BELL     to whoever else has the region: wakes who sleeps.
 """
 
 from __future__ import annotations
@@ -63,12 +64,11 @@ class OverError(Exception):
 
 
 class Relay:
-    """What both have in common.  region: this host's half, laid out.  bell: rings when it has something."""
-
-    bell: int
+    """What both have in common.  region: this host's half, laid out, whose bell rings when it has something."""
 
     def __init__(self, region: Region, owner: socket.socket, wire: socket.socket) -> None:
         self._region, self._owner, self._wire = region, owner, wire
+        self._rings = socket.socket(fileno=os.dup(region.bell))
         self._agent = Agent(region.arena, region.arena_bytes)
         self._numbers = Numbers(4 * region.entries)
         self._sent = self._expected = 0
@@ -99,7 +99,7 @@ class Relay:
     def run(self) -> None:
         """Until the session is over: raises OverError, ForgedError, AgentError, OSError."""
         poll = select.poll()
-        for fd in (self.bell, self._wire.fileno(), self._owner.fileno()):
+        for fd in (self._region.bell, self._wire.fileno(), self._owner.fileno()):
             poll.register(fd, select.POLLIN)
         moved_s = time.monotonic()
         while True:
@@ -124,9 +124,9 @@ class Relay:
 
     def _listen(self, poll: select.poll, timeout_ms: int) -> None:
         for fd, _ in poll.poll(timeout_ms):
-            if fd == self.bell:
+            if fd == self._region.bell:
                 with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self.bell)
+                    self._rings.recv(4096, socket.MSG_DONTWAIT)
             elif fd == self._wire.fileno():
                 self._take_rings()
             else:
@@ -183,7 +183,6 @@ class NearRelay(Relay):
 
     def __init__(self, region: Region, owner: socket.socket, wire: socket.socket) -> None:
         self._host = Host(region)
-        self.bell = region.server_bell
         self._in_flight: set[int] = set()
         self._request = Submission()
         super().__init__(region, owner, wire)
@@ -231,7 +230,6 @@ class FarRelay(Relay):
 
     def __init__(self, region: Region, owner: socket.socket, wire: socket.socket) -> None:
         self._client = Client(region)
-        self.bell = region.client_bell
         self._in_flight: dict[int, Submission] = {}  # by ticket, with the other side's id
         self._tickets: dict[int, int] = {}  # by that
         super().__init__(region, owner, wire)
@@ -284,12 +282,12 @@ class FarRelay(Relay):
         self._client.end()
 
 
-def main(role: str, owner_fd: str, wire_fd: str) -> int:
-    owner, wire = socket.socket(fileno=int(owner_fd)), socket.socket(fileno=int(wire_fd))
+def main(role: str, *descriptors: str) -> int:
+    owner, wire, bell = (socket.socket(fileno=int(fd)) for fd in descriptors)
     relay: Relay | None = None
     try:
         owner.settimeout(_MEET_S)
-        region = Region.receive(owner)
+        region = Region.receive(owner, bell)
         relay = (NearRelay if role == NEAR else FarRelay)(region, owner, wire)
         relay.meet()
         owner.send(f"{READY}\n".encode())

@@ -18,10 +18,10 @@ class Client(Tickets):
     full = "the session's memory is in use, by requests and by answers that were not released"
 
     def __init__(self, region: Region) -> None:
-        """Raises RegionError, LibraryMissingError."""
+        """region: with its bell.  Raises RegionError, LibraryMissingError."""
         self.region = region
         lib = library()
-        client = lib.client(region.address, region.bytes, region.entries, region.server_bell, region.client_bell)
+        client = lib.client(region.address, region.bytes, region.entries, region.bell)
         if not client:
             raise RegionError("session: the shared memory is of another version")
         super().__init__(lib, client, region.entries, region.arena)

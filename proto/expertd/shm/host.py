@@ -17,9 +17,7 @@ class Host:
     def __init__(self, region: Region) -> None:
         self.region = region
         self._lib = library()
-        self._port = self._lib.host(
-            region.address, region.bytes, region.entries, region.server_bell, region.client_bell
-        )
+        self._port = self._lib.host(region.address, region.bytes, region.entries, region.bell)
 
     def take(self, request: Submission) -> bool:
         """The next request, copied to `request`; False: there is none now."""
@@ -30,7 +28,7 @@ class Host:
         self._lib.host_answer(self._port, C.byref(answer))
 
     def sleeps(self, now: bool) -> None:
-        """Whether the client shall ring region.server_bell for its next request.  After True: one look more."""
+        """Whether the client shall ring region.bell for its next request.  After True: one look more."""
         self._lib.host_sleeps(self._port, now)
 
     def end(self) -> None:

@@ -27,7 +27,7 @@ TICKETS: tuple[Signature, ...] = (
     ("leave", None, (_P,)),
     ("announce", _INT, (_P, _U64)),
     ("answer", None, (_P, _U64, _P)),
-    ("watch", _U32, (_P, _INT, _P, _U32, _I64)),
+    ("watch", _U32, (_P, _P, _U32, _I64)),
     ("poll", _U32, (_P, _P, _U32)),
     ("drain", _U32, (_P, _P, _U32)),
     ("release", None, (_P, _U64)),
@@ -48,7 +48,7 @@ def library() -> Any:
     """Its functions, by their names without the prefix.  Raises LibraryMissingError."""
     own: tuple[Signature, ...] = (
         ("sizes", None, (_P,)),
-        ("client", _P, (_P, _U64, _U32, _INT, _INT)),
+        ("client", _P, (_P, _U64, _U32, _INT)),
         ("take", _I64, (_P, _U64)),
         ("give", None, (_P, _U64)),
         ("blocks", _U64, (_P,)),
@@ -56,7 +56,7 @@ def library() -> Any:
         ("exchange", _INT, (_P, _P, _I64, _I64, _P, _P)),
         ("wake", None, (_P,)),
         ("recall", None, (_P, _U64)),
-        ("host", _P, (_P, _U64, _U32, _INT, _INT)),
+        ("host", _P, (_P, _U64, _U32, _INT)),
         ("host_free", None, (_P,)),
         ("host_take", _INT, (_P, _P)),
         ("host_answer", None, (_P, _P)),

@@ -1,8 +1,10 @@
-"""A region's memory and its two bells: made by the server, sent to the client over a Unix socket, mapped by both.
+"""A region's memory: made by the server, sent to the client over a Unix socket, mapped by both.  And its bell, on each
+side: that side's end of a socket to the other process, by which a side that sleeps is woken.
 
 The memory is an anonymous memfd: it has no name in any file system and lives as long as somebody maps it.  Its size is
 sealed, so neither side can cut it short and make the other die of SIGBUS; all of it is there from the start, so neither
-can be killed for want of a page.  No text of an error holds a descriptor, a path or a token.
+can be killed for want of a page.  Nothing else is shared: with a descriptor of one open file each process could change
+its flags, so that the other's writes block.  No text of an error holds a descriptor, a path or a token.
 """
 
 from __future__ import annotations
@@ -48,16 +50,16 @@ def supported() -> str:
 
 
 class Region:
-    """address: of its mapping in this process; bytes: of it; server_bell, client_bell: eventfds."""
+    """address: of its mapping in this process; bytes: of it; bell: a socket to the other side, -1 before ring_by()."""
 
-    def __init__(self, memory: mmap.mmap, fd: int, server_bell: int, client_bell: int, entries: int) -> None:
+    def __init__(self, memory: mmap.mmap, fd: int, entries: int) -> None:
         self._memory: mmap.mmap | None = memory
         self._view = (C.c_char * len(memory)).from_buffer(memory)
-        self._fds = [fd, server_bell, client_bell]
+        self._fds = [fd]
         self.address = C.addressof(self._view)
         self.bytes = len(memory)
         self.entries = entries
-        self.server_bell, self.client_bell = server_bell, client_bell
+        self.bell = -1
 
     @property
     def arena(self) -> int:
@@ -78,26 +80,40 @@ class Region:
             fds.append(os.memfd_create("expertd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             os.posix_fallocate(fds[0], 0, size)
             fcntl.fcntl(fds[0], fcntl.F_ADD_SEALS, _SEALS)
-            fds += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
-            return cls(mmap.mmap(fds[0], size), fds[0], fds[1], fds[2], entries)
+            return cls(mmap.mmap(fds[0], size), fds[0], entries)
         except OSError as e:
             _close(fds)
             raise RegionError(f"shared memory of {size} bytes: {e.strerror or e}") from e
 
+    def ring_by(self, sock: socket.socket) -> None:
+        """Bells go through `sock`, of which no other process has this end.  Its owner may close it: end it by
+        shutdown(), so that the other side sees it."""
+        self.bell = os.dup(sock.fileno())
+        self._fds.append(self.bell)
+
+    def ring_here(self) -> socket.socket:
+        """A pair of sockets for the bells: one end is this region's, and this is the other one's."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            self.ring_by(ours)
+        return theirs
+
     def send(self, to: socket.socket) -> None:
-        """The client's half: a header and three descriptors."""
+        """The client's half: a header and the memory's descriptor."""
         header = _HEADER.pack(_MAGIC, self.bytes, self.entries)
-        socket.send_fds(to, [header], self._fds)
+        socket.send_fds(to, [header], self._fds[:1])
 
     @classmethod
-    def receive(cls, source: socket.socket) -> Region:
-        """What `send` sent.  Trusts none of it: the size is that of the memory, and the memory must be sealed.  Raises
+    def receive(cls, source: socket.socket, bell: socket.socket | None = None) -> Region:
+        """What `send` sent; bells go through `bell`, or `source` as well.
+
+        Trusts none of it: the size is that of the memory, and the memory must be sealed.  Raises
         RegionError, and OSError where the socket breaks."""
-        data, fds, flags, _ = socket.recv_fds(source, _HEADER.size, 3, socket.MSG_CMSG_CLOEXEC)
+        data, fds, flags, _ = socket.recv_fds(source, _HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
         try:
-            if len(data) != _HEADER.size or len(fds) != 3 or flags & socket.MSG_CTRUNC:
+            if len(data) != _HEADER.size or len(fds) != 1 or flags & socket.MSG_CTRUNC:
                 raise RegionError(
-                    f"session: got {len(data)} bytes with {len(fds)} descriptors, want {_HEADER.size} with 3"
+                    f"session: got {len(data)} bytes with {len(fds)} descriptors, want {_HEADER.size} with 1"
                 )
             magic, size, entries = _HEADER.unpack(data)
             if magic != _MAGIC or not 1 <= entries <= MOST_ENTRIES or entries & (entries - 1):
@@ -106,15 +122,15 @@ class Region:
                 raise RegionError("session: the shared memory has another size than the server says")
             if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise RegionError("session: the shared memory is not sealed")
-            for bell in fds[1:]:
-                os.set_blocking(bell, False)
-            return cls(mmap.mmap(fds[0], size), fds[0], fds[1], fds[2], entries)
+            region = cls(mmap.mmap(fds[0], size), fds[0], entries)
         except (OSError, ValueError) as e:
             _close(fds)
             raise RegionError(f"session: the shared memory cannot be mapped: {e}") from e
         except BaseException:
             _close(fds)
             raise
+        region.ring_by(source if bell is None else bell)
+        return region
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the arena, writable.  While a view of it lives, close() cannot unmap."""

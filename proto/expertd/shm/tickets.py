@@ -77,10 +77,10 @@ class Tickets:
         not."""
         return bool(self._lib.announce(self._client, ticket))
 
-    def watch(self, timeout_ns: int, other: int = -1) -> Sequence[int]:
-        """Waits, for one thread: announced tickets whose answers have come.  Empty: the time was over, `other` is
-        readable (a socket that says when the other side is gone), or the session is over."""
-        n = self._lib.watch(self._client, other, self._ids, len(self._ids), timeout_ns)
+    def watch(self, timeout_ns: int) -> Sequence[int]:
+        """Waits, for one thread: announced tickets whose answers have come.  Empty: the time was over, or the session
+        is."""
+        n = self._lib.watch(self._client, self._ids, len(self._ids), timeout_ns)
         return self._ids[:n]
 
     def poll(self) -> Sequence[int]:
@@ -89,8 +89,8 @@ class Tickets:
         return self._ids[:n]
 
     def drain(self) -> Sequence[int]:
-        """Announced tickets whose answers have come since, for an event loop that watches a descriptor: the region's
-        client_bell, or the socket.  An empty answer means that it becomes readable with the next one."""
+        """Announced tickets whose answers have come since, for an event loop that watches the session's socket
+        (of a region: `bell`).  An empty answer means that it becomes readable with the next one."""
         n = self._lib.drain(self._client, self._ids, len(self._ids))
         return self._ids[:n]
 

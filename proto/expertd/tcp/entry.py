@@ -54,7 +54,7 @@ class Endpoint(NamedTuple):
 
 def parse_endpoint(text: str) -> Endpoint:
     """Raises EntryError."""
-    found = re.fullmatch(r"(tcp|tls)://(?:\[([^\[\]/\s]+)\]|([^\[\]:/\s]*)):(\d{1,5})", text)
+    found = re.fullmatch(r"(tcp|tls)://(?:\[([0-9A-Fa-f:.%\w]+)\]|([A-Za-z0-9._-]*)):([0-9]{1,5})", text)
     if found is None or not 0 < int(found[4]) < 1 << 16:
         raise EntryError("the server names an endpoint of another kind")
     return Endpoint(found[1] == "tls", found[2] or found[3], int(found[4]))
@@ -90,8 +90,10 @@ def settle(sock: socket.socket) -> None:
 
 def enter(sock: socket.socket, token: str, timeout_s: float) -> int:
     """The client's side: the most bytes of a message.  Raises EntryError, OSError."""
+    if not re.fullmatch(r"[0-9a-f]{64}", token):
+        raise EntryError("the server gives a token of another form")
     sock.settimeout(timeout_s)
-    sock.sendall(_MAGIC + token.encode("ascii", "replace")[:_TOKEN_DIGITS].ljust(_TOKEN_DIGITS, b"0"))
+    sock.sendall(_MAGIC + token.encode("ascii"))
     said = read_exactly(sock, _WELCOME.size, time.monotonic() + timeout_s)
     if len(said) < _WELCOME.size:
         raise EntryError("the server refused the session")
@@ -109,9 +111,11 @@ def welcome(sock: socket.socket, most_bytes: int) -> None:
 def token_of(said: bytes) -> bytes | None:
     """The token of a client's first ENTRY_BYTES; None: these are none."""
     try:
-        return bytes.fromhex(said[len(_MAGIC) :].decode("ascii")) if said.startswith(_MAGIC) else None
+        digits = said.removeprefix(_MAGIC).decode("ascii")
     except ValueError:
         return None
+    good = said.startswith(_MAGIC) and re.fullmatch(r"[0-9a-f]{64}", digits)  # fromhex() takes spaces, too
+    return bytes.fromhex(digits) if good else None
 
 
 def read_exactly(sock: socket.socket, nbytes: int, until_s: float) -> bytes:

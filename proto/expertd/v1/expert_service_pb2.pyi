@@ -394,20 +394,22 @@ class ExpertRange(_message.Message):
     def __init__(self, first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class BackendVerdict(_message.Message):
-    __slots__ = ("backend", "eligible", "refusals", "microseconds", "relative_error", "times")
+    __slots__ = ("backend", "eligible", "refusals", "microseconds", "relative_error", "times", "grade")
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     ELIGIBLE_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    GRADE_FIELD_NUMBER: _ClassVar[int]
     backend: str
     eligible: bool
     refusals: _containers.RepeatedScalarFieldContainer[str]
     microseconds: float
     relative_error: float
     times: _containers.RepeatedCompositeFieldContainer[CallTime]
-    def __init__(self, backend: _Optional[str] = ..., eligible: _Optional[bool] = ..., refusals: _Optional[_Iterable[str]] = ..., microseconds: _Optional[float] = ..., relative_error: _Optional[float] = ..., times: _Optional[_Iterable[_Union[CallTime, _Mapping]]] = ...) -> None: ...
+    grade: str
+    def __init__(self, backend: _Optional[str] = ..., eligible: _Optional[bool] = ..., refusals: _Optional[_Iterable[str]] = ..., microseconds: _Optional[float] = ..., relative_error: _Optional[float] = ..., times: _Optional[_Iterable[_Union[CallTime, _Mapping]]] = ..., grade: _Optional[str] = ...) -> None: ...
 
 class CallTime(_message.Message):
     __slots__ = ("tokens", "microseconds")

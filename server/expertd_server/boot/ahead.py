@@ -26,6 +26,7 @@ WORDS = {
     "load": "reading",
     "copy": "copying to the device",
     "pack": "packing",
+    "compile": "compiling",
     "check": "checking",
     "store": "writing the cache",
     "map": "mapping the cache",

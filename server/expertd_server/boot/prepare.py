@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +27,10 @@ from expertd_kernels.oracle.decision import Backend
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.packed.cache import Found, PackedCache
 from expertd_kernels.packed.proof import Proof, boot_reference_experts, prove
-from expertd_kernels.packed.selfcheck import SelfCheck, accept, check
+from expertd_kernels.packed.selfcheck import SMALL_BATCHES, SelfCheck, accept, check
 from expertd_kernels.packed.watched import WatchedExperts
 from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import E4m3Experts, Experts, Packed, takes_e4m3
+from expertd_kernels.protocol import CompiledExperts, E4m3Experts, Experts, Packed, takes_e4m3
 from expertd_kernels.refused import Refused
 from expertd_kernels.sources.source import ExpertSource
 from expertd_kernels.sources.synthetic import random_inputs
@@ -39,7 +40,7 @@ from expertd_server.boot.ahead import ReadAhead
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError
 from expertd_server.boot.memory import MemoryPlan, settle
-from expertd_server.engine.lane import compute_stream
+from expertd_server.engine.plain import compute_stream
 from expertd_server.engine.sizes import sizes_up_to
 
 if TYPE_CHECKING:
@@ -67,8 +68,9 @@ class Workshop:
     alone    runs work while nothing else computes on that stream
     route_s  for tests: so much longer for each token of an expert
     seconds  spent by stage of the boot: "load" (waiting for what is read), "copy" (to the device), "measure", "pack",
-             "check", "store", "map", "warm_up"
+             "compile", "check", "store", "map", "warm_up"
     reading  seconds of reading and bytes fetched from storage
+    compiled kinds of layers whose kernels are compiled
     proven   schemes and shapes of layers that a proof was made for
     lookups  in the cache, by outcome: "hit", "miss", "stale", "damaged"
     """
@@ -85,6 +87,7 @@ class Workshop:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     lookups: Counter[str] = field(default_factory=Counter)
     reading: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    compiled: set[tuple[Any, ...]] = field(default_factory=set)
     proven: set[tuple[Any, ...]] = field(default_factory=set)
     route_s: float = 0.0
 
@@ -233,6 +236,7 @@ def _mapped(row: Backend, assignment: Assignment, workshop: Workshop, found: Fou
         if proof is None or proof.digests is None:
             return None, Found("damaged", "the entry has no proof to check it with")
         digests = tuple(proof.digests.tolist())
+        _compile(experts, assignment, len(proof.x), workshop)
         with workshop.stage("check"):
             here = proof.to(workshop.device)
             checked = workshop.call(lambda: check(experts, here, problem))
@@ -264,6 +268,8 @@ def _packed(
             settle(tensors, workshop.device)
         experts = experts_of(row, packed, problem)
     proof = canonical.proof()
+    with _rejecting("compiled"):
+        _compile(experts, assignment, len(proof.x), workshop)
     with _rejecting("first called"), workshop.stage("check"):
         checked = workshop.call(lambda: check(experts, proof, problem, weights))
     if not checked.ok:
@@ -286,6 +292,23 @@ def _packed(
         log.warning("layer %d on %s: cache: written, but not usable: %s", assignment.info.layer, row.name, found.why)
         return packed_here
     return replace(mapped, check=checked, from_cache=False)
+
+
+def _compile(experts: Experts, assignment: Assignment, rows: int, workshop: Workshop) -> None:
+    """What the check with so many rows and the warm-up would compile one after another, side by side; once for each
+    kind of layer."""
+    p = assignment.decision.problem
+    if not isinstance(experts, CompiledExperts) or workshop.device.type == "cpu":
+        return
+    kind = (type(experts), str(replace(p, packages={})))
+    if kind in workshop.compiled:
+        return
+    sizes = dict.fromkeys((tokens, p.top_k) for tokens in (*SMALL_BATCHES, rows))
+    sizes |= dict.fromkeys((m, k) for k in (p.top_k, *workshop.routes) for m in _sizes(workshop.max_tokens))
+    threads = max(1, len(os.sched_getaffinity(0)))
+    with workshop.stage("compile"), torch.inference_mode():
+        workshop.call(lambda: experts.compile_ahead(sizes, threads, p.router_weight_on_input))
+    workshop.compiled.add(kind)
 
 
 def _kept(workshop: Workshop, facts: dict[str, Any], packed: Packed, proof: Proof, damaged: bool) -> bool:

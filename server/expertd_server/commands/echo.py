@@ -127,12 +127,12 @@ def serving(
     import torch
 
     from expertd.nixl.find import missing
-    from expertd_server.doors import listening
     from expertd_server.engine.admission import Limits, QueueLimits
-    from expertd_server.engine.native import NativeEngine
+    from expertd_server.engine.engine import Engine
     from expertd_server.engine.peers import PeerBounds
-    from expertd_server.engine.scheduler import Policy
+    from expertd_server.engine.policy import Policy
     from expertd_server.engine.served import ServedLayer
+    from expertd_server.host.doors import listening
     from expertd_server.service.service import Service
     from expertd_server.transports.grpc_server import GrpcTransport
     from expertd_server.transports.nixl import NixlEngine
@@ -141,7 +141,7 @@ def serving(
     from expertd_server.views.metrics import Metrics
 
     metrics = Metrics()
-    engine: Any = NativeEngine(
+    engine: Any = Engine(
         torch.device("cpu"),
         policy=Policy(max_tokens),
         limits=QueueLimits(refuse_late=refuse_late),

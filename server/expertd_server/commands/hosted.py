@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from typing import NoReturn, TypedDict
 
 from expertd.hostmem import tune_allocator
-from expertd_server import logs
 from expertd_server.boot.assignment import BootError
 from expertd_server.commands.serve import as_server, quiet_memory
+from expertd_server.config import logs
 from expertd_server.config.resolve import add_flags, resolve
 from expertd_server.config.serve import ConfigError
-from expertd_server.host import Host
+from expertd_server.host.host import Host
 
 __all__ = ["Hosted", "State"]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from expertd_server import logs
+from expertd_server.config import logs
 from expertd_server.config.resolve import add_flags, resolve
 from expertd_server.config.serve import ConfigError, ServeConfig
 
@@ -91,7 +91,7 @@ def as_server() -> None:
 
 def serve(config: ServeConfig, console: Console) -> int:
     """A Host until SIGTERM or SIGINT, on the main thread.  The exit code.  Raises BootError."""
-    from expertd_server.host import Host
+    from expertd_server.host.host import Host
 
     events: SimpleQueue[object] = SimpleQueue()
     host = Host(config, console, on_fault=events.put)

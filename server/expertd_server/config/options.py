@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from expertd_server.config.logs import FORMATS, LEVELS
 from expertd_server.config.parsers import backend, choice, copies, part, seconds, size, whole, yes_no
 from expertd_server.config.values import Address, Ranges, Shard
-from expertd_server.logs import FORMATS, LEVELS
 
 __all__ = ["OPTIONS", "Option"]
 
@@ -42,7 +42,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("layers", Ranges.parse_or_none, "0-3,7", "layers to hold, or none; default: all that have experts"),
     Option("experts", Ranges.parse, "0-63", "global ids of the experts to hold in each layer; default: all"),
     Option("shard", Shard.parse, "RANK/COUNT", "hold part RANK (from 0) of COUNT equal parts of the experts"),
-    Option("device", str, "NAME", "auto, cpu, cuda[:N] or xpu[:N]"),
+    Option("device", str, "NAME", "auto, cpu, cuda[:N], rocm[:N] or xpu[:N]"),
     Option("backend", backend, "NAME", 'pin the kernel backend: NAME, or by layer "layers.0-2=triton,*=auto"'),
     Option(
         "oracle",

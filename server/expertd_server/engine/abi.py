@@ -97,7 +97,7 @@ class Config(C.Structure):
     _fields_ = [
         *_fields(
             "u32: lanes max_tokens max_queue_requests streamed_rows; u64: max_queue_tokens"
-            " max_queue_routes max_queue_bytes spin_ns brief_ns;"
+            " max_queue_routes max_queue_bytes spin_ns brief_ns max_wait_ns;"
             "f32: patience; u8: compute_dtype device refuse_late traces nonfinite"
         ),
         ("spare", C.c_uint8 * 7),

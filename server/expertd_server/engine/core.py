@@ -98,7 +98,7 @@ def library() -> C.CDLL:
     try:
         lib, quick = C.CDLL(str(path)), C.PyDLL(str(path))
     except OSError as e:
-        remedy = "install a C++17 compiler and expertd again, or in a checkout: python -m expertd.cxx"
+        remedy = "pip install ziglang && python -m expertd.cxx"
         raise CoreMissingError(f"the engine's core is not built: {e}; {remedy}") from e
     p, u32, u64 = C.c_void_p, C.c_uint32, C.c_uint64
     for name, result, arguments in (
@@ -132,7 +132,7 @@ def library() -> C.CDLL:
         ("_add_layer", None, (p, p, p, p, u32, p, u32)),
         ("_remove_layer", None, (p, u32)),
         ("_add_graph", None, (p, u32, u32, u32, u32, u32, u32, u32, p)),
-        ("_add_session", None, (p, u64, p, u64, u32, C.c_int, C.c_int, u32, u64, u64)),
+        ("_add_session", None, (p, u64, p, u64, u32, C.c_int, u32, u64, u64)),
         ("_remove_session", None, (p, u64)),
     ):
         function = getattr(quick if name in _QUICK else lib, "expertd_core" + name)
@@ -318,12 +318,12 @@ class Core:
         size: int,
         entries: int,
         bell: int,
-        client_bell: int,
         caller: int,
         pool: tuple[int, int] = (0, 0),
     ) -> None:
-        """pool: address and size of memory on the device that both sides share."""
-        self._lib.expertd_core_add_session(self._core, handle, address, size, entries, bell, client_bell, caller, *pool)
+        """bell: a socket, whose other end is the client's.  pool: address and size of memory on the device that both
+        sides share."""
+        self._lib.expertd_core_add_session(self._core, handle, address, size, entries, bell, caller, *pool)
 
     def remove_session(self, handle: int) -> None:
         self._lib.expertd_core_remove_session(self._core, handle)

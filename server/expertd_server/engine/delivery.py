@@ -40,7 +40,7 @@ class Waiting(NamedTuple):
 
 
 class Delivery:
-    """session_gone: told of sessions in shared memory that have ended, by handle; traced: see NativeEngine.  lock:
+    """session_gone: told of sessions in shared memory that have ended, by handle; traced: see Engine.  lock:
     whoever gives a request to the core holds it until that is written down."""
 
     def __init__(

@@ -28,8 +28,8 @@ from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
 from expertd_server.engine.graphs import free_now, record
 from expertd_server.engine.halves import compute, unheard
-from expertd_server.engine.lane import compute_stream
 from expertd_server.engine.pieces import Pieces, Ran, collecting
+from expertd_server.engine.plain import compute_stream
 from expertd_server.engine.request import Array
 from expertd_server.engine.served import ServedLayer
 from expertd_server.engine.sizes import LANES, STREAMED_ROWS, lane_routes, padded
@@ -161,7 +161,8 @@ class DeviceExecutor:
     def __init__(self, device: torch.device, compute_dtype: str, warm_routes: Iterable[int] = ()) -> None:
         self._device, self._dtype = device, COMPUTE_DTYPE[compute_dtype]
         api: Any = torch.cuda
-        self.streams: Any = (compute_stream(device), api.Stream(device), api.Stream(device))
+        self.stream: Any = compute_stream(device)
+        self.streams: Any = (self.stream, api.Stream(device), api.Stream(device))
         self._counting: Any = api.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._runtime: Any = api.cudart()

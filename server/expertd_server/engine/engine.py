@@ -1,45 +1,71 @@
-"""The engine: one thread that owns the device.  Requests come in from any thread; outcomes go out through `reply`.
+"""The engine: what surrounds the core in C++ (core.py, csrc/), which queues, batches and answers requests.
 
-    hold(layers)      what is served from now on; forget(layers) waits until nothing uses what was
-    submit(request)   admit it or raise the row of the error table that says why not
-    loop              cut -> fill a lane -> launch -> collect -> answer each request
-
-Nothing here knows of messages or transports.
+Two threads.  One runs the core's loop and computes, or launches, the batches that the core cannot call by itself
+(executor.py, plain.py, device.py).  One hands the outcomes of gRPC requests to their transports (delivery.py), unless
+an event loop does that.  Requests in shared memory and over TCP meet no Python at all.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
-from expertd.errors import DrainingError, ExpertdError, QueueFullError
-from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit
-from expertd_server.engine.batch import Batch
-from expertd_server.engine.forecast import Forecast, LayerWork
+from expertd.dtypes import DTYPE_NUMBER
+from expertd.errors import (
+    TABLE,
+    DeadlineExceededError,
+    DrainingError,
+    ExpertdError,
+    InternalError,
+    OverloadedError,
+)
+from expertd.wire import ForwardHead
+from expertd_kernels.protocol import ExpertsLostError
+from expertd_server.engine import core as c
+from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, overloaded, shut, too_late
+from expertd_server.engine.delivery import Delivery, Waiting
+from expertd_server.engine.executors import executor_of
 from expertd_server.engine.halves import unheard
-from expertd_server.engine.outcome import batch_outcome, dead_outcome, reply
-from expertd_server.engine.pipeline import BatchFailedError, Pipeline
-from expertd_server.engine.report import BatchReport, LoadNow, Waits
-from expertd_server.engine.request import Request
-from expertd_server.engine.scheduler import LastBatch, Policy, Shares, Waiting, cut, trust_after, wake_at
+from expertd_server.engine.known import KnownLayers, Tally
+from expertd_server.engine.messages import Messages
+from expertd_server.engine.outcome import reply
+from expertd_server.engine.peers import PeerBounds, Peers
+from expertd_server.engine.policy import NONFINITE, Policy
+from expertd_server.engine.report import BatchReport, LoadNow, RequestReport
+from expertd_server.engine.request import STORAGE, Operand, Request
 from expertd_server.engine.served import Holding, ServedLayer
+from expertd_server.engine.sessions import Sessions
 from expertd_server.engine.worker import STOPPED, LostError, Worker
 
 __all__ = ["Engine"]
 
 log = logging.getLogger(__name__)
 
-_SMOOTHING = 0.2
-"""Weight of the newest batch in the moving average of the service time a token."""
+_SPIN_NS = 50_000
+_BRIEF_NS = 50_000
+"""A CPU's batch that takes no longer is computed by whoever brings its request, while the core's thread sleeps: that
+would not have begun before."""
+_POLL_S = 0.001
+_LEAST_S = 0.05
+"""What each thread of an engine that stops is given at least: one that does not hang needs less."""
+_hung: list[Engine] = []
+"""Stopped with a kernel that does not end on a thread that holds nothing, and kept to the end of the process."""
 
 
 class Engine(Worker):
-    """See Worker.  admitted: requests that submit() has taken so far."""
+    """See Worker.  Raises CoreMissingError where the core is not built.
+
+    nonfinite     of policy.NONFINITE
+    answered      see Tally; traced: told of requests of sessions that their callers trace, None: nobody looks for them
+    sessions      in shared memory; delivery: of outcomes; messages: of gRPC streams, which the core reads
+    launches_why  why the core does not launch the device's batches by itself, "" = it does, or there is no device
+    """
 
     def __init__(
         self,
@@ -51,8 +77,10 @@ class Engine(Worker):
         observe: Callable[[BatchReport], None] | None = None,
         on_fault: Callable[[str], None] | None = None,
         warm_routes: Iterable[int] | None = None,
-        nonfinite: str = "pass",
         trouble: Callable[[str], None] = unheard,
+        answered: Callable[[str, int], None] | None = None,
+        traced: Callable[[RequestReport], None] | None = None,
+        nonfinite: str = "pass",
     ) -> None:
         super().__init__(
             device,
@@ -63,283 +91,305 @@ class Engine(Worker):
             warm_routes=warm_routes,
             trouble=trouble,
         )
-        self.admitted = 0
-        self._pipeline = Pipeline(device, compute_dtype, nonfinite, trouble)
-        self._forecast = Forecast(policy.max_tokens)
-        self._waiting = Waiting(self._forecast)
-        self._shares = Shares()
-        self._changed = threading.Condition(self._lock)  # something for the engine's thread
-        self._left = threading.Condition(self._lock)  # requests left the queue or the device
-        self._computing: list[Batch] = []
-        self._busy_tokens = self._busy_requests = self._unanswered = 0
-        self._token_ns = 0.0
-        self._last: LastBatch | None = None
-        self._trust = 1.0
-        self._stopping = False
+        warm = () if warm_routes is None else warm_routes
+        self._executor, self.launches_why = executor_of(device, compute_dtype, warm)
+        on_device = self._executor.streams is not None
+        self._core = c.Core(
+            c.Config(
+                lanes=self._executor.lanes,
+                max_tokens=policy.max_tokens,
+                max_queue_requests=self._limits.requests,
+                max_queue_tokens=self._limits.tokens,
+                max_queue_routes=self._limits.routes,
+                max_queue_bytes=self._limits.nbytes,
+                spin_ns=_SPIN_NS,
+                brief_ns=_BRIEF_NS,
+                max_wait_ns=policy.max_wait_ns,
+                patience=0.0 if on_device else policy.patience,
+                compute_dtype=DTYPE_NUMBER[compute_dtype],
+                device=on_device,
+                refuse_late=self._limits.refuse_late,
+                nonfinite=NONFINITE.index(nonfinite),
+                streamed_rows=self._executor.streamed_rows,
+                traces=traced is not None,
+            )
+        )
+        self._executor.core, self._executor.trouble = self._core, trouble
+        if on_device and not self._core.device(*(s.cuda_stream for s in self._executor.streams)):
+            raise c.CoreMissingError("the CUDA driver lacks what the core needs")
+        self._layers = KnownLayers(self._core, self._executor, direct=device.type == "cpu")
+        self._tally = Tally(self._core, self._layers, observe, answered, on_device)
+        self.sessions = Sessions(self._core, self._executor, self._caller)
+        self.delivery = Delivery(self._core, self._layers, self._tally, self.sessions.gone, traced)
+        self._left: list[Waiting] = []  # requests that were answered while the core might still read them
+        self._callers: dict[str, int] = {}
+        self._peers: Peers | None = None
+        self._numbers = itertools.count(1)
+        self.messages = Messages(self._core, self.delivery, self._caller)
 
     @property
     def stream(self) -> Any:
         """Of an accelerator: what everything is computed on; None on a CPU."""
-        return self._pipeline.stream
+        return self._executor.stream
 
     @property
     def graph_bytes(self) -> int:
-        return self.between(lambda: self._pipeline.graph_bytes)
+        """Of the device's memory, what captured graphs took so far."""
+        return self.between(lambda: self._executor.graph_bytes)
 
-    # ---- any thread ------------------------------------------------------------------------------------------------
+    @property
+    def admitted(self) -> int:
+        """Requests taken so far."""
+        return int(self._core.load().admitted)
+
+    # ---- any thread --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the threads.  Requests are refused until open()."""
+        super().start()
+        self.delivery.start()
 
     def hold(self, layers: Iterable[ServedLayer]) -> None:
         """Hold these layers from now on and no others.  A request is computed by what was held when it was taken."""
         holding = Holding(layers)
-        self.between(lambda: self._pipeline.reserve(self.policy.max_tokens, holding.values()))
+        self.between(lambda: self._reserve(holding))
         with self._lock:
             before, self.holding = self.holding, holding
-            for s in holding.values():
-                if before.get(s.layer) is not s:
-                    self._forecast.layer(s.layer, s.top_k, s.measured)
+        for served in holding.values():
+            if before.get(served.layer) is not served:
+                self._layers.add(served)
+        for number in set(before) - set(holding):
+            self._core.remove_layer(number)
 
     def forget(self, layers: Iterable[ServedLayer], timeout_s: float | None = None) -> bool:
         """Wait until no request uses any of these layers, which are held no more, and drop what is kept for them.
         False: the time was over before."""
         gone = {s.generation for s in layers}
-        with self._lock:
-            if not self._left.wait_for(lambda: gone.isdisjoint(self._in_use()), timeout_s):
-                return False
-        self.between(lambda: self._pipeline.forget(gone))
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def left_s() -> float | None:
+            return None if end is None else max(0.0, end - time.monotonic())
+
+        try:
+            while self.between(lambda: any(map(self._core.waited_for, gone)), left_s()):
+                time.sleep(_POLL_S)
+        except TimeoutError:
+            return False
+        self.between(self._drop_unused)
         return True
 
     def ask(self, r: Request) -> None:
         """Whether submit() would take `r` now, whose tensors need not be there yet.  Raises what it would."""
-        with self._lock:
-            now = time.monotonic_ns()
-            refusal = admit(self._queue(r, now), r, now, self._limits)
-        if refusal is not None:
-            raise refusal
+        closed = shut(self.state)
+        if closed is not None:
+            raise closed
+        f = c.Forward(
+            bytes=r.nbytes,
+            deadline_ns=r.deadline_ns,
+            layer=r.layer.layer,
+            tokens=r.tokens,
+            top_k=r.top_k,
+            caller=self._caller(r.caller),
+            router_weight_on_input=r.router_weight_on_input,
+        )
+        reason, after_us = self._core.admits(f)
+        if reason:
+            raise self._refusal(reason, r, after_us)
+
+    def hopeless(self, head: ForwardHead, caller: str, deadline_ns: int) -> ExpertdError | None:
+        """Why a request of which no more is known would not be taken now, for the time that it has; None: it may be."""
+        f = c.Forward(
+            deadline_ns=deadline_ns,
+            layer=head.layer,
+            tokens=head.tokens,
+            top_k=head.top_k,
+            caller=self._caller(caller),
+        )
+        reason, after_us = self._core.admits(f)
+        if reason == OverloadedError.reason:
+            return overloaded(deadline_ns, time.monotonic_ns(), 1000 * after_us)
+        return too_late() if reason == DeadlineExceededError.reason else None
 
     def submit(self, r: Request) -> None:
         """Put `r` into its line.  Raises LayerNotHeldError, or what admit() says."""
-        dead: list[Request] = []
-        with self._lock:
-            r.layer = self.holding.layer(r.layer.layer)  # it may have changed since the request was checked
-            r.queued_ns = now = time.monotonic_ns()
-            refusal = admit(self._queue(r, now), r, now, self._limits)
-            if isinstance(refusal, QueueFullError):
-                dead = self._waiting.sweep(now)
-                refusal = admit(self._queue(r, now), r, now, self._limits)
-            if refusal is None:
-                self._waiting.push(r)
-                self.admitted += 1
-                self._changed.notify()
-            if dead:
-                self._left.notify_all()
-        self._answer_dead(dead)
-        if refusal is not None:
-            raise refusal
+        closed = shut(self.state)
+        if closed is not None:
+            raise closed
+        r.layer = self.holding.layer(r.layer.layer)  # it may have changed since the request was checked
+        r.queued_ns = time.monotonic_ns()
+        if r.tokens > self.policy.max_tokens:
+            raise InternalError(f"engine: a request of {r.tokens} tokens, want at most {self.policy.max_tokens}")
+        into = r.into if r.into is not None and not r.digest else None
+        out = np.empty(r.output_bytes, np.uint8).view(STORAGE[r.output_dtype]) if into is None else into
+        operands = (r.hidden, r.ids, r.weights)
+        f = c.Forward(
+            hidden=_address(r.hidden),
+            scales=0 if r.hidden.scales is None else r.hidden.scales.ctypes.data,
+            ids=_address(r.ids),
+            weights=0 if r.weights is None else _address(r.weights),
+            out=out.ctypes.data,
+            bytes=r.nbytes,
+            arrival_ns=r.queued_ns,
+            deadline_ns=r.deadline_ns,
+            layer=r.layer.layer,
+            tokens=r.tokens,
+            top_k=r.top_k,
+            caller=self._caller(r.caller),
+            hidden_dtype=DTYPE_NUMBER[r.hidden.dtype],
+            ids_dtype=DTYPE_NUMBER[r.ids.dtype],
+            weights_dtype=DTYPE_NUMBER["f32" if r.weights is None else r.weights.dtype],
+            out_dtype=DTYPE_NUMBER[r.output_dtype],
+            router_weight_on_input=r.router_weight_on_input,
+        )
+        reason, after_us = self.delivery.submit(f, r, out, operands)
+        if reason:
+            raise self._refusal(reason, r, after_us)
 
     def load(self) -> LoadNow:
         """How busy it is."""
-        w = self._waiting
-        draining = self.state is State.DRAINING
-        with self._lock:
-            wait_ns = int(self._forecast.running_ns(time.monotonic_ns()) + self._forecast.waiting_ns)
-        return LoadNow(
-            w.tokens + self._busy_tokens, w.requests + self._busy_requests, self._token_ns, draining, wait_ns
-        )
+        n = self._core.load()
+        return LoadNow(n.queued_tokens, n.queued_requests, n.token_ns, self.state is State.DRAINING, n.wait_ns)
 
     def drain(self) -> None:
         """From now on submit() refuses; what was admitted is computed."""
         with self._lock:
             self.state = State.DRAINING
-            self._changed.notify()
+        self._core.drain()
 
     def idle(self) -> bool:
-        """Whether nothing waits and nothing is under way."""
-        return self._waiting.requests == 0 and self._unanswered == 0
+        """Whether nothing waits, is under way or is unanswered."""
+        return not self.delivery.waiting and self._core.load().queued_requests == 0
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Drain, wait for the thread, and end it.  What still waits after timeout_s is answered with DrainingError."""
-        with self._lock:
-            self.state = State.DRAINING
-            self._stopping = True
-            self._changed.notify()
+        """Drain, wait for the threads, and end them.  What still waits after timeout_s is answered with
+        DrainingError; then the log says which batch does not end."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def left_s() -> float | None:
+            return None if end is None else max(_LEAST_S, end - time.monotonic())
+
+        self.drain()
+        self._core.stop()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                log.warning("stop: the engine's thread did not end in %.1f s: a batch is computed", timeout_s)
-        with self._lock:
-            left = self._waiting.clear()
-            self._left.notify_all()
-        for r in left:
-            reply(r, DrainingError(STOPPED))
+        hang = ["the engine's thread"] * self._thread.is_alive()
+        if self._peers is not None and not self._peers.stop(left_s()):
+            hang.append("the thread of sessions over TCP")
+        if not self.delivery.stop(left_s()):
+            hang.append("the thread of answers")
+        left = self.delivery.take_all(-1 if end is None else left_s() or -1)
+        if left is None:
+            hang.append("a thread that brought a request")
+            left = []
+        if hang:  # the kernel reads weights, lanes and requests, which may not be freed before it has ended
+            if not self._thread.is_alive():  # that would hold them, through this engine, as long as it takes
+                _hung.append(self)  # leaked on purpose
+            self._left = left
+            for w in left:
+                self._core.cancel(w.request.handle)
+            log.warning("stop: %s did not end in %.1f s%s", ", ".join(hang), timeout_s or 0.0, self._what_runs())
+        for w in left:
+            reply(w.request, DrainingError(STOPPED))
 
-    def _queue(self, r: Request, now_ns: int) -> Queue:
-        w = self._waiting
-        own, late_ns = w.of.get(r.caller, Amount()), 0.0
-        if r.deadline_ns > now_ns:
-            callers = len(w.of) + (not own.requests)
-            line = int(r.router_weight_on_input)
-            seen = self._forecast.foresee(
-                now_ns, r.layer.layer, line, r.tokens, r.top_k, r.deadline_ns, own.routes, callers, w.all.routes
-            )
-            late_ns, r.foreseen_ns = seen.late_ns, now_ns + int(seen.in_ns) if seen.in_ns else 0
-        return Queue(self.state, w.all, own, self._token_ns, late_ns)
+    def _what_runs(self) -> str:
+        batch = self._core.computing()
+        if batch is None:
+            return ""
+        layer, rows = batch
+        served = self.holding.get(layer)
+        backend = "" if served is None else f" on backend {served.backend_at(rows)}"
+        return (
+            f": a batch of {rows} tokens for layer {layer}{backend} is computed; what it reads is kept until that ends"
+        )
 
-    def _in_use(self) -> set[int]:
-        """Generations that a request waits for or that are computed."""
-        return {line.generation for line in self._waiting.lines} | {b.layer.generation for b in self._computing}
+    def open_peers(self, bounds: PeerBounds) -> Peers:
+        """Serve sessions over TCP; once."""
+        if self._peers is not None:
+            raise RuntimeError("engine: it serves sessions over TCP already")
+        self._peers = Peers(self._core, bounds, self._caller)
+        return self._peers
 
-    # ---- the engine's thread -----------------------------------------------------------------------------------------
+    def _drop_unused(self) -> None:
+        self._tally.forget(self._layers.drop_but({s.generation for s in self.holding.values()}))
+
+    def _reserve(self, holding: Holding) -> None:
+        for i, memory in enumerate(self._executor.reserve(self.policy.max_tokens, holding.values())):
+            self._core.lane(i, memory)
+
+    def _caller(self, name: str) -> int:
+        number = self._callers.get(name)
+        if number is None:
+            if len(self._callers) > 1 << 16:
+                self._callers.clear()
+            number = self._callers[name] = next(self._numbers)
+        return number
+
+    def _refusal(self, reason: str, r: Request, after_us: int) -> ExpertdError:
+        """With the words of admission.py, from the same facts."""
+        if reason == OverloadedError.reason:
+            return overloaded(r.deadline_ns, time.monotonic_ns(), 1000 * after_us)
+        token_ns = self._core.load().token_ns
+        waits = self._core.waiting(self._caller(r.caller))
+        all_, own = (Amount(w.requests, w.tokens, w.routes, w.bytes) for w in waits)
+        queue = Queue(self.state, all_, own, token_ns)
+        found = admit(queue, r, time.monotonic_ns(), self._limits)
+        return found if found is not None and found.reason == reason else TABLE[reason](f"queue: {reason}")
+
+    # ---- the core's thread -------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        with self._lock:
-            self._changed.notify()
-
-    def _abandon(self, error: ExpertdError) -> None:
-        with self._lock:
-            self.state = State.DRAINING
-            left = [*self._waiting.clear(), *(r for b in self._computing for r in b.requests)]
-            self._computing.clear()
-            self._left.notify_all()
-        for r in left:
-            reply(r, error)
-        self._unanswered = 0
+        self._core.interrupt()
 
     def _loop(self) -> None:
-        while self._step():
-            pass
+        run = c.Run()
+        while (code := self._core.run(run)) != c.STOPPED:
+            if code == c.INTERRUPTED:
+                self._do_jobs()
+            elif code == c.CHECK:
+                self._check("a batch has taken a second and more")
+            else:
+                self._compute(run)
+        self._do_jobs()
 
-    def _step(self) -> bool:
-        """Do the next thing.  Nothing of it is referred to afterwards, so that a forgotten layer's memory goes.
-        False: stopped, and nothing is left."""
-        pipeline = self._pipeline
-        if self._jobs and not pipeline.busy:
-            self._do_jobs()
-            return True
-        batch = self._next()
-        if batch is not None:
-            self._begin(batch)
-        elif pipeline.busy:
-            self._finish()
-        else:
-            return bool(self._jobs)
-        if pipeline.full:
-            self._finish()
-        return True
-
-    def _next(self) -> Batch | None:
-        """The next batch.  None: stopped, or something else to do: jobs, or batches under way."""
-        waited = False
-        while True:
-            now = time.monotonic_ns()
-            with self._lock:
-                if self._jobs:
-                    return None
-                self._shares.settle(self._waiting.of)
-                forecast = self._forecast if self._limits.refuse_late else None
-                c = cut(self._waiting.lines, now, self.policy, self._last, self._shares, forecast)
-                if c is None:
-                    if self._pipeline.busy or (self._stopping and not self._waiting.lines):
-                        return None
-                    waited = bool(self._waiting.lines)
-                    at = wake_at(self._waiting.lines, self.policy, self._last)
-                    self._changed.wait(None if at is None else max(0.0, (at - now) / 1e9))
-                    continue
-                if waited and self._last is not None:
-                    self._trust = trust_after(self._trust, self._waiting.requests, self._last.requests)
-                    waited = False
-                batch = self._batch(c.run, now) if c.run else None
-                self._unanswered += len(c.run)
-                self._waiting.remove(c)
-                for r in c.dead:
-                    if r.foreseen_ns and not r.cancelled:
-                        self._forecast.dropped(now, self._work(r.layer), r.tokens, r.top_k, r.foreseen_ns)
-                self._shares.serve(c.run)
-                self._left.notify_all()
-            self._answer_dead(c.dead)
-            if batch is not None:
-                return batch
-
-    def _batch(self, requests: tuple[Request, ...], now_ns: int) -> Batch:
-        """`requests` side by side; they count as being computed."""
-        rows = [0]
-        for r in requests:
-            rows.append(rows[-1] + r.tokens)
-        b = Batch(requests[0].layer, requests, rows, rows[-1], now_ns)
-        self._forecast.begin(now_ns, self._work(b.layer), b.tokens, b.top_k)
-        self._computing.append(b)
-        self._busy_requests += len(requests)
-        self._busy_tokens += b.tokens
-        return b
-
-    def _begin(self, b: Batch) -> None:
-        """Launch a batch; a failure answers its requests."""
-        self._meet(b.top_k, b.layer)
+    def _compute(self, run: c.Run) -> None:
+        layer = self._layers.layer(run.generation)
+        self._meet(run.top_k, layer)
+        backend = layer.backend_at(run.tokens)
+        batch = f"after a batch of {run.tokens} tokens on backend {backend}"
+        if run.launch_error:
+            log.warning("layer %d: a graph could not be launched: CUDA error %d", layer.layer, run.launch_error)
+            self._check(f"launching {run.tokens} tokens for layer {layer.layer}")
         try:
-            self._pipeline.begin(b)
-        except BatchFailedError as e:
-            self._fail(e)
-
-    def _finish(self) -> None:
-        """Wait for the oldest batch under way and answer its requests."""
-        try:
-            c = self._pipeline.finish()
-        except BatchFailedError as e:
-            self._fail(e)
+            kernel_ns = self._executor.run(run, layer)
+        except ExpertsLostError as e:  # no fault of the requests: they are answered as those that wait are
+            raise LostError(f"cache: {e} ({batch})") from e
+        except Exception as e:
+            log.exception("layer %d, backend %s: a batch of %d tokens failed", layer.layer, backend, run.tokens)
+            self._trouble("failed")
+            text = f"backend {backend}, layer {layer.layer}, {run.tokens} tokens: {type(e).__name__}: {e}"
+            fault = self._executor.fault()
+            self._core.done(run.lane, 0, text)
+            if fault:
+                raise LostError(f"the device is lost to this process: {fault} ({batch})") from e
             return
-        b, stages = c.batch, c.stages
-        spent = stages.copy_in_ns + stages.kernel_ns + stages.copy_out_ns
-        token_ns = spent / max(1, b.tokens)
-        self._token_ns = token_ns if not self._token_ns else self._token_ns + _SMOOTHING * (token_ns - self._token_ns)
-        self._shares.saw(sum(r.routes for r in b.requests), spent)
-        queue_ns = [max(0, b.cut_ns - r.queued_ns) for r in b.requests]
-        over_ns = time.monotonic_ns()
+        if kernel_ns is None:
+            self._core.launched(run.lane)
+        else:
+            self._core.done(run.lane, kernel_ns)
+
+    def _check(self, when: str) -> None:
+        if fault := self._executor.fault():
+            raise LostError(f"the device is lost to this process: {fault} ({when})")
+
+    def _abandon(self, error: ExpertdError) -> None:
+        self.delivery.deliver()  # the batch that failed is answered with its own error
         with self._lock:
-            behind_ns = max((over_ns - r.foreseen_ns for r in b.requests if r.foreseen_ns), default=0)
-            self._forecast.computed(over_ns, self._work(b.layer), max(b.tokens, b.padded), b.top_k, spent, behind_ns)
-        self._leave(b)
-        for i, r in enumerate(b.requests):
-            reply(r, b.errors.get(i) or batch_outcome(c, i, queue_ns[i]))
-            self._unanswered -= 1
-        self._pipeline.give_back(c)
-        with self._lock:
-            out_ns = time.monotonic_ns()
-            self._forecast.went_out(out_ns, out_ns - over_ns)
-        self._last = LastBatch(time.monotonic_ns(), spent, len(b.requests), self._trust)
-        if self._observe is not None:
-            try:
-                self._observe(
-                    BatchReport(
-                        b.layer, b.backend, b.tokens, len(b.requests), Waits.of(queue_ns), stages, b.expert_tokens
-                    )
-                )
-            except Exception:  # counting must not end the computing
-                log.exception("layer %d: a batch could not be counted", b.layer.layer)
+            self.state = State.DRAINING
+        left = self.delivery.take_all() or []
+        self._core.fail_all("DRAINING" if isinstance(error, DrainingError) else "BACKEND_FAILED", error.message)
+        for w in left:
+            reply(w.request, error)
 
-    def _fail(self, e: BatchFailedError) -> None:
-        """Answer every request of a batch with its failure.  The engine goes on, unless device or weights are lost."""
-        b = e.batch
-        log.error("a batch failed: %s", e, exc_info=e.__cause__)
-        self._trouble("failed")
-        self._leave(b)
-        for i, r in enumerate(b.requests):
-            reply(r, b.errors.get(i) or e.error)
-            self._unanswered -= 1
-        if e.fault:
-            raise LostError(f"{e.fault} (after a batch of {b.tokens} tokens on backend {b.backend})") from e
 
-    def _leave(self, b: Batch) -> None:
-        """`b` is computed: it counts no longer when its answers say what the load is."""
-        with self._lock:
-            self._computing.remove(b)
-            self._forecast.end(time.monotonic_ns())
-            self._busy_tokens -= b.tokens
-            self._busy_requests -= len(b.requests)
-            self._left.notify_all()
-
-    def _work(self, layer: ServedLayer) -> LayerWork:
-        return self._forecast.layer(layer.layer, layer.top_k)
-
-    def _answer_dead(self, requests: Sequence[Request]) -> None:
-        """Answer requests that left the queue without a batch."""
-        for r in requests:
-            reply(r, dead_outcome(r))
+def _address(operand: Operand) -> int:
+    return int(operand.values.ctypes.data)

@@ -1,8 +1,9 @@
-"""Batches that the core hands to Python: computed on a CPU, or launched on a device and captured for the next time.
+"""Executors compute the batches that the core hands to Python.
 
 CpuExecutor     the experts read and write the memory that the core names
-DeviceExecutor  collect, experts, deliver and a word at the end; the second time as CUDA graphs, which the core then
-                replays itself
+PlainExecutor   (plain.py) any device: the batch is copied there, computed, and copied back
+DeviceExecutor  (device.py) NVIDIA GPUs: collect, experts, deliver and a word at the end; the second time as CUDA
+                graphs, which the core then replays itself
 """
 
 from __future__ import annotations
@@ -38,13 +39,19 @@ _NO_POOL = "the server computes on a CPU: it has no GPU whose memory could be sh
 
 
 class Executor(Protocol):
-    """For the engine's thread.  streams: compute, in and out, where the core launches graphs, else None; graph_bytes:
-    of the device, that captured graphs took; core, and trouble, which is told what Worker is: set by the engine."""
+    """For the engine's thread.
+
+    streams      compute, in and out, where the core launches graphs by itself, else None
+    stream       what layers are computed on, with its scratch memory; None on a CPU
+    core         set by the engine
+    trouble      called for each batch that was computed in halves (see Worker); set by the engine
+    """
 
     trouble: Callable[[str], None]
     lanes: int
     streamed_rows: int
     streams: Any
+    stream: Any
     core: c.Core
 
     def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
@@ -52,7 +59,9 @@ class Executor(Protocol):
         ...
 
     @property
-    def graph_bytes(self) -> int: ...
+    def graph_bytes(self) -> int:
+        """Of the device's memory, what captured graphs took."""
+        ...
 
     def facts(self, layer: ServedLayer) -> tuple[int, int]:
         """Addresses of a new layer's slots and counts on the device; 0 on a CPU."""
@@ -94,11 +103,13 @@ class CpuExecutor:
     lanes = 1
     streamed_rows = 0
     streams: Any = None
+    stream: Any = None
     graph_bytes = 0
     core: c.Core
 
-    def __init__(self, compute_dtype: str) -> None:
+    def __init__(self, compute_dtype: str, pinned: bool = False) -> None:
         self.trouble: Callable[[str], None] = unheard
+        self._pinned = pinned
         self._dtype = COMPUTE_DTYPE[compute_dtype]
         self._memory: list[Tensor] = []
         self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
@@ -106,12 +117,9 @@ class CpuExecutor:
     def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
         sizes = [(s.num_experts, s.hidden_size) for s in layers] or [(1, 1)]
         k, H = (max(column) for column in zip(*sizes, strict=True))
-        self._memory = [
-            torch.empty(tokens * H, dtype=self._dtype),
-            torch.empty(tokens * k, dtype=torch.int32),
-            torch.empty(tokens * k, dtype=torch.float32),
-            torch.empty(tokens * H, dtype=self._dtype),
-        ]
+        wanted = [(H, self._dtype), (k, torch.int32), (k, torch.float32), (H, self._dtype)]
+        self._memory = [torch.empty(tokens * n, dtype=dtype, pin_memory=self._pinned) for n, dtype in wanted]
+        self._views.clear()
         hidden, slots, weights, out = (t.data_ptr() for t in self._memory)
         return [c.LaneMemory(hidden=hidden, slots=slots, weights=weights, out=out)]
 
@@ -133,10 +141,15 @@ class CpuExecutor:
     def pool_refusal(self) -> str:
         return _NO_POOL
 
-    def run(self, run: c.Run, layer: ServedLayer) -> int:
-        M, k, H = run.rows, run.top_k, layer.hidden_size
+    def views(self, run: c.Run, H: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A batch's hidden states [M, H], slots [M, top_k] int32, weights [M, top_k] f32 and output [M, H]."""
+        M, k = run.rows, run.top_k
         hidden, out = self._view(run.hidden, M, H, self._dtype), self._view(run.out, M, H, self._dtype)
-        slots, weights = self._view(run.slots, M, k, torch.int32), self._view(run.weights, M, k, torch.float32)
+        return hidden, self._view(run.slots, M, k, torch.int32), self._view(run.weights, M, k, torch.float32), out
+
+    def run(self, run: c.Run, layer: ServedLayer) -> int:
+        M = run.rows
+        hidden, slots, weights, out = self.views(run, layer.hidden_size)
         on_input = bool(run.router_weight_on_input)
 
         def call(a: int, z: int) -> None:

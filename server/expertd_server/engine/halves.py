@@ -39,8 +39,9 @@ def compute(call: Callable[[int, int], None], rows: int, again: Callable[[], Non
         if rows < 2 or not out_of_memory(e):
             raise
         text = str(e).splitlines()[0][:200]
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    for api in (torch.cuda, torch.xpu):
+        if api.is_available():
+            api.empty_cache()
     log.warning("%s: %s; what torch kept is given back, and it is computed in halves", where, text)
     again()
     half = (rows + 1) // 2

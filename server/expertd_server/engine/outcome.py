@@ -6,11 +6,9 @@ import logging
 import time
 
 from expertd.errors import DeadlineExceededError, ExpertdError, InternalError, OverloadedError, RequestCancelledError
-from expertd_server.engine.convert import digest, output_array, output_into
-from expertd_server.engine.pipeline import Computed
-from expertd_server.engine.request import Answer, Outcome, Request
+from expertd_server.engine.request import Outcome, Request
 
-__all__ = ["batch_outcome", "dead_outcome", "hand_over", "reply"]
+__all__ = ["dead_outcome", "hand_over", "reply"]
 
 log = logging.getLogger(__name__)
 
@@ -52,33 +50,4 @@ def dead_outcome(r: Request) -> ExpertdError:
     return DeadlineExceededError(
         f"request of {r.tokens} tokens for layer {r.layer.layer}: its deadline passed while it waited"
         f" {waited_ms:.1f} ms in the queue; it was not computed"
-    )
-
-
-def batch_outcome(c: Computed, i: int, queue_ns: int) -> Outcome:
-    """Of request `i` of a computed batch."""
-    b, r = c.batch, c.batch.requests[i]
-    if r.cancelled:
-        return dead_outcome(r)
-    start = time.perf_counter_ns()
-    try:
-        rows = c.out[b.rows[i] : b.rows[i + 1]]
-        if r.into is None or r.digest:
-            values = output_array(rows, r.output_dtype)
-        else:
-            values = output_into(r.into, rows, r.output_dtype)
-        summary = digest(values, r.output_dtype) if r.digest else None
-    except Exception as e:
-        log.exception("layer %d: an output could not be converted", r.layer.layer)
-        return InternalError(f"output of layer {r.layer.layer} to {r.output_dtype}: {type(e).__name__}: {e}")
-    return Answer(
-        values,
-        summary,
-        b.routes[i],
-        queue_ns,
-        time.perf_counter_ns() - start,
-        c.stages,
-        b.tokens,
-        len(b.requests),
-        b.backend,
     )

@@ -54,8 +54,7 @@ class Sessions:
             region.address,
             region.bytes,
             region.entries,
-            region.server_bell,
-            region.client_bell,
+            region.bell,
             self._number_of(caller),
             (0, 0) if pool is None else (pool.address, pool.bytes),
         )

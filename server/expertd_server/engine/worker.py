@@ -1,4 +1,4 @@
-"""The thread that owns the device, and work that others have done on it: what both engines have in common."""
+"""The thread that owns the device, and work that others have done on it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from expertd.errors import DrainingError, ExpertdError, InternalError
-from expertd.wire import ForwardHead
 from expertd_kernels.oracle.probe import use_device
 from expertd_server.engine.admission import QueueLimits, State
+from expertd_server.engine.policy import Policy
 from expertd_server.engine.report import BatchReport
-from expertd_server.engine.scheduler import Policy
 from expertd_server.engine.served import Holding, ServedLayer
-
-if TYPE_CHECKING:
-    from expertd_server.engine.messages import Messages
 
 __all__ = ["STOPPED", "LostError", "Worker"]
 
@@ -50,12 +46,8 @@ class Worker(abc.ABC):
         ("split"), of each that failed ("failed"), and when nothing is computed any more ("lost")
     warm_routes: numbers of routes a token that kernels were warmed up with, besides each layer's top-k; None: of no
         interest, nothing compiles
-    nonfinite: see batch.NONFINITE
     state: SERVING takes requests; holding: what is held now
-    messages: who takes messages of gRPC streams as they come; None: nobody
     """
-
-    messages: Messages | None = None
 
     def __init__(
         self,
@@ -81,11 +73,6 @@ class Worker(abc.ABC):
         self._thread = threading.Thread(target=self._run, name="expertd-engine", daemon=True)
 
     # ---- any thread --------------------------------------------------------------------------------------------------
-
-    @property
-    @abc.abstractmethod
-    def graph_bytes(self) -> int:
-        """Of the device's memory, what captured graphs took so far."""
 
     def start(self) -> None:
         """Start the thread.  Requests are refused until open()."""
@@ -113,11 +100,6 @@ class Worker(abc.ABC):
             return done.result(timeout_s)
         except FutureTimeoutError as e:
             raise TimeoutError from e
-
-    def hopeless(self, head: ForwardHead, caller: str, deadline_ns: int) -> ExpertdError | None:
-        """Why a request of which no more is known would not be taken now, for the time that it has; None: it may be, or
-        this engine is not quicker to say than submit()."""
-        return None
 
     # ---- the engine's thread -----------------------------------------------------------------------------------------
 

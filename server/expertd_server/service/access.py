@@ -14,13 +14,14 @@ import hashlib
 import hmac
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from expertd.errors import PermissionDeniedError, UnauthenticatedError
 from expertd_server.service.reloading import FileError
 
-__all__ = ["ADMIN", "CALL", "DESCRIBE", "Access", "Caller", "parse_access"]
+__all__ = ["ADMIN", "CALL", "DESCRIBE", "Access", "Admitted", "Caller", "parse_access"]
 
 CALL, DESCRIBE, ADMIN = "call", "describe", "admin"
 _RIGHTS = (CALL, DESCRIBE, ADMIN)
@@ -38,6 +39,22 @@ class Caller(NamedTuple):
         return right in self.rights or ADMIN in self.rights
 
 
+class Admitted(str):
+    """The name of a caller who was let in, with what showed who it is.
+
+    credential   SHA-256 of its token, or the name in its certificate
+    until_s      when its certificate ends, by time.time(); 0 = it showed a token
+    """
+
+    credential: bytes | str
+    until_s: float
+
+    def __new__(cls, name: str, credential: bytes | str, until_s: float = 0.0) -> Admitted:
+        made = super().__new__(cls, name)
+        made.credential, made.until_s = credential, until_s
+        return made
+
+
 class Access:
     """A file's entries."""
 
@@ -45,34 +62,49 @@ class Access:
         self._tokens, self._certificates = dict(tokens), dict(certificates)
         self._callers = {c.name: c for c in (*tokens.values(), *certificates.values())}
 
-    def admit(self, token: str | None, certificates: Iterable[str], right: str) -> str:
-        """The caller's name.  Raises UnauthenticatedError or PermissionDeniedError."""
-        caller = self._find(token, certificates)
-        if caller is None:
+    def admit(
+        self, token: str | None, certificates: Iterable[str], right: str, until_s: Callable[[], float] = lambda: 0.0
+    ) -> Admitted:
+        """The caller.  until_s: when its certificate ends.  Raises UnauthenticatedError or PermissionDeniedError."""
+        found = self._find(token, certificates)
+        if found is None:
             shown = "a token that is not known" if token is not None else "no token, and no certificate that is known"
             raise UnauthenticatedError.about("caller", got=shown, want="metadata `authorization: Bearer TOKEN`")
-        self.check(caller.name, right)
-        return caller.name
+        credential, caller = found
+        admitted = Admitted(caller.name, credential, until_s() if isinstance(credential, str) else 0.0)
+        self.check(admitted, right)
+        return admitted
 
-    def check(self, name: str, right: str) -> None:
-        """Raises what admit() raises, for a caller that was let in before."""
+    def check(self, admitted: str, right: str) -> None:
+        """Raises what admit() raises, for a caller that was let in before: by its name and, of an Admitted, by the
+        credential that it showed then."""
+        name = str(admitted)
         caller = self._callers.get(name)
         if caller is None:
             raise UnauthenticatedError(f"caller {name}: is let in no more; want a token or certificate that is known")
+        if isinstance(admitted, Admitted):
+            shown = admitted.credential
+            known = self._tokens.get(shown) if isinstance(shown, bytes) else self._certificates.get(shown)
+            if known is None or known.name != name:
+                raise UnauthenticatedError(
+                    f"caller {name}: what it showed is let in no more; want a token or certificate that is known"
+                )
+            if admitted.until_s and time.time() > admitted.until_s:
+                raise UnauthenticatedError(f"caller {name}: its certificate has expired; want one that is valid")
         if not caller.may(right):
             raise PermissionDeniedError.about(
                 f"caller {name}", got=f"rights {', '.join(sorted(caller.rights)) or 'none'}", want=right
             )
 
-    def _find(self, token: str | None, certificates: Iterable[str]) -> Caller | None:
+    def _find(self, token: str | None, certificates: Iterable[str]) -> tuple[bytes | str, Caller] | None:
         found = None
         if token is not None:
             digest = hashlib.sha256(token.encode()).digest()
             for known, caller in self._tokens.items():
                 if hmac.compare_digest(known, digest):
-                    found = caller
+                    found = known, caller
             return found  # a wrong token is not mended by a certificate
-        return next((c for name in certificates if (c := self._certificates.get(name)) is not None), None)
+        return next(((name, c) for name in certificates if (c := self._certificates.get(name)) is not None), None)
 
 
 def parse_access(data: Sequence[bytes]) -> Access:

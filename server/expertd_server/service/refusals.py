@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from expertd.errors import TABLE, Code, ExpertdError, RequestCancelledError
-from expertd_server.logs import fields
+from expertd_server.config.logs import fields
 
 __all__ = ["REQUEST_ID", "Refusals", "request_id_of"]
 

@@ -39,7 +39,7 @@ from expertd_server.service.response import error_of, report_of
 from expertd_server.service.session import Outlet, Session
 
 if TYPE_CHECKING:
-    from expertd_server.engine.choose import AnyEngine
+    from expertd_server.engine.engine import Engine
     from expertd_server.views.metrics import Metrics
 
 __all__ = ["Service"]
@@ -57,7 +57,7 @@ class Service:
     traced: told of requests that their callers trace, None: nobody looks for them; set before anything listens
     """
 
-    def __init__(self, engine: AnyEngine, metrics: Metrics, limits: Limits) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, limits: Limits) -> None:
         self.engine, self.metrics, self.limits = engine, metrics, limits
         self._intake = Intake(lambda: engine.holding, limits.max_tokens)
         self.forms = Forms(lambda: engine.holding, self._sample)

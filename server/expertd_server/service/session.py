@@ -8,6 +8,7 @@ both sides.
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Outlet", "Session"]
 
+_MOST_OFFERS, _OFFERS_S = 4, 10.0
 _PRESSED_NS = 100_000_000
 """After a refusal for the time, so long the next ones are looked at before they are read."""
 
@@ -76,6 +78,7 @@ class Session:
         self._outbox_bytes = 0  # of them those that the outlet has
         self._ended = self._closed = False
         self._age = Age()
+        self._offers: list[float] = []
         self._pressed_until_ns = 0
         self._messages = service.engine.messages
         self._looked = None if self._messages is None else self._messages.looked()
@@ -106,10 +109,20 @@ class Session:
         elif isinstance(message, pb.CancelRequest):
             self._cancel(message.request_id)
         elif isinstance(message, pb.SessionOffer):
-            self._send(self._service.offer(message, self._caller))
+            self._send(self._offered(message))
         else:
             self.refuse(MalformedMessageError("message: holds nothing, want forward, cancel or session"), 0)
         return None
+
+    def _offered(self, offer: pb.SessionOffer) -> pb.SessionAnswer:
+        """A stream has few tokens that nobody has used: as long as one is valid, so few can be asked for."""
+        now_s = time.monotonic()
+        self._offers = [at_s for at_s in self._offers if now_s - at_s < _OFFERS_S]
+        if len(self._offers) >= _MOST_OFFERS:
+            why = f"{_MOST_OFFERS} offers of this stream came within {_OFFERS_S:.0f} s; try again later"
+            return pb.SessionAnswer(verdicts=[pb.TransportVerdict(transport=t, reason=why) for t in offer.transports])
+        self._offers.append(now_s)
+        return self._service.offer(offer, self._caller)
 
     def take_message(self, data: bytes, arrival_ns: int) -> tuple[bytes, int] | bool:
         """Take a stream's message that holds a request like one that was taken before, without decoding it, or refuse

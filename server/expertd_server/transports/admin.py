@@ -18,8 +18,8 @@ from expertd.v1 import admin_service_pb2 as pb
 from expertd.v1 import admin_service_pb2_grpc as stubs
 from expertd.v1.expert_service_pb2 import Memory
 from expertd_server.boot.memory import MemoryPlan
-from expertd_server.changes import Changes
 from expertd_server.config.values import Address
+from expertd_server.residence.changes import Changes
 from expertd_server.service.access import ADMIN
 from expertd_server.service.response import error_of
 from expertd_server.transports.grpc_server import LOOP, bindable
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 _LOOK_S = 0.02
 """How often a caller of Prepare is told how far it is, if it got further."""
-_MOST_LAYERS, _MOST_IDS, _MOST_LINGER_MS, _MOST_NAME, _KEEP_S = 1 << 14, 1 << 21, 60_000, 256, 600
+_MOST_LAYERS, _MOST_IDS, _MOST_LINGER_MS, _MOST_NAME, _KEEP_S = 1 << 14, 1 << 20, 60_000, 256, 600
 
 
 class AdminTransport:
@@ -179,11 +179,9 @@ def _unfolded(layers: Mapping[str, str]) -> dict[int, tuple[int, ...]]:
     left = _MOST_IDS
     for names, ids in layers.items():
         try:
-            experts = parse_ranges(ids) if ids else ()
+            experts = parse_ranges(ids, most=left) if ids else ()
             left -= len(experts)
-            if left < 0:
-                raise ValueError(f"got more than {_MOST_IDS} ids, want fewer")
-            for layer in parse_ranges(names):
+            for layer in parse_ranges(names, most=_MOST_LAYERS):
                 if layer in out or len(out) >= _MOST_LAYERS:
                     raise ValueError(f"got layer {layer} once more, want each once and at most {_MOST_LAYERS}")
                 out[layer] = experts

@@ -17,7 +17,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from expertd_server.config.values import Address
 from expertd_server.engine.admission import State
-from expertd_server.engine.native import NativeEngine
 from expertd_server.service.service import Service
 from expertd_server.transports import channelz
 from expertd_server.transports.grpc_service import Servicer
@@ -169,18 +168,14 @@ class ExpertServer:
         for task in self._watchers:
             task.cancel()
         await self._server.stop(0)
-        engine = self.service.engine
-        if self._bell >= 0 and isinstance(engine, NativeEngine):
+        if self._bell >= 0:
             asyncio.get_running_loop().remove_reader(self._bell)
             self._bell = -1
-            engine.delivery.take_back()
+            self.service.engine.delivery.take_back()
 
     def _borrow_outcomes(self) -> None:
         """The loop that writes the answers hands them out itself: a thread between would be one more to wake."""
-        engine = self.service.engine
-        if not isinstance(engine, NativeEngine):
-            return
-        delivery, loop = engine.delivery, asyncio.get_running_loop()
+        delivery, loop = self.service.engine.delivery, asyncio.get_running_loop()
 
         def ring() -> None:
             delivery.deliver()

@@ -25,7 +25,7 @@ from expertd_server.service.refusals import REQUEST_ID, request_id_of, tracepare
 from expertd_server.service.response import error_of, response_view
 from expertd_server.transports.grpc_stream import Stream
 from expertd_server.transports.left import has_left
-from expertd_server.transports.mailbox import Mailbox
+from expertd_server.transports.loop_thread import LoopCaller
 from expertd_server.transports.security import Gate
 from expertd_server.views.call_metrics import SERVICE, Rpc
 
@@ -45,7 +45,7 @@ class Servicer:
 
     def __init__(self, service: Service, gate: Gate | None = None) -> None:
         self._service, self._gate = service, gate or Gate(None)
-        self._mailbox = Mailbox(asyncio.get_running_loop())
+        self._on_loop = LoopCaller()
         self.open_calls = 0
         self.calls_begun = 0
         self._streams: set[Stream] = set()
@@ -101,7 +101,7 @@ class Servicer:
         encode: Callable[[Request, Answer], bytes],
     ) -> bytes:
         """One request as a call of its own, in whatever protocol.  decode raises what refuses it; encode: on the
-        engine's thread, where the output stands."""
+        thread that hands the answer out."""
         with _Counted(self, rpc) as call:
             rpc.received()
             call.bytes_in = len(data)
@@ -131,7 +131,7 @@ class Servicer:
         with _Counted(self, self._stream) as call:
             try:
                 caller = self._gate.admit(context, CALL)
-                stream = Stream(self._service, self._mailbox, self._stream, context, caller)
+                stream = Stream(self._service, self._on_loop, self._stream, context, caller)
                 self._streams.add(stream)
                 try:
                     await stream.run()
@@ -200,20 +200,20 @@ class Servicer:
         decode: Callable[[bytes], ForwardRequestView],
         encode: Callable[[Request, Answer], bytes],
     ) -> bytes:
-        service, mailbox, arrival_ns = self._service, self._mailbox, time.monotonic_ns()
+        service, on_loop, arrival_ns = self._service, self._on_loop, time.monotonic_ns()
         service.check_size(len(data))
         service.ensure_open()
         view = decode(data)
         done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-        def reply(r: Request, outcome: Outcome) -> None:  # an answer on the engine's thread, where its output stands
+        def reply(r: Request, outcome: Outcome) -> None:
             if isinstance(outcome, ExpertdError):
                 answer = partial(_fail, done, outcome)
             else:
                 answer = partial(_finish, done, encode(r, outcome))
             if (report := service.report(r, outcome)) is not None:  # before the answer, which ends the call
-                mailbox.post(partial(call.answers, report))
-            mailbox.post(answer)
+                on_loop(partial(call.answers, report))
+            on_loop(answer)
 
         more: dict[str, Any] = {"transport": "unary"}
         if service.traced is not None:

@@ -25,7 +25,7 @@ from expertd_server.service.response import response_view
 
 if TYPE_CHECKING:
     from expertd_server.service.service import Service
-    from expertd_server.transports.mailbox import Mailbox
+    from expertd_server.transports.loop_thread import LoopCaller
     from expertd_server.views.call_metrics import Rpc
 
 __all__ = ["Stream"]
@@ -37,8 +37,8 @@ _MOST_UNREAD = 256
 class Stream:
     """`run()` is the call's life.  context: grpc.aio's, with read() and write() of bytes.  An Outlet."""
 
-    def __init__(self, service: Service, mailbox: Mailbox, rpc: Rpc, context: Any, caller: str) -> None:
-        self._service, self._mailbox, self._rpc, self._context = service, mailbox, rpc, context
+    def __init__(self, service: Service, on_loop: LoopCaller, rpc: Rpc, context: Any, caller: str) -> None:
+        self._service, self._on_loop, self._rpc, self._context = service, on_loop, rpc, context
         self.caller = caller
         self.bytes_in = self.bytes_out = 0
         told = context.invocation_metadata()
@@ -172,17 +172,17 @@ class Stream:
         """Encoded on the thread that hands it out."""
         view = response_view(request, answer, self._service.load_message())
         self._outbox.append((encode_stream_response(view), request.answer_bytes))
-        self._mailbox.post(self._flush)
+        self._on_loop(self._flush)
 
     def ready(self, message: bytes, answer_bytes: int) -> None:
         """Encoded by the core."""
         self._outbox.append((message, answer_bytes))
-        self._mailbox.post(self._flush)
+        self._on_loop(self._flush)
 
     def send(self, message: pb.RequestError | pb.SessionAnswer | pb.Load) -> None:
         """Encoded at once."""
         self._small.append(encode_stream_response(message))
-        self._mailbox.post(self._flush)
+        self._on_loop(self._flush)
 
     def released(self, memory: Any) -> None:
         """Received bytes go when nothing refers to them."""

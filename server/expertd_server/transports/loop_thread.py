@@ -8,12 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["LoopThread"]
+__all__ = ["LoopCaller", "LoopThread"]
 
 _T = TypeVar("_T")
+
+
+class LoopCaller:
+    """Has the running event loop call functions, from any thread.  Made on the loop's thread."""
+
+    def __init__(self) -> None:
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def __call__(self, function: Callable[[], object]) -> None:
+        """At once where this is the loop's thread, else soon; never, once the loop is closed."""
+        if threading.get_ident() == self._thread:
+            function()
+            return
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
 
 
 class LoopThread:

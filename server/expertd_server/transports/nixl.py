@@ -109,13 +109,15 @@ class Relays:
     def _serve(self, handle: int, wire: socket.socket, caller: str) -> str:
         """Until it ends: why, where that is worth a line.  Raises RegionError, RelayError, OSError."""
         region = Region.create(self._arena_bytes)
+        bell = region.ring_here()
         try:
             session = self._sessions.add(region, caller)
         except OSError:
+            bell.close()
             region.close()
             raise
         try:
-            relay = RelayProcess(FAR, region, wire, local=self._local)
+            relay = RelayProcess(FAR, region, bell, wire, local=self._local)
             try:
                 with self._lock:
                     self._relays[handle] = relay

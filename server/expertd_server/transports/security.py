@@ -1,7 +1,8 @@
 """TLS, and who a call is from: what gRPC knows of it, in the words of service/access.py.
 
 Certificates are read again when their files change, before the handshake of a new connection; connections that stand
-stay.  Tokens are looked at when a call begins, and every half second on streams that stand.
+stay.  Tokens and certificates are looked at when a call begins, and every half second on streams and sessions that
+stand: whether the file of callers still has them, and whether the certificate has expired.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import grpc
 from expertd.errors import ExpertdError
 from expertd_server.service.access import CALL, Access, parse_access
 from expertd_server.service.reloading import FileError, Reloading
+from expertd_server.transports.x509 import certificate_until_s
 
 __all__ = ["Gate", "Security", "tls_context", "tls_credentials"]
 
@@ -118,11 +120,11 @@ class Gate:
         return self._access is not None
 
     def admit(self, context: Any, right: str) -> str:
-        """The caller's name: that of the file, else the peer's address.  Raises UnauthenticatedError or
+        """The caller: an Admitted of the file, else the peer's address.  Raises UnauthenticatedError or
         PermissionDeniedError."""
         if self._access is None:
             return str(context.peer())
-        return self._access.current().admit(_token(context), _names(context), right)
+        return self._access.current().admit(_token(context), _names(context), right, lambda: _until_s(context))
 
     def refusal(self, caller: str) -> ExpertdError | None:
         """Why a caller who was let in before may not call any more."""
@@ -142,6 +144,12 @@ def _token(context: Any) -> str | None:
             kind, _, token = text.partition(" ")
             return token.strip() if kind.lower() == "bearer" else ""
     return None
+
+
+def _until_s(context: Any) -> float:
+    """When the caller's certificate ends, by time.time()."""
+    found = (context.auth_context() or {}).get("x509_pem_cert", ())
+    return min((certificate_until_s(pem) for pem in found), default=0.0)
 
 
 def _names(context: Any) -> list[str]:

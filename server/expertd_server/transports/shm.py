@@ -4,7 +4,7 @@ without a message.
     door.offer(caller)   a token and an endpoint for a SessionAnswer, or why not
     the client           connects to the endpoint, a Unix socket without a name in any file system, and sends the token
     the door             looks who that is (the kernel says), takes the token once, makes a region and sends it
-    the socket           stays open: when either side goes, the other sees it
+    the socket           stays open: bells go through it, and when either side goes, the other sees it
 
 A thread of its own, which sleeps unless somebody comes or goes.  No error and no log names a token, a socket or a
 descriptor.
@@ -28,7 +28,7 @@ from expertd.shm.layout import ENTRIES, PAGE, region_bytes
 from expertd.shm.pool import Pool, PoolError
 from expertd.shm.region import Region, RegionError, host_id, peer_uid, supported
 from expertd_server.engine.sizes import MOST_POOLS, POOL_BYTES
-from expertd_server.transports.tickets import Tickets
+from expertd_server.transports.tickets import Tickets, has_share
 
 __all__ = ["GpuDoor", "ShmDoor", "ShmEngine"]
 
@@ -171,14 +171,7 @@ class ShmDoor:
         with self._lock:
             if not why and (self._draining or self._closing or not self._open):
                 why = "the server drains"
-            taken = [g.on_device for g in list(self._guests.values()) if g.handle]
-            taken += [t.on_device for t in self._tickets.waiting()]
-            if not why and on_device and sum(taken) >= self._most_pools:
-                why = f"the server has {sum(taken)} sessions from GPUs, and no memory of its GPU for more"
-            if not why and not on_device and (taken.count(False) + 1) * self._each > self._most:
-                why = (
-                    f"the server's shared memory is used up: {self._most} bytes for all sessions, {self._each} for each"
-                )
+            why = why or self._no_room(caller, on_device)
             if why:
                 return "", "", why
             token = self._tickets.issue(_Ticket(caller, on_device))
@@ -200,6 +193,18 @@ class ShmDoor:
         os.eventfd_write(self._wake, 1)
         self._thread.join(10)
         os.close(self._wake)
+
+    def _no_room(self, caller: str, on_device: bool) -> str:
+        taken = [g.caller for g in list(self._guests.values()) if g.handle and g.on_device == on_device]
+        taken += [t.caller for t in self._tickets.waiting() if t.on_device == on_device]
+        most = self._most_pools if on_device else self._most // self._each
+        if has_share(taken.count(caller), len(taken), most):
+            return ""
+        if len(taken) < most:
+            return f"this caller has {taken.count(caller)} of the server's {most} sessions, its share"
+        if on_device:
+            return f"the server has {len(taken)} sessions from GPUs, and no memory of its GPU for more"
+        return f"the server's shared memory is used up: {self._most} bytes for all sessions, {self._each} for each"
 
     # ---- the door's thread -------------------------------------------------------------------------------------------
 
@@ -228,7 +233,10 @@ class ShmDoor:
             self._poll.register(sock.fileno(), select.POLLIN)
 
     def _hear(self, guest: _Guest) -> None:
-        """Bytes, or the end.  A client that has its session says nothing more: whatever it says ends it."""
+        """Bytes, or the end.  What a client that has its session still sends are bells, which the core reads."""
+        if guest.handle:
+            self._dismiss(guest)
+            return
         try:
             said = guest.sock.recv(2 * _TOKEN_BYTES + 1)
         except BlockingIOError:
@@ -236,7 +244,7 @@ class ShmDoor:
         except OSError:
             said = b""
         guest.said += said
-        if not said or guest.handle or len(guest.said) > 2 * _TOKEN_BYTES:
+        if not said or len(guest.said) > 2 * _TOKEN_BYTES:
             self._dismiss(guest)
         elif len(guest.said) == 2 * _TOKEN_BYTES:
             self._admit(guest)
@@ -251,6 +259,7 @@ class ShmDoor:
         try:
             region, pool = Region.create(_WORDS_BYTES if ticket.on_device else self._arena_bytes), None
             made.append(region)
+            region.ring_by(guest.sock)
             if ticket.on_device:
                 pool = self._engine.sessions.pool(self._pool_bytes)
                 made.append(pool)
@@ -259,6 +268,7 @@ class ShmDoor:
             region.send(guest.sock)
             if pool is not None:
                 pool.send(guest.sock)
+            self._poll.modify(guest.sock.fileno(), select.POLLRDHUP)
         except (RegionError, PoolError, OSError) as e:
             log.warning("shared memory: a session could not be opened: %s", e)
             if not guest.handle:
@@ -280,6 +290,8 @@ class ShmDoor:
     def _dismiss(self, guest: _Guest) -> None:
         self._poll.unregister(guest.sock.fileno())
         del self._guests[guest.sock.fileno()]
+        with contextlib.suppress(OSError):  # it was faster
+            guest.sock.shutdown(socket.SHUT_RDWR)  # the region has it, too
         guest.sock.close()
         if guest.handle:
             self._engine.sessions.remove(guest.handle)

@@ -25,7 +25,7 @@ from expertd.tcp.entry import ENTRY_BYTES, Endpoint, read_exactly, settle, token
 from expertd.tcp.tls import carried
 from expertd_server.config.values import Address
 from expertd_server.engine.peers import PeerBounds
-from expertd_server.transports.tickets import Tickets
+from expertd_server.transports.tickets import Tickets, has_share
 
 __all__ = ["TcpDoor", "TcpEngine"]
 
@@ -86,7 +86,7 @@ class TcpDoor:
         self._tickets: Tickets[str] = Tickets()
         self._lock = threading.Lock()
         self._sessions: dict[int, str] = {}  # their callers, by handle
-        self._admitting = 0
+        self._admitting: list[str] = []  # callers whose token was taken
         self._entering = threading.Semaphore(_MOST_ENTERING)
         self._draining = self._closing = self._open = False
         self.address = ""
@@ -129,10 +129,17 @@ class TcpDoor:
         if self._draining or self._closing or not self._open:
             return "", "", "the server drains"
         with self._lock:
-            taken = len(self._sessions) + self._admitting + len(self._tickets.waiting())
-        if taken >= self._most:
-            return "", "", f"the server has {self._most} sessions over {self._name}, and no room for more"
-        token = self._tickets.issue(caller)
+            taken = [*self._sessions.values(), *self._admitting, *self._tickets.waiting()]
+            own = taken.count(caller)
+            if len(taken) >= self._most:
+                return "", "", f"the server has {self._most} sessions over {self._name}, and no room for more"
+            if not has_share(own, len(taken), self._most):
+                return (
+                    "",
+                    "",
+                    f"this caller has {own} of {self._most} sessions over {self._name}, its share",
+                )
+            token = self._tickets.issue(caller)
         return (token, self._endpoint, "") if token else ("", "", "too many sessions are being opened; try again")
 
     def dismiss(self, unwelcome: Callable[[str], bool]) -> None:
@@ -209,7 +216,8 @@ class TcpDoor:
         token = token_of(said) if len(said) == ENTRY_BYTES else None
         with self._lock:
             caller = None if token is None else self._tickets.take(token)
-            self._admitting += caller is not None
+            if caller is not None:
+                self._admitting.append(caller)
         if caller is None:
             if said:
                 log.warning("%s: a client came with a token that is not valid; it was refused", self._name.lower())
@@ -222,10 +230,10 @@ class TcpDoor:
             sock.setblocking(False)
         except BaseException:
             with self._lock:
-                self._admitting -= 1
+                self._admitting.remove(caller)
             raise
         with self._lock:
-            self._admitting -= 1
+            self._admitting.remove(caller)
             handle = self._peers.add(sock.detach(), caller)
             self._sessions[handle] = caller
         if self._closing:

@@ -9,13 +9,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["Tickets"]
+__all__ = ["Tickets", "has_share"]
 
 _T = TypeVar("_T")
 
 _BYTES = 32
 _VALID_S = 10.0
 _MOST = 256
+
+
+def has_share(own: int, taken: int, most: int) -> bool:
+    """Whether a caller who has `own` of the `taken` sessions may have one more of the `most` that there can be: as many
+    as are free.  So one caller gets half of them, two a third each, and there is always room for another one."""
+    return own < most - taken
 
 
 class Tickets(Generic[_T]):

@@ -45,6 +45,7 @@ def describe_layer(b: Booted, leaving: Collection[int] = ()) -> pb.Layer:
                 refusals=v.refusals,
                 microseconds=v.microseconds or 0.0,
                 relative_error=b.errors.get(v.backend, v.relative_error or 0.0),
+                grade=v.grade.name.lower(),
                 times=[pb.CallTime(tokens=m, microseconds=us) for m, us in v.times],
             )
             for v in decision.verdicts

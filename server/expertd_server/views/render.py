@@ -12,16 +12,16 @@ from rich.text import Text
 from expertd.ranges import format_ranges
 from expertd.tables import VerdictRow, print_sentence, print_verdicts
 from expertd_kernels.oracle.advice import advice
-from expertd_kernels.oracle.decision import Decision, Verdict
+from expertd_kernels.oracle.decision import Decision, Grade, Verdict
 from expertd_server.boot.assignment import Assignment
 
 __all__ = ["decisions_json", "print_decisions"]
 
 
 def decisions_json(assignments: Sequence[Assignment]) -> dict[str, Any]:
-    """{"layers": [{"layer", "scheme", "chosen", "verdicts": [{"backend", "eligible", "refusals", "microseconds",
-    "relative_error"}], "advice": {"backend", "needs", "command"} | None, ...}]}; microseconds by token count, empty
-    where nothing was measured."""
+    """{"layers": [{"layer", "scheme", "chosen", "verdicts": [{"backend", "eligible", "refusals", "grade",
+    "microseconds", "relative_error"}], "advice": {"backend", "needs", "command"} | None, ...}]}; microseconds by token
+    count, empty where nothing was measured."""
     return {
         "layers": [
             {
@@ -54,6 +54,7 @@ def _verdict_json(v: Verdict) -> Mapping[str, Any]:
         "backend": v.backend,
         "eligible": v.eligible,
         "refusals": list(v.refusals),
+        "grade": v.grade.name.lower(),
         "microseconds": {str(m): round(us, 1) for m, us in v.times},
         "relative_error": v.relative_error if finite else None,
     }
@@ -114,7 +115,10 @@ def _print_verdicts(console: Console, assignment: Assignment, folded: Sequence[s
         if errors:
             cells.append("" if v.relative_error is None else f"{v.relative_error:.1e}")
         name = Text(v.backend, "bold" if chosen and not pending else "")
-        rows.append(VerdictRow(name, _verdict(d, v.backend, v.refusals, pending), cells))
+        verdict = _verdict(d, v.backend, v.refusals, pending)
+        if v.eligible and v.grade is not Grade.RUN:
+            verdict = verdict + Text(f" ({v.grade})", "dim")
+        rows.append(VerdictRow(name, verdict, cells))
     print_verdicts(console, rows, [f"us at {m}" for m in tokens] + ["error"] * errors)
 
 
@@ -143,8 +147,8 @@ def _notes(p: Assignment) -> list[str]:
         serves = "does not serve" if p.decision.pinned else "serves"
         way_out = "" if does == "none" else " (--activations weight-only does not ask for rounding)"
         notes.append(f"{who} {serves} this: expertd serve stops here{way_out}")
-    if chosen is not None and chosen.hardware:
-        notes.append(f"backend {chosen.name}: {chosen.hardware}")
+    if chosen is not None and p.decision.grade is not Grade.RUN:
+        notes.append(f"backend {chosen.name}: {p.decision.grade}")
     if chosen is not None and chosen.name == "reference" and not p.decision.pinned:
         notes.append("nothing faster than the float32 reference serves this: the table says why not")
     return notes

@@ -14,7 +14,7 @@ from expertd.errors import ExpertdError, RequestCancelledError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.wire import ForwardResponseView, TensorView
 from expertd_client import FunctionTransport
-from expertd_client.transport import no_session
+from expertd_client.transports.protocol import no_session
 
 H, E, K = 16, 8, 3
 RNG = np.random.default_rng(5)

@@ -13,12 +13,12 @@ from waiting import until
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster import native
-from expertd_client.shm import ShmChannel
-from expertd_client.tcp import TcpChannel
+from expertd_client.transports.shm.session import ShmChannel
+from expertd_client.transports.tcp.session import TcpChannel
 from expertd_server.config.values import Address
-from expertd_server.engine.native import NativeEngine
+from expertd_server.engine.engine import Engine
 from expertd_server.engine.peers import PeerBounds
-from expertd_server.engine.scheduler import Policy as Batching
+from expertd_server.engine.policy import Policy as Batching
 from expertd_server.engine.served import ServedLayer
 from expertd_server.transports.shm import ShmDoor
 from expertd_server.transports.tcp import TcpDoor
@@ -42,7 +42,7 @@ class Server:
         self.gate = threading.Event()
         self.gate.set()
         self.calls, self.entered = 0, threading.Event()
-        self.engine = NativeEngine(torch.device("cpu"), compute_dtype="bf16", policy=Batching(max_tokens=64))
+        self.engine = Engine(torch.device("cpu"), compute_dtype="bf16", policy=Batching(max_tokens=64))
         self.engine.hold([ServedLayer(0, E, self.held, K, H, 8, self, "sums")])
         self.engine.start()
         self.engine.open()

@@ -18,7 +18,7 @@ from expertd.errors import BadShapeError, DeadlineExceededError, ExpertIdOutOfRa
 from expertd_client import trace
 from expertd_client.cluster import Policy
 from expertd_client.cluster import cluster as module
-from expertd_client.e4m3 import quantize
+from expertd_client.requests.e4m3 import quantize
 
 pytestmark = [needs_libraries, pytest.mark.timeout(60)]
 

@@ -14,8 +14,8 @@ from waiting import until
 
 from expertd.errors import DeadlineExceededError
 from expertd.shm.tickets import SessionEndedError
-from expertd_client.beside import CallConnection
 from expertd_client.cluster import Policy
+from expertd_client.transports.beside import CallConnection
 from expertd_server.engine.served import ServedLayer
 
 pytestmark = [needs_libraries, pytest.mark.timeout(60)]

@@ -176,6 +176,18 @@ def test_a_version_that_is_too_old_is_listed_anew(server):
     assert source.read() == ("10.0.0.5:7070",)
 
 
+def test_an_api_that_always_says_gone_is_asked_once_more(server):
+    server.say("ADDED", piece("a", "10.0.0.1"))
+    source = source_of(server)
+    source.read()
+    server.status, asked = 410, len(server.asked)
+    with pytest.raises(PlacementError, match="410"):
+        source.read()
+    assert len(server.asked) - asked <= 2
+    server.status = 200
+    assert source.read() == ("10.0.0.1:7070",)
+
+
 def test_what_cannot_be_read_says_what_it_needs(server):
     server.status = 403
     source = source_of(server)

@@ -1,6 +1,8 @@
 """Servers that hold other weights under the same name are not asked, and who joins holds nobody up."""
 
 import threading
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from waiting import until
 
 from expertd.errors import PlacementError
 from expertd.placement import Placement, Server
+from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster import ExpertCluster
 from expertd_client.cluster import members as module
 from expertd_client.cluster.identity import Identity
@@ -58,10 +61,15 @@ def test_what_a_server_said_is_forgotten_when_it_leaves_or_says_something_else()
 
 
 @pytest.mark.parametrize(
-    "server", [Fake({0: (0, 1)}, weights=lambda e: [5] * e), Fake({0: (0, 9)}, weights=right)], ids=["few", "beyond"]
+    ("server", "why"),
+    [
+        (Fake({0: (0, 1)}, weights=lambda e: [5] * e), "got . digests of 2 experts up to ., want one for each"),
+        (Fake({0: (0, 9)}, weights=right), "got experts up to 9, want ids below 8"),
+    ],
+    ids=["few", "beyond"],
 )
-def test_what_cannot_be_is_refused(server):
-    with pytest.raises(PlacementError, match=r"^a: layer 0: got . digests of 2 experts up to ., want one for each"):
+def test_what_cannot_be_is_refused(server, why):
+    with pytest.raises(PlacementError, match=f"^a: layer 0: {why}"):
         check(Identity(), "a", server)
 
 
@@ -134,3 +142,24 @@ def test_calls_do_not_wait_for_what_a_join_has_to_work_out(monkeypatch):
         may_end.set()
         until(lambda: cluster.forward(0, x, ids, w) and servers["new"].asked)
     assert threading.current_thread() not in makers
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [pb.Layer(layer=0, num_experts=2**32 - 1)],
+        [pb.Layer(layer=0, num_experts=2**32 - 1, held=[pb.ExpertRange(first=0, count=2**32 - 1)])],
+        [pb.Layer(layer=0, num_experts=8, held=[pb.ExpertRange(first=0, count=1 << 31)] * 20_000)],
+        [pb.Layer(layer=n, num_experts=65536, held=[pb.ExpertRange(first=0, count=65536)]) for n in range(64)],
+    ],
+)
+def test_what_a_server_says_of_its_size_is_bounded(layers):
+    begun = time.process_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(PlacementError, match=r"at most|ids below"):
+            Identity().check("a", pb.DescribeResponse(layers=layers))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - begun < 10

@@ -14,8 +14,8 @@ from expertd_client.cluster import native
 from expertd_client.cluster import split as module
 from expertd_client.cluster.split import meant, meant_numpy, split, split_numpy
 from expertd_client.cluster.table import layer_table
-from expertd_client.e4m3 import E4m3, quantize
-from expertd_client.request import Request
+from expertd_client.requests.e4m3 import E4m3, quantize
+from expertd_client.requests.request import Request
 
 E, K, H = 24, 4, 40
 HELD = {

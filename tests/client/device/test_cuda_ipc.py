@@ -23,8 +23,8 @@ from expertd.shm.pool import PoolError
 from expertd.shm.region import host_id
 from expertd_client import AsyncExpertClient, ExpertClient
 from expertd_client.device import cuda_ipc
-from expertd_server.engine.native import NativeEngine
-from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.engine import Engine
+from expertd_server.engine.policy import Policy
 from expertd_server.service.offers import answer_offer
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
@@ -120,8 +120,10 @@ def test_a_session_that_ends_leaves_nothing(server, gpu):
 
 
 def test_sessions_are_bounded_and_a_reason_is_given(server):
-    lanes = [enter(server) for _ in range(2)]
-    assert "2 sessions from GPUs" in server.gpu.offer("caller", host_id())[2]
+    lanes = [enter(server)]
+    assert "1 of the server's 2 sessions, its share" in server.gpu.offer("caller", host_id())[2]
+    lanes.append(enter(server, "another"))
+    assert "2 sessions from GPUs" in server.gpu.offer("a third", host_id())[2]
     assert server.offer("caller", host_id())[2] == "", "which keeps nobody from shared memory"
     assert "host" in server.gpu.offer("caller", "another")[2]
     server.engine.sessions.pool_refusal = lambda: "the GPU has none"
@@ -244,7 +246,7 @@ def test_kernels_that_cannot_be_loaded_end_the_session_with_a_reason(server, gpu
 
 
 def test_a_server_on_a_cpu_and_one_without_a_driver_say_so(monkeypatch):
-    engine = NativeEngine(torch.device("cpu"), policy=Policy(max_tokens=64))
+    engine = Engine(torch.device("cpu"), policy=Policy(max_tokens=64))
     assert "CPU" in engine.sessions.pool_refusal()
     with pytest.raises(PoolError, match="CPU"):
         engine.sessions.pool(1)

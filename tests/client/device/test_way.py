@@ -7,10 +7,10 @@ from software_gpu import MISSING, STREAM, enter, inputs
 
 from expertd.errors import UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client import torch_experts
+from expertd_client.clients.forwarder import Forwarder
 from expertd_client.device.way import DeviceWay
-from expertd_client.forwarder import Forwarder
-from expertd_client.result import ForwardResult
+from expertd_client.engines import torch_experts
+from expertd_client.requests.result import ForwardResult
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
 

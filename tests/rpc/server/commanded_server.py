@@ -20,7 +20,7 @@ from expertd_client import (
     AsyncExpertClient,
     ExpertClient,
 )
-from expertd_client.transport import no_session
+from expertd_client.transports.protocol import no_session
 
 PATIENCE_S = 20.0
 """How long a test waits for what must happen."""

@@ -17,7 +17,7 @@ from expertd_server.boot.prepare import Workshop
 from expertd_server.config.values import Address
 from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.policy import Policy
 from expertd_server.service.service import Service
 from expertd_server.transports.grpc_server import ExpertServer
 from expertd_server.views.describe import Describer
@@ -32,14 +32,20 @@ def booted():
     return source, layers
 
 
+@pytest.fixture
+def refuse_late():
+    """Whether what would be late is refused; a test may set it otherwise."""
+    return True
+
+
 @pytest.fixture(params=[InProcess, Localhost])
-async def served(request, booted):
+async def served(request, booted, refuse_late):
     source, layers = booted
     gate, entered, kernels = threading.Event(), threading.Event(), []
     gate.set()
     limits = Limits(MAX_TOKENS, MAX_BYTES, IN_FLIGHT)
     metrics = Metrics()
-    queue = QueueLimits(requests=32)
+    queue = QueueLimits(requests=32, refuse_late=refuse_late)
     engine = Engine(torch.device("cpu"), policy=Policy(MAX_TOKENS), limits=queue, observe=metrics.batch)
     metrics.watch_load(engine.load)
     server = ExpertServer(Service(engine, metrics, limits))

@@ -8,7 +8,7 @@ from typing import Any
 
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Address
-from expertd_server.host import Host
+from expertd_server.host.host import Host
 
 HERE = Address("127.0.0.1", 0)
 

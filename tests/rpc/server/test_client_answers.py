@@ -11,7 +11,7 @@ from server_kit import NUM_EXPERTS, H, InProcess, K, wait_for
 
 from expertd.errors import ExpertIdOutOfRangeError, LayerNotHeldError, NonFiniteWeightsError
 from expertd_client import AsyncExpertClient, Grouped
-from expertd_client.servicer import ServicerTransport
+from expertd_client.transports.in_process import ServicerTransport
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 

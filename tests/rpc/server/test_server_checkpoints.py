@@ -20,10 +20,10 @@ from expertd_server.boot.layers import boot_layers
 from expertd_server.boot.prepare import Workshop
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Address, Ranges
-from expertd_server.doors import message_bytes
 from expertd_server.engine.admission import Limits
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.policy import Policy
+from expertd_server.host.doors import message_bytes
 from expertd_server.service.service import Service
 from expertd_server.transports.grpc_server import ExpertServer
 from expertd_server.views.metrics import Metrics

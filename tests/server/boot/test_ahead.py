@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from waiting import until
 
 from expertd_kernels.oracle.probe import detect_device
 from expertd_kernels.packed.cache import PackedCache
@@ -53,7 +54,7 @@ def test_the_next_layer_is_read_while_nobody_waits_and_no_more_than_that():
     ahead.go_on(layers[0])
     settled(source, 2)
     ahead.go_on(layers[0])
-    time.sleep(0.02)
+    until(lambda: "expertd-ahead" not in {t.name for t in threading.enumerate()})
     assert source.read == [0, 1], "one ahead"
     assert source.threads[1] == "expertd-ahead"
     assert ahead.take(layers[1]) == "layer 1"

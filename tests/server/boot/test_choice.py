@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from expertctl.commands.describe import show
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.commands.describe import show
-from expertd_client.session import Session
+from expertd_client.exchange.session import Session
 from expertd_kernels import NAMED_DEVICES, Package, Problem, Scheme, decide
 from expertd_kernels.measure.tournament import Result, measure
 from expertd_kernels.native.library import kernel_error

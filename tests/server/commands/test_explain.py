@@ -58,7 +58,7 @@ def test_json_has_a_verdict_for_each_backend_of_each_layer(capsys):
         assert {v["backend"] for v in layer["verdicts"]} == {b.name for b in BACKENDS}
         assert layer["chosen"] == next(v["backend"] for v in layer["verdicts"] if v["eligible"])
         for v in layer["verdicts"]:
-            assert set(v) == {"backend", "eligible", "refusals", "microseconds", "relative_error"}
+            assert set(v) == {"backend", "eligible", "refusals", "grade", "microseconds", "relative_error"}
             assert v["eligible"] == (v["refusals"] == [])
             assert (v["microseconds"], v["relative_error"]) == ({}, None), "nothing is measured unless it is asked"
 

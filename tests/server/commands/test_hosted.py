@@ -11,8 +11,8 @@ import pytest
 
 from expertd.errors import DrainingError, UnavailableError
 from expertd_client import ExpertClient
-from expertd_server import logs
 from expertd_server.commands.hosted import Hosted
+from expertd_server.config import logs
 
 TINY = ["--synthetic", "tiny:int4_g128", "--layers", "0", "--device", "cpu", "--threads", "1"]
 HERE = ["--listen", "127.0.0.1:0"]

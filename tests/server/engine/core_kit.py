@@ -184,8 +184,9 @@ class Caller:
 
     def __init__(self, b, handle=1000, entries=16, caller=9):
         self.region = Region.create(1 << 20, entries)
+        self.bell = self.region.ring_here()
         b.core.add_session(
-            handle, self.region.address, self.region.bytes, entries, self.region.server_bell, self.region.client_bell,
+            handle, self.region.address, self.region.bytes, entries, self.bell.fileno(),
             caller,
         )  # fmt: skip
         self.client = Client(self.region)
@@ -229,3 +230,4 @@ class Caller:
         assert self.b.outcome(self.handle)[3] == 1
         self.client.end()
         self.client.close()
+        self.bell.close()

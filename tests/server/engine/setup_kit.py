@@ -8,19 +8,18 @@ import time
 import numpy as np
 import pytest
 import torch
-from core_library import needs_core
 
 from expertd.errors import ExpertdError
+from expertd_server.engine import engine as module
 from expertd_server.engine.admission import QueueLimits
 from expertd_server.engine.convert import bits_of
 from expertd_server.engine.device import DeviceExecutor
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.executor import CpuExecutor
-from expertd_server.engine.lane import CpuLane, DeviceLane
-from expertd_server.engine.native import NativeEngine
+from expertd_server.engine.plain import PlainExecutor
+from expertd_server.engine.policy import Policy
 from expertd_server.engine.report import BatchReport
 from expertd_server.engine.request import Answer, Operand, Request
-from expertd_server.engine.scheduler import Policy
 from expertd_server.engine.served import ServedLayer
 
 H = 16
@@ -100,12 +99,10 @@ def served(layer: int, experts, measured=()) -> ServedLayer:
     return ServedLayer(layer, NUM_EXPERTS, HELD, 2, H, 32, experts, "fake", measured=measured)
 
 
-ENGINES = {"python": Engine, "native": NativeEngine}
-
-
 class Setup:
-    def __init__(self, kind: str, device: str, **engine) -> None:
-        self.native = kind == "native"
+    """device: of torch, or "plain": the plain executor, on memory of the host."""
+
+    def __init__(self, device: str, **engine) -> None:
         self.fake = FakeExperts()
         self.reports: list[BatchReport] = []
         measured = engine.pop("measured", ())
@@ -115,7 +112,11 @@ class Setup:
             name: engine.pop(f"max_queue_{name}") for name in QueueLimits._fields if f"max_queue_{name}" in engine
         }
         limits["refuse_late"] = engine.pop("refuse_late", True)
-        self.engine = ENGINES[kind](torch.device(device), limits=QueueLimits(**limits), **engine)
+        with pytest.MonkeyPatch.context() as patch:
+            if device == "plain":
+                patch.setattr(module, "executor_of", plain_executor)
+            where = torch.device("cpu" if device == "plain" else device)
+            self.engine = Engine(where, limits=QueueLimits(**limits), **engine)
         self.engine.hold(layers)
         self.engine.start()
         self.engine.open()
@@ -134,20 +135,17 @@ class Setup:
         self.caller.wait(*(r.tag for r in requests))
 
 
-DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
+def plain_executor(device: torch.device, compute_dtype: str, warm: object) -> tuple[PlainExecutor, str]:
+    return PlainExecutor(device, compute_dtype, "a test wants it"), "a test wants it"
 
 
-in_python = pytest.mark.parametrize("kind", ["python"])
-"""Looks into the engine in Python."""
-
-in_cpp = pytest.mark.parametrize("kind", [pytest.param("native", marks=needs_core)])
-"""Looks into the one around the core."""
+DEVICES = ["cpu", "plain", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
 
 on_cpu = pytest.mark.parametrize("make", ["cpu"], indirect=True)
 """Of what an engine does on no other device."""
 
-LANES = (CpuLane, DeviceLane, CpuExecutor, DeviceExecutor)
+EXECUTORS = (CpuExecutor, PlainExecutor, DeviceExecutor)
 """Whatever runs a batch."""
 
 

@@ -15,10 +15,10 @@ MAGIC = b"exf1"
 
 
 class Twin:
-    """One session.  Messages are values of expertd.wire."""
+    """One session.  Messages are values of expertd.wire.  caller: "" = one of its own."""
 
-    def __init__(self, door, caller="caller"):
-        token, endpoint, why = door.offer(caller, "")
+    def __init__(self, door, caller=""):
+        token, endpoint, why = door.offer(caller or f"caller {id(self)}", "")
         assert not why
         self.sock = dial(endpoint)
         self.most_bytes = enter(self.sock, token, 10)

@@ -202,4 +202,5 @@ def test_a_core_that_is_dropped_within_a_batch_ends():
     ends.start()
     ends.join(20)
     assert not ends.is_alive()
+    caller.bell.close()
     caller.region.close()

@@ -245,8 +245,7 @@ def test_a_session_that_goes_while_its_requests_wait_and_run():
         waits = c.client.submit(c.request(*inputs(3)))
         ticket = other.client.submit(other.request(*(t := inputs(4))))
         b.until_taken(3)
-        b.core.remove_session(1000)
-        time.sleep(0.05)
+        b.core.remove_session(1000)  # its thread is in the batch: who is told now is told by this call
         assert 1000 not in {o.handle for o in b.core.outcomes()}
         b.may_run.set()
         assert b.outcome(1000)[3] == 1
@@ -261,6 +260,7 @@ def test_a_session_that_goes_while_its_requests_wait_and_run():
         other.close()
         c.client.end()
         c.client.close()
+        c.bell.close()
 
 
 def test_random_bytes_in_the_rings_hurt_nobody_else():
@@ -296,6 +296,7 @@ def test_random_bytes_in_the_rings_hurt_nobody_else():
         t = inputs(2)
         assert good.call(good.request(*t)) == ""
         good.close()
+        bad.close()
         b.core.remove_session(1000)
         assert b.outcome(1000)[3] == 1
         assert b.core.load().queued_requests == 0

@@ -1,17 +1,19 @@
-"""What the lanes of both engines hold of an accelerator: where outputs lie, and when memory is made anew.  The device
-is this machine's memory; what runs on a GPU is in tests/gpu."""
+"""What executors hold of an accelerator: where outputs lie, and when memory is made anew.  The device is this machine's
+memory; what runs on a GPU is in tests/gpu."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from expertd.shm.pool import PoolError
 from expertd_server.engine import core as c
 from expertd_server.engine import device as module
+from expertd_server.engine import plain as plain_module
 from expertd_server.engine.device import DeviceExecutor
-from expertd_server.engine.lane import DeviceLane
+from expertd_server.engine.executors import executor_of
 from expertd_server.engine.pieces import Pieces
+from expertd_server.engine.plain import PlainExecutor
 from expertd_server.engine.served import ServedLayer
 from expertd_server.engine.sizes import lane_bytes, lane_routes
 
@@ -130,27 +132,6 @@ def test_a_layer_that_takes_e4m3_is_given_codes_also_in_halves(executor, monkeyp
     assert seen == [("collect", rows, (rows, width)), ("collect", rows, None)]
 
 
-class Api:
-    """What a lane asks torch.cuda for."""
-
-    class Event:
-        def __init__(self, **more):
-            pass
-
-        def record(self):
-            pass
-
-        def synchronize(self):
-            pass
-
-        def elapsed_time(self, other):
-            return 0.0
-
-    @staticmethod
-    def stream(_):
-        return nullcontext()
-
-
 class Experts:
     backend = "b"
 
@@ -160,17 +141,27 @@ class Experts:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_lane_of_the_python_engine(plain, in_place):
-    stream = SimpleNamespace(wait_event=lambda mark: None)
-    made = DeviceLane(torch.bfloat16, CPU, Api, (stream, stream, stream), pool=None)
-    made.reserve(100, K, H, in_place)
-    assert sum(s.nbytes for s in made._stores()) == lane_bytes(128, H, 128 * K, 2, in_place)
-    experts = Experts()
-    inputs = made.open(3, K, H)
-    inputs.hidden[:] = 0x3F80  # 1.0
-    inputs.slots[:] = 0
-    made.launch(layer(in_place, experts), False)
-    out, _ = made.collect()
+def test_the_plain_executor_copies_a_batch_there_and_back(in_place):
+    plain, experts = PlainExecutor(CPU, "bf16", "a test"), Experts()
+    served = layer(in_place, experts)
+    memory = plain.reserve(100, [served])[0]
+    run = c.Run(rows=3, top_k=K, hidden=memory.hidden, slots=memory.slots, weights=memory.weights, out=memory.out)
+    hidden, slots, _, out = plain.views(run, H)
+    hidden.fill_(1.0)
+    slots.fill_(0)
+    out.fill_(float("nan"))
+    assert plain.run(run, served) > 0
     assert experts.over == in_place
     assert torch.equal(out, torch.full((3, H), 2.0, dtype=torch.bfloat16))
-    assert bool((made._host.now.hidden == 1).all()), "what the caller sent is as it was"
+    assert bool((hidden == 1).all()), "what the client sent is as it was"
+
+
+def test_a_device_without_graphs_is_served_by_the_plain_executor(monkeypatch):
+    monkeypatch.setattr(plain_module, "compute_stream", lambda device: None)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for device in ("xpu", "cuda"):
+        executor, why = executor_of(torch.device(device), "bf16")
+        assert type(executor) is PlainExecutor
+        assert why in executor.pool_refusal()
+        with pytest.raises(PoolError):
+            executor.pool(1 << 20)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from core_library import needs_core
+from waiting import until_asleep
 
 from expertd_kernels import build, decide, detect_device, problem_of
 from expertd_kernels.native.library import kernel_error
@@ -17,11 +18,11 @@ from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.protocol import Direct, DirectExperts
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
-from expertd_server.engine import native
+from expertd_server.engine import engine as module
 from expertd_server.engine.convert import bits_of
-from expertd_server.engine.native import NativeEngine
+from expertd_server.engine.engine import Engine
+from expertd_server.engine.policy import Policy
 from expertd_server.engine.request import Answer, Operand, Request
-from expertd_server.engine.scheduler import Policy
 from expertd_server.engine.served import ServedLayer
 
 pytestmark = needs_core
@@ -80,7 +81,7 @@ class Server:
     """An engine with one layer."""
 
     def __init__(self, experts, dtype: str) -> None:
-        self.engine = NativeEngine(torch.device("cpu"), compute_dtype=dtype, policy=Policy(64))
+        self.engine = Engine(torch.device("cpu"), compute_dtype=dtype, policy=Policy(64))
         self.engine.hold([ServedLayer(0, NUM_EXPERTS, range(NUM_EXPERTS), TOP_K, H, H, experts, experts.backend)])
         self.engine.start()
         self.engine.open()
@@ -144,12 +145,8 @@ def test_what_it_refuses_is_computed_in_python(serve):
     assert (len(experts.calls), experts.in_python) == (2, 2)
 
 
-ASLEEP_S = 0.02
-"""After so long the core's thread sleeps."""
-
-
 def test_a_brief_batch_is_computed_by_who_brought_it_while_the_core_sleeps(serve, monkeypatch):
-    monkeypatch.setattr(native, "_BRIEF_NS", 10**9)  # a call through Python takes longer than what it stands for
+    monkeypatch.setattr(module, "_BRIEF_NS", 10**9)  # a call through Python takes longer than what it stands for
     experts = Counting()
     s = serve(experts, "f32")
     end_s = time.monotonic() + 30
@@ -158,7 +155,7 @@ def test_a_brief_batch_is_computed_by_who_brought_it_while_the_core_sleeps(serve
         n = len(experts.calls)
         x, ids, weights = batch(1 + n % 3, seed=n)
         torch.testing.assert_close(s.forward(x, ids, weights), 2 * x, rtol=0, atol=0)
-        time.sleep(ASLEEP_S)
+        until_asleep(s.engine._thread)
     assert experts.threads[0] == s.engine._thread.ident
     assert set(experts.threads) == {s.engine._thread.ident, threading.get_ident()}
     assert experts.in_python == 0
@@ -169,16 +166,16 @@ def test_a_longer_one_is_not(serve):
     s = serve(experts, "f32")
     for _ in range(4):
         s.forward(*batch(1))
-        time.sleep(ASLEEP_S)
+        until_asleep(s.engine._thread)
     assert experts.threads == [s.engine._thread.ident] * 4
 
 
 def test_a_brief_one_that_is_refused_there_is_computed_in_python(serve, monkeypatch):
-    monkeypatch.setattr(native, "_BRIEF_NS", 10**9)
+    monkeypatch.setattr(module, "_BRIEF_NS", 10**9)
     experts = Counting(code=0)
     s = serve(experts, "f32")
     for n in range(10):
-        time.sleep(ASLEEP_S)
+        until_asleep(s.engine._thread)
         experts._code = int(n > 4)
         x, ids, weights = batch(1, seed=n)
         torch.testing.assert_close(s.forward(x, ids, weights), 2 * x, rtol=0, atol=0)
@@ -186,7 +183,7 @@ def test_a_brief_one_that_is_refused_there_is_computed_in_python(serve, monkeypa
 
 
 def test_many_threads_bring_requests_while_layers_change(serve, monkeypatch):
-    monkeypatch.setattr(native, "_BRIEF_NS", 10**9)
+    monkeypatch.setattr(module, "_BRIEF_NS", 10**9)
     experts = Counting()
     s = serve(experts, "f32")
     faults: list[BaseException] = []

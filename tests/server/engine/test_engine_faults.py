@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from setup_kit import LANES, H, in_cpp, in_python, inputs, on_cpu
+from setup_kit import EXECUTORS, H, inputs, on_cpu
 
 from expertd.errors import (
     BackendFailedError,
@@ -47,19 +47,16 @@ def test_a_transport_that_fails_gets_the_error_and_the_engine_goes_on(make):
     assert "the pipe is gone" in seen[1].message
 
 
-@in_python
 def test_an_engine_that_ends_on_its_own_fault_answers_everybody_and_says_so(make, monkeypatch):
-    from expertd_server.engine import engine as module
-
     ended, said = threading.Event(), []
     s = make(on_fault=lambda why: (said.append(why), ended.set()))
     s.block()
     s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
 
     def broken(*args):
-        raise ZeroDivisionError("a fault in the scheduler")
+        raise ZeroDivisionError("a fault of the engine's own")
 
-    monkeypatch.setattr(module, "cut", broken)
+    monkeypatch.setattr(s.engine, "_compute", broken)
     s.fake.gate.set()
     s.caller.wait(0, 1)
     assert isinstance(s.caller.outcomes[1], InternalError)
@@ -77,8 +74,8 @@ def test_a_lost_device_ends_the_engine_and_what_waits_may_go_elsewhere(make, mon
     for tag in (1, 2):
         s.engine.submit(s.caller.request(tag, inputs(1), [[2]], [[1.0]]))
     s.fake.error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    for lane in LANES:
-        monkeypatch.setattr(lane, "fault", lambda lane: "CUDA error: an illegal memory access was encountered")
+    for executor in EXECUTORS:
+        monkeypatch.setattr(executor, "fault", lambda lane: "CUDA error: an illegal memory access was encountered")
     s.fake.gate.set()
     s.caller.wait(0, 1, 2)
     assert isinstance(s.caller.outcomes[0], BackendFailedError), "its batch was under way"
@@ -125,7 +122,6 @@ def test_halves_are_not_halved(make):
     assert troubles == ["failed"]
 
 
-@in_cpp
 @on_cpu
 def test_what_was_overwritten_is_not_computed_again(make):
     """A caller who wants the output where the input lies: half a try may have spoiled it."""

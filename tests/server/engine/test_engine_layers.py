@@ -8,16 +8,15 @@ import weakref
 
 import pytest
 import torch
-from setup_kit import ALONE, LANES, Caller, FakeExperts, Setup, in_python, inputs, served
+from setup_kit import ALONE, EXECUTORS, Caller, FakeExperts, Setup, inputs, served
+from waiting import until, until_inside
 
 from expertd.errors import (
     DrainingError,
     LayerNotHeldError,
     NotReadyError,
 )
-from expertd_server.engine import pipeline
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.lane import CpuLane
 from expertd_server.engine.request import Answer
 
 
@@ -57,8 +56,8 @@ def test_what_waits_is_computed_by_what_was_held_when_it_came(make):
     other = FakeExperts()
     swapped = threading.Thread(target=s.engine.hold, args=([served(0, other)],))
     swapped.start()
-    time.sleep(0.05)
-    assert swapped.is_alive(), "layers change between batches"
+    until_inside(swapped, "result")  # layers change between batches
+    assert swapped.is_alive()
     s.fake.gate.set()
     swapped.join(20)
     s.caller.wait(1)
@@ -86,21 +85,22 @@ def test_a_layer_is_forgotten_when_nothing_in_flight_uses_it(make):
     assert s.engine.forget([old], 20)
     assert len(fake.calls) == 2
     watch = weakref.ref(fake)
-    until = time.monotonic() + 10
-    while len(s.reports) < 2 and time.monotonic() < until:
-        time.sleep(0.001)
+    until(lambda: reported(s) == 2)
     s.reports.clear()
     del fake, old
-    until = time.monotonic() + 10
-    while watch() is not None and time.monotonic() < until:
-        time.sleep(0.001)  # the engine's thread has just told the second, and may not have gone on
-    assert watch() is None, "nobody holds on to it: not the engine's thread, not its requests"
+    until(lambda: watch() is None)  # nobody holds on to it: not the engine's thread, not its requests
 
 
-def test_lanes_drop_what_they_keep_for_a_forgotten_layer(make, monkeypatch):
+def reported(s: Setup) -> int:
+    """How many batches were told of."""
+    s.engine.delivery.report()
+    return len(s.reports)
+
+
+def test_executors_drop_what_they_keep_for_a_forgotten_layer(make, monkeypatch):
     dropped = []
-    for lane in LANES:
-        monkeypatch.setattr(lane, "forget", lambda lane, generations: dropped.append(generations))
+    for executor in EXECUTORS:
+        monkeypatch.setattr(executor, "forget", lambda executor, generations: dropped.append(generations))
     s = make()
     a, b = s.engine.holding.values()
     s.engine.hold([])
@@ -126,7 +126,8 @@ def test_work_between_batches_has_the_device_for_itself(make):
     for t in threads:
         t.start()
     s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
-    time.sleep(0.05)
+    for t in threads:
+        until_inside(t, "result")
     assert not done
     s.fake.gate.set()
     for t in threads:
@@ -139,30 +140,11 @@ def test_work_between_batches_has_the_device_for_itself(make):
     assert s.engine.between(threading.get_ident) == threading.get_ident(), "nobody computes any more"
 
 
-def test_work_between_batches_waits_for_all_that_is_under_way(monkeypatch):
-    two = (CpuLane(torch.float32), CpuLane(torch.float32))  # one batch is collected after the next was launched
-    monkeypatch.setattr(pipeline, "lanes", lambda *_: two)
-    s = Setup("python", "cpu")
-    s.block()
-    for tag in (1, 2, 3):
-        s.engine.submit(s.caller.request(tag, inputs(1), [[2]], [[1.0]], layer=tag % 2))
-    busy = []
-    work = threading.Thread(target=lambda: busy.append(s.engine.between(lambda: s.engine._pipeline.busy)))
-    work.start()
-    time.sleep(0.05)
-    s.fake.gate.set()
-    work.join(20)
-    assert busy == [False]
-    s.caller.wait(1, 2, 3)
-    s.engine.stop(10)
-
-
-@in_python
 def test_whoever_waits_for_work_between_batches_is_not_forgotten_when_the_engine_ends(make, monkeypatch):
     s = make()
     s.block()
     s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
-    monkeypatch.setattr(s.engine, "_step", lambda: 1 // 0)
+    monkeypatch.setattr(s.engine, "_compute", lambda run: 1 // 0)
     done = []
     work = threading.Thread(target=lambda: done.append(s.engine.between(lambda: "done")), daemon=True)
     work.start()

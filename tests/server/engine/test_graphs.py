@@ -1,9 +1,7 @@
-"""CUDA graphs of small batches: what is captured and when, and batches that are padded to a captured size.  What needs
-a GPU is at the end."""
+"""Capturing CUDA graphs, and small batches on a GPU that are replayed from them."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 
@@ -14,14 +12,43 @@ import torch
 from expertd_server.engine import graphs as module
 from expertd_server.engine.convert import bits_of
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.graphs import Graphs, graph_key
-from expertd_server.engine.lane import CpuLane, _Host, _Store
+from expertd_server.engine.graphs import record
+from expertd_server.engine.policy import Policy
 from expertd_server.engine.request import Answer, Operand, Request
-from expertd_server.engine.scheduler import Policy
 from expertd_server.engine.served import ServedLayer
 from expertd_server.engine.sizes import padded
 
 H, K, E = 16, 2, 4
+
+
+class FakeGraph:
+    """What torch.cuda.CUDAGraph is asked.  fails: as torch does where a call cannot be captured."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.seen = fails, []
+
+    def capture_begin(self, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local", "other threads go on with what they do"
+        self.seen.append(pool)
+
+    def capture_end(self):
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.seen.append("end")
+
+
+def test_what_is_captured_is_run_between_begin_and_end():
+    graph = FakeGraph()
+    record(graph, "pool", lambda: graph.seen.append("body"))
+    assert graph.seen == ["pool", "body", "end"]
+
+
+def test_a_capture_that_fails_leaves_the_generator_to_others(monkeypatch):
+    freed = []
+    monkeypatch.setattr(module, "_free_generator", lambda: freed.append(1))
+    with pytest.raises(RuntimeError, match="not permitted"):
+        record(FakeGraph(fails=True), "pool", lambda: None)
+    assert freed == [1]
 
 
 class Experts:
@@ -44,115 +71,6 @@ class Waits(Experts):
     def __call__(self, x, ids, weights, **more):
         assert int(ids.max()) < E
         return super().__call__(x, ids, weights, **more)
-
-
-class FakeGraph:
-    """What torch.cuda.CUDAGraph is asked."""
-
-    def __init__(self) -> None:
-        self.replays = 0
-
-    def capture_begin(self, pool, capture_error_mode):
-        assert pool == "one for all"
-        assert capture_error_mode == "thread_local", "other threads go on with what they do"
-
-    def capture_end(self):
-        pass
-
-    def replay(self):
-        self.replays += 1
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(module, "_event", object)
-    free = iter(range(10_000, 0, -10))
-    monkeypatch.setattr(module, "free_now", lambda: next(free))
-    return Graphs("one for all")
-
-
-def test_what_comes_again_is_captured_once(graphs):
-    bodies = []
-    for captured in (0, 1, 1):
-        graphs.capture((1,), lambda *events: bodies.append(events))
-        assert len(bodies) == captured, "once is no reason to capture, and a graph is made once"
-    found = graphs.get((1,))
-    assert (found.copied, found.computed) == bodies[0]
-    assert found.copied is not found.computed
-    found.replay()
-    assert graphs.get((2,)) is None
-    assert (len(graphs), graphs.nbytes) == (1, 10), "what the driver had before and after"
-
-
-def test_a_lane_holds_what_was_reserved_and_no_more():
-    """Rows that a batch is padded to count: were they more than there is, the buffers would move under the graphs."""
-    store = _Store(torch.float32, torch.device("cpu"))
-    store.reserve(1000)
-    assert store.nbytes == 4000
-    before = store.get(10, 100).data_ptr()
-    assert store.get(100, 10).data_ptr() == before
-    assert store.get(1001, 1).data_ptr() != before
-    assert store.nbytes == 4 * 1024
-    host = _Host(torch.bfloat16, pinned=False)
-    host.reserve(100, 8, 64)
-    assert host.nbytes == 100 * (2 * 64 * 2 + 8 * 8)
-    host.open(50, 8, 64)
-    assert host.nbytes == 100 * (2 * 64 * 2 + 8 * 8)
-
-
-def test_graphs_of_a_layer_that_is_held_no_more_are_dropped(graphs):
-    for key in ((1, 8), (1, 16), (2, 8), (3, 8)):
-        for _ in range(2):
-            graphs.capture(key, lambda *events: None)
-    graphs.forget({1, 3})
-    assert [graphs.get(key) is not None for key in ((1, 8), (1, 16), (2, 8), (3, 8))] == [False, False, True, False]
-    graphs.capture((1, 8), lambda *events: None)
-    assert graphs.get((1, 8)) is None, "it begins to count again"
-
-
-def test_whatever_changes_a_call_is_in_the_key_of_its_graph():
-    def layer():
-        return ServedLayer(0, E, range(E), K, H, 32, Experts(), "simple", capturable=True)
-
-    one, again = layer(), layer()
-    keys = [
-        graph_key(one, False, 8, 2, 100, 200), graph_key(again, False, 8, 2, 100, 200),
-        graph_key(one, True, 8, 2, 100, 200), graph_key(one, False, 16, 2, 100, 200),
-        graph_key(one, False, 8, 4, 100, 200), graph_key(one, False, 8, 2, 101, 200),
-    ]  # fmt: skip
-    assert len(set(keys)) == len(keys)
-    assert {key[0] for key in keys} == {one.generation, again.generation}
-
-
-def test_the_graphs_not_used_for_longest_go_first(graphs):
-    graphs.most = 2
-
-    def capture(key):
-        for _ in range(2):
-            graphs.capture(key, lambda *events: None)
-
-    capture((1,))
-    capture((2,))
-    assert graphs.get((1,))
-    capture((3,))
-    assert [graphs.get(key) is not None for key in ((1,), (2,), (3,))] == [True, False, True]
-
-
-def test_a_call_that_cannot_be_captured_is_made_as_before(graphs, monkeypatch, caplog):
-    def refuse(graph):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    freed = []
-    monkeypatch.setattr(module, "_free_generator", lambda: freed.append(1))
-    monkeypatch.setattr(FakeGraph, "capture_end", refuse)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(4):
-            graphs.capture((1,), lambda *events: None)
-            assert graphs.get((1,)) is None
-    assert len(caplog.records) == 1
-    assert "not permitted" in caplog.text
-    assert freed == [1]
 
 
 class Setup:
@@ -196,17 +114,6 @@ class Setup:
 
     def end(self) -> None:
         self.engine.stop(10)
-
-
-def test_a_padded_batch_answers_its_own_tokens(monkeypatch):
-    monkeypatch.setattr(CpuLane, "size", lambda lane, tokens, capturable: padded(tokens) if capturable else tokens)
-    s = Setup("cpu", Experts())
-    try:
-        for n, tokens in enumerate((5, 64, 3, 7, 1, 65, 18)):  # after a full batch its rows stand behind smaller ones
-            s.ask(tokens, seed=n, absent=n % 2 == 1)
-        assert s.experts.sizes == [8, 64, 4, 8, 1, 96, 32]
-    finally:
-        s.end()
 
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")]

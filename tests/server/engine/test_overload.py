@@ -1,4 +1,4 @@
-"""More requests than can be computed, each with a deadline: admission, cut and forecast on a clock of their own.
+"""More requests than can be computed, each with a deadline: the core's rules on a clock of the test's.
 
 The kernel is a function of rows; nothing here waits, so the figures are the rules' own and the same on every machine.
 """
@@ -10,19 +10,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from rules_kit import MS, Asked, Rules
 
-from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit
-from expertd_server.engine.forecast import Forecast
-from expertd_server.engine.request import Operand, Request
-from expertd_server.engine.scheduler import Policy, Shares, Waiting, cut
-from expertd_server.engine.served import ServedLayer
+from expertd_server.engine.admission import QueueLimits
 
-pytestmark = pytest.mark.timeout(30)
-
-NOTHING = Operand("bf16", np.empty(0, np.uint16))
-LAYERS = [ServedLayer(n, 8, range(8), 4, 16, 32, None, "none") for n in range(4)]
-MS = 1_000_000
-LIMITS = QueueLimits()
+pytestmark = pytest.mark.timeout(60)
 
 Kernel = Callable[[int, random.Random], int]
 
@@ -43,72 +35,53 @@ def unsteady(rows: int, rng: random.Random) -> int:
 
 
 class Server:
-    """A server's rules, and the times at which requests were answered."""
+    """The core's rules, and the times at which requests were answered."""
 
     def __init__(self, kernel: Kernel, seed: int = 0, refuse_late: bool = True) -> None:
         self.kernel, self.rng = kernel, random.Random(seed)
-        self.limits = LIMITS._replace(refuse_late=refuse_late)
-        self.forecast = Forecast(4096)
+        self.rules = Rules(4096, QueueLimits(refuse_late=refuse_late), [(n, 4) for n in range(4)])
         warm = [(rows, 4, kernel(rows, self.rng)) for rows in (1, 32)]
-        self.works = {s.layer: self.forecast.layer(s.layer, s.top_k, warm) for s in LAYERS}
-        self.waiting, self.shares = Waiting(self.forecast), Shares()
-        self.batch: Sequence[Request] = ()
+        for n in range(4):
+            for one in warm:
+                self.rules.rules_saw(n, *one)
+        self.batch: Sequence[Asked] = ()
         self.over_ns = self.begun_ns = 0
-        self.took_ns: list[tuple[Request, int]] = []  # computed: when
-        self.dropped: list[Request] = []
+        self.took_ns: list[tuple[Asked, int]] = []  # computed: when
+        self.dropped: list[Asked] = []
 
-    def come(self, r: Request, now: int) -> bool:
+    def come(self, r: Asked, now: int) -> bool:
         """Whether it is taken."""
-        r.arrival_ns = r.queued_ns = now
-        own, late_ns = self.waiting.of.get(r.caller, Amount()), 0.0
-        if r.deadline_ns:
-            callers = len(self.waiting.of) + (not own.requests)
-            seen = self.forecast.foresee(
-                now, r.layer.layer, 0, r.tokens, r.top_k, r.deadline_ns, own.routes, callers, self.waiting.all.routes
-            )
-            late_ns, r.foreseen_ns = seen.late_ns, now + int(seen.in_ns) if seen.in_ns else 0
-        refusal = admit(Queue(State.SERVING, self.waiting.all, own, 0.0, late_ns), r, now, self.limits)
-        if refusal is None:
-            self.waiting.push(r)
+        r.arrival = now
+        refusal, _ = self.rules.come(r, now)
+        if not refusal:
             self.start(now)
-        return refusal is None
+        return not refusal
 
     def start(self, now: int) -> None:
         """The next batch, if none is under way."""
-        while not self.batch and self.waiting.lines:
-            self.shares.settle(self.waiting.of)
-            forecast = self.forecast if self.limits.refuse_late else None
-            c = cut(self.waiting.lines, now, Policy(4096), None, self.shares, forecast)
-            assert c is not None
-            self.waiting.remove(c)
-            self.shares.serve(c.run)
+        while not self.batch:
+            c = self.rules.cut(now)
+            if c is None:
+                return
             self.dropped += c.dead
-            for r in c.dead:
-                if r.foreseen_ns:
-                    self.forecast.dropped(now, self.works[r.layer.layer], r.tokens, r.top_k, r.foreseen_ns)
             if c.run:
                 rows, k = sum(r.tokens for r in c.run), max(r.top_k for r in c.run)
-                self.forecast.begin(now, self.works[c.run[0].layer.layer], rows, k)
                 self.batch, self.begun_ns = c.run, now
                 self.over_ns = now + self.kernel(rows * k // 4, self.rng)
 
     def end(self) -> None:
         """The batch under way is over."""
         now, run = self.over_ns, self.batch
-        rows, k = sum(r.tokens for r in run), max(r.top_k for r in run)
-        behind = max((now - r.foreseen_ns for r in run if r.foreseen_ns), default=0)
-        self.forecast.computed(now, self.works[run[0].layer.layer], rows, k, now - self.begun_ns, behind)
-        self.forecast.end(now)
-        self.shares.saw(sum(r.routes for r in run), now - self.begun_ns)
+        foreseen = [f for r in run if (f := self.rules.foreseen(r))]
+        behind = max((now - f for f in foreseen), default=0)
+        self.rules.ended(now, list(run), now - self.begun_ns, float(behind))
         self.took_ns += [(r, now) for r in run]
         self.batch = ()
         self.start(now)
 
 
-def request(tokens: int, deadline_ns: int, caller: str, layer: int = 0, top_k: int = 4) -> Request:
-    return Request(
-        LAYERS[layer], tokens, top_k, NOTHING, NOTHING, None, lambda *_: None, caller=caller, deadline_ns=deadline_ns
-    )
+def request(tokens: int, deadline_ns: int, caller: str, layer: int = 0, top_k: int = 4) -> Asked:
+    return Asked(layer, tokens, top_k, 0, deadline_ns, caller)
 
 
 def offered(s: Server, rate: float, seconds: float, deadline_ns: int, tokens: Sequence[int] = (8,), layers: int = 1):
@@ -145,7 +118,7 @@ def peak(kernel: Kernel, in_flight: int = 32, tokens: Sequence[int] = (8,), laye
 def normal_p99(kernel: Kernel, rate: float, **how) -> int:
     s = Server(kernel)
     offered(s, rate, 5, 0, **how)
-    took = sorted(now - r.arrival_ns for r, now in s.took_ns)
+    took = sorted(now - r.arrival for r, now in s.took_ns)
     return took[int(0.99 * len(took))]
 
 
@@ -156,7 +129,7 @@ def outcome(kernel: Kernel, load: float, **how) -> tuple[float, float]:
     deadline_ns = 4 * normal_p99(kernel, most / 2, **how)
     s = Server(kernel)
     _, taken = offered(s, load * most, 20, deadline_ns, **how)
-    good = sum(now <= r.deadline_ns for r, now in s.took_ns)
+    good = sum(now <= r.deadline for r, now in s.took_ns)
     assert len(s.took_ns) + len(s.dropped) == len(taken)
     return good / 20 / most, 1 - good / len(taken)
 
@@ -186,7 +159,7 @@ def test_without_it_hardly_anything_is_in_time():
     deadline_ns = 4 * normal_p99(steep, most / 2)
     s = Server(steep, refuse_late=False)
     offered(s, 2 * most, 10, deadline_ns)
-    assert sum(now <= r.deadline_ns for r, now in s.took_ns) / 10 < 0.5 * most
+    assert sum(now <= r.deadline for r, now in s.took_ns) / 10 < 0.5 * most
 
 
 def test_one_who_floods_does_not_take_the_place_of_one_who_asks_for_little():
@@ -201,7 +174,7 @@ def test_one_who_floods_does_not_take_the_place_of_one_who_asks_for_little():
         taken = s.come(request(8, now + 200 * MS, "modest" if modest else "greedy"), now)
         asked, got = asked + modest, got + (modest and taken)
     assert got >= 0.8 * asked > 50
-    late = [r for r, at in s.took_ns if r.caller == "modest" and at > r.deadline_ns]
+    late = [r for r, at in s.took_ns if r.caller == "modest" and at > r.deadline]
     assert len(late) + sum(r.caller == "modest" for r in s.dropped) <= 0.05 * got
 
 

@@ -5,8 +5,6 @@ from itertools import product
 
 import pytest
 
-from expertd_server.engine.graphs import MOST_TOKENS
-from expertd_server.engine.lane import DeviceLane
 from expertd_server.engine.sizes import LANES, STREAMED_ROWS, WHOLE_ROWS, graph_count, lane_routes, padded, sizes_up_to
 
 
@@ -22,13 +20,6 @@ def test_sizes_are_few_and_none_is_far_from_its_batch():
 @pytest.mark.parametrize("most", [1, 2, 3, 64, 65, 100, 512, 3000, 4096])
 def test_the_sizes_are_those_that_batches_are_padded_to(most):
     assert sizes_up_to(most) == sorted({padded(n) for n in range(1, most + 1)})
-
-
-def test_the_lane_of_the_python_engine_pads_what_it_captures():
-    lane = object.__new__(DeviceLane)
-    lane._graphs = object()
-    assert [lane.size(n, True) for n in (65, MOST_TOKENS - 1, MOST_TOKENS + 1)] == [96, MOST_TOKENS, MOST_TOKENS + 1]
-    assert lane.size(65, False) == 65
 
 
 def captured(layers, tokens: int) -> int:

@@ -9,7 +9,7 @@ from session_kit import IN_FLIGHT, Experts, H, K
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.policy import Policy
 from expertd_server.engine.served import ServedLayer
 from expertd_server.service.service import Service
 from expertd_server.views.metrics import Metrics

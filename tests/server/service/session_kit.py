@@ -66,7 +66,7 @@ class Slots:
         self.changed = threading.Condition()
 
     def answer(self, request, answer) -> None:
-        assert threading.current_thread().name == "expertd-engine"
+        assert threading.current_thread().name == "expertd-answers"
         if self.broken:
             raise BrokenPipeError("the ring is gone")
         slot = self.slots[request.request_id]

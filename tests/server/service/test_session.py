@@ -125,6 +125,27 @@ def test_an_offer_is_answered(service):
     assert [type(m) for m in peer.outlet.said] == [pb.SessionAnswer]
 
 
+def test_a_stream_has_few_tokens_that_nobody_used(service, monkeypatch):
+    class Door:
+        asked = 0
+
+        def offer(self, caller, host):
+            self.asked += 1
+            return "t", "e", ""
+
+    door, peer = Door(), Peer(service)
+    monkeypatch.setattr(service, "doors", {"shm": door})
+    for _ in range(300):
+        peer.session.take(pb.SessionOffer(transports=["shm"]), time.monotonic_ns())
+    assert door.asked == 4
+    answers = peer.outlet.said
+    assert [a.token for a in answers[:5]] == ["t"] * 4 + [""]
+    assert "try again" in answers[-1].verdicts[0].reason
+    assert not answers[-1].verdicts[0].accepted
+    Peer(service).session.take(pb.SessionOffer(transports=["shm"]), time.monotonic_ns())
+    assert door.asked == 5, "another stream has its own"
+
+
 def test_a_draining_server_tells_its_sessions_and_ends_them_when_all_is_answered(service, experts):
     busy(service, experts)
     peer = Peer(service)

@@ -5,8 +5,8 @@ import torch
 from door_kit import BOUNDS, Doubles, E, H, K, M
 
 from expertd_server.config.values import Address
-from expertd_server.engine.native import NativeEngine
-from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.engine import Engine
+from expertd_server.engine.policy import Policy
 from expertd_server.engine.served import ServedLayer
 from expertd_server.transports.tcp import TcpDoor
 
@@ -18,7 +18,7 @@ def doubles():
 
 @pytest.fixture
 def engine(doubles):
-    e = NativeEngine(torch.device("cpu"), compute_dtype="f32", policy=Policy(max_tokens=M))
+    e = Engine(torch.device("cpu"), compute_dtype="f32", policy=Policy(max_tokens=M))
     e.hold([ServedLayer(0, E, tuple(range(E)), K, H, 8, doubles, "doubles")])
     e.start()
     e.open()

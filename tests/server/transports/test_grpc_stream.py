@@ -15,12 +15,12 @@ from expertd.errors import UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.admission import Limits
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.policy import Policy
 from expertd_server.service.service import Service
 from expertd_server.transports.grpc_service import Servicer
 from expertd_server.transports.grpc_stream import _MOST_UNREAD as MOST_UNREAD
 from expertd_server.transports.grpc_stream import Stream
-from expertd_server.transports.mailbox import Mailbox
+from expertd_server.transports.loop_thread import LoopCaller
 from expertd_server.views.call_metrics import Rpc
 from expertd_server.views.metrics import Metrics
 
@@ -60,8 +60,7 @@ def new_service(metrics: Metrics) -> Service:
 async def stream(caller: Caller) -> Stream:
     metrics = Metrics()
     service = new_service(metrics)
-    mailbox = Mailbox(asyncio.get_running_loop())
-    return Stream(service, mailbox, Rpc(metrics, "bidi_stream", "StreamForward"), caller, "test")
+    return Stream(service, LoopCaller(), Rpc(metrics, "bidi_stream", "StreamForward"), caller, "test")
 
 
 async def begun(caller: Caller) -> tuple[Stream, asyncio.Task]:
@@ -86,7 +85,8 @@ async def test_who_does_not_read_is_read_no_further():
     caller = Caller(sends=True, reads=False)
     stuck, task = await begun(caller)
     await until(lambda: caller.sent > MOST_UNREAD)
-    await asyncio.sleep(0.1)  # turns enough for thousands
+    for _ in range(10_000):  # turns, of which each would read a message
+        await asyncio.sleep(0)
     assert caller.sent < 1000
     await until(lambda: stuck.unread_s(time.monotonic()) > 0.2)
     assert caller.sent < 1000

@@ -13,7 +13,7 @@ from asked_kit import E4M3, IDS, REQUESTS, SCALES, W, X, changed, scaled
 from core_library import needs_core
 from door_kit import E, H, K, M
 from tcp_kit import tensor
-from waiting import until
+from waiting import until, until_asleep
 
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
@@ -28,9 +28,9 @@ from expertd.wire import (
 )
 from expertd_server.commands.echo import _Echo as Echo
 from expertd_server.engine.admission import Limits, State
+from expertd_server.engine.engine import Engine
 from expertd_server.engine.messages import Looked
-from expertd_server.engine.native import NativeEngine
-from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.policy import Policy
 from expertd_server.engine.served import ServedLayer
 from expertd_server.service.service import Service
 from expertd_server.views.metrics import Metrics
@@ -110,11 +110,11 @@ def service(engine):
 @pytest.fixture
 def brief():
     """Its answers are there at once; they are the hidden states."""
-    e = NativeEngine(torch.device("cpu"), compute_dtype="f32", policy=Policy(max_tokens=M))
+    e = Engine(torch.device("cpu"), compute_dtype="f32", policy=Policy(max_tokens=M))
     e.hold([ServedLayer(0, E, range(E), K, H, 8, Echo(0, 0), "echo", measured=BRIEF)])
     e.start()
     e.open()
-    time.sleep(0.1)  # the core's thread sleeps
+    until_asleep(e._thread)
     yield new_service(e)
     e.stop(10)
 
@@ -191,7 +191,7 @@ SIZES = (1, 2, 3, 31, 64, 65, *range(8040, 8056), *range(1048429, 1048440))
 
 
 def test_an_answer_is_a_message_whatever_its_size():
-    engine = NativeEngine(torch.device("cpu"), policy=Policy(max_tokens=M))
+    engine = Engine(torch.device("cpu"), policy=Policy(max_tokens=M))
     took = ((1, 1, 1000),)
     engine.hold([ServedLayer(n, E, range(E), 1, n, 8, Echo(0, 0), "echo", measured=took) for n in SIZES])
     engine.start()

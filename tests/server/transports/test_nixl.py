@@ -1,5 +1,5 @@
 """Sessions over NIXL: peers that forge, say garbage or are killed end, and hurt nobody else.  What is the same for all
-ways beside the stream is in tests/client/test_beside.py."""
+ways beside the stream is in tests/client/transports/test_beside.py."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ from expertd.shm.layout import CANCEL, FORWARD, Submission
 from expertd.tcp.entry import enter, read_exactly
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import ExpertClient
-from expertd_client.nixl import NixlChannel
+from expertd_client.transports.nixl.session import NixlChannel
 from expertd_server.config.values import Address
 from expertd_server.engine.peers import PeerBounds
 from expertd_server.transports.nixl import NixlEngine
@@ -291,7 +291,7 @@ CLIENT = """
 import sys, time
 from beside_kit import Transport, inputs
 from expertd_client import ExpertClient
-from expertd_client.nixl import NixlChannel
+from expertd_client.transports.nixl.session import NixlChannel
 print("up", flush=True)
 token, endpoint = sys.stdin.readline().split()
 client = ExpertClient(Transport(lambda caller, host: (token, endpoint, ""), NixlChannel("127.0.0.1:1")))

@@ -70,7 +70,7 @@ def test_a_frame_that_trickles_does_not_live_for_ever(engine):
                     peer.sock.sendall(bytes([byte]))
                     trickled += 1
                     time.sleep(0.1)
-            assert 5 < trickled < len(frame) / 2, "it has some time, and not all that it takes"
+            assert 1 <= trickled < len(frame) / 2, "it has some time, and not all that it takes"
             gone(door)
     finally:
         door.close()

@@ -2,14 +2,13 @@
 
 import ctypes as C
 import logging
-import os
 import socket
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
+from allocated import allocated, needs_mallinfo
 from core_library import needs_core
 from door_kit import BOUNDS, E, H, K, M, batch, call
 from tcp_kit import HEAD, MAGIC, Twin, request
@@ -19,11 +18,11 @@ from expertd.dtypes import DTYPE_NUMBER
 from expertd.wire import encode_stream_request
 from expertd_kernels.protocol import Direct
 from expertd_server.config.values import Address
-from expertd_server.engine import native
+from expertd_server.engine import engine as module
 from expertd_server.engine.core import Config, Core
-from expertd_server.engine.native import NativeEngine
+from expertd_server.engine.engine import Engine
 from expertd_server.engine.peers import PeerBounds, Peers
-from expertd_server.engine.scheduler import Policy
+from expertd_server.engine.policy import Policy
 from expertd_server.engine.served import ServedLayer
 from expertd_server.transports.tcp import TcpDoor
 
@@ -67,8 +66,8 @@ def called():
 
 @pytest.fixture
 def engine(called, monkeypatch):
-    monkeypatch.setattr(native, "_BRIEF_NS", 10**12)  # whatever finds the core asleep is computed by who brings it
-    e = NativeEngine(torch.device("cpu"), compute_dtype="f32", policy=Policy(max_tokens=M))
+    monkeypatch.setattr(module, "_BRIEF_NS", 10**12)  # whatever finds the core asleep is computed by who brings it
+    e = Engine(torch.device("cpu"), compute_dtype="f32", policy=Policy(max_tokens=M))
     brief = tuple((rows, K, 1000) for rows in (1, 4, 16))
     e.hold([ServedLayer(0, E, tuple(range(E)), K, H, 8, called, called.backend, measured=brief)])
     e.start()
@@ -91,9 +90,8 @@ def test_a_kernel_that_hangs_on_the_thread_of_sessions_does_not_hold_up_the_end(
                 break
             called.gate.set()
             peer.receive()
-        begin = time.monotonic()
         engine.stop(0.3)
-        assert time.monotonic() - begin < 10
+        assert not called.gate.is_set(), "it did not wait for the kernel"
     (said,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("stop: ")]
     assert "the thread of sessions over TCP did not end in 0.3 s" in said
     assert "a batch of 3 tokens for layer 0 on backend called" in said
@@ -112,11 +110,6 @@ def test_an_engine_that_ends_in_time_says_nothing(engine, caplog):
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-def rss() -> int:
-    with open("/proc/self/statm") as f:
-        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def leave_one_in_the_core(rows: int) -> None:
     """A request of a session that the core has, and has not answered when both end."""
     bounds = {f"max_queue_{what}": 1 << 30 for what in ("requests", "tokens", "routes", "bytes")}
@@ -132,10 +125,11 @@ def leave_one_in_the_core(rows: int) -> None:
     ours.close()
 
 
+@needs_mallinfo
 def test_what_is_in_flight_when_sessions_end_is_given_back():
-    rows, rounds = 32768, 24  # 4 MiB in and 4 MiB out; what the allocator keeps for good may be 30 MiB
+    rows = 32768  # 4 MiB in and 4 MiB out
     leave_one_in_the_core(rows)
-    before = rss()
-    for _ in range(rounds):
+    before = allocated()
+    for _ in range(3):
         leave_one_in_the_core(rows)
-    assert rss() - before < rounds * rows * H * 4 // 2
+    assert allocated() - before < rows * H * 4

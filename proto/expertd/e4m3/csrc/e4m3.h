@@ -1,5 +1,5 @@
 // Rows of e4m3 with an f32 scale for 128 columns: made of f32, f16 or bf16, and widened again.  Header only, so that the
-// engine's core has it, too.  The twins in numpy and torch (expertd_client/e4m3.py) give the same bits.
+// engine's core has it, too.  The twins in numpy and torch (expertd_client/requests/e4m3.py) give the same bits.
 //
 //   scale = max(largest magnitude / 448, 1e-12); NaN where a value of the block is NaN or infinite
 //   code  = value * (1 / scale), to nearest even

@@ -22,27 +22,27 @@ struct Client : Tickets<Client, Request> {
   static constexpr int kLooks = 64;
   static constexpr uint64_t kWatchSpinNs = 50000;
 
-  Client(uint8_t* base, uint32_t entries, uint64_t arena_bytes, int server_bell, int client_bell)
+  Client(uint8_t* base, uint32_t entries, uint64_t arena_bytes, int bell)
       : Tickets(entries),
         control(reinterpret_cast<Control*>(base)),
         submissions(reinterpret_cast<Submission*>(base + kPage)),
         completions(reinterpret_cast<Completion*>(base + completions_offset(entries))),
         memory(base + arena_offset(entries)),
-        server_bell(server_bell),
-        client_bell(client_bell),
+        bell(bell),
         arena(arena_bytes) {}
 
   Control* const control;
   Submission* const submissions;
   Completion* const completions;
   uint8_t* const memory;
-  const int server_bell, client_bell;
+  const int bell;
+  std::atomic<bool> hung_up{false};  // the server closed its end
 
   Arena arena;             // under `holding`, with submitted
   uint64_t submitted = 0;
   uint64_t answered = 0;   // under `reading`
 
-  bool over() const { return ended() || control->ended.load(std::memory_order_acquire); }
+  bool over() const { return ended() || hung_up.load() || control->ended.load(std::memory_order_acquire); }
   bool unwritten() const { return false; }
 
   void give_back(Request& t) {
@@ -82,7 +82,7 @@ struct Client : Tickets<Client, Request> {
       if (!id) return 0;
       push(s, id);
     }
-    wake(control->server, server_bell);
+    wake(control->server, bell);
     if (announce) ring_if_idle();
     return id;
   }
@@ -118,18 +118,19 @@ struct Client : Tickets<Client, Request> {
       const std::lock_guard<std::mutex> lock(holding);
       if (has_room()) push(s, id);  // without it the request is computed in vain
     }
-    wake(control->server, server_bell);
+    wake(control->server, bell);
   }
 
+  // Who sleeps at the socket wakes, too: it is shut.
   void end() {
-    end_all();
-    ring(client_bell);
+    if (end_all()) shutdown(bell, SHUT_RDWR);
   }
 
   // ---- completions, with `reading` held
 
+  // As many as there are entries at most: a server that writes on and on keeps nobody here beyond his time.
   void look() {
-    for (;;) {
+    for (uint32_t i = 0; i < entries; ++i) {
       Completion& c = completions[answered & (entries - 1)];
       if (c.seq.load(std::memory_order_acquire) != answered + 1) return;
       ++answered;
@@ -141,25 +142,31 @@ struct Client : Tickets<Client, Request> {
     }
   }
 
-  void sleep_for_all(int64_t timeout_ns) { sleep_watching(timeout_ns, -1); }
+  void sleep_for_all(int64_t timeout_ns) { sleep_watching(timeout_ns); }
 
-  void sleep_watching(int64_t timeout_ns, int other) {
+  void sleep_watching(int64_t timeout_ns) {
     const uint64_t before = answered;
     control->client.sleeps.store(1, std::memory_order_seq_cst);
     look();
-    if (answered == before && !any_ready()) sleep_on(client_bell, timeout_ns, other);
+    if (answered == before && !any_ready()) note(sleep_on_peer(bell, timeout_ns));
     control->client.sleeps.store(0, std::memory_order_relaxed);
     look();
   }
 
-  void sleep_idle(int64_t timeout_ns, int other) { sleep_on(news, timeout_ns, other); }
+  void sleep_idle(int64_t timeout_ns) { note(sleep_on(news, timeout_ns, bell)); }
+
+  void look_for_end() { note(expertd::shm::hung_up(bell)); }
+
+  void note(bool closed) {
+    if (closed) hung_up.store(true);
+  }
 
   void unbell() { control->client.sleeps.store(0, std::memory_order_relaxed); }
 
   // Where nothing has come the bell is armed, so that the next answer rings it.
   uint32_t drain(uint64_t* ids, uint32_t most) {
     const std::lock_guard<std::mutex> lock(reading);
-    sleep_on(client_bell, 0);
+    note(!hear_peer(bell));
     look();
     if (!any_ready()) {
       control->client.sleeps.store(1, std::memory_order_seq_cst);
@@ -190,11 +197,11 @@ API void expertd_shm_sizes(uint64_t* out) {
 }
 
 // null: not a region of this version, or not as large as it says.
-API Client* expertd_shm_client(void* base, uint64_t bytes, uint32_t entries, int server_bell, int client_bell) {
+API Client* expertd_shm_client(void* base, uint64_t bytes, uint32_t entries, int bell) {
   const auto* control = static_cast<Control*>(base);
   if (entries == 0 || (entries & (entries - 1)) || bytes <= arena_offset(entries)) return nullptr;
   if (control->magic != kMagic || control->version != kVersion || control->entries != entries) return nullptr;
-  return new Client(static_cast<uint8_t*>(base), entries, bytes - arena_offset(entries), server_bell, client_bell);
+  return new Client(static_cast<uint8_t*>(base), entries, bytes - arena_offset(entries), bell);
 }
 
 // Offset in the arena of a block; -1: there is no room now.
@@ -229,4 +236,4 @@ API int expertd_shm_exchange(Client* c, const Submission* s, int64_t timeout_ns,
 API void expertd_shm_recall(Client* c, uint64_t ticket) { c->tell_cancel(ticket); }
 
 // A call from a device comes soon: a device cannot ring.
-API void expertd_shm_wake(Client* c) { wake(c->control->server, c->server_bell); }
+API void expertd_shm_wake(Client* c) { wake(c->control->server, c->bell); }

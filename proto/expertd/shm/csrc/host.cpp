@@ -10,8 +10,8 @@
 using namespace expertd;
 
 // Lays out a region of zeroed memory.
-API Port* expertd_shm_host(void* base, uint64_t bytes, uint32_t entries, int server_bell, int client_bell) {
-  return new Port(Session{0, base, bytes, 0, 0, entries, 0, server_bell, client_bell});
+API Port* expertd_shm_host(void* base, uint64_t bytes, uint32_t entries, int bell) {
+  return new Port(Session{0, base, bytes, 0, 0, entries, 0, bell});
 }
 API void expertd_shm_host_free(Port* p) { delete p; }
 

@@ -22,7 +22,7 @@ constexpr uint64_t kMagic = 0x31306d6873707865;  // "expshm01"
 constexpr uint32_t kVersion = 2;
 constexpr uint64_t kPage = 4096;
 
-// One side's sleep: it sets `sleeps`, looks once more, then reads its eventfd; who writes an entry rings if it is set,
+// One side's sleep: it sets `sleeps`, looks once more, then waits at its socket; who writes an entry rings if it is set,
 // and clears it, so that a sleep is rung for once.
 struct alignas(64) Bell {
   std::atomic<uint32_t> sleeps;

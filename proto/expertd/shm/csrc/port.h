@@ -17,7 +17,7 @@ struct Session {
   void* base;
   uint64_t bytes, pool, pool_bytes;
   uint32_t entries, caller;
-  int bell, client_bell;
+  int bell;  // a socket, whose other end is the client's
 };
 
 class Port {
@@ -25,7 +25,7 @@ class Port {
   // Lays out `bytes` of zeroed memory.
   explicit Port(const Session& s)
       : handle(s.handle), caller(s.caller), bell(s.bell), base_(static_cast<uint8_t*>(s.base)), pool_(s.pool),
-        pool_bytes_(s.pool_bytes), entries_(s.entries), client_bell_(s.client_bell) {
+        pool_bytes_(s.pool_bytes), entries_(s.entries) {
     auto* c = control();
     c->entries = entries_;
     c->version = shm::kVersion;
@@ -101,13 +101,13 @@ class Port {
 
   void publish(shm::Completion& c) {
     c.seq.store(++answered_, std::memory_order_release);
-    shm::wake(control()->client, client_bell_);
+    shm::wake(control()->client, bell);
   }
 
   void sleeps(bool now) { control()->server.sleeps.store(now, std::memory_order_seq_cst); }
   void end() {
     control()->ended.store(1, std::memory_order_release);
-    shm::ring(client_bell_);
+    shm::ring_peer(bell);
   }
 
  private:
@@ -122,7 +122,6 @@ class Port {
   uint64_t arena_bytes_;
   const uint64_t pool_, pool_bytes_;
   const uint32_t entries_;
-  const int client_bell_;
   uint64_t taken_ = 0, answered_ = 0;
   std::deque<shm::Submission> prepared_;
   bool calling_ = false;

@@ -10,8 +10,9 @@
 //   over()                      whether either side has ended the session
 //   look()                      with `reading` held: gives what has come to done(); does not wait
 //   sleep_for_all(ns)           with `reading` held: the same, after it has waited for something to come
-//   sleep_watching(ns, other)   with `reading` held, for the thread that watches: the same, or until `other` is readable
-//   sleep_idle(ns, other)       until `news` rings, the session ends, or `other` is readable
+//   sleep_watching(ns)          with `reading` held, for the thread that watches: the same
+//   sleep_idle(ns)              until `news` rings, or the session ends
+//   look_for_end()              over() is right afterwards, also where nobody reads
 //   send(submission, tensors, announced, end_ns, ticket)    a Sent
 //   unwritten()                 whether what was sent has to be carried on by somebody
 //   tell_cancel(id)             the server shall not compute it
@@ -239,20 +240,20 @@ class Tickets {
     return true;
   }
 
-  // For one thread that looks after what is announced, and after `other` (-1: nothing), a descriptor that becomes readable
-  // when the session ends: the tickets whose answers have come, at most `most`; 0: the time was over, `other` is
-  // readable, or the session is over.
-  uint32_t watch(int other, uint64_t* ids, uint32_t most, int64_t timeout_ns) {
+  // For one thread that looks after what is announced: the tickets whose answers have come, at most `most`; 0: the time was
+  // over, or the session is.
+  uint32_t watch(uint64_t* ids, uint32_t most, int64_t timeout_ns) {
     const uint64_t end = end_of(now_ns(), timeout_ns);
     uint64_t spin_end = 0;
     for (;;) {
       if (const uint32_t n = take_ready(ids, most)) return hand_on(true), n;
       const uint64_t now = now_ns();
-      if (way().over() || now >= end || readable(other)) return hand_on(true), 0;
+      way().look_for_end();
+      if (way().over() || now >= end) return hand_on(true), 0;
       if (!spin_end) spin_end = now + Way::kWatchSpinNs;
       if ((announced_.load() || way().unwritten()) && reading.try_lock()) {
         way().look();
-        if (!readies_.load() && !way().over() && now >= spin_end) way().sleep_watching(int64_t(end - now), other);
+        if (!readies_.load() && !way().over() && now >= spin_end) way().sleep_watching(int64_t(end - now));
         reading.unlock();
         relax();
         continue;
@@ -260,7 +261,7 @@ class Tickets {
       hand_on(true);
       idle_.store(1);  // then the look at what is there
       if (readies_.load() || (announced_.load() && reading.try_lock() && (reading.unlock(), true))) continue;
-      way().sleep_idle(int64_t(end - now), other);
+      way().sleep_idle(int64_t(end - now));
       spin_end = 0;
     }
   }
@@ -387,8 +388,8 @@ class Tickets {
   API void expertd_##way##_answer(Client* c, uint64_t id, Completion* answer) {                                        \
     expertd::shm::copy_answer(c->ticket(id).answer, answer);                                                           \
   }                                                                                                                    \
-  API uint32_t expertd_##way##_watch(Client* c, int other, uint64_t* ids, uint32_t most, int64_t timeout_ns) {         \
-    return c->watch(other, ids, most, timeout_ns);                                                                     \
+  API uint32_t expertd_##way##_watch(Client* c, uint64_t* ids, uint32_t most, int64_t timeout_ns) {                    \
+    return c->watch(ids, most, timeout_ns);                                                                            \
   }                                                                                                                    \
   API uint32_t expertd_##way##_poll(Client* c, uint64_t* ids, uint32_t most) { return c->poll(ids, most); }            \
   API uint32_t expertd_##way##_drain(Client* c, uint64_t* ids, uint32_t most) { return c->drain(ids, most); }          \

@@ -268,8 +268,7 @@ struct Client : expertd::shm::Tickets<Client, Request> {
 
   void sleep_for_all(int64_t timeout_ns) { sleep_reading(timeout_ns, -1); }
 
-  // `other` is the socket, whose end is seen here.
-  void sleep_watching(int64_t timeout_ns, int) { sleep_reading(timeout_ns, news); }
+  void sleep_watching(int64_t timeout_ns) { sleep_reading(timeout_ns, news); }
 
   // Until something comes, what waits can be written, `bell` rings, or the time is over.
   void sleep_reading(int64_t timeout_ns, int bell) {
@@ -283,7 +282,9 @@ struct Client : expertd::shm::Tickets<Client, Request> {
 
   // ---- for the thread that watches, or an event loop
 
-  void sleep_idle(int64_t timeout_ns, int) {
+  void look_for_end() {}  // who reads sees it, and sleep_idle()
+
+  void sleep_idle(int64_t timeout_ns) {
     pollfd p[2] = {{news, POLLIN, 0}, {fd, short(POLLRDHUP | (waiting.load() ? POLLOUT : 0)), 0}};
     const timespec t = timespec_of(timeout_ns);
     if (ppoll(p, 2, &t, nullptr) <= 0) return;

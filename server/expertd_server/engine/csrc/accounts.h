@@ -1,5 +1,4 @@
-// Who waits for what, and how much each was served: what admission and fairness go by.  server/expertd_server/engine/
-// admission.py and scheduler.py (Shares) say the same in Python; a test holds the two together on random requests.
+// Who waits for what, and how much each was served: what admission and fairness go by.
 #pragma once
 
 #include <algorithm>

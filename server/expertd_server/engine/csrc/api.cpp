@@ -104,10 +104,10 @@ API void expertd_core_add_graph(Core* c, uint32_t layer, uint32_t generation, ui
 
 // entries: a power of two; bytes: of zeroed memory that holds both rings and an arena; pool: memory on the device, or 0.
 API void expertd_core_add_session(Core* c, uint64_t handle, void* base, uint64_t bytes, uint32_t entries, int bell,
-                                  int client_bell, uint32_t caller, uint64_t pool, uint64_t pool_bytes) {
+                                  uint32_t caller, uint64_t pool, uint64_t pool_bytes) {
   Command x{};
   x.kind = Command::kAddPort;
-  x.port = std::make_unique<Port>(Session{handle, base, bytes, pool, pool_bytes, entries, caller, bell, client_bell});
+  x.port = std::make_unique<Port>(Session{handle, base, bytes, pool, pool_bytes, entries, caller, bell});
   c->command(std::move(x));
 }
 
@@ -117,44 +117,6 @@ API void expertd_core_remove_session(Core* c, uint64_t handle) {
   x.kind = Command::kRemovePort;
   x.handle = handle;
   c->command(std::move(x));
-}
-
-// ---- a forecast by itself, for the test that holds it to forecast.py ------------------------------------------------------
-
-API Forecast* expertd_forecast(uint64_t max_tokens) { return new Forecast(max_tokens); }
-API void expertd_forecast_free(Forecast* f) { delete f; }
-API void expertd_forecast_layer(Forecast* f, uint32_t layer, uint64_t top_k) { f->layer(layer, top_k); }
-API void expertd_forecast_saw(Forecast* f, uint32_t layer, uint64_t rows, uint64_t top_k, uint64_t ns) {
-  f->find(layer)->times.saw(rows, top_k, ns);
-}
-API double expertd_forecast_expect(Forecast* f, uint32_t layer, uint64_t rows, uint64_t top_k) {
-  return f->find(layer)->times.expect(rows, top_k);
-}
-API void expertd_forecast_enter(Forecast* f, uint32_t layer, uint32_t line, uint64_t tokens, uint64_t routes) {
-  f->enter(layer, line, tokens, routes);
-}
-API void expertd_forecast_leave(Forecast* f, uint32_t layer, uint32_t line, uint64_t tokens, uint64_t routes) {
-  f->leave(layer, line, tokens, routes);
-}
-API void expertd_forecast_begin(Forecast* f, uint64_t now, uint32_t layer, uint64_t rows, uint64_t top_k) {
-  f->begin(now, *f->find(layer), rows, top_k);
-}
-API void expertd_forecast_computed(Forecast* f, uint64_t now, uint32_t layer, uint64_t rows, uint64_t top_k, uint64_t ns,
-                                   double behind_ns) {
-  f->computed(now, f->find(layer), rows, top_k, ns, behind_ns);
-  f->end(now);
-}
-API void expertd_forecast_dropped(Forecast* f, uint64_t now, uint32_t layer, uint64_t tokens, uint64_t top_k, uint64_t foreseen_ns) {
-  f->dropped(now, *f->find(layer), tokens, top_k, foreseen_ns);
-}
-API void expertd_forecast_went_out(Forecast* f, uint64_t now, double ns) { f->went_out(now, ns); }
-API double expertd_forecast_wait(Forecast* f, uint64_t now) { return f->running_ns(now) + f->waiting_ns(); }
-// out: when it is expected, from now, and how late it may be.
-API void expertd_forecast_foresee(Forecast* f, uint64_t now, uint32_t layer, uint32_t line, uint64_t tokens, uint64_t top_k,
-                                  uint64_t deadline_ns, uint64_t own_routes, uint64_t callers, uint64_t all_routes, double* out) {
-  const Foreseen seen = f->foresee(now, layer, line, tokens, top_k, deadline_ns, own_routes, callers, all_routes);
-  out[0] = seen.in_ns;
-  out[1] = seen.late_ns;
 }
 
 // For the test that holds it to expertd/trace_context.py.

@@ -23,6 +23,8 @@ constexpr uint64_t kRestsWorth = 2, kLongestRest = 3;
 // whoever shares these cores waits for it.  Longer ones than that many times it count as that: a pause is forgotten soon.
 constexpr uint64_t kCalledSpinNs = 5000000;
 constexpr int kCalledSleepMs = 1;
+constexpr uint64_t kShortDelayNs = 2000000;
+// The end of a batching delay is spun for: a sleep is counted in milliseconds.
 // A device cannot ring: for so long after its last call the core watches for the next, then it looks so often, or is rung
 // by the host of a caller that knows of a call to come.
 
@@ -54,28 +56,33 @@ void Core::watch(int fd) {
 // ---- any thread ------------------------------------------------------------------------------------------------------
 
 uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us, Work* work, Outcome* at_once) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (draining_) return kDraining;
-    const Verdict v = accounts_.enter(f, now_ns());
-    if (v.reason) {
-      *retry_after_us = advice_us(v);
-      return v.reason;
-    }
-    inbox_.emplace_back();
-    inbox_.back().kind = Command::kForward;
-    inbox_.back().forward = f;
-    inbox_.back().account = v.account;
-    inbox_.back().foreseen_ns = v.foreseen_ns;
-    inbox_.back().work = work;
-    inbox_.back().handle = *handle = next_handle_++;
-    incoming_.store(true, std::memory_order_seq_cst);
-    std::atomic_thread_fence(std::memory_order_release);  // waits_for_company: whoever is counted has been announced
-    busy_.enter(f.tokens);
-    busy_.admitted.fetch_add(1, std::memory_order_relaxed);
-  }
+  Verdict v = announce(f, handle, work);
+  if (v.reason == kQueueFull && sweep()) v = announce(f, handle, work);
+  *retry_after_us = advice_us(v);
+  if (v.reason) return v.reason;
   if (!compute_here(f, *handle, at_once)) wake();
   return kComputed;
+}
+
+// Admits `f` and puts it into the inbox, unless the verdict says why not.
+Verdict Core::announce(const Forward& f, uint64_t* handle, Work* work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Verdict v;
+  if (draining_) return v.reason = kDraining, v;
+  v = accounts_.enter(f, now_ns());
+  if (v.reason) return v;
+  inbox_.emplace_back();
+  inbox_.back().kind = Command::kForward;
+  inbox_.back().forward = f;
+  inbox_.back().account = v.account;
+  inbox_.back().foreseen_ns = v.foreseen_ns;
+  inbox_.back().work = work;
+  inbox_.back().handle = *handle = next_handle_++;
+  incoming_.store(true, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_release);  // waits_for_company: whoever is counted has been announced
+  busy_.enter(f.tokens);
+  busy_.admitted.fetch_add(1, std::memory_order_relaxed);
+  return v;
 }
 
 uint32_t Core::admits(const Forward& f, uint32_t* retry_after_us) {
@@ -93,11 +100,32 @@ void Core::went_out(uint64_t ns) {
   accounts_.forecast([&](Forecast& f) { f.went_out(now_ns(), double(ns)); });
 }
 
+// Takes requests that are cancelled or whose deadline has passed out of their lines, so that they hold no room in a full queue: while the core's
+// thread sleeps or computes a long batch.  Otherwise it cuts a batch soon, which drops them.  False: nothing has changed.
+bool Core::sweep() {
+  int before = kComputing;
+  if (!driver_.compare_exchange_strong(before, kBorrowed) &&
+      (before != kAsleep || !driver_.compare_exchange_strong(before, kBorrowed)))
+    return false;
+  const uint64_t now = now_ns();
+  bool any = take_inbox();  // cancels are there
+  for (Layer* layer : serving_)
+    for (auto& line : layer->lines) {
+      const auto dead = std::stable_partition(line.begin(), line.end(), [&](const Item* i) { return !expired(i->f, now); });
+      for (auto it = dead; it != line.end(); ++it) drop(*it, *layer, now);
+      any |= dead != line.end();
+      line.erase(dead, line.end());
+    }
+  if (any) answers_.flush();
+  driver_.store(before);
+  return any;
+}
+
 // On the thread that brought the request `f`, while the core's own sleeps: a brief batch is over before that is awake.
 // False: something is left for the core's thread.
 bool Core::compute_here(const Forward& f, uint64_t handle, Outcome* at_once) {
   int asleep = kAsleep;
-  if (config_.device || !driver_.compare_exchange_strong(asleep, kBorrowed)) return false;
+  if (config_.device || config_.max_wait_ns || !driver_.compare_exchange_strong(asleep, kBorrowed)) return false;
   bool all = false;
   const auto found = layers_.find(f.layer);
   const Layer* layer = found == layers_.end() ? nullptr : found->second.get();
@@ -222,7 +250,7 @@ RunCode Core::run(Run* out) {
     } else if (stopping_.load(std::memory_order_relaxed) && busy_.all_requests() == 0) {
       return kStopped;
     } else if (sleepy(now, idle_since)) {
-      if (sleep()) idle_since = now_ns();
+      if (sleep(delay_end_ns_ ? int((delay_end_ns_ - std::min(now, delay_end_ns_)) / 1000000) : kSleepMs)) idle_since = now_ns();
     } else {
       shm::relax();
     }
@@ -236,7 +264,13 @@ RunCode Core::hand_over(const Run& run) {
 }
 
 bool Core::waits_for_company(uint64_t now) {
-  if (config_.patience <= 0 || !under_way_.empty()) return false;
+  delay_end_ns_ = 0;
+  if (!under_way_.empty()) return false;
+  if (config_.max_wait_ns) {
+    delay_end_ns_ = delayed_until(now);
+    if (delay_end_ns_) return true;
+  }
+  if (config_.patience <= 0) return false;
   const uint64_t waiting = busy_.now(busy_.requests);
   std::atomic_thread_fence(std::memory_order_acquire);
   if (incoming_.load(std::memory_order_relaxed)) return true;  // it may count as waiting, and stands in no line yet
@@ -246,11 +280,30 @@ bool Core::waits_for_company(uint64_t now) {
   return waited_ = false;
 }
 
+// Until when a batch waits for more requests although the engine is idle: for max_wait_ns from the arrival of its first,
+// unless it is full before.  0 = no longer, or nothing waits.
+uint64_t Core::delayed_until(uint64_t now) const {
+  uint64_t first = ~uint64_t(0);
+  for (const Layer* l : serving_)
+    for (const auto& line : l->lines) {
+      uint64_t tokens = 0, top_k = 0;
+      for (const Item* item : line) {
+        first = std::min(first, item->f.arrival_ns);
+        tokens += item->f.tokens;
+        top_k = std::max<uint64_t>(top_k, item->f.top_k);
+      }
+      const uint64_t most = config_.max_tokens;
+      if (tokens >= most || (l->facts.top_k && tokens * top_k > most * l->facts.top_k)) return 0;
+    }
+  return first != ~uint64_t(0) && now < first + config_.max_wait_ns ? first + config_.max_wait_ns : 0;
+}
+
 // A CPU's cores are for its kernels and for the threads that bring requests: it spins only while a caller in shared
 // memory may be answered sooner than a thread wakes up, and while their requests come that soon.
 bool Core::sleepy(uint64_t now, uint64_t idle_since) const {
   const bool soon = !ports_.empty() && usual_rest_ns_ <= kRestsWorth * config_.spin_ns;
   const uint64_t spin_ns = config_.device || soon ? config_.spin_ns : 0;
+  if (delay_end_ns_ && delay_end_ns_ - std::min(now, delay_end_ns_) < kShortDelayNs) return false;
   return now - idle_since > spin_ns && now - called_ns_ > kCalledSpinNs && !waited_;
 }
 
@@ -259,7 +312,7 @@ void Core::rested(uint64_t ns) {
   usual_rest_ns_ = usual_rest_ns_ - usual_rest_ns_ / 8 + std::min(ns, most) / 8;
 }
 
-bool Core::sleep() {
+bool Core::sleep(int most_ms) {
   bool woken = true;
   asleep_.store(true, std::memory_order_seq_cst);
   for (auto& p : ports_) p->sleeps(true);
@@ -267,7 +320,7 @@ bool Core::sleep() {
     epoll_event events[16];
     const bool devices = std::any_of(ports_.begin(), ports_.end(), [](const auto& p) { return p->has_pool(); });
     driver_.store(kAsleep);
-    const int n = epoll_wait(epoll_, events, 16, devices ? kCalledSleepMs : kSleepMs);
+    const int n = epoll_wait(epoll_, events, 16, devices ? kCalledSleepMs : std::min(most_ms, kSleepMs));
     woken = n > 0;
     for (int asleep = kAsleep; !driver_.compare_exchange_weak(asleep, kOwn); asleep = kAsleep)
       stopping_.load(std::memory_order_relaxed) ? usleep(1000) : sched_yield();  // a kernel may hang there
@@ -280,11 +333,15 @@ bool Core::sleep() {
 }
 
 // The bells that rang, of what is still here: the descriptor of a port that was removed meanwhile may be another's already.
+// A client that closed its end would ring for ever: who opened its session removes it.
 void Core::take_bells(const epoll_event* events, int n) {
   for (int i = 0; i < n; ++i) {
     const int fd = events[i].data.fd;
-    if (fd == wake_ || std::any_of(ports_.begin(), ports_.end(), [&](const auto& p) { return p->bell == fd; }))
-      shm::sleep_on(fd, 0);
+    if (fd == wake_) {
+      shm::hear(fd);
+    } else if (std::any_of(ports_.begin(), ports_.end(), [&](const auto& p) { return p->bell == fd; })) {
+      if (!shm::hear_peer(fd)) epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
+    }
   }
 }
 
@@ -319,36 +376,6 @@ void Core::drop(Item* item, const Layer& layer, uint64_t now) {
   }
   answers_.refuse(item, kDeadlineExceeded, 0,
                   "request: its deadline passed while it waited; want a longer timeout or another replica");
-}
-
-Bounds Core::bounds(const Layer& layer, uint64_t now) {
-  Bounds b{now, config_.max_tokens, layer.facts.top_k, nullptr, 0, 0};
-  if (!config_.refuse_late) return b;
-  accounts_.forecast([&](const Forecast& f) {
-    if (f.fresh(now)) b.times = &layer.work->times;
-    b.before_ns = f.running_ns(now);
-    b.after_ns = f.way_out_ns(now);
-  });
-  return b;
-}
-
-// The line with the most urgent request, where urgency is put off by what its caller was served more than others.
-Layer* Core::most_urgent(uint32_t* flag) {
-  uint64_t least = ~uint64_t(0), first = ~uint64_t(0);
-  for (Layer* l : serving_)
-    for (const auto& line : l->lines)
-      for (const Item* item : line) least = std::min(least, accounts_.share(*item->account));
-  if (least != ~uint64_t(0)) accounts_.settle(least);
-  Layer* layer = nullptr;
-  for (Layer* l : serving_)
-    for (uint32_t i : {0u, 1u})
-      for (const Item* item : l->lines[i])
-        if (const uint64_t u = urgency(item->f) + accounts_.lag_ns(*item->account); u < first) {
-          first = u;
-          layer = l;
-          *flag = i;
-        }
-  return layer;
 }
 
 void Core::fail_all(uint32_t reason, const char* text) {

@@ -166,6 +166,7 @@ struct Config {
   uint32_t streamed_rows;  // from so many rows on copy engines move a batch, beside the kernels of another; 0 = never
   uint64_t max_queue_tokens, max_queue_routes, max_queue_bytes, spin_ns;
   uint64_t brief_ns;  // a CPU's batch that takes no longer may be computed by the thread that brings it; 0 = none
+  uint64_t max_wait_ns;  // maximum batching delay while nothing is under way; 0 = none
   float patience;  // part of the last batch's time for which its callers are waited for; 0 = not at all
   uint8_t compute_dtype, device;  // device: batches are described by a table and end by a word
   uint8_t refuse_late;  // what cannot be answered by its deadline is refused, and dropped before that has passed

@@ -100,10 +100,11 @@ class Core {
 
   void watch(int fd);
   void wake();
-  bool sleep();  // false: nothing came
+  bool sleep(int most_ms);  // false: nothing came
   void take_bells(const epoll_event* events, int n);
   RunCode hand_over(const Run& run);
   bool waits_for_company(uint64_t now);
+  uint64_t delayed_until(uint64_t now) const;
 
   bool take_inbox();
   void enqueue(const Command& c);
@@ -118,6 +119,8 @@ class Core {
   void list_serving();
   template <class Which>
   void take_back(const Which& which);
+  bool sweep();
+  Verdict announce(const Forward& f, uint64_t* handle, Work* work);
   bool poll_ports();
   void accept(Port* p, const shm::Submission& s, bool called);
   void turn_away(Item* item, const Verdict& v);
@@ -129,9 +132,7 @@ class Core {
   uint32_t advice_us(const Verdict& v) const;
   void unqueue(Item* item);
   void drop(Item* item, const Layer& layer, uint64_t now);
-  Bounds bounds(const Layer& layer, uint64_t now);
   bool worth_starting(uint64_t now) const;
-  Layer* most_urgent(uint32_t* flag);
   Started start(uint64_t now, Run* out);
   bool call(const Lane& lane, const Run& run);
   bool compute_here(const Forward& f, uint64_t handle, Outcome* at_once);
@@ -176,6 +177,7 @@ class Core {
   Run left_{};                     // of a batch that a submitter began and could not compute
   bool refused_ = false;           // there is one
   bool waited_ = false;
+  uint64_t delay_end_ns_ = 0;       // while requests wait for the maximum batching delay; 0 = none does
   std::atomic<uint64_t> begun_{0};  // 1 << 63 | layer << 31 | rows of the batch that was begun last, 0 = it is over
   uint64_t checked_ns_ = 0, last_end_ns_ = 0, called_ns_ = 0;
   uint64_t usual_rest_ns_ = 0;  // from when there was nothing to do until something came, recently

@@ -16,10 +16,11 @@ constexpr int kLookMs = 5;
 // Before a batch of so many rows is computed here.
 void Core::leave_door(const LayerWork& work, uint32_t rows, uint32_t top_k) {
   const double expected = work.times.expect(rows, top_k);
-  if (config_.device || ports_.empty() || (expected > 0 && expected < kLongNs) || driver_.load() != kOwn) return;
+  if (config_.device || (expected > 0 && expected < kLongNs) || driver_.load() != kOwn) return;
+  left_door_ = true;
+  if (ports_.empty()) return driver_.store(kComputing);  // for sweep() alone
   if (!doorman_.joinable()) doorman_ = std::thread(&Core::keep_door, this);
   for (auto& p : ports_) p->sleeps(true);
-  left_door_ = true;
   {
     const std::lock_guard<std::mutex> lock(door_);
     driver_.store(kComputing);
@@ -42,13 +43,17 @@ void Core::keep_door() {
     computing_.wait(lock, [&] { return closing_ || driver_.load() == kComputing; });
     lock.unlock();
     epoll_event events[16];
-    for (int n = 0;; n = epoll_wait(epoll_, events, 16, kLookMs)) {
+    bool moved = false;
+    for (int n = 0;; n = epoll_wait(epoll_, events, 16, moved ? 0 : kLookMs)) {
       int computing = kComputing;
       if (closing_.load()) break;  // nobody takes this door again: the batch does not end, or nobody said that it has
-      if (!driver_.compare_exchange_strong(computing, kBorrowed)) break;  // the bells that rang are left to the core
+      if (!driver_.compare_exchange_strong(computing, kBorrowed)) {
+        if (computing == kBorrowed) continue;  // by a submitter, for a moment: look again
+        break;  // the bells that rang are left to the core
+      }
       take_bells(events, n);
       for (auto& p : ports_) p->sleeps(true);  // each is rung for once, so again, and then the look
-      bool moved = take_inbox();
+      moved = take_inbox();
       moved |= poll_ports();
       if (moved) answers_.flush();
       driver_.store(kComputing);

@@ -1,5 +1,5 @@
 // When an answer is to be expected, from what batches took: what admission and the cut go by where requests have
-// deadlines.  server/expertd_server/engine/forecast.py says the same in Python; a test holds the two together.
+// deadlines.
 #pragma once
 
 #include <algorithm>

@@ -162,11 +162,14 @@ void Core::forget_closed() {
   ports_.erase(std::remove_if(ports_.begin(), ports_.end(), over), ports_.end());
 }
 
+// A session's turn ends after kTurn submissions: one that writes on and on, what is refused or cancelled at once, does not
+// keep the others waiting.
 bool Core::poll_ports() {
+  constexpr int kTurn = 64;
   bool any = false;
   shm::Submission s;
   for (auto& p : ports_) {
-    while (!p->closing && p->take(&s)) {
+    for (int i = 0; i < kTurn && !p->closing && p->take(&s); ++i) {
       accept(p.get(), s, false);
       any = true;
     }

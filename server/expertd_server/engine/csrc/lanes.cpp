@@ -9,9 +9,9 @@ using shm::now_ns;
 
 Core::Started Core::start(uint64_t now, Run* out) {
   uint32_t flag = 0;
-  Layer* layer = most_urgent(&flag);
+  Layer* layer = most_urgent(serving_, accounts_, &flag);
   if (!layer) return kNothing;
-  cut(layer->lines[flag], bounds(*layer, now), accounts_, cut_);
+  cut(layer->lines[flag], bounds_of(config_, accounts_, *layer->work, layer->facts.top_k, now), accounts_, cut_);
   for (Item* item : cut_.dropped) drop(item, *layer, now);
   if (cut_.run.empty()) return answers_.flush(), kLaunched;
   Lane* lane = free_.back();

@@ -1,5 +1,5 @@
-// Which requests run next: a pure choice among those that wait.  server/expertd_server/engine/scheduler.py says the same
-// in Python; a test holds the two together on random requests.
+// Which requests run next: a pure choice among those that wait.  tests/server/engine/rules.cpp drives it on a clock of
+// its own.
 #pragma once
 
 #include <cstdint>
@@ -79,6 +79,39 @@ struct Bounds {
 inline bool doomed(const Forward& f, const Bounds& b) {
   return b.times && f.deadline_ns &&
          double(b.now) + b.before_ns + b.times->expect(f.tokens, f.top_k) + b.after_ns > double(f.deadline_ns);
+}
+
+// What a batch of a layer with top_k may be now.
+inline Bounds bounds_of(const Config& config, Accounts& accounts, const LayerWork& work, uint32_t top_k, uint64_t now) {
+  Bounds b{now, config.max_tokens, top_k, nullptr, 0, 0};
+  if (!config.refuse_late) return b;
+  accounts.forecast([&](const Forecast& f) {
+    if (f.fresh(now)) b.times = &work.times;
+    b.before_ns = f.running_ns(now);
+    b.after_ns = f.way_out_ns(now);
+  });
+  return b;
+}
+
+// The layer with the most urgent request, where urgency is put off by what its client was served more than others; flag:
+// in which of its two lines.  Null: nothing waits.
+template <class Layer>
+Layer* most_urgent(const std::vector<Layer*>& layers, Accounts& accounts, uint32_t* flag) {
+  uint64_t least = ~uint64_t(0), first = ~uint64_t(0);
+  for (const Layer* l : layers)
+    for (const auto& line : l->lines)
+      for (const Item* item : line) least = std::min(least, accounts.share(*item->account));
+  if (least != ~uint64_t(0)) accounts.settle(least);
+  Layer* layer = nullptr;
+  for (Layer* l : layers)
+    for (uint32_t i : {0u, 1u})
+      for (const Item* item : l->lines[i])
+        if (const uint64_t u = urgency(item->f) + accounts.lag_ns(*item->account); u < first) {
+          first = u;
+          layer = l;
+          *flag = i;
+        }
+  return layer;
 }
 
 // Takes the next batch out of `line`, in which all fit together but for their number: everything where it is one batch

@@ -1,0 +1,69 @@
+"""The options of `expertctl bench faults`, and how its rows are shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from rich.table import Table
+
+from expertctl.bench.faults.failures import Failures
+from expertctl.bench.faults.run import AWAY_S, FAULTS, Row, run
+from expertctl.common.brief import briefly, fewer
+from expertctl.common.counts import at_least, positive
+from expertd.tables import console, print_table
+
+__all__ = ["add_arguments", "run_command"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    usual = tuple(name for name in FAULTS if name != "partition")
+    parser.add_argument(
+        "--fault",
+        type=_faults,
+        default=usual,
+        metavar="F,F",
+        help=f"of {', '.join(FAULTS)} (all but partition, which needs root)",
+    )
+    parser.add_argument(
+        "--events", type=at_least(1), default=fewer(20), metavar="N", help="of each fault (default: 20)"
+    )
+    parser.add_argument("--callers", type=at_least(1), default=4, metavar="N", help="threads that call (default: 4)")
+    parser.add_argument("--tokens", type=at_least(1), default=8, metavar="M", help="of a call (default: 8)")
+    parser.add_argument(
+        "--away", type=positive, default=briefly(AWAY_S, 0.5), metavar="S", help=f"length of an event ({AWAY_S})"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Measures and prints; 1 where a call failed."""
+    found = list(run(args.fault, args.events, args.callers, args.tokens, args.away))
+    if args.json:
+        failed = {row.fault: [asdict(one) for one in failures.first] for row, failures in found if failures}
+        print(json.dumps({"rows": [asdict(row) for row, _ in found], "failures": failed}))
+    else:
+        _show(found)
+    return 1 if any(failures for _, failures in found) else 0
+
+
+def _show(found: list[tuple[Row, Failures]]) -> None:
+    out = console()
+    table = Table(title="two replicas of one half, one of them in trouble", title_justify="left", show_edge=False)
+    table.add_column("fault")
+    for name in ("events", "calls", "failed", "longest ms", "recovered s", "p99 ms before", "p99 ms"):
+        table.add_column(name, justify="right")
+    for r, _ in found:
+        numbers = (f"{r.events:,}", f"{r.calls:,}", f"{r.failed:,}", f"{r.longest_ms:,.0f}", f"{r.recovered_s:.2f}")
+        table.add_row(r.fault, *numbers, f"{r.quiet_p99_ms:,.1f}", f"{r.p99_ms:,.1f}")
+    print_table(out, table)
+    for _, failures in found:
+        failures.show(out)
+
+
+def _faults(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [n for n in names if n not in FAULTS]:
+        raise argparse.ArgumentTypeError(f"got {', '.join(unknown)!r}, want some of {', '.join(FAULTS)}")
+    return names

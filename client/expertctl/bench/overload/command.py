@@ -1,0 +1,198 @@
+"""The options of `expertctl bench overload`, and how its rows are shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.table import Table
+
+from expertctl.bench.overload.callers import WAYS
+from expertctl.bench.overload.cost import PARTS, Cost, measure_cost
+from expertctl.bench.overload.run import NotMeasured, Plan, measure
+from expertctl.bench.overload.tally import Row
+from expertctl.common.brief import briefly
+from expertctl.common.counts import at_least, positive
+from expertd.tables import console, print_table
+
+__all__ = ["add_arguments", "run_command"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    plan = Plan()
+    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="a server; without it one of its own")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--way", type=_ways, default=plan.ways, metavar="W,W", help=f"of {', '.join(WAYS)} (default: all but unary)"
+    )
+    parser.add_argument("--load", type=_numbers, default=plan.loads, metavar="X,X", help="of the peak (2,10)")
+    parser.add_argument("--callers", type=at_least(1), default=plan.callers, metavar="N", help="connections (4)")
+    parser.add_argument(
+        "--tokens", type=at_least(1), default=plan.tokens, metavar="M", help=f"of a call ({plan.tokens})"
+    )
+    parser.add_argument(
+        "--in-flight", type=at_least(1), default=plan.in_flight, metavar="N", help=f"at the peak ({plan.in_flight})"
+    )
+    parser.add_argument("--slack", type=positive, default=plan.slack, metavar="X", help="deadline over normal p99 (4)")
+    parser.add_argument(
+        "--seconds", type=positive, default=briefly(plan.seconds, 0.5), metavar="S", help="of each measurement (5)"
+    )
+    parser.add_argument(
+        "--paced",
+        action="store_true",
+        help="the server that it starts has a clock for a kernel: the machine may be busy",
+    )
+    parser.add_argument(
+        "--bare", action="store_true", help="each load also on a bare grpc.aio server that refuses everything at once"
+    )
+    parser.add_argument(
+        "--cost",
+        type=_parts,
+        nargs="?",
+        const=("forecast",),
+        metavar="PART,PART",
+        help=f"what parts of the server cost without overload instead: of {', '.join(PARTS)} (default: forecast)",
+    )
+    parser.add_argument(
+        "--certificates",
+        type=Path,
+        metavar="DIR",
+        help="for tls and mtls: ca.pem, server.pem, server.key, client.pem, client.key",
+    )
+    parser.add_argument(
+        "--server",
+        type=shlex.split,
+        metavar="OPTIONS",
+        help="of the server that it starts; of `expertd echo` if --paced",
+    )
+    parser.add_argument(
+        "--cores", type=_cores, metavar="S,G", help="the core of the servers that it starts, and its own"
+    )
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Measures and prints; 1 where a way could not be measured."""
+    if args.cost:
+        return _cost(args)
+    plan = Plan(
+        args.address,
+        args.server,
+        args.paced,
+        args.way,
+        args.load,
+        args.callers,
+        args.in_flight,
+        args.tokens,
+        args.slack,
+        args.seconds,
+        args.bare,
+        args.cores,
+    )
+    found = list(measure(plan))
+    rows, missing = [f for f in found if isinstance(f, Row)], [f for f in found if isinstance(f, NotMeasured)]
+    if args.json:
+        peak = max((row.peak_per_s for row in rows), default=0.0)
+        not_measured = {"not_measured": {m.way: m.why for m in missing}} if missing else {}
+        print(json.dumps({"peak_per_s": peak, "rows": [asdict(row) for row in rows], **not_measured}))
+    else:
+        _show(rows)
+        for m in missing:
+            print(f"{m.way}: not measured: {m.why}")
+    return 1 if missing or not rows else 0
+
+
+def _cost(args: argparse.Namespace) -> int:
+    costs = list(measure_cost(args.way, args.tokens, args.seconds, args.cost, args.certificates))
+    if args.json:
+        print(json.dumps({"cost": [asdict(cost) for cost in costs]}))
+        return 0
+    table = Table(title="parts of the server, without overload", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("part", no_wrap=True)
+    table.add_column("way", no_wrap=True)
+    for name in ("requests/s", "without", "ratio", "p50 us", "without", "ratio"):
+        table.add_column(name, justify="right")
+    for c in costs:
+        table.add_row(c.part, c.way, *_cost_cells(c))
+    print_table(console(), table)
+    return 0
+
+
+def _cost_cells(c: Cost) -> tuple[str, ...]:
+    (rate, rate_without), (p50, p50_without) = c.requests_per_s, c.p50_us
+    throughput = (f"{rate:,.0f}", f"{rate_without:,.0f}", f"{c.of_throughput:.3f}")
+    return (*throughput, f"{p50:,.0f}", f"{p50_without:,.0f}", f"{c.of_p50:.3f}")
+
+
+_COLUMNS = (
+    "load", "deadline ms", "peak/s", "offered/s", "goodput of peak", "admitted", "late", "late here", "refused",
+    "refusal p99 ms", "of a bare one", "answer p99 ms", "left late p99 ms", "cpu here", "cpu server", "server MB",
+)  # fmt: skip
+
+
+def _show(rows: list[Row]) -> None:
+    out = console(200)
+    table = Table(title="more than the peak, with deadlines", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("way", no_wrap=True)
+    for name in _COLUMNS:
+        table.add_column(name, justify="right")
+    for r in rows:
+        table.add_row(r.way, *_cells(r))
+    print_table(out, table)
+    for r in rows:
+        reasons = ", ".join(f"{reason} {n:,}" for reason, n in r.refused.items()) or "nothing"
+        out.print(f"{r.way} {r.load:g}x: refused {reasons}; not retryable {r.not_retryable:,}", markup=False)
+
+
+def _cells(r: Row) -> tuple[str, ...]:
+    return (
+        f"{r.load:g}x",
+        f"{r.deadline_ms:,.1f}",
+        f"{'>' if r.peak_limited else ''}{r.peak_per_s:,.0f}",
+        f"{r.offered_per_s:,.0f}",
+        f"{r.goodput_of_peak:.1%}",
+        f"{r.admitted:,}",
+        f"{r.late_admitted:.2%}",
+        f"{r.late_generator:.2%}",
+        f"{sum(r.refused.values()):,}",
+        f"{r.refusal_p99_ms:.2f}",
+        "" if r.bare_refusal_p99_ms is None else f"{r.bare_refusal_p99_ms:.2f}",
+        f"{r.answer_p99_ms:.1f}",
+        f"{r.lateness_p99_ms:.2f}",
+        f"{r.generator_cpu:.2f}",
+        f"{r.server_cpu:.2f}",
+        "" if r.rss_mb is None else f"{r.rss_mb[0]:.0f} > {r.rss_mb[1]:.0f}",
+    )
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [n for n in names if n not in PARTS]:
+        raise argparse.ArgumentTypeError(f"got {', '.join(unknown)!r}, want some of {', '.join(PARTS)}")
+    return names
+
+
+def _ways(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [n for n in names if n not in WAYS]:
+        raise argparse.ArgumentTypeError(f"got {', '.join(unknown)!r}, want some of {', '.join(WAYS)}")
+    return names
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) <= 0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want numbers > 0")
+    return numbers
+
+
+def _cores(text: str) -> tuple[int, int]:
+    parts = text.split(",")
+    if len(parts) != 2 or not all(p.isdecimal() for p in parts):
+        raise argparse.ArgumentTypeError(f"got {text!r}, want two cores' numbers: 0,1")
+    return int(parts[0]), int(parts[1])

@@ -1,0 +1,92 @@
+"""`expertctl apply`: brings a running cluster to a placement."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from expertctl.commands.options import add_credentials, credentials, new_file
+from expertctl.common.counts import at_least, at_least_0, positive
+from expertctl.moving.move import MoveFailedError, Mover, Options, Progress
+from expertctl.moving.steps import Step
+from expertd.placement import Placement
+from expertd.ranges import format_ranges
+from expertd.tables import console, print_table
+
+__all__ = ["add_parser", "run"]
+
+_DETAILS = """Servers need --admin-listen.  A few layers at a time, new holders load while everything is served, clients
+learn of them, and then the old ones let go, so no call finds nobody.  Whoever stops it, or loses it, calls it again:
+what is left to do is found out from the servers.  Where a step fails, what was done is taken back, unless --keep."""
+
+
+def add_parser(subparsers: Any, text: str) -> None:
+    parser = subparsers.add_parser("apply", help=text, description=f"Will {text}.", epilog=_DETAILS)
+    parser.add_argument("placement", type=Path, metavar="PLACEMENT", help="JSON, as expertctl plan writes it")
+    parser.add_argument("--dry-run", action="store_true", help="show the steps, and whether servers have room for them")
+    parser.add_argument("--at-once", type=at_least(1), default=4, metavar="N", help="layers of a step (4)")
+    parser.add_argument(
+        "--settle",
+        type=at_least_0,
+        default=2.0,
+        metavar="S",
+        help="until clients, which ask each second, know of a change (2)",
+    )
+    parser.add_argument(
+        "--publish", type=new_file, metavar="FILE", help="a placement that clients follow, kept up to date"
+    )
+    parser.add_argument("--keep", action="store_true", help="where a step fails, keep what was done")
+    parser.add_argument("--abort", action="store_true", help="let go of changes that others have prepared")
+    parser.add_argument("--timeout", type=positive, default=10.0, metavar="S", help="of each question (10)")
+    add_credentials(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    then = Placement.from_file(args.placement)
+    options = Options(args.at_once, args.settle, args.publish, args.keep, args.abort, args.timeout)
+    out = console()
+    with closing(Mover(then, credentials(args), options)) as mover:
+        if args.dry_run:
+            found = mover.steps()
+            if found:
+                print_table(out, _table(found))
+            out.print("every server has room for them" if found else "nothing to do: everything is held as placed")
+            return 0
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        with Bar(*columns, console=out, disable=not out.is_terminal) as bar:
+            task = bar.add_task("looking", total=None)
+            progress = Progress()
+            last = ""
+
+            def show() -> None:
+                nonlocal last
+                bar.update(task, total=progress.total, completed=progress.done, description=progress.text)
+                if not out.is_terminal and progress.text != last:
+                    last = progress.text
+                    out.print(f"{progress.done}/{progress.total} {last}", soft_wrap=True)
+
+            progress.changed = show
+            try:
+                moved = mover.run(progress)
+            except MoveFailedError as error:
+                bar.stop()
+                print(f"expertctl apply: {error}", file=sys.stderr)
+                return 1
+    out.print(f"{moved:,} experts moved; epoch {then.epoch} is in force")
+    return 0
+
+
+def _table(steps: list[Step]) -> Table:
+    out = Table(show_edge=False, pad_edge=False)
+    for name in ("step", "layers", "experts moved", "servers that load", "that let go"):
+        out.add_column(name, justify="left" if name == "layers" else "right")
+    for n, step in enumerate(steps):
+        out.add_row(str(n + 1), format_ranges(step.layers), f"{step.moves:,}", str(len(step.add)), str(len(step.drop)))
+    return out

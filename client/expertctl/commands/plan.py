@@ -1,0 +1,123 @@
+"""`expertctl plan`: expert load and unequal servers -> a placement."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from expertctl.commands.options import add_credentials, credentials, new_file
+from expertctl.common.counts import at_least, positive
+from expertctl.planner import observe, picture
+from expertctl.planner.observe import Counters, Machine
+from expertctl.planner.plan import plan
+from expertctl.planner.problem import held_of, placement_of
+from expertd.errors import PlacementError
+from expertd.placement import Placement
+from expertd.tables import console, print_sentence
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.transports.address import parse_address
+
+__all__ = ["add_parser", "run"]
+
+_DETAILS = """The load is what servers counted (--metrics, or "metrics" in the inventory), since they were started or in
+--window seconds, or a trace (--trace).  A server's speed is the routes that it computed in a second of kernel time, its
+room what its memory allows, one layer kept free for moving; both can stand in the inventory (--servers), a JSON file:
+{"10.0.0.1:7070": {"metrics": "10.0.0.1:9090", "speed": 2e6, "experts": 40, "host": "a", "zone": "r1", "drain": false}}.
+Nothing is changed: expertctl apply does that."""
+
+
+def add_parser(subparsers: Any, text: str) -> None:
+    parser = subparsers.add_parser("plan", help=text, description=f"Plans {text}.", epilog=_DETAILS)
+    parser.add_argument("address", metavar="ADDRESS", nargs="*", help="servers, asked what they hold and have room for")
+    parser.add_argument(
+        "--servers", type=Path, metavar="FILE", help="the inventory: servers, and what is known of them"
+    )
+    parser.add_argument("--current", type=Path, metavar="FILE", help="a placement that is in force, instead of asking")
+    parser.add_argument("--offline", action="store_true", help="ask nobody: the inventory and the files say everything")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--trace", type=Path, metavar="FILE", help="the load: {layer: [routes by expert]}, or an .npy")
+    load.add_argument("--window", type=positive, metavar="S", help="count for so long; default: since servers started")
+    parser.add_argument("--metrics", type=at_least(1), metavar="PORT", help="of the servers' Prometheus counters")
+    parser.add_argument("--record", type=new_file, metavar="FILE", help="write the load there, for --trace")
+    parser.add_argument("--max-moves", type=at_least(0), metavar="N", help="experts that servers may have to load")
+    parser.add_argument("--copies", type=at_least(1), default=1, metavar="N", help="of each expert, at least (1)")
+    parser.add_argument("--extra", type=at_least(0), metavar="N", help="copies of a layer beyond those; default: room")
+    parser.add_argument("--groups", type=at_least(1), default=0, metavar="N", help="of experts that share a zone")
+    parser.add_argument("-o", "--output", type=new_file, metavar="FILE", help="write the placement there")
+    parser.add_argument("--svg", type=new_file, metavar="FILE", help="write a picture there")
+    parser.add_argument("--timeout", type=positive, default=10.0, metavar="S", help="of each question (10)")
+    parser.add_argument("--json", action="store_true", help="print the placement and nothing else")
+    add_credentials(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    current = None if args.current is None else Placement.from_file(args.current)
+    machines = _machines(args, current)
+    described: dict[str, pb.DescribeResponse] = {}
+    if not args.offline:
+        described = observe.ask(list(machines), credentials(args), args.timeout)
+        current = current or Placement.from_describe(described)
+    counted = _counted(args, machines)
+    loads = _loads(args, current, counted)
+    problem = observe.problem_of(loads, observe.places_of(machines, described, counted, len(loads)))
+    held = None if current is None else held_of(problem, current)
+    found = plan(problem, held, max_moves=args.max_moves, least=args.copies, extra=args.extra, groups=args.groups)
+    epoch, fingerprint = (0, "") if current is None else (current.epoch, current.fingerprint)
+    placement = placement_of(problem, found.held, epoch + 1, fingerprint)
+    rows = picture.bars(problem, held, found)
+    if args.output is not None:
+        args.output.write_text(placement.to_json(), encoding="utf-8")
+    if args.svg is not None:
+        args.svg.write_text(picture.svg(rows, picture.sentence(found)), encoding="utf-8")
+    if args.json:
+        print(placement.to_json(), end="")
+        return 0
+    out = console()
+    out.print(picture.table(rows, out.width))
+    print_sentence(out, picture.sentence(found))
+    for path in (args.output, args.svg, args.record):
+        if path is not None:
+            out.print(f"written: {path}", soft_wrap=True)
+    return 0
+
+
+def _machines(args: argparse.Namespace, current: Placement | None) -> dict[str, Machine]:
+    known = {} if args.servers is None else observe.inventory(args.servers)
+    placed = () if current is None else (s.address for s in current.servers)
+    addresses = dict.fromkeys([*args.address, *known, *(placed if not args.address and not known else ())])
+    if not addresses:
+        raise PlacementError.about("servers", got="none", want="addresses, --servers FILE or --current FILE")
+    return {address: known.get(address, Machine()) for address in addresses}
+
+
+def _counted(args: argparse.Namespace, machines: Mapping[str, Machine]) -> dict[str, Counters]:
+    """What servers counted; {} where a trace says it, and speeds need not be measured."""
+    urls = {a: m.metrics for a, m in machines.items() if m.metrics}
+    if args.metrics is not None:
+        urls = {a: parse_address(a).beside(args.metrics) for a in machines} | urls
+    if args.offline or not urls:
+        return {}
+    before = observe.scrape(urls, args.timeout) if args.window else {}
+    if args.window:
+        time.sleep(args.window)
+    after = observe.scrape(urls, args.timeout)
+    return {a: c.since(before.get(a, Counters())) for a, c in after.items()}
+
+
+def _loads(args: argparse.Namespace, current: Placement | None, counted: Mapping[str, Counters]) -> observe.Loads:
+    if args.trace is not None:
+        loads = observe.read_loads(args.trace)
+    elif not counted:
+        raise PlacementError.about("load", got="none", want="--trace FILE, or --metrics PORT of servers that run")
+    else:
+        assert current is not None
+        loads = observe.loads_of(counted.values(), current.num_experts)
+        if not any(row.any() for row in loads.values()):
+            raise PlacementError.about("load", got="none that any server counted", want="some", remedy="wait for calls")
+    if args.record is not None:
+        args.record.write_text(json.dumps({n: row.tolist() for n, row in loads.items()}), encoding="utf-8")
+    return loads

@@ -1,0 +1,92 @@
+"""`expertctl record`: which layers and experts a server's callers ask for, when, for `expertctl replay` and `load`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import json
+from typing import Any
+
+from expertctl.commands.options import add_common, credentials, new_file
+from expertctl.common.counts import at_least, positive
+from expertctl.load.live import stoppable
+from expertctl.load.proxy import Proxy, Recorder
+from expertctl.load.recording import Recording
+from expertd.tables import console
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.clients.async_client import AsyncExpertClient
+from expertd_client.transports.address import parse_address
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: Any, text: str) -> None:
+    parser = subparsers.add_parser(
+        "record",
+        help=text,
+        description="Stands in front of a server: callers call --listen instead, every call goes on as it is, and the"
+        " layers, tokens, routes and times of what they ask for are written to FILE when it ends, by Ctrl-C, --seconds"
+        " or --requests.",
+        epilog="Privacy: neither hidden states nor weights are written.  Routes and times tell something of the text"
+        " all the same: treat FILE as what it was recorded from.  Recorded calls travel on the stream: not in shared"
+        " memory, nor on TCP of their own.",
+    )
+    add_common(parser)
+    parser.add_argument("-o", "--output", type=new_file, required=True, metavar="FILE", help="the recording (.npz)")
+    parser.add_argument(
+        "--listen", type=_here, default="127.0.0.1:0", metavar="HOST:PORT", help="of this host; default: a free port"
+    )
+    parser.add_argument("--seconds", type=positive, metavar="S", help="end after so long")
+    parser.add_argument("--requests", type=at_least(1), default=1_000_000, metavar="N", help="at most (1,000,000)")
+
+
+def run(args: argparse.Namespace) -> int:
+    recording = asyncio.run(_record(args))
+    recording.save(args.output)
+    facts = {
+        "file": str(args.output),
+        "requests": len(recording),
+        "seconds": float(recording.at_us[-1]) * 1e-6 if len(recording) else 0.0,
+        "tokens": int(recording.tokens.sum()),
+    }
+    if args.json:
+        print(json.dumps(facts))
+    else:
+        text = (
+            f"{facts['requests']:,} requests of {facts['tokens']:,} tokens in {facts['seconds']:.2f} s: {args.output}"
+        )
+        console().print(text, markup=False, soft_wrap=True)
+    return 0 if len(recording) else 1
+
+
+async def _record(args: argparse.Namespace) -> Recording:
+    async with AsyncExpertClient(args.address, credentials=credentials(args)) as client:
+        described: pb.DescribeResponse = await client.describe(timeout_s=args.timeout)
+    recorder = Recorder(args.requests)
+    async with Proxy(args.address, args.listen, credentials(args), recorder) as proxy:
+        with stoppable(recorder.full.set):
+            if not args.json:
+                console().print(f"recording: call {proxy.address} instead of {args.address}", markup=False)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(recorder.full.wait(), args.seconds)
+    return recorder.recording(described)
+
+
+def _here(text: str) -> str:
+    """An address of this host alone: the proxy speaks plain text and shows the server its own token."""
+    if text.startswith("unix:"):
+        return text
+    host, _, port = text.rpartition(":")
+    try:
+        if port != "0":
+            parse_address(text)
+        here = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; want 127.0.0.1:PORT, [::1]:PORT or unix:/path") from None
+    if not here:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, want 127.0.0.1:PORT, [::1]:PORT or unix:/path: what is recorded travels in plain text"
+        )
+    return text

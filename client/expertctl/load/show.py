@@ -1,0 +1,214 @@
+"""Reports of runs: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from expertctl.common.percentiles import Summary
+from expertctl.load.by_server import ServerAnswers
+from expertctl.load.departures import LoadPlan
+from expertctl.load.generator import LoadReport
+from expertctl.load.series import hdr_encoded, slices
+from expertctl.load.slo import Found
+from expertd.ranges import format_ranges
+from expertd.tables import duration, print_table
+
+__all__ = ["SERVER_COLUMNS", "Outcome", "Run", "as_json", "describe_plan", "server_rows", "show"]
+
+_TOLD = ("servers", "messages", "routing")
+SERVER_COLUMNS = ("load", "server", "backend", "parts", "routes", "helped", "p50", "p99")
+"""Of server_rows()."""
+_QUANTILES = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
+
+
+@dataclass(frozen=True)
+class Run:
+    plan: LoadPlan
+    report: LoadReport
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one command found.  settings: what holds for all of its runs, by name; interrupted: by Ctrl-C, so that the
+    last run is not whole, and others were not begun."""
+
+    address: str
+    layers: Sequence[int]
+    settings: dict[str, Any]
+    runs: Sequence[Run]
+    slo: Found | None = None
+    interrupted: bool = False
+
+
+def as_json(o: Outcome) -> dict[str, Any]:
+    """Durations in microseconds, the server's in nanoseconds.  One run: its report; several: a list of them."""
+    head = {"address": o.address, **o.settings, "interrupted": o.interrupted}
+    runs = [_run_json(run, o.layers) for run in o.runs]
+    if o.slo is not None:
+        return {**head, "slo": _slo_json(o.slo), "runs": runs}
+    return {**head, **runs[0]} if len(runs) == 1 else {**head, "runs": runs}
+
+
+def _run_json(run: Run, layers: Sequence[int]) -> dict[str, Any]:
+    plan, report = run.plan, run.report
+    told = {k: v for k, v in asdict(plan).items() if k != "schedule"}
+    raw = report.raw
+    return {
+        "plan": {**told, "loop": "open" if plan.open else "closed", "layers": list(layers)},
+        "wall_s": report.wall_s,
+        "answered": report.answered,
+        "failed": report.failed,
+        "errors": report.errors,
+        "requests_per_s": report.requests_per_s,
+        "tokens_per_s": report.tokens_per_s,
+        "routes_computed": report.routes_computed,
+        "latency_us": _us(report.latency),
+        "lateness_us": _us(report.lateness) if plan.open else None,
+        "server": asdict(report.server),
+        "backends": report.backends,
+        **({"by_server": [_server_json(one) for one in report.by_server]} if report.by_server else {}),
+        "series": [asdict(s) for s in slices(raw.ends_s, raw.latencies_s, raw.failures_s)],
+        "hdr": hdr_encoded(raw.latencies_s),
+    }
+
+
+def _server_json(one: ServerAnswers) -> dict[str, Any]:
+    return {**{k: v for k, v in asdict(one).items() if k != "latency"}, "latency_us": _us(one.latency)}
+
+
+def _slo_json(found: Found) -> dict[str, Any]:
+    return {
+        "promise": found.promise.text,
+        "quantile": found.promise.quantile,
+        "bound_us": found.promise.bound_s * 1e6,
+        "rate": found.rate,
+        "late_share": found.share,
+        "late_share_at_most": found.at_most,
+        "confidence": 0.95,
+        "limited": found.limited,
+        "trials": [{**asdict(t), "keeps": t.keeps(found.promise)} for t in found.trials],
+    }
+
+
+def _us(s: Summary) -> dict[str, float]:
+    values = asdict(s)
+    count = values.pop("count")
+    return {"count": count, **{name.removesuffix("_s"): round(v * 1e6, 1) for name, v in values.items()}}
+
+
+def describe_plan(plan: LoadPlan) -> str:
+    if plan.schedule is not None:
+        return "as recorded"
+    if plan.rate is None:
+        return f"{plan.concurrency} caller{'s' * (plan.concurrency > 1)}"
+    rate = f"{plan.rate:,.6g}" if plan.rate_to is None else f"{plan.rate:g} to {plan.rate_to:g}"
+    return f"{rate} requests/s"
+
+
+def show(out: Console, o: Outcome) -> None:
+    """For people."""
+    if len(o.runs) == 1:
+        _show_run(out, o.runs[0], o)
+    elif o.runs and o.slo is None:
+        print_table(out, _table_of_runs(o))
+        _show_servers(out, o.runs)
+    if o.slo is not None:
+        print_table(out, _table_of_trials(o.slo))
+        out.print(o.slo.sentence(), markup=False, style="bold")
+    if o.interrupted:
+        out.print("interrupted: this is what came until then", style="bold")
+
+
+def _title(o: Outcome) -> str:
+    plan = o.runs[0].plan
+    tokens = f"{plan.tokens} tokens a request, " if plan.tokens else ""
+    more = "".join(f", {v}" for k, v in o.settings.items() if k in _TOLD and v != "uniform")
+    return f"{tokens}layers {format_ranges(o.layers)}{more}"
+
+
+def _show_run(out: Console, run: Run, o: Outcome) -> None:
+    plan, r = run.plan, run.report
+    loop = "open loop" if plan.open else "closed loop"
+    gaps = f", {'poisson' if plan.poisson else 'fixed'} gaps" if plan.rate is not None else ""
+    title = f"{loop}, {describe_plan(plan)}{gaps}; {_title(o)}"
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for name in ("", *_QUANTILES):
+        table.add_column(name, justify="right" if name else "left")
+    for name, s in (("latency", r.latency), *((("lateness", r.lateness),) if plan.open else ())):
+        table.add_row(name, *_cells(s))
+    print_table(out, table)
+    rows = {
+        "answered": f"{r.answered:,} in {r.wall_s:.2f} s: {r.requests_per_s:,.1f} requests/s,"
+        f" {r.tokens_per_s:,.1f} tokens/s",
+        "failed": f"{r.failed:,}" + "".join(f", {reason} {n:,}" for reason, n in r.errors.items()),
+        "routes": f"{r.routes_computed:,} computed",
+        "last server" if r.by_server else "server": ", ".join(
+            f"{name[:-3]} {duration(ns * 1e-9)}" for name, ns in asdict(r.server).items() if name.endswith("_ns")
+        ),
+        "batch": f"{r.server.batch_tokens:.1f} tokens of {r.server.batch_requests:.1f} requests on average; backend "
+        + ", ".join(r.backends),
+    }
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        grid.add_row(name, value)
+    out.print(grid, markup=False)
+    _show_servers(out, [run])
+
+
+def _show_servers(out: Console, runs: Sequence[Run]) -> None:
+    """A line for each server of a cluster, by load where there are several."""
+    if not any(run.report.by_server for run in runs):
+        return
+    table = Table(title="what each server answered", title_justify="left", show_edge=False, pad_edge=False)
+    for name in SERVER_COLUMNS[len(runs) == 1 :]:
+        table.add_column(name, justify="left" if name in ("load", "server") else "right")
+    for cells in server_rows(runs):
+        table.add_row(*cells[len(runs) == 1 :])
+    print_table(out, table)
+
+
+def server_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """What each server of a cluster answered in each run, under SERVER_COLUMNS; none where one server was called."""
+    return [
+        (
+            describe_plan(run.plan),
+            one.server,
+            ", ".join(one.backends) or "none",
+            *(f"{n:,}" for n in (one.parts, one.routes, one.helped)),
+            *(duration(v) for v in (one.latency.p50_s, one.latency.p99_s)),
+        )
+        for run in runs
+        for one in run.report.by_server
+    ]
+
+
+def _table_of_runs(o: Outcome) -> Table:
+    loop = "open loop" if o.runs[0].plan.open else "closed loop"
+    table = Table(title=f"{loop}; {_title(o)}", title_justify="left", show_edge=False, pad_edge=False)
+    for name in ("load", "requests/s", "tokens/s", "p50", "p99", "p99.9", "max", "failed"):
+        table.add_column(name, justify="left" if name == "load" else "right")
+    for run in o.runs:
+        r, s = run.report, run.report.latency
+        times = (duration(v) for v in (s.p50_s, s.p99_s, s.p999_s, s.max_s))
+        rates = f"{r.requests_per_s:,.1f}", f"{r.tokens_per_s:,.0f}"
+        table.add_row(describe_plan(run.plan), *rates, *times, f"{r.failed:,}")
+    return table
+
+
+def _table_of_trials(found: Found) -> Table:
+    table = Table(title=f"does {found.promise.text} hold?", title_justify="left", show_edge=False, pad_edge=False)
+    for name in ("requests/s", "sent", "late", found.promise.text.split(" ")[0], "holds"):
+        table.add_column(name, justify="right")
+    for t in found.trials:
+        holds = "not offered in time" if t.behind else "yes" if t.keeps(found.promise) else "no"
+        table.add_row(f"{t.rate:,.1f}", f"{t.sent:,}", f"{t.late:,}", duration(t.quantile_s), holds)
+    return table
+
+
+def _cells(s: Summary) -> list[str]:
+    return [duration(v) for v in (s.mean_s, s.p50_s, s.p90_s, s.p95_s, s.p99_s, s.p999_s, s.max_s)]

@@ -1,0 +1,302 @@
+"""RemoteExperts: the routed experts of one layer as a torch module whose weights live behind a Forwarder.
+
+    experts = RemoteExperts(client, layer)                          # client: ExpertClient, or whatever forwards
+    y = experts(hidden_states, topk_ids, topk_weights)
+
+    started = experts.start(hidden_states, topk_ids, topk_weights)  # under way
+    shared = shared_experts(hidden_states)                          # meanwhile
+    y = experts.wait(started, shared) + shared
+
+Tensors on a GPU of the server's host travel from GPU to GPU where that can be had (expertd_client.device.way), and
+then neither call waits on this process; else they go through its memory.
+
+Both ways work inside torch.compile: each call is one node of the graph (expertd::forward, expertd::start,
+expertd::wait), never taken apart and never captured into a CUDA graph.  There are no gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from expertd.errors import BadResponseError, BadShapeError, UnsupportedCombinationError
+from expertd_client.clients.forwarder import Forwarder
+from expertd_client.cluster.result import ClusterResult
+from expertd_client.device.way import DeviceWay
+from expertd_client.requests.request import Request
+from expertd_client.requests.result import ForwardResult
+from expertd_client.tracing import recorder
+
+__all__ = ["RemoteExperts", "Started"]
+
+_MODULES: weakref.WeakValueDictionary[int, RemoteExperts] = weakref.WeakValueDictionary()
+"""By number: what the nodes of a compiled graph carry."""
+_NUMBERS = itertools.count(1)
+
+
+class Started(NamedTuple):
+    """A call under way, for wait(), once.  ticket: [] i64; hidden_states: those of start()."""
+
+    ticket: Tensor
+    hidden_states: Tensor
+
+
+class _Call(NamedTuple):
+    """What one call sends.  rows: [M] bool of the tokens that travel, None = all; routes: how many must be computed."""
+
+    requests: list[Request]
+    rows: Tensor | None
+    routes: int
+
+
+class RemoteExperts(torch.nn.Module):
+    """The routed experts of one layer.  It has no parameters; several modules may share a forwarder.
+
+    forwarder    whatever forwards; it stays the caller's and is not closed here
+    layer        index of the layer in the model, as the server counts
+    max_tokens   of one request; larger batches are cut.  A server's limit stands in Describe; its default is this one
+    timeout_s    of each call; None = as the forwarder was made
+
+    hidden_states   [..., H] f64, f32, f16 or bf16 on any device; f64 travels as f32
+    topk_ids        [..., top_k] of any integer dtype, global expert ids; -1 = nobody's: a token that has nothing else
+                    is not sent and gets zeros
+    topk_weights    [..., top_k] f64, f32, f16 or bf16
+    returns         the sum over a token's routes, in the shape, dtype and device of hidden_states
+
+    Raises the rows of expertd.errors: BadResponseError where a route was computed by nobody (the servers do not hold
+    that expert), UnsupportedCombinationError where somebody wants gradients.
+    """
+
+    def __init__(
+        self, forwarder: Forwarder, layer: int, *, max_tokens: int = 4096, timeout_s: float | None = None
+    ) -> None:
+        super().__init__()
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens: got {max_tokens}, want >= 1")
+        self.forwarder = forwarder
+        self.layer = layer
+        self.max_tokens = max_tokens
+        self.timeout_s = timeout_s
+        self._under_way: dict[int, Callable[[Tensor], Tensor]] = {}
+        self._tickets = itertools.count(1)
+        self._number = next(_NUMBERS)
+        _MODULES[self._number] = self
+
+    def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        self._refuse_gradients(hidden_states, topk_weights)
+        if torch.compiler.is_compiling():
+            answer: Tensor = torch.ops.expertd.forward(hidden_states, topk_ids, topk_weights, self._number)
+            return answer
+        return self._forward(hidden_states, topk_ids, topk_weights)
+
+    def start(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Started:
+        """Sends without waiting.  The tensors may be overwritten as soon as this returns."""
+        self._refuse_gradients(hidden_states, topk_weights)
+        if torch.compiler.is_compiling():
+            ticket = torch.ops.expertd.start(hidden_states, topk_ids, topk_weights, self._number)
+        else:
+            ticket = self._start(hidden_states, topk_ids, topk_weights)
+        return Started(ticket, hidden_states)
+
+    def wait(self, started: Started, after: Tensor | None = None) -> Tensor:
+        """The answer to start(); each is fetched once.  after: what is computed meanwhile; its values do not matter,
+        but without it torch.compile may move the waiting before that work."""
+        if torch.compiler.is_compiling():
+            answer: Tensor = torch.ops.expertd.wait(started.ticket, started.hidden_states, after, self._number)
+            return answer
+        return self._wait(started.ticket, started.hidden_states)
+
+    def extra_repr(self) -> str:
+        return f"layer={self.layer}, max_tokens={self.max_tokens}"
+
+    def _forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        now = recorder.active
+        if now is None:
+            return self._experts(hidden_states, topk_ids, topk_weights)
+        return now.module("experts", self.layer, lambda: self._experts(hidden_states, topk_ids, topk_weights))
+
+    def _experts(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        way = self._way(hidden_states)
+        if way is not None:
+            out = way.forward(self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s)
+            if out is not None:
+                return out.to(hidden_states.dtype).view(hidden_states.shape)
+        call = self._call(hidden_states, topk_ids, topk_weights)
+        if len(call.requests) == 1:
+            answers = [self.forwarder.forward_request(call.requests[0], timeout_s=self.timeout_s)]
+        else:
+            answers = _results(self._submit(call))
+        return self._joined(call, answers, hidden_states)
+
+    def _start(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        now = recorder.active
+        if now is None:
+            return self._begin(hidden_states, topk_ids, topk_weights)
+        return now.module("start", self.layer, lambda: self._begin(hidden_states, topk_ids, topk_weights))
+
+    def _begin(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        ticket = next(self._tickets)
+        way = self._way(hidden_states)
+        if way is not None:
+            fetch = way.start(self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s)
+            if fetch is not None:
+                self._under_way[ticket] = lambda like: fetch().to(like.dtype).view(like.shape)
+                return torch.tensor(ticket)
+        call = self._call(hidden_states, topk_ids, topk_weights)
+        futures = self._submit(call)
+        self._under_way[ticket] = lambda like: self._joined(call, _results(futures), like)
+        return torch.tensor(ticket)
+
+    def _wait(self, ticket: Tensor, like: Tensor) -> Tensor:
+        fetch = self._under_way.pop(int(ticket), None)
+        if fetch is None:
+            raise UnsupportedCombinationError.about(
+                f"layer {self.layer}: wait", got="a call that was fetched already", want="each start() fetched once"
+            )
+        now = recorder.active
+        if now is None:
+            return fetch(like)
+        return now.module("wait", self.layer, lambda: fetch(like))
+
+    def _way(self, x: Tensor) -> DeviceWay | None:
+        device = _gpu_of(x)
+        return None if device is None else self.forwarder.device_way(device)
+
+    def _for_the_device(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self._check_shapes(x, topk_ids, topk_weights)
+        tokens = x.shape[:-1].numel()
+        ids, weights = (_flat(t.to(x.device), tokens) for t in (topk_ids, topk_weights))
+        return _for_the_wire(_flat(x, tokens)), _as_ids(ids), _for_the_wire(weights)
+
+    def _submit(self, call: _Call) -> list[Future[ForwardResult]]:
+        return [self.forwarder.submit_request(request, timeout_s=self.timeout_s) for request in call.requests]
+
+    def _refuse_gradients(self, hidden_states: Tensor, topk_weights: Tensor) -> None:
+        wants = torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad)
+        if not (self.training or wants):
+            return
+        raise UnsupportedCombinationError.about(
+            f"layer {self.layer}: remote experts",
+            got="a module in training" if self.training else "inputs that require gradients",
+            want="inference: a server computes no gradients",
+            remedy="call model.eval()" if self.training else "call it under torch.inference_mode() or torch.no_grad()",
+        )
+
+    def _check_shapes(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+        batch = hidden_states.shape[:-1]
+        if topk_ids.shape[:-1] != batch or topk_weights.shape != topk_ids.shape:
+            raise BadShapeError.about(
+                f"layer {self.layer}: topk_ids and topk_weights",
+                got=f"{list(topk_ids.shape)} and {list(topk_weights.shape)} to {list(hidden_states.shape)}",
+                want=f"both [{', '.join(map(str, batch))}, top_k]",
+            )
+
+    def _call(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> _Call:
+        self._check_shapes(hidden_states, topk_ids, topk_weights)
+        tokens = hidden_states.shape[:-1].numel()
+        ids = _as_ids(_flat(topk_ids.cpu(), tokens))  # small, and their values are needed here
+        x, weights = _flat(hidden_states, tokens), _flat(topk_weights, tokens)
+        routes, rows = ids.numel(), None
+        if routes and int(ids.min()) < 0:
+            routed = ids >= 0
+            routes, has = int(routed.sum()), routed.any(1)
+            if not bool(has.all()):
+                rows = has
+                x, ids, weights = x[has.to(x.device)], ids[has], weights[has.to(weights.device)]
+        request = Request(self.layer, _for_the_wire(x), ids, _for_the_wire(weights)) if routes else None
+        return _Call([] if request is None else request.cut(self.max_tokens), rows, routes)
+
+    def _joined(self, call: _Call, answers: list[ForwardResult], like: Tensor) -> Tensor:
+        """The answers as one tensor in the shape, dtype and device of `like`."""
+        computed = sum(answer.routes_computed for answer in answers)
+        computed += sum(len(a.missing) for a in answers if isinstance(a, ClusterResult))  # its caller chose OnMissing
+        if computed != call.routes:
+            raise BadResponseError.about(
+                f"layer {self.layer}: routes computed",
+                got=computed,
+                want=f"{call.routes}, each by one server",
+                remedy="an expert is held by nobody: name servers for all of them",
+            )
+        outputs = [answer.output for answer in answers]
+        if len(outputs) == 1 and call.rows is None:
+            return outputs[0].to(like.dtype).view(like.shape)  # type: ignore[no-any-return]
+        whole = torch.cat(outputs).to(like.dtype) if outputs else like.new_zeros(0, like.shape[-1])
+        if call.rows is not None:
+            sent, whole = whole, like.new_zeros(len(call.rows), like.shape[-1])
+            whole[call.rows.to(whole.device)] = sent
+        for answer in answers:
+            answer.release()
+        return whole.view(like.shape)
+
+
+def _results(futures: list[Future[ForwardResult]]) -> list[ForwardResult]:
+    """All, or the first error, and the others taken back."""
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
+
+
+def _flat(x: Tensor, rows: int) -> Tensor:
+    """[rows, last extent]."""
+    return x if x.dim() == 2 else x.reshape(rows, x.shape[-1])
+
+
+def _as_ids(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.int32, torch.int64) else x.long()
+
+
+def _gpu_of(x: Tensor) -> int | None:
+    return x.device.index if x.device.type == "cuda" and torch.version.hip is None else None
+
+
+def _for_the_wire(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.float64 else x
+
+
+_ONE_NODE = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
+"""What their host code needs where torch knows it: CUDA graphs are split around them."""
+_ARGUMENTS = "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, int module) -> Tensor"
+
+
+@torch.library.custom_op("expertd::forward", mutates_args=(), schema=_ARGUMENTS, tags=_ONE_NODE)
+def _forward_op(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, module: int) -> Tensor:
+    return _MODULES[module]._forward(hidden_states, topk_ids, topk_weights)
+
+
+@_forward_op.register_fake
+def _(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, module: int) -> Tensor:
+    return hidden_states.new_empty(hidden_states.shape)
+
+
+@torch.library.custom_op("expertd::start", mutates_args=(), schema=_ARGUMENTS, tags=_ONE_NODE)
+def _start_op(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, module: int) -> Tensor:
+    return _MODULES[module]._start(hidden_states, topk_ids, topk_weights)
+
+
+@_start_op.register_fake
+def _(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, module: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+@torch.library.custom_op(
+    "expertd::wait",
+    mutates_args=(),
+    schema="(Tensor ticket, Tensor hidden_states, Tensor? after, int module) -> Tensor",
+    tags=_ONE_NODE,
+)
+def _wait_op(ticket: Tensor, hidden_states: Tensor, after: Tensor | None, module: int) -> Tensor:
+    return _MODULES[module]._wait(ticket, hidden_states)
+
+
+@_wait_op.register_fake
+def _(ticket: Tensor, hidden_states: Tensor, after: Tensor | None, module: int) -> Tensor:
+    return hidden_states.new_empty(hidden_states.shape)

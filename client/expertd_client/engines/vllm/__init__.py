@@ -1,0 +1,21 @@
+"""vLLM whose routed experts live on expertd's servers; written for vLLM 0.33.0 (pip install 'expertd[vllm]').
+
+    EXPERTD_ADDRESS=10.0.0.1:7070 vllm serve FRONTEND --compilation-config '{"cudagraph_mode": "PIECEWISE"}'
+
+FRONTEND is a checkpoint without experts (`expertctl strip DIR FRONTEND`).  vLLM finds register() by its entry point
+and calls it in each of its processes; where nobody names servers, its own classes do what they always did.
+
+    plugin    our classes in place of vLLM's: RoutedExperts without weights, the runner around it
+    refused   what cannot work, in sentences; imports no vLLM
+"""
+
+from __future__ import annotations
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """The entry point of the group vllm.general_plugins; may be called again."""
+    from expertd_client.engines.vllm.plugin import install
+
+    install()

@@ -1,0 +1,116 @@
+"""What of a request can be checked without the server, and what its message has in common with others like it."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from expertd.dtypes import DTYPE_BYTES, FLOAT_DTYPES, HIDDEN_DTYPES, INT_DTYPES
+from expertd.errors import BadShapeError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import RequestForm
+from expertd_client.requests.e4m3 import E4m3
+from expertd_client.requests.tensors import Synthetic, are_few_bytes, checked_dtype, wire_dtype
+
+if TYPE_CHECKING:
+    from expertd_client.requests.request import Grouped
+
+__all__ = ["checked", "form_of"]
+
+_Checked: TypeAlias = "tuple[tuple[int, ...], RequestForm | None, bool]"
+_known: dict[object, _Checked] = {}
+"""What checked() found, by types, dtypes and shapes: callers send the same ones again and again."""
+_KNOWN = 4096
+"""Kept at once."""
+
+
+def checked(
+    hidden_states: Any, topk_ids: Any, topk_weights: Any, grouped: Grouped | None, output_dtype: Any
+) -> _Checked:
+    """(Request.dtypes; the form of its message, where it has one; whether all three tensors are_few_bytes())."""
+    if grouped is not None:
+        return _check(hidden_states, topk_ids, topk_weights, grouped, output_dtype), None, False
+    try:
+        key = (
+            *(type(hidden_states), hidden_states.dtype, hidden_states.shape),
+            *(type(topk_ids), topk_ids.dtype, topk_ids.shape),
+            *(type(topk_weights), topk_weights.dtype, topk_weights.shape),
+            output_dtype,
+        )
+        found = _known.get(key)
+    except (AttributeError, TypeError):  # no tensor; _check() says so
+        return _check(hidden_states, topk_ids, topk_weights, None, output_dtype), None, False
+    if found is None:
+        dtypes = _check(hidden_states, topk_ids, topk_weights, None, output_dtype)
+        if len(_known) >= _KNOWN:
+            _known.clear()
+        tensors = (hidden_states, topk_ids, topk_weights)
+        plain = all(are_few_bytes(x, number) for x, number in zip(tensors, dtypes[1:], strict=True))
+        found = _known[key] = dtypes, form_of(dtypes, *tensors), plain
+    return found
+
+
+def _check(
+    hidden_states: Any, topk_ids: Any, topk_weights: Any, grouped: Grouped | None, output_dtype: Any
+) -> tuple[int, ...]:
+    hidden = checked_dtype(hidden_states, "hidden_states", HIDDEN_DTYPES)
+    shape = hidden_states.shape
+    if len(shape) != 2:
+        raise BadShapeError.about("hidden_states", got=list(shape), want="[M, H]")
+    answer = pb.DATA_TYPE_BF16 if hidden == pb.DATA_TYPE_E4M3 else hidden
+    if output_dtype is not None:
+        answer = pb.DATA_TYPE_E4M3 if output_dtype == "e4m3" else wire_dtype(output_dtype)
+    if grouped is not None:
+        _check_grouped(grouped, topk_ids, topk_weights, shape[0])
+        return answer, hidden
+    return answer, hidden, *_check_routes(topk_ids, topk_weights, shape[0])
+
+
+def form_of(dtypes: tuple[int, ...], *tensors: Any) -> RequestForm | None:
+    """None: not all three travel as raw bytes alone."""
+    if any(isinstance(x, Synthetic | E4m3) for x in tensors):
+        return None
+    return _form(dtypes, *(tuple(x.shape) for x in tensors))
+
+
+@lru_cache(maxsize=1024)
+def _form(dtypes: tuple[int, ...], *shapes: tuple[int, ...]) -> RequestForm:
+    return RequestForm(
+        dtypes[0],
+        *((n, shape, math.prod(shape) * DTYPE_BYTES[n]) for n, shape in zip(dtypes[1:], shapes, strict=True)),
+    )
+
+
+def _check_routes(topk_ids: Any, topk_weights: Any, tokens: int) -> tuple[int, int]:
+    """The DataTypes of both."""
+    if topk_ids is None or topk_weights is None:
+        raise _one_way("no topk_ids or no topk_weights")
+    dtypes = (
+        checked_dtype(topk_ids, "topk_ids", INT_DTYPES),
+        checked_dtype(topk_weights, "topk_weights", FLOAT_DTYPES),
+    )
+    shape = topk_ids.shape
+    if len(shape) != 2 or shape[0] != tokens:
+        raise BadShapeError.about("topk_ids", got=list(shape), want=f"[{tokens}, top_k]")
+    if topk_weights.shape != shape:
+        want = f"the shape of topk_ids, {list(shape)}"
+        raise BadShapeError.about("topk_weights", got=list(topk_weights.shape), want=want)
+    return dtypes
+
+
+def _check_grouped(grouped: Grouped, topk_ids: Any, topk_weights: Any, tokens: int) -> None:
+    if topk_ids is not None or topk_weights is not None:
+        raise _one_way("grouped with topk_ids or topk_weights")
+    experts, counts = len(grouped.expert_ids), len(grouped.row_counts)
+    if experts != counts:
+        raise BadShapeError.about(
+            "grouped", got=f"{experts} expert_ids and {counts} row_counts", want="as many of each"
+        )
+    rows = sum(grouped.row_counts)
+    if rows != tokens:
+        raise BadShapeError.about("grouped.row_counts", got=f"{rows} rows", want=f"the {tokens} of hidden_states")
+
+
+def _one_way(got: str) -> BadShapeError:
+    return BadShapeError.about("forward", got=got, want="topk_ids and topk_weights, or grouped alone")

@@ -1,0 +1,221 @@
+"""The seam of the client: how requests reach a server and answers come back.
+
+A transport never sees who waits for an answer: that is the business of exchange/exchange.py.  It gets Requests,
+whose tensors lie where the caller has them, and delivers values of `expertd.wire`.  Adding one is one file:
+
+    Transport     one server: opens connections, asks Describe
+    Connection    one ordered stream of requests; answers come in any order through `deliver`
+    Channel       a faster way beside a connection, which a session opens (see expertd_client.exchange.session)
+
+A connection says `closed(error)` exactly once, from its own thread or loop, and delivers nothing afterwards.
+`deliver` and `closed` never block and never raise.  ExpertClient calls from any thread; AsyncExpertClient calls from
+its event loop, and wants `deliver` and `closed` called there.
+
+A plain function can stand for a server: FunctionTransport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias, TypeVar
+
+from expertd.errors import ExpertdError, RequestCancelledError, UnimplementedError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd.wire import ForwardRequestView, StreamResponseView, UsualAnswer
+from expertd_client.requests.request import Request
+
+__all__ = [
+    "Channel",
+    "ChannelConnection",
+    "ChannelFullError",
+    "Closed",
+    "Connection",
+    "Deliver",
+    "Delivered",
+    "FunctionTransport",
+    "Ready",
+    "Transport",
+    "Waiter",
+    "no_session",
+]
+
+_T = TypeVar("_T", contravariant=True)
+
+Delivered: TypeAlias = "StreamResponseView | UsualAnswer"
+Deliver = Callable[[Delivered], None]
+"""Takes one message that the server sent.  What it holds belongs to the receiver from then on; where the memory of an
+output is lent, until the receiver calls its `give_back` (see expertd_client.requests.lent)."""
+Closed = Callable[[ExpertdError], None]
+"""Takes the reason why nothing more will be delivered."""
+Ready: TypeAlias = "Callable[[ChannelConnection | Exception], None]"
+"""Takes a channel's connection, or the reason why there is none."""
+
+
+class ChannelFullError(Exception):
+    """A channel cannot take a request now, and nothing was sent: it travels inline."""
+
+
+class Waiter(Protocol[_T]):
+    """Somebody who waits for one answer; exactly one of the two is called, once."""
+
+    def answer(self, value: _T, /) -> None: ...
+
+    def fail(self, error: ExpertdError, /) -> None: ...
+
+
+class Connection(Protocol):
+    """One ordered stream of requests to a server.  After `closed` its methods do nothing."""
+
+    def takes(self, request: Request) -> bool:
+        """Whether a request can travel this way; what a channel does not take travels inline."""
+        ...
+
+    def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
+        """Sends a request; never waits for the server.  The tensors are read before this returns, or, within a process,
+        may be read until the answer is delivered.  Raises where it cannot be sent, and then nothing was.
+
+        request_id   never used before on this connection
+        timeout_us   what is left of its time; 0 = no limit
+        """
+
+    def cancel(self, request_id: int) -> None:
+        """Takes a request back; its answer, if one still comes, is not wanted."""
+
+    def offer(self, offer: pb.SessionOffer) -> None:
+        """Asks for a channel; a pb.SessionAnswer is delivered."""
+
+    def close(self) -> None:
+        """Ends the connection; `closed` is called with RequestCancelledError unless it has been called already."""
+
+
+class ChannelConnection(Connection, Protocol):
+    """A connection that a Channel opened."""
+
+    def broke(self, error: ExpertdError) -> None:
+        """close(), because the connection beside it ended with `error`: what is in flight here fails with that."""
+
+
+class Channel(Protocol):
+    """A faster way to the server of one transport."""
+
+    name: str
+    """As the contract calls it in SessionOffer: "shm", "cuda_ipc", "tcp", "nixl"."""
+
+    def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
+        """Opens the channel that the server accepted: `answer` has its token and endpoint.  The token is valid until
+        the connection that carried the answer closes.  It does not wait: ready() is called once, now or later, on any
+        thread of the transport's, with the connection, or with the reason why there is none, and messages stay inline.
+
+        Of the connection `offer` is never called; its `forward` may raise ChannelFullError.  Where callers can wait for
+        their answers themselves it has call(request, deadline) besides, which returns the ForwardResult."""
+        ...
+
+    def close(self) -> None:
+        """Waits for threads of connections that are closed, or were closed as soon as they opened."""
+
+
+class Transport(Protocol):
+    """The way to one server."""
+
+    target: str
+    """What errors and reports call the server: its address."""
+    channels: Sequence[Channel]
+    """What its connections can offer, best first."""
+
+    def connect(self, deliver: Deliver, closed: Closed) -> Connection:
+        """A new connection, without waiting for it: where the server cannot be reached, `closed` says so."""
+        ...
+
+    def describe(
+        self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
+    ) -> None:
+        """Asks what the server holds.  wait_for_ready: keep trying to connect until the time is over."""
+
+    def close(self) -> None:
+        """Begins to give back channel, threads and tasks.  Connections are closed before."""
+
+    async def wait_closed(self) -> None:
+        """Returns when everything is given back.  One that needs no event loop has done so in close()."""
+
+
+def no_session(offer: pb.SessionOffer, reason: str) -> pb.SessionAnswer:
+    """The answer of what has no sessions: `reason` for each transport."""
+    return pb.SessionAnswer(verdicts=[pb.TransportVerdict(transport=t, reason=reason) for t in offer.transports])
+
+
+class FunctionTransport:
+    """A function that stands for a server: takes a request, returns its answer or raises a row of the error table.
+
+    Answers are delivered before `forward` returns, in the caller's thread; a cancel finds nothing to cancel.
+    """
+
+    channels: Sequence[Channel] = ()
+
+    def __init__(
+        self,
+        serve: Callable[[ForwardRequestView], StreamResponseView],
+        describe: Callable[[pb.DescribeRequest], pb.DescribeResponse] | None = None,
+        target: str = "function",
+    ) -> None:
+        self.target = target
+        self._serve = serve
+        self._describe = describe
+
+    def connect(self, deliver: Deliver, closed: Closed) -> Connection:
+        return _FunctionConnection(self._serve, deliver, closed)
+
+    def describe(
+        self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
+    ) -> None:
+        del timeout_s, wait_for_ready
+        if self._describe is None:
+            waiter.fail(UnimplementedError(f"{self.target}: Describe: this function answers forward requests alone"))
+            return
+        try:
+            answer = self._describe(request)
+        except ExpertdError as error:
+            waiter.fail(error)
+        else:
+            waiter.answer(answer)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    async def wait_closed(self) -> None:
+        """Nothing to wait for."""
+
+
+class _FunctionConnection:
+    def __init__(
+        self, serve: Callable[[ForwardRequestView], StreamResponseView], deliver: Deliver, closed: Closed
+    ) -> None:
+        self._serve = serve
+        self._deliver = deliver
+        self._closed: Closed | None = closed
+
+    def takes(self, request: Request) -> bool:
+        return True
+
+    def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
+        if self._closed is None:
+            return
+        view = request.view(request_id, timeout_us)
+        try:
+            answer = self._serve(view)
+        except ExpertdError as error:
+            answer = error.to_request_error(request_id)
+        self._deliver(answer)
+
+    def cancel(self, request_id: int) -> None:
+        """It has been answered."""
+
+    def offer(self, offer: pb.SessionOffer) -> None:
+        self._deliver(no_session(offer, "a function has no sessions"))
+
+    def close(self) -> None:
+        self.broke(RequestCancelledError("connection: closed by this client"))
+
+    def broke(self, error: ExpertdError) -> None:
+        closed, self._closed = self._closed, None
+        if closed is not None:
+            closed(error)

@@ -1,0 +1,1 @@
+"""Which layers and experts are held: added and removed while they are served, remembered over restarts."""

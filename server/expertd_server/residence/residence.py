@@ -1,0 +1,267 @@
+"""Which layers and experts a server holds, changed while it serves.
+
+    residence.add(3, 4)                     hold two layers more: read, packed, checked, warm, then served
+    residence.add(3, experts=range(8))      hold more experts of a layer
+    residence.remove(3, experts=range(4))   let go of some, or of whole layers
+
+    change = residence.prepare({3: range(8), 4: ()})    the same in two steps: all of these layers that is to be held
+    residence.commit(change, linger_s=3)                or residence.abort(change)
+
+A change is all or nothing.  Layers that are held are served meanwhile, by what was held before; a request is computed
+by what was held when it was taken, and memory goes when no request uses it any more.  A layer that gets or loses
+experts is packed anew from its source, so for a while both are there.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from expertd.ranges import format_ranges
+from expertd_kernels.native.memory import available_bytes
+from expertd_kernels.oracle.probe import use_device
+from expertd_server.boot.assignment import Assigner, Assignment, BootError
+from expertd_server.boot.layers import Booted, Stopped, boot_layer, boot_layers
+from expertd_server.boot.measuring import Tournaments
+from expertd_server.boot.memory import MemoryPlan, free_bytes, give_back, hold, plan_memory, require_room
+from expertd_server.boot.prepare import Workshop
+from expertd_server.config.serve import ServeConfig
+from expertd_server.engine.engine import Engine
+from expertd_server.engine.served import ServedLayer
+
+__all__ = ["Change", "Residence"]
+
+Experts = Mapping[int, Collection[int]]
+"""Ids of experts by layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What is ready.  new: layers that are held anew; whole: layers that are held no more."""
+
+    new: dict[int, Booted]
+    whole: tuple[int, ...] = ()
+
+
+class Residence:
+    """From any thread; one change at a time, others wait.
+
+    booted   what is held now, by layer, ascending; memory: the plan of it, None = nothing.  Both never change, but are
+             replaced
+    changed  called after each change with what is held then, and what of it is to be told no more
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        assigner: Assigner,
+        workshop: Workshop,
+        engine: Engine,
+        oracle: Tournaments | None = None,
+        changed: Callable[[Mapping[int, Booted], Experts], None] = lambda booted, leaving: None,
+    ) -> None:
+        self._config, self._assigner, self._workshop, self._engine = config, assigner, workshop, engine
+        self._oracle, self._changed = oracle, changed
+        self._changing = threading.Lock()
+        self.booted: Mapping[int, Booted] = MappingProxyType({})
+        self.memory: MemoryPlan | None = None
+
+    def boot(
+        self,
+        assignments: Sequence[Assignment],
+        done: Callable[[Booted], None] = lambda b: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """What is held at first, before the engine starts; done() after each layer.  Raises BootError, or Stopped once
+        stopped() says so."""
+        with self._changing:
+            use_device(self._workshop.device)
+            memory = plan_memory(self._config, assignments) if assignments else None
+            workshop = replace(self._workshop, memory=memory)
+            new = boot_layers(assignments, workshop, oracle=self._oracle, done=done, stopped=stopped)
+            self._hold({b.served.layer: b for b in new})
+
+    def add(self, *layers: int, experts: Collection[int] | None = None) -> None:
+        """Hold these layers, with these experts besides those that are held; None: those that the configuration asks
+        for.  Returns when they are served.  Raises BootError, and then nothing has changed."""
+        self._assigner.require_layers(layers, f"layers to add: got {format_ranges(layers)}")
+        with self._changing:
+            held = {n: set(b.assignment.held) for n, b in self.booted.items()}
+            wanted = []
+            for n in dict.fromkeys(layers):
+                a = self._assigner.layer(n, experts)
+                if not held.get(n, set()) >= set(a.held):
+                    wanted.append(a if n not in held else self._assigner.layer(n, held[n] | set(a.held)))
+            gone = self._replace(wanted, ())
+        self._release(gone, None)
+
+    def remove(self, *layers: int, experts: Collection[int] | None = None, timeout_s: float | None = None) -> None:
+        """Let go of these layers, or of some of their experts, and wait until their memory is free.  What is not held
+        is no error.  Raises BootError, and then nothing has changed; TimeoutError where requests still use a layer that
+        is let go of: its memory goes with the last of them."""
+        with self._changing:
+            gone = self._replace(*self._without(layers, experts))
+        self._release(gone, timeout_s)
+
+    def _without(self, layers: Collection[int], experts: Collection[int] | None) -> tuple[list[Assignment], list[int]]:
+        """(layers of which some experts stay, layers of which none does)."""
+        some, none = [], []
+        for n in dict.fromkeys(layers):
+            b = self.booted.get(n)
+            held = set() if b is None else set(b.assignment.held)
+            left = set() if experts is None else held - set(experts)
+            if held and not left:
+                none.append(n)
+            elif left < held:
+                some.append(self._assigner.layer(n, left))
+        return some, none
+
+    def prepare(
+        self,
+        wanted: Experts,
+        ready: Callable[[int, int], None] = lambda done, layers: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Change:
+        """Make ready that these experts of these layers are held, () = none, instead of what is held of them.  Until
+        commit() or abort() every other change waits.  ready: called with how many layers are, of how many.  Raises
+        BootError, or Stopped once stopped() says so, and then nothing has changed."""
+        self._changing.acquire()
+        try:
+            some, none = self._other(wanted)
+            ready(0, len(some))
+            return Change(self._prepare(some, lambda done: ready(done, len(some)), stopped), tuple(none))
+        except BaseException:
+            self._changing.release()
+            raise
+
+    def room_for(self, wanted: Experts) -> MemoryPlan | None:
+        """The plan of what prepare(wanted) would take beside what is held; None = nothing.  Raises BootError where that
+        does not fit."""
+        some, _ = self._other(wanted)
+        return self._require_room(some) if some else self.memory
+
+    def commit(
+        self,
+        change: Change,
+        linger_s: float = 0.0,
+        timeout_s: float | None = None,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """Hold it.  linger_s: so long what goes is computed still, but told no more; pause: waits for that.  Raises
+        TimeoutError as remove() does."""
+        try:
+            leaving = self._leaving(change)
+            if leaving and linger_s:
+                self._changed(self.booted, leaving)
+                pause(linger_s)
+            gone = self._swap(change)
+        finally:
+            self._changing.release()
+        self._release(gone, timeout_s)
+
+    def abort(self, change: Change) -> None:
+        """Let go of it."""
+        change.new.clear()
+        self._changing.release()
+        self._workshop.alone(lambda: give_back(self._workshop.device))
+
+    def _other(self, wanted: Experts) -> tuple[list[Assignment], list[int]]:
+        """(layers to be made, layers that go) where what is held differs from `wanted`.  Raises BootError."""
+        self._assigner.require_layers(wanted, f"layers to hold: got {format_ranges(wanted)}")
+        held = {n: set(b.assignment.held) for n, b in self.booted.items()}
+        changed = {n: set(e) for n, e in sorted(wanted.items()) if set(e) != held.get(n, set())}
+        some = [self._assigner.layer(n, experts) for n, experts in changed.items() if experts]
+        refused = next((a for a in some if a.decision.chosen is None), None)
+        if refused is not None:
+            why = "; ".join(r for v in refused.decision.verdicts for r in v.refusals[:1])
+            raise BootError(f"layer {refused.info.layer}: no backend serves {len(refused.held)} experts of it: {why}")
+        return some, [n for n, experts in changed.items() if not experts]
+
+    def _leaving(self, change: Change) -> dict[int, tuple[int, ...]]:
+        """Experts that are held now and would not be afterwards."""
+        out = {n: tuple(self.booted[n].assignment.held) for n in change.whole if n in self.booted}
+        for n, b in change.new.items():
+            if n in self.booted:
+                out[n] = tuple(sorted(set(self.booted[n].assignment.held) - set(b.assignment.held)))
+        return {n: experts for n, experts in out.items() if experts}
+
+    def _replace(self, wanted: Sequence[Assignment], whole: Collection[int]) -> list[ServedLayer]:
+        """Serve `wanted` instead of what is held of those layers, and the layers `whole` not at all.  Returns what is
+        not served any more."""
+        return self._swap(Change(self._prepare(wanted), tuple(whole)))
+
+    def _swap(self, change: Change) -> list[ServedLayer]:
+        new, whole = change.new, change.whole
+        gone = [b.served for n, b in self.booted.items() if n in new or n in whole]
+        if new or gone:
+            self._hold({**{n: b for n, b in self.booted.items() if n not in whole}, **new})
+        return gone
+
+    def _prepare(
+        self,
+        assignments: Sequence[Assignment],
+        ready: Callable[[int], None] = lambda done: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> dict[int, Booted]:
+        """Read, pack, check and warm up, while the engine serves."""
+        if not assignments:
+            return {}
+        workshop, out = self._workshop, dict[int, Booted]()
+        use_device(workshop.device)
+        memory = self._require_room(assignments)
+        workshop.call(lambda: hold(memory, workshop.device))
+        with workshop.preparing():
+            for a in assignments:
+                if stopped():
+                    raise Stopped
+                # measuring competes with requests: what was not measured at boot follows the platform's order
+                out[a.info.layer] = boot_layer(a, workshop, self._oracle, measure=False)
+                workshop.alone(lambda: give_back(workshop.device))
+                ready(len(out))
+        return out
+
+    def _require_room(self, assignments: Sequence[Assignment]) -> MemoryPlan:
+        """The plan of what is held and of `assignments` beside it.  Raises BootError where that does not fit."""
+        held = [b.assignment for b in self.booted.values()]
+        plan, free = plan_memory(self._config, [*held, *assignments]), free_bytes(self._workshop.device)
+        if free and held:  # what is held is not free, and counts in the plan; of the graphs, those that are there yet
+            now = plan_memory(self._config, held)
+            free += now.weights + now.scratch + now.buffers
+            if now.graphs:
+                free += min(now.graphs, self._engine.graph_bytes)
+        require_room(plan, self._config, [*held, *assignments], free, available_bytes())
+        return plan
+
+    def _hold(self, booted: Mapping[int, Booted]) -> None:
+        after = MappingProxyType(dict(sorted(booted.items())))
+        self.memory = plan_memory(self._config, [b.assignment for b in after.values()]) if after else None
+        self._engine.hold(b.served for b in after.values())
+        self.booted = after
+        self._changed(after, {})
+
+    def _release(self, gone: list[ServedLayer], timeout_s: float | None) -> None:
+        """Wait until nothing uses `gone` any more, and free its memory."""
+        if not gone:
+            return
+        layers = format_ranges(s.layer for s in gone)
+        alive = [weakref.ref(s.experts) for s in gone]
+        if not self._engine.forget(gone, timeout_s):
+            raise TimeoutError(f"layers {layers}: requests still use them after {timeout_s:g} s; want them done first")
+        gone.clear()
+        if any(ref() is not None for ref in alive):
+            _collect_garbage()
+        self._workshop.alone(lambda: give_back(self._workshop.device))
+
+
+def _collect_garbage() -> None:
+    """Also among what was frozen when the boot ended."""
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if frozen:
+        gc.freeze()

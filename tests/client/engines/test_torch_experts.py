@@ -1,0 +1,227 @@
+"""RemoteExperts: torch in, torch out, over a forwarder that computes in this process."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from expertd.errors import BadResponseError, BadShapeError, UnavailableError, UnsupportedCombinationError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.clients.forwarder import Forwarder
+from expertd_client.engines.torch_experts import RemoteExperts
+from expertd_client.requests.result import ForwardResult
+
+H, E = 16, 8
+SCALES = torch.linspace(0.5, 2.0, E, dtype=torch.float64)
+
+
+def expert_sum(x, ids, weights):
+    """What Scaling answers, in float64: expert e multiplies with SCALES[e]."""
+    factors = torch.where(ids >= 0, SCALES[ids.long().clamp(min=0)] * weights.double(), 0.0).sum(-1, keepdim=True)
+    return x.double() * factors
+
+
+class Scaling(Forwarder):
+    """Experts that scale.  seen: requests; held: the experts it computes; log: what happened, in order."""
+
+    def __init__(self, held=range(E)):
+        self.held, self.seen, self.log, self.error = torch.tensor(list(held)), [], [], None
+
+    def forward_request(self, request, *, timeout_s=None):
+        self.seen.append((request, timeout_s))
+        if self.error is not None:
+            raise self.error
+        ids = torch.where(torch.isin(request.topk_ids, self.held), request.topk_ids, -1)
+        output = expert_sum(request.hidden_states, ids, request.topk_weights).to(request.hidden_states.dtype)
+        return ForwardResult(output, None, int((ids >= 0).sum()), pb.Timing(), pb.Load(), 0)
+
+    def submit_request(self, request, *, timeout_s=None):
+        self.log.append("sent")
+        future = Noted(self.log)
+        try:
+            future.set_result(self.forward_request(request, timeout_s=timeout_s))
+        except UnavailableError as error:
+            future.set_exception(error)
+        return future
+
+    def close(self):
+        pass
+
+
+class Noted(Future):
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def result(self, timeout=None):
+        self.log.append("fetched")
+        return super().result(timeout)
+
+
+@pytest.fixture
+def far():
+    return Scaling()
+
+
+def batch(*shape, dtype=torch.float32, top_k=2, ids=torch.int64):
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(*shape, H, generator=generator).to(dtype)
+    return x, torch.randint(0, E, (*shape, top_k), generator=generator).to(ids), torch.rand(*shape, top_k) + 0.5
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3), (1, 1), (2, 1, 3)])
+def test_leading_extents_are_tokens(far, shape):
+    x, ids, weights = batch(*shape)
+    out = RemoteExperts(far, 3).eval()(x, ids, weights)
+    assert out.shape == x.shape
+    torch.testing.assert_close(out.double(), expert_sum(x, ids, weights))
+    assert [(r.layer, r.tokens) for r, _ in far.seen] == [(3, x[..., 0].numel())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("ids", [torch.int64, torch.int32, torch.int16, torch.uint8])
+def test_the_answer_has_the_dtype_of_the_hidden_states(far, dtype, ids):
+    x, i, weights = batch(4, dtype=dtype, ids=ids)
+    out = RemoteExperts(far, 0).eval()(x, i, weights.to(dtype))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expert_sum(x, i, weights.to(dtype)), rtol=1e-2, atol=1e-2)
+
+
+def test_f64_travels_as_f32(far):
+    x, ids, weights = batch(4, dtype=torch.float64)
+    RemoteExperts(far, 0).eval()(x, ids, weights.double())
+    assert far.seen[0][0].hidden_states.dtype == far.seen[0][0].topk_weights.dtype == torch.float32
+
+
+def test_a_batch_beyond_the_limit_is_cut_and_all_parts_are_under_way_at_once(far):
+    x, ids, weights = batch(10)
+    out = RemoteExperts(far, 0, max_tokens=4).eval()(x, ids, weights)
+    torch.testing.assert_close(out.double(), expert_sum(x, ids, weights))
+    assert [r.tokens for r, _ in far.seen] == [4, 4, 2]
+    assert far.log == ["sent"] * 3 + ["fetched"] * 3
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 4096])
+def test_tokens_without_a_route_are_not_sent_and_get_zeros(far, max_tokens):
+    x, ids, weights = batch(2, 3)
+    ids[0, 1], ids[1, 2], ids[1, 0, 0] = -1, -1, -1
+    out = RemoteExperts(far, 0, max_tokens=max_tokens).eval()(x, ids, weights)
+    torch.testing.assert_close(out.double(), expert_sum(x, ids, weights))
+    assert sum(r.tokens for r, _ in far.seen) == 4
+    assert not out[0, 1].any()
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_nothing_to_compute_is_not_sent(far, tokens):
+    x, ids, weights = batch(tokens)
+    out = RemoteExperts(far, 0).eval()(x, torch.full_like(ids, -1), weights)
+    assert out.shape == x.shape
+    assert not out.any()
+    assert not far.seen
+
+
+def test_a_route_that_nobody_computed_is_an_error():
+    x, ids, weights = batch(4)
+    ids %= 7
+    ids[2, 1] = 7
+    with pytest.raises(BadResponseError, match="layer 5: routes computed: got 7, want 8"):
+        RemoteExperts(Scaling(range(7)), 5).eval()(x, ids, weights)
+
+
+def test_other_work_fits_between_start_and_wait(far):
+    experts = RemoteExperts(far, 0, timeout_s=2.5).eval()
+    x, ids, weights = batch(4)
+    first, second = experts.start(x, ids, weights), experts.start(x * 2, ids, weights)
+    far.log.append("meanwhile")
+    for call, factor in ((second, 2), (first, 1)):
+        torch.testing.assert_close(experts.wait(call).double(), expert_sum(x * factor, ids, weights))
+    assert far.log == ["sent", "sent", "meanwhile", "fetched", "fetched"]
+    assert [timeout for _, timeout in far.seen] == [2.5, 2.5]
+    with pytest.raises(UnsupportedCombinationError, match="fetched once"):
+        experts.wait(first)
+
+
+def test_the_error_of_a_part_is_the_error_of_the_call(far):
+    far.error = UnavailableError("gone")
+    with pytest.raises(UnavailableError, match="gone"):
+        RemoteExperts(far, 0, max_tokens=2).eval()(*batch(4))
+
+
+def test_gradients_and_training_are_refused(far):
+    experts = RemoteExperts(far, 0).eval()
+    x, ids, weights = batch(2)
+    for inputs in ((x.requires_grad_(), ids, weights), (x.detach(), ids, weights.requires_grad_())):
+        for call in (experts, experts.start):
+            with pytest.raises(UnsupportedCombinationError, match=r"require gradients.*inference_mode"):
+                call(*inputs)
+        with torch.no_grad():
+            assert not experts(*inputs).requires_grad
+    with pytest.raises(UnsupportedCombinationError, match=r"call model\.eval\(\)"):
+        experts.train()(x.detach(), ids, weights.detach())
+    assert len(far.seen) == 2
+
+
+@pytest.mark.parametrize(("ids", "weights"), [((3, 2), (4, 2)), ((4, 2), (4, 1)), ((4,), (4,))])
+def test_shapes_that_do_not_fit_are_named(far, ids, weights):
+    with pytest.raises(BadShapeError, match=r"to \[4, 16\], want both \[4, top_k\]"):
+        RemoteExperts(far, 0).eval()(torch.ones(4, H), torch.ones(ids, dtype=torch.int64), torch.ones(weights))
+
+
+def test_a_limit_below_one_token_is_refused(far):
+    with pytest.raises(ValueError, match="max_tokens: got 0"):
+        RemoteExperts(far, 0, max_tokens=0)
+
+
+class Block(torch.nn.Module):
+    """A layer as an engine of one's own writes it: a shared expert while the routed ones are under way."""
+
+    def __init__(self, far):
+        super().__init__()
+        self.router = torch.nn.Linear(H, E)
+        self.shared = torch.nn.Linear(H, H)
+        self.first, self.second = RemoteExperts(far, 0), RemoteExperts(far, 1)
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        started = self.first.start(x, ids, weights)
+        shared = self.shared(x).relu()
+        return self.second(self.first.wait(started, shared) + shared, ids, weights)
+
+
+def test_the_compiler_keeps_each_call_as_one_node(far):
+    torch.manual_seed(0)
+    block, graphs = Block(far).eval(), []
+
+    def backend(graph, inputs):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        graphs.append([node for node in graph.graph.nodes if "expertd" in str(node.target)])
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    for tokens in (3, 3, 5):
+        x = torch.randn(tokens, H)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), block(x))
+    for start, wait, forward in graphs:
+        assert [str(n.target) for n in (start, wait, forward)] == ["expertd.start", "expertd.wait", "expertd.forward"]
+        assert start in wait.args
+        assert wait.args[2] is not None, "nothing keeps the waiting behind the shared expert"
+
+
+@pytest.mark.parametrize("op", ["forward", "start"])
+def test_the_fake_implementations_say_what_comes(far, op):
+    experts = RemoteExperts(far, 0).eval()
+    call = getattr(torch.ops.expertd, op).default
+    torch.library.opcheck(call, (*batch(3), experts._number), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_fake_wait_says_what_comes(far):
+    experts = RemoteExperts(far, 0).eval()
+    x, ids, weights = batch(2, 3)
+    real = torch.ops.expertd.wait(experts.start(x.mT.contiguous().mT, ids, weights).ticket, x, None, experts._number)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ops.expertd.wait(torch.tensor(1), x.mT.contiguous().mT, None, experts._number)
+    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())

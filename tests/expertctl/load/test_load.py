@@ -1,0 +1,321 @@
+"""What is around the load generator's loop: routing, the search for the largest rate, slices, histograms, the page."""
+
+import argparse
+import asyncio
+import io
+import math
+import re
+import threading
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from expertctl.common.percentiles import Durations, Summary
+from expertctl.common.workload import LayerShape, routes
+from expertctl.load import page as page_module
+from expertctl.load.by_server import ByServer, of_all
+from expertctl.load.departures import LoadPlan, departures
+from expertctl.load.generator import LoadReport, Now, Raw, ServerSide
+from expertctl.load.live import line
+from expertctl.load.page import page
+from expertctl.load.routing import parse_routing
+from expertctl.load.selector import run_precisely
+from expertctl.load.series import hdr_encoded, hdr_text, quantile_curve, slices
+from expertctl.load.show import Outcome, Run, as_json, show
+from expertctl.load.slo import Trial, parse_promise, search, upper_share
+from expertd_client.cluster import Answered
+
+SHAPE = LayerShape(layer=3, hidden_size=16, num_experts=64, top_k=4)
+
+
+# ---- routing ---------------------------------------------------------------------------------------------------------
+
+
+def counted(text, seed=0, tokens=20_000):
+    weights = parse_routing(text).log_weights
+    ids = routes(np.random.default_rng(1), tokens, SHAPE, lambda shape: weights(shape, seed))
+    assert all(len(set(row)) == SHAPE.top_k for row in ids[:200].tolist())
+    return np.bincount(ids.ravel(), minlength=64) / ids.size
+
+
+def test_uniform_and_zipf():
+    even = counted("uniform")
+    assert abs(even * 64 - 1).max() < 0.1
+    skewed = counted("zipf:1.2")
+    assert skewed[0] > 5 * skewed[20] > 0
+    assert parse_routing("zipf:1.2").zipf == 1.2
+    assert parse_routing("uniform").zipf == 0.0
+
+
+def test_hot_experts_have_their_share_and_the_seed_draws_them():
+    share = counted("hot:16:0.8")
+    hot = np.sort(np.argsort(share)[-16:])
+    assert share[hot].sum() == pytest.approx(0.8, abs=0.04)  # a little less: no expert stands twice in a token
+    assert np.delete(share, hot).min() > 0
+    assert counted("hot:16:0.8")[hot].sum() == share[hot].sum()
+    other = np.sort(np.argsort(counted("hot:16:0.8", seed=1))[-16:])
+    assert other.tolist() != hot.tolist()
+    assert counted("hot:16")[hot].sum() > share[hot].sum()  # 0.9 where it is not said
+
+
+def test_incast_is_one_set_of_experts_for_everybody():
+    share = counted("incast")
+    assert np.count_nonzero(share) == SHAPE.top_k
+    assert share.max() == 0.25
+    assert np.count_nonzero(counted("hot:2:1")) > 2  # top-4 of two: the others come from everywhere
+
+
+@pytest.mark.parametrize("text", ["", "zipf", "zipf:-1", "zipf:nan", "hot", "hot:0", "hot:4:0", "hot:4:2", "incast:3",
+                                  "recorded:", "uniform:1", "even"])  # fmt: skip
+def test_a_routing_that_is_none(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="want uniform, zipf:S, hot"):
+        parse_routing(text)
+
+
+def test_more_hot_experts_than_there_are():
+    with pytest.raises(ValueError, match="--routing hot:65: got 65 experts, want 1 to 64"):
+        counted("hot:65")
+
+
+# ---- departures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize(("first", "last"), [(100.0, 900.0), (900.0, 100.0)])
+def test_a_ramp_has_its_two_rates(first, last, poisson):
+    plan = LoadPlan(tokens=1, rate=first, rate_to=last, duration_s=20.0, poisson=poisson)
+    at = np.array(list(departures(plan)))
+    assert (np.diff(at) >= 0).all()
+    assert at[-1] < 20.0
+    per_second = np.histogram(at, np.arange(21.0))[0]
+    want = first + (last - first) * (np.arange(20) + 0.5) / 20
+    assert np.abs(per_second - want).max() < (4 * math.sqrt(900) if poisson else 2)
+    assert len(at) == pytest.approx(10_000, rel=0.05)
+
+
+def test_a_schedule_is_kept():
+    plan = LoadPlan(tokens=0, schedule=[0.0, 0.5, 0.5, 2.0], requests=3)
+    assert list(departures(plan)) == [0.0, 0.5, 0.5]
+    assert plan.open
+    for wrong in ({"rate": 1.0, "schedule": [0.0]}, {"rate": 1.0, "rate_to": 2.0, "requests": 3}):
+        with pytest.raises(ValueError, match="want"):
+            LoadPlan(tokens=0, **wrong)
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """Waits of an M/M/1 line: with `capacity` requests a second, the share e^(-(capacity - rate) t) takes longer
+    than t."""
+
+    def __init__(self, capacity, promise, seed=0):
+        self.capacity, self.promise, self.rng = capacity, promise, np.random.default_rng(seed)
+        self.asked = []
+
+    def share(self, rate):
+        return math.exp(-(self.capacity - rate) * self.promise.bound_s) if rate < self.capacity else 1.0
+
+    async def __call__(self, rate):
+        self.asked.append(rate)
+        n = self.promise.requests(rate, 3.0)
+        late = int(self.rng.binomial(n, self.share(rate)))
+        return Trial(rate, n, late, self.promise.bound_s * (2 if late > n / 100 else 0.5))
+
+
+async def test_the_search_finds_the_rate_of_a_line():
+    promise = parse_promise("p99<20ms")
+    true = 1000 - math.log(100) / 0.02  # 769.7: where just 1 % take longer
+    found = []
+    for seed in range(20):
+        server = Server(1000.0, promise, seed)
+        found.append(await search(promise, 990.0, server))
+        assert len(server.asked) < 45
+    rates = [f.rate for f in found]
+    assert all(0.88 * true < rate for rate in rates), rates
+    wrong = sum(rate > true for rate in rates)
+    assert wrong <= 3, rates  # with 95 % confidence one in twenty
+    assert all(f.at_most <= 0.01 and f.share < f.at_most and len(f.repeats) == 3 for f in found)
+    assert not any(f.limited for f in found)
+    assert re.search(r"p99 < 20 ms up to 7\d\d\.\d requests/s \(95 % confidence\)", found[0].sentence())
+
+
+async def test_where_the_peak_itself_keeps_it_that_is_said():
+    promise = parse_promise("p50<1s")
+    found = await search(promise, 500.0, Server(1000.0, promise))
+    assert (found.rate, found.limited) == (500.0, True)
+    assert "more could not be offered" in found.sentence()
+
+
+async def test_where_no_rate_keeps_it():
+    promise = parse_promise("p99.9<1us")
+    found = await search(promise, 500.0, Server(1000.0, promise))
+    assert found.rate is None
+    assert "no rate keeps p99.9 < 1 us" in found.sentence()
+
+
+async def test_what_the_generator_could_not_offer_is_no_answer():
+    async def behind(rate):
+        return Trial(rate, 1000, 0, 0.001, behind=rate > 100)
+
+    found = await search(parse_promise("p99<20ms"), 1000.0, behind)
+    assert 90 < found.rate <= 100
+    assert found.limited
+
+
+def test_wilsons_bound():
+    assert upper_share(0, 268) > 0.0099 > upper_share(0, 300)
+    assert upper_share(10, 1000) == pytest.approx(0.0166, abs=1e-4)
+    assert upper_share(0, 0) == 1.0
+    assert upper_share(5, 5) == 1.0
+
+
+@pytest.mark.parametrize("text", ["p99", "p99<20", "p0<1s", "p100<1s", "p99>20ms", "99<20ms", "p99<0ms"])
+def test_a_promise_that_is_none(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="want a promise as p99<20ms"):
+        parse_promise(text)
+
+
+def test_promises_are_read():
+    p = parse_promise("p99.9<500us")
+    assert (p.quantile, p.bound_s, p.text) == (0.999, 0.0005, "p99.9 < 500 us")
+    assert p.requests(10, 1) == 5000
+    assert p.requests(1e6, 1) == 1_000_000
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+def report(latencies, failures=()):
+    d = Durations()
+    for v in latencies:
+        d.add(v)
+    ends = np.cumsum(latencies).tolist()
+    return LoadReport(ends[-1], len(latencies), {"UNAVAILABLE": len(failures)} if failures else {}, 8, 16, d.summary(),
+                      Summary(), ServerSide(kernel_ns=1e6), {"cpu": 1}, Raw(ends, latencies, failures))  # fmt: skip
+
+
+def test_slices_hold_every_answer_once():
+    rng = np.random.default_rng(0)
+    ends, took = np.sort(rng.uniform(0, 7.3, 5000)), rng.exponential(0.01, 5000)
+    found = slices(ends.tolist(), took.tolist(), [0.05, 7.2])
+    assert (sum(s.answered for s in found), sum(s.failed for s in found)) == (5000, 2)
+    assert len(found) <= 120
+    assert found[0].begin_s == 0
+    assert found[-1].end_s == pytest.approx(ends.max())
+    assert all(a.end_s == pytest.approx(b.begin_s) for a, b in pairwise(found))
+    first = took[(ends >= 0) & (ends < found[0].end_s)]
+    assert found[0].p50_us == pytest.approx(np.quantile(first, 0.5, method="inverted_cdf") * 1e6)
+    assert found[3].rate == pytest.approx(5000 / 7.3, rel=0.5)
+    assert slices([], [], []) == []
+
+
+def test_the_histogram_is_hdrhistograms_own():
+    from hdrh.histogram import HdrHistogram
+
+    took = np.random.default_rng(0).exponential(0.01, 3000).tolist()
+    again = HdrHistogram.decode(hdr_encoded(took))
+    assert again.get_total_count() == 3000
+    assert again.get_value_at_percentile(99) == pytest.approx(np.quantile(took, 0.99) * 1e6, rel=2e-3)
+    text = hdr_text(took)
+    assert "Percentile" in text
+    assert re.search(r"#\[Max +=", text)
+    x, y = quantile_curve(np.asarray(took))
+    assert x[0] == 1
+    assert y == sorted(y)
+    assert y[-1] == pytest.approx(max(took) * 1e6)
+
+
+def two_runs(address="host"):
+    rng = np.random.default_rng(0)
+    runs = [Run(LoadPlan(1, concurrency=c, requests=9), report(rng.exponential(0.01, 99).tolist())) for c in (1, 8)]
+    return Outcome(address, [0], {"routing": "uniform", "echo": False}, runs, interrupted=True)
+
+
+def test_the_page_stands_alone():
+    html = page(two_runs("<b>&host"))
+    assert "<p>routing: uniform</p>" in html
+    assert "&lt;b&gt;&amp;host" in html
+    assert "<b>&host" not in html
+    assert "Interrupted" in html
+    assert html.count("Plotly.newPlot(") == 4
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", html)
+    one = page(Outcome("host", [0], {}, two_runs().runs[:1]))
+    assert one.count("Plotly.newPlot(") == 3
+
+
+def test_what_each_server_of_a_cluster_answered():
+    counted = ByServer()
+    counted.add([Answered("b:1", 3, 5, 1, 0.010, "cpu"), Answered("a:1", 4, 7, 2, 0.030, "triton")])
+    counted.add([Answered("a:1", 1, 1, 1, 0.020, "cpu")])
+    a, gone, b = of_all(counted.report(), ["a:1", "gone:1", "b:1"])
+    assert (a.server, a.parts, a.tokens, a.routes, a.helped, a.backends) == ("a:1", 2, 5, 8, 1, {"triton": 1, "cpu": 1})
+    assert (a.latency.count, a.latency.p50_s, a.latency.max_s) == (2, 0.020, 0.030)
+    assert (gone.server, gone.parts, gone.routes, gone.latency.count, gone.backends) == ("gone:1", 0, 0, 0, {})
+    assert (b.server, b.parts, b.tokens, b.routes, b.helped, b.backends) == ("b:1", 1, 3, 5, 0, {"cpu": 1})
+    run = Run(LoadPlan(1, concurrency=2, requests=9), replace(report([0.01] * 9), by_server=[a, gone, b]))
+    out = Console(width=80, force_terminal=True, no_color=True, file=io.StringIO())
+    show(out, Outcome("a:1 gone:1 b:1", [0], {"servers": "a cluster of 3 servers", "messages": "1 stream"}, [run]))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.file.getvalue())
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80, text
+    assert re.search(r"^a:1 +│ triton, cpu │ +2 │ +8 │ +1 │ 20.0 ms │ 30.0 ms", text, re.M), text
+    assert re.search(r"^gone:1 │ +none │ +0 │ +0 │ +0 │", text, re.M), text
+    told = as_json(Outcome("a:1 gone:1 b:1", [0], {}, [run]))["by_server"]
+    assert [(one["server"], one["parts"], one["latency_us"]["max"]) for one in told] == [
+        ("a:1", 2, 30_000), ("gone:1", 0, 0), ("b:1", 1, 10_000)]  # fmt: skip
+
+
+def test_stages_are_bars_by_load_and_no_figure_has_two_scales():
+    stages = page_module._stages(two_runs()).to_dict()
+    assert stages["layout"]["yaxis"]["type"] == "category"
+    assert [bar["y"] for bar in stages["data"]] == [["1 caller", "8 callers"]] * 6
+    times = page_module._times(two_runs()).to_dict()
+    assert {axis for axis in times["layout"] if axis.startswith("yaxis")} == {"yaxis", "yaxis2"}
+    assert "overlaying" not in times["layout"]["yaxis2"]
+    colours = {}
+    for curve in times["data"]:
+        colours.setdefault(curve["name"].split(":")[0], set()).add(curve["line"]["color"])
+    assert all(len(found) == 1 for found in colours.values()), "a load has one colour"
+    assert len(set.union(*colours.values())) == 2
+
+
+def test_json_of_one_run_and_of_several():
+    run = Run(LoadPlan(1, concurrency=2, requests=9), report([0.01] * 9, [0.05]))
+    one = as_json(Outcome("host", [0], {"routing": "uniform"}, [run]))
+    assert (one["answered"], one["failed"], one["interrupted"], one["routing"]) == (9, 1, False, "uniform")
+    assert one["series"][0]["failed"] == 1
+    assert one["hdr"].startswith("HIST")
+    several = as_json(Outcome("host", [0], {}, [run, run]))
+    assert [r["answered"] for r in several["runs"]] == [9, 9]
+
+
+def test_what_is_left_in_a_loop_is_cancelled_before_it_ends():
+    ended, tasks = [], []
+
+    async def left():
+        try:
+            await asyncio.to_thread(time.sleep, 0.2)
+        finally:
+            ended.append("task")
+
+    async def work():
+        tasks.append(asyncio.create_task(left()))
+        await asyncio.sleep(0.01)
+        return 7
+
+    assert run_precisely(work()) == 7
+    assert ended == ["task"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncio_")]
+
+
+def test_the_line_of_progress_fits_a_terminal():
+    before = Now(123.0, 1_000_000, 5, 64)
+    now = Now(123.25, 1_123_456, 99_999, 1024, Summary(count=9, p50_s=0.1234, p99_s=1.234))
+    text = line("50 to 500 requests/s", before, now, 600.0)
+    assert "123/600 s" in text
+    assert "493,824/s" in text
+    assert len(line("1024 callers", before, now, 600.0)) <= 100
