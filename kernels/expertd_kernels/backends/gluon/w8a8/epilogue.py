@@ -8,17 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from expertd_kernels.backends.gluon.weight_only.pieces import _act
+from expertd_kernels.backends.gluon.weight_only.pieces import _act, sigmoid
 
 LARGEST = gl.constexpr(448.0)
 LEAST = gl.constexpr(1e-30)
-SIGMOID = gl.constexpr(
-    "{\n.reg .f32 t;\nmul.f32 t, $1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.f32 t, t, 0f3F800000;\n"
-    "rcp.approx.ftz.f32 $0, t;\n}"
-)
-"""1 / (1 + 2 ** (-log2(e) * v)) in four instructions, to about a unit in the last place of f32; 0 and 1 at the ends."""
-
-
 GATE = gl.constexpr("{\n.reg .f32 t;\ntanh.approx.f32 t, $2;\nfma.rn.f32 $0, $1, t, $1;\n}")
 """$1 * (1 + tanh $2): one special function where sigmoid needs two.  It is right to about 2 ** -11 of 2 * $1, which is
 enough for results that are rounded to three bits of the largest of their group."""
@@ -30,7 +23,7 @@ def _gate(g, v, ROUGH: gl.constexpr):
     if ROUGH:
         y = gl.inline_asm_elementwise(GATE, "=f,f,f", [0.5 * g, 0.5 * v], dtype=gl.float32, is_pure=True, pack=1)
     else:
-        y = g * gl.inline_asm_elementwise(SIGMOID, "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
+        y = g * sigmoid(v)
     return y
 
 

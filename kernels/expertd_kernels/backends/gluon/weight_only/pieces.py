@@ -292,7 +292,7 @@ SIGMOID = gl.constexpr(
 
 
 @gluon.jit
-def _sigmoid(v):
+def sigmoid(v):
     return gl.inline_asm_elementwise(SIGMOID, "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -304,11 +304,11 @@ def _act(g, u, C: gl.constexpr):
         g = gl.minimum(g, C.gemm.limit)
         u = gl.maximum(gl.minimum(u, C.gemm.limit), -C.gemm.limit)
     if A == "silu_and_mul":
-        y = g * _sigmoid(g) * u
+        y = g * sigmoid(g) * u
     elif A == "swigluoai":
-        y = (u + C.gemm.beta) * g * _sigmoid(C.gemm.alpha * g)
+        y = (u + C.gemm.beta) * g * sigmoid(C.gemm.alpha * g)
     elif A == "gelu_tanh_and_mul":  # 0.5 * (1 + tanh(v)) = sigmoid(2 v)
-        y = g * _sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g)) * u
+        y = g * sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g)) * u
     else:
         gl.static_assert(A == "gelu_and_mul")
         y = 0.5 * g * (1.0 + gl.erf(g * 0.7071067811865476)) * u
