@@ -4,11 +4,9 @@ gRPC is a function."""
 import threading
 
 import numpy as np
-import pytest
 import torch
 
 from expertd.errors import UnavailableError
-from expertd.nixl import find
 from expertd.shm.library import LibraryMissingError
 from expertd.shm.library import library as shm_library
 from expertd.shm.region import host_id, supported
@@ -20,8 +18,6 @@ from expertd_server.engine.policy import Policy
 from expertd_server.engine.served import ServedLayer
 
 H, E = 32, 4
-
-needs_nixl = pytest.mark.skipif(bool(find.missing()), reason=find.missing() or "there")
 
 
 def missing():

@@ -119,11 +119,9 @@ def test_nobody_to_agree_with():
 
 
 def test_the_real_server_says_why_not(tiny_server):
-    with ExpertClient(
-        GrpcTransport(tiny_server, channels=[Doubles("tcp"), Doubles("nixl"), Doubles("smoke")])
-    ) as client:
+    with ExpertClient(GrpcTransport(tiny_server, channels=[Doubles("tcp"), Doubles("smoke")])) as client:
         session = client.session()
     assert session.transport == "inline"
-    assert list(session.refused) == ["tcp", "nixl", "smoke"]
-    assert "--nixl-listen" in session.refused["nixl"]
+    assert list(session.refused) == ["tcp", "smoke"]
+    assert "--tcp-listen" in session.refused["tcp"]
     assert session.refused["smoke"] == "this server does not know it"

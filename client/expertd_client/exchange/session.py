@@ -22,7 +22,7 @@ INLINE = "inline"
 class Session:
     """What a client and a server agreed on.
 
-    transport   "inline", or the name of the channel that is open: "shm", "cuda_ipc", "tcp", "nixl"
+    transport   "inline", or the name of the channel that is open: "shm", "cuda_ipc", "tcp"
     refused     the others that this client has, best first, each with the reason why it is not that one
     """
 

@@ -99,7 +99,7 @@ class Channel(Protocol):
     """A faster way to the server of one transport."""
 
     name: str
-    """As the contract calls it in SessionOffer: "shm", "cuda_ipc", "tcp", "nixl"."""
+    """As the contract calls it in SessionOffer: "shm", "cuda_ipc", "tcp"."""
 
     def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
         """Opens the channel that the server accepted: `answer` has its token and endpoint.  The token is valid until

@@ -56,12 +56,6 @@ def library() -> Any:
         ("exchange", _INT, (_P, _P, _I64, _I64, _P, _P)),
         ("wake", None, (_P,)),
         ("recall", None, (_P, _U64)),
-        ("host", _P, (_P, _U64, _U32, _INT)),
-        ("host_free", None, (_P,)),
-        ("host_take", _INT, (_P, _P)),
-        ("host_answer", None, (_P, _P)),
-        ("host_sleeps", None, (_P, _INT)),
-        ("host_end", None, (_P,)),
     )
     return load(LIBRARY, "shared memory", "expertd_shm_", (*TICKETS, *own))
 

@@ -126,7 +126,6 @@ def serving(
     that a batch and each of its rows take.  security: of gRPC."""
     import torch
 
-    from expertd.nixl.find import missing
     from expertd_server.engine.admission import Limits, QueueLimits
     from expertd_server.engine.engine import Engine
     from expertd_server.engine.peers import PeerBounds
@@ -135,7 +134,6 @@ def serving(
     from expertd_server.host.doors import listening
     from expertd_server.service.service import Service
     from expertd_server.transports.grpc_server import GrpcTransport
-    from expertd_server.transports.nixl import NixlEngine
     from expertd_server.transports.shm import ShmDoor
     from expertd_server.transports.tcp import TcpDoor
     from expertd_server.views.metrics import Metrics
@@ -166,13 +164,6 @@ def serving(
     tcp = TcpDoor(engine, Address(listen.host or "127.0.0.1", 0), PeerBounds(limits.max_message_bytes))
     tcp.start()
     service.doors["tcp"] = tcp
-    nixl = None
-    service.doors["nixl"] = missing() or "the server does not listen on loopback"
-    if listen.loopback and not missing():
-        bounds = PeerBounds(_IN_FLIGHT * limits.max_message_bytes)
-        nixl = TcpDoor(NixlEngine(engine, local=True), Address(listen.host, 0), bounds, name="NIXL")
-        nixl.start()
-        service.doors["nixl"] = nixl
     transport = GrpcTransport(service, listen, *([] if security is None else [security]))
     with listening("--listen", listen):
         address = transport.start()
@@ -187,8 +178,6 @@ def serving(
         transport.close()
         door.close()
         tcp.close()
-        if nixl is not None:
-            nixl.close()
         engine.stop(1.0)
         service.close()
 

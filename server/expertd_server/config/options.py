@@ -131,14 +131,6 @@ OPTIONS: tuple[Option, ...] = (
         " --tcp-listen is given; on = also without, on a free port of --listen's host",
     ),
     Option("tcp_listen", Address.parse, "HOST:PORT", "where to serve them; port 0 = a free one"),
-    Option(
-        "nixl_listen",
-        Address.parse,
-        "HOST:PORT",
-        "where clients of other hosts get sessions over NIXL (RDMA, or TCP), which encrypts nothing: for networks that"
-        " keep strangers out; as many as --shm-memory has room for; its own ports are UCX's; port 0 = a free one;"
-        " default: nowhere",
-    ),
     Option("insecure", yes_no, "yes|no", "yes: listen beyond this host without TLS"),
     Option("tls_cert", Path, "FILE", "certificate chain in PEM; read again when it changes, as are the three below"),
     Option("tls_key", Path, "FILE", "its key in PEM"),

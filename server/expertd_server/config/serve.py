@@ -48,7 +48,6 @@ class ServeConfig:
     shm_memory: int = 4 << 30
     tcp: str = "auto"
     tcp_listen: Address | None = None
-    nixl_listen: Address | None = None
     insecure: bool = False
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -99,10 +98,9 @@ class ServeConfig:
         plain: list[tuple[str, Address | None]] = []
         if self.tls_cert is None:
             plain = [("--listen", self.listen), ("--tcp-listen", self.tcp_where)]
-        plain.append(("--nixl-listen", self.nixl_listen))  # whatever the session has, NIXL encrypts nothing
         for flag, where in [*plain, ("--metrics-listen", self.metrics_listen)]:
             if where is not None and not where.loopback and not self.insecure:
-                tls = "--tls-cert and --tls-key, or " * (flag not in ("--metrics-listen", "--nixl-listen"))
+                tls = "--tls-cert and --tls-key, or " * (flag != "--metrics-listen")
                 raise ConfigError(
                     f"{flag} {where}: everybody who can reach it would be served in plain text; want {tls}an address of"
                     " this host alone, or --insecure where the network keeps strangers out"

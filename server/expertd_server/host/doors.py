@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from expertd.nixl.find import missing
-from expertd.shm.region import supported
 from expertd_kernels.sources.source import LayerInfo
 from expertd_server.boot.assignment import BootError
 from expertd_server.config.serve import ServeConfig
@@ -15,12 +13,11 @@ from expertd_server.engine.engine import Engine
 from expertd_server.engine.peers import PeerBounds
 from expertd_server.service.reloading import FileError
 from expertd_server.transports import channelz
-from expertd_server.transports.nixl import NixlEngine
 from expertd_server.transports.security import Security, Told, tls_context
 from expertd_server.transports.shm import ShmDoor
 from expertd_server.transports.tcp import TcpDoor
 
-__all__ = ["largest_message", "listening", "message_bytes", "nixl_door", "security_of", "shm_door", "tcp_door"]
+__all__ = ["largest_message", "listening", "message_bytes", "security_of", "shm_door", "tcp_door"]
 
 _MOST_BYTES = (1 << 31) - 1
 """Of a message: protobuf's and gRPC's own limit."""
@@ -66,28 +63,6 @@ def tcp_door(config: ServeConfig, engine: Engine, most_message: int, told: Told)
     bounds = PeerBounds(most_message, max(_MOST_PEER_BYTES, 4 * most_message), config.max_in_flight)
     with listening("--tcp-listen", where):
         door = TcpDoor(engine, where, bounds, tls=tls_context(security, told))
-        door.start()
-    return door
-
-
-def nixl_door(config: ServeConfig, engine: Engine, infos: Sequence[LayerInfo], told: Told) -> TcpDoor | str:
-    """The door to sessions over NIXL, or why there is none.  Raises BootError."""
-    where = config.nixl_listen
-    if where is None:
-        return "the server has it off: no --nixl-listen; --nixl-listen HOST:PORT allows it"
-    if why := missing() or supported():
-        raise BootError(f"--nixl-listen {where}: {why}")
-    security = Security(config.tls_cert, config.tls_key, config.tls_client_ca)
-    each = arena_bytes(config.max_tokens, infos)
-    with listening("--nixl-listen", where):
-        door = TcpDoor(
-            NixlEngine(engine, local=where.loopback),
-            where,
-            PeerBounds(each),
-            tls=tls_context(security, told),
-            most_sessions=max(1, config.shm_memory // each),
-            name="NIXL",
-        )
         door.start()
     return door
 

@@ -46,7 +46,7 @@ from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.core import CoreMissingError
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
-from expertd_server.host.doors import largest_message, listening, nixl_door, security_of, shm_door, tcp_door
+from expertd_server.host.doors import largest_message, listening, security_of, shm_door, tcp_door
 from expertd_server.residence.changes import Changes
 from expertd_server.residence.remembered import recall, remember
 from expertd_server.residence.residence import Residence
@@ -297,10 +297,6 @@ class Host:
         if not isinstance(tcp, str):
             self._transports.append(tcp)
             self.say(f"sessions over TCP on {tcp.address}")
-        nixl = self.service.doors["nixl"] = nixl_door(config, self.engine, infos, self.metrics.reloaded)
-        if not isinstance(nixl, str):
-            self._transports.append(nixl)
-            self.say(f"sessions over NIXL on {nixl.address}")
         self._describe = Describer(
             self.service.load_message,
             instance_id=uuid.uuid4().hex,

@@ -41,7 +41,7 @@ _WILDCARDS = ("0.0.0.0", "::")
 
 
 class Entered(Protocol):
-    """Sessions whose clients were let in: engine.peers.Peers, or transports.nixl.Relays."""
+    """Sessions whose clients were let in: engine.peers.Peers."""
 
     bell: int
 
@@ -68,8 +68,7 @@ class TcpEngine(Protocol):
 
 
 class TcpDoor:
-    """A Transport that sessions of another one open.  tls: the context of a new connection, None = plain text; name:
-    of what its sessions are, in texts."""
+    """A Transport that sessions of another one open.  tls: the context of a new connection, None = plain text."""
 
     def __init__(
         self,
@@ -79,9 +78,8 @@ class TcpDoor:
         *,
         tls: Callable[[], ssl.SSLContext] | None = None,
         most_sessions: int = 256,
-        name: str = "TCP",
     ) -> None:
-        self._engine, self._listen, self._bounds, self._name = engine, listen, bounds, name
+        self._engine, self._listen, self._bounds = engine, listen, bounds
         self._tls, self._most = tls, most_sessions
         self._tickets: Tickets[str] = Tickets()
         self._lock = threading.Lock()
@@ -132,12 +130,12 @@ class TcpDoor:
             taken = [*self._sessions.values(), *self._admitting, *self._tickets.waiting()]
             own = taken.count(caller)
             if len(taken) >= self._most:
-                return "", "", f"the server has {self._most} sessions over {self._name}, and no room for more"
+                return "", "", f"the server has {self._most} sessions over TCP, and no room for more"
             if not has_share(own, len(taken), self._most):
                 return (
                     "",
                     "",
-                    f"this caller has {own} of {self._most} sessions over {self._name}, its share",
+                    f"this caller has {own} of {self._most} sessions over TCP, its share",
                 )
             token = self._tickets.issue(caller)
         return (token, self._endpoint, "") if token else ("", "", "too many sessions are being opened; try again")
@@ -220,7 +218,7 @@ class TcpDoor:
                 self._admitting.append(caller)
         if caller is None:
             if said:
-                log.warning("%s: a client came with a token that is not valid; it was refused", self._name.lower())
+                log.warning("tcp: a client came with a token that is not valid; it was refused")
             sock.close()
             return
         try:

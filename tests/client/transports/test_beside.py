@@ -1,4 +1,4 @@
-"""ExpertClient over shared memory, TCP and NIXL: what is the same, against the real doors and the real engine; the gRPC
+"""ExpertClient over shared memory and TCP: what is the same, against the real doors and the real engine; the gRPC
 in between is a function."""
 
 import asyncio
@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from beside_kit import Sums, Transport, inputs, missing, needs_nixl, summing_engine, way
+from beside_kit import Sums, Transport, inputs, missing, summing_engine, way
 from waiting import until
 
 from expertd.errors import (
@@ -22,12 +22,10 @@ from expertd.errors import (
 )
 from expertd_client import AsyncExpertClient, ExpertClient
 from expertd_client.requests.e4m3 import quantize
-from expertd_client.transports.nixl.session import AioNixlChannel, NixlChannel
 from expertd_client.transports.shm.session import AioShmChannel, ShmChannel
 from expertd_client.transports.tcp.session import AioTcpChannel, TcpChannel
 from expertd_server.config.values import Address
 from expertd_server.engine.peers import PeerBounds
-from expertd_server.transports.nixl import NixlEngine
 from expertd_server.transports.shm import ShmDoor
 from expertd_server.transports.tcp import TcpDoor
 
@@ -37,7 +35,7 @@ pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pyte
 WHERE = "127.0.0.1:1"
 
 
-@pytest.fixture(params=["shm", "tcp", pytest.param("nixl", marks=needs_nixl)])
+@pytest.fixture(params=["shm", "tcp"])
 def name(request):
     return request.param
 
@@ -61,25 +59,22 @@ def engine(sums):
 def door(engine, name):
     if name == "shm":
         door = ShmDoor(engine, arena_bytes=8 << 20)
-    elif name == "tcp":
-        door = TcpDoor(engine, Address("127.0.0.1", 0), PeerBounds(8 << 20))
     else:
-        relays = NixlEngine(engine, local=True)
-        door = TcpDoor(relays, Address("127.0.0.1", 0), PeerBounds(8 << 20), name="NIXL")
+        door = TcpDoor(engine, Address("127.0.0.1", 0), PeerBounds(8 << 20))
     door.start()
     yield door
     door.close()
 
 
 def connected(door, name):
-    channel = {"shm": ShmChannel, "tcp": lambda: TcpChannel(WHERE), "nixl": lambda: NixlChannel(WHERE)}[name]()
+    channel = ShmChannel() if name == "shm" else TcpChannel(WHERE)
     client = ExpertClient(Transport(door.offer, channel))
     assert client.session(timeout_s=30).transport == name, client.session()
     return client
 
 
 def loop_channel(name):
-    return {"shm": AioShmChannel, "tcp": lambda: AioTcpChannel(WHERE), "nixl": lambda: AioNixlChannel(WHERE)}[name]()
+    return AioShmChannel() if name == "shm" else AioTcpChannel(WHERE)
 
 
 @pytest.fixture
@@ -262,7 +257,7 @@ def test_an_idle_session_sees_its_end(client, door):
 def test_sessions_leave_no_descriptors(client, door, name):
     gc.collect()  # engines of other tests have descriptors
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(6 if name == "nixl" else 20):  # which starts two processes for each
+    for _ in range(20):
         with connected(door, name) as c:
             c.forward(0, *inputs(2)[0])
     until(lambda: len(os.listdir("/proc/self/fd")) <= before)

@@ -74,11 +74,11 @@ async def test_a_stream_that_goes_away_takes_its_requests_along(served):
 
 async def test_a_session_offer_gets_a_verdict_for_each_transport(served):
     async with served.call.stream() as s:
-        await s.send(session=pb.SessionOffer(transports=["shm", "nixl"], host_id="here"))
+        await s.send(session=pb.SessionOffer(transports=["shm", "smoke"], host_id="here"))
         answer = (await s.receive()).session
         assert [(v.transport, v.accepted, v.reason) for v in answer.verdicts] == [
             ("shm", False, "this server does not know it"),
-            ("nixl", False, "this server does not know it"),
+            ("smoke", False, "this server does not know it"),
         ]
         await s.send(forward=batch(1, request_id=1))
         assert (await s.receive()).forward.request_id == 1

@@ -25,14 +25,13 @@ from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.transports.grpc.aio import AioGrpcTransport
 from expertd_client.transports.grpc.sync import GrpcTransport
-from expertd_client.transports.nixl.session import AioNixlChannel, NixlChannel
 from expertd_client.transports.protocol import Channel
 from expertd_client.transports.shm.session import AioShmChannel, ShmChannel
 from expertd_client.transports.tcp.session import AioTcpChannel, TcpChannel
 
 __all__ = ["BARE", "CLIENTS", "NotToBeHadError", "Way", "bare_way", "client_way", "codec_ns"]
 
-BARE: Mapping[str, str] = {INLINE: "stream", "shm": "eventfd", "cuda_ipc": "eventfd", "tcp": "socket", "nixl": "socket"}
+BARE: Mapping[str, str] = {INLINE: "stream", "shm": "eventfd", "cuda_ipc": "eventfd", "tcp": "socket"}
 """Which bare channel a transport is held against."""
 CLIENTS = ("asyncio", "threads", "bytes")
 """bytes: streams that send a message that was made before, as the bare ones do: what is more is the server's."""
@@ -41,8 +40,6 @@ _CHANNELS: Mapping[tuple[str, str], Callable[[str], Channel]] = {
     ("threads", "shm"): lambda address: ShmChannel(),
     ("asyncio", "tcp"): AioTcpChannel,
     ("threads", "tcp"): TcpChannel,
-    ("asyncio", "nixl"): AioNixlChannel,
-    ("threads", "nixl"): NixlChannel,
 }
 """Channels by client and name."""
 _OPEN_S = 30.0
