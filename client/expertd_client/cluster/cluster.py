@@ -22,7 +22,6 @@ from expertd_client.clients.forwarder import Forwarder
 from expertd_client.cluster.call import Call
 from expertd_client.cluster.direct import DirectCall, direct_call
 from expertd_client.cluster.flight import Flight, start
-from expertd_client.cluster.lone import LoneCall
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.members import Members, Targets
 from expertd_client.cluster.policy import OnMissing, Policy
@@ -231,7 +230,7 @@ class ExpertCluster(Forwarder):
         call: Call,
         deadline: Deadline | None,
         landed: Callable[[Flight], None],
-        direct: DirectCall | LoneCall | None = None,
+        direct: DirectCall | None = None,
     ) -> Flight:
         """The slot is free again when the flight has landed.  direct: what there is of the call already."""
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertd.dtypes import DTYPE_BYTES
-from expertd.shm.layout import Tensors
+from expertd.shm.layout import Completion, Tensors
 from expertd_client.cluster import native
 from expertd_client.cluster.asked import Asked, asked
 from expertd_client.cluster.assign import Assignment, assignment
@@ -25,10 +25,9 @@ from expertd_client.cluster.call import Call
 from expertd_client.cluster.desk import Desk, Told
 from expertd_client.cluster.flight import Flight
 from expertd_client.cluster.join import Sum, adds_up, join
-from expertd_client.cluster.lone import LoneCall
 from expertd_client.cluster.policy import choose
 from expertd_client.cluster.result import Answered, ClusterResult
-from expertd_client.cluster.split import Part, Shares, meant, part_of, scanned
+from expertd_client.cluster.split import Part, Shares, part_of, scanned
 from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.table import LayerTable
 from expertd_client.requests.deadline import Deadline
@@ -36,26 +35,23 @@ from expertd_client.requests.request import Request
 from expertd_client.requests.tensors import numpy_dtype
 from expertd_client.tracing import TracedCall
 from expertd_client.transports.beside import SLICE_S
-from expertd_client.transports.message import Sent, load_of, submission_of, timing_of
+from expertd_client.transports.message import Sent, load_of, timing_of
 
 __all__ = ["DirectCall", "direct_call"]
 
 _DONE, _TIME_OVER = 0, 1
 
 
-def direct_call(around: Surroundings, call: Call, deadline: Deadline | None) -> DirectCall | LoneCall | None:
+def direct_call(around: Surroundings, call: Call, deadline: Deadline | None) -> DirectCall | None:
     """None: not every part of it can go so.  Raises what start() raises."""
     library, table = native.library(), around.members.table(call.layer)
     if library is None or not call.host.tokens or not _has_sessions(around, table):
         return None
-    if table.whole:
-        routes, groups, _ = meant(call.host.topk_ids, table, call.layer)
-        return _lone(around, call, deadline, _assigned(around, table, groups, call.host), routes)
     desk, made = _desk(around), None
     try:
         made = _made(library, around, call, deadline, table, desk)
     finally:
-        if not isinstance(made, DirectCall):
+        if made is None:
             around.desks.append(desk)
     return made
 
@@ -75,7 +71,7 @@ def _made(
     deadline: Deadline | None,
     table: LayerTable,
     desk: Desk,
-) -> DirectCall | LoneCall | None:
+) -> DirectCall | None:
     request = call.host
     batch, kept = native.batch_of(request)
     desk.put_batch(batch)
@@ -93,23 +89,10 @@ def _made(
     found = desk.count(library, tokens, top_k)
     if found is None:
         return None
-    if count == 1 and found.tokens[0] == tokens:
-        return _lone(around, call, deadline, assigned, found.routes[0])
     servers = _servers(around, assigned, request, found)
     if not servers:
         return None
     return DirectCall(library, around, call, deadline, table, assigned, desk, kept, servers, found)
-
-
-def _lone(
-    around: Surroundings, call: Call, deadline: Deadline | None, to: Assignment | None, routes: int
-) -> LoneCall | None:
-    """Of the only server that gets something."""
-    if to is None:
-        return None
-    sent = submission_of(call.host)
-    server = asked(around, to.servers[0], call.host, call.host.tokens, routes, around.clock())
-    return None if server is None else LoneCall(around, call, deadline, server, sent)
 
 
 def _has_sessions(around: Surroundings, table: LayerTable) -> bool:
@@ -201,13 +184,17 @@ class DirectCall:
 
     # ---- the ordinary ------------------------------------------------------------------------------------------------
 
-    def _fill(self) -> NDArray[Any]:
-        """What the C++ is told.  Returns the array where the sum comes."""
+    def _fill(self) -> NDArray[Any] | None:
+        """What the C++ is told.  Returns the array where the sum comes; None: the only answer is lent."""
         request = self._call.host
         end_s = math.inf if self._deadline is None else self._deadline.end_s
         ways = iter(self._servers)
         sessions = [next(ways).way.session if tokens else 0 for tokens in self._found.tokens]
-        sums, target = numpy_dtype(request.dtypes[0]), self._call.target()
+        sums = numpy_dtype(request.dtypes[0])
+        if self._servers[0].tokens == request.tokens and len(self._servers) == 1 and self._call.lends(sums):
+            self._desk.put_call(request, end_s, sessions, 0, 0, False, False)
+            return None
+        target = self._call.target()
         self._adds = adds_up(sums, target)
         address = native.at(target) if self._adds else 0
         widths = sums.itemsize == 2, target.itemsize == 2
@@ -229,8 +216,8 @@ class DirectCall:
             server.leave()
         self._around.desks.append(self._desk)
 
-    def _result(self, target: NDArray[Any]) -> ClusterResult:
-        """All parts were answered, and added up where the C++ does that."""
+    def _result(self, target: NDArray[Any] | None) -> ClusterResult:
+        """All parts were answered, and added up where the C++ does that.  target: of _fill()."""
         call, told = self._call, self._desk.told()
         begin_s, last, last_ns = self._begin_s, 0, 0
         for n, (_, _, late, _, answered_ns, inside_ns, queued_tokens, token_ns, _) in enumerate(told):
@@ -238,13 +225,12 @@ class DirectCall:
                 last, last_ns = n, answered_ns
             seconds = answered_ns * 1e-9 - begin_s
             self._servers[n].answered(self._around, seconds, inside_ns, queued_tokens, token_ns, late > 0)
-        if not self._adds:
-            self._add_up(told, target)
-        output, answer = call.delivered(target), self._desk.answer(last)
+        answer = self._desk.answer(last)
+        output, give_back = self._lent(told[0][0], answer) if target is None else (self._summed(told, target), None)
         timing, load = partial(timing_of, answer), partial(load_of, answer)
         parts = partial(_reports, self._servers, told, call.layer, begin_s)
         routes = sum(server.routes for server in self._servers)
-        result = ClusterResult(output, None, routes, timing, load, self._around.members.epoch, None, parts=parts)
+        result = ClusterResult(output, None, routes, timing, load, self._around.members.epoch, give_back, parts=parts)
         if call.traced is not None:
             self._record(call.traced, told, last_ns)
         return result
@@ -255,6 +241,21 @@ class DirectCall:
         for n, (server, one) in enumerate(zip(self._servers, told, strict=True)):
             server.record(traced, self._begin_s, one[3], self._desk.answer(n), one[4])
         traced.over_at(last_ns, end_ns)
+
+    def _lent(self, ticket: int, answer: Completion) -> tuple[Any, Callable[[], None] | None]:
+        """The only answer, in the memory where its server wrote it, and what gives that back; None: it was copied."""
+        only = self._servers[0].lend(ticket, self._sent(0), self._call.host, answer)
+        output, kept = self._call.lent(only.output)
+        if kept:
+            return output, only.release
+        only.release()
+        return output, None
+
+    def _summed(self, told: list[Told], target: NDArray[Any]) -> Any:
+        """What the caller gets: the sum of all answers, which is in `target` where the C++ adds."""
+        if not self._adds:
+            self._add_up(told, target)
+        return self._call.delivered(target)
 
     def _add_up(self, told: list[Told], target: NDArray[Any]) -> None:
         """Where the C++ does not: sums in f16."""

@@ -244,20 +244,7 @@ class CallConnection(BesideConnection):
         except SessionEndedError:
             raise self.lost() from None
 
-    # ---- for whoever sends and waits by himself, by `session` or by these --------------------------------------------
-
-    def send(self, sent: Sent) -> int:
-        """The ticket.  Raises NoRoomError, and then nothing was sent."""
-        return self._client.send(sent.submission, sent.tensors, announced=False)
-
-    def ask(self, sent: Sent, answer: Completion, wait_ns: int) -> int:
-        """send(), and waits so long for the answer.  The ticket, negative where the time was over first.  Raises
-        NoRoomError, and then nothing was sent, and SessionEndedError."""
-        return self._client.call(sent.submission, sent.tensors, answer, wait_ns, SPIN_NS)
-
-    def wait(self, ticket: int, answer: Completion, wait_ns: int) -> bool:
-        """Whether the answer has come within that time.  Raises SessionEndedError."""
-        return self._client.wait(ticket, answer, wait_ns)
+    # ---- for a cluster's C++, which sends and waits by `session` -----------------------------------------------------
 
     def lend(self, ticket: int, sent: Sent, request: Request, answer: Completion) -> ForwardResult:
         """An answer that was not refused.  A use() goes with it."""

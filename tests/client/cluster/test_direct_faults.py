@@ -13,9 +13,7 @@ from direct_kit import ALL, HIGH, LOW, SPLIT_OR_WHOLE, E, H, K, inputs, near, ne
 from waiting import until
 
 from expertd.errors import DeadlineExceededError
-from expertd.shm.tickets import SessionEndedError
 from expertd_client.cluster import Policy
-from expertd_client.transports.beside import CallConnection
 from expertd_server.engine.served import ServedLayer
 
 pytestmark = [needs_libraries, pytest.mark.timeout(60)]
@@ -85,25 +83,6 @@ def test_a_session_that_ends_while_it_is_waited_for(start, holdings):
     calling.join(15)
     assert near(answers[0].output, want)
     assert [p.asked for p in answers[0].parts if p.server == f"s{left}"] == [2]
-
-
-def test_a_server_whose_session_ended_while_it_was_asked_is_not_asked_again(start, monkeypatch):
-    cluster = start(ALL, ALL, policy=Policy(hedge=0.0))
-    asked = []
-
-    def ask(way, *_):
-        asked.append(way)
-        raise SessionEndedError
-
-    monkeypatch.setattr(CallConnection, "ask", ask)  # the sessions are there: either server would answer
-    args, want = inputs(5, absent=0.0)
-    answer = cluster.forward(0, *args, timeout_s=10)
-    assert near(answer.output, want)
-    [part] = answer.parts
-    ways = {name: m.exchange._link.beside for name, m in cluster._members.by_address.items()}
-    assert len(asked) == 1
-    assert ways[part.server] is not asked[0]
-    assert part.asked == 2, "both, though one of them did not answer"
 
 
 @pytest.mark.parametrize("holdings", [(LOW, HIGH, HIGH), (ALL, ALL)])
