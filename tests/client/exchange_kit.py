@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from expertd.codec import ForwardResponseView, TensorView
 from expertd.errors import RequestCancelledError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, TensorView
 from expertd_client import Request
 from expertd_client.exchange.exchange import Exchange
 

@@ -3,12 +3,12 @@
     python tests/load/fuzz.py [--way stream|tcp|shm] [--messages 1000000] [--unary 20000] [--seed 0] [--json]
 
 Starts `expertd serve` (tiny, two layers) and sends messages made field by field at the wire level (the generator of
-tests/proto/wire/test_fuzz.py), whole requests with bits flipped, bytes inserted and removed, and requests whose numbers
-are hostile, on one stream, and a part as unary calls.  After every 500 a control: its answer must have the bits of the
-first, within a second.  tcp: the same messages in frames, some with a wrong head; shm: submissions near what is right
-and none at all, and noise in the region; both beside an honest session (fuzz_sessions.py).  Prints what the server
-said, and the memory it took.  Exit code 1 = a control that was wrong or late, a call that ended without a reason, a
-server that is gone, or more than 200 MB.
+tests/proto/codec/test_fuzz.py), whole requests with bits flipped, bytes inserted and removed, and requests whose
+numbers are hostile, on one stream, and a part as unary calls.  After every 500 a control: its answer must have the
+bits of the first, within a second.  tcp: the same messages in frames, some with a wrong head; shm: submissions near
+what is right and none at all, and noise in the region; both beside an honest session (fuzz_sessions.py).  Prints what
+the server said, and the memory it took.  Exit code 1 = a control that was wrong or late, a call that ended without a
+reason, a server that is gone, or more than 200 MB.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import grpc
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "proto/wire"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "proto/codec"))
 
 from fuzz_sessions import fuzz_sessions
 from hostile import Server

@@ -18,11 +18,11 @@ from typing import Any
 import grpc
 import numpy as np
 
+from expertd.codec import decode_stream_response
 from expertd.shm import layout
 from expertd.shm.region import host_id
 from expertd.tcp.entry import connect, enter, parse_endpoint
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import decode_stream_response
 from expertd_client.clients.client import ExpertClient
 from expertd_client.transports.grpc.sync import GrpcTransport
 from expertd_client.transports.shm.session import ShmChannel, enter_session

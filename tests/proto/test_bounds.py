@@ -12,16 +12,16 @@ import pytest
 from costs import cheaper
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from expertd import wire
+from expertd import codec
 from expertd.bounds import MAX_RANK, MOST, MOST_BYTES, ODD_BYTES, read
 from expertd.errors import BadShapeError, ExpertdError, MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
 
 ROOTS: dict[type[Any], Callable[[bytes], Any]] = {
-    pb.ForwardRequest: wire.decode_forward_request,
-    pb.ForwardResponse: wire.decode_forward_response,
-    pb.StreamForwardRequest: wire.decode_stream_request,
-    pb.StreamForwardResponse: wire.decode_stream_response,
+    pb.ForwardRequest: codec.decode_forward_request,
+    pb.ForwardResponse: codec.decode_forward_response,
+    pb.StreamForwardRequest: codec.decode_stream_request,
+    pb.StreamForwardResponse: codec.decode_stream_response,
 }
 """What a caller and a server of Forward and StreamForward are sent, and who reads it."""
 
@@ -82,10 +82,10 @@ def test_a_text_of_a_list_has_a_bound():
     for length in (64, 65):
         offer = pb.StreamForwardRequest(session=pb.SessionOffer(transports=["x" * length])).SerializeToString()
         if length == 64:
-            assert wire.decode_stream_request(offer) is not None
+            assert codec.decode_stream_request(offer) is not None
         else:
             with pytest.raises(MalformedMessageError, match=r"SessionOffer.transports\[\]: got 65 bytes"):
-                wire.decode_stream_request(offer)
+                codec.decode_stream_request(offer)
 
 
 def long_shape(count: int, packed: bool) -> bytes:
@@ -139,14 +139,14 @@ def test_a_hostile_message_costs_neither_time_nor_memory(attack):
     tracemalloc.start()
     try:
         with pytest.raises(ExpertdError) as e:
-            wire.decode_forward_request(data)
+            codec.decode_forward_request(data)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert e.value.request_id == 7, "who asked is told"
     assert len(str(e.value)) < 700
     assert peak < 4 << 20
-    assert cheap(wire.decode_forward_request, pb.ForwardRequest, data, 3)
+    assert cheap(codec.decode_forward_request, pb.ForwardRequest, data, 3)
 
 
 def typed(tag: bytes, values: bytes) -> bytes:
@@ -171,22 +171,22 @@ TYPED = {
 def test_typed_numbers_are_counted_before_they_are_read(how):
     data, said = TYPED[how]
     with pytest.raises(MalformedMessageError, match=said) as e:
-        wire.decode_forward_request(data)
+        codec.decode_forward_request(data)
     assert e.value.request_id == 7
-    assert cheap(wire.decode_forward_request, pb.ForwardRequest, data, 1 / 2)
+    assert cheap(codec.decode_forward_request, pb.ForwardRequest, data, 1 / 2)
 
 
 def test_typed_numbers_as_many_as_allowed_are_read():
     ids = pb.IntValues(values=[-1] * 100_000 + [127] * 10_000)
-    view = wire.decode_forward_request(typed(INTS, ids.SerializeToString()))
+    view = codec.decode_forward_request(typed(INTS, ids.SerializeToString()))
     assert list(view.hidden_states.ints) == list(ids.values)  # type: ignore[union-attr]
 
 
 def test_an_offer_of_two_million_transports_is_refused_before_it_is_read():
     data = pb.StreamForwardRequest(session=pb.SessionOffer(transports=["shm"] * 2_200_000)).SerializeToString()
     with pytest.raises(MalformedMessageError, match=f"where it has more than {ODD_BYTES}"):
-        wire.decode_stream_request(data)
-    assert cheap(wire.decode_stream_request, pb.StreamForwardRequest, data, 1 / 10)
+        codec.decode_stream_request(data)
+    assert cheap(codec.decode_stream_request, pb.StreamForwardRequest, data, 1 / 10)
 
 
 @pytest.mark.parametrize("cls", MOST_BYTES, ids=lambda c: c.__name__)
@@ -197,7 +197,7 @@ def test_small_messages_have_a_size(cls):
 
 
 def test_a_shape_as_long_as_allowed_is_read():
-    view = wire.decode_forward_request(long_shape(MAX_RANK, packed=True))
+    view = codec.decode_forward_request(long_shape(MAX_RANK, packed=True))
     assert view.hidden_states is not None
     assert len(view.hidden_states.shape) == MAX_RANK
-    assert len(wire.decode_forward_request(long_shape(MAX_RANK, packed=False)).hidden_states.shape) == MAX_RANK  # type: ignore[union-attr]
+    assert len(codec.decode_forward_request(long_shape(MAX_RANK, packed=False)).hidden_states.shape) == MAX_RANK  # type: ignore[union-attr]

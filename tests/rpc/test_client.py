@@ -13,6 +13,7 @@ import pytest
 import torch
 from commanded_server import PATIENCE_S, STREAMS, InLoop, batch, connect, echo
 
+from expertd.codec import ForwardResponseView
 from expertd.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -23,7 +24,6 @@ from expertd.errors import (
     UnimplementedError,
 )
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView
 from expertd_client import (
     AsyncExpertClient,
     ExpertClient,

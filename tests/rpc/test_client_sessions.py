@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from commanded_server import STREAMS, InLoop, batch
 
+from expertd.codec import ForwardResponseView, TensorView
 from expertd.errors import DeadlineExceededError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, TensorView
 from expertd_client import AioGrpcTransport, ExpertClient, FunctionTransport, GrpcTransport, Session
 
 

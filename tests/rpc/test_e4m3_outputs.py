@@ -8,9 +8,9 @@ import pytest
 import torch
 from in_process import hosts
 
+from expertd.codec import ForwardResponseView, ScalesView, TensorView
 from expertd.errors import BadDtypeError, BadResponseError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, ScalesView, TensorView
 from expertd_client import (
     AioGrpcTransport,
     AsyncExpertClient,

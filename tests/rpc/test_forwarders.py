@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from commanded_server import batch, echo
 
+from expertd.codec import ForwardResponseView
 from expertd.errors import BadShapeError, RequestCancelledError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView
 from expertd_client import (
     AsyncExpertClient,
     AsyncForwarder,

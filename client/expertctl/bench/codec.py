@@ -33,7 +33,7 @@ from rich.table import Table
 from expertctl.common.brief import briefly
 from expertctl.common.child import child_server
 from expertctl.common.counts import at_least_0
-from expertd import wire
+from expertd import codec
 from expertd.hostmem import tune_allocator
 from expertd.tables import console, print_table
 from expertd.v1 import expert_service_pb2 as pb
@@ -188,12 +188,12 @@ def _check(got: int, want: int) -> None:
 
 
 def _expertd_echo(stream: Any, size: int) -> Echo:
-    hidden, ids, weights = (wire.TensorView.of_raw(*t) for t in _tensors(size))
+    hidden, ids, weights = (codec.TensorView.of_raw(*t) for t in _tensors(size))
 
     async def echo() -> None:
-        await stream.write(wire.encode_stream_request(wire.ForwardRequestView(1, 17, hidden, ids, weights)))
-        answer = wire.decode_stream_response(await stream.read())
-        assert isinstance(answer, wire.ForwardResponseView)
+        await stream.write(codec.encode_stream_request(codec.ForwardRequestView(1, 17, hidden, ids, weights)))
+        answer = codec.decode_stream_response(await stream.read())
+        assert isinstance(answer, codec.ForwardResponseView)
         assert answer.output is not None
         _check(len(answer.output.raw), size)
 
@@ -287,9 +287,9 @@ async def _echoed(context: Any, answer: Callable[[Any], Any]) -> bool:
 
 
 def _expertd_answer(data: bytes) -> bytes:
-    request = wire.decode_stream_request(data)
-    assert isinstance(request, wire.ForwardRequestView)
-    return wire.encode_stream_response(wire.ForwardResponseView(request.request_id, request.hidden_states))
+    request = codec.decode_stream_request(data)
+    assert isinstance(request, codec.ForwardRequestView)
+    return codec.encode_stream_response(codec.ForwardResponseView(request.request_id, request.hidden_states))
 
 
 def _protobuf_answer(message: pb.StreamForwardRequest) -> pb.StreamForwardResponse:

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertctl.load.recording import DRAWN, Recording
+from expertd.codec import ForwardRequestView, TensorView, decode_forward_request, decode_stream_request
+from expertd.codec.values import Spelling
 from expertd.errors import MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, TensorView, decode_forward_request, decode_stream_request
-from expertd.wire.values import Spelling
 from expertd_client.transports.address import parse_address, reach
 from expertd_client.transports.credentials import Credentials
 from expertd_client.transports.grpc import common

@@ -20,10 +20,10 @@ from expertctl.simulation.outcome import Outcome, Tally
 from expertctl.simulation.service import Service
 from expertctl.simulation.simulate import describes
 from expertctl.simulation.trace import Outage, Trace
+from expertd.codec import ForwardRequestView, ForwardResponseView, TensorView
 from expertd.errors import RequestCancelledError, UnavailableError
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, ForwardResponseView, TensorView
 from expertd_client.cluster import ExpertCluster, Policy
 from expertd_client.requests.request import Request
 from expertd_client.transports.protocol import Channel, Closed, Connection, Deliver, Waiter, no_session

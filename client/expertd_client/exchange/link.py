@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from expertd.codec import ForwardResponseView, UsualAnswer
 from expertd.errors import (
     ExpertdError,
     PermissionDeniedError,
@@ -22,7 +23,6 @@ from expertd.errors import (
 )
 from expertd.shm.region import host_id
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, UsualAnswer
 from expertd_client.exchange.session import INLINE, Session
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.request import Request

@@ -17,9 +17,9 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from expertd.codec import ForwardRequestView, RequestForm, encode_stream_request
 from expertd.errors import BadShapeError, LayerNotHeldError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, RequestForm, encode_stream_request
 from expertd_client.requests.checks import checked, form_of
 from expertd_client.requests.current_span import current_traceparent
 from expertd_client.requests.e4m3 import E4m3, quantize

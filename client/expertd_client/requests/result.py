@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from expertd.codec import ForwardResponseView, UsualAnswer
 from expertd.errors import BadResponseError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, UsualAnswer
 from expertd_client.requests.request import Request
 from expertd_client.requests.tensors import array_of, device_of, from_wire
 

@@ -23,10 +23,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from expertd.codec import ScalesView, Spelling, TensorView
 from expertd.dtypes import DTYPE_NAME, SCALED_COLUMNS, dtype_name, scales_at, scales_of_row
 from expertd.errors import BadDtypeError, BadResponseError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ScalesView, Spelling, TensorView
 from expertd_client.requests.e4m3 import E4m3
 
 __all__ = [

@@ -12,9 +12,9 @@ from typing import Any, NoReturn, Protocol
 import grpc
 import grpc.aio
 
+from expertd.codec import decode_stream_response, encode_stream_request
 from expertd.errors import ExpertdError, InternalError, MalformedMessageError, RequestCancelledError, from_status
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import decode_stream_response, encode_stream_request
 from expertd_client.requests.request import Request
 from expertd_client.transports.grpc import common
 from expertd_client.transports.protocol import Channel, Closed, Connection, Deliver, Waiter

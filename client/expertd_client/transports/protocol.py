@@ -1,7 +1,7 @@
 """The seam of the client: how requests reach a server and answers come back.
 
 A transport never sees who waits for an answer: that is the business of exchange/exchange.py.  It gets Requests,
-whose tensors lie where the caller has them, and delivers values of `expertd.wire`.  Adding one is one file:
+whose tensors lie where the caller has them, and delivers values of `expertd.codec`.  Adding one is one file:
 
     Transport     one server: opens connections, asks Describe
     Connection    one ordered stream of requests; answers come in any order through `deliver`
@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
+from expertd.codec import ForwardRequestView, StreamResponseView, UsualAnswer
 from expertd.errors import ExpertdError, RequestCancelledError, UnimplementedError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, StreamResponseView, UsualAnswer
 from expertd_client.requests.request import Request
 
 __all__ = [

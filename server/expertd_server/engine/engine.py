@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from expertd.codec import ForwardHead
 from expertd.dtypes import DTYPE_NUMBER
 from expertd.errors import (
     TABLE,
@@ -25,7 +26,6 @@ from expertd.errors import (
     InternalError,
     OverloadedError,
 )
-from expertd.wire import ForwardHead
 from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine import core as c
 from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, overloaded, shut, too_late

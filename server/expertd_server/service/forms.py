@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from expertd.codec import ForwardRequestView, decode_stream_request
 from expertd.errors import ExpertdError
-from expertd.wire import ForwardRequestView, decode_stream_request
 from expertd_server.engine.request import Operand, Reply, Request
 from expertd_server.engine.served import Holding, ServedLayer
 

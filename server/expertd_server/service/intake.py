@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from expertd.codec import ForwardRequestView, Spelling, TensorView
 from expertd.dtypes import (
     DTYPE_NAME,
     FLOAT_DTYPES,
@@ -32,7 +33,6 @@ from expertd.errors import (
     UnsupportedCombinationError,
 )
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, Spelling, TensorView
 from expertd_server.engine.convert import output_dtypes, round_floats
 from expertd_server.engine.request import STORAGE, Array, Operand, Reply, Request
 from expertd_server.engine.served import Holding, ServedLayer

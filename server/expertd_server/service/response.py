@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
+from expertd.codec import ForwardResponseView, TensorView
 from expertd.dtypes import DTYPE_NUMBER
 from expertd.errors import ExpertdError, InternalError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, TensorView
 from expertd_server.engine.report import RequestReport, stages_of
 from expertd_server.engine.request import Answer, Outcome, Request
 

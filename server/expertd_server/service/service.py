@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expertd.codec import ForwardRequestView
 from expertd.errors import (
     ExpertdError,
     MessageTooLargeError,
@@ -27,7 +28,6 @@ from expertd.errors import (
 )
 from expertd.trace_context import context_of
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView
 from expertd_server.engine.admission import Limits, State, fits, shut
 from expertd_server.engine.report import RequestReport
 from expertd_server.engine.request import STORAGE, Answer, Outcome, Reply, Request, Stages

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
+from expertd.codec import ForwardRequestView, StreamRequestView, peek_forward
 from expertd.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -24,7 +25,6 @@ from expertd.errors import (
     TooManyRequestsError,
 )
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, StreamRequestView, peek_forward
 from expertd_server.engine.admission import State
 from expertd_server.engine.request import Answer, Array, Outcome, Request
 from expertd_server.service.age import Age

@@ -14,9 +14,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from expertd import bounds
+from expertd.codec import ForwardRequestView, decode_forward_request, encode_forward_response
 from expertd.errors import ExpertdError, MalformedMessageError, TooManyRequestsError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, decode_forward_request, encode_forward_response
 from expertd_server.engine.admission import fits
 from expertd_server.engine.report import RequestReport
 from expertd_server.engine.request import Answer, Outcome, Request

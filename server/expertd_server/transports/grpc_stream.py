@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from expertd.begun import begin
+from expertd.codec import decode_stream_request, encode_stream_response, peek_request_id
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import decode_stream_request, encode_stream_response, peek_request_id
 from expertd_server.engine.admission import State
 from expertd_server.engine.request import Answer, Request
 from expertd_server.service.refusals import request_id_of, traceparent_of

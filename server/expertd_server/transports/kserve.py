@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from expertd.codec import ForwardRequestView
 from expertd.errors import LayerNotHeldError, MalformedMessageError, NotReadyError, UnimplementedError
 from expertd.kserve import inference_pb2 as kserve
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView
 from expertd_server.engine.admission import State
 from expertd_server.engine.request import Answer, Request
 from expertd_server.service.access import CALL, DESCRIBE

@@ -1,4 +1,4 @@
-"""A ModelInferRequest as a request, and its answer: messages of the Open Inference Protocol and values of expertd.wire.
+"""A ModelInferRequest as a request, and its answer: messages of the Open Inference Protocol, values of expertd.codec.
 
 Bytes of the tensors are found here and never read by the generated class, which makes a Python call of what it finds;
 what is left, names, shapes and parameters, is short, or is refused before it is read.
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from expertd.codec import ForwardRequestView, TensorView
+from expertd.codec.scan import OddError, size, skip, tag
 from expertd.errors import (
     BadDtypeError,
     BadShapeError,
@@ -24,8 +26,6 @@ from expertd.errors import (
 )
 from expertd.kserve import inference_pb2 as kserve
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, TensorView
-from expertd.wire.scan import OddError, size, skip, tag
 from expertd_server.engine.request import Answer, Request
 
 __all__ = ["SHARED", "encode_answer", "layer_of", "read_request"]

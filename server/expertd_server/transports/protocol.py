@@ -17,7 +17,7 @@ For each connection, on a thread of the transport's choice (one at a time):
     session.close()                                   the connection is gone, or over
 
 What take() gets:
-    view     a value of expertd.wire.  Its tensors are buffers of the transport's and are read at any time until
+    view     a value of expertd.codec.  Its tensors are buffers of the transport's and are read at any time until
              released(memory) is called: on the engine's thread, perhaps by a device.  What a peer could still write to
              is checked after it was copied, so a change spoils its own request and no other.
     into     None, or where the output is to lie: then the engine writes it there, converted, and the transport need not

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 from waiting import until
 
+from expertd.codec import ForwardResponseView, TensorView
 from expertd.errors import ExpertdError, RequestCancelledError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, TensorView
 from expertd_client import FunctionTransport
 from expertd_client.transports.protocol import no_session
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from exchange_kit import Waiter, X, answer, exchange, request
 
+from expertd.codec import TensorView
 from expertd.errors import (
     BadResponseError,
     BadShapeError,
@@ -22,7 +23,6 @@ from expertd.errors import (
     UnimplementedError,
 )
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import TensorView
 from expertd_client.exchange.link import blame
 from expertd_client.requests.deadline import Deadline, LoopAlarm, ThreadAlarm, deadline_in
 from expertd_client.requests.result import result_of

@@ -11,10 +11,10 @@ import pytest
 import torch
 from exchange_kit import Beside, Waiter, X, answer, exchange, request
 
+from expertd.codec import TensorView
 from expertd.errors import UnavailableError
 from expertd.shm.region import host_id
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import TensorView
 from expertd_client import Request, Session
 from expertd_client.clients.client import ForwardFuture
 from expertd_client.requests.lent import Lent

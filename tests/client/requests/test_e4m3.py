@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from expertd.codec import ForwardResponseView, TensorView, decode_forward_request, encode_forward_request
 from expertd.e4m3 import quantizer
 from expertd.errors import BadDtypeError, BadShapeError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, TensorView, decode_forward_request, encode_forward_request
 from expertd_client import AsyncExpertClient, E4m3, ExpertClient, ExpertCluster, FunctionTransport, Request
 from expertd_client.requests.e4m3 import quantize, quantize_numpy, quantize_torch, widen_numpy
 from expertd_kernels.backends.rounding import round_groups

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expertd.codec import encode_stream_request
 from expertd.errors import BadDtypeError, BadShapeError, LayerNotHeldError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import encode_stream_request
 from expertd_client import Grouped, Request, Synthetic
 
 X, IDS, WEIGHTS = np.ones((3, 8), np.float32), np.ones((3, 2), np.int32), np.ones((3, 2), np.float32)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from expertd.codec import Spelling, TensorView
 from expertd.errors import BadDtypeError, BadResponseError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import Spelling, TensorView
 from expertd_client.requests.tensors import Synthetic, checked_dtype, from_wire, keep_or, take, to_wire, wire_dtype
 
 DTYPES = {

@@ -15,9 +15,9 @@ from cluster_kit import Threaded
 from trace_kit import checked
 
 from expertctl.pictures.trace import by_layer, draw, write
+from expertd.codec import ForwardResponseView, TensorView
 from expertd.errors import UnavailableError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, TensorView
 from expertd_client import ExpertClient, trace
 from expertd_client.engines.torch_experts import RemoteExperts
 from expertd_client.tracing import Part, TracedCall, gpu_clock, recorder

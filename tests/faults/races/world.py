@@ -16,11 +16,11 @@ import numpy as np
 import virtual
 from virtual import Scheduler, point
 
+from expertd.codec import ForwardResponseView, TensorView
 from expertd.errors import DeadlineExceededError, ExpertdError, RequestCancelledError, UnavailableError
 from expertd.shm.layout import Completion, Submission, Tensors
 from expertd.shm.tickets import NoRoomError, SessionEndedError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardResponseView, TensorView
 from expertd_client.transports.beside import CallConnection
 from expertd_client.transports.beside_channel import CallChannel
 

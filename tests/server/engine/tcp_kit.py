@@ -6,16 +6,16 @@ import struct
 
 import numpy as np
 
+from expertd.codec import ForwardRequestView, TensorView, decode_stream_response, encode_stream_request
 from expertd.tcp.entry import enter, parse_endpoint
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, TensorView, decode_stream_response, encode_stream_request
 
 HEAD = struct.Struct("<4sIII")
 MAGIC = b"exf1"
 
 
 class Twin:
-    """One session.  Messages are values of expertd.wire.  caller: "" = one of its own."""
+    """One session.  Messages are values of expertd.codec.  caller: "" = one of its own."""
 
     def __init__(self, door, caller=""):
         token, endpoint, why = door.offer(caller or f"caller {id(self)}", "")

@@ -8,13 +8,13 @@ import time
 import pytest
 from setup_kit import SOON_S, Setup, inputs, one, pass_deadline
 
+from expertd.codec import ForwardHead
 from expertd.errors import (
     DeadlineExceededError,
     OverloadedError,
     QueueFullError,
     RequestCancelledError,
 )
-from expertd.wire import ForwardHead
 from expertd_server.engine.policy import Policy
 from expertd_server.engine.request import Answer
 

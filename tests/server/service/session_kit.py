@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 
+from expertd.codec import ForwardRequestView, TensorView
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, TensorView
 from expertd_server.engine.request import Answer
 from expertd_server.service.service import Service
 

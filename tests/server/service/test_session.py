@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from session_kit import IN_FLIGHT, TOKENS, H, K, Peer, Slot, busy, counted
 
+from expertd.codec import TensorView, encode_stream_request
 from expertd.errors import DrainingError, InternalError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import TensorView, encode_stream_request
 from expertd_server.engine.admission import overloaded
 
 

@@ -7,8 +7,8 @@ from door_kit import E, H, K, M, batch
 from tcp_kit import request, tensor
 from waiting import until
 
+from expertd.codec import ScalesView, TensorView, decode_stream_request
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ScalesView, TensorView, decode_stream_request
 from expertd_server.engine.admission import Limits
 from expertd_server.service.service import Service
 from expertd_server.views.metrics import Metrics

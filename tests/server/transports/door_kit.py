@@ -6,7 +6,7 @@ import numpy as np
 from tcp_kit import request
 from waiting import until
 
-from expertd.wire import ForwardResponseView
+from expertd.codec import ForwardResponseView
 from expertd_server.engine.peers import PeerBounds
 
 H, E, K, M = 32, 4, 2, 16

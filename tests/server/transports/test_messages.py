@@ -15,9 +15,7 @@ from door_kit import E, H, K, M
 from tcp_kit import tensor
 from waiting import until, until_asleep
 
-from expertd.errors import ExpertdError
-from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import (
+from expertd.codec import (
     ForwardRequestView,
     Spelling,
     UsualAnswer,
@@ -26,6 +24,8 @@ from expertd.wire import (
     decode_stream_response,
     encode_stream_request,
 )
+from expertd.errors import ExpertdError
+from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.commands.echo import _Echo as Echo
 from expertd_server.engine.admission import Limits, State
 from expertd_server.engine.engine import Engine

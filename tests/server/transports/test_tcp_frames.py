@@ -7,9 +7,9 @@ from core_library import needs_core
 from door_kit import H, K, batch, call
 from tcp_kit import Twin, request
 
+from expertd.codec import encode_stream_request
 from expertd.errors import TABLE
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import encode_stream_request
 
 pytestmark = [needs_core, pytest.mark.timeout(60)]
 

@@ -15,8 +15,8 @@ from door_kit import BOUNDS, E, H, K, M, batch, call, gone
 from tcp_kit import HEAD, Twin, dial, request
 from waiting import until
 
+from expertd.codec import encode_stream_request
 from expertd.tcp.entry import enter
-from expertd.wire import encode_stream_request
 from expertd_server.config.values import Address
 from expertd_server.engine.peers import PeerBounds
 from expertd_server.transports.tcp import TcpDoor

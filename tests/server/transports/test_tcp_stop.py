@@ -14,8 +14,8 @@ from door_kit import BOUNDS, E, H, K, M, batch, call
 from tcp_kit import HEAD, MAGIC, Twin, request
 from waiting import until
 
+from expertd.codec import encode_stream_request
 from expertd.dtypes import DTYPE_NUMBER
-from expertd.wire import encode_stream_request
 from expertd_kernels.protocol import Direct
 from expertd_server.config.values import Address
 from expertd_server.engine import engine as module

@@ -29,10 +29,10 @@ from rich.table import Table
 from expertctl.common.brief import fewer
 from expertctl.common.counts import at_least
 from expertctl.common.percentiles import Durations
+from expertd.codec import ForwardRequestView, ForwardResponseView, TensorView
 from expertd.errors import RequestCancelledError
 from expertd.tables import console, print_table
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import ForwardRequestView, ForwardResponseView, TensorView
 from expertd_client.clients.client import ExpertClient
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.cluster import ExpertCluster, Policy

@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 
+from expertd.codec import encode_stream_response, peek_request_id
 from expertd.errors import OverloadedError
-from expertd.wire import encode_stream_response, peek_request_id
 from expertd_client.transports.grpc import common
 
 __all__ = ["main"]

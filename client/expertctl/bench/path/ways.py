@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from expertctl.bench.path.bare import Bare, EventfdEcho, SocketEcho, StreamEcho
 from expertctl.bench.path.probe import Probe
 from expertctl.bench.path.rows import Samples
-from expertd import wire
+from expertd import codec
 from expertd_client.clients.async_client import AsyncExpertClient
 from expertd_client.clients.client import ExpertClient
 from expertd_client.exchange.session import INLINE, Session
@@ -155,13 +155,13 @@ class _Messages:
         self._streams = streams
 
     async def round(self, load: Request, seconds: float) -> None:
-        message = wire.encode_stream_request(load.view(1, 0))
+        message = codec.encode_stream_request(load.view(1, 0))
         start = time.perf_counter()
         answers = await asyncio.gather(*(self._call(s, message, start + seconds) for s in self._streams))
         self.samples.wall_s += time.perf_counter() - start
         for data in answers:  # one of each round: reading them all would be a client's work
-            answer = wire.decode_stream_response(data) if data else None
-            if not isinstance(answer, wire.ForwardResponseView) or answer.timing is None:
+            answer = codec.decode_stream_response(data) if data else None
+            if not isinstance(answer, codec.ForwardResponseView) or answer.timing is None:
                 raise RuntimeError(f"a ready-made message: got {answer}, want an answer with its output and timing")
             self.samples.timings.append(answer.timing)
 
@@ -258,11 +258,11 @@ class _BareThreads:
 
 def codec_ns(request: Request, times: int = 15) -> tuple[int, int]:
     """What the client's codec takes, here: (request to bytes, bytes to an answer), median nanoseconds."""
-    answer = wire.ForwardResponseView(1, request.view(1, 0).hidden_states, None, request.tokens)
-    data = wire.encode_stream_response(answer)
+    answer = codec.ForwardResponseView(1, request.view(1, 0).hidden_states, None, request.tokens)
+    data = codec.encode_stream_response(answer)
     return (
-        _median_ns(lambda: wire.encode_stream_request(request.view(1, 0)), times),
-        _median_ns(lambda: wire.decode_stream_response(data), times),
+        _median_ns(lambda: codec.encode_stream_request(request.view(1, 0)), times),
+        _median_ns(lambda: codec.decode_stream_response(data), times),
     )
 
 

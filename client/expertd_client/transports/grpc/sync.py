@@ -14,14 +14,14 @@ from typing import Any
 
 import grpc
 
-from expertd.errors import ExpertdError, InternalError, InvalidRequestError
-from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import (
+from expertd.codec import (
     UsualAnswers,
     decode_forward_response,
     encode_forward_request,
     encode_stream_request,
 )
+from expertd.errors import ExpertdError, InternalError, InvalidRequestError
+from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
 from expertd_client.transports.address import reach
 from expertd_client.transports.credentials import Credentials, Rotating

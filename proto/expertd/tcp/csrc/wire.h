@@ -1,4 +1,4 @@
-// The messages of the contract that travel in frames, read and written without copies: what expertd/wire does in Python.
+// The messages of the contract that travel in frames, read and written without copies: what expertd/codec does in Python.
 // A test holds the two together.  Nothing is trusted: every length is checked against what is there.
 #pragma once
 

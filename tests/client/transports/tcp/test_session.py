@@ -13,6 +13,13 @@ from beside_kit import H, Transport, inputs, missing
 from tcp_kit import HEAD, MAGIC
 from waiting import until
 
+from expertd.codec import (
+    ForwardRequestView,
+    ForwardResponseView,
+    TensorView,
+    decode_stream_request,
+    encode_stream_response,
+)
 from expertd.errors import (
     BadResponseError,
     DeadlineExceededError,
@@ -21,13 +28,6 @@ from expertd.errors import (
 )
 from expertd.tcp.entry import ENTRY_BYTES, parse_endpoint, read_exactly, token_of, welcome
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import (
-    ForwardRequestView,
-    ForwardResponseView,
-    TensorView,
-    decode_stream_request,
-    encode_stream_response,
-)
 from expertd_client import ExpertClient
 from expertd_client.transports.tcp.session import TcpChannel, TcpWay
 

@@ -19,8 +19,8 @@ from expertctl.bench.path.probe import Probe
 from expertctl.bench.path.rows import STAGES, Row, Samples, row_of, stages_us
 from expertctl.common.echo import echo_server
 from expertctl.pictures.bars import COLOURS
+from expertd.codec import ForwardResponseView, TensorView
 from expertd.shm.region import supported
-from expertd.wire import ForwardResponseView, TensorView
 from expertd_client import ExpertClient
 from expertd_client.tracing.stages import STAGES as TRACED
 from expertd_client.transports.protocol import FunctionTransport

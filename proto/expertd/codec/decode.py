@@ -8,10 +8,8 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 
 from expertd import bounds
-from expertd.errors import ExpertdError, MalformedMessageError
-from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire.generated import request_view, response_view, stream_request_view, stream_response_view
-from expertd.wire.scan import (
+from expertd.codec.generated import request_view, response_view, stream_request_view, stream_response_view
+from expertd.codec.scan import (
     MAX_FIELDS,
     Bytes,
     OddError,
@@ -23,7 +21,7 @@ from expertd.wire.scan import (
     tag,
     varint,
 )
-from expertd.wire.values import (
+from expertd.codec.values import (
     ForwardHead,
     ForwardRequestView,
     ForwardResponseView,
@@ -33,6 +31,8 @@ from expertd.wire.values import (
     StreamResponseView,
     TensorView,
 )
+from expertd.errors import ExpertdError, MalformedMessageError
+from expertd.v1 import expert_service_pb2 as pb
 
 __all__ = [
     "decode_forward_request",

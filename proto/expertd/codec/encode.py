@@ -10,8 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire.values import (
+from expertd.codec.values import (
     Buffer,
     ForwardRequestView,
     ForwardResponseView,
@@ -21,6 +20,7 @@ from expertd.wire.values import (
     StreamResponseView,
     TensorView,
 )
+from expertd.v1 import expert_service_pb2 as pb
 
 __all__ = [
     "RequestForm",
@@ -80,7 +80,7 @@ def encode_stream_response(value: StreamResponseView) -> bytes:
 
 class RequestForm:
     """What is the same in all requests whose answer is a tensor of one dtype and whose three tensors are raw and have
-    these DataTypes, shapes and numbers of bytes: a message is then written in few steps (expertd.wire.usual says why
+    these DataTypes, shapes and numbers of bytes: a message is then written in few steps (expertd.codec.usual says why
     that counts).  For any thread."""
 
     __slots__ = ("_heads", "_options", "_size")

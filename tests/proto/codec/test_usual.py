@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertd.errors import BadResponseError, ExpertdError, MalformedMessageError
-from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import (
+from expertd.codec import (
     ForwardRequestView,
     ForwardResponseView,
     RequestForm,
@@ -21,6 +19,8 @@ from expertd.wire import (
     encode_stream_request,
     encode_stream_response,
 )
+from expertd.errors import BadResponseError, ExpertdError, MalformedMessageError
+from expertd.v1 import expert_service_pb2 as pb
 
 NUMBERS = st.one_of(st.integers(0, 300), st.integers(0, 2**64 - 1))
 BF16, I32, F32 = pb.DATA_TYPE_BF16, pb.DATA_TYPE_I32, pb.DATA_TYPE_F32

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire.values import (
+from expertd.codec.values import (
     ForwardRequestView,
     ForwardResponseView,
     ScalesView,
@@ -14,6 +13,7 @@ from expertd.wire.values import (
     StreamResponseView,
     TensorView,
 )
+from expertd.v1 import expert_service_pb2 as pb
 
 __all__ = ["request_view", "response_view", "stream_request_view", "stream_response_view"]
 

@@ -16,7 +16,7 @@ they refuse is refused, always as MalformedMessageError.  The one difference: un
 inside a small message are accepted here, where a generated class counts the messages around them.
 """
 
-from expertd.wire.decode import (
+from expertd.codec.decode import (
     decode_forward_request,
     decode_forward_response,
     decode_stream_request,
@@ -24,15 +24,15 @@ from expertd.wire.decode import (
     peek_forward,
     peek_request_id,
 )
-from expertd.wire.encode import (
+from expertd.codec.encode import (
     RequestForm,
     encode_forward_request,
     encode_forward_response,
     encode_stream_request,
     encode_stream_response,
 )
-from expertd.wire.usual import Told, UsualAnswer, UsualAnswers
-from expertd.wire.values import (
+from expertd.codec.usual import Told, UsualAnswer, UsualAnswers
+from expertd.codec.values import (
     ForwardHead,
     ForwardRequestView,
     ForwardResponseView,

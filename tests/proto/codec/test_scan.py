@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from expertd.bounds import MAX_RANK
+from expertd.codec.scan import OddError, dtype_and_shape, int32, packed_shape, size, skip, tag, varint
 from expertd.errors import BadShapeError
-from expertd.wire.scan import OddError, dtype_and_shape, int32, packed_shape, size, skip, tag, varint
 
 VALUES = [0, 1, 127, 128, 300, 1 << 14, (1 << 21) - 1, 1 << 21, 1 << 28, (1 << 32) - 1, 1 << 32, 1 << 63, (1 << 64) - 1]
 FAR = 1 << 62

@@ -13,12 +13,12 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from expertd import bounds
+from expertd.codec.decode import decode_stream_response
+from expertd.codec.encode import tensor_head
+from expertd.codec.scan import OddError, size, varint
+from expertd.codec.values import ForwardResponseView, Spelling, StreamResponseView, TensorView
 from expertd.errors import BadResponseError, ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire.decode import decode_stream_response
-from expertd.wire.encode import tensor_head
-from expertd.wire.scan import OddError, size, varint
-from expertd.wire.values import ForwardResponseView, Spelling, StreamResponseView, TensorView
 
 __all__ = ["Told", "UsualAnswer", "UsualAnswers"]
 

@@ -1,5 +1,5 @@
 """Messages of version 1, byte for byte.  Each file in tests/golden/wire says a message twice: as protobuf text, and as
-bytes with what each of them means, written down by hand.  They must never change: other versions are on the wire."""
+bytes with what each of them means, written down by hand.  They must never change: other versions are on the codec."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from google.protobuf import text_format
 
-from expertd import wire
+from expertd import codec
+from expertd.codec.generated import request_view, response_view, stream_request_view, stream_response_view
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire.generated import request_view, response_view, stream_request_view, stream_response_view
 
 FOLDER = Path(__file__).parents[2] / "golden" / "wire"
 FILES = sorted(FOLDER.glob("*.txt"))
 
 CODECS = {
-    pb.ForwardRequest: (wire.decode_forward_request, wire.encode_forward_request, request_view),
-    pb.ForwardResponse: (wire.decode_forward_response, wire.encode_forward_response, response_view),
-    pb.StreamForwardRequest: (wire.decode_stream_request, wire.encode_stream_request, stream_request_view),
-    pb.StreamForwardResponse: (wire.decode_stream_response, wire.encode_stream_response, stream_response_view),
+    pb.ForwardRequest: (codec.decode_forward_request, codec.encode_forward_request, request_view),
+    pb.ForwardResponse: (codec.decode_forward_response, codec.encode_forward_response, response_view),
+    pb.StreamForwardRequest: (codec.decode_stream_request, codec.encode_stream_request, stream_request_view),
+    pb.StreamForwardResponse: (codec.decode_stream_response, codec.encode_stream_response, stream_response_view),
 }
 
 

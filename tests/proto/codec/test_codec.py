@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 
-from expertd import wire
+from expertd import codec
+from expertd.codec import decode, encode
+from expertd.codec.scan import MAX_FIELDS, OddError, size
 from expertd.errors import MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import decode, encode
-from expertd.wire.scan import MAX_FIELDS, OddError, size
 
 
-def request(**changes: Any) -> wire.ForwardRequestView:
+def request(**changes: Any) -> codec.ForwardRequestView:
     values: dict[str, Any] = {
         "request_id": 300,
         "layer": 3,
-        "hidden_states": wire.TensorView.of_raw(pb.DATA_TYPE_BF16, (2, 4), bytes(range(16))),
-        "topk_ids": wire.TensorView.of_raw(pb.DATA_TYPE_I32, (2, 1), bytes(8)),
-        "topk_weights": wire.TensorView.of_raw(pb.DATA_TYPE_F32, (2, 1), bytes(8)),
+        "hidden_states": codec.TensorView.of_raw(pb.DATA_TYPE_BF16, (2, 4), bytes(range(16))),
+        "topk_ids": codec.TensorView.of_raw(pb.DATA_TYPE_I32, (2, 1), bytes(8)),
+        "topk_weights": codec.TensorView.of_raw(pb.DATA_TYPE_F32, (2, 1), bytes(8)),
         "timeout_us": 5000,
         "sent_us": 1 << 40,
     }
-    return wire.ForwardRequestView(**(values | changes))
+    return codec.ForwardRequestView(**(values | changes))
 
 
 def scanned(scan: Callable[..., Any], data: bytes) -> bool:
@@ -38,9 +38,9 @@ def scanned(scan: Callable[..., Any], data: bytes) -> bool:
 
 
 def test_decoding_shares_the_memory_of_the_message() -> None:
-    data = bytearray(wire.encode_stream_request(request()))
-    got = wire.decode_stream_request(data)  # type: ignore[arg-type]
-    assert isinstance(got, wire.ForwardRequestView)
+    data = bytearray(codec.encode_stream_request(request()))
+    got = codec.decode_stream_request(data)  # type: ignore[arg-type]
+    assert isinstance(got, codec.ForwardRequestView)
     assert got.hidden_states is not None
     at = data.index(bytes(range(16)))
     data[at] = 99
@@ -53,12 +53,12 @@ def test_decoding_shares_the_memory_of_the_message() -> None:
     ids=lambda b: type(b).__name__,
 )
 def test_encoding_takes_any_buffer(buffer: Any) -> None:
-    tensor = wire.TensorView.of_raw(pb.DATA_TYPE_BF16, (2, 4), buffer)
-    response = wire.ForwardResponseView(7, tensor, routes_computed=2)
-    message = pb.ForwardResponse.FromString(wire.encode_forward_response(response))
+    tensor = codec.TensorView.of_raw(pb.DATA_TYPE_BF16, (2, 4), buffer)
+    response = codec.ForwardResponseView(7, tensor, routes_computed=2)
+    message = pb.ForwardResponse.FromString(codec.encode_forward_response(response))
     assert message.output.raw == bytes(buffer)
     assert (message.request_id, message.routes_computed) == (7, 2)
-    got = wire.decode_forward_response(wire.encode_forward_response(response))
+    got = codec.decode_forward_response(codec.encode_forward_response(response))
     assert got.output is not None
     assert bytes(got.output.raw) == bytes(buffer)
 
@@ -66,49 +66,49 @@ def test_encoding_takes_any_buffer(buffer: Any) -> None:
 def test_encoding_takes_numpy_and_refuses_what_is_not_contiguous() -> None:
     numpy = pytest.importorskip("numpy")
     x = numpy.arange(8, dtype=numpy.float32).reshape(2, 4)
-    data = wire.encode_forward_request(request(hidden_states=wire.TensorView.of_raw(pb.DATA_TYPE_F32, (2, 4), x)))
+    data = codec.encode_forward_request(request(hidden_states=codec.TensorView.of_raw(pb.DATA_TYPE_F32, (2, 4), x)))
     assert pb.ForwardRequest.FromString(data).hidden_states.raw == x.tobytes()
     with pytest.raises(BufferError, match="want contiguous"):
-        wire.encode_forward_request(request(hidden_states=wire.TensorView.of_raw(pb.DATA_TYPE_F32, (4, 2), x.T)))
+        codec.encode_forward_request(request(hidden_states=codec.TensorView.of_raw(pb.DATA_TYPE_F32, (4, 2), x.T)))
 
 
 def test_empty_request_and_empty_tensor() -> None:
-    assert wire.decode_forward_request(b"") == wire.ForwardRequestView()
-    assert wire.encode_forward_request(wire.ForwardRequestView()) == b""
-    empty = request(hidden_states=wire.TensorView.of_raw(pb.DATA_TYPE_BF16, (0, 4), b""))
-    got = wire.decode_forward_request(wire.encode_forward_request(empty))
+    assert codec.decode_forward_request(b"") == codec.ForwardRequestView()
+    assert codec.encode_forward_request(codec.ForwardRequestView()) == b""
+    empty = request(hidden_states=codec.TensorView.of_raw(pb.DATA_TYPE_BF16, (0, 4), b""))
+    got = codec.decode_forward_request(codec.encode_forward_request(empty))
     assert got.hidden_states is not None
-    assert (got.hidden_states.spelling, got.hidden_states.shape) == (wire.Spelling.RAW, (0, 4))
-    none = wire.decode_forward_request(b"\x1a\x00")
-    assert none.hidden_states == wire.TensorView()
+    assert (got.hidden_states.spelling, got.hidden_states.shape) == (codec.Spelling.RAW, (0, 4))
+    none = codec.decode_forward_request(b"\x1a\x00")
+    assert none.hidden_states == codec.TensorView()
 
 
 def test_stream_message_without_a_kind() -> None:
-    assert wire.decode_stream_request(b"") is None
-    assert wire.decode_stream_response(b"") is None
-    assert wire.decode_stream_response(b"\xca\x3e\x01x") is None  # a kind that only a newer server knows
+    assert codec.decode_stream_request(b"") is None
+    assert codec.decode_stream_response(b"") is None
+    assert codec.decode_stream_response(b"\xca\x3e\x01x") is None  # a kind that only a newer server knows
 
 
 def test_stream_kinds_are_told_apart_by_their_type() -> None:
     requests = [request(), pb.CancelRequest(request_id=4), pb.SessionOffer(transports=["shm"])]
     answers = [
-        wire.ForwardResponseView(1, timing=pb.Timing(kernel_ns=5), load=pb.Load(), digest=pb.Digest(crc32=1)),
+        codec.ForwardResponseView(1, timing=pb.Timing(kernel_ns=5), load=pb.Load(), digest=pb.Digest(crc32=1)),
         pb.RequestError(request_id=1, reason="X"),
         pb.SessionAnswer(token="t"),
         pb.Load(draining=True),
     ]
     for value in requests:
-        assert wire.decode_stream_request(wire.encode_stream_request(value)) == value  # type: ignore[arg-type]
+        assert codec.decode_stream_request(codec.encode_stream_request(value)) == value  # type: ignore[arg-type]
     for value in answers:
-        assert wire.decode_stream_response(wire.encode_stream_response(value)) == value  # type: ignore[arg-type]
+        assert codec.decode_stream_response(codec.encode_stream_response(value)) == value  # type: ignore[arg-type]
 
 
 def test_spellings() -> None:
-    floats = wire.TensorView(pb.DATA_TYPE_F32, (2,), wire.Spelling.FLOATS, pb.FloatValues(values=[1.0, 2.0]))
-    ints = wire.TensorView(pb.DATA_TYPE_I32, (2,), wire.Spelling.INTS, pb.IntValues(values=[1, -1]))
-    drawn = wire.TensorView(pb.DATA_TYPE_F32, (2,), wire.Spelling.SYNTHETIC, pb.SyntheticValues(seed=3))
-    got = wire.decode_forward_request(
-        wire.encode_forward_request(request(hidden_states=floats, topk_ids=ints, topk_weights=drawn))
+    floats = codec.TensorView(pb.DATA_TYPE_F32, (2,), codec.Spelling.FLOATS, pb.FloatValues(values=[1.0, 2.0]))
+    ints = codec.TensorView(pb.DATA_TYPE_I32, (2,), codec.Spelling.INTS, pb.IntValues(values=[1, -1]))
+    drawn = codec.TensorView(pb.DATA_TYPE_F32, (2,), codec.Spelling.SYNTHETIC, pb.SyntheticValues(seed=3))
+    got = codec.decode_forward_request(
+        codec.encode_forward_request(request(hidden_states=floats, topk_ids=ints, topk_weights=drawn))
     )
     assert got.hidden_states is not None
     assert got.topk_ids is not None
@@ -138,38 +138,38 @@ def test_spellings() -> None:
 )
 def test_refusals_say_where(data: bytes, says: str) -> None:
     with pytest.raises(MalformedMessageError, match=says) as caught:
-        wire.decode_forward_request(data)
+        codec.decode_forward_request(data)
     assert str(caught.value).startswith(f"expertd.v1.ForwardRequest: got {len(data)} bytes")
     assert caught.value.request_id == 0
 
 
 def test_a_broken_message_on_a_stream_still_tells_whose_it_is() -> None:
-    whole = wire.encode_stream_request(request())
+    whole = codec.encode_stream_request(request())
     for stop in range(6, len(whole)):
         with pytest.raises(MalformedMessageError) as caught:
-            wire.decode_stream_request(whole[:stop])
+            codec.decode_stream_request(whole[:stop])
         assert caught.value.request_id == 300
-    assert wire.peek_request_id(wire.encode_forward_request(request()), stream=False) == 300
-    assert wire.peek_request_id(wire.encode_stream_request(pb.CancelRequest(request_id=9)), stream=True) == 9
-    assert wire.peek_request_id(b"\x1a\x05", stream=True) == 0
+    assert codec.peek_request_id(codec.encode_forward_request(request()), stream=False) == 300
+    assert codec.peek_request_id(codec.encode_stream_request(pb.CancelRequest(request_id=9)), stream=True) == 9
+    assert codec.peek_request_id(b"\x1a\x05", stream=True) == 0
 
 
 def test_the_head_of_a_request_is_found_without_reading_the_rest() -> None:
     whole = request(layer=3, timeout_us=250_000, sent_us=1 << 40)
     assert whole.hidden_states is not None
     assert whole.topk_ids is not None
-    found = wire.peek_forward(wire.encode_stream_request(whole))
+    found = codec.peek_forward(codec.encode_stream_request(whole))
     shapes = (whole.hidden_states.shape[0], whole.topk_ids.shape[1])
-    assert found == wire.ForwardHead(300, 3, *shapes, 250_000, 1 << 40)
-    assert wire.peek_forward(wire.encode_stream_request(wire.ForwardRequestView(request_id=9))) == (9, 0, 1, 1, 0, 0)
+    assert found == codec.ForwardHead(300, 3, *shapes, 250_000, 1 << 40)
+    assert codec.peek_forward(codec.encode_stream_request(codec.ForwardRequestView(request_id=9))) == (9, 0, 1, 1, 0, 0)
     for other in (
         b"",
         b"\x0a",
         b"\x0a\x05\x08",
-        wire.encode_stream_request(pb.CancelRequest(request_id=9)),
+        codec.encode_stream_request(pb.CancelRequest(request_id=9)),
         pb.StreamForwardRequest(forward=pb.ForwardRequest(hidden_states=pb.Tensor(shape=[1] * 9))).SerializeToString(),
     ):
-        assert wire.peek_forward(other) is None
+        assert codec.peek_forward(other) is None
 
 
 @pytest.mark.parametrize(
@@ -186,35 +186,35 @@ def test_the_head_of_a_request_is_found_without_reading_the_rest() -> None:
 )
 def test_numbers_that_do_not_fit_are_not_encoded(broken: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(broken.values())))):
-        wire.encode_forward_request(request(**broken))
+        codec.encode_forward_request(request(**broken))
 
 
 def test_the_largest_numbers_that_fit_are_encoded() -> None:
     most: dict[str, int] = {"request_id": (1 << 64) - 1, "layer": (1 << 32) - 1, "timeout_us": (1 << 64) - 1}
     most |= {"sent_us": (1 << 64) - 1, "output_dtype": (1 << 31) - 1, "output_form": -(1 << 31)}
-    seen = wire.decode_forward_request(wire.encode_forward_request(request(**most)))
+    seen = codec.decode_forward_request(codec.encode_forward_request(request(**most)))
     assert {name: getattr(seen, name) for name in most} == most
 
 
 @pytest.mark.parametrize("broken", [{"request_id": 1 << 64}, {"routes_computed": 1 << 64}, {"placement_epoch": -1}])
 def test_numbers_of_an_answer_that_do_not_fit_are_not_encoded(broken: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(broken.values())))):
-        wire.encode_forward_response(wire.ForwardResponseView(**broken))
+        codec.encode_forward_response(codec.ForwardResponseView(**broken))
 
 
 # ---- who reads what --------------------------------------------------------------------------------------------------
 
 
 def test_usual_messages_are_read_by_the_scanner() -> None:
-    assert scanned(decode._stream_request, wire.encode_stream_request(request()))
+    assert scanned(decode._stream_request, codec.encode_stream_request(request()))
     for nbytes in (0, 1, 127, 128, 16383, 16384, 100_000, 1 << 21, 3 << 20):  # sizes of one to four bytes
-        sized = request(hidden_states=wire.TensorView.of_raw(pb.DATA_TYPE_BF16, (1, nbytes // 2), bytes(nbytes)))
-        assert scanned(decode._stream_request, wire.encode_stream_request(sized))
-    assert scanned(decode._stream_request, wire.encode_stream_request(pb.CancelRequest(request_id=1)))
+        sized = request(hidden_states=codec.TensorView.of_raw(pb.DATA_TYPE_BF16, (1, nbytes // 2), bytes(nbytes)))
+        assert scanned(decode._stream_request, codec.encode_stream_request(sized))
+    assert scanned(decode._stream_request, codec.encode_stream_request(pb.CancelRequest(request_id=1)))
     assert scanned(decode._request, pb.ForwardRequest(grouped=pb.GroupedRows(expert_ids=[1])).SerializeToString())
-    response = wire.ForwardResponseView(1, request().hidden_states, None, 2, pb.Timing(), pb.Load(), 1)
-    assert scanned(decode._stream_response, wire.encode_stream_response(response))
-    assert scanned(decode._stream_response, wire.encode_stream_response(pb.RequestError(request_id=1)))
+    response = codec.ForwardResponseView(1, request().hidden_states, None, 2, pb.Timing(), pb.Load(), 1)
+    assert scanned(decode._stream_response, codec.encode_stream_response(response))
+    assert scanned(decode._stream_response, codec.encode_stream_response(pb.RequestError(request_id=1)))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_usual_messages_are_read_by_the_scanner() -> None:
 def test_what_nobody_sends_is_read_by_the_generated_classes(data: bytes) -> None:
     """Legal, but not worth a scanner: and a flood of tiny fields must not keep the interpreter busy."""
     assert not scanned(decode._request, data)
-    got = wire.decode_forward_request(data)
+    got = codec.decode_forward_request(data)
     message = pb.ForwardRequest.FromString(data)
     assert got.request_id == message.request_id
     if message.HasField("hidden_states"):
@@ -244,10 +244,10 @@ def test_what_nobody_sends_is_read_by_the_generated_classes(data: bytes) -> None
 def test_nested_groups_end_where_the_generated_classes_say(depth: int) -> None:
     data = b"\x7b" * depth + b"\x7c" * depth
     if depth <= 100:
-        assert wire.decode_forward_request(data) == wire.ForwardRequestView()
+        assert codec.decode_forward_request(data) == codec.ForwardRequestView()
     else:
         with pytest.raises(MalformedMessageError):
-            wire.decode_forward_request(data)
+            codec.decode_forward_request(data)
 
 
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 16383, 16384])
@@ -276,25 +276,25 @@ def test_elements_of_a_large_first_tensor_are_aligned_whatever_stands_before(wra
     for n in range(40):
         request_id = (1 << n) - 1
         for size_ in (encode.PADDED_BYTES, (1 << 21) - 40 + n, 3 << 20):
-            tensor = wire.TensorView.of_raw(pb.DATA_TYPE_F32, (size_, n + 1), bytes([7]) * size_)
+            tensor = codec.TensorView.of_raw(pb.DATA_TYPE_F32, (size_, n + 1), bytes([7]) * size_)
             if answer:
-                value: Any = wire.ForwardResponseView(
+                value: Any = codec.ForwardResponseView(
                     request_id, tensor, routes_computed=2, timing=pb.Timing(queue_ns=1)
                 )
-                data = (wire.encode_stream_response if wrapped else wire.encode_forward_response)(value)
-                got: Any = (wire.decode_stream_response if wrapped else wire.decode_forward_response)(data)
+                data = (codec.encode_stream_response if wrapped else codec.encode_forward_response)(value)
+                got: Any = (codec.decode_stream_response if wrapped else codec.decode_forward_response)(data)
                 plain: Any = (pb.StreamForwardResponse if wrapped else pb.ForwardResponse).FromString(data)
             else:
                 value = request(request_id=request_id, hidden_states=tensor)
-                data = (wire.encode_stream_request if wrapped else wire.encode_forward_request)(value)
-                got = (wire.decode_stream_request if wrapped else wire.decode_forward_request)(data)
+                data = (codec.encode_stream_request if wrapped else codec.encode_forward_request)(value)
+                got = (codec.decode_stream_request if wrapped else codec.decode_forward_request)(data)
                 plain = (pb.StreamForwardRequest if wrapped else pb.ForwardRequest).FromString(data)
             assert got == value
             plain = plain.forward if wrapped else plain
             seen.add(len(plain.padding))
             plain.padding = b""
             like = (pb.ForwardResponse if answer else pb.ForwardRequest).FromString(
-                wire.encode_forward_response(value) if answer else wire.encode_forward_request(value)
+                codec.encode_forward_response(value) if answer else codec.encode_forward_request(value)
             )
             like.padding = b""
             assert plain == like
@@ -312,6 +312,6 @@ def test_padding_is_a_field_of_every_length_but_one() -> None:
 
 
 def test_a_small_message_has_no_padding() -> None:
-    data = wire.encode_forward_request(request())
+    data = codec.encode_forward_request(request())
     assert pb.ForwardRequest.FromString(data).padding == b""
     assert data == pb.ForwardRequest.FromString(data).SerializeToString()

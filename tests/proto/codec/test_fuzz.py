@@ -21,11 +21,11 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from expertd import wire
+from expertd import codec
 from expertd.bounds import MAX_RANK
+from expertd.codec import decode
 from expertd.errors import BadShapeError, MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd.wire import decode
 
 SEEDS = 20
 MESSAGES_A_SEED = 5000
@@ -79,7 +79,7 @@ def plain_view(view: Any) -> Plain:
         return None
     if isinstance(view, Message):
         return plain_message(view)
-    message = pb.ForwardRequest if isinstance(view, wire.ForwardRequestView) else pb.ForwardResponse
+    message = pb.ForwardRequest if isinstance(view, codec.ForwardRequestView) else pb.ForwardResponse
     return (
         message.__name__,
         *(_plain_value(getattr(view, f.name)) for f in message.DESCRIPTOR.fields if f.name != "padding"),
@@ -89,7 +89,7 @@ def plain_view(view: Any) -> Plain:
 def _plain_value(value: Any) -> Plain:
     if isinstance(value, Message):
         return value.SerializeToString()
-    if isinstance(value, wire.TensorView):
+    if isinstance(value, codec.TensorView):
         data = value.data.SerializeToString() if isinstance(value.data, Message) else bytes(value.data or b"")
         scales = None
         if (s := value.scales) is not None:
@@ -102,20 +102,20 @@ def _plain_value(value: Any) -> Plain:
 Kind = tuple[type[Any], Callable[[Any], Plain], Callable[[bytes], Any], Callable[[Any], bytes], Callable[..., Any]]
 
 KINDS: list[Kind] = [
-    (pb.ForwardRequest, plain_message, wire.decode_forward_request, wire.encode_forward_request, decode._request),
-    (pb.ForwardResponse, plain_message, wire.decode_forward_response, wire.encode_forward_response, decode._response),
+    (pb.ForwardRequest, plain_message, codec.decode_forward_request, codec.encode_forward_request, decode._request),
+    (pb.ForwardResponse, plain_message, codec.decode_forward_response, codec.encode_forward_response, decode._response),
     (
         pb.StreamForwardRequest,
         plain_stream,
-        wire.decode_stream_request,
-        wire.encode_stream_request,
+        codec.decode_stream_request,
+        codec.encode_stream_request,
         decode._stream_request,
     ),
     (
         pb.StreamForwardResponse,
         plain_stream,
-        wire.decode_stream_response,
-        wire.encode_stream_response,
+        codec.decode_stream_response,
+        codec.encode_stream_response,
         decode._stream_response,
     ),
 ]
