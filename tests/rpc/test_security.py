@@ -267,10 +267,14 @@ def test_who_is_taken_out_of_the_file_is_out_also_on_a_stream_that_stands(serve,
     with ExpertClient(host.address, credentials=with_token(tmp_path, TOKEN), timeout_s=10) as client:
         client.forward(0, x, ids, ids.astype(np.float32))
         callers.write_text("[callers.x")  # broken
-        time.sleep(1.3)  # it was looked at, and what was good is kept
-        client.forward(0, x, ids, ids.astype(np.float32))
+        until(lambda: client.forward(0, x, ids, ids.astype(np.float32)) and reloads(host, "callers", "broken"))
+        client.forward(0, x, ids, ids.astype(np.float32))  # what was good last is kept
         callers.write_text(f'[callers.eyes]\ntokens = ["{OTHER}"]\nrights = ["call"]\n')
         until(lambda: refused(client, x, ids))
+
+
+def reloads(host, what, how) -> float:
+    return host.metrics.registry.get_sample_value("expertd_reloads_total", {"what": what, "outcome": how}) or 0.0
 
 
 def refused(client, x, ids) -> bool:

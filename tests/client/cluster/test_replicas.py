@@ -97,12 +97,12 @@ def test_a_call_waits_for_its_only_server_inside_its_time():
         with pytest.raises((DeadlineExceededError, UnavailableError)):
             cluster.forward(0, X, IDS, W, timeout_s=0.3)
         begin_s = time.monotonic()
-        skipped = cluster.forward(0, X, IDS, W, on_missing=OnMissing.SKIP)
-        assert time.monotonic() - begin_s < 8.0, "SKIP does not wait for the ten seconds that a call has"
+        skipped = cluster.forward(0, X, IDS, W, on_missing=OnMissing.SKIP, timeout_s=1000.0)
+        assert time.monotonic() - begin_s < 500.0, "SKIP does not wait for the time that a call has"
         np.testing.assert_allclose(skipped.output, experts_of(X, IDS, W, range(4))[0], rtol=1e-5, atol=1e-6)
-        later = cluster.submit(0, X, IDS, W)
-        time.sleep(0.2)
-        assert not later.done()
+        later, before = cluster.submit(0, X, IDS, W), servers["c"].describes
+        until(lambda: servers["c"].describes > before + 1 or later.done())
+        assert not later.done(), "it waits while the server is looked for"
         servers["c"].away = False
         check(later.result(20))
     with cluster_of(servers, timeout_s=None, policy=Policy(patience_s=0.3)) as cluster:
@@ -194,9 +194,9 @@ def test_a_drain_is_seen_before_anything_is_refused():
         assert len(servers["a"].asked) == asked
 
 
-def held_up(servers, release):
-    """Makes whoever of the replicas is asked next wait; the other one answers."""
-    taken = threading.Lock()
+def held_up(servers, release, calls=1):
+    """Makes the next so many requests to the replicas wait; those after them are answered."""
+    taken = threading.Semaphore(calls)
 
     def does(request):
         if taken.acquire(blocking=False):
@@ -225,17 +225,28 @@ def test_a_late_part_is_asked_of_the_other_replica_too():
 
 
 def test_nothing_is_hedged_without_a_budget():
+    """The control: another cluster, which asks later, has asked twice and is answered."""
     servers, release = replicas(), threading.Event()
-    with cluster_of(servers, policy=Policy(hedge=0.0, stall_s=15.0)) as cluster:
+    asked = lambda: len(servers["a"].asked) + len(servers["b"].asked)  # noqa: E731
+    with (
+        cluster_of(servers, policy=Policy(hedge=0.0, stall_s=15.0)) as cluster,
+        cluster_of(servers, policy=Policy(stall_s=15.0)) as control,
+    ):
         for _ in range(60):
             check(cluster.forward(0, X, IDS, W))
-        held_up(servers, release)
+            check(control.forward(0, X, IDS, W))
+        until(lambda: check(control.forward(0, X, IDS, W)) or control._around.latencies._budget >= 1.0)
+        nothing_under_way(control)
+        before = asked()
+        held_up(servers, release, calls=2)
         waiting = cluster.submit(0, X, IDS, W)
-        time.sleep(0.3)
+        until(lambda: asked() == before + 1)
+        assert [part.asked for part in control.forward(0, X, IDS, W).parts] == [2, 1]
         assert not waiting.done()
+        assert asked() == before + 3
         release.set()
         check(waiting.result(10))
-    assert len(servers["a"].asked) + len(servers["b"].asked) == 61
+        assert asked() == before + 3
 
 
 def test_a_hung_server_is_passed_over_whatever_the_budget():
@@ -244,14 +255,10 @@ def test_a_hung_server_is_passed_over_whatever_the_budget():
     with cluster_of(servers, policy=Policy(hedge=0.0, stall_s=0.1)) as cluster:
         for _ in range(5):
             check(cluster.forward(0, X, IDS, W))
-        servers["a"].does = lambda request: hang.wait(10)
-        slowest = 0.0
+        servers["a"].does = lambda request: hang.wait(100)
         for _ in range(200):
-            begin_s = time.monotonic()
-            check(cluster.forward(0, X, IDS, W))
-            slowest = max(slowest, time.monotonic() - begin_s)
+            check(cluster.forward(0, X, IDS, W))  # in the ten seconds that a call has
         stuck = servers["a"].asked
-        assert slowest < 8.0, "it hangs for ten seconds"
         assert len(stuck) <= 10, "once it hangs it gets nothing"
         hang.set()
 

@@ -63,6 +63,7 @@ def test_servers_join_and_leave_under_load(tmp_path):
         callers = [threading.Thread(target=call) for _ in range(3)]
         for t in callers:
             t.start()
+        until(lambda: seen)  # with the first placement
         for epoch, held in (
             (2, {"a": range(4), "b": range(4, 8), "c": range(8)}),
             (3, {"b": range(4, 8), "c": range(8)}),
@@ -72,7 +73,6 @@ def test_servers_join_and_leave_under_load(tmp_path):
             put(path, placement(epoch, **held))
             until(lambda epoch=epoch: seen and seen[-1] == epoch)
             until(lambda held=held: cluster.servers == dict.fromkeys(held, ""))
-            time.sleep(0.05)
         put(path, "{")
         until(lambda: "placement" in cluster.source_error)
         put(path, placement(4, a=range(8)))
@@ -88,7 +88,7 @@ def test_servers_join_and_leave_under_load(tmp_path):
     assert not faults
     assert {1, 2, 3, 4, 5} <= set(seen)
     assert all(server.asked for server in servers.values())
-    assert not [t for t in threading.enumerate() if t.name.startswith("expertd") and t not in before]
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("expertd") and t not in before])
 
 
 async def test_the_same_in_an_event_loop(tmp_path):

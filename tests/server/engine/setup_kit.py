@@ -164,4 +164,8 @@ def one(s: Setup, tag: int, within_s: float, tokens: int = 1, **more) -> Request
 
 
 def pass_deadline(request: Request) -> None:
-    time.sleep(max(0.0, (request.deadline_ns - time.monotonic_ns()) / 1e9 + 1e-3))
+    pass_moment(request.deadline_ns)
+
+
+def pass_moment(monotonic_ns: int) -> None:
+    time.sleep(max(0.0, (monotonic_ns - time.monotonic_ns()) / 1e9 + 1e-3))

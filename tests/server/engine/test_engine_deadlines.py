@@ -6,7 +6,7 @@ import contextlib
 import time
 
 import pytest
-from setup_kit import SOON_S, Setup, inputs, one, pass_deadline
+from setup_kit import SOON_S, Setup, inputs, one, pass_deadline, pass_moment
 
 from expertd.codec import ForwardHead
 from expertd.errors import (
@@ -16,7 +16,7 @@ from expertd.errors import (
     RequestCancelledError,
 )
 from expertd_server.engine.policy import Policy
-from expertd_server.engine.request import Answer
+from expertd_server.engine.request import Answer, Request
 
 
 def test_expired_and_cancelled_requests_never_reach_the_kernel(make):
@@ -162,19 +162,20 @@ def test_a_batch_grows_no_further_than_to_where_one_of_it_would_be_late(make):
     assert sum(rows[1:]) == 64
 
 
-def admit(s: Setup, tag: int, within_s: float, tokens: int) -> None:
+def admit(s: Setup, tag: int, within_s: float, tokens: int) -> Request:
     """Submits it, again where it has become too late between its making and its way in."""
     for _ in range(50):
         with contextlib.suppress(OverloadedError):
-            return s.engine.submit(one(s, tag, within_s, tokens=tokens))
+            s.engine.submit(r := one(s, tag, within_s, tokens=tokens))
+            return r
     raise AssertionError("it is always refused")
 
 
 def test_what_can_no_longer_be_in_time_is_dropped_before_its_deadline_has_passed(make):
     s = make(measured=((1, 1, 10_000_000), (2, 1, 300_000_000_000)))  # two rows take 300 s
     s.block()
-    admit(s, 1, 301.0, tokens=2)
-    time.sleep(1.0)
+    late = admit(s, 1, 300.1, tokens=2)
+    pass_moment(late.deadline_ns - 300 * 10**9)
     s.engine.submit(one(s, 2, 1000.0))
     s.fake.gate.set()
     s.caller.wait(1, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 
 import pytest
@@ -148,7 +147,7 @@ def test_whoever_waits_for_work_between_batches_is_not_forgotten_when_the_engine
     done = []
     work = threading.Thread(target=lambda: done.append(s.engine.between(lambda: "done")), daemon=True)
     work.start()
-    time.sleep(0.05)
+    until_inside(work, "result")
     s.fake.gate.set()
     work.join(20)
     assert done == ["done"]

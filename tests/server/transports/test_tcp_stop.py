@@ -93,7 +93,8 @@ def test_a_kernel_that_hangs_on_the_thread_of_sessions_does_not_hold_up_the_end(
         engine.stop(0.3)
         assert not called.gate.is_set(), "it did not wait for the kernel"
     (said,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("stop: ")]
-    assert "the thread of sessions over TCP did not end in 0.3 s" in said
+    assert "the thread of sessions over TCP" in said  # on a busy machine others, too
+    assert "did not end in 0.3 s" in said
     assert "a batch of 3 tokens for layer 0 on backend called" in said
     called.gate.set()
     engine.stop(20)
