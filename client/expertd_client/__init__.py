@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from expertd_client.transports.credentials import Credentials
     from expertd_client.transports.grpc.aio import AioGrpcTransport
     from expertd_client.transports.grpc.sync import GrpcTransport
-    from expertd_client.transports.protocol import Channel, Connection, FunctionTransport, Transport
+    from expertd_client.transports.protocol import Connection, FunctionTransport, SessionTransport, Transport
 
 __all__ = [
     "AioGrpcTransport",
@@ -37,7 +37,7 @@ __all__ = [
     "AsyncExpertClient",
     "AsyncExpertCluster",
     "AsyncForwarder",
-    "Channel",
+    "SessionTransport",
     "ClusterFuture",
     "ClusterResult",
     "Connection",
@@ -75,7 +75,7 @@ _MODULES = {
     "AsyncExpertClient": "clients.async_client",
     "AsyncExpertCluster": "cluster.async_cluster",
     "AsyncForwarder": "clients.forwarder",
-    "Channel": "transports.protocol",
+    "SessionTransport": "transports.protocol",
     "ClusterFuture": "cluster.cluster",
     "ClusterResult": "cluster.result",
     "Connection": "transports.protocol",

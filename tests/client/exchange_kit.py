@@ -25,6 +25,8 @@ def answer(request_id, **fields):
 class Way:
     """A connection: keeps what is sent; the test delivers."""
 
+    blocking = None
+
     def __init__(self, deliver, closed):
         self.deliver, self._closed = deliver, closed
         self.sent, self.cancelled, self.offers, self.ended = {}, [], [], False
@@ -58,8 +60,8 @@ class Hand:
 
     target = "hand"
 
-    def __init__(self, *channels):
-        self.channels = channels
+    def __init__(self, *offers):
+        self.offers = offers
         self.ways = []
 
     def connect(self, deliver, closed):
@@ -127,9 +129,9 @@ class Waiter:
         return value
 
 
-def exchange(*channels):
+def exchange(*offers):
     """(the exchange, its transport, its alarm)."""
-    transport, alarms = Hand(*channels), []
+    transport, alarms = Hand(*offers), []
 
     def make(ring):
         alarms.append(HandAlarm(ring))

@@ -28,7 +28,7 @@ try:
     from expertd.errors import BackendFailedError, DrainingError, UnavailableError
     from expertd_client import ExpertClient, GrpcTransport
     from expertd_client.requests.e4m3 import quantize
-    from expertd_client.transports.tcp.session import TcpChannel
+    from expertd_client.transports.tcp.session import TcpTransport
 except Exception as e:  # a machine for kernels alone: nothing installed, or other versions of grpcio and protobuf
     pytest.skip(f"the server cannot run here: {type(e).__name__}: {e}", allow_module_level=True)
 
@@ -173,7 +173,7 @@ def test_cuda_tensors_go_straight_into_shared_memory_in_the_order_of_their_strea
                 output = client.forward(0, late[:, :H], ids, w).output
                 kept.append((output, output.float() + 0, reference(weights, *(t.cpu() for t in (x, ids, w)))))
             torch.cuda.current_stream().synchronize()
-        pinned = client._exchange._link.beside._pinned
+        pinned = client._exchange._link.session_connection._pinned
         assert pinned is not None, "copied on the host"
         for output, read_at_once, want in kept:
             assert relative_error(output.float().cpu(), want) <= tolerance("bf16")
@@ -186,7 +186,7 @@ def test_sessions_over_tcp_by_one_and_by_eight_callers(start):
     address = server.until(r"serving on (\S+)")
 
     def connected(**options) -> ExpertClient:
-        made = ExpertClient(GrpcTransport(address, channels=[TcpChannel(address)]), timeout_s=60, **options)
+        made = ExpertClient(GrpcTransport(address, offers=[TcpTransport(address)]), timeout_s=60, **options)
         assert made.session().transport == "tcp", made.session()
         return made
 

@@ -28,7 +28,7 @@ import ml_dtypes
 import numpy as np
 
 from expertd_client import ExpertClient, GrpcTransport
-from expertd_client.transports.tcp.session import TcpChannel
+from expertd_client.transports.tcp.session import TcpTransport
 
 LOADS = "1x1,1x8,1x64,1x128,1x512,1x2048,1x128s,1x512s,8x8,32x4,8x256s"
 CHECKED_ROWS = 4
@@ -48,7 +48,7 @@ def call(
 ) -> None:  # fmt: skip
     """One process: puts (caller, seconds of each call, (whole, queue, collect, kernel) ns of some, rows of the last
     output, its layer)."""
-    ways = {"shm": lambda: address, "tcp": lambda: GrpcTransport(address, channels=[TcpChannel(address)])}
+    ways = {"shm": lambda: address, "tcp": lambda: GrpcTransport(address, offers=[TcpTransport(address)])}
     with ExpertClient(ways.get(way, lambda: GrpcTransport(address))(), timeout_s=60) as client:
         got = client.session().transport
         assert got == way, (got, client.session())

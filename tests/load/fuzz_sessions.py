@@ -25,8 +25,8 @@ from expertd.tcp.entry import connect, enter, parse_endpoint
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.client import ExpertClient
 from expertd_client.transports.grpc.sync import GrpcTransport
-from expertd_client.transports.shm.session import ShmChannel, enter_session
-from expertd_client.transports.tcp.session import TcpChannel
+from expertd_client.transports.shm.session import ShmTransport, enter_session
+from expertd_client.transports.tcp.session import TcpTransport
 
 __all__ = ["fuzz_sessions"]
 
@@ -169,8 +169,8 @@ class Honest:
     """Asks the same on a session of its own.  saw: gets the answer's bytes and the time that it took."""
 
     def __init__(self, address: str, way: str, saw: Callable[[bytes, float], None]) -> None:
-        channel: Any = ShmChannel() if way == "shm" else TcpChannel(address)
-        self._client = ExpertClient(GrpcTransport(address, channels=[channel]), timeout_s=_PATIENCE_S)
+        channel: Any = ShmTransport() if way == "shm" else TcpTransport(address)
+        self._client = ExpertClient(GrpcTransport(address, offers=[channel]), timeout_s=_PATIENCE_S)
         self._way, self._saw = way, saw
         rng = np.random.default_rng(1)
         self._x = rng.standard_normal((3, H), np.float32)

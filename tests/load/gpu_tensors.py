@@ -50,7 +50,7 @@ def main() -> int:
     with ExpertClient(host.address) as straight, ExpertClient(host.address) as bounced:
         for client in (straight, bounced):
             assert client.session().transport == "shm", client.session()
-        bounced._exchange._link.beside._pinnable = False
+        bounced._exchange._link.session_connection._pinnable = False
         described = straight.describe()
         layer, H = described.layers[0], described.model.hidden_size
         weights = SyntheticModel.parse(args.model, torch.device("cuda")).load(0, range(layer.num_experts))

@@ -47,7 +47,7 @@ def messages(layer: pb.Layer, hidden_size: int, tokens: int) -> dict[str, bytes]
     }
 
 
-async def turn(channel: grpc.aio.Channel, method: str, data: bytes, seconds: float) -> list[float]:
+async def turn(channel: grpc.aio.SessionTransport, method: str, data: bytes, seconds: float) -> list[float]:
     """Latencies of a closed loop."""
     call, took, end = channel.unary_unary(method), list[float](), time.perf_counter() + seconds
 

@@ -41,8 +41,8 @@ from expertd_client.engines.torch_experts import RemoteExperts
 from expertd_client.tracing.stages import STAGES
 from expertd_client.transformers import load_without_experts
 from expertd_client.transports.grpc.sync import GrpcTransport
-from expertd_client.transports.shm.session import ShmChannel
-from expertd_client.transports.tcp.session import TcpChannel
+from expertd_client.transports.shm.session import ShmTransport
+from expertd_client.transports.tcp.session import TcpTransport
 
 HIDDEN, ROUTES = 256, 8
 TOKENS = (1, 32)
@@ -87,10 +87,14 @@ def show_load(folder: Path, address: str) -> None:
 
 
 def show_layer(model: Any, address: str, calls: int, out: Path, stack: ExitStack) -> None:
-    channels: dict[str, list[Any]] = {"shared memory": [ShmChannel()], "TCP": [TcpChannel(address, None)], "gRPC": []}
+    offers: dict[str, list[Any]] = {
+        "shared memory": [ShmTransport()],
+        "TCP": [TcpTransport(address, None)],
+        "gRPC": [],
+    }
     remote = {}
-    for name, offered in channels.items():
-        client = stack.enter_context(ExpertClient(GrpcTransport(address, channels=offered)))
+    for name, offered in offers.items():
+        client = stack.enter_context(ExpertClient(GrpcTransport(address, offers=offered)))
         assert client.session(timeout_s=30) is not None
         remote[name] = RemoteExperts(client, 0).eval()
     ways = {"in the model": model.model.layers[0].mlp.experts, **remote}

@@ -37,8 +37,8 @@ from hostile import Server
 from expertd.errors import DeadlineExceededError, OverloadedError
 from expertd_client.clients.client import ExpertClient
 from expertd_client.transports.grpc.sync import GrpcTransport
-from expertd_client.transports.shm.session import ShmChannel
-from expertd_client.transports.tcp.session import TcpChannel
+from expertd_client.transports.shm.session import ShmTransport
+from expertd_client.transports.tcp.session import TcpTransport
 
 __all__ = ["soak"]
 
@@ -74,8 +74,8 @@ REQUESTS = {M: tensors(M) for M in set(SIZES)}
 def client_of(address: str, way: str) -> ExpertClient:
     if way == "unary":
         return ExpertClient(address, unary=True)
-    channels = {"shm": [ShmChannel()], "tcp": [TcpChannel(address)], "stream": []}[way]
-    return ExpertClient(GrpcTransport(address, channels=channels))
+    offers = {"shm": [ShmTransport()], "tcp": [TcpTransport(address)], "stream": []}[way]
+    return ExpertClient(GrpcTransport(address, offers=offers))
 
 
 class Caller(threading.Thread):

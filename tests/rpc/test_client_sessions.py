@@ -23,7 +23,9 @@ class Doubles:
     def open(self, answer, deliver, closed, ready):
         self.answers.append(answer)
         self.closed = closed
-        ready(FunctionTransport(self.double).connect(deliver, closed))
+        connection = FunctionTransport(self.double).connect(deliver, closed)
+        connection.blocking = None
+        ready(connection)
 
     def double(self, request):
         self.carried += 1
@@ -37,11 +39,11 @@ def reach(request, address):
     """Connects a client that has these channels."""
     clients = []
 
-    def make(*channels):
+    def make(*offers):
         if request.param == "sync-stream":
-            clients.append(ExpertClient(GrpcTransport(address, channels=channels)))
+            clients.append(ExpertClient(GrpcTransport(address, offers=offers)))
         else:
-            clients.append(InLoop(lambda: AioGrpcTransport(address, channels=channels)))
+            clients.append(InLoop(lambda: AioGrpcTransport(address, offers=offers)))
         return clients[-1]
 
     yield make
@@ -101,25 +103,25 @@ def test_requests_do_not_wait_for_the_agreement(reach, servicer):
 
 @pytest.mark.parametrize("make", [ExpertClient, InLoop])
 def test_what_has_no_session_says_so(make, address):
-    options = {"unary": True, "channels": [Doubles("shm")]}
+    options = {"unary": True, "offers": [Doubles("shm")]}
     unary = GrpcTransport(address, **options) if make is ExpertClient else lambda: AioGrpcTransport(address, **options)
     with make(unary) as client:
         assert client.session() == Session("inline", {})
         assert client.forward(*batch(3.0)).output[0, 0] == 3.0
     function = FunctionTransport(Doubles("").double)
-    function.channels = [Doubles("shm")]
+    function.offers = [Doubles("shm")]
     with make(function) as client:
         assert client.session() == Session("inline", {"shm": "a function has no sessions"})
 
 
 def test_nobody_to_agree_with():
-    transport = GrpcTransport("127.0.0.1:1", channels=[Doubles("shm")])
+    transport = GrpcTransport("127.0.0.1:1", offers=[Doubles("shm")])
     with ExpertClient(transport) as client, pytest.raises(UnavailableError):
         client.session()
 
 
 def test_the_real_server_says_why_not(tiny_server):
-    with ExpertClient(GrpcTransport(tiny_server, channels=[Doubles("tcp"), Doubles("smoke")])) as client:
+    with ExpertClient(GrpcTransport(tiny_server, offers=[Doubles("tcp"), Doubles("smoke")])) as client:
         session = client.session()
     assert session.transport == "inline"
     assert list(session.refused) == ["tcp", "smoke"]

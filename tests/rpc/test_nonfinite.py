@@ -8,8 +8,8 @@ from in_process import hosts
 from expertd.errors import NonFiniteHiddenStatesError, NonFiniteWeightsError
 from expertd_client import E4m3, ExpertClient, GrpcTransport
 from expertd_client.requests.e4m3 import quantize
-from expertd_client.transports.shm.session import ShmChannel
-from expertd_client.transports.tcp.session import TcpChannel
+from expertd_client.transports.shm.session import ShmTransport
+from expertd_client.transports.tcp.session import TcpTransport
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -24,9 +24,9 @@ def server(request):
 
 
 def client_of(address, way):
-    channels = {"shm": [ShmChannel()], "tcp": [TcpChannel(address)]}.get(way, [])
-    client = ExpertClient(GrpcTransport(address, unary=way == "unary", channels=channels), timeout_s=20)
-    if channels:
+    offers = {"shm": [ShmTransport()], "tcp": [TcpTransport(address)]}.get(way, [])
+    client = ExpertClient(GrpcTransport(address, unary=way == "unary", offers=offers), timeout_s=20)
+    if offers:
         assert client.session().transport == way
     return client
 

@@ -24,8 +24,8 @@ from expertd.tcp.entry import connect, enter, parse_endpoint
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import Credentials, ExpertClient
 from expertd_client.transports.grpc.sync import GrpcTransport
-from expertd_client.transports.shm.session import ShmChannel, enter_session
-from expertd_client.transports.tcp.session import TcpChannel
+from expertd_client.transports.shm.session import ShmTransport, enter_session
+from expertd_client.transports.tcp.session import TcpTransport
 from expertd_server.boot.assignment import BootError
 from expertd_server.config.serve import ConfigError, ServeConfig
 from expertd_server.config.values import Address
@@ -333,9 +333,9 @@ def test_a_token_that_is_replaced_is_out_on_every_session_that_stands(serve, cal
     """The caller's name stays in the file."""
     host = serve(callers=callers, tcp_listen=Address("127.0.0.1", 0))
     credentials = with_token(tmp_path, TOKEN)
-    channels = {"inline": [], "shm": [ShmChannel()], "tcp": [TcpChannel(host.address, credentials)]}[way]
+    offers = {"inline": [], "shm": [ShmTransport()], "tcp": [TcpTransport(host.address, credentials)]}[way]
     ids, x = np.zeros((1, 1), np.int32), np.ones((1, 256), np.float32)
-    transport = GrpcTransport(host.address, credentials=credentials, channels=channels)
+    transport = GrpcTransport(host.address, credentials=credentials, offers=offers)
     with ExpertClient(transport, timeout_s=10) as client:
         client.forward(0, x, ids, ids.astype(np.float32))
         assert client.session().transport == way

@@ -13,7 +13,7 @@ from in_process import hosts
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import AsyncExpertClient, Credentials, ExpertClient
 from expertd_client.cluster import AsyncExpertCluster, ExpertCluster
-from expertd_client.transports.tcp.session import TcpChannel
+from expertd_client.transports.tcp.session import TcpTransport
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import open_source
@@ -167,7 +167,7 @@ def test_tls_where_grpc_has_it(serve, batch, ca, tls, mutual):
             assert b"expdtcp1" not in said, "it speaks without TLS"
         assert door.sessions == 1
         if mutual:
-            stranger = TcpChannel(host.address, Credentials(ca=ca.ca, server_name="localhost"))
+            stranger = TcpTransport(host.address, Credentials(ca=ca.ca, server_name="localhost"))
             assert "tcp: " in str(opened(stranger, pb.SessionAnswer(token=token, endpoint=endpoint)))
 
 
@@ -189,13 +189,13 @@ def test_who_does_not_trust_the_server_gives_no_token(serve, ca, tls, tmp_path):
         Credentials(ca=Authority(tmp_path / "other", "other").ca, server_name="localhost"),
         Credentials(ca=ca.ca, server_name="elsewhere.example"),
     ):
-        assert "certificate verify failed" in str(opened(TcpChannel(host.address, wrong), answer)).lower()
+        assert "certificate verify failed" in str(opened(TcpTransport(host.address, wrong), answer)).lower()
 
 
 def test_a_session_with_tls_takes_no_channel_without(serve, ca):
     host = serve()
     token, endpoint, _ = host.service.doors["tcp"].offer("caller", "")
-    channel = TcpChannel(host.address, Credentials(ca=ca.ca))
+    channel = TcpTransport(host.address, Credentials(ca=ca.ca))
     assert "without it" in str(opened(channel, pb.SessionAnswer(token=token, endpoint=endpoint)))
     assert host.service.doors["tcp"].sessions == 0
 

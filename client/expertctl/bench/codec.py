@@ -161,11 +161,11 @@ async def _medians_us(echoes: Sequence[Echo], seconds: float) -> list[float]:
     return [statistics.median(series) * 1e6 for series in times]
 
 
-def _raw_stream(channel: grpc.aio.Channel) -> Any:
+def _raw_stream(channel: grpc.aio.SessionTransport) -> Any:
     return channel.stream_stream("/expertd.v1.ExpertService/StreamForward")()
 
 
-def _protobuf_stream(channel: grpc.aio.Channel) -> Any:
+def _protobuf_stream(channel: grpc.aio.SessionTransport) -> Any:
     return pb_grpc.ExpertServiceStub(channel).StreamForward()  # type: ignore[no-untyped-call]
 
 

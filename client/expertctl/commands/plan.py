@@ -98,7 +98,7 @@ def _counted(args: argparse.Namespace, machines: Mapping[str, Machine]) -> dict[
     """What servers counted; {} where a trace says it, and speeds need not be measured."""
     urls = {a: m.metrics for a, m in machines.items() if m.metrics}
     if args.metrics is not None:
-        urls = {a: parse_address(a).beside(args.metrics) for a in machines} | urls
+        urls = {a: parse_address(a).with_port(args.metrics) for a in machines} | urls
     if args.offline or not urls:
         return {}
     before = observe.scrape(urls, args.timeout) if args.window else {}

@@ -127,7 +127,7 @@ class _Look:
 
     def __init__(self, address: str, args: argparse.Namespace) -> None:
         self._address, self._timeout_s = address, args.timeout
-        self._metrics = parse_address(address).beside(args.metrics) if args.metrics else ""
+        self._metrics = parse_address(address).with_port(args.metrics) if args.metrics else ""
         self.client = ExpertClient(address, credentials=credentials(args))
 
     def __call__(self) -> Seen:

@@ -34,7 +34,7 @@ def admin_address(address: str, described: expert_service_pb2.DescribeResponse) 
         )
     host, _, port = told.rpartition(":")
     if re.fullmatch(r"0\.0\.0\.0|\[[0:]+\]", host):  # every address of its host
-        return parse_address(address).beside(port)
+        return parse_address(address).with_port(port)
     return told
 
 

@@ -26,7 +26,7 @@ from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster import ExpertCluster, Policy
 from expertd_client.requests.request import Request
-from expertd_client.transports.protocol import Channel, Closed, Connection, Deliver, Waiter, no_session
+from expertd_client.transports.protocol import Closed, Deliver, MainConnection, SessionTransport, Waiter, no_session
 
 __all__ = ["run_real"]
 
@@ -39,7 +39,7 @@ class SleepingServer:
     ways_s     of requests that came while nothing else was there: until its batch began, and until its answer was taken
     """
 
-    channels: Sequence[Channel] = ()
+    offers: Sequence[SessionTransport] = ()
 
     def __init__(self, address: str, service: Service, placement: Placement) -> None:
         self.target = address
@@ -63,7 +63,7 @@ class SleepingServer:
 
     # ---- the transport -----------------------------------------------------------------------------------------------
 
-    def connect(self, deliver: Deliver, closed: Closed) -> Connection:
+    def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
         way = _Way(self, deliver, closed)
         with self._lock:
             up = self._up

@@ -23,10 +23,10 @@ from expertd_client.requests.result import ForwardResult
 from expertd_client.requests.retry import NEVER, Retry, pause_s
 from expertd_client.tracing import recorder
 from expertd_client.transports.address import parse_address
-from expertd_client.transports.channels import channels_in_a_loop
 from expertd_client.transports.credentials import Credentials
 from expertd_client.transports.grpc.aio import AioGrpcTransport
 from expertd_client.transports.protocol import Transport
+from expertd_client.transports.table import loop_transports
 
 if TYPE_CHECKING:
     from expertd_client.device.session import DeviceSession
@@ -140,7 +140,7 @@ class AsyncExpertClient(AsyncForwarder):
                     server,
                     unary=self._unary,
                     credentials=self._credentials,
-                    channels=channels_in_a_loop(server, self._credentials),
+                    offers=loop_transports(server, self._credentials),
                 )
                 if isinstance(server, str)
                 else server
@@ -167,7 +167,7 @@ class AsyncExpertClient(AsyncForwarder):
             request_id = exchange.submit(request, deadline, answer)
             if traced is None:
                 return await answer.future
-            traced.parts[-1].sent(exchange.way)
+            traced.parts[-1].sent(exchange.transport_name)
             result = await answer.future
             traced.parts[-1].answered(result.timing)
             traced.end()

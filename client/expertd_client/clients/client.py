@@ -30,10 +30,10 @@ from expertd_client.requests.result import ForwardResult
 from expertd_client.requests.retry import NEVER, Retry, pause_s
 from expertd_client.requests.tensors import wire_dtype
 from expertd_client.tracing import TracedCall, recorder
-from expertd_client.transports.channels import channels_of_threads
 from expertd_client.transports.credentials import Credentials
 from expertd_client.transports.grpc.sync import GrpcTransport
 from expertd_client.transports.protocol import Transport
+from expertd_client.transports.table import blocking_transports
 
 if TYPE_CHECKING:
     from expertd_client.device.session import DeviceSession
@@ -113,7 +113,10 @@ class ExpertClient(Forwarder):
     ) -> None:
         self._transport: Transport = (
             GrpcTransport(
-                server, unary=unary, credentials=credentials, channels=channels_of_threads(server, credentials)
+                server,
+                unary=unary,
+                credentials=credentials,
+                offers=blocking_transports(server, credentials),
             )
             if isinstance(server, str)
             else server
@@ -235,7 +238,7 @@ class ExpertClient(Forwarder):
         try:
             future.sent(self._exchange.submit(request, deadline, future))
             if traced is not None:
-                traced.parts[-1].sent(self._exchange.way)
+                traced.parts[-1].sent(self._exchange.transport_name)
         except BaseException:
             self._turns.release()
             raise
@@ -267,7 +270,7 @@ class ExpertClient(Forwarder):
         answer = _Answer()
         request_id = self._exchange.submit(request, deadline, answer)
         if traced is not None:
-            traced.parts[-1].sent(self._exchange.way)
+            traced.parts[-1].sent(self._exchange.transport_name)
         try:
             result = answer.wait()
         except BaseException:

@@ -22,7 +22,7 @@ from expertd_client.requests.deadline import Deadline, deadline_in
 from expertd_client.requests.request import Request
 from expertd_client.requests.tensors import empty
 from expertd_client.tracing import recorder
-from expertd_client.transports.protocol import ChannelFullError
+from expertd_client.transports.protocol import ConnectionFullError
 
 if TYPE_CHECKING:
     from expertd_client.clients.forwarder import Forwarder
@@ -40,7 +40,7 @@ class ChannelSlot(Protocol):
 
     def forward(self, layer: int, deadline: Deadline | None) -> tuple[int, Callable[[], pb.Timing]]:
         """Sends what lies there and waits; the output is filled.  Returns (routes computed, what makes the timing).
-        Raises ChannelFullError, and then nothing was sent; else rows of expertd.errors."""
+        Raises ConnectionFullError, and then nothing was sent; else rows of expertd.errors."""
         ...
 
 
@@ -84,7 +84,7 @@ class Slot:
             try:
                 traced = (now := recorder.active) and now.single(self._request(layer), self._target())
                 self.routes_computed, self._timing = self._made.forward(layer, deadline_in(timeout_s))
-            except ChannelFullError:
+            except ConnectionFullError:
                 pass
             else:
                 if traced is not None:

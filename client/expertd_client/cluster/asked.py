@@ -20,9 +20,9 @@ from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.tracing import TracedCall
-from expertd_client.transports.beside import CallConnection
+from expertd_client.transports.core_connection import BlockingConnection
 from expertd_client.transports.message import Sent, message_bytes, refusal, timing_of
-from expertd_client.transports.protocol import ChannelFullError
+from expertd_client.transports.protocol import ConnectionFullError
 
 if TYPE_CHECKING:
     from expertd_client.cluster.flight import Flight
@@ -33,27 +33,27 @@ __all__ = ["Asked", "asked"]
 class Asked:
     """Its session is used until leave().  tokens, routes: of its part."""
 
-    __slots__ = ("_used", "assigned", "link", "member", "routes", "tokens", "way")
+    __slots__ = ("_used", "assigned", "connection", "link", "member", "routes", "tokens")
 
     def __init__(
-        self, member: Member, assigned: Assigned, link: Link, way: CallConnection, tokens: int, routes: int
+        self, member: Member, assigned: Assigned, link: Link, connection: BlockingConnection, tokens: int, routes: int
     ) -> None:
-        """Raises ChannelFullError where the session is over."""
-        self.member, self.assigned, self.link, self.way = member, assigned, link, way
+        """Raises ConnectionFullError where the session is over."""
+        self.member, self.assigned, self.link, self.connection = member, assigned, link, connection
         self.tokens, self.routes = tokens, routes
-        way.use()
+        connection.use()
         self._used = True
 
     def leave(self) -> None:
         """The session is not used any more."""
         if self._used:
             self._used = False
-            self.way.unuse()
+            self.connection.unuse()
 
     def lend(self, ticket: int, sent: Sent, request: Request, answer: Completion) -> ForwardResult:
         """The answer, whose memory, and so the session, stays until it is released."""
         self._used = False
-        return self.way.lend(ticket, sent, request, answer)
+        return self.connection.lend(ticket, sent, request, answer)
 
     def late_at_s(self, around: Surroundings, begin_s: float) -> float:
         """When somebody else is to be asked for its part; infinite: nobody else could be."""
@@ -87,7 +87,7 @@ class Asked:
         """For a trace: when its part was sent and answered."""
         part = traced.part(self.member.address, self.tokens)
         part.begin_ns, part.sent_ns = int(begin_s * 1e9), sent_ns
-        part.transport = self.member.exchange.way
+        part.transport = self.member.exchange.transport_name
         part.answered(timing_of(answer), answered_ns)
 
     # ---- out of the ordinary -----------------------------------------------------------------------------------------
@@ -109,26 +109,26 @@ class Asked:
     ) -> None:
         """Tells a Flight what became of a part that was sent: it is in one of native's states since `at_s`.  ticket: 0
         where the session ended before one was known."""
-        way, request = self.way, attempt.leg.part.request
+        connection, request = self.connection, attempt.leg.part.request
         if state == native.ANSWERED:
             flight.answered(attempt, self.lend(ticket, sent, request, answer), at_s)
         elif state == native.REFUSED:
-            way.release(ticket)
+            connection.release(ticket)
             flight.failed(attempt, refusal(answer))
         elif state == native.LOST:
             if ticket:
-                way.abandon(ticket)
-            flight.failed(attempt, way.lost())
+                connection.abandon(ticket)
+            flight.failed(attempt, connection.lost())
         else:
             exchange = self.member.exchange
-            attempt.request_id = exchange.adopt(self.link, way, ticket, sent, request, deadline, attempt)
+            attempt.request_id = exchange.adopt(self.link, connection, ticket, sent, request, deadline, attempt)
             if attempt not in attempt.leg.tries:  # the call was over before
                 attempt.recall()
 
     def abandon(self, ticket: int) -> None:
         """Nobody wants its answer; 0: it was not sent."""
         if ticket:
-            self.way.abandon(ticket)
+            self.connection.abandon(ticket)
         self.member.dropped(self.tokens)
 
 
@@ -139,15 +139,15 @@ def asked(
     member = around.members.by_address.get(assigned.server)
     if member is None or not member.usable(now_s):
         return None
-    direct = member.exchange.direct()
-    if direct is None or (tokens > 1 and 0 < most_tokens(around.members, assigned.holders) < tokens):
+    found = member.exchange.blocking()
+    if found is None or (tokens > 1 and 0 < most_tokens(around.members, assigned.holders) < tokens):
         return None
-    link, way = direct
-    if 0 < way.most_bytes < message_bytes(request):
+    link, connection = found
+    if 0 < connection.most_bytes < message_bytes(request):
         return None
     try:
-        return Asked(member, assigned, link, way, tokens, routes)
-    except ChannelFullError:
+        return Asked(member, assigned, link, connection, tokens, routes)
+    except ConnectionFullError:
         return None
 
 

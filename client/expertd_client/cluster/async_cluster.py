@@ -33,10 +33,10 @@ from expertd_client.exchange.session import Session
 from expertd_client.requests.deadline import Deadline, LoopAlarm, deadline_in
 from expertd_client.requests.e4m3 import asked_for
 from expertd_client.requests.request import Request, RequestOptions
-from expertd_client.transports.channels import channels_in_a_loop
 from expertd_client.transports.credentials import Credentials
 from expertd_client.transports.grpc.aio import AioGrpcTransport
 from expertd_client.transports.protocol import Transport
+from expertd_client.transports.table import loop_transports
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,7 +73,7 @@ class AsyncExpertCluster(AsyncForwarder):
         self._policy = policy or Policy()
 
         def own_transport(address: str) -> Transport:
-            return AioGrpcTransport(address, credentials=credentials, channels=channels_in_a_loop(address, credentials))
+            return AioGrpcTransport(address, credentials=credentials, offers=loop_transports(address, credentials))
 
         self._members = Members(
             partial(_way, transport or own_transport),

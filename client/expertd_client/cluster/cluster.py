@@ -35,10 +35,10 @@ from expertd_client.requests.deadline import Deadline, ThreadAlarm, deadline_in
 from expertd_client.requests.e4m3 import asked_for
 from expertd_client.requests.request import Request, RequestOptions
 from expertd_client.requests.result import ForwardResult
-from expertd_client.transports.channels import channels_of_threads
 from expertd_client.transports.credentials import Credentials
 from expertd_client.transports.grpc.sync import GrpcTransport
 from expertd_client.transports.protocol import Transport
+from expertd_client.transports.table import blocking_transports
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -101,7 +101,7 @@ class ExpertCluster(Forwarder):
         self._policy = policy or Policy()
 
         def own_transport(address: str) -> Transport:
-            return GrpcTransport(address, credentials=credentials, channels=channels_of_threads(address, credentials))
+            return GrpcTransport(address, credentials=credentials, offers=blocking_transports(address, credentials))
 
         self._members = Members(
             partial(_way, transport or own_transport),

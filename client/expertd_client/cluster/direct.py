@@ -34,7 +34,7 @@ from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.request import Request
 from expertd_client.requests.tensors import numpy_dtype
 from expertd_client.tracing import TracedCall
-from expertd_client.transports.beside import SLICE_S
+from expertd_client.transports.core_connection import SLICE_S
 from expertd_client.transports.message import Sent, load_of, timing_of
 
 __all__ = ["DirectCall", "direct_call"]
@@ -98,7 +98,7 @@ def _made(
 def _has_sessions(around: Surroundings, table: LayerTable) -> bool:
     """Whether it is worth a look: that one server has one."""
     member = around.members.by_address.get(table.holders[0][0]) if table.holders else None
-    return member is not None and member.exchange.direct() is not None
+    return member is not None and member.exchange.blocking() is not None
 
 
 def _assigned(around: Surroundings, table: LayerTable, groups: tuple[int, ...], request: Request) -> Assignment | None:
@@ -188,8 +188,8 @@ class DirectCall:
         """What the C++ is told.  Returns the array where the sum comes; None: the only answer is lent."""
         request = self._call.host
         end_s = math.inf if self._deadline is None else self._deadline.end_s
-        ways = iter(self._servers)
-        sessions = [next(ways).way.session if tokens else 0 for tokens in self._found.tokens]
+        servers = iter(self._servers)
+        sessions = [next(servers).connection.session if tokens else 0 for tokens in self._found.tokens]
         sums = numpy_dtype(request.dtypes[0])
         if self._servers[0].tokens == request.tokens and len(self._servers) == 1 and self._call.lends(sums):
             self._desk.put_call(request, end_s, sessions, 0, 0, False, False)
@@ -300,7 +300,7 @@ class DirectCall:
         for (ticket, state, _, sent_ns, answered_ns, *_), n, attempt in sent:
             server, answer = self._servers[n], self._desk.answer(n)
             if attempt.traced is not None:
-                attempt.traced.sent_ns, attempt.traced.transport = sent_ns, server.member.exchange.way
+                attempt.traced.sent_ns, attempt.traced.transport = sent_ns, server.member.exchange.transport_name
             server.tell(flight, attempt, self._deadline, ticket, state, answered_ns * 1e-9, self._sent(n), answer)
         self._leave()
         return flight

@@ -226,7 +226,7 @@ class Flight:
         try:
             attempt.request_id = attempt.member.submit(leg.part.request, self._deadline, attempt)
             if attempt.traced is not None:
-                attempt.traced.sent(attempt.member.exchange.way)
+                attempt.traced.sent(attempt.member.exchange.transport_name)
         except ExpertdError as error:
             self.failed(attempt, error)
         except Exception as error:  # memory that cannot be read, a number that its field cannot hold

@@ -21,9 +21,9 @@ from expertd_client.requests.deadline import Alarm, Deadline
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.tracing import TracedCall
-from expertd_client.transports.beside import CallConnection
+from expertd_client.transports.core_connection import BlockingConnection
 from expertd_client.transports.message import Sent
-from expertd_client.transports.protocol import ChannelFullError, Transport, Waiter
+from expertd_client.transports.protocol import ConnectionFullError, Transport, Waiter
 
 __all__ = ["Exchange"]
 
@@ -55,22 +55,22 @@ class Exchange:
     def call(
         self, request: Request, deadline: Deadline | None, traced: TracedCall | None = None
     ) -> ForwardResult | None:
-        """The answer, waited for by the calling thread itself; None: nothing was sent, because there is no channel that
-        can do so now."""
-        way = self._open().direct(request)
-        if way is None:
+        """The answer, waited for by the calling thread itself; None: nothing was sent, because there is no connection
+        that can do so now."""
+        connection = self._open().blocking_for(request)
+        if connection is None:
             return None
         try:
-            answer: ForwardResult = way.call(request, deadline, traced)
-        except ChannelFullError:
+            answer = connection.call(request, deadline, traced)
+        except ConnectionFullError:
             return None
         if traced is not None:
-            traced.parts[-1].transport = self.way
+            traced.parts[-1].transport = self.transport_name
         self._load = answer.lazy_load  # not the answer, whose memory is lent
         return answer
 
     def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> Any:
-        """A channel's slot, as in expertd_client.clients.slot; None: there is no channel that has one."""
+        """A slot of the session connection, as in expertd_client.clients.slot; None: there is none."""
         return self._open().slot(tokens, hidden_size, top_k, dtype)
 
     @property
@@ -79,25 +79,25 @@ class Exchange:
         load = self._load
         return load() if callable(load) else load
 
-    def direct(self) -> tuple[Link, CallConnection] | None:
-        """For who sends and waits by a session's own functions; None: there is no such session now."""
+    def blocking(self) -> tuple[Link, BlockingConnection] | None:
+        """For C++ that sends and waits by a connection's own functions; None: there is no such connection now."""
         link = self._link
-        way = None if link is None or not link.alive else link.beside
-        return (link, way) if link is not None and isinstance(way, CallConnection) else None
+        connection = None if link is None else link.blocking
+        return (link, connection) if link is not None and connection is not None else None
 
     def adopt(
         self,
         link: Link,
-        way: CallConnection,
+        connection: BlockingConnection,
         ticket: int,
         sent: Sent,
         request: Request,
         deadline: Deadline | None,
         waiter: Waiter[ForwardResult],
     ) -> int:
-        """As submit(), of a request that is on its way: its caller does not wait for it any more."""
+        """As submit(), of a request that was sent already: its calling thread does not wait for it any more."""
         request_id = next(self._ids)
-        link.adopt(request_id, way, ticket, sent, request, deadline, waiter)
+        link.adopt(request_id, connection, ticket, sent, request, deadline, waiter)
         if deadline is not None:
             self._alarm.set(deadline.end_s)
         return request_id
@@ -112,7 +112,7 @@ class Exchange:
         self._open().session(waiter)
 
     @property
-    def way(self) -> str:
+    def transport_name(self) -> str:
         """Transport of the session; "inline" until one is agreed on."""
         link = self._link
         return INLINE if link is None or link.agreed is None else link.agreed.transport
@@ -141,10 +141,10 @@ class Exchange:
                 raise RequestCancelledError(f"{self._transport.target}: this client is closed; make a new one")
             link = self._link
             if link is None or not link.alive:
-                link = self._link = Link(self._transport, self._told)
+                link = self._link = Link(self._transport, self._on_load)
             return link
 
-    def _told(self, load: pb.Load | Callable[[], pb.Load]) -> None:
+    def _on_load(self, load: pb.Load | Callable[[], pb.Load]) -> None:
         self._load = load
 
     def _end_what_is_due(self) -> None:

@@ -1,8 +1,8 @@
-"""One connection, the channel that its session may open beside it, and the requests in flight on both.
+"""One main connection, the session connection that may be opened besides it, and the requests in flight on both.
 
-Every request is remembered with the way that carried it.  When a way ends, the requests on it fail, with an error that
-may be retried unless the server said otherwise; nothing is ever sent twice from here.  The end of a channel is not the
-end of the link: what comes later travels inline.
+Every request is remembered with the connection that carried it.  When a connection ends, the requests on it fail, with
+an error that may be retried unless the server said otherwise; nothing is ever sent twice from here.  The end of the
+session connection is not the end of the link: later requests go over the main connection.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from expertd_client.exchange.session import INLINE, Session
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult, result_of
+from expertd_client.transports.core_connection import BlockingConnection
 from expertd_client.transports.message import Sent
 from expertd_client.transports.protocol import (
-    ChannelConnection,
-    ChannelFullError,
     Connection,
+    ConnectionFullError,
     Delivered,
+    MainConnection,
+    SessionConnection,
     Transport,
     Waiter,
 )
@@ -41,34 +43,34 @@ __all__ = ["Link", "blame"]
 
 
 _Pending: TypeAlias = tuple[Waiter[ForwardResult], Request, "Deadline | None", Connection]
-"""A request in flight: who waits, for what, until when, and the way that carries it."""
+"""A request in flight: who waits, for what, until when, and the connection that carries it."""
 
 
 class Link:
     """Thread-safe.  told: gets what the server says of its load.
 
-    alive    whether it takes requests
-    beside   the channel; None: there is none
+    alive                whether it takes requests
+    session_connection   the faster one; None: there is none
     """
 
-    def __init__(self, transport: Transport, told: Callable[[pb.Load | Callable[[], pb.Load]], None]) -> None:
+    def __init__(self, transport: Transport, on_load: Callable[[pb.Load | Callable[[], pb.Load]], None]) -> None:
         self.pending: dict[int, _Pending] = {}
         self.alive = True
-        self._told = told
+        self._on_load = on_load
         self._target = transport.target
-        # `alive`, `beside` and `_session` change together, and `pending` with a channel's end
+        # `alive`, `session_connection` and `_session` change together, and `pending` with the session connection's end
         self._lock = threading.Lock()
         self._error: ExpertdError = UnavailableError(f"{transport.target}: the connection is closed")
-        self._channels = {channel.name: channel for channel in transport.channels}
-        self._session = None if self._channels else Session()
+        self._offered = {offered.name: offered for offered in transport.offers}
+        self._session = None if self._offered else Session()
         self._asking: list[Waiter[Session]] = []
         self._opening = False
-        self.beside: ChannelConnection | None = None
-        self._direct: Any = None  # that, where callers can wait themselves
+        self.session_connection: SessionConnection | None = None
+        self._blocking: BlockingConnection | None = None  # that, where calling threads can wait themselves
         self._broken: ExpertdError | None = None
-        self._inline: Connection = transport.connect(self._deliver, self._close)
-        if self._channels:
-            self._inline.offer(pb.SessionOffer(transports=list(self._channels), host_id=host_id()))
+        self._main: MainConnection = transport.connect(self._deliver, self._close)
+        if self._offered:
+            self._main.offer(pb.SessionOffer(transports=list(self._offered), host_id=host_id()))
 
     def forward(
         self,
@@ -78,19 +80,19 @@ class Link:
         waiter: Waiter[ForwardResult],
     ) -> None:
         """Sends a request.  Raises where it cannot be sent; otherwise `waiter` gets to know."""
-        way = self._inline
-        if self.beside is None:
-            self.pending[request_id] = (waiter, request, deadline, way)
+        connection: Connection = self._main
+        if self.session_connection is None:
+            self.pending[request_id] = (waiter, request, deadline, connection)
         else:
-            with self._lock:  # what is on a channel when it ends is failed under this lock
-                if self.beside is not None and self.beside.takes(request):
-                    way = self.beside
-                self.pending[request_id] = (waiter, request, deadline, way)
-        self._send(way, request_id, request, deadline, waiter)
+            with self._lock:  # what a session connection carries when it ends is failed under this lock
+                if self.session_connection is not None and self.session_connection.takes(request):
+                    connection = self.session_connection
+                self.pending[request_id] = (waiter, request, deadline, connection)
+        self._send(connection, request_id, request, deadline, waiter)
 
     def _send(
         self,
-        way: Connection,
+        connection: Connection,
         request_id: int,
         request: Request,
         deadline: Deadline | None,
@@ -102,46 +104,51 @@ class Link:
                 waiter.fail(self._error.copy())
             return
         try:
-            way.forward(request_id, 0 if deadline is None else deadline.left_us(), request)
-        except ChannelFullError:
+            connection.forward(request_id, 0 if deadline is None else deadline.left_us(), request)
+        except ConnectionFullError:
             if self.pending.pop(request_id, None) is None:
-                return  # the channel has ended, and the request with it
-            self.pending[request_id] = (waiter, request, deadline, self._inline)
-            self._send(self._inline, request_id, request, deadline, waiter)
+                return  # the connection has ended, and the request with it
+            self.pending[request_id] = (waiter, request, deadline, self._main)
+            self._send(self._main, request_id, request, deadline, waiter)
         except Exception:  # a number that its field cannot hold, memory that cannot be read: nothing was sent
             if self.pending.pop(request_id, None) is not None:
                 raise
 
-    def direct(self, request: Request) -> Any:
-        """The channel on which the caller of this request can wait for the answer itself."""
-        way = self._direct
-        return way if way is not None and way.takes(request) else None
+    def blocking_for(self, request: Request) -> BlockingConnection | None:
+        """The connection on which the calling thread can send this request and wait for the answer itself."""
+        connection = self._blocking
+        return connection if connection is not None and connection.takes(request) else None
+
+    @property
+    def blocking(self) -> BlockingConnection | None:
+        """The same for any request; None: there is none now."""
+        return self._blocking if self.alive else None
 
     def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> Any:
-        """The channel's slot; None: there is no channel, or it has no room."""
-        way = self._direct
-        return None if way is None else way.slot(tokens, hidden_size, top_k, dtype)
+        """A slot of the session connection's; None: there is none, or it has no room."""
+        connection = self._blocking
+        return None if connection is None else connection.slot(tokens, hidden_size, top_k, dtype)
 
     def adopt(
         self,
         request_id: int,
-        way: Any,
+        connection: BlockingConnection,
         ticket: int,
         sent: Sent,
         request: Request,
         deadline: Deadline | None,
         waiter: Waiter[ForwardResult],
     ) -> None:
-        """Takes over a request that its caller sent by himself on `way`, beside: `waiter` gets to know."""
+        """Takes over a request that its calling thread sent on `connection`; `waiter` gets its answer."""
         with self._lock:
             alive = self.alive
             if alive:
-                self.pending[request_id] = (waiter, request, deadline, way)
+                self.pending[request_id] = (waiter, request, deadline, connection)
         try:
             if not alive:
-                raise ChannelFullError
-            way.adopt(request_id, ticket, sent)
-        except ChannelFullError:  # the session is over
+                raise ConnectionFullError
+            connection.adopt(request_id, ticket, sent)
+        except ConnectionFullError:  # the session is over
             if not alive or self.pending.pop(request_id, None) is not None:
                 waiter.fail((self._broken or self._error).copy())
 
@@ -176,7 +183,7 @@ class Link:
 
     def close(self) -> None:
         """Fails what is in flight with RequestCancelledError."""
-        self._inline.close()
+        self._main.close()
 
     def _take_back(self, request_id: int) -> _Pending | None:
         found = self.pending.pop(request_id, None)
@@ -188,9 +195,9 @@ class Link:
         """An id that nobody waits for is that of a cancelled or expired request: its answer is not wanted any more."""
         if isinstance(message, UsualAnswer | ForwardResponseView):
             if isinstance(message, UsualAnswer):
-                self._told(message.told.load)
+                self._on_load(message.told.load)
             elif message.load is not None:
-                self._told(message.load)
+                self._on_load(message.load)
             found = self.pending.pop(message.request_id, None)
             if found is not None:
                 waiter, request, _, _ = found
@@ -211,40 +218,43 @@ class Link:
         elif isinstance(message, pb.SessionAnswer):
             self._settle(message)
         elif isinstance(message, pb.Load):
-            self._told(message)
+            self._on_load(message)
 
     def _settle(self, answer: pb.SessionAnswer) -> None:
         """The server has answered the offer: open what it accepted."""
         if self._session is not None or self._opening:
             return  # to an offer that was never made
         reasons = {v.transport: v.reason or "refused without a reason" for v in answer.verdicts if not v.accepted}
-        channel = next((self._channels.get(v.transport) for v in answer.verdicts if v.accepted), None)
-        if channel is None:
+        accepted = next((self._offered.get(v.transport) for v in answer.verdicts if v.accepted), None)
+        if accepted is None:
             self._agree(None, INLINE, reasons)
         else:
             self._opening = True
-            name = channel.name
-            channel.open(
-                answer, self._deliver, self._channel_closed, lambda outcome: self._opened(name, outcome, reasons)
+            name = accepted.name
+            accepted.open(
+                answer,
+                self._deliver,
+                self._session_connection_closed,
+                lambda outcome: self._opened(name, outcome, reasons),
             )
 
-    def _opened(self, name: str, outcome: ChannelConnection | Exception, reasons: dict[str, str]) -> None:
+    def _opened(self, name: str, outcome: SessionConnection | Exception, reasons: dict[str, str]) -> None:
         if isinstance(outcome, Exception):
             self._agree(None, INLINE, {**reasons, name: str(outcome)})
         else:
             self._agree(outcome, name, reasons)
 
-    def _agree(self, way: ChannelConnection | None, name: str, reasons: dict[str, str]) -> None:
-        """The session is this: `way`, or without one inline."""
+    def _agree(self, connection: SessionConnection | None, name: str, reasons: dict[str, str]) -> None:
+        """Requests go over `connection` from now on; None: over the main one."""
         with self._lock:
-            unwanted = way
-            if way is not None and self._broken is None and self.alive:
-                self.beside, unwanted = way, None
-                self._direct = way if hasattr(way, "call") else None
+            unwanted = connection
+            if connection is not None and self._broken is None and self.alive:
+                self.session_connection, unwanted = connection, None
+                self._blocking = connection.blocking
             elif self._broken is not None:
                 reasons = {**reasons, name: _broke(self._broken)}
-            opened = name if self.beside is not None else INLINE
-            agreed = Session(opened, {n: reasons[n] for n in self._channels if n in reasons})
+            opened = name if self.session_connection is not None else INLINE
+            agreed = Session(opened, {n: reasons[n] for n in self._offered if n in reasons})
             self._session = agreed
             asking, self._asking = self._asking, []
         if unwanted is not None:
@@ -252,33 +262,33 @@ class Link:
         for waiter in asking:
             waiter.answer(agreed)
 
-    def _channel_closed(self, error: ExpertdError) -> None:
+    def _session_connection_closed(self, error: ExpertdError) -> None:
         with self._lock:
             self._broken = error
-            way, self.beside, self._direct = self.beside, None, None
-            if way is None or self._session is None:
+            connection, self.session_connection, self._blocking = self.session_connection, None, None
+            if connection is None or self._session is None:
                 return  # it never opened, and _settle() says why, or this link has ended
             self._session = Session(INLINE, {**self._session.refused, self._session.transport: _broke(error)})
-        self._fail(error, way)
+        self._fail(error, connection)
 
     def _close(self, error: ExpertdError) -> None:
         """The connection ended, and the session with it."""
         with self._lock:
             self._error = blame(error, self._target, 2)
             self.alive = False  # from here on whoever adds to `pending` sees it, or is in it below
-            way, self.beside, self._direct = self.beside, None, None
+            connection, self.session_connection, self._blocking = self.session_connection, None, None
             asking, self._asking = self._asking, []
         self._fail(error, None)
         for waiter in asking:
             waiter.fail(self._error.copy())
-        if way is not None:
-            way.broke(self._error)
+        if connection is not None:
+            connection.broke(self._error)
 
-    def _fail(self, error: ExpertdError, way: Connection | None) -> None:
-        """Fails what is in flight on `way`; None = everything."""
+    def _fail(self, error: ExpertdError, connection: Connection | None) -> None:
+        """Fails what is in flight on `connection`; None = everything."""
         with self._lock:
             there = self.pending.copy()  # at once: others add, and take answered ones out, meanwhile
-            lost = [n for n, found in there.items() if way is None or found[3] is way]
+            lost = [n for n, found in there.items() if connection is None or found[3] is connection]
             taken = [(n, found[0]) for n in lost if (found := self.pending.pop(n, None)) is not None]
         for request_id, waiter in taken:
             waiter.fail(_addressed(blame(error, self._target, len(taken)), request_id))

@@ -1,8 +1,8 @@
-"""How messages travel between a client and one server: on the connection itself, or on a faster channel beside it that
-both agreed on.
+"""Over which transport messages travel between a client and one server: the main one, or a faster one that both agreed
+on.
 
-A client offers the channels that it has (SessionOffer), the server accepts one at most and says of the others why not
-(SessionAnswer), and the channel opens itself with the token and the endpoint of that answer.  Until then, where none
+A client offers the transports that it has (SessionOffer).  The server accepts at most one, with a reason for each other
+(SessionAnswer).  The client opens it with the token and the endpoint of that answer.  Until then, where none
 is accepted, and after it broke, messages travel inline: on the connection.
 """
 
@@ -22,7 +22,7 @@ INLINE = "inline"
 class Session:
     """What a client and a server agreed on.
 
-    transport   "inline", or the name of the channel that is open: "shm", "cuda_ipc", "tcp"
+    transport   "inline", or the name of the transport that is open: "shm", "cuda_ipc", "tcp"
     refused     the others that this client has, best first, each with the reason why it is not that one
     """
 

@@ -37,7 +37,7 @@ class Address:
     host: str
     secure: bool | None = None
 
-    def beside(self, port: int | str) -> str:
+    def with_port(self, port: int | str) -> str:
         """Another port of its host; of this host where it names none."""
         return f"{_bracketed(self.host or '127.0.0.1')}:{port}"
 

@@ -17,7 +17,7 @@ from expertd.errors import ExpertdError, InternalError, MalformedMessageError, R
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
 from expertd_client.transports.grpc import common
-from expertd_client.transports.protocol import Channel, Closed, Connection, Deliver, Waiter
+from expertd_client.transports.protocol import Closed, Deliver, MainConnection, SessionTransport, Waiter
 
 __all__ = ["BytesServicer", "ServicerTransport"]
 
@@ -38,14 +38,18 @@ class ServicerTransport:
     """`servicer` as a server of AsyncExpertClient, which is then an AsyncForwarder over experts of this process."""
 
     def __init__(
-        self, servicer: BytesServicer, target: str = "in-process", *, channels: Sequence[Channel] = ()
+        self,
+        servicer: BytesServicer,
+        target: str = "in-process",
+        *,
+        offers: Sequence[SessionTransport] = (),
     ) -> None:
         self.target = target
-        self.channels = channels
+        self.offers = offers
         self._servicer = servicer
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def connect(self, deliver: Deliver, closed: Closed) -> Connection:
+    def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
         stream = _Stream(self.target, deliver, closed)
         stream.task = self._start(stream.run(self._servicer))
         return stream

@@ -1,11 +1,15 @@
 """The seam of the client: how requests reach a server and answers come back.
 
 A transport never sees who waits for an answer: that is the business of exchange/exchange.py.  It gets Requests,
-whose tensors lie where the caller has them, and delivers values of `expertd.codec`.  Adding one is one file:
+whose tensors lie where the caller has them, and delivers values of `expertd.codec`.  Two kinds:
 
-    Transport     one server: opens connections, asks Describe
-    Connection    one ordered stream of requests; answers come in any order through `deliver`
-    Channel       a faster way beside a connection, which a session opens (see expertd_client.exchange.session)
+    Transport           one server: opens connections, asks Describe (gRPC, a server in this process, a function)
+    MainConnection      its connection: an ordered stream of requests, and offers of faster transports
+    SessionTransport    a faster transport to the same server, which client and server agree on over a MainConnection
+                        (expertd_client.exchange.session): shared memory, TCP.  One is a folder and an entry of table.py
+    SessionConnection   its connection
+
+Answers come in any order through `deliver`.
 
 A connection says `closed(error)` exactly once, from its own thread or loop, and delivers nothing afterwards.
 `deliver` and `closed` never block and never raise.  ExpertClient calls from any thread; AsyncExpertClient calls from
@@ -17,22 +21,26 @@ A plain function can stand for a server: FunctionTransport.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from expertd.codec import ForwardRequestView, StreamResponseView, UsualAnswer
 from expertd.errors import ExpertdError, RequestCancelledError, UnimplementedError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
 
+if TYPE_CHECKING:
+    from expertd_client.transports.core_connection import BlockingConnection
+
 __all__ = [
-    "Channel",
-    "ChannelConnection",
-    "ChannelFullError",
+    "SessionTransport",
+    "SessionConnection",
+    "ConnectionFullError",
     "Closed",
     "Connection",
     "Deliver",
     "Delivered",
     "FunctionTransport",
+    "MainConnection",
     "Ready",
     "Transport",
     "Waiter",
@@ -47,12 +55,12 @@ Deliver = Callable[[Delivered], None]
 output is lent, until the receiver calls its `give_back` (see expertd_client.requests.lent)."""
 Closed = Callable[[ExpertdError], None]
 """Takes the reason why nothing more will be delivered."""
-Ready: TypeAlias = "Callable[[ChannelConnection | Exception], None]"
-"""Takes a channel's connection, or the reason why there is none."""
+Ready: TypeAlias = "Callable[[SessionConnection | Exception], None]"
+"""Takes the connection of a SessionTransport, or the reason why there is none."""
 
 
-class ChannelFullError(Exception):
-    """A channel cannot take a request now, and nothing was sent: it travels inline."""
+class ConnectionFullError(Exception):
+    """A SessionConnection cannot take a request now, and nothing was sent: it goes over the MainConnection."""
 
 
 class Waiter(Protocol[_T]):
@@ -67,7 +75,7 @@ class Connection(Protocol):
     """One ordered stream of requests to a server.  After `closed` its methods do nothing."""
 
     def takes(self, request: Request) -> bool:
-        """Whether a request can travel this way; what a channel does not take travels inline."""
+        """Whether this connection can carry a request; what a SessionConnection cannot goes over the MainConnection."""
         ...
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
@@ -81,33 +89,40 @@ class Connection(Protocol):
     def cancel(self, request_id: int) -> None:
         """Takes a request back; its answer, if one still comes, is not wanted."""
 
-    def offer(self, offer: pb.SessionOffer) -> None:
-        """Asks for a channel; a pb.SessionAnswer is delivered."""
-
     def close(self) -> None:
         """Ends the connection; `closed` is called with RequestCancelledError unless it has been called already."""
 
 
-class ChannelConnection(Connection, Protocol):
-    """A connection that a Channel opened."""
+class MainConnection(Connection, Protocol):
+    """A connection that a Transport opened."""
+
+    def offer(self, offer: pb.SessionOffer) -> None:
+        """Asks for a faster transport; a pb.SessionAnswer is delivered."""
+
+
+class SessionConnection(Connection, Protocol):
+    """A connection that a SessionTransport opened.  Its forward() may raise ConnectionFullError."""
+
+    @property
+    def blocking(self) -> BlockingConnection | None:
+        """This connection, where a calling thread can send its request and wait for the answer itself, without a thread
+        that reads; None: requests go through forward() alone."""
+        ...
 
     def broke(self, error: ExpertdError) -> None:
-        """close(), because the connection beside it ended with `error`: what is in flight here fails with that."""
+        """close(), because the MainConnection ended with `error`: what is in flight here fails with that."""
 
 
-class Channel(Protocol):
-    """A faster way to the server of one transport."""
+class SessionTransport(Protocol):
+    """A faster transport to the server of one Transport."""
 
     name: str
     """As the contract calls it in SessionOffer: "shm", "cuda_ipc", "tcp"."""
 
     def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
-        """Opens the channel that the server accepted: `answer` has its token and endpoint.  The token is valid until
-        the connection that carried the answer closes.  It does not wait: ready() is called once, now or later, on any
-        thread of the transport's, with the connection, or with the reason why there is none, and messages stay inline.
-
-        Of the connection `offer` is never called; its `forward` may raise ChannelFullError.  Where callers can wait for
-        their answers themselves it has call(request, deadline) besides, which returns the ForwardResult."""
+        """Opens the connection that the server accepted: `answer` has its token and endpoint.  The token is valid until
+        the MainConnection that carried the answer closes.  It does not wait: ready() is called once, now or later, on
+        any thread of the transport's, with the connection, or with the reason why there is none."""
         ...
 
     def close(self) -> None:
@@ -115,14 +130,14 @@ class Channel(Protocol):
 
 
 class Transport(Protocol):
-    """The way to one server."""
+    """One server, and how it is reached."""
 
     target: str
     """What errors and reports call the server: its address."""
-    channels: Sequence[Channel]
+    offers: Sequence[SessionTransport]
     """What its connections can offer, best first."""
 
-    def connect(self, deliver: Deliver, closed: Closed) -> Connection:
+    def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
         """A new connection, without waiting for it: where the server cannot be reached, `closed` says so."""
         ...
 
@@ -149,7 +164,7 @@ class FunctionTransport:
     Answers are delivered before `forward` returns, in the caller's thread; a cancel finds nothing to cancel.
     """
 
-    channels: Sequence[Channel] = ()
+    offers: Sequence[SessionTransport] = ()
 
     def __init__(
         self,
@@ -161,7 +176,7 @@ class FunctionTransport:
         self._serve = serve
         self._describe = describe
 
-    def connect(self, deliver: Deliver, closed: Closed) -> Connection:
+    def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
         return _FunctionConnection(self._serve, deliver, closed)
 
     def describe(

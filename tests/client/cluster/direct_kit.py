@@ -7,14 +7,14 @@ import threading
 import numpy as np
 import pytest
 import torch
-from beside_kit import Inline, missing
 from cluster_kit import nothing_under_way
+from connection_kit import Inline, missing
 from waiting import until
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster import native
-from expertd_client.transports.shm.session import ShmChannel
-from expertd_client.transports.tcp.session import TcpChannel
+from expertd_client.transports.shm.session import ShmTransport
+from expertd_client.transports.tcp.session import TcpTransport
 from expertd_server.config.values import Address
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.peers import PeerBounds
@@ -71,7 +71,7 @@ class Transport:
 
     def __init__(self, server):
         self.server, self.target = server, server.name
-        self.channels = [ShmChannel() if server.kind == "shm" else TcpChannel("127.0.0.1:1")]
+        self.offers = [ShmTransport() if server.kind == "shm" else TcpTransport("127.0.0.1:1")]
 
     def connect(self, deliver, closed):
         return Inline(self.server.kind, self.server.door.offer, deliver, closed)
@@ -106,7 +106,7 @@ def nothing_left(cluster):
     """No work under way, no memory lent, no session used."""
     nothing_under_way(cluster)
     for m in cluster._members.by_address.values():
-        way = m.exchange._link.beside
+        way = m.exchange._link.session_connection
         if way is not None:
             until(lambda way=way: way._client.taken == 0)
             assert way._users == 1

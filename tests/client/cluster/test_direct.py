@@ -73,7 +73,7 @@ def test_dtypes(start, monkeypatch):
 
 def test_the_only_answer_is_lent_and_goes_back(start):
     cluster = start(ALL)
-    client = cluster._members.by_address["s0"].exchange._link.beside._client
+    client = cluster._members.by_address["s0"].exchange._link.session_connection._client
     args, want = inputs(4)
     answer = cluster.forward(0, *args)
     assert client.blocks == 1, "it is the server's memory"

@@ -1,7 +1,7 @@
 """A server whose pools are on a GPU that is played, and a lane to it."""
 
 import pytest
-from beside_kit import Sums, summing_engine
+from connection_kit import Sums, summing_engine
 from software_gpu import HostPool, Session, SoftwareGpu, enter
 
 from expertd.shm.cuda import Cuda

@@ -6,7 +6,7 @@ import ctypes as C
 import time
 
 import torch
-from beside_kit import E, H, missing
+from connection_kit import E, H, missing
 
 from expertd.shm.region import host_id
 from expertd.v1 import expert_service_pb2 as pb

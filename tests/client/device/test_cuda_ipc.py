@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from beside_kit import E, H
+from connection_kit import E, H
 from software_gpu import MISSING, HostPool, SoftwareGpu, enter, forward, inputs
 
 from expertd.errors import (
@@ -146,7 +146,7 @@ class Inline:
     """A transport whose server answers offers alone."""
 
     target = "door"
-    channels = ()
+    offers = ()
 
     def __init__(self, doors):
         self.doors, self.closes = doors, 0

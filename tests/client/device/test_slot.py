@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from beside_kit import E, H
+from connection_kit import E, H
 from software_gpu import MISSING, STREAM, forward, inputs
 
 from expertd.errors import ExpertIdOutOfRangeError, LayerNotHeldError
@@ -27,8 +27,8 @@ def test_answers_are_right_beside_calls_of_tensors_elsewhere(lane, dtype):
         t, want = inputs(len(slot.output), dtype, seed=seed)
         fill(slot, t)
         slot.output.fill_(float("nan"))
-        beside, other = inputs(4, seed=100 + seed)
-        assert torch.allclose(forward(lane, 1, beside).float(), other, rtol=1e-2)
+        first, other = inputs(4, seed=100 + seed)
+        assert torch.allclose(forward(lane, 1, first).float(), other, rtol=1e-2)
         assert slot.forward(seed % 2, stream=STREAM) is slot.output
         assert slot.output.dtype == dtype
         assert torch.allclose(slot.output.float(), want, rtol=1e-2)

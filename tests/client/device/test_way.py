@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from beside_kit import E, H
+from connection_kit import E, H
 from software_gpu import MISSING, STREAM, enter, inputs
 
 from expertd.errors import UnavailableError

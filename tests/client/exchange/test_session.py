@@ -19,7 +19,7 @@ from expertd_client import Request, Session
 from expertd_client.clients.client import ForwardFuture
 from expertd_client.requests.lent import Lent
 from expertd_client.requests.result import result_of
-from expertd_client.transports.protocol import ChannelFullError
+from expertd_client.transports.protocol import ConnectionFullError
 
 
 def said(*verdicts):
@@ -32,9 +32,9 @@ def said(*verdicts):
     )
 
 
-def opened(*channels):
+def opened(*offers):
     """An exchange that has connected, with who waits for its session."""
-    ex, hand, alarm = exchange(*channels)
+    ex, hand, alarm = exchange(*offers)
     waiter = Waiter()
     ex.session(waiter)
     return ex, hand, alarm, waiter
@@ -100,7 +100,7 @@ def test_a_request_that_a_channel_refuses_as_it_ends_fails_once_and_is_not_sent_
 
     def ends(*_):
         shm.ways[0].breaks(UnavailableError("gone"))
-        raise ChannelFullError
+        raise ConnectionFullError
 
     shm.ways[0].forward = ends
     lost = Waiter()
@@ -120,7 +120,7 @@ def test_a_request_that_goes_inline_when_the_connection_has_just_ended_fails():
     def ends(*_):
         shm.ways[0].ended = True  # it says so later than the connection
         inline.breaks(UnavailableError("gone"))
-        raise ChannelFullError
+        raise ConnectionFullError
 
     shm.ways[0].forward = ends
     ex.submit(request(), None, lost)

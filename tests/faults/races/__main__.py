@@ -21,7 +21,7 @@ CLUSTER = (
 )
 WOVEN = (
     *(f"expertd_client.cluster.{name}" for name in CLUSTER),
-    *(f"expertd_client.transports.{name}" for name in ("beside", "beside_channel")),
+    *(f"expertd_client.transports.{name}" for name in ("core_connection", "core_transport")),
     *(f"expertd_client.{name}" for name in ("requests.deadline", "exchange.exchange", "exchange.link")),
 )
 

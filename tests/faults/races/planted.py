@@ -7,7 +7,7 @@ from weave import Fault
 _FLIGHT, _LINK, _BESIDE = (
     "expertd_client.cluster.flight",
     "expertd_client.exchange.link",
-    "expertd_client.transports.beside",
+    "expertd_client.transports.core_connection",
 )
 
 PLANTED: dict[str, Fault] = {

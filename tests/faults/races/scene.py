@@ -180,7 +180,7 @@ def _quiet(cluster: ExpertCluster, found: Found, scheduler: Scheduler) -> None:
 def _left(cluster: ExpertCluster) -> str:
     for m in cluster._members.by_address.values():
         link = m.exchange._link
-        way = None if link is None else link.beside
+        way = None if link is None else link.session_connection
         if m.outstanding or m.outstanding_tokens:
             return f"{m.address}: {m.outstanding} parts under way, with {m.outstanding_tokens} tokens"
         if link is not None and link.pending:

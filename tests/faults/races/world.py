@@ -21,8 +21,8 @@ from expertd.errors import DeadlineExceededError, ExpertdError, RequestCancelled
 from expertd.shm.layout import Completion, Submission, Tensors
 from expertd.shm.tickets import NoRoomError, SessionEndedError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.transports.beside import CallConnection
-from expertd_client.transports.beside_channel import CallChannel
+from expertd_client.transports.core_connection import BlockingConnection
+from expertd_client.transports.core_transport import BlockingTransport
 
 H, E, K = 4, 8, 2
 HOLDINGS = {"a": range(4), "b": range(4), "c": range(4, 8)}
@@ -110,7 +110,7 @@ class Transport:
 
     def __init__(self, server: Server, sessions: bool) -> None:
         self.target, self._server = server.name, server
-        self.channels = [MemoryChannel(server)] if sessions else []
+        self.offers = [MemoryChannel(server)] if sessions else []
 
     def connect(self, deliver: Any, closed: Any) -> Stream:
         return Stream(self._server, deliver, closed)
@@ -128,7 +128,7 @@ class Transport:
             waiter.answer(server.describe())
 
     def close(self) -> None:
-        for channel in self.channels:
+        for channel in self.offers:
             channel.close()
 
     async def wait_closed(self) -> None:
@@ -209,7 +209,7 @@ class Stream:
         self._closed(message)
 
 
-class MemoryChannel(CallChannel["Memory"]):
+class MemoryChannel(BlockingTransport["Memory"]):
     name = "shm"
 
     def __init__(self, server: Server) -> None:
@@ -223,11 +223,11 @@ class MemoryChannel(CallChannel["Memory"]):
             raise UnavailableError("shared memory: connection refused")
         return Memory(self._server)
 
-    def _connection(self, entered: Memory, deliver: Any, closed: Any) -> CallConnection:
+    def _connection(self, entered: Memory, deliver: Any, closed: Any) -> BlockingConnection:
         return _MemoryConnection(entered, deliver, closed)
 
 
-class _MemoryConnection(CallConnection):
+class _MemoryConnection(BlockingConnection):
     what = "shared memory"
 
     def _gone(self) -> bool:

@@ -37,7 +37,7 @@ from expertd_client.clients.client import ExpertClient
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.cluster import ExpertCluster, Policy
 from expertd_client.requests.request import Request
-from expertd_client.transports.protocol import Channel, Closed, Connection, Deliver, Waiter, no_session
+from expertd_client.transports.protocol import Closed, Deliver, MainConnection, SessionTransport, Waiter, no_session
 
 __all__ = ["Row", "add_arguments", "measure", "run_command"]
 
@@ -64,7 +64,7 @@ class Sleeper:
     computed   calls that were begun
     """
 
-    channels: Sequence[Channel] = ()
+    offers: Sequence[SessionTransport] = ()
 
     def __init__(self, target: str, service_s: float, stumbles: float = 0.0, workers: int = 1) -> None:
         self.target = target
@@ -76,7 +76,7 @@ class Sleeper:
         self._pool = ThreadPoolExecutor(workers)
         self._lock = threading.Lock()
 
-    def connect(self, deliver: Deliver, closed: Closed) -> Connection:
+    def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
         return _Way(self, deliver, closed)
 
     def describe(

@@ -147,8 +147,8 @@ def run(
 def _limit(address: str) -> int:
     """Bytes that leave room for a part of the model's weights."""
     memory = observe.ask([address])[address].memory
-    beside = memory.context_bytes + memory.scratch_bytes + max(memory.buffers_bytes, memory.loading_bytes)
-    return int(beside + _SHARE * memory.weights_bytes)
+    base = memory.context_bytes + memory.scratch_bytes + max(memory.buffers_bytes, memory.loading_bytes)
+    return int(base + _SHARE * memory.weights_bytes)
 
 
 def _options(n: int, limit: int) -> list[str]:

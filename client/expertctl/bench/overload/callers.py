@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from expertctl.bench.overload.loop import LoopClock
@@ -23,9 +23,7 @@ from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.transports.credentials import Credentials
 from expertd_client.transports.grpc.aio import AioGrpcTransport
-from expertd_client.transports.protocol import Channel
-from expertd_client.transports.shm.session import AioShmChannel
-from expertd_client.transports.tcp.session import AioTcpChannel
+from expertd_client.transports.table import TRANSPORTS
 
 __all__ = ["WAYS", "Callers"]
 
@@ -48,14 +46,14 @@ class Callers:
         self, address: str, way: str, callers: int, clock: LoopClock, credentials: Credentials | None = None
     ) -> None:
         self._clock = clock
-        make: dict[str, Callable[[], Channel]] = {"shm": AioShmChannel, "tcp": lambda: AioTcpChannel(address)}
-        self._channel = way if way in make else ""
+        offered = [entry for entry in TRANSPORTS if entry.name == way]
+        self._channel = way if offered else ""
         self._transports = [
             AioGrpcTransport(
                 address,
                 unary=way == "unary",
                 credentials=credentials,
-                channels=[make[way]()] if way in make else [],
+                offers=[entry.loop(address, None) for entry in offered],
             )
             for _ in range(1 if way == "one-stream" else callers)
         ]

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from expertctl.bench.path.rows import Samples
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
-from expertd_client.transports.protocol import Channel, Closed, Connection, Deliver, Delivered, Ready, Transport, Waiter
+from expertd_client.transports.protocol import (
+    Closed,
+    Connection,
+    Deliver,
+    Delivered,
+    MainConnection,
+    Ready,
+    SessionConnection,
+    SessionTransport,
+    Transport,
+    Waiter,
+)
 
 __all__ = ["Probe"]
 
@@ -19,11 +30,11 @@ class Probe:
     def __init__(self, transport: Transport) -> None:
         self.samples = Samples()
         self.target = transport.target
-        self.channels: Sequence[Channel] = [_Channel(channel, self) for channel in transport.channels]
+        self.offers: Sequence[SessionTransport] = [_SessionTransport(offered, self) for offered in transport.offers]
         self._transport = transport
 
-    def connect(self, deliver: Deliver, closed: Closed) -> Connection:
-        return _Connection(self._transport.connect(self.timed(deliver), closed), self)
+    def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
+        return _MainConnection(self._transport.connect(self.timed(deliver), closed), self)
 
     def describe(
         self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
@@ -45,32 +56,39 @@ class Probe:
         return timed
 
 
-class _Channel:
-    def __init__(self, channel: Channel, probe: Probe) -> None:
-        self.name = channel.name
-        self._channel, self._probe = channel, probe
+class _SessionTransport:
+    def __init__(self, transport: SessionTransport, probe: Probe) -> None:
+        self.name = transport.name
+        self._transport, self._probe = transport, probe
 
     def close(self) -> None:
-        self._channel.close()
+        self._transport.close()
 
     def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
-        def wrapped(outcome: Connection | Exception) -> None:
-            ready(outcome if isinstance(outcome, Exception) else _Connection(outcome, self._probe))
+        def wrapped(outcome: SessionConnection | Exception) -> None:
+            ready(outcome if isinstance(outcome, Exception) else _SessionConnection(outcome, self._probe))
 
-        self._channel.open(answer, self._probe.timed(deliver), closed, wrapped)
+        self._transport.open(answer, self._probe.timed(deliver), closed, wrapped)
 
 
 class _Connection:
     def __init__(self, connection: Connection, probe: Probe) -> None:
         self._connection, self._probe = connection, probe
-        self.takes, self.cancel = connection.takes, connection.cancel
-        self.offer, self.close = connection.offer, connection.close
-        if hasattr(connection, "broke"):
-            self.broke = connection.broke
-        if hasattr(connection, "call"):
-            self.call, self.slot = connection.call, connection.slot  # type: ignore[attr-defined]
+        self.takes, self.cancel, self.close = connection.takes, connection.cancel, connection.close
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
         start = time.perf_counter_ns()
         self._connection.forward(request_id, timeout_us, request)
         self._probe.samples.add("client_encode", time.perf_counter_ns() - start)
+
+
+class _MainConnection(_Connection):
+    def __init__(self, connection: MainConnection, probe: Probe) -> None:
+        super().__init__(connection, probe)
+        self.offer = connection.offer
+
+
+class _SessionConnection(_Connection):
+    def __init__(self, connection: SessionConnection, probe: Probe) -> None:
+        super().__init__(connection, probe)
+        self.blocking, self.broke = connection.blocking, connection.broke

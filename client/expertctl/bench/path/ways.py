@@ -25,9 +25,7 @@ from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.transports.grpc.aio import AioGrpcTransport
 from expertd_client.transports.grpc.sync import GrpcTransport
-from expertd_client.transports.protocol import Channel
-from expertd_client.transports.shm.session import AioShmChannel, ShmChannel
-from expertd_client.transports.tcp.session import AioTcpChannel, TcpChannel
+from expertd_client.transports.table import TRANSPORTS, Make
 
 __all__ = ["BARE", "CLIENTS", "NotToBeHadError", "Way", "bare_way", "client_way", "codec_ns"]
 
@@ -35,13 +33,6 @@ BARE: Mapping[str, str] = {INLINE: "stream", "shm": "eventfd", "cuda_ipc": "even
 """Which bare channel a transport is held against."""
 CLIENTS = ("asyncio", "threads", "bytes")
 """bytes: streams that send a message that was made before, as the bare ones do: what is more is the server's."""
-_CHANNELS: Mapping[tuple[str, str], Callable[[str], Channel]] = {
-    ("asyncio", "shm"): lambda address: AioShmChannel(),
-    ("threads", "shm"): lambda address: ShmChannel(),
-    ("asyncio", "tcp"): AioTcpChannel,
-    ("threads", "tcp"): TcpChannel,
-}
-"""Channels by client and name."""
 _OPEN_S = 30.0
 _METHOD = "/expertd.v1.ExpertService/StreamForward"
 
@@ -63,13 +54,13 @@ async def client_way(client: str, transport: str, address: str, callers: int) ->
     """Raises NotToBeHadError, or a row of the error table."""
     if client == "bytes" and transport == INLINE:
         return _Messages([StreamEcho(address, _METHOD) for _ in range(callers)])
-    channels: list[Callable[[str], Channel]] = []
+    offers: list[Make] = []
     if transport != INLINE:
-        make = _CHANNELS.get((client, transport))
-        if make is None:
-            raise NotToBeHadError(f"this client has no such channel for callers of its {client} kind")
-        channels = [make]
-    way = (_Tasks if client == "asyncio" else _Threads)(address, callers, channels)
+        found = next((entry for entry in TRANSPORTS if entry.name == transport), None)
+        if found is None or client == "bytes":
+            raise NotToBeHadError(f"this client has no such transport for callers of its {client} kind")
+        offers = [found.loop if client == "asyncio" else found.blocking]
+    way = (_Tasks if client == "asyncio" else _Threads)(address, callers, offers)
     try:
         for session in await way.open():
             if session.transport != transport:
@@ -83,10 +74,10 @@ async def client_way(client: str, transport: str, address: str, callers: int) ->
 class _Tasks:
     """AsyncExpertClients, all in this loop."""
 
-    def __init__(self, address: str, callers: int, channels: Sequence[Callable[[str], Channel]]) -> None:
+    def __init__(self, address: str, callers: int, offers: Sequence[Make]) -> None:
         self.samples = Samples()
         self._probes = [
-            Probe(AioGrpcTransport(address, channels=[c(address) for c in channels])) for _ in range(callers)
+            Probe(AioGrpcTransport(address, offers=[m(address, None) for m in offers])) for _ in range(callers)
         ]
         self._clients = [AsyncExpertClient(probe) for probe in self._probes]
 
@@ -117,9 +108,11 @@ class _Tasks:
 class _Threads:
     """ExpertClients, each called by a thread."""
 
-    def __init__(self, address: str, callers: int, channels: Sequence[Callable[[str], Channel]]) -> None:
+    def __init__(self, address: str, callers: int, offers: Sequence[Make]) -> None:
         self.samples = Samples()
-        self._probes = [Probe(GrpcTransport(address, channels=[c(address) for c in channels])) for _ in range(callers)]
+        self._probes = [
+            Probe(GrpcTransport(address, offers=[m(address, None) for m in offers])) for _ in range(callers)
+        ]
         self._clients = [ExpertClient(probe) for probe in self._probes]
 
     async def open(self) -> list[Session]:

@@ -26,7 +26,7 @@ from expertd_client.requests.request import Request
 from expertd_client.transports.address import reach
 from expertd_client.transports.credentials import Credentials, Rotating
 from expertd_client.transports.grpc import common
-from expertd_client.transports.protocol import Channel, Closed, Connection, Deliver, Waiter, no_session
+from expertd_client.transports.protocol import Closed, Deliver, MainConnection, SessionTransport, Waiter, no_session
 
 __all__ = ["AioGrpcTransport"]
 
@@ -41,11 +41,11 @@ class AioGrpcTransport:
         unary: bool = False,
         credentials: Credentials | None = None,
         options: common.ChannelOptions = (),
-        channels: Sequence[Channel] = (),
+        offers: Sequence[SessionTransport] = (),
     ) -> None:
         target, credentials = reach(target, credentials)
         self.target = target
-        self.channels = () if unary else channels
+        self.offers = () if unary else offers
         self._unary = unary
         self._tasks = _Tasks()
 
@@ -57,7 +57,7 @@ class AioGrpcTransport:
 
         self._channels = Rotating(credentials, open_, self._close, _describe)
 
-    def connect(self, deliver: Deliver, closed: Closed) -> Connection:
+    def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
         if self._unary:
             return _Calls(lambda: self._channels.now().forward, self.target, self._tasks, deliver, closed)
         methods = self._channels.now()

@@ -26,7 +26,7 @@ from expertd_client.requests.request import Request
 from expertd_client.transports.address import reach
 from expertd_client.transports.credentials import Credentials, Rotating
 from expertd_client.transports.grpc import common
-from expertd_client.transports.protocol import Channel, Closed, Connection, Deliver, Waiter, no_session
+from expertd_client.transports.protocol import Closed, Deliver, MainConnection, SessionTransport, Waiter, no_session
 
 __all__ = ["GrpcTransport"]
 
@@ -48,11 +48,11 @@ class GrpcTransport:
         unary: bool = False,
         credentials: Credentials | None = None,
         options: common.ChannelOptions = (),
-        channels: Sequence[Channel] = (),
+        offers: Sequence[SessionTransport] = (),
     ) -> None:
         target, credentials = reach(target, credentials)
         self.target = target
-        self.channels = () if unary else channels
+        self.offers = () if unary else offers
         self._unary = unary
 
         def open_(secure: grpc.ChannelCredentials | None, more: list[tuple[str, Any]]) -> Any:
@@ -63,7 +63,7 @@ class GrpcTransport:
 
         self._channels = Rotating(credentials, open_, _close, _describe)
 
-    def connect(self, deliver: Deliver, closed: Closed) -> Connection:
+    def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
         if self._unary:
             return _Calls(lambda: self._channels.now().forward, self.target, deliver, closed)
         methods = self._channels.now()
@@ -87,7 +87,7 @@ class GrpcTransport:
 
     def close(self) -> None:
         self._channels.close()
-        for channel in self.channels:
+        for channel in self.offers:
             channel.close()
 
     async def wait_closed(self) -> None:

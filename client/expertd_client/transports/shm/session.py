@@ -5,8 +5,8 @@ writes the output into the same block, which is lent to the caller until the las
 fit (rows grouped by expert, values that the server draws, digests, more bytes than the region has free) travels inline.
 Tensors on a GPU of the caller's are copied by it (transports/shm/device.py) where ExpertClient.forward waits for them.
 
-    ShmChannel       ExpertClient: a caller waits for its own answer; a thread reads those that nobody waits for
-    AioShmChannel    AsyncExpertClient: everything in its event loop
+    ShmTransport       ExpertClient: a caller waits for its own answer; a thread reads those that nobody waits for
+    AsyncShmTransport    AsyncExpertClient: everything in its event loop
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.requests.tensors import device_of, over_memory
 from expertd_client.tracing import TracedCall
-from expertd_client.transports.beside import CallConnection, LoopConnection, end_ns
-from expertd_client.transports.beside_channel import CallChannel, LoopChannel
+from expertd_client.transports.core_connection import AsyncConnection, BlockingConnection, end_ns
+from expertd_client.transports.core_transport import AsyncTransport, BlockingTransport
 from expertd_client.transports.message import ALIGN, refusal, result_with, timing_of
-from expertd_client.transports.protocol import ChannelFullError, Closed, Deliver
+from expertd_client.transports.protocol import Closed, ConnectionFullError, Deliver
 from expertd_client.transports.shm.device import Pinned, on_gpu
 
-__all__ = ["AioShmChannel", "AioShmConnection", "ShmChannel", "ShmConnection", "enter_session"]
+__all__ = ["AsyncShmTransport", "AsyncShmConnection", "ShmTransport", "ShmConnection", "enter_session"]
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _AGAIN_S = 0.005
 _Entered: TypeAlias = tuple[socket.socket, Client]
 
 
-class ShmChannel(CallChannel[_Entered]):
+class ShmTransport(BlockingTransport[_Entered]):
     """For ExpertClient."""
 
     name = "shm"
@@ -66,7 +66,7 @@ class ShmChannel(CallChannel[_Entered]):
         return ShmConnection(entered, deliver, closed)
 
 
-class AioShmChannel(LoopChannel[_Entered]):
+class AsyncShmTransport(AsyncTransport[_Entered]):
     """For AsyncExpertClient, whose event loop opens it."""
 
     name = "shm"
@@ -82,8 +82,8 @@ class AioShmChannel(LoopChannel[_Entered]):
 
     def _connection(
         self, entered: _Entered, deliver: Deliver, closed: Closed, loop: asyncio.AbstractEventLoop
-    ) -> AioShmConnection:
-        return AioShmConnection(entered, deliver, closed, loop)
+    ) -> AsyncShmConnection:
+        return AsyncShmConnection(entered, deliver, closed, loop)
 
 
 def enter_session(answer: pb.SessionAnswer) -> _Entered:
@@ -125,7 +125,7 @@ def _connect(sock: socket.socket, name: str) -> None:
             time.sleep(_AGAIN_S)
 
 
-class ShmConnection(CallConnection):
+class ShmConnection(BlockingConnection):
     """One session, from any thread.  read(): for the thread that made it, until the session ends."""
 
     what = "shared memory"
@@ -160,13 +160,13 @@ class ShmConnection(CallConnection):
         try:
             put = pinned.put(request)
             if put is None:
-                raise ChannelFullError("shared memory: the session's memory is in use")
+                raise ConnectionFullError("shared memory: the session's memory is in use")
             sent, block = put
             sent.submission.deadline_ns = end_ns(deadline)
             ticket = self._memory.submit(sent.submission, block)
             if not ticket:
                 self._memory.give(block)
-                raise ChannelFullError(
+                raise ConnectionFullError(
                     "shared memory: as many requests are in flight as a session holds, or it is over"
                 )
             if traced is not None:
@@ -201,7 +201,7 @@ class ShmConnection(CallConnection):
         """A batch's tensors in the arena; None: there is no room."""
         try:
             return _Slot(self, tokens, hidden_size, top_k, dtype)
-        except ChannelFullError:
+        except ConnectionFullError:
             return None
 
     def exchange(self, s: Submission, answer: Completion, layer: int, deadline: Deadline | None) -> None:
@@ -219,12 +219,12 @@ class ShmConnection(CallConnection):
             raise refusal(answer)
 
     def take(self, nbytes: int) -> tuple[int, Lent]:
-        """A block of the arena: its offset, and the memory, which goes back by itself.  Raises ChannelFullError."""
+        """A block of the arena: its offset, and the memory, which goes back by itself.  Raises ConnectionFullError."""
         self.use()
         offset = self._memory.take(nbytes)
         if offset is None:
             self.unuse()
-            raise ChannelFullError("shared memory: the session's memory is in use")
+            raise ConnectionFullError("shared memory: the session's memory is in use")
 
         def give_back() -> None:
             self._memory.give(offset)
@@ -261,7 +261,7 @@ class _Slot:
         return answer.routes_computed, partial(timing_of, answer)
 
 
-class AioShmConnection(LoopConnection):
+class AsyncShmConnection(AsyncConnection):
     """One session, in an event loop."""
 
     what = "shared memory"

@@ -4,8 +4,8 @@ What has no form there (rows grouped by expert, values that the server draws, di
 server takes) travels inline.  Where the session has TLS, so has the channel: nothing travels in plain text that did not
 before.
 
-    TcpChannel       ExpertClient: a caller waits for its own answer; a thread reads those that nobody waits for
-    AioTcpChannel    AsyncExpertClient: everything in its event loop
+    TcpTransport       ExpertClient: a caller waits for its own answer; a thread reads those that nobody waits for
+    AsyncTcpTransport    AsyncExpertClient: everything in its event loop
 """
 
 from __future__ import annotations
@@ -24,55 +24,47 @@ from expertd.tcp.tls import carried
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
 from expertd_client.transports.address import reach
-from expertd_client.transports.beside import CallConnection, LoopConnection
-from expertd_client.transports.beside_channel import CallChannel, LoopChannel
+from expertd_client.transports.core_connection import AsyncConnection, BlockingConnection
+from expertd_client.transports.core_transport import AsyncTransport, BlockingTransport
 from expertd_client.transports.credentials import Credentials
 from expertd_client.transports.message import message_bytes
 from expertd_client.transports.protocol import Closed, Deliver
 
-__all__ = ["AioTcpChannel", "ByTcp", "TcpChannel", "TcpConnection", "TcpWay"]
+__all__ = ["AsyncTcpTransport", "TcpTransport", "TcpConnection", "TcpDialer"]
 
 _CONNECT_S = 3.0
 HOSTS = "EXPERTD_TCP_HOSTS"
 """Of the environment: hosts, with commas between, to which a server may direct clients besides its own; "*" = any."""
 
 
-class TcpWay:
-    """To the server of one gRPC target.  credentials: those of the session; name: of the channel."""
+_Entered: TypeAlias = tuple[Client, int]
+"""The connection, and the most bytes of a message."""
 
-    def __init__(self, target: str, credentials: Credentials | None, name: str) -> None:
+
+class TcpDialer:
+    """Opens connections to the server of one gRPC target.  credentials: those of the session."""
+
+    def __init__(self, target: str, credentials: Credentials | None) -> None:
         self._target, self._credentials = reach(target, credentials)
-        self._name = name
 
-    def enter(self, answer: pb.SessionAnswer) -> tuple[Client, int]:
-        """The session, and the most bytes of a message.  Raises UnavailableError."""
-        sock, most_bytes, _ = self.dial(answer)
-        try:
-            return Client(sock), most_bytes
-        except LibraryMissingError as e:
-            sock.close()
-            raise UnavailableError(f"{self._name}: {e}") from e
-
-    def dial(self, answer: pb.SessionAnswer) -> tuple[socket.socket, int, str]:
-        """A connection that the server has let in, the number that it said, and its address.  Raises
-        UnavailableError."""
+    def enter(self, answer: pb.SessionAnswer) -> _Entered:
+        """A connection that the server has let in, and the most bytes of a message.  Raises UnavailableError."""
         sock: socket.socket | None = None
         try:
             endpoint = parse_endpoint(answer.endpoint)
             if self._credentials.secure and not endpoint.secure:
                 raise EntryError("the session has TLS, and the server names an endpoint without it")
             sock = connect(self._host(endpoint), endpoint.port, _CONNECT_S)
-            address = str(sock.getpeername()[0])
             if endpoint.secure:
                 sock = self._secured(sock, endpoint)
             most_bytes = enter(sock, answer.token, _CONNECT_S)
             if isinstance(sock, ssl.SSLSocket):
-                sock = carried(sock, f"expertd-{self._name}-tls")
-            return sock, most_bytes, address
-        except (OSError, ValueError, EntryError) as e:
+                sock = carried(sock, "expertd-tcp-tls")
+            return Client(sock), most_bytes
+        except (OSError, ValueError, EntryError, LibraryMissingError) as e:
             if sock is not None:
                 sock.close()
-            raise UnavailableError(f"{self._name}: {e}") from e
+            raise UnavailableError(f"tcp: {e}") from e
 
     def _host(self, endpoint: Endpoint) -> str:
         """Where to connect: a server directs its clients to its own host, to no other one that their user did not
@@ -107,50 +99,36 @@ def _addresses(host: str) -> set[str]:
     return {str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
 
 
-class ByTcp:
-    """Of a channel: its sessions begin with a TCP connection."""
-
-    name: str
-
-    def __init__(self, target: str, credentials: Credentials | None = None) -> None:
-        super().__init__()
-        self._way = TcpWay(target, credentials, self.name)
-
-
-_Entered: TypeAlias = tuple[Client, int]
-"""The session, and the most bytes of a message."""
-
-
-class TcpChannel(ByTcp, CallChannel[_Entered]):
+class TcpTransport(BlockingTransport[_Entered]):
     """For ExpertClient."""
 
     name = "tcp"
 
     def _enter(self, answer: pb.SessionAnswer) -> _Entered:
-        return self._way.enter(answer)
+        return TcpDialer(self._target, self._credentials).enter(answer)
 
     def _connection(self, entered: _Entered, deliver: Deliver, closed: Closed) -> TcpConnection:
         return TcpConnection(entered, deliver, closed)
 
 
-class AioTcpChannel(ByTcp, LoopChannel[_Entered]):
+class AsyncTcpTransport(AsyncTransport[_Entered]):
     """For AsyncExpertClient, whose event loop opens it."""
 
     name = "tcp"
 
     def _enter(self, answer: pb.SessionAnswer) -> _Entered:
-        return self._way.enter(answer)
+        return TcpDialer(self._target, self._credentials).enter(answer)
 
     def _leave(self, entered: _Entered) -> None:
         entered[0].close()
 
     def _connection(
         self, entered: _Entered, deliver: Deliver, closed: Closed, loop: asyncio.AbstractEventLoop
-    ) -> _AioTcpConnection:
-        return _AioTcpConnection(entered, deliver, closed, loop)
+    ) -> _AsyncTcpConnection:
+        return _AsyncTcpConnection(entered, deliver, closed, loop)
 
 
-class TcpConnection(CallConnection):
+class TcpConnection(BlockingConnection):
     """One session, from any thread.  read(): for the thread that made it, until the session ends."""
 
     what = "tcp"
@@ -163,7 +141,7 @@ class TcpConnection(CallConnection):
         return super().takes(request) and message_bytes(request) <= self.most_bytes
 
 
-class _AioTcpConnection(LoopConnection):
+class _AsyncTcpConnection(AsyncConnection):
     """One session, in an event loop."""
 
     what = "tcp"

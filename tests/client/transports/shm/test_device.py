@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from beside_kit import E, H, Sums, Transport, inputs, missing, summing_engine, way
+from connection_kit import E, H, Sums, Transport, inputs, missing, summing_engine, way
 from waiting import until
 
 from expertd.errors import ExpertIdOutOfRangeError, UnavailableError
@@ -14,7 +14,7 @@ from expertd_client import ExpertClient
 from expertd_client.requests.e4m3 import quantize
 from expertd_client.transports.shm import device as shm_device
 from expertd_client.transports.shm import session as shm
-from expertd_client.transports.shm.session import ShmChannel
+from expertd_client.transports.shm.session import ShmTransport
 from expertd_server.transports.shm import ShmDoor
 
 MISSING = missing()
@@ -77,7 +77,7 @@ def client(gpu):
     engine.open()
     door = ShmDoor(engine, arena_bytes=ARENA)
     door.start()
-    with ExpertClient(Transport(door.offer, ShmChannel())) as c:
+    with ExpertClient(Transport(door.offer, ShmTransport())) as c:
         c.door = door
         assert c.session().transport == "shm"
         yield c
@@ -155,14 +155,14 @@ def test_a_driver_that_refuses_leaves_the_way_over_the_host(client, gpu, caplog)
 def test_a_session_that_ends_while_the_device_reads_waits_for_it_and_leaves_nothing(client, gpu, end):
     args, want = inputs(8, "torch")
     gpu.done.clear()
-    output, beside = client.forward(0, *args).output, way(client)
+    output, connection = client.forward(0, *args).output, way(client)
     ends = threading.Thread(target=client.close if end == "client" else client.door.close)
     ends.start()
     ends.join(0.1)
     assert gpu.registered
     gpu.done.set()
     ends.join(10)
-    until(lambda: beside._users == 0)
+    until(lambda: connection._users == 0)
     assert not gpu.registered
     assert np.allclose(output.numpy(), want, rtol=1e-2)
 

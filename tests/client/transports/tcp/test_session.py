@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from beside_kit import H, Transport, inputs, missing
+from connection_kit import H, Transport, inputs, missing
 from tcp_kit import HEAD, MAGIC
 from waiting import until
 
@@ -29,7 +29,7 @@ from expertd.errors import (
 from expertd.tcp.entry import ENTRY_BYTES, parse_endpoint, read_exactly, token_of, welcome
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import ExpertClient
-from expertd_client.transports.tcp.session import TcpChannel, TcpWay
+from expertd_client.transports.tcp.session import TcpDialer, TcpTransport
 
 MISSING = missing()
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
@@ -50,7 +50,7 @@ WHERE = "127.0.0.1:1"
     ],
 )
 def test_what_cannot_be_entered_leaves_the_session_inline_and_says_why(endpoint, why):
-    with ExpertClient(Transport(lambda caller, host: ("0" * 64, endpoint, ""), TcpChannel(WHERE))) as client:
+    with ExpertClient(Transport(lambda caller, host: ("0" * 64, endpoint, ""), TcpTransport(WHERE))) as client:
         session = client.session()
         assert session.transport == "inline"
         assert session.refused["tcp"].startswith("tcp: ")
@@ -86,7 +86,7 @@ def test_a_server_directs_nobody_at_other_hosts(endpoint, token, allowed, why, m
         thread.start()
         answer = pb.SessionAnswer(endpoint=endpoint.format(port=listener.getsockname()[1]), token=token)
         with pytest.raises(UnavailableError) as told:
-            TcpWay(WHERE, None, "tcp").dial(answer)
+            TcpDialer(WHERE, None).enter(answer)[0].close()
         if why == "entered":
             thread.join(20)
             assert got == [b"expdtcp1" + b"0" * 64]
@@ -164,7 +164,7 @@ def serving():
 
     def make(serve):
         servers.append(Server(serve))
-        clients.append(ExpertClient(Transport(servers[-1].offer, TcpChannel(WHERE))))
+        clients.append(ExpertClient(Transport(servers[-1].offer, TcpTransport(WHERE))))
         assert clients[-1].session().transport == "tcp"
         return clients[-1]
 

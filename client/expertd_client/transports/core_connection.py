@@ -1,11 +1,11 @@
-"""Connections beside the stream whose other half is C++: what shared memory and TCP have in common.
+"""Connections whose other half is the server's C++ core: what shared memory and TCP have in common.
 
-Requests travel as submissions (expertd.shm.layout); what has no such form (rows grouped by expert, values that the
-server draws, digests) travels inline.  The output of an answer is lent to the caller until the last array over it is
+Requests travel as submissions (expertd.shm.layout).  What has no such form (rows grouped by expert, synthetic tensors,
+checksums) goes over the main connection.  The output of an answer is lent to the client until the last array over it is
 gone.
 
-    CallConnection    ExpertClient: a caller waits for its own answer; a thread reads those that nobody waits for
-    LoopConnection    AsyncExpertClient: everything in its event loop
+    BlockingConnection    ExpertClient: a calling thread waits for its own answer; one thread reads all other answers
+    AsyncConnection       AsyncExpertClient: everything in its event loop
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from typing import Any
 from expertd.errors import ExpertdError, RequestCancelledError, UnavailableError
 from expertd.shm.layout import Completion
 from expertd.shm.tickets import SPIN_NS, NoRoomError, SessionEndedError, Tickets
-from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.tracing import TracedCall
 from expertd_client.transports.message import Sent, refusal, response, result, sendable, submission_of
-from expertd_client.transports.protocol import ChannelFullError, Closed, Deliver
+from expertd_client.transports.protocol import Closed, ConnectionFullError, Deliver
 
-__all__ = ["SLICE_S", "BesideConnection", "CallConnection", "LoopConnection", "end_ns"]
+__all__ = ["SLICE_S", "CoreConnection", "BlockingConnection", "AsyncConnection", "end_ns"]
 
 SLICE_S = 0.1
 """How long a call may keep the interpreter from looking at signals."""
@@ -41,7 +40,7 @@ _LOOK_NS = 500_000_000
 """How long a reading thread waits before it looks whether the session is over."""
 
 
-class BesideConnection:
+class CoreConnection:
     """Requests that are announced, and memory that is lent."""
 
     what: str
@@ -67,11 +66,11 @@ class BesideConnection:
         sent.submission.deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
         with self._lock:
             if self._over:
-                raise ChannelFullError(f"{self.what}: the session is over")
+                raise ConnectionFullError(f"{self.what}: the session is over")
             try:
                 ticket = self._client.send(sent.submission, sent.tensors, announced=True)
             except NoRoomError as e:
-                raise ChannelFullError(f"{self.what}: {e}") from None
+                raise ConnectionFullError(f"{self.what}: {e}") from None
             self._tickets[request_id] = ticket
             self._waiting[ticket] = (request_id, sent)
 
@@ -81,8 +80,10 @@ class BesideConnection:
             if ticket is not None and self._waiting.pop(ticket, None) is not None and not self._over:
                 self._client.abandon(ticket)
 
-    def offer(self, offer: pb.SessionOffer) -> None:
-        raise AssertionError("a channel is not asked for another one")
+    @property
+    def blocking(self) -> BlockingConnection | None:
+        """None: see SessionConnection."""
+        return None
 
     def broke(self, error: ExpertdError) -> None:
         """close(), because the connection beside it ended with `error`."""
@@ -137,10 +138,10 @@ class BesideConnection:
         self.unuse()
 
     def use(self) -> None:
-        """Raises ChannelFullError where the session is over: its memory may be gone."""
+        """Raises ConnectionFullError where the session is over: its memory may be gone."""
         with self._lock:
             if self._over:
-                raise ChannelFullError(f"{self.what}: the session is over")
+                raise ConnectionFullError(f"{self.what}: the session is over")
             self._users += 1
 
     def unuse(self) -> None:
@@ -166,7 +167,7 @@ class BesideConnection:
         self._closed(error)
 
 
-class CallConnection(BesideConnection):
+class BlockingConnection(CoreConnection):
     """One session, from any thread.  read(): for the thread that made it, until the session ends.
 
     session      address of its expertd.shm.layout.Session, of use between use() and unuse()
@@ -180,8 +181,13 @@ class CallConnection(BesideConnection):
         self._reader = threading.current_thread()
         self.session = C.addressof(client.session)
 
+    @property
+    def blocking(self) -> BlockingConnection:
+        """Itself."""
+        return self
+
     def call(self, request: Request, deadline: Deadline | None, traced: TracedCall | None = None) -> ForwardResult:
-        """Sends a request and waits for its answer.  Raises ChannelFullError, and then nothing was sent; else the
+        """Sends a request and waits for its answer.  Raises ConnectionFullError, and then nothing was sent; else the
         server's error, or DeadlineExceededError."""
         self.use()
         try:
@@ -240,7 +246,7 @@ class CallConnection(BesideConnection):
         try:
             return wait(int(wait_s * 1e9))
         except NoRoomError as e:
-            raise ChannelFullError(f"{self.what}: {e}") from None
+            raise ConnectionFullError(f"{self.what}: {e}") from None
         except SessionEndedError:
             raise self.lost() from None
 
@@ -260,10 +266,10 @@ class CallConnection(BesideConnection):
 
     def adopt(self, request_id: int, ticket: int, sent: Sent) -> None:
         """A request in flight that nobody waits for any more: it is delivered as if forward() had sent it.  Raises
-        ChannelFullError where the session is over."""
+        ConnectionFullError where the session is over."""
         with self._lock:
             if self._over:
-                raise ChannelFullError(f"{self.what}: the session is over")
+                raise ConnectionFullError(f"{self.what}: the session is over")
             self._tickets[request_id] = ticket
             self._waiting[ticket] = (request_id, sent)
             there = self._client.announce(ticket)
@@ -290,7 +296,7 @@ class CallConnection(BesideConnection):
         return None
 
 
-class LoopConnection(BesideConnection):
+class AsyncConnection(CoreConnection):
     """One session, in an event loop.  bell: becomes readable when answers have come; others: when the session ends."""
 
     def __init__(

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from beside_kit import Sums, Transport, inputs, missing, summing_engine, way
+from connection_kit import Sums, Transport, inputs, missing, summing_engine, way
 from waiting import until
 
 from expertd.errors import (
@@ -22,8 +22,8 @@ from expertd.errors import (
 )
 from expertd_client import AsyncExpertClient, ExpertClient
 from expertd_client.requests.e4m3 import quantize
-from expertd_client.transports.shm.session import AioShmChannel, ShmChannel
-from expertd_client.transports.tcp.session import AioTcpChannel, TcpChannel
+from expertd_client.transports.shm.session import AsyncShmTransport, ShmTransport
+from expertd_client.transports.tcp.session import AsyncTcpTransport, TcpTransport
 from expertd_server.config.values import Address
 from expertd_server.engine.peers import PeerBounds
 from expertd_server.transports.shm import ShmDoor
@@ -67,14 +67,14 @@ def door(engine, name):
 
 
 def connected(door, name):
-    channel = ShmChannel() if name == "shm" else TcpChannel(WHERE)
+    channel = ShmTransport() if name == "shm" else TcpTransport(WHERE)
     client = ExpertClient(Transport(door.offer, channel))
     assert client.session(timeout_s=30).transport == name, client.session()
     return client
 
 
 def loop_channel(name):
-    return AioShmChannel() if name == "shm" else AioTcpChannel(WHERE)
+    return AsyncShmTransport() if name == "shm" else AsyncTcpTransport(WHERE)
 
 
 @pytest.fixture
@@ -287,22 +287,22 @@ async def test_a_loop_looks_by_itself_for_answers_that_come_soon_and_not_for_oth
     channel = loop_channel(name)
     async with AsyncExpertClient(Transport(door.offer, channel)) as c:
         assert (await c.session(timeout_s=30)).transport == name
-        beside, args = c._opened[1]._link.beside, inputs(2)[0]
-        looked, poll = [0], beside._client.poll
+        connection, args = c._opened[1]._link.session_connection, inputs(2)[0]
+        looked, poll = [0], connection._client.poll
 
         def counted():
             looked[0] += 1
             return poll()
 
-        monkeypatch.setattr(beside._client, "poll", counted)
-        beside._usual_ns = 0
+        monkeypatch.setattr(connection._client, "poll", counted)
+        connection._usual_ns = 0
         await c.forward(0, *args)
         assert looked[0] > 0
-        beside._usual_ns, looked[0] = 10**9, 0
+        connection._usual_ns, looked[0] = 10**9, 0
         await c.forward(0, *args)
         assert looked[0] == 0
-        assert beside._usual_ns < 10**9, "it learns that they are quick again"
-        beside._usual_ns = 0
+        assert connection._usual_ns < 10**9, "it learns that they are quick again"
+        connection._usual_ns = 0
         sums.gate.clear()
         slow = asyncio.ensure_future(c.forward(0, *args))
         quiet = 0

@@ -92,10 +92,10 @@ class Transport:
     target = "127.0.0.1:1"
 
     def __init__(self, offered, channel):
-        self.offered, self.channels = offered, [channel]
+        self.offered, self.offers = offered, [channel]
 
     def connect(self, deliver, closed):
-        self.inline = Inline(self.channels[0].name, self.offered, deliver, closed)
+        self.inline = Inline(self.offers[0].name, self.offered, deliver, closed)
         return self.inline
 
     def describe(self, request, timeout_s, wait_for_ready, waiter):
@@ -113,4 +113,4 @@ class Transport:
 
 
 def way(client):
-    return client._exchange._link.beside
+    return client._exchange._link.session_connection

@@ -1,7 +1,7 @@
 """Channels whose connections are beside.py's: entering takes a while, and is nobody's wait.
 
-CallChannel    ExpertClient: a thread enters, and reads for as long as the session lives
-LoopChannel    AsyncExpertClient: a thread of the event loop's enters
+BlockingTransport    ExpertClient: a thread enters, and reads for as long as the session lives
+AsyncTransport    AsyncExpertClient: a thread of the event loop's enters
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ from typing import Generic, TypeVar
 
 from expertd.errors import UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.transports.beside import CallConnection, LoopConnection
+from expertd_client.transports.core_connection import AsyncConnection, BlockingConnection
+from expertd_client.transports.credentials import Credentials
 from expertd_client.transports.protocol import Closed, Deliver, Ready
 
-__all__ = ["CallChannel", "LoopChannel"]
+__all__ = ["BlockingTransport", "AsyncTransport"]
 
 _T = TypeVar("_T")
 
 _JOIN_S = 5.0
 
 
-class CallChannel(Generic[_T]):
-    """A Channel."""
+class BlockingTransport(Generic[_T]):
+    """A SessionTransport to the server of one gRPC target.  credentials: those of gRPC."""
 
     name: str
 
-    def __init__(self) -> None:
+    def __init__(self, target: str = "", credentials: Credentials | None = None) -> None:
+        self._target, self._credentials = target, credentials
         self._readers: list[threading.Thread] = []
 
     def _enter(self, answer: pb.SessionAnswer) -> _T:
         """What the server lets in.  Raises UnavailableError."""
         raise NotImplementedError
 
-    def _connection(self, entered: _T, deliver: Deliver, closed: Closed) -> CallConnection:
+    def _connection(self, entered: _T, deliver: Deliver, closed: Closed) -> BlockingConnection:
         raise NotImplementedError
 
     def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
@@ -58,12 +60,13 @@ class CallChannel(Generic[_T]):
                 reader.join(_JOIN_S)
 
 
-class LoopChannel(Generic[_T]):
-    """A Channel, opened by its event loop."""
+class AsyncTransport(Generic[_T]):
+    """A SessionTransport, opened by its event loop."""
 
     name: str
 
-    def __init__(self) -> None:
+    def __init__(self, target: str = "", credentials: Credentials | None = None) -> None:
+        self._target, self._credentials = target, credentials
         self._opening: set[asyncio.Task[None]] = set()
 
     def _enter(self, answer: pb.SessionAnswer) -> _T:
@@ -76,7 +79,7 @@ class LoopChannel(Generic[_T]):
 
     def _connection(
         self, entered: _T, deliver: Deliver, closed: Closed, loop: asyncio.AbstractEventLoop
-    ) -> LoopConnection:
+    ) -> AsyncConnection:
         raise NotImplementedError
 
     def open(self, answer: pb.SessionAnswer, deliver: Deliver, closed: Closed, ready: Ready) -> None:
