@@ -1,8 +1,9 @@
 """`make vendor`: the Python sources of vendors' wheels, in build/vendor, one folder for each line of vendor.txt.
 
 pip fetches each wheel without its dependencies and checks its hash.  Only what tests read is unpacked (KEPT), and the
-wheel is removed: 300 MB come over the line, 20 MB stay.  A folder is named after the wheel's hash, so that what is
-there is not fetched again, and another pin is.  Nothing of a wheel is installed, and nothing of it is run here.
+wheel is removed: 300 MB come over the line, 20 MB stay.  A folder is named after the wheel's hash and after KEPT, so
+that what is there is not fetched again, and another pin, or another choice of files, is.  Nothing of a wheel is
+installed, and nothing of it is run here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from hashlib import sha256
 from pathlib import Path
 
 LIST = Path(__file__).with_name("vendor.txt")
@@ -20,7 +22,8 @@ PLACE = Path(__file__).resolve().parents[2] / "build/vendor"
 KEPT = re.compile(
     r"(aiter|deep_gemm|vllm_xpu_kernels)/.*\.py"
     r"|flashinfer/(utils|fused_moe/.*)\.py|flashinfer/data/csrc/nv_internal/.*/moe_gemm_mixed_utils\.cu"
-    r"|sglang/(srt/layers/.*|kernels/ops/moe/.*|test/test_marlin_utils)\.py"
+    r"|flashinfer/data/csrc/(trtllm_fused_moe_kernel_launcher|fused_moe/cutlass_backend/.*_binding)\.cu"
+    r"|sglang/(srt/layers/.*|kernels/ops/moe/.*|test/test_marlin_utils)\.py|sglang/kernels/jit/csrc/gemm/marlin_moe/.*"
 )
 PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux2014_x86_64")
 SAME = ("--python-version", "3.11", *(word for p in PLATFORMS for word in ("--platform", p)))
@@ -29,10 +32,10 @@ SAME = ("--python-version", "3.11", *(word for p in PLATFORMS for word in ("--pl
 
 def wanted(text: str) -> dict[str, str]:
     """{folder: pip's line with the hash}."""
-    found = {}
+    found, kept = {}, sha256(KEPT.pattern.encode()).hexdigest()[:8]
     for line in text.splitlines():
         if pin := re.fullmatch(r"([\w.-]+)==(\S+) --hash=sha256:([0-9a-f]{64})", line):
-            found[f"{pin[1]}-{pin[2]}-{pin[3][:16]}"] = line
+            found[f"{pin[1]}-{pin[2]}-{pin[3][:16]}-{kept}"] = line
         elif line.strip() and not line.startswith("#"):
             raise ValueError(f"{LIST.name}: want NAME==VERSION --hash=sha256:HASH, this is {line}")
     return found

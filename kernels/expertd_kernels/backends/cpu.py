@@ -21,7 +21,7 @@ from expertd_kernels.protocol import Direct, Packed
 from expertd_kernels.refused import Refused
 from expertd_kernels.weights.activation import Activation, ActivationKind
 from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
-from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
+from expertd_kernels.weights.scheme import ActivationQuant, Element, ScaleType, Scheme
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["CpuExperts", "experts", "pack", "unpack"]
@@ -131,7 +131,9 @@ def _unpack_matrix(tensors: dict[str, Tensor], meta: dict[str, Any]) -> QuantTen
 
 
 def pack(weights: Weights, problem: Problem) -> Packed:
-    """Canonical -> 16-row blocks, each one contiguous run."""
+    """Canonical -> 16-row blocks, each one contiguous run.  The layout of `cpu_w4a8` is the same."""
+    known = (ActivationQuant.NONE, ActivationQuant.INT8_GROUP)
+    assert problem.activation_quant in known, f"{problem.activation_quant.value} is not the row's"
     return pack_layer("cpu", LAYOUT_VERSION, weights.to("cpu"), lambda _, q: _pack_matrix(q))
 
 

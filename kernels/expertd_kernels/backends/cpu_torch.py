@@ -19,7 +19,7 @@ from expertd_kernels.protocol import Packed
 from expertd_kernels.weights.canonical import QuantTensor, Weights, pack_nibbles, unpack_nibbles
 from expertd_kernels.weights.float32 import apply_activation
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
-from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
+from expertd_kernels.weights.scheme import ActivationQuant, Element, ScaleType, Scheme
 from expertd_kernels.weights.serial import weights_from_tensors, weights_to_tensors
 
 __all__ = ["TorchExperts", "experts", "int4_fits", "pack", "unpack"]
@@ -63,6 +63,7 @@ def _int4_unpack(packed: Tensor, k: int) -> Tensor:
 
 def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical tensors; the codes of matrices that torch's int4 operator takes are in its order."""
+    assert problem.activation_quant is ActivationQuant.NONE, "rounded activations are not the row's"
     tensors, meta = weights_to_tensors(weights)
     for name, q in (("w13", weights.w13), ("w2", weights.w2)):
         fits = int4_fits(q.scheme, *q.shape[1:], q.columns is not None)

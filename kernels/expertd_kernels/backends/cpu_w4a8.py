@@ -12,6 +12,7 @@ from expertd_kernels.backends import cpu
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
 from expertd_kernels.weights.canonical import Weights
+from expertd_kernels.weights.scheme import ActivationQuant, Element
 
 __all__ = ["experts", "pack", "unpack"]
 
@@ -20,6 +21,9 @@ NAME = "cpu_w4a8"
 
 def pack(weights: Weights, problem: Problem) -> Packed:
     """As cpu.pack."""
+    assert problem.activation_quant is ActivationQuant.INT8_GROUP, "activations rounded otherwise are not the row's"
+    for q in (weights.w13, weights.w2):
+        assert q.scheme.element is Element.INT4, f"{q.scheme.name} is not the row's"
     return replace(cpu.pack(weights, problem), backend=NAME)
 
 

@@ -58,6 +58,8 @@ def pack(weights: Weights, problem: Problem) -> Packed:
         f"{form} with this rounding is not the row's"
     )
     assert form not in STATIC or weights.input_scales is not None, f"{form} without static scales is not the row's"
+    for q in (weights.w13, weights.w2):
+        assert q.bias is None or form not in STATIC, f"biases of {form} weights are not the row's"
     return pack_layer("flashinfer_cutlass", LAYOUT_VERSION, weights, lambda _, q: pack_matrix(q, form))
 
 

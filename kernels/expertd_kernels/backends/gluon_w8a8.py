@@ -54,7 +54,10 @@ def pack(weights: Weights, problem: Problem) -> Packed:
     grouped, how = _grouped("w13", weights.w13), problem.activation_quant
     assert grouped == _grouped("w2", weights.w2), "scales of two kinds in a layer are not the row's"
     assert weights.activation.gated, f"{weights.activation.name} has no gate, and is not the row's"
-    assert grouped == (how is ActivationQuant.E4M3_GROUP128), f"{how.value} with these scales is not the row's"
+    roundings = (
+        (ActivationQuant.E4M3_GROUP128,) if grouped else (ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_TENSOR)
+    )
+    assert how in roundings, f"{how.value} with these scales is not the row's"
     assert not how.static or weights.input_scales is not None, "static rounding without scales is not the row's"
     return pack_layer("gluon_w8a8", LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q), rounding=how.value)
 

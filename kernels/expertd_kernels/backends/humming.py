@@ -136,6 +136,8 @@ def _unpack_matrix(t: Mapping[str, Tensor], meta: Mapping[str, Any]) -> QuantTen
 def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical weights in the package's input form, on the weights' device."""
     assert problem.activation_quant is ActivationQuant.NONE, "rounded activations are not the row's"
+    for q in (weights.w13, weights.w2):
+        assert q.scheme.element in DTYPE, f"{q.scheme.name} is not the row's"
     return pack_layer("humming", LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q))
 
 

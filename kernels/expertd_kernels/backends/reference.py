@@ -9,6 +9,7 @@ from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.float32 import reference
+from expertd_kernels.weights.scheme import ActivationQuant
 from expertd_kernels.weights.serial import weights_from_tensors, weights_to_tensors
 
 __all__ = ["experts", "pack", "unpack"]
@@ -47,6 +48,7 @@ class ReferenceExperts:
 
 
 def pack(weights: Weights, problem: Problem) -> Packed:
+    assert problem.activation_quant is ActivationQuant.NONE, "rounded activations are not the row's"
     tensors, meta = weights_to_tensors(weights)
     return Packed("reference", tensors, meta)
 

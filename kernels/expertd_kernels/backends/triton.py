@@ -19,12 +19,25 @@ from expertd_kernels.backends.portable.matrix import Matrix
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
 from expertd_kernels.weights.canonical import QuantTensor, Weights
-from expertd_kernels.weights.scheme import ActivationQuant
+from expertd_kernels.weights.scheme import ActivationQuant, Element
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
 __all__ = ["experts", "pack", "unpack"]
 
 LAYOUT_VERSION = 1
+
+ROUNDINGS = {
+    Element.E4M3: (
+        ActivationQuant.E4M3_TOKEN,
+        ActivationQuant.E4M3_TENSOR,
+        ActivationQuant.E4M3_GROUP128,
+        ActivationQuant.MXFP8,
+    ),
+    Element.INT8: (ActivationQuant.INT8_TOKEN,),
+    Element.INT4: (ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_GROUP128),
+    Element.E2M1: (ActivationQuant.MXFP8,),
+}
+"""How activations can be rounded, by the type of the weights."""
 
 
 def _row(problem: Problem) -> str:
@@ -37,6 +50,9 @@ def _row(problem: Problem) -> str:
 def pack(weights: Weights, problem: Problem) -> Packed:
     """On the weights' device, one expert at a time."""
     quant = problem.activation_quant
+    for q in (weights.w13, weights.w2):
+        known = quant is ActivationQuant.NONE or quant in ROUNDINGS.get(q.scheme.element, ())
+        assert known, f"{q.scheme.name} with activations rounded to {quant.value} is not the row's"
     assert not quant.static or weights.input_scales is not None, "static rounding without scales is not the row's"
     return pack_layer(_row(problem), LAYOUT_VERSION, weights, lambda _, q: _pack_matrix(q, quant))
 

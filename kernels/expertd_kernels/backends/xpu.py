@@ -50,6 +50,8 @@ CONVERTED = "xpu_fused_moe"
 def pack(weights: Weights, problem: Problem) -> Packed:
     """Canonical weights in the package's layouts, on the weights' device, one matrix at a time."""
     assert problem.activation_quant is ActivationQuant.NONE, "rounded activations are not the row's"
+    first, second = weights.w13.scheme, weights.w2.scheme
+    assert first == second, f"w13 is {first.name}, w2 {second.name}: layers of two schemes are not the row's"
     interleaved = weights.activation.kind is ActivationKind.SWIGLUOAI
     forms = [form_of(q) for q in (weights.w13, weights.w2)]
 

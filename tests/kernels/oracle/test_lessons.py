@@ -24,15 +24,14 @@ from expertd_kernels import (
     decide,
     problem_of,
 )
-from expertd_kernels.backends import cpu_torch, deepgemm, gluon_sm90, reference, triton, xpu
-from expertd_kernels.backends import flashinfer_cutlass as cutlass
+from expertd_kernels.backends import cpu_torch, reference
 from expertd_kernels.backends import flashinfer_trtllm as trtllm
 from expertd_kernels.backends.gluon.weight_only.codec import codec_of
 from expertd_kernels.backends.gluon.weight_only.planning import heuristic
 from expertd_kernels.backends.portable.layout import layout_of
 from expertd_kernels.backends.portable.tiling import Facts, make_plan
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
-from expertd_kernels.oracle.decision import RULES
+from expertd_kernels.oracle.decision import RULES, backend_module
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.problem import Device
@@ -166,80 +165,7 @@ def test_two_quantizations_at_once_are_refused(tmp_path):
         open_checkpoint(tmp_path).info(0)
 
 
-# Backends: packing is a function of the weights.
-
-PACKERS = {
-    "reference": (reference, "cpu-portable", "int4_g32"),
-    "cpu_torch": (cpu_torch, "cpu-portable", "int4_g32"),
-    "triton": (triton, "sm80", "int4_g32"),
-    "gluon_sm90": (gluon_sm90, "sm90", "int4_g32"),
-    "xpu": (xpu, "xpu-xe2", "int4_g32"),
-    "flashinfer_trtllm": (trtllm, "sm100", "mxfp4"),
-    "flashinfer_cutlass": (cutlass, "sm90", "mxfp4"),
-    "deepgemm": (deepgemm, "sm90", "bf16"),
-}
-
-
-def case(name, **kw):
-    module, device, scheme = PACKERS[name]
-    w = random_weights(scheme, 2, 64, 64, **kw)
-    return module, w, problem_of(w, NAMED_DEVICES[device], packages=PACKAGES)
-
-
-def snapshot(tensors):
-    return {n: t.clone() for n, t in tensors}
-
-
-@pytest.mark.parametrize("name", PACKERS)
-def test_weights_are_not_converted_twice_on_reload(name):
-    """Packing changes nothing that it was given, and packing what was unpacked gives the same bytes."""
-    module, w, p = case(name, bias=True)
-    given = snapshot([*w.w13.tensors(), *((f"2.{n}", t) for n, t in w.w2.tensors())])
-    first = module.pack(w, p)
-    kept = snapshot(first.tensors.items())
-    second = module.pack(module.unpack(first), p)
-    for n, t in kept.items():
-        assert torch.equal(first.tensors[n].view(torch.uint8), t.view(torch.uint8))
-        assert torch.equal(second.tensors[n].view(torch.uint8), t.view(torch.uint8))
-    after = dict([*w.w13.tensors(), *((f"2.{n}", t) for n, t in w.w2.tensors())])
-    assert all(torch.equal(after[n].view(torch.uint8), t.view(torch.uint8)) for n, t in given.items())
-
-
-@pytest.mark.parametrize("name", PACKERS)
-def test_each_matrix_keeps_its_own_bias(name):
-    module, w, p = case(name, bias=True)
-    back = module.unpack(module.pack(w, p))
-    assert torch.equal(back.w13.bias, w.w13.bias)
-    assert torch.equal(back.w2.bias, w.w2.bias)
-    assert back.w13.zeros is None
-
-
-def test_the_bias_of_w2_moves_the_answer_by_itself():
-    """A kernel that adds w1's bias in place of w2's is seen: the two have different sizes and different effects."""
-    w = random_weights("int4_g32", 2, 64, 32, bias=True)
-    x, ids, weights = random_inputs(5, 64, 2, 1)
-    p = problem_of(w, CPU)
-    run = cpu_torch.experts(cpu_torch.pack(w, p), p)
-    right = compute(w, x, ids, weights)
-    assert relative_error(run(x, ids, weights), right) < 1e-2
-    for wrong in (
-        replace(w, w2=replace(w.w2, bias=None)),
-        replace(w, w13=replace(w.w13, bias=None)),
-        replace(w, w2=replace(w.w2, bias=w.w13.bias)),
-    ):
-        assert relative_error(compute(wrong, x, ids, weights), right) > 5e-2
-
-
-def test_no_backend_chooses_experts_by_itself():
-    """Every backend takes ids and weights, and those that no router would give are obeyed."""
-    w = random_weights("int4_g32", 4, 64, 32)
-    x, _, _ = random_inputs(3, 64, 4, 2)
-    ids = torch.tensor([[3, 3], [0, -1], [-1, 2]], dtype=torch.int32)
-    weights = torch.tensor([[-1.0, 2.5], [0.0, 9.0], [7.0, -0.5]])
-    p = problem_of(w, CPU, top_k=2)
-    for module in (reference, cpu_torch):
-        run = module.experts(module.pack(w, p), p)
-        assert relative_error(run(x, ids, weights), compute(w, x, ids, weights)) < 1e-2
+# Backends: what adapters call.  What each computes and packs: test_lessons_computed.py, test_lessons_packing.py.
 
 
 def test_no_adapter_calls_an_entry_point_that_routes_or_fixes_a_routing_method():
@@ -256,8 +182,8 @@ def test_no_adapter_calls_an_entry_point_that_routes_or_fixes_a_routing_method()
         assert not names & {"routing_logits", "router_logits", "gating_output", "e_score_correction_bias"}, file.name
     assert called
     assert all(name.endswith("_routed_moe") for name in called), called
-    for module, _, _ in PACKERS.values():
-        assert list(inspect.signature(module.pack).parameters) == ["weights", "problem"]
+    for b in BACKENDS:
+        assert list(inspect.signature(backend_module(b).pack).parameters) == ["weights", "problem"], b.name
     call = inspect.signature(type(cpu_torch.experts(*_small())).__call__).parameters
     assert list(call)[1:4] == ["hidden_states", "topk_ids", "topk_weights"]
 
@@ -268,27 +194,19 @@ def _small():
     return cpu_torch.pack(w, p), p
 
 
-def test_the_routes_given_reach_an_entry_point_that_could_route_by_itself():
-    """The numbers, not a method: whatever routing method the package is told, ids and weights are the caller's."""
-    w = random_weights("bf16", 3, 128, 128)
-    p = problem_of(w, NAMED_DEVICES["sm100"], top_k=2, packages=PACKAGES)
-    seen = {}
-
-    class Vendor:
-        @staticmethod
-        def trtllm_bf16_routed_moe(topk_ids, hidden_states, **k):
-            seen.update(ids=topk_ids[0], weights=topk_ids[1], **k)
-            return torch.zeros_like(hidden_states)
-
-    run = trtllm.TrtllmExperts(trtllm.pack(w, p), Vendor, torch.device("cpu"))
-    x, _, _ = random_inputs(2, 128, 3, 2)
-    ids = torch.tensor([[2, 2], [-1, 0]], dtype=torch.int32)
-    weights = torch.tensor([[-1.0, 2.5], [7.0, 0.0]])
-    run(x, ids, weights)
-    assert seen["ids"].tolist() == [[2, 2], [3, 0]], "an absent route goes to the expert that is elsewhere"
-    assert torch.equal(seen["weights"], weights)
-    assert seen["routed_scaling_factor"] is None
-    assert seen["n_group"] is seen["topk_group"] is None
+def test_the_one_adapter_that_names_a_routing_method_gives_the_routes_beside_it():
+    """FlashInfer's TRTLLM entry points ask for a method and read it only where they route: every form gives ids and
+    weights, no logits and no bias of a router, and none of the numbers of a method."""
+    tree = ast.parse(Path(trtllm.__file__).read_text())
+    names = {k.arg: ast.unparse(k.value) for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords}
+    assert names["routing_bias"] == "None"
+    sizes = next(n for n in ast.walk(tree) if isinstance(n, ast.Dict) and "'routing_method_type'" in ast.unparse(n))
+    given = {ast.literal_eval(k): ast.unparse(v) for k, v in zip(sizes.keys, sizes.values, strict=True)}
+    assert {k: given[k] for k in ("n_group", "topk_group", "routed_scaling_factor")} == dict.fromkeys(
+        ("n_group", "topk_group", "routed_scaling_factor"), "None"
+    )
+    others = [f for f in Path(trtllm.__file__).parent.glob("*.py") if "routing_method" in f.read_text()]
+    assert [f.name for f in others] == ["flashinfer_trtllm.py"]
 
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "int4_g128_zp", "mxfp4", "int8_channel", "e4m3_block128", "bf16"])
@@ -329,20 +247,6 @@ def test_awq_rows_grouped_by_expert_keep_zero_points(checkpoint_folder):
     assert relative_error(cpu_torch.experts(cpu_torch.pack(w, p), p)(rows, ids, ones), right) < 1e-2
     middle = replace(w, w2=replace(w.w2, zeros=torch.full_like(w.w2.zeros, 8)))
     assert relative_error(compute(middle, rows, ids, ones), right) > 5e-2, "zero points that are dropped are seen"
-
-
-def test_rows_grouped_by_expert_keep_their_zero_points():
-    """The grouped form is the same call with one route a row, so there is no second path that could forget them."""
-    w = random_weights("int4_g32_zp", 3, 64, 32)
-    p = problem_of(w, CPU)
-    x, _, _ = random_inputs(6, 64, 3, 1)
-    ids = torch.tensor([0, 0, 1, 2, 2, 2], dtype=torch.int32)[:, None]
-    ones = torch.ones(6, 1)
-    right = compute(w, x, ids, ones)
-    run = cpu_torch.experts(cpu_torch.pack(w, p), p)
-    assert relative_error(run(x, ids, ones), right) < 1e-2
-    middle = replace(w.w13, zeros=torch.full_like(w.w13.zeros, 8))
-    assert relative_error(compute(replace(w, w13=middle), x, ids, ones), right) > 5e-2
 
 
 def test_sizes_rounded_for_one_backend_are_not_left_so_for_the_next():
@@ -436,15 +340,3 @@ def test_an_activation_quantized_checkpoint_is_not_served_weight_only_in_silence
     assert plain.chosen.name == "triton"
     assert "to stay in bf16" in why(plain, "flashinfer_trtllm")
     assert plain.problem.checkpoint_activation is ActivationQuant.E4M3_GROUP128
-
-
-def test_packers_assert_what_the_rules_refuse():
-    """A caller that goes past the oracle meets a wall: nothing is dropped on the way into a layout."""
-    w = random_weights("int4_g32_zp", 2, 64, 32)
-    with pytest.raises(AssertionError, match="zero points"):
-        xpu.pack(w, problem_of(w, NAMED_DEVICES["xpu-xe2"]))
-    with pytest.raises(AssertionError, match="zero points"):
-        trtllm.pack(w, problem_of(w, NAMED_DEVICES["sm100"]))
-    w = random_weights("int4_g32", 2, 64, 32, bias=True)
-    with pytest.raises(AssertionError, match="biases"):
-        trtllm.pack(w, problem_of(w, NAMED_DEVICES["sm100"]))
