@@ -11,7 +11,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 from expertd.kserve import inference_pb2
-from expertd.v1 import admin_service_pb2, placement_pb2
+from expertd.v1 import admin_service_pb2, placement_pb2, weights_service_pb2
 from expertd.v1 import expert_service_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +21,7 @@ CONTRACT = {
     "expertd/v1/admin_service.proto": admin_service_pb2,
     "expertd/v1/expert_service.proto": pb,
     "expertd/v1/placement.proto": placement_pb2,
+    "expertd/v1/weights_service.proto": weights_service_pb2,
 }
 BASELINE = ROOT / "tests" / "golden" / "wire_v1.binpb"
 BUF = ROOT / "node_modules" / ".bin" / "buf"
@@ -55,7 +56,7 @@ def test_stubs_are_fresh(tmp_path: Path) -> None:
     made = sorted(p for p in (tmp_path / "expertd").rglob("*") if p.is_file())
     for path in made:
         assert path.read_text() == (PROTO / path.relative_to(tmp_path)).read_text(), f"{path.name}: run `make proto`"
-    assert len(made) == 10
+    assert len(made) == 13
 
 
 def _bare(file: descriptor_pb2.FileDescriptorProto) -> descriptor_pb2.FileDescriptorProto:

@@ -14,7 +14,7 @@ from expertd_kernels.checkpoint.assembly import assemble
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.families import ModelConfig, find_family, unknown_family
 from expertd_kernels.checkpoint.files import read_json, shard_files
-from expertd_kernels.checkpoint.names import LayerTensors, family_naming, group_by_layer, template_naming
+from expertd_kernels.checkpoint.names import LayerTensors, Naming, family_naming, group_by_layer, template_naming
 from expertd_kernels.checkpoint.quant_config import read_quant_config
 from expertd_kernels.checkpoint.recipe import LayerRecipe, experts_recipe, layer_recipe
 from expertd_kernels.checkpoint.tensors import Counter, Shard, Stored
@@ -48,7 +48,7 @@ def open_checkpoint(path: str | Path, layer_template: str | None = None) -> Chec
             f"{root}: no experts among its {len(tensors)} tensors (as {next(iter(tensors), 'none')}); family"
             f" {model.family.name} has them at {naming.template}; say where they are with --layer-template"
         )
-    return Checkpoint(root, model, quant, layers, counter)
+    return Checkpoint(root, model, quant, layers, counter, naming)
 
 
 def _open_shards(root: Path, counter: Counter) -> dict[str, Stored]:
@@ -76,10 +76,12 @@ class Checkpoint:
         quant: Mapping[str, Any],
         tensors: Mapping[int, LayerTensors],
         counter: Counter,
+        naming: Naming,
     ) -> None:
         self.root = root
         self.quant = quant
         self.counter = counter
+        self.naming = naming
         self._model = model
         self._facts: dict[int, LayerRecipe] = {}
         depth = model.num_layers()
@@ -101,6 +103,14 @@ class Checkpoint:
     def bytes_read(self) -> int:
         """Bytes of tensors read from disk so far, headers not counted."""
         return self.counter.bytes
+
+    def tensors(self, layer: int) -> LayerTensors:
+        """Where the tensors of a layer's experts are; not to be changed.  KeyError: it has no experts."""
+        return self._tensors[layer]
+
+    def with_layer(self, layer: LayerTensors) -> Checkpoint:
+        """The same model with these tensors of one layer, and no other layer."""
+        return Checkpoint(self.root, self._model, self.quant, {layer.layer: layer}, Counter(), self.naming)
 
     def recipe(self, layer: int) -> LayerRecipe:
         """How the layer will be read: formats, schemes, shapes of every projection of every expert."""

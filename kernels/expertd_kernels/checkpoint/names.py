@@ -15,7 +15,7 @@ from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.families import Family
 from expertd_kernels.checkpoint.tensors import Stored
 
-__all__ = ["LayerTensors", "Naming", "family_naming", "group_by_layer", "template_naming"]
+__all__ = ["LayerTensors", "Naming", "Place", "family_naming", "group_by_layer", "place_of", "template_naming"]
 
 _OTHER_PARTS = frozenset({"mtp", "nextn", "talker", "visual", "vision", "vision_tower", "vision_model", "draft"})
 """Parts of a name before `layers` that mean another network than the language model."""
@@ -110,30 +110,56 @@ def template_naming(template: str, family: Family) -> Naming:
     return Naming(None, re.compile(pattern + r"(?:[._](?P<suffix>.+))?"), {}, projections, template)
 
 
+@dataclass(frozen=True)
+class Place:
+    """What a tensor's name says.
+
+    expert  None: a fused tensor, [E, ...]
+    proj    what the name calls the projection; projection: "gate", "up", "down" or "gate_up"
+    module  the name without the suffix; prefix: the name before the expert
+    """
+
+    layer: int
+    expert: int | None
+    projection: str
+    suffix: str
+    proj: str
+    module: str
+    prefix: str
+
+
+def place_of(name: str, naming: Naming) -> Place | None:
+    """None: it is no expert's tensor."""
+    m = naming.apart.fullmatch(name) if naming.apart else None
+    fused = None if m or naming.fused is None else naming.fused.fullmatch(name)
+    hit = m or fused
+    if hit is None or not _OTHER_PARTS.isdisjoint(hit["prefix"].split(".")):
+        return None
+    suffix, proj, layer = hit["suffix"] or "", hit["proj"], int(hit["layer"])
+    if m is not None:
+        module = name[: m.start("suffix") - 1]
+        return Place(layer, int(m["expert"]), naming.projections[proj], suffix, proj, module, m["prefix"])
+    module = f"{hit['prefix']}.{proj}"
+    return Place(layer, None, naming.fused_projections[proj], suffix, proj, module, hit["prefix"])
+
+
 def group_by_layer(tensors: Mapping[str, Stored], naming: Naming) -> dict[int, LayerTensors]:
     """Every expert tensor, by layer.  CheckpointError if two parts of the model, or two names, claim one place."""
     layers: dict[int, LayerTensors] = {}
     for name, t in tensors.items():
-        m = naming.apart.fullmatch(name) if naming.apart else None
-        fused = None if m or naming.fused is None else naming.fused.fullmatch(name)
-        hit = m or fused
-        if hit is None or not _OTHER_PARTS.isdisjoint(hit["prefix"].split(".")):
+        at = place_of(name, naming)
+        if at is None:
             continue
-        layer = layers.setdefault(int(hit["layer"]), LayerTensors(int(hit["layer"]), hit["prefix"]))
-        if m is not None:
-            expert, projection = int(m["expert"]), naming.projections[m["proj"]]
-            module = name[: m.start("suffix") - 1]
-            layer.names.setdefault((expert, projection), module)
-            place = layer.apart.setdefault(expert, {}).setdefault(projection, {})
+        layer = layers.setdefault(at.layer, LayerTensors(at.layer, at.prefix))
+        if at.expert is not None:
+            layer.names.setdefault((at.expert, at.projection), at.module)
+            place = layer.apart.setdefault(at.expert, {}).setdefault(at.projection, {})
         else:
-            assert fused is not None
-            projection = naming.fused_projections[fused["proj"]]
-            layer.fused_names.setdefault(projection, fused["proj"])
-            place = layer.fused.setdefault(projection, {})
-        suffix = hit["suffix"] or ""
-        if suffix in place:
+            layer.fused_names.setdefault(at.projection, at.proj)
+            place = layer.fused.setdefault(at.projection, {})
+        if at.suffix in place:
             raise CheckpointError(
-                f"{name} and {place[suffix].name}: two tensors for one place; say with --layer-template which it is"
+                f"{name} and {place[at.suffix].name}: two tensors for one place; say with --layer-template which it is"
             )
-        place[suffix] = t
+        place[at.suffix] = t
     return layers

@@ -7,6 +7,7 @@ Everything that can be refused here is refused with one sentence (BootError).  I
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -124,6 +125,12 @@ class Assigner:
         """Raises BootError for a pin that would do nothing."""
         self._config, self._source, self._device, self._packages = config, source, device, packages
         self._pins = _pins(config, source)
+
+    def of(self, source: ExpertSource) -> Assigner:
+        """The same for another source of the same model, or of some of its layers."""
+        out = copy.copy(self)
+        out._source = source
+        return out
 
     def all(self) -> list[Assignment]:
         """Of each layer that the configuration asks for.  Raises BootError."""

@@ -54,6 +54,7 @@ from expertd_server.service.service import Service
 from expertd_server.transports.admin import AdminTransport
 from expertd_server.transports.grpc_server import GrpcTransport
 from expertd_server.transports.protocol import Transport
+from expertd_server.updates.updates import Updates
 from expertd_server.views.describe import Describer
 from expertd_server.views.gpu_metrics import gpu_facts
 from expertd_server.views.metrics import BackendFacts, Metrics
@@ -130,6 +131,7 @@ class Host:
         self.residence = Residence(config, assigner, self._workshop, self.engine, oracle, self._changed)
         self._changes = Changes(self.residence, self._committed)
         self._changes.epoch = self._epoch
+        self._updates = Updates(config, self.residence, source)
         infos = [a.info for a in assignments] or [source.info(source.layers[0])]
         try:
             self._make_service(source, infos)
@@ -166,6 +168,7 @@ class Host:
         if admin is not None:
             admin.close()
         if self.address:
+            self._updates.close()
             self._changes.close()
         for t in transports:
             t.close()
@@ -330,7 +333,7 @@ class Host:
         self.say(f"listening on {self.address}", address=self.address)
         if config.admin_listen is not None:
             self._admin = AdminTransport(
-                self._changes, self.metrics, fingerprint, config.admin_listen, security, self._serves
+                self._changes, self._updates, self.metrics, fingerprint, config.admin_listen, security, self._serves
             )
             with listening("--admin-listen", config.admin_listen):
                 self._describe.admin_address = self._admin.start()
@@ -372,6 +375,7 @@ class Host:
         self.metrics.hold([_facts(b) for b in booted.values()])
         if self.residence.memory is not None:
             self.metrics.plan(planned_bytes(self.residence.memory))
+        self._describe.versions = self._updates.messages()
         self._describe.update(list(booted.values()), self.residence.memory, self._workshop.device, leaving)
 
         if self.config.held is not None and not leaving and self.loaded.done():

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from expertd.ranges import format_ranges
 from expertd_kernels.native.memory import available_bytes
@@ -34,7 +35,7 @@ from expertd_server.config.serve import ServeConfig
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.served import ServedLayer
 
-__all__ = ["Change", "Residence"]
+__all__ = ["Change", "Residence", "Weights"]
 
 Experts = Mapping[int, Collection[int]]
 """Ids of experts by layer."""
@@ -48,11 +49,21 @@ class Change:
     whole: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A version of the weights: where its layers come from, and those that are ready, by layer."""
+
+    assigner: Assigner
+    workshop: Workshop
+    booted: Mapping[int, Booted]
+
+
 class Residence:
-    """From any thread; one change at a time, others wait.
+    """From any thread; one change at a time, others wait.  While new weights are made (claim()) changes are refused.
 
     booted   what is held now, by layer, ascending; memory: the plan of it, None = nothing.  Both never change, but are
              replaced
+    before   the weights that switch() replaced, for switch() back; a change of what is held lets go of them
     changed  called after each change with what is held then, and what of it is to be told no more
     """
 
@@ -68,6 +79,8 @@ class Residence:
         self._config, self._assigner, self._workshop, self._engine = config, assigner, workshop, engine
         self._oracle, self._changed = oracle, changed
         self._changing = threading.Lock()
+        self._claimed = ""
+        self.before: Weights | None = None
         self.booted: Mapping[int, Booted] = MappingProxyType({})
         self.memory: MemoryPlan | None = None
 
@@ -90,6 +103,7 @@ class Residence:
         """Hold these layers, with these experts besides those that are held; None: those that the configuration asks
         for.  Returns when they are served.  Raises BootError, and then nothing has changed."""
         self._assigner.require_layers(layers, f"layers to add: got {format_ranges(layers)}")
+        self._require_unclaimed()
         with self._changing:
             held = {n: set(b.assignment.held) for n, b in self.booted.items()}
             wanted = []
@@ -104,6 +118,7 @@ class Residence:
         """Let go of these layers, or of some of their experts, and wait until their memory is free.  What is not held
         is no error.  Raises BootError, and then nothing has changed; TimeoutError where requests still use a layer that
         is let go of: its memory goes with the last of them."""
+        self._require_unclaimed()
         with self._changing:
             gone = self._replace(*self._without(layers, experts))
         self._release(gone, timeout_s)
@@ -130,6 +145,7 @@ class Residence:
         """Make ready that these experts of these layers are held, () = none, instead of what is held of them.  Until
         commit() or abort() every other change waits.  ready: called with how many layers are, of how many.  Raises
         BootError, or Stopped once stopped() says so, and then nothing has changed."""
+        self._require_unclaimed()
         self._changing.acquire()
         try:
             some, none = self._other(wanted)
@@ -170,6 +186,71 @@ class Residence:
         self._changing.release()
         self._workshop.alone(lambda: give_back(self._workshop.device))
 
+    # ---- new weights of what is held ---------------------------------------------------------------------------------
+
+    def claim(self, why: str) -> None:
+        """What is held stays so until unclaim(): changes are refused with `why`.  Raises BootError where one is under
+        way."""
+        if not self._changing.acquire(blocking=False):
+            raise BootError("a change of what this server holds is under way; want that done first")
+        self._claimed = why
+
+    def unclaim(self) -> None:
+        """Changes may be made again."""
+        self._claimed = ""
+        self._changing.release()
+
+    def room_twice(self) -> MemoryPlan | None:
+        """The plan of what is held and of as much beside it; None = nothing is held.  Raises BootError where that does
+        not fit."""
+        held = [b.assignment for b in self.booted.values()]
+        return self._require_room(held) if held else None
+
+    @property
+    def weights(self) -> Weights:
+        """Those that are served."""
+        return Weights(self._assigner, self._workshop, self.booted)
+
+    def make(self, assigner: Assigner, workshop: Workshop, layer: int, held: Collection[int]) -> Booted:
+        """A layer of other weights: read, packed, checked and warm, and not served.  Raises BootError."""
+        use_device(workshop.device)
+        with workshop.preparing():
+            made = boot_layer(assigner.layer(layer, held), workshop, measure=False)
+            workshop.alone(lambda: give_back(workshop.device))
+        return made
+
+    def switch(self, weights: Weights, timeout_s: float | None = None) -> None:
+        """Serve these instead of those that are served, which become `before`; between claim() and unclaim().  They
+        hold the same layers and experts.  Returns when no request uses the others any more, or after timeout_s."""
+        assert {n: b.assignment.held for n, b in weights.booted.items()} == {
+            n: b.assignment.held for n, b in self.booted.items()
+        }, "other experts than those that are held"
+        before = self.weights
+        self._assigner, self._workshop, self.before = weights.assigner, weights.workshop, before
+        self._hold(weights.booted)
+        self._engine.forget([b.served for b in before.booted.values()], timeout_s)
+
+    def drop_before(self) -> None:
+        """Let go of the weights before, and give their memory back."""
+        if self.before is None:
+            return
+        alive = [weakref.ref(b.served.experts) for b in self.before.booted.values()]
+        self.before = None
+        self._changed(self.booted, {})
+        self.give_back(alive)
+
+    def give_back(self, alive: Sequence[weakref.ref[Any]] = ()) -> None:
+        """Memory of layers that nothing refers to any more.  alive: of their experts; where some are, garbage is looked
+        for."""
+        if any(ref() is not None for ref in alive):
+            _collect_garbage()
+        self._workshop.alone(lambda: give_back(self._workshop.device))
+
+    def _require_unclaimed(self) -> None:
+        """Raises BootError."""
+        if self._claimed:
+            raise BootError(self._claimed)
+
     def _other(self, wanted: Experts) -> tuple[list[Assignment], list[int]]:
         """(layers to be made, layers that go) where what is held differs from `wanted`.  Raises BootError."""
         self._assigner.require_layers(wanted, f"layers to hold: got {format_ranges(wanted)}")
@@ -199,6 +280,7 @@ class Residence:
         new, whole = change.new, change.whole
         gone = [b.served for n, b in self.booted.items() if n in new or n in whole]
         if new or gone:
+            self.drop_before()
             self._hold({**{n: b for n, b in self.booted.items() if n not in whole}, **new})
         return gone
 
@@ -211,6 +293,7 @@ class Residence:
         """Read, pack, check and warm up, while the engine serves."""
         if not assignments:
             return {}
+        self.drop_before()  # what is held will be other experts, and they may need the room
         workshop, out = self._workshop, dict[int, Booted]()
         use_device(workshop.device)
         memory = self._require_room(assignments)
@@ -253,9 +336,7 @@ class Residence:
         if not self._engine.forget(gone, timeout_s):
             raise TimeoutError(f"layers {layers}: requests still use them after {timeout_s:g} s; want them done first")
         gone.clear()
-        if any(ref() is not None for ref in alive):
-            _collect_garbage()
-        self._workshop.alone(lambda: give_back(self._workshop.device))
+        self.give_back(alive)
 
 
 def _collect_garbage() -> None:

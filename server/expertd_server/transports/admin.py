@@ -1,4 +1,5 @@
-"""expertd.v1.AdminService on grpc.aio, at an address of its own: how a server is given other experts.
+"""expertd.v1.AdminService and WeightsService on grpc.aio, at an address of their own: how a server is given other
+experts, or new weights.
 
 Its callers need the right "admin" where there is a file of callers.  It changes nothing itself: Changes does, in
 threads, and no call here keeps the event loop.
@@ -16,6 +17,7 @@ from expertd.errors import ChangeRefusedError, MalformedMessageError, NotReadyEr
 from expertd.ranges import parse_ranges
 from expertd.v1 import admin_service_pb2 as pb
 from expertd.v1 import admin_service_pb2_grpc as stubs
+from expertd.v1 import weights_service_pb2_grpc as weights_stubs
 from expertd.v1.expert_service_pb2 import Memory
 from expertd_server.boot.memory import MemoryPlan
 from expertd_server.config.values import Address
@@ -25,6 +27,8 @@ from expertd_server.service.response import error_of
 from expertd_server.transports.grpc_server import LOOP, bindable
 from expertd_server.transports.left import tell_of_leaving_at_debug
 from expertd_server.transports.security import Gate, Security, tls_credentials
+from expertd_server.transports.weights import MOST_MESSAGE_BYTES, WeightsServicer
+from expertd_server.updates.updates import Updates
 from expertd_server.views.describe import memory_message
 from expertd_server.views.metrics import Metrics
 
@@ -43,13 +47,16 @@ class AdminTransport:
     def __init__(
         self,
         changes: Changes,
+        updates: Updates,
         metrics: Metrics,
         fingerprint: str,
         listen: Address,
         security: Security,
         ready: Callable[[], bool],
     ) -> None:
-        self._servicer = _Servicer(changes, fingerprint, Gate(security.callers, metrics.reloaded), ready)
+        gate = Gate(security.callers, metrics.reloaded)
+        self._servicer = _Servicer(changes, fingerprint, gate, ready)
+        self._weights = WeightsServicer(updates, fingerprint, gate, ready)
         self._listen, self._security, self._told = listen, security, metrics.reloaded
         self._server: Any = None
 
@@ -66,8 +73,10 @@ class AdminTransport:
         tell_of_leaving_at_debug()
         # its callers ask often whether it is still there: loading may take long
         pings = [("grpc.http2.min_ping_interval_without_data_ms", 2_000), ("grpc.http2.max_ping_strikes", 0)]
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0), *pings])
+        most = ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES)
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0), most, *pings])
         stubs.add_AdminServiceServicer_to_server(self._servicer, server)  # type: ignore[no-untyped-call]
+        weights_stubs.add_WeightsServiceServicer_to_server(self._weights, server)  # type: ignore[no-untyped-call]
         credentials = tls_credentials(self._security, self._told)
         with bindable(self._listen):
             try:

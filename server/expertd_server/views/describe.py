@@ -85,7 +85,7 @@ def memory_message(plan: MemoryPlan) -> pb.Memory:
 class Describer:
     """The answer of Describe, from the last update().  load: asked for each answer.  The rest: what never changes.
 
-    admin_address, placement_epoch   as in DescribeResponse; set before an update()
+    admin_address, placement_epoch, versions   as in DescribeResponse; set before an update()
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Describer:
         )
         self.admin_address = ""
         self.placement_epoch = 0
+        self.versions: Sequence[pb.WeightVersion] = ()
         self.update((), None, None)
 
     def update(
@@ -130,6 +131,7 @@ class Describer:
         full, brief = pb.DescribeResponse(), pb.DescribeResponse()
         full.CopyFrom(self._always)
         full.admin_address, full.placement_epoch = self.admin_address, self.placement_epoch
+        full.versions.extend(self.versions)
         layers = (describe_layer(b, leaving.get(b.served.layer, ())) for b in booted)
         full.layers.extend(layer for layer in layers if layer.held)
         if memory is not None:

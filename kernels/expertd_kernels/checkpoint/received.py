@@ -1,0 +1,282 @@
+"""Tensors of a checkpoint that arrive one by one, in any order, and in parts: the same readers read them as from files.
+
+    received = Received(checkpoint, {3: [0, 1, 2, 3]})      experts wanted, by layer
+    received.put("model.layers.3.mlp.experts.0.up_proj.weight", "BF16", (768, 2048), 0, data)
+    received.take()                                          a layer that is complete, as a source, or None
+
+A layer is complete when each wanted expert has all of its tensors: either those that `checkpoint` has (the same names
+and dtypes), or unquantized weights of each projection.  Its bytes lie in one anonymous file in memory, which goes with
+the source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import threading
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from expertd_kernels.checkpoint.checkpoint import Checkpoint
+from expertd_kernels.checkpoint.errors import CheckpointError
+from expertd_kernels.checkpoint.names import LayerTensors, Place, group_by_layer, place_of
+from expertd_kernels.checkpoint.tensors import DTYPES, MAX_RANK, Counter, Shard, Stored
+
+__all__ = ["Received"]
+
+FLOATS = ("BF16", "F16", "F32")
+"""Dtypes of unquantized weights, which are quantized here where the served weights are."""
+_ALIGNMENT = 64
+_MOST_EXTENT = 1 << 40
+
+_Key = tuple[int, str, str]
+"""(expert, projection, suffix); expert -1 = a fused tensor of all experts."""
+
+
+class _Memory(Shard):
+    """The bytes of a layer's tensors in an anonymous file in memory: a shard without a header."""
+
+    def __init__(self, name: str) -> None:
+        self.path, self.counter, self.size = Path(name), Counter(), 0
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        self.tensors = {}
+
+    def room(self, nbytes: int) -> int:
+        """Where so many bytes may be written."""
+        at = self.size
+        self.size = -(-(at + nbytes) // _ALIGNMENT) * _ALIGNMENT
+        os.ftruncate(self.fd, self.size)
+        return at
+
+    def write(self, data: bytes, offset: int) -> None:
+        view = memoryview(data)
+        while view:
+            done = os.pwrite(self.fd, view, offset)
+            view, offset = view[done:], offset + done
+
+
+@dataclass(eq=False)
+class _Arriving:
+    """A tensor of which some bytes are there.  parts: offset -> end, apart; sha256: what it must be, empty = any."""
+
+    stored: Stored
+    parts: dict[int, int] = field(default_factory=dict)
+    sha256: bytes = b""
+
+    def add(self, begin: int, end: int) -> None:
+        """Raises CheckpointError where bytes came before."""
+        for b, e in self.parts.items():
+            if begin < e and b < end:
+                raise CheckpointError(f"{self.stored.name}: bytes {begin} to {end} overlap {b} to {e}, which are here")
+        for b, e in list(self.parts.items()):  # neighbours become one, so that a tensor in order is one part
+            if e == begin:
+                begin = b
+                del self.parts[b]
+            elif b == end:
+                end = e
+                del self.parts[b]
+        self.parts[begin] = end
+
+    @property
+    def whole(self) -> bool:
+        return self.parts == {0: self.stored.nbytes}
+
+
+class _Layer:
+    """One layer under way.  as_stored, plain: what each way of being complete lacks."""
+
+    def __init__(self, number: int, like: LayerTensors, experts: Collection[int]) -> None:
+        self.memory = _Memory(f"layer-{number}")
+        self.arriving: dict[str, _Arriving] = {}
+        self.like: dict[_Key, Stored] = {}
+        for e, found in like.apart.items():
+            if e in experts:
+                self.like |= {(e, p, s): t for p, suffixes in found.items() for s, t in suffixes.items()}
+        self.like |= {(-1, p, s): t for p, suffixes in like.fused.items() for s, t in suffixes.items()}
+        self.as_stored = set(self.like)
+        fused = "weight" if any(e < 0 and s == "weight" for e, _, s in self.like) else ""
+        self.plain = {(e, p, "weight" if e >= 0 else fused) for e, p, _ in self.like}
+        self.plain |= {key for key in self.like if key[2] == "bias"}
+
+    def check(self, key: _Key, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError for a tensor that no way of being complete has, or of another shape."""
+        like = self.like.get(key)
+        if like is not None and (dtype == like.dtype or (dtype in FLOATS and like.dtype in FLOATS)):
+            if shape != like.shape:
+                raise CheckpointError(f"{name}: shape {list(shape)}, want {list(like.shape)}")
+            return
+        if key in self.plain and dtype in FLOATS:
+            return
+        want = (
+            f"{like.dtype} as the served checkpoint has it" if like is not None else "a name of the served checkpoint"
+        )
+        unquantized = f", or unquantized weights ({', '.join(FLOATS)})"
+        raise CheckpointError(f"{name}: {dtype} {list(shape)}; want {want}{unquantized}")
+
+    def done(self, key: _Key, dtype: str) -> None:
+        like = self.like.get(key)
+        if like is not None and (dtype == like.dtype or (dtype in FLOATS and like.dtype in FLOATS)):
+            self.as_stored.discard(key)
+        if dtype in FLOATS:
+            self.plain.discard(key)
+
+    @property
+    def complete(self) -> bool:
+        return not self.as_stored or not self.plain
+
+    @property
+    def lacks(self) -> set[_Key]:
+        """Of the way of being complete that lacks less."""
+        return min(self.as_stored, self.plain, key=len)
+
+
+class Received:
+    """Thread-safe.
+
+    kept_bytes     of tensors of wanted experts so far; waiting_bytes: of them, those of layers that were not taken
+    """
+
+    def __init__(self, checkpoint: Checkpoint, wanted: Mapping[int, Sequence[int]]) -> None:
+        self._checkpoint = checkpoint
+        self._wanted = {n: tuple(e) for n, e in wanted.items()}
+        self._layers: dict[int, _Layer] = {}
+        self._ready: list[int] = []
+        self._taken: set[int] = set()
+        self._crc: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self.kept_bytes = self.waiting_bytes = 0
+
+    def put(self, name: str, dtype: str, shape: Sequence[int], offset: int, data: bytes, sha256: bytes = b"") -> bool:
+        """Some bytes of a tensor.  False: it is of no wanted expert.  Raises CheckpointError."""
+        at = place_of(name, self._checkpoint.naming)
+        if at is None or at.layer not in self._wanted:
+            return False
+        if at.expert is not None and at.expert not in self._wanted[at.layer]:
+            return False
+        nbytes = _check_header(name, dtype, tuple(shape))
+        if not 0 <= offset <= offset + len(data) <= nbytes:
+            raise CheckpointError(
+                f"{name}: bytes {offset} to {offset + len(data)}, but {dtype} {list(shape)} has {nbytes}"
+            )
+        with self._lock:
+            self._put(at, name, dtype, tuple(shape), nbytes, offset, data, sha256)
+        return True
+
+    def _put(
+        self,
+        at: Place,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        nbytes: int,
+        offset: int,
+        data: bytes,
+        sha256: bytes,
+    ) -> None:
+        key = (-1 if at.expert is None else at.expert, at.projection, at.suffix)
+        again = f"{name} {offset}"
+        crc = zlib.crc32(data, len(data))
+        if again in self._crc:
+            if self._crc[again] != crc:
+                raise CheckpointError(f"{name}: was put before with other bytes; want each tensor once in an update")
+            return
+        if at.layer in self._taken or at.layer in self._ready:
+            raise CheckpointError(
+                f"{name}: layer {at.layer} was complete without it; want each tensor once in an update"
+            )
+        layer = self._layers.get(at.layer)
+        if layer is None:
+            layer = _Layer(at.layer, self._checkpoint.tensors(at.layer), self._wanted[at.layer])
+            self._layers[at.layer] = layer
+        tensor = layer.arriving.get(name)
+        if tensor is None:
+            layer.check(key, name, dtype, shape)
+            stored = Stored(name, dtype, shape, layer.memory, layer.memory.room(nbytes), nbytes)
+            tensor = layer.arriving[name] = _Arriving(stored)
+        elif (tensor.stored.dtype, tensor.stored.shape) != (dtype, shape):
+            was = f"{tensor.stored.dtype} {list(tensor.stored.shape)}"
+            raise CheckpointError(f"{name}: {dtype} {list(shape)}, but its first part was of {was}")
+        tensor.add(offset, offset + len(data))
+        tensor.sha256 = sha256 or tensor.sha256
+        layer.memory.write(data, tensor.stored.offset + offset)
+        self._crc[again] = crc
+        self.kept_bytes += len(data)
+        self.waiting_bytes += len(data)
+        if tensor.whole:
+            _check_hash(tensor)
+            layer.done(key, dtype)
+            if layer.complete:
+                self._ready.append(at.layer)
+
+    @property
+    def ready(self) -> bool:
+        """Whether take() has a layer."""
+        return bool(self._ready)
+
+    def take(self) -> tuple[int, Checkpoint] | None:
+        """The next layer that is complete, with a source of it alone; None: there is none."""
+        with self._lock:
+            if not self._ready:
+                return None
+            number = self._ready.pop(0)
+            layer = self._layers.pop(number)
+            self._taken.add(number)
+            self.waiting_bytes -= sum(t.stored.nbytes for t in layer.arriving.values())
+        grouped = group_by_layer({n: t.stored for n, t in layer.arriving.items() if t.whole}, self._checkpoint.naming)
+        return number, self._checkpoint.with_layer(self._filled(grouped[number]))
+
+    def _filled(self, layer: LayerTensors) -> LayerTensors:
+        """With every expert of the model: those that are not wanted stand for themselves by the headers of one that is,
+        and are never read."""
+        if layer.apart:
+            first = layer.apart[min(layer.apart)]
+            for e in self._checkpoint.tensors(layer.layer).apart:
+                layer.apart.setdefault(e, first)
+        return layer
+
+    def missing(self) -> list[str]:
+        """Sentences, one for each wanted layer that is not complete."""
+        with self._lock:
+            out = []
+            for number in sorted(set(self._wanted) - self._taken - set(self._ready)):
+                layer = self._layers.get(number)
+                if layer is None:
+                    out.append(f"layer {number}: no tensor of it was put")
+                    continue
+                partly = next((t.stored.name for t in layer.arriving.values() if not t.whole), "")
+                if partly:
+                    out.append(f"{partly}: some of its bytes are missing")
+                    continue
+                lacks = sorted(layer.lacks)
+                e, projection, suffix = lacks[0]
+                which = "the experts" if e < 0 else f"expert {e}"
+                more = f", and {len(lacks) - 1} tensors more" if len(lacks) > 1 else ""
+                out.append(f"layer {number}: {projection} {suffix or 'weights'} of {which} is missing{more}")
+            return out
+
+
+def _check_header(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of the tensor.  Raises CheckpointError."""
+    known = DTYPES.get(dtype)
+    if known is None:
+        raise CheckpointError(f"{name}: dtype {dtype!r:.20}, want one of {', '.join(DTYPES)}")
+    if len(shape) > MAX_RANK or math.prod(shape) > _MOST_EXTENT:
+        raise CheckpointError(f"{name}: shape of {len(shape)} extents, want at most {MAX_RANK} and 2^40 elements")
+    return math.prod(shape) * known[0]
+
+
+def _check_hash(tensor: _Arriving) -> None:
+    """Raises CheckpointError where the bytes are not those that the sender hashed."""
+    if not tensor.sha256:
+        return
+    digest, stored = hashlib.sha256(), tensor.stored
+    step = 1 << 20
+    for begin in range(0, stored.nbytes, step):
+        digest.update(os.pread(stored.shard.fd, min(step, stored.nbytes - begin), stored.offset + begin))
+    if digest.digest() != tensor.sha256:
+        raise CheckpointError(
+            f"{stored.name}: SHA-256 {digest.hexdigest()[:16]}..., want {tensor.sha256.hex()[:16]}..."
+        )

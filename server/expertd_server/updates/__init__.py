@@ -1,0 +1,1 @@
+"""New weights of what is held, while it is served: updates, versions, rollback."""

@@ -1,0 +1,106 @@
+"""The layers of a new version, made one after another on a thread that stands back behind those that serve."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
+from expertd_kernels.checkpoint.checkpoint import Checkpoint
+from expertd_kernels.sources.source import ExpertSource
+from expertd_server.boot.assignment import Assignment, BootError
+from expertd_server.boot.layers import Booted, Stopped
+from expertd_server.residence.residence import Residence
+from expertd_server.updates.sources import alike, require_alike
+
+__all__ = ["Packing"]
+
+_NICE = 10
+"""How far the thread stands back, where it shares cores."""
+
+Take = Callable[[], "tuple[int, Checkpoint] | None"]
+"""The next layer that is complete with its source; None: there is none yet."""
+
+
+class Packing:
+    """take: asked for layers after wake().  failed: called once, on the thread, with the reason.
+
+    booted    layers that are ready; busy: whether one is being made; packing_s: what they took, one after another
+    ended     set when all of them are ready, after a failure, and after stop()
+    """
+
+    def __init__(self, residence: Residence, take: Take, failed: Callable[[Exception], None]) -> None:
+        self._residence, self._take, self._failed = residence, take, failed
+        served = residence.weights
+        self._served = dict(served.booted)
+        self._assigner = served.assigner
+        self._workshop = replace(
+            served.workshop,
+            cache=None,
+            seconds=defaultdict(float),
+            reading=defaultdict(float),
+            lookups=Counter(),
+        )
+        self.booted: dict[int, Booted] = {}
+        self.busy = False
+        self.packing_s = 0.0
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self.ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="expertd-update", daemon=True)
+
+    @property
+    def layers(self) -> int:
+        """To be made."""
+        return len(self._served)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There may be a layer to take."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Make no further layer; returns when the one under way is done.  What was made is dropped."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        self.booted.clear()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        try:
+            while len(self.booted) < len(self._served):
+                self._wake.wait()
+                self._wake.clear()
+                while not self._stop.is_set() and (found := self._take()) is not None:
+                    self._make(*found)
+                    del found
+                if self._stop.is_set():
+                    raise Stopped
+        except Stopped:
+            pass
+        except Exception as e:
+            self._failed(e)
+        finally:
+            self.ended.set()
+
+    def _make(self, layer: int, source: Checkpoint) -> None:
+        begin, self.busy = time.perf_counter(), True
+        served: Assignment = self._served[layer].assignment
+        found: ExpertSource = alike(source, layer, served.info)
+        try:
+            assigner = self._assigner.of(found)
+            require_alike(assigner.layer(layer, served.held), served)
+        except (ValueError, OSError) as e:
+            raise BootError(f"layer {layer}: {e}") from e
+        self.booted[layer] = self._residence.make(assigner, replace(self._workshop, source=found), layer, served.held)
+        self.packing_s += time.perf_counter() - begin
+        self.busy = False

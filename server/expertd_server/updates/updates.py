@@ -1,0 +1,439 @@
+"""One update of the weights at a time, by name, in two phases: what WeightsService does, without gRPC.
+
+    updates.begin("step-7", version=7)          its layers are made on a thread of their own, as they are complete
+    updates.put("step-7", parts)                tensors, or parts of them
+    job = updates.seal("step-7")                no tensor comes any more: job.ended is set when it is ready, or failed
+    updates.commit("step-7")                    or updates.abort("step-7")
+    updates.rollback()                          the version before again
+
+Until commit() the version that was served goes on, whatever happens; what was made for an update that ends otherwise is
+given back at once.  An update that nobody calls for the length of its lease is let go of.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from expertd.errors import (
+    ChangePendingError,
+    ChangeRefusedError,
+    ChangeUnknownError,
+    ExpertdError,
+    QueueFullError,
+    RequestCancelledError,
+)
+from expertd.v1 import expert_service_pb2 as expert_pb
+from expertd.v1 import weights_service_pb2 as pb
+from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
+from expertd_kernels.checkpoint.checkpoint import Checkpoint
+from expertd_kernels.checkpoint.received import Received
+from expertd_kernels.sources.source import ExpertSource
+from expertd_server.boot.assignment import BootError, files_state
+from expertd_server.boot.memory import MemoryPlan, free_bytes
+from expertd_server.config.serve import ServeConfig
+from expertd_server.residence.residence import Residence, Weights
+from expertd_server.service.response import error_of
+from expertd_server.updates.packing import Packing
+from expertd_server.updates.sources import GoneSource, alike, checkpoint_of
+from expertd_server.updates.versions import CHECKPOINT, TENSORS, Version, version_message
+
+__all__ = ["Asked", "Job", "Updates"]
+
+log = logging.getLogger(__name__)
+
+_RELEASE_S = 60.0
+"""How long a switch waits until no request uses the version before."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an update is begun with, as in BeginUpdateRequest; version 0 = the next one, base 0 = not checked."""
+
+    update: str
+    version: int = 0
+    label: str = ""
+    base: int = 0
+    checkpoint: str = ""
+    lease_s: float = 60.0
+
+
+@dataclass(eq=False)
+class Job:
+    """An update under way.
+
+    received     tensors that are put; None: the server reads `folder`, whose files were as `files` says
+    waiting_limit_bytes  of tensors that may wait to be packed; 0 = not known
+    ended        set when every layer is ready, or with `error`
+    """
+
+    asked: Asked
+    version: Version
+    packing: Packing
+    received: Received | None
+    folder: Checkpoint | None
+    files: str
+    memory: MemoryPlan | None
+    waiting_limit_bytes: int
+    state: pb.UpdateState = pb.UPDATE_STATE_RECEIVING
+    error: ExpertdError | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    lease: threading.Timer | None = None
+
+
+class Updates:
+    """From any thread.
+
+    version      what is served; before: the version before it, None where it is not held
+    last_error   why the last update that was not committed ended; "" = none since the last commit
+    told         called after each update with its outcome ("committed", "aborted", "failed", "rolled back") and the job
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        residence: Residence,
+        source: ExpertSource,
+        told: Callable[[str, Job | None], None] = lambda outcome, job: None,
+    ) -> None:
+        self._config, self._residence, self._source, self._told = config, residence, source, told
+        self._checkpoint = checkpoint_of(source)
+        self._lock = threading.RLock()
+        self._job: Job | None = None
+        self._committed = ""
+        self._closed = False
+        self._highest = 0
+        self.version = Version(1)
+        self._before: Version | None = None
+        self.last_error = ""
+
+    @property
+    def job(self) -> Job | None:
+        """The update under way."""
+        return self._job
+
+    @property
+    def before(self) -> Version | None:
+        return None if self._residence.before is None else self._before
+
+    def messages(self) -> list[expert_pb.WeightVersion]:
+        """Versions held, the one that is served first."""
+        out = [version_message(self.version, self._residence.booted, serving=True)]
+        weights, before = self._residence.before, self._before
+        if weights is not None and before is not None:
+            out.append(version_message(before, weights.booted, serving=False))
+        return out
+
+    # ---- one update --------------------------------------------------------------------------------------------------
+
+    def room(self) -> MemoryPlan | None:
+        """The plan of memory with a second version beside what is served.  Raises ChangeRefusedError."""
+        try:
+            return self._residence.room_twice()
+        except BootError as e:
+            raise ChangeRefusedError(f"a second version beside the one that is served: {e}") from e
+
+    def begin(self, asked: Asked) -> Job:
+        """Raises ChangePendingError where another is under way, ChangeRefusedError where it cannot be."""
+        with self._lock:
+            if self._closed:
+                raise RequestCancelledError("update: this server closes")
+            job = self._job
+            if job is not None:
+                if job.asked == asked:
+                    self._renew(job)
+                    return job
+                raise ChangePendingError.about(
+                    f"update {asked.update!r}",
+                    got=f"update {job.asked.update!r}, {_word(job.state)}",
+                    want="none, or the same one with the same fields",
+                    remedy="commit or abort that one first",
+                )
+            try:
+                self._residence.claim(f"update {asked.update!r} of the weights is under way; commit or abort it first")
+            except BootError as e:
+                raise ChangePendingError(str(e)) from e
+            try:
+                self._residence.drop_before()
+                self._job = job = self._begun(asked)
+            except BaseException:
+                self._residence.unclaim()
+                raise
+            self._renew(job)
+            job.packing.start()
+            if job.received is None:
+                job.packing.wake()
+        return job
+
+    def _begun(self, asked: Asked) -> Job:
+        self._check_numbers(asked)
+        booted = self._residence.booted
+        if not booted:
+            raise ChangeRefusedError("update: this server holds no layer; want some held first")
+        memory = self.room()
+        received: Received | None = None
+        folder: Checkpoint | None = None
+        files = ""
+        version = Version(max(self._highest, self.version.number) + 1, asked.label, TENSORS)
+        if asked.checkpoint:
+            folder = self._folder(asked.checkpoint)
+            files = files_state(replace(self._config, checkpoint=folder.root))
+            take = _layers_of(folder, booted)
+            version = replace(version, source=CHECKPOINT, folder=asked.checkpoint)
+        else:
+            if self._checkpoint is None:
+                raise ChangeRefusedError(
+                    "update: this server serves a synthetic model, which has no names of tensors; want --checkpoint, or"
+                    " a folder in BeginUpdateRequest.checkpoint"
+                )
+            received = Received(self._checkpoint, {n: b.assignment.held for n, b in booted.items()})
+            take = received.take
+        if asked.version:
+            version = replace(version, number=asked.version)
+        packing = Packing(self._residence, take, self._failed)
+        return Job(asked, version, packing, received, folder, files, memory, self._waiting_limit(memory))
+
+    def _check_numbers(self, asked: Asked) -> None:
+        served = self.version.number
+        if asked.base and asked.base != served:
+            raise ChangeRefusedError.about("base", got=asked.base, want=f"{served}, the version that is served")
+        highest = max(self._highest, served)
+        if asked.version and asked.version <= highest:
+            raise ChangeRefusedError.about("version", got=asked.version, want=f"more than {highest}, the highest here")
+
+    def _waiting_limit(self, memory: MemoryPlan | None) -> int:
+        """What is left beside two versions, at least of a layer."""
+        if memory is None or memory.kind != "cpu":
+            return 0
+        free = free_bytes(self._residence.weights.workshop.device)
+        left = [free - memory.weights // 2 - memory.loading] if free else []
+        left += [memory.limit - memory.peak] if memory.limit else []
+        return max(1 << 20, min(left)) if left else 0
+
+    def _folder(self, folder: str) -> Checkpoint:
+        """A checkpoint with every layer that is held.  Raises ChangeRefusedError."""
+        try:
+            source = open_checkpoint(Path(folder), layer_template=self._config.layer_template)
+        except (CheckpointError, OSError) as e:
+            raise ChangeRefusedError(f"checkpoint: {e}") from e
+        if source.family != self._source.family:
+            raise ChangeRefusedError.about("checkpoint: family", got=source.family, want=self._source.family)
+        lacks = sorted(set(self._residence.booted) - set(source.layers))
+        if lacks:
+            raise ChangeRefusedError(f"checkpoint: {folder}: layer {lacks[0]} has no experts there, and is served")
+        return source
+
+    def put(self, update: str, parts: Iterable[pb.WeightPart]) -> tuple[Job, int, int]:
+        """(the update, bytes kept, bytes ignored).  Raises ChangeRefusedError for what is wrong with a tensor, and
+        QueueFullError where too many wait to be packed."""
+        job = self._of(update)
+        received = job.received
+        if received is None:
+            raise ChangeRefusedError(f"update {update!r}: the server reads {job.asked.checkpoint}; want no tensors put")
+        if job.state != pb.UPDATE_STATE_RECEIVING:
+            raise ChangePendingError(f"update {update!r}: was prepared; want no tensors put any more")
+        kept = ignored = 0
+        for p in parts:
+            _require_waiting_room(job, received, len(p.data))
+            try:
+                mine = received.put(p.name, p.dtype, list(p.shape), p.offset, p.data, p.sha256)
+            except CheckpointError as e:
+                raise ChangeRefusedError(f"update {update!r}: {e}") from e
+            kept, ignored = (kept + len(p.data), ignored) if mine else (kept, ignored + len(p.data))
+        if kept:
+            job.packing.wake()
+        return job, kept, ignored
+
+    def seal(self, update: str) -> Job:
+        """Nothing more is put.  job.ended is set when it is ready, or has failed.  Raises ChangeRefusedError where
+        tensors are missing: the update is let go of."""
+        job = self._of(update)
+        with self._lock:
+            if job.state != pb.UPDATE_STATE_RECEIVING:
+                return job
+            missing = [] if job.received is None else job.received.missing()
+            if not missing:
+                job.state = pb.UPDATE_STATE_PACKING
+                if job.lease is not None:
+                    job.lease.cancel()
+                threading.Thread(target=self._ready, args=(job,), name="expertd-update-ready", daemon=True).start()
+                return job
+        more = f" (and so for {len(missing) - 1} other layers)" if len(missing) > 1 else ""
+        error = ChangeRefusedError(f"update {update!r}: {missing[0]}{more}")
+        self._end(job, error)
+        raise error
+
+    def commit(self, update: str) -> Version:
+        """Serves it.  Once more does nothing.  Raises ChangeUnknownError."""
+        with self._lock:
+            if self._job is None and update == self._committed:
+                return self.version
+            job = self._of(update)
+            if job.state != pb.UPDATE_STATE_READY:
+                raise ChangePendingError(f"update {update!r}: is {_word(job.state)}; want it ready: prepare it first")
+            if job.lease is not None:
+                job.lease.cancel()
+            weights = self._weights(job)
+            self._job = None
+            job.packing.booted = {}
+            self._serve(job.version, weights)
+            self._committed, self.last_error = update, ""
+            self._residence.unclaim()
+        self._told("committed", job)
+        return self.version
+
+    def abort(self, update: str) -> None:
+        """Lets go of it; returns when its memory is free."""
+        job = self._job
+        if job is not None and job.asked.update == update:
+            self._end(job, ChangeRefusedError(f"update {update!r}: was aborted"), "aborted")
+
+    def rollback(self, number: int = 0) -> Version:
+        """Serves the version before again.  Raises ChangePendingError while an update is under way, ChangeUnknownError
+        where the version is not held."""
+        with self._lock:
+            if number and number == self.version.number:
+                return self.version
+            weights, before = self._residence.before, self._before
+            if weights is None or before is None or (number and number != before.number):
+                got = "none" if weights is None or before is None else f"version {before.number}"
+                raise ChangeUnknownError.about(f"version {number or 'before'}", got=got, want="one that is held")
+            try:
+                self._residence.claim("the version before is being served again")
+            except BootError as e:
+                raise ChangePendingError(str(e)) from e
+            try:
+                self._serve(before, weights)
+                self._committed = ""
+            finally:
+                self._residence.unclaim()
+        self._told("rolled back", None)
+        return self.version
+
+    def close(self) -> None:
+        """Lets go of what is under way, and takes nothing more."""
+        with self._lock:
+            self._closed = True
+            job = self._job
+        if job is not None:
+            self._end(job, RequestCancelledError("update: this server closes"), "aborted")
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _of(self, update: str) -> Job:
+        """The update under way, with its lease renewed.  Raises what became of it, or ChangeUnknownError."""
+        with self._lock:
+            job = self._job
+            if job is not None and job.asked.update == update:
+                if job.error is not None:
+                    raise job.error
+                self._renew(job)
+                return job
+            got = "none" if job is None else f"update {job.asked.update!r}"
+            why = f" ({self.last_error})" if self.last_error and job is None else ""
+            raise ChangeUnknownError.about(
+                f"update {update!r}", got=got + why, want="it under way", remedy="begin it again"
+            )
+
+    def _renew(self, job: Job) -> None:
+        if job.lease is not None:
+            job.lease.cancel()
+        if job.state == pb.UPDATE_STATE_PACKING:
+            return
+        error = ChangeRefusedError(f"update {job.asked.update!r}: no call about it for {job.asked.lease_s:g} s")
+        job.lease = threading.Timer(job.asked.lease_s, self._end, (job, error))
+        job.lease.name, job.lease.daemon = "expertd-update-lease", True
+        job.lease.start()
+
+    def _ready(self, job: Job) -> None:
+        """Wait for the last layer.  On a thread of its own."""
+        job.packing.ended.wait()
+        with self._lock:
+            if self._job is not job or job.error is not None:
+                return
+            job.version = replace(job.version, ready_unix_ns=time.time_ns())
+            job.state = pb.UPDATE_STATE_READY
+            self._renew(job)
+        job.ended.set()
+
+    def _failed(self, e: Exception) -> None:
+        """On the thread that packs."""
+        job = self._job
+        if job is None:
+            return
+        why = f"update {job.asked.update!r}: {e}"
+        self._end(job, ChangeRefusedError(why) if isinstance(e, BootError) else error_of(e, "an update of the weights"))
+
+    def _end(self, job: Job, error: ExpertdError, outcome: str = "failed") -> None:
+        """Without a commit, once."""
+        with self._lock:
+            if self._job is not job or job.error is not None:
+                return
+            job.error = error
+            if job.lease is not None:
+                job.lease.cancel()
+        job.packing.stop()
+        job.received = None
+        with self._lock:
+            self._job = None
+            self.last_error = error.message
+            self._residence.unclaim()
+        self._residence.give_back()
+        log.warning("%s", error.message)
+        self._told(outcome, job)
+        job.ended.set()
+
+    def _weights(self, job: Job) -> Weights:
+        """The new version as the residence holds it: with a source that later changes of experts read from."""
+        served = self._residence.weights
+        booted = MappingProxyType(dict(sorted(job.packing.booted.items())))
+        source: ExpertSource
+        workshop = served.workshop
+        if job.folder is not None:
+            first = next(iter(booted.values())).assignment.info
+            source = alike(job.folder, first.layer, first)
+            workshop = replace(workshop, source=source, files=job.files)
+        else:
+            why = (
+                f"version {job.version.number} came as tensors, which are not kept after they are packed; after an"
+                " update from a folder experts can be added and moved"
+            )
+            source = GoneSource(self._source, why)
+            workshop = replace(workshop, source=source, cache=None)
+        return Weights(served.assigner.of(source), workshop, booted)
+
+    def _serve(self, version: Version, weights: Weights) -> None:
+        self.version, self._before = version, self.version
+        self._highest = max(self._highest, version.number)
+        self._residence.switch(weights, _RELEASE_S)
+
+    def layers(self) -> Mapping[int, int]:
+        """Version that is served, by layer."""
+        return dict.fromkeys(self._residence.booted, self.version.number)
+
+
+def _layers_of(folder: Checkpoint, layers: Iterable[int]) -> Callable[[], tuple[int, Checkpoint] | None]:
+    left = iter(list(layers))
+    return lambda: next(((n, folder) for n in left), None)
+
+
+def _require_waiting_room(job: Job, received: Received, nbytes: int) -> None:
+    """Raises QueueFullError, or ChangeRefusedError where waiting would not help."""
+    limit, waiting = job.waiting_limit_bytes, received.waiting_bytes
+    if not limit or waiting + nbytes <= limit:
+        return
+    got = f"{waiting} bytes that wait for the rest of their layers, and {nbytes} more"
+    if not received.ready and not job.packing.busy:
+        raise ChangeRefusedError.about("tensors", got=got, want=f"at most {limit}", remedy="send layer after layer")
+    raise QueueFullError.about(
+        "tensors", got=got, want=f"at most {limit}", remedy="try again after retry_after_us", retry_after_us=200_000
+    )
+
+
+def _word(state: pb.UpdateState) -> str:
+    return pb.UpdateState.Name(state).removeprefix("UPDATE_STATE_").lower()

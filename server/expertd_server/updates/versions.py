@@ -1,0 +1,51 @@
+"""Versions of the weights: their numbers, where they came from, the digest of what is held of them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_server.boot.layers import Booted
+
+__all__ = ["CHECKPOINT", "FIRST", "START", "TENSORS", "Version", "digest_of", "version_message"]
+
+START, TENSORS, CHECKPOINT = "start", "tensors", "checkpoint"
+FIRST = 1
+"""Number of the weights that a server is started with."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """number: grows; label: for people; source: START, TENSORS or CHECKPOINT; folder: of the checkpoint, "" = none."""
+
+    number: int
+    label: str = ""
+    source: str = START
+    folder: str = ""
+    ready_unix_ns: int = field(default_factory=time.time_ns)
+
+
+def digest_of(booted: Mapping[int, Booted]) -> str:
+    """SHA-256 in hex over (layer, expert id, digest of its weights) of experts held, ascending, i64 little-endian."""
+    out = hashlib.sha256()
+    for n, b in sorted(booted.items()):
+        for expert, digest in sorted(zip(b.served.held, b.digests, strict=True)):
+            out.update(np.array([n, expert, digest], "<i8").tobytes())
+    return out.hexdigest()
+
+
+def version_message(version: Version, booted: Mapping[int, Booted], serving: bool) -> pb.WeightVersion:
+    """booted: its layers."""
+    return pb.WeightVersion(
+        number=version.number,
+        label=version.label,
+        digest=digest_of(booted),
+        ready_unix_ns=version.ready_unix_ns,
+        serving=serving,
+        source=version.source,
+    )
