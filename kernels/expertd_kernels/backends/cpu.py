@@ -9,6 +9,7 @@ serves every instruction-set level.
 from __future__ import annotations
 
 import ctypes as C
+import os
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ KINDS = (
 )
 COMPUTE = {"bf16": 0, "f32": 1}
 INT8 = 2
+SUBNORMALS = {"": 0, "avoid": 1, "keep": 2}
+"""What $EXPERTD_CPU_SUBNORMALS may say, for tests: see EXPERTD_SUBNORMALS_* in csrc/abi.h."""
 COMPUTED = (torch.bfloat16, torch.float32)
 """Types of activations that the kernel reads and writes; others go through f32."""
 
@@ -184,6 +187,7 @@ class CpuExperts:
             activation.limit or 0.0,
             INT8 if backend == "cpu_w4a8" else COMPUTE[problem.compute_dtype],
             problem.batch_invariant,
+            SUBNORMALS[os.environ.get("EXPERTD_CPU_SUBNORMALS", "")],
         )
         self._reference = C.byref(self._layer)
         self._forward = native.library().expertd_cpu_forward

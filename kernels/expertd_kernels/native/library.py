@@ -11,12 +11,13 @@ import os
 import struct
 import weakref
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from expertd_kernels.native.cores import cpu_quota, most_threads, physical_cores, pins
+from expertd_kernels.native.cores import cpu_quota, most_threads, physical_cores, places
 from expertd_kernels.native.csrc import build as source
 
 __all__ = [
@@ -38,7 +39,7 @@ __all__ = [
     "use_threads",
 ]
 
-ABI = 2
+ABI = 3
 HUGE_PAGE = 2 << 20
 
 
@@ -96,6 +97,7 @@ class Layer(C.Structure):
         ("limit", C.c_float),
         ("compute", C.c_int32),
         ("batch_invariant", C.c_int32),
+        ("subnormals", C.c_int32),
     ]
 
 
@@ -107,9 +109,13 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "expertd_cpu_abi": (C.c_int32, []),
     "expertd_cpu_sources": (C.c_char_p, []),
     "expertd_cpu_levels": (C.c_char_p, []),
-    "expertd_cpu_create": (C.c_int32, [C.c_char_p, C.c_int32, C.POINTER(C.c_int32), C.POINTER(C.c_void_p)]),
+    "expertd_cpu_create": (
+        C.c_int32,
+        [C.c_char_p, C.c_int32, C.POINTER(C.c_int32), C.POINTER(C.c_int32), C.POINTER(C.c_void_p)],
+    ),
     "expertd_cpu_destroy": (None, [C.c_void_p]),
     "expertd_cpu_level": (C.c_char_p, [C.c_void_p]),
+    "expertd_cpu_threads": (C.c_int32, [C.c_void_p]),
     "expertd_cpu_stream_bytes": (C.c_int64, [C.POINTER(Spec), C.POINTER(C.c_int32), C.POINTER(C.c_int32)]),
     "expertd_cpu_pack": (C.c_int32, [C.c_void_p, C.POINTER(Spec), C.POINTER(Canonical), C.c_void_p]),
     "expertd_cpu_unpack": (
@@ -210,8 +216,10 @@ class Context:
         """level: "" = the best that runs here.  threads: 0 = default_threads()."""
         threads = threads or default_threads()
         handle = C.c_void_p()
-        cpus = (C.c_int32 * threads)(*pins(threads, physical_cores()))
-        error = library().expertd_cpu_create(level.encode(), threads, cpus, C.byref(handle))
+        sets = places(threads, physical_cores())
+        flat = [cpu for cpus in sets for cpu in cpus]
+        cpus, ends = (C.c_int32 * len(flat))(*flat), (C.c_int32 * threads)(*accumulate(map(len, sets)))
+        error = library().expertd_cpu_create(level.encode(), threads, cpus, ends, C.byref(handle))
         if error:
             raise ValueError(
                 f"cpu kernel: level {level or 'auto'!r} with {threads} threads cannot be had (code {error}); levels"
@@ -221,6 +229,10 @@ class Context:
         weakref.finalize(self, library().expertd_cpu_destroy, handle)
         self.threads = threads
         self.level: str = library().expertd_cpu_level(handle).decode()
+
+    def threads_in_use(self) -> int:
+        """Threads that work on a call at present: `threads`, or fewer while other processes use the cores."""
+        return int(library().expertd_cpu_threads(self.handle))
 
     def check(self, error: int, what: str) -> None:
         """Raises for an error code of the library."""

@@ -21,7 +21,7 @@ from expertd_kernels.atomic_file import replacing
 from expertd_kernels.measure.cpu_threads import measured_threads
 from expertd_kernels.measure.tournament import GRID, DeviceLostError, Remembered, Result, measure, with_results
 from expertd_kernels.native import library as native
-from expertd_kernels.native.cores import cpu_quota
+from expertd_kernels.native.cores import cpu_quota, physical_cores, plan
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.decision import Decision
 from expertd_kernels.oracle.probe import cpu_name
@@ -125,6 +125,8 @@ def settle_threads(config: ServeConfig, assignments: Sequence[Assignment], note:
         native.use_threads(config.threads)
     elif problem is not None and not os.environ.get("EXPERTD_CPU_THREADS"):
         native.use_threads(settled_threads(problem, config.cache, note))
+    if problem is not None:
+        note(plan(native.default_threads(), physical_cores()))
 
 
 def settled_threads(problem: Problem, folder: Path | None, note: Callable[[str], None]) -> int:

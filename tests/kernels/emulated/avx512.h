@@ -84,6 +84,8 @@ EMULATED I512 mm512_and_si512(I512 a, I512 b) { return a & b; }
 EMULATED I512 mm512_or_si512(I512 a, I512 b) { return a | b; }
 EMULATED I512 mm512_add_epi32(I512 a, I512 b) { return lanes2<I512, uint32_t>(a, b, [](uint32_t x, uint32_t y) { return x + y; }); }
 EMULATED I512 mm512_add_epi16(I512 a, I512 b) { return lanes2<I512, uint16_t>(a, b, [](int x, int y) { return uint16_t(x + y); }); }
+EMULATED I512 mm512_add_epi8(I512 a, I512 b) { return lanes2<I512, uint8_t>(a, b, [](int x, int y) { return uint8_t(x + y); }); }
+EMULATED I512 mm512_min_epu8(I512 a, I512 b) { return lanes2<I512, uint8_t>(a, b, [](uint8_t x, uint8_t y) { return x < y ? x : y; }); }
 EMULATED I512 mm512_max_epi32(I512 a, I512 b) { return lanes2<I512, int32_t>(a, b, [](int32_t x, int32_t y) { return x > y ? x : y; }); }
 // Shifts by more than the lane's width give zero, or the sign.
 EMULATED I512 mm512_slli_epi32(I512 a, unsigned n) { return lanes1<I512, uint32_t>(a, [n](uint32_t x) { return n > 31 ? 0 : x << n; }); }
@@ -231,6 +233,8 @@ EMULATED __mmask32 mm512_cmplt_epu16_mask(const V& a, const V& b) {
 #define _mm512_srai_epi32(a, n) (simde__m512i)(emulated::mm512_srai_epi32((emulated::I512)(a), n))
 #else
 // Without optimization the compiler's own are macros.
+#undef _mm512_add_epi8
+#undef _mm512_min_epu8
 #undef _mm512_add_epi16
 #undef _mm512_add_epi32
 #undef _mm512_add_ps
@@ -277,6 +281,8 @@ EMULATED __mmask32 mm512_cmplt_epu16_mask(const V& a, const V& b) {
 #define __m512i emulated::I512
 #define __m512 emulated::F512
 #define __m512bh emulated::B512
+#define _mm512_add_epi8 emulated::mm512_add_epi8
+#define _mm512_min_epu8 emulated::mm512_min_epu8
 #define _mm512_add_epi16 emulated::mm512_add_epi16
 #define _mm512_add_epi32 emulated::mm512_add_epi32
 #define _mm512_add_ps emulated::mm512_add_ps

@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 
+from expertd_kernels import reference, relative_error
+from expertd_kernels.backends import cpu
 from expertd_kernels.builder import problem_of
 from expertd_kernels.measure.cpu_threads import candidates, choose, measured_threads
 from expertd_kernels.native import library as native
-from expertd_kernels.native.cores import Core, cpu_quota, most_threads, physical_cores, pins
+from expertd_kernels.native.cores import Core, cpu_quota, most_threads, physical_cores, places, plan
 from expertd_kernels.oracle.probe import detect_device
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 
@@ -22,9 +24,9 @@ def make_system(folder, nodes, siblings):
     for n, cpus in enumerate(nodes):
         (folder / f"node/node{n}").mkdir(parents=True)
         (folder / f"node/node{n}/cpulist").write_text(cpus + "\n")
-    for cpu, text in siblings.items():
-        (folder / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
-        (folder / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(text + "\n")
+    for number, text in siblings.items():
+        (folder / f"cpu/cpu{number}/topology").mkdir(parents=True)
+        (folder / f"cpu/cpu{number}/topology/thread_siblings_list").write_text(text + "\n")
     return folder
 
 
@@ -34,10 +36,11 @@ def test_two_sockets_with_two_threads_a_core(tmp_path):
     system = make_system(tmp_path, ["0-3,8-11", "4-7,12-15"], pairs)
     cores = physical_cores(range(16), system)
     assert cores == tuple(Core(c // 4, c) for c in range(8))
-    assert pins(8, cores) == (0, 1, 2, 3, 4, 5, 6, 7)
-    assert pins(2, cores) == (0, 4)  # both memories
-    assert pins(4, cores) == (0, 2, 4, 6)
-    assert pins(9, cores) == (-1,) * 9
+    first, second = (0, 1, 2, 3), (4, 5, 6, 7)
+    assert places(8, cores) == (first,) * 4 + (second,) * 4
+    assert places(2, cores) == (first, second)  # both memories
+    assert places(3, cores) == (first, first, second)
+    assert places(9, cores) == ((),) * 9, "more threads than cores: anywhere"
 
 
 def test_only_the_cpus_of_the_affinity_count(tmp_path):
@@ -50,7 +53,33 @@ def test_interleaved_nodes_are_sorted_by_node(tmp_path):
     """Some firmware numbers CPUs in turns over the sockets."""
     system = make_system(tmp_path, ["0,2", "1,3"], {c: str(c) for c in range(4)})
     assert [c.cpu for c in physical_cores(range(4), system)] == [0, 2, 1, 3]
-    assert pins(2, physical_cores(range(4), system)) == (0, 1)
+    assert places(2, physical_cores(range(4), system)) == ((0, 2), (1, 3))
+
+
+def test_nodes_may_be_simulated(tmp_path, monkeypatch):
+    system = make_system(tmp_path, ["0-3"], {c: str(c) for c in range(4)})
+    assert plan(4, physical_cores(range(4), system)) == "4 threads: 4 on node 0 (CPUs 0, 1, 2, 3)"
+    monkeypatch.setenv("EXPERTD_CPU_NODES", "0,2;1,3")
+    cores = physical_cores(range(4), system)
+    assert places(4, cores) == ((0, 2), (0, 2), (1, 3), (1, 3))
+    assert plan(3, cores) == "3 threads: 2 on node 0 (CPUs 0, 2), 1 on node 1 (CPUs 1, 3)"
+    assert plan(5, cores) == "5 threads on 4 cores: anywhere"
+
+
+@built
+def test_two_simulated_nodes_give_the_same_bits(monkeypatch):
+    cpus = [core.cpu for core in physical_cores()]
+    if len(cpus) < 2:
+        pytest.skip("one core")
+    half = len(cpus) // 2
+    monkeypatch.setenv("EXPERTD_CPU_NODES", ";".join(",".join(map(str, part)) for part in (cpus[:half], cpus[half:])))
+    assert len({core.node for core in physical_cores()}) == 2
+    weights = random_weights("int4_g32", 8, 256, 128)
+    problem = problem_of(weights, detect_device("cpu"), top_k=2)
+    packed, inputs = cpu.pack(weights, problem), random_inputs(40, 256, 8, 2)
+    outs = [cpu.CpuExperts(packed, problem, native.Context(threads=n))(*inputs) for n in (1, 2, len(cpus))]
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
+    assert relative_error(outs[0], reference(weights, *inputs)) < 6e-3
 
 
 def test_a_system_that_says_nothing(tmp_path):

@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-#define EXPERTD_CPU_ABI 2
+#define EXPERTD_CPU_ABI 3
 #define EXPERTD_API __attribute__((visibility("default")))
 
 enum { EXPERTD_OK = 0, EXPERTD_BAD_ARGUMENT = 1, EXPERTD_NO_MEMORY = 2, EXPERTD_NO_LEVEL = 3, EXPERTD_READ_FAILED = 4 };
@@ -17,6 +17,10 @@ enum { EXPERTD_SCALE_NONE, EXPERTD_SCALE_F32, EXPERTD_SCALE_F16, EXPERTD_SCALE_B
 enum { EXPERTD_SILU, EXPERTD_GELU, EXPERTD_GELU_TANH, EXPERTD_SWIGLUOAI, EXPERTD_RELU2 };
 // READ, for the benchmark: nothing is computed or written; each thread only reads the weights that it would compute with, in their order.
 enum { EXPERTD_COMPUTE_BF16, EXPERTD_COMPUTE_F32, EXPERTD_COMPUTE_INT8, EXPERTD_COMPUTE_READ };
+
+// How codes of e4m3 and f16 below their least normal number meet f32: as subnormal numbers, or made normal first, for processors that are
+// slow with those. AUTO: as this processor needs.
+enum { EXPERTD_SUBNORMALS_AUTO, EXPERTD_SUBNORMALS_AVOID, EXPERTD_SUBNORMALS_KEEP };
 
 enum { EXPERTD_PEAK_BF16, EXPERTD_PEAK_F32, EXPERTD_PEAK_INT8, EXPERTD_PEAK_INT16 };
 
@@ -51,6 +55,7 @@ typedef struct {
   float alpha, beta, limit;
   int32_t compute;  // EXPERTD_COMPUTE_*
   int32_t batch_invariant;  // 1: a token's bits do not depend on the batch that it is computed in
+  int32_t subnormals;  // EXPERTD_SUBNORMALS_*; the bits of the answers are the same
 } expertd_layer;
 
 typedef struct {
@@ -69,10 +74,12 @@ typedef struct expertd_context expertd_context;
 EXPERTD_API int32_t expertd_cpu_abi(void);
 EXPERTD_API const char* expertd_cpu_sources(void);          // hash of the sources it was built from
 EXPERTD_API const char* expertd_cpu_levels(void);           // levels that run here, best first, comma-separated
-// level: "" = best. threads: >= 1. cpus: one CPU number a thread to pin workers to (entry 0, the caller's, is not used), or NULL.
-EXPERTD_API int32_t expertd_cpu_create(const char* level, int32_t threads, const int32_t* cpus, expertd_context** out);
+// level: "" = best. threads: >= 1, the most that work on a call. cpus: numbers of the CPUs that thread 0 may run on, then thread 1's, ..;
+// ends[t]: where thread t's end in it. Thread 0 is the caller, and stays where it is. Both NULL: any CPU.
+EXPERTD_API int32_t expertd_cpu_create(const char* level, int32_t threads, const int32_t* cpus, const int32_t* ends, expertd_context** out);
 EXPERTD_API void expertd_cpu_destroy(expertd_context*);
 EXPERTD_API const char* expertd_cpu_level(const expertd_context*);
+EXPERTD_API int32_t expertd_cpu_threads(const expertd_context*);  // that work on a call at present: fewer while others use the cores
 
 // Bytes of the packed stream of all experts; 0 if the spec makes no sense. kp: packed columns. blocks: 16-row blocks of one expert.
 EXPERTD_API int64_t expertd_cpu_stream_bytes(const expertd_spec*, int32_t* kp, int32_t* blocks);

@@ -78,12 +78,14 @@ const char* expertd_cpu_levels(void) {
   return names.c_str();
 }
 
-int32_t expertd_cpu_create(const char* level, int32_t threads, const int32_t* cpus, expertd_context** out) {
-  if (!level || !out || threads < 1 || threads > 1024) return EXPERTD_BAD_ARGUMENT;
+int32_t expertd_cpu_create(const char* level, int32_t threads, const int32_t* cpus, const int32_t* ends, expertd_context** out) {
+  if (!level || !out || threads < 1 || threads > 1024 || (cpus && !ends)) return EXPERTD_BAD_ARGUMENT;
   const Level* l = find_level(level);
   if (!l) return EXPERTD_NO_LEVEL;
   try {
-    *out = new expertd_context(l, threads, cpus);
+    std::vector<std::vector<int>> sets;
+    for (int t = 0; cpus && t < threads; t++) sets.emplace_back(cpus + (t ? ends[t - 1] : 0), cpus + ends[t]);
+    *out = new expertd_context(l, threads, sets);
   } catch (const std::exception&) {
     return EXPERTD_NO_MEMORY;
   }
@@ -93,6 +95,8 @@ int32_t expertd_cpu_create(const char* level, int32_t threads, const int32_t* cp
 void expertd_cpu_destroy(expertd_context* context) { delete context; }
 
 const char* expertd_cpu_level(const expertd_context* context) { return context->level->name; }
+
+int32_t expertd_cpu_threads(const expertd_context* context) { return context->threads.load(); }
 
 double expertd_cpu_read_gb_s(expertd_context* context, const uint8_t* data, int64_t bytes) {
   std::lock_guard<std::mutex> lock(context->busy);

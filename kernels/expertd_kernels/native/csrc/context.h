@@ -4,6 +4,7 @@
 #include <mutex>
 #include <new>
 
+#include "crew.h"
 #include "level.h"
 #include "pool.h"
 
@@ -49,12 +50,14 @@ const Level* find_level(const char* level);
 }  // namespace expertd
 
 struct expertd_context {
-  expertd_context(const expertd::Level* l, int threads, const int32_t* cpus)
-      : level(l), pool(threads, cpus), scratch(threads) {}
+  expertd_context(const expertd::Level* l, int threads, const std::vector<std::vector<int>>& cpus)
+      : level(l), pool(threads, cpus), crew(threads), scratch(threads) {}
   const expertd::Level* level;
   expertd::Pool pool;
+  expertd::Crew crew;
   std::vector<expertd::ThreadScratch> scratch;
   expertd::Buffer routes, hidden;
   expertd::RowBuffers tokens, input, middle;
   std::mutex busy;  // one call at a time
+  std::atomic<int> threads{crew.chosen()};  // the crew's number, for who asks meanwhile
 };

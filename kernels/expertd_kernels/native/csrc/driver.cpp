@@ -3,11 +3,14 @@
 // With an argument (wrong, overflow, misaligned, race) it makes that mistake itself: a proof that mistakes are seen.
 // Every buffer has exactly the size that the ABI asks for, so that reading or writing past one is seen. Packs, unpacks, and computes
 // with each level of this machine and several numbers of threads; the answers must agree with a plain loop over dequantized weights.
+#include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "context.h"
@@ -244,7 +247,7 @@ struct Case {
 
 expertd_context* create(const std::string& level, int threads) {
   expertd_context* context = nullptr;
-  if (expertd_cpu_create(level.c_str(), threads, nullptr, &context)) std::abort();
+  if (expertd_cpu_create(level.c_str(), threads, nullptr, nullptr, &context)) std::abort();
   return context;
 }
 
@@ -257,7 +260,7 @@ bool has_tiles(const std::string& level) {
 
 // Jobs of all small sizes: each unit is done once.
 void check_pool(int threads) {
-  expertd::Pool pool(threads, nullptr);
+  expertd::Pool pool(threads, {});
   for (int n = 0; n < 120; n++) {
     std::vector<int> done(n, 0);
     int shared = 0;
@@ -269,6 +272,75 @@ void check_pool(int threads) {
     for (const int d : done) wrong += d != 1;
     check("pool of " + std::to_string(threads) + ", " + std::to_string(n) + " units", wrong, 0);
   }
+}
+
+// A worker whose core was taken is noticed, and takes no part where fewer do.
+void check_late_worker() {
+  constexpr int kThreads = 4;
+  expertd::Pool pool(kThreads, {});
+  std::mutex mutex;
+  std::vector<std::thread::id> seen;
+  std::thread::id slow;
+  // Each thread takes one unit: none ends before all have begun.
+  const auto together = [&](int threads, bool late) {
+    std::atomic<int> begun{0};
+    seen.clear();
+    pool.run_even(threads, [&](int, int number) {
+      {
+        std::lock_guard<std::mutex> lock(mutex);
+        seen.push_back(std::this_thread::get_id());
+        if (late && number == 2) slow = seen.back();
+      }
+      begun++;
+      while (begun < threads) std::this_thread::yield();
+      if (late && std::this_thread::get_id() == slow) std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    });
+  };
+  together(kThreads, false);
+  pool.late_us();
+  together(kThreads, true);
+  check("a late worker is waited for, and that is said", pool.late_us() < 10e3, 0);
+  pool.use(kThreads - 1);
+  for (int i = 0; i < 20; i++) {
+    together(kThreads - 1, false);
+    check("the late worker takes part", std::count(seen.begin(), seen.end(), slow), 0);
+  }
+  pool.use(kThreads);
+  together(kThreads, false);
+  check("the late worker does not come back", std::count(seen.begin(), seen.end(), slow) != 1, 0);
+}
+
+// Calls on a made-up host of 16 cores, of which others take some: who waits for a thread on a taken core, waits long.
+struct Host {
+  expertd::Crew crew{16};
+  int taken = 0, calls = 0, others = 0;  // others: calls with another number of threads than the best one
+  void call(int best) {
+    const int n = crew.size(), lost = std::max(0, n - (16 - taken));
+    const double work = 1000.0 / n;
+    crew.took(work + (lost ? 3000 : 0), 1000, lost ? 3000 : 0);
+    calls++, others += n != best;
+  }
+  void settle(int best, int most) {
+    for (int i = 0; i < most; i++) call(best);
+    calls = others = 0;
+    for (int i = 0; i < 20000; i++) call(best);
+  }
+};
+
+void check_crew() {
+  Host host;
+  host.settle(16, 1);
+  check("a quiet host: another number of threads is tried", host.others, 0);
+  host.taken = 2;
+  host.settle(14, 1000);
+  check("two cores of 16 are taken: threads in use", std::abs(host.crew.chosen() - 14), 0);
+  check("two cores of 16 are taken: calls that try others", double(host.others) / host.calls, 0.02);
+  host.taken = 0;
+  host.settle(16, 40000);
+  check("the cores are free again: threads in use", std::abs(host.crew.chosen() - 16), 0);
+  expertd::Crew two(2);  // both cores have a neighbour: half of each is more than half of one
+  for (int i = 0; i < 5000; i++) two.took(two.size() == 2 ? 2000 : 3000, 1000, two.size() == 2 ? 900 : 0);
+  check("threads of which fewer would be slower", std::abs(two.chosen() - 2), 0);
 }
 
 struct Found {
@@ -306,7 +378,7 @@ void run(const Case& c, const std::string& level, int threads) {
   const Found found = routes_of(ids.get(), routes - (mistake == "overflow"), c.experts);
   for (const int compute : {EXPERTD_COMPUTE_BF16, EXPERTD_COMPUTE_F32, EXPERTD_COMPUTE_INT8}) {
     if (compute == EXPERTD_COMPUTE_INT8 && c.scheme.element != EXPERTD_INT4) continue;
-    const expertd_layer layer{view(a), view(b), c.activation, c.bias, 1.702f, 1.0f, 7.0f, compute, 0};
+    const expertd_layer layer{view(a), view(b), c.activation, c.bias, 1.702f, 1.0f, 7.0f, compute, 0, c.tokens % 2 ? EXPERTD_SUBNORMALS_AVOID : EXPERTD_SUBNORMALS_KEEP};
     expertd_call call{x.get(), ids.get(), weights.get(), again.get(), c.tokens, c.hidden, c.top_k, 1, 1, c.on_input};
     for (size_t i = 0; i < values; i++) out[i] = again[i] = NAN;
     if (expertd_cpu_forward(other, &layer, &call)) std::abort();
@@ -352,6 +424,8 @@ int main(int argc, char** argv) {
   };
   for (int threads = 1; threads <= 8; threads++) check_pool(threads);
   if (mistake == "race") return 0;  // nobody saw it
+  check_late_worker();
+  check_crew();
   std::string levels = expertd_cpu_levels();
   std::printf("levels: %s\n", levels.c_str());
   while (!levels.empty()) {

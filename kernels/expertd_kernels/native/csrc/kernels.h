@@ -277,6 +277,8 @@ struct Bf16Pairs {
   }
 };
 
+constexpr bool is_e4m3(int element) { return element == EXPERTD_E4M3 || element == kNormalE4M3; }
+
 constexpr int bf16_positions(int element) { return element == EXPERTD_E4M3 ? 2 : 4; }
 constexpr int bf16_step(int element) { return element == kPanel || element == EXPERTD_BF16 ? 4 : 1; }  // vectors of a step
 
@@ -285,7 +287,7 @@ constexpr int bf16_step(int element) { return element == kPanel || element == EX
 template <class V, int EL, bool F32>
 constexpr int chains(int nb, int rows) {
   const int vectors = nb * kRows / V::W * rows;
-  if (F32) return vectors < (EL == EXPERTD_E4M3 ? 6 : 8) ? 2 : 1;  // e4m3 needs registers to decode
+  if (F32) return vectors < (is_e4m3(EL) ? 6 : 8) ? 2 : 1;  // e4m3 needs registers to decode
   return vectors < V::kChains ? bf16_positions(EL) : 1;
 }
 
@@ -365,8 +367,16 @@ void unpack_bf16(const uint8_t* codes, size_t step, int columns, bool zeros, uin
   }
 }
 
-// Column J of each lane as f32: twice the value for e2m1, value / input_factor^2 for e4m3 and f16 (see level.h); prepare() puts the
-// rest into the scales. minus_zero: only int4 and int8 have it.
+// Magnitudes of e4m3 (7 bits, exponents of 4) as 8 bits with exponents of 5, 3 larger: numbers below 2^-6 are normal there. Zero stays zero.
+template <class V>
+typename V::I normal_e4m3(typename V::I codes) {
+  static constexpr uint8_t kLift[16] = {0, 7, 14, 17, 20, 21, 22, 23, 24};  // of magnitudes 0 .. 7, and of all others
+  const typename V::I magnitude = V::andi(codes, V::bcasti(0x7F7F7F7F));
+  return V::add8(magnitude, V::lookup8(V::table8(kLift), V::min8(magnitude, V::bcasti(0x08080808))));
+}
+
+// Column J of each lane as f32: twice the value for e2m1, value / input_factor^2 for e4m3 and f16 (see level.h; made normal: value / 2^117
+// and / 2^56); prepare() puts the rest into the scales. minus_zero: only int4 and int8 have it.
 template <class V, int EL, int J>
 typename V::F value(typename V::I raw, typename V::F minus_zero) {
   using I = typename V::I;
@@ -379,6 +389,14 @@ typename V::F value(typename V::I raw, typename V::F minus_zero) {
   } else if constexpr (EL == EXPERTD_E4M3) {  // sign, then 7 bits at 10..4 of each half: 4 of them land in the exponent
     const I pair = V::andi(V::template sra16<4>(J % 2 ? raw : V::template sll16<8>(raw)), V::bcasti(int32_t(0x87F087F0u)));
     return V::cast(J / 2 ? V::andi(pair, V::bcasti(int32_t(0xFFFF0000u))) : V::template sll<16>(pair));
+  } else if constexpr (EL == kNormalE4M3) {  // sign, then 8 bits at 11..4 of each half
+    const I lifted = normal_e4m3<V>(raw), sign = V::andi(J % 2 ? raw : V::template sll16<8>(raw), V::bcasti(int32_t(0x80008000u)));
+    const I pair = V::ori(V::andi(J % 2 ? V::template srl16<4>(lifted) : V::template sll16<4>(lifted), V::bcasti(0x0FF00FF0)), sign);
+    return V::cast(J / 2 ? V::andi(pair, V::bcasti(int32_t(0xFFFF0000u))) : V::template sll<16>(pair));
+  } else if constexpr (EL == kNormalF16) {
+    const I high = V::template sll<16 - 16 * J>(raw);
+    const I magnitude = V::bits(widened<V>(V::andi(V::template srl<3>(high), V::bcasti(0x0FFFE000)), 56));
+    return V::cast(V::ori(magnitude, V::andi(high, V::bcasti(int32_t(0x80000000u)))));
   } else if constexpr (EL == EXPERTD_F16) {  // sign, then 15 bits at 27..13: 5 of them land in the exponent
     return V::cast(V::andi(V::template sra<3>(V::template sll<16 - 16 * J>(raw)), V::bcasti(int32_t(0x8FFFE000u))));
   } else if constexpr (EL == EXPERTD_BF16) {
@@ -415,7 +433,7 @@ void tile_f32(const BlockArgs& a, const Slice& s, const int32_t* index, float* o
 #pragma GCC unroll 8
       for (int v = 0; v < 8 / L; v++) {
         const auto load = [&](int r) { return V::loadi(w[r / VB] + v * s.step + (r % VB) * V::W * 4); };
-        if constexpr (MR == 1 && EL == EXPERTD_E4M3) {  // columns share most of their decoding: one row vector after the other
+        if constexpr (MR == 1 && is_e4m3(EL)) {  // columns share most of their decoding: one row vector after the other
 #pragma GCC unroll 4
           for (int r = 0; r < R; r++) {
             const I raw = load(r);

@@ -2,9 +2,11 @@
 //   out[t] = sum over routes (t, e, w) of  w * (w2[e] @ act(w13[e] @ x[t] + b13[e]) + b2[e])
 // in four phases over the pool: input rows, w13 and activation, middle rows, w2 and weighted sum.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "context.h"
+#include "processor.h"
 
 namespace expertd {
 namespace {
@@ -39,7 +41,12 @@ struct Pass {
   float* hidden;     // [routes][hidden_stride]
   size_t hidden_stride;
   int ahead13, ahead2;  // pairs_ahead() of the matrices
+  bool last;            // no other pass follows
 };
+
+bool avoid_subnormals(const expertd_layer& layer) {
+  return layer.subnormals == EXPERTD_SUBNORMALS_AUTO ? processor().slow_subnormals : layer.subnormals == EXPERTD_SUBNORMALS_AVOID;
+}
 
 Path path_of(const Pass& p, const Geometry& g) {
   return path_of(*p.context.level, p.layer.compute, g.spec.element, p.tiles, p.layer.batch_invariant != 0);
@@ -138,11 +145,14 @@ void for_rows(Pass& p, int rows, int columns, F&& f) {
   }
 }
 
-// Whether a phase that reads the active experts' part of a matrix takes long enough to share it: 20 GB/s, 50 multiply-adds a ns.
-bool worth_sharing(const Pass& p, const Geometry& g) {
+// What a phase that reads the active experts' part of a matrix may take one thread: 20 GB/s, 50 multiply-adds a ns.
+double forecast_us(const Pass& p, const Geometry& g) {
   const double bytes = double(g.expert_bytes) * p.routes.active, macs = double(p.routes.count) * g.spec.n * g.spec.k;
-  return bytes / 20e3 + macs / 50e3 > kSerialUs;
+  return bytes / 20e3 + macs / 50e3;
 }
+
+// Whether it takes long enough to share it.
+bool worth_sharing(const Pass& p, const Geometry& g) { return forecast_us(p, g) > kSerialUs; }
 
 int expert_of_route(const Routes& r, int route) {
   return int(std::upper_bound(r.first, r.first + r.active, route) - r.first) - 1;
@@ -233,8 +243,8 @@ BlockRun block_run(Pass& p, const Geometry& g, const expertd_matrix& matrix, con
   float* scales = s.scales.get<float>(lanes);
   float* zeros = g.spec.zeros ? s.zeros.get<float>(lanes) : nullptr;
   const uint8_t* pair = matrix.stream + expert * g.expert_bytes + b * g.block_bytes;
-  BlockArgs first{&g, pair, 2, 0, {}, scales, zeros, &rows, nullptr, 0, nullptr, p.layer.batch_invariant != 0};
-  const float factor = scale_factor(path_of(p, g), g.spec.element);
+  BlockArgs first{&g, pair, 2, 0, {}, scales, zeros, &rows, nullptr, 0, nullptr, p.layer.batch_invariant != 0, avoid_subnormals(p.layer)};
+  const float factor = scale_factor(path_of(p, g), g.spec.element, first.normal);
   for (int i = 0; i < 2; i++) {  // b is even, and a run of two segments has both: all pairs have the same factors
     const int segments = g.spec.segments;
     const float global = matrix.global_scales ? matrix.global_scales[size_t(expert) * segments + (b + i) % segments] : 1.0f;
@@ -355,7 +365,8 @@ void down_phase(Pass& p) {
   }
 }
 
-void run_pass(Pass& p, const int32_t* ids, const float* weights) {
+// Returns what it may take one thread.
+double run_pass(Pass& p, const int32_t* ids, const float* weights) {
   p.routes = sort_routes(p, ids, weights);
   p.tiles = use_tiles(*p.context.level, p.layer, p.g13, p.g2, p.routes.count, p.routes.active);
   if (p.tiles) place_in_tiles(p.routes, p.m);
@@ -372,7 +383,23 @@ void run_pass(Pass& p, const int32_t* ids, const float* weights) {
   if (computes) input_rows(p);
   up_phase(p);
   if (computes) middle_rows(p);
+  if (p.last) p.context.pool.expect_more(false);
   down_phase(p);
+  return forecast_us(p, p.g13) + forecast_us(p, p.g2);
+}
+
+// Calls f(), which returns what it may take one thread, with as many threads as the crew has, and tells the crew how that went.
+template <class F>
+void with_crew(expertd_context& context, const F& f) {
+  using Clock = std::chrono::steady_clock;
+  context.pool.use(context.crew.size());
+  context.pool.expect_more(true);
+  context.pool.late_us();
+  const auto start = Clock::now();
+  const double forecast = f(), us = std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+  if (forecast < 4 * kSerialUs) return;  // so little may have been one thread's
+  context.crew.took(us, forecast, context.pool.late_us());
+  context.threads = context.crew.chosen();
 }
 
 bool valid(const expertd_layer& layer, const expertd_call& call, Geometry& g13, Geometry& g2) {
@@ -399,13 +426,18 @@ extern "C" int32_t expertd_cpu_forward(expertd_context* context, const expertd_l
   const size_t route_bytes = size_t(g2.spec.k) * 8 + size_t(g13.kp) * (call->weight_on_input || layer->w13.columns || context->level->tile_rows ? 4 : 0) + 64;
   const int64_t most = std::max<int64_t>(1, std::min<int64_t>(4096, kPassBytes / (route_bytes * call->top_k)));
   const int64_t passes = std::max<int64_t>(1, (call->m + most - 1) / most), pass = (call->m + passes - 1) / passes;  // of nearly equal size
-  try {
+  const auto all_passes = [&] {
+    double forecast = 0;
     for (int64_t at = 0; at < call->m; at += pass) {
       const size_t x_row = size_t(call->x_stride) * (call->x_f32 ? 4 : 2), out_row = size_t(g2.spec.n) * (call->out_f32 ? 4 : 2);
       Pass p{*context, *layer, *call, g13, g2, int(std::min(pass, call->m - at)), static_cast<const char*>(call->x) + at * x_row,
-             static_cast<char*>(call->out) + at * out_row, {}, {}, {}, {}, !call->weight_on_input && !layer->w13.columns, false, nullptr, 0, 0, 0};
-      run_pass(p, call->ids + at * call->top_k, call->weights + at * call->top_k);
+             static_cast<char*>(call->out) + at * out_row, {}, {}, {}, {}, !call->weight_on_input && !layer->w13.columns, false, nullptr, 0, 0, 0, at + pass >= call->m};
+      forecast += run_pass(p, call->ids + at * call->top_k, call->weights + at * call->top_k);
     }
+    return forecast;
+  };
+  try {
+    with_crew(*context, all_passes);
   } catch (const std::bad_alloc&) {
     return EXPERTD_NO_MEMORY;
   }

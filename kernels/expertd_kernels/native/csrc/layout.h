@@ -56,8 +56,10 @@ struct Geometry {
 bool geometry_of(const expertd_spec& spec, Geometry& out);
 
 constexpr bool is_nibble(int element) { return element == EXPERTD_INT4 || element == EXPERTD_E2M1; }
+// Elements of a kernel, not of a spec: e4m3 and f16 whose subnormal codes become normal f32 numbers.
+constexpr int kNormalE4M3 = 101, kNormalF16 = 102;
 constexpr int element_bits(int element) {
-  return is_nibble(element) ? 4 : element == EXPERTD_F32 ? 32 : element == EXPERTD_BF16 || element == EXPERTD_F16 ? 16 : 8;
+  return is_nibble(element) ? 4 : element == EXPERTD_F32 ? 32 : element == EXPERTD_BF16 || element == EXPERTD_F16 || element == kNormalF16 ? 16 : 8;
 }
 // Elements whose codes are small integers (times a constant): they can be multiplied with integer dot products.
 constexpr bool is_integral(int element) {

@@ -43,6 +43,7 @@ struct BlockArgs {
   int n;
   float* out;             // [n][32]
   bool invariant;         // the order of sums must not depend on n
+  bool normal;            // no operand may be subnormal (EXPERTD_SUBNORMALS_AVOID)
 };
 
 // Pairs of blocks that lie one behind the other, against the same rows: out[pair][m][b * 16 + r]. One call for many pairs, because what
@@ -160,7 +161,10 @@ constexpr size_t row_bytes(Path path, const Geometry& g) {
 constexpr float input_factor(Path path, int element) {
   return path != kF32 ? 1.0f : element == EXPERTD_E4M3 ? 0x1p60f : element == EXPERTD_F16 ? 0x1p56f : 1.0f;
 }
-constexpr float scale_factor(Path path, int element) {  // e2m1 is computed with as twice its value, an integer
+// normal: no operand is subnormal, and what decoding them has given back is not missing (value() in kernels.h).
+constexpr float scale_factor(Path path, int element, bool normal) {  // e2m1 is computed with as twice its value, an integer
+  if (normal && path == kF32 && element == EXPERTD_E4M3) return 0x1p57f;
+  if (normal && path == kF32 && element == EXPERTD_F16) return 1.0f;
   return element == EXPERTD_E2M1 ? 0.5f : input_factor(path, element);
 }
 

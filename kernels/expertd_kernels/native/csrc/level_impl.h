@@ -168,10 +168,10 @@ void gemm_pair(Path path, const BlockArgs& a) {
   switch (element) {
     case EXPERTD_INT4: return gemm_element<V, EXPERTD_INT4, kF32>(a);
     case EXPERTD_INT8: return gemm_element<V, EXPERTD_INT8, kF32>(a);
-    case EXPERTD_E4M3: return gemm_element<V, EXPERTD_E4M3, kF32>(a);
+    case EXPERTD_E4M3: return a.normal ? gemm_element<V, kNormalE4M3, kF32>(a) : gemm_element<V, EXPERTD_E4M3, kF32>(a);
     case EXPERTD_E2M1: return gemm_element<V, EXPERTD_E2M1, kF32>(a);
     case EXPERTD_BF16: return gemm_element<V, EXPERTD_BF16, kF32>(a);
-    case EXPERTD_F16: return gemm_element<V, EXPERTD_F16, kF32>(a);
+    case EXPERTD_F16: return a.normal ? gemm_element<V, kNormalF16, kF32>(a) : gemm_element<V, EXPERTD_F16, kF32>(a);
     default: return gemm_element<V, EXPERTD_F32, kF32>(a);
   }
 }

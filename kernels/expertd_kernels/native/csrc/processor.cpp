@@ -24,6 +24,7 @@ Processor ask() {
   Processor p;
   unsigned a, b, c, d;
   if (!__get_cpuid(0, &a, &b, &c, &d)) return p;
+  p.slow_subnormals = b == signature_INTEL_ebx && c == signature_INTEL_ecx && d == signature_INTEL_edx;
   constexpr uint64_t kFma = bit(12), kOsXsave = bit(27);
   if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, kFma | kOsXsave)) return p;
   constexpr uint64_t kYmm = bit(1) | bit(2), kZmm = kYmm | bit(5) | bit(6) | bit(7);

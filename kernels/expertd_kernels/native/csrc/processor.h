@@ -10,6 +10,7 @@ struct Processor {
   bool avx512_vnni = false;  // those and VNNI
   bool avx512_bf16 = false;  // those, VNNI and BF16
   bool avx512_vbmi = false;
+  bool slow_subnormals = false;  // a product with a subnormal number takes microcode, hundreds of cycles (Intel)
 };
 
 const Processor& processor();

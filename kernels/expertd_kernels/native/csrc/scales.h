@@ -5,6 +5,16 @@
 namespace expertd {
 namespace {
 
+// Magnitudes of a shorter float at the place of f32's exponent and mantissa -> their values, `more` being the difference of the exponents'
+// biases. No operand is subnormal: `n` is right for normal numbers, 2 n minus the least normal number for the others, and the right one is
+// the lesser.
+template <class V>
+typename V::F widened(typename V::I bits, int more) {
+  const typename V::I bias = V::bcasti(more << 23);
+  const typename V::F n = V::cast(V::addi(bits, bias)), least = V::cast(V::addi(bias, V::bcasti(1 << 23)));
+  return V::min(n, V::fma(n, V::bcastf(2.0f), V::sub(V::bcastf(0.0f), least)));
+}
+
 // V::W stored scales as f32, bit for bit; e8m0 code 0 is the subnormal 2^-127.
 template <class V, int TYPE>
 typename V::F load_scales(const uint8_t* p) {
@@ -15,12 +25,10 @@ typename V::F load_scales(const uint8_t* p) {
     return V::cast(V::template sll<16>(V::load_u16(p)));
   } else if constexpr (TYPE == EXPERTD_SCALE_F16) {
     const I h = V::load_u16(p), sign = V::template sll<16>(V::andi(h, V::bcasti(0x8000)));
-    const I magnitude = V::bits(V::mul(V::cast(V::template sll<13>(V::andi(h, V::bcasti(0x7FFF)))), V::bcastf(0x1p112f)));
-    return V::cast(V::ori(magnitude, sign));
+    return V::cast(V::ori(V::bits(widened<V>(V::template sll<13>(V::andi(h, V::bcasti(0x7FFF))), 112)), sign));
   } else if constexpr (TYPE == EXPERTD_SCALE_E4M3) {
     const I b = V::load_u8(p), sign = V::template sll<24>(V::andi(b, V::bcasti(0x80)));
-    const I magnitude = V::bits(V::mul(V::cast(V::template sll<20>(V::andi(b, V::bcasti(0x7F)))), V::bcastf(0x1p120f)));
-    return V::cast(V::ori(magnitude, sign));
+    return V::cast(V::ori(V::bits(widened<V>(V::template sll<20>(V::andi(b, V::bcasti(0x7F))), 120)), sign));
   } else {
     return V::cast(V::maxi(V::template sll<23>(V::load_u8(p)), V::bcasti(0x00400000)));
   }

@@ -52,6 +52,9 @@ struct Avx2 {
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
   static I maxi(I a, I b) { return _mm256_max_epi32(a, b); }
+  static I add8(I a, I b) { return _mm256_add_epi8(a, b); }  // each byte
+  static I min8(I a, I b) { return _mm256_min_epu8(a, b); }  // each byte, unsigned
+  static I table8(const uint8_t* t) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(t))); }
   static I lookup8(I table, I index) { return _mm256_shuffle_epi8(table, index); }  // each byte 0..15
   static I e2m1_table() {  // 2 * value + 12
     alignas(32) static constexpr uint8_t table[32] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0,

@@ -85,6 +85,15 @@ struct Portable {
   static F min(F a, F b) { return a < b ? a : b; }  // b where either is NaN
   static F max(F a, F b) { return a > b ? a : b; }
   static I maxi(I a, I b) { return a > b ? a : b; }
+  typedef uint8_t Bytes __attribute__((vector_size(32)));
+  static I add8(I a, I b) { return (I)((Bytes)a + (Bytes)b); }  // each byte
+  static I min8(I a, I b) { return (I)((Bytes)a < (Bytes)b ? (Bytes)a : (Bytes)b); }  // each byte, unsigned
+  static I table8(const uint8_t* t) {
+    uint8_t twice[32];
+    std::memcpy(twice, t, 16);
+    std::memcpy(twice + 16, t, 16);
+    return loadi(twice);
+  }
   static I lookup8(I table, I index) {  // each byte 0..15
     uint8_t t[32], b[32];
     std::memcpy(t, &table, 32);
