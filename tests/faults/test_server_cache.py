@@ -209,7 +209,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning_and_no_more(tmp_path, monk
 def test_a_cache_that_is_a_file_is_refused(tmp_path, capsys):
     (tmp_path / "file").touch()
     args = ["--synthetic", "tiny:int4_g128", "--device", "cpu", "--cache", str(tmp_path / "file")]
-    assert main(["serve", "--listen", "127.0.0.1:0", *args]) == 1
+    assert main(["serve", "--listen", "127.0.0.1:0", *args]) == 2
     assert "cannot be made" in capsys.readouterr().err
 
 

@@ -26,7 +26,7 @@ __all__ = ["add_parser", "run"]
 _DETAILS = """The load is what servers counted (--metrics, or "metrics" in the inventory), since they were started or in
 --window seconds, or a trace (--trace).  A server's speed is the routes that it computed in a second of kernel time, its
 room what its memory allows, one layer kept free for moving; both can stand in the inventory (--servers), a JSON file:
-{"10.0.0.1:7070": {"metrics": "10.0.0.1:9090", "speed": 2e6, "experts": 40, "host": "a", "zone": "r1", "drain": false}}.
+{"10.0.0.1:7070": {"metrics": "10.0.0.1:9464", "speed": 2e6, "experts": 40, "host": "a", "zone": "r1", "drain": false}}.
 Nothing is changed: expertctl apply does that."""
 
 

@@ -26,11 +26,30 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["BootError", "Assignment", "files_state", "open_source", "assign_layers", "resolve_device"]
+__all__ = [
+    "BootError",
+    "WrongOptionError",
+    "Assignment",
+    "files_state",
+    "open_source",
+    "assign_layers",
+    "resolve_device",
+]
 
 
 class BootError(Exception):
-    """The server cannot start.  The text is one sentence for the user (a refusal has the oracle's table under it)."""
+    """The server cannot start.  The text is one sentence for the user (a refusal has the oracle's table under it).
+
+    exit_code: of the command.  1 = another start may succeed: a port or memory was taken, a backend failed."""
+
+    exit_code = 1
+
+
+class WrongOptionError(BootError):
+    """An option, or a file that an option names, is wrong: every start with the same options fails in the same way.  A
+    supervisor must not start the server again."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -73,7 +92,9 @@ def open_source(config: ServeConfig, device: torch.device | str = "cpu") -> Expe
             from expertd_kernels.sources.quantized import QuantizedSource
 
             source = QuantizedSource(source, config.quantize)
-    except (ValueError, OSError) as e:
+    except (ValueError, FileNotFoundError, NotADirectoryError) as e:
+        raise WrongOptionError(str(e)) from e
+    except OSError as e:
         raise BootError(str(e)) from e
     return source
 
@@ -101,7 +122,7 @@ def resolve_device(name: str) -> tuple[Device, torch.device]:
     try:
         device = detect_device(name)
     except (RuntimeError, ValueError) as e:
-        raise BootError(str(e)) from e
+        raise WrongOptionError(str(e)) from e
     kind = "cuda" if device.kind == "rocm" else device.kind  # torch's name for both
     _, sep, index = name.partition(":")
     where = torch.device(kind + sep + index)
@@ -147,7 +168,7 @@ class Assigner:
         """Raises BootError where one of them has no experts.  got: how the sentence begins."""
         missing = sorted(set(layers) - set(self._source.layers))
         if missing:
-            raise BootError(
+            raise WrongOptionError(
                 f"{got}, but layer {missing[0]} has no experts; layers with experts:"
                 f" {format_ranges(self._source.layers)}"
             )
@@ -158,11 +179,13 @@ class Assigner:
         config = self._config
         try:
             info = self._source.info(n)
-        except (ValueError, KeyError, OSError) as e:
+        except (ValueError, KeyError) as e:
+            raise WrongOptionError(f"layer {n}: {e}") from e
+        except OSError as e:
             raise BootError(f"layer {n}: {e}") from e
         experts = _held(config, info) if held is None else tuple(sorted(held))
         if experts and not 0 <= experts[0] <= experts[-1] < info.num_experts:
-            raise BootError(
+            raise WrongOptionError(
                 f"layer {n}: got the experts {format_ranges(experts)}, want some of 0 to {info.num_experts - 1}"
             )
         problem = info.problem(
@@ -181,13 +204,14 @@ def _pins(config: ServeConfig, source: ExpertSource) -> Pins:
     """The backends that the user demands; BootError for a layer or a name that is not there: it would do nothing."""
     pins = config.pins
     if odd := sorted(pins.layers - set(source.layers)):
-        raise BootError(
+        raise WrongOptionError(
             f"--backend: got {config.backend}, but layer {odd[0]} has no experts; layers with experts:"
             f" {format_ranges(source.layers)}"
         )
     known = sorted(b.name for b in table.BACKENDS)
     if wrong := sorted(pins.names - set(known)):
-        raise BootError(f"--backend: got {config.backend}, want for {wrong[0]!r} one of {', '.join(known)} or auto")
+        names = ", ".join(known)
+        raise WrongOptionError(f"--backend: got {config.backend}, want for {wrong[0]!r} one of {names} or auto")
     return pins
 
 
@@ -195,14 +219,14 @@ def _held(config: ServeConfig, info: LayerInfo) -> tuple[int, ...]:
     if config.shard is not None:
         held = tuple(config.shard.experts(info.num_experts))
         if not held:
-            raise BootError(
+            raise WrongOptionError(
                 f"--shard {config.shard}: layer {info.layer} has {info.num_experts} experts, too few for"
                 f" {config.shard.count} parts"
             )
         return held
     if config.experts is not None:
         if config.experts.numbers[-1] >= info.num_experts:
-            raise BootError(
+            raise WrongOptionError(
                 f"--experts: got {config.experts}, but layer {info.layer} has the experts 0 to {info.num_experts - 1}"
             )
         return config.experts.numbers

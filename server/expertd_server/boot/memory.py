@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from expertd.ranges import format_ranges
-from expertd_server.boot.assignment import Assignment, BootError
+from expertd_server.boot.assignment import Assignment, BootError, WrongOptionError
 from expertd_server.config.serve import ServeConfig
 from expertd_server.engine.sizes import (
     LANES,
@@ -181,7 +181,8 @@ def require_room(
     the device, with the driver's context and this process already there; staging_free: of the host.  0: not known."""
     room = _room(plan, free)
     if room is not None and plan.peak > room[0]:
-        raise BootError(f"{_needs(plan)}, and {room[1]}: {_what_fits(plan, config, assignments, free)}")
+        wrong = WrongOptionError if room[0] == plan.limit else BootError
+        raise wrong(f"{_needs(plan)}, and {room[1]}: {_what_fits(plan, config, assignments, free)}")
     if plan.kind != "cpu" and staging_free and plan.pinned + plan.staging > staging_free:
         raise BootError(
             f"loading takes {_gib(plan.pinned + plan.staging)} GiB of host memory, of which {_gib(plan.pinned)} stay"

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             over.wait()
     except BootError as error:
         print(f"expertd echo: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
     return 0
 
 

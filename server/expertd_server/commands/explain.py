@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
                 assignments = _measured(config, source, assignments)
     except (ConfigError, BootError) as e:
         print(f"expertd explain: {e}", file=sys.stderr)
-        return 2 if isinstance(e, ConfigError) else 1
+        return 2 if isinstance(e, ConfigError) else e.exit_code
     memory = plan_memory(config, assignments)
     free = free_bytes(resolve_device(config.device)[1]) if here else 0
     if args.json:
@@ -99,7 +99,7 @@ def _device(name: str) -> tuple[Device, bool]:
     """The device of that name, and whether it is on this machine.  Raises BootError."""
     from expertd_kernels.oracle.devices import KINDS, named_device
     from expertd_kernels.problem import NAMED_DEVICES
-    from expertd_server.boot.assignment import BootError, resolve_device
+    from expertd_server.boot.assignment import BootError, WrongOptionError, resolve_device
 
     named = named_device(name)
     if named is not None and name not in KINDS:
@@ -109,7 +109,8 @@ def _device(name: str) -> tuple[Device, bool]:
     except BootError as e:
         if named is not None:
             return named, False
-        raise BootError(f"{e}; devices that need not be here: {', '.join(NAMED_DEVICES)}, or products, as h100") from e
+        names = ", ".join(NAMED_DEVICES)
+        raise WrongOptionError(f"{e}; devices that need not be here: {names}, or products, as h100") from e
 
 
 def _premises(asked: str, device: Device, here: bool, assumed: bool) -> list[str]:

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             )
     except (ValueError, OSError) as e:
         print(f"expertd quantize: {e}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(e, (ValueError, FileNotFoundError, NotADirectoryError)) else 1
     _print(summary, args.destination, time.perf_counter() - start)
     return 0
 

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             log.critical("%s", e)
         else:
             print(f"expertd serve: {e}", file=sys.stderr)
-        return 1
+        return e.exit_code
 
 
 def _console(config: ServeConfig) -> Console:

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         cases = read_cases(config.checkpoint / "expected.safetensors") if config.checkpoint and given else []
     except (BootError, ValueError) as e:
         print(f"expertd verify: {e}", file=sys.stderr)
-        return 1
+        return e.exit_code if isinstance(e, BootError) else 2
     report = _Report(args.json, len(assignments))
     layers, compared = verify_layers(
         assignments, source, where, cases, reference_experts=args.reference_experts, done=report.done

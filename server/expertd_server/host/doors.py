@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from expertd_kernels.sources.source import LayerInfo
-from expertd_server.boot.assignment import BootError
+from expertd_server.boot.assignment import BootError, WrongOptionError
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Address
 from expertd_server.engine.engine import Engine
@@ -85,7 +85,7 @@ def _channelz(config: ServeConfig) -> bool:
     """Whether it is served.  Raises BootError where it is asked for and cannot be."""
     how, why_not = config.channelz, channelz.missing()
     if how == "on" and why_not:
-        raise BootError(f"--channelz on: {why_not}")
+        raise WrongOptionError(f"--channelz on: {why_not}")
     return how == "on" or (how == "auto" and config.listen.loopback and not why_not)
 
 
@@ -95,6 +95,6 @@ def listening(option: str, where: Address) -> Iterator[None]:
     try:
         yield
     except FileError as e:
-        raise BootError(str(e)) from None
+        raise WrongOptionError(str(e)) from None
     except OSError as e:
         raise BootError(f"{option} {where}: cannot listen there: {e.strerror or e}") from e

@@ -33,7 +33,15 @@ from expertd_kernels.oracle import table
 from expertd_kernels.oracle.probe import packages_for
 from expertd_kernels.packed.cache import PackedCache
 from expertd_kernels.sources.source import ExpertSource, LayerInfo
-from expertd_server.boot.assignment import Assigner, Assignment, BootError, files_state, open_source, resolve_device
+from expertd_server.boot.assignment import (
+    Assigner,
+    Assignment,
+    BootError,
+    WrongOptionError,
+    files_state,
+    open_source,
+    resolve_device,
+)
 from expertd_server.boot.layers import Booted, Stopped
 from expertd_server.boot.measuring import Tournaments, settle_threads
 from expertd_server.boot.memory import device_bytes, free_bytes, memory_text, plan_memory, planned_bytes, require_room
@@ -266,7 +274,7 @@ class Host:
         try:
             return Traces(self.metrics)
         except TracesMissingError as e:
-            raise BootError(f"--traces yes: {e}") from None
+            raise WrongOptionError(f"--traces yes: {e}") from None
 
     def _make_workshop(self, source: ExpertSource, where: torch.device) -> Workshop:
         config = self.config
@@ -357,7 +365,7 @@ class Host:
             return
         d = refused.decision
         what = "no backend serves" if not d.pinned else f"--backend {self.config.backend} does not serve"
-        raise BootError(
+        raise WrongOptionError(
             f"{what} layer {refused.info.layer}, {d.problem.scheme_name} on {d.problem.device}: the table says why"
         )
 
@@ -437,5 +445,5 @@ def _cache(config: ServeConfig) -> PackedCache | None:
     try:
         config.cache.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise BootError(f"--cache {config.cache}: cannot be made: {e.strerror or e}; want a folder") from e
+        raise WrongOptionError(f"--cache {config.cache}: cannot be made: {e.strerror or e}; want a folder") from e
     return PackedCache(config.cache)

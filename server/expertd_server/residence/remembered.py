@@ -12,7 +12,7 @@ from pathlib import Path
 from expertd.errors import PlacementError
 from expertd.placement import Placement, Server
 from expertd_kernels.atomic_file import replacing
-from expertd_server.boot.assignment import BootError
+from expertd_server.boot.assignment import WrongOptionError
 
 __all__ = ["recall", "remember"]
 
@@ -20,17 +20,19 @@ _HERE = "here"
 
 
 def recall(path: Path, fingerprint: str) -> tuple[int, Mapping[int, tuple[int, ...]]] | None:
-    """(epoch, experts by layer); None: there is no such file.  Raises BootError where it is about another model, or is
-    not what it should be."""
+    """(epoch, experts by layer); None: there is no such file.  Raises WrongOptionError where it is about another
+    model, or is not what it should be."""
     try:
         found = Placement.from_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, PlacementError) as e:
-        raise BootError(f"--held {path}: cannot be read: {e}; delete it, and the other options say what is held") from e
+        raise WrongOptionError(
+            f"--held {path}: cannot be read: {e}; delete it, and the other options say what is held"
+        ) from e
     if found.fingerprint != fingerprint or len(found.servers) != 1:
         got = f"the fingerprint {found.fingerprint or 'none'} and {len(found.servers)} servers"
-        raise BootError(
+        raise WrongOptionError(
             f"--held {path}: got {got}, want {fingerprint} and one: it is another model's; delete it, and the other"
             " options say what is held"
         )

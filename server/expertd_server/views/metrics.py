@@ -85,6 +85,7 @@ class Metrics:
         self._planned = Gauge(
             "expertd_planned_bytes", "Memory by the plan that fits what is held now.", ("what",), registry=r
         )
+        self.is_serving = False
         self._state = Gauge("expertd_serving", "1 while the server takes requests.", registry=r)
         self._state.set(0)
         self._faults = Counter(
@@ -136,6 +137,7 @@ class Metrics:
         self._faults.labels(kind).inc()
 
     def serving(self, yes: bool) -> None:
+        self.is_serving = yes
         self._state.set(1 if yes else 0)
 
     def before_a_scrape(self, work: Callable[[], None]) -> None:

@@ -1,5 +1,6 @@
-"""The HTTP endpoint: /metrics, and the page at /.  A few threads and seconds for everybody who comes: a scrape is
-small, and whoever sends half of one must not take a thread of the server's each time."""
+"""The HTTP endpoint: /metrics; /healthz, 200 while the server takes requests and 503 otherwise; and the page at /.
+
+Few threads, and a time limit for each request: a client that sends half of one must not keep a thread."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class MetricsHttp:
     ) -> None:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._server = _Server(family, where, limit_s)
-        self._server.set_app(_by_path(make_wsgi_app(metrics.registry), page))
+        self._server.set_app(_by_path(metrics, page))
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="expertd-metrics", daemon=True)
         self._thread.start()
@@ -45,25 +46,52 @@ class MetricsHttp:
         self._thread.join()
 
 
-def _by_path(metrics: WSGIApplication, page: Page | None) -> WSGIApplication:
+def _by_path(metrics: Metrics, page: Page | None) -> WSGIApplication:
+    scrape = make_wsgi_app(metrics.registry)
+
     def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        body = found(environ, start)
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else body
+
+    def found(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
-        if page is not None and environ["REQUEST_METHOD"] == "GET" and path in ("/", "/page.json"):
-            policy = "default-src 'none'"
-            body, kind = b"", "application/json"
-            if path == "/":
-                (body, policy), kind = page.html(), "text/html; charset=utf-8"
-            else:
-                body = page.facts()
-            start("200 OK", [
-                ("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store"),
-                ("Content-Security-Policy", policy), ("X-Content-Type-Options", "nosniff"),
-                ("Referrer-Policy", "no-referrer"),
-            ])  # fmt: skip
-            return [body]
-        return metrics(environ, start)
+        if path == "/metrics":
+            return scrape(environ, start)
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return _text(start, "405 Method Not Allowed", "want GET\n", [("Allow", "GET, HEAD")])
+        if path == "/healthz":
+            serving = metrics.is_serving
+            return _text(start, "200 OK" if serving else "503 Service Unavailable", f"{_HEALTH[serving]}\n")
+        if page is not None and path in ("/", "/page.json"):
+            return _page(page, path, start)
+        return _text(start, "404 Not Found", "want /metrics, /healthz, or / in a browser\n")
 
     return answer
+
+
+_HEALTH = {True: "SERVING", False: "NOT_SERVING"}
+"""The words of grpc.health.v1."""
+
+
+def _text(start: StartResponse, status: str, text: str, more: Iterable[tuple[str, str]] = ()) -> Iterable[bytes]:
+    body = text.encode()
+    start(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body))), *more])
+    return [body]
+
+
+def _page(page: Page, path: str, start: StartResponse) -> Iterable[bytes]:
+    policy = "default-src 'none'"
+    body, kind = b"", "application/json"
+    if path == "/":
+        (body, policy), kind = page.html(), "text/html; charset=utf-8"
+    else:
+        body = page.facts()
+    start("200 OK", [
+        ("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store"),
+        ("Content-Security-Policy", policy), ("X-Content-Type-Options", "nosniff"),
+        ("Referrer-Policy", "no-referrer"),
+    ])  # fmt: skip
+    return [body]
 
 
 class _Handler(WSGIRequestHandler):

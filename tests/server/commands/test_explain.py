@@ -197,9 +197,9 @@ def test_options_reach_the_oracle(capsys):
 
 
 def test_what_cannot_be_explained_is_one_line(capsys, tmp_path):
-    assert main(["explain", "--checkpoint", str(tmp_path / "nowhere")]) == 1
+    assert main(["explain", "--checkpoint", str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().err.startswith("expertd explain: ")
-    assert main([*TINY, "--device", "sm1"]) == 1
+    assert main([*TINY, "--device", "sm1"]) == 2
     assert "devices that need not be here: cpu-portable" in capsys.readouterr().err
     assert main([*TINY, "--compute-dtype", "fp8"]) == 2
 

@@ -95,16 +95,16 @@ def test_a_checkpoint_that_cannot_be_read(tmp_path: Path, capsys: pytest.Capture
     assert found["layers"][0]["relative_error"] is None
     assert "experts.3.down_proj.weight_scale" in found["layers"][0]["fault"]
     (folder / "model.safetensors").write_bytes(b"short")
-    assert main(["verify", "--checkpoint", str(folder)]) == 1
+    assert main(["verify", "--checkpoint", str(folder)]) == 2
     assert "model.safetensors" in capsys.readouterr().err
-    assert main(["verify", "--checkpoint", str(tmp_path / "none")]) == 1
+    assert main(["verify", "--checkpoint", str(tmp_path / "none")]) == 2
     assert "no folder" in capsys.readouterr().err
 
 
 def test_broken_answers_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = copied(CT, tmp_path)
     save_file({"M5.expected": torch.ones(5, 4)}, folder / "expected.safetensors", {"layer": "0"})
-    assert main(["verify", "--checkpoint", str(folder)]) == 1
+    assert main(["verify", "--checkpoint", str(folder)]) == 2
     assert "M<m>.hidden_states" in capsys.readouterr().err
 
 
@@ -146,7 +146,7 @@ def test_quantizing_at_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         code, found = verify(capsys, tmp_path, "--quantize", scheme, "--backend", "reference")
         assert code == 0, found
         assert found["layers"][0]["scheme"] == name
-    assert main(["verify", "--checkpoint", str(FIXTURES / CT), "--quantize", "int8"]) == 1
+    assert main(["verify", "--checkpoint", str(FIXTURES / CT), "--quantize", "int8"]) == 2
     assert "int4_g128 already" in capsys.readouterr().err
 
 

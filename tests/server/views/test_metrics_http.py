@@ -1,8 +1,9 @@
-"""/metrics under callers who send half of a request, or nothing: few threads, for seconds."""
+"""/healthz, unknown paths, and /metrics under clients that send half of a request, or nothing."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client as http_client
 import socket
 import threading
 import time
@@ -28,6 +29,35 @@ def scrape(http: MetricsHttp) -> str:
     until(lambda: http._server._room._value == 4)  # those before have left
     with urllib.request.urlopen(f"http://127.0.0.1:{http.port}/metrics", timeout=20) as answer:
         return answer.read().decode()
+
+
+def status(http: MetricsHttp, path: str, method: str = "GET") -> tuple[int, str]:
+    connection = http_client.HTTPConnection("127.0.0.1", http.port, timeout=5)
+    with contextlib.closing(connection):
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+def test_healthz_follows_what_the_server_takes():
+    metrics = Metrics()
+    with contextlib.closing(MetricsHttp(metrics, "127.0.0.1", 0)) as http:
+        assert status(http, "/healthz") == (503, "NOT_SERVING\n")
+        metrics.serving(True)
+        assert status(http, "/healthz") == (200, "SERVING\n")
+        assert status(http, "/healthz", "HEAD") == (200, "")
+        metrics.serving(False)
+        assert status(http, "/healthz") == (503, "NOT_SERVING\n")
+
+
+@pytest.mark.parametrize("path", ["/", "/page.json", "/metrics/", "/healthz2", "/nowhere"])
+def test_an_unknown_path_is_404(http, path):
+    assert status(http, path) == (404, "want /metrics, /healthz, or / in a browser\n")
+
+
+def test_nothing_is_posted(http):
+    assert status(http, "/healthz", "POST")[0] == 405
+    assert "expertd_serving" in status(http, "/metrics")[1]
 
 
 def test_half_requests_take_few_threads_and_go_in_time(http):
