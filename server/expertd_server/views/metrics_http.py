@@ -56,7 +56,8 @@ def _by_path(metrics: Metrics, page: Page | None) -> WSGIApplication:
     def found(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
         if path == "/metrics":
-            return scrape(environ, start)
+            answered: Iterable[bytes] = scrape(environ, start)
+            return answered
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             return _text(start, "405 Method Not Allowed", "want GET\n", [("Allow", "GET, HEAD")])
         if path == "/healthz":
