@@ -93,7 +93,7 @@ proto: $(STAMP) ## regenerate the stubs from the contract
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto proto/expertd/v1/*.proto proto/expertd/kserve/*.proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --grpc_python_out=proto proto/expertd/v1/*_service.proto
 
-docs: $(STAMP)  ## regenerate what docs/ has from the code: pages, the picture of the rooms, the index of DECISIONS.md
+docs: $(STAMP)  ## regenerate what docs/ has from the code: pages and the picture of the rooms
 	$(BIN)/python docs/pages.py
 
 bench: $(STAMP) ## kernel benchmark of this machine's CPU

@@ -1,29 +1,36 @@
-"""The index at the top of DECISIONS.md, from its headings."""
+"""The numbers of DECISIONS.md, and where the code cites them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
-__all__ = ["indexed"]
+__all__ = ["cited", "decided"]
 
-BEGIN, END = "<!-- index -->\n", "<!-- end of the index -->\n"
 HEADING = re.compile(r"## (\d+)\. (.+) \((\d{4}-\d{2}-\d{2})\)")
+CITED = re.compile(r"\bdecisions? (\d+(?:(?:, | and )\d+)*)")
+ENDINGS = {".py", ".h", ".cpp", ".proto", ".yaml", ".toml", ".tpl"}
 
 
-def indexed(text: str) -> str:
-    """The text of DECISIONS.md with its index made anew.  ValueError for a heading of another form, or a number out of
-    turn."""
-    before, rest = text.split(BEGIN)
-    _, body = rest.split(END)
-    lines = []
-    for number, heading in enumerate((line for line in body.splitlines() if line.startswith("## ")), 1):
-        found = HEADING.fullmatch(heading)
-        if found is None or int(found[1]) != number:
-            raise ValueError(f"DECISIONS.md: {heading!r}: want '## {number}. Title (2026-12-31)'")
-        lines.append(f"{number}. [{found[2]}](#{_anchor(heading[3:])}) {found[3]}\n")
-    return before + BEGIN + "".join(lines) + END + body
+def decided(text: str) -> Mapping[int, str]:
+    """Number -> title.  ValueError for a heading of another form, or a number not above the one before."""
+    found: dict[int, str] = {}
+    for heading in (line for line in text.splitlines() if line.startswith("## ")):
+        match = HEADING.fullmatch(heading)
+        last = max(found, default=0)
+        if match is None or int(match[1]) <= last:
+            raise ValueError(f"DECISIONS.md: {heading!r}: want '## N. Title (2026-12-31)' with N above {last}")
+        found[int(match[1])] = match[2]
+    return found
 
 
-def _anchor(heading: str) -> str:
-    """The name under which Markdown pages link to a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+def cited(root: Path, folders: Iterable[str]) -> Mapping[int, list[str]]:
+    """Number -> files below these folders of `root` that cite it, as "decision 44" or "decisions 7 and 44"."""
+    found: dict[int, list[str]] = {}
+    files = (p for name in folders for p in [root / name, *(root / name).rglob("*")] if p.is_file())
+    for path in sorted(p for p in files if p.suffix in ENDINGS):
+        for match in CITED.finditer(path.read_text()):
+            for number in re.findall(r"\d+", match[1]):
+                found.setdefault(int(number), []).append(str(path.relative_to(root)))
+    return found

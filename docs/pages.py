@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, product
 from pathlib import Path
 
+import api_page
+import errors_page
 import metrics_page
+import proto_page
 import rooms
-from decisions import indexed
 from expertd_kernels.oracle import survey
 from expertd_kernels.oracle.decision import Backend, DeviceRange, SchemeSupport
 from expertd_kernels.oracle.table import BACKENDS, ORDER
@@ -286,11 +288,13 @@ that before the default. `expertd serve --print-config` prints what it comes to.
 
 PAGES: Mapping[str, Callable[[], str]] = {
     CHART_SCHEMA: chart_schema,
-    "DECISIONS.md": lambda: indexed((ROOT / "DECISIONS.md").read_text()),
     "docs/backends.md": backends_page,
+    "docs/errors.md": lambda: errors_page.markdown(GENERATED),
     "docs/formats.md": formats_page,
     "docs/metrics.md": lambda: metrics_page.markdown(GENERATED),
     "docs/options.md": options_page,
+    "docs/proto.md": lambda: proto_page.markdown(GENERATED),
+    "docs/python-api.md": lambda: api_page.markdown(GENERATED),
     "docs/rooms.svg": lambda: rooms.draw(rooms.read()),
     "tests/golden/oracle_survey.txt": golden,
 }

@@ -28,6 +28,7 @@ from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.factors import fold
 from expertd_kernels.weights.scheme import ActivationQuant
 
+# Why it is so: decision 67 in DECISIONS.md.
 __all__ = ["build", "build_row", "experts_of", "pack", "problem_of"]
 
 _FACTORS = "hidden_factors"

@@ -18,6 +18,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from expertd.errors import BadShapeError, MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
 
+# Why it is so: decision 92 in DECISIONS.md.
 __all__ = ["MAX_RANK", "MOST", "MOST_BYTES", "ODD_BYTES", "read", "shape_too_long", "within"]
 
 _M = TypeVar("_M")

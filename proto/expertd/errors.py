@@ -34,6 +34,7 @@ import grpc
 
 from expertd.v1 import expert_service_pb2 as pb
 
+# Why it is so: decision 7 in DECISIONS.md.
 __all__ = [
     "BackendFailedError",
     "BadByteCountError",

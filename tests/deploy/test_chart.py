@@ -291,6 +291,27 @@ def test_the_job_that_moves_experts(monkeypatch, tmp_path):
     assert {"/tls", "/admin", "/tmp"} == mounted
 
 
+def test_helm_test_asks_every_shard_and_calls_them_as_one(rendered, monkeypatch):
+    """Its commands, read by the parser; its pod is none of those that the Service finds."""
+    (pod,) = (o for (kind, _), o in rendered.items() if kind == "Pod")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    (service,) = (o for (kind, _), o in rendered.items() if kind == "Service")
+    assert not service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    (c,) = pod["spec"]["containers"]
+    commands = [line.split() for line in c["args"][0].splitlines() if line]
+    for words in commands:
+        read(words, monkeypatch)
+    pods = set()
+    for name, s in sets(rendered).items():
+        count = next(int(e["value"]) for e in container(s)["env"] if e["name"] == "COUNT")
+        host = service["metadata"]["name"] + ".prod.svc"
+        pods |= {f"{name}-{i}.{host}:{service['spec']['ports'][0]['port']}" for i in range(count)}
+    assert {words[2] for words in commands if words[1] == "health"} == pods
+    volumes = [v["name"] for s in sets(rendered).values() for v in s["spec"]["template"]["spec"]["volumes"]]
+    loads = [words for words in commands if words[1] == "load"]
+    assert [pods <= set(words) for words in loads] == ([] if "callers" in volumes else [True])
+
+
 MOVES = {"admin": {"enabled": True}}
 BEHIND_TLS = {"tls": {"secretName": "a", "serverName": "b"}, "callersSecret": "c", **MOVES}
 ADMINS = {"networkPolicy": {"admins": [{"podSelector": {"matchLabels": {"a": "b"}}}]}}

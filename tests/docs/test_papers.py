@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import rooms
-from decisions import indexed
+from decisions import cited, decided
 from layers import layered, room_of
 from pages import PAGES
 
@@ -16,8 +16,8 @@ FOLDERS = {ROOT, ROOT / "docs", ROOT / "docs/log", ROOT / "kernels/bench/results
     ROOT / "node_modules"
 }
 PAPERS = sorted(p for folder in FOLDERS for p in folder.glob("*.md"))
-READ = [p for p in PAPERS if p.name != "DECISIONS.md" and "results" not in p.parts]
-"""Papers that are read line by line: the index of the decisions is made of links, the tables of results of figures."""
+READ = [p for p in PAPERS if "results" not in p.parts]
+"""Papers that are read line by line: the tables of results are made of figures."""
 MOST_COLUMNS = 150
 
 
@@ -104,34 +104,43 @@ def test_lines_can_be_read(paper):
     assert not long, f"{paper.name}: lines beyond {MOST_COLUMNS} columns (line: columns): {', '.join(long)}"
 
 
-DECISIONS = """# D
+CODE = ("proto", "kernels", "server", "client", "deploy", "pyproject.toml")
 
-<!-- index -->
-<!-- end of the index -->
+
+def test_every_decision_is_cited_from_the_code_and_the_code_cites_no_other():
+    there, named = decided((ROOT / "DECISIONS.md").read_text()), cited(ROOT, CODE)
+    assert not there.keys() - named.keys(), "cite these from the code that they explain, or delete them"
+    assert not {n: files for n, files in named.items() if n not in there}, "DECISIONS.md has no such number"
+
+
+def test_the_decisions_are_short():
+    assert len((ROOT / "DECISIONS.md").read_bytes()) <= 25_000, "shorten or delete what the code itself explains"
+
+
+DECISIONS = """# D
 
 ## 1. One thing (2026-11-21)
 Text.
 
-## 2. `--x` and others' (2026-11-22)
+## 3. `--x` and others' (2026-11-22)
 More.
 """
 
 
-def test_the_index_of_decisions_has_every_heading():
-    lines = indexed(DECISIONS).splitlines()
-    assert lines[3:5] == [
-        "1. [One thing](#1-one-thing-2026-11-21) 2026-11-21",
-        "2. [`--x` and others'](#2---x-and-others-2026-11-22) 2026-11-22",
-    ]
-    assert indexed(indexed(DECISIONS)) == indexed(DECISIONS)
+def test_decisions_are_found_by_number(tmp_path):
+    assert decided(DECISIONS) == {1: "One thing", 3: "`--x` and others'"}
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/a.py").write_text("# decisions 3, 12 and 7: why\n")
+    (tmp_path / "b.toml").write_text("# see decision 3.\n")
+    assert cited(tmp_path, ["code", "b.toml"]) == {3: ["b.toml", "code/a.py"], 7: ["code/a.py"], 12: ["code/a.py"]}
 
 
 @pytest.mark.parametrize(
-    "heading", ["## Without a number (2026-11-22)", "## 4. Out of turn (2026-11-22)", "## 3. No date"]
+    "heading", ["## Without a number (2026-11-22)", "## 3. Out of turn (2026-11-22)", "## 4. No date"]
 )
 def test_a_decision_of_another_form_is_told_what_is_wanted(heading):
-    with pytest.raises(ValueError, match=r"want '## 3\. Title \(2026-12-31\)'"):
-        indexed(f"{DECISIONS}\n{heading}\n")
+    with pytest.raises(ValueError, match=r"want '## N\. Title \(2026-12-31\)' with N above 3"):
+        decided(f"{DECISIONS}\n{heading}\n")
 
 
 SOURCES = {

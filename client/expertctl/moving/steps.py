@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from expertd.placement import Placement, Server
 
+# Why it is so: decision 117 in DECISIONS.md.
 __all__ = ["Holdings", "Step", "changed", "holdings", "kept", "loads", "step_of"]
 
 Holdings = Mapping[str, Mapping[int, tuple[int, ...]]]

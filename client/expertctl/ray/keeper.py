@@ -21,6 +21,7 @@ from expertctl.ray.spec import Place, Spec, strategy_of
 from expertctl.ray.watched import Watched
 from expertd_client.cluster.ray import NAMESPACE, WATCH_S
 
+# Why it is so: decision 139 in DECISIONS.md.
 __all__ = ["Keeper"]
 
 _LOOK_S = 0.1

@@ -40,6 +40,7 @@ from expertd_client.requests.result import ForwardResult
 if TYPE_CHECKING:
     from expertd_client.cluster.call import Call
 
+# Why it is so: decision 107 in DECISIONS.md.
 __all__ = ["Flight", "start"]
 
 _STALE, _STALE_TRIES = (BadResponseError, LayerNotHeldError), 4

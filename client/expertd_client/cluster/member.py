@@ -30,6 +30,7 @@ from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.transports.protocol import Transport, Waiter
 
+# Why it is so: decision 106 in DECISIONS.md.
 __all__ = ["Member"]
 
 _FAILURES = 5

@@ -21,6 +21,7 @@ from expertd_client.cluster.table import LayerTable, layer_table
 from expertd_client.exchange.exchange import Exchange
 from expertd_client.transports.protocol import Transport
 
+# Why it is so: decision 105 in DECISIONS.md.
 __all__ = ["Members", "Targets", "addresses_of"]
 
 Targets = Placement | Sequence[str]

@@ -24,6 +24,7 @@ from expertd_client.cluster.table import LayerTable
 from expertd_client.requests.e4m3 import E4m3
 from expertd_client.requests.request import Request
 
+# Why it is so: decision 104 in DECISIONS.md.
 __all__ = [
     "Meant",
     "Part",

@@ -52,6 +52,7 @@ from expertd_client.device.dlpack import tensor_at
 from expertd_client.device.slot import ALIGN, DeviceSlot, Ground, Place
 from expertd_client.transports.message import refusal
 
+# Why it is so: decision 112 in DECISIONS.md.
 __all__ = ["DeviceSession"]
 
 _TYPES = {

@@ -28,6 +28,7 @@ from expertd.e4m3 import quantizer, widener
 from expertd.errors import BadDtypeError, BadShapeError
 from expertd.v1 import expert_service_pb2 as pb
 
+# Why it is so: decision 118 in DECISIONS.md.
 __all__ = ["E4m3", "asked_for", "quantize", "quantize_numpy", "quantize_torch", "taken", "widen_numpy"]
 
 _MOST, _LEAST_SCALE = 448.0, 1e-12

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# Why it is so: decision 75 in DECISIONS.md.
 __all__ = ["Lent"]
 
 

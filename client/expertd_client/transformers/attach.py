@@ -18,6 +18,7 @@ from expertd_client.engines.served import Found, Servers, forwarder_to, max_toke
 from expertd_client.engines.torch_experts import RemoteExperts
 from expertd_client.transformers.find import find_experts
 
+# Why it is so: decision 99 in DECISIONS.md.
 __all__ = ["Attachment", "attach", "detach"]
 
 

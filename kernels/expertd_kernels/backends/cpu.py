@@ -25,6 +25,7 @@ from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTens
 from expertd_kernels.weights.scheme import ActivationQuant, Element, ScaleType, Scheme
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
+# Why it is so: decision 164 in DECISIONS.md.
 __all__ = ["CpuExperts", "experts", "pack", "unpack"]
 
 LAYOUT_VERSION = 2

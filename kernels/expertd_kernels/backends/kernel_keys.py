@@ -13,6 +13,7 @@ from types import ModuleType
 
 import triton
 
+# Why it is so: decision 56 in DECISIONS.md.
 __all__ = ["settle"]
 
 _OURS = "expertd_kernels."

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from expertd_kernels.backends.device import capturing, stream_of
 
+# Why it is so: decision 68 in DECISIONS.md.
 __all__ = ["COUNTERS", "Layout", "Scratch", "Shapes", "held_bytes", "reserve", "scratch_of", "settle_counters"]
 
 ALIGNMENT = 256

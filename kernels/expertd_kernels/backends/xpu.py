@@ -24,6 +24,7 @@ from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.scheme import ActivationQuant
 
+# Why it is so: decision 27 in DECISIONS.md.
 __all__ = ["XpuExperts", "experts", "pack", "unpack"]
 
 LAYOUT_VERSION = 1

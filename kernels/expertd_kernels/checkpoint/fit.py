@@ -18,6 +18,7 @@ from expertd_kernels.checkpoint.tensors import Stored
 from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, unpack_nibbles
 from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType, Scheme
 
+# Why it is so: decision 3 in DECISIONS.md.
 __all__ = ["common", "convert", "join_halves", "split", "split_layout"]
 
 _F32 = Scheme(Element.F32)

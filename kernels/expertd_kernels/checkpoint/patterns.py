@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from expertd_kernels.checkpoint.errors import CheckpointError
 
+# Why it is so: decision 98 in DECISIONS.md.
 __all__ = ["matches"]
 
 MOST_STEPS = 60_000_000

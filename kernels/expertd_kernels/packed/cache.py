@@ -35,6 +35,7 @@ from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
 from expertd_kernels.weights.serial import activation_to_json, scheme_to_json
 
+# Why it is so: decision 35 in DECISIONS.md.
 __all__ = [
     "ALIGN",
     "CacheError",

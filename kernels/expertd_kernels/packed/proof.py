@@ -25,6 +25,7 @@ from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.float32 import reference
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 
+# Why it is so: decision 34 in DECISIONS.md.
 __all__ = ["Proof", "boot_reference_experts", "prove", "reference_rows"]
 
 BOOT_WEIGHTS = 64 << 20

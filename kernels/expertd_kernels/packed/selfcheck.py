@@ -24,6 +24,7 @@ from expertd_kernels.protocol import Experts
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.numerics import relative_error, tolerance
 
+# Why it is so: decision 44 in DECISIONS.md.
 __all__ = ["SMALL_BATCHES", "SelfCheck", "accept", "boot_reference_experts", "check", "self_check"]
 
 ROW_SLACK = 4.0

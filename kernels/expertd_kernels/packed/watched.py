@@ -7,6 +7,7 @@ from torch import Tensor
 from expertd_kernels.packed.mapping import EntryFile
 from expertd_kernels.protocol import Experts, ExpertsLostError
 
+# Why it is so: decision 81 in DECISIONS.md.
 __all__ = ["WatchedExperts"]
 
 

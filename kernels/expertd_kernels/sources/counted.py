@@ -22,6 +22,7 @@ from torch import Tensor
 from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor
 from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
 
+# Why it is so: decision 77 in DECISIONS.md.
 __all__ = ["CODE_SPREAD", "counted_matrix", "words"]
 
 GOLDEN, ODD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93

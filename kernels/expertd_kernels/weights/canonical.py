@@ -17,6 +17,7 @@ from torch import Tensor
 from expertd_kernels.weights.activation import Activation
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
 
+# Why it is so: decisions 2 and 10 in DECISIONS.md.
 __all__ = ["QuantTensor", "Weights", "pack_nibbles", "unpack_nibbles"]
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

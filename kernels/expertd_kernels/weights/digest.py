@@ -15,6 +15,7 @@ from torch import Tensor
 
 from expertd_kernels.weights.canonical import Weights
 
+# Why it is so: decision 115 in DECISIONS.md.
 __all__ = ["expert_digests"]
 
 BLOCK_BYTES = 4096

@@ -24,6 +24,7 @@ from torch import Tensor
 from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights, pack_nibbles
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
 
+# Why it is so: decision 11 in DECISIONS.md.
 __all__ = ["quantize", "quantize_matrix", "round_e2m1", "scheme_named"]
 
 E2M1_MAX, E4M3_MAX = 6.0, 448.0

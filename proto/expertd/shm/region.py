@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from expertd.shm.layout import ENTRIES, PAGE, arena_offset, region_bytes
 
+# Why it is so: decision 163 in DECISIONS.md.
 __all__ = ["Region", "RegionError", "host_id", "peer_uid", "supported"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SHRINK") else 0

@@ -8,6 +8,7 @@ from expertd.shm.layout import ENTRIES, Submission
 from expertd.shm.tickets import Tickets
 from expertd.tcp.library import library
 
+# Why it is so: decision 125 in DECISIONS.md.
 __all__ = ["Client"]
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
+# Why it is so: decision 4 in DECISIONS.md.
 __all__ = [
     "BootError",
     "WrongOptionError",

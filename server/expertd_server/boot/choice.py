@@ -16,6 +16,7 @@ from expertd_kernels.oracle import table
 from expertd_kernels.oracle.decision import Backend, Decision, NoBackendError, Refusal
 from expertd_server.boot.assignment import BootError
 
+# Why it is so: decision 36 in DECISIONS.md.
 __all__ = ["BackendRejectedError", "Choice"]
 
 log = logging.getLogger(__name__)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+# Why it is so: decision 72 in DECISIONS.md.
 __all__ = [
     "MemoryPlan",
     "device_bytes",

@@ -22,6 +22,7 @@ from expertd.errors import (
 )
 from expertd_server.engine.request import Request
 
+# Why it is so: decisions 94 and 120 in DECISIONS.md.
 __all__ = ["Amount", "Limits", "Queue", "QueueLimits", "State", "admit", "fits", "overloaded", "shut", "too_late"]
 
 

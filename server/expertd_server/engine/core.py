@@ -45,6 +45,7 @@ from expertd_server.engine.abi import (
     Waiting,
 )
 
+# Why it is so: decisions 90, 113 and 154 in DECISIONS.md.
 __all__ = [
     "BatchRecord",
     "CHECK",

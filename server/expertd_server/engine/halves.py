@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+# Why it is so: decision 143 in DECISIONS.md.
 __all__ = ["compute", "out_of_memory", "unheard"]
 
 log = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from expertd_server.engine.executor import CpuExecutor
 from expertd_server.engine.halves import compute
 from expertd_server.engine.served import ServedLayer
 
+# Why it is so: decision 162 in DECISIONS.md.
 __all__ = ["PlainExecutor", "compute_stream"]
 
 

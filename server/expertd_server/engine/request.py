@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from expertd.errors import ExpertdError
     from expertd_server.engine.served import ServedLayer
 
+# Why it is so: decision 83 in DECISIONS.md.
 __all__ = ["Answer", "Array", "Operand", "Outcome", "Reply", "Request", "STORAGE", "Stages"]
 
 Array = NDArray[Any]

@@ -12,6 +12,7 @@ from expertd.errors import LayerNotHeldError
 from expertd_kernels.protocol import Experts
 from expertd_server.engine.request import Array
 
+# Why it is so: decision 84 in DECISIONS.md.
 __all__ = ["Holding", "ServedLayer"]
 
 _generations = itertools.count(1)

@@ -20,6 +20,7 @@ from expertd_server.engine.policy import Policy
 from expertd_server.engine.report import BatchReport
 from expertd_server.engine.served import Holding, ServedLayer
 
+# Why it is so: decision 42 in DECISIONS.md.
 __all__ = ["STOPPED", "LostError", "Worker"]
 
 log = logging.getLogger(__name__)

@@ -35,6 +35,7 @@ from expertd_server.config.serve import ServeConfig
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.served import ServedLayer
 
+# Why it is so: decision 85 in DECISIONS.md.
 __all__ = ["Change", "Residence", "Weights"]
 
 Experts = Mapping[int, Collection[int]]

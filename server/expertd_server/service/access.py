@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from expertd.errors import PermissionDeniedError, UnauthenticatedError
 from expertd_server.service.reloading import FileError
 
+# Why it is so: decision 103 in DECISIONS.md.
 __all__ = ["ADMIN", "CALL", "DESCRIBE", "Access", "Admitted", "Caller", "parse_access"]
 
 CALL, DESCRIBE, ADMIN = "call", "describe", "admin"

@@ -18,6 +18,7 @@ from expertd.errors import ExpertdError
 from expertd_server.engine.request import Operand, Reply, Request
 from expertd_server.engine.served import Holding, ServedLayer
 
+# Why it is so: decision 158 in DECISIONS.md.
 __all__ = ["Form", "Forms"]
 
 _MOST = 4096

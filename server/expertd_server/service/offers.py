@@ -7,6 +7,7 @@ from typing import Protocol
 
 from expertd.v1 import expert_service_pb2 as pb
 
+# Why it is so: decision 165 in DECISIONS.md.
 __all__ = ["Door", "Doors", "answer_offer"]
 
 

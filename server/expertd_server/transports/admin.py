@@ -32,6 +32,7 @@ from expertd_server.updates.updates import Updates
 from expertd_server.views.describe import memory_message
 from expertd_server.views.metrics import Metrics
 
+# Why it is so: decision 114 in DECISIONS.md.
 __all__ = ["AdminTransport"]
 
 _T = TypeVar("_T")

@@ -24,6 +24,7 @@ from expertd.errors import ExpertdError, MalformedMessageError, UnavailableError
 from expertd_server.engine.admission import fits
 from expertd_server.transports.tcp_info import Peer, Sockets, peer_of
 
+# Why it is so: decision 149 in DECISIONS.md.
 __all__ = ["Connection", "HalfSent", "verdicts"]
 
 log = logging.getLogger(__name__)

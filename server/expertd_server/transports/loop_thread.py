@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+# Why it is so: decision 86 in DECISIONS.md.
 __all__ = ["LoopCaller", "LoopThread"]
 
 _T = TypeVar("_T")

@@ -20,6 +20,7 @@ from expertd_server.service.access import CALL, Access, parse_access
 from expertd_server.service.reloading import FileError, Reloading
 from expertd_server.transports.x509 import certificate_until_s
 
+# Why it is so: decision 153 in DECISIONS.md.
 __all__ = ["Gate", "Security", "tls_context", "tls_credentials"]
 
 Told = Callable[[str, bool], None]

@@ -43,6 +43,7 @@ from expertd_server.updates.packing import Packing
 from expertd_server.updates.sources import GoneSource, alike, checkpoint_of
 from expertd_server.updates.versions import CHECKPOINT, TENSORS, Version, version_message
 
+# Why it is so: decision 168 in DECISIONS.md.
 __all__ = ["Asked", "Job", "Updates"]
 
 log = logging.getLogger(__name__)

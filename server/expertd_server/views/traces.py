@@ -22,6 +22,7 @@ from typing import Any
 from expertd_server.engine.report import RequestReport
 from expertd_server.views.metrics import SERVICE, VERSION, Metrics
 
+# Why it is so: decision 136 in DECISIONS.md.
 __all__ = ["Traces", "TracesMissingError"]
 
 log = logging.getLogger(__name__)

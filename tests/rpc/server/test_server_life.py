@@ -149,7 +149,7 @@ async def test_metrics_tell_what_happened(served):
 
 @pytest.mark.timeout(30)
 async def test_a_drained_server_closes_when_no_call_has_come_for_a_while(served):
-    """A call that comes in the moment of closing would be reset without a reason (DECISIONS: it waits for quiet)."""
+    """A call that comes in the moment of closing would be reset by gRPC without a reason."""
     begin = time.monotonic()
     await served.server._quiet(begin + 1000)
     assert 0.14 < time.monotonic() - begin < 1000

@@ -35,6 +35,7 @@ from expertd_client.engines.served import Found
 from expertd_client.engines.settings import Settings, connection_to, settings_of
 from expertd_client.engines.vllm.refused import refuse_engine, refuse_layer
 
+# Why it is so: decision 122 in DECISIONS.md.
 __all__ = ["RemoteGptOssRoutedExperts", "RemoteMethod", "RemoteMoERunner", "RemoteRoutedExperts", "install"]
 
 SPLITTING_OPS = ("vllm::moe_forward", "vllm::moe_forward_shared")

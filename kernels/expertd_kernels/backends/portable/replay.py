@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Why it is so: decision 30 in DECISIONS.md.
 __all__ = ["MOST_RECORDINGS", "MOST_TOKENS", "Recording", "kind_of", "proves"]
 
 log = logging.getLogger(__name__)

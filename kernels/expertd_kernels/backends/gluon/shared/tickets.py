@@ -5,7 +5,8 @@
 
 Tiles are drawn by tickets: a CTA asks for its next one when it is nearly ready for it, so blocks that share a column
 tile begin together wherever the CTAs stand, and its weights come from memory once.  (In a fixed order the CTAs drift
-apart by more than the L2 holds.)  The producer asks, and tells the consumers beside the tile's first stage."""
+apart by more than the L2 holds: decision 59.)  The producer asks, and tells the consumers beside the tile's first
+stage."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -28,6 +28,7 @@ from triton.language.core import builtin
 
 from expertd_kernels.backends.triton_launch import OPTIONS
 
+# Why it is so: decision 82 in DECISIONS.md.
 __all__ = [
     "barrier",
     "compiling",

@@ -34,6 +34,7 @@ from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
 from expertd_kernels.weights.scheme import ActivationQuant
 
+# Why it is so: decision 51 in DECISIONS.md.
 __all__ = ["W8A8Experts"]
 
 Parts = Mapping[str, Tensor]
