@@ -219,8 +219,7 @@ class Engine(Worker):
         r.queued_ns = time.monotonic_ns()
         if r.tokens > self.policy.max_tokens:
             raise InternalError(f"engine: a request of {r.tokens} tokens, want at most {self.policy.max_tokens}")
-        into = r.into if r.into is not None and not r.digest else None
-        out = np.empty(r.output_bytes, np.uint8).view(STORAGE[r.output_dtype]) if into is None else into
+        out = np.empty(r.output_bytes, np.uint8).view(STORAGE[r.output_dtype])
         operands = (r.hidden, r.ids, r.weights)
         f = c.Forward(
             hidden=_address(r.hidden),

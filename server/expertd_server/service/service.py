@@ -94,10 +94,12 @@ class Service:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def session(self, outlet: Outlet, caller: str, name: str = "", traceparent: str = "") -> Session:
-        """For one connection of `caller`, a peer's address or a name.  name, traceparent: the caller's for it, "" =
-        none.  It lives until its close()."""
-        session = Session(self, outlet, caller, name, traceparent)
+    def session(
+        self, outlet: Outlet, caller: str, name: str = "", traceparent: str = "", transport: str = "inline"
+    ) -> Session:
+        """For one connection of the client `caller`, an address or a name.  name, traceparent: the client's for it,
+        "" = none.  transport: what traces call the connection; "inline" = gRPC.  It lives until its close()."""
+        session = Session(self, outlet, caller, name, traceparent, transport)
         with self._lock:
             self._sessions.add(session)
         return session
@@ -158,8 +160,7 @@ class Service:
     ) -> Request:
         """Take one request; reply gets its outcome, maybe before this returns.  Raises the row that refuses it.
 
-        timeout_ns: from arrival_ns, 0 = none.  more: `into`, `tag` and `transport` of the Request, and the connection's
-        traceparent.
+        timeout_ns: from arrival_ns, 0 = none.  more: `transport` of the Request, and the connection's traceparent.
         """
         self.ensure_open()
         request, drawing = self.check(view, reply, caller, arrival_ns, timeout_ns, **more)

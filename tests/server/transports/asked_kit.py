@@ -26,9 +26,6 @@ class Outlet:
     def send(self, message):
         self.said.append(message)
 
-    def released(self, memory):
-        pass
-
 
 def in_python(engine, data):
     """What a Session makes of a message's bytes: the output's bytes, or the error's (code, reason, retryable)."""
