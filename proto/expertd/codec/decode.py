@@ -35,6 +35,7 @@ from expertd.errors import ExpertdError, MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
 
 __all__ = [
+    "NO_MESSAGE",
     "decode_forward_request",
     "decode_forward_response",
     "decode_stream_request",
@@ -42,6 +43,9 @@ __all__ = [
     "peek_forward",
     "peek_request_id",
 ]
+
+NO_MESSAGE = "message: got bytes that are no {message}, want a serialized protobuf message"
+"""Text of a MalformedMessageError, whoever reads the message."""
 
 _V = TypeVar("_V")
 _M = TypeVar("_M")
@@ -87,15 +91,9 @@ def _decode(
         try:
             return view(_read_odd(message, buf))
         except DecodeError:
-            what = "it ends inside a field" if isinstance(odd, IndexError) else str(odd)
             raise MalformedMessageError(
-                f"{message.DESCRIPTOR.full_name}: got {len(buf)} bytes with {what}; want a serialized protobuf message"
-                + (
-                    f", spelled as serializers do where it has more than {bounds.ODD_BYTES}"
-                    * (len(buf) > bounds.ODD_BYTES)
-                ),
-                request_id=peek_request_id(buf, stream),
-            ) from None
+                NO_MESSAGE.format(message=message.DESCRIPTOR.name), request_id=peek_request_id(buf, stream)
+            ) from odd
         except ExpertdError as e:
             e.request_id = peek_request_id(buf, stream)
             raise

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from expertd.cxx import stale
+from expertd.errors import TABLE, ExpertdError, LayerNotHeldError
 from expertd_kernels.protocol import Direct
 from expertd_server.engine.abi import (
     CHECK,
@@ -23,7 +24,6 @@ from expertd_server.engine.abi import (
     COLLECT_STAGED,
     DELIVER,
     EXPERTS,
-    FORM_BYTES,
     INTERRUPTED,
     MOST_OUTCOMES,
     REASONS,
@@ -40,7 +40,9 @@ from expertd_server.engine.abi import (
     Measured,
     Outcome,
     PeerBoundsStruct,
+    RequestFacts,
     Run,
+    TensorFacts,
     TraceRecord,
     Waiting,
 )
@@ -58,7 +60,6 @@ __all__ = [
     "CoreMissingError",
     "DELIVER",
     "EXPERTS",
-    "FORM_BYTES",
     "Forward",
     "INTERRUPTED",
     "InlineMessage",
@@ -71,8 +72,10 @@ __all__ = [
     "PeerBoundsStruct",
     "REASONS",
     "RUN",
+    "RequestFacts",
     "Run",
     "STOPPED",
+    "TensorFacts",
     "TraceRecord",
     "WHOLE",
     "Waiting",
@@ -85,9 +88,16 @@ class CoreMissingError(ImportError):
     """The library is not there or does not load."""
 
 
-_QUICK = ("_outcomes", "_records", "_traces", "_load", "_waiting", "_cancel", "_admits", "_went_out")
+_QUICK = (
+    *("_outcomes", "_records", "_traces", "_load", "_waiting", "_cancel", "_admits", "_went_out"),
+    *("_check", "_not_held"),
+)
 """Calls that keep the interpreter's lock: they wait for nobody who could want it, and are over sooner than it would be
 had back from the engine's thread (46 us a request under load)."""
+
+
+_TEXT_BYTES = 1024
+"""Of the text of a refusal."""
 
 
 @cache
@@ -115,6 +125,8 @@ def library() -> C.CDLL:
         ("_submit", u32, (p, p, p, p)),
         ("_admits", u32, (p, p, p)),
         ("_went_out", None, (p, u64)),
+        ("_check", u32, (p, p, p, u32)),
+        ("_not_held", None, (p, u32, p, u32)),
         ("_drain", None, (p,)),
         ("_interrupt", None, (p,)),
         ("_forget_graphs", None, (p,)),
@@ -139,7 +151,7 @@ def library() -> C.CDLL:
         function = getattr(quick if name in _QUICK else lib, "expertd_core" + name)
         function.restype, function.argtypes = result, arguments
         setattr(lib, "expertd_core" + name, function)
-    quick.expertd_message_look.argtypes = (C.c_char_p, u64, p)
+    quick.expertd_message_look.argtypes = (p, C.c_char_p, u64, p)
     quick.expertd_message_answer.restype = None
     quick.expertd_message_answer.argtypes = (p, C.c_char_p, u64, p)
     lib.expertd_message_submit.restype = u32
@@ -217,6 +229,19 @@ class Core:
         retry = C.c_uint32()
         reason = self._lib.expertd_core_admits(self._core, C.byref(request), C.byref(retry))
         return REASONS[reason], retry.value
+
+    def check(self, request: RequestFacts) -> None:
+        """Raises the error that refuses it, for its layer as it is held now."""
+        text = C.create_string_buffer(_TEXT_BYTES)
+        reason = self._lib.expertd_core_check(self._core, C.byref(request), text, _TEXT_BYTES)
+        if reason:
+            raise TABLE[REASONS[reason]](text.value.decode())
+
+    def not_held(self, layer: int) -> ExpertdError:
+        """The refusal of a request for a layer that is not held."""
+        text = C.create_string_buffer(_TEXT_BYTES)
+        self._lib.expertd_core_not_held(self._core, layer, text, _TEXT_BYTES)
+        return LayerNotHeldError(text.value.decode())
 
     def went_out(self, ns: int) -> None:
         """So long answers took from their outcome to their connections."""

@@ -178,6 +178,14 @@ class Engine(Worker):
         self.between(self._drop_unused)
         return True
 
+    def check(self, request: c.RequestFacts) -> ServedLayer:
+        """The layer that a request is for.  Raises LayerNotHeldError or the InvalidRequestError that refuses it."""
+        self._core.check(request)
+        found = self.holding.find(request.layer)
+        if found is None:
+            raise self._core.not_held(request.layer)
+        return found
+
     def ask(self, r: Request) -> None:
         """Whether submit() would take `r` now, whose tensors need not be there yet.  Raises what it would."""
         closed = shut(self.state)
@@ -215,7 +223,10 @@ class Engine(Worker):
         closed = shut(self.state)
         if closed is not None:
             raise closed
-        r.layer = self.holding.layer(r.layer.layer)  # it may have changed since the request was checked
+        found = self.holding.find(r.layer.layer)  # it may have changed since the request was checked
+        if found is None:
+            raise self._core.not_held(r.layer.layer)
+        r.layer = found
         r.queued_ns = time.monotonic_ns()
         if r.tokens > self.policy.max_tokens:
             raise InternalError(f"engine: a request of {r.tokens} tokens, want at most {self.policy.max_tokens}")
@@ -233,6 +244,7 @@ class Engine(Worker):
             layer=r.layer.layer,
             tokens=r.tokens,
             top_k=r.top_k,
+            hidden_size=r.layer.hidden_size,
             caller=self._caller(r.caller),
             hidden_dtype=DTYPE_NUMBER[r.hidden.dtype],
             ids_dtype=DTYPE_NUMBER[r.ids.dtype],

@@ -69,7 +69,6 @@ class KnownLayers:
             hidden_size=s.hidden_size,
             num_experts=s.num_experts,
             held=len(s.held),
-            input_weights=1,
             top_k=s.top_k,
             takes_e4m3=s.takes_e4m3,
             slots=s.slot_of.ctypes.data,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from expertd.errors import LayerNotHeldError
 from expertd_kernels.protocol import Experts
 from expertd_server.engine.request import Array
 
@@ -66,15 +65,9 @@ class Holding(Mapping[int, ServedLayer]):
     def __init__(self, layers: Iterable[ServedLayer] = ()) -> None:
         self._layers = {s.layer: s for s in sorted(layers, key=lambda s: s.layer)}
 
-    def layer(self, index: int) -> ServedLayer:
-        """The one place that says whether a layer is held.  Raises LayerNotHeldError."""
-        found = self._layers.get(index)
-        if found is None:
-            held = ", ".join(map(str, self._layers)) or "none"
-            raise LayerNotHeldError.about(
-                "layer", got=index, want=f"one of those held here: {held}", remedy="Describe lists them"
-            )
-        return found
+    def find(self, index: int) -> ServedLayer | None:
+        """None: that layer is not held."""
+        return self._layers.get(index)
 
     def __getitem__(self, index: int) -> ServedLayer:
         return self._layers[index]

@@ -16,16 +16,14 @@ from expertd.codec import ForwardRequestView, StreamRequestView, peek_forward
 from expertd.errors import (
     DeadlineExceededError,
     DrainingError,
-    DuplicateRequestIdError,
     ExpertdError,
-    MalformedMessageError,
-    MissingRequestIdError,
     OverloadedError,
     RequestCancelledError,
     TooManyRequestsError,
 )
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.admission import State
+from expertd_server.engine.refusal_texts import refusal
 from expertd_server.engine.request import Answer, Outcome, Request
 from expertd_server.service.age import Age
 from expertd_server.service.response import error_of
@@ -110,7 +108,7 @@ class Session:
         elif isinstance(message, pb.SessionOffer):
             self._send(self._offered(message))
         else:
-            self.refuse(MalformedMessageError("message: holds nothing, want forward, cancel or session"), 0)
+            self.refuse(refusal("no_kind", want="forward, cancel or session"), 0)
         return None
 
     def _offered(self, offer: pb.SessionOffer) -> pb.SessionAnswer:
@@ -124,20 +122,19 @@ class Session:
         return self._service.offer(offer, self._caller)
 
     def take_message(self, data: bytes, arrival_ns: int) -> tuple[bytes, int] | bool:
-        """Take a stream's message that holds a request like one that was taken before, without decoding it, or refuse
-        it.  The answer, with its answer_bytes, where it is there at once; else it goes to the outlet.  False: the
+        """Take a stream's message that holds a usual request, without decoding it, or refuse it for want of time or of
+        room.  The answer, with its answer_bytes, where it is there at once; else it goes to the outlet.  False: the
         message is to be read; nothing was done with it."""
         service, messages, looked = self._service, self._messages, self._looked
         if messages is None or looked is None:
             return False
-        found = looked.look(data)
-        if found is None or service.engine.state is not State.SERVING:
+        if not looked.look(data) or service.engine.state is not State.SERVING:
             return False
-        form, m = service.forms.find(found, data), looked.message
-        layer = None if form is None else form.layer()
-        if form is None or layer is None or (service.traced is not None and (m.traced or self._traceparent)):
+        m = looked.message
+        layer = service.engine.holding.find(m.layer)
+        if layer is None or (service.traced is not None and (m.traced or self._traceparent)):
             return False
-        number, timeout_us, nbytes = m.request_id, m.timeout_us, form.answer_bytes
+        number, timeout_us, nbytes = m.request_id, m.timeout_us, m.output_bytes
         # Others only take out of these: what looks full may not be, and is looked at with the lock then.
         if number in self._in_flight or len(self._in_flight) + self._unwritten >= service.limits.max_in_flight:
             return False
@@ -145,7 +142,8 @@ class Session:
         deadline_ns = begun_ns + 1000 * timeout_us if timeout_us else 0
 
         def under_way() -> Request:
-            r = form.request(layer, self._reply, self._settle, self._caller, number, begun_ns, arrival_ns, deadline_ns)
+            r = looked.request(layer, self._reply, self._caller, begun_ns, arrival_ns, deadline_ns)
+            r.ready = self._settle
             with self._lock:
                 self._in_flight[number] = r
                 self._held_bytes += nbytes
@@ -272,20 +270,14 @@ class Session:
     def _register(self, number: int) -> None:
         """Make `number` a request in flight.  Raises the row that says why it cannot be."""
         if number == 0:
-            raise MissingRequestIdError("request_id: got 0, want a number that is unique among those in flight")
+            raise refusal("missing_request_id")
         with self._lock:
             if number in self._in_flight:
-                raise DuplicateRequestIdError.about(
-                    "request_id", got=number, want="one that is not in flight on this stream"
-                )
+                raise refusal("duplicate_request_id", number=number)
             most = self._service.limits.max_in_flight
             if len(self._in_flight) + self._unwritten >= most:
-                raise TooManyRequestsError.about(
-                    "stream",
-                    got=f"{len(self._in_flight)} requests in flight, {self._unwritten} answers unread, and one more",
-                    want=f"at most {most} together",
-                    remedy="wait for an answer first",
-                )
+                in_flight, unread = len(self._in_flight), self._unwritten
+                raise refusal("too_many_in_flight", requests=in_flight, unread=unread, most=most)
             self._in_flight[number] = None
 
     def _cancel(self, number: int) -> None:

@@ -227,7 +227,7 @@ def test_stop_answers_what_it_could_not_compute_and_says_what_it_waited_for(make
 
 def test_a_layer_that_is_not_held_is_refused(make):
     s = make()
-    with pytest.raises(LayerNotHeldError, match="layer: got 5, want one of those held here: 0, 1"):
+    with pytest.raises(LayerNotHeldError, match="layer: got 5, want one of those held here: 0-1"):
         s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]], layer=5))
 
 

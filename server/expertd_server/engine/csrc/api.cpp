@@ -6,6 +6,7 @@
 
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstring>
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -16,7 +17,7 @@ using namespace expertd;
 API void expertd_core_sizes(uint64_t* out) {
   const uint64_t sizes[] = {sizeof(Config), sizeof(Forward), sizeof(Outcome), sizeof(LayerFacts),
                             sizeof(LaneMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load), sizeof(Waiting), sizeof(Measured),
-                            sizeof(PeerBounds), sizeof(TraceRecord), sizeof(InlineMessage)};
+                            sizeof(PeerBounds), sizeof(TraceRecord), sizeof(InlineMessage), sizeof(RequestFacts)};
   for (uint64_t size : sizes) *out++ = size;
 }
 
@@ -32,6 +33,15 @@ API uint32_t expertd_core_submit(Core* c, const Forward* f, uint64_t* handle, ui
   return c->submit(*f, handle, retry_after_us);
 }
 API uint32_t expertd_core_admits(Core* c, const Forward* f, uint32_t* retry_after_us) { return c->admits(*f, retry_after_us); }
+// text: of `size` bytes, why not.
+API uint32_t expertd_core_check(Core* c, const RequestFacts* request, char* text, uint32_t size) {
+  const Refusal bad = c->check(*request);
+  snprintf(text, size, "%s", bad.text.c_str());
+  return bad.reason;
+}
+API void expertd_core_not_held(Core* c, uint32_t layer, char* text, uint32_t size) {
+  snprintf(text, size, "%s", c->not_held(layer).text.c_str());
+}
 API void expertd_core_went_out(Core* c, uint64_t ns) { c->went_out(ns); }
 API void expertd_core_drain(Core* c) { c->drain(); }
 API void expertd_core_stop(Core* c) { c->stop(); }

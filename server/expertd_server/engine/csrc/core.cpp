@@ -142,6 +142,11 @@ bool Core::compute_here(const Forward& f, uint64_t handle, Outcome* at_once) {
 }
 
 void Core::command(Command&& c) {
+  if (c.kind == Command::kAddLayer || c.kind == Command::kRemoveLayer) {
+    const std::lock_guard<std::mutex> lock(held_mutex_);
+    held_.erase(c.layer);
+    if (c.made) held_.emplace(c.layer, c.made->facts);
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     inbox_.push_back(std::move(c));

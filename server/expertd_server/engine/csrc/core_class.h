@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -66,6 +67,9 @@ class Core {
   // An answer took so long from its outcome to its caller's connection.
   void went_out(uint64_t ns);
   void command(Command&& c);
+  // The check of a request, against the layer of that number as the last command leaves it.
+  Refusal check(const RequestFacts& r);
+  Refusal not_held(uint32_t layer);
   void drain();  // takes nothing new
   void stop();   // run() returns once everything is answered
   void interrupt();  // run() returns kInterrupted when no batch is under way and what was said before is taken
@@ -125,8 +129,7 @@ class Core {
   void accept(Port* p, const shm::Submission& s, bool called);
   void turn_away(Item* item, const Verdict& v);
   void prepare(Port* p, const shm::Submission& s, Item* item);
-  bool fits(Item* item, const LayerFacts& layer, uint32_t hidden_size);
-  bool check(const Port* p, const shm::Submission& s, Item* item, const LayerFacts& layer);
+  bool place(const Port* p, const shm::Submission& s, Item* item, uint32_t hidden_size);
   void echo(Item* item, const LayerFacts& layer);
 
   uint32_t advice_us(const Verdict& v) const;
@@ -182,6 +185,9 @@ class Core {
   uint64_t checked_ns_ = 0, last_end_ns_ = 0, called_ns_ = 0;
   uint64_t usual_rest_ns_ = 0;  // from when there was nothing to do until something came, recently
   int epoll_ = -1, wake_ = -1;
+
+  std::mutex held_mutex_;
+  std::map<uint32_t, LayerFacts> held_;  // without their memory; layers_ follows when its command is obeyed
 
   std::mutex mutex_;  // inbox_, next_handle_
   std::vector<Command> inbox_, taken_;  // in the order in which it came
