@@ -18,7 +18,7 @@ NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_k
   server/expertd_server/engine/csrc/*.cpp server/expertd_server/engine/csrc/*.h \
   client/expertd_client/cluster/csrc/*.cpp)
 
-.PHONY: help setup demo test soak vendor triton aarch64 check lint format proto docs bench wheel clean
+.PHONY: help setup demo test soak vendor engines triton aarch64 check lint format proto docs bench wheel clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -62,6 +62,11 @@ soak: $(STAMP) $(DEPLOY) ## the long forms, which `make test` leaves out; no new
 
 vendor: $(STAMP) ## the Python sources of vendors' wheels, which tests compare with: 300 MB over the line, once
 	$(BIN)/python tests/kernels/fetch_vendor.py
+	$(BIN)/python tests/engines/fetch_engines.py
+
+engines: $(STAMP) ## the same with vLLM's wheels, 1.5 GB over the line; what the adapters use of each is compared
+	$(BIN)/python tests/engines/fetch_engines.py --large
+	$(BIN)/python -m pytest tests/engines/test_versions.py
 
 # Some two minutes of a core and 440 MB, so CI leaves it out.  The self-test in C++ alone: Python and torch are not emulated.
 aarch64: $(STAMP) ## the CPU kernel's self-test for aarch64, compiled by ziglang, run by Debian's qemu-user

@@ -1,4 +1,4 @@
-"""SGLang whose routed experts live on expertd's servers; written for SGLang 0.5.23 (pip install 'expertd[sglang]').
+"""SGLang whose routed experts live on expertd's servers (pip install 'expertd[sglang]'; versions: versions.ADAPTER).
 
     EXPERTD_ADDRESS=10.0.0.1:7070 python -m sglang.launch_server --model-path FRONTEND \\
         --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled --disable-shared-experts-fusion
@@ -6,8 +6,9 @@
 FRONTEND is a checkpoint without experts (`expertctl strip DIR FRONTEND`).  SGLang finds register() by its entry point
 and calls it in each of its processes; where nobody names servers it changes nothing.
 
-    plugin    a method without weights for SGLang's FusedMoE, and the runner's core that asks servers
-    refused   what cannot work, in sentences; imports no SGLang
+    plugin     a method without weights for SGLang's FusedMoE, and the runner's core that asks servers
+    refused    what cannot work, in sentences; imports no SGLang
+    versions   what differs between versions of SGLang
 """
 
 from __future__ import annotations
