@@ -41,32 +41,60 @@ _WIDEST = 4
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "echo",
-        help="answer every request with its own hidden states, to measure the way without the kernels",
-        description="A server without experts: every row of hidden states comes back as it was sent.  What remains is"
-        " the service's own time: expertctl bench path measures it, beside bare streams of the same bytes.",
-    )
-    parser.add_argument("--listen", type=argument(Address.parse), default=Address("127.0.0.1", 0), metavar="HOST:PORT")
-    parser.add_argument("--hidden-size", type=argument(whole(1)), default=4096, metavar="H", help="default: 4096")
-    parser.add_argument(
-        "--max-tokens", type=argument(whole(1)), default=4096, metavar="M", help="of a request (default: 4096)"
+        help="answer every request with its own hidden states: a server without kernels, for benchmarks",
+        description="A server without experts, which answers every request with its hidden states.  It shows what the"
+        " service itself costs; expertctl bench path and expertctl load --echo start one.",
     )
     parser.add_argument(
-        "--experts", type=argument(whole(1)), default=_NUM_EXPERTS, metavar="E", help="of the layer (default: 8)"
+        "--listen",
+        type=argument(Address.parse),
+        default=Address("127.0.0.1", 0),
+        metavar="HOST:PORT",
+        help="address of the gRPC server (default: a free port on this host)",
     )
     parser.add_argument(
-        "--shard", type=argument(Shard.parse), default=_WHOLE, metavar="RANK/COUNT", help="of them that are here"
+        "--hidden-size", type=argument(whole(1)), default=4096, metavar="H", help="hidden size (default: 4096)"
     )
     parser.add_argument(
-        "--batch-us", type=argument(whole(0)), default=0, metavar="US", help="that a batch takes; default: none"
+        "--max-tokens",
+        type=argument(whole(1)),
+        default=4096,
+        metavar="M",
+        help="most tokens of a request (default: 4096)",
     )
     parser.add_argument(
-        "--row-us", type=argument(whole(0)), default=0, metavar="US", help="and each of its rows; default: none"
+        "--experts",
+        type=argument(whole(1)),
+        default=_NUM_EXPERTS,
+        metavar="E",
+        help="experts of its layer (default: 8)",
+    )
+    parser.add_argument(
+        "--shard",
+        type=argument(Shard.parse),
+        default=_WHOLE,
+        metavar="RANK/COUNT",
+        help="shard of the experts (default: all)",
+    )
+    parser.add_argument(
+        "--batch-us",
+        type=argument(whole(0)),
+        default=0,
+        metavar="US",
+        help="microseconds that each batch takes (default: 0)",
+    )
+    parser.add_argument(
+        "--row-us",
+        type=argument(whole(0)),
+        default=0,
+        metavar="US",
+        help="additional microseconds for each token (default: 0)",
     )
     parser.add_argument("--refuse-late", choices=("yes", "no"), default="yes", help="as of `expertd serve`")
     parser.add_argument("--nonfinite", choices=("pass", "refuse", "zero"), default="pass", help="as of `expertd serve`")
     for name in ("--tls-cert", "--tls-key", "--tls-client-ca"):
         parser.add_argument(name, type=Path, metavar="FILE", help="as of `expertd serve`, for gRPC")
-    parser.add_argument("--with-stdin", action="store_true", help="end when standard input is closed, too")
+    parser.add_argument("--with-stdin", action="store_true", help="also stop when standard input is closed")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -368,7 +368,7 @@ class Engine(Worker):
         backend = layer.backend_at(run.tokens)
         batch = f"after a batch of {run.tokens} tokens on backend {backend}"
         if run.launch_error:
-            log.warning("layer %d: a graph could not be launched: CUDA error %d", layer.layer, run.launch_error)
+            log.warning("layer %d: a CUDA graph could not be launched: error %d", layer.layer, run.launch_error)
             self._check(f"launching {run.tokens} tokens for layer {layer.layer}")
         try:
             kernel_ns = self._executor.run(run, layer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import socket
 from collections.abc import Iterator, Sequence
 
 from expertd_kernels.sources.source import LayerInfo
@@ -45,7 +47,7 @@ def arena_bytes(max_tokens: int, infos: Sequence[LayerInfo]) -> int:
 def shm_door(config: ServeConfig, engine: Engine, infos: Sequence[LayerInfo]) -> ShmDoor | str:
     """The open door to shared memory, or why there is none."""
     if not config.offers_shm:
-        return f"the server has it off: --shm {config.shm}, listening on {config.listen.host}; --shm on allows it"
+        return f"the server has it off (--shm {config.shm}, listening on {config.listen.host}); --shm on switches it on"
     door = ShmDoor(engine, arena_bytes=arena_bytes(config.max_tokens, infos), most_bytes=config.shm_memory)
     try:
         door.start()
@@ -58,7 +60,7 @@ def tcp_door(config: ServeConfig, engine: Engine, most_message: int, told: Told)
     """The door to sessions over TCP, or why there is none.  Raises BootError."""
     where = config.tcp_where
     if where is None:
-        return f"the server has it off: --tcp {config.tcp} without --tcp-listen; --tcp-listen HOST:PORT allows it"
+        return f"the server has it off (--tcp {config.tcp}, no --tcp-listen); --tcp-listen HOST:PORT switches it on"
     security = Security(config.tls_cert, config.tls_key, config.tls_client_ca)
     bounds = PeerBounds(most_message, max(_MOST_PEER_BYTES, 4 * most_message), config.max_in_flight)
     with listening("--tcp-listen", where):
@@ -91,10 +93,13 @@ def _channelz(config: ServeConfig) -> bool:
 
 @contextlib.contextmanager
 def listening(option: str, where: Address) -> Iterator[None]:
-    """OSError and FileError become BootError."""
+    """OSError and FileError become BootError: a port that is taken may be free later, an address that this host does
+    not have, or may not listen at, is a wrong option."""
     try:
         yield
     except FileError as e:
         raise WrongOptionError(str(e)) from None
     except OSError as e:
-        raise BootError(f"{option} {where}: cannot listen there: {e.strerror or e}") from e
+        wrong = isinstance(e, socket.gaierror) or e.errno in (errno.EADDRNOTAVAIL, errno.EACCES)
+        error = WrongOptionError if wrong else BootError
+        raise error(f"{option} {where}: cannot listen there: {e.strerror or e}") from e

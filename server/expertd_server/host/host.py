@@ -250,7 +250,7 @@ class Host:
         except CoreMissingError as e:
             raise BootError(str(e)) from None
         if engine.launches_why:
-            self.say(f"engine: batches are copied and launched one at a time, without graphs: {engine.launches_why}")
+            self.say(f"engine: without CUDA graphs, one batch at a time: {engine.launches_why}")
         self.metrics.watch_load(engine.load)
         if where.type != "cpu":
             self.metrics.watch_device(lambda: device_bytes(where))
@@ -263,7 +263,7 @@ class Host:
         uuid = str(torch.cuda.get_device_properties(where).uuid)
         facts = gpu_facts(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
         if isinstance(facts, str):
-            self.say(f"note: no metrics of the GPU itself: {facts}")
+            self.say(f"note: no GPU metrics: {facts}")
         else:
             self.metrics.registry.register(facts)
 
@@ -307,7 +307,7 @@ class Host:
         tcp = self.service.doors["tcp"] = tcp_door(config, self.engine, largest, self.metrics.reloaded)
         if not isinstance(tcp, str):
             self._transports.append(tcp)
-            self.say(f"sessions over TCP on {tcp.address}")
+            self.say(f"TCP transport on {tcp.address}")
         self._describe = Describer(
             self.service.load_message,
             instance_id=uuid.uuid4().hex,
@@ -329,10 +329,10 @@ class Host:
                 self._http = MetricsHttp(self.metrics, where.host, where.port, page)
             self.metrics_address = str(Address(where.host, self._http.port))
             at = f"http://{self.metrics_address}/metrics"
-            self.say(f"metrics on {at} (to look at: http://{self.metrics_address}/)", metrics=at)
+            self.say(f"metrics on {at} (status page: http://{self.metrics_address}/)", metrics=at)
         config = self.config
         if config.callers is not None and config.tls_cert is None and not config.listen.loopback:
-            self.say("note: tokens travel in plain text (--insecure)")
+            self.say("note: the tokens of clients are sent in plain text (--insecure)")
         security = security_of(config)
         grpc = GrpcTransport(self.service, config.listen, security)
         with listening("--listen", config.listen):
@@ -345,7 +345,7 @@ class Host:
             )
             with listening("--admin-listen", config.admin_listen):
                 self._describe.admin_address = self._admin.start()
-            self.say(f"what is held is changed on {self._describe.admin_address}")
+            self.say(f"AdminService on {self._describe.admin_address}")
 
     def _tell_decisions(self, assignments: Sequence[Assignment], pending: bool = False) -> None:
         """Which backend serves each layer.  pending: it is to be measured."""
@@ -398,7 +398,7 @@ class Host:
         if found is None:
             return assigner.all()
         self._epoch, layers = found
-        self.say(f"holding what was committed last, epoch {self._epoch}: {self.config.held}")
+        self.say(f"serving the experts of epoch {self._epoch}, as recorded in {self.config.held}")
         return assigner.these(layers)
 
     def _remember(self, path: Path, booted: Mapping[int, Booted]) -> None:
@@ -407,7 +407,7 @@ class Host:
         try:
             remember(path, self._describe.fingerprint, self._epoch, layers, counts)
         except OSError as e:  # what is held is held all the same
-            log.error("--held %s: cannot be written: %s; a restart will hold something else", path, e)
+            log.error("--held %s: cannot be written: %s; a restart will serve other experts", path, e)
 
     def _serves(self) -> bool:
         return self.loaded.done() and self.loaded.exception() is None

@@ -55,4 +55,4 @@ def error_of(e: Exception, what: str) -> ExpertdError:
     if isinstance(e, ExpertdError):
         return e
     log.error("%s failed", what, exc_info=e)
-    return InternalError(f"{what}: {type(e).__name__}: {e}; the server's log has the trace")
+    return InternalError(f"{what}: {type(e).__name__}: {e}; the log of the server has the traceback")

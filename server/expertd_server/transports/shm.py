@@ -225,7 +225,7 @@ class ShmDoor:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
             if peer_uid(sock) not in (os.getuid(), 0) or len(self._guests) >= 2 * _MOST_PENDING:
-                log.warning("shared memory: a process of another user asked for a session; it was refused")
+                log.warning("shared memory: refused a process of another user")
                 sock.close()
                 return
             sock.setblocking(False)
@@ -252,7 +252,7 @@ class ShmDoor:
     def _admit(self, guest: _Guest) -> None:
         ticket = self._take_ticket(guest.said)
         if ticket is None:
-            log.warning("shared memory: a client came with a token that is not valid; it was refused")
+            log.warning("shared memory: refused a client with an invalid token")
             return self._dismiss(guest)
         guest.caller = ticket.caller
         made: list[Region | Pool] = []
@@ -270,7 +270,7 @@ class ShmDoor:
                 pool.send(guest.sock)
             self._poll.modify(guest.sock.fileno(), select.POLLRDHUP)
         except (RegionError, PoolError, OSError) as e:
-            log.warning("shared memory: a session could not be opened: %s", e)
+            log.warning("shared memory: a connection could not be opened: %s", e)
             if not guest.handle:
                 for memory in made:
                     memory.close()

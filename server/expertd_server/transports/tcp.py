@@ -218,7 +218,7 @@ class TcpDoor:
                 self._admitting.append(caller)
         if caller is None:
             if said:
-                log.warning("tcp: a client came with a token that is not valid; it was refused")
+                log.warning("tcp: refused a client with an invalid token")
             sock.close()
             return
         try:

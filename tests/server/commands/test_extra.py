@@ -52,7 +52,7 @@ def test_the_table_is_that_of_the_extra():
 def test_without_the_server_extra_a_command_says_what_to_install(command):
     source = {"quantize": ["src", "dst", "--scheme", "int4"], "echo": []}.get(command, ["--synthetic", "tiny:bf16"])
     done = run("expertd_server", command, *source)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     wanted = " ".join(f"'{r}'" for r in SERVER.values())
     assert done.stderr == (
         f"expertd {command}: {', '.join(SERVER)}: not installed, and a server needs them (the extra `server` has all"
@@ -62,7 +62,7 @@ def test_without_the_server_extra_a_command_says_what_to_install(command):
 
 def test_one_package_that_is_missing_is_named_alone():
     done = run("expertd_server", "explain", "--synthetic", "tiny:bf16", absent=("prometheus_client",))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("expertd explain: prometheus_client: not installed, and a server needs it")
     assert done.stderr.endswith("pip install 'prometheus-client>=0.20'\n")
 
