@@ -61,6 +61,7 @@ REASONS = (
     "OUTPUT_DTYPE_UNSUPPORTED",
     "SCALES_UNSUPPORTED",
     "NON_FINITE_HIDDEN_STATES",
+    "WEIGHTS_VERSION_NOT_HELD",
 )
 """Rows of the error table (expertd.errors) by the core's number; 0 = computed."""
 
@@ -109,7 +110,8 @@ class Forward(C.Structure):
 
     _fields_ = [
         *_fields(
-            "u64: hidden scales ids weights out bytes arrival_ns deadline_ns; u32: layer tokens top_k caller;"
+            "u64: hidden scales ids weights out bytes arrival_ns deadline_ns weights_version;"
+            "u32: layer tokens top_k caller;"
             "u8: hidden_dtype ids_dtype weights_dtype out_dtype router_weight_on_input on_device named spare"
         ),
         ("trace", C.c_uint8 * 24),
@@ -122,17 +124,19 @@ class InlineMessage(C.Structure):
 
     _fields_ = [
         ("form", C.c_uint8 * FORM_BYTES),
-        *_fields("u32: traced; u64: request_id timeout_us sent_us hidden scales ids weights answer_bytes"),
+        *_fields(
+            "u32: traced; u64: request_id timeout_us sent_us hidden scales ids weights answer_bytes weights_version"
+        ),
     ]
 
 
 class Outcome(C.Structure):
-    """What became of a request.  posted_ns: when; reason: index into REASONS."""
+    """What became of a request.  posted_ns: when; reason: index into REASONS; weights_version: that computed it."""
 
     _fields_ = [
         *_fields(
-            "u64: handle posted_ns; u32: reason routes_computed queue_ns collect_ns kernel_ns deliver_ns batch_tokens"
-            " batch_requests backend retry_after_us session_gone"
+            "u64: handle posted_ns weights_version; u32: reason routes_computed queue_ns collect_ns kernel_ns"
+            " deliver_ns batch_tokens batch_requests backend retry_after_us session_gone"
         ),
         ("text", C.c_char * 164),
     ]
@@ -145,7 +149,7 @@ class LayerFacts(C.Structure):
     _fields_ = _fields(
         "u32: layer generation hidden_size num_experts held input_weights top_k takes_e4m3; ptr: slots"
         " expert_tokens;"
-        "u64: device_slots device_counts call context experts"
+        "u64: device_slots device_counts call context experts weights_version"
     )
 
 

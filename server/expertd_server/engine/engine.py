@@ -149,17 +149,25 @@ class Engine(Worker):
         super().start()
         self.delivery.start()
 
-    def hold(self, layers: Iterable[ServedLayer]) -> None:
-        """Hold these layers from now on and no others.  A request is computed by what was held when it was taken."""
-        holding = Holding(layers)
+    def hold(self, layers: Iterable[ServedLayer], version: int = 0, keep: bool = False) -> None:
+        """Hold these layers from now on and no others.  A request is computed by what was held when it was taken.
+
+        version   of their weights
+        keep      what they replace, layer by layer, is still computed for requests that ask for its version, until the
+                  next hold()
+        """
+        now = self.holding
+        holding = Holding(layers, version, Holding(now.values(), now.version) if keep else None)
         self.between(lambda: self._reserve(holding))
         with self._lock:
             before, self.holding = self.holding, holding
         for served in holding.values():
             if before.get(served.layer) is not served:
-                self._layers.add(served)
+                self._layers.add(served, version, keep)
         for number in set(before) - set(holding):
             self._core.remove_layer(number)
+        if not keep and before.before is not None:
+            self._core.drop_kept()
 
     def forget(self, layers: Iterable[ServedLayer], timeout_s: float | None = None) -> bool:
         """Wait until no request uses any of these layers, which are held no more, and drop what is kept for them.
@@ -211,11 +219,13 @@ class Engine(Worker):
         return too_late() if reason == DeadlineExceededError.reason else None
 
     def submit(self, r: Request) -> None:
-        """Put `r` into its line.  Raises LayerNotHeldError, or what admit() says."""
+        """Put `r` into its line.  Raises LayerNotHeldError, WeightsVersionNotHeldError, or what admit() says."""
         closed = shut(self.state)
         if closed is not None:
             raise closed
-        r.layer = self.holding.layer(r.layer.layer)  # it may have changed since the request was checked
+        r.layer = self.holding.layer(
+            r.layer.layer, r.weights_version
+        )  # it may have changed since the request was checked
         r.queued_ns = time.monotonic_ns()
         if r.tokens > self.policy.max_tokens:
             raise InternalError(f"engine: a request of {r.tokens} tokens, want at most {self.policy.max_tokens}")
@@ -230,6 +240,7 @@ class Engine(Worker):
             out=out.ctypes.data,
             bytes=r.nbytes,
             arrival_ns=r.queued_ns,
+            weights_version=r.weights_version,
             deadline_ns=r.deadline_ns,
             layer=r.layer.layer,
             tokens=r.tokens,
@@ -310,7 +321,9 @@ class Engine(Worker):
         return self._peers
 
     def _drop_unused(self) -> None:
-        self._tally.forget(self._layers.drop_but({s.generation for s in self.holding.values()}))
+        now = self.holding
+        held = [*now.values(), *(() if now.before is None else now.before.values())]
+        self._tally.forget(self._layers.drop_but({s.generation for s in held}))
 
     def _reserve(self, holding: Holding) -> None:
         for i, memory in enumerate(self._executor.reserve(self.policy.max_tokens, holding.values())):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from expertd.errors import LayerNotHeldError
+from expertd.errors import LayerNotHeldError, WeightsVersionNotHeldError
 from expertd_kernels.protocol import Experts
 from expertd_server.engine.request import Array
 
@@ -60,13 +60,29 @@ class ServedLayer:
 
 
 class Holding(Mapping[int, ServedLayer]):
-    """The layers held at one moment, by index, ascending; never changes.  A later moment has another Holding."""
+    """The layers held at one moment, by index, ascending; never changes.  A later moment has another Holding.
 
-    def __init__(self, layers: Iterable[ServedLayer] = ()) -> None:
+    version   of their weights, 0 = they have none
+    before    what they replaced, for requests that ask for its version; None = it is not held any more
+    """
+
+    def __init__(self, layers: Iterable[ServedLayer] = (), version: int = 0, before: Holding | None = None) -> None:
         self._layers = {s.layer: s for s in sorted(layers, key=lambda s: s.layer)}
+        self.version, self.before = version, before
 
-    def layer(self, index: int) -> ServedLayer:
-        """The one place that says whether a layer is held.  Raises LayerNotHeldError."""
+    def layer(self, index: int, version: int = 0) -> ServedLayer:
+        """The one place that says whether a layer is held.  version: of its weights, 0 = whichever is served.  Raises
+        LayerNotHeldError, WeightsVersionNotHeldError."""
+        if version and version != self.version:
+            if self.before is None or version != self.before.version:
+                versions = [str(h.version) for h in (self, self.before) if h is not None and h.version]
+                raise WeightsVersionNotHeldError.about(
+                    "weights_version",
+                    got=version,
+                    want=f"one that is held here: {', '.join(versions) or 'none'}",
+                    remedy="ask another replica",
+                )
+            return self.before.layer(index)
         found = self._layers.get(index)
         if found is None:
             held = ", ".join(map(str, self._layers)) or "none"

@@ -73,8 +73,8 @@ class Intake:
 
     def request(self, v: ForwardRequestView, reply: Reply, **more: Any) -> tuple[Request, Drawing | None]:
         """The request, and what is to be drawn before it can be computed.  more: fields of Request that the message
-        does not hold.  Raises LayerNotHeldError or an InvalidRequestError."""
-        layer = self._holding().layer(v.layer)
+        does not hold.  Raises LayerNotHeldError, WeightsVersionNotHeldError or another InvalidRequestError."""
+        layer = self._holding().layer(v.layer, v.weights_version)
         x = v.hidden_states
         if x is None:
             raise MalformedMessageError("hidden_states: absent, want a Tensor [M, H]")
@@ -100,6 +100,7 @@ class Intake:
             router_weight_on_input=v.router_weight_on_input,
             output_dtype=output_dtype,
             digest=digest,
+            weights_version=v.weights_version,
             **more,
         )
         return r, self._drawing(v, r)

@@ -42,7 +42,7 @@ const char* const kReasonNames[kReasons] = {
     "LAYER_NOT_HELD", "TOO_MANY_TOKENS", "BAD_SHAPE",          "BAD_DTYPE",           "MALFORMED_MESSAGE",
     "EXPERT_ID_OUT_OF_RANGE", "NON_FINITE_WEIGHTS", "UNSUPPORTED_COMBINATION", "BACKEND_FAILED", "OVERLOADED",
     "MISSING_REQUEST_ID", "DUPLICATE_REQUEST_ID", "TOO_MANY_REQUESTS_IN_FLIGHT", "BAD_BYTE_COUNT", "BAD_TENSOR_SPELLING",
-    "OUTPUT_DTYPE_UNSUPPORTED", "SCALES_UNSUPPORTED", "NON_FINITE_HIDDEN_STATES",
+    "OUTPUT_DTYPE_UNSUPPORTED", "SCALES_UNSUPPORTED", "NON_FINITE_HIDDEN_STATES", "WEIGHTS_VERSION_NOT_HELD",
 };
 
 void publish(const Item* item, shm::Completion& c, bool refused) {
@@ -117,11 +117,13 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
     c.queued_requests = uint32_t(busy_.all_requests());
     c.token_ns = busy_.token_ns.load(std::memory_order_relaxed);
     snprintf(c.name, sizeof c.name, "%s", lane ? lane->layer->name_at(lane->rows) : "");
+    c.set_version(item->weights_version);
     count(kComputed);
     publish(item, c, false);
   } else {
     Outcome o{};
     o.handle = item->handle;
+    o.weights_version = item->weights_version;
     o.routes_computed = routes;
     o.queue_ns = uint32_t(waited_ns);
     o.collect_ns = collect_ns;
