@@ -87,7 +87,7 @@ class Shm:
         s = Submission(
             kind=FORWARD, layer=r.layer, tokens=x.shape[0], hidden_size=x.shape[1], top_k=ids.shape[1],
             hidden_dtype=x.dtype, ids_dtype=ids.dtype, weights_dtype=weights.dtype, out_dtype=r.output_dtype,
-            flags=ROUTER_WEIGHT_ON_INPUT if r.router_weight_on_input else 0,
+            flags=ROUTER_WEIGHT_ON_INPUT if r.router_weight_on_input else 0, weights_version=r.weights_version,
         )  # fmt: skip
         s.hidden, s.ids, s.weights = (self._put(t.raw) for t in (x, ids, weights))
         s.out = self._put(bytes(4 * MOST * H))
@@ -183,6 +183,7 @@ NAN = np.full((M, H), 0.5)
 NAN[1, 2] = np.nan
 EVERYWHERE = {
     "layer_not_held": changed(layer=9),
+    "version_not_held": changed(weights_version=7),
     "hidden_shape": batch(columns=H - 1),
     "too_many_tokens": batch(MOST + 1),
     "too_many_routes": batch(MOST, K + 1),

@@ -84,7 +84,7 @@ class Forward(C.Structure):
 
     _fields_ = [
         *_fields(
-            "u64: hidden scales ids weights out bytes arrival_ns deadline_ns;"
+            "u64: hidden scales ids weights out bytes arrival_ns deadline_ns weights_version;"
             "u32: layer tokens top_k caller hidden_size;"
             "u8: hidden_dtype ids_dtype weights_dtype out_dtype router_weight_on_input on_device named spare"
         ),
@@ -102,7 +102,9 @@ class InlineMessage(C.Structure):
             " router_weight_on_input traced"
         ),
         ("spare", C.c_uint8 * 2),
-        *_fields("u64: request_id timeout_us sent_us hidden scales ids weights output_bytes answer_bytes"),
+        *_fields(
+            "u64: request_id timeout_us sent_us hidden scales ids weights output_bytes answer_bytes weights_version"
+        ),
     ]
 
 
@@ -133,12 +135,12 @@ class RequestFacts(C.Structure):
 
 
 class Outcome(C.Structure):
-    """What became of a request.  posted_ns: when; reason: index into REASONS."""
+    """What became of a request.  posted_ns: when; reason: index into REASONS; weights_version: that computed it."""
 
     _fields_ = [
         *_fields(
-            "u64: handle posted_ns; u32: reason routes_computed queue_ns collect_ns kernel_ns deliver_ns batch_tokens"
-            " batch_requests backend retry_after_us session_gone"
+            "u64: handle posted_ns weights_version; u32: reason routes_computed queue_ns collect_ns kernel_ns"
+            " deliver_ns batch_tokens batch_requests backend retry_after_us session_gone"
         ),
         ("text", C.c_char * 164),
     ]
@@ -151,7 +153,7 @@ class LayerFacts(C.Structure):
     _fields_ = _fields(
         "u32: layer generation hidden_size num_experts held top_k takes_e4m3; ptr: slots"
         " expert_tokens;"
-        "u64: device_slots device_counts call context experts"
+        "u64: device_slots device_counts call context experts weights_version"
     )
 
 

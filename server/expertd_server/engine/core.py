@@ -142,7 +142,8 @@ def library() -> C.CDLL:
         ("_load", None, (p, p)),
         ("_waiting", None, (p, u32, p, p)),
         ("_cancel", None, (p, u64)),
-        ("_add_layer", None, (p, p, p, p, u32, p, u32)),
+        ("_add_layer", None, (p, p, p, p, u32, p, u32, C.c_int)),
+        ("_drop_kept", None, (p,)),
         ("_remove_layer", None, (p, u32)),
         ("_add_graph", None, (p, u32, u32, u32, u32, u32, u32, u32, p)),
         ("_add_session", None, (p, u64, p, u64, u32, C.c_int, u32, u64, u64)),
@@ -311,14 +312,25 @@ class Core:
         return all_, own
 
     def add_layer(
-        self, facts: LayerFacts, backends: Sequence[tuple[int, int, str]], measured: Sequence[tuple[int, int, int]] = ()
+        self,
+        facts: LayerFacts,
+        backends: Sequence[tuple[int, int, str]],
+        measured: Sequence[tuple[int, int, int]] = (),
+        keeps: bool = False,
     ) -> None:
         """backends: (largest batch, 0 = any; number in outcomes and records; name in answers), ascending.  measured:
-        (rows, top_k, ns) of batches that were run before."""
+        (rows, top_k, ns) of batches that were run before.  keeps: the layer that it replaces is still computed for
+        requests that ask for its version, until another one is kept, or drop_kept()."""
         numbers = (C.c_uint32 * (2 * len(backends)))(*(n for most, number, _ in backends for n in (most, number)))
         names = (C.c_char_p * len(backends))(*(name.encode() for _, _, name in backends))
         took = (Measured * len(measured))(*(Measured(*m) for m in measured))
-        self._lib.expertd_core_add_layer(self._core, C.byref(facts), numbers, names, len(backends), took, len(took))
+        self._lib.expertd_core_add_layer(
+            self._core, C.byref(facts), numbers, names, len(backends), took, len(took), keeps
+        )
+
+    def drop_kept(self) -> None:
+        """What add_layer() kept is computed for nobody any more."""
+        self._lib.expertd_core_drop_kept(self._core)
 
     def remove_layer(self, layer: int) -> None:
         self._lib.expertd_core_remove_layer(self._core, layer)

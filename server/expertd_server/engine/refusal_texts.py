@@ -44,6 +44,7 @@ REASONS = (
     "SCALES_UNSUPPORTED",
     "NON_FINITE_HIDDEN_STATES",
     "OUTPUT_FORM_UNKNOWN",
+    "WEIGHTS_VERSION_NOT_HELD",
 )
 """Reasons of the error table (expertd.errors) by the core's number (csrc/core.h: Reason); 0 = computed."""
 
@@ -79,6 +80,10 @@ TEXTS: dict[str, RefusalText] = {
     # the layer
     "layer_not_held": RefusalText(
         e.LayerNotHeldError, "layer: got {layer}, want one of those held here: {held}; Describe lists them"
+    ),
+    "version_not_held": RefusalText(
+        e.WeightsVersionNotHeldError,
+        "weights_version: got {version}, want one that is held here: {held}, or none; ask another replica",
     ),
     # hidden_states
     "missing_hidden_states": RefusalText(e.MalformedMessageError, "hidden_states: absent, want a Tensor [M, H]"),

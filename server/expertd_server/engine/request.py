@@ -60,6 +60,7 @@ class Answer(NamedTuple):
                      valid only while `reply` runs (it is reused)
     digest           (sum, sum of squares, zlib CRC-32 of the output's bytes), when the request asked for one
     routes_computed  routes of this request that experts held here served
+    weights_version  that computed it; 0 = its layer has none
     queue_ns         from its taking to the cut of its batch; encode_ns: for the output's conversion and digest
     """
 
@@ -72,6 +73,7 @@ class Answer(NamedTuple):
     batch_tokens: int
     batch_requests: int
     backend: str
+    weights_version: int = 0
 
 
 Outcome = Union[Answer, "ExpertdError"]
@@ -98,6 +100,7 @@ class Request:
     ready        of a message that the core answers: called instead of reply where it is computed, with the whole answer
     cancelled    set by whoever wants no answer any more: not computed unless its batch is cut already, and replied to
                  with RequestCancelledError once its memory is free
+    weights_version  that must compute it; 0 = whichever is served
     on_cancel, handle, foreseen_ns  the engine's: how it learns of that, its name for the request, and when it expected
                  to have computed it (0 = not known)
     """
@@ -123,6 +126,7 @@ class Request:
     on_cancel: Callable[[Request], None] | None = None
     handle: int = 0
     foreseen_ns: int = 0
+    weights_version: int = 0
     _cancelled: bool = False
 
     @property

@@ -55,8 +55,8 @@ class Intake:
 
     def request(self, v: ForwardRequestView, reply: Reply, **more: Any) -> tuple[Request, Drawing | None]:
         """The request, and what is to be drawn before it can be computed.  more: fields of Request that the message
-        does not hold.  Raises LayerNotHeldError or an InvalidRequestError."""
-        layer = self._engine.check(facts_of(v))
+        does not hold.  Raises LayerNotHeldError, WeightsVersionNotHeldError or another InvalidRequestError."""
+        layer = self._engine.check(facts_of(v), v.weights_version)
         x = v.hidden_states
         assert x is not None  # checked, as is all below
         if v.grouped is not None:
@@ -77,6 +77,7 @@ class Intake:
             router_weight_on_input=v.router_weight_on_input,
             output_dtype=_output_dtype(v, x),
             digest=v.output_form == pb.OUTPUT_FORM_DIGEST,
+            weights_version=v.weights_version,
             **more,
         )
         return r, self._drawing(v, r)

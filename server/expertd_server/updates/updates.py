@@ -37,7 +37,7 @@ from expertd_kernels.sources.source import ExpertSource
 from expertd_server.boot.assignment import BootError, files_state
 from expertd_server.boot.memory import MemoryPlan, free_bytes
 from expertd_server.config.serve import ServeConfig
-from expertd_server.residence.residence import Residence, Weights
+from expertd_server.residence.residence import FIRST, Residence, Weights
 from expertd_server.service.response import error_of
 from expertd_server.updates.packing import Packing
 from expertd_server.updates.sources import GoneSource, alike, checkpoint_of
@@ -47,9 +47,6 @@ from expertd_server.updates.versions import CHECKPOINT, TENSORS, Version, versio
 __all__ = ["Asked", "Job", "Updates"]
 
 log = logging.getLogger(__name__)
-
-_RELEASE_S = 60.0
-"""How long a switch waits until no request uses the version before."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class Updates:
         self._committed = ""
         self._closed = False
         self._highest = 0
-        self.version = Version(1)
+        self.version = Version(FIRST)
         self._before: Version | None = None
         self.last_error = ""
 
@@ -406,12 +403,12 @@ class Updates:
             )
             source = GoneSource(self._source, why)
             workshop = replace(workshop, source=source, cache=None)
-        return Weights(served.assigner.of(source), workshop, booted)
+        return Weights(served.assigner.of(source), workshop, booted, job.version.number)
 
     def _serve(self, version: Version, weights: Weights) -> None:
         self.version, self._before = version, self.version
         self._highest = max(self._highest, version.number)
-        self._residence.switch(weights, _RELEASE_S)
+        self._residence.switch(weights)
 
     def layers(self) -> Mapping[int, int]:
         """Version that is served, by layer."""

@@ -33,7 +33,7 @@ def test_a_number_of_routes_whose_kernels_are_not_there_yet_is_said_once(make, c
     assert "routes a token" not in caplog.text, "the layer's own top-k, and one that was warmed up"
     s.run(s.caller.request(3, inputs(1), *one))
     s.run(s.caller.request(4, inputs(1), *one))
-    assert caplog.text.count("--warm-up-routes 1 does it at boot") == 1
+    assert caplog.text.count("--warm-up-routes 1 compiles them at startup") == 1
     caplog.clear()
     s = make()
     s.run(s.caller.request(1, inputs(1), *one))

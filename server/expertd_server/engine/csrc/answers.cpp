@@ -109,11 +109,13 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
     c.queued_requests = uint32_t(busy_.all_requests());
     c.token_ns = busy_.token_ns.load(std::memory_order_relaxed);
     snprintf(c.name, sizeof c.name, "%s", lane ? lane->layer->name_at(lane->rows) : "");
+    c.set_version(item->weights_version);
     count(kComputed);
     publish(item, c, false);
   } else {
     Outcome o{};
     o.handle = item->handle;
+    o.weights_version = item->weights_version;
     o.routes_computed = routes;
     o.queue_ns = uint32_t(waited_ns);
     o.collect_ns = collect_ns;

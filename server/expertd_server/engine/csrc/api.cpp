@@ -65,12 +65,14 @@ API void expertd_core_cancel(Core* c, uint64_t handle) {
   c->command(std::move(x));
 }
 
-// backends: `count` pairs (rows up to, 0 = any; the caller's number for it), ascending, and their names.
+// backends: `count` pairs (rows up to, 0 = any; the caller's number for it), ascending, and their names.  keeps: the layer
+// that it replaces is held for requests that ask for its version, until another is kept or expertd_core_drop_kept.
 API void expertd_core_add_layer(Core* c, const LayerFacts* facts, const uint32_t* backends, const char* const* names,
-                                uint32_t count, const Measured* measured, uint32_t measurements) {
+                                uint32_t count, const Measured* measured, uint32_t measurements, int keeps) {
   Command x{};
   x.kind = Command::kAddLayer;
   x.layer = facts->layer;
+  x.keeps = keeps != 0;
   x.made = std::make_unique<Layer>();
   x.made->facts = *facts;
   x.made->slots.assign(facts->slots, facts->slots + facts->num_experts + 1);
@@ -96,6 +98,12 @@ API void expertd_core_remove_layer(Core* c, uint32_t layer) {
   Command x{};
   x.kind = Command::kRemoveLayer;
   x.layer = layer;
+  c->command(std::move(x));
+}
+
+API void expertd_core_drop_kept(Core* c) {
+  Command x{};
+  x.kind = Command::kDropKept;
   c->command(std::move(x));
 }
 

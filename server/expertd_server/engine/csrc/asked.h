@@ -12,7 +12,7 @@ namespace expertd {
 
 // The fields of a ForwardRequest.
 struct Asked {
-  uint64_t id = 0, timeout_us = 0, sent_us = 0;
+  uint64_t id = 0, timeout_us = 0, sent_us = 0, weights_version = 0;
   uint32_t layer = 0;
   int32_t output_dtype = 0, output_form = 0;
   bool grouped = false, weight_on_input = false, good = true;
@@ -30,6 +30,7 @@ struct Asked {
         if (f.number == 9) output_form = int32_t(f.value);
         if (f.number == 11) weight_on_input = f.value != 0;
         if (f.number == 12) sent_us = f.value;
+        if (f.number == 13) weights_version = f.value;
       } else if (f.kind == 2) {
         if (f.number == 3) good &= hidden.read(f.inside());
         if (f.number == 4) good &= ids.read(f.inside());

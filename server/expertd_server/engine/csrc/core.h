@@ -48,6 +48,7 @@ enum Reason : uint32_t {
   kScalesUnsupported,
   kNonFiniteHiddenStates,
   kOutputFormUnknown,
+  kVersionNotHeld,
   kReasons
 };
 
@@ -67,6 +68,7 @@ struct Forward {
   uint64_t out;      // [M, H] of out_dtype; of e4m3 with its scales behind it, as e4m3.h has them in one piece
   uint64_t bytes;    // of memory that the request holds until it is answered; 0 = none of this process's own
   uint64_t arrival_ns, deadline_ns;  // CLOCK_MONOTONIC; deadline 0 = none
+  uint64_t weights_version;          // that must compute it; 0 = the one that is served
   uint32_t layer, tokens, top_k, caller;
   uint32_t hidden_size;  // H that the request was checked with; 0 = not told
   uint8_t hidden_dtype, ids_dtype, weights_dtype, out_dtype;
@@ -94,12 +96,14 @@ struct InlineMessage {
   uint64_t hidden, scales, ids, weights;  // where they begin in the message
   uint64_t output_bytes;                  // of the output
   uint64_t answer_bytes;                  // of the message that answers it
+  uint64_t weights_version;               // as in Forward
 };
 
 // What became of one Forward, or that a session is gone (then `handle` is the session's).
 struct Outcome {
   uint64_t handle;
   uint64_t posted_ns;  // when it was there to be taken
+  uint64_t weights_version;  // that computed it; 0 = the layer has none
   uint32_t reason;  // Reason
   uint32_t routes_computed;
   uint32_t queue_ns, collect_ns, kernel_ns, deliver_ns;
@@ -135,6 +139,7 @@ struct LayerFacts {
   int32_t (*call)(void* context, const void* experts, const Call*);  // computes a batch on a CPU; null: Python does
   void* context;
   const void* experts;
+  uint64_t weights_version;  // 0 = it has none
 };
 
 // What a batch of a layer took before it was served.

@@ -37,8 +37,9 @@ namespace expertd {
 enum RunCode : uint32_t { kStopped = 0, kRun = 1, kCheck = 2, kInterrupted = 3 };
 
 struct Command {
-  enum Kind { kForward, kAddLayer, kRemoveLayer, kAddGraph, kAddPort, kRemovePort, kCancel } kind;
+  enum Kind { kForward, kAddLayer, kRemoveLayer, kDropKept, kAddGraph, kAddPort, kRemovePort, kCancel } kind;
   uint32_t layer = 0, generation = 0;
+  bool keeps = false;  // kAddLayer: the layer that it replaces is computed still for requests that ask for its version
   uint64_t handle = 0;
   Forward forward{};
   Account* account = nullptr;
@@ -115,6 +116,9 @@ class Core {
   void obey(Command& c);
   void add_layer(Command& c);
   void remove_layer(uint32_t number);
+  void drop_kept();
+  Layer* held(uint32_t number, uint64_t version) const;
+  Refusal missing(uint32_t number, uint64_t version);
   void remove_port(uint64_t handle);
   void drop_waiting(const Port* p);
   void forget_closed();
@@ -162,8 +166,9 @@ class Core {
   std::vector<Lane*> free_;
   std::deque<Lane*> under_way_;  // in the order in which they were started
   std::unordered_map<uint32_t, std::unique_ptr<Layer>> layers_;
+  std::unordered_map<uint32_t, std::unique_ptr<Layer>> kept_;    // of the version before, for those who ask for it
   std::vector<std::unique_ptr<Layer>> retired_;  // held no more, but requests wait for them or are computed
-  std::vector<Layer*> serving_;  // of layers_ and retired_
+  std::vector<Layer*> serving_;  // of layers_, kept_ and retired_
   std::vector<std::unique_ptr<Port>> ports_;
   Graphs shared_;  // those of any layer
   Accounts accounts_;

@@ -62,14 +62,16 @@ void Core::enqueue(const Command& c) {
   item->account = c.account;
   item->foreseen_ns = c.foreseen_ns;
   item->work = c.work;
-  const auto found = layers_.find(item->f.layer);
+  Layer* layer = held(item->f.layer, item->f.weights_version);
   const Forward f = item->f;  // the item is gone where it is answered
   Account* account = item->account;
-  if (found == layers_.end() || (f.hidden_size && f.hidden_size != found->second->facts.hidden_size)) {
+  if (!layer) {
+    answers_.refuse(item, missing(f.layer, f.weights_version));
+  } else if (f.hidden_size && f.hidden_size != layer->facts.hidden_size) {
     answers_.refuse(item, not_held(f.layer));  // since it was checked, another layer has its number
-  } else if (f.tokens) {
-    return found->second->lines[f.router_weight_on_input ? 1 : 0].push_back(item);
   } else {
+    item->weights_version = layer->facts.weights_version;
+    if (f.tokens) return layer->lines[f.router_weight_on_input ? 1 : 0].push_back(item);
     answers_.answer(item, nullptr, 0, 0);
   }
   accounts_.leave(account, f);
@@ -84,6 +86,8 @@ void Core::obey(Command& c) {
       return add_layer(c);
     case Command::kRemoveLayer:
       return remove_layer(c.layer);
+    case Command::kDropKept:
+      return drop_kept();
     case Command::kAddGraph: {
       const auto part = std::get<0>(c.key);
       if (part != kWhole && part != kExperts) return shared_.add(c.key, c.rows, c.exec);
@@ -105,7 +109,13 @@ void Core::obey(Command& c) {
 
 void Core::add_layer(Command& c) {
   auto& at = layers_[c.layer];
-  if (at) retire(std::move(at));
+  if (at && c.keeps) {
+    auto& kept = kept_[c.layer];
+    if (kept) retire(std::move(kept));
+    kept = std::move(at);
+  } else if (at) {
+    retire(std::move(at));
+  }
   at = std::move(c.made);
   at->work = accounts_.forecast([&](Forecast& f) {
     LayerWork* work = f.layer(c.layer, at->facts.top_k);
@@ -120,7 +130,35 @@ void Core::remove_layer(uint32_t number) {
   if (found == layers_.end()) return;
   std::unique_ptr<Layer> layer = std::move(found->second);
   layers_.erase(found);
+  if (const auto kept = kept_.find(number); kept != kept_.end()) {
+    retired_.push_back(std::move(kept->second));
+    kept_.erase(kept);
+  }
   retire(std::move(layer));
+}
+
+void Core::drop_kept() {
+  auto kept = std::move(kept_);
+  kept_.clear();
+  for (auto& one : kept) retired_.push_back(std::move(one.second));
+  forget_retired();
+}
+
+// The layer that computes a request for it; version 0 = whichever is served.  Null: missing() says why.
+Layer* Core::held(uint32_t number, uint64_t version) const {
+  const auto found = layers_.find(number);
+  if (found == layers_.end()) return nullptr;
+  if (!version || version == found->second->facts.weights_version) return found->second.get();
+  const auto kept = kept_.find(number);
+  return kept != kept_.end() && version == kept->second->facts.weights_version ? kept->second.get() : nullptr;
+}
+
+Refusal Core::missing(uint32_t number, uint64_t version) {
+  const auto found = layers_.find(number);
+  if (found == layers_.end()) return not_held(number);
+  std::string held = std::to_string(found->second->facts.weights_version);
+  if (const auto kept = kept_.find(number); kept != kept_.end()) held += ", " + std::to_string(kept->second->facts.weights_version);
+  return refusal<Text::version_not_held>(version, held);
 }
 
 // A request is computed by the generation that was held when it came.
@@ -143,6 +181,7 @@ void Core::forget_retired() {
 void Core::list_serving() {
   serving_.clear();
   for (const auto& layer : retired_) serving_.push_back(layer.get());
+  for (const auto& [number, layer] : kept_) serving_.push_back(layer.get());
   for (const auto& [number, layer] : layers_) serving_.push_back(layer.get());
 }
 
@@ -239,9 +278,11 @@ void Core::accept(Port* p, const shm::Submission& s, bool called) {
   f.on_device = (s.flags & shm::kOnDevice) != 0;
   if (config_.traces && !called) memcpy(f.trace, s.trace, sizeof f.trace);
   if (called && s.kind == 0) return answers_.refuse(item, kMalformed, 0, "call: got a number under which nothing was prepared");
-  const auto found = layers_.find(s.layer);
-  if (found == layers_.end()) return answers_.refuse(item, not_held(s.layer));
-  const LayerFacts& layer = found->second->facts;
+  f.weights_version = s.weights_version;
+  Layer* found = held(s.layer, s.weights_version);
+  if (!found) return answers_.refuse(item, missing(s.layer, s.weights_version));
+  const LayerFacts& layer = found->facts;
+  item->weights_version = layer.weights_version;
   const RequestFacts facts = facts_of(s, layer.hidden_size);
   if (const Refusal bad = check_request(facts, layer, config_.max_tokens)) return answers_.refuse(item, bad);
   f.out_dtype = output_dtype(facts);
@@ -256,7 +297,7 @@ void Core::accept(Port* p, const shm::Submission& s, bool called) {
   item->foreseen_ns = v.foreseen_ns;
   busy_.enter(f.tokens);
   busy_.admitted.fetch_add(1, std::memory_order_relaxed);
-  found->second->lines[f.router_weight_on_input].push_back(item);
+  found->lines[f.router_weight_on_input].push_back(item);
 }
 
 // With the words of admission.py.

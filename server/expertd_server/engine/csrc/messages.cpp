@@ -14,7 +14,7 @@ namespace expertd {
 namespace {
 
 constexpr uint64_t kHead = 64, kTail = 160;  // bytes, at least as many as their fields can have
-constexpr size_t kMostName = 64;             // of a backend; what is longer is cut
+constexpr size_t kMostName = 52;             // of a backend; what is longer is cut
 constexpr uint64_t kMostTraceparent = 64;
 
 // Until the tail is written, what it is made of stands in its place.
@@ -84,6 +84,7 @@ bool look(Core* core, const uint8_t* at, uint64_t n, InlineMessage* m) {
   m->request_id = a.id;
   m->timeout_us = a.timeout_us;
   m->sent_us = a.sent_us;
+  m->weights_version = a.weights_version;
   m->hidden = place(a.hidden.raw);
   m->scales = a.hidden.dtype == kE4m3 ? place(a.hidden.scales) : 0;
   m->ids = place(a.ids.raw);
@@ -111,6 +112,7 @@ API uint32_t expertd_message_submit(Core* core, const InlineMessage* m, const ui
   f.ids = address(m->ids);
   f.weights = address(m->weights);
   f.out = uint64_t(answer + kHead);
+  f.weights_version = m->weights_version;
   f.layer = m->layer;
   f.tokens = m->tokens;
   f.top_k = m->top_k;

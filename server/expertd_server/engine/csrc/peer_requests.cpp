@@ -86,6 +86,7 @@ void Peers::forward(Peer* p, tcp::Fields fields, tcp::Buffer in, uint64_t bytes,
   f.bytes = bytes + out_bytes;
   f.arrival_ns = shm::now_ns();
   f.deadline_ns = a.timeout_us ? arrival_ns + std::min<uint64_t>(a.timeout_us, uint64_t(1) << 50) * 1000 : 0;
+  f.weights_version = a.weights_version;
   f.layer = a.layer;
   f.tokens = uint32_t(a.hidden.shape[0]);
   f.top_k = uint32_t(a.ids.shape[1]);

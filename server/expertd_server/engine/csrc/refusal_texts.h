@@ -6,7 +6,7 @@
 namespace expertd {
 
 // By Reason: names in the error table.
-constexpr const char* kReasonNames[24] = {
+constexpr const char* kReasonNames[25] = {
     "",
     "CANCELLED",
     "DEADLINE_EXCEEDED",
@@ -31,6 +31,7 @@ constexpr const char* kReasonNames[24] = {
     "SCALES_UNSUPPORTED",
     "NON_FINITE_HIDDEN_STATES",
     "OUTPUT_FORM_UNKNOWN",
+    "WEIGHTS_VERSION_NOT_HELD",
 };
 
 // By expertd.v1.DataType.
@@ -53,6 +54,7 @@ enum class Text : uint32_t {
   too_many_in_flight,
   unread_bytes,
   layer_not_held,
+  version_not_held,
   missing_hidden_states,
   hidden_shape,
   too_many_tokens,
@@ -97,7 +99,7 @@ struct RefusalText {
   const char* text;
 };
 
-constexpr RefusalText kRefusalTexts[43] = {
+constexpr RefusalText kRefusalTexts[44] = {
     {9, 1, "message: got bytes that are no {}, want a serialized protobuf message"},
     {9, 1, "message: got nothing that this connection takes, want {}"},
     {15, 0, "request_id: got 0, want a number that is unique among those in flight"},
@@ -105,6 +107,7 @@ constexpr RefusalText kRefusalTexts[43] = {
     {17, 3, "connection: got {} requests in flight, {} answers unread, and one more, want at most {} together; wait for an answer first"},
     {17, 4, "answers: got {} bytes of this connection that are not read, of {} in all, and {} more, want at most {} of one connection, and room for others; read answers first"},
     {5, 2, "layer: got {}, want one of those held here: {}; Describe lists them"},
+    {24, 2, "weights_version: got {}, want one that is held here: {}, or none; ask another replica"},
     {9, 0, "hidden_states: absent, want a Tensor [M, H]"},
     {7, 2, "hidden_states: got {}, want [M, {}]"},
     {6, 2, "hidden_states: got {} tokens, want at most {}; split the batch"},
