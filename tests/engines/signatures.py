@@ -1,7 +1,8 @@
 """Records what our adapters use of an engine: names, parameters and fields, as one version's source has them.
 
     python tests/engines/signatures.py vllm 0.33.0              prints them, as JSON
-    python tests/engines/signatures.py vllm 0.33.0 --write      writes them to the adapter's folder `versions`
+    python tests/engines/signatures.py vllm 0.33.0 --write      writes them to the adapter's folder `versions`; those of
+                                                                kt_kernel, which our class stands for, to this folder
 
 The source is that of build/engines (fetch_engines.py).  expertd_client.engines.signatures says what the names mean.
 """
@@ -20,6 +21,8 @@ from expertd_client.engines.versions import Adapter
 
 MOE = "vllm.model_executor.layers.fused_moe"
 SGL = "sglang.srt.layers.moe"
+KT_STATIC = ("set_capture_batch_sizes", "get_capture_batch_sizes", "clear_buffer_cache")
+KT_METHODS = ("load_weights", "load_weights_from_tensors", "submit_forward", "sync_forward", "forward")
 USED = {
     "vllm": [
         "vllm.config:get_current_vllm_config",
@@ -108,6 +111,10 @@ USED = {
         "sglang.srt.runtime_context:get_server_args",
         "sglang.srt.utils:is_cuda",
     ],
+    "kt_kernel": [
+        *(f"kt_kernel.experts:KTMoEWrapper.{name}" for name in ("__new__", *KT_STATIC)),
+        *(f"kt_kernel.experts_base:BaseMoEWrapper.{name}" for name in KT_METHODS),
+    ],
     "transformers": [
         "transformers:AutoConfig.from_pretrained",
         "transformers:PreTrainedModel.from_pretrained",
@@ -149,6 +156,13 @@ def names(package: str, version: str) -> list[str]:
     return [*USED[package], *ONLY.get((package, version), [])]
 
 
+def place(package: str, version: str) -> Path:
+    """The file of a record.  That of kt-kernel, which our class stands for, is compared by tests alone."""
+    if package == "kt_kernel":
+        return Path(__file__).with_name("kt_kernel.json")
+    return adapter(package).folder / f"v{version.replace('.', '_')}.json"
+
+
 def record(package: str, version: str, site: Path) -> dict[str, Any]:
     """From the source in a folder.  Raises MissingNameError."""
     sources = Sources(site)
@@ -159,7 +173,7 @@ def main() -> int:
     package, version, *more = sys.argv[1:]
     text = json.dumps(record(package, version, pinned()[package, version]), indent=1) + "\n"
     if "--write" in more:
-        (adapter(package).folder / f"v{version.replace('.', '_')}.json").write_text(text)
+        place(package, version).write_text(text)
     else:
         print(text)
     return 0

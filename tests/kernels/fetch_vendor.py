@@ -25,7 +25,7 @@ KEPT = re.compile(
     r"|flashinfer/data/csrc/(trtllm_fused_moe_kernel_launcher|fused_moe/cutlass_backend/.*_binding)\.cu"
     r"|sglang/(srt/layers/.*|kernels/ops/moe/.*|test/test_marlin_utils)\.py|sglang/kernels/jit/csrc/gemm/marlin_moe/.*"
 )
-PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux2014_x86_64")
+PLATFORMS = ("manylinux_2_35_x86_64", "manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux2014_x86_64")
 SAME = ("--python-version", "3.11", *(word for p in PLATFORMS for word in ("--platform", p)))
 """Wheels for one Python and one machine, whichever they are fetched on: their sources are the same."""
 
