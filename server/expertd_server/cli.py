@@ -18,7 +18,6 @@ COMMANDS: Mapping[str, str] = {
     "explain": "print which backend would serve each layer, and why not the others",
     "verify": "check a checkpoint's experts against the float32 reference",
     "quantize": "write a quantized copy of an unquantized checkpoint",
-    "echo": "answer every request with its own hidden states: a server without kernels, for benchmarks",
 }
 """Command -> what --help says.  Module: expertd_server.commands.NAME, with add_parser(subparsers) and run(args)."""
 

@@ -225,7 +225,7 @@ class AsyncExpertCluster(AsyncForwarder):
         """What it says of itself; a server that comes (back) has its stream open before it is asked for anything."""
         try:
             described: _Outcome[pb.DescribeResponse] = _Outcome()
-            member.transport.describe(pb.DescribeRequest(), DESCRIBE_S, False, described)
+            member.transport.unary("Describe", pb.DescribeRequest(), pb.DescribeResponse, DESCRIBE_S, False, described)
             answer = await described.wait(DESCRIBE_S)
             if member.refused:
                 agreed: _Outcome[Session] = _Outcome()

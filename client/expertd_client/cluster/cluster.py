@@ -322,7 +322,7 @@ class _Watch:
         member = self.member
         try:
             described: Outcome[pb.DescribeResponse] = Outcome()
-            member.transport.describe(pb.DescribeRequest(), DESCRIBE_S, False, described)
+            member.transport.unary("Describe", pb.DescribeRequest(), pb.DescribeResponse, DESCRIBE_S, False, described)
             answer = described.wait(DESCRIBE_S)
             if member.refused:
                 agreed: Outcome[Session] = Outcome()

@@ -54,14 +54,16 @@ from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.core import CoreMissingError
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
-from expertd_server.host.doors import largest_message, listening, security_of, shm_door, tcp_door
+from expertd_server.host.doors import largest_message, security_of
 from expertd_server.residence.changes import Changes
 from expertd_server.residence.remembered import recall, remember
 from expertd_server.residence.residence import Residence
 from expertd_server.service.service import Service
 from expertd_server.transports.admin import AdminTransport
 from expertd_server.transports.grpc_server import GrpcTransport
+from expertd_server.transports.listening import listening
 from expertd_server.transports.protocol import Transport
+from expertd_server.transports.table import listeners
 from expertd_server.updates.updates import Updates
 from expertd_server.views.describe import Describer
 from expertd_server.views.gpu_metrics import gpu_facts
@@ -298,16 +300,10 @@ class Host:
         )
         self.service = Service(self.engine, self.metrics, limits)
         self.service.traced = None if self._traces is None else self._traces.add
-        door = self.service.doors["shm"] = shm_door(config, self.engine, infos)
-        if not isinstance(door, str):
-            self._transports.append(door)
-        self.service.doors["cuda_ipc"] = door if isinstance(door, str) else door.gpu
-        if config.nonfinite != "pass":
-            self.service.doors["cuda_ipc"] = f"--nonfinite {config.nonfinite}: numbers on a device are not looked at"
-        tcp = self.service.doors["tcp"] = tcp_door(config, self.engine, largest, self.metrics.reloaded)
-        if not isinstance(tcp, str):
-            self._transports.append(tcp)
-            self.say(f"TCP transport on {tcp.address}")
+        for listener in listeners(config, self.service, infos):
+            self._transports.append(listener)
+            if listener.notice:
+                self.say(listener.notice)
         self._describe = Describer(
             self.service.load_message,
             instance_id=uuid.uuid4().hex,

@@ -26,7 +26,7 @@ from expertd.codec import (
 )
 from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_server.commands.echo import _Echo as Echo
+from expertd_echo.server import Echo
 from expertd_server.engine.admission import Limits, State
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
@@ -62,9 +62,6 @@ class Outlet:
     def send(self, message):
         self.said.append(message)
         self._read(0)
-
-    def released(self, memory):
-        pass
 
     def _read(self, answer_bytes):
         if self.reads:

@@ -85,7 +85,7 @@ API void expertd_core_add_layer(Core* c, const LayerFacts* facts, const uint32_t
   c->command(std::move(x));
 }
 
-// Experts that answer with what they get (LayerFacts.call): for `expertd echo`.  pace: microseconds that a batch takes,
+// Experts that answer with what they get (LayerFacts.call): for `expertd-echo`.  pace: microseconds that a batch takes,
 // in its upper half, and those of a row.
 API int32_t expertd_core_copy(void* pace, const void*, const Call* c) {
   if (const uint64_t us = (uint64_t(pace) >> 32) + uint64_t(c->m) * (uint64_t(pace) & 0xffffffff))

@@ -86,10 +86,28 @@ class _Ticket(NamedTuple):
 
 
 class GpuDoor:
-    """A ShmDoor for sessions whose tensors lie on a GPU ("cuda_ipc")."""
+    """A Listener for connections whose tensors lie on a GPU ("cuda_ipc").  It listens, drains and closes with the
+    ShmDoor that it belongs to."""
+
+    notice = ""
 
     def __init__(self, door: ShmDoor) -> None:
         self._door = door
+
+    def start(self) -> str:
+        """The ShmDoor listens already."""
+        return ""
+
+    def open(self) -> None:
+        """See ShmDoor."""
+
+    def drain(self, until_s: float) -> bool:
+        """The ShmDoor does."""
+        del until_s
+        return True
+
+    def close(self) -> None:
+        """The ShmDoor does."""
 
     def offer(self, caller: str, host: str) -> tuple[str, str, str]:
         """See ShmDoor."""
@@ -101,8 +119,10 @@ class GpuDoor:
 
 
 class ShmDoor:
-    """A Transport that sessions of another one open.  arena_bytes: of each session's region; most_bytes: of all
-    together.  pool_bytes: of each session from a GPU, on the server's; most_pools: sessions from GPUs."""
+    """A Listener.  arena_bytes: of each connection's region; most_bytes: of all together.  pool_bytes: of each
+    connection from a GPU, on the server's; most_pools: connections from GPUs."""
+
+    notice = ""
 
     def __init__(
         self,
