@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ from expertd_server.transports.grpc_server import GrpcTransport
 from expertd_server.transports.listening import listening
 from expertd_server.transports.protocol import Transport
 from expertd_server.transports.table import listeners
+from expertd_server.updates.sources import alike, checkpoint_of
+from expertd_server.updates.store import Served, Store
 from expertd_server.updates.updates import Updates
 from expertd_server.views.describe import Describer
 from expertd_server.views.gpu_metrics import gpu_facts
@@ -128,9 +131,13 @@ class Host:
             torch.set_num_threads(config.threads)
         self._traces = self._make_traces()
         self.engine = self._make_engine(where)
+        store = Store(config.held, config.layer_template)
+        served = store.recall(source.fingerprint)
         self._workshop = self._make_workshop(source, where)
         with self._workshop.stage("plan"):
             assigner = Assigner(config, source, device, packages_for(device, table.BACKENDS, config.cache))
+            if served is not None:
+                assigner = self._committed_weights(store, served, source, assigner)
             assignments = self._assignments(assigner, source.fingerprint)
         oracle = Tournaments.of(config, where, assignments)
         if oracle is not None:
@@ -141,7 +148,8 @@ class Host:
         self.residence = Residence(config, assigner, self._workshop, self.engine, oracle, self._changed)
         self._changes = Changes(self.residence, self._committed)
         self._changes.epoch = self._epoch
-        self._updates = Updates(config, self.residence, source)
+        self._updates = Updates(config, self.residence, source, store, served)
+        self.residence.version = self._updates.version.number
         infos = [a.info for a in assignments] or [source.info(source.layers[0])]
         try:
             self._make_service(source, infos)
@@ -292,6 +300,20 @@ class Host:
             route_s=1e-6 * config.test_route_us if where.type == "cpu" else 0.0,
         )
 
+    def _committed_weights(self, store: Store, served: Served, source: ExpertSource, assigner: Assigner) -> Assigner:
+        """Of the version that was committed last, served instead of the start's.  Raises BootError."""
+        version, config = served.version, self.config
+        held = {a.info.layer: a.held for a in self._assignments(assigner, source.fingerprint, quiet=True)}
+        found = store.open(version, checkpoint_of(source), held)
+        if found is None:
+            return assigner
+        self.say(f"serving version {version.number} of the weights, which was committed last: {found.root}")
+        first = source.info(next(iter(held)))
+        made = alike(found, first.layer, first)
+        files = files_state(replace(config, checkpoint=found.root)) if config.cache else ""
+        self._workshop = replace(self._workshop, source=made, files=files)
+        return assigner.of(made)
+
     def _make_service(self, source: ExpertSource, infos: Sequence[LayerInfo]) -> None:
         config = self.config
         largest = largest_message(config, infos)
@@ -388,13 +410,14 @@ class Host:
     def _committed(self, epoch: int) -> None:
         self._describe.placement_epoch = self._epoch = epoch
 
-    def _assignments(self, assigner: Assigner, fingerprint: str) -> list[Assignment]:
-        """Of what was held last, where that is remembered; else of what the options say."""
+    def _assignments(self, assigner: Assigner, fingerprint: str, quiet: bool = False) -> list[Assignment]:
+        """Of what was held last, where that is remembered; else of what the options say.  quiet: nobody is told."""
         found = None if self.config.held is None else recall(self.config.held, fingerprint)
         if found is None:
             return assigner.all()
         self._epoch, layers = found
-        self.say(f"serving the experts of epoch {self._epoch}, as recorded in {self.config.held}")
+        if not quiet:
+            self.say(f"serving the experts of epoch {self._epoch}, as recorded in {self.config.held}")
         return assigner.these(layers)
 
     def _remember(self, path: Path, booted: Mapping[int, Booted]) -> None:
