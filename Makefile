@@ -53,9 +53,10 @@ $(SIMDE):
 demo: $(STAMP)  ## serve a small GPTQ checkpoint, call it, check every answer: make demo [CHECKPOINT=DIR]
 	$(BIN)/python deploy/demo.py --checkpoint $(CHECKPOINT)
 
+# A worker that crashes ends the run: pytest-xdist may wait for ever for the tests of one that is replaced.
 test: $(STAMP) $(DEPLOY) node_modules/.bin/buf $(SIMDE) ## the whole test suite
 	$(BIN)/python tests/kernels/cpu_levels.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cache-clear -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cache-clear -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 soak: $(STAMP) $(DEPLOY) ## the long forms, which `make test` leaves out; no new one begins after SOAK_S seconds
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --session-timeout=$(SOAK_S) $(TEST_ARGS)

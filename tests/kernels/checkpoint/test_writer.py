@@ -190,9 +190,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--checkpoint", dst, "--backend", "reference", "--json"]) == 0
     layers = json.loads(capsys.readouterr().out)["layers"]
     assert [(r["layer"], r["scheme"], r["backend"]) for r in layers] == [(n, "mxfp4", "reference") for n in (0, 1)]
-    assert main(["quantize", src, dst, "--scheme", "mxfp4"]) == 1
+    assert main(["quantize", src, dst, "--scheme", "mxfp4"]) == 2
     assert "is not empty" in capsys.readouterr().err
-    assert main(["quantize", src, str(tmp_path / "x"), "--scheme", "int5"]) == 1
+    assert main(["quantize", src, str(tmp_path / "x"), "--scheme", "int5"]) == 2
     assert main(["quantize", src, str(tmp_path / "x"), "--scheme", "int8", "--shard-gib", "0"]) == 2
 
 

@@ -59,7 +59,7 @@ def test_json_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert run("--json", "--svg", str(svg), *GRID, "--client", "asyncio,threads", "--transport", "inline,cuda_ipc") == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["refused"]) == {"echo cuda_ipc asyncio", "echo cuda_ipc threads"}
-    assert all("no such channel" in why for why in found["refused"].values())
+    assert all("no such transport" in why for why in found["refused"].values())
     keys = [(r["transport"], r["client"], r["tokens"], r["callers"]) for r in found["rows"]]
     assert keys == [("inline", c, m, n) for n in (1, 2) for m in (1, 3) for c in ("asyncio", "threads")]
     for r in found["rows"]:
