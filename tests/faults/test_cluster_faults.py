@@ -4,6 +4,7 @@ The long form is `expertctl bench faults`."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from types import SimpleNamespace
@@ -36,7 +37,9 @@ def test_no_call_fails_where_packets_are_dropped():
     except UnimplementedError as why:
         pytest.skip(str(why))
     assert_fine(run(["partition"], events=2, threads=3, away_s=1.5))
-    assert "expertd-" not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert (
+        f"expertd-{os.getpid()}-" not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    )
 
 
 def assert_fine(rows):

@@ -248,3 +248,16 @@ def test_ranges_that_overlap_are_one() -> None:
     layer = pb.Layer(layer=0, num_experts=8, held=[pb.ExpertRange(first=2, count=3)] * 20_000)
     p = Placement.from_describe({"a:1": pb.DescribeResponse(layers=[layer])})
     assert p.servers[0].layers == {0: (2, 3, 4)}
+
+
+@pytest.mark.parametrize(("first", "count", "fits"), [(0, 4, True), (3, 1, True), (3, 2, False), (4, 1, False)])
+def test_a_server_holds_no_expert_that_the_layer_has_not(first: int, count: int, fits: bool) -> None:
+    held = [pb.ExpertRange(first=first, count=count)]
+    answer = pb.DescribeResponse(layers=[pb.Layer(layer=7, num_experts=4, held=held)])
+    if fits:
+        assert Placement.from_describe({"a:1": answer}).servers[0].layers == {7: tuple(range(first, first + count))}
+    else:
+        with pytest.raises(
+            PlacementError, match=f"a:1: layer 7: got experts up to {first + count - 1}, want ids below 4"
+        ):
+            Placement.from_describe({"a:1": answer})

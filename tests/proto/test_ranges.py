@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertd.ranges import LIMIT, format_ranges, parse_ranges, runs
+from expertd.ranges import LIMIT, format_ranges, merged, parse_ranges, runs
 
 
 @given(st.sets(st.integers(0, 200), min_size=1))
@@ -48,3 +48,20 @@ def test_ranges_that_are_written_again_and_again_cost_nothing() -> None:
     with pytest.raises(ValueError, match="want numbers and ranges") as said:
         parse_ranges("0," * 4000 + "x")
     assert len(str(said.value)) < 200, "what was got is cut"
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), min_size=1, max_size=20))
+def test_ranges_that_meet_or_overlap_are_one(found: list[tuple[int, int]]) -> None:
+    pairs = merged((first, first + more) for first, more in found)
+    numbers = {n for first, more in found for n in range(first, first + more + 1)}
+    assert pairs == runs(numbers)
+    assert parse_ranges(",".join(f"{first}-{first + more}" for first, more in found)) == tuple(sorted(numbers))
+
+
+def test_as_many_numbers_and_ranges_as_are_wanted_and_no_more() -> None:
+    assert len(parse_ranges("0-9", most=10)) == 10
+    with pytest.raises(ValueError, match="10 numbers, want at most 9"):
+        parse_ranges("0-9", most=9)
+    assert parse_ranges(",".join(["1"] * 4096)) == (1,)
+    with pytest.raises(ValueError, match="at most 4096 ranges"):
+        parse_ranges(",".join(["1"] * 4097))

@@ -302,15 +302,22 @@ def test_rights_are_those_of_forward_and_describe(serve, tmp_path):
     assert ask(address, "ModelInfer", infer, kserve.ModelInferResponse, **call).outputs
     assert ask(address, "ModelMetadata", name, kserve.ModelMetadataResponse, **look).inputs
     assert ask(address, "ServerReady", kserve.ServerReadyRequest(), kserve.ServerReadyResponse).ready
-    for method, message, more, code in (
-        ("ModelInfer", infer, look, "PERMISSION_DENIED"),
-        ("ModelInfer", infer, {}, "UNAUTHENTICATED"),
-        ("ModelMetadata", name, call, "PERMISSION_DENIED"),
-        ("ModelConfig", name, {}, "UNAUTHENTICATED"),
-    ):
-        with pytest.raises(grpc.RpcError) as e:
-            ask(address, method, message, kserve.ModelInferResponse, **more)
-        assert e.value.code().name == code, method
+    everybody = {"call": call, "describe": look, "none": {}, "unknown": {"metadata": [("authorization", "Bearer no")]}}
+    asked = {
+        "ModelInfer": ("call", infer),
+        "ServerMetadata": ("describe", kserve.ServerMetadataRequest()),
+        "ModelMetadata": ("describe", name),
+        "ModelConfig": ("describe", name),
+    }
+    for method, (right, message) in asked.items():
+        for who, more in everybody.items():
+            if who == right:
+                ask(address, method, message, getattr(kserve, f"{method}Response"), **more)
+                continue
+            with pytest.raises(grpc.RpcError) as e:
+                ask(address, method, message, kserve.ModelInferResponse, **more)
+            known = who in ("call", "describe")
+            assert e.value.code().name == ("PERMISSION_DENIED" if known else "UNAUTHENTICATED"), (method, who)
 
 
 def test_it_is_counted_and_listed(host):

@@ -14,6 +14,7 @@ the source.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import math
 import os
@@ -38,6 +39,9 @@ FLOATS = ("BF16", "F16", "F32")
 """Dtypes of unquantized weights, which are quantized here where the served weights are."""
 _ALIGNMENT = 64
 _MOST_EXTENT = 1 << 40
+_MOST_NAME = 1024
+_LEAST_PART = 4096
+"""Bytes of a part that is not the end of its tensor: what is kept of each part costs some 300."""
 
 _Key = tuple[int, str, str]
 """(expert, projection, suffix); expert -1 = a fused tensor of all experts."""
@@ -55,7 +59,10 @@ class _Memory(Shard):
         """Where so many bytes may be written."""
         at = self.size
         self.size = -(-(at + nbytes) // _ALIGNMENT) * _ALIGNMENT
-        os.ftruncate(self.fd, self.size)
+        try:
+            os.ftruncate(self.fd, self.size)
+        except OSError as e:
+            raise CheckpointError(f"{self.path}: got tensors of {self.size} bytes: {e.strerror}") from e
         return at
 
     def write(self, data: bytes, offset: int) -> None:
@@ -67,29 +74,34 @@ class _Memory(Shard):
 
 @dataclass(eq=False)
 class _Arriving:
-    """A tensor of which some bytes are there.  parts: offset -> end, apart; sha256: what it must be, empty = any."""
+    """A tensor of which some bytes are there.  begins, ends: of its parts, ascending, none beside another; sha256: what
+    it must be, empty = any."""
 
     stored: Stored
-    parts: dict[int, int] = field(default_factory=dict)
+    begins: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
     sha256: bytes = b""
 
     def add(self, begin: int, end: int) -> None:
-        """Raises CheckpointError where bytes came before."""
-        for b, e in self.parts.items():
-            if begin < e and b < end:
-                raise CheckpointError(f"{self.stored.name}: bytes {begin} to {end} overlap {b} to {e}, which are here")
-        for b, e in list(self.parts.items()):  # neighbours become one, so that a tensor in order is one part
-            if e == begin:
-                begin = b
-                del self.parts[b]
-            elif b == end:
-                end = e
-                del self.parts[b]
-        self.parts[begin] = end
+        """Neighbours become one part.  Raises CheckpointError where bytes came before."""
+        at = bisect.bisect_left(self.begins, begin)
+        for i in (at - 1, at):
+            if 0 <= i < len(self.begins) and begin < self.ends[i] and self.begins[i] < end:
+                there = f"{self.begins[i]} to {self.ends[i]}"
+                raise CheckpointError(f"{self.stored.name}: bytes {begin} to {end} overlap {there}, which are here")
+        if at and self.ends[at - 1] == begin:
+            at -= 1
+            begin = self.begins.pop(at)
+            del self.ends[at]
+        if at < len(self.begins) and self.begins[at] == end:
+            end = self.ends.pop(at)
+            del self.begins[at]
+        self.begins.insert(at, begin)
+        self.ends.insert(at, end)
 
     @property
     def whole(self) -> bool:
-        return self.parts == {0: self.stored.nbytes}
+        return (self.begins, self.ends) == ([0], [self.stored.nbytes])
 
 
 class _Layer:
@@ -170,8 +182,11 @@ class Received:
         encoding: str = "",
         checksum: str = "",
     ) -> bool:
-        """Some bytes of a tensor; encoding: of `data` as a difference from the base, see delta.py; checksum: of the
-        whole tensor there.  False: it is of no wanted expert.  Raises CheckpointError, OSError."""
+        """Some bytes of a tensor, at least _LEAST_PART or its last ones; encoding: of `data` as a difference from the
+        base, see delta.py; checksum: of the whole tensor there.  False: it is of no wanted expert.  Raises
+        CheckpointError, OSError."""
+        if len(name) > _MOST_NAME:
+            raise CheckpointError(f"a tensor's name: got {len(name)} characters, want at most {_MOST_NAME}")
         at = place_of(name, self._checkpoint.naming)
         if at is None or at.layer not in self._wanted:
             return False
@@ -183,6 +198,10 @@ class Received:
         if not 0 <= offset <= offset + len(data) <= nbytes:
             raise CheckpointError(
                 f"{name}: bytes {offset} to {offset + len(data)}, but {dtype} {list(shape)} has {nbytes}"
+            )
+        if not data or (len(data) < _LEAST_PART and offset + len(data) < nbytes):
+            raise CheckpointError(
+                f"{name}: a part of {len(data)} bytes, want at least {_LEAST_PART}, or the end of the tensor"
             )
         with self._lock:
             self._put(at, name, dtype, tuple(shape), nbytes, offset, data, sha256)

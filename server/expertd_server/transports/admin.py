@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import grpc
 
 from expertd.errors import ChangeRefusedError, MalformedMessageError, NotReadyError
+from expertd.placement import MOST_EXPERTS
 from expertd.ranges import parse_ranges
 from expertd.v1 import admin_service_pb2 as pb
 from expertd.v1 import admin_service_pb2_grpc as stubs
@@ -39,7 +40,8 @@ _T = TypeVar("_T")
 
 _LOOK_S = 0.02
 """How often a caller of Prepare is told how far it is, if it got further."""
-_MOST_LAYERS, _MOST_IDS, _MOST_LINGER_MS, _MOST_NAME, _KEEP_S = 1 << 14, 1 << 20, 60_000, 256, 600
+_MOST_LAYERS, _MOST_IDS, _MOST_TEXT = 1 << 14, 1 << 20, 1 << 20
+_MOST_LINGER_MS, _MOST_NAME, _KEEP_S = 60_000, 256, 600
 
 
 class AdminTransport:
@@ -132,14 +134,14 @@ class _Servicer(stubs.AdminServiceServicer):
         def commit() -> pb.CommitResponse:
             if request.linger_ms > _MOST_LINGER_MS:
                 raise MalformedMessageError.about("linger_ms", got=request.linger_ms, want=f"at most {_MOST_LINGER_MS}")
-            self._changes.commit(request.change, request.epoch, request.linger_ms * 1e-3)
+            self._changes.commit(_named(request), request.epoch, request.linger_ms * 1e-3)
             return pb.CommitResponse()
 
         return await self._do(commit, context, "Commit")
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:  # noqa: N802 - gRPC's name
         def abort() -> pb.AbortResponse:
-            self._changes.abort(request.change)
+            self._changes.abort(_named(request))
             return pb.AbortResponse()
 
         return await self._do(abort, context, "Abort")
@@ -171,9 +173,7 @@ class _Servicer(stubs.AdminServiceServicer):
 
     def _wanted(self, request: pb.PrepareRequest) -> Mapping[int, tuple[int, ...]]:
         """Raises what refuses it."""
-        if not 0 < len(request.change) <= _MOST_NAME:
-            got = f"{len(request.change)} characters"
-            raise MalformedMessageError.about("PrepareRequest.change", got=got, want=f"1 to {_MOST_NAME}")
+        _named(request)
         if request.fingerprint and request.fingerprint != self._fingerprint:
             raise ChangeRefusedError.about(
                 "fingerprint",
@@ -183,13 +183,26 @@ class _Servicer(stubs.AdminServiceServicer):
         return _unfolded(request.layers)
 
 
+def _named(request: Any) -> str:
+    """Which change a request means.  Raises MalformedMessageError."""
+    name: str = request.change
+    if not 0 < len(name) <= _MOST_NAME:
+        what = f"{type(request).__name__}.change"
+        raise MalformedMessageError.about(what, got=f"{len(name)} characters", want=f"1 to {_MOST_NAME}")
+    return name
+
+
 def _unfolded(layers: Mapping[str, str]) -> dict[int, tuple[int, ...]]:
     """{"0-3": "0-63", "4": ""} by layer.  Raises MalformedMessageError."""
+    size = sum(len(names) + len(ids) for names, ids in layers.items())
+    if size > _MOST_TEXT:
+        got = f"{size} characters"
+        raise MalformedMessageError.about("PrepareRequest.layers", got=got, want=f"at most {_MOST_TEXT}")
     out: dict[int, tuple[int, ...]] = {}
     left = _MOST_IDS
     for names, ids in layers.items():
         try:
-            experts = parse_ranges(ids, most=left) if ids else ()
+            experts = parse_ranges(ids, most=min(left, MOST_EXPERTS)) if ids else ()
             left -= len(experts)
             for layer in parse_ranges(names, most=_MOST_LAYERS):
                 if layer in out or len(out) >= _MOST_LAYERS:

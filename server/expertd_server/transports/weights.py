@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 MOST_MESSAGE_BYTES = 64 << 20
 """Of a PutWeightsRequest."""
 _LOOK_S = 0.01
-_MOST_TEXT, _LEASE_S, _MOST_LEASE_S = 256, 60, 3600
+_MOST_TEXT, _MOST_FOLDER, _LEASE_S, _MOST_LEASE_S = 256, 4096, 60, 3600
 
 
 class WeightsServicer(stubs.WeightsServiceServicer):
@@ -62,7 +62,7 @@ class WeightsServicer(stubs.WeightsServiceServicer):
         self, request: pb.PutWeightsRequest, context: Any
     ) -> pb.PutWeightsResponse:
         def put() -> pb.PutWeightsResponse:
-            job, kept, ignored = self._updates.put(request.update, request.parts)
+            job, kept, ignored = self._updates.put(_named(request), request.parts)
             return pb.PutWeightsResponse(kept_bytes=kept, ignored_bytes=ignored, layers_done=len(job.packing.booted))
 
         return await self._do(put, context, "PutWeights")
@@ -70,7 +70,7 @@ class WeightsServicer(stubs.WeightsServiceServicer):
     async def PrepareUpdate(  # noqa: N802 - gRPC's name
         self, request: pb.PrepareUpdateRequest, context: Any
     ) -> pb.PrepareUpdateResponse:
-        job = await self._do(lambda: self._updates.seal(request.update), context, "PrepareUpdate")
+        job = await self._do(lambda: self._updates.seal(_named(request)), context, "PrepareUpdate")
         while not job.ended.is_set():
             await asyncio.sleep(_LOOK_S)
 
@@ -85,7 +85,7 @@ class WeightsServicer(stubs.WeightsServiceServicer):
         self, request: pb.CommitUpdateRequest, context: Any
     ) -> pb.CommitUpdateResponse:
         def commit() -> pb.CommitUpdateResponse:
-            self._updates.commit(request.update)
+            self._updates.commit(_named(request))
             return pb.CommitUpdateResponse(version=self._updates.messages()[0])
 
         return await self._do(commit, context, "CommitUpdate")
@@ -94,7 +94,7 @@ class WeightsServicer(stubs.WeightsServiceServicer):
         self, request: pb.AbortUpdateRequest, context: Any
     ) -> pb.AbortUpdateResponse:
         def abort() -> pb.AbortUpdateResponse:
-            self._updates.abort(request.update)
+            self._updates.abort(_named(request))
             return pb.AbortUpdateResponse()
 
         return await self._do(abort, context, "AbortUpdate")
@@ -133,12 +133,15 @@ class WeightsServicer(stubs.WeightsServiceServicer):
 
     def _asked(self, request: pb.BeginUpdateRequest) -> Asked:
         """Raises what refuses it."""
-        if not 0 < len(request.update) <= _MOST_TEXT and not request.dry_run:
-            got = f"{len(request.update)} characters"
-            raise MalformedMessageError.about("BeginUpdateRequest.update", got=got, want=f"1 to {_MOST_TEXT}")
+        if not request.dry_run:
+            _named(request)
         if len(request.label) > _MOST_TEXT:
             got = f"{len(request.label)} characters"
             raise MalformedMessageError.about("BeginUpdateRequest.label", got=got, want=f"at most {_MOST_TEXT}")
+        if len(request.checkpoint) > _MOST_FOLDER or not request.checkpoint.isprintable():
+            got = f"{len(request.checkpoint)} characters"
+            want = f"a path of at most {_MOST_FOLDER} without control characters"
+            raise MalformedMessageError.about("BeginUpdateRequest.checkpoint", got=got, want=want)
         if request.lease_s > _MOST_LEASE_S:
             raise MalformedMessageError.about("lease_s", got=request.lease_s, want=f"at most {_MOST_LEASE_S}")
         if request.fingerprint and request.fingerprint != self._fingerprint:
@@ -168,3 +171,12 @@ class WeightsServicer(stubs.WeightsServiceServicer):
             error = error_of(e, what)
             await context.abort(error.code.grpc, error.message, error.to_trailing_metadata())
             raise
+
+
+def _named(request: Any) -> str:
+    """Which update a request means.  Raises MalformedMessageError."""
+    name: str = request.update
+    if not 0 < len(name) <= _MOST_TEXT:
+        what = f"{type(request).__name__}.update"
+        raise MalformedMessageError.about(what, got=f"{len(name)} characters", want=f"1 to {_MOST_TEXT}")
+    return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from expertd.errors import (
     LayerNotHeldError,
     PlacementError,
     QueueFullError,
+    RequestCancelledError,
     UnavailableError,
 )
 from expertd.v1 import expert_service_pb2 as pb
@@ -222,6 +224,37 @@ def test_a_late_part_is_asked_of_the_other_replica_too():
         release.set()
         check(cluster.forward(0, X, IDS, W))
         nothing_under_way(cluster)
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_given_back_and_counts_for_nothing():
+    """It was on its way when its attempt was recalled: the call has ended, or went on at another server."""
+    servers, release = {"a": Fake({0: range(E)})}, threading.Event()
+    servers["a"].does = lambda request: release.wait(20)
+
+    def call() -> None:
+        with pytest.raises(RequestCancelledError):
+            cluster.forward(0, X, IDS, W)
+
+    with cluster_of(servers) as cluster:
+        calling = threading.Thread(target=call)
+        calling.start()
+        until(lambda: servers["a"].asked)
+        flight = next(iter(cluster._around.flights))
+        [leg] = flight.legs
+        [attempt] = leg.tries
+        assert flight.cancel()
+        calling.join(20)
+        given_back = []
+        late = SimpleNamespace(
+            routes_computed=leg.part.routes,
+            timing=pb.Timing(),
+            load=pb.Load(),
+            release=lambda: given_back.append(True),
+        )
+        flight.answered(attempt, late)
+        assert given_back == [True]
+        assert leg.result is None
+        release.set()
 
 
 def test_nothing_is_hedged_without_a_budget():

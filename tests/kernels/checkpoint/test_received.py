@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from safetensors import safe_open
 
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
-from expertd_kernels.checkpoint.received import Received
+from expertd_kernels.checkpoint.received import _LEAST_PART, Received, _Arriving
+from expertd_kernels.checkpoint.tensors import Stored
 
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int32: "I32", torch.int64: "I64",
          torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}  # fmt: skip
@@ -104,3 +106,66 @@ def test_headers_are_not_believed(
         received.put(name, dtype, shape, offset, bytes(8))
     assert not received.put("model.norm.weight", dtype, shape, offset, bytes(8))
     assert received.kept_bytes == 0
+
+
+@pytest.fixture
+def receiving(checkpoint_folder: Callable[[str], Path]) -> tuple[Received, str, list[int], int]:
+    """(received, a wanted tensor's name, its shape, its bytes)."""
+    checkpoint = open_checkpoint(checkpoint_folder("bf16-sharded-qwen3moe1l"))
+    found = next(t for t in checkpoint.needed(0, [0]) if t.nbytes > 4 * _LEAST_PART)
+    return Received(checkpoint, {0: [0]}), found.name, list(found.shape), found.nbytes
+
+
+def test_parts_that_cost_more_than_they_bring_are_refused(receiving) -> None:
+    """Bytes that wait are bounded by the server; what is kept of a part without bytes would not be."""
+    received, name, shape, nbytes = receiving
+    for offset, size in ((0, 0), (nbytes, 0), (0, 1), (_LEAST_PART, _LEAST_PART - 1)):
+        with pytest.raises(CheckpointError, match=f"a part of {size} bytes, want at least 4096, or the end"):
+            received.put(name, "BF16", shape, offset, bytes(size))
+    assert (received.kept_bytes, received.waiting_bytes) == (0, 0)
+    assert received.put(name, "BF16", shape, nbytes - 1, b"\1")
+    assert received.put(name, "BF16", shape, 0, bytes(_LEAST_PART))
+
+
+def test_a_tensor_without_elements_is_refused(receiving) -> None:
+    received, name, *_ = receiving
+    with pytest.raises(CheckpointError, match=r"a part of 0 bytes|shape"):
+        received.put(name, "BF16", [0, 1 << 39], 0, b"")
+    assert not received.ready
+
+
+def test_a_name_of_any_length_is_refused(receiving) -> None:
+    received, name, shape, _ = receiving
+    for long in ("x" * 2000, name.replace("layers.0", "layers." + "0" * 5000), "a." * 3000 + name):
+        with pytest.raises(CheckpointError, match=r"a tensor.s name: got \d+ characters, want at most 1024") as e:
+            received.put(long, "BF16", shape, 0, bytes(_LEAST_PART))
+        assert len(str(e.value)) < 200
+
+
+def test_parts_may_come_in_any_order_and_overlap_nothing() -> None:
+    def arriving() -> _Arriving:
+        return _Arriving(Stored("t", "U8", (1000,), None, 0, 1000))  # type: ignore[arg-type]
+
+    parts = [(at, at + 10) for at in range(0, 1000, 10)]
+    for seed in range(20):
+        random.Random(seed).shuffle(parts)
+        tensor = arriving()
+        for n, (begin, end) in enumerate(parts):
+            assert not tensor.whole
+            for wrong in parts[:n]:
+                for other in (wrong, (wrong[0] - 1, wrong[0] + 1), (wrong[1] - 1, wrong[1] + 1), (0, 1000)):
+                    if seed == 0:
+                        with pytest.raises(CheckpointError, match="overlap"):
+                            tensor.add(*other)
+            tensor.add(begin, end)
+            assert tensor.begins == sorted(tensor.begins)
+            assert all(e < b for e, b in zip(tensor.ends, tensor.begins[1:], strict=False))
+        assert tensor.whole
+
+
+def test_many_parts_apart_take_no_time_that_grows_with_their_square() -> None:
+    tensor = _Arriving(Stored("t", "U8", (1 << 20,), None, 0, 1 << 20))  # type: ignore[arg-type]
+    begun = time.process_time()
+    for begin in range(0, 200_000, 2):
+        tensor.add(begin, begin + 1)
+    assert time.process_time() - begun < 10, "100 000 parts; looking at each of those before takes minutes"

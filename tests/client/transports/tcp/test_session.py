@@ -26,7 +26,7 @@ from expertd.errors import (
     ExpertdError,
     UnavailableError,
 )
-from expertd.tcp.entry import ENTRY_BYTES, parse_endpoint, read_exactly, token_of, welcome
+from expertd.tcp.entry import ENTRY_BYTES, EntryError, enter, parse_endpoint, read_exactly, token_of, welcome
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import ExpertClient
 from expertd_client.transports.tcp.session import TcpDialer, TcpTransport
@@ -102,6 +102,24 @@ def test_a_token_is_64_digits_and_nothing_else(digits):
     """bytes.fromhex() takes spaces: 64 of them were an empty token."""
     assert token_of(b"expdtcp1" + digits.encode()) is None
     assert token_of(b"expdtcp1" + b"0a" * 32) == b"\x0a" * 32
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"expdtcp2" + bytes(8), "speaks another protocol"),
+        (b"HTTP/1.1 400 Bad", "speaks another protocol"),
+        (b"expdtcp1" + bytes(7), "refused the session"),
+        (b"", "refused the session"),
+    ],
+)
+def test_a_welcome_is_of_this_protocol(said, why):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(said)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(EntryError, match=why):
+            enter(ours, "ab" * 32, 20)
 
 
 # ---- a server in Python ----------------------------------------------------------------------------------------------
