@@ -32,6 +32,7 @@ from expertd.errors import (
     TooManyTokensError,
     UnsupportedCombinationError,
 )
+from expertd.grouped import experts_of_rows
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.convert import output_dtypes, round_floats
 from expertd_server.engine.request import STORAGE, Array, Operand, Reply, Request
@@ -136,7 +137,7 @@ def _routes(v: ForwardRequestView, layer: ServedLayer, M: int, max_tokens: int) 
                 "grouped: given together with topk_ids, topk_weights or router_weight_on_input; want one way to"
                 " route: rows grouped by expert have weight 1"
             )
-        return _grouped(v.grouped, M), None, 1
+        return Operand("i64", experts_of_rows(v.grouped, M)), None, 1
     if v.topk_ids is None or v.topk_weights is None:
         missing = "topk_ids" if v.topk_ids is None else "topk_weights"
         raise MalformedMessageError(f"{missing}: absent, want topk_ids and topk_weights [M, top_k], or grouped")
@@ -258,18 +259,6 @@ def _operand(name: str, t: TensorView, dtype: str, count: int) -> Operand:
     values: Array = np.array(typed, np.int64 if integer else np.float32)
     # Ids stay wide: one beyond i32 is then refused as out of range, by the same check as in any other spelling.
     return Operand("i64", values) if integer else Operand(dtype, round_floats(values, dtype))
-
-
-def _grouped(g: pb.GroupedRows, M: int) -> Operand:
-    """ids [M, 1] of rows that come grouped by expert."""
-    if len(g.expert_ids) != len(g.row_counts):
-        raise BadShapeError.about(
-            "grouped", got=f"{len(g.expert_ids)} expert_ids and {len(g.row_counts)} row_counts", want="as many of each"
-        )
-    rows = sum(g.row_counts)
-    if rows != M:
-        raise BadShapeError.about("grouped.row_counts", got=f"{rows} rows", want=f"the {M} of hidden_states")
-    return Operand("i64", np.repeat(np.array(g.expert_ids, np.int64), np.array(g.row_counts, np.int64)))
 
 
 def _output(v: ForwardRequestView, hidden_dtype: str) -> tuple[str, bool]:
