@@ -9,7 +9,7 @@ import in_process
 import pytest
 import torch
 
-from expertd_client import ExpertClient, GrpcTransport
+from expertd_client import ExpertClient, Grouped, GrpcTransport
 from expertd_client.cluster import AsyncExpertCluster, ExpertCluster
 from expertd_client.cluster.cluster import Outcome
 from expertd_kernels import reference, relative_error, tolerance
@@ -103,6 +103,48 @@ def test_servers_of_this_host_are_asked_over_shared_memory(hosts, transport):
             member.exchange.session(agreed)
             assert agreed.wait(5).transport == ("inline" if transport else "shm")
     assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+GROUPED = {
+    "contiguous": (Grouped([5, 0, 3, 6], [2, 3, 1, 3]), [5, 5, 0, 0, 0, 3, 6, 6, 6]),
+    "batched": (Grouped([5, 0, 3], [2, 3, 0], 3), [5, 5, -1, 0, 0, 0, -1, -1, -1]),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", GROUPED)
+@pytest.mark.parametrize("name", ["one", "three, uneven", "replicas"])
+def test_rows_grouped_by_expert_are_split_by_the_servers_of_their_experts(hosts, weights, name, kind):
+    grouped, experts = GROUPED[kind]
+    x = random_inputs(9, H, E, 1, seed=3)[0]
+    ids = torch.tensor(experts)[:, None]
+    x[ids[:, 0] < 0] = float("nan")
+    want = reference(weights, x.nan_to_num(), ids, torch.ones(9, 1))
+    (alone,) = hosts(["0-7"], ("reference",))
+    with ExpertClient(alone) as one, ExpertCluster(hosts(LAYOUTS[name], ("reference",)), timeout_s=30.0) as cluster:
+        whole = one.forward(LAYER, x.float(), grouped=grouped)
+        for dtype in (torch.float32, torch.bfloat16):
+            answer = cluster.forward(LAYER, x.to(dtype), grouped=grouped)
+            assert answer.output.dtype == dtype
+            assert relative_error(answer.output.float(), want) <= tolerance("bf16")
+            assert not answer.output[ids[:, 0] < 0].any()
+            assert answer.routes_computed == whole.routes_computed == int((ids >= 0).sum())
+        assert torch.equal(cluster.forward(LAYER, x.float(), grouped=grouped).output, whole.output)
+        if name == "three, uneven":
+            assert len({part.server for part in answer.parts}) == (3 if kind == "contiguous" else 2)
+
+
+@pytest.mark.timeout(120)
+async def test_grouped_rows_in_an_event_loop(hosts):
+    grouped, _ = GROUPED["batched"]
+    x = random_inputs(9, H, E, 1, seed=3)[0].float()
+    addresses = hosts(LAYOUTS["two"], ("reference",))
+    with ExpertCluster(addresses, timeout_s=30.0) as cluster:
+        want = cluster.forward(LAYER, x, grouped=grouped)
+    async with AsyncExpertCluster(addresses, timeout_s=30.0) as cluster:
+        got = await cluster.forward(LAYER, x, grouped=grouped)
+    assert torch.equal(got.output, want.output)
+    assert want.output.any()
 
 
 @pytest.mark.timeout(120)

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from expertctl.load.recording import DRAWN, Recording
 from expertd.codec import ForwardRequestView, TensorView, decode_forward_request, decode_stream_request
 from expertd.codec.values import Spelling
-from expertd.errors import MalformedMessageError
+from expertd.errors import BadShapeError, MalformedMessageError
+from expertd.grouped import experts_of_rows
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.transports.address import parse_address, reach
 from expertd_client.transports.credentials import Credentials
@@ -55,8 +56,11 @@ class Recorder:
             return
         tokens = v.hidden_states.shape[0]
         if v.grouped is not None:
-            ids = np.repeat(np.asarray(v.grouped.expert_ids, np.int32), np.asarray(v.grouped.row_counts, np.int64))
-            ids, top_k = ids[:tokens], 1
+            try:
+                wide, top_k = experts_of_rows(v.grouped, tokens), 1
+            except BadShapeError:
+                return
+            ids = np.minimum(wide, np.iinfo(np.int32).max).astype(np.int32)
         elif v.topk_ids is not None and len(v.topk_ids.shape) == 2:
             ids, top_k = _ids(v.topk_ids), v.topk_ids.shape[1]
         else:

@@ -41,11 +41,12 @@ class Call:
 
     def __init__(self, request: Request, out: Any, on_missing: OnMissing, f32_sums: bool) -> None:
         tensors = (request.hidden_states, request.topk_ids, request.topk_weights)
-        if request.grouped is not None or request.digest or any(isinstance(x, Synthetic) for x in tensors):
-            what = "grouped rows" if request.grouped is not None else "a digest" if request.digest else "Synthetic"
+        if request.digest or any(isinstance(x, Synthetic) for x in tensors):
+            what = "a digest" if request.digest else "Synthetic"
             raise UnsupportedCombinationError(
                 f"cluster: got {what}, want topk_ids with values and an output tensor; call its servers one by one"
             )
+        request = request.ungrouped()  # rows are split by the servers of their experts, as tokens are
         if request.dtypes[0] == pb.DATA_TYPE_E4M3:
             raise UnsupportedCombinationError(
                 "cluster: got output_dtype e4m3, want bf16, f16 or f32: partial sums would be rounded before they are"

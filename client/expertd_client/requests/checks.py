@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from expertd.codec import RequestForm
 from expertd.dtypes import DTYPE_BYTES, FLOAT_DTYPES, HIDDEN_DTYPES, INT_DTYPES
 from expertd.errors import BadShapeError
+from expertd.grouped import experts_of_rows
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.e4m3 import E4m3
 from expertd_client.requests.tensors import Synthetic, are_few_bytes, checked_dtype, wire_dtype
@@ -102,14 +103,7 @@ def _check_routes(topk_ids: Any, topk_weights: Any, tokens: int) -> tuple[int, i
 def _check_grouped(grouped: Grouped, topk_ids: Any, topk_weights: Any, tokens: int) -> None:
     if topk_ids is not None or topk_weights is not None:
         raise _one_way("grouped with topk_ids or topk_weights")
-    experts, counts = len(grouped.expert_ids), len(grouped.row_counts)
-    if experts != counts:
-        raise BadShapeError.about(
-            "grouped", got=f"{experts} expert_ids and {counts} row_counts", want="as many of each"
-        )
-    rows = sum(grouped.row_counts)
-    if rows != tokens:
-        raise BadShapeError.about("grouped.row_counts", got=f"{rows} rows", want=f"the {tokens} of hidden_states")
+    experts_of_rows(grouped, tokens)
 
 
 def _one_way(got: str) -> BadShapeError:

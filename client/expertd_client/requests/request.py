@@ -19,6 +19,7 @@ import numpy as np
 
 from expertd.codec import ForwardRequestView, RequestForm, encode_stream_request
 from expertd.errors import BadShapeError, LayerNotHeldError, UnsupportedCombinationError
+from expertd.grouped import experts_of_rows
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.checks import checked, form_of
 from expertd_client.requests.current_span import current_traceparent
@@ -35,10 +36,15 @@ _LAYERS = 1 << 32
 class Grouped:
     """Rows that come sorted by expert: the first row_counts[0] rows are for expert_ids[0], and so on; sum = M.
 
+    rows_per_expert: where it is T > 0, hidden_states are an array [experts, T, H], flattened to [experts * T, H] (what
+    DeepEP's low-latency dispatch gives): the first row_counts[i] of an expert's T rows are valid, the others are not
+    computed and answered with zeros.
+
     They are answered row by row, not weighted and not summed."""
 
     expert_ids: Sequence[int]
     row_counts: Sequence[int]
+    rows_per_expert: int = 0
 
 
 class RequestOptions(TypedDict, total=False):
@@ -151,13 +157,15 @@ class Request(_Fields):
         """The request for some of its tokens: a slice, or [m] numbers or [M] booleans in numpy or torch.
 
         A slice shares memory with this request, anything else is copied.  Rows grouped by expert must stay so: there
-        the numbers are ascending.  Raises UnsupportedCombinationError where the server is to draw the values, which
-        nobody here knows."""
+        the numbers are ascending; of [experts, T, H] they become rows with a route each, as by ungrouped().  Raises
+        UnsupportedCombinationError where the server is to draw the values, which nobody here knows."""
         if any(isinstance(x, Synthetic) for x in (self.hidden_states, self.topk_ids, self.topk_weights)):
             raise UnsupportedCombinationError(
                 f"{self!r}: got Synthetic tensors, want values: only the server knows the rows that it draws; send it"
                 " whole"
             )
+        if self.grouped is not None and self.grouped.rows_per_expert:
+            return self.ungrouped().rows(index)
         return self._part(
             take(self.hidden_states, index),
             None if self.topk_ids is None else take(self.topk_ids, index),
@@ -176,6 +184,15 @@ class Request(_Fields):
         if tuple(keep.shape) != tuple(self.topk_ids.shape):
             raise BadShapeError.about("keep", got=list(keep.shape), want=list(self.topk_ids.shape))
         return self._part(self.hidden_states, keep_or(self.topk_ids, keep, -1), self.topk_weights, None)
+
+    def ungrouped(self) -> Request:
+        """The same rows with one route each, of weight 1, instead of `grouped`; -1 for rows that are not valid.  Itself
+        where nothing is grouped."""
+        if self.grouped is None:
+            return self
+        ids = experts_of_rows(self.grouped, self.tokens)[:, None]
+        dtypes = (*self.dtypes[:2], pb.DATA_TYPE_I64, pb.DATA_TYPE_F32)
+        return self._part(self.hidden_states, ids, np.ones(ids.shape, np.float32), None, dtypes)
 
     def cut(self, max_tokens: int) -> list[Request]:
         """Parts of at most `max_tokens` tokens, in order; [self] where it fits."""
@@ -217,7 +234,7 @@ class Request(_Fields):
             to_wire(self.hidden_states, dtypes[1]),
             to_wire(self.topk_ids, dtypes[2]) if grouped is None else None,
             to_wire(self.topk_weights, dtypes[3]) if grouped is None else None,
-            None if grouped is None else pb.GroupedRows(expert_ids=grouped.expert_ids, row_counts=grouped.row_counts),
+            None if grouped is None else _message(grouped),
             timeout_us,
             dtypes[0],
             pb.OUTPUT_FORM_DIGEST if self.digest else pb.OUTPUT_FORM_TENSOR,
@@ -270,6 +287,12 @@ def _form_of(request: Request) -> RequestForm | None:
     if request.grouped is not None:
         return None
     return form_of(request.dtypes, request.hidden_states, request.topk_ids, request.topk_weights)
+
+
+def _message(grouped: Grouped) -> pb.GroupedRows:
+    return pb.GroupedRows(
+        expert_ids=grouped.expert_ids, row_counts=grouped.row_counts, rows_per_expert=grouped.rows_per_expert
+    )
 
 
 def _grouped_rows(grouped: Grouped, index: Any) -> Grouped:

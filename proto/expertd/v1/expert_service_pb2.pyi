@@ -114,12 +114,14 @@ class ForwardRequest(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., layer: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., grouped: _Optional[_Union[GroupedRows, _Mapping]] = ..., timeout_us: _Optional[int] = ..., output_dtype: _Optional[_Union[DataType, str]] = ..., output_form: _Optional[_Union[OutputForm, str]] = ..., traceparent: _Optional[str] = ..., router_weight_on_input: _Optional[bool] = ..., sent_us: _Optional[int] = ..., weights_version: _Optional[int] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class GroupedRows(_message.Message):
-    __slots__ = ("expert_ids", "row_counts")
+    __slots__ = ("expert_ids", "row_counts", "rows_per_expert")
     EXPERT_IDS_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_PER_EXPERT_FIELD_NUMBER: _ClassVar[int]
     expert_ids: _containers.RepeatedScalarFieldContainer[int]
     row_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, expert_ids: _Optional[_Iterable[int]] = ..., row_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    rows_per_expert: int
+    def __init__(self, expert_ids: _Optional[_Iterable[int]] = ..., row_counts: _Optional[_Iterable[int]] = ..., rows_per_expert: _Optional[int] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
     __slots__ = ("request_id", "output", "digest", "routes_computed", "timing", "load", "placement_epoch", "weights_version", "padding")

@@ -14,6 +14,7 @@ import numpy as np
 from expertd.bounds import MAX_RANK
 from expertd.codec import ForwardRequestView, ScalesView, Spelling, TensorView
 from expertd.dtypes import DTYPE_NAME, INT_DTYPES
+from expertd.grouped import experts_of_rows
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.abi import RequestFacts, TensorFacts
 from expertd_server.engine.convert import round_floats
@@ -60,7 +61,7 @@ class Intake:
         x = v.hidden_states
         assert x is not None  # checked, as is all below
         if v.grouped is not None:
-            ids, weights, top_k = _grouped(v.grouped), None, 1
+            ids, weights, top_k = Operand("i64", experts_of_rows(v.grouped, x.shape[0])), None, 1
         else:
             assert v.topk_ids is not None
             assert v.topk_weights is not None
@@ -141,11 +142,6 @@ def _operand(t: TensorView) -> Operand:
     return Operand(dtype, round_floats(np.array(t.floats, np.float32), dtype))
 
 
-def _grouped(g: pb.GroupedRows) -> Operand:
-    """ids [M, 1] of rows that come grouped by expert."""
-    return Operand("i64", np.repeat(np.array(g.expert_ids, np.int64), np.array(g.row_counts, np.int64)))
-
-
 # ---- for the check ---------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +159,8 @@ def facts_of(v: ForwardRequestView) -> RequestFacts:
     if v.grouped is not None:
         facts.grouped = True
         facts.grouped_ids, facts.grouped_counts = len(v.grouped.expert_ids), len(v.grouped.row_counts)
-        facts.grouped_rows = sum(v.grouped.row_counts)
+        T = v.grouped.rows_per_expert
+        facts.grouped_rows = T * len(v.grouped.expert_ids) if T else sum(v.grouped.row_counts)
     if v.topk_ids is not None and v.topk_ids.spelling == Spelling.SYNTHETIC:
         facts.zipf_exponent = v.topk_ids.synthetic.zipf_exponent
     return facts

@@ -24,7 +24,7 @@ from expertd.errors import (
     UnsupportedCombinationError,
 )
 from expertd.placement import Placement, Server
-from expertd_client import Forwarder, Grouped, Synthetic
+from expertd_client import Forwarder, Synthetic
 from expertd_client.cluster import ExpertCluster, OnMissing
 
 ALL = range(E)
@@ -159,8 +159,6 @@ def test_what_is_refused_says_why():
             cluster.forward(0, x, np.full_like(ids, 8), w)
         with pytest.raises(ExpertIdOutOfRangeError, match="got -2"):
             cluster.forward(0, x, np.full_like(ids, -2), w)
-        with pytest.raises(UnsupportedCombinationError, match="grouped rows"):
-            cluster.forward(0, x, grouped=Grouped([0], [4]))
         with pytest.raises(UnsupportedCombinationError, match="Synthetic"):
             cluster.forward(0, Synthetic((4, H), 1), ids, w)
         with pytest.raises(UnsupportedCombinationError, match="digest"):

@@ -108,6 +108,31 @@ def test_grouped_rows_stand_in_place_of_routes():
     assert r.grouped == pb.GroupedRows(expert_ids=[5, 7], row_counts=[1, 2])
 
 
+def test_an_array_of_experts_says_how_many_rows_each_has():
+    r = request(ids=None, weights=None, grouped=Grouped([5], [2], 3))
+    assert r.view(1, 0).grouped == pb.GroupedRows(expert_ids=[5], row_counts=[2], rows_per_expert=3)
+    for wrong, says in (
+        (Grouped([5, 6], [1, 1], 3), "3 rows for each of 2 experts"),
+        (Grouped([5], [4], 3), "got 4 rows"),
+    ):
+        with pytest.raises(BadShapeError, match=says):
+            request(ids=None, weights=None, grouped=wrong)
+
+
+def test_rows_grouped_by_expert_as_rows_with_a_route():
+    plain = request()
+    assert plain.ungrouped() is plain
+    for grouped, ids in ((Grouped([5, 7], [1, 2]), [5, 7, 7]), (Grouped([5], [2], 3), [5, 5, -1])):
+        r = request(ids=None, weights=None, grouped=grouped)
+        routed = r.ungrouped()
+        assert routed.grouped is None
+        assert routed.topk_ids[:, 0].tolist() == ids
+        assert routed.topk_weights.tolist() == [[1.0]] * 3
+        assert routed.dtypes == (*r.dtypes, pb.DATA_TYPE_I64, pb.DATA_TYPE_F32)
+    part = request(ids=None, weights=None, grouped=Grouped([5], [2], 3)).rows(slice(1, 3))
+    assert part.topk_ids[:, 0].tolist() == [5, -1]
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 

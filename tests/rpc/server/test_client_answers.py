@@ -58,6 +58,18 @@ async def test_rows_grouped_by_expert(client, weights):
     assert relative_error(answer.output, want) <= tolerance("bf16")
 
 
+async def test_an_array_of_experts(client, weights):
+    x = random_inputs(8, H, NUM_EXPERTS, K, seed=9)[0].reshape(2, 4, H)
+    x[0, 3:], x[1, 1:] = np.nan, np.nan
+    answer = await client.forward(0, x.reshape(8, H), grouped=Grouped([2, 6], [3, 1], 4), output_dtype="f32")
+    rows = [0, 1, 2, 4]
+    ids = torch.tensor([[2], [2], [2], [6]])
+    want = reference(weights[0], x.reshape(8, H)[rows], slots(ids), torch.ones(4, 1))
+    assert relative_error(answer.output[rows], want) <= tolerance("bf16")
+    assert not answer.output[[3, 5, 6, 7]].any()
+    assert answer.routes_computed == int((slots(ids) >= 0).sum())
+
+
 async def test_refusals_are_rows_of_the_table(client):
     x, ids, w = random_inputs(2, H, NUM_EXPERTS, K, seed=1)
     with pytest.raises(LayerNotHeldError):

@@ -128,6 +128,24 @@ async def test_rows_grouped_by_expert_are_answered_row_by_row(served, weights):
     assert not values(a.output)[3].any()
 
 
+async def test_rows_of_an_array_of_experts_are_answered_where_they_are_valid(served, weights):
+    """[E, T, H] as DeepEP's low-latency dispatch leaves it: what stands behind the valid rows is anything."""
+    x = random_inputs(12, H, NUM_EXPERTS, 1, seed=9)[0].view(3, 4, H)
+    for e, valid in enumerate((2, 4, 0)):
+        x[e, valid:] = float("nan")
+    x = x.flatten(0, 1)
+    grouped = pb.GroupedRows(expert_ids=[2, 6, 3], row_counts=[2, 4, 0], rows_per_expert=4)
+    a = await served.call.forward(pb.ForwardRequest(layer=0, hidden_states=tensor(x, BF16), grouped=grouped))
+    got = values(a.output)
+    assert list(a.output.shape) == [12, H]
+    assert a.routes_computed == 6
+    assert not got[[2, 3, 8, 9, 10, 11]].any()
+    rows = torch.tensor([0, 1, 4, 5, 6, 7])
+    alone = pb.ForwardRequest(layer=0, hidden_states=tensor(x[rows], BF16))
+    want = expected(weights, alone, torch.tensor([[2], [2], [6], [6], [6], [6]]), torch.ones(6, 1))
+    assert relative_error(got[rows], want) <= tolerance("bf16")
+
+
 async def test_router_weight_on_input(served, weights):
     x, ids, w = random_inputs(5, H, NUM_EXPERTS, 1, seed=4)
     w = w * 0.5

@@ -96,11 +96,11 @@ def _grouped_beside(field):
     return change
 
 
-def _grouped(ids, counts):
+def _grouped(ids, counts, each=0):
     def change(r):
         r.ClearField("topk_ids")
         r.ClearField("topk_weights")
-        r.grouped.CopyFrom(pb.GroupedRows(expert_ids=ids, row_counts=counts))
+        r.grouped.CopyFrom(pb.GroupedRows(expert_ids=ids, row_counts=counts, rows_per_expert=each))
 
     return change
 
@@ -195,6 +195,9 @@ BAD = {
         "grouped: given together",
     ),
     "grouped rows": (_grouped([1, 2], [2, 3]), "BAD_SHAPE", "grouped.row_counts: got 5 rows, want the 4"),
+    "batched rows": (_grouped([1, 2], [2, 1], 3), "BAD_SHAPE", "grouped.rows_per_expert: got 3 rows for each of 2"),
+    "batched count": (_grouped([1, 2], [3, 1], 2), "BAD_SHAPE", "grouped.row_counts: got 3 rows of an expert, want at"),
+    "batched, too many": (_grouped([1, 2], [2, 1], 2**32 - 1), "BAD_SHAPE", "got 4294967295 rows for each of 2"),
     "grouped lengths": (_grouped([1, 2], [4]), "BAD_SHAPE", "2 expert_ids and 1 row_counts"),
     "grouped id": (_grouped([8], [4]), "EXPERT_ID_OUT_OF_RANGE", "got 8"),
     "too many tokens": (
