@@ -148,7 +148,7 @@ class Host:
         self.residence = Residence(config, assigner, self._workshop, self.engine, oracle, self._changed)
         self._changes = Changes(self.residence, self._committed)
         self._changes.epoch = self._epoch
-        self._updates = Updates(config, self.residence, source, store, served)
+        self._updates = Updates(config, self.residence, source, store, self.metrics.updates, served)
         self.residence.version = self._updates.version.number
         infos = [a.info for a in assignments] or [source.info(source.layers[0])]
         try:
@@ -402,6 +402,7 @@ class Host:
         if self.residence.memory is not None:
             self.metrics.plan(planned_bytes(self.residence.memory))
         self._describe.versions = self._updates.messages()
+        self.metrics.updates.serve(self._updates.version.number, booted)
         self._describe.update(list(booted.values()), self.residence.memory, self._workshop.device, leaving)
 
         if self.config.held is not None and not leaving and self.loaded.done():

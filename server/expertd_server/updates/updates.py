@@ -45,6 +45,7 @@ from expertd_server.updates.packing import Packing
 from expertd_server.updates.sources import GoneSource, alike, checkpoint_of
 from expertd_server.updates.store import Served, Store
 from expertd_server.updates.versions import CHECKPOINT, TENSORS, Version, version_message
+from expertd_server.views.update_metrics import UpdateMetrics
 
 # Why it is so: decision 168 in DECISIONS.md.
 __all__ = ["Asked", "Job", "Updates"]
@@ -100,7 +101,6 @@ class Updates:
 
     version      what is served; before: the version before it, None where it is not held
     last_error   why the last update that was not committed ended; "" = none since the last commit
-    told         called after each update with its outcome ("committed", "aborted", "failed", "rolled back") and the job
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class Updates:
         residence: Residence,
         source: ExpertSource,
         store: Store,
+        metrics: UpdateMetrics,
         served: Served | None = None,
-        told: Callable[[str, Job | None], None] = lambda outcome, job: None,
     ) -> None:
         """source: of the start; served: what a restart serves, None = the start."""
-        self._config, self._residence, self._source, self._told = config, residence, source, told
-        self._store = store
+        self._config, self._residence, self._source = config, residence, source
+        self._store, self._metrics = store, metrics
         self._checkpoint = checkpoint_of(source)
         self._lock = threading.RLock()
         self._job: Job | None = None
@@ -288,6 +288,7 @@ class Updates:
                 raise ChangeRefusedError(f"update {update!r}: {e}") from e
             kept, ignored = (kept + len(p.data), ignored) if mine else (kept, ignored + len(p.data))
         if kept:
+            self._metrics.put(kept)
             job.packing.wake()
         return job, kept, ignored
 
@@ -336,7 +337,7 @@ class Updates:
             self._serve(job.version, weights)
             self._committed, self.last_error = update, ""
             self._residence.unclaim()
-        self._told("committed", job)
+        self._metrics.ended("committed", job.packing.packing_s)
         return self.version
 
     def abort(self, update: str) -> None:
@@ -369,7 +370,7 @@ class Updates:
                 ) from e
             finally:
                 self._residence.unclaim()
-        self._told("rolled back", None)
+        self._metrics.ended("rolled_back", 0.0)
         return self.version
 
     def close(self) -> None:
@@ -443,7 +444,7 @@ class Updates:
             self._residence.unclaim()
         self._residence.give_back()
         log.warning("%s", error.message)
-        self._told(outcome, job)
+        self._metrics.ended(outcome, job.packing.packing_s)
         job.ended.set()
 
     def _weights(self, job: Job) -> Weights:

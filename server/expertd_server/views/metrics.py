@@ -18,6 +18,7 @@ from expertd_server.engine.report import BatchReport, LoadNow, RequestReport
 from expertd_server.views.batch_metrics import BatchMetrics
 from expertd_server.views.call_metrics import RPC, SERVICE, Calls, Rpc
 from expertd_server.views.tally import Count
+from expertd_server.views.update_metrics import UpdateMetrics
 
 __all__ = ["BackendFacts", "Metrics", "Rpc", "SERVICE"]
 
@@ -99,6 +100,7 @@ class Metrics:
         self.untraced = Counter(
             "expertd_untraced_requests", "Traced requests of which no spans were made: too many at once.", registry=r
         )
+        self.updates = UpdateMetrics(r)
         self._batches = batches = BatchMetrics(each_expert)
         r.register(batches)
         self.batch: Callable[[BatchReport], None] = batches.add

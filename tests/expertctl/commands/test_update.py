@@ -1,0 +1,60 @@
+"""`expertctl update` and `expertctl versions`, as people call them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+
+import pytest
+import trained
+from updating import Server
+
+from expertctl.cli import main
+from expertd_server.config.values import Ranges
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two servers of one half of the experts each."""
+    folder = trained.saved(tmp_path / "1", trained.step(1))
+    with ExitStack() as stack:
+        yield [Server(stack, trained.config(folder, experts=Ranges.parse(h))) for h in ("0-1", "2-3")]
+
+
+def test_a_folder_versions_and_back(pair, tmp_path, capsys):
+    addresses = [s.host.address for s in pair]
+    first = [s.answers() for s in pair]
+    new = str(trained.saved(tmp_path / "2", trained.step(2)))
+    assert main(["update", *addresses, "--checkpoint", new, "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("room for a second version beside version 1") == 2
+    assert main(["update", *addresses, "--checkpoint", new, "--version", "7", "--label", "night"]) == 0
+    assert "version 7 is served by 2 servers" in capsys.readouterr().out
+    assert all(s.answers() != a for s, a in zip(pair, first, strict=True))
+    assert main(["versions", *addresses]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("night") == 2
+    assert shown.count("checkpoint") == 2
+    assert main(["versions", *addresses, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [[v["number"] for v in found[a]["versions"]] for a in addresses] == [[7, 1], [7, 1]]
+    assert main(["versions", *addresses, "--rollback", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [[v["number"] for v in found[a]["versions"]] for a in addresses] == [[1, 7], [1, 7]]
+    assert [s.answers() for s in pair] == first
+
+
+def test_what_one_server_refuses_none_serves(pair, capsys):
+    addresses = [s.host.address for s in pair]
+    assert main(["update", *addresses, "--checkpoint", "/nowhere"]) == 1
+    assert "UPDATE_FAILED" in capsys.readouterr().err
+    assert main(["versions", *addresses, "--rollback"]) == 1
+    assert "want one before" in capsys.readouterr().err
+
+
+def test_servers_of_several_versions_are_said(pair, tmp_path, capsys):
+    pair[0].update(trained.step(2), version=3)
+    addresses = [s.host.address for s in pair]
+    assert main(["versions", *addresses]) == 0
+    assert "servers serve several versions: 1, 3" in " ".join(capsys.readouterr().out.split())
