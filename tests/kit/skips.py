@@ -62,6 +62,10 @@ def no_vendor() -> bool:
     return not (ROOT / "build/vendor").is_dir()
 
 
+def no_large_wheels() -> bool:
+    return not any((ROOT / "build/engines").glob("vllm-*"))
+
+
 GPU = r"runs on (cuda|rocm|xpu|an accelerator)|torch sees no GPU|needs (a|two) (NVIDIA )?GPU|the kernels wait for each"
 ALLOWED: Sequence[Allowed] = (
     Allowed(GPU, "tests/gpu/", no_gpu),
@@ -77,6 +81,7 @@ ALLOWED: Sequence[Allowed] = (
     Allowed("no SIMDe headers", "tests/kernels/native/test_levels.py", always, 1),
     Allowed("vLLM is not installed", "tests/engines/", without_package("vllm")),
     Allowed("SGLang is not installed", "tests/engines/", without_package("sglang")),
+    Allowed("(vllm|kt-kernel) .* is not fetched: `make engines`", "tests/engines/", no_large_wheels, 4),
     Allowed("fixture .* is not in tests/fixtures", "tests/", no_shared_fixtures),
     Allowed("package .* is neither installed nor unpacked", "tests/kernels/", no_vendor, 120),
     Allowed("the kernels are as they were when `make triton`", "tests/kernels/backends/gluon/shared/", always, 1),

@@ -1,6 +1,7 @@
 """What a model costs whose experts live elsewhere: to load it, and a layer of it, by transport.
 
-    python tests/load/model_frontend.py [--only load|layer] [--layers 2] [--experts 32] [--wide 1024] [--calls 300]
+    python tests/load/model_frontend.py [--only load|layer|account] [--layers 2] [--experts 32] [--wide 1024]
+        [--calls 300]
 
 load     in a process of its own each: the whole model by transformers; without experts from the whole checkpoint and
          from the stripped one: seconds, and how much more memory (peak of resident pages; those of the mapped
@@ -8,6 +9,9 @@ load     in a process of its own each: the whole model by transformers; without 
 layer    the experts of one layer for 1 and 32 tokens: in the model (transformers' own), and at a server in another
          process through shared memory, TCP and gRPC, the ways in turn: median microseconds; then the mean of calls
          that were traced, and its stages
+
+account  where a layer's time in shared memory goes at 1 and 32 tokens: RemoteExperts; the client's forward; a slot,
+         whose tensors lie in shared memory; what the server says of its own stages; calls in turn, medians
 
 A random qwen3_moe in float32, on the CPU.  Medians of what takes turns can be compared; absolute times are this
 machine's.
@@ -120,6 +124,52 @@ def show_layer(model: Any, address: str, calls: int, out: Path, stack: ExitStack
                 print(f"| {tokens} | {name} | {statistics.median(us[name]):.0f} | {' | '.join(cells)} |", flush=True)
 
 
+def show_account(model: Any, address: str, calls: int, stack: ExitStack) -> None:
+    """Each column after "served" is a part of it: what one way takes longer than the next one, which does less."""
+    client = stack.enter_context(ExpertClient(GrpcTransport(address, offers=[ShmTransport()])))
+    assert client.session(timeout_s=30).transport == "shm"
+    print(
+        "\n| tokens | in the model | served | RemoteExperts | request, copies | rings, waking | server | of it kernel |"
+    )
+    print("|" + "---|" * 8)
+    for tokens in TOKENS:
+        at = account(model, client, tokens, calls)
+        parts = (at["module"] - at["client"], at["client"] - at["slot"], at["slot"] - at["server"], at["server"])
+        cells = " | ".join(f"{value:.0f}" for value in (at["own"], at["module"], *parts, at["kernel"]))
+        print(f"| {tokens} | {cells} |", flush=True)
+
+
+def account(model: Any, client: ExpertClient, tokens: int, calls: int) -> dict[str, float]:
+    """Median microseconds of each way, in turn, and of the server's stages."""
+    own, remote = model.model.layers[0].mlp.experts, RemoteExperts(client, 0).eval()
+    x = torch.randn(tokens, HIDDEN)
+    ids = torch.rand(tokens, model.config.num_experts).topk(ROUTES).indices
+    weights = torch.full((tokens, ROUTES), 1 / ROUTES)
+    slot = client.slot(tokens, HIDDEN, ROUTES, "f32")
+    slot.hidden_states[:], slot.topk_ids[:], slot.topk_weights[:] = x.numpy(), ids.numpy(), weights.numpy()
+    ways: dict[str, Any] = {
+        "own": lambda: own(x, ids, weights),
+        "module": lambda: remote(x, ids, weights),
+        "client": lambda: client.forward(0, x, ids, weights).release(),
+        "slot": lambda: slot.forward(0),
+    }
+    us: dict[str, list[float]] = {name: [] for name in (*ways, "server", "kernel")}
+    with torch.inference_mode():
+        for n in range(calls + 20):
+            for name, call in ways.items():
+                begin_s = time.perf_counter()
+                call()
+                if n >= 20:
+                    us[name].append(1e6 * (time.perf_counter() - begin_s))
+            if n >= 20:
+                t = slot.timing
+                us["kernel"].append(t.kernel_ns / 1e3)
+                us["server"].append((t.queue_ns + t.copy_in_ns + t.kernel_ns + t.copy_out_ns) / 1e3)
+        wanted = own(x, ids, weights)
+        assert float((torch.from_numpy(slot.output) - wanted).norm() / wanted.norm()) < 1e-5
+    return {name: statistics.median(values) for name, values in us.items()}
+
+
 def traced(experts: Any, tensors: Any, path: Path, calls: int) -> dict[str, float]:
     """Stage -> mean microseconds; {} = nobody was called."""
     with trace() as found:
@@ -134,7 +184,7 @@ def main() -> int:
     for name, value in (("--layers", 2), ("--experts", 32), ("--wide", 1024), ("--calls", 300)):
         parser.add_argument(name, type=int, default=value)
     parser.add_argument("--out", type=Path, default=Path("build/model_frontend"))
-    parser.add_argument("--only", choices=("load", "layer"), help="one of the two; default: both")
+    parser.add_argument("--only", choices=("load", "layer", "account"), help="one of them; default: all")
     parser.add_argument("--loaded", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.loaded:
@@ -152,10 +202,12 @@ def main() -> int:
         server = Server("server", ["--checkpoint", str(folder / "all"), *options], args.out / "server.log")
         stack.callback(server.process.kill)
         server.wait(180)
-        if args.only != "layer":
+        if args.only in (None, "load"):
             show_load(folder, server.address)
-        if args.only != "load":
+        if args.only in (None, "layer"):
             show_layer(model, server.address, args.calls, args.out, stack)
+        if args.only in (None, "account"):
+            show_account(model, server.address, args.calls, stack)
     return 0
 
 

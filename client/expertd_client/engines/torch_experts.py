@@ -178,8 +178,9 @@ class RemoteExperts(torch.nn.Module):
         return [self.forwarder.submit_request(request, timeout_s=self.timeout_s) for request in call.requests]
 
     def _refuse_gradients(self, hidden_states: Tensor, topk_weights: Tensor) -> None:
-        wants = torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad)
-        if not (self.training or wants):
+        if not self.training and not (
+            torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad)
+        ):
             return
         raise UnsupportedCombinationError.about(
             f"layer {self.layer}: remote experts",
@@ -199,9 +200,11 @@ class RemoteExperts(torch.nn.Module):
 
     def _call(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> _Call:
         self._check_shapes(hidden_states, topk_ids, topk_weights)
-        tokens = hidden_states.shape[:-1].numel()
-        ids = _as_ids(_flat(topk_ids.cpu(), tokens))  # small, and their values are needed here
-        x, weights = _flat(hidden_states, tokens), _flat(topk_weights, tokens)
+        x, ids, weights = hidden_states, topk_ids, topk_weights
+        if x.dim() != 2:
+            tokens = x.shape[:-1].numel()
+            x, ids, weights = _flat(x, tokens), _flat(ids, tokens), _flat(weights, tokens)
+        ids = _as_ids(ids if ids.is_cpu else ids.cpu())  # small, and their values are needed here
         routes, rows = ids.numel(), None
         if routes and int(ids.min()) < 0:
             routed = ids >= 0
@@ -214,6 +217,9 @@ class RemoteExperts(torch.nn.Module):
 
     def _joined(self, call: _Call, answers: list[ForwardResult], like: Tensor) -> Tensor:
         """The answers as one tensor in the shape, dtype and device of `like`."""
+        if len(answers) == 1 and call.rows is None and answers[0].routes_computed == call.routes:  # as nearly always
+            output: Tensor = answers[0].output
+            return output if output.dtype == like.dtype and like.dim() == 2 else output.to(like.dtype).view(like.shape)
         computed = sum(answer.routes_computed for answer in answers)
         computed += sum(len(a.missing) for a in answers if isinstance(a, ClusterResult))  # its caller chose OnMissing
         if computed != call.routes:
@@ -224,8 +230,6 @@ class RemoteExperts(torch.nn.Module):
                 remedy="an expert is held by nobody: name servers for all of them",
             )
         outputs = [answer.output for answer in answers]
-        if len(outputs) == 1 and call.rows is None:
-            return outputs[0].to(like.dtype).view(like.shape)  # type: ignore[no-any-return]
         whole = torch.cat(outputs).to(like.dtype) if outputs else like.new_zeros(0, like.shape[-1])
         if call.rows is not None:
             sent, whole = whole, like.new_zeros(len(call.rows), like.shape[-1])
