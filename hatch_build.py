@@ -1,4 +1,4 @@
-"""Build hook: compiles the CPU kernel and four small libraries when a wheel or an editable install is made.
+"""Build hook: compiles the CPU kernel and five small libraries when a wheel or an editable install is made.
 
 Where the machine has no compiler, the build gets one from PyPI (ziglang, 100 MB, for the build alone).  Where a library
 cannot be compiled the install goes on: the server then says at its start that its core is missing, and a client has no

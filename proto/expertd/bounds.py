@@ -66,7 +66,7 @@ _SHORT = 256
 """A small message of so many bytes holds nothing that is too long."""
 
 ODD_BYTES = 1 << 18
-"""Of a message that the scanner leaves to the generated classes, which may take 40 bytes of memory for one of it."""
+"""Of a message that the reader in C++ leaves to the generated classes, which may take 40 bytes of memory for each."""
 
 
 _GO_ON = bytes(range(0x80, 0x100))

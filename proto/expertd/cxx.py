@@ -27,6 +27,7 @@ EXPORTS = "{ global: expertd_*; local: *; };\n"
 """Only our own functions are seen from outside: not those of the C++ library that is linked in."""
 SHM = "proto/expertd/shm/csrc"
 E4M3 = "proto/expertd/e4m3/csrc"
+CODEC = "proto/expertd/codec/csrc"
 TCP = "proto/expertd/tcp/csrc"
 ENGINE = "server/expertd_server/engine/csrc"
 CLUSTER = "client/expertd_client/cluster/csrc"
@@ -71,8 +72,9 @@ def _below(root: Path, folder: str) -> Path:
 LIBRARIES = (
     Library("libexpertd_shm.so", SHM),
     Library("libexpertd_e4m3.so", E4M3),
-    Library("libexpertd_tcp.so", TCP, [SHM, E4M3]),
-    Library("libexpertd_engine.so", ENGINE, [SHM, E4M3, TCP]),
+    Library("libexpertd_codec.so", CODEC),
+    Library("libexpertd_tcp.so", TCP, [SHM, E4M3, CODEC]),
+    Library("libexpertd_engine.so", ENGINE, [SHM, E4M3, CODEC, TCP]),
     Library("libexpertd_cluster.so", CLUSTER, [SHM]),
 )
 

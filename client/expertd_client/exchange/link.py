@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from expertd.codec import ForwardResponseView, UsualAnswer
+from expertd.codec import ForwardResponseView, RawAnswer
 from expertd.errors import (
     ExpertdError,
     PermissionDeniedError,
@@ -193,8 +193,8 @@ class Link:
 
     def _deliver(self, message: Delivered) -> None:
         """An id that nobody waits for is that of a cancelled or expired request: its answer is not wanted any more."""
-        if isinstance(message, UsualAnswer | ForwardResponseView):
-            if isinstance(message, UsualAnswer):
+        if isinstance(message, RawAnswer | ForwardResponseView):
+            if isinstance(message, RawAnswer):
                 self._on_load(message.told.load)
             elif message.load is not None:
                 self._on_load(message.load)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from expertd.codec import ForwardResponseView, UsualAnswer
+from expertd.codec import ForwardResponseView, RawAnswer
 from expertd.errors import BadResponseError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
@@ -112,7 +112,7 @@ def require_version(got: int, request: Request) -> None:
         )
 
 
-def result_of(answer: ForwardResponseView | UsualAnswer, request: Request) -> ForwardResult:
+def result_of(answer: ForwardResponseView | RawAnswer, request: Request) -> ForwardResult:
     """The answer for the caller.  Raises BadResponseError where it does not fit the request; what it was lent is then
     given back."""
     try:
@@ -121,7 +121,7 @@ def result_of(answer: ForwardResponseView | UsualAnswer, request: Request) -> Fo
         if isinstance(answer, ForwardResponseView) and answer.give_back is not None:
             answer.give_back()
         raise
-    if isinstance(answer, UsualAnswer):
+    if isinstance(answer, RawAnswer):
         x, told = request.hidden_states, answer.told
         if (
             type(x) is np.ndarray

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
-from expertd.codec import ForwardRequestView, StreamResponseView, UsualAnswer
+from expertd.codec import ForwardRequestView, RawAnswer, StreamResponseView
 from expertd.errors import ExpertdError, RequestCancelledError, UnimplementedError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
@@ -49,7 +49,7 @@ __all__ = [
 
 _T = TypeVar("_T", contravariant=True)
 
-Delivered: TypeAlias = "StreamResponseView | UsualAnswer"
+Delivered: TypeAlias = "StreamResponseView | RawAnswer"
 Deliver = Callable[[Delivered], None]
 """Takes one message that the server sent.  What it holds belongs to the receiver from then on; where the memory of an
 output is lent, until the receiver calls its `give_back` (see expertd_client.requests.lent)."""

@@ -1,21 +1,17 @@
-"""The fast path: protobuf's wire format without its generated classes.
-
-Messages with tensors are read by a field scanner that hands out memoryviews of the received bytes, and written by one
-join of headers and buffers: each tensor is copied zero times on decode and once on encode.  Any gRPC client in any
-language can be on the other side.
+"""Messages with tensors: values of Python to bytes and back, without copies on reading and with one on writing.
 
     value = decode_stream_request(data)         ForwardRequestView | CancelRequest | SessionOffer
     data = encode_stream_response(value)        ForwardResponseView | RequestError | SessionAnswer | Load
 
-and the other two directions, and the unary messages alone.  Everything that is small (timing, load, errors, session)
-is the generated class: for those, the C implementation behind it is faster than a scanner in Python.
+and the other two directions, and the unary messages alone.  Any gRPC client in any language can be on the other side.
 
-What no serializer writes but protobuf allows (groups, a tensor in two pieces, hundreds of fields) is read by the
-generated classes, with a copy.  A fuzz test holds reading to them: what they accept is accepted with equal values, what
-they refuse is refused, always as MalformedMessageError.  The one difference: unknown groups that nest 97 to 100 deep
-inside a small message are accepted here, where a generated class counts the messages around them.
+ForwardRequest and ForwardResponse are read by one reader in C++ (csrc/messages.h), which the server's core and the
+client of TCP sessions include, too; everything that is small (timing, load, errors, session, typed values) by the
+generated classes of protobuf, and so is what no serializer writes but protobuf allows.  A fuzz test holds reading to
+them: what they accept is accepted with equal values, what they refuse is refused, always as MalformedMessageError.
 """
 
+from expertd.codec.answers import AnswerReader, RawAnswer, Told
 from expertd.codec.decode import (
     NO_MESSAGE,
     decode_forward_request,
@@ -32,7 +28,6 @@ from expertd.codec.encode import (
     encode_stream_request,
     encode_stream_response,
 )
-from expertd.codec.usual import Told, UsualAnswer, UsualAnswers
 from expertd.codec.values import (
     ForwardHead,
     ForwardRequestView,
@@ -46,9 +41,11 @@ from expertd.codec.values import (
 
 __all__ = [
     "NO_MESSAGE",
+    "AnswerReader",
     "ForwardHead",
     "ForwardRequestView",
     "ForwardResponseView",
+    "RawAnswer",
     "RequestForm",
     "ScalesView",
     "Spelling",
@@ -56,8 +53,6 @@ __all__ = [
     "StreamResponseView",
     "TensorView",
     "Told",
-    "UsualAnswer",
-    "UsualAnswers",
     "decode_forward_request",
     "decode_forward_response",
     "decode_stream_request",

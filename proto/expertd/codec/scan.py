@@ -1,8 +1,7 @@
 """Reading single fields of protobuf's wire format: varints, tags, sizes, and skipping what is unknown.
 
-The scanner reads what serializers write and raises OddError for everything else: broken bytes, but also things that are
-legal and that nobody sends (groups, a tensor given twice, hundreds of fields).  The caller then asks the generated
-classes, whose verdict counts.  So a refusal here is never final, and only what is accepted here must be right.
+For messages of others that hold many bytes which no generated class should read (KServe's).  What serializers write is
+read; broken bytes, and what is legal and nobody sends, raise OddError.
 
 Limits are those of the C implementation behind the generated classes: a varint has at most 10 bytes and is taken
 modulo 2^64; a tag is a varint of at most 5 bytes below 2^32 with a field number above 0; a size has at most 5 bytes.
@@ -13,37 +12,13 @@ never past the buffer (indexing raises IndexError there); whoever reads a messag
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TypeAlias
+from expertd.codec.decode import Bytes
 
-from expertd.bounds import MAX_RANK, shape_too_long
-
-__all__ = [
-    "MAX_FIELDS",
-    "Bytes",
-    "OddError",
-    "dtype_and_shape",
-    "int32",
-    "packed_shape",
-    "size",
-    "skip",
-    "tag",
-    "varint",
-]
-
-Bytes: TypeAlias = "bytes | memoryview"
-"""What is scanned: bytes, or a memoryview of format "B"."""
-
-MAX_FIELDS = 64
-"""Fields of one message that the scanner reads.  The contract's messages have at most 11; more are read by the
-generated classes in C, so that a message of a million empty fields does not hold the interpreter for a second."""
-
-_MAX_SHAPE = 10 * MAX_RANK
-"""Bytes of a packed shape: a varint has at most 10."""
+__all__ = ["OddError", "size", "skip", "tag", "varint"]
 
 
 class OddError(Exception):
-    """Not for the scanner; the text says why."""
+    """Not to be read here; the text says why."""
 
 
 def varint(buf: Bytes, pos: int) -> tuple[int, int]:
@@ -89,36 +64,6 @@ def size(buf: Bytes, pos: int, end: int) -> tuple[int, int]:
     if start - pos > 5 or start + value > end:
         raise OddError(f"a field of {value} bytes at byte {pos}, where {max(0, end - start)} bytes are left")
     return start, start + value
-
-
-def int32(value: int) -> int:
-    """The low 32 bits as a signed number: how an enum field reads a varint."""
-    value &= 0xFFFFFFFF
-    return value - 0x100000000 if value >= 0x80000000 else value
-
-
-@lru_cache(maxsize=1024)
-def dtype_and_shape(data: bytes) -> tuple[int, tuple[int, ...]]:
-    """The two values behind b"\x08" dtype b"\x12" size extents, which is how every serializer begins a Tensor.
-    Cached: what one caller sends hardly differs."""
-    if data[1] >= 0x80:  # then the byte after it is no tag; a size >= 0x80 is one that packed_shape does not take
-        raise OddError("an unusual dtype")
-    return data[1], packed_shape(data, 4, len(data))
-
-
-def packed_shape(buf: Bytes, pos: int, end: int) -> tuple[int, ...]:
-    """The extents behind a packed repeated uint32 from pos to end.  Raises BadShapeError where they are too many."""
-    if end - pos > _MAX_SHAPE:
-        raise shape_too_long(f"{end - pos} bytes of extents")
-    out = []
-    while pos < end:
-        value, pos = varint(buf, pos)
-        out.append(value & 0xFFFFFFFF)
-    if pos != end:
-        raise OddError(f"an extent that reaches beyond its shape, at byte {end}")
-    if len(out) > MAX_RANK:
-        raise shape_too_long(f"{len(out)} extents")
-    return tuple(out)
 
 
 def skip(buf: Bytes, pos: int, end: int, field: int) -> int:

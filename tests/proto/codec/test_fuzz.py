@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,21 +103,33 @@ def _plain_value(value: Any) -> Plain:
 Kind = tuple[type[Any], Callable[[Any], Plain], Callable[[bytes], Any], Callable[[Any], bytes], Callable[..., Any]]
 
 KINDS: list[Kind] = [
-    (pb.ForwardRequest, plain_message, codec.decode_forward_request, codec.encode_forward_request, decode._request),
-    (pb.ForwardResponse, plain_message, codec.decode_forward_response, codec.encode_forward_response, decode._response),
+    (
+        pb.ForwardRequest,
+        plain_message,
+        codec.decode_forward_request,
+        codec.encode_forward_request,
+        partial(decode._request, stream=False),
+    ),
+    (
+        pb.ForwardResponse,
+        plain_message,
+        codec.decode_forward_response,
+        codec.encode_forward_response,
+        partial(decode._response, stream=False),
+    ),
     (
         pb.StreamForwardRequest,
         plain_stream,
         codec.decode_stream_request,
         codec.encode_stream_request,
-        decode._stream_request,
+        partial(decode._request, stream=True),
     ),
     (
         pb.StreamForwardResponse,
         plain_stream,
         codec.decode_stream_response,
         codec.encode_stream_response,
-        decode._stream_response,
+        partial(decode._response, stream=True),
     ),
 ]
 
@@ -300,7 +313,7 @@ def test_reading_is_that_of_the_generated_classes(seed: int) -> None:
             scanned += scans(kind, data)
         else:
             refused += 1
-    # The generator must keep making both sorts, and the scanner must not leave the work to the generated classes.
+    # The generator must keep making both sorts, and the reader in C++ must not leave the work to the generated classes.
     assert accepted > MESSAGES_A_SEED * 0.3, (accepted, refused)
     assert refused > MESSAGES_A_SEED * 0.1, (accepted, refused)
     if g.odd == 0.0:
@@ -308,12 +321,14 @@ def test_reading_is_that_of_the_generated_classes(seed: int) -> None:
 
 
 def scans(kind: Kind, data: bytes) -> bool:
-    """Whether the scanner alone reads it."""
+    """Whether the reader in C++ reads it, where it holds a request or an answer."""
+    stream = issubclass(kind[0], pb.StreamForwardRequest | pb.StreamForwardResponse)
+    if stream and kind[0].FromString(data).WhichOneof("kind") != "forward":
+        return True  # it is the generated classes'
     try:
-        kind[4](data, memoryview(data), 0, len(data))
-    except (decode.OddError, IndexError, UnicodeDecodeError, DecodeError, *REFUSED):
+        return kind[4](data) is not None
+    except REFUSED:
         return False
-    return True
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from expertd.bounds import MAX_RANK
-from expertd.codec.scan import OddError, dtype_and_shape, int32, packed_shape, size, skip, tag, varint
-from expertd.errors import BadShapeError
+from expertd.codec.scan import OddError, size, skip, tag, varint
 
 VALUES = [0, 1, 127, 128, 300, 1 << 14, (1 << 21) - 1, 1 << 21, 1 << 28, (1 << 32) - 1, 1 << 32, 1 << 63, (1 << 64) - 1]
 FAR = 1 << 62
@@ -60,33 +58,6 @@ def test_a_size_has_five_bytes(value: int) -> None:
         size(encoded(value, 6), 0, FAR)
     with pytest.raises(OddError, match="at byte 0"):
         size(b"\xff" * 1000, 0, FAR)  # and no more than a few bytes of it are looked at
-
-
-def test_an_enum_has_the_low_32_bits() -> None:
-    cases = {0: 0, 5: 5, 0x7FFFFFFF: 0x7FFFFFFF, 0x80000000: -(1 << 31), 0xFFFFFFFF: -1, (1 << 32) + 5: 5}
-    assert {value: int32(value) for value in cases} == cases
-    assert int32((1 << 64) - 1) == -1
-
-
-def test_a_tensors_beginning_has_a_dtype_of_one_byte() -> None:
-    assert dtype_and_shape(b"\x08\x7f\x12\x02\x03\x05") == (0x7F, (3, 5))
-    for dtype in (b"\x80", b"\x81", b"\xff"):
-        with pytest.raises(OddError, match="an unusual dtype"):
-            dtype_and_shape(b"\x08" + dtype + b"\x12\x02\x03\x05")
-
-
-def test_a_shape_has_so_many_extents_and_bytes() -> None:
-    most = b"".join(encoded(n, 10) for n in range(MAX_RANK))
-    assert packed_shape(b"?" + most + b"\x01", 1, 1 + len(most)) == tuple(range(MAX_RANK))
-    for data, text in (
-        (b"\x01" * (MAX_RANK + 1), f"{MAX_RANK + 1} extents"),
-        (most + b"\x01", f"{len(most) + 1} bytes"),
-    ):
-        with pytest.raises(BadShapeError, match=text):
-            packed_shape(data, 0, len(data))
-    assert packed_shape(encoded((1 << 32) + 7, 5) + b"\x02", 0, 6) == (7, 2), "uint32: the low 32 bits"
-    with pytest.raises(OddError, match="beyond its shape"):
-        packed_shape(b"\x01\x80\x01", 0, 2)
 
 
 @pytest.mark.parametrize(

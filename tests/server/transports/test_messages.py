@@ -16,10 +16,10 @@ from tcp_kit import tensor
 from waiting import until, until_asleep
 
 from expertd.codec import (
+    AnswerReader,
     ForwardRequestView,
+    RawAnswer,
     Spelling,
-    UsualAnswer,
-    UsualAnswers,
     decode_stream_request,
     decode_stream_response,
     encode_stream_request,
@@ -194,7 +194,7 @@ def test_an_answer_is_a_message_whatever_its_size():
     engine.start()
     engine.open()
     service = Service(engine, Metrics(), Limits(M, 4 << 20, IN_FLIGHT))
-    client = UsualAnswers()
+    client = AnswerReader()
     peer, ids, w = Peer(service), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
     for n in SIZES:
         x = (np.arange(n) % 200).astype(np.float16)[None]
@@ -214,7 +214,7 @@ def test_an_answer_is_a_message_whatever_its_size():
         assert not f.load.draining
         client.read(data)
         usual = client.read(data)
-        assert isinstance(usual, UsualAnswer), "our own client reads it in few steps"
+        assert isinstance(usual, RawAnswer), "our own client reads it in few steps"
         assert usual.view() == decode_stream_response(data)
         peer.outlet.raw.clear()
         peer.outlet.said.clear()

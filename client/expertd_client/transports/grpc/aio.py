@@ -15,7 +15,7 @@ import grpc.aio
 
 from expertd.begun import begin
 from expertd.codec import (
-    UsualAnswers,
+    AnswerReader,
     decode_forward_response,
     encode_forward_request,
     encode_stream_request,
@@ -158,7 +158,7 @@ class _Stream:
 
     async def _read(self) -> None:
         error: ExpertdError = InternalError(f"{self._target}: the task that reads the stream died")
-        answers = UsualAnswers()
+        answers = AnswerReader()
         try:
             while (data := await self._call.read()) is not grpc.aio.EOF:
                 message = answers.read(data)

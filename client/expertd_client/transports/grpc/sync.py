@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from expertd.codec import (
-    UsualAnswers,
+    AnswerReader,
     decode_forward_response,
     encode_forward_request,
     encode_stream_request,
@@ -132,7 +132,7 @@ class _Stream:
 
     def _read(self) -> None:
         error: ExpertdError = InternalError(f"{self._target}: the thread that reads the stream died")
-        answers = UsualAnswers()
+        answers = AnswerReader()
         try:
             for data in self._call:
                 message = answers.read(data)

@@ -7,9 +7,12 @@
 #include <cstring>
 
 #include "layout.h"
-#include "wire.h"
+#include "messages.h"
 
 namespace expertd::tcp {
+
+using wire::Fields;
+using wire::Tensor;
 
 // One answer.  id 0: there is none in it, or it is no answer.
 struct Answer {
@@ -42,17 +45,14 @@ struct Answer {
 
  private:
   bool forward(Fields f) {
-    shm::Completion& c = completion;
-    bool good = true;
-    while (f.next()) {
-      if (f.number == 1 && f.kind == 0) c.id = f.value;
-      if (f.number == 2 && f.kind == 2) good &= output.read(f.inside());
-      if (f.number == 4 && f.kind == 0) c.routes_computed = uint32_t(f.value);
-      if (f.number == 5 && f.kind == 2) timing(f.inside());
-      if (f.number == 6 && f.kind == 2) load(f.inside());
-      if (f.number == 8 && f.kind == 0) c.set_version(f.value);
-    }
-    return good && f.good;
+    const wire::Response r(f);
+    completion.id = r.id;
+    completion.routes_computed = uint32_t(r.routes_computed);
+    output = r.output;
+    completion.set_version(r.weights_version);
+    timing(r.timing.fields());
+    load(r.load.fields());
+    return r.good;
   }
 
   void timing(Fields f) {

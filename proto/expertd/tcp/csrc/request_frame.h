@@ -14,6 +14,11 @@
 
 namespace expertd::tcp {
 
+using wire::scales_field;
+using wire::tensor_head;
+using wire::traceparent_of;
+using wire::Writer;
+
 // Pieces of memory that are written one after another.
 struct Parts {
   iovec at[12];

@@ -138,7 +138,7 @@ API void expertd_core_remove_session(Core* c, uint64_t handle) {
 }
 
 // For the test that holds it to expertd/trace_context.py.
-API void expertd_read_traceparent(const uint8_t* text, uint64_t n, uint8_t* out) { tcp::read_traceparent(text, n, out); }
+API void expertd_read_traceparent(const uint8_t* text, uint64_t n, uint8_t* out) { wire::read_traceparent(text, n, out); }
 
 // ---- sessions over TCP.  They are freed before the core, after whatever runs it.
 

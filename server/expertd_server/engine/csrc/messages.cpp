@@ -26,7 +26,7 @@ struct Draft {
 std::string padding(uint64_t bytes) {
   const uint64_t size = bytes - (bytes < 0x82 ? 2 : 3);
   std::string out;
-  tcp::Writer(&out).open(15, size);
+  wire::Writer(&out).open(15, size);
   out.append(size, '\0');
   return out;
 }
@@ -37,11 +37,11 @@ bool ascii(const uint8_t* at, uint64_t n) {
 
 void write_head(uint8_t* answer, const InlineMessage& m) {
   const uint64_t bytes = m.output_bytes;
-  const std::string tensor = tcp::tensor_head(m.out_dtype, m.tokens, m.hidden_size, bytes);
+  const std::string tensor = wire::tensor_head(m.out_dtype, m.tokens, m.hidden_size, bytes);
   std::string wrapper, id, output;
-  tcp::Writer(&id).number(1, m.request_id);
-  tcp::Writer(&output).open(2, tensor.size() + bytes);
-  tcp::Writer(&wrapper).open(1, m.answer_bytes);  // as long as the size of what is inside is to be, which is a little less
+  wire::Writer(&id).number(1, m.request_id);
+  wire::Writer(&output).open(2, tensor.size() + bytes);
+  wire::Writer(&wrapper).open(1, m.answer_bytes);  // as long as the size of what is inside is to be, which is a little less
   uint64_t size = m.answer_bytes - wrapper.size();
   for (size_t i = 1; i < wrapper.size(); ++i, size >>= 7) wrapper[i] = char(size & 0x7f | (i + 1 < wrapper.size() ? 0x80 : 0));
   const std::string end = output + tensor, begin = wrapper + id;
@@ -61,14 +61,14 @@ void write_tail(uint8_t* answer, uint64_t bytes, Outcome o, const Load& load) {
 
 // False: it holds something else, something unusual or something wrong, which Python is to look at.
 bool look(Core* core, const uint8_t* at, uint64_t n, InlineMessage* m) {
-  tcp::Fields stream(at, n);
+  wire::Fields stream(at, n);
   if (!stream.next() || stream.number != 1 || stream.kind != 2 || !stream.empty()) return false;
-  const Asked a(stream.inside());
+  const wire::Request a(stream.inside());
   if (not_carried(a)) return false;
   const RequestFacts facts = facts_of(a);
   const uint8_t out = output_dtype(facts);
   if (out == kE4m3 || !a.hidden.shape[0] || !a.hidden.shape[1] || core->check(facts)) return false;
-  if (a.traceparent && (a.traceparent_bytes > kMostTraceparent || !ascii(a.traceparent, a.traceparent_bytes))) return false;
+  if (a.traceparent && (a.traceparent.bytes > kMostTraceparent || !ascii(a.traceparent.at, a.traceparent.bytes))) return false;
   const auto place = [&](const uint8_t* data) { return data ? uint64_t(data - at) : 0; };
   *m = InlineMessage{};
   m->layer = a.layer;
@@ -80,7 +80,7 @@ bool look(Core* core, const uint8_t* at, uint64_t n, InlineMessage* m) {
   m->weights_dtype = uint8_t(a.weights.dtype);
   m->out_dtype = out;
   m->router_weight_on_input = a.weight_on_input;
-  m->traced = a.traceparent_bytes != 0;
+  m->traced = a.traceparent.bytes != 0;
   m->request_id = a.id;
   m->timeout_us = a.timeout_us;
   m->sent_us = a.sent_us;

@@ -22,7 +22,7 @@ constexpr size_t kMostParts = 24;  // of one write
 
 std::string answer_tail(const Outcome& o, const Load& n, uint64_t decode_ns, uint64_t arrival_ns) {
   std::string timing, load, out;
-  tcp::Writer t(&timing);
+  wire::Writer t(&timing);
   t.number(1, decode_ns);
   t.number(2, o.queue_ns);
   t.number(3, o.collect_ns);
@@ -32,12 +32,12 @@ std::string answer_tail(const Outcome& o, const Load& n, uint64_t decode_ns, uin
   t.number(8, o.batch_requests);
   t.text(9, o.text, strlen(o.text));
   t.number(10, arrival_ns);
-  tcp::Writer l(&load);
+  wire::Writer l(&load);
   l.number(1, n.queued_tokens);
   l.number(2, n.queued_requests);
   l.real(3, n.token_ns);
   l.number(4, n.draining);
-  tcp::Writer w(&out);
+  wire::Writer w(&out);
   w.number(4, o.routes_computed);
   w.message(5, timing);
   w.message(6, load);
@@ -49,7 +49,7 @@ void Peers::refuse(Peer* p, uint64_t id, uint32_t reason, uint32_t retry_after_u
   answers_.count(reason);
   if (p->gone) return;
   std::string error;
-  tcp::Writer w(&error);
+  wire::Writer w(&error);
   const char* name = reason_name(reason);
   w.number(1, id);
   w.number(2, bounds_.codes[reason]);
@@ -58,7 +58,7 @@ void Peers::refuse(Peer* p, uint64_t id, uint32_t reason, uint32_t retry_after_u
   w.number(5, bounds_.retryable[reason]);
   w.number(6, retry_after_us);
   Message m;
-  tcp::Writer(&m.head).message(2, error);
+  wire::Writer(&m.head).message(2, error);
   send(p, std::move(m));
 }
 
@@ -79,15 +79,15 @@ void Peers::finish(Work* work, const Outcome& o) {
   if (work->f.out_dtype == kE4m3) {
     const uint64_t at = e4m3::scales_at(work->f.tokens, work->hidden_size);
     const uint64_t bytes = e4m3::scales_bytes(work->f.tokens, work->hidden_size);
-    m.tail = tcp::scales_field(uint32_t(e4m3::kBlock), bytes);
+    m.tail = wire::scales_field(uint32_t(e4m3::kBlock), bytes);
     m.tail.append(reinterpret_cast<const char*>(work->out.at) + at, bytes);
   }
   const uint64_t scales = m.tail.size();
   m.tail += answer_tail(o, core_.load(), work->decode_ns, work->f.arrival_ns);
-  tcp::Writer(&id).number(1, work->id);
-  const std::string inner = tcp::tensor_head(work->f.out_dtype, work->f.tokens, work->hidden_size, work->out_bytes);
-  tcp::Writer(&output).open(2, inner.size() + work->out_bytes + scales);
-  tcp::Writer(&m.head).open(1, id.size() + output.size() + inner.size() + work->out_bytes + m.tail.size());
+  wire::Writer(&id).number(1, work->id);
+  const std::string inner = wire::tensor_head(work->f.out_dtype, work->f.tokens, work->hidden_size, work->out_bytes);
+  wire::Writer(&output).open(2, inner.size() + work->out_bytes + scales);
+  wire::Writer(&m.head).open(1, id.size() + output.size() + inner.size() + work->out_bytes + m.tail.size());
   m.head += id + output + inner;
   pool_.give(&work->in);
   send(p, std::move(m));

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int32_t kDigest = 2;
 
-TensorFacts facts_of(const tcp::Tensor& t) {
+TensorFacts facts_of(const wire::Tensor& t) {
   TensorFacts out{};
   out.present = t.there;
   out.dtype = t.dtype;
@@ -28,7 +28,7 @@ TensorFacts facts_of(const tcp::Tensor& t) {
 
 }  // namespace
 
-RequestFacts facts_of(const Asked& a) {
+RequestFacts facts_of(const wire::Request& a) {
   RequestFacts r{};
   r.layer = a.layer;
   r.output_dtype = a.output_dtype;
@@ -40,7 +40,7 @@ RequestFacts facts_of(const Asked& a) {
   return r;
 }
 
-Refusal not_carried(const Asked& a) {
+Refusal not_carried(const wire::Request& a) {
   if (!a.good) return refusal<Text::malformed>("StreamForwardRequest");
   if (!a.id) return refusal<Text::missing_request_id>();
   if (a.grouped) return refusal<Text::not_over_tcp>("rows grouped by expert");
@@ -52,8 +52,8 @@ Refusal not_carried(const Asked& a) {
 }
 
 // `in` of `bytes`, reserved, holds the fields.
-void Peers::forward(Peer* p, tcp::Fields fields, tcp::Buffer in, uint64_t bytes, uint64_t arrival_ns) {
-  const Asked a(fields);
+void Peers::forward(Peer* p, wire::Fields fields, tcp::Buffer in, uint64_t bytes, uint64_t arrival_ns) {
+  const wire::Request a(fields);
   Refusal bad = not_carried(a);
   if (!bad && p->works.count(a.id)) bad = refusal<Text::duplicate_request_id>(a.id);
   const RequestFacts facts = facts_of(a);
@@ -98,7 +98,7 @@ void Peers::forward(Peer* p, tcp::Fields fields, tcp::Buffer in, uint64_t bytes,
   f.out_dtype = out_dtype;
   f.router_weight_on_input = a.weight_on_input;
   f.named = 1;
-  if (core_.traces()) tcp::read_traceparent(a.traceparent, a.traceparent_bytes, f.trace);
+  if (core_.traces()) wire::read_traceparent(a.traceparent.at, a.traceparent.bytes, f.trace);
   work->decode_ns = f.arrival_ns - arrival_ns;
   p->works[a.id] = work;
   ++p->in_core;

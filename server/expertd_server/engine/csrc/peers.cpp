@@ -284,7 +284,7 @@ void Peers::handle(Peer* p) {
   p->have = 0;
   p->got = 0;
   ++p->received;
-  tcp::Fields fields(in.at, bytes), forwarded;
+  wire::Fields fields(in.at, bytes), forwarded;
   uint32_t kind = 0;
   while (fields.next()) {
     if (fields.kind != 2 || fields.number > 3) continue;
@@ -302,7 +302,7 @@ void Peers::handle(Peer* p) {
     refuse(p, 0, refusal<Text::no_kind>("forward or cancel"));
 }
 
-void Peers::cancel(Peer* p, tcp::Fields fields) {
+void Peers::cancel(Peer* p, wire::Fields fields) {
   uint64_t id = 0;
   while (fields.next())
     if (fields.number == 1 && fields.kind == 0) id = fields.value;

@@ -104,8 +104,8 @@ class Peers : public Sink {
   bool begin(Peer* p);
   void resume();
   void handle(Peer* p);
-  void forward(Peer* p, tcp::Fields fields, tcp::Buffer in, uint64_t bytes, uint64_t arrival_ns);
-  void cancel(Peer* p, tcp::Fields fields);
+  void forward(Peer* p, wire::Fields fields, tcp::Buffer in, uint64_t bytes, uint64_t arrival_ns);
+  void cancel(Peer* p, wire::Fields fields);
   void finish(Work* work, const Outcome& o);
   void refuse(Peer* p, uint64_t id, uint32_t reason, uint32_t retry_after_us, const std::string& text);
   void refuse(Peer* p, uint64_t id, const Refusal& why) { refuse(p, id, why.reason, 0, why.text); }

@@ -1,12 +1,12 @@
-// The messages of the contract that travel in frames, read and written without copies: what expertd/codec does in Python.
-// A test holds the two together.  Nothing is trusted: every length is checked against what is there.
+// Protobuf's wire format, as the messages of the contract use it, read and written without copies.  Nothing is trusted: every
+// length is checked against what is there.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <string>
 
-namespace expertd::tcp {
+namespace expertd::wire {
 
 // Reads fields of one message.  After anything wrong `good` is false and there are no fields any more.
 class Fields {
@@ -78,16 +78,19 @@ class Fields {
   uint32_t fields_ = 0;
 };
 
-// A Tensor.  raw: its bytes; odd: spelled in another way, and so are its scales.
+// A Tensor.  Places are null where there is nothing.
 struct Tensor {
   static constexpr uint32_t kMostRank = 8;  // expertd.bounds.MAX_RANK
 
-  bool there = false, odd = false, has_scales = false, odd_scales = false;
+  bool there = false, has_scales = false;
+  bool odd = false, odd_scales = false;  // they are spelled otherwise than as raw bytes
+  bool twice = false;                    // a part is given twice, which the generated classes put together
   int32_t dtype = 0;
   uint32_t rank = 0, block = 0;
   uint64_t shape[kMostRank] = {};
-  const uint8_t *raw = nullptr, *scales = nullptr;
-  uint64_t bytes = 0, scales_bytes = 0;
+  uint32_t spelling = 0;  // number of the field of Tensor.data that is set, 0: none
+  const uint8_t *data = nullptr, *raw = nullptr, *scales = nullptr, *scale_floats = nullptr;
+  uint64_t data_bytes = 0, bytes = 0, scales_bytes = 0, scale_floats_bytes = 0;
 
   // False: it is no Tensor.  Of a longer shape the first extents are kept.
   bool read(Fields f) {
@@ -104,25 +107,44 @@ struct Tensor {
           if (!packed.varint(&v)) return false;
           extent(v);
         }
-      } else if (f.number == 3 && f.kind == 2) {
-        raw = f.data;
-        bytes = f.bytes;
-      } else if (f.number >= 4 && f.number <= 6) {
-        odd = true;
+      } else if (f.number >= 3 && f.number <= 6 && f.kind == 2) {
+        read_data(f);
       } else if (f.number == 7 && f.kind == 2) {
-        has_scales = true;
-        for (Fields s = f.inside(); s.next() || !s.good;) {
-          if (!s.good) return false;
-          if (s.number == 1 && s.kind == 0) block = uint32_t(s.value);
-          if (s.number == 2 && s.kind == 2) scales = s.data, scales_bytes = s.bytes;
-          if (s.number > 2) odd_scales = true;
-        }
+        if (!read_scales(f.inside())) return false;
       }
     }
     return f.good;
   }
 
  private:
+  void read_data(const Fields& f) {
+    twice |= spelling != 0;
+    spelling = f.number;
+    data = f.data;
+    data_bytes = f.bytes;
+    if (f.number == 3) {
+      raw = f.data;
+      bytes = f.bytes;
+    } else {
+      odd = true;
+    }
+  }
+
+  bool read_scales(Fields f) {
+    twice |= has_scales;
+    has_scales = true;
+    while (f.next()) {
+      if (f.number == 1 && f.kind == 0) block = uint32_t(f.value);
+      if (f.number == 2 && f.kind == 2) scales = f.data, scales_bytes = f.bytes;
+      if (f.number != 3 || f.kind != 2) continue;
+      twice |= scale_floats != nullptr;
+      scale_floats = f.data;
+      scale_floats_bytes = f.bytes;
+      odd_scales = true;
+    }
+    return f.good;
+  }
+
   void extent(uint64_t v) {
     if (rank < kMostRank) shape[rank] = uint32_t(v);
     ++rank;
@@ -224,4 +246,4 @@ inline std::string scales_field(uint32_t block, uint64_t bytes) {
   return out + inner;
 }
 
-}  // namespace expertd::tcp
+}  // namespace expertd::wire
