@@ -203,6 +203,26 @@ def test_who_interrupts_sees_what_came_before():
         c.close()
 
 
+def test_what_waits_of_a_session_that_leaves_counts_no_more():
+    """Neither for its caller nor for all: the queue would be full of what nobody will compute."""
+    with bench() as b:
+        c = Caller(b, caller=9)
+        first = b.hold(*inputs(4), caller=1)
+        for _ in range(3):
+            assert c.client.submit(c.request(*inputs(2)))
+        b.until_taken(4)
+        assert [w.requests for w in b.core.waiting(9)] == [3, 3]
+        b.core.remove_session(c.handle)
+        until(lambda: b.core.load().queued_requests == 1)
+        assert [(w.requests, w.tokens, w.routes) for w in b.core.waiting(9)] == [(0, 0, 0)] * 2
+        b.may_run.set()
+        assert b.outcome(first[0])[0] == ""
+        assert b.outcome(c.handle)[3] == 1
+        c.client.end()
+        c.client.close()
+        c.bell.close()
+
+
 def test_inline_and_shared_requests_share_a_batch():
     with bench() as b:
         c = Caller(b)

@@ -1,0 +1,24 @@
+"""Callers that were let in, looked at again with another file."""
+
+from __future__ import annotations
+
+import pytest
+
+from expertd.errors import UnauthenticatedError
+from expertd_server.service.access import CALL, parse_access
+
+ONE, TWO = "first-first-first", "second-second-second"
+
+
+def access(one: str, two: str):
+    text = (
+        f'[callers.one]\ntokens = ["{one}"]\nrights = ["call"]\n[callers.two]\ntokens = ["{two}"]\nrights = ["call"]\n'
+    )
+    return parse_access([text.encode()])
+
+
+def test_a_token_that_is_another_callers_now_lets_nobody_go_on():
+    admitted = access(ONE, TWO).admit(ONE, [], CALL)
+    access(ONE, TWO).check(admitted, CALL)
+    with pytest.raises(UnauthenticatedError, match="what it showed is let in no more"):
+        access(TWO, ONE).check(admitted, CALL)
