@@ -123,8 +123,15 @@ def _facts(b: Backend) -> str:
     packages = ", ".join(f"{n}{v}" for n, v in b.needs.items()) or "none"
     lines += [_wrapped(f"activations: {functions}"), _wrapped(f"features: {_features(b)}")]
     lines += [_wrapped(f"sizes: {_sizes(b)}; packages: {packages}")]
+    if b.measured:
+        lines += [_wrapped(f"measured: {', '.join(f'[{Path(m).name}]({_from_docs(m)})' for m in b.measured)}")]
     about = b.summary + (f" (**{b.hardware}**)" if b.hardware else "")
     return "\n".join([f"### `{b.name}`", _wrapped(about, "", ""), "", *lines])
+
+
+def _from_docs(path: str) -> str:
+    """A path of the repository, from this folder."""
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"../{path}"
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> str:
@@ -165,7 +172,10 @@ def backends_page() -> str:
 and every decision, to be read by eye: [tests/golden/oracle_survey.txt](../tests/golden/oracle_survey.txt).
 
 ## Order of preference
-The first eligible row is chosen; rows that are not named follow in the order of the table.
+What is known of a backend on the device decides first: "run on this hardware" (tables of its errors and times are
+under `measured`), then "run on other devices of this kind", then "compared with a reference on a CPU". Within one grade
+the first eligible one of this order is chosen; backends that are not named follow in the order of the table, and
+`cpu_torch` and `reference` stand last. `--oracle measure` chooses by measured times instead.
 
 {orders}
 

@@ -15,6 +15,7 @@ from expertd_kernels.oracle.rules import judge
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.problem import Device
 from expertd_kernels.sources.synthetic import random_weights
+from expertd_kernels.weights.activation import Activation, ActivationKind
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType, Scheme
 
@@ -49,9 +50,17 @@ class Line:
     def biased(self) -> bool:
         return self.backend.bias and self.support.biased
 
+    @property
+    def activation(self) -> Activation:
+        """silu where the line computes it."""
+        functions = self.support.functions
+        if functions is None or ActivationKind.SILU_AND_MUL in functions:
+            return Activation()
+        return Activation.parse(min(f.value for f in functions))
+
     def weights(self, experts: int = EXPERTS, sizes: tuple[int, int] | None = None, **kw) -> Weights:
         """sizes: (H, I).  Gate and up rows have the same second-level or whole-matrix scale, as in most checkpoints."""
-        given = {"scheme": self.scheme, "seed": 5, "bias": self.biased, **kw}
+        given = {"scheme": self.scheme, "seed": 5, "bias": self.biased, "activation": self.activation, **kw}
         w = random_weights(given.pop("scheme"), experts, *(sizes or self.sizes), **given)
         w = replace(w, w13=_one_scale(w.w13))
         if self.rounding.static:

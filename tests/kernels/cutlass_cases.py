@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import cutlass_checks as checks
 import torch
 from torch.nn.functional import pad
 
@@ -60,6 +61,9 @@ class EntryPoint:
         assert ids.dtype == torch.int32
         assert int(ids.min()) >= 0
         assert int(ids.max()) < 2 * E
+        checks.rows(x, ids, weights, w13, w2, k)
+        if w13.dtype == torch.uint8:
+            checks.weight_only_mxfp4(quant_scales, x)
         s13, s2 = quant_scales or (None, None)
         gated = k["activation_type"] != 6
         m13 = self._matrix(w13, s13, self.w.w13, 2 if gated else 1)
@@ -125,8 +129,10 @@ class BlackwellEntryPoint(EntryPoint):
         assert (ep_size, ep_rank) == (2, 0)
         assert not k["use_w4_group_scaling"]
         assert not k["use_deepseek_fp8_block_scale"]
+        checks.rows(x, ids, weights, w13, w2, k)
         one = torch.ones(E)
         if self.form in ("mxfp4", "mxfp8"):
+            checks.microscaled(quant_scales, w13, w2)
             s13, a, s2, b = quant_scales
             assert torch.equal(a, one)
             assert torch.equal(b, one)
@@ -136,11 +142,13 @@ class BlackwellEntryPoint(EntryPoint):
             x = x.float() * torch.exp2(k["input_sf"].float() - 127).repeat_interleave(32, 1)
             first, down, second = one, one, one
         elif self.form == "e4m3_tensor":
+            checks.tensor(quant_scales, w13)
             first, second, down, inputs = quant_scales
             assert (x.dtype, inputs.ndim, first.ndim) == (torch.float8_e4m3fn, 0, 1)
             s13 = s2 = None
             x = x.float()
         else:
+            checks.nvfp4(quant_scales, w13, w2)
             a1, s13, first, second, s2, down = quant_scales
             assert (x.dtype, a1.shape) == (torch.bfloat16, (E,))
         m13, m2 = self._weights(w13, s13), self._weights(w2, s2)

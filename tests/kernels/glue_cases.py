@@ -13,6 +13,7 @@ import json
 from functools import partial
 from types import SimpleNamespace
 
+import marlin_checks
 import torch
 from interpreted import answer_cases
 
@@ -33,7 +34,8 @@ HUMMING_SCHEMES = (
     "int4_g32", "int4_g128", "int4_g64_zp", "int4_channel", "int8_g128", "int8_channel_zp", "mxfp4", "mxfp8",
     "e4m3_block128",
 )  # fmt: skip
-MARLIN_SCHEMES = ("int4_g32", "int4_g128", "int4_g64_zp", "int4_channel", "int8_g128", "int8_channel", "mxfp4")
+MARLIN_SCHEMES = ("int4_g32", "int4_g128", "int4_g64_zp", "int4_channel", "int8_g128", "int8_channel", "mxfp4",
+                  "e4m3_g128", "e4m3_channel", "e4m3_block128", "e4m3_tensor")  # fmt: skip
 STORED = (ScaleType.BF16, ScaleType.F16, ScaleType.E8M0)
 BLOCKS = tuple(Scheme(Element.E4M3, 128, 128, kind) for kind in STORED)
 """128 x 128 blocks with scales of every type."""
@@ -244,12 +246,18 @@ class MarlinGemm:
                  expert_ids, num_tokens_post_padded, moe_block_size, top_k, mul_topk_weights, size_m, size_n, size_k,
                  is_ep, use_fp32_reduce, **absent):  # fmt: skip
         name = next(n for n in self.dense if torch.equal(self.tensors[f"{n}.codes"], b_q_weight))
+        marlin_checks.shapes(a, c, b_q_weight, size_m, size_n, size_k, top_k, b_q_type)
+        marlin_checks.scales(b_scales, b_zeros_or_none, size_n, size_k, b_q_type)
+        marlin_checks.blocks(size_n, size_k, moe_block_size)
+        marlin_checks.workspace(workspace, size_n, sorted_token_ids, moe_block_size, 1)
         assert torch.equal(b_scales.view(torch.uint8), self.tensors[f"{name}.scales"].view(torch.uint8))
         zeros = self.tensors.get(f"{name}.zeros")
         assert (b_q_type == "uint4") == (b_zeros_or_none is not None) == (zeros is not None)
         assert not absent.pop("topk_weights").isnan().any()
         assert not any(t is not None for t in absent.values())
-        assert (a.shape, self.dense[name].shape[1:]) == ((size_m, size_k), (size_n, size_k))
+        dense = self.dense[name]
+        assert 0 <= size_n - dense.shape[1] < 128
+        assert size_k == dense.shape[2]
         assert (a.dtype, c.dtype, c.shape[1], mul_topk_weights, is_ep) == (
             torch.bfloat16,
             torch.bfloat16,
@@ -266,10 +274,13 @@ class MarlinGemm:
             e = int(expert_ids[at // moe_block_size])
             for route in sorted_token_ids[at : at + moe_block_size].tolist():
                 if route < size_m * top_k:
-                    c[route] = (self.dense[name][e] @ a[route // top_k].float()).bfloat16()
+                    c[route] = float("nan")  # padded rows: whatever is there must not be read
+                    c[route, : dense.shape[1]] = (dense[e] @ a[route // top_k].float()).bfloat16()
 
 
-MARLIN_TYPES = SimpleNamespace(uint4b8="uint4b8", uint4="uint4", uint8b128="uint8b128", float4_e2m1f="float4_e2m1f")
+MARLIN_TYPES = SimpleNamespace(
+    **{name: name for name in ("uint4b8", "uint4", "uint8b128", "float8_e4m3fn", "float4_e2m1f")}
+)
 
 
 def marlin_experts(w):
@@ -277,9 +288,9 @@ def marlin_experts(w):
     return marlin.MarlinExperts(packed, MarlinGemm(packed), MARLIN_TYPES, CPU)
 
 
-def marlin_layer(scheme, activation=KINDS[0], M=7):
-    w = layer(scheme, E=3, activation=activation, bias=True, seed=5)
-    check_layer(marlin_experts(w), w, *inputs(M, 3, 2), 1e-2)
+def marlin_layer(scheme, activation=KINDS[0], M=7, H=256, I=128):
+    w = layer(scheme, H, I, 3, activation=activation, bias=True, seed=5)
+    check_layer(marlin_experts(w), w, *inputs(M, 3, 2, H), 1e-2)
 
 
 # --------------------------------------------------------------------------------------------------------- deepgemm
@@ -404,6 +415,11 @@ CASES = {
     **{f"humming {s.name} {s.scale.value}": partial(humming_layer, s) for s in BLOCKS},
     **{f"marlin {s}": partial(marlin_layer, s) for s in MARLIN_SCHEMES},
     **{f"marlin {a.name} {i}": partial(marlin_layer, "int4_g32", a) for i, a in enumerate(KINDS)},
+    **{
+        f"marlin {s} H = {H} I = {I}": partial(marlin_layer, s, H=H, I=I)
+        for s, H, I in (("mxfp4", 320, 320), ("int4_g64_zp", 192, 64), ("e4m3_channel", 192, 64))
+    },
+    "marlin padded before relu2": partial(marlin_layer, "int4_g32", KINDS[-1], H=192, I=64),
     "marlin M = 1": partial(marlin_layer, "int4_g64_zp", M=1),
     "marlin in pieces": partial(pieces, lambda w: marlin_experts(w), "int4_g32"),
     "humming M = 1": partial(humming_layer, "mxfp4", M=1),

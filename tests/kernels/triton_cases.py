@@ -142,6 +142,13 @@ SMALL: dict[str, Case] = {
     "w4a8_group": Case("int4_g128", H=384, I=256, E=2, M=2, quant=GROUP128),
     "w4a8_channel": Case("int4_channel", H=144, I=72, quant=GROUP128, routing="nowhere"),
     "w4a8_g32": Case("int4_g32", F32, H=160, I=32, quant=TOKEN, on_input=True, k=1),
+    "w4a8_zp_token": Case("int4_g64_zp", H=192, I=128, quant=TOKEN, bias=True),
+    "w4a8_zp_group": Case("int4_g128_zp", F32, H=384, I=256, E=2, M=2, quant=GROUP128),
+    "w4a8_zp_channel": Case("int4_channel_zp", H=144, I=72, quant=GROUP128, routing="nowhere"),
+    "w4a8_int8": Case("int4_g64", F16, H=192, I=128, M=8, quant=INT8, bias=True),
+    "w4a8_int8_channel": Case("int4_channel", H=144, I=72, quant=INT8, on_input=True, k=1),
+    "w4a8_int8_zp": Case("int4_g32_zp", H=160, I=96, quant=INT8, activation=Activation.parse("swigluoai")),
+    "w4a8_int8_channel_zp": Case("int4_channel_zp", F32, H=144, I=72, quant=INT8, routing="nowhere"),
     "w4a8_mxfp4": Case("mxfp4", H=160, I=96, quant=MX, bias=True),
     **_acts(),
 }
@@ -165,7 +172,8 @@ def large() -> dict[str, Case]:
         out[f"odd-M{M}"] = Case(ODD, E=16, H=520, I=260, k=4, M=M)
         for scheme, quant in (
             ("e4m3_block128", GROUP128), ("e4m3_channel", TOKEN), ("e4m3_tensor", STATIC), ("int8_channel", INT8),
-            ("mxfp8", MX), ("mxfp4", MX), ("int4_g32", TOKEN), ("int4_channel", GROUP128),
+            ("mxfp8", MX), ("mxfp4", MX), ("int4_g32", TOKEN), ("int4_channel", GROUP128), ("int4_g32_zp", TOKEN),
+            ("int4_g64", INT8), ("int4_g64_zp", INT8), ("int4_channel_zp", INT8),
         ):  # fmt: skip
             out[f"rounded-{scheme}-M{M}"] = Case(scheme, E=16, H=480, I=328, k=4, M=M, quant=quant)
     out["chunks"] = Case("int4_g128", E=4, H=128, I=128, k=2, M=20000)

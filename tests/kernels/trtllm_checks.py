@@ -5,17 +5,11 @@ Sizes are those of the tensors handed over: E local experts, H and I as padded f
 """
 
 import torch
+from refusals_of_packages import RefusedError, want
+
+__all__ = ["RefusedError", "bf16", "e2m1", "e4m3_blocks", "e4m3_tensor", "mxint4", "routing"]
 
 E4M3, U8, F32, BF16 = torch.float8_e4m3fn, torch.uint8, torch.float32, torch.bfloat16
-
-
-class RefusedError(RuntimeError):
-    """The package's own refusal."""
-
-
-def want(condition, text):
-    if not condition:
-        raise RefusedError(text)
 
 
 def routing(ids, weights, x, given):

@@ -26,7 +26,7 @@ from expertd_kernels.weights.scheme import ActivationQuant, Element, ScaleType, 
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
 
 # Why it is so: decision 164 in DECISIONS.md.
-__all__ = ["CpuExperts", "experts", "pack", "unpack"]
+__all__ = ["CpuExperts", "experts", "pack", "pack_blocks", "unpack"]
 
 LAYOUT_VERSION = 2
 """Version of the packed layout: a cache of another version is rebuilt."""
@@ -42,7 +42,7 @@ KINDS = (
     ActivationKind.RELU2,
 )
 COMPUTE = {"bf16": 0, "f32": 1}
-INT8 = 2
+INT8 = {ActivationQuant.INT8_GROUP: 2, ActivationQuant.INT8_TOKEN: 4}
 SUBNORMALS = {"": 0, "avoid": 1, "keep": 2}
 """What $EXPERTD_CPU_SUBNORMALS may say, for tests: see EXPERTD_SUBNORMALS_* in csrc/abi.h."""
 COMPUTED = (torch.bfloat16, torch.float32)
@@ -135,10 +135,15 @@ def _unpack_matrix(tensors: dict[str, Tensor], meta: dict[str, Any]) -> QuantTen
 
 
 def pack(weights: Weights, problem: Problem) -> Packed:
-    """Canonical -> 16-row blocks, each one contiguous run.  The layout of `cpu_w4a8` is the same."""
-    known = (ActivationQuant.NONE, ActivationQuant.INT8_GROUP)
-    assert problem.activation_quant in known, f"{problem.activation_quant.value} is not the row's"
-    return pack_layer("cpu", LAYOUT_VERSION, weights.to("cpu"), lambda _, q: _pack_matrix(q))
+    """As pack_blocks."""
+    quant = problem.activation_quant
+    assert quant is ActivationQuant.NONE, f"{quant.value} is not the row's"
+    return pack_blocks("cpu", weights)
+
+
+def pack_blocks(backend: str, weights: Weights) -> Packed:
+    """Canonical -> 16-row blocks, each one contiguous run: the layout of `cpu` and `cpu_w4a8`."""
+    return pack_layer(backend, LAYOUT_VERSION, weights.to("cpu"), lambda _, q: _pack_matrix(q))
 
 
 def unpack(packed: Packed) -> Weights:
@@ -186,7 +191,7 @@ class CpuExperts:
             activation.alpha,
             activation.beta,
             activation.limit or 0.0,
-            INT8 if backend == "cpu_w4a8" else COMPUTE[problem.compute_dtype],
+            INT8.get(problem.activation_quant, COMPUTE[problem.compute_dtype]),
             problem.batch_invariant,
             SUBNORMALS[os.environ.get("EXPERTD_CPU_SUBNORMALS", "")],
         )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from expertd_kernels.backends import cutlass_layout, trtllm_layout
+from expertd_kernels.backends.aiter_layout import MULTIPLE as AITER_MULTIPLE
 from expertd_kernels.backends.cpu import spec_of, stream_size
 from expertd_kernels.backends.cpu_torch import int4_fits
 from expertd_kernels.backends.glue_space import MOST_BYTES, MOST_ROUTES, between, call_space, capacity, sorted_rows
@@ -23,6 +24,7 @@ from expertd_kernels.backends.gluon.shared.space import tokens_of, w8a8_space
 from expertd_kernels.backends.gluon.w8a8.plan import Shape8
 from expertd_kernels.backends.gluon.weight_only.codec import codec_of
 from expertd_kernels.backends.gluon.weight_only.packed_matrix import TILE, round_up
+from expertd_kernels.backends.marlin_layout import padded_rows
 from expertd_kernels.backends.portable import layout as triton_layout
 from expertd_kernels.backends.portable.space import CHUNK_TOKENS, Rounded, layer_space
 from expertd_kernels.backends.scratch import Layout
@@ -140,6 +142,13 @@ def _f32_scales(m: _Matrix, p: Problem) -> int:
     return m.codes() + m.scales(4) + m.biases(4)
 
 
+def _aiter(m: _Matrix, p: Problem) -> int:
+    if m.scheme.element is not Element.E2M1:
+        return _f32_scales(m, p)
+    rows, columns = m.padded_rows(AITER_MULTIPLE), round_up(m.k, AITER_MULTIPLE)
+    return m.E * rows * (columns // 2 + columns // 32) + m.biases(4, AITER_MULTIPLE)
+
+
 def _humming(m: _Matrix, p: Problem) -> int:
     scales = m.scales(4 if m.scheme.rows != 1 else 1 if m.scheme.scale is ScaleType.E8M0 else 2)
     zeros = m.scales(1) * m.scheme.element.bits // 8 if m.scheme.zeros else 0
@@ -147,8 +156,11 @@ def _humming(m: _Matrix, p: Problem) -> int:
 
 
 def _marlin(m: _Matrix, p: Problem) -> int:
-    zeros = m.scales(1) // 2 if m.scheme.zeros else 0
-    return m.codes() + m.scales(1 if m.scheme.scale is ScaleType.E8M0 else 2) + zeros + m.biases(4)
+    rows, groups = padded_rows(m.n), m.k // (m.scheme.cols or m.k)
+    codes = m.E * rows * m.k * m.scheme.element.bits // 8
+    scales = m.E * rows * groups
+    zeros = scales // 2 if m.scheme.zeros else 0
+    return codes + scales * (1 if m.scheme.scale is ScaleType.E8M0 else 2) + zeros + m.biases(4)
 
 
 def _padded_form(m: _Matrix, multiple: int, group: int | None, scale_bytes: int, bias_bytes: int) -> int:
@@ -196,7 +208,7 @@ WEIGHTS: Mapping[str, Weigh] = {
     "humming": _humming,
     "marlin": _marlin,
     "deepgemm": _f32_scales,
-    "aiter": _f32_scales,
+    "aiter": _aiter,
     "flashinfer_cutlass": _cutlass,
     "flashinfer_trtllm": _trtllm,
     "xpu": _xpu,
@@ -285,8 +297,9 @@ def _routes(p: Problem, tokens: int) -> int:
 
 
 def _between_scratch(p: Problem, tokens: int) -> int:
-    routes, width = _routes(p, tokens), p.activation.segments * p.intermediate_size
-    extra = between(routes, width, p.intermediate_size, p.hidden_size, gathered=True)
+    routes = _routes(p, tokens)
+    width, hidden = padded_rows(p.activation.segments * p.intermediate_size), padded_rows(p.hidden_size)  # marlin's
+    extra = between(routes, width, p.intermediate_size, hidden, gathered=True)
     return Layout(call_space(routes, p.num_experts, extra, 8, 64)).nbytes
 
 

@@ -102,12 +102,13 @@ class Glue:
         bias: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> None:
-        """h [rows, segments * N] bf16 -> out [rows, N].  places: rows are sorted; without, row r is route r's."""
+        """h [rows, at least segments * N] bf16 -> out [rows, N].  places: rows are sorted; None: row r is route r's."""
         N = out.shape[1]
         width = max(GROUP, min(1024, triton.next_power_of_2(N)))
         activate_rows[(self.routes, -(-N // width))](
             h, self.ids, self.ids if places is None else places.row, h if bias is None else bias, out,
-            out if scale is None else scale, out.shape[0], activation.alpha, activation.beta, activation.limit or 0.0,
+            out if scale is None else scale, out.shape[0], h.stride(0),
+            activation.alpha, activation.beta, activation.limit or 0.0,
             N=N, SEGMENTS=activation.segments, E=self.experts, KIND=ACTIVATIONS[activation.kind],
             LIMITED=activation.limit is not None, MAPPED=places is not None, BIASED=bias is not None,
             ROUNDED=scale is not None, BN=width, SOFT=self.soft, num_warps=_warps(width), **OPTIONS,
@@ -116,13 +117,13 @@ class Glue:
     def combine(
         self, y: Tensor, out: Tensor, weighted: bool, places: Places | None = None, bias: Tensor | None = None
     ) -> None:
-        """out [M, H] = weighted sums of the routes' rows of y."""
+        """out [M, H] = weighted sums of the routes' rows of y [rows, at least H]."""
         M, H = out.shape
         width = min(triton.next_power_of_2(H), 1024 if M >= 256 else 256)
         combine_rows[(M, -(-H // width))](
             y, self.ids, self.ids if places is None else places.row, self.weights, y if bias is None else bias, out,
-            out.stride(0), H=H, E=self.experts, TOP_K=self.top_k, MAPPED=places is not None, WEIGHTED=weighted,
-            BIASED=bias is not None, BH=width, SOFT=self.soft, num_warps=_warps(width), **OPTIONS,
+            y.stride(0), out.stride(0), H=H, E=self.experts, TOP_K=self.top_k, MAPPED=places is not None,
+            WEIGHTED=weighted, BIASED=bias is not None, BH=width, SOFT=self.soft, num_warps=_warps(width), **OPTIONS,
         )  # fmt: skip
 
 

@@ -98,19 +98,19 @@ def gather_rows(
 
 @triton.jit
 def activate_rows(
-    h_ptr, ids_ptr, row_ptr, bias_ptr, out_ptr, scale_ptr, n_rows, alpha, beta, limit,
+    h_ptr, ids_ptr, row_ptr, bias_ptr, out_ptr, scale_ptr, n_rows, h_stride, alpha, beta, limit,
     N: tl.constexpr, SEGMENTS: tl.constexpr, E: tl.constexpr, KIND: tl.constexpr, LIMITED: tl.constexpr,
     MAPPED: tl.constexpr, BIASED: tl.constexpr, ROUNDED: tl.constexpr, BN: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    """h [rows, SEGMENTS * N] bf16, gate then up -> out [rows, N] bf16.  Program (route, columns).  MAPPED: of
-    row[route], else of row `route`.  BIASED: bias [E, SEGMENTS * N] f32 first.  ROUNDED: as in gather_rows."""
+    """h [rows, SEGMENTS * N] bf16, rows h_stride apart, gate then up -> out [rows, N] bf16.  Program (route, columns).
+    MAPPED: of row[route], else of row `route`.  BIASED: bias [E, SEGMENTS * N] f32 first.  ROUNDED: see gather_rows."""
     route = tl.program_id(0).to(tl.int64)
     e = tl.load(ids_ptr + route)
     here = (e >= 0) & (e < E)
     row = tl.load(row_ptr + route).to(tl.int64) if MAPPED else route
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (n < N) & here
-    at = h_ptr + row * (SEGMENTS * N) + n
+    at = h_ptr + row * h_stride + n
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = gate
     if SEGMENTS == 2:
@@ -133,12 +133,13 @@ def activate_rows(
 
 @triton.jit
 def combine_rows(
-    y_ptr, ids_ptr, row_ptr, weights_ptr, bias_ptr, out_ptr, out_stride,
+    y_ptr, ids_ptr, row_ptr, weights_ptr, bias_ptr, out_ptr, y_stride, out_stride,
     H: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, MAPPED: tl.constexpr, WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr, BH: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over j of weight[t, j] * (y[its row] + bias[e]), in f32 and in the order of j, without routes to -1.
-    y [rows, H] bf16; ids, weights [M, TOP_K]; bias [E, H] f32; out [M, H].  Program (token, columns)."""
+    y [rows, H] bf16, rows y_stride apart; ids, weights [M, TOP_K]; bias [E, H] f32; out [M, H].  Program (token,
+    columns)."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     acc = tl.zeros([BH], tl.float32)
@@ -148,7 +149,7 @@ def combine_rows(
         here = (e >= 0) & (e < E)
         inside = (h < H) & here
         row = tl.load(row_ptr + route).to(tl.int64) if MAPPED else route
-        y = tl.load(y_ptr + row * H + h, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + row * y_stride + h, mask=inside, other=0.0).to(tl.float32)
         if BIASED:
             y += tl.load(bias_ptr + e.to(tl.int64) * H + h, mask=inside, other=0.0)
         if WEIGHTED:

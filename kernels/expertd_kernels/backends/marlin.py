@@ -1,8 +1,10 @@
 """Backend `marlin`: the MoE Marlin kernels as the package sglang has them, compiled at first use (needs nvcc).
 
-Weight-only: int4 with and without zero points, int8, mxfp4.  A layer is two of its GEMMs, which read the tokens' rows
-and write the routes' by a table of blocks, between the kernels of glue.py, where biases are added.  The rows of a block
-are chosen as the package chooses them.
+Weight-only: int4 with and without zero points, int8, mxfp4, and e4m3 by channel, matrix, groups of 128 or 128 x 128
+blocks.  The package has no kernel for zero points of int8 (kU8) and none for e4m3 in groups of 32 (mxfp8).
+
+A layer is two of its GEMMs, which read the tokens' rows and write the routes' by a table of blocks, between the kernels
+of glue.py, where biases are added.  The rows of a block are chosen as the package chooses them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.glue import Glue, Places, in_pieces
 from expertd_kernels.backends.glue_space import between
-from expertd_kernels.backends.marlin_layout import pack_matrix, unpack_matrix
+from expertd_kernels.backends.marlin_layout import pack_matrix, padded_rows, unpack_matrix
 from expertd_kernels.problem import Problem
 from expertd_kernels.protocol import Packed
 from expertd_kernels.weights.canonical import Weights
@@ -25,7 +27,7 @@ from expertd_kernels.weights.serial import scheme_from_json
 
 __all__ = ["MarlinExperts", "block_rows", "experts", "pack", "unpack"]
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 BLOCKS = (8, 16, 32, 48, 64)
 FULL = 0.9
@@ -64,6 +66,8 @@ def _type(types: Any, s: Scheme, zeros: bool) -> Any:
         return types.float4_e2m1f
     if s.element is Element.INT8:
         return types.uint8b128
+    if s.element is Element.E4M3:
+        return types.float8_e4m3fn
     return types.uint4 if zeros else types.uint4b8
 
 
@@ -74,7 +78,9 @@ class MarlinExperts:
 
     def __init__(self, packed: Packed, gemm: Any, types: Any, device: torch.device) -> None:
         self.activation = activation_of(packed)
-        self.num_experts, self.width, self.hidden = packed.meta["w13"]["shape"]
+        self.num_experts, rows, hidden = packed.meta["w13"]["shape"]
+        self.width, self.padded = padded_rows(rows), padded_rows(hidden)
+        """Columns of what the two GEMMs write."""
         self.intermediate: int = packed.meta["w2"]["shape"][2]
         self.gemm = gemm
         self.matrices: list[dict[str, Any]] = []
@@ -90,7 +96,7 @@ class MarlinExperts:
                     "b_scales": t["scales"].view(torch.float8_e8m0fnu) if t["scales"].itemsize == 1 else t["scales"],
                     "b_zeros_or_none": t.get("zeros"),
                     "b_q_type": _type(types, s, "zeros" in t),
-                    "size_n": N,
+                    "size_n": padded_rows(N),
                     "size_k": K,
                 }
             )
@@ -108,11 +114,11 @@ class MarlinExperts:
     ) -> Tensor:
         """As Experts.__call__."""
         given = (hidden_states, topk_ids, topk_weights, router_weight_on_input, out)
-        return in_pieces(self._compute, *given, width=max(self.width, self.hidden))
+        return in_pieces(self._compute, *given, width=max(self.width, self.padded))
 
     def _compute(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, weighted: bool) -> None:
         routes, block = ids.numel(), block_rows(ids.numel(), self.num_experts)
-        shapes = between(routes, self.width, self.intermediate, self.hidden)
+        shapes = between(routes, self.width, self.intermediate, self.padded)
         glue = Glue(x, ids, weights, self.num_experts, shapes, block)
         h, a, y = (glue.parts[name] for name in "hay")
         places = glue.place(block, routes=True, blocks=True)

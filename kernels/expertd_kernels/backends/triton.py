@@ -2,6 +2,8 @@
 
 Weight-only on every scheme; the rows `triton_w8a8` and `triton_w4a8` are the same module with activations rounded to 8
 bits: e4m3 by token, by group of 128, by group of 32 (mxfp8) or by the checkpoint's static scale, int8 by token.
+Activation order is not computed with rounded activations: rows are rounded once for all experts, and each expert has an
+order of its own.
 See portable/ for the layout, the kernels and the plan of tile sizes.  Imports are absolute, so `import triton`
 means the compiler, also here.
 """
@@ -34,7 +36,7 @@ ROUNDINGS = {
         ActivationQuant.MXFP8,
     ),
     Element.INT8: (ActivationQuant.INT8_TOKEN,),
-    Element.INT4: (ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_GROUP128),
+    Element.INT4: (ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_GROUP128, ActivationQuant.INT8_TOKEN),
     Element.E2M1: (ActivationQuant.MXFP8,),
 }
 """How activations can be rounded, by the type of the weights."""
@@ -61,7 +63,8 @@ def _pack_matrix(q: QuantTensor, quant: ActivationQuant) -> tuple[dict[str, Tens
     eight = quant is not ActivationQuant.NONE
     packed, lay = pack_matrix(q, eight)
     if eight:
-        assert q.zeros is None, "zero points with rounded activations are not the row's"
+        known = q.zeros is None or q.scheme.element is Element.INT4
+        assert known, "zero points of 8 bits with rounded activations are not the row's"
         assert q.columns is None, "activation order with rounded activations is not the row's"
         assert not lay.odd, f"groups of {lay.group} with rounded activations are not the row's"
     return packed, {**matrix_to_json(q), "layout": lay.to_json()}

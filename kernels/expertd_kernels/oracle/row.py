@@ -102,6 +102,16 @@ class SchemeSupport:
     clamp: bool = True
     ran: bool = True
 
+    @property
+    def variant(self) -> str:
+        """What tells the line from others of its element: "int4 with zero points on e4m3_token"."""
+        rounded = sorted(a.value for a in self.activations if a is not ActivationQuant.NONE)
+        return (
+            self.element.value
+            + (" with zero points" if self.zeros else "")
+            + (f" on {' or '.join(rounded)}" if rounded else "")
+        )
+
     def refusal(self, s: Scheme) -> str | None:
         """Why scheme `s`, which has this element, is not covered; None if it is."""
         if not s.element.quantized:
@@ -148,6 +158,7 @@ class Backend:
     hidden_multiple, intermediate_multiple: sizes it needs; 1 = any
     max_experts     0 = no limit
     ran             devices that it was run on, beside the float32 reference: its grade there (Grade.RUN)
+    measured        papers of this repository with what was measured there: errors, and times
     checked         compared on a CPU with the package's own Python code, or run in Triton's interpreter
     fallback        right everywhere and fast nowhere: it stands last, whatever its grade
     """
@@ -176,6 +187,7 @@ class Backend:
     intermediate_multiple: int = 1
     max_experts: int = 0
     ran: tuple[DeviceRange, ...] = ()
+    measured: tuple[str, ...] = ()
     checked: bool = True
     fallback: bool = False
 
@@ -195,9 +207,12 @@ class Backend:
         if all(d in self.ran for d in self.devices) and all(s.ran for s in self.schemes):
             return ""
         devices = ", ".join(dict.fromkeys(str(r) for r in self.ran))
-        some = [s.element.value for s in self.schemes if s.ran]
-        if len(some) < len(self.schemes):
-            return f"{', '.join(dict.fromkeys(some))} run on {devices}; all else not run on hardware"
+        ran = {s.element for s in self.schemes if s.ran}
+        if not all(s.ran for s in self.schemes):
+            names = ", ".join(dict.fromkeys(s.element.value for s in self.schemes if s.ran))
+            without = [s.variant for s in self.schemes if s.element in ran and not s.ran]
+            less = f" (not {', '.join(without)})" if without else ""
+            return f"{names} run on {devices}{less}; all else not run on hardware"
         return f"run on {devices} only; on other devices not run on hardware"
 
     def takes_e4m3(self, problem: Problem) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from expertd_kernels.oracle.build_facts import CUDA_COMPILER, FLASHINFER_CUTLASS, FLASHINFER_TRTLLM
 from expertd_kernels.oracle.row import CPU_KERNEL, Backend, DeviceRange, SchemeSupport
@@ -28,6 +29,17 @@ _SM100_UP = (DeviceRange("cuda", (10, 0), (12, 9)),)
 _GFX950 = (DeviceRange("rocm", arch=frozenset({"gfx950"})),)
 _SILU = frozenset({ActivationKind.SILU_AND_MUL})
 
+_RESULTS = "kernels/bench/results/"
+
+_PLAIN_128: dict[str, Any] = {
+    "functions": _SILU,
+    "biased": False,
+    "clamp": False,
+    "hidden_multiple": 128,
+    "intermediate_multiple": 128,
+}
+"""Of the lines of `aiter` that compute silu alone, without biases, on whole blocks of 128."""
+
 GPT_OSS = (1.702, 1.0, 7.0)
 """alpha, beta and limit of gpt-oss's SWIGLUOAI, where a package has them built in."""
 
@@ -51,6 +63,7 @@ BACKENDS: tuple[Backend, ...] = (
         capturable=True,
         in_place=True,
         ran=_SM90,
+        measured=(_RESULTS + "gluon_sm90_h200.md",),
     ),
     Backend(
         name="gluon_w8a8",
@@ -82,6 +95,7 @@ BACKENDS: tuple[Backend, ...] = (
         e4m3_inputs=True,
         mixed_schemes=False,
         ran=_SM90,
+        measured=(_RESULTS + "w8a8_h200.md",),
     ),
     Backend(
         name="triton",
@@ -94,6 +108,7 @@ BACKENDS: tuple[Backend, ...] = (
         max_experts=512,
         batch_invariant=True,
         ran=_SM90,
+        measured=(_RESULTS + "triton_h200.md",),
         capturable=True,
     ),
     Backend(
@@ -133,32 +148,51 @@ BACKENDS: tuple[Backend, ...] = (
         max_experts=512,
         batch_invariant=True,
         ran=_SM90,
+        measured=(_RESULTS + "triton_h200.md", _RESULTS + "w8a8_h200.md"),
         capturable=True,
     ),
     Backend(
         name="triton_w4a8",
         target="expertd_kernels.backends.triton_w4a8",
-        devices=_E4M3_DOTS,
+        devices=(DeviceRange("cuda", (8, 0)), DeviceRange("rocm")),
         schemes=(
             SchemeSupport(
                 Element.INT4,
                 groups=_GROUPS,
                 activations=frozenset({ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_GROUP128}),
+                devices=_E4M3_DOTS,
+            ),
+            SchemeSupport(
+                Element.INT4,
+                groups=_GROUPS,
+                zeros=True,
+                activations=frozenset({ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_GROUP128}),
+                devices=_E4M3_DOTS,
+                ran=False,
+            ),
+            SchemeSupport(
+                Element.INT4,
+                groups=_GROUPS,
+                zeros=True,
+                activations=frozenset({ActivationQuant.INT8_TOKEN}),
+                ran=False,
             ),
             SchemeSupport(
                 Element.E2M1,
                 groups=frozenset({32}),
                 scales=_E8M0,
                 activations=frozenset({ActivationQuant.MXFP8}),
+                devices=_E4M3_DOTS,
             ),
         ),
-        summary="portable Triton kernels for 4-bit weights with activations rounded to e4m3",
+        summary="portable Triton kernels for 4-bit weights with activations rounded to e4m3, or int4's to int8",
         needs={"triton": ">=3.6"},
         max_experts=512,
         mixed_schemes=False,
         batch_invariant=True,
         capturable=True,
         ran=_SM90,
+        measured=(_RESULTS + "numerics_h200.md",),
     ),
     Backend(
         name="flashinfer_trtllm",
@@ -275,6 +309,7 @@ BACKENDS: tuple[Backend, ...] = (
         mixed_schemes=False,
         deterministic=False,
         ran=_SM90,
+        measured=(_RESULTS + "numerics_h200.md",),
     ),
     Backend(
         name="deepgemm",
@@ -296,6 +331,7 @@ BACKENDS: tuple[Backend, ...] = (
         mixed_schemes=False,
         deterministic=False,
         ran=_SM90,
+        measured=(_RESULTS + "w8a8_h200.md",),
     ),
     Backend(
         name="humming",
@@ -314,6 +350,7 @@ BACKENDS: tuple[Backend, ...] = (
         intermediate_multiple=64,
         deterministic=False,
         ran=_SM90,
+        measured=(_RESULTS + "humming_h200.md",),
     ),
     Backend(
         name="marlin",
@@ -323,13 +360,22 @@ BACKENDS: tuple[Backend, ...] = (
             SchemeSupport(Element.INT4, groups=_GROUPS, zeros=True, whole_blocks=True),
             SchemeSupport(Element.INT8, groups=_GROUPS, whole_blocks=True),
             SchemeSupport(Element.E2M1, groups=frozenset({32}), scales=_E8M0, whole_blocks=True),
+            SchemeSupport(
+                Element.E4M3,
+                groups=frozenset({128, WHOLE}),
+                blocks=frozenset({(128, 128), (WHOLE, WHOLE)}),
+                scales=_FLOATS,
+                whole_blocks=True,
+                ran=False,
+            ),
         ),
-        summary="weight-only, the MoE Marlin kernels that sglang ships, compiled at first use (needs nvcc)",
+        summary="weight-only, sglang's MoE Marlin kernels, compiled at first use (needs nvcc); pads H to 128",
         needs={"sglang": ">=0.5.23,<0.6", "triton": ">=3.6", CUDA_COMPILER: ""},
-        hidden_multiple=128,
+        hidden_multiple=64,
         intermediate_multiple=64,
         deterministic=False,
         ran=_SM90,
+        measured=("docs/packages.md",),
     ),
     Backend(
         name="aiter",
@@ -342,6 +388,7 @@ BACKENDS: tuple[Backend, ...] = (
                 scales=_FLOATS,
                 activations=frozenset({ActivationQuant.E4M3_TOKEN}),
                 devices=_GFX950,
+                **_PLAIN_128,
             ),
             SchemeSupport(
                 Element.E4M3,
@@ -349,16 +396,22 @@ BACKENDS: tuple[Backend, ...] = (
                 scales=_POWERS,
                 activations=frozenset({ActivationQuant.E4M3_GROUP128}),
                 devices=_GFX950,
+                **_PLAIN_128,
             ),
-            SchemeSupport(Element.BF16),
+            SchemeSupport(Element.BF16, **_PLAIN_128),
+            SchemeSupport(
+                Element.E2M1,
+                groups=frozenset({32}),
+                scales=_E8M0,
+                functions=frozenset({ActivationKind.SWIGLUOAI}),
+                devices=_GFX950,
+                whole_blocks=True,
+            ),
         ),
-        summary="fused MoE kernels of AMD's AITER, routes given",
-        activations=_SILU,
+        summary="fused MoE kernels of AMD's AITER, routes given; pads H and I of mxfp4 to 256",
+        activations=frozenset({ActivationKind.SILU_AND_MUL, ActivationKind.SWIGLUOAI}),
+        swigluoai=GPT_OSS,
         needs={"amd-aiter": ">=0.1.7.dev0"},
-        bias=False,
-        clamp=False,
-        hidden_multiple=128,
-        intermediate_multiple=128,
         mixed_schemes=False,
         deterministic=False,
     ),
@@ -402,6 +455,7 @@ BACKENDS: tuple[Backend, ...] = (
         act_order=True,
         batch_invariant=True,
         ran=_X86,
+        measured=(_RESULTS + "cpu_xeon.md", _RESULTS + "cpu_zen3.md"),
     ),
     Backend(
         name="cpu_w4a8",
@@ -415,14 +469,15 @@ BACKENDS: tuple[Backend, ...] = (
                 blocks=None,
                 zeros=True,
                 global_scale=True,
-                activations=frozenset({ActivationQuant.INT8_GROUP}),
+                activations=frozenset({ActivationQuant.INT8_GROUP, ActivationQuant.INT8_TOKEN}),
             ),
         ),
-        summary="the same kernel with activations rounded to 8 bits by token and 16 columns: 1.0 % error",
+        summary="the same kernel with activations rounded to 8 bits by token, or by token and 16 columns",
         needs={CPU_KERNEL: ""},
         act_order=True,
         batch_invariant=True,
         ran=_X86,
+        measured=(_RESULTS + "cpu_xeon.md", _RESULTS + "cpu_zen3.md"),
     ),
     Backend(
         name="cpu_torch",
@@ -433,6 +488,7 @@ BACKENDS: tuple[Backend, ...] = (
         compute_dtypes=frozenset({"bf16", "f32"}),
         act_order=True,
         ran=_X86,
+        measured=(_RESULTS + "numerics_cpu.md",),
         fallback=True,
     ),
     Backend(
@@ -445,6 +501,7 @@ BACKENDS: tuple[Backend, ...] = (
         act_order=True,
         batch_invariant=True,
         ran=(*_X86, *_SM90),
+        measured=(_RESULTS + "numerics_h200.md", _RESULTS + "numerics_cpu.md"),
         fallback=True,
     ),
 )

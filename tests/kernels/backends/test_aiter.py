@@ -12,7 +12,9 @@ from vendor import bits, functions, package_folder
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import aiter as backend
+from expertd_kernels.backends import aiter_layout as layouts
 from expertd_kernels.oracle.probe import assumed_packages
+from expertd_kernels.oracle.rules import judge
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.refused import Refused
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
@@ -21,11 +23,13 @@ from expertd_kernels.weights.numerics import relative_error
 
 NAME = "aiter"
 HOW = {"bf16": ActivationQuant.NONE, "e4m3_channel": ActivationQuant.E4M3_TOKEN,
-       "e4m3_block128": ActivationQuant.E4M3_GROUP128}  # fmt: skip
+       "e4m3_block128": ActivationQuant.E4M3_GROUP128, "mxfp4": ActivationQuant.NONE}  # fmt: skip
+GPT_OSS = Activation.parse("swigluoai")
 
 
 def layer(scheme, H=256, I=128, E=3, **kw):
-    return random_weights(scheme, E, H, I, **kw)
+    more = {"activation": GPT_OSS, "bias": True} if scheme == "mxfp4" else {}
+    return random_weights(scheme, E, H, I, **{**more, **kw})
 
 
 def problem(w, device="gfx950", how=None):
@@ -62,9 +66,19 @@ REFUSED = {
         "rounds activations (e4m3_token), and these are to stay in bf16",
     ),
     "bias": (lambda: refusals(layer("bf16", bias=True)), "does not add expert biases"),
-    "swigluoai": (
-        lambda: refusals(layer("bf16", activation=Activation.parse("swigluoai"))),
-        "does not compute swigluoai",
+    "swigluoai": (lambda: refusals(layer("bf16", activation=GPT_OSS)), "does not compute swigluoai with bf16 weights"),
+    "silu of mxfp4": (
+        lambda: refusals(layer("mxfp4", activation=Activation())),
+        "does not compute silu_and_mul with mxfp4 weights",
+    ),
+    "another curve": (
+        lambda: refusals(layer("mxfp4", activation=replace(GPT_OSS, alpha=1.5))),
+        "computes swigluoai with alpha 1.702, beta 1.0, limit 7.0 only, alpha 1.5",
+    ),
+    "mxfp4 on CDNA3": (lambda: refusals(layer("mxfp4"), "gfx942"), "mxfp4: runs on gfx950, this is rocm:gfx942"),
+    "mxfp4 activations": (
+        lambda: refusals(layer("mxfp4"), how=ActivationQuant.MXFP4),
+        "does not round activations to mxfp4",
     ),
     "clamp": (lambda: refusals(layer("bf16", activation=Activation(limit=3.0))), "does not clamp"),
     "sizes": (lambda: refusals(layer("bf16", I=96)), "I = 96 is no multiple of 128"),
@@ -88,7 +102,7 @@ def test_bf16_is_served_on_both_generations_behind_the_portable_kernels():
 def test_another_layout_version_is_refused():
     w = layer("e4m3_channel")
     packed = backend.pack(w, problem(w))
-    with pytest.raises(Refused, match="layout version 0, want 1"):
+    with pytest.raises(Refused, match="layout version 0, want 2"):
         backend.experts(replace(packed, meta={**packed.meta, "layout_version": 0}), problem(w))
 
 
@@ -102,8 +116,46 @@ def test_codes_are_where_the_packages_shuffle_puts_them(folder, dtype):
     own = functions(folder / "ops" / "shuffle.py", {"shuffle_weight"}, ModuleType("shuffle"))
     t = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
     theirs = own.shuffle_weight(t, layout=(16, 16))
-    assert torch.equal(backend.shuffle(t).view(torch.uint8), theirs.view(torch.uint8))
-    assert torch.equal(backend.unshuffle(backend.shuffle(t)).view(torch.uint8), t.view(torch.uint8))
+    assert torch.equal(layouts.shuffle(t).view(torch.uint8), theirs.view(torch.uint8))
+    assert torch.equal(layouts.unshuffle(layouts.shuffle(t)).view(torch.uint8), t.view(torch.uint8))
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_mxfp4_is_where_the_packages_functions_put_it(folder, segments):
+    names = {"shuffle_weight_a16w4", "shuffle_scale_a16w4"}
+    own = functions(folder / "ops" / "shuffle.py", names, ModuleType("shuffle"))
+    g = torch.Generator().manual_seed(1)
+    codes, scales = (torch.randint(256, (3, 512, k), generator=g, dtype=torch.uint8) for k in (384, 24))
+    theirs = own.shuffle_weight_a16w4(codes, 16, segments == 2)
+    assert torch.equal(layouts.shuffle_mxfp4(codes, segments), theirs)
+    assert torch.equal(layouts.unshuffle_mxfp4(theirs, segments), codes)
+    theirs = own.shuffle_scale_a16w4(scales.view(-1, 24), 3, segments == 2).view(3, 512, 24)
+    assert torch.equal(layouts.shuffle_scales(scales, segments), theirs)
+    assert torch.equal(layouts.unshuffle_scales(theirs, segments), scales)
+
+
+@pytest.mark.parametrize(("H", "I", "bias"), [(320, 320, True), (256, 96, False), (512, 256, True)])
+def test_mxfp4_with_padding_biases_and_the_clamped_curve(folder, H, I, bias):
+    """320 is to 256 what gpt-oss's 2880 is: 64 more than a multiple."""
+    w = layer("mxfp4", H, I, bias=bias, seed=5)
+    assert refusals(w) == ()
+    packed = backend.pack(w, problem(w))
+    assert bits(backend.unpack(packed)) == bits(w)
+    run = backend.AiterExperts(packed, Vendor(folder), torch.device("cpu"))
+    x, ids, weights = random_inputs(6, H, 3, 2)
+    ids[2], ids[3, 0] = -1, -1
+    x = x * 8  # so that the clamp does something
+    want = reference(w, x, ids, weights)
+    out = run(x, ids, weights, out=torch.full_like(x, float("nan")))
+    assert relative_error(out, want) < 1e-2
+    assert not out[2].any()
+    unclamped = replace(w, activation=replace(GPT_OSS, limit=None))
+    assert relative_error(reference(unclamped, x, ids, weights), want) > 2e-2, "too weak a test"
+
+
+def test_gpt_oss_is_taken_as_it_is():
+    row = next(b for b in BACKENDS if b.name == NAME)
+    assert judge(row, replace(problem(layer("mxfp4")), hidden_size=2880, intermediate_size=2880)) == ()
 
 
 def test_the_entry_point_has_these_parameters(folder):
@@ -111,7 +163,8 @@ def test_the_entry_point_has_these_parameters(folder):
     call = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "fused_moe")
     names = [a.arg for a in call.args.args]
     assert names[:5] == ["hidden_states", "w1", "w2", "topk_weight", "topk_ids"]
-    assert {"expert_mask", "activation", "quant_type", "w1_scale", "w2_scale"} <= set(names)
+    used = {"expert_mask", "activation", "quant_type", "w1_scale", "w2_scale"}
+    assert used | {"hidden_pad", "intermediate_pad", "bias1", "bias2"} <= set(names)
 
 
 @pytest.mark.parametrize("scheme", HOW)

@@ -9,6 +9,7 @@ from cpu_kit import MISSING, SCHEMES, inputs_for, layer, run, same_bits
 
 from expertd_kernels import Activation, ActivationKind, decide, reference, relative_error, tolerance
 from expertd_kernels.packed.cache import read_packed, write_packed
+from expertd_kernels.weights.float32 import apply_activation
 from expertd_kernels.weights.scheme import ActivationQuant
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "built"), pytest.mark.usefixtures("cpu_level")]
@@ -168,6 +169,52 @@ def test_mapped_weights_compute_the_same(tmp_path):
     inputs = inputs_for(problem, 5)
     assert torch.equal(run(packed, problem, inputs), run(mapped, problem, inputs))
     same_bits(weights.w13, cpu.unpack(mapped).w13)
+
+
+def on_rows_of_one_scale(w, x, ids, weights):
+    """The layer in f32 with the inputs of both GEMMs rounded to 127 steps of their row's largest magnitude."""
+
+    def rounded(v):
+        step = v.abs().amax(-1, keepdim=True) / 127
+        return (v / step.clamp_min(1e-30)).round() * step
+
+    w13, w2, out = (replace(w.w13, bias=None)).dequantize(), replace(w.w2, bias=None).dequantize(), []
+    for t, row in enumerate(rounded(x.float())):
+        total = torch.zeros(x.shape[1])
+        for e, factor in zip(ids[t].tolist(), weights[t], strict=True):
+            h = apply_activation((w13[e] @ row + w.w13.bias[e])[None], w.activation)
+            total += factor * (w2[e] @ rounded(h)[0] + w.w2.bias[e])
+        out.append(total)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "act_order"),
+    [("int4_g32", False), ("int4_g32", True), ("int4_channel", False), ("int4_g64_zp", True), ("int4_g20_f16", False)],
+)
+def test_eight_bits_with_one_scale_a_row(scheme, act_order, cpu_level):
+    """What int8_token says, at every level: also where 16 bits would be as fast."""
+    more = {"bias": True, "activation": "swigluoai", "signed_scales": True, "act_order": act_order}
+    weights, problem, _ = layer(scheme, E=3, H=264, I=136, **more)
+    asked = replace(problem, activation_quant=ActivationQuant.INT8_TOKEN)
+    assert decide(asked).require().name == "cpu_w4a8"
+    packed = cpu_w4a8.pack(weights, asked)
+    for tokens in (1, 3, 31, 120):
+        inputs = inputs_for(problem, tokens, seed=tokens)
+        inputs[0][0, 5] *= 40  # one column decides the row's scale: parts of 16 columns would have others
+        out = torch.full_like(inputs[0], float("nan"))
+        experts = cpu.CpuExperts(packed, asked, native.context(threads=1), backend="cpu_w4a8")
+        experts(*inputs, out=out)
+        want = on_rows_of_one_scale(weights, *inputs)
+        assert relative_error(out, want) < 5e-3, (tokens, relative_error(out, want))
+        assert relative_error(out[:1], reference(weights, *inputs)[:1]) > 1e-2, (
+            "the outlier costs digits, or is not seen"
+        )
+        assert torch.equal(cpu.CpuExperts(packed, asked, native.context(threads=3), backend="cpu_w4a8")(*inputs), out)
+        inputs[0][-1, 7] = float("nan")
+        spoiled = experts(*inputs)
+        assert spoiled[-1].isnan().all()
+        assert torch.equal(spoiled[:-1], out[:-1])
 
 
 @pytest.mark.parametrize("scheme", ["int4_g32", "int4_g128", "int4_channel", "int4_g64_zp", "int4_g20_f16"])

@@ -1,6 +1,8 @@
 """Facts that belong to one line of a row: scale types, functions, block and size constraints with certain weights."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from expertd_kernels import (
     decide,
 )
 from expertd_kernels.oracle.decision import DeviceRange, SchemeSupport
+from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.weights.scheme import WHOLE
 
 SILU = frozenset({ActivationKind.SILU_AND_MUL})
@@ -105,3 +108,19 @@ def test_clamping_can_depend_on_the_function():
     clamped = Activation(ActivationKind.GELU_AND_MUL, limit=5.0)
     assert refusals("bf16", activation=clamped) == ("does not clamp before gelu_and_mul",)
     assert refusals("bf16", activation=replace(clamped, limit=None)) == ()
+
+
+def test_a_backend_that_ran_names_its_measurements_and_they_name_it():
+    root = Path(__file__).parents[3]
+    for b in BACKENDS:
+        assert bool(b.ran) == bool(b.measured), b.name
+        for paper in b.measured:
+            assert re.search(rf"\b{b.name}\b", (root / paper).read_text()), f"{paper} says nothing of {b.name}"
+
+
+def test_what_is_said_of_lines_that_did_not_run():
+    by_name = {b.name: b for b in BACKENDS}
+    assert by_name["marlin"].hardware == "int4, int8, e2m1 run on SM90; all else not run on hardware"
+    said = by_name["triton_w4a8"].hardware
+    assert said.startswith("int4, e2m1 run on SM90 (not int4 with zero points on e4m3_group128 or e4m3_token, int4")
+    assert said.endswith("int8_token); all else not run on hardware")

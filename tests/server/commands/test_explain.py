@@ -145,7 +145,7 @@ def test_no_refusal_puts_words_into_the_users_mouth(capsys):
     for how in ("checkpoint", "weight-only"):
         found = explain(capsys, "--device", "cpu", "--activations", how)["layers"][0]
         refusals = next(v["refusals"] for v in found["verdicts"] if v["backend"] == "cpu_w4a8")
-        assert refusals == ["rounds activations (int8_group), and these are to stay in bf16"]
+        assert refusals == ["rounds activations (int8_group, int8_token), and these are to stay in bf16"]
 
 
 def test_measuring_is_asked_for_done_once_and_remembered(capsys, tmp_path):

@@ -338,10 +338,10 @@ class TritonExperts:
         self._launch(
             call, rounded.expert_gemm_rounded, (programs,),
             q, scale, t["codes"] if sliced else t["codes"].view(self.eight),
-            p("scales"), p("row_scales"), p("global_scales"), p("bias"),
+            p("scales"), p("zeros"), p("row_scales"), p("global_scales"), p("bias"),
             call.weights, parts.get("slots", call.ids), parts.get("blocks", call.ids), call.ids, out,
             blocks, self.num_experts, out.stride(0), act.alpha, act.beta, act.limit or 0.0,
-            **m.sizes(), **m.groups(), **consts, GX=columns, SLICED=sliced, INT8=int8,
+            **m.sizes(), **m.groups(), **m.zeros(), **consts, GX=columns, SLICED=sliced, INT8=int8,
         )  # fmt: skip
 
     def _combine(self, call: _Call) -> None:

@@ -63,19 +63,22 @@ class Matrix:
         lay = self.layout
         return {"ELEM": lay.elem, "P": lay.p, "G": lay.group, "SPW": lay.spw, "ROW_SCALE": self.has("row_scales")}
 
+    def zeros(self) -> dict[str, Any]:
+        """Constants of both: zero points."""
+        return {"ZSPW": self.layout.zspw, "ZEROS": self.layout.zeros}
+
     def constants(self, tile: Tile, ptx: bool) -> dict[str, Any]:
         """Constants of the weight-only GEMM."""
-        lay, zeros, weighted = self.layout, self.layout.zeros, self.weighted(tile)
+        lay, weighted = self.layout, self.weighted(tile)
         ptx = ptx and not lay.odd
         return {
             **self.sizes(),
             **self.groups(),
-            "ZSPW": lay.zspw,
-            "ZEROS": zeros,
+            **self.zeros(),
             "WEIGHTED": weighted,
             "PTX": ptx,
             "ODD": lay.odd,
-            "LEFT": leftover(lay.elem, weighted, zeros, ptx),
+            "LEFT": leftover(lay.elem, weighted, lay.zeros, ptx),
             "COLUMNS": self.has("columns"),
             "BC": tile.containers,
             "KPB": tile.k_blocks,

@@ -6,7 +6,9 @@ The packed bytes are those of the weight-only GEMM; only int8 codes keep their s
 
     whole    8-bit codes of the activations' type.  Rows are rounded into the weights' column order (layout.py: two
              columns SW apart share a container), so that a K block is one operand as it lies in memory
-    sliced   4-bit codes, which e4m3 holds exactly, and groups of 32: each slice of a K block is turned into an operand
+    sliced   4-bit codes, which e4m3 and int8 hold exactly, and groups of 32: each slice of a K block is turned into an
+             operand.  Zero points of int4 are taken from the codes there (at most 15 on either side, exact too), where
+             otherwise 8 is: nothing has to be corrected afterwards by sums of activations
 
 Scales of a row: absolute maximum / 448 (int8: / 127), one a row or for each 128 columns; for each 32 columns the
 smallest power of two under which nothing exceeds 448 (mxfp8); or a static one for all rows.
@@ -89,20 +91,36 @@ def round_rows(
 
 
 @triton.jit
-def operand(w, j: tl.constexpr, ELEM: tl.constexpr, SOFT: tl.constexpr):
-    """Slice j of [BN, SW] int16 containers as e4m3, exactly."""
+def operand(w, zero, j: tl.constexpr, ELEM: tl.constexpr, ZEROS: tl.constexpr, EIGHT: tl.constexpr, SOFT: tl.constexpr):
+    """Slice j of [BN, SW] int16 containers as e4m3 (EIGHT: as int8), exactly.  zero [BN, 1] f32, read where ZEROS."""
     if ELEM == E4M3:
         v = ((w >> (8 * j)) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     elif ELEM == E2M1:
         q = exact_codes(w, j, E2M1).to(tl.int32, bitcast=True)  # f32: sign, exponent, one bit of mantissa
         low = (q >> 20) & 0x7FF  # exponent and three bits: e4m3's of 0.5 and more, plus 120 << 3
         v = (((q >> 24) & 128) | tl.where(low == 0, 0, low - 960)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    elif EIGHT:
+        q = ((w >> (4 * j)) & 15).to(tl.int16)
+        v = (q - (zero.to(tl.int16) if ZEROS else 8)).to(tl.int8)
     elif SOFT:
-        v = to_e4m3(exact_codes(w, j, INT4) - 8.0, SOFT)
+        v = to_e4m3(exact_codes(w, j, INT4) - (zero if ZEROS else 8.0), SOFT)
     else:  # the f16 of bits 0x6400 + q is 1024 + q
         q = (((w >> (4 * j)) & 15) | 0x6400).to(tl.int16)
-        v = (q.to(tl.float16, bitcast=True) - 1032.0).to(tl.float8e4nv)
+        v = (q.to(tl.float16, bitcast=True) - ((zero + 1024.0).to(tl.float16) if ZEROS else 1032.0)).to(tl.float8e4nv)
     return v
+
+
+@triton.jit
+def slice_zero(
+    z_ptr, row_zero, n_scale, kb, j: tl.constexpr, KB: tl.constexpr, SW: tl.constexpr, G: tl.constexpr,
+    ZSPW: tl.constexpr, NS: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
+    """[BN, 1] f32: the zero points of slice j of K block kb; row_zero [BN] where they are constant along K."""
+    zero = row_zero
+    if ZEROS and G > 0:
+        ZSUB: tl.constexpr = (j * SW // G) % ZSPW
+        zero = decode_scale(group_word(z_ptr, n_scale, kb, j, KB, SW, G, ZSPW, NS), ZSUB, 16, 0)
+    return zero[:, None]
 
 
 @triton.jit
@@ -117,14 +135,23 @@ def slice_scale(
 
 @triton.jit
 def sliced_loop(
-    acc, acc_u, x_rows_ptr, xs_rows_ptr, w_ptr, s_ptr, n, n_scale, m_mask,
-    K: tl.constexpr, SEGMENTS: tl.constexpr, W_SEG: tl.constexpr, S_SEG: tl.constexpr, SW: tl.constexpr,
-    NS: tl.constexpr, SBITS: tl.constexpr, SKIND: tl.constexpr,
-    ELEM: tl.constexpr, P: tl.constexpr, G: tl.constexpr, SPW: tl.constexpr, GX: tl.constexpr, SOFT: tl.constexpr,
+    acc, acc_u, x_rows_ptr, xs_rows_ptr, w_ptr, s_ptr, z_ptr, n, n_scale, m_mask,
+    K: tl.constexpr, SEGMENTS: tl.constexpr, W_SEG: tl.constexpr, S_SEG: tl.constexpr, Z_SEG: tl.constexpr,
+    SW: tl.constexpr, NS: tl.constexpr, SBITS: tl.constexpr, SKIND: tl.constexpr,
+    ELEM: tl.constexpr, P: tl.constexpr, G: tl.constexpr, SPW: tl.constexpr, ZSPW: tl.constexpr,
+    ZEROS: tl.constexpr, GX: tl.constexpr, EIGHT: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    """One slice of SW columns a product, in a fresh accumulator.  G, GX: columns a scale of w and of x, 0 = all."""
+    """One slice of SW columns a product, in a fresh accumulator.  G, GX: columns a scale of w and of x, 0 = all.
+    EIGHT: x and the operands are int8, products int32, exact; so is acc, where the scales of w are constant along K."""
     KB: tl.constexpr = P * SW
     NKB: tl.constexpr = (K + KB - 1) // KB
+    PRODUCT: tl.constexpr = tl.int32 if EIGHT else tl.float32
+    zero = tl.zeros([n.shape[0]], tl.float32)
+    zero_u = zero
+    if ZEROS and G == 0:
+        zero = decode_scale(tl.load(z_ptr + n_scale), 0, 16, 0)
+        if SEGMENTS == 2:
+            zero_u = decode_scale(tl.load(z_ptr + Z_SEG + n_scale), 0, 16, 0)
     offs = tl.arange(0, SW)
     x_ptrs = x_rows_ptr[:, None] + offs[None, :]
     w_ptrs = w_ptr + (n // 16 * (NKB * 16 * SW) + n % 16 * SW)[:, None] + offs[None, :]
@@ -135,18 +162,20 @@ def sliced_loop(
         for j in tl.static_range(P):
             k = kb * KB + j * SW
             xt = tl.trans(tl.load(x_ptrs + k, mask=m_mask[:, None], other=0.0))
-            part = tl.dot(operand(w, j, ELEM, SOFT), xt)
+            z = slice_zero(z_ptr, zero, n_scale, kb, j, KB, SW, G, ZSPW, NS, ZEROS)
+            part = tl.dot(operand(w, z, j, ELEM, ZEROS, EIGHT, SOFT), xt, out_dtype=PRODUCT)
             if SEGMENTS == 2:
-                part_u = tl.dot(operand(u, j, ELEM, SOFT), xt)
+                z_u = slice_zero(z_ptr + Z_SEG, zero_u, n_scale, kb, j, KB, SW, G, ZSPW, NS, ZEROS)
+                part_u = tl.dot(operand(u, z_u, j, ELEM, ZEROS, EIGHT, SOFT), xt, out_dtype=PRODUCT)
             if GX > 0:
                 xs = tl.load(xs_rows_ptr + k // GX, mask=m_mask, other=0.0)[None, :]
                 part *= xs
                 if SEGMENTS == 2:
                     part_u *= xs
             if G > 0:
-                part *= slice_scale(s_ptr, n_scale, kb, j, KB, SW, G, SPW, NS, SBITS, SKIND)
+                part = part * slice_scale(s_ptr, n_scale, kb, j, KB, SW, G, SPW, NS, SBITS, SKIND)
                 if SEGMENTS == 2:
-                    part_u *= slice_scale(s_ptr + S_SEG, n_scale, kb, j, KB, SW, G, SPW, NS, SBITS, SKIND)
+                    part_u = part_u * slice_scale(s_ptr + S_SEG, n_scale, kb, j, KB, SW, G, SPW, NS, SBITS, SKIND)
             acc += part
             if SEGMENTS == 2:
                 acc_u += part_u
@@ -186,19 +215,21 @@ def whole_loop(
 
 @triton.jit(do_not_specialize=["n_blocks", "n_experts"])
 def expert_gemm_rounded(
-    x_ptr, x_scale_ptr, w_ptr, s_ptr, row_scale_ptr, global_ptr, bias_ptr,
+    x_ptr, x_scale_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, global_ptr, bias_ptr,
     router_ptr, slots_ptr, blocks_ptr, ids_ptr, out_ptr,
     n_blocks, n_experts, out_stride, alpha, beta, limit,
     N: tl.constexpr, K: tl.constexpr, NP: tl.constexpr, SEGMENTS: tl.constexpr, TOP_K: tl.constexpr,
     GATHER_X: tl.constexpr, SCATTER_OUT: tl.constexpr, DIRECT: tl.constexpr,
     ELEM: tl.constexpr, P: tl.constexpr, SW: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr, SPW: tl.constexpr,
+    ZSPW: tl.constexpr, ZEROS: tl.constexpr,
     SBITS: tl.constexpr, SKIND: tl.constexpr, GX: tl.constexpr, SLICED: tl.constexpr, INT8: tl.constexpr,
     ROW_SCALE: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
     ROUTER: tl.constexpr, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     """As gemm.expert_gemm; x [*, KP] and x_scale from round_rows (GX columns a scale); w the packed containers, seen as
-    numbers of x's type where SLICED is not.  s [E, SEGMENTS, words, NS] int32, or row_scale [E, SEGMENTS, NS] f32."""
+    numbers of x's type where SLICED is not.  s [E, SEGMENTS, words, NS] int32, or row_scale [E, SEGMENTS, NS] f32; z
+    [E, SEGMENTS, words, NS] int32, read where ZEROS (SLICED alone)."""
     b, tile = tile_of(tl.program_id(0), n_blocks, (N + BN - 1) // BN, GROUP_M)
     e, start, rows = find_block(blocks_ptr, ids_ptr, b, n_experts, DIRECT)
     if e < 0:
@@ -210,19 +241,20 @@ def expert_gemm_rounded(
     X_GROUPS: tl.constexpr = (KP + GX - 1) // GX if GX > 0 else 1
     W_SEG: tl.constexpr = NP * KP // P if SLICED else NP * KP
     S_SEG: tl.constexpr = (1 if G == 0 else (KP + G * SPW - 1) // (G * SPW)) * NS
+    Z_SEG: tl.constexpr = (1 if G == 0 else (KP + G * ZSPW - 1) // (G * ZSPW)) * NS
     mask, slots, x_rows, out_rows = rows_of_block(slots_ptr, start, rows, BM, TOP_K, GATHER_X, SCATTER_OUT, DIRECT)
     offs_n = tile * BN + tl.arange(0, BN)
     n = tl.minimum(offs_n, N - 1)
     n_scale = scale_row(n, ROWS)
-    acc = tl.zeros([BN, BM], tl.int32 if INT8 else tl.float32)
+    acc = tl.zeros([BN, BM], tl.int32 if INT8 and (G == 0 or not SLICED) else tl.float32)
     x_ptr += x_rows * KP
     xs_ptr = x_scale_ptr + x_rows * X_GROUPS
     w_ptr += e * (SEGMENTS * W_SEG)
     s_ptr += e * (SEGMENTS * S_SEG)
     if SLICED:
         acc, acc_u = sliced_loop(
-            acc, acc, x_ptr, xs_ptr, w_ptr, s_ptr, n, n_scale, mask,
-            K, SEGMENTS, W_SEG, S_SEG, SW, NS, SBITS, SKIND, ELEM, P, G, SPW, GX, SOFT,
+            acc, acc, x_ptr, xs_ptr, w_ptr, s_ptr, z_ptr + e * (SEGMENTS * Z_SEG), n, n_scale, mask,
+            K, SEGMENTS, W_SEG, S_SEG, Z_SEG, SW, NS, SBITS, SKIND, ELEM, P, G, SPW, ZSPW, ZEROS, GX, INT8, SOFT,
         )  # fmt: skip
     else:
         s_row = n_scale[:, None]

@@ -15,8 +15,10 @@ enum { EXPERTD_OK = 0, EXPERTD_BAD_ARGUMENT = 1, EXPERTD_NO_MEMORY = 2, EXPERTD_
 enum { EXPERTD_INT4, EXPERTD_INT8, EXPERTD_E4M3, EXPERTD_E2M1, EXPERTD_BF16, EXPERTD_F16, EXPERTD_F32 };
 enum { EXPERTD_SCALE_NONE, EXPERTD_SCALE_F32, EXPERTD_SCALE_F16, EXPERTD_SCALE_BF16, EXPERTD_SCALE_E8M0, EXPERTD_SCALE_E4M3 };
 enum { EXPERTD_SILU, EXPERTD_GELU, EXPERTD_GELU_TANH, EXPERTD_SWIGLUOAI, EXPERTD_RELU2 };
+// INT8: activations may be rounded to 8 bits with a scale for 16 columns; INT8_TOKEN: they are, with one scale for a row. Both for int4
+// weights alone.
 // READ, for the benchmark: nothing is computed or written; each thread only reads the weights that it would compute with, in their order.
-enum { EXPERTD_COMPUTE_BF16, EXPERTD_COMPUTE_F32, EXPERTD_COMPUTE_INT8, EXPERTD_COMPUTE_READ };
+enum { EXPERTD_COMPUTE_BF16, EXPERTD_COMPUTE_F32, EXPERTD_COMPUTE_INT8, EXPERTD_COMPUTE_READ, EXPERTD_COMPUTE_INT8_TOKEN };
 
 // How codes of e4m3 and f16 below their least normal number meet f32: as subnormal numbers, or made normal first, for processors that are
 // slow with those. AUTO: as this processor needs.

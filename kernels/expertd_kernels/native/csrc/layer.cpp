@@ -52,8 +52,9 @@ Path path_of(const Pass& p, const Geometry& g) {
   return path_of(*p.context.level, p.layer.compute, g.spec.element, p.tiles, p.layer.batch_invariant != 0);
 }
 
-Rows make_rows(RowBuffers& b, const Geometry& g, Path path, const int* tile_first, const int* tile_rows, int count) {
+Rows make_rows(RowBuffers& b, const Geometry& g, Path path, bool one_scale, const int* tile_first, const int* tile_rows, int count) {
   Rows r{};
+  r.one_scale = one_scale;
   if (is_tiled(path)) {
     r.tile_first = tile_first;
     r.tile_rows = tile_rows;
@@ -374,9 +375,10 @@ double run_pass(Pass& p, const int32_t* ids, const float* weights) {
   p.ahead2 = pairs_ahead(p, p.g2);
   const Path path = path_of(p, p.g13);
   const Routes& r = p.routes;
-  if (p.shared) p.tokens = make_rows(p.context.tokens, p.g13, path, r.own_first, r.own_rows, p.m);
-  p.input = p.shared && !is_tiled(path) ? p.tokens : make_rows(p.context.input, p.g13, path, r.tile_first, r.tile_rows, r.count);
-  p.middle = make_rows(p.context.middle, p.g2, path_of(p, p.g2), p.routes.tile_first, p.routes.tile_rows, p.routes.count);
+  const bool one_scale = p.layer.compute == EXPERTD_COMPUTE_INT8_TOKEN;
+  if (p.shared) p.tokens = make_rows(p.context.tokens, p.g13, path, one_scale, r.own_first, r.own_rows, p.m);
+  p.input = p.shared && !is_tiled(path) ? p.tokens : make_rows(p.context.input, p.g13, path, one_scale, r.tile_first, r.tile_rows, r.count);
+  p.middle = make_rows(p.context.middle, p.g2, path_of(p, p.g2), one_scale, r.tile_first, r.tile_rows, r.count);
   p.hidden_stride = size_t(p.g2.spec.k + 31) / 32 * 32 + 16;
   p.hidden = p.context.hidden.get<float>(p.hidden_stride * p.routes.count);
   const bool computes = p.layer.compute != EXPERTD_COMPUTE_READ;

@@ -22,6 +22,7 @@ struct Rows {
   float* sums;       // [row][pieces] sum of the rounded values (all but kF32); kI8: times their scales
   int32_t* starts;   // [row][pieces] - sum * what a stored code has on top of its number (kI16, kI16Tiles)
   int pieces;
+  bool one_scale;    // kI8: a row has one scale, the same in all its places of `scales`
   const int32_t *tile_first, *tile_rows;  // [row] paths for tiles: the first row of its tile, and how many it has
 };
 
@@ -129,7 +130,7 @@ inline bool has_tiles(const Level& level, const Geometry& g, int routes, int act
 // other path is; tiles round the activations of all others to bf16, so int4 never takes them (kBytes is near their speed) and the others
 // always do (docs/log/cpu-xeon.md).
 inline bool use_tiles(const Level& level, const expertd_layer& layer, const Geometry& g13, const Geometry& g2, int routes, int active) {
-  if (!level.tile_rows || layer.compute == EXPERTD_COMPUTE_F32) return false;
+  if (!level.tile_rows || layer.compute == EXPERTD_COMPUTE_F32 || layer.compute == EXPERTD_COMPUTE_INT8_TOKEN) return false;
   const int a = g13.spec.element, b = g2.spec.element;
   if (layer.batch_invariant && (a != EXPERTD_INT8 || b != EXPERTD_INT8)) {
     const auto never = [](int element) { return element == EXPERTD_INT4 || element == EXPERTD_F16 || element == EXPERTD_F32; };
@@ -140,6 +141,7 @@ inline bool use_tiles(const Level& level, const expertd_layer& layer, const Geom
 
 inline Path path_of(const Level& level, int compute, int element, bool tiles, bool invariant) {
   if (compute == EXPERTD_COMPUTE_F32 || element == EXPERTD_F16 || element == EXPERTD_F32) return kF32;
+  if (compute == EXPERTD_COMPUTE_INT8_TOKEN && element == EXPERTD_INT4) return kI8;
   // Where there are tiles, 16 bits are as fast as 8 or faster, for few rows and for many (docs/log/cpu-xeon.md).
   if (compute == EXPERTD_COMPUTE_INT8 && element == EXPERTD_INT4 && !level.tile_rows) return kI8;
   if (tiles) return element == EXPERTD_INT8 ? kI16Tiles : kBf16Tiles;

@@ -168,10 +168,30 @@ void bf16_tiles(const float* src, int n, int per_lane, const TileRow& row, size_
   for (int s = 0; s < steps; s++) __builtin_memcpy(row.at(first + s), pairs + s * 16, kVector);
 }
 
-// 8-bit values of one piece: the scale of a part of 16 columns is its largest magnitude over 127. A word holds columns (0, 2, 4, 6) of 8,
-// the next one (1, 3, 5, 7): the low and the high nibbles of a lane. sum: of the rounded values times their scales.
+// Bits of the largest magnitude of n numbers (a multiple of 8). NaN and infinity are the largest.
 template <class V>
-void int8_piece(const float* src, int n, int32_t* dst, float* scales, float& sum) {
+int32_t largest_bits_of(const float* src, int n) {
+  alignas(64) int32_t lanes[V::W];
+  typename V::I top = V::bcasti(0);
+  int i = 0;
+  for (; i + V::W <= n; i += V::W) top = V::maxi(top, V::andi(V::bits(V::loadf(src + i)), V::bcasti(0x7FFFFFFF)));
+  V::storei(lanes, top);
+  int32_t largest = 0;
+  for (int l = 0; l < V::W; l++) largest = lanes[l] > largest ? lanes[l] : largest;
+  for (; i < n; i++) {
+    int32_t bits;
+    __builtin_memcpy(&bits, src + i, 4);
+    bits &= 0x7FFFFFFF;
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
+}
+
+// 8-bit values of one piece: the scale of a part of 16 columns is its largest magnitude over 127, or that of the row, whose bits `of_row`
+// are then (-1: of the part). A word holds columns (0, 2, 4, 6) of 8, the next one (1, 3, 5, 7): the low and the high nibbles of a lane.
+// sum: of the rounded values times their scales.
+template <class V>
+void int8_piece(const float* src, int n, int32_t of_row, int32_t* dst, float* scales, float& sum) {
   alignas(64) float v[kMaxPiece + kPart];
   alignas(64) int32_t q[kMaxPiece + kPart], lanes[V::W];
   __builtin_memcpy(v, src, sizeof(float) * n);
@@ -184,6 +204,7 @@ void int8_piece(const float* src, int n, int32_t* dst, float* scales, float& sum
     V::storei(lanes, top);
     int32_t largest = 0, count = 0;
     for (int i = 0; i < V::W; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+    if (of_row >= 0) largest = of_row;
     float most;
     __builtin_memcpy(&most, &largest, 4);
     const bool finite = largest < 0x7F800000;
@@ -282,13 +303,14 @@ void byte_piece(const Geometry& g, const float* src, int n, int32_t* dst, const 
   rows.starts[piece] = -code_offset(element, g.spec.zeros) * sum;
 }
 
+// of_row: as in int8_piece.
 template <class V>
-void round_piece(Path path, const Geometry& g, const float* src, int n, int32_t* dst, const Rows& rows, size_t piece) {
+void round_piece(Path path, const Geometry& g, const float* src, int n, int32_t of_row, int32_t* dst, const Rows& rows, size_t piece) {
   if constexpr (V::kBytes) {
     if (path == kBytes) return byte_piece<V>(g, src, n, dst, rows, piece);
   }
   if (path == kBf16) return bf16_piece<V>(src, n, g.per_lane, dst, rows.sums[piece]);
-  if (path == kI8) return int8_piece<V>(src, n, dst, rows.scales + piece * parts_of(g.piece), rows.sums[piece]);
+  if (path == kI8) return int8_piece<V>(src, n, of_row, dst, rows.scales + piece * parts_of(g.piece), rows.sums[piece]);
   int32_t sum;
   quantize_piece<V>(src, n, [&](const int32_t* q) { store_pairs(q, n, g.per_lane, dst); }, rows.scales[piece], sum);
   rows.sums[piece] = float(sum);
@@ -313,13 +335,14 @@ template <class V>
 void round_row(Path path, const Geometry& g, const float* src, const Rows& rows, int row) {
   uint8_t* dst = rows.data + size_t(row) * rows.stride;
   const size_t first = size_t(row) * rows.pieces, bytes8 = packed_bytes(path, g.spec.element);  // of 8 columns
+  const int32_t of_row = path == kI8 && rows.one_scale ? largest_bits_of<V>(src, g.kp) : -1;
   size_t piece = first;
   for (int at = 0; at < g.kp; at += g.group) {
     const int end = at + g.group < g.kp ? at + g.group : g.kp;
     for (int k = at; k < end; k += g.piece, piece++) {
       const int n = k + g.piece < end ? g.piece : end - k;
       if (is_tiled(path)) round_tiled_piece<V>(path, g, src + k, n, TileRow(rows, row), piece - first, rows, piece);
-      else round_piece<V>(path, g, src + k, n, reinterpret_cast<int32_t*>(dst + k / 8 * bytes8), rows, piece);
+      else round_piece<V>(path, g, src + k, n, of_row, reinterpret_cast<int32_t*>(dst + k / 8 * bytes8), rows, piece);
     }
   }
 }
