@@ -6,7 +6,7 @@
     attach(model, "127.0.0.1:50051")     # a model that was loaded whole: its experts are set aside
     detach(model)                        # and put back
 
-Written for transformers 5.23 (pip install 'expertd[transformers]').
+Written for transformers 5.23 (pip install '.[transformers]' in a checkout).
 """
 
 from expertd_client.transformers.attach import Attachment, attach, detach

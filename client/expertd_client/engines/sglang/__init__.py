@@ -1,6 +1,6 @@
-"""SGLang whose routed experts live on expertd's servers; written for SGLang 0.5.23 (pip install 'expertd[sglang]').
+"""SGLang whose routed experts live on expertd's servers; written for SGLang 0.5.23 (pip install '.[sglang]').
 
-    EXPERTD_ADDRESS=10.0.0.1:7070 python -m sglang.launch_server --model-path FRONTEND \\
+    EXPERTD_ADDRESS=10.0.0.1:50051 python -m sglang.launch_server --model-path FRONTEND \\
         --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled --disable-shared-experts-fusion
 
 FRONTEND is a checkpoint without experts (`expertctl strip DIR FRONTEND`).  SGLang finds register() by its entry point
