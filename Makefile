@@ -18,7 +18,7 @@ NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_k
   server/expertd_server/engine/csrc/*.cpp server/expertd_server/engine/csrc/*.h \
   client/expertd_client/cluster/csrc/*.cpp)
 
-.PHONY: help setup demo test soak vendor triton aarch64 check lint format proto golden docs bench wheel clean
+.PHONY: help setup demo test soak vendor triton aarch64 check lint format proto docs bench wheel clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
