@@ -91,7 +91,9 @@ def is_long(command: Command) -> bool:
     return any(re.match(rule.pattern, command.text) for rule in LONG)
 
 
-KNOWN = frozenset({"expertd", "expertctl", "python", "buf", "grpcurl", "ghz", "perf_analyzer", "echo", "sh", "curl"})
+KNOWN = frozenset(
+    {"expertd", "expertctl", "python", "buf", "grpcurl", "ghz", "perf_analyzer", "echo", "sh", "curl", "git"}
+)
 """Programs that run here; any other one has to be listed, and is not run before."""
 
 
@@ -225,6 +227,36 @@ def test_extras_of_the_documents_exist():
     for page in documents.pages():
         for names in re.findall(r"(?:'\.|'expertd|\.whl)\[([\w,]+)\]", page.read_text()):
             assert set(names.split(",")) <= declared, page
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    for path in [*documents.pages(), *documents.deploy_files()]:
+        yield str(path.relative_to(ROOT)), path.read_text()
+
+
+PORTS = {*range(50051, 50070), 9464, 4317, 9100, 10001}
+"""50051: gRPC; from there on: servers beside it on one host, AdminService, a proxy.  9464: metrics.  4317, 9100: those of
+OTLP and of the node exporter.  10001 is the image's user."""
+
+
+def test_documents_have_one_port_for_each_purpose():
+    named = [
+        (name, int(n)) for name, text in texts() for n in re.findall(r"(?<=[a-zA-Z0-9\]]):(\d{4,5})\b(?!\.\d)", text)
+    ]
+    assert len(named) > 40
+    assert not [found for found in named if found[1] not in PORTS]
+
+
+def test_a_package_of_an_index_is_named_where_there_is_one():
+    """Nothing is published: expertd comes from a checkout, or from a folder with its wheel."""
+    for name, text in texts():
+        for line in text.splitlines():
+            if re.search(r"pip install [^&|`]*'?expertd(\[| |'|$)", line):
+                assert "--find-links" in line or ".whl" in line, f"{name}: {line}"
+
+
+def test_security_names_a_contact():
+    assert "Contact: " in (ROOT / "SECURITY.md").read_text().partition("\n## ")[0]
 
 
 PAGE = """# A page

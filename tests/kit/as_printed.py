@@ -103,7 +103,7 @@ class Reader:
         self._servers: dict[str, Server] = {}
         self._started = 0
         for path in ROOT.iterdir():
-            if path.name not in ("build", "dist", ".git"):
+            if path.name not in ("build", "dist"):
                 (folder / path.name).symlink_to(path)
         (folder / "build").mkdir()
 
