@@ -235,8 +235,8 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 PORTS = {*range(50051, 50070), 9464, 4317, 9100, 10001}
-"""50051: gRPC; from there on: servers beside it on one host, AdminService, a proxy.  9464: metrics.  4317, 9100: those of
-OTLP and of the node exporter.  10001 is the image's user."""
+"""50051: gRPC; from there on: servers beside it on one host, AdminService, a proxy.  9464: metrics.  4317, 9100: those
+of OTLP and of the node exporter.  10001 is the image's user."""
 
 
 def test_documents_have_one_port_for_each_purpose():

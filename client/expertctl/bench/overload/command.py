@@ -161,6 +161,10 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+_SHOWN = 5
+"""Failures of a row."""
+
+
 def _show(rows: list[Row]) -> None:
     out = console(200)
     table = Table(
@@ -177,7 +181,9 @@ def _show(rows: list[Row]) -> None:
     print_table(out, table)
     for r in rows:
         reasons = ", ".join(f"{reason} {n:,}" for reason, n in r.refused.items()) or "nothing"
-        out.print(f"{r.way} {r.load:g}x: refused {reasons}; not retryable {r.not_retryable:,}", markup=False)
+        out.print(f"{r.way} {r.load:g}x: refused {reasons}; failed {r.not_retryable:,}", markup=False)
+        for failure in r.failures[:_SHOWN]:
+            out.print(f"  {failure.text()}", markup=False)
 
 
 def _cells(r: Row) -> tuple[str, ...]:
