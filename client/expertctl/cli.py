@@ -67,7 +67,7 @@ def _main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a file that cannot be written, a disk that is full
-        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        said = f"{error.filename}: {error.strerror}" if error.filename else str(error) or type(error).__name__
         print(f"expertctl {args.command}: {said}", file=sys.stderr)
         return 1
 

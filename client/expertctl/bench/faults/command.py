@@ -12,6 +12,7 @@ from expertctl.bench.faults.failures import Failures
 from expertctl.bench.faults.run import AWAY_S, FAULTS, Row, run
 from expertctl.common.brief import briefly, fewer
 from expertctl.common.counts import at_least, positive
+from expertd.errors import ExpertdError
 from expertd.tables import console, print_table
 
 __all__ = ["add_arguments", "run_command"]
@@ -42,14 +43,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Measures and prints; 1 where a call failed."""
-    found = list(run(args.fault, args.events, args.callers, args.tokens, args.away))
+    """Measures and prints; 1 where a call failed, or where it could not go on: what was measured by then is shown."""
+    found: list[tuple[Row, Failures]] = []
+    ended = ""
+    try:
+        for row, failures in run(args.fault, args.events, args.callers, args.tokens, args.away):
+            found.append((row, failures))
+    except ExpertdError as error:
+        ended = f"{error.reason}: {error.message}"
     if args.json:
         failed = {row.fault: [asdict(one) for one in failures.first] for row, failures in found if failures}
-        print(json.dumps({"rows": [asdict(row) for row, _ in found], "failures": failed}))
+        early = {"ended_early": ended} if ended else {}
+        print(json.dumps({"rows": [asdict(row) for row, _ in found], "failures": failed, **early}))
     else:
         _show(found)
-    return 1 if any(failures for _, failures in found) else 0
+        if ended:
+            print(f"ended early: {ended}")
+    return 1 if ended or any(failures for _, failures in found) else 0
 
 
 def _show(found: list[tuple[Row, Failures]]) -> None:
