@@ -103,9 +103,11 @@ def is_mention(command: Command) -> bool:
 
 
 def runs() -> list[object]:
-    out = []
+    """The same text twice is run once, where it stands first."""
+    out, seen = [], set()
     for c in COMMANDS:
-        if not is_mention(c) and not why_not(c) and c.program in KNOWN:
+        if not is_mention(c) and not why_not(c) and c.program in KNOWN and c.text not in seen:
+            seen.add(c.text)
             marks = [pytest.mark.soak] if is_long(c) else []
             out.append(pytest.param(c.page, c, id=str(c), marks=marks))
     return out
