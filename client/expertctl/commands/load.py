@@ -44,6 +44,7 @@ INTERRUPTED = 130
 def add_parser(subparsers: Any, text: str) -> None:
     parser = subparsers.add_parser(
         "load",
+        usage="expertctl load (ADDRESS ... | --echo) [OPTION ...]",
         help=text,
         description="Sends many requests and reports latency and throughput.  Closed loop (the default): --concurrency"
         " clients, each waits for its answer before it sends again.  Open loop (--rate): requests are sent on schedule,"
