@@ -32,6 +32,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
             "__init__",
             "begun",
             "bounds",
+            "command_line",
             "cxx",
             "dtypes",
             "errors",

@@ -3,7 +3,7 @@
     python client/examples/chat.py                          tiny random models of four families, made here
     python client/examples/chat.py --family gpt_oss --scheme mxfp4 --tokens 128
     python client/examples/chat.py --checkpoint DIR         a real model: two servers are started, and you are asked
-    python client/examples/chat.py --checkpoint DIR --servers 10.0.0.1:7070 10.0.0.2:7070 --prompt "Why?"
+    python client/examples/chat.py --checkpoint DIR --servers 10.0.0.1:50051 10.0.0.2:50051 --prompt "Why?"
 
 Tiny models are made in float32 and saved, `expertd quantize` quantizes their experts, two `expertd serve` hold one half
 each, and the frontend is loaded without experts.  Beside it the same model speaks with the dequantized weights in its

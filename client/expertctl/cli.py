@@ -1,12 +1,12 @@
 """The `expertctl` command: asks a server, calls it, loads it.  One row of COMMANDS and one module in commands/ each,
 imported when it is called.
 
-Exit codes: 0 done; 1 the server refused, failed or could not be reached; 2 a wrong command line.
+Exit codes: 0 done; 1 the server refused, failed or could not be reached; 2 a wrong command line, or a file that it
+names.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import json
@@ -15,29 +15,30 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 
-from expertd.errors import ExpertdError
+from expertd.command_line import Parser
+from expertd.errors import ExpertdError, PlacementError
 from expertd.hostmem import tune_allocator
 
 __all__ = ["COMMANDS", "main", "parser_of"]
 
 COMMANDS: Mapping[str, str] = {
-    "describe": "what a server holds, accepts and chose",
-    "health": "whether a server takes requests",
-    "forward": "send one batch and show the answer",
-    "load": "send many, in a closed or an open loop, and report latency and throughput",
-    "top": "servers as they work: queue, rates, latency, device, the hottest experts",
-    "record": "which layers and experts a server's callers ask for, when",
-    "replay": "send what was recorded again, at the same times or N times as fast",
-    "plan": "which server should hold which experts, from their load and the servers' speed and room",
-    "apply": "bring a running cluster to a placement, while it serves",
-    "update": "give servers new weights, while they serve",
-    "versions": "which weights servers hold; and the version before again",
-    "simulate": "what a cluster of many servers would make of a load",
-    "ray": "servers as actors of a Ray cluster",
-    "trace": "call every layer and write where the time went, for Perfetto and as a picture",
-    "strip": "copy a checkpoint without its experts, for a frontend",
-    "bench": "measure parts of the client on this machine",
-    "completion": "a script that completes commands and options in bash, zsh or fish",
+    "describe": "show what a server serves: layers, experts, backends, limits, load",
+    "health": "check whether a server accepts requests",
+    "load": "send many requests and report latency and throughput",
+    "forward": "send one request and show the answer",
+    "top": "watch servers: queues, rates, latency, device, hottest experts",
+    "trace": "call every layer and write a timeline of where the time goes",
+    "record": "record which layers and experts the clients of a server ask for",
+    "replay": "send a recording again, at its own speed or faster",
+    "plan": "compute a placement: which server serves which experts",
+    "apply": "move the experts of running servers to a placement",
+    "update": "give servers new weights while they serve",
+    "versions": "show which weights servers hold, or go back to the version before",
+    "simulate": "simulate a large cluster under load and failures",
+    "ray": "run servers as actors of a Ray cluster",
+    "strip": "copy a checkpoint without its experts, for an engine that calls servers",
+    "bench": "measure client, transports and servers on this machine",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 """Command -> what --help says.  Module: expertctl.commands.NAME, with add_parser(subparsers) and run(args)."""
 
@@ -60,7 +61,7 @@ def _main(argv: list[str]) -> int:
         return code
     except ExpertdError as error:
         _complain(error, getattr(args, "json", False))
-        return 1
+        return 2 if isinstance(error, PlacementError) else 1
     except ValueError as error:  # an argument that only the server's description, or a file, shows to be wrong
         print(f"expertctl {args.command}: {error}", file=sys.stderr)
         return 2
@@ -68,15 +69,15 @@ def _main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a file that cannot be written, a disk that is full
-        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        said = f"{error.filename}: {error.strerror}" if error.filename else str(error) or type(error).__name__
         print(f"expertctl {args.command}: {said}", file=sys.stderr)
         return 1
 
 
-def parser_of(whole: Collection[str]) -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:
+def parser_of(whole: Collection[str]) -> tuple[Parser, dict[str, ModuleType]]:
     """The parser, with the arguments of the commands in `whole`, and their modules; others are names alone, so that
     nothing is imported for them."""
-    parser = argparse.ArgumentParser(prog="expertctl", description="Talks to an expertd server.")
+    parser = Parser(prog="expertctl", description="Inspects, calls, loads and manages expertd servers.")
     parser.add_argument("--version", action="version", version=f"expertctl {importlib.metadata.version('expertd')}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     modules = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import shlex
 from pathlib import Path
 
@@ -36,14 +35,3 @@ def read(
         except SystemExit as e:
             pytest.fail(f"{shlex.join(words)}: the parser ended with {e.code}")
     return resolve(found[0], environ or {}) if (package, name) == ("expertd_server", "serve") else None
-
-
-def pasted(text: str) -> list[list[str]]:
-    """The words of every expertd and expertctl command in the sh blocks of a page."""
-    lines = [
-        line
-        for block in re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
-        for line in re.sub(r"\\?\n +", " ", block).splitlines()
-    ]
-    split = [shlex.split(line, comments=True) for line in lines if re.match(r"(expertd|expertctl) ", line)]
-    return [[w for w in words if w != "..."] for words in split]

@@ -20,6 +20,8 @@ from command_kit import ROOT, read
 from image_steps import StepError, chain, environment, last
 from image_steps import read as stages_of
 
+from expertd_server.boot.assignment import BootError, WrongOptionError
+from expertd_server.commands.serve import LOST
 from expertd_server.config.options import OPTIONS
 
 TEXT = (ROOT / "deploy" / "Dockerfile").read_text()
@@ -165,6 +167,14 @@ def test_the_unit_starts_a_server_that_understands_its_file(monkeypatch):
     assert f"health {config.listen} " in setting("ExecStartPost")
     assert str(config.cache).startswith("/var/cache/" + setting("CacheDirectory"))
     read(shlex.split(re.search(r"\S+expertctl [^;&]*", setting("ExecStartPost"))[0]), monkeypatch)
+
+
+def test_systemd_starts_again_what_may_succeed_alone():
+    """A lost GPU and a port that is taken, not a wrong option."""
+    prevented = setting("RestartPreventExitStatus").split()
+    assert setting("Restart") == "on-failure"
+    assert prevented == [str(WrongOptionError.exit_code)] == ["2"]
+    assert {str(LOST), str(BootError.exit_code)}.isdisjoint(prevented)
 
 
 def test_the_unit_waits_for_the_server_and_not_for_a_dead_one(tmp_path):

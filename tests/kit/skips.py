@@ -50,6 +50,12 @@ def without_package(name: str) -> Callable[[], bool]:
     return lambda: find_spec(name) is None
 
 
+def without_namespaces() -> bool:
+    from as_printed import no_namespace  # imports the client
+
+    return bool(no_namespace())
+
+
 def no_buf() -> bool:
     return not (ROOT / "node_modules/.bin/buf").exists() and shutil.which("npm") is None
 
@@ -77,6 +83,8 @@ ALLOWED: Sequence[Allowed] = (
     Allowed("systemd-analyze is not", "tests/deploy/test_images.py", without("systemd-analyze"), 3),
     Allowed("perf_analyzer is not installed", "tests/", without("perf_analyzer")),
     Allowed("grpcurl is not installed", "tests/", without("grpcurl")),
+    Allowed("ghz is not installed", "tests/docs/", without("ghz")),
+    Allowed("network namespaces", "tests/docs/test_commands.py", without_namespaces),
     Allowed("needs chromium", "tests/server/views/test_page.py", always),
     Allowed("no SIMDe headers", "tests/kernels/native/test_levels.py", always, 1),
     Allowed("vLLM is not installed", "tests/engines/", without_package("vllm")),

@@ -69,7 +69,7 @@ def test_load_like_a_model_that_generates(tiny_server):
     assert "one caller, 2 tokens, 2 layers in turn, 5 steps" in table
     assert re.search(r"shm +│ +\d.*inline │ +\d", table, re.S), table
     assert "inline" in expertctl(*words, "--unary")
-    assert "want one: other loads have no steps" in expertctl("load", tiny_server, "--depth", 3, code=2)
+    assert "want both: other loads have no steps" in expertctl("load", tiny_server, "--depth", 3, code=2)
 
 
 def test_there_are_examples():
@@ -180,7 +180,17 @@ def test_load(tiny_server, loop, name, message):
 
 def test_load_for_people(tiny_server):
     table = expertctl("load", tiny_server, "--requests", 20, "--layers", "1", "--concurrency", 2)
-    for word in ("p50", "p95", "p99", "tokens/s", "queue", "kernel", "closed loop, 2 callers", "layers 1"):
+    for word in (
+        "p50",
+        "p95",
+        "p99",
+        "tokens/s",
+        "queue",
+        "kernel",
+        "closed loop, 2 clients",
+        "layer 1",
+        "shared memory",
+    ):
         assert word in table, table
     table = expertctl("load", tiny_server, "--duration", "0.3", "--rate", 50, "--arrivals", "fixed")
     assert "lateness" in table
@@ -225,8 +235,8 @@ def test_somebody_who_never_answers():
         (["record", "A", "-o", "/tmp/never", "--listen", "A"], 1, "HERE: cannot listen there: Address already in use"),
         (["trace", "A", "--out", "/no/such/t.json"], 2, "in a folder that is not there"),
         (["forward", "A", "--save", "."], 2, "want a file"),
-        (["apply", "/no/such/p.json"], 1, "BAD_PLACEMENT: /no/such/p.json: cannot be read: No such file"),
-        (["apply", "README.md"], 1, "BAD_PLACEMENT: README.md: placement: Failed to load JSON"),
+        (["apply", "/no/such/p.json"], 2, "BAD_PLACEMENT: /no/such/p.json: cannot be read: No such file"),
+        (["apply", "README.md"], 2, "BAD_PLACEMENT: README.md: placement: Failed to load JSON"),
         (["replay", "README.md", "A"], 2, "README.md: cannot be read as a recording: it is no .npz file; want what"),
         (["simulate", "--failures", "-3"], 2, "got '-3', want a number >= 0"),
         (["simulate", "--hangs", "7"], 2, "got '7', want a share from 0 to 1"),

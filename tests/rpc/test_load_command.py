@@ -33,6 +33,18 @@ def test_a_sweep_of_callers(tiny_server, tmp_path):
     assert "400 requests/s" in table
 
 
+def test_what_other_load_generators_call_their_options(tiny_server):
+    words = ["-n", "30", "-c", "2", "-z", "20s", "-m", "3", "--timeout", "9s", "--json"]
+    found = json.loads(expertctl("load", tiny_server, *words))
+    assert (found["answered"], found["plan"]["concurrency"], found["plan"]["tokens"]) == (30, 2, 3)
+    assert found["plan"]["duration_s"] == 20
+    assert found["transport"] == "shm"
+    assert found["latency_us"]["p999"] is None, "thirty answers say nothing of one in a thousand"
+    unary = expertctl("load", tiny_server, "-n", "3", "--unary")
+    assert "gRPC, one call for each request" in " ".join(unary.split())
+    assert "want a time > 0, for example 10s" in expertctl("load", tiny_server, "-z", "10 parsecs", code=2)
+
+
 def test_a_ramp(tiny_server, tmp_path):
     words = ["load", tiny_server, "--rate", "20..380", "--duration", 1, "--arrivals", "fixed", "--json"]
     found = json.loads(expertctl(*words, "--hdr", tmp_path / "r.hgrm", "--routing", "hot:2:0.9"))
@@ -52,7 +64,7 @@ def test_a_promise(tiny_server):
     assert found["late_share_at_most"] <= 0.1
     assert found["confidence"] == 0.95
     assert all(t["keeps"] for t in found["trials"][-2:])
-    assert "no rate keeps p50 < 1 us" in expertctl("load", tiny_server, "--slo", "p50<1us", "--duration", 0.05)
+    assert "no rate meets p50 < 1 us" in expertctl("load", tiny_server, "--slo", "p50<1us", "--duration", 0.05)
 
 
 def read_until(terminal, pattern):
@@ -112,11 +124,11 @@ def test_several_servers_are_one_cluster(tmp_path):
         assert all(f"<td>{one['server']}</td><td>echo</td><td>{one['parts']}</td>" in page for one in each)
         assert page.count("Plotly.newPlot(") == 3
         text = " ".join(expertctl("load", *servers, "--rate", 50, "--requests", 10).split())
-        assert "layers 0, a cluster of 3 servers, 1 stream" in text
+        assert "layer 0, a cluster of 3 servers, shared memory, 1 connection" in text
         assert "last server" in text
         assert all(f"{server} │ echo │" in text for server in servers)
         sweep = expertctl("load", *servers, "--concurrency", "1,2", "--requests", 10)
-        assert all(len(re.findall(rf"^{n} callers? +│ {server} │", sweep, re.M)) == 1
+        assert all(len(re.findall(rf"^{n} clients? +│ {server} │", sweep, re.M)) == 1
                    for n in (1, 2) for server in servers)  # fmt: skip
         third = json.loads(expertctl("load", servers[0], "--requests", 40, "--top-k", 2, "--json"))
         assert third["routes_computed"] == pytest.approx(each[0]["routes"], rel=0.2), "alone it computes its own"
@@ -132,13 +144,13 @@ def test_several_servers_are_one_cluster(tmp_path):
         (["A", "A", "--generate", "2"], "expertctl trace"),
         (
             ["A", "A", "--output-dtype", "e4m3"],
-            "--output-dtype e4m3: got 2 servers with it, want one: parts have to be",
+            "--output-dtype e4m3: got 2 servers with it, want one: partial sums have to be",
         ),
         ([], "ADDRESS and --echo: got neither"),
         (["A", "--echo"], "got both"),
         (["A", "--slo", "p99<1s", "--rate", "5"], "--slo: got --rate"),
         (["A", "--slo", "p99<1s", "--concurrency", "1,2"], "--slo: got a sweep"),
-        (["A", "--rate", "5,6", "--concurrency", "1,2"], "--concurrency: got several with --rate"),
+        (["A", "--rate", "5,6", "--concurrency", "1,2"], "--concurrency: got several values with --rate"),
         (["A", "--rate", "5..6", "--requests", "3"], "want --duration: its end"),
         (["A", "--rate", "5..0"], "> 0"),
         (["A", "--rate", "5,6", "--hdr", "x"], "--hdr: got a sweep"),

@@ -95,10 +95,12 @@ class Own:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--servers", type=at_least(1), default=8, metavar="N", help="that the experts lie on (8)")
-    parser.add_argument("--top-k", type=at_least(1), default=8, metavar="K", help="routes a token (8)")
-    parser.add_argument("--rounds", type=at_least(1), default=fewer(60, 2), metavar="N", help="of each way (60)")
-    parser.add_argument("--profile", action="store_true", help="show where the time of whole calls goes")
+    parser.add_argument("--servers", type=at_least(1), default=8, metavar="N", help="servers (default: 8)")
+    parser.add_argument("--top-k", type=at_least(1), default=8, metavar="K", help="routes of each token (default: 8)")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=fewer(60, 2), metavar="N", help="repetitions (default: 60)"
+    )
+    parser.add_argument("--profile", action="store_true", help="also profile whole calls")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -121,7 +123,7 @@ def run_command(args: argparse.Namespace) -> int:
     else:
         _show(rows, ones, owns)
         if missing:
-            print(f"no calls were timed: {missing}")
+            print(f"calls were not measured: {missing}")
     if profiled:
         print(profiled)
     return 0
@@ -224,7 +226,7 @@ def _medians(rounds: int, *ways: Callable[[], object]) -> list[float]:
 def _show(rows: list[Row], ones: list[One], owns: list[Own]) -> None:
     out = console()
     first = rows[0]
-    title = f"the client's own work, microseconds: {first.servers} servers, top-{first.top_k}, bf16"
+    title = f"the client's own work in microseconds: {first.servers} servers, top-{first.top_k}, bf16"
     times = [(f"{r.split_us:,.0f}", f"{r.join_us:,.0f}", f"{r.copy_us:,.0f}", f"{r.ratio:.2f}") for r in rows]
     names = ("M", "H", "bytes moved", "split", "join", "plain copy", "(split + join) / copy")
     facts = [(f"{r.tokens:,}", f"{r.hidden_size:,}", f"{r.bytes:,}") for r in rows]
@@ -234,16 +236,16 @@ def _show(rows: list[Row], ones: list[One], owns: list[Own]) -> None:
             (f"{o.tokens}", f"{o.client_us:.0f}", f"{o.cluster_us:.0f}", f"{o.cluster_us - o.client_us:.0f}")
             for o in ones
         ]
-        title = f"a call of one server, microseconds: H {ones[0].hidden_size}, {ones[0].transport}"
-        _print(out, title, ("M", "ExpertClient", "ExpertCluster", "more"), cells)
+        title = f"a call to one server in microseconds: H {ones[0].hidden_size}, {ones[0].transport}"
+        _print(out, title, ("M", "ExpertClient", "ExpertCluster", "difference"), cells)
     if owns:
         own = [(f"{o.before_us:.0f}", f"{o.after_us:.0f}", f"{o.before_us + o.after_us:.0f}") for o in owns]
         kept = [(f"{o.kept_us:.0f}" if o.kept else "-", f"{o.kept:.0%}") for o in owns]
-        title = f"the client's share of a call of {owns[0].servers} servers, microseconds: H {owns[0].hidden_size}"
+        title = f"the client's share of a call to {owns[0].servers} servers in microseconds: H {owns[0].hidden_size}"
         _print(
             out,
             title,
-            ("M", "until all is sent", "after the last answer", "both", "where the core was kept", "calls"),
+            ("M", "before sending", "after the last answer", "both", "without preemption", "of calls"),
             [(f"{o.tokens}", *t, *k) for o, t, k in zip(owns, own, kept, strict=True)],
         )
 

@@ -71,18 +71,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `expertctl bench codec`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--sizes", type=_sizes, default=SIZES, metavar="N,N,...", help="bytes of a tensor (default: 8 KiB to 16 MiB)"
+        "--sizes",
+        type=_sizes,
+        default=SIZES,
+        metavar="N,N,...",
+        help="sizes of a tensor in bytes (default: 8 KiB to 16 MiB)",
     )
     parser.add_argument(
         "--seconds",
         type=at_least_0,
         default=briefly(2.0, 0.02),
         metavar="S",
-        help="for each size, all variants together (default: 2)",
+        help="seconds for each size (default: 2)",
     )
-    parser.add_argument(
-        "--untuned", action="store_true", help="leave the C allocator as it is, to see what tuning it is worth"
-    )
+    parser.add_argument("--untuned", action="store_true", help="do not tune the C allocator")
 
 
 def run_command(args: argparse.Namespace) -> int:

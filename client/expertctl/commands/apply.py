@@ -13,7 +13,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from expertctl.commands.options import add_credentials, credentials, new_file
-from expertctl.common.counts import at_least, at_least_0, positive
+from expertctl.common.counts import at_least, at_least_0, duration_s
 from expertctl.moving.move import MoveFailedError, Mover, Options, Progress
 from expertctl.moving.steps import Step
 from expertd.placement import Placement
@@ -22,29 +22,43 @@ from expertd.tables import console, print_table
 
 __all__ = ["add_parser", "run"]
 
-_DETAILS = """Servers need --admin-listen.  A few layers at a time, new holders load while everything is served, clients
-learn of them, and then the old ones let go, so no call finds nobody.  Whoever stops it, or loses it, calls it again:
-what is left to do is found out from the servers.  Where a step fails, what was done is taken back, unless --keep."""
+_DETAILS = """Servers need --admin-listen.  A few layers at a time, new replicas load, clients learn of them, and then
+the old ones release the experts, so each expert always has a replica.  If the command is stopped, run it again: it
+asks the servers what is left to do.  If a step fails, the steps before it are undone, unless --keep."""
 
 
 def add_parser(subparsers: Any, text: str) -> None:
-    parser = subparsers.add_parser("apply", help=text, description=f"Will {text}.", epilog=_DETAILS)
-    parser.add_argument("placement", type=Path, metavar="PLACEMENT", help="JSON, as expertctl plan writes it")
-    parser.add_argument("--dry-run", action="store_true", help="show the steps, and whether servers have room for them")
-    parser.add_argument("--at-once", type=at_least(1), default=4, metavar="N", help="layers of a step (4)")
+    parser = subparsers.add_parser(
+        "apply",
+        help=text,
+        description="Moves the experts of running servers to a placement.  They serve meanwhile.",
+        epilog=_DETAILS,
+    )
+    parser.add_argument("placement", type=Path, metavar="PLACEMENT", help="JSON file that expertctl plan wrote")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only show the steps, and whether the servers have memory for them"
+    )
+    parser.add_argument(
+        "--at-once", type=at_least(1), default=4, metavar="N", help="layers that are moved together (default: 4)"
+    )
     parser.add_argument(
         "--settle",
         type=at_least_0,
         default=2.0,
         metavar="S",
-        help="until clients, which ask each second, know of a change (2)",
+        help="seconds until the clients know of a change: they ask once a second (default: 2)",
     )
     parser.add_argument(
-        "--publish", type=new_file, metavar="FILE", help="a placement that clients follow, kept up to date"
+        "--publish",
+        type=new_file,
+        metavar="FILE",
+        help="placement file that clients follow; it is updated after each step",
     )
-    parser.add_argument("--keep", action="store_true", help="where a step fails, keep what was done")
-    parser.add_argument("--abort", action="store_true", help="let go of changes that others have prepared")
-    parser.add_argument("--timeout", type=positive, default=10.0, metavar="S", help="of each question (10)")
+    parser.add_argument("--keep", action="store_true", help="if a step fails, do not undo the steps before it")
+    parser.add_argument("--abort", action="store_true", help="discard changes that another apply has prepared")
+    parser.add_argument(
+        "--timeout", type=duration_s, default=10.0, metavar="TIME", help="for each query (default: 10s)"
+    )
     add_credentials(parser)
 
 
@@ -57,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             found = mover.steps()
             if found:
                 print_table(out, _table(found))
-            out.print("every server has room for them" if found else "nothing to do: everything is held as placed")
+            out.print("every server has enough memory" if found else "nothing to do: the servers match the placement")
             return 0
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         with Bar(*columns, console=out, disable=not out.is_terminal) as bar:
@@ -79,13 +93,13 @@ def run(args: argparse.Namespace) -> int:
                 bar.stop()
                 print(f"expertctl apply: {error}", file=sys.stderr)
                 return 1
-    out.print(f"{moved:,} experts moved; epoch {then.epoch} is in force")
+    out.print(f"{moved:,} experts moved; epoch {then.epoch} is in effect")
     return 0
 
 
 def _table(steps: list[Step]) -> Table:
     out = Table(show_edge=False, pad_edge=False)
-    for name in ("step", "layers", "experts moved", "servers that load", "that let go"):
+    for name in ("step", "layers", "experts moved", "servers that load", "that release"):
         out.add_column(name, justify="left" if name == "layers" else "right")
     for n, step in enumerate(steps):
         out.add_row(str(n + 1), format_ranges(step.layers), f"{step.moves:,}", str(len(step.add)), str(len(step.drop)))

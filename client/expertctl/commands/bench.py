@@ -1,13 +1,13 @@
-"""`expertctl bench`: what each part of the way costs on this machine.
+"""`expertctl bench`: measures parts of client, transports and servers on this machine.
 
-codec    the codec beside a bare stream of bytes and the stock protobuf classes
-path     where the time of a whole request goes, by transport, beside bare bytes
-cluster  what a cluster's client does itself, beside a plain copy
-replicas what choosing among replicas and asking two of them are good for
-faults   what killed, hung and slow servers do to the calls of a cluster
-moves    what callers notice of experts that move between servers
-unequal  servers of different speeds: an even split, and what the planner makes of it
-overload what a server makes of more requests than it can do, each with a deadline
+codec    the codec, a plain stream of bytes and protobuf's own classes
+path     time of a request by stage and transport, and of the same bytes without expertd
+cluster  the cluster client's own work, and a plain copy of the same bytes
+replicas choosing among replicas and hedging, with one bad replica
+faults   calls of a cluster whose servers are killed, hang or are slow
+moves    calls while experts move between servers
+unequal  servers of different speeds: an even split, and the planner's
+overload a server with more requests than it can answer in time
 """
 
 from __future__ import annotations
@@ -26,57 +26,61 @@ __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: Any, text: str) -> None:
-    parser = subparsers.add_parser("bench", help=text, description="Measures parts of the way on this machine.")
+    parser = subparsers.add_parser(
+        "bench", help=text, description="Measures client, transports and servers on this machine."
+    )
     parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
-    codec = "echoes of 8 KiB to 16 MiB: ours, bare bytes, stock protobuf"
+    codec = "echoes of 8 KiB to 16 MiB with expertd's codec, plain bytes and protobuf's own classes"
     bench_codec.add_arguments(parts.add_parser("codec", help=codec, description=f"Times {codec}."))
-    path = "where the time of a request goes, by transport, beside bare bytes"
+    path = "the time of a request by stage and transport, and of the same bytes without expertd"
     command.add_arguments(
         parts.add_parser(
             "path",
             help=path,
-            description=f"Shows {path} of the same run: a stream (inline), a socket (tcp), an eventfd and memory (shm),"
-            " in a process of their own on this host.  Ways take turns, so that what else the machine does hits all.",
+            description=f"Measures {path}: a gRPC stream (inline), a socket (tcp), shared memory with an eventfd (shm)."
+            "  They take turns, so that other load of the machine affects all of them.",
         )
     )
-    work = "what a cluster's client does itself, beside a plain copy of the bytes that it moves"
+    work = "the cluster client's own work, and a plain copy of the bytes that it moves"
     bench_cluster.add_arguments(parts.add_parser("cluster", help=work, description=f"Times {work}."))
-    choice = "two replicas of which one is worse: what choosing and asking both make of it"
+    choice = "choosing among two replicas and hedging, where one replica is slow"
     replicas.add_arguments(parts.add_parser("replicas", help=choice, description=f"Times {choice}."))
-    trouble = "what killed, hung and slow servers do to the calls of a cluster"
+    trouble = "calls of a cluster whose servers are killed, hang or are slow"
     faults.add_arguments(
         parts.add_parser(
             "faults",
             help=trouble,
-            description=f"Shows {trouble}: three servers of its own on this host (it needs the extra `server`), two"
-            " replicas of one half of the experts and one of the other half; every answer is checked.",
+            description=f"Measures {trouble}.  It starts three servers on this host (extra `server`): two replicas"
+            " of one"
+            " half of the experts, one of the other half.  Every answer is checked.",
         )
     )
-    moved = "what callers notice of experts that move between servers"
+    moved = "calls while experts move between servers"
     moves.add_arguments(
         parts.add_parser(
             "moves",
             help=moved,
-            description=f"Shows {moved}: three servers of its own on this host (it needs the extra `server`), a tenth"
-            " of the experts there and back under a paced load; every answer is checked.",
+            description=f"Measures {moved}.  It starts three servers on this host (extra `server`) and moves a tenth of"
+            " the experts there and back under a constant load.  Every answer is checked.",
         )
     )
-    speeds = "servers of different speeds and little memory: an even split, and what the planner makes of it"
+    speeds = "servers of different speeds and little memory: an even split, and the planner's placement"
     unequal.add_arguments(
         parts.add_parser(
             "unequal",
             help=speeds,
-            description=f"Shows {speeds}: three servers of its own on this host (it needs the extra `server`), whose"
-            " counters make a plan, that expertctl's code then brings them to under load.",
+            description=f"Measures {speeds}.  It starts three servers on this host (extra `server`), plans by their"
+            " counters and moves the experts under load.",
         )
     )
-    more = "what a server makes of more requests than it can do, each with a deadline"
+    more = "a server with more requests than it can answer in time"
     overload.add_arguments(
         parts.add_parser(
             "overload",
             help=more,
-            description=f"Shows {more}: its peak, the p99 at half of that, then multiples of the peak with deadlines"
-            " of four times that p99, in an open loop.  Without an address it starts a server (the extra `server`).",
+            description=f"Measures {more}: first its peak rate and the p99 at half of it, then multiples of the"
+            " peak, in an"
+            " open loop with a deadline of four times that p99.  Without ADDRESS it starts a server (extra `server`).",
         )
     )
 

@@ -50,6 +50,8 @@ class Callers:
             for _ in range(args.streams)
         ]
         self.described: list[pb.DescribeResponse] = []
+        self.transports: dict[str, str] = {}
+        """Server -> what its messages travel on: "unary", or a name of exchange.session.Session."""
         self._shapes: list[LayerShape] = []
 
     async def __aenter__(self) -> Callers:
@@ -64,14 +66,21 @@ class Callers:
 
     async def _describe(self) -> list[pb.DescribeResponse]:
         """By each server, before a cluster waits for one that is not there."""
-        first, timeout_s = self._clients[0], self._args.timeout
+        first = self._clients[0]
         if isinstance(first, AsyncExpertClient):
-            return [await first.describe(timeout_s=timeout_s)]
+            return [await self._ask(first, self._servers[0])]
         found = []
         for server in self._servers:
             async with AsyncExpertClient(server, credentials=credentials(self._args)) as client:
-                found.append(await client.describe(timeout_s=timeout_s))
+                found.append(await self._ask(client, server))
         return found
+
+    async def _ask(self, client: AsyncExpertClient, server: str) -> pb.DescribeResponse:
+        described = await client.describe(timeout_s=self._args.timeout)
+        unary = self._args.unary
+        session = None if unary else await client.session(timeout_s=self._args.timeout)
+        self.transports[server] = "unary" if session is None else session.transport
+        return described
 
     async def __aexit__(self, *_: object) -> None:
         for client in self._clients:

@@ -17,7 +17,7 @@ def add_parser(subparsers: Any, text: str) -> None:
     parser = subparsers.add_parser(
         "completion",
         help=text,
-        description=f"Prints {text}.",
+        description="Prints a script that completes commands and options of expertctl.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="bash  expertctl completion bash > ~/.local/share/bash-completion/completions/expertctl\n"
         "zsh   expertctl completion zsh > DIR/_expertctl, of a DIR in $fpath\n"

@@ -26,9 +26,14 @@ __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: Any, text: str) -> None:
-    parser = subparsers.add_parser("describe", help=text, description="Shows " + text + ".")
+    parser = subparsers.add_parser(
+        "describe",
+        help=text,
+        description="Shows what a server serves: model, limits, transports, load and memory, and for each layer its"
+        " experts and backend.",
+    )
     add_common(parser)
-    parser.add_argument("--decisions", action="store_true", help="with every backend's refusals")
+    parser.add_argument("--decisions", action="store_true", help="also show why the other backends were rejected")
 
 
 def run(args: argparse.Namespace) -> int:

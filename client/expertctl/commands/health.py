@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from expertctl.commands.options import ADDRESS, add_credentials, credentials
-from expertctl.common.counts import at_least_0, positive
+from expertctl.common.counts import at_least_0, duration_s
 from expertd_client.transports.address import reach
 from expertd_client.transports.grpc.common import call_failed, channel_options
 
@@ -25,12 +25,20 @@ _PAUSE_S = 0.2
 
 def add_parser(subparsers: Any, text: str) -> None:
     parser = subparsers.add_parser(
-        "health", help=text, description=f"Says {text}.  Exit code 0: SERVING; 1: anything else."
+        "health",
+        help=text,
+        description="Checks whether a server accepts requests.  Exit code 0: SERVING; 1: anything else.",
     )
     parser.add_argument("address", metavar="ADDRESS", help=ADDRESS)
     add_credentials(parser)
-    parser.add_argument("--timeout", type=positive, default=5.0, metavar="S", help="of each question (default: 5)")
-    parser.add_argument("--wait", type=at_least_0, default=0.0, metavar="S", help="ask again for so long (default: 0)")
+    parser.add_argument("--timeout", type=duration_s, default=5.0, metavar="TIME", help="for each query (default: 5s)")
+    parser.add_argument(
+        "--wait",
+        type=at_least_0,
+        default=0.0,
+        metavar="S",
+        help="seconds to keep asking until it is SERVING (default: 0)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,14 +7,24 @@ import contextlib
 import importlib.util
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from expertctl.commands import generation
 from expertctl.commands.callers import Callers
 from expertctl.commands.connect import for_one_server
-from expertctl.commands.options import OUTPUT_DTYPES, add_common, add_routing, new_file, numbers
+from expertctl.commands.options import (
+    ADDRESS,
+    OUTPUT_DTYPES,
+    SEVERAL,
+    add_credentials,
+    add_routing,
+    add_tokens,
+    new_file,
+    numbers,
+)
 from expertctl.common.brief import briefly
-from expertctl.common.counts import at_least, positive
+from expertctl.common.counts import at_least, counted, duration_s, positive
 from expertctl.common.echo import echo_server, no_echo
 from expertctl.common.workload import POOL
 from expertctl.load.departures import LoadPlan
@@ -34,58 +44,99 @@ INTERRUPTED = 130
 def add_parser(subparsers: Any, text: str) -> None:
     parser = subparsers.add_parser(
         "load",
+        usage="expertctl load (ADDRESS ... | --echo) [OPTION ...]",
         help=text,
-        description="Sends many requests.  Closed loop: --concurrency callers, each waits for its answer before it"
-        " sends again.  Open loop: --rate requests a second leave on time, answered or not, and latency counts from the"
-        " time at which a request was meant to leave.  Several values are a sweep.",
-        epilog="Exit code 1 where no request was answered; those that failed beside answered ones are a result, shown"
-        " by reason.  Ctrl-C: a report of what came until then, exit code 130.",
+        description="Sends many requests and reports latency and throughput.  Closed loop (the default): --concurrency"
+        " clients, each waits for its answer before it sends again.  Open loop (--rate): requests are sent on schedule,"
+        " answered or not, and latency counts from the scheduled time.  Several values are a sweep.",
+        epilog="Exit code 1 if no request was answered; requests that failed beside answered ones are counted by"
+        " reason.  Ctrl-C prints the report of the requests until then; exit code 130.",
     )
-    add_common(parser, "*")
-    parser.add_argument("--echo", action="store_true", help="load an echo server that is started here: no kernels")
-    parser.add_argument("--hidden-size", type=at_least(1), default=4096, metavar="H", help="of the echo (4096)")
-    add_routing(parser)
-    parser.add_argument("--layers", type=numbers, metavar="0-3,7", help="in turn; default: all that the server holds")
-    loop = parser.add_argument_group("the loop")
-    loop.add_argument("--concurrency", type=_callers, default=[8], metavar="N,N", help="callers (default: 8)")
-    loop.add_argument("--rate", type=_rates, metavar="R,R", help="open loop: requests a second; a ramp: 100..1000")
-    loop.add_argument(
-        "--arrivals", choices=("poisson", "fixed"), default="poisson", help="open loop: gaps (default: poisson)"
+    _add_most_used(parser)
+    _add_loop(parser.add_argument_group("Rate"))
+    requests = parser.add_argument_group("Requests")
+    requests.add_argument("--layers", type=numbers, metavar="0-3,7", help="layers, called in turn (default: all)")
+    add_routing(requests)
+    wire = parser.add_argument_group("Messages")
+    wire.add_argument(
+        "--synthetic", action="store_true", help="the server generates the tensors: requests of about 60 bytes"
     )
-    loop.add_argument("--slo", type=parse_promise, metavar="p99<20ms", help="search the largest rate that keeps it")
-    loop.add_argument("--repeats", type=at_least(1), default=3, metavar="N", help="of --slo's last trial (3)")
-    loop.add_argument(
-        "--requests", type=at_least(1), metavar="N", help="most requests; default: no limit but --duration"
+    wire.add_argument("--digest", action="store_true", help="the server answers with a checksum instead of the output")
+    wire.add_argument(
+        "--output-dtype", choices=OUTPUT_DTYPES, default="bf16", help="dtype of the outputs (default: bf16)"
     )
-    loop.add_argument(
-        "--duration",
-        type=positive,
-        metavar="S",
-        help="seconds; default: 10, or 3 for each trial of --slo, or no limit where --requests is given",
-    )
-    loop.add_argument("--warmup", type=at_least(0), default=POOL, metavar="N", help=f"not counted (default: {POOL})")
-    loop.add_argument("--streams", type=at_least(1), default=1, metavar="N", help="connections (default: 1)")
-    turn = parser.add_argument_group("like a model that generates")
+    turn = parser.add_argument_group("Decoding steps of a model")
     turn.add_argument(
         "--generate",
         type=at_least(1),
         metavar="STEPS",
-        help="one caller, the layers in turn, each behind the answer of the one before it: time of a layer and of a"
-        " step, over the transport that the server gives and inline",
+        help="one client calls the layers one after the other: time of a layer and of a step, over the transport that"
+        " the server offers and over gRPC",
     )
-    turn.add_argument("--depth", type=at_least(1), metavar="N", help="layers of a step; those of --layers over again")
-    wire = parser.add_argument_group("the messages")
-    wire.add_argument("--synthetic", action="store_true", help="the server draws the tensors: about 60 bytes each")
-    wire.add_argument("--digest", action="store_true", help="answered by a digest instead of the output")
-    wire.add_argument("--output-dtype", choices=OUTPUT_DTYPES, default="bf16", help="default: bf16")
+    turn.add_argument("--depth", type=at_least(1), metavar="N", help="layers of a step; --layers are repeated")
+    echo = parser.add_argument_group("A server without kernels")
+    echo.add_argument("--echo", action="store_true", help="start an echo server and load it instead of ADDRESS")
+    echo.add_argument(
+        "--hidden-size", type=at_least(1), default=4096, metavar="H", help="hidden size of --echo (default: 4096)"
+    )
     add_reports(parser)
+    add_credentials(parser.add_argument_group("Connection"))
+
+
+def _add_most_used(parser: argparse.ArgumentParser) -> None:
+    """ADDRESS and the options that most runs need."""
+    parser.add_argument("address", metavar="ADDRESS", nargs="*", help=ADDRESS + SEVERAL)
+    parser.add_argument("-c", "--concurrency", type=_callers, default=[8], metavar="N,N", help="clients (default: 8)")
+    parser.add_argument(
+        "-n", "--requests", type=at_least(1), metavar="N", help="most requests (default: as many as fit in --duration)"
+    )
+    parser.add_argument(
+        "-z",
+        "--duration",
+        type=duration_s,
+        metavar="TIME",
+        help="for example 10s or 2m (default: 10s; with --slo 3s for each trial; no limit with --requests)",
+    )
+    parser.add_argument("--rate", type=_rates, metavar="R,R", help="open loop: requests per second; a ramp: 100..1000")
+    add_tokens(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _add_loop(loop: argparse._ArgumentGroup) -> None:
+    loop.add_argument(
+        "--arrivals",
+        choices=("poisson", "fixed"),
+        default="poisson",
+        help="open loop: random or equal gaps (default: poisson)",
+    )
+    loop.add_argument(
+        "--slo", type=parse_promise, metavar="p99<20ms", help="find the largest rate that meets this objective"
+    )
+    loop.add_argument(
+        "--repeats",
+        type=at_least(1),
+        default=3,
+        metavar="N",
+        help="repetitions of the last trial of --slo (default: 3)",
+    )
+    loop.add_argument(
+        "--warmup",
+        type=at_least(0),
+        default=POOL,
+        metavar="N",
+        help=f"requests before the measurement (default: {POOL})",
+    )
+    loop.add_argument("--streams", type=at_least(1), default=1, metavar="N", help="connections (default: 1)")
+    loop.add_argument(
+        "--timeout", type=duration_s, default=30.0, metavar="TIME", help="for each request (default: 30s)"
+    )
 
 
 def add_reports(parser: argparse.ArgumentParser) -> None:
     """What finish() writes."""
-    reports = parser.add_argument_group("reports")
-    reports.add_argument("--html", type=new_file, metavar="FILE", help="write a page with plots (extra `load`)")
-    reports.add_argument("--hdr", type=new_file, metavar="FILE", help="write latencies as .hgrm (extra `load`)")
+    reports = parser.add_argument_group("Reports")
+    reports.add_argument("--html", type=new_file, metavar="FILE", help="write a page with plots (needs plotly)")
+    reports.add_argument("--hdr", type=new_file, metavar="FILE", help="write latencies as .hgrm (needs hdrhistogram)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,15 +173,15 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"ADDRESS and --echo: got {got}, want one of them")
     _check_cluster(args)
     if args.depth and not args.generate:
-        raise ValueError(f"--depth {args.depth}: got no --generate with it, want one: other loads have no steps")
+        raise ValueError(f"--depth {args.depth}: got it without --generate, want both: other loads have no steps")
     several = len(args.concurrency) * len(args.rate or [0]) > 1
     if several and (args.slo or args.generate):
         other = "--slo" if args.slo else "--generate"
         raise ValueError(f"{other}: got a sweep with it, want one value of --concurrency and no --rate")
     if args.slo and args.rate:
-        raise ValueError("--slo: got --rate with it, want one of them: the rate is what is searched")
+        raise ValueError("--slo: got --rate with it, want one of them: --slo searches the rate")
     if args.rate and len(args.concurrency) > 1:
-        raise ValueError("--concurrency: got several with --rate, want one of them to have several")
+        raise ValueError("--concurrency: got several values with --rate, want several values of one of them")
     if args.hdr is not None and several:
         raise ValueError("--hdr: got a sweep with it, want one run: a file has one histogram")
     if (ramp := next((r for r in args.rate or () if r[1]), None)) and args.requests and not args.duration:
@@ -144,9 +195,9 @@ def _check_cluster(args: argparse.Namespace) -> None:
         return
     for flag, given, why in (
         ("--synthetic", args.synthetic, "each server would draw its own routes"),
-        ("--digest", args.digest, "a digest of a part is none of the sum"),
+        ("--digest", args.digest, "the checksum of a partial sum is not that of the sum"),
         ("--generate", args.generate, f"expertctl trace {' '.join(args.address)} shows where a cluster's step goes"),
-        ("--output-dtype e4m3", args.output_dtype == "e4m3", "parts have to be added"),
+        ("--output-dtype e4m3", args.output_dtype == "e4m3", "partial sums have to be added"),
     ):
         if given:
             raise for_one_server(flag, args.address, why)
@@ -188,21 +239,20 @@ async def _run(args: argparse.Namespace) -> Outcome:
             found = await callers.largest_rate(args.slo, plans[0], args.repeats)
         else:
             await callers.each(plans)
-        return Outcome(
-            " ".join(args.address), callers.layers, _settings(args), callers.runs, found, callers.interrupted
-        )
+        settings = _settings(args, callers.transports)
+        return Outcome(" ".join(args.address), callers.layers, settings, callers.runs, found, callers.interrupted)
 
 
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    streams = f"{args.streams} {'calls' if args.unary else 'stream' + 's' * (args.streams > 1)}"
-    drawn = ", drawn by the server" if args.synthetic else ""
-    quantized = f", hidden states as {args.wire_dtype}" if args.wire_dtype else ""
+def _settings(args: argparse.Namespace, transports: Mapping[str, str]) -> dict[str, Any]:
+    more = ", tensors generated by the server" if args.synthetic else ""
+    more += f", hidden states sent as {args.wire_dtype}" if args.wire_dtype else ""
     servers = len(args.address)
     return {
         "wire_dtype": args.wire_dtype,
         **({"servers": f"a cluster of {servers} servers"} if servers > 1 else {}),
         "routing": args.routing.text,
-        "messages": f"{streams}{drawn}{quantized}",
+        "transport": transports[args.address[0]] if servers == 1 else dict(transports),
+        "messages": counted(args.streams, "connection") + more,
         "echo": args.echo,
     }
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Literal
 
-from expertctl.common.counts import at_least, positive
+from expertctl.common.counts import at_least, duration_s
 from expertctl.common.workload import Popularity
 from expertctl.load.routing import KINDS, Routing, parse_routing
 from expertd.ranges import parse_ranges
@@ -17,9 +17,11 @@ from expertd_client.transports.credentials import Credentials
 __all__ = [
     "ADDRESS",
     "OUTPUT_DTYPES",
+    "SEVERAL",
     "add_common",
     "add_credentials",
     "add_routing",
+    "add_tokens",
     "checked_wire_dtype",
     "credentials",
     "new_file",
@@ -28,30 +30,32 @@ __all__ = [
 ]
 
 
-ADDRESS = "HOST or HOST:PORT (50051), [::1]:PORT, unix:/path, https://HOST (TLS)"
+ADDRESS = "HOST or HOST:PORT (default port: 50051), [::1]:PORT, unix:/path, https://HOST (TLS)"
 """Of --help: what expertd_client.transports.address reads."""
+SEVERAL = "; several addresses are called as one cluster"
 OUTPUT_DTYPES = ("bf16", "f16", "f32", "e4m3")
 """Of --output-dtype: what Request.output_dtype takes by name."""
 
 
 def add_common(parser: argparse.ArgumentParser, addresses: Literal["+", "*"] | None = None) -> None:
     """ADDRESS, --timeout, --json, and those of add_credentials.  addresses: how many, as argparse's nargs."""
-    several = "" if addresses is None else "; several are called as one cluster"
-    parser.add_argument("address", metavar="ADDRESS", nargs=addresses, help=ADDRESS + several)
+    parser.add_argument("address", metavar="ADDRESS", nargs=addresses, help=ADDRESS + (SEVERAL if addresses else ""))
     add_credentials(parser)
-    parser.add_argument("--timeout", type=positive, default=30.0, metavar="S", help="of each request (default: 30)")
+    parser.add_argument(
+        "--timeout", type=duration_s, default=30.0, metavar="TIME", help="for each request (default: 30s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-def add_credentials(parser: argparse.ArgumentParser) -> None:
+def add_credentials(parser: argparse._ActionsContainer) -> None:
     """What credentials() reads."""
-    parser.add_argument("--tls", action="store_true", help="TLS, by the authorities of this system")
+    parser.add_argument("--tls", action="store_true", help="use TLS with the certificate authorities of this system")
     for flag, text in (
-        ("--ca", "TLS: the server's certificate is signed by one of these (PEM)"),
-        ("--cert", "this client's certificate (PEM)"),
-        ("--key", "its key (PEM)"),
-        ("--token-file", "holds the token that is sent with every call"),
-        ("--server-name", "the name in the server's certificate, where it is not that of the address"),
+        ("--ca", "use TLS with these certificate authorities (PEM)"),
+        ("--cert", "certificate of this client (PEM)"),
+        ("--key", "private key of this client (PEM)"),
+        ("--token-file", "file with the token that is sent with every call"),
+        ("--server-name", "name in the server's certificate (default: the host of ADDRESS)"),
     ):
         parser.add_argument(flag, metavar="NAME" if flag == "--server-name" else "FILE", help=text)
 
@@ -61,21 +65,31 @@ def credentials(args: argparse.Namespace) -> Credentials:
     return Credentials(args.tls, args.ca, args.cert, args.key, args.token_file, args.server_name or "")
 
 
-def add_routing(parser: argparse.ArgumentParser) -> None:
-    """--m, --top-k, --routing, --seed, --unary, --wire-dtype."""
-    parser.add_argument("--m", type=at_least(0), default=8, metavar="M", help="tokens of a request (default: 8)")
-    parser.add_argument("--top-k", type=at_least(1), metavar="K", help="routes a token; default: the model's")
+def add_tokens(parser: argparse._ActionsContainer) -> None:
+    """--m."""
+    parser.add_argument(
+        "-m", "--m", type=at_least(0), default=8, metavar="M", help="tokens of each request (default: 8)"
+    )
+
+
+def add_routing(parser: argparse._ActionsContainer) -> None:
+    """--top-k, --routing, --seed, --unary, --wire-dtype."""
+    parser.add_argument("--top-k", type=at_least(1), metavar="K", help="routes of each token (default: the model's)")
     parser.add_argument(
         "--routing",
         type=parse_routing,
         default=Routing(),
         metavar="KIND",
-        help=f"which experts are asked for: {KINDS} (default: uniform)",
+        help=f"distribution of the routes over experts: {KINDS} (default: uniform)",
     )
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of what is drawn (default: 0)")
-    parser.add_argument("--unary", action="store_true", help="a gRPC call for each request instead of one stream")
     parser.add_argument(
-        "--wire-dtype", choices=("e4m3",), help="quantize hidden states before they are sent; default: as they are"
+        "--seed", type=at_least(0), default=0, metavar="N", help="seed of the random tensors (default: 0)"
+    )
+    parser.add_argument("--unary", action="store_true", help="one gRPC call for each request instead of a stream")
+    parser.add_argument(
+        "--wire-dtype",
+        choices=("e4m3",),
+        help="quantize hidden states before sending them (default: send them unchanged)",
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from expertctl.commands.options import add_credentials, credentials, new_file
-from expertctl.common.counts import at_least, positive
+from expertctl.common.counts import at_least, duration_s
 from expertctl.planner import observe, picture
 from expertctl.planner.observe import Counters, Machine
 from expertctl.planner.plan import plan
@@ -23,34 +23,64 @@ from expertd_client.transports.address import parse_address
 
 __all__ = ["add_parser", "run"]
 
-_DETAILS = """The load is what servers counted (--metrics, or "metrics" in the inventory), since they were started or in
---window seconds, or a trace (--trace).  A server's speed is the routes that it computed in a second of kernel time, its
-room what its memory allows, one layer kept free for moving; both can stand in the inventory (--servers), a JSON file:
-{"10.0.0.1:7070": {"metrics": "10.0.0.1:9464", "speed": 2e6, "experts": 40, "host": "a", "zone": "r1", "drain": false}}.
-Nothing is changed: expertctl apply does that."""
+_DETAILS = """The load comes from the metrics of the servers (--metrics, or "metrics" in the inventory), since they
+started or in --window, or from a file (--trace).  The speed of a server is its number of routes per second of kernel
+time; its room is what its memory allows, less one layer for moving.  Both can be set in the inventory (--servers), a
+JSON file:
+{"10.0.0.1:50051": {"metrics": "10.0.0.1:9464", "speed": 2e6, "experts": 40, "host": "a", "zone": "r1", "drain": false}}
+Nothing is changed; expertctl apply moves the experts."""
 
 
 def add_parser(subparsers: Any, text: str) -> None:
-    parser = subparsers.add_parser("plan", help=text, description=f"Plans {text}.", epilog=_DETAILS)
-    parser.add_argument("address", metavar="ADDRESS", nargs="*", help="servers, asked what they hold and have room for")
-    parser.add_argument(
-        "--servers", type=Path, metavar="FILE", help="the inventory: servers, and what is known of them"
+    parser = subparsers.add_parser(
+        "plan",
+        help=text,
+        description="Computes which server should serve which experts, from the load of the experts and the speed and"
+        " memory of the servers.",
+        epilog=_DETAILS,
     )
-    parser.add_argument("--current", type=Path, metavar="FILE", help="a placement that is in force, instead of asking")
-    parser.add_argument("--offline", action="store_true", help="ask nobody: the inventory and the files say everything")
+    parser.add_argument(
+        "address", metavar="ADDRESS", nargs="*", help="servers, which are asked for their experts and memory"
+    )
+    parser.add_argument(
+        "--servers", type=Path, metavar="FILE", help="JSON inventory: servers with speed, memory, host, zone"
+    )
+    parser.add_argument("--current", type=Path, metavar="FILE", help="current placement, instead of asking the servers")
+    parser.add_argument("--offline", action="store_true", help="ask no server: the files have everything")
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--trace", type=Path, metavar="FILE", help="the load: {layer: [routes by expert]}, or an .npy")
-    load.add_argument("--window", type=positive, metavar="S", help="count for so long; default: since servers started")
-    parser.add_argument("--metrics", type=at_least(1), metavar="PORT", help="of the servers' Prometheus counters")
-    parser.add_argument("--record", type=new_file, metavar="FILE", help="write the load there, for --trace")
-    parser.add_argument("--max-moves", type=at_least(0), metavar="N", help="experts that servers may have to load")
-    parser.add_argument("--copies", type=at_least(1), default=1, metavar="N", help="of each expert, at least (1)")
-    parser.add_argument("--extra", type=at_least(0), metavar="N", help="copies of a layer beyond those; default: room")
-    parser.add_argument("--groups", type=at_least(1), default=0, metavar="N", help="of experts that share a zone")
-    parser.add_argument("-o", "--output", type=new_file, metavar="FILE", help="write the placement there")
-    parser.add_argument("--svg", type=new_file, metavar="FILE", help="write a picture there")
-    parser.add_argument("--timeout", type=positive, default=10.0, metavar="S", help="of each question (10)")
-    parser.add_argument("--json", action="store_true", help="print the placement and nothing else")
+    load.add_argument(
+        "--trace", type=Path, metavar="FILE", help="load: JSON {layer: [routes of each expert]}, or an npy file"
+    )
+    load.add_argument(
+        "--window",
+        type=duration_s,
+        metavar="TIME",
+        help="how long to count the load (default: all since the servers started)",
+    )
+    parser.add_argument("--metrics", type=at_least(1), metavar="PORT", help="metrics port of the servers, usually 9464")
+    parser.add_argument("--record", type=new_file, metavar="FILE", help="write the measured load, as --trace reads it")
+    parser.add_argument(
+        "--max-moves", type=at_least(0), metavar="N", help="most experts that may move (default: no limit)"
+    )
+    parser.add_argument(
+        "--copies", type=at_least(1), default=1, metavar="N", help="least replicas of each expert (default: 1)"
+    )
+    parser.add_argument(
+        "--extra", type=at_least(0), metavar="N", help="additional replicas in each layer (default: as many as fit)"
+    )
+    parser.add_argument(
+        "--groups",
+        type=at_least(1),
+        default=0,
+        metavar="N",
+        help="groups of experts that stay in one zone (default: none)",
+    )
+    parser.add_argument("-o", "--output", type=new_file, metavar="FILE", help="file for the placement")
+    parser.add_argument("--svg", type=new_file, metavar="FILE", help="file for a picture of it")
+    parser.add_argument(
+        "--timeout", type=duration_s, default=10.0, metavar="TIME", help="for each query (default: 10s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print only the placement")
     add_credentials(parser)
 
 

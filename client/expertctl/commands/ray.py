@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from expertctl.commands.options import add_credentials, credentials, new_file
-from expertctl.common.counts import at_least, at_least_0, positive
+from expertctl.common.counts import at_least, at_least_0, duration_s
 from expertd.errors import UnimplementedError
 from expertd.placement import Placement
 from expertd.tables import console, print_sentence, print_table
@@ -27,43 +27,57 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_UP = """What stands behind -- are options of expertd serve for every server; in them {node} stands for the address of
-its node, {part} and {replica} for its own.  expertctl ray up --checkpoint /models/m --shards 8 --replicas 2 --resources
-GPU=1 -- --cache /var/cache/expertd --metrics-listen {node}:0 --insecure.  Nodes need expertd[server,ray] and the files
-under the same names.  A server is started again where its process or its node ends; replicas of a part are on several
-nodes where there are some.  Clients: ExpertCluster(RayServers("experts"))."""
+_UP = """Options after -- are those of expertd serve, for every server; {node} is the address of its node, {part} its
+shard and {replica} its replica.  Example: expertctl ray up --checkpoint /models/m --shards 8 --replicas 2 --resources
+GPU=1 -- --cache /var/cache/expertd --metrics-listen {node}:0 --insecure.  Every node needs expertd with the extras
+server and ray, and the checkpoint at the same path.  Ray restarts a server whose process or node ends; replicas of a
+shard are placed on different nodes if there are any.  Clients: ExpertCluster(RayServers("experts"))."""
 
 
 def add_parser(subparsers: Any, text: str) -> None:
-    parser = subparsers.add_parser("ray", help=text, description=f"Shows {text}.")
+    parser = subparsers.add_parser("ray", help=text, description="Runs servers as actors of a Ray cluster.")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     up = actions.add_parser("up", help="start servers and wait until they serve", epilog=_UP)
     what = up.add_mutually_exclusive_group(required=True)
     what.add_argument("--checkpoint", metavar="DIR", help="as expertd serve's, on every node")
     what.add_argument("--synthetic", metavar="MODEL:SCHEME", help="as expertd serve's")
-    up.add_argument("--shards", type=at_least(1), default=1, metavar="N", help="equal parts of the experts (1)")
-    up.add_argument("--replicas", type=at_least(1), default=1, metavar="N", help="servers of each part (1)")
+    up.add_argument(
+        "--shards", type=at_least(1), default=1, metavar="N", help="equal shards of the experts (default: 1)"
+    )
+    up.add_argument("--replicas", type=at_least(1), default=1, metavar="N", help="replicas of each shard (default: 1)")
     up.add_argument(
         "--resources",
         action="append",
         default=[],
-        metavar="[PARTS:]NAME=N,...",
-        help="what a server takes of its node, as GPU=1, or 6-7:xpu=1,CPU=4 for these parts; the last one that names a"
-        " part counts (CPU=1)",
+        metavar="[SHARDS:]NAME=N,...",
+        help="Ray resources of each server, for example GPU=1, or 6-7:xpu=1,CPU=4 for these shards; the last one that"
+        " names a shard counts (default: CPU=1)",
     )
-    up.add_argument("--wait", type=at_least_0, default=1800.0, metavar="S", help="until all of them serve (1800)")
-    up.add_argument("options", nargs="*", metavar="-- OPTION ...", help="of expertd serve, for every server")
-    status = actions.add_parser("status", help="every server, and where it stands")
+    up.add_argument(
+        "--wait", type=at_least_0, default=1800.0, metavar="S", help="seconds until all servers serve (default: 1800)"
+    )
+    up.add_argument("options", nargs="*", metavar="-- OPTION ...", help="options of expertd serve, for every server")
+    status = actions.add_parser("status", help="show the state of every server")
     status.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    down = actions.add_parser("down", help="answer what was taken, and end them all")
-    down.add_argument("--grace", type=at_least_0, default=30.0, metavar="S", help="for what was taken (30)")
-    follow = actions.add_parser("follow", help="keep a placement's file up to date, for clients that are not in Ray")
-    follow.add_argument("file", type=new_file, metavar="FILE", help="what PlacementFile and EXPERTD_ADDRESS read")
-    follow.add_argument("--timeout", type=positive, default=10.0, metavar="S", help="of each question (10)")
+    down = actions.add_parser("down", help="drain and stop all servers")
+    down.add_argument(
+        "--grace", type=at_least_0, default=30.0, metavar="S", help="seconds for requests in flight (default: 30)"
+    )
+    follow = actions.add_parser("follow", help="keep a placement file up to date, for clients outside of Ray")
+    follow.add_argument(
+        "file", type=new_file, metavar="FILE", help="placement file, for PlacementFile and EXPERTD_ADDRESS"
+    )
+    follow.add_argument(
+        "--timeout", type=duration_s, default=10.0, metavar="TIME", help="for each query (default: 10s)"
+    )
     add_credentials(follow)
     for action in (up, status, down, follow):
-        action.add_argument("--name", default="experts", metavar="NAME", help="of the whole (experts)")
-        action.add_argument("--ray", metavar="ADDRESS", help="of the cluster; default: RAY_ADDRESS, or this host's")
+        action.add_argument(
+            "--name", default="experts", metavar="NAME", help="name of these servers (default: experts)"
+        )
+        action.add_argument(
+            "--ray", metavar="ADDRESS", help="Ray cluster (default: RAY_ADDRESS, or the one on this host)"
+        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         import ray
     except ImportError as error:
         raise UnimplementedError.about(
-            "expertctl ray", got=str(error), want="the package", remedy="pip install 'expertd[ray]'"
+            "expertctl ray", got=str(error), want="the package", remedy="pip install 'ray>=2.50,<3'"
         ) from None
     spec = _spec(args) if args.action == "up" else None
     from expertd_client.cluster.ray import connect

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from expertctl.commands.options import add_common, credentials, new_file
-from expertctl.common.counts import at_least, positive
+from expertctl.common.counts import at_least, duration_s
 from expertctl.load.live import stoppable
 from expertctl.load.proxy import Proxy, Recorder
 from expertctl.load.recording import Recording
@@ -26,20 +26,28 @@ def add_parser(subparsers: Any, text: str) -> None:
     parser = subparsers.add_parser(
         "record",
         help=text,
-        description="Stands in front of a server: callers call --listen instead, every call goes on as it is, and the"
-        " layers, tokens, routes and times of what they ask for are written to FILE when it ends, by Ctrl-C, --seconds"
-        " or --requests.",
-        epilog="Privacy: neither hidden states nor weights are written.  Routes and times tell something of the text"
-        " all the same: treat FILE as what it was recorded from.  Recorded calls travel on the stream: not in shared"
-        " memory, nor on TCP of their own.",
+        description="A proxy in front of a server: clients call --listen instead, every call is forwarded unchanged,"
+        " and"
+        " the layers, tokens, routes and times of the requests are written to FILE at the end (Ctrl-C, --seconds or"
+        " --requests).",
+        epilog="Privacy: neither hidden states nor weights are written, but routes and times reveal something about"
+        " the text: treat FILE like the text itself.  Recorded clients use gRPC, not shared memory or TCP.",
     )
     add_common(parser)
-    parser.add_argument("-o", "--output", type=new_file, required=True, metavar="FILE", help="the recording (.npz)")
     parser.add_argument(
-        "--listen", type=_here, default="127.0.0.1:0", metavar="HOST:PORT", help="of this host; default: a free port"
+        "-o", "--output", type=new_file, required=True, metavar="FILE", help="file for the recording (npz)"
     )
-    parser.add_argument("--seconds", type=positive, metavar="S", help="end after so long")
-    parser.add_argument("--requests", type=at_least(1), default=1_000_000, metavar="N", help="at most (1,000,000)")
+    parser.add_argument(
+        "--listen",
+        type=_here,
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="address of the proxy on this host (default: a free port)",
+    )
+    parser.add_argument("--seconds", type=duration_s, metavar="TIME", help="how long to record (default: until Ctrl-C)")
+    parser.add_argument(
+        "--requests", type=at_least(1), default=1_000_000, metavar="N", help="most requests (default: 1,000,000)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,17 +22,21 @@ def add_parser(subparsers: Any, text: str) -> None:
     parser = subparsers.add_parser(
         "replay",
         help=text,
-        description="Sends the requests of a recording again, in an open loop: the same layers, tokens and routes, with"
-        " hidden states and weights that are drawn here; the report is that of expertctl load.",
+        description="Sends the requests of a recording again, at the recorded times: the same layers, tokens and routes"
+        " with random hidden states and weights.  The report is that of expertctl load.",
     )
-    parser.add_argument("recording", type=Path, metavar="FILE", help="what expertctl record wrote")
+    parser.add_argument("recording", type=Path, metavar="FILE", help="file that expertctl record wrote")
     add_common(parser)
-    parser.add_argument("--speed", type=positive, default=1.0, metavar="X", help="times as fast as recorded (1)")
-    parser.add_argument("--requests", type=at_least(1), metavar="N", help="the first N alone")
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of what is drawn (0)")
-    parser.add_argument("--streams", type=at_least(1), default=1, metavar="N", help="connections (1)")
-    parser.add_argument("--unary", action="store_true", help="a gRPC call for each request instead of one stream")
-    parser.add_argument("--wire-dtype", choices=("e4m3",), help="quantize hidden states before they are sent")
+    parser.add_argument(
+        "--speed", type=positive, default=1.0, metavar="X", help="times the recorded speed (default: 1)"
+    )
+    parser.add_argument("--requests", type=at_least(1), metavar="N", help="only the first N")
+    parser.add_argument(
+        "--seed", type=at_least(0), default=0, metavar="N", help="seed of the random tensors (default: 0)"
+    )
+    parser.add_argument("--streams", type=at_least(1), default=1, metavar="N", help="connections (default: 1)")
+    parser.add_argument("--unary", action="store_true", help="one gRPC call for each request instead of a stream")
+    parser.add_argument("--wire-dtype", choices=("e4m3",), help="quantize hidden states before sending them")
     parser.add_argument("--output-dtype", choices=OUTPUT_DTYPES, default="bf16", help="default: bf16")
     add_reports(parser)
 
@@ -52,6 +56,11 @@ async def _replay(args: argparse.Namespace, recording: Recording) -> Outcome:
         (described,) = callers.described
         wanted = replayed(recording, described, args.seed, output_dtype=args.output_dtype)
         await callers.run(plan, wanted)
-    settings = {"wire_dtype": args.wire_dtype, "recording": str(args.recording), "speed": args.speed}
+    settings = {
+        "wire_dtype": args.wire_dtype,
+        "transport": callers.transports[args.address],
+        "recording": str(args.recording),
+        "speed": args.speed,
+    }
     layers = sorted(set(recording.layer[:count].tolist()))
     return Outcome(args.address, layers, settings, callers.runs, None, callers.interrupted)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from expertctl.common.brief import fewer
-from expertctl.common.counts import at_least, at_least_0, positive, share
+from expertctl.common.counts import at_least, at_least_0, duration_s, positive, share
 from expertctl.simulation.outcome import Outcome
 from expertctl.simulation.real import run_real
 from expertctl.simulation.service import H200_INT4, Service, measured
@@ -22,10 +22,10 @@ from expertd_client.cluster.policy import Policy
 
 __all__ = ["add_parser", "run"]
 
-_DETAILS = """The client's own code (split, choice of replicas, hedges, retries, watching) runs on a virtual clock.
-Servers take the times that --service names, one batch at a time, and all that waits in the next; the planner places for
-the load.  --check runs the same calls and failures for real first: ExpertCluster with its threads on real time, and
-servers that sleep.  What those took is what simulated ones take."""
+_DETAILS = """The code of the client (split, choice of replicas, hedges, retries, failure detection) runs on a virtual
+clock.  Simulated servers compute one batch at a time, for as long as --service says; the planner places the experts.
+--check first runs the same calls and failures with real clients and servers that sleep, and simulates with the times
+that these took."""
 
 CHECKED = Service(((1, 4e-3), (32, 12e-3)), (1e-3,), 32)
 """Of the servers of --check: milliseconds, beside which what the client does is little."""
@@ -33,24 +33,56 @@ AGREE = 0.15
 
 
 def add_parser(subparsers: Any, text: str) -> None:
-    parser = subparsers.add_parser("simulate", help=text, description=f"Shows {text}.", epilog=_DETAILS)
+    parser = subparsers.add_parser(
+        "simulate",
+        help=text,
+        description="Simulates a cluster under load, with servers that fail and hang, on a virtual clock with the"
+        " code of"
+        " the real client.",
+        epilog=_DETAILS,
+    )
     add = parser.add_argument
-    add("--servers", type=at_least(1), metavar="N", help="default: 256; with --check 3")
-    add("--calls", type=at_least(1), metavar="N", help="default: 100,000; with --check 4,000")
-    add("--rate", type=positive, metavar="R", help="calls a second, at random times (20,000; with --check 60)")
-    add("--tokens", type=at_least(1), default=1, metavar="M", help="of a call (1)")
-    add("--experts", type=at_least(1), metavar="E", help="of the layer (256; with --check 8)")
-    add("--top-k", type=at_least(1), metavar="K", help="routes of a token (8; with --check 2)")
-    add("--zipf", type=at_least_0, default=0.8, metavar="Z", help="expert e is drawn with the weight 1/(e+1)^Z (0.8)")
-    add("--copies", type=at_least(1), default=2, metavar="N", help="of each expert, at least (2)")
-    add("--room", type=at_least(1), metavar="N", help="experts of a server (4; with --check 6)")
-    add("--failures", type=at_least_0, metavar="R", help="servers that fail in a second (4; with --check 0.1)")
-    add("--down", type=positive, default=1.0, metavar="S", help="that they are away, on average (1)")
-    add("--hangs", type=share, default=0.25, metavar="P", help="share that hangs and does not die (0.25)")
-    add("--timeout", type=positive, default=1.0, metavar="S", help="of a call (1)")
-    add("--service", metavar="ADDRESS", help="measure a server's times; default: int4 of Qwen3-30B on an H200")
-    add("--seed", type=at_least(0), default=0, metavar="N", help="another one draws other calls and failures (0)")
-    add("--check", action="store_true", help="the same for real, too: 1 where they differ by more than 15 %%")
+    add("--servers", type=at_least(1), metavar="N", help="servers (default: 256; with --check 3)")
+    add("--calls", type=at_least(1), metavar="N", help="calls (default: 100,000; with --check 4,000)")
+    add(
+        "--rate",
+        type=positive,
+        metavar="R",
+        help="calls per second, at random times (default: 20,000; with --check 60)",
+    )
+    add("--tokens", type=at_least(1), default=1, metavar="M", help="tokens of each call (default: 1)")
+    add("--experts", type=at_least(1), metavar="E", help="experts of the layer (default: 256; with --check 8)")
+    add("--top-k", type=at_least(1), metavar="K", help="routes of each token (default: 8; with --check 2)")
+    add(
+        "--zipf",
+        type=at_least_0,
+        default=0.8,
+        metavar="Z",
+        help="popularity: expert e has weight 1/(e+1)^Z (default: 0.8)",
+    )
+    add("--copies", type=at_least(1), default=2, metavar="N", help="least replicas of each expert (default: 2)")
+    add("--room", type=at_least(1), metavar="N", help="experts of each server (default: 4; with --check 6)")
+    add("--failures", type=at_least_0, metavar="R", help="server failures per second (default: 4; with --check 0.1)")
+    add("--down", type=duration_s, default=1.0, metavar="TIME", help="mean length of a failure (default: 1s)")
+    add(
+        "--hangs",
+        type=share,
+        default=0.25,
+        metavar="P",
+        help="share of failures in which the server hangs (default: 0.25)",
+    )
+    add("--timeout", type=duration_s, default=1.0, metavar="TIME", help="for each call (default: 1s)")
+    add(
+        "--service",
+        metavar="ADDRESS",
+        help="measure this server's kernel times (default: Qwen3-30B in int4 on an H200)",
+    )
+    add("--seed", type=at_least(0), default=0, metavar="N", help="seed of calls and failures (default: 0)")
+    add(
+        "--check",
+        action="store_true",
+        help="also run it with real servers; exit code 1 if the results differ by more than 15 %%",
+    )
     add("--json", action="store_true", help="print JSON instead of a table")
 
 

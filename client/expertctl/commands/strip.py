@@ -20,11 +20,13 @@ def add_parser(subparsers: Any, text: str) -> None:
     parser = subparsers.add_parser(
         "strip",
         help=text,
-        description="Copies a checkpoint without the tensors of its routed experts: what a frontend loads whose experts"
-        " are served.  Where nothing that is left is quantized, config.json says no more of quantization.",
+        description="Copies a checkpoint without the tensors of its routed experts, for an engine whose experts are"
+        " served by expertd.  If nothing that is left is quantized, config.json loses its quantization entry.",
     )
     parser.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and safetensors files")
-    parser.add_argument("destination", type=Path, metavar="DST", help="folder to make; must not exist or be empty")
+    parser.add_argument(
+        "destination", type=Path, metavar="DST", help="folder to create; it must not exist, or be empty"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a sentence")
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from expertctl.commands.options import ADDRESS, add_credentials, credentials
-from expertctl.common.counts import at_least, positive
+from expertctl.common.counts import at_least, duration_s
 from expertd.errors import ExpertdError
 from expertd.tables import console, duration, print_table
 from expertd.v1 import expert_service_pb2 as pb
@@ -72,16 +72,24 @@ def add_parser(subparsers: Any, text: str) -> None:
     parser = subparsers.add_parser(
         "top",
         help=text,
-        description=f"Shows {text}.  Rates, time in kernels, the GPU and experts come from --metrics (experts where the"
-        " servers have --expert-metrics yes); the rest from the servers themselves.  Ctrl-C ends it.",
+        description="Watches servers.  Rates, kernel time, GPU and experts come from the metrics port (--metrics;"
+        " experts"
+        " need servers with --expert-metrics yes), the rest from gRPC.  Ctrl-C ends it.",
     )
     parser.add_argument("address", metavar="ADDRESS", nargs="+", help=ADDRESS)
     add_credentials(parser)
-    parser.add_argument("--metrics", type=at_least(1), metavar="PORT", help="of the servers' Prometheus counters")
-    parser.add_argument("--every", type=positive, default=1.0, metavar="S", help="seconds between two looks (1)")
-    parser.add_argument("--timeout", type=positive, default=5.0, metavar="S", help="of each question (5)")
-    parser.add_argument("--once", action="store_true", help="print it once, of two looks where there are --metrics")
-    parser.add_argument("--json", action="store_true", help="print JSON, once")
+    parser.add_argument(
+        "--metrics",
+        type=at_least(1),
+        metavar="PORT",
+        help="metrics port of the servers, usually 9464 (default: no metrics)",
+    )
+    parser.add_argument(
+        "--every", type=duration_s, default=1.0, metavar="TIME", help="between two updates (default: 1s)"
+    )
+    parser.add_argument("--timeout", type=duration_s, default=5.0, metavar="TIME", help="for each query (default: 5s)")
+    parser.add_argument("--once", action="store_true", help="print once and end; with --metrics after two samples")
+    parser.add_argument("--json", action="store_true", help="print JSON once and end")
 
 
 def run(args: argparse.Namespace) -> int:

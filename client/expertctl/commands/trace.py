@@ -13,7 +13,7 @@ import numpy as np
 from rich.table import Table
 
 from expertctl.commands.connect import connected
-from expertctl.commands.options import add_common, add_routing, credentials, new_file, numbers, popularity
+from expertctl.commands.options import add_common, add_routing, add_tokens, credentials, new_file, numbers, popularity
 from expertctl.common.counts import at_least
 from expertctl.common.workload import LayerShape, drawn, layer_shapes
 from expertctl.pictures.trace import by_layer, write
@@ -33,16 +33,23 @@ def add_parser(subparsers: Any, text: str) -> None:
     parser = subparsers.add_parser(
         "trace",
         help=text,
-        description="Calls the layers in turn, as a step of a model does without its attention, and writes FILE, for"
-        " ui.perfetto.dev and chrome://tracing, and a picture of each layer beside it (.svg).  For a model of your own:"
-        " `with expertd_client.trace(FILE):` around what it does.",
+        description="Calls the layers one after the other, as a decoding step does, and writes a timeline for"
+        " ui.perfetto.dev or chrome://tracing, and a picture (.svg) beside it.  In a program of your own:"
+        " `with expertd_client.trace(FILE): ...`.",
     )
     add_common(parser, "+")
+    add_tokens(parser)
     add_routing(parser)
-    parser.add_argument("--layers", type=numbers, metavar="0-3,7", help="default: all that the servers hold")
-    parser.add_argument("--steps", type=at_least(1), default=1, metavar="N", help="through all layers (default: 1)")
-    parser.add_argument("--warmup", type=at_least(0), default=3, metavar="N", help="steps before it (default: 3)")
-    parser.add_argument("--out", type=new_file, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
+    parser.add_argument("--layers", type=numbers, metavar="0-3,7", help="layers to call (default: all)")
+    parser.add_argument(
+        "--steps", type=at_least(1), default=1, metavar="N", help="passes through all layers (default: 1)"
+    )
+    parser.add_argument(
+        "--warmup", type=at_least(0), default=3, metavar="N", help="passes that are not recorded (default: 3)"
+    )
+    parser.add_argument(
+        "--out", type=new_file, default=Path("trace.json"), metavar="FILE", help="file to write (default: trace.json)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

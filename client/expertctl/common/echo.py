@@ -16,7 +16,7 @@ def no_echo() -> str:
     """Why there can be no echo server."""
     for module in ("expertd_echo", "torch"):
         if importlib.util.find_spec(module) is None:
-            return f"the echo server needs {module}, which is not installed: pip install 'expertd[server]'"
+            return f"the echo server needs {module}, which is not installed: install expertd with its extra `server`"
     return ""
 
 

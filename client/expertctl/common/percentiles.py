@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Durations", "Summary"]
+__all__ = ["LEAST_FOR_P999", "Durations", "Summary"]
 
+LEAST_FOR_P999 = 10_000
+"""Durations from which on p99.9 is reported: ten of them are then above it.  Of fewer it says little more than the
+maximum."""
 _QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 
 
@@ -27,6 +30,11 @@ class Summary:
     p99_s: float = 0.0
     p999_s: float = 0.0
     max_s: float = 0.0
+
+    @property
+    def known_p999_s(self) -> float | None:
+        """p99.9, where there are enough durations for it."""
+        return self.p999_s if self.count >= LEAST_FOR_P999 else None
 
 
 class Durations:

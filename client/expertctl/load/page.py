@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from expertctl.load.series import quantile_curve, slices
-from expertctl.load.show import SERVER_COLUMNS, Outcome, describe_plan, server_rows
-from expertd.tables import duration
+from expertctl.load.show import SERVER_COLUMNS, Outcome, describe_plan, server_rows, time_text, transport_text
 
 __all__ = ["NO_PLOTLY", "page"]
 
-NO_PLOTLY = "it needs plotly, which is not installed: pip install 'expertd[load]'"
+NO_PLOTLY = "it needs plotly, which is not installed: pip install plotly"
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1060px;margin:2em auto;padding:0 1em;color:#222}"
     "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .7em;text-align:right;white-space:nowrap;"
@@ -30,21 +29,22 @@ def page(o: Outcome) -> str:
     import plotly.io
 
     servers = server_rows(o.runs)
-    stages = "The time of the server that answered last" if servers else "The server's time"
-    figures = [("Latency by percentile", _quantiles(o)), ("While it ran", _times(o)), (stages, _stages(o))]
+    stages = "Time in the server that answered last" if servers else "Time in the server"
+    figures = [("Latency by percentile", _quantiles(o)), ("Over time", _times(o)), (stages, _stages(o))]
     if len(o.runs) > 1:
         figures.insert(0, ("Latency and throughput", _sweep(o)))
     if o.slo is not None:
-        figures.insert(0, (f"Does {o.slo.promise.text} hold?", _trials(o)))
+        figures.insert(0, (f"Is {o.slo.promise.text} met?", _trials(o)))
     parts = [
         f"<h2>{escape(title)}</h2>"
         + plotly.io.to_html(figure, full_html=False, include_plotlyjs=n == 0, config={"displaylogo": False})
         for n, (title, figure) in enumerate((t, f) for t, f in figures if f.data)
     ]
-    settings = ", ".join(f"{k.replace('_', ' ')}: {v}" for k, v in o.settings.items() if v not in (None, "", False))
+    told = {k: transport_text(v) if k == "transport" else v for k, v in o.settings.items()}
+    settings = ", ".join(f"{k.replace('_', ' ')}: {v}" for k, v in told.items() if v not in (None, "", False))
     said = f"<p><b>{escape(o.slo.sentence())}</b></p>" if o.slo is not None else ""
-    by_server = f"<h2>What each server answered</h2>{_table(SERVER_COLUMNS, servers)}" if servers else ""
-    cut = "<p><b>Interrupted: this is what came until then.</b></p>" if o.interrupted else ""
+    by_server = f"<h2>Answers by server</h2>{_table(SERVER_COLUMNS, servers)}" if servers else ""
+    cut = "<p><b>Interrupted: the report has the requests until then.</b></p>" if o.interrupted else ""
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>expertctl load {escape(o.address)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>expertctl load {escape(o.address)}</h1><p>{escape(settings)}</p>"
@@ -58,7 +58,7 @@ def _runs(o: Outcome) -> str:
     for run in o.runs:
         r, s = run.report, run.report.latency
         counts = (f"{r.answered:,}", f"{r.failed:,}", f"{r.requests_per_s:,.1f}", f"{r.tokens_per_s:,.1f}")
-        times = (duration(v) for v in (s.mean_s, s.p50_s, s.p90_s, s.p99_s, s.p999_s, s.max_s))
+        times = (time_text(v) for v in (s.mean_s, s.p50_s, s.p90_s, s.p99_s, s.known_p999_s, s.max_s))
         rows.append((describe_plan(run.plan), *counts, *times))
     return _table(names, rows)
 
@@ -126,13 +126,17 @@ def _stages(o: Outcome) -> Any:
     return figure
 
 
+_LINES = {"p50_s": "p50", "p99_s": "p99", "known_p999_s": "p99.9"}
+
+
 def _sweep(o: Outcome) -> Any:
     figure = _figure("requests/s", "ms", log_y=True)
     x = [run.report.requests_per_s for run in o.runs]
-    for name in ("p50_s", "p99_s", "p999_s"):
-        y = [getattr(run.report.latency, name) * 1e3 for run in o.runs]
+    for name in ("p50_s", "p99_s", "known_p999_s"):
+        seconds = [getattr(run.report.latency, name) for run in o.runs]
+        y = [None if s is None else s * 1e3 for s in seconds]
         text = [describe_plan(run.plan) for run in o.runs]
-        figure.add_scatter(x=x, y=y, mode="lines+markers", name=name[:-2].replace("999", "99.9"), text=text)
+        figure.add_scatter(x=x, y=y, mode="lines+markers", name=_LINES[name], text=text)
     return figure
 
 
@@ -143,6 +147,6 @@ def _trials(o: Outcome) -> Any:
     for keeps, colour in ((True, "#2f7d4f"), (False, "#a33")):
         some = [t for t in found.trials if t.keeps(found.promise) is keeps]
         figure.add_scatter(x=[t.rate for t in some], y=[t.quantile_s * 1e3 for t in some], mode="markers",
-                           name="holds" if keeps else "does not", marker={"color": colour, "size": 9})  # fmt: skip
+                           name="met" if keeps else "not met", marker={"color": colour, "size": 9})  # fmt: skip
     figure.add_hline(y=found.promise.bound_s * 1e3, line={"dash": "dash", "color": "#777"})
     return figure

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 __all__ = ["NO_HDR", "Slice", "hdr_encoded", "hdr_text", "quantile_curve", "slices"]
 
-NO_HDR = "it needs hdrhistogram, which is not installed: pip install 'expertd[load]'"
+NO_HDR = "it needs hdrhistogram, which is not installed: pip install hdrhistogram"
 _LARGEST_US, _DIGITS = 3_600_000_000, 3
 _SLICES = 120
 

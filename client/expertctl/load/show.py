@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from expertctl.common.counts import counted
 from expertctl.common.percentiles import Summary
 from expertctl.load.by_server import ServerAnswers
 from expertctl.load.departures import LoadPlan
@@ -18,10 +19,27 @@ from expertctl.load.slo import Found
 from expertd.ranges import format_ranges
 from expertd.tables import duration, print_table
 
-__all__ = ["SERVER_COLUMNS", "Outcome", "Run", "as_json", "describe_plan", "server_rows", "show"]
+__all__ = [
+    "SERVER_COLUMNS",
+    "Outcome",
+    "Run",
+    "as_json",
+    "describe_plan",
+    "server_rows",
+    "show",
+    "time_text",
+    "transport_text",
+]
 
-_TOLD = ("servers", "messages", "routing")
-SERVER_COLUMNS = ("load", "server", "backend", "parts", "routes", "helped", "p50", "p99")
+TRANSPORTS = {
+    "inline": "gRPC stream",
+    "unary": "gRPC, one call for each request",
+    "shm": "shared memory",
+    "tcp": "TCP",
+    "cuda_ipc": "CUDA IPC",
+}
+_TOLD = ("servers", "transport", "messages", "routing")
+SERVER_COLUMNS = ("load", "server", "backend", "sub-requests", "routes", "retried", "p50", "p99")
 """Of server_rows()."""
 _QUANTILES = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 
@@ -95,19 +113,37 @@ def _slo_json(found: Found) -> dict[str, Any]:
     }
 
 
-def _us(s: Summary) -> dict[str, float]:
-    values = asdict(s)
+def _us(s: Summary) -> dict[str, float | None]:
+    """p999: null of fewer durations than it needs."""
+    values = {**asdict(s), "p999_s": s.known_p999_s}
     count = values.pop("count")
-    return {"count": count, **{name.removesuffix("_s"): round(v * 1e6, 1) for name, v in values.items()}}
+    return {
+        "count": count,
+        **{k.removesuffix("_s"): None if v is None else round(v * 1e6, 1) for k, v in values.items()},
+    }
 
 
 def describe_plan(plan: LoadPlan) -> str:
     if plan.schedule is not None:
         return "as recorded"
     if plan.rate is None:
-        return f"{plan.concurrency} caller{'s' * (plan.concurrency > 1)}"
+        return counted(plan.concurrency, "client")
     rate = f"{plan.rate:,.6g}" if plan.rate_to is None else f"{plan.rate:g} to {plan.rate_to:g}"
     return f"{rate} requests/s"
+
+
+def transport_text(transport: str | Mapping[str, str]) -> str:
+    """For people: "shared memory"; of several servers by address, where they differ."""
+    if isinstance(transport, str):
+        return TRANSPORTS.get(transport, transport)
+    names = set(transport.values())
+    if len(names) == 1:
+        return transport_text(names.pop())
+    return ", ".join(f"{server}: {transport_text(name)}" for server, name in transport.items())
+
+
+def time_text(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
 
 
 def show(out: Console, o: Outcome) -> None:
@@ -121,14 +157,15 @@ def show(out: Console, o: Outcome) -> None:
         print_table(out, _table_of_trials(o.slo))
         out.print(o.slo.sentence(), markup=False, style="bold")
     if o.interrupted:
-        out.print("interrupted: this is what came until then", style="bold")
+        out.print("interrupted: the report has the requests until then", style="bold")
 
 
 def _title(o: Outcome) -> str:
     plan = o.runs[0].plan
-    tokens = f"{plan.tokens} tokens a request, " if plan.tokens else ""
-    more = "".join(f", {v}" for k, v in o.settings.items() if k in _TOLD and v != "uniform")
-    return f"{tokens}layers {format_ranges(o.layers)}{more}"
+    tokens = f"{counted(plan.tokens, 'token')} per request, " if plan.tokens else ""
+    told = {k: transport_text(v) if k == "transport" else v for k, v in o.settings.items() if k in _TOLD}
+    more = "".join(f", {v}" for v in told.values() if v != "uniform")
+    return f"{tokens}layer{'s' * (len(o.layers) != 1)} {format_ranges(o.layers)}{more}"
 
 
 def _show_run(out: Console, run: Run, o: Outcome) -> None:
@@ -151,7 +188,7 @@ def _show_run(out: Console, run: Run, o: Outcome) -> None:
             f"{name[:-3]} {duration(ns * 1e-9)}" for name, ns in asdict(r.server).items() if name.endswith("_ns")
         ),
         "batch": f"{r.server.batch_tokens:.1f} tokens of {r.server.batch_requests:.1f} requests on average; backend "
-        + ", ".join(r.backends),
+        + (", ".join(r.backends) or "unknown"),
     }
     grid = Table.grid(padding=(0, 2))
     for name, value in rows.items():
@@ -164,7 +201,7 @@ def _show_servers(out: Console, runs: Sequence[Run]) -> None:
     """A line for each server of a cluster, by load where there are several."""
     if not any(run.report.by_server for run in runs):
         return
-    table = Table(title="what each server answered", title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(title="answers by server", title_justify="left", show_edge=False, pad_edge=False)
     for name in SERVER_COLUMNS[len(runs) == 1 :]:
         table.add_column(name, justify="left" if name in ("load", "server") else "right")
     for cells in server_rows(runs):
@@ -194,21 +231,21 @@ def _table_of_runs(o: Outcome) -> Table:
         table.add_column(name, justify="left" if name == "load" else "right")
     for run in o.runs:
         r, s = run.report, run.report.latency
-        times = (duration(v) for v in (s.p50_s, s.p99_s, s.p999_s, s.max_s))
+        times = (time_text(v) for v in (s.p50_s, s.p99_s, s.known_p999_s, s.max_s))
         rates = f"{r.requests_per_s:,.1f}", f"{r.tokens_per_s:,.0f}"
         table.add_row(describe_plan(run.plan), *rates, *times, f"{r.failed:,}")
     return table
 
 
 def _table_of_trials(found: Found) -> Table:
-    table = Table(title=f"does {found.promise.text} hold?", title_justify="left", show_edge=False, pad_edge=False)
-    for name in ("requests/s", "sent", "late", found.promise.text.split(" ")[0], "holds"):
+    table = Table(title=f"is {found.promise.text} met?", title_justify="left", show_edge=False, pad_edge=False)
+    for name in ("requests/s", "sent", "late", found.promise.text.split(" ")[0], "met"):
         table.add_column(name, justify="right")
     for t in found.trials:
-        holds = "not offered in time" if t.behind else "yes" if t.keeps(found.promise) else "no"
-        table.add_row(f"{t.rate:,.1f}", f"{t.sent:,}", f"{t.late:,}", duration(t.quantile_s), holds)
+        met = "sent too late" if t.behind else "yes" if t.keeps(found.promise) else "no"
+        table.add_row(f"{t.rate:,.1f}", f"{t.sent:,}", f"{t.late:,}", duration(t.quantile_s), met)
     return table
 
 
 def _cells(s: Summary) -> list[str]:
-    return [duration(v) for v in (s.mean_s, s.p50_s, s.p90_s, s.p95_s, s.p99_s, s.p999_s, s.max_s)]
+    return [time_text(v) for v in (s.mean_s, s.p50_s, s.p90_s, s.p95_s, s.p99_s, s.known_p999_s, s.max_s)]

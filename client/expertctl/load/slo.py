@@ -75,21 +75,25 @@ class Found:
 
     def sentence(self) -> str:
         if self.rate is None:
-            return f"no rate keeps {self.promise.text}: {self.trials[-1].rate:,.1f} requests/s did not"
+            return f"no rate meets {self.promise.text}: it was not met at {self.trials[-1].rate:,.1f} requests/s"
         spread = [t.quantile_s * 1e3 for t in self.repeats]
         text = (
-            f"{self.promise.text} up to {self.rate:,.1f} requests/s (95 % confidence): {self.share:.2%} of"
-            f" {sum(t.sent for t in self.repeats):,} requests were late, at most {self.at_most:.2%},"
-            f" {self.promise.allowed:.2%} allowed; {len(spread)} repeats: {min(spread):.3g} to {max(spread):.3g} ms"
+            f"{self.promise.text} is met up to {self.rate:,.1f} requests/s: {self.share:.2%} of"
+            f" {sum(t.sent for t in self.repeats):,} requests were late (with 95 % confidence at most"
+            f" {self.at_most:.2%};"
+            f" {self.promise.allowed:.2%} are allowed); {len(spread)} repetitions: {min(spread):.3g} to"
+            f" {max(spread):.3g} ms"
         )
-        return text + (" (more could not be offered)" if self.limited else "")
+        return text + ("; the load generator could not send more" if self.limited else "")
 
 
 def parse_promise(text: str) -> Promise:
     """ "p99<20ms", "p99.9<500us", as argparse's type."""
     m = re.fullmatch(r"p(\d{1,2}(?:\.\d+)?)\s*<\s*(\d+(?:\.\d*)?)\s*(us|ms|s)", text)
     if m is None or not 0 < float(m[1]) < 100 or not float(m[2]) > 0:
-        raise argparse.ArgumentTypeError(f"got {text!r}, want a promise as p99<20ms, p99.9<500us or p50<1s")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, want an objective, for example p99<20ms, p99.9<500us or p50<1s"
+        )
     bound_s = float(m[2]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[m[3]]
     return Promise(round(float(m[1]) / 100, 10), bound_s, f"p{m[1]} < {m[2]} {m[3]}")
 

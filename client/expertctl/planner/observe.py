@@ -94,7 +94,7 @@ class Counters:
 
 
 def inventory(path: Path) -> dict[str, Machine]:
-    """A file {"10.0.0.1:7070": {"speed": 1e6, "zone": "a"}, ...}.  Raises PlacementError for what it must not hold."""
+    """A file {"10.0.0.1:50051": {"speed": 1e6, "zone": "a"}, ...}.  Raises PlacementError for what it must not hold."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

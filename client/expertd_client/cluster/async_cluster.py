@@ -1,6 +1,6 @@
 """AsyncExpertCluster: one layer over many servers, called from one event loop.
 
-async with AsyncExpertCluster(["10.0.0.1:7070", "10.0.0.2:7070"], timeout_s=1.0) as experts:
+async with AsyncExpertCluster(["10.0.0.1:50051", "10.0.0.2:50051"], timeout_s=1.0) as experts:
     answers = await asyncio.gather(*(experts.forward(n, x, ids, weights) for n in layers))
 """
 

@@ -1,6 +1,6 @@
 """ExpertCluster: one layer over many servers, called from any thread.
 
-with ExpertCluster(["10.0.0.1:7070", "10.0.0.2:7070"], timeout_s=1.0) as experts:
+with ExpertCluster(["10.0.0.1:50051", "10.0.0.2:50051"], timeout_s=1.0) as experts:
     answer = experts.forward(0, hidden_states, topk_ids, topk_weights)    # as ExpertClient's
     answer.parts                                                          # who computed what
 """

@@ -116,7 +116,7 @@ def _api() -> Any:
         from kubernetes import client, config
     except ImportError as error:
         raise PlacementError.about(
-            "EndpointSlices", got=str(error), want="the package", remedy="pip install 'expertd[kubernetes]'"
+            "EndpointSlices", got=str(error), want="the package", remedy="pip install 'kubernetes>=31'"
         ) from None
     try:
         config.load_incluster_config()

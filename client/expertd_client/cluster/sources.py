@@ -1,10 +1,10 @@
 """Where a placement comes from: a value, a file, a name.  None of them is a database, and a cluster follows each while
 it runs.
 
-    ["10.0.0.1:7070", "10.0.0.2:7070"]    addresses: each server says itself what it holds
+    ["10.0.0.1:50051", "10.0.0.2:50051"]    addresses: each server says itself what it holds
     Placement(...)                        expertd.placement: who holds what
     PlacementFile("placement.json")       its JSON, read again when it changes
-    Dns("experts.svc:7070")               every address behind a name (a headless service), resolved again
+    Dns("experts.svc:50051")               every address behind a name (a headless service), resolved again
     RayServers("experts")                 those of `expertctl ray up` (expertctl.ray)
     EndpointSlices("experts")             the ready endpoints of a Kubernetes service (cluster.kubernetes)
 """
@@ -86,7 +86,7 @@ def publish(path: Path, placement: Placement) -> None:
 
 
 class Dns:
-    """Every address that a name has: "experts.svc:7070"; without a port it is 50051."""
+    """Every address that a name has: "experts.svc:50051"; without a port it is 50051."""
 
     def __init__(self, target: str, every_s: float = 1.0) -> None:
         self.every_s = every_s

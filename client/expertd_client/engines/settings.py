@@ -1,7 +1,7 @@
 """Who computes an engine's experts, as its user writes it; and the one connection of a process to them.
 
-    EXPERTD_ADDRESS=10.0.0.1:7070                       one server that holds all experts
-    EXPERTD_ADDRESS=10.0.0.1:7070,10.0.0.2:7070         several that hold them together
+    EXPERTD_ADDRESS=10.0.0.1:50051                      one server that holds all experts
+    EXPERTD_ADDRESS=10.0.0.1:50051,10.0.0.2:50051       several that hold them together
     EXPERTD_ADDRESS=/etc/expertd/placement.json         a placement's file, followed while it changes
     EXPERTD_CLIENT='{"timeout_s": 5, "ca": "ca.pem"}'   the other options
 

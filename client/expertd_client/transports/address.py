@@ -1,11 +1,11 @@
 """Addresses of servers as people write them, and what gRPC wants to hear.
 
 experts.example             port 50051
-experts.example:7070        or 10.0.0.7:7070
-[::1], [::1]:7070           IPv6 in brackets
+experts.example:50051        or 10.0.0.7:50051
+[::1], [::1]:50051           IPv6 in brackets
 https://experts.example     TLS; http://: plain text.  The port is 50051 there, too
 unix:/run/expertd.sock      a socket in the file system
-dns:///name:7070            other targets of gRPC, as they are: dns, ipv4, ipv6, xds, vsock, unix-abstract
+dns:///name:50051            other targets of gRPC, as they are: dns, ipv4, ipv6, xds, vsock, unix-abstract
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ a round trip of one token took 855 us, at 0.3 ms 690 us (median, gRPC stream ove
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "serve",
+        usage="expertd serve (--checkpoint DIR | --synthetic MODEL:SCHEME) [OPTION ...]",
         help="load experts and answer calls over gRPC",
         description="Loads quantized experts once and answers calls over gRPC until SIGTERM.  Options can also be"
         " set in"

@@ -41,7 +41,7 @@ def test_tables_where_there_is_no_server(monkeypatch, capsys):
     assert main(["bench", "cluster", "--rounds", "2", "--servers", "2"]) == 0
     shown = capsys.readouterr().out
     assert "(split + join) / copy" in shown
-    assert "no calls were timed: it is not there" in shown
+    assert "calls were not measured: it is not there" in shown
     assert "ExpertClient" not in shown
 
 
@@ -50,7 +50,7 @@ def test_tables_of_calls(capsys):
     never = bench_cluster.Own(128, 2048, 3, 300.0, 100.0, 0.0, 0.0)
     bench_cluster._show([bench_cluster.Row(8, 2048, 8, 3, 1, 1.0, 1.0, 1.0, 2.0)], [one], [own, never])
     shown = capsys.readouterr().out
-    assert "a call of one server, microseconds: H 2048, shm" in shown
+    assert "a call to one server in microseconds: H 2048, shm" in shown
     assert ["8", "41", "56", "15"] in [line.replace("│", " ").split() for line in shown.splitlines()]
     rows = [line.replace("│", " ").split() for line in shown.splitlines()]
     assert ["8", "70", "30", "101", "90", "25%"] in rows

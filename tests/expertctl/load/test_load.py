@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from expertctl.common.percentiles import Durations, Summary
+from expertctl.common.percentiles import LEAST_FOR_P999, Durations, Summary
 from expertctl.common.workload import LayerShape, routes
 from expertctl.load import page as page_module
 from expertctl.load.by_server import ByServer, of_all
@@ -25,7 +25,7 @@ from expertctl.load.page import page
 from expertctl.load.routing import parse_routing
 from expertctl.load.selector import run_precisely
 from expertctl.load.series import hdr_encoded, hdr_text, quantile_curve, slices
-from expertctl.load.show import Outcome, Run, as_json, show
+from expertctl.load.show import Outcome, Run, as_json, show, transport_text
 from expertctl.load.slo import Trial, parse_promise, search, upper_share
 from expertd_client.cluster import Answered
 
@@ -141,21 +141,21 @@ async def test_the_search_finds_the_rate_of_a_line():
     assert wrong <= 3, rates  # with 95 % confidence one in twenty
     assert all(f.at_most <= 0.01 and f.share < f.at_most and len(f.repeats) == 3 for f in found)
     assert not any(f.limited for f in found)
-    assert re.search(r"p99 < 20 ms up to 7\d\d\.\d requests/s \(95 % confidence\)", found[0].sentence())
+    assert re.search(r"p99 < 20 ms is met up to 7\d\d\.\d requests/s: .*95 % confidence", found[0].sentence())
 
 
 async def test_where_the_peak_itself_keeps_it_that_is_said():
     promise = parse_promise("p50<1s")
     found = await search(promise, 500.0, Server(1000.0, promise))
     assert (found.rate, found.limited) == (500.0, True)
-    assert "more could not be offered" in found.sentence()
+    assert "the load generator could not send more" in found.sentence()
 
 
 async def test_where_no_rate_keeps_it():
     promise = parse_promise("p99.9<1us")
     found = await search(promise, 500.0, Server(1000.0, promise))
     assert found.rate is None
-    assert "no rate keeps p99.9 < 1 us" in found.sentence()
+    assert "no rate meets p99.9 < 1 us" in found.sentence()
 
 
 async def test_what_the_generator_could_not_offer_is_no_answer():
@@ -176,7 +176,7 @@ def test_wilsons_bound():
 
 @pytest.mark.parametrize("text", ["p99", "p99<20", "p0<1s", "p100<1s", "p99>20ms", "99<20ms", "p99<0ms"])
 def test_a_promise_that_is_none(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="want a promise as p99<20ms"):
+    with pytest.raises(argparse.ArgumentTypeError, match="want an objective, for example p99<20ms"):
         parse_promise(text)
 
 
@@ -259,9 +259,11 @@ def test_what_each_server_of_a_cluster_answered():
     assert (b.server, b.parts, b.tokens, b.routes, b.helped, b.backends) == ("b:1", 1, 3, 5, 0, {"cpu": 1})
     run = Run(LoadPlan(1, concurrency=2, requests=9), replace(report([0.01] * 9), by_server=[a, gone, b]))
     out = Console(width=80, force_terminal=True, no_color=True, file=io.StringIO())
-    show(out, Outcome("a:1 gone:1 b:1", [0], {"servers": "a cluster of 3 servers", "messages": "1 stream"}, [run]))
+    settings = {"servers": "a cluster of 3 servers", "transport": dict.fromkeys(("a:1", "b:1"), "tcp")}
+    show(out, Outcome("a:1 gone:1 b:1", [0], settings, [run]))
     text = re.sub(r"\x1b\[[0-9;]*m", "", out.file.getvalue())
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80, text
+    assert "a cluster of 3 servers, TCP" in " ".join(text.split())
     assert re.search(r"^a:1 +│ triton, cpu │ +2 │ +8 │ +1 │ 20.0 ms │ 30.0 ms", text, re.M), text
     assert re.search(r"^gone:1 │ +none │ +0 │ +0 │ +0 │", text, re.M), text
     told = as_json(Outcome("a:1 gone:1 b:1", [0], {}, [run]))["by_server"]
@@ -272,7 +274,7 @@ def test_what_each_server_of_a_cluster_answered():
 def test_stages_are_bars_by_load_and_no_figure_has_two_scales():
     stages = page_module._stages(two_runs()).to_dict()
     assert stages["layout"]["yaxis"]["type"] == "category"
-    assert [bar["y"] for bar in stages["data"]] == [["1 caller", "8 callers"]] * 6
+    assert [bar["y"] for bar in stages["data"]] == [["1 client", "8 clients"]] * 6
     times = page_module._times(two_runs()).to_dict()
     assert {axis for axis in times["layout"] if axis.startswith("yaxis")} == {"yaxis", "yaxis2"}
     assert "overlaying" not in times["layout"]["yaxis2"]
@@ -281,6 +283,25 @@ def test_stages_are_bars_by_load_and_no_figure_has_two_scales():
         colours.setdefault(curve["name"].split(":")[0], set()).add(curve["line"]["color"])
     assert all(len(found) == 1 for found in colours.values()), "a load has one colour"
     assert len(set.union(*colours.values())) == 2
+
+
+def test_a_transport_is_named_once_or_by_server():
+    assert transport_text("shm") == "shared memory"
+    assert transport_text({"a": "inline", "b": "inline"}) == "gRPC stream"
+    assert transport_text({"a": "shm", "b": "tcp"}) == "a: shared memory, b: TCP"
+
+
+@pytest.mark.parametrize(("count", "known"), [(LEAST_FOR_P999 - 1, False), (LEAST_FOR_P999, True)])
+def test_p999_is_said_from_enough_answers_on(count, known):
+    run = Run(LoadPlan(1, concurrency=2, requests=count), report([0.01] * count))
+    outcome = Outcome("host", [0], {"transport": "shm"}, [run])
+    found = as_json(outcome)
+    assert (found["latency_us"]["p999"], found["transport"]) == (10_000.0 if known else None, "shm")
+    out = Console(width=120, no_color=True, file=io.StringIO())
+    show(out, outcome)
+    (latency,) = (line for line in out.file.getvalue().splitlines() if line.startswith("latency"))
+    assert (latency.split("│")[6].strip() != "-") is known, latency
+    assert ("<td>-</td>" in page(outcome)) is not known
 
 
 def test_json_of_one_run_and_of_several():

@@ -146,7 +146,7 @@ def test_room_and_speed_come_from_what_servers_say():
 )
 def test_a_file_that_is_wrong_is_refused_by_name(folder, capsys, name, text, complaint):
     (folder / name).write_text(text)
-    assert main(offline(folder)) == 1
+    assert main(offline(folder)) == 2
     assert complaint in capsys.readouterr().err
 
 
@@ -159,5 +159,5 @@ def test_a_trace_may_be_an_array(folder, capsys):
 
 
 def test_without_a_load_nothing_is_planned(folder, capsys):
-    assert main(["plan", "--offline", "--servers", str(folder / "servers.json")]) == 1
+    assert main(["plan", "--offline", "--servers", str(folder / "servers.json")]) == 2
     assert "load: got none, want --trace FILE, or --metrics PORT" in capsys.readouterr().err

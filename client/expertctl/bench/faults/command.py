@@ -12,6 +12,7 @@ from expertctl.bench.faults.failures import Failures
 from expertctl.bench.faults.run import AWAY_S, FAULTS, Row, run
 from expertctl.common.brief import briefly, fewer
 from expertctl.common.counts import at_least, positive
+from expertd.errors import ExpertdError
 from expertd.tables import console, print_table
 
 __all__ = ["add_arguments", "run_command"]
@@ -24,33 +25,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_faults,
         default=usual,
         metavar="F,F",
-        help=f"of {', '.join(FAULTS)} (all but partition, which needs root)",
+        help=f"faults, of {', '.join(FAULTS)} (default: all but partition, which needs root)",
     )
     parser.add_argument(
-        "--events", type=at_least(1), default=fewer(20), metavar="N", help="of each fault (default: 20)"
+        "--events", type=at_least(1), default=fewer(20), metavar="N", help="events of each fault (default: 20)"
     )
-    parser.add_argument("--callers", type=at_least(1), default=4, metavar="N", help="threads that call (default: 4)")
-    parser.add_argument("--tokens", type=at_least(1), default=8, metavar="M", help="of a call (default: 8)")
+    parser.add_argument("--callers", type=at_least(1), default=4, metavar="N", help="client threads (default: 4)")
+    parser.add_argument("--tokens", type=at_least(1), default=8, metavar="M", help="tokens of each call (default: 8)")
     parser.add_argument(
-        "--away", type=positive, default=briefly(AWAY_S, 0.5), metavar="S", help=f"length of an event ({AWAY_S})"
+        "--away",
+        type=positive,
+        default=briefly(AWAY_S, 0.5),
+        metavar="S",
+        help=f"seconds of an event (default: {AWAY_S})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Measures and prints; 1 where a call failed."""
-    found = list(run(args.fault, args.events, args.callers, args.tokens, args.away))
+    """Measures and prints; 1 where a call failed, or where it could not go on: what was measured by then is shown."""
+    found: list[tuple[Row, Failures]] = []
+    ended = ""
+    try:
+        for row, failures in run(args.fault, args.events, args.callers, args.tokens, args.away):
+            found.append((row, failures))
+    except ExpertdError as error:
+        ended = f"{error.reason}: {error.message}"
     if args.json:
         failed = {row.fault: [asdict(one) for one in failures.first] for row, failures in found if failures}
-        print(json.dumps({"rows": [asdict(row) for row, _ in found], "failures": failed}))
+        early = {"ended_early": ended} if ended else {}
+        print(json.dumps({"rows": [asdict(row) for row, _ in found], "failures": failed, **early}))
     else:
         _show(found)
-    return 1 if any(failures for _, failures in found) else 0
+        if ended:
+            print(f"ended early: {ended}")
+    return 1 if ended or any(failures for _, failures in found) else 0
 
 
 def _show(found: list[tuple[Row, Failures]]) -> None:
     out = console()
-    table = Table(title="two replicas of one half, one of them in trouble", title_justify="left", show_edge=False)
+    table = Table(
+        title="two replicas of one half of the experts, one of them with a fault", title_justify="left", show_edge=False
+    )
     table.add_column("fault")
     for name in ("events", "calls", "failed", "longest ms", "recovered s", "p99 ms before", "p99 ms"):
         table.add_column(name, justify="right")

@@ -217,11 +217,13 @@ def _rows(seen: _Seen, rounds: int, moved: int, spent_s: float, follow: Sequence
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--rounds", type=at_least(1), default=fewer(6), metavar="N", help="moves, there and back in turns (6)"
+        "--rounds", type=at_least(1), default=fewer(6), metavar="N", help="moves, there and back in turn (default: 6)"
     )
-    parser.add_argument("--callers", type=at_least(1), default=4, metavar="N", help="threads that call (4)")
-    parser.add_argument("--pace", type=positive, default=20.0, metavar="N", help="calls a second of each (20)")
-    parser.add_argument("--tokens", type=at_least(1), default=8, metavar="M", help="of a call (8)")
+    parser.add_argument("--callers", type=at_least(1), default=4, metavar="N", help="client threads (default: 4)")
+    parser.add_argument(
+        "--pace", type=positive, default=20.0, metavar="N", help="calls per second of each thread (default: 20)"
+    )
+    parser.add_argument("--tokens", type=at_least(1), default=8, metavar="M", help="tokens of each call (default: 8)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from expertctl.bench.faults.netns import Namespace
 from expertd.errors import UnavailableError
@@ -62,8 +63,15 @@ class ServerProcess:
         return 0 if self._process is None else self._process.pid
 
     def ready(self) -> str:
-        """Waits until it serves; its address.  Raises UnavailableError with its log where it ended."""
-        self.address = self._serving.result(BOOT_S)
+        """Waits until it serves; its address.  Raises UnavailableError with its log where it ended, or took longer than
+        BOOT_S."""
+        try:
+            self.address = self._serving.result(BOOT_S)
+        except FutureTimeoutError:
+            said = "".join(self._lines[-3:]).strip() or "nothing"
+            raise UnavailableError(
+                f"server of the benchmark: got no 'serving on' within {BOOT_S:g} s, want one; its log: {said}"
+            ) from None
         return self.address
 
     def restart(self, *more: str) -> None:

@@ -188,8 +188,10 @@ def _row(case: str, way: str, ways: Sequence[Forwarder], servers: Sequence[Sleep
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--calls", type=at_least(1), default=fewer(3000, 20), metavar="N", help="of each way (3000)")
-    parser.add_argument("--callers", type=at_least(1), default=2, metavar="N", help="threads that call (2)")
+    parser.add_argument(
+        "--calls", type=at_least(1), default=fewer(3000, 20), metavar="N", help="calls of each strategy (default: 3000)"
+    )
+    parser.add_argument("--callers", type=at_least(1), default=2, metavar="N", help="client threads (default: 2)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -198,9 +200,9 @@ def run_command(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}))
         return 0
-    table = Table(title="two replicas, one of them worse", title_justify="left", show_edge=False)
+    table = Table(title="two replicas, one of them slow", title_justify="left", show_edge=False)
     table.add_column("case")
-    table.add_column("way")
+    table.add_column("strategy")
     for name in ("calls", "p50 ms", "p99 ms", "extra work"):
         table.add_column(name, justify="right")
     for r in rows:

@@ -168,11 +168,21 @@ def _plan(addresses: Sequence[str], counted: dict[str, observe.Counters]) -> tup
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--seconds", type=positive, default=briefly(15.0, 1.0), metavar="S", help="of each measurement (15)"
+        "--seconds",
+        type=positive,
+        default=briefly(15.0, 1.0),
+        metavar="S",
+        help="seconds of each measurement (default: 15)",
     )
-    parser.add_argument("--callers", type=at_least(1), default=32, metavar="N", help="threads that call (32)")
-    parser.add_argument("--tokens", type=at_least(1), default=4, metavar="M", help="of a call (4)")
-    parser.add_argument("--zipf", type=at_least_0, default=0.5, metavar="S", help="expert e weighs 1/(e+1)^S (0.5)")
+    parser.add_argument("--callers", type=at_least(1), default=32, metavar="N", help="client threads (default: 32)")
+    parser.add_argument("--tokens", type=at_least(1), default=4, metavar="M", help="tokens of each call (default: 4)")
+    parser.add_argument(
+        "--zipf",
+        type=at_least_0,
+        default=0.5,
+        metavar="S",
+        help="popularity: expert e has weight 1/(e+1)^S (default: 0.5)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 

@@ -23,30 +23,56 @@ __all__ = ["add_arguments", "run_command"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan = Plan()
-    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="a server; without it one of its own")
+    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="server (default: one that it starts)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--way", type=_ways, default=plan.ways, metavar="W,W", help=f"of {', '.join(WAYS)} (default: all but unary)"
+        "--way",
+        type=_ways,
+        default=plan.ways,
+        metavar="W,W",
+        help=f"transports, of {', '.join(WAYS)} (default: all but unary)",
     )
-    parser.add_argument("--load", type=_numbers, default=plan.loads, metavar="X,X", help="of the peak (2,10)")
-    parser.add_argument("--callers", type=at_least(1), default=plan.callers, metavar="N", help="connections (4)")
     parser.add_argument(
-        "--tokens", type=at_least(1), default=plan.tokens, metavar="M", help=f"of a call ({plan.tokens})"
+        "--load", type=_numbers, default=plan.loads, metavar="X,X", help="multiples of the peak rate (default: 2,10)"
     )
     parser.add_argument(
-        "--in-flight", type=at_least(1), default=plan.in_flight, metavar="N", help=f"at the peak ({plan.in_flight})"
+        "--callers", type=at_least(1), default=plan.callers, metavar="N", help="connections (default: 4)"
     )
-    parser.add_argument("--slack", type=positive, default=plan.slack, metavar="X", help="deadline over normal p99 (4)")
     parser.add_argument(
-        "--seconds", type=positive, default=briefly(plan.seconds, 0.5), metavar="S", help="of each measurement (5)"
+        "--tokens",
+        type=at_least(1),
+        default=plan.tokens,
+        metavar="M",
+        help=f"tokens of each request (default: {plan.tokens})",
+    )
+    parser.add_argument(
+        "--in-flight",
+        type=at_least(1),
+        default=plan.in_flight,
+        metavar="N",
+        help=f"requests in flight to find the peak (default: {plan.in_flight})",
+    )
+    parser.add_argument(
+        "--slack",
+        type=positive,
+        default=plan.slack,
+        metavar="X",
+        help="deadline as a multiple of the normal p99 (default: 4)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=briefly(plan.seconds, 0.5),
+        metavar="S",
+        help="seconds of each measurement (default: 5)",
     )
     parser.add_argument(
         "--paced",
         action="store_true",
-        help="the server that it starts has a clock for a kernel: the machine may be busy",
+        help="start a server that sleeps instead of computing, for a busy machine",
     )
     parser.add_argument(
-        "--bare", action="store_true", help="each load also on a bare grpc.aio server that refuses everything at once"
+        "--bare", action="store_true", help="send each load to a plain grpc.aio server that refuses everything, too"
     )
     parser.add_argument(
         "--cost",
@@ -54,22 +80,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=("forecast",),
         metavar="PART,PART",
-        help=f"what parts of the server cost without overload instead: of {', '.join(PARTS)} (default: forecast)",
+        help=f"measure the cost of these parts of the server without overload instead: {', '.join(PARTS)} (default:"
+        " forecast)",
     )
     parser.add_argument(
         "--certificates",
         type=Path,
         metavar="DIR",
-        help="for tls and mtls: ca.pem, server.pem, server.key, client.pem, client.key",
+        help="folder for tls and mtls: ca.pem, server.pem, server.key, client.pem, client.key",
     )
     parser.add_argument(
         "--server",
         type=shlex.split,
         metavar="OPTIONS",
-        help="of the server that it starts; of `expertd-echo` if --paced",
+        help="options for the server that it starts: of expertd serve, with --paced of expertd-echo",
     )
     parser.add_argument(
-        "--cores", type=_cores, metavar="S,G", help="the core of the servers that it starts, and its own"
+        "--cores", type=_cores, metavar="S,G", help="CPU core of its servers, and CPU core of the load generator"
     )
 
 
@@ -109,9 +136,11 @@ def _cost(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"cost": [asdict(cost) for cost in costs]}))
         return 0
-    table = Table(title="parts of the server, without overload", title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(
+        title="cost of parts of the server, without overload", title_justify="left", show_edge=False, pad_edge=False
+    )
     table.add_column("part", no_wrap=True)
-    table.add_column("way", no_wrap=True)
+    table.add_column("transport", no_wrap=True)
     for name in ("requests/s", "without", "ratio", "p50 us", "without", "ratio"):
         table.add_column(name, justify="right")
     for c in costs:
@@ -127,15 +156,24 @@ def _cost_cells(c: Cost) -> tuple[str, ...]:
 
 
 _COLUMNS = (
-    "load", "deadline ms", "peak/s", "offered/s", "goodput of peak", "admitted", "late", "late here", "refused",
-    "refusal p99 ms", "of a bare one", "answer p99 ms", "left late p99 ms", "cpu here", "cpu server", "server MB",
+    "load", "deadline ms", "peak/s", "sent/s", "goodput of peak", "admitted", "late", "late in client", "refused",
+    "refusal p99 ms", "of a plain server", "answer p99 ms", "sent late p99 ms", "client CPU", "server CPU", "server MB",
 )  # fmt: skip
+
+
+_SHOWN = 5
+"""Failures of a row."""
 
 
 def _show(rows: list[Row]) -> None:
     out = console(200)
-    table = Table(title="more than the peak, with deadlines", title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("way", no_wrap=True)
+    table = Table(
+        title="overload: multiples of the peak rate, with deadlines",
+        title_justify="left",
+        show_edge=False,
+        pad_edge=False,
+    )
+    table.add_column("transport", no_wrap=True)
     for name in _COLUMNS:
         table.add_column(name, justify="right")
     for r in rows:
@@ -143,7 +181,9 @@ def _show(rows: list[Row]) -> None:
     print_table(out, table)
     for r in rows:
         reasons = ", ".join(f"{reason} {n:,}" for reason, n in r.refused.items()) or "nothing"
-        out.print(f"{r.way} {r.load:g}x: refused {reasons}; not retryable {r.not_retryable:,}", markup=False)
+        out.print(f"{r.way} {r.load:g}x: refused {reasons}; failed {r.not_retryable:,}", markup=False)
+        for failure in r.failures[:_SHOWN]:
+            out.print(f"  {failure.text()}", markup=False)
 
 
 def _cells(r: Row) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from expertctl.bench.faults.failures import Failure, Failures
 from expertctl.bench.overload.peak import Peak
 from expertctl.common.percentiles import Durations
 from expertd.errors import ExpertdError
@@ -33,6 +34,7 @@ class Row:
     rss_mb             of the server, before and after; None = not known
     bare_refusal_p99_ms   of a bare grpc.aio server that refuses everything at once, under the same load; None = not
                        measured
+    failures           the first requests that ended with an error which another try does not help, and why
     """
 
     way: str
@@ -55,6 +57,7 @@ class Row:
     rss_mb: tuple[float, float] | None
     bare_refusal_p99_ms: float | None = None
     peak_limited: bool = False
+    failures: tuple[Failure, ...] = ()
 
 
 @dataclass(slots=True)
@@ -66,6 +69,7 @@ class Tally:
     lateness: Durations = field(default_factory=Durations)
     refused: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
+    failures: Failures = field(default_factory=Failures)
     sent: int = 0
     not_retryable: int = 0
     late: int = 0
@@ -97,6 +101,7 @@ class Tally:
             self.refusals.add(now_s - left_s)
         else:
             self.failed[error.reason] += 1
+            self.failures.failed(left_s, error)
 
     def row(
         self,
@@ -140,4 +145,5 @@ class Tally:
             server_cpu=round(cpu[1], 3),
             rss_mb=rss_mb,
             bare_refusal_p99_ms=None if bare is None else ms(bare.refusals),
+            failures=tuple(self.failures.first),
         )

@@ -23,31 +23,43 @@ __all__ = ["add_arguments", "run_command"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan = Plan()
-    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="a server; without it the echo server alone")
+    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="server (default: an echo server that it starts)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw a picture there")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="file for a picture")
     parser.add_argument(
-        "--transport", type=_names(BARE), default=plan.transports, metavar="T,T", help=f"of {', '.join(BARE)} (inline)"
+        "--transport",
+        type=_names(BARE),
+        default=plan.transports,
+        metavar="T,T",
+        help=f"transports, of {', '.join(BARE)} (default: inline)",
     )
     parser.add_argument(
         "--client",
         type=_names(CLIENTS),
         default=plan.clients,
         metavar="C,C",
-        help="asyncio (default), threads, bytes: messages made before, as the bare stream's, inline",
+        help="clients: asyncio (default), threads, or bytes (messages encoded in advance, inline only)",
     )
     for name, default, text in (
-        ("--tokens", plan.tokens, "M of a request"),
-        ("--callers", plan.callers, "each with a connection of its own"),
+        ("--tokens", plan.tokens, "tokens of a request"),
+        ("--callers", plan.callers, "clients, one connection each"),
     ):
         shown = ",".join(map(str, default))
         parser.add_argument(name, type=_counts, default=default, metavar="N,N", help=f"{text} (default: {shown})")
     parser.add_argument(
-        "--hidden-size", type=at_least(1), default=plan.hidden_size, metavar="H", help="of echoes (4096)"
+        "--hidden-size",
+        type=at_least(1),
+        default=plan.hidden_size,
+        metavar="H",
+        help="hidden size of the echo server (default: 4096)",
     )
-    parser.add_argument("--layer", type=at_least(0), metavar="N", help="of the server; default: its first")
+    parser.add_argument("--layer", type=at_least(0), metavar="N", help="layer of the server (default: its first)")
     parser.add_argument(
-        "--seconds", type=positive, default=briefly(plan.seconds, 0.1), metavar="S", help="for each cell (3)"
+        "--seconds",
+        type=positive,
+        default=briefly(plan.seconds, 0.1),
+        metavar="S",
+        help="seconds for each row (default: 3)",
     )
 
 
@@ -83,7 +95,7 @@ def _show(found: Measured) -> None:
 
 
 def _times(rows: Sequence[Row]) -> Table:
-    table = _table("microseconds of a request, beside bare bytes of the same run", rows)
+    table = _table("time of a request in microseconds, and of the same bytes without expertd (bare)", rows)
     for name in ("p50", "p99", "bare p50", "p50 / bare", "kernel", "requests/s", "bare/s", "of bare"):
         table.add_column(name, justify="right")
     for r in rows:
@@ -95,7 +107,7 @@ def _times(rows: Sequence[Row]) -> Table:
 
 
 def _stages(rows: Sequence[Row]) -> Table:
-    table = _table("where it goes: medians of the stages, microseconds", rows)
+    table = _table("medians of the stages in microseconds", rows)
     for name in STAGES:
         table.add_column(name.replace("_", " "), justify="right")
     for r in rows:

@@ -1,6 +1,6 @@
-"""SGLang whose routed experts live on expertd's servers (pip install 'expertd[sglang]'; versions: versions.ADAPTER).
+"""SGLang whose routed experts live on expertd's servers (pip install '.[sglang]'; versions: versions.ADAPTER).
 
-    EXPERTD_ADDRESS=10.0.0.1:7070 python -m sglang.launch_server --model-path FRONTEND \\
+    EXPERTD_ADDRESS=10.0.0.1:50051 python -m sglang.launch_server --model-path FRONTEND \\
         --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled --disable-shared-experts-fusion
 
 FRONTEND is a checkpoint without experts (`expertctl strip DIR FRONTEND`).  SGLang finds register() by its entry point

@@ -1,6 +1,6 @@
-"""vLLM whose routed experts live on expertd's servers (pip install 'expertd[vllm]'; versions.ADAPTER has the versions).
+"""vLLM whose routed experts live on expertd's servers (pip install '.[vllm]'; versions.ADAPTER has the versions).
 
-    EXPERTD_ADDRESS=10.0.0.1:7070 vllm serve FRONTEND --compilation-config '{"cudagraph_mode": "PIECEWISE"}'
+    EXPERTD_ADDRESS=10.0.0.1:50051 vllm serve FRONTEND --compilation-config '{"cudagraph_mode": "PIECEWISE"}'
 
 FRONTEND is a checkpoint without experts (`expertctl strip DIR FRONTEND`).  vLLM finds register() by its entry point
 and calls it in each of its processes; where nobody names servers, its own classes do what they always did.

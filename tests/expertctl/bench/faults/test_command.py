@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from expertctl.bench.faults import command
+from expertctl.bench.faults import command, processes
 from expertctl.bench.faults.failures import Failures
 from expertctl.bench.faults.run import FAULTS, Row
 from expertctl.cli import main
@@ -55,6 +55,30 @@ def test_failed_calls_in_json(asked, capsys):
     (failure,) = json.loads(capsys.readouterr().out)["failures"]["kill"]
     assert failure["why"] == "UnavailableError: gone"
     assert failure["before"][0][1] == "kill begins"
+
+
+def test_what_was_measured_is_shown_where_a_server_does_not_start(asked, monkeypatch, capsys):
+    whole = command.run
+
+    def run(*plan):
+        yield next(whole(*plan))
+        raise UnavailableError("server: it does not serve")
+
+    monkeypatch.setattr(command, "run", run)
+    assert main(["bench", "faults", "--fault", "kill,cut"]) == 1
+    shown = capsys.readouterr().out
+    assert "1,234" in shown
+    assert shown.endswith("ended early: UNAVAILABLE: server: it does not serve\n")
+    assert main(["bench", "faults", "--fault", "kill,cut", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (len(found["rows"]), found["ended_early"]) == (1, "UNAVAILABLE: server: it does not serve")
+
+
+def test_a_server_that_takes_too_long_is_named(monkeypatch):
+    monkeypatch.setattr(processes, "BOOT_S", 0.01)
+    server = processes.ServerProcess([])
+    with pytest.raises(UnavailableError, match=r"got no 'serving on' within 0\.01 s, want one; its log: nothing"):
+        server.ready()
 
 
 def test_a_wrong_fault(capsys):

@@ -58,6 +58,7 @@ def test_no_other_end_than_a_refusal_with_a_reason_to_try_again_is_a_refusal():
     tally.answered(0.0, math.inf, 9.0, 9.0)
     tally.ended(0.0, 0.3, DeadlineExceededError("request: it was dropped"))
     tally.ended(0.0, 0.3, DrainingError("server: it drains"))
+    assert [f.why for f in row(tally).failures] == ["DeadlineExceededError: request: it was dropped"]
     assert tally.open == 1
     r = row(tally)
     assert (r.admitted, r.not_retryable, r.refused) == (3, 1, {"DRAINING": 1})
@@ -118,6 +119,20 @@ async def test_no_rate_in_time_is_no_peak():
 
     with pytest.raises(ValueError, match="no rate"):
         await largest(measure, 100)
+
+
+def test_the_first_failures_are_shown_with_their_reasons(monkeypatch, capsys):
+    tally = sent(9)
+    for n in range(9):
+        tally.ended(time.monotonic(), 0.3, DeadlineExceededError(f"request {n}: it was dropped"))
+    monkeypatch.setattr(command, "measure", lambda plan: [row(tally)])
+    assert main(["bench", "overload"]) == 0
+    shown = capsys.readouterr().out
+    assert "failed 9" in shown
+    assert shown.count("DeadlineExceededError: request") == 5
+    assert main(["bench", "overload", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["rows"]
+    assert found["failures"][8]["why"] == "DeadlineExceededError: request 8: it was dropped"
 
 
 def test_a_way_that_is_not_to_be_had_loses_nothing_that_was_measured(monkeypatch, capsys):

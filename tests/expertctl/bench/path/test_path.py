@@ -91,7 +91,7 @@ def test_a_server_beside_the_echo_and_tables(tiny_echo: str, capsys: pytest.Capt
     words = ("--tokens", "1", "--callers", "1", "--seconds", "0.1", "--hidden-size", "64")
     assert run(tiny_echo, "--transport", "inline,shm,tcp", "--client", "threads,asyncio", *words) == 0
     out = capsys.readouterr().out
-    assert "where it goes" in out
+    assert "medians of the stages" in out
     assert out.count(f"{tiny_echo} │ inline") == 4
     assert out.count("echo            │ inline") == 4
     if not supported():
