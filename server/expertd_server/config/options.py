@@ -170,9 +170,8 @@ OPTIONS: tuple[Option, ...] = (
         "max_half_sent_bytes",
         size,
         "SIZE",
-        "most that one TCP connection of gRPC may hold of messages that are not whole yet, and 4/3 of it all together;"
-        " beyond it connections end, first those on which nothing came whole for longest; at least twice"
-        " max-message-bytes",
+        "limit on incomplete messages of one TCP connection of gRPC; all together may hold 4/3 of it. Beyond it"
+        " connections end, first those without a complete message for longest. At least twice max-message-bytes",
     ),
     Option(
         "refuse_late",
@@ -189,7 +188,7 @@ OPTIONS: tuple[Option, ...] = (
         " request; refuse: both do, and the error names the row; zero: both count as 0. Other than pass, every hidden"
         " state is looked at, and tensors on a device are not taken there",
     ),
-    Option("max_wait_us", whole(0), "US", "how long a request may wait for company while the engine is idle"),
+    Option("max_wait_us", whole(0), "US", "maximum batching delay, in microseconds, while the engine is idle"),
     Option(
         "patience",
         part,
