@@ -154,6 +154,13 @@ def test_the_readme_quotes_one_committed_run():
     assert all(row in committed for row in quoted)
 
 
+@pytest.mark.parametrize("paper", READ, ids=lambda p: str(p.relative_to(ROOT)))
+def test_extras_that_are_installed_are_there(paper):
+    declared = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    named = re.findall(r"pip install [^\n]*?(?:\.|\.whl|expertd)\[([\w,]+)\]", paper.read_text())
+    assert {extra for names in named for extra in names.split(",")} <= declared
+
+
 SOURCES = {
     "proto": (ROOT / "proto/expertd",),
     "kernels": (ROOT / "kernels/expertd_kernels", ROOT / "kernels"),
