@@ -18,7 +18,7 @@ NATIVE := $(wildcard kernels/expertd_kernels/native/csrc/*.cpp kernels/expertd_k
   server/expertd_server/engine/csrc/*.cpp server/expertd_server/engine/csrc/*.h \
   client/expertd_client/cluster/csrc/*.cpp)
 
-.PHONY: help setup demo test soak vendor triton aarch64 check lint format proto golden docs bench wheel clean
+.PHONY: help setup demo test soak vendor engines triton aarch64 check lint format proto docs bench wheel clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -62,14 +62,20 @@ soak: $(STAMP) $(DEPLOY) ## the long forms, which `make test` leaves out; no new
 
 vendor: $(STAMP) ## the Python sources of vendors' wheels, which tests compare with: 300 MB over the line, once
 	$(BIN)/python tests/kernels/fetch_vendor.py
+	$(BIN)/python tests/engines/fetch_engines.py
+
+engines: $(STAMP) ## the same with vLLM's wheels, 1.5 GB over the line; what the adapters use of each is compared
+	$(BIN)/python tests/engines/fetch_engines.py --large
+	$(BIN)/python -m pytest tests/engines/test_versions.py
 
 # Some two minutes of a core and 440 MB, so CI leaves it out.  The self-test in C++ alone: Python and torch are not emulated.
 aarch64: $(STAMP) ## the CPU kernel's self-test for aarch64, compiled by ziglang, run by Debian's qemu-user
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt ziglang
 	mkdir -p build/aarch64 && cd build/aarch64 && apt-get download -q qemu-user-static libc6-arm64-cross
 	cd build/aarch64 && for d in *.deb; do dpkg-deb -x $$d . || exit 1; done
-	$(BIN)/python -m expertd_kernels.native.csrc.build --driver --machine aarch64 --out build/aarch64/driver
-	build/aarch64/usr/bin/qemu-aarch64-static -L build/aarch64/usr/aarch64-linux-gnu build/aarch64/driver
+	$(BIN)/python -m expertd_kernels.native.csrc.build --program tests/kernels/native/self_test.cpp \
+	  --machine aarch64 --out build/aarch64/self_test
+	build/aarch64/usr/bin/qemu-aarch64-static -L build/aarch64/usr/aarch64-linux-gnu build/aarch64/self_test
 
 triton: $(STAMP) ## compile the GPU kernels under each Triton that the oracle takes; fetches them into build/triton once
 	EXPERTD_TEST_TRITON=all $(BIN)/python -m pytest tests/kernels/backends/gluon/shared/test_triton_versions.py

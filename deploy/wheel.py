@@ -28,6 +28,7 @@ from expertd_kernels.native.csrc import build as native
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURE = ROOT / "tests" / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"
+SELF_TEST = ROOT / "tests" / "kernels" / "native" / "self_test.cpp"
 
 
 class WheelError(Exception):
@@ -96,7 +97,7 @@ def attempt(wheel: Path) -> None:
     """Uses the wheel in an environment that has nothing else.  Raises WheelError or CalledProcessError."""
     environment = {"PYTHONPATH": "", "PYTHONNOUSERSITE": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        program = native.build(Path(folder) / "driver", driver=True, machine=os.uname().machine)
+        program = native.build(Path(folder) / "self_test", program=SELF_TEST, machine=os.uname().machine)
         print("self-test:", _run([str(program)]).strip().splitlines()[-1])
         venv = Path(folder) / "venv"
         _run([sys.executable, "-m", "venv", str(venv)])

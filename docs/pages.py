@@ -267,24 +267,49 @@ def chart_schema() -> str:
 
 
 def options_page() -> str:
-    from expertd_server.config.options import OPTIONS
+    from expertd_server.config.options import GROUPS, TESTS, Option
     from expertd_server.config.serve import ServeConfig
 
-    parts = []
-    for o in OPTIONS:
-        default = getattr(ServeConfig(synthetic="tiny:bf16"), o.name) if o.name != "synthetic" else None
-        told = f" Default: `{default}`." if default not in (None, "") else ""
-        parts.append(f"### `{o.flag} {o.metavar}`\n`{o.variable}`\n\n" + textwrap.fill(f"{o.help}.{told}", WIDTH))
-    body = "\n\n".join(parts)
+    defaults = ServeConfig(synthetic="tiny:bf16")
+
+    def section(o: Option) -> str:
+        default = getattr(defaults, o.name) if o.name != "synthetic" else None
+        more = f" Default: `{o.text(default)}`." if default not in (None, "") else ""
+        text = f"{o.help}.{more}"
+        return f"### `{o.flag} {o.metavar}`\n`{o.variable}`\n\n" + textwrap.fill(text, WIDTH)
+
+    groups = [(title, options) for title, options in GROUPS if title != TESTS]
+    index = "\n".join(
+        f"| [{title}](#{_anchor(title)}) | {', '.join(f'`{o.flag}`' for o in options)} |" for title, options in groups
+    )
+    body = "\n\n".join(f"## {title}\n\n" + "\n\n".join(map(section, options)) for title, options in groups)
+    tests = "\n\n".join(map(section, dict(GROUPS)[TESTS]))
     return f"""# Options of `expertd serve`
 
 {GENERATED}
 
-A flag goes before its variable in the environment, that before `--config FILE` (TOML with the same names as keys), and
-that before the default. `expertd serve --print-config` prints what it comes to.
+An option has three spellings: a flag, a variable in the environment, and a key in a TOML file (`--config FILE`). A flag
+takes precedence over the variable, and the variable over the file. `expertd serve --print-config` prints the result.
+
+- **yes|no**: a flag without a value means yes (`--insecure`).
+- **SIZE**: bytes, or a number with a unit: `20GiB` (`20G` is the same), `512MiB`, `20GB`.
+
+| group | options |
+|---|---|
+{index}
 
 {body}
+
+## {TESTS}
+
+For tests of this project; not for production.
+
+{tests}
 """
+
+
+def _anchor(title: str) -> str:
+    return "".join(c for c in title.lower() if c.isalnum() or c in " -").replace(" ", "-")
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

@@ -1,13 +1,17 @@
 """kit/alone.py: who is to run alone waits for those who run, and nobody begins before it has ended."""
 
 import fcntl
+import os
+import select
+import signal
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from alone import DOOR, turn
+from alone import DOOR
 from waiting import until
 
 TESTS = """
@@ -36,33 +40,78 @@ def test_alone(n, beside):
 """
 
 
-def closed(door: Path) -> bool:
-    with door.open("w") as f:
+TAKES = """
+import os, sys
+from pathlib import Path
+from alone import turn
+
+with turn(Path(sys.argv[1]), sys.argv[2] == "alone"):
+    if "fork" in sys.argv and os.fork() == 0:
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # only the parent's end is waited for
+        sys.stdin.read()
+        os._exit(0)
+    print("in", flush=True)
+    sys.stdin.read()
+"""
+"""A process that is in the room until its standard input ends."""
+
+
+@contextmanager
+def process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent / "kit")}
+    run = [sys.executable, "-c", TAKES, str(folder), *arguments]
+    with subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as p:
         try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield p
+        finally:
+            p.kill()
+
+
+def entered(p: subprocess.Popen[str]) -> None:
+    assert p.stdout.readline() == "in\n"
+
+
+def is_in(p: subprocess.Popen[str]) -> bool:
+    return bool(select.select([p.stdout], [], [], 0)[0])
+
+
+def leave(p: subprocess.Popen[str]) -> None:
+    p.stdin.close()
+    assert p.wait(60) == 0
+
+
+def closed(door: Path) -> bool:
+    with door.open("a+") as f:
+        try:
+            fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         return False
 
 
 def test_nobody_slips_in_before_one_who_waits_to_be_alone(tmp_path):
-    order = []
+    with process(tmp_path, "together") as first, process(tmp_path, "together") as second:
+        entered(first)
+        entered(second)
+        with process(tmp_path, "alone") as alone:
+            until(lambda: closed(tmp_path / DOOR))
+            with process(tmp_path, "together") as late:
+                leave(first)
+                assert not is_in(alone)
+                leave(second)
+                entered(alone)
+                assert not is_in(late)
+                leave(alone)
+                entered(late)
 
-    def take(name, alone):
-        with turn(tmp_path, alone):
-            order.append(name)
 
-    waits, late = (threading.Thread(target=take, args=a) for a in (("alone", True), ("late", False)))
-    with turn(tmp_path, False):
-        with turn(tmp_path, False):
-            order.append("two together")
-        waits.start()
-        until(lambda: closed(tmp_path / DOOR))
-        late.start()
-        assert order == ["two together"]
-    waits.join(20)
-    late.join(20)
-    assert order == ["two together", "alone", "late"]
+def test_a_child_of_a_killed_worker_keeps_nobody_out(tmp_path):
+    with process(tmp_path, "together", "fork") as worker:
+        entered(worker)
+        os.kill(worker.pid, signal.SIGKILL)
+        os.waitpid(worker.pid, 0)
+        with process(tmp_path, "alone") as alone:  # the child is there until the worker's standard input ends
+            entered(alone)
 
 
 @pytest.mark.slow  # three processes begin

@@ -30,6 +30,8 @@ COMMANDS: Mapping[str, str] = {
     "replay": "send what was recorded again, at the same times or N times as fast",
     "plan": "which server should hold which experts, from their load and the servers' speed and room",
     "apply": "bring a running cluster to a placement, while it serves",
+    "update": "give servers new weights, while they serve",
+    "versions": "which weights servers hold; and the version before again",
     "simulate": "what a cluster of many servers would make of a load",
     "ray": "servers as actors of a Ray cluster",
     "trace": "call every layer and write where the time went, for Perfetto and as a picture",

@@ -1,5 +1,5 @@
 // Cycles for 64 bytes of codes of one pair of blocks that stays in the caches, for each level that runs here, element and number of
-// rows: a line "level element rows path cycles" each. Built by cpu_mca.py in place of the library's self-test.
+// rows: a line "level element rows path cycles" each. Built by cpu_mca.py.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

@@ -128,8 +128,7 @@ def predicted(mca: str, loop: Loop, core: str) -> float | None:
 def measured() -> dict[Kernel, float]:
     """Cycles for 64 bytes on this machine, of the levels that run here."""
     with tempfile.TemporaryDirectory() as folder:
-        stand_in: build.Units = {"driver": (HERE / "cpu_cycles.cpp", [])}
-        program = build.build(Path(folder) / "cycles", driver=True, stand_ins=stand_in)
+        program = build.build(Path(folder) / "cycles", program=HERE / "cpu_cycles.cpp")
         here = [level for level in native.levels() if level in LEVELS]
         lines = subprocess.run([program, *here], capture_output=True, text=True, check=True).stdout.splitlines()
     found = {}

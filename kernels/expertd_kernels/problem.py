@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -127,8 +126,3 @@ class Problem:
         H, I = self.hidden_size, self.intermediate_size
         seg = self.activation.segments
         return self.num_experts * (self.w13.nbytes(seg * I, H, seg) + self.w2.nbytes(H, I))
-
-    def expected_experts(self, tokens: int) -> float:
-        """Distinct experts that `tokens` uniformly routed tokens hit: E * (1 - (1 - k/E)^M)."""
-        p = min(1.0, self.top_k / self.num_experts)
-        return self.num_experts * (1.0 - math.pow(1.0 - p, tokens))

@@ -76,6 +76,7 @@ __all__ = [
     "UnimplementedError",
     "UnrecognizedError",
     "UnsupportedCombinationError",
+    "WeightsVersionNotHeldError",
     "from_request_error",
     "from_rpc_error",
     "from_status",
@@ -248,6 +249,12 @@ class ExpertIdOutOfRangeError(InvalidRequestError, code=Code.INVALID_ARGUMENT, r
 
 class LayerNotHeldError(InvalidRequestError, code=Code.NOT_FOUND, reason="LAYER_NOT_HELD"):
     """This server holds no expert of that layer; Describe lists those it holds."""
+
+
+class WeightsVersionNotHeldError(
+    ExpertdError, code=Code.UNAVAILABLE, reason="WEIGHTS_VERSION_NOT_HELD", retryable=True
+):
+    """A version of the weights that this server does not hold, or not any more; another replica may hold it."""
 
 
 class TooManyTokensError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="TOO_MANY_TOKENS"):

@@ -3,8 +3,8 @@
 Experts may have several holders (replicas); a placement is complete when each has at least one.  The JSON:
 
     {"version": 1, "epoch": "3", "fingerprint": "8f2c...", "num_experts": {"0-23": 128},
-     "servers": [{"address": "10.0.0.1:7070", "layers": {"0-23": "0-63"}},
-                 {"address": "10.0.0.2:7070", "layers": {"0-11": "64-127", "12-23": "64-126,127"}}]}
+     "servers": [{"address": "10.0.0.1:50051", "layers": {"0-23": "0-63"}},
+                 {"address": "10.0.0.2:50051", "layers": {"0-11": "64-127", "12-23": "64-126,127"}}]}
 
 What each field means stands in placement.proto.  It is protobuf's JSON: 64-bit numbers are written as strings and read
 in both forms.  Unknown keys are refused: a word that is misspelt must not be ignored.

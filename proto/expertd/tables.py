@@ -27,7 +27,7 @@ class VerdictRow(NamedTuple):
 
 def console(columns: int = 120) -> Console:
     """Standard output: as wide as a terminal; so many columns in a file, so that no report is cut there.  Nothing in
-    brackets or between colons has a meaning: [fd00::12:34]:7070 is an address."""
+    brackets or between colons has a meaning: [fd00::12:34]:50051 is an address."""
     plain = Console(highlight=False, markup=False, emoji=False)
     return plain if plain.is_terminal else Console(highlight=False, markup=False, emoji=False, width=columns)
 

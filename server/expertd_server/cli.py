@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from expertd.command_line import Parser
 from expertd_server.commands.extra import complaint
 
 __all__ = ["COMMANDS", "main"]
@@ -18,14 +18,13 @@ COMMANDS: Mapping[str, str] = {
     "explain": "print which backend would serve each layer, and why not the others",
     "verify": "check a checkpoint's experts against the float32 reference",
     "quantize": "write a quantized copy of an unquantized checkpoint",
-    "echo": "answer every request with its own hidden states, to measure the way without the kernels",
 }
 """Command -> what --help says.  Module: expertd_server.commands.NAME, with add_parser(subparsers) and run(args)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code (2 for a wrong command line, as argparse does; 1 where the
-    install is not that of a server)."""
+    """Run one command; returns its exit code (2 for a wrong command line, as argparse does, and for an install
+    that is not that of a server: the next start would fail, too)."""
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -33,9 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="expertd", description="Serves the experts of quantized MoE models over gRPC."
-    )
+    parser = Parser(prog="expertd", description="Serves the experts of quantized MoE models over gRPC.")
     parser.add_argument("--version", action="version", version=f"expertd {importlib.metadata.version('expertd')}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     named = next((a for a in argv if not a.startswith("-")), None)
@@ -49,7 +46,7 @@ def _main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if missing := complaint():
         print(f"expertd {args.command}: {missing}", file=sys.stderr)
-        return 1
+        return 2
     try:
         code = int(modules[args.command].run(args))
         sys.stdout.flush()

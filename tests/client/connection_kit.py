@@ -98,7 +98,7 @@ class Transport:
         self.inline = Inline(self.offers[0].name, self.offered, deliver, closed)
         return self.inline
 
-    def describe(self, request, timeout_s, wait_for_ready, waiter):
+    def unary(self, method, request, answer, timeout_s, wait_for_ready, waiter):
         layer = pb.Layer(
             layer=0, num_experts=E, held=[pb.ExpertRange(count=E)], top_k=2, intermediate_size=8, backend="sums"
         )

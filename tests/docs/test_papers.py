@@ -165,6 +165,7 @@ SOURCES = {
     "proto": (ROOT / "proto/expertd",),
     "kernels": (ROOT / "kernels/expertd_kernels", ROOT / "kernels"),
     "server": (ROOT / "server/expertd_server",),
+    "echo": (ROOT / "server/expertd_echo",),
     "client": (ROOT / "client/expertd_client",),
     "expertctl": (ROOT / "client/expertctl",),
     "docs": (ROOT / "docs",),

@@ -1,24 +1,28 @@
-"""What our adapters use of an engine: names, parameters and fields, as the pinned version has them.
+"""Records what our adapters use of an engine: names, parameters and fields, as one version's source has them.
 
-    python tests/engines/signatures.py vllm            prints what the installed package has, as JSON
-    python tests/engines/signatures.py vllm --write    records it in tests/engines/vllm.json
+    python tests/engines/signatures.py vllm 0.33.0              prints them, as JSON
+    python tests/engines/signatures.py vllm 0.33.0 --write      writes them to the adapter's folder `versions`; those of
+                                                                kt_kernel, which our class stands for, to this folder
 
-"module:name" -> its parameters (names and defaults), the fields of a class that we read,
-or an op's arguments."""
+The source is that of build/engines (fetch_engines.py).  expertd_client.engines.signatures says what the names mean.
+"""
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import inspect
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from fetch_engines import pinned
+
+from expertd_client.engines.signatures import Sources
+from expertd_client.engines.versions import Adapter
+
 MOE = "vllm.model_executor.layers.fused_moe"
 SGL = "sglang.srt.layers.moe"
+KT_STATIC = ("set_capture_batch_sizes", "get_capture_batch_sizes", "clear_buffer_cache")
+KT_METHODS = ("load_weights", "load_weights_from_tensors", "submit_forward", "sync_forward", "forward")
 USED = {
     "vllm": [
         "vllm.config:get_current_vllm_config",
@@ -42,7 +46,6 @@ USED = {
         f"{MOE}.config:FusedMoEConfig.is_sequence_parallel",
         f"{MOE}.config:FusedMoEParallelConfig[enable_eplb]",
         f"{MOE}.expert_map_manager:ExpertMapManager.__init__",
-        f"{MOE}.expert_substitution:SubstitutedRoutedExperts",
         f"{MOE}.fused_moe_method_base:FusedMoEMethodBase",
         f"{MOE}.fused_moe_method_base:FusedMoEMethodBase.apply",
         f"{MOE}.fused_moe_method_base:FusedMoEMethodBase.create_weights",
@@ -67,15 +70,24 @@ USED = {
         "vllm.platforms:current_platform.is_cpu",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_run",
-        "torch.ops.vllm:moe_forward",
-        "torch.ops.vllm:moe_forward_shared",
+        f"{MOE}.routed_experts:RoutedExperts{{apply_router_weight_on_input,expert_map_manager,layer_name,quant_method}}",
+        f"{MOE}.expert_map_manager:ExpertMapManager{{num_fused_shared_experts}}",
+        f"{MOE}.runner.moe_runner:MoERunner{{moe_config,routed_experts}}",
+        f"{MOE}.runner.moe_runner:op moe_forward",
+        f"{MOE}.runner.moe_runner:op moe_forward_shared",
     ],
     "sglang": [
         f"{SGL}.fused_moe_triton.layer:FusedMoE",
         f"{SGL}.fused_moe_triton.layer:FusedMoE.forward_impl",
         f"{SGL}.fused_moe_triton.layer:FusedMoE.run_moe_core",
+        f"{SGL}.fused_moe_triton.layer:FusedMoE{{hidden_size_unpadded,layer_id,layer_name,moe_ep_size,moe_runner_config,"
+        "moe_tp_rank,moe_tp_size,num_experts,num_fused_shared_experts,quant_method}",
+        "sglang.srt.arg_groups.fields.exec_:ExecGraph[cuda_graph_config]",
+        "sglang.srt.arg_groups.fields.exec_:ExecMoe[enable_eplb,ep_num_redundant_experts]",
+        "sglang.srt.arg_groups.fields.lora:Lora[enable_lora]",
         f"{SGL}.moe_runner.base:DispatchMoeRunnerCore",
         f"{SGL}.moe_runner.base:DispatchMoeRunnerCore.run_from_dispatch",
+        f"{SGL}.moe_runner.base:DispatchMoeRunnerCore.runner_backend",
         f"{SGL}.moe_runner.base:MoeQuantInfo",
         f"{SGL}.moe_runner.base:MoeRunnerConfig[apply_router_weight_on_input,no_combine,routed_scaling_factor]",
         f"{SGL}.moe_runner.runner:MoeRunner",
@@ -99,61 +111,73 @@ USED = {
         "sglang.srt.runtime_context:get_server_args",
         "sglang.srt.utils:is_cuda",
     ],
+    "kt_kernel": [
+        *(f"kt_kernel.experts:KTMoEWrapper.{name}" for name in ("__new__", *KT_STATIC)),
+        *(f"kt_kernel.experts_base:BaseMoEWrapper.{name}" for name in KT_METHODS),
+    ],
+    "transformers": [
+        "transformers:AutoConfig.from_pretrained",
+        "transformers:PreTrainedModel.from_pretrained",
+        "transformers:PreTrainedModel{_keys_to_ignore_on_load_unexpected}",
+        "transformers.integrations.moe:use_experts_implementation",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts.forward",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts{down_proj}",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeSparseMoeBlock{experts}",
+        "transformers.models.gpt_oss.modeling_gpt_oss:GptOssExperts.forward",
+        "transformers.models.gpt_oss.modeling_gpt_oss:GptOssExperts{down_proj}",
+        "transformers.utils.quantization_config:FineGrainedFP8Config",
+        "transformers.utils.quantization_config:Mxfp4Config",
+    ],
 }
 
 
-def record(package: str) -> dict[str, Any]:
-    """What the installed package has."""
-    return {"version": importlib.metadata.version(package), **{name: _found(name) for name in USED[package]}}
+_FLAGS = ["sglang.srt.runtime_context:get_flags", "sglang.srt.runtime_context:MoeFlags[in_speculative_scope]"]
+ONLY: dict[tuple[str, str], list[str]] = {
+    ("vllm", "0.33.0"): [f"{MOE}.expert_substitution:SubstitutedRoutedExperts"],
+    ("sglang", "0.5.23"): [f"{SGL}.fused_moe_triton.layer:FusedMoE{{is_draft}}"],
+    ("sglang", "0.5.22"): _FLAGS,
+    ("sglang", "0.5.21"): _FLAGS,
+}
+"""Names that one version's module uses besides."""
 
 
-def _found(name: str) -> Any:
-    module, _, path = name.partition(":")
-    path, _, fields = path.partition("[")
-    if module.startswith("torch.ops"):
-        import torch
+def adapter(package: str) -> Adapter:
+    """Of an engine."""
+    from importlib import import_module
 
-        schema = getattr(getattr(torch.ops, module.rpartition(".")[2]), path).default._schema
-        return f"({', '.join(a.name for a in schema.arguments)}) -> {len(schema.returns)}"
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = inspect.getattr_static(found, part) if inspect.isclass(found) else getattr(found, part)
-    if fields:
-        return {field: _default(found, field) for field in fields.rstrip("]").split(",")}
-    if isinstance(found, classmethod | staticmethod):
-        found = found.__func__
-    if isinstance(found, property):
-        return "property"
-    return _parameters(found) if callable(found) else type(found).__name__
-
-
-def _default(cls: type, field: str) -> str:
-    """A dataclass's field: what it is where nobody says."""
-    default = cls.__dataclass_fields__[field].default  # type: ignore[attr-defined]
-    return "a field" if default.__class__.__name__ in ("_MISSING_TYPE", "FieldInfo") else repr(default)
-
-
-def _parameters(found: Any) -> str:
-    """Without annotations, which differ between versions of Python."""
-    bare = [p.replace(annotation=p.empty) for p in inspect.signature(found).parameters.values()]
-    return str(inspect.Signature(bare))
-
-
-def recorded(package: str) -> dict[str, Any]:
-    """What stands in the repository."""
-    found: dict[str, Any] = json.loads((Path(__file__).parent / f"{package}.json").read_text())
+    home = "expertd_client.transformers" if package == "transformers" else f"expertd_client.engines.{package}"
+    found: Adapter = import_module(f"{home}.versions").ADAPTER
     return found
 
 
-if __name__ == "__main__":
-    os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
-    package = sys.argv[1]
-    if package == "sglang":
-        import sglang_cpu_ops
+def names(package: str, version: str) -> list[str]:
+    """What is recorded."""
+    return [*USED[package], *ONLY.get((package, version), [])]
 
-        sglang_cpu_ops.stand_ins()
-    text = json.dumps(record(package), indent=1)
-    if "--write" in sys.argv:
-        (Path(__file__).parent / f"{package}.json").write_text(text + "\n")
-    print("\n@" + text, flush=True)
-    os._exit(0)
+
+def place(package: str, version: str) -> Path:
+    """The file of a record.  That of kt-kernel, which our class stands for, is compared by tests alone."""
+    if package == "kt_kernel":
+        return Path(__file__).with_name("kt_kernel.json")
+    return adapter(package).folder / f"v{version.replace('.', '_')}.json"
+
+
+def record(package: str, version: str, site: Path) -> dict[str, Any]:
+    """From the source in a folder.  Raises MissingNameError."""
+    sources = Sources(site)
+    return {name: sources.signature(name) for name in names(package, version)}
+
+
+def main() -> int:
+    package, version, *more = sys.argv[1:]
+    text = json.dumps(record(package, version, pinned()[package, version]), indent=1) + "\n"
+    if "--write" in more:
+        place(package, version).write_text(text)
+    else:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

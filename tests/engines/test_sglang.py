@@ -20,6 +20,8 @@ import signatures
 from engine_kit import NEW_TOKENS, PROMPTS, engine, greedy, script
 from hosts import hosts
 
+from expertd_client.engines import versions
+
 pytestmark = pytest.mark.timeout(240)  # an engine needs 20 s to come up, and two cores are not always ours
 
 
@@ -111,6 +113,8 @@ def test_what_cannot_work_is_refused(layers):
     assert all(part in said for part, said in zip(wanted, layers["refusals"], strict=True)), layers["refusals"]
 
 
-def test_the_signatures_that_we_use_have_not_drifted():
-    found, kept = script("signatures.py", "sglang"), signatures.recorded("sglang")
-    assert found == kept, {name: (found.get(name), kept.get(name)) for name in kept if found.get(name) != kept[name]}
+def test_the_installed_version_is_one_that_was_tried_and_has_the_recorded_signatures():
+    adapter = signatures.adapter("sglang")
+    version, site = versions._installed("sglang")
+    assert version in adapter.tried
+    assert signatures.record("sglang", version, site) == adapter.recorded(version)

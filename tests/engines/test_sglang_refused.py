@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -46,3 +47,22 @@ def test_nothing_is_imported_where_nobody_names_servers(monkeypatch):
     monkeypatch.delenv("EXPERTD_ADDRESS", raising=False)
     expertd_client.engines.sglang.register()
     assert "expertd_client.engines.sglang.plugin" not in sys.modules
+
+
+def test_ktransformers_wrapper_and_the_plugin_are_not_both_wanted(monkeypatch):
+    monkeypatch.setenv("EXPERTD_KT", "1")
+    monkeypatch.setenv("EXPERTD_ADDRESS", "here:1")
+    with pytest.raises(UnsupportedCombinationError, match="got EXPERTD_KT=1 and EXPERTD_ADDRESS, want one of them"):
+        expertd_client.engines.sglang.register()
+
+
+def test_ktransformers_wrapper_is_put_in_place_where_it_is_wanted(monkeypatch):
+    from expertd_client.engines.kt import RemoteKTMoEWrapper
+
+    monkeypatch.setitem(sys.modules, "kt_kernel", ModuleType("kt_kernel"))
+    monkeypatch.delenv("EXPERTD_ADDRESS", raising=False)
+    expertd_client.engines.sglang.register()
+    assert not hasattr(sys.modules["kt_kernel"], "KTMoEWrapper")
+    monkeypatch.setenv("EXPERTD_KT", "1")
+    expertd_client.engines.sglang.register()
+    assert sys.modules["kt_kernel"].KTMoEWrapper is RemoteKTMoEWrapper

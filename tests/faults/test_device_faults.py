@@ -156,6 +156,6 @@ def test_out_of_memory_is_halved_and_a_lost_device_ends_the_server(server):
     code, said = server.end()
     assert code == 3
     text = "\n".join(said)
-    assert "CUDA out of memory.; what torch kept is given back, and it is computed in halves" in text
+    assert "CUDA out of memory.; freeing torch's cached memory and computing the batch again in halves" in text
     assert "the device is lost to this process: CUDA error: an illegal memory access" in text
-    assert "start the server again" in text
+    assert "restart the server" in text

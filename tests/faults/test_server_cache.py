@@ -126,7 +126,7 @@ def test_weights_that_change_in_place_under_an_unchanged_header_are_packed_again
     with caplog.at_level(logging.WARNING):
         after, workshop = boot(tmp_path / "cache", **options)
     assert dict(workshop.lookups) == {"stale": 1}
-    assert "made with other files; it is made again" in caplog.text
+    assert "made with other files; packing it again" in caplog.text
     assert not torch.equal(answers(before)[0], answers(after)[0])
     assert len(list((tmp_path / "cache").iterdir())) == 1
     assert dict(boot(tmp_path / "cache", **options)[1].lookups) == {"hit": 1}
@@ -160,7 +160,7 @@ def test_a_damaged_entry_is_reported_and_made_again(tmp_path, how, caplog):
     assert dict(workshop.lookups) == {"hit": 1, "damaged": 1}
     assert workshop.source.loaded == [1]
     assert "layer 1 on " in caplog.text
-    assert "it is made again" in caplog.text
+    assert "packing it again" in caplog.text
     if how == "another layer's weights":
         assert "fails the self-check: relative error" in caplog.text
     assert all(torch.equal(a, b) for a, b in zip(whole, answers(booted), strict=True))
@@ -293,10 +293,10 @@ def test_a_server_whose_entry_is_changed_in_place_answers_no_more_and_ends_with_
         assert (answers > 0) == (how == "cut while it computes")
         assert process.wait(timeout=60) == 3
     text = log.read_text()
-    assert re.search(rf"stopped: cache: \S*{entry.name}: .* while it was mapped.*; start the server again", text), text
+    assert re.search(rf"stopped: cache: \S*{entry.name}: .* while it was mapped.*; restart the server", text), text
     with started(folder, log) as (process, address), ExpertClient(address) as client:
         assert [torch.equal(client.forward(n, x, ids, w).output, right[n]) for n in (0, 1)] == [True, True]
-    assert "it is made again" in log.read_text()
+    assert "packing it again" in log.read_text()
 
 
 def shares(pid: int, suffix: str) -> dict[str, int]:

@@ -87,7 +87,7 @@ def test_memory_that_runs_out_halves_a_batch_and_an_illegal_access_ends_the_serv
             text = answer.read().decode()
         assert 'expertd_faults_total{kind="split"} 3.0' in text
         assert 'expertd_faults_total{kind="lost"} 0.0' in text
-        said = [line["message"] for line in lines if "no metrics of the GPU" in line["message"]]
+        said = [line["message"] for line in lines if "no GPU metrics" in line["message"]]
         assert ("expertd_gpu_temperature_celsius" in text) != bool(said), "NVML's facts, or why there are none"
         print([line for line in text.splitlines() if line.startswith("expertd_gpu_")], said)
         for tokens in (13, 5, 5):
@@ -96,4 +96,4 @@ def test_memory_that_runs_out_halves_a_batch_and_an_illegal_access_ends_the_serv
     assert process.wait(60) == 3
     rest = process.stderr.read()
     assert "the device is lost to this process" in rest
-    assert "start the server again" in rest
+    assert "restart the server" in rest

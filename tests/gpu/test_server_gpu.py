@@ -132,7 +132,7 @@ def test_answers_what_it_says_of_itself_drains_and_boots_again_from_the_cache(st
         assert f'device="{detect_device("auto")}"' in text
         assert f'backend="{backends[-1]}"' in text
         assert server.stop() == 0, server.text()
-        assert "requests that were taken are answered" in server.text()
+        assert "accepted requests were answered" in server.text()
     assert backends[0] == backends[1]
 
 
@@ -244,4 +244,4 @@ def test_a_kernel_that_takes_the_device_down_ends_the_server_with_the_reason(sta
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert server.process.wait(60) != 0
     assert "the device is lost to this process: " in server.text()
-    assert "start the server again" in server.text()
+    assert "restart the server" in server.text()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import EMULATED, stand_ins
+from self_test import EMULATED, stand_ins
 
 from expertd_kernels.native import library as native
 from expertd_kernels.native.csrc import build

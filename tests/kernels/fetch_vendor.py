@@ -25,14 +25,14 @@ KEPT = re.compile(
     r"|flashinfer/data/csrc/(trtllm_fused_moe_kernel_launcher|fused_moe/cutlass_backend/.*_binding)\.cu"
     r"|sglang/(srt/layers/.*|kernels/ops/moe/.*|test/test_marlin_utils)\.py|sglang/kernels/jit/csrc/gemm/marlin_moe/.*"
 )
-PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux2014_x86_64")
+PLATFORMS = ("manylinux_2_35_x86_64", "manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux2014_x86_64")
 SAME = ("--python-version", "3.11", *(word for p in PLATFORMS for word in ("--platform", p)))
 """Wheels for one Python and one machine, whichever they are fetched on: their sources are the same."""
 
 
-def wanted(text: str) -> dict[str, str]:
-    """{folder: pip's line with the hash}."""
-    found, kept = {}, sha256(KEPT.pattern.encode()).hexdigest()[:8]
+def wanted(text: str, keep: re.Pattern[str] | None = None) -> dict[str, str]:
+    """{folder: pip's line with the hash}.  keep: the files of a wheel that stay, None = KEPT."""
+    found, kept = {}, sha256((keep or KEPT).pattern.encode()).hexdigest()[:8]
     for line in text.splitlines():
         if pin := re.fullmatch(r"([\w.-]+)==(\S+) --hash=sha256:([0-9a-f]{64})", line):
             found[f"{pin[1]}-{pin[2]}-{pin[3][:16]}-{kept}"] = line
@@ -41,25 +41,25 @@ def wanted(text: str) -> dict[str, str]:
     return found
 
 
-def unpack(wheel: Path, folder: Path) -> None:
-    """The files of KEPT, all or nothing."""
+def unpack(wheel: Path, folder: Path, keep: re.Pattern[str] | None = None) -> None:
+    """The files of `keep`, None = KEPT; all or nothing."""
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     with zipfile.ZipFile(wheel) as archive:  # extract() leaves no way out of the folder
-        names = [name for name in archive.namelist() if KEPT.fullmatch(name)]
+        names = [name for name in archive.namelist() if (keep or KEPT).fullmatch(name)]
         if not names:
             raise ValueError(f"{wheel.name} has none of the files that tests read")
         archive.extractall(part, names)
     part.rename(folder)
 
 
-def fetch(line: str, folder: Path) -> None:
+def fetch(line: str, folder: Path, keep: re.Pattern[str] | None = None) -> None:
     """Raises CalledProcessError where pip cannot fetch it."""
     with tempfile.TemporaryDirectory() as downloads:
         (asks := Path(downloads) / "wanted.txt").write_text(line + "\n")
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--require-hashes"]
         subprocess.run([*pip, *SAME, "-d", downloads, "-r", str(asks)], check=True)
-        unpack(next(Path(downloads).glob("*.whl")), folder)
+        unpack(next(Path(downloads).glob("*.whl")), folder, keep)
 
 
 def main() -> int:
@@ -69,12 +69,17 @@ def main() -> int:
     for other in PLACE.iterdir():
         if other.name not in folders:
             shutil.rmtree(other)
+    return fetch_missing(folders, PLACE)
+
+
+def fetch_missing(folders: dict[str, str], place: Path, keep: re.Pattern[str] | None = None) -> int:
+    """folders: of wanted().  The exit code: 1 = one could not be fetched."""
     failed = 0
     for name, line in folders.items():
-        if (PLACE / name).is_dir():
+        if (place / name).is_dir():
             continue
         try:
-            fetch(line, PLACE / name)
+            fetch(line, place / name, keep)
             print(f"fetched {name}", flush=True)
         except (subprocess.CalledProcessError, ValueError) as e:
             print(f"{name}: {e}", file=sys.stderr)

@@ -37,7 +37,7 @@ def test_a_wheel_without_them_is_an_error_and_leaves_no_folder(tmp_path):
 def test_what_is_there_is_not_fetched_again_and_another_pin_is(tmp_path, monkeypatch):
     fetched = []
 
-    def fetch(line: str, folder: Path) -> None:
+    def fetch(line: str, folder: Path, keep: object) -> None:
         fetched.append(line)
         folder.mkdir()
 

@@ -1,4 +1,8 @@
-"""Tests that are marked `alone` run while no other test runs, in whichever process of pytest-xdist."""
+"""Tests that are marked `alone` run while no other test runs, in whichever process of pytest-xdist.
+
+The locks are POSIX record locks: they belong to a process and end with it.  A lock by flock() would live on in each
+child that a killed worker has forked, and the next test that is to be alone would wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,13 @@ ROOM, DOOR = "room", "door"
 
 @contextmanager
 def turn(folder: Path, alone: bool) -> Iterator[None]:
-    """Hold the room together with others, or alone.  Who waits for it alone keeps the door, so that nobody slips in."""
-    with (folder / ROOM).open("w") as room:
-        with (folder / DOOR).open("w") as door:
-            fcntl.flock(door, fcntl.LOCK_EX)
-            fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        try:
-            yield
-        finally:
-            fcntl.flock(room, fcntl.LOCK_UN)  # for children that were forked, too
+    """Hold the room together with other processes, or alone.  A process that waits to be alone holds the door
+    meanwhile, so that no other enters before it.  One turn at a time in a process."""
+    with (folder / ROOM).open("a+") as room:
+        with (folder / DOOR).open("a+") as door:
+            fcntl.lockf(door, fcntl.LOCK_EX)
+            fcntl.lockf(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 class Turns:

@@ -112,7 +112,7 @@ def damaged(boots: Boots, cache: Path, lookups: str, entry: Path) -> None:
     text = boots.run("damaged", cache, lookups)
     found = next((line for line in text.splitlines() if "cache: " in line and entry.name in line), "")
     boots.report.say(f"the server said: {found}")
-    boots.report.check("made again" in text, f"the damage was not named:\n{text[-1500:]}")
+    boots.report.check("packing it again" in text, f"the damage was not named:\n{text[-1500:]}")
 
 
 def main() -> int:

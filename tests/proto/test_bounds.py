@@ -13,7 +13,7 @@ from costs import cheaper
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from expertd import codec
-from expertd.bounds import MAX_RANK, MOST, MOST_BYTES, ODD_BYTES, read
+from expertd.bounds import MAX_RANK, MOST, MOST_BYTES, read
 from expertd.errors import BadShapeError, ExpertdError, MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
 
@@ -184,7 +184,7 @@ def test_typed_numbers_as_many_as_allowed_are_read():
 
 def test_an_offer_of_two_million_transports_is_refused_before_it_is_read():
     data = pb.StreamForwardRequest(session=pb.SessionOffer(transports=["shm"] * 2_200_000)).SerializeToString()
-    with pytest.raises(MalformedMessageError, match=f"where it has more than {ODD_BYTES}"):
+    with pytest.raises(MalformedMessageError, match="no StreamForwardRequest"):
         codec.decode_stream_request(data)
     assert cheap(codec.decode_stream_request, pb.StreamForwardRequest, data, 1 / 10)
 

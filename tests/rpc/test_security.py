@@ -170,7 +170,7 @@ def test_broken_files_leave_what_was_good_and_are_told(serve, ca, tls, caplog):
     count = host.metrics.registry.get_sample_value
     assert count("expertd_reloads_total", {"what": "tls", "outcome": "broken"}) == 1, "once, not each time"
     assert "are no certificate and its key" in caplog.text
-    assert "what was good last is kept" in caplog.text
+    assert "keeping the last valid version" in caplog.text
     tls["tls_key"].unlink()
     call(host.address, Credentials(ca=ca.ca))
     tls["tls_key"].write_bytes(good)

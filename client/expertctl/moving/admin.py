@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
 
-from expertd.errors import ExpertdError, UnavailableError
+from expertd.errors import ExpertdError
 from expertd.ranges import format_ranges
 from expertd.v1 import admin_service_pb2 as pb
 from expertd.v1 import admin_service_pb2_grpc as stubs
 from expertd.v1 import expert_service_pb2
-from expertd_client.transports.address import parse_address, reach
+from expertd_client.transports.admin import admin_channel
 from expertd_client.transports.credentials import Credentials
-from expertd_client.transports.grpc.common import call_failed, channel_options
+from expertd_client.transports.grpc.common import call_failed
 
-__all__ = ["Admin", "admin_address", "name_of"]
+__all__ = ["Admin", "name_of"]
 
 _QUICK_S, _PREPARE_S = 5.0, 3600.0
-_KEEPALIVE = (("grpc.keepalive_time_ms", 5_000), ("grpc.keepalive_timeout_ms", 5_000))
-"""A server that hangs, or a network that is gone, is found out although loading may take an hour."""
-
-
-def admin_address(address: str, described: expert_service_pb2.DescribeResponse) -> str:
-    """Where the AdminService of the server at `address` listens.  Raises UnavailableError where it is off."""
-    told = described.admin_address
-    if not told:
-        raise UnavailableError.about(
-            f"{address}: AdminService", got="none", want="one", remedy="start the server with --admin-listen"
-        )
-    host, _, port = told.rpartition(":")
-    if re.fullmatch(r"0\.0\.0\.0|\[[0:]+\]", host):  # every address of its host
-        return parse_address(address).with_port(port)
-    return told
 
 
 def name_of(wanted: Mapping[int, tuple[int, ...]]) -> str:
@@ -48,12 +32,8 @@ class Admin:
     """server: its own address, for errors; address: of its AdminService."""
 
     def __init__(self, server: str, address: str, credentials: Credentials | None = None) -> None:
-        address, c = reach(address, reach(server, credentials)[1])
-        self._server, self._metadata = server, c.metadata()
-        options, tls = channel_options([*c.options(), *_KEEPALIVE]), c.channel()
-        self._channel: Any = (
-            grpc.insecure_channel(address, options) if tls is None else grpc.secure_channel(address, tls, options)
-        )
+        self._server = server
+        self._channel, self._metadata = admin_channel(server, address, credentials)
         self._stub: Any = stubs.AdminServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def prepare(

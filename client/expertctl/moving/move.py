@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from expertctl.moving.admin import Admin, admin_address
+from expertctl.moving.admin import Admin
 from expertctl.moving.steps import Holdings, Step, changed, holdings, kept, loads, step_of
 from expertctl.planner.observe import ask
 from expertd.errors import ChangeRefusedError, ExpertdError, PlacementError
 from expertd.placement import Placement, Server
 from expertd_client.cluster.sources import publish
+from expertd_client.transports.admin import admin_address
 from expertd_client.transports.credentials import Credentials
 
 __all__ = ["MoveFailedError", "Mover", "Options", "Progress"]

@@ -73,8 +73,8 @@ class SleepingServer:
             way.end(UnavailableError(f"{self.target}: connection refused"))
         return way
 
-    def describe(
-        self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
+    def unary(
+        self, method: str, request: Any, answer: Any, timeout_s: float, wait_for_ready: bool, waiter: Waiter[Any]
     ) -> None:
         if not self._up:
             waiter.fail(UnavailableError(f"{self.target}: connection refused"))

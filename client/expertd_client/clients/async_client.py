@@ -97,7 +97,7 @@ class AsyncExpertClient(AsyncForwarder):
         """What the server holds, accepts and chose.  wait_for_ready: keep trying to connect until the time is over."""
         answer: _Promise[pb.DescribeResponse] = _Promise()
         request = pb.DescribeRequest(include_decisions=include_decisions)
-        self._open()[0].describe(request, timeout_s, wait_for_ready, answer)
+        self._open()[0].unary("Describe", request, pb.DescribeResponse, timeout_s, wait_for_ready, answer)
         return await answer.future
 
     async def session(self, *, timeout_s: float = 10.0) -> Session:

@@ -169,7 +169,7 @@ class ExpertClient(Forwarder):
         """What the server holds, accepts and chose.  wait_for_ready: keep trying to connect until the time is over."""
         answer: _Promise[pb.DescribeResponse] = _Promise()
         request = pb.DescribeRequest(include_decisions=include_decisions)
-        self._transport.describe(request, timeout_s, wait_for_ready, answer)
+        self._transport.unary("Describe", request, pb.DescribeResponse, timeout_s, wait_for_ready, answer)
         return answer.result()
 
     def session(self, *, timeout_s: float = 10.0) -> Session:

@@ -139,6 +139,8 @@ def asked(
     member = around.members.by_address.get(assigned.server)
     if member is None or not member.usable(now_s):
         return None
+    if request.weights_version and request.weights_version not in member.versions:
+        return None
     found = member.exchange.blocking()
     if found is None or (tokens > 1 and 0 < most_tokens(around.members, assigned.holders) < tokens):
         return None

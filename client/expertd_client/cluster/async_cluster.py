@@ -100,7 +100,7 @@ class AsyncExpertCluster(AsyncForwarder):
         await self._take_slot(call, deadline)
         try:
             landed = asyncio.Event()
-            call.bring(self._quantizes and self._members.take_e4m3)
+            call.bring(self._quantizes and self._members.take_e4m3, self._members.version)
             flight = start(self._around, call, deadline, lambda flight: landed.set())
             try:
                 await landed.wait()
@@ -225,7 +225,7 @@ class AsyncExpertCluster(AsyncForwarder):
         """What it says of itself; a server that comes (back) has its stream open before it is asked for anything."""
         try:
             described: _Outcome[pb.DescribeResponse] = _Outcome()
-            member.transport.describe(pb.DescribeRequest(), DESCRIBE_S, False, described)
+            member.transport.unary("Describe", pb.DescribeRequest(), pb.DescribeResponse, DESCRIBE_S, False, described)
             answer = await described.wait(DESCRIBE_S)
             if member.refused:
                 agreed: _Outcome[Session] = _Outcome()

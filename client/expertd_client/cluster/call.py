@@ -33,6 +33,7 @@ class Call:
 
     traced       what is recorded of it; None = nothing is
     layer        of the request
+    own_version  of the weights, that the caller asks for; 0 = he names none
     host         the same request with numpy arrays, once bring() was called
     """
 
@@ -55,14 +56,16 @@ class Call:
         self._device = device_of(request.hidden_states)
         self._out = out
         self.on_missing = on_missing
-        self.layer = request.layer
+        self.layer, self.own_version = request.layer, request.weights_version
         self._request, self._f32_sums = request, f32_sums
         if out is not None:
             _check_out(out, request)
 
-    def bring(self, e4m3: bool) -> None:
-        """To the host; e4m3: the hidden states quantized before, where they are."""
+    def bring(self, e4m3: bool, version: int = 0) -> None:
+        """To the host; e4m3: the hidden states quantized before, where they are; version: of the weights, where the
+        caller names none."""
         request = self._request.quantized() if e4m3 else self._request
+        request = request.pinned(self._request.weights_version or version)
         tensors = (request.hidden_states, request.topk_ids, request.topk_weights)
         if self._f32_sums or not all(isinstance(x, np.ndarray) for x in tensors):
             sums = pb.DATA_TYPE_F32 if self._f32_sums else None
@@ -103,6 +106,7 @@ class Call:
             pb.Load() if last is None else last.load,
             epoch,
             legs[0].result.release if lent and legs[0].result is not None else None,
+            0 if last is None else last.weights_version,
             parts=report(legs, self.layer),
             missing=missing,
         )

@@ -219,7 +219,7 @@ class ExpertCluster(Forwarder):
             assert deadline is not None
             raise deadline.crowded(call.layer)
         try:
-            call.bring(self._quantizes and self._members.take_e4m3)
+            call.bring(self._quantizes and self._members.take_e4m3, self._members.version)
         except BaseException:
             self._slots.release()
             raise
@@ -322,7 +322,7 @@ class _Watch:
         member = self.member
         try:
             described: Outcome[pb.DescribeResponse] = Outcome()
-            member.transport.describe(pb.DescribeRequest(), DESCRIBE_S, False, described)
+            member.transport.unary("Describe", pb.DescribeRequest(), pb.DescribeResponse, DESCRIBE_S, False, described)
             answer = described.wait(DESCRIBE_S)
             if member.refused:
                 agreed: Outcome[Session] = Outcome()

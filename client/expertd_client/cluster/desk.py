@@ -95,7 +95,7 @@ class Desk:
         native.FORM.pack_into(
             self._memory, _FORM_AT,
             0, 0, end_ns, 0, 0, 0, 0, 0, request.layer, 0, request.topk_ids.shape[1], FORWARD, hidden, ids, weights,
-            out, 0, flags, trace, 0, hidden_size,
+            out, 0, flags, trace, 0, hidden_size, request.weights_version,
         )  # fmt: skip
 
     def told(self) -> list[Told]:

@@ -107,7 +107,7 @@ def _assigned(around: Surroundings, table: LayerTable, groups: tuple[int, ...], 
         return assignment(table, groups, table.addresses) if groups else None
     chosen = []
     for group in groups:
-        there = around.members.usable(table.holders[group])
+        there = around.members.usable(table.holders[group], version=request.weights_version)
         if not there:
             return None
         chosen.append(choose(there, request.tokens, around.clock(), around.rng).address)
@@ -230,7 +230,8 @@ class DirectCall:
         timing, load = partial(timing_of, answer), partial(load_of, answer)
         parts = partial(_reports, self._servers, told, call.layer, begin_s)
         routes = sum(server.routes for server in self._servers)
-        result = ClusterResult(output, None, routes, timing, load, self._around.members.epoch, give_back, parts=parts)
+        version, epoch = answer.weights_version, self._around.members.epoch
+        result = ClusterResult(output, None, routes, timing, load, epoch, give_back, version, parts=parts)
         if call.traced is not None:
             self._record(call.traced, told, last_ns)
         return result

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +25,7 @@ from expertd.errors import (
     LayerNotHeldError,
     RequestCancelledError,
     UnavailableError,
+    WeightsVersionNotHeldError,
 )
 from expertd_client.cluster.leg import Leg, Try
 from expertd_client.cluster.member import Member
@@ -35,7 +37,7 @@ from expertd_client.cluster.table import LayerTable
 from expertd_client.cluster.unserved import Unserved
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.request import Request
-from expertd_client.requests.result import ForwardResult
+from expertd_client.requests.result import FIRST_VERSION, ForwardResult
 
 if TYPE_CHECKING:
     from expertd_client.cluster.call import Call
@@ -45,6 +47,8 @@ __all__ = ["Flight", "start"]
 
 _STALE, _STALE_TRIES = (BadResponseError, LayerNotHeldError), 4
 """Errors of a server that holds something else than it said a moment ago: asked again when it has been described."""
+_REPINS = 16
+"""How often a call changes the version of the weights that it asks for: each time servers have switched meanwhile."""
 
 
 class Flight:
@@ -68,6 +72,7 @@ class Flight:
         self.error: ExpertdError | None = None
         self.legs: list[Leg] = []
         self.unserved = Unserved(around.members, call.host, call.on_missing)
+        self._own_version, self._repins = call.own_version, 0
         self.begin_s = around.clock() if begin_s is None else begin_s
         self._around = around
         self._deadline = deadline
@@ -101,7 +106,7 @@ class Flight:
             self._waiting -= 1
             last = not self._waiting
         if last:
-            self.end(None)
+            self._land()
         if self._over:  # perhaps before it was added
             self._around.flights.discard(self)
 
@@ -128,6 +133,8 @@ class Flight:
         leg, member = attempt.leg, attempt.member
         now_s = self._around.clock() if at_s is None else at_s
         member.answered(leg.part.request.tokens, now_s - attempt.begin_s, result)
+        if not leg.part.request.weights_version:
+            self._around.members.learned(member, result.weights_version or FIRST_VERSION)
         if result.routes_computed != leg.part.routes:
             self._miscounted(attempt, result)
             return
@@ -147,7 +154,7 @@ class Flight:
             self._around.latencies.add(leg.part.request.tokens, now_s - attempt.begin_s)
         _recall(losers)
         if last:
-            self.end(None)
+            self._land()
 
     def _miscounted(self, attempt: Try, result: ForwardResult) -> None:
         """What it holds is not what it said: its sum is of no use."""
@@ -166,6 +173,9 @@ class Flight:
         attempt.member.failed(attempt.leg.part.request.tokens, error)
         if isinstance(error, RequestCancelledError) and attempt.member.leaving and not self._around.closed:
             error = UnavailableError(f"{attempt.member.address}: it left the placement", request_id=error.request_id)
+        if isinstance(error, WeightsVersionNotHeldError):
+            attempt.member.lacks(attempt.leg.part.request.weights_version)
+            self._around.wake(attempt.member)
         if attempt.member.refused:
             self._around.wake(attempt.member)
         self._lost(attempt, error)
@@ -208,10 +218,11 @@ class Flight:
         one."""
         members, now_s = self._around.members, self._around.clock()
         chosen, leg.chosen = leg.chosen, None
-        there = [chosen] if chosen else members.usable(leg.holders, [*leg.spurned, *(t.member for t in leg.tries)])
+        version, without = leg.part.request.weights_version, [*leg.spurned, *(t.member for t in leg.tries)]
+        there = [chosen] if chosen else members.usable(leg.holders, without, version)
         if not there and not also:
             leg.spurned = []
-            there = members.usable(leg.holders)
+            there = members.usable(leg.holders, version=version)
         if not there:
             if not also:
                 self._again(leg, None)
@@ -287,8 +298,10 @@ class Flight:
                 return
         if error is None:
             self._place_anew(leg)
-        elif self._around.members.usable(leg.holders, leg.spurned):
+        elif self._around.members.usable(leg.holders, leg.spurned, leg.part.request.weights_version):
             self._ask(leg)
+        elif isinstance(error, WeightsVersionNotHeldError):
+            self._other_version(leg, error)
         elif error.retryable or (isinstance(error, _STALE) and len(leg.spurned) < _STALE_TRIES):
             self._wait(leg, error)
         else:
@@ -299,10 +312,16 @@ class Flight:
         members, part = self._around.members, leg.part
         unserved = len(self.unserved.parts)
         self.unserved.look()
+        version = part.request.weights_version
+        if version and not self._own_version:
+            version = members.agree()
+            part = leg.part = replace(part, request=part.request.pinned(version))
         try:
             table = members.table(self.request.layer)
             found = meant(part.request.topk_ids, table, self.request.layer)
-            if (found.orphans and members.unknown) or not all(members.usable(table.holders[g]) for g in found.groups):
+            if (found.orphans and members.unknown) or not all(
+                members.usable(table.holders[g], version=version) for g in found.groups
+            ):
                 self._wait(leg, None)
                 return
             legs = self._place(part.request, part.rows, found, table)
@@ -323,7 +342,57 @@ class Flight:
         for other in legs:
             self._ask(other)
         if last:
+            self._land()
+
+    # ---- versions of the weights -------------------------------------------------------------------------------------
+
+    def _land(self) -> None:
+        """All legs are answered: the call is over, unless several versions of the weights computed them.  Then those of
+        another version than the one that all servers hold are asked once more, for that one."""
+        with self._lock:
+            found = {leg.result.weights_version or FIRST_VERSION for leg in self.legs if leg.result is not None}
+            if len(found) < 2 or self._over:
+                again = []
+            else:
+                version = self._around.members.agree() or min(found)
+                again = [leg for leg in self.legs if leg.result is not None and self._repin(leg, version)]
+                self._waiting += len(again)
+                self._repins += 1
+        if not again:
             self.end(None)
+        elif self._repins > _REPINS:
+            self.end(_several(found))
+        else:
+            for leg in again:
+                self._ask(leg)
+
+    def _repin(self, leg: Leg, version: int) -> bool:
+        """The leg is to be computed by that version.  Whether its answer is of another one, and dropped."""
+        leg.part = replace(leg.part, request=leg.part.request.pinned(version))
+        if leg.result is None or (leg.result.weights_version or FIRST_VERSION) == version:
+            return False
+        leg.result.release()
+        leg.result = leg.server = None
+        leg.spurned = []
+        return True
+
+    def _other_version(self, leg: Leg, error: ExpertdError) -> None:
+        """None of its servers holds the version any more that it was asked for: another one, unless the caller named
+        it."""
+        if self._own_version:
+            self._give_up(leg, error)
+            return
+        version = self._around.members.agree()
+        with self._lock:
+            self._repins += 1
+            other = version != leg.part.request.weights_version and self._repins <= _REPINS
+            if other:
+                self._repin(leg, version)
+                leg.spurned = []
+        if other:
+            self._ask(leg)
+        else:
+            self._wait(leg, error)
 
     def _wait(self, leg: Leg, error: ExpertdError | None) -> None:
         """Nobody can be asked for it now."""
@@ -355,7 +424,7 @@ class Flight:
             losers, leg.tries = leg.tries, []
         _recall(losers)
         if last:
-            self.end(None)
+            self._land()
 
     def _nobody_left(self, leg: Leg) -> ExpertdError:
         if leg.holders and self._deadline is not None and self._late():
@@ -387,6 +456,15 @@ class Flight:
         """Lets go of tensors: a timer may know this call for a while."""
         with self._lock:
             self.legs, self.unserved.parts = [], []
+
+
+def _several(versions: Collection[int]) -> ExpertdError:
+    return WeightsVersionNotHeldError.about(
+        "cluster",
+        got=f"sums of versions {', '.join(map(str, sorted(versions)))} of the weights",
+        want="one version that all servers hold",
+        remedy="they were switched faster than a call takes, or one of them missed an update: expertctl versions",
+    )
 
 
 def _recall(tries: Sequence[Try]) -> None:

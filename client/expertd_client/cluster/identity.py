@@ -12,13 +12,19 @@ from expertd.errors import PlacementError
 from expertd.placement import MOST_EXPERTS, MOST_OF_MODEL, expert_ids
 from expertd.ranges import format_ranges
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.requests.result import FIRST_VERSION
 
-__all__ = ["Identity", "held_by"]
+__all__ = ["Identity", "held_by", "version_of"]
 
 
 def held_by(answer: pb.DescribeResponse) -> dict[int, tuple[int, ...]]:
     """Layer -> ids of the experts that a server says it holds.  Raises PlacementError where these cannot be."""
     return {layer.layer: expert_ids("Describe", layer) for layer in answer.layers if layer.held}
+
+
+def version_of(answer: pb.DescribeResponse) -> int:
+    """Of the weights that a server serves."""
+    return answer.versions[0].number if answer.versions else FIRST_VERSION
 
 
 def _check_sizes(address: str, answer: pb.DescribeResponse) -> None:
@@ -42,6 +48,14 @@ class _Known:
     told: NDArray[np.int32]
 
 
+@dataclass(slots=True, eq=False)
+class _Said:
+    """What a server said of the version of its weights: ids and digests of its experts by layer."""
+
+    version: int
+    layers: dict[int, tuple[NDArray[np.int64], NDArray[np.uint32]]]
+
+
 class Identity:
     """Learned from the servers that came first.  Thread-safe.
 
@@ -52,8 +66,8 @@ class Identity:
         self._fingerprint = fingerprint
         self._hidden_size = 0
         self._num_experts: dict[int, int] = {}
-        self._weights: dict[int, _Known] = {}
-        self._said: dict[str, dict[int, tuple[NDArray[np.int64], NDArray[np.uint32]]]] = {}
+        self._weights: dict[tuple[int, int], _Known] = {}  # by version and layer
+        self._said: dict[str, _Said] = {}
         self._lock = threading.Lock()
 
     def num_experts(self, layer: int) -> int | None:
@@ -62,7 +76,8 @@ class Identity:
 
     def check(self, address: str, answer: pb.DescribeResponse) -> None:
         """Raises PlacementError where the server is one of another model, or holds other weights of an expert than a
-        server that was there before: its sums must not be added to others', nor stand for them."""
+        server that was there before, under the same number of their version: its sums must not be added to others', nor
+        stand for them."""
         model = answer.model
         _check_sizes(address, answer)
         with self._lock:
@@ -97,12 +112,13 @@ class Identity:
             for layer in answer.layers
             if layer.weight_digests and layer.held
         }
+        version = version_of(answer)
         before = self._said.get(address)
-        if before is not None and _same(before, said):
+        if before is not None and before.version == version and _same(before.layers, said):
             return
         self._forget(address)
         for number, (experts, digests) in said.items():
-            known = self._weights.get(number)
+            known = self._weights.get((version, number))
             most = self._num_experts[number]
             if len(experts) != len(digests) or experts[-1] >= most:
                 raise PlacementError.about(
@@ -113,20 +129,31 @@ class Identity:
             if known is not None:
                 others = (known.told[experts] > 0) & (known.digests[experts] != digests)
                 if others.any():
-                    raise self._other_weights(address, number, experts[others])
-        self._said[address] = said
+                    raise self._other_weights(address, version, number, experts[others])
+        self._said[address] = _Said(version, said)
         for number, (experts, digests) in said.items():
             most = self._num_experts[number]
-            known = self._weights.setdefault(number, _Known(np.zeros(most, np.uint32), np.zeros(most, np.int32)))
+            known = self._weights.setdefault(
+                (version, number), _Known(np.zeros(most, np.uint32), np.zeros(most, np.int32))
+            )
             known.digests[experts] = digests
             known.told[experts] += 1
 
     def _forget(self, address: str) -> None:
-        for number, (experts, _) in self._said.pop(address, {}).items():
-            self._weights[number].told[experts] -= 1
+        said = self._said.pop(address, None)
+        if said is None:
+            return
+        for number, (experts, _) in said.layers.items():
+            self._weights[said.version, number].told[experts] -= 1
+        if all(other.version != said.version for other in self._said.values()):
+            self._weights = {key: known for key, known in self._weights.items() if key[0] != said.version}
 
-    def _other_weights(self, address: str, number: int, experts: NDArray[np.int64]) -> PlacementError:
-        holders = [a for a, said in self._said.items() if number in said and np.isin(experts, said[number][0]).any()]
+    def _other_weights(self, address: str, version: int, number: int, experts: NDArray[np.int64]) -> PlacementError:
+        holders = [
+            a
+            for a, said in self._said.items()
+            if said.version == version and number in said.layers and np.isin(experts, said.layers[number][0]).any()
+        ]
         return PlacementError.about(
             f"{address}: layer {number}, experts {format_ranges(experts.tolist())}",
             got="other weights than the cluster's other servers hold under the same name",

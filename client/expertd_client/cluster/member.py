@@ -20,14 +20,15 @@ from expertd.errors import (
     PlacementError,
     RequestCancelledError,
     UnavailableError,
+    WeightsVersionNotHeldError,
 )
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.cluster.identity import Identity, held_by
+from expertd_client.cluster.identity import Identity, held_by, version_of
 from expertd_client.exchange.exchange import Exchange
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.e4m3 import taken
 from expertd_client.requests.request import Request
-from expertd_client.requests.result import ForwardResult
+from expertd_client.requests.result import FIRST_VERSION, ForwardResult
 from expertd_client.transports.protocol import Transport, Waiter
 
 # Why it is so: decision 106 in DECISIONS.md.
@@ -52,6 +53,7 @@ class Member:
     backends     layer -> name of the kernel backend
     max_tokens   its largest batch; 0 = no bound
     takes_e4m3   hidden states as e4m3; None = it has not said
+    versions     of the weights that it holds, first the one that it serves; () = it has not said
     asked        whether Describe was asked, and answered or not
     known        whether the cluster's tables say what it holds: it said so, or is another model's, or it was placed
     refused      why it is not asked; "" = it is
@@ -80,6 +82,7 @@ class Member:
         self._says: Mapping[int, tuple[int, ...]] | None = None
         self.max_tokens = 0
         self.takes_e4m3: bool | None = None
+        self.versions: tuple[int, ...] = ()
         self.asked = False
         self.leaving = False
         self.refused = "not described yet"
@@ -173,6 +176,8 @@ class Member:
                 return  # the caller's time was over: nothing is known of the server
             now_s = self._clock()
             self._heard_s = now_s
+            if isinstance(error, WeightsVersionNotHeldError):
+                return  # nothing is wrong with it
             if isinstance(error, UnavailableError | DrainingError | NotReadyError):
                 self.refused = self.refused or error.message
                 return
@@ -196,6 +201,21 @@ class Member:
         self.outstanding -= 1
         self.outstanding_tokens -= tokens
 
+    # ---- versions ----------------------------------------------------------------------------------------------------
+
+    def computed(self, version: int) -> bool:
+        """It answered with that version, and was not asked for one.  Whether that is another than it served before,
+        which it may hold still."""
+        now = self.versions
+        if not now or now[0] == version:
+            return False
+        self.versions = (version, *(v for v in now if v != version))[:2]
+        return True
+
+    def lacks(self, version: int) -> None:
+        """It refused a request for that version."""
+        self.versions = tuple(v for v in self.versions if v != version)
+
     # ---- watched -----------------------------------------------------------------------------------------------------
 
     def place(self, placed: Mapping[int, tuple[int, ...]] | None) -> None:
@@ -209,6 +229,7 @@ class Member:
 
     def described(self, answer: pb.DescribeResponse, identity: Identity) -> bool:
         """What it says of itself.  Whether that changes what is held where."""
+        self.versions = tuple(v.number for v in answer.versions) or (FIRST_VERSION,)
         before, refused = self.held, f"{self.address}: it drains" if answer.load.draining else ""
         try:
             if not self._says_again(answer):
@@ -234,7 +255,8 @@ class Member:
     def _says_again(self, answer: pb.DescribeResponse) -> bool:
         """Whether it says what it said when it was accepted; looking at it again each second would cost callers."""
         last = self._accepted
-        if last is not None and last.model == answer.model and last.layers == answer.layers:
+        same = last is not None and version_of(last) == version_of(answer)
+        if same and last is not None and last.model == answer.model and last.layers == answer.layers:
             return True
         self._accepted = None
         return False

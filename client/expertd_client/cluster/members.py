@@ -41,6 +41,7 @@ class Members:
 
     by_address  the servers, in the order of the source; never changed in place
     epoch       of the placement; 0 = none
+    version     of the weights that calls ask for that name none: 0 while all servers serve the same one
     clock       time.monotonic, or a simulation's
     """
 
@@ -53,6 +54,8 @@ class Members:
         self.clock = clock
         self.by_address: Mapping[str, Member] = {}
         self.epoch = 0
+        self.version = 0
+        self._versions: frozenset[int] = frozenset()
         self._make = make
         self._stall_s = stall_s
         self._identity = Identity()
@@ -163,13 +166,49 @@ class Members:
             if member.described(answer, self._identity):
                 with self._lock:
                     self._renew()
+            self.agree()
             member.known = True  # not before the tables say it: a call in between would find nobody, and fail
         if member.leaving and self.by_address.get(member.address) is None:
             self._identity.forget(member.address)  # what it has just said
         return AWAY_S if member.refused else PROBE_S
 
-    def usable(self, addresses: Sequence[str], without: Sequence[Member] = ()) -> list[Member]:
-        """Those of the servers that may be asked now."""
+    # ---- versions of the weights -------------------------------------------------------------------------------------
+
+    def agree(self) -> int:
+        """Chooses `version` anew, by what the servers hold.  Returns the version that calls are computed by: the one
+        that all servers serve; while they serve several, the newest one of which every expert is held, served or not;
+        where there is none, the newest one that is served."""
+        there = [m for m in self.by_address.values() if m.versions and not m.leaving]
+        there = [m for m in there if not m.refused] or there
+        self._versions = frozenset(v for m in there for v in m.versions)
+        served = {m.versions[0] for m in there}
+        if len(served) < 2:
+            self.version = 0
+            return next(iter(served), 0)
+        every = _experts_of(there)
+        whole = [v for v in self._versions if _experts_of([m for m in there if v in m.versions]) == every]
+        self.version = max(whole or served)
+        return self.version
+
+    def learned(self, member: Member, version: int) -> None:
+        """A server answered with that version of the weights, and was asked for none."""
+        if member.computed(version):
+            self.agree()
+
+    def usable(self, addresses: Sequence[str], without: Sequence[Member] = (), version: int = 0) -> list[Member]:
+        """Those of the servers that may be asked now.  version: of the weights, that they must hold where some server
+        is known to do; 0 = any."""
         now_s, known = self.clock(), self.by_address
         there = [m for a in addresses if (m := known.get(a)) is not None and m.usable(now_s)]
+        if version and version in self._versions:
+            there = [m for m in there if version in m.versions]
         return [m for m in there if m not in without] if without else there
+
+
+def _experts_of(members: Sequence[Member]) -> dict[int, set[int]]:
+    """By layer, what they hold together."""
+    out: dict[int, set[int]] = {}
+    for member in members:
+        for layer, experts in member.held.items():
+            out.setdefault(layer, set()).update(experts)
+    return out

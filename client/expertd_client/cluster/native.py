@@ -57,7 +57,7 @@ __all__ = [
 LIBRARY = Path(__file__).parent / "csrc" / "libexpertd_cluster.so"
 IN_FLIGHT, ANSWERED, REFUSED, LOST = 1, 2, 3, 4
 """STATE of a share; 0 = it was not sent."""
-BATCH, OWNERS, CALL, FORM = Struct("=4Q6q"), Struct("=2Q2q"), Struct("=Qq3QqQqQq2i"), Struct("=8Q3I6BH24s2I12x")
+BATCH, OWNERS, CALL, FORM = Struct("=4Q6q"), Struct("=2Q2q"), Struct("=Qq3QqQqQq2i"), Struct("=8Q3I6BH24s2I4xQ")
 _TOLD, TOLD_AT = "Q2I3QIf36s4x", 40
 SUBMISSION_AT = TOLD_AT + Struct("=" + _TOLD).size + 8
 ANSWER_AT = SUBMISSION_AT + C.sizeof(Submission)

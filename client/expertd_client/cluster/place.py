@@ -34,7 +34,7 @@ def place(
     servers = []
     for group in meant.groups:
         holders = table.holders[group]
-        there = members.usable(holders)
+        there = members.usable(holders, version=request.weights_version)
         member = choose(there, request.tokens, members.clock(), rng) if there else None
         servers.append(holders[0] if member is None else member.address)
         chosen.setdefault(servers[-1], member)

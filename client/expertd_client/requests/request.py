@@ -49,6 +49,7 @@ class RequestOptions(TypedDict, total=False):
     router_weight_on_input: bool
     digest: bool
     traceparent: str
+    weights_version: int
 
 
 class _Fields:
@@ -67,6 +68,7 @@ class _Fields:
         "topk_ids",
         "topk_weights",
         "traceparent",
+        "weights_version",
     )
     layer: int
     hidden_states: Any
@@ -77,6 +79,7 @@ class _Fields:
     router_weight_on_input: bool
     digest: bool
     traceparent: str
+    weights_version: int
     dtypes: tuple[int, ...]
     _form: RequestForm | None
     _plain: bool
@@ -94,6 +97,8 @@ class Request(_Fields):
                     "e4m3": as E4m3, half the bytes of bf16, from a server whose Describe has it in output_dtypes
     digest          answer with sum, sum of squares and CRC-32 instead of the output
     traceparent     W3C trace context; "" = that of OpenTelemetry's span that the caller is in, if it records one
+    weights_version   number of the version of the weights that must compute it (Describe lists those held); 0 = the one
+                    that is served
     router_weight_on_input   weights multiply the experts' inputs; top_k must be 1
 
     dtypes          DataTypes of the answer, hidden_states, topk_ids, topk_weights (the last two unless grouped)
@@ -116,6 +121,7 @@ class Request(_Fields):
         router_weight_on_input: bool = False,
         digest: bool = False,
         traceparent: str = "",
+        weights_version: int = 0,
     ) -> Request:
         if not (hasattr(layer, "__index__") and 0 <= layer < _LAYERS):  # None would travel as layer 0
             raise LayerNotHeldError.about("layer", got=repr(layer), want="a whole number from 0 to 2^32 - 1")
@@ -125,6 +131,7 @@ class Request(_Fields):
         made.grouped, made.output_dtype = grouped, output_dtype
         made.router_weight_on_input, made.digest = router_weight_on_input, digest
         made.traceparent = traceparent or current_traceparent()
+        made.weights_version = weights_version
         made.dtypes, made._form, made._plain = checked(hidden_states, topk_ids, topk_weights, grouped, output_dtype)
         return _finished(made)
 
@@ -196,7 +203,7 @@ class Request(_Fields):
             x, ids, w = x.tobytes(), ids.tobytes(), w.tobytes()
         else:
             x, ids, w = map(bytes_of, (x, ids, w), self.dtypes[1:])
-        return form.message(request_id, self.layer, timeout_us, sent_us, x, ids, w)
+        return form.message(request_id, self.layer, timeout_us, sent_us, x, ids, w, self.weights_version)
 
     def view(self, request_id: int, timeout_us: int, sent_us: int = 0) -> ForwardRequestView:
         """The request as a message: its tensors as bytes in host memory, not copied where they lie so already.
@@ -217,6 +224,7 @@ class Request(_Fields):
             self.traceparent,
             self.router_weight_on_input,
             sent_us,
+            self.weights_version,
         )
 
     def with_tensors(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, output: int | None = None) -> Request:
@@ -224,6 +232,14 @@ class Request(_Fields):
         them from those of this request.  output: DataType of the answer, None = as it was."""
         dtypes = self.dtypes if output is None else (output, *self.dtypes[1:])
         return self._part(hidden_states, topk_ids, topk_weights, None, dtypes)
+
+    def pinned(self, weights_version: int) -> Request:
+        """The same, to be computed by that version of the weights; 0 = by the one that is served."""
+        if weights_version == self.weights_version:
+            return self
+        part = self._part(self.hidden_states, self.topk_ids, self.topk_weights, self.grouped)
+        object.__setattr__(part, "weights_version", weights_version)
+        return part
 
     def _part(
         self,
@@ -237,6 +253,7 @@ class Request(_Fields):
         part = _Fields()
         part.layer, part.output_dtype, part.traceparent = self.layer, self.output_dtype, self.traceparent
         part.router_weight_on_input, part.digest = self.router_weight_on_input, self.digest
+        part.weights_version = self.weights_version
         part.hidden_states, part.topk_ids, part.topk_weights = hidden_states, topk_ids, topk_weights
         part.grouped, part.dtypes, part._form, part._plain = grouped, dtypes or self.dtypes, None, False
         return _finished(part)

@@ -14,7 +14,10 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
 from expertd_client.requests.tensors import array_of, device_of, from_wire
 
-__all__ = ["ForwardResult", "result_of"]
+__all__ = ["FIRST_VERSION", "ForwardResult", "require_version", "result_of"]
+
+FIRST_VERSION = 1
+"""Number of the weights that a server is started with, also of one that knows of no versions."""
 
 
 class ForwardResult:
@@ -28,6 +31,7 @@ class ForwardResult:
     timing            nanoseconds of the server's stages, and the batch that this request was part of
     load              the server's load when it answered
     placement_epoch   reserved: 0 from today's servers
+    weights_version   number of the version of the weights that computed it; 0 = the server does not say
 
     Some transports lend the memory of `output`.  It goes back by itself when nothing refers to it any more; who keeps
     answers for long, or waits for the next one at once, gives it back earlier:
@@ -36,7 +40,16 @@ class ForwardResult:
             total += answer.output
     """
 
-    __slots__ = ("_give_back", "_timing", "digest", "lazy_load", "output", "placement_epoch", "routes_computed")
+    __slots__ = (
+        "_give_back",
+        "_timing",
+        "digest",
+        "lazy_load",
+        "output",
+        "placement_epoch",
+        "routes_computed",
+        "weights_version",
+    )
     output: Any
 
     def __init__(
@@ -48,11 +61,12 @@ class ForwardResult:
         load: pb.Load | Callable[[], pb.Load],
         placement_epoch: int = 0,
         give_back: Callable[[], None] | None = None,
+        weights_version: int = 0,
     ) -> None:
         """timing, load: the messages, or what makes them when somebody asks."""
         self.output, self.digest, self.routes_computed = output, digest, routes_computed
         self._timing, self.lazy_load, self.placement_epoch = timing, load, placement_epoch
-        self._give_back = give_back
+        self._give_back, self.weights_version = give_back, weights_version
 
     @property
     def timing(self) -> pb.Timing:
@@ -86,9 +100,27 @@ class ForwardResult:
         self.release()
 
 
+def require_version(got: int, request: Request) -> None:
+    """Raises BadResponseError where an answer is not of the version that the request asks for: a server that knows of
+    no versions overlooks that."""
+    if request.weights_version and (got or FIRST_VERSION) != request.weights_version:
+        raise BadResponseError.about(
+            "answer: weights_version",
+            got=got or "none",
+            want=f"{request.weights_version}, as the request asks for",
+            remedy="the server may be too old to know of versions",
+        )
+
+
 def result_of(answer: ForwardResponseView | UsualAnswer, request: Request) -> ForwardResult:
     """The answer for the caller.  Raises BadResponseError where it does not fit the request; what it was lent is then
     given back."""
+    try:
+        require_version(answer.weights_version, request)
+    except BadResponseError:
+        if isinstance(answer, ForwardResponseView) and answer.give_back is not None:
+            answer.give_back()
+        raise
     if isinstance(answer, UsualAnswer):
         x, told = request.hidden_states, answer.told
         if (
@@ -99,7 +131,14 @@ def result_of(answer: ForwardResponseView | UsualAnswer, request: Request) -> Fo
         ):
             output = array_of(answer.message, answer.begin, answer.end, answer.dtype, answer.shape)
             if output is not None:
-                return ForwardResult(output, None, answer.routes_computed, told.timing, told.load)
+                return ForwardResult(
+                    output,
+                    None,
+                    answer.routes_computed,
+                    told.timing,
+                    told.load,
+                    weights_version=answer.weights_version,
+                )
         answer = answer.view()
     give_back = answer.give_back
     try:
@@ -119,6 +158,7 @@ def result_of(answer: ForwardResponseView | UsualAnswer, request: Request) -> Fo
         answer.load or pb.Load(),
         answer.placement_epoch,
         give_back,
+        answer.weights_version,
     )
 
 

@@ -95,17 +95,21 @@ class Credentials:
 class Methods:
     """One channel and its methods.  streams: how many stand on it."""
 
-    def __init__(self, channel: Any, metadata: tuple[tuple[str, str], ...], describe: Callable[[Any], Any]) -> None:
-        self.channel = channel
+    def __init__(self, channel: Any, metadata: tuple[tuple[str, str], ...]) -> None:
+        self.channel, self._metadata = channel, metadata
         self.streams = 0
         self.retired_s = 0.0
         self.stream_forward: Any = channel.stream_stream(common.STREAM_FORWARD)  # bytes in, bytes out
         self.forward: Any = channel.unary_unary(common.FORWARD)
-        self.describe: Any = describe(channel)
         if metadata:
-            self.stream_forward, self.forward, self.describe = (
-                _With(m, metadata) for m in (self.stream_forward, self.forward, self.describe)
-            )
+            self.stream_forward, self.forward = (_With(m, metadata) for m in (self.stream_forward, self.forward))
+
+    def unary(self, path: str, request: Any, answer: Any) -> Any:
+        """The method at `path`, which takes messages like `request` and returns those of the class `answer`."""
+        method = self.channel.unary_unary(
+            path, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString
+        )
+        return _With(method, self._metadata) if self._metadata else method
 
 
 class _With:
@@ -132,9 +136,8 @@ class Rotating:
         credentials: Credentials,
         open: Callable[[grpc.ChannelCredentials | None, list[tuple[str, Any]]], Any],
         close: Callable[[Any], None],
-        describe: Callable[[Any], Any],
     ) -> None:
-        self._credentials, self._open, self._close, self._describe = credentials, open, close, describe
+        self._credentials, self._open, self._close = credentials, open, close
         self._lock = threading.Lock()
         self._state = self._look()
         self._now = self._make()
@@ -179,7 +182,7 @@ class Rotating:
     def _make(self) -> Methods:
         c = self._credentials
         metadata = c.metadata()
-        return Methods(self._open(c.channel(), c.options()), metadata, self._describe)
+        return Methods(self._open(c.channel(), c.options()), metadata)
 
     def _look(self) -> list[tuple[int, int, int]]:
         found = [os.stat(p) for p in self._credentials.paths]

@@ -6,6 +6,7 @@ the two methods that grpc.aio would call with bytes; everything here runs in the
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -30,7 +31,7 @@ class BytesServicer(Protocol):
         ...
 
     async def describe(self, data: bytes, context: Any, /) -> bytes:
-        """DescribeRequest -> DescribeResponse."""
+        """DescribeRequest -> DescribeResponse.  Every unary RPC is such a method, with the RPC's name in snake_case."""
         ...
 
 
@@ -54,23 +55,22 @@ class ServicerTransport:
         stream.task = self._start(stream.run(self._servicer))
         return stream
 
-    def describe(
-        self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
+    def unary(
+        self, method: str, request: Any, answer: Any, timeout_s: float, wait_for_ready: bool, waiter: Waiter[Any]
     ) -> None:
         del wait_for_ready  # it is there
+        call = getattr(self._servicer, re.sub(r"(?<!^)(?=[A-Z])", "_", method).lower())
 
         async def ask() -> None:
             context = _Context(timeout_s)
             try:
-                answer = await asyncio.wait_for(
-                    self._servicer.describe(request.SerializeToString(), context), timeout_s
-                )
-                waiter.answer(pb.DescribeResponse.FromString(answer))
+                data = await asyncio.wait_for(call(request.SerializeToString(), context), timeout_s)
+                waiter.answer(answer.FromString(data))
             except _AbortError as abort:
                 waiter.fail(abort.error)
             except asyncio.TimeoutError:
                 waiter.fail(
-                    from_status(grpc.StatusCode.DEADLINE_EXCEEDED, f"{self.target}: Describe took too long", ())
+                    from_status(grpc.StatusCode.DEADLINE_EXCEEDED, f"{self.target}: {method} took too long", ())
                 )
 
         self._start(ask())

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from expertd.codec import ForwardResponseView, TensorView
 from expertd.dtypes import DTYPE_BYTES, scales_of_row, tensor_bytes
-from expertd.errors import TABLE, ExpertdError
+from expertd.errors import TABLE, BadResponseError, ExpertdError
 from expertd.shm.layout import FORWARD, ROUTER_WEIGHT_ON_INPUT, Completion, Submission, Tensors
 from expertd.trace_context import context_of
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.e4m3 import E4m3
 from expertd_client.requests.lent import Lent
 from expertd_client.requests.request import Request
-from expertd_client.requests.result import ForwardResult
+from expertd_client.requests.result import ForwardResult, require_version
 from expertd_client.requests.tensors import Synthetic, are_few_bytes, device_of, host_address, over_memory
 
 __all__ = [
@@ -75,7 +75,7 @@ def head_of(request: Request) -> Submission:
     """The submission but for where its tensors lie."""
     M, H = request.hidden_states.shape
     s = Submission.from_buffer_copy(_form(request.dtypes, M, H, request.topk_ids.shape[1])[0])
-    s.layer = request.layer
+    s.layer, s.weights_version = request.layer, request.weights_version
     if request.traceparent:
         s.trace = (c_uint8 * 24)(*context_of(request.traceparent))
     if request.router_weight_on_input:
@@ -126,7 +126,13 @@ def _place(x: Any, number: int) -> tuple[Any, Any]:
 def result(
     answer: Completion, sent: Sent, request: Request, address: int, give_back: Callable[[], None]
 ) -> ForwardResult:
-    """What the caller gets.  address: of the output; give_back: once, when it is not read any more."""
+    """What the caller gets.  address: of the output; give_back: once, when it is not read any more.  Raises
+    BadResponseError where another version of the weights computed it than the request asks for."""
+    try:
+        require_version(answer.weights_version, request)
+    except BadResponseError:
+        give_back()
+        raise
     lent = Lent.at(address, sent.tensors.out_bytes, give_back)
     device = device_of(request.hidden_states)
     output = over_memory(lent.array(), sent.out_dtype, sent.shape, device)
@@ -138,7 +144,7 @@ def result(
 def result_with(answer: Completion, output: Any, give_back: Callable[[], None] | None = None) -> ForwardResult:
     """What the caller gets, with an output that is his."""
     timing, load = (lambda: timing_of(answer)), (lambda: load_of(answer))
-    return ForwardResult(output, None, answer.routes_computed, timing, load, 0, give_back)
+    return ForwardResult(output, None, answer.routes_computed, timing, load, 0, give_back, answer.weights_version)
 
 
 def response(
@@ -152,6 +158,7 @@ def response(
         routes_computed=answer.routes_computed,
         timing=timing_of(answer),
         load=load_of(answer),
+        weights_version=answer.weights_version,
     )
     v.give_back = lent.release
     return v

@@ -3,7 +3,7 @@
 A transport never sees who waits for an answer: that is the business of exchange/exchange.py.  It gets Requests,
 whose tensors lie where the caller has them, and delivers values of `expertd.codec`.  Two kinds:
 
-    Transport           one server: opens connections, asks Describe (gRPC, a server in this process, a function)
+    Transport           one server: opens connections, calls unary RPCs (gRPC, a server in this process, a function)
     MainConnection      its connection: an ordered stream of requests, and offers of faster transports
     SessionTransport    a faster transport to the same server, which client and server agree on over a MainConnection
                         (expertd_client.exchange.session): shared memory, TCP.  One is a folder and an entry of table.py
@@ -21,7 +21,7 @@ A plain function can stand for a server: FunctionTransport.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from expertd.codec import ForwardRequestView, StreamResponseView, UsualAnswer
 from expertd.errors import ExpertdError, RequestCancelledError, UnimplementedError
@@ -141,10 +141,15 @@ class Transport(Protocol):
         """A new connection, without waiting for it: where the server cannot be reached, `closed` says so."""
         ...
 
-    def describe(
-        self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
+    def unary(
+        self, method: str, request: Any, answer: Any, timeout_s: float, wait_for_ready: bool, waiter: Waiter[Any]
     ) -> None:
-        """Asks what the server holds.  wait_for_ready: keep trying to connect until the time is over."""
+        """Calls an RPC of ExpertService that is one message each way.
+
+        method           its name in the contract: "Describe"
+        request, answer  the message, and the class of the other one, which `waiter` gets
+        wait_for_ready   keep trying to connect until the time is over
+        """
 
     def close(self) -> None:
         """Begins to give back channel, threads and tasks.  Connections are closed before."""
@@ -179,19 +184,19 @@ class FunctionTransport:
     def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
         return _FunctionConnection(self._serve, deliver, closed)
 
-    def describe(
-        self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
+    def unary(
+        self, method: str, request: Any, answer: Any, timeout_s: float, wait_for_ready: bool, waiter: Waiter[Any]
     ) -> None:
-        del timeout_s, wait_for_ready
-        if self._describe is None:
-            waiter.fail(UnimplementedError(f"{self.target}: Describe: this function answers forward requests alone"))
+        del answer, timeout_s, wait_for_ready
+        if method != "Describe" or self._describe is None:
+            waiter.fail(UnimplementedError(f"{self.target}: {method}: this function answers forward requests alone"))
             return
         try:
-            answer = self._describe(request)
+            described = self._describe(request)
         except ExpertdError as error:
             waiter.fail(error)
         else:
-            waiter.answer(answer)
+            waiter.answer(described)
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -112,6 +112,10 @@ class Checkpoint:
         """The same model with these tensors of one layer, and no other layer."""
         return Checkpoint(self.root, self._model, self.quant, {layer.layer: layer}, Counter(), self.naming)
 
+    def with_layers(self, layers: Mapping[int, LayerTensors], root: Path) -> Checkpoint:
+        """The same model with these tensors alone, which lie in `root`."""
+        return Checkpoint(root, self._model, self.quant, layers, Counter(), self.naming)
+
     def recipe(self, layer: int) -> LayerRecipe:
         """How the layer will be read: formats, schemes, shapes of every projection of every expert."""
         if layer not in self._tensors:

@@ -4,6 +4,9 @@
     received.put("model.layers.3.mlp.experts.0.up_proj.weight", "BF16", (768, 2048), 0, data)
     received.take()                                          a layer that is complete, as a source, or None
 
+Of a base, tensors may come as differences, and those that do not come stay as they are there, once rest_of_base() was
+called.
+
 A layer is complete when each wanted expert has all of its tensors: either those that `checkpoint` has (the same names
 and dtypes), or unquantized weights of each projection.  Its bytes lie in one anonymous file in memory, which goes with
 the source.
@@ -17,11 +20,15 @@ import os
 import threading
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from expertd_kernels.checkpoint.checkpoint import Checkpoint
+from expertd_kernels.checkpoint.delta import applied, require_checksum
 from expertd_kernels.checkpoint.errors import CheckpointError
+from expertd_kernels.checkpoint.kept import filled
 from expertd_kernels.checkpoint.names import LayerTensors, Place, group_by_layer, place_of
 from expertd_kernels.checkpoint.tensors import DTYPES, MAX_RANK, Counter, Shard, Stored
 
@@ -139,8 +146,11 @@ class Received:
     kept_bytes     of tensors of wanted experts so far; waiting_bytes: of them, those of layers that were not taken
     """
 
-    def __init__(self, checkpoint: Checkpoint, wanted: Mapping[int, Sequence[int]]) -> None:
-        self._checkpoint = checkpoint
+    def __init__(
+        self, checkpoint: Checkpoint, wanted: Mapping[int, Sequence[int]], base: Checkpoint | None = None
+    ) -> None:
+        """checkpoint: whose names the tensors have; base: of which differences may come, None = of none."""
+        self._checkpoint, self._base, self._rest = checkpoint if base is None else base, base, False
         self._wanted = {n: tuple(e) for n, e in wanted.items()}
         self._layers: dict[int, _Layer] = {}
         self._ready: list[int] = []
@@ -149,14 +159,27 @@ class Received:
         self._lock = threading.Lock()
         self.kept_bytes = self.waiting_bytes = 0
 
-    def put(self, name: str, dtype: str, shape: Sequence[int], offset: int, data: bytes, sha256: bytes = b"") -> bool:
-        """Some bytes of a tensor.  False: it is of no wanted expert.  Raises CheckpointError."""
+    def put(
+        self,
+        name: str,
+        dtype: str,
+        shape: Sequence[int],
+        offset: int,
+        data: bytes,
+        sha256: bytes = b"",
+        encoding: str = "",
+        checksum: str = "",
+    ) -> bool:
+        """Some bytes of a tensor; encoding: of `data` as a difference from the base, see delta.py; checksum: of the
+        whole tensor there.  False: it is of no wanted expert.  Raises CheckpointError, OSError."""
         at = place_of(name, self._checkpoint.naming)
         if at is None or at.layer not in self._wanted:
             return False
         if at.expert is not None and at.expert not in self._wanted[at.layer]:
             return False
         nbytes = _check_header(name, dtype, tuple(shape))
+        if encoding:
+            data = self._whole(at, name, dtype, tuple(shape), data, encoding, checksum)
         if not 0 <= offset <= offset + len(data) <= nbytes:
             raise CheckpointError(
                 f"{name}: bytes {offset} to {offset + len(data)}, but {dtype} {list(shape)} has {nbytes}"
@@ -164,6 +187,37 @@ class Received:
         with self._lock:
             self._put(at, name, dtype, tuple(shape), nbytes, offset, data, sha256)
         return True
+
+    def _whole(
+        self, at: Place, name: str, dtype: str, shape: tuple[int, ...], data: bytes, encoding: str, checksum: str
+    ) -> bytes:
+        """The tensor of which `data` is the difference from the base.  Raises CheckpointError."""
+        if self._base is None:
+            raise CheckpointError(f"{name}: a difference, in an update that has no base to apply it to")
+        before = self._stored(at)
+        if before is None or (before.dtype, before.shape) != (dtype, shape):
+            got = "none" if before is None else f"{before.dtype} {list(before.shape)}"
+            raise CheckpointError(f"{name}: a difference of {dtype} {list(shape)}, and the base has {got}")
+        base = np.frombuffer(before.head(before.nbytes), np.uint8)
+        new = applied(name, base, data, encoding)
+        require_checksum(name, new, checksum)
+        return new.tobytes()
+
+    def _stored(self, at: Place) -> Stored | None:
+        """In the base."""
+        assert self._base is not None
+        try:
+            layer = self._base.tensors(at.layer)
+        except KeyError:
+            return None
+        of_expert = layer.fused if at.expert is None else layer.apart.get(at.expert, {})
+        return of_expert.get(at.projection, {}).get(at.suffix)
+
+    def rest_of_base(self) -> None:
+        """No tensor comes any more: what did not is as the base has it.  Of an update with a base."""
+        assert self._base is not None
+        with self._lock:
+            self._rest = True
 
     def _put(
         self,
@@ -214,28 +268,35 @@ class Received:
     @property
     def ready(self) -> bool:
         """Whether take() has a layer."""
-        return bool(self._ready)
+        return bool(self._ready) or (self._rest and len(self._taken) < len(self._wanted))
 
     def take(self) -> tuple[int, Checkpoint] | None:
         """The next layer that is complete, with a source of it alone; None: there is none."""
         with self._lock:
-            if not self._ready:
+            if self._ready:
+                number = self._ready.pop(0)
+            elif self._rest and (left := sorted(set(self._wanted) - self._taken)):
+                number = left[0]
+                self._fill(number)
+            else:
                 return None
-            number = self._ready.pop(0)
             layer = self._layers.pop(number)
             self._taken.add(number)
             self.waiting_bytes -= sum(t.stored.nbytes for t in layer.arriving.values())
         grouped = group_by_layer({n: t.stored for n, t in layer.arriving.items() if t.whole}, self._checkpoint.naming)
-        return number, self._checkpoint.with_layer(self._filled(grouped[number]))
+        return number, self._checkpoint.with_layer(filled(grouped[number], self._checkpoint))
 
-    def _filled(self, layer: LayerTensors) -> LayerTensors:
-        """With every expert of the model: those that are not wanted stand for themselves by the headers of one that is,
-        and are never read."""
-        if layer.apart:
-            first = layer.apart[min(layer.apart)]
-            for e in self._checkpoint.tensors(layer.layer).apart:
-                layer.apart.setdefault(e, first)
-        return layer
+    def _fill(self, number: int) -> None:
+        """What a layer lacks, from the base."""
+        layer = self._layers.setdefault(number, _Layer(number, self._checkpoint.tensors(number), self._wanted[number]))
+        for key in sorted(layer.as_stored):
+            before = layer.like[key]
+            if before.name in layer.arriving:
+                continue
+            stored = replace(before, shard=layer.memory, offset=layer.memory.room(before.nbytes))
+            layer.memory.write(before.head(before.nbytes), stored.offset)
+            layer.arriving[before.name] = _Arriving(stored, {0: stored.nbytes})
+            self.waiting_bytes += stored.nbytes
 
     def missing(self) -> list[str]:
         """Sentences, one for each wanted layer that is not complete."""
@@ -244,11 +305,14 @@ class Received:
             for number in sorted(set(self._wanted) - self._taken - set(self._ready)):
                 layer = self._layers.get(number)
                 if layer is None:
-                    out.append(f"layer {number}: no tensor of it was put")
+                    if self._base is None:
+                        out.append(f"layer {number}: no tensor of it was put")
                     continue
                 partly = next((t.stored.name for t in layer.arriving.values() if not t.whole), "")
                 if partly:
                     out.append(f"{partly}: some of its bytes are missing")
+                    continue
+                if self._base is not None:
                     continue
                 lacks = sorted(layer.lacks)
                 e, projection, suffix = lacks[0]

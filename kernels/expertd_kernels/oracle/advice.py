@@ -31,7 +31,7 @@ class Advice:
             rank = "preferred " if self.hardware else "faster "  # how fast it is was not seen, then
         if self.hardware:
             name += f" ({self.hardware})"
-        return f"{rank}row {name} needs {self.needs}: {self.command}"
+        return f"{rank}backend {name} needs {self.needs}: {self.command}"
 
 
 def advice(decision: Decision) -> Advice | None:

@@ -17,6 +17,7 @@ inside a small message are accepted here, where a generated class counts the mes
 """
 
 from expertd.codec.decode import (
+    NO_MESSAGE,
     decode_forward_request,
     decode_forward_response,
     decode_stream_request,
@@ -44,6 +45,7 @@ from expertd.codec.values import (
 )
 
 __all__ = [
+    "NO_MESSAGE",
     "ForwardHead",
     "ForwardRequestView",
     "ForwardResponseView",

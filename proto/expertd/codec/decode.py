@@ -35,6 +35,7 @@ from expertd.errors import ExpertdError, MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
 
 __all__ = [
+    "NO_MESSAGE",
     "decode_forward_request",
     "decode_forward_response",
     "decode_stream_request",
@@ -42,6 +43,9 @@ __all__ = [
     "peek_forward",
     "peek_request_id",
 ]
+
+NO_MESSAGE = "message: got bytes that are no {message}, want a serialized protobuf message"
+"""Text of a MalformedMessageError, whoever reads the message."""
 
 _V = TypeVar("_V")
 _M = TypeVar("_M")
@@ -87,15 +91,9 @@ def _decode(
         try:
             return view(_read_odd(message, buf))
         except DecodeError:
-            what = "it ends inside a field" if isinstance(odd, IndexError) else str(odd)
             raise MalformedMessageError(
-                f"{message.DESCRIPTOR.full_name}: got {len(buf)} bytes with {what}; want a serialized protobuf message"
-                + (
-                    f", spelled as serializers do where it has more than {bounds.ODD_BYTES}"
-                    * (len(buf) > bounds.ODD_BYTES)
-                ),
-                request_id=peek_request_id(buf, stream),
-            ) from None
+                NO_MESSAGE.format(message=message.DESCRIPTOR.name), request_id=peek_request_id(buf, stream)
+            ) from odd
         except ExpertdError as e:
             e.request_id = peek_request_id(buf, stream)
             raise
@@ -117,7 +115,7 @@ _MAX_TRACEPARENT = bounds.MOST["ForwardRequest.traceparent"]
 
 
 def _request(buf: Bytes, view: memoryview, pos: int, end: int) -> ForwardRequestView:
-    request_id = layer = timeout_us = output_dtype = output_form = sent_us = 0
+    request_id = layer = timeout_us = output_dtype = output_form = sent_us = weights_version = 0
     hidden_states = topk_ids = topk_weights = grouped = None
     traceparent = ""
     router_weight_on_input = False
@@ -162,6 +160,8 @@ def _request(buf: Bytes, view: memoryview, pos: int, end: int) -> ForwardRequest
             router_weight_on_input = flag != 0
         elif field == 0x60:
             sent_us, pos = varint(buf, pos)
+        elif field == 0x68:
+            weights_version, pos = varint(buf, pos)
         elif field == 0x52:
             start, pos = size(buf, pos, end)
             if pos - start > _MAX_TRACEPARENT:
@@ -189,6 +189,7 @@ def _request(buf: Bytes, view: memoryview, pos: int, end: int) -> ForwardRequest
         traceparent,
         router_weight_on_input,
         sent_us,
+        weights_version,
     )
 
 
@@ -283,7 +284,7 @@ def _scales(buf: Bytes, view: memoryview, pos: int, end: int) -> ScalesView:
 
 
 def _response(buf: Bytes, view: memoryview, pos: int, end: int) -> ForwardResponseView:
-    request_id = routes_computed = placement_epoch = 0
+    request_id = routes_computed = placement_epoch = weights_version = 0
     output = None
     small: dict[int, Any] = {}
     for _ in range(MAX_FIELDS):
@@ -305,6 +306,8 @@ def _response(buf: Bytes, view: memoryview, pos: int, end: int) -> ForwardRespon
             routes_computed, pos = varint(buf, pos)
         elif field == 0x38:
             placement_epoch, pos = varint(buf, pos)
+        elif field == 0x40:
+            weights_version, pos = varint(buf, pos)
         elif field in _RESPONSE_PARTS:
             if field in small:
                 raise OddError(f"field {field >> 3} twice")
@@ -315,7 +318,10 @@ def _response(buf: Bytes, view: memoryview, pos: int, end: int) -> ForwardRespon
     if pos != end:
         raise OddError(f"more than {MAX_FIELDS} fields, or a last one beyond the end, at byte {pos}")
     get = small.get
-    return ForwardResponseView(request_id, output, get(0x1A), routes_computed, get(0x2A), get(0x32), placement_epoch)
+    timing, load = get(0x2A), get(0x32)
+    return ForwardResponseView(
+        request_id, output, get(0x1A), routes_computed, timing, load, placement_epoch, weights_version
+    )
 
 
 _RESPONSE_PARTS: dict[int, Any] = {0x1A: pb.Digest, 0x2A: pb.Timing, 0x32: pb.Load}

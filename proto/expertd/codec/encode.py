@@ -97,7 +97,15 @@ class RequestForm:
         self._size = sum(map(len, self._heads)) + sum(nbytes for *_, nbytes in tensors)
 
     def message(
-        self, request_id: int, layer: int, timeout_us: int, sent_us: int, hidden: Buffer, ids: Buffer, weights: Buffer
+        self,
+        request_id: int,
+        layer: int,
+        timeout_us: int,
+        sent_us: int,
+        hidden: Buffer,
+        ids: Buffer,
+        weights: Buffer,
+        weights_version: int = 0,
     ) -> bytes:
         """A StreamForwardRequest.  The buffers are of the form, the numbers fit their fields and request_id is not 0:
         nobody checks."""
@@ -110,6 +118,8 @@ class RequestForm:
             tail = b"\x38" + _varint(timeout_us) + tail
         if sent_us:
             tail += b"\x60" + _varint(sent_us)
+        if weights_version:
+            tail += b"\x68" + _varint(weights_version)
         length = len(head) + self._size + len(tail)
         if length >= PADDED_BYTES:
             added = _padding(len(head) + len(hidden_head), length, wrapped=True)
@@ -145,6 +155,7 @@ def _request(r: ForwardRequestView) -> tuple[list[Buffer], int]:
     if r.router_weight_on_input:
         tail += b"\x58\x01"
     _scalar(tail, 0x60, r.sent_us, 64)
+    _scalar(tail, 0x68, r.weights_version, 64)
     parts.append(tail)
     return parts, size + len(tail)
 
@@ -166,6 +177,7 @@ def _response(r: ForwardResponseView) -> tuple[list[Buffer], int]:
     if r.load is not None:
         _message(tail, 0x32, r.load)
     _scalar(tail, 0x38, r.placement_epoch, 64)
+    _scalar(tail, 0x40, r.weights_version, 64)
     parts.append(tail)
     return parts, size + len(tail)
 

@@ -41,6 +41,7 @@ def request_view(message: pb.ForwardRequest) -> ForwardRequestView:
         message.traceparent,
         message.router_weight_on_input,
         message.sent_us,
+        message.weights_version,
     )
 
 
@@ -54,6 +55,7 @@ def response_view(message: pb.ForwardResponse) -> ForwardResponseView:
         message.timing if message.HasField("timing") else None,
         message.load if message.HasField("load") else None,
         message.placement_epoch,
+        message.weights_version,
     )
 
 

@@ -31,9 +31,20 @@ class UsualAnswer:
     dtype, shape   of the output; nobody has checked them against its bytes
     message        what it came in; the output stands from `begin` to `end`
     told           what the server says of its time and its load
+    weights_version  that computed it; 0 = not said
     """
 
-    __slots__ = ("begin", "dtype", "end", "message", "request_id", "routes_computed", "shape", "told")
+    __slots__ = (
+        "begin",
+        "dtype",
+        "end",
+        "message",
+        "request_id",
+        "routes_computed",
+        "shape",
+        "told",
+        "weights_version",
+    )
 
     def __init__(
         self,
@@ -45,16 +56,23 @@ class UsualAnswer:
         end: int,
         routes_computed: int,
         told: Told,
+        weights_version: int = 0,
     ) -> None:
         self.request_id, self.dtype, self.shape = request_id, dtype, shape
         self.message, self.begin, self.end = message, begin, end
-        self.routes_computed, self.told = routes_computed, told
+        self.routes_computed, self.told, self.weights_version = routes_computed, told, weights_version
 
     def view(self) -> ForwardResponseView:
         """The same as decode_stream_response gives it.  Raises BadResponseError."""
         output = TensorView.of_raw(self.dtype, self.shape, memoryview(self.message)[self.begin : self.end])
         return ForwardResponseView(
-            self.request_id, output, None, self.routes_computed, self.told.timing(), self.told.load()
+            self.request_id,
+            output,
+            None,
+            self.routes_computed,
+            self.told.timing(),
+            self.told.load(),
+            weights_version=self.weights_version,
         )
 
 
@@ -64,7 +82,8 @@ class Told:
     __slots__ = ("_load_at", "_message", "_timing_at")
 
     def __init__(self, message: bytes, timing_at: int, load_at: int) -> None:
-        """message: the end of the answer; the Timing stands from timing_at to load_at - 2, the Load from load_at on."""
+        """message: the end of the answer, up to the Load's; the Timing stands from timing_at to load_at - 2, the Load
+        from load_at on."""
         self._message, self._timing_at, self._load_at = message, timing_at, load_at
 
     def timing(self) -> pb.Timing:
@@ -127,11 +146,14 @@ class UsualAnswers:
         if data[pos] != 0x32 or data[pos + 1] >= 0x80:
             return None
         load_at = pos + 2
-        pos = load_at + data[pos + 1]
+        load_end = pos = load_at + data[pos + 1]
+        version = 0
+        if pos != end and data[pos] == 0x40:
+            version, pos = varint(data, pos + 1)
         if pos != end and (data[pos] != 0x7A or pos + 2 + data[pos + 1] != end):  # padding
             return None
-        told = Told(data[tail:pos], timing_at - tail, load_at - tail)
-        return UsualAnswer(request_id, dtype, shape, data, begin, tail, routes_computed, told)
+        told = Told(data[tail:load_end], timing_at - tail, load_at - tail)
+        return UsualAnswer(request_id, dtype, shape, data, begin, tail, routes_computed, told, version)
 
     def _remember(self, output: TensorView | None) -> None:
         if output is None or output.spelling != Spelling.RAW or output.scales is not None:

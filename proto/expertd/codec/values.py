@@ -134,6 +134,7 @@ class ForwardRequestView:
     traceparent: str = ""
     router_weight_on_input: bool = False
     sent_us: int = 0
+    weights_version: int = 0
 
 
 @dataclass(slots=True)
@@ -151,6 +152,7 @@ class ForwardResponseView:
     timing: pb.Timing | None = None
     load: pb.Load | None = None
     placement_epoch: int = 0
+    weights_version: int = 0
     give_back: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
 

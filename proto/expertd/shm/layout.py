@@ -45,6 +45,8 @@ CALLS_OFFSET = 320
 MOST_PREPARED = 1 << 16
 """Submission.number goes from 1 to this."""
 
+_SAYS_VERSION, _SAYS_VERSION_AT = 0x017677FF, 108
+
 
 class Submission(C.Structure):
     """One request: offsets in the arena, multiples of 16; dtypes as in expertd.v1.DataType."""
@@ -57,7 +59,8 @@ class Submission(C.Structure):
         ("trace", C.c_uint8 * 24),
         ("number", C.c_uint32),
         ("hidden_size", C.c_uint32),
-        ("reserved", C.c_uint8 * 12),
+        ("reserved", C.c_uint8 * 4),
+        ("weights_version", C.c_uint64),
     ]
 
 
@@ -89,6 +92,14 @@ class Completion(C.Structure):
         ("name", C.c_char * 36),
         ("text", C.c_char * 404),
     ]
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the weights that computed it; 0 = the server does not say.  It lies where the text of a refusal
+        does."""
+        if self.refused or C.c_uint32.from_buffer(self, _SAYS_VERSION_AT).value != _SAYS_VERSION:
+            return 0
+        return C.c_uint64.from_buffer(self, _SAYS_VERSION_AT + 4).value
 
 
 class DeviceCalls(C.Structure):

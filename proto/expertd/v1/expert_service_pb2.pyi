@@ -82,7 +82,7 @@ class BlockScales(_message.Message):
     def __init__(self, block: _Optional[int] = ..., raw: _Optional[bytes] = ..., floats: _Optional[_Union[FloatValues, _Mapping]] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("request_id", "layer", "hidden_states", "topk_ids", "topk_weights", "grouped", "timeout_us", "output_dtype", "output_form", "traceparent", "router_weight_on_input", "sent_us", "padding")
+    __slots__ = ("request_id", "layer", "hidden_states", "topk_ids", "topk_weights", "grouped", "timeout_us", "output_dtype", "output_form", "traceparent", "router_weight_on_input", "sent_us", "weights_version", "padding")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class ForwardRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_WEIGHT_ON_INPUT_FIELD_NUMBER: _ClassVar[int]
     SENT_US_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     layer: int
@@ -108,8 +109,9 @@ class ForwardRequest(_message.Message):
     traceparent: str
     router_weight_on_input: bool
     sent_us: int
+    weights_version: int
     padding: bytes
-    def __init__(self, request_id: _Optional[int] = ..., layer: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., grouped: _Optional[_Union[GroupedRows, _Mapping]] = ..., timeout_us: _Optional[int] = ..., output_dtype: _Optional[_Union[DataType, str]] = ..., output_form: _Optional[_Union[OutputForm, str]] = ..., traceparent: _Optional[str] = ..., router_weight_on_input: _Optional[bool] = ..., sent_us: _Optional[int] = ..., padding: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[int] = ..., layer: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., grouped: _Optional[_Union[GroupedRows, _Mapping]] = ..., timeout_us: _Optional[int] = ..., output_dtype: _Optional[_Union[DataType, str]] = ..., output_form: _Optional[_Union[OutputForm, str]] = ..., traceparent: _Optional[str] = ..., router_weight_on_input: _Optional[bool] = ..., sent_us: _Optional[int] = ..., weights_version: _Optional[int] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class GroupedRows(_message.Message):
     __slots__ = ("expert_ids", "row_counts")
@@ -120,7 +122,7 @@ class GroupedRows(_message.Message):
     def __init__(self, expert_ids: _Optional[_Iterable[int]] = ..., row_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
-    __slots__ = ("request_id", "output", "digest", "routes_computed", "timing", "load", "placement_epoch", "padding")
+    __slots__ = ("request_id", "output", "digest", "routes_computed", "timing", "load", "placement_epoch", "weights_version", "padding")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +130,7 @@ class ForwardResponse(_message.Message):
     TIMING_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     output: Tensor
@@ -136,8 +139,9 @@ class ForwardResponse(_message.Message):
     timing: Timing
     load: Load
     placement_epoch: int
+    weights_version: int
     padding: bytes
-    def __init__(self, request_id: _Optional[int] = ..., output: _Optional[_Union[Tensor, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., routes_computed: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., placement_epoch: _Optional[int] = ..., padding: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[int] = ..., output: _Optional[_Union[Tensor, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., routes_computed: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., placement_epoch: _Optional[int] = ..., weights_version: _Optional[int] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class Digest(_message.Message):
     __slots__ = ("sum", "sum_of_squares", "crc32")

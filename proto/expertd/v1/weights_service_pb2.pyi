@@ -8,19 +8,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class WeightDelta(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WEIGHT_DELTA_UNSPECIFIED: _ClassVar[WeightDelta]
+    WEIGHT_DELTA_XOR: _ClassVar[WeightDelta]
+    WEIGHT_DELTA_OVERWRITE: _ClassVar[WeightDelta]
+
 class UpdateState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     UPDATE_STATE_UNSPECIFIED: _ClassVar[UpdateState]
     UPDATE_STATE_RECEIVING: _ClassVar[UpdateState]
     UPDATE_STATE_PACKING: _ClassVar[UpdateState]
     UPDATE_STATE_READY: _ClassVar[UpdateState]
+WEIGHT_DELTA_UNSPECIFIED: WeightDelta
+WEIGHT_DELTA_XOR: WeightDelta
+WEIGHT_DELTA_OVERWRITE: WeightDelta
 UPDATE_STATE_UNSPECIFIED: UpdateState
 UPDATE_STATE_RECEIVING: UpdateState
 UPDATE_STATE_PACKING: UpdateState
 UPDATE_STATE_READY: UpdateState
 
 class BeginUpdateRequest(_message.Message):
-    __slots__ = ("update", "version", "label", "base", "fingerprint", "lease_s", "checkpoint", "dry_run")
+    __slots__ = ("update", "version", "label", "base", "fingerprint", "lease_s", "checkpoint", "dry_run", "delta")
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +38,7 @@ class BeginUpdateRequest(_message.Message):
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
     update: str
     version: int
     label: str
@@ -37,7 +47,8 @@ class BeginUpdateRequest(_message.Message):
     lease_s: int
     checkpoint: str
     dry_run: bool
-    def __init__(self, update: _Optional[str] = ..., version: _Optional[int] = ..., label: _Optional[str] = ..., base: _Optional[int] = ..., fingerprint: _Optional[str] = ..., lease_s: _Optional[int] = ..., checkpoint: _Optional[str] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+    delta: bool
+    def __init__(self, update: _Optional[str] = ..., version: _Optional[int] = ..., label: _Optional[str] = ..., base: _Optional[int] = ..., fingerprint: _Optional[str] = ..., lease_s: _Optional[int] = ..., checkpoint: _Optional[str] = ..., dry_run: _Optional[bool] = ..., delta: _Optional[bool] = ...) -> None: ...
 
 class BeginUpdateResponse(_message.Message):
     __slots__ = ("version", "base", "layers", "memory", "waiting_limit_bytes")
@@ -54,20 +65,24 @@ class BeginUpdateResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ..., base: _Optional[int] = ..., layers: _Optional[int] = ..., memory: _Optional[_Union[_expert_service_pb2.Memory, _Mapping]] = ..., waiting_limit_bytes: _Optional[int] = ...) -> None: ...
 
 class WeightPart(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "offset", "data", "sha256")
+    __slots__ = ("name", "dtype", "shape", "offset", "data", "sha256", "delta", "checksum")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     offset: int
     data: bytes
     sha256: bytes
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+    delta: WeightDelta
+    checksum: str
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., sha256: _Optional[bytes] = ..., delta: _Optional[_Union[WeightDelta, str]] = ..., checksum: _Optional[str] = ...) -> None: ...
 
 class PutWeightsRequest(_message.Message):
     __slots__ = ("update", "parts")
@@ -130,7 +145,7 @@ class GetUpdateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetUpdateResponse(_message.Message):
-    __slots__ = ("update", "state", "version", "layers", "layers_done", "kept_bytes", "waiting_bytes", "last_error", "versions")
+    __slots__ = ("update", "state", "version", "layers", "layers_done", "kept_bytes", "waiting_bytes", "last_error", "versions", "highest_version")
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +155,7 @@ class GetUpdateResponse(_message.Message):
     WAITING_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     update: str
     state: UpdateState
     version: int
@@ -149,7 +165,8 @@ class GetUpdateResponse(_message.Message):
     waiting_bytes: int
     last_error: str
     versions: _containers.RepeatedCompositeFieldContainer[_expert_service_pb2.WeightVersion]
-    def __init__(self, update: _Optional[str] = ..., state: _Optional[_Union[UpdateState, str]] = ..., version: _Optional[int] = ..., layers: _Optional[int] = ..., layers_done: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., waiting_bytes: _Optional[int] = ..., last_error: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[_expert_service_pb2.WeightVersion, _Mapping]]] = ...) -> None: ...
+    highest_version: int
+    def __init__(self, update: _Optional[str] = ..., state: _Optional[_Union[UpdateState, str]] = ..., version: _Optional[int] = ..., layers: _Optional[int] = ..., layers_done: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., waiting_bytes: _Optional[int] = ..., last_error: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[_expert_service_pb2.WeightVersion, _Mapping]]] = ..., highest_version: _Optional[int] = ...) -> None: ...
 
 class RollbackVersionRequest(_message.Message):
     __slots__ = ("version",)

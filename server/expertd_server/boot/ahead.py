@@ -121,14 +121,15 @@ def storage_bytes(io: Path = Path("/proc/self/io")) -> int:
 
 
 def bound_text(nbytes: int, seconds: float, fetched: int, stages: dict[str, float]) -> str:
-    """ "read 13.95 GB at 2.71 GB/s (100 % from storage); bound by packing": what was read in how many seconds of
+    """ "read 13.95 GB at 2.71 GB/s (100% from storage); slowest step: packing": what was read in how many seconds of
     reading, how much of it came from storage, and the stage that the loading thread spent most time in."""
     slowest = max((s for s in stages if s in WORDS), key=lambda s: stages[s], default="load")
     word, share = WORDS[slowest], min(1.0, fetched / nbytes) if nbytes else 0.0
     if slowest == "load" and nbytes:
         word = "storage" if share > 0.5 else "reading from the page cache"
     if not nbytes or not seconds:
-        return f"bound by {'drawing' if slowest == 'load' else word}"
+        return f"slowest step: {'generating weights' if slowest == 'load' else word}"
     return (
-        f"read {nbytes / 1e9:.2f} GB at {nbytes / seconds / 1e9:.2f} GB/s ({share:.0%} from storage); bound by {word}"
+        f"read {nbytes / 1e9:.2f} GB at {nbytes / seconds / 1e9:.2f} GB/s ({share:.0%} from storage); slowest step:"
+        f" {word}"
     )

@@ -222,7 +222,7 @@ def _held(config: ServeConfig, info: LayerInfo) -> tuple[int, ...]:
         if not held:
             raise WrongOptionError(
                 f"--shard {config.shard}: layer {info.layer} has {info.num_experts} experts, too few for"
-                f" {config.shard.count} parts"
+                f" {config.shard.count} shards"
             )
         return held
     if config.experts is not None:

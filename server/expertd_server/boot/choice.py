@@ -66,7 +66,7 @@ class Choice:
             raise BootError(
                 f"{where}: the pinned backend {backend} cannot take the weights: {rejected.why}"
             ) from rejected
-        log.warning("%s: backend %s does not serve: %s; the next one is tried", where, backend, rejected)
+        log.warning("%s: backend %s cannot serve it: %s; trying the next backend", where, backend, rejected)
         if self._results is not None:
             self._results = [replace(r, refusal=str(rejected)) if r.backend == backend else r for r in self._results]
             self._decide()

@@ -91,7 +91,7 @@ class Tournaments:
         try:
             self._memory.store(path, found)
         except OSError as e:
-            log.warning("the measurement cannot be kept in %s: %s", path, e)
+            log.warning("the measurement cannot be written to %s: %s", path, e)
         return found
 
     def apply(self, assignment: Assignment) -> Assignment:
@@ -146,7 +146,7 @@ def settled_threads(problem: Problem, folder: Path | None, note: Callable[[str],
             with replacing(path) as f:
                 f.write(json.dumps({"threads": threads}).encode())
         except OSError as e:
-            log.warning("the number of threads cannot be kept in %s: %s", path, e)
+            log.warning("the number of threads cannot be written to %s: %s", path, e)
     return threads
 
 
@@ -180,7 +180,7 @@ def affordable_copies(wanted: int, assignments: Sequence[Assignment], device: to
     if need <= _SHARE * free:
         return wanted
     log.warning(
-        "--copies %d: %.1f GiB of weights and %.1f GiB of free memory: one copy of each layer is kept",
+        "--copies %d: the weights need %.1f GiB and %.1f GiB are free: keeping one copy of each layer",
         wanted,
         need / 2**30,
         free / 2**30,

@@ -187,7 +187,7 @@ def require_room(
     if plan.kind != "cpu" and staging_free and plan.pinned + plan.staging > staging_free:
         raise BootError(
             f"loading takes {_gib(plan.pinned + plan.staging)} GiB of host memory, of which {_gib(plan.pinned)} stay"
-            f" pinned, and {_gib(staging_free)} GiB are free: hold fewer experts of each layer (--shard, --experts)"
+            f" pinned, and {_gib(staging_free)} GiB are free: serve fewer experts of each layer (--shard, --experts)"
         )
 
 
@@ -234,9 +234,9 @@ def _what_fits(plan: MemoryPlan, config: ServeConfig, assignments: Sequence[Assi
         options.append(f"the first {layers} of {len(assignments)} layers would fit (--layers {numbers})")
     if experts:
         shards = -(-held // experts)
-        options.append(f"{experts} of {held} experts of each layer would (a part of {shards}, as --shard 0/{shards})")
+        options.append(f"{experts} of {held} experts of each layer would fit (--shard 0/{shards})")
     if not options:
-        return "not even one layer would fit; lower --max-tokens, or take a scheme with fewer bits (--quantize)"
+        return "not even one layer would fit; lower --max-tokens, or use a scheme with fewer bits (--quantize)"
     return "; ".join(options)
 
 
@@ -320,26 +320,28 @@ def planned_bytes(plan: MemoryPlan) -> dict[str, int]:
 def memory_text(plan: MemoryPlan, free: int) -> list[str]:
     """For people.  free: 0 = not known."""
     where = "host memory" if plan.kind == "cpu" else "device memory"
-    known = f", {_gib(free)} free" if free else ""
+    known = f", free {_gib(free)}" if free else ""
     limit = f", limit {_gib(plan.limit)}" if plan.limit else ""
-    count = f"; {plan.graph_count} graphs once every size has come" if plan.graph_count else ""
-    lines = [f"{where}, GiB: {_parts(plan)}: {_gib(plan.serving)} in all{limit}{known}{count}"]
+    count = f"; at most {plan.graph_count} graphs" if plan.graph_count else ""
+    lines = [f"{where} in GiB: {_parts(plan)}; total {_gib(plan.serving)}{limit}{known}{count}"]
     if plan.kind == "cpu":
-        lines.append(f"while loading, GiB: {_gib(plan.peak)} at most")
+        lines.append(f"peak while loading in GiB: {_gib(plan.peak)}")
     else:
         lines.append(
-            f"while loading, GiB: {_gib(plan.peak)} of the device at most; of the host {_gib(plan.pinned)} pinned, and"
-            f" {_gib(plan.staging)} while layers are read"
+            f"peak while loading in GiB: {_gib(plan.peak)} of device memory; of host memory {_gib(plan.pinned)} pinned"
+            f" and {_gib(plan.staging)} for layers that are being read"
         )
     if plan.shared:
-        pinned = " pinned" if plan.pools else ""
-        pools = f", {_gib(plan.pools)} of the device for those on other GPUs" if plan.pools else ""
+        pinned = "pinned " if plan.pools else ""
+        pools = f" and {_gib(plan.pools)} of device memory for clients on other GPUs" if plan.pools else ""
         lines.append(
-            f"callers on this host, GiB at most, as they come: {_gib(plan.shared)} of shared memory{pinned}{pools}"
+            f"additional memory for clients on this host, allocated when they connect, in GiB: at most"
+            f" {_gib(plan.shared)} of {pinned}shared memory{pools}"
         )
     if plan.others:
         lines.append(
-            f"calls with other numbers of routes a token, GiB at most, as they come: {_gib(plan.others)} of graphs"
+            "additional memory for other numbers of routes per token, allocated when they are used, in GiB: at most"
+            f" {_gib(plan.others)} for graphs"
         )
     return lines
 

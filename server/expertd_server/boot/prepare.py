@@ -196,7 +196,7 @@ def prepare(row: Backend, assignment: Assignment, canonical: LayerWeights, works
         if prepared is not None:
             return prepared
         if found.why:
-            log.warning("layer %d on %s: cache: %s; it is made again", assignment.info.layer, row.name, found.why)
+            log.warning("layer %d on %s: cache: %s; packing it again", assignment.info.layer, row.name, found.why)
         return _packed(row, assignment, canonical, workshop, facts, damaged=found.outcome == "damaged")
     return _packed(row, assignment, canonical, workshop, facts)
 
@@ -289,7 +289,9 @@ def _packed(
         found = workshop.cache.find(facts)
     mapped, found = _mapped(row, assignment, workshop, found)
     if mapped is None:
-        log.warning("layer %d on %s: cache: written, but not usable: %s", assignment.info.layer, row.name, found.why)
+        log.warning(
+            "layer %d on %s: cache: the new entry cannot be used: %s", assignment.info.layer, row.name, found.why
+        )
         return packed_here
     return replace(mapped, check=checked, from_cache=False)
 
@@ -318,7 +320,7 @@ def _kept(workshop: Workshop, facts: dict[str, Any], packed: Packed, proof: Proo
         with workshop.stage("store"):
             workshop.cache.store(facts, packed, proof, replace=damaged)
     except OSError as e:
-        log.warning("cache: layer %d cannot be kept in %s: %s", facts["layer"], workshop.cache.folder, e)
+        log.warning("cache: layer %d cannot be written to %s: %s", facts["layer"], workshop.cache.folder, e)
         return False
     return True
 

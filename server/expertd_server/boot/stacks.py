@@ -38,6 +38,8 @@ def narrow_stacks(device: torch.device) -> None:
             if now.value > STACK_BYTES:
                 before = free_bytes(device)
                 driver("cuCtxSetLimit", C.c_int(_STACK_SIZE), C.c_size_t(STACK_BYTES))
-                log.info("%d MiB of threads' stacks given back to the device", free_bytes(device) - before >> 20)
+                log.info(
+                    "freed %d MiB of device memory: stacks of the kernels' threads", free_bytes(device) - before >> 20
+                )
     except CudaError as e:
-        log.info("the driver keeps the stacks that it has, some 200 MiB of the device: %s", e)
+        log.info("the stacks of the kernels' threads, about 200 MiB of device memory, cannot be freed: %s", e)

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_NOT_HERE = (
-    "--oracle measure takes a device of this machine and its installed packages; the table is of the rules alone"
-)
+_NOT_HERE = "--oracle measure needs a device of this machine and its installed packages; the table has the rules alone"
 
 _OPTIONS = (
     "checkpoint", "synthetic", "layer_template", "quantize", "layers", "experts", "shard", "backend", "compute_dtype",
@@ -31,24 +29,26 @@ _OPTIONS = (
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "explain",
-        help="print which backend would serve each layer, and why not the others",
-        description="Prints the oracle's table for each layer: every backend with every reason against it.  Reads"
-        " headers, no weights; with --oracle measure, on a device that is here, also runs a tournament on one layer of"
-        " each distinct problem, unless it is remembered.",
+        help="show which backend would serve each layer, and why not the others",
+        description="Shows for each layer which backend expertd serve would use, the reasons against every other"
+        " one, and"
+        " the memory that the server would need.  Reads headers, no weights.  With --oracle measure, on a device of"
+        " this"
+        " machine, it also benchmarks the eligible backends, unless --cache has the results.",
     )
     add_flags(parser, _OPTIONS)
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="a device of this machine (auto, cpu, cuda[:N], rocm[:N], xpu[:N]), or one that is not here: a product"
-        " (h100, mi300x, b580), an architecture (sm100, gfx950) or a kind (cuda)",
+        help="device of this machine (auto, cpu, cuda[:N], rocm[:N], xpu[:N]), or any other: a product (h100, mi300x,"
+        " b580), an architecture (sm100, gfx950) or a kind (cuda)",
     )
     parser.add_argument(
         "--packages",
         choices=("installed", "assumed"),
-        help="judge by this machine's packages, or as if all were installed (default for a device that is not here)",
+        help="judge by the packages of this machine, or as if all were installed (default for other devices)",
     )
-    parser.add_argument("--all", action="store_true", help="a line for each backend, also those for other devices")
+    parser.add_argument("--all", action="store_true", help="also show the backends for other devices, one line each")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         assignments = assign_layers(config, source, device, packages)
         if config.oracle == "measure":
             if assumed or not here:
-                print(f"expertd explain: nothing is measured: {_NOT_HERE}", file=sys.stderr)
+                print(f"expertd explain: nothing was measured: {_NOT_HERE}", file=sys.stderr)
             else:
                 assignments = _measured(config, source, assignments)
     except (ConfigError, BootError) as e:
@@ -110,7 +110,9 @@ def _device(name: str) -> tuple[Device, bool]:
         if named is not None:
             return named, False
         names = ", ".join(NAMED_DEVICES)
-        raise WrongOptionError(f"{e}; devices that need not be here: {names}, or products, as h100") from e
+        raise WrongOptionError(
+            f"{e}; devices that need not be on this machine: {names}, or products such as h100"
+        ) from e
 
 
 def _premises(asked: str, device: Device, here: bool, assumed: bool) -> list[str]:
@@ -119,9 +121,12 @@ def _premises(asked: str, device: Device, here: bool, assumed: bool) -> list[str
 
     out = []
     if assumed:
-        out.append("packages are assumed, at versions that the rows take (--packages installed: as they are here)")
+        out.append(
+            "assumed: all packages are installed, at suitable versions (--packages installed uses those of this"
+            " machine)"
+        )
     if not here and asked in KINDS:
-        out.append(f"no {asked} device is here: the answer is {device.arch}'s")
+        out.append(f"this machine has no {asked} device: the table is for {device.arch}")
     return out
 
 

@@ -24,16 +24,25 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "quantize",
         help="write a quantized copy of an unquantized checkpoint",
-        description="Quantizes the experts of a bf16, f16 or f32 checkpoint without data (round to nearest, with a"
-        " search of each scale) and writes a new folder: compressed-tensors for integers, mxfp8, mxfp4 and e4m3"
-        " channels, fp8 for e4m3_block128, gpt-oss's own format for its mxfp4, ModelOpt for nvfp4.  All other tensors"
-        " and files are copied.",
+        description="Quantizes the experts of a bf16, f16 or f32 checkpoint without calibration data (round to nearest,"
+        " each scale searched) and writes a new folder: in the format compressed-tensors for integers, mxfp8, mxfp4 and"
+        " e4m3 channels, fp8 for e4m3_block128, gpt-oss's own format for its mxfp4, ModelOpt for nvfp4.  All other"
+        " tensors and files are copied.",
     )
     parser.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and safetensors files")
-    parser.add_argument("destination", type=Path, metavar="DST", help="folder to make; must not exist or be empty")
-    parser.add_argument("--scheme", required=True, metavar="NAME", help="int4_g128, int8, e4m3_block128, mxfp4, ...")
-    parser.add_argument("--layer-template", metavar="TEMPLATE", help="names of the expert tensors, where not known")
-    parser.add_argument("--shard-gib", type=float, default=4.0, metavar="N", help="largest file (default 4)")
+    parser.add_argument(
+        "destination", type=Path, metavar="DST", help="folder to create; it must not exist, or be empty"
+    )
+    parser.add_argument(
+        "--scheme",
+        required=True,
+        metavar="NAME",
+        help="scheme of the weights: int4_g128, int8, e4m3_block128, mxfp4, ...",
+    )
+    parser.add_argument(
+        "--layer-template", metavar="TEMPLATE", help="names of the expert tensors of an unknown model family"
+    )
+    parser.add_argument("--shard-gib", type=float, default=4.0, metavar="N", help="largest file in GiB (default: 4)")
     parser.add_argument(
         "--threads", type=argument(whole(0)), default=0, metavar="N", help="CPU threads; 0 = torch's default"
     )

@@ -40,11 +40,14 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "serve",
         help="load experts and answer calls over gRPC",
-        description="Loads quantized experts once and answers calls over gRPC until SIGTERM.  Every option can also"
-        " stand in the environment (EXPERTD_MAX_TOKENS) or in a TOML file (--config); a flag goes before both.",
+        description="Loads quantized experts once and answers calls over gRPC until SIGTERM.  Options can also be"
+        " set in"
+        " the environment (EXPERTD_MAX_TOKENS) or in a TOML file (--config); flags take precedence.  One of"
+        " --checkpoint"
+        " and --synthetic is needed.",
     )
     add_flags(parser)
-    parser.add_argument("--print-config", action="store_true", help="print the configuration and stop")
+    parser.add_argument("--print-config", action="store_true", help="print the configuration and end")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,15 +109,15 @@ def serve(config: ServeConfig, console: Console) -> int:
         host.ready()
         host.say(f"serving on {host.address}")
         events.get()
-        host.say(f"draining: {host.engine.load().queued_requests} requests under way")
+        host.say(f"draining: {host.engine.load().queued_requests} requests in flight")
         done = host.drain(config.grace_s)
         if host.fault:
-            host.say(f"stopped: {host.fault}; start the server again")
+            host.say(f"stopped: {host.fault}; restart the server")
         elif done:
-            host.say(f"stopped: all {host.engine.admitted} requests that were taken are answered")
+            host.say(f"stopped: all {host.engine.admitted} accepted requests were answered")
         else:
-            grace = f"the grace time of {config.grace_s:g} s"
-            host.say(f"stopped: {grace} was over before every request was answered (--grace-s)")
+            grace = f"within the grace time of {config.grace_s:g} s (--grace-s)"
+            host.say(f"stopped: not all accepted requests were answered {grace}")
         if host.fault:
             return LOST
         return 0 if done else 1
@@ -126,7 +129,7 @@ def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGINT)
 
     def end(number: int, _: object) -> None:
-        log.critical("a second signal: ended at once")
+        log.critical("second signal: ending at once")
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

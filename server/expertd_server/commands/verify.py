@@ -29,17 +29,17 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "verify",
         help="check a checkpoint's experts against the float32 reference",
-        description="Loads each layer, runs the chosen backend and the float32 reference on random inputs with every"
-        " expert hit, and prints the relative error ||out - ref|| / ||ref||.  Where the checkpoint folder holds"
-        " expected.safetensors, its answers are compared, too.  Exit code 0 if every error is within its tolerance,"
-        " else 1.",
+        description="Loads each layer, runs the selected backend and the float32 reference on random inputs that reach"
+        " every expert, and prints the relative error ||out - ref|| / ||ref||.  Answers in a file"
+        " expected.safetensors of"
+        " the checkpoint are compared, too.  Exit code 0 if every error is within its tolerance, else 1.",
     )
     add_flags(parser, _OPTIONS)
     parser.add_argument(
         "--reference-experts",
         type=int,
         metavar="N",
-        help="compute the reference for N experts of each layer only; all are run (default: all are compared)",
+        help="compare only N experts of each layer with the reference (default: all)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

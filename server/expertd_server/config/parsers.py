@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from expertd_server.config.values import parse_backend
 
-__all__ = ["argument", "backend", "choice", "copies", "part", "seconds", "size", "whole", "yes_no"]
+__all__ = ["argument", "backend", "choice", "copies", "part", "seconds", "size", "size_text", "whole", "yes_no"]
 
 
 _T = TypeVar("_T")
@@ -71,6 +71,14 @@ def size(text: str) -> int:
     if m is None or m[2].upper() not in _UNITS:
         raise ValueError(f"got {text!r}, want a size as 20GiB, 20G (the same), 20GB or bytes; 0 = none")
     return int(float(m[1]) * _UNITS[m[2].upper()])
+
+
+def size_text(nbytes: int) -> str:
+    """As size() reads it, in the largest unit that divides it: "4GiB"."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if nbytes and nbytes % _UNITS[unit.upper()] == 0:
+            return f"{nbytes // _UNITS[unit.upper()]}{unit}"
+    return str(nbytes)
 
 
 def seconds(text: str) -> float:

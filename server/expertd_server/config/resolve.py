@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from expertd_server.config.options import OPTIONS
+from expertd_server.config.options import GROUPS, MOST_USED, OPTIONS
 from expertd_server.config.serve import ConfigError, ServeConfig
 
 __all__ = ["add_flags", "resolve"]
@@ -26,17 +26,24 @@ _ALTERNATIVES = (("checkpoint", "synthetic"), ("experts", "shard"))
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
-    """The options as flags (some of them where `names` are given), and --config.  What is not given stays None."""
+    """The options as flags (some of them where `names` are given), by group, and --config.  What is not given stays
+    None."""
     defaults = {f.name: f.default for f in fields(ServeConfig)}
-    for o in OPTIONS:
-        if names is None or o.name in names:
-            default = defaults[o.name]
-            default = {True: "yes", False: "no"}[default] if isinstance(default, bool) else default
-            text = o.help + (f" (default {default})" if default is not None else "")
-            alone: dict[str, Any] = {"nargs": "?", "const": "yes"} if isinstance(defaults[o.name], bool) else {}
-            parser.add_argument(o.flag, metavar=o.metavar, help=text.replace("%", "%%"), **alone)
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file with the same names as keys; flags and EXPERTD_* go before it"
+    for title, options in GROUPS:
+        some = [o for o in options if names is None or o.name in names]
+        if not some:
+            continue
+        group: argparse._ActionsContainer = parser if title == MOST_USED else parser.add_argument_group(title)
+        for o in some:
+            text, default = o.help, defaults[o.name]
+            if default is not None:
+                text += f" (default: {o.text(default)})"
+            alone: dict[str, Any] = {"nargs": "?", "const": "yes"} if isinstance(default, bool) else {}
+            group.add_argument(o.flag, metavar=o.metavar, help=text.replace("%", "%%"), **alone)
+    parser.add_argument_group("Configuration").add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with the names of the options as keys; flags and EXPERTD_* variables take precedence over it",
     )
 
 

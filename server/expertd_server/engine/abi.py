@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes as C
 from typing import Any
 
+from expertd.bounds import MAX_RANK
+from expertd_server.engine.refusal_texts import REASONS
 from expertd_server.engine.report import WAIT_BOUNDS_NS
 
 __all__ = [
@@ -15,7 +17,6 @@ __all__ = [
     "COLLECT_STAGED",
     "DELIVER",
     "EXPERTS",
-    "FORM_BYTES",
     "INTERRUPTED",
     "MOST_OUTCOMES",
     "REASONS",
@@ -32,44 +33,17 @@ __all__ = [
     "Measured",
     "Outcome",
     "PeerBoundsStruct",
+    "RequestFacts",
     "Run",
+    "TensorFacts",
     "TraceRecord",
     "Waiting",
 ]
-
-REASONS = (
-    "",
-    "CANCELLED",
-    "DEADLINE_EXCEEDED",
-    "QUEUE_FULL",
-    "DRAINING",
-    "LAYER_NOT_HELD",
-    "TOO_MANY_TOKENS",
-    "BAD_SHAPE",
-    "BAD_DTYPE",
-    "MALFORMED_MESSAGE",
-    "EXPERT_ID_OUT_OF_RANGE",
-    "NON_FINITE_WEIGHTS",
-    "UNSUPPORTED_COMBINATION",
-    "BACKEND_FAILED",
-    "OVERLOADED",
-    "MISSING_REQUEST_ID",
-    "DUPLICATE_REQUEST_ID",
-    "TOO_MANY_REQUESTS_IN_FLIGHT",
-    "BAD_BYTE_COUNT",
-    "BAD_TENSOR_SPELLING",
-    "OUTPUT_DTYPE_UNSUPPORTED",
-    "SCALES_UNSUPPORTED",
-    "NON_FINITE_HIDDEN_STATES",
-)
-"""Rows of the error table (expertd.errors) by the core's number; 0 = computed."""
 
 STOPPED, RUN, CHECK, INTERRUPTED = 0, 1, 2, 3
 """What `Core.run` returns for."""
 MOST_OUTCOMES = 256
 """That come with one call."""
-FORM_BYTES = 24
-"""Of what is alike in requests that are checked alike."""
 WHOLE, EXPERTS, COLLECT, COLLECT_ROUTES, DELIVER, COLLECT_E4M3, COLLECT_STAGED = range(7)
 """Pieces of a batch as CUDA graphs: see csrc/core.h."""
 
@@ -79,6 +53,7 @@ def _fields(spec: str) -> list[tuple[str, Any]]:
     kinds: dict[str, Any] = {
         "u64": C.c_uint64,
         "u32": C.c_uint32,
+        "i32": C.c_int32,
         "u16": C.c_uint16,
         "u8": C.c_uint8,
         "f32": C.c_float,
@@ -109,7 +84,8 @@ class Forward(C.Structure):
 
     _fields_ = [
         *_fields(
-            "u64: hidden scales ids weights out bytes arrival_ns deadline_ns; u32: layer tokens top_k caller;"
+            "u64: hidden scales ids weights out bytes arrival_ns deadline_ns weights_version;"
+            "u32: layer tokens top_k caller hidden_size;"
             "u8: hidden_dtype ids_dtype weights_dtype out_dtype router_weight_on_input on_device named spare"
         ),
         ("trace", C.c_uint8 * 24),
@@ -117,22 +93,54 @@ class Forward(C.Structure):
 
 
 class InlineMessage(C.Structure):
-    """A message that holds a request.  form: see csrc/core.h; hidden, scales, ids, weights: where they begin in it;
-    answer_bytes: of the message that answers it."""
+    """A message that holds a checked request.  hidden, scales, ids, weights: where they begin in it; output_bytes: of
+    the output; answer_bytes: of the message that answers it."""
 
     _fields_ = [
-        ("form", C.c_uint8 * FORM_BYTES),
-        *_fields("u32: traced; u64: request_id timeout_us sent_us hidden scales ids weights answer_bytes"),
+        *_fields(
+            "u32: layer tokens hidden_size top_k; u8: hidden_dtype ids_dtype weights_dtype out_dtype"
+            " router_weight_on_input traced"
+        ),
+        ("spare", C.c_uint8 * 2),
+        *_fields(
+            "u64: request_id timeout_us sent_us hidden scales ids weights output_bytes answer_bytes weights_version"
+        ),
+    ]
+
+
+class TensorFacts(C.Structure):
+    """What a Tensor says of itself.  spelling: of expertd.codec.Spelling; amount: bytes where it is raw, numbers where
+    they are typed; scaled: it carries block scales, of scale_bytes bytes of f32; scales_twice: as bytes and numbers."""
+
+    _fields_ = [
+        *_fields("u32: present; i32: dtype; u32: spelling rank"),
+        ("shape", C.c_uint64 * MAX_RANK),
+        *_fields("u64: amount; u32: scaled scale_block; u64: scale_bytes; u32: scales_twice spare"),
+    ]
+
+
+class RequestFacts(C.Structure):
+    """What a ForwardRequest says of itself, for the check (csrc/check.h).  grouped_ids, grouped_counts: so many
+    expert_ids and row_counts; grouped_rows: sum of the latter."""
+
+    _fields_ = [
+        *_fields(
+            "u32: layer; i32: output_dtype output_form; u32: weight_on_input grouped grouped_ids grouped_counts;"
+            "f32: zipf_exponent; u64: grouped_rows"
+        ),
+        ("hidden", TensorFacts),
+        ("ids", TensorFacts),
+        ("weights", TensorFacts),
     ]
 
 
 class Outcome(C.Structure):
-    """What became of a request.  posted_ns: when; reason: index into REASONS."""
+    """What became of a request.  posted_ns: when; reason: index into REASONS; weights_version: that computed it."""
 
     _fields_ = [
         *_fields(
-            "u64: handle posted_ns; u32: reason routes_computed queue_ns collect_ns kernel_ns deliver_ns batch_tokens"
-            " batch_requests backend retry_after_us session_gone"
+            "u64: handle posted_ns weights_version; u32: reason routes_computed queue_ns collect_ns kernel_ns"
+            " deliver_ns batch_tokens batch_requests backend retry_after_us session_gone"
         ),
         ("text", C.c_char * 164),
     ]
@@ -143,9 +151,9 @@ class LayerFacts(C.Structure):
     device: device_slots int32, device_counts int64, or 0.  call, context, experts: expertd_kernels.protocol.Direct."""
 
     _fields_ = _fields(
-        "u32: layer generation hidden_size num_experts held input_weights top_k takes_e4m3; ptr: slots"
+        "u32: layer generation hidden_size num_experts held top_k takes_e4m3; ptr: slots"
         " expert_tokens;"
-        "u64: device_slots device_counts call context experts"
+        "u64: device_slots device_counts call context experts weights_version"
     )
 
 

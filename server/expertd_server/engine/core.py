@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from expertd.cxx import stale
+from expertd.errors import TABLE, ExpertdError, LayerNotHeldError
 from expertd_kernels.protocol import Direct
 from expertd_server.engine.abi import (
     CHECK,
@@ -23,7 +24,6 @@ from expertd_server.engine.abi import (
     COLLECT_STAGED,
     DELIVER,
     EXPERTS,
-    FORM_BYTES,
     INTERRUPTED,
     MOST_OUTCOMES,
     REASONS,
@@ -40,7 +40,9 @@ from expertd_server.engine.abi import (
     Measured,
     Outcome,
     PeerBoundsStruct,
+    RequestFacts,
     Run,
+    TensorFacts,
     TraceRecord,
     Waiting,
 )
@@ -58,7 +60,6 @@ __all__ = [
     "CoreMissingError",
     "DELIVER",
     "EXPERTS",
-    "FORM_BYTES",
     "Forward",
     "INTERRUPTED",
     "InlineMessage",
@@ -71,8 +72,10 @@ __all__ = [
     "PeerBoundsStruct",
     "REASONS",
     "RUN",
+    "RequestFacts",
     "Run",
     "STOPPED",
+    "TensorFacts",
     "TraceRecord",
     "WHOLE",
     "Waiting",
@@ -85,9 +88,16 @@ class CoreMissingError(ImportError):
     """The library is not there or does not load."""
 
 
-_QUICK = ("_outcomes", "_records", "_traces", "_load", "_waiting", "_cancel", "_admits", "_went_out")
+_QUICK = (
+    *("_outcomes", "_records", "_traces", "_load", "_waiting", "_cancel", "_admits", "_went_out"),
+    *("_check", "_not_held"),
+)
 """Calls that keep the interpreter's lock: they wait for nobody who could want it, and are over sooner than it would be
 had back from the engine's thread (46 us a request under load)."""
+
+
+_TEXT_BYTES = 1024
+"""Of the text of a refusal."""
 
 
 @cache
@@ -115,6 +125,8 @@ def library() -> C.CDLL:
         ("_submit", u32, (p, p, p, p)),
         ("_admits", u32, (p, p, p)),
         ("_went_out", None, (p, u64)),
+        ("_check", u32, (p, p, p, u32)),
+        ("_not_held", None, (p, u32, p, u32)),
         ("_drain", None, (p,)),
         ("_interrupt", None, (p,)),
         ("_forget_graphs", None, (p,)),
@@ -130,7 +142,8 @@ def library() -> C.CDLL:
         ("_load", None, (p, p)),
         ("_waiting", None, (p, u32, p, p)),
         ("_cancel", None, (p, u64)),
-        ("_add_layer", None, (p, p, p, p, u32, p, u32)),
+        ("_add_layer", None, (p, p, p, p, u32, p, u32, C.c_int)),
+        ("_drop_kept", None, (p,)),
         ("_remove_layer", None, (p, u32)),
         ("_add_graph", None, (p, u32, u32, u32, u32, u32, u32, u32, p)),
         ("_add_session", None, (p, u64, p, u64, u32, C.c_int, u32, u64, u64)),
@@ -139,7 +152,7 @@ def library() -> C.CDLL:
         function = getattr(quick if name in _QUICK else lib, "expertd_core" + name)
         function.restype, function.argtypes = result, arguments
         setattr(lib, "expertd_core" + name, function)
-    quick.expertd_message_look.argtypes = (C.c_char_p, u64, p)
+    quick.expertd_message_look.argtypes = (p, C.c_char_p, u64, p)
     quick.expertd_message_answer.restype = None
     quick.expertd_message_answer.argtypes = (p, C.c_char_p, u64, p)
     lib.expertd_message_submit.restype = u32
@@ -218,6 +231,19 @@ class Core:
         reason = self._lib.expertd_core_admits(self._core, C.byref(request), C.byref(retry))
         return REASONS[reason], retry.value
 
+    def check(self, request: RequestFacts) -> None:
+        """Raises the error that refuses it, for its layer as it is held now."""
+        text = C.create_string_buffer(_TEXT_BYTES)
+        reason = self._lib.expertd_core_check(self._core, C.byref(request), text, _TEXT_BYTES)
+        if reason:
+            raise TABLE[REASONS[reason]](text.value.decode())
+
+    def not_held(self, layer: int) -> ExpertdError:
+        """The refusal of a request for a layer that is not held."""
+        text = C.create_string_buffer(_TEXT_BYTES)
+        self._lib.expertd_core_not_held(self._core, layer, text, _TEXT_BYTES)
+        return LayerNotHeldError(text.value.decode())
+
     def went_out(self, ns: int) -> None:
         """So long answers took from their outcome to their connections."""
         self._lib.expertd_core_went_out(self._core, ns)
@@ -286,14 +312,25 @@ class Core:
         return all_, own
 
     def add_layer(
-        self, facts: LayerFacts, backends: Sequence[tuple[int, int, str]], measured: Sequence[tuple[int, int, int]] = ()
+        self,
+        facts: LayerFacts,
+        backends: Sequence[tuple[int, int, str]],
+        measured: Sequence[tuple[int, int, int]] = (),
+        keeps: bool = False,
     ) -> None:
         """backends: (largest batch, 0 = any; number in outcomes and records; name in answers), ascending.  measured:
-        (rows, top_k, ns) of batches that were run before."""
+        (rows, top_k, ns) of batches that were run before.  keeps: the layer that it replaces is still computed for
+        requests that ask for its version, until another one is kept, or drop_kept()."""
         numbers = (C.c_uint32 * (2 * len(backends)))(*(n for most, number, _ in backends for n in (most, number)))
         names = (C.c_char_p * len(backends))(*(name.encode() for _, _, name in backends))
         took = (Measured * len(measured))(*(Measured(*m) for m in measured))
-        self._lib.expertd_core_add_layer(self._core, C.byref(facts), numbers, names, len(backends), took, len(took))
+        self._lib.expertd_core_add_layer(
+            self._core, C.byref(facts), numbers, names, len(backends), took, len(took), keeps
+        )
+
+    def drop_kept(self) -> None:
+        """What add_layer() kept is computed for nobody any more."""
+        self._lib.expertd_core_drop_kept(self._core)
 
     def remove_layer(self, layer: int) -> None:
         self._lib.expertd_core_remove_layer(self._core, layer)

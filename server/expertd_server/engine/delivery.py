@@ -188,6 +188,7 @@ class Delivery:
             o.batch_tokens,
             o.batch_requests,
             self._layers.backend(o.backend),
+            o.weights_version,
         )
 
     def _tell_traces(self, traced: Callable[[RequestReport], None]) -> None:

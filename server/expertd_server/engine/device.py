@@ -274,7 +274,7 @@ class DeviceExecutor:
                 raise RuntimeError(f"instantiating a graph: CUDA error {error}")
         except RuntimeError as e:
             self._works = False
-            log.warning("a call could not be captured in a CUDA graph, so none is from now on: %s", e)
+            log.warning("a call could not be captured in a CUDA graph; continuing without graphs: %s", e)
             return None
         assert made.value is not None
         return graph, made.value

@@ -37,6 +37,7 @@ from expertd_server.engine.messages import Messages
 from expertd_server.engine.outcome import reply
 from expertd_server.engine.peers import PeerBounds, Peers
 from expertd_server.engine.policy import NONFINITE, Policy
+from expertd_server.engine.refusal_texts import refusal
 from expertd_server.engine.report import BatchReport, LoadNow, RequestReport
 from expertd_server.engine.request import STORAGE, Operand, Request
 from expertd_server.engine.served import Holding, ServedLayer
@@ -149,17 +150,25 @@ class Engine(Worker):
         super().start()
         self.delivery.start()
 
-    def hold(self, layers: Iterable[ServedLayer]) -> None:
-        """Hold these layers from now on and no others.  A request is computed by what was held when it was taken."""
-        holding = Holding(layers)
+    def hold(self, layers: Iterable[ServedLayer], version: int = 0, keep: bool = False) -> None:
+        """Hold these layers from now on and no others.  A request is computed by what was held when it was taken.
+
+        version   of their weights
+        keep      what they replace, layer by layer, is still computed for requests that ask for its version, until the
+                  next hold()
+        """
+        now = self.holding
+        holding = Holding(layers, version, Holding(now.values(), now.version) if keep else None)
         self.between(lambda: self._reserve(holding))
         with self._lock:
             before, self.holding = self.holding, holding
         for served in holding.values():
             if before.get(served.layer) is not served:
-                self._layers.add(served)
+                self._layers.add(served, version, keep)
         for number in set(before) - set(holding):
             self._core.remove_layer(number)
+        if not keep and before.before is not None:
+            self._core.drop_kept()
 
     def forget(self, layers: Iterable[ServedLayer], timeout_s: float | None = None) -> bool:
         """Wait until no request uses any of these layers, which are held no more, and drop what is kept for them.
@@ -177,6 +186,21 @@ class Engine(Worker):
             return False
         self.between(self._drop_unused)
         return True
+
+    def check(self, request: c.RequestFacts, version: int = 0) -> ServedLayer:
+        """The layer that a request is for.  version: of its weights, 0 = whichever is served.  Raises
+        LayerNotHeldError, WeightsVersionNotHeldError or the InvalidRequestError that refuses it."""
+        self._core.check(request)
+        return self._held(request.layer, version)
+
+    def _held(self, layer: int, version: int) -> ServedLayer:
+        holding = self.holding
+        found = holding.find(layer, version)
+        if found is None and layer in holding:
+            raise refusal("version_not_held", version=version, held=", ".join(map(str, holding.versions)))
+        if found is None:
+            raise self._core.not_held(layer)
+        return found
 
     def ask(self, r: Request) -> None:
         """Whether submit() would take `r` now, whose tensors need not be there yet.  Raises what it would."""
@@ -211,16 +235,15 @@ class Engine(Worker):
         return too_late() if reason == DeadlineExceededError.reason else None
 
     def submit(self, r: Request) -> None:
-        """Put `r` into its line.  Raises LayerNotHeldError, or what admit() says."""
+        """Put `r` into its line.  Raises LayerNotHeldError, WeightsVersionNotHeldError, or what admit() says."""
         closed = shut(self.state)
         if closed is not None:
             raise closed
-        r.layer = self.holding.layer(r.layer.layer)  # it may have changed since the request was checked
+        r.layer = self._held(r.layer.layer, r.weights_version)  # it may have changed since the request was checked
         r.queued_ns = time.monotonic_ns()
         if r.tokens > self.policy.max_tokens:
             raise InternalError(f"engine: a request of {r.tokens} tokens, want at most {self.policy.max_tokens}")
-        into = r.into if r.into is not None and not r.digest else None
-        out = np.empty(r.output_bytes, np.uint8).view(STORAGE[r.output_dtype]) if into is None else into
+        out = np.empty(r.output_bytes, np.uint8).view(STORAGE[r.output_dtype])
         operands = (r.hidden, r.ids, r.weights)
         f = c.Forward(
             hidden=_address(r.hidden),
@@ -230,10 +253,12 @@ class Engine(Worker):
             out=out.ctypes.data,
             bytes=r.nbytes,
             arrival_ns=r.queued_ns,
+            weights_version=r.weights_version,
             deadline_ns=r.deadline_ns,
             layer=r.layer.layer,
             tokens=r.tokens,
             top_k=r.top_k,
+            hidden_size=r.layer.hidden_size,
             caller=self._caller(r.caller),
             hidden_dtype=DTYPE_NUMBER[r.hidden.dtype],
             ids_dtype=DTYPE_NUMBER[r.ids.dtype],
@@ -310,7 +335,9 @@ class Engine(Worker):
         return self._peers
 
     def _drop_unused(self) -> None:
-        self._tally.forget(self._layers.drop_but({s.generation for s in self.holding.values()}))
+        now = self.holding
+        held = [*now.values(), *(() if now.before is None else now.before.values())]
+        self._tally.forget(self._layers.drop_but({s.generation for s in held}))
 
     def _reserve(self, holding: Holding) -> None:
         for i, memory in enumerate(self._executor.reserve(self.policy.max_tokens, holding.values())):
@@ -357,7 +384,7 @@ class Engine(Worker):
         backend = layer.backend_at(run.tokens)
         batch = f"after a batch of {run.tokens} tokens on backend {backend}"
         if run.launch_error:
-            log.warning("layer %d: a graph could not be launched: CUDA error %d", layer.layer, run.launch_error)
+            log.warning("layer %d: a CUDA graph could not be launched: error %d", layer.layer, run.launch_error)
             self._check(f"launching {run.tokens} tokens for layer {layer.layer}")
         try:
             kernel_ns = self._executor.run(run, layer)

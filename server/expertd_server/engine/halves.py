@@ -43,7 +43,7 @@ def compute(call: Callable[[int, int], None], rows: int, again: Callable[[], Non
     for api in (torch.cuda, torch.xpu):
         if api.is_available():
             api.empty_cache()
-    log.warning("%s: %s; what torch kept is given back, and it is computed in halves", where, text)
+    log.warning("%s: %s; freeing torch's cached memory and computing the batch again in halves", where, text)
     again()
     half = (rows + 1) // 2
     call(0, half)

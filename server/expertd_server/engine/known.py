@@ -54,7 +54,8 @@ class KnownLayers:
         counts = self._executor.counts(generation)
         return (found[1] if counts is None else counts).astype(np.int64)
 
-    def add(self, s: ServedLayer) -> None:
+    def add(self, s: ServedLayer, version: int = 0, keeps: bool = False) -> None:
+        """version: of its weights.  keeps: see Core.add_layer."""
         counts = np.zeros(len(s.held), np.uint64)
         self._found[s.generation] = (s, counts)
         plan = s.plan or ((None, s.backend),)
@@ -69,7 +70,6 @@ class KnownLayers:
             hidden_size=s.hidden_size,
             num_experts=s.num_experts,
             held=len(s.held),
-            input_weights=1,
             top_k=s.top_k,
             takes_e4m3=s.takes_e4m3,
             slots=s.slot_of.ctypes.data,
@@ -79,9 +79,10 @@ class KnownLayers:
             call=direct.function,
             context=direct.context,
             experts=direct.experts,
+            weights_version=version,
         )
         backends = [(most or 0, self._backends.index(name), name) for most, name in plan]
-        self._core.add_layer(facts, backends, s.measured)
+        self._core.add_layer(facts, backends, s.measured, keeps)
 
     def drop_but(self, held: Collection[int]) -> set[int]:
         """Drop what is not among `held` and is not waited for; their generations."""

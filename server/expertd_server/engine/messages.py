@@ -6,11 +6,15 @@ import ctypes as C
 import time
 from collections.abc import Callable
 
+import numpy as np
+
+from expertd.dtypes import DTYPE_NAME
 from expertd.errors import TABLE, DeadlineExceededError, OverloadedError
 from expertd_server.engine.admission import overloaded, too_late
-from expertd_server.engine.core import FORM_BYTES, REASONS, Core, InlineMessage, Outcome, library
+from expertd_server.engine.core import REASONS, Core, InlineMessage, Outcome, library
 from expertd_server.engine.delivery import Delivery
-from expertd_server.engine.request import Request
+from expertd_server.engine.request import Operand, Reply, Request
+from expertd_server.engine.served import ServedLayer
 
 __all__ = ["Looked", "Messages"]
 
@@ -19,6 +23,8 @@ _new_bytes: Callable[[None, int], bytes] = C.pythonapi.PyBytes_FromStringAndSize
 C.pythonapi.PyBytes_FromStringAndSize.restype = C.py_object
 C.pythonapi.PyBytes_FromStringAndSize.argtypes = (C.c_char_p, C.c_ssize_t)
 
+_READ_BY_CORE = Operand("", np.empty(0))
+
 
 class Looked:
     """The message that look() read last.  For one thread at a time.
@@ -26,17 +32,37 @@ class Looked:
     message   its facts
     """
 
-    def __init__(self) -> None:
-        memory = bytearray(C.sizeof(InlineMessage))
-        self.message = InlineMessage.from_buffer(memory)
+    def __init__(self, core: Core) -> None:
+        self.message = InlineMessage()
         self.address = C.addressof(self.message)
-        self._form = memoryview(memory)[:FORM_BYTES]
-        self._look = library().expertd_message_look
+        self._core, self._look = core, library().expertd_message_look
 
-    def look(self, data: bytes) -> bytes | None:
-        """What a StreamForwardRequest has in common with all that are checked alike: layer, shapes, dtypes.  None: it
-        holds something else than a request with raw tensors, or is spelled or asks for something that is unusual."""
-        return self._form.tobytes() if self._look(data, len(data), self.address) else None
+    def look(self, data: bytes) -> bool:
+        """Whether a StreamForwardRequest holds a request with raw tensors that nothing is wrong with.  False: it holds
+        something else, it is spelled or asks for something that is unusual, or it is to be refused."""
+        return bool(self._look(self._core.address, data, len(data), self.address))
+
+    def request(
+        self, layer: ServedLayer, reply: Reply, caller: str, arrival_ns: int, queued_ns: int, deadline_ns: int
+    ) -> Request:
+        """The request that was looked at, for whoever waits for its answer; its tensors are the core's alone."""
+        m = self.message
+        return Request(
+            layer,
+            m.tokens,
+            m.top_k,
+            _READ_BY_CORE,
+            _READ_BY_CORE,
+            _READ_BY_CORE,
+            reply,
+            caller,
+            m.request_id,
+            arrival_ns,
+            queued_ns,
+            deadline_ns,
+            bool(m.router_weight_on_input),
+            DTYPE_NAME[m.out_dtype],
+        )
 
 
 class Messages:
@@ -51,7 +77,7 @@ class Messages:
 
     def looked(self) -> Looked:
         """For one thread."""
-        return Looked()
+        return Looked(self._core)
 
     def submit(
         self,

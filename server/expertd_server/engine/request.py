@@ -56,10 +56,11 @@ class Stages(NamedTuple):
 class Answer(NamedTuple):
     """A computed request.
 
-    output           [M, H] flat, STORAGE[output_dtype], e4m3 with its scales behind it (tensor_bytes): the request's
-                     `into` where it has one, else memory that is valid only while `reply` runs (it is reused)
+    output           [M, H] flat, STORAGE[output_dtype], e4m3 with its scales behind it (tensor_bytes): memory that is
+                     valid only while `reply` runs (it is reused)
     digest           (sum, sum of squares, zlib CRC-32 of the output's bytes), when the request asked for one
     routes_computed  routes of this request that experts held here served
+    weights_version  that computed it; 0 = its layer has none
     queue_ns         from its taking to the cut of its batch; encode_ns: for the output's conversion and digest
     """
 
@@ -72,6 +73,7 @@ class Answer(NamedTuple):
     batch_tokens: int
     batch_requests: int
     backend: str
+    weights_version: int = 0
 
 
 Outcome = Union[Answer, "ExpertdError"]
@@ -88,17 +90,17 @@ class Request:
     weights      [M, top_k] float; None = all ones (rows grouped by expert)
     reply        called exactly once for every request that the engine took: with an Answer on the engine's thread,
                  with an error on any.  It must not block; if it raises on an answer it is called with the error.  From
-                 then on the engine neither reads the operands nor writes `into`: their memory may be used again.
+                 then on the engine does not read the operands: their memory may be used again.
     caller       who asks: a peer's address, or a name
     request_id   the caller's name for it, given back; 0 = none
     arrival_ns   time.monotonic_ns() when its message came; queued_ns: the same when the engine took it
     deadline_ns  on the same clock; 0 = none
-    into         where the output is to be written: as Answer.output, aligned, writable; None = nowhere
-    tag          the transport's own: the engine does not look at it, nor at
-    trace, transport  of expertd.trace_context, b"" = its way is not told of; how it came, as RequestReport has it
+    trace, transport  of expertd.trace_context, b"" = not traced; how it came, as RequestReport has it: the engine does
+                 not look at them
     ready        of a message that the core answers: called instead of reply where it is computed, with the whole answer
     cancelled    set by whoever wants no answer any more: not computed unless its batch is cut already, and replied to
                  with RequestCancelledError once its memory is free
+    weights_version  that must compute it; 0 = whichever is served
     on_cancel, handle, foreseen_ns  the engine's: how it learns of that, its name for the request, and when it expected
                  to have computed it (0 = not known)
     """
@@ -118,14 +120,13 @@ class Request:
     router_weight_on_input: bool = False
     output_dtype: str = "bf16"
     digest: bool = False
-    into: Array | None = None
-    tag: Any = None
     trace: bytes = b""
     transport: str = ""
     ready: Callable[[Request, bytes], None] | None = None
     on_cancel: Callable[[Request], None] | None = None
     handle: int = 0
     foreseen_ns: int = 0
+    weights_version: int = 0
     _cancelled: bool = False
 
     @property
@@ -142,7 +143,7 @@ class Request:
     @property
     def answer_bytes(self) -> int:
         """Memory that its answer takes until the caller has read it."""
-        return 0 if self.digest or self.into is not None else self.output_bytes
+        return 0 if self.digest else self.output_bytes
 
     @property
     def output_bytes(self) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from expertd.errors import LayerNotHeldError
 from expertd_kernels.protocol import Experts
 from expertd_server.engine.request import Array
 
@@ -61,20 +60,26 @@ class ServedLayer:
 
 
 class Holding(Mapping[int, ServedLayer]):
-    """The layers held at one moment, by index, ascending; never changes.  A later moment has another Holding."""
+    """The layers held at one moment, by index, ascending; never changes.  A later moment has another Holding.
 
-    def __init__(self, layers: Iterable[ServedLayer] = ()) -> None:
+    version   of their weights, 0 = they have none
+    before    what they replaced, for requests that ask for its version; None = it is not held any more
+    """
+
+    def __init__(self, layers: Iterable[ServedLayer] = (), version: int = 0, before: Holding | None = None) -> None:
         self._layers = {s.layer: s for s in sorted(layers, key=lambda s: s.layer)}
+        self.version, self.before = version, before
 
-    def layer(self, index: int) -> ServedLayer:
-        """The one place that says whether a layer is held.  Raises LayerNotHeldError."""
-        found = self._layers.get(index)
-        if found is None:
-            held = ", ".join(map(str, self._layers)) or "none"
-            raise LayerNotHeldError.about(
-                "layer", got=index, want=f"one of those held here: {held}", remedy="Describe lists them"
-            )
-        return found
+    @property
+    def versions(self) -> list[int]:
+        """Of the weights that requests can ask for, the one that is served first."""
+        return [h.version for h in (self, self.before) if h is not None]
+
+    def find(self, index: int, version: int = 0) -> ServedLayer | None:
+        """version: of its weights, 0 = whichever is served.  None: that layer is not held, or not of that version."""
+        if version and version != self.version:
+            return None if self.before is None or version != self.before.version else self.before.find(index)
+        return self._layers.get(index)
 
     def __getitem__(self, index: int) -> ServedLayer:
         return self._layers[index]

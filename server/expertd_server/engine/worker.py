@@ -124,14 +124,14 @@ class Worker(abc.ABC):
         except LostError as e:
             self._end(str(e), DrainingError(f"server: {e}; ask another replica"))
         except BaseException:
-            log.critical("the engine's thread ended", exc_info=True)
-            self._end("the engine ended on a fault of its own", InternalError(f"engine: {_ENDED}"))
+            log.critical("the thread of the engine ended", exc_info=True)
+            self._end("the engine failed with an internal error", InternalError(f"engine: {_ENDED}"))
         with self._lock:
             self._running = False
         self._do_jobs()  # nobody computes any more: whoever waits for its job need not wait for ever
 
     def _end(self, why: str, error: ExpertdError) -> None:
-        log.critical("%s; the server takes no more requests", why)
+        log.critical("%s; the server accepts no more requests", why)
         self._trouble("lost")
         self._abandon(error)
         if self._on_fault is not None:
@@ -150,8 +150,8 @@ class Worker(abc.ABC):
         if self._met is not None and top_k not in self._met and top_k != layer.top_k:
             self._met.add(top_k)
             log.warning(
-                "the first batch with %d routes a token: its kernels compile now, which may take seconds;"
-                " --warm-up-routes %d does it at boot",
+                "compiling kernels for the first batch with %d routes per token, which may take seconds;"
+                " --warm-up-routes %d compiles them at startup",
                 top_k,
                 top_k,
             )

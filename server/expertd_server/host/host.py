@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,18 @@ from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.core import CoreMissingError
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
-from expertd_server.host.doors import largest_message, listening, security_of, shm_door, tcp_door
+from expertd_server.host.doors import largest_message, security_of
 from expertd_server.residence.changes import Changes
 from expertd_server.residence.remembered import recall, remember
 from expertd_server.residence.residence import Residence
 from expertd_server.service.service import Service
 from expertd_server.transports.admin import AdminTransport
 from expertd_server.transports.grpc_server import GrpcTransport
+from expertd_server.transports.listening import listening
 from expertd_server.transports.protocol import Transport
+from expertd_server.transports.table import listeners
+from expertd_server.updates.sources import alike, checkpoint_of
+from expertd_server.updates.store import Served, Store
 from expertd_server.updates.updates import Updates
 from expertd_server.views.describe import Describer
 from expertd_server.views.gpu_metrics import gpu_facts
@@ -126,9 +131,13 @@ class Host:
             torch.set_num_threads(config.threads)
         self._traces = self._make_traces()
         self.engine = self._make_engine(where)
+        store = Store(config.held, config.layer_template)
+        served = store.recall(source.fingerprint)
         self._workshop = self._make_workshop(source, where)
         with self._workshop.stage("plan"):
             assigner = Assigner(config, source, device, packages_for(device, table.BACKENDS, config.cache))
+            if served is not None:
+                assigner = self._committed_weights(store, served, source, assigner)
             assignments = self._assignments(assigner, source.fingerprint)
         oracle = Tournaments.of(config, where, assignments)
         if oracle is not None:
@@ -139,7 +148,8 @@ class Host:
         self.residence = Residence(config, assigner, self._workshop, self.engine, oracle, self._changed)
         self._changes = Changes(self.residence, self._committed)
         self._changes.epoch = self._epoch
-        self._updates = Updates(config, self.residence, source)
+        self._updates = Updates(config, self.residence, source, store, served)
+        self.residence.version = self._updates.version.number
         infos = [a.info for a in assignments] or [source.info(source.layers[0])]
         try:
             self._make_service(source, infos)
@@ -250,7 +260,7 @@ class Host:
         except CoreMissingError as e:
             raise BootError(str(e)) from None
         if engine.launches_why:
-            self.say(f"engine: batches are copied and launched one at a time, without graphs: {engine.launches_why}")
+            self.say(f"engine: without CUDA graphs, one batch at a time: {engine.launches_why}")
         self.metrics.watch_load(engine.load)
         if where.type != "cpu":
             self.metrics.watch_device(lambda: device_bytes(where))
@@ -263,7 +273,7 @@ class Host:
         uuid = str(torch.cuda.get_device_properties(where).uuid)
         facts = gpu_facts(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
         if isinstance(facts, str):
-            self.say(f"note: no metrics of the GPU itself: {facts}")
+            self.say(f"note: no GPU metrics: {facts}")
         else:
             self.metrics.registry.register(facts)
 
@@ -290,6 +300,20 @@ class Host:
             route_s=1e-6 * config.test_route_us if where.type == "cpu" else 0.0,
         )
 
+    def _committed_weights(self, store: Store, served: Served, source: ExpertSource, assigner: Assigner) -> Assigner:
+        """Of the version that was committed last, served instead of the start's.  Raises BootError."""
+        version, config = served.version, self.config
+        held = {a.info.layer: a.held for a in self._assignments(assigner, source.fingerprint, quiet=True)}
+        found = store.open(version, checkpoint_of(source), held)
+        if found is None:
+            return assigner
+        self.say(f"serving version {version.number} of the weights, which was committed last: {found.root}")
+        first = source.info(next(iter(held)))
+        made = alike(found, first.layer, first)
+        files = files_state(replace(config, checkpoint=found.root)) if config.cache else ""
+        self._workshop = replace(self._workshop, source=made, files=files)
+        return assigner.of(made)
+
     def _make_service(self, source: ExpertSource, infos: Sequence[LayerInfo]) -> None:
         config = self.config
         largest = largest_message(config, infos)
@@ -298,16 +322,10 @@ class Host:
         )
         self.service = Service(self.engine, self.metrics, limits)
         self.service.traced = None if self._traces is None else self._traces.add
-        door = self.service.doors["shm"] = shm_door(config, self.engine, infos)
-        if not isinstance(door, str):
-            self._transports.append(door)
-        self.service.doors["cuda_ipc"] = door if isinstance(door, str) else door.gpu
-        if config.nonfinite != "pass":
-            self.service.doors["cuda_ipc"] = f"--nonfinite {config.nonfinite}: numbers on a device are not looked at"
-        tcp = self.service.doors["tcp"] = tcp_door(config, self.engine, largest, self.metrics.reloaded)
-        if not isinstance(tcp, str):
-            self._transports.append(tcp)
-            self.say(f"sessions over TCP on {tcp.address}")
+        for listener in listeners(config, self.service, infos):
+            self._transports.append(listener)
+            if listener.notice:
+                self.say(listener.notice)
         self._describe = Describer(
             self.service.load_message,
             instance_id=uuid.uuid4().hex,
@@ -329,10 +347,10 @@ class Host:
                 self._http = MetricsHttp(self.metrics, where.host, where.port, page)
             self.metrics_address = str(Address(where.host, self._http.port))
             at = f"http://{self.metrics_address}/metrics"
-            self.say(f"metrics on {at} (to look at: http://{self.metrics_address}/)", metrics=at)
+            self.say(f"metrics on {at} (status page: http://{self.metrics_address}/)", metrics=at)
         config = self.config
         if config.callers is not None and config.tls_cert is None and not config.listen.loopback:
-            self.say("note: tokens travel in plain text (--insecure)")
+            self.say("note: the tokens of clients are sent in plain text (--insecure)")
         security = security_of(config)
         grpc = GrpcTransport(self.service, config.listen, security)
         with listening("--listen", config.listen):
@@ -345,7 +363,7 @@ class Host:
             )
             with listening("--admin-listen", config.admin_listen):
                 self._describe.admin_address = self._admin.start()
-            self.say(f"what is held is changed on {self._describe.admin_address}")
+            self.say(f"AdminService on {self._describe.admin_address}")
 
     def _tell_decisions(self, assignments: Sequence[Assignment], pending: bool = False) -> None:
         """Which backend serves each layer.  pending: it is to be measured."""
@@ -392,13 +410,14 @@ class Host:
     def _committed(self, epoch: int) -> None:
         self._describe.placement_epoch = self._epoch = epoch
 
-    def _assignments(self, assigner: Assigner, fingerprint: str) -> list[Assignment]:
-        """Of what was held last, where that is remembered; else of what the options say."""
+    def _assignments(self, assigner: Assigner, fingerprint: str, quiet: bool = False) -> list[Assignment]:
+        """Of what was held last, where that is remembered; else of what the options say.  quiet: nobody is told."""
         found = None if self.config.held is None else recall(self.config.held, fingerprint)
         if found is None:
             return assigner.all()
         self._epoch, layers = found
-        self.say(f"holding what was committed last, epoch {self._epoch}: {self.config.held}")
+        if not quiet:
+            self.say(f"serving the experts of epoch {self._epoch}, as recorded in {self.config.held}")
         return assigner.these(layers)
 
     def _remember(self, path: Path, booted: Mapping[int, Booted]) -> None:
@@ -407,7 +426,7 @@ class Host:
         try:
             remember(path, self._describe.fingerprint, self._epoch, layers, counts)
         except OSError as e:  # what is held is held all the same
-            log.error("--held %s: cannot be written: %s; a restart will hold something else", path, e)
+            log.error("--held %s: cannot be written: %s; a restart will serve other experts", path, e)
 
     def _serves(self) -> bool:
         return self.loaded.done() and self.loaded.exception() is None

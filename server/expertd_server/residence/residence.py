@@ -36,7 +36,12 @@ from expertd_server.engine.engine import Engine
 from expertd_server.engine.served import ServedLayer
 
 # Why it is so: decision 85 in DECISIONS.md.
-__all__ = ["Change", "Residence", "Weights"]
+__all__ = ["FIRST", "Change", "Residence", "Weights"]
+
+FIRST = 1
+"""Number of the weights that a server is started with."""
+_RELEASE_S = 60.0
+"""How long drop_before() waits until no request uses the weights before."""
 
 Experts = Mapping[int, Collection[int]]
 """Ids of experts by layer."""
@@ -52,11 +57,12 @@ class Change:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """A version of the weights: where its layers come from, and those that are ready, by layer."""
+    """A version of the weights: its number, where its layers come from, and those that are ready, by layer."""
 
     assigner: Assigner
     workshop: Workshop
     booted: Mapping[int, Booted]
+    version: int
 
 
 class Residence:
@@ -64,7 +70,9 @@ class Residence:
 
     booted   what is held now, by layer, ascending; memory: the plan of it, None = nothing.  Both never change, but are
              replaced
-    before   the weights that switch() replaced, for switch() back; a change of what is held lets go of them
+    version  number of the weights that are served; set before boot()
+    before   the weights that switch() replaced, for switch() back and for requests that ask for their version; a change
+             of what is held lets go of them
     changed  called after each change with what is held then, and what of it is to be told no more
     """
 
@@ -81,6 +89,7 @@ class Residence:
         self._oracle, self._changed = oracle, changed
         self._changing = threading.Lock()
         self._claimed = ""
+        self.version = FIRST
         self.before: Weights | None = None
         self.booted: Mapping[int, Booted] = MappingProxyType({})
         self.memory: MemoryPlan | None = None
@@ -210,7 +219,7 @@ class Residence:
     @property
     def weights(self) -> Weights:
         """Those that are served."""
-        return Weights(self._assigner, self._workshop, self.booted)
+        return Weights(self._assigner, self._workshop, self.booted, self.version)
 
     def make(self, assigner: Assigner, workshop: Workshop, layer: int, held: Collection[int]) -> Booted:
         """A layer of other weights: read, packed, checked and warm, and not served.  Raises BootError."""
@@ -220,24 +229,27 @@ class Residence:
             workshop.alone(lambda: give_back(workshop.device))
         return made
 
-    def switch(self, weights: Weights, timeout_s: float | None = None) -> None:
+    def switch(self, weights: Weights) -> None:
         """Serve these instead of those that are served, which become `before`; between claim() and unclaim().  They
-        hold the same layers and experts.  Returns when no request uses the others any more, or after timeout_s."""
+        hold the same layers and experts.  What was taken before is computed by the others."""
         assert {n: b.assignment.held for n, b in weights.booted.items()} == {
             n: b.assignment.held for n, b in self.booted.items()
         }, "other experts than those that are held"
-        before = self.weights
-        self._assigner, self._workshop, self.before = weights.assigner, weights.workshop, before
-        self._hold(weights.booted)
-        self._engine.forget([b.served for b in before.booted.values()], timeout_s)
+        self.before = self.weights
+        self._assigner, self._workshop, self.version = weights.assigner, weights.workshop, weights.version
+        self._hold(weights.booted, keep=True)
 
     def drop_before(self) -> None:
-        """Let go of the weights before, and give their memory back."""
-        if self.before is None:
+        """Let go of the weights before, and give their memory back as soon as no request uses them."""
+        before, self.before = self.before, None
+        if before is None:
             return
-        alive = [weakref.ref(b.served.experts) for b in self.before.booted.values()]
-        self.before = None
-        self._changed(self.booted, {})
+        gone = [b.served for b in before.booted.values()]
+        alive = [weakref.ref(s.experts) for s in gone]
+        del before
+        self._hold(self.booted)
+        self._engine.forget(gone, _RELEASE_S)
+        gone.clear()
         self.give_back(alive)
 
     def give_back(self, alive: Sequence[weakref.ref[Any]] = ()) -> None:
@@ -321,10 +333,11 @@ class Residence:
         require_room(plan, self._config, [*held, *assignments], free, available_bytes())
         return plan
 
-    def _hold(self, booted: Mapping[int, Booted]) -> None:
+    def _hold(self, booted: Mapping[int, Booted], keep: bool = False) -> None:
+        """keep: what is replaced can still be asked for by its version."""
         after = MappingProxyType(dict(sorted(booted.items())))
         self.memory = plan_memory(self._config, [b.assignment for b in after.values()]) if after else None
-        self._engine.hold(b.served for b in after.values())
+        self._engine.hold((b.served for b in after.values()), self.version, keep)
         self.booted = after
         self._changed(after, {})
 

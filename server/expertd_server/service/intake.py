@@ -1,46 +1,30 @@
-"""From a decoded message to a request of the engine: every check that needs no look at the elements.
+"""From a decoded message to a request of the engine.
 
-Raises the row of the error table that fits; the engine itself checks ids and weights, for a whole batch at once.
+The engine's core checks what the message says of itself (engine/csrc/check.h), as it does for every transport; here the
+message is put into its terms, and its tensors into the engine's.  Ids and weights are looked at in the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expertd.codec import ForwardRequestView, Spelling, TensorView
-from expertd.dtypes import (
-    DTYPE_NAME,
-    FLOAT_DTYPES,
-    HIDDEN_DTYPES,
-    INT_DTYPES,
-    SCALED_COLUMNS,
-    dtype_name,
-    scales_of_row,
-)
-from expertd.errors import (
-    BadByteCountError,
-    BadDtypeError,
-    BadShapeError,
-    BadTensorSpellingError,
-    MalformedMessageError,
-    OutputDtypeUnsupportedError,
-    OutputFormUnknownError,
-    ScalesUnsupportedError,
-    TooManyTokensError,
-    UnsupportedCombinationError,
-)
+from expertd.bounds import MAX_RANK
+from expertd.codec import ForwardRequestView, ScalesView, Spelling, TensorView
+from expertd.dtypes import DTYPE_NAME, INT_DTYPES
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_server.engine.convert import output_dtypes, round_floats
+from expertd_server.engine.abi import RequestFacts, TensorFacts
+from expertd_server.engine.convert import round_floats
 from expertd_server.engine.request import STORAGE, Array, Operand, Reply, Request
-from expertd_server.engine.served import Holding, ServedLayer
 from expertd_server.service.draw import Drawer
 
-__all__ = ["Drawing", "Intake"]
+if TYPE_CHECKING:
+    from expertd_server.engine.engine import Engine
 
-_OUTPUT_FORMS = frozenset(pb.OutputForm.values())
+__all__ = ["Drawing", "Intake", "facts_of"]
+
 _TO_DRAW = Operand("", np.empty(0))
 
 
@@ -63,43 +47,37 @@ class Drawing:
 
 
 class Intake:
-    """Checks requests against what is held.  holding: asked once a request; max_tokens: largest M, and a request has at
-    most as many routes as so many tokens with the model's top_k."""
+    """Requests for `engine`, whose check they pass."""
 
-    def __init__(self, holding: Callable[[], Holding], max_tokens: int) -> None:
-        self._holding = holding
-        self._max_tokens = max_tokens
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._drawer = Drawer()
 
     def request(self, v: ForwardRequestView, reply: Reply, **more: Any) -> tuple[Request, Drawing | None]:
         """The request, and what is to be drawn before it can be computed.  more: fields of Request that the message
-        does not hold.  Raises LayerNotHeldError or an InvalidRequestError."""
-        layer = self._holding().layer(v.layer)
+        does not hold.  Raises LayerNotHeldError, WeightsVersionNotHeldError or another InvalidRequestError."""
+        layer = self._engine.check(facts_of(v), v.weights_version)
         x = v.hidden_states
-        if x is None:
-            raise MalformedMessageError("hidden_states: absent, want a Tensor [M, H]")
-        dtype = _dtype("hidden_states", x, HIDDEN_DTYPES)
-        if len(x.shape) != 2 or x.shape[1] != layer.hidden_size:
-            raise BadShapeError.about("hidden_states", got=list(x.shape), want=f"[M, {layer.hidden_size}]")
-        M, H = x.shape
-        if self._max_tokens < M:
-            raise TooManyTokensError.about(
-                "hidden_states", got=f"{M} tokens", want=f"at most {self._max_tokens}", remedy="split the batch"
-            )
-        output_dtype, digest = _output(v, dtype)
-        ids, weights, top_k = _routes(v, layer, M, self._max_tokens)
+        assert x is not None  # checked, as is all below
+        if v.grouped is not None:
+            ids, weights, top_k = _grouped(v.grouped), None, 1
+        else:
+            assert v.topk_ids is not None
+            assert v.topk_weights is not None
+            ids, weights, top_k = _operand(v.topk_ids), _operand(v.topk_weights), v.topk_ids.shape[1]
         r = Request(
             layer=layer,
-            tokens=M,
+            tokens=x.shape[0],
             top_k=top_k,
-            hidden=_hidden(x, dtype, M, H),
+            hidden=_hidden(x),
             ids=ids,
             weights=weights,
             reply=reply,
             request_id=v.request_id,
             router_weight_on_input=v.router_weight_on_input,
-            output_dtype=output_dtype,
-            digest=digest,
+            output_dtype=_output_dtype(v, x),
+            digest=v.output_form == pb.OUTPUT_FORM_DIGEST,
+            weights_version=v.weights_version,
             **more,
         )
         return r, self._drawing(v, r)
@@ -128,164 +106,83 @@ def _synthetic(t: TensorView | None) -> tuple[pb.SyntheticValues, str]:
     return t.synthetic, DTYPE_NAME[t.dtype]
 
 
-def _routes(v: ForwardRequestView, layer: ServedLayer, M: int, max_tokens: int) -> tuple[Operand, Operand | None, int]:
-    """(ids, weights, top_k)."""
-    if v.grouped is not None:
-        if v.topk_ids is not None or v.topk_weights is not None or v.router_weight_on_input:
-            raise UnsupportedCombinationError(
-                "grouped: given together with topk_ids, topk_weights or router_weight_on_input; want one way to"
-                " route: rows grouped by expert have weight 1"
-            )
-        return _grouped(v.grouped, M), None, 1
-    if v.topk_ids is None or v.topk_weights is None:
-        missing = "topk_ids" if v.topk_ids is None else "topk_weights"
-        raise MalformedMessageError(f"{missing}: absent, want topk_ids and topk_weights [M, top_k], or grouped")
-    id_dtype = _dtype("topk_ids", v.topk_ids, INT_DTYPES)
-    weight_dtype = _dtype("topk_weights", v.topk_weights, FLOAT_DTYPES)
-    shape = v.topk_ids.shape
-    if len(shape) != 2 or shape[0] != M or not 1 <= shape[1] <= layer.num_experts:
-        raise BadShapeError.about(
-            "topk_ids", got=list(shape), want=f"[{M}, top_k] with top_k from 1 to {layer.num_experts}"
-        )
-    if v.topk_weights.shape != shape:
-        raise BadShapeError.about(
-            "topk_weights", got=list(v.topk_weights.shape), want=f"the shape of topk_ids, {list(shape)}"
-        )
-    k = shape[1]
-    if v.router_weight_on_input and k != 1:
-        raise UnsupportedCombinationError.about(
-            "router_weight_on_input",
-            got=f"top_k {k}",
-            want="top_k 1",
-            remedy="with more routes a token has no single input weight",
-        )
-    if M * k > max_tokens * layer.top_k:
-        raise TooManyTokensError.about(
-            "topk_ids",
-            got=f"{M * k} routes, {k} for each of {M} tokens",
-            want=f"at most {max_tokens * layer.top_k}, as {max_tokens} tokens with the model's {layer.top_k} have",
-            remedy="split the batch",
-        )
-    ids = _operand("topk_ids", v.topk_ids, id_dtype, M * k)
-    if ids is _TO_DRAW and not 0.0 <= v.topk_ids.synthetic.zipf_exponent <= 100.0:
-        raise BadTensorSpellingError.about(
-            "topk_ids.zipf_exponent", got=v.topk_ids.synthetic.zipf_exponent, want="0 to 100"
-        )
-    return ids, _operand("topk_weights", v.topk_weights, weight_dtype, M * k), k
+def _output_dtype(v: ForwardRequestView, x: TensorView) -> str:
+    if v.output_dtype:
+        return DTYPE_NAME[v.output_dtype]
+    return "bf16" if x.dtype == pb.DATA_TYPE_E4M3 else DTYPE_NAME[x.dtype]
 
 
-def _hidden(x: TensorView, dtype: str, M: int, H: int) -> Operand:
-    """hidden_states, with their scales where they are e4m3."""
-    operand = _operand("hidden_states", x, dtype, M * H)
-    if dtype != "e4m3":
+def _hidden(x: TensorView) -> Operand:
+    """hidden_states, with their scales where they are e4m3: f32, whatever they are."""
+    operand = _operand(x)
+    if x.dtype != pb.DATA_TYPE_E4M3:
         return operand
-    if operand is _TO_DRAW:
-        raise BadTensorSpellingError.about(
-            "hidden_states: E4M3", got="synthetic", want="raw or floats", remedy="the server draws F32, F16 and BF16"
-        )
-    return operand._replace(scales=_scales(x, M, H))
+    return operand._replace(scales=_scale_bytes(x.scales or ScalesView()).view(np.dtype("<f4")))
 
 
-def _scales(x: TensorView, M: int, H: int) -> Array:
-    """f32 [M * blocks], whatever they are: what they make of their elements is the caller's."""
-    s, count = x.scales, M * scales_of_row(H)
-    if s is None:
-        if count == 0:
-            return np.empty(0, np.float32)
-        raise BadTensorSpellingError.about("hidden_states: E4M3", got="no scales", want=f"{count} of them")
-    if s.block != SCALED_COLUMNS:
-        raise BadShapeError.about("hidden_states.scales.block", got=s.block, want=SCALED_COLUMNS)
-    raw = np.frombuffer(s.raw, np.uint8)
+def _scale_bytes(s: ScalesView) -> Array:
     if s.floats is not None:
-        if raw.size:
-            raise BadTensorSpellingError.about("hidden_states.scales", got="raw and floats", want="one of them")
-        raw = np.array(s.floats.values, np.float32).view(np.uint8)
-    want = 4 * count
-    if raw.size != want:
-        raise BadByteCountError.about(
-            "hidden_states.scales",
-            got=f"{raw.size} bytes",
-            want=f"{want}: f32 {[M, scales_of_row(H)]}, one for {SCALED_COLUMNS} columns",
-        )
-    return raw.view(np.dtype("<f4"))
+        return np.array(s.floats.values, np.float32).view(np.uint8)
+    return np.frombuffer(s.raw, np.uint8)
 
 
-def _dtype(name: str, t: TensorView, allowed: tuple[str, ...]) -> str:
-    if t.dtype == pb.DATA_TYPE_E4M3 and "e4m3" not in allowed:
-        raise ScalesUnsupportedError(f"{name}: got E4M3, want one of {', '.join(allowed)}: hidden_states alone take it")
-    if t.scales is not None and t.dtype != pb.DATA_TYPE_E4M3:
-        raise ScalesUnsupportedError.about(
-            name, got=f"block scales with {dtype_name(t.dtype).upper()} elements", want="them with E4M3 alone"
-        )
-    dtype = DTYPE_NAME.get(t.dtype)
-    if dtype not in allowed:
-        raise BadDtypeError.about(
-            f"{name}.dtype", got=dtype_name(t.dtype).upper(), want=" or ".join(d.upper() for d in allowed)
-        )
-    return dtype
-
-
-def _operand(name: str, t: TensorView, dtype: str, count: int) -> Operand:
-    """The tensor's elements in whatever spelling, or _TO_DRAW."""
+def _operand(t: TensorView) -> Operand:
+    """A checked tensor's elements in whatever spelling, or _TO_DRAW."""
+    dtype = DTYPE_NAME[t.dtype]
     storage = STORAGE[dtype]
     if t.spelling == Spelling.RAW:
-        raw = t.raw
-        size = raw.nbytes if isinstance(raw, memoryview) else len(raw)
-        if size != count * storage.itemsize:
-            raise BadByteCountError.about(
-                f"{name}.raw",
-                got=f"{size} bytes",
-                want=f"{count * storage.itemsize} for {list(t.shape)} {dtype}",
-            )
-        return Operand(dtype, np.frombuffer(raw, storage))
+        return Operand(dtype, np.frombuffer(t.raw, storage))
     if t.spelling == Spelling.SYNTHETIC:
         return _TO_DRAW
     if t.spelling == Spelling.NONE:
-        if count == 0:
-            return Operand(dtype, np.empty(0, storage))
-        raise BadTensorSpellingError(f"{name}: has no data, want raw, typed values or synthetic")
-    integer = dtype in INT_DTYPES
-    if (t.spelling == Spelling.INTS) != integer:
-        want = "ints" if integer else "floats"
-        raise BadTensorSpellingError.about(
-            f"{name}: typed values of {dtype.upper()}",
-            got="floats" if integer else "ints",
-            want=f"{want}, raw or synthetic",
-        )
-    typed = t.ints if integer else t.floats
-    if len(typed) != count:
-        raise BadByteCountError.about(f"{name}: typed values", got=len(typed), want=f"{count} for {list(t.shape)}")
-    values: Array = np.array(typed, np.int64 if integer else np.float32)
-    # Ids stay wide: one beyond i32 is then refused as out of range, by the same check as in any other spelling.
-    return Operand("i64", values) if integer else Operand(dtype, round_floats(values, dtype))
+        return Operand(dtype, np.empty(0, storage))
+    if dtype in INT_DTYPES:  # they stay wide: one beyond i32 is out of range, which is found where any spelling's is
+        return Operand("i64", np.array(t.ints, np.int64))
+    return Operand(dtype, round_floats(np.array(t.floats, np.float32), dtype))
 
 
-def _grouped(g: pb.GroupedRows, M: int) -> Operand:
+def _grouped(g: pb.GroupedRows) -> Operand:
     """ids [M, 1] of rows that come grouped by expert."""
-    if len(g.expert_ids) != len(g.row_counts):
-        raise BadShapeError.about(
-            "grouped", got=f"{len(g.expert_ids)} expert_ids and {len(g.row_counts)} row_counts", want="as many of each"
-        )
-    rows = sum(g.row_counts)
-    if rows != M:
-        raise BadShapeError.about("grouped.row_counts", got=f"{rows} rows", want=f"the {M} of hidden_states")
     return Operand("i64", np.repeat(np.array(g.expert_ids, np.int64), np.array(g.row_counts, np.int64)))
 
 
-def _output(v: ForwardRequestView, hidden_dtype: str) -> tuple[str, bool]:
-    """(dtype of the output, whether a digest is asked instead of it)."""
-    dtype = "bf16" if hidden_dtype == "e4m3" else hidden_dtype
-    if v.output_dtype:
-        dtype = DTYPE_NAME.get(v.output_dtype, "")
-    if dtype not in output_dtypes():
-        want = ", ".join(d.upper() for d in output_dtypes())
-        got = dtype_name(v.output_dtype).upper()
-        raise OutputDtypeUnsupportedError.about("output_dtype", got=got, want=f"{want} or 0")
-    if v.output_form not in _OUTPUT_FORMS:
-        raise OutputFormUnknownError.about("output_form", got=v.output_form, want="TENSOR (1, or 0) or DIGEST (2)")
-    digest = v.output_form == pb.OUTPUT_FORM_DIGEST
-    if digest and dtype == "e4m3":
-        raise UnsupportedCombinationError.about(
-            "output_form", got="DIGEST of E4M3", want="TENSOR", remedy="digests are of F32, F16 and BF16"
-        )
-    return dtype, digest
+# ---- for the check ---------------------------------------------------------------------------------------------------
+
+
+def facts_of(v: ForwardRequestView) -> RequestFacts:
+    """What the message says of itself."""
+    facts = RequestFacts(
+        layer=v.layer,
+        output_dtype=v.output_dtype,
+        output_form=v.output_form,
+        weight_on_input=v.router_weight_on_input,
+        hidden=_tensor_facts(v.hidden_states),
+        ids=_tensor_facts(v.topk_ids),
+        weights=_tensor_facts(v.topk_weights),
+    )
+    if v.grouped is not None:
+        facts.grouped = True
+        facts.grouped_ids, facts.grouped_counts = len(v.grouped.expert_ids), len(v.grouped.row_counts)
+        facts.grouped_rows = sum(v.grouped.row_counts)
+    if v.topk_ids is not None and v.topk_ids.spelling == Spelling.SYNTHETIC:
+        facts.zipf_exponent = v.topk_ids.synthetic.zipf_exponent
+    return facts
+
+
+def _tensor_facts(t: TensorView | None) -> TensorFacts:
+    if t is None:
+        return TensorFacts()
+    facts = TensorFacts(present=True, dtype=t.dtype, spelling=t.spelling, rank=len(t.shape), amount=_amount(t))
+    facts.shape[: min(len(t.shape), MAX_RANK)] = t.shape[:MAX_RANK]
+    if t.scales is not None:
+        raw, floats = memoryview(t.scales.raw).nbytes, t.scales.floats
+        facts.scaled, facts.scale_block = True, t.scales.block
+        facts.scale_bytes = raw if floats is None else 4 * len(floats.values)
+        facts.scales_twice = bool(raw and floats is not None)
+    return facts
+
+
+def _amount(t: TensorView) -> int:
+    if t.spelling == Spelling.RAW:
+        return memoryview(t.raw).nbytes
+    return len(t.data.values) if t.spelling in (Spelling.FLOATS, Spelling.INTS) else 0

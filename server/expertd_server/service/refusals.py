@@ -121,7 +121,7 @@ class Refusals:
         self._window_s, self._told = now_s, 0
         untold, self._untold = self._untold, 0
         if untold:
-            log.info("%d more requests of other callers were refused", untold, extra=fields(requests=untold))
+            log.info("%d more requests of other clients were refused", untold, extra=fields(requests=untold))
 
     @staticmethod
     def _write(code: Code, reason: str, caller: str, what: str, **more: Any) -> None:

@@ -68,12 +68,12 @@ class Reloading(Generic[_T]):
             except FileError as e:
                 if self._broken != str(e):
                     self._broken = str(e)
-                    log.error("%s: %s; what was good last is kept", self._what, e)
+                    log.error("%s: %s; keeping the last valid version", self._what, e)
                     self._told(self._what, False)
                 return False
             self.value, self._state, self._broken = value, state, ""
             self.generation += 1
-            log.info("%s: read again", self._what)
+            log.info("%s: reloaded", self._what)
             self._told(self._what, True)
             return True
 

@@ -18,7 +18,9 @@ log = logging.getLogger(__name__)
 
 def response_view(r: Request, a: Answer, load: pb.Load) -> ForwardResponseView:
     """The answer as a message; its output is a view, valid as long as the answer's."""
-    v = ForwardResponseView(r.request_id, routes_computed=a.routes_computed, load=load)
+    v = ForwardResponseView(
+        r.request_id, routes_computed=a.routes_computed, load=load, weights_version=a.weights_version
+    )
     v.timing = pb.Timing(
         decode_ns=r.queued_ns - r.arrival_ns,
         queue_ns=a.queue_ns,
@@ -55,4 +57,4 @@ def error_of(e: Exception, what: str) -> ExpertdError:
     if isinstance(e, ExpertdError):
         return e
     log.error("%s failed", what, exc_info=e)
-    return InternalError(f"{what}: {type(e).__name__}: {e}; the server's log has the trace")
+    return InternalError(f"{what}: {type(e).__name__}: {e}; the log of the server has the traceback")

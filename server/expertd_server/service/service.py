@@ -24,14 +24,13 @@ from expertd.errors import (
     NotReadyError,
     QueueFullError,
     RequestCancelledError,
-    TooManyRequestsError,
 )
 from expertd.trace_context import context_of
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.admission import Limits, State, fits, shut
+from expertd_server.engine.refusal_texts import refusal
 from expertd_server.engine.report import RequestReport
 from expertd_server.engine.request import STORAGE, Answer, Outcome, Reply, Request, Stages
-from expertd_server.service.forms import Forms
 from expertd_server.service.intake import Drawing, Intake
 from expertd_server.service.offers import Door, answer_offer
 from expertd_server.service.refusals import Refusals
@@ -59,8 +58,7 @@ class Service:
 
     def __init__(self, engine: Engine, metrics: Metrics, limits: Limits) -> None:
         self.engine, self.metrics, self.limits = engine, metrics, limits
-        self._intake = Intake(lambda: engine.holding, limits.max_tokens)
-        self.forms = Forms(lambda: engine.holding, self._sample)
+        self._intake = Intake(engine)
         self._describe: Callable[[bool], pb.DescribeResponse] | None = None
         self.doors: dict[str, Door | str] = {}
         self.refusals = Refusals()
@@ -94,10 +92,12 @@ class Service:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def session(self, outlet: Outlet, caller: str, name: str = "", traceparent: str = "") -> Session:
-        """For one connection of `caller`, a peer's address or a name.  name, traceparent: the caller's for it, "" =
-        none.  It lives until its close()."""
-        session = Session(self, outlet, caller, name, traceparent)
+    def session(
+        self, outlet: Outlet, caller: str, name: str = "", traceparent: str = "", transport: str = "inline"
+    ) -> Session:
+        """For one connection of the client `caller`, an address or a name.  name, traceparent: the client's for it,
+        "" = none.  transport: what traces call the connection; "inline" = gRPC.  It lives until its close()."""
+        session = Session(self, outlet, caller, name, traceparent, transport)
         with self._lock:
             self._sessions.add(session)
         return session
@@ -123,12 +123,7 @@ class Service:
         with self._lock:
             all_ = self._unread_bytes
             if own and not fits(own + nbytes, all_ + nbytes, limit):
-                raise TooManyRequestsError.about(
-                    "answers",
-                    got=f"{own} bytes of this connection that are not read, of {all_} in all, and {nbytes} more",
-                    want=f"at most {limit} of one connection, and room for others",
-                    remedy="read answers first",
-                )
+                raise refusal("unread_bytes", own=own, all=all_, more=nbytes, most=limit)
             self._unread_bytes += nbytes
 
     def give_back(self, nbytes: int) -> None:
@@ -158,8 +153,7 @@ class Service:
     ) -> Request:
         """Take one request; reply gets its outcome, maybe before this returns.  Raises the row that refuses it.
 
-        timeout_ns: from arrival_ns, 0 = none.  more: `into`, `tag` and `transport` of the Request, and the connection's
-        traceparent.
+        timeout_ns: from arrival_ns, 0 = none.  more: `transport` of the Request, and the connection's traceparent.
         """
         self.ensure_open()
         request, drawing = self.check(view, reply, caller, arrival_ns, timeout_ns, **more)
@@ -181,10 +175,6 @@ class Service:
         if self.traced is not None and (context := context_of(view.traceparent or traceparent)):
             more["trace"] = context
         return self._intake.request(view, reply, caller=caller, arrival_ns=arrival_ns, deadline_ns=deadline_ns, **more)
-
-    def _sample(self, view: ForwardRequestView) -> Request:
-        """A request that nobody submits."""
-        return self._intake.request(view, lambda *_: None)[0]
 
     def report(self, r: Request, outcome: Outcome) -> RequestReport | None:
         """Of a request that its caller traces and that is answered with `outcome` now; None: nobody wants to know."""

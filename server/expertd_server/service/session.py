@@ -10,23 +10,21 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from expertd.codec import ForwardRequestView, StreamRequestView, peek_forward
 from expertd.errors import (
     DeadlineExceededError,
     DrainingError,
-    DuplicateRequestIdError,
     ExpertdError,
-    MalformedMessageError,
-    MissingRequestIdError,
     OverloadedError,
     RequestCancelledError,
     TooManyRequestsError,
 )
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.admission import State
-from expertd_server.engine.request import Answer, Array, Outcome, Request
+from expertd_server.engine.refusal_texts import refusal
+from expertd_server.engine.request import Answer, Outcome, Request
 from expertd_server.service.age import Age
 from expertd_server.service.response import error_of
 
@@ -46,8 +44,8 @@ class Outlet(Protocol):
     answer: until then it counts against the caller's bounds."""
 
     def answer(self, request: Request, answer: Answer, /) -> None:
-        """A computed request, on the engine's thread (one of no tokens: within take()).  `answer.output` is
-        `request.into`, or is gone when this returns.  If it raises, the caller gets that as an error."""
+        """A computed request, on the engine's thread (one of no tokens: within take()).  `answer.output` is valid
+        until this returns.  If it raises, the client gets that as an error."""
 
     def ready(self, message: bytes, answer_bytes: int, /) -> None:
         """A computed request that came by take_message(): the whole answer, on the engine's thread or within that."""
@@ -55,9 +53,6 @@ class Outlet(Protocol):
     def send(self, message: pb.RequestError | pb.SessionAnswer | pb.Load, /) -> None:
         """A small message, from any thread: an error of a request or of a message that had no id, the answer to an
         offer, or the server's load, unasked."""
-
-    def released(self, memory: Any, /) -> None:
-        """The memory of a request is not used any more, from any thread.  Not called where take() was given none."""
 
 
 class Session:
@@ -68,9 +63,17 @@ class Session:
     written(): a caller that does not read its answers is bounded, too.
     """
 
-    def __init__(self, service: Service, outlet: Outlet, caller: str, name: str = "", traceparent: str = "") -> None:
+    def __init__(
+        self,
+        service: Service,
+        outlet: Outlet,
+        caller: str,
+        name: str = "",
+        traceparent: str = "",
+        transport: str = "inline",
+    ) -> None:
         self._service, self._outlet, self._caller, self._name = service, outlet, caller, name
-        self._traceparent = traceparent
+        self._traceparent, self._transport = traceparent, transport
         self._lock = threading.Lock()
         self._in_flight: dict[int, Request | None] = {}  # None: not handed to the engine yet
         self._unwritten = 0
@@ -85,33 +88,27 @@ class Session:
 
     # ---- the transport's thread --------------------------------------------------------------------------------------
 
-    def take(
-        self, message: StreamRequestView | None, arrival_ns: int, *, into: Array | None = None, memory: Any = None
-    ) -> Future[None] | None:
+    def take(self, message: StreamRequestView | None, arrival_ns: int) -> Future[None] | None:
         """One message of the caller; it is answered through the outlet, whatever it is.
 
         arrival_ns: when it was read; a request's time began before, where its caller says when it left.
-        into: where a forward's output is to be written, as in Request.  memory: the transport's name for what the
-        message and `into` lie in; outlet.released(memory) is called once when they are used no more, maybe before this
-        returns.
         A Future: read nothing more from this caller until it is done.
         """
         if isinstance(message, ForwardRequestView):
             try:
                 begun_ns = arrival_ns - self._age.of(message.sent_us, arrival_ns)
-                return self._forward(message, begun_ns, into, memory)
+                return self._forward(message, begun_ns)
             except Exception as e:
                 error = error_of(e, "a request")
                 if isinstance(error, OverloadedError | DeadlineExceededError):
                     self._pressed_until_ns = arrival_ns + _PRESSED_NS
                 self.refuse(error, message.request_id)
-                self._released(memory)
         elif isinstance(message, pb.CancelRequest):
             self._cancel(message.request_id)
         elif isinstance(message, pb.SessionOffer):
             self._send(self._offered(message))
         else:
-            self.refuse(MalformedMessageError("message: holds nothing, want forward, cancel or session"), 0)
+            self.refuse(refusal("no_kind", want="forward, cancel or session"), 0)
         return None
 
     def _offered(self, offer: pb.SessionOffer) -> pb.SessionAnswer:
@@ -125,20 +122,19 @@ class Session:
         return self._service.offer(offer, self._caller)
 
     def take_message(self, data: bytes, arrival_ns: int) -> tuple[bytes, int] | bool:
-        """Take a stream's message that holds a request like one that was taken before, without decoding it, or refuse
-        it.  The answer, with its answer_bytes, where it is there at once; else it goes to the outlet.  False: the
+        """Take a stream's message that holds a usual request, without decoding it, or refuse it for want of time or of
+        room.  The answer, with its answer_bytes, where it is there at once; else it goes to the outlet.  False: the
         message is to be read; nothing was done with it."""
         service, messages, looked = self._service, self._messages, self._looked
         if messages is None or looked is None:
             return False
-        found = looked.look(data)
-        if found is None or service.engine.state is not State.SERVING:
+        if not looked.look(data) or service.engine.state is not State.SERVING:
             return False
-        form, m = service.forms.find(found, data), looked.message
-        layer = None if form is None else form.layer()
-        if form is None or layer is None or (service.traced is not None and (m.traced or self._traceparent)):
+        m = looked.message
+        layer = service.engine.holding.find(m.layer)
+        if layer is None or (service.traced is not None and (m.traced or self._traceparent)):
             return False
-        number, timeout_us, nbytes = m.request_id, m.timeout_us, form.answer_bytes
+        number, timeout_us, nbytes = m.request_id, m.timeout_us, m.output_bytes
         # Others only take out of these: what looks full may not be, and is looked at with the lock then.
         if number in self._in_flight or len(self._in_flight) + self._unwritten >= service.limits.max_in_flight:
             return False
@@ -146,7 +142,8 @@ class Session:
         deadline_ns = begun_ns + 1000 * timeout_us if timeout_us else 0
 
         def under_way() -> Request:
-            r = form.request(layer, self._reply, self._settle, self._caller, number, begun_ns, arrival_ns, deadline_ns)
+            r = looked.request(layer, self._reply, self._caller, begun_ns, arrival_ns, deadline_ns)
+            r.ready = self._settle
             with self._lock:
                 self._in_flight[number] = r
                 self._held_bytes += nbytes
@@ -248,13 +245,13 @@ class Session:
         """The server drains from now on: say so."""
         self._send(self._service.load_message())
 
-    def _forward(self, v: ForwardRequestView, arrival_ns: int, into: Array | None, memory: Any) -> Future[None] | None:
+    def _forward(self, v: ForwardRequestView, arrival_ns: int) -> Future[None] | None:
         service, number = self._service, v.request_id
         service.ensure_open()
         self._register(number)
         try:
             timeout_ns = v.timeout_us * 1000
-            more = {"traceparent": self._traceparent, "into": into, "tag": memory, "transport": "inline"}
+            more = {"traceparent": self._traceparent, "transport": self._transport}
             r, drawing = service.check(v, self._reply, self._caller, arrival_ns, timeout_ns, **more)
             service.reserve(self._held_bytes, r.answer_bytes)
             with self._lock:
@@ -273,20 +270,14 @@ class Session:
     def _register(self, number: int) -> None:
         """Make `number` a request in flight.  Raises the row that says why it cannot be."""
         if number == 0:
-            raise MissingRequestIdError("request_id: got 0, want a number that is unique among those in flight")
+            raise refusal("missing_request_id")
         with self._lock:
             if number in self._in_flight:
-                raise DuplicateRequestIdError.about(
-                    "request_id", got=number, want="one that is not in flight on this stream"
-                )
+                raise refusal("duplicate_request_id", number=number)
             most = self._service.limits.max_in_flight
             if len(self._in_flight) + self._unwritten >= most:
-                raise TooManyRequestsError.about(
-                    "stream",
-                    got=f"{len(self._in_flight)} requests in flight, {self._unwritten} answers unread, and one more",
-                    want=f"at most {most} together",
-                    remedy="wait for an answer first",
-                )
+                in_flight, unread = len(self._in_flight), self._unwritten
+                raise refusal("too_many_in_flight", requests=in_flight, unread=unread, most=most)
             self._in_flight[number] = None
 
     def _cancel(self, number: int) -> None:
@@ -302,7 +293,6 @@ class Session:
             self._settle(r, outcome)
         finally:
             self._service.tell(self._service.report(r, outcome))
-            self._released(r.tag)
 
     def _settle(self, r: Request, outcome: Outcome | bytes) -> None:
         """bytes: the whole answer."""
@@ -355,10 +345,6 @@ class Session:
             with self._lock:
                 self._held_bytes -= answer_bytes
             self._service.give_back(answer_bytes)
-
-    def _released(self, memory: Any) -> None:
-        if memory is not None:
-            self._outlet.released(memory)
 
     def _send(self, message: pb.RequestError | pb.SessionAnswer | pb.Load) -> None:
         with self._lock:

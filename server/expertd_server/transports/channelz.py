@@ -22,7 +22,7 @@ def missing() -> str:
     """Why there is no channelz, "" where there is."""
     if importlib.util.find_spec("grpc_channelz") is not None:
         return ""
-    return "grpcio-channelz is not installed: pip install 'expertd[channelz]'"
+    return "grpcio-channelz is not installed: pip install grpcio-channelz"
 
 
 def add_channelz(server: Any, gate: Gate) -> None:

@@ -61,7 +61,7 @@ class Servicer:
         now = time.monotonic()
         for stream in list(self._streams):
             if stream.unread_s(now) > unread_s:
-                log.warning("a stream is cut off: its caller has read nothing for %.0f s", stream.unread_s(now))
+                log.warning("closing a stream: its client has read nothing for %.0f s", stream.unread_s(now))
                 stream.cut_off()
             elif (refusal := self._gate.refusal(stream.caller)) is not None:
                 stream.retire(refusal)

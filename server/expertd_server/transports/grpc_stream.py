@@ -183,6 +183,3 @@ class Stream:
         """Encoded at once."""
         self._small.append(encode_stream_response(message))
         self._on_loop(self._flush)
-
-    def released(self, memory: Any) -> None:
-        """Received bytes go when nothing refers to them."""

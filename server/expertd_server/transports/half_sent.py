@@ -240,7 +240,7 @@ class HalfSent:
             else:
                 del self._connections[name]
         for connection, why in verdicts(self._connections.values(), self._limit, now_s):
-            log.warning("the connection of %s is ended: %s (%d bytes)", connection.peer, why, connection.held)
+            log.warning("closing the connection of %s: %s (%d bytes)", connection.peer, why, connection.held)
             self._cut(why)
             assert connection.peer is not None  # nothing is held of others
             self._sockets.shut(sockets[connection.peer])

@@ -116,7 +116,9 @@ class WeightsServicer(stubs.WeightsServiceServicer):
     def _status(self) -> pb.GetUpdateResponse:
         updates = self._updates
         job = updates.job
-        out = pb.GetUpdateResponse(last_error=updates.last_error, versions=updates.messages())
+        out = pb.GetUpdateResponse(
+            last_error=updates.last_error, versions=updates.messages(), highest_version=updates.highest
+        )
         if job is not None:
             received = job.received
             out.update, out.state, out.version = job.asked.update, job.state, job.version.number
@@ -152,6 +154,7 @@ class WeightsServicer(stubs.WeightsServiceServicer):
             request.base,
             request.checkpoint,
             float(request.lease_s or _LEASE_S),
+            request.delta,
         )
 
     async def _do(self, work: Callable[[], _T], context: Any, what: str) -> _T:

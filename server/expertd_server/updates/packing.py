@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from expertd_kernels.checkpoint.checkpoint import Checkpoint
@@ -24,17 +24,20 @@ _NICE = 10
 
 Take = Callable[[], "tuple[int, Checkpoint] | None"]
 """The next layer that is complete with its source; None: there is none yet."""
+Keep = Callable[[int, Checkpoint, "Sequence[int]"], None]
+"""Writes the tensors of a layer's experts for a restart.  Raises OSError."""
 
 
 class Packing:
-    """take: asked for layers after wake().  failed: called once, on the thread, with the reason.
+    """take: asked for layers after wake().  keep: called with each layer before it is made.  failed: called once, on
+    the thread, with the reason.
 
     booted    layers that are ready; busy: whether one is being made; packing_s: what they took, one after another
     ended     set when all of them are ready, after a failure, and after stop()
     """
 
-    def __init__(self, residence: Residence, take: Take, failed: Callable[[Exception], None]) -> None:
-        self._residence, self._take, self._failed = residence, take, failed
+    def __init__(self, residence: Residence, take: Take, keep: Keep, failed: Callable[[Exception], None]) -> None:
+        self._residence, self._take, self._keep, self._failed = residence, take, keep, failed
         served = residence.weights
         self._served = dict(served.booted)
         self._assigner = served.assigner
@@ -97,6 +100,7 @@ class Packing:
         served: Assignment = self._served[layer].assignment
         found: ExpertSource = alike(source, layer, served.info)
         try:
+            self._keep(layer, source, served.held)
             assigner = self._assigner.of(found)
             require_alike(assigner.layer(layer, served.held), served)
         except (ValueError, OSError) as e:

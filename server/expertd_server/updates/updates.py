@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -32,15 +33,17 @@ from expertd.v1 import expert_service_pb2 as expert_pb
 from expertd.v1 import weights_service_pb2 as pb
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
 from expertd_kernels.checkpoint.checkpoint import Checkpoint
+from expertd_kernels.checkpoint.kept import open_kept
 from expertd_kernels.checkpoint.received import Received
 from expertd_kernels.sources.source import ExpertSource
 from expertd_server.boot.assignment import BootError, files_state
 from expertd_server.boot.memory import MemoryPlan, free_bytes
 from expertd_server.config.serve import ServeConfig
-from expertd_server.residence.residence import Residence, Weights
+from expertd_server.residence.residence import FIRST, Residence, Weights
 from expertd_server.service.response import error_of
 from expertd_server.updates.packing import Packing
 from expertd_server.updates.sources import GoneSource, alike, checkpoint_of
+from expertd_server.updates.store import Served, Store
 from expertd_server.updates.versions import CHECKPOINT, TENSORS, Version, version_message
 
 # Why it is so: decision 168 in DECISIONS.md.
@@ -48,13 +51,17 @@ __all__ = ["Asked", "Job", "Updates"]
 
 log = logging.getLogger(__name__)
 
-_RELEASE_S = 60.0
-"""How long a switch waits until no request uses the version before."""
+_ENCODING = {
+    pb.WEIGHT_DELTA_UNSPECIFIED: "",
+    pb.WEIGHT_DELTA_XOR: "xor",
+    pb.WEIGHT_DELTA_OVERWRITE: "overwrite",
+}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What an update is begun with, as in BeginUpdateRequest; version 0 = the next one, base 0 = not checked."""
+    """What an update is begun with, as in BeginUpdateRequest; version 0 = the next one, base 0 = not checked; delta:
+    tensors are put as differences from the base, or not at all."""
 
     update: str
     version: int = 0
@@ -62,6 +69,7 @@ class Asked:
     base: int = 0
     checkpoint: str = ""
     lease_s: float = 60.0
+    delta: bool = False
 
 
 @dataclass(eq=False)
@@ -100,16 +108,20 @@ class Updates:
         config: ServeConfig,
         residence: Residence,
         source: ExpertSource,
+        store: Store,
+        served: Served | None = None,
         told: Callable[[str, Job | None], None] = lambda outcome, job: None,
     ) -> None:
+        """source: of the start; served: what a restart serves, None = the start."""
         self._config, self._residence, self._source, self._told = config, residence, source, told
+        self._store = store
         self._checkpoint = checkpoint_of(source)
         self._lock = threading.RLock()
         self._job: Job | None = None
         self._committed = ""
         self._closed = False
-        self._highest = 0
-        self.version = Version(1)
+        self.version = Version(FIRST) if served is None else served.version
+        self._highest = FIRST if served is None else served.highest
         self._before: Version | None = None
         self.last_error = ""
 
@@ -117,6 +129,11 @@ class Updates:
     def job(self) -> Job | None:
         """The update under way."""
         return self._job
+
+    @property
+    def highest(self) -> int:
+        """Number that a version was ever served under here."""
+        return self._highest
 
     @property
     def before(self) -> Version | None:
@@ -160,8 +177,10 @@ class Updates:
             except BootError as e:
                 raise ChangePendingError(str(e)) from e
             try:
-                self._residence.drop_before()
-                self._job = job = self._begun(asked)
+                self._check_numbers(asked)
+                folder = self._folder(asked.checkpoint) if asked.checkpoint else None
+                self._residence.drop_before()  # which is what rollback() would serve: not before the update can be
+                self._job = job = self._begun(asked, folder)
             except BaseException:
                 self._residence.unclaim()
                 raise
@@ -171,18 +190,17 @@ class Updates:
                 job.packing.wake()
         return job
 
-    def _begun(self, asked: Asked) -> Job:
-        self._check_numbers(asked)
+    def _begun(self, asked: Asked, folder: Checkpoint | None) -> Job:
         booted = self._residence.booted
         if not booted:
             raise ChangeRefusedError("update: this server holds no layer; want some held first")
         memory = self.room()
         received: Received | None = None
-        folder: Checkpoint | None = None
         files = ""
-        version = Version(max(self._highest, self.version.number) + 1, asked.label, TENSORS)
-        if asked.checkpoint:
-            folder = self._folder(asked.checkpoint)
+        version = Version(self._highest + 1, asked.label, TENSORS)
+        if asked.version:
+            version = replace(version, number=asked.version)
+        if folder is not None:
             files = files_state(replace(self._config, checkpoint=folder.root))
             take = _layers_of(folder, booted)
             version = replace(version, source=CHECKPOINT, folder=asked.checkpoint)
@@ -192,20 +210,42 @@ class Updates:
                     "update: this server serves a synthetic model, which has no names of tensors; want --checkpoint, or"
                     " a folder in BeginUpdateRequest.checkpoint"
                 )
-            received = Received(self._checkpoint, {n: b.assignment.held for n, b in booted.items()})
+            base = self._base() if asked.delta else None
+            received = Received(self._checkpoint, {n: b.assignment.held for n, b in booted.items()}, base)
             take = received.take
-        if asked.version:
-            version = replace(version, number=asked.version)
-        packing = Packing(self._residence, take, self._failed)
+        packing = Packing(self._residence, take, partial(self._keep, version), self._failed)
         return Job(asked, version, packing, received, folder, files, memory, self._waiting_limit(memory))
+
+    def _keep(self, version: Version, layer: int, source: Checkpoint, held: Sequence[int]) -> None:
+        """Write the tensors of a layer for a restart.  Raises BootError."""
+        if version.source == TENSORS:
+            try:
+                self._store.keep(version.number, layer, source, held)
+            except OSError as e:
+                raise BootError(f"--held: tensors of layer {layer} cannot be kept for a restart: {e}") from e
+
+    def _base(self) -> Checkpoint:
+        """The tensors of the version that is served.  Raises ChangeRefusedError."""
+        source = self._residence.weights.workshop.source
+        found = None if isinstance(source, GoneSource) else checkpoint_of(source)
+        if found is None:
+            raise ChangeRefusedError(
+                f"delta: version {self.version.number} came as tensors, which are not kept; want --held, which keeps"
+                " them, or an update with all tensors"
+            )
+        return found
 
     def _check_numbers(self, asked: Asked) -> None:
         served = self.version.number
+        if asked.delta and (asked.checkpoint or not asked.base):
+            raise ChangeRefusedError(
+                "delta: want `base`, and no checkpoint: differences are of the version that it names"
+            )
         if asked.base and asked.base != served:
             raise ChangeRefusedError.about("base", got=asked.base, want=f"{served}, the version that is served")
-        highest = max(self._highest, served)
-        if asked.version and asked.version <= highest:
-            raise ChangeRefusedError.about("version", got=asked.version, want=f"more than {highest}, the highest here")
+        if asked.version and asked.version <= self._highest:
+            want = f"more than {self._highest}, the highest here"
+            raise ChangeRefusedError.about("version", got=asked.version, want=want)
 
     def _waiting_limit(self, memory: MemoryPlan | None) -> int:
         """What is left beside two versions, at least of a layer."""
@@ -242,8 +282,9 @@ class Updates:
         for p in parts:
             _require_waiting_room(job, received, len(p.data))
             try:
-                mine = received.put(p.name, p.dtype, list(p.shape), p.offset, p.data, p.sha256)
-            except CheckpointError as e:
+                encoding = _ENCODING.get(p.delta, "unknown")
+                mine = received.put(p.name, p.dtype, list(p.shape), p.offset, p.data, p.sha256, encoding, p.checksum)
+            except (CheckpointError, OSError) as e:  # also no memory for it
                 raise ChangeRefusedError(f"update {update!r}: {e}") from e
             kept, ignored = (kept + len(p.data), ignored) if mine else (kept, ignored + len(p.data))
         if kept:
@@ -260,6 +301,9 @@ class Updates:
             missing = [] if job.received is None else job.received.missing()
             if not missing:
                 job.state = pb.UPDATE_STATE_PACKING
+                if job.received is not None and job.asked.delta:
+                    job.received.rest_of_base()
+                    job.packing.wake()
                 if job.lease is not None:
                     job.lease.cancel()
                 threading.Thread(target=self._ready, args=(job,), name="expertd-update-ready", daemon=True).start()
@@ -280,6 +324,13 @@ class Updates:
             if job.lease is not None:
                 job.lease.cancel()
             weights = self._weights(job)
+            try:
+                self._remember(job.version)
+            except OSError as e:
+                self._renew(job)
+                raise ChangeRefusedError(
+                    f"--held: cannot be written, so a restart would serve the old version: {e}"
+                ) from e
             self._job = None
             job.packing.booted = {}
             self._serve(job.version, weights)
@@ -309,8 +360,13 @@ class Updates:
             except BootError as e:
                 raise ChangePendingError(str(e)) from e
             try:
+                self._remember(before)
                 self._serve(before, weights)
                 self._committed = ""
+            except OSError as e:
+                raise ChangeRefusedError(
+                    f"--held: cannot be written, so a restart would serve another version: {e}"
+                ) from e
             finally:
                 self._residence.unclaim()
         self._told("rolled back", None)
@@ -380,6 +436,7 @@ class Updates:
                 job.lease.cancel()
         job.packing.stop()
         job.received = None
+        self._store.drop_but([self.version, *([] if self.before is None else [self.before])])
         with self._lock:
             self._job = None
             self.last_error = error.message
@@ -406,12 +463,24 @@ class Updates:
             )
             source = GoneSource(self._source, why)
             workshop = replace(workshop, source=source, cache=None)
-        return Weights(served.assigner.of(source), workshop, booted)
+            if self._store.keeps and self._checkpoint is not None:
+                first = next(iter(booted.values())).assignment.info
+                held = {n: b.assignment.held for n, b in booted.items()}
+                kept = open_kept(self._store.folder(job.version.number), self._checkpoint, held)
+                source = alike(kept, first.layer, first)
+                workshop = replace(workshop, source=source)
+        return Weights(served.assigner.of(source), workshop, booted, job.version.number)
+
+    def _remember(self, version: Version) -> None:
+        """A restart serves it from now on: so before anybody is answered by it.  Raises OSError."""
+        highest = max(self._highest, version.number)
+        self._store.commit(Served(version, highest, self._source.fingerprint))
 
     def _serve(self, version: Version, weights: Weights) -> None:
         self.version, self._before = version, self.version
         self._highest = max(self._highest, version.number)
-        self._residence.switch(weights, _RELEASE_S)
+        self._residence.switch(weights)
+        self._store.drop_but([self.version, self._before])
 
     def layers(self) -> Mapping[int, int]:
         """Version that is served, by layer."""

@@ -12,11 +12,9 @@ import numpy as np
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.boot.layers import Booted
 
-__all__ = ["CHECKPOINT", "FIRST", "START", "TENSORS", "Version", "digest_of", "version_message"]
+__all__ = ["CHECKPOINT", "START", "TENSORS", "Version", "digest_of", "version_message"]
 
 START, TENSORS, CHECKPOINT = "start", "tensors", "checkpoint"
-FIRST = 1
-"""Number of the weights that a server is started with."""
 
 
 @dataclass(frozen=True)

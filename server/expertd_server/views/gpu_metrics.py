@@ -38,7 +38,7 @@ def gpu_facts(uuid: str, nvml: Any = None) -> GpuFacts | str:
     try:
         nvml = nvml or importlib.import_module("pynvml")
     except ImportError:
-        return "nvidia-ml-py is not installed: pip install 'expertd[nvml]'"
+        return "nvidia-ml-py is not installed: pip install nvidia-ml-py"
     try:
         nvml.nvmlInit()
         return GpuFacts(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))

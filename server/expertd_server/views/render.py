@@ -94,7 +94,7 @@ def _print_group(console: Console, assignments: Sequence[Assignment], pending: b
     folded = [] if every_row else [v.backend for v in d.verdicts if v.elsewhere and v.backend != d.pin]
     _print_verdicts(console, first, folded, pending and first.chosen_by == "order")
     if folded:
-        print_sentence(console, f"for other devices (expertd explain --all says more): {', '.join(folded)}")
+        print_sentence(console, f"backends for other devices (expertd explain --all shows them): {', '.join(folded)}")
     if found := advice(d):
         console.print(str(found), style="bold", markup=False, highlight=False, soft_wrap=True)  # it ends in a command
     for note in _notes(first):
@@ -138,17 +138,17 @@ def _notes(p: Assignment) -> list[str]:
     wants, does = p.info.checkpoint_activation.value, p.decision.problem.activation_quant.value
     if wants != does:
         notes.append(
-            f"the checkpoint asks for activations rounded to {wants}; they are"
-            f" {'not rounded' if does == 'none' else does} (--activations checkpoint follows it)"
+            f"the checkpoint asks for activations quantized to {wants}; they are"
+            f" {'not quantized' if does == 'none' else does} (--activations checkpoint quantizes them)"
         )
     chosen = p.decision.chosen
     if chosen is None:
         who = f"the pinned backend {p.decision.pin}" if p.decision.pinned else "no backend"
         serves = "does not serve" if p.decision.pinned else "serves"
-        way_out = "" if does == "none" else " (--activations weight-only does not ask for rounding)"
-        notes.append(f"{who} {serves} this: expertd serve stops here{way_out}")
+        way_out = "" if does == "none" else " (--activations weight-only asks for no quantized activations)"
+        notes.append(f"{who} {serves} this layer: expertd serve would not start{way_out}")
     if chosen is not None and p.decision.grade is not Grade.RUN:
         notes.append(f"backend {chosen.name}: {p.decision.grade}")
     if chosen is not None and chosen.name == "reference" and not p.decision.pinned:
-        notes.append("nothing faster than the float32 reference serves this: the table says why not")
+        notes.append("only the slow float32 reference serves this layer: the table has the reasons")
     return notes

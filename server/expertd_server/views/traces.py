@@ -44,7 +44,7 @@ class Traces:
         try:
             from opentelemetry import trace
         except ImportError as e:
-            raise TracesMissingError(f"opentelemetry-api: {e}; pip install 'expertd[otel]'") from e
+            raise TracesMissingError(f"opentelemetry-api: {e}; pip install 'opentelemetry-api>=1.30,<2'") from e
         self._api: Any = trace
         self._tracer = trace.get_tracer("expertd", VERSION, tracer_provider=provider)
         self._metrics = metrics

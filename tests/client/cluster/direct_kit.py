@@ -76,7 +76,7 @@ class Transport:
     def connect(self, deliver, closed):
         return Inline(self.server.kind, self.server.door.offer, deliver, closed)
 
-    def describe(self, request, timeout_s, wait_for_ready, waiter):
+    def unary(self, method, request, answer, timeout_s, wait_for_ready, waiter):
         s = self.server
         held = [pb.ExpertRange(first=e, count=1) for e in s.held]
         layer = pb.Layer(layer=0, num_experts=E, held=held, top_k=K, intermediate_size=8, backend="sums")

@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 
-from expertctl.moving.admin import admin_address
 from expertd.errors import UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import AsyncExpertClient, ExpertClient, ExpertCluster
 from expertd_client.cluster.sources import PlacementFile
 from expertd_client.transports.address import parse_address, reach
+from expertd_client.transports.admin import admin_address
 from expertd_client.transports.credentials import Credentials
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expertctl.moving.admin import admin_address, name_of
+from expertctl.moving.admin import name_of
 from expertctl.moving.steps import changed, holdings, kept, loads, step_of
 from expertd.errors import UnavailableError
 from expertd.placement import Placement, Server
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.transports.admin import admin_address
 
 COUNTS = {0: 8, 1: 8, 2: 8}
 

@@ -115,7 +115,9 @@ class Transport:
     def connect(self, deliver: Any, closed: Any) -> Stream:
         return Stream(self._server, deliver, closed)
 
-    def describe(self, request: Any, timeout_s: float, wait_for_ready: bool, waiter: Any) -> None:
+    def unary(
+        self, method: str, request: Any, answer: Any, timeout_s: float, wait_for_ready: bool, waiter: Any
+    ) -> None:
         server = self._server
         life = server.life
         virtual.sleep(5e-5 + server.random_s(2e-4))

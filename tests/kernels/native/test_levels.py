@@ -11,8 +11,8 @@ import platform
 import re
 from pathlib import Path
 
-import driver
 import pytest
+import self_test
 
 X86 = platform.machine() in ("x86_64", "AMD64")
 pytestmark = [
@@ -38,7 +38,7 @@ def has_avx2() -> bool:
 def program(tmp_path_factory):
     if not has_avx2():
         pytest.skip("the emulation is compiled for AVX2, which this processor lacks")
-    return driver.make(tmp_path_factory.mktemp("emulated"), emulate=())
+    return self_test.make(tmp_path_factory.mktemp("emulated"), emulate=())
 
 
 def assert_all_levels_pass(code: int, output: str) -> None:
@@ -56,11 +56,11 @@ def assert_all_levels_pass(code: int, output: str) -> None:
 
 
 def test_avx512_levels_on_emulated_instructions(program):
-    assert_all_levels_pass(*driver.run(program))
+    assert_all_levels_pass(*self_test.run(program))
 
 
 def test_a_wrong_weight_is_noticed_at_every_level(program):
-    code, output = driver.run(program, "wrong")
+    code, output = self_test.run(program, "wrong")
     assert code == 1
     for level in AVX512:
         assert re.search(rf"^{level} element .*relative error", output, re.MULTILINE), level
@@ -73,5 +73,5 @@ def test_avx512_levels_on_another_emulation(tmp_path):
             f"no SIMDe headers in {SIMDE}: `make test` fetches Debian's libsimde-dev; or set EXPERTD_SIMDE to the"
             " folder that holds simde/"
         )
-    program = driver.make(tmp_path, emulate=("-DEXPERTD_SIMDE", "-w", "-isystem", str(SIMDE)))
-    assert_all_levels_pass(*driver.run(program))
+    program = self_test.make(tmp_path, emulate=("-DEXPERTD_SIMDE", "-w", "-isystem", str(SIMDE)))
+    assert_all_levels_pass(*self_test.run(program))

@@ -3,8 +3,8 @@ ragged sizes, 1 to 8 threads.  Each sanitizer has to notice a mistake that the p
 
 from __future__ import annotations
 
-import driver
 import pytest
+import self_test
 
 pytestmark = pytest.mark.slow  # compiles for half a minute, on a loaded machine for two
 
@@ -19,8 +19,8 @@ SENTENCES = {
 def sanitized(request, tmp_path_factory):
     """(sanitizer, program)."""
     try:
-        program = driver.make(tmp_path_factory.mktemp("sanitized"), sanitize=request.param)
-    except driver.build.BuildError as e:
+        program = self_test.make(tmp_path_factory.mktemp("sanitized"), sanitize=request.param)
+    except self_test.build.BuildError as e:
         if "cannot find" in str(e) and "san" in str(e):
             pytest.skip(f"the compiler comes without the run time of -fsanitize={request.param}")
         raise
@@ -28,7 +28,7 @@ def sanitized(request, tmp_path_factory):
 
 
 def test_memory_arithmetic_and_threads_are_clean(sanitized):
-    code, output = driver.run(sanitized[1])
+    code, output = self_test.run(sanitized[1])
     assert code == 0, output[-3000:]
     assert output.rstrip().endswith(" passed, 0 failed")
 
@@ -36,6 +36,6 @@ def test_memory_arithmetic_and_threads_are_clean(sanitized):
 def test_mistakes_are_noticed(sanitized):
     sanitizer, program = sanitized
     for mistake in ("race",) if sanitizer == "thread" else ("overflow", "misaligned"):
-        code, output = driver.run(program, mistake)
+        code, output = self_test.run(program, mistake)
         assert code != 0, mistake
         assert SENTENCES[mistake] in output, output[:2000]

@@ -24,7 +24,7 @@ def ask(device="sm90", scheme="int4_g128", *, packages=ALL, without=(), pin=None
 
 def test_a_fast_row_that_lacks_a_package_comes_with_the_pip_requirement():
     found = advice(ask(without=["triton"]))
-    assert str(found) == f"faster row gluon_sm90 needs triton {TRITON}: pip install 'triton{TRITON}'"
+    assert str(found) == f"faster backend gluon_sm90 needs triton {TRITON}: pip install 'triton{TRITON}'"
     old = advice(ask(packages={**ALL, "triton": Package("2.1.0")}))
     assert old == found == Advice("gluon_sm90", True, "", f"triton {TRITON}", f"pip install 'triton{TRITON}'")
 
@@ -50,7 +50,7 @@ def test_a_row_that_cannot_be_had_is_not_advised():
 def test_a_row_that_was_not_seen_on_hardware_is_not_called_faster():
     text = str(advice(ask("xpu-xe2", without=["vllm-xpu-kernels"])))
     assert text.startswith(
-        "preferred row xpu (not run on hardware, compared with a reference on a CPU) needs vllm-xpu-kernels >="
+        "preferred backend xpu (not run on hardware, compared with a reference on a CPU) needs vllm-xpu-kernels >="
     )
 
 
@@ -75,7 +75,7 @@ def test_the_cpu_row_names_the_command_that_makes_its_library(remedy):
     assert d.chosen.name == "cpu_torch"
     assert next(v.refusals for v in d.verdicts if v.backend == "cpu") == (kernel.error,)
     want = remedy or "python -m expertd_kernels.native.csrc.build"
-    assert str(advice(d)) == f"faster row cpu needs its compiled library: {want}"
+    assert str(advice(d)) == f"faster backend cpu needs its compiled library: {want}"
     assert advice(ask("cpu-avx512", packages={})).command == "python -m expertd_kernels.native.csrc.build"
 
 
@@ -85,7 +85,7 @@ def test_a_pin_is_the_users_choice_and_its_own_lack_is_told():
     assert (refused.backend, refused.earlier) == ("humming", False)
     assert refused.needs.startswith("humming-kernels >=")
     assert refused.needs.endswith(" and triton >=3.6")
-    assert str(refused).startswith("row humming needs ")
+    assert str(refused).startswith("backend humming needs ")
     assert str(refused).endswith(" && pip install 'triton>=3.6'")
     assert advice(ask(without=["amd-aiter"], pin="aiter")) is None, "no package makes it run on this device"
 

@@ -122,24 +122,24 @@ def test_spellings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    "data",
     [
-        (b"\x08", "ends inside a field"),
-        (b"\x1a\x05\x08\x03", "5 bytes at byte 1, where 2 bytes are left"),
-        (b"\x1a\xff\xff\xff\xff\x0f", "where 0 bytes are left"),
-        (b"\x1a" + b"\xff" * 9 + b"\x01", "where"),
-        (b"\x08" + b"\xff" * 10 + b"\x01", "more than 10 bytes"),
-        (b"\x00\x01", "field number 0"),
-        (b"\x0f", "wire type 7"),
-        (b"\x0c", "wire type 4"),
-        (b"\x52\x02\xc3\x28", "can't decode"),
-        (b"\x1a\x02\x08\x80\x10\x00", "beyond the end"),  # a varint that reaches past its tensor
+        b"\x08",  # it ends inside a field
+        b"\x1a\x05\x08\x03",  # a field of more bytes than are left
+        b"\x1a\xff\xff\xff\xff\x0f",
+        b"\x1a" + b"\xff" * 9 + b"\x01",
+        b"\x08" + b"\xff" * 10 + b"\x01",  # a varint of more than 10 bytes
+        b"\x00\x01",  # field number 0
+        b"\x0f",  # wire type 7
+        b"\x0c",  # the end of a group that did not begin
+        b"\x52\x02\xc3\x28",  # a text that is no UTF-8
+        b"\x1a\x02\x08\x80\x10\x00",  # a varint that reaches past its tensor
     ],
 )
-def test_refusals_say_where(data: bytes, says: str) -> None:
-    with pytest.raises(MalformedMessageError, match=says) as caught:
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    with pytest.raises(MalformedMessageError) as caught:
         codec.decode_forward_request(data)
-    assert str(caught.value).startswith(f"expertd.v1.ForwardRequest: got {len(data)} bytes")
+    assert str(caught.value) == codec.NO_MESSAGE.format(message="ForwardRequest")
     assert caught.value.request_id == 0
 
 

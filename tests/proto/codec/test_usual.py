@@ -27,8 +27,16 @@ BF16, I32, F32 = pb.DATA_TYPE_BF16, pb.DATA_TYPE_I32, pb.DATA_TYPE_F32
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 9), st.integers(1, 3000), st.integers(1, 2**64 - 1), st.integers(0, 2**32 - 1), NUMBERS, NUMBERS)
-def test_a_request_has_the_codecs_bytes(tokens, hidden, request_id, layer, timeout_us, sent_us):
+@given(
+    st.integers(0, 9),
+    st.integers(1, 3000),
+    st.integers(1, 2**64 - 1),
+    st.integers(0, 2**32 - 1),
+    NUMBERS,
+    NUMBERS,
+    NUMBERS,
+)
+def test_a_request_has_the_codecs_bytes(tokens, hidden, request_id, layer, timeout_us, sent_us, version):
     rng = np.random.default_rng(tokens * 3001 + hidden)
     x, ids, w = rng.bytes(tokens * hidden * 2), rng.bytes(tokens * 8), rng.bytes(tokens * 8)
     form = RequestForm(BF16, (BF16, (tokens, hidden), len(x)), (I32, (tokens, 2), len(ids)), (F32, (tokens, 2), len(w)))
@@ -42,15 +50,27 @@ def test_a_request_has_the_codecs_bytes(tokens, hidden, request_id, layer, timeo
         output_dtype=BF16,
         output_form=pb.OUTPUT_FORM_TENSOR,
         sent_us=sent_us,
+        weights_version=version,
     )
-    assert form.message(request_id, layer, timeout_us, sent_us, x, ids, w) == encode_stream_request(view)
+    assert form.message(request_id, layer, timeout_us, sent_us, x, ids, w, version) == encode_stream_request(view)
 
 
-def answer(tokens=2, hidden=5, request_id=300, routes=16, backend="cpu"):
+def answer(tokens=2, hidden=5, request_id=300, routes=16, backend="cpu", version=0):
     raw = np.random.default_rng(hidden).bytes(tokens * hidden * 2)
     timing = pb.Timing(queue_ns=1, kernel_ns=70_000, batch_tokens=tokens, backend=backend)
     load = pb.Load(queued_tokens=9)
-    return ForwardResponseView(request_id, TensorView.of_raw(BF16, (tokens, hidden), raw), None, routes, timing, load)
+    output = TensorView.of_raw(BF16, (tokens, hidden), raw)
+    return ForwardResponseView(request_id, output, None, routes, timing, load, weights_version=version)
+
+
+@pytest.mark.parametrize("version", [1, 300, 2**64 - 1])
+def test_an_answer_with_a_version_is_as_usual(version):
+    answers, data = UsualAnswers(), encode_stream_response(answer(version=version))
+    answers.read(encode_stream_response(answer()))
+    found = answers.read(data)
+    assert isinstance(found, UsualAnswer)
+    assert found.weights_version == version
+    assert found.view() == decode_stream_response(data) == answer(version=version)
 
 
 def read(data, first):

@@ -167,7 +167,7 @@ BAD = {
         "BAD_TENSOR_SPELLING",
         "zipf_exponent",
     ),
-    "layer": (lambda r: setattr(r, "layer", 9), "LAYER_NOT_HELD", "layer: got 9, want one of those held here: 0, 1"),
+    "layer": (lambda r: setattr(r, "layer", 9), "LAYER_NOT_HELD", "layer: got 9, want one of those held here: 0-1"),
     "id too large": (_set_ids(8), "EXPERT_ID_OUT_OF_RANGE", "topk_ids[3, 0] of layer 0: got 8, want 0 to 7"),
     "id too small": (_set_ids(-2), "EXPERT_ID_OUT_OF_RANGE", "got -2"),
     "nan weight": (_nan, "NON_FINITE_WEIGHTS", "topk_weights[2, 1]: got nan"),

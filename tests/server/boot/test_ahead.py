@@ -153,12 +153,14 @@ def test_layers_like_one_that_was_compared_have_fewer_experts_compared():
 def test_people_are_told_how_fast_it_was_and_why_not_faster():
     stages = {"load": 3.0, "pack": 1.0, "plan": 9.0}
     assert bound_text(8 * 10**9, 4.0, 8 * 10**9, stages) == (
-        "read 8.00 GB at 2.00 GB/s (100% from storage); bound by storage"
+        "read 8.00 GB at 2.00 GB/s (100% from storage); slowest step: storage"
     )
-    assert bound_text(8 * 10**9, 4.0, 0, stages).endswith("(0% from storage); bound by reading from the page cache")
-    assert bound_text(8 * 10**9, 4.0, 0, {**stages, "pack": 5.0}).endswith("bound by packing")
-    assert bound_text(8 * 10**9, 4.0, 0, {**stages, "copy": 5.0}).endswith("bound by copying to the device")
-    assert bound_text(0, 4.0, 0, stages) == "bound by drawing", "a synthetic model"
+    assert bound_text(8 * 10**9, 4.0, 0, stages).endswith(
+        "(0% from storage); slowest step: reading from the page cache"
+    )
+    assert bound_text(8 * 10**9, 4.0, 0, {**stages, "pack": 5.0}).endswith("slowest step: packing")
+    assert bound_text(8 * 10**9, 4.0, 0, {**stages, "copy": 5.0}).endswith("slowest step: copying to the device")
+    assert bound_text(0, 4.0, 0, stages) == "slowest step: generating weights", "a synthetic model"
 
 
 def test_storage_is_what_the_system_counts(tmp_path):

@@ -159,7 +159,7 @@ def test_a_server_tells_what_a_faster_row_would_need():
     (b,) = boot_layers(plans, Workshop(source, torch.device("cpu")))
     said = describe_layer(b)
     assert said.backend == "cpu_torch"
-    text = "faster row cpu needs its compiled library: make it"
+    text = "faster backend cpu needs its compiled library: make it"
     assert said.advice == pb.Advice(backend="cpu", needs="its compiled library", command="make it", text=text)
     out = Console(file=StringIO(), width=80)
     show(out, "here", pb.DescribeResponse(layers=[said, said]), Session())
@@ -203,7 +203,7 @@ def test_a_second_copy_that_does_not_fit_is_not_kept(monkeypatch, caplog):
     for free, copies in ((need * 2, 2), (need, 1), (0, 1)):
         monkeypatch.setattr(measuring, "free_bytes", lambda device, free=free: free)
         assert affordable_copies(2, plans, torch.device("cpu")) == copies
-    assert "one copy of each layer is kept" in caplog.text
+    assert "keeping one copy of each layer" in caplog.text
 
 
 def test_one_tournament_a_problem_and_none_for_pins(tmp_path, monkeypatch):

@@ -79,11 +79,12 @@ def test_what_callers_may_take_is_told_and_not_asked_for():
         without = plan_memory(*made(**more))
         assert (without.shared, without.pools) == (0, 0)
         assert (without.serving, without.peak, without.pinned) == (plan.serving, plan.peak, plan.pinned)
-        assert not any("callers" in line for line in memory_text(without, 0))
+        assert not any("clients" in line for line in memory_text(without, 0))
     assert plan_memory(*made(listen=Address("0.0.0.0", 0), insecure=True, shm="on", shm_memory=GIB)).shared == GIB
     on_a_cpu = plan_memory(*made(device="cpu-avx2"))
     assert (on_a_cpu.shared, on_a_cpu.pools) == (4 * GIB, 0)
-    assert memory_text(on_a_cpu, 0)[-1] == "callers on this host, GiB at most, as they come: 4.00 of shared memory"
+    assert memory_text(on_a_cpu, 0)[-1].startswith("additional memory for clients on this host, allocated when they")
+    assert memory_text(on_a_cpu, 0)[-1].endswith("in GiB: at most 4.00 of shared memory")
     assert memory_json(plan, 0)["pools"] == GIB
 
 
@@ -108,7 +109,7 @@ def test_beside_the_packed_weights_there_is_at_most_a_gib_and_a_half(synthetic, 
     plan = plan_memory(*made(synthetic=synthetic, max_tokens=4096, **more))
     assert 0.5 * GIB < plan.serving - plan.weights <= 1.5 * GIB
     assert plan.others == 1024 * module.GRAPH_BYTES
-    assert any("other numbers of routes a token" in line for line in memory_text(plan, 0))
+    assert any("other numbers of routes per token" in line for line in memory_text(plan, 0))
 
 
 def test_a_row_that_cannot_compute_in_place_has_outputs_of_their_own():
@@ -187,10 +188,10 @@ def test_a_cpu_has_one_memory_and_a_cache_maps_weights():
 def test_people_and_programs_are_told_the_same():
     plan = plan_memory(*made(memory_limit=20 * GIB))
     first, second, third, fourth = memory_text(plan, 70 * GIB)
-    assert "4.00 of shared memory pinned, 1.00 of the device for those on other GPUs" in third
-    assert "as they come: 0.06 of graphs" in fourth
-    assert first.startswith("device memory, GiB: weights 13.9")
-    assert "limit 20.00, 70.00 free; 2306 graphs once every size has come" in first
+    assert "4.00 of pinned shared memory and 1.00 of device memory for clients on other GPUs" in third
+    assert "in GiB: at most 0.06 for graphs" in fourth
+    assert first.startswith("device memory in GiB: weights 13.9")
+    assert "limit 20.00, free 70.00; at most 2306 graphs" in first
     assert "pinned" in second
     found = memory_json(plan, 70 * GIB)
     assert found["serving"] == plan.serving
@@ -222,7 +223,7 @@ def test_explain_shows_the_plan_of_a_device_that_is_not_here(capsys):
     assert found["weights"] == plan_memory(*made()).weights
     assert found["free"] == 0, "not known"
     assert main(["explain", "--synthetic", "tiny:int4_g128", "--device", "cpu"]) == 0
-    assert "host memory, GiB: " in capsys.readouterr().out
+    assert "host memory in GiB: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,24 @@ def test_each_command_explains_itself(capsys, name):
     assert "--checkpoint DIR" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [[], ["zebra"], ["explain", "--zebra"]])
-def test_a_wrong_command_line_has_exit_code_2(capsys, argv):
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "expertd: the following arguments are required: COMMAND"),
+        (["explian"], "expertd: argument COMMAND: got 'explian', want serve or explain or"),
+        (["explain", "--shrad", "0/2"], "expertd explain: unknown option --shrad; the nearest is --shard"),
+        (["serve", "--max-token-count=3"], "expertd serve: unknown option --max-token-count; the nearest is --max-"),
+        (["serve", "zebra"], "expertd serve: unknown argument zebra"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_has_exit_code_2_and_names_the_nearest(capsys, argv, says):
     with pytest.raises(SystemExit) as e:
         main(argv)
     assert e.value.code == 2
-    assert "usage: expertd" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert says in err
+    assert len(err.splitlines()) == 2
+    assert "--help` shows the options" in err
 
 
 def test_json_has_a_verdict_for_each_backend_of_each_layer(capsys):
@@ -78,7 +90,9 @@ def table(capsys, *args: str) -> str:
 
 
 def test_the_first_line_says_that_packages_are_assumed(capsys):
-    said = "packages are assumed, at versions that the rows take (--packages installed: as they are here)\n"
+    said = (
+        "assumed: all packages are installed, at suitable versions (--packages installed uses those of this machine)\n"
+    )
     assert table(capsys, "--device", "sm90").startswith(said)
     assert "assumed" not in table(capsys, "--device", "sm90", "--packages", "installed")
     assert "assumed" not in table(capsys, "--device", "cpu")
@@ -92,12 +106,16 @@ def test_devices_go_by_the_names_that_people_know(capsys):
     for name, arch in (("h100", "sm90"), ("MI300X", "gfx942"), ("arc b580", "xe2"), ("sm75", "sm75")):
         assert explain(capsys, "--device", name)["layers"][0]["device"].endswith(f":{arch}")
     for name, arch in (("cuda", "sm90"), ("rocm", "gfx942"), ("xpu", "xe2")):
-        assert f"no {name} device is here: the answer is {arch}'s\n" in table(capsys, "--device", name)
+        assert f"this machine has no {name} device: the table is for {arch}\n" in table(capsys, "--device", name)
 
 
 def test_rows_for_other_devices_fold_into_one_line(capsys):
     folded = table(capsys, "--device", "cpu")
-    (line,) = (x for x in folded.splitlines() if x.startswith("for other devices (expertd explain --all says more): "))
+    (line,) = (
+        x
+        for x in folded.splitlines()
+        if x.startswith("backends for other devices (expertd explain --all shows them): ")
+    )
     others = [b.name for b in BACKENDS if all(r.kind != "cpu" for r in b.devices)]
     assert sorted(line.split(": ")[1].split(", ")) == sorted(others)
     assert "runs on cuda" not in folded
@@ -114,7 +132,7 @@ def test_a_faster_row_is_offered_with_its_command(capsys, monkeypatch):
     real, old = probe.installed_as, SimpleNamespace(version="2.1.0")
     monkeypatch.setattr(probe, "installed_as", lambda name: old if name == "triton" else real(name))
     want = next(b.needs["triton"] for b in BACKENDS if b.name == "gluon_sm90")
-    line = f"faster row gluon_sm90 needs triton {want}: pip install 'triton{want}'"
+    line = f"faster backend gluon_sm90 needs triton {want}: pip install 'triton{want}'"
     asked = ("--device", "sm90", "--packages", "installed")
     assert f"\n{line}\n" in table(capsys, *asked)
     advice = {"backend": "gluon_sm90", "needs": f"triton {want}", "command": f"pip install 'triton{want}'"}
@@ -149,7 +167,7 @@ def test_measuring_is_asked_for_done_once_and_remembered(capsys, tmp_path):
 def test_what_is_not_here_is_not_measured_and_that_is_said(capsys, tmp_path):
     assert main([*TINY, "--device", "sm90", "--oracle", "measure", "--cache", str(tmp_path), "--json"]) == 0
     out = capsys.readouterr()
-    assert "nothing is measured" in out.err
+    assert "nothing was measured" in out.err
     layer = json.loads(out.out)["layers"][0]
     assert layer["chosen_by"] == "order"
     assert list(tmp_path.iterdir()) == []
@@ -178,12 +196,14 @@ def test_a_refused_pin_and_a_layer_that_nothing_serves_are_said_below_the_table(
     assert main([*TINY, "--device", "sm90", "--layers", "0", "--backend", "aiter"]) == 0
     out = capsys.readouterr().out
     assert "pinned, refused: runs on rocm, this is cuda:sm90" in out
-    assert "note: the pinned backend aiter does not serve this: expertd serve stops here" in out
+    assert "note: the pinned backend aiter does not serve this layer: expertd serve would not start" in out
     assert main([*TINY, "--device", "sm90", "--layers", "0", "--compute-dtype", "float32", "--backend", "cpu"]) == 0
     assert "note: the pinned backend cpu does not serve this" in capsys.readouterr().out
     folder = Path(__file__).parents[2] / "fixtures" / "hf-fp8-block128-qwen3moe1l"
     assert main(["explain", "--checkpoint", str(folder), "--device", "gfx942", "--activations", "checkpoint"]) == 0
-    text = "no backend serves this: expertd serve stops here (--activations weight-only does not ask for rounding)"
+    text = (
+        "no backend serves this layer: expertd serve would not start (--activations weight-only asks for no quantized"
+    )
     assert f"note: {text}" in " ".join(capsys.readouterr().out.split())
 
 
@@ -200,7 +220,7 @@ def test_what_cannot_be_explained_is_one_line(capsys, tmp_path):
     assert main(["explain", "--checkpoint", str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().err.startswith("expertd explain: ")
     assert main([*TINY, "--device", "sm1"]) == 2
-    assert "devices that need not be here: cpu-portable" in capsys.readouterr().err
+    assert "devices that need not be on this machine: cpu-portable" in capsys.readouterr().err
     assert main([*TINY, "--compute-dtype", "fp8"]) == 2
 
 
@@ -214,7 +234,7 @@ def test_the_configuration_prints_itself(capsys):
 
 def test_a_slow_last_resort_is_said_unless_it_was_asked_for(capsys):
     """An engine that falls back to something slow in silence costs its users days."""
-    slow = "note: nothing faster than the float32 reference serves this: the table says why not"
+    slow = "note: only the slow float32 reference serves this layer: the table has the reasons"
     ask = ["explain", "--synthetic", "tiny:int4_g128", "--device", "sm90"]
     assert main([*ask, "--compute-dtype", "float32"]) == 0
     assert slow in capsys.readouterr().out

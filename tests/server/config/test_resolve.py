@@ -7,7 +7,8 @@ import dataclasses
 
 import pytest
 
-from expertd_server.config.options import OPTIONS
+from expertd_server.config.options import GROUPS, MOST_USED, OPTIONS, TESTS
+from expertd_server.config.parsers import size, size_text
 from expertd_server.config.resolve import add_flags, resolve
 from expertd_server.config.serve import ConfigError, ServeConfig
 from expertd_server.config.values import Address, Ranges, Shard, parse_backend
@@ -149,3 +150,25 @@ def test_shards_cover_every_expert_once_and_differ_by_one_at_most():
 
 def test_ranges_are_sorted_and_without_repeats():
     assert Ranges.parse("7,0-3,2").numbers == (0, 1, 2, 3, 7)
+
+
+@pytest.mark.parametrize("text", ["0", "1", "1536", "20GiB", "512MiB", "3KiB", "2TiB"])
+def test_sizes_are_shown_as_people_write_them(text):
+    n = size(text)
+    assert size(size_text(n)) == n
+    assert size_text(n) == text
+
+
+def test_help_begins_with_the_six_most_needed_options_and_groups_the_rest():
+    parser = argparse.ArgumentParser(prog="expertd serve")
+    add_flags(parser)
+    text = parser.format_help().partition("options:")[2]
+    order = [
+        text.index(f"\n  {flag} ")
+        for flag in ("--checkpoint", "--synthetic", "--device", "--shard", "--listen", "--cache")
+    ]
+    titles = [text.index(f"\n{title}:") for title, _ in GROUPS if title != MOST_USED]
+    assert order + titles == sorted(order + titles)
+    assert len(dict(GROUPS)[MOST_USED]) == 6
+    assert "(default: 4GiB)" in " ".join(text.split())
+    assert [o.name for o in dict(GROUPS)[TESTS]] == ["test_route_us"]

@@ -74,7 +74,7 @@ class Bench:
         table = slot_table()
         self.core.add_layer(
             LayerFacts(
-                layer=layer, generation=generation, hidden_size=hidden_size, num_experts=E, held=HELD, input_weights=1,
+                layer=layer, generation=generation, hidden_size=hidden_size, num_experts=E, held=HELD,
                 slots=table.ctypes.data, expert_tokens=self.counts.ctypes.data, top_k=top_k,
             ),
             [(4, 7, "few"), (0, 8, "many")],

@@ -59,7 +59,7 @@ def main(takes_e4m3, nonfinite):
     slots, counts = slot_table(), words(8, dtype=np.uint64)
     core.add_layer(
         module.LayerFacts(
-            layer=3, generation=1, hidden_size=H, num_experts=EXPERTS, held=6, input_weights=1, top_k=K,
+            layer=3, generation=1, hidden_size=H, num_experts=EXPERTS, held=6, top_k=K,
             takes_e4m3=takes_e4m3, slots=slots.ctypes.data, expert_tokens=counts.ctypes.data,
         ),
         [(0, 7, "b")],

@@ -71,17 +71,17 @@ class Caller:
 
     def reply(self, r: Request, outcome) -> None:
         with self._done:
-            assert r.tag not in self.outcomes, "answered once"
-            self.outcomes[r.tag] = outcome
+            assert r.request_id not in self.outcomes, "answered once"
+            self.outcomes[r.request_id] = outcome
             if isinstance(outcome, Answer):
-                self.outputs[r.tag] = outcome.output.copy()
+                self.outputs[r.request_id] = outcome.output.copy()
             self._done.notify_all()
 
-    def wait(self, *tags: int) -> None:
+    def wait(self, *numbers: int) -> None:
         with self._done:
-            assert self._done.wait_for(lambda: set(tags) <= set(self.outcomes), 20), f"{tags} of {self.outcomes}"
+            assert self._done.wait_for(lambda: set(numbers) <= set(self.outcomes), 20), f"{numbers} of {self.outcomes}"
 
-    def request(self, tag, x, ids, weights, *, layer=0, hidden_dtype="f32", **more) -> Request:
+    def request(self, number, x, ids, weights, *, layer=0, hidden_dtype="f32", **more) -> Request:
         """x [M, H] f32 tensor; ids [M, k] and weights [M, k] lists."""
         ids = np.array(ids, more.pop("id_dtype", np.int32))
         if weights is not None:
@@ -92,7 +92,7 @@ class Caller:
         more = {"arrival_ns": time.monotonic_ns(), "output_dtype": "f32"} | more
         if not isinstance(layer, ServedLayer):
             layer = served(layer, None)  # what submit() goes by is its number
-        return Request(layer, len(x), ids.shape[1], hidden, ids_operand, weights, self.reply, tag=tag, **more)
+        return Request(layer, len(x), ids.shape[1], hidden, ids_operand, weights, self.reply, request_id=number, **more)
 
 
 def served(layer: int, experts, measured=()) -> ServedLayer:
@@ -123,7 +123,7 @@ class Setup:
         self.caller = Caller()
 
     def block(self) -> None:
-        """Make the engine busy with a request (tag 0), so that everything after it waits."""
+        """Make the engine busy with a request (number 0), so that everything after it waits."""
         self.fake.gate.clear()
         self.fake.entered.clear()
         self.engine.submit(self.caller.request(0, inputs(1), [[2]], [[1.0]]))
@@ -132,7 +132,7 @@ class Setup:
     def run(self, *requests: Request) -> None:
         for r in requests:
             self.engine.submit(r)
-        self.caller.wait(*(r.tag for r in requests))
+        self.caller.wait(*(r.request_id for r in requests))
 
 
 def plain_executor(device: torch.device, compute_dtype: str, warm: object) -> tuple[PlainExecutor, str]:

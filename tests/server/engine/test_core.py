@@ -183,6 +183,7 @@ def test_structs_are_the_same_in_python_and_in_cpp():
         module.PeerBoundsStruct,
         module.TraceRecord,
         module.InlineMessage,
+        module.RequestFacts,
     )
     assert [size for size in sizes if size] == [C.sizeof(k) for k in kinds]
     bounds = (C.c_uint64 * len(WAIT_BOUNDS_NS))()

@@ -86,7 +86,7 @@ def test_wide_requests_are_not_one_batch_with_all_the_others():
         c = Caller(b)
         t = inputs(40, k=4)
         assert c.call(c.request(*t, layer=5)) == "TOO_MANY_TOKENS"
-        assert b"got 40 tokens x 4 routes" in c.answer.text
+        assert b"got 160 routes, 4 for each of 40 tokens" in c.answer.text
         t = inputs(32, k=4)
         assert c.call(c.request(*t, layer=5)) == ""
         c.close()

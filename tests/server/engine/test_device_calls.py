@@ -145,7 +145,7 @@ def test_callers_on_devices_and_on_the_host_share_a_batch():
         ({"number": layout.MOST_PREPARED + 1}, "MALFORMED_MESSAGE"),
         ({"kind": layout.ECHO}, "MALFORMED_MESSAGE"),
         ({"layer": 9}, "LAYER_NOT_HELD"),
-        ({"out_dtype": E4M3}, "BAD_DTYPE"),
+        ({"out_dtype": E4M3}, "OUTPUT_DTYPE_UNSUPPORTED"),
     ],
 )
 def test_what_cannot_be_prepared_is_refused_at_once_and_at_a_call(forged, reason):

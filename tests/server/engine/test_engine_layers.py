@@ -66,7 +66,7 @@ def test_what_waits_is_computed_by_what_was_held_when_it_came(make):
 
 def test_a_request_checked_before_a_change_is_computed_by_what_is_held_when_it_is_taken(make):
     s = make()
-    r = s.caller.request(1, inputs(1), [[2]], [[1.0]], layer=s.engine.holding.layer(0))
+    r = s.caller.request(1, inputs(1), [[2]], [[1.0]], layer=s.engine.holding[0])
     other = FakeExperts()
     s.engine.hold([served(0, other)])
     s.run(r)
@@ -75,7 +75,7 @@ def test_a_request_checked_before_a_change_is_computed_by_what_is_held_when_it_i
 
 def test_a_layer_is_forgotten_when_nothing_in_flight_uses_it(make):
     s = make()
-    old = s.engine.holding.layer(0)
+    old = s.engine.holding[0]
     s.block()
     s.engine.submit(s.caller.request(1, inputs(1), [[2]], [[1.0]]))
     fake, s.fake = s.fake, FakeExperts()
@@ -110,7 +110,7 @@ def test_executors_drop_what_they_keep_for_a_forgotten_layer(make, monkeypatch):
 
 def test_a_layer_still_in_use_is_not_forgotten(make):
     s = make()
-    old = s.engine.holding.layer(0)
+    old = s.engine.holding[0]
     s.block()
     assert not s.engine.forget([old], 0.05)
     s.fake.gate.set()

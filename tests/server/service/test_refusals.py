@@ -80,7 +80,7 @@ def test_many_callers_have_a_bounded_number_of_lines(clock, lines):
     assert len(lines()) == 5
     clock.now_s += 11
     refusals.flush()
-    assert lines()[5:] == ["95 more requests of other callers were refused"]
+    assert lines()[5:] == ["95 more requests of other clients were refused"]
 
 
 def test_what_ended_long_ago_is_forgotten(clock):

@@ -65,7 +65,7 @@ def test_a_deadline_counts_from_the_arrival_of_the_message(service, experts):
     peer = Peer(service)
     slot = peer.outlet.slots[1] = Slot(1)
     arrival_ns = time.monotonic_ns() - 50_000_000
-    peer.session.take(slot.view(timeout_us=40_000), arrival_ns, memory=slot)
+    peer.session.take(slot.view(timeout_us=40_000), arrival_ns)
     peer.wait(slot)
     assert [e.reason for e in slot.errors] == ["DEADLINE_EXCEEDED"]
 
@@ -193,7 +193,7 @@ def test_much_that_is_to_be_drawn_keeps_its_caller_waiting_and_nobody_else(servi
     slot = peer.outlet.slots[1] = Slot(1)
     view = slot.view()
     view.hidden_states = TensorView(pb.DATA_TYPE_F32, (TOKENS, H), 6, seeds, None)
-    wait = peer.session.take(view, time.monotonic_ns(), into=slot.out, memory=slot)
+    wait = peer.session.take(view, time.monotonic_ns())
     assert wait is not None
     assert drawing.wait(20)
     assert not wait.done()
@@ -208,7 +208,7 @@ def test_much_that_is_to_be_drawn_keeps_its_caller_waiting_and_nobody_else(servi
     slot = peer.outlet.slots[2] = Slot(2)
     view.request_id = 2
     blocked = service._draw.submit(draw.wait, 20)
-    wait = peer.session.take(view, time.monotonic_ns(), into=slot.out, memory=slot)
+    wait = peer.session.take(view, time.monotonic_ns())
     peer.session.take(pb.CancelRequest(request_id=2), 0)
     draw.set()
     assert blocked.result(20)

@@ -26,18 +26,15 @@ class Outlet:
     def send(self, message):
         self.said.append(message)
 
-    def released(self, memory):
-        pass
-
 
 def in_python(engine, data):
-    """What a Session makes of a message's bytes: the output's bytes, or the error's (code, reason, retryable)."""
+    """What a Session makes of a message's bytes: the output's bytes, or the error's (code, reason, retryable, text)."""
     outlet = Outlet()
     session = Service(engine, Metrics(), Limits(M, 64 << 10, 8)).session(outlet, "caller")
     session.take(decode_stream_request(data), time.monotonic_ns())
     until(lambda: outlet.said)
     said = outlet.said[0]
-    return said if isinstance(said, bytes) else (said.code, said.reason, said.retryable)
+    return said if isinstance(said, bytes) else (said.code, said.reason, said.retryable, said.message)
 
 
 def changed(**fields):

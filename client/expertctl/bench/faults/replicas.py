@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -79,8 +80,8 @@ class Sleeper:
     def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
         return _Way(self, deliver, closed)
 
-    def describe(
-        self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
+    def unary(
+        self, method: str, request: Any, answer: Any, timeout_s: float, wait_for_ready: bool, waiter: Waiter[Any]
     ) -> None:
         layer = pb.Layer(layer=0, num_experts=1, held=[pb.ExpertRange(first=0, count=1)])
         waiter.answer(pb.DescribeResponse(model=pb.Model(fingerprint="sleep", hidden_size=HIDDEN), layers=[layer]))

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--server",
         type=shlex.split,
         metavar="OPTIONS",
-        help="of the server that it starts; of `expertd echo` if --paced",
+        help="of the server that it starts; of `expertd-echo` if --paced",
     )
     parser.add_argument(
         "--cores", type=_cores, metavar="S,G", help="the core of the servers that it starts, and its own"

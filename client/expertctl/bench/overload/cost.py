@@ -4,7 +4,7 @@
     nonfinite   a look at every hidden state (--nonfinite refuse)
     tls, mtls   of gRPC, from certificates in a folder: ca.pem, server.pem, server.key, client.pem, client.key
 
-Two servers that answer with what they get (`expertd echo`), so that nothing hides it.
+Two servers that answer with what they get (`expertd-echo`), so that nothing hides it.
 """
 
 from __future__ import annotations

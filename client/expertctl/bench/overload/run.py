@@ -36,7 +36,7 @@ MODEL = ("--synthetic", "qwen1.5-moe-a2.7b:int4_g128", "--layers", "0", "--devic
 """The server that is started where no address is given: its kernel has one thread, so that two cores are enough, and
 takes so long for few bytes that it is what limits."""
 PACED = ("--batch-us", "4000", "--row-us", "1200", "--hidden-size", "2048")
-"""Of `expertd echo`: a kernel that is a clock, whose capacity is the same whatever else the machine does."""
+"""Of `expertd-echo`: a kernel that is a clock, whose capacity is the same whatever else the machine does."""
 BARE_WAYS = ("streams", "one-stream", "synthetic")
 """Those that a bare server is compared in."""
 _TCP = ("--tcp-listen", "127.0.0.1:0")

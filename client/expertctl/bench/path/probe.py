@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from expertctl.bench.path.rows import Samples
 from expertd.v1 import expert_service_pb2 as pb
@@ -36,10 +37,10 @@ class Probe:
     def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
         return _MainConnection(self._transport.connect(self.timed(deliver), closed), self)
 
-    def describe(
-        self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
+    def unary(
+        self, method: str, request: Any, answer: Any, timeout_s: float, wait_for_ready: bool, waiter: Waiter[Any]
     ) -> None:
-        self._transport.describe(request, timeout_s, wait_for_ready, waiter)
+        self._transport.unary(method, request, answer, timeout_s, wait_for_ready, waiter)
 
     def close(self) -> None:
         self._transport.close()

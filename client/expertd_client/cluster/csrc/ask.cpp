@@ -197,15 +197,26 @@ enum Outcome { kDone = 0, kTimeOver = 1, kAmiss = 2 };
 
 int64_t routes_of(const Share& s) { return get<uint32_t>(s.answer, offsetof(Completion, routes_computed)); }
 
+// Of the weights that computed a part.  What says none has those that it was started with.
+uint64_t version_of(const Share& s) {
+  constexpr uint64_t kFirst = 1;
+  const bool says = get<uint32_t>(s.answer, offsetof(Completion, says_version)) == expertd::shm::kSaysVersion;
+  const uint64_t version = says ? get<uint64_t>(s.answer, offsetof(Completion, version_low)) : 0;
+  return version ? version : kFirst;
+}
+
 // kTimeOver: parts are in flight still.
 Outcome outcome(const Call& c) {
   bool waits = false;
+  uint64_t version = get<uint64_t>(c.form, offsetof(Submission, weights_version));
   for (int64_t n = 0; n < c.count; ++n) {
     const Share& s = c.shares[n];
     if (s.state == kInFlight)
       waits = true;
-    else if (s.state != kAnswered || routes_of(s) != s.routes)
+    else if (s.state != kAnswered || routes_of(s) != s.routes || (version && version_of(s) != version))
       return kAmiss;
+    else
+      version = version_of(s);
   }
   return waits ? kTimeOver : kDone;
 }

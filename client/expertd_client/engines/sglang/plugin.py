@@ -21,9 +21,11 @@ from expertd_client.engines.layer import RankExperts
 from expertd_client.engines.served import Found
 from expertd_client.engines.settings import connection_to, settings_of
 from expertd_client.engines.sglang.refused import Configured, refuse
+from expertd_client.engines.sglang.versions import ADAPTER
 
 __all__ = ["RemoteCore", "RemoteMethod", "install"]
 
+_VERSION = ADAPTER.installed()
 NAME = "expertd"
 LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__"
 _installed = False
@@ -86,7 +88,7 @@ class RemoteMethod(FusedMoEMethodBase):
             fused_shared_experts=layer.num_fused_shared_experts,
             weights_on_input=config.apply_router_weight_on_input,
             no_combine=config.no_combine,
-            draft=layer.is_draft,
+            draft=_VERSION.of_a_draft(layer),
             lora=bool(get_lora().enable_lora),
             method=around or self._instead_of,
         )

@@ -1,12 +1,13 @@
-"""vLLM whose routed experts live on expertd's servers; written for vLLM 0.33.0 (pip install 'expertd[vllm]').
+"""vLLM whose routed experts live on expertd's servers (pip install 'expertd[vllm]'; versions.ADAPTER has the versions).
 
     EXPERTD_ADDRESS=10.0.0.1:7070 vllm serve FRONTEND --compilation-config '{"cudagraph_mode": "PIECEWISE"}'
 
 FRONTEND is a checkpoint without experts (`expertctl strip DIR FRONTEND`).  vLLM finds register() by its entry point
 and calls it in each of its processes; where nobody names servers, its own classes do what they always did.
 
-    plugin    our classes in place of vLLM's: RoutedExperts without weights, the runner around it
-    refused   what cannot work, in sentences; imports no vLLM
+    plugin     our classes in place of vLLM's: RoutedExperts without weights, the runner around it
+    refused    what cannot work, in sentences; imports no vLLM
+    versions   what differs between versions of vLLM
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context, in_piecewise_cudagraph
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
-from vllm.model_executor.layers.fused_moe.expert_substitution import SubstitutedRoutedExperts
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -34,10 +33,12 @@ from expertd_client.engines.layer import RankExperts
 from expertd_client.engines.served import Found
 from expertd_client.engines.settings import Settings, connection_to, settings_of
 from expertd_client.engines.vllm.refused import refuse_engine, refuse_layer
+from expertd_client.engines.vllm.versions import ADAPTER
 
 # Why it is so: decision 122 in DECISIONS.md.
 __all__ = ["RemoteGptOssRoutedExperts", "RemoteMethod", "RemoteMoERunner", "RemoteRoutedExperts", "install"]
 
+_VERSION = ADAPTER.installed()
 SPLITTING_OPS = ("vllm::moe_forward", "vllm::moe_forward_shared")
 RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules whose GPUModelRunner has _dummy_run; the runners of other platforms inherit it."""
@@ -152,7 +153,7 @@ class _Remote:
             moe_config,
             fused_shared_experts=self.expert_map_manager.num_fused_shared_experts,  # type: ignore[attr-defined]
             weights_on_input=self.apply_router_weight_on_input,  # type: ignore[attr-defined]
-            substituted=isinstance(self, SubstitutedRoutedExperts),
+            substituted=_VERSION.substituted(self),
         )
         _split_at_experts(config.compilation_config)
         _watch_dummy_runs()

@@ -1,5 +1,5 @@
 """What vLLM is configured to do that cannot be done with experts that live elsewhere.  No import of vLLM: its objects
-are looked at by the names of their fields (tests/engines/vllm.json checks those against the package)."""
+are looked at by the names of their fields (versions/*.json record those)."""
 
 from __future__ import annotations
 

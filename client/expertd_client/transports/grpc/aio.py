@@ -55,7 +55,7 @@ class AioGrpcTransport:
                 return grpc.aio.insecure_channel(target, opts)
             return grpc.aio.secure_channel(target, secure, opts)
 
-        self._channels = Rotating(credentials, open_, self._close, _describe)
+        self._channels = Rotating(credentials, open_, self._close)
 
     def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
         if self._unary:
@@ -69,16 +69,17 @@ class AioGrpcTransport:
 
         return _Stream(methods.stream_forward(), self.target, self._tasks, deliver, over)
 
-    def describe(
-        self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
+    def unary(
+        self, method: str, request: Any, answer: Any, timeout_s: float, wait_for_ready: bool, waiter: Waiter[Any]
     ) -> None:
         async def ask() -> None:
+            call = self._channels.now().unary(common.path(method), request, answer)
             try:
-                answer = await self._channels.now().describe(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+                got = await call(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
             except grpc.RpcError as error:
                 waiter.fail(common.call_failed(error, self.target))
             else:
-                waiter.answer(answer)
+                waiter.answer(got)
 
         self._tasks.start(ask())
 
@@ -91,14 +92,6 @@ class AioGrpcTransport:
     async def wait_closed(self) -> None:
         """Returns when channel and tasks are gone."""
         await self._tasks.wait()
-
-
-def _describe(channel: Any) -> Any:
-    return channel.unary_unary(
-        common.DESCRIBE,
-        request_serializer=pb.DescribeRequest.SerializeToString,
-        response_deserializer=pb.DescribeResponse.FromString,
-    )
 
 
 class _Tasks:

@@ -21,7 +21,6 @@ from expertd.errors import (
 from expertd.v1 import expert_service_pb2 as pb
 
 __all__ = [
-    "DESCRIBE",
     "FORWARD",
     "STREAM_FORWARD",
     "UNARY",
@@ -31,14 +30,20 @@ __all__ = [
     "channel_options",
     "hidden_status",
     "now_us",
+    "path",
     "stream_ended",
     "unary_timeout_s",
 ]
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
-FORWARD = f"/{_SERVICE}/Forward"
-STREAM_FORWARD = f"/{_SERVICE}/StreamForward"
-DESCRIBE = f"/{_SERVICE}/Describe"
+
+
+def path(method: str) -> str:
+    """What gRPC calls a method of ExpertService."""
+    return f"/{_SERVICE}/{method}"
+
+
+FORWARD, STREAM_FORWARD = path("Forward"), path("StreamForward")
 
 UNARY = "unary calls have no session"
 """Why such a transport has no channel."""

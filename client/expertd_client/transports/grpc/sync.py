@@ -61,7 +61,7 @@ class GrpcTransport:
                 return grpc.insecure_channel(target, opts)
             return grpc.secure_channel(target, secure, opts)
 
-        self._channels = Rotating(credentials, open_, _close, _describe)
+        self._channels = Rotating(credentials, open_, _close)
 
     def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
         if self._unary:
@@ -75,15 +75,16 @@ class GrpcTransport:
 
         return _Stream(methods.stream_forward, self.target, deliver, over)
 
-    def describe(
-        self, request: pb.DescribeRequest, timeout_s: float, wait_for_ready: bool, waiter: Waiter[pb.DescribeResponse]
+    def unary(
+        self, method: str, request: Any, answer: Any, timeout_s: float, wait_for_ready: bool, waiter: Waiter[Any]
     ) -> None:
+        call = self._channels.now().unary(common.path(method), request, answer)
         try:
-            answer = self._channels.now().describe(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            got = call(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
         except grpc.RpcError as error:
             waiter.fail(common.call_failed(error, self.target))
         else:
-            waiter.answer(answer)
+            waiter.answer(got)
 
     def close(self) -> None:
         self._channels.close()
@@ -92,14 +93,6 @@ class GrpcTransport:
 
     async def wait_closed(self) -> None:
         """close() has waited."""
-
-
-def _describe(channel: Any) -> Any:
-    return channel.unary_unary(
-        common.DESCRIBE,
-        request_serializer=pb.DescribeRequest.SerializeToString,
-        response_deserializer=pb.DescribeResponse.FromString,
-    )
 
 
 def _close(channel: Any) -> None:

@@ -24,7 +24,7 @@ from functools import partial
 from typing import TypeAlias
 
 from expertd.dtypes import DTYPE_BYTES
-from expertd.errors import UnavailableError
+from expertd.errors import BadResponseError, UnavailableError
 from expertd.shm.client import Client
 from expertd.shm.layout import FORWARD, Completion, Submission
 from expertd.shm.library import LibraryMissingError
@@ -34,7 +34,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.lent import Lent
 from expertd_client.requests.request import Request
-from expertd_client.requests.result import ForwardResult
+from expertd_client.requests.result import ForwardResult, require_version
 from expertd_client.requests.tensors import device_of, over_memory
 from expertd_client.tracing import TracedCall
 from expertd_client.transports.core_connection import AsyncConnection, BlockingConnection, end_ns
@@ -179,6 +179,11 @@ class ShmConnection(BlockingConnection):
         if answer.refused:
             self._back(ticket)
             raise refusal(answer)
+        try:
+            require_version(answer.weights_version, request)
+        except BadResponseError:
+            self._back(ticket)
+            raise
         output = pinned.get(sent, device_of(request.hidden_states), partial(self._back, ticket))
         if self._over:
             pinned.sweep(wait=True)

@@ -2,6 +2,8 @@
 
 gemm  qweight [K, N/8] I32, nibble i of word c holds column 8c + ORDER[i]; qzeros [groups, N/8] likewise
       scales  [groups, N]
+      8 bits: qweight [K, N/4], byte i of word c holds column 4c + BYTE_ORDER[i]; qzeros [groups, N/4] likewise.
+      (That is the order in which vLLM and SGLang read them for Marlin; AutoAWQ itself writes 4 bits alone.)
 gemv  qweight [N, K/8] I32 in natural order: canonical bytes; scales [N, >= groups], qzeros [N, >= groups / 8]
       padded to a multiple that depends on the group size
 weight[n, k] = (q - zero) * scale
@@ -20,12 +22,15 @@ from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.checkpoint.repack import Repacked, transpose_columns
 from expertd_kernels.checkpoint.tensors import Stored
 from expertd_kernels.weights.canonical import pack_nibbles
-from expertd_kernels.weights.scheme import WHOLE
+from expertd_kernels.weights.scheme import WHOLE, Element
 
 __all__ = ["FORMATS", "layout", "read"]
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, within its eight, that nibble i of a word holds: nibble 4 h + m holds column 2 m + h."""
+
+BYTE_ORDER = (0, 2, 1, 3)
+"""Column, within its four, that byte i of a word holds; its own inverse."""
 
 _PLACE = tuple(ORDER.index(i) for i in range(8))
 """Nibble of a word that holds column i of its eight."""
@@ -35,12 +40,15 @@ _FLOATS = ("F16", "BF16", "F32")
 
 def _info(unit: Unit) -> GroupInfo:
     """Sizes by the shapes, checked against the group size and each other."""
-    if unit.setting("bits") != 4:
-        raise unit.error(f"bits {unit.setting('bits')!r} in the quantization config", "4: AWQ has no other")
+    bits = unit.setting("bits")
+    if bits != 4 and (bits != 8 or _is_gemv(unit)):
+        want = "4: GEMV has no other" if _is_gemv(unit) else "4 or 8"
+        raise unit.error(f"bits {bits!r} in the quantization config", want)
+    fields = 32 // bits
     q = unit.expect("qweight", None, "I32")
     if len(q.shape) != 2:
         raise unit.error(f"shape {list(q.shape)}", "two dimensions", "qweight")
-    n, k = (q.shape[0], q.shape[1] * 8) if _is_gemv(unit) else (q.shape[1] * 8, q.shape[0])
+    n, k = (q.shape[0], q.shape[1] * 8) if _is_gemv(unit) else (q.shape[1] * fields, q.shape[0])
     group = unit.setting("group_size", -1)
     if type(group) is not int or group == 0 or group < -1:
         raise unit.error(f"group_size {group!r} in the quantization config", "-1 or a number > 0")
@@ -54,8 +62,8 @@ def _info(unit: Unit) -> GroupInfo:
             raise unit.error(f"scales {list(scales.shape)}, qzeros {list(zeros.shape)}", f"[{n}, >= {groups}] of both")
     else:
         unit.expect("scales", (groups, n), *_FLOATS)
-        unit.expect("qzeros", (groups, words_for(n, 4)), "I32")
-    return GroupInfo(n, k, 4, WHOLE if group == -1 else group, groups, scale_type(scales), _symmetric(unit))
+        unit.expect("qzeros", (groups, words_for(n, bits)), "I32")
+    return GroupInfo(n, k, bits, WHOLE if group == -1 else group, groups, scale_type(scales), _symmetric(unit))
 
 
 def _symmetric(unit: Unit) -> bool:
@@ -76,22 +84,33 @@ def layout(unit: Unit) -> Layout:
 def read(unit: Unit) -> Part:
     plan = unit.layout or layout(unit)
     symmetric, words, packed_zeros = not plan.scheme.zeros, unit.stored("qweight"), unit.read("qzeros")
+    eight = plan.scheme.element is Element.INT8
     codes: Tensor | Stored | Repacked
     if _is_gemv(unit):
         groups = plan.scheme.scale_shape(plan.n, plan.k)[1]
         codes, scales = words, unit.read("scales")[:, :groups]
         zeros = unpack_fields(packed_zeros, 4, groups, dim=1)
+    elif eight:
+        codes, scales = _gemm_bytes(words.read()).t(), unit.read("scales").t()
+        zeros = _gemm_bytes(packed_zeros).t()
     else:
         codes, scales = _gemm_codes(words), unit.read("scales").t()
         zeros = _gemm_zeros(packed_zeros)
-    if symmetric and not bool((zeros == 8).all()):
+    if symmetric and not bool((zeros == (0 if eight else 8)).all()):
+        middle = 128 if eight else 8
         raise unit.error(
-            "zero points other than 8 though the quantization config says that there are none",
-            "8 everywhere, or zero_point true (sym false) in config.json",
+            f"zero points other than {middle} though the quantization config says that there are none",
+            f"{middle} everywhere, or zero_point true (sym false) in config.json",
             "qzeros",
         )
     bias = unit.read("bias") if unit.has("bias") else None
     return Part(codes, scales, None if symmetric else zeros, bias=bias)
+
+
+def _gemm_bytes(words: Tensor) -> Tensor:
+    """[rows, N/4] words in BYTE_ORDER -> [rows, N] int8: unsigned bytes minus 128."""
+    fields = words.contiguous().view(torch.uint8).view(*words.shape, 4)[..., list(BYTE_ORDER)]
+    return (fields ^ 0x80).view(torch.int8).flatten(1)
 
 
 def _gemm_zeros(words: Tensor) -> Tensor:
@@ -142,7 +161,10 @@ def _autoround_rule(unit: Unit) -> str | None:
 
 _PACKINGS = ("auto_round:auto_awq", "auto_round:awq")
 _TENSORS = {"qweight": "I32", "qzeros": "I32", "scales": " ".join(_FLOATS)}
-_GEMM_PACKING = "`qweight` I32 [K, N/8] along N, columns 0 2 4 6 1 3 5 7 of each eight"
+_GEMM_PACKING = (
+    "`qweight` I32 [K, N/8] along N, columns 0 2 4 6 1 3 5 7 of each eight; 8 bits: [K, N/4], columns 0 2 1 3 of each"
+    " four"
+)
 _ZEROS = "`qzeros` I32 in the same order, as they are"
 
 FORMATS = (

@@ -132,17 +132,17 @@ def build(
     out: Path | None = None,
     *,
     sanitize: str = "",
-    driver: bool = False,
+    program: Path | None = None,
     only_if_stale: bool = False,
     stand_ins: Units | None = None,
     machine: str = "",
 ) -> Path:
     """Compiles and links; returns the library's path (default: beside the sources).
 
-    sanitize: "" or what -fsanitize= takes ("address,undefined", "thread").  driver: link the self-test program
-    (driver.cpp) instead of the library.  only_if_stale: nothing is done where the result is current.  stand_ins: other
-    files to be compiled in place of sources of the same name.  machine: as in find_compiler.  The result is moved into
-    place whole, so that a process never loads half of one.
+    sanitize: "" or what -fsanitize= takes ("address,undefined", "thread").  program: a source with main(), which is
+    linked with the library's sources into a program instead of the library.  only_if_stale: nothing is done where the
+    result is current.  stand_ins: other files to be compiled in place of sources of the same name.  machine: as in
+    find_compiler.  The result is moved into place whole, so that a process never loads half of one.
     """
     out = out or HERE / LIBRARY
     if only_if_stale and is_current(out):
@@ -150,7 +150,7 @@ def build(
     compiler = find_compiler(machine)
     units = {
         **_units(machine or platform.machine()),
-        **({"driver": (HERE / "driver.cpp", [])} if driver else {}),
+        **({"program": (program, [])} if program else {}),
         **(stand_ins or {}),
     }
     flags = list(FLAGS)
@@ -164,7 +164,7 @@ def build(
         exports = Path(folder) / "exports.map"
         exports.write_text(EXPORTS)
         own = [] if sanitize else [f"-Wl,--version-script={exports}", *(["-s"] if machine else [])]
-        shared = [] if driver else ["-shared", *own]
+        shared = [] if program else ["-shared", *own]
         link = [*compiler, *flags, *shared, *map(str, objects), "-o", str(made)]
         try:  # without the compiler's own libraries, the result also runs where they are older
             _run(link if sanitize else [*link, "-static-libgcc", "-static-libstdc++"])
@@ -213,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only-if-stale", action="store_true", help="do nothing where the result is current")
     parser.add_argument("--check", action="store_true", help="say whether the library is stale, and build nothing")
     parser.add_argument("--machine", default="", metavar="NAME", help="x86_64 or aarch64, for an old glibc, by ziglang")
-    parser.add_argument("--driver", action="store_true", help="build the self-test program instead of the library")
+    parser.add_argument("--program", type=Path, metavar="FILE", help="link FILE, which has main(), into a program")
     args = parser.parse_args(argv)
     if args.check:
         print(stale(args.out or HERE / LIBRARY), end="")
@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
             build(
                 args.out,
                 sanitize=args.sanitize,
-                driver=args.driver,
+                program=args.program,
                 only_if_stale=args.only_if_stale,
                 machine=args.machine,
             )

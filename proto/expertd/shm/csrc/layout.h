@@ -21,6 +21,8 @@ namespace expertd::shm {
 constexpr uint64_t kMagic = 0x31306d6873707865;  // "expshm01"
 constexpr uint32_t kVersion = 2;
 constexpr uint64_t kPage = 4096;
+constexpr uint32_t kSaysVersion = 0x017677ff;
+// No text begins so: a server that knows no versions leaves there what was there before.
 
 // One side's sleep: it sets `sleeps`, looks once more, then waits at its socket; who writes an entry rings if it is set,
 // and clears it, so that a sleep is rung for once.
@@ -40,8 +42,21 @@ struct alignas(512) Completion {
   uint32_t retry_after_us;
   uint64_t arrival_ns;
   char name[36];  // refused: row of the error table; computed: the backend
-  char text[404];
+  union {
+    char text[404];  // of one that is refused
+    struct {         // of one that is computed: set_version
+      uint32_t says_version, version_low, version_high;
+    };
+  };
+
+  // Of the weights that computed it.
+  void set_version(uint64_t version) {
+    says_version = kSaysVersion;
+    version_low = uint32_t(version);
+    version_high = uint32_t(version >> 32);
+  }
 };
+static_assert(offsetof(Completion, says_version) == 108 && offsetof(Completion, version_low) == 112, "layout.py says so");
 static_assert(sizeof(Completion) == 512, "the first 128 bytes hold all of an answer but an error's text");
 
 struct alignas(64) Word {
@@ -106,7 +121,8 @@ struct alignas(128) Submission {
   uint8_t trace[24];  // W3C trace id and parent id, zeros = none
   uint32_t number;    // of kPrepare, 1 to kMostPrepared: which one it is, or replaces
   uint32_t hidden_size;  // what the client takes H for; 0 = not told
-  uint8_t reserved[12];
+  uint8_t reserved[4];
+  uint64_t weights_version;  // that must compute it; 0 = the one that is served
 };
 static_assert(sizeof(Submission) == 128, "two cache lines");
 

@@ -45,7 +45,7 @@ struct Request : expertd::shm::Ticket {
     const bool scaled = out_dtype == Frame::kE4m3;
     const uint64_t before_scales = expertd::e4m3::scales_at(rows, columns);
     const uint64_t bytes = scaled ? rows * columns : out_bytes, scales_bytes = scaled ? out_bytes - before_scales : 0;
-    return t.there && !t.odd && t.dtype == out_dtype && t.rank == 2 && t.shape[0] == rows && t.shape[1] == columns &&
+    return t.there && !t.odd && uint32_t(t.dtype) == out_dtype && t.rank == 2 && t.shape[0] == rows && t.shape[1] == columns &&
            t.bytes == bytes && t.scales_bytes == scales_bytes && (!scales_bytes || t.scales >= t.raw + before_scales);
   }
 

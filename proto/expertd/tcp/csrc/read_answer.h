@@ -26,6 +26,7 @@ struct Answer {
         inner = message.inside();
       }
     memset(static_cast<void*>(&completion), 0, offsetof(shm::Completion, text));
+    completion.set_version(0);
     if (!message.good) return false;
     return kind == 1 ? forward(inner) : kind == 2 ? error(inner) : true;
   }
@@ -49,6 +50,7 @@ struct Answer {
       if (f.number == 4 && f.kind == 0) c.routes_computed = uint32_t(f.value);
       if (f.number == 5 && f.kind == 2) timing(f.inside());
       if (f.number == 6 && f.kind == 2) load(f.inside());
+      if (f.number == 8 && f.kind == 0) c.set_version(f.value);
     }
     return good && f.good;
   }

@@ -63,6 +63,7 @@ struct Frame {
     const std::string traceparent = traceparent_of(s.trace);
     last.text(10, traceparent.data(), traceparent.size());
     last.number(11, s.flags & shm::kRouterWeightOnInput ? 1 : 0);
+    last.number(13, s.weights_version);
     const uint64_t inner = first.size() + t.hidden_bytes + scales.size() + (scaled ? t.scales_bytes : 0) + ids.size() +
                            t.ids_bytes + weights.size() + t.weights_bytes + tail.size();
     std::string message;

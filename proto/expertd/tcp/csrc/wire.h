@@ -80,23 +80,26 @@ class Fields {
 
 // A Tensor.  raw: its bytes; odd: spelled in another way, and so are its scales.
 struct Tensor {
+  static constexpr uint32_t kMostRank = 8;  // expertd.bounds.MAX_RANK
+
   bool there = false, odd = false, has_scales = false, odd_scales = false;
-  uint32_t dtype = 0, rank = 0, block = 0;
-  uint64_t shape[2] = {};
+  int32_t dtype = 0;
+  uint32_t rank = 0, block = 0;
+  uint64_t shape[kMostRank] = {};
   const uint8_t *raw = nullptr, *scales = nullptr;
   uint64_t bytes = 0, scales_bytes = 0;
 
-  // False: it is no Tensor.  Of longer shapes only the rank is kept.
+  // False: it is no Tensor.  Of a longer shape the first extents are kept.
   bool read(Fields f) {
     if (there) return false;  // twice
     there = true;
     while (f.next()) {
       if (f.number == 1 && f.kind == 0) {
-        dtype = uint32_t(f.value);
+        dtype = int32_t(f.value);
       } else if (f.number == 2 && f.kind == 0) {
         extent(f.value);
       } else if (f.number == 2 && f.kind == 2) {
-        for (Fields packed = f.inside(); !packed.empty() && rank <= kMostRank;) {
+        for (Fields packed = f.inside(); !packed.empty();) {
           uint64_t v = 0;
           if (!packed.varint(&v)) return false;
           extent(v);
@@ -120,10 +123,8 @@ struct Tensor {
   }
 
  private:
-  static constexpr uint32_t kMostRank = 8;
-
   void extent(uint64_t v) {
-    if (rank < 2) shape[rank] = uint32_t(v);
+    if (rank < kMostRank) shape[rank] = uint32_t(v);
     ++rank;
   }
 };

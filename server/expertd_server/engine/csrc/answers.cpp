@@ -37,14 +37,6 @@ void add(BatchRecord* to, const BatchRecord& r) {
   to->deliver_ns += r.deliver_ns;
 }
 
-const char* const kReasonNames[kReasons] = {
-    "",          "CANCELLED",         "DEADLINE_EXCEEDED",     "QUEUE_FULL",          "DRAINING",
-    "LAYER_NOT_HELD", "TOO_MANY_TOKENS", "BAD_SHAPE",          "BAD_DTYPE",           "MALFORMED_MESSAGE",
-    "EXPERT_ID_OUT_OF_RANGE", "NON_FINITE_WEIGHTS", "UNSUPPORTED_COMBINATION", "BACKEND_FAILED", "OVERLOADED",
-    "MISSING_REQUEST_ID", "DUPLICATE_REQUEST_ID", "TOO_MANY_REQUESTS_IN_FLIGHT", "BAD_BYTE_COUNT", "BAD_TENSOR_SPELLING",
-    "OUTPUT_DTYPE_UNSUPPORTED", "SCALES_UNSUPPORTED", "NON_FINITE_HIDDEN_STATES",
-};
-
 void publish(const Item* item, shm::Completion& c, bool refused) {
   if (item->called)
     item->port->publish_call(refused);
@@ -117,11 +109,13 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
     c.queued_requests = uint32_t(busy_.all_requests());
     c.token_ns = busy_.token_ns.load(std::memory_order_relaxed);
     snprintf(c.name, sizeof c.name, "%s", lane ? lane->layer->name_at(lane->rows) : "");
+    c.set_version(item->weights_version);
     count(kComputed);
     publish(item, c, false);
   } else {
     Outcome o{};
     o.handle = item->handle;
+    o.weights_version = item->weights_version;
     o.routes_computed = routes;
     o.queue_ns = uint32_t(waited_ns);
     o.collect_ns = collect_ns;
@@ -190,20 +184,14 @@ void Answers::delivered(uint32_t deliver_ns) {
     if (t.batch_requests && !t.deliver_ns) t.deliver_ns = deliver_ns;
 }
 
+void Answers::refuse(Item* item, const Refusal& why) { refuse(item, why.reason, 0, "%s", why.text.c_str()); }
+
 void Answers::refuse_bad(Item* item, const LayerFacts& layer, const Bad& bad) {
   char got[40] = "another number";  // its memory is a device's, or says otherwise now
-  if (bad.hidden) {
-    refuse(item, kNonFiniteHiddenStates, 0, "hidden_states[%u, %u]: got %g, want finite numbers: the server refuses others", bad.row,
-           bad.column, bad.value);
-  } else if (bad.weight) {
-    if (bad.value != 0) snprintf(got, sizeof got, "%g", bad.value);
-    refuse(item, kNonFiniteWeights, 0, "topk_weights[%u, %u]: got %s, want a finite number", bad.row, bad.column, got);
-  } else {
-    if (bad.value != 0) snprintf(got, sizeof got, "%.0f", bad.value);
-    refuse(item, kExpertIdOutOfRange, 0,
-           "topk_ids[%u, %u] of layer %u: got %s, want 0 to %u, or -1 for a route that nobody computes here", bad.row,
-           bad.column, layer.layer, got, layer.num_experts - 1);
-  }
+  if (bad.hidden) return refuse(item, refusal<Text::nonfinite_hidden_state>(bad.row, bad.column, double(bad.value)));
+  if (bad.value != 0) snprintf(got, sizeof got, bad.weight ? "%g" : "%.0f", double(bad.value));
+  if (bad.weight) return refuse(item, refusal<Text::nonfinite_weight>(bad.row, bad.column, got));
+  refuse(item, refusal<Text::expert_id>(bad.row, bad.column, layer.layer, got, layer.num_experts - 1));
 }
 
 void Answers::session_gone(uint64_t handle) {

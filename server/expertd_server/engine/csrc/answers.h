@@ -9,6 +9,7 @@
 #include <mutex>
 #include <vector>
 
+#include "check.h"
 #include "core.h"
 #include "layer.h"
 #include "lines.h"
@@ -48,6 +49,7 @@ class Answers {
   void answer(Item* item, const Lane* lane, uint32_t routes, uint64_t waited_ns);
   void refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const char* format, ...)
       __attribute__((format(printf, 5, 6)));
+  void refuse(Item* item, const Refusal& why);
   void refuse_bad(Item* item, const LayerFacts& layer, const Bad& bad);
   void session_gone(uint64_t handle);
   // All of a batch is answered, which took so long: what is held of it is told so.

@@ -6,6 +6,7 @@
 
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstring>
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -16,7 +17,7 @@ using namespace expertd;
 API void expertd_core_sizes(uint64_t* out) {
   const uint64_t sizes[] = {sizeof(Config), sizeof(Forward), sizeof(Outcome), sizeof(LayerFacts),
                             sizeof(LaneMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load), sizeof(Waiting), sizeof(Measured),
-                            sizeof(PeerBounds), sizeof(TraceRecord), sizeof(InlineMessage)};
+                            sizeof(PeerBounds), sizeof(TraceRecord), sizeof(InlineMessage), sizeof(RequestFacts)};
   for (uint64_t size : sizes) *out++ = size;
 }
 
@@ -32,6 +33,15 @@ API uint32_t expertd_core_submit(Core* c, const Forward* f, uint64_t* handle, ui
   return c->submit(*f, handle, retry_after_us);
 }
 API uint32_t expertd_core_admits(Core* c, const Forward* f, uint32_t* retry_after_us) { return c->admits(*f, retry_after_us); }
+// text: of `size` bytes, why not.
+API uint32_t expertd_core_check(Core* c, const RequestFacts* request, char* text, uint32_t size) {
+  const Refusal bad = c->check(*request);
+  snprintf(text, size, "%s", bad.text.c_str());
+  return bad.reason;
+}
+API void expertd_core_not_held(Core* c, uint32_t layer, char* text, uint32_t size) {
+  snprintf(text, size, "%s", c->not_held(layer).text.c_str());
+}
 API void expertd_core_went_out(Core* c, uint64_t ns) { c->went_out(ns); }
 API void expertd_core_drain(Core* c) { c->drain(); }
 API void expertd_core_stop(Core* c) { c->stop(); }
@@ -55,12 +65,14 @@ API void expertd_core_cancel(Core* c, uint64_t handle) {
   c->command(std::move(x));
 }
 
-// backends: `count` pairs (rows up to, 0 = any; the caller's number for it), ascending, and their names.
+// backends: `count` pairs (rows up to, 0 = any; the caller's number for it), ascending, and their names.  keeps: the layer
+// that it replaces is held for requests that ask for its version, until another is kept or expertd_core_drop_kept.
 API void expertd_core_add_layer(Core* c, const LayerFacts* facts, const uint32_t* backends, const char* const* names,
-                                uint32_t count, const Measured* measured, uint32_t measurements) {
+                                uint32_t count, const Measured* measured, uint32_t measurements, int keeps) {
   Command x{};
   x.kind = Command::kAddLayer;
   x.layer = facts->layer;
+  x.keeps = keeps != 0;
   x.made = std::make_unique<Layer>();
   x.made->facts = *facts;
   x.made->slots.assign(facts->slots, facts->slots + facts->num_experts + 1);
@@ -73,7 +85,7 @@ API void expertd_core_add_layer(Core* c, const LayerFacts* facts, const uint32_t
   c->command(std::move(x));
 }
 
-// Experts that answer with what they get (LayerFacts.call): for `expertd echo`.  pace: microseconds that a batch takes,
+// Experts that answer with what they get (LayerFacts.call): for `expertd-echo`.  pace: microseconds that a batch takes,
 // in its upper half, and those of a row.
 API int32_t expertd_core_copy(void* pace, const void*, const Call* c) {
   if (const uint64_t us = (uint64_t(pace) >> 32) + uint64_t(c->m) * (uint64_t(pace) & 0xffffffff))
@@ -86,6 +98,12 @@ API void expertd_core_remove_layer(Core* c, uint32_t layer) {
   Command x{};
   x.kind = Command::kRemoveLayer;
   x.layer = layer;
+  c->command(std::move(x));
+}
+
+API void expertd_core_drop_kept(Core* c) {
+  Command x{};
+  x.kind = Command::kDropKept;
   c->command(std::move(x));
 }
 

@@ -127,8 +127,7 @@ bool Core::compute_here(const Forward& f, uint64_t handle, Outcome* at_once) {
   int asleep = kAsleep;
   if (config_.device || config_.max_wait_ns || !driver_.compare_exchange_strong(asleep, kBorrowed)) return false;
   bool all = false;
-  const auto found = layers_.find(f.layer);
-  const Layer* layer = found == layers_.end() ? nullptr : found->second.get();
+  const Layer* layer = held(f.layer, f.weights_version);
   const double expected = layer && layer->facts.call ? layer->work->times.expect(f.tokens, f.top_k) : 0;  // 0: not known
   if (expected > 0 && expected <= double(config_.brief_ns) && !interrupted_.load() && !free_.empty()) {
     answers_.await(handle, at_once);
@@ -142,6 +141,11 @@ bool Core::compute_here(const Forward& f, uint64_t handle, Outcome* at_once) {
 }
 
 void Core::command(Command&& c) {
+  if (c.kind == Command::kAddLayer || c.kind == Command::kRemoveLayer) {
+    const std::lock_guard<std::mutex> lock(held_mutex_);
+    held_.erase(c.layer);
+    if (c.made) held_.emplace(c.layer, c.made->facts);
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     inbox_.push_back(std::move(c));

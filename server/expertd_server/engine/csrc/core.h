@@ -22,7 +22,7 @@ inline uint32_t size_of(uint8_t dtype) {
 
 inline bool is_float(uint32_t dtype) { return dtype == kF32 || dtype == kF16 || dtype == kBf16; }
 
-// Rows of the error table, by number.
+// Reasons of the error table, by number; engine/refusal_texts.py has their names.
 enum Reason : uint32_t {
   kComputed = 0,
   kCancelled,
@@ -47,6 +47,8 @@ enum Reason : uint32_t {
   kOutputDtypeUnsupported,
   kScalesUnsupported,
   kNonFiniteHiddenStates,
+  kOutputFormUnknown,
+  kVersionNotHeld,
   kReasons
 };
 
@@ -66,7 +68,9 @@ struct Forward {
   uint64_t out;      // [M, H] of out_dtype; of e4m3 with its scales behind it, as e4m3.h has them in one piece
   uint64_t bytes;    // of memory that the request holds until it is answered; 0 = none of this process's own
   uint64_t arrival_ns, deadline_ns;  // CLOCK_MONOTONIC; deadline 0 = none
+  uint64_t weights_version;          // that must compute it; 0 = the one that is served
   uint32_t layer, tokens, top_k, caller;
+  uint32_t hidden_size;  // H that the request was checked with; 0 = not told
   uint8_t hidden_dtype, ids_dtype, weights_dtype, out_dtype;
   uint8_t router_weight_on_input;
   uint8_t on_device;  // the addresses are the device's; only of sessions
@@ -81,27 +85,25 @@ struct Forward {
   }
 };
 
-// What requests have in common that are checked alike: only ids and weights are left to be looked at.
-struct Form {
+// A message of a gRPC stream that holds a request with raw tensors and nothing unusual, checked (messages.cpp).
+struct InlineMessage {
   uint32_t layer, tokens, hidden_size, top_k;
   uint8_t hidden_dtype, ids_dtype, weights_dtype, out_dtype;  // out: as it is answered
   uint8_t router_weight_on_input;
-  uint8_t spare[3];
-};
-
-// A message of a gRPC stream that holds a request with raw tensors, and nothing unusual (messages.cpp).
-struct InlineMessage {
-  Form form;
-  uint32_t traced;  // it has a traceparent
+  uint8_t traced;  // it has a traceparent
+  uint8_t spare[2];
   uint64_t request_id, timeout_us, sent_us;
   uint64_t hidden, scales, ids, weights;  // where they begin in the message
+  uint64_t output_bytes;                  // of the output
   uint64_t answer_bytes;                  // of the message that answers it
+  uint64_t weights_version;               // as in Forward
 };
 
 // What became of one Forward, or that a session is gone (then `handle` is the session's).
 struct Outcome {
   uint64_t handle;
   uint64_t posted_ns;  // when it was there to be taken
+  uint64_t weights_version;  // that computed it; 0 = the layer has none
   uint32_t reason;  // Reason
   uint32_t routes_computed;
   uint32_t queue_ns, collect_ns, kernel_ns, deliver_ns;
@@ -129,7 +131,6 @@ struct LayerFacts {
   uint32_t layer, generation;
   uint32_t hidden_size, num_experts;
   uint32_t held;  // experts here
-  uint32_t input_weights;  // takes the router weight on the input
   uint32_t top_k;          // of the model; a batch has at most max_tokens times as many routes.  0 = no bound
   uint32_t takes_e4m3;     // on a device: its experts take hidden states as codes and scales
   const int32_t* slots;
@@ -138,6 +139,7 @@ struct LayerFacts {
   int32_t (*call)(void* context, const void* experts, const Call*);  // computes a batch on a CPU; null: Python does
   void* context;
   const void* experts;
+  uint64_t weights_version;  // 0 = it has none
 };
 
 // What a batch of a layer took before it was served.

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -36,8 +37,9 @@ namespace expertd {
 enum RunCode : uint32_t { kStopped = 0, kRun = 1, kCheck = 2, kInterrupted = 3 };
 
 struct Command {
-  enum Kind { kForward, kAddLayer, kRemoveLayer, kAddGraph, kAddPort, kRemovePort, kCancel } kind;
+  enum Kind { kForward, kAddLayer, kRemoveLayer, kDropKept, kAddGraph, kAddPort, kRemovePort, kCancel } kind;
   uint32_t layer = 0, generation = 0;
+  bool keeps = false;  // kAddLayer: the layer that it replaces is computed still for requests that ask for its version
   uint64_t handle = 0;
   Forward forward{};
   Account* account = nullptr;
@@ -66,6 +68,9 @@ class Core {
   // An answer took so long from its outcome to its caller's connection.
   void went_out(uint64_t ns);
   void command(Command&& c);
+  // The check of a request, against the layer of that number as the last command leaves it.
+  Refusal check(const RequestFacts& r);
+  Refusal not_held(uint32_t layer);
   void drain();  // takes nothing new
   void stop();   // run() returns once everything is answered
   void interrupt();  // run() returns kInterrupted when no batch is under way and what was said before is taken
@@ -111,6 +116,9 @@ class Core {
   void obey(Command& c);
   void add_layer(Command& c);
   void remove_layer(uint32_t number);
+  void drop_kept();
+  Layer* held(uint32_t number, uint64_t version) const;
+  Refusal missing(uint32_t number, uint64_t version);
   void remove_port(uint64_t handle);
   void drop_waiting(const Port* p);
   void forget_closed();
@@ -125,8 +133,7 @@ class Core {
   void accept(Port* p, const shm::Submission& s, bool called);
   void turn_away(Item* item, const Verdict& v);
   void prepare(Port* p, const shm::Submission& s, Item* item);
-  bool fits(Item* item, const LayerFacts& layer, uint32_t hidden_size);
-  bool check(const Port* p, const shm::Submission& s, Item* item, const LayerFacts& layer);
+  bool place(const Port* p, const shm::Submission& s, Item* item, uint32_t hidden_size);
   void echo(Item* item, const LayerFacts& layer);
 
   uint32_t advice_us(const Verdict& v) const;
@@ -159,8 +166,9 @@ class Core {
   std::vector<Lane*> free_;
   std::deque<Lane*> under_way_;  // in the order in which they were started
   std::unordered_map<uint32_t, std::unique_ptr<Layer>> layers_;
+  std::unordered_map<uint32_t, std::unique_ptr<Layer>> kept_;    // of the version before, for those who ask for it
   std::vector<std::unique_ptr<Layer>> retired_;  // held no more, but requests wait for them or are computed
-  std::vector<Layer*> serving_;  // of layers_ and retired_
+  std::vector<Layer*> serving_;  // of layers_, kept_ and retired_
   std::vector<std::unique_ptr<Port>> ports_;
   Graphs shared_;  // those of any layer
   Accounts accounts_;
@@ -182,6 +190,9 @@ class Core {
   uint64_t checked_ns_ = 0, last_end_ns_ = 0, called_ns_ = 0;
   uint64_t usual_rest_ns_ = 0;  // from when there was nothing to do until something came, recently
   int epoll_ = -1, wake_ = -1;
+
+  std::mutex held_mutex_;
+  std::map<uint32_t, LayerFacts> held_;  // without their memory; layers_ follows when its command is obeyed
 
   std::mutex mutex_;  // inbox_, next_handle_
   std::vector<Command> inbox_, taken_;  // in the order in which it came

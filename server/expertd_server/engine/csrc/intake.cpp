@@ -4,10 +4,44 @@
 #include <algorithm>
 #include <cstring>
 
+#include "check.h"
 #include "core_class.h"
 #include "peers.h"
 
 namespace expertd {
+namespace {
+
+TensorFacts raw_tensor(uint8_t dtype, uint64_t rows, uint64_t columns) {
+  TensorFacts t{};
+  t.present = 1;
+  t.dtype = dtype;
+  t.spelling = kRaw;
+  t.rank = 2;
+  t.shape[0] = rows;
+  t.shape[1] = columns;
+  t.amount = rows * columns * size_of(dtype);
+  return t;
+}
+
+// hidden_size: of the layer, where the client does not tell what it takes H for.
+RequestFacts facts_of(const shm::Submission& s, uint32_t hidden_size) {
+  const uint64_t M = s.tokens, H = s.hidden_size ? s.hidden_size : hidden_size;
+  RequestFacts r{};
+  r.layer = s.layer;
+  r.output_dtype = s.out_dtype;
+  r.weight_on_input = (s.flags & shm::kRouterWeightOnInput) != 0;
+  r.hidden = raw_tensor(s.hidden_dtype, M, H);
+  r.ids = raw_tensor(s.ids_dtype, M, s.top_k);
+  r.weights = raw_tensor(s.weights_dtype, M, s.top_k);
+  if (s.hidden_dtype == kE4m3) {
+    r.hidden.scaled = 1;
+    r.hidden.scale_block = uint32_t(e4m3::kBlock);
+    r.hidden.scale_bytes = e4m3::scales_bytes(M, H);
+  }
+  return r;
+}
+
+}  // namespace
 
 bool Core::take_inbox() {
   if (!incoming_.load(std::memory_order_seq_cst)) return false;
@@ -28,13 +62,16 @@ void Core::enqueue(const Command& c) {
   item->account = c.account;
   item->foreseen_ns = c.foreseen_ns;
   item->work = c.work;
-  const auto found = layers_.find(item->f.layer);
+  Layer* layer = held(item->f.layer, item->f.weights_version);
   const Forward f = item->f;  // the item is gone where it is answered
   Account* account = item->account;
-  if (found == layers_.end()) {
-    answers_.refuse(item, kLayerNotHeld, 0, "layer: got %u, want one of those held here; Describe lists them", f.layer);
-  } else if (!item->work || fits(item, found->second->facts, item->work->hidden_size)) {  // Python has checked its own
-    if (f.tokens) return found->second->lines[f.router_weight_on_input ? 1 : 0].push_back(item);
+  if (!layer) {
+    answers_.refuse(item, missing(f.layer, f.weights_version));
+  } else if (f.hidden_size && f.hidden_size != layer->facts.hidden_size) {
+    answers_.refuse(item, not_held(f.layer));  // since it was checked, another layer has its number
+  } else {
+    item->weights_version = layer->facts.weights_version;
+    if (f.tokens) return layer->lines[f.router_weight_on_input ? 1 : 0].push_back(item);
     answers_.answer(item, nullptr, 0, 0);
   }
   accounts_.leave(account, f);
@@ -49,6 +86,8 @@ void Core::obey(Command& c) {
       return add_layer(c);
     case Command::kRemoveLayer:
       return remove_layer(c.layer);
+    case Command::kDropKept:
+      return drop_kept();
     case Command::kAddGraph: {
       const auto part = std::get<0>(c.key);
       if (part != kWhole && part != kExperts) return shared_.add(c.key, c.rows, c.exec);
@@ -70,7 +109,13 @@ void Core::obey(Command& c) {
 
 void Core::add_layer(Command& c) {
   auto& at = layers_[c.layer];
-  if (at) retire(std::move(at));
+  if (at && c.keeps) {
+    auto& kept = kept_[c.layer];
+    if (kept) retire(std::move(kept));
+    kept = std::move(at);
+  } else if (at) {
+    retire(std::move(at));
+  }
   at = std::move(c.made);
   at->work = accounts_.forecast([&](Forecast& f) {
     LayerWork* work = f.layer(c.layer, at->facts.top_k);
@@ -85,7 +130,35 @@ void Core::remove_layer(uint32_t number) {
   if (found == layers_.end()) return;
   std::unique_ptr<Layer> layer = std::move(found->second);
   layers_.erase(found);
+  if (const auto kept = kept_.find(number); kept != kept_.end()) {
+    retired_.push_back(std::move(kept->second));
+    kept_.erase(kept);
+  }
   retire(std::move(layer));
+}
+
+void Core::drop_kept() {
+  auto kept = std::move(kept_);
+  kept_.clear();
+  for (auto& one : kept) retired_.push_back(std::move(one.second));
+  forget_retired();
+}
+
+// The layer that computes a request for it; version 0 = whichever is served.  Null: missing() says why.
+Layer* Core::held(uint32_t number, uint64_t version) const {
+  const auto found = layers_.find(number);
+  if (found == layers_.end()) return nullptr;
+  if (!version || version == found->second->facts.weights_version) return found->second.get();
+  const auto kept = kept_.find(number);
+  return kept != kept_.end() && version == kept->second->facts.weights_version ? kept->second.get() : nullptr;
+}
+
+Refusal Core::missing(uint32_t number, uint64_t version) {
+  const auto found = layers_.find(number);
+  if (found == layers_.end()) return not_held(number);
+  std::string held = std::to_string(found->second->facts.weights_version);
+  if (const auto kept = kept_.find(number); kept != kept_.end()) held += ", " + std::to_string(kept->second->facts.weights_version);
+  return refusal<Text::version_not_held>(version, held);
 }
 
 // A request is computed by the generation that was held when it came.
@@ -108,6 +181,7 @@ void Core::forget_retired() {
 void Core::list_serving() {
   serving_.clear();
   for (const auto& layer : retired_) serving_.push_back(layer.get());
+  for (const auto& [number, layer] : kept_) serving_.push_back(layer.get());
   for (const auto& [number, layer] : layers_) serving_.push_back(layer.get());
 }
 
@@ -204,11 +278,15 @@ void Core::accept(Port* p, const shm::Submission& s, bool called) {
   f.on_device = (s.flags & shm::kOnDevice) != 0;
   if (config_.traces && !called) memcpy(f.trace, s.trace, sizeof f.trace);
   if (called && s.kind == 0) return answers_.refuse(item, kMalformed, 0, "call: got a number under which nothing was prepared");
-  const auto found = layers_.find(s.layer);
-  if (found == layers_.end())
-    return answers_.refuse(item, kLayerNotHeld, 0, "layer: got %u, want one of those held here; Describe lists them", s.layer);
-  const LayerFacts& layer = found->second->facts;
-  if (!check(p, s, item, layer)) return;
+  f.weights_version = s.weights_version;
+  Layer* found = held(s.layer, s.weights_version);
+  if (!found) return answers_.refuse(item, missing(s.layer, s.weights_version));
+  const LayerFacts& layer = found->facts;
+  item->weights_version = layer.weights_version;
+  const RequestFacts facts = facts_of(s, layer.hidden_size);
+  if (const Refusal bad = check_request(facts, layer, config_.max_tokens)) return answers_.refuse(item, bad);
+  f.out_dtype = output_dtype(facts);
+  if (!place(p, s, item, layer.hidden_size)) return;
   if (s.kind == shm::kEcho) return echo(item, layer);
   if (s.kind == shm::kPrepare) return prepare(p, s, item);
   if (f.tokens == 0) return answers_.answer(item, nullptr, 0, 0);
@@ -219,7 +297,7 @@ void Core::accept(Port* p, const shm::Submission& s, bool called) {
   item->foreseen_ns = v.foreseen_ns;
   busy_.enter(f.tokens);
   busy_.admitted.fetch_add(1, std::memory_order_relaxed);
-  found->second->lines[f.router_weight_on_input].push_back(item);
+  found->lines[f.router_weight_on_input].push_back(item);
 }
 
 // With the words of admission.py.
@@ -242,63 +320,42 @@ void Core::turn_away(Item* item, const Verdict& v) {
                   llu(all.requests), llu(all.tokens), llu(own.requests), llu(own.tokens), f.tokens);
 }
 
-// Everything is bounded before it is paid for.  hidden_size: what the caller takes H for, 0 = not told.  False: refused.
-bool Core::fits(Item* item, const LayerFacts& layer, uint32_t hidden_size) {
-  const Forward& f = item->f;
-  const uint64_t M = f.tokens, H = layer.hidden_size, k = f.top_k;
-  if (M > config_.max_tokens) {
-    answers_.refuse(item, kTooManyTokens, 0, "hidden_states: got %u tokens, want at most %u; split the batch", f.tokens, config_.max_tokens);
-    return false;
+Refusal Core::check(const RequestFacts& r) {
+  {
+    const std::lock_guard<std::mutex> lock(held_mutex_);
+    const auto found = held_.find(r.layer);
+    if (found != held_.end()) return check_request(r, found->second, config_.max_tokens);
   }
-  if (layer.top_k && M * k > uint64_t(config_.max_tokens) * layer.top_k) {
-    answers_.refuse(item, kTooManyTokens, 0, "topk_ids: got %u tokens x %u routes, want at most %u x %u; split the batch",
-                    f.tokens, f.top_k, config_.max_tokens, layer.top_k);
-    return false;
-  }
-  if (hidden_size && hidden_size != H) {
-    answers_.refuse(item, kBadShape, 0, "hidden_states: got rows of %u, want %u", hidden_size, layer.hidden_size);
-    return false;
-  }
-  if (k < 1 || k > layer.num_experts) {
-    answers_.refuse(item, kBadShape, 0, "topk_ids: got top_k %u, want 1 to %u", f.top_k, layer.num_experts);
-    return false;
-  }
-  const bool good_output = is_float(f.out_dtype) || (f.out_dtype == kE4m3 && !f.on_device);
-  if (!(is_float(f.hidden_dtype) || f.hidden_dtype == kE4m3) || !is_float(f.weights_dtype) || !good_output ||
-      (f.ids_dtype != kI32 && f.ids_dtype != kI64)) {
-    answers_.refuse(item, kBadDtype, 0,
-                    "dtypes of hidden_states, topk_ids, topk_weights, output: got %u, %u, %u, %u, want a float, an integer and two"
-                    " floats, of which E4M3 may be the first, and the last where it is on the host",
-                    f.hidden_dtype, f.ids_dtype, f.weights_dtype, f.out_dtype);
-    return false;
-  }
-  if (f.router_weight_on_input && (k != 1 || !layer.input_weights)) {
-    answers_.refuse(item, kUnsupportedCombination, 0, "router_weight_on_input: got top_k %u, want 1 and a backend that takes it", f.top_k);
-    return false;
-  }
-  return true;
+  return not_held(r.layer);
 }
 
-// And fills the addresses.
-bool Core::check(const Port* p, const shm::Submission& s, Item* item, const LayerFacts& layer) {
-  Forward& f = item->f;
-  const uint64_t M = f.tokens, H = layer.hidden_size, k = f.top_k;
-  const bool scaled = f.hidden_dtype == kE4m3;
-  if (!fits(item, layer, s.hidden_size)) return false;
-  if (f.on_device && (!p->has_pool() || (s.kind != shm::kForward && s.kind != shm::kPrepare))) {
-    answers_.refuse(item, kMalformed, 0, "tensors: got offsets on a device, want a session with memory there, and a forward");
-    return false;
+Refusal Core::not_held(uint32_t layer) {
+  std::string held;
+  const std::lock_guard<std::mutex> lock(held_mutex_);
+  for (auto at = held_.begin(); at != held_.end();) {
+    const uint32_t first = at->first;
+    uint32_t last = first;
+    while (++at != held_.end() && at->first == last + 1) ++last;
+    held += (held.empty() ? "" : ",") + std::to_string(first) + (last == first ? "" : "-" + std::to_string(last));
   }
+  return refusal<Text::layer_not_held>(layer, held.empty() ? "none" : held);
+}
+
+// Fills the addresses.  False: it is refused.
+bool Core::place(const Port* p, const shm::Submission& s, Item* item, uint32_t hidden_size) {
+  Forward& f = item->f;
+  const uint64_t M = f.tokens, H = hidden_size, k = f.top_k;
+  const bool scaled = f.hidden_dtype == kE4m3;
+  if (f.on_device && (!p->has_pool() || (s.kind != shm::kForward && s.kind != shm::kPrepare)))
+    return answers_.refuse(item, refusal<Text::offsets_on_device>()), false;
+  if (f.on_device && f.out_dtype == kE4m3) return answers_.refuse(item, refusal<Text::e4m3_on_device>()), false;
   f.hidden = p->at(s.hidden, M * H * size_of(f.hidden_dtype), f.on_device);
   f.ids = p->at(s.ids, M * k * size_of(f.ids_dtype), f.on_device);
   f.weights = p->at(s.weights, M * k * size_of(f.weights_dtype), f.on_device);
   f.out = p->at(s.out, tensor_bytes(f.out_dtype, M, H), f.on_device);
   f.scales = scaled ? p->at(s.scales, e4m3::scales_bytes(M, H), f.on_device) : 0;
-  if (!f.hidden || !f.ids || !f.weights || !f.out || (scaled && !f.scales)) {
-    answers_.refuse(item, kMalformed, 0, "tensors: got offsets outside of the session's memory, or no multiples of 16");
-    return false;
-  }
-  return true;
+  if (f.hidden && f.ids && f.weights && f.out && (!scaled || f.scales)) return true;
+  return answers_.refuse(item, refusal<Text::offsets>()), false;
 }
 
 void Core::prepare(Port* p, const shm::Submission& s, Item* item) {

@@ -41,6 +41,7 @@ std::string answer_tail(const Outcome& o, const Load& n, uint64_t decode_ns, uin
   w.number(4, o.routes_computed);
   w.message(5, timing);
   w.message(6, load);
+  w.number(8, o.weights_version);
   return out;
 }
 

@@ -295,11 +295,11 @@ void Peers::handle(Peer* p) {
   pool_.give(&in);
   give_back(p, bytes);
   if (!fields.good)
-    refuse(p, 0, kMalformed, 0, "frame: got bytes that are no StreamForwardRequest; want a serialized protobuf message");
+    refuse(p, 0, refusal<Text::malformed>("StreamForwardRequest"));
   else if (kind == 2)
     cancel(p, forwarded);
   else
-    refuse(p, 0, kMalformed, 0, "message: holds nothing that travels here, want forward or cancel");
+    refuse(p, 0, refusal<Text::no_kind>("forward or cancel"));
 }
 
 void Peers::cancel(Peer* p, tcp::Fields fields) {

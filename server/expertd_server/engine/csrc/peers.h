@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "answers.h"
+#include "check.h"
 #include "core.h"
 #include "frame.h"
 #include "wire.h"
@@ -107,6 +108,7 @@ class Peers : public Sink {
   void cancel(Peer* p, tcp::Fields fields);
   void finish(Work* work, const Outcome& o);
   void refuse(Peer* p, uint64_t id, uint32_t reason, uint32_t retry_after_us, const std::string& text);
+  void refuse(Peer* p, uint64_t id, const Refusal& why) { refuse(p, id, why.reason, 0, why.text); }
   void send(Peer* p, Message&& m);
   void flush(Peer* p);
   void written(Peer* p, Message* m);

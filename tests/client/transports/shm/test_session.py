@@ -240,7 +240,7 @@ def test_a_slot_tells_of_refusals_and_deadlines_and_goes_on(client, sums):
 def test_a_slot_of_other_rows_than_the_layers_is_refused(client):
     slot = client.slot(3, 2 * H, 2, "f32")
     slot.hidden_states[:], slot.topk_ids[:], slot.topk_weights[:] = 1, 0, 1
-    with pytest.raises(BadShapeError, match=f"got rows of {2 * H}, want {H}"):
+    with pytest.raises(BadShapeError, match=rf"got \[3, {2 * H}\], want \[M, {H}\]"):
         slot.forward(0, timeout_s=20)
 
 

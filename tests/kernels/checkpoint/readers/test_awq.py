@@ -21,26 +21,29 @@ PREFIX = "model.layers.0.mlp.experts"
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def pack_columns(codes: Tensor) -> Tensor:
-    """[rows, 8 C] codes -> [rows, C] int32, nibble i of a word from column 8c + ORDER[i]."""
-    out = torch.zeros(codes.shape[0], codes.shape[1] // 8, dtype=torch.int64)
-    for i, column in enumerate(ORDER):
-        out |= codes[:, column::8].long() << (4 * i)
+def pack_columns(codes: Tensor, bits: int = 4) -> Tensor:
+    """[rows, 8 C] codes -> [rows, C] int32, nibble i of a word from column 8c + ORDER[i].  8 bits: 4 C columns, in the
+    order 0 2 1 3."""
+    order = ORDER if bits == 4 else (0, 2, 1, 3)
+    out = torch.zeros(codes.shape[0], codes.shape[1] * bits // 32, dtype=torch.int64)
+    for i, column in enumerate(order):
+        out |= codes[:, column :: len(order)].long() << (bits * i)
     return torch.where(out >= 1 << 31, out - (1 << 32), out).int()
 
 
 def projection(
     g: torch.Generator, pack: Any, n: int, k: int, group: int, zero_point: bool, version: str,
-    dtype: torch.dtype = torch.float16,
+    dtype: torch.dtype = torch.float16, bits: int = 4,
 ) -> Any:  # fmt: skip
     """Tensors as AutoAWQ writes them, and the [n, k] f32 that they mean."""
     of = torch.arange(k) // (k if group == -1 else group)
     groups = int(of.max()) + 1
-    q = torch.randint(0, 16, (n, k), generator=g)
-    zeros = torch.randint(0, 16, (n, groups), generator=g) if zero_point else torch.full((n, groups), 8)
+    q = torch.randint(0, 1 << bits, (n, k), generator=g)
+    middle = torch.full((n, groups), 1 << (bits - 1))
+    zeros = torch.randint(0, 1 << bits, (n, groups), generator=g) if zero_point else middle
     scales = (torch.randn(n, groups, generator=g) * 0.1).to(dtype)
     if version == "gemm":
-        parts = {"qweight": pack_columns(q.t()), "qzeros": pack_columns(zeros.t()), "scales": scales.t()}
+        parts = {"qweight": pack_columns(q.t(), bits), "qzeros": pack_columns(zeros.t(), bits), "scales": scales.t()}
     else:
         spare = -groups % 8
         padded = torch.nn.functional.pad(zeros, (0, spare))
@@ -65,6 +68,7 @@ def make(write_checkpoint: Callable[..., Path], pack_stream: Any) -> Callable[..
         intermediate: int = 96,
         seed: int = 0,
         quant: dict[str, Any] | None = None,
+        bits: int = 4,
     ) -> dict[tuple[int, str], Tensor]:
         g = torch.Generator().manual_seed(seed)
         tensors: dict[str, Tensor] = {}
@@ -72,9 +76,15 @@ def make(write_checkpoint: Callable[..., Path], pack_stream: Any) -> Callable[..
         sizes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
         for e in range(experts):
             for name, (n, k) in sizes.items():
-                parts, means[e, name] = projection(g, pack_stream, n, k, group, zero_point, version)
+                parts, means[e, name] = projection(g, pack_stream, n, k, group, zero_point, version, bits=bits)
                 tensors |= {f"{PREFIX}.{e}.{name}_proj.{s}": t for s, t in parts.items()}
-        config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": zero_point, "version": version}
+        config = {
+            "quant_method": "awq",
+            "bits": bits,
+            "group_size": group,
+            "zero_point": zero_point,
+            "version": version,
+        }
         config |= quant or {}
         write_checkpoint(folder, tensors, quant=config, experts=experts, hidden=hidden, intermediate=intermediate)
         return means
@@ -110,6 +120,28 @@ def test_schemes(make: Callable[..., Any], tmp_path: Path, version: str, zero_po
     assert assert_means(tmp_path, make(tmp_path, version=version, zero_point=zero_point)) == name
 
 
+@pytest.mark.parametrize(("zero_point", "name"), [(True, "int8_g32_zp"), (False, "int8_g32")])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 96), (4, 36)])
+def test_eight_bits(
+    make: Callable[..., Any], tmp_path: Path, zero_point: bool, name: str, hidden: int, intermediate: int
+) -> None:
+    """Sizes that are multiples of 4 and not of 8, too."""
+    means = make(tmp_path, bits=8, zero_point=zero_point, hidden=hidden, intermediate=intermediate)
+    assert assert_means(tmp_path, means) == name
+
+
+def test_eight_bits_are_refused_where_their_order_is_not_known_or_zero_points_are_denied(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
+    make(tmp_path, version="gemv", quant={"bits": 8})
+    with pytest.raises(CheckpointError, match=r"bits 8 .* want 4: GEMV has no other"):
+        open_checkpoint(tmp_path).load(0)
+    (tmp_path / "denied").mkdir()
+    make(tmp_path / "denied", bits=8, quant={"zero_point": False})
+    with pytest.raises(CheckpointError, match=r"qzeros: zero points other than 128"):
+        open_checkpoint(tmp_path / "denied").load(0)
+
+
 def test_zero_points_that_the_config_denies_are_refused(make: Callable[..., Any], tmp_path: Path) -> None:
     make(tmp_path, quant={"zero_point": False})
     with pytest.raises(CheckpointError, match=r"qzeros: zero points other than 8"):
@@ -121,7 +153,8 @@ def test_zero_points_that_the_config_denies_are_refused(make: Callable[..., Any]
     [
         ({"version": "gemv_fast"}, r"awq_other: this version of AWQ's packing is not read"),
         ({"version": "new"}, r"fits no known format; .*version 'new'"),
-        ({"bits": 8}, r"bits 8 .* want 4"),
+        ({"bits": 2}, r"bits 2 .* want 4 or 8"),
+        ({"bits": 8}, r"scales: shape \[2, 96\], want \[2, 48\]"),
         ({"group_size": 0}, r"group_size 0 in .* want -1 or a number > 0"),
         ({"group_size": -2}, r"group_size -2 in .* want -1 or a number > 0"),
         ({"group_size": "32"}, r"group_size '32' in .* want -1 or a number > 0"),

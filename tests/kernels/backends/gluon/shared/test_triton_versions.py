@@ -1,7 +1,12 @@
 """The kernels under each version of Triton that the oracle takes: compiled for sm_90 by that version in a process of
-its own.  Which: EXPERTD_TEST_TRITON, for instance "3.6.0,3.8.0" or "all"; by default the newest, unless it is installed
-and the other tests compile with it.  pip puts each into build/triton once, beside what is installed."""
+its own.  pip puts each version into build/triton once, beside what is installed.
 
+EXPERTD_TEST_TRITON, for instance "3.6.0,3.8.0" or "all" (`make triton`), says which, and writes to triton_versions.json
+which state of the kernels compiled under them.  Without it the newest version compiles them, where they changed since
+it was last recorded, and unless it is installed and the other tests compile with it."""
+
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -17,14 +22,33 @@ from expertd_kernels.oracle.table import BACKENDS
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 ROOT = Path(__file__).parents[5]
 FILES = ("gluon/test_launches.py", "portable/test_compile.py", "test_glue_compile.py")
+COMPILERS = ("dry_gpu.py", *(f"backends/{name}" for name in FILES))
 SECONDS = 800
+RECORD = Path(__file__).with_name("triton_versions.json")
+ASKED = os.environ.get("EXPERTD_TEST_TRITON", "")
 
 
 def wanted() -> list[str]:
-    asked = os.environ.get("EXPERTD_TEST_TRITON", "")
-    if asked == "all":
+    if ASKED == "all":
         return list(VERSIONS)
-    return asked.split(",") if asked else [v for v in VERSIONS[-1:] if v != installed("triton")]
+    return ASKED.split(",") if ASKED else [v for v in VERSIONS[-1:] if v != installed("triton")]
+
+
+def kernels_digest() -> str:
+    """Of the sources that name Triton, and of the tests that compile them."""
+    kernels = ROOT / "kernels/expertd_kernels"
+    sources = [
+        p for room in ("backends", "rows") for p in kernels.glob(f"{room}/**/*.py") if b"triton" in p.read_bytes()
+    ]
+    found = hashlib.sha256()
+    for path in sorted([*sources, *(ROOT / "tests/kernels" / name for name in COMPILERS)]):
+        found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def recorded() -> dict[str, str]:
+    """{version: kernels_digest() of the kernels that compiled under it}."""
+    return dict(json.loads(RECORD.read_text())) if RECORD.exists() else {}
 
 
 def folder_of(version: str) -> Path:
@@ -45,6 +69,8 @@ def folder_of(version: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", wanted())
 def test_every_kernel_compiles_under(version, tmp_path):
+    if not ASKED and recorded().get(version) == kernels_digest():
+        pytest.skip("the kernels are as they were when `make triton` compiled them")
     paths = [os.environ.get("PYTHONPATH", ""), *(str(ROOT / name) for name in ("proto", "kernels", "server", "client"))]
     if version != installed("triton"):
         paths.insert(0, str(folder_of(version)))
@@ -60,6 +86,23 @@ def test_every_kernel_compiles_under(version, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
     assert " skipped" not in done.stdout
+    if ASKED:
+        RECORD.write_text(json.dumps({**recorded(), version: kernels_digest()}, indent=0, sort_keys=True) + "\n")
+
+
+def test_a_changed_kernel_is_not_taken_for_the_recorded_one(tmp_path, monkeypatch):
+    here = kernels_digest()
+    kernels = tmp_path / "kernels/expertd_kernels"
+    shutil.copytree(ROOT / "kernels/expertd_kernels/backends", kernels / "backends")
+    shutil.copytree(ROOT / "kernels/expertd_kernels/rows", kernels / "rows")
+    for name in COMPILERS:
+        (copy := tmp_path / "tests/kernels" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "tests/kernels" / name, copy)
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert kernels_digest() == here
+    with (kernels / "backends/gluon/shared/routing.py").open("a") as f:
+        f.write("# changed\n")
+    assert kernels_digest() != here
 
 
 @pytest.mark.parametrize("row", [b for b in BACKENDS if b.name.startswith("gluon_")], ids=lambda b: b.name)

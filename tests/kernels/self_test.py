@@ -1,4 +1,4 @@
-"""Builds and runs the CPU kernel's self-test program (csrc/driver.cpp)."""
+"""Builds and runs the CPU kernel's self-test program (native/self_test.cpp)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from expertd_kernels.native.csrc import build
 
 EMULATED = Path(__file__).parent / "emulated"
+SOURCE = Path(__file__).parent / "native" / "self_test.cpp"
 LEVELS = ("level_avx512", "level_avx512_bf16")
 
 
@@ -27,7 +28,7 @@ def make(folder: Path, sanitize: str = "", emulate: tuple[str, ...] | None = Non
     except build.BuildError as e:
         pytest.skip(str(e))
     units = {} if emulate is None else stand_ins(emulate)
-    return build.build(folder / "driver", driver=True, sanitize=sanitize, stand_ins=units)
+    return build.build(folder / "self_test", program=SOURCE, sanitize=sanitize, stand_ins=units)
 
 
 def run(program: Path, *mistake: str) -> tuple[int, str]:

@@ -68,7 +68,7 @@ class TcpEngine(Protocol):
 
 
 class TcpDoor:
-    """A Transport that sessions of another one open.  tls: the context of a new connection, None = plain text."""
+    """A Listener.  tls: the context of a new connection, None = plain text."""
 
     def __init__(
         self,
@@ -115,6 +115,11 @@ class TcpDoor:
             time.sleep(_POLL_S)
         self.close()
         return done
+
+    @property
+    def notice(self) -> str:
+        """Where it listens, after start()."""
+        return f"sessions over TCP on {self.address}"
 
     @property
     def sessions(self) -> int:
@@ -218,7 +223,7 @@ class TcpDoor:
                 self._admitting.append(caller)
         if caller is None:
             if said:
-                log.warning("tcp: a client came with a token that is not valid; it was refused")
+                log.warning("tcp: refused a client with an invalid token")
             sock.close()
             return
         try:

@@ -86,10 +86,28 @@ class _Ticket(NamedTuple):
 
 
 class GpuDoor:
-    """A ShmDoor for sessions whose tensors lie on a GPU ("cuda_ipc")."""
+    """A Listener for connections whose tensors lie on a GPU ("cuda_ipc").  It listens, drains and closes with the
+    ShmDoor that it belongs to."""
+
+    notice = ""
 
     def __init__(self, door: ShmDoor) -> None:
         self._door = door
+
+    def start(self) -> str:
+        """The ShmDoor listens already."""
+        return ""
+
+    def open(self) -> None:
+        """See ShmDoor."""
+
+    def drain(self, until_s: float) -> bool:
+        """The ShmDoor does."""
+        del until_s
+        return True
+
+    def close(self) -> None:
+        """The ShmDoor does."""
 
     def offer(self, caller: str, host: str) -> tuple[str, str, str]:
         """See ShmDoor."""
@@ -101,8 +119,10 @@ class GpuDoor:
 
 
 class ShmDoor:
-    """A Transport that sessions of another one open.  arena_bytes: of each session's region; most_bytes: of all
-    together.  pool_bytes: of each session from a GPU, on the server's; most_pools: sessions from GPUs."""
+    """A Listener.  arena_bytes: of each connection's region; most_bytes: of all together.  pool_bytes: of each
+    connection from a GPU, on the server's; most_pools: connections from GPUs."""
+
+    notice = ""
 
     def __init__(
         self,
@@ -225,7 +245,7 @@ class ShmDoor:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
             if peer_uid(sock) not in (os.getuid(), 0) or len(self._guests) >= 2 * _MOST_PENDING:
-                log.warning("shared memory: a process of another user asked for a session; it was refused")
+                log.warning("shared memory: refused a process of another user")
                 sock.close()
                 return
             sock.setblocking(False)
@@ -252,7 +272,7 @@ class ShmDoor:
     def _admit(self, guest: _Guest) -> None:
         ticket = self._take_ticket(guest.said)
         if ticket is None:
-            log.warning("shared memory: a client came with a token that is not valid; it was refused")
+            log.warning("shared memory: refused a client with an invalid token")
             return self._dismiss(guest)
         guest.caller = ticket.caller
         made: list[Region | Pool] = []
@@ -270,7 +290,7 @@ class ShmDoor:
                 pool.send(guest.sock)
             self._poll.modify(guest.sock.fileno(), select.POLLRDHUP)
         except (RegionError, PoolError, OSError) as e:
-            log.warning("shared memory: a session could not be opened: %s", e)
+            log.warning("shared memory: a connection could not be opened: %s", e)
             if not guest.handle:
                 for memory in made:
                     memory.close()

@@ -1,5 +1,6 @@
 // Self-test of the C ABI without Python, for builds with sanitizers or with emulated instructions:
-//   python -m expertd_kernels.native.csrc.build --sanitize address,undefined --driver --out build/cpu_driver && build/cpu_driver
+//   python -m expertd_kernels.native.csrc.build --sanitize address,undefined --program tests/kernels/native/self_test.cpp \
+//     --out build/self_test && build/self_test
 // With an argument (wrong, overflow, misaligned, race) it makes that mistake itself: a proof that mistakes are seen.
 // Every buffer has exactly the size that the ABI asks for, so that reading or writing past one is seen. Packs, unpacks, and computes
 // with each level of this machine and several numbers of threads; the answers must agree with a plain loop over dequantized weights.

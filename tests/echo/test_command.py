@@ -1,4 +1,4 @@
-"""expertd echo: what it is told wrong is said in a sentence."""
+"""expertd-echo: a wrong option, and a port in use, are one sentence each; help needs no extra."""
 
 import socket
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from expertd_server.cli import main
+from expertd_echo.command import main
 
 
 def test_a_port_that_is_taken():
@@ -14,9 +14,9 @@ def test_a_port_that_is_taken():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        command = [sys.executable, "-m", "expertd_server.cli", "echo", "--listen", address]
+        command = [sys.executable, "-m", "expertd_echo", "--listen", address]
         done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-    said = f"expertd echo: --listen {address}: cannot listen there: Address already in use\n"
+    said = f"expertd-echo: --listen {address}: cannot listen there: Address already in use\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 
@@ -31,5 +31,5 @@ def test_a_port_that_is_taken():
 )
 def test_an_option_that_is_none(words, want, capsys):
     with pytest.raises(SystemExit):
-        main(["echo", *words])
+        main(words)
     assert want in capsys.readouterr().err

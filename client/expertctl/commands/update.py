@@ -1,0 +1,57 @@
+"""`expertctl update`: new weights for servers, from a folder that each of them reads."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from expertctl.commands.options import ADDRESS, add_credentials, credentials
+from expertctl.common.counts import at_least, positive
+from expertd.tables import console
+from expertd_client.weights import DeltaFolder, Updater, publish_delta_folder
+
+__all__ = ["add_parser", "run"]
+
+_DETAILS = """Servers need --admin-listen and room for a second version; they go on serving.  Every server reads,
+quantizes, packs and checks its own experts; when all of them are ready, all of them switch.  Where one is not, none
+does.  The version before stays in memory until the next update begins: expertctl versions --rollback."""
+
+
+def add_parser(subparsers: Any, text: str) -> None:
+    parser = subparsers.add_parser("update", help=text, description=f"Will {text}.", epilog=_DETAILS)
+    parser.add_argument("address", metavar="ADDRESS", nargs="+", help=ADDRESS)
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder, on the servers' machines")
+    parser.add_argument("--version", type=at_least(1), default=0, metavar="N", help="its number (the next one)")
+    parser.add_argument("--label", default="", metavar="TEXT", help="for people, shown by expertctl versions")
+    parser.add_argument(
+        "--delta",
+        metavar="DIR",
+        help="send what changed since --checkpoint: a folder of slime's delta updates, on this machine, as --checkpoint"
+        " then is",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only ask whether there is room for a second version")
+    parser.add_argument("--timeout", type=positive, default=60.0, metavar="S", help="of each question (60)")
+    add_credentials(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    out = console()
+    with Updater(args.address, credentials=credentials(args), timeout_s=args.timeout) as updater:
+        if args.dry_run:
+            for address, answer in updater.each("begin", lambda s: s.begin("", dry_run=True)).items():
+                out.print(f"{address}: room for a second version beside version {answer.base}", soft_wrap=True)
+        elif args.delta is not None:
+            if args.version:
+                raise ValueError(
+                    "--version: got it with --delta, want one of them: the delta's folder says its version"
+                )
+            base = DeltaFolder(args.delta).base
+            served = {versions[0].number for versions in updater.versions().values()}
+            if len(served) != 1:
+                raise ValueError(f"--delta: got servers of versions {sorted(served)}, want one version")
+            number = publish_delta_folder(updater, args.delta, args.checkpoint, served.pop() - base)
+            out.print(f"version {number} is served by {len(args.address)} servers")
+        else:
+            number = updater.from_checkpoint(args.checkpoint, args.version, label=args.label)
+            out.print(f"version {number} is served by {len(args.address)} servers")
+    return 0

@@ -1,0 +1,5 @@
+"""Shared memory, for clients on this host ("shm") and for tensors on its GPUs ("cuda_ipc")."""
+
+from expertd_server.transports.shm.listener import GpuDoor, ShmDoor, ShmEngine
+
+__all__ = ["GpuDoor", "ShmDoor", "ShmEngine"]

@@ -1,0 +1,33 @@
+"""The listener for TCP, made of the server's options.  See Listen in transports/table.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from expertd_kernels.sources.source import LayerInfo
+from expertd_server.config.serve import ServeConfig
+from expertd_server.engine.peers import PeerBounds
+from expertd_server.service.service import Service
+from expertd_server.transports.listening import listening
+from expertd_server.transports.security import Security, tls_context
+from expertd_server.transports.tcp.listener import TcpDoor
+
+__all__ = ["tcp_listener"]
+
+_MOST_BYTES = 1 << 30
+"""Of messages and answers of all connections together, at least."""
+
+
+def tcp_listener(config: ServeConfig, service: Service, infos: Sequence[LayerInfo]) -> TcpDoor | str:
+    """For clients on any host, with TLS where gRPC has it."""
+    del infos
+    where = config.tcp_where
+    if where is None:
+        return f"the server has it off (--tcp {config.tcp}, no --tcp-listen); --tcp-listen HOST:PORT switches it on"
+    security = Security(config.tls_cert, config.tls_key, config.tls_client_ca)
+    most = service.limits.max_message_bytes
+    bounds = PeerBounds(most, max(_MOST_BYTES, 4 * most), config.max_in_flight)
+    with listening("--tcp-listen", where):
+        listener = TcpDoor(service.engine, where, bounds, tls=tls_context(security, service.metrics.reloaded))
+        listener.start()
+    return listener

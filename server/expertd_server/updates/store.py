@@ -1,0 +1,108 @@
+"""What a restart serves: the version that was committed last, and where its weights are.
+
+Beside the file of --held stands a folder `<file>.weights`: `served.json` says which version is served; tensors that
+came over the network lie in a folder for each version, as they came.  A version from a checkpoint's folder stays there.
+Without --held nothing is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from expertd_kernels.atomic_file import replacing
+from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
+from expertd_kernels.checkpoint.checkpoint import Checkpoint
+from expertd_kernels.checkpoint.kept import open_kept, write_layer
+from expertd_server.boot.assignment import WrongOptionError
+from expertd_server.updates.versions import CHECKPOINT, START, TENSORS, Version
+
+__all__ = ["Served", "Store"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """highest: number that a version was ever served under here; fingerprint: of the model."""
+
+    version: Version
+    highest: int
+    fingerprint: str
+
+
+class Store:
+    """held: the file of --held; None: nothing is kept."""
+
+    def __init__(self, held: Path | None, layer_template: str | None = None) -> None:
+        self._root = None if held is None else held.with_name(held.name + ".weights")
+        self._template = layer_template
+
+    def recall(self, fingerprint: str) -> Served | None:
+        """What was served last; None: nothing was ever committed.  Raises WrongOptionError."""
+        if self._root is None:
+            return None
+        path = self._root / "served.json"
+        try:
+            found = json.loads(path.read_bytes())
+            served = Served(Version(**found["version"]), int(found["highest"]), str(found["fingerprint"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise WrongOptionError(
+                f"--held: {path}: cannot be read: {e}; delete {self._root} to serve the start"
+            ) from e
+        if served.fingerprint != fingerprint:
+            raise WrongOptionError(
+                f"--held: {path}: got the weights of model {served.fingerprint}, want {fingerprint}; delete"
+                f" {self._root} to serve what --checkpoint says"
+            )
+        return served
+
+    def open(self, version: Version, like: Checkpoint | None, held: Mapping[int, Collection[int]]) -> Checkpoint | None:
+        """The weights of a version that was committed; None: those of the start.  Raises WrongOptionError."""
+        if version.source == START:
+            return None
+        try:
+            if version.source == CHECKPOINT:
+                return open_checkpoint(Path(version.folder), layer_template=self._template)
+            if like is None:
+                raise CheckpointError("the model is synthetic")
+            return open_kept(self.folder(version.number), like, held)
+        except (CheckpointError, OSError) as e:
+            raise WrongOptionError(
+                f"--held: version {version.number} was committed last, and its weights cannot be read: {e}; delete"
+                f" {self._root} to serve what --checkpoint says"
+            ) from e
+
+    @property
+    def keeps(self) -> bool:
+        """Whether tensors are kept after they are packed."""
+        return self._root is not None
+
+    def folder(self, number: int) -> Path:
+        """Of a version's tensors."""
+        assert self._root is not None
+        return self._root / str(number)
+
+    def keep(self, number: int, layer: int, source: Checkpoint, experts: Collection[int]) -> None:
+        """Tensors of a layer of a version that is not committed yet.  Raises OSError where they cannot be written."""
+        if self._root is not None:
+            write_layer(self.folder(number), source.tensors(layer), experts)
+
+    def commit(self, served: Served) -> None:
+        """A restart serves this from now on.  Raises OSError, and then it serves what it did."""
+        if self._root is None:
+            return
+        with replacing(self._root / "served.json") as file:
+            file.write(json.dumps(asdict(served)).encode())
+
+    def drop_but(self, versions: Collection[Version]) -> None:
+        """Delete the tensors of all other versions; what cannot be deleted stays."""
+        if self._root is None or not self._root.is_dir():
+            return
+        keep = {str(v.number) for v in versions if v.source == TENSORS}
+        for folder in self._root.iterdir():
+            if folder.is_dir() and folder.name.isdecimal() and folder.name not in keep:
+                shutil.rmtree(folder, ignore_errors=True)

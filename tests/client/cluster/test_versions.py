@@ -1,0 +1,265 @@
+"""Servers that switch to other weights: no sum ever has terms of two versions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+from cluster_kit import E, Fake, Threaded, batch, experts_of, nothing_under_way, transports
+from waiting import until
+
+from expertd.errors import DeadlineExceededError, PlacementError, WeightsVersionNotHeldError
+from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.cluster import AsyncExpertCluster, ExpertCluster, Policy
+
+X, IDS, W = batch(12)
+WANT, ROUTES = experts_of(X, IDS, W, range(E))
+LOW, HIGH = {0: range(4)}, {0: range(4, 8)}
+pytestmark = pytest.mark.timeout(60)
+
+
+class Versioned(Fake):
+    """Whose answers are as many times WANT as their version says.  versions: held, the served one first."""
+
+    def __init__(self, held, versions=(1,), **options):
+        super().__init__(held, **options)
+        self.versions, self.pinned, self.digest_of = list(versions), [], lambda version, expert: 100 * version + expert
+
+    def serve(self, request):
+        found = super().serve(request)  # `does` may switch it
+        self.pinned.append(request.weights_version)
+        version = request.weights_version or self.versions[0]
+        if version not in self.versions:
+            raise WeightsVersionNotHeldError(f"got {version}, want one of {self.versions}")
+        x = np.frombuffer(found.output.raw, np.float32) * np.float32(version)
+        found.output.data = memoryview(x.tobytes())
+        found.weights_version = version
+        return found
+
+    def describe(self, request):
+        self.weights = lambda expert: [self.digest_of(self.versions[0], expert)]
+        found = super().describe(request)
+        found.versions.extend(pb.WeightVersion(number=v, serving=n == 0) for n, v in enumerate(self.versions))
+        return found
+
+    def switch(self, version):
+        self.versions = [version, self.versions[0]]
+
+    def begin(self):
+        """The next update: the version before is held no more."""
+        self.versions = self.versions[:1]
+
+
+def cluster_of(servers, **options):
+    return ExpertCluster(list(servers), transport=transports(servers, Threaded), **{"timeout_s": 10.0} | options)
+
+
+def check(answer, version):
+    assert answer.weights_version == version
+    np.testing.assert_allclose(answer.output, WANT * version, rtol=1e-5, atol=1e-5)
+    assert answer.routes_computed == ROUTES
+
+
+def knows(cluster, *versions):
+    """Waits until each server is known to serve that version."""
+    for member in cluster._members.by_address.values():
+        cluster._wake(member)
+    until(lambda: tuple(m.versions[0] for m in cluster._members.by_address.values()) == versions)
+    until(lambda: not any(cluster.servers.values()))
+
+
+def test_between_two_switches_calls_are_computed_by_the_version_that_both_hold():
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH)}
+    with cluster_of(servers) as cluster:
+        check(cluster.forward(0, X, IDS, W), 1)
+        servers["a"].switch(2)
+        check(cluster.forward(0, X, IDS, W), 1)  # a answered with 2 first, and was asked again
+        assert cluster._members.version == 1
+        assert servers["a"].pinned == [0, 0, 1]
+        check(cluster.forward(0, X, IDS, W), 1)
+        assert servers["a"].pinned == [0, 0, 1, 1], "from then on it is asked for that version at once"
+        servers["b"].switch(2)
+        knows(cluster, 2, 2)
+        check(cluster.forward(0, X, IDS, W), 2)
+        assert servers["b"].pinned[-1] == 0
+        nothing_under_way(cluster)
+
+
+def test_a_switch_while_parts_are_under_way_mixes_nothing():
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH)}
+    waits, go = threading.Event(), threading.Event()
+
+    def does(request):
+        if not go.is_set():
+            waits.set()
+            assert go.wait(20)
+
+    servers["b"].does = does
+    with cluster_of(servers) as cluster:
+        future = cluster.submit(0, X, IDS, W)
+        assert waits.wait(20)
+        for server in servers.values():  # a has answered with version 1, b will with 2
+            server.switch(2)
+        go.set()
+        check(future.result(20), 1)
+        assert servers["b"].pinned == [0, 1]
+        knows(cluster, 2, 2)
+        check(cluster.forward(0, X, IDS, W), 2)
+
+
+def test_a_version_that_is_gone_meanwhile_is_replaced_by_the_one_that_all_serve():
+    """The cluster learns of it by a refusal, before a Describe says so."""
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH)}
+    with cluster_of(servers) as cluster:
+        servers["a"].switch(2)
+        check(cluster.forward(0, X, IDS, W), 1)
+        servers["b"].switch(2)
+        for server in servers.values():
+            server.begin()
+        check(cluster.forward(0, X, IDS, W), 2)
+
+
+def test_a_server_that_missed_an_update_is_not_asked_for_the_new_version():
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH), "c": Versioned(LOW)}
+    with cluster_of(servers, policy=Policy(hedge=0.0)) as cluster:
+        for name in "ab":
+            servers[name].switch(2)
+            servers[name].begin()
+        knows(cluster, 2, 2, 1)
+        asked = len(servers["c"].asked)
+        for _ in range(20):
+            check(cluster.forward(0, X, IDS, W), 2)
+        assert len(servers["c"].asked) == asked
+        servers["c"].switch(2)
+        knows(cluster, 2, 2, 2)
+        for _ in range(60):
+            check(cluster.forward(0, X, IDS, W), 2)
+        assert len(servers["c"].asked) > asked
+
+
+def test_no_version_that_all_experts_are_held_of_is_no_answer():
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH)}
+    with cluster_of(servers, timeout_s=0.5) as cluster:
+        servers["a"].versions = [3]
+        knows(cluster, 3, 1)
+        with pytest.raises(DeadlineExceededError):
+            cluster.forward(0, X, IDS, W)
+        nothing_under_way(cluster)
+
+
+def test_a_hedge_of_another_version_is_not_added():
+    """The replica that answers first may have switched, the others not."""
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH), "c": Versioned(LOW)}
+    slow = threading.Event()
+    servers["a"].does = lambda request: slow.wait(2)
+    with cluster_of(servers, policy=Policy(hedge=0.0, stall_s=0.05)) as cluster:
+        servers["c"].switch(2)
+        for _ in range(8):
+            check(cluster.forward(0, X, IDS, W), 1)
+        slow.set()
+
+
+def test_a_caller_may_ask_for_a_version():
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH)}
+    with cluster_of(servers) as cluster:
+        for server in servers.values():
+            server.switch(2)
+        check(cluster.forward(0, X, IDS, W, weights_version=1), 1)
+        check(cluster.forward(0, X, IDS, W, weights_version=2), 2)
+        with pytest.raises(WeightsVersionNotHeldError):
+            cluster.forward(0, X, IDS, W, weights_version=7)
+        knows(cluster, 2, 2)
+        check(cluster.forward(0, X, IDS, W), 2)
+        nothing_under_way(cluster)
+
+
+def test_a_version_that_one_replica_holds_is_had_from_that_one():
+    servers = {"a": Versioned({0: range(8)}, [3, 2]), "b": Versioned({0: range(8)}, [3, 2])}
+    with cluster_of(servers) as cluster:
+        servers["b"].begin()
+        for _ in range(10):
+            check(cluster.forward(0, X, IDS, W, weights_version=2), 2)
+
+
+def test_an_old_server_counts_as_the_first_version():
+    servers = {"a": Fake(LOW), "b": Versioned(HIGH)}
+    with cluster_of(servers) as cluster:
+        answer = cluster.forward(0, X, IDS, W)
+        np.testing.assert_allclose(answer.output, WANT, rtol=1e-5, atol=1e-5)
+        servers["b"].switch(2)
+        answer = cluster.forward(0, X, IDS, W)
+        np.testing.assert_allclose(answer.output, WANT, rtol=1e-5, atol=1e-5)
+
+
+def test_other_weights_under_the_same_version_are_refused():
+    servers = {"a": Versioned({0: range(8)}), "b": Versioned({0: range(8)})}
+    with cluster_of(servers) as cluster:
+        servers["b"].digest_of = lambda version, expert: 1000 * version + expert
+        for server in servers.values():
+            server.switch(2)
+        for member in cluster._members.by_address.values():
+            cluster._wake(member)
+        until(lambda: sum("other weights" in why for why in cluster.servers.values()) == 1)
+
+
+def test_two_versions_of_the_same_experts_are_no_conflict():
+    servers = {"a": Versioned({0: range(8)}), "b": Versioned({0: range(8)})}
+    with cluster_of(servers) as cluster:
+        servers["a"].switch(2)
+        knows(cluster, 2, 1)
+        assert not any(cluster.servers.values())
+
+
+def test_in_an_event_loop_too():
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH)}
+
+    async def run():
+        async with AsyncExpertCluster(list(servers), transport=transports(servers), timeout_s=10) as cluster:
+            check(await cluster.forward(0, X, IDS, W), 1)
+            servers["a"].switch(2)
+            check(await cluster.forward(0, X, IDS, W), 1)
+            servers["b"].switch(2)
+            for _ in range(100):
+                answer = await cluster.forward(0, X, IDS, W)
+                check(answer, answer.weights_version)
+                if answer.weights_version == 2:
+                    return
+                await asyncio.sleep(0.05)
+            raise AssertionError("never switched")
+
+    asyncio.run(run())
+
+
+def test_calls_while_servers_switch_again_and_again_are_of_one_version_each():
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH), "c": Versioned(LOW), "d": Versioned(HIGH)}
+    seen, stop = set(), threading.Event()
+
+    def switches():
+        version = 1
+        while not stop.is_set():
+            version += 1
+            for server in servers.values():
+                server.begin()
+                stop.wait(0.01)
+            for server in servers.values():
+                server.switch(version)
+                stop.wait(0.01)
+
+    with cluster_of(servers, policy=Policy(hedge=0.5)) as cluster:
+        thread = threading.Thread(target=switches)
+        thread.start()
+        try:
+            for _ in range(200):
+                try:
+                    answer = cluster.forward(0, X, IDS, W)
+                except (WeightsVersionNotHeldError, PlacementError):
+                    continue  # they switch faster than a call takes
+                check(answer, answer.weights_version)
+                seen.add(answer.weights_version)
+        finally:
+            stop.set()
+            thread.join()
+        assert len(seen) > 1
+        nothing_under_way(cluster)

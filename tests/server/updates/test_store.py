@@ -1,0 +1,301 @@
+"""A restart serves what was committed last, and what cannot be written is not committed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+import trained
+from updating import IDS, Server, W, X
+
+from expertd.errors import ChangeRefusedError, ChangeUnknownError
+from expertd.v1 import weights_service_pb2 as pb
+from expertd_server.boot.assignment import WrongOptionError
+from expertd_server.config.values import Ranges
+
+pytestmark = pytest.mark.timeout(180)
+REFUSED = (ChangeRefusedError, ChangeUnknownError)
+
+
+@pytest.fixture
+def serve():
+    with ExitStack() as stack:
+        yield lambda config: Server(stack, config)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return trained.saved(tmp_path / "step-1", trained.step(1))
+
+
+def config(folder: Path, **more):
+    return trained.config(folder, held=folder.parent / "held.json", **more)
+
+
+def versions(server: Server) -> list[tuple[int, str]]:
+    return [(v.number, v.source) for v in server.client.describe().versions]
+
+
+@pytest.mark.parametrize("quantize", [None, "int4_g128"])
+def test_a_restart_serves_tensors_that_were_committed_last(serve, folder, tmp_path, quantize):
+    options = {"quantize": quantize, "experts": Ranges.parse("1-2")}
+    server = serve(config(folder, **options))
+    fingerprint = server.client.describe().model.fingerprint
+    server.update(trained.step(2), version=7, label="seven")
+    answers, digest = server.answers(), server.client.describe().versions[0].digest
+    server.host.close()
+    again = serve(config(folder, **options))
+    assert again.answers() == answers
+    told = again.client.describe()
+    assert (told.versions[0].number, told.versions[0].label, told.versions[0].digest) == (7, "seven", digest)
+    assert told.model.fingerprint == fingerprint, "its sums are added to those of servers that were not restarted"
+    assert answers == serve(trained.config(trained.saved(tmp_path / "2", trained.step(2)), **options)).answers()
+    with pytest.raises(ChangeRefusedError, match="want more than 7"):
+        again.call("BeginUpdate", update="u", version=7)
+    again.update(trained.step(3), name="v")
+    assert versions(again) == [(8, "tensors"), (7, "tensors")]
+    assert sorted(p.name for p in (tmp_path / "held.json.weights").iterdir() if p.is_dir()) == ["7", "8"]
+    again.update(trained.step(4), name="w")
+    assert sorted(p.name for p in (tmp_path / "held.json.weights").iterdir() if p.is_dir()) == ["8", "9"]
+
+
+def test_a_restart_serves_a_folder_that_was_committed_last(serve, folder, tmp_path):
+    server = serve(config(folder, quantize="int8"))
+    new = trained.saved(tmp_path / "step-2", trained.step(2))
+    server.call("BeginUpdate", update="u", checkpoint=str(new))
+    server.call("PrepareUpdate", update="u")
+    server.call("CommitUpdate", update="u")
+    answers = server.answers()
+    server.host.close()
+    again = serve(config(folder, quantize="int8"))
+    assert (again.answers(), versions(again)) == (answers, [(2, "checkpoint")])
+
+
+def test_a_restart_after_a_rollback_serves_the_version_before(serve, folder):
+    server = serve(config(folder))
+    first = server.answers()
+    server.update(trained.step(2))
+    server.call("RollbackVersion")
+    server.host.close()
+    again = serve(config(folder))
+    assert (again.answers(), versions(again)) == (first, [(1, "start")])
+    with pytest.raises(ChangeRefusedError, match="want more than 2"):
+        again.call("BeginUpdate", update="u", version=2)
+
+
+def test_after_tensors_that_are_kept_experts_can_be_added(serve, folder, tmp_path):
+    """Those that the update brought; of others there are no tensors."""
+    server = serve(config(folder))
+    server.update(trained.step(2))
+    server.host.residence.remove(0, experts=[3])
+    server.host.residence.add(0, experts=[3])
+    assert server.answers() == serve(trained.config(trained.saved(tmp_path / "2", trained.step(2)))).answers()
+
+
+def test_an_update_that_was_not_committed_leaves_nothing(serve, folder, tmp_path):
+    server = serve(config(folder))
+    first = server.answers()
+    server.call("BeginUpdate", update="u")
+    server.put_and_prepare("u", trained.parts(trained.step(2)))
+    assert (tmp_path / "held.json.weights" / "2").is_dir()
+    server.call("AbortUpdate", update="u")
+    assert not (tmp_path / "held.json.weights" / "2").exists()
+    server.host.close()
+    assert serve(config(folder)).answers() == first
+
+
+def full(*_args, **_more):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_refuses_the_update_and_the_old_version_goes_on(serve, folder, monkeypatch):
+    from expertd_server.updates import store
+
+    server = serve(config(folder))
+    first = server.answers()
+    monkeypatch.setattr(store, "write_layer", full)
+    server.call("BeginUpdate", update="u")
+    with pytest.raises(REFUSED, match=r"cannot be kept for a restart: .*No space left"):
+        server.put_and_prepare("u", trained.parts(trained.step(2)))
+    monkeypatch.undo()
+    assert server.answers() == first
+    server.call("BeginUpdate", update="v")
+    server.put_and_prepare("v", trained.parts(trained.step(2)))
+    monkeypatch.setattr(store, "replacing", full)  # full at the commit
+    with pytest.raises(ChangeRefusedError, match="a restart would serve the old version"):
+        server.call("CommitUpdate", update="v")
+    assert server.answers() == first
+    assert versions(server) == [(1, "start")]
+    monkeypatch.undo()
+    server.call("CommitUpdate", update="v")  # there is room again
+    assert server.answers() != first
+
+
+def test_full_memory_refuses_the_update_and_the_old_version_goes_on(serve, folder, monkeypatch):
+    from expertd_kernels.checkpoint import received
+
+    server = serve(trained.config(folder))
+    first = server.answers()
+    server.call("BeginUpdate", update="u")
+    with monkeypatch.context() as patch:
+        patch.setattr(received.os, "pwrite", full)
+        with pytest.raises(ChangeRefusedError, match="No space left"):
+            server.call("PutWeights", update="u", parts=trained.parts(trained.step(2)))
+    server.call("AbortUpdate", update="u")
+    assert server.answers() == first
+    server.update(trained.step(2), name="v")
+    assert server.answers() != first
+
+
+@pytest.mark.parametrize("broken", ["{", '{"version": {}}', "text"])
+def test_a_broken_memory_of_what_was_served_is_said(serve, folder, broken):
+    server = serve(config(folder))
+    server.update(trained.step(2))
+    server.host.close()
+    (folder.parent / "held.json.weights" / "served.json").write_text(broken)
+    with pytest.raises(WrongOptionError, match=r"served\.json: cannot be read: .*; delete"):
+        serve(config(folder))
+
+
+def test_weights_that_are_gone_are_said(serve, folder):
+    server = serve(config(folder))
+    server.update(trained.step(2))
+    server.host.close()
+    (folder.parent / "held.json.weights" / "2" / "layer-00001.safetensors").unlink()
+    with pytest.raises(WrongOptionError, match="version 2 was committed last, and its weights cannot be read"):
+        serve(config(folder))
+
+
+class Process:
+    """`expertd serve` in a process of its own, at one address."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        log = stack.enter_context((folder.parent / "serve.log").open("ab"))
+        command = [sys.executable, "-m", "expertd_server.cli", "serve", "--checkpoint", str(folder), "--device", "cpu"]
+        command += ["--threads", "1", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
+        command += ["--held", str(folder.parent / "held.json")]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        stack.callback(self.kill)
+        for line in self.process.stdout:
+            if "serving on " in line:
+                self.address = line.split("serving on ")[1].split()[0]
+                return
+        raise AssertionError((folder.parent / "serve.log").read_text())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+def test_a_server_killed_after_any_step_serves_what_was_committed_last(folder):
+    """A version is committed first; then the server is killed after each step of an update to the next one."""
+    from expertd_client import ExpertClient
+    from expertd_client.weights import WeightsServer
+
+    said: dict[int, bytes] = {}
+
+    def serves(version: int) -> None:
+        with ExpertClient(server.address, timeout_s=30) as client:
+            found = client.forward(0, X, IDS, W)
+        assert found.weights_version == version
+        assert (
+            said.setdefault(version, found.output.float().numpy().tobytes()) == found.output.float().numpy().tobytes()
+        )
+
+    def update(version: int, until: str) -> None:
+        weights = WeightsServer(server.address)
+        weights.begin("u", version)
+        if until != "begin":
+            weights.put("u", trained.parts(trained.step(version))[: 8 if until == "put" else None])
+        if until not in ("begin", "put"):
+            weights.prepare("u")
+        if until in ("commit", "rollback"):
+            weights.commit("u")
+        if until == "rollback":
+            serves(version)
+            weights.rollback()
+        weights.close()
+
+    with ExitStack() as stack:
+        server = Process(stack, folder)
+        update(2, "commit")
+        number = served = 2
+        serves(served)
+        for step in ("begin", "put", "prepare", "commit", "rollback"):
+            number += 1
+            update(number, step)
+            server.kill()
+            server = Process(stack, folder)
+            served = number if step == "commit" else served
+            serves(served)
+        assert len(set(said.values())) == len(said) > 2
+
+
+def raw(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def differences(before, after, encoding):
+    """Of the experts' tensors that changed."""
+    from expertd_kernels.checkpoint.delta import delta_of
+
+    kind = {"xor": pb.WEIGHT_DELTA_XOR, "overwrite": pb.WEIGHT_DELTA_OVERWRITE}[encoding]
+    return [
+        pb.WeightPart(
+            name=name,
+            dtype="BF16",
+            shape=list(tensor.shape),
+            data=delta_of(raw(before[name]), raw(tensor), encoding),
+            delta=kind,
+            checksum=f"adler32:{zlib.adler32(raw(tensor)):08x}",
+        )
+        for name, tensor in after.items()
+        if ".experts." in name and not torch.equal(tensor, before[name])
+    ]
+
+
+def test_differences_against_the_start_and_against_differences(serve, folder, tmp_path):
+    """One expert stays as it is all the time, a layer at first."""
+    pytest.importorskip("zstandard")
+    server = serve(config(folder, quantize="int4_g128"))
+    now = trained.step(1)
+    for number, encoding, stays in ((2, "xor", ("layers.0.", ".experts.3.")), (3, "overwrite", (".experts.3.",))):
+        after = {n: now[n] if any(s in n for s in stays) else t for n, t in trained.step(number).items()}
+        parts = differences(now, after, encoding)
+        assert len(parts) == (9 if number == 2 else 18)
+        with pytest.raises(ChangeRefusedError, match=f"base: got 9, want {number - 1}"):
+            server.call("BeginUpdate", update="wrong", base=9, delta=True)
+        server.call("BeginUpdate", update=f"u{number}", base=number - 1, delta=True)
+        server.put_and_prepare(f"u{number}", parts)
+        server.call("CommitUpdate", update=f"u{number}")
+        want = serve(trained.config(trained.saved(tmp_path / f"w{number}", after), quantize="int4_g128"))
+        assert server.answers() == want.answers()
+        now = after
+    first = server.answers()
+    server.call("BeginUpdate", update="bad", base=3, delta=True)
+    parts[0].checksum = "adler32:00000000"
+    with pytest.raises(ChangeRefusedError, match="adler32"):
+        server.call("PutWeights", update="bad", parts=parts)
+    server.call("AbortUpdate", update="bad")
+    assert server.answers() == first
+
+
+def test_deltas_need_their_base(serve, folder):
+    server = serve(trained.config(folder))
+    with pytest.raises(ChangeRefusedError, match="delta: want `base`"):
+        server.call("BeginUpdate", update="u", delta=True)
+    server.update(trained.step(2), name="u")
+    with pytest.raises(ChangeRefusedError, match="came as tensors, which are not kept; want --held"):
+        server.call("BeginUpdate", update="v", base=2, delta=True)
+    server.call("BeginUpdate", update="w")
+    part = trained.parts(trained.step(3))[0]
+    part.delta = pb.WEIGHT_DELTA_XOR
+    with pytest.raises(ChangeRefusedError, match="has no base to apply it to"):
+        server.call("PutWeights", update="w", parts=[part])
+    server.call("AbortUpdate", update="w")
