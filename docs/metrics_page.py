@@ -56,20 +56,22 @@ def markdown(note: str) -> str:
 
 {note}
 
-`expertd serve --metrics-listen HOST:PORT` serves them at `/metrics` in Prometheus' text format. A histogram has the
-names `_bucket` (with the label `le`), `_sum` and `_count`. `expertd_expert_tokens_total` has a series for each expert
-of each layer, 6,000 to 23,000 of a large model, and is there with `--expert-metrics yes` alone. `grpc_server_call_*`
-are the names of gRPC's OpenTelemetry plugins (proposal A66) as Prometheus spells them. `expertd_gpu_*` are there on
-NVIDIA GPUs with the extra `nvml`, as far as the GPU tells. With `--traces yes`, buckets of histograms with a star have
-the last traced request in them as exemplar (`trace_id`, `span_id`) in OpenMetrics: its own wait, its batch, and its
-call where that was for it alone (`Forward`, `ModelInfer`).
+`expertd serve --metrics-listen HOST:PORT` serves these series at `/metrics` in Prometheus' text format.
+
+- A histogram has the names `_bucket` (with the label `le`), `_sum` and `_count`.
+- `expertd_expert_tokens_total` has a series for each expert of each layer, 6,000 to 23,000 for a large model. It needs
+  `--expert-metrics yes`.
+- `grpc_server_call_*` are the names of gRPC's OpenTelemetry plugins (proposal A66), as Prometheus spells them.
+- `expertd_gpu_*` needs an NVIDIA GPU and the extra `nvml`.
+- With `--traces yes` and in OpenMetrics format, histograms with a star have exemplars (`trace_id`, `span_id`): the last
+  traced request in each bucket.
 
 | name | kind | unit | what | labels |
 |---|---|---|---|---|
 {chr(10).join(lines)}
 
-`code` and `reason` are those of the table of errors (`expertd/errors.py`). Queries and alerts made of these:
-[deploy/prometheus](../deploy/prometheus/alerts.yaml), [operations.md](operations.md).
+[errors.md](errors.md) explains `code` and `reason`. Queries and alerts: [operations.md](operations.md),
+[deploy/prometheus](../deploy/prometheus/alerts.yaml).
 """
 
 

@@ -168,35 +168,36 @@ def backends_page() -> str:
 
 {GENERATED}
 
-`expertd explain` prints the verdicts for a checkpoint on a device; this page is the table behind it. Every refusal
-and every decision, to be read by eye: [tests/golden/oracle_survey.txt](../tests/golden/oracle_survey.txt).
+A backend is an implementation of a layer's kernels. `expertd explain` prints which backend serves a checkpoint on a
+device and why the others are rejected; this page has the data behind it. Every rejection and every decision:
+[tests/golden/oracle_survey.txt](../tests/golden/oracle_survey.txt).
 
 ## Order of preference
-What is known of a backend on the device decides first: "run on this hardware" (tables of its errors and times are
-under `measured`), then "run on other devices of this kind", then "compared with a reference on a CPU". Within one grade
-the first eligible one of this order is chosen; backends that are not named follow in the order of the table, and
-`cpu_torch` and `reference` stand last. `--oracle measure` chooses by measured times instead.
+The grade of a backend on the device decides first: "run on this hardware" (`measured` names tables of its errors and
+times), then "run on other devices of this kind", then "compared with a reference on a CPU". Within one grade the first
+eligible backend of this order is selected. Backends that are not named here follow in the order of this page;
+`cpu_torch` and `reference` are last. `--oracle measure` selects by measured times instead.
 
 {orders}
 
-## Chosen for a plain layer (E=128, top-8, H=2048, I=768, packages installed)
+## Selected for a plain layer (E=128, top-8, H=2048, I=768, packages installed)
 
-Weight-only, which is how checkpoints are served unless `--activations checkpoint` asks otherwise:
+Weight-only, the default (`--activations weight-only`):
 
 {weight_only}
 
-With activations rounded as a checkpoint may ask (elsewhere no row, and `expertd explain` says why of each):
+With activations rounded as a checkpoint asks (`--activations checkpoint`); on other devices no backend serves them:
 
 {chr(10).join(rounded)}
 
 ## The same bits
-From run to run with `--deterministic runs`; in any batch as well with `--deterministic batches`.
+`--deterministic runs` gives the same bits from run to run, `--deterministic batches` also in any batch.
 
 | backend | `runs` | `batches` |
 |---|---|---|
 {same}
 
-## The rows
+## All backends
 
 {rows}
 """
@@ -225,8 +226,8 @@ def formats_page() -> str:
 
 {GENERATED}
 
-A reader turns each of these into canonical weights, so every backend can serve every format. Zero points, biases and
-rounded activations that are not named do not occur.
+expertd reads these formats. A reader turns each into weights in one common layout, so formats and backends combine
+freely. Zero points, biases and rounded activations that are not named do not occur.
 
 {body}
 """

@@ -362,7 +362,7 @@ class PermissionDeniedError(ExpertdError, PermissionError, code=Code.PERMISSION_
 
 
 class PlacementError(ExpertdError, ValueError, code=Code.FAILED_PRECONDITION, reason="BAD_PLACEMENT"):
-    """A placement is no valid one, or leaves an expert without a holder."""
+    """A placement is not valid, or leaves an expert without a server."""
 
 
 class UnrecognizedError(ExpertdError, code=Code.UNKNOWN, reason="UNRECOGNIZED"):

@@ -143,6 +143,24 @@ def test_a_decision_of_another_form_is_told_what_is_wanted(heading):
         decided(f"{DECISIONS}\n{heading}\n")
 
 
+def test_the_readme_quotes_one_committed_run():
+    """Each row of its table of times stands in the results of that run, number for number."""
+    run = (ROOT / "kernels/bench/results/beside_h200.md").read_text()
+    committed = [[cell.strip() for cell in line.split("|")[3:-1]] for line in run.splitlines() if line.startswith("| ")]
+    table = (ROOT / "README.md").read_text().partition("## Performance")[2].partition("Method:")[0]
+    lines = [line for line in table.splitlines() if line.startswith("|")][2:]
+    quoted = [[cell.strip() for cell in line.split("|")[3:-1]] for line in lines]
+    assert len(quoted) == 4
+    assert all(row in committed for row in quoted)
+
+
+@pytest.mark.parametrize("paper", READ, ids=lambda p: str(p.relative_to(ROOT)))
+def test_extras_that_are_installed_are_there(paper):
+    declared = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    named = re.findall(r"pip install [^\n]*?(?:\.|\.whl|expertd)\[([\w,]+)\]", paper.read_text())
+    assert {extra for names in named for extra in names.split(",")} <= declared
+
+
 SOURCES = {
     "proto": (ROOT / "proto/expertd",),
     "kernels": (ROOT / "kernels/expertd_kernels", ROOT / "kernels"),

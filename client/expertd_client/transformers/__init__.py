@@ -6,8 +6,8 @@
     attach(model, "127.0.0.1:50051")     # a model that was loaded whole: its experts are set aside
     detach(model)                        # and put back
 
-pip install '.[transformers]' in a checkout; versions.ADAPTER has the versions of transformers.  Another one is taken with a
-warning where what is used of it has not changed, and refused when this package is imported where it has.
+pip install '.[transformers]' in a checkout; versions.ADAPTER has the versions of transformers.  Another one is taken
+with a warning where what is used of it has not changed, and refused when this package is imported where it has.
 """
 
 from expertd_client.transformers.attach import Attachment, attach, detach
