@@ -1,4 +1,4 @@
-"""A part of a call while it is under way, and one try of it at one server."""
+"""A sub-request, which is a part of a call while it is under way, and one try of it at one server."""
 
 from __future__ import annotations
 

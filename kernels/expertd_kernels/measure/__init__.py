@@ -1,1 +1,1 @@
-"""What is found by timing on this machine: the tournament of backends, the number of CPU threads."""
+"""What is found by timing on this machine: autotuning of backends, the number of CPU threads."""

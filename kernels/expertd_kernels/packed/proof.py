@@ -1,4 +1,4 @@
-"""The batch that experts are proven on, and the answer it must have.
+"""The integrity record of packed weights: the batch that experts are proven on, and the answer it must have.
 
 One row for each local expert, in which that expert's route dominates (weight 1 against 0.1 to 0.2), so that a single
 wrong expert of hundreds makes a row wrong, not just the sum a little worse; and one row without a route.

@@ -1,9 +1,9 @@
 """The device's executor: how a batch runs there, and the CUDA graphs that the core replays by itself from then on.
 
-A batch is described by its lane's table in pinned memory (expertd_kernels/rows).  Python launches it the first times a
-size comes: collect, experts, deliver, the word.  The second time its pieces are captured and given to the core: the
-experts for each layer, collect and deliver for all layers of one hidden size.  Up to a few rows, and whatever the size
-where all rows lie on the device already, the whole batch is one graph as well: one launch instead of three.
+A batch is described by a table in the pinned memory of its batch slot (expertd_kernels/rows).  Python launches it the
+first times a size comes: collect, experts, deliver, the word.  The second time its pieces are captured and given to the
+core: the experts for each layer, collect and deliver for all layers of one hidden size.  Up to a few rows, and whatever
+the size where all rows lie on the device already, the whole batch is one graph as well: one launch instead of three.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Slots:
             raise BrokenPipeError("the ring is gone")
         slot = self.slots[request.request_id]
         slot.out[:] = answer.output.view(np.float32)
-        self._note(slot.answers, answer)
+        self._note(slot.answers, answer, request.answer_bytes)
 
     def send(self, message) -> None:
         if isinstance(message, pb.RequestError) and message.request_id in self.slots:
@@ -78,9 +78,9 @@ class Slots:
         else:
             self._note(self.said, message)
 
-    def _note(self, where, what) -> None:
+    def _note(self, where, what, answer_bytes=0) -> None:
         if self.reads:
-            self.session.written()
+            self.session.written(answer_bytes)
         with self.changed:
             where.append(what)
             self.changed.notify_all()

@@ -24,9 +24,9 @@ from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
 from expertd_server.engine.served import ServedLayer
-from expertd_server.transports import shm as module
 from expertd_server.transports import tickets
 from expertd_server.transports.shm import ShmDoor
+from expertd_server.transports.shm import listener as module
 
 try:
     library()

@@ -20,9 +20,9 @@ from waiting import until, until_inside
 from expertd.tcp.entry import EntryError, enter
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.config.values import Address
-from expertd_server.transports import tcp as module
 from expertd_server.transports import tickets
 from expertd_server.transports.tcp import TcpDoor
+from expertd_server.transports.tcp import listener as module
 
 pytestmark = [needs_core, pytest.mark.timeout(60)]
 

@@ -1,4 +1,4 @@
-"""The largest rate of an open loop that a server answers in time."""
+"""The saturation point: the largest rate of an open loop that a server answers in time."""
 
 from __future__ import annotations
 
