@@ -60,6 +60,7 @@ NOT_HERE = (
     Rule(r"buf (lint|build|breaking) ", "make lint runs it"),
     Rule(r"grpcurl .*channelz", "needs a number that another answer has; tests/rpc/test_channelz.py"),
 )
+NOT_HERE_PYTHON = (Rule(r"(?s).*\.svc:", "needs the name of a Kubernetes Service"),)
 LONG = (
     Rule(r"expertd serve +--synthetic qwen3-30b-a3b", "packs layers of a real size"),
     Rule(r"expertctl plan .*--window", "counts for a minute"),
@@ -80,7 +81,9 @@ def why_not(command: Command) -> str:
     """The reason of a command that does not run here."""
     if command.kind == "python":
         missing = documents.free_names(command.text) & READERS_OWN
-        return f"{', '.join(sorted(missing))}: the reader's own" if missing else ""
+        if missing:
+            return f"{', '.join(sorted(missing))}: the reader's own"
+        return next((r.why for r in NOT_HERE_PYTHON if re.match(r.pattern, command.text)), "")
     if not whole(command):
         return "a part of it is left out"
     bare = re.sub(r"^([A-Z_]+=\S+ +)+", "", command.text)

@@ -340,8 +340,9 @@ def test_toys():
 
 
 def test_an_option(tree):
-    entry = '    Option("toys", whole(1, 9), "N", "toys to play with"),\n'
-    tree.insert("server/expertd_server/config/options.py", '    Option("listen", ', entry)
+    entry = '            Option("toys", whole(1, 9), "N", "toys to play with"),\n'
+    before = '            Option("experts", '
+    tree.insert("server/expertd_server/config/options.py", before, entry)
     tree.insert("server/expertd_server/config/serve.py", "    threads: int = 0\n", "    toys: int = 3\n")
     tree.insert("tests/server/config/test_resolve.py", "def test_the_table_and_the_class", OPTION_TEST)
     assert tree.touched == places("Add an option of `expertd serve`")
