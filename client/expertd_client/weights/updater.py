@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from expertd.errors import ChangeUnknownError, Code, ExpertdError, UnavailableError
 from expertd.v1 import expert_service_pb2 as expert_pb
@@ -206,7 +206,8 @@ class Update:
 
     def put_all(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         """Of a state_dict(), or of (name, tensor)."""
-        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        for name, tensor in cast("Iterable[tuple[str, Any]]", pairs):
             self.put(name, tensor)
 
     def put_delta(

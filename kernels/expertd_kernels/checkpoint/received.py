@@ -314,7 +314,7 @@ class Received:
                 continue
             stored = replace(before, shard=layer.memory, offset=layer.memory.room(before.nbytes))
             layer.memory.write(before.head(before.nbytes), stored.offset)
-            layer.arriving[before.name] = _Arriving(stored, {0: stored.nbytes})
+            layer.arriving[before.name] = _Arriving(stored, [0], [stored.nbytes])
             self.waiting_bytes += stored.nbytes
 
     def missing(self) -> list[str]:

@@ -39,21 +39,41 @@ std::mutex taking;
 constexpr int kUnder = 8;
 struct sigaction under[kUnder];  // handlers that were in force when ours was installed, oldest first
 std::atomic<int> unders{0};
-__attribute__((tls_model("initial-exec"))) thread_local int passing = 0;  // of `under`, called for the signal at hand
+
+// A thread that calls handlers of `under`, and how many of them at once.  Not thread_local: the first access to such a
+// variable may allocate, which a handler must not, and a library with static ones may not load.
+struct Passing {
+  std::atomic<long> thread{0};
+  int depth = 0;
+};
+Passing passings[16];
+
+// That of this thread.  Null: more threads than expected are in the handler.
+Passing* passing_of(long thread) {
+  for (Passing& p : passings)
+    if (p.thread.load(std::memory_order_relaxed) == thread) return &p;
+  for (Passing& p : passings) {
+    long nobody = 0;
+    if (p.thread.compare_exchange_strong(nobody, thread)) return &p;
+  }
+  return nullptr;
+}
 
 // What would have happened without us.  A handler may raise the signal again, which comes back here: then it is the next
 // older one's turn.
 void pass_on(int number, siginfo_t* info, void* context) {
-  const int n = unders.load(std::memory_order_acquire) - 1 - passing;
+  Passing* mine = passing_of(syscall(SYS_gettid));
+  const int n = mine ? unders.load(std::memory_order_acquire) - 1 - mine->depth : -1;
   if (n >= 0 && (under[n].sa_handler != SIG_DFL && under[n].sa_handler != SIG_IGN)) {
-    ++passing;
+    ++mine->depth;
     if (under[n].sa_flags & SA_SIGINFO)
       under[n].sa_sigaction(number, info, context);
     else
       under[n].sa_handler(number);
-    --passing;
+    if (--mine->depth == 0) mine->thread.store(0);
     return;
   }
+  if (mine && mine->depth == 0) mine->thread.store(0);
   signal(number, SIG_DFL);  // a faulty access is repeated and ends the process
   if (info->si_code <= 0) raise(number);  // somebody sent it: once more, as there is no access to repeat
 }
