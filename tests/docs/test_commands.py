@@ -41,6 +41,9 @@ NOT_HERE = (
     Rule(r"promtool ", "tests/deploy/test_alerts.py runs it where it is installed"),
     Rule(r"nvidia-smi", "needs a GPU"),
     Rule(r"vllm |python -m sglang", "needs the engine and a GPU; tests/engines has its plugin"),
+    Rule(
+        r"python client/examples/accuracy.py .*--tasks", "needs lm-eval or a checkpoint; tests/models/test_accuracy.py"
+    ),
     Rule(r"OTEL_", "needs a collector; tests/rpc/test_traces.py has an exporter of its own"),
     Rule(r"expertctl ray |ray start", "needs a Ray cluster; tests/expertctl/ray starts one"),
     Rule(

@@ -90,6 +90,7 @@ ALLOWED: Sequence[Allowed] = (
     Allowed("vLLM is not installed", "tests/engines/", without_package("vllm")),
     Allowed("SGLang is not installed", "tests/engines/", without_package("sglang")),
     Allowed("(vllm|kt-kernel) .* is not fetched: `make engines`", "tests/engines/", no_large_wheels, 4),
+    Allowed("lm-eval is not installed", "tests/models/test_accuracy.py", without_package("lm_eval"), 1),
     Allowed("fixture .* is not in tests/fixtures", "tests/", no_shared_fixtures),
     Allowed("package .* is neither installed nor unpacked", "tests/kernels/", no_vendor, 120),
     Allowed("the kernels are as they were when `make triton`", "tests/kernels/backends/gluon/shared/", always, 1),
