@@ -125,7 +125,7 @@ def _facts(b: Backend) -> str:
     lines += [_wrapped(f"sizes: {_sizes(b)}; packages: {packages}")]
     if b.measured:
         lines += [_wrapped(f"measured: {', '.join(f'[{Path(m).name}]({_from_docs(m)})' for m in b.measured)}")]
-    about = b.summary + (f" (**{b.hardware}**)" if b.hardware else "")
+    about = b.summary + (f". **{b.hardware[0].upper()}{b.hardware[1:]}**" if b.hardware else "")
     return "\n".join([f"### `{b.name}`", _wrapped(about, "", ""), "", *lines])
 
 

@@ -36,6 +36,7 @@ GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
             "cxx",
             "dtypes",
             "errors",
+            "grouped",
             "hostmem",
             "placement",
             "ranges",

@@ -58,6 +58,11 @@ NOT_HERE = (
     Rule(
         r"python tests/load/|python tests/faults/mutate.py", "attacks or measures for minutes; tests/load, tests/faults"
     ),
+    Rule(
+        r"python client/examples/(tiny_server|transformers_model|own_engine|own_adapter|kt_wrapper).py",
+        "tests/models/test_engine_examples.py runs it",
+    ),
+    Rule(r"python tests/engines/signatures.py", "writes records; tests/engines/test_versions.py compares with them"),
     Rule(r"python -m pytest ", "is a test itself"),
     Rule(r"(\S*/)?python deploy/", "builds for minutes; tests/deploy"),
     Rule(r"buf (lint|build|breaking) ", "make lint runs it"),

@@ -48,7 +48,8 @@ __all__ = ["Flight", "start"]
 _STALE, _STALE_TRIES = (BadResponseError, LayerNotHeldError), 4
 """Errors of a server that holds something else than it said a moment ago: asked again when it has been described."""
 _REPINS = 16
-"""How often a call changes the version of the weights that it asks for: each time servers have switched meanwhile."""
+"""How often a call changes the version of the weights that it asks for: each time servers have switched meanwhile
+(decision 169)."""
 
 
 class Flight:

@@ -212,7 +212,7 @@ class Backend:
             names = ", ".join(dict.fromkeys(s.element.value for s in self.schemes if s.ran))
             without = [s.variant for s in self.schemes if s.element in ran and not s.ran]
             less = f" (not {', '.join(without)})" if without else ""
-            return f"{names} run on {devices}{less}; all else not run on hardware"
+            return f"{names} run on {devices}{less}. All else not run on hardware"
         return f"run on {devices} only; on other devices not run on hardware"
 
     def takes_e4m3(self, problem: Problem) -> bool:

@@ -164,4 +164,4 @@ def test_the_entry_point_and_its_rule_for_blocks_are_these():
 
 
 def test_the_row_says_where_it_was_run():
-    assert ROW.hardware == "int4, int8, e2m1 run on SM90; all else not run on hardware"
+    assert ROW.hardware == "int4, int8, e2m1 run on SM90. All else not run on hardware"
