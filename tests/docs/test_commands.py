@@ -63,6 +63,7 @@ NOT_HERE = (
         "tests/models/test_engine_examples.py runs it",
     ),
     Rule(r"python tests/engines/signatures.py", "writes records; tests/engines/test_versions.py compares with them"),
+    Rule(r"expertctl (record|replay) |expertctl load 127.0.0.1:50061", "three terminals; tests/rpc/test_record.py"),
     Rule(r"python -m pytest ", "is a test itself"),
     Rule(r"(\S*/)?python deploy/", "builds for minutes; tests/deploy"),
     Rule(r"buf (lint|build|breaking) ", "make lint runs it"),
