@@ -26,7 +26,7 @@ does that where it was started with --nonfinite: it refuses them (NON_FINITE_HID
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -76,6 +76,7 @@ __all__ = [
     "UnimplementedError",
     "UnrecognizedError",
     "UnsupportedCombinationError",
+    "UpdateFailedError",
     "WeightsVersionNotHeldError",
     "from_request_error",
     "from_rpc_error",
@@ -255,6 +256,15 @@ class WeightsVersionNotHeldError(
     ExpertdError, code=Code.UNAVAILABLE, reason="WEIGHTS_VERSION_NOT_HELD", retryable=True
 ):
     """A version of the weights that this server does not hold, or not any more; another replica may hold it."""
+
+
+class UpdateFailedError(ExpertdError, code=Code.FAILED_PRECONDITION, reason="UPDATE_FAILED"):
+    """An update of the weights that some servers did not take; raised by `expertd_client.weights.Updater`.
+
+    errors: by server; switched: servers that serve the new version all the same, for they could not be rolled back."""
+
+    errors: Mapping[str, ExpertdError] = {}
+    switched: Sequence[str] = ()
 
 
 class TooManyTokensError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="TOO_MANY_TOKENS"):

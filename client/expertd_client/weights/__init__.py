@@ -1,15 +1,16 @@
 """New weights for servers, while they serve: for trainers and for operators (docs/weights.md).
 
-with Updater(["10.0.0.1:7070", "10.0.0.2:7070"]) as updater:
+with Updater(["10.0.0.1:50051", "10.0.0.2:50051"]) as updater:
     with updater.version(7, label="step 7000") as update:
         for name, tensor in model.state_dict().items():
             update.put(name, tensor)
 """
 
+from expertd.errors import UpdateFailedError
 from expertd_client.weights.deltas import DeltaFolder, publish_delta_folder
 from expertd_client.weights.server import WeightsServer
 from expertd_client.weights.sync import WeightSync
-from expertd_client.weights.updater import Update, UpdateFailedError, Updater
+from expertd_client.weights.updater import Update, Updater
 
 __all__ = [
     "DeltaFolder",

@@ -20,14 +20,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from expertd.errors import ChangeUnknownError, Code, ExpertdError, UnavailableError
+from expertd.errors import ChangeUnknownError, ExpertdError, UnavailableError, UpdateFailedError
 from expertd.v1 import expert_service_pb2 as expert_pb
 from expertd.v1 import weights_service_pb2 as pb
 from expertd_client.transports.credentials import Credentials
 from expertd_client.weights.server import WeightsServer
 from expertd_client.weights.tensors import parts_of, raw_of
 
-__all__ = ["Update", "UpdateFailedError", "Updater"]
+__all__ = ["Update", "Updater"]
 
 _T = TypeVar("_T")
 
@@ -36,17 +36,6 @@ BUCKET_BYTES = 16 << 20
 _EXPERT = re.compile(r"layers\.(\d+)\..*?\.experts\.(\d+)\.")
 _UNDER_WAY = 2
 """Messages to one server at once."""
-
-
-class UpdateFailedError(ExpertdError, code=Code.FAILED_PRECONDITION, reason="UPDATE_FAILED"):
-    """An update that some servers did not take.
-
-    errors      by server
-    switched    servers that serve the new version all the same: they could not be rolled back
-    """
-
-    errors: Mapping[str, ExpertdError]
-    switched: Sequence[str] = ()
 
 
 class Updater:
