@@ -204,7 +204,7 @@ def test_the_command(hosts, tmp_path, capsys):
     path = tmp_path / "then.json"
     path.write_text(placed(hosts, "0-4", "5-7", "").to_json())
     assert main(["apply", str(path), "--dry-run"]) == 0
-    assert "every server has room" in capsys.readouterr().out
+    assert "every server has enough memory" in capsys.readouterr().out
     assert held(hosts)[hosts[0].address][0] == (0, 1, 2, 3)
     assert main(["apply", str(path), "--settle", "0.05"]) == 0
     assert "2 experts moved; epoch 5 is in effect" in capsys.readouterr().out
