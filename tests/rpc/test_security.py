@@ -268,7 +268,7 @@ def test_who_is_taken_out_of_the_file_is_out_also_on_a_stream_that_stands(serve,
         client.forward(0, x, ids, ids.astype(np.float32))
         callers.write_text("[callers.x")  # broken
         until(lambda: client.forward(0, x, ids, ids.astype(np.float32)) and reloads(host, "callers", "broken"))
-        client.forward(0, x, ids, ids.astype(np.float32))  # what was good last is kept
+        client.forward(0, x, ids, ids.astype(np.float32))  # keeping the last valid version
         callers.write_text(f'[callers.eyes]\ntokens = ["{OTHER}"]\nrights = ["call"]\n')
         until(lambda: refused(client, x, ids))
 

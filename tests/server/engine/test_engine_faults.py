@@ -61,7 +61,7 @@ def test_an_engine_that_ends_on_its_own_fault_answers_everybody_and_says_so(make
     s.caller.wait(0, 1)
     assert isinstance(s.caller.outcomes[1], InternalError)
     assert ended.wait(20)
-    assert said == ["the engine ended on a fault of its own"]
+    assert said == ["the engine failed with an internal error"]
     with pytest.raises(DrainingError):
         s.engine.submit(s.caller.request(2, inputs(1), [[2]], [[1.0]]))
     assert s.engine.idle()

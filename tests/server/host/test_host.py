@@ -387,7 +387,7 @@ def test_a_fault_of_the_engine_reaches_the_host(monkeypatch):
     with ExpertClient(host.address) as client, pytest.raises(InternalError, match="ended on a fault of its own"):
         Batch(0).ask(client)
     assert told.wait(20)
-    assert host.fault == "the engine ended on a fault of its own"
+    assert host.fault == "the engine failed with an internal error"
     host.close()
 
 

@@ -42,7 +42,7 @@ def test_a_broken_file_leaves_what_was_good_and_is_told_once(watched, caplog):
     watched.path.write_text("broken")
     assert [watched.reloading.current() for _ in range(3)] == ["first"] * 3
     assert watched.told == [False]
-    assert caplog.text.count("what was good last is kept") == 1
+    assert caplog.text.count("keeping the last valid version") == 1
     watched.path.write_text("broken otherwise")  # another sentence
     assert watched.reloading.current() == "first"
     assert watched.told == [False, False]
