@@ -144,7 +144,7 @@ def test_an_unknown_family_lists_the_known_ones(capsys, checkpoint):
         (("--synthetic", "tiny:int5"), "scheme 'int5'"),
         ((*TINY, "--layers", "7"), "layer 7 has no experts; layers with experts: 0-1"),
         ((*TINY, "--experts", "0-8"), "layer 0 has the experts 0 to 7"),
-        ((*TINY, "--shard", "8/9"), "too few for 9 parts"),
+        ((*TINY, "--shard", "8/9"), "too few for 9 shards"),
         ((*TINY, "--backend", "zebra"), "--backend: got zebra, want for 'zebra' one of aiter, cpu"),
         ((*TINY, "--backend", "layers.0=reference,layers.1=tritom,*=auto"), "want for 'tritom' one of"),
         ((*TINY, "--backend", "layers.1-2=cpu,*=auto"), "layer 2 has no experts; layers with experts: 0-1"),

@@ -21,7 +21,8 @@ from expertctl.commands.health import wait_for
 from expertd_server import cli as server_cli
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted(p for p in (ROOT / "client" / "examples").glob("*.py") if p.name != "chat.py")  # tests/models runs it
+EXAMPLES = [ROOT / "client/examples" / name for name in ("numpy_client.py", "raw_grpcio.py", "torch_client.py")]
+"""Those that take the address of a server and nothing else; tests/models and tests/client run the others."""
 PATH = os.pathsep.join([str(Path(sys.executable).parent), str(ROOT / "node_modules" / ".bin"), os.environ["PATH"]])
 
 
@@ -72,8 +73,10 @@ def test_load_like_a_model_that_generates(tiny_server):
     assert "want both: other loads have no steps" in expertctl("load", tiny_server, "--depth", 3, code=2)
 
 
-def test_there_are_examples():
-    assert [p.name for p in EXAMPLES] == ["numpy_client.py", "own_engine.py", "raw_grpcio.py", "torch_client.py"]
+def test_every_example_is_run_by_a_test():
+    tests = "".join(p.read_text() for p in (ROOT / "tests").glob("**/test_*.py"))
+    for example in (ROOT / "client" / "examples").glob("*.py"):
+        assert re.search(rf"\b{example.stem}(\.py)?\b", tests), example.name
 
 
 def test_describe(tiny_server):
@@ -198,7 +201,7 @@ def test_load_for_people(tiny_server):
 
 
 def test_what_the_server_refuses_is_a_reason(tiny_server):
-    assert "DEADLINE_EXCEEDED" in expertctl("forward", tiny_server, "--timeout", "1e-6", code=1)
+    assert "DEADLINE_EXCEEDED" in expertctl("forward", tiny_server, "--timeout", "0.001ms", code=1)
     with_json = expertctl("forward", tiny_server, "--json", "--m", 5000, code=1)
     error = json.loads(with_json)["error"]
     assert error["reason"] in ("TOO_MANY_TOKENS", "MESSAGE_TOO_LARGE")
@@ -270,7 +273,7 @@ def test_who_reads_no_further_gets_no_traceback(tiny_server):
         (["forward", "--hidden-states", "no.npy"], "no.npy: cannot be read"),
         (["forward", "--tensors", "README.md"], "README.md: cannot be read as a .safetensors file"),
         (["forward", "--m", "-1"], ">= 0"),
-        (["no-such-command"], "invalid choice"),
+        (["no-such-command"], "got 'no-such-command', want"),
     ],
 )
 def test_a_wrong_command_line_is_told_what_is_right(tiny_server, words, want):

@@ -188,7 +188,7 @@ class Service:
     def submit(self, r: Request, drawing: Drawing | None) -> Future[None] | None:
         """The second half.  A Future while much is drawn: whoever reads requests of this caller waits for it first."""
         if r.tokens == 0:
-            _answer_empty(r)
+            _answer_empty(r, self.engine.holding.version)
         elif drawing is None:
             self.engine.submit(r)
         elif drawing.elements <= _DRAW_AT_ONCE:
@@ -249,8 +249,10 @@ class Service:
         )
 
 
-def _answer_empty(r: Request) -> None:
-    """The answer to a batch of no tokens, for which the engine is not needed."""
+def _answer_empty(r: Request, version: int) -> None:
+    """The answer to a batch of no tokens, for which the engine is not needed.  version: of the weights that are
+    served."""
     r.queued_ns = time.monotonic_ns()
     nothing = np.empty(0, STORAGE[r.output_dtype])
-    r.reply(r, Answer(nothing, (0.0, 0.0, 0) if r.digest else None, 0, 0, 0, Stages(0, 0, 0), 0, 0, ""))
+    digest = (0.0, 0.0, 0) if r.digest else None
+    r.reply(r, Answer(nothing, digest, 0, 0, 0, Stages(0, 0, 0), 0, 0, "", r.weights_version or version))

@@ -41,7 +41,7 @@ _FLOATS = ("F16", "BF16", "F32")
 def _info(unit: Unit) -> GroupInfo:
     """Sizes by the shapes, checked against the group size and each other."""
     bits = unit.setting("bits")
-    if bits != 4 and (bits != 8 or _is_gemv(unit)):
+    if type(bits) is not int or (bits != 4 and (bits != 8 or _is_gemv(unit))):
         want = "4: GEMV has no other" if _is_gemv(unit) else "4 or 8"
         raise unit.error(f"bits {bits!r} in the quantization config", want)
     fields = 32 // bits
