@@ -56,7 +56,7 @@ def test_what_is_copied_is_there_and_reaches_the_builder(steps):
 def test_the_wheel_is_made_of_all_that_the_project_says():
     copied = {w for word, text in chain(STAGES, "wheel") if word == "COPY" for w in text.split()[:-1]}
     packages = set(re.findall(r'"((?:proto|kernels|server|client)/expertd\w*)"', (ROOT / "pyproject.toml").read_text()))
-    assert len(packages) == 4
+    assert len(packages) == 5
     assert all(any(f"{p}/".startswith(f"{c}/") for c in copied) for p in packages)
 
 

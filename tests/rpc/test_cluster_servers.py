@@ -163,7 +163,7 @@ def test_the_example_in_the_docs_runs(hosts, capsys):
     text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.S)
     addresses = iter(hosts(LAYOUTS["replicas"][:3], ("reference",)))
-    example = re.sub(r'"10\.0\.0\.\d:7070"', lambda found: repr(next(addresses)), example)
+    example = re.sub(r'"10\.0\.0\.\d:50051"', lambda found: repr(next(addresses)), example)
     x, ids, w = random_inputs(4, H, E, K, seed=5)
     exec(example.replace("forward(0,", f"forward({LAYER},"), {"hidden_states": x, "topk_ids": ids, "topk_weights": w})
     shown = capsys.readouterr().out

@@ -247,6 +247,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_given_back_and_counts_for_n
         given_back = []
         late = SimpleNamespace(
             routes_computed=leg.part.routes,
+            weights_version=1,
             timing=pb.Timing(),
             load=pb.Load(),
             release=lambda: given_back.append(True),

@@ -39,7 +39,7 @@ def test_what_servers_say_stands_below_a_table_that_is_whole():
 def test_a_cluster_that_is_none_is_told_at_once(monkeypatch, capsys):
     began = time.monotonic()
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert main(["ray", "status"]) == 1
+    assert main(["ray", "status"]) == 2
     assert time.monotonic() - began < 5
     want = "Ray: got none at 127.0.0.1:1: [Errno 111] Connection refused, want a cluster; ray start --head, or name"
     assert want in capsys.readouterr().err

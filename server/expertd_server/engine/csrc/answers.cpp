@@ -153,8 +153,7 @@ void Answers::refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const
   give_back(item);
 }
 
-void Answers::trace(const Item* item, const Lane* lane, uint32_t reason, uint64_t waited_ns) {
-  const Forward& f = item->f;
+TraceRecord Answers::trace_of(const Forward& f, uint32_t reason, uint32_t transport) {
   TraceRecord t{};
   memcpy(t.trace, f.trace, sizeof t.trace);
   t.arrival_ns = f.arrival_ns;
@@ -163,7 +162,18 @@ void Answers::trace(const Item* item, const Lane* lane, uint32_t reason, uint64_
   t.tokens = f.tokens;
   t.top_k = f.top_k;
   t.reason = reason;
-  t.transport = item->port ? 1 : 2;
+  t.transport = transport;
+  return t;
+}
+
+void Answers::refused_outside(const Forward& f, uint32_t reason) {
+  const TraceRecord t = trace_of(f, reason, 2);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (traces_.size() < kMostTraces) traces_.push_back(t);
+}
+
+void Answers::trace(const Item* item, const Lane* lane, uint32_t reason, uint64_t waited_ns) {
+  TraceRecord t = trace_of(item->f, reason, item->port ? 1 : 2);
   if (lane) {
     t.computed_ns = lane->computed_ns;
     t.backend = lane->layer->backend_at(lane->rows);

@@ -54,6 +54,8 @@ class Answers {
   void session_gone(uint64_t handle);
   // All of a batch is answered, which took so long: what is held of it is told so.
   void delivered(uint32_t deliver_ns);
+  // Of a traced request that was refused before the core had it.  From any thread.
+  void refused_outside(const Forward& f, uint32_t reason);
   void record(const BatchRecord& r) { held_records_.push_back(r); }
   // The outcome of `handle` is to go there, and not to outcomes(); null: none is.
   void await(uint64_t handle, Outcome* there) {
@@ -66,6 +68,7 @@ class Answers {
  private:
   void keep(const BatchRecord& r);
   void trace(const Item* item, const Lane* lane, uint32_t reason, uint64_t waited_ns);
+  static TraceRecord trace_of(const Forward& f, uint32_t reason, uint32_t transport);
   void post(const Item* item, const Outcome& o) {
     if (item->work)
       sink_->outcome(item->work, o);

@@ -64,6 +64,15 @@ void Peers::forward(Peer* p, wire::Fields fields, tcp::Buffer in, uint64_t bytes
     bad = refusal<Text::too_many_in_flight>(p->works.size(), p->outbox.size(), bounds_.most_in_flight);
   if (!bad && !reserve(p, out_bytes))
     bad = refusal<Text::unread_bytes>(p->held, held_, out_bytes, bounds_.most_bytes);
+  if (bad && core_.traces() && a.traceparent) {
+    Forward f{};
+    wire::read_traceparent(a.traceparent.at, a.traceparent.bytes, f.trace);
+    f.arrival_ns = arrival_ns;
+    f.layer = a.layer;
+    f.tokens = uint32_t(a.hidden.shape[0]);
+    f.top_k = uint32_t(a.ids.shape[1]);
+    if (f.traced()) core_.answers().refused_outside(f, bad.reason);
+  }
   if (bad) {
     pool_.give(&in);
     give_back(p, bytes);
