@@ -74,7 +74,7 @@ def test_it_is_asked_for(serve):
     host = serve(tcp_listen=None)
     with ExpertClient(host.address) as client:
         assert client.session().transport == "inline"
-        assert "--tcp-listen HOST:PORT allows it" in client.session().refused["tcp"]
+        assert "--tcp-listen HOST:PORT switches it on" in client.session().refused["tcp"]
     assert serve(tcp="off").service.doors["tcp"] != ""
     on = serve(tcp="on", tcp_listen=None)
     with ExpertClient(on.address) as client:
