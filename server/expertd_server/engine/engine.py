@@ -184,6 +184,7 @@ class Engine(Worker):
                 time.sleep(_POLL_S)
         except TimeoutError:
             return False
+        self.delivery.report()  # their last batches, which nobody could name once they are dropped
         self.between(self._drop_unused)
         return True
 
