@@ -64,6 +64,10 @@ NOT_HERE = (
     ),
     Rule(r"python tests/engines/signatures.py", "writes records; tests/engines/test_versions.py compares with them"),
     Rule(r"expertctl (record|replay) |expertctl load 127.0.0.1:50061", "three terminals; tests/rpc/test_record.py"),
+    Rule(
+        r"expertctl (update|versions) HOST1|expertd serve --checkpoint DIR --shard 0/2 --admin-listen",
+        "needs servers with an admin port; tests/expertctl/commands/test_update.py",
+    ),
     Rule(r"python -m pytest ", "is a test itself"),
     Rule(r"(\S*/)?python deploy/", "builds for minutes; tests/deploy"),
     Rule(r"buf (lint|build|breaking) ", "make lint runs it"),
