@@ -230,7 +230,7 @@ def test_a_caller_who_does_not_read_does_not_hold_up_the_end(unread):
     unread.process.send_signal(signal.SIGTERM)
     code, out = unread.end()
     assert code == 0, out
-    assert "its caller has read nothing" in out
+    assert "its client has read nothing" in out
     assert "grace time" not in out, "it did not take all of it"
     assert "Traceback" not in out
 

@@ -69,7 +69,7 @@ def test_what_the_server_would_never_compute_is_said_at_once(lane):
     t, _ = inputs(3)
     with pytest.raises(LayerNotHeldError):
         forward(lane, 5, t)
-    with pytest.raises(BadShapeError, match="rows of 16, want 32"):
+    with pytest.raises(BadShapeError, match=r"got \[3, 16\], want \[M, 32\]"):
         forward(lane, 0, (t[0][:, :16].contiguous(), *t[1:]))
     with pytest.raises(BadDtypeError):
         forward(lane, 0, (t[0], t[1].float(), t[2]))

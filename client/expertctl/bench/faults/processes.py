@@ -25,7 +25,8 @@ BOOT_S = 120.0
 
 class ServerProcess:
     """`expertd serve` on this host.  options: of its command line, without --listen; inside: the network that it is in,
-    None = this one.  command, module: what is served instead, by a module whose first argument is the command.
+    None = this one.  command, module: what is served instead, by a module whose first argument is the command;
+    "" = it has none.
 
     address   "127.0.0.1:port", the same after each start; "" before the first
     """
@@ -49,7 +50,7 @@ class ServerProcess:
         """Starts it, and does not wait; more: options besides."""
         there = ("127.0.0.1", ()) if self._inside is None else (self._inside.address, self._inside.command)
         listen = self.address or f"{there[0]}:0"
-        serve = ["-m", self._module, self._command, "--listen", listen, *self._options, *more]
+        serve = ["-m", self._module, *self._command.split(), "--listen", listen, *self._options, *more]
         command = [*there[1], sys.executable, *serve]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)

@@ -59,7 +59,8 @@ def measure_cost(
         with ExitStack() as stack:
             always = ["--hidden-size", str(_HIDDEN)]
             servers = [
-                stack.enter_context(ServerProcess([*always, *o], command="echo")) for o in (options, _without(part))
+                stack.enter_context(ServerProcess([*always, *o], command="", module="expertd_echo"))
+                for o in (options, _without(part))
             ]
             to = [(server.ready(), shown) for server, shown in zip(servers, (credentials, None), strict=True)]
             for way in ways:

@@ -83,7 +83,8 @@ def measure(plan: Plan) -> Iterator[Row | NotMeasured]:
             options = (PACED if plan.paced else MODEL) if plan.server is None else plan.server
             if "tcp" in plan.ways and not plan.paced and "--tcp-listen" not in options:  # echo has TCP always
                 options = [*options, *_TCP]
-            started.append(stack.enter_context(ServerProcess(options, command="echo" if plan.paced else "serve")))
+            command, module = ("", "expertd_echo") if plan.paced else ("serve", "expertd_server.cli")
+            started.append(stack.enter_context(ServerProcess(options, command=command, module=module)))
             plan = replace(plan, address=started[0].ready())
         watched = Watched(started[0].pid if started else 0)
         if plan.bare:
