@@ -19,6 +19,7 @@ from expertd.dtypes import DTYPE_NUMBER
 from expertd_kernels.protocol import Direct
 from expertd_server.config.values import Address
 from expertd_server.engine import engine as module
+from expertd_server.engine.abi import LayerFacts
 from expertd_server.engine.core import Config, Core
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.peers import PeerBounds, Peers
@@ -115,6 +116,9 @@ def leave_one_in_the_core(rows: int) -> None:
     """A request of a session that the core has, and has not answered when both end."""
     bounds = {f"max_queue_{what}": 1 << 30 for what in ("requests", "tokens", "routes", "bytes")}
     core = Core(Config(lanes=1, max_tokens=rows, compute_dtype=DTYPE_NUMBER["f32"], **bounds))
+    slots = np.arange(9, dtype=np.int32)
+    facts = LayerFacts(generation=1, hidden_size=H, num_experts=8, held=8, top_k=K, slots=slots.ctypes.data)
+    core.add_layer(facts, [(0, 0, "none")])
     peers = Peers(core, PeerBounds(1 << 24, 1 << 30, 8), lambda name: 1)
     ours, theirs = socket.socketpair()
     peers.add(theirs.detach(), "caller")
