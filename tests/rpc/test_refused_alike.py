@@ -174,8 +174,9 @@ def with_shape(name, *shape):
     return r
 
 
-def grouped(ids, counts, **fields):
-    return changed("topk_ids", "topk_weights", grouped=pb.GroupedRows(expert_ids=ids, row_counts=counts), **fields)
+def grouped(ids, counts, each=0, **fields):
+    rows = pb.GroupedRows(expert_ids=ids, row_counts=counts, rows_per_expert=each)
+    return changed("topk_ids", "topk_weights", grouped=rows, **fields)
 
 
 B = batch()
@@ -239,6 +240,8 @@ ON_GRPC = {
     "grouped_beside": changed(grouped=pb.GroupedRows(expert_ids=[1], row_counts=[M])),
     "grouped_lengths": grouped([1, 2], [M]),
     "grouped_rows": grouped([1, 2], [M, 1]),
+    "grouped_each": grouped([1, 2], [M, 1], M),
+    "grouped_most": grouped([1], [M + 1], M),
     "digest_of_e4m3": changed(output_dtype=E4M3, output_form=pb.OUTPUT_FORM_DIGEST),
 }
 """What the stream alone carries: TCP refuses them for that."""

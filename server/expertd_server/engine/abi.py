@@ -121,12 +121,13 @@ class TensorFacts(C.Structure):
 
 class RequestFacts(C.Structure):
     """What a ForwardRequest says of itself, for the check (csrc/check.h).  grouped_ids, grouped_counts: so many
-    expert_ids and row_counts; grouped_rows: sum of the latter."""
+    expert_ids and row_counts; grouped_each: rows_per_expert; grouped_most, grouped_rows: the largest and the sum of
+    row_counts."""
 
     _fields_ = [
         *_fields(
-            "u32: layer; i32: output_dtype output_form; u32: weight_on_input grouped grouped_ids grouped_counts;"
-            "f32: zipf_exponent; u64: grouped_rows"
+            "u32: layer; i32: output_dtype output_form; u32: weight_on_input grouped grouped_ids grouped_counts"
+            " grouped_each grouped_most; f32: zipf_exponent; u64: grouped_rows"
         ),
         ("hidden", TensorFacts),
         ("ids", TensorFacts),

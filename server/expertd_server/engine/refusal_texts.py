@@ -148,6 +148,14 @@ TEXTS: dict[str, RefusalText] = {
     "grouped_rows": RefusalText(
         e.BadShapeError, "grouped.row_counts: got {rows} rows, want the {tokens} of hidden_states"
     ),
+    "grouped_each": RefusalText(
+        e.BadShapeError,
+        "grouped.rows_per_expert: got {each} rows for each of {experts} experts, want the {tokens} rows of"
+        " hidden_states",
+    ),
+    "grouped_most": RefusalText(
+        e.BadShapeError, "grouped.row_counts: got {most} rows of an expert, want at most rows_per_expert, {each}"
+    ),
     # the output
     "output_dtype": RefusalText(
         e.OutputDtypeUnsupportedError, "output_dtype: got {dtype}, want F32, F16, BF16, E4M3 or 0"

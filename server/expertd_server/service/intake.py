@@ -159,9 +159,8 @@ def facts_of(v: ForwardRequestView) -> RequestFacts:
     if v.grouped is not None:
         facts.grouped = True
         facts.grouped_ids, facts.grouped_counts = len(v.grouped.expert_ids), len(v.grouped.row_counts)
+        facts.grouped_each, facts.grouped_most = v.grouped.rows_per_expert, max(v.grouped.row_counts, default=0)
         facts.grouped_rows = sum(v.grouped.row_counts)
-        if v.grouped.rows_per_expert and v.hidden_states is not None:  # experts_of_rows() has its own check of these
-            facts.grouped_rows = v.hidden_states.shape[0] if v.hidden_states.shape else 0
     if v.topk_ids is not None and v.topk_ids.spelling == Spelling.SYNTHETIC:
         facts.zipf_exponent = v.topk_ids.synthetic.zipf_exponent
     return facts

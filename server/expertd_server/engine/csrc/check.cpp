@@ -89,6 +89,11 @@ Refusal check_output(const RequestFacts& r) {
 Refusal check_grouped(const RequestFacts& r) {
   if (r.ids.present || r.weights.present || r.weight_on_input) return refusal<Text::grouped_beside>();
   if (r.grouped_ids != r.grouped_counts) return refusal<Text::grouped_lengths>(r.grouped_ids, r.grouped_counts);
+  if (r.grouped_each) {
+    if (uint64_t(r.grouped_each) * r.grouped_ids != r.hidden.shape[0])
+      return refusal<Text::grouped_each>(r.grouped_each, r.grouped_ids, r.hidden.shape[0]);
+    return r.grouped_most > r.grouped_each ? refusal<Text::grouped_most>(r.grouped_most, r.grouped_each) : Refusal{};
+  }
   if (r.grouped_rows != r.hidden.shape[0]) return refusal<Text::grouped_rows>(r.grouped_rows, r.hidden.shape[0]);
   return {};
 }

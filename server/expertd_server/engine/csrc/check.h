@@ -37,6 +37,7 @@ struct RequestFacts {
   uint32_t weight_on_input;
   uint32_t grouped;                    // rows come grouped by expert
   uint32_t grouped_ids, grouped_counts;  // so many expert_ids and row_counts
+  uint32_t grouped_each, grouped_most;   // rows_per_expert; the largest of row_counts
   float zipf_exponent;                 // of synthetic topk_ids
   uint64_t grouped_rows;               // sum of row_counts
   TensorFacts hidden, ids, weights;

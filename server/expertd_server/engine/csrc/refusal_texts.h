@@ -80,6 +80,8 @@ enum class Text : uint32_t {
   grouped_beside,
   grouped_lengths,
   grouped_rows,
+  grouped_each,
+  grouped_most,
   output_dtype,
   output_form,
   digest_of_e4m3,
@@ -99,7 +101,7 @@ struct RefusalText {
   const char* text;
 };
 
-constexpr RefusalText kRefusalTexts[44] = {
+constexpr RefusalText kRefusalTexts[46] = {
     {9, 1, "message: got bytes that are no {}, want a serialized protobuf message"},
     {9, 1, "message: got nothing that this connection takes, want {}"},
     {15, 0, "request_id: got 0, want a number that is unique among those in flight"},
@@ -133,6 +135,8 @@ constexpr RefusalText kRefusalTexts[44] = {
     {12, 0, "grouped: given together with topk_ids, topk_weights or router_weight_on_input; want rows grouped by expert, whose weight is 1, or routes"},
     {7, 2, "grouped: got {} expert_ids and {} row_counts, want as many of each"},
     {7, 2, "grouped.row_counts: got {} rows, want the {} of hidden_states"},
+    {7, 3, "grouped.rows_per_expert: got {} rows for each of {} experts, want the {} rows of hidden_states"},
+    {7, 2, "grouped.row_counts: got {} rows of an expert, want at most rows_per_expert, {}"},
     {20, 1, "output_dtype: got {}, want F32, F16, BF16, E4M3 or 0"},
     {23, 1, "output_form: got {}, want TENSOR (1, or 0) or DIGEST (2)"},
     {12, 0, "output_form: got DIGEST of E4M3, want TENSOR; digests are of F32, F16 and BF16"},
