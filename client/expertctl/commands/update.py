@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from expertctl.commands.options import ADDRESS, add_credentials, credentials
-from expertctl.common.counts import at_least, positive
+from expertctl.common.counts import at_least, duration_s
 from expertd.tables import console
 from expertd_client.weights import DeltaFolder, Updater, publish_delta_folder
 
@@ -18,7 +18,9 @@ does.  The version before stays in memory until the next update begins: expertct
 
 
 def add_parser(subparsers: Any, text: str) -> None:
-    parser = subparsers.add_parser("update", help=text, description=f"Will {text}.", epilog=_DETAILS)
+    parser = subparsers.add_parser(
+        "update", help=text, description="Gives servers new weights while they serve.", epilog=_DETAILS
+    )
     parser.add_argument("address", metavar="ADDRESS", nargs="+", help=ADDRESS)
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder, on the servers' machines")
     parser.add_argument("--version", type=at_least(1), default=0, metavar="N", help="its number (the next one)")
@@ -30,7 +32,9 @@ def add_parser(subparsers: Any, text: str) -> None:
         " then is",
     )
     parser.add_argument("--dry-run", action="store_true", help="only ask whether there is room for a second version")
-    parser.add_argument("--timeout", type=positive, default=60.0, metavar="S", help="of each question (60)")
+    parser.add_argument(
+        "--timeout", type=duration_s, default=60.0, metavar="TIME", help="for each query (default: 60s)"
+    )
     add_credentials(parser)
 
 

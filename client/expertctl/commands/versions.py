@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from expertctl.commands.options import ADDRESS, add_credentials, credentials
-from expertctl.common.counts import at_least, positive
+from expertctl.common.counts import at_least, duration_s
 from expertd.tables import console, print_table
 from expertd.v1 import weights_service_pb2 as pb
 from expertd_client.weights import Updater
@@ -23,7 +23,9 @@ _DIGEST = 12
 
 
 def add_parser(subparsers: Any, text: str) -> None:
-    parser = subparsers.add_parser("versions", help=text, description=f"Will show {text}.")
+    parser = subparsers.add_parser(
+        "versions", help=text, description="Shows which weights servers hold, or goes back to the version before."
+    )
     parser.add_argument("address", metavar="ADDRESS", nargs="+", help=ADDRESS)
     parser.add_argument(
         "--rollback",
@@ -33,7 +35,9 @@ def add_parser(subparsers: Any, text: str) -> None:
         metavar="N",
         help="serve the version before again, on all servers or on none; N: it must be that one",
     )
-    parser.add_argument("--timeout", type=positive, default=30.0, metavar="S", help="of each question (30)")
+    parser.add_argument(
+        "--timeout", type=duration_s, default=30.0, metavar="TIME", help="for each query (default: 30s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_credentials(parser)
 
