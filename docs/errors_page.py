@@ -11,10 +11,9 @@ __all__ = ["markdown"]
 
 
 def markdown(note: str) -> str:
-    errors = [e for e in TABLE.values() if e.__module__ == ExpertdError.__module__]  # others are of other modules
-    wrong = [e for e in errors if issubclass(e, InvalidRequestError)]
-    again = [e for e in errors if e.retryable]
-    rest = [e for e in errors if e not in wrong and e not in again]
+    wrong = [e for e in TABLE.values() if issubclass(e, InvalidRequestError)]
+    again = [e for e in TABLE.values() if e.retryable]
+    rest = [e for e in TABLE.values() if e not in wrong and e not in again]
     return f"""# Error reasons
 
 {note}

@@ -1,6 +1,6 @@
 """RemoteKTMoEWrapper: kt-kernel's KTMoEWrapper whose experts a server computes, for engines with a KTransformers path.
 
-    wrapper = RemoteKTMoEWrapper(layer_idx=3, ..., weight_path="expertd://10.0.0.1:7070", ...)
+    wrapper = RemoteKTMoEWrapper(layer_idx=3, ..., weight_path="expertd://10.0.0.1:50051", ...)
     wrapper.load_weights(physical_to_logical_map_cpu)
     wrapper.submit_forward(hidden_states, topk_ids, topk_weights, cuda_stream)     # under way
     y = wrapper.sync_forward(hidden_states, cuda_stream)

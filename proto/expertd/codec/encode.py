@@ -80,8 +80,7 @@ def encode_stream_response(value: StreamResponseView) -> bytes:
 
 class RequestForm:
     """What is the same in all requests whose answer is a tensor of one dtype and whose three tensors are raw and have
-    these DataTypes, shapes and numbers of bytes: a message is then written in few steps (expertd.codec.answers says why
-    that counts).  For any thread."""
+    these DataTypes, shapes and numbers of bytes: a message is then written in few steps.  For any thread."""
 
     __slots__ = ("_heads", "_options", "_size")
 

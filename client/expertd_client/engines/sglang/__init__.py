@@ -5,7 +5,7 @@
 
 FRONTEND is a checkpoint without experts (`expertctl strip DIR FRONTEND`).  SGLang finds register() by its entry point
 and calls it in each of its processes; where nobody names servers it changes nothing.  EXPERTD_KT=1 instead, with
---kt-weight-path expertd://10.0.0.1:7070: SGLang keeps some experts on its GPU and asks for the others as it asks
+--kt-weight-path expertd://10.0.0.1:50051: SGLang keeps some experts on its GPU and asks for the others as it asks
 KTransformers (expertd_client.engines.kt).
 
     plugin     a method without weights for SGLang's FusedMoE, and the runner's core that asks servers
