@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -232,7 +233,6 @@ def test_in_an_event_loop_too():
     asyncio.run(run())
 
 
-@pytest.mark.soak  # a call was seen to wait for ever, once on a busy machine: the reason is not found yet
 def test_calls_while_servers_switch_again_and_again_are_of_one_version_each():
     servers = {"a": Versioned(LOW), "b": Versioned(HIGH), "c": Versioned(LOW), "d": Versioned(HIGH)}
     seen, stop = set(), threading.Event()
@@ -252,7 +252,10 @@ def test_calls_while_servers_switch_again_and_again_are_of_one_version_each():
         thread = threading.Thread(target=switches)
         thread.start()
         try:
+            end_s = time.monotonic() + 20  # a call that is refused took four seconds: 16 tries, and a pause before each
             for _ in range(200):
+                if len(seen) > 1 and time.monotonic() > end_s:
+                    break
                 try:
                     answer = cluster.forward(0, X, IDS, W)
                 except (WeightsVersionNotHeldError, PlacementError):
