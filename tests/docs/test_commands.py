@@ -70,7 +70,7 @@ NOT_HERE = (
     ),
     Rule(r"python -m pytest ", "is a test itself"),
     Rule(r"(\S*/)?python deploy/", "builds for minutes; tests/deploy"),
-    Rule(r"buf (lint|build|breaking) ", "make lint runs it"),
+    Rule(r"buf (lint|build|breaking)\b", "make lint runs it"),
     Rule(r"grpcurl .*channelz", "needs a number that another answer has; tests/rpc/test_channelz.py"),
 )
 NOT_HERE_PYTHON = (Rule(r"(?s).*\.svc:", "needs the name of a Kubernetes Service"),)
