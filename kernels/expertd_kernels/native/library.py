@@ -10,6 +10,9 @@ import mmap
 import os
 import struct
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from expertd_kernels.native.cores import cpu_quota, most_threads, physical_cores, places
+from expertd_kernels.native.cores import Core, cpu_quota, most_threads, physical_cores, places
 from expertd_kernels.native.csrc import build as source
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "level_in_use",
     "levels",
     "library",
+    "on_node",
     "physical_cpus",
     "use_threads",
 ]
@@ -203,20 +207,42 @@ def use_threads(threads: int) -> None:
     _threads[:] = [threads] if threads else []
 
 
+_node: ContextVar[int | None] = ContextVar("expertd_cpu_node", default=None)
+
+
+@contextmanager
+def on_node(node: int | None) -> Iterator[None]:
+    """Inside, contexts that are asked for compute on the cores of that memory node alone; None = on those of all."""
+    before = _node.set(node)
+    try:
+        yield
+    finally:
+        _node.reset(before)
+
+
+def _cores(node: int | None) -> tuple[Core, ...]:
+    return tuple(core for core in physical_cores() if node is None or core.node == node)
+
+
 def default_threads() -> int:
-    """What use_threads said, else $EXPERTD_CPU_THREADS, else one a physical core within the container's quota."""
+    """What use_threads said, else $EXPERTD_CPU_THREADS, else one a physical core within the container's quota; on a
+    memory node at most one for each of its cores."""
     asked = _threads[0] if _threads else int(os.environ.get("EXPERTD_CPU_THREADS", "0"))
-    return asked or most_threads(physical_cores(), cpu_quota())
+    node = _node.get()
+    if node is None:
+        return asked or most_threads(physical_cores(), cpu_quota())
+    return max(1, min(asked or len(physical_cores()), most_threads(_cores(node), cpu_quota())))
 
 
 class Context:
     """Threads and scratch memory.  One call at a time (the library holds a lock)."""
 
-    def __init__(self, level: str = "", threads: int = 0) -> None:
-        """level: "" = the best that runs here.  threads: 0 = default_threads()."""
+    def __init__(self, level: str = "", threads: int = 0, node: int | None = None) -> None:
+        """level: "" = the best that runs here.  threads: 0 = default_threads().  node: of whose memory the threads are
+        to be, None = of all."""
         threads = threads or default_threads()
         handle = C.c_void_p()
-        sets = places(threads, physical_cores())
+        sets = places(threads, _cores(node))
         flat = [cpu for cpus in sets for cpu in cpus]
         cpus, ends = (C.c_int32 * len(flat))(*flat), (C.c_int32 * threads)(*accumulate(map(len, sets)))
         error = library().expertd_cpu_create(level.encode(), threads, cpus, ends, C.byref(handle))
@@ -243,14 +269,15 @@ class Context:
 
 
 def context(level: str | None = None, threads: int | None = None) -> Context:
-    """The process's context for a level and a number of threads; None = $EXPERTD_CPU_ISA, default_threads()."""
+    """The process's context for a level and a number of threads; None = $EXPERTD_CPU_ISA, default_threads().  Inside of
+    on_node(): that of the memory node."""
     level = os.environ.get("EXPERTD_CPU_ISA", "") if level is None else level
-    return _context(level, threads or default_threads())
+    return _context(level, threads or default_threads(), _node.get())
 
 
 @cache
-def _context(level: str, threads: int) -> Context:
-    return Context(level, threads)
+def _context(level: str, threads: int, node: int | None) -> Context:
+    return Context(level, threads, node)
 
 
 def allocate(shape: tuple[int, ...]) -> Tensor:

@@ -55,11 +55,22 @@ class WrongOptionError(BootError):
 
 @dataclass(frozen=True)
 class Assignment:
-    """What this server takes of one layer, and on which backend.  held: global ids of the experts."""
+    """What this server takes of one layer, and on which backend.
+
+    held      global ids of the experts
+    decision  where the layer has parts: that of the first, for all its experts
+    parts     (number of its site, what it takes), of a layer that devices share; () = one device takes it all
+    """
 
     info: LayerInfo
     held: tuple[int, ...]
     decision: Decision
+    parts: tuple[tuple[int, Assignment], ...] = ()
+
+    @property
+    def each(self) -> tuple[Assignment, ...]:
+        """What is loaded by itself: the parts, or this."""
+        return tuple(part for _, part in self.parts) or (self,)
 
     @property
     def whole(self) -> bool:
@@ -142,11 +153,17 @@ class Assigner:
     """What a configuration says of the layers of a source, one by one."""
 
     def __init__(
-        self, config: ServeConfig, source: ExpertSource, device: Device, packages: Mapping[str, Package]
+        self,
+        config: ServeConfig,
+        source: ExpertSource,
+        device: Device,
+        packages: Mapping[str, Package],
+        joint: bool = False,
     ) -> None:
-        """Raises BootError for a pin that would do nothing."""
+        """joint: there are other devices, and a pinned backend may be for one of those.  Raises BootError for a pin
+        that would do nothing."""
         self._config, self._source, self._device, self._packages = config, source, device, packages
-        self._pins = _pins(config, source)
+        self._pins, self._joint = _pins(config, source), joint
 
     def of(self, source: ExpertSource) -> Assigner:
         """The same for another source of the same model, or of some of its layers."""
@@ -198,7 +215,10 @@ class Assigner:
             batch_invariant=config.deterministic == "batches",
             packages=self._packages,
         )
-        return Assignment(info, experts, decide(problem, pin=self._pins(n)))
+        decision = decide(problem, pin=self._pins(n))
+        if self._joint and any(v.backend == decision.pin and v.elsewhere for v in decision.verdicts):
+            decision = decide(problem)
+        return Assignment(info, experts, decision)
 
 
 def _pins(config: ServeConfig, source: ExpertSource) -> Pins:

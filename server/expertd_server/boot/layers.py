@@ -21,9 +21,10 @@ from expertd_server.boot.ahead import ReadAhead, storage_bytes
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError, Choice
 from expertd_server.boot.measuring import Tournaments
-from expertd_server.boot.memory import give_back, hold
+from expertd_server.boot.memory import hold
 from expertd_server.boot.prepare import LayerWeights, Prepared, Workshop, prepare, warm_up, will_read
 from expertd_server.boot.slowed import SlowedExperts
+from expertd_server.engine.joined import Part, join
 from expertd_server.engine.served import ServedLayer
 
 __all__ = ["Booted", "Stopped", "boot_layer", "boot_layers"]
@@ -41,6 +42,7 @@ class Booted:
     errors            of each backend that serves it
     digests           of the canonical weights, by expert held
     from_cache        whether all of its packed weights were found on disk
+    parts             (number of its site, the part), of a layer that devices share
     """
 
     assignment: Assignment
@@ -51,6 +53,12 @@ class Booted:
     errors: dict[str, float]
     digests: tuple[int, ...]
     from_cache: bool
+    parts: tuple[tuple[int, Booted], ...] = ()
+
+    @property
+    def each(self) -> tuple[Booted, ...]:
+        """The parts, or this."""
+        return tuple(part for _, part in self.parts) or (self,)
 
 
 def boot_layer(
@@ -64,6 +72,8 @@ def boot_layer(
     """One layer.  The canonical weights, if they were loaded at all, are gone when it returns, so the peak of memory is
     the packed layers and one canonical one.  measure: whether the oracle may, or knows only what it has measured.
     Raises BootError."""
+    if assignment.parts:
+        return _boot_parts(assignment, workshop)
     start = time.perf_counter()
     canonical = LayerWeights(assignment, workshop, ahead)
     choice = Choice(assignment.info.layer, assignment.decision)
@@ -87,6 +97,57 @@ def boot_layer(
         {m.row.name: m.check.relative_error for m in prepared},
         prepared[0].digests,
         all(m.from_cache for m in prepared),
+    )
+
+
+def _boot_parts(assignment: Assignment, workshop: Workshop) -> Booted:
+    """Each part at its site, and then as one layer.  Raises BootError."""
+    start = time.perf_counter()
+    parts: list[tuple[int, Booted]] = []
+    for site, part in assignment.parts:
+        at = workshop.at(site)
+        with at.preparing():
+            parts.append((site, boot_layer(part, at)))
+        workshop.alone(at.give_back)
+    by_expert = {e: d for _, b in parts for e, d in zip(b.served.held, b.digests, strict=True)}
+    decision = replace(parts[0][1].assignment.decision, problem=assignment.decision.problem)
+    assignment = replace(assignment, decision=decision, parts=tuple((site, b.assignment) for site, b in parts))
+    errors: dict[str, float] = {}
+    for _, b in parts:
+        errors |= {name: max(error, errors.get(name, 0.0)) for name, error in b.errors.items()}
+    return Booted(
+        assignment,
+        _joined(assignment, parts, workshop),
+        max(b.error for _, b in parts),
+        max(b.tolerance for _, b in parts),
+        time.perf_counter() - start,
+        errors,
+        tuple(by_expert[e] for e in assignment.held),
+        all(b.from_cache for _, b in parts),
+        tuple(parts),
+    )
+
+
+def _joined(assignment: Assignment, parts: Sequence[tuple[int, Booted]], workshop: Workshop) -> ServedLayer:
+    space = workshop.space
+    assert space is not None
+    info, slot = assignment.info, {e: i for i, e in enumerate(assignment.held)}
+    made = [Part(s, b.served.experts, [slot[e] for e in b.served.held], b.served.capturable) for s, b in parts]
+    experts = workshop.alone(lambda: join(space, made, len(assignment.held), info.hidden_size, info.top_k))
+    try:
+        measured = warm_up(experts, assignment, workshop)
+    except BackendRejectedError as e:
+        raise BootError(f"layer {info.layer}: {e}") from e
+    return ServedLayer(
+        layer=info.layer,
+        num_experts=info.num_experts,
+        held=assignment.held,
+        top_k=info.top_k,
+        hidden_size=info.hidden_size,
+        intermediate_size=info.intermediate_size,
+        experts=experts,
+        backend=experts.backend,
+        measured=tuple(measured),
     )
 
 
@@ -160,14 +221,16 @@ def boot_layers(
     ahead = ReadAhead(workshop.source, *_ahead(assignments, workshop))
     fetched = storage_bytes()
     try:
+        for at in workshop.each:
+            if at.memory is not None:
+                with at.computing():
+                    hold(at.memory, at.device)
         with workshop.computing():
-            if workshop.memory is not None:
-                hold(workshop.memory, workshop.device)
             for assignment in assignments:
                 if stopped():
                     raise Stopped
                 out.append(boot_layer(assignment, workshop, oracle, ahead))
-                give_back(workshop.device)
+                workshop.give_back()
                 done(out[-1])
     finally:
         ahead.close()
@@ -181,4 +244,4 @@ def _ahead(
 ) -> tuple[Sequence[Assignment], Callable[[Assignment], bool]]:
     """What may be read ahead: nothing that is drawn on the device, where there is room for one layer."""
     on_device = getattr(workshop.source, "device", None) not in (None, torch.device("cpu"))
-    return () if on_device else assignments, lambda a: will_read(a, workshop)
+    return () if on_device or workshop.space is not None else assignments, lambda a: will_read(a, workshop)

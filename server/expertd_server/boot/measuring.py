@@ -119,7 +119,7 @@ class Tournaments:
 def settle_threads(config: ServeConfig, assignments: Sequence[Assignment], note: Callable[[str], None]) -> None:
     """The number of threads of the CPU library, before it packs: what was asked for (or $EXPERTD_CPU_THREADS), else
     measured for the first layer that it serves, now or at an earlier start.  Nothing where it serves none."""
-    decisions = (a.decision for a in assignments)
+    decisions = (part.decision for a in assignments for part in a.each)
     problem = next((d.problem for d in decisions if d.chosen is not None and d.chosen.native_threads), None)
     if config.threads:
         native.use_threads(config.threads)

@@ -9,7 +9,7 @@ On an accelerator the parts are device memory and there is host memory beside it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from expertd.ranges import format_ranges
@@ -33,16 +33,20 @@ if TYPE_CHECKING:
 # Why it is so: decision 72 in DECISIONS.md.
 __all__ = [
     "MemoryPlan",
+    "by_site",
     "device_bytes",
+    "fits_into",
     "free_bytes",
     "give_back",
     "hold",
     "memory_json",
     "memory_text",
+    "most_that_fits",
     "plan_memory",
     "planned_bytes",
     "require_room",
     "settle",
+    "site_config",
 ]
 
 GIB = 1 << 30
@@ -77,6 +81,10 @@ class MemoryPlan:
     shared    most shared memory of callers on this host, pinned where the device is an NVIDIA GPU
     pools     most memory of the device for callers on other GPUs of this host
     others    most memory of graphs of calls that are not known at the boot: other numbers of routes a token
+
+    Of a layer that devices share all of these are sums.
+
+    sites     (name, plan) of each device that holds something; () = there is one
     """
 
     kind: str
@@ -94,6 +102,11 @@ class MemoryPlan:
     shared: int = 0
     pools: int = 0
     others: int = 0
+    sites: tuple[tuple[str, MemoryPlan], ...] = ()
+
+    def of(self, site: str) -> MemoryPlan | None:
+        """The plan of a device; None: it holds nothing."""
+        return dict(self.sites).get(site)
 
     @property
     def serving(self) -> int:
@@ -111,6 +124,8 @@ def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> Memor
     """Of what the assignments' chosen backends take; layers without one count nothing."""
     from expertd_kernels.backends.footprint import canonical_bytes, footprint
 
+    if any(a.parts for a in assignments):
+        return _sum([(name, plan_memory(own, these)) for name, own, these in by_site(config, assignments)])
     kind = assignments[0].decision.problem.device.kind
     chosen = [(a, a.decision.chosen, a.decision.problem) for a in assignments if a.decision.chosen is not None]
     tokens = padded(config.max_tokens)
@@ -159,6 +174,52 @@ def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> Memor
         pools=MOST_POOLS * POOL_BYTES if shared and kind == "cuda" else 0,
         others=MOST_OTHERS * GRAPH_BYTES if graphs else 0,
     )
+
+
+def site_config(config: ServeConfig, name: str) -> ServeConfig:
+    """As of a server with the device `name` alone, with its part of --memory-limit."""
+    kinds = {n.partition(":")[0] for n in config.devices}
+    limited = name.partition(":")[0] != "cpu" or kinds == {"cpu"}
+    shared = config.shm_memory if name == config.devices[0] else 0
+    limit = config.memory_limit if limited else 0
+    return replace(config, device=name, split=None, routing_stats=None, memory_limit=limit, shm_memory=shared)
+
+
+def by_site(
+    config: ServeConfig, assignments: Sequence[Assignment]
+) -> list[tuple[str, ServeConfig, Sequence[Assignment]]]:
+    """(name, its configuration, what it takes) of each device that takes something."""
+    if not any(a.parts for a in assignments):
+        return [(config.device, config, assignments)]
+    out: list[tuple[str, ServeConfig, Sequence[Assignment]]] = []
+    for site, name in enumerate(config.devices):
+        these = [part for a in assignments for number, part in a.parts if number == site]
+        if these:
+            out.append((name, site_config(config, name), these))
+    return out
+
+
+def _sum(sites: Sequence[tuple[str, MemoryPlan]]) -> MemoryPlan:
+    plans = [plan for _, plan in sites]
+    names = (f.name for f in fields(MemoryPlan) if f.name not in ("kind", "limit", "mapped", "sites"))
+    total = {name: sum(getattr(plan, name) for plan in plans) for name in names}
+    limit = sum(p.limit for p in plans) if all(p.limit for p in plans) else 0
+    mapped = any(p.mapped for p in plans)
+    return MemoryPlan(plans[0].kind, **total, limit=limit, mapped=mapped, sites=tuple(sites))
+
+
+def fits_into(config: ServeConfig, assignments: Sequence[Assignment], free: int) -> bool:
+    """Whether one device takes these.  free: see require_room()."""
+    if not assignments:
+        return False
+    plan = plan_memory(config, assignments)
+    room = _room(plan, free)
+    return room is None or plan.peak <= room[0]
+
+
+def most_that_fits(held: int, assignments: Sequence[Assignment], fits: Callable[[Sequence[Assignment]], bool]) -> int:
+    """The most experts of each layer, up to `held`, of which fits() says yes."""
+    return _most(held, lambda n: fits([_fewer(a, n) for a in assignments]))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -218,16 +279,9 @@ def _parts(plan: MemoryPlan) -> str:
 def _what_fits(plan: MemoryPlan, config: ServeConfig, assignments: Sequence[Assignment], free: int) -> str:
     """The largest number of layers, and the largest number of experts of each layer, that would."""
 
-    def fits(these: Sequence[Assignment]) -> bool:
-        if not these:
-            return False
-        p = plan_memory(config, these)
-        room = _room(p, free)
-        return room is None or p.peak <= room[0]
-
     held = min(len(a.held) for a in assignments)
-    layers = _most(len(assignments), lambda n: fits(assignments[:n]))
-    experts = _most(held, lambda n: fits([_fewer(a, n) for a in assignments]))
+    layers = _most(len(assignments), lambda n: fits_into(config, assignments[:n], free))
+    experts = most_that_fits(held, assignments, lambda these: fits_into(config, these, free))
     options = []
     if layers:
         numbers = format_ranges(a.info.layer for a in assignments[:layers])

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from expertd_kernels.backends.rounding import round_groups
 from expertd_kernels.builder import experts_of, pack
+from expertd_kernels.native.library import on_node
 from expertd_kernels.oracle.decision import Backend
-from expertd_kernels.oracle.probe import device_fault
+from expertd_kernels.oracle.probe import device_fault, use_device
 from expertd_kernels.packed.cache import Found, PackedCache
 from expertd_kernels.packed.proof import Proof, boot_reference_experts, prove
 from expertd_kernels.packed.selfcheck import SMALL_BATCHES, SelfCheck, accept, check
@@ -39,7 +40,8 @@ from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.boot.ahead import ReadAhead
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError
-from expertd_server.boot.memory import MemoryPlan, settle
+from expertd_server.boot.memory import MemoryPlan, give_back, settle
+from expertd_server.engine.joined import JoinedSpace
 from expertd_server.engine.plain import compute_stream
 from expertd_server.engine.sizes import sizes_up_to
 
@@ -73,6 +75,8 @@ class Workshop:
     compiled kinds of layers whose kernels are compiled
     proven   schemes and shapes of layers that a proof was made for
     lookups  in the cache, by outcome: "hit", "miss", "stale", "damaged"
+    space    where the parts of layers compute that devices share; None: there is one device
+    node     memory node of a CPU, None = all
     """
 
     source: ExpertSource
@@ -90,6 +94,32 @@ class Workshop:
     compiled: set[tuple[Any, ...]] = field(default_factory=set)
     proven: set[tuple[Any, ...]] = field(default_factory=set)
     route_s: float = 0.0
+    space: JoinedSpace | None = None
+    node: int | None = None
+
+    def at(self, site: int) -> Workshop:
+        """Of the part at that site of the space."""
+        assert self.space is not None
+        where = self.space.sites[site]
+        return replace(
+            self,
+            device=where.device,
+            stream=where.stream,
+            memory=None if self.memory is None else self.memory.of(where.name),
+            route_s=self.route_s if where.device.type == "cpu" else 0.0,
+            space=None,
+            node=where.node,
+        )
+
+    @property
+    def each(self) -> list[Workshop]:
+        """Of every site, or this."""
+        return [self] if self.space is None else [self.at(i) for i in range(len(self.space.sites))]
+
+    def give_back(self) -> None:
+        """To the devices what nothing uses any more."""
+        for device in dict.fromkeys(w.device for w in self.each):
+            give_back(device)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -104,11 +134,18 @@ class Workshop:
         """On the stream that requests are computed on, after all that other streams were given."""
         if self.stream is not None:
             getattr(torch, self.device.type).synchronize(self.device)
-        return _on(self.device, self.stream)
+        return self._on(self.stream)
 
     def preparing(self) -> contextlib.AbstractContextManager[Any]:
         """On a stream of its own: weights are read and packed while requests are computed."""
-        return _on(self.device, _packing_stream(self.device))
+        return self._on(_packing_stream(self.device))
+
+    def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """On `stream` of an accelerator, None = the current one; or on the memory node."""
+        if stream is None:
+            return on_node(self.node)
+        use_device(self.device)
+        return cast("contextlib.AbstractContextManager[Any]", getattr(torch, self.device.type).stream(stream))
 
     def call(self, work: Callable[[], _T]) -> _T:
         """The result of work(), which calls experts: they share their scratch memory with requests."""
@@ -360,13 +397,6 @@ def _timed(experts: Experts, batch: tuple[Tensor, Tensor, Tensor]) -> int:
         cast(E4m3Experts, experts).of_e4m3(codes, scales, *routes, out=torch.empty_like(x))
         wait(device)
     return took
-
-
-def _on(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[Any]:
-    """On `stream` of an accelerator; None = the current one."""
-    if stream is None:
-        return contextlib.nullcontext()
-    return cast("contextlib.AbstractContextManager[Any]", getattr(torch, device.type).stream(stream))
 
 
 def _sizes(most: int) -> list[int]:

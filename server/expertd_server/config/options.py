@@ -9,7 +9,7 @@ from typing import Any
 
 from expertd_server.config.logs import FORMATS, LEVELS
 from expertd_server.config.parsers import backend, choice, copies, part, seconds, size, size_text, whole, yes_no
-from expertd_server.config.values import Address, Ranges, Shard
+from expertd_server.config.values import Address, Ranges, Shard, Split
 
 __all__ = ["GROUPS", "MOST_USED", "OPTIONS", "TESTS", "Option"]
 
@@ -53,7 +53,13 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
                 "instead of a checkpoint, random weights of a public model's shape, for example"
                 " qwen3-30b-a3b:int4_g128",
             ),
-            Option("device", str, "NAME", "auto, cpu, cuda[:N], rocm[:N] or xpu[:N]"),
+            Option(
+                "device",
+                str,
+                "NAME[,NAME]",
+                "auto, cpu, cuda[:N], rocm[:N] or xpu[:N]; several share the experts of each layer, such as cuda:0,cpu:"
+                " those that are used most are on the first, as far as its memory allows. cpu:N is memory node N",
+            ),
             Option(
                 "shard", Shard.parse, "RANK/COUNT", "serve shard RANK (from 0) of COUNT equal shards of the experts"
             ),
@@ -160,9 +166,22 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
                 "memory_limit",
                 size,
                 "SIZE",
-                "most memory of the device (on a CPU: of the host) that this server uses, for example 20GiB; 0 ="
-                " what is"
-                " free",
+                "most memory of the device (on a CPU: of the host) that this server uses, for example 20GiB; of several"
+                " devices: of each accelerator; 0 = what is free",
+            ),
+            Option(
+                "split",
+                Split.parse,
+                "N,N",
+                "with several devices, how many experts of each layer each of them holds; default: devices of one kind"
+                " the same number, those named first as many as fit",
+            ),
+            Option(
+                "routing_stats",
+                Path,
+                "FILE",
+                "with several devices, how often each expert is used, as expertctl plan --record writes it: the most"
+                " used experts of each layer go to the first device; default: the lowest ids",
             ),
             Option("shm_memory", size, "SIZE", "most shared memory of all connections together"),
         ),

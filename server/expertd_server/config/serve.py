@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from expertd_server.config.values import Address, Pins, Ranges, Shard, parse_backend
+from expertd_server.config.values import Address, Pins, Ranges, Shard, Split, parse_backend
 
 __all__ = ["ConfigError", "ServeConfig"]
 
@@ -30,6 +30,8 @@ class ServeConfig:
     experts: Ranges | None = None
     shard: Shard | None = None
     device: str = "auto"
+    split: Split | None = None
+    routing_stats: Path | None = None
     backend: str = "auto"
     oracle: str = "order"
     copies: int = 1
@@ -86,9 +88,33 @@ class ServeConfig:
             raise ConfigError("--copies: got 2 with --oracle order, which chooses one backend; want --oracle measure")
         if self.warm_up_routes is not None and self.warm_up_routes.numbers[0] < 1:
             raise ConfigError(f"--warm-up-routes: got {str(self.warm_up_routes)!r}, want numbers from 1 on")
+        self._check_devices()
         self._check_security()
         if self.layer_template is not None and self.checkpoint is None:
             raise ConfigError("--layer-template: got it without --checkpoint, which it describes")
+
+    def _check_devices(self) -> None:
+        names = self.devices
+        whole = [name if ":" in name or name == "cpu" else f"{name}:0" for name in names]
+        if twice := next((n for n, w in zip(names, whole, strict=True) if whole.count(w) > 1), None):
+            raise ConfigError(f"--device {self.device}: got {twice} more than once, want each device once")
+        if len(names) > 1 and "auto" in names:
+            raise ConfigError(f"--device {self.device}: got auto beside others, want the devices' names")
+        if "cpu" in names and any(n.startswith("cpu:") for n in names):
+            raise ConfigError(
+                f"--device {self.device}: cpu is every memory node, want cpu, or nodes such as cpu:0,cpu:1"
+            )
+        if self.joins and self.oracle == "measure":
+            raise ConfigError(f"--oracle measure: it compares backends of one device, got --device {self.device}")
+        for flag, value in (("--split", self.split), ("--routing-stats", self.routing_stats)):
+            if value is not None and not self.joins:
+                raise ConfigError(
+                    f"{flag}: got it with --device {self.device}, want several devices, such as cuda:0,cpu"
+                )
+        if self.split is not None and len(self.split.counts) != len(names):
+            raise ConfigError(
+                f"--split {self.split}: got {len(self.split.counts)} numbers, want one for each of {names}"
+            )
 
     def _check_security(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -112,6 +138,16 @@ class ServeConfig:
                 f"--admin-listen {admin}: who reaches it could change what is served; want an address of this host"
                 " alone, or --tls-cert, --tls-key and --callers, whose callers need the right admin"
             )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names in --device."""
+        return tuple(name.strip() for name in self.device.split(","))
+
+    @property
+    def joins(self) -> bool:
+        """Whether a layer's experts are shared among devices, or are a memory node's."""
+        return len(self.devices) > 1 or self.device.startswith("cpu:")
 
     @property
     def tcp_where(self) -> Address | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from expertd.ranges import parse_ranges
 
-__all__ = ["Address", "Pins", "Ranges", "Shard", "parse_backend"]
+__all__ = ["Address", "Pins", "Ranges", "Shard", "Split", "parse_backend"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,22 @@ class Shard:
 
     def __str__(self) -> str:
         return f"{self.rank}/{self.count}"
+
+
+@dataclass(frozen=True)
+class Split:
+    """How many experts of each layer each device holds, "96,32"."""
+
+    counts: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Split:
+        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
+            raise ValueError(f"got {text!r}, want a number of experts for each device of --device, as 96,32")
+        return cls(tuple(map(int, text.split(","))))
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.counts))
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,10 @@ from expertd_kernels.protocol import ExpertsLostError
 from expertd_server.engine import core as c
 from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, overloaded, shut, too_late
 from expertd_server.engine.delivery import Delivery, Waiting
+from expertd_server.engine.executor import Executor
 from expertd_server.engine.executors import executor_of
 from expertd_server.engine.halves import unheard
+from expertd_server.engine.joined import JoinedExecutor, JoinedSpace
 from expertd_server.engine.known import KnownLayers, Tally
 from expertd_server.engine.messages import Messages
 from expertd_server.engine.outcome import reply
@@ -65,6 +67,7 @@ class Engine(Worker):
     nonfinite     of policy.NONFINITE
     answered      see Tally; traced: told of requests of sessions that their callers trace, None: nobody looks for them
     sessions      in shared memory; delivery: of outcomes; messages: of gRPC streams, which the core reads
+    space         on a CPU: where parts of its layers compute; None: there are none
     launches_why  why the core does not launch the device's batches by itself, "" = it does, or there is no device
     """
 
@@ -82,6 +85,7 @@ class Engine(Worker):
         answered: Callable[[str, int], None] | None = None,
         traced: Callable[[RequestReport], None] | None = None,
         nonfinite: str = "pass",
+        space: JoinedSpace | None = None,
     ) -> None:
         super().__init__(
             device,
@@ -93,7 +97,11 @@ class Engine(Worker):
             trouble=trouble,
         )
         warm = () if warm_routes is None else warm_routes
-        self._executor, self.launches_why = executor_of(device, compute_dtype, warm)
+        self._executor: Executor
+        if space is None:
+            self._executor, self.launches_why = executor_of(device, compute_dtype, warm)
+        else:
+            self._executor, self.launches_why = JoinedExecutor(compute_dtype, space), ""
         on_device = self._executor.streams is not None
         self._core = c.Core(
             c.Config(

@@ -1,6 +1,7 @@
 """Executors compute the batches that the core hands to Python.
 
 CpuExecutor     the experts read and write the memory that the core names
+JoinedExecutor  (joined.py) the same, for experts of which parts compute on devices
 PlainExecutor   (plain.py) any device: the batch is copied there, computed, and copied back
 DeviceExecutor  (device.py) NVIDIA GPUs: collect, experts, deliver and a word at the end; the second time as CUDA
                 graphs, which the core then replays itself
@@ -104,7 +105,6 @@ class CpuExecutor:
     streamed_rows = 0
     streams: Any = None
     stream: Any = None
-    graph_bytes = 0
     core: c.Core
 
     def __init__(self, compute_dtype: str, pinned: bool = False) -> None:
@@ -122,6 +122,10 @@ class CpuExecutor:
         self._views.clear()
         hidden, slots, weights, out = (t.data_ptr() for t in self._memory)
         return [c.LaneMemory(hidden=hidden, slots=slots, weights=weights, out=out)]
+
+    @property
+    def graph_bytes(self) -> int:
+        return 0
 
     def facts(self, layer: ServedLayer) -> tuple[int, int]:
         return 0, 0

@@ -9,7 +9,7 @@ import torch
 from expertd_server.engine.executor import CpuExecutor, Executor
 from expertd_server.engine.plain import PlainExecutor
 
-__all__ = ["executor_of"]
+__all__ = ["executor_of", "graphs_refusal"]
 
 
 def executor_of(device: torch.device, compute_dtype: str, warm_routes: Iterable[int] = ()) -> tuple[Executor, str]:
@@ -19,11 +19,18 @@ def executor_of(device: torch.device, compute_dtype: str, warm_routes: Iterable[
     """
     if device.type == "cpu":
         return CpuExecutor(compute_dtype), ""
-    try:
-        from expertd_server.engine.device import DeviceExecutor, supported  # needs triton
-    except ImportError as e:
-        return PlainExecutor(device, compute_dtype, f"launching batches on {device} needs Triton: {e}"), str(e)
-    why = supported(device)
+    why = graphs_refusal(device)
     if why:
         return PlainExecutor(device, compute_dtype, why), why
+    from expertd_server.engine.device import DeviceExecutor  # needs triton
+
     return DeviceExecutor(device, compute_dtype, warm_routes), ""
+
+
+def graphs_refusal(device: torch.device) -> str:
+    """Why batches on an accelerator cannot be launched as CUDA graphs; "" = they can."""
+    try:
+        from expertd_server.engine.device import supported
+    except ImportError as e:
+        return f"launching batches on {device} needs Triton: {e}"
+    return supported(device)

@@ -34,6 +34,7 @@ from expertd_kernels.oracle import table
 from expertd_kernels.oracle.probe import packages_for
 from expertd_kernels.packed.cache import PackedCache
 from expertd_kernels.sources.source import ExpertSource, LayerInfo
+from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.boot.assignment import (
     Assigner,
     Assignment,
@@ -41,11 +42,19 @@ from expertd_server.boot.assignment import (
     WrongOptionError,
     files_state,
     open_source,
-    resolve_device,
 )
+from expertd_server.boot.joint import JointAssigner, Place, resolve_places
 from expertd_server.boot.layers import Booted, Stopped
 from expertd_server.boot.measuring import Tournaments, settle_threads
-from expertd_server.boot.memory import device_bytes, free_bytes, memory_text, plan_memory, planned_bytes, require_room
+from expertd_server.boot.memory import (
+    by_site,
+    device_bytes,
+    free_bytes,
+    memory_text,
+    plan_memory,
+    planned_bytes,
+    require_room,
+)
 from expertd_server.boot.prepare import Workshop
 from expertd_server.boot.progress import Progress
 from expertd_server.config.logs import fields
@@ -54,6 +63,7 @@ from expertd_server.config.values import Address
 from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.core import CoreMissingError
 from expertd_server.engine.engine import Engine
+from expertd_server.engine.joined import JoinedSpace, Site
 from expertd_server.engine.policy import Policy
 from expertd_server.host.doors import largest_message, security_of
 from expertd_server.residence.changes import Changes
@@ -117,25 +127,28 @@ class Host:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes; after start()."""
-        return self._workshop.device
+        """Where it computes, the first of several; after start()."""
+        return self._places[0].device
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> str:
         """Plan, listen, and begin to load.  Returns the address.  Raises BootError."""
         config = self.config
-        device, where = resolve_device(config.device)
-        source = open_source(config, where)
+        places = self._places = resolve_places(config)
+        # devices that share a layer are given their parts of it by the host
+        where = torch.device("cpu") if config.joins else places[0].device
+        source = open_source(config, places[0].device)
         if config.threads:
             torch.set_num_threads(config.threads)
         self._traces = self._make_traces()
-        self.engine = self._make_engine(where)
+        space = self._make_space(places) if config.joins else None
+        self.engine = self._make_engine(where, space)
         store = Store(config.held, config.layer_template)
         served = store.recall(source.fingerprint)
-        self._workshop = self._make_workshop(source, where)
+        self._workshop = self._make_workshop(source, where, space)
         with self._workshop.stage("plan"):
-            assigner = Assigner(config, source, device, packages_for(device, table.BACKENDS, config.cache))
+            assigner = self._assigner(source, places)
             if served is not None:
                 assigner = self._committed_weights(store, served, source, assigner)
             assignments = self._assignments(assigner, source.fingerprint)
@@ -235,7 +248,24 @@ class Host:
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
-    def _make_engine(self, where: torch.device) -> Engine:
+    def _assigner(self, source: ExpertSource, places: Sequence[Place]) -> Assigner:
+        """Raises BootError."""
+        if not self.config.joins:
+            kind = places[0].kind
+            return Assigner(self.config, source, kind, packages_for(kind, table.BACKENDS, self.config.cache))
+        assigner = JointAssigner(self.config, source, places)
+        assigner.settle([free_bytes(p.device) for p in places])
+        self.say(f"experts of each layer: {assigner.shares_text()}")
+        return assigner
+
+    def _make_space(self, places: Sequence[Place]) -> JoinedSpace:
+        sites = [Site.of(p.name, p.device, p.node) for p in places]
+        try:
+            return JoinedSpace(sites, COMPUTE_DTYPE[self.config.compute], self.config.max_tokens)
+        except CoreMissingError as e:
+            raise BootError(str(e)) from None
+
+    def _make_engine(self, where: torch.device, space: JoinedSpace | None) -> Engine:
         config = self.config
         try:
             engine = Engine(
@@ -256,16 +286,18 @@ class Host:
                 on_fault=self._faulted,
                 trouble=self.metrics.trouble,
                 warm_routes=None if where.type == "cpu" else config.warm_routes,
+                space=space,
             )
         except CoreMissingError as e:
             raise BootError(str(e)) from None
         if engine.launches_why:
             self.say(f"engine: without CUDA graphs, one batch at a time: {engine.launches_why}")
         self.metrics.watch_load(engine.load)
-        if where.type != "cpu":
-            self.metrics.watch_device(lambda: device_bytes(where))
-        if where.type == "cuda" and torch.version.hip is None and config.metrics_listen is not None:
-            self._watch_gpu(where)
+        devices = [where] if space is None else space.accelerators
+        if device := next((d for d in devices if d.type != "cpu"), None):
+            self.metrics.watch_device(lambda: device_bytes(device))
+        if device is not None and device.type == "cuda" and not torch.version.hip and config.metrics_listen is not None:
+            self._watch_gpu(device)
         self.metrics.before_a_scrape(lambda: engine.delivery.report(scraped=True))
         return engine
 
@@ -286,7 +318,7 @@ class Host:
         except TracesMissingError as e:
             raise WrongOptionError(f"--traces yes: {e}") from None
 
-    def _make_workshop(self, source: ExpertSource, where: torch.device) -> Workshop:
+    def _make_workshop(self, source: ExpertSource, where: torch.device, space: JoinedSpace | None) -> Workshop:
         config = self.config
         return Workshop(
             source,
@@ -296,8 +328,9 @@ class Host:
             config.max_tokens,
             config.warm_routes,
             stream=self.engine.stream,
-            alone=self.engine.between if where.type != "cpu" else lambda work: work(),
+            alone=self.engine.between if where.type != "cpu" or space is not None else lambda work: work(),
             route_s=1e-6 * config.test_route_us if where.type == "cpu" else 0.0,
+            space=space,
         )
 
     def _committed_weights(self, store: Store, served: Served, source: ExpertSource, assigner: Assigner) -> Assigner:
@@ -367,6 +400,7 @@ class Host:
 
     def _tell_decisions(self, assignments: Sequence[Assignment], pending: bool = False) -> None:
         """Which backend serves each layer.  pending: it is to be measured."""
+        assignments = [part for a in assignments for part in a.each]
         print_decisions(self._console, assignments, pending)
         if not self._logs_facts or pending:
             return
@@ -378,7 +412,7 @@ class Host:
 
     def _require_served(self, assignments: Sequence[Assignment]) -> None:
         """Raises BootError where a layer has no backend."""
-        refused = next((a for a in assignments if a.decision.chosen is None), None)
+        refused = next((part for a in assignments for part in (*a.each, a) if part.decision.chosen is None), None)
         if refused is None:
             return
         d = refused.decision
@@ -391,10 +425,12 @@ class Host:
         """Show the plan of memory.  Raises BootError where it does not fit."""
         if not assignments:
             return
-        plan, free = plan_memory(self.config, assignments), free_bytes(self._workshop.device)
-        for line in memory_text(plan, free):
-            self.say(line)
-        require_room(plan, self.config, assignments, free, available_bytes())
+        devices = {p.name: p.device for p in self._places}
+        for name, own, these in by_site(self.config, assignments):
+            plan, free = plan_memory(own, these), free_bytes(devices[name])
+            for line in memory_text(plan, free):
+                self.say(f"{name}: {line}" if self.config.joins else line)
+            require_room(plan, own, these, free, available_bytes())
 
     def _changed(self, booted: Mapping[int, Booted], leaving: Mapping[int, Collection[int]]) -> None:
         """The residence holds this now, and does not tell of `leaving`."""
@@ -403,7 +439,8 @@ class Host:
             self.metrics.plan(planned_bytes(self.residence.memory))
         self._describe.versions = self._updates.messages()
         self.metrics.updates.serve(self._updates.version.number, booted)
-        self._describe.update(list(booted.values()), self.residence.memory, self._workshop.device, leaving)
+        devices = dict.fromkeys(w.device for w in self._workshop.each)
+        self._describe.update(list(booted.values()), self.residence.memory, tuple(devices), leaving)
 
         if self.config.held is not None and not leaving and self.loaded.done():
             self._remember(self.config.held, booted)

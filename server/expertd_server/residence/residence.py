@@ -14,6 +14,7 @@ experts is packed anew from its source, so for a while both are there.
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
@@ -29,7 +30,7 @@ from expertd_kernels.oracle.probe import use_device
 from expertd_server.boot.assignment import Assigner, Assignment, BootError
 from expertd_server.boot.layers import Booted, Stopped, boot_layer, boot_layers
 from expertd_server.boot.measuring import Tournaments
-from expertd_server.boot.memory import MemoryPlan, free_bytes, give_back, hold, plan_memory, require_room
+from expertd_server.boot.memory import MemoryPlan, by_site, free_bytes, hold, plan_memory, require_room
 from expertd_server.boot.prepare import Workshop
 from expertd_server.config.serve import ServeConfig
 from expertd_server.engine.engine import Engine
@@ -194,7 +195,7 @@ class Residence:
         """Let go of it."""
         change.new.clear()
         self._changing.release()
-        self._workshop.alone(lambda: give_back(self._workshop.device))
+        self._workshop.alone(self._workshop.give_back)
 
     # ---- new weights of what is held ---------------------------------------------------------------------------------
 
@@ -226,7 +227,7 @@ class Residence:
         use_device(workshop.device)
         with workshop.preparing():
             made = boot_layer(assigner.layer(layer, held), workshop, measure=False)
-            workshop.alone(lambda: give_back(workshop.device))
+            workshop.alone(workshop.give_back)
         return made
 
     def switch(self, weights: Weights) -> None:
@@ -257,7 +258,7 @@ class Residence:
         for."""
         if any(ref() is not None for ref in alive):
             _collect_garbage()
-        self._workshop.alone(lambda: give_back(self._workshop.device))
+        self._workshop.alone(self._workshop.give_back)
 
     def _require_unclaimed(self) -> None:
         """Raises BootError."""
@@ -310,28 +311,34 @@ class Residence:
         workshop, out = self._workshop, dict[int, Booted]()
         use_device(workshop.device)
         memory = self._require_room(assignments)
-        workshop.call(lambda: hold(memory, workshop.device))
+        for at in replace(workshop, memory=memory).each:
+            if at.memory is not None:
+                at.call(functools.partial(hold, at.memory, at.device))
         with workshop.preparing():
             for a in assignments:
                 if stopped():
                     raise Stopped
                 # measuring competes with requests: what was not measured at boot follows the platform's order
                 out[a.info.layer] = boot_layer(a, workshop, self._oracle, measure=False)
-                workshop.alone(lambda: give_back(workshop.device))
+                workshop.alone(workshop.give_back)
                 ready(len(out))
         return out
 
     def _require_room(self, assignments: Sequence[Assignment]) -> MemoryPlan:
         """The plan of what is held and of `assignments` beside it.  Raises BootError where that does not fit."""
         held = [b.assignment for b in self.booted.values()]
-        plan, free = plan_memory(self._config, [*held, *assignments]), free_bytes(self._workshop.device)
-        if free and held:  # what is held is not free, and counts in the plan; of the graphs, those that are there yet
-            now = plan_memory(self._config, held)
-            free += now.weights + now.scratch + now.buffers
-            if now.graphs:
-                free += min(now.graphs, self._engine.graph_bytes)
-        require_room(plan, self._config, [*held, *assignments], free, available_bytes())
-        return plan
+        both = [*held, *assignments]
+        there = {name: plan_memory(own, these) for name, own, these in by_site(self._config, held)} if held else {}
+        devices = [w.device for w in self._workshop.each]
+        for name, own, these in by_site(self._config, both):
+            free = free_bytes(devices[self._config.devices.index(name)] if self._config.joins else devices[0])
+            if free and name in there:  # what is held is not free, and counts; of the graphs, those that are there yet
+                now = there[name]
+                free += now.weights + now.scratch + now.buffers
+                if now.graphs:
+                    free += min(now.graphs, self._engine.graph_bytes)
+            require_room(plan_memory(own, these), own, these, free, available_bytes())
+        return plan_memory(self._config, both)
 
     def _hold(self, booted: Mapping[int, Booted], keep: bool = False) -> None:
         """keep: what is replaced can still be asked for by its version."""

@@ -118,16 +118,16 @@ class Describer:
         self.admin_address = ""
         self.placement_epoch = 0
         self.versions: Sequence[pb.WeightVersion] = ()
-        self.update((), None, None)
+        self.update((), None, ())
 
     def update(
         self,
         booted: Sequence[Booted],
         memory: MemoryPlan | None,
-        device: torch.device | None,
+        devices: Sequence[torch.device],
         leaving: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> None:
-        """What is held now, and where; device: None = free memory is not told; leaving: what is not told, by layer."""
+        """What is held now, and where; devices: whose free memory is told; leaving: what is not told, by layer."""
         full, brief = pb.DescribeResponse(), pb.DescribeResponse()
         full.CopyFrom(self._always)
         full.admin_address, full.placement_epoch = self.admin_address, self.placement_epoch
@@ -141,14 +141,14 @@ class Describer:
         brief.CopyFrom(full)
         for layer in brief.layers:
             layer.ClearField("verdicts")
-        self._answers = {False: brief, True: full}, device
+        self._answers = {False: brief, True: full}, tuple(devices)
 
     def __call__(self, decisions: bool) -> pb.DescribeResponse:
         """decisions: with the verdicts of the oracle."""
-        answers, device = self._answers
+        answers, devices = self._answers
         out = pb.DescribeResponse()
         out.CopyFrom(answers[decisions])
         out.load.CopyFrom(self._load())
-        if device is not None:
-            out.memory.free_bytes = free_bytes(device)
+        if devices:
+            out.memory.free_bytes = sum(map(free_bytes, devices))
         return out
