@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 from prometheus_client.core import Metric
 
+from expertd_server.engine.joined import PartTimes
 from expertd_server.engine.report import BatchReport, LoadNow, RequestReport, Waits, stages_of
 from expertd_server.engine.request import Stages
 from expertd_server.engine.served import ServedLayer
 from expertd_server.views.call_metrics import Rpc
 from expertd_server.views.gpu_metrics import GpuFacts
 from expertd_server.views.metrics import BackendFacts, Metrics
+from expertd_server.views.part_metrics import PartMetrics
 
 __all__ = ["Series", "markdown", "seen_everything", "table"]
 
@@ -137,6 +139,7 @@ def seen_everything() -> Metrics:
     metrics.plan({"weights": 1})
     metrics.registry.register(GpuFacts(SeenGpu(), None))
     metrics.watch_load(lambda: LoadNow(0, 0, 0.0, False))
+    metrics.registry.register(PartMetrics(["cpu"], lambda: [PartTimes(1, 1, 1)]))
     metrics.untraced.inc(0)
     metrics.watch_device(lambda: {"free": 1, "reserved": 1, "allocated": 1})
     return metrics

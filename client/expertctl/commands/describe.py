@@ -86,6 +86,11 @@ def show(out: Console, address: str, d: pb.DescribeResponse, session: Session) -
     same = len({text for _, text in how}) == 1
     for layers, text in how[: 1 if same else None]:
         out.print(Text(text if same else f"layers {layers}: {text}"))
+    for group in groups:
+        if len(group[0].parts) > 1:
+            out.print()
+            out.print(Text(f"layers {format_ranges(x.layer for x in group)}: {group[0].parts[0].why}"))
+            print_table(out, _parts(group))
     for text in dict.fromkeys(layer.advice.text for layer in d.layers if layer.HasField("advice")):
         out.print(Text(text, "bold"), soft_wrap=True)
     for group in groups:
@@ -118,6 +123,22 @@ def _layers(groups: list[list[pb.Layer]]) -> Table:
             str(x.intermediate_size),
             x.weight_scheme,
             Text(_plan(x), "bold"),
+        )
+    return table
+
+
+def _parts(group: list[pb.Layer]) -> Table:
+    """Where the experts of layers are that are alike."""
+    table = Table(show_edge=False, pad_edge=False)
+    for name in ("device", "experts", "which", "backend", "MiB a layer"):
+        table.add_column(name, justify="right" if name in ("experts", "MiB a layer") else "left")
+    for p in group[0].parts:
+        table.add_row(
+            f"{p.device} ({p.hardware})",
+            str(sum(r.count for r in p.held)),
+            format_runs((r.first, r.first + r.count - 1) for r in p.held),
+            p.backend,
+            f"{p.weights_bytes / 2**20:,.1f}",
         )
     return table
 
@@ -166,6 +187,8 @@ def _alike(layers: Iterable[pb.Layer]) -> list[list[pb.Layer]]:
         same.CopyFrom(layer)
         same.layer = 0
         same.ClearField("weight_digests")
+        for p in same.parts:
+            del p.surface[:]
         for v in same.verdicts:
             v.microseconds = v.relative_error = 0.0
             del v.times[:]

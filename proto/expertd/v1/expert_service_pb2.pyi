@@ -354,7 +354,7 @@ class Model(_message.Message):
     def __init__(self, family: _Optional[str] = ..., fingerprint: _Optional[str] = ..., hidden_size: _Optional[int] = ...) -> None: ...
 
 class Layer(_message.Message):
-    __slots__ = ("layer", "num_experts", "held", "top_k", "intermediate_size", "weight_scheme", "activation_scheme", "checkpoint_activation_scheme", "activation", "backend", "verdicts", "chosen_by", "plan", "from_cache", "advice", "weight_digests")
+    __slots__ = ("layer", "num_experts", "held", "top_k", "intermediate_size", "weight_scheme", "activation_scheme", "checkpoint_activation_scheme", "activation", "backend", "verdicts", "chosen_by", "plan", "from_cache", "advice", "weight_digests", "parts")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -371,6 +371,7 @@ class Layer(_message.Message):
     FROM_CACHE_FIELD_NUMBER: _ClassVar[int]
     ADVICE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     layer: int
     num_experts: int
     held: _containers.RepeatedCompositeFieldContainer[ExpertRange]
@@ -387,7 +388,36 @@ class Layer(_message.Message):
     from_cache: bool
     advice: Advice
     weight_digests: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layer: _Optional[int] = ..., num_experts: _Optional[int] = ..., held: _Optional[_Iterable[_Union[ExpertRange, _Mapping]]] = ..., top_k: _Optional[int] = ..., intermediate_size: _Optional[int] = ..., weight_scheme: _Optional[str] = ..., activation_scheme: _Optional[str] = ..., checkpoint_activation_scheme: _Optional[str] = ..., activation: _Optional[str] = ..., backend: _Optional[str] = ..., verdicts: _Optional[_Iterable[_Union[BackendVerdict, _Mapping]]] = ..., chosen_by: _Optional[str] = ..., plan: _Optional[_Iterable[_Union[PlanEntry, _Mapping]]] = ..., from_cache: _Optional[bool] = ..., advice: _Optional[_Union[Advice, _Mapping]] = ..., weight_digests: _Optional[_Iterable[int]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[LayerPart]
+    def __init__(self, layer: _Optional[int] = ..., num_experts: _Optional[int] = ..., held: _Optional[_Iterable[_Union[ExpertRange, _Mapping]]] = ..., top_k: _Optional[int] = ..., intermediate_size: _Optional[int] = ..., weight_scheme: _Optional[str] = ..., activation_scheme: _Optional[str] = ..., checkpoint_activation_scheme: _Optional[str] = ..., activation: _Optional[str] = ..., backend: _Optional[str] = ..., verdicts: _Optional[_Iterable[_Union[BackendVerdict, _Mapping]]] = ..., chosen_by: _Optional[str] = ..., plan: _Optional[_Iterable[_Union[PlanEntry, _Mapping]]] = ..., from_cache: _Optional[bool] = ..., advice: _Optional[_Union[Advice, _Mapping]] = ..., weight_digests: _Optional[_Iterable[int]] = ..., parts: _Optional[_Iterable[_Union[LayerPart, _Mapping]]] = ...) -> None: ...
+
+class LayerPart(_message.Message):
+    __slots__ = ("device", "hardware", "backend", "held", "why", "weights_bytes", "surface")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    HARDWARE_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SURFACE_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    hardware: str
+    backend: str
+    held: _containers.RepeatedCompositeFieldContainer[ExpertRange]
+    why: str
+    weights_bytes: int
+    surface: _containers.RepeatedCompositeFieldContainer[SurfacePoint]
+    def __init__(self, device: _Optional[str] = ..., hardware: _Optional[str] = ..., backend: _Optional[str] = ..., held: _Optional[_Iterable[_Union[ExpertRange, _Mapping]]] = ..., why: _Optional[str] = ..., weights_bytes: _Optional[int] = ..., surface: _Optional[_Iterable[_Union[SurfacePoint, _Mapping]]] = ...) -> None: ...
+
+class SurfacePoint(_message.Message):
+    __slots__ = ("experts", "routes", "microseconds")
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
+    MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    experts: int
+    routes: int
+    microseconds: float
+    def __init__(self, experts: _Optional[int] = ..., routes: _Optional[int] = ..., microseconds: _Optional[float] = ...) -> None: ...
 
 class Advice(_message.Message):
     __slots__ = ("backend", "needs", "command", "text")

@@ -60,12 +60,14 @@ class Assignment:
     held      global ids of the experts
     decision  where the layer has parts: that of the first, for all its experts
     parts     (number of its site, what it takes), of a layer that devices share; () = one device takes it all
+    why       of a part, why these experts are there
     """
 
     info: LayerInfo
     held: tuple[int, ...]
     decision: Decision
     parts: tuple[tuple[int, Assignment], ...] = ()
+    why: str = ""
 
     @property
     def each(self) -> tuple[Assignment, ...]:

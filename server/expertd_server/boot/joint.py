@@ -115,7 +115,7 @@ class JointAssigner(Assigner):
         parts = []
         for site, experts in enumerate(self._shares(whole)):
             if experts:
-                parts.append((site, self._each[site].layer(n, experts)))
+                parts.append((site, replace(self._each[site].layer(n, experts), why=self._reason())))
         decisions = [a.decision for _, a in parts]
         found = next((d for d in decisions if d.chosen is None), decisions[0])
         pin = self._pins(n)
@@ -150,8 +150,10 @@ class JointAssigner(Assigner):
     def shares_text(self) -> str:
         """ "96 on cuda:0, 32 on cpu (--split 96,32)"."""
         shares = ", ".join(f"{n} on {p.name}" for n, p in zip(self._counts or (), self.places, strict=True))
-        order = "the most used first" if self._stats else "in order of their ids"
-        return f"{shares} ({self.why}; {order})"
+        return f"{shares} ({self._reason()})"
+
+    def _reason(self) -> str:
+        return f"{self.why}; {'the most used first' if self._stats else 'in order of their ids'}"
 
     def _shares(self, whole: Assignment) -> list[tuple[int, ...]]:
         """Ids of the experts at each place, ascending."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from expertd_kernels.measure.surface import Point
 from expertd_kernels.measure.tournament import BucketedExperts
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.protocol import Experts, takes_e4m3
@@ -24,6 +25,7 @@ from expertd_server.boot.measuring import Tournaments
 from expertd_server.boot.memory import hold
 from expertd_server.boot.prepare import LayerWeights, Prepared, Workshop, prepare, warm_up, will_read
 from expertd_server.boot.slowed import SlowedExperts
+from expertd_server.boot.surfaces import surface_of
 from expertd_server.engine.joined import Part, join
 from expertd_server.engine.served import ServedLayer
 
@@ -43,6 +45,8 @@ class Booted:
     digests           of the canonical weights, by expert held
     from_cache        whether all of its packed weights were found on disk
     parts             (number of its site, the part), of a layer that devices share
+    device            as in --device
+    surface           what batches took there, by experts that they have routes to
     """
 
     assignment: Assignment
@@ -54,6 +58,8 @@ class Booted:
     digests: tuple[int, ...]
     from_cache: bool
     parts: tuple[tuple[int, Booted], ...] = ()
+    device: str = ""
+    surface: tuple[Point, ...] = ()
 
     @property
     def each(self) -> tuple[Booted, ...]:
@@ -68,12 +74,13 @@ def boot_layer(
     ahead: ReadAhead | None = None,
     *,
     measure: bool = True,
+    surfaces: bool = True,
 ) -> Booted:
     """One layer.  The canonical weights, if they were loaded at all, are gone when it returns, so the peak of memory is
     the packed layers and one canonical one.  measure: whether the oracle may, or knows only what it has measured.
-    Raises BootError."""
+    surfaces: whether it is measured what batches take.  Raises BootError."""
     if assignment.parts:
-        return _boot_parts(assignment, workshop)
+        return _boot_parts(assignment, workshop, measure)
     start = time.perf_counter()
     canonical = LayerWeights(assignment, workshop, ahead)
     choice = Choice(assignment.info.layer, assignment.decision)
@@ -88,6 +95,17 @@ def boot_layer(
     assignment = replace(assignment, decision=choice.decision)
     served = _served(assignment, parts, workshop.route_s)
     prepared = [m for _, m in parts]
+    surface: tuple[Point, ...] = ()
+    if surfaces:
+        surface = surface_of(
+            served.experts,
+            range(len(assignment.held)),
+            choice.decision.problem,
+            workshop,
+            device=workshop.name,
+            capturable=served.capturable,
+            measure=measure,
+        )
     return Booted(
         assignment,
         served,
@@ -97,17 +115,19 @@ def boot_layer(
         {m.row.name: m.check.relative_error for m in prepared},
         prepared[0].digests,
         all(m.from_cache for m in prepared),
+        device=workshop.name,
+        surface=surface,
     )
 
 
-def _boot_parts(assignment: Assignment, workshop: Workshop) -> Booted:
-    """Each part at its site, and then as one layer.  Raises BootError."""
+def _boot_parts(assignment: Assignment, workshop: Workshop, measure: bool) -> Booted:
+    """Each part at its site, and then as one layer.  measure: see boot_layer().  Raises BootError."""
     start = time.perf_counter()
     parts: list[tuple[int, Booted]] = []
     for site, part in assignment.parts:
         at = workshop.at(site)
         with at.preparing():
-            parts.append((site, boot_layer(part, at)))
+            parts.append((site, boot_layer(part, at, surfaces=False)))
         workshop.alone(at.give_back)
     by_expert = {e: d for _, b in parts for e, d in zip(b.served.held, b.digests, strict=True)}
     decision = replace(parts[0][1].assignment.decision, problem=assignment.decision.problem)
@@ -115,9 +135,11 @@ def _boot_parts(assignment: Assignment, workshop: Workshop) -> Booted:
     errors: dict[str, float] = {}
     for _, b in parts:
         errors |= {name: max(error, errors.get(name, 0.0)) for name, error in b.errors.items()}
+    served = _joined(assignment, parts, workshop)
+    parts = [(site, _with_surface(b, served, workshop, measure)) for site, b in parts]
     return Booted(
         assignment,
-        _joined(assignment, parts, workshop),
+        served,
         max(b.error for _, b in parts),
         max(b.tolerance for _, b in parts),
         time.perf_counter() - start,
@@ -125,6 +147,16 @@ def _boot_parts(assignment: Assignment, workshop: Workshop) -> Booted:
         tuple(by_expert[e] for e in assignment.held),
         all(b.from_cache for _, b in parts),
         tuple(parts),
+        workshop.name,
+    )
+
+
+def _with_surface(part: Booted, layer: ServedLayer, workshop: Workshop, measure: bool) -> Booted:
+    """What batches with routes to a part alone take in the whole layer."""
+    slots = layer.slot_of[list(part.served.held)].tolist()
+    problem = part.assignment.decision.problem
+    return replace(
+        part, surface=surface_of(layer.experts, slots, problem, workshop, device=part.device, measure=measure)
     )
 
 

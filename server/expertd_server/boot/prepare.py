@@ -23,6 +23,7 @@ from torch import Tensor
 
 from expertd_kernels.backends.rounding import round_groups
 from expertd_kernels.builder import experts_of, pack
+from expertd_kernels.measure.surface import Point
 from expertd_kernels.native.library import on_node
 from expertd_kernels.oracle.decision import Backend
 from expertd_kernels.oracle.probe import device_fault, use_device
@@ -76,6 +77,8 @@ class Workshop:
     proven   schemes and shapes of layers that a proof was made for
     lookups  in the cache, by outcome: "hit", "miss", "stale", "damaged"
     space    where the parts of layers compute that devices share; None: there is one device
+    name     of the device, as in --device
+    surfaces what was measured of layers so far (surfaces.py)
     node     memory node of a CPU, None = all
     """
 
@@ -96,6 +99,8 @@ class Workshop:
     route_s: float = 0.0
     space: JoinedSpace | None = None
     node: int | None = None
+    name: str = ""
+    surfaces: dict[tuple[str, ...], tuple[Point, ...]] = field(default_factory=dict)
 
     def at(self, site: int) -> Workshop:
         """Of the part at that site of the space."""
@@ -109,6 +114,7 @@ class Workshop:
             route_s=self.route_s if where.device.type == "cpu" else 0.0,
             space=None,
             node=where.node,
+            name=where.name,
         )
 
     @property

@@ -83,6 +83,7 @@ from expertd_server.views.gpu_metrics import gpu_facts
 from expertd_server.views.metrics import BackendFacts, Metrics
 from expertd_server.views.metrics_http import MetricsHttp
 from expertd_server.views.page import Page
+from expertd_server.views.part_metrics import PartMetrics
 from expertd_server.views.render import print_decisions
 from expertd_server.views.traces import Traces, TracesMissingError
 
@@ -298,6 +299,8 @@ class Host:
             self.metrics.watch_device(lambda: device_bytes(device))
         if device is not None and device.type == "cuda" and not torch.version.hip and config.metrics_listen is not None:
             self._watch_gpu(device)
+        if space is not None:
+            self.metrics.registry.register(PartMetrics([s.name for s in space.sites], space.times))
         self.metrics.before_a_scrape(lambda: engine.delivery.report(scraped=True))
         return engine
 
@@ -331,6 +334,7 @@ class Host:
             alone=self.engine.between if where.type != "cpu" or space is not None else lambda work: work(),
             route_s=1e-6 * config.test_route_us if where.type == "cpu" else 0.0,
             space=space,
+            name=config.device,
         )
 
     def _committed_weights(self, store: Store, served: Served, source: ExpertSource, assigner: Assigner) -> Assigner:

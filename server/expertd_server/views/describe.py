@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from expertd.dtypes import DTYPE_NUMBER, HIDDEN_DTYPES
 from expertd.ranges import runs
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_kernels.backends.footprint import footprint
 from expertd_kernels.oracle.advice import advice
 from expertd_kernels.oracle.decision import Decision
 from expertd_server.boot.layers import Booted
@@ -55,6 +56,21 @@ def describe_layer(b: Booted, leaving: Collection[int] = ()) -> pb.Layer:
         from_cache=b.from_cache,
         advice=_advice(decision),
         weight_digests=[d for e, d in zip(served.held, b.digests, strict=True) if e not in leaving],
+        parts=[_part(part, leaving) for part in b.each],
+    )
+
+
+def _part(b: Booted, leaving: Collection[int]) -> pb.LayerPart:
+    problem, chosen = b.assignment.decision.problem, b.assignment.decision.chosen
+    held = [e for e in b.served.held if e not in leaving]
+    return pb.LayerPart(
+        device=b.device,
+        hardware=str(problem.device),
+        backend=b.served.backend,
+        held=[pb.ExpertRange(first=first, count=last - first + 1) for first, last in runs(held)],
+        why=b.assignment.why,
+        weights_bytes=0 if chosen is None else footprint(chosen.name, problem, 1).weights_bytes,
+        surface=[pb.SurfacePoint(experts=p.experts, routes=p.routes, microseconds=p.microseconds) for p in b.surface],
     )
 
 
@@ -141,6 +157,8 @@ class Describer:
         brief.CopyFrom(full)
         for layer in brief.layers:
             layer.ClearField("verdicts")
+            for part in layer.parts:
+                part.ClearField("surface")
         self._answers = {False: brief, True: full}, tuple(devices)
 
     def __call__(self, decisions: bool) -> pb.DescribeResponse:

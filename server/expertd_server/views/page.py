@@ -108,6 +108,16 @@ def _groups(layers: Iterable[pb.Layer]) -> list[dict[str, Any]]:
             "intermediate_size": layer.intermediate_size,
             "from_cache": layer.from_cache,
             "advice": layer.advice.text if layer.HasField("advice") else "",
+            "parts": [
+                {
+                    "device": p.device,
+                    "backend": p.backend,
+                    "experts": format_runs((r.first, r.first + r.count - 1) for r in p.held),
+                    "count": sum(r.count for r in p.held),
+                    "why": p.why,
+                }
+                for p in layer.parts
+            ],
             "verdicts": [{"backend": v.backend, "refusals": list(v.refusals)} for v in layer.verdicts],
         }
         alike.setdefault(json.dumps(about), ([], about))[0].append(layer.layer)
