@@ -53,6 +53,7 @@ class Bench:
         self.faults: list[str] = []
         self.servers: dict[str, Any] = {}
         self.clients: dict[str, Any] = {}
+        self.expected: dict[int, float] = {}
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.begin:5.1f}] {text}", flush=True)
@@ -137,6 +138,23 @@ class Bench:
                 text += f", the parts' sum {relative_error(sum(parts), right):.1e}"
             self.say(text + f" (tolerance {limit:.0e})")
 
+    def forecast(self) -> None:
+        """What `expertctl plan` expects of the joined layer, from what its server measured when it started."""
+        import numpy as np
+
+        from expertctl.planner.expected import expected, parts_of
+        from expertctl.planner.problem import Place, Problem
+
+        described = {"joined": self.clients["joined"].describe(include_decisions=True)}
+        for p in described["joined"].layers[0].parts:
+            points = ", ".join(f"{s.experts}/{s.routes} {s.microseconds:.0f}" for s in p.surface)
+            self.say(f"{p.device}: {p.backend}, {p.why}; us by experts/routes: {points}")
+        problem = Problem((0,), (self.E,), np.ones((1, self.E)), (Place("joined", 1.0, self.E),))
+        held = np.ones((1, 1, self.E), np.bool_)
+        few = [t for t in self.args.tokens if t <= 256]
+        for e in expected(problem, held, parts_of(described), self.k, few):
+            self.expected[e.callers] = e.layer_us
+
     def inputs(self, tokens: int, seed: int) -> Any:
         from expertd_kernels.sources.synthetic import random_inputs
 
@@ -173,6 +191,12 @@ class Bench:
         if "joined" in medians and len(parts) == len(self.args.devices):
             more, times = medians["joined"] - max(parts), medians["joined"] / max(parts)
             self.say(f"{tokens:5} tokens  joined takes the slower part {more:+.0f} us, {times:.2f} times")
+        if tokens in self.expected:
+            took_us = statistics.median(kernel["joined"])
+            self.say(
+                f"{tokens:5} tokens  joined, kernel: {took_us:.0f} us measured, {self.expected[tokens]:.0f} expected"
+                f" ({took_us / self.expected[tokens] - 1:+.0%})"
+            )
 
     def end(self) -> int:
         for client in self.clients.values():
@@ -212,6 +236,10 @@ def main() -> int:
         bench.start()
         if "joined" in bench.clients:
             bench.check()
+            try:
+                bench.forecast()
+            except Exception as e:
+                bench.fault(f"forecast: {type(e).__name__}: {e}")
         for i, tokens in enumerate(args.tokens):
             if "joined" in bench.clients and bench.left() > 8:
                 bench.measure(tokens, min(6.0, (bench.left() - 6) / (len(args.tokens) - i)))

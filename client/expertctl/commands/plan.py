@@ -12,6 +12,7 @@ from typing import Any
 from expertctl.commands.options import add_credentials, credentials, new_file
 from expertctl.common.counts import at_least, duration_s
 from expertctl.planner import observe, picture
+from expertctl.planner.expected import expected, parts_of
 from expertctl.planner.observe import Counters, Machine
 from expertctl.planner.plan import plan
 from expertctl.planner.problem import held_of, placement_of
@@ -25,9 +26,10 @@ __all__ = ["add_parser", "run"]
 
 _DETAILS = """The load comes from the metrics of the servers (--metrics, or "metrics" in the inventory), since they
 started or in --window, or from a file (--trace).  The speed of a server is its number of routes per second of kernel
-time; its room is what its memory allows, less one layer for moving.  Both can be set in the inventory (--servers), a
-JSON file:
+time, or without metrics what it measured when it started; its room is what its memory allows, less one layer for
+moving.  Both can be set in the inventory (--servers), a JSON file:
 {"10.0.0.1:50051": {"metrics": "10.0.0.1:9464", "speed": 2e6, "experts": 40, "host": "a", "zone": "r1", "drain": false}}
+The expected time of a layer, for batches of 1, 8 and 64 tokens, comes from what each server measured when it started.
 Nothing is changed; expertctl apply moves the experts."""
 
 
@@ -109,6 +111,10 @@ def run(args: argparse.Namespace) -> int:
     out = console()
     out.print(picture.table(rows, out.width))
     print_sentence(out, picture.sentence(found))
+    parts = parts_of(described)
+    top_k = max((layer.top_k for d in described.values() for layer in d.layers), default=0)
+    if after := expected(problem, found.held, parts, top_k) if top_k else []:
+        out.print(picture.times([] if held is None else expected(problem, held, parts, top_k), after))
     for path in (args.output, args.svg, args.record):
         if path is not None:
             out.print(f"written: {path}", soft_wrap=True)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from expertctl.planner.expected import parts_of, speed_of
 from expertctl.planner.problem import Place, Problem
 from expertd.errors import PlacementError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
@@ -140,7 +141,7 @@ def ask(
 
     def one(address: str) -> pb.DescribeResponse:
         with ExpertClient(address, credentials=credentials) as client:
-            return client.describe(timeout_s=timeout_s)
+            return client.describe(include_decisions=True, timeout_s=timeout_s)
 
     return dict(zip(addresses, _each(one, addresses), strict=True))
 
@@ -225,8 +226,10 @@ def _speed(address: str, described: Mapping[str, pb.DescribeResponse], counted: 
     measured = counted[address].speed if address in counted else 0.0
     if measured or counted or address not in described:
         return measured
-    token_ns = described[address].load.token_ns
-    return 1e9 / token_ns if token_ns else 0.0
+    d = described[address]
+    top_k = max((layer.top_k for layer in d.layers), default=1)
+    surface = speed_of(parts_of({address: d}).get(address, {}), top_k)
+    return surface or (1e9 / d.load.token_ns if d.load.token_ns else 0.0)
 
 
 def _expert_bytes(described: Iterable[pb.DescribeResponse]) -> float:

@@ -12,10 +12,11 @@ import rich.bar
 from rich.console import RenderableType
 from rich.table import Table
 
+from expertctl.planner.expected import Expected
 from expertctl.planner.plan import Plan
 from expertctl.planner.problem import Held, Problem
 
-__all__ = ["Bar", "bars", "sentence", "svg", "table"]
+__all__ = ["Bar", "bars", "sentence", "svg", "table", "times"]
 
 _WIDTH = 18
 _NUMBERS = 52
@@ -76,6 +77,18 @@ def table(rows: Sequence[Bar], width: int) -> Table:
         out.add_row(_broken(r.server, max(16, width - _NUMBERS)), experts, *cells)
     if len(shown) < len(rows):
         out.caption = f"{len(rows) - len(shown)} servers that do less are left out"
+    return out
+
+
+def times(before: Sequence[Expected], after: Sequence[Expected]) -> Table:
+    """What a layer takes, before (empty: not known) and after."""
+    out = Table(title="expected time of a layer", title_justify="left", show_edge=False, pad_edge=False)
+    for name in ("callers", "before", "after", "tokens/s"):
+        out.add_column(name, justify="right", no_wrap=True)
+    known = {e.callers: f"{e.layer_us:,.0f} us" for e in before}
+    for e in after:
+        out.add_row(str(e.callers), known.get(e.callers, "-"), f"{e.layer_us:,.0f} us", f"{e.tokens_per_s:,.0f}")
+    out.caption = "callers: with one token each, in one batch; without the network"
     return out
 
 

@@ -64,7 +64,7 @@ async def served(request, booted, refuse_late):
         hidden_size=H,
         limits=limits,
     )
-    described.update(layers, plan_memory(CONFIG, [b.assignment for b in layers]), None)
+    described.update(layers, plan_memory(CONFIG, [b.assignment for b in layers]), ())
     server.service.open(described)
     await server.open()
     call = request.param(server.servicer, address)

@@ -122,10 +122,10 @@ def test_what_is_drawn_on_a_device_is_not_drawn_ahead(monkeypatch):
     source = SyntheticModel.parse("tiny:int4_g128")
     booted(monkeypatch, source=source)
     source.device = torch.device("meta")  # any that is not the CPU
-    ahead, _ = boot_module._ahead([1, 2], SimpleNamespace(source=source))
+    ahead, _ = boot_module._ahead([1, 2], SimpleNamespace(source=source, space=None))
     assert ahead == ()
     source.device = torch.device("cpu")
-    assert boot_module._ahead([1, 2], SimpleNamespace(source=source))[0] == [1, 2]
+    assert boot_module._ahead([1, 2], SimpleNamespace(source=source, space=None))[0] == [1, 2]
 
 
 def test_a_layer_that_cannot_be_read_stops_the_boot_with_its_number(monkeypatch):

@@ -20,6 +20,7 @@ from expertd_kernels.weights.scheme import ActivationQuant
 from expertd_server.boot import memory as module
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
 from expertd_server.boot.memory import give_back, memory_json, memory_text, plan_memory, require_room, settle
+from expertd_server.boot.prepare import Workshop
 from expertd_server.cli import main
 from expertd_server.config.resolve import resolve
 from expertd_server.config.serve import ConfigError, ServeConfig
@@ -208,7 +209,7 @@ def test_what_is_held_makes_room_by_what_it_takes_now(monkeypatch, captured):
     monkeypatch.setattr(residence, "free_bytes", lambda device: 5 * GIB)
     monkeypatch.setattr(residence, "require_room", lambda plan, config, of, free, staging: asked.append((of, free)))
     r = object.__new__(Residence)
-    r._config, r._workshop = config, SimpleNamespace(device=torch.device("cpu"))
+    r._config, r._workshop = config, Workshop(None, torch.device("cpu"))
     r._engine = SimpleNamespace(graph_bytes=captured)
     r.booted = {n: SimpleNamespace(assignment=a) for n, a in enumerate(held)}
     r._require_room(more)
