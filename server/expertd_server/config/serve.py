@@ -105,15 +105,18 @@ class ServeConfig:
                 f"--device {self.device}: cpu is every memory node, want cpu, or nodes such as cpu:0,cpu:1"
             )
         if self.joins and self.oracle == "measure":
-            raise ConfigError(f"--oracle measure: it compares backends of one device, got --device {self.device}")
+            raise ConfigError(
+                f"--oracle measure: got it with --device {self.device}, want one device: it compares backends"
+            )
         for flag, value in (("--split", self.split), ("--routing-stats", self.routing_stats)):
             if value is not None and not self.joins:
                 raise ConfigError(
                     f"{flag}: got it with --device {self.device}, want several devices, such as cuda:0,cpu"
                 )
         if self.split is not None and len(self.split.counts) != len(names):
+            got = len(self.split.counts)
             raise ConfigError(
-                f"--split {self.split}: got {len(self.split.counts)} numbers, want one for each of {names}"
+                f"--split {self.split}: got {got} number{'s' * (got > 1)}, want one for each of {len(names)} devices"
             )
 
     def _check_security(self) -> None:

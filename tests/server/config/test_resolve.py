@@ -91,6 +91,17 @@ def test_the_oracle_and_the_cache_can_be_set_from_each_place(tmp_path):
         (("--synthetic", "a:b", "--oracle", "guess"), "want order or measure"),
         (("--synthetic", "a:b", "--oracle", "measure", "--copies", "3"), "want 1 or 2"),
         (("--synthetic", "a:b", "--copies", "2"), "want --oracle measure"),
+        (("--synthetic", "a:b", "--device", "cuda:0,cpu,cuda"), "got cuda:0 more than once"),
+        (("--synthetic", "a:b", "--device", "auto,cpu"), "got auto beside others"),
+        (("--synthetic", "a:b", "--device", "cpu,cpu:0"), "cpu is every memory node"),
+        (("--synthetic", "a:b", "--device", "cuda,cpu", "--oracle", "measure"), "--oracle measure"),
+        (
+            ("--synthetic", "a:b", "--device", "cuda,cpu", "--split", "3"),
+            "got 1 number, want one for each of 2 devices",
+        ),
+        (("--synthetic", "a:b", "--split", "3,x"), "want a number of experts for each device"),
+        (("--synthetic", "a:b", "--split", "3"), "--split: got it with --device auto"),
+        (("--synthetic", "a:b", "--routing-stats", "f"), "--routing-stats: got it with --device auto"),
     ],
 )
 def test_refusals_name_the_option_what_was_got_and_what_is_wanted(flags, says):
