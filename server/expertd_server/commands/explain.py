@@ -22,7 +22,7 @@ _NOT_HERE = "--oracle measure needs a device of this machine and its installed p
 _OPTIONS = (
     "checkpoint", "synthetic", "layer_template", "quantize", "layers", "experts", "shard", "backend", "compute_dtype",
     "activations", "deterministic", "oracle", "copies", "cache", "max_tokens", "memory_limit", "warm_up_routes",
-    "threads",
+    "threads", "split", "routing_stats",
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
         "--device",
         metavar="NAME",
         help="device of this machine (auto, cpu, cuda[:N], rocm[:N], xpu[:N]), or any other: a product (h100, mi300x,"
-        " b580), an architecture (sm100, gfx950) or a kind (cuda)",
+        " b580), an architecture (sm100, gfx950) or a kind (cuda); several of this machine share layers (cuda:0,cpu)",
     )
     parser.add_argument(
         "--packages",
@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         config = resolve(args)
+        if config.joins:
+            return _run_joint(config, args)
         device, here = _device(config.device)
         assumed = (args.packages or ("installed" if here else "assumed")) == "assumed"
         if assumed:
@@ -92,6 +94,40 @@ def run(args: argparse.Namespace) -> int:
     print_decisions(console, assignments, every_row=args.all)
     for line in memory_text(memory, free):
         print_sentence(console, line)
+    return 0
+
+
+def _run_joint(config: ServeConfig, args: argparse.Namespace) -> int:
+    """Of devices that share layers, all of this machine.  Raises BootError."""
+    from rich.console import Console
+
+    from expertd.tables import print_sentence
+    from expertd_server.boot.assignment import WrongOptionError, open_source
+    from expertd_server.boot.joint import JointAssigner, resolve_places
+    from expertd_server.boot.memory import by_site, free_bytes, memory_json, memory_text, plan_memory
+    from expertd_server.views.render import decisions_json, print_decisions
+
+    if args.packages == "assumed":
+        raise WrongOptionError(
+            "--packages assumed: got it with several devices, want installed: they are of this machine"
+        )
+    places = resolve_places(config)
+    assigner = JointAssigner(config, open_source(config), places)
+    assigner.settle([free_bytes(p.device) for p in places])
+    assignments = assigner.all()
+    parts = [part for a in assignments for part in a.each]
+    free = {p.name: free_bytes(p.device) for p in places}
+    plans = [(name, plan_memory(own, these)) for name, own, these in by_site(config, assignments)]
+    if args.json:
+        premises = {"packages": "installed", "memory": {name: memory_json(plan, free[name]) for name, plan in plans}}
+        print(json.dumps({**premises, "experts": assigner.shares_text(), **decisions_json(parts)}, indent=2))
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    print_sentence(console, f"experts of each layer: {assigner.shares_text()}")
+    print_decisions(console, parts, every_row=args.all)
+    for name, plan in plans:
+        for line in memory_text(plan, free[name]):
+            print_sentence(console, f"{name}: {line}")
     return 0
 
 
