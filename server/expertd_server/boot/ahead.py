@@ -67,6 +67,14 @@ class _Reading:
         self._weights = None
 
 
+_Key = tuple[int, tuple[int, ...]]
+
+
+def _key(assignment: Assignment) -> _Key:
+    """Tells what is read from all else: a layer may be read in parts."""
+    return assignment.info.layer, assignment.held
+
+
 class ReadAhead:
     """assignments: in the order of loading; wanted: whether a layer will be read (none that is mapped from a cache).
     Without them nothing is read ahead.  seconds: spent in reading so far, whoever waited for it."""
@@ -78,14 +86,14 @@ class ReadAhead:
         wanted: Callable[[Assignment], bool] = lambda a: True,
     ) -> None:
         self._source, self._wanted = source, wanted
-        self._following = dict(zip((a.info.layer for a in assignments), assignments[1:], strict=False))
-        self._under_way: tuple[int, _Reading] | None = None
+        self._following = dict(zip(map(_key, assignments), assignments[1:], strict=False))
+        self._under_way: tuple[_Key, _Reading] | None = None
         self.seconds = 0.0
 
     def take(self, assignment: Assignment) -> Weights:
         """On the CPU, or where the source makes them.  Raises what the source raises."""
         under_way, self._under_way = self._under_way, None
-        if under_way is not None and under_way[0] == assignment.info.layer:
+        if under_way is not None and under_way[0] == _key(assignment):
             return under_way[1].wait()
         if under_way is not None:
             under_way[1].drop()
@@ -93,9 +101,9 @@ class ReadAhead:
 
     def go_on(self, assignment: Assignment) -> None:
         """What follows the assignment, in a thread of its own."""
-        following = self._following.get(assignment.info.layer)
+        following = self._following.get(_key(assignment))
         if following is not None and self._under_way is None and self._wanted(following):
-            self._under_way = following.info.layer, _Reading(lambda: self._read(following))
+            self._under_way = _key(following), _Reading(lambda: self._read(following))
 
     def close(self) -> None:
         """Nothing more will be taken."""

@@ -80,7 +80,7 @@ def boot_layer(
     the packed layers and one canonical one.  measure: whether the oracle may, or knows only what it has measured.
     surfaces: whether it is measured what batches take.  Raises BootError."""
     if assignment.parts:
-        return _boot_parts(assignment, workshop, measure)
+        return _boot_parts(assignment, workshop, ahead, measure)
     start = time.perf_counter()
     canonical = LayerWeights(assignment, workshop, ahead)
     choice = Choice(assignment.info.layer, assignment.decision)
@@ -120,14 +120,14 @@ def boot_layer(
     )
 
 
-def _boot_parts(assignment: Assignment, workshop: Workshop, measure: bool) -> Booted:
-    """Each part at its site, and then as one layer.  measure: see boot_layer().  Raises BootError."""
+def _boot_parts(assignment: Assignment, workshop: Workshop, ahead: ReadAhead | None, measure: bool) -> Booted:
+    """Each part at its site, and then as one layer.  ahead, measure: see boot_layer().  Raises BootError."""
     start = time.perf_counter()
     parts: list[tuple[int, Booted]] = []
     for site, part in assignment.parts:
         at = workshop.at(site)
         with at.preparing():
-            parts.append((site, boot_layer(part, at, surfaces=False)))
+            parts.append((site, boot_layer(part, at, ahead=ahead, surfaces=False)))
         workshop.alone(at.give_back)
     by_expert = {e: d for _, b in parts for e, d in zip(b.served.held, b.digests, strict=True)}
     decision = replace(parts[0][1].assignment.decision, problem=assignment.decision.problem)
@@ -250,7 +250,7 @@ def boot_layers(
 ) -> list[Booted]:
     """Boot the layers one after another; done() after each.  Raises BootError, or Stopped once stopped() says so."""
     out = []
-    ahead = ReadAhead(workshop.source, *_ahead(assignments, workshop))
+    ahead = ReadAhead(workshop.source, *_ahead([part for a in assignments for part in a.each], workshop))
     fetched = storage_bytes()
     try:
         for at in workshop.each:
@@ -276,4 +276,4 @@ def _ahead(
 ) -> tuple[Sequence[Assignment], Callable[[Assignment], bool]]:
     """What may be read ahead: nothing that is drawn on the device, where there is room for one layer."""
     on_device = getattr(workshop.source, "device", None) not in (None, torch.device("cpu"))
-    return () if on_device or workshop.space is not None else assignments, lambda a: will_read(a, workshop)
+    return () if on_device else assignments, lambda a: will_read(a, workshop)

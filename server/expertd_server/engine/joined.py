@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from expertd.shm.pool import Pool, PoolError
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.protocol import Direct, DirectExperts, Experts
 from expertd_kernels.rows.table import BF16, F32, WORDS, info
@@ -38,6 +39,7 @@ __all__ = ["JoinedExecutor", "JoinedExperts", "JoinedSpace", "Part", "PartTimes"
 
 log = logging.getLogger(__name__)
 
+_NO_POOL = "devices share the layers: batches are formed in the host's memory"
 _WORTH = 2
 """A size is captured when it has come this often."""
 
@@ -411,6 +413,12 @@ class JoinedExecutor(CpuExecutor):
     @property
     def graph_bytes(self) -> int:
         return self._space.graph_bytes
+
+    def pool(self, nbytes: int) -> Pool:
+        raise PoolError(_NO_POOL)
+
+    def pool_refusal(self) -> str:
+        return _NO_POOL
 
     def fault(self) -> str:
         return next(filter(None, map(device_fault, self._space.accelerators)), "")

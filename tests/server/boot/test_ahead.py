@@ -63,6 +63,20 @@ def test_the_next_layer_is_read_while_nobody_waits_and_no_more_than_that():
     assert ahead.seconds > 0
 
 
+def test_parts_of_a_layer_are_read_one_ahead_of_each_other():
+    source, (layer, after) = Source(), assignments(2)
+    parts = [SimpleNamespace(info=layer.info, whole=False, held=held) for held in ((0, 1), (2, 3))]
+    ahead = ReadAhead(source, [*parts, after])
+    ahead.take(parts[0])
+    ahead.go_on(parts[0])
+    settled(source, 2)
+    assert ahead.take(parts[1]) == "layer 0"
+    assert source.threads == ["MainThread", "expertd-ahead"]
+    ahead.go_on(parts[1])
+    ahead.close()
+    assert source.read == [0, 0, 1]
+
+
 def test_layers_that_the_cache_has_are_not_read_and_a_wrong_guess_is_dropped():
     source, layers = Source(), assignments(4)
     ahead = ReadAhead(source, layers, wanted=lambda a: a.info.layer != 1)
@@ -122,10 +136,10 @@ def test_what_is_drawn_on_a_device_is_not_drawn_ahead(monkeypatch):
     source = SyntheticModel.parse("tiny:int4_g128")
     booted(monkeypatch, source=source)
     source.device = torch.device("meta")  # any that is not the CPU
-    ahead, _ = boot_module._ahead([1, 2], SimpleNamespace(source=source, space=None))
+    ahead, _ = boot_module._ahead([1, 2], SimpleNamespace(source=source))
     assert ahead == ()
     source.device = torch.device("cpu")
-    assert boot_module._ahead([1, 2], SimpleNamespace(source=source, space=None))[0] == [1, 2]
+    assert boot_module._ahead([1, 2], SimpleNamespace(source=source))[0] == [1, 2]
 
 
 def test_a_layer_that_cannot_be_read_stops_the_boot_with_its_number(monkeypatch):

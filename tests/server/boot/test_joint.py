@@ -65,6 +65,16 @@ def test_a_limit_bounds_accelerators_and_leaves_the_host_what_is_free():
     assert plan.of("cuda:1") is None
 
 
+def test_a_model_that_fits_on_neither_device_alone_is_shared():
+    free = [8 * GIB, 9 * GIB]
+    for place, room in zip((GPU, CPU), free, strict=True):
+        with pytest.raises(WrongOptionError, match="there is room for"):
+            assigner(place, free=[room])
+    config, a = assigner(GPU, CPU, free=free)
+    for (_, own, these), room in zip(by_site(config, a.all()), free, strict=True):
+        assert fits_into(own, these, room)
+
+
 def test_devices_of_a_kind_take_the_same_number_before_the_next_kind_gets_any():
     _, a = assigner(GPU, OTHER, CPU, free=[100 * GIB, 100 * GIB, 64 * GIB])
     assert {s: len(held) for s, held in shares(a.all()[0]).items()} == {0: 64, 1: 64}

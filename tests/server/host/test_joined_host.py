@@ -11,6 +11,7 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
+from expertctl.cli import main as expertctl
 from expertctl.commands.describe import show
 from expertd.tables import console
 from expertd_client import ExpertClient
@@ -116,6 +117,18 @@ def test_its_parts_are_told_by_describe_the_page_and_metrics(started, capsys):
     for device in ("cpu:0", "cpu:1"):
         line = next(x for x in scraped.splitlines() if x.startswith(f'expertd_part_routes_total{{device="{device}"}}'))
         assert float(line.split()[-1]) > 0
+
+
+def test_expertctl_plan_expects_a_time_from_what_it_measured(started, tmp_path, capsys):
+    host = started(split=Split((5, 3)))
+    trace = tmp_path / "loads.json"
+    trace.write_text(json.dumps({n: [1.0] * E for n in (0, 1)}))
+    assert expertctl(["plan", host.address, "--trace", str(trace)]) == 0
+    out = capsys.readouterr().out
+    assert "expected time of a layer" in out
+    rows = [line.split() for line in out.splitlines() if line.split() and line.split()[0] in ("1", "8", "64")]
+    assert [row[0] for row in rows] == ["1", "8", "64"]
+    assert all("us" in row for row in rows)
 
 
 def test_experts_go_and_come_while_it_serves(started, weights):
