@@ -51,7 +51,7 @@ class Surface:
         counts, columns = self._columns
         rows = routes / np.maximum(experts, 1)
         each = np.array([_line(rows, *column) for column in columns])  # [counts, batches]
-        out = each[0]
+        out = each[0] if len(counts) > 1 else each[0] * np.maximum(experts / counts[0], 1.0)
         for i in range(1, len(counts)):
             part = (experts - counts[i - 1]) / (counts[i] - counts[i - 1])
             last = i == len(counts) - 1

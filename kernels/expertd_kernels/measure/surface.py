@@ -34,8 +34,8 @@ def grid(held: int, top_k: int, most_tokens: int) -> list[tuple[int, int]]:
     """(experts, routes) to be measured of a part with so many experts: the corners first, then what lies between."""
     experts = [*(2**i for i in range(12) if 2**i < held), held]
     points = [(e, e * r) for e in experts for r in _ROWS if _tokens(e, e * r, top_k) <= most_tokens]
-    corners = [p for p in points if p[0] in (1, held)]
-    return list(dict.fromkeys([*corners, *points]))
+    corners = [(e, e * r) for r in _ROWS for e in (1, held)]
+    return list(dict.fromkeys([*(p for p in corners if p in points), *points]))
 
 
 def _tokens(experts: int, routes: int, top_k: int) -> int:

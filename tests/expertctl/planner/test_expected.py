@@ -26,9 +26,9 @@ def test_a_surface_is_its_points_and_lies_between_and_beyond_them_in_proportion(
     assert s(np.array([0]), np.array([0]))[0] == 0, "a part without routes takes no time"
 
 
-def test_a_surface_of_one_point_grows_with_its_routes():
+def test_a_surface_of_one_point_grows_with_its_routes_and_experts():
     s = Surface(((4, 4, 100.0),))
-    assert s(np.array([4, 4]), np.array([4, 8])).tolist() == [100, 200]
+    assert s(np.array([4, 4, 8, 2]), np.array([4, 8, 8, 2])).tolist() == [100, 200, 200, 100]
 
 
 def test_a_layer_takes_as_long_as_its_slowest_part():
