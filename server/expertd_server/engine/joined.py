@@ -167,6 +167,8 @@ class _Lane:
     def begin(self, part: _DevicePart, batch: tuple[Tensor, Tensor, Tensor], on_input: bool) -> Callable[[], Tensor]:
         """Launch a part of a batch; what is returned waits for it, and gives its sums [M, H] on the host."""
         M, k = batch[1].shape
+        if self.site.stream is not None:
+            self.site.stream.synchronize()  # a batch that failed half-way may have left its part there
         host, here = self.rows(self.host, M, part.H, k), self.rows(self.here, M, part.H, k)
         for to, t in zip(host, (batch[0], part.mapped(batch[1]), batch[2]), strict=False):
             to.copy_(t)
@@ -204,6 +206,7 @@ class _GraphLane(_Lane):
 
     def begin(self, part: _DevicePart, batch: tuple[Tensor, Tensor, Tensor], on_input: bool) -> Callable[[], Tensor]:
         M, k = batch[1].shape
+        self.site.stream.synchronize()  # a batch that failed half-way may have left its part there
         rows = padded(M) if part.capturable else M
         host = self.rows(self.host, M, part.H, k)
         for to, t in zip(host, batch, strict=False):
