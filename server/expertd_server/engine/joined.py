@@ -109,7 +109,7 @@ class JoinedSpace:
         self.address: int = self._lib.expertd_joined_space(len(self.sites))
         self._end = weakref.finalize(self, self._lib.expertd_joined_space_free, self.address)
         self._end.atexit = False
-        self._lanes: dict[int, _Lane] = {}
+        self._memories: dict[int, _Memory] = {}
 
     @property
     def accelerators(self) -> list[torch.device]:
@@ -119,7 +119,7 @@ class JoinedSpace:
     @property
     def graph_bytes(self) -> int:
         """Of devices' memory, what captured graphs took."""
-        return sum(lane.graph_bytes for lane in self._lanes.values())
+        return sum(memory.graph_bytes for memory in self._memories.values())
 
     def times(self) -> list[PartTimes]:
         """Of each site."""
@@ -127,20 +127,24 @@ class JoinedSpace:
         self._lib.expertd_joined_times(self.address, found)
         return [PartTimes(*found[i : i + 3]) for i in range(0, len(found), 3)]
 
-    def lane(self, site: int, top_k: int, num_experts: int, hidden_size: int) -> _Lane:
+    def memory(self, site: int, top_k: int, num_experts: int, hidden_size: int) -> _Memory:
         """That of an accelerator, with room for the largest batch of a layer of these sizes."""
         routes = lane_routes(self.tokens, top_k, num_experts)
-        lane = self._lanes.get(site)
-        if lane is None or not lane.holds(routes, hidden_size):
-            users: Iterable[JoinedExperts] = () if lane is None else lane.users
-            room = (routes, hidden_size) if lane is None else (max(routes, lane.routes), max(hidden_size, lane.columns))
-            lane = self._lanes[site] = _lane_of(self.sites[site], padded(self.tokens), *room, self.dtype)
+        memory = self._memories.get(site)
+        if memory is None or not memory.holds(routes, hidden_size):
+            users: Iterable[JoinedExperts] = () if memory is None else memory.users
+            room = (
+                (routes, hidden_size)
+                if memory is None
+                else (max(routes, memory.routes), max(hidden_size, memory.columns))
+            )
+            memory = self._memories[site] = _memory_of(self.sites[site], padded(self.tokens), *room, self.dtype)
             for user in tuple(users):
-                user.move(site, lane)
-        return lane
+                user.move(site, memory)
+        return memory
 
 
-class _Lane:
+class _Memory:
     """Memory of a device and of the host for a batch's part there; on any device that torch knows.
 
     users: layers that compute there; graph_bytes: see JoinedSpace
@@ -192,7 +196,7 @@ class _Lane:
         return getattr(torch, self.site.device.type).stream(self.site.stream)
 
 
-class _GraphLane(_Lane):
+class _GraphMemory(_Memory):
     """Of an NVIDIA GPU: a batch begins at a table in pinned memory and ends with a word there."""
 
     def __init__(self, site: Site, tokens: int, routes: int, columns: int, dtype: torch.dtype) -> None:
@@ -261,11 +265,11 @@ class _GraphLane(_Lane):
         part.add_graph(size, graph, made.value, self._driver)
 
 
-def _lane_of(site: Site, tokens: int, routes: int, columns: int, dtype: torch.dtype) -> _Lane:
+def _memory_of(site: Site, tokens: int, routes: int, columns: int, dtype: torch.dtype) -> _Memory:
     why = graphs_refusal(site.device)
     if why:
         log.info("parts on %s are launched one by one: %s", site.name, why)
-    return (_Lane if why else _GraphLane)(site, tokens, routes, columns, dtype)
+    return (_Memory if why else _GraphMemory)(site, tokens, routes, columns, dtype)
 
 
 class _DevicePart:
@@ -325,7 +329,7 @@ class JoinedExperts:
         end = weakref.finalize(self, self._lib.expertd_joined_free, self._joined)
         end.atexit = False
         self._devices: dict[int, _DevicePart] = {}
-        self._lanes: dict[int, _Lane] = {}
+        self._memories: dict[int, _Memory] = {}
         for part, slots in zip(parts, self._slots, strict=True):
             if space.sites[part.site].device.type == "cpu":
                 self._add_host(part, slots)
@@ -346,31 +350,31 @@ class JoinedExperts:
 
         device = self._space.sites[site].device
         self._devices[site] = _DevicePart(part, slots, self._H, device, add)
-        lane = self._space.lane(site, self._top_k, held, self._H)
-        self.move(site, lane)
+        memory = self._space.memory(site, self._top_k, held, self._H)
+        self.move(site, memory)
 
-    def move(self, site: int, lane: _Lane) -> None:
-        """That site's batches lie in `lane` from now on."""
+    def move(self, site: int, memory: _Memory) -> None:
+        """That site's batches lie in `memory` from now on."""
         index = next(i for i, p in enumerate(self._parts) if p.site == site)
-        self._lanes[site] = lane
-        lane.users.add(self)
+        self._memories[site] = memory
+        memory.users.add(self)
         self._devices[site].clear()
         self._lib.expertd_joined_clear(self._joined, site)
         about = JoinedPart(slots=self._slots[index].ctypes.data)
-        if isinstance(lane, _GraphLane):
-            hidden, ids, weights, out = (t.data_ptr() for t in lane.host)
+        if isinstance(memory, _GraphMemory):
+            hidden, ids, weights, out = (t.data_ptr() for t in memory.host)
             about = JoinedPart(
                 slots=self._slots[index].ctypes.data,
-                table=lane.table.data_ptr(),
-                done=lane.done.data_ptr(),
+                table=memory.table.data_ptr(),
+                done=memory.done.data_ptr(),
                 hidden=hidden,
                 ids=ids,
                 weights=weights,
                 out=out,
                 device_slots=self._devices[site].slots_here.data_ptr(),
-                stream=lane.site.stream.cuda_stream,
-                rows=lane.tokens,
-                routes=lane.routes,
+                stream=memory.site.stream.cuda_stream,
+                rows=memory.tokens,
+                routes=memory.routes,
             )
         self._lib.expertd_joined_part(self._joined, site, C.byref(about))
 
@@ -385,7 +389,7 @@ class JoinedExperts:
     ) -> Tensor:
         """See protocol.Experts."""
         batch = (hidden_states, topk_ids, topk_weights)
-        ends = [self._lanes[site].begin(part, batch, router_weight_on_input) for site, part in self._devices.items()]
+        ends = [self._memories[site].begin(part, batch, router_weight_on_input) for site, part in self._devices.items()]
         sums = torch.zeros(hidden_states.shape, dtype=torch.float32)
         for part, slots in zip(self._parts, self._slots, strict=True):
             if part.site not in self._devices:
