@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from core_library import needs_core
+from interpreted import interpreted
 
 from expertd.cxx import BuildError, find_compiler
 from expertd_kernels import build, decide, detect_device, problem_of, relative_error, tolerance
@@ -102,3 +103,17 @@ def test_parts_on_the_host_answer_as_one_layer(dtype):
         d = experts.direct()
         assert d.function
         assert d.context
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    """ask(case name) -> what went wrong, "" = nothing."""
+    pytest.importorskip("triton")
+    with interpreted(str(HERE / "joined_cases.py")) as ask:
+        yield lambda name: ask(name)["failed"]
+
+
+@pytest.mark.parametrize("name", ["both parts, bf16", "both parts, f32", "more routes a token", "a larger layer"])
+def test_a_part_on_a_pretended_gpu(interpreter, name):
+    failed = interpreter(name)
+    assert not failed, failed
