@@ -66,31 +66,43 @@ class Bench:
         self.say(f"FAULT: {text}")
 
     def start(self) -> None:
-        """The servers, one after another, so that none measures its threads beside another's boot."""
-        from served import Server
-
-        from expertd_client import ExpertClient
-
+        """The servers: the joined one first, which measures its threads, then the others with as many at once."""
         common = ["--synthetic", self.args.model, "--layers", "0", "--max-tokens", str(max(self.args.tokens))]
         split = ",".join(map(str, self.args.split))
-        wanted = {"joined": ["--device", ",".join(self.args.devices), "--split", split]}
+        self.launch("joined", [*common, "--device", ",".join(self.args.devices), "--split", split])
+        self.wait("joined")
+        threads = self.servers["joined"].line(r"cpu kernel: \d+ thread") if "joined" in self.servers else ""
+        if threads:
+            common += ["--threads", threads.split()[2]]
         first = 0
         for device, n in zip(self.args.devices, self.args.split, strict=True):
-            wanted[device] = ["--device", device, "--experts", f"{first}-{first + n - 1}"]
+            self.launch(device, [*common, "--device", device, "--experts", f"{first}-{first + n - 1}"])
             first += n
-        for name, more in wanted.items():
-            try:
-                log = self.args.out / f"{name.replace(':', '')}.log"
-                server = Server(name, [*common, *more, *self.args.more], log)
-                self.servers[name] = server
-                server.wait(max(5.0, self.left() - 10))
-                self.clients[name] = ExpertClient(server.address, timeout_s=30)
-                self.say(f"{name}: serves after {server.seconds:.1f} s")
-                for pattern in (r"experts of each layer.*", r"cpu kernel: \d+ thread.*", r"engine: without.*"):
-                    if line := server.line(pattern):
-                        self.say(f"    {line}")
-            except Exception as e:
-                self.fault(f"{name} does not start: {e}")
+        for device in self.args.devices:
+            self.wait(device)
+
+    def launch(self, name: str, options: list[str]) -> None:
+        from served import Server
+
+        try:
+            log = self.args.out / f"{name.replace(':', '')}.log"
+            self.servers[name] = Server(name, [*options, *self.args.more], log)
+        except Exception as e:
+            self.fault(f"{name} cannot be started: {e}")
+
+    def wait(self, name: str) -> None:
+        from expertd_client import ExpertClient
+
+        try:
+            server = self.servers[name]
+            server.wait(max(5.0, time.monotonic() - server.start + self.left() - 15))
+            self.clients[name] = ExpertClient(server.address, timeout_s=30)
+            self.say(f"{name}: serves after {server.seconds:.1f} s")
+            for pattern in (r"experts of each layer.*", r"cpu kernel: \d+ thread.*", r"loaded 1 layers.*"):
+                if line := server.line(pattern):
+                    self.say(f"    {line}")
+        except Exception as e:
+            self.fault(f"{name} does not start: {e}")
 
     def check(self) -> None:
         """Answers of every server against float32."""
@@ -108,7 +120,7 @@ class Bench:
         self.say(f"reference weights on {cuda}; session: {self.clients['joined'].session().transport}")
         limit = tolerance("bf16")
         for tokens in [t for t in (1, 3, 8, 32, 100, 700) if t <= max(self.args.tokens)]:
-            if self.left() < 0.3 * self.args.seconds:
+            if self.left() < 0.2 * self.args.seconds:
                 self.say(f"{tokens} tokens: not compared, {self.left():.0f} s are left")
                 continue
             x, ids, w = self.inputs(tokens, 1000 + tokens)
