@@ -23,7 +23,7 @@ from expertd_kernels.oracle.probe import packages_for
 from expertd_kernels.problem import Device, Package
 from expertd_kernels.sources.source import ExpertSource
 from expertd_server.boot.assignment import Assigner, Assignment, WrongOptionError, resolve_device
-from expertd_server.boot.memory import fits_into, most_that_fits, site_config
+from expertd_server.boot.memory import fits_into, largest, most_that_fits, site_config
 from expertd_server.config.serve import ServeConfig
 
 if TYPE_CHECKING:
@@ -136,13 +136,7 @@ class JointAssigner(Assigner):
             self.why = f"--split {self._config.split}"
             return
         if sum(most) < held:
-            rooms = ", ".join(f"{n} at {p.name}" for n, p in zip(most, self.places, strict=True))
-            shards = f"--shard 0/{-(-held // sum(most))}" if sum(most) else "--layers"
-            raise WrongOptionError(
-                f"--device {self._config.device}: a layer has {held} experts, and there is room for {rooms}, with"
-                f" {len(layers)} layers: serve fewer experts ({shards}) or fewer layers (--layers), allow more"
-                " (--memory-limit), or name a further device"
-            )
+            raise WrongOptionError(self._what_fits(layers, held, most, free))
         self._counts = _filled(held, most, [p.kind.kind for p in self.places])
         limited = [p.name for p, n, m in zip(self.places, self._counts, most, strict=True) if n == m < held]
         self.why = f"as many as fit into {', '.join(limited)}" if limited else "everything fits"
@@ -165,6 +159,26 @@ class JointAssigner(Assigner):
             out.append(tuple(sorted(ranked[at : at + n])))
             at += n
         return [*out, tuple(sorted(ranked[at:]))]
+
+    def _what_fits(self, layers: Sequence[Assignment], held: int, most: Sequence[int], free: Sequence[int]) -> str:
+        """Why not everything does, and what would."""
+
+        def fit(n: int) -> bool:
+            rooms = [self._most(site, layers[:n], held, free[site]) for site in range(len(self.places))]
+            return sum(rooms) >= held
+
+        rooms = ", ".join(f"{n} at {p.name}" for n, p in zip(most, self.places, strict=True))
+        options = []
+        if few := largest(len(layers) - 1, fit):
+            numbers = format_ranges(a.info.layer for a in layers[:few])
+            options.append(f"the first {few} of {len(layers)} layers would fit (--layers {numbers})")
+        if sum(most):
+            options.append(f"{sum(most)} of the experts would fit (--shard 0/{-(-held // sum(most))})")
+        options.append("allow more (--memory-limit), or name a further device")
+        return (
+            f"--device {self._config.device}: a layer has {held} experts, and with {len(layers)} layers there is room"
+            f" for {rooms}: {'; '.join(options)}"
+        )
 
     def _most(self, site: int, layers: Sequence[Assignment], held: int, free: int) -> int:
         """The most experts of each layer that fit there beside the others at places of the same memory."""

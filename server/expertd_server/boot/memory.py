@@ -39,6 +39,7 @@ __all__ = [
     "free_bytes",
     "give_back",
     "hold",
+    "largest",
     "memory_json",
     "memory_text",
     "most_that_fits",
@@ -219,7 +220,7 @@ def fits_into(config: ServeConfig, assignments: Sequence[Assignment], free: int)
 
 def most_that_fits(held: int, assignments: Sequence[Assignment], fits: Callable[[Sequence[Assignment]], bool]) -> int:
     """The most experts of each layer, up to `held`, of which fits() says yes."""
-    return _most(held, lambda n: fits([_fewer(a, n) for a in assignments]))
+    return largest(held, lambda n: fits([_fewer(a, n) for a in assignments]))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -280,7 +281,7 @@ def _what_fits(plan: MemoryPlan, config: ServeConfig, assignments: Sequence[Assi
     """The largest number of layers, and the largest number of experts of each layer, that would."""
 
     held = min(len(a.held) for a in assignments)
-    layers = _most(len(assignments), lambda n: fits_into(config, assignments[:n], free))
+    layers = largest(len(assignments), lambda n: fits_into(config, assignments[:n], free))
     experts = most_that_fits(held, assignments, lambda these: fits_into(config, these, free))
     options = []
     if layers:
@@ -299,7 +300,7 @@ def _fewer(a: Assignment, experts: int) -> Assignment:
     return replace(a, held=a.held[:experts], decision=replace(a.decision, problem=problem))
 
 
-def _most(upper: int, fits: Callable[[int], bool]) -> int:
+def largest(upper: int, fits: Callable[[int], bool]) -> int:
     """The largest n <= upper that fits, 0 if none does; what fits n fits less."""
     low, high = 0, upper
     while low < high:

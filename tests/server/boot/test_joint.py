@@ -1,6 +1,7 @@
 """Experts of a layer shared among devices: which go where, what fits, and what is refused with what would."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -117,9 +118,12 @@ def test_what_does_not_fit_is_refused_with_what_would():
     with pytest.raises(WrongOptionError, match=r"room for \d+ at cuda:0, \d+ at cpu") as e:
         assigner(GPU, CPU, free=[2 * GIB, 4 * GIB])
     assert "--shard 0/" in str(e.value)
+    layers = int(re.search(r"the first (\d+) of 48 layers would fit", str(e.value))[1])
+    _, a = assigner(GPU, CPU, free=[2 * GIB, 4 * GIB], layers=Ranges.parse(f"0-{layers - 1}"))
+    assert len(a.all()) == layers
     with pytest.raises(WrongOptionError, match=r"room for 0 at cuda:0, \d+ at cpu") as e:
         assigner(GPU, CPU, free=[100 * GIB, 1 * GIB], memory_limit=GIB // 2)
-    assert "fewer layers (--layers)" in str(e.value)
+    assert "allow more (--memory-limit)" in str(e.value)
     with pytest.raises(WrongOptionError, match=r"--split 100,28: 100 experts .* do not fit into cuda:0: \d+ would"):
         assigner(GPU, CPU, free=[6 * GIB, 64 * GIB], split=Split((100, 28)))
     with pytest.raises(WrongOptionError, match=r"got 128 experts, but layer 0 has 64"):
