@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -276,3 +277,21 @@ def test_a_package_that_is_installed_and_broken_is_told_as_a_server_would(capsys
 
     assert "package sgl-deep-gemm 0.2.5 does not import: ModuleNotFoundError" in refusals("--device", "cuda")
     assert "does not import" not in refusals("--device", "sm90", "--packages", "installed")
+
+
+def test_devices_that_share_layers_are_told_with_what_each_holds(monkeypatch, capsys):
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("EXPERTD_CPU_NODES", ";".join(map(str, cores)))
+    if len(cores) < 2:
+        pytest.skip("needs two cores: each is a memory node")
+    shared = ["explain", "--synthetic", "tiny:int4_g128", "--device", "cpu:0,cpu:1", "--split", "5,3"]
+    assert main(shared) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "experts of each layer: 5 on cpu:0, 3 on cpu:1 (--split 5,3; in order of their ids)" in out
+    assert "cpu:1: host memory in GiB" in out
+    assert main([*shared, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [layer["held_experts"] for layer in found["layers"]] == [5, 3, 5, 3]
+    assert set(found["memory"]) == {"cpu:0", "cpu:1"}
+    assert main([*shared, "--packages", "assumed"]) == 2
+    assert "--packages assumed" in capsys.readouterr().err
