@@ -53,7 +53,7 @@ class Hosted:
             config = resolve(_parsed(argv))
             logs.configure(config.log_level, config.log_format)
             host = Host(config)
-            host.loaded.add_done_callback(lambda loaded: None if loaded.exception() else quiet_memory(host.device))
+            host.loaded.add_done_callback(lambda loaded: None if loaded.exception() else quiet_memory(host))
             host.start()
         except (BootError, ConfigError) as error:
             self._why = str(error)

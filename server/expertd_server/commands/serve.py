@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -21,8 +22,9 @@ from expertd_server.config.resolve import add_flags, resolve
 from expertd_server.config.serve import ConfigError, ServeConfig
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
+
+    from expertd_server.host.host import Host
 
 __all__ = ["add_parser", "as_server", "quiet_memory", "run", "serve"]
 
@@ -106,7 +108,7 @@ def serve(config: ServeConfig, console: Console) -> int:
         if not host.loaded.done():
             host.say("stopped while loading")
             return 0
-        quiet_memory(host.device)
+        quiet_memory(host)
         host.ready()
         host.say(f"serving on {host.address}")
         events.get()
@@ -147,11 +149,12 @@ def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(n, handler)
 
 
-def quiet_memory(device: torch.device) -> None:
+def quiet_memory(host: Host) -> None:
     """After a boot in a process of the server's own.  What was made stays for the process's life: keep the garbage
     collector from walking it again and again; and what the boot's kernels alone needed goes back to the device."""
     from expertd_server.boot.stacks import narrow_stacks
 
     gc.collect()
     gc.freeze()
-    narrow_stacks(device)
+    for device in host.devices:
+        host.engine.without_graphs(functools.partial(narrow_stacks, device))  # graphs hold what this takes away

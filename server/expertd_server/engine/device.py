@@ -190,8 +190,7 @@ class DeviceExecutor:
         if any(want > now for want, now in zip(wanted, have, strict=True)):
             rows, routes, H, apart, coded = (max(pair) for pair in zip(wanted, have, strict=True))
             self._size = (rows, routes, H, apart, coded)
-            self.core.forget_graphs()  # they hold addresses
-            self._destroy(self.pieces.clear())
+            self.drop_graphs()  # they hold addresses
             self._lanes = []
             self._lanes = [_Lane(*self._size, self._dtype, self._device) for _ in range(LANES)]
         return [lane.memory() for lane in self._lanes]
@@ -281,6 +280,10 @@ class DeviceExecutor:
 
     def fault(self) -> str:
         return device_fault(self._device)
+
+    def drop_graphs(self) -> None:
+        self.core.forget_graphs()
+        self._destroy(self.pieces.clear())
 
     def forget(self, generations: Collection[int]) -> None:
         """Drop the graphs of layers that are not held any more: a graph keeps its layer's memory alive."""

@@ -158,6 +158,16 @@ class Engine(Worker):
         super().start()
         self.delivery.start()
 
+    def without_graphs(self, work: Callable[[], object]) -> None:
+        """work() while no batch is under way and no graph is captured: for what changes a device so that graphs from
+        before would fail.  They are captured anew."""
+
+        def run() -> None:
+            self._executor.drop_graphs()
+            work()
+
+        self.between(run)
+
     def hold(self, layers: Iterable[ServedLayer], version: int = 0, keep: bool = False) -> None:
         """Hold these layers from now on and no others.  A request is computed by what was held when it was taken.
 

@@ -94,6 +94,9 @@ class Executor(Protocol):
         """Why the device is lost to this process, "" where it is not."""
         ...
 
+    def drop_graphs(self) -> None:
+        """Drop all that is captured, while no batch is under way."""
+
     def forget(self, generations: Collection[int]) -> None:
         """Drop what is kept for layers that are not held any more."""
 
@@ -170,6 +173,9 @@ class CpuExecutor:
 
     def fault(self) -> str:
         return ""
+
+    def drop_graphs(self) -> None:
+        """Nothing is captured."""
 
     def forget(self, generations: Collection[int]) -> None:
         """Nothing is kept by layer."""

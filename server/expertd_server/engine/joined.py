@@ -121,6 +121,13 @@ class JoinedSpace:
         """Of devices' memory, what captured graphs took."""
         return sum(memory.graph_bytes for memory in self._memories.values())
 
+    def drop_graphs(self) -> None:
+        """Drop all that is captured, while nothing computes."""
+        for site, memory in self._memories.items():
+            for user in tuple(memory.users):
+                user.drop_graphs(site)
+            memory.graph_bytes = 0
+
     def times(self) -> list[PartTimes]:
         """Of each site."""
         found = (C.c_uint64 * (3 * len(self.sites)))()
@@ -358,8 +365,7 @@ class JoinedExperts:
         index = next(i for i, p in enumerate(self._parts) if p.site == site)
         self._memories[site] = memory
         memory.users.add(self)
-        self._devices[site].clear()
-        self._lib.expertd_joined_clear(self._joined, site)
+        self.drop_graphs(site)
         about = JoinedPart(slots=self._slots[index].ctypes.data)
         if isinstance(memory, _GraphMemory):
             hidden, ids, weights, out = (t.data_ptr() for t in memory.host)
@@ -377,6 +383,11 @@ class JoinedExperts:
                 routes=memory.routes,
             )
         self._lib.expertd_joined_part(self._joined, site, C.byref(about))
+
+    def drop_graphs(self, site: int) -> None:
+        """Of this layer there."""
+        self._lib.expertd_joined_clear(self._joined, site)
+        self._devices[site].clear()
 
     def __call__(
         self,
@@ -420,6 +431,9 @@ class JoinedExecutor(CpuExecutor):
     @property
     def graph_bytes(self) -> int:
         return self._space.graph_bytes
+
+    def drop_graphs(self) -> None:
+        self._space.drop_graphs()
 
     def pool(self, nbytes: int) -> Pool:
         raise PoolError(_NO_POOL)

@@ -131,6 +131,11 @@ class Host:
         """Where it computes, the first of several; after start()."""
         return self._places[0].device
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """All on which it computes; after start()."""
+        return list(dict.fromkeys(p.device for p in self._places))
+
     # ---- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> str:

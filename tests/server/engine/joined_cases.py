@@ -135,10 +135,25 @@ def a_larger_layer_takes_the_place_of_the_memory_of_all():
         assert relative_error(experts(x, ids, w), right) <= tolerance("bf16")
 
 
+def graphs_that_are_dropped_are_captured_anew():
+    _, space, experts = made("bf16")
+    x, ids, w = random_inputs(3, H, E, K, seed=2)
+    captured.clear()
+    with torch.inference_mode():
+        for _ in range(4):
+            experts(x, ids, w)
+        assert len(captured) == 1
+        space.drop_graphs()
+        for count in (1, 2, 2):
+            experts(x, ids, w)
+            assert len(captured) == count
+
+
 CASES = {
     "both parts, bf16": lambda: both_parts_answer_as_one_layer("bf16"),
     "both parts, f32": lambda: both_parts_answer_as_one_layer("f32"),
     "more routes a token": more_routes_a_token_find_room,
+    "dropped graphs": graphs_that_are_dropped_are_captured_anew,
     "a larger layer": a_larger_layer_takes_the_place_of_the_memory_of_all,
 }
 

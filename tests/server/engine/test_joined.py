@@ -113,7 +113,9 @@ def interpreter():
         yield lambda name: ask(name)["failed"]
 
 
-@pytest.mark.parametrize("name", ["both parts, bf16", "both parts, f32", "more routes a token", "a larger layer"])
+@pytest.mark.parametrize(
+    "name", ["both parts, bf16", "both parts, f32", "more routes a token", "dropped graphs", "a larger layer"]
+)
 def test_a_part_on_a_pretended_gpu(interpreter, name):
     failed = interpreter(name)
     assert not failed, failed
