@@ -6,6 +6,7 @@ named at the end of a run; with --no-other-skips it fails the run.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections import Counter
@@ -30,6 +31,10 @@ class Allowed:
 
 def always() -> bool:
     return True
+
+
+def one_core() -> bool:
+    return not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2
 
 
 def gpu() -> bool:
@@ -86,6 +91,7 @@ ALLOWED: Sequence[Allowed] = (
     Allowed("ghz is not installed", "tests/docs/", without("ghz")),
     Allowed("network namespaces", "tests/docs/test_commands.py", without_namespaces),
     Allowed("needs chromium", "tests/server/views/test_page.py", always),
+    Allowed("needs two cores", "tests/server/", one_core),
     Allowed("no SIMDe headers", "tests/kernels/native/test_levels.py", always, 1),
     Allowed("vLLM is not installed", "tests/engines/", without_package("vllm")),
     Allowed("SGLang is not installed", "tests/engines/", without_package("sglang")),
