@@ -109,7 +109,7 @@ class Bench:
         import torch
 
         from expertd_kernels import relative_error, tolerance
-        from expertd_kernels.packed.proof import reference_rows
+        from expertd_kernels.packed.integrity import reference_rows
         from expertd_kernels.sources.synthetic import SyntheticModel
 
         cuda = self.args.devices[0] if self.args.devices[0].startswith("cuda") else "cpu"

@@ -186,11 +186,11 @@ def _layer_us(
     routes = np.zeros((_DRAWS, experts), np.int64)
     for draw in range(_DRAWS):
         routes[draw] = np.bincount(chosen[draw].ravel(), minlength=experts)
-    holders = np.sum([own for own, _ in owners], axis=0)
+    replicas = np.sum([own for own, _ in owners], axis=0)
     times = np.zeros(_DRAWS)
     for i, (own, surface) in enumerate(owners):
         before = np.sum([other for other, _ in owners[:i]], axis=0) if i else np.zeros(experts, np.int64)
-        each, more = np.divmod(routes, holders)  # replicas take turns
+        each, more = np.divmod(routes, replicas)  # replicas take turns
         mine = np.where(own, each + (before < more), 0)
         times = np.maximum(times, surface((mine > 0).sum(axis=1), mine.sum(axis=1)))
     return float(times.mean())

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertd.ranges import format_ranges
+from expertd.common.ranges import format_ranges
+from expertd_kernels.common.problem import Device, Package
 from expertd_kernels.native.cores import physical_cores
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.probe import packages_for
-from expertd_kernels.problem import Device, Package
 from expertd_kernels.sources.source import ExpertSource
 from expertd_server.boot.assignment import Assigner, Assignment, WrongOptionError, resolve_device
 from expertd_server.boot.memory import fits_into, largest, most_that_fits, site_config

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import DirectExperts, Experts
 from expertd_kernels.measure.surface import Point, batch_of, grid, measured_surface
 from expertd_kernels.measure.timing import captured
 from expertd_kernels.native.library import call_bytes
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import DirectExperts, Experts
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.boot.prepare import Workshop
 

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 
 from expertd.shm.pool import Pool, PoolError
+from expertd_kernels.backends.gather.table import BF16, F32, WORDS, info
+from expertd_kernels.common.protocol import Direct, DirectExperts, Experts
 from expertd_kernels.oracle.probe import device_fault
-from expertd_kernels.protocol import Direct, DirectExperts, Experts
-from expertd_kernels.rows.table import BF16, F32, WORDS, info
 from expertd_server.engine.core import library
 from expertd_server.engine.executor import CpuExecutor
 from expertd_server.engine.executors import graphs_refusal
 from expertd_server.engine.graphs import free_now, record
 from expertd_server.engine.plain import compute_stream
 from expertd_server.engine.request import Array
-from expertd_server.engine.sizes import lane_routes, padded
+from expertd_server.engine.sizes import batch_slot_routes, padded
 
 # Why it is so: decision 175 in DECISIONS.md.
 __all__ = ["JoinedExecutor", "JoinedExperts", "JoinedSpace", "Part", "PartTimes", "Site", "join"]
@@ -136,7 +136,7 @@ class JoinedSpace:
 
     def memory(self, site: int, top_k: int, num_experts: int, hidden_size: int) -> _Memory:
         """That of an accelerator, with room for the largest batch of a layer of these sizes."""
-        routes = lane_routes(self.tokens, top_k, num_experts)
+        routes = batch_slot_routes(self.tokens, top_k, num_experts)
         memory = self._memories.get(site)
         if memory is None or not memory.holds(routes, hidden_size):
             users: Iterable[JoinedExperts] = () if memory is None else memory.users
@@ -243,7 +243,7 @@ class _GraphMemory(_Memory):
         return end
 
     def _body(self, part: _DevicePart, rows: int, k: int, on_input: bool) -> Callable[[], None]:
-        from expertd_kernels.rows.kernels import collect, deliver, signal  # needs Triton
+        from expertd_kernels.backends.gather.kernels import collect, deliver, signal  # needs Triton
 
         hidden, slots, weights, out = self.rows(self.here, rows, part.H, k)
 

@@ -6,13 +6,13 @@ import re
 import pytest
 import torch
 
+from expertd_kernels.common.problem import NAMED_DEVICES
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.problem import NAMED_DEVICES
 from expertd_server.boot.assignment import WrongOptionError, open_source
 from expertd_server.boot.joint import JointAssigner, Place, resolve_places
 from expertd_server.boot.memory import by_site, fits_into, plan_memory
-from expertd_server.cli import main
+from expertd_server.commands.cli import main
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Ranges, Split
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
 from interpreted import answer_cases
 
 from expertd_kernels import build, decide, detect_device, problem_of, relative_error, tolerance
-from expertd_kernels.packed.proof import reference_rows
+from expertd_kernels.packed.integrity import reference_rows
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_server.engine import joined as module
 

@@ -13,7 +13,7 @@ from interpreted import interpreted
 
 from expertd.cxx import BuildError, find_compiler
 from expertd_kernels import build, decide, detect_device, problem_of, relative_error, tolerance
-from expertd_kernels.packed.proof import reference_rows
+from expertd_kernels.packed.integrity import reference_rows
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_server.engine.joined import JoinedSpace, Part, Site, join
 

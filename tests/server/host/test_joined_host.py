@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 
 from expertctl.cli import main as expertctl
 from expertctl.commands.describe import show
-from expertd.tables import console
+from expertd.common.tables import console
 from expertd_client import ExpertClient
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs

@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "batch.h"
-#include "port.h"
+#include "server_side.h"
 
 namespace expertd {
 namespace {
