@@ -279,10 +279,10 @@ def test_an_rpc(tree):
     proto = "proto/expertd/v1/expert_service.proto"
     tree.insert(proto, "}\n\n// Element types by their OCP", RPC)
     tree.insert(proto, "// Element types by their OCP", RPC_MESSAGES)
-    bounds = "proto/expertd/bounds.py"
+    bounds = "proto/expertd/common/bounds.py"
     tree.insert(bounds, "    pb.DescribeRequest: 256,\n", "    pb.GreetRequest: 256,\n")
     tree.insert(bounds, '    "Timing.backend": 256,\n', '    "GreetRequest.text": 200,\n')
-    service = "server/expertd_server/transports/grpc_service.py"
+    service = "server/expertd_server/transports/grpc/service.py"
     tree.insert(
         service,
         '                "Describe": grpc.unary_unary',

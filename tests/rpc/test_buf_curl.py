@@ -18,7 +18,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as pb_grpc
 from expertd_client import ExpertClient, Synthetic
 from expertd_client.requests.e4m3 import quantize
-from expertd_server.service.draw import draw_hidden, draw_ids, draw_weights
+from expertd_server.service.synthetic import draw_hidden, draw_ids, draw_weights
 
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join([str(ROOT / "node_modules" / ".bin"), os.environ["PATH"]])
