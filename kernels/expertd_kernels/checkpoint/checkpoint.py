@@ -10,10 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from expertd_kernels.checkpoint.assembly import assemble
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.families import ModelConfig, find_family, unknown_family
 from expertd_kernels.checkpoint.files import read_json, shard_files
+from expertd_kernels.checkpoint.in_memory import load_on
 from expertd_kernels.checkpoint.names import LayerTensors, Naming, family_naming, group_by_layer, template_naming
 from expertd_kernels.checkpoint.quant_config import read_quant_config
 from expertd_kernels.checkpoint.recipe import LayerRecipe, experts_recipe, layer_recipe
@@ -129,6 +132,12 @@ class Checkpoint:
 
     def load(self, layer: int, experts: Sequence[int] | None = None) -> Weights:
         return assemble(self._recipe_of(layer, experts))
+
+    def load_on(self, device: torch.device, layer: int, experts: Sequence[int] | None = None) -> Weights:
+        """load() for `device`.  Of tensors in memory the copies may be under way on the current stream, and whether
+        they are finite was not looked at."""
+        recipe = self._recipe_of(layer, experts)
+        return load_on(recipe, device) or assemble(recipe).to(device)
 
     def _recipe_of(self, layer: int, experts: Sequence[int] | None) -> LayerRecipe:
         """The recipe of these experts.  What holds for the whole layer is found once."""

@@ -19,8 +19,10 @@ sum does not depend on the order.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,13 +122,14 @@ def _fused(w: Tensor, scheme: Scheme, out: _Rounded) -> bool:
     if scheme.cols not in FUSED_COLUMNS or w.shape[2] % scheme.cols:
         return False
     try:
-        from expertd_kernels.weights.quantize_code import round_int4, round_mxfp4
+        code: Any = importlib.import_module("expertd_kernels.weights.quantize_code")
     except ImportError:  # no Triton
         return False
-    if kind == "int4":
-        round_int4(w, out.codes, out.scales, scheme.cols, _INT4_DIVISORS)
-    else:
-        round_mxfp4(w, out.codes, out.scales)
+    with torch.cuda.device(w.device):
+        if kind == "int4":
+            code.round_int4(w, out.codes, out.scales, scheme.cols, _INT4_DIVISORS)
+        else:
+            code.round_mxfp4(w, out.codes, out.scales)
     return True
 
 

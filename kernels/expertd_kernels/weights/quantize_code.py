@@ -2,8 +2,9 @@
 # (Triton device code: its types are checked by Triton's compiler, not by mypy.)
 """int4 groups and mxfp4 rounded on an NVIDIA GPU in one pass: the bits of quantize.py.
 
-Torch's own operations read and write f32 intermediates some sixty times.  Division is IEEE's (div_rn), no multiplication
-and addition are fused, and errors are summed as whole numbers, so the bits are those that the same steps give on a CPU.
+Torch's own operations read and write f32 intermediates some sixty times.  Division is IEEE's (div_rn), no
+multiplication and addition are fused, and errors are summed as whole numbers, so the bits are those that the same steps
+give on a CPU.
 """
 
 import torch
@@ -157,16 +158,9 @@ def round_int4(w, codes, scales, columns, divisors):
     scales [..., K / columns] bf16; divisors: five."""
     blocks = w.numel() // columns
     grid = (triton.cdiv(blocks, _BLOCKS),)
+    scales = scales.view(torch.int16)
     int4_kernel[grid](
-        _bits(w),
-        codes,
-        scales.view(torch.int16),
-        blocks,
-        *divisors,
-        C=columns,
-        BLOCKS=_BLOCKS,
-        num_warps=4,
-        enable_fp_fusion=False,
+        _bits(w), codes, scales, blocks, *divisors, C=columns, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False
     )
 
 

@@ -60,10 +60,12 @@ def boot_layer(
     ahead: ReadAhead | None = None,
     *,
     measure: bool = True,
+    like: Booted | None = None,
 ) -> Booted:
     """One layer.  The canonical weights, if they were loaded at all, are gone when it returns, so the peak of memory is
     the packed layers and one canonical one.  measure: whether the oracle may, or knows only what it has measured.
-    Raises BootError."""
+    like: the same layer of other weights, which is served: an accelerator's kernels are warm, and measured.  Raises
+    BootError."""
     start = time.perf_counter()
     canonical = LayerWeights(assignment, workshop, ahead)
     choice = Choice(assignment.info.layer, assignment.decision)
@@ -74,7 +76,7 @@ def boot_layer(
             with workshop.stage("measure"):
                 results = oracle.results(assignment.decision, lambda: weights)
         choice = Choice(assignment.info.layer, assignment.decision, results, oracle.copies)
-    parts = _prepared(choice, assignment, canonical, workshop)
+    parts = _prepared(choice, assignment, canonical, workshop, like if workshop.device.type != "cpu" else None)
     assignment = replace(assignment, decision=choice.decision)
     served = _served(assignment, parts, workshop.route_s)
     prepared = [m for _, m in parts]
@@ -91,7 +93,7 @@ def boot_layer(
 
 
 def _prepared(
-    choice: Choice, assignment: Assignment, canonical: LayerWeights, workshop: Workshop
+    choice: Choice, assignment: Assignment, canonical: LayerWeights, workshop: Workshop, like: Booted | None
 ) -> list[tuple[int | None, Prepared]]:
     """[(tokens up to, what serves them)], of backends that passed.  Raises BootError when the choice is exhausted."""
     prepared: dict[str, Prepared] = {}
@@ -102,8 +104,11 @@ def _prepared(
             return [(most, prepared[b.name]) for most, b in wanted]
         try:
             found = prepare(row, assignment, canonical, workshop)
-            measured = warm_up(found.experts, assignment, workshop)
-            prepared[row.name] = replace(found, measured=tuple(measured))
+            if like is not None and row.name in like.errors:
+                measured = like.served.measured
+            else:
+                measured = tuple(warm_up(found.experts, assignment, workshop))
+            prepared[row.name] = replace(found, measured=measured)
         except BackendRejectedError as e:
             if fault := device_fault(workshop.device):
                 raise BootError(

@@ -40,7 +40,7 @@ from expertd_server.boot.ahead import ReadAhead
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError
 from expertd_server.boot.memory import MemoryPlan, settle
-from expertd_server.engine.plain import compute_stream
+from expertd_server.engine.plain import LAST, compute_stream
 from expertd_server.engine.sizes import sizes_up_to
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Workshop:
         return _on(self.device, self.stream)
 
     def preparing(self) -> contextlib.AbstractContextManager[Any]:
-        """On a stream of its own: weights are read and packed while requests are computed."""
+        """On a stream of its own, of low priority: weights are read and packed while requests are computed."""
         return _on(self.device, _packing_stream(self.device))
 
     def call(self, work: Callable[[], _T]) -> _T:
@@ -123,7 +123,7 @@ class Workshop:
 @functools.cache
 def _packing_stream(device: torch.device) -> Any:
     """One for the process: torch keeps a workspace of cuBLAS for each stream that multiplied (32 MiB on Hopper)."""
-    return compute_stream(device)
+    return compute_stream(device, LAST)
 
 
 class LayerWeights:

@@ -88,6 +88,7 @@ class Packing:
                     del found
                 if self._stop.is_set():
                     raise Stopped
+            self._residence.give_back()
         except Stopped:
             pass
         except Exception as e:
@@ -98,7 +99,7 @@ class Packing:
     def _make(self, layer: int, source: Checkpoint) -> None:
         begin, self.busy = time.perf_counter(), True
         served: Assignment = self._served[layer].assignment
-        found: ExpertSource = alike(source, layer, served.info)
+        found: ExpertSource = alike(source, layer, served.info, self._workshop.device)
         try:
             self._keep(layer, source, served.held)
             assigner = self._assigner.of(found)

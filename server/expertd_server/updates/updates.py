@@ -35,12 +35,14 @@ from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
 from expertd_kernels.checkpoint.checkpoint import Checkpoint
 from expertd_kernels.checkpoint.kept import open_kept
 from expertd_kernels.checkpoint.received import Received
+from expertd_kernels.native.memory import available_bytes
 from expertd_kernels.sources.source import ExpertSource
-from expertd_server.boot.assignment import BootError, files_state
+from expertd_server.boot.assignment import Assignment, BootError, files_state
 from expertd_server.boot.memory import MemoryPlan, free_bytes
 from expertd_server.config.serve import ServeConfig
 from expertd_server.residence.residence import FIRST, Residence, Weights
 from expertd_server.service.response import error_of
+from expertd_server.updates.memory import room_on
 from expertd_server.updates.packing import Packing
 from expertd_server.updates.sources import GoneSource, alike, checkpoint_of
 from expertd_server.updates.store import Served, Store
@@ -211,7 +213,8 @@ class Updates:
                     " a folder in BeginUpdateRequest.checkpoint"
                 )
             base = self._base() if asked.delta else None
-            received = Received(self._checkpoint, {n: b.assignment.held for n, b in booted.items()}, base)
+            held = {n: b.assignment.held for n, b in booted.items()}
+            received = Received(self._checkpoint, held, base, room_on(self._residence.weights.workshop.device))
             take = received.take
         packing = Packing(self._residence, take, partial(self._keep, version), self._failed)
         return Job(asked, version, packing, received, folder, files, memory, self._waiting_limit(memory))
@@ -249,8 +252,11 @@ class Updates:
 
     def _waiting_limit(self, memory: MemoryPlan | None) -> int:
         """What is left beside two versions, at least of a layer."""
-        if memory is None or memory.kind != "cpu":
+        if memory is None:
             return 0
+        if memory.kind != "cpu":  # pinned, so no more than a few layers where there is little
+            most = max(4 * _elements(b.assignment) for b in self._residence.booted.values())
+            return max(3 * most, available_bytes() // 2)
         free = free_bytes(self._residence.weights.workshop.device)
         left = [free - memory.weights // 2 - memory.loading] if free else []
         left += [memory.limit - memory.peak] if memory.limit else []
@@ -504,6 +510,12 @@ def _require_waiting_room(job: Job, received: Received, nbytes: int) -> None:
     raise QueueFullError.about(
         "tensors", got=got, want=f"at most {limit}", remedy="try again after retry_after_us", retry_after_us=200_000
     )
+
+
+def _elements(held: Assignment) -> int:
+    """Weights of the experts that are held of a layer."""
+    i = held.info
+    return len(held.held) * (i.activation.segments + 1) * i.hidden_size * i.intermediate_size
 
 
 def _word(state: pb.UpdateState) -> str:
