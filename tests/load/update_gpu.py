@@ -208,8 +208,7 @@ def received_bits(device: torch.device, folder: Path, sizes: Sizes, content: tor
     faults = []
     for where, memory in (("host", pinned(content, device)), ("GPU", content.to(device))):
         received = Received(checkpoint, {0: some})
-        for end, shape, begin, stop in sizes.places():
-            received.put_memory(f"model.layers.0.{end}", "BF16", shape, memory[begin:stop])
+        put_layer(received, 0, sizes, memory)
         taken = received.take()
         assert taken is not None
         got = QuantizedSource(taken[1], scheme_named("int4_g128"), device).load(0, some)
@@ -219,6 +218,13 @@ def received_bits(device: torch.device, folder: Path, sizes: Sizes, content: tor
         if not torch.equal(want.origin, got.origin):
             faults.append(f"digests from the {where}'s memory differ")
     return faults
+
+
+def put_layer(received: Received, number: int, sizes: Sizes, memory: torch.Tensor) -> None:
+    """Tensors of a layer that lie in `memory` [bytes] u8."""
+    for end, shape, begin, _ in sizes.places():
+        name = f"model.layers.{number}.{end}"
+        received.put_memory(name, "BF16", shape, lambda nbytes, begin=begin: memory[begin : begin + nbytes])
 
 
 def pinned(content: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -233,8 +239,7 @@ def pieces_alone(device: torch.device, folder: Path, sizes: Sizes, content: torc
         took: dict[str, list[float]] = {"quantized": [], "packed": []}
         for _ in range(4):
             received = Received(checkpoint, {0: experts})
-            for end, shape, begin, stop in sizes.places():
-                received.put_memory(f"model.layers.0.{end}", "BF16", shape, memory[begin:stop])
+            put_layer(received, 0, sizes, memory)
             taken = received.take()
             assert taken is not None
             settled()
@@ -347,8 +352,7 @@ def put_here(updates: Updates, layers: int, sizes: Sizes, memory: torch.Tensor) 
     job = updates.begin(Asked(name))
     assert job.received is not None
     for n in range(layers):
-        for end, shape, at, stop in sizes.places():
-            job.received.put_memory(f"model.layers.{n}.{end}", "BF16", shape, memory[at:stop])
+        put_layer(job.received, n, sizes, memory)
         job.packing.wake()
     updates.seal(name)
     job.ended.wait(120)
@@ -365,7 +369,7 @@ def _trainer(address: str, layers: int, sizes: Sizes, on: str, hashes: bool, out
     try:
         torch.set_num_threads(8)
         memory = layer_of(sizes, 5).to(on)
-        with Updater([address], hashes=hashes, timeout_s=60) as updater:
+        with Updater([address], hashes=hashes, timeout_s=60, cuda_ipc=on == "cuda") as updater:
             tensors = {
                 f"model.layers.{n}.{end}": memory[at:stop].view(torch.bfloat16).view(shape)
                 for n in range(layers)
@@ -478,7 +482,7 @@ def measured(host: Host, content: torch.Tensor, args: Any) -> list[str]:
                 sources.setdefault(name, []).append(put_here(host._updates, layers, sizes, memory))
         memories.clear()
         afar = [("another process over gRPC, hashed", "cpu", True), ("another process over gRPC", "cpu", False)]
-        if args.ipc and device.type == "cuda":
+        if device.type == "cuda":
             afar.insert(0, ("a trainer's GPU memory (CUDA IPC)", "cuda", False))
         for name, on, hashes in afar:
             if clock.left_s < 25:
@@ -531,7 +535,6 @@ def main() -> int:
     args = parser.parse_args()
     args.clock = Clock(args.budget)
     args.sizes, args.where = (SMALL, torch.device("cpu")) if args.small else (QWEN, torch.device("cuda"))
-    args.ipc = hasattr(Updater, "_ipc")
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder, content = Path(name), layer_of(args.sizes, 1)

@@ -187,14 +187,15 @@ class Received:
             self._put(at, name, dtype, tuple(shape), nbytes, offset, data, sha256)
         return True
 
-    def put_memory(self, name: str, dtype: str, shape: Sequence[int], memory: Tensor) -> bool:
-        """A whole tensor that is read where it lies, [n] u8 on any device, when its layer is taken.  False: it is of no
-        wanted expert.  Raises CheckpointError."""
+    def put_memory(self, name: str, dtype: str, shape: Sequence[int], where: Room) -> bool:
+        """A whole tensor that is read where it lies when its layer is taken.  where: gives its bytes, [n] u8 on any
+        device.  False: it is of no wanted expert.  Raises CheckpointError, and what `where` raises."""
         at = self._wanted_place(name)
         if at is None:
             return False
         nbytes = _check_header(name, dtype, tuple(shape))
-        if memory.numel() != nbytes:
+        memory = where(nbytes)
+        if not nbytes or memory.numel() != nbytes:
             raise CheckpointError(f"{name}: {memory.numel()} bytes, but {dtype} {list(shape)} has {nbytes}")
         with self._lock:
             if not self._again(name, 0, _IN_MEMORY):

@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from torch import Tensor
+
 from expertd.errors import (
     ChangePendingError,
     ChangeRefusedError,
@@ -42,7 +44,7 @@ from expertd_server.boot.memory import MemoryPlan, free_bytes
 from expertd_server.config.serve import ServeConfig
 from expertd_server.residence.residence import FIRST, Residence, Weights
 from expertd_server.service.response import error_of
-from expertd_server.updates.memory import room_on
+from expertd_server.updates.memory import TrainerMemory, memory_refusal, room_on
 from expertd_server.updates.packing import Packing
 from expertd_server.updates.sources import GoneSource, alike, checkpoint_of
 from expertd_server.updates.store import Served, Store
@@ -80,6 +82,7 @@ class Job:
     """An update under way.
 
     received     tensors that are put; None: the server reads `folder`, whose files were as `files` says
+    memories     of the trainer's GPU, that tensors are read from
     waiting_limit_bytes  of tensors that may wait to be packed; 0 = not known
     ended        set when every layer is ready, or with `error`
     """
@@ -91,6 +94,7 @@ class Job:
     folder: Checkpoint | None
     files: str
     memory: MemoryPlan | None
+    memories: TrainerMemory
     waiting_limit_bytes: int
     state: pb.UpdateState = pb.UPDATE_STATE_RECEIVING
     error: ExpertdError | None = None
@@ -217,7 +221,8 @@ class Updates:
             received = Received(self._checkpoint, held, base, room_on(self._residence.weights.workshop.device))
             take = received.take
         packing = Packing(self._residence, take, partial(self._keep, version), self._failed)
-        return Job(asked, version, packing, received, folder, files, memory, self._waiting_limit(memory))
+        memories = TrainerMemory(self._residence.weights.workshop.device)
+        return Job(asked, version, packing, received, folder, files, memory, memories, self._waiting_limit(memory))
 
     def _keep(self, version: Version, layer: int, source: Checkpoint, held: Sequence[int]) -> None:
         """Write the tensors of a layer for a restart.  Raises BootError."""
@@ -286,17 +291,43 @@ class Updates:
             raise ChangePendingError(f"update {update!r}: was prepared; want no tensors put any more")
         kept = ignored = 0
         for p in parts:
-            _require_waiting_room(job, received, len(p.data))
             try:
-                encoding = _ENCODING.get(p.delta, "unknown")
-                mine = received.put(p.name, p.dtype, list(p.shape), p.offset, p.data, p.sha256, encoding, p.checksum)
+                mine, nbytes = self._put_memory(job, p) if p.HasField("memory") else self._put_bytes(job, p)
             except (CheckpointError, OSError) as e:  # also no memory for it
                 raise ChangeRefusedError(f"update {update!r}: {e}") from e
-            kept, ignored = (kept + len(p.data), ignored) if mine else (kept, ignored + len(p.data))
+            kept, ignored = (kept + nbytes, ignored) if mine else (kept, ignored + nbytes)
         if kept:
             self._metrics.put(kept)
             job.packing.wake()
         return job, kept, ignored
+
+    @staticmethod
+    def _put_bytes(job: Job, p: pb.WeightPart) -> tuple[bool, int]:
+        """(whether it is of an expert that is held, bytes).  Raises CheckpointError, OSError, QueueFullError."""
+        assert job.received is not None
+        _require_waiting_room(job, job.received, len(p.data))
+        encoding = _ENCODING.get(p.delta, "unknown")
+        shape = list(p.shape)
+        mine = job.received.put(p.name, p.dtype, shape, p.offset, p.data, p.sha256, encoding, p.checksum)
+        return mine, len(p.data)
+
+    @staticmethod
+    def _put_memory(job: Job, p: pb.WeightPart) -> tuple[bool, int]:
+        """The same of a tensor that is read where it lies."""
+        assert job.received is not None
+        if p.data or p.offset or p.sha256 or p.delta or p.checksum:
+            raise CheckpointError(f"{p.name}: lies in memory of a GPU: want no bytes, no hash and no difference of it")
+        at, sizes = p.memory, [0]
+
+        def where(nbytes: int) -> Tensor:
+            sizes[0] = nbytes
+            return job.memories.tensor(p.name, at.handle, at.offset, nbytes)
+
+        return job.received.put_memory(p.name, p.dtype, list(p.shape), where), sizes[0]
+
+    def memory_refusal(self) -> str:
+        """ "" where tensors may lie in memory of a GPU of this host, else why not."""
+        return memory_refusal(self._residence.weights.workshop.device)
 
     def seal(self, update: str) -> Job:
         """Nothing more is put.  job.ended is set when it is ready, or has failed.  Raises ChangeRefusedError where
@@ -417,6 +448,7 @@ class Updates:
     def _ready(self, job: Job) -> None:
         """Wait for the last layer.  On a thread of its own."""
         job.packing.ended.wait()
+        job.memories.close()
         with self._lock:
             if self._job is not job or job.error is not None:
                 return
@@ -443,6 +475,7 @@ class Updates:
                 job.lease.cancel()
         job.packing.stop()
         job.received = None
+        job.memories.close()
         self._store.drop_but([self.version, *([] if self.before is None else [self.before])])
         with self._lock:
             self._job = None
