@@ -111,13 +111,20 @@ class Workshop:
         return _on(self.device, _packing_stream(self.device))
 
     def call(self, work: Callable[[], _T]) -> _T:
-        """The result of work(), which calls experts: they share their scratch memory with requests."""
+        """The result of work(), which calls experts: they share their scratch memory with requests.  The stream that
+        is current waits for it."""
+        if self.stream is None:
+            return cast("_T", self.alone(work))
+        here = getattr(torch, self.device.type).current_stream(self.device)
+        here.synchronize()  # or whoever computes would wait for it
 
-        def run() -> _T:
+        def run() -> tuple[_T, Any]:
             with self.computing():
-                return work()
+                return work(), self.stream.record_event()
 
-        return cast("_T", self.alone(run))
+        out, done = cast("tuple[_T, Any]", self.alone(run))
+        here.wait_event(done)
+        return out
 
 
 @functools.cache
@@ -239,7 +246,7 @@ def _mapped(row: Backend, assignment: Assignment, workshop: Workshop, found: Fou
         _compile(experts, assignment, len(proof.x), workshop)
         with workshop.stage("check"):
             here = proof.to(workshop.device)
-            checked = workshop.call(lambda: check(experts, here, problem))
+            checked = check(experts, here, problem, run=workshop.call)
     except Exception as e:
         return None, Found("damaged", f"its entry does not compute: {_text(e)}")
     if not checked.ok:
@@ -271,7 +278,7 @@ def _packed(
     with _rejecting("compiled"):
         _compile(experts, assignment, len(proof.x), workshop)
     with _rejecting("first called"), workshop.stage("check"):
-        checked = workshop.call(lambda: check(experts, proof, problem, weights))
+        checked = check(experts, proof, problem, weights, workshop.call)
     if not checked.ok:
         raise BackendRejectedError("checked against the float32 reference", checked.fault, wrong=True)
     assert proof.digests is not None
