@@ -30,7 +30,7 @@ from torch import Tensor
 from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights, pack_nibbles, powers_of_two
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
 
-# Why it is so: decision 11 in DECISIONS.md.
+# Why it is so: decisions 11 and 170 in DECISIONS.md.
 __all__ = ["quantize", "quantize_matrix", "round_e2m1", "scheme_named"]
 
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
