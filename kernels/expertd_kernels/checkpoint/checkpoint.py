@@ -70,7 +70,7 @@ def _open_shards(root: Path, counter: Counter) -> dict[str, Stored]:
 
 
 class Checkpoint:
-    """See source.ExpertSource.  Safe to use from many threads: nothing changes after opening but the counter."""
+    """See source.ExpertSource.  Safe to use from many threads: what changes after opening is replaced at once."""
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class Checkpoint:
         self.naming = naming
         self._model = model
         self._facts: dict[int, LayerRecipe] = {}
+        self._last: LayerRecipe | None = None
         depth = model.num_layers()
         self._tensors = {n: tensors[n] for n in sorted(tensors) if not depth or n < depth}
         beyond = sorted(set(tensors) - set(self._tensors))
@@ -125,6 +126,7 @@ class Checkpoint:
             raise KeyError(f"layer {layer}: this checkpoint has experts in layers {_ranges(self.layers)}")
         recipe = layer_recipe(self._model, self.quant, self._tensors[layer])
         self._facts[layer] = replace(recipe, experts=(), pieces=())  # the pieces of all layers would be much memory
+        self._last = recipe
         return recipe
 
     def info(self, layer: int) -> LayerInfo:
@@ -136,7 +138,12 @@ class Checkpoint:
     def load_on(self, device: torch.device, layer: int, experts: Sequence[int] | None = None) -> Weights:
         """load() for `device`.  Of tensors in memory the copies may be under way on the current stream, and whether
         they are finite was not looked at."""
-        recipe = self._recipe_of(layer, experts)
+        whole = self._last
+        if whole is None or whole.layer != layer:
+            whole = self.recipe(layer)
+        at = {e: i for i, e in enumerate(whole.experts)}
+        held = whole.experts if experts is None else tuple(experts)
+        recipe = replace(whole, experts=held, pieces=tuple(whole.pieces[at[e]] for e in held))
         return load_on(recipe, device) or assemble(recipe).to(device)
 
     def _recipe_of(self, layer: int, experts: Sequence[int] | None) -> LayerRecipe:

@@ -54,8 +54,9 @@ class MemoryFile(Shard):
 class Bytes(Shard):
     """The bytes of one tensor: `memory` [n] u8, on an accelerator or on the host, pinned where one copies from it."""
 
-    def __init__(self, name: str, memory: Tensor) -> None:
-        self.path, self.counter, self.size = Path(name), Counter(), memory.numel()
+    def __init__(self, path: Path, memory: Tensor, counter: Counter) -> None:
+        """path, counter: what others of its layer have, too."""
+        self.path, self.counter, self.size = path, counter, memory.numel()
         self.fd, self.tensors, self.memory = -1, {}, memory
 
     def write(self, data: bytes, offset: int) -> None:

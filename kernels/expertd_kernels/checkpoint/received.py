@@ -308,7 +308,7 @@ class Received:
                 memory = self._place(nbytes)
             except RuntimeError as e:
                 raise CheckpointError(f"{name}: no memory for {nbytes} bytes: {e}") from e
-        return Stored(name, dtype, shape, Bytes(name, memory), 0, nbytes)
+        return Stored(name, dtype, shape, Bytes(layer.memory.path, memory, layer.memory.counter), 0, nbytes)
 
     def _came(self, at: Place, tensor: _Arriving, offset: int, nbytes: int, crc: int) -> None:
         """These bytes of a tensor are there."""

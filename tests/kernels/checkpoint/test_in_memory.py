@@ -13,6 +13,7 @@ from safetensors import safe_open
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
 from expertd_kernels.checkpoint.in_memory import Bytes, load_on
 from expertd_kernels.checkpoint.received import Received
+from expertd_kernels.checkpoint.tensors import Counter
 from expertd_kernels.sources.quantized import QuantizedSource
 from expertd_kernels.weights.canonical import Weights
 
@@ -123,7 +124,7 @@ def test_memory_is_put_once_or_once_more_and_no_bytes_afterwards(received: Recei
 
 
 def test_bytes_beyond_the_end_are_refused() -> None:
-    shard = Bytes("t", torch.arange(10, dtype=torch.uint8))
+    shard = Bytes(Path("t"), torch.arange(10, dtype=torch.uint8), Counter())
     out = np.empty(4, np.uint8)
     seen: list[int] = []
     shard.fill(out, 6, "t", lambda piece: seen.append(piece.nbytes))
