@@ -101,6 +101,11 @@ class Job:
     ended: threading.Event = field(default_factory=threading.Event)
     lease: threading.Timer | None = None
 
+    def end_lease(self) -> None:
+        lease, self.lease = self.lease, None  # which has the job, and the job what was served when it began
+        if lease is not None:
+            lease.cancel()
+
 
 class Updates:
     """From any thread.
@@ -342,8 +347,7 @@ class Updates:
                 if job.received is not None and job.asked.delta:
                     job.received.rest_of_base()
                     job.packing.wake()
-                if job.lease is not None:
-                    job.lease.cancel()
+                job.end_lease()
                 threading.Thread(target=self._ready, args=(job,), name="expertd-update-ready", daemon=True).start()
                 return job
         more = f" (and so for {len(missing) - 1} other layers)" if len(missing) > 1 else ""
@@ -359,8 +363,7 @@ class Updates:
             job = self._of(update)
             if job.state != pb.UPDATE_STATE_READY:
                 raise ChangePendingError(f"update {update!r}: is {_word(job.state)}; want it ready: prepare it first")
-            if job.lease is not None:
-                job.lease.cancel()
+            job.end_lease()
             weights = self._weights(job)
             try:
                 self._remember(job.version)
@@ -436,8 +439,7 @@ class Updates:
             )
 
     def _renew(self, job: Job) -> None:
-        if job.lease is not None:
-            job.lease.cancel()
+        job.end_lease()
         if job.state == pb.UPDATE_STATE_PACKING:
             return
         error = ChangeRefusedError(f"update {job.asked.update!r}: no call about it for {job.asked.lease_s:g} s")
@@ -471,8 +473,7 @@ class Updates:
             if self._job is not job or job.error is not None:
                 return
             job.error = error
-            if job.lease is not None:
-                job.lease.cancel()
+            job.end_lease()
         job.packing.stop()
         job.received = None
         job.memories.close()
