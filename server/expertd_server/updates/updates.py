@@ -310,11 +310,12 @@ class Updates:
     def _put_bytes(job: Job, p: pb.WeightPart) -> tuple[bool, int]:
         """(whether it is of an expert that is held, bytes).  Raises CheckpointError, OSError, QueueFullError."""
         assert job.received is not None
-        _require_waiting_room(job, job.received, len(p.data))
+        data = p.data  # each time a copy
+        _require_waiting_room(job, job.received, len(data))
         encoding = _ENCODING.get(p.delta, "unknown")
         shape = list(p.shape)
-        mine = job.received.put(p.name, p.dtype, shape, p.offset, p.data, p.sha256, encoding, p.checksum)
-        return mine, len(p.data)
+        mine = job.received.put(p.name, p.dtype, shape, p.offset, data, p.sha256, encoding, p.checksum)
+        return mine, len(data)
 
     @staticmethod
     def _put_memory(job: Job, p: pb.WeightPart) -> tuple[bool, int]:
