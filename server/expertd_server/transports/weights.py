@@ -15,7 +15,7 @@ from expertd.v1 import weights_service_pb2_grpc as stubs
 from expertd_server.service.access import ADMIN
 from expertd_server.service.response import error_of
 from expertd_server.transports.security import Gate
-from expertd_server.transports.trainer_door import TrainerDoor
+from expertd_server.transports.trainer_listener import TrainerListener
 from expertd_server.updates.updates import Asked, Job, Updates
 from expertd_server.updates.versions import version_message
 from expertd_server.views.describe import memory_message
@@ -36,11 +36,11 @@ class WeightsServicer(stubs.WeightsServiceServicer):
 
     def __init__(self, updates: Updates, fingerprint: str, gate: Gate, ready: Callable[[], bool]) -> None:
         self._updates, self._fingerprint, self._gate, self._ready = updates, fingerprint, gate, ready
-        self._door = TrainerDoor()
+        self._trainers = TrainerListener()
 
     def close(self) -> None:
         """Trainers' sockets."""
-        self._door.close()
+        self._trainers.close()
 
     async def BeginUpdate(  # noqa: N802 - gRPC's name
         self, request: pb.BeginUpdateRequest, context: Any
@@ -73,7 +73,7 @@ class WeightsServicer(stubs.WeightsServiceServicer):
     ) -> pb.PutWeightsResponse:
         def put() -> pb.PutWeightsResponse:
             name = _named(request)
-            if any(p.HasField("memory") for p in request.parts) and not self._door.admitted(name):
+            if any(p.HasField("memory") for p in request.parts) and not self._trainers.admitted(name):
                 raise ChangeRefusedError(
                     f"update {name!r}: tensors in memory of a GPU need a process of this server's user at the endpoint"
                     " of BeginUpdateResponse, as long as they are put"
@@ -135,7 +135,7 @@ class WeightsServicer(stubs.WeightsServiceServicer):
             return "", "", ""
         if why := self._updates.memory_refusal():
             return "", "", why
-        return self._door.offer(request.update, request.host_id)
+        return self._trainers.offer(request.update, request.host_id)
 
     def _status(self) -> pb.GetUpdateResponse:
         updates = self._updates

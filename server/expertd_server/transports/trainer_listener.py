@@ -1,10 +1,10 @@
 """Who may have a server read tensors in memory of a GPU of its host: a process of the server's own user that asked for
 it at WeightsService.
 
-    door.offer("step-7")       endpoint and token for BeginUpdateResponse
-    the trainer                connects to the endpoint, a Unix socket without a name in any file system, and sends it
-    the door                   looks who that is (the kernel says), and takes the token once
-    door.admitted("step-7")    while that socket is open
+    trainers.offer("step-7")     endpoint and token for BeginUpdateResponse
+    the trainer                  connects to the endpoint, a Unix socket without a name in any file system, and sends it
+    the listener                 looks who that is (the kernel says), and takes the token once
+    trainers.admitted("step-7")  while that socket is open
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 from expertd.shm.region import host_id, peer_uid, supported
 from expertd_server.transports.tickets import Tickets
 
-__all__ = ["TrainerDoor"]
+__all__ = ["TrainerListener"]
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _HELLO_S = 2.0
 _WELCOME = b"\x01"
 
 
-class TrainerDoor:
+class TrainerListener:
     """It listens from the first offer on, with a thread of its own.  One trainer at a time: there is one update."""
 
     def __init__(self) -> None:
