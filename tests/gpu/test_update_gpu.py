@@ -54,6 +54,14 @@ def test_answers_are_those_of_a_start_with_the_new_weights(serve, tmp_path):
     assert server.answers() == first
 
 
+def test_a_folder_is_quantized_there_too(serve, tmp_path):
+    want = serve(config(tmp_path, 2)).answers()
+    server = serve(config(tmp_path, 1))
+    with Updater([server.host.address]) as updater:
+        updater.from_checkpoint(str(tmp_path / "2"))
+    assert server.answers() == want
+
+
 def test_a_trainers_gpu_memory_is_read_where_it_lies(serve, tmp_path):
     want = serve(config(tmp_path, 2)).answers()
     server = serve(config(tmp_path, 1, held=tmp_path / "held.json"))
