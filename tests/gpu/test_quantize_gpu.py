@@ -5,9 +5,9 @@ import torch
 from adversarial import adversarial
 
 from expertd_kernels import QuantTensor, Scheme, Weights, detect_device
-from expertd_kernels.builder import pack, problem_of
 from expertd_kernels.oracle.rules import judge
 from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.packed.builder import pack, problem_of
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights import quantize as quantize_module
 from expertd_kernels.weights.quantize import quantize, quantize_matrix, scheme_named

@@ -42,11 +42,11 @@ from expertd.errors import ExpertdError  # noqa: E402
 from expertd_client import ExpertClient  # noqa: E402
 from expertd_client.weights import Updater  # noqa: E402
 from expertd_kernels import QuantTensor, Scheme, decide, detect_device  # noqa: E402
-from expertd_kernels.builder import pack, problem_of  # noqa: E402
 from expertd_kernels.checkpoint import open_checkpoint  # noqa: E402
 from expertd_kernels.checkpoint.received import Received  # noqa: E402
 from expertd_kernels.oracle.rules import judge  # noqa: E402
 from expertd_kernels.oracle.table import BACKENDS  # noqa: E402
+from expertd_kernels.packed.builder import pack, problem_of  # noqa: E402
 from expertd_kernels.sources.quantized import QuantizedSource  # noqa: E402
 from expertd_kernels.sources.synthetic import random_inputs, random_weights  # noqa: E402
 from expertd_kernels.weights import quantize as quantize_module  # noqa: E402
@@ -55,7 +55,7 @@ from expertd_kernels.weights.scheme import ActivationQuant  # noqa: E402
 from expertd_server.config.serve import ServeConfig  # noqa: E402
 from expertd_server.config.values import Address  # noqa: E402
 from expertd_server.host.host import Host  # noqa: E402
-from expertd_server.updates.updates import Asked, Updates  # noqa: E402
+from expertd_server.updates.updates import UpdateRequest, Updates  # noqa: E402
 
 SCHEMES = ("int4_g128", "mxfp4", "int8_channel", "e4m3_block128", "int4_g32", "mxfp8", "nvfp4")
 NONE, GROUPS = ActivationQuant.NONE, ActivationQuant.E4M3_GROUP128
@@ -351,7 +351,7 @@ def put_here(updates: Updates, layers: int, sizes: Sizes, memory: torch.Tensor) 
     """An update whose tensors lie in `memory`, as they do after a transport."""
     name = f"update-{updates.highest + 1}"
     begin = time.monotonic()
-    job = updates.begin(Asked(name))
+    job = updates.begin(UpdateRequest(name))
     begun = time.monotonic() - begin
     assert job.received is not None
     for n in range(layers):

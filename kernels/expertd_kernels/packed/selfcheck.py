@@ -20,9 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from expertd_kernels.packed.proof import Proof, boot_reference_experts, prove, reference_rows
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Experts
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Experts
+from expertd_kernels.packed.integrity import IntegrityRecord, boot_reference_experts, prove, reference_rows
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.numerics import relative_error, tolerance
 
@@ -76,7 +76,7 @@ def self_check(
 
 def check(
     experts: Experts,
-    proof: Proof,
+    proof: IntegrityRecord,
     problem: Problem,
     weights: Weights | None = None,
     run: Run = lambda work: work(),
@@ -116,13 +116,13 @@ def check(
     )
 
 
-def accept(experts: Experts, proof: Proof, problem: Problem) -> Proof:
+def accept(experts: Experts, proof: IntegrityRecord, problem: Problem) -> IntegrityRecord:
     """The condensed proof, with what `experts`, which have passed check(), give for it."""
     small = proof.condense()
     return small.accept(_call(experts, small, len(small.x), problem))
 
 
-def _call(experts: Experts, proof: Proof, rows: int, problem: Problem) -> Tensor:
+def _call(experts: Experts, proof: IntegrityRecord, rows: int, problem: Problem) -> Tensor:
     """[rows, H] f32 of one call with the first rows, into a poisoned buffer."""
     x = proof.x[:rows]
     out = torch.full_like(x, float("nan"))
@@ -159,7 +159,7 @@ def _row_fault(error: float, slot: int, limit: float) -> str:
     return f"relative error {error:.3g} in the row of expert slot {slot}, want <= {ROW_SLACK * limit:g}"
 
 
-def _fault_of_strange(out: Tensor, proof: Proof, weights: Weights, problem: Problem, limit: float) -> str:
+def _fault_of_strange(out: Tensor, proof: IntegrityRecord, weights: Weights, problem: Problem, limit: float) -> str:
     """Why a row without a reference fails; the first few of a strange size are compared with their reference."""
     first = len(proof.expected)
     norms = out.double().norm(dim=1)
@@ -175,7 +175,7 @@ def _fault_of_strange(out: Tensor, proof: Proof, weights: Weights, problem: Prob
     return ""
 
 
-def _fault_of_accepted(out: Tensor, proof: Proof, limit: float) -> str:
+def _fault_of_accepted(out: Tensor, proof: IntegrityRecord, limit: float) -> str:
     """Why a row differs from the accepted answer; "" where there is none or no row does."""
     if proof.accepted is None:
         return ""

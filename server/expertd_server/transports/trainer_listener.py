@@ -17,7 +17,7 @@ import socket
 import threading
 
 from expertd.shm.region import host_id, peer_uid, supported
-from expertd_server.transports.tickets import Tickets
+from expertd_server.transports.tokens import Tokens
 
 __all__ = ["TrainerListener"]
 
@@ -33,7 +33,7 @@ class TrainerListener:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tickets: Tickets[str] = Tickets()
+        self._tickets: Tokens[str] = Tokens()
         self._listener: socket.socket | None = None
         self._endpoint = ""
         self._inside: tuple[str, socket.socket] | None = None
