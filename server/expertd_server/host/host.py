@@ -43,6 +43,7 @@ from expertd_server.boot.assignment import (
     open_source,
     resolve_device,
 )
+from expertd_server.boot.compiling import KernelsAhead
 from expertd_server.boot.layers import Booted, Stopped
 from expertd_server.boot.measuring import Tournaments, settle_threads
 from expertd_server.boot.memory import device_bytes, free_bytes, memory_text, plan_memory, planned_bytes, require_room
@@ -84,6 +85,7 @@ log = logging.getLogger(__name__)
 class Host:
     """console: where people are told; None: nowhere.  on_fault: called once, on the engine's thread, with the sentence
     why nothing is computed any more: close it then, and start another process where it says that the device is lost.
+    kernels: what compiles kernels beside it, where that was started before this module was imported.
 
     address    where gRPC is served; metrics: this host's series; metrics_address: where Prometheus reads them
     residence  what it holds
@@ -96,6 +98,7 @@ class Host:
         config: ServeConfig,
         console: Console | None = None,
         on_fault: Callable[[str], None] = lambda why: None,
+        kernels: KernelsAhead | None = None,
     ) -> None:
         self.config = config
         self.address = ""
@@ -113,6 +116,7 @@ class Host:
         self._admin: AdminTransport | None = None
         self._traces: Traces | None = None
         self._loader: threading.Thread | None = None
+        self._kernels = kernels
         self._epoch = 0
 
     @property
@@ -124,6 +128,14 @@ class Host:
 
     def start(self) -> str:
         """Plan, listen, and begin to load.  Returns the address.  Raises BootError."""
+        kernels = self._kernels = self._kernels or KernelsAhead(self.config.device)
+        try:
+            return self._start(kernels)
+        except BaseException:
+            kernels.close()
+            raise
+
+    def _start(self, kernels: KernelsAhead) -> str:
         config = self.config
         device, where = resolve_device(config.device)
         source = open_source(config, where)
@@ -142,6 +154,7 @@ class Host:
         oracle = Tournaments.of(config, where, assignments)
         if oracle is not None:
             assignments = [oracle.apply(a) for a in assignments]
+        kernels.give(assignments, where, config.max_tokens, config.warm_routes, self.say)
         self._tell_decisions(assignments, pending=oracle is not None)
         self._require_served(assignments)
         self._require_room(assignments)
@@ -192,6 +205,8 @@ class Host:
             t.close()
         if http is not None:
             http.close()
+        if self._kernels is not None:
+            self._kernels.close()
         if self._loader is not None:
             self._loader.join()
         if self.address:
@@ -298,6 +313,7 @@ class Host:
             stream=self.engine.stream,
             alone=self.engine.between if where.type != "cpu" else lambda work: work(),
             route_s=1e-6 * config.test_route_us if where.type == "cpu" else 0.0,
+            kernels=self._kernels,
         )
 
     def _committed_weights(self, store: Store, served: Served, source: ExpertSource, assigner: Assigner) -> Assigner:
