@@ -95,7 +95,7 @@ class CompileAhead:
         self._job = job
         pipe, self._process.stdin = self._process.stdin, None  # communicate() would flush it, closed
         assert pipe is not None
-        with contextlib.suppress(OSError), pipe:
+        with contextlib.suppress(OSError, ValueError), pipe:  # closed: it was ended
             pipe.write(pickle.dumps(job))
 
     def wait(self) -> Outcome:
@@ -113,11 +113,18 @@ class CompileAhead:
 
     def close(self) -> None:
         """End it, whatever it does."""
-        if self._process.poll() is not None:
-            return
-        with contextlib.suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._kill()
+        with self._lock:  # who waits for it is through
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def _kill(self) -> None:
+        """With the processes that it has forked."""
+        if self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def _read(self) -> Outcome:
         if self._job is None:
@@ -127,7 +134,7 @@ class CompileAhead:
             found = json.loads(out)
             return Outcome(int(found["kernels"]), tuple(found["faults"]), dict(found["seconds"]))
         except subprocess.TimeoutExpired:
-            self.close()
+            self._kill()
             return Outcome(faults=(f"compiling ahead took longer than {LIMIT_S:.0f} s",))
         except (OSError, ValueError, KeyError, TypeError) as e:
             code = self._process.poll()

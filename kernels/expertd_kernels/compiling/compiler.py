@@ -28,9 +28,9 @@ from expertd_kernels.backends.device import compile_for
 from expertd_kernels.compiling.empty import calls_of, empty_experts
 from expertd_kernels.compiling.job import Job
 
-__all__ = ["Kernel", "compile_all", "kernels_of", "with_launchers"]
+__all__ = ["LONGEST", "Kernel", "compile_all", "kernels_of", "with_launchers"]
 
-_LONGEST = ("both", "ws", "wide", "w8a8", "expert_gemm", "expert_gemm_rounded", "gemv", "block", "w8a8_few")
+LONGEST = ("both", "ws", "wide", "w8a8", "expert_gemm", "expert_gemm_rounded", "gemv", "block", "w8a8_few")
 """Kernels that take longest to compile, the longest first: what begins last must be short."""
 _NUMBER = struct.Struct("=H")
 
@@ -75,11 +75,12 @@ class _Noting:
 @contextlib.contextmanager
 def _noting(target: GPUTarget) -> Iterator[list[Kernel]]:
     """While it lasts, kernels are noted where they would be started."""
-    noting, found = _Noting(), list[Kernel]()
+    noting, found, called = _Noting(), list[Kernel](), set[JITFunction[Any]]()
     run, active = JITFunction.run, driver._active
 
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         before = len(noting.noted)
+        called.add(self)
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         found.extend(Kernel(self.__name__, each) for each in noting.noted[before:])
         return kernel
@@ -91,6 +92,8 @@ def _noting(target: GPUTarget) -> Iterator[list[Kernel]]:
             yield found
     finally:
         JITFunction.run, driver._active = run, active
+        for function in called:  # it would take what was noted for compiled
+            function.device_caches.clear()
 
 
 def kernels_of(job: Job) -> tuple[list[Kernel], list[str]]:
@@ -103,7 +106,7 @@ def kernels_of(job: Job) -> tuple[list[Kernel], list[str]]:
                 for call in calls_of(layer, empty_experts(layer)):
                     with _faults_to(faults):
                         call()
-    order = {name: i for i, name in enumerate(_LONGEST)}
+    order = {name: i for i, name in enumerate(LONGEST)}
     return sorted(found, key=lambda k: order.get(k.name, len(order))), list(faults)
 
 

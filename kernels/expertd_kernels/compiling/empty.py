@@ -22,7 +22,7 @@ from expertd_kernels.rows.table import SCALED_COLUMNS, WORDS
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 
-__all__ = ["calls_of", "empty_experts"]
+__all__ = ["calls_of", "empty_experts", "grown"]
 
 _ROWS = 16
 """Of a batch, in the calls of the engine's own kernels: none of them depends on it."""
@@ -31,7 +31,7 @@ _ROWS = 16
 def empty_experts(layer: LayerCalls) -> Experts:
     """The layer on its backend, for the GPU that backends.device.compile_for() was told."""
     row = next(b for b in BACKENDS if b.name == layer.backend)
-    return experts_of(row, _grown(_one_packed(row, layer.problem), layer.problem.num_experts), layer.problem)
+    return experts_of(row, grown(_one_packed(row, layer.problem), layer.problem.num_experts), layer.problem)
 
 
 def _one_packed(row: Backend, p: Problem) -> Packed:
@@ -52,7 +52,7 @@ def _one_packed(row: Backend, p: Problem) -> Packed:
     return packed
 
 
-def _grown(packed: Packed, experts: int) -> Packed:
+def grown(packed: Packed, experts: int) -> Packed:
     """The packed layer of one expert as one of many, without values."""
     meta = json.loads(json.dumps(packed.meta))
     for name in ("w13", "w2"):

@@ -10,6 +10,7 @@ Imports no torch by itself.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from expertd_server.boot.assignment import Assignment
 
 __all__ = ["KernelsAhead", "calls_to_compile", "job_of", "warm_sizes"]
+
+
+log = logging.getLogger(__name__)
 
 
 def warm_sizes(most: int) -> list[int]:
@@ -48,7 +52,10 @@ def job_of(gpu: Nvidia, assignments: Iterable[Assignment], routes: Sequence[int]
     """Of the layers whose kernels can be compiled ahead; None where there is no such layer."""
     from expertd_kernels.compiling.job import Job
 
-    layers = dict.fromkeys(_layers(assignments, routes, most))
+    layers: list[LayerCalls] = []
+    for layer in _layers(assignments, routes, most):
+        if layer not in layers:
+            layers.append(layer)
     return Job(gpu, tuple(layers)) if layers else None
 
 
@@ -80,6 +87,14 @@ class KernelsAhead:
     ) -> None:
         """Compile what these layers will call; once.  most: tokens of a batch; routes: a token, besides each layer's
         top-k; say: told what became of it."""
+        self._say = say
+        try:
+            self._give(assignments, where, most, routes)
+        except Exception as e:  # whatever it is: kernels compile when they are called
+            log.warning("no kernels are compiled ahead: %s: %s", type(e).__name__, e)
+            self.close()
+
+    def _give(self, assignments: Iterable[Assignment], where: torch.device, most: int, routes: Sequence[int]) -> None:
         from expertd_kernels.backends.device import nvidia_of
 
         gpu = nvidia_of(where) if self._processes else None
@@ -87,7 +102,6 @@ class KernelsAhead:
         if job is None or job.done():
             self.close()
             return
-        self._say = say
         self._ahead = self._ahead or CompileAhead.start(self._processes)
         if self._ahead is not None:
             self._ahead.give(job)
