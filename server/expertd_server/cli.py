@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, str] = {
     "serve": "load experts and answer calls over gRPC",
     "explain": "print which backend would serve each layer, and why not the others",
     "verify": "check a checkpoint's experts against the float32 reference",
+    "prepare": "compile the kernels that a start would compile",
     "quantize": "write a quantized copy of an unquantized checkpoint",
 }
 """Command -> what --help says.  Module: expertd_server.commands.NAME, with add_parser(subparsers) and run(args)."""
