@@ -43,6 +43,7 @@ __all__ = [
     "keep_or",
     "numpy_dtype",
     "on_host",
+    "over_buffer",
     "over_memory",
     "take",
     "to_wire",
@@ -275,6 +276,16 @@ def over_memory(array: NDArray[np.uint8], number: int, shape: tuple[int, ...], d
     return tensor if device.type == "cpu" else tensor.to(device)
 
 
+def over_buffer(buffer: Any, number: int, shape: tuple[int, ...], device: Any) -> Any:
+    """As over_memory(), of a writable buffer that is aligned and as large as the tensor."""
+    if number != pb.DATA_TYPE_E4M3:
+        if device is None:
+            return np.ndarray(shape, _NUMPY[number], buffer)
+        if device.type == "cpu":
+            return sys.modules["torch"].frombuffer(buffer, dtype=torch_dtype(number)).view(shape)
+    return over_memory(np.frombuffer(buffer, np.uint8), number, shape, device)
+
+
 def wire_dtype(dtype: Any) -> int:
     """The DataType of a name ("bf16"), a numpy dtype or a torch dtype.  Raises BadDtypeError."""
     number: int | None = None
@@ -323,12 +334,13 @@ def _from_torch(x: Any, number: int) -> TensorView:
     return TensorView.of_raw(number, tuple(x.shape), flat)
 
 
-@lru_cache(maxsize=1)
+@lru_cache
 def torch_dtype(number: int) -> Any:
     """torch's of a DataType; torch has been imported."""
     return getattr(sys.modules["torch"], _TORCH_NAMES[number])
 
 
+@lru_cache(maxsize=1)
 def _by_torch() -> dict[Any, int]:
     torch = sys.modules["torch"]
     return {getattr(torch, name): number for number, name in _TORCH_NAMES.items()}
