@@ -150,7 +150,7 @@ class ExpertClient(Forwarder):
         deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
         for attempt in itertools.count(1):
             try:
-                return self._once(self._as_it_travels(request, deadline), deadline)
+                return self._once(self._as_it_travels(request, deadline) if self._quantizes else request, deadline)
             except ExpertdError as error:
                 pause = pause_s(self._retry, error, attempt, None if deadline is None else deadline.left_s())
                 if pause is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes as C
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,6 @@ def _kind(nbytes: int) -> Any:
 
 def lend(address: int, nbytes: int, give_back: Callable[[], None]) -> LentBytes:
     """The memory at `address`, which stays there until it is given back."""
-    lent = cast("LentBytes", _kind(nbytes).from_address(address))
+    lent: LentBytes = _kind(nbytes).from_address(address)
     lent.give_back = give_back
     return lent

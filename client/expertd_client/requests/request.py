@@ -131,7 +131,9 @@ class Request(_Fields):
         traceparent: str = "",
         weights_version: int = 0,
     ) -> Request:
-        if not (hasattr(layer, "__index__") and 0 <= layer < _LAYERS):  # None would travel as layer 0
+        if not (
+            (type(layer) is int or hasattr(layer, "__index__")) and 0 <= layer < _LAYERS
+        ):  # None would travel as layer 0
             raise LayerNotHeldError.about("layer", got=repr(layer), want="a whole number from 0 to 2^32 - 1")
         made = _Fields()
         made.layer = layer

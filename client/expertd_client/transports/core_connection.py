@@ -32,6 +32,7 @@ __all__ = ["SLICE_S", "CoreConnection", "BlockingConnection", "AsyncConnection",
 
 SLICE_S = 0.1
 """How long a call may keep the interpreter from looking at signals."""
+_SLICE_NS = int(SLICE_S * 1e9)
 _SPINS_WORTH = 4
 """Answers that usually take longer than so many times the spinning are slept for at once."""
 _IDLE_TURN_NS = 40_000
@@ -203,7 +204,8 @@ class BlockingConnection(CoreConnection):
             self.unuse()
             raise
         if not answer.refused:
-            found = result(answer, sent, request, self._output(ticket, sent), partial(self._back, ticket))
+            output = self._client.output(ticket, sent.submission)
+            found = result(answer, sent, request, output, partial(self._back, ticket))
             if traced is not None:
                 traced.parts[-1].answered(found.timing)
             return found
@@ -377,4 +379,5 @@ def end_ns(deadline: Deadline | None) -> int:
 
 def _slice_ns(deadline: Deadline | None) -> int:
     """How long to wait before the interpreter looks at signals, or until the deadline."""
-    return int((SLICE_S if deadline is None else min(SLICE_S, deadline.left_s())) * 1e9)
+    left_s = SLICE_S if deadline is None else deadline.end_s - time.monotonic()
+    return _SLICE_NS if left_s >= SLICE_S else max(0, int(left_s * 1e9))

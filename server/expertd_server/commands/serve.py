@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from expertd_server.boot.compiling import KernelsAhead
 from expertd_server.config import logs
 from expertd_server.config.resolve import add_flags, resolve
 from expertd_server.config.serve import ConfigError, ServeConfig
@@ -96,6 +95,8 @@ def as_server() -> None:
 
 def serve(config: ServeConfig, console: Console) -> int:
     """A Host until SIGTERM or SIGINT, on the main thread.  The exit code.  Raises BootError."""
+    from expertd_server.boot.compiling import KernelsAhead
+
     kernels = KernelsAhead(config.device)  # which imports torch beside this process
     from expertd_server.host.host import Host
 
