@@ -7,6 +7,8 @@ from ctypes import c_uint8
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from expertd.codec import ForwardResponseView, TensorView
 from expertd.dtypes import DTYPE_BYTES, scales_of_row, tensor_bytes
 from expertd.errors import TABLE, BadResponseError, ExpertdError
@@ -17,7 +19,7 @@ from expertd_client.requests.e4m3 import E4m3
 from expertd_client.requests.lent import Lent, lend
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult, require_version
-from expertd_client.requests.tensors import Synthetic, are_few_bytes, device_of, host_address, over_buffer
+from expertd_client.requests.tensors import Synthetic, are_few_bytes, device_of, host_address, over_buffer, over_memory
 
 __all__ = [
     "ALIGN",
@@ -129,7 +131,7 @@ def _form(dtypes: tuple[int, ...], M: int, H: int, top_k: int) -> tuple[Submissi
 
 def _place(x: Any, number: int) -> tuple[Any, Any]:
     """As host_address(), or twice the bytes of few: a copy of them takes less than numpy's word where they lie."""
-    if are_few_bytes(x, number):
+    if type(x) is np.ndarray and are_few_bytes(x, number):
         few = x.tobytes()
         return few, few
     return host_address(x, number)
@@ -146,10 +148,12 @@ def result(
         except BadResponseError:
             give_back()
             raise
-    lent = lend(address, sent.tensors.out_bytes, give_back)
+    lent: Any = lend(address, sent.tensors.out_bytes, give_back)
     device = None if request.plain else device_of(request.hidden_states)
-    output = over_buffer(lent, sent.out_dtype, sent.shape, device)
-    if device is not None and device.type != "cpu":  # copied there
+    if device is None or device.type == "cpu":
+        output = over_buffer(lent, sent.out_dtype, sent.shape, device)
+    else:  # copied there
+        output = over_memory(np.frombuffer(lent, np.uint8), sent.out_dtype, sent.shape, device)
         lent.release()
     return result_with(answer, output, lent.release)
 
