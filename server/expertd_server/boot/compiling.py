@@ -1,7 +1,7 @@
 """Kernels of the layers that a server is about to load, compiled by processes beside it while weights are read.
 
     kernels = KernelsAhead("auto")          as early as possible: its processes import what they need meanwhile
-    kernels.give(assignments, where, 4096)  once it is known which layers on which backends
+    kernels.give(assignments, where, 4096)  once it is likely which layers on which backends, and when it is known
     kernels.wait()                          before the first of them is called
     kernels.close()
 
@@ -73,9 +73,15 @@ class KernelsAhead:
 
     def __init__(self, device: str) -> None:
         self._say: Callable[[str], None] | None = None
+        self._job: Job | None = None
         likely = device.partition(":")[0] in ("auto", "cuda") and os.path.exists("/dev/nvidiactl")
         self._processes = usable_processes() if likely else 0
         self._ahead = CompileAhead.start(self._processes) if self._processes and not any_mark() else None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is something to compile for, as far as it was looked."""
+        return self._processes > 0
 
     def give(
         self,
@@ -85,8 +91,8 @@ class KernelsAhead:
         routes: Sequence[int] = (),
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """Compile what these layers will call; once.  most: tokens of a batch; routes: a token, besides each layer's
-        top-k; say: told what became of it."""
+        """Compile what these layers will call, instead of what was given before.  most: tokens of a batch; routes: a
+        token, besides each layer's top-k; say: told what became of it."""
         self._say = say
         try:
             self._give(assignments, where, most, routes)
@@ -99,9 +105,14 @@ class KernelsAhead:
 
         gpu = nvidia_of(where) if self._processes else None
         job = None if gpu is None else job_of(gpu, assignments, routes, most)
+        before, self._job = self._job, job
         if job is None or job.done():
             self.close()
             return
+        if job == before:
+            return
+        if before is not None:
+            self.close()
         self._ahead = self._ahead or CompileAhead.start(self._processes)
         if self._ahead is not None:
             self._ahead.give(job)

@@ -13,6 +13,7 @@ kernel's number of threads.  Several hosts live side by side, each with its own 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import threading
@@ -31,8 +32,9 @@ from expertd.errors import TABLE
 from expertd.tables import print_sentence
 from expertd_kernels.native.memory import available_bytes
 from expertd_kernels.oracle import table
-from expertd_kernels.oracle.probe import packages_for
+from expertd_kernels.oracle.probe import installed_packages, packages_for
 from expertd_kernels.packed.cache import PackedCache
+from expertd_kernels.problem import Device
 from expertd_kernels.sources.source import ExpertSource, LayerInfo
 from expertd_server.boot.assignment import (
     Assigner,
@@ -147,6 +149,7 @@ class Host:
         served = store.recall(source.fingerprint)
         self._workshop = self._make_workshop(source, where)
         with self._workshop.stage("plan"):
+            self._compile_early(source, device, where, kernels)
             assigner = Assigner(config, source, device, packages_for(device, table.BACKENDS, config.cache))
             if served is not None:
                 assigner = self._committed_weights(store, served, source, assigner)
@@ -315,6 +318,17 @@ class Host:
             route_s=1e-6 * config.test_route_us if where.type == "cpu" else 0.0,
             kernels=self._kernels,
         )
+
+    def _compile_early(self, source: ExpertSource, device: Device, where: torch.device, kernels: KernelsAhead) -> None:
+        """Begin with the kernels of the backends that are likely to be chosen: the plan imports every package that is
+        installed, which takes seconds on an accelerator, and seldom finds that one is broken."""
+        config = self.config
+        if not kernels.wanted:
+            return
+        with contextlib.suppress(Exception):  # the plan tells what is wrong
+            assigner = Assigner(config, source, device, installed_packages(table.BACKENDS))
+            assignments = self._assignments(assigner, source.fingerprint, quiet=True)
+            kernels.give(assignments, where, config.max_tokens, config.warm_routes)
 
     def _committed_weights(self, store: Store, served: Served, source: ExpertSource, assigner: Assigner) -> Assigner:
         """Of the version that was committed last, served instead of the start's.  Raises BootError."""

@@ -113,6 +113,31 @@ def test_what_was_compiled_before_is_not_waited_for(ahead):
     assert ahead[1].job is not None
 
 
+def test_what_was_likely_is_compiled_once_and_what_was_not_is_given_up(ahead):
+    """The plan asks again when it knows which packages import."""
+    told = []
+    kernels = KernelsAhead("auto")
+    kernels.give([assigned()], None, 8)
+    kernels.give([assigned()], None, 8, (), told.append)
+    (process,) = ahead
+    assert process.closed == 0
+    kernels.give([assigned(top_k=2)], None, 8, (), told.append)
+    assert [p.closed for p in ahead] == [1, 0]
+    assert ahead[1].job == job_of(H200, [assigned(top_k=2)], (), 8)
+    kernels.wait()
+    assert told == ["3 kernels; a fault"]
+
+
+def test_what_was_done_before_is_looked_for_once_more_and_started_by_nobody(ahead):
+    job = job_of(H200, [assigned()], (), 8)
+    job.set_done()
+    kernels = KernelsAhead("auto")
+    kernels.give([assigned()], None, 8)
+    kernels.give([assigned()], None, 8)
+    kernels.wait()
+    assert ahead == []
+
+
 def test_without_such_a_gpu_nothing_is_started(ahead, monkeypatch):
     for device in ("cpu", "rocm", "xpu:1"):
         KernelsAhead(device)
@@ -121,6 +146,7 @@ def test_without_such_a_gpu_nothing_is_started(ahead, monkeypatch):
     monkeypatch.setattr(module.os.path, "exists", lambda path: True)
     monkeypatch.setattr(module, "usable_processes", lambda: 0)
     switched_off = KernelsAhead("auto")
+    assert not switched_off.wanted
     switched_off.give([assigned()], None, 8)
     switched_off.wait()
     switched_off.close()
