@@ -80,7 +80,9 @@ def _noting(target: GPUTarget) -> Iterator[list[Kernel]]:
 
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         before = len(noting.noted)
-        called.add(self)
+        if self not in called:  # also what this process has compiled before is noted
+            self.device_caches.clear()
+            called.add(self)
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         found.extend(Kernel(self.__name__, each) for each in noting.noted[before:])
         return kernel
