@@ -11,14 +11,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from expertd_kernels.builder import experts_of
+from expertd_kernels.backends.gather import kernels as rows
+from expertd_kernels.backends.gather.table import SCALED_COLUMNS, WORDS
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import E4m3Experts, Experts, Packed, takes_e4m3
 from expertd_kernels.compiling.job import LayerCalls
 from expertd_kernels.oracle.decision import Backend, backend_module
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import E4m3Experts, Experts, Packed, takes_e4m3
-from expertd_kernels.rows import kernels as rows
-from expertd_kernels.rows.table import SCALED_COLUMNS, WORDS
+from expertd_kernels.packed.builder import experts_of
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 

@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from expertd_kernels.atomic_file import replacing
 from expertd_kernels.backends.device import Nvidia
+from expertd_kernels.common.atomic_file import replacing
+from expertd_kernels.common.problem import Problem
 from expertd_kernels.compiling.marks import MARK, cache_folder
 from expertd_kernels.packed.cache import code_digest
-from expertd_kernels.problem import Problem
 
 __all__ = ["BACKENDS", "Job", "LayerCalls"]
 

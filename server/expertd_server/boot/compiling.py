@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 def warm_sizes(most: int) -> list[int]:
     """For batches up to `most`: those that they are padded to, and `most`.  Sizes between them are planned alike
-    (expertd_kernels.sizes)."""
+    (expertd_kernels.common.sizes)."""
     return sorted({*sizes_up_to(most), most})
 
 

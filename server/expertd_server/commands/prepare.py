@@ -11,7 +11,7 @@ from expertd_server.config.serve import ConfigError
 
 if TYPE_CHECKING:
     from expertd_kernels.backends.device import Nvidia
-    from expertd_kernels.problem import Device
+    from expertd_kernels.common.problem import Device
 
 __all__ = ["add_parser", "run"]
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def _gpu(name: str) -> tuple[Device, Nvidia]:
     """Of this machine, or of GPUS.  Raises BootError."""
     from expertd_kernels.backends.device import Nvidia, nvidia_of
-    from expertd_kernels.problem import NAMED_DEVICES
+    from expertd_kernels.common.problem import NAMED_DEVICES
     from expertd_server.boot.assignment import BootError, WrongOptionError, resolve_device
 
     if name.lower() in GPUS:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from expertd.dtypes import scales_of_row
+from expertd.common.dtypes import scales_of_row
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.e4m3 import E4m3
 from expertd_client.requests.lent import lend

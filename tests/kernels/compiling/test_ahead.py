@@ -8,11 +8,11 @@ import pytest
 pytest.importorskip("triton.experimental.gluon")
 
 from expertd_kernels.backends.device import Nvidia
+from expertd_kernels.common.problem import Device, Package, Problem
 from expertd_kernels.compiling import ahead as module
 from expertd_kernels.compiling.ahead import CompileAhead, usable_processes
 from expertd_kernels.compiling.job import Job, LayerCalls
 from expertd_kernels.compiling.marks import any_mark
-from expertd_kernels.problem import Device, Package, Problem
 from expertd_kernels.weights.scheme import Scheme
 
 pytestmark = pytest.mark.usefixtures("own_triton_cache")

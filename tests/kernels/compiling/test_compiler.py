@@ -10,13 +10,13 @@ pytest.importorskip("triton.experimental.gluon")
 from dry_gpu import dry_gpu
 
 from expertd_kernels.backends.device import Nvidia, compile_for
-from expertd_kernels.builder import experts_of, pack, problem_of
+from expertd_kernels.common.problem import Device
 from expertd_kernels.compiling.ahead import CompileAhead
 from expertd_kernels.compiling.compiler import LONGEST, Kernel, compile_all, kernels_of, with_launchers
 from expertd_kernels.compiling.empty import calls_of
 from expertd_kernels.compiling.job import Job, LayerCalls
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.problem import Device
+from expertd_kernels.packed.builder import experts_of, pack, problem_of
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.scheme import ActivationQuant
 

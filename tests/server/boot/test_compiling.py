@@ -18,7 +18,7 @@ HOPPER = Device("cuda", "sm90", (9, 0))
 
 
 def assigned(device=HOPPER, held=(0, 1, 2), pin="gluon_sm90", **problem) -> Assignment:
-    from expertd_kernels.problem import Package
+    from expertd_kernels.common.problem import Package
 
     p = Problem(device, INT4, INT4, len(held), 256, 128, packages={"triton": Package("3.7.1")}, **problem)
     return Assignment(None, held, decide(p, pin=pin))

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from expertd_server.cli import main
+from expertd_server.commands.cli import main
 
 SMALL = ["--layers", "0", "--max-tokens", "1", "--device", "h200"]
 
