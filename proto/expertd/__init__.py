@@ -26,9 +26,12 @@ _MODULES = {"ExpertdError": "errors", "Placement": "placement"}
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("expertd")
+        try:
+            return version("expertd")
+        except PackageNotFoundError:  # a checkout that is only on the path
+            return "0+checkout"
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -13,7 +13,6 @@ kernel's number of threads.  Several hosts live side by side, each with its own 
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import threading
 import time
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import expertd
 from expertd.errors import TABLE
 from expertd.tables import print_sentence
 from expertd_kernels.native.memory import available_bytes
@@ -329,7 +329,7 @@ class Host:
         self._describe = Describer(
             self.service.load_message,
             instance_id=uuid.uuid4().hex,
-            version=importlib.metadata.version("expertd"),
+            version=expertd.__version__,
             family=source.family,
             fingerprint=source.fingerprint,
             hidden_size=infos[0].hidden_size,
