@@ -1,4 +1,4 @@
-"""What became of requests that were sent with a deadline, and what that comes to as a measurement: values in and out."""
+"""What became of requests that were sent with a deadline, and what that comes to: values in, a measurement out."""
 
 from __future__ import annotations
 
