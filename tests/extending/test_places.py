@@ -239,7 +239,7 @@ RPC_HANDLER = '''\
 RPC_CLIENT = '''\
     def greet(self, text: str, *, timeout_s: float = 10.0) -> str:
         """A toy."""
-        answer: _Promise[pb.GreetResponse] = _Promise()
+        answer: _Reply[pb.GreetResponse] = _Reply()
         self._transport.unary("Greet", pb.GreetRequest(text=text), pb.GreetResponse, timeout_s, False, answer)
         return answer.result().text
 
@@ -247,7 +247,7 @@ RPC_CLIENT = '''\
 RPC_ASYNC = '''\
     async def greet(self, text: str, *, timeout_s: float = 10.0) -> str:
         """A toy."""
-        answer: _Promise[pb.GreetResponse] = _Promise()
+        answer: _Reply[pb.GreetResponse] = _Reply()
         transport, request = self._open()[0], pb.GreetRequest(text=text)
         transport.unary("Greet", request, pb.GreetResponse, timeout_s, False, answer)
         return (await answer.future).text
