@@ -1,4 +1,4 @@
-"""csrc/ask.cpp in Python, on the sessions of `world`: it reads and writes the memory of the real Desk."""
+"""csrc/ask.cpp in Python, on the sessions of `world`: it reads and writes the memory of the real CallMemory."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_a_cost_without_answers_asks_for_more_time(monkeypatch):
 
         close = open
 
-    monkeypatch.setattr(cost, "Callers", Silent)
+    monkeypatch.setattr(cost, "OverloadClients", Silent)
     with pytest.raises(ValueError, match="--seconds: got a piece of 10 ms without an answer, want more"):
         asyncio.run(cost._cost("forecast", [("a", None), ("b", None)], "streams", 1, 0.01, LoopClock()))
 
